@@ -1,1 +1,32 @@
-//! placeholder
+//! Guest memory as the rest of Pagetide sees it: addresses and pages as types, regions with the
+//! mappings that the host has of them, and the map that says which page is where.
+//!
+//! Nothing in this crate issues an ioctl. What is here:
+//!
+//! - [`GuestAddress`] (a gpa), [`HostAddress`] (an hva), [`PageIndex`] (a page's number within its
+//!   region), [`PageSize`], and the checked ranges [`GuestRange`], [`HostRange`], [`PageRange`];
+//! - [`Backing`]: what kind of memory a region is made of;
+//! - [`Region`]: one range of guest memory, its memfd and its two mappings;
+//! - [`PageMap`]: one atomic state per page, the truth about which pages are present, and who is
+//!   bringing in which.
+
+mod address;
+mod backing;
+mod convert;
+mod mapping;
+mod page;
+mod page_map;
+mod range;
+mod region;
+mod room;
+
+pub use address::{GuestAddress, HostAddress};
+pub use backing::{Backing, ParseBackingError};
+pub use page::{PageIndex, PageRange, PageSize};
+pub use page_map::{
+    Claim, ClaimGuard, Origin, PageMap, PageMapError, PageState, Removal, ResetError, Settled,
+    StateCounts, WakeWanted,
+};
+pub use range::{GuestRange, HostRange, RangeError};
+pub use region::{AccessError, PopulateAccess, PopulateError, Region, RegionError};
+pub use room::{Hugepages, available_bytes, hugepages};

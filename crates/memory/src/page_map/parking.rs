@@ -1,0 +1,77 @@
+//! Where threads sleep until a page's owner is done.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::page::PageIndex;
+
+/// Enough that threads waiting for different pages seldom meet; a power of two.
+const SHARDS: usize = 64;
+
+/// One sleeping place, on cache lines of its own.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Shard {
+    lock: Mutex<()>,
+    wakeup: Condvar,
+}
+
+/// Sleeping places, shared among pages by their index.
+#[derive(Debug)]
+pub(super) struct Parking {
+    shards: Box<[Shard; SHARDS]>,
+}
+
+impl Default for Parking {
+    fn default() -> Self {
+        Self {
+            shards: Box::new(std::array::from_fn(|_| Shard::default())),
+        }
+    }
+}
+
+impl Parking {
+    fn shard(&self, page: PageIndex) -> &Shard {
+        // Neighbouring pages, which are often claimed in one run, go to different shards.
+        &self.shards[page.as_usize() % SHARDS]
+    }
+
+    /// Locks the page's shard: no [`Parking::notify`] for it passes while the lock is held and
+    /// its holder is not asleep.
+    pub(super) fn lock(&self, page: PageIndex) -> Locked<'_> {
+        let shard = self.shard(page);
+        // The lock guards no data, so a thread that panicked with it has broken nothing.
+        Locked {
+            shard,
+            guard: Some(shard.lock.lock().unwrap_or_else(PoisonError::into_inner)),
+        }
+    }
+
+    /// Wakes every thread that sleeps in the page's shard.
+    pub(super) fn notify(&self, page: PageIndex) {
+        let shard = self.shard(page);
+        drop(shard.lock.lock().unwrap_or_else(PoisonError::into_inner));
+        shard.wakeup.notify_all();
+    }
+}
+
+/// A locked shard.
+pub(super) struct Locked<'shard> {
+    shard: &'shard Shard,
+    /// Present except while asleep.
+    guard: Option<MutexGuard<'shard, ()>>,
+}
+
+impl Locked<'_> {
+    /// Sleeps until a notification, `timeout`, or for no reason at all. The lock is held again after.
+    pub(super) fn sleep(&mut self, timeout: Duration) {
+        if let Some(guard) = self.guard.take() {
+            let (guard, _) = self
+                .shard
+                .wakeup
+                .wait_timeout(guard, timeout)
+                .unwrap_or_else(PoisonError::into_inner);
+            self.guard = Some(guard);
+        }
+    }
+}

@@ -1,0 +1,418 @@
+//! A range of guest memory, the file behind it and its two mappings.
+
+mod error;
+mod words;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::Advice;
+
+use crate::address::{GuestAddress, HostAddress};
+use crate::backing::Backing;
+use crate::convert::{to_u64, to_usize};
+use crate::mapping::Mapping;
+use crate::page::{PageIndex, PageRange, PageSize};
+use crate::range::{GuestRange, HostRange, RangeError};
+use crate::room::{available_bytes, hugepages};
+
+pub use error::{AccessError, PopulateError, RegionError};
+
+/// What a page is made present for, see [`Region::populate`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PopulateAccess {
+    /// Readable is enough (`MADV_POPULATE_READ`).
+    Read,
+    /// Writable: breaks copy-on-write and the zero page (`MADV_POPULATE_WRITE`).
+    Write,
+}
+
+/// A range of guest memory: the file behind it (unless anonymous) and what this process has mapped.
+///
+/// - The **guest mapping** is what KVM and userfaultfd know. Touching it may block for as long as a
+///   pager takes.
+/// - The **service mapping** is a second mapping of the same file. It never traps: content is
+///   written there first, and then made visible in the guest mapping.
+///
+/// Both are congruent to the gpa modulo the largest page that the backing may have, so that KVM can
+/// use huge pages where the memory has them. Dropping a region unmaps both; nothing that the kernel
+/// was told about it (memslots, userfaultfd registrations) may be in use then.
+#[derive(Debug)]
+pub struct Region {
+    range: GuestRange,
+    backing: Backing,
+    file: Option<OwnedFd>,
+    guest: Mapping,
+    service: Option<Mapping>,
+}
+
+impl Region {
+    /// Makes `bytes` bytes of guest memory at `gpa`, both multiples of the backing's page size.
+    /// Nothing is populated, but huge pages are set aside.
+    pub fn new(gpa: GuestAddress, bytes: u64, backing: Backing) -> Result<Self, RegionError> {
+        let page_size = backing.page_size();
+        let range = GuestRange::aligned(gpa, bytes, page_size).map_err(|source| match source {
+            RangeError::Empty { .. } => RegionError::Empty,
+            RangeError::Unaligned { .. } => RegionError::NotPageMultiple {
+                gpa,
+                bytes,
+                backing,
+                page_size,
+            },
+            RangeError::Wraps { .. } => RegionError::Wraps { gpa, bytes },
+        })?;
+        check_room(bytes, backing)?;
+
+        let mapped = to_usize(bytes);
+        // A 4 KiB region may still be made of huge pages (THP); hugetlb wants its own size.
+        let alignment = page_size.max(PageSize::Size2M);
+        let no_mapping = |errno| map_error(errno, bytes, backing);
+        let (file, service) = if backing.has_file() {
+            let file = make_file(bytes, backing)?;
+            let service = Mapping::new(Some(file.as_fd()), mapped, alignment, gpa.0);
+            (Some(file), Some(service.map_err(no_mapping)?))
+        } else {
+            (None, None)
+        };
+        let guest = Mapping::new(file.as_ref().map(AsFd::as_fd), mapped, alignment, gpa.0)
+            .map_err(no_mapping)?;
+
+        let region = Self {
+            range,
+            backing,
+            file,
+            guest,
+            service,
+        };
+        region.advise_page_size()?;
+        Ok(region)
+    }
+
+    /// Tells the kernel whether it may use huge pages, in both mappings.
+    fn advise_page_size(&self) -> Result<(), RegionError> {
+        let advice = match self.backing {
+            Backing::Thp => Advice::LinuxHugepage,
+            Backing::Shmem | Backing::Anonymous => Advice::LinuxNoHugepage,
+            Backing::Hugetlb2M | Backing::Hugetlb1G => return Ok(()),
+        };
+        for mapping in [Some(&self.guest), self.service.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            match mapping.advise(0, mapping.range().bytes(), advice) {
+                Ok(()) => {}
+                // A kernel without THP refuses the advice; then there is nothing to turn off.
+                Err(Errno::INVAL) if advice == Advice::LinuxNoHugepage => {}
+                Err(Errno::INVAL) => return Err(RegionError::NoTransparentHugepages),
+                Err(errno) => return Err(RegionError::Advise { errno }),
+            }
+        }
+        Ok(())
+    }
+
+    /// The guest physical range.
+    pub fn range(&self) -> GuestRange {
+        self.range
+    }
+
+    /// The gpa of its first byte.
+    pub fn gpa(&self) -> GuestAddress {
+        self.range.start()
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.range.bytes()
+    }
+
+    /// What it is made of.
+    pub fn backing(&self) -> Backing {
+        self.backing
+    }
+
+    /// The install granularity, see [`Backing::page_size`].
+    pub fn page_size(&self) -> PageSize {
+        self.backing.page_size()
+    }
+
+    /// How many pages of [`Region::page_size`] it has.
+    pub fn pages(&self) -> u64 {
+        self.range.bytes() >> self.page_size().shift()
+    }
+
+    /// All of its pages.
+    pub fn all_pages(&self) -> PageRange {
+        PageRange::new(PageIndex(0), self.pages())
+    }
+
+    /// The file behind it; `None` for anonymous memory.
+    pub fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(AsFd::as_fd)
+    }
+
+    /// The mapping that KVM and userfaultfd know.
+    pub fn guest(&self) -> HostRange {
+        self.guest.range()
+    }
+
+    /// The mapping that never traps; `None` for anonymous memory.
+    pub fn service(&self) -> Option<HostRange> {
+        self.service.as_ref().map(Mapping::range)
+    }
+
+    /// Where `gpa` is in the guest mapping.
+    pub fn gpa_to_hva(&self, gpa: GuestAddress) -> Option<HostAddress> {
+        let offset = self.offset_of_gpa(gpa)?;
+        self.guest().start().checked_add(to_usize(offset))
+    }
+
+    /// Which gpa is at `hva` of the guest mapping.
+    pub fn hva_to_gpa(&self, hva: HostAddress) -> Option<GuestAddress> {
+        let guest = self.guest();
+        if !guest.contains(hva) {
+            return None;
+        }
+        self.gpa().checked_add(to_u64(hva.0 - guest.start().0))
+    }
+
+    fn offset_of_gpa(&self, gpa: GuestAddress) -> Option<u64> {
+        gpa.offset_from(self.gpa())
+            .filter(|&offset| offset < self.bytes())
+    }
+
+    /// The page that holds `gpa`.
+    #[inline]
+    pub fn page_of_gpa(&self, gpa: GuestAddress) -> Option<PageIndex> {
+        Some(PageIndex(
+            self.offset_of_gpa(gpa)? >> self.page_size().shift(),
+        ))
+    }
+
+    /// The page that holds `hva` of the guest mapping.
+    #[inline]
+    pub fn page_of_hva(&self, hva: HostAddress) -> Option<PageIndex> {
+        let guest = self.guest();
+        if !guest.contains(hva) {
+            return None;
+        }
+        Some(PageIndex(
+            to_u64(hva.0 - guest.start().0) >> self.page_size().shift(),
+        ))
+    }
+
+    /// The gpa of a page's first byte; `None` if the region has no such page.
+    pub fn gpa_of_page(&self, page: PageIndex) -> Option<GuestAddress> {
+        if page.0 >= self.pages() {
+            return None;
+        }
+        self.gpa().checked_add(page.0 << self.page_size().shift())
+    }
+
+    /// Where `pages` are in the guest mapping; `None` if they are none, or not all of this region.
+    #[inline]
+    pub fn guest_range(&self, pages: PageRange) -> Option<HostRange> {
+        let (offset, bytes) = self.span(pages)?;
+        let start = HostAddress(self.guest().start().0 + to_usize(offset));
+        Some(HostRange::trusted(start, to_usize(bytes)))
+    }
+
+    /// Offset and length in bytes of `pages`, if they are some and all of this region.
+    #[inline]
+    fn span(&self, pages: PageRange) -> Option<(u64, u64)> {
+        if pages.is_empty() || pages.end().0 > self.pages() {
+            return None;
+        }
+        let shift = self.page_size().shift();
+        Some((pages.first().0 << shift, pages.count() << shift))
+    }
+
+    /// Writes `bytes` at `offset` bytes into `page` through the service mapping. May go on into
+    /// the following pages.
+    pub fn write_service(
+        &self,
+        page: PageIndex,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), AccessError> {
+        let service = self.service.as_ref().ok_or(AccessError::NoServiceMapping)?;
+        let at = self.check_access(page, offset, bytes.len())?;
+        // SAFETY: words::copy_in requires bytes.len() mapped, writable bytes at the pointer:
+        // check_access found the span within the region, and the mapping covers all of the region
+        // for as long as self lives.
+        unsafe { words::copy_in(service.as_ptr().wrapping_add(at), bytes) };
+        Ok(())
+    }
+
+    /// Reads into `bytes` from `offset` bytes into `page` through the service mapping. May go on
+    /// into the following pages. A page that was never written reads as zeroes.
+    pub fn read_service(
+        &self,
+        page: PageIndex,
+        offset: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), AccessError> {
+        let service = self.service.as_ref().ok_or(AccessError::NoServiceMapping)?;
+        self.read(service, page, offset, bytes)
+    }
+
+    /// Reads what the guest would see, through the guest mapping. Pages that are absent are
+    /// faulted in: with a userfaultfd registered, this blocks until somebody resolves the fault.
+    pub fn read_guest(
+        &self,
+        page: PageIndex,
+        offset: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), AccessError> {
+        self.read(&self.guest, page, offset, bytes)
+    }
+
+    /// Writes through the guest mapping, as the guest would. Blocks as [`Region::read_guest`] does.
+    pub fn write_guest(
+        &self,
+        page: PageIndex,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), AccessError> {
+        let at = self.check_access(page, offset, bytes.len())?;
+        // SAFETY: as in write_service; the guest mapping covers all of the region too.
+        unsafe { words::copy_in(self.guest.as_ptr().wrapping_add(at), bytes) };
+        Ok(())
+    }
+
+    fn read(
+        &self,
+        mapping: &Mapping,
+        page: PageIndex,
+        offset: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), AccessError> {
+        let at = self.check_access(page, offset, bytes.len())?;
+        // SAFETY: words::copy_out requires bytes.len() mapped, readable bytes at the pointer:
+        // check_access found the span within the region, which the mapping covers.
+        unsafe { words::copy_out(mapping.as_ptr().wrapping_add(at), bytes) };
+        Ok(())
+    }
+
+    /// The offset into the region of an access, checked to end within it.
+    fn check_access(&self, page: PageIndex, offset: u64, len: usize) -> Result<usize, AccessError> {
+        let outside = AccessError::Outside { page, offset, len };
+        let start = page
+            .0
+            .checked_mul(self.page_size().bytes())
+            .and_then(|start| start.checked_add(offset))
+            .ok_or(outside)?;
+        match start.checked_add(to_u64(len)) {
+            Some(end) if end <= self.bytes() => Ok(to_usize(start)),
+            _ => Err(outside),
+        }
+    }
+
+    /// Gives the content of `pages` back to the host, mappings included: a hole in the file, or
+    /// `MADV_DONTNEED` for anonymous memory. What is read there later is zero, unless a pager
+    /// brings something else.
+    pub fn punch(&self, pages: PageRange) -> Result<(), AccessError> {
+        let (offset, bytes) = self.span(pages).ok_or(AccessError::NoSuchPages { pages })?;
+        match &self.file {
+            Some(file) => {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                fallocate(file, flags, offset, bytes)
+            }
+            None => self
+                .guest
+                .advise(to_usize(offset), to_usize(bytes), Advice::LinuxDontNeed),
+        }
+        .map_err(|errno| AccessError::Punch { pages, errno })
+    }
+
+    /// Drops the guest mapping's page table entries of `pages`. The content stays in the page
+    /// cache, so that the next touch is a MINOR fault. Refused for anonymous memory, which would
+    /// lose its content.
+    pub fn zap_guest(&self, pages: PageRange) -> Result<(), AccessError> {
+        if self.file.is_none() {
+            return Err(AccessError::NoServiceMapping);
+        }
+        let (offset, bytes) = self.span(pages).ok_or(AccessError::NoSuchPages { pages })?;
+        self.guest
+            .advise(to_usize(offset), to_usize(bytes), Advice::LinuxDontNeed)
+            .map_err(|errno| AccessError::Zap { pages, errno })
+    }
+
+    /// Makes `pages` present in the guest mapping for `access`, as a touch by this process would.
+    /// With a userfaultfd registered and the pages absent, it blocks like a touch, too.
+    pub fn populate(&self, pages: PageRange, access: PopulateAccess) -> Result<(), PopulateError> {
+        let (offset, bytes) = self
+            .span(pages)
+            .ok_or(PopulateError::NoSuchPages { pages })?;
+        let advice = match access {
+            PopulateAccess::Read => Advice::LinuxPopulateRead,
+            PopulateAccess::Write => Advice::LinuxPopulateWrite,
+        };
+        loop {
+            match self.guest.advise(to_usize(offset), to_usize(bytes), advice) {
+                Ok(()) => return Ok(()),
+                // A signal, or a page that was being moved: the kernel asks for another call.
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                Err(Errno::HWPOISON) => return Err(PopulateError::Poisoned { pages }),
+                Err(Errno::NOMEM) => return Err(PopulateError::OutOfMemory { pages }),
+                Err(errno) => return Err(PopulateError::Populate { pages, errno }),
+            }
+        }
+    }
+}
+
+fn check_room(bytes: u64, backing: Backing) -> Result<(), RegionError> {
+    if backing.is_hugetlb() {
+        let page_size = backing.page_size();
+        let pool = hugepages(page_size).ok_or(RegionError::NoHugepagePool { page_size })?;
+        let wanted = bytes >> page_size.shift();
+        if pool.free < wanted {
+            return Err(RegionError::HugepagesNotReserved {
+                page_size,
+                wanted,
+                free: pool.free,
+                setting: pool.setting,
+            });
+        }
+    } else if let Some(available_bytes) = available_bytes()
+        && bytes > available_bytes
+    {
+        return Err(RegionError::DoesNotFit {
+            bytes,
+            backing,
+            available_bytes,
+        });
+    }
+    Ok(())
+}
+
+fn make_file(bytes: u64, backing: Backing) -> Result<OwnedFd, RegionError> {
+    let flags = MemfdFlags::CLOEXEC
+        | match backing {
+            Backing::Hugetlb2M => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+            Backing::Hugetlb1G => MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
+            Backing::Shmem | Backing::Thp | Backing::Anonymous => MemfdFlags::empty(),
+        };
+    let file = memfd_create("pagetide-region", flags)
+        .map_err(|errno| RegionError::CreateFile { backing, errno })?;
+    ftruncate(&file, bytes).map_err(|errno| RegionError::SizeFile { bytes, errno })?;
+    Ok(file)
+}
+
+fn map_error(errno: Errno, bytes: u64, backing: Backing) -> RegionError {
+    if errno != Errno::NOMEM {
+        return RegionError::Map { bytes, errno };
+    }
+    // Somebody took the huge pages, or the memory, between the check and the mapping.
+    match check_room(bytes, backing) {
+        Err(error) => error,
+        Ok(()) => RegionError::DoesNotFit {
+            bytes,
+            backing,
+            available_bytes: available_bytes().unwrap_or(0),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,183 @@
+//! What can go wrong with a region.
+
+use std::path::PathBuf;
+
+use rustix::io::Errno;
+use thiserror::Error;
+
+use crate::address::GuestAddress;
+use crate::backing::Backing;
+use crate::page::{PageIndex, PageRange, PageSize};
+
+/// Why a region could not be made.
+#[derive(Debug, Error)]
+pub enum RegionError {
+    /// A region of no bytes.
+    #[error("a region needs at least one page, not 0 bytes")]
+    Empty,
+    /// The address or the size does not fit the backing's pages.
+    #[error("{bytes} bytes at {gpa} are not whole {page_size} pages, as {backing} memory needs")]
+    NotPageMultiple {
+        /// Where the region would have started.
+        gpa: GuestAddress,
+        /// Its size in bytes.
+        bytes: u64,
+        /// The backing asked for.
+        backing: Backing,
+        /// What address and size must be multiples of.
+        page_size: PageSize,
+    },
+    /// The region would end past the end of the guest's address space.
+    #[error("{bytes} bytes at {gpa} wrap around the guest's address space")]
+    Wraps {
+        /// Where the region would have started.
+        gpa: GuestAddress,
+        /// Its size in bytes.
+        bytes: u64,
+    },
+    /// The hugetlb pool has too few free pages.
+    #[error(
+        "{wanted} free huge pages of {page_size} are needed and {free} are free: \
+         write a larger number to {}", .setting.display()
+    )]
+    HugepagesNotReserved {
+        /// The size of the huge pages.
+        page_size: PageSize,
+        /// Pages needed.
+        wanted: u64,
+        /// Pages free and not promised to anybody.
+        free: u64,
+        /// The file that sets the pool's size.
+        setting: PathBuf,
+    },
+    /// This kernel or CPU has no hugetlb pages of that size.
+    #[error(
+        "this kernel has no huge pages of {page_size}: \
+         it needs CONFIG_HUGETLBFS and a CPU with pages of that size"
+    )]
+    NoHugepagePool {
+        /// The size of the huge pages.
+        page_size: PageSize,
+    },
+    /// This kernel was built without transparent huge pages.
+    #[error("this kernel has no transparent huge pages (CONFIG_TRANSPARENT_HUGEPAGE)")]
+    NoTransparentHugepages,
+    /// The host has not that much memory left.
+    #[error("{bytes} bytes of {backing} memory do not fit: {available_bytes} bytes are available")]
+    DoesNotFit {
+        /// Bytes asked for.
+        bytes: u64,
+        /// The backing asked for.
+        backing: Backing,
+        /// Bytes that the host still has.
+        available_bytes: u64,
+    },
+    /// `memfd_create` failed.
+    #[error("memfd_create for {backing} memory")]
+    CreateFile {
+        /// The backing asked for.
+        backing: Backing,
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
+    /// `ftruncate` failed.
+    #[error("setting the size of the memory file to {bytes} bytes")]
+    SizeFile {
+        /// The size asked for.
+        bytes: u64,
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
+    /// `mmap` failed, and not for want of memory.
+    #[error("mapping {bytes} bytes")]
+    Map {
+        /// The size asked for.
+        bytes: u64,
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
+    /// `madvise` about huge pages failed.
+    #[error("telling the kernel which page size to use")]
+    Advise {
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
+}
+
+/// Why content of a region could not be read, written or dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum AccessError {
+    /// Anonymous memory has one mapping only.
+    #[error("anonymous memory has no service mapping")]
+    NoServiceMapping,
+    /// The access would leave the region.
+    #[error("{len} bytes at offset {offset} of page {page} are not all in the region")]
+    Outside {
+        /// The page that the access starts in.
+        page: PageIndex,
+        /// Bytes into that page.
+        offset: u64,
+        /// Bytes to access.
+        len: usize,
+    },
+    /// The run is empty or leaves the region.
+    #[error("pages {pages} are not pages of the region")]
+    NoSuchPages {
+        /// The pages asked for.
+        pages: PageRange,
+    },
+    /// Giving memory back failed.
+    #[error("punching out pages {pages}")]
+    Punch {
+        /// The pages asked for.
+        pages: PageRange,
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
+    /// Dropping page table entries failed.
+    #[error("zapping pages {pages} of the guest mapping")]
+    Zap {
+        /// The pages asked for.
+        pages: PageRange,
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
+}
+
+/// Why pages could not be populated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum PopulateError {
+    /// The run is empty or leaves the region.
+    #[error("pages {pages} are not pages of the region")]
+    NoSuchPages {
+        /// The pages asked for.
+        pages: PageRange,
+    },
+    /// One of the pages has an uncorrected memory error.
+    #[error("hardware poison in pages {pages}")]
+    Poisoned {
+        /// The pages asked for.
+        pages: PageRange,
+    },
+    /// The host is out of memory, or nothing is mapped there any more.
+    #[error("no memory for pages {pages}, or no mapping there")]
+    OutOfMemory {
+        /// The pages asked for.
+        pages: PageRange,
+    },
+    /// Anything else that the kernel says.
+    #[error("populating pages {pages}")]
+    Populate {
+        /// The pages asked for.
+        pages: PageRange,
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
+}
