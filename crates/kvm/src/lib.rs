@@ -1,1 +1,46 @@
-//! placeholder
+//! KVM as Pagetide uses it: a VM whose memory slots keep their memory alive, vCPUs whose memory
+//! faults come back as values, and kicks that work from any thread.
+//!
+//! `kvm-ioctls` does the ioctls that it has. What is here is what it lacks: EHWPOISON and the
+//! access bits of `KVM_EXIT_MEMORY_FAULT`, the slot flag `KVM_MEM_ABSENT_MAPPING_FAULT`,
+//! `KVM_PRE_FAULT_MEMORY`, kicks, and errors that name the slot, the range and the capability.
+//!
+//! ```no_run
+//! use pagetide_kvm::{Kvm, Exit};
+//!
+//! let kvm = Kvm::open()?;
+//! let vm = kvm.create_vm()?;
+//! let mut vcpu = vm.create_vcpu(0)?;
+//! let mut here = vcpu.bind()?;
+//! if let Exit::Fault(fault) = here.run()? {
+//!     println!("{fault}");
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod abi;
+mod exit;
+mod fault;
+mod kick;
+mod pre_fault;
+mod run_page;
+mod slot;
+mod system;
+mod vcpu;
+mod vm;
+
+pub use exit::Exit;
+pub use fault::{Access, FaultExit};
+pub use kick::{VcpuKick, kick_signal};
+pub use pre_fault::PreFaultError;
+pub use slot::{SlotError, SlotFlags};
+pub use system::{Kvm, OpenError};
+pub use vcpu::{BindError, BoundVcpu, RunError, Vcpu};
+pub use vm::{Capabilities, CreateVcpuError, CreateVmError, Vm};
+
+use std::io;
+
+/// The kernel's answer as an `io::Error`, which prints the errno's text.
+fn os_error(errno: vmm_sys_util::errno::Error) -> io::Error {
+    io::Error::from_raw_os_error(errno.errno())
+}

@@ -1,0 +1,174 @@
+//! The `kvm_run` structure that a vCPU shares with the kernel.
+//!
+//! It is a mapping of its own beside the one in `VcpuFd`, because a kick writes `immediate_exit`
+//! from another thread: everything here goes through raw pointers and atomics, never through a
+//! reference to the structure.
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use kvm_bindings::{KVM_EXIT_IO_OUT, KVM_EXIT_UNKNOWN, kvm_run};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::exit::Exit;
+use crate::fault::FaultExit;
+
+/// Reads a field of the kernel's structure.
+macro_rules! read {
+    ($page:expr, $($field:ident).+) => {{
+        let run = $page.run.as_ptr();
+        // SAFETY: `run` points to a live mapping of at least a kvm_run; only an address is taken.
+        let field = unsafe { &raw const (*run).$($field).+ };
+        // SAFETY: inside the mapping and aligned; every field and union member is plain data, for
+        // which any bit pattern is valid. The kernel does not write outside KVM_RUN, and the
+        // vCPU's thread is here.
+        unsafe { field.read_volatile() }
+    }};
+}
+
+/// A vCPU's `kvm_run`.
+#[derive(Debug)]
+pub(crate) struct RunPage {
+    run: NonNull<kvm_run>,
+    bytes: usize,
+}
+
+// SAFETY: the mapping belongs to this value alone until drop, and all accesses are either atomic
+// (immediate_exit) or made by the one thread that holds the vCPU (`&mut Vcpu`).
+unsafe impl Send for RunPage {}
+// SAFETY: as for Send; the only access through a shared reference from other threads is the atomic
+// `immediate_exit`.
+unsafe impl Sync for RunPage {}
+
+impl RunPage {
+    /// Maps `bytes` (KVM_GET_VCPU_MMAP_SIZE) of a vCPU's file.
+    pub(crate) fn map(vcpu: &impl AsRawFd, bytes: usize) -> io::Result<Self> {
+        // SAFETY: the descriptor stays open during this call, because `vcpu` is borrowed.
+        let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        let start = unsafe {
+            rustix::mm::mmap(ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0)?
+        };
+        let run = NonNull::new(start.cast::<kvm_run>())
+            .ok_or_else(|| io::Error::other("the kernel mapped kvm_run at address 0"))?;
+        Ok(Self { run, bytes })
+    }
+
+    /// Makes the present or next KVM_RUN return EINTR (true), or lets it run (false).
+    pub(crate) fn set_immediate_exit(&self, exit: bool) {
+        self.immediate_exit()
+            .store(u8::from(exit), Ordering::SeqCst);
+    }
+
+    fn immediate_exit(&self) -> &AtomicU8 {
+        // SAFETY: `run` points to a live mapping of at least a kvm_run.
+        let field = unsafe { &raw mut (*self.run.as_ptr()).immediate_exit };
+        // SAFETY: the field is valid as long as self; nobody in this process accesses it other
+        // than atomically (VcpuFd's own mapping is never used for it). The kernel reads a byte.
+        unsafe { AtomicU8::from_ptr(field) }
+    }
+
+    /// Forgets the last exit, so that a kernel that leaves the field alone on a failure cannot
+    /// make an old annotation look new.
+    pub(crate) fn forget_exit(&self) {
+        let run = self.run.as_ptr();
+        // SAFETY: `run` points to a live mapping of a kvm_run; only an address is taken.
+        let reason = unsafe { &raw mut (*run).exit_reason };
+        // SAFETY: inside the mapping; the vCPU is not in KVM_RUN, since its thread is here.
+        unsafe { reason.write_volatile(KVM_EXIT_UNKNOWN) };
+    }
+
+    fn exit_reason(&self) -> u32 {
+        read!(self, exit_reason)
+    }
+
+    /// The annotation of a KVM_RUN that failed with EFAULT or EHWPOISON, if there is one.
+    pub(crate) fn memory_fault(&self, poisoned: bool) -> Option<FaultExit> {
+        if self.exit_reason() != kvm_bindings::KVM_EXIT_MEMORY_FAULT {
+            return None;
+        }
+        let fault = read!(self, __bindgen_anon_1.memory_fault);
+        Some(FaultExit::decode(
+            fault.flags,
+            fault.gpa,
+            fault.size,
+            poisoned,
+        ))
+    }
+
+    /// The exit of a KVM_RUN that returned 0.
+    pub(crate) fn exit(&self) -> Exit {
+        // The exit reason says which member of the union the kernel filled.
+        match self.exit_reason() {
+            kvm_bindings::KVM_EXIT_IO => {
+                let io = read!(self, __bindgen_anon_1.io);
+                if u32::from(io.direction) != KVM_EXIT_IO_OUT {
+                    return Exit::IoIn {
+                        port: io.port,
+                        size_bytes: io.size,
+                    };
+                }
+                Exit::IoOut {
+                    port: io.port,
+                    data: self.io_data(io.data_offset, io.size),
+                }
+            }
+            kvm_bindings::KVM_EXIT_MMIO => {
+                let mmio = read!(self, __bindgen_anon_1.mmio);
+                Exit::Mmio {
+                    gpa: pagetide_memory::GuestAddress(mmio.phys_addr),
+                    size_bytes: mmio.len,
+                    write: mmio.is_write != 0,
+                }
+            }
+            kvm_bindings::KVM_EXIT_HLT => Exit::Halt,
+            kvm_bindings::KVM_EXIT_SHUTDOWN => Exit::Shutdown,
+            kvm_bindings::KVM_EXIT_INTR => Exit::Interrupted,
+            kvm_bindings::KVM_EXIT_FAIL_ENTRY => {
+                let entry = read!(self, __bindgen_anon_1.fail_entry);
+                Exit::FailedEntry {
+                    hardware_reason: entry.hardware_entry_failure_reason,
+                }
+            }
+            kvm_bindings::KVM_EXIT_INTERNAL_ERROR => {
+                let internal = read!(self, __bindgen_anon_1.internal);
+                Exit::InternalError {
+                    suberror: internal.suberror,
+                }
+            }
+            reason => Exit::Other { reason },
+        }
+    }
+
+    /// The first element of an OUT, little endian, zero-extended. Out-of-range offsets, which no
+    /// kernel sends, read as 0.
+    fn io_data(&self, offset: u64, size: u8) -> u32 {
+        let size = usize::from(size.min(4));
+        let Ok(offset) = usize::try_from(offset) else {
+            return 0;
+        };
+        if offset.checked_add(size).is_none_or(|end| end > self.bytes) {
+            return 0;
+        }
+        let mut data = [0; 4];
+        for (index, byte) in data.iter_mut().take(size).enumerate() {
+            // SAFETY: offset + index < bytes, the length of the mapping.
+            let source = unsafe { self.run.as_ptr().cast::<u8>().add(offset + index) };
+            // SAFETY: inside the live mapping; any bit pattern is a u8.
+            *byte = unsafe { source.read_volatile() };
+        }
+        u32::from_le_bytes(data)
+    }
+}
+
+impl Drop for RunPage {
+    fn drop(&mut self) {
+        // A failure would leave the mapping in place, which is harmless.
+        // SAFETY: mapped by map() with this length; no reference into it outlives self.
+        let _ = unsafe { rustix::mm::munmap(self.run.as_ptr().cast::<c_void>(), self.bytes) };
+    }
+}

@@ -1,0 +1,187 @@
+//! Memory slots: which guest-physical range is which memory of this process.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use crate::abi::KVM_MEM_ABSENT_MAPPING_FAULT;
+use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY};
+use pagetide_memory::{GuestRange, Region};
+
+/// Properties of a slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct SlotFlags {
+    /// Accesses to memory that is absent leave KVM_RUN instead of waiting for a userfaultfd
+    /// (KVM_MEM_ABSENT_MAPPING_FAULT, gated by KVM_CAP_ABSENT_MAPPING_FAULT).
+    pub absent_mapping_fault: bool,
+    /// KVM records which pages the guest writes to (KVM_MEM_LOG_DIRTY_PAGES).
+    pub log_dirty: bool,
+    /// Guest writes leave KVM_RUN as MMIO (KVM_MEM_READONLY). The kernel refuses it together with
+    /// `absent_mapping_fault`.
+    pub readonly: bool,
+}
+
+impl SlotFlags {
+    /// The flags as the kernel's bits.
+    #[must_use]
+    pub fn bits(self) -> u32 {
+        [
+            (self.absent_mapping_fault, KVM_MEM_ABSENT_MAPPING_FAULT),
+            (self.log_dirty, KVM_MEM_LOG_DIRTY_PAGES),
+            (self.readonly, KVM_MEM_READONLY),
+        ]
+        .into_iter()
+        .filter_map(|(set, bit)| set.then_some(bit))
+        .fold(0, |bits, bit| bits | bit)
+    }
+}
+
+impl fmt::Display for SlotFlags {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = [
+            (self.absent_mapping_fault, "absent-mapping-fault"),
+            (self.log_dirty, "log-dirty"),
+            (self.readonly, "readonly"),
+        ];
+        let mut separator = "";
+        for (_, name) in names.into_iter().filter(|(set, _)| *set) {
+            write!(formatter, "{separator}{name}")?;
+            separator = ", ";
+        }
+        if separator.is_empty() {
+            formatter.write_str("no flags")
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// Why a slot was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum SlotError {
+    /// The kernel lacks the capability that gates a flag.
+    #[error(
+        "memory slot {slot} ({range}): this kernel does not have {capability} ({number}); run a \
+         kernel with Pagetide's patches"
+    )]
+    MissingCapability {
+        /// The slot.
+        slot: u32,
+        /// Its guest-physical range.
+        range: GuestRange,
+        /// The capability's name.
+        capability: &'static str,
+        /// The capability's number.
+        number: u32,
+    },
+    /// The slot number is past what the kernel has (KVM_CAP_NR_MEMSLOTS).
+    #[error("memory slot {slot}: this kernel has slots 0 to {}", slots - 1)]
+    NoSuchSlot {
+        /// The slot.
+        slot: u32,
+        /// How many slots there are.
+        slots: u32,
+    },
+    /// A region was to be added to a slot that has one.
+    #[error("memory slot {slot} is in use for {range}")]
+    InUse {
+        /// The slot.
+        slot: u32,
+        /// The range that it holds.
+        range: GuestRange,
+    },
+    /// The slot has no region.
+    #[error("memory slot {slot} is empty")]
+    Empty {
+        /// The slot.
+        slot: u32,
+    },
+    /// Another slot covers a part of the range (EEXIST).
+    #[error("memory slot {slot}: {range} overlaps another slot")]
+    Overlap {
+        /// The slot.
+        slot: u32,
+        /// The range that was asked for.
+        range: GuestRange,
+        /// EEXIST.
+        #[source]
+        source: io::Error,
+    },
+    /// The kernel finds the range or the combination of flags invalid (EINVAL).
+    #[error("memory slot {slot}: the kernel refuses {range} with {flags}")]
+    Invalid {
+        /// The slot.
+        slot: u32,
+        /// The range that was asked for.
+        range: GuestRange,
+        /// The flags that were asked for.
+        flags: SlotFlags,
+        /// EINVAL.
+        #[source]
+        source: io::Error,
+    },
+    /// Any other errno, ENOMEM for instance.
+    #[error("memory slot {slot}: cannot set {range} with {flags}")]
+    Failed {
+        /// The slot.
+        slot: u32,
+        /// The range that was asked for.
+        range: GuestRange,
+        /// The flags that were asked for.
+        flags: SlotFlags,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A slot that holds memory. It keeps the region mapped as long as the VM may reach it.
+#[derive(Clone, Debug)]
+pub(crate) struct Slot {
+    pub(crate) region: Arc<Region>,
+    pub(crate) flags: SlotFlags,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_have_the_kernels_bits() {
+        let table = [
+            (SlotFlags::default(), 0),
+            (
+                SlotFlags {
+                    log_dirty: true,
+                    ..SlotFlags::default()
+                },
+                1,
+            ),
+            (
+                SlotFlags {
+                    readonly: true,
+                    ..SlotFlags::default()
+                },
+                2,
+            ),
+            (
+                SlotFlags {
+                    absent_mapping_fault: true,
+                    ..SlotFlags::default()
+                },
+                1 << 8,
+            ),
+            (
+                SlotFlags {
+                    absent_mapping_fault: true,
+                    log_dirty: true,
+                    readonly: true,
+                },
+                0x103,
+            ),
+        ];
+        for (flags, bits) in table {
+            assert_eq!(flags.bits(), bits, "{flags}");
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! /dev/kvm.
+
+use std::io;
+
+use kvm_bindings::KVM_API_VERSION;
+
+use crate::os_error;
+use crate::vm::{CreateVmError, Vm};
+
+/// Why /dev/kvm cannot be used; each message says how to get it.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// There is no such device.
+    #[error(
+        "no /dev/kvm: load the kvm_intel or kvm_amd module, or switch on virtualisation in the \
+         firmware or for this virtual machine"
+    )]
+    Missing(#[source] io::Error),
+    /// The device exists, and this user may not open it.
+    #[error("/dev/kvm: permission denied: add this user to the group kvm, or run as root")]
+    Permission(#[source] io::Error),
+    /// Anything else that open(2) says.
+    #[error("cannot open /dev/kvm")]
+    Open(#[source] io::Error),
+    /// The device answers with an API version other than 12, the only one since Linux 2.6.22.
+    #[error("/dev/kvm speaks KVM API version {found}, not {KVM_API_VERSION}")]
+    Version {
+        /// What KVM_GET_API_VERSION returned.
+        found: i32,
+    },
+}
+
+/// An open /dev/kvm.
+#[derive(Debug)]
+pub struct Kvm {
+    fd: kvm_ioctls::Kvm,
+}
+
+impl Kvm {
+    /// Opens /dev/kvm and checks the API version.
+    ///
+    /// # Errors
+    /// [`OpenError`] says what is missing and how to get it.
+    pub fn open() -> Result<Self, OpenError> {
+        let fd = kvm_ioctls::Kvm::new_with_path(c"/dev/kvm").map_err(|errno| {
+            let error = os_error(errno);
+            match errno.errno() {
+                libc::ENOENT | libc::ENODEV | libc::ENXIO => OpenError::Missing(error),
+                libc::EACCES | libc::EPERM => OpenError::Permission(error),
+                _ => OpenError::Open(error),
+            }
+        })?;
+        let found = fd.get_api_version();
+        if i64::from(found) != i64::from(KVM_API_VERSION) {
+            return Err(OpenError::Version { found });
+        }
+        Ok(Self { fd })
+    }
+
+    /// A new VM without memory or vCPUs.
+    ///
+    /// # Errors
+    /// See [`CreateVmError`].
+    pub fn create_vm(&self) -> Result<Vm, CreateVmError> {
+        Vm::new(self)
+    }
+
+    /// The largest number of vCPUs that a VM may have (KVM_CAP_MAX_VCPUS).
+    #[must_use]
+    pub fn max_vcpus(&self) -> usize {
+        self.fd.get_max_vcpus()
+    }
+
+    /// The `kvm-ioctls` handle, for everything that this crate does not wrap.
+    #[must_use]
+    pub fn fd(&self) -> &kvm_ioctls::Kvm {
+        &self.fd
+    }
+}

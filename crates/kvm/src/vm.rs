@@ -1,0 +1,312 @@
+//! VMs: what the kernel can do for them, and their slots and vCPUs.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::abi;
+use kvm_bindings::{
+    KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region, kvm_userspace_memory_region2,
+};
+use kvm_ioctls::VmFd;
+use pagetide_memory::Region;
+
+use crate::kick::KickTarget;
+use crate::os_error;
+use crate::run_page::RunPage;
+use crate::slot::{Slot, SlotError, SlotFlags};
+use crate::system::Kvm;
+use crate::vcpu::Vcpu;
+
+/// Why a VM could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CreateVmError {
+    /// KVM_CREATE_VM failed.
+    #[error("cannot create a VM")]
+    Create(#[source] io::Error),
+    /// The size of `kvm_run` is unknown.
+    #[error("KVM_GET_VCPU_MMAP_SIZE failed")]
+    RunSize(#[source] io::Error),
+}
+
+/// Why a vCPU could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CreateVcpuError {
+    /// KVM_CREATE_VCPU failed.
+    #[error("cannot create vCPU {vcpu}")]
+    Create {
+        /// The vCPU's number.
+        vcpu: u32,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// Its `kvm_run` could not be mapped.
+    #[error("cannot map kvm_run of vCPU {vcpu}")]
+    Map {
+        /// The vCPU's number.
+        vcpu: u32,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What this kernel has for a VM, as KVM_CHECK_EXTENSION on the VM says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capabilities {
+    /// KVM_CAP_MEMORY_FAULT_INFO: failed accesses say where.
+    pub memory_fault_info: bool,
+    /// KVM_CAP_ABSENT_MAPPING_FAULT: slots may ask for exits instead of blocking.
+    pub absent_mapping_fault: bool,
+    /// KVM_CAP_PRE_FAULT_MEMORY: a vCPU may fill its stage-2 tables ahead.
+    pub pre_fault_memory: bool,
+    /// KVM_CAP_USER_MEMORY2: slots are set by KVM_SET_USER_MEMORY_REGION2.
+    pub user_memory2: bool,
+    /// KVM_CAP_NR_MEMSLOTS: how many slots a VM may have.
+    pub slots: u32,
+}
+
+impl Capabilities {
+    fn of(vm: &VmFd) -> Self {
+        let value = |number: u32| vm.check_extension_raw(number.into());
+        let has = |number| value(number) > 0;
+        Self {
+            memory_fault_info: has(abi::KVM_CAP_MEMORY_FAULT_INFO),
+            absent_mapping_fault: has(abi::KVM_CAP_ABSENT_MAPPING_FAULT),
+            pre_fault_memory: has(abi::KVM_CAP_PRE_FAULT_MEMORY),
+            user_memory2: has(abi::KVM_CAP_USER_MEMORY2),
+            // The kernel's documentation: 32 where the capability is missing.
+            slots: u32::try_from(value(KVM_CAP_NR_MEMSLOTS))
+                .ok()
+                .filter(|n| *n > 0)
+                .unwrap_or(32),
+        }
+    }
+}
+
+/// What a VM and its vCPUs share. The descriptor comes first, so that the memory outlives it.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    fd: VmFd,
+    capabilities: Capabilities,
+    run_bytes: usize,
+    slots: Mutex<BTreeMap<u32, Slot>>,
+}
+
+impl Inner {
+    pub(crate) fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+}
+
+/// A virtual machine. Its slots keep their regions mapped until the last of the VM and its vCPUs
+/// is gone.
+#[derive(Debug)]
+pub struct Vm {
+    inner: Arc<Inner>,
+}
+
+impl Vm {
+    /// A new VM without memory or vCPUs.
+    ///
+    /// # Errors
+    /// See [`CreateVmError`].
+    pub fn new(kvm: &Kvm) -> Result<Self, CreateVmError> {
+        let create = || loop {
+            match kvm.fd().create_vm() {
+                // KVM_CREATE_VM gives up on a pending signal; there is nothing to undo.
+                Err(errno) if errno.errno() == libc::EINTR => {}
+                result => return result.map_err(os_error),
+            }
+        };
+        let fd = create().map_err(CreateVmError::Create)?;
+        let run_bytes = kvm
+            .fd()
+            .get_vcpu_mmap_size()
+            .map_err(os_error)
+            .map_err(CreateVmError::RunSize)?;
+        let capabilities = Capabilities::of(&fd);
+        let slots = Mutex::new(BTreeMap::new());
+        Ok(Self {
+            inner: Arc::new(Inner {
+                fd,
+                capabilities,
+                run_bytes,
+                slots,
+            }),
+        })
+    }
+
+    /// What this kernel has.
+    #[must_use]
+    pub fn capabilities(&self) -> &Capabilities {
+        &self.inner.capabilities
+    }
+
+    /// The `kvm-ioctls` handle, for everything that this crate does not wrap. Slots are to be set
+    /// through [`Vm`] only, which knows what memory must stay.
+    #[must_use]
+    pub fn fd(&self) -> &VmFd {
+        &self.inner.fd
+    }
+
+    /// A vCPU with this number (the APIC ID on x86). The architecture's set-up is the caller's.
+    ///
+    /// # Errors
+    /// See [`CreateVcpuError`].
+    pub fn create_vcpu(&self, id: u32) -> Result<Vcpu, CreateVcpuError> {
+        let fd = self
+            .inner
+            .fd
+            .create_vcpu(id.into())
+            .map_err(|errno| CreateVcpuError::Create {
+                vcpu: id,
+                source: os_error(errno),
+            })?;
+        let page = RunPage::map(&fd, self.inner.run_bytes)
+            .map_err(|source| CreateVcpuError::Map { vcpu: id, source })?;
+        Ok(Vcpu::new(
+            id,
+            fd,
+            KickTarget::new(page),
+            Arc::clone(&self.inner),
+        ))
+    }
+
+    /// Makes `region` the memory of an empty slot, at the region's own guest-physical address.
+    ///
+    /// # Errors
+    /// See [`SlotError`]; the slot stays empty.
+    pub fn add_region(
+        &self,
+        slot: u32,
+        region: Arc<Region>,
+        flags: SlotFlags,
+    ) -> Result<(), SlotError> {
+        let mut slots = self.slots();
+        if let Some(used) = slots.get(&slot) {
+            return Err(SlotError::InUse {
+                slot,
+                range: used.region.range(),
+            });
+        }
+        self.set(slot, &region, flags, region.bytes())?;
+        slots.insert(slot, Slot { region, flags });
+        Ok(())
+    }
+
+    /// Changes the flags of a slot; vCPUs may be running.
+    ///
+    /// # Errors
+    /// See [`SlotError`]; the flags stay as they were.
+    pub fn set_slot_flags(&self, slot: u32, flags: SlotFlags) -> Result<(), SlotError> {
+        let mut slots = self.slots();
+        let entry = slots.get_mut(&slot).ok_or(SlotError::Empty { slot })?;
+        self.set(slot, &entry.region, flags, entry.region.bytes())?;
+        entry.flags = flags;
+        Ok(())
+    }
+
+    /// The flags of a slot; None if it is empty.
+    #[must_use]
+    pub fn slot_flags(&self, slot: u32) -> Option<SlotFlags> {
+        self.slots().get(&slot).map(|entry| entry.flags)
+    }
+
+    /// Empties a slot and returns its memory. Guest accesses there are MMIO from now on.
+    ///
+    /// # Errors
+    /// See [`SlotError`]; the slot stays as it was.
+    pub fn remove_slot(&self, slot: u32) -> Result<Arc<Region>, SlotError> {
+        let mut slots = self.slots();
+        let entry = slots.get(&slot).ok_or(SlotError::Empty { slot })?.clone();
+        self.set(slot, &entry.region, SlotFlags::default(), 0)?;
+        slots.remove(&slot);
+        Ok(entry.region)
+    }
+
+    fn slots(&self) -> MutexGuard<'_, BTreeMap<u32, Slot>> {
+        self.inner
+            .slots
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets a slot to `bytes` of the region; 0 empties it.
+    fn set(
+        &self,
+        slot: u32,
+        region: &Region,
+        flags: SlotFlags,
+        bytes: u64,
+    ) -> Result<(), SlotError> {
+        let range = region.range();
+        let Capabilities {
+            absent_mapping_fault,
+            user_memory2,
+            slots,
+            ..
+        } = self.inner.capabilities;
+        if slot >= slots {
+            return Err(SlotError::NoSuchSlot { slot, slots });
+        }
+        if flags.absent_mapping_fault && !(absent_mapping_fault && user_memory2) {
+            return Err(SlotError::MissingCapability {
+                slot,
+                range,
+                capability: "KVM_CAP_ABSENT_MAPPING_FAULT",
+                number: abi::KVM_CAP_ABSENT_MAPPING_FAULT,
+            });
+        }
+        let guest_phys_addr = region.gpa().0;
+        let userspace_addr = region.guest().start().as_u64();
+        let result = if user_memory2 {
+            let request = kvm_userspace_memory_region2 {
+                slot,
+                flags: flags.bits(),
+                guest_phys_addr,
+                memory_size: bytes,
+                userspace_addr,
+                ..kvm_userspace_memory_region2::default()
+            };
+            // SAFETY: KVM requires that the memory stays mapped while the slot has it: the caller
+            // keeps the region in `slots`, which is dropped after the VM's descriptor. The guest
+            // may change it at any time: it is shared memory, of which Region hands out no
+            // references.
+            unsafe { self.inner.fd.set_user_memory_region2(request) }
+        } else {
+            let request = kvm_userspace_memory_region {
+                slot,
+                flags: flags.bits(),
+                guest_phys_addr,
+                memory_size: bytes,
+                userspace_addr,
+            };
+            // SAFETY: as above.
+            unsafe { self.inner.fd.set_user_memory_region(request) }
+        };
+        result.map_err(|errno| {
+            let source = os_error(errno);
+            match errno.errno() {
+                libc::EEXIST => SlotError::Overlap {
+                    slot,
+                    range,
+                    source,
+                },
+                libc::EINVAL => SlotError::Invalid {
+                    slot,
+                    range,
+                    flags,
+                    source,
+                },
+                _ => SlotError::Failed {
+                    slot,
+                    range,
+                    flags,
+                    source,
+                },
+            }
+        })
+    }
+}
