@@ -1,1 +1,16 @@
-//! placeholder
+//! Pagetide's benchmarks: what they measure, how they sum it up, and how they show it.
+//!
+//! - [`paging`]: how fast absent guest memory comes in, through userfaultfd and through KVM exits.
+//! - [`report`]: a result as a terminal table, JSON, SVG and one self-contained HTML page.
+//!
+//! Every benchmark follows the same rules: what is compared runs interleaved in one go, medians and
+//! their spread are shown, content is verified after every run, and the report says what machine,
+//! kernel and clock the figures come from.
+
+pub mod facts;
+pub mod latency;
+pub mod paging;
+pub mod progress;
+pub mod stats;
+pub mod timing;
+pub mod units;

@@ -1,0 +1,273 @@
+//! Where figures come from: the machine, its kernel, its KVM, the build.
+//!
+//! A figure without these is worth little; the report states them all. What cannot be read is said
+//! to be unknown, never guessed.
+
+use std::fs;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use crate::timing::Timing;
+
+/// The environment of a benchmark.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Facts {
+    /// When the benchmark started: UTC, RFC 3339, to the second.
+    pub started_utc: String,
+    /// Version of this program.
+    pub version: String,
+    /// Revision of the checkout that it was built from, with `-dirty` if files were changed.
+    pub revision: Option<String>,
+    /// Whether it was built without optimisation.
+    pub debug_build: bool,
+    /// `uname -r` of the kernel under test.
+    pub kernel_release: String,
+    /// `uname -m`.
+    pub machine: String,
+    /// The CPU's model name.
+    pub cpu_model: Option<String>,
+    /// CPUs that this process may run on.
+    pub host_cpus: u32,
+    /// Memory of the host in bytes.
+    pub memory_bytes: Option<u64>,
+    /// Which KVM: the modules that are loaded and what is known of the hardware below them.
+    pub kvm: String,
+    /// What `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is set to.
+    pub thp_shmem: Option<String>,
+}
+
+impl Facts {
+    /// Reads them off this machine.
+    #[must_use]
+    pub fn gather(timing: Timing) -> Self {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let seconds = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |time| time.as_secs());
+        let uname = |file: &str| read_trimmed(&format!("/proc/sys/kernel/{file}"));
+        Self {
+            started_utc: rfc3339(seconds),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            revision: option_env!("PAGETIDE_BUILD_REVISION").map(str::to_owned),
+            debug_build: cfg!(debug_assertions),
+            kernel_release: uname("osrelease").unwrap_or_else(|| "unknown".to_owned()),
+            machine: std::env::consts::ARCH.to_owned(),
+            cpu_model: cpu_field(&cpuinfo, "model name"),
+            host_cpus: std::thread::available_parallelism()
+                .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX)),
+            memory_bytes: fs::read_to_string("/proc/meminfo")
+                .ok()
+                .and_then(|text| total_memory(&text)),
+            kvm: describe_kvm(&loaded_kvm_modules(), &cpuinfo, timing),
+            thp_shmem: read_trimmed("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+                .and_then(|setting| chosen(&setting)),
+        }
+    }
+
+    /// Names and values for a reader, in the order in which they matter.
+    #[must_use]
+    pub fn lines(&self) -> Vec<(&'static str, String)> {
+        let unknown = || "unknown".to_owned();
+        let mut build = match &self.revision {
+            Some(revision) => format!("{}, revision {revision}", self.version),
+            None => format!("{}, revision unknown", self.version),
+        };
+        if self.debug_build {
+            build.push_str(", built without optimisation");
+        }
+        vec![
+            ("Started", self.started_utc.clone()),
+            (
+                "Kernel",
+                format!("{} ({})", self.kernel_release, self.machine),
+            ),
+            ("KVM", self.kvm.clone()),
+            ("CPU", self.cpu_model.clone().unwrap_or_else(unknown)),
+            ("Host CPUs", self.host_cpus.to_string()),
+            (
+                "Host memory",
+                self.memory_bytes
+                    .map_or_else(unknown, |bytes| crate::units::ByteSize(bytes).about()),
+            ),
+            (
+                "THP for shmem",
+                self.thp_shmem.clone().unwrap_or_else(unknown),
+            ),
+            ("Pagetide", build),
+        ]
+    }
+}
+
+fn read_trimmed(path: &str) -> Option<String> {
+    fs::read_to_string(path)
+        .ok()
+        .map(|text| text.trim().to_owned())
+}
+
+/// A field of the first CPU of `/proc/cpuinfo`.
+fn cpu_field(cpuinfo: &str, name: &str) -> Option<String> {
+    cpuinfo.lines().find_map(|line| {
+        let (key, value) = line.split_once(':')?;
+        (key.trim() == name).then(|| value.trim().to_owned())
+    })
+}
+
+/// `MemTotal` of `/proc/meminfo` in bytes.
+fn total_memory(meminfo: &str) -> Option<u64> {
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.trim()
+        .strip_suffix("kB")?
+        .trim()
+        .parse::<u64>()
+        .ok()?
+        .checked_mul(1024)
+}
+
+/// The bracketed word of a setting like `always [never] advise`.
+fn chosen(setting: &str) -> Option<String> {
+    let (_, rest) = setting.split_once('[')?;
+    rest.split_once(']').map(|(word, _)| word.to_owned())
+}
+
+/// Vendor modules of KVM (`kvm_amd`, `kvm_intel`, ...); built-in ones are listed as well.
+fn loaded_kvm_modules() -> Vec<String> {
+    let Ok(entries) = fs::read_dir(Path::new("/sys/module")) else {
+        return Vec::new();
+    };
+    let mut modules: Vec<String> = entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| name.starts_with("kvm_"))
+        .collect();
+    modules.sort();
+    modules
+}
+
+fn describe_kvm(modules: &[String], cpuinfo: &str, timing: Timing) -> String {
+    let flags = cpu_field(cpuinfo, "flags").unwrap_or_default();
+    let has = |wanted: &str| flags.split_whitespace().any(|flag| flag == wanted);
+    let below = if timing.is_lab() {
+        "on the lab's software CPU"
+    } else if cfg!(target_arch = "x86_64") && !has("svm") && !has("vmx") {
+        "which emulates virtualisation: the CPU has neither svm nor vmx, so figures say little about \
+         hardware"
+    } else if has("hypervisor") {
+        "nested: this machine is itself virtual"
+    } else {
+        "on this machine's hardware"
+    };
+    if modules.is_empty() {
+        format!("/dev/kvm, {below}")
+    } else {
+        format!("{}, {below}", modules.join(" and "))
+    }
+}
+
+/// Seconds since 1970 as `2024-02-29T12:00:00Z`.
+fn rfc3339(seconds: u64) -> String {
+    let (mut days, second) = (seconds / 86_400, seconds % 86_400);
+    let mut year = 1970u64;
+    let leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
+    while days >= 365 + u64::from(leap(year)) {
+        days -= 365 + u64::from(leap(year));
+        year += 1;
+    }
+    let february = 28 + u64::from(leap(year));
+    let mut month = 1;
+    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
+        if days < length {
+            break;
+        }
+        days -= length;
+        month += 1;
+    }
+    format!(
+        "{year:04}-{month:02}-{:02}T{:02}:{:02}:{:02}Z",
+        days + 1,
+        second / 3600,
+        second / 60 % 60,
+        second % 60
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        // What `date -u -d @N +%FT%TZ` prints.
+        let cases = [
+            (0, "1970-01-01T00:00:00Z"),
+            (68_169_600, "1972-02-29T00:00:00Z"),
+            (951_782_399, "2000-02-28T23:59:59Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_709_251_199, "2024-02-29T23:59:59Z"),
+            (1_735_689_599, "2024-12-31T23:59:59Z"),
+            (4_107_542_400, "2100-03-01T00:00:00Z"),
+        ];
+        for (seconds, text) in cases {
+            assert_eq!(rfc3339(seconds), text);
+        }
+    }
+
+    #[test]
+    fn proc_files_are_read() {
+        let cpuinfo =
+            "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu svm\n\nprocessor\t: 1\n";
+        assert_eq!(
+            cpu_field(cpuinfo, "model name").as_deref(),
+            Some("AMD EPYC")
+        );
+        assert_eq!(cpu_field(cpuinfo, "stepping"), None);
+        assert_eq!(total_memory("MemTotal:  8 kB\nMemFree: 1 kB\n"), Some(8192));
+        assert_eq!(
+            chosen("always within_size [advise] never").as_deref(),
+            Some("advise")
+        );
+        assert_eq!(chosen("never"), None);
+    }
+
+    #[test]
+    fn the_kvm_line_says_what_is_below() {
+        let amd = ["kvm_amd".to_owned()];
+        let hardware = describe_kvm(&amd, "flags : fpu svm\n", Timing::Native);
+        assert_eq!(hardware, "kvm_amd, on this machine's hardware");
+        let nested = describe_kvm(&amd, "flags : svm hypervisor\n", Timing::Native);
+        assert_eq!(nested, "kvm_amd, nested: this machine is itself virtual");
+        let lab = describe_kvm(&amd, "flags : svm hypervisor\n", Timing::Parallel);
+        assert_eq!(lab, "kvm_amd, on the lab's software CPU");
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn emulated_virtualisation_is_called_that() {
+        let text = describe_kvm(&[], "flags : fpu hypervisor\n", Timing::Native);
+        assert!(
+            text.starts_with("/dev/kvm, which emulates virtualisation"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn this_machine_has_facts() {
+        let facts = Facts::gather(Timing::Native);
+        assert!(facts.host_cpus > 0);
+        assert!(
+            facts.kernel_release.contains('.'),
+            "{}",
+            facts.kernel_release
+        );
+        assert!(
+            facts
+                .lines()
+                .iter()
+                .all(|(name, value)| !name.is_empty() && !value.is_empty())
+        );
+    }
+}

@@ -1,0 +1,19 @@
+//! Demand paging: how fast absent guest memory comes in, by the way that faults are delivered.
+
+mod notes;
+mod plan;
+pub mod preflight;
+mod published;
+mod report;
+mod rig;
+mod run;
+mod schedule;
+
+pub use plan::{
+    Access, Delivery, MAX_FAULT_AROUND, MAX_READERS, MAX_RUNS, MAX_VCPUS, Mode, Order, Plan,
+    PlanError, Series, Uffds,
+};
+pub use published::{Published, PublishedRate, SOURCE as PUBLISHED_SOURCE};
+pub use report::{PagingReport, PlanRecord, Point, Ratio, RunRecord, SCHEMA};
+pub use rig::{Job, Rig, RunFailure, Sample};
+pub use run::{ATTEMPTS, BenchError, Environment, Place, run};

@@ -1,0 +1,88 @@
+//! What a reader must know to read the figures right.
+
+use super::plan::{Delivery, Plan};
+use super::report::PagingReport;
+use crate::timing::Timing;
+use crate::units::ByteSize;
+
+/// The notes for a result.
+pub(super) fn notes(plan: &Plan, report: &PagingReport) -> Vec<String> {
+    let mut notes = vec![report.timing.explanation().to_owned()];
+    notes.push(lost(report));
+    notes.push(
+        "After every run each page's content was compared with what it should be; a difference \
+         would have ended the benchmark."
+            .to_owned(),
+    );
+    if plan.deliveries.contains(&Delivery::None) {
+        notes.push(
+            "none: the host's page tables are filled before the run, so a touch costs the \
+             second-stage fault alone. Its latencies are those of all touches."
+                .to_owned(),
+        );
+    }
+    if plan.fault_around.iter().any(|&pages| pages > 1) {
+        notes.push(
+            "With fault-around, one exit makes a whole aligned block of pages present. Rates count \
+             pages; latencies are those of the touches that left the guest."
+                .to_owned(),
+        );
+    }
+    if plan.overlap {
+        notes.push(
+            "All vCPUs touch the same range: a page counts once, whoever brought it in.".to_owned(),
+        );
+    }
+    let readers = plan.readers.map_or_else(
+        || "as many reader threads as vCPUs (as in the published experiment)".to_owned(),
+        |readers| {
+            format!(
+                "{readers} reader thread{}",
+                if readers == 1 { "" } else { "s" }
+            )
+        },
+    );
+    notes.push(format!(
+        "uffd: {} with {readers}.",
+        match plan.uffds {
+            super::plan::Uffds::Single => "one userfaultfd for all of memory",
+            super::plan::Uffds::PerVcpu => "one userfaultfd per vCPU",
+        },
+    ));
+    let busiest = plan.most_vcpus();
+    if busiest > report.facts.host_cpus {
+        notes.push(format!(
+            "Up to {busiest} vCPUs share {} host CPUs, and reader threads share them as well: totals \
+             cannot grow beyond what these do.",
+            report.facts.host_cpus
+        ));
+    }
+    if report.facts.debug_build {
+        notes.push("This program was built without optimisation; build with --release.".to_owned());
+    }
+    if plan.runs < 7 {
+        notes.push(format!(
+            "{} rounds are few; 7 or more make a steady median.",
+            plan.runs
+        ));
+    }
+    if plan.total_bytes(1) < 16 << 20 && report.timing != Timing::Function {
+        notes.push(format!(
+            "{} per vCPU is little; 16M or more lets start-up effects vanish.",
+            ByteSize(plan.per_vcpu.0)
+        ));
+    }
+    notes
+}
+
+fn lost(report: &PagingReport) -> String {
+    let outside = match report.lost_runs_outside {
+        0 => String::new(),
+        lost => format!(" The caller lost and repeated {lost} more."),
+    };
+    match report.lost_runs {
+        0 => format!("No run was lost.{outside}"),
+        1 => format!("1 run hung and was repeated.{outside}"),
+        lost => format!("{lost} runs hung and were repeated.{outside}"),
+    }
+}

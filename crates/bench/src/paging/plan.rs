@@ -1,0 +1,434 @@
+//! What a paging benchmark is asked to do, and whether that makes sense.
+
+use std::fmt;
+
+use pagetide_memory::Backing;
+use serde::{Deserialize, Serialize};
+
+use crate::units::ByteSize;
+
+/// Largest number of vCPUs that a plan may name, whatever the kernel allows: the guest's parameter
+/// and log areas are laid out for it.
+pub const MAX_VCPUS: u32 = 1024;
+/// Most reader threads.
+pub const MAX_READERS: u32 = 1024;
+/// Most measured rounds.
+pub const MAX_RUNS: u32 = 1000;
+/// Largest fault-around, in pages.
+pub const MAX_FAULT_AROUND: u32 = 512;
+
+/// How a fault on an absent page reaches the code that resolves it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Delivery {
+    /// No fault to resolve: the memory is present on the host before the guest touches it, and only
+    /// the second-stage tables are filled. The floor under the other two.
+    None,
+    /// A userfaultfd message to a reader thread while the vCPU sleeps in the kernel.
+    Uffd,
+    /// KVM_RUN exits and the vCPU's own thread resolves the fault (KVM_CAP_ABSENT_MAPPING_FAULT).
+    Exit,
+}
+
+impl Delivery {
+    /// The name on the command line and in reports.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Uffd => "uffd",
+            Self::Exit => "exit",
+        }
+    }
+}
+
+/// Which kind of userfaultfd fault an absent page causes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// The content is in the page cache already; resolving maps it (UFFDIO_CONTINUE).
+    Minor,
+    /// There is no page; resolving copies one in (UFFDIO_COPY).
+    Missing,
+}
+
+/// How many userfaultfds share the guest's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Uffds {
+    /// One for all of memory.
+    Single,
+    /// One for each vCPU's range.
+    PerVcpu,
+}
+
+/// The order in which a vCPU touches its pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Order {
+    /// Ascending addresses.
+    Sequential,
+    /// A pseudo-random permutation, the same in every run.
+    Random,
+}
+
+/// What a touch is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Access {
+    /// The guest writes.
+    Write,
+    /// The guest reads and compares.
+    Read,
+}
+
+macro_rules! display_as {
+    ($($kind:ty { $($variant:ident => $name:literal),+ $(,)? })+) => { $(
+        impl fmt::Display for $kind {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(match self { $(Self::$variant => $name),+ })
+            }
+        }
+    )+ };
+}
+
+display_as! {
+    Mode { Minor => "minor", Missing => "missing" }
+    Uffds { Single => "single", PerVcpu => "per-vcpu" }
+    Order { Sequential => "sequential", Random => "random" }
+    Access { Write => "write", Read => "read" }
+}
+
+impl fmt::Display for Delivery {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// One line of the result: a delivery and, for exits, how many neighbours each one resolves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Series {
+    /// How faults are delivered.
+    pub delivery: Delivery,
+    /// Pages that one fault makes present, itself included; a power of two, 1 unless `delivery` is
+    /// [`Delivery::Exit`].
+    pub fault_around: u32,
+}
+
+impl fmt::Display for Series {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.fault_around {
+            1 => self.delivery.fmt(f),
+            pages => f.pad(&format!("{}, {pages} around", self.delivery)),
+        }
+    }
+}
+
+/// A paging benchmark. [`Plan::check`] says whether it makes sense in itself; whether this machine
+/// can do it is another question ([`super::preflight`]).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    /// The numbers of vCPUs to measure with.
+    pub vcpus: Vec<u32>,
+    /// Memory that each vCPU touches; all of memory if `overlap`.
+    pub per_vcpu: ByteSize,
+    /// The deliveries to compare.
+    pub deliveries: Vec<Delivery>,
+    /// Pages resolved by one exit; one series for each, [`Delivery::Exit`] only.
+    pub fault_around: Vec<u32>,
+    /// What the memory is made of.
+    pub backing: Backing,
+    /// What is absent at first.
+    pub mode: Mode,
+    /// How many userfaultfds share the memory.
+    pub uffds: Uffds,
+    /// Reader threads; `None`: as many as vCPUs.
+    pub readers: Option<u32>,
+    /// All vCPUs touch the same range.
+    pub overlap: bool,
+    /// The order of a vCPU's touches.
+    pub order: Order,
+    /// What a touch is.
+    pub access: Access,
+    /// After installing, fill the second-stage tables with KVM_PRE_FAULT_MEMORY; exits only.
+    pub pre_fault: bool,
+    /// Measured rounds, after one that warms up.
+    pub runs: u32,
+    /// Pin vCPU threads to host CPUs.
+    pub pin: bool,
+}
+
+impl Default for Plan {
+    /// The published experiment's shape at a size that any machine can run.
+    fn default() -> Self {
+        Self {
+            vcpus: vec![1, 2, 4, 8],
+            per_vcpu: ByteSize(64 << 20),
+            deliveries: vec![Delivery::Uffd, Delivery::Exit],
+            fault_around: vec![1],
+            backing: Backing::Shmem,
+            mode: Mode::Minor,
+            uffds: Uffds::Single,
+            readers: None,
+            overlap: false,
+            order: Order::Sequential,
+            access: Access::Write,
+            pre_fault: false,
+            runs: 7,
+            pin: false,
+        }
+    }
+}
+
+/// Why a plan makes no sense. Each message names the option to change.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// `--vcpus` is empty.
+    #[error("--vcpus names no number of vCPUs; try --vcpus 1,2,4")]
+    NoVcpus,
+    /// A count of 0.
+    #[error("--vcpus 0: a virtual machine needs at least one vCPU")]
+    ZeroVcpus,
+    /// More than the guest's areas are laid out for.
+    #[error("--vcpus {0}: at most {MAX_VCPUS} vCPUs can be measured")]
+    TooManyVcpus(u32),
+    /// The same count, series or fault-around twice: it would be measured and shown twice.
+    #[error("{option} names {value} twice; each value is measured once")]
+    Twice {
+        /// The option.
+        option: &'static str,
+        /// The value.
+        value: String,
+    },
+    /// `--per-vcpu 0`.
+    #[error("--per-vcpu 0: each vCPU needs at least one page to touch")]
+    NoMemory,
+    /// The size is not whole pages.
+    #[error("--per-vcpu {size}: not a multiple of the {page}-byte pages of --backing {backing}")]
+    NotWholePages {
+        /// What was asked for.
+        size: ByteSize,
+        /// The backing's page size in bytes.
+        page: u64,
+        /// The backing.
+        backing: Backing,
+    },
+    /// vCPUs times size overflows.
+    #[error("--per-vcpu {size} times {vcpus} vCPUs is more than a guest can address")]
+    MemoryTooLarge {
+        /// What was asked for.
+        size: ByteSize,
+        /// With how many vCPUs.
+        vcpus: u32,
+    },
+    /// `--delivery` is empty.
+    #[error("--delivery names no delivery; it takes none, uffd and exit")]
+    NoDelivery,
+    /// `--fault-around` is empty.
+    #[error("--fault-around names no number of pages; 1 resolves just the faulting page")]
+    NoFaultAround,
+    /// A fault-around that is 0, too large, or no power of two.
+    #[error("--fault-around {0}: must be a power of two from 1 to {MAX_FAULT_AROUND} pages")]
+    BadFaultAround(u32),
+    /// Fault-around without exits.
+    #[error("--fault-around {0} needs --delivery exit: only exits resolve neighbours")]
+    FaultAroundWithoutExit(u32),
+    /// `--readers 0`.
+    #[error("--readers 0: without a reader thread nobody resolves userfaultfd messages")]
+    ZeroReaders,
+    /// Too many readers.
+    #[error("--readers {0}: at most {MAX_READERS} reader threads")]
+    TooManyReaders(u32),
+    /// `--runs 0`.
+    #[error("--runs 0: nothing would be measured")]
+    ZeroRuns,
+    /// Too many runs.
+    #[error("--runs {0}: at most {MAX_RUNS} rounds")]
+    TooManyRuns(u32),
+    /// Overlapping ranges have no vCPU of their own.
+    #[error(
+        "--uffds per-vcpu with --overlap: a range that all vCPUs share cannot have a userfaultfd for \
+         each; drop one of the two"
+    )]
+    PerVcpuOverlap,
+    /// MINOR needs a page cache.
+    #[error(
+        "--mode minor with --backing anonymous: anonymous memory has no page cache to map from; use \
+         --mode missing"
+    )]
+    MinorAnonymous,
+    /// UFFDIO_COPY of single pages into a THP is unsafe.
+    #[error(
+        "--mode missing with --backing thp: copying single 4K pages under a huge page can show the \
+         guest wrong data; use --mode minor"
+    )]
+    MissingThp,
+    /// Pre-fault without exits.
+    #[error("--pre-fault needs --delivery exit: it is done by the vCPU's own thread")]
+    PreFaultWithoutExit,
+}
+
+impl Plan {
+    /// Whether the plan makes sense in itself.
+    ///
+    /// # Errors
+    /// The first thing that does not.
+    pub fn check(&self) -> Result<(), PlanError> {
+        self.check_vcpus()?;
+        self.check_memory()?;
+        self.check_series()?;
+        match self.readers {
+            Some(0) => return Err(PlanError::ZeroReaders),
+            Some(readers) if readers > MAX_READERS => {
+                return Err(PlanError::TooManyReaders(readers));
+            }
+            _ => {}
+        }
+        match self.runs {
+            0 => return Err(PlanError::ZeroRuns),
+            runs if runs > MAX_RUNS => return Err(PlanError::TooManyRuns(runs)),
+            _ => {}
+        }
+        if self.uffds == Uffds::PerVcpu && self.overlap {
+            return Err(PlanError::PerVcpuOverlap);
+        }
+        Ok(())
+    }
+
+    fn check_vcpus(&self) -> Result<(), PlanError> {
+        if self.vcpus.is_empty() {
+            return Err(PlanError::NoVcpus);
+        }
+        for &vcpus in &self.vcpus {
+            match vcpus {
+                0 => return Err(PlanError::ZeroVcpus),
+                vcpus if vcpus > MAX_VCPUS => return Err(PlanError::TooManyVcpus(vcpus)),
+                _ => {}
+            }
+        }
+        no_repeats("--vcpus", &self.vcpus)
+    }
+
+    fn check_memory(&self) -> Result<(), PlanError> {
+        let (size, backing) = (self.per_vcpu, self.backing);
+        let page = backing.page_size().bytes();
+        if size.0 == 0 {
+            return Err(PlanError::NoMemory);
+        }
+        if !size.0.is_multiple_of(page) {
+            return Err(PlanError::NotWholePages {
+                size,
+                page,
+                backing,
+            });
+        }
+        for &vcpus in &self.vcpus {
+            // 2^51 bytes is less than the smallest guest-physical address space that has 52 bits,
+            // and leaves room for the low memory below the data.
+            if size
+                .0
+                .checked_mul(u64::from(vcpus))
+                .is_none_or(|total| total > 1 << 51)
+            {
+                return Err(PlanError::MemoryTooLarge { size, vcpus });
+            }
+        }
+        match (self.mode, backing) {
+            (Mode::Minor, Backing::Anonymous) => Err(PlanError::MinorAnonymous),
+            (Mode::Missing, Backing::Thp) => Err(PlanError::MissingThp),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_series(&self) -> Result<(), PlanError> {
+        if self.deliveries.is_empty() {
+            return Err(PlanError::NoDelivery);
+        }
+        no_repeats("--delivery", &self.deliveries)?;
+        if self.fault_around.is_empty() {
+            return Err(PlanError::NoFaultAround);
+        }
+        let exits = self.deliveries.contains(&Delivery::Exit);
+        for &pages in &self.fault_around {
+            if !pages.is_power_of_two() || pages > MAX_FAULT_AROUND {
+                return Err(PlanError::BadFaultAround(pages));
+            }
+            if pages > 1 && !exits {
+                return Err(PlanError::FaultAroundWithoutExit(pages));
+            }
+        }
+        no_repeats("--fault-around", &self.fault_around)?;
+        if self.pre_fault && !exits {
+            return Err(PlanError::PreFaultWithoutExit);
+        }
+        Ok(())
+    }
+
+    /// The lines of the result, in the order of the options.
+    #[must_use]
+    pub fn series(&self) -> Vec<Series> {
+        let mut all = Vec::new();
+        for &delivery in &self.deliveries {
+            if delivery == Delivery::Exit {
+                all.extend(self.fault_around.iter().map(|&fault_around| Series {
+                    delivery,
+                    fault_around,
+                }));
+            } else {
+                all.push(Series {
+                    delivery,
+                    fault_around: 1,
+                });
+            }
+        }
+        all
+    }
+
+    /// Reader threads for a machine with `vcpus` vCPUs. The default is one per vCPU, as in the
+    /// published experiment.
+    #[must_use]
+    pub fn readers_for(&self, vcpus: u32) -> u32 {
+        self.readers.unwrap_or(vcpus)
+    }
+
+    /// Bytes of data that `vcpus` vCPUs touch between them.
+    #[must_use]
+    pub fn total_bytes(&self, vcpus: u32) -> u64 {
+        let ranges = if self.overlap { 1 } else { u64::from(vcpus) };
+        self.per_vcpu.0.saturating_mul(ranges)
+    }
+
+    /// Pages of data that `vcpus` vCPUs touch between them.
+    #[must_use]
+    pub fn total_pages(&self, vcpus: u32) -> u64 {
+        self.total_bytes(vcpus) / self.backing.page_size().bytes()
+    }
+
+    /// The largest number of vCPUs in the plan.
+    #[must_use]
+    pub fn most_vcpus(&self) -> u32 {
+        self.vcpus.iter().copied().max().unwrap_or(0)
+    }
+}
+
+/// Refuses a value that comes twice in an option's list.
+fn no_repeats<T: PartialEq + fmt::Display>(
+    option: &'static str,
+    values: &[T],
+) -> Result<(), PlanError> {
+    let repeated = values
+        .iter()
+        .enumerate()
+        .find(|(index, value)| values[..*index].contains(value));
+    match repeated {
+        Some((_, value)) => Err(PlanError::Twice {
+            option,
+            value: value.to_string(),
+        }),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;
