@@ -1,5 +1,5 @@
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Barrier, mpsc};
+use std::sync::Barrier;
+use std::sync::atomic::AtomicU64;
 use std::thread;
 
 use proptest::prelude::*;
@@ -243,7 +243,9 @@ fn race(pages: u64, threads: u64, around: u64, fail_every: u64) {
                         };
                         assert!(guard.pages().contains(page));
                         let fails = fail_every != 0
-                            && attempts.fetch_add(1, Ordering::Relaxed) % fail_every == 0;
+                            && attempts
+                                .fetch_add(1, Ordering::Relaxed)
+                                .is_multiple_of(fail_every);
                         let wake = if fails {
                             guard.abandon()
                         } else {
@@ -290,24 +292,23 @@ fn a_waiter_is_never_forgotten() {
     // a wait of LONG.
     let map = PageMap::new(1).unwrap();
     let page = PageIndex(0);
-    let (claimed, on_claim) = mpsc::sync_channel(0);
-    let stop = AtomicBool::new(false);
+    let meet = Barrier::new(2);
     let begun = Instant::now();
     thread::scope(|scope| {
         scope.spawn(|| {
             for _ in 0..20_000 {
                 let guard = won(map.claim(page));
-                claimed.send(()).unwrap();
+                meet.wait();
                 drop(guard);
+                meet.wait();
             }
-            stop.store(true, Ordering::Release);
-            drop(claimed);
         });
-        while on_claim.recv().is_ok() {
-            assert!(map.wait(page, LONG).is_some());
+        for _ in 0..20_000 {
+            meet.wait();
+            assert_eq!(map.wait(page, LONG), Some(PageState::Absent));
+            meet.wait();
         }
     });
-    assert!(stop.load(Ordering::Acquire));
     assert!(begun.elapsed() < LONG);
 }
 
