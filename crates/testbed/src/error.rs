@@ -1,0 +1,84 @@
+//! Why a machine could not be made.
+
+use std::io;
+
+use pagetide_kvm::{CreateVcpuError, CreateVmError, OpenError, RunError, SlotError};
+use pagetide_memory::{AccessError, GuestAddress, PopulateError, RegionError};
+
+use crate::config::ConfigError;
+
+/// Why a machine could not be made or made ready for a run.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    /// The guest's workload is machine code for x86-64.
+    #[error(
+        "the test guest exists for x86_64 only, not for {}",
+        std::env::consts::ARCH
+    )]
+    UnsupportedArchitecture,
+    /// /dev/kvm cannot be used.
+    #[error(transparent)]
+    Kvm(#[from] OpenError),
+    /// The configuration cannot be.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// No VM.
+    #[error(transparent)]
+    CreateVm(#[from] CreateVmError),
+    /// No vCPU.
+    #[error(transparent)]
+    CreateVcpu(#[from] CreateVcpuError),
+    /// A memory slot was refused.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// The data region cannot be had.
+    #[error("data memory")]
+    Data(#[source] RegionError),
+    /// Low memory, for the guest's own code, tables and logs, cannot be had.
+    #[error("memory for the guest's code, page tables and logs")]
+    LowMemory(#[source] RegionError),
+    /// Low memory cannot be made present.
+    #[error("memory for the guest's code, page tables and logs cannot be made present")]
+    PopulateLowMemory(#[source] PopulateError),
+    /// An access to low memory failed, which would be an error in the layout.
+    #[error("low memory at {gpa}")]
+    AccessLowMemory {
+        /// Where.
+        gpa: GuestAddress,
+        /// What the region says.
+        #[source]
+        source: AccessError,
+    },
+    /// A KVM operation of the VM's set-up failed.
+    #[error("{operation} failed")]
+    Setup {
+        /// The ioctl.
+        operation: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A KVM operation of a vCPU's set-up failed.
+    #[error("vCPU {vcpu}: {operation} failed")]
+    VcpuSetup {
+        /// The vCPU.
+        vcpu: u32,
+        /// The ioctl.
+        operation: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The last exit of a vCPU could not be completed.
+    #[error("cannot complete the last exit of a vCPU")]
+    CompleteIo(#[source] RunError),
+    /// The host CPUs to pin to are unknown.
+    #[error("cannot read which host CPUs this thread may use")]
+    Affinity(#[source] io::Error),
+    /// An earlier run lost this vCPU: its thread did not come back.
+    #[error("vCPU {vcpu} was lost in an earlier run: its thread did not come back")]
+    LostVcpu {
+        /// The vCPU.
+        vcpu: u32,
+    },
+}

@@ -1,0 +1,122 @@
+//! Where things are in guest-physical memory.
+//!
+//! ```text
+//! 0x0000_1000  code                 4 pages
+//! 0x0000_5000  GDT, IDT             1 page each
+//! 0x0001_0000  page tables          1 PML4, then PDPTs, then page directories
+//!              per vCPU: parameter page, stack page, latency log
+//! 0x1_0000_0000 (4 GiB) data        one region, in per-vCPU ranges or shared
+//! ```
+//!
+//! Everything below the data is one memory slot (0), present from the start; the data is slot 1.
+
+use crate::page_tables;
+
+/// The slot of low memory.
+pub const LOW_SLOT: u32 = 0;
+/// The slot of the data region.
+pub const DATA_SLOT: u32 = 1;
+/// The gpa of the data region.
+pub const DATA_GPA: u64 = 1 << 32;
+
+pub(crate) const PAGE: u64 = 4096;
+const LARGE_PAGE: u64 = 2 << 20;
+#[cfg(target_arch = "x86_64")]
+pub(crate) const CODE: u64 = 0x1000;
+#[cfg(target_arch = "x86_64")]
+pub(crate) const GDT: u64 = 0x5000;
+#[cfg(target_arch = "x86_64")]
+pub(crate) const IDT: u64 = 0x6000;
+/// The page tables, whose first page is the root (CR3).
+pub(crate) const TABLES: u64 = 0x1_0000;
+
+/// Low memory ends below this: well clear of the local APIC and what KVM itself puts below 4 GiB.
+pub(crate) const LOW_LIMIT: u64 = 1 << 30;
+
+/// The addresses that depend on a machine's size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Layout {
+    data_bytes: u64,
+    vcpus: u64,
+    log_bytes: u64,
+    first_vcpu: u64,
+}
+
+impl Layout {
+    /// The layout for that many vCPUs with logs of `log_entries` touches each; None if low memory
+    /// would be too large.
+    pub(crate) fn new(vcpus: u32, data_bytes: u64, log_entries: u64) -> Option<Self> {
+        let log_bytes = log_entries.checked_mul(4)?.checked_next_multiple_of(PAGE)?;
+        let first_vcpu = TABLES.checked_add(page_tables::bytes(data_bytes)?)?;
+        let layout = Self {
+            data_bytes,
+            vcpus: vcpus.into(),
+            log_bytes,
+            first_vcpu,
+        };
+        let per_vcpu = log_bytes.checked_add(2 * PAGE)?;
+        let end = first_vcpu.checked_add(per_vcpu.checked_mul(layout.vcpus)?)?;
+        (end.checked_next_multiple_of(LARGE_PAGE)? <= LOW_LIMIT).then_some(layout)
+    }
+
+    /// The size of low memory, a multiple of 2 MiB.
+    pub(crate) fn low_bytes(&self) -> u64 {
+        self.params(self.vcpus).next_multiple_of(LARGE_PAGE)
+    }
+
+    pub(crate) fn data_bytes(&self) -> u64 {
+        self.data_bytes
+    }
+
+    pub(crate) fn tables_bytes(&self) -> u64 {
+        self.first_vcpu - TABLES
+    }
+
+    /// A vCPU's parameter page.
+    pub(crate) fn params(&self, vcpu: u64) -> u64 {
+        self.first_vcpu + vcpu * (2 * PAGE + self.log_bytes)
+    }
+
+    /// The end of a vCPU's stack, which grows down.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn stack_end(&self, vcpu: u64) -> u64 {
+        self.params(vcpu) + 2 * PAGE
+    }
+
+    /// A vCPU's latency log: one u32 a touch, in TSC cycles.
+    pub(crate) fn log(&self, vcpu: u64) -> u64 {
+        self.params(vcpu) + 2 * PAGE
+    }
+
+    pub(crate) fn log_bytes(&self) -> u64 {
+        self.log_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn areas_do_not_overlap() {
+        let layout = Layout::new(8, 8 * (64 << 20), 16384).expect("fits");
+        assert_eq!(TABLES + layout.tables_bytes(), layout.params(0));
+        for vcpu in 0..8 {
+            assert_eq!(layout.log(vcpu), layout.params(vcpu) + 2 * PAGE);
+            assert_eq!(
+                layout.params(vcpu + 1),
+                layout.log(vcpu) + layout.log_bytes()
+            );
+        }
+        assert!(layout.params(8) <= layout.low_bytes());
+        assert_eq!(layout.low_bytes() % LARGE_PAGE, 0);
+    }
+
+    #[test]
+    fn too_much_is_none_not_a_wrap() {
+        assert_eq!(Layout::new(1, 4096, u64::MAX), None);
+        assert_eq!(Layout::new(1, u64::MAX, 1), None);
+        assert_eq!(Layout::new(u32::MAX, 4096, 1 << 20), None);
+        assert_eq!(Layout::new(1, 4096, LOW_LIMIT / 4), None);
+    }
+}

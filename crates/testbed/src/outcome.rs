@@ -1,0 +1,353 @@
+//! What a run brought, or why it failed.
+
+use std::error::Error;
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use pagetide_kvm::{BindError, Exit, FaultExit, RunError};
+use pagetide_memory::GuestAddress;
+
+use crate::error::MachineError;
+use crate::handler::HandlerError;
+
+/// The latencies that a vCPU measured, in the order of its touches.
+#[derive(Clone, Debug)]
+pub struct LatencyLog {
+    pub(crate) cycles: Vec<u32>,
+    pub(crate) tsc_khz: u32,
+}
+
+impl LatencyLog {
+    /// How many touches were measured.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.cycles.len()
+    }
+
+    /// Whether nothing was measured.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.cycles.is_empty()
+    }
+
+    /// Time stamp counter cycles from just before a touch to just after it, as the guest read
+    /// them. `u32::MAX` stands for everything from there on, and for a clock that went backwards.
+    #[must_use]
+    pub fn cycles(&self) -> &[u32] {
+        &self.cycles
+    }
+
+    /// The frequency of the guest's time stamp counter, in kHz.
+    #[must_use]
+    pub fn tsc_khz(&self) -> u32 {
+        self.tsc_khz
+    }
+
+    /// The latencies in nanoseconds.
+    pub fn nanoseconds(&self) -> impl Iterator<Item = u64> {
+        let khz = u64::from(self.tsc_khz.max(1));
+        self.cycles
+            .iter()
+            .map(move |cycles| u64::from(*cycles) * 1_000_000 / khz)
+    }
+}
+
+/// One vCPU's part of a run that succeeded.
+#[derive(Clone, Debug)]
+pub struct VcpuOutcome {
+    /// From the common start until this vCPU had touched its last page.
+    pub elapsed: Duration,
+    /// Pages touched, which is every page of its walk.
+    pub touches: u64,
+    /// Exits from KVM_RUN after the start, of any kind.
+    pub exits: u64,
+    /// Exits that were memory faults; each went to the handler.
+    pub faults: u64,
+    /// Exits because of signals.
+    pub interruptions: u64,
+    /// Bytes that KVM_PRE_FAULT_MEMORY handled.
+    pub pre_faulted_bytes: u64,
+    /// Calls of KVM_PRE_FAULT_MEMORY that handled less than asked for, which is no error.
+    pub pre_fault_failures: u64,
+    /// What each touch took.
+    pub latencies: LatencyLog,
+}
+
+/// A run in which every vCPU touched every page of its walk and read what it should.
+#[derive(Clone, Debug)]
+pub struct RunOutcome {
+    /// From the common start until the last vCPU had touched its last page.
+    pub elapsed: Duration,
+    /// By vCPU number.
+    pub vcpus: Vec<VcpuOutcome>,
+}
+
+/// Where a vCPU was when a run failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VcpuState {
+    /// The vCPU's number.
+    pub vcpu: u32,
+    /// Its instruction pointer, if it could be read.
+    pub rip: Option<u64>,
+    /// The page that it touches or touched last, if the registers could be read.
+    pub gpa: Option<GuestAddress>,
+    /// Pages that it has touched.
+    pub touched: u64,
+    /// Pages that it was to touch.
+    pub pages: u64,
+    /// Whether it had reached its end.
+    pub done: bool,
+}
+
+impl fmt::Display for VcpuState {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            vcpu,
+            rip,
+            gpa,
+            touched,
+            pages,
+            done,
+        } = self;
+        write!(formatter, "vCPU {vcpu} {touched}/{pages} pages")?;
+        if *done {
+            return formatter.write_str(", done");
+        }
+        match rip {
+            Some(rip) => write!(formatter, ", rip {rip:#x}")?,
+            None => formatter.write_str(", registers unknown")?,
+        }
+        gpa.map_or(Ok(()), |gpa| write!(formatter, ", gpa {gpa}"))
+    }
+}
+
+/// The first thing that went wrong in a run.
+#[derive(Debug, thiserror::Error)]
+pub enum FailureCause {
+    /// The handler could not resolve a fault.
+    #[error("vCPU {vcpu}: cannot resolve {fault}{}", at_rip(*rip))]
+    Handler {
+        /// The vCPU.
+        vcpu: u32,
+        /// The fault.
+        fault: FaultExit,
+        /// The guest's instruction pointer, if it could be read.
+        rip: Option<u64>,
+        /// What the handler says.
+        #[source]
+        source: HandlerError,
+    },
+    /// A fault that no retry resolves: not in a slot that asks for exits, or poisoned memory.
+    #[error("vCPU {vcpu}: memory fault that cannot be resolved: {fault}{}", at_rip(*rip))]
+    UnresolvableFault {
+        /// The vCPU.
+        vcpu: u32,
+        /// The fault.
+        fault: FaultExit,
+        /// The guest's instruction pointer, if it could be read.
+        rip: Option<u64>,
+    },
+    /// KVM_RUN failed.
+    #[error("the guest cannot be entered")]
+    Run(#[source] RunError),
+    /// The guest left for a reason that the workload never has.
+    #[error("vCPU {vcpu}: unexpected exit: {exit}{}", at_rip(*rip))]
+    UnexpectedExit {
+        /// The vCPU.
+        vcpu: u32,
+        /// The exit.
+        exit: Exit,
+        /// The guest's instruction pointer, if it could be read.
+        rip: Option<u64>,
+    },
+    /// The processor raised an exception in the guest.
+    #[error(
+        "vCPU {vcpu}: exception {vector} in the guest, error code {error_code:#x}, rip {rip:#x}, \
+         cr2 {cr2:#x}"
+    )]
+    Exception {
+        /// The vCPU.
+        vcpu: u32,
+        /// The exception's vector.
+        vector: u64,
+        /// Its error code, 0 if it has none.
+        error_code: u64,
+        /// The instruction.
+        rip: u64,
+        /// The address of the last page fault.
+        cr2: u64,
+    },
+    /// The guest read something else than it should have.
+    #[error(
+        "vCPU {vcpu} read wrong content from {count} pages, first at gpa {gpa}: found {found:#x}, \
+         expected {expected:#x}"
+    )]
+    Mismatch {
+        /// The vCPU.
+        vcpu: u32,
+        /// How many pages were wrong.
+        count: u64,
+        /// The first of them.
+        gpa: GuestAddress,
+        /// The 8 bytes read there.
+        found: u64,
+        /// What they should have been.
+        expected: u64,
+    },
+    /// A vCPU says that it is done, but has not touched every page.
+    #[error("vCPU {vcpu} touched {touched} of {pages} pages and said that it was done")]
+    Incomplete {
+        /// The vCPU.
+        vcpu: u32,
+        /// Pages touched.
+        touched: u64,
+        /// Pages of its walk.
+        pages: u64,
+    },
+    /// A vCPU's thread panicked.
+    #[error("vCPU {vcpu}: thread panicked: {message}")]
+    Panicked {
+        /// The vCPU.
+        vcpu: u32,
+        /// What the panic said.
+        message: String,
+    },
+    /// Somebody outside stopped the run, see [`Stopper`](crate::Stopper).
+    #[error("the run was stopped")]
+    Stopped(#[source] HandlerError),
+    /// No vCPU touched a page, exited or finished for too long.
+    #[error("no vCPU made progress for {} s", timeout.as_secs_f64())]
+    Stalled {
+        /// For how long.
+        timeout: Duration,
+    },
+    /// A vCPU's thread could not be started.
+    #[error("vCPU {vcpu}: cannot start its thread")]
+    Spawn {
+        /// The vCPU.
+        vcpu: u32,
+        /// The system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A vCPU's thread could not be pinned.
+    #[error("vCPU {vcpu}: cannot pin its thread to host CPU {cpu}")]
+    Pin {
+        /// The vCPU.
+        vcpu: u32,
+        /// The host CPU.
+        cpu: usize,
+        /// The system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A vCPU could not be bound to its thread.
+    #[error("vCPU {vcpu}: cannot be bound to its thread")]
+    Bind {
+        /// The vCPU.
+        vcpu: u32,
+        /// Why.
+        #[source]
+        source: BindError,
+    },
+    /// The machine could not be made ready, or its low memory not be read.
+    #[error("the machine is not ready")]
+    Machine(#[source] MachineError),
+}
+
+fn at_rip(rip: Option<u64>) -> String {
+    rip.map_or_else(String::new, |rip| format!(" (rip {rip:#x})"))
+}
+
+/// A run that failed: the first cause, and where every vCPU was when it was stopped.
+#[derive(Debug)]
+pub struct RunFailure {
+    /// What went wrong first.
+    pub cause: Box<FailureCause>,
+    /// The vCPUs whose threads came back, by number; empty if the run did not start.
+    pub vcpus: Vec<VcpuState>,
+    /// The vCPUs whose threads did not come back within the time given to them. The machine
+    /// cannot be used any more.
+    pub lost: Vec<u32>,
+}
+
+impl RunFailure {
+    pub(crate) fn before_start(cause: FailureCause) -> Self {
+        Self {
+            cause: Box::new(cause),
+            vcpus: Vec::new(),
+            lost: Vec::new(),
+        }
+    }
+}
+
+impl fmt::Display for RunFailure {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 8;
+        write!(formatter, "{}", self.cause)?;
+        for state in self.vcpus.iter().take(SHOWN) {
+            write!(formatter, "; {state}")?;
+        }
+        if let Some(more) = self.vcpus.len().checked_sub(SHOWN).filter(|more| *more > 0) {
+            write!(formatter, "; and {more} more")?;
+        }
+        if !self.lost.is_empty() {
+            write!(
+                formatter,
+                "; threads of vCPUs {:?} did not come back",
+                self.lost
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl Error for RunFailure {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.cause.source()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nanoseconds_follow_the_frequency() {
+        let log = LatencyLog {
+            cycles: vec![0, 2500, u32::MAX],
+            tsc_khz: 2_500_000,
+        };
+        assert_eq!(
+            log.nanoseconds().collect::<Vec<_>>(),
+            [0, 1000, 1_717_986_918]
+        );
+    }
+
+    #[test]
+    fn a_failure_shows_cause_and_vcpus_and_chains_the_source() {
+        let source: HandlerError = "the source is gone".into();
+        let failure = RunFailure {
+            cause: Box::new(FailureCause::Stopped(source)),
+            vcpus: vec![VcpuState {
+                vcpu: 1,
+                rip: Some(0x1000),
+                gpa: Some(GuestAddress(0x1_0000_0000)),
+                touched: 3,
+                pages: 4,
+                done: false,
+            }],
+            lost: vec![2],
+        };
+        assert_eq!(
+            failure.to_string(),
+            "the run was stopped; vCPU 1 3/4 pages, rip 0x1000, gpa 0x100000000; threads of vCPUs \
+             [2] did not come back"
+        );
+        assert_eq!(
+            failure.source().expect("chained").to_string(),
+            "the source is gone"
+        );
+    }
+}

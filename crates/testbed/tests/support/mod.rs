@@ -1,0 +1,56 @@
+//! What the tests of a machine share.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use std::sync::Arc;
+
+use pagetide_memory::{AccessError, PageIndex, Region};
+use pagetide_testbed::{Machine, MachineConfig, MachineError, Seed, pattern};
+
+/// The seed of the content that tests fill in.
+pub(crate) const SEED: Seed = Seed::new(0x5eed);
+
+/// A machine, or None with the reason printed where this host cannot have one. Errors that are not
+/// the host's lack fail the test.
+pub(crate) fn machine(config: MachineConfig) -> Option<Machine> {
+    match Machine::new(config) {
+        Ok(machine) => Some(machine),
+        Err(
+            error @ (MachineError::UnsupportedArchitecture
+            | MachineError::Kvm(_)
+            | MachineError::CreateVm(_)
+            | MachineError::Data(_)),
+        ) => {
+            println!("SKIP: {}", chain(&error));
+            None
+        }
+        Err(error) => panic!("{}", chain(&error)),
+    }
+}
+
+/// An error with all its causes.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
+/// Fills a region with its pattern, through the service mapping where there is one.
+pub(crate) fn fill(region: &Arc<Region>, seed: Seed) -> Result<(), AccessError> {
+    let page_bytes = region.page_size().bytes();
+    let mut bytes = vec![0; usize::try_from(page_bytes).expect("64-bit host")];
+    for page in region.all_pages().iter() {
+        let gpa = region.gpa_of_page(page).expect("a page of the region");
+        pattern::fill(gpa, seed, &mut bytes);
+        write(region, page, &bytes)?;
+    }
+    Ok(())
+}
+
+/// Writes at a page's start.
+pub(crate) fn write(region: &Region, page: PageIndex, bytes: &[u8]) -> Result<(), AccessError> {
+    if region.service().is_some() {
+        region.write_service(page, 0, bytes)
+    } else {
+        region.write_guest(page, 0, bytes)
+    }
+}
