@@ -1,0 +1,406 @@
+//! Absent memory leaves the guest, and the vCPU's own thread makes it present.
+
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod support;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use pagetide_kvm::{Access, FaultExit, SlotError, SlotFlags};
+use pagetide_memory::{Backing, GuestRange, PageIndex, PageRange, PopulateAccess, Region};
+use pagetide_testbed::{
+    Content, DATA_GPA, Expected, FailureCause, FaultHandler, Handled, HandlerError, Machine,
+    MachineConfig, NoFaults, Order, RunOutcome, Seed, Touch, Workload,
+};
+use support::{SEED, chain, fill, machine};
+
+const MIB: u64 = 1 << 20;
+const READ: Workload = Workload::new(Touch::ReadPattern(SEED), Order::Sequential);
+const EXITS: SlotFlags = SlotFlags {
+    absent_mapping_fault: true,
+    log_dirty: false,
+    readonly: false,
+};
+
+#[test]
+fn exits_without_the_capability_are_refused_by_its_name() {
+    let Some(machine) = machine(MachineConfig::new(1, MIB)) else {
+        return;
+    };
+    if machine.capabilities().absent_mapping_fault {
+        println!("SKIP: this kernel has KVM_CAP_ABSENT_MAPPING_FAULT");
+        return;
+    }
+    let error = machine
+        .set_slot_flags(EXITS)
+        .expect_err("no such capability");
+    assert!(
+        matches!(
+            error,
+            SlotError::MissingCapability { slot: 1, capability, .. }
+                if capability == "KVM_CAP_ABSENT_MAPPING_FAULT"
+        ),
+        "{error}"
+    );
+}
+
+/// Switches exits on; false, with the reason printed, where the kernel has none.
+fn exits(machine: &Machine) -> bool {
+    if !machine.capabilities().absent_mapping_fault {
+        println!("SKIP: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
+        return false;
+    }
+    machine
+        .set_slot_flags(EXITS)
+        .expect("the capability is there");
+    true
+}
+
+/// A machine whose data slot exits on absent pages.
+fn exiting_machine(config: MachineConfig) -> Option<Machine> {
+    let machine = machine(config).filter(exits)?;
+    fill(machine.data(), SEED).expect("the data region is there");
+    Some(machine)
+}
+
+/// Makes the page of each fault present, and the pages around it that share its multiple of
+/// `window` pages.
+struct Populate {
+    region: Arc<Region>,
+    access: PopulateAccess,
+    window: u64,
+    pre_fault: bool,
+    reads: AtomicU64,
+    writes: AtomicU64,
+}
+
+impl Populate {
+    fn new(machine: &Machine) -> Self {
+        Self {
+            region: Arc::clone(machine.data()),
+            access: PopulateAccess::Write,
+            window: 1,
+            pre_fault: false,
+            reads: AtomicU64::new(0),
+            writes: AtomicU64::new(0),
+        }
+    }
+
+    fn faults(&self) -> u64 {
+        self.reads.load(Ordering::Relaxed) + self.writes.load(Ordering::Relaxed)
+    }
+}
+
+impl FaultHandler for Populate {
+    fn handle(&self, _vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
+        match fault.access {
+            Access::Read => self.reads.fetch_add(1, Ordering::Relaxed),
+            Access::Write => self.writes.fetch_add(1, Ordering::Relaxed),
+            other => return Err(format!("neither read nor write: {other}").into()),
+        };
+        let page = self
+            .region
+            .page_of_gpa(fault.gpa)
+            .ok_or("a fault outside the region")?;
+        let first = PageIndex(page.0 - page.0 % self.window);
+        let pages = PageRange::new(first, self.window);
+        self.region.populate(pages, self.access)?;
+        if !self.pre_fault {
+            return Ok(Handled::Retry);
+        }
+        let gpa = self
+            .region
+            .gpa_of_page(first)
+            .ok_or("a page outside the region")?;
+        Ok(Handled::PreFaultThenRetry(GuestRange::new(
+            gpa,
+            self.window * 4096,
+        )?))
+    }
+}
+
+fn run(machine: &mut Machine, workload: Workload, handler: &Arc<Populate>) -> RunOutcome {
+    let outcome = machine
+        .run(&workload, Arc::<Populate>::clone(handler))
+        .unwrap_or_else(|failure| panic!("{}", chain(&failure)));
+    let counted = outcome.vcpus.iter().map(|vcpu| vcpu.faults).sum::<u64>();
+    assert_eq!(counted, handler.faults());
+    outcome
+}
+
+fn zap(machine: &Machine) {
+    machine
+        .data()
+        .zap_guest(machine.data().all_pages())
+        .expect("shmem can be zapped");
+}
+
+#[test]
+fn every_page_faults_once_and_is_resolved_by_the_vcpu() {
+    let Some(mut machine) = exiting_machine(MachineConfig::new(2, MIB)) else {
+        return;
+    };
+    let written = Seed::new(77);
+    let workloads = [
+        (READ, 512, 0),
+        (
+            Workload::new(Touch::ReadPattern(SEED), Order::Random { seed: 5 }),
+            512,
+            0,
+        ),
+        (
+            Workload::new(Touch::Write(written), Order::Random { seed: 6 }),
+            0,
+            512,
+        ),
+    ];
+    for (workload, reads, writes) in workloads {
+        zap(&machine);
+        let handler = Arc::new(Populate::new(&machine));
+        run(&mut machine, workload, &handler);
+        assert_eq!(handler.reads.load(Ordering::Relaxed), reads);
+        assert_eq!(handler.writes.load(Ordering::Relaxed), writes);
+    }
+    let (touched, rest) = (Content::Pattern(written), Content::Pattern(SEED));
+    machine
+        .verify(Expected { touched, rest })
+        .expect("written and kept");
+}
+
+#[test]
+fn neighbours_that_came_along_do_not_exit() {
+    let Some(mut machine) = exiting_machine(MachineConfig::new(2, MIB)) else {
+        return;
+    };
+    for pre_fault in [false, true] {
+        if pre_fault && !machine.capabilities().pre_fault_memory {
+            println!("SKIP: this kernel lacks KVM_CAP_PRE_FAULT_MEMORY");
+            continue;
+        }
+        zap(&machine);
+        let populate = Populate {
+            window: 16,
+            pre_fault,
+            ..Populate::new(&machine)
+        };
+        let handler = Arc::new(populate);
+        let outcome = run(&mut machine, READ, &handler);
+        assert_eq!(handler.faults(), 512 / 16);
+        for vcpu in &outcome.vcpus {
+            assert_eq!(vcpu.pre_fault_failures, 0);
+            assert_eq!(vcpu.pre_faulted_bytes, if pre_fault { MIB } else { 0 });
+        }
+    }
+}
+
+#[test]
+fn reading_what_is_present_read_only_is_no_exit_and_writing_it_is() {
+    let config = MachineConfig {
+        backing: Backing::Anonymous,
+        ..MachineConfig::new(1, MIB)
+    };
+    let Some(mut machine) = machine(config) else {
+        return;
+    };
+    if !exits(&machine) {
+        return;
+    }
+    // The page of zeroes, mapped read-only 256 times, before the guest looks.
+    let pages = machine.data().all_pages();
+    machine
+        .data()
+        .populate(pages, PopulateAccess::Read)
+        .expect("zeroes are always there");
+    let handler = Arc::new(Populate::new(&machine));
+    run(
+        &mut machine,
+        Workload::new(Touch::ReadZero, Order::Sequential),
+        &handler,
+    );
+    assert_eq!(handler.faults(), 0);
+    run(
+        &mut machine,
+        Workload::new(Touch::Write(SEED), Order::Sequential),
+        &handler,
+    );
+    assert_eq!(handler.writes.load(Ordering::Relaxed), 256);
+    let (touched, rest) = (Content::Pattern(SEED), Content::Zero);
+    machine.verify(Expected { touched, rest }).expect("written");
+}
+
+#[test]
+fn pages_that_vanish_under_the_guest_come_back() {
+    let config = MachineConfig {
+        overlap: true,
+        ..MachineConfig::new(2, 2 * MIB)
+    };
+    let Some(mut machine) = exiting_machine(config) else {
+        return;
+    };
+    let region = Arc::clone(machine.data());
+    let done = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&done);
+    let zapper = thread::spawn(move || {
+        while !seen.load(Ordering::Relaxed) {
+            region
+                .zap_guest(region.all_pages())
+                .expect("shmem can be zapped");
+            thread::sleep(Duration::from_millis(2));
+        }
+    });
+    let mut faults = 0;
+    for seed in 0..5 {
+        let handler = Arc::new(Populate::new(&machine));
+        let order = Order::Random { seed };
+        run(
+            &mut machine,
+            Workload::new(Touch::ReadPattern(SEED), order),
+            &handler,
+        );
+        faults += handler.faults();
+    }
+    done.store(true, Ordering::Relaxed);
+    zapper.join().expect("no panic");
+    assert!(faults > 1024, "{faults} faults: nothing vanished");
+    machine
+        .verify(Expected::all(Content::Pattern(SEED)))
+        .expect("content stayed");
+}
+
+#[test]
+fn the_flag_can_be_toggled_on_a_live_slot() {
+    let config = MachineConfig {
+        overlap: true,
+        ..MachineConfig::new(2, 2 * MIB)
+    };
+    let Some(mut machine) = exiting_machine(config) else {
+        return;
+    };
+    let pages = machine.data().all_pages();
+    for exits in [true, false, true] {
+        machine
+            .set_slot_flags(SlotFlags {
+                absent_mapping_fault: exits,
+                ..EXITS
+            })
+            .expect("flags");
+        machine
+            .data()
+            .zap_guest(pages)
+            .expect("shmem can be zapped");
+        let handler = Arc::new(Populate::new(&machine));
+        run(&mut machine, READ, &handler);
+        assert_eq!(handler.faults() > 0, exits);
+    }
+}
+
+/// Fails after some faults, while others wait for ever.
+struct Failing {
+    good: Populate,
+    waiting: (Mutex<bool>, Condvar),
+    stopped: AtomicBool,
+}
+
+impl FaultHandler for Failing {
+    fn handle(&self, vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
+        if self.good.faults() < 20 {
+            return self.good.handle(vcpu, fault);
+        }
+        if vcpu == 0 {
+            return Err("no such page".into());
+        }
+        let (stopped, changed) = &self.waiting;
+        let guard = stopped.lock().expect("nobody panics");
+        drop(
+            changed
+                .wait_while(guard, |stopped| !*stopped)
+                .expect("nobody panics"),
+        );
+        Err("stopped".into())
+    }
+
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+        *self.waiting.0.lock().expect("nobody panics") = true;
+        self.waiting.1.notify_all();
+    }
+}
+
+#[test]
+fn a_handlers_error_ends_the_run_with_its_cause() {
+    let Some(mut machine) = exiting_machine(MachineConfig::new(4, MIB)) else {
+        return;
+    };
+    machine
+        .data()
+        .zap_guest(machine.data().all_pages())
+        .expect("shmem can be zapped");
+    let handler = Arc::new(Failing {
+        good: Populate::new(&machine),
+        waiting: (Mutex::new(false), Condvar::new()),
+        stopped: AtomicBool::new(false),
+    });
+    let failure = machine
+        .run(&READ, Arc::<Failing>::clone(&handler))
+        .expect_err("a page lacks");
+    let FailureCause::Handler {
+        vcpu: 0,
+        fault,
+        rip: Some(_),
+        ..
+    } = &*failure.cause
+    else {
+        panic!("{failure}")
+    };
+    assert!(fault.absent && fault.gpa.0 >= DATA_GPA, "{fault}");
+    assert!(
+        chain(&failure).ends_with("no such page"),
+        "{}",
+        chain(&failure)
+    );
+    assert!(
+        failure.lost.is_empty() && handler.stopped.load(Ordering::Relaxed),
+        "{failure}"
+    );
+    machine
+        .set_slot_flags(SlotFlags::default())
+        .expect("flags can be cleared");
+    machine
+        .run(&READ, Arc::new(NoFaults))
+        .expect("the machine can be used again");
+}
+
+struct Panicking;
+
+impl FaultHandler for Panicking {
+    fn handle(&self, _vcpu: u32, _fault: FaultExit) -> Result<Handled, HandlerError> {
+        panic!("out of ideas")
+    }
+}
+
+#[test]
+fn a_panic_in_the_handler_ends_the_run_with_its_message() {
+    let Some(mut machine) = exiting_machine(MachineConfig::new(2, MIB)) else {
+        return;
+    };
+    machine
+        .data()
+        .zap_guest(machine.data().all_pages())
+        .expect("shmem can be zapped");
+    let failure = machine
+        .run(&READ, Arc::new(Panicking))
+        .expect_err("it panics");
+    let FailureCause::Panicked { message, .. } = &*failure.cause else {
+        panic!("{failure}")
+    };
+    assert_eq!(message, "out of ideas");
+    machine
+        .set_slot_flags(SlotFlags::default())
+        .expect("flags can be cleared");
+    machine
+        .run(&READ, Arc::new(NoFaults))
+        .expect("the machine can be used again");
+}
