@@ -1,0 +1,84 @@
+//! How much memory this machine has to give. Asked before guest memory is made: without the
+//! question the answer would be the kernel's OOM killer, or a SIGBUS at some later touch.
+
+use std::fs;
+use std::path::PathBuf;
+
+/// The hugetlb pool of one page size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HugepagePool {
+    /// The size of this pool's pages, in bytes.
+    pub page_bytes: u64,
+    /// Pages in the pool.
+    pub total: u64,
+    /// Pages that are neither used nor promised to a mapping.
+    pub free: u64,
+    /// The file that takes the wanted number of pages.
+    pub setting: PathBuf,
+}
+
+impl HugepagePool {
+    /// Asks for the pool of pages of `page_bytes` bytes. `None` if the kernel has no such pool (it
+    /// was built without hugetlbfs, or the CPU lacks that page size).
+    pub fn ask(page_bytes: u64) -> Option<Self> {
+        let kib = page_bytes >> 10;
+        let pool = PathBuf::from(format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB"));
+        let count = |file: &str| -> Option<u64> {
+            fs::read_to_string(pool.join(file))
+                .ok()?
+                .trim()
+                .parse()
+                .ok()
+        };
+        let (total, free, promised) = (
+            count("nr_hugepages")?,
+            count("free_hugepages")?,
+            count("resv_hugepages")?,
+        );
+        let setting = pool.join("nr_hugepages");
+        Some(Self {
+            page_bytes,
+            total,
+            free: free.saturating_sub(promised),
+            setting,
+        })
+    }
+}
+
+/// Bytes of ordinary memory that can still be had without pushing other programs out:
+/// `MemAvailable` plus `SwapFree` of `/proc/meminfo`. `None` if the host does not say.
+pub fn available_bytes() -> Option<u64> {
+    parse_meminfo(&fs::read_to_string("/proc/meminfo").ok()?)
+}
+
+fn parse_meminfo(text: &str) -> Option<u64> {
+    let kib = |name: &str| -> Option<u64> {
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.trim().strip_suffix("kB")?.trim().parse().ok()
+    };
+    kib("MemAvailable")?
+        .checked_add(kib("SwapFree").unwrap_or(0))?
+        .checked_mul(1 << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn meminfo_is_read_in_bytes() {
+        let text = "MemTotal:  100 kB\nMemAvailable:     40 kB\nSwapFree:   2 kB\n";
+        assert_eq!(parse_meminfo(text), Some(42 << 10));
+        assert_eq!(parse_meminfo("MemAvailable: 1 kB\n"), Some(1 << 10));
+        assert_eq!(parse_meminfo("MemAvailable: x kB\n"), None);
+        assert_eq!(parse_meminfo(""), None);
+    }
+
+    #[test]
+    fn this_host_says_how_much_it_has() {
+        assert!(available_bytes().unwrap() > 0);
+        assert_eq!(HugepagePool::ask(12345), None);
+    }
+}

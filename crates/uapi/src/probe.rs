@@ -1,0 +1,375 @@
+//! What this kernel and this machine have, and what is used instead of what they lack.
+//!
+//! Everything is asked of the running kernel, nothing concluded from its version. A question that
+//! cannot be asked (no `/dev/kvm`, no permission) is an answer too, not an error.
+
+use std::fs;
+use std::io;
+
+use kvm_ioctls::{Kvm, VmFd};
+use serde::{Deserialize, Serialize};
+
+use crate::generated as abi;
+use crate::host::HugepagePool;
+use crate::userfaultfd::{Features, OpenError, Userfaultfd};
+
+/// One thing that a kernel or machine may have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capability {
+    /// Its name: the kernel's where it has one.
+    pub name: String,
+    /// The capability number, the feature bit, or nothing.
+    pub number: Option<u64>,
+    /// Whether it can be used here.
+    pub present: bool,
+    /// The value that goes with it: what `KVM_CHECK_EXTENSION` returned, or a number of free pages.
+    /// None if it could not be asked.
+    pub value: Option<i64>,
+    /// What this kernel or machine has, in words.
+    pub found: String,
+    /// What is used instead when it is not there.
+    pub fallback: String,
+}
+
+impl Capability {
+    /// What will be used instead: nothing for what is present.
+    pub fn instead(&self) -> &str {
+        if self.present { "" } else { &self.fallback }
+    }
+
+    /// The cells of its row in a table: name, number, what this kernel has, what is used instead.
+    pub fn row(&self) -> [String; 4] {
+        let number = self
+            .number
+            .map(|number| number.to_string())
+            .unwrap_or_default();
+        [
+            self.name.clone(),
+            number,
+            self.found.clone(),
+            self.instead().to_owned(),
+        ]
+    }
+}
+
+/// The answers to everything that Pagetide asks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Probe {
+    /// The running kernel's release, for people; nothing is decided by it.
+    pub kernel_release: String,
+    /// The CPU architecture.
+    pub architecture: String,
+    /// What was asked, grouped by where it was asked: KVM, userfaultfd, memory.
+    pub capabilities: Vec<Capability>,
+}
+
+impl Probe {
+    /// The heads of the columns of [`Capability::row`].
+    pub const COLUMNS: [&str; 4] = ["capability", "number", "this kernel has", "used instead"];
+
+    /// Asks the running kernel.
+    pub fn run() -> Self {
+        let system = rustix::system::uname();
+        let mut capabilities = kvm("/dev/kvm");
+        capabilities.extend(userfaultfd(&Userfaultfd::available()));
+        capabilities.extend(memory());
+        Self {
+            kernel_release: system.release().to_string_lossy().into_owned(),
+            architecture: system.machine().to_string_lossy().into_owned(),
+            capabilities,
+        }
+    }
+
+    /// The capability of that name.
+    pub fn capability(&self, name: &str) -> Option<&Capability> {
+        self.capabilities
+            .iter()
+            .find(|capability| capability.name == name)
+    }
+
+    /// Whether the capability of that name is present. False for a name that was never asked.
+    pub fn has(&self, name: &str) -> bool {
+        self.capability(name)
+            .is_some_and(|capability| capability.present)
+    }
+}
+
+/// KVM capabilities: name, number, what is used instead.
+const KVM_CAPABILITIES: [(&str, u32, &str); 4] = [
+    (
+        "KVM_CAP_USER_MEMORY2",
+        abi::KVM_CAP_USER_MEMORY2,
+        "KVM_SET_USER_MEMORY_REGION, which takes no slot flags for exits",
+    ),
+    (
+        "KVM_CAP_MEMORY_FAULT_INFO",
+        abi::KVM_CAP_MEMORY_FAULT_INFO,
+        "nothing: a failed access is an EFAULT that names no address",
+    ),
+    (
+        "KVM_CAP_ABSENT_MAPPING_FAULT",
+        abi::KVM_CAP_ABSENT_MAPPING_FAULT,
+        "userfaultfd reader threads serve every fault (--delivery uffd)",
+    ),
+    (
+        "KVM_CAP_PRE_FAULT_MEMORY",
+        abi::KVM_CAP_PRE_FAULT_MEMORY,
+        "stage-2 tables fill as the guest touches its memory",
+    ),
+];
+
+fn kvm(device: &str) -> Vec<Capability> {
+    let opened = Kvm::new_with_path(match std::ffi::CString::new(device) {
+        Ok(path) => path,
+        Err(_) => return Vec::new(),
+    });
+    let mut answers = vec![Capability {
+        name: device.to_owned(),
+        number: None,
+        present: opened.is_ok(),
+        value: None,
+        found: match &opened {
+            Ok(kvm) => format!("usable, API version {}", kvm.get_api_version()),
+            Err(error) => explain_kvm(&io::Error::from_raw_os_error(error.errno())),
+        },
+        fallback: "no VM can be run".to_owned(),
+    }];
+    // A VM's answer may be more exact than the system's: it knows the VM's type.
+    let vm = opened.as_ref().ok().and_then(|kvm| kvm.create_vm().ok());
+    for (name, number, fallback) in KVM_CAPABILITIES {
+        let value = opened
+            .as_ref()
+            .ok()
+            .map(|kvm| check_extension(kvm, vm.as_ref(), number));
+        let present = value.is_some_and(|value| value > 0);
+        let found = match value {
+            None => "not asked: no KVM".to_owned(),
+            Some(..=0) => "no".to_owned(),
+            Some(1) => "yes".to_owned(),
+            Some(value) => format!("yes ({value:#x})"),
+        };
+        answers.push(Capability {
+            name: name.to_owned(),
+            number: Some(u64::from(number)),
+            present,
+            value,
+            found,
+            fallback: fallback.to_owned(),
+        });
+    }
+    answers
+}
+
+fn check_extension(kvm: &Kvm, vm: Option<&VmFd>, number: u32) -> i64 {
+    let number = number.into();
+    i64::from(match vm {
+        Some(vm) => vm.check_extension_raw(number),
+        None => kvm.check_extension_raw(number),
+    })
+}
+
+fn explain_kvm(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound => {
+            "missing: load kvm_intel or kvm_amd, or turn on (nested) virtualisation".to_owned()
+        }
+        io::ErrorKind::PermissionDenied => {
+            "no permission: run as root or join the group kvm".to_owned()
+        }
+        _ => format!("not usable: {error}"),
+    }
+}
+
+/// Userfaultfd features: feature, what is used instead.
+const USERFAULTFD_FEATURES: [(Features, &str); 5] = [
+    (Features::MISSING_SHMEM, "anonymous memory only"),
+    (
+        Features::MINOR_SHMEM,
+        "pages of shmem are copied in (MISSING mode)",
+    ),
+    (Features::MISSING_HUGETLBFS, "no hugetlb memory"),
+    (
+        Features::MINOR_HUGETLBFS,
+        "pages of hugetlb memory are copied in (MISSING mode)",
+    ),
+    (Features::POISON, "a page that is lost stops the VM"),
+];
+
+fn userfaultfd(available: &Result<Features, OpenError>) -> Vec<Capability> {
+    let mut answers = vec![Capability {
+        name: "userfaultfd".to_owned(),
+        number: None,
+        present: available.is_ok(),
+        value: None,
+        found: match available {
+            Ok(_) => "usable, also for KVM's faults".to_owned(),
+            Err(error) => error.to_string(),
+        },
+        fallback: "nothing: no memory can be paged in".to_owned(),
+    }];
+    for (feature, fallback) in USERFAULTFD_FEATURES {
+        let present = available
+            .as_ref()
+            .ok()
+            .map(|features| features.contains(feature));
+        answers.push(Capability {
+            name: feature.to_string(),
+            number: Some(feature.bits()),
+            present: present == Some(true),
+            value: present.map(i64::from),
+            found: match present {
+                None => "not asked: no userfaultfd",
+                Some(true) => "yes",
+                Some(false) => "no",
+            }
+            .to_owned(),
+            fallback: fallback.to_owned(),
+        });
+    }
+    answers
+}
+
+fn memory() -> Vec<Capability> {
+    let mut answers = Vec::new();
+    for (name, page_bytes) in [("hugetlb-2m", 2 << 20), ("hugetlb-1g", 1 << 30)] {
+        let pool = HugepagePool::ask(page_bytes);
+        answers.push(Capability {
+            name: format!("huge pages for {name}"),
+            number: None,
+            present: pool.as_ref().is_some_and(|pool| pool.free > 0),
+            value: pool.as_ref().and_then(|pool| i64::try_from(pool.free).ok()),
+            found: match &pool {
+                None => "no pool of that size".to_owned(),
+                Some(pool) => format!("{} of {} free", pool.free, pool.total),
+            },
+            fallback: match &pool {
+                None => "no memory of that size".to_owned(),
+                Some(pool) => format!("reserve some: write to {}", pool.setting.display()),
+            },
+        });
+    }
+    answers.push(transparent_hugepages(
+        fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+            .ok()
+            .as_deref(),
+    ));
+    answers
+}
+
+/// Reads the setting with the chosen word in brackets: `always within_size advise [never] deny force`.
+fn transparent_hugepages(setting: Option<&str>) -> Capability {
+    let chosen = setting
+        .and_then(|text| text.split_once('[')?.1.split_once(']'))
+        .map(|(word, _)| word);
+    Capability {
+        name: "transparent huge pages for shmem".to_owned(),
+        number: None,
+        present: matches!(chosen, Some("always" | "within_size" | "advise" | "force")),
+        value: None,
+        found: chosen.unwrap_or("not in this kernel").to_owned(),
+        fallback: match chosen {
+            Some(_) => {
+                "4K pages: write advise to /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+            }
+            None => "4K pages",
+        }
+        .to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_asked_here_is_answered() {
+        let probe = Probe::run();
+        assert!(!probe.kernel_release.is_empty());
+        for (name, number, _) in KVM_CAPABILITIES {
+            let capability = probe.capability(name).unwrap();
+            assert_eq!(capability.number, Some(u64::from(number)));
+            // An answer, or the reason why there is none.
+            assert_eq!(
+                capability.value.is_none(),
+                capability.found.starts_with("not asked")
+            );
+        }
+        assert!(!probe.has("no such capability"));
+        assert_eq!(probe.has("userfaultfd"), Userfaultfd::available().is_ok());
+    }
+
+    #[test]
+    fn without_kvm_the_answers_say_so() {
+        let answers = kvm("/nonexistent/kvm");
+        assert_eq!(answers.len(), 1 + KVM_CAPABILITIES.len());
+        assert!(answers[0].found.starts_with("missing"), "{:?}", answers[0]);
+        for answer in &answers[1..] {
+            assert!(!answer.present);
+            assert_eq!(answer.found, "not asked: no KVM");
+            assert!(!answer.instead().is_empty());
+        }
+        let denied = explain_kvm(&io::Error::from(io::ErrorKind::PermissionDenied));
+        assert!(denied.contains("group kvm"), "{denied}");
+    }
+
+    #[test]
+    fn without_userfaultfd_the_answers_say_so() {
+        let device = io::Error::from(io::ErrorKind::PermissionDenied);
+        let answers = userfaultfd(&Err(OpenError::NoPermission { device }));
+        assert!(
+            answers
+                .iter()
+                .all(|answer| !answer.present && answer.value.is_none())
+        );
+        assert!(
+            answers[0].found.contains("unprivileged_userfaultfd"),
+            "{:?}",
+            answers[0]
+        );
+    }
+
+    #[test]
+    fn features_are_present_one_by_one() {
+        let answers = userfaultfd(&Ok(Features::MINOR_SHMEM));
+        let present: Vec<_> = answers
+            .iter()
+            .filter(|answer| answer.present)
+            .map(|answer| &*answer.name)
+            .collect();
+        assert_eq!(present, ["userfaultfd", "UFFD_FEATURE_MINOR_SHMEM"]);
+    }
+
+    #[test]
+    fn the_setting_for_transparent_huge_pages_is_understood() {
+        let cases = [
+            (
+                Some("always within_size advise [never] deny force\n"),
+                false,
+                "never",
+            ),
+            (
+                Some("always within_size [advise] never deny force\n"),
+                true,
+                "advise",
+            ),
+            (Some("rubbish"), false, "not in this kernel"),
+            (None, false, "not in this kernel"),
+        ];
+        for (setting, present, found) in cases {
+            let capability = transparent_hugepages(setting);
+            assert_eq!(
+                (capability.present, &*capability.found),
+                (present, found),
+                "{setting:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_probe_survives_json() {
+        let probe = Probe::run();
+        let json = serde_json::to_string(&probe).unwrap();
+        assert_eq!(serde_json::from_str::<Probe>(&json).unwrap(), probe);
+        assert_eq!(probe.capabilities[0].row().len(), Probe::COLUMNS.len());
+    }
+}

@@ -1,0 +1,180 @@
+//! Putting pages where somebody waits for them.
+
+use std::os::fd::AsFd;
+
+use rustix::io::Errno;
+use thiserror::Error;
+
+use super::{UserRange, Userfaultfd, set, update};
+use crate::generated as abi;
+
+/// Whether those who wait for the pages are woken by the call that installs them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Wake {
+    /// They are.
+    Wake,
+    /// They are not: nobody waits, as after a vCPU's exit, or [`Userfaultfd::wake`] comes later.
+    DontWake,
+}
+
+/// Why not all of the pages were installed. What `installed_bytes` counts from the range's start
+/// on is installed, and its waiters woken if that was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum InstallError {
+    /// The page after the installed ones has a mapping already (EEXIST). Not a failure: somebody
+    /// else was faster. Those who wait for it have not been woken.
+    #[error("already mapped after {installed_bytes} bytes")]
+    Exists {
+        /// Bytes installed before it.
+        installed_bytes: u64,
+    },
+    /// The kernel stopped early (EAGAIN): something else changed the address space, or the page
+    /// after the installed ones met an error of its own, which the next call will name. Call again
+    /// for the rest.
+    #[error("stopped after {installed_bytes} bytes")]
+    Again {
+        /// Bytes installed before that.
+        installed_bytes: u64,
+    },
+    /// There is nothing to install (EFAULT): the page cache has no such page, or the content to be
+    /// copied could not be read.
+    #[error("no content to install: the page cache does not have it")]
+    NoContent,
+    /// The range is not, or not wholly, in one registered mapping (ENOENT).
+    #[error("the range is not within one registered mapping")]
+    NoMapping,
+    /// The process whose memory it is has gone (ESRCH).
+    #[error("the process has gone")]
+    Gone,
+    /// Anything else that the kernel says.
+    #[error("installing pages")]
+    Io(#[source] Errno),
+}
+
+impl InstallError {
+    /// Reads the outcome of an install ioctl that failed with `errno` and left `done` in its result
+    /// field: bytes, or a negative errno.
+    fn parse(errno: Errno, done: i64) -> Self {
+        let installed_bytes = u64::try_from(done).unwrap_or(0);
+        match errno {
+            Errno::EXIST => Self::Exists { installed_bytes },
+            Errno::AGAIN => Self::Again { installed_bytes },
+            Errno::FAULT => Self::NoContent,
+            Errno::NOENT => Self::NoMapping,
+            Errno::SRCH => Self::Gone,
+            errno => Self::Io(errno),
+        }
+    }
+}
+
+impl Wake {
+    /// The mode bits for an ioctl whose "do not wake" bit is `dont_wake`.
+    #[inline]
+    fn mode(self, dont_wake: u32) -> u64 {
+        match self {
+            Self::Wake => 0,
+            Self::DontWake => u64::from(dont_wake),
+        }
+    }
+}
+
+impl Userfaultfd {
+    /// Maps the pages that the page cache has for `range` (`UFFDIO_CONTINUE`).
+    #[inline]
+    pub fn continue_pages(&self, range: UserRange, wake: Wake) -> Result<(), InstallError> {
+        let mut argument = abi::uffdio_continue {
+            range: range.to_abi(),
+            mode: wake.mode(abi::UFFDIO_CONTINUE_MODE_DONTWAKE),
+            mapped: 0,
+        };
+        update::<{ abi::UFFDIO_CONTINUE }, _>(self.as_fd(), &mut argument)
+            .map_err(|errno| InstallError::parse(errno, argument.mapped))
+    }
+
+    /// Makes new pages at `to` with the content `from` (`UFFDIO_COPY`).
+    ///
+    /// Never use this on part of a huge page of shmem: KVM may have mapped the whole of it.
+    pub fn copy_pages(&self, to: u64, from: &[u8], wake: Wake) -> Result<(), InstallError> {
+        let mut argument = abi::uffdio_copy {
+            dst: to,
+            src: from.as_ptr().expose_provenance() as u64,
+            len: from.len() as u64,
+            mode: wake.mode(abi::UFFDIO_COPY_MODE_DONTWAKE),
+            copy: 0,
+        };
+        update::<{ abi::UFFDIO_COPY }, _>(self.as_fd(), &mut argument)
+            .map_err(|errno| InstallError::parse(errno, argument.copy))
+    }
+
+    /// Makes `range` read as zeroes (`UFFDIO_ZEROPAGE`). Not for hugetlb memory.
+    pub fn zero_pages(&self, range: UserRange, wake: Wake) -> Result<(), InstallError> {
+        let mut argument = abi::uffdio_zeropage {
+            range: range.to_abi(),
+            mode: wake.mode(abi::UFFDIO_ZEROPAGE_MODE_DONTWAKE),
+            zeropage: 0,
+        };
+        update::<{ abi::UFFDIO_ZEROPAGE }, _>(self.as_fd(), &mut argument)
+            .map_err(|errno| InstallError::parse(errno, argument.zeropage))
+    }
+
+    /// Makes every access to `range` fail as an uncorrected memory error does (`UFFDIO_POISON`;
+    /// needs [`super::Features::POISON`]). The pages count as absent still: content that is
+    /// installed later replaces the poison.
+    pub fn poison_pages(&self, range: UserRange, wake: Wake) -> Result<(), InstallError> {
+        let mut argument = abi::uffdio_poison {
+            range: range.to_abi(),
+            mode: wake.mode(abi::UFFDIO_POISON_MODE_DONTWAKE),
+            updated: 0,
+        };
+        update::<{ abi::UFFDIO_POISON }, _>(self.as_fd(), &mut argument)
+            .map_err(|errno| InstallError::parse(errno, argument.updated))
+    }
+
+    /// Wakes those who wait for pages of `range`; they look again (`UFFDIO_WAKE`).
+    pub fn wake(&self, range: UserRange) -> Result<(), InstallError> {
+        set::<{ abi::UFFDIO_WAKE }, _>(self.as_fd(), range.to_abi()).map_err(InstallError::Io)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_outcome_has_its_name() {
+        let cases = [
+            (
+                Errno::EXIST,
+                -17,
+                InstallError::Exists { installed_bytes: 0 },
+            ),
+            (
+                Errno::EXIST,
+                8192,
+                InstallError::Exists {
+                    installed_bytes: 8192,
+                },
+            ),
+            (
+                Errno::AGAIN,
+                4096,
+                InstallError::Again {
+                    installed_bytes: 4096,
+                },
+            ),
+            (
+                Errno::AGAIN,
+                -11,
+                InstallError::Again { installed_bytes: 0 },
+            ),
+            (Errno::AGAIN, 0, InstallError::Again { installed_bytes: 0 }),
+            (Errno::FAULT, -14, InstallError::NoContent),
+            (Errno::NOENT, -2, InstallError::NoMapping),
+            (Errno::SRCH, 0, InstallError::Gone),
+            (Errno::NOMEM, -12, InstallError::Io(Errno::NOMEM)),
+        ];
+        for (errno, done, expected) in cases {
+            assert_eq!(InstallError::parse(errno, done), expected, "{errno} {done}");
+        }
+    }
+}
