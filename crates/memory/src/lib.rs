@@ -29,4 +29,3 @@ pub use page_map::{
 };
 pub use range::{GuestRange, HostRange, RangeError};
 pub use region::{AccessError, PopulateAccess, PopulateError, Region, RegionError};
-pub use room::{Hugepages, available_bytes, hugepages};

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use pagetide_uapi::userfaultfd::UserRange;
 use thiserror::Error;
 
 use crate::address::{GuestAddress, HostAddress};
@@ -160,6 +161,15 @@ impl HostRange {
                 bytes: self.bytes - bytes,
             }),
             None => None,
+        }
+    }
+}
+
+impl From<HostRange> for UserRange {
+    fn from(range: HostRange) -> Self {
+        Self {
+            start: range.start.as_u64(),
+            bytes: to_u64(range.bytes),
         }
     }
 }

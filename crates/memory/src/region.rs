@@ -5,6 +5,7 @@ mod words;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use pagetide_uapi::host::available_bytes;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -15,7 +16,7 @@ use crate::convert::{to_u64, to_usize};
 use crate::mapping::Mapping;
 use crate::page::{PageIndex, PageRange, PageSize};
 use crate::range::{GuestRange, HostRange, RangeError};
-use crate::room::{available_bytes, hugepages};
+use crate::room::check_room;
 
 pub use error::{AccessError, PopulateError, RegionError};
 
@@ -359,31 +360,6 @@ impl Region {
             }
         }
     }
-}
-
-fn check_room(bytes: u64, backing: Backing) -> Result<(), RegionError> {
-    if backing.is_hugetlb() {
-        let page_size = backing.page_size();
-        let pool = hugepages(page_size).ok_or(RegionError::NoHugepagePool { page_size })?;
-        let wanted = bytes >> page_size.shift();
-        if pool.free < wanted {
-            return Err(RegionError::HugepagesNotReserved {
-                page_size,
-                wanted,
-                free: pool.free,
-                setting: pool.setting,
-            });
-        }
-    } else if let Some(available_bytes) = available_bytes()
-        && bytes > available_bytes
-    {
-        return Err(RegionError::DoesNotFit {
-            bytes,
-            backing,
-            available_bytes,
-        });
-    }
-    Ok(())
 }
 
 fn make_file(bytes: u64, backing: Backing) -> Result<OwnedFd, RegionError> {

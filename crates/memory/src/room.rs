@@ -1,81 +1,33 @@
-//! How much memory the host still has, asked before a region is made: without the question the
-//! answer would be the kernel's OOM killer, or a SIGBUS at some later touch.
+//! How much memory the host still has for a region of some backing.
 
-use std::fs;
-use std::path::PathBuf;
+use pagetide_uapi::host::{HugepagePool, available_bytes};
 
-use crate::page::PageSize;
+use crate::backing::Backing;
+use crate::region::RegionError;
 
-/// The hugetlb pool of one page size.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Hugepages {
-    /// The page size of this pool.
-    pub page_size: PageSize,
-    /// Pages in the pool.
-    pub total: u64,
-    /// Pages that are neither used nor promised to a mapping.
-    pub free: u64,
-    /// The file to write the wanted number of pages to.
-    pub setting: PathBuf,
-}
-
-/// The hugetlb pool for `page_size`. `None` if the kernel has no such pool (no hugetlbfs, or the
-/// CPU lacks that page size).
-pub fn hugepages(page_size: PageSize) -> Option<Hugepages> {
-    let kib = page_size.bytes() >> 10;
-    let pool = PathBuf::from(format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB"));
-    let count = |file: &str| -> Option<u64> {
-        fs::read_to_string(pool.join(file))
-            .ok()?
-            .trim()
-            .parse()
-            .ok()
-    };
-    let (total, free, promised) = (
-        count("nr_hugepages")?,
-        count("free_hugepages")?,
-        count("resv_hugepages")?,
-    );
-    Some(Hugepages {
-        page_size,
-        total,
-        free: free.saturating_sub(promised),
-        setting: pool.join("nr_hugepages"),
-    })
-}
-
-/// Bytes of ordinary memory that can still be had without pushing other programs out: `MemAvailable`
-/// plus `SwapFree` of `/proc/meminfo`. `None` if the host does not say.
-pub fn available_bytes() -> Option<u64> {
-    parse_meminfo(&fs::read_to_string("/proc/meminfo").ok()?)
-}
-
-fn parse_meminfo(text: &str) -> Option<u64> {
-    let kib = |name: &str| -> Option<u64> {
-        let line = text
-            .lines()
-            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.trim().strip_suffix("kB")?.trim().parse().ok()
-    };
-    kib("MemAvailable")?
-        .checked_add(kib("SwapFree").unwrap_or(0))?
-        .checked_mul(1 << 10)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn meminfo_is_read_in_bytes() {
-        let text = "MemTotal:  100 kB\nMemAvailable:     40 kB\nSwapFree:   2 kB\n";
-        assert_eq!(parse_meminfo(text), Some(42 << 10));
-        assert_eq!(parse_meminfo("MemAvailable: x kB\n"), None);
-        assert_eq!(parse_meminfo(""), None);
+/// Refuses a region that the host cannot hold, before anything is made.
+pub(crate) fn check_room(bytes: u64, backing: Backing) -> Result<(), RegionError> {
+    if backing.is_hugetlb() {
+        let page_size = backing.page_size();
+        let pool = HugepagePool::ask(page_size.bytes())
+            .ok_or(RegionError::NoHugepagePool { page_size })?;
+        let wanted = bytes >> page_size.shift();
+        if pool.free < wanted {
+            return Err(RegionError::HugepagesNotReserved {
+                page_size,
+                wanted,
+                free: pool.free,
+                setting: pool.setting,
+            });
+        }
+    } else if let Some(available_bytes) = available_bytes()
+        && bytes > available_bytes
+    {
+        return Err(RegionError::DoesNotFit {
+            bytes,
+            backing,
+            available_bytes,
+        });
     }
-
-    #[test]
-    fn this_host_says_how_much_it_has() {
-        assert!(available_bytes().unwrap() > 0);
-    }
+    Ok(())
 }

@@ -1,5 +1,7 @@
 use std::error::Error as _;
 
+use pagetide_uapi::host::HugepagePool;
+
 use super::*;
 
 const GPA: GuestAddress = GuestAddress(4 << 30);
@@ -226,7 +228,7 @@ fn more_than_the_host_has_is_refused_with_what_it_has() {
         assert_eq!(bytes, 1 << 50);
         assert!(available_bytes > 0);
     }
-    let Some(pool) = hugepages(PageSize::Size2M) else {
+    let Some(pool) = HugepagePool::ask(PageSize::Size2M.bytes()) else {
         println!("SKIP: no hugetlb pool of 2M pages");
         return;
     };
