@@ -1,2 +1,54 @@
-//! placeholder
-fn main() {}
+//! The project's tooling: `cargo xtask VERB`. One file a verb.
+
+mod command;
+mod kernel;
+mod paths;
+mod progress;
+mod setup;
+mod vm;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::paths::Paths;
+
+/// Builds, boots and tests Pagetide's kernel and userspace.
+///
+/// Downloads and kernel trees are kept outside the checkout: in $PAGETIDE_CACHE, else
+/// $XDG_CACHE_HOME/pagetide, else ~/.cache/pagetide.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Install what the other verbs need (Debian packages; as root or through sudo)
+    Setup,
+    /// Build, edit and check the patched kernel
+    #[command(subcommand)]
+    Kernel(kernel::Verb),
+    /// Run a command in a VM with our kernel and this machine's file system
+    ///
+    /// Ends with COMMAND's exit status; 125 if the VM was lost (it hung or panicked).
+    Vm(vm::VerbArgs),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = Paths::find().and_then(|paths| match &cli.verb {
+        Verb::Setup => setup::run().map(|()| ExitCode::SUCCESS),
+        Verb::Kernel(verb) => kernel::run(verb, &paths).map(|()| ExitCode::SUCCESS),
+        Verb::Vm(args) => vm::run(args, &paths),
+    });
+    match result {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}

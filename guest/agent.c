@@ -1,0 +1,467 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+/*
+ * The first process of a test VM: mounts what programs expect, runs commands, powers the VM off.
+ *
+ * `agent SPEC` reads from SPEC what to do. Output of the commands goes to the virtio ports
+ * pagetide.stdout and pagetide.stderr, the result of each to pagetide.status.
+ *
+ * SPEC is a list of strings, each ended by a NUL:
+ *
+ *	"overlay" DIRECTORY		makes it writable, until the VM's end
+ *	"9p" TAG DIRECTORY		mounts what the host shares by that name
+ *	"dir" DIRECTORY			where the commands that follow run
+ *	"env" "NAME=VALUE"		added to their environment, which is otherwise empty
+ *	"timeout" SECONDS		for each of them; 0: none
+ *	"run" COUNT ARGUMENT...		a command
+ *
+ * pagetide.status gets a line for each command, "exit CODE", "signal NUMBER" or "timeout", and
+ * "end" after the last. With more than one command, each one's output starts with a line that is
+ * the record separator (0x1e) and the command's number, on both ports.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <net/if.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/reboot.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+/* How long output is still read after a command has ended and left something behind. */
+#define DRAIN_MS 1000
+
+#define MAX_ENV 256
+
+struct spec {
+	char *text, *end;	/* what is not read yet */
+	char *env[MAX_ENV + 1];
+	int nr_env;
+	long timeout_s;
+	int commands;		/* how many there are in all */
+};
+
+static int out_port, err_port, status_port;
+
+/* Tells the console, which the host keeps. */
+static void complain(const char *format, ...)
+{
+	char text[512] = "<3>pagetide-agent: ";
+	size_t used = strlen(text);
+	va_list args;
+	int fd;
+
+	va_start(args, format);
+	vsnprintf(text + used, sizeof(text) - used - 1, format, args);
+	va_end(args);
+	strcat(text, "\n");
+	fd = open("/dev/kmsg", O_WRONLY | O_CLOEXEC);
+	if (fd >= 0) {
+		if (write(fd, text, strlen(text)) < 0)
+			perror(text);
+		close(fd);
+	}
+}
+
+/* Without "end" on the status port the host takes the VM for lost, as it should. */
+static void __attribute__((noreturn)) power_off(void)
+{
+	sync();
+	reboot(RB_POWER_OFF);
+	_exit(1);
+}
+
+static void __attribute__((noreturn)) give_up(const char *what, const char *which)
+{
+	complain("%s %s: %s", what, which, strerror(errno));
+	power_off();
+}
+
+static void write_all(int fd, const char *bytes, size_t count)
+{
+	while (count > 0) {
+		ssize_t written = write(fd, bytes, count);
+
+		if (written < 0 && errno == EINTR)
+			continue;
+		if (written < 0)
+			give_up("write to", "the host");
+		bytes += written;
+		count -= written;
+	}
+}
+
+static void report(const char *format, int value)
+{
+	char line[64];
+	int length = snprintf(line, sizeof(line), format, value);
+
+	write_all(status_port, line, length);
+}
+
+static long now_ms(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static void mount_at(const char *source, const char *type, const char *where, const char *options)
+{
+	mkdir(where, 0755);
+	if (mount(source, where, type, 0, options) && errno != EBUSY)
+		complain("mount %s: %s", where, strerror(errno));
+}
+
+/* What is written to a directory stays in the VM's memory. */
+static void overlay(const char *where)
+{
+	static int number;
+	char base[32], upper[64], work[64], options[512];
+
+	snprintf(base, sizeof(base), "/run/overlay%d", number++);
+	snprintf(upper, sizeof(upper), "%s/upper", base);
+	snprintf(work, sizeof(work), "%s/work", base);
+	snprintf(options, sizeof(options), "lowerdir=%s,upperdir=%s,workdir=%s", where, upper, work);
+	if (mkdir(base, 0755) || mkdir(upper, 01777) || chmod(upper, 01777) || mkdir(work, 0755))
+		give_up("mkdir", base);
+	if (mount("overlay", where, "overlay", 0, options))
+		give_up("make writable", where);
+}
+
+static void share(const char *tag, const char *where)
+{
+	if (mount(tag, where, "9p", 0, "version=9p2000.L,trans=virtio,access=any,msize=512000"))
+		give_up("mount", where);
+}
+
+static void write_file(const char *path, const char *text)
+{
+	int fd = open(path, O_WRONLY | O_CLOEXEC);
+
+	if (fd < 0 || write(fd, text, strlen(text)) < 0)
+		complain("%s: %s", path, strerror(errno));
+	if (fd >= 0)
+		close(fd);
+}
+
+/* udev would make links by name; there may be none, so the names are looked up in sysfs. */
+static int open_port(const char *wanted)
+{
+	const char *class = "/sys/class/virtio-ports";
+	DIR *dir = opendir(class);
+	struct dirent *entry;
+	int fd = -1;
+
+	if (!dir)
+		give_up("open", class);
+	while (fd < 0 && (entry = readdir(dir))) {
+		char path[512], name[64] = "";
+		FILE *file;
+
+		snprintf(path, sizeof(path), "%s/%s/name", class, entry->d_name);
+		file = fopen(path, "re");
+		if (!file)
+			continue;
+		if (fgets(name, sizeof(name), file))
+			name[strcspn(name, "\n")] = '\0';
+		fclose(file);
+		if (strcmp(name, wanted))
+			continue;
+		snprintf(path, sizeof(path), "/dev/%s", entry->d_name);
+		fd = open(path, O_WRONLY | O_CLOEXEC);
+		if (fd < 0)
+			give_up("open", path);
+	}
+	closedir(dir);
+	if (fd < 0) {
+		errno = ENOENT;
+		give_up("no virtio port", wanted);
+	}
+	return fd;
+}
+
+/* The next string of the spec; NULL at its end. */
+static char *next(struct spec *spec)
+{
+	char *text = spec->text;
+
+	if (text >= spec->end)
+		return NULL;
+	spec->text += strlen(text) + 1;
+	return text;
+}
+
+static char *need(struct spec *spec)
+{
+	char *text = next(spec);
+
+	if (!text) {
+		errno = EINVAL;
+		give_up("the spec", "ends early");
+	}
+	return text;
+}
+
+static void read_spec(struct spec *spec, const char *path)
+{
+	struct stat stat;
+	ssize_t count;
+	int fd = open(path, O_RDONLY | O_CLOEXEC);
+
+	if (fd < 0 || fstat(fd, &stat))
+		give_up("open", path);
+	spec->text = malloc(stat.st_size + 1);
+	if (!spec->text)
+		give_up("read", path);
+	spec->end = spec->text;
+	while ((count = read(fd, spec->end, spec->text + stat.st_size - spec->end)) > 0)
+		spec->end += count;
+	if (count < 0)
+		give_up("read", path);
+	*spec->end = '\0';
+	close(fd);
+}
+
+/* Counts the commands without running them. */
+static int count_commands(struct spec spec)
+{
+	char *key;
+	int commands = 0;
+
+	while ((key = next(&spec))) {
+		long strings = 1;
+
+		if (!strcmp(key, "run")) {
+			strings = atol(need(&spec));
+			commands++;
+		} else if (!strcmp(key, "9p")) {
+			strings = 2;
+		}
+		while (strings-- > 0)
+			need(&spec);
+	}
+	return commands;
+}
+
+static void __attribute__((noreturn)) become(char **argv, char **env, int out, int err)
+{
+	int null = open("/dev/null", O_RDONLY);
+
+	setsid();
+	if (null < 0 || dup2(null, 0) < 0 || dup2(out, 1) < 0 || dup2(err, 2) < 0)
+		_exit(126);
+	environ = env;
+	execvp(argv[0], argv);
+	dprintf(2, "%s: %s\n", argv[0], strerror(errno));
+	_exit(errno == ENOENT ? 127 : 126);
+}
+
+/* Copies what is there to the host; false at the end of the stream. */
+static bool copy(int from, int to)
+{
+	char bytes[65536];
+	ssize_t count = read(from, bytes, sizeof(bytes));
+
+	if (count < 0)
+		return errno == EINTR || errno == EAGAIN;
+	write_all(to, bytes, count);
+	return count > 0;
+}
+
+/* How long poll() may sleep; -1 for ever. */
+static int until(long deadline)
+{
+	long left;
+
+	if (!deadline)
+		return -1;
+	left = deadline - now_ms();
+	return left > 0 ? left : 0;
+}
+
+static void run(struct spec *spec, char **argv)
+{
+	long deadline = spec->timeout_s ? now_ms() + spec->timeout_s * 1000 : 0;
+	enum { OUT, ERR, END };
+	struct pollfd fds[3];
+	bool timed_out = false;
+	int out[2], err[2], status;
+	pid_t pid;
+
+	if (pipe2(out, O_CLOEXEC) || pipe2(err, O_CLOEXEC))
+		give_up("pipe for", argv[0]);
+	pid = fork();
+	if (pid < 0)
+		give_up("fork for", argv[0]);
+	if (!pid)
+		become(argv, spec->env, out[1], err[1]);
+	close(out[1]);
+	close(err[1]);
+	fds[OUT] = (struct pollfd){ .fd = out[0], .events = POLLIN };
+	fds[ERR] = (struct pollfd){ .fd = err[0], .events = POLLIN };
+	fds[END] = (struct pollfd){ .fd = syscall(SYS_pidfd_open, pid, 0), .events = POLLIN };
+	if (fds[END].fd < 0)
+		give_up("pidfd_open for", argv[0]);
+
+	/* A negative fd is one that is done with. */
+	while (fds[OUT].fd >= 0 || fds[ERR].fd >= 0 || fds[END].fd >= 0) {
+		int ready = poll(fds, 3, until(deadline));
+
+		if (ready < 0 && errno != EINTR)
+			give_up("poll for", argv[0]);
+		if (ready > 0 && fds[OUT].revents && !copy(out[0], out_port))
+			fds[OUT].fd = -1;
+		if (ready > 0 && fds[ERR].revents && !copy(err[0], err_port))
+			fds[ERR].fd = -1;
+		if (ready > 0 && fds[END].revents) {
+			close(fds[END].fd);
+			fds[END].fd = -1;
+			deadline = now_ms() + DRAIN_MS;
+		}
+		if (!deadline || now_ms() < deadline)
+			continue;
+		if (fds[END].fd < 0)
+			break;
+		timed_out = true;
+		kill(-pid, SIGKILL);
+		deadline = 0;
+	}
+	/* What the command left running must not disturb the next one. */
+	kill(-pid, SIGKILL);
+	close(out[0]);
+	close(err[0]);
+	if (waitpid(pid, &status, 0) != pid)
+		give_up("wait for", argv[0]);
+	if (timed_out)
+		report("timeout\n", 0);
+	else if (WIFSIGNALED(status))
+		report("signal %d\n", WTERMSIG(status));
+	else
+		report("exit %d\n", WEXITSTATUS(status));
+}
+
+static void run_next(struct spec *spec, int number)
+{
+	long count = atol(need(spec));
+	char **argv;
+
+	if (count < 1) {
+		errno = EINVAL;
+		give_up("a command", "without words");
+	}
+	argv = calloc(count + 1, sizeof(*argv));
+	if (!argv)
+		give_up("memory for", "a command");
+	for (long i = 0; i < count; i++)
+		argv[i] = need(spec);
+	if (spec->commands > 1) {
+		char line[32];
+		int length = snprintf(line, sizeof(line), "\x1e%d\n", number);
+
+		write_all(out_port, line, length);
+		write_all(err_port, line, length);
+	}
+	run(spec, argv);
+	free(argv);
+}
+
+static void loopback_up(void)
+{
+	struct ifreq request = { .ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING };
+	int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+
+	if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request))
+		complain("loopback: %s", strerror(errno));
+	if (fd >= 0)
+		close(fd);
+}
+
+static void prepare(void)
+{
+	struct rlimit unlimited = { RLIM_INFINITY, RLIM_INFINITY };
+
+	mount_at("proc", "proc", "/proc", NULL);
+	mount_at("sysfs", "sysfs", "/sys", NULL);
+	mount_at("devtmpfs", "devtmpfs", "/dev", NULL);
+	mount_at("devpts", "devpts", "/dev/pts", NULL);
+	mount_at("tmpfs", "tmpfs", "/dev/shm", "mode=1777");
+	mount_at("tmpfs", "tmpfs", "/run", "mode=755");
+	mount_at("debugfs", "debugfs", "/sys/kernel/debug", NULL);
+	symlink("/proc/self/fd", "/dev/fd");
+	symlink("/proc/self/fd/0", "/dev/stdin");
+	symlink("/proc/self/fd/1", "/dev/stdout");
+	symlink("/proc/self/fd/2", "/dev/stderr");
+	/* shmem takes huge pages only where it is told to and a program asks for them */
+	write_file("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise");
+	setrlimit(RLIMIT_MEMLOCK, &unlimited);
+	sethostname("pagetide", strlen("pagetide"));
+	loopback_up();
+	umask(022);
+}
+
+static void obey(struct spec *spec, const char *key)
+{
+	static int number;
+	char *word;
+
+	if (!strcmp(key, "run")) {
+		run_next(spec, number++);
+		return;
+	}
+	word = need(spec);
+	if (!strcmp(key, "overlay")) {
+		overlay(word);
+	} else if (!strcmp(key, "9p")) {
+		share(word, need(spec));
+	} else if (!strcmp(key, "dir")) {
+		if (chdir(word))
+			give_up("chdir to", word);
+	} else if (!strcmp(key, "env")) {
+		if (spec->nr_env == MAX_ENV) {
+			errno = E2BIG;
+			give_up("environment:", word);
+		}
+		spec->env[spec->nr_env++] = word;
+	} else if (!strcmp(key, "timeout")) {
+		spec->timeout_s = atol(word);
+	} else {
+		errno = EINVAL;
+		give_up("unknown key in the spec:", key);
+	}
+}
+
+int main(int argc, char **argv)
+{
+	struct spec spec = { 0 };
+	char *key;
+
+	if (getpid() != 1 || argc != 2) {
+		fprintf(stderr, "usage: %s SPEC, as the first process of a VM\n", argv[0]);
+		return 2;
+	}
+	prepare();
+	out_port = open_port("pagetide.stdout");
+	err_port = open_port("pagetide.stderr");
+	status_port = open_port("pagetide.status");
+	read_spec(&spec, argv[1]);
+	spec.commands = count_commands(spec);
+	while ((key = next(&spec)))
+		obey(&spec, key);
+	report("end\n", 0);
+	power_off();
+}

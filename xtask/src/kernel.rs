@@ -1,0 +1,143 @@
+//! `cargo xtask kernel`: the patched kernel, from Debian's source package to an image.
+
+pub(crate) mod build;
+pub(crate) mod check;
+pub(crate) mod config;
+pub(crate) mod export;
+mod git;
+pub(crate) mod lock;
+pub(crate) mod make;
+pub(crate) mod selftests;
+pub(crate) mod series;
+pub(crate) mod source;
+pub(crate) mod tree;
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::{Args, Subcommand, ValueEnum};
+
+use crate::paths::Paths;
+
+/// What to do with the kernel.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Fetch the source, apply the series, build; does nothing when nothing changed
+    Build(BuildArgs),
+    /// Write the work tree's commits back to kernel/patches and kernel/series
+    Export,
+    /// Check that each patch applies, builds alone, passes checkpatch and survives a round trip
+    Check(check::CheckArgs),
+    /// Print the work tree in which the series can be edited (made if it is not there yet)
+    Path,
+}
+
+/// Which kernel to build.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct BuildArgs {
+    #[command(flatten)]
+    pub(crate) variant: Variant,
+    /// Build the work tree as it is, with commits and edits that the series does not have
+    #[arg(long, conflicts_with = "stock")]
+    pub(crate) from_tree: bool,
+}
+
+/// One of the kernels that the lab knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Args)]
+pub(crate) struct Variant {
+    /// The architecture
+    #[arg(long, value_enum, default_value_t = Arch::X86_64)]
+    pub(crate) arch: Arch,
+    /// Debian's source without our patches
+    #[arg(long)]
+    pub(crate) stock: bool,
+    /// With lockdep, KASAN and the other checks of kernel/config/debug.config (slow)
+    #[arg(long)]
+    pub(crate) debug: bool,
+}
+
+impl Variant {
+    /// The patched kernel without debug checks.
+    pub(crate) fn patched(arch: Arch) -> Self {
+        Self {
+            arch,
+            stock: false,
+            debug: false,
+        }
+    }
+
+    /// Its name under `target/kernel` and in messages.
+    pub(crate) fn name(self) -> String {
+        let stock = if self.stock { "-stock" } else { "" };
+        let debug = if self.debug { "-debug" } else { "" };
+        format!("{}{stock}{debug}", self.arch.name())
+    }
+
+    /// Where its image, headers and selftests are put.
+    pub(crate) fn out(self, paths: &Paths) -> PathBuf {
+        paths.target().join("kernel").join(self.name())
+    }
+
+    /// The bootable image, once built.
+    pub(crate) fn image(self, paths: &Paths) -> PathBuf {
+        self.out(paths).join(self.arch.image_name())
+    }
+}
+
+/// An architecture that the series supports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Arch {
+    /// 64-bit x86, run on AMD's virtualisation extensions
+    #[value(name = "x86_64")]
+    X86_64,
+    /// 64-bit ARM, cross-compiled
+    #[value(name = "arm64")]
+    Arm64,
+}
+
+impl Arch {
+    /// The name that kbuild and our directories use.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::X86_64 => "x86_64",
+            Self::Arm64 => "arm64",
+        }
+    }
+
+    /// The prefix of the compiler's name; the lab itself runs on x86_64.
+    pub(crate) fn cross_compile(self) -> &'static str {
+        match self {
+            Self::X86_64 => "",
+            Self::Arm64 => "aarch64-linux-gnu-",
+        }
+    }
+
+    /// The image's file name.
+    pub(crate) fn image_name(self) -> &'static str {
+        match self {
+            Self::X86_64 => "bzImage",
+            Self::Arm64 => "Image",
+        }
+    }
+
+    /// The image's path in a build directory.
+    pub(crate) fn image_path(self) -> &'static str {
+        match self {
+            Self::X86_64 => "arch/x86/boot/bzImage",
+            Self::Arm64 => "arch/arm64/boot/Image",
+        }
+    }
+}
+
+/// Runs a `kernel` verb.
+pub(crate) fn run(verb: &Verb, paths: &Paths) -> Result<()> {
+    match verb {
+        Verb::Build(args) => build::run(args, paths),
+        Verb::Export => export::run(paths),
+        Verb::Check(args) => check::run(args, paths),
+        Verb::Path => {
+            println!("{}", tree::developers(paths)?.path().display());
+            Ok(())
+        }
+    }
+}

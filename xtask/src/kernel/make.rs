@@ -1,0 +1,80 @@
+//! How make is called on a kernel tree: the compiler cache, and nothing that differs between runs.
+
+use std::path::Path;
+
+use super::{Arch, lock};
+use crate::command::{Run, on_path};
+use crate::paths::Paths;
+
+/// ccache's limit: room for about four kernels.
+const CCACHE_SIZE: &str = "5G";
+
+/// Starts a make command in a source tree, building in `output`, a directory directly below it.
+///
+/// Directly below, because kbuild then calls the source ".." and no path of this machine gets into a
+/// compiler's arguments, so that the cache serves every tree.
+pub(crate) fn make(paths: &Paths, arch: Arch, tree: &Path, output: &str) -> Run {
+    let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let run = Run::new("make")
+        .arg("-C")
+        .arg(tree)
+        .arg(format!("-j{jobs}"));
+    settings(run.arg(format!("O={output}")), paths, arch, tree).args([
+        // The release string must not say which commits are on top: that would rebuild everything.
+        "LOCALVERSION=",
+        "KBUILD_BUILD_TIMESTAMP=@0",
+        "KBUILD_BUILD_USER=pagetide",
+        "KBUILD_BUILD_HOST=localhost",
+        "KBUILD_BUILD_VERSION=1",
+    ])
+}
+
+/// Compiler and cache for any makefile of the tree.
+pub(crate) fn settings(run: Run, paths: &Paths, arch: Arch, tree: &Path) -> Run {
+    let cross = arch.cross_compile();
+    let ccache = if on_path("ccache") { "ccache " } else { "" };
+    run.arg(format!("ARCH={}", arch.name()))
+        .arg(format!("CROSS_COMPILE={cross}"))
+        .arg(format!("CC={ccache}{cross}gcc"))
+        .arg(format!("HOSTCC={ccache}gcc"))
+        .env("CCACHE_DIR", paths.cache().join("ccache"))
+        .env("CCACHE_MAXSIZE", CCACHE_SIZE)
+        .env("CCACHE_BASEDIR", tree)
+        .env("CCACHE_NOHASHDIR", "1")
+        // Headers are compared by content; a fresh tree's are all new.
+        .env(
+            "CCACHE_SLOPPINESS",
+            "include_file_mtime,include_file_ctime,time_macros",
+        )
+        .env("LC_ALL", "C")
+        // A make that called us must not lend its jobs or its variables.
+        .env("MAKEFLAGS", "")
+        .env("MAKELEVEL", "0")
+}
+
+/// Whether a line of make's output tells of one thing made.
+pub(crate) fn is_object(line: &str) -> bool {
+    const STEPS: [&str; 8] = [
+        "CC", "AS", "LD", "AR", "HOSTCC", "OBJCOPY", "GEN", "HDRINST",
+    ];
+    let mut words = line.split_whitespace();
+    line.starts_with("  ") && words.next().is_some_and(|word| STEPS.contains(&word))
+}
+
+/// Keeps every other xtask of this checkout off the kernel trees.
+pub(crate) fn lock_trees(paths: &Paths) -> anyhow::Result<lock::Lock> {
+    lock::take(&paths.work())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_of_kbuild_are_counted() {
+        assert!(is_object("  CC      kernel/fork.o"));
+        assert!(is_object("  LD      vmlinux.o"));
+        assert!(!is_object("make[1]: Entering directory"));
+        assert!(!is_object("  CALL    scripts/checksyscalls.sh"));
+    }
+}

@@ -1,0 +1,189 @@
+//! `cargo xtask setup`: the programs that the lab needs.
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+
+use crate::command::{Run, on_path};
+use crate::kernel::Arch;
+use crate::progress::Progress;
+
+/// Something that must be there, and the Debian package that has it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Need {
+    what: What,
+    package: &'static str,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum What {
+    Program(&'static str),
+    File(&'static str),
+    Libclang,
+}
+
+const fn program(name: &'static str, package: &'static str) -> Need {
+    Need {
+        what: What::Program(name),
+        package,
+    }
+}
+
+const fn file(path: &'static str, package: &'static str) -> Need {
+    Need {
+        what: What::File(path),
+        package,
+    }
+}
+
+const KERNEL: [Need; 19] = [
+    program("git", "git"),
+    program("make", "make"),
+    program("gcc", "gcc"),
+    program("ld", "binutils"),
+    file("/usr/include/stdlib.h", "libc6-dev"),
+    program("perl", "perl"),
+    program("python3", "python3"),
+    program("flex", "flex"),
+    program("bison", "bison"),
+    program("bc", "bc"),
+    file("/usr/include/libelf.h", "libelf-dev"),
+    file("/usr/include/openssl/ssl.h", "libssl-dev"),
+    program("ccache", "ccache"),
+    program("cpio", "cpio"),
+    program("depmod", "kmod"),
+    program("rsync", "rsync"),
+    program("xz", "xz-utils"),
+    program("gzip", "gzip"),
+    program("setpriv", "util-linux"),
+];
+
+const CROSS: [Need; 2] = [
+    program("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"),
+    file("/usr/aarch64-linux-gnu/lib/libc.a", "libc6-dev-arm64-cross"),
+];
+
+const QEMU_X86: Need = program("qemu-system-x86_64", "qemu-system-x86");
+const QEMU_ARM: Need = program("qemu-system-aarch64", "qemu-system-arm");
+const LIBCLANG: Need = Need {
+    what: What::Libclang,
+    package: "libclang1-14",
+};
+
+/// What building a kernel takes.
+pub(crate) fn kernel_tools(arch: Arch) -> Vec<Need> {
+    let cross: &[Need] = if arch == Arch::Arm64 { &CROSS } else { &[] };
+    KERNEL.iter().chain(cross).copied().collect()
+}
+
+/// What booting a VM takes, beside the kernel.
+pub(crate) fn vm_tools(arch: Arch) -> Vec<Need> {
+    match arch {
+        Arch::X86_64 => vec![QEMU_X86],
+        Arch::Arm64 => vec![QEMU_ARM],
+    }
+}
+
+/// What bindgen takes.
+pub(crate) fn bindgen_tools() -> Vec<Need> {
+    vec![LIBCLANG]
+}
+
+/// Every Debian package's need.
+fn everything() -> Vec<Need> {
+    let mut needs = kernel_tools(Arch::Arm64);
+    needs.extend(vm_tools(Arch::X86_64));
+    needs.extend(vm_tools(Arch::Arm64));
+    needs.extend(bindgen_tools());
+    needs
+}
+
+impl Need {
+    fn met(self) -> bool {
+        match self.what {
+            What::Program(name) => on_path(name),
+            What::File(path) => Path::new(path).exists(),
+            What::Libclang => has_libclang(),
+        }
+    }
+}
+
+/// Any version does: bindgen finds it where Debian puts it.
+fn has_libclang() -> bool {
+    let Ok(dir) = std::fs::read_dir("/usr/lib") else {
+        return false;
+    };
+    let llvm = dir
+        .flatten()
+        .filter(|e| e.file_name().to_string_lossy().starts_with("llvm-"));
+    llvm.filter_map(|entry| std::fs::read_dir(entry.path().join("lib")).ok())
+        .any(|lib| {
+            lib.flatten()
+                .any(|entry| entry.file_name().to_string_lossy().starts_with("libclang"))
+        })
+}
+
+/// The packages of the needs that are not met.
+fn missing(needs: &[Need]) -> Vec<&'static str> {
+    let mut packages: Vec<_> = needs
+        .iter()
+        .filter(|n| !n.met())
+        .map(|n| n.package)
+        .collect();
+    packages.sort_unstable();
+    packages.dedup();
+    packages
+}
+
+/// One clear error if a need is not met.
+pub(crate) fn require(needs: Vec<Need>) -> Result<()> {
+    let missing = missing(&needs);
+    if missing.is_empty() {
+        return Ok(());
+    }
+    bail!(
+        "missing Debian packages: {}; `cargo xtask setup` installs them",
+        missing.join(" ")
+    )
+}
+
+/// Installs whatever is missing.
+pub(crate) fn run() -> Result<()> {
+    let missing = missing(&everything());
+    if missing.is_empty() {
+        return Ok(());
+    }
+    install(&missing)
+}
+
+/// Installs packages with apt, as root or through sudo.
+fn install(packages: &[&str]) -> Result<()> {
+    let list = packages.join(" ");
+    if !on_path("apt-get") {
+        bail!("this needs Debian's packages {list}, and there is no apt-get here");
+    }
+    let root = rustix::process::geteuid().is_root();
+    let apt = || {
+        let run = if root {
+            Run::new("env")
+        } else {
+            Run::new("sudo").arg("-n").arg("env")
+        };
+        run.args(["DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-y"])
+    };
+    if !root && !(on_path("sudo") && Run::new("sudo").args(["-n", "true"]).succeeds()?) {
+        bail!("not root, and sudo asks for a password: run `apt-get install {list}` as root");
+    }
+    eprintln!("installing {list}");
+    let progress = Progress::spinner("apt-get");
+    let log = std::env::temp_dir().join(format!("pagetide-apt-{}.log", std::process::id()));
+    apt().arg("update").logged(&log, &progress)?;
+    apt()
+        .args(["install", "--no-install-recommends"])
+        .args(packages)
+        .logged(&log, &progress)?;
+    progress.done();
+    // A log that nobody needs any more; a leftover does no harm.
+    let _ = std::fs::remove_file(&log);
+    Ok(())
+}

@@ -1,0 +1,212 @@
+//! `cargo xtask vm`: a command in a VM that runs our kernel, with this machine's file system.
+
+mod agent;
+mod console;
+mod initramfs;
+mod qemu;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, ValueEnum};
+
+use crate::command::Run;
+use crate::kernel::{Arch, Variant, build};
+use crate::paths::Paths;
+use crate::setup;
+
+pub(crate) use agent::{Ended, Job};
+pub(crate) use qemu::{Outcome, Output};
+
+/// The exit status that says that the VM was lost, and nothing of the command.
+const LOST: u8 = 125;
+
+/// How a VM is run.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct VmArgs {
+    #[command(flatten)]
+    pub(crate) variant: Variant,
+    /// Virtual CPUs [default: 2; with --timing parallel: this machine's CPUs]
+    #[arg(long, value_name = "N")]
+    pub(crate) cpus: Option<u32>,
+    /// Memory, as QEMU understands it
+    #[arg(long, value_name = "M", default_value = "2G")]
+    pub(crate) memory: String,
+    /// More kernel parameters (may be given several times)
+    #[arg(long, value_name = "ARGS", allow_hyphen_values = true)]
+    pub(crate) append: Vec<String>,
+    /// How QEMU's software CPU runs, and so what times in the VM mean
+    #[arg(long, value_enum, default_value_t = Timing::Function)]
+    pub(crate) timing: Timing,
+    /// End the VM, as lost, after so many seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 900)]
+    pub(crate) timeout: u64,
+    /// Use the kernel and the `pagetide` command as they were built last
+    #[arg(long)]
+    pub(crate) no_build: bool,
+}
+
+/// The verb's arguments.
+#[derive(Debug, Args)]
+pub(crate) struct VerbArgs {
+    #[command(flatten)]
+    vm: VmArgs,
+    /// What to run, as root, in the current directory; `pagetide` is on the PATH
+    ///
+    /// Only target/ of this checkout keeps what is written to it; /tmp can be written too. On arm64
+    /// there is no shared file system: the directory is /, and there are only selftests/.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+/// How QEMU's software CPU runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Timing {
+    /// All CPUs on one thread: correct with any number of CPUs; times mean little
+    Function,
+    /// One thread, and a nanosecond is an instruction: for cost, blind to caches and parallel waits
+    Instructions,
+    /// A thread for each CPU: for wake-ups and contention, as ratios; now and then a VM is lost
+    Parallel,
+}
+
+impl Timing {
+    /// The name that options and `PAGETIDE_TIMING` use.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Function => "function",
+            Self::Instructions => "instructions",
+            Self::Parallel => "parallel",
+        }
+    }
+}
+
+impl VmArgs {
+    /// The defaults, for one kernel.
+    pub(crate) fn new(variant: Variant) -> Self {
+        Self {
+            variant,
+            cpus: None,
+            memory: "2G".into(),
+            append: Vec::new(),
+            timing: Timing::Function,
+            timeout: 900,
+            no_build: false,
+        }
+    }
+
+    fn cpu_count(&self) -> u32 {
+        let host = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let host = u32::try_from(host).unwrap_or(1);
+        self.cpus.unwrap_or(if self.timing == Timing::Parallel {
+            host
+        } else {
+            2
+        })
+    }
+}
+
+/// Runs the verb.
+pub(crate) fn run(args: &VerbArgs, paths: &Paths) -> Result<ExitCode> {
+    let directory = std::env::current_dir().context("the current directory")?;
+    let job = Job {
+        command: args.command.clone(),
+        directory,
+        timeout: None,
+    };
+    let outcome = boot(&args.vm, &[job], Output::Pass, paths)?;
+    for line in &outcome.complaints {
+        eprintln!("the VM's kernel complained: {line}");
+    }
+    if !outcome.complaints.is_empty() {
+        eprintln!("the VM's console: {}", outcome.console.display());
+    }
+    match (&outcome.lost, outcome.ended.first()) {
+        (None, Some(ended)) => Ok(ExitCode::from(ended.code())),
+        (lost, _) => {
+            let reason = lost.as_deref().unwrap_or("it told no exit status");
+            eprintln!(
+                "the VM was lost: {reason}; last lines of {}:",
+                outcome.console.display()
+            );
+            eprint!("{}", outcome.console_tail());
+            Ok(ExitCode::from(LOST))
+        }
+    }
+}
+
+/// Builds what is needed, boots a VM, runs the jobs in it one after the other, and ends it.
+pub(crate) fn boot(args: &VmArgs, jobs: &[Job], output: Output, paths: &Paths) -> Result<Outcome> {
+    let variant = args.variant;
+    if args.cpu_count() == 0 {
+        bail!("--cpus must be at least 1");
+    }
+    setup::require(setup::vm_tools(variant.arch))?;
+    if !args.no_build {
+        build::ensure(variant, paths)?;
+        if variant.arch == Arch::X86_64 {
+            build_pagetide(paths)?;
+        }
+    }
+    let image = variant.image(paths);
+    if !image.exists() {
+        bail!("{} is missing: leave out --no-build", image.display());
+    }
+    let agent = agent::build(variant.arch, paths)?;
+    let run_dir = new_run_dir(paths)?;
+    let spec = agent::spec(args, jobs, paths)?;
+    let timeout = Duration::from_secs(args.timeout);
+    qemu::run(
+        &qemu::Machine {
+            args,
+            image,
+            agent,
+            spec,
+            run_dir,
+            timeout,
+        },
+        output,
+        paths,
+    )
+}
+
+fn build_pagetide(paths: &Paths) -> Result<()> {
+    Run::new("cargo")
+        .args([
+            "build",
+            "--quiet",
+            "--release",
+            "--package",
+            "pagetide-cli",
+            "--target-dir",
+        ])
+        .arg(paths.target())
+        .dir(paths.root())
+        .run()
+}
+
+/// A directory for a VM's files. Those of the last few VMs are kept.
+fn new_run_dir(paths: &Paths) -> Result<PathBuf> {
+    const KEPT: usize = 20;
+    let all = paths.target().join("vm");
+    std::fs::create_dir_all(&all).with_context(|| format!("create {}", all.display()))?;
+    let mut old: Vec<_> = std::fs::read_dir(&all)
+        .with_context(|| format!("read {}", all.display()))?
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("run-"))
+        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+        .collect();
+    old.sort();
+    for (_, dir) in old.iter().rev().skip(KEPT) {
+        // Another xtask may be faster; what is left is removed the next time.
+        let _ = std::fs::remove_dir_all(dir);
+    }
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let now = now.map_or(0, |since| since.as_millis());
+    let dir = all.join(format!("run-{now}-{}", std::process::id()));
+    std::fs::create_dir(&dir).with_context(|| format!("create {}", dir.display()))?;
+    Ok(dir)
+}

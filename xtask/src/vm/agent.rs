@@ -1,0 +1,219 @@
+//! guest/agent.c, the first process of a VM: built, told what to do, and understood.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use sha2::{Digest, Sha256};
+
+use super::VmArgs;
+use crate::command::Run;
+use crate::kernel::Arch;
+use crate::paths::{Paths, hex};
+
+/// What QEMU and the agent call the share that is target/.
+pub(super) const TARGET_TAG: &str = "target";
+
+/// A command to run in a VM.
+#[derive(Debug, Clone)]
+pub(crate) struct Job {
+    /// The program and its arguments.
+    pub(crate) command: Vec<OsString>,
+    /// Where it runs (x86_64 only: the other VMs have no such directory).
+    pub(crate) directory: PathBuf,
+    /// After which it is killed, and the next one is run.
+    pub(crate) timeout: Option<Duration>,
+}
+
+/// How a command ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// By itself.
+    Exit(u8),
+    /// By a signal.
+    Signal(u8),
+    /// It was killed after its time.
+    Timeout,
+}
+
+impl Ended {
+    /// The exit status that a shell would give.
+    pub(crate) fn code(self) -> u8 {
+        match self {
+            Self::Exit(code) => code,
+            Self::Signal(number) => 128 + (number & 0x7f),
+            Self::Timeout => 124,
+        }
+    }
+
+    fn parse(line: &str) -> Option<Self> {
+        match line.split_once(' ') {
+            Some(("exit", code)) => Some(Self::Exit(code.parse().ok()?)),
+            Some(("signal", number)) => Some(Self::Signal(number.parse().ok()?)),
+            None if line == "timeout" => Some(Self::Timeout),
+            _ => None,
+        }
+    }
+}
+
+impl std::fmt::Display for Ended {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Exit(code) => write!(f, "exit status {code}"),
+            Self::Signal(number) => write!(f, "killed by signal {number}"),
+            Self::Timeout => write!(f, "killed after its time"),
+        }
+    }
+}
+
+/// Reads the status port: how each command ended, and whether the agent got to its end.
+pub(super) fn parse_status(text: &str) -> (Vec<Ended>, bool) {
+    let mut ended = Vec::new();
+    for line in text.split_inclusive('\n') {
+        match line.strip_suffix('\n') {
+            Some("end") => return (ended, true),
+            Some(line) => ended.extend(Ended::parse(line)),
+            None => {}
+        }
+    }
+    (ended, false)
+}
+
+/// Compiles the agent, static, unless that was done before.
+pub(super) fn build(arch: Arch, paths: &Paths) -> Result<PathBuf> {
+    let source = paths.in_root("guest/agent.c");
+    let text = std::fs::read(&source).with_context(|| format!("read {}", source.display()))?;
+    let digest = hex(&Sha256::digest(&text));
+    let dir = paths.target().join("vm");
+    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    let agent = dir.join(format!("agent-{}-{}", arch.name(), &digest[..12]));
+    if agent.exists() {
+        return Ok(agent);
+    }
+    // Two VMs may start at the same time: each writes a file of its own, the name comes last.
+    let temporary = agent.with_extension(std::process::id().to_string());
+    Run::new(format!("{}gcc", arch.cross_compile()))
+        .args(["-static", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
+        .arg(&temporary)
+        .arg(&source)
+        .output()?;
+    std::fs::rename(&temporary, &agent).with_context(|| format!("create {}", agent.display()))?;
+    Ok(agent)
+}
+
+/// What the agent is told.
+pub(super) fn spec(args: &VmArgs, jobs: &[Job], paths: &Paths) -> Result<Vec<u8>> {
+    let mut spec = Vec::new();
+    if args.variant.arch == Arch::X86_64 {
+        let target = paths.target();
+        push(&mut spec, &["overlay".as_ref(), "/tmp".as_ref()])?;
+        push(
+            &mut spec,
+            &["9p".as_ref(), TARGET_TAG.as_ref(), target.as_os_str()],
+        )?;
+    }
+    for (name, value) in environment(args, paths) {
+        let mut pair = OsString::from(name);
+        pair.push("=");
+        pair.push(value);
+        push(&mut spec, &["env".as_ref(), &pair])?;
+    }
+    for job in jobs {
+        if args.variant.arch == Arch::X86_64 {
+            push(&mut spec, &["dir".as_ref(), job.directory.as_os_str()])?;
+        }
+        let seconds = job
+            .timeout
+            .map_or(0, |timeout| timeout.as_secs())
+            .to_string();
+        push(&mut spec, &["timeout".as_ref(), seconds.as_ref()])?;
+        let count = job.command.len().to_string();
+        push(&mut spec, &["run".as_ref(), count.as_ref()])?;
+        let words: Vec<_> = job.command.iter().map(OsString::as_os_str).collect();
+        push(&mut spec, &words)?;
+    }
+    Ok(spec)
+}
+
+fn push(spec: &mut Vec<u8>, strings: &[&std::ffi::OsStr]) -> Result<()> {
+    for string in strings {
+        if string.as_bytes().contains(&0) {
+            bail!("a NUL in {string:?}");
+        }
+        spec.extend_from_slice(string.as_bytes());
+        spec.push(0);
+    }
+    Ok(())
+}
+
+/// All that the commands inherit.
+fn environment(args: &VmArgs, paths: &Paths) -> Vec<(&'static str, OsString)> {
+    let mut list: Vec<(&'static str, OsString)> = vec![
+        ("PAGETIDE_LAB", "1".into()),
+        ("PAGETIDE_TIMING", args.timing.name().into()),
+        ("USER", "root".into()),
+        ("LANG", "C.UTF-8".into()),
+    ];
+    if args.variant.arch == Arch::X86_64 {
+        list.push(("PATH", path(&paths.target().join("release"))));
+        list.push((
+            "HOME",
+            std::env::var_os("HOME").unwrap_or_else(|| "/root".into()),
+        ));
+    } else {
+        list.push(("PATH", "/selftests".into()));
+        list.push(("HOME", "/".into()));
+    }
+    for name in ["TERM", "RUST_LOG", "RUST_BACKTRACE"] {
+        if let Some(value) = std::env::var_os(name) {
+            list.push((name, value));
+        }
+    }
+    list
+}
+
+/// The host's PATH, after the directory that has `pagetide`.
+fn path(release: &Path) -> OsString {
+    let mut path = release.as_os_str().to_owned();
+    path.push(":");
+    let host = std::env::var_os("PATH").filter(|path| !path.is_empty());
+    path.push(host.unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into()));
+    path.push(":/usr/sbin:/sbin");
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_status_port_is_understood() {
+        let (ended, complete) = parse_status("exit 37\nsignal 11\ntimeout\nend\n");
+        assert_eq!(ended, [Ended::Exit(37), Ended::Signal(11), Ended::Timeout]);
+        assert!(complete);
+        assert_eq!(ended.map_codes(), [37, 139, 124]);
+    }
+
+    #[test]
+    fn a_line_that_was_cut_is_no_status() {
+        assert_eq!(parse_status("exit 3"), (Vec::new(), false));
+        assert_eq!(parse_status("exit 3\nen"), (vec![Ended::Exit(3)], false));
+    }
+
+    trait Codes {
+        fn map_codes(&self) -> Vec<u8>;
+    }
+
+    impl Codes for Vec<Ended> {
+        fn map_codes(&self) -> Vec<u8> {
+            self.iter().map(|ended| ended.code()).collect()
+        }
+    }
+
+    #[test]
+    fn a_spec_cannot_hold_a_nul() {
+        assert!(push(&mut Vec::new(), &["a\0b".as_ref()]).is_err());
+    }
+}

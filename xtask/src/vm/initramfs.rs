@@ -1,0 +1,101 @@
+//! An initramfs, in the cpio format that the kernel documents as "newc".
+
+use std::io::Write;
+
+use anyhow::{Context, Result};
+
+/// An archive in the making. Directories come before what is in them.
+#[derive(Debug, Default)]
+pub(super) struct Initramfs {
+    bytes: Vec<u8>,
+    entries: u32,
+}
+
+impl Initramfs {
+    /// Adds a directory.
+    pub(super) fn directory(&mut self, name: &str) -> Result<()> {
+        self.entry(name, 0o040_755, (0, 0), &[])
+    }
+
+    /// Adds an executable file.
+    pub(super) fn file(&mut self, name: &str, content: &[u8]) -> Result<()> {
+        self.entry(name, 0o100_755, (0, 0), content)
+    }
+
+    /// Adds a character device.
+    pub(super) fn device(&mut self, name: &str, major: u32, minor: u32) -> Result<()> {
+        self.entry(name, 0o020_600, (major, minor), &[])
+    }
+
+    /// Ends the archive.
+    pub(super) fn finish(mut self) -> Result<Vec<u8>> {
+        self.entry("TRAILER!!!", 0, (0, 0), &[])?;
+        Ok(self.bytes)
+    }
+
+    fn entry(&mut self, name: &str, mode: u32, device: (u32, u32), content: &[u8]) -> Result<()> {
+        self.entries += 1;
+        let size = u32::try_from(content.len()).context("a file too large for an initramfs")?;
+        let name_size =
+            u32::try_from(name.len() + 1).context("a name too long for an initramfs")?;
+        // magic, then: inode, mode, uid, gid, links, mtime, size, device (of the file system, then
+        // of the node: major and minor each), length of the name, checksum (unused)
+        let fields = [
+            self.entries,
+            mode,
+            0,
+            0,
+            1,
+            0,
+            size,
+            0,
+            0,
+            device.0,
+            device.1,
+            name_size,
+            0,
+        ];
+        self.bytes.extend_from_slice(b"070701");
+        for field in fields {
+            write!(self.bytes, "{field:08x}")?;
+        }
+        self.bytes.extend_from_slice(name.as_bytes());
+        self.bytes.push(0);
+        self.pad();
+        self.bytes.extend_from_slice(content);
+        self.pad();
+        Ok(())
+    }
+
+    /// Names and contents end on a multiple of 4.
+    fn pad(&mut self) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::{Run, on_path};
+
+    #[test]
+    fn cpio_reads_the_archive() {
+        if !on_path("cpio") {
+            eprintln!("SKIP: cpio is not installed");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let mut archive = Initramfs::default();
+        archive.directory("d").unwrap();
+        archive.file("d/file", b"12345").unwrap();
+        let file = dir.path().join("archive");
+        std::fs::write(&file, archive.finish().unwrap()).unwrap();
+        let list = Run::new("cpio")
+            .arg("-idF")
+            .arg(&file)
+            .arg("--quiet")
+            .dir(dir.path());
+        list.output().unwrap();
+        assert_eq!(std::fs::read(dir.path().join("d/file")).unwrap(), b"12345");
+    }
+}

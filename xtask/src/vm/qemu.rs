@@ -1,0 +1,392 @@
+//! QEMU: its command line, its pipes, its end.
+//!
+//! virtme-ng showed the way (this machine's file system over 9p, read-only) and is not used: its guest
+//! init starts udev and systemd-tmpfiles wherever it finds them, which makes a boot in a software CPU
+//! three to four times as long and different on each machine; without udev it finds none of its own
+//! ports, so that `vng` mixes a command's output with the kernel's messages or drops it, and exits with
+//! 255 whatever the command did.
+
+use std::ffi::OsString;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::io::{FdFlags, fcntl_setfd};
+
+use super::agent::{Ended, TARGET_TAG, parse_status};
+use super::initramfs::Initramfs;
+use super::{Timing, VmArgs, console};
+use crate::command::{Run, tail};
+use crate::kernel::{Arch, selftests};
+use crate::paths::Paths;
+
+/// How long QEMU may take to end after the agent's last word.
+const POWER_OFF: Duration = Duration::from_secs(20);
+
+/// Lines of the console that the report of a lost VM shows.
+const CONSOLE_LINES: usize = 30;
+
+/// How the root is mounted; the agent mounts target/ in the same way.
+const P9_OPTIONS: &str = "version=9p2000.L,trans=virtio,access=any,msize=512000";
+
+/// A VM to be run.
+#[derive(Debug)]
+pub(super) struct Machine<'a> {
+    pub(super) args: &'a VmArgs,
+    pub(super) image: PathBuf,
+    pub(super) agent: PathBuf,
+    pub(super) spec: Vec<u8>,
+    pub(super) run_dir: PathBuf,
+    pub(super) timeout: Duration,
+}
+
+/// Where the commands' output goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Output {
+    /// To our own standard output and error, as it comes.
+    Pass,
+    /// Into the [`Outcome`].
+    Keep,
+}
+
+/// What became of a VM.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// How each command ended, as far as the VM came.
+    pub(crate) ended: Vec<Ended>,
+    /// Why the VM was lost, if it was.
+    pub(crate) lost: Option<String>,
+    /// The commands' kept output.
+    pub(crate) stdout: Vec<u8>,
+    /// The same of standard error.
+    pub(crate) stderr: Vec<u8>,
+    /// The console's log.
+    pub(crate) console: PathBuf,
+    /// Warnings and worse on the console.
+    pub(crate) complaints: Vec<String>,
+}
+
+impl Outcome {
+    /// The console's last lines.
+    pub(crate) fn console_tail(&self) -> String {
+        tail(&self.console, CONSOLE_LINES)
+    }
+}
+
+/// Runs a VM to its end. An error is one of setting it up; a VM that is lost is an outcome.
+pub(super) fn run(machine: &Machine<'_>, output: Output, paths: &Paths) -> Result<Outcome> {
+    let console = machine.run_dir.join("console.log");
+    let qemu_log = machine.run_dir.join("qemu.log");
+    let spec = machine.run_dir.join("spec");
+    std::fs::write(&spec, &machine.spec).with_context(|| format!("write {}", spec.display()))?;
+
+    let mut pipes = Vec::new();
+    for name in ["stdout", "stderr", "status"] {
+        let (reader, writer) = std::io::pipe().context("make a pipe")?;
+        // QEMU must inherit it; it opens it anew through /proc/self/fd.
+        fcntl_setfd(&writer, FdFlags::empty()).context("let QEMU inherit a pipe")?;
+        pipes.push((name, reader, writer));
+    }
+    let mut run = common(machine, &console);
+    for (name, _, writer) in &pipes {
+        run = run.args([
+            "-chardev",
+            &format!("file,id={name},path=/proc/self/fd/{}", writer.as_raw_fd()),
+            "-device",
+            &format!("virtserialport,chardev={name},name=pagetide.{name}"),
+        ]);
+    }
+    let run = match machine.args.variant.arch {
+        Arch::X86_64 => x86_64(run, machine, &spec, paths)?,
+        Arch::Arm64 => arm64(run, machine, paths)?,
+    };
+
+    let log = std::fs::File::create(&qemu_log)
+        .with_context(|| format!("create {}", qemu_log.display()))?;
+    let mut child = run
+        .command()
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().context("copy a file descriptor")?)
+        .stderr(log)
+        .spawn()
+        .context("start QEMU")?;
+    let mut readers = Vec::new();
+    let complete = Arc::new(AtomicBool::new(false));
+    for (name, reader, writer) in pipes {
+        drop(writer); // the pipe ends when QEMU does
+        readers.push(match name {
+            "status" => relay_status(reader, Arc::clone(&complete)),
+            _ => relay(reader, output, name),
+        });
+    }
+    let ending = watch(&mut child, machine.timeout, &complete)?;
+    let mut kept = Vec::new();
+    for reader in readers {
+        kept.push(reader.finish()?);
+    }
+    let (ended, complete) = parse_status(&String::from_utf8_lossy(&kept[2]));
+    let lost = match (complete, ending) {
+        (true, _) => None,
+        (false, Ending::TimedOut) => Some(format!(
+            "it had not ended after {} s",
+            machine.timeout.as_secs()
+        )),
+        (false, Ending::Ended) => {
+            let said = tail(&qemu_log, 5);
+            Some(if said.is_empty() {
+                "it ended before its commands had".to_owned()
+            } else {
+                format!("QEMU said:\n{said}")
+            })
+        }
+    };
+    let text = std::fs::read(&console).unwrap_or_default();
+    let complaints = console::complaints(&String::from_utf8_lossy(&text));
+    let stderr = kept.swap_remove(1);
+    let stdout = kept.swap_remove(0);
+    Ok(Outcome {
+        ended,
+        lost,
+        stdout,
+        stderr,
+        console,
+        complaints,
+    })
+}
+
+/// What every VM has.
+fn common(machine: &Machine<'_>, console: &Path) -> Run {
+    let args = machine.args;
+    let program = match args.variant.arch {
+        Arch::X86_64 => "qemu-system-x86_64",
+        Arch::Arm64 => "qemu-system-aarch64",
+    };
+    let accel = match args.timing {
+        Timing::Function | Timing::Instructions => "tcg,thread=single",
+        Timing::Parallel => "tcg,thread=multi",
+    };
+    let mut run = Run::new(program)
+        .args([
+            "-nodefaults",
+            "-no-user-config",
+            "-display",
+            "none",
+            "-no-reboot",
+        ])
+        .args(["-cpu", "max", "-accel", accel])
+        .args(["-smp", &args.cpu_count().to_string(), "-m", &args.memory])
+        .arg("-kernel")
+        .arg(&machine.image)
+        .arg("-serial")
+        .arg(with_path("file:", console))
+        .args(["-device", "virtio-serial-pci"]);
+    if args.timing == Timing::Instructions {
+        run = run.args(["-icount", "shift=0,sleep=off"]);
+    }
+    run
+}
+
+/// Kernel parameters of every VM: a panic, and an oops too, ends it at once.
+fn parameters(machine: &Machine<'_>, tty: &str) -> Vec<String> {
+    vec![
+        format!("console={tty}"),
+        "panic=-1".into(),
+        "oops=panic".into(),
+    ]
+    .into_iter()
+    .chain(machine.args.append.iter().cloned())
+    .collect()
+}
+
+/// This machine's file system over 9p, read-only but for target/ and what lies over /tmp.
+fn x86_64(run: Run, machine: &Machine<'_>, spec: &Path, paths: &Paths) -> Result<Run> {
+    let mut parameters = parameters(machine, "ttyS0");
+    parameters.extend([
+        "rootfstype=9p".into(),
+        format!("rootflags={P9_OPTIONS}"),
+        "ro".into(),
+        format!("init={}", utf8(&machine.agent)?),
+        // what follows is for the init
+        "--".into(),
+        utf8(spec)?.into(),
+    ]);
+    Ok(run
+        .args(["-machine", "q35"])
+        .args([
+            "-fsdev",
+            "local,id=root,path=/,security_model=none,readonly=on,multidevs=remap",
+        ])
+        .args(["-device", "virtio-9p-pci,fsdev=root,mount_tag=/dev/root"])
+        .arg("-fsdev")
+        .arg(with_path(
+            "local,id=target,security_model=none,multidevs=remap,path=",
+            &paths.target(),
+        ))
+        .args([
+            "-device",
+            &format!("virtio-9p-pci,fsdev=target,mount_tag={TARGET_TAG}"),
+        ])
+        .args(["-append", &parameters.join(" ")]))
+}
+
+/// An initramfs with the agent and the selftests, and nothing shared.
+fn arm64(run: Run, machine: &Machine<'_>, paths: &Paths) -> Result<Run> {
+    let read =
+        |file: &Path| std::fs::read(file).with_context(|| format!("read {}", file.display()));
+    let mut archive = Initramfs::default();
+    for directory in ["dev", "proc", "sys", "tmp", "selftests"] {
+        archive.directory(directory)?;
+    }
+    archive.device("dev/console", 5, 1)?;
+    archive.file("init", &read(&machine.agent)?)?;
+    archive.file("spec", &machine.spec)?;
+    for test in selftests::list(Arch::Arm64, paths)? {
+        let file = selftests::directory(machine.args.variant, paths).join(test.name());
+        if file.exists() {
+            archive.file(&format!("selftests/{}", test.name()), &read(&file)?)?;
+        }
+    }
+    let file = machine.run_dir.join("initramfs");
+    std::fs::write(&file, archive.finish()?)
+        .with_context(|| format!("write {}", file.display()))?;
+    Ok(run
+        .args(["-machine", "virt,virtualization=on,gic-version=3"])
+        .arg("-initrd")
+        .arg(&file)
+        .args([
+            "-append",
+            &format!("{} -- /spec", parameters(machine, "ttyAMA0").join(" ")),
+        ]))
+}
+
+fn utf8(path: &Path) -> Result<&str> {
+    let text = path
+        .to_str()
+        .with_context(|| format!("{} is not UTF-8", path.display()))?;
+    if text.contains([' ', '"']) {
+        bail!("{text:?} has a space or a quote: the kernel's command line cannot carry it");
+    }
+    Ok(text)
+}
+
+/// A QEMU option that ends with a path, in which commas are doubled.
+fn with_path(option: &str, path: &Path) -> OsString {
+    let mut text = OsString::from(option);
+    text.push(path.to_string_lossy().replace(',', ",,"));
+    text
+}
+
+/// A thread that reads a pipe to its end.
+struct Relay {
+    thread: JoinHandle<std::io::Result<Vec<u8>>>,
+}
+
+impl Relay {
+    fn finish(self) -> Result<Vec<u8>> {
+        match self.thread.join() {
+            Ok(result) => result.context("pass a VM's output on"),
+            Err(_) => bail!("the thread that passes a VM's output on panicked"),
+        }
+    }
+}
+
+/// Reads a pipe to its end, a piece at a time.
+fn drain(mut reader: std::io::PipeReader, mut piece: impl FnMut(&[u8])) -> std::io::Result<()> {
+    let mut bytes = vec![0; 65536];
+    loop {
+        match reader.read(&mut bytes) {
+            Ok(0) => return Ok(()),
+            Ok(count) => piece(&bytes[..count]),
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn relay(reader: std::io::PipeReader, output: Output, name: &'static str) -> Relay {
+    let thread = std::thread::spawn(move || {
+        let (mut kept, mut open) = (Vec::new(), true);
+        drain(reader, |bytes| match output {
+            Output::Keep => kept.extend_from_slice(bytes),
+            // Whoever reads us may have gone (`| head`): the VM still runs to its end.
+            Output::Pass => open = open && pass(name, bytes).is_ok(),
+        })?;
+        Ok(kept)
+    });
+    Relay { thread }
+}
+
+/// Keeps what the status port says, and tells when it has said all.
+fn relay_status(reader: std::io::PipeReader, complete: Arc<AtomicBool>) -> Relay {
+    let thread = std::thread::spawn(move || {
+        let mut kept = Vec::new();
+        drain(reader, |bytes| {
+            kept.extend_from_slice(bytes);
+            if parse_status(&String::from_utf8_lossy(&kept)).1 {
+                complete.store(true, Ordering::Relaxed);
+            }
+        })?;
+        Ok(kept)
+    });
+    Relay { thread }
+}
+
+fn pass(name: &str, bytes: &[u8]) -> std::io::Result<()> {
+    if name == "stdout" {
+        let mut stream = std::io::stdout().lock();
+        stream.write_all(bytes)?;
+        stream.flush()
+    } else {
+        std::io::stderr().lock().write_all(bytes)
+    }
+}
+
+/// How QEMU came to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    Ended,
+    TimedOut,
+}
+
+/// Waits for QEMU, and ends it when its time is over.
+fn watch(child: &mut Child, timeout: Duration, complete: &AtomicBool) -> Result<Ending> {
+    let deadline = Instant::now() + timeout;
+    let mut power_off = None;
+    loop {
+        if child.try_wait().context("wait for QEMU")?.is_some() {
+            return Ok(Ending::Ended);
+        }
+        let now = Instant::now();
+        if complete.load(Ordering::Relaxed) {
+            power_off.get_or_insert(now + POWER_OFF);
+        }
+        if now >= deadline || power_off.is_some_and(|limit| now >= limit) {
+            child.kill().context("end QEMU")?;
+            child.wait().context("wait for QEMU")?;
+            return Ok(Ending::TimedOut);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commas_of_a_path_are_doubled() {
+        assert_eq!(with_path("path=", Path::new("/a,b")), "path=/a,,b");
+    }
+
+    #[test]
+    fn the_kernels_command_line_takes_no_spaces() {
+        assert!(utf8(Path::new("/a b")).is_err());
+        assert_eq!(utf8(Path::new("/a")).unwrap(), "/a");
+    }
+}
