@@ -11,6 +11,21 @@ pub mod facts;
 pub mod latency;
 pub mod paging;
 pub mod progress;
+pub mod report;
 pub mod stats;
 pub mod timing;
 pub mod units;
+
+/// An error and everything that caused it, in one line.
+#[must_use]
+pub fn told(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    // A message of somebody else's may have lines.
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

@@ -123,7 +123,7 @@ pub fn decimal(value: f64, digits: usize) -> String {
     }
 }
 
-/// About three significant digits, thousands separated: `0.123`, `4.56`, `78.9`, `1 234`.
+/// About three significant digits, thousands separated: `0.123`, `4.56`, `78.9`, `1234`, `12 345`.
 #[must_use]
 pub fn figure(value: f64) -> String {
     let size = value.abs();
@@ -140,12 +140,12 @@ pub fn figure(value: f64) -> String {
     }
 }
 
-/// Digits in groups of three, separated by a no-break thin space as the SI brochure has it.
+/// Five digits and more in groups of three, separated by a no-break thin space (SI brochure, 5.4.4).
 fn grouped(number: u64, negative: bool) -> String {
     let digits = number.to_string();
     let mut text = String::from(if negative { "-" } else { "" });
     for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+        if digits.len() > 4 && index > 0 && (digits.len() - index).is_multiple_of(3) {
             text.push('\u{202f}');
         }
         text.push(digit);
@@ -231,10 +231,11 @@ mod tests {
             (1.2345, "1.23"),
             (12.345, "12.3"),
             (123.45, "123"),
-            (1234.5, "1\u{202f}235"),
+            (1234.4, "1234"),
+            (12_345.0, "12\u{202f}345"),
             (1_234_567.0, "1\u{202f}234\u{202f}567"),
             (99.96, "100"),
-            (-1234.0, "-1\u{202f}234"),
+            (-12_345.0, "-12\u{202f}345"),
             (f64::NAN, "n/a"),
         ];
         for (value, text) in cases {

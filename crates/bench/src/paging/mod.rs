@@ -11,7 +11,7 @@ mod schedule;
 
 pub use plan::{
     Access, Delivery, MAX_FAULT_AROUND, MAX_READERS, MAX_RUNS, MAX_VCPUS, Mode, Order, Plan,
-    PlanError, Series, Uffds,
+    PlanError, Series, Uffds, UnknownName,
 };
 pub use published::{Published, PublishedRate, SOURCE as PUBLISHED_SOURCE};
 pub use report::{PagingReport, PlanRecord, Point, Ratio, RunRecord, SCHEMA};

@@ -30,7 +30,7 @@ pub(super) fn notes(plan: &Plan, report: &PagingReport) -> Vec<String> {
     }
     if plan.overlap {
         notes.push(
-            "All vCPUs touch the same range: a page counts once, whoever brought it in.".to_owned(),
+            "All vCPUs touch all of memory: a page counts once, whoever brought it in.".to_owned(),
         );
     }
     let readers = plan.readers.map_or_else(

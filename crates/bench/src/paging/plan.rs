@@ -1,6 +1,7 @@
 //! What a paging benchmark is asked to do, and whether that makes sense.
 
 use std::fmt;
+use std::str::FromStr;
 
 use pagetide_memory::Backing;
 use serde::{Deserialize, Serialize};
@@ -28,18 +29,6 @@ pub enum Delivery {
     Uffd,
     /// KVM_RUN exits and the vCPU's own thread resolves the fault (KVM_CAP_ABSENT_MAPPING_FAULT).
     Exit,
-}
-
-impl Delivery {
-    /// The name on the command line and in reports.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Uffd => "uffd",
-            Self::Exit => "exit",
-        }
-    }
 }
 
 /// Which kind of userfaultfd fault an absent page causes.
@@ -82,27 +71,49 @@ pub enum Access {
     Read,
 }
 
-macro_rules! display_as {
+/// A text names none of an option's values.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("'{given}' is none of {}", .names.join(", "))]
+pub struct UnknownName {
+    /// The text.
+    pub given: String,
+    /// The names that there are.
+    pub names: &'static [&'static str],
+}
+
+/// Gives an option's values their names, in both directions.
+macro_rules! named {
     ($($kind:ty { $($variant:ident => $name:literal),+ $(,)? })+) => { $(
+        impl $kind {
+            /// The names of all values, as the command line takes them.
+            pub const NAMES: &'static [&'static str] = &[$($name),+];
+        }
+
         impl fmt::Display for $kind {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.pad(match self { $(Self::$variant => $name),+ })
             }
         }
+
+        impl FromStr for $kind {
+            type Err = UnknownName;
+
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                match text {
+                    $($name => Ok(Self::$variant),)+
+                    _ => Err(UnknownName { given: text.to_owned(), names: Self::NAMES }),
+                }
+            }
+        }
     )+ };
 }
 
-display_as! {
+named! {
+    Delivery { None => "none", Uffd => "uffd", Exit => "exit" }
     Mode { Minor => "minor", Missing => "missing" }
     Uffds { Single => "single", PerVcpu => "per-vcpu" }
     Order { Sequential => "sequential", Random => "random" }
     Access { Write => "write", Read => "read" }
-}
-
-impl fmt::Display for Delivery {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
 }
 
 /// One line of the result: a delivery and, for exits, how many neighbours each one resolves.
@@ -130,7 +141,7 @@ impl fmt::Display for Series {
 pub struct Plan {
     /// The numbers of vCPUs to measure with.
     pub vcpus: Vec<u32>,
-    /// Memory that each vCPU touches; all of memory if `overlap`.
+    /// Memory of each vCPU: what it touches, and with `overlap` its part of what all touch.
     pub per_vcpu: ByteSize,
     /// The deliveries to compare.
     pub deliveries: Vec<Delivery>,
@@ -144,7 +155,7 @@ pub struct Plan {
     pub uffds: Uffds,
     /// Reader threads; `None`: as many as vCPUs.
     pub readers: Option<u32>,
-    /// All vCPUs touch the same range.
+    /// Every vCPU touches all of memory.
     pub overlap: bool,
     /// The order of a vCPU's touches.
     pub order: Order,
@@ -247,7 +258,7 @@ pub enum PlanError {
     TooManyRuns(u32),
     /// Overlapping ranges have no vCPU of their own.
     #[error(
-        "--uffds per-vcpu with --overlap: a range that all vCPUs share cannot have a userfaultfd for \
+        "--uffds per-vcpu with --overlap: memory that all vCPUs share cannot have a userfaultfd for \
          each; drop one of the two"
     )]
     PerVcpuOverlap,
@@ -391,14 +402,13 @@ impl Plan {
         self.readers.unwrap_or(vcpus)
     }
 
-    /// Bytes of data that `vcpus` vCPUs touch between them.
+    /// Bytes of data memory of a machine with `vcpus` vCPUs.
     #[must_use]
     pub fn total_bytes(&self, vcpus: u32) -> u64 {
-        let ranges = if self.overlap { 1 } else { u64::from(vcpus) };
-        self.per_vcpu.0.saturating_mul(ranges)
+        self.per_vcpu.0.saturating_mul(u64::from(vcpus))
     }
 
-    /// Pages of data that `vcpus` vCPUs touch between them.
+    /// Pages of data memory of a machine with `vcpus` vCPUs; each is made present once.
     #[must_use]
     pub fn total_pages(&self, vcpus: u32) -> u64 {
         self.total_bytes(vcpus) / self.backing.page_size().bytes()

@@ -104,7 +104,7 @@ fn every_invalid_argument_has_its_message() {
                 p.uffds = Uffds::PerVcpu;
                 p.overlap = true;
             }),
-            "--uffds per-vcpu with --overlap: a range that all vCPUs share cannot have a userfaultfd \
+            "--uffds per-vcpu with --overlap: memory that all vCPUs share cannot have a userfaultfd \
              for each; drop one of the two",
         ),
         (
@@ -171,17 +171,17 @@ fn each_fault_around_is_a_series_of_exits_only() {
 }
 
 #[test]
-fn overlapping_vcpus_share_one_range() {
-    let mut plan = Plan::default();
+fn memory_is_that_of_all_vcpus() {
+    let plan = Plan::default();
     assert_eq!(
         (plan.total_bytes(8), plan.total_pages(8)),
         (512 << 20, 131_072)
     );
-    plan.overlap = true;
-    assert_eq!(
-        (plan.total_bytes(8), plan.total_pages(8)),
-        (64 << 20, 16_384)
-    );
+    let huge = Plan {
+        backing: Backing::Hugetlb2M,
+        ..plan
+    };
+    assert_eq!(huge.total_pages(8), 256);
 }
 
 #[test]
@@ -190,4 +190,24 @@ fn readers_follow_the_vcpus_unless_told() {
     assert_eq!((plan.readers_for(1), plan.readers_for(8)), (1, 8));
     plan.readers = Some(2);
     assert_eq!((plan.readers_for(1), plan.readers_for(8)), (2, 2));
+}
+
+#[test]
+fn names_are_the_same_everywhere() {
+    assert_eq!(Delivery::NAMES, ["none", "uffd", "exit"]);
+    assert_eq!("per-vcpu".parse(), Ok(Uffds::PerVcpu));
+    assert_eq!(
+        serde_json::to_string(&Uffds::PerVcpu).unwrap(),
+        "\"per-vcpu\""
+    );
+    for name in Delivery::NAMES {
+        let delivery: Delivery = name.parse().unwrap();
+        assert_eq!(delivery.to_string(), *name);
+        assert_eq!(
+            serde_json::to_string(&delivery).unwrap(),
+            format!("\"{name}\"")
+        );
+    }
+    let error = "Exit".parse::<Delivery>().unwrap_err();
+    assert_eq!(error.to_string(), "'Exit' is none of none, uffd, exit");
 }

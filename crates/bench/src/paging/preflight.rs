@@ -329,14 +329,4 @@ mod tests {
         };
         assert!(check(&missing, &host).is_ok());
     }
-
-    #[test]
-    fn overlapping_vcpus_need_memory_once() {
-        let plan = Plan {
-            per_vcpu: ByteSize(2 << 30),
-            overlap: true,
-            ..Plan::default()
-        };
-        assert!(check(&plan, &host()).is_ok());
-    }
 }

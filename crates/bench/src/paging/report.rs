@@ -9,6 +9,7 @@ use crate::facts::Facts;
 use crate::latency::Latency;
 use crate::stats::{RatioOf, Spread};
 use crate::timing::Timing;
+use crate::units::ByteSize;
 
 /// Name and version of the JSON form. A field's meaning never changes under one version.
 pub const SCHEMA: &str = "pagetide.paging/1";
@@ -43,8 +44,12 @@ pub struct PagingReport {
 pub struct PlanRecord {
     /// Numbers of vCPUs.
     pub vcpus: Vec<u32>,
-    /// Bytes that each vCPU touches.
+    /// Bytes of memory of each vCPU.
     pub per_vcpu_bytes: u64,
+    /// The deliveries that were compared.
+    pub deliveries: Vec<String>,
+    /// Pages resolved by one exit, one series for each.
+    pub fault_around: Vec<u32>,
     /// The backing's name.
     pub backing: String,
     /// Bytes of a page of the backing: the granularity in which memory is made present.
@@ -55,7 +60,7 @@ pub struct PlanRecord {
     pub uffds: String,
     /// Reader threads; `None`: as many as vCPUs.
     pub readers: Option<u32>,
-    /// Whether all vCPUs touch the same range.
+    /// Whether every vCPU touches all of memory.
     pub overlap: bool,
     /// `sequential` or `random`.
     pub order: String,
@@ -74,6 +79,8 @@ impl From<&Plan> for PlanRecord {
         Self {
             vcpus: plan.vcpus.clone(),
             per_vcpu_bytes: plan.per_vcpu.0,
+            deliveries: plan.deliveries.iter().map(ToString::to_string).collect(),
+            fault_around: plan.fault_around.clone(),
             backing: plan.backing.to_string(),
             page_bytes: plan.backing.page_size().bytes(),
             mode: plan.mode.to_string(),
@@ -216,4 +223,39 @@ fn paired_rates(left: &Point, right: &Point) -> (Vec<f64>, Vec<f64>) {
 
 fn reciprocals(values: &[f64]) -> Vec<f64> {
     values.iter().map(|value| 1.0 / value).collect()
+}
+
+impl PlanRecord {
+    /// The command that measures the same.
+    #[must_use]
+    pub fn command(&self) -> String {
+        let list = |values: &[String]| values.join(",");
+        let numbers = |values: &[u32]| list(&values.iter().map(u32::to_string).collect::<Vec<_>>());
+        let mut words = vec![
+            "pagetide bench paging".to_owned(),
+            format!("--vcpus {}", numbers(&self.vcpus)),
+            format!("--per-vcpu {}", ByteSize(self.per_vcpu_bytes)),
+            format!("--delivery {}", list(&self.deliveries)),
+            format!("--fault-around {}", numbers(&self.fault_around)),
+            format!("--backing {}", self.backing),
+            format!("--mode {}", self.mode),
+            format!("--uffds {}", self.uffds),
+            format!("--order {}", self.order),
+            format!("--access {}", self.access),
+            format!("--runs {}", self.runs),
+        ];
+        words.extend(self.readers.map(|readers| format!("--readers {readers}")));
+        let switches = [
+            (self.overlap, "--overlap"),
+            (self.pre_fault, "--pre-fault"),
+            (self.pin, "--pin"),
+        ];
+        words.extend(
+            switches
+                .into_iter()
+                .filter(|(on, _)| *on)
+                .map(|(_, name)| name.to_owned()),
+        );
+        words.join(" ")
+    }
 }

@@ -40,11 +40,8 @@ pub struct Sample {
 pub enum RunFailure {
     /// It did not end in time. In the lab's parallel mode that is the software CPU's doing, and the
     /// run is repeated; anywhere else it is a failure.
-    #[error("the run hung: {cause}")]
-    Hung {
-        /// What was seen.
-        cause: Box<dyn Error + Send + Sync>,
-    },
+    #[error("the run hung")]
+    Hung(#[source] Box<dyn Error + Send + Sync>),
     /// It failed, and would again.
     #[error(transparent)]
     Failed(Box<dyn Error + Send + Sync>),

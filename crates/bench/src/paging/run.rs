@@ -14,6 +14,7 @@ use crate::latency::{LatencyLog, LatencyLogError};
 use crate::progress::Progress;
 use crate::stats::Spread;
 use crate::timing::Timing;
+use crate::told;
 
 /// How often one run is tried before the benchmark gives up on it.
 pub const ATTEMPTS: u32 = 5;
@@ -48,22 +49,24 @@ impl std::fmt::Display for Place {
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     /// A run failed.
-    #[error("{place}: {cause}")]
+    #[error("{place}")]
     Run {
         /// Which run.
         place: Place,
         /// Why.
-        cause: Box<dyn Error + Send + Sync>,
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
     },
     /// A run hung every time it was tried.
-    #[error("{place}: hung {attempts} times, last: {cause}")]
+    #[error("{place}: hung {attempts} times")]
     LostTooOften {
         /// Which run.
         place: Place,
         /// How often it was tried.
         attempts: u32,
         /// What was seen the last time.
-        cause: Box<dyn Error + Send + Sync>,
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
     },
     /// A run claims to have taken no time or touched no page, so there is no rate.
     #[error("{place}: {pages} pages in {elapsed_ns} ns make no rate")]
@@ -143,26 +146,26 @@ fn attempt(
 ) -> Result<(Sample, u32), BenchError> {
     let mut lost = 0;
     loop {
-        let cause = match rig.run(job) {
+        let source = match rig.run(job) {
             Ok(sample) => return Ok((sample, lost)),
-            Err(RunFailure::Failed(cause)) => return Err(BenchError::Run { place, cause }),
-            Err(hung @ RunFailure::Hung { .. }) if !timing.may_lose_runs() => {
+            Err(RunFailure::Failed(source)) => return Err(BenchError::Run { place, source }),
+            Err(hung @ RunFailure::Hung(_)) if !timing.may_lose_runs() => {
                 return Err(BenchError::Run {
                     place,
-                    cause: Box::new(hung),
+                    source: Box::new(hung),
                 });
             }
-            Err(RunFailure::Hung { cause }) => cause,
+            Err(RunFailure::Hung(source)) => source,
         };
         lost += 1;
         if lost >= ATTEMPTS {
             return Err(BenchError::LostTooOften {
                 place,
                 attempts: lost,
-                cause,
+                source,
             });
         }
-        progress.message(&format!("{place}: lost, trying again ({cause})"));
+        progress.message(&format!("{place}: lost, trying again ({})", told(&*source)));
     }
 }
 

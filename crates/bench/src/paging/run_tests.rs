@@ -55,9 +55,7 @@ fn plan() -> Plan {
 }
 
 fn hung() -> RunFailure {
-    RunFailure::Hung {
-        cause: "vCPU 1 made no progress".into(),
-    }
+    RunFailure::Hung("vCPU 1 made no progress".into())
 }
 
 #[test]
@@ -196,7 +194,7 @@ fn a_hang_elsewhere_is_a_failure() {
         let error = run(&plan(), &mut rig, environment(timing), &mut Quiet).unwrap_err();
         assert_eq!(rig.jobs.len(), 6, "it is not tried again");
         assert_eq!(
-            error.to_string(),
+            told(&error),
             "round 1, 1 vCPU, uffd: the run hung: vCPU 1 made no progress"
         );
     }
@@ -208,8 +206,8 @@ fn a_run_that_always_hangs_ends_the_benchmark() {
     let error = run(&plan(), &mut rig, environment(Timing::Parallel), &mut Quiet).unwrap_err();
     assert_eq!(rig.jobs.len(), 5);
     assert_eq!(
-        error.to_string(),
-        "warm-up, 1 vCPU, uffd: hung 5 times, last: vCPU 1 made no progress"
+        told(&error),
+        "warm-up, 1 vCPU, uffd: hung 5 times: vCPU 1 made no progress"
     );
 }
 
@@ -220,10 +218,7 @@ fn a_failed_run_ends_the_benchmark_with_its_cause() {
         _ => Ok(1000),
     });
     let error = run(&plan(), &mut rig, environment(Timing::Parallel), &mut Quiet).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "warm-up, 2 vCPUs, uffd: page 7 holds zeroes"
-    );
+    assert_eq!(told(&error), "warm-up, 2 vCPUs, uffd: page 7 holds zeroes");
 }
 
 #[test]
@@ -231,7 +226,7 @@ fn a_run_without_time_makes_no_rate() {
     let mut rig = rig(|_, _| Ok(0));
     let error = run(&plan(), &mut rig, environment(Timing::Native), &mut Quiet).unwrap_err();
     assert_eq!(
-        error.to_string(),
+        told(&error),
         "warm-up, 1 vCPU, uffd: 256 pages in 0 ns make no rate"
     );
 }
