@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use crate::abi;
 use pagetide_memory::GuestAddress;
+use pagetide_uapi::generated as abi;
 
 /// What the guest tried to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -18,7 +18,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod abi;
 mod exit;
 mod fault;
 mod kick;

@@ -2,14 +2,11 @@
 
 use std::io;
 
-use kvm_bindings::{KVMIO, kvm_pre_fault_memory};
 use pagetide_memory::GuestRange;
+use pagetide_uapi::generated::{KVM_PRE_FAULT_MEMORY, kvm_pre_fault_memory};
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
-use vmm_sys_util::ioctl_iowr_nr;
 
 use crate::vcpu::BoundVcpu;
-
-ioctl_iowr_nr!(KVM_PRE_FAULT_MEMORY, KVMIO, 0xd5, kvm_pre_fault_memory);
 
 /// Why nothing of a range was pre-faulted.
 #[derive(Debug, thiserror::Error)]
@@ -70,7 +67,8 @@ impl BoundVcpu<'_> {
         };
         // SAFETY: a vCPU descriptor and the structure that this ioctl takes; the kernel writes to
         // that structure only. Gated by KVM_CAP_PRE_FAULT_MEMORY, checked above.
-        let status = unsafe { ioctl_with_mut_ref(self.fd(), KVM_PRE_FAULT_MEMORY(), &mut request) };
+        let status =
+            unsafe { ioctl_with_mut_ref(self.fd(), KVM_PRE_FAULT_MEMORY.into(), &mut request) };
         let handled = range.bytes().saturating_sub(request.size);
         if status == 0 || handled > 0 {
             return Ok(handled);

@@ -11,6 +11,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use kvm_bindings::{KVM_EXIT_IO_OUT, KVM_EXIT_UNKNOWN, kvm_run};
+use pagetide_uapi::generated as abi;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::exit::Exit;
@@ -88,7 +89,7 @@ impl RunPage {
 
     /// The annotation of a KVM_RUN that failed with EFAULT or EHWPOISON, if there is one.
     pub(crate) fn memory_fault(&self, poisoned: bool) -> Option<FaultExit> {
-        if self.exit_reason() != kvm_bindings::KVM_EXIT_MEMORY_FAULT {
+        if self.exit_reason() != abi::KVM_EXIT_MEMORY_FAULT {
             return None;
         }
         let fault = read!(self, __bindgen_anon_1.memory_fault);

@@ -4,9 +4,10 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use crate::abi::KVM_MEM_ABSENT_MAPPING_FAULT;
-use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY};
 use pagetide_memory::{GuestRange, Region};
+use pagetide_uapi::generated::{
+    KVM_MEM_ABSENT_MAPPING_FAULT, KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY,
+};
 
 /// Properties of a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::abi;
 use kvm_bindings::{
     KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region, kvm_userspace_memory_region2,
 };
 use kvm_ioctls::VmFd;
 use pagetide_memory::Region;
+use pagetide_uapi::generated as abi;
 
 use crate::kick::KickTarget;
 use crate::os_error;

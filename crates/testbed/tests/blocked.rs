@@ -1,0 +1,137 @@
+//! vCPUs that wait inside KVM for a userfaultfd nobody serves: they can be stopped, and the page
+//! that they wait for is named. No guest ever reads zeroes instead.
+
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod support;
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use pagetide_memory::{Backing, GuestAddress};
+use pagetide_testbed::{
+    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, NoFaults, Order, RunFailure,
+    Touch, VerifyError, Workload,
+};
+use pagetide_uapi::userfaultfd::{Features, Mode, UserRange, Userfaultfd};
+use support::{SEED, chain, fill, machine};
+
+const MIB: u64 = 1 << 20;
+const READ: Workload = Workload::new(Touch::ReadPattern(SEED), Order::Sequential);
+
+/// A machine whose data region is registered; None with the reason printed where this host cannot.
+fn registered(config: MachineConfig) -> Option<(Machine, Userfaultfd)> {
+    let machine = machine(config)?;
+    let uffd = match Userfaultfd::open(Features::NONE) {
+        Ok(uffd) => uffd,
+        Err(error) => {
+            println!("SKIP: {}", chain(&error));
+            return None;
+        }
+    };
+    let guest = machine.data().guest();
+    let range = UserRange {
+        start: guest.start().as_u64(),
+        bytes: machine.data().bytes(),
+    };
+    // SAFETY: the machine keeps the region mapped, and is dropped after the userfaultfd by every
+    // caller, or at the same time; nothing here reads absent pages as zeroes.
+    let result = unsafe { uffd.register(range, Mode::Missing) };
+    result.unwrap_or_else(|error| panic!("{}", chain(&error)));
+    Some((machine, uffd))
+}
+
+/// Whether the vCPUs' threads did not come back because this /dev/kvm emulates the processor: seen
+/// there, signals do not end its waiting for a userfaultfd. Elsewhere it is a failure.
+fn deaf_to_signals(failure: &RunFailure) -> bool {
+    if failure.lost.is_empty() {
+        return false;
+    }
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let virtualises = cpuinfo
+        .split_whitespace()
+        .any(|flag| flag == "svm" || flag == "vmx");
+    assert!(!virtualises, "{failure}");
+    println!(
+        "SKIP: this KVM does not run on hardware virtualisation, and ignores signals: {failure}"
+    );
+    true
+}
+
+#[test]
+fn a_stalled_run_names_the_page_and_leaves_nobody_behind() {
+    for backing in [Backing::Anonymous, Backing::Shmem] {
+        let stall_timeout = Duration::from_millis(500);
+        let config = MachineConfig {
+            backing,
+            stall_timeout,
+            ..MachineConfig::new(2, MIB)
+        };
+        let Some((mut machine, uffd)) = registered(config) else {
+            return;
+        };
+        let failure = machine
+            .run(&READ, Arc::new(NoFaults))
+            .expect_err("nobody serves");
+        assert!(
+            matches!(*failure.cause, FailureCause::Stalled { .. }),
+            "{failure}"
+        );
+        if deaf_to_signals(&failure) {
+            return;
+        }
+        let places: Vec<_> = failure
+            .vcpus
+            .iter()
+            .map(|vcpu| (vcpu.gpa, vcpu.touched))
+            .collect();
+        let place = |gpa| (Some(GuestAddress(gpa)), 0);
+        assert_eq!(
+            places,
+            [place(DATA_GPA), place(DATA_GPA + MIB)],
+            "{failure}"
+        );
+        if backing == Backing::Anonymous {
+            let error = machine
+                .verify(Expected::all(Content::Zero))
+                .expect_err("absent");
+            assert!(matches!(error, VerifyError::Absent { .. }), "{error}");
+        }
+        drop(uffd);
+        fill(machine.data(), SEED).expect("nothing is registered any more");
+        machine
+            .run(&READ, Arc::new(NoFaults))
+            .expect("the machine can be used again");
+    }
+}
+
+#[test]
+fn a_waiting_run_can_be_stopped_from_outside() {
+    let Some((mut machine, uffd)) = registered(MachineConfig::new(2, MIB)) else {
+        return;
+    };
+    for round in 0..10 {
+        let stopper = machine.stopper();
+        let outside = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(10 * round));
+            stopper.stop("the page reader died");
+        });
+        let failure = machine
+            .run(&READ, Arc::new(NoFaults))
+            .expect_err("nobody serves");
+        outside.join().expect("no panic");
+        assert!(
+            matches!(*failure.cause, FailureCause::Stopped(_)),
+            "{failure}"
+        );
+        if deaf_to_signals(&failure) {
+            return;
+        }
+        assert!(
+            failure.vcpus.iter().all(|vcpu| vcpu.touched == 0),
+            "{failure}"
+        );
+    }
+    drop(uffd);
+}
