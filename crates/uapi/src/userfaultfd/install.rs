@@ -40,6 +40,9 @@ pub enum InstallError {
     /// copied could not be read.
     #[error("no content to install: the page cache does not have it")]
     NoContent,
+    /// The page in the page cache has an uncorrected memory error (EIO).
+    #[error("the page in the page cache is poisoned")]
+    Poisoned,
     /// The range is not, or not wholly, in one registered mapping (ENOENT).
     #[error("the range is not within one registered mapping")]
     NoMapping,
@@ -60,6 +63,7 @@ impl InstallError {
             Errno::EXIST => Self::Exists { installed_bytes },
             Errno::AGAIN => Self::Again { installed_bytes },
             Errno::FAULT => Self::NoContent,
+            Errno::IO => Self::Poisoned,
             Errno::NOENT => Self::NoMapping,
             Errno::SRCH => Self::Gone,
             errno => Self::Io(errno),
@@ -169,6 +173,7 @@ mod tests {
             ),
             (Errno::AGAIN, 0, InstallError::Again { installed_bytes: 0 }),
             (Errno::FAULT, -14, InstallError::NoContent),
+            (Errno::IO, -5, InstallError::Poisoned),
             (Errno::NOENT, -2, InstallError::NoMapping),
             (Errno::SRCH, 0, InstallError::Gone),
             (Errno::NOMEM, -12, InstallError::Io(Errno::NOMEM)),

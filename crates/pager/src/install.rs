@@ -1,0 +1,395 @@
+//! Bringing claimed pages in: content from the source, then into the guest mapping.
+
+use pagetide_memory::{Backing, ClaimGuard, PageRange, Settled};
+use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
+
+use crate::error::ResolveError;
+use crate::fault::{Delivery, Fault, Resolution};
+use crate::resolver::{Site, Worker};
+use crate::source::{Fetch, Fetched, Sink, SourceError};
+
+/// How often the kernel may say EAGAIN in a row without having installed anything. It does so while
+/// another thread changes the address space, which takes microseconds.
+const MAX_TRIES: u32 = 10_000;
+
+/// Zeroes to fill the page cache with; divides every page size.
+static ZEROES: [u8; 4096] = [0; 4096];
+
+/// What is installed, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Content {
+    /// What the page cache has (UFFDIO_CONTINUE).
+    PageCache,
+    /// What the worker's buffer has (UFFDIO_COPY). Its first byte belongs to the run's first page
+    /// as it was when the buffer was filled.
+    Buffer(PageRange),
+    /// Zeroes (UFFDIO_ZEROPAGE).
+    Zeroes,
+    /// Nothing: the content is lost.
+    Lost,
+}
+
+impl Worker {
+    /// Brings a run in that was just claimed and holds the faulting page.
+    #[inline]
+    pub(crate) fn bring_in(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        run: ClaimGuard<'_>,
+    ) -> Result<Resolution, ResolveError> {
+        self.tracker.progress();
+        if site.pager.settings.in_page_cache {
+            return self.install(site, fault, run, Content::PageCache);
+        }
+        let (run, content) = self.fetch(site, fault, run)?;
+        self.install_content(site, fault, run, content)
+    }
+
+    /// Makes a page that the guest gave up read as zeroes.
+    pub(crate) fn bring_in_zero(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        run: ClaimGuard<'_>,
+    ) -> Result<Resolution, ResolveError> {
+        self.tracker.progress();
+        match self.zeroes(site, run.pages()) {
+            Ok(content) => self.install_content(site, fault, run, content),
+            Err(source) => {
+                site.abandon(&mut self.counters, run);
+                Err(ResolveError::Fetch {
+                    fault: *fault,
+                    source,
+                })
+            }
+        }
+    }
+
+    /// Has the source give the run's content. If it cannot, the run is narrowed to the faulting
+    /// page and the source asked once more: a neighbour's trouble is not this fault's.
+    fn fetch<'m>(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        mut run: ClaimGuard<'m>,
+    ) -> Result<(ClaimGuard<'m>, Content), ResolveError> {
+        loop {
+            let narrowed = run.pages().count() == 1;
+            match self.fetch_run(site, run.pages()) {
+                Ok(content) if narrowed || content != Content::Lost => return Ok((run, content)),
+                Ok(_) => run = self.narrow(site, fault, run),
+                Err(error) if !narrowed => {
+                    tracing::warn!(%fault, pages = %run.pages(), %error, "no fault-around");
+                    run = self.narrow(site, fault, run);
+                }
+                Err(source) => {
+                    site.abandon(&mut self.counters, run);
+                    return Err(ResolveError::Fetch {
+                        fault: *fault,
+                        source,
+                    });
+                }
+            }
+        }
+    }
+
+    fn fetch_run(&mut self, site: &Site<'_>, pages: PageRange) -> Result<Content, SourceError> {
+        let bytes = site.paged.bytes_of(pages);
+        let (sink, content) = match site.pager.settings.mode {
+            Mode::Minor => (Sink::Service, Content::PageCache),
+            Mode::Missing => (Sink::Buffer(self.room(bytes)?), Content::Buffer(pages)),
+        };
+        let mut fetch = Fetch::new(&site.paged.region, pages, sink);
+        let fetched = site.pager.source.fetch(&mut fetch)?;
+        let given = fetch.pushed();
+        match fetched {
+            Fetched::Filled if given == bytes => Ok(content),
+            // What is missing would be somebody else's bytes, or zeroes.
+            Fetched::Filled => Err(SourceError::WrongSize {
+                given,
+                wanted: bytes,
+            }),
+            Fetched::Zero => self.zeroes(site, pages),
+            Fetched::Poisoned => Ok(Content::Lost),
+        }
+    }
+
+    /// The worker's buffer, at least `bytes` long.
+    fn room(&mut self, bytes: u64) -> Result<&mut [u8], SourceError> {
+        let too_much = || SourceError::WrongSize {
+            given: 0,
+            wanted: bytes,
+        };
+        let bytes = usize::try_from(bytes).map_err(|_| too_much())?;
+        if self.buffer.len() < bytes {
+            let more = bytes - self.buffer.len();
+            let reserved = self.buffer.try_reserve_exact(more);
+            reserved.map_err(|error| SourceError::Unavailable(Box::new(error)))?;
+            self.buffer.resize(bytes, 0);
+        }
+        self.buffer.get_mut(..bytes).ok_or_else(too_much)
+    }
+
+    /// Gets zeroes ready for the pages, by whichever way this memory takes them.
+    fn zeroes(&mut self, site: &Site<'_>, pages: PageRange) -> Result<Content, SourceError> {
+        let region = &site.paged.region;
+        let bytes = site.paged.bytes_of(pages);
+        match site.pager.settings.mode {
+            Mode::Minor => {
+                let mut fetch = Fetch::new(region, pages, Sink::Service);
+                while fetch.pushed() < bytes {
+                    fetch.push(&ZEROES)?;
+                }
+                Ok(Content::PageCache)
+            }
+            Mode::Missing if region.backing().is_hugetlb() => {
+                self.room(bytes)?.fill(0);
+                Ok(Content::Buffer(pages))
+            }
+            Mode::Missing => Ok(Content::Zeroes),
+        }
+    }
+
+    /// Gives all of the run back but the faulting page.
+    fn narrow<'m>(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        run: ClaimGuard<'m>,
+    ) -> ClaimGuard<'m> {
+        let before = fault.page.0.saturating_sub(run.pages().first().0);
+        let (before, run) = run.split_at(before);
+        let (run, after) = run.split_at(1);
+        site.abandon(&mut self.counters, before);
+        site.abandon(&mut self.counters, after);
+        run
+    }
+
+    fn install_content(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        run: ClaimGuard<'_>,
+        content: Content,
+    ) -> Result<Resolution, ResolveError> {
+        if content == Content::Lost {
+            return self.settle_lost(site, fault, run);
+        }
+        self.install(site, fault, run, content)
+    }
+
+    fn settle_lost(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        run: ClaimGuard<'_>,
+    ) -> Result<Resolution, ResolveError> {
+        let resolution = self.poisoned(site, fault);
+        site.finish(&mut self.counters, run, Settled::Poisoned);
+        resolution
+    }
+
+    /// Installs a run. In the common case that is one ioctl and one atomic operation a page.
+    #[inline]
+    fn install(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        run: ClaimGuard<'_>,
+        content: Content,
+    ) -> Result<Resolution, ResolveError> {
+        let pages = run.pages();
+        match self.install_once(site, fault, pages, content) {
+            Ok(()) => {
+                self.counters.installs += 1;
+                self.counters.pages += pages.count();
+                site.finish(&mut self.counters, run, settled(site, content));
+                Ok(installed(site, pages))
+            }
+            Err(error) => self.install_rest(site, fault, run, content, error),
+        }
+    }
+
+    #[inline]
+    fn install_once(
+        &self,
+        site: &Site<'_>,
+        fault: &Fault,
+        pages: PageRange,
+        content: Content,
+    ) -> Result<(), InstallError> {
+        let wake = match fault.delivery {
+            Delivery::Exit => Wake::DontWake,
+            Delivery::Uffd => Wake::Wake,
+        };
+        let range = site.paged.user_range(pages);
+        match content {
+            Content::PageCache => site.uffd.continue_pages(range, wake),
+            Content::Zeroes => site.uffd.zero_pages(range, wake),
+            Content::Buffer(filled) => {
+                let skip = pages.first().0 - filled.first().0;
+                let skip = site.paged.bytes_of(PageRange::new(pages.first(), skip));
+                let bytes = usize::try_from(skip)
+                    .ok()
+                    .zip(usize::try_from(range.bytes).ok())
+                    .and_then(|(skip, bytes)| self.buffer.get(skip..)?.get(..bytes))
+                    .ok_or(InstallError::NoContent)?;
+                site.uffd.copy_pages(range.start, bytes, wake)
+            }
+            Content::Lost => Err(InstallError::NoContent),
+        }
+    }
+
+    /// Goes on after an installation that stopped early with `error`.
+    #[cold]
+    fn install_rest(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        mut run: ClaimGuard<'_>,
+        content: Content,
+        mut error: InstallError,
+    ) -> Result<Resolution, ResolveError> {
+        let mut resolution = None;
+        let mut tries = 0;
+        loop {
+            let installed_bytes = match error {
+                InstallError::Exists { installed_bytes }
+                | InstallError::Again { installed_bytes } => installed_bytes,
+                _ => 0,
+            };
+            if installed_bytes > 0 {
+                tries = 0;
+                let (head, rest) = run.split_at(site.paged.pages_in(installed_bytes));
+                let pages = head.pages();
+                self.counters.installs += 1;
+                self.counters.pages += pages.count();
+                site.finish(&mut self.counters, head, settled(site, content));
+                if pages.contains(fault.page) {
+                    resolution = Some(installed(site, pages));
+                }
+                run = rest;
+            }
+            match error {
+                InstallError::Exists { .. } => {
+                    let (there, rest) = run.split_at(1);
+                    self.counters.exists += 1;
+                    if there.pages().contains(fault.page) {
+                        resolution = Some(Resolution::Exists);
+                    }
+                    if let Err(error) = self.exists(site, fault, there) {
+                        site.abandon(&mut self.counters, rest);
+                        return Err(error);
+                    }
+                    run = rest;
+                }
+                InstallError::Again { .. } => {
+                    self.counters.again += 1;
+                    tries += 1;
+                    if tries > MAX_TRIES {
+                        site.abandon(&mut self.counters, run);
+                        return resolution.ok_or(ResolveError::Busy {
+                            fault: *fault,
+                            tries,
+                        });
+                    }
+                    if installed_bytes == 0 {
+                        std::thread::yield_now();
+                    }
+                }
+                InstallError::Poisoned if run.pages().first() == fault.page => {
+                    let (lost, rest) = run.split_at(1);
+                    site.abandon(&mut self.counters, rest);
+                    return self.settle_lost(site, fault, lost);
+                }
+                source => {
+                    let pages = run.pages();
+                    if let Some(resolution) = resolution {
+                        // The trouble is a later neighbour's; its own fault will tell.
+                        site.abandon(&mut self.counters, run);
+                        return Ok(resolution);
+                    }
+                    if pages.first() == fault.page {
+                        site.abandon(&mut self.counters, run);
+                        return Err(ResolveError::Install {
+                            fault: *fault,
+                            source,
+                        });
+                    }
+                    // The trouble is an earlier neighbour's: go on with the faulting page.
+                    let (before, rest) = run.split_at(fault.page.0 - pages.first().0);
+                    site.abandon(&mut self.counters, before);
+                    run = rest;
+                }
+            }
+            if run.pages().is_empty() {
+                break;
+            }
+            match self.install_once(site, fault, run.pages(), content) {
+                Ok(()) => {
+                    let pages = run.pages();
+                    self.counters.installs += 1;
+                    self.counters.pages += pages.count();
+                    site.finish(&mut self.counters, run, settled(site, content));
+                    if pages.contains(fault.page) {
+                        resolution = Some(installed(site, pages));
+                    }
+                    break;
+                }
+                Err(next) => error = next,
+            }
+        }
+        // The faulting page was in the run, and each page of the run was dealt with.
+        resolution.ok_or(ResolveError::Busy {
+            fault: *fault,
+            tries,
+        })
+    }
+
+    /// A page that was to be installed is mapped already: somebody did not ask the page map. It is
+    /// present, then; but it may be the zero page or write-protected, which fast GUP does not take,
+    /// so an exit makes sure of its access. Nobody has woken those who sleep on it.
+    fn exists(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        there: ClaimGuard<'_>,
+    ) -> Result<(), ResolveError> {
+        let pages = there.pages();
+        let is_wanted = pages.contains(fault.page);
+        if is_wanted && fault.delivery == Delivery::Exit {
+            match self.populate(site, fault) {
+                Ok(()) => {}
+                Err(error) => {
+                    site.abandon(&mut self.counters, there);
+                    return Err(error);
+                }
+            }
+        }
+        site.finish(&mut self.counters, there, Settled::Present);
+        if is_wanted && fault.delivery == Delivery::Uffd {
+            self.wake(site, site.paged.user_range(pages));
+        }
+        Ok(())
+    }
+}
+
+/// What pages with this content are from now on.
+#[inline]
+fn settled(site: &Site<'_>, content: Content) -> Settled {
+    // Only private memory gets the shared zero page; a file gets a page of its own.
+    if content == Content::Zeroes && site.paged.region.backing() == Backing::Anonymous {
+        Settled::Zero
+    } else {
+        Settled::Present
+    }
+}
+
+#[inline]
+fn installed(site: &Site<'_>, pages: PageRange) -> Resolution {
+    Resolution::Installed {
+        gpa: site.paged.gpa_of(pages.first()),
+        bytes: site.paged.bytes_of(pages),
+    }
+}

@@ -1,0 +1,393 @@
+//! The pager: page maps, userfaultfds and what they share.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use pagetide_kvm::{Access, FaultExit};
+use pagetide_memory::{
+    GuestAddress, HostAddress, PageIndex, PageMap, PageRange, Region, ResetError,
+};
+use pagetide_uapi::userfaultfd::{Mode, PageFault, UserRange, Userfaultfd};
+
+use crate::builder::{BuildError, PagerBuilder};
+use crate::counters::Counters;
+use crate::error::{Failure, ReaderError, ResolveError};
+use crate::fault::{Delivery, Fault, RegionId};
+use crate::resolver::{Resolver, Worker};
+use crate::source::PageSource;
+
+/// Which userfaultfd serves which pages of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) pages: PageRange,
+    /// Index into the pager's userfaultfds.
+    pub(crate) uffd: usize,
+}
+
+/// A region, and what the pager knows about it.
+#[derive(Debug)]
+pub(crate) struct PagedRegion {
+    pub(crate) region: Arc<Region>,
+    pub(crate) map: PageMap,
+    /// In the order of their pages, without gaps.
+    spans: Vec<Span>,
+    /// Copies of what the region would tell, next to each other for the resolve path.
+    gpa: GuestAddress,
+    hva: HostAddress,
+    bytes: u64,
+    shift: u32,
+}
+
+impl PagedRegion {
+    pub(crate) fn new(region: Arc<Region>, map: PageMap, spans: Vec<Span>) -> Self {
+        Self {
+            gpa: region.gpa(),
+            hva: region.guest().start(),
+            bytes: region.bytes(),
+            shift: region.page_size().shift(),
+            region,
+            map,
+            spans,
+        }
+    }
+
+    #[inline]
+    fn page_at(&self, offset: u64) -> Option<PageIndex> {
+        (offset < self.bytes).then_some(PageIndex(offset >> self.shift))
+    }
+
+    /// Where pages of this region are in the guest mapping. The pages are the region's own: they
+    /// come from its page map.
+    #[inline]
+    pub(crate) fn user_range(&self, pages: PageRange) -> UserRange {
+        UserRange {
+            start: self.hva.as_u64() + (pages.first().0 << self.shift),
+            bytes: pages.count() << self.shift,
+        }
+    }
+
+    /// The gpa of a page of this region.
+    #[inline]
+    pub(crate) fn gpa_of(&self, page: PageIndex) -> GuestAddress {
+        GuestAddress(self.gpa.0 + (page.0 << self.shift))
+    }
+
+    /// Bytes in a run of pages of this region.
+    #[inline]
+    pub(crate) fn bytes_of(&self, pages: PageRange) -> u64 {
+        pages.count() << self.shift
+    }
+
+    /// Whole pages of this region in `bytes`.
+    pub(crate) fn pages_in(&self, bytes: u64) -> u64 {
+        bytes >> self.shift
+    }
+
+    /// Which userfaultfd serves `page`, and the run of pages that it serves. `None` if the region
+    /// has no such page.
+    #[inline]
+    pub(crate) fn span(&self, page: PageIndex) -> Option<Span> {
+        let index = match self.spans.len() {
+            1 => 0,
+            _ => self.spans.partition_point(|span| span.pages.end() <= page),
+        };
+        self.spans
+            .get(index)
+            .copied()
+            .filter(|span| span.pages.contains(page))
+    }
+}
+
+/// What a pager was told when it was built.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    pub(crate) mode: Mode,
+    pub(crate) in_page_cache: bool,
+    pub(crate) fault_around_pages: u64,
+    pub(crate) no_progress_limit: u32,
+    pub(crate) owner_timeout: Duration,
+    pub(crate) can_poison: bool,
+}
+
+/// Called once, with the first failure of a reader thread.
+type OnFailure = Box<dyn FnMut(&Failure) + Send>;
+
+/// Brings the pages of some regions in as they are touched. Shared by all threads that resolve
+/// faults; see the [crate's documentation](crate) for how it is used and in which order things stop.
+pub struct Pager {
+    /// First, so that they are closed, and all registrations with them, before memory is unmapped.
+    uffds: Vec<Userfaultfd>,
+    /// In the order of their gpas.
+    regions: Vec<PagedRegion>,
+    /// Indexes into `regions`, in the order of their guest mappings.
+    by_hva: Vec<usize>,
+    pub(crate) source: Box<dyn PageSource>,
+    pub(crate) settings: Settings,
+    stopped: AtomicBool,
+    failure: OnceLock<Failure>,
+    on_failure: Mutex<Option<OnFailure>>,
+    counted: Mutex<Counters>,
+}
+
+impl Pager {
+    /// A pager that brings pages in as `mode` says, with content from `source`.
+    pub fn builder(mode: Mode, source: impl PageSource + 'static) -> PagerBuilder {
+        PagerBuilder::new(mode, Box::new(source))
+    }
+
+    pub(crate) fn new(
+        uffds: Vec<Userfaultfd>,
+        regions: Vec<PagedRegion>,
+        source: Box<dyn PageSource>,
+        settings: Settings,
+    ) -> Self {
+        let mut by_hva: Vec<_> = (0..regions.len()).collect();
+        by_hva.sort_by_key(|&index| regions[index].hva);
+        Self {
+            uffds,
+            regions,
+            by_hva,
+            source,
+            settings,
+            stopped: AtomicBool::new(false),
+            failure: OnceLock::new(),
+            on_failure: Mutex::new(None),
+            counted: Mutex::new(Counters::default()),
+        }
+    }
+
+    /// Registers every span with its userfaultfd, and empties the guest mappings (MINOR).
+    pub(crate) fn register(&self) -> Result<(), BuildError> {
+        for paged in &self.regions {
+            for span in &paged.spans {
+                let Some(uffd) = self.uffds.get(span.uffd) else {
+                    continue;
+                };
+                // SAFETY: register requires memory that is the caller's and stays mapped for as
+                // long as the userfaultfd is open, and that nobody relies on its zeroes. It is the
+                // guest mapping of a region that self keeps, and drops after the userfaultfds (field
+                // order); a Region promises nothing about what its pages hold.
+                unsafe { uffd.register(paged.user_range(span.pages), self.settings.mode) }?;
+            }
+            if self.settings.mode == Mode::Minor {
+                paged
+                    .region
+                    .zap_guest(paged.region.all_pages())
+                    .map_err(BuildError::Zap)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn paged(&self, region: RegionId) -> Option<&PagedRegion> {
+        self.regions.get(region.0)
+    }
+
+    pub(crate) fn uffds(&self) -> &[Userfaultfd] {
+        &self.uffds
+    }
+
+    pub(crate) fn uffd(&self, span: Span) -> Option<&Userfaultfd> {
+        self.uffds.get(span.uffd)
+    }
+
+    /// The regions, in the order of their gpas.
+    pub fn regions(&self) -> impl ExactSizeIterator<Item = &Arc<Region>> {
+        self.regions.iter().map(|paged| &paged.region)
+    }
+
+    /// The page map of a region.
+    pub fn page_map(&self, region: RegionId) -> Option<&PageMap> {
+        self.paged(region).map(|paged| &paged.map)
+    }
+
+    /// How pages are brought in.
+    pub fn mode(&self) -> Mode {
+        self.settings.mode
+    }
+
+    /// The region and page of `gpa`.
+    #[inline]
+    pub fn locate(&self, gpa: GuestAddress) -> Option<(RegionId, PageIndex)> {
+        let index = match self.regions.len() {
+            1 => 0,
+            _ => self
+                .regions
+                .partition_point(|paged| paged.gpa <= gpa)
+                .checked_sub(1)?,
+        };
+        let paged = self.regions.get(index)?;
+        Some((RegionId(index), paged.page_at(gpa.offset_from(paged.gpa)?)?))
+    }
+
+    /// The region and page of `hva`, an address in a guest mapping.
+    pub fn locate_host(&self, hva: HostAddress) -> Option<(RegionId, PageIndex)> {
+        let after = self
+            .by_hva
+            .partition_point(|&index| self.regions[index].hva <= hva);
+        let index = *self.by_hva.get(after.checked_sub(1)?)?;
+        let paged = self.regions.get(index)?;
+        let offset = hva.as_u64().checked_sub(paged.hva.as_u64())?;
+        Some((RegionId(index), paged.page_at(offset)?))
+    }
+
+    /// The fault behind an exit of vCPU `vcpu`.
+    #[inline]
+    pub fn fault_of_exit(&self, vcpu: u32, exit: &FaultExit) -> Result<Fault, ResolveError> {
+        if !exit.is_resolvable() || exit.private {
+            return Err(ResolveError::NotResolvable { exit: *exit });
+        }
+        let Some((region, page)) = self.locate(exit.gpa) else {
+            return Err(ResolveError::Outside { gpa: exit.gpa });
+        };
+        let delivery = Delivery::Exit;
+        Ok(Fault {
+            region,
+            page,
+            gpa: exit.gpa,
+            access: exit.access,
+            vcpu: Some(vcpu),
+            delivery,
+        })
+    }
+
+    /// The fault behind a message of a userfaultfd.
+    pub fn fault_of_message(&self, message: &PageFault) -> Option<Fault> {
+        let hva = usize::try_from(message.address).ok().map(HostAddress)?;
+        let (region, page) = self.locate_host(hva)?;
+        let gpa = self.paged(region)?.gpa_of(page);
+        let access = if message.write {
+            Access::Write
+        } else {
+            Access::Read
+        };
+        Some(Fault {
+            region,
+            page,
+            gpa,
+            access,
+            vcpu: None,
+            delivery: Delivery::Uffd,
+        })
+    }
+
+    /// What the thread of vCPU `vcpu` brings along to resolve its exits.
+    pub fn resolver(self: &Arc<Self>, vcpu: u32) -> Resolver {
+        Resolver::new(Arc::clone(self), vcpu)
+    }
+
+    /// Ends every wait for a page, now and later, with [`ResolveError::Stopped`]. For when the VM
+    /// has to stop for any reason.
+    pub fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+    }
+
+    /// Whether [`Pager::stop`] was called, or a reader thread has failed.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
+    }
+
+    /// The first failure of a reader thread. The page that it was about stays absent, and whoever
+    /// waits for it asleep.
+    pub fn failure(&self) -> Option<&Failure> {
+        self.failure.get()
+    }
+
+    /// Has `callback` called at the first failure of a reader thread, or now if there was one. It
+    /// replaces the one set before. It must get every vCPU out of KVM_RUN; it must not block, nor set
+    /// another callback.
+    pub fn on_failure(&self, callback: impl FnMut(&Failure) + Send + 'static) {
+        let mut slot = self.lock_on_failure();
+        let callback = slot.insert(Box::new(callback));
+        if let Some(failure) = self.failure.get() {
+            call(callback, failure);
+        }
+    }
+
+    /// Forgets the callback.
+    pub fn clear_on_failure(&self) {
+        self.lock_on_failure().take();
+    }
+
+    fn lock_on_failure(&self) -> MutexGuard<'_, Option<OnFailure>> {
+        self.on_failure
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records a reader's failure. Returns the first one, which may be an earlier one.
+    pub(crate) fn fail(&self, error: ReaderError) -> Failure {
+        let failure = Failure(Arc::new(error));
+        // The callback's lock is held over recording it, so that on_failure, which takes it too,
+        // either is seen here or sees the failure.
+        let mut slot = self.lock_on_failure();
+        if self.failure.set(failure.clone()).is_ok() {
+            tracing::error!(%failure, "a reader thread failed; the pager stops");
+            self.stop();
+            if let Some(callback) = slot.as_mut() {
+                call(callback, &failure);
+            }
+        }
+        self.failure.get().cloned().unwrap_or(failure)
+    }
+
+    /// What was counted by threads that are done: readers that were stopped, resolvers that were
+    /// dropped.
+    pub fn counted(&self) -> Counters {
+        *self.lock_counted()
+    }
+
+    pub(crate) fn count(&self, counters: &Counters) {
+        self.lock_counted().add(counters);
+    }
+
+    fn lock_counted(&self) -> MutexGuard<'_, Counters> {
+        self.counted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes every page absent again, for another run: to be called while nothing runs on the
+    /// memory and no fault is being resolved, after [`Region::zap_guest`] or [`Region::punch`]. What
+    /// was counted is forgotten, and so is [`Pager::stop`]; a failure is not.
+    pub fn reset(&self) -> Result<(), ResetError> {
+        for paged in &self.regions {
+            paged.map.reset()?;
+        }
+        if self.failure.get().is_none() {
+            self.stopped.store(false, Ordering::Release);
+        }
+        *self.lock_counted() = Counters::default();
+        Ok(())
+    }
+
+    /// Resolves a fault: afterwards whoever faulted may try again, or must not at all.
+    ///
+    /// `worker` belongs to the calling thread. With [`Delivery::Exit`] this may wait for another
+    /// thread to bring the page in; with [`Delivery::Uffd`] it never waits for one.
+    pub fn resolve(
+        &self,
+        worker: &mut Worker,
+        fault: &Fault,
+    ) -> Result<crate::Resolution, ResolveError> {
+        worker.resolve(self, fault)
+    }
+}
+
+/// Calls a callback of somebody else's, whose panic is not ours.
+fn call(callback: &mut OnFailure, failure: &Failure) {
+    if catch_unwind(AssertUnwindSafe(|| callback(failure))).is_err() {
+        tracing::error!("the callback for failures panicked");
+    }
+}
+
+impl std::fmt::Debug for Pager {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pager")
+            .field("regions", &self.regions.len())
+            .field("userfaultfds", &self.uffds.len())
+            .field("settings", &self.settings)
+            .field("failure", &self.failure.get())
+            .finish_non_exhaustive()
+    }
+}
