@@ -104,6 +104,14 @@ impl Arch {
         }
     }
 
+    /// The name of its directory below arch/.
+    pub(crate) fn source(self) -> &'static str {
+        match self {
+            Self::X86_64 => "x86",
+            Self::Arm64 => "arm64",
+        }
+    }
+
     /// The prefix of the compiler's name; the lab itself runs on x86_64.
     pub(crate) fn cross_compile(self) -> &'static str {
         match self {

@@ -5,6 +5,8 @@ mod kernel;
 mod paths;
 mod progress;
 mod setup;
+mod test;
+mod uapi;
 mod vm;
 
 use std::process::ExitCode;
@@ -35,6 +37,12 @@ enum Verb {
     ///
     /// Ends with COMMAND's exit status; 125 if the VM was lost (it hung or panicked).
     Vm(vm::VerbArgs),
+    /// Generate crates/uapi's constants and structures from the patched kernel's headers
+    Uapi(uapi::UapiArgs),
+    /// Everything that must hold: code, kernels, patches, and behaviour in VMs
+    ///
+    /// The last line is `N passed, N failed, N skipped`.
+    Test(test::TestArgs),
 }
 
 fn main() -> ExitCode {
@@ -43,6 +51,8 @@ fn main() -> ExitCode {
         Verb::Setup => setup::run().map(|()| ExitCode::SUCCESS),
         Verb::Kernel(verb) => kernel::run(verb, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Vm(args) => vm::run(args, &paths),
+        Verb::Test(args) => test::run(args, &paths),
+        Verb::Uapi(args) => uapi::run(args, &paths).map(|()| ExitCode::SUCCESS),
     });
     match result {
         Ok(code) => code,

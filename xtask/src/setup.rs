@@ -136,8 +136,8 @@ fn missing(needs: &[Need]) -> Vec<&'static str> {
 }
 
 /// One clear error if a need is not met.
-pub(crate) fn require(needs: Vec<Need>) -> Result<()> {
-    let missing = missing(&needs);
+pub(crate) fn require(needs: &[Need]) -> Result<()> {
+    let missing = missing(needs);
     if missing.is_empty() {
         return Ok(());
     }
@@ -163,17 +163,18 @@ fn install(packages: &[&str]) -> Result<()> {
         bail!("this needs Debian's packages {list}, and there is no apt-get here");
     }
     let root = rustix::process::geteuid().is_root();
+    let sudo = !root && on_path("sudo") && Run::new("sudo").args(["-n", "true"]).succeeds()?;
+    if !root && !sudo {
+        bail!("not root, and no sudo without a password: run `apt-get install {list}` as root");
+    }
     let apt = || {
         let run = if root {
             Run::new("env")
         } else {
-            Run::new("sudo").arg("-n").arg("env")
+            Run::new("sudo").args(["-n", "env"])
         };
         run.args(["DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-y"])
     };
-    if !root && !(on_path("sudo") && Run::new("sudo").args(["-n", "true"]).succeeds()?) {
-        bail!("not root, and sudo asks for a password: run `apt-get install {list}` as root");
-    }
     eprintln!("installing {list}");
     let progress = Progress::spinner("apt-get");
     let log = std::env::temp_dir().join(format!("pagetide-apt-{}.log", std::process::id()));

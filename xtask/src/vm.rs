@@ -19,7 +19,7 @@ use crate::paths::Paths;
 use crate::setup;
 
 pub(crate) use agent::{Ended, Job};
-pub(crate) use qemu::{Outcome, Output};
+pub(crate) use qemu::{JobOutcome, Outcome, Output};
 
 /// The exit status that says that the VM was lost, and nothing of the command.
 const LOST: u8 = 125;
@@ -144,7 +144,7 @@ pub(crate) fn boot(args: &VmArgs, jobs: &[Job], output: Output, paths: &Paths) -
     if args.cpu_count() == 0 {
         bail!("--cpus must be at least 1");
     }
-    setup::require(setup::vm_tools(variant.arch))?;
+    setup::require(&setup::vm_tools(variant.arch))?;
     if !args.no_build {
         build::ensure(variant, paths)?;
         if variant.arch == Arch::X86_64 {
@@ -159,18 +159,17 @@ pub(crate) fn boot(args: &VmArgs, jobs: &[Job], output: Output, paths: &Paths) -
     let run_dir = new_run_dir(paths)?;
     let spec = agent::spec(args, jobs, paths)?;
     let timeout = Duration::from_secs(args.timeout);
-    qemu::run(
-        &qemu::Machine {
-            args,
-            image,
-            agent,
-            spec,
-            run_dir,
-            timeout,
-        },
-        output,
-        paths,
-    )
+    let job_count = jobs.len();
+    let machine = qemu::Machine {
+        args,
+        image,
+        agent,
+        spec,
+        job_count,
+        run_dir,
+        timeout,
+    };
+    qemu::run(&machine, output, paths)
 }
 
 fn build_pagetide(paths: &Paths) -> Result<()> {

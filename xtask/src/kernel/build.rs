@@ -9,7 +9,7 @@ use super::make::{is_object, lock_trees, make};
 use super::series::Series;
 use super::source::{self, Base};
 use super::tree::Tree;
-use super::{BuildArgs, Variant, config, selftests};
+use super::{Arch, BuildArgs, Variant, config, selftests};
 use crate::command::Run;
 use crate::paths::{Paths, hex};
 use crate::progress::Progress;
@@ -29,7 +29,7 @@ pub(crate) fn ensure(variant: Variant, paths: &Paths) -> Result<()> {
 }
 
 fn ensure_from(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
-    setup::require(setup::kernel_tools(variant.arch))?;
+    setup::require(&setup::kernel_tools(variant.arch))?;
     let source = source::ensure(paths)?;
     let _lock = lock_trees(paths)?;
     let series = if variant.stock {
@@ -86,8 +86,6 @@ fn complete(variant: Variant, paths: &Paths) -> bool {
 
 /// Everything that the results depend on, as one digest.
 fn fingerprint(variant: Variant, series: &Series, version: &str, paths: &Paths) -> Result<String> {
-    let gcc = format!("{}gcc", variant.arch.cross_compile());
-    let ld = format!("{}ld", variant.arch.cross_compile());
     let list = selftests::list_file(paths);
     let parts = [
         RECIPE.to_owned(),
@@ -96,17 +94,29 @@ fn fingerprint(variant: Variant, series: &Series, version: &str, paths: &Paths) 
         series.digest(),
         config::merged(&config::fragments(variant, paths))?,
         std::fs::read_to_string(&list).with_context(|| format!("read {}", list.display()))?,
-        Run::new(gcc)
-            .args(["-dumpfullversion", "-dumpmachine"])
-            .text()?,
-        Run::new(ld).arg("--version").text()?,
+        toolchain(variant.arch)?,
     ];
+    Ok(digest(&parts))
+}
+
+/// The compiler and the linker.
+pub(super) fn toolchain(arch: Arch) -> Result<String> {
+    let prefix = arch.cross_compile();
+    let gcc = Run::new(format!("{prefix}gcc"))
+        .args(["-dumpfullversion", "-dumpmachine"])
+        .text()?;
+    let ld = Run::new(format!("{prefix}ld")).arg("--version").text()?;
+    Ok(format!("{gcc}\n{ld}"))
+}
+
+/// One digest for several texts.
+pub(super) fn digest(parts: &[String]) -> String {
     let mut hash = Sha256::new();
     for part in parts {
         hash.update(part.len().to_le_bytes());
         hash.update(part);
     }
-    Ok(hex(&hash.finalize()))
+    hex(&hash.finalize())
 }
 
 fn remove(file: &Path) -> Result<()> {

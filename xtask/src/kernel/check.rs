@@ -1,8 +1,410 @@
-//! stub
+//! `cargo xtask kernel check`: each patch stands on its own.
+
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use super::build::{configure, digest, toolchain};
+use super::make::{is_object, lock_trees, make};
+use super::series::{Patch, Series, patches_dir};
+use super::tree::Tree;
+use super::{Arch, Variant, config, export, selftests, source};
+use crate::command::Run;
 use crate::paths::Paths;
-/// stub
-#[derive(Debug, clap::Args)]
-pub(crate) struct CheckArgs {}
-pub(crate) fn run(_: &CheckArgs, _paths: &Paths) -> anyhow::Result<()> {
+use crate::progress::Progress;
+use crate::setup;
+
+/// Changes when the checks change, so that everything is checked again.
+const RECIPE: &str = "1";
+
+/// How checkpatch.pl is called. Errors, warnings and checks all count.
+///
+/// Ignored: `FILE_PATH_CHANGES` asks whether MAINTAINERS needs an update for each new file, and
+/// the files here are below directories that it covers.
+const CHECKPATCH: [&str; 6] = [
+    "--strict",
+    "--no-summary",
+    "--show-types",
+    "--color=never",
+    "--max-line-length=100",
+    "--ignore=FILE_PATH_CHANGES",
+];
+
+/// The verb's arguments.
+#[derive(Debug, Default, Args)]
+pub(crate) struct CheckArgs {
+    /// Check again what passed before, unchanged, on this machine
+    #[arg(long)]
+    again: bool,
+}
+
+/// Runs the verb.
+pub(crate) fn run(args: &CheckArgs, paths: &Paths) -> Result<()> {
+    let results = check(args, paths)?;
+    let failed = results
+        .iter()
+        .filter(|(_, failure)| failure.is_some())
+        .count();
+    for (name, failure) in &results {
+        match failure {
+            None => println!("{name}: ok"),
+            Some(failure) => println!("{name}: FAILED: {failure}"),
+        }
+    }
+    if failed > 0 {
+        bail!("{failed} of {} failed", results.len());
+    }
     Ok(())
+}
+
+/// Checks the series: for each patch, and the series as a whole, its name and what is wrong with it.
+pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Option<String>)>> {
+    setup::require(&setup::kernel_tools(Arch::Arm64))?;
+    let source = source::ensure(paths)?;
+    let _lock = lock_trees(paths)?;
+    let series = Series::read(paths)?;
+    let check = Check::new(args, paths, Tree::open(paths, &source, "check")?)?;
+    let mut results = Vec::new();
+    let mut applies = true;
+    for (index, patch) in series.patches.iter().enumerate() {
+        let prefix = Series {
+            patches: series.patches[..=index].to_vec(),
+        };
+        let failure = if applies {
+            check.patch(&prefix).err().map(|error| format!("{error:#}"))
+        } else {
+            Some("not checked: a patch before it does not apply".to_owned())
+        };
+        // What fails otherwise need not keep the next one from being checked.
+        applies = applies && (failure.is_none() || check.tree.apply(&prefix).is_ok());
+        results.push((patch.name.clone(), failure));
+    }
+    let round_trip = check.round_trip(&series, &patches_dir(paths));
+    results.push((
+        "round trip".to_owned(),
+        round_trip.err().map(|error| format!("{error:#}")),
+    ));
+    Ok(results)
+}
+
+struct Check<'a> {
+    again: bool,
+    paths: &'a Paths,
+    tree: Tree,
+    /// Everything but the patches that the results depend on.
+    context: String,
+    /// Whose build directories have the configuration.
+    configured: RefCell<Vec<Arch>>,
+}
+
+impl<'a> Check<'a> {
+    fn new(args: &CheckArgs, paths: &'a Paths, tree: Tree) -> Result<Self> {
+        let mut parts = vec![RECIPE.to_owned(), tree.source().version.clone()];
+        parts.extend(CHECKPATCH.map(str::to_owned));
+        for arch in [Arch::X86_64, Arch::Arm64] {
+            parts.push(toolchain(arch)?);
+            parts.push(config::merged(&config::fragments(
+                Variant::patched(arch),
+                paths,
+            ))?);
+        }
+        Ok(Self {
+            again: args.again,
+            paths,
+            tree,
+            context: digest(&parts),
+            configured: RefCell::default(),
+        })
+    }
+
+    /// Checks the last patch of a prefix of the series. What passed once with everything the same
+    /// is remembered.
+    fn patch(&self, prefix: &Series) -> Result<()> {
+        let patch = prefix.patches.last().context("no patch")?;
+        let key = digest(&[self.context.clone(), prefix.digest()]);
+        let memory = self.paths.cache().join("checked").join(key);
+        if memory.exists() && !self.again {
+            return Ok(());
+        }
+        self.checkpatch(patch)?;
+        self.tree.apply(prefix)?;
+        let touched = touched_files(patch);
+        if touched.iter().any(|file| file.contains("Kconfig")) {
+            self.configured.borrow_mut().clear();
+        }
+        for arch in [Arch::X86_64, Arch::Arm64] {
+            self.kernel(arch, patch, &touched)?;
+            self.selftests(arch, patch, &touched)?;
+        }
+        if let Some(dir) = memory.parent() {
+            std::fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
+        }
+        std::fs::write(&memory, &patch.name).with_context(|| format!("write {}", memory.display()))
+    }
+
+    fn checkpatch(&self, patch: &Patch) -> Result<()> {
+        let run = Run::new("perl")
+            .arg("scripts/checkpatch.pl")
+            .args(CHECKPATCH)
+            .arg(patches_dir(self.paths).join(&patch.name))
+            .dir(self.tree.path());
+        let output = run.command().output().context("start checkpatch.pl")?;
+        if !output.status.success() {
+            bail!(
+                "checkpatch.pl:\n{}",
+                indented(&String::from_utf8_lossy(&output.stdout))
+            );
+        }
+        Ok(())
+    }
+
+    fn log(&self, arch: Arch) -> PathBuf {
+        self.paths
+            .target()
+            .join("kernel")
+            .join(format!("check-{}.log", arch.name()))
+    }
+
+    fn build_name(arch: Arch) -> String {
+        format!("build-{}", arch.name())
+    }
+
+    /// Builds what the patch may break on an architecture.
+    fn kernel(&self, arch: Arch, patch: &Patch, touched: &[String]) -> Result<()> {
+        let targets = targets(arch, touched);
+        if targets.is_empty() {
+            return Ok(());
+        }
+        self.make(arch, patch, &targets)
+    }
+
+    fn make(&self, arch: Arch, patch: &Patch, targets: &[String]) -> Result<()> {
+        let log = self.log(arch);
+        let name = Self::build_name(arch);
+        let tree = self.tree.path();
+        if !self.configured.borrow().contains(&arch) {
+            configure(Variant::patched(arch), self.paths, tree, &name, &log)?;
+            self.configured.borrow_mut().push(arch);
+        }
+        let what = format!("{}: building for {}", patch.name, arch.name());
+        let progress = Progress::start(&what, None, is_object);
+        let before = size(&log);
+        make(self.paths, arch, tree, &name)
+            .args(targets)
+            .logged(&log, &progress)?;
+        progress.done();
+        no_warnings(&log, before)
+    }
+
+    /// Builds the selftests if the patch changes them.
+    fn selftests(&self, arch: Arch, patch: &Patch, touched: &[String]) -> Result<()> {
+        if !touched
+            .iter()
+            .any(|file| file.starts_with(selftests::DIRECTORY))
+        {
+            return Ok(());
+        }
+        self.make(arch, patch, &["headers".to_owned()])?;
+        let mut tests = selftests::list(arch, self.paths)?;
+        tests.retain(|test| test.is_in(&self.tree));
+        let build = self.tree.path().join(Self::build_name(arch));
+        let log = self.log(arch);
+        let what = format!("{}: building the selftests for {}", patch.name, arch.name());
+        let progress = Progress::start(&what, None, |line| line.contains("gcc "));
+        let before = size(&log);
+        selftests::compile(
+            arch, self.paths, &self.tree, &build, &tests, &log, &progress,
+        )?;
+        progress.done();
+        no_warnings(&log, before)
+    }
+
+    /// Apply and export: the same files, and no others.
+    fn round_trip(&self, series: &Series, dir: &Path) -> Result<()> {
+        self.tree.apply(series)?;
+        let exported = export::from_tree(&self.tree, series)?;
+        for (old, new) in series.patches.iter().zip(&exported.patches) {
+            if old != new {
+                bail!(
+                    "kernel/patches/{} comes back as {}, {}; run `cargo xtask kernel export`",
+                    old.name,
+                    new.name,
+                    first_difference(&old.content, &new.content)
+                );
+            }
+        }
+        for file in patch_files(dir)? {
+            if !series
+                .patches
+                .iter()
+                .any(|patch| dir.join(&patch.name) == file)
+            {
+                bail!("{} is not in kernel/series", file.display());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What to make so that a patch's compile errors and warnings show: on each architecture all of KVM
+/// and the directories of the files that it changes; everything, if it changes a header that others
+/// include too. A file of one architecture says nothing about the other.
+fn targets(arch: Arch, touched: &[String]) -> Vec<String> {
+    let kvm = format!("arch/{}/kvm/", arch.source());
+    let mut list = Vec::new();
+    for file in touched {
+        let foreign = file.strip_prefix("arch/").is_some_and(|rest| {
+            rest.split('/')
+                .next()
+                .is_some_and(|name| name != arch.source())
+        });
+        let inert = ["Documentation/", "tools/", "MAINTAINERS"]
+            .iter()
+            .any(|p| file.starts_with(p));
+        if foreign || inert {
+            continue;
+        }
+        let about_kvm = file.contains("kvm");
+        if file.ends_with(".h") && !about_kvm {
+            return vec!["vmlinux".into()];
+        }
+        list.push(kvm.clone());
+        if !about_kvm && let Some((directory, _)) = file.rsplit_once('/') {
+            list.push(format!("{directory}/"));
+        }
+    }
+    list.sort();
+    list.dedup();
+    list
+}
+
+/// The files that a patch changes, by their new names.
+fn touched_files(patch: &Patch) -> Vec<String> {
+    let text = String::from_utf8_lossy(&patch.content);
+    text.lines()
+        .filter_map(|line| line.strip_prefix("diff --git a/"))
+        .filter_map(|names| names.rsplit_once(" b/"))
+        .map(|(_, name)| name.to_owned())
+        .collect()
+}
+
+fn size(file: &Path) -> usize {
+    std::fs::metadata(file).map_or(0, |m| usize::try_from(m.len()).unwrap_or(usize::MAX))
+}
+
+/// An error if the log has compiler warnings after a position. Only what a patch touches is compiled,
+/// so that they are its own.
+fn no_warnings(log: &Path, from: usize) -> Result<()> {
+    let text = std::fs::read(log).with_context(|| format!("read {}", log.display()))?;
+    let text = String::from_utf8_lossy(text.get(from..).unwrap_or_default());
+    let warnings: Vec<_> = text
+        .lines()
+        .filter(|line| line.contains("warning: "))
+        .collect();
+    if warnings.is_empty() {
+        return Ok(());
+    }
+    bail!(
+        "it adds compiler warnings:\n{}",
+        indented(&warnings.join("\n"))
+    )
+}
+
+fn patch_files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    if !dir.exists() {
+        return Ok(files);
+    }
+    for topic in std::fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
+        let topic = topic?.path();
+        let entries =
+            std::fs::read_dir(&topic).with_context(|| format!("read {}", topic.display()))?;
+        for entry in entries {
+            files.push(entry?.path());
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn first_difference(old: &[u8], new: &[u8]) -> String {
+    let (old, new) = (String::from_utf8_lossy(old), String::from_utf8_lossy(new));
+    let line = old.lines().zip(new.lines()).position(|(a, b)| a != b);
+    match line {
+        Some(line) => {
+            let shown = |text: &str| text.lines().nth(line).unwrap_or_default().to_owned();
+            format!(
+                "line {}: {:?} became {:?}",
+                line + 1,
+                shown(&old),
+                shown(&new)
+            )
+        }
+        None => format!(
+            "{} lines became {}",
+            old.lines().count(),
+            new.lines().count()
+        ),
+    }
+}
+
+fn indented(text: &str) -> String {
+    text.lines()
+        .filter(|l| !l.trim().is_empty())
+        .map(|l| format!("  {l}\n"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn touch(files: &[&str]) -> Vec<String> {
+        files.iter().map(|f| (*f).to_owned()).collect()
+    }
+
+    #[test]
+    fn an_architectures_files_are_built_there_only() {
+        let files = touch(&["arch/x86/kvm/mmu/mmu.c"]);
+        assert_eq!(targets(Arch::X86_64, &files), ["arch/x86/kvm/"]);
+        assert!(targets(Arch::Arm64, &files).is_empty());
+    }
+
+    #[test]
+    fn common_files_are_built_everywhere_and_documents_nowhere() {
+        let files = touch(&[
+            "virt/kvm/kvm_main.c",
+            "Documentation/virt/kvm/api.rst",
+            "mm/gup.c",
+        ]);
+        assert_eq!(targets(Arch::X86_64, &files), ["arch/x86/kvm/", "mm/"]);
+        assert_eq!(targets(Arch::Arm64, &files), ["arch/arm64/kvm/", "mm/"]);
+        let header = touch(&["include/linux/kvm_host.h"]);
+        assert_eq!(targets(Arch::Arm64, &header), ["arch/arm64/kvm/"]);
+        assert_eq!(
+            targets(Arch::Arm64, &touch(&["include/linux/mm.h"])),
+            ["vmlinux"]
+        );
+    }
+
+    #[test]
+    fn touched_files_are_read_off_the_patch() {
+        let content = b"diff --git a/a.c b/a.c\n+x\ndiff --git a/old b/dir/new\n".to_vec();
+        let patch = Patch {
+            name: "01-a/0001-b.patch".into(),
+            content,
+        };
+        assert_eq!(touched_files(&patch), ["a.c", "dir/new"]);
+    }
+
+    #[test]
+    fn differences_name_the_line() {
+        assert_eq!(
+            first_difference(b"a\nb\n", b"a\nc\n"),
+            "line 2: \"b\" became \"c\""
+        );
+        assert_eq!(first_difference(b"a\n", b"a\nc\n"), "1 lines became 2");
+    }
 }

@@ -1,5 +1,6 @@
 //! The kernel's KVM selftests: which ones, and how they are built.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -7,11 +8,15 @@ use anyhow::{Context, Result, bail};
 use super::make::{self, is_object};
 use super::tree::Tree;
 use super::{Arch, Variant};
+use crate::command::Run;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
 /// Where the tests are in the source.
-const DIRECTORY: &str = "tools/testing/selftests/kvm";
+pub(super) const DIRECTORY: &str = "tools/testing/selftests/kvm";
+
+/// Where they are built, in a build directory.
+const OUTPUT: &str = "selftests-kvm";
 
 /// One line of kernel/selftests.list.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,6 +39,25 @@ impl Selftest {
         self.source
             .rsplit_once('/')
             .map_or(&self.source, |(_, name)| name)
+    }
+
+    /// Its name and what it is run with, for people.
+    pub(crate) fn label(&self) -> String {
+        let words = std::iter::once(self.name()).chain(self.arguments.iter().map(String::as_str));
+        words.collect::<Vec<_>>().join(" ")
+    }
+
+    /// Whether a tree has its source.
+    pub(super) fn is_in(&self, tree: &Tree) -> bool {
+        tree.path()
+            .join(DIRECTORY)
+            .join(format!("{}.c", self.source))
+            .exists()
+    }
+
+    /// The program, in a build directory.
+    fn program(&self, build: &Path) -> PathBuf {
+        build.join(OUTPUT).join(&self.source)
     }
 
     fn parse(line: &str) -> Result<Self> {
@@ -91,8 +115,7 @@ pub(crate) fn directory(variant: Variant, paths: &Paths) -> PathBuf {
     variant.out(paths).join("selftests")
 }
 
-/// Builds the listed tests, static so that an initramfs can hold them, with the headers that
-/// `build` has installed.
+/// Builds the listed tests and puts them where [`directory`] says.
 pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) -> Result<()> {
     let out = directory(variant, paths);
     if out.exists() {
@@ -102,50 +125,58 @@ pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) 
     let mut tests = list(variant.arch, paths)?;
     tests.retain(|test| !(variant.stock && test.ours));
     for test in &tests {
-        let source = tree
-            .path()
-            .join(DIRECTORY)
-            .join(format!("{}.c", test.source));
-        if !source.exists() {
+        if !test.is_in(tree) {
             bail!(
                 "kernel/selftests.list names {}, which the tree lacks",
-                source.display()
+                test.source
             );
         }
     }
-    if tests.is_empty() {
-        return Ok(());
-    }
-
-    let output = build.join("selftests-kvm");
-    std::fs::create_dir_all(&output).with_context(|| format!("create {}", output.display()))?;
-    let progress = Progress::start(
-        &format!("building the {} selftests", variant.name()),
-        None,
-        is_compile,
-    );
-    let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let run = crate::command::Run::new("make")
-        .arg("-C")
-        .arg(tree.path().join(DIRECTORY))
-        .arg(format!("-j{jobs}"));
-    let run = make::settings(run, paths, variant.arch, tree.path());
-    run.arg(format!("OUTPUT={}", output.display()))
-        .arg(format!(
-            "KHDR_INCLUDES=-isystem {}/usr/include",
-            build.display()
-        ))
-        // Added to, not replaced: the makefile's own flags come through the same variables.
-        .arg("LDLIBS=-static -ldl -pthread")
-        .args(tests.iter().map(|test| output.join(&test.source)))
-        .logged(&variant.out(paths).join("build.log"), &progress)?;
+    let what = format!("building the {} selftests", variant.name());
+    let progress = Progress::start(&what, None, is_compile);
+    let log = variant.out(paths).join("build.log");
+    compile(variant.arch, paths, tree, build, &tests, &log, &progress)?;
     progress.done();
     for test in &tests {
-        let (from, to) = (output.join(&test.source), out.join(test.name()));
+        let (from, to) = (test.program(build), out.join(test.name()));
         std::fs::copy(&from, &to)
             .with_context(|| format!("copy {} to {}", from.display(), to.display()))?;
     }
     Ok(())
+}
+
+/// Compiles tests in a build directory, static so that an initramfs can hold them, with the headers
+/// that are installed there.
+pub(super) fn compile(
+    arch: Arch,
+    paths: &Paths,
+    tree: &Tree,
+    build: &Path,
+    tests: &[Selftest],
+    log: &Path,
+    progress: &Progress,
+) -> Result<()> {
+    if tests.is_empty() {
+        return Ok(());
+    }
+    // A test may be listed more than once, with other arguments.
+    let programs: BTreeSet<_> = tests.iter().map(|test| test.program(build)).collect();
+    let output = build.join(OUTPUT);
+    std::fs::create_dir_all(&output).with_context(|| format!("create {}", output.display()))?;
+    let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let run = Run::new("make")
+        .arg("-C")
+        .arg(tree.path().join(DIRECTORY))
+        .arg(format!("-j{jobs}"));
+    make::settings(run, paths, arch, tree.path())
+        .arg(format!("OUTPUT={}", output.display()))
+        .arg(format!(
+            "KHDR_INCLUDES=-isystem {}/usr/include",
+            build.display()
+        ))
+        .arg("LDLIBS=-static -ldl -pthread")
+        .args(programs)
+        .logged(log, progress)
 }
 
 /// The selftests' makefile prints whole command lines.

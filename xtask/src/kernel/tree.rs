@@ -382,7 +382,7 @@ fn find_hunk(patch: &str, file: &str, line: u64) -> Option<(usize, String)> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     const PATCH: &str = "\
@@ -394,28 +394,37 @@ Subject: [PATCH] change b
 diff --git a/a.c b/a.c
 --- a/a.c
 +++ b/a.c
-@@ -1 +1 @@
+@@ -1,3 +1,3 @@
 -one
 +eins
-@@ -7,2 +7,2 @@ f
+ 2
+ 3
+@@ -5,4 +5,4 @@ f
+ 5
+ 6
 -seven
 +sieben
  eight
 diff --git a/b.c b/b.c
 --- a/b.c
 +++ b/b.c
-@@ -7 +7 @@
+@@ -5,3 +5,3 @@
+ 5
+ 6
 -x
 +y
 ";
 
     #[test]
     fn hunks_are_found_by_file_and_line() {
-        let (number, hunk) = find_hunk(PATCH, "a.c", 7).unwrap();
+        let (number, hunk) = find_hunk(PATCH, "a.c", 5).unwrap();
         assert_eq!(number, 2);
-        assert_eq!(hunk, "  @@ -7,2 +7,2 @@ f\n  -seven\n  +sieben\n   eight");
-        assert_eq!(find_hunk(PATCH, "b.c", 7).unwrap().0, 1);
-        assert!(find_hunk(PATCH, "b.c", 8).is_none());
+        assert_eq!(
+            hunk,
+            "  @@ -5,4 +5,4 @@ f\n   5\n   6\n  -seven\n  +sieben\n   eight"
+        );
+        assert_eq!(find_hunk(PATCH, "b.c", 5).unwrap().0, 1);
+        assert!(find_hunk(PATCH, "b.c", 7).is_none());
     }
 
     #[test]
@@ -440,7 +449,7 @@ diff --git a/b.c b/b.c
     }
 
     /// A tree over a repository with the files a.c and b.c, as [`PATCH`] expects them.
-    fn tree(dir: &Path) -> Tree {
+    pub(crate) fn tree(dir: &Path) -> Tree {
         let path = dir.join("tree");
         std::fs::create_dir(&path).unwrap();
         git(&path, ["init", "--quiet", "-b", BRANCH])

@@ -42,6 +42,7 @@ pub(super) struct Machine<'a> {
     pub(super) image: PathBuf,
     pub(super) agent: PathBuf,
     pub(super) spec: Vec<u8>,
+    pub(super) job_count: usize,
     pub(super) run_dir: PathBuf,
     pub(super) timeout: Duration,
 }
@@ -58,6 +59,7 @@ pub(crate) enum Output {
 /// What became of a VM.
 #[derive(Debug)]
 pub(crate) struct Outcome {
+    job_count: usize,
     /// How each command ended, as far as the VM came.
     pub(crate) ended: Vec<Ended>,
     /// Why the VM was lost, if it was.
@@ -72,7 +74,32 @@ pub(crate) struct Outcome {
     pub(crate) complaints: Vec<String>,
 }
 
+/// What became of one command.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct JobOutcome {
+    /// How it ended; `None` if the VM was lost before.
+    pub(crate) ended: Option<Ended>,
+    /// What it wrote.
+    pub(crate) stdout: Vec<u8>,
+    /// The same of standard error.
+    pub(crate) stderr: Vec<u8>,
+}
+
 impl Outcome {
+    /// What became of each of the VM's commands, if output was kept.
+    pub(crate) fn jobs(&self) -> Vec<JobOutcome> {
+        let count = self.job_count;
+        let (out, err) = (split(&self.stdout, count), split(&self.stderr, count));
+        let results = out.into_iter().zip(err).enumerate();
+        results
+            .map(|(index, (stdout, stderr))| JobOutcome {
+                ended: self.ended.get(index).copied(),
+                stdout,
+                stderr,
+            })
+            .collect()
+    }
+
     /// The console's last lines.
     pub(crate) fn console_tail(&self) -> String {
         tail(&self.console, CONSOLE_LINES)
@@ -151,6 +178,7 @@ pub(super) fn run(machine: &Machine<'_>, output: Output, paths: &Paths) -> Resul
     let stderr = kept.swap_remove(1);
     let stdout = kept.swap_remove(0);
     Ok(Outcome {
+        job_count: machine.job_count,
         ended,
         lost,
         stdout,
@@ -347,6 +375,41 @@ fn pass(name: &str, bytes: &[u8]) -> std::io::Result<()> {
     }
 }
 
+/// The agent's mark between the output of two commands.
+const SEPARATOR: u8 = 0x1e;
+
+/// Divides output into that of each command. With one command there are no marks.
+fn split(bytes: &[u8], count: usize) -> Vec<Vec<u8>> {
+    let mut parts = vec![Vec::new(); count];
+    if count == 1 {
+        parts[0] = bytes.to_vec();
+        return parts;
+    }
+    let mut current = None;
+    for line in bytes.split_inclusive(|byte| *byte == b'\n') {
+        // A command may end without a newline: the mark is then at its line's end.
+        let mark = line.iter().rposition(|byte| *byte == SEPARATOR);
+        let number = mark.and_then(|at| {
+            let digits = std::str::from_utf8(&line[at + 1..]).ok()?;
+            digits
+                .trim_end()
+                .parse::<usize>()
+                .ok()
+                .filter(|number| *number < count)
+        });
+        let text = if number.is_some() {
+            &line[..mark.unwrap_or(0)]
+        } else {
+            line
+        };
+        if let Some(part) = current.and_then(|index: usize| parts.get_mut(index)) {
+            part.extend_from_slice(text);
+        }
+        current = number.or(current);
+    }
+    parts
+}
+
 /// How QEMU came to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ending {
@@ -378,6 +441,13 @@ fn watch(child: &mut Child, timeout: Duration, complete: &AtomicBool) -> Result<
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn output_is_divided_at_the_marks() {
+        let parts = split(b"\x1e0\na\nb\x1e1\n\x1e2\nc\x1e\n", 3);
+        assert_eq!(parts, [b"a\nb".to_vec(), Vec::new(), b"c\x1e\n".to_vec()]);
+        assert_eq!(split(b"x\x1e0\n", 1), [b"x\x1e0\n".to_vec()]);
+    }
 
     #[test]
     fn commas_of_a_path_are_doubled() {

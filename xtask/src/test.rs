@@ -1,0 +1,185 @@
+//! `cargo xtask test`: everything that must hold before a change is taken.
+
+mod host;
+mod lab;
+mod libtest;
+mod tally;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use clap::{Args, ValueEnum};
+
+use crate::command::Run;
+use crate::kernel::{Arch, Variant, build, check};
+use crate::paths::Paths;
+use crate::progress::Progress;
+use crate::{setup, uapi};
+
+use tally::{Tally, Verdict};
+
+/// The verb's arguments.
+#[derive(Debug, Args)]
+pub(crate) struct TestArgs {
+    /// Only these steps (may be given several times)
+    #[arg(long, value_enum, value_name = "STEP")]
+    only: Vec<Step>,
+}
+
+/// The steps, in the order in which they run: what fails quickly comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Step {
+    /// rustfmt
+    Format,
+    /// clippy, with warnings denied
+    Clippy,
+    /// Every crate's tests, on this machine
+    Host,
+    /// Build the kernels: patched for both architectures, stock
+    Kernel,
+    /// The generated constants are the patched headers'
+    Uapi,
+    /// Each patch of the series by itself
+    Patches,
+    /// Selftests, integration tests and a short benchmark on the patched kernel
+    Lab,
+    /// A short benchmark on the stock kernel
+    Stock,
+    /// Selftests on arm64
+    Arm64,
+}
+
+impl Step {
+    fn name(self) -> String {
+        self.to_possible_value()
+            .map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+/// The run so far.
+struct Testing<'a> {
+    paths: &'a Paths,
+    tally: Tally,
+}
+
+/// Runs the verb. The last line that it prints is `N passed, N failed, N skipped`.
+pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
+    setup::run()?;
+    let started = Instant::now();
+    let mut testing = Testing {
+        paths,
+        tally: Tally::default(),
+    };
+    for step in Step::value_variants() {
+        if !args.only.is_empty() && !args.only.contains(step) {
+            continue;
+        }
+        let name = step.name();
+        println!("== {name}");
+        let start = Instant::now();
+        let before = testing.tally.clone();
+        if let Err(error) = testing.step(*step) {
+            testing
+                .tally
+                .add(&name, "step", Verdict::Failed(format!("{error:#}")));
+        }
+        let counts = testing.tally.since(&before);
+        println!(
+            "== {name}: {counts} in {:.0} s",
+            start.elapsed().as_secs_f64()
+        );
+    }
+    print!("{}", testing.tally.details());
+    println!("tested in {:.0} s", started.elapsed().as_secs_f64());
+    println!("{}", testing.tally.closing_line());
+    Ok(if testing.tally.ok() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+impl Testing<'_> {
+    fn step(&mut self, step: Step) -> Result<()> {
+        match step {
+            Step::Format => self.cargo("format", &["fmt", "--all", "--check"]),
+            Step::Clippy => self.cargo(
+                "clippy",
+                &[
+                    "clippy",
+                    "--workspace",
+                    "--all-targets",
+                    "--",
+                    "-D",
+                    "warnings",
+                ],
+            ),
+            Step::Host => host::run(self.paths, &mut self.tally),
+            Step::Kernel => self.kernels(),
+            Step::Uapi => {
+                uapi::run(&uapi::UapiArgs::check(), self.paths)?;
+                self.tally
+                    .add("uapi", "generated constants", Verdict::Passed);
+                Ok(())
+            }
+            Step::Patches => self.patches(),
+            Step::Lab => lab::patched(self.paths, &mut self.tally),
+            Step::Stock => lab::stock(self.paths, &mut self.tally),
+            Step::Arm64 => lab::arm64(self.paths, &mut self.tally),
+        }
+    }
+
+    /// A cargo command that passes or fails as a whole.
+    fn cargo(&mut self, name: &str, arguments: &[&str]) -> Result<()> {
+        let log = log_file(self.paths, name)?;
+        let progress = Progress::spinner(&format!("cargo {}", arguments[0]));
+        Run::new("cargo")
+            .args(arguments)
+            .dir(self.paths.root())
+            .logged(&log, &progress)?;
+        progress.done();
+        self.tally.add(name, arguments[0], Verdict::Passed);
+        Ok(())
+    }
+
+    fn kernels(&mut self) -> Result<()> {
+        let stock = Variant {
+            stock: true,
+            ..Variant::patched(Arch::X86_64)
+        };
+        for variant in [
+            Variant::patched(Arch::X86_64),
+            stock,
+            Variant::patched(Arch::Arm64),
+        ] {
+            let verdict = match build::ensure(variant, self.paths) {
+                Ok(()) => Verdict::Passed,
+                Err(error) => Verdict::Failed(format!("{error:#}")),
+            };
+            self.tally.add("kernel", &variant.name(), verdict);
+        }
+        Ok(())
+    }
+
+    fn patches(&mut self) -> Result<()> {
+        let results = check::check(&check::CheckArgs::default(), self.paths)?;
+        for (name, failure) in results {
+            self.tally.add(
+                "patches",
+                &name,
+                failure.map_or(Verdict::Passed, Verdict::Failed),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// A fresh log for a step.
+fn log_file(paths: &Paths, name: &str) -> Result<std::path::PathBuf> {
+    let dir = paths.target().join("test");
+    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    let file = dir.join(format!("{name}.log"));
+    std::fs::write(&file, "").with_context(|| format!("write {}", file.display()))?;
+    Ok(file)
+}

@@ -1,0 +1,180 @@
+//! The crates' tests on this machine.
+
+use std::path::PathBuf;
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use super::libtest::Report;
+use super::log_file;
+use super::tally::Tally;
+use crate::command::Run;
+use crate::paths::Paths;
+use crate::progress::Progress;
+
+/// A compiled test program.
+#[derive(Debug, Clone)]
+pub(super) struct TestProgram {
+    /// Package and target, for people; the same in every place where it runs.
+    pub(super) group: String,
+    pub(super) package: String,
+    pub(super) executable: PathBuf,
+    /// Where cargo would run it.
+    pub(super) directory: PathBuf,
+    /// A file of tests/, in contrast to a crate's own unit tests.
+    pub(super) integration: bool,
+}
+
+/// Runs every test of the workspace here.
+pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let programs = programs(paths)?;
+    let log = log_file(paths, "host")?;
+    for program in &programs {
+        let progress = Progress::spinner(&program.group);
+        let output = Run::new(&program.executable)
+            .arg("--show-output")
+            .dir(&program.directory)
+            .env("CARGO_MANIFEST_DIR", &program.directory)
+            .command()
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("start {}", program.executable.display()))?;
+        progress.done();
+        let text = String::from_utf8_lossy(&output.stdout);
+        append(&log, &program.group, &[&output.stdout, &output.stderr])?;
+        let ended = (!output.status.success()).then(|| output.status.to_string());
+        Report::parse(&text).count(&program.group, ended.as_deref(), tally);
+    }
+    doc_tests(paths, tally)
+}
+
+fn doc_tests(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let progress = Progress::spinner("documentation's examples");
+    let output = Run::new("cargo")
+        .args([
+            "test",
+            "--quiet",
+            "--doc",
+            "--workspace",
+            "--",
+            "--show-output",
+            "--format=pretty",
+        ])
+        .dir(paths.root())
+        .command()
+        .stdin(Stdio::null())
+        .output()
+        .context("start cargo")?;
+    progress.done();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let ended = (!output.status.success()).then(|| {
+        format!(
+            "{}\n{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr).trim_end()
+        )
+    });
+    Report::parse(&text).count("documentation", ended.as_deref(), tally);
+    Ok(())
+}
+
+/// Compiles every test program of the workspace.
+pub(super) fn programs(paths: &Paths) -> Result<Vec<TestProgram>> {
+    let progress = Progress::spinner("compiling the tests");
+    let output = Run::new("cargo")
+        .args([
+            "test",
+            "--workspace",
+            "--no-run",
+            "--quiet",
+            "--message-format=json",
+        ])
+        .arg("--target-dir")
+        .arg(paths.target())
+        .dir(paths.root())
+        .command()
+        .stdin(Stdio::null())
+        .output()
+        .context("start cargo")?;
+    progress.done();
+    let text = String::from_utf8_lossy(&output.stdout);
+    if !output.status.success() {
+        bail!(
+            "the tests do not compile\n{}{}",
+            compiler_errors(&text),
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    let mut programs: Vec<_> = text.lines().filter_map(parse_artifact).collect();
+    programs.sort_by(|a, b| a.group.cmp(&b.group));
+    Ok(programs)
+}
+
+/// One line of cargo's JSON, if it tells of a test program.
+fn parse_artifact(line: &str) -> Option<TestProgram> {
+    let message: Value = serde_json::from_str(line).ok()?;
+    if message.get("reason")? != "compiler-artifact" || message.get("profile")?.get("test")? != true
+    {
+        return None;
+    }
+    let executable = PathBuf::from(message.get("executable")?.as_str()?);
+    let manifest = PathBuf::from(message.get("manifest_path")?.as_str()?);
+    let directory = manifest.parent()?.to_owned();
+    let package = directory.file_name()?.to_string_lossy().into_owned();
+    let target = message.get("target")?;
+    let kind = target.get("kind")?.get(0)?.as_str()?;
+    let name = target.get("name")?.as_str()?;
+    let integration = kind == "test";
+    let group = if integration {
+        format!("{package}/{name}")
+    } else {
+        format!("{package} ({kind})")
+    };
+    Some(TestProgram {
+        group,
+        package,
+        executable,
+        directory,
+        integration,
+    })
+}
+
+fn compiler_errors(json: &str) -> String {
+    json.lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
+        .filter_map(|message| {
+            let message = message.get("message")?;
+            (message.get("level")? == "error")
+                .then(|| message.get("rendered")?.as_str().map(str::to_owned))?
+        })
+        .collect()
+}
+
+/// Adds a program's output to a log.
+pub(super) fn append(log: &std::path::Path, title: &str, parts: &[&[u8]]) -> Result<()> {
+    let mut text = std::fs::read(log).unwrap_or_default();
+    text.extend_from_slice(format!("==== {title}\n").as_bytes());
+    for part in parts {
+        text.extend_from_slice(part);
+    }
+    std::fs::write(log, text).with_context(|| format!("write {}", log.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_programs_are_found_in_cargos_messages() {
+        let line = r#"{"reason":"compiler-artifact","manifest_path":"/w/crates/kvm/Cargo.toml",
+            "target":{"kind":["test"],"name":"slots"},"profile":{"test":true},
+            "executable":"/w/target/debug/deps/slots-1"}"#;
+        let program = parse_artifact(line).unwrap();
+        assert_eq!(program.group, "kvm/slots");
+        assert!(program.integration);
+        assert_eq!(program.directory, PathBuf::from("/w/crates/kvm"));
+        assert!(parse_artifact(&line.replace("\"test\":true", "\"test\":false")).is_none());
+        assert!(parse_artifact("not json").is_none());
+    }
+}

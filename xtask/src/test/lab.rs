@@ -1,0 +1,255 @@
+//! Tests in VMs.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Result;
+
+use super::host::{self, TestProgram};
+use super::libtest::Report;
+use super::log_file;
+use super::tally::{Tally, Verdict};
+use crate::kernel::selftests::{self, Selftest};
+use crate::kernel::{Arch, Variant};
+use crate::paths::Paths;
+use crate::progress::Progress;
+use crate::vm::{self, Ended, Job, JobOutcome, Output, VmArgs};
+
+/// For each test program; a software CPU is slow.
+const JOB_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// For a whole VM.
+const VM_TIMEOUT: u64 = 1500;
+
+/// The exit status with which a kernel selftest says that it could not run.
+const KSFT_SKIP: u8 = 4;
+
+/// Huge pages of both sizes, for the tests that need them.
+const HUGE_PAGES: &str =
+    "default_hugepagesz=2M hugepagesz=1G hugepages=1 hugepagesz=2M hugepages=160";
+
+/// What one job of a VM is.
+enum Kind {
+    Selftest(Selftest),
+    Program(TestProgram),
+    /// Passes if it exits with 0.
+    Command(&'static str),
+}
+
+/// The patched kernel: selftests, the crates' tests, a short benchmark.
+pub(super) fn patched(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let variant = Variant::patched(Arch::X86_64);
+    let mut jobs = selftest_jobs(variant, paths)?;
+    for program in host::programs(paths)? {
+        // What a machine without our kernel can run as well need not run twice.
+        let needs_lab = program.integration || tally.any_skipped(&program.group);
+        if program.package != "xtask" && needs_lab {
+            let command = vec![program.executable.clone().into(), "--show-output".into()];
+            let directory = program.directory.clone();
+            let timeout = Some(JOB_TIMEOUT);
+            jobs.push((
+                Kind::Program(program),
+                Job {
+                    command,
+                    directory,
+                    timeout,
+                },
+            ));
+        }
+    }
+    jobs.push(command(paths, "pagetide probe", &["pagetide", "probe"]));
+    jobs.push(bench(paths, "uffd,exit", "smoke"));
+    let mut args = VmArgs::new(variant);
+    args.memory = "4G".into();
+    args.append.push(HUGE_PAGES.into());
+    run("lab", args, &jobs, paths, tally)
+}
+
+/// The stock kernel: what is left of the benchmark there.
+pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let variant = Variant {
+        stock: true,
+        ..Variant::patched(Arch::X86_64)
+    };
+    let jobs = [
+        command(paths, "pagetide probe", &["pagetide", "probe"]),
+        bench(paths, "uffd", "smoke-stock"),
+    ];
+    run("stock", VmArgs::new(variant), &jobs, paths, tally)
+}
+
+/// The patched kernel on arm64: selftests.
+pub(super) fn arm64(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let variant = Variant::patched(Arch::Arm64);
+    let jobs = selftest_jobs(variant, paths)?;
+    run("arm64", VmArgs::new(variant), &jobs, paths, tally)
+}
+
+fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
+    let directory = match variant.arch {
+        Arch::X86_64 => selftests::directory(variant, paths),
+        Arch::Arm64 => PathBuf::from("/selftests"),
+    };
+    let mut jobs = Vec::new();
+    for test in selftests::list(variant.arch, paths)?
+        .into_iter()
+        .filter(|test| test.run)
+    {
+        let mut command: Vec<OsString> = vec![directory.join(test.name()).into()];
+        command.extend(test.arguments.iter().map(OsString::from));
+        let job = Job {
+            command,
+            directory: directory.clone(),
+            timeout: Some(JOB_TIMEOUT),
+        };
+        jobs.push((Kind::Selftest(test), job));
+    }
+    Ok(jobs)
+}
+
+fn command(paths: &Paths, name: &'static str, words: &[&str]) -> (Kind, Job) {
+    let job = Job {
+        command: words.iter().map(OsString::from).collect(),
+        directory: paths.root().to_owned(),
+        timeout: Some(JOB_TIMEOUT),
+    };
+    (Kind::Command(name), job)
+}
+
+/// A benchmark that is only long enough to take every path.
+fn bench(paths: &Paths, delivery: &str, out: &str) -> (Kind, Job) {
+    let out = paths.target().join("pagetide").join(out);
+    let mut words: Vec<OsString> = "pagetide bench paging --vcpus 1,2 --per-vcpu 1M --runs 1"
+        .split(' ')
+        .map(OsString::from)
+        .collect();
+    words.extend([
+        "--delivery".into(),
+        delivery.into(),
+        "--out".into(),
+        out.into(),
+    ]);
+    let directory = paths.root().to_owned();
+    let job = Job {
+        command: words,
+        directory,
+        timeout: Some(JOB_TIMEOUT),
+    };
+    (Kind::Command("pagetide bench paging"), job)
+}
+
+/// Boots one VM for all jobs and counts what became of them.
+fn run(
+    lane: &str,
+    mut args: VmArgs,
+    jobs: &[(Kind, Job)],
+    paths: &Paths,
+    tally: &mut Tally,
+) -> Result<()> {
+    args.timeout = VM_TIMEOUT;
+    let log = log_file(paths, lane)?;
+    let list: Vec<Job> = jobs.iter().map(|(_, job)| job.clone()).collect();
+    let progress = Progress::spinner(&format!("{} jobs in a VM", jobs.len()));
+    let outcome = vm::boot(&args, &list, Output::Keep, paths)?;
+    progress.done();
+    for (kind, result) in jobs.iter().map(|(kind, _)| kind).zip(outcome.jobs()) {
+        host::append(&log, &kind.name(), &[&result.stdout, &result.stderr])?;
+        kind.count(lane, &result, tally);
+    }
+    if let Some(reason) = &outcome.lost {
+        let cause = format!("the VM was lost: {reason}\n{}", outcome.console_tail());
+        tally.add(lane, "the VM", Verdict::Failed(cause));
+    }
+    let verdict = if outcome.complaints.is_empty() {
+        Verdict::Passed
+    } else {
+        let lines = outcome.complaints.join("\n  ");
+        Verdict::Failed(format!("{}:\n  {lines}", outcome.console.display()))
+    };
+    tally.add(lane, "no complaint of the kernel", verdict);
+    Ok(())
+}
+
+impl Kind {
+    fn name(&self) -> String {
+        match self {
+            Self::Selftest(test) => test.label(),
+            Self::Program(program) => program.group.clone(),
+            Self::Command(name) => (*name).to_owned(),
+        }
+    }
+
+    fn count(&self, lane: &str, result: &JobOutcome, tally: &mut Tally) {
+        let name = self.name();
+        let Some(ended) = result.ended else {
+            let cause = "the VM was lost before it ended".to_owned();
+            tally.add(lane, &name, Verdict::Failed(cause));
+            return;
+        };
+        let stdout = String::from_utf8_lossy(&result.stdout);
+        match self {
+            Self::Program(program) => {
+                let cause = (ended != Ended::Exit(0)).then(|| ended.to_string());
+                Report::parse(&stdout).count(&program.group, cause.as_deref(), tally);
+            }
+            Self::Selftest(_) | Self::Command(_) => {
+                let text = format!("{stdout}{}", String::from_utf8_lossy(&result.stderr));
+                let selftest = matches!(self, Self::Selftest(_));
+                tally.add(lane, &name, verdict(ended, &text, selftest));
+            }
+        }
+    }
+}
+
+/// What a selftest's or a command's end means.
+fn verdict(ended: Ended, text: &str, selftest: bool) -> Verdict {
+    // Parts of a selftest that were left out: "ok 3 # SKIP reason", "1..0 # SKIP - reason".
+    let skipped: Vec<_> = text
+        .lines()
+        .filter_map(|line| line.split_once("# SKIP"))
+        .collect();
+    let reason = skipped
+        .iter()
+        .map(|(_, reason)| reason.trim_start_matches([' ', '-']))
+        .collect::<Vec<_>>()
+        .join("; ");
+    match ended {
+        Ended::Exit(0) if selftest && !skipped.is_empty() => Verdict::Skipped(reason),
+        Ended::Exit(0) => Verdict::Passed,
+        Ended::Exit(KSFT_SKIP) if selftest => Verdict::Skipped(if reason.is_empty() {
+            text.lines().last().unwrap_or("no reason given").to_owned()
+        } else {
+            reason
+        }),
+        _ => {
+            let lines: Vec<_> = text.lines().collect();
+            let first = lines.len().saturating_sub(20);
+            Verdict::Failed(format!("{ended}\n  {}", lines[first..].join("\n  ")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn selftests_say_skip_in_two_ways() {
+        let text = "1..0 # SKIP - Requirement not met: is_kvm()\n";
+        let skipped = Verdict::Skipped("Requirement not met: is_kvm()".into());
+        assert_eq!(verdict(Ended::Exit(4), text, true), skipped);
+        assert_eq!(verdict(Ended::Exit(0), "ok 1\nok 2 # SKIP why\n", true), {
+            Verdict::Skipped("why".into())
+        });
+        assert_eq!(verdict(Ended::Exit(0), "ok 1\n", true), Verdict::Passed);
+        assert!(matches!(
+            verdict(Ended::Exit(4), text, false),
+            Verdict::Failed(_)
+        ));
+        assert!(matches!(
+            verdict(Ended::Signal(6), "", true),
+            Verdict::Failed(_)
+        ));
+    }
+}

@@ -1,0 +1,192 @@
+//! Reading what a Rust test binary prints.
+
+use super::tally::{Tally, Verdict};
+
+/// What a binary that ran with `--show-output` told.
+#[derive(Debug, Default)]
+pub(super) struct Report {
+    /// Name and verdict.
+    tests: Vec<(String, Verdict)>,
+    /// Whether the binary got to its `test result:` line.
+    complete: bool,
+}
+
+impl Report {
+    /// Reads a binary's whole output.
+    pub(super) fn parse(output: &str) -> Self {
+        let mut report = Self::default();
+        let mut section: Option<String> = None;
+        let mut sections: Vec<(String, String)> = Vec::new();
+        for line in output.lines() {
+            if let Some((name, verdict)) = result_line(line) {
+                report.tests.push((name, verdict));
+                section = None;
+            } else if line.starts_with("test result: ") {
+                report.complete = true;
+                section = None;
+            } else if let Some(name) = section_line(line) {
+                section = Some(name.to_owned());
+                sections.push((name.to_owned(), String::new()));
+            } else if section.is_some()
+                && let Some((_, text)) = sections.last_mut()
+            {
+                text.push_str(line);
+                text.push('\n');
+            }
+        }
+        for (name, verdict) in &mut report.tests {
+            let text: String = sections
+                .iter()
+                .filter(|(n, _)| n == name)
+                .map(|(_, t)| t.as_str())
+                .collect();
+            match verdict {
+                // A test that left a part of itself out did not pass as a whole.
+                Verdict::Passed => {
+                    if let Some(reason) = skip_reason(&text) {
+                        *verdict = Verdict::Skipped(reason);
+                    }
+                }
+                Verdict::Failed(cause) => *cause = last_lines(&text),
+                Verdict::Skipped(_) => {}
+            }
+        }
+        report
+    }
+
+    /// Counts the tests under a group's name. `ended` is why the binary did not end well, if it
+    /// did not; a binary that died before its end is a failure of its own.
+    pub(super) fn count(self, group: &str, ended: Option<&str>, tally: &mut Tally) {
+        let explained = self
+            .tests
+            .iter()
+            .any(|(_, verdict)| matches!(verdict, Verdict::Failed(_)));
+        for (name, verdict) in self.tests {
+            tally.add(group, &name, verdict);
+        }
+        if !self.complete || (ended.is_some() && !explained) {
+            let ended = ended.unwrap_or("it told no result");
+            tally.add(group, "the test program", Verdict::Failed(ended.to_owned()));
+        }
+    }
+}
+
+/// `test NAME ... ok` and its like. Another thread's output may stand between name and result.
+fn result_line(line: &str) -> Option<(String, Verdict)> {
+    let (name, result) = line.strip_prefix("test ")?.rsplit_once(" ... ")?;
+    let name = name
+        .strip_suffix(" - should panic")
+        .unwrap_or(name)
+        .to_owned();
+    let verdict = match result
+        .split_once(',')
+        .map_or(result, |(word, _)| word)
+        .trim()
+    {
+        "ok" => Verdict::Passed,
+        "FAILED" => Verdict::Failed(String::new()),
+        "ignored" => {
+            let reason = result
+                .split_once(", ")
+                .map_or("ignored", |(_, reason)| reason);
+            Verdict::Skipped(reason.to_owned())
+        }
+        _ => return None,
+    };
+    Some((name, verdict))
+}
+
+/// `---- NAME stdout ----`
+fn section_line(line: &str) -> Option<&str> {
+    line.strip_prefix("---- ")?.strip_suffix(" stdout ----")
+}
+
+/// The reasons of a test's `SKIP:` lines.
+fn skip_reason(text: &str) -> Option<String> {
+    let reasons: Vec<_> = text
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("SKIP: "))
+        .collect();
+    (!reasons.is_empty()).then(|| reasons.join("; "))
+}
+
+fn last_lines(text: &str) -> String {
+    let lines: Vec<_> = text
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .collect();
+    let first = lines.len().saturating_sub(20);
+    lines[first..].join("\n  ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OUTPUT: &str = "
+running 4 tests
+test a::passes ... ok
+test b ... ok
+test c ... FAILED
+test d ... ignored, too slow
+
+successes:
+
+---- b stdout ----
+SKIP: no /dev/kvm
+SKIP: no pool
+
+successes:
+    a::passes
+    b
+
+failures:
+
+---- c stdout ----
+thread 'c' panicked at src/lib.rs:1:1:
+boom
+
+failures:
+    c
+
+test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out
+";
+
+    #[test]
+    fn verdicts_and_reasons_are_read() {
+        let report = Report::parse(OUTPUT);
+        assert!(report.complete);
+        let verdict = |name: &str| {
+            report
+                .tests
+                .iter()
+                .find(|(n, _)| n == name)
+                .map(|(_, v)| v.clone())
+                .unwrap()
+        };
+        assert_eq!(verdict("a::passes"), Verdict::Passed);
+        assert_eq!(
+            verdict("b"),
+            Verdict::Skipped("no /dev/kvm; no pool".into())
+        );
+        assert_eq!(verdict("d"), Verdict::Skipped("too slow".into()));
+        let Verdict::Failed(cause) = verdict("c") else {
+            panic!("c did not fail")
+        };
+        assert!(cause.contains("boom") && !cause.contains("SKIP"), "{cause}");
+    }
+
+    #[test]
+    fn a_program_that_dies_is_a_failure() {
+        let mut tally = Tally::default();
+        Report::parse("test a ... ok\n").count("g", Some("killed by signal 11"), &mut tally);
+        assert_eq!(tally.closing_line(), "1 passed, 1 failed, 0 skipped");
+    }
+
+    #[test]
+    fn a_failed_test_explains_the_exit_status() {
+        let mut tally = Tally::default();
+        Report::parse(OUTPUT).count("g", Some("exit status 101"), &mut tally);
+        assert_eq!(tally.closing_line(), "1 passed, 1 failed, 2 skipped");
+    }
+}
