@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use pagetide_kvm::SlotFlags;
-use pagetide_memory::{Backing, GuestAddress, Region, RegionError};
+use pagetide_memory::{Backing, GuestAddress, GuestRange, Region, RegionError};
 
 use crate::layout::{DATA_GPA, Layout};
 
@@ -86,17 +86,22 @@ pub enum ConfigError {
         /// vCPUs.
         vcpus: u32,
     },
-    /// A data region from outside has the wrong address or size.
+    /// A data region from outside is not what the configuration asks for.
     #[error(
-        "the data region has {bytes} bytes at {gpa}; needed are {needed_bytes} at {DATA_GPA:#x}"
+        "the data region has {bytes} bytes of {backing} at {gpa}; needed are {needed_bytes} bytes \
+         of {needed_backing} at {DATA_GPA:#x}"
     )]
     WrongRegion {
         /// Its gpa.
         gpa: GuestAddress,
         /// Its size.
         bytes: u64,
+        /// What it is made of.
+        backing: Backing,
         /// The size that the configuration asks for.
         needed_bytes: u64,
+        /// The backing that the configuration asks for.
+        needed_backing: Backing,
     },
 }
 
@@ -133,6 +138,17 @@ impl MachineConfig {
             self.data_bytes().unwrap_or(u64::MAX),
             self.backing,
         )
+    }
+
+    /// The part of the data region that belongs to a vCPU, for registering each part by itself.
+    /// With `overlap`, the others walk it, too. None if there is no such vCPU or part.
+    #[must_use]
+    pub fn vcpu_range(&self, vcpu: u32) -> Option<GuestRange> {
+        let offset = self.per_vcpu_bytes.checked_mul(vcpu.into())?;
+        let start = GuestAddress(DATA_GPA)
+            .checked_add(offset)
+            .filter(|_| vcpu < self.vcpus)?;
+        GuestRange::new(start, self.per_vcpu_bytes).ok()
     }
 
     /// What a vCPU walks.
@@ -295,6 +311,14 @@ mod tests {
             .collect();
         assert_eq!(bases, [0, MIB, 2 * MIB]);
         assert_eq!(config.walk(2).pages.get(), 256);
+        for vcpu in 0..3 {
+            let range = config.vcpu_range(vcpu).expect("one for each vCPU");
+            assert_eq!(
+                (range.start().0, range.bytes()),
+                (config.walk(vcpu).base, MIB)
+            );
+        }
+        assert_eq!(config.vcpu_range(3), None);
         config.overlap = true;
         for vcpu in 0..3 {
             assert_eq!(config.walk(vcpu).base, DATA_GPA);

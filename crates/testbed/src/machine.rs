@@ -57,11 +57,15 @@ impl Machine {
             Some(region) => region,
             None => Arc::new(config.data_region().map_err(MachineError::Data)?),
         };
-        if (data.gpa(), data.bytes()) != (GuestAddress(DATA_GPA), layout.data_bytes()) {
+        let found = (data.gpa(), data.bytes(), data.backing());
+        if found != (GuestAddress(DATA_GPA), layout.data_bytes(), config.backing) {
+            let (gpa, bytes, backing) = found;
             return Err(MachineError::Config(ConfigError::WrongRegion {
-                gpa: data.gpa(),
-                bytes: data.bytes(),
+                gpa,
+                bytes,
+                backing,
                 needed_bytes: layout.data_bytes(),
+                needed_backing: config.backing,
             }));
         }
 
