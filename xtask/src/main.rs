@@ -1,5 +1,6 @@
 //! The project's tooling: `cargo xtask VERB`. One file a verb.
 
+mod bench;
 mod command;
 mod kernel;
 mod paths;
@@ -43,6 +44,12 @@ enum Verb {
     ///
     /// The last line is `N passed, N failed, N skipped`.
     Test(test::TestArgs),
+    /// The main job in a few minutes: page memory in with and without exits, show table and page
+    Demo,
+    /// Take the measurements that SPECIFICATION.md promises figures for
+    Bench,
+    /// Tell where the pages of the measurements are
+    Report,
 }
 
 fn main() -> ExitCode {
@@ -51,6 +58,9 @@ fn main() -> ExitCode {
         Verb::Setup => setup::run().map(|()| ExitCode::SUCCESS),
         Verb::Kernel(verb) => kernel::run(verb, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Vm(args) => vm::run(args, &paths),
+        Verb::Demo => bench::demo(&paths),
+        Verb::Bench => bench::bench(&paths),
+        Verb::Report => bench::report(&paths),
         Verb::Test(args) => test::run(args, &paths),
         Verb::Uapi(args) => uapi::run(args, &paths).map(|()| ExitCode::SUCCESS),
     });

@@ -22,7 +22,7 @@ pub(crate) use agent::{Ended, Job};
 pub(crate) use qemu::{JobOutcome, Outcome, Output};
 
 /// The exit status that says that the VM was lost, and nothing of the command.
-const LOST: u8 = 125;
+pub(crate) const LOST: u8 = 125;
 
 /// How a VM is run.
 #[derive(Debug, Clone, Args)]
@@ -118,6 +118,12 @@ pub(crate) fn run(args: &VerbArgs, paths: &Paths) -> Result<ExitCode> {
         timeout: None,
     };
     let outcome = boot(&args.vm, &[job], Output::Pass, paths)?;
+    Ok(ExitCode::from(show(&outcome)))
+}
+
+/// Tells what a person should know of a VM with one command, whose output was passed on; returns the
+/// exit status for it.
+pub(crate) fn show(outcome: &Outcome) -> u8 {
     for line in &outcome.complaints {
         eprintln!("the VM's kernel complained: {line}");
     }
@@ -125,7 +131,12 @@ pub(crate) fn run(args: &VerbArgs, paths: &Paths) -> Result<ExitCode> {
         eprintln!("the VM's console: {}", outcome.console.display());
     }
     match (&outcome.lost, outcome.ended.first()) {
-        (None, Some(ended)) => Ok(ExitCode::from(ended.code())),
+        (None, Some(ended)) => {
+            if *ended != Ended::Exit(ended.code()) {
+                eprintln!("the command was {ended}");
+            }
+            ended.code()
+        }
         (lost, _) => {
             let reason = lost.as_deref().unwrap_or("it told no exit status");
             eprintln!(
@@ -133,7 +144,7 @@ pub(crate) fn run(args: &VerbArgs, paths: &Paths) -> Result<ExitCode> {
                 outcome.console.display()
             );
             eprint!("{}", outcome.console_tail());
-            Ok(ExitCode::from(LOST))
+            LOST
         }
     }
 }

@@ -1,0 +1,170 @@
+//! `cargo xtask demo`, `bench` and `report`: the benchmark in the lab, and where its pages are.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail};
+
+use crate::kernel::{Arch, Variant};
+use crate::paths::Paths;
+use crate::setup;
+use crate::vm::{self, Job, LOST, Output, Timing, VmArgs};
+
+/// How often a measurement whose VM was lost is repeated. Only the parallel software CPU loses VMs.
+const TRIES: u32 = 4;
+
+/// A run of `pagetide bench paging` in a VM.
+struct Measurement {
+    /// Its directory below target/pagetide; empty for that directory itself.
+    name: &'static str,
+    timing: Timing,
+    arguments: &'static str,
+    /// For the VM.
+    seconds: u64,
+}
+
+/// A few minutes: what the README shows.
+const DEMO: Measurement = Measurement {
+    name: "",
+    timing: Timing::Parallel,
+    arguments: "--vcpus 1,2 --per-vcpu 16M --delivery uffd,exit --fault-around 1,16 \
+                --backing shmem --mode minor --uffds single --readers 1 --runs 7",
+    seconds: 900,
+};
+
+/// What SPECIFICATION.md promises.
+const SPECIFICATION: [Measurement; 2] = [
+    Measurement {
+        name: "instructions",
+        timing: Timing::Instructions,
+        arguments: "--vcpus 1,2,4,8 --per-vcpu 16M --delivery uffd,exit --fault-around 1,16 \
+                    --backing shmem --mode minor --uffds single --readers 1 --runs 7",
+        seconds: 3600,
+    },
+    Measurement {
+        name: "parallel",
+        timing: Timing::Parallel,
+        arguments: "--vcpus 1,2 --per-vcpu 16M --delivery none,uffd,exit --fault-around 1,16 \
+                    --backing shmem --mode minor --uffds single --readers 1 --runs 9",
+        seconds: 1800,
+    },
+];
+
+/// Builds the kernel if need be, boots it, and shows the table and the page.
+pub(crate) fn demo(paths: &Paths) -> Result<ExitCode> {
+    setup::run()?;
+    measure(&DEMO, paths)
+}
+
+/// Takes the measurements of SPECIFICATION.md.
+pub(crate) fn bench(paths: &Paths) -> Result<ExitCode> {
+    setup::run()?;
+    for measurement in &SPECIFICATION {
+        println!(
+            "== {}: pagetide bench paging {}",
+            measurement.name, measurement.arguments
+        );
+        let code = measure(measurement, paths)?;
+        if code != ExitCode::SUCCESS {
+            return Ok(code);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Tells where the results are.
+pub(crate) fn report(paths: &Paths) -> Result<ExitCode> {
+    let top = paths.target().join("pagetide");
+    let mut pages = Vec::new();
+    if top.exists() {
+        find_pages(&top, &mut pages)?;
+    }
+    if pages.is_empty() {
+        bail!(
+            "no results below {}: run `make demo` or `make bench`",
+            top.display()
+        );
+    }
+    for page in pages {
+        println!("{}", page.display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn find_pages(dir: &Path, pages: &mut Vec<PathBuf>) -> Result<()> {
+    let mut entries: Vec<_> = std::fs::read_dir(dir)
+        .with_context(|| format!("read {}", dir.display()))?
+        .map(|entry| entry.map(|e| e.path()))
+        .collect::<Result<_, _>>()?;
+    entries.sort();
+    for entry in entries {
+        if entry.is_dir() {
+            find_pages(&entry, pages)?;
+        } else if entry
+            .extension()
+            .is_some_and(|extension| extension == "html")
+        {
+            pages.push(entry);
+        }
+    }
+    Ok(())
+}
+
+fn measure(measurement: &Measurement, paths: &Paths) -> Result<ExitCode> {
+    let mut args = VmArgs::new(Variant::patched(Arch::X86_64));
+    args.timing = measurement.timing;
+    args.timeout = measurement.seconds;
+    let out = paths.target().join("pagetide").join(measurement.name);
+    for lost in 0..TRIES {
+        let job = job(measurement, lost, &out, paths);
+        let code = vm::show(&vm::boot(&args, &[job], Output::Pass, paths)?);
+        if code != LOST || measurement.timing != Timing::Parallel {
+            if code == 0 {
+                println!("the page: {}", out.join("paging.html").display());
+            }
+            return Ok(ExitCode::from(code));
+        }
+        eprintln!("the parallel software CPU loses a VM now and then; once more");
+    }
+    bail!("{TRIES} VMs were lost one after the other")
+}
+
+/// The results state how many VMs were lost before.
+fn job(measurement: &Measurement, lost: u32, out: &Path, paths: &Paths) -> Job {
+    let mut command: Vec<_> = ["pagetide", "bench", "paging"]
+        .iter()
+        .map(std::ffi::OsString::from)
+        .collect();
+    command.extend(measurement.arguments.split_whitespace().map(Into::into));
+    command.extend([
+        "--lost-runs".into(),
+        lost.to_string().into(),
+        "--out".into(),
+        out.into(),
+    ]);
+    Job {
+        command,
+        directory: paths.root().to_owned(),
+        timeout: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_repeated_measurement_says_how_often() {
+        let paths = Paths::find().unwrap();
+        let job = job(&DEMO, 2, Path::new("/out"), &paths);
+        let words: Vec<_> = job.command.iter().map(|w| w.to_string_lossy()).collect();
+        assert!(
+            words.windows(2).any(|pair| pair == ["--lost-runs", "2"]),
+            "{words:?}"
+        );
+        assert!(
+            words.windows(2).any(|pair| pair == ["--out", "/out"]),
+            "{words:?}"
+        );
+    }
+}
