@@ -89,7 +89,8 @@ impl Timing {
             Self::Parallel => {
                 "The lab's parallel mode: one software CPU per host core. Waiting and contention \
                  between CPUs are real, durations are those of the emulator: read the ratios. The \
-                 software CPU loses some runs (they hang); these are counted and repeated."
+                 software CPU loses some runs (nothing moves any more, or the guest shuts down); they are \
+                 counted and repeated."
             }
         }
     }

@@ -1,2 +1,64 @@
-//! placeholder
-fn main() {}
+//! The `pagetide` command: arguments in, text out.
+//!
+//! Exit status: 0; 1 if what was tried failed; 2 if the command line makes no sense or this machine
+//! lacks something that it asks for. Either is told in one line on standard error.
+
+mod args;
+mod failure;
+mod paging;
+mod probe;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use args::{Arguments, Bench, Command};
+use failure::{Failure, Unparsable};
+
+fn main() -> ExitCode {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
+    match Arguments::try_parse() {
+        Ok(arguments) => {
+            run(&arguments).map_or_else(|failure| failure.tell(), |()| ExitCode::SUCCESS)
+        }
+        // Help and the version come this way as well; they are no failures.
+        Err(error) if !error.use_stderr() => {
+            let printed = error.print();
+            if printed.is_ok() {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            }
+        }
+        // Without any command the help is the best answer.
+        Err(error)
+            if error.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand =>
+        {
+            let _ = error.print();
+            ExitCode::from(2)
+        }
+        Err(error) => Failure::bad_input(Unparsable::from(&error)).tell(),
+    }
+}
+
+fn run(arguments: &Arguments) -> Result<(), Failure> {
+    match &arguments.command {
+        Command::Probe(arguments) => probe::run(arguments),
+        Command::Bench(Bench::Paging(arguments)) => paging::run(arguments),
+    }
+}
+
+/// Prints to standard output. A reader that has seen enough (`| head`) is no failure.
+fn print(text: &str) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        result => result.map_err(Failure::failed),
+    }
+}

@@ -1,6 +1,8 @@
 //! Demand paging: how fast absent guest memory comes in, by the way that faults are delivered.
 
+mod machines;
 mod notes;
+mod pages;
 mod plan;
 pub mod preflight;
 mod published;
@@ -9,6 +11,7 @@ mod rig;
 mod run;
 mod schedule;
 
+pub use machines::{Machines, PrepareError};
 pub use plan::{
     Access, Delivery, MAX_FAULT_AROUND, MAX_READERS, MAX_RUNS, MAX_VCPUS, Mode, Order, Plan,
     PlanError, Series, Uffds, UnknownName,

@@ -82,7 +82,7 @@ fn lost(report: &PagingReport) -> String {
     };
     match report.lost_runs {
         0 => format!("No run was lost.{outside}"),
-        1 => format!("1 run hung and was repeated.{outside}"),
-        lost => format!("{lost} runs hung and were repeated.{outside}"),
+        1 => format!("1 run was lost and repeated.{outside}"),
+        lost => format!("{lost} runs were lost and repeated.{outside}"),
     }
 }

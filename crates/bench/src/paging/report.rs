@@ -29,7 +29,7 @@ pub struct PagingReport {
     pub points: Vec<Point>,
     /// Exits compared with userfaultfd, where both were measured.
     pub ratios: Vec<Ratio>,
-    /// Runs that hung and were repeated, seen from inside.
+    /// Runs that were lost and repeated, seen from inside.
     pub lost_runs: u32,
     /// Runs of the whole benchmark that the caller lost before this one and repeated.
     pub lost_runs_outside: u32,
@@ -114,7 +114,7 @@ pub struct Point {
     pub instructions_per_page: Option<Spread>,
     /// Latency of touches that faulted, as the guest saw it, over all runs and vCPUs.
     pub latency: Option<Latency>,
-    /// Runs that hung here and were repeated.
+    /// Runs that were lost here and repeated.
     pub lost_runs: u32,
 }
 
@@ -127,8 +127,10 @@ pub struct RunRecord {
     pub elapsed_ns: u64,
     /// Pages that were made present (for `none`: touched).
     pub pages: u64,
-    /// Faults that were delivered, by exit or by message; 0 for `none`.
-    pub faults: u64,
+    /// Faults that left the guest through KVM_RUN and were resolved by the vCPU's own thread.
+    pub exits: u64,
+    /// Faults that came as messages of a userfaultfd and were resolved by a reader thread.
+    pub messages: u64,
 }
 
 /// A series of exits compared with userfaultfd at one number of vCPUs.

@@ -29,8 +29,10 @@ pub struct Sample {
     pub elapsed: Duration,
     /// Pages made present (for `none`: touched).
     pub pages: u64,
-    /// Faults delivered, by exit or by message.
-    pub faults: u64,
+    /// Faults resolved by vCPUs' own threads, after exits.
+    pub exits: u64,
+    /// Faults resolved by reader threads, after userfaultfd messages.
+    pub messages: u64,
     /// Latencies of the touches that faulted.
     pub latency: LatencyLog,
 }
@@ -38,10 +40,11 @@ pub struct Sample {
 /// Why a run gave nothing.
 #[derive(Debug, thiserror::Error)]
 pub enum RunFailure {
-    /// It did not end in time. In the lab's parallel mode that is the software CPU's doing, and the
-    /// run is repeated; anywhere else it is a failure.
-    #[error("the run hung")]
-    Hung(#[source] Box<dyn Error + Send + Sync>),
+    /// It stopped for a reason that the lab's parallel mode is known for: nothing moved any more, or
+    /// the guest shut down. There it is the software CPU's doing, and the run is repeated; anywhere
+    /// else it is a failure.
+    #[error(transparent)]
+    Lost(Box<dyn Error + Send + Sync>),
     /// It failed, and would again.
     #[error(transparent)]
     Failed(Box<dyn Error + Send + Sync>),

@@ -57,8 +57,8 @@ pub enum BenchError {
         #[source]
         source: Box<dyn Error + Send + Sync>,
     },
-    /// A run hung every time it was tried.
-    #[error("{place}: hung {attempts} times")]
+    /// A run was lost every time it was tried.
+    #[error("{place}: lost {attempts} times")]
     LostTooOften {
         /// Which run.
         place: Place,
@@ -92,6 +92,8 @@ pub struct Environment {
     pub facts: Facts,
     /// Runs of the whole benchmark that were lost before this one.
     pub lost_runs_outside: u32,
+    /// What was found to be doubtful before anything ran.
+    pub warnings: Vec<String>,
 }
 
 /// Runs of one series at one number of vCPUs, as they come in.
@@ -104,8 +106,8 @@ struct Collected {
 /// Runs everything that `plan` names on `rig`.
 ///
 /// # Errors
-/// The first run that fails ends the benchmark; so does one that hangs, except in the lab's parallel
-/// mode, where it is repeated up to [`ATTEMPTS`] times.
+/// The first run that fails ends the benchmark; so does one that is lost, except in the lab's
+/// parallel mode, where it is tried up to [`ATTEMPTS`] times.
 pub fn run(
     plan: &Plan,
     rig: &mut dyn Rig,
@@ -149,13 +151,10 @@ fn attempt(
         let source = match rig.run(job) {
             Ok(sample) => return Ok((sample, lost)),
             Err(RunFailure::Failed(source)) => return Err(BenchError::Run { place, source }),
-            Err(hung @ RunFailure::Hung(_)) if !timing.may_lose_runs() => {
-                return Err(BenchError::Run {
-                    place,
-                    source: Box::new(hung),
-                });
+            Err(RunFailure::Lost(source)) if !timing.may_lose_runs() => {
+                return Err(BenchError::Run { place, source });
             }
-            Err(RunFailure::Hung(source)) => source,
+            Err(RunFailure::Lost(source)) => source,
         };
         lost += 1;
         if lost >= ATTEMPTS {
@@ -180,7 +179,8 @@ fn collect(
         round: step.round,
         elapsed_ns: u64::try_from(sample.elapsed.as_nanos()).unwrap_or(u64::MAX),
         pages: sample.pages,
-        faults: sample.faults,
+        exits: sample.exits,
+        messages: sample.messages,
     };
     if run.pages == 0 || run.elapsed_ns == 0 {
         return Err(BenchError::NoRate {
@@ -217,6 +217,7 @@ fn sum_up(
         timing,
         facts,
         lost_runs_outside,
+        warnings,
     } = environment;
     let mut points = Vec::new();
     for &vcpus in &plan.vcpus {
@@ -240,6 +241,7 @@ fn sum_up(
         notes: Vec::new(),
     };
     report.notes = notes(plan, &report);
+    report.notes.extend(warnings);
     report
 }
 

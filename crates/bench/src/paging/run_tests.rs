@@ -19,11 +19,12 @@ impl<F: FnMut(&Job<'_>, usize) -> Result<u64, RunFailure>> Rig for FakeRig<F> {
         let mut latency = LatencyLog::new().unwrap();
         latency.record(elapsed_ns / 1000);
         let pages = job.plan.total_pages(job.vcpus);
-        let faults = pages / u64::from(job.series.fault_around);
+        let exits = pages / u64::from(job.series.fault_around);
         Ok(Sample {
             elapsed: Duration::from_nanos(elapsed_ns),
             pages,
-            faults,
+            exits,
+            messages: 0,
             latency,
         })
     }
@@ -41,6 +42,7 @@ fn environment(timing: Timing) -> Environment {
         timing,
         facts: Facts::gather(timing),
         lost_runs_outside: 0,
+        warnings: Vec::new(),
     }
 }
 
@@ -54,8 +56,8 @@ fn plan() -> Plan {
     }
 }
 
-fn hung() -> RunFailure {
-    RunFailure::Hung("vCPU 1 made no progress".into())
+fn lost() -> RunFailure {
+    RunFailure::Lost("vCPU 1 made no progress".into())
 }
 
 #[test]
@@ -160,7 +162,7 @@ fn a_lost_run_is_repeated_and_counted_in_parallel_mode() {
     let plan = plan();
     let mut rig = rig(|_, number| {
         if [1, 6, 7].contains(&number) {
-            Err(hung())
+            Err(lost())
         } else {
             Ok(1000)
         }
@@ -181,7 +183,7 @@ fn a_lost_run_is_repeated_and_counted_in_parallel_mode() {
     );
     assert!(report.points.iter().all(|point| point.runs.len() == 3));
     assert!(
-        report.notes[1].starts_with("3 runs hung and were repeated."),
+        report.notes[1].starts_with("3 runs were lost and repeated."),
         "{:?}",
         report.notes
     );
@@ -190,24 +192,24 @@ fn a_lost_run_is_repeated_and_counted_in_parallel_mode() {
 #[test]
 fn a_hang_elsewhere_is_a_failure() {
     for timing in [Timing::Native, Timing::Function, Timing::Instructions] {
-        let mut rig = rig(|_, number| if number == 5 { Err(hung()) } else { Ok(1000) });
+        let mut rig = rig(|_, number| if number == 5 { Err(lost()) } else { Ok(1000) });
         let error = run(&plan(), &mut rig, environment(timing), &mut Quiet).unwrap_err();
         assert_eq!(rig.jobs.len(), 6, "it is not tried again");
         assert_eq!(
             told(&error),
-            "round 1, 1 vCPU, uffd: the run hung: vCPU 1 made no progress"
+            "round 1, 1 vCPU, uffd: vCPU 1 made no progress"
         );
     }
 }
 
 #[test]
 fn a_run_that_always_hangs_ends_the_benchmark() {
-    let mut rig = rig(|_, _| Err(hung()));
+    let mut rig = rig(|_, _| Err(lost()));
     let error = run(&plan(), &mut rig, environment(Timing::Parallel), &mut Quiet).unwrap_err();
     assert_eq!(rig.jobs.len(), 5);
     assert_eq!(
         told(&error),
-        "warm-up, 1 vCPU, uffd: hung 5 times: vCPU 1 made no progress"
+        "warm-up, 1 vCPU, uffd: lost 5 times: vCPU 1 made no progress"
     );
 }
 

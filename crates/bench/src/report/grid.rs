@@ -254,7 +254,8 @@ const STYLE: TableStyle = TableStyle::new()
     .header_separator(LineStyle::none().fill('─').junction('─'))
     .bottom_border(LineStyle::none().fill('─').junction('─'));
 
-fn lines(grid: &Grid, width: Option<u16>) -> String {
+/// Rows and columns as text.
+pub(crate) fn lines(grid: &Grid, width: Option<u16>) -> String {
     let mut table = Table::new();
     table.load_style(STYLE);
     table.set_header(
@@ -271,12 +272,12 @@ fn lines(grid: &Grid, width: Option<u16>) -> String {
     }
     let mut last = "";
     for row in &grid.rows {
-        // A number of vCPUs stands once above its rows.
+        // What several rows have in common stands once above them.
         let repeated = row.first().is_some_and(|vcpus| vcpus == last);
         last = row.first().map_or("", String::as_str);
         table.add_row(row.iter().enumerate().map(|(column, text)| {
             let text = if column == 0 && repeated { "" } else { text };
-            let numbers = column == 0 || column >= grid.words;
+            let numbers = column >= grid.words || text.bytes().all(|byte| byte.is_ascii_digit());
             let side = if numbers {
                 CellAlignment::Right
             } else {

@@ -167,7 +167,8 @@ fn every_run(report: &PagingReport) -> Grid {
             run.round.to_string(),
             latency(run.elapsed_ns),
             figure(float(run.pages)),
-            figure(float(run.faults)),
+            figure(float(run.exits)),
+            figure(float(run.messages)),
             figure(run.rate_kpages_per_s()),
         ]
     };
@@ -183,7 +184,8 @@ fn every_run(report: &PagingReport) -> Grid {
         "round",
         "elapsed",
         "pages",
-        "faults",
+        "exits",
+        "messages",
         "thousand pages/s",
     ];
     Grid {

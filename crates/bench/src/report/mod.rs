@@ -5,9 +5,11 @@ mod chart;
 mod grid;
 mod html;
 mod out;
+mod probe;
 
 pub use chart::DrawError;
 pub use out::{OutDir, OutError};
+pub use probe::probe_table;
 
 use crate::paging::PagingReport;
 
@@ -30,6 +32,12 @@ pub enum ReportError {
 #[must_use]
 pub fn table(report: &PagingReport, width: Option<u16>) -> String {
     grid::terminal(report, width)
+}
+
+/// The width of the terminal that standard output is, in characters; `None` if it is none.
+#[must_use]
+pub fn terminal_width() -> Option<u16> {
+    comfy_table::Table::new().width()
 }
 
 /// The report as JSON; `docs/guide/benchmarks.md` documents each field.

@@ -34,14 +34,16 @@ impl Rig for MadeUp {
             };
             latency.record(whole(ns_per_page * tail));
         });
-        let faults = match job.series.delivery {
-            Delivery::None => 0,
-            _ => pages / u64::from(job.series.fault_around),
+        let (exits, messages) = match job.series.delivery {
+            Delivery::None => (0, 0),
+            Delivery::Uffd => (0, pages),
+            Delivery::Exit => (pages / u64::from(job.series.fault_around), 0),
         };
         Ok(Sample {
             elapsed: Duration::from_nanos(elapsed_ns),
             pages,
-            faults,
+            exits,
+            messages,
             latency,
         })
     }
@@ -63,6 +65,7 @@ fn report(timing: Timing, change: impl FnOnce(&mut Plan)) -> PagingReport {
         timing,
         facts,
         lost_runs_outside: 0,
+        warnings: Vec::new(),
     };
     let result: Result<_, BenchError> = run(&plan, &mut MadeUp, environment, &mut Quiet);
     result.unwrap()

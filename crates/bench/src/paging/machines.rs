@@ -1,0 +1,330 @@
+//! Runs on real machines: KVM, a guest, its memory, and a pager.
+
+use std::error::Error;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pagetide_kvm::{Exit, Kvm, SlotFlags};
+use pagetide_memory::{
+    AccessError, Backing, GuestAddress, PageIndex, PageRange, PopulateAccess, Region,
+};
+use pagetide_testbed::{
+    self as testbed, Content, Expected, FailureCause, FaultHandler, Machine, MachineConfig,
+    MachineError, NoFaults, RunOutcome, Seed, Touch, Workload, pattern,
+};
+use pagetide_uapi::host::{HugepagePool, available_bytes};
+use pagetide_uapi::userfaultfd::{Features, OpenError, Userfaultfd};
+
+use super::pages::Paging;
+use super::plan::{Access, Delivery, Mode, Order, Plan};
+use super::preflight::{self, Host, Missing, Pool};
+use super::rig::{Job, Rig, RunFailure, Sample};
+use crate::latency::LatencyLog;
+use crate::timing::Timing;
+
+/// Selects the permutation of [`Order::Random`], the same in every run.
+const ORDER_SEED: u64 = 0x7061_6765;
+
+/// Machines to run a plan on; made anew for every run, so that no run finds what another left.
+#[derive(Debug)]
+pub struct Machines {
+    stall_timeout: Duration,
+}
+
+/// Why a plan cannot be run here.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    /// /dev/kvm cannot be used.
+    #[error(transparent)]
+    Kvm(#[from] pagetide_kvm::OpenError),
+    /// No VM can be made.
+    #[error(transparent)]
+    CreateVm(#[from] pagetide_kvm::CreateVmError),
+    /// userfaultfd cannot be used.
+    #[error(transparent)]
+    Userfaultfd(#[from] OpenError),
+    /// This machine lacks something.
+    #[error(transparent)]
+    Missing(#[from] Missing),
+    /// The largest machine of the plan cannot be made.
+    #[error("a machine with {vcpus} vCPUs cannot be made")]
+    Machine {
+        /// Its number of vCPUs.
+        vcpus: u32,
+        /// Why.
+        #[source]
+        source: MachineError,
+    },
+}
+
+impl Machines {
+    /// Finds out whether `plan` can be run here, and returns warnings about what is doubtful.
+    /// Makes the plan's largest machine to see that it can be had; nothing of it stays.
+    ///
+    /// # Errors
+    /// Says what is missing and how to get it.
+    pub fn prepare(plan: &Plan, timing: Timing) -> Result<(Self, Vec<String>), PrepareError> {
+        let kvm = Kvm::open()?;
+        let capabilities = *kvm.create_vm()?.capabilities();
+        let pages = plan
+            .deliveries
+            .iter()
+            .any(|&delivery| delivery != Delivery::None);
+        let features = if pages {
+            Userfaultfd::available()?
+        } else {
+            Features::NONE
+        };
+        let hugepages = HugepagePool::ask(plan.backing.page_size().bytes())
+            .filter(|_| plan.backing.is_hugetlb())
+            .map(|pool| Pool {
+                free: pool.free,
+                setting: pool.setting,
+            });
+        let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
+        let host = Host {
+            max_vcpus: count(kvm.max_vcpus()),
+            recommended_vcpus: count(kvm.fd().get_nr_vcpus()),
+            absent_mapping_fault: capabilities.absent_mapping_fault,
+            pre_fault_memory: capabilities.pre_fault_memory,
+            minor_shmem: features.contains(Features::MINOR_SHMEM),
+            minor_hugetlb: features.contains(Features::MINOR_HUGETLBFS),
+            available_bytes: available_bytes(),
+            hugepages,
+        };
+        let warnings = preflight::check(plan, &host)?;
+        // In parallel mode a run that stands still for this long is lost for good; elsewhere a host
+        // under load must not be taken for a hang.
+        let stall_timeout = Duration::from_secs(if timing.may_lose_runs() { 20 } else { 60 });
+        let machines = Self { stall_timeout };
+        let (vcpus, exits) = (plan.most_vcpus(), plan.deliveries.contains(&Delivery::Exit));
+        drop(
+            Machine::new(machines.config(plan, vcpus, exits))
+                .map_err(|source| PrepareError::Machine { vcpus, source })?,
+        );
+        Ok((machines, warnings))
+    }
+
+    fn config(&self, plan: &Plan, vcpus: u32, exits: bool) -> MachineConfig {
+        MachineConfig {
+            backing: plan.backing,
+            overlap: plan.overlap,
+            pin: plan.pin,
+            slot_flags: SlotFlags {
+                absent_mapping_fault: exits,
+                ..SlotFlags::default()
+            },
+            stall_timeout: self.stall_timeout,
+            ..MachineConfig::new(vcpus, plan.per_vcpu.0)
+        }
+    }
+}
+
+/// What memory is paged in with, and what the guest writes over it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Seeds {
+    pub(super) paged: Seed,
+    written: Seed,
+}
+
+impl Seeds {
+    /// Those of a run; no two runs share one, nor does a run's own pair.
+    fn of(job: &Job<'_>) -> Self {
+        // Seeds are made odd, so the lowest bit tells nothing apart.
+        let base = job.seed << 2;
+        Self {
+            paged: Seed::new(base),
+            written: Seed::new(base | 2),
+        }
+    }
+}
+
+impl Rig for Machines {
+    fn run(&mut self, job: &Job<'_>) -> Result<Sample, RunFailure> {
+        let Job {
+            plan,
+            vcpus,
+            series,
+            ..
+        } = *job;
+        let seeds = Seeds::of(job);
+        let config = self.config(plan, vcpus, series.delivery == Delivery::Exit);
+        let region = Arc::new(config.data_region().map_err(failed)?);
+        if plan.mode == Mode::Minor || series.delivery == Delivery::None {
+            fill(&region, seeds.paged).map_err(failed)?;
+        }
+        let mut machine = Machine::with_region(config, Arc::clone(&region)).map_err(failed)?;
+        let workload = workload(plan, seeds);
+
+        let (outcome, counted) = if series.delivery == Delivery::None {
+            region
+                .populate(region.all_pages(), PopulateAccess::Write)
+                .map_err(failed)?;
+            let outcome = machine
+                .run(&workload, Arc::new(NoFaults))
+                .map_err(run_failure)?;
+            (outcome, None)
+        } else {
+            // Dropped, and with it its userfaultfds closed, only when no vCPU runs any more.
+            let paging = Paging::begin(job, &region, seeds.paged, &machine)?;
+            let handler: Arc<dyn FaultHandler> = paging.handler();
+            let result = machine.run(&workload, handler);
+            // A reader's failure stopped the run, so it is the better answer of the two.
+            let counted = paging.end()?;
+            let outcome = result.map_err(run_failure)?;
+            counted.check(region.pages()).map_err(failed)?;
+            (outcome, Some(counted))
+        };
+
+        machine.verify(expected(plan, seeds)).map_err(failed)?;
+        let counted = counted.unwrap_or_default();
+        let faulted = (series.delivery != Delivery::None).then(|| counted.faults());
+        Ok(Sample {
+            elapsed: outcome.elapsed,
+            pages: region.pages(),
+            exits: counted.exits,
+            messages: counted.messages,
+            latency: latencies(&outcome, faulted).map_err(failed)?,
+        })
+    }
+}
+
+pub(super) fn failed(error: impl Error + Send + Sync + 'static) -> RunFailure {
+    RunFailure::Failed(Box::new(error))
+}
+
+/// Tells runs that the parallel software CPU loses from those that fail.
+fn run_failure(failure: testbed::RunFailure) -> RunFailure {
+    match *failure.cause {
+        FailureCause::Stalled { .. }
+        | FailureCause::UnexpectedExit {
+            exit: Exit::Shutdown,
+            ..
+        } => RunFailure::Lost(Box::new(failure)),
+        _ => failed(failure),
+    }
+}
+
+/// Puts the content of all pages there: into the page cache, where there is one.
+fn fill(region: &Region, seed: Seed) -> Result<(), AccessError> {
+    let page_bytes = region.page_size().bytes();
+    let mut piece = [0; 64 << 10];
+    let mut offset = 0;
+    while offset < region.bytes() {
+        let rest = usize::try_from(region.bytes() - offset).unwrap_or(piece.len());
+        let length = rest.min(piece.len());
+        let piece = &mut piece[..length];
+        pattern::fill(GuestAddress(region.gpa().0 + offset), seed, piece);
+        let (page, within) = (PageIndex(offset / page_bytes), offset % page_bytes);
+        if region.backing() == Backing::Anonymous {
+            region.write_guest(page, within, piece)?;
+        } else {
+            region.write_service(page, within, piece)?;
+        }
+        offset += length as u64;
+    }
+    Ok(())
+}
+
+fn workload(plan: &Plan, seeds: Seeds) -> Workload {
+    let touch = match plan.access {
+        Access::Write => Touch::Write(seeds.written),
+        Access::Read => Touch::ReadPattern(seeds.paged),
+    };
+    let order = match plan.order {
+        Order::Sequential => testbed::Order::Sequential,
+        Order::Random => testbed::Order::Random { seed: ORDER_SEED },
+    };
+    Workload::new(touch, order)
+}
+
+/// What memory must hold after a run.
+fn expected(plan: &Plan, seeds: Seeds) -> Expected {
+    let rest = Content::Pattern(seeds.paged);
+    match plan.access {
+        Access::Write => Expected {
+            touched: Content::Pattern(seeds.written),
+            rest,
+        },
+        Access::Read => Expected::all(rest),
+    }
+}
+
+/// The latencies of the touches that faulted: the longest ones, as many as faults were delivered.
+/// A touch that faults takes longer than any that does not, by orders of magnitude. `None`: all.
+fn latencies(
+    outcome: &RunOutcome,
+    faulted: Option<u64>,
+) -> Result<LatencyLog, crate::latency::LatencyLogError> {
+    let mut touches: Vec<u64> = outcome
+        .vcpus
+        .iter()
+        .flat_map(|vcpu| vcpu.latencies.nanoseconds())
+        .collect();
+    let wanted = faulted.and_then(|faulted| usize::try_from(faulted).ok());
+    if let Some(wanted) = wanted.filter(|wanted| *wanted < touches.len()) {
+        let start = touches.len() - wanted;
+        if wanted > 0 {
+            touches.select_nth_unstable(start);
+        }
+        touches.drain(..start);
+    }
+    let mut log = LatencyLog::new()?;
+    touches.into_iter().for_each(|ns| log.record(ns));
+    Ok(log)
+}
+
+/// The part of memory that vCPU `vcpu` has for itself.
+pub(super) fn own_pages(region: &Region, vcpus: u32, vcpu: u32) -> PageRange {
+    let pages = region.pages() / u64::from(vcpus.max(1));
+    PageRange::new(PageIndex(pages * u64::from(vcpu)), pages)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::paging::plan::Series;
+
+    #[test]
+    fn no_two_runs_share_content() {
+        let plan = Plan::default();
+        let series = Series {
+            delivery: Delivery::Uffd,
+            fault_around: 1,
+        };
+        let mut seen = std::collections::HashSet::new();
+        for seed in 0..100 {
+            let seeds = Seeds::of(&Job {
+                plan: &plan,
+                vcpus: 1,
+                series,
+                seed,
+            });
+            assert!(
+                seen.insert(seeds.paged) && seen.insert(seeds.written),
+                "{seed}"
+            );
+        }
+    }
+
+    #[test]
+    fn filling_writes_every_word() {
+        let region = Region::new(GuestAddress(1 << 32), 3 << 16, Backing::Shmem).unwrap();
+        let seed = Seed::new(77);
+        fill(&region, seed).unwrap();
+        let mut read = vec![0; 3 << 16];
+        region.read_service(PageIndex(0), 0, &mut read).unwrap();
+        for (index, word) in read.as_chunks::<8>().0.iter().enumerate() {
+            let gpa = (1 << 32) + 8 * index as u64;
+            assert_eq!(u64::from_le_bytes(*word), pattern::word(gpa, seed));
+        }
+    }
+
+    #[test]
+    fn vcpus_share_memory_evenly() {
+        let region = Region::new(GuestAddress(1 << 32), 3 << 20, Backing::Shmem).unwrap();
+        let parts: Vec<_> = (0..3).map(|vcpu| own_pages(&region, 3, vcpu)).collect();
+        assert!(parts.iter().all(|part| part.count() == 256));
+        assert_eq!(parts[2].end().0, region.pages());
+    }
+}
