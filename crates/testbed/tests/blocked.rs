@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use pagetide_memory::{Backing, GuestAddress};
 use pagetide_testbed::{
-    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, NoFaults, Order, RunFailure,
-    Touch, VerifyError, Workload,
+    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, NoFaults, Order, Touch,
+    VerifyError, Workload,
 };
 use pagetide_uapi::userfaultfd::{Features, Mode, UserRange, Userfaultfd};
-use support::{SEED, chain, fill, machine};
+use support::{SEED, chain, deaf_to_signals, fill, machine};
 
 const MIB: u64 = 1 << 20;
 const READ: Workload = Workload::new(Touch::ReadPattern(SEED), Order::Sequential);
@@ -40,23 +40,6 @@ fn registered(config: MachineConfig) -> Option<(Machine, Userfaultfd)> {
     let result = unsafe { uffd.register(range, Mode::Missing) };
     result.unwrap_or_else(|error| panic!("{}", chain(&error)));
     Some((machine, uffd))
-}
-
-/// Whether the vCPUs' threads did not come back because this /dev/kvm emulates the processor: seen
-/// there, signals do not end its waiting for a userfaultfd. Elsewhere it is a failure.
-fn deaf_to_signals(failure: &RunFailure) -> bool {
-    if failure.lost.is_empty() {
-        return false;
-    }
-    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let virtualises = cpuinfo
-        .split_whitespace()
-        .any(|flag| flag == "svm" || flag == "vmx");
-    assert!(!virtualises, "{failure}");
-    println!(
-        "SKIP: this KVM does not run on hardware virtualisation, and ignores signals: {failure}"
-    );
-    true
 }
 
 #[test]

@@ -1,0 +1,251 @@
+//! A pager brings a guest's memory in: both deliveries, both modes, and whatever its source says.
+
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod support;
+
+use std::error::Error;
+use std::sync::Arc;
+
+use pagetide_kvm::{FaultExit, SlotFlags};
+use pagetide_memory::{Backing, GuestRange};
+use pagetide_pager::{
+    ExitResolvers, Fetch, Fetched, Mode, PageCacheSource, PageSource, Pager, PatternSource,
+    ReaderConfig, Readers, Resolution, SourceError, UffdLayout,
+};
+use pagetide_testbed::{
+    Content, Expected, FailureCause, FaultHandler, Handled, HandlerError, Machine, MachineConfig,
+    Order, RunFailure, RunOutcome, Touch, Workload, pattern,
+};
+use support::{SEED, chain, fill, machine};
+
+const MIB: u64 = 1 << 20;
+const RANDOM: Workload = Workload::new(Touch::ReadPattern(SEED), Order::Random { seed: 11 });
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Delivery {
+    Uffd,
+    Exit,
+}
+
+/// Switches the delivery; false, with the reason printed, where this kernel cannot.
+fn deliver(machine: &Machine, delivery: Delivery) -> bool {
+    let absent_mapping_fault = delivery == Delivery::Exit;
+    if absent_mapping_fault && !machine.capabilities().absent_mapping_fault {
+        println!("SKIP: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
+        return false;
+    }
+    let flags = SlotFlags {
+        absent_mapping_fault,
+        ..SlotFlags::default()
+    };
+    machine
+        .set_slot_flags(flags)
+        .expect("the capability is there");
+    true
+}
+
+fn pattern_source() -> impl PageSource {
+    PatternSource::new(|gpa, bytes: &mut [u8]| pattern::fill(gpa, SEED, bytes))
+}
+
+/// Hands exits to the pager.
+struct Resolve {
+    resolvers: ExitResolvers,
+    pre_fault: bool,
+}
+
+impl FaultHandler for Resolve {
+    fn handle(&self, vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
+        match self.resolvers.resolve(vcpu, &fault)? {
+            Resolution::Installed { gpa, bytes } if self.pre_fault => {
+                Ok(Handled::PreFaultThenRetry(GuestRange::new(gpa, bytes)?))
+            }
+            Resolution::Poisoned => Err("poisoned".into()),
+            _ => Ok(Handled::Retry),
+        }
+    }
+
+    fn stop(&self) {
+        self.resolvers.pager().stop();
+    }
+}
+
+/// A run with everything that a pager needs around it.
+struct Rig {
+    pager: Arc<Pager>,
+    readers: Readers,
+}
+
+impl Rig {
+    /// None, with the reason printed, where this host gives no userfaultfd.
+    fn new(
+        machine: &Machine,
+        mode: Mode,
+        source: impl PageSource + 'static,
+        fault_around: u64,
+    ) -> Option<Self> {
+        let ranges = (0..machine.config().vcpus).filter_map(|id| machine.config().vcpu_range(id));
+        let built = Pager::builder(mode, source)
+            .region(Arc::clone(machine.data()))
+            .uffds(UffdLayout::PerRange(ranges.collect()))
+            .fault_around(fault_around)
+            .build();
+        let pager = match built {
+            Ok(pager) => pager,
+            Err(error) => {
+                println!("SKIP: {}", chain(&error));
+                return None;
+            }
+        };
+        let readers = Readers::spawn(&pager, ReaderConfig::new(2)).expect("threads can be had");
+        Some(Self { pager, readers })
+    }
+
+    fn run(self, machine: &mut Machine, workload: &Workload) -> Result<RunOutcome, RunFailure> {
+        let stopper = machine.stopper();
+        self.pager
+            .on_failure(move |failure| stopper.stop(failure.clone()));
+        let resolvers = ExitResolvers::new(&self.pager, machine.config().vcpus);
+        let pre_fault = machine.capabilities().pre_fault_memory;
+        let handler = Arc::new(Resolve {
+            resolvers,
+            pre_fault,
+        });
+        let result = machine.run(workload, handler);
+        let stopped = self.readers.stop();
+        if result.is_ok() {
+            stopped.unwrap_or_else(|failure| panic!("{}", chain(&failure)));
+        }
+        result
+    }
+}
+
+fn verify(machine: &Machine) {
+    let verified = machine.verify(Expected::all(Content::Pattern(SEED)));
+    verified.unwrap_or_else(|error| panic!("{}", chain(&error)));
+}
+
+#[test]
+fn every_delivery_mode_and_backing_brings_the_right_content() {
+    for delivery in [Delivery::Uffd, Delivery::Exit] {
+        for (mode, backing) in [
+            (Mode::Minor, Backing::Shmem),
+            (Mode::Missing, Backing::Shmem),
+            (Mode::Minor, Backing::Thp),
+            (Mode::Missing, Backing::Anonymous),
+            (Mode::Minor, Backing::Hugetlb2M),
+            (Mode::Missing, Backing::Hugetlb2M),
+        ] {
+            for (overlap, fault_around) in [(false, 1), (true, 1), (true, 16)] {
+                let per_vcpu_bytes = 2 * backing.page_size().bytes().max(MIB);
+                let config = MachineConfig {
+                    backing,
+                    overlap,
+                    ..MachineConfig::new(2, per_vcpu_bytes)
+                };
+                let Some(mut machine) = machine(config) else {
+                    break;
+                };
+                if !deliver(&machine, delivery) {
+                    return;
+                }
+                let rig = Rig::new(&machine, mode, pattern_source(), fault_around);
+                let Some(rig) = rig else { break };
+                let outcome = rig.run(&mut machine, &RANDOM).unwrap_or_else(|failure| {
+                    panic!("{delivery:?} {mode:?} {backing}: {}", chain(&failure))
+                });
+                let faults: u64 = outcome.vcpus.iter().map(|vcpu| vcpu.faults).sum();
+                let pages = machine.data().pages();
+                match delivery {
+                    Delivery::Uffd => assert_eq!(faults, 0),
+                    Delivery::Exit if overlap => assert!(faults >= pages / fault_around),
+                    Delivery::Exit => assert_eq!(faults, pages),
+                }
+                verify(&machine);
+            }
+        }
+    }
+}
+
+#[test]
+fn one_machine_runs_again_and_again_over_its_page_cache() {
+    let config = MachineConfig {
+        overlap: true,
+        ..MachineConfig::new(4, MIB)
+    };
+    let Some(mut machine) = machine(config) else {
+        return;
+    };
+    fill(machine.data(), SEED).expect("the data region is there");
+    for delivery in [Delivery::Uffd, Delivery::Exit] {
+        if !deliver(&machine, delivery) {
+            return;
+        }
+        for fault_around in [1, 8, 1] {
+            let rig = Rig::new(&machine, Mode::Minor, PageCacheSource, fault_around);
+            let Some(rig) = rig else { return };
+            rig.run(&mut machine, &RANDOM).unwrap_or_else(|failure| {
+                panic!("{delivery:?} {fault_around}: {}", chain(&failure))
+            });
+            verify(&machine);
+        }
+    }
+}
+
+/// Gives pages until one that it has not got.
+struct Failing;
+
+impl PageSource for Failing {
+    fn fetch(&self, fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError> {
+        if fetch.pages().first().0 == 100 {
+            let lost: Box<dyn Error + Send + Sync> = "the snapshot file is gone".into();
+            return Err(SourceError::Unavailable(lost));
+        }
+        pattern_source().fetch(fetch)
+    }
+}
+
+#[test]
+fn a_source_that_fails_stops_every_vcpu_and_is_the_cause() {
+    for delivery in [Delivery::Exit, Delivery::Uffd] {
+        let Some(mut machine) = machine(MachineConfig::new(4, MIB)) else {
+            return;
+        };
+        if !deliver(&machine, delivery) {
+            continue;
+        }
+        let Some(rig) = Rig::new(&machine, Mode::Minor, Failing, 1) else {
+            return;
+        };
+        let failure = rig
+            .run(&mut machine, &RANDOM)
+            .expect_err("page 100 is not to be had");
+        assert!(
+            chain(&failure).ends_with("the snapshot file is gone"),
+            "{}",
+            chain(&failure)
+        );
+        match delivery {
+            Delivery::Exit => {
+                let FailureCause::Handler { vcpu: 0, fault, .. } = &*failure.cause else {
+                    panic!("{failure}")
+                };
+                assert_eq!(
+                    machine.data().page_of_gpa(fault.gpa).map(|page| page.0),
+                    Some(100)
+                );
+            }
+            Delivery::Uffd => {
+                assert!(
+                    matches!(*failure.cause, FailureCause::Stopped(_)),
+                    "{failure}"
+                );
+            }
+        }
+        if support::deaf_to_signals(&failure) {
+            return;
+        }
+        assert!(failure.vcpus.iter().any(|vcpu| !vcpu.done), "{failure}");
+    }
+}
