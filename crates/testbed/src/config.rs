@@ -30,6 +30,8 @@ pub struct MachineConfig {
     pub slot_flags: SlotFlags,
     /// A run in which no vCPU touches a page, exits or finishes for this long is ended as stalled.
     pub stall_timeout: Duration,
+    /// How long the threads of a failed run have to come back before they are given up as lost.
+    pub stop_grace: Duration,
 }
 
 /// Why a configuration cannot be; each message names the limit.
@@ -107,7 +109,7 @@ pub enum ConfigError {
 
 impl MachineConfig {
     /// One share of shmem for each of `vcpus` vCPUs, no slot flags, threads not pinned, stalled
-    /// after 60 s.
+    /// after 60 s, lost after 10 s.
     #[must_use]
     pub fn new(vcpus: u32, per_vcpu_bytes: u64) -> Self {
         Self {
@@ -119,6 +121,7 @@ impl MachineConfig {
             pin: false,
             slot_flags: SlotFlags::default(),
             stall_timeout: Duration::from_secs(60),
+            stop_grace: Duration::from_secs(10),
         }
     }
 

@@ -19,9 +19,7 @@ use crate::pattern;
 use crate::vcpu_thread::{self, Counts, Ended, Job};
 use crate::workload::{Touch, Workload};
 
-/// How long the threads of a failed run have to come back before they are given up.
-const STOP_GRACE: Duration = Duration::from_secs(10);
-/// How often they are kicked meanwhile.
+/// How often the threads of a failed run are kicked until they have come back.
 const KICK_INTERVAL: Duration = Duration::from_millis(50);
 
 type Thread = (u32, JoinHandle<Ended>);
@@ -157,7 +155,7 @@ impl Machine {
             }
         }
         let stopped = Instant::now();
-        while stopped.elapsed() < STOP_GRACE {
+        while stopped.elapsed() < self.config.stop_grace {
             if control.wait_for_ends(threads, KICK_INTERVAL) {
                 return true;
             }

@@ -137,8 +137,8 @@ fn every_delivery_mode_and_backing_brings_the_right_content() {
             (Mode::Minor, Backing::Hugetlb2M),
             (Mode::Missing, Backing::Hugetlb2M),
         ] {
-            for (overlap, fault_around) in [(false, 1), (true, 1), (true, 16)] {
-                let per_vcpu_bytes = 2 * backing.page_size().bytes().max(MIB);
+            for (overlap, fault_around) in [(false, 1), (true, 16)] {
+                let per_vcpu_bytes = backing.page_size().bytes().max(MIB);
                 let config = MachineConfig {
                     backing,
                     overlap,

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use pagetide_memory::{AccessError, PageIndex, Region};
 use pagetide_testbed::{Machine, MachineConfig, MachineError, RunFailure, Seed, pattern};
@@ -12,7 +13,11 @@ pub(crate) const SEED: Seed = Seed::new(0x5eed);
 
 /// A machine, or None with the reason printed where this host cannot have one. Errors that are not
 /// the host's lack fail the test.
-pub(crate) fn machine(config: MachineConfig) -> Option<Machine> {
+pub(crate) fn machine(mut config: MachineConfig) -> Option<Machine> {
+    if !virtualises() {
+        // See deaf_to_signals(): there, nobody comes back for waiting longer.
+        config.stop_grace = Duration::from_secs(2);
+    }
     match Machine::new(config) {
         Ok(machine) => Some(machine),
         Err(
@@ -61,13 +66,17 @@ pub(crate) fn deaf_to_signals(failure: &RunFailure) -> bool {
     if failure.lost.is_empty() {
         return false;
     }
-    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let virtualises = cpuinfo
-        .split_whitespace()
-        .any(|flag| flag == "svm" || flag == "vmx");
-    assert!(!virtualises, "{failure}");
+    assert!(!virtualises(), "{failure}");
     println!(
         "SKIP: this KVM does not run on hardware virtualisation, and ignores signals: {failure}"
     );
     true
+}
+
+/// Whether the processor has what KVM normally runs on.
+fn virtualises() -> bool {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    cpuinfo
+        .split_whitespace()
+        .any(|flag| flag == "svm" || flag == "vmx")
 }
