@@ -51,6 +51,7 @@ pub enum Claim<'map> {
 }
 
 /// What became of a page that should be removed or poisoned.
+#[must_use = "a page that is InFlight is neither removed nor poisoned"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
     /// Done; the state that it had before.
@@ -202,6 +203,13 @@ impl PageMap {
     /// act on that state itself. `None` if there is no such page.
     pub fn want_wake(&self, page: PageIndex) -> Option<PageState> {
         Some(self.flag(self.cell(page)?, WAKE_WANTED))
+    }
+
+    /// Whether the owner of `page` was asked for a wake that it has not given yet. Out of date as soon
+    /// as it is told: for tests and for looking at a VM that hangs.
+    pub fn is_wake_wanted(&self, page: PageIndex) -> bool {
+        self.cell(page)
+            .is_some_and(|cell| cell.load(Ordering::Relaxed) & WAKE_WANTED != 0)
     }
 
     /// Sets `flag` if the cell is InFlight; returns the state seen.

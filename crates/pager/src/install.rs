@@ -185,9 +185,9 @@ impl Worker {
         fault: &Fault,
         run: ClaimGuard<'_>,
     ) -> Result<Resolution, ResolveError> {
-        let resolution = self.poisoned(site, fault);
+        // Settled first: whoever is woken by the poison finds the map saying so.
         site.finish(&mut self.counters, run, Settled::Poisoned);
-        resolution
+        self.poisoned(site, fault)
     }
 
     /// Installs a run. In the common case that is one ioctl and one atomic operation a page.

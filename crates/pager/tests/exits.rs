@@ -18,23 +18,17 @@ use pagetide_pager::{
 use pagetide_uapi::userfaultfd::{Features, InstallError, UserRange, Userfaultfd, Wake};
 
 /// What can be served how.
-const COMBINATIONS: [(Mode, Backing); 8] = [
+const COMBINATIONS: [(Mode, Backing); 6] = [
     (Mode::Minor, Backing::Shmem),
     (Mode::Minor, Backing::Thp),
     (Mode::Minor, Backing::Hugetlb2M),
-    (Mode::Minor, Backing::Hugetlb1G),
     (Mode::Missing, Backing::Shmem),
     (Mode::Missing, Backing::Anonymous),
     (Mode::Missing, Backing::Hugetlb2M),
-    (Mode::Missing, Backing::Hugetlb1G),
 ];
 
 fn pages_for(backing: Backing) -> u64 {
-    match backing {
-        Backing::Hugetlb1G => 1,
-        Backing::Hugetlb2M => 4,
-        _ => 64,
-    }
+    if backing.is_hugetlb() { 4 } else { 64 }
 }
 
 #[test]
@@ -87,6 +81,33 @@ fn what_the_page_cache_has_is_only_mapped() {
             check_page(&region, page);
         }
         assert_eq!(resolver.counters().pages, region.pages());
+    }
+}
+
+#[test]
+fn a_page_of_1g_is_mapped_in_one_piece() {
+    let Some(region) = region(1, Backing::Hugetlb1G) else {
+        return;
+    };
+    let last = region.bytes() - 4;
+    region.write_service(PageIndex(0), 0, b"head").unwrap();
+    region.write_service(PageIndex(0), last, b"tail").unwrap();
+    let pager = pager(&region, Mode::Minor, PageCacheSource);
+    let resolution = pager
+        .resolver(0)
+        .resolve_exit(&read_exit(&region, 0))
+        .unwrap();
+    assert_eq!(
+        resolution,
+        Resolution::Installed {
+            gpa: GPA,
+            bytes: 1 << 30
+        }
+    );
+    for (offset, expected) in [(0, b"head"), (last, b"tail")] {
+        let mut seen = [0; 4];
+        region.read_guest(PageIndex(0), offset, &mut seen).unwrap();
+        assert_eq!(&seen, expected);
     }
 }
 
@@ -314,9 +335,6 @@ fn a_fault_without_end_is_an_error() {
 #[test]
 fn zeroes_are_installed_where_the_source_says_so() {
     for (mode, backing) in COMBINATIONS {
-        if backing == Backing::Hugetlb1G {
-            continue;
-        }
         let Some(region) = region(4, backing) else {
             continue;
         };
@@ -371,10 +389,7 @@ fn what_the_guest_gave_up_comes_back_as_zeroes() {
         resolver.resolve_exit(&read_exit(&region, 1)).unwrap();
         check_page(&region, 1);
         for page in [1, 2] {
-            pager
-                .page_map(only(&pager))
-                .unwrap()
-                .remove(PageIndex(page));
+            give_up(&pager, page);
             region.punch(PageRange::single(PageIndex(page))).unwrap();
             resolver.resolve_exit(&read_exit(&region, page)).unwrap();
             let mut seen = [1; 4096];

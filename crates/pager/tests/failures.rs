@@ -193,7 +193,7 @@ fn whoever_joined_the_owner_shares_its_luck() {
     let pager = pager(&region, Mode::Minor, SourceFn(source));
     let spawn = |vcpu| {
         let (mut resolver, region) = (pager.resolver(vcpu), Arc::clone(&region));
-        thread::spawn(move || {
+        spawn_asleep("exit", move || {
             let result = resolver.resolve_exit(&read_exit(&region, 1));
             (result, *resolver.counters())
         })
@@ -202,7 +202,6 @@ fn whoever_joined_the_owner_shares_its_luck() {
     let owner = spawn(0);
     held.arrived.recv_timeout(PATIENCE).unwrap();
     let joiners = [spawn(1), spawn(2)];
-    thread::sleep(Duration::from_millis(100));
     assert!(joiners.iter().all(|joiner| !joiner.is_finished()));
     held.release.send(Ok(Fetched::Filled)).unwrap();
     let (result, _) = owner.join().unwrap();
@@ -223,12 +222,13 @@ fn after_an_owner_failed_the_next_tries_itself() {
     let pager = pager(&region, Mode::Minor, SourceFn(source));
     let spawn = |vcpu| {
         let (mut resolver, region) = (pager.resolver(vcpu), Arc::clone(&region));
-        thread::spawn(move || resolver.resolve_exit(&read_exit(&region, 1)))
+        spawn_asleep("exit", move || {
+            resolver.resolve_exit(&read_exit(&region, 1))
+        })
     };
     let owner = spawn(0);
     held.arrived.recv_timeout(PATIENCE).unwrap();
     let next = spawn(1);
-    thread::sleep(Duration::from_millis(50));
     held.release
         .send(Err(unavailable("not this time")))
         .unwrap();
@@ -257,8 +257,9 @@ fn a_sleeper_whose_owner_failed_gets_another_try() {
     let owner = thread::spawn(move || resolver.resolve_exit(&read_exit(&exiting, 1)));
     held.arrived.recv_timeout(PATIENCE).unwrap();
     let touched = Arc::clone(&region);
-    let toucher = thread::spawn(move || check_page(&touched, 1));
-    thread::sleep(Duration::from_millis(100));
+    let toucher = spawn_asleep("toucher", move || check_page(&touched, 1));
+    let map = pager.page_map(only(&pager)).unwrap();
+    eventually("message", || map.is_wake_wanted(PageIndex(1)));
     held.release
         .send(Err(unavailable("not this time")))
         .unwrap();
@@ -293,10 +294,10 @@ fn waiting_for_an_owner_ends_when_told_and_when_it_takes_too_long() {
         };
         let owner = spawn(0);
         held.arrived.recv_timeout(PATIENCE).unwrap();
-        let joiner = spawn(1);
         let begun = Instant::now();
+        let joiner = spawn(1);
         if stop {
-            thread::sleep(Duration::from_millis(100));
+            thread::sleep(Duration::from_millis(50));
             pager.stop();
         }
         let error = within_patience("the joiner", move || joiner.join().unwrap()).unwrap_err();
@@ -304,7 +305,7 @@ fn waiting_for_an_owner_ends_when_told_and_when_it_takes_too_long() {
             ResolveError::Stopped { fault } => assert!(stop && fault.vcpu == Some(1)),
             ResolveError::OwnerStalled { waited, .. } => {
                 assert!(!stop && waited >= Duration::from_millis(200));
-                assert!(begun.elapsed() >= Duration::from_millis(150));
+                assert!(begun.elapsed() >= Duration::from_millis(200));
             }
             other => panic!("{other}"),
         }

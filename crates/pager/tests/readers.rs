@@ -245,9 +245,10 @@ fn a_sleeper_is_woken_by_the_owner_of_its_page() {
     });
     on_arrival.recv_timeout(PATIENCE).unwrap();
     let touched = Arc::clone(&region);
-    let toucher = thread::spawn(move || check_page(&touched, 1));
-    // The reader leaves the wake to the owner and is free for other pages.
-    thread::sleep(Duration::from_millis(100));
+    let toucher = spawn_asleep("toucher", move || check_page(&touched, 1));
+    // The reader leaves the wake to the owner.
+    let map = pager.page_map(only(&pager)).unwrap();
+    eventually("message", || map.is_wake_wanted(PageIndex(1)));
     assert!(!toucher.is_finished());
     assert_eq!(state(&pager, 1), PageState::InFlight);
     gate.wait();
@@ -271,10 +272,9 @@ fn a_sleeper_on_a_page_that_came_without_a_wake_is_woken() {
         };
         let pager = pager(&region, mode, pattern());
         let touched = Arc::clone(&region);
-        let toucher = thread::spawn(move || check_page(&touched, 1));
         // Asleep before any reader runs, so that the exit finds the page absent and installs it
         // without a wake.
-        thread::sleep(Duration::from_millis(100));
+        let toucher = spawn_asleep("toucher", move || check_page(&touched, 1));
         pager
             .resolver(0)
             .resolve_exit(&read_exit(&region, 1))
@@ -330,8 +330,7 @@ fn pages_that_were_mapped_behind_the_pagers_back_are_taken_as_they_are() {
         .build()
         .unwrap();
     let touched = Arc::clone(&region);
-    let toucher = thread::spawn(move || check_page(&touched, 5));
-    thread::sleep(Duration::from_millis(100));
+    let toucher = spawn_asleep("toucher", move || check_page(&touched, 5));
     let uffd = Userfaultfd::open(Features::NONE).unwrap();
     let behind = region.guest_range(PageRange::new(PageIndex(4), 2)).unwrap();
     uffd.continue_pages(UserRange::from(behind), Wake::DontWake)
@@ -393,7 +392,7 @@ fn what_the_guest_gave_up_comes_back_as_zeroes() {
         let readers = Readers::spawn(&pager, ReaderConfig::new(2)).unwrap();
         within_patience("touching", move || {
             check_page(&region, 1);
-            pager.page_map(only(&pager)).unwrap().remove(PageIndex(1));
+            give_up(&pager, 1);
             region.punch(PageRange::single(PageIndex(1))).unwrap();
             let mut seen = [1; 4096];
             region.read_guest(PageIndex(1), 0, &mut seen).unwrap();

@@ -145,9 +145,12 @@ fn a_wake_is_promised_only_by_an_owner() {
     let map = map();
     assert_eq!(map.want_wake(PAGE), Some(PageState::Absent));
     let guard = won(map.claim(PAGE));
+    assert!(!map.is_wake_wanted(PAGE));
     assert_eq!(map.want_wake(PAGE), Some(PageState::InFlight));
     assert_eq!(map.want_wake(PAGE), Some(PageState::InFlight));
+    assert!(map.is_wake_wanted(PAGE));
     assert_eq!(guard.finish(Settled::Present), WakeWanted::Yes);
+    assert!(!map.is_wake_wanted(PAGE));
     assert_eq!(map.want_wake(PAGE), Some(PageState::Present));
     // What was asked of one owner is not asked of the next.
     map.reset().unwrap();

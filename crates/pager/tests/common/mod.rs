@@ -14,10 +14,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::mpsc;
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use pagetide_memory::{Backing, GuestAddress, PageIndex, PageState, Region, RegionError};
+use pagetide_memory::{Backing, GuestAddress, PageIndex, PageState, Region, RegionError, Removal};
 use pagetide_pager::{
     FaultExit, Fetch, Fetched, Mode, PageSource, Pager, PatternSource, RegionId, SourceError,
 };
@@ -81,7 +81,8 @@ pub fn fill_page_cache(region: &Region) {
     }
 }
 
-/// Reads a page as the guest would, which may fault, and compares all of it with the pattern.
+/// Reads a page as the guest would, which may fault, and compares it with the pattern: all of a
+/// small page, a piece out of every 64 of a huge one.
 pub fn check_page(region: &Region, page: u64) {
     let bytes = region.page_size().bytes();
     let (mut seen, mut expected) = ([0; 4096], [0; 4096]);
@@ -129,6 +130,15 @@ pub fn state(pager: &Pager, page: u64) -> PageState {
         .unwrap()
 }
 
+/// The guest gives a page up. A reader wakes the guest before it tells the page map, so for a moment
+/// the page may still be its.
+pub fn give_up(pager: &Pager, page: u64) {
+    let map = pager.page_map(only(pager)).unwrap();
+    eventually("removal", || {
+        matches!(map.remove(PageIndex(page)), Removal::Done(_))
+    });
+}
+
 /// Whether the guest mapping has a page table entry for a 4 KiB page, by `/proc/self/pagemap`. Does
 /// not fault.
 pub fn is_mapped(region: &Region, page: u64) -> bool {
@@ -168,6 +178,34 @@ pub fn within_patience<T: Send + 'static>(
             Ok(_) => panic!("{what}: no result"),
         },
     }
+}
+
+/// Starts `work` on another thread, and returns when that thread has fallen asleep in it: in the
+/// userfaultfd, or waiting for the owner of a page.
+pub fn spawn_asleep<T: Send + 'static>(
+    what: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> JoinHandle<T> {
+    let (send, receive) = mpsc::channel();
+    let thread = thread::spawn(move || {
+        send.send(rustix::thread::gettid()).unwrap();
+        work()
+    });
+    let tid = receive.recv().unwrap().as_raw_nonzero();
+    let is_asleep = || {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat")).unwrap();
+        let state = stat.rsplit(')').next().unwrap().trim_start();
+        state.starts_with(['S', 'D'])
+    };
+    // Several looks in a row: a thread may doze for a moment on its way.
+    let looks = [(); 5];
+    eventually(what, || {
+        looks.iter().all(|()| {
+            thread::sleep(Duration::from_millis(2));
+            is_asleep()
+        })
+    });
+    thread
 }
 
 /// Waits until `condition` holds.
