@@ -157,7 +157,7 @@ pub(crate) fn boot(args: &VmArgs, jobs: &[Job], output: Output, paths: &Paths) -
     }
     setup::require(&setup::vm_tools(variant.arch))?;
     if !args.no_build {
-        build::ensure(variant, paths)?;
+        build::ensure_any(variant, paths)?;
         if variant.arch == Arch::X86_64 {
             build_pagetide(paths)?;
         }

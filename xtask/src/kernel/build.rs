@@ -18,18 +18,41 @@ use crate::setup;
 /// Changes when the way a kernel is built changes, so that everyone builds again.
 const RECIPE: &str = "1";
 
+/// What the stamp says of a kernel that `--from-tree` built.
+const FROM_TREE: &str = "from-tree";
+
 /// Runs the verb.
 pub(crate) fn run(args: &BuildArgs, paths: &Paths) -> Result<()> {
-    ensure_from(args.variant, args.from_tree, paths)
+    setup::require(&setup::kernel_tools(args.variant.arch))?;
+    build(args.variant, args.from_tree, paths)
 }
 
-/// Builds a kernel unless it is there and current.
+/// Builds the series' kernel unless it is there and current.
 pub(crate) fn ensure(variant: Variant, paths: &Paths) -> Result<()> {
-    ensure_from(variant, false, paths)
+    setup::require(&setup::kernel_tools(variant.arch))?;
+    // Without a look at the work tree, so that nobody waits for another build.
+    if is_current(variant, paths)? {
+        Ok(())
+    } else {
+        build(variant, false, paths)
+    }
 }
 
-fn ensure_from(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
-    setup::require(&setup::kernel_tools(variant.arch))?;
+/// Like [`ensure`], but while a developer is at work in the tree, the kernel that was built from it
+/// as it was is good enough.
+pub(crate) fn ensure_any(variant: Variant, paths: &Paths) -> Result<()> {
+    let stamp = std::fs::read_to_string(stamp(variant, paths)).unwrap_or_default();
+    if stamp == FROM_TREE && is_complete(variant, paths) {
+        let tree = Tree::open(paths, &source::ensure(paths)?, "patched")?;
+        if tree.refuse_unexported().is_err() {
+            eprintln!("the kernel is the one that `kernel build --from-tree` built last");
+            return Ok(());
+        }
+    }
+    ensure(variant, paths)
+}
+
+fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
     let source = source::ensure(paths)?;
     let _lock = lock_trees(paths)?;
     let series = if variant.stock {
@@ -46,16 +69,15 @@ fn ensure_from(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
         eprintln!("building {} as it is", tree.path().display());
     } else {
         tree.apply(&series)?;
+        if is_current(variant, paths)? {
+            return Ok(());
+        }
     }
 
     let out = variant.out(paths);
     std::fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
-    let stamp = out.join("fingerprint");
     let fingerprint = fingerprint(variant, &series, &source.version, paths)?;
-    let current = std::fs::read_to_string(&stamp).is_ok_and(|text| text == fingerprint);
-    if current && !from_tree && complete(variant, paths) {
-        return Ok(());
-    }
+    let stamp = stamp(variant, paths);
     // From here on the results are not what the stamp says.
     remove(&stamp)?;
     let build = Build {
@@ -69,15 +91,38 @@ fn ensure_from(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
     build.install()?;
     selftests::build(variant, paths, &tree, &build.directory())?;
     source::describe(&source, &out.join("source"))?;
-    if !from_tree {
-        std::fs::write(&stamp, &fingerprint)
-            .with_context(|| format!("write {}", stamp.display()))?;
+    let text = if from_tree {
+        FROM_TREE.to_owned()
+    } else {
+        fingerprint
+    };
+    std::fs::write(&stamp, text).with_context(|| format!("write {}", stamp.display()))
+}
+
+/// The file that says what the results were made from.
+fn stamp(variant: Variant, paths: &Paths) -> PathBuf {
+    variant.out(paths).join("fingerprint")
+}
+
+/// Whether the results are there and made from what is in the checkout now.
+fn is_current(variant: Variant, paths: &Paths) -> Result<bool> {
+    let Ok(found) = std::fs::read_to_string(stamp(variant, paths)) else {
+        return Ok(false);
+    };
+    if !is_complete(variant, paths) {
+        return Ok(false);
     }
-    Ok(())
+    let series = if variant.stock {
+        Series::default()
+    } else {
+        Series::read(paths)?
+    };
+    let source = source::ensure(paths)?;
+    Ok(found == fingerprint(variant, &series, &source.version, paths)?)
 }
 
 /// Whether every result is there, for a checkout whose target directory lost some.
-fn complete(variant: Variant, paths: &Paths) -> bool {
+fn is_complete(variant: Variant, paths: &Paths) -> bool {
     let out = variant.out(paths);
     variant.image(paths).exists()
         && out.join("vmlinux").exists()

@@ -13,6 +13,9 @@ use crate::command::Run;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
+/// After which a test program that hangs is killed.
+const TIMEOUT_SECONDS: &str = "600";
+
 /// A compiled test program.
 #[derive(Debug, Clone)]
 pub(super) struct TestProgram {
@@ -32,7 +35,9 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let log = log_file(paths, "host")?;
     for program in &programs {
         let progress = Progress::spinner(&program.group);
-        let output = Run::new(&program.executable)
+        let output = Run::new("timeout")
+            .args(["--foreground", "--signal=KILL", TIMEOUT_SECONDS])
+            .arg(&program.executable)
             .arg("--show-output")
             .dir(&program.directory)
             .env("CARGO_MANIFEST_DIR", &program.directory)
