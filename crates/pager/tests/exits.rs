@@ -261,6 +261,38 @@ fn pages_that_were_mapped_behind_the_pagers_back_are_taken_as_they_are() {
 }
 
 #[test]
+fn content_lands_on_its_own_page_when_the_kernel_stops_half_way() {
+    let Some(region) = region(16, Backing::Anonymous) else {
+        return;
+    };
+    let pager = Pager::builder(Mode::Missing, pattern())
+        .region(Arc::clone(&region))
+        .fault_around(16)
+        .build()
+        .unwrap();
+    let uffd = Userfaultfd::open(Features::NONE).unwrap();
+    let taken = region.guest_range(PageRange::single(PageIndex(4))).unwrap();
+    uffd.copy_pages(taken.start().as_u64(), &[0x33; 4096], Wake::DontWake)
+        .unwrap();
+    let mut resolver = pager.resolver(0);
+    let resolution = resolver.resolve_exit(&read_exit(&region, 7)).unwrap();
+    let gpa = GuestAddress(GPA.0 + 5 * PAGE);
+    assert_eq!(
+        resolution,
+        Resolution::Installed {
+            gpa,
+            bytes: 11 * PAGE
+        }
+    );
+    for page in (0..4).chain(5..16) {
+        check_page(&region, page);
+    }
+    let mut seen = [0];
+    region.read_guest(PageIndex(4), 0, &mut seen).unwrap();
+    assert_eq!(seen, [0x33], "what was there stays");
+}
+
+#[test]
 fn what_was_mapped_before_the_pager_is_mapped_anew() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
