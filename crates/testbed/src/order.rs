@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn every_page_comes_exactly_once() {
-        let counts = (1..=300).chain([511, 512, 513, 4096, 4097, 16384, 100_003]);
+        let counts = (1..=70).chain([511, 512, 513, 4096, 4097, 20_011]);
         for pages in counts {
             for seed in [0, 1, 7, u64::MAX] {
                 let mut seen = walk(Order::Random { seed }, pages, 3);
