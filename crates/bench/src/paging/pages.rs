@@ -57,13 +57,22 @@ impl Paging {
         content: Seed,
         machine: &Machine,
     ) -> Result<Self, RunFailure> {
+        Self::begin_with(builder(job.plan, content), job, region, machine)
+    }
+
+    fn begin_with(
+        builder: PagerBuilder,
+        job: &Job<'_>,
+        region: &Arc<Region>,
+        machine: &Machine,
+    ) -> Result<Self, RunFailure> {
         let Job {
             plan,
             vcpus,
             series,
             ..
         } = *job;
-        let pager = builder(plan, content)
+        let pager = builder
             .region(Arc::clone(region))
             .uffds(layout(plan, region, vcpus).map_err(failed)?)
             .fault_around(series.fault_around.into())
@@ -182,22 +191,5 @@ impl FaultHandler for ExitHandler {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_page_has_to_come_in_once() {
-        let counted = Counted {
-            exits: 4,
-            messages: 1,
-            pages: 64,
-        };
-        assert_eq!(counted.faults(), 5);
-        assert_eq!(counted.check(64), Ok(()));
-        assert_eq!(
-            counted.check(65).unwrap_err().to_string(),
-            "64 pages were installed, and memory has 65: not every page came in once"
-        );
-        assert!(counted.check(63).is_err());
-    }
-}
+#[path = "pages_tests.rs"]
+mod tests;

@@ -1,0 +1,158 @@
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use pagetide_pager::{Fetch, Fetched, PageSource, SourceError};
+use pagetide_testbed::{MachineConfig, Order, Touch, Workload};
+
+use super::*;
+use crate::paging::Machines;
+use crate::paging::plan::Series;
+use crate::timing::Timing;
+use crate::told;
+use crate::units::ByteSize;
+
+#[test]
+fn each_page_has_to_come_in_once() {
+    let counted = Counted {
+        exits: 4,
+        messages: 1,
+        pages: 64,
+    };
+    assert_eq!(counted.faults(), 5);
+    assert_eq!(counted.check(64), Ok(()));
+    assert_eq!(
+        counted.check(65).unwrap_err().to_string(),
+        "64 pages were installed, and memory has 65: not every page came in once"
+    );
+    assert!(counted.check(63).is_err());
+}
+
+#[test]
+fn ranges_of_vcpus_cover_memory() {
+    let region = Region::new(
+        GuestAddress(1 << 32),
+        4 << 20,
+        pagetide_memory::Backing::Shmem,
+    )
+    .unwrap();
+    let mut plan = Plan::default();
+    assert_eq!(layout(&plan, &region, 4).unwrap(), UffdLayout::Single);
+    plan.uffds = Uffds::PerVcpu;
+    let UffdLayout::PerRange(ranges) = layout(&plan, &region, 4).unwrap() else {
+        unreachable!()
+    };
+    let starts: Vec<_> = ranges
+        .iter()
+        .map(|range| range.start().0 - (1 << 32))
+        .collect();
+    assert_eq!(starts, [0, 1 << 20, 2 << 20, 3 << 20]);
+    assert!(ranges.iter().all(|range| range.bytes() == 1 << 20));
+}
+
+/// Content for the first few pages, and then what happens to a source.
+struct DyingSource {
+    pages: AtomicU64,
+    panics: bool,
+}
+
+impl PageSource for DyingSource {
+    fn fetch(&self, fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError> {
+        if self.pages.fetch_add(1, Ordering::Relaxed) < 5 {
+            return Ok(Fetched::Zero);
+        }
+        assert!(!self.panics, "the source fell over at {}", fetch.gpa());
+        Err(SourceError::Unavailable("the other end is gone".into()))
+    }
+}
+
+/// Runs a machine whose source dies after five pages, and returns how the run ended.
+fn run_with_dying_source(delivery: Delivery, panics: bool) -> Option<String> {
+    let plan = Plan {
+        vcpus: vec![2],
+        per_vcpu: ByteSize(256 << 10),
+        mode: Mode::Missing,
+        deliveries: vec![delivery],
+        ..Plan::default()
+    };
+    if let Err(error) = Machines::prepare(&plan, Timing::Native) {
+        println!("SKIP: {}", told(&error));
+        return None;
+    }
+    let job = Job {
+        plan: &plan,
+        vcpus: 2,
+        series: Series {
+            delivery,
+            fault_around: 1,
+        },
+        seed: 1,
+    };
+    let mut config = MachineConfig::new(2, plan.per_vcpu.0);
+    config.slot_flags.absent_mapping_fault = delivery == Delivery::Exit;
+    let region = Arc::new(config.data_region().unwrap());
+    let mut machine = Machine::with_region(config, Arc::clone(&region)).unwrap();
+    let source = DyingSource {
+        pages: AtomicU64::new(0),
+        panics,
+    };
+    let builder = Pager::builder(userfaultfd::Mode::Missing, source);
+    let paging = Paging::begin_with(builder, &job, &region, &machine).unwrap();
+    let workload = Workload::new(Touch::ReadZero, Order::Sequential);
+    let started = Instant::now();
+    let run = machine.run(&workload, paging.handler());
+    assert!(started.elapsed() < Duration::from_secs(30), "it hung");
+    let run = run.expect_err("the source died");
+    Some(match paging.end() {
+        Err(failure) => told(&failure),
+        Ok(_) => told(&run),
+    })
+}
+
+#[test]
+fn a_reader_whose_source_fails_ends_the_run_with_the_cause() {
+    let Some(told) = run_with_dying_source(Delivery::Uffd, false) else {
+        return;
+    };
+    assert!(
+        told.contains("a reader thread could not resolve a fault"),
+        "{told}"
+    );
+    assert!(
+        told.ends_with("the page source failed: the other end is gone"),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_reader_that_panics_ends_the_run_with_the_cause() {
+    let Some(told) = run_with_dying_source(Delivery::Uffd, true) else {
+        return;
+    };
+    assert!(
+        told.contains("panicked: the source fell over at 0x1000"),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_vcpu_whose_source_fails_ends_the_run_with_the_cause() {
+    let Some(told) = run_with_dying_source(Delivery::Exit, false) else {
+        return;
+    };
+    assert!(told.contains("cannot resolve"), "{told}");
+    assert!(
+        told.ends_with("the page source failed: the other end is gone"),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_vcpu_that_panics_ends_the_run_with_the_cause() {
+    let Some(told) = run_with_dying_source(Delivery::Exit, true) else {
+        return;
+    };
+    assert!(
+        told.contains("panicked: the source fell over at 0x1000"),
+        "{told}"
+    );
+}
