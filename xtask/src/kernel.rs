@@ -7,6 +7,7 @@ pub(crate) mod export;
 mod git;
 pub(crate) mod lock;
 pub(crate) mod make;
+mod prune;
 pub(crate) mod selftests;
 pub(crate) mod series;
 pub(crate) mod source;

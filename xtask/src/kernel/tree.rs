@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 
 use super::git::git;
+use super::prune;
 use super::series::{Patch, Series};
 use super::source::{self, BASE_BRANCH, Source};
 use crate::command::Run;
@@ -56,6 +57,7 @@ impl Tree {
             source: source.clone(),
         };
         if !tree.path.exists() {
+            prune::prune(paths)?;
             tree.create()
                 .with_context(|| format!("make the work tree {}", tree.path.display()))?;
         }
@@ -305,6 +307,24 @@ impl Tree {
         let file = self.applied_file();
         std::fs::write(&file, text).with_context(|| format!("write {}", file.display()))
     }
+}
+
+/// Whether a checkout's directory of trees (`VERSION/NAME`) holds work that was never exported, as far
+/// as can be told; a tree that cannot be understood counts.
+pub(super) fn has_unexported(dir: &Path) -> bool {
+    let Ok(versions) = std::fs::read_dir(dir) else {
+        return true;
+    };
+    versions.flatten().any(|version| {
+        let path = version.path().join("patched");
+        let unknown = String::new();
+        let source = Source {
+            version: unknown.clone(),
+            wanted: unknown,
+            git: path.clone(),
+        };
+        path.exists() && Tree { path, source }.refuse_unexported().is_err()
+    })
 }
 
 fn parse_applied(text: &str) -> Vec<Applied> {
