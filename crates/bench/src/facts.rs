@@ -152,8 +152,8 @@ fn describe_kvm(modules: &[String], cpuinfo: &str, timing: Timing) -> String {
     let below = if timing.is_lab() {
         "on the lab's software CPU"
     } else if cfg!(target_arch = "x86_64") && !has("svm") && !has("vmx") {
-        "which emulates virtualisation: the CPU has neither svm nor vmx, so figures say little about \
-         hardware"
+        "which emulates virtualisation: the CPU has neither svm nor vmx, so figures say little \
+         about hardware"
     } else if has("hypervisor") {
         "nested: this machine is itself virtual"
     } else {

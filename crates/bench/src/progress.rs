@@ -89,7 +89,7 @@ impl Drop for Bar {
     }
 }
 
-const TEMPLATE: &str = "{bar:30} run {pos} of {len}, {elapsed} gone, {eta} to go: {wide_msg}";
+const TEMPLATE: &str = "{bar:20} {pos}/{len}, {eta} to go: {wide_msg}";
 
 /// Plain lines for logs: at most one every few seconds, so that a log stays readable.
 struct Lines<W> {

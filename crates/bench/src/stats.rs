@@ -52,8 +52,8 @@ impl Spread {
         self.q3 - self.q1
     }
 
-    /// The same summary of every value multiplied by `factor` (which must not be negative: the order
-    /// of the values stays).
+    /// The same summary of every value multiplied by `factor` (which must not be negative: the
+    /// order of the values stays).
     #[must_use]
     pub fn scaled(&self, factor: f64) -> Self {
         Self {
@@ -67,8 +67,8 @@ impl Spread {
     }
 }
 
-/// The `quarter`th quartile of a sorted slice that is not empty. Integer arithmetic picks the ranks,
-/// so no float is ever turned into an index.
+/// The `quarter`th quartile of a sorted slice that is not empty. Integer arithmetic picks the
+/// ranks, so no float is ever turned into an index.
 fn quartile(sorted: &[f64], quarter: usize) -> f64 {
     let scaled_rank = (sorted.len() - 1) * quarter;
     let (below, remainder) = (scaled_rank / 4, scaled_rank % 4);
@@ -91,8 +91,8 @@ pub struct RatioOf {
 }
 
 impl RatioOf {
-    /// `numerator[i] / denominator[i]` are runs of the same round. `None` if the lengths differ, there
-    /// is nothing to compare, or a ratio is not finite.
+    /// `numerator[i] / denominator[i]` are runs of the same round. `None` if the lengths differ,
+    /// there is nothing to compare, or a ratio is not finite.
     #[must_use]
     pub fn of(numerator: &[f64], denominator: &[f64]) -> Option<Self> {
         if numerator.len() != denominator.len() {

@@ -26,7 +26,8 @@ pub enum Timing {
 /// The lab set a timing mode that this version does not know.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{TIMING_VARIABLE}={0} is no timing mode; unset it, or set it to function, instructions or parallel"
+    "{TIMING_VARIABLE}={0} is no timing mode; unset it, or set it to function, instructions or \
+     parallel"
 )]
 pub struct UnknownTiming(pub String);
 
@@ -78,19 +79,19 @@ impl Timing {
         match self {
             Self::Native => "Durations are wall-clock time of this machine.",
             Self::Function => {
-                "The lab's function mode is made for correctness: one software CPU runs everything in \
-                 turn, and durations are those of the emulator. Compare nothing but the shape."
+                "The lab's function mode is made for correctness: one software CPU runs everything \
+                 in turn, and durations are those of the emulator. Compare nothing but the shape."
             }
             Self::Instructions => {
-                "The lab's instruction counter: a nanosecond here is one executed instruction, user, \
-                 kernel, hypervisor and guest together. It repeats within a few percent, and it is \
-                 blind to caches, to memory latency and to waiting in parallel."
+                "The lab's instruction counter: a nanosecond here is one executed instruction, \
+                 user, kernel, hypervisor and guest together. It repeats within a few percent, and \
+                 it is blind to caches, to memory latency and to waiting in parallel."
             }
             Self::Parallel => {
                 "The lab's parallel mode: one software CPU per host core. Waiting and contention \
                  between CPUs are real, durations are those of the emulator: read the ratios. The \
-                 software CPU loses some runs (nothing moves any more, or the guest shuts down); they are \
-                 counted and repeated."
+                 software CPU loses some runs (nothing moves any more, or the guest shuts down); \
+                 they are counted and repeated."
             }
         }
     }

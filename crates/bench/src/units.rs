@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A size in bytes; written with a binary suffix: `4096`, `64K`, `16M`, `1G`, `2T` (an `iB` after the
-/// suffix is accepted).
+/// A size in bytes; written with a binary suffix: `4096`, `64K`, `16M`, `1G`, `2T` (an `iB` after
+/// the suffix is accepted).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ByteSize(pub u64);
@@ -90,8 +90,8 @@ impl ByteSize {
     }
 }
 
-/// A count as a floating-point number. Exact below 2^53, which no count here reaches; beyond that the
-/// nearest value, which is what a rate or an axis wants.
+/// A count as a floating-point number. Exact below 2^53, which no count here reaches; beyond that
+/// the nearest value, which is what a rate or an axis wants.
 #[must_use]
 pub fn float(count: u64) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "the nearest value is wanted")]
@@ -140,7 +140,8 @@ pub fn figure(value: f64) -> String {
     }
 }
 
-/// Five digits and more in groups of three, separated by a no-break thin space (SI brochure, 5.4.4).
+/// Five digits and more in groups of three, separated by a no-break thin space (SI brochure,
+/// 5.4.4).
 fn grouped(number: u64, negative: bool) -> String {
     let digits = number.to_string();
     let mut text = String::from(if negative { "-" } else { "" });

@@ -2,6 +2,7 @@
 //! machine, the pager or the verification do.
 
 use pagetide_bench::facts::Facts;
+use pagetide_bench::paging::preflight::Missing;
 use pagetide_bench::paging::{
     Access, Delivery, Environment, Machines, Mode, Order, PagingReport, Plan, PrepareError, Uffds,
     run,
@@ -31,10 +32,10 @@ fn plan(change: impl FnOnce(&mut Plan)) -> Plan {
 fn measure(mut plan: Plan) -> Option<PagingReport> {
     plan.check().expect("tests make plans that make sense");
     let timing = Timing::from_environment().expect("the lab sets a known mode");
-    let lacks_exits = matches!(
-        Machines::prepare(&plan, timing),
-        Err(PrepareError::Missing(ref missing)) if missing.to_string().starts_with("--delivery exit")
-    );
+    let lacks_exits = match Machines::prepare(&plan, timing) {
+        Err(PrepareError::Missing(missing)) => missing == Missing::AbsentMappingFault,
+        _ => false,
+    };
     if lacks_exits {
         println!("SKIP: delivery exit: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
         plan.deliveries
@@ -72,7 +73,8 @@ fn check(report: &PagingReport, pages_per_vcpu: u64, overlap: bool) {
             "{place}"
         );
         let around = u64::from(point.series.fault_around);
-        // What vCPUs that meet do not fault on, another brought in; what is too many, both faulted on.
+        // What vCPUs that meet do not fault on, another brought in; what is too many, both faulted
+        // on.
         let (least, most) = match overlap {
             false => (pages / around, pages / around),
             true => (pages / around, pages * u64::from(point.vcpus)),

@@ -46,9 +46,9 @@ pub(crate) enum Bench {
     /// Virtual machines start with memory that is not there yet. Each vCPU touches its pages one by
     /// one, and each first touch is a fault that somebody resolves: a reader thread that gets a
     /// userfaultfd message while the vCPU sleeps (uffd), or the vCPU's own thread after KVM_RUN
-    /// returned to it (exit). Both run interleaved, several times; the content of memory is verified
-    /// after every run. The result is a table on standard output, and a page, a drawing and the data
-    /// in files.
+    /// returned to it (exit). Both run interleaved, several times; the content of memory is
+    /// verified after every run. The result is a table on standard output, and a page, a drawing
+    /// and the data in files.
     #[command(after_long_help = EXAMPLES)]
     Paging(PagingArguments),
 }
@@ -83,8 +83,8 @@ pub(crate) struct PagingArguments {
     )]
     vcpus: Vec<u32>,
 
-    /// Memory of each vCPU: bytes, or a number with K, M, G or T (powers of 1024); a multiple of the
-    /// backing's page size
+    /// Memory of each vCPU: bytes, or a number with K, M, G or T (powers of 1024); a multiple of
+    /// the backing's page size
     #[arg(long, value_name = "SIZE", default_value_t = default().per_vcpu)]
     per_vcpu: ByteSize,
 
@@ -155,8 +155,8 @@ pub(crate) struct PagingArguments {
     #[arg(long)]
     pre_fault: bool,
 
-    /// Measured rounds, after one that warms up; a round is one run of each series at each number of
-    /// vCPUs
+    /// Measured rounds, after one that warms up; a round is one run of each series at each number
+    /// of vCPUs
     #[arg(long, value_name = "N", default_value_t = default().runs)]
     runs: u32,
 

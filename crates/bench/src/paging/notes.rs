@@ -52,8 +52,8 @@ pub(super) fn notes(plan: &Plan, report: &PagingReport) -> Vec<String> {
     let busiest = plan.most_vcpus();
     if busiest > report.facts.host_cpus {
         notes.push(format!(
-            "Up to {busiest} vCPUs share {} host CPUs, and reader threads share them as well: totals \
-             cannot grow beyond what these do.",
+            "Up to {busiest} vCPUs share {} host CPUs, and reader threads share them as well: \
+             totals cannot grow beyond what these do.",
             report.facts.host_cpus
         ));
     }

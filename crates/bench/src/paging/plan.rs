@@ -258,14 +258,14 @@ pub enum PlanError {
     TooManyRuns(u32),
     /// Overlapping ranges have no vCPU of their own.
     #[error(
-        "--uffds per-vcpu with --overlap: memory that all vCPUs share cannot have a userfaultfd for \
-         each; drop one of the two"
+        "--uffds per-vcpu with --overlap: memory that all vCPUs share cannot have a userfaultfd \
+         for each; drop one of the two"
     )]
     PerVcpuOverlap,
     /// MINOR needs a page cache.
     #[error(
-        "--mode minor with --backing anonymous: anonymous memory has no page cache to map from; use \
-         --mode missing"
+        "--mode minor with --backing anonymous: anonymous memory has no page cache to map from; \
+         use --mode missing"
     )]
     MinorAnonymous,
     /// UFFDIO_COPY of single pages into a THP is unsafe.

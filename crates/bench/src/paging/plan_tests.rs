@@ -104,13 +104,13 @@ fn every_invalid_argument_has_its_message() {
                 p.uffds = Uffds::PerVcpu;
                 p.overlap = true;
             }),
-            "--uffds per-vcpu with --overlap: memory that all vCPUs share cannot have a userfaultfd \
-             for each; drop one of the two",
+            "--uffds per-vcpu with --overlap: memory that all vCPUs share cannot have a \
+             userfaultfd for each; drop one of the two",
         ),
         (
             plan(|p| p.backing = Backing::Anonymous),
-            "--mode minor with --backing anonymous: anonymous memory has no page cache to map from; \
-             use --mode missing",
+            "--mode minor with --backing anonymous: anonymous memory has no page cache to map \
+             from; use --mode missing",
         ),
         (
             plan(|p| {

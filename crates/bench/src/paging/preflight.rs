@@ -52,8 +52,8 @@ pub enum Missing {
     },
     /// The kernel cannot exit on absent memory.
     #[error(
-        "--delivery exit: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT; boot one with the Pagetide \
-         series (cargo xtask vm -- COMMAND does), or measure --delivery uffd"
+        "--delivery exit: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT; boot one with the \
+         Pagetide series (cargo xtask vm -- COMMAND does), or measure --delivery uffd"
     )]
     AbsentMappingFault,
     /// The kernel cannot fill second-stage tables ahead.
@@ -64,8 +64,8 @@ pub enum Missing {
     PreFaultMemory,
     /// No MINOR faults for the backing.
     #[error(
-        "--mode minor: this kernel's userfaultfd has no {feature} (CONFIG_HAVE_ARCH_USERFAULTFD_MINOR, \
-         64-bit x86 and arm64); use --mode missing"
+        "--mode minor: this kernel's userfaultfd has no {feature} \
+         (CONFIG_HAVE_ARCH_USERFAULTFD_MINOR, 64-bit x86 and arm64); use --mode missing"
     )]
     Minor {
         /// The feature's name.
@@ -242,16 +242,16 @@ mod tests {
             ),
             (
                 |_, host| host.absent_mapping_fault = false,
-                "--delivery exit: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT; boot one with the \
-                 Pagetide series (cargo xtask vm -- COMMAND does), or measure --delivery uffd",
+                "--delivery exit: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT; boot one with \
+                 the Pagetide series (cargo xtask vm -- COMMAND does), or measure --delivery uffd",
             ),
             (
                 |plan, host| {
                     plan.pre_fault = true;
                     host.pre_fault_memory = false;
                 },
-                "--pre-fault: this kernel lacks KVM_CAP_PRE_FAULT_MEMORY (Linux 6.11 and later, x86 \
-                 with two-dimensional paging); leave --pre-fault out",
+                "--pre-fault: this kernel lacks KVM_CAP_PRE_FAULT_MEMORY (Linux 6.11 and later, \
+                 x86 with two-dimensional paging); leave --pre-fault out",
             ),
             (
                 |_, host| host.minor_shmem = false,
@@ -268,8 +268,8 @@ mod tests {
             ),
             (
                 |plan, _| plan.per_vcpu = ByteSize(2 << 30),
-                "8 vCPUs need 16 GiB of memory and 8 GiB are available; lower --per-vcpu or --vcpus, \
-                 or free memory",
+                "8 vCPUs need 16 GiB of memory and 8 GiB are available; lower --per-vcpu or \
+                 --vcpus, or free memory",
             ),
             (
                 |plan, host| {
@@ -279,16 +279,16 @@ mod tests {
                         setting: "/sys/pool/nr".into(),
                     });
                 },
-                "--backing hugetlb-2m: 256 free huge pages are needed for 8 vCPUs and 255 are free; \
-                 write a larger number to /sys/pool/nr",
+                "--backing hugetlb-2m: 256 free huge pages are needed for 8 vCPUs and 255 are \
+                 free; write a larger number to /sys/pool/nr",
             ),
             (
                 |plan, _| {
                     plan.backing = Backing::Hugetlb1G;
                     plan.per_vcpu = ByteSize(1 << 40);
                 },
-                "--backing hugetlb-1g: 8192 free huge pages are needed for 8 vCPUs and 256 are free; \
-                 write a larger number to /sys/pool/nr_hugepages",
+                "--backing hugetlb-1g: 8192 free huge pages are needed for 8 vCPUs and 256 are \
+                 free; write a larger number to /sys/pool/nr_hugepages",
             ),
             (
                 |plan, host| {

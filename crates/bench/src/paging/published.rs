@@ -12,8 +12,8 @@ use super::plan::{Mode, Plan, Uffds};
 
 /// Where the figures come from, in a sentence.
 pub const SOURCE: &str = "cover letter of the kernel series \u{201c}Improve scalability of KVM + \
-     userfaultfd live migration via annotated memory faults\u{201d}: demand_paging_test, 64 MiB per \
-     vCPU, shmem, MINOR, as many readers as vCPUs, x86 with 256 cores, average of five runs";
+     userfaultfd live migration via annotated memory faults\u{201d}: demand_paging_test, 64 MiB \
+     per vCPU, shmem, MINOR, as many readers as vCPUs, x86 with 256 cores, average of five runs";
 
 /// Published rates at one number of vCPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -40,9 +40,9 @@ pub struct Sample {
 /// Why a run gave nothing.
 #[derive(Debug, thiserror::Error)]
 pub enum RunFailure {
-    /// It stopped for a reason that the lab's parallel mode is known for: nothing moved any more, or
-    /// the guest shut down. There it is the software CPU's doing, and the run is repeated; anywhere
-    /// else it is a failure.
+    /// It stopped for a reason that the lab's parallel mode is known for: nothing moved any more,
+    /// or the guest shut down. There it is the software CPU's doing, and the run is repeated;
+    /// anywhere else it is a failure.
     #[error(transparent)]
     Lost(Box<dyn Error + Send + Sync>),
     /// It failed, and would again.

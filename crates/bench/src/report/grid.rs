@@ -34,7 +34,7 @@ pub(crate) fn results(report: &PagingReport) -> Grid {
             Box::new(|point| Some(figure(point.rate_kpages_per_s.median))),
         ),
         (
-            "lowest..highest",
+            "low..high",
             Box::new(|point| Some(extremes(&point.rate_kpages_per_s))),
         ),
         (
@@ -108,11 +108,11 @@ pub(crate) fn comparison(report: &PagingReport) -> Option<Grid> {
         "vCPUs",
         "delivery",
         "rate, times uffd",
-        "lowest..highest",
+        "low..high",
         "of medians",
     ];
     if instructions {
-        headings.extend(["instructions, times uffd", "lowest..highest", "of medians"]);
+        headings.extend(["instructions, times uffd", "low..high", "of medians"]);
     }
     if report.published.is_some() {
         headings.push("published");
@@ -175,9 +175,9 @@ fn extremes(spread: &Spread) -> String {
 /// What the columns of [`results`] and [`comparison`] mean.
 pub(crate) fn legend(report: &PagingReport) -> Vec<String> {
     let mut lines = vec![format!(
-        "rate: thousand pages of {} made present per second, all vCPUs together; median of {} rounds, \
-         lowest and highest round, interquartile range. p50, p99, max: latency of a fault as the \
-         guest sees it.",
+        "rate: thousand pages of {} made present per second, all vCPUs together; median of {} \
+         rounds, lowest and highest round, interquartile range. p50, p99, max: latency of a fault \
+         as the guest sees it.",
         crate::units::ByteSize(report.plan.page_bytes),
         report.plan.runs
     )];

@@ -244,11 +244,11 @@ fn reading(page: &mut String, report: &PagingReport) {
     page.push_str(
         "<h2>How to read this</h2>\n<p>A virtual machine starts with memory that is not there yet. \
          Each vCPU touches its pages one by one; each first touch is a fault that somebody must \
-         resolve. With <b>uffd</b> the fault becomes a message in a userfaultfd, the vCPU sleeps in \
-         the kernel, and a reader thread makes the page present and wakes it. With <b>exit</b> \
+         resolve. With <b>uffd</b> the fault becomes a message in a userfaultfd, the vCPU sleeps \
+         in the kernel, and a reader thread makes the page present and wakes it. With <b>exit</b> \
          the vCPU leaves KVM_RUN and its own thread makes the page present: no queue, no lock that \
-         all vCPUs share, nobody to wake. <b>none</b> is the floor: the host has the page, and only \
-         the second-stage tables are filled.</p>\n<ul class=\"notes\">\n",
+         all vCPUs share, nobody to wake. <b>none</b> is the floor: the host has the page, and \
+         only the second-stage tables are filled.</p>\n<ul class=\"notes\">\n",
     );
     for note in grid::legend(report).iter().chain(&report.notes) {
         push!(page, "<li>{}</li>\n", escape(note));

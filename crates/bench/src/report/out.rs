@@ -98,7 +98,8 @@ impl OutDir {
 impl Drop for OutDir {
     fn drop(&mut self) {
         for made in &self.made {
-            // Fails for a directory that is not empty, or that could not be made; that is the point.
+            // Fails for a directory that is not empty, or that could not be made; that is the
+            // point.
             let _ = fs::remove_dir(made);
         }
     }
