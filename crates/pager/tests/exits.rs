@@ -173,6 +173,36 @@ fn neighbours_come_along() {
 }
 
 #[test]
+fn neighbours_of_another_userfaultfd_stay_absent() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let range =
+        |first, pages| GuestRange::new(GuestAddress(GPA.0 + first * PAGE), pages * PAGE).unwrap();
+    let pager = Pager::builder(Mode::Minor, pattern())
+        .region(Arc::clone(&region))
+        .uffds(UffdLayout::PerRange(vec![range(0, 3), range(3, 5)]))
+        .fault_around(8)
+        .build()
+        .unwrap();
+    let mut resolver = pager.resolver(0);
+    for (faulting, first, pages) in [(2, 0, 3), (3, 3, 5)] {
+        let resolution = resolver
+            .resolve_exit(&read_exit(&region, faulting))
+            .unwrap();
+        let gpa = range(first, pages).start();
+        assert_eq!(
+            resolution,
+            Resolution::Installed {
+                gpa,
+                bytes: pages * PAGE
+            }
+        );
+    }
+    assert_eq!(resolver.counters().installs, 2);
+}
+
+#[test]
 fn neighbours_without_content_stay_absent() {
     let Some(region) = region(16, Backing::Shmem) else {
         return;
