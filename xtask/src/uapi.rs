@@ -91,14 +91,19 @@ pub(crate) fn run(args: &UapiArgs, paths: &Paths) -> Result<()> {
 fn generate(headers: &Path, paths: &Paths) -> Result<String> {
     let scratch = paths.target().join("uapi");
     std::fs::create_dir_all(&scratch).with_context(|| format!("create {}", scratch.display()))?;
+    // A file and not `header_contents`: the fallback below compiles it a second time.
+    let header = scratch.join("uapi.h");
+    std::fs::write(&header, INCLUDES).with_context(|| format!("write {}", header.display()))?;
     // Only the kernel's own headers: the result must not depend on this machine's libc.
     let mut builder = bindgen::Builder::default()
-        .header_contents("uapi.h", INCLUDES)
+        .header(header.to_string_lossy())
         .clang_args(["--target=x86_64-linux-gnu", "-nostdinc", "-isystem"])
         .clang_arg(headers.to_string_lossy())
         // ioctl numbers are macros with sizeof in them, which takes a compiler to evaluate
         .clang_macro_fallback()
         .clang_macro_fallback_build_dir(&scratch)
+        // what this kernel has, which only UFFDIO_API can tell of the kernel that runs
+        .blocklist_item("UFFD_API_.*")
         .use_core()
         .derive_default(true)
         .layout_tests(true)
