@@ -27,7 +27,6 @@ const KSFT_SKIP: u8 = 4;
 
 /// Huge pages for the tests that need them. None of 1G: a software CPU takes minutes to fill a few.
 const HUGE_PAGES: &str = "hugepages=256";
-    "default_hugepagesz=2M hugepagesz=1G hugepages=1 hugepagesz=2M hugepages=160";
 
 /// What one job of a VM is.
 enum Kind {
