@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
 use pagetide_uapi::userfaultfd::{Event, EventBuffer};
@@ -56,6 +56,14 @@ struct Shared {
     stopping: AtomicBool,
     /// Readable from when the threads are to end.
     stop: OwnedFd,
+    /// The sum over the threads that have ended.
+    counted: Mutex<Counters>,
+}
+
+impl Shared {
+    fn lock_counted(&self) -> MutexGuard<'_, Counters> {
+        self.counted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Readers {
@@ -73,6 +81,7 @@ impl Readers {
         let shared = Arc::new(Shared {
             pager,
             stopping: AtomicBool::new(false),
+            counted: Mutex::default(),
             stop,
         });
         // Should a later thread not start, dropping this stops those that did.
@@ -91,13 +100,13 @@ impl Readers {
         Ok(readers)
     }
 
-    /// Ends the threads, after the faults that they are resolving. What they counted is added to
-    /// [`Pager::counted`]. An error is the pager's first failure.
+    /// Ends the threads, after the faults that they are resolving. Returns what they counted, which
+    /// is also added to [`Pager::counted`]. An error is the pager's first failure.
     pub fn stop(mut self) -> Result<Counters, Failure> {
         self.end();
         match self.shared.pager.failure() {
             Some(failure) => Err(failure.clone()),
-            None => Ok(self.shared.pager.counted()),
+            None => Ok(*self.shared.lock_counted()),
         }
     }
 
@@ -162,6 +171,7 @@ impl Reader {
             }),
         };
         pager.count(&worker.counters);
+        self.shared.lock_counted().add(&worker.counters);
         if let Some(error) = failed {
             pager.fail(error);
         }
