@@ -53,7 +53,8 @@ pub(super) fn notes(plan: &Plan, report: &PagingReport) -> Vec<String> {
     if busiest > report.facts.host_cpus {
         notes.push(format!(
             "Up to {busiest} vCPUs share {} host CPUs, and reader threads share them as well: \
-             totals cannot grow beyond what these do.",
+             totals cannot grow beyond what these do, and the longest latencies are waits for a \
+             CPU.",
             report.facts.host_cpus
         ));
     }

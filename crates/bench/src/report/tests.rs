@@ -202,9 +202,9 @@ fn pictures_that_have_no_data_are_left_out() {
     });
     let page = html(&only_uffd).unwrap();
     assert_eq!(page.matches("<figure>").count(), 2, "rates and latencies");
-    assert!(!page.contains("published") || !page.contains("Published"));
+    assert!(!page.contains("published") || !page.contains("Rate, published"));
     assert!(!table(&only_uffd, None).contains("times uffd"));
-    assert!(svg(&only_uffd).unwrap().contains("Measured here"));
+    assert!(svg(&only_uffd).unwrap().contains("Rate, measured here"));
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn the_drawing_is_a_file_of_its_own() {
         !drawing.contains("var("),
         "a viewer of files has no variables"
     );
-    assert!(drawing.contains("Measured here") && drawing.contains("Published"));
+    assert!(drawing.contains("Rate, measured here") && drawing.contains("Rate, published"));
     // 4 series at 4 numbers of vCPUs here, 2 at 9 there.
     assert_eq!(drawing.matches("<title>").count(), 4 * 4 + 2 * 9);
 }

@@ -76,7 +76,7 @@ fn rates_into(canvas: &mut Canvas<'_>, x: i32, report: &PagingReport) -> Result<
         },
     );
     let words = Words {
-        title: "Measured here",
+        title: "Rate, measured here",
         subtitle: &subtitle,
         places: &report.plan.vcpus,
     };
@@ -123,7 +123,7 @@ fn published_into(canvas: &mut Canvas<'_>, x: i32, published: &Published) -> Res
         rate_of(published.per_vcpu)
     );
     let words = Words {
-        title: "Published",
+        title: "Rate, published",
         subtitle: &subtitle,
         places: &places,
     };
