@@ -1,25 +1,4 @@
 //! The page map: one atomic state per page, and the rules by which it changes.
-//!
-//! | from | to | by | meaning |
-//! |---|---|---|---|
-//! | Absent | InFlight | [`PageMap::claim`], [`PageMap::claim_run`] | one thread now owns bringing it in |
-//! | Removed | InFlight | [`PageMap::claim_removed`] | one thread now owns making it zero |
-//! | InFlight | Present | [`ClaimGuard::finish`] | content is installed |
-//! | InFlight | Zero | [`ClaimGuard::finish`] | the zero page is installed |
-//! | InFlight | Poisoned | [`ClaimGuard::finish`] | the content is lost, says the source |
-//! | InFlight | Absent or Removed, as claimed | [`ClaimGuard::abandon`], or dropping the guard | the owner failed; others may claim |
-//! | Absent, Present, Zero | Removed | [`PageMap::remove`] | the guest gave the content up |
-//! | Absent, Present, Zero, Removed | Poisoned | [`PageMap::poison`] | an uncorrected error took it |
-//! | any but InFlight | Absent | [`PageMap::reset`] | the memory was emptied for another run |
-//!
-//! There is no other edge. InFlight is left by its owner only, so nobody can take a page from under
-//! the thread that is installing it. A poisoned page stays poisoned until a reset.
-//!
-//! An InFlight page carries two more bits, both set by those who came too late and cleared by the
-//! owner's one swap: *wake wanted* (a userfaultfd reader must not block, so it leaves its
-//! `UFFDIO_WAKE` to the owner) and *waiters* (threads parked in [`PageMap::wait`]). Because they sit
-//! in the same byte as the state, a claim and a finish are one atomic operation each when nobody
-//! waits, and no request can slip in between the owner's look and its store.
 
 mod cell;
 mod claim;
@@ -103,7 +82,28 @@ pub struct StateCounts {
     pub poisoned: u64,
 }
 
-/// One atomic state per page of a region. See the [module's table](self) for what may happen to it.
+/// One atomic state per page of a region.
+///
+/// | from | to | by | meaning |
+/// |---|---|---|---|
+/// | Absent | InFlight | [`Self::claim`], [`Self::claim_run`] | one thread now owns bringing it in |
+/// | Removed | InFlight | [`Self::claim_removed`] | one thread now owns making it zero |
+/// | InFlight | Present | [`ClaimGuard::finish`] | content is installed |
+/// | InFlight | Zero | [`ClaimGuard::finish`] | the zero page is installed |
+/// | InFlight | Poisoned | [`ClaimGuard::finish`] | the content is lost, says the source |
+/// | InFlight | Absent or Removed, as claimed | [`ClaimGuard::abandon`], or dropping the guard | the owner failed; others may claim |
+/// | Absent, Present, Zero | Removed | [`Self::remove`] | the guest gave the content up |
+/// | Absent, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error took it |
+/// | any but InFlight | Absent | [`Self::reset`] | the memory was emptied for another run |
+///
+/// There is no other edge. InFlight is left by its owner only, so nobody can take a page from under
+/// the thread that is installing it. A poisoned page stays poisoned until a reset.
+///
+/// An InFlight page carries two more bits, both set by those who came too late and cleared by the
+/// owner's one swap: *wake wanted* (a userfaultfd reader must not block, so it leaves its
+/// `UFFDIO_WAKE` to the owner) and *waiters* (threads parked in [`Self::wait`]). Because they sit
+/// in the same byte as the state, a claim and a finish are one atomic operation each when nobody
+/// waits, and no request can slip in between the owner's look and its store.
 #[derive(Debug)]
 pub struct PageMap {
     cells: Box<[AtomicU8]>,

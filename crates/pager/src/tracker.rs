@@ -8,20 +8,34 @@ use crate::fault::RegionId;
 /// handful of pages at most: its own two, its operands', and page tables.
 const REMEMBERED: usize = 8;
 
+/// Stands for no page: no region has that many.
+const NONE: u64 = u64::MAX;
+
 /// Counts how often the faults of one thread came back although their pages are present. Belongs to
 /// that thread: nothing here is shared.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Tracker {
-    recent: [Option<(RegionId, PageIndex)>; REMEMBERED],
+    /// Region and page, packed.
+    recent: [u64; REMEMBERED],
     next: usize,
     repeats: u32,
+}
+
+impl Default for Tracker {
+    fn default() -> Self {
+        Self {
+            recent: [NONE; REMEMBERED],
+            next: 0,
+            repeats: 0,
+        }
+    }
 }
 
 impl Tracker {
     /// A page was brought in: that is progress.
     #[inline]
     pub(crate) fn progress(&mut self) {
-        if self.recent[0].is_some() {
+        if self.next != 0 {
             *self = Self::default();
         }
     }
@@ -29,13 +43,14 @@ impl Tracker {
     /// A fault came on a page that is present. Returns how many such faults on the last few pages
     /// came again since there was progress: 0 if this page is a new one.
     pub(crate) fn came_again(&mut self, region: RegionId, page: PageIndex) -> u32 {
-        let fault = Some((region, page));
+        // 48 bits of page are 2^60 bytes of the smallest pages, more than a guest can address.
+        let fault = ((region.0 as u64) << 48) ^ page.0;
         if self.recent.contains(&fault) {
             self.repeats = self.repeats.saturating_add(1);
             return self.repeats;
         }
         self.recent[self.next % REMEMBERED] = fault;
-        self.next = self.next.wrapping_add(1);
+        self.next = self.next.saturating_add(1);
         0
     }
 }
