@@ -14,8 +14,8 @@
  *	"timeout" SECONDS		for each of them; 0: none
  *	"run" COUNT ARGUMENT...		a command
  *
- * pagetide.status gets a line for each command, "exit CODE", "signal NUMBER" or "timeout", and
- * "end" after the last. With more than one command, each one's output starts with a line that is
+ * pagetide.status gets a line for each command, "exit CODE", "signal NUMBER" or "timeout 0", each
+ * followed by the command's time in ms, and "end" after the last. With more than one command, each one's output starts with a line that is
  * the record separator (0x1e) and the command's number, on both ports.
  */
 #define _GNU_SOURCE
@@ -104,10 +104,10 @@ static void write_all(int fd, const char *bytes, size_t count)
 	}
 }
 
-static void report(const char *format, int value)
+static void report(const char *how, int value, long ms)
 {
 	char line[64];
-	int length = snprintf(line, sizeof(line), format, value);
+	int length = snprintf(line, sizeof(line), "%s %d %ld\n", how, value, ms);
 
 	write_all(status_port, line, length);
 }
@@ -296,10 +296,12 @@ static int until(long deadline)
 
 static void run(struct spec *spec, char **argv)
 {
-	long deadline = spec->timeout_s ? now_ms() + spec->timeout_s * 1000 : 0;
+	long started = now_ms();
+	long deadline = spec->timeout_s ? started + spec->timeout_s * 1000 : 0;
 	enum { OUT, ERR, END };
 	struct pollfd fds[3];
 	bool timed_out = false;
+	long ended = started;
 	int out[2], err[2], status;
 	pid_t pid;
 
@@ -331,7 +333,8 @@ static void run(struct spec *spec, char **argv)
 		if (ready > 0 && fds[END].revents) {
 			close(fds[END].fd);
 			fds[END].fd = -1;
-			deadline = now_ms() + DRAIN_MS;
+			ended = now_ms();
+			deadline = ended + DRAIN_MS;
 		}
 		if (!deadline || now_ms() < deadline)
 			continue;
@@ -348,11 +351,11 @@ static void run(struct spec *spec, char **argv)
 	if (waitpid(pid, &status, 0) != pid)
 		give_up("wait for", argv[0]);
 	if (timed_out)
-		report("timeout\n", 0);
+		report("timeout", 0, ended - started);
 	else if (WIFSIGNALED(status))
-		report("signal %d\n", WTERMSIG(status));
+		report("signal", WTERMSIG(status), ended - started);
 	else
-		report("exit %d\n", WEXITSTATUS(status));
+		report("exit", WEXITSTATUS(status), ended - started);
 }
 
 static void run_next(struct spec *spec, int number)
@@ -462,6 +465,6 @@ int main(int argc, char **argv)
 	spec.commands = count_commands(spec);
 	while ((key = next(&spec)))
 		obey(&spec, key);
-	report("end\n", 0);
+	write_all(status_port, "end\n", 4);
 	power_off();
 }

@@ -18,7 +18,7 @@ use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::setup;
 
-pub(crate) use agent::{Ended, Job};
+pub(crate) use agent::{Ended, Finished, Job};
 pub(crate) use qemu::{JobOutcome, Outcome, Output};
 
 /// The exit status that says that the VM was lost, and nothing of the command.
@@ -130,9 +130,9 @@ pub(crate) fn show(outcome: &Outcome) -> u8 {
     if !outcome.complaints.is_empty() {
         eprintln!("the VM's console: {}", outcome.console.display());
     }
-    match (&outcome.lost, outcome.ended.first()) {
-        (None, Some(ended)) => {
-            if *ended != Ended::Exit(ended.code()) {
+    match (&outcome.lost, outcome.finished.first()) {
+        (None, Some(Finished { ended, .. })) => {
+            if !matches!(ended, Ended::Exit(_)) {
                 eprintln!("the command was {ended}");
             }
             ended.code()

@@ -14,7 +14,7 @@ use crate::kernel::selftests::{self, Selftest};
 use crate::kernel::{Arch, Variant};
 use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::vm::{self, Ended, Job, JobOutcome, Output, VmArgs};
+use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, VmArgs};
 
 /// For each test program; a software CPU is slow.
 const JOB_TIMEOUT: Duration = Duration::from_secs(300);
@@ -181,11 +181,12 @@ impl Kind {
 
     fn count(&self, lane: &str, result: &JobOutcome, tally: &mut Tally) {
         let name = self.name();
-        let Some(ended) = result.ended else {
+        let Some(Finished { ended, time }) = result.finished else {
             let cause = "the VM was lost before it ended".to_owned();
             tally.add(lane, &name, Verdict::Failed(cause));
             return;
         };
+        println!("{lane}: {name}: {ended} after {:.1} s", time.as_secs_f64());
         let stdout = String::from_utf8_lossy(&result.stdout);
         match self {
             Self::Program(program) => {

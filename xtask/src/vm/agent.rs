@@ -47,14 +47,28 @@ impl Ended {
             Self::Timeout => 124,
         }
     }
+}
 
+/// How a command ended, and how long it took in the VM's own time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Finished {
+    pub(crate) ended: Ended,
+    pub(crate) time: Duration,
+}
+
+impl Finished {
     fn parse(line: &str) -> Option<Self> {
-        match line.split_once(' ') {
-            Some(("exit", code)) => Some(Self::Exit(code.parse().ok()?)),
-            Some(("signal", number)) => Some(Self::Signal(number.parse().ok()?)),
-            None if line == "timeout" => Some(Self::Timeout),
-            _ => None,
-        }
+        let mut words = line.split(' ');
+        let how = words.next()?;
+        let value = words.next()?.parse().ok()?;
+        let time = Duration::from_millis(words.next()?.parse().ok()?);
+        let ended = match how {
+            "exit" => Ended::Exit(value),
+            "signal" => Ended::Signal(value),
+            "timeout" => Ended::Timeout,
+            _ => return None,
+        };
+        Some(Self { ended, time })
     }
 }
 
@@ -69,12 +83,12 @@ impl std::fmt::Display for Ended {
 }
 
 /// Reads the status port: how each command ended, and whether the agent got to its end.
-pub(super) fn parse_status(text: &str) -> (Vec<Ended>, bool) {
+pub(super) fn parse_status(text: &str) -> (Vec<Finished>, bool) {
     let mut ended = Vec::new();
     for line in text.split_inclusive('\n') {
         match line.strip_suffix('\n') {
             Some("end") => return (ended, true),
-            Some(line) => ended.extend(Ended::parse(line)),
+            Some(line) => ended.extend(Finished::parse(line)),
             None => {}
         }
     }
@@ -190,26 +204,20 @@ mod tests {
 
     #[test]
     fn the_status_port_is_understood() {
-        let (ended, complete) = parse_status("exit 37\nsignal 11\ntimeout\nend\n");
-        assert_eq!(ended, [Ended::Exit(37), Ended::Signal(11), Ended::Timeout]);
+        let (finished, complete) = parse_status("exit 37 1500\nsignal 11 2\ntimeout 0 9\nend\n");
         assert!(complete);
-        assert_eq!(ended.map_codes(), [37, 139, 124]);
+        let ended: Vec<_> = finished.iter().map(|f| f.ended).collect();
+        assert_eq!(ended, [Ended::Exit(37), Ended::Signal(11), Ended::Timeout]);
+        let codes: Vec<_> = ended.iter().map(|ended| ended.code()).collect();
+        assert_eq!(codes, [37, 139, 124]);
+        assert_eq!(finished[0].time, Duration::from_millis(1500));
     }
 
     #[test]
     fn a_line_that_was_cut_is_no_status() {
-        assert_eq!(parse_status("exit 3"), (Vec::new(), false));
-        assert_eq!(parse_status("exit 3\nen"), (vec![Ended::Exit(3)], false));
-    }
-
-    trait Codes {
-        fn map_codes(&self) -> Vec<u8>;
-    }
-
-    impl Codes for Vec<Ended> {
-        fn map_codes(&self) -> Vec<u8> {
-            self.iter().map(|ended| ended.code()).collect()
-        }
+        assert_eq!(parse_status("exit 3 1"), (Vec::new(), false));
+        let (finished, complete) = parse_status("exit 3 1\nen");
+        assert_eq!((finished.len(), complete), (1, false));
     }
 
     #[test]

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::io::{FdFlags, fcntl_setfd};
 
-use super::agent::{Ended, TARGET_TAG, parse_status};
+use super::agent::{Finished, TARGET_TAG, parse_status};
 use super::initramfs::Initramfs;
 use super::{Timing, VmArgs, console};
 use crate::command::{Run, tail};
@@ -61,7 +61,7 @@ pub(crate) enum Output {
 pub(crate) struct Outcome {
     job_count: usize,
     /// How each command ended, as far as the VM came.
-    pub(crate) ended: Vec<Ended>,
+    pub(crate) finished: Vec<Finished>,
     /// Why the VM was lost, if it was.
     pub(crate) lost: Option<String>,
     /// The commands' kept output.
@@ -77,8 +77,8 @@ pub(crate) struct Outcome {
 /// What became of one command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct JobOutcome {
-    /// How it ended; `None` if the VM was lost before.
-    pub(crate) ended: Option<Ended>,
+    /// How it ended, and when; `None` if the VM was lost before.
+    pub(crate) finished: Option<Finished>,
     /// What it wrote.
     pub(crate) stdout: Vec<u8>,
     /// The same of standard error.
@@ -93,7 +93,7 @@ impl Outcome {
         let results = out.into_iter().zip(err).enumerate();
         results
             .map(|(index, (stdout, stderr))| JobOutcome {
-                ended: self.ended.get(index).copied(),
+                finished: self.finished.get(index).copied(),
                 stdout,
                 stderr,
             })
@@ -157,7 +157,7 @@ pub(super) fn run(machine: &Machine<'_>, output: Output, paths: &Paths) -> Resul
     for reader in readers {
         kept.push(reader.finish()?);
     }
-    let (ended, complete) = parse_status(&String::from_utf8_lossy(&kept[2]));
+    let (finished, complete) = parse_status(&String::from_utf8_lossy(&kept[2]));
     let lost = match (complete, ending) {
         (true, _) => None,
         (false, Ending::TimedOut) => Some(format!(
@@ -179,7 +179,7 @@ pub(super) fn run(machine: &Machine<'_>, output: Output, paths: &Paths) -> Resul
     let stdout = kept.swap_remove(0);
     Ok(Outcome {
         job_count: machine.job_count,
-        ended,
+        finished,
         lost,
         stdout,
         stderr,
