@@ -24,6 +24,8 @@ impl Report {
             } else if line.starts_with("test result: ") {
                 report.complete = true;
                 section = None;
+            } else if matches!(line, "successes:" | "failures:") {
+                section = None;
             } else if let Some(name) = section_line(line) {
                 section = Some(name.to_owned());
                 sections.push((name.to_owned(), String::new()));
