@@ -178,7 +178,7 @@ impl Reader {
     }
 
     /// Serves until told to stop. A userfaultfd is read until it has no more messages, and only
-    /// then waited for.
+    /// then waited for; those with more messages take turns.
     fn serve(&mut self, pager: &Pager, worker: &mut Worker) -> Result<(), ReaderError> {
         let mut ready: Vec<usize> = Vec::with_capacity(READY_AT_ONCE);
         let mut events = Vec::with_capacity(READY_AT_ONCE);
@@ -217,7 +217,9 @@ impl Reader {
         }
     }
 
-    /// Resolves what one read of a userfaultfd gives. Returns whether there was anything.
+    /// Resolves what one read of a userfaultfd gives. Returns whether there may be more: a read
+    /// that did not fill the buffer took all there was, and asking again would be a system call
+    /// per fault for nothing. What comes later, epoll tells.
     fn serve_one(
         &mut self,
         pager: &Pager,
@@ -228,11 +230,12 @@ impl Reader {
             return Ok(false);
         };
         worker.counters.reads += 1;
+        let capacity = self.buffer.capacity();
         let events = uffd
             .read_events(&mut self.buffer)
             .map_err(ReaderError::Read)?;
-        let any = events.len() > 0;
-        worker.counters.empty_reads += u64::from(!any);
+        let messages = events.len();
+        worker.counters.empty_reads += u64::from(messages == 0);
         for event in events {
             let Event::PageFault(message) = event else {
                 return Err(ReaderError::UnexpectedEvent { event });
@@ -247,7 +250,7 @@ impl Reader {
                 .resolve(worker, &fault)
                 .map_err(ReaderError::Resolve)?;
         }
-        Ok(any)
+        Ok(messages == capacity)
     }
 }
 
