@@ -108,6 +108,11 @@ impl Need {
     }
 }
 
+/// libclang.so, libclang-14.so.1 and the like; not libclang-cpp, which bindgen cannot use.
+fn is_libclang(file_name: &str) -> bool {
+    file_name.starts_with("libclang") && !file_name.starts_with("libclang-cpp")
+}
+
 /// Any version does: bindgen finds it where Debian puts it.
 fn has_libclang() -> bool {
     let Ok(dir) = std::fs::read_dir("/usr/lib") else {
@@ -119,7 +124,7 @@ fn has_libclang() -> bool {
     llvm.filter_map(|entry| std::fs::read_dir(entry.path().join("lib")).ok())
         .any(|lib| {
             lib.flatten()
-                .any(|entry| entry.file_name().to_string_lossy().starts_with("libclang"))
+                .any(|entry| is_libclang(&entry.file_name().to_string_lossy()))
         })
 }
 
