@@ -82,7 +82,9 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
 pub(super) fn arm64(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::Arm64);
     let jobs = selftest_jobs(variant, paths)?;
-    run("arm64", VmArgs::new(variant), &jobs, paths, tally)
+    let mut args = VmArgs::new(variant);
+    args.append.push(HUGE_PAGES.into());
+    run("arm64", args, &jobs, paths, tally)
 }
 
 fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
