@@ -24,17 +24,22 @@ const INCLUDES: &str = "\
 ";
 
 /// Macros that are wanted, as regular expressions.
-const CONSTANTS: [&str; 16] = [
+const CONSTANTS: [&str; 21] = [
     "KVM_GET_API_VERSION",
     "KVM_CHECK_EXTENSION",
     "KVM_CAP_USER_MEMORY2",
     "KVM_CAP_MEMORY_FAULT_INFO",
     "KVM_CAP_PRE_FAULT_MEMORY",
     "KVM_CAP_ABSENT_MAPPING_FAULT",
+    "KVM_CAP_SET_USER_MEMORY_REGION_LIST",
+    "KVM_CAP_KICK_VCPUS",
     "KVM_EXIT_MEMORY_FAULT",
     "KVM_MEM_.*",
     "KVM_MEMORY_EXIT_FLAG_.*",
+    "KVM_MEMORY_REGION_LIST_MAX",
     "KVM_SET_USER_MEMORY_REGION2",
+    "KVM_SET_USER_MEMORY_REGION_LIST",
+    "KVM_KICK_VCPUS",
     "KVM_PRE_FAULT_MEMORY",
     "MFD_.*",
     "UFFD_.*",
@@ -44,8 +49,9 @@ const CONSTANTS: [&str; 16] = [
 ];
 
 /// Structures that are wanted, with what they contain.
-const TYPES: [&str; 4] = [
+const TYPES: [&str; 5] = [
     "kvm_userspace_memory_region2",
+    "kvm_userspace_memory_region_list",
     "kvm_pre_fault_memory",
     "uffd_msg",
     "uffdio_.*",

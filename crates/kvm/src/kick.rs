@@ -4,14 +4,21 @@
 //! does not reach a vCPU that is already inside. A kick sets the flag and then sends the signal, so
 //! that one of the two always works: either KVM_RUN has not started and sees the flag, or it has
 //! and the signal ends it, also while KVM waits for a userfaultfd on the vCPU's behalf.
+//!
+//! There are two kinds. A caller's kick ([`VcpuKick`]) is remembered in `pending` and becomes
+//! [`Exit::Interrupted`](crate::Exit::Interrupted). A slot transaction's kick is not remembered:
+//! KVM_RUN returns, and [`BoundVcpu::run`](crate::BoundVcpu::run) waits at the gate and enters
+//! again.
 
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use libc::{c_int, siginfo_t};
 use rustix::thread::Pid;
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
+use crate::gate::{Occupant, Seat};
 use crate::run_page::RunPage;
 
 /// The signal that kicks use: the second real-time signal. Its handler does nothing; the signal's
@@ -37,22 +44,85 @@ pub(crate) fn install_handler() -> Result<(), std::io::Error> {
 /// What a vCPU and the kicks for it share.
 #[derive(Debug)]
 pub(crate) struct KickTarget {
+    seat: Seat,
     pub(crate) page: RunPage,
+    /// A caller's kick that no KVM_RUN has returned for. Set before `immediate_exit` and read after
+    /// that was cleared, so that a kick is never forgotten (at worst it counts twice).
+    pending: AtomicBool,
+    /// A slot transaction closed the gate while the last ioctl was going on, so its kick may come
+    /// late: the next KVM_RUN may be interrupted once on its account. Only for whoever holds the
+    /// vCPU, hence without any ordering.
+    late_kick: AtomicBool,
     /// The thread that runs the vCPU now. Held while the signal is sent, so that the thread cannot
     /// end, and its number go to another one, between the look and the signal.
     thread: Mutex<Option<Pid>>,
 }
 
+impl Occupant for KickTarget {
+    fn seat(&self) -> &Seat {
+        &self.seat
+    }
+}
+
 impl KickTarget {
     pub(crate) fn new(page: RunPage) -> Self {
         Self {
+            seat: Seat::default(),
             page,
+            pending: AtomicBool::new(false),
+            late_kick: AtomicBool::new(false),
             thread: Mutex::new(None),
         }
     }
 
     pub(crate) fn set_thread(&self, thread: Option<Pid>) {
         *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = thread;
+    }
+
+    /// Takes note that KVM_RUN was interrupted; whether a caller had kicked. For the vCPU's thread.
+    pub(crate) fn take_kick(&self) -> bool {
+        self.page.set_immediate_exit(false);
+        self.pending.swap(false, Ordering::SeqCst)
+    }
+
+    /// Sets whether a transaction's kick may come late; what it was.
+    #[inline]
+    pub(crate) fn expect_late_kick(&self, expected: bool) -> bool {
+        let before = self.late_kick.load(Ordering::Relaxed);
+        self.late_kick.store(expected, Ordering::Relaxed);
+        before
+    }
+
+    /// Whether a caller's kick is pending.
+    pub(crate) fn has_kick(&self) -> bool {
+        self.pending.load(Ordering::SeqCst)
+    }
+
+    /// Puts `immediate_exit` back to what callers' kicks want. For the vCPU's thread.
+    pub(crate) fn restore_immediate_exit(&self) {
+        self.page.set_immediate_exit(false);
+        if self.pending.load(Ordering::SeqCst) {
+            self.page.set_immediate_exit(true);
+        }
+    }
+
+    /// Sends the signal, if a thread runs the vCPU.
+    pub(crate) fn signal(&self) {
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(thread) = *thread {
+            let process = rustix::process::getpid().as_raw_nonzero().get();
+            // A failure means that the thread is ending, which serves as well.
+            // SAFETY: tgkill takes three numbers and touches no memory of ours; the handler that
+            // install_handler() put in place before any thread was set does nothing.
+            unsafe {
+                libc::syscall(
+                    libc::SYS_tgkill,
+                    process,
+                    thread.as_raw_nonzero().get(),
+                    kick_signal(),
+                );
+            }
+        }
     }
 }
 
@@ -70,25 +140,8 @@ impl VcpuKick {
     /// Makes the present KVM_RUN, or if there is none the next one, return
     /// [`Exit::Interrupted`](crate::Exit::Interrupted). Several kicks before that count as one.
     pub fn kick(&self) {
+        self.target.pending.store(true, Ordering::SeqCst);
         self.target.page.set_immediate_exit(true);
-        let thread = self
-            .target
-            .thread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(thread) = *thread {
-            let process = rustix::process::getpid().as_raw_nonzero().get();
-            // A failure means that the thread is ending, which serves as well.
-            // SAFETY: tgkill takes three numbers and touches no memory of ours; the handler that
-            // install_handler() put in place before any thread was set does nothing.
-            unsafe {
-                libc::syscall(
-                    libc::SYS_tgkill,
-                    process,
-                    thread.as_raw_nonzero().get(),
-                    kick_signal(),
-                );
-            }
-        }
+        self.target.signal();
     }
 }

@@ -1,9 +1,11 @@
-//! KVM as Pagetide uses it: a VM whose memory slots keep their memory alive, vCPUs whose memory
-//! faults come back as values, and kicks that work from any thread.
+//! KVM as Pagetide uses it: a VM whose memory slots keep their memory alive and change as one, vCPUs
+//! whose memory faults come back as values, and kicks that work from any thread.
 //!
 //! `kvm-ioctls` does the ioctls that it has. What is here is what it lacks: EHWPOISON and the
 //! access bits of `KVM_EXIT_MEMORY_FAULT`, the slot flag `KVM_MEM_ABSENT_MAPPING_FAULT`,
-//! `KVM_PRE_FAULT_MEMORY`, kicks, and errors that name the slot, the range and the capability.
+//! `KVM_PRE_FAULT_MEMORY`, kicks, errors that name the slot, the range and the capability, and
+//! [`SlotTransaction`]: changes of several slots that no vCPU sees half done, by
+//! `KVM_SET_USER_MEMORY_REGION_LIST` or by stopping every vCPU (`docs/design/slot-transactions.md`).
 //!
 //! ```no_run
 //! use pagetide_kvm::{Kvm, Exit};
@@ -18,22 +20,35 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+// The tests' guest names this crate as other crates do.
+#[cfg(test)]
+extern crate self as pagetide_kvm;
+
+mod commit;
 mod exit;
 mod fault;
+mod gate;
 mod kick;
+mod plan;
 mod pre_fault;
+mod registers;
 mod run_page;
 mod slot;
+mod slot_calls;
 mod system;
+mod transaction;
 mod vcpu;
 mod vm;
 
+pub use commit::{CommitError, Committed, FailedChange, Method, Undone};
 pub use exit::Exit;
 pub use fault::{Access, FaultExit};
 pub use kick::{VcpuKick, kick_signal};
+pub use plan::PlanError;
 pub use pre_fault::PreFaultError;
-pub use slot::{SlotError, SlotFlags};
+pub use slot::{Slot, SlotError, SlotFlags, SlotLayout};
 pub use system::{Kvm, OpenError};
+pub use transaction::{SlotRef, SlotTransaction};
 pub use vcpu::{BindError, BoundVcpu, RunError, Vcpu};
 pub use vm::{Capabilities, CreateVcpuError, CreateVmError, Vm};
 

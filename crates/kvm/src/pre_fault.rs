@@ -20,7 +20,7 @@ pub enum PreFaultError {
         /// What was asked for.
         range: GuestRange,
     },
-    /// A memory slot was changing (EAGAIN): try again, or leave it to the guest's own faults.
+    /// A memory slot was changing (EAGAIN, or a slot transaction's kick): try again, or leave it to the guest's own faults.
     #[error("pre-fault of {range}: a memory slot is changing")]
     Again {
         /// What was asked for.
@@ -54,6 +54,10 @@ impl BoundVcpu<'_> {
     /// waits for them: use it on pages that were just installed. Writes to pages that are mapped
     /// read-only on the host still fault.
     ///
+    /// A slot transaction interrupts it. It is not taken up again by itself: Linux 6.12 never ends
+    /// it when slots were made anew and the vCPU has not entered the guest since, unless a signal
+    /// comes.
+    ///
     /// # Errors
     /// [`PreFaultError`], when nothing was handled.
     pub fn pre_fault(&mut self, range: GuestRange) -> Result<u64, PreFaultError> {
@@ -65,16 +69,21 @@ impl BoundVcpu<'_> {
             size: range.bytes(),
             ..kvm_pre_fault_memory::default()
         };
-        // SAFETY: a vCPU descriptor and the structure that this ioctl takes; the kernel writes to
-        // that structure only. Gated by KVM_CAP_PRE_FAULT_MEMORY, checked above.
-        let status =
-            unsafe { ioctl_with_mut_ref(self.fd(), KVM_PRE_FAULT_MEMORY.into(), &mut request) };
+        let (result, kicked) = self.held_and_kicked(|fd| {
+            // SAFETY: a vCPU descriptor and the structure that this ioctl takes; the kernel writes
+            // to that structure only. Gated by KVM_CAP_PRE_FAULT_MEMORY, checked above.
+            match unsafe { ioctl_with_mut_ref(fd, KVM_PRE_FAULT_MEMORY.into(), &mut request) } {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        });
         let handled = range.bytes().saturating_sub(request.size);
-        if status == 0 || handled > 0 {
-            return Ok(handled);
-        }
-        let source = io::Error::last_os_error();
+        let source = match result {
+            Err(source) if handled == 0 => source,
+            _ => return Ok(handled),
+        };
         Err(match source.raw_os_error() {
+            Some(libc::EINTR) if kicked && !self.has_kick() => PreFaultError::Again { range },
             Some(libc::EINTR) => PreFaultError::Interrupted { range },
             Some(libc::EAGAIN) => PreFaultError::Again { range },
             Some(libc::ENOENT) => PreFaultError::NoSlot { range, source },

@@ -1,5 +1,6 @@
 //! Memory slots: which guest-physical range is which memory of this process.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -136,12 +137,49 @@ pub enum SlotError {
     },
 }
 
-/// A slot that holds memory. It keeps the region mapped as long as the VM may reach it.
+/// What a slot holds: a part of a region, at a guest-physical address. Keeping one keeps the region
+/// mapped.
 #[derive(Clone, Debug)]
-pub(crate) struct Slot {
-    pub(crate) region: Arc<Region>,
-    pub(crate) flags: SlotFlags,
+pub struct Slot {
+    /// The memory.
+    pub region: Arc<Region>,
+    /// Where in the region the slot starts, in bytes; a multiple of 4 KiB.
+    pub offset: u64,
+    /// Where the guest sees it. With a region used at its own address, the region's range or a
+    /// part of it.
+    pub range: GuestRange,
+    /// Its properties.
+    pub flags: SlotFlags,
 }
+
+impl Slot {
+    /// All of a region, at the region's own address.
+    #[must_use]
+    pub fn whole(region: Arc<Region>, flags: SlotFlags) -> Self {
+        Self {
+            offset: 0,
+            range: region.range(),
+            region,
+            flags,
+        }
+    }
+
+    /// Where the slot's memory starts in this process: what the kernel calls `userspace_addr`.
+    pub(crate) fn userspace_address(&self) -> u64 {
+        self.region.guest().start().as_u64() + self.offset
+    }
+
+    /// Whether both are the same memory at the same place, so that changing one to the other is at
+    /// most a change of flags.
+    #[must_use]
+    pub fn is_same_memory(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.region, &other.region)
+            && (self.offset, self.range) == (other.offset, other.range)
+    }
+}
+
+/// A VM's slots by their numbers.
+pub type SlotLayout = BTreeMap<u32, Slot>;
 
 #[cfg(test)]
 mod tests {

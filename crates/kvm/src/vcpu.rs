@@ -11,6 +11,7 @@ use vmm_sys_util::ioctl::ioctl;
 use vmm_sys_util::ioctl_io_nr;
 
 use crate::exit::Exit;
+use crate::gate::Occupant;
 use crate::kick::{self, KickTarget, VcpuKick};
 use crate::vm::Inner;
 
@@ -83,12 +84,9 @@ pub struct Vcpu {
 
 impl Vcpu {
     pub(crate) fn new(id: u32, fd: VcpuFd, kick: KickTarget, vm: Arc<Inner>) -> Self {
-        Self {
-            id,
-            fd,
-            kick: Arc::new(kick),
-            vm,
-        }
+        let kick = Arc::new(kick);
+        vm.gate().add(&kick);
+        Self { id, fd, kick, vm }
     }
 
     /// The number that it was created with.
@@ -97,8 +95,11 @@ impl Vcpu {
         self.id
     }
 
-    /// The `kvm-ioctls` handle, for registers and the like. Its `run` is not to be used: it knows
-    /// nothing of kicks.
+    /// The `kvm-ioctls` handle, for setting the vCPU up and for what this crate does not wrap.
+    ///
+    /// Its `run` is not to be used: it knows nothing of kicks. A slot transaction that quiesces
+    /// does not hold back what goes through this handle. Ioctls that look at guest memory must use
+    /// [`Vcpu::set_sregs`], [`Vcpu::set_msrs`] and the like, if slots may change meanwhile.
     #[must_use]
     pub fn fd(&self) -> &VcpuFd {
         &self.fd
@@ -112,7 +113,7 @@ impl Vcpu {
 
     /// Forgets kicks that have not been noticed yet.
     pub fn forget_kicks(&mut self) {
-        self.kick.page.set_immediate_exit(false);
+        self.kick.take_kick();
     }
 
     /// Binds the vCPU to the calling thread, to which kicks are then sent.
@@ -131,14 +132,16 @@ impl Vcpu {
         })
     }
 
-    /// The guest's instruction pointer; None if it cannot be read.
-    #[must_use]
-    pub fn rip(&self) -> Option<u64> {
-        #[cfg(target_arch = "x86_64")]
-        let rip = self.fd.get_regs().ok().map(|regs| regs.rip);
-        #[cfg(not(target_arch = "x86_64"))]
-        let rip = None;
-        rip
+    /// Does one ioctl with no slot transaction's update going on. `call` is this crate's own code
+    /// and must not wait for anything but that ioctl.
+    pub(crate) fn held<T>(&self, call: impl FnOnce(&VcpuFd) -> T) -> T {
+        let seat = self.kick.seat();
+        self.vm.gate().enter(seat);
+        let result = call(&self.fd);
+        if self.vm.gate().leave(seat) {
+            self.kick.expect_late_kick(true);
+        }
+        result
     }
 
     pub(crate) fn vm(&self) -> &Inner {
@@ -155,35 +158,81 @@ pub struct BoundVcpu<'vcpu> {
 }
 
 impl BoundVcpu<'_> {
-    /// Enters the guest until it exits: one ioctl, no allocation.
+    /// Enters the guest until it exits: one ioctl, one atomic operation on either side, no
+    /// allocation. A slot transaction that stops the vCPU meanwhile is not seen: the guest is
+    /// entered again when the transaction is through.
+    ///
+    /// A signal other than a kick is reported as [`Exit::Interrupted`], unless it coincides with a
+    /// slot transaction; use a [`VcpuKick`] for what must not be missed.
     ///
     /// # Errors
     /// [`RunError`], unless the kernel explains the failure, which is an [`Exit::Fault`], or a
     /// signal caused it, which is [`Exit::Interrupted`].
     #[inline]
     pub fn run(&mut self) -> Result<Exit, RunError> {
-        let page = &self.vcpu.kick.page;
-        page.forget_exit();
-        // SAFETY: KVM_RUN on a vCPU descriptor takes no argument. It lets the guest write to the
-        // memory of the VM's slots only, which `Vm` keeps mapped and which no Rust reference
-        // covers, and to kvm_run, which RunPage reads by volatile accesses.
-        let status = unsafe { ioctl(&self.vcpu.fd, KVM_RUN()) };
-        if status == 0 {
-            Ok(page.exit())
-        } else {
-            self.failed_run()
+        loop {
+            let (result, kicked) = self.enter_guest();
+            // A transaction sets `immediate_exit` and sends signals only while the gate is closed
+            // and this vCPU inside. `kicked` is therefore true for every KVM_RUN that is
+            // interrupted on its account. A KVM_RUN that ends by itself in that moment finds it out
+            // as well: the flag or the signal interrupts the next one, and both are used up then.
+            let late = self.vcpu.kick.expect_late_kick(kicked);
+            let Err(source) = result else {
+                return Ok(self.vcpu.kick.page.exit());
+            };
+            let interrupted = source.raw_os_error() == Some(libc::EINTR);
+            if interrupted && !self.vcpu.kick.take_kick() && (kicked || late) {
+                continue;
+            }
+            return self.explain(source);
         }
     }
 
-    fn failed_run(&mut self) -> Result<Exit, RunError> {
-        let source = io::Error::last_os_error();
+    /// As [`Vcpu::held`], for an ioctl of the bound vCPU that may take long; and whether a slot
+    /// transaction wanted the vCPU to leave, now or during the last one, so that its signal may have
+    /// come now.
+    pub(crate) fn held_and_kicked<T>(&mut self, call: impl FnOnce(&VcpuFd) -> T) -> (T, bool) {
+        let Vcpu { fd, kick, vm, .. } = &*self.vcpu;
+        vm.gate().enter(kick.seat());
+        let result = call(fd);
+        let kicked = vm.gate().leave(kick.seat());
+        // KVM_RUN has not seen `immediate_exit`, so what was expected before still is.
+        let late = kick.expect_late_kick(kicked);
+        kick.expect_late_kick(kicked || late);
+        (result, kicked || late)
+    }
+
+    /// Whether a caller's kick is pending.
+    pub(crate) fn has_kick(&self) -> bool {
+        self.vcpu.kick.has_kick()
+    }
+
+    /// One KVM_RUN, with no slot transaction's update going on; and whether a transaction wanted
+    /// the vCPU to leave meanwhile.
+    #[inline]
+    fn enter_guest(&mut self) -> (io::Result<()>, bool) {
+        let Vcpu { fd, kick, vm, .. } = &*self.vcpu;
+        vm.gate().enter(kick.seat());
+        kick.page.forget_exit();
+        // SAFETY: KVM_RUN on a vCPU descriptor takes no argument. It lets the guest write to the
+        // memory of the VM's slots only, which `Vm` keeps mapped and which no Rust reference
+        // covers, and to kvm_run, which RunPage reads by volatile accesses.
+        let status = unsafe { ioctl(fd, KVM_RUN()) };
+        let result = match status {
+            0 => Ok(()),
+            // At once: what follows may change errno.
+            _ => Err(io::Error::last_os_error()),
+        };
+        (result, vm.gate().leave(kick.seat()))
+    }
+
+    /// What a failed KVM_RUN means to its caller.
+    #[cold]
+    fn explain(&self, source: io::Error) -> Result<Exit, RunError> {
         let page = &self.vcpu.kick.page;
         let errno = source.raw_os_error().unwrap_or(0);
         match errno {
-            libc::EINTR => {
-                page.set_immediate_exit(false);
-                return Ok(Exit::Interrupted);
-            }
+            libc::EINTR => return Ok(Exit::Interrupted),
             libc::EFAULT | libc::EHWPOISON => {
                 if let Some(fault) = page.memory_fault(errno == libc::EHWPOISON) {
                     return Ok(Exit::Fault(fault));
@@ -200,15 +249,19 @@ impl BoundVcpu<'_> {
     }
 
     /// Completes the I/O instruction of the last exit without running the guest any further, so
-    /// that registers can be set afresh.
+    /// that registers can be set afresh. Kicks that are pending stay so.
     ///
     /// # Errors
     /// As [`BoundVcpu::run`].
     pub fn complete_io(&mut self) -> Result<(), RunError> {
         self.vcpu.kick.page.set_immediate_exit(true);
-        let result = self.run();
-        self.vcpu.kick.page.set_immediate_exit(false);
-        result.map(|_| ())
+        let (result, kicked) = self.enter_guest();
+        self.vcpu.kick.expect_late_kick(kicked);
+        self.vcpu.kick.restore_immediate_exit();
+        match result {
+            Ok(()) => Ok(()),
+            Err(source) => self.explain(source).map(|_| ()),
+        }
     }
 }
 

@@ -1,21 +1,21 @@
 //! VMs: what the kernel can do for them, and their slots and vCPUs.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvm_bindings::{
-    KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region, kvm_userspace_memory_region2,
-};
+use kvm_bindings::KVM_CAP_NR_MEMSLOTS;
 use kvm_ioctls::VmFd;
 use pagetide_memory::Region;
 use pagetide_uapi::generated as abi;
 
+use crate::gate::Gate;
 use crate::kick::KickTarget;
 use crate::os_error;
 use crate::run_page::RunPage;
-use crate::slot::{Slot, SlotError, SlotFlags};
+use crate::slot::{Slot, SlotError, SlotFlags, SlotLayout};
+use crate::slot_calls::{Change, SlotCalls};
 use crate::system::Kvm;
+use crate::transaction::SlotTransaction;
 use crate::vcpu::Vcpu;
 
 /// Why a VM could not be made.
@@ -63,6 +63,11 @@ pub struct Capabilities {
     pub pre_fault_memory: bool,
     /// KVM_CAP_USER_MEMORY2: slots are set by KVM_SET_USER_MEMORY_REGION2.
     pub user_memory2: bool,
+    /// KVM_CAP_SET_USER_MEMORY_REGION_LIST: many slots change at once, and nobody sees a step in
+    /// between.
+    pub slot_list: bool,
+    /// KVM_CAP_KICK_VCPUS: one call makes all vCPUs leave the guest.
+    pub kick_vcpus: bool,
     /// KVM_CAP_NR_MEMSLOTS: how many slots a VM may have.
     pub slots: u32,
 }
@@ -76,6 +81,8 @@ impl Capabilities {
             absent_mapping_fault: has(abi::KVM_CAP_ABSENT_MAPPING_FAULT),
             pre_fault_memory: has(abi::KVM_CAP_PRE_FAULT_MEMORY),
             user_memory2: has(abi::KVM_CAP_USER_MEMORY2),
+            slot_list: has(abi::KVM_CAP_SET_USER_MEMORY_REGION_LIST),
+            kick_vcpus: has(abi::KVM_CAP_KICK_VCPUS),
             // The kernel's documentation: 32 where the capability is missing.
             slots: u32::try_from(value(KVM_CAP_NR_MEMSLOTS))
                 .ok()
@@ -86,17 +93,88 @@ impl Capabilities {
 }
 
 /// What a VM and its vCPUs share. The descriptor comes first, so that the memory outlives it.
+///
+/// Locks, in the order in which they are taken: `updates`, then `slots` or the gate's own, then a
+/// vCPU's thread's. A thread that waits for `updates`, whose holder may be waiting for vCPUs, is in
+/// no ioctl; the others are held for moments only.
 #[derive(Debug)]
 pub(crate) struct Inner {
     fd: VmFd,
     capabilities: Capabilities,
     run_bytes: usize,
-    slots: Mutex<BTreeMap<u32, Slot>>,
+    /// Held by whoever changes slots, from the check to the end.
+    updates: Mutex<()>,
+    /// What the kernel has. Changed only by the holder of `updates`.
+    slots: Mutex<SlotLayout>,
+    gate: Gate<KickTarget>,
 }
 
 impl Inner {
+    pub(crate) fn fd(&self) -> &VmFd {
+        &self.fd
+    }
+
     pub(crate) fn capabilities(&self) -> &Capabilities {
         &self.capabilities
+    }
+
+    pub(crate) fn gate(&self) -> &Gate<KickTarget> {
+        &self.gate
+    }
+
+    /// The right to change slots. Waits for other threads' changes, which may wait for vCPUs to
+    /// leave KVM_RUN.
+    pub(crate) fn updates(&self) -> MutexGuard<'_, ()> {
+        self.updates.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the kernel has; not to be held while anything is waited for.
+    pub(crate) fn slots(&self) -> MutexGuard<'_, SlotLayout> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets a slot, once it is checked that the kernel can.
+    fn set(&self, slot: u32, to: &Slot, change: Change) -> Result<(), SlotError> {
+        let Slot { range, flags, .. } = *to;
+        let Capabilities {
+            absent_mapping_fault,
+            user_memory2,
+            slots,
+            ..
+        } = self.capabilities;
+        if slot >= slots {
+            return Err(SlotError::NoSuchSlot { slot, slots });
+        }
+        if flags.absent_mapping_fault && !(absent_mapping_fault && user_memory2) {
+            return Err(SlotError::MissingCapability {
+                slot,
+                range,
+                capability: "KVM_CAP_ABSENT_MAPPING_FAULT",
+                number: abi::KVM_CAP_ABSENT_MAPPING_FAULT,
+            });
+        }
+        self.set_one(slot, to, change).map_err(|source| {
+            let errno = source.raw_os_error();
+            match errno {
+                Some(libc::EEXIST) => SlotError::Overlap {
+                    slot,
+                    range,
+                    source,
+                },
+                Some(libc::EINVAL) => SlotError::Invalid {
+                    slot,
+                    range,
+                    flags,
+                    source,
+                },
+                _ => SlotError::Failed {
+                    slot,
+                    range,
+                    flags,
+                    source,
+                },
+            }
+        })
     }
 }
 
@@ -127,13 +205,14 @@ impl Vm {
             .map_err(os_error)
             .map_err(CreateVmError::RunSize)?;
         let capabilities = Capabilities::of(&fd);
-        let slots = Mutex::new(BTreeMap::new());
         Ok(Self {
             inner: Arc::new(Inner {
                 fd,
                 capabilities,
                 run_bytes,
-                slots,
+                updates: Mutex::default(),
+                slots: Mutex::default(),
+                gate: Gate::default(),
             }),
         })
     }
@@ -184,15 +263,14 @@ impl Vm {
         region: Arc<Region>,
         flags: SlotFlags,
     ) -> Result<(), SlotError> {
-        let mut slots = self.slots();
-        if let Some(used) = slots.get(&slot) {
-            return Err(SlotError::InUse {
-                slot,
-                range: used.region.range(),
-            });
+        let _updates = self.inner.updates();
+        if let Some(used) = self.inner.slots().get(&slot) {
+            let range = used.range;
+            return Err(SlotError::InUse { slot, range });
         }
-        self.set(slot, &region, flags, region.bytes())?;
-        slots.insert(slot, Slot { region, flags });
+        let new = Slot::whole(region, flags);
+        self.inner.set(slot, &new, Change::Create)?;
+        self.inner.slots().insert(slot, new);
         Ok(())
     }
 
@@ -201,17 +279,30 @@ impl Vm {
     /// # Errors
     /// See [`SlotError`]; the flags stay as they were.
     pub fn set_slot_flags(&self, slot: u32, flags: SlotFlags) -> Result<(), SlotError> {
-        let mut slots = self.slots();
-        let entry = slots.get_mut(&slot).ok_or(SlotError::Empty { slot })?;
-        self.set(slot, &entry.region, flags, entry.region.bytes())?;
-        entry.flags = flags;
+        let _updates = self.inner.updates();
+        let mut new = self.slot(slot).ok_or(SlotError::Empty { slot })?;
+        new.flags = flags;
+        self.inner.set(slot, &new, Change::Flags)?;
+        self.inner.slots().insert(slot, new);
         Ok(())
     }
 
     /// The flags of a slot; None if it is empty.
     #[must_use]
     pub fn slot_flags(&self, slot: u32) -> Option<SlotFlags> {
-        self.slots().get(&slot).map(|entry| entry.flags)
+        self.inner.slots().get(&slot).map(|entry| entry.flags)
+    }
+
+    /// What a slot holds; None if it is empty.
+    #[must_use]
+    pub fn slot(&self, slot: u32) -> Option<Slot> {
+        self.inner.slots().get(&slot).cloned()
+    }
+
+    /// All slots. In the middle of a slot transaction this is still the old layout.
+    #[must_use]
+    pub fn layout(&self) -> SlotLayout {
+        self.inner.slots().clone()
     }
 
     /// Empties a slot and returns its memory. Guest accesses there are MMIO from now on.
@@ -219,94 +310,21 @@ impl Vm {
     /// # Errors
     /// See [`SlotError`]; the slot stays as it was.
     pub fn remove_slot(&self, slot: u32) -> Result<Arc<Region>, SlotError> {
-        let mut slots = self.slots();
-        let entry = slots.get(&slot).ok_or(SlotError::Empty { slot })?.clone();
-        self.set(slot, &entry.region, SlotFlags::default(), 0)?;
-        slots.remove(&slot);
-        Ok(entry.region)
+        let _updates = self.inner.updates();
+        let mut old = self.slot(slot).ok_or(SlotError::Empty { slot })?;
+        old.flags = SlotFlags::default();
+        self.inner.set(slot, &old, Change::Delete)?;
+        self.inner.slots().remove(&slot);
+        Ok(old.region)
     }
 
-    fn slots(&self) -> MutexGuard<'_, BTreeMap<u32, Slot>> {
-        self.inner
-            .slots
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    #[cfg(test)]
+    pub(crate) fn inner(&self) -> &Inner {
+        &self.inner
     }
 
-    /// Sets a slot to `bytes` of the region; 0 empties it.
-    fn set(
-        &self,
-        slot: u32,
-        region: &Region,
-        flags: SlotFlags,
-        bytes: u64,
-    ) -> Result<(), SlotError> {
-        let range = region.range();
-        let Capabilities {
-            absent_mapping_fault,
-            user_memory2,
-            slots,
-            ..
-        } = self.inner.capabilities;
-        if slot >= slots {
-            return Err(SlotError::NoSuchSlot { slot, slots });
-        }
-        if flags.absent_mapping_fault && !(absent_mapping_fault && user_memory2) {
-            return Err(SlotError::MissingCapability {
-                slot,
-                range,
-                capability: "KVM_CAP_ABSENT_MAPPING_FAULT",
-                number: abi::KVM_CAP_ABSENT_MAPPING_FAULT,
-            });
-        }
-        let guest_phys_addr = region.gpa().0;
-        let userspace_addr = region.guest().start().as_u64();
-        let result = if user_memory2 {
-            let request = kvm_userspace_memory_region2 {
-                slot,
-                flags: flags.bits(),
-                guest_phys_addr,
-                memory_size: bytes,
-                userspace_addr,
-                ..kvm_userspace_memory_region2::default()
-            };
-            // SAFETY: KVM requires that the memory stays mapped while the slot has it: the caller
-            // keeps the region in `slots`, which is dropped after the VM's descriptor. The guest
-            // may change it at any time: it is shared memory, of which Region hands out no
-            // references.
-            unsafe { self.inner.fd.set_user_memory_region2(request) }
-        } else {
-            let request = kvm_userspace_memory_region {
-                slot,
-                flags: flags.bits(),
-                guest_phys_addr,
-                memory_size: bytes,
-                userspace_addr,
-            };
-            // SAFETY: as above.
-            unsafe { self.inner.fd.set_user_memory_region(request) }
-        };
-        result.map_err(|errno| {
-            let source = os_error(errno);
-            match errno.errno() {
-                libc::EEXIST => SlotError::Overlap {
-                    slot,
-                    range,
-                    source,
-                },
-                libc::EINVAL => SlotError::Invalid {
-                    slot,
-                    range,
-                    flags,
-                    source,
-                },
-                _ => SlotError::Failed {
-                    slot,
-                    range,
-                    flags,
-                    source,
-                },
-            }
-        })
+    /// Begins a change of several slots, which vCPUs see as one.
+    pub fn transaction(&self) -> SlotTransaction<'_> {
+        SlotTransaction::new(&self.inner)
     }
 }

@@ -95,7 +95,7 @@ impl Probe {
 }
 
 /// KVM capabilities: name, number, what is used instead.
-const KVM_CAPABILITIES: [(&str, u32, &str); 4] = [
+const KVM_CAPABILITIES: [(&str, u32, &str); 6] = [
     (
         "KVM_CAP_USER_MEMORY2",
         abi::KVM_CAP_USER_MEMORY2,
@@ -115,6 +115,16 @@ const KVM_CAPABILITIES: [(&str, u32, &str); 4] = [
         "KVM_CAP_PRE_FAULT_MEMORY",
         abi::KVM_CAP_PRE_FAULT_MEMORY,
         "stage-2 tables fill as the guest touches its memory",
+    ),
+    (
+        "KVM_CAP_SET_USER_MEMORY_REGION_LIST",
+        abi::KVM_CAP_SET_USER_MEMORY_REGION_LIST,
+        "memory slots change while every vCPU is stopped outside KVM_RUN",
+    ),
+    (
+        "KVM_CAP_KICK_VCPUS",
+        abi::KVM_CAP_KICK_VCPUS,
+        "a signal to each vCPU's thread",
     ),
 ];
 

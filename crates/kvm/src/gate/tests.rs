@@ -1,0 +1,222 @@
+//! The gate with real threads and no VM.
+
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::*;
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+#[derive(Debug, Default)]
+struct Place {
+    seat: Seat,
+    kicked: AtomicBool,
+}
+
+impl Occupant for Place {
+    fn seat(&self) -> &Seat {
+        &self.seat
+    }
+}
+
+/// Stays inside until kicked, as a guest that never exits would.
+fn stay_inside(gate: &Gate<Place>, place: &Place) -> bool {
+    gate.enter(&place.seat);
+    let start = Instant::now();
+    while !place.kicked.load(Ordering::SeqCst) {
+        assert!(start.elapsed() < LIMIT, "nobody kicks");
+        thread::yield_now();
+    }
+    let closed = gate.leave(&place.seat);
+    place.kicked.store(false, Ordering::SeqCst);
+    closed
+}
+
+fn kick(places: &[Arc<Place>]) {
+    for place in places {
+        place.kicked.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Joins, or fails the test if the thread takes too long.
+fn within_limit<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = mpsc::channel();
+    thread::spawn(move || sender.send(work()));
+    receiver
+        .recv_timeout(LIMIT)
+        .unwrap_or_else(|error| panic!("{what}: {error}"))
+}
+
+#[test]
+fn whoever_is_outside_is_not_waited_for() {
+    let gate = Gate::default();
+    let place = Arc::new(Place::default());
+    gate.add(&place);
+    let closed = gate.close(|_, _| panic!("nobody is inside"));
+    assert_eq!(closed.found_inside, 0);
+}
+
+#[test]
+fn a_seat_added_while_the_gate_is_closed_is_closed() {
+    let gate = Arc::new(Gate::default());
+    let closed = gate.close(|_, _| panic!("nobody is inside"));
+    let place = Arc::new(Place::default());
+    gate.add(&place);
+    assert!(!place.seat.try_enter());
+    drop(closed);
+    assert!(place.seat.try_enter());
+}
+
+#[test]
+fn a_panic_of_the_committer_opens_the_gate() {
+    let gate = Arc::new(Gate::default());
+    let place = Arc::new(Place::default());
+    gate.add(&place);
+    let panicking = Arc::clone(&gate);
+    within_limit("a panic", move || {
+        thread::spawn(move || {
+            let _closed = panicking.close(|_, _| ());
+            panic!("on purpose");
+        })
+        .join()
+        .expect_err("it panicked");
+    });
+    assert!(place.seat.try_enter());
+}
+
+#[test]
+fn several_ioctls_of_one_vcpu_are_counted() {
+    let gate = Arc::new(Gate::default());
+    let place = Arc::new(Place::default());
+    gate.add(&place);
+    gate.enter(&place.seat);
+    gate.enter(&place.seat);
+    let (started, starts) = mpsc::channel();
+    let (done, dones) = mpsc::channel();
+    let closing = Arc::clone(&gate);
+    let committer = thread::spawn(move || {
+        let closed = closing.close(|_, _| {
+            let _ = started.send(());
+        });
+        let _ = done.send(closed.found_inside);
+    });
+    starts.recv_timeout(LIMIT).expect("both are inside");
+    assert!(gate.leave(&place.seat));
+    assert!(dones.recv_timeout(Duration::from_millis(50)).is_err());
+    assert!(gate.leave(&place.seat));
+    assert_eq!(dones.recv_timeout(LIMIT), Ok(1), "one vCPU, not two");
+    committer.join().expect("no panic");
+}
+
+#[test]
+fn whoever_stays_is_kicked_again() {
+    let gate = Arc::new(Gate::default());
+    let place = Arc::new(Place::default());
+    gate.add(&place);
+    let (entered, entries) = mpsc::channel();
+    let (inner_gate, inner_place) = (Arc::clone(&gate), Arc::clone(&place));
+    let vcpu = thread::spawn(move || {
+        inner_gate.enter(&inner_place.seat);
+        let _ = entered.send(());
+        while !inner_place.kicked.load(Ordering::SeqCst) {
+            thread::yield_now();
+        }
+        inner_gate.leave(&inner_place.seat)
+    });
+    entries.recv_timeout(LIMIT).expect("it enters");
+    let kicks = within_limit("the third kick", move || {
+        let mut kicks = 0;
+        drop(gate.close(|inside, before| {
+            kicks = before + 1;
+            if before == 2 {
+                kick(inside);
+            }
+        }));
+        kicks
+    });
+    assert_eq!(kicks, 3);
+    assert!(vcpu.join().expect("no panic"), "it learns of the kick");
+}
+
+/// Four vCPUs that leave only when kicked, three committers. A word that only committers write and
+/// that vCPUs watch from inside shows any overlap.
+#[test]
+fn committers_and_vcpus_exclude_each_other() {
+    const ROUNDS: u64 = 300;
+    let gate = Arc::new(Gate::default());
+    let turn = Arc::new(Mutex::new(()));
+    let layout = Arc::new(AtomicU64::new(0));
+    let over = Arc::new(AtomicBool::new(false));
+    let vcpus: Vec<_> = (0..4)
+        .map(|_| {
+            let (gate, layout, over) = (gate.clone(), layout.clone(), over.clone());
+            let place = Arc::new(Place::default());
+            gate.add(&place);
+            thread::spawn(move || {
+                let mut entries = 0_u64;
+                while !over.load(Ordering::SeqCst) {
+                    gate.enter(&place.seat);
+                    let before = layout.load(Ordering::Relaxed);
+                    while !place.kicked.load(Ordering::SeqCst) && !over.load(Ordering::SeqCst) {
+                        assert_eq!(layout.load(Ordering::Relaxed), before);
+                        assert_eq!(before % 2, 0, "in the middle of an update");
+                        thread::yield_now();
+                    }
+                    assert_eq!(layout.load(Ordering::Relaxed), before);
+                    gate.leave(&place.seat);
+                    place.kicked.store(false, Ordering::SeqCst);
+                    entries += 1;
+                }
+                entries
+            })
+        })
+        .collect();
+    let committers: Vec<_> = (0..3)
+        .map(|_| {
+            let (gate, layout, turn) = (gate.clone(), layout.clone(), turn.clone());
+            thread::spawn(move || {
+                for _ in 0..ROUNDS {
+                    let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+                    let _closed = gate.close(|inside, _| kick(inside));
+                    layout.fetch_add(1, Ordering::Relaxed);
+                    thread::yield_now();
+                    layout.fetch_add(1, Ordering::Relaxed);
+                }
+            })
+        })
+        .collect();
+    within_limit("the commits", move || {
+        for committer in committers {
+            committer.join().expect("no panic");
+        }
+        over.store(true, Ordering::SeqCst);
+        for vcpu in vcpus {
+            assert!(vcpu.join().expect("no overlap") > 0);
+        }
+        assert_eq!(layout.load(Ordering::SeqCst), 2 * 3 * ROUNDS);
+    });
+}
+
+/// A vCPU that waits at the gate enters before a committer that is quick gets its next turn.
+#[test]
+fn waiting_vcpus_are_admitted_between_commits() {
+    let gate = Arc::new(Gate::default());
+    let place = Arc::new(Place::default());
+    gate.add(&place);
+    let over = Arc::new(AtomicBool::new(false));
+    let (inner_gate, inner_over) = (Arc::clone(&gate), Arc::clone(&over));
+    let committer = thread::spawn(move || {
+        while !inner_over.load(Ordering::SeqCst) {
+            drop(inner_gate.close(|inside, _| kick(inside)));
+        }
+    });
+    within_limit("100 entries", move || {
+        for _ in 0..100 {
+            stay_inside(&gate, &place);
+        }
+    });
+    over.store(true, Ordering::SeqCst);
+    committer.join().expect("no panic");
+}

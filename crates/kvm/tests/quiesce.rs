@@ -1,0 +1,304 @@
+//! Quiescing and vCPUs' threads: who waits for whom, and whose kicks arrive.
+
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod guest;
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use guest::{
+    DATA, DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, REPORT, ROUND, Word, whole_methods,
+};
+use pagetide_kvm::{Exit, Method, PreFaultError, SlotFlags};
+use pagetide_memory::Backing;
+use pagetide_uapi::userfaultfd::{
+    Event, EventBuffer, Features, Mode, UserRange, Userfaultfd, Wake,
+};
+
+/// Splits a slot in the middle, or merges two that were split; returns what it is now.
+fn toggle(machine: &Machine, method: Method, slots: &[u32]) -> Vec<u32> {
+    let mut transaction = machine.vm.transaction();
+    let made = match *slots {
+        [whole] => {
+            let half = machine.vm.slot(whole).expect("it is there").range.bytes() / 2;
+            transaction.split(whole, half).to_vec()
+        }
+        [one, other] => vec![transaction.merge(one, other)],
+        _ => panic!("one slot or two"),
+    };
+    let done = transaction
+        .commit_with(method)
+        .unwrap_or_else(|error| panic!("{error}"));
+    made.iter()
+        .map(|slot| done.slot(*slot).expect("it was made"))
+        .collect()
+}
+
+fn wait_until(what: &str, is: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is() {
+        assert!(start.elapsed() < LIMIT, "{what} takes too long");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Each vCPU's own thread changes the slot that its guest walks, in its exit handler.
+#[test]
+fn vcpus_threads_commit_at_once() {
+    const VCPUS: u32 = 2;
+    const COMMITS: u64 = 100;
+    let Some(first) = Machine::new() else { return };
+    for method in whole_methods(&first.vm) {
+        let machine = Machine::new().expect("there was one");
+        let pages = DATA_PAGES / u64::from(VCPUS);
+        let slots = toggle(&machine, Method::Plain, &[DATA_SLOT]);
+        let threads: Vec<_> = slots
+            .into_iter()
+            .enumerate()
+            .map(|(id, slot)| {
+                let id = u32::try_from(id).expect("two");
+                let mut vcpu = machine.vcpu(id, u64::from(id) * pages, pages);
+                machine.set(id, Word::Report, 1);
+                let machine = Arc::clone(&machine);
+                Limited::spawn("a vCPU that commits", move || {
+                    let mut here = vcpu.bind().expect("signals work");
+                    let mut slots = vec![slot];
+                    for commit in 0..COMMITS {
+                        let exit = here.run().expect("no failure");
+                        let round = Exit::IoOut {
+                            port: REPORT,
+                            data: ROUND,
+                        };
+                        assert_eq!(exit, round, "commit {commit} of {method:?}");
+                        slots = toggle(&machine, method, &slots);
+                    }
+                    // The last OUT was completed, and none twice.
+                    here.complete_io().expect("an OUT");
+                    machine.get(id, Word::Rounds)
+                })
+            })
+            .collect();
+        for thread in threads {
+            assert_eq!(thread.join(), COMMITS);
+        }
+        assert_eq!(machine.vm.layout().len(), 3);
+    }
+}
+
+#[test]
+fn a_vcpu_outside_is_not_waited_for() {
+    let Some(machine) = Machine::new() else {
+        return;
+    };
+    let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
+    machine.set(0, Word::Report, 1);
+    let (blocked, blocks) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    let thread = Limited::spawn("a vCPU", move || {
+        let mut here = vcpu.bind().expect("signals work");
+        here.run().expect("no failure");
+        blocked.send(()).expect("somebody waits");
+        // For ever, if nobody is through.
+        let _ = released.recv();
+        here.run().expect("no failure")
+    });
+    blocks.recv_timeout(LIMIT).expect("it gets there");
+    let committing = Arc::clone(&machine);
+    Limited::spawn("committing", move || {
+        let mut transaction = committing.vm.transaction();
+        transaction.split(DATA_SLOT, PAGE);
+        let done = transaction.commit_with(Method::Quiesce).expect("it works");
+        assert_eq!(done.kicked, 0);
+    })
+    .join();
+    drop(release);
+    assert!(matches!(thread.join(), Exit::IoOut { data: ROUND, .. }));
+}
+
+/// A vCPU that waits in KVM_RUN for a page: the kick's signal ends that on x86, or else the commit
+/// waits until the page is there. Whoever brings the page must not wait for the commit.
+#[test]
+fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
+    let uffd = match Userfaultfd::open(Features::NONE) {
+        Ok(uffd) => uffd,
+        Err(error) => {
+            println!("SKIP: {error}");
+            return;
+        }
+    };
+    let Some(machine) = Machine::with(Backing::Anonymous) else {
+        return;
+    };
+    let start = machine.data.guest().start().as_u64();
+    let range = UserRange {
+        start,
+        bytes: machine.data.bytes(),
+    };
+    // SAFETY: the machine keeps the region mapped until the end of this function, where the
+    // userfaultfd is dropped first; nobody takes absent pages for zeroes.
+    unsafe { uffd.register(range, Mode::Missing) }.expect("anonymous memory");
+    let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
+    let peeking = Arc::clone(&machine);
+    let peek = Limited::spawn("a vCPU that waits for a page", move || {
+        let mut here = vcpu.bind().expect("signals work");
+        peeking.peek(&mut here, DATA + 3 * PAGE)
+    });
+    wait_until("a message", || {
+        let mut buffer = EventBuffer::new(4);
+        let mut events = uffd.read_events(&mut buffer).expect("readable");
+        events.any(|event| matches!(event, Event::PageFault(_)))
+    });
+    let committing = Arc::clone(&machine);
+    let commit = Limited::spawn("a commit", move || {
+        let mut transaction = committing.vm.transaction();
+        transaction.split(DATA_SLOT, 2 * PAGE);
+        transaction.commit_with(Method::Quiesce).expect("it works")
+    });
+    if commit.is_done_after(Duration::from_millis(300)) {
+        println!("the kick ended the waiting");
+    } else {
+        println!("the commit waits for the page");
+    }
+    let mut page = [0; 4096];
+    page[..8].copy_from_slice(&42_u64.to_le_bytes());
+    uffd.copy_pages(start + 3 * PAGE, &page, Wake::Wake)
+        .expect("an absent page");
+    assert_eq!(commit.join().kicked, 1);
+    assert_eq!(peek.join(), Ok(42));
+    drop(uffd);
+}
+
+/// Callers' kicks arrive whatever transactions do at the same time, and only those.
+#[test]
+fn kicks_are_neither_lost_nor_invented() {
+    const KICKS: u64 = 200;
+    let Some(machine) = Machine::new() else {
+        return;
+    };
+    let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
+    let kick = vcpu.kick_handle();
+    let (noticed, notices) = mpsc::channel();
+    let vcpu = Limited::spawn("a vCPU", move || {
+        let mut here = vcpu.bind().expect("signals work");
+        loop {
+            match here.run().expect("no failure") {
+                Exit::Interrupted => noticed.send(()).expect("somebody listens"),
+                Exit::IoOut { data: ROUND, .. } => return,
+                exit => panic!("{exit}"),
+            }
+        }
+    });
+    let (over, is_over) = mpsc::channel::<()>();
+    let committing = Arc::clone(&machine);
+    let commits = Limited::spawn("committing", move || {
+        let mut slots = vec![DATA_SLOT];
+        let mut kicked = 0;
+        while is_over.try_recv() == Err(mpsc::TryRecvError::Empty) {
+            slots = toggle(&committing, Method::Quiesce, &slots);
+            kicked += 1;
+        }
+        kicked
+    });
+    // None without a kick.
+    assert!(notices.recv_timeout(Duration::from_millis(300)).is_err());
+    let mut extra = 0;
+    for _ in 0..KICKS {
+        kick.kick();
+        notices.recv_timeout(LIMIT).expect("no kick is lost");
+        // A kick may count twice: its flag and its signal may interrupt one KVM_RUN each.
+        thread::sleep(Duration::from_millis(1));
+        extra += notices.try_iter().count();
+    }
+    assert!(notices.recv_timeout(Duration::from_millis(300)).is_err());
+    drop(over);
+    let commits = commits.join();
+    println!("{KICKS} kicks, {extra} counted twice, {commits:?} commits");
+    machine.set(0, Word::Report, 1);
+    vcpu.join();
+}
+
+/// Registers are read and set, and memory is pre-faulted, while slots change.
+#[test]
+fn other_ioctls_wait_at_the_gate() {
+    let Some(machine) = Machine::new() else {
+        return;
+    };
+    let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
+    machine.set(0, Word::Report, 1);
+    let (over, is_over) = mpsc::channel::<()>();
+    let committing = Arc::clone(&machine);
+    let commits = Limited::spawn("committing", move || {
+        let mut slots = vec![DATA_SLOT];
+        while is_over.try_recv() == Err(mpsc::TryRecvError::Empty) {
+            slots = toggle(&committing, Method::Quiesce, &slots);
+        }
+        toggle(&committing, Method::Quiesce, &slots)
+    });
+    let has_pre_fault = machine.vm.capabilities().pre_fault_memory;
+    let data = machine.data.range();
+    let committed = Arc::clone(&machine);
+    Limited::spawn("ioctls", move || {
+        let mut here = vcpu.bind().expect("signals work");
+        let mut again = 0;
+        for round in 0..100 {
+            let regs = here.regs().expect("registers");
+            here.set_regs(&regs).expect("registers");
+            let sregs = here.sregs().expect("registers");
+            here.set_sregs(&sregs).expect("registers");
+            if has_pre_fault {
+                // On a kernel that never ends this after slots were made anew, the next commit's
+                // kick does.
+                match here.pre_fault(data) {
+                    Ok(_) => {}
+                    Err(PreFaultError::Again { .. }) => again += 1,
+                    Err(error) => panic!("round {round}: {error}"),
+                }
+            }
+        }
+        drop(over);
+        commits.join();
+        // The guest runs on one of the layouts; nothing changes any more.
+        let exit = here.run().expect("no failure");
+        assert!(matches!(exit, Exit::IoOut { data: ROUND, .. }), "{exit}");
+        if has_pre_fault {
+            println!("{again} of 100 pre-faults were interrupted");
+            let parts = committed.vm.layout().into_values();
+            for part in parts.filter(|part| Arc::ptr_eq(&part.region, &committed.data)) {
+                let handled = here.pre_fault(part.range).expect("memory");
+                assert_eq!(handled, part.range.bytes());
+            }
+        }
+    })
+    .join();
+    if !has_pre_fault {
+        println!("SKIP: this kernel lacks KVM_CAP_PRE_FAULT_MEMORY; registers were tested");
+    }
+}
+
+/// Flags and whole regions come and go by the old calls while transactions go on.
+#[test]
+fn single_changes_take_turns_with_transactions() {
+    let Some(machine) = Machine::new() else {
+        return;
+    };
+    let committing = Arc::clone(&machine);
+    let commits = Limited::spawn("committing", move || {
+        let mut slots = vec![DATA_SLOT];
+        for _ in 0..100 {
+            slots = toggle(&committing, Method::Quiesce, &slots);
+        }
+    });
+    for round in 0..100 {
+        let flags = SlotFlags {
+            log_dirty: round % 2 == 0,
+            ..SlotFlags::default()
+        };
+        machine.vm.set_slot_flags(0, flags).expect("it is there");
+        assert_eq!(machine.vm.slot_flags(0), Some(flags));
+    }
+    commits.join();
+}

@@ -1,0 +1,198 @@
+//! vCPUs that walk their memory while its slots change. By list and by quiescing they notice
+//! nothing; deleting and creating under them shows the hole, so this test can fail.
+
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod guest;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use guest::{
+    DATA_PAGES, DATA_SLOT, LIMIT, LOW_SLOT, Limited, Machine, PAGE, REPORT, ROUND, Word,
+    whole_methods,
+};
+use pagetide_kvm::{Exit, Method, SlotFlags, SlotTransaction, Vcpu};
+
+const VCPUS: u32 = 2;
+const COMMITS: u64 = 200;
+
+/// What a vCPU saw that it should not have.
+#[derive(Debug, Default)]
+struct Anomalies {
+    /// Accesses to memory that became MMIO, and pages with a wrong number (which follow from it).
+    holes: u64,
+    /// Exits that nobody asked for.
+    others: Vec<String>,
+}
+
+fn walk(machine: &Machine, mut vcpu: Vcpu, over: &AtomicBool, reported: bool) -> Anomalies {
+    let mut found = Anomalies::default();
+    let mut reports = 0;
+    let id = vcpu.id();
+    let mut here = vcpu.bind().expect("signals work");
+    loop {
+        match here.run() {
+            Ok(Exit::IoOut {
+                port: REPORT,
+                data: ROUND,
+            }) => {
+                reports += 1;
+                if over.load(Ordering::SeqCst) {
+                    break;
+                }
+            }
+            Ok(Exit::IoOut { port: REPORT, .. } | Exit::Mmio { .. }) => found.holes += 1,
+            other => {
+                found.others.push(format!("{other:?}"));
+                // A guest that lost its code goes nowhere.
+                if found.others.len() > 10 {
+                    break;
+                }
+            }
+        }
+    }
+    let rounds = machine.get(id, Word::Rounds);
+    if reported && found.others.is_empty() && reports != rounds {
+        let text = format!("{reports} reports of {rounds} rounds: an OUT was lost or doubled");
+        found.others.push(text);
+    }
+    found
+}
+
+/// The `number`th change; each leads to a layout from which the next can start.
+fn change(transaction: &mut SlotTransaction<'_>, machine: &Machine, number: u64, low_too: bool) {
+    let layout = machine.vm.layout();
+    let data: Vec<_> = layout
+        .iter()
+        .filter(|(_, slot)| Arc::ptr_eq(&slot.region, &machine.data))
+        .map(|(number, slot)| (slot.range.start(), *number))
+        .collect();
+    let low: Vec<_> = layout
+        .iter()
+        .filter(|(_, slot)| Arc::ptr_eq(&slot.region, &machine.low))
+        .map(|(number, _)| *number)
+        .collect();
+    let flags = SlotFlags {
+        log_dirty: number % 4 < 2,
+        ..SlotFlags::default()
+    };
+    match data.as_slice() {
+        [(_, whole)] => {
+            let at = (1 + number % (DATA_PAGES - 1)) * PAGE;
+            let [one, other] = transaction.split(*whole, at);
+            if number.is_multiple_of(3) {
+                transaction.set_flags(one, flags);
+                transaction.set_flags(other, flags);
+            }
+        }
+        [(_, one), (_, other)] => {
+            transaction.merge(*one, *other);
+        }
+        parts => panic!("{} parts", parts.len()),
+    }
+    if low_too {
+        match low.as_slice() {
+            [whole] => {
+                transaction.split(*whole, 2 * PAGE);
+            }
+            [one, other] => {
+                transaction.merge(*one, *other);
+            }
+            parts => panic!("{} parts", parts.len()),
+        }
+    }
+}
+
+/// Changes the layout under walking vCPUs; what they saw, and the longest time that they were
+/// stopped. `reported` has the guest report each round, so that vCPUs are also stopped in the
+/// middle of an OUT.
+fn run(method: Method, commits: u64, reported: bool) -> Option<(Vec<Anomalies>, Duration)> {
+    let machine = Machine::new()?;
+    assert_eq!((LOW_SLOT, DATA_SLOT), (0, 1));
+    let over = Arc::new(AtomicBool::new(false));
+    let vcpus: Vec<_> = (0..VCPUS)
+        .map(|id| {
+            let vcpu = machine.vcpu(id, 0, DATA_PAGES);
+            machine.set(id, Word::Report, u64::from(reported));
+            let (machine, over) = (Arc::clone(&machine), Arc::clone(&over));
+            Limited::spawn("a vCPU", move || walk(&machine, vcpu, &over, reported))
+        })
+        .collect();
+    let committing = Arc::clone(&machine);
+    let longest = Limited::spawn("committing", move || {
+        let start = Instant::now();
+        // All vCPUs walk before the first change.
+        for id in 0..VCPUS {
+            while committing.get(id, Word::Rounds) == 0 {
+                assert!(start.elapsed() < LIMIT, "vCPU {id} does not walk");
+                std::thread::yield_now();
+            }
+        }
+        let mut longest = Duration::ZERO;
+        for number in 0..commits {
+            let mut transaction = committing.vm.transaction();
+            change(
+                &mut transaction,
+                &committing,
+                number,
+                method != Method::Plain,
+            );
+            let done = transaction
+                .commit_with(method)
+                .unwrap_or_else(|error| panic!("{method:?}, commit {number}: {error}"));
+            longest = longest.max(done.quiesced);
+            assert!(done.quiesced >= done.waited + done.updating || method != Method::Quiesce);
+        }
+        longest
+    })
+    .join();
+    over.store(true, Ordering::SeqCst);
+    if !reported {
+        for id in 0..VCPUS {
+            machine.set(id, Word::Report, 1);
+        }
+    }
+    Some((vcpus.into_iter().map(Limited::join).collect(), longest))
+}
+
+#[test]
+fn nothing_is_seen_of_whole_changes() {
+    let Some(machine) = Machine::new() else {
+        return;
+    };
+    for method in whole_methods(&machine.vm) {
+        for reported in [false, true] {
+            let Some((found, longest)) = run(method, COMMITS, reported) else {
+                return;
+            };
+            println!("{method:?}: longest stop {longest:?}");
+            for (vcpu, found) in found.iter().enumerate() {
+                let clean = found.holes == 0 && found.others.is_empty();
+                assert!(clean, "{method:?}, vCPU {vcpu}: {found:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_hole_of_a_plain_change_is_seen() {
+    // Where vCPUs and the committer share a processor it takes some luck.
+    let start = Instant::now();
+    while start.elapsed() < LIMIT {
+        let Some((found, _)) = run(Method::Plain, COMMITS / 4, false) else {
+            return;
+        };
+        let holes: u64 = found.iter().map(|found| found.holes).sum();
+        if holes > 0 {
+            println!(
+                "{holes} accesses fell into a hole in {} changes",
+                COMMITS / 4
+            );
+            return;
+        }
+    }
+    panic!("no vCPU saw a hole");
+}
