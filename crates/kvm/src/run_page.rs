@@ -73,9 +73,15 @@ impl RunPage {
         unsafe { AtomicU8::from_ptr(field) }
     }
 
-    /// Forgets the last exit, so that a kernel that leaves the field alone on a failure cannot
-    /// make an old annotation look new.
-    pub(crate) fn forget_exit(&self) {
+    /// Forgets the last exit if it was an annotated fault, so that a kernel that leaves the field
+    /// alone on a failure cannot make an old annotation look new.
+    ///
+    /// Any other exit stays: by KVM_EXIT_MMIO an arm64 kernel without the series knows that there
+    /// is an access to complete.
+    pub(crate) fn forget_fault(&self) {
+        if self.exit_reason() != abi::KVM_EXIT_MEMORY_FAULT {
+            return;
+        }
         let run = self.run.as_ptr();
         // SAFETY: `run` points to a live mapping of a kvm_run; only an address is taken.
         let reason = unsafe { &raw mut (*run).exit_reason };

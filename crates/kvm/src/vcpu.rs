@@ -213,7 +213,7 @@ impl BoundVcpu<'_> {
     fn enter_guest(&mut self) -> (io::Result<()>, bool) {
         let Vcpu { fd, kick, vm, .. } = &*self.vcpu;
         vm.gate().enter(kick.seat());
-        kick.page.forget_exit();
+        kick.page.forget_fault();
         // SAFETY: KVM_RUN on a vCPU descriptor takes no argument. It lets the guest write to the
         // memory of the VM's slots only, which `Vm` keeps mapped and which no Rust reference
         // covers, and to kvm_run, which RunPage reads by volatile accesses.

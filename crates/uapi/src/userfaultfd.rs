@@ -193,7 +193,10 @@ impl Userfaultfd {
             mode: mode.bits(),
             ..abi::uffdio_register::default()
         };
-        match update::<{ abi::UFFDIO_REGISTER }, _>(self.as_fd(), &mut register) {
+        // SAFETY: nothing else is read; the rest is this function's own requirement.
+        let registered =
+            unsafe { update::<{ abi::UFFDIO_REGISTER }, _>(self.as_fd(), &mut register) };
+        match registered {
             Ok(()) if register.ioctls & (1 << mode.resolver()) == 0 => {
                 // Registered, and nothing could ever resolve a fault there.
                 let _ = self.unregister(range);
@@ -257,7 +260,8 @@ fn negotiate(fd: BorrowedFd<'_>, wanted: Features) -> Result<Features, Errno> {
         features: wanted.bits(),
         ..abi::uffdio_api::default()
     };
-    update::<{ abi::UFFDIO_API }, _>(fd, &mut api)?;
+    // SAFETY: the argument holds no address.
+    unsafe { update::<{ abi::UFFDIO_API }, _>(fd, &mut api) }?;
     Ok(Features::from_bits(api.features))
 }
 
@@ -286,10 +290,15 @@ arguments! {
     UFFDIO_POISON => uffdio_poison,
 }
 
-/// An ioctl that reads its argument and writes results into it. Where the argument holds addresses,
-/// they concern only memory that was registered, see [`Userfaultfd::register`].
+/// An ioctl that reads its argument and writes results into it.
+///
+/// # Safety
+///
+/// What the argument says is to be read, is readable for the length of the call. What it says is to
+/// be registered, fulfils [`Userfaultfd::register`]. The other addresses need no promise: the
+/// kernel fills in pages only where memory was registered.
 #[inline]
-fn update<const OPCODE: Opcode, T: Argument<OPCODE>>(
+unsafe fn update<const OPCODE: Opcode, T: Argument<OPCODE>>(
     fd: BorrowedFd<'_>,
     argument: &mut T,
 ) -> Result<(), Errno> {

@@ -91,7 +91,8 @@ impl Userfaultfd {
             mode: wake.mode(abi::UFFDIO_CONTINUE_MODE_DONTWAKE),
             mapped: 0,
         };
-        update::<{ abi::UFFDIO_CONTINUE }, _>(self.as_fd(), &mut argument)
+        // SAFETY: only addresses of registered memory.
+        unsafe { update::<{ abi::UFFDIO_CONTINUE }, _>(self.as_fd(), &mut argument) }
             .map_err(|errno| InstallError::parse(errno, argument.mapped))
     }
 
@@ -106,7 +107,8 @@ impl Userfaultfd {
             mode: wake.mode(abi::UFFDIO_COPY_MODE_DONTWAKE),
             copy: 0,
         };
-        update::<{ abi::UFFDIO_COPY }, _>(self.as_fd(), &mut argument)
+        // SAFETY: `from` is borrowed for the call; `to` is in registered memory or refused.
+        unsafe { update::<{ abi::UFFDIO_COPY }, _>(self.as_fd(), &mut argument) }
             .map_err(|errno| InstallError::parse(errno, argument.copy))
     }
 
@@ -117,7 +119,8 @@ impl Userfaultfd {
             mode: wake.mode(abi::UFFDIO_ZEROPAGE_MODE_DONTWAKE),
             zeropage: 0,
         };
-        update::<{ abi::UFFDIO_ZEROPAGE }, _>(self.as_fd(), &mut argument)
+        // SAFETY: only addresses of registered memory.
+        unsafe { update::<{ abi::UFFDIO_ZEROPAGE }, _>(self.as_fd(), &mut argument) }
             .map_err(|errno| InstallError::parse(errno, argument.zeropage))
     }
 
@@ -130,7 +133,8 @@ impl Userfaultfd {
             mode: wake.mode(abi::UFFDIO_POISON_MODE_DONTWAKE),
             updated: 0,
         };
-        update::<{ abi::UFFDIO_POISON }, _>(self.as_fd(), &mut argument)
+        // SAFETY: only addresses of registered memory.
+        unsafe { update::<{ abi::UFFDIO_POISON }, _>(self.as_fd(), &mut argument) }
             .map_err(|errno| InstallError::parse(errno, argument.updated))
     }
 
