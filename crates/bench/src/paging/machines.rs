@@ -15,10 +15,12 @@ use pagetide_testbed::{
 use pagetide_uapi::host::{HugepagePool, available_bytes};
 use pagetide_uapi::userfaultfd::{Features, OpenError, Userfaultfd};
 
+use super::limits;
 use super::pages::{Counted, Paging};
 use super::plan::{Access, Delivery, Mode, Order, Plan, Series};
 use super::preflight::{self, Host, Missing, Pool};
 use super::rig::{Job, Rig, RunFailure, Sample};
+use crate::facts::thp_shmem;
 use crate::latency::LatencyLog;
 use crate::timing::Timing;
 
@@ -89,8 +91,13 @@ impl Machines {
             pre_fault_memory: capabilities.pre_fault_memory,
             minor_shmem: features.contains(Features::MINOR_SHMEM),
             minor_hugetlb: features.contains(Features::MINOR_HUGETLBFS),
-            available_bytes: available_bytes(),
+            available_bytes: available_bytes()
+                .into_iter()
+                .chain(limits::group_bytes())
+                .min(),
             hugepages,
+            shmem_thp: thp_shmem(),
+            descriptors: limits::raise_descriptors(),
         };
         let warnings = preflight::check(plan, &host)?;
         // In parallel mode a run that stands still for this long is lost for good; elsewhere a host
