@@ -144,25 +144,35 @@ fn run_with_dying_source(delivery: Delivery, panics: bool) -> Option<String> {
     Some(told(&failure))
 }
 
+/// A vCPU's thread that does not come back leaves the pager as it is; one that does, ends it. Which
+/// of both it is, is up to the KVM: an emulated one does not end its waiting when it is kicked.
+fn stuck(delivery: Delivery) {
+    let ended = run_with(StuckSource, delivery, |config| {
+        config.stall_timeout = STUCK / 20;
+        config.stop_grace = STUCK / 20;
+    });
+    let Some((failure, pager)) = ended else {
+        return;
+    };
+    let came_back = !told(&failure).contains("did not come back");
+    // In the source, kicks do not reach it.
+    assert!(!came_back || delivery == Delivery::Uffd, "{failure:?}");
+    assert_eq!(
+        matches!(failure, RunFailure::Lost(_)),
+        came_back,
+        "{failure:?}"
+    );
+    assert_eq!(pager.upgrade().is_none(), came_back);
+}
+
 #[test]
-fn the_userfaultfd_of_a_vcpu_that_did_not_come_back_stays_open() {
-    for delivery in [Delivery::Uffd, Delivery::Exit] {
-        let ended = run_with(StuckSource, delivery, |config| {
-            config.stall_timeout = STUCK / 20;
-            config.stop_grace = STUCK / 20;
-        });
-        let Some((failure, pager)) = ended else {
-            continue;
-        };
-        if told(&failure).contains("did not come back") {
-            assert!(matches!(failure, RunFailure::Failed(_)), "{failure:?}");
-            assert!(pager.upgrade().is_some(), "{delivery}");
-        } else {
-            assert!(matches!(failure, RunFailure::Lost(_)), "{failure:?}");
-            assert!(pager.upgrade().is_none(), "{delivery}");
-            println!("SKIP: {delivery}: kicks end this KVM's waiting for a userfaultfd");
-        }
-    }
+fn a_vcpu_asleep_in_a_userfaultfd_keeps_it_open() {
+    stuck(Delivery::Uffd);
+}
+
+#[test]
+fn a_vcpu_asleep_in_the_source_keeps_its_pager() {
+    stuck(Delivery::Exit);
 }
 
 #[test]
