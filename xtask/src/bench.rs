@@ -37,15 +37,15 @@ const SPECIFICATION: [Measurement; 2] = [
     Measurement {
         name: "instructions",
         timing: Timing::Instructions,
-        arguments: "--vcpus 1,2,4,8 --per-vcpu 16M --delivery uffd,exit --fault-around 1,16 \
-                    --backing shmem --mode minor --uffds single --readers 1 --runs 7",
+        arguments: "--vcpus 1,2,4,8 --per-vcpu 16M --delivery none,uffd,exit \
+                    --fault-around 1,16 --readers 1 --runs 7",
         seconds: 3600,
     },
     Measurement {
         name: "parallel",
         timing: Timing::Parallel,
-        arguments: "--vcpus 1,2 --per-vcpu 16M --delivery none,uffd,exit --fault-around 1,16 \
-                    --backing shmem --mode minor --uffds single --readers 1 --runs 9",
+        arguments: "--vcpus 1,2 --per-vcpu 16M --delivery uffd,exit --fault-around 1,16 \
+                    --readers 1 --runs 7",
         seconds: 1800,
     },
 ];
@@ -152,6 +152,20 @@ fn job(measurement: &Measurement, lost: u32, out: &Path, paths: &Paths) -> Job {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_specification_names_the_commands_that_are_run() {
+        let paths = Paths::find().unwrap();
+        let promised = std::fs::read_to_string(paths.in_root("SPECIFICATION.md")).unwrap();
+        for measurement in &SPECIFICATION {
+            let command = format!(
+                "`cargo xtask vm --timing {} -- pagetide bench paging {}`",
+                measurement.timing.name(),
+                measurement.arguments
+            );
+            assert!(promised.contains(&command), "{command}");
+        }
+    }
 
     #[test]
     fn a_repeated_measurement_says_how_often() {

@@ -80,18 +80,6 @@ impl Run {
         command
     }
 
-    /// Runs with xtask's own output; an error if it fails.
-    pub(crate) fn run(&self) -> Result<()> {
-        let status = self
-            .command()
-            .status()
-            .with_context(|| format!("start {}", self.shown()))?;
-        if !status.success() {
-            bail!("{} failed ({status})", self.shown());
-        }
-        Ok(())
-    }
-
     /// Runs and returns standard output; an error, with standard error in it, if it fails.
     pub(crate) fn output(&self) -> Result<Vec<u8>> {
         let output = self

@@ -23,6 +23,15 @@ impl Paths {
         })
     }
 
+    /// A checkout, with its cache, in a test's directory.
+    #[cfg(test)]
+    pub(crate) fn at(root: &Path) -> Self {
+        Self {
+            root: root.to_owned(),
+            cache: root.join("cache"),
+        }
+    }
+
     /// The top of the checkout.
     pub(crate) fn root(&self) -> &Path {
         &self.root

@@ -107,6 +107,14 @@ impl Progress {
         }
     }
 
+    /// Prints a line to standard output, beside the bar if there is one.
+    pub(crate) fn say(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| println!("{line}")),
+            None => println!("{line}"),
+        }
+    }
+
     /// How much was counted.
     pub(crate) fn objects(&self) -> u64 {
         self.state.lock().map_or(0, |state| state.objects)

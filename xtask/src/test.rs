@@ -44,7 +44,8 @@ enum Step {
     Patches,
     /// Selftests, integration tests and a short benchmark on the patched kernel
     Lab,
-    /// A short benchmark on the stock kernel
+    /// The tests of what a kernel without the series refuses, and a short benchmark, on the stock
+    /// kernel
     Stock,
     /// Selftests on arm64
     Arm64,
@@ -61,6 +62,7 @@ impl Step {
 struct Testing<'a> {
     paths: &'a Paths,
     tally: Tally,
+    host_ran: bool,
 }
 
 /// Runs the verb. The last line that it prints is `N passed, N failed, N skipped`.
@@ -70,6 +72,7 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
     let mut testing = Testing {
         paths,
         tally: Tally::default(),
+        host_ran: false,
     };
     for step in Step::value_variants() {
         if !args.only.is_empty() && !args.only.contains(step) {
@@ -115,7 +118,11 @@ impl Testing<'_> {
                     "warnings",
                 ],
             ),
-            Step::Host => host::run(self.paths, &mut self.tally),
+            Step::Host => {
+                host::run(self.paths, &mut self.tally)?;
+                self.host_ran = true;
+                Ok(())
+            }
             Step::Kernel => self.kernels(),
             Step::Uapi => {
                 uapi::run(&uapi::UapiArgs::check(), self.paths)?;
@@ -124,7 +131,7 @@ impl Testing<'_> {
                 Ok(())
             }
             Step::Patches => self.patches(),
-            Step::Lab => lab::patched(self.paths, &mut self.tally),
+            Step::Lab => lab::patched(self.paths, self.host_ran, &mut self.tally),
             Step::Stock => lab::stock(self.paths, &mut self.tally),
             Step::Arm64 => lab::arm64(self.paths, &mut self.tally),
         }

@@ -6,6 +6,7 @@ mod initramfs;
 mod qemu;
 
 use std::ffi::OsString;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -16,6 +17,7 @@ use clap::{Args, ValueEnum};
 use crate::command::Run;
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
+use crate::progress::Progress;
 use crate::setup;
 
 pub(crate) use agent::{Ended, Finished, Job};
@@ -150,7 +152,12 @@ pub(crate) fn show(outcome: &Outcome) -> u8 {
 }
 
 /// Builds what is needed, boots a VM, runs the jobs in it one after the other, and ends it.
-pub(crate) fn boot(args: &VmArgs, jobs: &[Job], output: Output, paths: &Paths) -> Result<Outcome> {
+pub(crate) fn boot(
+    args: &VmArgs,
+    jobs: &[Job],
+    output: Output<'_>,
+    paths: &Paths,
+) -> Result<Outcome> {
     let variant = args.variant;
     if args.cpu_count() == 0 {
         bail!("--cpus must be at least 1");
@@ -184,10 +191,18 @@ pub(crate) fn boot(args: &VmArgs, jobs: &[Job], output: Output, paths: &Paths) -
 }
 
 fn build_pagetide(paths: &Paths) -> Result<()> {
+    let log = paths.target().join("vm/build.log");
+    match std::fs::remove_file(&log) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(error).with_context(|| format!("remove {}", log.display()));
+        }
+        _ => {}
+    }
+    let compiles = |line: &str| line.trim_start().starts_with("Compiling ");
+    let progress = Progress::start("building pagetide", None, compiles);
     Run::new("cargo")
         .args([
             "build",
-            "--quiet",
             "--release",
             "--package",
             "pagetide-cli",
@@ -195,7 +210,9 @@ fn build_pagetide(paths: &Paths) -> Result<()> {
         ])
         .arg(paths.target())
         .dir(paths.root())
-        .run()
+        .logged(&log, &progress)?;
+    progress.done();
+    Ok(())
 }
 
 /// A directory for a VM's files. Those of the last few VMs are kept.

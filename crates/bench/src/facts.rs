@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::timing::Timing;
 
+/// Whether shmem gets transparent huge pages.
+pub(crate) const THP_SHMEM: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
 /// The environment of a benchmark.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
@@ -61,8 +64,7 @@ impl Facts {
                 .ok()
                 .and_then(|text| total_memory(&text)),
             kvm: describe_kvm(&loaded_kvm_modules(), &cpuinfo, timing),
-            thp_shmem: read_trimmed("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-                .and_then(|setting| chosen(&setting)),
+            thp_shmem: thp_shmem(),
         }
     }
 
@@ -98,6 +100,11 @@ impl Facts {
             ("Pagetide", build),
         ]
     }
+}
+
+/// What [`THP_SHMEM`] is set to.
+pub(crate) fn thp_shmem() -> Option<String> {
+    chosen(&read_trimmed(THP_SHMEM)?)
 }
 
 fn read_trimmed(path: &str) -> Option<String> {

@@ -21,11 +21,12 @@ pub(crate) fn run(arguments: &PagingArguments) -> Result<(), Failure> {
     let mut progress: Box<dyn Progress> = if arguments.quiet {
         Box::new(Quiet)
     } else {
+        // Before there is a bar, which on a terminal would take them along.
+        for warning in &warnings {
+            eprintln!("warning: {warning}");
+        }
         progress::on_stderr()
     };
-    for warning in &warnings {
-        progress.message(&format!("warning: {warning}"));
-    }
     let environment = Environment {
         timing,
         facts: Facts::gather(timing),

@@ -170,6 +170,140 @@ fn what_the_machine_lacks_is_told_with_the_way_to_get_it() {
     }
 }
 
+/// Runs a small benchmark with a /dev in which only the devices of `prepare`'s making are, and with
+/// the capabilities of a root that may not trace processes. `None`, and a word why, where this
+/// process cannot arrange that.
+fn paging_with_dev(prepare: &str, directory: &Path) -> Option<Output> {
+    let inside = |script: String| {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-ec", &script, "sh"]);
+        command
+    };
+    let hidden = format!("mount -t tmpfs none /dev; {prepare}");
+    let exec = "exec setpriv --bounding-set=-sys_ptrace --inh-caps=-sys_ptrace";
+    let possible = inside(format!("{hidden}; {exec} true")).output();
+    let why_not = match &possible {
+        Ok(output) if output.status.success() => None,
+        Ok(output) => Some(text(&output.stderr)),
+        Err(error) => Some(error.to_string()),
+    };
+    if let Some(why_not) = why_not {
+        println!("SKIP: cannot hide devices: {}", why_not.trim_end());
+        return None;
+    }
+    let output = inside(format!("{hidden}; {exec} \"$@\""))
+        .arg(env!("CARGO_BIN_EXE_pagetide"))
+        .args([
+            "bench",
+            "paging",
+            "--delivery",
+            "uffd",
+            "--vcpus",
+            "1",
+            "--out",
+        ])
+        .arg(directory.join("out"))
+        .output();
+    Some(output.expect("it starts"))
+}
+
+#[test]
+fn a_machine_without_kvm_is_told_so() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let output = if Path::new("/dev/kvm").exists() {
+        paging_with_dev("true", directory.path())
+    } else {
+        Some(paging(directory.path(), &["--delivery", "uffd"]))
+    };
+    let Some(output) = output else { return };
+    let told = assert_refused(&output, directory.path());
+    assert!(
+        told.contains("no /dev/kvm: load the kvm_intel or kvm_amd module"),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_user_without_permission_for_userfaultfd_is_told_so() {
+    let setting = "/proc/sys/vm/unprivileged_userfaultfd";
+    let everybody = std::fs::read_to_string(setting).is_ok_and(|value| value.trim() != "0");
+    if everybody || !Path::new("/dev/kvm").exists() {
+        println!("SKIP: everybody may use userfaultfd, or there is no /dev/kvm");
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let Some(output) = paging_with_dev("mknod /dev/kvm c 10 232", directory.path()) else {
+        return;
+    };
+    let told = assert_refused(&output, directory.path());
+    assert!(
+        told.contains("no permission for a userfaultfd that serves KVM's faults: run as root"),
+        "{told}"
+    );
+}
+
+/// Runs a small benchmark after a shell has done `before`.
+fn paging_after(before: &str, directory: &Path, words: &[&str]) -> Output {
+    Command::new("sh")
+        .args(["-ec", &format!("{before}; exec \"$@\""), "sh"])
+        .arg(env!("CARGO_BIN_EXE_pagetide"))
+        .args(["bench", "paging", "--delivery", "uffd", "--per-vcpu", "64K"])
+        .args(["--runs", "1", "--out"])
+        .arg(directory.join("out"))
+        .args(words)
+        .output()
+        .expect("it starts")
+}
+
+#[test]
+fn descriptors_are_taken_as_far_as_the_limit_goes() {
+    if !can_page() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let words = ["--vcpus", "2", "--readers", "9"];
+    let output = paging_after("ulimit -n 43", directory.path(), &words);
+    let told = assert_refused(&output, directory.path());
+    assert!(
+        told.contains("2 vCPUs need 44 file descriptors and this process may have 43")
+            && told.contains("ulimit -n"),
+        "{told}"
+    );
+    let output = paging_after("ulimit -S -n 12", directory.path(), &words);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+}
+
+#[test]
+fn warnings_stay_on_a_terminal() {
+    if !can_page() {
+        return;
+    }
+    // As many vCPUs as no KVM recommends that runs on this machine.
+    let vcpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get) + 1;
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let command = format!(
+        "{} bench paging --delivery uffd --vcpus {vcpus} --per-vcpu 64K --runs 1 --out {}",
+        env!("CARGO_BIN_EXE_pagetide"),
+        directory.path().join("out").display()
+    );
+    // util-linux's script(1) gives the command a terminal.
+    let output = Command::new("script")
+        .args(["--quiet", "--return", "--command", &command, "/dev/null"])
+        .stdin(std::process::Stdio::null())
+        .output();
+    let output = match output {
+        Ok(output) => output,
+        Err(error) => {
+            println!("SKIP: cannot make a terminal with script(1): {error}");
+            return;
+        }
+    };
+    let screen = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{screen}");
+    let warning = format!("warning: {vcpus} vCPUs are more than KVM recommends here");
+    assert!(screen.contains(&warning), "{screen}");
+}
+
 #[test]
 fn a_directory_that_cannot_be_is_refused() {
     if !can_page() {

@@ -4,6 +4,7 @@ mod error;
 mod words;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::AtomicU64;
 
 use pagetide_uapi::host::available_bytes;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
@@ -255,6 +256,21 @@ impl Region {
     ) -> Result<(), AccessError> {
         let service = self.service.as_ref().ok_or(AccessError::NoServiceMapping)?;
         self.read(service, page, offset, bytes)
+    }
+
+    /// The 8 bytes at `offset` bytes into `page`, a multiple of 8, in the service mapping: for a
+    /// word that is looked at often. `None` if there is no such word, or no service mapping.
+    pub fn service_word(&self, page: PageIndex, offset: u64) -> Option<&AtomicU64> {
+        let service = self.service.as_ref()?;
+        let at = self.check_access(page, offset, size_of::<u64>()).ok()?;
+        let word = service.as_ptr().wrapping_add(at).cast::<u64>();
+        if !word.is_aligned() {
+            return None;
+        }
+        // SAFETY: from_ptr requires an aligned pointer that stays valid, and no access by this
+        // process that is not atomic: it was just checked to be aligned and within the region,
+        // which the mapping covers for as long as self lives; all other access is by `words`.
+        Some(unsafe { AtomicU64::from_ptr(word) })
     }
 
     /// Reads what the guest would see, through the guest mapping. Pages that are absent are

@@ -130,8 +130,8 @@ impl PagerBuilder {
         self
     }
 
-    /// How often a thread's faults may come again on pages that are present before that is an
-    /// error; 1000 times unless told.
+    /// How often the same fault may come again in a row, each time at most a second later, on a
+    /// page that is present and mapped before that is an error; 1000 times unless told.
     #[must_use]
     pub fn no_progress_limit(mut self, times: NonZeroU32) -> Self {
         self.no_progress_limit = times;

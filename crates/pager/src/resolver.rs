@@ -195,6 +195,7 @@ impl Worker {
             match site.uffd.continue_pages(range, Wake::DontWake) {
                 Ok(()) => {
                     self.counters.reinstalls += 1;
+                    self.tracker.progress();
                     return Ok(Resolution::Reinstalled);
                 }
                 Err(InstallError::Exists { .. }) => {}
@@ -228,6 +229,7 @@ impl Worker {
             match site.uffd.continue_pages(range, Wake::Wake) {
                 Ok(()) => {
                     self.counters.reinstalls += 1;
+                    self.tracker.progress();
                     return Ok(Resolution::Reinstalled);
                 }
                 Err(InstallError::Exists { .. }) => {}

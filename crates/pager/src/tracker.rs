@@ -1,5 +1,7 @@
 //! Noticing that a thread gets nowhere.
 
+use std::time::{Duration, Instant};
+
 use pagetide_memory::PageIndex;
 
 use crate::fault::RegionId;
@@ -8,31 +10,48 @@ use crate::fault::RegionId;
 /// handful of pages at most: its own two, its operands', and page tables.
 const REMEMBERED: usize = 8;
 
+/// A fault that comes again later than this is another one: pages in use lose their mappings, or
+/// become read-only, time and again for as long as a VM lives (reclaim, NUMA balancing). A thread
+/// that gets nowhere comes again at once.
+const IN_A_ROW: Duration = Duration::from_secs(1);
+
 /// Stands for no page: no region has that many.
 const NONE: u64 = u64::MAX;
+
+/// A page that had a fault although it is present.
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    /// Region and page, packed.
+    fault: u64,
+    /// How often that came again in a row, and the last time of these.
+    repeats: u32,
+    last: Option<Instant>,
+}
 
 /// Counts how often the faults of one thread came back although their pages are present. Belongs to
 /// that thread: nothing here is shared.
 #[derive(Debug)]
 pub(crate) struct Tracker {
-    /// Region and page, packed.
-    recent: [u64; REMEMBERED],
+    recent: [Seen; REMEMBERED],
     next: usize,
-    repeats: u32,
 }
 
 impl Default for Tracker {
     fn default() -> Self {
-        Self {
-            recent: [NONE; REMEMBERED],
-            next: 0,
+        let nothing = Seen {
+            fault: NONE,
             repeats: 0,
+            last: None,
+        };
+        Self {
+            recent: [nothing; REMEMBERED],
+            next: 0,
         }
     }
 }
 
 impl Tracker {
-    /// A page was brought in: that is progress.
+    /// A page was brought in, or mapped again: that is progress.
     #[inline]
     pub(crate) fn progress(&mut self) {
         if self.next != 0 {
@@ -40,16 +59,34 @@ impl Tracker {
         }
     }
 
-    /// A fault came on a page that is present. Returns how many such faults on the last few pages
-    /// came again since there was progress: 0 if this page is a new one.
+    /// A fault came on a page that is present. Returns how often it came again in a row: 0 if it is
+    /// none of the last few.
     pub(crate) fn came_again(&mut self, region: RegionId, page: PageIndex) -> u32 {
+        self.came_again_at(region, page, Instant::now)
+    }
+
+    fn came_again_at(
+        &mut self,
+        region: RegionId,
+        page: PageIndex,
+        now: impl FnOnce() -> Instant,
+    ) -> u32 {
         // 48 bits of page are 2^60 bytes of the smallest pages, more than a guest can address.
         let fault = ((region.0 as u64) << 48) ^ page.0;
-        if self.recent.contains(&fault) {
-            self.repeats = self.repeats.saturating_add(1);
-            return self.repeats;
+        if let Some(seen) = self.recent.iter_mut().find(|seen| seen.fault == fault) {
+            let now = now();
+            if seen.last.is_some_and(|last| now - last > IN_A_ROW) {
+                seen.repeats = 0;
+            }
+            seen.repeats = seen.repeats.saturating_add(1);
+            seen.last = Some(now);
+            return seen.repeats;
         }
-        self.recent[self.next % REMEMBERED] = fault;
+        self.recent[self.next % REMEMBERED] = Seen {
+            fault,
+            repeats: 0,
+            last: None,
+        };
         self.next = self.next.saturating_add(1);
         0
     }
@@ -66,8 +103,10 @@ mod tests {
         let mut tracker = Tracker::default();
         assert_eq!(tracker.came_again(REGION, PageIndex(1)), 0);
         assert_eq!(tracker.came_again(REGION, PageIndex(2)), 0);
-        assert_eq!(tracker.came_again(REGION, PageIndex(1)), 1);
-        assert_eq!(tracker.came_again(REGION, PageIndex(2)), 2);
+        for times in 1..5 {
+            assert_eq!(tracker.came_again(REGION, PageIndex(1)), times);
+            assert_eq!(tracker.came_again(REGION, PageIndex(2)), times);
+        }
         assert_eq!(tracker.came_again(RegionId(1), PageIndex(2)), 0);
     }
 
@@ -82,6 +121,29 @@ mod tests {
                     "{round} {page}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn pages_that_come_again_once_each_do_not_add_up() {
+        let mut tracker = Tracker::default();
+        for page in 0..100 {
+            assert_eq!(tracker.came_again(REGION, PageIndex(page)), 0);
+            assert_eq!(tracker.came_again(REGION, PageIndex(page)), 1);
+        }
+    }
+
+    #[test]
+    fn only_what_comes_again_at_once_is_counted() {
+        let mut tracker = Tracker::default();
+        let start = Instant::now();
+        let mut at = |ms| {
+            let now = start + Duration::from_millis(ms);
+            tracker.came_again_at(REGION, PageIndex(1), || now)
+        };
+        assert_eq!((at(0), at(0), at(1000), at(2000)), (0, 1, 2, 3));
+        for days in 1..2000 {
+            assert_eq!(at(days * 86_400_000), 1);
         }
     }
 

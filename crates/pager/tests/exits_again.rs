@@ -123,6 +123,28 @@ fn a_fault_without_end_is_an_error() {
 }
 
 #[test]
+fn a_page_that_is_reclaimed_again_and_again_is_progress() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    let pager = Pager::builder(Mode::Minor, pattern())
+        .region(Arc::clone(&region))
+        .no_progress_limit(NonZeroU32::new(5).unwrap())
+        .build()
+        .unwrap();
+    let mut resolver = pager.resolver(0);
+    resolver.resolve_exit(&write_exit(&region, 2)).unwrap();
+    for _ in 0..20 {
+        region.zap_guest(region.all_pages()).unwrap();
+        let exit = write_exit(&region, 2);
+        let first = resolver.resolve_exit(&exit).unwrap();
+        assert_eq!(first, Resolution::AlreadyPresent);
+        let second = resolver.resolve_exit(&exit).unwrap();
+        assert_eq!(second, Resolution::Reinstalled);
+    }
+}
+
+#[test]
 fn many_vcpus_share_the_pages() {
     for (mode, around, uffds) in [
         (Mode::Minor, 1, 1),
@@ -206,6 +228,7 @@ fn a_pager_can_be_used_for_run_after_run() {
         assert!(!is_mapped(&region, 3));
     }
 }
+
 #[test]
 fn content_lands_on_its_own_page_when_the_kernel_stops_half_way() {
     let Some(region) = region(16, Backing::Anonymous) else {

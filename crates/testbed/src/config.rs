@@ -80,7 +80,7 @@ pub enum ConfigError {
     /// The latency logs and page tables would take more than 1 GiB.
     #[error(
         "the latency logs of {touches} touches by each of {vcpus} vCPUs do not fit below 1 GiB: \
-         use fewer vCPUs, less memory or a larger stride"
+         use fewer vCPUs or less memory for each"
     )]
     LogTooLarge {
         /// Touches of each vCPU.

@@ -1,6 +1,7 @@
 //! The memory that the workload itself needs: code, tables, parameters, stacks and logs.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
 
@@ -79,6 +80,13 @@ impl LowMemory {
         let gpa = self.layout.params(vcpu.into()) + field.offset() as u64;
         self.read(gpa, &mut bytes)?;
         Ok(u64::from_le_bytes(bytes))
+    }
+
+    /// Where a vCPU's guest has a field, for one that is looked at often. None if there is no such
+    /// vCPU.
+    pub(crate) fn field_word(&self, vcpu: u32, field: Field) -> Option<&AtomicU64> {
+        let gpa = self.layout.params(vcpu.into()) + field.offset() as u64;
+        self.region.service_word(PageIndex(gpa / PAGE), gpa % PAGE)
     }
 
     /// The first `touches` entries of a vCPU's log, in TSC cycles.

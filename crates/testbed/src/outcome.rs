@@ -46,10 +46,13 @@ impl LatencyLog {
 
     /// The latencies in nanoseconds.
     pub fn nanoseconds(&self) -> impl Iterator<Item = u64> {
-        let khz = u64::from(self.tsc_khz.max(1));
         self.cycles
             .iter()
-            .map(move |cycles| u64::from(*cycles) * 1_000_000 / khz)
+            .map(|cycles| self.to_nanoseconds(*cycles))
+    }
+
+    fn to_nanoseconds(&self, cycles: u32) -> u64 {
+        u64::from(cycles) * 1_000_000 / u64::from(self.tsc_khz.max(1))
     }
 }
 
@@ -64,6 +67,9 @@ pub struct VcpuOutcome {
     pub exits: u64,
     /// Exits that were memory faults; each went to the handler.
     pub faults: u64,
+    /// The touches that exited so, by their number in the order of touches, ascending. One touch
+    /// may fault more than once, so they may be fewer than `faults`.
+    pub faulted: Vec<u32>,
     /// Exits because of signals.
     pub interruptions: u64,
     /// Bytes that KVM_PRE_FAULT_MEMORY handled.
@@ -72,6 +78,17 @@ pub struct VcpuOutcome {
     pub pre_fault_failures: u64,
     /// What each touch took.
     pub latencies: LatencyLog,
+}
+
+impl VcpuOutcome {
+    /// The latencies of the touches that exited as memory faults, in nanoseconds.
+    pub fn fault_nanoseconds(&self) -> impl Iterator<Item = u64> {
+        let cycles = |touch: &u32| self.latencies.cycles.get(*touch as usize);
+        self.faulted
+            .iter()
+            .filter_map(cycles)
+            .map(|cycles| self.latencies.to_nanoseconds(*cycles))
+    }
 }
 
 /// A run in which every vCPU touched every page of its walk and read what it should.
@@ -251,6 +268,12 @@ pub enum FailureCause {
         #[source]
         source: BindError,
     },
+    /// A vCPU's thread ended without a result.
+    #[error("vCPU {vcpu}: its thread ended without a result")]
+    NoResult {
+        /// The vCPU.
+        vcpu: u32,
+    },
     /// The machine could not be made ready, or its low memory not be read.
     #[error("the machine is not ready")]
     Machine(#[source] MachineError),
@@ -323,6 +346,26 @@ mod tests {
             log.nanoseconds().collect::<Vec<_>>(),
             [0, 1000, 1_717_986_918]
         );
+    }
+
+    #[test]
+    fn latencies_of_faults_are_those_of_the_touches_that_faulted() {
+        let outcome = VcpuOutcome {
+            elapsed: Duration::ZERO,
+            touches: 4,
+            exits: 3,
+            faults: 3,
+            faulted: vec![0, 2],
+            interruptions: 0,
+            pre_faulted_bytes: 0,
+            pre_fault_failures: 0,
+            latencies: LatencyLog {
+                // The longest touch did not fault: its vCPU had to wait for a host CPU.
+                cycles: vec![500, 9000, 700, 40],
+                tsc_khz: 1_000_000,
+            },
+        };
+        assert_eq!(outcome.fault_nanoseconds().collect::<Vec<_>>(), [500, 700]);
     }
 
     #[test]

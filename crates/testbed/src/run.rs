@@ -48,8 +48,8 @@ impl Machine {
         let all_ended = self.supervise(&control, threads.len());
         self.stopper.end();
         let (mut ended, lost) = collect(threads, all_ended);
-        let result = match control.take_failure() {
-            None => self.conclude(&ended),
+        let result = match first_cause(control.take_failure(), &lost) {
+            None => self.conclude(&mut ended),
             Some(cause) => Err(cause),
         };
         let states = ended.iter().map(|end| end.state).collect();
@@ -174,13 +174,13 @@ impl Machine {
     }
 
     /// The outcome of a run that nobody stopped, if every vCPU did and read what it should.
-    fn conclude(&self, ended: &[Ended]) -> Result<RunOutcome, FailureCause> {
+    fn conclude(&self, ended: &mut [Ended]) -> Result<RunOutcome, FailureCause> {
         let mut vcpus = Vec::new();
         for Ended { state, counts, .. } in ended {
             self.check(state)?;
-            let counts = counts.unwrap_or_default();
+            let counts = counts.take().unwrap_or_default();
             vcpus.push(
-                self.vcpu_outcome(state, &counts)
+                self.vcpu_outcome(state, counts)
                     .map_err(FailureCause::Machine)?,
             );
         }
@@ -221,17 +221,14 @@ impl Machine {
         Ok(())
     }
 
-    fn vcpu_outcome(
-        &self,
-        state: &VcpuState,
-        counts: &Counts,
-    ) -> Result<VcpuOutcome, MachineError> {
+    fn vcpu_outcome(&self, state: &VcpuState, counts: Counts) -> Result<VcpuOutcome, MachineError> {
         let cycles = self.low.log(state.vcpu, state.touched)?;
         Ok(VcpuOutcome {
             elapsed: counts.elapsed,
             touches: state.touched,
             exits: counts.exits,
             faults: counts.faults,
+            faulted: counts.faulted,
             interruptions: counts.interruptions,
             pre_faulted_bytes: counts.pre_faulted_bytes,
             pre_fault_failures: counts.pre_fault_failures,
@@ -241,6 +238,11 @@ impl Machine {
             },
         })
     }
+}
+
+/// Why the run failed, if it did. A thread that gave nothing back has failed also if nobody said so.
+fn first_cause(told: Option<FailureCause>, lost: &[u32]) -> Option<FailureCause> {
+    told.or_else(|| lost.first().map(|&vcpu| FailureCause::NoResult { vcpu }))
 }
 
 /// Joins the threads that have ended, and names those that have not.
@@ -260,4 +262,23 @@ fn collect(threads: Vec<Thread>, all_ended: bool) -> (Vec<Ended>, Vec<u32>) {
         }
     }
     (ended, lost)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_gives_nothing_back_is_a_failure() {
+        let thread = thread::spawn(|| -> Ended { std::panic::resume_unwind(Box::new("gone")) });
+        let (ended, lost) = collect(vec![(3, thread)], true);
+        assert!(ended.is_empty());
+        assert!(matches!(
+            first_cause(None, &lost),
+            Some(FailureCause::NoResult { vcpu: 3 })
+        ));
+        let told = first_cause(Some(FailureCause::NoResult { vcpu: 1 }), &lost);
+        assert!(matches!(told, Some(FailureCause::NoResult { vcpu: 1 })));
+        assert!(first_cause(None, &[]).is_none());
+    }
 }

@@ -4,6 +4,7 @@ use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use pagetide_kvm::{BoundVcpu, Exit, FaultExit, Vcpu};
@@ -18,14 +19,30 @@ use crate::low_memory::LowMemory;
 use crate::outcome::{FailureCause, VcpuState};
 
 /// What a vCPU counted from the start until it was done.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Counts {
     pub(crate) elapsed: Duration,
     pub(crate) exits: u64,
     pub(crate) faults: u64,
+    /// The touches that left the guest as faults, by their number, ascending.
+    pub(crate) faulted: Vec<u32>,
     pub(crate) interruptions: u64,
     pub(crate) pre_faulted_bytes: u64,
     pub(crate) pre_fault_failures: u64,
+}
+
+impl Counts {
+    /// Notes which touch a fault belongs to: the guest has counted those before it. One touch may
+    /// fault more than once.
+    fn note_touch(&mut self, touched: Option<&AtomicU64>) {
+        let touch = touched.map(|touched| touched.load(Ordering::Relaxed));
+        // A log has at most 2^28 entries.
+        if let Some(touch) = touch.and_then(|touch| u32::try_from(touch).ok())
+            && self.faulted.last() != Some(&touch)
+        {
+            self.faulted.push(touch);
+        }
+    }
 }
 
 /// What a thread gives back.
@@ -143,6 +160,7 @@ fn pin(cpu: usize) -> io::Result<()> {
 fn enter_until_done(vcpu: &mut BoundVcpu<'_>, job: &Job) -> Result<Counts, Stop> {
     let control = &*job.control;
     let id = vcpu.id();
+    let touched = job.low.field_word(id, Field::Touched);
     let mut counts = Counts::default();
     let mut start: Option<Instant> = None;
     loop {
@@ -152,6 +170,7 @@ fn enter_until_done(vcpu: &mut BoundVcpu<'_>, job: &Job) -> Result<Counts, Stop>
         match exit {
             Exit::Fault(fault) => {
                 counts.faults += 1;
+                counts.note_touch(touched);
                 resolve(vcpu, control, fault, &mut counts)?;
             }
             Exit::Interrupted => {
@@ -162,8 +181,13 @@ fn enter_until_done(vcpu: &mut BoundVcpu<'_>, job: &Job) -> Result<Counts, Stop>
             }
             Exit::IoOut { port: PORT, data } => match (Report::decode(data), start) {
                 (Some(Report::Ready), None) => {
+                    // With room for all of them, so that none is made while the clock runs.
+                    let faulted = Vec::with_capacity(usize::try_from(job.pages).unwrap_or(0));
                     start = Some(control.wait_for_start().ok_or(Stop::Elsewhere)?);
-                    counts = Counts::default();
+                    counts = Counts {
+                        faulted,
+                        ..Counts::default()
+                    };
                 }
                 (Some(Report::Done), Some(start)) => {
                     return Ok(Counts {
@@ -254,4 +278,20 @@ fn exception(vcpu: u32, low: &LowMemory) -> Result<FailureCause, FailureCause> {
         rip: field(Field::ExceptionRip)?,
         cr2: field(Field::ExceptionCr2)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_touch_that_faults_twice_is_noted_once() {
+        let touched = AtomicU64::new(0);
+        let mut counts = Counts::default();
+        for touch in [0, 0, 16, 17, 17] {
+            touched.store(touch, Ordering::Relaxed);
+            counts.note_touch(Some(&touched));
+        }
+        assert_eq!(counts.faulted, [0, 16, 17]);
+    }
 }

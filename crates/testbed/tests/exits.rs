@@ -164,7 +164,10 @@ fn every_page_faults_once_and_is_resolved_by_the_vcpu() {
     for (workload, reads, writes) in workloads {
         zap(&machine);
         let handler = Arc::new(Populate::new(&machine));
-        run(&mut machine, workload, &handler);
+        let outcome = run(&mut machine, workload, &handler);
+        for vcpu in &outcome.vcpus {
+            assert!(vcpu.faulted.iter().copied().eq(0..256));
+        }
         assert_eq!(handler.reads.load(Ordering::Relaxed), reads);
         assert_eq!(handler.writes.load(Ordering::Relaxed), writes);
     }
@@ -194,6 +197,7 @@ fn neighbours_that_came_along_do_not_exit() {
         let outcome = run(&mut machine, READ, &handler);
         assert_eq!(handler.faults(), 512 / 16);
         for vcpu in &outcome.vcpus {
+            assert!(vcpu.faulted.iter().copied().eq((0..256).step_by(16)));
             assert_eq!(vcpu.pre_fault_failures, 0);
             assert_eq!(vcpu.pre_faulted_bytes, if pre_fault { MIB } else { 0 });
         }

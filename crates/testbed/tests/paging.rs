@@ -10,14 +10,14 @@ use std::sync::Arc;
 use pagetide_kvm::{FaultExit, SlotFlags};
 use pagetide_memory::{Backing, GuestRange};
 use pagetide_pager::{
-    ExitResolvers, Fetch, Fetched, Mode, PageCacheSource, PageSource, Pager, PatternSource,
-    ReaderConfig, Readers, Resolution, SourceError, UffdLayout,
+    BuildError, ExitResolvers, Fetch, Fetched, Mode, PageCacheSource, PageSource, Pager,
+    PatternSource, ReaderConfig, Readers, Resolution, SourceError, UffdLayout,
 };
 use pagetide_testbed::{
     Content, Expected, FailureCause, FaultHandler, Handled, HandlerError, Machine, MachineConfig,
     Order, RunFailure, RunOutcome, Touch, Workload, pattern,
 };
-use support::{SEED, chain, fill, machine};
+use support::{SEED, chain, fill, is_lack, machine};
 
 const MIB: u64 = 1 << 20;
 const RANDOM: Workload = Workload::new(Touch::ReadPattern(SEED), Order::Random { seed: 11 });
@@ -93,10 +93,11 @@ impl Rig {
             .build();
         let pager = match built {
             Ok(pager) => pager,
-            Err(error) => {
+            Err(BuildError::Open(error)) if is_lack(&error) => {
                 println!("SKIP: {}", chain(&error));
                 return None;
             }
+            Err(error) => panic!("{}", chain(&error)),
         };
         let readers = Readers::spawn(&pager, ReaderConfig::new(2)).expect("threads can be had");
         Some(Self { pager, readers })

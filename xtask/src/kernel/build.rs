@@ -127,18 +127,18 @@ fn is_complete(variant: Variant, paths: &Paths) -> bool {
     variant.image(paths).exists()
         && out.join("vmlinux").exists()
         && out.join("usr/include").exists()
+        && selftests::directory(variant, paths).exists()
 }
 
 /// Everything that the results depend on, as one digest.
 fn fingerprint(variant: Variant, series: &Series, version: &str, paths: &Paths) -> Result<String> {
-    let list = selftests::list_file(paths);
     let parts = [
         RECIPE.to_owned(),
         Base::read(paths)?.package().to_owned(),
         version.to_owned(),
         series.digest(),
         config::merged(&config::fragments(variant, paths))?,
-        std::fs::read_to_string(&list).with_context(|| format!("read {}", list.display()))?,
+        selftests::list_text(paths)?,
         toolchain(variant.arch)?,
     ];
     Ok(digest(&parts))
@@ -292,5 +292,26 @@ impl Build<'_> {
             .arg(&headers)
             .output()?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_without_its_selftests_is_not_complete() {
+        let top = tempfile::tempdir().unwrap();
+        let (paths, variant) = (Paths::at(top.path()), Variant::patched(Arch::X86_64));
+        let out = variant.out(&paths);
+        for directory in ["usr/include", "selftests"] {
+            std::fs::create_dir_all(out.join(directory)).unwrap();
+        }
+        for file in ["bzImage", "vmlinux"] {
+            std::fs::write(out.join(file), "").unwrap();
+        }
+        assert!(is_complete(variant, &paths));
+        std::fs::remove_dir(out.join("selftests")).unwrap();
+        assert!(!is_complete(variant, &paths));
     }
 }

@@ -103,12 +103,9 @@ impl<'a> Check<'a> {
     fn new(args: &CheckArgs, paths: &'a Paths, tree: Tree) -> Result<Self> {
         let mut parts = vec![RECIPE.to_owned(), tree.source().version.clone()];
         parts.extend(CHECKPATCH.map(str::to_owned));
+        parts.extend(files(paths)?);
         for arch in [Arch::X86_64, Arch::Arm64] {
             parts.push(toolchain(arch)?);
-            parts.push(config::merged(&config::fragments(
-                Variant::patched(arch),
-                paths,
-            ))?);
         }
         Ok(Self {
             again: args.again,
@@ -248,6 +245,16 @@ impl<'a> Check<'a> {
     }
 }
 
+/// The content of everything in the checkout, but the series, that the results depend on.
+fn files(paths: &Paths) -> Result<Vec<String>> {
+    let mut files = vec![selftests::list_text(paths)?];
+    for arch in [Arch::X86_64, Arch::Arm64] {
+        let fragments = config::fragments(Variant::patched(arch), paths);
+        files.push(config::merged(&fragments)?);
+    }
+    Ok(files)
+}
+
 /// What to make so that a patch's compile errors and warnings show: on each architecture all of KVM
 /// and the directories of the files that it changes; everything, if it changes a header that others
 /// include too. A file of one architecture says nothing about the other.
@@ -363,6 +370,22 @@ mod tests {
 
     fn touch(files: &[&str]) -> Vec<String> {
         files.iter().map(|f| (*f).to_owned()).collect()
+    }
+
+    #[test]
+    fn what_passed_depends_on_the_list_of_selftests() {
+        let top = tempfile::tempdir().unwrap();
+        let real = Paths::find().unwrap();
+        let copied = Run::new("cp")
+            .arg("-r")
+            .arg(real.in_root("kernel"))
+            .arg(top.path());
+        copied.output().unwrap();
+        let paths = Paths::at(top.path());
+        let before = files(&paths).unwrap();
+        assert_eq!(before, files(&real).unwrap());
+        std::fs::write(selftests::list_file(&paths), "another_test\n").unwrap();
+        assert_ne!(before, files(&paths).unwrap());
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Work trees of checkouts that are gone.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -28,10 +29,20 @@ pub(super) fn prune(paths: &Paths) -> Result<()> {
                 "removing kernel trees of a checkout that is gone: {}",
                 dir.display()
             );
-            std::fs::remove_dir_all(&dir).with_context(|| format!("remove {}", dir.display()))?;
+            remove(&dir)?;
         }
     }
     Ok(())
+}
+
+/// Removes a directory. Another xtask may do the same at the same time.
+fn remove(dir: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("remove {}", dir.display()))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn is_orphan(dir: &Path) -> bool {
@@ -42,6 +53,16 @@ fn is_orphan(dir: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_another_has_removed_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let tree = dir.path().join("tree");
+        std::fs::create_dir_all(tree.join("a")).unwrap();
+        remove(&tree).unwrap();
+        assert!(!tree.exists());
+        remove(&tree).unwrap();
+    }
 
     #[test]
     fn only_trees_of_lost_checkouts_are_orphans() {

@@ -86,16 +86,20 @@ impl Selftest {
 }
 
 /// The list's file.
-pub(crate) fn list_file(paths: &Paths) -> PathBuf {
+pub(super) fn list_file(paths: &Paths) -> PathBuf {
     paths.in_root("kernel/selftests.list")
+}
+
+/// What it says.
+pub(super) fn list_text(paths: &Paths) -> Result<String> {
+    let file = list_file(paths);
+    std::fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))
 }
 
 /// The tests of an architecture.
 pub(crate) fn list(arch: Arch, paths: &Paths) -> Result<Vec<Selftest>> {
-    let file = list_file(paths);
-    let text =
-        std::fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
-    let tests = parse(&text).with_context(|| format!("in {}", file.display()))?;
+    let tests =
+        parse(&list_text(paths)?).with_context(|| format!("in {}", list_file(paths).display()))?;
     Ok(tests
         .into_iter()
         .filter(|test| test.arch.is_none_or(|only| only == arch))

@@ -142,10 +142,7 @@ fn fetch(paths: &Paths, base: &Base) -> Result<PathBuf> {
             .logged(&log, &progress)
     };
     if apt(&format!("{}={}", base.package, base.version)).is_err() {
-        apt(&base.package).context(
-            "the kernel source could not be downloaded: is there a network, and did \
-             `apt-get update` run?",
-        )?;
+        apt(&base.package).with_context(|| not_downloaded(base))?;
     }
     progress.done();
     let exact = downloaded(&dir, base, Some(&base.version))?;
@@ -153,6 +150,20 @@ fn fetch(paths: &Paths, base: &Base) -> Result<PathBuf> {
         Some(file) => Ok(file),
         None => downloaded(&dir, base, None)?.context("apt-get download left no file"),
     }
+}
+
+/// What to look at. Debian 12 has the package in its security suite only.
+fn not_downloaded(base: &Base) -> String {
+    let suite = if base.version.contains("~deb12") {
+        "bookworm-security"
+    } else {
+        "the suite of the version in kernel/BASE"
+    };
+    format!(
+        "the kernel source {} {} could not be downloaded: is there a network, is {suite} among \
+         apt's sources, and did `apt-get update` run?",
+        base.package, base.version
+    )
 }
 
 /// The newest downloaded file of the package, of one version if given.
@@ -335,6 +346,17 @@ mod tests {
                 package: "linux-source-6.12".into(),
                 version: "6.12.1-1".into()
             }
+        );
+    }
+
+    #[test]
+    fn a_failed_download_names_the_suite() {
+        let base = Base::parse("package linux-source-6.12\nversion 6.12.1-1~deb12u1\n").unwrap();
+        let told = not_downloaded(&base);
+        assert!(
+            told.contains("linux-source-6.12 6.12.1-1~deb12u1")
+                && told.contains("bookworm-security"),
+            "{told}"
         );
     }
 

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use super::host::{self, TestProgram};
 use super::libtest::Report;
@@ -36,27 +36,20 @@ enum Kind {
     Command(&'static str),
 }
 
-/// The patched kernel: selftests, the crates' tests, a short benchmark.
-pub(super) fn patched(paths: &Paths, tally: &mut Tally) -> Result<()> {
+/// Test programs with tests that only a kernel without our series can run: what it refuses.
+const REFUSALS: [&str; 3] = ["cli/command", "kvm/slots", "testbed/exits"];
+
+/// The patched kernel: selftests, the crates' tests, a short benchmark. `tally` has what this
+/// machine ran, if `host_ran`.
+pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
     let mut jobs = selftest_jobs(variant, paths)?;
-    for program in host::programs(paths)? {
-        // What a machine without our kernel can run as well need not run twice.
-        let needs_lab = program.integration || tally.any_skipped(&program.group);
-        if program.package != "xtask" && needs_lab {
-            let command = vec![program.executable.clone().into(), "--show-output".into()];
-            let directory = program.directory.clone();
-            let timeout = Some(JOB_TIMEOUT);
-            jobs.push((
-                Kind::Program(program),
-                Job {
-                    command,
-                    directory,
-                    timeout,
-                },
-            ));
-        }
-    }
+    let programs = host::programs(paths)?.into_iter();
+    jobs.extend(
+        programs
+            .filter(|program| runs_in_lab(program, host_ran, tally))
+            .map(test_program),
+    );
     jobs.push(command(paths, "pagetide probe", &["pagetide", "probe"]));
     jobs.push(bench(paths, "uffd,exit", "smoke"));
     let mut args = VmArgs::new(variant);
@@ -65,16 +58,35 @@ pub(super) fn patched(paths: &Paths, tally: &mut Tally) -> Result<()> {
     run("lab", args, &jobs, paths, tally)
 }
 
-/// The stock kernel: what is left of the benchmark there.
+/// What a machine without our kernel can run as well, and has run, need not run twice.
+fn runs_in_lab(program: &TestProgram, host_ran: bool, tally: &Tally) -> bool {
+    program.package != "xtask"
+        && (program.integration || !host_ran || tally.any_skipped(&program.group))
+}
+
+fn test_program(program: TestProgram) -> (Kind, Job) {
+    let job = Job {
+        command: vec![program.executable.clone().into(), "--show-output".into()],
+        directory: program.directory.clone(),
+        timeout: Some(JOB_TIMEOUT),
+    };
+    (Kind::Program(program), job)
+}
+
+/// The stock kernel: what it refuses, and what is left of the benchmark there.
 pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant {
         stock: true,
         ..Variant::patched(Arch::X86_64)
     };
-    let jobs = [
-        command(paths, "pagetide probe", &["pagetide", "probe"]),
-        bench(paths, "uffd", "smoke-stock"),
-    ];
+    let mut jobs = vec![command(paths, "pagetide probe", &["pagetide", "probe"])];
+    let programs = host::programs(paths)?;
+    for group in REFUSALS {
+        let program = programs.iter().find(|program| program.group == group);
+        let program = program.with_context(|| format!("there are no tests {group}"))?;
+        jobs.push(test_program(program.clone()));
+    }
+    jobs.push(bench(paths, "uffd", "smoke-stock"));
     run("stock", VmArgs::new(variant), &jobs, paths, tally)
 }
 
@@ -152,7 +164,14 @@ fn run(
     let log = log_file(paths, lane)?;
     let list: Vec<Job> = jobs.iter().map(|(_, job)| job.clone()).collect();
     let progress = Progress::spinner(&format!("{} jobs in a VM", jobs.len()));
-    let outcome = vm::boot(&args, &list, Output::Keep, paths)?;
+    let mut tell = |number: usize, Finished { ended, time }: Finished| {
+        let name = jobs
+            .get(number)
+            .map_or_else(String::new, |(kind, _)| kind.name());
+        let seconds = time.as_secs_f64();
+        progress.say(&format!("{lane}: {name}: {ended} after {seconds:.1} s"));
+    };
+    let outcome = vm::boot(&args, &list, Output::Keep(&mut tell), paths)?;
     progress.done();
     for (kind, result) in jobs.iter().map(|(kind, _)| kind).zip(outcome.jobs()) {
         host::append(&log, &kind.name(), &[&result.stdout, &result.stderr])?;
@@ -183,12 +202,11 @@ impl Kind {
 
     fn count(&self, lane: &str, result: &JobOutcome, tally: &mut Tally) {
         let name = self.name();
-        let Some(Finished { ended, time }) = result.finished else {
+        let Some(Finished { ended, .. }) = result.finished else {
             let cause = "the VM was lost before it ended".to_owned();
             tally.add(lane, &name, Verdict::Failed(cause));
             return;
         };
-        println!("{lane}: {name}: {ended} after {:.1} s", time.as_secs_f64());
         let stdout = String::from_utf8_lossy(&result.stdout);
         match self {
             Self::Program(program) => {
@@ -235,6 +253,28 @@ fn verdict(ended: Ended, text: &str, selftest: bool) -> Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn unit_tests_run_in_the_lab_unless_this_machine_ran_them() {
+        let program = TestProgram {
+            group: "memory (lib)".into(),
+            package: "memory".into(),
+            executable: PathBuf::from("/a"),
+            directory: PathBuf::from("/"),
+            integration: false,
+        };
+        let mut tally = Tally::default();
+        assert!(runs_in_lab(&program, false, &tally));
+        assert!(!runs_in_lab(&program, true, &tally));
+        let skipped = Verdict::Skipped("no huge pages".into());
+        tally.add(&program.group, "a", skipped);
+        assert!(runs_in_lab(&program, true, &tally));
+        let xtask = TestProgram {
+            package: "xtask".into(),
+            ..program
+        };
+        assert!(!runs_in_lab(&xtask, false, &tally));
+    }
 
     #[test]
     fn selftests_say_skip_in_two_ways() {

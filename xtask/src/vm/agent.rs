@@ -165,7 +165,6 @@ fn push(spec: &mut Vec<u8>, strings: &[&std::ffi::OsStr]) -> Result<()> {
 /// All that the commands inherit.
 fn environment(args: &VmArgs, paths: &Paths) -> Vec<(&'static str, OsString)> {
     let mut list: Vec<(&'static str, OsString)> = vec![
-        ("PAGETIDE_LAB", "1".into()),
         ("PAGETIDE_TIMING", args.timing.name().into()),
         ("USER", "root".into()),
         ("LANG", "C.UTF-8".into()),

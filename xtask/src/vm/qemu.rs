@@ -11,8 +11,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -48,12 +47,11 @@ pub(super) struct Machine<'a> {
 }
 
 /// Where the commands' output goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Output {
+pub(crate) enum Output<'a> {
     /// To our own standard output and error, as it comes.
     Pass,
-    /// Into the [`Outcome`].
-    Keep,
+    /// Into the [`Outcome`]. How each command ended is told, by its number, as soon as it has.
+    Keep(&'a mut dyn FnMut(usize, Finished)),
 }
 
 /// What became of a VM.
@@ -107,7 +105,7 @@ impl Outcome {
 }
 
 /// Runs a VM to its end. An error is one of setting it up; a VM that is lost is an outcome.
-pub(super) fn run(machine: &Machine<'_>, output: Output, paths: &Paths) -> Result<Outcome> {
+pub(super) fn run(machine: &Machine<'_>, output: Output<'_>, paths: &Paths) -> Result<Outcome> {
     let console = machine.run_dir.join("console.log");
     let qemu_log = machine.run_dir.join("qemu.log");
     let spec = machine.run_dir.join("spec");
@@ -144,20 +142,31 @@ pub(super) fn run(machine: &Machine<'_>, output: Output, paths: &Paths) -> Resul
         .spawn()
         .context("start QEMU")?;
     let mut readers = Vec::new();
-    let complete = Arc::new(AtomicBool::new(false));
+    let status = Arc::new(Mutex::new(Vec::new()));
+    let pass = matches!(output, Output::Pass);
     for (name, reader, writer) in pipes {
         drop(writer); // the pipe ends when QEMU does
         readers.push(match name {
-            "status" => relay_status(reader, Arc::clone(&complete)),
-            _ => relay(reader, output, name),
+            "status" => relay_status(reader, Arc::clone(&status)),
+            _ => relay(reader, pass, name),
         });
     }
-    let ending = watch(&mut child, machine.timeout, &complete)?;
+    let mut ignored = |_, _| {};
+    let mut told = Told {
+        status: &status,
+        finished: Vec::new(),
+        tell: match output {
+            Output::Pass => &mut ignored,
+            Output::Keep(tell) => tell,
+        },
+    };
+    let ending = watch(&mut child, machine.timeout, &mut told)?;
     let mut kept = Vec::new();
     for reader in readers {
         kept.push(reader.finish()?);
     }
-    let (finished, complete) = parse_status(&String::from_utf8_lossy(&kept[2]));
+    let complete = told.update();
+    let finished = told.finished;
     let lost = match (complete, ending) {
         (true, _) => None,
         (false, Ending::TimedOut) => Some(format!(
@@ -337,27 +346,15 @@ fn drain(mut reader: std::io::PipeReader, mut piece: impl FnMut(&[u8])) -> std::
     }
 }
 
-fn relay(reader: std::io::PipeReader, output: Output, name: &'static str) -> Relay {
+fn relay(reader: std::io::PipeReader, pass: bool, name: &'static str) -> Relay {
     let thread = std::thread::spawn(move || {
         let (mut kept, mut open) = (Vec::new(), true);
-        drain(reader, |bytes| match output {
-            Output::Keep => kept.extend_from_slice(bytes),
-            // Whoever reads us may have gone (`| head`): the VM still runs to its end.
-            Output::Pass => open = open && pass(name, bytes).is_ok(),
-        })?;
-        Ok(kept)
-    });
-    Relay { thread }
-}
-
-/// Keeps what the status port says, and tells when it has said all.
-fn relay_status(reader: std::io::PipeReader, complete: Arc<AtomicBool>) -> Relay {
-    let thread = std::thread::spawn(move || {
-        let mut kept = Vec::new();
         drain(reader, |bytes| {
-            kept.extend_from_slice(bytes);
-            if parse_status(&String::from_utf8_lossy(&kept)).1 {
-                complete.store(true, Ordering::Relaxed);
+            if pass {
+                // Whoever reads us may have gone (`| head`): the VM still runs to its end.
+                open = open && pass_on(name, bytes).is_ok();
+            } else {
+                kept.extend_from_slice(bytes);
             }
         })?;
         Ok(kept)
@@ -365,7 +362,40 @@ fn relay_status(reader: std::io::PipeReader, complete: Arc<AtomicBool>) -> Relay
     Relay { thread }
 }
 
-fn pass(name: &str, bytes: &[u8]) -> std::io::Result<()> {
+/// Collects what the status port says.
+fn relay_status(reader: std::io::PipeReader, status: Arc<Mutex<Vec<u8>>>) -> Relay {
+    let thread = std::thread::spawn(move || {
+        drain(reader, |bytes| lock(&status).extend_from_slice(bytes))?;
+        Ok(Vec::new())
+    });
+    Relay { thread }
+}
+
+fn lock(status: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
+    // Bytes are whole whoever panicked.
+    status.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Which commands have ended, and who wants to know.
+struct Told<'a> {
+    status: &'a Mutex<Vec<u8>>,
+    finished: Vec<Finished>,
+    tell: &'a mut dyn FnMut(usize, Finished),
+}
+
+impl Told<'_> {
+    /// Tells of the commands that have ended since; whether the agent has got to its end.
+    fn update(&mut self) -> bool {
+        let (finished, complete) = parse_status(&String::from_utf8_lossy(&lock(self.status)));
+        for (number, &finished) in finished.iter().enumerate().skip(self.finished.len()) {
+            (self.tell)(number, finished);
+        }
+        self.finished = finished;
+        complete
+    }
+}
+
+fn pass_on(name: &str, bytes: &[u8]) -> std::io::Result<()> {
     if name == "stdout" {
         let mut stream = std::io::stdout().lock();
         stream.write_all(bytes)?;
@@ -418,7 +448,7 @@ enum Ending {
 }
 
 /// Waits for QEMU, and ends it when its time is over.
-fn watch(child: &mut Child, timeout: Duration, complete: &AtomicBool) -> Result<Ending> {
+fn watch(child: &mut Child, timeout: Duration, told: &mut Told<'_>) -> Result<Ending> {
     let deadline = Instant::now() + timeout;
     let mut power_off = None;
     loop {
@@ -426,7 +456,7 @@ fn watch(child: &mut Child, timeout: Duration, complete: &AtomicBool) -> Result<
             return Ok(Ending::Ended);
         }
         let now = Instant::now();
-        if complete.load(Ordering::Relaxed) {
+        if told.update() {
             power_off.get_or_insert(now + POWER_OFF);
         }
         if now >= deadline || power_off.is_some_and(|limit| now >= limit) {
@@ -447,6 +477,24 @@ mod tests {
         let parts = split(b"\x1e0\na\nb\x1e1\n\x1e2\nc\x1e\n", 3);
         assert_eq!(parts, [b"a\nb".to_vec(), Vec::new(), b"c\x1e\n".to_vec()]);
         assert_eq!(split(b"x\x1e0\n", 1), [b"x\x1e0\n".to_vec()]);
+    }
+
+    #[test]
+    fn commands_are_told_of_as_they_end() {
+        let status = Mutex::new(b"exit 0 10\nexit 1".to_vec());
+        let mut seen = Vec::new();
+        let mut tell = |number, finished: Finished| seen.push((number, finished.ended.code()));
+        let mut told = Told {
+            status: &status,
+            finished: Vec::new(),
+            tell: &mut tell,
+        };
+        assert!(!told.update());
+        assert!(!told.update());
+        lock(&status).extend_from_slice(b" 20\nsignal 9 30\nend\n");
+        assert!(told.update());
+        assert_eq!(told.finished.len(), 3);
+        assert_eq!(seen, [(0, 0), (1, 1), (2, 137)]);
     }
 
     #[test]

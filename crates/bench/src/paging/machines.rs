@@ -15,10 +15,12 @@ use pagetide_testbed::{
 use pagetide_uapi::host::{HugepagePool, available_bytes};
 use pagetide_uapi::userfaultfd::{Features, OpenError, Userfaultfd};
 
-use super::pages::Paging;
-use super::plan::{Access, Delivery, Mode, Order, Plan};
+use super::limits;
+use super::pages::{Counted, Paging};
+use super::plan::{Access, Delivery, Mode, Order, Plan, Series};
 use super::preflight::{self, Host, Missing, Pool};
 use super::rig::{Job, Rig, RunFailure, Sample};
+use crate::facts::thp_shmem;
 use crate::latency::LatencyLog;
 use crate::timing::Timing;
 
@@ -89,8 +91,13 @@ impl Machines {
             pre_fault_memory: capabilities.pre_fault_memory,
             minor_shmem: features.contains(Features::MINOR_SHMEM),
             minor_hugetlb: features.contains(Features::MINOR_HUGETLBFS),
-            available_bytes: available_bytes(),
+            available_bytes: available_bytes()
+                .into_iter()
+                .chain(limits::group_bytes())
+                .min(),
             hugepages,
+            shmem_thp: thp_shmem(),
+            descriptors: limits::raise_descriptors(),
         };
         let warnings = preflight::check(plan, &host)?;
         // In parallel mode a run that stands still for this long is lost for good; elsewhere a host
@@ -163,39 +170,55 @@ impl Rig for Machines {
             let outcome = machine
                 .run(&workload, Arc::new(NoFaults))
                 .map_err(run_failure)?;
-            (outcome, None)
+            (outcome, Counted::default())
         } else {
-            // Dropped, and with it its userfaultfds closed, only when no vCPU runs any more.
             let paging = Paging::begin(job, &region, seeds.paged, &machine)?;
-            let handler: Arc<dyn FaultHandler> = paging.handler();
-            let result = machine.run(&workload, handler);
-            // A reader's failure stopped the run, so it is the better answer of the two.
-            let counted = paging.end()?;
-            let outcome = result.map_err(run_failure)?;
+            let (outcome, counted) = page_in(&mut machine, &workload, paging)?;
             counted.check(region.pages()).map_err(failed)?;
-            (outcome, Some(counted))
+            (outcome, counted)
         };
 
         machine.verify(expected(plan, seeds)).map_err(failed)?;
-        let counted = counted.unwrap_or_default();
-        let faulted = (series.delivery != Delivery::None).then(|| counted.faults());
         Ok(Sample {
             elapsed: outcome.elapsed,
             pages: region.pages(),
             exits: counted.exits,
             messages: counted.messages,
-            latency: latencies(&outcome, faulted).map_err(failed)?,
+            latency: latencies(&outcome, plan, series).map_err(failed)?,
         })
     }
+}
+
+/// Runs a machine whose memory is paged in, and ends the paging.
+pub(super) fn page_in(
+    machine: &mut Machine,
+    workload: &Workload,
+    paging: Paging,
+) -> Result<(RunOutcome, Counted), RunFailure> {
+    let handler: Arc<dyn FaultHandler> = paging.handler();
+    let result = match machine.run(workload, handler) {
+        Err(failure) if !failure.lost.is_empty() => {
+            // Ending it would close the userfaultfds, and a vCPU that sleeps in one would read
+            // zeroes. So it stays, readers and all, until the process ends.
+            std::mem::forget(paging);
+            return Err(run_failure(failure));
+        }
+        result => result,
+    };
+    // A reader's failure stopped the run, so it is the better answer of the two.
+    let counted = paging.end()?;
+    Ok((result.map_err(run_failure)?, counted))
 }
 
 pub(super) fn failed(error: impl Error + Send + Sync + 'static) -> RunFailure {
     RunFailure::Failed(Box::new(error))
 }
 
-/// Tells runs that the parallel software CPU loses from those that fail.
+/// Tells runs that the parallel software CPU loses from those that fail. If a vCPU's thread did not
+/// come back, the run is not repeated: the lost thread would go on beside the next ones.
 fn run_failure(failure: testbed::RunFailure) -> RunFailure {
     match *failure.cause {
+        _ if !failure.lost.is_empty() => failed(failure),
         FailureCause::Stalled { .. }
         | FailureCause::UnexpectedExit {
             exit: Exit::Shutdown,
@@ -250,27 +273,23 @@ fn expected(plan: &Plan, seeds: Seeds) -> Expected {
     }
 }
 
-/// The latencies of the touches that faulted: the longest ones, as many as faults were delivered.
-/// A touch that faults takes longer than any that does not, by orders of magnitude. `None`: all.
+/// The latencies of the touches that faulted; without faults, of all.
 fn latencies(
     outcome: &RunOutcome,
-    faulted: Option<u64>,
+    plan: &Plan,
+    series: Series,
 ) -> Result<LatencyLog, crate::latency::LatencyLogError> {
-    let mut touches: Vec<u64> = outcome
-        .vcpus
-        .iter()
-        .flat_map(|vcpu| vcpu.latencies.nanoseconds())
-        .collect();
-    let wanted = faulted.and_then(|faulted| usize::try_from(faulted).ok());
-    if let Some(wanted) = wanted.filter(|wanted| *wanted < touches.len()) {
-        let start = touches.len() - wanted;
-        if wanted > 0 {
-            touches.select_nth_unstable(start);
-        }
-        touches.drain(..start);
-    }
     let mut log = LatencyLog::new()?;
-    touches.into_iter().for_each(|ns| log.record(ns));
+    for vcpu in &outcome.vcpus {
+        match series.delivery {
+            Delivery::Exit => vcpu.fault_nanoseconds().for_each(|ns| log.record(ns)),
+            // Outside the guest nobody knows which touches these were.
+            Delivery::Uffd if !plan.every_touch_faults(series) => {}
+            Delivery::Uffd | Delivery::None => {
+                vcpu.latencies.nanoseconds().for_each(|ns| log.record(ns));
+            }
+        }
+    }
     Ok(log)
 }
 
@@ -283,7 +302,25 @@ pub(super) fn own_pages(region: &Region, vcpus: u32, vcpu: u32) -> PageRange {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::paging::plan::Series;
+
+    #[test]
+    fn a_run_that_left_a_thread_behind_is_not_repeated() {
+        let stalled = |lost| testbed::RunFailure {
+            cause: Box::new(FailureCause::Stalled {
+                timeout: Duration::from_secs(20),
+            }),
+            vcpus: Vec::new(),
+            lost,
+        };
+        assert!(matches!(
+            run_failure(stalled(Vec::new())),
+            RunFailure::Lost(_)
+        ));
+        assert!(matches!(
+            run_failure(stalled(vec![1])),
+            RunFailure::Failed(_)
+        ));
+    }
 
     #[test]
     fn no_two_runs_share_content() {

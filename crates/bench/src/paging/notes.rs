@@ -1,6 +1,6 @@
 //! What a reader must know to read the figures right.
 
-use super::plan::{Delivery, Plan};
+use super::plan::{Delivery, Plan, Series};
 use super::report::PagingReport;
 use crate::timing::Timing;
 use crate::units::ByteSize;
@@ -33,6 +33,25 @@ pub(super) fn notes(plan: &Plan, report: &PagingReport) -> Vec<String> {
             "All vCPUs touch all of memory: a page counts once, whoever brought it in.".to_owned(),
         );
     }
+    let unknown =
+        |series: &Series| series.delivery == Delivery::Uffd && !plan.every_touch_faults(*series);
+    if plan.series().iter().any(unknown) {
+        notes.push(
+            "uffd: no latencies, since where one fault may serve several touches nobody outside \
+             the guest knows which ones waited."
+                .to_owned(),
+        );
+    }
+    if plan.pre_fault {
+        notes.push(
+            "exit: after each install the vCPU's thread fills the second-stage tables for it \
+             (--pre-fault), so that the pages around a fault cost none of their own."
+                .to_owned(),
+        );
+    }
+    if plan.pin {
+        notes.push("Each vCPU's thread is pinned to a host CPU, in turn (--pin).".to_owned());
+    }
     let readers = plan.readers.map_or_else(
         || "as many reader threads as vCPUs (as in the published experiment)".to_owned(),
         |readers| {
@@ -49,6 +68,13 @@ pub(super) fn notes(plan: &Plan, report: &PagingReport) -> Vec<String> {
             super::plan::Uffds::PerVcpu => "one userfaultfd per vCPU",
         },
     ));
+    if let (Some(_), Some(here)) = (&report.published, plan.readers)
+        && plan.vcpus.iter().any(|&vcpus| vcpus != here)
+    {
+        notes.push(format!(
+            "published: as many readers as vCPUs; here {here} for any number of vCPUs."
+        ));
+    }
     let busiest = plan.most_vcpus();
     if busiest > report.facts.host_cpus {
         notes.push(format!(

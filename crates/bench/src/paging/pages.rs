@@ -121,11 +121,6 @@ impl Paging {
 }
 
 impl Counted {
-    /// Faults delivered, by either way.
-    pub(super) fn faults(self) -> u64 {
-        self.exits + self.messages
-    }
-
     /// Whether each of `pages` pages was installed exactly once.
     pub(super) fn check(self, pages: u64) -> Result<(), NotOnce> {
         if self.pages == pages {

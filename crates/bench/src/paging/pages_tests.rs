@@ -1,12 +1,17 @@
+use std::sync::Weak;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use pagetide_kvm::OpenError as KvmError;
 use pagetide_pager::{Fetch, Fetched, PageSource, SourceError};
 use pagetide_testbed::{MachineConfig, Order, Touch, Workload};
+use pagetide_uapi::userfaultfd::OpenError as UffdError;
 
 use super::*;
-use crate::paging::Machines;
+use crate::paging::machines::page_in;
 use crate::paging::plan::Series;
+use crate::paging::preflight::Missing;
+use crate::paging::{Machines, PrepareError};
 use crate::timing::Timing;
 use crate::told;
 use crate::units::ByteSize;
@@ -18,7 +23,6 @@ fn each_page_has_to_come_in_once() {
         messages: 1,
         pages: 64,
     };
-    assert_eq!(counted.faults(), 5);
     assert_eq!(counted.check(64), Ok(()));
     assert_eq!(
         counted.check(65).unwrap_err().to_string(),
@@ -65,8 +69,26 @@ impl PageSource for DyingSource {
     }
 }
 
-/// Runs a machine whose source dies after five pages, and returns how the run ended.
-fn run_with_dying_source(delivery: Delivery, panics: bool) -> Option<String> {
+/// How long a [`StuckSource`] takes for a page.
+const STUCK: Duration = Duration::from_secs(4);
+
+/// A source that does not answer in time.
+struct StuckSource;
+
+impl PageSource for StuckSource {
+    fn fetch(&self, _fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError> {
+        std::thread::sleep(STUCK);
+        Ok(Fetched::Zero)
+    }
+}
+
+/// Runs a machine with 2 vCPUs whose memory comes from `source`. `None` where this host has not what
+/// that takes. Also returned is the pager, if it still is.
+fn run_with(
+    source: impl PageSource + 'static,
+    delivery: Delivery,
+    change: impl FnOnce(&mut MachineConfig),
+) -> Option<(RunFailure, Weak<Pager>)> {
     let plan = Plan {
         vcpus: vec![2],
         per_vcpu: ByteSize(256 << 10),
@@ -74,9 +96,19 @@ fn run_with_dying_source(delivery: Delivery, panics: bool) -> Option<String> {
         deliveries: vec![delivery],
         ..Plan::default()
     };
-    if let Err(error) = Machines::prepare(&plan, Timing::Native) {
-        println!("SKIP: {}", told(&error));
-        return None;
+    match Machines::prepare(&plan, Timing::Native) {
+        Ok(_) => {}
+        Err(
+            error @ (PrepareError::Kvm(KvmError::Missing(_) | KvmError::Permission(_))
+            | PrepareError::Userfaultfd(
+                UffdError::NotSupported | UffdError::NoPermission { .. },
+            )
+            | PrepareError::Missing(Missing::AbsentMappingFault)),
+        ) => {
+            println!("SKIP: {}", told(&error));
+            return None;
+        }
+        Err(error) => unreachable!("{}", told(&error)),
     }
     let job = Job {
         plan: &plan,
@@ -89,23 +121,58 @@ fn run_with_dying_source(delivery: Delivery, panics: bool) -> Option<String> {
     };
     let mut config = MachineConfig::new(2, plan.per_vcpu.0);
     config.slot_flags.absent_mapping_fault = delivery == Delivery::Exit;
+    change(&mut config);
     let region = Arc::new(config.data_region().unwrap());
     let mut machine = Machine::with_region(config, Arc::clone(&region)).unwrap();
+    let builder = Pager::builder(userfaultfd::Mode::Missing, source);
+    let paging = Paging::begin_with(builder, &job, &region, &machine).unwrap();
+    let pager = Arc::downgrade(&paging.pager);
+    let workload = Workload::new(Touch::ReadZero, Order::Sequential);
+    let started = Instant::now();
+    let failure = page_in(&mut machine, &workload, paging).expect_err("the source fails");
+    assert!(started.elapsed() < Duration::from_secs(30), "it hung");
+    Some((failure, pager))
+}
+
+/// How a run ends whose source dies after five pages.
+fn run_with_dying_source(delivery: Delivery, panics: bool) -> Option<String> {
     let source = DyingSource {
         pages: AtomicU64::new(0),
         panics,
     };
-    let builder = Pager::builder(userfaultfd::Mode::Missing, source);
-    let paging = Paging::begin_with(builder, &job, &region, &machine).unwrap();
-    let workload = Workload::new(Touch::ReadZero, Order::Sequential);
-    let started = Instant::now();
-    let run = machine.run(&workload, paging.handler());
-    assert!(started.elapsed() < Duration::from_secs(30), "it hung");
-    let run = run.expect_err("the source died");
-    Some(match paging.end() {
-        Err(failure) => told(&failure),
-        Ok(_) => told(&run),
-    })
+    let (failure, _) = run_with(source, delivery, |_| {})?;
+    Some(told(&failure))
+}
+
+/// A vCPU's thread that does not come back leaves the pager as it is; one that does, ends it. Which
+/// of both it is, is up to the KVM: an emulated one does not end its waiting when it is kicked.
+fn stuck(delivery: Delivery) {
+    let ended = run_with(StuckSource, delivery, |config| {
+        config.stall_timeout = STUCK / 20;
+        config.stop_grace = STUCK / 20;
+    });
+    let Some((failure, pager)) = ended else {
+        return;
+    };
+    let came_back = !told(&failure).contains("did not come back");
+    // In the source, kicks do not reach it.
+    assert!(!came_back || delivery == Delivery::Uffd, "{failure:?}");
+    assert_eq!(
+        matches!(failure, RunFailure::Lost(_)),
+        came_back,
+        "{failure:?}"
+    );
+    assert_eq!(pager.upgrade().is_none(), came_back);
+}
+
+#[test]
+fn a_vcpu_asleep_in_a_userfaultfd_keeps_it_open() {
+    stuck(Delivery::Uffd);
+}
+
+#[test]
+fn a_vcpu_asleep_in_the_source_keeps_its_pager() {
+    stuck(Delivery::Exit);
 }
 
 #[test]

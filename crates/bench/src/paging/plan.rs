@@ -395,6 +395,13 @@ impl Plan {
         all
     }
 
+    /// Whether each touch of a series is a fault: each page is touched once, and nothing but its
+    /// own touch brings it in.
+    #[must_use]
+    pub fn every_touch_faults(&self, series: Series) -> bool {
+        series.delivery != Delivery::None && series.fault_around == 1 && !self.overlap
+    }
+
     /// Reader threads for a machine with `vcpus` vCPUs. The default is one per vCPU, as in the
     /// published experiment.
     #[must_use]

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 use pagetide_memory::{Backing, PageSize};
 
-use super::plan::{Delivery, Mode, Plan};
+use super::plan::{Delivery, Mode, Plan, Uffds};
+use crate::facts::THP_SHMEM;
 use crate::units::ByteSize;
 
 /// What a plan needs to know of the machine.
@@ -24,10 +25,15 @@ pub struct Host {
     pub minor_shmem: bool,
     /// userfaultfd MINOR faults on hugetlb.
     pub minor_hugetlb: bool,
-    /// Bytes of ordinary memory that can be had; `None` if the host does not say.
+    /// Bytes of ordinary memory that can be had, by the host or by this process's control group;
+    /// `None` if neither says.
     pub available_bytes: Option<u64>,
     /// The hugetlb pool of the backing's page size; `None` if there is none.
     pub hugepages: Option<Pool>,
+    /// Whether shmem gets transparent huge pages; `None` if the host does not say.
+    pub shmem_thp: Option<String>,
+    /// How many file descriptors this process may have; `None` if there is no limit.
+    pub descriptors: Option<u64>,
 }
 
 /// A hugetlb pool.
@@ -71,16 +77,35 @@ pub enum Missing {
         /// The feature's name.
         feature: &'static str,
     },
+    /// Not enough file descriptors.
+    #[error(
+        "{vcpus} vCPUs need {wanted} file descriptors and this process may have {most}; raise the \
+         limit (ulimit -n), or lower --vcpus or --readers"
+    )]
+    Descriptors {
+        /// With how many vCPUs.
+        vcpus: u32,
+        /// Needed.
+        wanted: u64,
+        /// Allowed.
+        most: u64,
+    },
     /// Not enough memory.
     #[error(
-        "{vcpus} vCPUs need {needed} of memory and {available} are available; lower --per-vcpu or \
-         --vcpus, or free memory"
+        "{vcpus} vCPUs need {needed} of memory{} and {available} are available; lower --per-vcpu \
+         or --vcpus, or free memory",
+        .buffers.as_ref().map_or_else(String::new, |buffers| format!(
+            " ({buffers} of it for buffers: --mode missing copies a page of --backing, times \
+             --fault-around, in each thread)"
+        ))
     )]
     Memory {
         /// With how many vCPUs.
         vcpus: u32,
         /// Needed, in words.
         needed: String,
+        /// How much of it for buffers, in words, if that matters.
+        buffers: Option<String>,
         /// Available, in words.
         available: String,
     },
@@ -131,8 +156,17 @@ pub fn check(plan: &Plan, host: &Host) -> Result<Vec<String>, Missing> {
         return Err(Missing::PreFaultMemory);
     }
     check_minor(plan, host)?;
+    check_descriptors(plan, host)?;
     check_memory(plan, host)?;
     let mut warnings = Vec::new();
+    if let (Backing::Thp, Some(setting @ ("never" | "deny"))) =
+        (plan.backing, host.shmem_thp.as_deref())
+    {
+        warnings.push(format!(
+            "--backing thp: {THP_SHMEM} is {setting}, so this is shmem of 4K pages; write advise \
+             to it"
+        ));
+    }
     if wanted > host.recommended_vcpus {
         warnings.push(format!(
             "{wanted} vCPUs are more than KVM recommends here: {} (KVM_CAP_NR_VCPUS)",
@@ -162,19 +196,49 @@ fn check_minor(plan: &Plan, host: &Host) -> Result<(), Missing> {
     }
 }
 
+/// What a process has open beside its vCPUs, userfaultfds and readers: its streams, KVM and the VM,
+/// memory, files of results, and whatever it was started with.
+const OTHER_DESCRIPTORS: u64 = 32;
+
+fn check_descriptors(plan: &Plan, host: &Host) -> Result<(), Missing> {
+    let vcpus = plan.most_vcpus();
+    let uffds = match plan.uffds {
+        Uffds::Single => 1,
+        Uffds::PerVcpu => vcpus,
+    };
+    // A vCPU has one, a reader waits with one.
+    let counted = [vcpus, uffds, plan.readers_for(vcpus)].map(u64::from);
+    let wanted = counted.iter().sum::<u64>() + OTHER_DESCRIPTORS;
+    match host.descriptors {
+        Some(most) if most < wanted => Err(Missing::Descriptors {
+            vcpus,
+            wanted,
+            most,
+        }),
+        _ => Ok(()),
+    }
+}
+
 fn check_memory(plan: &Plan, host: &Host) -> Result<(), Missing> {
     let vcpus = plan.most_vcpus();
     let bytes = plan.total_bytes(vcpus);
     let backing = plan.backing;
-    if backing.page_size() == PageSize::Size4K {
-        return match host.available_bytes {
-            Some(available) if available < bytes => Err(Missing::Memory {
+    let huge = backing.page_size() != PageSize::Size4K;
+    let buffers = buffer_bytes(plan);
+    let ordinary = buffers.saturating_add(if huge { 0 } else { bytes });
+    match host.available_bytes {
+        Some(available) if available < ordinary => {
+            return Err(Missing::Memory {
                 vcpus,
-                needed: ByteSize(bytes).about(),
+                needed: ByteSize(ordinary).about(),
+                buffers: (huge || buffers > bytes).then(|| ByteSize(buffers).about()),
                 available: ByteSize(available).about(),
-            }),
-            _ => Ok(()),
-        };
+            });
+        }
+        _ => {}
+    }
+    if !huge {
+        return Ok(());
     }
     let Some(pool) = &host.hugepages else {
         return Err(Missing::NoHugepagePool { backing });
@@ -191,6 +255,26 @@ fn check_memory(plan: &Plan, host: &Host) -> Result<(), Missing> {
         });
     }
     Ok(())
+}
+
+/// What threads that resolve faults put content together in before the kernel copies it: nothing in
+/// MINOR mode, which fills the page cache itself.
+fn buffer_bytes(plan: &Plan) -> u64 {
+    if plan.mode == Mode::Minor {
+        return 0;
+    }
+    let vcpus = plan.most_vcpus();
+    let threads = |delivery| match delivery {
+        Delivery::None => 0,
+        Delivery::Uffd => plan.readers_for(vcpus),
+        Delivery::Exit => plan.readers_for(vcpus) + vcpus,
+    };
+    let page = plan.backing.page_size().bytes();
+    let bytes = plan.series().into_iter().map(|series| {
+        let run = (page * u64::from(series.fault_around)).min(plan.total_bytes(vcpus));
+        run.saturating_mul(threads(series.delivery).into())
+    });
+    bytes.max().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -211,6 +295,8 @@ mod tests {
                 free: 256,
                 setting: "/sys/pool/nr_hugepages".into(),
             }),
+            shmem_thp: Some("advise".to_owned()),
+            descriptors: Some(1024),
         }
     }
 
@@ -235,7 +321,7 @@ mod tests {
     #[test]
     fn what_is_missing_is_named_with_the_way_to_get_it() {
         type Change = fn(&mut Plan, &mut Host);
-        let cases: [(Change, &str); 9] = [
+        let cases: [(Change, &str); 13] = [
             (
                 |plan, _| plan.vcpus = vec![65],
                 "--vcpus 65: this kernel's KVM allows at most 64 vCPUs (KVM_CAP_MAX_VCPUS)",
@@ -270,6 +356,38 @@ mod tests {
                 |plan, _| plan.per_vcpu = ByteSize(2 << 30),
                 "8 vCPUs need 16 GiB of memory and 8 GiB are available; lower --per-vcpu or \
                  --vcpus, or free memory",
+            ),
+            (
+                |_, host| host.descriptors = Some(48),
+                "8 vCPUs need 49 file descriptors and this process may have 48; raise the limit \
+                 (ulimit -n), or lower --vcpus or --readers",
+            ),
+            (
+                |plan, host| {
+                    plan.uffds = Uffds::PerVcpu;
+                    plan.readers = Some(1000);
+                    host.descriptors = Some(1047);
+                },
+                "8 vCPUs need 1048 file descriptors and this process may have 1047; raise the \
+                 limit (ulimit -n), or lower --vcpus or --readers",
+            ),
+            (
+                |plan, host| {
+                    plan.mode = Mode::Missing;
+                    host.available_bytes = Some(512 << 20);
+                },
+                "8 vCPUs need 512.1 MiB of memory and 512 MiB are available; lower --per-vcpu or \
+                 --vcpus, or free memory",
+            ),
+            (
+                |plan, _| {
+                    plan.mode = Mode::Missing;
+                    plan.backing = Backing::Hugetlb1G;
+                    plan.per_vcpu = ByteSize(1 << 30);
+                },
+                "8 vCPUs need 16 GiB of memory (16 GiB of it for buffers: --mode missing copies a \
+                 page of --backing, times --fault-around, in each thread) and 8 GiB are \
+                 available; lower --per-vcpu or --vcpus, or free memory",
             ),
             (
                 |plan, host| {
@@ -307,6 +425,48 @@ mod tests {
     }
 
     #[test]
+    fn buffers_are_those_of_the_most_demanding_series() {
+        let mut plan = Plan {
+            mode: Mode::Missing,
+            backing: Backing::Hugetlb2M,
+            vcpus: vec![1, 4],
+            readers: Some(2),
+            ..Plan::default()
+        };
+        plan.deliveries = vec![Delivery::Uffd];
+        assert_eq!(buffer_bytes(&plan), 2 * (2 << 20));
+        plan.deliveries = vec![Delivery::Uffd, Delivery::Exit];
+        plan.fault_around = vec![1, 16];
+        assert_eq!(buffer_bytes(&plan), 6 * (32 << 20));
+        plan.mode = Mode::Minor;
+        assert_eq!(buffer_bytes(&plan), 0);
+    }
+
+    #[test]
+    fn thp_that_is_switched_off_is_a_warning() {
+        let plan = Plan {
+            vcpus: vec![1],
+            backing: Backing::Thp,
+            ..Plan::default()
+        };
+        for (setting, warns) in [("never", true), ("deny", true), ("always", false)] {
+            let host = Host {
+                shmem_thp: Some(setting.to_owned()),
+                ..host()
+            };
+            let warnings = check(&plan, &host).unwrap();
+            assert_eq!(warnings.len(), usize::from(warns), "{warnings:?}");
+            for warning in warnings {
+                assert!(
+                    warning.contains("/sys/kernel/mm/transparent_hugepage/shmem_enabled is")
+                        && warning.contains(setting),
+                    "{warning}"
+                );
+            }
+        }
+    }
+
+    #[test]
     fn what_a_plan_does_not_use_may_be_missing() {
         let host = Host {
             absent_mapping_fault: false,
@@ -315,6 +475,8 @@ mod tests {
             minor_hugetlb: false,
             hugepages: None,
             available_bytes: None,
+            shmem_thp: None,
+            descriptors: None,
             ..host()
         };
         let floor = Plan {

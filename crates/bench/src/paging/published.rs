@@ -8,7 +8,7 @@
 use pagetide_memory::Backing;
 use serde::{Deserialize, Serialize};
 
-use super::plan::{Mode, Plan, Uffds};
+use super::plan::{Access, Mode, Order, Plan, Uffds};
 
 /// Where the figures come from, in a sentence.
 pub const SOURCE: &str = "cover letter of the kernel series \u{201c}Improve scalability of KVM + \
@@ -81,11 +81,18 @@ const PER_VCPU: [PublishedRate; 9] = [
 ];
 
 impl Published {
-    /// The table that belongs beside a plan: there is one for shmem MINOR with separate ranges, for
-    /// each arrangement of userfaultfds.
+    /// The table that belongs beside a plan: there is one for shmem MINOR with separate ranges,
+    /// written in the order of addresses, for each arrangement of userfaultfds. It may have other
+    /// numbers of readers, which has to be said beside it.
     #[must_use]
     pub fn beside(plan: &Plan) -> Option<Self> {
-        if plan.backing != Backing::Shmem || plan.mode != Mode::Minor || plan.overlap {
+        let same = plan.backing == Backing::Shmem
+            && plan.mode == Mode::Minor
+            && plan.order == Order::Sequential
+            && plan.access == Access::Write
+            && !plan.overlap
+            && !plan.pre_fault;
+        if !same {
             return None;
         }
         let (per_vcpu, rates) = match plan.uffds {
@@ -126,7 +133,10 @@ mod tests {
 
     #[test]
     fn other_experiments_have_no_published_table() {
-        let changes: [fn(&mut Plan); 3] = [
+        let changes: [fn(&mut Plan); 6] = [
+            |plan| plan.order = Order::Random,
+            |plan| plan.access = Access::Read,
+            |plan| plan.pre_fault = true,
             |plan| plan.backing = Backing::Hugetlb2M,
             |plan| plan.mode = Mode::Missing,
             |plan| plan.overlap = true,

@@ -112,7 +112,8 @@ pub struct Point {
     /// Executed instructions per page made present: elapsed nanoseconds over pages. Only where a
     /// nanosecond is an instruction.
     pub instructions_per_page: Option<Spread>,
-    /// Latency of touches that faulted, as the guest saw it, over all runs and vCPUs.
+    /// Latency of touches that faulted, as the guest saw it, over all runs and vCPUs; `None` if
+    /// nobody knows which ones faulted.
     pub latency: Option<Latency>,
     /// Runs that were lost here and repeated.
     pub lost_runs: u32,
@@ -174,12 +175,6 @@ impl PagingReport {
             }
         }
         seen
-    }
-
-    /// All runs lost, inside and outside.
-    #[must_use]
-    pub fn all_lost_runs(&self) -> u32 {
-        self.lost_runs.saturating_add(self.lost_runs_outside)
     }
 }
 

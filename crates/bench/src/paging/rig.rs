@@ -33,7 +33,8 @@ pub struct Sample {
     pub exits: u64,
     /// Faults resolved by reader threads, after userfaultfd messages.
     pub messages: u64,
-    /// Latencies of the touches that faulted.
+    /// Latencies of the touches that faulted (for `none`: of all); nothing where nobody knows which
+    /// ones faulted.
     pub latency: LatencyLog,
 }
 

@@ -177,7 +177,7 @@ pub(crate) fn legend(report: &PagingReport) -> Vec<String> {
     let mut lines = vec![format!(
         "rate: thousand pages of {} made present per second, all vCPUs together; median of {} \
          rounds, lowest and highest round, interquartile range. p50, p99, max: latency of a fault \
-         as the guest sees it.",
+         as the guest sees it; {NOTHING} where nobody knows which touches faulted.",
         crate::units::ByteSize(report.plan.page_bytes),
         report.plan.runs
     )];
@@ -230,6 +230,12 @@ pub(crate) fn terminal(report: &PagingReport, width: Option<u16>) -> String {
 /// What was measured, in a line.
 pub(crate) fn title(report: &PagingReport) -> String {
     let plan = &report.plan;
+    let switches = [
+        (plan.overlap, ", all vCPUs over all of memory"),
+        (plan.pre_fault, ", exits pre-fault"),
+        (plan.pin, ", vCPUs pinned"),
+    ];
+    let switches = switches.map(|(on, words)| if on { words } else { "" });
     format!(
         "Demand paging: {} per vCPU, {} {}, {} {}{}",
         crate::units::ByteSize(plan.per_vcpu_bytes),
@@ -240,11 +246,7 @@ pub(crate) fn title(report: &PagingReport) -> String {
             "write" => "writes",
             _ => "reads",
         },
-        if plan.overlap {
-            ", all vCPUs over all of memory"
-        } else {
-            ""
-        },
+        switches.concat(),
     )
 }
 

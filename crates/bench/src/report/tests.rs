@@ -251,6 +251,42 @@ fn one_userfaultfd_per_vcpu_has_its_own_published_figures() {
 }
 
 #[test]
+fn what_changes_the_experiment_is_named() {
+    let plain = table(&report(Timing::Native, |_| {}), None);
+    assert!(plain.contains("sequential writes\n"), "{plain}");
+    assert!(!plain.contains("readers as vCPUs; here"), "{plain}");
+    let report = report(Timing::Native, |plan| {
+        plan.pre_fault = true;
+        plan.pin = true;
+        plan.readers = Some(1);
+    });
+    let text = table(&report, None);
+    assert!(
+        text.contains("sequential writes, exits pre-fault, vCPUs pinned\n"),
+        "{text}"
+    );
+    for note in ["(--pre-fault)", "(--pin)"] {
+        assert!(
+            report.notes.iter().any(|told| told.contains(note)),
+            "{text}"
+        );
+    }
+    assert!(report.published.is_none());
+}
+
+#[test]
+fn other_numbers_of_readers_than_published_are_named() {
+    let fixed = report(Timing::Native, |plan| plan.readers = Some(1));
+    let note = "published: as many readers as vCPUs; here 1 for any number of vCPUs.";
+    assert!(fixed.published.is_some() && table(&fixed, None).contains(note));
+    let same = report(Timing::Native, |plan| {
+        plan.readers = Some(2);
+        plan.vcpus = vec![2];
+    });
+    assert!(!table(&same, None).contains("published: as many readers"));
+}
+
+#[test]
 fn the_command_measures_the_same_again() {
     let report = report(Timing::Native, |plan| {
         plan.readers = Some(3);

@@ -56,6 +56,19 @@ fn both_mappings_show_the_same_memory() {
 }
 
 #[test]
+fn a_word_is_looked_at_where_it_is() {
+    let region = region(2 << 12, Backing::Shmem).unwrap();
+    let word = region.service_word(PageIndex(1), 8).unwrap();
+    region
+        .write_guest(PageIndex(1), 8, &7_u64.to_ne_bytes())
+        .unwrap();
+    assert_eq!(word.load(std::sync::atomic::Ordering::Relaxed), 7);
+    assert!(region.service_word(PageIndex(1), 4).is_none());
+    assert!(region.service_word(PageIndex(1), 4089).is_none());
+    assert!(region.service_word(PageIndex(2), 0).is_none());
+}
+
+#[test]
 fn mappings_are_congruent_to_the_gpa() {
     for (gpa, backing) in [
         (GPA, Backing::Shmem),

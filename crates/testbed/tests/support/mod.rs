@@ -5,14 +5,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pagetide_memory::{AccessError, PageIndex, Region};
+use pagetide_kvm::OpenError as KvmError;
+use pagetide_memory::{AccessError, PageIndex, Region, RegionError};
 use pagetide_testbed::{Machine, MachineConfig, MachineError, RunFailure, Seed, pattern};
+use pagetide_uapi::userfaultfd::OpenError;
 
 /// The seed of the content that tests fill in.
 pub(crate) const SEED: Seed = Seed::new(0x5eed);
 
-/// A machine, or None with the reason printed where this host cannot have one. Errors that are not
-/// the host's lack fail the test.
+/// A machine, or None with the reason printed where this host cannot have one for lack of KVM or of
+/// huge pages. Any other error fails the test.
 pub(crate) fn machine(mut config: MachineConfig) -> Option<Machine> {
     if !virtualises() {
         // See deaf_to_signals(): there, nobody comes back for waiting longer.
@@ -22,14 +24,27 @@ pub(crate) fn machine(mut config: MachineConfig) -> Option<Machine> {
         Ok(machine) => Some(machine),
         Err(
             error @ (MachineError::UnsupportedArchitecture
-            | MachineError::Kvm(_)
-            | MachineError::CreateVm(_)
-            | MachineError::Data(_)),
+            | MachineError::Kvm(KvmError::Missing(_) | KvmError::Permission(_))
+            | MachineError::Data(
+                RegionError::HugepagesNotReserved { .. }
+                | RegionError::NoHugepagePool { .. }
+                | RegionError::NoTransparentHugepages,
+            )),
         ) => {
             println!("SKIP: {}", chain(&error));
             None
         }
         Err(error) => panic!("{}", chain(&error)),
+    }
+}
+
+/// Whether this host has no userfaultfd, or none with the features needed.
+pub(crate) fn is_lack(error: &OpenError) -> bool {
+    match error {
+        OpenError::NotSupported
+        | OpenError::NoPermission { .. }
+        | OpenError::MissingFeatures { .. } => true,
+        OpenError::Open(_) => false,
     }
 }
 
