@@ -17,7 +17,14 @@ use guest::{
 use pagetide_kvm::{Exit, Method, SlotFlags, SlotTransaction, Vcpu};
 
 const VCPUS: u32 = 2;
-const COMMITS: u64 = 200;
+
+/// How many changes: a few hundred, or what PAGETIDE_COMMITS says, for a long run.
+fn commits() -> u64 {
+    match std::env::var("PAGETIDE_COMMITS") {
+        Ok(text) => text.parse().expect("PAGETIDE_COMMITS is a number"),
+        Err(_) => 200,
+    }
+}
 
 /// What a vCPU saw that it should not have.
 #[derive(Debug, Default)]
@@ -148,7 +155,7 @@ fn run(method: Method, commits: u64, reported: bool) -> Option<(Vec<Anomalies>, 
         }
         longest
     })
-    .join();
+    .join_within(LIMIT + Duration::from_millis(100 * commits));
     over.store(true, Ordering::SeqCst);
     if !reported {
         for id in 0..VCPUS {
@@ -165,10 +172,13 @@ fn nothing_is_seen_of_whole_changes() {
     };
     for method in whole_methods(&machine.vm) {
         for reported in [false, true] {
-            let Some((found, longest)) = run(method, COMMITS, reported) else {
+            let Some((found, longest)) = run(method, commits(), reported) else {
                 return;
             };
-            println!("{method:?}: longest stop {longest:?}");
+            println!(
+                "{method:?}: {} commits, longest stop {longest:?}",
+                commits()
+            );
             for (vcpu, found) in found.iter().enumerate() {
                 let clean = found.holes == 0 && found.others.is_empty();
                 assert!(clean, "{method:?}, vCPU {vcpu}: {found:?}");
@@ -182,14 +192,14 @@ fn the_hole_of_a_plain_change_is_seen() {
     // Where vCPUs and the committer share a processor it takes some luck.
     let start = Instant::now();
     while start.elapsed() < LIMIT {
-        let Some((found, _)) = run(Method::Plain, COMMITS / 4, false) else {
+        let Some((found, _)) = run(Method::Plain, commits() / 4, false) else {
             return;
         };
         let holes: u64 = found.iter().map(|found| found.holes).sum();
         if holes > 0 {
             println!(
                 "{holes} accesses fell into a hole in {} changes",
-                COMMITS / 4
+                commits() / 4
             );
             return;
         }

@@ -290,7 +290,11 @@ impl<T: Send + 'static> Limited<T> {
 
     /// Waits for the end; too long is a failure, and so is a panic.
     pub(crate) fn join(self) -> T {
-        match self.result.recv_timeout(LIMIT) {
+        self.join_within(LIMIT)
+    }
+
+    pub(crate) fn join_within(self, limit: Duration) -> T {
+        match self.result.recv_timeout(limit) {
             Ok(result) => result,
             Err(RecvTimeoutError::Timeout) => panic!("{} takes too long", self.what),
             Err(RecvTimeoutError::Disconnected) => panic!("{} panicked", self.what),

@@ -38,7 +38,9 @@ pub enum InstallError {
     },
     /// There is nothing to install (EFAULT): the page cache has no such page, or the content to be
     /// copied could not be read.
-    #[error("no content to install: the page cache does not have it")]
+    #[error(
+        "no content to install: the page cache has no such page, or what is to be copied cannot be read"
+    )]
     NoContent,
     /// The page in the page cache has an uncorrected memory error (EIO).
     #[error("the page in the page cache is poisoned")]
