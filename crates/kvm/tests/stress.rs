@@ -113,10 +113,19 @@ fn change(transaction: &mut SlotTransaction<'_>, machine: &Machine, number: u64,
     }
 }
 
+/// How long vCPUs were stopped, for which change, and by what.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Stop {
+    quiesced: Duration,
+    waited: Duration,
+    updating: Duration,
+    number: u64,
+}
+
 /// Changes the layout under walking vCPUs; what they saw, and the longest time that they were
 /// stopped. `reported` has the guest report each round, so that vCPUs are also stopped in the
 /// middle of an OUT.
-fn run(method: Method, commits: u64, reported: bool) -> Option<(Vec<Anomalies>, Duration)> {
+fn run(method: Method, commits: u64, reported: bool) -> Option<(Vec<Anomalies>, Stop)> {
     let machine = Machine::new()?;
     assert_eq!((LOW_SLOT, DATA_SLOT), (0, 1));
     let over = Arc::new(AtomicBool::new(false));
@@ -138,7 +147,7 @@ fn run(method: Method, commits: u64, reported: bool) -> Option<(Vec<Anomalies>, 
                 std::thread::yield_now();
             }
         }
-        let mut longest = Duration::ZERO;
+        let mut longest = Stop::default();
         for number in 0..commits {
             let mut transaction = committing.vm.transaction();
             change(
@@ -150,7 +159,12 @@ fn run(method: Method, commits: u64, reported: bool) -> Option<(Vec<Anomalies>, 
             let done = transaction
                 .commit_with(method)
                 .unwrap_or_else(|error| panic!("{method:?}, commit {number}: {error}"));
-            longest = longest.max(done.quiesced);
+            longest = longest.max(Stop {
+                quiesced: done.quiesced,
+                waited: done.waited,
+                updating: done.updating,
+                number,
+            });
             assert!(done.quiesced >= done.waited + done.updating || method != Method::Quiesce);
         }
         longest
