@@ -4,6 +4,7 @@ mod bench;
 mod command;
 mod kernel;
 mod paths;
+mod profile;
 mod progress;
 mod setup;
 mod test;
@@ -48,6 +49,11 @@ enum Verb {
     Demo,
     /// Take the measurements that SPECIFICATION.md promises figures for
     Bench,
+    /// Count where the instructions of a fault go, by function and group
+    ///
+    /// Boots a VM for each delivery several times over; about ten minutes. docs/design/cost-of-a-fault.md
+    /// shows the result.
+    Profile(profile::ProfileArgs),
     /// Tell where the pages of the measurements are
     Report,
 }
@@ -60,6 +66,7 @@ fn main() -> ExitCode {
         Verb::Vm(args) => vm::run(args, &paths),
         Verb::Demo => bench::demo(&paths),
         Verb::Bench => bench::bench(&paths),
+        Verb::Profile(args) => profile::run(args, &paths),
         Verb::Report => bench::report(&paths),
         Verb::Test(args) => test::run(args, &paths),
         Verb::Uapi(args) => uapi::run(args, &paths).map(|()| ExitCode::SUCCESS),

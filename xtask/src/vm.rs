@@ -49,6 +49,9 @@ pub(crate) struct VmArgs {
     /// Use the kernel and the `pagetide` command as they were built last
     #[arg(long)]
     pub(crate) no_build: bool,
+    /// A plugin of the software CPU with its options, as QEMU's `-plugin` takes them
+    #[arg(long, value_name = "PLUGIN", hide = true)]
+    pub(crate) plugin: Option<OsString>,
 }
 
 /// The verb's arguments.
@@ -97,6 +100,7 @@ impl VmArgs {
             timing: Timing::Function,
             timeout: 900,
             no_build: false,
+            plugin: None,
         }
     }
 

@@ -8,6 +8,7 @@ use pagetide_kvm::VcpuKick;
 
 use crate::handler::{FaultHandler, HandlerError};
 use crate::outcome::FailureCause;
+use crate::window;
 
 /// A vCPU's exits so far, for the watch-dog; alone in its cache lines, because its owner counts on
 /// the hot path.
@@ -103,6 +104,7 @@ impl Control {
         state.ready += 1;
         if state.ready == self.kicks.len() && !state.failed {
             state.released = Some(Instant::now());
+            window::begin();
             self.changed.notify_all();
         }
         while state.released.is_none() && !state.failed {

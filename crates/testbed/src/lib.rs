@@ -33,6 +33,7 @@ pub mod pattern;
 mod run;
 mod vcpu_thread;
 mod verify;
+mod window;
 mod workload;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;

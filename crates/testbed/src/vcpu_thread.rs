@@ -17,6 +17,7 @@ use crate::guest::{Field, PORT, Report};
 use crate::handler::Handled;
 use crate::low_memory::LowMemory;
 use crate::outcome::{FailureCause, VcpuState};
+use crate::window;
 
 /// What a vCPU counted from the start until it was done.
 #[derive(Clone, Debug, Default)]
@@ -190,6 +191,7 @@ fn enter_until_done(vcpu: &mut BoundVcpu<'_>, job: &Job) -> Result<Counts, Stop>
                     };
                 }
                 (Some(Report::Done), Some(start)) => {
+                    window::end();
                     return Ok(Counts {
                         elapsed: start.elapsed(),
                         ..counts

@@ -226,6 +226,9 @@ fn common(machine: &Machine<'_>, console: &Path) -> Run {
     if args.timing == Timing::Instructions {
         run = run.args(["-icount", "shift=0,sleep=off"]);
     }
+    if let Some(plugin) = &args.plugin {
+        run = run.arg("-plugin").arg(plugin);
+    }
     run
 }
 
