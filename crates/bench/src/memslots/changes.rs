@@ -319,3 +319,36 @@ fn take(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memslots::BOOT_UPDATES;
+
+    #[test]
+    fn a_boot_has_as_many_updates_as_the_published_one() {
+        assert_eq!(boot().len(), usize::try_from(BOOT_UPDATES).unwrap());
+    }
+
+    #[test]
+    fn walked_pages_are_never_absent_or_read_only() {
+        let walk = walk();
+        assert!(walk.len() > 60 && walk.len() <= pagetide_testbed::MAX_WALK);
+        assert!(walk.iter().all(|page| page.0 < SMALLEST));
+        assert!(
+            walk.iter()
+                .all(|page| !(VIDEO..ABOVE_ROMS).contains(&page.0))
+        );
+    }
+
+    #[test]
+    fn splits_are_never_at_an_end() {
+        for number in 0..10_000 {
+            let Some(Step::Split { at }) = round(Op::Split, number).measured.first().copied()
+            else {
+                unreachable!("it is a split")
+            };
+            assert!((1..DATA_PAGES).contains(&at), "{number}");
+        }
+    }
+}

@@ -81,7 +81,7 @@ enum Wrong {
     Commit {
         number: u64,
         #[source]
-        source: CommitError,
+        source: Box<CommitError>,
     },
     #[error(
         "vCPU {vcpu} {} memory at {gpa} that was not there: {holes} such accesses, and {method} \
@@ -342,7 +342,10 @@ impl Committer {
         let start = Instant::now();
         let done = transaction
             .commit_with(method.into())
-            .map_err(|source| Wrong::Commit { number, source })?;
+            .map_err(|source| Wrong::Commit {
+                number,
+                source: Box::new(source),
+            })?;
         let taken = start.elapsed();
         if let Some(sample) = sample {
             sample.commit.record(ns(taken));

@@ -18,7 +18,7 @@ pub(super) fn notes(report: &MemslotsReport) -> Vec<String> {
     }
     notes.push(match report.lost_runs {
         0 => "No run was lost.".to_owned(),
-        lost => format!("{lost} lost and repeated."),
+        lost => format!("Runs lost and repeated: {lost}."),
     });
     if report.lost_runs_outside > 0 {
         notes.push(format!(
@@ -63,7 +63,8 @@ pub(super) fn notes(report: &MemslotsReport) -> Vec<String> {
     if busiest > report.facts.host_cpus {
         notes.push(format!(
             "Up to {busiest} vCPUs share {} host CPUs: whoever stops them waits until each has had \
-             its turn to leave, and the committing thread waits for its own.",
+             its turn to leave, and a commit's time has the waits of the committing thread for its \
+             own turn, also when vCPUs run already: kept does not.",
             report.facts.host_cpus
         ));
     }
