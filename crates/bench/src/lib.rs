@@ -1,6 +1,7 @@
 //! Pagetide's benchmarks: what they measure, how they sum it up, and how they show it.
 //!
 //! - [`paging`]: how fast absent guest memory comes in, through userfaultfd and through KVM exits.
+//! - [`memslots`]: what a change of memory slots costs running vCPUs, by the method of the change.
 //! - [`report`]: a result as a terminal table, JSON, SVG and one self-contained HTML page.
 //!
 //! Every benchmark follows the same rules: what is compared runs interleaved in one go, medians and
@@ -9,6 +10,7 @@
 
 pub mod facts;
 pub mod latency;
+pub mod memslots;
 pub mod paging;
 pub mod progress;
 pub mod report;

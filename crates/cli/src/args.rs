@@ -51,6 +51,16 @@ pub(crate) enum Bench {
     /// and the data in files.
     #[command(after_long_help = EXAMPLES)]
     Paging(PagingArguments),
+    /// What changing memory slots costs running vCPUs: by one ioctl, by stopping them, and plainly
+    ///
+    /// A virtual machine's vCPUs walk its memory while the memory slots below it are split, merged,
+    /// resized, or given other flags. Measured are the time of a commit, the longest time that any
+    /// vCPU was kept from the guest by it, the work that the guest did not get done, and how often a
+    /// guest ran into a hole. All methods run interleaved, several times; every word that a guest
+    /// reads, and all of memory at the end, is verified. The result is a table on standard output,
+    /// and a page, a drawing and the data in files.
+    #[command(after_long_help = crate::memslots::EXAMPLES)]
+    Memslots(crate::memslots::MemslotsArguments),
 }
 
 const EXAMPLES: &str = "\
@@ -219,7 +229,7 @@ const BACKINGS: [&str; 5] = {
 };
 
 /// Takes one of `names` and turns it into the value of that name.
-fn one_of<T>(names: &'static [&'static str]) -> impl TypedValueParser<Value = T>
+pub(crate) fn one_of<T>(names: &'static [&'static str]) -> impl TypedValueParser<Value = T>
 where
     T: FromStr<Err: Display + std::error::Error + Send + Sync + 'static>
         + Clone

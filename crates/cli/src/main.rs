@@ -5,6 +5,7 @@
 
 mod args;
 mod failure;
+mod memslots;
 mod paging;
 mod probe;
 
@@ -51,6 +52,7 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
     match &arguments.command {
         Command::Probe(arguments) => probe::run(arguments),
         Command::Bench(Bench::Paging(arguments)) => paging::run(arguments),
+        Command::Bench(Bench::Memslots(arguments)) => memslots::run(arguments),
     }
 }
 

@@ -8,7 +8,7 @@ mod imp {
     use crate::low_memory::LowMemory;
     use crate::x86_64;
 
-    pub(crate) use x86_64::{Platform, position, reset, tsc_khz};
+    pub(crate) use x86_64::{Platform, enter_at, position, reset, tell_steal_time, tsc_khz};
 
     pub(crate) fn check() -> Result<(), MachineError> {
         Ok(())
@@ -65,9 +65,19 @@ mod imp {
         Err(MachineError::UnsupportedArchitecture)
     }
 
+    pub(crate) fn enter_at(_vcpu: &Vcpu, _rip: u64) -> Result<(), MachineError> {
+        check()
+    }
+
+    pub(crate) fn tell_steal_time(_vcpu: &Vcpu, _gpa: u64) -> Result<bool, MachineError> {
+        Err(MachineError::UnsupportedArchitecture)
+    }
+
     pub(crate) fn position(_vcpu: &Vcpu) -> Option<(u64, u64)> {
         None
     }
 }
 
-pub(crate) use imp::{Platform, check, position, reset, tsc_khz, write_code};
+pub(crate) use imp::{
+    Platform, check, enter_at, position, reset, tell_steal_time, tsc_khz, write_code,
+};

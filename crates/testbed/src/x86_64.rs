@@ -3,8 +3,8 @@
 use std::io;
 
 use kvm_bindings::{
-    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE, kvm_dtable, kvm_mp_state, kvm_regs,
-    kvm_segment, kvm_vcpu_events,
+    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE, Msrs, kvm_dtable, kvm_mp_state,
+    kvm_msr_entry, kvm_regs, kvm_segment, kvm_vcpu_events,
 };
 use pagetide_kvm::{Kvm, Vcpu, Vm};
 
@@ -184,6 +184,43 @@ pub(crate) fn reset(vcpu: &Vcpu, layout: &Layout) -> Result<(), MachineError> {
         mp_state: KVM_MP_STATE_RUNNABLE,
     })
     .map_err(|errno| setup(id, "KVM_SET_MP_STATE", errno))
+}
+
+/// Lets a vCPU that was [`reset`] enter at another address.
+pub(crate) fn enter_at(vcpu: &Vcpu, rip: u64) -> Result<(), MachineError> {
+    let failed = |operation| {
+        move |source| MachineError::VcpuSetup {
+            vcpu: vcpu.id(),
+            operation,
+            source,
+        }
+    };
+    let mut regs = vcpu.regs().map_err(failed("KVM_GET_REGS"))?;
+    regs.rip = rip;
+    vcpu.set_regs(&regs).map_err(failed("KVM_SET_REGS"))
+}
+
+/// Has KVM write the time stolen from a vCPU to `gpa`, a multiple of 64 (MSR_KVM_STEAL_TIME, as
+/// the guest itself would); false if this KVM does not.
+pub(crate) fn tell_steal_time(vcpu: &Vcpu, gpa: u64) -> Result<bool, MachineError> {
+    const MSR_KVM_STEAL_TIME: u32 = 0x4b56_4d03;
+    const ENABLED: u64 = 1;
+    let entry = kvm_msr_entry {
+        index: MSR_KVM_STEAL_TIME,
+        data: gpa | ENABLED,
+        ..kvm_msr_entry::default()
+    };
+    let Ok(msrs) = Msrs::from_entries(&[entry]) else {
+        return Ok(false);
+    };
+    let set = vcpu
+        .set_msrs(&msrs)
+        .map_err(|source| MachineError::VcpuSetup {
+            vcpu: vcpu.id(),
+            operation: "KVM_SET_MSRS",
+            source,
+        })?;
+    Ok(set == 1)
 }
 
 /// The frequency of the guest's time stamp counter, in kHz.

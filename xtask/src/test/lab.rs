@@ -28,6 +28,21 @@ const KSFT_SKIP: u8 = 4;
 /// Huge pages for the tests that need them. None of 1G: a software CPU takes minutes to fill a few.
 const HUGE_PAGES: &str = "hugepages=256";
 
+/// A benchmark of memory slots that is only long enough to take every path.
+const MEMSLOTS: [&str; 11] = [
+    "pagetide",
+    "bench",
+    "memslots",
+    "--vcpus",
+    "1,2",
+    "--commits",
+    "5",
+    "--runs",
+    "1",
+    "--out",
+    "target/pagetide/smoke-memslots",
+];
+
 /// What one job of a VM is.
 enum Kind {
     Selftest(Selftest),
@@ -52,6 +67,7 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
     );
     jobs.push(command(paths, "pagetide probe", &["pagetide", "probe"]));
     jobs.push(bench(paths, "uffd,exit", "smoke"));
+    jobs.push(command(paths, "pagetide bench memslots", &MEMSLOTS));
     let mut args = VmArgs::new(variant);
     args.memory = "4G".into();
     args.append.push(HUGE_PAGES.into());

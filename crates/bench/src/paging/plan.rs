@@ -107,6 +107,7 @@ macro_rules! named {
         }
     )+ };
 }
+pub(crate) use named;
 
 named! {
     Delivery { None => "none", Uffd => "uffd", Exit => "exit" }
@@ -428,17 +429,20 @@ impl Plan {
     }
 }
 
+/// A value that comes twice.
+pub(crate) fn repeated<T: PartialEq>(values: &[T]) -> Option<&T> {
+    let mut all = values.iter().enumerate();
+    all.find(|(index, value)| values[..*index].contains(value))
+        .map(|(_, value)| value)
+}
+
 /// Refuses a value that comes twice in an option's list.
 fn no_repeats<T: PartialEq + fmt::Display>(
     option: &'static str,
     values: &[T],
 ) -> Result<(), PlanError> {
-    let repeated = values
-        .iter()
-        .enumerate()
-        .find(|(index, value)| values[..*index].contains(value));
-    match repeated {
-        Some((_, value)) => Err(PlanError::Twice {
+    match repeated(values) {
+        Some(value) => Err(PlanError::Twice {
             option,
             value: value.to_string(),
         }),

@@ -7,25 +7,25 @@
 
 /// One run of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Step {
+pub(crate) struct Step {
     /// 0 warms up and is not counted; the measured rounds start at 1.
-    pub(super) round: u32,
+    pub(crate) round: u32,
     /// Number of vCPUs.
-    pub(super) vcpus: u32,
+    pub(crate) vcpus: u32,
     /// Which of the plan's series.
-    pub(super) series: usize,
+    pub(crate) series: usize,
 }
 
 impl Step {
     /// Whether the run counts.
     #[must_use]
-    pub(super) fn measured(&self) -> bool {
+    pub(crate) fn measured(&self) -> bool {
         self.round > 0
     }
 }
 
 /// All steps for `rounds` measured rounds after one that warms up.
-pub(super) fn schedule(vcpus: &[u32], series: usize, rounds: u32) -> impl Iterator<Item = Step> {
+pub(crate) fn schedule(vcpus: &[u32], series: usize, rounds: u32) -> impl Iterator<Item = Step> {
     (0..=rounds).flat_map(move |round| {
         vcpus.iter().flat_map(move |&vcpus| {
             (0..series).map(move |place| Step {
@@ -39,7 +39,7 @@ pub(super) fn schedule(vcpus: &[u32], series: usize, rounds: u32) -> impl Iterat
 
 /// How many steps [`schedule`] gives.
 #[must_use]
-pub(super) fn length(vcpus: &[u32], series: usize, rounds: u32) -> u64 {
+pub(crate) fn length(vcpus: &[u32], series: usize, rounds: u32) -> u64 {
     let per_round = u64::try_from(vcpus.len().saturating_mul(series)).unwrap_or(u64::MAX);
     per_round.saturating_mul(u64::from(rounds).saturating_add(1))
 }

@@ -21,7 +21,7 @@ pub(crate) struct Grid {
 }
 
 /// What stands where there is no figure.
-const NOTHING: &str = "\u{2013}";
+pub(crate) const NOTHING: &str = "\u{2013}";
 
 /// A column: its heading and the text for a point.
 type Column<'a> = (&'a str, Box<dyn Fn(&Point) -> Option<String> + 'a>);
@@ -168,7 +168,7 @@ pub(crate) fn times(ratio: f64) -> String {
     format!("{}\u{d7}", figure(ratio))
 }
 
-fn extremes(spread: &Spread) -> String {
+pub(crate) fn extremes(spread: &Spread) -> String {
     format!("{}..{}", figure(spread.min), figure(spread.max))
 }
 
@@ -292,7 +292,7 @@ pub(crate) fn lines(grid: &Grid, width: Option<u16>) -> String {
 }
 
 /// A remark as a bullet of lines at most `width` characters long, where words allow it.
-fn bullet(text: &str, width: usize) -> String {
+pub(crate) fn bullet(text: &str, width: usize) -> String {
     let mut wrapped = String::from("-");
     let mut used = 1;
     for word in text.split_whitespace() {

@@ -6,6 +6,7 @@ use std::fmt::Write;
 use super::chart::{self, Role, declarations, for_page};
 use super::grid::{self, Grid, times};
 use super::{ReportError, escape};
+use crate::facts::Facts;
 use crate::paging::{Delivery, PagingReport, RunRecord, Series};
 use crate::timing::Timing;
 use crate::units::{figure, float, latency};
@@ -20,23 +21,31 @@ macro_rules! push {
 /// The whole page.
 pub(crate) fn page(report: &PagingReport) -> Result<String, ReportError> {
     let mut page = String::new();
-    head(&mut page, report);
+    head(&mut page, &grid::title(report));
     page.push_str("<main>\n");
-    header(&mut page, report);
-    warning(&mut page, report);
+    header(
+        &mut page,
+        &grid::title(report),
+        (&report.facts, report.timing, report.plan.runs),
+    );
+    warning(&mut page, report.timing);
     lead(&mut page, report);
     charts(&mut page, report)?;
     tables(&mut page, report);
     reading(&mut page, report);
-    environment(&mut page, report);
+    environment(
+        &mut page,
+        (&report.facts, report.timing),
+        &report.plan.command(),
+    );
     page.push_str("</main>\n");
-    data(&mut page, report)?;
+    data(&mut page, "paging-data", report)?;
     page.push_str("</body>\n</html>\n");
     Ok(page)
 }
 
-fn head(page: &mut String, report: &PagingReport) {
-    let title = escape(&grid::title(report));
+pub(super) fn head(page: &mut String, title: &str) {
+    let title = escape(title);
     push!(
         page,
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -49,28 +58,27 @@ fn head(page: &mut String, report: &PagingReport) {
     );
 }
 
-fn header(page: &mut String, report: &PagingReport) {
-    let facts = &report.facts;
+pub(super) fn header(page: &mut String, title: &str, (facts, timing, runs): (&Facts, Timing, u32)) {
     push!(
         page,
         "<header>\n<h1>{}</h1>\n<p class=\"sub\">Linux {} &middot; {} &middot; {} timing &middot; \
          {} rounds &middot; {}</p>\n</header>\n",
-        escape(&grid::title(report)),
+        escape(title),
         escape(&facts.kernel_release),
         escape(&facts.kvm),
-        report.timing,
-        report.plan.runs,
+        timing,
+        runs,
         escape(&facts.started_utc),
     );
 }
 
 /// What is about to be misread comes first.
-fn warning(page: &mut String, report: &PagingReport) {
-    if report.timing.is_lab() {
+pub(super) fn warning(page: &mut String, timing: Timing) {
+    if timing.is_lab() {
         push!(
             page,
             "<p class=\"warn\">{}</p>\n",
-            escape(report.timing.explanation())
+            escape(timing.explanation())
         );
     }
 }
@@ -111,7 +119,7 @@ fn lead(page: &mut String, report: &PagingReport) {
     }
 }
 
-fn count(vcpus: u32) -> String {
+pub(super) fn count(vcpus: u32) -> String {
     if vcpus == 1 {
         "1 vCPU".to_owned()
     } else {
@@ -147,14 +155,18 @@ fn charts(page: &mut String, report: &PagingReport) -> Result<(), ReportError> {
 
 fn tables(page: &mut String, report: &PagingReport) {
     let all = report.series();
+    let role = |name: &str| {
+        let found = all.iter().find(|series| series.to_string() == name);
+        found.map(|&series| Role::of(series, &all))
+    };
     page.push_str("<h2>Results</h2>\n");
-    table(page, &grid::results(report), &all);
+    table(page, &grid::results(report), role);
     if let Some(comparison) = grid::comparison(report) {
         page.push_str("<h2>Exits over userfaultfd</h2>\n");
-        table(page, &comparison, &all);
+        table(page, &comparison, role);
     }
     page.push_str("<details><summary>Every run</summary>\n");
-    table(page, &every_run(report), &all);
+    table(page, &every_run(report), role);
     page.push_str("</details>\n");
 }
 
@@ -195,7 +207,8 @@ fn every_run(report: &PagingReport) -> Grid {
     }
 }
 
-fn table(page: &mut String, grid: &Grid, all: &[Series]) {
+/// A table; `role` is that of a series by its name, whose colour stands before it.
+pub(super) fn table(page: &mut String, grid: &Grid, role: impl Fn(&str) -> Option<Role>) {
     page.push_str("<div class=\"scroll\"><table>\n<thead><tr>");
     // The number of vCPUs stands at the left, like the words.
     let class = |column: usize| {
@@ -224,13 +237,11 @@ fn table(page: &mut String, grid: &Grid, all: &[Series]) {
             "<tr>"
         });
         for (column, text) in row.iter().enumerate() {
-            let dot = all
-                .iter()
-                .find(|series| column == 1 && series.to_string() == *text)
-                .map_or_else(String::new, |&series| {
-                    let variable = Role::of(series, all).variable();
-                    format!("<span class=\"dot\" style=\"--series:var({variable})\"></span>")
-                });
+            let role = if column == 1 { role(text) } else { None };
+            let dot = role.map_or_else(String::new, |role| {
+                let variable = role.variable();
+                format!("<span class=\"dot\" style=\"--series:var({variable})\"></span>")
+            });
             // As on a terminal, a number of vCPUs stands once above its rows.
             let text = if column == 0 && !first { "" } else { text };
             push!(page, "<td{}>{dot}{}</td>", class(column), escape(text));
@@ -256,10 +267,10 @@ fn reading(page: &mut String, report: &PagingReport) {
     page.push_str("</ul>\n");
 }
 
-fn environment(page: &mut String, report: &PagingReport) {
+pub(super) fn environment(page: &mut String, (facts, timing): (&Facts, Timing), command: &str) {
     page.push_str("<h2>Environment</h2>\n<dl>\n");
-    let timing = ("Timing", report.timing.to_string());
-    for (name, value) in report.facts.lines().into_iter().chain([timing]) {
+    let timing = ("Timing", timing.to_string());
+    for (name, value) in facts.lines().into_iter().chain([timing]) {
         push!(
             page,
             "<dt>{}</dt><dd>{}</dd>\n",
@@ -268,19 +279,20 @@ fn environment(page: &mut String, report: &PagingReport) {
         );
     }
     page.push_str("</dl>\n<h2>The same again</h2>\n");
-    push!(
-        page,
-        "<pre><code>{}</code></pre>\n",
-        escape(&report.plan.command())
-    );
+    push!(page, "<pre><code>{}</code></pre>\n", escape(command));
 }
 
-fn data(page: &mut String, report: &PagingReport) -> Result<(), ReportError> {
+/// The data itself, for programs that read the page.
+pub(super) fn data(
+    page: &mut String,
+    id: &str,
+    report: &impl serde::Serialize,
+) -> Result<(), ReportError> {
     // "</script" must not come up inside; in JSON a solidus may be written with an escape.
     let json = serde_json::to_string(report)?.replace("</", "<\\/");
     push!(
         page,
-        "<script type=\"application/json\" id=\"paging-data\">{json}</script>\n"
+        "<script type=\"application/json\" id=\"{id}\">{json}</script>\n"
     );
     Ok(())
 }

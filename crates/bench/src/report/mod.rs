@@ -4,10 +4,14 @@
 mod chart;
 mod grid;
 mod html;
+mod memslots;
 mod out;
 mod probe;
 
 pub use chart::DrawError;
+pub use memslots::{
+    html as memslots_html, svg as memslots_svg, table as memslots_table, write as write_memslots,
+};
 pub use out::{OutDir, OutError};
 pub use probe::probe_table;
 
@@ -40,11 +44,11 @@ pub fn terminal_width() -> Option<u16> {
     comfy_table::Table::new().width()
 }
 
-/// The report as JSON; `docs/guide/benchmarks.md` documents each field.
+/// A report as JSON; `docs/guide/benchmarks.md` documents each field.
 ///
 /// # Errors
 /// A number in the report is none that JSON knows.
-pub fn json(report: &PagingReport) -> Result<String, ReportError> {
+pub fn json(report: &impl serde::Serialize) -> Result<String, ReportError> {
     let mut text = serde_json::to_string_pretty(report)?;
     text.push('\n');
     Ok(text)

@@ -2,6 +2,7 @@
 
 mod canvas;
 mod frame;
+pub(crate) mod memslots;
 mod scale;
 mod theme;
 

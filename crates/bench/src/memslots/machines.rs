@@ -1,0 +1,364 @@
+//! Runs on real machines: KVM, a guest that walks its memory, and a thread that changes its slots.
+
+use std::error::Error;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagetide_kvm::{CommitError, Exit, Kvm};
+use pagetide_memory::{Backing, GuestAddress, Region, RegionError};
+use pagetide_testbed::{DATA_GPA, MachineError, Metronome, WalkError, Walkers, WalkersConfig};
+
+use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot, Step};
+use super::plan::{Guest, Method, Plan, Series};
+use super::rig::{Job, Rig, RunFailure, Sample};
+use crate::latency::{LatencyLog, LatencyLogError};
+use crate::timing::Timing;
+
+const PAGE: u64 = 4096;
+/// Between a commit and the next, and what a stretch of time without a commit lasts.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// How often the emulator is to look after its other CPU, in nanoseconds.
+const METRONOME_NS: u64 = 53_000;
+
+/// Machines to run a plan on; made anew for every run.
+#[derive(Debug)]
+pub struct Machines {
+    stall_timeout: Duration,
+    /// Where it is needed, see there.
+    _metronome: Option<Metronome>,
+}
+
+/// Why a plan cannot be run here.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    /// /dev/kvm cannot be used.
+    #[error(transparent)]
+    Kvm(#[from] pagetide_kvm::OpenError),
+    /// No VM can be made.
+    #[error(transparent)]
+    CreateVm(#[from] pagetide_kvm::CreateVmError),
+    /// KVM refuses that many vCPUs.
+    #[error("--vcpus {wanted}: this kernel's KVM allows at most {most} vCPUs (KVM_CAP_MAX_VCPUS)")]
+    Vcpus {
+        /// Asked for.
+        wanted: u32,
+        /// Allowed.
+        most: usize,
+    },
+    /// The kernel has no list.
+    #[error(
+        "--method list: this kernel lacks KVM_CAP_SET_USER_MEMORY_REGION_LIST; boot one with the \
+         Pagetide series (cargo xtask vm -- COMMAND does), or measure --method quiesce,plain"
+    )]
+    List,
+    /// The largest machine of the plan cannot be made.
+    #[error("a machine with {vcpus} vCPUs cannot be made")]
+    Machine {
+        /// Its number of vCPUs.
+        vcpus: u32,
+        /// Why.
+        #[source]
+        source: MachineError,
+    },
+}
+
+/// A run went wrong.
+#[derive(Debug, thiserror::Error)]
+enum Wrong {
+    #[error(transparent)]
+    Machine(#[from] MachineError),
+    #[error("devices' memory")]
+    Bars(#[from] RegionError),
+    #[error(transparent)]
+    Walk(#[from] WalkError),
+    #[error(transparent)]
+    Change(#[from] NoSuchSlot),
+    #[error("commit {number}")]
+    Commit {
+        number: u64,
+        #[source]
+        source: Box<CommitError>,
+    },
+    #[error(
+        "vCPU {vcpu} {} memory at {gpa} that was not there: {holes} such accesses, and {method} \
+         promises none",
+        if *write { "wrote to" } else { "read" }
+    )]
+    Hole {
+        vcpu: u32,
+        gpa: GuestAddress,
+        write: bool,
+        holes: u64,
+        method: Method,
+    },
+    #[error("commit {number} has not ended after {} s", limit.as_secs())]
+    Stuck { number: u64, limit: Duration },
+    #[error("the committing thread could not be started")]
+    Spawn(#[source] std::io::Error),
+    #[error("the committing thread panicked")]
+    Panicked,
+    #[error(transparent)]
+    Latency(#[from] LatencyLogError),
+}
+
+impl Wrong {
+    /// Whether this is what the lab's parallel software CPU does to runs.
+    fn may_be_loss(&self) -> bool {
+        matches!(
+            self,
+            Self::Stuck { .. }
+                | Self::Walk(
+                    WalkError::Stalled { .. }
+                        | WalkError::Lost { .. }
+                        | WalkError::UnexpectedExit {
+                            exit: Exit::Shutdown,
+                            ..
+                        }
+                )
+        )
+    }
+}
+
+impl Machines {
+    /// Finds out whether `plan` can be run here, and returns warnings about what is doubtful. If
+    /// the kernel lacks what a method needs, that is an error if `methods_asked`; otherwise the
+    /// method is taken out of the plan, and a warning says so.
+    ///
+    /// # Errors
+    /// Says what is missing and how to get it.
+    pub fn prepare(
+        plan: &mut Plan,
+        methods_asked: bool,
+        timing: Timing,
+    ) -> Result<(Self, Vec<String>), PrepareError> {
+        let kvm = Kvm::open()?;
+        let capabilities = *kvm.create_vm()?.capabilities();
+        let mut warnings = Vec::new();
+        if plan.methods.contains(&Method::List) && !capabilities.slot_list {
+            if methods_asked {
+                return Err(PrepareError::List);
+            }
+            plan.methods.retain(|method| *method != Method::List);
+            warnings.push(
+                "list was left out: this kernel lacks KVM_CAP_SET_USER_MEMORY_REGION_LIST"
+                    .to_owned(),
+            );
+        }
+        if plan.methods.contains(&Method::Quiesce) && !capabilities.kick_vcpus {
+            warnings.push(
+                "quiesce stops vCPUs by signals: this kernel lacks KVM_CAP_KICK_VCPUS".to_owned(),
+            );
+        }
+        let vcpus = plan.most_vcpus();
+        if usize::try_from(vcpus).unwrap_or(usize::MAX) > kvm.max_vcpus() {
+            return Err(PrepareError::Vcpus {
+                wanted: vcpus,
+                most: kvm.max_vcpus(),
+            });
+        }
+        let stall_timeout = Duration::from_secs(if timing.may_lose_runs() { 20 } else { 60 });
+        let metronome = match timing {
+            Timing::Instructions => Metronome::start(METRONOME_NS)
+                .inspect_err(|error| {
+                    warnings.push(format!(
+                        "the emulator's CPUs may stand still for milliseconds, and vCPUs with them: \
+                         no cpu-clock event to prevent it: {error}"
+                    ));
+                })
+                .ok(),
+            _ => None,
+        };
+        let machines = Self {
+            stall_timeout,
+            _metronome: metronome,
+        };
+        drop(
+            Walkers::new(machines.config(vcpus, plan.guest))
+                .map_err(|source| PrepareError::Machine { vcpus, source })?,
+        );
+        Ok((machines, warnings))
+    }
+
+    fn config(&self, vcpus: u32, guest: Guest) -> WalkersConfig {
+        WalkersConfig {
+            vcpus,
+            data_bytes: DATA_PAGES * PAGE,
+            walk: changes::walk(),
+            touch: guest == Guest::Touch,
+            stall_timeout: self.stall_timeout,
+        }
+    }
+
+    fn measure(&self, job: &Job) -> Result<Sample, Wrong> {
+        let walkers = Arc::new(Walkers::new(self.config(job.vcpus, job.guest))?);
+        let bars = Region::new(
+            GuestAddress(DATA_GPA + BAR_FIRST * PAGE),
+            BAR_PAGES * PAGE,
+            Backing::Shmem,
+        )?;
+        let committer = Committer {
+            memory: Memory {
+                data: Arc::clone(walkers.data()),
+                bars: Arc::new(bars),
+            },
+            walkers: Arc::clone(&walkers),
+            job: *job,
+            begun: Arc::new(AtomicU64::new(0)),
+        };
+        let walking = walkers.start()?;
+        let sample = self.supervise(committer)?;
+        let hole = walking.end()?;
+        match (job.series.method(), hole) {
+            (Some(method @ (Method::List | Method::Quiesce)), Some(hole)) => Err(Wrong::Hole {
+                vcpu: hole.vcpu,
+                gpa: hole.gpa,
+                write: hole.write,
+                holes: walkers.holes(),
+                method,
+            }),
+            _ => Ok(sample),
+        }
+    }
+
+    /// Has a thread commit, because a commit may hang; then the thread is given up.
+    fn supervise(&self, committer: Committer) -> Result<Sample, Wrong> {
+        let (sender, receiver) = mpsc::channel();
+        let begun = Arc::clone(&committer.begun);
+        thread::Builder::new()
+            .name("committer".to_owned())
+            .spawn(move || {
+                let _ = sender.send(committer.run());
+            })
+            .map_err(Wrong::Spawn)?;
+        let mut last = 0;
+        // A vCPU that stalls is found by the committer, after as long.
+        let limit = self.stall_timeout * 2;
+        loop {
+            match receiver.recv_timeout(limit) {
+                Ok(result) => return result,
+                Err(RecvTimeoutError::Disconnected) => return Err(Wrong::Panicked),
+                Err(RecvTimeoutError::Timeout) => {
+                    let number = begun.load(Ordering::Relaxed);
+                    if number == last {
+                        return Err(Wrong::Stuck { number, limit });
+                    }
+                    last = number;
+                }
+            }
+        }
+    }
+}
+
+impl Rig for Machines {
+    fn run(&mut self, job: &Job) -> Result<Sample, RunFailure> {
+        self.measure(job).map_err(|wrong| {
+            let lost = wrong.may_be_loss();
+            let source: Box<dyn Error + Send + Sync> = Box::new(wrong);
+            if lost {
+                RunFailure::Lost(source)
+            } else {
+                RunFailure::Failed(source)
+            }
+        })
+    }
+}
+
+/// What changes the slots.
+struct Committer {
+    walkers: Arc<Walkers>,
+    memory: Memory,
+    job: Job,
+    /// Commits begun.
+    begun: Arc<AtomicU64>,
+}
+
+impl Committer {
+    fn run(&self) -> Result<Sample, Wrong> {
+        let mut sample = Sample {
+            elapsed: Duration::ZERO,
+            steps: 0,
+            commit: LatencyLog::new()?,
+            commit_total: Duration::ZERO,
+            inside: LatencyLog::new()?,
+            kept: LatencyLog::new()?,
+            holes: 0,
+            knows_stolen_time: self.walkers.knows_stolen_time(),
+        };
+        let (start, steps) = (Instant::now(), self.walkers.steps()?);
+        for number in 0..u64::from(self.job.commits) {
+            self.begun.store(number + 1, Ordering::Relaxed);
+            match self.job.series {
+                Series::Idle => self.watch(&mut sample, |_| Ok(()))?,
+                Series::Commits { op, method } => {
+                    let round = changes::round(op, number);
+                    let other = |change: Option<Vec<Step>>| match change {
+                        Some(change) => {
+                            self.commit(number, &change, method, None)?;
+                            // What was stopped runs again before it is stopped once more.
+                            Ok(self.walkers.close_window().map(|_| ())?)
+                        }
+                        None => Ok::<(), Wrong>(()),
+                    };
+                    other(round.before)?;
+                    self.watch(&mut sample, |sample| {
+                        self.commit(number, &round.measured, method, Some(sample))
+                    })?;
+                    other(round.after)?;
+                }
+            }
+        }
+        sample.elapsed = start.elapsed();
+        sample.steps = self.walkers.steps()? - steps;
+        Ok(sample)
+    }
+
+    /// Notes what vCPUs see while `work` is done, and for a while afterwards.
+    fn watch(
+        &self,
+        sample: &mut Sample,
+        work: impl FnOnce(&mut Sample) -> Result<(), Wrong>,
+    ) -> Result<(), Wrong> {
+        let holes = self.walkers.holes();
+        self.walkers.open_window()?;
+        work(sample)?;
+        thread::sleep(PAUSE);
+        sample.kept.record(ns(self.walkers.close_window()?));
+        sample.holes += self.walkers.holes() - holes;
+        Ok(())
+    }
+
+    fn commit(
+        &self,
+        number: u64,
+        change: &[Step],
+        method: Method,
+        sample: Option<&mut Sample>,
+    ) -> Result<(), Wrong> {
+        let transaction = changes::transaction(self.walkers.vm(), &self.memory, change)?;
+        let start = Instant::now();
+        let done = transaction
+            .commit_with(method.into())
+            .map_err(|source| Wrong::Commit {
+                number,
+                source: Box::new(source),
+            })?;
+        let taken = start.elapsed();
+        if let Some(sample) = sample {
+            sample.commit.record(ns(taken));
+            sample.commit_total += taken;
+            sample.inside.record(ns(match method {
+                Method::Quiesce => done.quiesced,
+                Method::List | Method::Plain => done.updating,
+            }));
+        }
+        Ok(())
+    }
+}
+
+fn ns(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

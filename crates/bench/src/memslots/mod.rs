@@ -1,0 +1,21 @@
+//! Changing a VM's memory slots while its vCPUs run: what a commit takes, and how long it keeps
+//! vCPUs from the guest, by the method of the change.
+
+mod changes;
+mod machines;
+mod notes;
+mod plan;
+mod published;
+mod report;
+mod rig;
+mod run;
+
+pub use crate::paging::Environment;
+pub use machines::{Machines, PrepareError};
+pub use plan::{
+    BOOT_UPDATES, Guest, MAX_COMMITS, MAX_RUNS, MAX_VCPUS, Method, Op, Plan, PlanError, Series,
+};
+pub use published::{Published, PublishedTime, SOURCE as PUBLISHED_SOURCE};
+pub use report::{MemslotsReport, PlanRecord, Point, Ratio, RunRecord, SCHEMA};
+pub use rig::{Job, Rig, RunFailure, Sample};
+pub use run::{BenchError, Place, run};

@@ -1,0 +1,256 @@
+//! What a memslot benchmark is asked to do, and whether that makes sense.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::paging::{UnknownName, named, repeated};
+
+/// Largest number of vCPUs that a plan may name, whatever the kernel allows.
+pub const MAX_VCPUS: u32 = 256;
+/// Most measured rounds.
+pub const MAX_RUNS: u32 = 1000;
+/// Most commits of a run.
+pub const MAX_COMMITS: u32 = 1_000_000;
+/// Updates of a boot.
+pub const BOOT_UPDATES: u32 = 86;
+
+/// A change of the layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Op {
+    /// One slot becomes two.
+    Split,
+    /// Two slots become one.
+    Merge,
+    /// A slot becomes smaller or larger.
+    Resize,
+    /// Dirty logging is switched on or off.
+    Flags,
+    /// The 86 updates of a boot, one after the other.
+    Boot,
+}
+
+/// How a layout is changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Method {
+    /// One ioctl for all slots.
+    List,
+    /// Every vCPU is stopped outside KVM_RUN, and slots are deleted and created.
+    Quiesce,
+    /// Slots are deleted and created while vCPUs run.
+    Plain,
+}
+
+/// What the guest does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Guest {
+    /// Reads and writes the memory whose slots change.
+    Touch,
+    /// Only reads the clock.
+    Spin,
+}
+
+named! {
+    Op { Split => "split", Merge => "merge", Resize => "resize", Flags => "flags", Boot => "boot" }
+    Method { List => "list", Quiesce => "quiesce", Plain => "plain" }
+    Guest { Touch => "touch", Spin => "spin" }
+}
+
+impl From<Method> for pagetide_kvm::Method {
+    fn from(method: Method) -> Self {
+        match method {
+            Method::List => Self::List,
+            Method::Quiesce => Self::Quiesce,
+            Method::Plain => Self::Plain,
+        }
+    }
+}
+
+/// One line of the result: what is changed and how; or nothing at all, which the others are
+/// compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", tag = "kind")]
+pub enum Series {
+    /// The same run without commits.
+    Idle,
+    /// Commits.
+    Commits {
+        /// What is changed.
+        op: Op,
+        /// How.
+        method: Method,
+    },
+}
+
+impl Series {
+    /// The change; `None` without commits.
+    #[must_use]
+    pub fn op(self) -> Option<Op> {
+        match self {
+            Self::Idle => None,
+            Self::Commits { op, .. } => Some(op),
+        }
+    }
+
+    /// The method; `None` without commits.
+    #[must_use]
+    pub fn method(self) -> Option<Method> {
+        match self {
+            Self::Idle => None,
+            Self::Commits { method, .. } => Some(method),
+        }
+    }
+}
+
+impl fmt::Display for Series {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Idle => f.pad("without commits"),
+            Self::Commits { op, method } => f.pad(&format!("{op} by {method}")),
+        }
+    }
+}
+
+/// A memslot benchmark. [`Plan::check`] says whether it makes sense in itself; whether this machine
+/// can do it is another question ([`super::Machines::prepare`]).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    /// The numbers of vCPUs to measure with.
+    pub vcpus: Vec<u32>,
+    /// The changes to measure.
+    pub ops: Vec<Op>,
+    /// The methods to compare.
+    pub methods: Vec<Method>,
+    /// What the guest does meanwhile.
+    pub guest: Guest,
+    /// Measured commits of a run; [`Op::Boot`] makes whole traces of at least as many.
+    pub commits: u32,
+    /// Measured rounds, after one that warms up.
+    pub runs: u32,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            vcpus: vec![1, 2, 4, 8, 16],
+            ops: vec![Op::Split, Op::Merge, Op::Resize, Op::Flags, Op::Boot],
+            methods: vec![Method::List, Method::Quiesce, Method::Plain],
+            guest: Guest::Touch,
+            commits: 50,
+            runs: 7,
+        }
+    }
+}
+
+/// Why a plan makes no sense. Each message names the option to change.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// A list is empty.
+    #[error("{option} names nothing; try {option} {example}")]
+    Nothing {
+        /// The option.
+        option: &'static str,
+        /// What it takes.
+        example: &'static str,
+    },
+    /// A count of 0.
+    #[error("--vcpus 0: a virtual machine needs at least one vCPU")]
+    ZeroVcpus,
+    /// More than can be measured.
+    #[error("--vcpus {0}: at most {MAX_VCPUS} vCPUs can be measured")]
+    TooManyVcpus(u32),
+    /// The same value twice: it would be measured and shown twice.
+    #[error("{option} names {value} twice; each value is measured once")]
+    Twice {
+        /// The option.
+        option: &'static str,
+        /// The value.
+        value: String,
+    },
+    /// `--commits 0` or too many.
+    #[error("--commits {0}: a run makes 1 to {MAX_COMMITS} commits")]
+    BadCommits(u32),
+    /// `--runs 0`.
+    #[error("--runs 0: nothing would be measured")]
+    ZeroRuns,
+    /// Too many runs.
+    #[error("--runs {0}: at most {MAX_RUNS} rounds")]
+    TooManyRuns(u32),
+}
+
+impl Plan {
+    /// Whether the plan makes sense in itself.
+    ///
+    /// # Errors
+    /// The first thing that does not.
+    pub fn check(&self) -> Result<(), PlanError> {
+        for &vcpus in &self.vcpus {
+            match vcpus {
+                0 => return Err(PlanError::ZeroVcpus),
+                vcpus if vcpus > MAX_VCPUS => return Err(PlanError::TooManyVcpus(vcpus)),
+                _ => {}
+            }
+        }
+        check_list("--vcpus", "1,2,4", &self.vcpus)?;
+        check_list("--ops", "split,boot", &self.ops)?;
+        check_list("--method", "quiesce,plain", &self.methods)?;
+        if !(1..=MAX_COMMITS).contains(&self.commits) {
+            return Err(PlanError::BadCommits(self.commits));
+        }
+        match self.runs {
+            0 => Err(PlanError::ZeroRuns),
+            runs if runs > MAX_RUNS => Err(PlanError::TooManyRuns(runs)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The lines of the result: without commits first, then change by change.
+    #[must_use]
+    pub fn series(&self) -> Vec<Series> {
+        let commits = self.ops.iter().flat_map(|&op| {
+            let methods = self.methods.iter();
+            methods.map(move |&method| Series::Commits { op, method })
+        });
+        std::iter::once(Series::Idle).chain(commits).collect()
+    }
+
+    /// Measured commits of a run.
+    #[must_use]
+    pub fn commits_of(&self, series: Series) -> u32 {
+        match series.op() {
+            Some(Op::Boot) => self.commits.next_multiple_of(BOOT_UPDATES),
+            _ => self.commits,
+        }
+    }
+
+    /// The largest number of vCPUs in the plan.
+    #[must_use]
+    pub fn most_vcpus(&self) -> u32 {
+        self.vcpus.iter().copied().max().unwrap_or(0)
+    }
+}
+
+fn check_list<T: PartialEq + fmt::Display>(
+    option: &'static str,
+    example: &'static str,
+    values: &[T],
+) -> Result<(), PlanError> {
+    if values.is_empty() {
+        return Err(PlanError::Nothing { option, example });
+    }
+    match repeated(values) {
+        Some(value) => Err(PlanError::Twice {
+            option,
+            value: value.to_string(),
+        }),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

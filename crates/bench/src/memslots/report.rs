@@ -1,0 +1,234 @@
+//! The result of a memslot benchmark, as data. The JSON file is this, field by field;
+//! `docs/guide/benchmarks.md` documents each field.
+
+use serde::{Deserialize, Serialize};
+
+use super::plan::{Guest, Method, Op, Plan, Series};
+use super::published::Published;
+use crate::facts::Facts;
+use crate::latency::Latency;
+use crate::stats::{RatioOf, Spread};
+use crate::timing::Timing;
+use crate::units::float;
+
+/// Name and version of the JSON form. A field's meaning never changes under one version.
+pub const SCHEMA: &str = "pagetide.memslots/1";
+
+/// The result of a memslot benchmark.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MemslotsReport {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// What a nanosecond means here.
+    pub timing: Timing,
+    /// Where the figures come from.
+    pub facts: Facts,
+    /// What was measured.
+    pub plan: PlanRecord,
+    /// One entry for each number of vCPUs and series, in the plan's order.
+    pub points: Vec<Point>,
+    /// Quiesce compared with list, where both were measured.
+    pub ratios: Vec<Ratio>,
+    /// Whether time that a vCPU waited for a processor is taken off what it was kept.
+    pub knows_stolen_time: bool,
+    /// Runs that were lost and repeated, seen from inside.
+    pub lost_runs: u32,
+    /// Runs of the whole benchmark that the caller lost before this one and repeated.
+    pub lost_runs_outside: u32,
+    /// Figures that others published for a boot; `None` if no boot was measured.
+    pub published: Option<Published>,
+    /// What a reader must know to read the figures right.
+    pub notes: Vec<String>,
+}
+
+/// What was measured.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanRecord {
+    /// Numbers of vCPUs.
+    pub vcpus: Vec<u32>,
+    /// The changes.
+    pub ops: Vec<Op>,
+    /// The methods.
+    pub methods: Vec<Method>,
+    /// What the guest did.
+    pub guest: Guest,
+    /// Measured commits of a run.
+    pub commits: u32,
+    /// Measured rounds.
+    pub runs: u32,
+}
+
+impl From<&Plan> for PlanRecord {
+    fn from(plan: &Plan) -> Self {
+        Self {
+            vcpus: plan.vcpus.clone(),
+            ops: plan.ops.clone(),
+            methods: plan.methods.clone(),
+            guest: plan.guest,
+            commits: plan.commits,
+            runs: plan.runs,
+        }
+    }
+}
+
+/// One series at one number of vCPUs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Point {
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// The series.
+    pub series: Series,
+    /// The measured runs, by round.
+    pub runs: Vec<RunRecord>,
+    /// Time of a commit, over all runs; `None` without commits.
+    pub commit: Option<Latency>,
+    /// The part that the transaction tells: how long the gate was closed (quiesce), or the time of
+    /// the ioctls; `None` without commits.
+    pub inside: Option<Latency>,
+    /// The longest time that a vCPU was kept from the guest by a commit (or in a stretch of time
+    /// without one), over all runs.
+    pub kept: Latency,
+    /// The runs' median commit, nanoseconds; `None` without commits.
+    pub commit_p50_ns: Option<Spread>,
+    /// The runs' median time kept, nanoseconds.
+    pub kept_p50_ns: Spread,
+    /// The runs' longest time kept, nanoseconds.
+    pub kept_max_ns: Spread,
+    /// All commits of a boot together, milliseconds a boot; only for boots.
+    pub boot_ms: Option<Spread>,
+    /// Work that the guest did not get done, in percent of what it does without commits in the same
+    /// time; `None` without commits.
+    pub lost_percent: Option<Spread>,
+    /// Accesses per commit that found no slot; `None` without commits.
+    pub holes_per_commit: Option<Spread>,
+    /// Runs that were lost here and repeated.
+    pub lost_runs: u32,
+}
+
+/// One measured run.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct RunRecord {
+    /// The round, from 1.
+    pub round: u32,
+    /// Measured commits.
+    pub commits: u32,
+    /// From the first commit's beginning until after the last.
+    pub elapsed_ns: u64,
+    /// Clock readings of all vCPUs in that time.
+    pub steps: u64,
+    /// All measured commits together.
+    pub commit_total_ns: u64,
+    /// The median commit; 0 without commits.
+    pub commit_p50_ns: u64,
+    /// The median time kept.
+    pub kept_p50_ns: u64,
+    /// The longest time kept.
+    pub kept_max_ns: u64,
+    /// Accesses that found no slot.
+    pub holes: u64,
+}
+
+impl RunRecord {
+    /// Clock readings per nanosecond: the rate of the guest's work.
+    #[must_use]
+    pub fn rate(&self) -> f64 {
+        float(self.steps) / float(self.elapsed_ns.max(1))
+    }
+}
+
+/// Quiesce compared with list: above 1, the list is better.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Ratio {
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// The change.
+    pub op: Op,
+    /// Median time kept, quiesce over list.
+    pub kept_p50: RatioOf,
+    /// Longest time kept, quiesce over list.
+    pub kept_max: RatioOf,
+    /// Median time of a commit, quiesce over list.
+    pub commit_p50: RatioOf,
+}
+
+impl MemslotsReport {
+    /// The result of one series at one number of vCPUs.
+    #[must_use]
+    pub fn point(&self, vcpus: u32, series: Series) -> Option<&Point> {
+        self.points
+            .iter()
+            .find(|point| point.vcpus == vcpus && point.series == series)
+    }
+
+    /// All runs lost, inside and outside.
+    #[must_use]
+    pub fn all_lost_runs(&self) -> u32 {
+        self.lost_runs.saturating_add(self.lost_runs_outside)
+    }
+}
+
+/// Compares quiesce with list, run by run of the same round.
+pub(super) fn compare(points: &[Point]) -> Vec<Ratio> {
+    let find = |vcpus: u32, op: Op, method: Method| {
+        points
+            .iter()
+            .find(|point| point.vcpus == vcpus && point.series == Series::Commits { op, method })
+    };
+    let mut ratios = Vec::new();
+    for list in points
+        .iter()
+        .filter(|point| point.series.method() == Some(Method::List))
+    {
+        let Some(op) = list.series.op() else { continue };
+        let Some(quiesce) = find(list.vcpus, op, Method::Quiesce) else {
+            continue;
+        };
+        let ratio = |value: fn(&RunRecord) -> u64| {
+            let pairs = quiesce.runs.iter().filter_map(|run| {
+                let other = list.runs.iter().find(|other| other.round == run.round)?;
+                // A clock that reads 0 took less than its grain.
+                Some((float(value(run).max(1)), float(value(other).max(1))))
+            });
+            let (over, under): (Vec<f64>, Vec<f64>) = pairs.unzip();
+            RatioOf::of(&over, &under)
+        };
+        if let (Some(kept_p50), Some(kept_max), Some(commit_p50)) = (
+            ratio(|run| run.kept_p50_ns),
+            ratio(|run| run.kept_max_ns),
+            ratio(|run| run.commit_p50_ns),
+        ) {
+            ratios.push(Ratio {
+                vcpus: list.vcpus,
+                op,
+                kept_p50,
+                kept_max,
+                commit_p50,
+            });
+        }
+    }
+    ratios
+}
+
+impl PlanRecord {
+    /// The command that measures the same.
+    #[must_use]
+    pub fn command(&self) -> String {
+        fn list<T: ToString>(values: &[T]) -> String {
+            values
+                .iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(",")
+        }
+        format!(
+            "pagetide bench memslots --vcpus {} --ops {} --method {} --guest {} --commits {} \
+             --runs {}",
+            list(&self.vcpus),
+            list(&self.ops),
+            list(&self.methods),
+            self.guest,
+            self.commits,
+            self.runs
+        )
+    }
+}

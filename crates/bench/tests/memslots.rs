@@ -1,0 +1,123 @@
+//! Whole memslot benchmarks on this machine's KVM, tiny ones.
+
+#![cfg(target_arch = "x86_64")]
+
+use pagetide_bench::facts::Facts;
+use pagetide_bench::memslots::{
+    Environment, Guest, Machines, MemslotsReport, Method, Op, Plan, PrepareError, Series, run,
+};
+use pagetide_bench::progress::Quiet;
+use pagetide_bench::timing::Timing;
+use pagetide_bench::{report, told};
+
+/// Runs a plan with what this machine has of it. `None`, and a word why, if that is nothing.
+fn measure(change: impl FnOnce(&mut Plan)) -> Option<MemslotsReport> {
+    let mut plan = Plan {
+        vcpus: vec![1, 2],
+        ops: vec![Op::Split, Op::Merge, Op::Resize, Op::Flags],
+        commits: 6,
+        runs: 1,
+        ..Plan::default()
+    };
+    change(&mut plan);
+    plan.check().expect("tests make plans that make sense");
+    let timing = Timing::from_environment().expect("the lab sets a known mode");
+    let (mut machines, warnings) = match Machines::prepare(&mut plan, false, timing) {
+        Ok(prepared) => prepared,
+        Err(error) => {
+            println!("SKIP: {}", told(&error));
+            return None;
+        }
+    };
+    if !plan.methods.contains(&Method::List) {
+        println!("SKIP: list: {}", warnings.join("; "));
+    }
+    let environment = Environment {
+        timing,
+        facts: Facts::gather(timing),
+        lost_runs_outside: 0,
+        warnings,
+    };
+    // A wrong word, or a hole by list or quiesce, fails the run.
+    let result = run(&plan, &mut machines, environment, &mut Quiet);
+    Some(result.unwrap_or_else(|error| unreachable!("{}", told(&error))))
+}
+
+fn check(report: &MemslotsReport) {
+    for point in &report.points {
+        let place = format!("{} vCPUs, {}", point.vcpus, point.series);
+        let run = point.runs[0];
+        assert!(run.steps > 0 && run.elapsed_ns > 0, "{place}: {run:?}");
+        assert_eq!(point.kept.count, u64::from(run.commits), "{place}");
+        match point.series {
+            Series::Idle => assert!(point.commit.is_none(), "{place}"),
+            Series::Commits { method, .. } => {
+                let commit = point.commit.expect("commits have times");
+                assert_eq!(commit.count, u64::from(run.commits), "{place}");
+                if method != Method::Plain {
+                    assert_eq!(run.holes, 0, "{place}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn no_change_shows_anything_but_a_plain_one() {
+    // Where vCPUs and the committing thread share a processor, a hole takes some luck.
+    for _ in 0..20 {
+        let Some(report) = measure(|_| {}) else {
+            return;
+        };
+        check(&report);
+        let plain = report
+            .points
+            .iter()
+            .filter(|point| point.series.method() == Some(Method::Plain));
+        let holes: u64 = plain.map(|point| point.runs[0].holes).sum();
+        if holes > 0 {
+            return;
+        }
+    }
+    unreachable!("no vCPU saw a hole");
+}
+
+#[test]
+fn a_boot_and_a_guest_that_spins() {
+    let report = measure(|plan| {
+        plan.vcpus = vec![2];
+        plan.ops = vec![Op::Boot];
+    });
+    let Some(report) = report else {
+        return;
+    };
+    check(&report);
+    assert!(report.published.is_some());
+    assert!(
+        report::memslots_html(&report)
+            .expect("a page")
+            .contains("</html>")
+    );
+    let report = measure(|plan| {
+        plan.guest = Guest::Spin;
+        plan.ops = vec![Op::Split];
+    });
+    check(&report.expect("it ran before"));
+}
+
+#[test]
+fn a_list_that_is_asked_for_must_be_there() {
+    let mut plan = Plan::default();
+    let timing = Timing::from_environment().expect("the lab sets a known mode");
+    match Machines::prepare(&mut plan, true, timing) {
+        Err(PrepareError::List) => {
+            let told = PrepareError::List.to_string();
+            assert!(
+                told.contains("KVM_CAP_SET_USER_MEMORY_REGION_LIST"),
+                "{told}"
+            );
+        }
+        Err(error) => println!("SKIP: {}", told(&error)),
+        Ok(_) => println!("SKIP: this kernel has KVM_CAP_SET_USER_MEMORY_REGION_LIST"),
+    }
+}

@@ -1,0 +1,199 @@
+//! `pagetide bench memslots`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use clap::builder::ValueParser;
+use pagetide_bench::facts::Facts;
+use pagetide_bench::memslots::{Environment, Guest, Machines, Method, Op, Plan, run as measure};
+use pagetide_bench::progress::{self, Progress, Quiet};
+use pagetide_bench::report::{self, OutDir};
+use pagetide_bench::timing::Timing;
+
+use crate::args::one_of;
+use crate::failure::Failure;
+use crate::print;
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  What this kernel has, and then the whole comparison:
+    pagetide probe
+    pagetide bench memslots
+
+  A quick look at splitting a slot, and at the 86 updates of a boot:
+    pagetide bench memslots --vcpus 1,4 --ops split,boot --runs 3
+
+  Stop the vCPUs, or show the hole; any kernel does both:
+    pagetide bench memslots --method quiesce,plain
+
+Exit status: 0; 1 if a run failed, memory did not hold what it should, or list or quiesce let a guest
+see a hole; 2 if the command line makes no sense or this machine lacks something that it asks for.";
+
+/// Everything has a default.
+#[derive(Debug, Args)]
+pub(crate) struct MemslotsArguments {
+    /// Numbers of vCPUs to measure with, one after the other
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        default_value = "1,2,4,8,16"
+    )]
+    vcpus: Vec<u32>,
+
+    /// What is changed
+    ///
+    /// split: one slot becomes two. merge: two become one. resize: a slot becomes smaller or larger.
+    /// flags: dirty logging is switched on or off. boot: 86 updates as a PC's firmware and operating
+    /// system make them while it boots.
+    #[arg(
+        long, value_name = "LIST", value_delimiter = ',',
+        default_value = "split,merge,resize,flags,boot", value_parser = ops(),
+    )]
+    ops: Vec<Op>,
+
+    /// How it is changed
+    ///
+    /// list: one ioctl for all slots while vCPUs run; needs a kernel with
+    /// KVM_CAP_SET_USER_MEMORY_REGION_LIST. quiesce: every vCPU is stopped outside KVM_RUN, slots
+    /// are deleted and created, vCPUs go on. plain: slots are deleted and created while vCPUs run,
+    /// which shows guests a hole. [default: list,quiesce,plain, without list where the kernel lacks
+    /// it]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = methods())]
+    method: Option<Vec<Method>>,
+
+    /// What the guest does: touch: it reads and writes the memory whose slots change; spin: it only
+    /// reads the clock
+    #[arg(long, value_name = "WHAT", default_value_t = Plan::default().guest, value_parser = guests())]
+    guest: Guest,
+
+    /// Measured commits of a run, some milliseconds apart; boot makes whole traces of 86
+    #[arg(long, value_name = "N", default_value_t = Plan::default().commits)]
+    commits: u32,
+
+    /// Measured rounds, after one that warms up; a round is one run of each change by each method,
+    /// and one without commits, at each number of vCPUs
+    #[arg(long, value_name = "N", default_value_t = Plan::default().runs)]
+    runs: u32,
+
+    /// Directory for memslots.html, memslots.svg and memslots.json; is made if need be
+    #[arg(long, value_name = "DIR", default_value = "target/pagetide")]
+    out: PathBuf,
+
+    /// Print the result as JSON instead of a table
+    #[arg(long)]
+    json: bool,
+
+    /// Show no progress
+    #[arg(long, short)]
+    quiet: bool,
+
+    /// For scripts that repeat this command when its virtual machine is lost: how often that
+    /// happened so far. It is stated in the result
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    lost_runs: u32,
+}
+
+fn ops() -> ValueParser {
+    one_of::<Op>(Op::NAMES).into()
+}
+
+fn methods() -> ValueParser {
+    one_of::<Method>(Method::NAMES).into()
+}
+
+fn guests() -> ValueParser {
+    one_of::<Guest>(Guest::NAMES).into()
+}
+
+impl MemslotsArguments {
+    /// What is asked for.
+    pub(crate) fn plan(&self) -> Plan {
+        Plan {
+            vcpus: self.vcpus.clone(),
+            ops: self.ops.clone(),
+            methods: self.method.clone().unwrap_or(Plan::default().methods),
+            guest: self.guest,
+            commits: self.commits,
+            runs: self.runs,
+        }
+    }
+}
+
+/// Checks everything that can be checked, measures, and writes the result.
+pub(crate) fn run(arguments: &MemslotsArguments) -> Result<(), Failure> {
+    let mut plan = arguments.plan();
+    plan.check().map_err(Failure::bad_input)?;
+    let timing = Timing::from_environment().map_err(Failure::bad_input)?;
+    let asked = arguments.method.is_some();
+    let (mut machines, warnings) =
+        Machines::prepare(&mut plan, asked, timing).map_err(Failure::bad_input)?;
+    let mut out = OutDir::prepare(&arguments.out).map_err(Failure::bad_input)?;
+
+    let mut progress: Box<dyn Progress> = if arguments.quiet {
+        Box::new(Quiet)
+    } else {
+        progress::on_stderr()
+    };
+    for warning in &warnings {
+        progress.message(&format!("warning: {warning}"));
+    }
+    let environment = Environment {
+        timing,
+        facts: Facts::gather(timing),
+        lost_runs_outside: arguments.lost_runs,
+        warnings,
+    };
+    let result = measure(&plan, &mut machines, environment, &mut *progress);
+    // The bar goes before anything else is printed.
+    drop(progress);
+    let result = result.map_err(Failure::failed)?;
+
+    report::write_memslots(&result, &mut out).map_err(Failure::failed)?;
+    let text = if arguments.json {
+        report::json(&result).map_err(Failure::failed)?
+    } else {
+        let page = out.path().join("memslots.html");
+        let table = report::memslots_table(&result, report::terminal_width());
+        format!("{table}\nPage: {}\n", page.display())
+    };
+    print(&text)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use crate::args::{Arguments, Bench, Command};
+
+    use super::*;
+
+    fn plan<'a>(words: impl IntoIterator<Item = &'a str>) -> Plan {
+        let all = ["pagetide", "bench", "memslots"].into_iter().chain(words);
+        let Command::Bench(Bench::Memslots(arguments)) =
+            Arguments::try_parse_from(all).unwrap().command
+        else {
+            unreachable!()
+        };
+        arguments.plan()
+    }
+
+    #[test]
+    fn nothing_given_is_the_default_plan() {
+        assert_eq!(plan([]), Plan::default());
+    }
+
+    #[test]
+    fn the_reports_command_line_is_understood() {
+        let wanted = Plan {
+            vcpus: vec![2, 5],
+            ops: vec![Op::Boot, Op::Flags],
+            methods: vec![Method::Plain, Method::Quiesce],
+            guest: Guest::Spin,
+            commits: 7,
+            runs: 3,
+        };
+        let command = pagetide_bench::memslots::PlanRecord::from(&wanted).command();
+        assert_eq!(plan(command.split(' ').skip(3)), wanted);
+    }
+}

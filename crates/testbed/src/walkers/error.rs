@@ -1,0 +1,121 @@
+//! Why walking went wrong.
+
+use std::io;
+use std::time::Duration;
+
+use pagetide_kvm::{BindError, Exit, RunError};
+use pagetide_memory::{AccessError, GuestAddress};
+
+use crate::error::MachineError;
+
+/// Why walking went wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum WalkError {
+    /// A vCPU did nothing for too long.
+    #[error("vCPU {vcpu} made no step in {} s{}", limit.as_secs(), at(*rip))]
+    Stalled {
+        /// The vCPU.
+        vcpu: u32,
+        /// How long it was waited for.
+        limit: Duration,
+        /// Its instruction pointer, if it could be read.
+        rip: Option<u64>,
+    },
+    /// A vCPU's thread did not come back.
+    #[error("the thread of vCPU {vcpu} did not end in {} s", limit.as_secs())]
+    Lost {
+        /// The vCPU.
+        vcpu: u32,
+        /// How long it was waited for.
+        limit: Duration,
+    },
+    /// A vCPU's thread panicked.
+    #[error("the thread of vCPU {vcpu} panicked")]
+    Panicked {
+        /// The vCPU.
+        vcpu: u32,
+    },
+    /// A thread could not be started.
+    #[error("cannot start the thread of vCPU {vcpu}")]
+    Spawn {
+        /// The vCPU.
+        vcpu: u32,
+        /// The system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A vCPU could not be bound to its thread.
+    #[error("vCPU {vcpu}")]
+    Bind {
+        /// The vCPU.
+        vcpu: u32,
+        /// Why.
+        #[source]
+        source: BindError,
+    },
+    /// KVM_RUN failed.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// The guest exited for a reason that is none of its own.
+    #[error("vCPU {vcpu}: {exit}{}", at(*rip))]
+    UnexpectedExit {
+        /// The vCPU.
+        vcpu: u32,
+        /// The exit.
+        exit: Exit,
+        /// The instruction pointer, if it could be read.
+        rip: Option<u64>,
+    },
+    /// The guest's processor raised an exception.
+    #[error(
+        "vCPU {vcpu}: exception {vector}, error code {error_code:#x}, cr2 {cr2:#x}, rip {rip:#x}"
+    )]
+    Exception {
+        /// The vCPU.
+        vcpu: u32,
+        /// The exception.
+        vector: u64,
+        /// Its error code.
+        error_code: u64,
+        /// The address, for page faults.
+        cr2: u64,
+        /// Where.
+        rip: u64,
+    },
+    /// The machine's own memory cannot be accessed, which would be an error in the layout.
+    #[error(transparent)]
+    Machine(#[from] MachineError),
+    /// The data cannot be accessed, which would be an error in the layout.
+    #[error("data memory")]
+    Data(#[from] AccessError),
+    /// A guest found a word that nobody wrote there.
+    #[error(
+        "vCPU {vcpu} read {found:#x} at {gpa} in place of {expected:#x}; {count} such words in all"
+    )]
+    WrongWord {
+        /// The vCPU.
+        vcpu: u32,
+        /// The page.
+        gpa: GuestAddress,
+        /// What it read.
+        found: u64,
+        /// What the page holds.
+        expected: u64,
+        /// How many such words all vCPUs found.
+        count: u64,
+    },
+    /// Memory does not hold what it should at the end.
+    #[error("the word at {gpa} is {found:#x} at the end, and should be {expected:#x}")]
+    WrongEnd {
+        /// Where.
+        gpa: GuestAddress,
+        /// What is there.
+        found: u64,
+        /// What should be.
+        expected: u64,
+    },
+}
+
+fn at(rip: Option<u64>) -> String {
+    rip.map_or_else(String::new, |rip| format!(" (rip {rip:#x})"))
+}
