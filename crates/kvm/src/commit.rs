@@ -122,12 +122,12 @@ pub(crate) fn commit(
             publish(vm, done.layout.clone());
         }
         Method::Quiesce => {
-            let start = Instant::now();
             let closed = quiesce(vm);
-            (done.kicked, done.waited) = (closed.found_inside, start.elapsed());
+            (done.kicked, done.waited) = (closed.found_inside, closed.since.elapsed());
             let result = one_by_one(vm, old, &plan.changes, calls, &mut done);
+            // Before the gate opens: this thread may wait for a processor once vCPUs run again.
+            done.quiesced = closed.since.elapsed();
             drop(closed);
-            done.quiesced = start.elapsed();
             result?;
         }
         Method::Plain => one_by_one(vm, old, &plan.changes, calls, &mut done)?,

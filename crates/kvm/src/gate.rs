@@ -33,7 +33,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The bit that keeps new ioctls out; the bits below it count those in flight.
 const CLOSED: u32 = 1 << 31;
@@ -198,6 +198,7 @@ impl<O: Occupant> Gate<O> {
         let mut closed = Closed {
             gate: self,
             found_inside: 0,
+            since: Instant::now(),
         };
         let mut inside: Vec<_> = state
             .occupants
@@ -255,6 +256,8 @@ pub(crate) struct Closed<'gate, O: Occupant> {
     gate: &'gate Gate<O>,
     /// How many vCPUs were inside when the gate was closed, and were kicked.
     pub(crate) found_inside: usize,
+    /// When it was closed.
+    pub(crate) since: Instant,
 }
 
 impl<O: Occupant> Drop for Closed<'_, O> {
