@@ -13,9 +13,9 @@ use pagetide_bench::{report, told};
 /// Runs a plan with what this machine has of it. `None`, and a word why, if that is nothing.
 fn measure(change: impl FnOnce(&mut Plan)) -> Option<MemslotsReport> {
     let mut plan = Plan {
-        vcpus: vec![1, 2],
-        ops: vec![Op::Split, Op::Merge, Op::Resize, Op::Flags],
-        commits: 6,
+        vcpus: vec![2],
+        ops: vec![Op::Split],
+        commits: 2,
         runs: 1,
         ..Plan::default()
     };
@@ -85,8 +85,10 @@ fn no_change_shows_anything_but_a_plain_one() {
 #[test]
 fn a_boot_and_a_guest_that_spins() {
     let report = measure(|plan| {
-        plan.vcpus = vec![2];
         plan.ops = vec![Op::Boot];
+        plan.commits = 1;
+        // Falling into holes takes a software CPU long, and is the other test's matter.
+        plan.methods.retain(|method| *method != Method::Plain);
     });
     let Some(report) = report else {
         return;
@@ -100,7 +102,8 @@ fn a_boot_and_a_guest_that_spins() {
     );
     let report = measure(|plan| {
         plan.guest = Guest::Spin;
-        plan.ops = vec![Op::Split];
+        plan.ops = vec![Op::Merge, Op::Resize, Op::Flags];
+        plan.methods.retain(|method| *method != Method::Plain);
     });
     check(&report.expect("it ran before"));
 }
