@@ -5,6 +5,7 @@
 
 mod args;
 mod failure;
+mod measuring;
 mod memslots;
 mod paging;
 mod probe;

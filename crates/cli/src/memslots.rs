@@ -4,14 +4,13 @@ use std::path::PathBuf;
 
 use clap::Args;
 use clap::builder::ValueParser;
-use pagetide_bench::facts::Facts;
-use pagetide_bench::memslots::{Environment, Guest, Machines, Method, Op, Plan, run as measure};
-use pagetide_bench::progress::{self, Progress, Quiet};
+use pagetide_bench::memslots::{Guest, Machines, Method, Op, Plan, run as measure};
 use pagetide_bench::report::{self, OutDir};
 use pagetide_bench::timing::Timing;
 
 use crate::args::one_of;
 use crate::failure::Failure;
+use crate::measuring::{environment, start_progress};
 use crate::print;
 
 pub(crate) const EXAMPLES: &str = "\
@@ -130,20 +129,8 @@ pub(crate) fn run(arguments: &MemslotsArguments) -> Result<(), Failure> {
         Machines::prepare(&mut plan, asked, timing).map_err(Failure::bad_input)?;
     let mut out = OutDir::prepare(&arguments.out).map_err(Failure::bad_input)?;
 
-    let mut progress: Box<dyn Progress> = if arguments.quiet {
-        Box::new(Quiet)
-    } else {
-        progress::on_stderr()
-    };
-    for warning in &warnings {
-        progress.message(&format!("warning: {warning}"));
-    }
-    let environment = Environment {
-        timing,
-        facts: Facts::gather(timing),
-        lost_runs_outside: arguments.lost_runs,
-        warnings,
-    };
+    let mut progress = start_progress(arguments.quiet, &warnings);
+    let environment = environment(timing, arguments.lost_runs, warnings);
     let result = measure(&plan, &mut machines, environment, &mut *progress);
     // The bar goes before anything else is printed.
     drop(progress);

@@ -1,13 +1,12 @@
 //! `pagetide bench paging`.
 
-use pagetide_bench::facts::Facts;
-use pagetide_bench::paging::{Environment, Machines, run as measure};
-use pagetide_bench::progress::{self, Progress, Quiet};
+use pagetide_bench::paging::{Machines, run as measure};
 use pagetide_bench::report::{self, OutDir};
 use pagetide_bench::timing::Timing;
 
 use crate::args::PagingArguments;
 use crate::failure::Failure;
+use crate::measuring::{environment, start_progress};
 use crate::print;
 
 /// Checks everything that can be checked, measures, and writes the result.
@@ -18,21 +17,8 @@ pub(crate) fn run(arguments: &PagingArguments) -> Result<(), Failure> {
     let (mut machines, warnings) = Machines::prepare(&plan, timing).map_err(Failure::bad_input)?;
     let mut out = OutDir::prepare(&arguments.out).map_err(Failure::bad_input)?;
 
-    let mut progress: Box<dyn Progress> = if arguments.quiet {
-        Box::new(Quiet)
-    } else {
-        // Before there is a bar, which on a terminal would take them along.
-        for warning in &warnings {
-            eprintln!("warning: {warning}");
-        }
-        progress::on_stderr()
-    };
-    let environment = Environment {
-        timing,
-        facts: Facts::gather(timing),
-        lost_runs_outside: arguments.lost_runs,
-        warnings,
-    };
+    let mut progress = start_progress(arguments.quiet, &warnings);
+    let environment = environment(timing, arguments.lost_runs, warnings);
     let result = measure(&plan, &mut machines, environment, &mut *progress);
     // The bar goes before anything else is printed.
     drop(progress);
