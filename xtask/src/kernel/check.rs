@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::build::{configure, digest, toolchain};
-use super::make::{is_object, lock_trees, make};
+use super::make::{Recognize, is_object, lock_trees, make};
 use super::series::{Patch, Series, patches_dir};
 use super::tree::Tree;
 use super::{Arch, Variant, config, export, selftests, source};
@@ -188,7 +188,7 @@ impl<'a> Check<'a> {
         let what = format!("{}: building for {}", patch.name, arch.name());
         let progress = Progress::start(&what, None, is_object);
         let before = size(&log);
-        make(self.paths, arch, tree, &name)
+        make(self.paths, arch, tree, &name, Recognize::Headers)
             .args(targets)
             .logged(&log, &progress)?;
         progress.done();

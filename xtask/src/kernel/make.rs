@@ -9,17 +9,33 @@ use crate::paths::Paths;
 /// ccache's limit: room for about four kernels.
 const CCACHE_SIZE: &str = "5G";
 
+/// How the compiler cache recognizes what it has compiled before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Recognize {
+    /// By the source and all headers, which the compiler names. A miss costs nothing.
+    Headers,
+    /// By what the preprocessor makes of them, if not by the headers. That serves kernels which
+    /// differ in an option that the source does not ask for; a miss costs a third more.
+    Preprocessed,
+}
+
 /// Starts a make command in a source tree, building in `output`, a directory directly below it.
 ///
 /// Directly below, because kbuild then calls the source ".." and no path of this machine gets into a
 /// compiler's arguments, so that the cache serves every tree.
-pub(crate) fn make(paths: &Paths, arch: Arch, tree: &Path, output: &str) -> Run {
+pub(crate) fn make(
+    paths: &Paths,
+    arch: Arch,
+    tree: &Path,
+    output: &str,
+    recognize: Recognize,
+) -> Run {
     let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let run = Run::new("make")
         .arg("-C")
         .arg(tree)
         .arg(format!("-j{jobs}"));
-    settings(run.arg(format!("O={output}")), paths, arch, tree).args([
+    settings(run.arg(format!("O={output}")), paths, arch, tree, recognize).args([
         // The release string must not say which commits are on top: that would rebuild everything.
         "LOCALVERSION=",
         "KBUILD_BUILD_TIMESTAMP=@0",
@@ -30,9 +46,19 @@ pub(crate) fn make(paths: &Paths, arch: Arch, tree: &Path, output: &str) -> Run 
 }
 
 /// Compiler and cache for any makefile of the tree.
-pub(crate) fn settings(run: Run, paths: &Paths, arch: Arch, tree: &Path) -> Run {
+pub(crate) fn settings(
+    run: Run,
+    paths: &Paths,
+    arch: Arch,
+    tree: &Path,
+    recognize: Recognize,
+) -> Run {
     let cross = arch.cross_compile();
     let ccache = if on_path("ccache") { "ccache " } else { "" };
+    let depend = match recognize {
+        Recognize::Headers => "CCACHE_DEPEND",
+        Recognize::Preprocessed => "CCACHE_NODEPEND",
+    };
     run.arg(format!("ARCH={}", arch.name()))
         .arg(format!("CROSS_COMPILE={cross}"))
         .arg(format!("CC={ccache}{cross}gcc"))
@@ -41,6 +67,7 @@ pub(crate) fn settings(run: Run, paths: &Paths, arch: Arch, tree: &Path) -> Run 
         .env("CCACHE_MAXSIZE", CCACHE_SIZE)
         .env("CCACHE_BASEDIR", tree)
         .env("CCACHE_NOHASHDIR", "1")
+        .env(depend, "1")
         // Headers are compared by content; a fresh tree's are all new.
         .env(
             "CCACHE_SLOPPINESS",
