@@ -24,7 +24,7 @@ const INCLUDES: &str = "\
 ";
 
 /// Macros that are wanted, as regular expressions.
-const CONSTANTS: [&str; 21] = [
+const CONSTANTS: [&str; 24] = [
     "KVM_GET_API_VERSION",
     "KVM_CHECK_EXTENSION",
     "KVM_CAP_USER_MEMORY2",
@@ -32,6 +32,7 @@ const CONSTANTS: [&str; 21] = [
     "KVM_CAP_PRE_FAULT_MEMORY",
     "KVM_CAP_ABSENT_MAPPING_FAULT",
     "KVM_CAP_SET_USER_MEMORY_REGION_LIST",
+    "KVM_CAP_POPULATE_MEMORY",
     "KVM_CAP_KICK_VCPUS",
     "KVM_EXIT_MEMORY_FAULT",
     "KVM_MEM_.*",
@@ -39,6 +40,8 @@ const CONSTANTS: [&str; 21] = [
     "KVM_MEMORY_REGION_LIST_MAX",
     "KVM_SET_USER_MEMORY_REGION2",
     "KVM_SET_USER_MEMORY_REGION_LIST",
+    "KVM_POPULATE_.*",
+    "KVM_POPULATE_MEMORY",
     "KVM_KICK_VCPUS",
     "KVM_PRE_FAULT_MEMORY",
     "MFD_.*",
@@ -49,10 +52,11 @@ const CONSTANTS: [&str; 21] = [
 ];
 
 /// Structures that are wanted, with what they contain.
-const TYPES: [&str; 5] = [
+const TYPES: [&str; 6] = [
     "kvm_userspace_memory_region2",
     "kvm_userspace_memory_region_list",
     "kvm_pre_fault_memory",
+    "kvm_populate_memory",
     "uffd_msg",
     "uffdio_.*",
 ];

@@ -48,11 +48,15 @@ pub const KVM_CAP_MEMORY_FAULT_INFO: u32 = 232;
 pub const KVM_CAP_PRE_FAULT_MEMORY: u32 = 236;
 pub const KVM_CAP_ABSENT_MAPPING_FAULT: u32 = 10001;
 pub const KVM_CAP_SET_USER_MEMORY_REGION_LIST: u32 = 10002;
+pub const KVM_CAP_POPULATE_MEMORY: u32 = 10003;
 pub const KVM_CAP_KICK_VCPUS: u32 = 10004;
 pub const KVM_SET_USER_MEMORY_REGION2: u32 = 1084272201;
 pub const KVM_PRE_FAULT_MEMORY: u32 = 3225464533;
 pub const KVM_SET_USER_MEMORY_REGION_LIST: u32 = 3224415984;
 pub const KVM_MEMORY_REGION_LIST_MAX: u32 = 512;
+pub const KVM_POPULATE_MEMORY: u32 = 3225988849;
+pub const KVM_POPULATE_WRITE: u32 = 1;
+pub const KVM_POPULATE_PRESENT_ONLY: u32 = 2;
 pub const KVM_KICK_VCPUS: u32 = 44786;
 pub const MFD_CLOEXEC: u32 = 1;
 pub const MFD_ALLOW_SEALING: u32 = 2;
@@ -255,6 +259,51 @@ const _: () = {
     [
         "Offset of field: kvm_userspace_memory_region_list::regions",
     ][::core::mem::offset_of!(kvm_userspace_memory_region_list, regions) - 48usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct kvm_populate_memory {
+    pub gpa: __u64,
+    pub size: __u64,
+    pub flags: __u32,
+    pub as_id: __u32,
+    pub mapped: __u64,
+    pub absent: __u64,
+    pub poisoned: __u64,
+    pub reserved: [__u64; 3usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of kvm_populate_memory",
+    ][::core::mem::size_of::<kvm_populate_memory>() - 72usize];
+    [
+        "Alignment of kvm_populate_memory",
+    ][::core::mem::align_of::<kvm_populate_memory>() - 8usize];
+    [
+        "Offset of field: kvm_populate_memory::gpa",
+    ][::core::mem::offset_of!(kvm_populate_memory, gpa) - 0usize];
+    [
+        "Offset of field: kvm_populate_memory::size",
+    ][::core::mem::offset_of!(kvm_populate_memory, size) - 8usize];
+    [
+        "Offset of field: kvm_populate_memory::flags",
+    ][::core::mem::offset_of!(kvm_populate_memory, flags) - 16usize];
+    [
+        "Offset of field: kvm_populate_memory::as_id",
+    ][::core::mem::offset_of!(kvm_populate_memory, as_id) - 20usize];
+    [
+        "Offset of field: kvm_populate_memory::mapped",
+    ][::core::mem::offset_of!(kvm_populate_memory, mapped) - 24usize];
+    [
+        "Offset of field: kvm_populate_memory::absent",
+    ][::core::mem::offset_of!(kvm_populate_memory, absent) - 32usize];
+    [
+        "Offset of field: kvm_populate_memory::poisoned",
+    ][::core::mem::offset_of!(kvm_populate_memory, poisoned) - 40usize];
+    [
+        "Offset of field: kvm_populate_memory::reserved",
+    ][::core::mem::offset_of!(kvm_populate_memory, reserved) - 48usize];
 };
 #[repr(C, packed)]
 #[derive(Copy, Clone)]
