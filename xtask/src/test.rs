@@ -5,7 +5,10 @@ mod lab;
 mod libtest;
 mod tally;
 
+use std::num::NonZero;
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -27,7 +30,8 @@ pub(crate) struct TestArgs {
     only: Vec<Step>,
 }
 
-/// The steps, in the order in which they run: what fails quickly comes first.
+/// The steps, in the order in which they run: what fails quickly comes first, and the VMs come last
+/// and together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Step {
     /// rustfmt
@@ -52,6 +56,11 @@ enum Step {
 }
 
 impl Step {
+    /// Whether the step is a VM and hardly anything else. Its software CPU takes one processor.
+    fn is_lane(self) -> bool {
+        matches!(self, Self::Lab | Self::Stock | Self::Arm64)
+    }
+
     fn name(self) -> String {
         self.to_possible_value()
             .map_or_else(String::new, |value| value.get_name().to_owned())
@@ -59,6 +68,7 @@ impl Step {
 }
 
 /// The run so far.
+#[derive(Clone)]
 struct Testing<'a> {
     paths: &'a Paths,
     tally: Tally,
@@ -74,25 +84,15 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
         tally: Tally::default(),
         host_ran: false,
     };
-    for step in Step::value_variants() {
-        if !args.only.is_empty() && !args.only.contains(step) {
-            continue;
-        }
-        let name = step.name();
-        println!("== {name}");
-        let start = Instant::now();
-        let before = testing.tally.clone();
-        if let Err(error) = testing.step(*step) {
-            testing
-                .tally
-                .add(&name, "step", Verdict::Failed(format!("{error:#}")));
-        }
-        let counts = testing.tally.since(&before);
-        println!(
-            "== {name}: {counts} in {:.0} s",
-            start.elapsed().as_secs_f64()
-        );
+    let wanted = |step: &&Step| args.only.is_empty() || args.only.contains(step);
+    let (lanes, steps): (Vec<Step>, Vec<Step>) = Step::value_variants()
+        .iter()
+        .filter(wanted)
+        .partition(|step| step.is_lane());
+    for step in steps {
+        testing.timed(step);
     }
+    testing.lanes(&lanes);
     print!("{}", testing.tally.details());
     println!("tested in {:.0} s", started.elapsed().as_secs_f64());
     println!("{}", testing.tally.closing_line());
@@ -104,6 +104,54 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
 }
 
 impl Testing<'_> {
+    /// Takes a step. What keeps it from being taken is a failure.
+    fn timed(&mut self, step: Step) {
+        let name = step.name();
+        println!("== {name}");
+        let start = Instant::now();
+        let before = self.tally.clone();
+        if let Err(error) = self.step(step) {
+            self.tally
+                .add(&name, "step", Verdict::Failed(format!("{error:#}")));
+        }
+        let counts = self.tally.since(&before);
+        println!(
+            "== {name}: {counts} in {:.0} s",
+            start.elapsed().as_secs_f64()
+        );
+    }
+
+    /// Takes the steps that are VMs, as many at a time as there are processors.
+    fn lanes(&mut self, steps: &[Step]) {
+        let workers = thread::available_parallelism().map_or(1, NonZero::get);
+        let left = Mutex::new(steps.iter());
+        let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let start = self.clone();
+        let results = thread::scope(|scope| {
+            let threads: Vec<_> = (0..workers.min(steps.len()))
+                .map(|_| {
+                    scope.spawn(|| {
+                        let mut testing = start.clone();
+                        while let Some(step) = next() {
+                            testing.timed(*step);
+                        }
+                        testing.tally
+                    })
+                })
+                .collect();
+            threads
+                .into_iter()
+                .map(thread::ScopedJoinHandle::join)
+                .collect::<Vec<_>>()
+        });
+        for result in results {
+            match result {
+                Ok(tally) => self.tally.merge(tally),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+    }
+
     fn step(&mut self, step: Step) -> Result<()> {
         match step {
             Step::Format => self.cargo("format", &["fmt", "--all", "--check"]),
