@@ -2,6 +2,7 @@
 //!
 //! - [`paging`]: how fast absent guest memory comes in, through userfaultfd and through KVM exits.
 //! - [`memslots`]: what a change of memory slots costs running vCPUs, by the method of the change.
+//! - [`rounds`]: what all benchmarks share: runs, interleaved and repeated, and their origin.
 //! - [`report`]: a result as a terminal table, JSON, SVG and one self-contained HTML page.
 //!
 //! Every benchmark follows the same rules: what is compared runs interleaved in one go, medians and
@@ -14,6 +15,7 @@ pub mod memslots;
 pub mod paging;
 pub mod progress;
 pub mod report;
+pub mod rounds;
 pub mod stats;
 pub mod timing;
 pub mod units;

@@ -4,9 +4,10 @@
 
 use pagetide_bench::facts::Facts;
 use pagetide_bench::memslots::{
-    Environment, Guest, Machines, MemslotsReport, Method, Op, Plan, PrepareError, Series, run,
+    Guest, Machines, MemslotsReport, Method, Op, Plan, PrepareError, Series, run,
 };
 use pagetide_bench::progress::Quiet;
+use pagetide_bench::rounds::Environment;
 use pagetide_bench::timing::Timing;
 use pagetide_bench::{report, told};
 

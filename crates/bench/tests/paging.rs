@@ -4,11 +4,11 @@
 use pagetide_bench::facts::Facts;
 use pagetide_bench::paging::preflight::Missing;
 use pagetide_bench::paging::{
-    Access, Delivery, Environment, Machines, Mode, Order, PagingReport, Plan, PrepareError, Uffds,
-    run,
+    Access, Delivery, Machines, Mode, Order, PagingReport, Plan, PrepareError, Uffds, run,
 };
 use pagetide_bench::progress::Quiet;
 use pagetide_bench::report;
+use pagetide_bench::rounds::Environment;
 use pagetide_bench::timing::Timing;
 use pagetide_bench::told;
 use pagetide_bench::units::ByteSize;

@@ -1,7 +1,7 @@
 //! What every benchmark does around its measurement.
 
 use pagetide_bench::facts::Facts;
-use pagetide_bench::paging::Environment;
+use pagetide_bench::rounds::Environment;
 use pagetide_bench::progress::{self, Progress, Quiet};
 use pagetide_bench::timing::Timing;
 

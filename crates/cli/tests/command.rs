@@ -391,7 +391,7 @@ fn json_and_quiet_leave_the_streams_to_programs() {
     assert_eq!(output.status.code(), Some(0));
     assert_eq!(text(&output.stderr), "");
     let report = pagetide_bench::report::from_json(&text(&output.stdout)).expect("JSON only");
-    assert_eq!(report.lost_runs_outside, 3);
+    assert_eq!(report.origin.lost_runs_outside, 3);
 }
 
 #[test]

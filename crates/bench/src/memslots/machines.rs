@@ -13,8 +13,9 @@ use pagetide_testbed::{DATA_GPA, MachineError, Metronome, WalkError, Walkers, Wa
 
 use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot, Step};
 use super::plan::{Guest, Method, Plan, Series};
-use super::rig::{Job, Rig, RunFailure, Sample};
+use super::rig::{Job, Rig, Sample};
 use crate::latency::{LatencyLog, LatencyLogError};
+use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
 const PAGE: u64 = 4096;

@@ -10,12 +10,9 @@ mod report;
 mod rig;
 mod run;
 
-pub use crate::paging::Environment;
 pub use machines::{Machines, PrepareError};
-pub use plan::{
-    BOOT_UPDATES, Guest, MAX_COMMITS, MAX_RUNS, MAX_VCPUS, Method, Op, Plan, PlanError, Series,
-};
+pub use plan::{BOOT_UPDATES, Guest, MAX_COMMITS, MAX_VCPUS, Method, Op, Plan, PlanError, Series};
 pub use published::{Published, PublishedTime, SOURCE as PUBLISHED_SOURCE};
 pub use report::{MemslotsReport, PlanRecord, Point, Ratio, RunRecord, SCHEMA};
-pub use rig::{Job, Rig, RunFailure, Sample};
-pub use run::{BenchError, Place, run};
+pub use rig::{Job, Rig, Sample};
+pub use run::run;

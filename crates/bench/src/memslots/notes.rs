@@ -2,13 +2,14 @@
 
 use super::plan::{Guest, Method, Op};
 use super::report::MemslotsReport;
+use crate::rounds::notes::{doubts, lost};
 use crate::timing::Timing;
 
 /// The notes for a result.
 pub(super) fn notes(report: &MemslotsReport) -> Vec<String> {
     let plan = &report.plan;
-    let mut notes = vec![report.timing.explanation().to_owned()];
-    if report.timing == Timing::Instructions {
+    let mut notes = vec![report.origin.timing.explanation().to_owned()];
+    if report.origin.timing == Timing::Instructions {
         notes.push(
             "This emulator hands a single thread round its CPUs when an interrupt comes: so that a \
              CPU need not wait for milliseconds, interrupts come 14 to 19 thousand times a second \
@@ -16,16 +17,7 @@ pub(super) fn notes(report: &MemslotsReport) -> Vec<String> {
                 .to_owned(),
         );
     }
-    notes.push(match report.lost_runs {
-        0 => "No run was lost.".to_owned(),
-        lost => format!("Runs lost and repeated: {lost}."),
-    });
-    if report.lost_runs_outside > 0 {
-        notes.push(format!(
-            "The caller lost and repeated {} more.",
-            report.lost_runs_outside
-        ));
-    }
+    notes.push(lost(&report.origin));
     notes.push(
         "After every run memory was compared with what it should hold, and so was every word that a \
          guest read; a difference, or a hole that list or quiesce let a guest see, would have ended \
@@ -60,22 +52,14 @@ pub(super) fn notes(report: &MemslotsReport) -> Vec<String> {
         notes.push("The guest does not touch the memory whose slots change.".to_owned());
     }
     let busiest = plan.vcpus.iter().copied().max().unwrap_or(0);
-    if busiest > report.facts.host_cpus {
+    if busiest > report.origin.facts.host_cpus {
         notes.push(format!(
             "Up to {busiest} vCPUs share {} host CPUs: whoever stops them waits until each has had \
              its turn to leave, and a commit's time has the waits of the committing thread for its \
              own turn, also when vCPUs run already: kept does not.",
-            report.facts.host_cpus
+            report.origin.facts.host_cpus
         ));
     }
-    if report.facts.debug_build {
-        notes.push("This program was built without optimisation; build with --release.".to_owned());
-    }
-    if plan.runs < 7 {
-        notes.push(format!(
-            "{} rounds are few; 7 or more make a steady median.",
-            plan.runs
-        ));
-    }
+    notes.extend(doubts(&report.origin, plan.runs));
     notes
 }

@@ -1,16 +1,13 @@
 //! What a memslot benchmark is asked to do, and whether that makes sense.
 
 use std::fmt;
-use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::paging::{UnknownName, named, repeated};
+use crate::rounds::{OptionError, check_list, check_runs, check_vcpus, named};
 
 /// Largest number of vCPUs that a plan may name, whatever the kernel allows.
 pub const MAX_VCPUS: u32 = 256;
-/// Most measured rounds.
-pub const MAX_RUNS: u32 = 1000;
 /// Most commits of a run.
 pub const MAX_COMMITS: u32 = 1_000_000;
 /// Updates of a boot.
@@ -149,37 +146,12 @@ impl Default for Plan {
 /// Why a plan makes no sense. Each message names the option to change.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// A list is empty.
-    #[error("{option} names nothing; try {option} {example}")]
-    Nothing {
-        /// The option.
-        option: &'static str,
-        /// What it takes.
-        example: &'static str,
-    },
-    /// A count of 0.
-    #[error("--vcpus 0: a virtual machine needs at least one vCPU")]
-    ZeroVcpus,
-    /// More than can be measured.
-    #[error("--vcpus {0}: at most {MAX_VCPUS} vCPUs can be measured")]
-    TooManyVcpus(u32),
-    /// The same value twice: it would be measured and shown twice.
-    #[error("{option} names {value} twice; each value is measured once")]
-    Twice {
-        /// The option.
-        option: &'static str,
-        /// The value.
-        value: String,
-    },
+    /// An option that all benchmarks take.
+    #[error(transparent)]
+    Option(#[from] OptionError),
     /// `--commits 0` or too many.
     #[error("--commits {0}: a run makes 1 to {MAX_COMMITS} commits")]
     BadCommits(u32),
-    /// `--runs 0`.
-    #[error("--runs 0: nothing would be measured")]
-    ZeroRuns,
-    /// Too many runs.
-    #[error("--runs {0}: at most {MAX_RUNS} rounds")]
-    TooManyRuns(u32),
 }
 
 impl Plan {
@@ -188,24 +160,14 @@ impl Plan {
     /// # Errors
     /// The first thing that does not.
     pub fn check(&self) -> Result<(), PlanError> {
-        for &vcpus in &self.vcpus {
-            match vcpus {
-                0 => return Err(PlanError::ZeroVcpus),
-                vcpus if vcpus > MAX_VCPUS => return Err(PlanError::TooManyVcpus(vcpus)),
-                _ => {}
-            }
-        }
-        check_list("--vcpus", "1,2,4", &self.vcpus)?;
+        check_vcpus(&self.vcpus, MAX_VCPUS)?;
         check_list("--ops", "split,boot", &self.ops)?;
         check_list("--method", "quiesce,plain", &self.methods)?;
         if !(1..=MAX_COMMITS).contains(&self.commits) {
             return Err(PlanError::BadCommits(self.commits));
         }
-        match self.runs {
-            0 => Err(PlanError::ZeroRuns),
-            runs if runs > MAX_RUNS => Err(PlanError::TooManyRuns(runs)),
-            _ => Ok(()),
-        }
+        check_runs(self.runs)?;
+        Ok(())
     }
 
     /// The lines of the result: without commits first, then change by change.
@@ -231,23 +193,6 @@ impl Plan {
     #[must_use]
     pub fn most_vcpus(&self) -> u32 {
         self.vcpus.iter().copied().max().unwrap_or(0)
-    }
-}
-
-fn check_list<T: PartialEq + fmt::Display>(
-    option: &'static str,
-    example: &'static str,
-    values: &[T],
-) -> Result<(), PlanError> {
-    if values.is_empty() {
-        return Err(PlanError::Nothing { option, example });
-    }
-    match repeated(values) {
-        Some(value) => Err(PlanError::Twice {
-            option,
-            value: value.to_string(),
-        }),
-        None => Ok(()),
     }
 }
 

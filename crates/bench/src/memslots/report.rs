@@ -5,10 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use super::plan::{Guest, Method, Op, Plan, Series};
 use super::published::Published;
-use crate::facts::Facts;
 use crate::latency::Latency;
+use crate::rounds::Origin;
 use crate::stats::{RatioOf, Spread};
-use crate::timing::Timing;
 use crate::units::float;
 
 /// Name and version of the JSON form. A field's meaning never changes under one version.
@@ -19,10 +18,9 @@ pub const SCHEMA: &str = "pagetide.memslots/1";
 pub struct MemslotsReport {
     /// [`SCHEMA`].
     pub schema: String,
-    /// What a nanosecond means here.
-    pub timing: Timing,
     /// Where the figures come from.
-    pub facts: Facts,
+    #[serde(flatten)]
+    pub origin: Origin,
     /// What was measured.
     pub plan: PlanRecord,
     /// One entry for each number of vCPUs and series, in the plan's order.
@@ -31,10 +29,6 @@ pub struct MemslotsReport {
     pub ratios: Vec<Ratio>,
     /// Whether time that a vCPU waited for a processor is taken off what it was kept.
     pub knows_stolen_time: bool,
-    /// Runs that were lost and repeated, seen from inside.
-    pub lost_runs: u32,
-    /// Runs of the whole benchmark that the caller lost before this one and repeated.
-    pub lost_runs_outside: u32,
     /// Figures that others published for a boot; `None` if no boot was measured.
     pub published: Option<Published>,
     /// What a reader must know to read the figures right.
@@ -158,12 +152,6 @@ impl MemslotsReport {
         self.points
             .iter()
             .find(|point| point.vcpus == vcpus && point.series == series)
-    }
-
-    /// All runs lost, inside and outside.
-    #[must_use]
-    pub fn all_lost_runs(&self) -> u32 {
-        self.lost_runs.saturating_add(self.lost_runs_outside)
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::plan::{Guest, Series};
 use crate::latency::LatencyLog;
-pub use crate::paging::RunFailure;
+use crate::rounds::RunFailure;
 
 /// One run to do.
 #[derive(Debug, Clone, Copy)]

@@ -1,71 +1,15 @@
 //! Runs a plan and sums up what came out.
 
-use std::collections::BTreeMap;
-use std::error::Error;
-use std::fmt;
-
 use super::notes::notes;
 use super::plan::{BOOT_UPDATES, Op, Plan, Series};
 use super::published::Published;
 use super::report::{MemslotsReport, PlanRecord, Point, RunRecord, SCHEMA, compare};
-use super::rig::{Job, Rig, RunFailure, Sample};
-use crate::latency::{LatencyLog, LatencyLogError};
-use crate::paging::{ATTEMPTS, Environment, schedule};
+use super::rig::{Job, Rig, Sample};
+use crate::latency::LatencyLog;
 use crate::progress::Progress;
+use crate::rounds::{self, BenchError, Environment, Measured, Origin, Rounds, Turn};
 use crate::stats::Spread;
-use crate::timing::Timing;
-use crate::told;
 use crate::units::float;
-
-/// What a run belongs to, for error messages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
-    /// The round; 0 warms up.
-    pub round: u32,
-    /// Number of vCPUs.
-    pub vcpus: u32,
-    /// The series.
-    pub series: Series,
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plural = if self.vcpus == 1 { "" } else { "s" };
-        match self.round {
-            0 => write!(f, "warm-up")?,
-            round => write!(f, "round {round}")?,
-        }
-        write!(f, ", {} vCPU{plural}, {}", self.vcpus, self.series)
-    }
-}
-
-/// Why a benchmark ended without a result.
-#[derive(Debug, thiserror::Error)]
-pub enum BenchError {
-    /// A run failed.
-    #[error("{place}")]
-    Run {
-        /// Which run.
-        place: Place,
-        /// Why.
-        #[source]
-        source: Box<dyn Error + Send + Sync>,
-    },
-    /// A run was lost every time it was tried.
-    #[error("{place}: lost {attempts} times")]
-    LostTooOften {
-        /// Which run.
-        place: Place,
-        /// How often it was tried.
-        attempts: u32,
-        /// What was seen the last time.
-        #[source]
-        source: Box<dyn Error + Send + Sync>,
-    },
-    /// The times could not be recorded.
-    #[error(transparent)]
-    Latency(#[from] LatencyLogError),
-}
 
 /// Runs of one series at one number of vCPUs, as they come in.
 struct Collected {
@@ -73,7 +17,6 @@ struct Collected {
     commit: LatencyLog,
     inside: LatencyLog,
     kept: LatencyLog,
-    lost_runs: u32,
     knows_stolen_time: bool,
 }
 
@@ -81,82 +24,52 @@ struct Collected {
 ///
 /// # Errors
 /// The first run that fails ends the benchmark; so does one that is lost, except in the lab's
-/// parallel mode, where it is tried up to [`ATTEMPTS`] times.
+/// parallel mode, where it is tried up to [`rounds::ATTEMPTS`] times.
 pub fn run(
     plan: &Plan,
     rig: &mut dyn Rig,
     environment: Environment,
     progress: &mut dyn Progress,
 ) -> Result<MemslotsReport, BenchError> {
-    let series = plan.series();
-    progress.begin(schedule::length(&plan.vcpus, series.len(), plan.runs));
-    let mut collected: BTreeMap<(u32, usize), Collected> = BTreeMap::new();
-    for step in schedule::schedule(&plan.vcpus, series.len(), plan.runs) {
-        let place = Place {
-            round: step.round,
-            vcpus: step.vcpus,
-            series: series[step.series],
-        };
-        progress.step(&place.to_string());
-        let job = Job {
-            vcpus: step.vcpus,
-            series: place.series,
-            guest: plan.guest,
-            commits: plan.commits_of(place.series),
-        };
-        let (sample, lost) = attempt(rig, &job, place, environment.timing, progress)?;
-        let entry = match collected.entry((step.vcpus, step.series)) {
-            std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::btree_map::Entry::Vacant(entry) => entry.insert(Collected {
-                runs: Vec::new(),
-                commit: LatencyLog::new()?,
-                inside: LatencyLog::new()?,
-                kept: LatencyLog::new()?,
-                lost_runs: 0,
-                knows_stolen_time: true,
-            }),
-        };
-        entry.lost_runs += lost;
-        entry.knows_stolen_time &= sample.knows_stolen_time;
-        if step.measured() {
-            entry.runs.push(record(step.round, &job, &sample));
-            entry.commit.merge(&sample.commit);
-            entry.inside.merge(&sample.inside);
-            entry.kept.merge(&sample.kept);
+    let rounds = Rounds {
+        vcpus: &plan.vcpus,
+        series: &plan.series(),
+        runs: plan.runs,
+        timing: environment.timing,
+    };
+    let job = |turn: &Turn<Series>| Job {
+        vcpus: turn.vcpus,
+        series: turn.series,
+        guest: plan.guest,
+        commits: plan.commits_of(turn.series),
+    };
+    let empty = || {
+        Ok(Collected {
+            runs: Vec::new(),
+            commit: LatencyLog::new()?,
+            inside: LatencyLog::new()?,
+            kept: LatencyLog::new()?,
+            knows_stolen_time: true,
+        })
+    };
+    let collect = |collected: &mut Collected, turn: &Turn<Series>, sample: &Sample| {
+        collected.knows_stolen_time &= sample.knows_stolen_time;
+        if turn.measured() {
+            collected.runs.push(record(turn.round, &job(turn), sample));
+            collected.commit.merge(&sample.commit);
+            collected.inside.merge(&sample.inside);
+            collected.kept.merge(&sample.kept);
         }
-        progress.done();
-    }
-    progress.end();
-    Ok(sum_up(plan, &series, &collected, environment))
-}
-
-/// Does one run, again if it is lost where that may happen. Returns how often it was lost.
-fn attempt(
-    rig: &mut dyn Rig,
-    job: &Job,
-    place: Place,
-    timing: Timing,
-    progress: &mut dyn Progress,
-) -> Result<(Sample, u32), BenchError> {
-    let mut lost = 0;
-    loop {
-        let source = match rig.run(job) {
-            Ok(sample) => return Ok((sample, lost)),
-            Err(RunFailure::Lost(source)) if timing.may_lose_runs() => source,
-            Err(RunFailure::Failed(source) | RunFailure::Lost(source)) => {
-                return Err(BenchError::Run { place, source });
-            }
-        };
-        lost += 1;
-        if lost >= ATTEMPTS {
-            return Err(BenchError::LostTooOften {
-                place,
-                attempts: lost,
-                source,
-            });
-        }
-        progress.message(&format!("{place}: lost, trying again ({})", told(&*source)));
-    }
+        Ok(())
+    };
+    let measured = rounds::measure(
+        &rounds,
+        progress,
+        |turn| rig.run(&job(turn)),
+        empty,
+        collect,
+    )?;
+    Ok(sum_up(plan, &measured, environment))
 }
 
 fn record(round: u32, job: &Job, sample: &Sample) -> RunRecord {
@@ -177,44 +90,41 @@ fn record(round: u32, job: &Job, sample: &Sample) -> RunRecord {
 
 fn sum_up(
     plan: &Plan,
-    series: &[Series],
-    collected: &BTreeMap<(u32, usize), Collected>,
+    measured: &[Measured<Series, Collected>],
     environment: Environment,
 ) -> MemslotsReport {
-    let Environment {
-        timing,
-        facts,
-        lost_runs_outside,
-        warnings,
-    } = environment;
-    let mut points = Vec::new();
-    for &vcpus in &plan.vcpus {
-        // Without commits is the first series.
-        let idle = collected.get(&(vcpus, 0));
-        for (index, &series) in series.iter().enumerate() {
-            let found = collected.get(&(vcpus, index)).zip(idle);
-            points.extend(found.and_then(|(found, idle)| point(vcpus, series, found, idle)));
-        }
-    }
+    let idle_at = |vcpus| {
+        measured
+            .iter()
+            .find(|idle| idle.vcpus == vcpus && idle.series == Series::Idle)
+    };
+    let points: Vec<_> = measured
+        .iter()
+        .filter_map(|found| point(found, &idle_at(found.vcpus)?.sum))
+        .collect();
     let mut report = MemslotsReport {
         schema: SCHEMA.to_owned(),
-        timing,
-        facts,
+        origin: Origin::of(&environment, measured),
         plan: PlanRecord::from(plan),
         ratios: compare(&points),
-        knows_stolen_time: collected.values().all(|found| found.knows_stolen_time),
-        lost_runs: points.iter().map(|point| point.lost_runs).sum(),
-        lost_runs_outside,
+        knows_stolen_time: measured.iter().all(|found| found.sum.knows_stolen_time),
         published: plan.ops.contains(&Op::Boot).then(Published::table),
         points,
         notes: Vec::new(),
     };
     report.notes = notes(&report);
-    report.notes.extend(warnings);
+    report.notes.extend(environment.warnings);
     report
 }
 
-fn point(vcpus: u32, series: Series, found: &Collected, idle: &Collected) -> Option<Point> {
+fn point(measured: &Measured<Series, Collected>, idle: &Collected) -> Option<Point> {
+    let Measured {
+        vcpus,
+        series,
+        lost_runs,
+        sum: found,
+    } = measured;
+    let (vcpus, series, lost_runs) = (*vcpus, *series, *lost_runs);
     let runs = &found.runs;
     let spread =
         |value: &dyn Fn(&RunRecord) -> f64| Spread::of(&runs.iter().map(value).collect::<Vec<_>>());
@@ -243,7 +153,7 @@ fn point(vcpus: u32, series: Series, found: &Collected, idle: &Collected) -> Opt
             .flatten(),
         lost_percent: series.op().and_then(|_| Spread::of(&lost)),
         holes_per_commit: commits(&|run| float(run.holes) / f64::from(run.commits.max(1))),
-        lost_runs: found.lost_runs,
+        lost_runs,
         runs: found.runs.clone(),
     })
 }

@@ -1,6 +1,5 @@
 //! Runs on real machines: KVM, a guest, its memory, and a pager.
 
-use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,9 +18,10 @@ use super::limits;
 use super::pages::{Counted, Paging};
 use super::plan::{Access, Delivery, Mode, Order, Plan, Series};
 use super::preflight::{self, Host, Missing, Pool};
-use super::rig::{Job, Rig, RunFailure, Sample};
+use super::rig::{Job, Rig, Sample};
 use crate::facts::thp_shmem;
 use crate::latency::LatencyLog;
+use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
 /// Selects the permutation of [`Order::Random`], the same in every run.
@@ -156,17 +156,18 @@ impl Rig for Machines {
         } = *job;
         let seeds = Seeds::of(job);
         let config = self.config(plan, vcpus, series.delivery == Delivery::Exit);
-        let region = Arc::new(config.data_region().map_err(failed)?);
+        let region = Arc::new(config.data_region().map_err(RunFailure::failed)?);
         if plan.mode == Mode::Minor || series.delivery == Delivery::None {
-            fill(&region, seeds.paged).map_err(failed)?;
+            fill(&region, seeds.paged).map_err(RunFailure::failed)?;
         }
-        let mut machine = Machine::with_region(config, Arc::clone(&region)).map_err(failed)?;
+        let mut machine =
+            Machine::with_region(config, Arc::clone(&region)).map_err(RunFailure::failed)?;
         let workload = workload(plan, seeds);
 
         let (outcome, counted) = if series.delivery == Delivery::None {
             region
                 .populate(region.all_pages(), PopulateAccess::Write)
-                .map_err(failed)?;
+                .map_err(RunFailure::failed)?;
             let outcome = machine
                 .run(&workload, Arc::new(NoFaults))
                 .map_err(run_failure)?;
@@ -174,17 +175,19 @@ impl Rig for Machines {
         } else {
             let paging = Paging::begin(job, &region, seeds.paged, &machine)?;
             let (outcome, counted) = page_in(&mut machine, &workload, paging)?;
-            counted.check(region.pages()).map_err(failed)?;
+            counted.check(region.pages()).map_err(RunFailure::failed)?;
             (outcome, counted)
         };
 
-        machine.verify(expected(plan, seeds)).map_err(failed)?;
+        machine
+            .verify(expected(plan, seeds))
+            .map_err(RunFailure::failed)?;
         Ok(Sample {
             elapsed: outcome.elapsed,
             pages: region.pages(),
             exits: counted.exits,
             messages: counted.messages,
-            latency: latencies(&outcome, plan, series).map_err(failed)?,
+            latency: latencies(&outcome, plan, series).map_err(RunFailure::failed)?,
         })
     }
 }
@@ -210,21 +213,17 @@ pub(super) fn page_in(
     Ok((result.map_err(run_failure)?, counted))
 }
 
-pub(super) fn failed(error: impl Error + Send + Sync + 'static) -> RunFailure {
-    RunFailure::Failed(Box::new(error))
-}
-
 /// Tells runs that the parallel software CPU loses from those that fail. If a vCPU's thread did not
 /// come back, the run is not repeated: the lost thread would go on beside the next ones.
 fn run_failure(failure: testbed::RunFailure) -> RunFailure {
     match *failure.cause {
-        _ if !failure.lost.is_empty() => failed(failure),
+        _ if !failure.lost.is_empty() => RunFailure::failed(failure),
         FailureCause::Stalled { .. }
         | FailureCause::UnexpectedExit {
             exit: Exit::Shutdown,
             ..
         } => RunFailure::Lost(Box::new(failure)),
-        _ => failed(failure),
+        _ => RunFailure::failed(failure),
     }
 }
 

@@ -10,15 +10,13 @@ mod published;
 mod report;
 mod rig;
 mod run;
-pub(crate) mod schedule;
 
 pub use machines::{Machines, PrepareError};
 pub use plan::{
-    Access, Delivery, MAX_FAULT_AROUND, MAX_READERS, MAX_RUNS, MAX_VCPUS, Mode, Order, Plan,
-    PlanError, Series, Uffds, UnknownName,
+    Access, Delivery, MAX_FAULT_AROUND, MAX_READERS, MAX_VCPUS, Mode, Order, Plan, PlanError,
+    Series, Uffds,
 };
-pub(crate) use plan::{named, repeated};
 pub use published::{Published, PublishedRate, SOURCE as PUBLISHED_SOURCE};
 pub use report::{PagingReport, PlanRecord, Point, Ratio, RunRecord, SCHEMA};
-pub use rig::{Job, Rig, RunFailure, Sample};
-pub use run::{ATTEMPTS, BenchError, Environment, Place, run};
+pub use rig::{Job, Rig, Sample};
+pub use run::run;

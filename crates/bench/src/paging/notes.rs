@@ -2,13 +2,14 @@
 
 use super::plan::{Delivery, Plan, Series};
 use super::report::PagingReport;
+use crate::rounds::notes::{doubts, lost};
 use crate::timing::Timing;
 use crate::units::ByteSize;
 
 /// The notes for a result.
 pub(super) fn notes(plan: &Plan, report: &PagingReport) -> Vec<String> {
-    let mut notes = vec![report.timing.explanation().to_owned()];
-    notes.push(lost(report));
+    let mut notes = vec![report.origin.timing.explanation().to_owned()];
+    notes.push(lost(&report.origin));
     notes.push(
         "After every run each page's content was compared with what it should be; a difference \
          would have ended the benchmark."
@@ -76,40 +77,20 @@ pub(super) fn notes(plan: &Plan, report: &PagingReport) -> Vec<String> {
         ));
     }
     let busiest = plan.most_vcpus();
-    if busiest > report.facts.host_cpus {
+    if busiest > report.origin.facts.host_cpus {
         notes.push(format!(
             "Up to {busiest} vCPUs share {} host CPUs, and reader threads share them as well: \
              totals cannot grow beyond what these do, and the longest latencies are waits for a \
              CPU.",
-            report.facts.host_cpus
+            report.origin.facts.host_cpus
         ));
     }
-    if report.facts.debug_build {
-        notes.push("This program was built without optimisation; build with --release.".to_owned());
-    }
-    if plan.runs < 7 {
-        notes.push(format!(
-            "{} rounds are few; 7 or more make a steady median.",
-            plan.runs
-        ));
-    }
-    if plan.total_bytes(1) < 16 << 20 && report.timing != Timing::Function {
+    notes.extend(doubts(&report.origin, plan.runs));
+    if plan.total_bytes(1) < 16 << 20 && report.origin.timing != Timing::Function {
         notes.push(format!(
             "{} per vCPU is little; 16M or more lets start-up effects vanish.",
             ByteSize(plan.per_vcpu.0)
         ));
     }
     notes
-}
-
-fn lost(report: &PagingReport) -> String {
-    let outside = match report.lost_runs_outside {
-        0 => String::new(),
-        lost => format!(" The caller lost and repeated {lost} more."),
-    };
-    match report.lost_runs {
-        0 => format!("No run was lost.{outside}"),
-        1 => format!("1 run was lost and repeated.{outside}"),
-        lost => format!("{lost} runs were lost and repeated.{outside}"),
-    }
 }

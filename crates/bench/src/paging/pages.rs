@@ -11,9 +11,10 @@ use pagetide_pager::{
 use pagetide_testbed::{FaultHandler, Handled, HandlerError, Machine, NoFaults, Seed, pattern};
 use pagetide_uapi::userfaultfd;
 
-use super::machines::{failed, own_pages};
+use super::machines::own_pages;
 use super::plan::{Delivery, Mode, Plan, Uffds};
-use super::rig::{Job, RunFailure};
+use super::rig::Job;
+use crate::rounds::RunFailure;
 
 /// A pager at work.
 pub(super) struct Paging {
@@ -74,14 +75,15 @@ impl Paging {
         } = *job;
         let pager = builder
             .region(Arc::clone(region))
-            .uffds(layout(plan, region, vcpus).map_err(failed)?)
+            .uffds(layout(plan, region, vcpus).map_err(RunFailure::failed)?)
             .fault_around(series.fault_around.into())
             .build()
-            .map_err(failed)?;
+            .map_err(RunFailure::failed)?;
         let stopper = machine.stopper();
         pager.on_failure(move |failure| stopper.stop(failure.clone()));
         let threads = usize::try_from(plan.readers_for(vcpus)).unwrap_or(usize::MAX);
-        let readers = Readers::spawn(&pager, ReaderConfig::new(threads)).map_err(failed)?;
+        let readers =
+            Readers::spawn(&pager, ReaderConfig::new(threads)).map_err(RunFailure::failed)?;
         let exits = (series.delivery == Delivery::Exit).then(|| {
             let resolvers = ExitResolvers::new(&pager, vcpus);
             Arc::new(ExitHandler {
@@ -106,7 +108,7 @@ impl Paging {
 
     /// Stops the readers and sums up. No vCPU may be running any more.
     pub(super) fn end(self) -> Result<Counted, RunFailure> {
-        let read = self.readers.stop().map_err(failed)?;
+        let read = self.readers.stop().map_err(RunFailure::failed)?;
         self.pager.clear_on_failure();
         let exits = self
             .exits

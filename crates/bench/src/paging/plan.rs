@@ -1,11 +1,11 @@
 //! What a paging benchmark is asked to do, and whether that makes sense.
 
 use std::fmt;
-use std::str::FromStr;
 
 use pagetide_memory::Backing;
 use serde::{Deserialize, Serialize};
 
+use crate::rounds::{OptionError, check_list, check_runs, check_vcpus, named};
 use crate::units::ByteSize;
 
 /// Largest number of vCPUs that a plan may name, whatever the kernel allows: the guest's parameter
@@ -13,8 +13,6 @@ use crate::units::ByteSize;
 pub const MAX_VCPUS: u32 = 1024;
 /// Most reader threads.
 pub const MAX_READERS: u32 = 1024;
-/// Most measured rounds.
-pub const MAX_RUNS: u32 = 1000;
 /// Largest fault-around, in pages.
 pub const MAX_FAULT_AROUND: u32 = 512;
 
@@ -70,44 +68,6 @@ pub enum Access {
     /// The guest reads and compares.
     Read,
 }
-
-/// A text names none of an option's values.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{given}' is none of {}", .names.join(", "))]
-pub struct UnknownName {
-    /// The text.
-    pub given: String,
-    /// The names that there are.
-    pub names: &'static [&'static str],
-}
-
-/// Gives an option's values their names, in both directions.
-macro_rules! named {
-    ($($kind:ty { $($variant:ident => $name:literal),+ $(,)? })+) => { $(
-        impl $kind {
-            /// The names of all values, as the command line takes them.
-            pub const NAMES: &'static [&'static str] = &[$($name),+];
-        }
-
-        impl fmt::Display for $kind {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.pad(match self { $(Self::$variant => $name),+ })
-            }
-        }
-
-        impl FromStr for $kind {
-            type Err = UnknownName;
-
-            fn from_str(text: &str) -> Result<Self, Self::Err> {
-                match text {
-                    $($name => Ok(Self::$variant),)+
-                    _ => Err(UnknownName { given: text.to_owned(), names: Self::NAMES }),
-                }
-            }
-        }
-    )+ };
-}
-pub(crate) use named;
 
 named! {
     Delivery { None => "none", Uffd => "uffd", Exit => "exit" }
@@ -195,23 +155,9 @@ impl Default for Plan {
 /// Why a plan makes no sense. Each message names the option to change.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// `--vcpus` is empty.
-    #[error("--vcpus names no number of vCPUs; try --vcpus 1,2,4")]
-    NoVcpus,
-    /// A count of 0.
-    #[error("--vcpus 0: a virtual machine needs at least one vCPU")]
-    ZeroVcpus,
-    /// More than the guest's areas are laid out for.
-    #[error("--vcpus {0}: at most {MAX_VCPUS} vCPUs can be measured")]
-    TooManyVcpus(u32),
-    /// The same count, series or fault-around twice: it would be measured and shown twice.
-    #[error("{option} names {value} twice; each value is measured once")]
-    Twice {
-        /// The option.
-        option: &'static str,
-        /// The value.
-        value: String,
-    },
+    /// An option that all benchmarks take.
+    #[error(transparent)]
+    Option(#[from] OptionError),
     /// `--per-vcpu 0`.
     #[error("--per-vcpu 0: each vCPU needs at least one page to touch")]
     NoMemory,
@@ -233,12 +179,6 @@ pub enum PlanError {
         /// With how many vCPUs.
         vcpus: u32,
     },
-    /// `--delivery` is empty.
-    #[error("--delivery names no delivery; it takes none, uffd and exit")]
-    NoDelivery,
-    /// `--fault-around` is empty.
-    #[error("--fault-around names no number of pages; 1 resolves just the faulting page")]
-    NoFaultAround,
     /// A fault-around that is 0, too large, or no power of two.
     #[error("--fault-around {0}: must be a power of two from 1 to {MAX_FAULT_AROUND} pages")]
     BadFaultAround(u32),
@@ -251,12 +191,6 @@ pub enum PlanError {
     /// Too many readers.
     #[error("--readers {0}: at most {MAX_READERS} reader threads")]
     TooManyReaders(u32),
-    /// `--runs 0`.
-    #[error("--runs 0: nothing would be measured")]
-    ZeroRuns,
-    /// Too many runs.
-    #[error("--runs {0}: at most {MAX_RUNS} rounds")]
-    TooManyRuns(u32),
     /// Overlapping ranges have no vCPU of their own.
     #[error(
         "--uffds per-vcpu with --overlap: memory that all vCPUs share cannot have a userfaultfd \
@@ -286,7 +220,7 @@ impl Plan {
     /// # Errors
     /// The first thing that does not.
     pub fn check(&self) -> Result<(), PlanError> {
-        self.check_vcpus()?;
+        check_vcpus(&self.vcpus, MAX_VCPUS)?;
         self.check_memory()?;
         self.check_series()?;
         match self.readers {
@@ -296,29 +230,11 @@ impl Plan {
             }
             _ => {}
         }
-        match self.runs {
-            0 => return Err(PlanError::ZeroRuns),
-            runs if runs > MAX_RUNS => return Err(PlanError::TooManyRuns(runs)),
-            _ => {}
-        }
+        check_runs(self.runs)?;
         if self.uffds == Uffds::PerVcpu && self.overlap {
             return Err(PlanError::PerVcpuOverlap);
         }
         Ok(())
-    }
-
-    fn check_vcpus(&self) -> Result<(), PlanError> {
-        if self.vcpus.is_empty() {
-            return Err(PlanError::NoVcpus);
-        }
-        for &vcpus in &self.vcpus {
-            match vcpus {
-                0 => return Err(PlanError::ZeroVcpus),
-                vcpus if vcpus > MAX_VCPUS => return Err(PlanError::TooManyVcpus(vcpus)),
-                _ => {}
-            }
-        }
-        no_repeats("--vcpus", &self.vcpus)
     }
 
     fn check_memory(&self) -> Result<(), PlanError> {
@@ -353,13 +269,7 @@ impl Plan {
     }
 
     fn check_series(&self) -> Result<(), PlanError> {
-        if self.deliveries.is_empty() {
-            return Err(PlanError::NoDelivery);
-        }
-        no_repeats("--delivery", &self.deliveries)?;
-        if self.fault_around.is_empty() {
-            return Err(PlanError::NoFaultAround);
-        }
+        check_list("--delivery", "uffd,exit", &self.deliveries)?;
         let exits = self.deliveries.contains(&Delivery::Exit);
         for &pages in &self.fault_around {
             if !pages.is_power_of_two() || pages > MAX_FAULT_AROUND {
@@ -369,7 +279,7 @@ impl Plan {
                 return Err(PlanError::FaultAroundWithoutExit(pages));
             }
         }
-        no_repeats("--fault-around", &self.fault_around)?;
+        check_list("--fault-around", "1,16", &self.fault_around)?;
         if self.pre_fault && !exits {
             return Err(PlanError::PreFaultWithoutExit);
         }
@@ -426,27 +336,6 @@ impl Plan {
     #[must_use]
     pub fn most_vcpus(&self) -> u32 {
         self.vcpus.iter().copied().max().unwrap_or(0)
-    }
-}
-
-/// A value that comes twice.
-pub(crate) fn repeated<T: PartialEq>(values: &[T]) -> Option<&T> {
-    let mut all = values.iter().enumerate();
-    all.find(|(index, value)| values[..*index].contains(value))
-        .map(|(_, value)| value)
-}
-
-/// Refuses a value that comes twice in an option's list.
-fn no_repeats<T: PartialEq + fmt::Display>(
-    option: &'static str,
-    values: &[T],
-) -> Result<(), PlanError> {
-    match repeated(values) {
-        Some(value) => Err(PlanError::Twice {
-            option,
-            value: value.to_string(),
-        }),
-        None => Ok(()),
     }
 }
 

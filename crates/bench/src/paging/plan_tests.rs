@@ -17,7 +17,7 @@ fn every_invalid_argument_has_its_message() {
     let cases: Vec<(Plan, &str)> = vec![
         (
             plan(|p| p.vcpus.clear()),
-            "--vcpus names no number of vCPUs; try --vcpus 1,2,4",
+            "--vcpus names nothing; try --vcpus 1,2,4",
         ),
         (
             plan(|p| p.vcpus = vec![1, 0]),
@@ -56,7 +56,7 @@ fn every_invalid_argument_has_its_message() {
         ),
         (
             plan(|p| p.deliveries.clear()),
-            "--delivery names no delivery; it takes none, uffd and exit",
+            "--delivery names nothing; try --delivery uffd,exit",
         ),
         (
             plan(|p| p.deliveries = vec![Delivery::Uffd, Delivery::Uffd]),
@@ -64,7 +64,7 @@ fn every_invalid_argument_has_its_message() {
         ),
         (
             plan(|p| p.fault_around.clear()),
-            "--fault-around names no number of pages; 1 resolves just the faulting page",
+            "--fault-around names nothing; try --fault-around 1,16",
         ),
         (
             plan(|p| p.fault_around = vec![0]),
@@ -151,7 +151,7 @@ fn valid_combinations_pass() {
             p.vcpus = vec![MAX_VCPUS];
             p.readers = Some(MAX_READERS);
             p.fault_around = vec![1, MAX_FAULT_AROUND];
-            p.runs = MAX_RUNS;
+            p.runs = crate::rounds::MAX_RUNS;
         }),
         plan(|p| p.deliveries = vec![Delivery::None]),
     ];

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use super::plan::{Delivery, Plan, Series};
 use super::published::Published;
-use crate::facts::Facts;
 use crate::latency::Latency;
+use crate::rounds::Origin;
 use crate::stats::{RatioOf, Spread};
 use crate::timing::Timing;
 use crate::units::ByteSize;
@@ -19,20 +19,15 @@ pub const SCHEMA: &str = "pagetide.paging/1";
 pub struct PagingReport {
     /// [`SCHEMA`].
     pub schema: String,
-    /// What a nanosecond means here.
-    pub timing: Timing,
     /// Where the figures come from.
-    pub facts: Facts,
+    #[serde(flatten)]
+    pub origin: Origin,
     /// What was measured.
     pub plan: PlanRecord,
     /// One entry for each number of vCPUs and series, in the plan's order.
     pub points: Vec<Point>,
     /// Exits compared with userfaultfd, where both were measured.
     pub ratios: Vec<Ratio>,
-    /// Runs that were lost and repeated, seen from inside.
-    pub lost_runs: u32,
-    /// Runs of the whole benchmark that the caller lost before this one and repeated.
-    pub lost_runs_outside: u32,
     /// Figures that others published for the same experiment.
     pub published: Option<Published>,
     /// What a reader must know to read the figures right.

@@ -1,12 +1,12 @@
 //! What a benchmark runs on, as far as the benchmark has to know: something that does one run and
 //! says how long it took.
 
-use std::error::Error;
 use std::time::Duration;
 
 use super::plan::{Plan, Series};
 use super::report::RunRecord;
 use crate::latency::LatencyLog;
+use crate::rounds::RunFailure;
 use crate::units::float;
 
 /// One run to do.
@@ -36,19 +36,6 @@ pub struct Sample {
     /// Latencies of the touches that faulted (for `none`: of all); nothing where nobody knows which
     /// ones faulted.
     pub latency: LatencyLog,
-}
-
-/// Why a run gave nothing.
-#[derive(Debug, thiserror::Error)]
-pub enum RunFailure {
-    /// It stopped for a reason that the lab's parallel mode is known for: nothing moved any more,
-    /// or the guest shut down. There it is the software CPU's doing, and the run is repeated;
-    /// anywhere else it is a failure.
-    #[error(transparent)]
-    Lost(Box<dyn Error + Send + Sync>),
-    /// It failed, and would again.
-    #[error(transparent)]
-    Failed(Box<dyn Error + Send + Sync>),
 }
 
 /// Does runs.

@@ -1,8 +1,11 @@
 use std::time::Duration;
 
 use super::*;
+use crate::facts::Facts;
 use crate::paging::plan::Delivery;
 use crate::progress::Quiet;
+use crate::rounds::RunFailure;
+use crate::told;
 use crate::units::ByteSize;
 
 /// A rig whose runs take as long as a function says, and that notes what it was asked to do.
@@ -99,7 +102,7 @@ fn medians_rates_and_ratios_come_out() {
         (2.0, 2.0)
     );
     assert_eq!(ratio.instructions, None);
-    assert_eq!(report.lost_runs, 0);
+    assert_eq!(report.origin.lost_runs, 0);
 }
 
 #[test]
@@ -173,47 +176,16 @@ fn a_lost_run_is_repeated_and_counted_in_parallel_mode() {
     };
     let report = run(&plan, &mut rig, environment, &mut Quiet).unwrap();
     assert_eq!(rig.jobs.len(), 16 + 3);
-    assert_eq!((report.lost_runs, report.lost_runs_outside), (3, 2));
+    assert_eq!(
+        (report.origin.lost_runs, report.origin.lost_runs_outside),
+        (3, 2)
+    );
     assert!(report.points.iter().all(|point| point.runs.len() == 3));
     assert!(
         report.notes[1].starts_with("3 runs were lost and repeated."),
         "{:?}",
         report.notes
     );
-}
-
-#[test]
-fn a_hang_elsewhere_is_a_failure() {
-    for timing in [Timing::Native, Timing::Function, Timing::Instructions] {
-        let mut rig = rig(|_, number| if number == 5 { Err(lost()) } else { Ok(1000) });
-        let error = run(&plan(), &mut rig, environment(timing), &mut Quiet).unwrap_err();
-        assert_eq!(rig.jobs.len(), 6, "it is not tried again");
-        assert_eq!(
-            told(&error),
-            "round 1, 1 vCPU, uffd: vCPU 1 made no progress"
-        );
-    }
-}
-
-#[test]
-fn a_run_that_always_hangs_ends_the_benchmark() {
-    let mut rig = rig(|_, _| Err(lost()));
-    let error = run(&plan(), &mut rig, environment(Timing::Parallel), &mut Quiet).unwrap_err();
-    assert_eq!(rig.jobs.len(), 5);
-    assert_eq!(
-        told(&error),
-        "warm-up, 1 vCPU, uffd: lost 5 times: vCPU 1 made no progress"
-    );
-}
-
-#[test]
-fn a_failed_run_ends_the_benchmark_with_its_cause() {
-    let mut rig = rig(|job, _| match job.vcpus {
-        2 => Err(RunFailure::Failed("page 7 holds zeroes".into())),
-        _ => Ok(1000),
-    });
-    let error = run(&plan(), &mut rig, environment(Timing::Parallel), &mut Quiet).unwrap_err();
-    assert_eq!(told(&error), "warm-up, 2 vCPUs, uffd: page 7 holds zeroes");
 }
 
 #[test]

@@ -58,7 +58,7 @@ pub(crate) fn results(report: &PagingReport) -> Grid {
             Box::new(|point| point.latency.map(|seen| latency(seen.max_ns))),
         ),
     ];
-    if report.timing == Timing::Instructions {
+    if report.origin.timing == Timing::Instructions {
         let cost = |point: &Point| point.instructions_per_page;
         columns.push((
             "instructions/page",
@@ -103,7 +103,7 @@ pub(crate) fn comparison(report: &PagingReport) -> Option<Grid> {
     if report.ratios.is_empty() {
         return None;
     }
-    let instructions = report.timing == Timing::Instructions;
+    let instructions = report.origin.timing == Timing::Instructions;
     let mut headings = vec![
         "vCPUs",
         "delivery",
@@ -220,10 +220,10 @@ pub(crate) fn terminal(report: &PagingReport, width: Option<u16>) -> String {
         text.push_str(&bullet(note, wrap));
     }
     text.push('\n');
-    for (name, value) in report.facts.lines() {
+    for (name, value) in report.origin.facts.lines() {
         text.push_str(&format!("{name:<15}{value}\n"));
     }
-    text.push_str(&format!("{:<15}{}\n", "Timing", report.timing));
+    text.push_str(&format!("{:<15}{}\n", "Timing", report.origin.timing));
     text
 }
 

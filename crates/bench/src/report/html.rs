@@ -26,16 +26,16 @@ pub(crate) fn page(report: &PagingReport) -> Result<String, ReportError> {
     header(
         &mut page,
         &grid::title(report),
-        (&report.facts, report.timing, report.plan.runs),
+        (&report.origin.facts, report.origin.timing, report.plan.runs),
     );
-    warning(&mut page, report.timing);
+    warning(&mut page, report.origin.timing);
     lead(&mut page, report);
     charts(&mut page, report)?;
     tables(&mut page, report);
     reading(&mut page, report);
     environment(
         &mut page,
-        (&report.facts, report.timing),
+        (&report.origin.facts, report.origin.timing),
         &report.plan.command(),
     );
     page.push_str("</main>\n");
@@ -131,7 +131,7 @@ fn charts(page: &mut String, report: &PagingReport) -> Result<(), ReportError> {
     let mut drawings = Vec::new();
     let instructions = chart::instructions(report)?;
     // Where a nanosecond is an instruction, the cost is the result and the rate follows from it.
-    let cost_first = report.timing == Timing::Instructions;
+    let cost_first = report.origin.timing == Timing::Instructions;
     if cost_first {
         drawings.extend(instructions.clone());
         drawings.extend(chart::ratios(report)?);

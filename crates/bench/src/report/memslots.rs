@@ -28,8 +28,8 @@ pub fn table(report: &MemslotsReport, width: Option<u16>) -> String {
         text.push_str(&bullet(note, wrap));
     }
     text.push('\n');
-    let timing = ("Timing", report.timing.to_string());
-    for (name, value) in report.facts.lines().into_iter().chain([timing]) {
+    let timing = ("Timing", report.origin.timing.to_string());
+    for (name, value) in report.origin.facts.lines().into_iter().chain([timing]) {
         text.push_str(&format!("{name:<15}{value}\n"));
     }
     text
@@ -69,9 +69,9 @@ pub fn html(report: &MemslotsReport) -> Result<String, ReportError> {
     let title = title(report);
     page_parts::head(&mut page, &title);
     page.push_str("<main>\n");
-    let about = (&report.facts, report.timing, report.plan.runs);
+    let about = (&report.origin.facts, report.origin.timing, report.plan.runs);
     page_parts::header(&mut page, &title, about);
-    page_parts::warning(&mut page, report.timing);
+    page_parts::warning(&mut page, report.origin.timing);
     lead(&mut page, report);
     page.push_str("<h2>Charts</h2>\n<div class=\"charts\">\n");
     for drawing in chart::memslots::all(report)? {
@@ -101,7 +101,7 @@ pub fn html(report: &MemslotsReport) -> Result<String, ReportError> {
         push!(page, "<li>{}</li>\n", escape(note));
     }
     page.push_str("</ul>\n");
-    let place = (&report.facts, report.timing);
+    let place = (&report.origin.facts, report.origin.timing);
     page_parts::environment(&mut page, place, &report.plan.command());
     page.push_str("</main>\n");
     page_parts::data(&mut page, "memslots-data", report)?;

@@ -3,10 +3,9 @@ use std::time::Duration;
 use super::*;
 use crate::facts::Facts;
 use crate::latency::LatencyLog;
-use crate::paging::{
-    BenchError, Delivery, Environment, Job, Plan, Rig, RunFailure, Sample, Uffds, run,
-};
+use crate::paging::{Delivery, Job, Plan, Rig, Sample, Uffds, run};
 use crate::progress::Quiet;
+use crate::rounds::{BenchError, Environment, RunFailure};
 use crate::timing::Timing;
 use crate::units::{ByteSize, whole};
 

@@ -70,7 +70,7 @@ fn rates_into(canvas: &mut Canvas<'_>, x: i32, report: &PagingReport) -> Result<
     let subtitle = format!(
         "thousand pages/s, {}; median, lowest and highest run{}",
         rate_of(per_vcpu),
-        if report.timing == Timing::Instructions {
+        if report.origin.timing == Timing::Instructions {
             "; 1 ns = 1 instruction"
         } else {
             ""

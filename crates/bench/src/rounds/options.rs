@@ -1,0 +1,122 @@
+//! Options that all benchmarks take, and what makes no sense in them.
+
+use std::fmt;
+
+/// Most measured rounds.
+pub const MAX_RUNS: u32 = 1000;
+
+/// Why an option makes no sense. Each message names it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OptionError {
+    /// A list is empty.
+    #[error("{option} names nothing; try {option} {example}")]
+    Nothing {
+        /// The option.
+        option: &'static str,
+        /// What it takes.
+        example: &'static str,
+    },
+    /// The same value twice: it would be measured and shown twice.
+    #[error("{option} names {value} twice; each value is measured once")]
+    Twice {
+        /// The option.
+        option: &'static str,
+        /// The value.
+        value: String,
+    },
+    /// A count of 0.
+    #[error("--vcpus 0: a virtual machine needs at least one vCPU")]
+    ZeroVcpus,
+    /// More than can be measured.
+    #[error("--vcpus {wanted}: at most {most} vCPUs can be measured")]
+    TooManyVcpus {
+        /// Asked for.
+        wanted: u32,
+        /// What there is room for, whatever the kernel allows.
+        most: u32,
+    },
+    /// `--runs 0`.
+    #[error("--runs 0: nothing would be measured")]
+    ZeroRuns,
+    /// Too many runs.
+    #[error("--runs {0}: at most {MAX_RUNS} rounds")]
+    TooManyRuns(u32),
+}
+
+/// Whether `--vcpus` makes sense, with up to `most` of them.
+pub(crate) fn check_vcpus(vcpus: &[u32], most: u32) -> Result<(), OptionError> {
+    for &wanted in vcpus {
+        match wanted {
+            0 => return Err(OptionError::ZeroVcpus),
+            wanted if wanted > most => return Err(OptionError::TooManyVcpus { wanted, most }),
+            _ => {}
+        }
+    }
+    check_list("--vcpus", "1,2,4", vcpus)
+}
+
+/// Whether a list of values to compare makes sense: there are some, each once.
+pub(crate) fn check_list<T: PartialEq + fmt::Display>(
+    option: &'static str,
+    example: &'static str,
+    values: &[T],
+) -> Result<(), OptionError> {
+    if values.is_empty() {
+        return Err(OptionError::Nothing { option, example });
+    }
+    let mut all = values.iter().enumerate();
+    match all.find(|(index, value)| values[..*index].contains(value)) {
+        Some((_, value)) => Err(OptionError::Twice {
+            option,
+            value: value.to_string(),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Whether `--runs` makes sense.
+pub(crate) fn check_runs(runs: u32) -> Result<(), OptionError> {
+    match runs {
+        0 => Err(OptionError::ZeroRuns),
+        runs if runs > MAX_RUNS => Err(OptionError::TooManyRuns(runs)),
+        _ => Ok(()),
+    }
+}
+
+/// A text names none of an option's values.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("'{given}' is none of {}", .names.join(", "))]
+pub struct UnknownName {
+    /// The text.
+    pub given: String,
+    /// The names that there are.
+    pub names: &'static [&'static str],
+}
+
+/// Gives an option's values their names, in both directions.
+macro_rules! named {
+    ($($kind:ty { $($variant:ident => $name:literal),+ $(,)? })+) => { $(
+        impl $kind {
+            /// The names of all values, as the command line takes them.
+            pub const NAMES: &'static [&'static str] = &[$($name),+];
+        }
+
+        impl std::fmt::Display for $kind {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.pad(match self { $(Self::$variant => $name),+ })
+            }
+        }
+
+        impl std::str::FromStr for $kind {
+            type Err = $crate::rounds::UnknownName;
+
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                match text {
+                    $($name => Ok(Self::$variant),)+
+                    _ => Err($crate::rounds::UnknownName { given: text.to_owned(), names: Self::NAMES }),
+                }
+            }
+        }
+    )+ };
+}
+pub(crate) use named;
