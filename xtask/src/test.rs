@@ -25,7 +25,7 @@ use tally::{Tally, Verdict};
 /// The verb's arguments.
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Only these steps (may be given several times)
+    /// Only these steps (may be given several times) [default: all but debug]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
 }
@@ -53,12 +53,20 @@ enum Step {
     Stock,
     /// Selftests on arm64
     Arm64,
+    /// Selftests on a kernel that checks locks, RCU and memory (only if asked for: about an hour
+    /// with its build)
+    Debug,
 }
 
 impl Step {
     /// Whether the step is a VM and hardly anything else. Its software CPU takes one processor.
     fn is_lane(self) -> bool {
-        matches!(self, Self::Lab | Self::Stock | Self::Arm64)
+        matches!(self, Self::Lab | Self::Stock | Self::Arm64 | Self::Debug)
+    }
+
+    /// Whether the step is taken if none is named.
+    fn is_default(self) -> bool {
+        self != Self::Debug
     }
 
     fn name(self) -> String {
@@ -84,7 +92,10 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
         tally: Tally::default(),
         host_ran: false,
     };
-    let wanted = |step: &&Step| args.only.is_empty() || args.only.contains(step);
+    let wanted = |step: &&Step| match args.only.as_slice() {
+        [] => step.is_default(),
+        only => only.contains(step),
+    };
     let (lanes, steps): (Vec<Step>, Vec<Step>) = Step::value_variants()
         .iter()
         .filter(wanted)
@@ -182,6 +193,7 @@ impl Testing<'_> {
             Step::Lab => lab::patched(self.paths, self.host_ran, &mut self.tally),
             Step::Stock => lab::stock(self.paths, &mut self.tally),
             Step::Arm64 => lab::arm64(self.paths, &mut self.tally),
+            Step::Debug => lab::debug(self.paths, &mut self.tally),
         }
     }
 
