@@ -1,8 +1,8 @@
 //! What every benchmark does around its measurement.
 
 use pagetide_bench::facts::Facts;
-use pagetide_bench::rounds::Environment;
 use pagetide_bench::progress::{self, Progress, Quiet};
+use pagetide_bench::rounds::Environment;
 use pagetide_bench::timing::Timing;
 
 /// Prints the warnings and starts the progress bar, unless `quiet`.

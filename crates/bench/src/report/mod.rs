@@ -6,6 +6,7 @@ mod grid;
 mod html;
 mod memslots;
 mod out;
+mod populate;
 mod probe;
 
 pub use chart::DrawError;
@@ -13,6 +14,9 @@ pub use memslots::{
     html as memslots_html, svg as memslots_svg, table as memslots_table, write as write_memslots,
 };
 pub use out::{OutDir, OutError};
+pub use populate::{
+    html as populate_html, svg as populate_svg, table as populate_table, write as write_populate,
+};
 pub use probe::probe_table;
 
 use crate::paging::PagingReport;

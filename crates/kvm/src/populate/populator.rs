@@ -139,7 +139,7 @@ pub enum PopulationError {
 #[derive(Debug)]
 pub struct Populator<'vm> {
     vm: &'vm Vm,
-    idle: &'vm mut [Vcpu],
+    idle: Vec<&'vm mut Vcpu>,
     threads: NonZeroUsize,
     flags: PopulateFlags,
     method: Option<PopulatorMethod>,
@@ -151,7 +151,7 @@ impl<'vm> Populator<'vm> {
     pub fn new(vm: &'vm Vm) -> Self {
         Self {
             vm,
-            idle: &mut [],
+            idle: Vec::new(),
             threads: thread::available_parallelism().unwrap_or(NonZeroUsize::MIN),
             flags: PopulateFlags {
                 write: true,
@@ -175,7 +175,8 @@ impl<'vm> Populator<'vm> {
 
     /// vCPUs of the VM that may be used meanwhile, for [`PopulatorMethod::PreFault`].
     #[must_use]
-    pub fn idle_vcpus(self, idle: &'vm mut [Vcpu]) -> Self {
+    pub fn idle_vcpus(self, idle: impl IntoIterator<Item = &'vm mut Vcpu>) -> Self {
+        let idle = idle.into_iter().collect();
         Self { idle, ..self }
     }
 
@@ -261,7 +262,7 @@ impl<'vm> Populator<'vm> {
             let (sender, receiver) = mpsc::channel();
             let mut crew = Crew::new(&work);
             let mut callers = callers.iter();
-            let mut idle = idle.iter_mut();
+            let mut idle = idle.into_iter();
             for index in 0..population.threads {
                 let tool = match method {
                     PopulatorMethod::Populate => callers.next().map(Tool::Ioctl),
