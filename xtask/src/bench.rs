@@ -64,14 +64,14 @@ const SPECIFICATION: [Measurement; 5] = [
         benchmark: "populate",
         name: "populate-instructions",
         timing: Timing::Instructions,
-        arguments: "--vcpus 1,2 --memory 256M --backing shmem --threads 1,2 --runs 7",
+        arguments: "--vcpus 1,2 --memory 64M --backing shmem --threads 1,2 --runs 7",
         seconds: 3600,
     },
     Measurement {
         benchmark: "populate",
         name: "populate-parallel",
         timing: Timing::Parallel,
-        arguments: "--vcpus 1,2 --memory 256M --backing shmem --threads 1,2 --runs 7",
+        arguments: "--vcpus 1,2 --memory 64M --backing shmem --threads 1,2 --runs 7",
         seconds: 1800,
     },
 ];

@@ -1,7 +1,6 @@
 //! The command line: what it takes, and what it says about it.
 
 use std::fmt::Display;
-use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -9,6 +8,8 @@ use clap::{Args, Parser, Subcommand};
 use pagetide_bench::paging::{Access, Delivery, Mode, Order, Plan, Uffds};
 use pagetide_bench::units::ByteSize;
 use pagetide_memory::Backing;
+
+use crate::measuring::ResultArguments;
 
 /// Page the memory of KVM virtual machines in, and measure it.
 #[derive(Debug, Parser)]
@@ -184,22 +185,8 @@ pub(crate) struct PagingArguments {
     #[arg(long)]
     pin: bool,
 
-    /// Directory for paging.html, paging.svg and paging.json; is made if need be
-    #[arg(long, value_name = "DIR", default_value = "target/pagetide")]
-    pub(crate) out: PathBuf,
-
-    /// Print the result as JSON instead of a table
-    #[arg(long)]
-    pub(crate) json: bool,
-
-    /// Show no progress
-    #[arg(long, short)]
-    pub(crate) quiet: bool,
-
-    /// For scripts that repeat this command when its virtual machine is lost: how often that
-    /// happened so far. It is stated in the result
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub(crate) lost_runs: u32,
+    #[command(flatten)]
+    pub(crate) result: ResultArguments,
 }
 
 impl PagingArguments {

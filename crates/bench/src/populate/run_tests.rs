@@ -4,7 +4,7 @@ use super::*;
 use crate::facts::Facts;
 use crate::populate::Method;
 use crate::progress::Quiet;
-use crate::report;
+use crate::report::{self, Report};
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
@@ -95,7 +95,7 @@ fn runs_are_summed_up_and_compared() {
 fn without_none_there_is_nothing_to_compare_with() {
     let report = measure(Timing::Native, |plan| plan.methods = vec![Method::Populate]);
     assert!(report.ratios.is_empty());
-    assert!(!report::populate_table(&report, None).contains("over faults"));
+    assert!(!report.table(None).contains("over faults"));
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn every_form_has_the_figures() {
     let report = measure(Timing::Instructions, |plan| {
         plan.backings.push(pagetide_memory::Backing::Thp);
     });
-    let table = report::populate_table(&report, None);
+    let table = report.table(None);
     for wanted in [
         "shmem, populate, 2 threads",
         "thp, one-reader",
@@ -136,8 +136,8 @@ fn every_form_has_the_figures() {
     let back: PopulateReport = serde_json::from_str(&json).unwrap();
     assert!(back == report);
     assert!(json.contains("\"timing\": \"instructions\""), "{json}");
-    let page = report::populate_html(&report).unwrap();
+    let page = report.html().unwrap();
     assert!(page.contains("</html>") && page.matches("<svg").count() == 6);
     assert!(!page.contains("src=\"http") && !page.contains("href=\"http"));
-    assert!(report::populate_svg(&report).unwrap().starts_with("<svg"));
+    assert!(report.svg().unwrap().starts_with("<svg"));
 }

@@ -2,9 +2,11 @@
 
 use std::fmt::Write;
 
-use super::chart::{self, Role, for_page};
-use super::grid::{Grid, NOTHING, bullet, extremes, lines, times};
-use super::{OutDir, ReportError, escape, html as page_parts, json};
+use super::chart::{self, Role};
+use super::document::{Document, PageParts};
+use super::grid::{Grid, NOTHING, extremes, times};
+use super::html::count;
+use super::{Report, ReportError, escape};
 use crate::populate::{Method, Point, PopulateReport};
 use crate::stats::{RatioOf, Spread};
 use crate::timing::Timing;
@@ -15,94 +17,55 @@ macro_rules! push {
     ($page:expr, $($rest:tt)+) => { let _ = write!($page, $($rest)+); };
 }
 
-/// The report as a table for a terminal. `width` is that of the terminal in characters; `None` lets
-/// lines be as long as they are.
-#[must_use]
-pub fn table(report: &PopulateReport, width: Option<u16>) -> String {
-    let mut text = format!("{}\n\n{}\n", title(report), lines(&results(report), width));
-    if let Some(grid) = comparison(report) {
-        text.push_str(&format!("\n{}\n", lines(&grid, width)));
+impl Report for PopulateReport {
+    const NAME: &'static str = "populate";
+
+    fn table(&self, width: Option<u16>) -> String {
+        document(self).terminal(width)
     }
-    text.push('\n');
-    let wrap = usize::from(width.unwrap_or(100)).clamp(40, 110);
-    for note in legend(report).iter().chain(&report.notes) {
-        text.push_str(&bullet(note, wrap));
+
+    fn svg(&self) -> Result<String, ReportError> {
+        Ok(chart::populate::standalone(self)?)
     }
-    text.push('\n');
-    let timing = ("Timing", report.origin.timing.to_string());
-    for (name, value) in report.origin.facts.lines().into_iter().chain([timing]) {
-        text.push_str(&format!("{name:<15}{value}\n"));
+
+    fn html(&self) -> Result<String, ReportError> {
+        let parts = PageParts {
+            lead: lead(self),
+            charts: chart::populate::all(self)?,
+            every_run: every_run(self),
+            reading: READING,
+            command: self.plan.command(),
+            data: "populate-data",
+        };
+        document(self).page(&parts, self)
     }
-    text
 }
 
-/// The times until everything is written to, as a drawing in SVG, with and without the population.
-///
-/// # Errors
-/// The drawing failed.
-pub fn svg(report: &PopulateReport) -> Result<String, ReportError> {
-    Ok(chart::populate::standalone(report)?)
-}
-
-/// Writes `populate.json`, `populate.svg` and `populate.html` into `out`, each as a whole or not at
-/// all.
-///
-/// # Errors
-/// A drawing failed, or a file could not be written.
-pub fn write(report: &PopulateReport, out: &mut OutDir) -> Result<(), ReportError> {
-    let files = [
-        ("populate.json", json(report)?),
-        ("populate.svg", svg(report)?),
-        ("populate.html", html(report)?),
-    ];
-    for (name, content) in &files {
-        out.write(name, content)?;
-    }
-    Ok(())
-}
-
-/// The report as one HTML page that needs no other file.
-///
-/// # Errors
-/// A drawing failed, or the data is none that JSON knows.
-pub fn html(report: &PopulateReport) -> Result<String, ReportError> {
-    let mut page = String::new();
-    let title = title(report);
-    page_parts::head(&mut page, &title);
-    page.push_str("<main>\n");
-    let about = (&report.origin.facts, report.origin.timing, report.plan.runs);
-    page_parts::header(&mut page, &title, about);
-    page_parts::warning(&mut page, report.origin.timing);
-    lead(&mut page, report);
-    page.push_str("<h2>Charts</h2>\n<div class=\"charts\">\n");
-    for drawing in chart::populate::all(report)? {
-        push!(page, "<figure>{}</figure>\n", for_page(&drawing));
-    }
-    page.push_str("</div>\n<h2>Results</h2>\n");
-    page_parts::table(&mut page, &results(report), role);
-    if let Some(grid) = comparison(report) {
-        page.push_str("<h2>Against letting vCPUs fault</h2>\n");
-        page_parts::table(&mut page, &grid, role);
-    }
-    page.push_str("<details><summary>Every run</summary>\n");
-    page_parts::table(&mut page, &every_run(report), role);
-    page.push_str(
-        "</details>\n<h2>How to read this</h2>\n<p>After a restore or a migration the host has a \
+const READING: &str = "\
+    After a restore or a migration the host has a \
          virtual machine's memory, and the second-stage tables are empty: each first access of a \
          vCPU to a page is an exit. With <b>none</b> the vCPUs take them all. With <b>populate</b> \
          threads of the host fill the tables beforehand, with <b>pre-fault</b> idle vCPUs do, and \
-         with <b>one-reader</b> one vCPU reads everything first.</p>\n<ul class=\"notes\">\n",
-    );
-    for note in legend(report).iter().chain(&report.notes) {
-        push!(page, "<li>{}</li>\n", escape(note));
+         with <b>one-reader</b> one vCPU reads everything first.";
+
+fn document(report: &PopulateReport) -> Document<'_> {
+    let more = [("Against letting vCPUs fault", comparison(report))];
+    let more = more.into_iter();
+    let more = more.filter_map(|(heading, grid)| Some((heading, grid?)));
+    Document {
+        title: title(report),
+        origin: &report.origin,
+        runs: report.plan.runs,
+        tables: std::iter::once(("Results", results(report)))
+            .chain(more)
+            .collect(),
+        notes: legend(report)
+            .iter()
+            .chain(&report.notes)
+            .cloned()
+            .collect(),
+        role,
     }
-    page.push_str("</ul>\n");
-    let place = (&report.origin.facts, report.origin.timing);
-    page_parts::environment(&mut page, place, &report.plan.command());
-    page.push_str("</main>\n");
-    page_parts::data(&mut page, "populate-data", report)?;
-    page.push_str("</body>\n</html>\n");
-    Ok(page)
 }
 
 /// What was measured, in a line.
@@ -285,7 +248,7 @@ fn legend(report: &PopulateReport) -> Vec<String> {
 }
 
 /// The figures that people look for: what is left of the guest's time.
-fn lead(page: &mut String, report: &PopulateReport) {
+fn lead(report: &PopulateReport) -> String {
     let most = report.plan.threads.iter().copied().max();
     let ratios: Vec<_> = report
         .ratios
@@ -293,9 +256,9 @@ fn lead(page: &mut String, report: &PopulateReport) {
         .filter(|ratio| ratio.series.method == Method::Populate && ratio.series.threads == most)
         .collect();
     if ratios.is_empty() {
-        return;
+        return String::new();
     }
-    page.push_str("<ul class=\"lead\" style=\"margin-bottom:14px\">\n");
+    let mut page = String::from("<ul class=\"lead\" style=\"margin-bottom:14px\">\n");
     for ratio in ratios {
         push!(
             page,
@@ -305,8 +268,9 @@ fn lead(page: &mut String, report: &PopulateReport) {
             escape(&ratio.series.to_string()),
             times(ratio.guest.paired.median),
             times(ratio.total.paired.median),
-            page_parts::count(ratio.vcpus),
+            count(ratio.vcpus),
         );
     }
     page.push_str("</ul>\n");
+    page
 }

@@ -110,7 +110,7 @@ pub enum PopulationError {
         /// What it needs.
         lacks: &'static str,
     },
-    /// A thread could not be started. Nothing was populated.
+    /// A thread could not be started; those before it were stopped.
     #[error("population: cannot start a thread")]
     Thread(#[source] io::Error),
     /// The caller said stop.
