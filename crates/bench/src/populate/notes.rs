@@ -22,6 +22,15 @@ pub(super) fn notes(report: &PopulateReport) -> Vec<String> {
          hundred, unless these were populated as well."
             .to_owned(),
     ];
+    let counted =
+        |point: &super::report::Point| point.runs.iter().any(|run| run.mappings_after > 0);
+    if !report.points.iter().any(counted) {
+        notes.push(
+            "This KVM does not count second-stage mappings: it has no two-dimensional paging, or is \
+             none that runs on a processor's own. Its exits mean something else then."
+                .to_owned(),
+        );
+    }
     if report.origin.timing.is_lab() {
         notes.push(
             "Exits are slow in a software CPU, which flatters population: on hardware expect the \

@@ -52,6 +52,15 @@ fn measure(timing: Timing, change: impl FnOnce(&mut Plan)) -> PopulateReport {
     run(&plan, &mut MadeUp, environment, &mut Quiet).unwrap()
 }
 
+fn environment() -> Environment {
+    Environment {
+        timing: Timing::Native,
+        facts: Facts::gather(Timing::Native),
+        lost_runs_outside: 0,
+        warnings: Vec::new(),
+    }
+}
+
 fn series(method: Method, threads: Option<u32>) -> Series {
     Series {
         backing: pagetide_memory::Backing::Shmem,
@@ -99,20 +108,44 @@ fn without_none_there_is_nothing_to_compare_with() {
 }
 
 #[test]
-fn a_run_that_maps_nothing_is_no_run() {
+fn a_kvm_that_counts_no_mappings_is_told() {
+    struct Uncounted;
+    impl Rig for Uncounted {
+        fn run(&mut self, job: &Job) -> Result<Sample, RunFailure> {
+            let sample = MadeUp.run(job)?;
+            Ok(Sample {
+                mappings_4k: 0,
+                mappings_after: 0,
+                ..sample
+            })
+        }
+    }
+    let report = run(&Plan::default(), &mut Uncounted, environment(), &mut Quiet).unwrap();
+    assert!(
+        report
+            .ratios
+            .iter()
+            .all(|ratio| ratio.over_faults.is_none())
+    );
+    assert!(
+        report
+            .points
+            .iter()
+            .all(|point| point.ns_per_mapping.is_none())
+    );
+    let told = |note: &String| note.contains("does not count");
+    assert!(report.notes.iter().any(told));
+}
+
+#[test]
+fn a_run_that_takes_no_time_is_no_run() {
     struct Nothing;
     impl Rig for Nothing {
         fn run(&mut self, _: &Job) -> Result<Sample, RunFailure> {
             Ok(Sample::default())
         }
     }
-    let environment = Environment {
-        timing: Timing::Native,
-        facts: Facts::gather(Timing::Native),
-        lost_runs_outside: 0,
-        warnings: Vec::new(),
-    };
-    let error = run(&Plan::default(), &mut Nothing, environment, &mut Quiet).unwrap_err();
+    let error = run(&Plan::default(), &mut Nothing, environment(), &mut Quiet).unwrap_err();
     assert!(matches!(error, BenchError::NoRate { .. }), "{error}");
 }
 
