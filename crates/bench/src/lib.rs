@@ -2,6 +2,7 @@
 //!
 //! - [`paging`]: how fast absent guest memory comes in, through userfaultfd and through KVM exits.
 //! - [`memslots`]: what a change of memory slots costs running vCPUs, by the method of the change.
+//! - [`populate`]: what it brings to fill the second-stage tables before vCPUs ask.
 //! - [`rounds`]: what all benchmarks share: runs, interleaved and repeated, and their origin.
 //! - [`report`]: a result as a terminal table, JSON, SVG and one self-contained HTML page.
 //!
@@ -11,8 +12,11 @@
 
 pub mod facts;
 pub mod latency;
+mod limits;
+mod machine;
 pub mod memslots;
 pub mod paging;
+pub mod populate;
 pub mod progress;
 pub mod report;
 pub mod rounds;

@@ -7,9 +7,10 @@ use pagetide_bench::memslots::{
     Guest, Machines, MemslotsReport, Method, Op, Plan, PrepareError, Series, run,
 };
 use pagetide_bench::progress::Quiet;
+use pagetide_bench::report::Report;
 use pagetide_bench::rounds::Environment;
 use pagetide_bench::timing::Timing;
-use pagetide_bench::{report, told};
+use pagetide_bench::told;
 
 /// Runs a plan with what this machine has of it. `None`, and a word why, if that is nothing.
 fn measure(change: impl FnOnce(&mut Plan)) -> Option<MemslotsReport> {
@@ -96,11 +97,7 @@ fn a_boot_and_a_guest_that_spins() {
     };
     check(&report);
     assert!(report.published.is_some());
-    assert!(
-        report::memslots_html(&report)
-            .expect("a page")
-            .contains("</html>")
-    );
+    assert!(report.html().expect("a page").contains("</html>"));
     let report = measure(|plan| {
         plan.guest = Guest::Spin;
         plan.ops = vec![Op::Merge, Op::Resize, Op::Flags];

@@ -7,7 +7,7 @@ use pagetide_bench::paging::{
     Access, Delivery, Machines, Mode, Order, PagingReport, Plan, PrepareError, Uffds, run,
 };
 use pagetide_bench::progress::Quiet;
-use pagetide_bench::report;
+use pagetide_bench::report::{self, Report};
 use pagetide_bench::rounds::Environment;
 use pagetide_bench::timing::Timing;
 use pagetide_bench::told;
@@ -149,7 +149,7 @@ fn shmem_minor() {
         return;
     };
     check(&report, 64, false);
-    let page = report::html(&report).expect("a page");
+    let page = report.html().expect("a page");
     assert!(page.contains("</html>"));
     let json = report::json(&report).expect("JSON");
     assert!(report::from_json(&json).expect("the same JSON") == report);

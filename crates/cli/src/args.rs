@@ -1,7 +1,6 @@
 //! The command line: what it takes, and what it says about it.
 
 use std::fmt::Display;
-use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -9,6 +8,8 @@ use clap::{Args, Parser, Subcommand};
 use pagetide_bench::paging::{Access, Delivery, Mode, Order, Plan, Uffds};
 use pagetide_bench::units::ByteSize;
 use pagetide_memory::Backing;
+
+use crate::measuring::ResultArguments;
 
 /// Page the memory of KVM virtual machines in, and measure it.
 #[derive(Debug, Parser)]
@@ -61,6 +62,16 @@ pub(crate) enum Bench {
     /// and a page, a drawing and the data in files.
     #[command(after_long_help = crate::memslots::EXAMPLES)]
     Memslots(crate::memslots::MemslotsArguments),
+    /// How fast second-stage tables fill before vCPUs ask, and what that saves the guest
+    ///
+    /// After a restore or a migration the host has a virtual machine's memory, and each first access
+    /// of a vCPU to a page leaves the guest. Measured are the time until all vCPUs have written to
+    /// all memory, with and without the population before it, the population's rate, and the faults
+    /// that vCPUs took, by KVM's own count. All series run interleaved, several times; the content
+    /// of memory is verified after every run. The result is a table on standard output, and a page,
+    /// a drawing and the data in files.
+    #[command(after_long_help = crate::populate::EXAMPLES)]
+    Populate(crate::populate::PopulateArguments),
 }
 
 const EXAMPLES: &str = "\
@@ -174,22 +185,8 @@ pub(crate) struct PagingArguments {
     #[arg(long)]
     pin: bool,
 
-    /// Directory for paging.html, paging.svg and paging.json; is made if need be
-    #[arg(long, value_name = "DIR", default_value = "target/pagetide")]
-    pub(crate) out: PathBuf,
-
-    /// Print the result as JSON instead of a table
-    #[arg(long)]
-    pub(crate) json: bool,
-
-    /// Show no progress
-    #[arg(long, short)]
-    pub(crate) quiet: bool,
-
-    /// For scripts that repeat this command when its virtual machine is lost: how often that
-    /// happened so far. It is stated in the result
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub(crate) lost_runs: u32,
+    #[command(flatten)]
+    pub(crate) result: ResultArguments,
 }
 
 impl PagingArguments {
@@ -218,7 +215,7 @@ fn default() -> Plan {
     Plan::default()
 }
 
-const BACKINGS: [&str; 5] = {
+pub(crate) const BACKINGS: [&str; 5] = {
     let mut names = [""; 5];
     let mut index = 0;
     while index < names.len() {

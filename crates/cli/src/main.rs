@@ -8,6 +8,7 @@ mod failure;
 mod measuring;
 mod memslots;
 mod paging;
+mod populate;
 mod probe;
 
 use std::io::Write;
@@ -54,6 +55,7 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
         Command::Probe(arguments) => probe::run(arguments),
         Command::Bench(Bench::Paging(arguments)) => paging::run(arguments),
         Command::Bench(Bench::Memslots(arguments)) => memslots::run(arguments),
+        Command::Bench(Bench::Populate(arguments)) => populate::run(arguments),
     }
 }
 

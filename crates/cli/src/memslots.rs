@@ -1,17 +1,12 @@
 //! `pagetide bench memslots`.
 
-use std::path::PathBuf;
-
 use clap::Args;
 use clap::builder::ValueParser;
-use pagetide_bench::memslots::{Guest, Machines, Method, Op, Plan, run as measure};
-use pagetide_bench::report::{self, OutDir};
-use pagetide_bench::timing::Timing;
+use pagetide_bench::memslots::{Guest, Machines, Method, Op, Plan, run as measure_memslots};
 
 use crate::args::one_of;
 use crate::failure::Failure;
-use crate::measuring::{environment, start_progress};
-use crate::print;
+use crate::measuring::{ResultArguments, measure};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -75,22 +70,8 @@ pub(crate) struct MemslotsArguments {
     #[arg(long, value_name = "N", default_value_t = Plan::default().runs)]
     runs: u32,
 
-    /// Directory for memslots.html, memslots.svg and memslots.json; is made if need be
-    #[arg(long, value_name = "DIR", default_value = "target/pagetide")]
-    out: PathBuf,
-
-    /// Print the result as JSON instead of a table
-    #[arg(long)]
-    json: bool,
-
-    /// Show no progress
-    #[arg(long, short)]
-    quiet: bool,
-
-    /// For scripts that repeat this command when its virtual machine is lost: how often that
-    /// happened so far. It is stated in the result
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    lost_runs: u32,
+    #[command(flatten)]
+    result: ResultArguments,
 }
 
 fn ops() -> ValueParser {
@@ -123,28 +104,18 @@ impl MemslotsArguments {
 pub(crate) fn run(arguments: &MemslotsArguments) -> Result<(), Failure> {
     let mut plan = arguments.plan();
     plan.check().map_err(Failure::bad_input)?;
-    let timing = Timing::from_environment().map_err(Failure::bad_input)?;
     let asked = arguments.method.is_some();
-    let (mut machines, warnings) =
-        Machines::prepare(&mut plan, asked, timing).map_err(Failure::bad_input)?;
-    let mut out = OutDir::prepare(&arguments.out).map_err(Failure::bad_input)?;
-
-    let mut progress = start_progress(arguments.quiet, &warnings);
-    let environment = environment(timing, arguments.lost_runs, warnings);
-    let result = measure(&plan, &mut machines, environment, &mut *progress);
-    // The bar goes before anything else is printed.
-    drop(progress);
-    let result = result.map_err(Failure::failed)?;
-
-    report::write_memslots(&result, &mut out).map_err(Failure::failed)?;
-    let text = if arguments.json {
-        report::json(&result).map_err(Failure::failed)?
-    } else {
-        let page = out.path().join("memslots.html");
-        let table = report::memslots_table(&result, report::terminal_width());
-        format!("{table}\nPage: {}\n", page.display())
-    };
-    print(&text)
+    measure(
+        &arguments.result,
+        |timing| {
+            let prepared = Machines::prepare(&mut plan, asked, timing);
+            let (machines, warnings) = prepared.map_err(Failure::bad_input)?;
+            Ok(((plan, machines), warnings))
+        },
+        |(plan, machines), environment, progress| {
+            measure_memslots(plan, machines, environment, progress)
+        },
+    )
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use pagetide_uapi::generated as abi;
 use vmm_sys_util::ioctl::ioctl;
 
 use crate::gate::Closed;
-use crate::kick::KickTarget;
+use crate::kick::Kickable;
 use crate::plan::Plan;
 use crate::slot::SlotLayout;
 use crate::slot_calls::{Change, ListRefusal, SlotCalls, SlotChange};
@@ -51,7 +51,7 @@ pub struct Committed {
     /// Slots that were changed: each is deleted, created or given other flags. None if the
     /// transaction came to nothing; then nothing was done at all.
     pub entries: usize,
-    /// How many vCPUs were inside KVM_RUN (or another ioctl) and were kicked. Others were kept
+    /// How many vCPUs were inside KVM_RUN (or another ioctl), or threads populating, and were kicked. Others were kept
     /// from entering, and are not counted. 0 except for [`Method::Quiesce`].
     pub kicked: usize,
     /// How long vCPUs were kept from the guest at most: from the moment when the gate was closed
@@ -169,18 +169,16 @@ fn publish(vm: &Inner, layout: SlotLayout) {
 }
 
 /// Stops every vCPU outside its ioctls.
-fn quiesce(vm: &Inner) -> Closed<'_, KickTarget> {
+fn quiesce(vm: &Inner) -> Closed<'_, dyn Kickable> {
     vm.gate().close(|inside, before| {
         // Whoever has taken its seat and not begun KVM_RUN sees this flag there.
         for target in inside {
-            target.page.set_immediate_exit(true);
+            target.stop_early();
         }
-        if before == 0 && vm.capabilities().kick_vcpus && kick_vcpus(vm) {
-            return;
-        }
+        let kicked = before == 0 && vm.capabilities().kick_vcpus && kick_vcpus(vm);
         // There is no such ioctl, or it does not reach somebody: one who sleeps in the kernel, or
         // is in another ioctl than KVM_RUN.
-        for target in inside {
+        for target in inside.iter().filter(|target| !(kicked && target.is_vcpu())) {
             target.signal();
         }
     })

@@ -1,7 +1,8 @@
-//! The gate in front of a VM's vCPU ioctls: how a slot transaction knows that no vCPU is inside.
+//! The gate in front of a VM's vCPU ioctls: how a slot transaction knows that no vCPU is inside, and
+//! nobody who fills stage-2 tables either.
 //!
-//! Each vCPU has one [`Seat`], one atomic word: how many ioctls of the vCPU are in flight, and one
-//! bit, CLOSED. Everything that matters is decided by the order of changes to that one word, which
+//! Each vCPU has one [`Seat`], and so has each population ([`crate::populate`]), which the table
+//! calls a vCPU as well. A seat is one atomic word: how many ioctls are in flight, and one bit, CLOSED. Everything that matters is decided by the order of changes to that one word, which
 //! all threads agree on; no reasoning about two variables is needed.
 //!
 //! | who | does | when |
@@ -87,7 +88,7 @@ pub(crate) trait Occupant: Send + Sync {
 }
 
 #[derive(Debug)]
-struct State<O> {
+struct State<O: ?Sized> {
     occupants: Vec<Weak<O>>,
     closed: bool,
     /// Threads that wait for the gate to open.
@@ -98,7 +99,7 @@ struct State<O> {
 
 /// The gate of one VM.
 #[derive(Debug)]
-pub(crate) struct Gate<O> {
+pub(crate) struct Gate<O: ?Sized> {
     state: Mutex<State<O>>,
     /// Somebody left a closed seat, or the last admitted thread entered: for committers.
     left: Condvar,
@@ -106,7 +107,7 @@ pub(crate) struct Gate<O> {
     opened: Condvar,
 }
 
-impl<O> Default for Gate<O> {
+impl<O: ?Sized> Default for Gate<O> {
     fn default() -> Self {
         Self {
             state: Mutex::new(State {
@@ -121,8 +122,8 @@ impl<O> Default for Gate<O> {
     }
 }
 
-impl<O: Occupant> Gate<O> {
-    /// Gives a new vCPU its seat, closed if the gate is.
+impl<O: Occupant + ?Sized> Gate<O> {
+    /// Gives a new vCPU or population its seat, closed if the gate is.
     pub(crate) fn add(&self, occupant: &Arc<O>) {
         let mut state = self.state();
         if state.closed {
@@ -241,7 +242,7 @@ impl<O: Occupant> Gate<O> {
     }
 }
 
-fn wait<'state, O>(
+fn wait<'state, O: ?Sized>(
     condition: &Condvar,
     state: MutexGuard<'state, State<O>>,
 ) -> MutexGuard<'state, State<O>> {
@@ -252,15 +253,15 @@ fn wait<'state, O>(
 
 /// A closed gate with nobody inside. Dropping it opens the gate.
 #[derive(Debug)]
-pub(crate) struct Closed<'gate, O: Occupant> {
+pub(crate) struct Closed<'gate, O: Occupant + ?Sized> {
     gate: &'gate Gate<O>,
-    /// How many vCPUs were inside when the gate was closed, and were kicked.
+    /// How many vCPUs and populations were inside when the gate was closed, and were kicked.
     pub(crate) found_inside: usize,
     /// When it was closed.
     pub(crate) since: Instant,
 }
 
-impl<O: Occupant> Drop for Closed<'_, O> {
+impl<O: Occupant + ?Sized> Drop for Closed<'_, O> {
     fn drop(&mut self) {
         let mut state = self.gate.state();
         for occupant in state.occupants.iter().filter_map(Weak::upgrade) {

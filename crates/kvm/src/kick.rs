@@ -8,9 +8,11 @@
 //! There are two kinds. A caller's kick ([`VcpuKick`]) is remembered in `pending` and becomes
 //! [`Exit::Interrupted`](crate::Exit::Interrupted). A slot transaction's kick is not remembered:
 //! KVM_RUN returns, and [`BoundVcpu::run`](crate::BoundVcpu::run) waits at the gate and enters
-//! again.
+//! again. A population ([`crate::populate`]) is kicked by the signal alone: it looks for nothing
+//! that could be missed, and whoever waits for it sends the signal again.
 
 use std::ffi::c_void;
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -41,6 +43,49 @@ pub(crate) fn install_handler() -> Result<(), std::io::Error> {
         .map_err(std::io::Error::from_raw_os_error)
 }
 
+/// Who has a seat at a VM's gate, and how a slot transaction makes it leave.
+pub(crate) trait Kickable: Occupant + Debug {
+    /// Makes the next KVM_RUN return at once, if that is what it does.
+    fn stop_early(&self) {}
+
+    /// Whether KVM_KICK_VCPUS reaches it.
+    fn is_vcpu(&self) -> bool {
+        false
+    }
+
+    /// Sends the signal, if a thread is there to get it.
+    fn signal(&self);
+}
+
+/// The thread that kicks are sent to. Held while the signal is sent, so that the thread cannot end,
+/// and its number go to another one, between the look and the signal.
+#[derive(Debug, Default)]
+pub(crate) struct KickedThread(Mutex<Option<Pid>>);
+
+impl KickedThread {
+    pub(crate) fn set(&self, thread: Option<Pid>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = thread;
+    }
+
+    pub(crate) fn signal(&self) {
+        let thread = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(thread) = *thread {
+            let process = rustix::process::getpid().as_raw_nonzero().get();
+            // A failure means that the thread is ending, which serves as well.
+            // SAFETY: tgkill takes three numbers and touches no memory of ours; the handler that
+            // install_handler() put in place before any thread was set does nothing.
+            unsafe {
+                libc::syscall(
+                    libc::SYS_tgkill,
+                    process,
+                    thread.as_raw_nonzero().get(),
+                    kick_signal(),
+                );
+            }
+        }
+    }
+}
+
 /// What a vCPU and the kicks for it share.
 #[derive(Debug)]
 pub(crate) struct KickTarget {
@@ -53,9 +98,8 @@ pub(crate) struct KickTarget {
     /// late: the next KVM_RUN may be interrupted once on its account. Only for whoever holds the
     /// vCPU, hence without any ordering.
     late_kick: AtomicBool,
-    /// The thread that runs the vCPU now. Held while the signal is sent, so that the thread cannot
-    /// end, and its number go to another one, between the look and the signal.
-    thread: Mutex<Option<Pid>>,
+    /// The thread that runs the vCPU now.
+    thread: KickedThread,
 }
 
 impl Occupant for KickTarget {
@@ -71,12 +115,12 @@ impl KickTarget {
             page,
             pending: AtomicBool::new(false),
             late_kick: AtomicBool::new(false),
-            thread: Mutex::new(None),
+            thread: KickedThread::default(),
         }
     }
 
     pub(crate) fn set_thread(&self, thread: Option<Pid>) {
-        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = thread;
+        self.thread.set(thread);
     }
 
     /// Takes note that KVM_RUN was interrupted; whether a caller had kicked. For the vCPU's thread.
@@ -105,24 +149,19 @@ impl KickTarget {
             self.page.set_immediate_exit(true);
         }
     }
+}
 
-    /// Sends the signal, if a thread runs the vCPU.
-    pub(crate) fn signal(&self) {
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(thread) = *thread {
-            let process = rustix::process::getpid().as_raw_nonzero().get();
-            // A failure means that the thread is ending, which serves as well.
-            // SAFETY: tgkill takes three numbers and touches no memory of ours; the handler that
-            // install_handler() put in place before any thread was set does nothing.
-            unsafe {
-                libc::syscall(
-                    libc::SYS_tgkill,
-                    process,
-                    thread.as_raw_nonzero().get(),
-                    kick_signal(),
-                );
-            }
-        }
+impl Kickable for KickTarget {
+    fn stop_early(&self) {
+        self.page.set_immediate_exit(true);
+    }
+
+    fn is_vcpu(&self) -> bool {
+        true
+    }
+
+    fn signal(&self) {
+        self.thread.signal();
     }
 }
 
@@ -142,6 +181,6 @@ impl VcpuKick {
     pub fn kick(&self) {
         self.target.pending.store(true, Ordering::SeqCst);
         self.target.page.set_immediate_exit(true);
-        self.target.signal();
+        self.target.thread.signal();
     }
 }

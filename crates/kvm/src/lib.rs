@@ -4,6 +4,7 @@
 //! `kvm-ioctls` does the ioctls that it has. What is here is what it lacks: EHWPOISON and the
 //! access bits of `KVM_EXIT_MEMORY_FAULT`, the slot flag `KVM_MEM_ABSENT_MAPPING_FAULT`,
 //! `KVM_PRE_FAULT_MEMORY`, kicks, errors that name the slot, the range and the capability, and
+//! population of stage-2 tables ([`Vm::populate`], [`Populator`]), statistics ([`Stats`]), and
 //! [`SlotTransaction`]: changes of several slots that no vCPU sees half done, by
 //! `KVM_SET_USER_MEMORY_REGION_LIST` or by stopping every vCPU (`docs/design/slot-transactions.md`).
 //!
@@ -30,11 +31,13 @@ mod fault;
 mod gate;
 mod kick;
 mod plan;
+mod populate;
 mod pre_fault;
 mod registers;
 mod run_page;
 mod slot;
 mod slot_calls;
+mod stats;
 mod system;
 mod transaction;
 mod vcpu;
@@ -45,8 +48,13 @@ pub use exit::Exit;
 pub use fault::{Access, FaultExit};
 pub use kick::{VcpuKick, kick_signal};
 pub use plan::PlanError;
+pub use populate::{
+    PopulateError, PopulateFlags, Populated, Population, PopulationError, PopulationProgress,
+    Populator, PopulatorMethod, Unfinished, WorkerError,
+};
 pub use pre_fault::PreFaultError;
 pub use slot::{Slot, SlotError, SlotFlags, SlotLayout};
+pub use stats::{Stats, StatsError};
 pub use system::{Kvm, OpenError};
 pub use transaction::{SlotRef, SlotTransaction};
 pub use vcpu::{BindError, BoundVcpu, RunError, Vcpu};

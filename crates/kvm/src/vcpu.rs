@@ -12,7 +12,7 @@ use vmm_sys_util::ioctl_io_nr;
 
 use crate::exit::Exit;
 use crate::gate::Occupant;
-use crate::kick::{self, KickTarget, VcpuKick};
+use crate::kick::{self, KickTarget, Kickable, VcpuKick};
 use crate::vm::Inner;
 
 // The number of KVM_RUN; kvm-ioctls has it, but keeps it to itself.
@@ -85,7 +85,8 @@ pub struct Vcpu {
 impl Vcpu {
     pub(crate) fn new(id: u32, fd: VcpuFd, kick: KickTarget, vm: Arc<Inner>) -> Self {
         let kick = Arc::new(kick);
-        vm.gate().add(&kick);
+        let occupant: Arc<dyn Kickable> = kick.clone();
+        vm.gate().add(&occupant);
         Self { id, fd, kick, vm }
     }
 
@@ -130,6 +131,11 @@ impl Vcpu {
             vcpu: self,
             this_thread: PhantomData,
         })
+    }
+
+    /// What a signal can be sent to.
+    pub(crate) fn kickable(&self) -> Arc<dyn Kickable> {
+        self.kick.clone()
     }
 
     /// Does one ioctl with no slot transaction's update going on. `call` is this crate's own code

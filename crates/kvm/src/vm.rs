@@ -9,7 +9,7 @@ use pagetide_memory::Region;
 use pagetide_uapi::generated as abi;
 
 use crate::gate::Gate;
-use crate::kick::KickTarget;
+use crate::kick::{KickTarget, Kickable};
 use crate::os_error;
 use crate::run_page::RunPage;
 use crate::slot::{Slot, SlotError, SlotFlags, SlotLayout};
@@ -66,6 +66,8 @@ pub struct Capabilities {
     /// KVM_CAP_SET_USER_MEMORY_REGION_LIST: many slots change at once, and nobody sees a step in
     /// between.
     pub slot_list: bool,
+    /// KVM_CAP_POPULATE_MEMORY: any thread may fill the stage-2 tables that all vCPUs share.
+    pub populate_memory: bool,
     /// KVM_CAP_KICK_VCPUS: one call makes all vCPUs leave the guest.
     pub kick_vcpus: bool,
     /// KVM_CAP_NR_MEMSLOTS: how many slots a VM may have.
@@ -82,6 +84,7 @@ impl Capabilities {
             pre_fault_memory: has(abi::KVM_CAP_PRE_FAULT_MEMORY),
             user_memory2: has(abi::KVM_CAP_USER_MEMORY2),
             slot_list: has(abi::KVM_CAP_SET_USER_MEMORY_REGION_LIST),
+            populate_memory: has(abi::KVM_CAP_POPULATE_MEMORY),
             kick_vcpus: has(abi::KVM_CAP_KICK_VCPUS),
             // The kernel's documentation: 32 where the capability is missing.
             slots: u32::try_from(value(KVM_CAP_NR_MEMSLOTS))
@@ -106,7 +109,7 @@ pub(crate) struct Inner {
     updates: Mutex<()>,
     /// What the kernel has. Changed only by the holder of `updates`.
     slots: Mutex<SlotLayout>,
-    gate: Gate<KickTarget>,
+    gate: Gate<dyn Kickable>,
 }
 
 impl Inner {
@@ -118,7 +121,7 @@ impl Inner {
         &self.capabilities
     }
 
-    pub(crate) fn gate(&self) -> &Gate<KickTarget> {
+    pub(crate) fn gate(&self) -> &Gate<dyn Kickable> {
         &self.gate
     }
 
@@ -318,7 +321,6 @@ impl Vm {
         Ok(old.region)
     }
 
-    #[cfg(test)]
     pub(crate) fn inner(&self) -> &Inner {
         &self.inner
     }

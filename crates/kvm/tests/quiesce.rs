@@ -8,43 +8,17 @@ mod guest;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use guest::{
-    DATA, DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, REPORT, ROUND, Word, whole_methods,
+    DATA, DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, REPORT, ROUND, Word, toggle,
+    wait_until, whole_methods,
 };
 use pagetide_kvm::{Exit, Method, PreFaultError, SlotFlags};
 use pagetide_memory::Backing;
 use pagetide_uapi::userfaultfd::{
     Event, EventBuffer, Features, Mode, UserRange, Userfaultfd, Wake,
 };
-
-/// Splits a slot in the middle, or merges two that were split; returns what it is now.
-fn toggle(machine: &Machine, method: Method, slots: &[u32]) -> Vec<u32> {
-    let mut transaction = machine.vm.transaction();
-    let made = match *slots {
-        [whole] => {
-            let half = machine.vm.slot(whole).expect("it is there").range.bytes() / 2;
-            transaction.split(whole, half).to_vec()
-        }
-        [one, other] => vec![transaction.merge(one, other)],
-        _ => panic!("one slot or two"),
-    };
-    let done = transaction
-        .commit_with(method)
-        .unwrap_or_else(|error| panic!("{error}"));
-    made.iter()
-        .map(|slot| done.slot(*slot).expect("it was made"))
-        .collect()
-}
-
-fn wait_until(what: &str, is: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !is() {
-        assert!(start.elapsed() < LIMIT, "{what} takes too long");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
 
 /// Each vCPU's own thread changes the slot that its guest walks, in its exit handler.
 #[test]

@@ -20,6 +20,9 @@ pub struct MachineConfig {
     /// Whether every vCPU walks all of the data memory (`vcpus * per_vcpu_bytes`) instead of its
     /// own share, so that vCPUs meet at the same pages.
     pub overlap: bool,
+    /// Leaves room for workloads in which the first vCPU walks all of the data region
+    /// ([`Workload::alone`](crate::Workload::alone)).
+    pub alone: bool,
     /// Bytes from one touched page to the next; None for the backing's page size. A multiple of 8
     /// that divides the walked range.
     pub stride_bytes: Option<u64>,
@@ -117,6 +120,7 @@ impl MachineConfig {
             per_vcpu_bytes,
             backing: Backing::Shmem,
             overlap: false,
+            alone: false,
             stride_bytes: None,
             pin: false,
             slot_flags: SlotFlags::default(),
@@ -156,11 +160,19 @@ impl MachineConfig {
 
     /// What a vCPU walks.
     pub(crate) fn walk(&self, vcpu: u32) -> Walk {
-        let (offset, bytes) = if self.overlap {
-            (0, self.per_vcpu_bytes * u64::from(self.vcpus))
-        } else {
-            (self.per_vcpu_bytes * u64::from(vcpu), self.per_vcpu_bytes)
-        };
+        if self.overlap {
+            return self.walk_alone();
+        }
+        let offset = self.per_vcpu_bytes * u64::from(vcpu);
+        self.walk_over(offset, self.per_vcpu_bytes)
+    }
+
+    /// What a vCPU walks that walks everything.
+    pub(crate) fn walk_alone(&self) -> Walk {
+        self.walk_over(0, self.per_vcpu_bytes * u64::from(self.vcpus))
+    }
+
+    fn walk_over(&self, offset: u64, bytes: u64) -> Walk {
         let stride_bytes = self
             .stride_bytes
             .unwrap_or(self.backing.page_size().bytes())
@@ -206,7 +218,7 @@ impl MachineConfig {
                 limit: gpa_limit,
             });
         }
-        let range_bytes = if self.overlap {
+        let range_bytes = if self.overlap || self.alone {
             bytes
         } else {
             self.per_vcpu_bytes

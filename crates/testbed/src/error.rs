@@ -28,6 +28,9 @@ pub enum MachineError {
     /// No vCPU.
     #[error(transparent)]
     CreateVcpu(#[from] CreateVcpuError),
+    /// A workload for one vCPU alone, in a machine whose latency logs are too small for it.
+    #[error("a vCPU cannot walk all of memory alone in a machine that was not made for it")]
+    NoRoomAlone,
     /// A memory slot was refused.
     #[error(transparent)]
     Slot(#[from] SlotError),

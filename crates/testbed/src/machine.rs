@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use pagetide_kvm::{Capabilities, Kvm, SlotError, SlotFlags, Vcpu, Vm};
+use pagetide_kvm::{Capabilities, Kvm, Populator, SlotError, SlotFlags, StatsError, Vcpu, Vm};
 use pagetide_memory::{GuestAddress, Region};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
@@ -13,6 +13,7 @@ use crate::control::Stopper;
 use crate::error::MachineError;
 use crate::layout::{DATA_GPA, DATA_SLOT, LOW_SLOT};
 use crate::low_memory::LowMemory;
+use crate::stage_two::StageTwo;
 
 /// A VM with its memory and vCPUs.
 #[derive(Debug)]
@@ -113,6 +114,20 @@ impl Machine {
     #[must_use]
     pub fn capabilities(&self) -> &Capabilities {
         self.vm.capabilities()
+    }
+
+    /// What populates this machine's memory; its vCPUs are idle between runs.
+    #[must_use]
+    pub fn populator(&mut self) -> Populator<'_> {
+        Populator::new(&self.vm).idle_vcpus(self.vcpus.iter_mut().flatten())
+    }
+
+    /// What KVM counts of this machine's stage-2 tables.
+    ///
+    /// # Errors
+    /// KVM's statistics cannot be had.
+    pub fn stage_two(&self) -> Result<StageTwo, StatsError> {
+        StageTwo::read(&self.vm, self.vcpus.iter().flatten())
     }
 
     /// A handle that stops this machine's runs from outside.

@@ -8,6 +8,7 @@ use pagetide_kvm::Vcpu;
 use pagetide_memory::GuestAddress;
 
 use crate::arch;
+use crate::config::Walk;
 use crate::control::Control;
 use crate::error::MachineError;
 use crate::guest::{Field, Mode};
@@ -39,12 +40,14 @@ impl Machine {
     ) -> Result<RunOutcome, RunFailure> {
         let not_ready = |error| RunFailure::before_start(FailureCause::Machine(error));
         self.reset(workload).map_err(not_ready)?;
-        let kicks = self.vcpus.iter().flatten().map(Vcpu::kick_handle).collect();
+        let walkers = if workload.alone { 1 } else { self.vcpus.len() };
+        let vcpus = self.vcpus.iter().take(walkers).flatten();
+        let kicks = vcpus.map(Vcpu::kick_handle).collect();
         let control = Arc::new(Control::new(handler, kicks));
         self.stopper
             .begin(&control)
             .map_err(|cause| RunFailure::before_start(FailureCause::Stopped(cause)))?;
-        let threads = self.start(&control);
+        let threads = self.start(&control, workload, walkers);
         let all_ended = self.supervise(&control, threads.len());
         self.stopper.end();
         let (mut ended, lost) = collect(threads, all_ended);
@@ -73,7 +76,18 @@ impl Machine {
             vcpu.forget_kicks();
             arch::reset(vcpu, self.low.layout())?;
         }
+        if workload.alone && !self.config.alone {
+            return Err(MachineError::NoRoomAlone);
+        }
         (0..self.config.vcpus).try_for_each(|vcpu| self.set_parameters(vcpu, workload))
+    }
+
+    fn walk(&self, vcpu: u32, workload: &Workload) -> Walk {
+        if workload.alone {
+            self.config.walk_alone()
+        } else {
+            self.config.walk(vcpu)
+        }
     }
 
     fn set_parameters(&self, vcpu: u32, workload: &Workload) -> Result<(), MachineError> {
@@ -83,7 +97,7 @@ impl Machine {
             Touch::Write(seed) => (Mode::Write, seed.get(), pattern::MULTIPLIER),
             Touch::Spin => (Mode::Spin, 0, 0),
         };
-        let walk = self.config.walk(vcpu);
+        let walk = self.walk(vcpu, workload);
         let permutation = workload.order.permutation(walk.pages, vcpu);
         let layout = self.low.layout();
         let fields = [
@@ -112,16 +126,24 @@ impl Machine {
             .try_for_each(|(field, value)| self.low.set_field(vcpu, field, value))
     }
 
-    /// Starts a thread for each vCPU. If that fails, the run has failed and the rest, which would
+    /// Starts a thread for each of the first `walkers` vCPUs. If that fails, the run has failed and the rest, which would
     /// only wait for each other, is not started.
-    fn start(&mut self, control: &Arc<Control>) -> Vec<Thread> {
+    fn start(
+        &mut self,
+        control: &Arc<Control>,
+        workload: &Workload,
+        walkers: usize,
+    ) -> Vec<Thread> {
         let mut threads = Vec::new();
-        for (id, seat) in (0..).zip(&mut self.vcpus) {
-            let Some(vcpu) = seat.take() else { continue };
+        for (id, place) in (0..).zip(0..walkers) {
+            let pages = self.walk(id, workload).pages.get();
+            let Some(vcpu) = self.vcpus.get_mut(place).and_then(Option::take) else {
+                continue;
+            };
             let job = Job {
                 control: Arc::clone(control),
                 low: Arc::clone(&self.low),
-                pages: self.config.walk(id).pages.get(),
+                pages,
                 cpu: self.cpus.get(id as usize % self.cpus.len().max(1)).copied(),
             };
             let body = move || vcpu_thread::run(vcpu, &job);

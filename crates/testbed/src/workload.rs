@@ -28,6 +28,9 @@ pub struct Workload {
     /// Where all vCPUs walk instead of in the data region, for tests of what happens where there
     /// is no memory (MMIO) or no page table entry (an exception).
     pub elsewhere: Option<GuestAddress>,
+    /// Only the first vCPU walks, and it walks all of the data region; the machine must have been
+    /// made for that ([`MachineConfig::alone`](crate::MachineConfig::alone)).
+    pub alone: bool,
 }
 
 impl Workload {
@@ -38,6 +41,16 @@ impl Workload {
             touch,
             order,
             elsewhere: None,
+            alone: false,
+        }
+    }
+
+    /// The same walk by the first vCPU, over everything.
+    #[must_use]
+    pub const fn alone(self) -> Self {
+        Self {
+            alone: true,
+            ..self
         }
     }
 }

@@ -95,7 +95,7 @@ impl Probe {
 }
 
 /// KVM capabilities: name, number, what is used instead.
-const KVM_CAPABILITIES: [(&str, u32, &str); 6] = [
+const KVM_CAPABILITIES: [(&str, u32, &str); 7] = [
     (
         "KVM_CAP_USER_MEMORY2",
         abi::KVM_CAP_USER_MEMORY2,
@@ -120,6 +120,11 @@ const KVM_CAPABILITIES: [(&str, u32, &str); 6] = [
         "KVM_CAP_SET_USER_MEMORY_REGION_LIST",
         abi::KVM_CAP_SET_USER_MEMORY_REGION_LIST,
         "memory slots change while every vCPU is stopped outside KVM_RUN",
+    ),
+    (
+        "KVM_CAP_POPULATE_MEMORY",
+        abi::KVM_CAP_POPULATE_MEMORY,
+        "KVM_PRE_FAULT_MEMORY by idle vCPUs, else MADV_POPULATE_WRITE on the host's side",
     ),
     (
         "KVM_CAP_KICK_VCPUS",

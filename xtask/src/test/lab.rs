@@ -49,6 +49,11 @@ const MEMSLOTS: [&str; 11] = [
     "target/pagetide/smoke-memslots",
 ];
 
+/// A benchmark of population that is only long enough to take every path, on any kernel.
+const POPULATE: [&str; 9] = [
+    "pagetide", "bench", "populate", "--vcpus", "1,2", "--memory", "4M", "--runs", "1",
+];
+
 /// What one job of a VM is.
 enum Kind {
     Selftest(Selftest),
@@ -58,7 +63,13 @@ enum Kind {
 }
 
 /// Test programs with tests that only a kernel without our series can run: what it refuses.
-const REFUSALS: [&str; 3] = ["cli/command", "kvm/slots", "testbed/exits"];
+const REFUSALS: [&str; 5] = [
+    "cli/command",
+    "kvm/populate",
+    "kvm/populator",
+    "kvm/slots",
+    "testbed/exits",
+];
 
 /// The patched kernel: selftests, the crates' tests, a short benchmark. `tally` has what this
 /// machine ran, if `host_ran`.
@@ -74,6 +85,8 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
     jobs.push(command(paths, "pagetide probe", &["pagetide", "probe"]));
     jobs.push(bench(paths, "uffd,exit", "smoke"));
     jobs.push(command(paths, "pagetide bench memslots", &MEMSLOTS));
+    let huge = ["--backing", "shmem,hugetlb-2m"];
+    jobs.push(populate(paths, &huge, "smoke-populate"));
     let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
     args.memory = "4G".into();
@@ -110,6 +123,7 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
         jobs.push(test_program(program.clone()));
     }
     jobs.push(bench(paths, "uffd", "smoke-stock"));
+    jobs.push(populate(paths, &[], "smoke-stock"));
     let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
     run("stock", &args, &jobs, paths, tally)
@@ -171,6 +185,13 @@ fn command(paths: &Paths, name: &'static str, words: &[&str]) -> (Kind, Job) {
         timeout: Some(JOB_TIMEOUT),
     };
     (Kind::Command(name), job)
+}
+
+/// [`POPULATE`] with more arguments.
+fn populate(paths: &Paths, more: &[&str], out: &str) -> (Kind, Job) {
+    let out = format!("target/pagetide/{out}");
+    let words = [&POPULATE, more, &["--out", &out]].concat();
+    command(paths, "pagetide bench populate", &words)
 }
 
 /// A benchmark that is only long enough to take every path.

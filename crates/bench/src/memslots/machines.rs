@@ -15,6 +15,7 @@ use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot,
 use super::plan::{Guest, Method, Plan, Series};
 use super::rig::{Job, Rig, Sample};
 use crate::latency::{LatencyLog, LatencyLogError};
+use crate::machine::stall_timeout;
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
@@ -161,7 +162,6 @@ impl Machines {
                 most: kvm.max_vcpus(),
             });
         }
-        let stall_timeout = Duration::from_secs(if timing.may_lose_runs() { 20 } else { 60 });
         let metronome = match timing {
             Timing::Instructions => Metronome::start(METRONOME_NS)
                 .inspect_err(|error| {
@@ -174,7 +174,7 @@ impl Machines {
             _ => None,
         };
         let machines = Self {
-            stall_timeout,
+            stall_timeout: stall_timeout(timing),
             _metronome: metronome,
         };
         drop(

@@ -4,7 +4,7 @@ use super::*;
 use crate::facts::Facts;
 use crate::memslots::{Guest, Method};
 use crate::progress::Quiet;
-use crate::report;
+use crate::report::{self, Report};
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
@@ -105,7 +105,7 @@ fn every_form_has_the_figures() {
     })
     .unwrap();
     assert!(!report.knows_stolen_time);
-    let table = report::memslots_table(&report, None);
+    let table = report.table(None);
     for wanted in [
         "split by quiesce",
         "4.0",
@@ -118,8 +118,8 @@ fn every_form_has_the_figures() {
     let json = report::json(&report).unwrap();
     let back: MemslotsReport = serde_json::from_str(&json).unwrap();
     assert!(back == report);
-    let page = report::memslots_html(&report).unwrap();
+    let page = report.html().unwrap();
     assert!(page.contains("</html>") && page.matches("<svg").count() == 4);
     assert!(!page.contains("src=\"http") && !page.contains("href=\"http"));
-    assert!(report::memslots_svg(&report).unwrap().starts_with("<svg"));
+    assert!(report.svg().unwrap().starts_with("<svg"));
 }

@@ -3,24 +3,23 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pagetide_kvm::{Exit, Kvm, SlotFlags};
-use pagetide_memory::{
-    AccessError, Backing, GuestAddress, PageIndex, PageRange, PopulateAccess, Region,
-};
+use pagetide_kvm::{Kvm, SlotFlags};
+use pagetide_memory::{PageIndex, PageRange, PopulateAccess, Region};
 use pagetide_testbed::{
-    self as testbed, Content, Expected, FailureCause, FaultHandler, Machine, MachineConfig,
-    MachineError, NoFaults, RunOutcome, Seed, Touch, Workload, pattern,
+    self as testbed, Content, Expected, FaultHandler, Machine, MachineConfig, MachineError,
+    NoFaults, RunOutcome, Touch, Workload,
 };
 use pagetide_uapi::host::{HugepagePool, available_bytes};
 use pagetide_uapi::userfaultfd::{Features, OpenError, Userfaultfd};
 
-use super::limits;
 use super::pages::{Counted, Paging};
 use super::plan::{Access, Delivery, Mode, Order, Plan, Series};
 use super::preflight::{self, Host, Missing, Pool};
 use super::rig::{Job, Rig, Sample};
 use crate::facts::thp_shmem;
 use crate::latency::LatencyLog;
+use crate::limits;
+use crate::machine::{Seeds, fill, run_failure, stall_timeout};
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
@@ -100,10 +99,9 @@ impl Machines {
             descriptors: limits::raise_descriptors(),
         };
         let warnings = preflight::check(plan, &host)?;
-        // In parallel mode a run that stands still for this long is lost for good; elsewhere a host
-        // under load must not be taken for a hang.
-        let stall_timeout = Duration::from_secs(if timing.may_lose_runs() { 20 } else { 60 });
-        let machines = Self { stall_timeout };
+        let machines = Self {
+            stall_timeout: stall_timeout(timing),
+        };
         let (vcpus, exits) = (plan.most_vcpus(), plan.deliveries.contains(&Delivery::Exit));
         drop(
             Machine::new(machines.config(plan, vcpus, exits))
@@ -127,25 +125,6 @@ impl Machines {
     }
 }
 
-/// What memory is paged in with, and what the guest writes over it.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Seeds {
-    pub(super) paged: Seed,
-    written: Seed,
-}
-
-impl Seeds {
-    /// Those of a run; no two runs share one, nor does a run's own pair.
-    fn of(job: &Job<'_>) -> Self {
-        // Seeds are made odd, so the lowest bit tells nothing apart.
-        let base = job.seed << 2;
-        Self {
-            paged: Seed::new(base),
-            written: Seed::new(base | 2),
-        }
-    }
-}
-
 impl Rig for Machines {
     fn run(&mut self, job: &Job<'_>) -> Result<Sample, RunFailure> {
         let Job {
@@ -154,7 +133,7 @@ impl Rig for Machines {
             series,
             ..
         } = *job;
-        let seeds = Seeds::of(job);
+        let seeds = Seeds::of(job.seed);
         let config = self.config(plan, vcpus, series.delivery == Delivery::Exit);
         let region = Arc::new(config.data_region().map_err(RunFailure::failed)?);
         if plan.mode == Mode::Minor || series.delivery == Delivery::None {
@@ -213,41 +192,6 @@ pub(super) fn page_in(
     Ok((result.map_err(run_failure)?, counted))
 }
 
-/// Tells runs that the parallel software CPU loses from those that fail. If a vCPU's thread did not
-/// come back, the run is not repeated: the lost thread would go on beside the next ones.
-fn run_failure(failure: testbed::RunFailure) -> RunFailure {
-    match *failure.cause {
-        _ if !failure.lost.is_empty() => RunFailure::failed(failure),
-        FailureCause::Stalled { .. }
-        | FailureCause::UnexpectedExit {
-            exit: Exit::Shutdown,
-            ..
-        } => RunFailure::Lost(Box::new(failure)),
-        _ => RunFailure::failed(failure),
-    }
-}
-
-/// Puts the content of all pages there: into the page cache, where there is one.
-fn fill(region: &Region, seed: Seed) -> Result<(), AccessError> {
-    let page_bytes = region.page_size().bytes();
-    let mut piece = [0; 64 << 10];
-    let mut offset = 0;
-    while offset < region.bytes() {
-        let rest = usize::try_from(region.bytes() - offset).unwrap_or(piece.len());
-        let length = rest.min(piece.len());
-        let piece = &mut piece[..length];
-        pattern::fill(GuestAddress(region.gpa().0 + offset), seed, piece);
-        let (page, within) = (PageIndex(offset / page_bytes), offset % page_bytes);
-        if region.backing() == Backing::Anonymous {
-            region.write_guest(page, within, piece)?;
-        } else {
-            region.write_service(page, within, piece)?;
-        }
-        offset += length as u64;
-    }
-    Ok(())
-}
-
 fn workload(plan: &Plan, seeds: Seeds) -> Workload {
     let touch = match plan.access {
         Access::Write => Touch::Write(seeds.written),
@@ -300,61 +244,9 @@ pub(super) fn own_pages(region: &Region, vcpus: u32, vcpu: u32) -> PageRange {
 
 #[cfg(test)]
 mod tests {
+    use pagetide_memory::{Backing, GuestAddress};
+
     use super::*;
-
-    #[test]
-    fn a_run_that_left_a_thread_behind_is_not_repeated() {
-        let stalled = |lost| testbed::RunFailure {
-            cause: Box::new(FailureCause::Stalled {
-                timeout: Duration::from_secs(20),
-            }),
-            vcpus: Vec::new(),
-            lost,
-        };
-        assert!(matches!(
-            run_failure(stalled(Vec::new())),
-            RunFailure::Lost(_)
-        ));
-        assert!(matches!(
-            run_failure(stalled(vec![1])),
-            RunFailure::Failed(_)
-        ));
-    }
-
-    #[test]
-    fn no_two_runs_share_content() {
-        let plan = Plan::default();
-        let series = Series {
-            delivery: Delivery::Uffd,
-            fault_around: 1,
-        };
-        let mut seen = std::collections::HashSet::new();
-        for seed in 0..100 {
-            let seeds = Seeds::of(&Job {
-                plan: &plan,
-                vcpus: 1,
-                series,
-                seed,
-            });
-            assert!(
-                seen.insert(seeds.paged) && seen.insert(seeds.written),
-                "{seed}"
-            );
-        }
-    }
-
-    #[test]
-    fn filling_writes_every_word() {
-        let region = Region::new(GuestAddress(1 << 32), 3 << 16, Backing::Shmem).unwrap();
-        let seed = Seed::new(77);
-        fill(&region, seed).unwrap();
-        let mut read = vec![0; 3 << 16];
-        region.read_service(PageIndex(0), 0, &mut read).unwrap();
-        for (index, word) in read.as_chunks::<8>().0.iter().enumerate() {
-            let gpa = (1 << 32) + 8 * index as u64;
-            assert_eq!(u64::from_le_bytes(*word), pattern::word(gpa, seed));
-        }
-    }
 
     #[test]
     fn vcpus_share_memory_evenly() {

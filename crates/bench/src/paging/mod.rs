@@ -1,6 +1,5 @@
 //! Demand paging: how fast absent guest memory comes in, by the way that faults are delivered.
 
-mod limits;
 mod machines;
 mod notes;
 mod pages;

@@ -2,9 +2,11 @@
 
 use std::fmt::Write;
 
-use super::chart::{self, Role, for_page};
-use super::grid::{Grid, NOTHING, bullet, extremes, lines, times};
-use super::{OutDir, ReportError, escape, html as page_parts, json};
+use super::chart::{self, Role};
+use super::document::{Document, PageParts};
+use super::grid::{Grid, NOTHING, extremes, times};
+use super::html::count;
+use super::{Report, ReportError};
 use crate::memslots::{MemslotsReport, Method, Point, Series};
 use crate::stats::Spread;
 use crate::units::{figure, float, latency, whole};
@@ -14,99 +16,58 @@ macro_rules! push {
     ($page:expr, $($rest:tt)+) => { let _ = write!($page, $($rest)+); };
 }
 
-/// The report as a table for a terminal. `width` is that of the terminal in characters; `None` lets
-/// lines be as long as they are.
-#[must_use]
-pub fn table(report: &MemslotsReport, width: Option<u16>) -> String {
-    let mut text = format!("{}\n\n{}\n", title(report), lines(&results(report), width));
-    for grid in [comparison(report), boot(report)].into_iter().flatten() {
-        text.push_str(&format!("\n{}\n", lines(&grid, width)));
+impl Report for MemslotsReport {
+    const NAME: &'static str = "memslots";
+
+    fn table(&self, width: Option<u16>) -> String {
+        document(self).terminal(width)
     }
-    text.push('\n');
-    let wrap = usize::from(width.unwrap_or(100)).clamp(40, 110);
-    for note in legend(report).iter().chain(&report.notes) {
-        text.push_str(&bullet(note, wrap));
+
+    fn svg(&self) -> Result<String, ReportError> {
+        Ok(chart::memslots::standalone(self)?)
     }
-    text.push('\n');
-    let timing = ("Timing", report.origin.timing.to_string());
-    for (name, value) in report.origin.facts.lines().into_iter().chain([timing]) {
-        text.push_str(&format!("{name:<15}{value}\n"));
+
+    fn html(&self) -> Result<String, ReportError> {
+        let parts = PageParts {
+            lead: lead(self),
+            charts: chart::memslots::all(self)?,
+            every_run: every_run(self),
+            reading: READING,
+            command: self.plan.command(),
+            data: "memslots-data",
+        };
+        document(self).page(&parts, self)
     }
-    text
 }
 
-/// The times kept as a drawing in SVG, and boots beside the published ones.
-///
-/// # Errors
-/// The drawing failed.
-pub fn svg(report: &MemslotsReport) -> Result<String, ReportError> {
-    Ok(chart::memslots::standalone(report)?)
-}
-
-/// Writes `memslots.json`, `memslots.svg` and `memslots.html` into `out`, each as a whole or not at
-/// all.
-///
-/// # Errors
-/// A drawing failed, or a file could not be written.
-pub fn write(report: &MemslotsReport, out: &mut OutDir) -> Result<(), ReportError> {
-    let files = [
-        ("memslots.json", json(report)?),
-        ("memslots.svg", svg(report)?),
-        ("memslots.html", html(report)?),
-    ];
-    for (name, content) in &files {
-        out.write(name, content)?;
-    }
-    Ok(())
-}
-
-/// The report as one HTML page that needs no other file.
-///
-/// # Errors
-/// A drawing failed, or the data is none that JSON knows.
-pub fn html(report: &MemslotsReport) -> Result<String, ReportError> {
-    let mut page = String::new();
-    let title = title(report);
-    page_parts::head(&mut page, &title);
-    page.push_str("<main>\n");
-    let about = (&report.origin.facts, report.origin.timing, report.plan.runs);
-    page_parts::header(&mut page, &title, about);
-    page_parts::warning(&mut page, report.origin.timing);
-    lead(&mut page, report);
-    page.push_str("<h2>Charts</h2>\n<div class=\"charts\">\n");
-    for drawing in chart::memslots::all(report)? {
-        push!(page, "<figure>{}</figure>\n", for_page(&drawing));
-    }
-    page.push_str("</div>\n<h2>Results</h2>\n");
-    page_parts::table(&mut page, &results(report), role);
-    for (heading, grid) in [
-        ("Quiesce over list", comparison(report)),
-        ("A boot", boot(report)),
-    ] {
-        if let Some(grid) = grid {
-            push!(page, "<h2>{heading}</h2>\n");
-            page_parts::table(&mut page, &grid, role);
-        }
-    }
-    page.push_str("<details><summary>Every run</summary>\n");
-    page_parts::table(&mut page, &every_run(report), role);
-    page.push_str(
-        "</details>\n<h2>How to read this</h2>\n<p>A virtual machine's vCPUs walk its memory while \
+const READING: &str = "\
+    A virtual machine's vCPUs walk its memory while \
          the memory slots below it change. With <b>list</b> the kernel changes all slots at once and \
          vCPUs run on. With <b>quiesce</b> every vCPU is stopped outside KVM_RUN, slots are deleted \
          and created, and the vCPUs go on. With <b>plain</b> slots are deleted and created while \
-         vCPUs run, and a guest that looks in between sees a hole.</p>\n<ul class=\"notes\">\n",
-    );
-    for note in legend(report).iter().chain(&report.notes) {
-        push!(page, "<li>{}</li>\n", escape(note));
+         vCPUs run, and a guest that looks in between sees a hole.";
+
+fn document(report: &MemslotsReport) -> Document<'_> {
+    let more = [
+        ("Quiesce over list", comparison(report)),
+        ("A boot", boot(report)),
+    ];
+    let more = more.into_iter();
+    let more = more.filter_map(|(heading, grid)| Some((heading, grid?)));
+    Document {
+        title: title(report),
+        origin: &report.origin,
+        runs: report.plan.runs,
+        tables: std::iter::once(("Results", results(report)))
+            .chain(more)
+            .collect(),
+        notes: legend(report)
+            .iter()
+            .chain(&report.notes)
+            .cloned()
+            .collect(),
+        role,
     }
-    page.push_str("</ul>\n");
-    let place = (&report.origin.facts, report.origin.timing);
-    page_parts::environment(&mut page, place, &report.plan.command());
-    page.push_str("</main>\n");
-    page_parts::data(&mut page, "memslots-data", report)?;
-    page.push_str("</body>\n</html>\n");
-    Ok(page)
 }
 
 /// What was measured, in a line.
@@ -298,11 +259,11 @@ fn legend(report: &MemslotsReport) -> Vec<String> {
 }
 
 /// The figures that people look for: how much longer quiesce keeps vCPUs.
-fn lead(page: &mut String, report: &MemslotsReport) {
+fn lead(report: &MemslotsReport) -> String {
     let Some(op) = report.ratios.first().map(|ratio| ratio.op) else {
-        return;
+        return String::new();
     };
-    page.push_str("<ul class=\"lead\" style=\"margin-bottom:14px\">\n");
+    let mut page = String::from("<ul class=\"lead\" style=\"margin-bottom:14px\">\n");
     for ratio in report.ratios.iter().filter(|ratio| ratio.op == op) {
         push!(
             page,
@@ -310,8 +271,9 @@ fn lead(page: &mut String, report: &MemslotsReport) {
              kept by quiesce as by list, {}</span></li>\n",
             chart::memslots::role(Some(Method::Quiesce)).variable(),
             times(ratio.kept_p50.paired.median),
-            page_parts::count(ratio.vcpus),
+            count(ratio.vcpus),
         );
     }
     page.push_str("</ul>\n");
+    page
 }

@@ -1,17 +1,16 @@
-//! A paging result as people and programs read it: a terminal table, JSON, SVG and one
+//! Results as people and programs read them: a terminal table, JSON, SVG and one
 //! self-contained HTML page.
 
 mod chart;
+mod document;
 mod grid;
 mod html;
 mod memslots;
 mod out;
+mod populate;
 mod probe;
 
 pub use chart::DrawError;
-pub use memslots::{
-    html as memslots_html, svg as memslots_svg, table as memslots_table, write as write_memslots,
-};
 pub use out::{OutDir, OutError};
 pub use probe::probe_table;
 
@@ -31,11 +30,43 @@ pub enum ReportError {
     Out(#[from] OutError),
 }
 
-/// The report as a table for a terminal, with what a reader must know below it. `width` is that of
-/// the terminal in characters; `None` lets lines be as long as they are.
-#[must_use]
-pub fn table(report: &PagingReport, width: Option<u16>) -> String {
-    grid::terminal(report, width)
+/// A result in all its forms.
+pub trait Report: serde::Serialize {
+    /// What its files are called.
+    const NAME: &'static str;
+
+    /// The report as a table for a terminal, with what a reader must know below it. `width` is that
+    /// of the terminal in characters; `None` lets lines be as long as they are.
+    #[must_use]
+    fn table(&self, width: Option<u16>) -> String;
+
+    /// The most telling figures as a drawing in SVG.
+    ///
+    /// # Errors
+    /// The drawing failed.
+    fn svg(&self) -> Result<String, ReportError>;
+
+    /// The report as one HTML page that needs no other file.
+    ///
+    /// # Errors
+    /// A drawing failed, or the data is none that JSON knows.
+    fn html(&self) -> Result<String, ReportError>;
+}
+
+impl Report for PagingReport {
+    const NAME: &'static str = "paging";
+
+    fn table(&self, width: Option<u16>) -> String {
+        grid::terminal(self, width)
+    }
+
+    fn svg(&self) -> Result<String, ReportError> {
+        Ok(chart::standalone(self)?)
+    }
+
+    fn html(&self) -> Result<String, ReportError> {
+        html::page(self)
+    }
 }
 
 /// The width of the terminal that standard output is, in characters; `None` if it is none.
@@ -54,22 +85,6 @@ pub fn json(report: &impl serde::Serialize) -> Result<String, ReportError> {
     Ok(text)
 }
 
-/// The rates as a drawing in SVG, ours beside the published ones.
-///
-/// # Errors
-/// The drawing failed.
-pub fn svg(report: &PagingReport) -> Result<String, ReportError> {
-    Ok(chart::standalone(report)?)
-}
-
-/// The report as one HTML page that needs no other file.
-///
-/// # Errors
-/// A drawing failed, or the data is none that JSON knows.
-pub fn html(report: &PagingReport) -> Result<String, ReportError> {
-    html::page(report)
-}
-
 /// Reads a report back from its JSON.
 ///
 /// # Errors
@@ -78,18 +93,18 @@ pub fn from_json(text: &str) -> Result<PagingReport, ReportError> {
     Ok(serde_json::from_str(text)?)
 }
 
-/// Writes `paging.json`, `paging.svg` and `paging.html` into `out`, each as a whole or not at all.
+/// Writes `NAME.json`, `NAME.svg` and `NAME.html` into `out`, each as a whole or not at all.
 ///
 /// # Errors
 /// A drawing failed, or a file could not be written.
-pub fn write(report: &PagingReport, out: &mut OutDir) -> Result<(), ReportError> {
+pub fn write<R: Report>(report: &R, out: &mut OutDir) -> Result<(), ReportError> {
     let files = [
-        ("paging.json", json(report)?),
-        ("paging.svg", svg(report)?),
-        ("paging.html", html(report)?),
+        ("json", json(report)?),
+        ("svg", report.svg()?),
+        ("html", report.html()?),
     ];
-    for (name, content) in &files {
-        out.write(name, content)?;
+    for (ending, content) in &files {
+        out.write(&format!("{}.{ending}", R::NAME), content)?;
     }
     Ok(())
 }

@@ -9,6 +9,18 @@ use crate::rounds::{BenchError, Environment, RunFailure};
 use crate::timing::Timing;
 use crate::units::{ByteSize, whole};
 
+fn table(report: &PagingReport, width: Option<u16>) -> String {
+    report.table(width)
+}
+
+fn svg(report: &PagingReport) -> Result<String, ReportError> {
+    report.svg()
+}
+
+fn html(report: &PagingReport) -> Result<String, ReportError> {
+    report.html()
+}
+
 /// Makes up runs in the shape of real ones: exits cheaper, a little noise, latencies with a tail.
 struct MadeUp;
 

@@ -38,6 +38,7 @@ const ALL: Capabilities = Capabilities {
     pre_fault_memory: true,
     user_memory2: true,
     slot_list: true,
+    populate_memory: true,
     kick_vcpus: true,
     slots: 16,
 };

@@ -13,7 +13,7 @@ use std::error::Error;
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment};
 use pagetide_kvm::{BoundVcpu, Exit, Kvm, Method, SlotFlags, Vcpu, Vm};
@@ -259,6 +259,34 @@ pub(crate) fn whole_methods(vm: &Vm) -> Vec<Method> {
             "SKIP: this kernel lacks KVM_CAP_SET_USER_MEMORY_REGION_LIST; only quiesce was tested"
         );
         vec![Method::Quiesce]
+    }
+}
+
+/// Splits a slot in the middle, or merges two that were split; returns what it is now.
+pub(crate) fn toggle(machine: &Machine, method: Method, slots: &[u32]) -> Vec<u32> {
+    let mut transaction = machine.vm.transaction();
+    let made = match *slots {
+        [whole] => {
+            let half = machine.vm.slot(whole).expect("it is there").range.bytes() / 2;
+            transaction.split(whole, half).to_vec()
+        }
+        [one, other] => vec![transaction.merge(one, other)],
+        _ => panic!("one slot or two"),
+    };
+    let done = transaction
+        .commit_with(method)
+        .unwrap_or_else(|error| panic!("{error}"));
+    made.iter()
+        .map(|slot| done.slot(*slot).expect("it was made"))
+        .collect()
+}
+
+/// Waits for something to be so.
+pub(crate) fn wait_until(what: &str, is: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is() {
+        assert!(start.elapsed() < LIMIT, "{what} takes too long");
+        thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -3,6 +3,7 @@
 mod canvas;
 mod frame;
 pub(crate) mod memslots;
+pub(crate) mod populate;
 mod scale;
 mod theme;
 

@@ -7,7 +7,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Raises the limit of open files as far as this process may, and returns what it is then; `None`
 /// if there is none.
-pub(super) fn raise_descriptors() -> Option<u64> {
+pub(crate) fn raise_descriptors() -> Option<u64> {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
@@ -22,7 +22,7 @@ pub(super) fn raise_descriptors() -> Option<u64> {
 
 /// The bytes of memory that this process's control group, and those around it, allow
 /// (`memory.max`, cgroup v2); `None` if they set no limit.
-pub(super) fn group_bytes() -> Option<u64> {
+pub(crate) fn group_bytes() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
     least(Path::new("/sys/fs/cgroup"), v2_group(&groups)?)
 }

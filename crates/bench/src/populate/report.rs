@@ -1,0 +1,316 @@
+//! The result of a population benchmark, as data. The JSON file is this, field by field;
+//! `docs/guide/benchmarks.md` documents each field.
+
+use pagetide_memory::Backing;
+use serde::{Deserialize, Serialize};
+
+use super::plan::{Method, Plan, Series};
+use super::published::Published;
+use crate::rounds::Origin;
+use crate::stats::{RatioOf, Spread};
+use crate::units::{ByteSize, float};
+
+/// Name and version of the JSON form. A field's meaning never changes under one version.
+pub const SCHEMA: &str = "pagetide.populate/1";
+
+/// The result of a population benchmark.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PopulateReport {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// Where the figures come from.
+    #[serde(flatten)]
+    pub origin: Origin,
+    /// What was measured.
+    pub plan: PlanRecord,
+    /// One entry for each number of vCPUs and series, in the plan's order.
+    pub points: Vec<Point>,
+    /// Each population compared with none, where both were measured.
+    pub ratios: Vec<Ratio>,
+    /// What others published.
+    pub published: Published,
+    /// What a reader must know to read the figures right.
+    pub notes: Vec<String>,
+}
+
+/// What was measured.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanRecord {
+    /// Numbers of vCPUs.
+    pub vcpus: Vec<u32>,
+    /// Bytes of memory of all vCPUs together.
+    pub memory_bytes: u64,
+    /// The backings' names.
+    pub backings: Vec<String>,
+    /// The methods.
+    pub methods: Vec<Method>,
+    /// Threads that populated, one series for each.
+    pub threads: Vec<u32>,
+    /// Measured rounds.
+    pub runs: u32,
+}
+
+impl From<&Plan> for PlanRecord {
+    fn from(plan: &Plan) -> Self {
+        Self {
+            vcpus: plan.vcpus.clone(),
+            memory_bytes: plan.memory.0,
+            backings: plan.backings.iter().map(ToString::to_string).collect(),
+            methods: plan.methods.clone(),
+            threads: plan.threads.clone(),
+            runs: plan.runs,
+        }
+    }
+}
+
+/// A series as the JSON form names it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct SeriesRecord {
+    backing: String,
+    method: Method,
+    threads: Option<u32>,
+}
+
+impl Serialize for Series {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let record = SeriesRecord {
+            backing: self.backing.to_string(),
+            method: self.method,
+            threads: self.threads,
+        };
+        record.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Series {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let record = SeriesRecord::deserialize(deserializer)?;
+        let backing: Backing = record.backing.parse().map_err(serde::de::Error::custom)?;
+        Ok(Self {
+            backing,
+            method: record.method,
+            threads: record.threads,
+        })
+    }
+}
+
+/// One series at one number of vCPUs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Point {
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// The series.
+    pub series: Series,
+    /// The measured runs, by round.
+    pub runs: Vec<RunRecord>,
+    /// Nanoseconds until all of memory was written to, population included.
+    pub total_ns: Spread,
+    /// Nanoseconds until all of memory was written to, from the vCPUs' release.
+    pub guest_ns: Spread,
+    /// Nanoseconds of the population; `None` without one.
+    pub population_ns: Option<Spread>,
+    /// GiB populated per second; `None` without a population.
+    pub rate_gib_per_s: Option<Spread>,
+    /// Thousand second-stage mappings made per second; `None` without a population.
+    pub rate_kmappings_per_s: Option<Spread>,
+    /// Nanoseconds per second-stage mapping: of the population, or without one of the guest.
+    pub ns_per_mapping: Option<Spread>,
+    /// Second-stage faults that vCPUs took while they wrote to everything.
+    pub exits: Spread,
+    /// Runs that were lost here and repeated.
+    pub lost_runs: u32,
+}
+
+/// One measured run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunRecord {
+    /// The round, from 1.
+    pub round: u32,
+    /// From the vCPUs' release until the last one had written to its last page.
+    pub guest_ns: u64,
+    /// The population; 0 without one.
+    pub population_ns: u64,
+    /// Threads, or vCPUs, that populated.
+    pub threads: u32,
+    /// Bytes that they dealt with: all memory slots.
+    pub populated_bytes: u64,
+    /// Second-stage mappings of 4 KiB that the population made.
+    pub mappings_4k: u64,
+    /// Those of 2 MiB.
+    pub mappings_2m: u64,
+    /// Those of 1 GiB.
+    pub mappings_1g: u64,
+    /// Second-stage mappings of any size at the end.
+    pub mappings_after: u64,
+    /// Second-stage faults that vCPUs took during the population.
+    pub population_exits: u64,
+    /// Second-stage faults that vCPUs took while they wrote to everything.
+    pub exits: u64,
+}
+
+impl RunRecord {
+    /// Population and guest together, in nanoseconds.
+    #[must_use]
+    pub fn total_ns(&self) -> u64 {
+        self.population_ns.saturating_add(self.guest_ns)
+    }
+
+    /// Mappings that the population made.
+    #[must_use]
+    pub fn mappings(&self) -> u64 {
+        self.mappings_4k + self.mappings_2m + self.mappings_1g
+    }
+
+    /// Nanoseconds per mapping: of the population, or without one of the guest's own faults. `None`
+    /// if nothing was mapped.
+    #[must_use]
+    pub fn ns_per_mapping(&self) -> Option<f64> {
+        let (ns, mappings) = match self.population_ns {
+            0 => (self.guest_ns, self.mappings_after),
+            ns => (ns, self.mappings()),
+        };
+        (mappings > 0).then(|| float(ns) / float(mappings))
+    }
+}
+
+/// A population compared with none at the same number of vCPUs with the same backing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Ratio {
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// The population.
+    pub series: Series,
+    /// Time until all is written to, population included, over that without one: below 1 it pays.
+    pub total: RatioOf,
+    /// The guest's time alone, over that without a population.
+    pub guest: RatioOf,
+    /// How many times as fast as the guest's own faults memory is populated: the guest's time per
+    /// mapping without a population over the population's.
+    pub over_faults: Option<RatioOf>,
+    /// How many times as fast as KVM_PRE_FAULT_MEMORY with as many threads, if both were measured.
+    pub over_pre_fault: Option<RatioOf>,
+    /// How many times as fast as with one thread, if both were measured.
+    pub over_one_thread: Option<RatioOf>,
+}
+
+impl PopulateReport {
+    /// The result of one series at one number of vCPUs.
+    #[must_use]
+    pub fn point(&self, vcpus: u32, series: Series) -> Option<&Point> {
+        find(&self.points, vcpus, series)
+    }
+
+    /// The comparison of one series with none at one number of vCPUs.
+    #[must_use]
+    pub fn ratio(&self, vcpus: u32, series: Series) -> Option<&Ratio> {
+        self.ratios
+            .iter()
+            .find(|ratio| ratio.vcpus == vcpus && ratio.series == series)
+    }
+
+    /// The series of one backing, in the order in which they come.
+    #[must_use]
+    pub fn series(&self, backing: Backing) -> Vec<Series> {
+        let mut seen = Vec::new();
+        for point in &self.points {
+            if point.series.backing == backing && !seen.contains(&point.series) {
+                seen.push(point.series);
+            }
+        }
+        seen
+    }
+
+    /// The backings that were measured.
+    #[must_use]
+    pub fn backings(&self) -> Vec<Backing> {
+        let mut seen = Vec::new();
+        for point in &self.points {
+            if !seen.contains(&point.series.backing) {
+                seen.push(point.series.backing);
+            }
+        }
+        seen
+    }
+}
+
+fn find(points: &[Point], vcpus: u32, series: Series) -> Option<&Point> {
+    points
+        .iter()
+        .find(|point| point.vcpus == vcpus && point.series == series)
+}
+
+/// Compares every population with none, run by run of the same round.
+pub(super) fn compare(points: &[Point]) -> Vec<Ratio> {
+    let populations = points
+        .iter()
+        .filter(|point| point.series.method != Method::None);
+    populations
+        .filter_map(|point| ratio(point, points))
+        .collect()
+}
+
+fn ratio(point: &Point, points: &[Point]) -> Option<Ratio> {
+    let Point { vcpus, series, .. } = *point;
+    let other = |change: &dyn Fn(&mut Series)| {
+        let mut other = series;
+        change(&mut other);
+        find(points, vcpus, other).filter(|_| other != series)
+    };
+    let none = other(&|series| {
+        series.method = Method::None;
+        series.threads = None;
+    })?;
+    let total = |run: &RunRecord| Some(float(run.total_ns()));
+    let guest = |run: &RunRecord| Some(float(run.guest_ns));
+    let per_mapping = RunRecord::ns_per_mapping;
+    let times = |slower: Option<&Point>| paired(slower?, point, per_mapping);
+    Some(Ratio {
+        vcpus,
+        series,
+        total: paired(point, none, total)?,
+        guest: paired(point, none, guest)?,
+        over_faults: times(Some(none)),
+        over_pre_fault: times(
+            other(&|series| series.method = Method::PreFault)
+                .filter(|_| series.method == Method::Populate),
+        ),
+        over_one_thread: times(
+            other(&|series| series.threads = Some(1)).filter(|_| series.method.has_threads()),
+        ),
+    })
+}
+
+/// The ratio of a value of two points, in rounds that both have.
+fn paired(
+    over: &Point,
+    under: &Point,
+    value: impl Fn(&RunRecord) -> Option<f64>,
+) -> Option<RatioOf> {
+    let both = over.runs.iter().filter_map(|run| {
+        let other = under.runs.iter().find(|other| other.round == run.round)?;
+        Some((value(run)?, value(other)?))
+    });
+    let (over, under): (Vec<f64>, Vec<f64>) = both.unzip();
+    RatioOf::of(&over, &under)
+}
+
+impl PlanRecord {
+    /// The command that measures the same.
+    #[must_use]
+    pub fn command(&self) -> String {
+        fn list<T: ToString>(values: &[T]) -> String {
+            let words: Vec<_> = values.iter().map(ToString::to_string).collect();
+            words.join(",")
+        }
+        format!(
+            "pagetide bench populate --vcpus {} --memory {} --backing {} --method {} --threads {} \
+             --runs {}",
+            list(&self.vcpus),
+            ByteSize(self.memory_bytes),
+            list(&self.backings),
+            list(&self.methods),
+            list(&self.threads),
+            self.runs
+        )
+    }
+}

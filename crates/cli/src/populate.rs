@@ -1,0 +1,161 @@
+//! `pagetide bench populate`.
+
+use clap::Args;
+use clap::builder::ValueParser;
+use pagetide_bench::populate::{Machines, Method, Plan, run as measure_populate};
+use pagetide_bench::units::ByteSize;
+use pagetide_memory::Backing;
+
+use crate::args::{BACKINGS, one_of};
+use crate::failure::Failure;
+use crate::measuring::{ResultArguments, measure};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  What this kernel has, and then the whole comparison:
+    pagetide probe
+    pagetide bench populate
+
+  A quick look:
+    pagetide bench populate --vcpus 1,2 --memory 64M --runs 3
+
+  Huge pages as well, which have to be there:
+    echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled
+    echo 128 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages
+    pagetide bench populate --backing shmem,thp,hugetlb-2m
+
+Exit status: 0; 1 if a run failed or memory did not hold what it should; 2 if the command line makes
+no sense or this machine lacks something that it asks for.";
+
+/// Everything has a default.
+#[derive(Debug, Args)]
+pub(crate) struct PopulateArguments {
+    /// Numbers of vCPUs to measure with, one after the other
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        default_value = "1,2,4,8"
+    )]
+    vcpus: Vec<u32>,
+
+    /// Memory of all vCPUs together, each of which writes to an equal part: bytes, or a number with
+    /// K, M, G or T (powers of 1024); the parts are multiples of the backing's page size
+    #[arg(long, value_name = "SIZE", default_value_t = Plan::default().memory)]
+    memory: ByteSize,
+
+    /// What guest memory is made of; each is a series of its own
+    ///
+    /// shmem: a memfd of 4K pages. thp: the same with transparent huge pages, where
+    /// /sys/kernel/mm/transparent_hugepage/shmem_enabled allows them. hugetlb-2m, hugetlb-1g:
+    /// reserved huge pages.
+    #[arg(
+        long, value_name = "LIST", value_delimiter = ',', default_value = "shmem",
+        value_parser = backings(),
+    )]
+    backing: Vec<Backing>,
+
+    /// What fills the second-stage tables before all vCPUs write to all memory
+    ///
+    /// none: nothing, each vCPU faults. pre-fault: KVM_PRE_FAULT_MEMORY on idle vCPUs, each on a
+    /// thread of its own. populate: KVM_POPULATE_MEMORY; needs a kernel with
+    /// KVM_CAP_POPULATE_MEMORY. one-reader: one vCPU reads everything first. [default:
+    /// none,pre-fault,populate,one-reader, without what the kernel lacks]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = methods())]
+    method: Option<Vec<Method>>,
+
+    /// Threads that fill them (pre-fault, populate); each number is a series of its own
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        default_value = "1,2"
+    )]
+    threads: Vec<u32>,
+
+    /// Measured rounds, after one that warms up; a round is one run of each series at each number
+    /// of vCPUs
+    #[arg(long, value_name = "N", default_value_t = Plan::default().runs)]
+    runs: u32,
+
+    #[command(flatten)]
+    result: ResultArguments,
+}
+
+fn backings() -> ValueParser {
+    one_of::<Backing>(&BACKINGS).into()
+}
+
+fn methods() -> ValueParser {
+    one_of::<Method>(Method::NAMES).into()
+}
+
+impl PopulateArguments {
+    /// What is asked for.
+    pub(crate) fn plan(&self) -> Plan {
+        Plan {
+            vcpus: self.vcpus.clone(),
+            memory: self.memory,
+            backings: self.backing.clone(),
+            methods: self.method.clone().unwrap_or(Plan::default().methods),
+            threads: self.threads.clone(),
+            runs: self.runs,
+        }
+    }
+}
+
+/// Checks everything that can be checked, measures, and writes the result.
+pub(crate) fn run(arguments: &PopulateArguments) -> Result<(), Failure> {
+    let mut plan = arguments.plan();
+    plan.check().map_err(Failure::bad_input)?;
+    let asked = arguments.method.is_some();
+    measure(
+        &arguments.result,
+        |timing| {
+            let prepared = Machines::prepare(&mut plan, asked, timing);
+            let (machines, warnings) = prepared.map_err(Failure::bad_input)?;
+            Ok(((plan, machines), warnings))
+        },
+        |(plan, machines), environment, progress| {
+            measure_populate(plan, machines, environment, progress)
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use crate::args::{Arguments, Bench, Command};
+
+    use super::*;
+
+    fn plan<'a>(words: impl IntoIterator<Item = &'a str>) -> Plan {
+        let all = ["pagetide", "bench", "populate"].into_iter().chain(words);
+        let Command::Bench(Bench::Populate(arguments)) =
+            Arguments::try_parse_from(all).unwrap().command
+        else {
+            unreachable!()
+        };
+        arguments.plan()
+    }
+
+    #[test]
+    fn nothing_given_is_the_default_plan() {
+        assert_eq!(plan([]), Plan::default());
+    }
+
+    #[test]
+    fn the_reports_command_line_is_understood() {
+        let wanted = Plan {
+            vcpus: vec![2, 5],
+            memory: ByteSize(320 << 20),
+            backings: vec![Backing::Thp, Backing::Hugetlb2M],
+            methods: vec![Method::OneReader, Method::PreFault],
+            threads: vec![4],
+            runs: 3,
+        };
+        let command = pagetide_bench::populate::PlanRecord::from(&wanted).command();
+        assert_eq!(plan(command.split(' ').skip(3)), wanted);
+    }
+}
