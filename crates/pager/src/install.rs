@@ -1,8 +1,9 @@
 //! Bringing claimed pages in: content from the source, then into the guest mapping.
 
-use pagetide_memory::{Backing, ClaimGuard, PageRange, Settled};
+use pagetide_memory::{Backing, ClaimGuard, GuestRange, PageRange, Settled};
 use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
 
+use crate::arrivals::Giver;
 use crate::error::ResolveError;
 use crate::fault::{Delivery, Fault, Resolution};
 use crate::resolver::{Site, Worker};
@@ -76,7 +77,7 @@ impl Worker {
     ) -> Result<(ClaimGuard<'m>, Content), ResolveError> {
         loop {
             let narrowed = run.pages().count() == 1;
-            match self.fetch_run(site, run.pages()) {
+            match self.fetch_run(site, fault, run.pages()) {
                 Ok(content) if narrowed || content != Content::Lost => return Ok((run, content)),
                 Ok(_) => run = self.narrow(site, fault, run),
                 Err(error) if !narrowed => {
@@ -94,13 +95,21 @@ impl Worker {
         }
     }
 
-    fn fetch_run(&mut self, site: &Site<'_>, pages: PageRange) -> Result<Content, SourceError> {
+    fn fetch_run(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        pages: PageRange,
+    ) -> Result<Content, SourceError> {
         let bytes = site.paged.bytes_of(pages);
         let (sink, content) = match site.pager.settings.mode {
             Mode::Minor => (Sink::Service, Content::PageCache),
             Mode::Missing => (Sink::Buffer(self.room(bytes)?), Content::Buffer(pages)),
         };
         let mut fetch = Fetch::new(&site.paged.region, pages, sink);
+        if fault.delivery == Delivery::Prefetch {
+            fetch = fetch.ahead_of_faults();
+        }
         let fetched = site.pager.source.fetch(&mut fetch)?;
         let given = fetch.pushed();
         match fetched {
@@ -202,12 +211,31 @@ impl Worker {
         let pages = run.pages();
         match self.install_once(site, fault, pages, content) {
             Ok(()) => {
-                self.counters.installs += 1;
-                self.counters.pages += pages.count();
-                site.finish(&mut self.counters, run, settled(site, content));
+                self.arrived(site, fault, run, content);
                 Ok(installed(site, pages))
             }
             Err(error) => self.install_rest(site, fault, run, content, error),
+        }
+    }
+
+    /// One call has installed a run: settles it, and hands it over to be populated if it has pages
+    /// that nobody waits for. A vCPU that waits for a single page maps it itself.
+    #[inline]
+    fn arrived(&mut self, site: &Site<'_>, fault: &Fault, run: ClaimGuard<'_>, content: Content) {
+        let pages = run.pages();
+        self.counters.installs += 1;
+        self.counters.pages += pages.count();
+        site.finish(&mut self.counters, run, settled(site, content));
+        if site.pager.arrivals.is_open() {
+            let giver = match fault.delivery {
+                Delivery::Prefetch => Giver::Prefetch,
+                Delivery::Exit | Delivery::Uffd if pages.count() == 1 => return,
+                Delivery::Exit | Delivery::Uffd => Giver::Fault,
+            };
+            let start = site.paged.gpa_of(pages.first());
+            if let Ok(range) = GuestRange::new(start, site.paged.bytes_of(pages)) {
+                site.pager.arrivals.give(range, giver);
+            }
         }
     }
 
@@ -220,7 +248,7 @@ impl Worker {
         content: Content,
     ) -> Result<(), InstallError> {
         let wake = match fault.delivery {
-            Delivery::Exit => Wake::DontWake,
+            Delivery::Exit | Delivery::Prefetch => Wake::DontWake,
             Delivery::Uffd => Wake::Wake,
         };
         let range = site.paged.user_range(pages);
@@ -263,9 +291,7 @@ impl Worker {
                 tries = 0;
                 let (head, rest) = run.split_at(site.paged.pages_in(installed_bytes));
                 let pages = head.pages();
-                self.counters.installs += 1;
-                self.counters.pages += pages.count();
-                site.finish(&mut self.counters, head, settled(site, content));
+                self.arrived(site, fault, head, content);
                 if pages.contains(fault.page) {
                     resolution = Some(installed(site, pages));
                 }
@@ -329,9 +355,7 @@ impl Worker {
             match self.install_once(site, fault, run.pages(), content) {
                 Ok(()) => {
                     let pages = run.pages();
-                    self.counters.installs += 1;
-                    self.counters.pages += pages.count();
-                    site.finish(&mut self.counters, run, settled(site, content));
+                    self.arrived(site, fault, run, content);
                     if pages.contains(fault.page) {
                         resolution = Some(installed(site, pages));
                     }

@@ -5,18 +5,19 @@ use std::time::Duration;
 
 use pagetide_kvm::{Access, FaultExit};
 use pagetide_memory::{
-    Claim, ClaimGuard, PageRange, PageState, PopulateAccess, Settled, WakeWanted,
+    Claim, ClaimGuard, PageIndex, PageRange, PageState, PopulateAccess, Settled, WakeWanted,
 };
 use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
 
 use crate::counters::Counters;
 use crate::error::ResolveError;
-use crate::fault::{Delivery, Fault, Resolution};
-use crate::pager::{PagedRegion, Pager};
+use crate::fault::{Delivery, Fault, RegionId, Resolution};
+use crate::pager::{PagedRegion, Pager, Span};
+use crate::pulse::{OwnLines, Seat};
 use crate::tracker::Tracker;
 
-/// How long an exit sleeps for an owner before it looks whether the pager was stopped.
-const WAIT_SLICE: Duration = Duration::from_millis(50);
+/// How long a thread sleeps for an owner before it looks whether the pager was stopped.
+pub(crate) const WAIT_SLICE: Duration = Duration::from_millis(50);
 
 /// What a thread brings along to resolve faults: its counters, its memory of the last faults, and a
 /// buffer. Not shared, so that threads do not write to each other's cache lines.
@@ -26,6 +27,7 @@ pub struct Worker {
     pub(crate) tracker: Tracker,
     /// Where content is put together that the kernel then copies; empty until it is needed.
     pub(crate) buffer: Vec<u8>,
+    seat: Seat,
 }
 
 /// Where a fault is: the parts of a pager that concern it.
@@ -36,7 +38,16 @@ pub(crate) struct Site<'p> {
     pub(crate) uffd: &'p Userfaultfd,
 }
 
-impl Site<'_> {
+impl<'p> Site<'p> {
+    /// Where `page` is, and the pages that are served together with it.
+    #[inline]
+    pub(crate) fn of(pager: &'p Pager, region: RegionId, page: PageIndex) -> Option<(Self, Span)> {
+        let paged = pager.paged(region)?;
+        let span = paged.span(page)?;
+        let uffd = pager.uffd(span)?;
+        Some((Self { pager, paged, uffd }, span))
+    }
+
     /// Settles a claim, and gives the wakes that were left to its owner.
     #[inline]
     pub(crate) fn finish(&self, counters: &mut Counters, run: ClaimGuard<'_>, settled: Settled) {
@@ -88,18 +99,18 @@ impl Worker {
     ) -> Result<Resolution, ResolveError> {
         self.counters.faults += 1;
         let outside = || ResolveError::Outside { gpa: fault.gpa };
-        let paged = pager.paged(fault.region).ok_or_else(outside)?;
-        let span = paged.span(fault.page).ok_or_else(outside)?;
-        let uffd = pager.uffd(span).ok_or_else(outside)?;
+        let (site, span) = Site::of(pager, fault.region, fault.page).ok_or_else(outside)?;
         // A run must not leave its registration: the kernel installs within one mapping only.
         let window = match pager.settings.fault_around_pages {
             1 => PageRange::single(fault.page),
             pages => PageRange::window(fault.page, pages).intersection(span.pages),
         };
-        let site = Site { pager, paged, uffd };
         loop {
-            match paged.map.claim_run(fault.page, window) {
-                Claim::Won(run) => return self.bring_in(&site, fault, run),
+            match site.paged.map.claim_run(fault.page, window) {
+                Claim::Won(run) => {
+                    pager.pulse.beat(&self.seat, fault);
+                    return self.bring_in(&site, fault, run);
+                }
                 Claim::Lost(state) => {
                     if let Some(resolution) = self.lost(&site, fault, state)? {
                         return Ok(resolution);
@@ -123,6 +134,7 @@ impl Worker {
                 match fault.delivery {
                     Delivery::Exit => self.exit_on_present(site, fault, state),
                     Delivery::Uffd => self.message_on_present(site, fault),
+                    Delivery::Prefetch => Ok(Resolution::AlreadyPresent),
                 }
                 .map(Some)
             }
@@ -131,6 +143,7 @@ impl Worker {
                 match fault.delivery {
                     Delivery::Exit => self.join_owner(site, fault),
                     Delivery::Uffd => Ok(leave_to_owner(site, fault)),
+                    Delivery::Prefetch => Ok(Some(Resolution::LeftToOwner)),
                 }
             }
             PageState::Removed => match site.paged.map.claim_removed(fault.page) {
@@ -284,7 +297,7 @@ impl Worker {
         site: &Site<'_>,
         fault: &Fault,
     ) -> Result<Resolution, ResolveError> {
-        if fault.delivery == Delivery::Exit {
+        if fault.delivery != Delivery::Uffd {
             return Ok(Resolution::Poisoned);
         }
         if !site.pager.settings.can_poison {
@@ -360,11 +373,6 @@ pub struct ExitResolvers {
     pager: Arc<Pager>,
     resolvers: Box<[OwnLines<Mutex<Resolver>>]>,
 }
-
-/// Two cache lines: CPUs fetch them in pairs.
-#[derive(Debug)]
-#[repr(align(128))]
-struct OwnLines<T>(T);
 
 impl ExitResolvers {
     /// Resolvers for the vCPUs `0..vcpus`.
