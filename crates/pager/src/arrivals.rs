@@ -10,12 +10,14 @@ use crate::ranges::{Inserted, Ranges};
 /// How far the queue's life has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Nobody takes ranges, so none are kept.
-    Closed,
+    /// It has no populator, so no ranges are kept.
+    Free,
     /// Ranges come in and are taken.
     Open,
     /// What is there is still taken; nothing comes in.
     Draining,
+    /// Nothing comes in and nothing is taken any more, but the populator has not gone yet.
+    Closed,
 }
 
 #[derive(Debug)]
@@ -63,7 +65,7 @@ impl Default for Arrivals {
         Self {
             is_open: AtomicBool::new(false),
             queue: Mutex::new(Queue {
-                phase: Phase::Closed,
+                phase: Phase::Free,
                 ranges: Ranges::new(0, 0),
                 is_asleep: false,
                 counts: QueueCounts::default(),
@@ -82,10 +84,10 @@ impl Arrivals {
     }
 
     /// Takes ranges from now on, at most `most` at a time, which grow together up to `batch_bytes`.
-    /// False if it does so already.
+    /// False if it has a populator.
     pub(crate) fn open(&self, most: usize, batch_bytes: u64) -> bool {
         let mut queue = self.lock();
-        if queue.phase != Phase::Closed {
+        if queue.phase != Phase::Free {
             return false;
         }
         *queue = Queue {
@@ -101,6 +103,8 @@ impl Arrivals {
     }
 
     /// Takes no more ranges, and gives none.
+    ///
+    /// Also called when the pager stops, whoever the populator is.
     pub(crate) fn close(&self) {
         self.leave_open(Phase::Closed);
     }
@@ -113,13 +117,19 @@ impl Arrivals {
     fn leave_open(&self, phase: Phase) {
         self.is_open.store(false, Ordering::Relaxed);
         let mut queue = self.lock();
-        if queue.phase == Phase::Closed {
+        if matches!(queue.phase, Phase::Free | Phase::Closed) {
             return;
         }
         queue.phase = phase;
         queue.is_asleep = false;
         drop(queue);
         self.changed.notify_all();
+    }
+
+    /// The populator has gone: another may come.
+    pub(crate) fn release(&self) {
+        self.close();
+        self.lock().phase = Phase::Free;
     }
 
     /// Forgets what it has.
@@ -169,7 +179,7 @@ impl Arrivals {
         let mut queue = self.lock();
         loop {
             match (queue.phase, queue.ranges.is_empty()) {
-                (Phase::Closed, _) | (Phase::Draining, true) => return false,
+                (Phase::Free | Phase::Closed, _) | (Phase::Draining, true) => return false,
                 (Phase::Open | Phase::Draining, false) => return true,
                 (Phase::Open, true) => {
                     queue.is_asleep = true;
@@ -186,7 +196,7 @@ impl Arrivals {
     pub(crate) fn take(&self) -> Option<GuestRange> {
         let mut queue = self.lock();
         match queue.phase {
-            Phase::Closed => None,
+            Phase::Free | Phase::Closed => None,
             Phase::Open | Phase::Draining => queue.ranges.take(),
         }
     }
@@ -206,8 +216,9 @@ impl Arrivals {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use std::sync::{Arc, mpsc};
     use std::thread;
+    use std::time::Duration;
 
     use pagetide_memory::GuestAddress;
 
@@ -230,7 +241,13 @@ mod tests {
         arrivals.close();
         assert!(!arrivals.wait());
         assert_eq!(arrivals.take(), None);
+        arrivals.drain();
+        assert!(!arrivals.wait(), "what is closed stays closed");
         assert_eq!(arrivals.counts().ranges, 1);
+        assert!(!arrivals.open(4, 4096), "until its populator has gone");
+        arrivals.release();
+        assert!(arrivals.open(4, 4096));
+        assert!(arrivals.take().is_none());
     }
 
     #[test]
@@ -277,18 +294,20 @@ mod tests {
         let arrivals = Arc::new(Arrivals::default());
         arrivals.open(4, 4096);
         let taker = Arc::clone(&arrivals);
-        let taker = thread::spawn(move || {
+        let (send, receive) = mpsc::channel();
+        thread::spawn(move || {
             let mut taken = 0;
             while taker.wait() {
                 taken += u64::from(taker.take().is_some());
             }
-            taken
+            send.send(taken)
         });
         for index in 0..10_000 {
             arrivals.give(page(2 * index), Giver::Prefetch);
         }
         arrivals.drain();
         let counts = arrivals.counts();
-        assert_eq!(taker.join().unwrap(), counts.ranges - counts.dropped);
+        let taken = receive.recv_timeout(Duration::from_secs(30));
+        assert_eq!(taken, Ok(counts.ranges - counts.dropped));
     }
 }

@@ -118,8 +118,8 @@ impl IncrementalPopulator {
     /// A sink that fails ends the population ([`Self::stop`] tells), not the paging.
     ///
     /// # Errors
-    /// [`StartError::AlreadyPopulating`] if this pager has a populator, else
-    /// [`StartError::Thread`].
+    /// [`StartError::AlreadyPopulating`] if this pager has a populator, be it one that has ended and
+    /// was not dropped; else [`StartError::Thread`].
     pub fn spawn(
         pager: &Arc<Pager>,
         sink: impl PopulateSink + 'static,
@@ -149,7 +149,7 @@ impl IncrementalPopulator {
                 thread: Some(thread),
             }),
             Err(source) => {
-                pager.arrivals.close();
+                pager.arrivals.release();
                 let activity = "population";
                 Err(StartError::Thread { activity, source })
             }
@@ -179,19 +179,16 @@ impl IncrementalPopulator {
     }
 
     fn end(&mut self) -> Populated {
-        self.join();
-        Populated {
-            counters: self.shared.counters(),
-            failure: self.shared.lock().failure.take(),
-        }
-    }
-
-    fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
             // The sink's panics were caught in the thread and recorded.
             let _ = thread.join();
-            self.shared.pager.arrivals.close();
         }
+        let ended = Populated {
+            counters: self.shared.counters(),
+            failure: self.shared.lock().failure.take(),
+        };
+        self.shared.pager.arrivals.release();
+        ended
     }
 }
 
@@ -199,7 +196,7 @@ impl Drop for IncrementalPopulator {
     fn drop(&mut self) {
         if self.thread.is_some() {
             self.shared.pager.arrivals.close();
-            self.join();
+            self.end();
         }
     }
 }
