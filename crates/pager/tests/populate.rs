@@ -12,7 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::*;
-use pagetide_memory::{Backing, GuestRange, PageState, Region};
+use pagetide_memory::{Backing, GuestAddress, GuestRange, PageState, Region};
 use pagetide_pager::{
     Counters, IncrementalPopulator, Mode, PageCacheSource, Pager, PopulateConfig, PopulateCounters,
     PopulateFailure, PopulateSink, Prefetch, PrefetchConfig, ReaderConfig, Readers, StartError,
@@ -55,7 +55,7 @@ impl Seen {
 
 /// The 4 KiB pages of a range.
 fn pages(range: GuestRange) -> impl Iterator<Item = u64> {
-    let page = |gpa: pagetide_memory::GuestAddress| (gpa.0 - GPA.0) / PAGE;
+    let page = |gpa: GuestAddress| (gpa.0 - GPA.0) / PAGE;
     page(range.start())..page(range.end())
 }
 

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::*;
-use pagetide_memory::{Backing, GuestAddress, GuestRange, PageState, Region};
+use pagetide_memory::{Backing, GuestAddress, GuestRange, PageIndex, PageState, Region};
 use pagetide_pager::{
     Counters, ExitResolvers, Fetch, Mode, PageCacheSource, Pager, Prefetch, PrefetchConfig,
     Progress, ReaderConfig, Readers, UffdLayout,
@@ -144,7 +144,7 @@ fn faults_and_prefetch_meet_on_the_same_pages() {
     for way in WAYS {
         let Some(region) = way.region() else { continue };
         within_patience(&format!("{way:?}"), move || {
-            for _ in 0..4 {
+            for _ in 0..2 {
                 let pager = way.pager(&region);
                 let readers = Readers::spawn(&pager, ReaderConfig::new(2)).unwrap();
                 let resolvers = ExitResolvers::new(&pager, 1);
@@ -254,7 +254,7 @@ fn a_sleeper_on_a_page_of_a_batch_is_woken_with_it() {
         spawn_asleep("toucher", move || check_page(&touched, page))
     });
     let map = pager.page_map(only(&pager)).unwrap();
-    let asked_for = |page| map.is_wake_wanted(pagetide_memory::PageIndex(page));
+    let asked_for = |page| map.is_wake_wanted(PageIndex(page));
     eventually("messages", || [1, 7, 15].into_iter().all(asked_for));
     let exits = Arc::clone(&region);
     let mut resolver = pager.resolver(0);

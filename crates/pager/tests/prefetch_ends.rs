@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::*;
-use pagetide_memory::{Backing, PageState};
+use pagetide_memory::{Backing, PageIndex, PageState};
 use pagetide_pager::{
     Fetch, Fetched, Mode, Pager, Prefetch, PrefetchConfig, ReaderConfig, ReaderError, Readers,
 };
@@ -167,16 +167,24 @@ fn a_failure_elsewhere_ends_it_too() {
     let Some(region) = region(8192, Backing::Shmem) else {
         return;
     };
-    let source = SourceFn(|fetch: &mut Fetch<'_>| {
+    let last = region.pages() - 1;
+    let failed = Arc::new(AtomicBool::new(false));
+    let has_failed = Arc::clone(&failed);
+    let source = SourceFn(move |fetch: &mut Fetch<'_>| {
         if fetch.is_urgent() {
             return Err(unavailable("no urgent pages today"));
+        }
+        if fetch.pages().contains(PageIndex(last)) {
+            // Prefetch went where the fault was: it comes too late to bring that page in.
+            eventually("failure", || has_failed.load(Ordering::Acquire));
+            return Err(unavailable("no page"));
         }
         slowly(fetch)
     });
     let pager = pager(&region, Mode::Minor, source);
+    pager.on_failure(move |_| failed.store(true, Ordering::Release));
     let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
     let running = prefetch(&pager);
-    let last = region.pages() - 1;
     let touched = Arc::clone(&region);
     let toucher = spawn_asleep("toucher", move || check_page(&touched, last));
     within_patience("failing", move || {
@@ -197,7 +205,7 @@ fn lost_pages_are_found_among_their_neighbours() {
             return;
         };
         let source = SourceFn(move |fetch: &mut Fetch<'_>| {
-            if fetch.pages().contains(pagetide_memory::PageIndex(lost)) {
+            if fetch.pages().contains(PageIndex(lost)) {
                 return Ok(Fetched::Poisoned);
             }
             push_pattern(fetch)
