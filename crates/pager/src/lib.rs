@@ -17,7 +17,8 @@
 //! - [`Readers`] are the threads that serve the userfaultfds.
 //! - [`PageSource`] is where content comes from.
 //! - [`Prefetch`] brings in what nobody has asked for yet; [`IncrementalPopulator`] has what came that
-//!   way mapped in the second-stage tables, through a [`PopulateSink`].
+//!   way mapped in the second-stage tables, through a [`PopulateSink`], which
+//!   an `Arc<Vm>` is.
 //!
 //! It fails closed: if a page cannot be had, nothing is installed and the fault's error goes up.
 //! Those who wait in a userfaultfd stay asleep; closing it, which dropping the [`Pager`] does, would
@@ -48,6 +49,7 @@ mod readers;
 mod resolver;
 mod source;
 mod tracker;
+mod vm_sink;
 mod walk;
 
 pub use builder::{BuildError, PagerBuilder, UffdLayout};
@@ -58,9 +60,9 @@ pub use pager::Pager;
 pub use pagetide_kvm::{Access, FaultExit};
 pub use pagetide_uapi::userfaultfd::Mode;
 pub use populate::{
-    IncrementalPopulator, PopulateConfig, PopulateFailure, PopulateSink, Populated,
+    IncrementalPopulator, PopulateConfig, PopulateEnd, PopulateFailure, PopulateSink,
 };
-pub use prefetch::{Prefetch, PrefetchConfig, Prefetched, Progress};
+pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd, Progress};
 pub use readers::{ReaderConfig, Readers};
 pub use resolver::{ExitResolvers, Resolver, Worker};
 pub use source::{

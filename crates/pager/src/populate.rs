@@ -69,7 +69,7 @@ pub enum PopulateFailure {
 
 /// How a population ended.
 #[derive(Debug)]
-pub struct Populated {
+pub struct PopulateEnd {
     /// What was counted.
     pub counters: PopulateCounters,
     /// What ended it early, if anything did.
@@ -92,11 +92,11 @@ pub struct IncrementalPopulator {
 struct Shared {
     pager: Arc<Pager>,
     is_running: AtomicBool,
-    state: Mutex<Populated>,
+    state: Mutex<PopulateEnd>,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Populated> {
+    fn lock(&self) -> MutexGuard<'_, PopulateEnd> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -134,7 +134,7 @@ impl IncrementalPopulator {
         let shared = Arc::new(Shared {
             pager: Arc::clone(pager),
             is_running: AtomicBool::new(true),
-            state: Mutex::new(Populated {
+            state: Mutex::new(PopulateEnd {
                 counters: PopulateCounters::default(),
                 failure: None,
             }),
@@ -167,23 +167,23 @@ impl IncrementalPopulator {
     }
 
     /// Hands on what has arrived, and ends then.
-    pub fn finish(mut self) -> Populated {
+    pub fn finish(mut self) -> PopulateEnd {
         self.shared.pager.arrivals.drain();
         self.end()
     }
 
     /// Ends after the batch at hand; what else has arrived is forgotten.
-    pub fn stop(mut self) -> Populated {
+    pub fn stop(mut self) -> PopulateEnd {
         self.shared.pager.arrivals.close();
         self.end()
     }
 
-    fn end(&mut self) -> Populated {
+    fn end(&mut self) -> PopulateEnd {
         if let Some(thread) = self.thread.take() {
             // The sink's panics were caught in the thread and recorded.
             let _ = thread.join();
         }
-        let ended = Populated {
+        let ended = PopulateEnd {
             counters: self.shared.counters(),
             failure: self.shared.lock().failure.take(),
         };

@@ -36,7 +36,7 @@ impl Default for PrefetchConfig {
 
 /// How a prefetch ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Prefetched {
+pub struct PrefetchEnd {
     /// What was counted.
     pub counters: Counters,
     /// Whether every page was settled: present, given up by the guest, or poisoned.
@@ -72,7 +72,7 @@ struct Shared {
     pager: Arc<Pager>,
     stopping: AtomicBool,
     /// Set by the thread as it ends.
-    ended: Mutex<Option<Prefetched>>,
+    ended: Mutex<Option<PrefetchEnd>>,
 }
 
 impl Prefetch {
@@ -110,17 +110,17 @@ impl Prefetch {
 
     /// Waits until it ends: when every page is settled, or the pager was stopped. What it counted is
     /// also added to [`Pager::counted`]. An error is the pager's first failure.
-    pub fn finish(mut self) -> Result<Prefetched, Failure> {
+    pub fn finish(mut self) -> Result<PrefetchEnd, Failure> {
         self.end()
     }
 
     /// Ends it after the batch at hand. Results as those of [`Self::finish`].
-    pub fn stop(mut self) -> Result<Prefetched, Failure> {
+    pub fn stop(mut self) -> Result<PrefetchEnd, Failure> {
         self.shared.stopping.store(true, Ordering::Release);
         self.end()
     }
 
-    fn end(&mut self) -> Result<Prefetched, Failure> {
+    fn end(&mut self) -> Result<PrefetchEnd, Failure> {
         if let Some(thread) = self.thread.take() {
             // A panic was caught in the thread and recorded.
             let _ = thread.join();
@@ -129,7 +129,7 @@ impl Prefetch {
         let ended = ended.unwrap_or_else(PoisonError::into_inner);
         match (self.shared.pager.failure(), *ended) {
             (Some(failure), _) => Err(failure.clone()),
-            (None, ended) => Ok(ended.unwrap_or(Prefetched {
+            (None, ended) => Ok(ended.unwrap_or(PrefetchEnd {
                 counters: Counters::default(),
                 is_complete: false,
             })),
@@ -151,7 +151,7 @@ fn run(shared: &Shared, config: PrefetchConfig) {
     // As for readers: the worker holds counters and a buffer, which a panic leaves as good as any.
     let result = catch_unwind(AssertUnwindSafe(|| walk(shared, config, &mut worker)));
     pager.count(&worker.counters);
-    let ended = Prefetched {
+    let ended = PrefetchEnd {
         counters: worker.counters,
         is_complete: matches!(result, Ok(Ok(true))),
     };
