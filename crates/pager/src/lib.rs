@@ -35,6 +35,7 @@
 
 mod arrivals;
 mod builder;
+mod content;
 mod counters;
 mod error;
 mod fault;
@@ -47,6 +48,7 @@ mod pulse;
 mod ranges;
 mod readers;
 mod resolver;
+mod site;
 mod source;
 mod tracker;
 mod vm_sink;

@@ -6,10 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pagetide_kvm::{Access, FaultExit};
-use pagetide_memory::{
-    GuestAddress, HostAddress, PageIndex, PageMap, PageRange, Region, ResetError,
-};
-use pagetide_uapi::userfaultfd::{Mode, PageFault, UserRange, Userfaultfd};
+use pagetide_memory::{GuestAddress, HostAddress, PageIndex, PageMap, Region, ResetError};
+use pagetide_uapi::userfaultfd::{Mode, PageFault, Userfaultfd};
 
 use crate::arrivals::Arrivals;
 use crate::builder::{BuildError, PagerBuilder};
@@ -19,89 +17,8 @@ use crate::fault::{Delivery, Fault, RegionId};
 use crate::prefetch::Progress;
 use crate::pulse::Pulse;
 use crate::resolver::{Resolver, Worker};
+use crate::site::{PagedRegion, Span};
 use crate::source::PageSource;
-
-/// Which userfaultfd serves which pages of a region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Span {
-    pub(crate) pages: PageRange,
-    /// Index into the pager's userfaultfds.
-    pub(crate) uffd: usize,
-}
-
-/// A region, and what the pager knows about it.
-#[derive(Debug)]
-pub(crate) struct PagedRegion {
-    pub(crate) region: Arc<Region>,
-    pub(crate) map: PageMap,
-    /// In the order of their pages, without gaps.
-    spans: Vec<Span>,
-    /// Copies of what the region would tell, next to each other for the resolve path.
-    gpa: GuestAddress,
-    hva: HostAddress,
-    bytes: u64,
-    shift: u32,
-}
-
-impl PagedRegion {
-    pub(crate) fn new(region: Arc<Region>, map: PageMap, spans: Vec<Span>) -> Self {
-        Self {
-            gpa: region.gpa(),
-            hva: region.guest().start(),
-            bytes: region.bytes(),
-            shift: region.page_size().shift(),
-            region,
-            map,
-            spans,
-        }
-    }
-
-    #[inline]
-    fn page_at(&self, offset: u64) -> Option<PageIndex> {
-        (offset < self.bytes).then_some(PageIndex(offset >> self.shift))
-    }
-
-    /// Where pages of this region are in the guest mapping. The pages are the region's own: they
-    /// come from its page map.
-    #[inline]
-    pub(crate) fn user_range(&self, pages: PageRange) -> UserRange {
-        UserRange {
-            start: self.hva.as_u64() + (pages.first().0 << self.shift),
-            bytes: pages.count() << self.shift,
-        }
-    }
-
-    /// The gpa of a page of this region.
-    #[inline]
-    pub(crate) fn gpa_of(&self, page: PageIndex) -> GuestAddress {
-        GuestAddress(self.gpa.0 + (page.0 << self.shift))
-    }
-
-    /// Bytes in a run of pages of this region.
-    #[inline]
-    pub(crate) fn bytes_of(&self, pages: PageRange) -> u64 {
-        pages.count() << self.shift
-    }
-
-    /// Whole pages of this region in `bytes`.
-    pub(crate) fn pages_in(&self, bytes: u64) -> u64 {
-        bytes >> self.shift
-    }
-
-    /// Which userfaultfd serves `page`, and the run of pages that it serves. `None` if the region
-    /// has no such page.
-    #[inline]
-    pub(crate) fn span(&self, page: PageIndex) -> Option<Span> {
-        let index = match self.spans.len() {
-            1 => 0,
-            _ => self.spans.partition_point(|span| span.pages.end() <= page),
-        };
-        self.spans
-            .get(index)
-            .copied()
-            .filter(|span| span.pages.contains(page))
-    }
-}
 
 /// What a pager was told when it was built.
 #[derive(Clone, Copy, Debug)]

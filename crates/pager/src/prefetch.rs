@@ -14,7 +14,8 @@ use crate::fault::{Delivery, Fault, RegionId};
 use crate::pace::{PAUSE, Pace};
 use crate::pager::Pager;
 use crate::pulse::Seen;
-use crate::resolver::{Site, WAIT_SLICE, Worker};
+use crate::resolver::{WAIT_SLICE, Worker};
+use crate::site::Site;
 use crate::walk::{Step, Walk};
 
 /// How pages are brought in ahead of faults.

@@ -4,16 +4,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pagetide_kvm::{Access, FaultExit};
-use pagetide_memory::{
-    Claim, ClaimGuard, PageIndex, PageRange, PageState, PopulateAccess, Settled, WakeWanted,
-};
-use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
+use pagetide_memory::{Claim, PageRange, PageState, PopulateAccess};
+use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Wake};
 
 use crate::counters::Counters;
 use crate::error::ResolveError;
-use crate::fault::{Delivery, Fault, RegionId, Resolution};
-use crate::pager::{PagedRegion, Pager, Span};
+use crate::fault::{Delivery, Fault, Resolution};
+use crate::pager::Pager;
 use crate::pulse::{OwnLines, Seat};
+use crate::site::Site;
 use crate::tracker::Tracker;
 
 /// How long a thread sleeps for an owner before it looks whether the pager was stopped.
@@ -28,56 +27,6 @@ pub struct Worker {
     /// Where content is put together that the kernel then copies; empty until it is needed.
     pub(crate) buffer: Vec<u8>,
     seat: Seat,
-}
-
-/// Where a fault is: the parts of a pager that concern it.
-#[derive(Clone, Copy)]
-pub(crate) struct Site<'p> {
-    pub(crate) pager: &'p Pager,
-    pub(crate) paged: &'p PagedRegion,
-    pub(crate) uffd: &'p Userfaultfd,
-}
-
-impl<'p> Site<'p> {
-    /// Where `page` is, and the pages that are served together with it.
-    #[inline]
-    pub(crate) fn of(pager: &'p Pager, region: RegionId, page: PageIndex) -> Option<(Self, Span)> {
-        let paged = pager.paged(region)?;
-        let span = paged.span(page)?;
-        let uffd = pager.uffd(span)?;
-        Some((Self { pager, paged, uffd }, span))
-    }
-
-    /// Settles a claim, and gives the wakes that were left to its owner.
-    #[inline]
-    pub(crate) fn finish(&self, counters: &mut Counters, run: ClaimGuard<'_>, settled: Settled) {
-        let pages = run.pages();
-        let wanted = run.finish(settled);
-        self.wake_wanted(counters, pages, wanted);
-    }
-
-    /// Gives a claim back. Those who sleep in the userfaultfd are woken to fault again: then it is
-    /// somebody else's turn to try, or to fail.
-    pub(crate) fn abandon(&self, counters: &mut Counters, run: ClaimGuard<'_>) {
-        let pages = run.pages();
-        let wanted = run.abandon();
-        self.wake_wanted(counters, pages, wanted);
-    }
-
-    #[inline]
-    fn wake_wanted(&self, counters: &mut Counters, pages: PageRange, wanted: WakeWanted) {
-        if wanted.is_wanted() {
-            self.wake(counters, self.paged.user_range(pages));
-        }
-    }
-
-    /// UFFDIO_WAKE. It fails only for a range that is no range, which none of these is.
-    pub(crate) fn wake(&self, counters: &mut Counters, range: UserRange) {
-        counters.wakes += 1;
-        if let Err(error) = self.uffd.wake(range) {
-            tracing::error!(%error, %range, "UFFDIO_WAKE");
-        }
-    }
 }
 
 impl Worker {
