@@ -29,9 +29,10 @@
 //! Prefetch and population work ahead of the vCPUs and compete with their faults for CPUs, for the
 //! source, and for the kernel's locks. So each of the two compares itself with the faults: if over the
 //! last 100 ms more faults brought a page in than it dealt with pages (installed or mapped them), and
-//! those faults were at least 1000 a second, it sleeps for 10 ms before its next batch. After a sleep
-//! it always does one batch, so it never stands still; and having had nothing to do does not count as
-//! falling behind. How often it gave way is counted (`yields`).
+//! those faults were at least 1000 a second, it sleeps before its next batch for as long as the last one
+//! took, but for 50 ms at most. After a sleep it always does one batch, so it never stands still; and
+//! having had nothing to do does not count as falling behind. How often it gave way is counted
+//! (`yields`).
 
 mod arrivals;
 mod builder;

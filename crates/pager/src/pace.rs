@@ -5,9 +5,11 @@
 //! - Over the last [`WINDOW`], faults that brought a page in are counted against the pages that the
 //!   activity itself dealt with (prefetch: installed, population: mapped).
 //! - If there were more faults than pages, and at least [`QUIET_FAULTS_PER_SECOND`], the activity
-//!   pauses for [`PAUSE`] before its next batch.
-//! - After a pause it always does one batch. However hard the vCPUs fault, it therefore goes on with
-//!   a batch per pause, and comes back to full speed by itself once it gets ahead of them.
+//!   pauses before its next batch, for as long as its last one took, up to [`LONGEST_PAUSE`]: it takes
+//!   half of the time, and of whatever else it takes, that it took before. More would be too much: the
+//!   slower it is, the more the vCPUs fault.
+//! - After a pause it always does one batch. However hard the vCPUs fault, it therefore goes on, and
+//!   comes back to full speed by itself once it gets ahead of them.
 //! - After time in which it had nothing to do it starts with an empty window: having been idle is
 //!   not falling behind.
 
@@ -20,8 +22,9 @@ pub(crate) const WINDOW: Duration = Duration::from_millis(100);
 /// How far apart the window's samples are, and how much of it there must be before it says anything.
 const SPACING: Duration = Duration::from_millis(10);
 
-/// How long an activity that gives way sleeps before its next batch.
-pub(crate) const PAUSE: Duration = Duration::from_millis(10);
+/// How long an activity that gives way sleeps at most: for so long it does not hear that it is to
+/// stop.
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
 /// So few faults do not feel whoever works beside them.
 const QUIET_FAULTS_PER_SECOND: u64 = 1000;
@@ -51,6 +54,7 @@ pub(crate) fn gives_way(since: Sample, now: Sample) -> bool {
 pub(crate) struct Pace {
     begun: Instant,
     samples: VecDeque<Sample>,
+    last_batch: Duration,
 }
 
 impl Pace {
@@ -58,16 +62,24 @@ impl Pace {
         Self {
             begun: Instant::now(),
             samples: VecDeque::new(),
+            last_batch: Duration::ZERO,
         }
     }
 
-    /// Before a batch: whether to pause first. Takes the counts as they are now.
-    pub(crate) fn must_pause(&mut self, faults: u64, pages: u64) -> bool {
-        self.must_pause_at(Sample {
-            at: self.begun.elapsed(),
-            faults,
-            pages,
-        })
+    /// Does a batch, and remembers how long it took.
+    pub(crate) fn batch<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        let begun = Instant::now();
+        let result = work();
+        self.last_batch = begun.elapsed();
+        result
+    }
+
+    /// Before a batch: how long to pause first, if at all. Takes the counts as they are now.
+    pub(crate) fn pause(&mut self, faults: u64, pages: u64) -> Option<Duration> {
+        let at = self.begun.elapsed();
+        let now = Sample { at, faults, pages };
+        let pause = self.last_batch.min(LONGEST_PAUSE);
+        self.must_pause_at(now).then_some(pause)
     }
 
     fn must_pause_at(&mut self, now: Sample) -> bool {
@@ -138,6 +150,20 @@ mod tests {
         let mut pace = Pace::new();
         assert!(!pace.must_pause_at(START));
         assert!(!pace.must_pause_at(sample(10_000, 1_000_000, 1)));
+    }
+
+    #[test]
+    fn a_pause_is_as_long_as_the_last_batch_was() {
+        let mut pace = Pace::new();
+        assert_eq!(pace.pause(0, 0), None);
+        for (took, pause) in [(12, 12), (500, 50)] {
+            pace.batch(|| std::thread::sleep(Duration::from_millis(12)));
+            pace.last_batch = Duration::from_millis(took);
+            let pause = Duration::from_millis(pause);
+            assert_eq!(pace.pause(u64::MAX, 0), Some(pause));
+        }
+        assert_eq!(pace.batch(|| 7), 7);
+        assert!(pace.last_batch < Duration::from_millis(500));
     }
 
     proptest! {

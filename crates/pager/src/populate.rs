@@ -16,7 +16,7 @@ use thiserror::Error;
 
 use crate::counters::PopulateCounters;
 use crate::error::{StartError, message_of};
-use crate::pace::{PAUSE, Pace};
+use crate::pace::Pace;
 use crate::pager::Pager;
 
 /// Has guest memory mapped in the second-stage tables.
@@ -206,16 +206,16 @@ fn run(shared: &Shared, sink: &dyn PopulateSink) {
     let mut pace = Pace::new();
     let mut pages = 0;
     while pager.arrivals.wait() {
-        if pace.must_pause(pager.pulse.served(), pages) {
+        if let Some(pause) = pace.pause(pager.pulse.served(), pages) {
             shared.lock().counters.yields += 1;
             // What arrives meanwhile makes larger batches.
-            thread::sleep(PAUSE);
+            thread::sleep(pause);
         }
         // None: the queue was closed or emptied meanwhile.
         let Some(range) = pager.arrivals.take() else {
             continue;
         };
-        match hand_over(sink, range) {
+        match pace.batch(|| hand_over(sink, range)) {
             Ok(bytes) => {
                 if let Some((region, _)) = pager.locate(range.start()) {
                     pages += pager.pages_in(region, bytes);

@@ -11,7 +11,7 @@ use pagetide_memory::{Claim, PageIndex, PageRange};
 use crate::counters::Counters;
 use crate::error::{Failure, ReaderError, ResolveError, StartError, message_of};
 use crate::fault::{Delivery, Fault, RegionId};
-use crate::pace::{PAUSE, Pace};
+use crate::pace::Pace;
 use crate::pager::Pager;
 use crate::pulse::Seen;
 use crate::resolver::{WAIT_SLICE, Worker};
@@ -187,9 +187,9 @@ fn walk(
         if shared.stopping.load(Ordering::Acquire) || pager.is_stopped() {
             return Ok(false);
         }
-        if pace.must_pause(pager.pulse.served(), worker.counters.pages) {
+        if let Some(pause) = pace.pause(pager.pulse.served(), worker.counters.pages) {
             worker.counters.yields += 1;
-            thread::sleep(PAUSE);
+            thread::sleep(pause);
         }
         if let Some((region, page)) = pager.pulse.busiest(&mut seen) {
             walk.go_to(region, page);
@@ -198,7 +198,7 @@ fn walk(
         match step {
             Step::Absent(region, page) => {
                 most = most.min(pager.pages_in(region, config.batch_bytes).max(1));
-                let whole = worker.bring_in_ahead(pager, region, page, most)?;
+                let whole = pace.batch(|| worker.bring_in_ahead(pager, region, page, most))?;
                 most = if whole { most.saturating_mul(2) } else { 1 };
             }
             Step::InFlight(region, page) => {
