@@ -75,7 +75,7 @@ fn prefetch(pager: &Arc<Pager>) -> Prefetch {
 
 #[test]
 fn what_prefetch_brings_in_is_populated_once() {
-    let Some(region) = region(4096, Backing::Shmem) else {
+    let Some(region) = region(2048, Backing::Shmem) else {
         return;
     };
     let pager = pager(&region, Mode::Minor, pattern());
@@ -85,13 +85,13 @@ fn what_prefetch_brings_in_is_populated_once() {
         prefetch(&pager).finish().unwrap();
         let ended = populator.finish();
         assert!(ended.failure.is_none(), "{:?}", ended.failure);
-        assert_eq!(seen.pages(), (0..4096).collect::<Vec<_>>());
+        assert_eq!(seen.pages(), (0..2048).collect::<Vec<_>>());
         let counters = ended.counters;
         let expected = PopulateCounters {
-            ranges: 4096 / 16,
+            ranges: 2048 / 16,
             asked_bytes: region.bytes(),
             mapped_bytes: region.bytes(),
-            calls: 4096 / 16 - counters.merged,
+            calls: 2048 / 16 - counters.merged,
             merged: counters.merged,
             ..PopulateCounters::default()
         };
@@ -102,7 +102,7 @@ fn what_prefetch_brings_in_is_populated_once() {
 #[test]
 fn vcpus_fault_while_prefetch_and_population_work() {
     for mode in [Mode::Minor, Mode::Missing] {
-        let Some(region) = region(4096, Backing::Shmem) else {
+        let Some(region) = region(2048, Backing::Shmem) else {
             return;
         };
         let pager = pager(&region, mode, pattern());
@@ -113,9 +113,9 @@ fn vcpus_fault_while_prefetch_and_population_work() {
             let prefetch = prefetch(&pager);
             let mut resolver = pager.resolver(0);
             thread::scope(|scope| {
-                scope.spawn(|| (0..4096).rev().for_each(|page| check_page(&region, page)));
+                scope.spawn(|| (0..2048).rev().for_each(|page| check_page(&region, page)));
                 scope.spawn(|| {
-                    for page in (0..4096).map(|page| page * 1237 % 4096) {
+                    for page in (0..2048).map(|page| page * 1237 % 2048) {
                         resolver.resolve_exit(&read_exit(&region, page)).unwrap();
                         check_page(&region, page);
                     }
@@ -125,7 +125,7 @@ fn vcpus_fault_while_prefetch_and_population_work() {
             let mut all = readers.stop().unwrap();
             all.add(resolver.counters());
             all.add(&ahead);
-            assert_eq!((all.pages, all.exists), (4096, 0), "{all:?}");
+            assert_eq!((all.pages, all.exists), (2048, 0), "{all:?}");
             let ended = populator.finish();
             assert!(ended.failure.is_none(), "{:?}", ended.failure);
             assert_eq!(ended.counters.dropped, 0);
@@ -281,7 +281,7 @@ fn it_ends_with_the_pager_and_hands_on_nothing_afterwards() {
 
 #[test]
 fn population_gives_way_to_faults() {
-    let Some(region) = region(16_384, Backing::Shmem) else {
+    let Some(region) = region(2048, Backing::Shmem) else {
         return;
     };
     let pager = pager(&region, Mode::Minor, pattern());
