@@ -167,9 +167,14 @@ fn it_can_be_stopped_while_workers_wait() {
                 .idle_vcpus(&mut vcpus)
                 .flags(PopulateFlags::default())
                 .method(method);
-            let start = Instant::now();
-            populator.run(|_| {
-                if start.elapsed() < Duration::from_millis(300) {
+            // Once all is done that can be, for a while.
+            let mut waiting = None;
+            populator.run(|progress| {
+                if progress.bytes < LOW_BYTES {
+                    return ControlFlow::Continue(());
+                }
+                let since: &mut Instant = waiting.get_or_insert_with(Instant::now);
+                if since.elapsed() < Duration::from_millis(200) {
                     ControlFlow::Continue(())
                 } else {
                     ControlFlow::Break(())

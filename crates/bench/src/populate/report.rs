@@ -25,7 +25,8 @@ pub struct PopulateReport {
     pub plan: PlanRecord,
     /// One entry for each number of vCPUs and series, in the plan's order.
     pub points: Vec<Point>,
-    /// Each population compared with none, where both were measured.
+    /// Each population compared with none, with others and with one thread, as far as they were
+    /// measured.
     pub ratios: Vec<Ratio>,
     /// What others published.
     pub published: Published,
@@ -173,7 +174,8 @@ impl RunRecord {
     }
 }
 
-/// A population compared with none at the same number of vCPUs with the same backing.
+/// A population compared with others at the same number of vCPUs with the same backing; what was not
+/// measured is `None`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Ratio {
     /// Number of vCPUs.
@@ -181,15 +183,15 @@ pub struct Ratio {
     /// The population.
     pub series: Series,
     /// Time until all is written to, population included, over that without one: below 1 it pays.
-    pub total: RatioOf,
+    pub total: Option<RatioOf>,
     /// The guest's time alone, over that without a population.
-    pub guest: RatioOf,
+    pub guest: Option<RatioOf>,
     /// How many times as fast as the guest's own faults memory is populated: the guest's time per
     /// mapping without a population over the population's.
     pub over_faults: Option<RatioOf>,
-    /// How many times as fast as KVM_PRE_FAULT_MEMORY with as many threads, if both were measured.
+    /// How many times as fast as KVM_PRE_FAULT_MEMORY with as many threads.
     pub over_pre_fault: Option<RatioOf>,
-    /// How many times as fast as with one thread, if both were measured.
+    /// How many times as fast as with one thread.
     pub over_one_thread: Option<RatioOf>,
 }
 
@@ -259,17 +261,17 @@ fn ratio(point: &Point, points: &[Point]) -> Option<Ratio> {
     let none = other(&|series| {
         series.method = Method::None;
         series.threads = None;
-    })?;
+    });
     let total = |run: &RunRecord| Some(float(run.total_ns()));
     let guest = |run: &RunRecord| Some(float(run.guest_ns));
     let per_mapping = RunRecord::ns_per_mapping;
     let times = |slower: Option<&Point>| paired(slower?, point, per_mapping);
-    Some(Ratio {
+    let found = Ratio {
         vcpus,
         series,
-        total: paired(point, none, total)?,
-        guest: paired(point, none, guest)?,
-        over_faults: times(Some(none)),
+        total: none.and_then(|none| paired(point, none, total)),
+        guest: none.and_then(|none| paired(point, none, guest)),
+        over_faults: times(none),
         over_pre_fault: times(
             other(&|series| series.method = Method::PreFault)
                 .filter(|_| series.method == Method::Populate),
@@ -277,7 +279,14 @@ fn ratio(point: &Point, points: &[Point]) -> Option<Ratio> {
         over_one_thread: times(
             other(&|series| series.threads = Some(1)).filter(|_| series.method.has_threads()),
         ),
-    })
+    };
+    let any = [
+        found.total,
+        found.over_faults,
+        found.over_pre_fault,
+        found.over_one_thread,
+    ];
+    any.iter().any(Option::is_some).then_some(found)
 }
 
 /// The ratio of a value of two points, in rounds that both have.

@@ -85,8 +85,8 @@ fn runs_are_summed_up_and_compared() {
     assert!(near(point.total_ns.median, 65536.0 * 1500.0));
     assert_eq!(point.exits.median, 0.0);
     let ratio = report.ratio(2, point.series).unwrap();
-    assert!(near(ratio.total.paired.median, 0.15));
-    assert!(near(ratio.guest.paired.median, 0.1));
+    assert!(near(ratio.total.unwrap().paired.median, 0.15));
+    assert!(near(ratio.guest.unwrap().paired.median, 0.1));
     assert!(near(ratio.over_faults.unwrap().paired.median, 20.0));
     assert!(near(ratio.over_pre_fault.unwrap().paired.median, 4.0));
     assert!(near(ratio.over_one_thread.unwrap().paired.median, 2.0));
@@ -102,9 +102,15 @@ fn runs_are_summed_up_and_compared() {
 
 #[test]
 fn without_none_there_is_nothing_to_compare_with() {
-    let report = measure(Timing::Native, |plan| plan.methods = vec![Method::Populate]);
+    let report = measure(Timing::Native, |plan| {
+        plan.methods = vec![Method::Populate];
+        plan.threads = vec![2];
+    });
     assert!(report.ratios.is_empty());
     assert!(!report.table(None).contains("over faults"));
+    let report = measure(Timing::Native, |plan| plan.methods = vec![Method::Populate]);
+    let two = report.ratio(2, series(Method::Populate, Some(2))).unwrap();
+    assert!(two.over_one_thread.is_some() && two.total.is_none());
 }
 
 #[test]

@@ -49,7 +49,10 @@ const READING: &str = "\
          with <b>one-reader</b> one vCPU reads everything first.";
 
 fn document(report: &PopulateReport) -> Document<'_> {
-    let more = [("Against letting vCPUs fault", comparison(report))];
+    let more = [(
+        "Against letting vCPUs fault, and against each other",
+        comparison(report),
+    )];
     let more = more.into_iter();
     let more = more.filter_map(|(heading, grid)| Some((heading, grid?)));
     Document {
@@ -138,6 +141,7 @@ fn results(report: &PopulateReport) -> Grid {
 
 fn comparison(report: &PopulateReport) -> Option<Grid> {
     let ratio = |ratio: Option<&RatioOf>| or_nothing(ratio.map(|r| times(r.paired.median)));
+    let between = |ratio: Option<&RatioOf>| or_nothing(ratio.map(|r| extremes(&r.paired)));
     let mut rows: Vec<Vec<String>> = report
         .ratios
         .iter()
@@ -145,10 +149,10 @@ fn comparison(report: &PopulateReport) -> Option<Grid> {
             vec![
                 found.vcpus.to_string(),
                 found.series.to_string(),
-                times(found.total.paired.median),
-                extremes(&found.total.paired),
-                times(found.guest.paired.median),
-                extremes(&found.guest.paired),
+                ratio(found.total.as_ref()),
+                between(found.total.as_ref()),
+                ratio(found.guest.as_ref()),
+                between(found.guest.as_ref()),
                 ratio(found.over_faults.as_ref()),
                 ratio(found.over_pre_fault.as_ref()),
                 ratio(found.over_one_thread.as_ref()),
@@ -254,20 +258,24 @@ fn lead(report: &PopulateReport) -> String {
         .ratios
         .iter()
         .filter(|ratio| ratio.series.method == Method::Populate && ratio.series.threads == most)
+        .filter(|ratio| ratio.total.is_some())
         .collect();
     if ratios.is_empty() {
         return String::new();
     }
     let mut page = String::from("<ul class=\"lead\" style=\"margin-bottom:14px\">\n");
     for ratio in ratios {
+        let (Some(total), Some(guest)) = (&ratio.total, &ratio.guest) else {
+            continue;
+        };
         push!(
             page,
             "<li style=\"--series:var({})\"><span class=\"tag\">{}</span><b>{}</b><span>the guest's \
              time, {} with the population, {}</span></li>\n",
             chart::populate::role(Method::Populate).variable(),
             escape(&ratio.series.to_string()),
-            times(ratio.guest.paired.median),
-            times(ratio.total.paired.median),
+            times(guest.paired.median),
+            times(total.paired.median),
             count(ratio.vcpus),
         );
     }
