@@ -57,7 +57,7 @@ const SPECIFICATION: [Measurement; 6] = [
         benchmark: "memslots",
         name: "memslots",
         timing: Timing::Instructions,
-        arguments: "--vcpus 1,2,4,8,16 --ops split --commits 8 --runs 3",
+        arguments: "--vcpus 1,2,8,16 --ops split --commits 8 --method list,quiesce --runs 7",
         seconds: 3600,
     },
     Measurement {

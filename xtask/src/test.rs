@@ -5,7 +5,10 @@ mod lab;
 mod libtest;
 mod tally;
 
+use std::num::NonZero;
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -22,12 +25,13 @@ use tally::{Tally, Verdict};
 /// The verb's arguments.
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Only these steps (may be given several times)
+    /// Only these steps (may be given several times) [default: all but debug]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
 }
 
-/// The steps, in the order in which they run: what fails quickly comes first.
+/// The steps, in the order in which they run: what fails quickly comes first, and the VMs come last
+/// and together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Step {
     /// rustfmt
@@ -49,9 +53,22 @@ enum Step {
     Stock,
     /// Selftests on arm64
     Arm64,
+    /// Selftests on a kernel that checks locks, RCU and memory (only if asked for: about an hour
+    /// with its build)
+    Debug,
 }
 
 impl Step {
+    /// Whether the step is a VM and hardly anything else. Its software CPU takes one processor.
+    fn is_lane(self) -> bool {
+        matches!(self, Self::Lab | Self::Stock | Self::Arm64 | Self::Debug)
+    }
+
+    /// Whether the step is taken if none is named.
+    fn is_default(self) -> bool {
+        self != Self::Debug
+    }
+
     fn name(self) -> String {
         self.to_possible_value()
             .map_or_else(String::new, |value| value.get_name().to_owned())
@@ -59,6 +76,7 @@ impl Step {
 }
 
 /// The run so far.
+#[derive(Clone)]
 struct Testing<'a> {
     paths: &'a Paths,
     tally: Tally,
@@ -74,25 +92,18 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
         tally: Tally::default(),
         host_ran: false,
     };
-    for step in Step::value_variants() {
-        if !args.only.is_empty() && !args.only.contains(step) {
-            continue;
-        }
-        let name = step.name();
-        println!("== {name}");
-        let start = Instant::now();
-        let before = testing.tally.clone();
-        if let Err(error) = testing.step(*step) {
-            testing
-                .tally
-                .add(&name, "step", Verdict::Failed(format!("{error:#}")));
-        }
-        let counts = testing.tally.since(&before);
-        println!(
-            "== {name}: {counts} in {:.0} s",
-            start.elapsed().as_secs_f64()
-        );
+    let wanted = |step: &&Step| match args.only.as_slice() {
+        [] => step.is_default(),
+        only => only.contains(step),
+    };
+    let (lanes, steps): (Vec<Step>, Vec<Step>) = Step::value_variants()
+        .iter()
+        .filter(wanted)
+        .partition(|step| step.is_lane());
+    for step in steps {
+        testing.timed(step);
     }
+    testing.lanes(&lanes);
     print!("{}", testing.tally.details());
     println!("tested in {:.0} s", started.elapsed().as_secs_f64());
     println!("{}", testing.tally.closing_line());
@@ -104,6 +115,54 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
 }
 
 impl Testing<'_> {
+    /// Takes a step. What keeps it from being taken is a failure.
+    fn timed(&mut self, step: Step) {
+        let name = step.name();
+        println!("== {name}");
+        let start = Instant::now();
+        let before = self.tally.clone();
+        if let Err(error) = self.step(step) {
+            self.tally
+                .add(&name, "step", Verdict::Failed(format!("{error:#}")));
+        }
+        let counts = self.tally.since(&before);
+        println!(
+            "== {name}: {counts} in {:.0} s",
+            start.elapsed().as_secs_f64()
+        );
+    }
+
+    /// Takes the steps that are VMs, as many at a time as there are processors.
+    fn lanes(&mut self, steps: &[Step]) {
+        let workers = thread::available_parallelism().map_or(1, NonZero::get);
+        let left = Mutex::new(steps.iter());
+        let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let start = self.clone();
+        let results = thread::scope(|scope| {
+            let threads: Vec<_> = (0..workers.min(steps.len()))
+                .map(|_| {
+                    scope.spawn(|| {
+                        let mut testing = start.clone();
+                        while let Some(step) = next() {
+                            testing.timed(*step);
+                        }
+                        testing.tally
+                    })
+                })
+                .collect();
+            threads
+                .into_iter()
+                .map(thread::ScopedJoinHandle::join)
+                .collect::<Vec<_>>()
+        });
+        for result in results {
+            match result {
+                Ok(tally) => self.tally.merge(tally),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+    }
+
     fn step(&mut self, step: Step) -> Result<()> {
         match step {
             Step::Format => self.cargo("format", &["fmt", "--all", "--check"]),
@@ -134,6 +193,7 @@ impl Testing<'_> {
             Step::Lab => lab::patched(self.paths, self.host_ran, &mut self.tally),
             Step::Stock => lab::stock(self.paths, &mut self.tally),
             Step::Arm64 => lab::arm64(self.paths, &mut self.tally),
+            Step::Debug => lab::debug(self.paths, &mut self.tally),
         }
     }
 

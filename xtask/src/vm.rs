@@ -16,7 +16,7 @@ use clap::{Args, ValueEnum};
 
 use crate::command::Run;
 use crate::kernel::{Arch, Variant, build};
-use crate::paths::Paths;
+use crate::paths::{Paths, unique};
 use crate::progress::Progress;
 use crate::setup;
 
@@ -237,7 +237,7 @@ fn new_run_dir(paths: &Paths) -> Result<PathBuf> {
     }
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let now = now.map_or(0, |since| since.as_millis());
-    let dir = all.join(format!("run-{now}-{}", std::process::id()));
+    let dir = all.join(format!("run-{now}-{}", unique()));
     std::fs::create_dir(&dir).with_context(|| format!("create {}", dir.display()))?;
     Ok(dir)
 }

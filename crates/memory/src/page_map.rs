@@ -141,6 +141,19 @@ impl PageMap {
         Some(PageState::of(self.cell(page)?.load(Ordering::Acquire)))
     }
 
+    /// The first of `pages` that is Absent or InFlight, and which of them: where there is, or may
+    /// yet be, something to bring in. Out of date as soon as it is told.
+    pub fn next_unsettled(&self, pages: PageRange) -> Option<(PageIndex, PageState)> {
+        let cells = self.cells.get(pages.first().as_usize()..)?;
+        let states = cells
+            .iter()
+            .map(|cell| PageState::of(cell.load(Ordering::Relaxed)));
+        pages
+            .iter()
+            .zip(states)
+            .find(|(_, state)| matches!(state, PageState::Absent | PageState::InFlight))
+    }
+
     /// Claims `page` if it is Absent.
     #[inline]
     pub fn claim(&self, page: PageIndex) -> Claim<'_> {

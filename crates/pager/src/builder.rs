@@ -10,7 +10,8 @@ use pagetide_memory::{
 use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, RegisterError, Userfaultfd};
 use thiserror::Error;
 
-use crate::pager::{PagedRegion, Pager, Settings, Span};
+use crate::pager::{Pager, Settings};
+use crate::site::{PagedRegion, Span};
 use crate::source::{ContentIn, PageSource};
 
 /// How the regions are spread over userfaultfds. All reader threads serve all of them.

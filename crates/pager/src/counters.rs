@@ -1,15 +1,14 @@
 //! What a thread counts while it resolves faults.
 
 macro_rules! counters {
-    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// What happened. Each thread counts for itself, in memory of its own; the sums are made
-        /// when it is done.
+    ($(#[$what:meta])* $type:ident: $($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        $(#[$what])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-        pub struct Counters {
+        pub struct $type {
             $($(#[$doc])* pub $name: u64,)*
         }
 
-        impl Counters {
+        impl $type {
             /// Adds what another thread counted.
             pub fn add(&mut self, other: &Self) {
                 $(self.$name += other.$name;)*
@@ -24,6 +23,9 @@ macro_rules! counters {
 }
 
 counters! {
+    /// What happened. Each thread counts for itself, in memory of its own; the sums are made when it
+    /// is done.
+    Counters:
     /// Faults delivered, by either way.
     faults,
     /// Faults delivered by a userfaultfd.
@@ -36,7 +38,7 @@ counters! {
     exists,
     /// Calls that the kernel cut short (EAGAIN).
     again,
-    /// Faults on pages that another thread owned.
+    /// Faults on pages that another thread owned, and pages that prefetch found taken.
     lost_claims,
     /// Of those, exits that waited for the owner.
     waits,
@@ -54,6 +56,31 @@ counters! {
     empty_reads,
     /// Times that a reader went to sleep.
     sleeps,
+    /// Times that prefetch gave way to faults.
+    yields,
+}
+
+counters! {
+    /// What became of the pages that arrived without being asked for.
+    PopulateCounters:
+    /// Ranges handed over by prefetch and by faults that brought neighbours in.
+    ranges,
+    /// Of those, ranges that became part of one that was waiting.
+    merged,
+    /// Of those, ranges for which there was no room, or no time.
+    dropped,
+    /// Bytes in the ranges that were dropped: the guest faults on them.
+    dropped_bytes,
+    /// Batches that were mapped.
+    calls,
+    /// Bytes in those batches.
+    asked_bytes,
+    /// Bytes that the sink says it mapped.
+    mapped_bytes,
+    /// Times that population gave way to faults.
+    yields,
+    /// Batches that failed: one at most, since it ends the population.
+    failures,
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! What can go wrong, one type per operation.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -93,7 +94,7 @@ pub enum ResolveError {
     },
 }
 
-/// Why a reader thread ended before it was told to.
+/// Why a reader thread, or prefetch, ended before it was told to.
 #[derive(Debug, Error)]
 pub enum ReaderError {
     /// A fault could not be resolved.
@@ -123,9 +124,26 @@ pub enum ReaderError {
         /// What it said.
         message: String,
     },
+    /// Prefetch could not bring a page in. Nobody has asked for it yet, but somebody would.
+    #[error("prefetch could not bring a page in")]
+    Prefetch(#[source] ResolveError),
+    /// Prefetch panicked, most likely in a page source.
+    #[error("prefetch panicked: {message}")]
+    PrefetchPanicked {
+        /// What it said.
+        message: String,
+    },
 }
 
-/// The first failure of a pager's reader threads; cheap to clone.
+/// What a panic said.
+pub(crate) fn message_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
+        .to_owned()
+}
+
+/// The first failure of a pager's reader threads, or of its prefetch; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Failure(pub(crate) Arc<ReaderError>);
 
@@ -166,6 +184,23 @@ pub enum SpawnError {
     /// A descriptor for waiting could not be made.
     #[error("making what reader threads wait on")]
     Descriptor(#[source] Errno),
+}
+
+/// Why prefetch or population could not be started.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// What arrives can be handed on to one populator only.
+    #[error("this pager has a populator already")]
+    AlreadyPopulating,
+    /// The operating system has no more threads.
+    #[error("starting the thread for {activity}")]
+    Thread {
+        /// What it was for.
+        activity: &'static str,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
 }
 
 #[cfg(test)]

@@ -16,6 +16,8 @@ pub enum Delivery {
     Exit,
     /// As a message of a userfaultfd: a thread sleeps in the kernel until it is woken.
     Uffd,
+    /// Not at all: prefetch wants the page before anybody does. Nobody has to be woken.
+    Prefetch,
 }
 
 impl fmt::Display for Delivery {
@@ -23,6 +25,7 @@ impl fmt::Display for Delivery {
         f.pad(match self {
             Self::Exit => "exit",
             Self::Uffd => "uffd",
+            Self::Prefetch => "prefetch",
         })
     }
 }

@@ -1,33 +1,18 @@
 //! Bringing claimed pages in: content from the source, then into the guest mapping.
 
-use pagetide_memory::{Backing, ClaimGuard, PageRange, Settled};
-use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
+use pagetide_memory::{Backing, ClaimGuard, GuestRange, PageRange, Settled};
+use pagetide_uapi::userfaultfd::{InstallError, Wake};
 
+use crate::arrivals::Giver;
+use crate::content::Content;
 use crate::error::ResolveError;
 use crate::fault::{Delivery, Fault, Resolution};
-use crate::resolver::{Site, Worker};
-use crate::source::{Fetch, Fetched, Sink, SourceError};
+use crate::resolver::Worker;
+use crate::site::Site;
 
 /// How often the kernel may say EAGAIN in a row without having installed anything. It does so while
 /// another thread changes the address space, which takes microseconds.
 const MAX_TRIES: u32 = 10_000;
-
-/// Zeroes to fill the page cache with; divides every page size.
-static ZEROES: [u8; 4096] = [0; 4096];
-
-/// What is installed, and how.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Content {
-    /// What the page cache has (UFFDIO_CONTINUE).
-    PageCache,
-    /// What the worker's buffer has (UFFDIO_COPY). Its first byte belongs to the run's first page
-    /// as it was when the buffer was filled.
-    Buffer(PageRange),
-    /// Zeroes (UFFDIO_ZEROPAGE).
-    Zeroes,
-    /// Nothing: the content is lost.
-    Lost,
-}
 
 impl Worker {
     /// Brings a run in that was just claimed and holds the faulting page.
@@ -66,106 +51,6 @@ impl Worker {
         }
     }
 
-    /// Has the source give the run's content. If it cannot, the run is narrowed to the faulting
-    /// page and the source asked once more: a neighbour's trouble is not this fault's.
-    fn fetch<'m>(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        mut run: ClaimGuard<'m>,
-    ) -> Result<(ClaimGuard<'m>, Content), ResolveError> {
-        loop {
-            let narrowed = run.pages().count() == 1;
-            match self.fetch_run(site, run.pages()) {
-                Ok(content) if narrowed || content != Content::Lost => return Ok((run, content)),
-                Ok(_) => run = self.narrow(site, fault, run),
-                Err(error) if !narrowed => {
-                    tracing::warn!(%fault, pages = %run.pages(), %error, "no fault-around");
-                    run = self.narrow(site, fault, run);
-                }
-                Err(source) => {
-                    site.abandon(&mut self.counters, run);
-                    return Err(ResolveError::Fetch {
-                        fault: *fault,
-                        source,
-                    });
-                }
-            }
-        }
-    }
-
-    fn fetch_run(&mut self, site: &Site<'_>, pages: PageRange) -> Result<Content, SourceError> {
-        let bytes = site.paged.bytes_of(pages);
-        let (sink, content) = match site.pager.settings.mode {
-            Mode::Minor => (Sink::Service, Content::PageCache),
-            Mode::Missing => (Sink::Buffer(self.room(bytes)?), Content::Buffer(pages)),
-        };
-        let mut fetch = Fetch::new(&site.paged.region, pages, sink);
-        let fetched = site.pager.source.fetch(&mut fetch)?;
-        let given = fetch.pushed();
-        match fetched {
-            Fetched::Filled if given == bytes => Ok(content),
-            // What is missing would be somebody else's bytes, or zeroes.
-            Fetched::Filled => Err(SourceError::WrongSize {
-                given,
-                wanted: bytes,
-            }),
-            Fetched::Zero => self.zeroes(site, pages),
-            Fetched::Poisoned => Ok(Content::Lost),
-        }
-    }
-
-    /// The worker's buffer, at least `bytes` long.
-    fn room(&mut self, bytes: u64) -> Result<&mut [u8], SourceError> {
-        let too_much = || SourceError::WrongSize {
-            given: 0,
-            wanted: bytes,
-        };
-        let bytes = usize::try_from(bytes).map_err(|_| too_much())?;
-        if self.buffer.len() < bytes {
-            let more = bytes - self.buffer.len();
-            let reserved = self.buffer.try_reserve_exact(more);
-            reserved.map_err(|error| SourceError::Unavailable(Box::new(error)))?;
-            self.buffer.resize(bytes, 0);
-        }
-        self.buffer.get_mut(..bytes).ok_or_else(too_much)
-    }
-
-    /// Gets zeroes ready for the pages, by whichever way this memory takes them.
-    fn zeroes(&mut self, site: &Site<'_>, pages: PageRange) -> Result<Content, SourceError> {
-        let region = &site.paged.region;
-        let bytes = site.paged.bytes_of(pages);
-        match site.pager.settings.mode {
-            Mode::Minor => {
-                let mut fetch = Fetch::new(region, pages, Sink::Service);
-                while fetch.pushed() < bytes {
-                    fetch.push(&ZEROES)?;
-                }
-                Ok(Content::PageCache)
-            }
-            Mode::Missing if region.backing().is_hugetlb() => {
-                self.room(bytes)?.fill(0);
-                Ok(Content::Buffer(pages))
-            }
-            Mode::Missing => Ok(Content::Zeroes),
-        }
-    }
-
-    /// Gives all of the run back but the faulting page.
-    fn narrow<'m>(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        run: ClaimGuard<'m>,
-    ) -> ClaimGuard<'m> {
-        let before = fault.page.0.saturating_sub(run.pages().first().0);
-        let (before, run) = run.split_at(before);
-        let (run, after) = run.split_at(1);
-        site.abandon(&mut self.counters, before);
-        site.abandon(&mut self.counters, after);
-        run
-    }
-
     fn install_content(
         &mut self,
         site: &Site<'_>,
@@ -202,12 +87,31 @@ impl Worker {
         let pages = run.pages();
         match self.install_once(site, fault, pages, content) {
             Ok(()) => {
-                self.counters.installs += 1;
-                self.counters.pages += pages.count();
-                site.finish(&mut self.counters, run, settled(site, content));
+                self.arrived(site, fault, run, content);
                 Ok(installed(site, pages))
             }
             Err(error) => self.install_rest(site, fault, run, content, error),
+        }
+    }
+
+    /// One call has installed a run: settles it, and hands it over to be populated if it has pages
+    /// that nobody waits for. A vCPU that waits for a single page maps it itself.
+    #[inline]
+    fn arrived(&mut self, site: &Site<'_>, fault: &Fault, run: ClaimGuard<'_>, content: Content) {
+        let pages = run.pages();
+        self.counters.installs += 1;
+        self.counters.pages += pages.count();
+        site.finish(&mut self.counters, run, settled(site, content));
+        if site.pager.arrivals.is_open() {
+            let giver = match fault.delivery {
+                Delivery::Prefetch => Giver::Prefetch,
+                Delivery::Exit | Delivery::Uffd if pages.count() == 1 => return,
+                Delivery::Exit | Delivery::Uffd => Giver::Fault,
+            };
+            let start = site.paged.gpa_of(pages.first());
+            if let Ok(range) = GuestRange::new(start, site.paged.bytes_of(pages)) {
+                site.pager.arrivals.give(range, giver);
+            }
         }
     }
 
@@ -220,7 +124,7 @@ impl Worker {
         content: Content,
     ) -> Result<(), InstallError> {
         let wake = match fault.delivery {
-            Delivery::Exit => Wake::DontWake,
+            Delivery::Exit | Delivery::Prefetch => Wake::DontWake,
             Delivery::Uffd => Wake::Wake,
         };
         let range = site.paged.user_range(pages);
@@ -263,9 +167,7 @@ impl Worker {
                 tries = 0;
                 let (head, rest) = run.split_at(site.paged.pages_in(installed_bytes));
                 let pages = head.pages();
-                self.counters.installs += 1;
-                self.counters.pages += pages.count();
-                site.finish(&mut self.counters, head, settled(site, content));
+                self.arrived(site, fault, head, content);
                 if pages.contains(fault.page) {
                     resolution = Some(installed(site, pages));
                 }
@@ -329,9 +231,7 @@ impl Worker {
             match self.install_once(site, fault, run.pages(), content) {
                 Ok(()) => {
                     let pages = run.pages();
-                    self.counters.installs += 1;
-                    self.counters.pages += pages.count();
-                    site.finish(&mut self.counters, run, settled(site, content));
+                    self.arrived(site, fault, run, content);
                     if pages.contains(fault.page) {
                         resolution = Some(installed(site, pages));
                     }

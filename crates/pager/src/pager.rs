@@ -6,99 +6,19 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pagetide_kvm::{Access, FaultExit};
-use pagetide_memory::{
-    GuestAddress, HostAddress, PageIndex, PageMap, PageRange, Region, ResetError,
-};
-use pagetide_uapi::userfaultfd::{Mode, PageFault, UserRange, Userfaultfd};
+use pagetide_memory::{GuestAddress, HostAddress, PageIndex, PageMap, Region, ResetError};
+use pagetide_uapi::userfaultfd::{Mode, PageFault, Userfaultfd};
 
+use crate::arrivals::Arrivals;
 use crate::builder::{BuildError, PagerBuilder};
 use crate::counters::Counters;
 use crate::error::{Failure, ReaderError, ResolveError};
 use crate::fault::{Delivery, Fault, RegionId};
+use crate::prefetch::Progress;
+use crate::pulse::Pulse;
 use crate::resolver::{Resolver, Worker};
+use crate::site::{PagedRegion, Span};
 use crate::source::PageSource;
-
-/// Which userfaultfd serves which pages of a region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Span {
-    pub(crate) pages: PageRange,
-    /// Index into the pager's userfaultfds.
-    pub(crate) uffd: usize,
-}
-
-/// A region, and what the pager knows about it.
-#[derive(Debug)]
-pub(crate) struct PagedRegion {
-    pub(crate) region: Arc<Region>,
-    pub(crate) map: PageMap,
-    /// In the order of their pages, without gaps.
-    spans: Vec<Span>,
-    /// Copies of what the region would tell, next to each other for the resolve path.
-    gpa: GuestAddress,
-    hva: HostAddress,
-    bytes: u64,
-    shift: u32,
-}
-
-impl PagedRegion {
-    pub(crate) fn new(region: Arc<Region>, map: PageMap, spans: Vec<Span>) -> Self {
-        Self {
-            gpa: region.gpa(),
-            hva: region.guest().start(),
-            bytes: region.bytes(),
-            shift: region.page_size().shift(),
-            region,
-            map,
-            spans,
-        }
-    }
-
-    #[inline]
-    fn page_at(&self, offset: u64) -> Option<PageIndex> {
-        (offset < self.bytes).then_some(PageIndex(offset >> self.shift))
-    }
-
-    /// Where pages of this region are in the guest mapping. The pages are the region's own: they
-    /// come from its page map.
-    #[inline]
-    pub(crate) fn user_range(&self, pages: PageRange) -> UserRange {
-        UserRange {
-            start: self.hva.as_u64() + (pages.first().0 << self.shift),
-            bytes: pages.count() << self.shift,
-        }
-    }
-
-    /// The gpa of a page of this region.
-    #[inline]
-    pub(crate) fn gpa_of(&self, page: PageIndex) -> GuestAddress {
-        GuestAddress(self.gpa.0 + (page.0 << self.shift))
-    }
-
-    /// Bytes in a run of pages of this region.
-    #[inline]
-    pub(crate) fn bytes_of(&self, pages: PageRange) -> u64 {
-        pages.count() << self.shift
-    }
-
-    /// Whole pages of this region in `bytes`.
-    pub(crate) fn pages_in(&self, bytes: u64) -> u64 {
-        bytes >> self.shift
-    }
-
-    /// Which userfaultfd serves `page`, and the run of pages that it serves. `None` if the region
-    /// has no such page.
-    #[inline]
-    pub(crate) fn span(&self, page: PageIndex) -> Option<Span> {
-        let index = match self.spans.len() {
-            1 => 0,
-            _ => self.spans.partition_point(|span| span.pages.end() <= page),
-        };
-        self.spans
-            .get(index)
-            .copied()
-            .filter(|span| span.pages.contains(page))
-    }
-}
 
 /// What a pager was told when it was built.
 #[derive(Clone, Copy, Debug)]
@@ -111,7 +31,7 @@ pub(crate) struct Settings {
     pub(crate) can_poison: bool,
 }
 
-/// Called once, with the first failure of a reader thread.
+/// Called once, with the first failure of a reader thread or of prefetch.
 type OnFailure = Box<dyn FnMut(&Failure) + Send>;
 
 /// Brings the pages of some regions in as they are touched. Shared by all threads that resolve
@@ -129,6 +49,8 @@ pub struct Pager {
     failure: OnceLock<Failure>,
     on_failure: Mutex<Option<OnFailure>>,
     counted: Mutex<Counters>,
+    pub(crate) pulse: Pulse,
+    pub(crate) arrivals: Arrivals,
 }
 
 impl Pager {
@@ -155,6 +77,8 @@ impl Pager {
             failure: OnceLock::new(),
             on_failure: Mutex::new(None),
             counted: Mutex::new(Counters::default()),
+            pulse: Pulse::default(),
+            arrivals: Arrivals::default(),
         }
     }
 
@@ -193,6 +117,17 @@ impl Pager {
         self.uffds.get(span.uffd)
     }
 
+    /// The gpa of a page, 0 if there is no such region.
+    pub(crate) fn gpa_of(&self, region: RegionId, page: PageIndex) -> GuestAddress {
+        self.paged(region)
+            .map_or(GuestAddress(0), |paged| paged.gpa_of(page))
+    }
+
+    /// Whole pages of a region in `bytes`, 0 if there is no such region.
+    pub(crate) fn pages_in(&self, region: RegionId, bytes: u64) -> u64 {
+        self.paged(region).map_or(0, |paged| paged.pages_in(bytes))
+    }
+
     /// The regions, in the order of their gpas.
     pub fn regions(&self) -> impl ExactSizeIterator<Item = &Arc<Region>> {
         self.regions.iter().map(|paged| &paged.region)
@@ -201,6 +136,17 @@ impl Pager {
     /// The page map of a region.
     pub fn page_map(&self, region: RegionId) -> Option<&PageMap> {
         self.paged(region).map(|paged| &paged.map)
+    }
+
+    /// How many pages of all regions are present. Looks at every page, at a byte each.
+    pub fn progress(&self) -> Progress {
+        let mut progress = Progress::default();
+        for paged in &self.regions {
+            let counts = paged.map.counts();
+            progress.present += counts.present + counts.zero;
+            progress.total += paged.map.pages();
+        }
+        progress
     }
 
     /// How pages are brought in.
@@ -279,25 +225,26 @@ impl Pager {
     }
 
     /// Ends every wait for a page, now and later, with [`ResolveError::Stopped`]. For when the VM
-    /// has to stop for any reason.
+    /// has to stop for any reason. Prefetch and population end.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
+        self.arrivals.close();
     }
 
-    /// Whether [`Pager::stop`] was called, or a reader thread has failed.
+    /// Whether [`Pager::stop`] was called, or a reader thread or prefetch has failed.
     pub fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
 
-    /// The first failure of a reader thread. The page that it was about stays absent, and whoever
-    /// waits for it asleep.
+    /// The first failure of a reader thread or of prefetch. The page that it was about stays absent,
+    /// and whoever waits for it asleep.
     pub fn failure(&self) -> Option<&Failure> {
         self.failure.get()
     }
 
-    /// Has `callback` called at the first failure of a reader thread, or now if there was one. It
-    /// replaces the one set before. It must get every vCPU out of KVM_RUN; it must not block, nor set
-    /// another callback.
+    /// Has `callback` called at the first failure of a reader thread or of prefetch, or now if there
+    /// was one. It replaces the one set before. It must get every vCPU out of KVM_RUN; it must not
+    /// block, nor set another callback.
     pub fn on_failure(&self, callback: impl FnMut(&Failure) + Send + 'static) {
         let mut slot = self.lock_on_failure();
         let callback = slot.insert(Box::new(callback));
@@ -317,14 +264,14 @@ impl Pager {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records a reader's failure. Returns the first one, which may be an earlier one.
+    /// Records the failure of a reader, or of prefetch. Returns the first one, which may be an earlier one.
     pub(crate) fn fail(&self, error: ReaderError) -> Failure {
         let failure = Failure(Arc::new(error));
         // The callback's lock is held over recording it, so that on_failure, which takes it too,
         // either is seen here or sees the failure.
         let mut slot = self.lock_on_failure();
         if self.failure.set(failure.clone()).is_ok() {
-            tracing::error!(%failure, "a reader thread failed; the pager stops");
+            tracing::error!(%failure, "the pager stops");
             self.stop();
             if let Some(callback) = slot.as_mut() {
                 call(callback, &failure);
@@ -334,7 +281,7 @@ impl Pager {
     }
 
     /// What was counted by threads that are done: readers that were stopped, resolvers that were
-    /// dropped.
+    /// dropped, prefetch that has ended.
     pub fn counted(&self) -> Counters {
         *self.lock_counted()
     }
@@ -354,6 +301,7 @@ impl Pager {
         for paged in &self.regions {
             paged.map.reset()?;
         }
+        self.arrivals.clear();
         if self.failure.get().is_none() {
             self.stopped.store(false, Ordering::Release);
         }

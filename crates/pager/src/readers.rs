@@ -1,6 +1,5 @@
 //! The threads that serve userfaultfds.
 
-use std::any::Any;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
 use crate::counters::Counters;
-use crate::error::{Failure, ReaderError, SpawnError};
+use crate::error::{Failure, ReaderError, SpawnError, message_of};
 use crate::pager::Pager;
 use crate::resolver::Worker;
 
@@ -252,12 +251,4 @@ impl Reader {
         }
         Ok(messages == capacity)
     }
-}
-
-/// What a panic said.
-fn message_of(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("no message")
-        .to_owned()
 }

@@ -4,19 +4,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pagetide_kvm::{Access, FaultExit};
-use pagetide_memory::{
-    Claim, ClaimGuard, PageRange, PageState, PopulateAccess, Settled, WakeWanted,
-};
-use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
+use pagetide_memory::{Claim, PageRange, PageState, PopulateAccess};
+use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Wake};
 
 use crate::counters::Counters;
 use crate::error::ResolveError;
 use crate::fault::{Delivery, Fault, Resolution};
-use crate::pager::{PagedRegion, Pager};
+use crate::pager::Pager;
+use crate::pulse::{OwnLines, Seat};
+use crate::site::Site;
 use crate::tracker::Tracker;
 
-/// How long an exit sleeps for an owner before it looks whether the pager was stopped.
-const WAIT_SLICE: Duration = Duration::from_millis(50);
+/// How long a thread sleeps for an owner before it looks whether the pager was stopped.
+pub(crate) const WAIT_SLICE: Duration = Duration::from_millis(50);
 
 /// What a thread brings along to resolve faults: its counters, its memory of the last faults, and a
 /// buffer. Not shared, so that threads do not write to each other's cache lines.
@@ -26,47 +26,7 @@ pub struct Worker {
     pub(crate) tracker: Tracker,
     /// Where content is put together that the kernel then copies; empty until it is needed.
     pub(crate) buffer: Vec<u8>,
-}
-
-/// Where a fault is: the parts of a pager that concern it.
-#[derive(Clone, Copy)]
-pub(crate) struct Site<'p> {
-    pub(crate) pager: &'p Pager,
-    pub(crate) paged: &'p PagedRegion,
-    pub(crate) uffd: &'p Userfaultfd,
-}
-
-impl Site<'_> {
-    /// Settles a claim, and gives the wakes that were left to its owner.
-    #[inline]
-    pub(crate) fn finish(&self, counters: &mut Counters, run: ClaimGuard<'_>, settled: Settled) {
-        let pages = run.pages();
-        let wanted = run.finish(settled);
-        self.wake_wanted(counters, pages, wanted);
-    }
-
-    /// Gives a claim back. Those who sleep in the userfaultfd are woken to fault again: then it is
-    /// somebody else's turn to try, or to fail.
-    pub(crate) fn abandon(&self, counters: &mut Counters, run: ClaimGuard<'_>) {
-        let pages = run.pages();
-        let wanted = run.abandon();
-        self.wake_wanted(counters, pages, wanted);
-    }
-
-    #[inline]
-    fn wake_wanted(&self, counters: &mut Counters, pages: PageRange, wanted: WakeWanted) {
-        if wanted.is_wanted() {
-            self.wake(counters, self.paged.user_range(pages));
-        }
-    }
-
-    /// UFFDIO_WAKE. It fails only for a range that is no range, which none of these is.
-    pub(crate) fn wake(&self, counters: &mut Counters, range: UserRange) {
-        counters.wakes += 1;
-        if let Err(error) = self.uffd.wake(range) {
-            tracing::error!(%error, %range, "UFFDIO_WAKE");
-        }
-    }
+    seat: Seat,
 }
 
 impl Worker {
@@ -88,18 +48,18 @@ impl Worker {
     ) -> Result<Resolution, ResolveError> {
         self.counters.faults += 1;
         let outside = || ResolveError::Outside { gpa: fault.gpa };
-        let paged = pager.paged(fault.region).ok_or_else(outside)?;
-        let span = paged.span(fault.page).ok_or_else(outside)?;
-        let uffd = pager.uffd(span).ok_or_else(outside)?;
+        let (site, span) = Site::of(pager, fault.region, fault.page).ok_or_else(outside)?;
         // A run must not leave its registration: the kernel installs within one mapping only.
         let window = match pager.settings.fault_around_pages {
             1 => PageRange::single(fault.page),
             pages => PageRange::window(fault.page, pages).intersection(span.pages),
         };
-        let site = Site { pager, paged, uffd };
         loop {
-            match paged.map.claim_run(fault.page, window) {
-                Claim::Won(run) => return self.bring_in(&site, fault, run),
+            match site.paged.map.claim_run(fault.page, window) {
+                Claim::Won(run) => {
+                    pager.pulse.beat(&self.seat, fault);
+                    return self.bring_in(&site, fault, run);
+                }
                 Claim::Lost(state) => {
                     if let Some(resolution) = self.lost(&site, fault, state)? {
                         return Ok(resolution);
@@ -123,6 +83,7 @@ impl Worker {
                 match fault.delivery {
                     Delivery::Exit => self.exit_on_present(site, fault, state),
                     Delivery::Uffd => self.message_on_present(site, fault),
+                    Delivery::Prefetch => Ok(Resolution::AlreadyPresent),
                 }
                 .map(Some)
             }
@@ -131,6 +92,7 @@ impl Worker {
                 match fault.delivery {
                     Delivery::Exit => self.join_owner(site, fault),
                     Delivery::Uffd => Ok(leave_to_owner(site, fault)),
+                    Delivery::Prefetch => Ok(Some(Resolution::LeftToOwner)),
                 }
             }
             PageState::Removed => match site.paged.map.claim_removed(fault.page) {
@@ -284,7 +246,7 @@ impl Worker {
         site: &Site<'_>,
         fault: &Fault,
     ) -> Result<Resolution, ResolveError> {
-        if fault.delivery == Delivery::Exit {
+        if fault.delivery != Delivery::Uffd {
             return Ok(Resolution::Poisoned);
         }
         if !site.pager.settings.can_poison {
@@ -360,11 +322,6 @@ pub struct ExitResolvers {
     pager: Arc<Pager>,
     resolvers: Box<[OwnLines<Mutex<Resolver>>]>,
 }
-
-/// Two cache lines: CPUs fetch them in pairs.
-#[derive(Debug)]
-#[repr(align(128))]
-struct OwnLines<T>(T);
 
 impl ExitResolvers {
     /// Resolvers for the vCPUs `0..vcpus`.

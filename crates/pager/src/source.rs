@@ -46,8 +46,8 @@ pub enum Fetched {
 
 /// Gives pages their content. Called from many threads at once, for different pages.
 ///
-/// For as long as a fetch takes, whoever faulted waits; so an urgent page must not queue behind
-/// others in a source.
+/// For as long as a fetch takes, whoever faulted waits; so an urgent page ([`Fetch::is_urgent`]) must
+/// not queue behind others in a source.
 pub trait PageSource: Send + Sync {
     /// Where the content is.
     fn content_in(&self) -> ContentIn {
@@ -67,6 +67,7 @@ pub struct Fetch<'a> {
     pages: PageRange,
     pushed: u64,
     sink: Sink<'a>,
+    is_urgent: bool,
 }
 
 /// Where content goes.
@@ -85,7 +86,20 @@ impl<'a> Fetch<'a> {
             pages,
             pushed: 0,
             sink,
+            is_urgent: true,
         }
+    }
+
+    /// The same for prefetch.
+    pub(crate) fn ahead_of_faults(mut self) -> Self {
+        self.is_urgent = false;
+        self
+    }
+
+    /// Whether somebody waits for one of the pages. If not, it is prefetch that asks, and urgent
+    /// fetches must not queue behind this one.
+    pub fn is_urgent(&self) -> bool {
+        self.is_urgent
     }
 
     /// The region that the pages are of.

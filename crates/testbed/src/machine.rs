@@ -21,7 +21,7 @@ pub struct Machine {
     pub(crate) config: MachineConfig,
     // None while a thread has it, and for ever if the thread did not come back.
     pub(crate) vcpus: Vec<Option<Vcpu>>,
-    vm: Vm,
+    vm: Arc<Vm>,
     pub(crate) low: Arc<LowMemory>,
     data: Arc<Region>,
     pub(crate) tsc_khz: u32,
@@ -89,7 +89,7 @@ impl Machine {
         Ok(Self {
             config,
             vcpus: vcpus.into_iter().map(Some).collect(),
-            vm,
+            vm: Arc::new(vm),
             low: Arc::new(low),
             data,
             tsc_khz,
@@ -108,6 +108,17 @@ impl Machine {
     #[must_use]
     pub fn data(&self) -> &Arc<Region> {
         &self.data
+    }
+
+    /// The virtual machine itself, for what works on its memory from other threads.
+    #[must_use]
+    pub fn vm(&self) -> &Arc<Vm> {
+        &self.vm
+    }
+
+    /// The vCPUs, in the order of their numbers, but for those that a failed run has lost.
+    pub fn vcpus(&self) -> impl Iterator<Item = &Vcpu> {
+        self.vcpus.iter().flatten()
     }
 
     /// What this kernel has for the machine.

@@ -19,8 +19,14 @@ use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, VmArgs};
 /// For each test program; a software CPU is slow.
 const JOB_TIMEOUT: Duration = Duration::from_secs(300);
 
+/// The same on a kernel that checks everything.
+const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(1200);
+
 /// For a whole VM.
 const VM_TIMEOUT: u64 = 1500;
+
+/// The same on a kernel that checks everything.
+const DEBUG_VM_TIMEOUT: u64 = 7200;
 
 /// The exit status with which a kernel selftest says that it could not run.
 const KSFT_SKIP: u8 = 4;
@@ -82,9 +88,10 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
     let huge = ["--backing", "shmem,hugetlb-2m"];
     jobs.push(populate(paths, &huge, "smoke-populate"));
     let mut args = VmArgs::new(variant);
+    args.timeout = VM_TIMEOUT;
     args.memory = "4G".into();
     args.append.push(HUGE_PAGES.into());
-    run("lab", args, &jobs, paths, tally)
+    run("lab", &args, &jobs, paths, tally)
 }
 
 /// What a machine without our kernel can run as well, and has run, need not run twice.
@@ -117,7 +124,9 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
     }
     jobs.push(bench(paths, "uffd", "smoke-stock"));
     jobs.push(populate(paths, &[], "smoke-stock"));
-    run("stock", VmArgs::new(variant), &jobs, paths, tally)
+    let mut args = VmArgs::new(variant);
+    args.timeout = VM_TIMEOUT;
+    run("stock", &args, &jobs, paths, tally)
 }
 
 /// The patched kernel on arm64: selftests.
@@ -125,8 +134,26 @@ pub(super) fn arm64(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::Arm64);
     let jobs = selftest_jobs(variant, paths)?;
     let mut args = VmArgs::new(variant);
+    args.timeout = VM_TIMEOUT;
     args.append.push(HUGE_PAGES.into());
-    run("arm64", args, &jobs, paths, tally)
+    run("arm64", &args, &jobs, paths, tally)
+}
+
+/// The patched kernel with lockdep, PROVE_RCU and KASAN: selftests, which take several times as long.
+pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let variant = Variant {
+        debug: true,
+        ..Variant::patched(Arch::X86_64)
+    };
+    let mut jobs = selftest_jobs(variant, paths)?;
+    for (_, job) in &mut jobs {
+        job.timeout = Some(DEBUG_JOB_TIMEOUT);
+    }
+    let mut args = VmArgs::new(variant);
+    args.timeout = DEBUG_VM_TIMEOUT;
+    args.memory = "6G".into();
+    args.append.push(HUGE_PAGES.into());
+    run("debug", &args, &jobs, paths, tally)
 }
 
 fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
@@ -192,12 +219,11 @@ fn bench(paths: &Paths, delivery: &str, out: &str) -> (Kind, Job) {
 /// Boots one VM for all jobs and counts what became of them.
 fn run(
     lane: &str,
-    mut args: VmArgs,
+    args: &VmArgs,
     jobs: &[(Kind, Job)],
     paths: &Paths,
     tally: &mut Tally,
 ) -> Result<()> {
-    args.timeout = VM_TIMEOUT;
     let log = log_file(paths, lane)?;
     let list: Vec<Job> = jobs.iter().map(|(_, job)| job.clone()).collect();
     let progress = Progress::spinner(&format!("{} jobs in a VM", jobs.len()));
@@ -208,7 +234,7 @@ fn run(
         let seconds = time.as_secs_f64();
         progress.say(&format!("{lane}: {name}: {ended} after {seconds:.1} s"));
     };
-    let outcome = vm::boot(&args, &list, Output::Keep(&mut tell), paths)?;
+    let outcome = vm::boot(args, &list, Output::Keep(&mut tell), paths)?;
     progress.done();
     for (kind, result) in jobs.iter().map(|(kind, _)| kind).zip(outcome.jobs()) {
         host::append(&log, &kind.name(), &[&result.stdout, &result.stderr])?;

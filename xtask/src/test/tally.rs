@@ -45,7 +45,17 @@ impl Tally {
         if let Verdict::Failed(cause) = &verdict {
             println!("FAILED {group}: {name}: {cause}");
         }
-        let key = (group.to_owned(), name.to_owned());
+        self.count((group.to_owned(), name.to_owned()), verdict);
+    }
+
+    /// Adds what another tally has; who made it has told of its failures.
+    pub(super) fn merge(&mut self, other: Self) {
+        for (key, verdict) in other.tests {
+            self.count(key, verdict);
+        }
+    }
+
+    fn count(&mut self, key: (String, String), verdict: Verdict) {
         match (self.tests.get(&key), &verdict) {
             (Some(Verdict::Failed(_)), _) | (Some(Verdict::Passed), Verdict::Skipped(_)) => {}
             _ => {
@@ -130,6 +140,16 @@ mod tests {
         assert_eq!(tally.closing_line(), "2 passed, 1 failed, 1 skipped");
         assert!(!tally.ok());
         assert_eq!(tally.details(), "FAILED a: 3: why\nSKIP a: 4: no kvm\n");
+    }
+
+    #[test]
+    fn tallies_merge_by_the_same_rule() {
+        let (mut lab, mut stock) = (Tally::default(), Tally::default());
+        lab.add("a", "1", Verdict::Passed);
+        stock.add("a", "1", Verdict::Skipped("no series".into()));
+        stock.add("b", "1", Verdict::Failed("why".into()));
+        lab.merge(stock);
+        assert_eq!(lab.closing_line(), "1 passed, 1 failed, 0 skipped");
     }
 
     #[test]

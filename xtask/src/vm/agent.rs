@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use super::VmArgs;
 use crate::command::Run;
 use crate::kernel::Arch;
-use crate::paths::{Paths, hex};
+use crate::paths::{Paths, hex, unique};
 
 /// What QEMU and the agent call the share that is target/.
 pub(super) const TARGET_TAG: &str = "target";
@@ -107,7 +107,7 @@ pub(super) fn build(arch: Arch, paths: &Paths) -> Result<PathBuf> {
         return Ok(agent);
     }
     // Two VMs may start at the same time: each writes a file of its own, the name comes last.
-    let temporary = agent.with_extension(std::process::id().to_string());
+    let temporary = agent.with_extension(unique());
     Run::new(format!("{}gcc", arch.cross_compile()))
         .args(["-static", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
         .arg(&temporary)

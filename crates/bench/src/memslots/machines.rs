@@ -24,7 +24,7 @@ const PAGE: u64 = 4096;
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// How often the emulator is to look after its other CPU, in nanoseconds.
-const METRONOME_NS: u64 = 53_000;
+const METRONOME_NS: u64 = 12_000;
 
 /// Machines to run a plan on; made anew for every run.
 #[derive(Debug)]

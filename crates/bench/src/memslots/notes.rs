@@ -12,8 +12,9 @@ pub(super) fn notes(report: &MemslotsReport) -> Vec<String> {
     if report.origin.timing == Timing::Instructions {
         notes.push(
             "This emulator hands a single thread round its CPUs when an interrupt comes: so that a \
-             CPU need not wait for milliseconds, interrupts come 14 to 19 thousand times a second \
-             (docs/design/kept.md)."
+             CPU need not wait for milliseconds, interrupts come 61 to 83 thousand times a second. \
+             That is the grain of kept with several CPUs; the rows without commits show it, and a \
+             VM with one CPU has a finer one (docs/design/kept.md)."
                 .to_owned(),
         );
     }

@@ -122,6 +122,28 @@ fn a_run_stops_at_the_window_the_map_and_pages_of_others() {
 }
 
 #[test]
+fn the_next_page_to_bring_in_is_found() {
+    let map = map();
+    let range = |first, count| PageRange::new(PageIndex(first), count);
+    let next = |pages| map.next_unsettled(pages);
+    let absent = |page| Some((PageIndex(page), PageState::Absent));
+    assert_eq!(next(range(0, 8)), absent(0));
+    assert_eq!(next(range(5, u64::MAX)), absent(5));
+    assert_eq!(next(range(8, 1)), None);
+    assert_eq!(next(range(u64::MAX, 1)), None);
+    for page in [0, 1, 4] {
+        let _ = won(map.claim(PageIndex(page))).finish(Settled::Present);
+    }
+    let _ = map.remove(PageIndex(2));
+    assert_eq!(next(range(0, 8)), absent(3));
+    assert_eq!(next(range(0, 3)), None);
+    let guard = won(map.claim(PAGE));
+    assert_eq!(next(range(0, 8)), Some((PAGE, PageState::InFlight)));
+    assert_eq!(guard.finish(Settled::Zero), WakeWanted::No);
+    assert_eq!(next(range(0, 8)), absent(5));
+}
+
+#[test]
 fn a_split_run_settles_piece_by_piece() {
     let map = map();
     let run = won(map.claim_run(PageIndex(0), PageRange::window(PageIndex(0), 8)));

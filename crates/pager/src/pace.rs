@@ -1,0 +1,184 @@
+//! Back-pressure: when work that nobody waits for gives way to faults.
+//!
+//! Why, and in short what, the crate's documentation says. The rule in full:
+//!
+//! - Over the last [`WINDOW`], faults that brought a page in are counted against the pages that the
+//!   activity itself dealt with (prefetch: installed, population: mapped).
+//! - If there were more faults than pages, and at least [`QUIET_FAULTS_PER_SECOND`], the activity
+//!   pauses before its next batch, for as long as its last one took, up to [`LONGEST_PAUSE`]: it takes
+//!   half of the time, and of whatever else it takes, that it took before. More would be too much: the
+//!   slower it is, the more the vCPUs fault.
+//! - After a pause it always does one batch. However hard the vCPUs fault, it therefore goes on, and
+//!   comes back to full speed by itself once it gets ahead of them.
+//! - After time in which it had nothing to do it starts with an empty window: having been idle is
+//!   not falling behind.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// What the two rates are compared over.
+pub(crate) const WINDOW: Duration = Duration::from_millis(100);
+
+/// How far apart the window's samples are, and how much of it there must be before it says anything.
+const SPACING: Duration = Duration::from_millis(10);
+
+/// How long an activity that gives way sleeps at most: for so long it does not hear that it is to
+/// stop.
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+
+/// So few faults do not feel whoever works beside them.
+const QUIET_FAULTS_PER_SECOND: u64 = 1000;
+
+/// What had been counted at a moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sample {
+    /// Time since the activity began.
+    pub(crate) at: Duration,
+    /// Faults that had brought a page in.
+    pub(crate) faults: u64,
+    /// Pages that the activity had dealt with.
+    pub(crate) pages: u64,
+}
+
+/// The rule: whether an activity that counted `since` and then `now` gives way to faults.
+pub(crate) fn gives_way(since: Sample, now: Sample) -> bool {
+    let window = now.at.saturating_sub(since.at);
+    let faults = now.faults.saturating_sub(since.faults);
+    let pages = now.pages.saturating_sub(since.pages);
+    let quiet = u128::from(QUIET_FAULTS_PER_SECOND) * window.as_nanos();
+    window >= SPACING && faults > pages && u128::from(faults) * 1_000_000_000 >= quiet
+}
+
+/// An activity's window.
+#[derive(Debug)]
+pub(crate) struct Pace {
+    begun: Instant,
+    samples: VecDeque<Sample>,
+    last_batch: Duration,
+}
+
+impl Pace {
+    pub(crate) fn new() -> Self {
+        Self {
+            begun: Instant::now(),
+            samples: VecDeque::new(),
+            last_batch: Duration::ZERO,
+        }
+    }
+
+    /// Does a batch, and remembers how long it took.
+    pub(crate) fn batch<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        let begun = Instant::now();
+        let result = work();
+        self.last_batch = begun.elapsed();
+        result
+    }
+
+    /// Before a batch: how long to pause first, if at all. Takes the counts as they are now.
+    pub(crate) fn pause(&mut self, faults: u64, pages: u64) -> Option<Duration> {
+        let at = self.begun.elapsed();
+        let now = Sample { at, faults, pages };
+        let pause = self.last_batch.min(LONGEST_PAUSE);
+        self.must_pause_at(now).then_some(pause)
+    }
+
+    fn must_pause_at(&mut self, now: Sample) -> bool {
+        let is_old = |sample: &Sample| now.at.saturating_sub(sample.at) > WINDOW;
+        while self.samples.front().is_some_and(is_old) {
+            self.samples.pop_front();
+        }
+        let newest = self.samples.back();
+        if newest.is_none_or(|newest| now.at.saturating_sub(newest.at) >= SPACING) {
+            self.samples.push_back(now);
+        }
+        self.samples
+            .front()
+            .is_some_and(|oldest| gives_way(*oldest, now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const START: Sample = sample(0, 0, 0);
+
+    const fn sample(ms: u64, faults: u64, pages: u64) -> Sample {
+        Sample {
+            at: Duration::from_millis(ms),
+            faults,
+            pages,
+        }
+    }
+
+    #[test]
+    fn more_faults_than_pages_are_given_way_to() {
+        assert!(gives_way(START, sample(100, 1001, 1000)));
+        assert!(!gives_way(START, sample(100, 1000, 1000)));
+        assert!(!gives_way(START, sample(100, 10, 1000)));
+        assert!(gives_way(sample(500, 5000, 0), sample(600, 6001, 1000)));
+    }
+
+    #[test]
+    fn few_faults_are_not() {
+        assert!(!gives_way(START, sample(100, 99, 0)));
+        assert!(gives_way(START, sample(100, 100, 0)));
+    }
+
+    #[test]
+    fn a_moment_says_nothing() {
+        assert!(!gives_way(START, sample(9, 1000, 0)));
+        assert!(gives_way(START, sample(10, 1000, 0)));
+        assert!(!gives_way(START, START));
+    }
+
+    #[test]
+    fn the_window_slides() {
+        let mut pace = Pace::new();
+        assert!(!pace.must_pause_at(START));
+        assert!(pace.must_pause_at(sample(50, 1000, 10)));
+        assert!(pace.must_pause_at(sample(90, 2000, 20)));
+        // Faults have ended; what there were slides out of the window.
+        assert!(pace.must_pause_at(sample(140, 2000, 30)));
+        assert!(!pace.must_pause_at(sample(185, 2000, 40)));
+    }
+
+    #[test]
+    fn having_been_idle_is_not_falling_behind() {
+        let mut pace = Pace::new();
+        assert!(!pace.must_pause_at(START));
+        assert!(!pace.must_pause_at(sample(10_000, 1_000_000, 1)));
+    }
+
+    #[test]
+    fn a_pause_is_as_long_as_the_last_batch_was() {
+        let mut pace = Pace::new();
+        assert_eq!(pace.pause(0, 0), None);
+        for (took, pause) in [(12, 12), (500, 50)] {
+            pace.batch(|| std::thread::sleep(Duration::from_millis(12)));
+            pace.last_batch = Duration::from_millis(took);
+            let pause = Duration::from_millis(pause);
+            assert_eq!(pace.pause(u64::MAX, 0), Some(pause));
+        }
+        assert_eq!(pace.batch(|| 7), 7);
+        assert!(pace.last_batch < Duration::from_millis(500));
+    }
+
+    proptest! {
+        /// Whatever happens: samples stay few, and an activity that is ahead never pauses.
+        #[test]
+        fn whoever_is_ahead_goes_on(steps in prop::collection::vec((0u64..50, 0u64..500, 0u64..500), 1..200)) {
+            let mut pace = Pace::new();
+            let mut now = START;
+            for (ms, faults, more) in steps {
+                now.at += Duration::from_millis(ms);
+                now.faults += faults;
+                now.pages += faults + more;
+                prop_assert!(!pace.must_pause_at(now));
+                prop_assert!(pace.samples.len() <= 12);
+            }
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Guests run while prefetch brings their memory in and population maps it.
+
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod support;
+
+use std::sync::Arc;
+
+use pagetide_kvm::{FaultExit, SlotFlags, Stats};
+use pagetide_memory::Backing;
+use pagetide_pager::{
+    BuildError, ExitResolvers, IncrementalPopulator, Mode, Pager, PatternSource, PopulateConfig,
+    Prefetch, PrefetchConfig, ReaderConfig, Readers, Resolution,
+};
+use pagetide_testbed::{
+    Content, Expected, FaultHandler, Handled, HandlerError, Machine, MachineConfig, Order, Touch,
+    Workload, pattern,
+};
+use support::{SEED, chain, is_lack, machine};
+
+const MIB: u64 = 1 << 20;
+
+/// Hands exits to the pager.
+struct Resolve(ExitResolvers);
+
+impl FaultHandler for Resolve {
+    fn handle(&self, vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
+        match self.0.resolve(vcpu, &fault)? {
+            Resolution::Poisoned => Err("poisoned".into()),
+            _ => Ok(Handled::Retry),
+        }
+    }
+
+    fn stop(&self) {
+        self.0.pager().stop();
+    }
+}
+
+/// A pager over the machine's data, whose content is a pattern; None, with the reason printed, where
+/// this host gives no userfaultfd.
+fn pager(machine: &Machine, mode: Mode) -> Option<Arc<Pager>> {
+    let source = PatternSource::new(|gpa, bytes: &mut [u8]| pattern::fill(gpa, SEED, bytes));
+    let built = Pager::builder(mode, source)
+        .region(Arc::clone(machine.data()))
+        .build();
+    match built {
+        Ok(pager) => {
+            let stopper = machine.stopper();
+            pager.on_failure(move |failure| stopper.stop(failure.clone()));
+            Some(pager)
+        }
+        Err(BuildError::Open(error)) if is_lack(&error) => {
+            println!("SKIP: {}", chain(&error));
+            None
+        }
+        Err(error) => panic!("{}", chain(&error)),
+    }
+}
+
+fn prefetch(pager: &Arc<Pager>) -> Prefetch {
+    Prefetch::spawn(pager, PrefetchConfig::default()).expect("threads can be had")
+}
+
+fn populate(pager: &Arc<Pager>, machine: &Machine) -> IncrementalPopulator {
+    let sink = Arc::clone(machine.vm());
+    IncrementalPopulator::spawn(pager, sink, PopulateConfig::default()).expect("it is the first")
+}
+
+fn walk(machine: &mut Machine, pager: &Arc<Pager>) -> u64 {
+    let workload = Workload::new(Touch::ReadPattern(SEED), Order::Random { seed: 7 });
+    let resolvers = ExitResolvers::new(pager, machine.config().vcpus);
+    let outcome = machine.run(&workload, Arc::new(Resolve(resolvers)));
+    let outcome = outcome.unwrap_or_else(|failure| panic!("{}", chain(&failure)));
+    outcome.vcpus.iter().map(|vcpu| vcpu.faults).sum()
+}
+
+#[test]
+fn guests_run_while_their_memory_comes_ahead_of_them() {
+    for exits in [false, true] {
+        for (mode, backing) in [
+            (Mode::Minor, Backing::Shmem),
+            (Mode::Missing, Backing::Shmem),
+            (Mode::Minor, Backing::Thp),
+            (Mode::Missing, Backing::Anonymous),
+            (Mode::Minor, Backing::Hugetlb2M),
+        ] {
+            let config = MachineConfig {
+                backing,
+                overlap: true,
+                slot_flags: SlotFlags {
+                    absent_mapping_fault: exits,
+                    ..SlotFlags::default()
+                },
+                ..MachineConfig::new(2, 2 * MIB)
+            };
+            let Some(mut machine) = machine_with_exits(config) else {
+                continue;
+            };
+            let Some(pager) = pager(&machine, mode) else {
+                return;
+            };
+            let what = format!("{mode:?} {backing}, exits {exits}");
+            let readers = Readers::spawn(&pager, ReaderConfig::new(1)).expect("threads");
+            let has_populate = machine.capabilities().populate_memory;
+            let populator = has_populate.then(|| populate(&pager, &machine));
+            let prefetch = prefetch(&pager);
+            let faults = walk(&mut machine, &pager);
+            assert!(exits || faults == 0, "{what}");
+            let ended = prefetch
+                .finish()
+                .unwrap_or_else(|failure| panic!("{}", chain(&failure)));
+            assert!(ended.is_complete, "{what}");
+            if let Some(populator) = populator {
+                let ended = populator.finish();
+                assert!(ended.failure.is_none(), "{what}: {:?}", ended.failure);
+            }
+            readers
+                .stop()
+                .unwrap_or_else(|failure| panic!("{}", chain(&failure)));
+            let counted = pager.counted();
+            let pages = machine.data().pages();
+            assert_eq!(counted.pages, pages, "{what}: each page once, {counted:?}");
+            let verified = machine.verify(Expected::all(Content::Pattern(SEED)));
+            verified.unwrap_or_else(|error| panic!("{what}: {}", chain(&error)));
+        }
+    }
+}
+
+/// As [`machine`]; also None, with the reason printed, if exits are asked for and there are none.
+fn machine_with_exits(mut config: MachineConfig) -> Option<Machine> {
+    let flags = std::mem::take(&mut config.slot_flags);
+    let machine = machine(config)?;
+    if flags.absent_mapping_fault && !machine.capabilities().absent_mapping_fault {
+        println!("SKIP: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
+        return None;
+    }
+    machine
+        .set_slot_flags(flags)
+        .unwrap_or_else(|error| panic!("{}", chain(&error)));
+    Some(machine)
+}
+
+/// Stage-2 faults of all vCPUs so far, those that KVM resolved by itself included.
+fn stage_2_faults(machine: &Machine) -> u64 {
+    let taken = machine.vcpus().map(|vcpu| {
+        let stats = Stats::of_vcpu(vcpu).unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let taken = stats.value("pf_taken").expect("the file can be read");
+        taken.expect("x86 counts them")
+    });
+    taken.sum()
+}
+
+#[test]
+fn what_prefetch_delivered_costs_the_guest_no_fault() {
+    for backing in [Backing::Shmem, Backing::Anonymous] {
+        let mode = match backing {
+            Backing::Anonymous => Mode::Missing,
+            _ => Mode::Minor,
+        };
+        let mut taken = [0; 2];
+        for (with_population, taken) in [false, true].into_iter().zip(&mut taken) {
+            let config = MachineConfig {
+                backing,
+                ..MachineConfig::new(2, 32 * MIB)
+            };
+            let Some(mut machine) = machine(config) else {
+                return;
+            };
+            if !machine.capabilities().populate_memory {
+                println!("SKIP: this kernel lacks KVM_CAP_POPULATE_MEMORY");
+                return;
+            }
+            let Some(pager) = pager(&machine, mode) else {
+                return;
+            };
+            let populator = with_population.then(|| populate(&pager, &machine));
+            let prefetch = prefetch(&pager);
+            let ended = prefetch
+                .finish()
+                .unwrap_or_else(|failure| panic!("{}", chain(&failure)));
+            assert!(ended.is_complete);
+            if let Some(populator) = populator {
+                let ended = populator.finish();
+                assert!(ended.failure.is_none(), "{:?}", ended.failure);
+                assert_eq!(ended.counters.mapped_bytes, machine.data().bytes());
+            }
+            let before = stage_2_faults(&machine);
+            assert_eq!(walk(&mut machine, &pager), 0, "no fault leaves the guest");
+            *taken = stage_2_faults(&machine) - before;
+            let (region, _) = pager.locate(machine.data().gpa()).expect("its region");
+            let map = pager.page_map(region).expect("its map");
+            assert_eq!(map.counts().present, machine.data().pages());
+        }
+        let pages = 2 * 32 * MIB / 4096;
+        let [alone, populated] = taken;
+        println!("{backing}: {pages} pages, stage-2 faults: {alone} alone, {populated} populated");
+        // The guest's own low memory, which nobody populates, is a few dozen of them.
+        assert!(alone >= pages, "{alone}");
+        assert!(populated < pages / 100, "{populated}");
+    }
+}
