@@ -38,6 +38,13 @@ pub(super) fn notes(report: &PopulateReport) -> Vec<String> {
                 .to_owned(),
         );
     }
+    if plan.backings.iter().any(|backing| backing != "shmem") {
+        notes.push(
+            "With huge pages most of the guest's time is its own walk, so that \"over faults\" says \
+             little: compare the guest's times."
+                .to_owned(),
+        );
+    }
     if plan.methods.contains(&Method::OneReader) {
         notes.push(
             "one-reader: vCPU 0 reads one word of every 4 KiB first, which counts as the \
