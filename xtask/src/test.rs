@@ -46,8 +46,10 @@ enum Step {
     Uapi,
     /// Each patch of the series by itself
     Patches,
-    /// Selftests, integration tests and a short benchmark on the patched kernel
+    /// The crates' tests and short benchmarks on the patched kernel
     Lab,
+    /// Selftests on the patched kernel
+    Selftests,
     /// The tests of what a kernel without the series refuses, and a short benchmark, on the stock
     /// kernel
     Stock,
@@ -61,7 +63,10 @@ enum Step {
 impl Step {
     /// Whether the step is a VM and hardly anything else. Its software CPU takes one processor.
     fn is_lane(self) -> bool {
-        matches!(self, Self::Lab | Self::Stock | Self::Arm64 | Self::Debug)
+        matches!(
+            self,
+            Self::Lab | Self::Selftests | Self::Stock | Self::Arm64 | Self::Debug
+        )
     }
 
     /// Whether the step is taken if none is named.
@@ -191,6 +196,7 @@ impl Testing<'_> {
             }
             Step::Patches => self.patches(),
             Step::Lab => lab::patched(self.paths, self.host_ran, &mut self.tally),
+            Step::Selftests => lab::selftests(self.paths, &mut self.tally),
             Step::Stock => lab::stock(self.paths, &mut self.tally),
             Step::Arm64 => lab::arm64(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),
