@@ -2,8 +2,9 @@
 //! nobody who fills stage-2 tables either.
 //!
 //! Each vCPU has one [`Seat`], and so has each population ([`crate::populate`]), which the table
-//! calls a vCPU as well. A seat is one atomic word: how many ioctls are in flight, and one bit, CLOSED. Everything that matters is decided by the order of changes to that one word, which
-//! all threads agree on; no reasoning about two variables is needed.
+//! calls a vCPU as well. A seat is one atomic word: how many ioctls are in flight, and one bit,
+//! CLOSED. Everything that matters is decided by the order of changes to that one word, which all
+//! threads agree on; no reasoning about two variables is needed.
 //!
 //! | who | does | when |
 //! |---|---|---|
