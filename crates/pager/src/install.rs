@@ -1,9 +1,8 @@
 //! Bringing claimed pages in: content from the source, then into the guest mapping.
 
-use pagetide_memory::{Backing, ClaimGuard, GuestRange, PageRange, Settled};
+use pagetide_memory::{Backing, ClaimGuard, PageRange, Settled};
 use pagetide_uapi::userfaultfd::{InstallError, Wake};
 
-use crate::arrivals::Giver;
 use crate::content::Content;
 use crate::error::ResolveError;
 use crate::fault::{Delivery, Fault, Resolution};
@@ -94,24 +93,21 @@ impl Worker {
         }
     }
 
-    /// One call has installed a run: settles it, and hands it over to be populated if it has pages
-    /// that nobody waits for. A vCPU that waits for a single page maps it itself.
+    /// One call has installed a run: settles it. What prefetch brought is populated first, so that
+    /// what is Present costs the guest nothing. What came with a faulting page is handed over to be
+    /// populated; a vCPU that waits for a single page maps it itself.
     #[inline]
     fn arrived(&mut self, site: &Site<'_>, fault: &Fault, run: ClaimGuard<'_>, content: Content) {
         let pages = run.pages();
         self.counters.installs += 1;
         self.counters.pages += pages.count();
+        let is_ahead = fault.delivery == Delivery::Prefetch;
+        if is_ahead {
+            site.populate(pages);
+        }
         site.finish(&mut self.counters, run, settled(site, content));
-        if site.pager.arrivals.is_open() {
-            let giver = match fault.delivery {
-                Delivery::Prefetch => Giver::Prefetch,
-                Delivery::Exit | Delivery::Uffd if pages.count() == 1 => return,
-                Delivery::Exit | Delivery::Uffd => Giver::Fault,
-            };
-            let start = site.paged.gpa_of(pages.first());
-            if let Ok(range) = GuestRange::new(start, site.paged.bytes_of(pages)) {
-                site.pager.arrivals.give(range, giver);
-            }
+        if !is_ahead && pages.count() > 1 {
+            site.populate_later(pages);
         }
     }
 
@@ -124,7 +120,11 @@ impl Worker {
         content: Content,
     ) -> Result<(), InstallError> {
         let wake = match fault.delivery {
-            Delivery::Exit | Delivery::Prefetch => Wake::DontWake,
+            Delivery::Exit => Wake::DontWake,
+            // Before prefetch populates, which may wait for a slot update, and that for whoever
+            // sleeps here: from now on nobody does.
+            Delivery::Prefetch if site.pager.arrivals.is_open() => Wake::Wake,
+            Delivery::Prefetch => Wake::DontWake,
             Delivery::Uffd => Wake::Wake,
         };
         let range = site.paged.user_range(pages);

@@ -14,6 +14,7 @@ use crate::builder::{BuildError, PagerBuilder};
 use crate::counters::Counters;
 use crate::error::{Failure, ReaderError, ResolveError};
 use crate::fault::{Delivery, Fault, RegionId};
+use crate::populate::HandOver;
 use crate::prefetch::Progress;
 use crate::pulse::Pulse;
 use crate::resolver::{Resolver, Worker};
@@ -51,6 +52,8 @@ pub struct Pager {
     counted: Mutex<Counters>,
     pub(crate) pulse: Pulse,
     pub(crate) arrivals: Arrivals,
+    /// Who populates, if anybody does.
+    hand_over: Mutex<Option<Arc<HandOver>>>,
 }
 
 impl Pager {
@@ -79,6 +82,7 @@ impl Pager {
             counted: Mutex::new(Counters::default()),
             pulse: Pulse::default(),
             arrivals: Arrivals::default(),
+            hand_over: Mutex::new(None),
         }
     }
 
@@ -229,6 +233,21 @@ impl Pager {
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.arrivals.close();
+    }
+
+    pub(crate) fn set_hand_over(&self, hand_over: Option<Arc<HandOver>>) {
+        *self.lock_hand_over() = hand_over;
+    }
+
+    pub(crate) fn hand_over(&self) -> Option<Arc<HandOver>> {
+        self.lock_hand_over().clone()
+    }
+
+    fn lock_hand_over(&self) -> MutexGuard<'_, Option<Arc<HandOver>>> {
+        // Nothing but an assignment happens under the lock.
+        self.hand_over
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether [`Pager::stop`] was called, or a reader thread or prefetch has failed.

@@ -2,10 +2,12 @@
 //!
 //! A page that prefetch brought in is in the guest mapping, but KVM has not mapped it yet: the guest's
 //! first touch is still a fault, if only one inside KVM. So what was just installed is handed on to
-//! whoever can have it mapped, in batches, by a thread of its own.
+//! whoever can have it mapped, in batches: by prefetch itself before it says that the pages are there,
+//! and, for neighbours of faulting pages, by a thread of its own, so that no fault waits for it.
 
 use std::any::Any;
 use std::error::Error;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,7 +24,11 @@ use crate::pager::Pager;
 /// Has guest memory mapped in the second-stage tables.
 pub trait PopulateSink: Send + Sync {
     /// Maps what is present of `range`, and brings nothing in: a page may have been given up again
-    /// since it arrived. Returns how many bytes it mapped. Called by one thread.
+    /// since it arrived. Returns how many bytes it mapped.
+    ///
+    /// Called by the populator's thread and by prefetch's, maybe at the same time. Prefetch waits for
+    /// it, with a claim on these pages, so it must not wait for a fault to be resolved outside of the
+    /// kernel: nobody who sleeps in a userfaultfd sleeps on these pages, but exits on them wait.
     fn populate(&self, range: GuestRange) -> Result<u64, Box<dyn Error + Send + Sync>>;
 }
 
@@ -76,11 +82,14 @@ pub struct PopulateEnd {
     pub failure: Option<PopulateFailure>,
 }
 
-/// A thread that hands what arrives at a pager to a [`PopulateSink`]: runs that prefetch installed,
-/// and faults' runs with neighbours that nobody asked for. A page that came alone, by a fault, is
-/// mapped by the vCPU that waits for it.
+/// Has a [`PopulateSink`] map what arrives at a pager.
 ///
-/// It gives way to faults (see the rule in the [crate's documentation](crate#back-pressure)), and ends
+/// Runs that prefetch installs are handed over by prefetch, before they are present: once a page is,
+/// the guest takes no fault on it. Neighbours that came with a faulting page are handed over by a
+/// thread of the populator's. A page that came alone, by a fault, is mapped by the vCPU that waits
+/// for it.
+///
+/// The thread gives way to faults (see the rule in the [crate's documentation](crate#back-pressure)), and ends
 /// with the pager: [`Pager::stop`] ends it as well. Dropping it stops it.
 #[derive(Debug)]
 pub struct IncrementalPopulator {
@@ -92,14 +101,10 @@ pub struct IncrementalPopulator {
 struct Shared {
     pager: Arc<Pager>,
     is_running: AtomicBool,
-    state: Mutex<PopulateEnd>,
+    hand_over: Arc<HandOver>,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, PopulateEnd> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn counters(&self) -> PopulateCounters {
         let queue = self.pager.arrivals.counts();
         PopulateCounters {
@@ -107,8 +112,71 @@ impl Shared {
             merged: queue.merged,
             dropped: queue.dropped,
             dropped_bytes: queue.dropped_bytes,
-            ..self.lock().counters
+            ..self.hand_over.lock().counters
         }
+    }
+}
+
+/// The sink, and what has become of what it was given. The populator's thread and prefetch share it.
+pub(crate) struct HandOver {
+    sink: Box<dyn PopulateSink>,
+    state: Mutex<PopulateEnd>,
+}
+
+impl fmt::Debug for HandOver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HandOver")
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+impl HandOver {
+    fn new(sink: impl PopulateSink + 'static) -> Self {
+        Self {
+            sink: Box::new(sink),
+            state: Mutex::new(PopulateEnd {
+                counters: PopulateCounters::default(),
+                failure: None,
+            }),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PopulateEnd> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives a range to the sink and counts what comes of it: how many bytes it mapped. If it fails,
+    /// population has ended.
+    pub(crate) fn populate(&self, pager: &Pager, range: GuestRange) -> u64 {
+        let mapped: Result<_, Box<dyn Any + Send>> =
+            catch_unwind(AssertUnwindSafe(|| self.sink.populate(range)));
+        let failure = match mapped {
+            Ok(Ok(bytes)) => {
+                let counters = &mut self.lock().counters;
+                counters.calls += 1;
+                counters.asked_bytes += range.bytes();
+                counters.mapped_bytes += bytes;
+                return bytes;
+            }
+            Ok(Err(source)) => PopulateFailure::Sink { range, source },
+            Err(panic) => PopulateFailure::Panicked {
+                range,
+                message: message_of(&*panic),
+            },
+        };
+        pager.arrivals.close();
+        let mut state = self.lock();
+        // The first one ended it; another can only have been under way at the same time.
+        if state.failure.is_none() {
+            tracing::warn!(
+                error = &failure as &dyn Error,
+                "population ends, paging goes on"
+            );
+            state.counters.failures += 1;
+            state.failure = Some(failure);
+        }
+        0
     }
 }
 
@@ -131,24 +199,24 @@ impl IncrementalPopulator {
         if !opened {
             return Err(StartError::AlreadyPopulating);
         }
+        let hand_over = Arc::new(HandOver::new(sink));
+        pager.set_hand_over(Some(Arc::clone(&hand_over)));
         let shared = Arc::new(Shared {
             pager: Arc::clone(pager),
             is_running: AtomicBool::new(true),
-            state: Mutex::new(PopulateEnd {
-                counters: PopulateCounters::default(),
-                failure: None,
-            }),
+            hand_over,
         });
         let its = Arc::clone(&shared);
         let thread = Builder::new()
             .name("pt-populate".to_owned())
-            .spawn(move || run(&its, &sink));
+            .spawn(move || run(&its));
         match thread {
             Ok(thread) => Ok(Self {
                 shared,
                 thread: Some(thread),
             }),
             Err(source) => {
+                pager.set_hand_over(None);
                 pager.arrivals.release();
                 let activity = "population";
                 Err(StartError::Thread { activity, source })
@@ -185,8 +253,9 @@ impl IncrementalPopulator {
         }
         let ended = PopulateEnd {
             counters: self.shared.counters(),
-            failure: self.shared.lock().failure.take(),
+            failure: self.shared.hand_over.lock().failure.take(),
         };
+        self.shared.pager.set_hand_over(None);
         self.shared.pager.arrivals.release();
         ended
     }
@@ -201,13 +270,13 @@ impl Drop for IncrementalPopulator {
     }
 }
 
-fn run(shared: &Shared, sink: &dyn PopulateSink) {
+fn run(shared: &Shared) {
     let pager = &*shared.pager;
     let mut pace = Pace::new();
     let mut pages = 0;
     while pager.arrivals.wait() {
         if let Some(pause) = pace.pause(pager.pulse.served(), pages) {
-            shared.lock().counters.yields += 1;
+            shared.hand_over.lock().counters.yields += 1;
             // What arrives meanwhile makes larger batches.
             thread::sleep(pause);
         }
@@ -215,40 +284,10 @@ fn run(shared: &Shared, sink: &dyn PopulateSink) {
         let Some(range) = pager.arrivals.take() else {
             continue;
         };
-        match pace.batch(|| hand_over(sink, range)) {
-            Ok(bytes) => {
-                if let Some((region, _)) = pager.locate(range.start()) {
-                    pages += pager.pages_in(region, bytes);
-                }
-                let counters = &mut shared.lock().counters;
-                counters.calls += 1;
-                counters.asked_bytes += range.bytes();
-                counters.mapped_bytes += bytes;
-            }
-            Err(failure) => {
-                pager.arrivals.close();
-                tracing::warn!(
-                    error = &failure as &dyn Error,
-                    "population ends, paging goes on"
-                );
-                let mut state = shared.lock();
-                state.counters.failures += 1;
-                state.failure = Some(failure);
-            }
+        let bytes = pace.batch(|| shared.hand_over.populate(pager, range));
+        if let Some((region, _)) = pager.locate(range.start()) {
+            pages += pager.pages_in(region, bytes);
         }
     }
     shared.is_running.store(false, Ordering::Release);
-}
-
-fn hand_over(sink: &dyn PopulateSink, range: GuestRange) -> Result<u64, PopulateFailure> {
-    let populated: Result<_, Box<dyn Any + Send>> =
-        catch_unwind(AssertUnwindSafe(|| sink.populate(range)));
-    match populated {
-        Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(source)) => Err(PopulateFailure::Sink { range, source }),
-        Err(panic) => Err(PopulateFailure::Panicked {
-            range,
-            message: message_of(&*panic),
-        }),
-    }
 }

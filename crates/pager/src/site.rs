@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use pagetide_memory::{
-    ClaimGuard, GuestAddress, HostAddress, PageIndex, PageMap, PageRange, Region, Settled,
-    WakeWanted,
+    ClaimGuard, GuestAddress, GuestRange, HostAddress, PageIndex, PageMap, PageRange, Region,
+    Settled, WakeWanted,
 };
 use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 
@@ -127,6 +127,33 @@ impl<'p> Site<'p> {
         let pages = run.pages();
         let wanted = run.abandon();
         self.wake_wanted(counters, pages, wanted);
+    }
+
+    /// Has installed pages mapped in the second-stage tables now, if there is a populator.
+    pub(crate) fn populate(&self, pages: PageRange) {
+        if !self.pager.arrivals.is_open() {
+            return;
+        }
+        if let (Some(hand_over), Some(range)) = (self.pager.hand_over(), self.range_of(pages)) {
+            hand_over.populate(self.pager, range);
+        }
+    }
+
+    /// Hands installed pages to the populator's thread, if there is one.
+    #[inline]
+    pub(crate) fn populate_later(&self, pages: PageRange) {
+        if !self.pager.arrivals.is_open() {
+            return;
+        }
+        if let Some(range) = self.range_of(pages) {
+            self.pager.arrivals.give(range);
+        }
+    }
+
+    /// Where pages are in guest memory; None if there are none.
+    fn range_of(&self, pages: PageRange) -> Option<GuestRange> {
+        let start = self.paged.gpa_of(pages.first());
+        GuestRange::new(start, self.paged.bytes_of(pages)).ok()
     }
 
     #[inline]
