@@ -38,6 +38,10 @@ pub(crate) struct CheckArgs {
     /// Check again what passed before, unchanged, on this machine
     #[arg(long)]
     again: bool,
+    /// Build the whole kernel for each patch that changes a header others include too, not only KVM,
+    /// mm and the directories of its files; check everything again
+    #[arg(long)]
+    whole: bool,
 }
 
 /// Runs the verb.
@@ -91,6 +95,7 @@ pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Opti
 
 struct Check<'a> {
     again: bool,
+    whole: bool,
     paths: &'a Paths,
     tree: Tree,
     /// Everything but the patches that the results depend on.
@@ -108,7 +113,8 @@ impl<'a> Check<'a> {
             parts.push(toolchain(arch)?);
         }
         Ok(Self {
-            again: args.again,
+            again: args.again || args.whole,
+            whole: args.whole,
             paths,
             tree,
             context: digest(&parts),
@@ -170,7 +176,7 @@ impl<'a> Check<'a> {
 
     /// Builds what the patch may break on an architecture.
     fn kernel(&self, arch: Arch, patch: &Patch, touched: &[String]) -> Result<()> {
-        let targets = targets(arch, touched);
+        let targets = targets(arch, touched, self.whole);
         if targets.is_empty() {
             return Ok(());
         }
@@ -256,9 +262,10 @@ fn files(paths: &Paths) -> Result<Vec<String>> {
 }
 
 /// What to make so that a patch's compile errors and warnings show: on each architecture all of KVM
-/// and the directories of the files that it changes; everything, if it changes a header that others
-/// include too. A file of one architecture says nothing about the other.
-fn targets(arch: Arch, touched: &[String]) -> Vec<String> {
+/// and the directories of the files that it changes; mm as well, or with `whole` everything, if it
+/// changes a header that others include too. (Whether all that include it still compile, the build
+/// of the series as a whole tells.) A file of one architecture says nothing about the other.
+fn targets(arch: Arch, touched: &[String], whole: bool) -> Vec<String> {
     let kvm = format!("arch/{}/kvm/", arch.source());
     let mut list = Vec::new();
     for file in touched {
@@ -273,12 +280,16 @@ fn targets(arch: Arch, touched: &[String]) -> Vec<String> {
         if foreign || inert {
             continue;
         }
-        let about_kvm = file.contains("kvm");
-        if file.ends_with(".h") && !about_kvm {
-            return vec!["vmlinux".into()];
-        }
         list.push(kvm.clone());
-        if !about_kvm && let Some((directory, _)) = file.rsplit_once('/') {
+        if file.contains("kvm") {
+            continue;
+        }
+        if file.ends_with(".h") {
+            if whole {
+                return vec!["vmlinux".into()];
+            }
+            list.push("mm/".into());
+        } else if let Some((directory, _)) = file.rsplit_once('/') {
             list.push(format!("{directory}/"));
         }
     }
@@ -391,8 +402,8 @@ mod tests {
     #[test]
     fn an_architectures_files_are_built_there_only() {
         let files = touch(&["arch/x86/kvm/mmu/mmu.c"]);
-        assert_eq!(targets(Arch::X86_64, &files), ["arch/x86/kvm/"]);
-        assert!(targets(Arch::Arm64, &files).is_empty());
+        assert_eq!(targets(Arch::X86_64, &files, false), ["arch/x86/kvm/"]);
+        assert!(targets(Arch::Arm64, &files, false).is_empty());
     }
 
     #[test]
@@ -402,14 +413,22 @@ mod tests {
             "Documentation/virt/kvm/api.rst",
             "mm/gup.c",
         ]);
-        assert_eq!(targets(Arch::X86_64, &files), ["arch/x86/kvm/", "mm/"]);
-        assert_eq!(targets(Arch::Arm64, &files), ["arch/arm64/kvm/", "mm/"]);
-        let header = touch(&["include/linux/kvm_host.h"]);
-        assert_eq!(targets(Arch::Arm64, &header), ["arch/arm64/kvm/"]);
         assert_eq!(
-            targets(Arch::Arm64, &touch(&["include/linux/mm.h"])),
-            ["vmlinux"]
+            targets(Arch::X86_64, &files, false),
+            ["arch/x86/kvm/", "mm/"]
         );
+        assert_eq!(
+            targets(Arch::Arm64, &files, false),
+            ["arch/arm64/kvm/", "mm/"]
+        );
+        let header = touch(&["include/linux/kvm_host.h"]);
+        assert_eq!(targets(Arch::Arm64, &header, true), ["arch/arm64/kvm/"]);
+        let header = touch(&["include/linux/mm.h", "fs/hugetlbfs/inode.c"]);
+        assert_eq!(
+            targets(Arch::Arm64, &header, false),
+            ["arch/arm64/kvm/", "fs/hugetlbfs/", "mm/"]
+        );
+        assert_eq!(targets(Arch::Arm64, &header, true), ["vmlinux"]);
     }
 
     #[test]
