@@ -3,6 +3,7 @@
 //! - [`paging`]: how fast absent guest memory comes in, through userfaultfd and through KVM exits.
 //! - [`memslots`]: what a change of memory slots costs running vCPUs, by the method of the change.
 //! - [`populate`]: what it brings to fill the second-stage tables before vCPUs ask.
+//! - [`benchmark`]: what each of them is to those who run it; [`prepare`]: what it may lack here.
 //! - [`rounds`]: what all benchmarks share: runs, interleaved and repeated, and their origin.
 //! - [`report`]: a result as a terminal table, JSON, SVG and one self-contained HTML page.
 //!
@@ -10,6 +11,7 @@
 //! their spread are shown, content is verified after every run, and the report says what machine,
 //! kernel and clock the figures come from.
 
+pub mod benchmark;
 pub mod facts;
 pub mod latency;
 mod limits;
@@ -17,6 +19,7 @@ mod machine;
 pub mod memslots;
 pub mod paging;
 pub mod populate;
+pub mod prepare;
 pub mod progress;
 pub mod report;
 pub mod rounds;

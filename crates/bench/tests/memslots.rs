@@ -2,14 +2,12 @@
 
 #![cfg(target_arch = "x86_64")]
 
-use pagetide_bench::facts::Facts;
-use pagetide_bench::memslots::{
-    Guest, Machines, MemslotsReport, Method, Op, Plan, PrepareError, Series, run,
-};
-use pagetide_bench::progress::Quiet;
+mod common;
+
+use pagetide_bench::benchmark::Benchmark;
+use pagetide_bench::memslots::{Guest, MemslotsReport, Method, Op, Plan, Series};
+use pagetide_bench::prepare::PrepareError;
 use pagetide_bench::report::Report;
-use pagetide_bench::rounds::Environment;
-use pagetide_bench::timing::Timing;
 use pagetide_bench::told;
 
 /// Runs a plan with what this machine has of it. `None`, and a word why, if that is nothing.
@@ -22,27 +20,7 @@ fn measure(change: impl FnOnce(&mut Plan)) -> Option<MemslotsReport> {
         ..Plan::default()
     };
     change(&mut plan);
-    plan.check().expect("tests make plans that make sense");
-    let timing = Timing::from_environment().expect("the lab sets a known mode");
-    let (mut machines, warnings) = match Machines::prepare(&mut plan, false, timing) {
-        Ok(prepared) => prepared,
-        Err(error) => {
-            println!("SKIP: {}", told(&error));
-            return None;
-        }
-    };
-    if !plan.methods.contains(&Method::List) {
-        println!("SKIP: list: {}", warnings.join("; "));
-    }
-    let environment = Environment {
-        timing,
-        facts: Facts::gather(timing),
-        lost_runs_outside: 0,
-        warnings,
-    };
-    // A wrong word, or a hole by list or quiesce, fails the run.
-    let result = run(&plan, &mut machines, environment, &mut Quiet);
-    Some(result.unwrap_or_else(|error| unreachable!("{}", told(&error))))
+    common::measure(plan, |_| true)
 }
 
 fn check(report: &MemslotsReport) {
@@ -109,10 +87,9 @@ fn a_boot_and_a_guest_that_spins() {
 #[test]
 fn a_list_that_is_asked_for_must_be_there() {
     let mut plan = Plan::default();
-    let timing = Timing::from_environment().expect("the lab sets a known mode");
-    match Machines::prepare(&mut plan, true, timing) {
-        Err(PrepareError::List) => {
-            let told = PrepareError::List.to_string();
+    match plan.prepare(true, common::timing()) {
+        Err(error @ PrepareError::Lacks { .. }) => {
+            let told = error.to_string();
             assert!(
                 told.contains("KVM_CAP_SET_USER_MEMORY_REGION_LIST"),
                 "{told}"

@@ -1,16 +1,13 @@
 //! Whole paging benchmarks on this machine's KVM, tiny ones: every option that changes what the
 //! machine, the pager or the verification do.
 
-use pagetide_bench::facts::Facts;
+mod common;
+
+use pagetide_bench::benchmark::Benchmark;
 use pagetide_bench::paging::preflight::Missing;
-use pagetide_bench::paging::{
-    Access, Delivery, Machines, Mode, Order, PagingReport, Plan, PrepareError, Uffds, run,
-};
-use pagetide_bench::progress::Quiet;
+use pagetide_bench::paging::{Access, Delivery, Mode, Order, PagingReport, Plan, Uffds};
+use pagetide_bench::prepare::PrepareError;
 use pagetide_bench::report::{self, Report};
-use pagetide_bench::rounds::Environment;
-use pagetide_bench::timing::Timing;
-use pagetide_bench::told;
 use pagetide_bench::units::ByteSize;
 use pagetide_kvm::OpenError as KvmError;
 use pagetide_memory::Backing;
@@ -52,12 +49,10 @@ fn is_lack(error: &PrepareError) -> bool {
 
 /// Runs a plan with what this machine has of it. `None`, and a word why, if that is nothing.
 fn measure(mut plan: Plan) -> Option<PagingReport> {
-    plan.check().expect("tests make plans that make sense");
-    let timing = Timing::from_environment().expect("the lab sets a known mode");
-    let lacks_exits = match Machines::prepare(&plan, timing) {
-        Err(PrepareError::Missing(missing)) => missing == Missing::AbsentMappingFault,
-        _ => false,
-    };
+    let lacks_exits = matches!(
+        plan.prepare(false, common::timing()),
+        Err(PrepareError::Missing(Missing::AbsentMappingFault))
+    );
     if lacks_exits {
         println!("SKIP: delivery exit: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
         plan.deliveries
@@ -65,23 +60,7 @@ fn measure(mut plan: Plan) -> Option<PagingReport> {
         plan.fault_around = vec![1];
         plan.pre_fault = false;
     }
-    let (mut machines, warnings) = match Machines::prepare(&plan, timing) {
-        Ok(prepared) => prepared,
-        Err(error) if is_lack(&error) => {
-            println!("SKIP: {}", told(&error));
-            return None;
-        }
-        Err(error) => unreachable!("{}", told(&error)),
-    };
-    let facts = Facts::gather(timing);
-    let environment = Environment {
-        timing,
-        facts,
-        lost_runs_outside: 0,
-        warnings,
-    };
-    let result = run(&plan, &mut machines, environment, &mut Quiet);
-    Some(result.unwrap_or_else(|error| unreachable!("{}", told(&error))))
+    common::measure(plan, is_lack)
 }
 
 /// What must be true of any result of [`plan`]'s size.

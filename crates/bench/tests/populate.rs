@@ -2,13 +2,11 @@
 
 #![cfg(target_arch = "x86_64")]
 
-use pagetide_bench::facts::Facts;
-use pagetide_bench::populate::{
-    Machines, Method, Plan, PopulateReport, PrepareError, RunRecord, run,
-};
-use pagetide_bench::progress::Quiet;
-use pagetide_bench::rounds::Environment;
-use pagetide_bench::timing::Timing;
+mod common;
+
+use pagetide_bench::benchmark::Benchmark;
+use pagetide_bench::populate::{Method, Plan, PopulateReport, RunRecord};
+use pagetide_bench::prepare::PrepareError;
 use pagetide_bench::told;
 use pagetide_bench::units::ByteSize;
 use pagetide_memory::Backing;
@@ -22,27 +20,7 @@ fn measure(change: impl FnOnce(&mut Plan)) -> Option<PopulateReport> {
         ..Plan::default()
     };
     change(&mut plan);
-    plan.check().expect("tests make plans that make sense");
-    let timing = Timing::from_environment().expect("the lab sets a known mode");
-    let (mut machines, warnings) = match Machines::prepare(&mut plan, false, timing) {
-        Ok(prepared) => prepared,
-        Err(error) => {
-            println!("SKIP: {}", told(&error));
-            return None;
-        }
-    };
-    for missing in &warnings {
-        println!("SKIP: {missing}");
-    }
-    let environment = Environment {
-        timing,
-        facts: Facts::gather(timing),
-        lost_runs_outside: 0,
-        warnings,
-    };
-    // A wrong word fails the run.
-    let result = run(&plan, &mut machines, environment, &mut Quiet);
-    Some(result.unwrap_or_else(|error| unreachable!("{}", told(&error))))
+    common::measure(plan, |_| true)
 }
 
 /// Each run by its method, with what there is to know of it.
@@ -100,9 +78,8 @@ fn huge_pages_are_mapped_as_such() {
 #[test]
 fn a_method_that_is_asked_for_must_be_there() {
     let mut plan = Plan::default();
-    let timing = Timing::from_environment().expect("the lab sets a known mode");
-    match Machines::prepare(&mut plan, true, timing) {
-        Err(error @ PrepareError::Method { .. }) => {
+    match plan.prepare(true, common::timing()) {
+        Err(error @ PrepareError::Lacks { .. }) => {
             let told = error.to_string();
             assert!(told.contains("this kernel lacks KVM_CAP_"), "{told}");
         }

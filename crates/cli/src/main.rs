@@ -53,9 +53,9 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> Result<(), Failure> {
     match &arguments.command {
         Command::Probe(arguments) => probe::run(arguments),
-        Command::Bench(Bench::Paging(arguments)) => paging::run(arguments),
-        Command::Bench(Bench::Memslots(arguments)) => memslots::run(arguments),
-        Command::Bench(Bench::Populate(arguments)) => populate::run(arguments),
+        Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments),
+        Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments),
+        Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments),
     }
 }
 

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use pagetide_bench::facts::Facts;
+use pagetide_bench::benchmark::{self, Benchmark};
 use pagetide_bench::progress::{self, Progress, Quiet};
 use pagetide_bench::report::{self, OutDir, Report};
-use pagetide_bench::rounds::{BenchError, Environment};
+use pagetide_bench::rounds::Environment;
 use pagetide_bench::timing::Timing;
 
 use crate::failure::Failure;
@@ -33,32 +33,51 @@ pub(crate) struct ResultArguments {
     lost_runs: u32,
 }
 
-/// Sees by `prepare` what can be measured, measures it by `run`, and tells and writes the result.
-/// Nothing is measured before everything is checked that can be.
-pub(crate) fn measure<M, R: Report>(
-    arguments: &ResultArguments,
-    prepare: impl FnOnce(Timing) -> Result<(M, Vec<String>), Failure>,
-    run: impl FnOnce(&mut M, Environment, &mut dyn Progress) -> Result<R, BenchError>,
-) -> Result<(), Failure> {
+/// A benchmark's command line.
+pub(crate) trait BenchArguments {
+    /// The benchmark.
+    type Plan: Benchmark;
+
+    /// What is asked for.
+    fn plan(&self) -> Self::Plan;
+
+    /// Whether the methods to compare were given, and not only left to their default.
+    fn methods_asked(&self) -> bool {
+        true
+    }
+
+    /// What is to become of the result.
+    fn result(&self) -> &ResultArguments;
+}
+
+/// Checks everything that can be checked, measures, tells and writes the result.
+pub(crate) fn run<A: BenchArguments>(arguments: &A) -> Result<(), Failure> {
+    let mut plan = arguments.plan();
+    plan.check().map_err(Failure::bad_input)?;
     let timing = Timing::from_environment().map_err(Failure::bad_input)?;
-    let (mut machines, warnings) = prepare(timing)?;
+    let prepared = plan.prepare(arguments.methods_asked(), timing);
+    let (mut machines, warnings) = prepared.map_err(Failure::bad_input)?;
+    let arguments = arguments.result();
     let mut out = OutDir::prepare(&arguments.out).map_err(Failure::bad_input)?;
 
     let mut progress = start_progress(arguments.quiet, &warnings);
     let environment = Environment {
-        timing,
-        facts: Facts::gather(timing),
         lost_runs_outside: arguments.lost_runs,
         warnings,
+        ..Environment::gather(timing)
     };
-    let result = run(&mut machines, environment, &mut *progress);
+    let result = benchmark::run(&plan, &mut machines, environment, &mut *progress);
     // The bar goes before anything else is printed.
     drop(progress);
     let result = result.map_err(Failure::failed)?;
+    tell(&result, arguments.json, &mut out)
+}
 
-    report::write(&result, &mut out).map_err(Failure::failed)?;
-    let text = if arguments.json {
-        report::json(&result).map_err(Failure::failed)?
+/// Writes the result's files and prints it.
+fn tell<R: Report>(result: &R, json: bool, out: &mut OutDir) -> Result<(), Failure> {
+    report::write(result, out).map_err(Failure::failed)?;
+    let text = if json {
+        report::json(result).map_err(Failure::failed)?
     } else {
         let page = out.path().join(format!("{}.html", R::NAME));
         let table = result.table(report::terminal_width());
@@ -77,4 +96,42 @@ fn start_progress(quiet: bool, warnings: &[String]) -> Box<dyn Progress> {
         eprintln!("warning: {warning}");
     }
     progress::on_stderr()
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::fmt::Debug;
+
+    use clap::Parser;
+
+    use super::*;
+
+    /// A benchmark's arguments without the command around them.
+    #[derive(Debug, Parser)]
+    #[command(no_binary_name = true)]
+    struct Alone<A: Args> {
+        #[command(flatten)]
+        arguments: A,
+    }
+
+    /// What these words ask for.
+    pub(crate) fn plan<'a, A: BenchArguments + Args>(
+        words: impl IntoIterator<Item = &'a str>,
+    ) -> A::Plan {
+        let parsed = Alone::<A>::try_parse_from(words);
+        parsed
+            .unwrap_or_else(|error| unreachable!("{error}"))
+            .arguments
+            .plan()
+    }
+
+    /// The command that a report of the plan shows asks for the plan.
+    pub(crate) fn assert_understood<A>(wanted: &A::Plan)
+    where
+        A: BenchArguments<Plan: PartialEq + Debug> + Args,
+    {
+        let command = wanted.command();
+        // "pagetide bench NAME" comes first.
+        assert_eq!(&plan::<A>(command.split(' ').skip(3)), wanted, "{command}");
+    }
 }

@@ -1,12 +1,10 @@
 //! `pagetide bench memslots`.
 
 use clap::Args;
-use clap::builder::ValueParser;
-use pagetide_bench::memslots::{Guest, Machines, Method, Op, Plan, run as measure_memslots};
+use pagetide_bench::memslots::{Guest, Method, Op, Plan};
 
 use crate::args::one_of;
-use crate::failure::Failure;
-use crate::measuring::{ResultArguments, measure};
+use crate::measuring::{BenchArguments, ResultArguments};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -42,7 +40,7 @@ pub(crate) struct MemslotsArguments {
     /// system make them while it boots.
     #[arg(
         long, value_name = "LIST", value_delimiter = ',',
-        default_value = "split,merge,resize,flags,boot", value_parser = ops(),
+        default_value = "split,merge,resize,flags,boot", value_parser = one_of::<Op>(Op::NAMES),
     )]
     ops: Vec<Op>,
 
@@ -53,12 +51,12 @@ pub(crate) struct MemslotsArguments {
     /// are deleted and created, vCPUs go on. plain: slots are deleted and created while vCPUs run,
     /// which shows guests a hole. [default: list,quiesce,plain, without list where the kernel lacks
     /// it]
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = methods())]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = one_of::<Method>(Method::NAMES))]
     method: Option<Vec<Method>>,
 
     /// What the guest does: touch: it reads and writes the memory whose slots change; spin: it only
     /// reads the clock
-    #[arg(long, value_name = "WHAT", default_value_t = Plan::default().guest, value_parser = guests())]
+    #[arg(long, value_name = "WHAT", default_value_t = Plan::default().guest, value_parser = one_of::<Guest>(Guest::NAMES))]
     guest: Guest,
 
     /// Measured commits of a run, some milliseconds apart; boot makes whole traces of 86
@@ -74,21 +72,10 @@ pub(crate) struct MemslotsArguments {
     result: ResultArguments,
 }
 
-fn ops() -> ValueParser {
-    one_of::<Op>(Op::NAMES).into()
-}
+impl BenchArguments for MemslotsArguments {
+    type Plan = Plan;
 
-fn methods() -> ValueParser {
-    one_of::<Method>(Method::NAMES).into()
-}
-
-fn guests() -> ValueParser {
-    one_of::<Guest>(Guest::NAMES).into()
-}
-
-impl MemslotsArguments {
-    /// What is asked for.
-    pub(crate) fn plan(&self) -> Plan {
+    fn plan(&self) -> Plan {
         Plan {
             vcpus: self.vcpus.clone(),
             ops: self.ops.clone(),
@@ -98,60 +85,34 @@ impl MemslotsArguments {
             runs: self.runs,
         }
     }
-}
+    fn methods_asked(&self) -> bool {
+        self.method.is_some()
+    }
 
-/// Checks everything that can be checked, measures, and writes the result.
-pub(crate) fn run(arguments: &MemslotsArguments) -> Result<(), Failure> {
-    let mut plan = arguments.plan();
-    plan.check().map_err(Failure::bad_input)?;
-    let asked = arguments.method.is_some();
-    measure(
-        &arguments.result,
-        |timing| {
-            let prepared = Machines::prepare(&mut plan, asked, timing);
-            let (machines, warnings) = prepared.map_err(Failure::bad_input)?;
-            Ok(((plan, machines), warnings))
-        },
-        |(plan, machines), environment, progress| {
-            measure_memslots(plan, machines, environment, progress)
-        },
-    )
+    fn result(&self) -> &ResultArguments {
+        &self.result
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
-    use crate::args::{Arguments, Bench, Command};
-
     use super::*;
-
-    fn plan<'a>(words: impl IntoIterator<Item = &'a str>) -> Plan {
-        let all = ["pagetide", "bench", "memslots"].into_iter().chain(words);
-        let Command::Bench(Bench::Memslots(arguments)) =
-            Arguments::try_parse_from(all).unwrap().command
-        else {
-            unreachable!()
-        };
-        arguments.plan()
-    }
+    use crate::measuring::tests::{assert_understood, plan};
 
     #[test]
     fn nothing_given_is_the_default_plan() {
-        assert_eq!(plan([]), Plan::default());
+        assert_eq!(plan::<MemslotsArguments>([]), Plan::default());
     }
 
     #[test]
     fn the_reports_command_line_is_understood() {
-        let wanted = Plan {
+        assert_understood::<MemslotsArguments>(&Plan {
             vcpus: vec![2, 5],
             ops: vec![Op::Boot, Op::Flags],
             methods: vec![Method::Plain, Method::Quiesce],
             guest: Guest::Spin,
             commits: 7,
             runs: 3,
-        };
-        let command = pagetide_bench::memslots::PlanRecord::from(&wanted).command();
-        assert_eq!(plan(command.split(' ').skip(3)), wanted);
+        });
     }
 }

@@ -1,14 +1,12 @@
 //! `pagetide bench populate`.
 
 use clap::Args;
-use clap::builder::ValueParser;
-use pagetide_bench::populate::{Machines, Method, Plan, run as measure_populate};
+use pagetide_bench::populate::{Method, Plan};
 use pagetide_bench::units::ByteSize;
 use pagetide_memory::Backing;
 
 use crate::args::{BACKINGS, one_of};
-use crate::failure::Failure;
-use crate::measuring::{ResultArguments, measure};
+use crate::measuring::{BenchArguments, ResultArguments};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -51,7 +49,7 @@ pub(crate) struct PopulateArguments {
     /// reserved huge pages.
     #[arg(
         long, value_name = "LIST", value_delimiter = ',', default_value = "shmem",
-        value_parser = backings(),
+        value_parser = one_of::<Backing>(&BACKINGS),
     )]
     backing: Vec<Backing>,
 
@@ -61,7 +59,7 @@ pub(crate) struct PopulateArguments {
     /// thread of its own. populate: KVM_POPULATE_MEMORY; needs a kernel with
     /// KVM_CAP_POPULATE_MEMORY. one-reader: one vCPU reads everything first. [default:
     /// none,pre-fault,populate,one-reader, without what the kernel lacks]
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = methods())]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = one_of::<Method>(Method::NAMES))]
     method: Option<Vec<Method>>,
 
     /// Threads that fill them (pre-fault, populate); each number is a series of its own
@@ -82,17 +80,10 @@ pub(crate) struct PopulateArguments {
     result: ResultArguments,
 }
 
-fn backings() -> ValueParser {
-    one_of::<Backing>(&BACKINGS).into()
-}
+impl BenchArguments for PopulateArguments {
+    type Plan = Plan;
 
-fn methods() -> ValueParser {
-    one_of::<Method>(Method::NAMES).into()
-}
-
-impl PopulateArguments {
-    /// What is asked for.
-    pub(crate) fn plan(&self) -> Plan {
+    fn plan(&self) -> Plan {
         Plan {
             vcpus: self.vcpus.clone(),
             memory: self.memory,
@@ -102,60 +93,34 @@ impl PopulateArguments {
             runs: self.runs,
         }
     }
-}
+    fn methods_asked(&self) -> bool {
+        self.method.is_some()
+    }
 
-/// Checks everything that can be checked, measures, and writes the result.
-pub(crate) fn run(arguments: &PopulateArguments) -> Result<(), Failure> {
-    let mut plan = arguments.plan();
-    plan.check().map_err(Failure::bad_input)?;
-    let asked = arguments.method.is_some();
-    measure(
-        &arguments.result,
-        |timing| {
-            let prepared = Machines::prepare(&mut plan, asked, timing);
-            let (machines, warnings) = prepared.map_err(Failure::bad_input)?;
-            Ok(((plan, machines), warnings))
-        },
-        |(plan, machines), environment, progress| {
-            measure_populate(plan, machines, environment, progress)
-        },
-    )
+    fn result(&self) -> &ResultArguments {
+        &self.result
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
-    use crate::args::{Arguments, Bench, Command};
-
     use super::*;
-
-    fn plan<'a>(words: impl IntoIterator<Item = &'a str>) -> Plan {
-        let all = ["pagetide", "bench", "populate"].into_iter().chain(words);
-        let Command::Bench(Bench::Populate(arguments)) =
-            Arguments::try_parse_from(all).unwrap().command
-        else {
-            unreachable!()
-        };
-        arguments.plan()
-    }
+    use crate::measuring::tests::{assert_understood, plan};
 
     #[test]
     fn nothing_given_is_the_default_plan() {
-        assert_eq!(plan([]), Plan::default());
+        assert_eq!(plan::<PopulateArguments>([]), Plan::default());
     }
 
     #[test]
     fn the_reports_command_line_is_understood() {
-        let wanted = Plan {
+        assert_understood::<PopulateArguments>(&Plan {
             vcpus: vec![2, 5],
             memory: ByteSize(320 << 20),
             backings: vec![Backing::Thp, Backing::Hugetlb2M],
             methods: vec![Method::OneReader, Method::PreFault],
             threads: vec![4],
             runs: 3,
-        };
-        let command = pagetide_bench::populate::PlanRecord::from(&wanted).command();
-        assert_eq!(plan(command.split(' ').skip(3)), wanted);
+        });
     }
 }

@@ -13,9 +13,11 @@ use pagetide_testbed::{DATA_GPA, MachineError, Metronome, WalkError, Walkers, Wa
 
 use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot, Step};
 use super::plan::{Guest, Method, Plan, Series};
-use super::rig::{Job, Rig, Sample};
+use super::sample::Sample;
+use crate::benchmark::{Benchmark, Job, Rig};
 use crate::latency::{LatencyLog, LatencyLogError};
 use crate::machine::stall_timeout;
+use crate::prepare::{Gate, PrepareError, check_vcpus, leave_out};
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
@@ -32,40 +34,6 @@ pub struct Machines {
     stall_timeout: Duration,
     /// Where it is needed, see there.
     _metronome: Option<Metronome>,
-}
-
-/// Why a plan cannot be run here.
-#[derive(Debug, thiserror::Error)]
-pub enum PrepareError {
-    /// /dev/kvm cannot be used.
-    #[error(transparent)]
-    Kvm(#[from] pagetide_kvm::OpenError),
-    /// No VM can be made.
-    #[error(transparent)]
-    CreateVm(#[from] pagetide_kvm::CreateVmError),
-    /// KVM refuses that many vCPUs.
-    #[error("--vcpus {wanted}: this kernel's KVM allows at most {most} vCPUs (KVM_CAP_MAX_VCPUS)")]
-    Vcpus {
-        /// Asked for.
-        wanted: u32,
-        /// Allowed.
-        most: usize,
-    },
-    /// The kernel has no list.
-    #[error(
-        "--method list: this kernel lacks KVM_CAP_SET_USER_MEMORY_REGION_LIST; boot one with the \
-         Pagetide series (cargo xtask vm -- COMMAND does), or measure --method quiesce,plain"
-    )]
-    List,
-    /// The largest machine of the plan cannot be made.
-    #[error("a machine with {vcpus} vCPUs cannot be made")]
-    Machine {
-        /// Its number of vCPUs.
-        vcpus: u32,
-        /// Why.
-        #[source]
-        source: MachineError,
-    },
 }
 
 /// A run went wrong.
@@ -126,42 +94,29 @@ impl Wrong {
 }
 
 impl Machines {
-    /// Finds out whether `plan` can be run here, and returns warnings about what is doubtful. If
-    /// the kernel lacks what a method needs, that is an error if `methods_asked`; otherwise the
-    /// method is taken out of the plan, and a warning says so.
-    ///
-    /// # Errors
-    /// Says what is missing and how to get it.
-    pub fn prepare(
+    /// See [`Benchmark::prepare`].
+    pub(super) fn prepare(
         plan: &mut Plan,
         methods_asked: bool,
         timing: Timing,
     ) -> Result<(Self, Vec<String>), PrepareError> {
         let kvm = Kvm::open()?;
         let capabilities = *kvm.create_vm()?.capabilities();
-        let mut warnings = Vec::new();
-        if plan.methods.contains(&Method::List) && !capabilities.slot_list {
-            if methods_asked {
-                return Err(PrepareError::List);
-            }
-            plan.methods.retain(|method| *method != Method::List);
-            warnings.push(
-                "list was left out: this kernel lacks KVM_CAP_SET_USER_MEMORY_REGION_LIST"
-                    .to_owned(),
-            );
-        }
+        let list = Gate {
+            method: Method::List,
+            present: capabilities.slot_list,
+            needs: "KVM_CAP_SET_USER_MEMORY_REGION_LIST",
+            advice: "boot one with the Pagetide series (cargo xtask vm -- COMMAND does), or measure \
+                     --method quiesce,plain",
+        };
+        let mut warnings = leave_out("--method", &mut plan.methods, methods_asked, [list])?;
         if plan.methods.contains(&Method::Quiesce) && !capabilities.kick_vcpus {
             warnings.push(
                 "quiesce stops vCPUs by signals: this kernel lacks KVM_CAP_KICK_VCPUS".to_owned(),
             );
         }
         let vcpus = plan.most_vcpus();
-        if usize::try_from(vcpus).unwrap_or(usize::MAX) > kvm.max_vcpus() {
-            return Err(PrepareError::Vcpus {
-                wanted: vcpus,
-                most: kvm.max_vcpus(),
-            });
-        }
+        check_vcpus(&kvm, vcpus)?;
         let metronome = match timing {
             Timing::Instructions => Metronome::start(METRONOME_NS)
                 .inspect_err(|error| {
@@ -194,8 +149,8 @@ impl Machines {
         }
     }
 
-    fn measure(&self, job: &Job) -> Result<Sample, Wrong> {
-        let walkers = Arc::new(Walkers::new(self.config(job.vcpus, job.guest))?);
+    fn measure(&self, job: &Job<'_, Plan>) -> Result<Sample, Wrong> {
+        let walkers = Arc::new(Walkers::new(self.config(job.vcpus, job.plan.guest))?);
         let bars = Region::new(
             GuestAddress(DATA_GPA + BAR_FIRST * PAGE),
             BAR_PAGES * PAGE,
@@ -207,7 +162,8 @@ impl Machines {
                 bars: Arc::new(bars),
             },
             walkers: Arc::clone(&walkers),
-            job: *job,
+            series: job.series,
+            commits: job.plan.commits_of(job.series),
             begun: Arc::new(AtomicU64::new(0)),
         };
         let walking = walkers.start()?;
@@ -254,8 +210,9 @@ impl Machines {
     }
 }
 
-impl Rig for Machines {
-    fn run(&mut self, job: &Job) -> Result<Sample, RunFailure> {
+impl Rig<Plan> for Machines {
+    /// Fails also where a guest saw a hole and the method promises that there is none.
+    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
         self.measure(job).map_err(|wrong| {
             let lost = wrong.may_be_loss();
             let source: Box<dyn Error + Send + Sync> = Box::new(wrong);
@@ -272,7 +229,8 @@ impl Rig for Machines {
 struct Committer {
     walkers: Arc<Walkers>,
     memory: Memory,
-    job: Job,
+    series: Series,
+    commits: u32,
     /// Commits begun.
     begun: Arc<AtomicU64>,
 }
@@ -290,9 +248,9 @@ impl Committer {
             knows_stolen_time: self.walkers.knows_stolen_time(),
         };
         let (start, steps) = (Instant::now(), self.walkers.steps()?);
-        for number in 0..u64::from(self.job.commits) {
+        for number in 0..u64::from(self.commits) {
             self.begun.store(number + 1, Ordering::Relaxed);
-            match self.job.series {
+            match self.series {
                 Series::Idle => self.watch(&mut sample, |_| Ok(()))?,
                 Series::Commits { op, method } => {
                     let round = changes::round(op, number);

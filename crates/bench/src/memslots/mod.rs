@@ -7,12 +7,12 @@ mod notes;
 mod plan;
 mod published;
 mod report;
-mod rig;
 mod run;
+mod sample;
 
-pub use machines::{Machines, PrepareError};
+pub use machines::Machines;
 pub use plan::{BOOT_UPDATES, Guest, MAX_COMMITS, MAX_VCPUS, Method, Op, Plan, PlanError, Series};
 pub use published::{Published, PublishedTime, SOURCE as PUBLISHED_SOURCE};
-pub use report::{MemslotsReport, PlanRecord, Point, Ratio, RunRecord, SCHEMA};
-pub use rig::{Job, Rig, Sample};
-pub use run::run;
+pub use report::{MemslotsReport, Point, Ratio, RunRecord, SCHEMA};
+pub use run::Collected;
+pub use sample::Sample;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::rounds::{OptionError, check_list, check_runs, check_vcpus, named};
+use crate::rounds::{OptionError, named};
 
 /// Largest number of vCPUs that a plan may name, whatever the kernel allows.
 pub const MAX_VCPUS: u32 = 256;
@@ -112,9 +112,8 @@ impl fmt::Display for Series {
     }
 }
 
-/// A memslot benchmark. [`Plan::check`] says whether it makes sense in itself; whether this machine
-/// can do it is another question ([`super::Machines::prepare`]).
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A memslot benchmark.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     /// The numbers of vCPUs to measure with.
     pub vcpus: Vec<u32>,
@@ -155,31 +154,6 @@ pub enum PlanError {
 }
 
 impl Plan {
-    /// Whether the plan makes sense in itself.
-    ///
-    /// # Errors
-    /// The first thing that does not.
-    pub fn check(&self) -> Result<(), PlanError> {
-        check_vcpus(&self.vcpus, MAX_VCPUS)?;
-        check_list("--ops", "split,boot", &self.ops)?;
-        check_list("--method", "quiesce,plain", &self.methods)?;
-        if !(1..=MAX_COMMITS).contains(&self.commits) {
-            return Err(PlanError::BadCommits(self.commits));
-        }
-        check_runs(self.runs)?;
-        Ok(())
-    }
-
-    /// The lines of the result: without commits first, then change by change.
-    #[must_use]
-    pub fn series(&self) -> Vec<Series> {
-        let commits = self.ops.iter().flat_map(|&op| {
-            let methods = self.methods.iter();
-            methods.map(move |&method| Series::Commits { op, method })
-        });
-        std::iter::once(Series::Idle).chain(commits).collect()
-    }
-
     /// Measured commits of a run.
     #[must_use]
     pub fn commits_of(&self, series: Series) -> u32 {
@@ -187,12 +161,6 @@ impl Plan {
             Some(Op::Boot) => self.commits.next_multiple_of(BOOT_UPDATES),
             _ => self.commits,
         }
-    }
-
-    /// The largest number of vCPUs in the plan.
-    #[must_use]
-    pub fn most_vcpus(&self) -> u32 {
-        self.vcpus.iter().copied().max().unwrap_or(0)
     }
 }
 

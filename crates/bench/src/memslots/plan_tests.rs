@@ -1,4 +1,5 @@
 use super::*;
+use crate::benchmark::Benchmark;
 
 #[test]
 fn the_default_makes_sense() {

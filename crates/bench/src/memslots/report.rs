@@ -3,10 +3,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::plan::{Guest, Method, Op, Plan, Series};
+use super::plan::{Method, Op, Plan, Series};
 use super::published::Published;
 use crate::latency::Latency;
-use crate::rounds::Origin;
+use crate::rounds::{InRound, Origin, paired};
 use crate::stats::{RatioOf, Spread};
 use crate::units::float;
 
@@ -22,7 +22,7 @@ pub struct MemslotsReport {
     #[serde(flatten)]
     pub origin: Origin,
     /// What was measured.
-    pub plan: PlanRecord,
+    pub plan: Plan,
     /// One entry for each number of vCPUs and series, in the plan's order.
     pub points: Vec<Point>,
     /// Quiesce compared with list, where both were measured.
@@ -33,36 +33,6 @@ pub struct MemslotsReport {
     pub published: Option<Published>,
     /// What a reader must know to read the figures right.
     pub notes: Vec<String>,
-}
-
-/// What was measured.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlanRecord {
-    /// Numbers of vCPUs.
-    pub vcpus: Vec<u32>,
-    /// The changes.
-    pub ops: Vec<Op>,
-    /// The methods.
-    pub methods: Vec<Method>,
-    /// What the guest did.
-    pub guest: Guest,
-    /// Measured commits of a run.
-    pub commits: u32,
-    /// Measured rounds.
-    pub runs: u32,
-}
-
-impl From<&Plan> for PlanRecord {
-    fn from(plan: &Plan) -> Self {
-        Self {
-            vcpus: plan.vcpus.clone(),
-            ops: plan.ops.clone(),
-            methods: plan.methods.clone(),
-            guest: plan.guest,
-            commits: plan.commits,
-            runs: plan.runs,
-        }
-    }
 }
 
 /// One series at one number of vCPUs.
@@ -122,6 +92,12 @@ pub struct RunRecord {
     pub holes: u64,
 }
 
+impl InRound for RunRecord {
+    fn round(&self) -> u32 {
+        self.round
+    }
+}
+
 impl RunRecord {
     /// Clock readings per nanosecond: the rate of the guest's work.
     #[must_use]
@@ -171,14 +147,11 @@ pub(super) fn compare(points: &[Point]) -> Vec<Ratio> {
         let Some(quiesce) = find(list.vcpus, op, Method::Quiesce) else {
             continue;
         };
+        // A clock that reads 0 took less than its grain.
         let ratio = |value: fn(&RunRecord) -> u64| {
-            let pairs = quiesce.runs.iter().filter_map(|run| {
-                let other = list.runs.iter().find(|other| other.round == run.round)?;
-                // A clock that reads 0 took less than its grain.
-                Some((float(value(run).max(1)), float(value(other).max(1))))
-            });
-            let (over, under): (Vec<f64>, Vec<f64>) = pairs.unzip();
-            RatioOf::of(&over, &under)
+            paired(&quiesce.runs, &list.runs, |run| {
+                Some(float(value(run).max(1)))
+            })
         };
         if let (Some(kept_p50), Some(kept_max), Some(commit_p50)) = (
             ratio(|run| run.kept_p50_ns),
@@ -195,28 +168,4 @@ pub(super) fn compare(points: &[Point]) -> Vec<Ratio> {
         }
     }
     ratios
-}
-
-impl PlanRecord {
-    /// The command that measures the same.
-    #[must_use]
-    pub fn command(&self) -> String {
-        fn list<T: ToString>(values: &[T]) -> String {
-            values
-                .iter()
-                .map(ToString::to_string)
-                .collect::<Vec<_>>()
-                .join(",")
-        }
-        format!(
-            "pagetide bench memslots --vcpus {} --ops {} --method {} --guest {} --commits {} \
-             --runs {}",
-            list(&self.vcpus),
-            list(&self.ops),
-            list(&self.methods),
-            self.guest,
-            self.commits,
-            self.runs
-        )
-    }
 }

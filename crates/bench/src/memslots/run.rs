@@ -1,18 +1,24 @@
-//! Runs a plan and sums up what came out.
+//! The plan as a benchmark, and what is made of its runs.
 
+use super::machines::Machines;
 use super::notes::notes;
-use super::plan::{BOOT_UPDATES, Op, Plan, Series};
+use super::plan::{BOOT_UPDATES, MAX_COMMITS, MAX_VCPUS, Op, Plan, PlanError, Series};
 use super::published::Published;
-use super::report::{MemslotsReport, PlanRecord, Point, RunRecord, SCHEMA, compare};
-use super::rig::{Job, Rig, Sample};
+use super::report::{MemslotsReport, Point, RunRecord, SCHEMA, compare};
+use super::sample::Sample;
+use crate::benchmark::Benchmark;
 use crate::latency::LatencyLog;
-use crate::progress::Progress;
-use crate::rounds::{self, BenchError, Environment, Measured, Origin, Rounds, Turn};
+use crate::prepare::PrepareError;
+use crate::rounds::{
+    BenchError, Environment, Measured, Origin, Turn, check_list, check_runs, check_vcpus, list,
+};
 use crate::stats::Spread;
+use crate::timing::Timing;
 use crate::units::float;
 
 /// Runs of one series at one number of vCPUs, as they come in.
-struct Collected {
+#[derive(Debug)]
+pub struct Collected {
     runs: Vec<RunRecord>,
     commit: LatencyLog,
     inside: LatencyLog,
@@ -20,30 +26,64 @@ struct Collected {
     knows_stolen_time: bool,
 }
 
-/// Runs everything that `plan` names on `rig`.
-///
-/// # Errors
-/// The first run that fails ends the benchmark; so does one that is lost, except in the lab's
-/// parallel mode, where it is tried up to [`rounds::ATTEMPTS`] times.
-pub fn run(
-    plan: &Plan,
-    rig: &mut dyn Rig,
-    environment: Environment,
-    progress: &mut dyn Progress,
-) -> Result<MemslotsReport, BenchError> {
-    let rounds = Rounds {
-        vcpus: &plan.vcpus,
-        series: &plan.series(),
-        runs: plan.runs,
-        timing: environment.timing,
-    };
-    let job = |turn: &Turn<Series>| Job {
-        vcpus: turn.vcpus,
-        series: turn.series,
-        guest: plan.guest,
-        commits: plan.commits_of(turn.series),
-    };
-    let empty = || {
+impl Benchmark for Plan {
+    type Series = Series;
+    type PlanError = PlanError;
+    type Machines = Machines;
+    type Sample = Sample;
+    type Sum = Collected;
+    type Report = MemslotsReport;
+
+    fn vcpus(&self) -> &[u32] {
+        &self.vcpus
+    }
+
+    /// Without commits first, then change by change.
+    fn series(&self) -> Vec<Series> {
+        let commits = self.ops.iter().flat_map(|&op| {
+            let methods = self.methods.iter();
+            methods.map(move |&method| Series::Commits { op, method })
+        });
+        std::iter::once(Series::Idle).chain(commits).collect()
+    }
+
+    fn runs(&self) -> u32 {
+        self.runs
+    }
+
+    fn command(&self) -> String {
+        format!(
+            "pagetide bench memslots --vcpus {} --ops {} --method {} --guest {} --commits {} \
+             --runs {}",
+            list(&self.vcpus),
+            list(&self.ops),
+            list(&self.methods),
+            self.guest,
+            self.commits,
+            self.runs
+        )
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        check_vcpus(&self.vcpus, MAX_VCPUS)?;
+        check_list("--ops", "split,boot", &self.ops)?;
+        check_list("--method", "quiesce,plain", &self.methods)?;
+        if !(1..=MAX_COMMITS).contains(&self.commits) {
+            return Err(PlanError::BadCommits(self.commits));
+        }
+        check_runs(self.runs)?;
+        Ok(())
+    }
+
+    fn prepare(
+        &mut self,
+        methods_asked: bool,
+        timing: Timing,
+    ) -> Result<(Machines, Vec<String>), PrepareError> {
+        Machines::prepare(self, methods_asked, timing)
+    }
+
+    fn empty() -> Result<Collected, BenchError> {
         Ok(Collected {
             runs: Vec::new(),
             commit: LatencyLog::new()?,
@@ -51,33 +91,40 @@ pub fn run(
             kept: LatencyLog::new()?,
             knows_stolen_time: true,
         })
-    };
-    let collect = |collected: &mut Collected, turn: &Turn<Series>, sample: &Sample| {
+    }
+
+    fn collect(
+        &self,
+        collected: &mut Collected,
+        turn: &Turn<Series>,
+        sample: &Sample,
+    ) -> Result<(), BenchError> {
         collected.knows_stolen_time &= sample.knows_stolen_time;
         if turn.measured() {
-            collected.runs.push(record(turn.round, &job(turn), sample));
+            let commits = self.commits_of(turn.series);
+            collected.runs.push(record(turn.round, commits, sample));
             collected.commit.merge(&sample.commit);
             collected.inside.merge(&sample.inside);
             collected.kept.merge(&sample.kept);
         }
         Ok(())
-    };
-    let measured = rounds::measure(
-        &rounds,
-        progress,
-        |turn| rig.run(&job(turn)),
-        empty,
-        collect,
-    )?;
-    Ok(sum_up(plan, &measured, environment))
+    }
+
+    fn sum_up(
+        &self,
+        measured: Vec<Measured<Series, Collected>>,
+        environment: Environment,
+    ) -> MemslotsReport {
+        sum_up(self, &measured, environment)
+    }
 }
 
-fn record(round: u32, job: &Job, sample: &Sample) -> RunRecord {
+fn record(round: u32, commits: u32, sample: &Sample) -> RunRecord {
     let ns = |duration: std::time::Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
     let kept = sample.kept.summary();
     RunRecord {
         round,
-        commits: job.commits,
+        commits,
         elapsed_ns: ns(sample.elapsed),
         steps: sample.steps,
         commit_total_ns: ns(sample.commit_total),
@@ -105,7 +152,7 @@ fn sum_up(
     let mut report = MemslotsReport {
         schema: SCHEMA.to_owned(),
         origin: Origin::of(&environment, measured),
-        plan: PlanRecord::from(plan),
+        plan: plan.clone(),
         ratios: compare(&points),
         knows_stolen_time: measured.iter().all(|found| found.sum.knows_stolen_time),
         published: plan.ops.contains(&Op::Boot).then(Published::table),

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::facts::Facts;
+use crate::benchmark::{Job, Rig, run};
 use crate::memslots::{Guest, Method};
 use crate::progress::Quiet;
 use crate::report::{self, Report};
@@ -11,8 +11,9 @@ use crate::timing::Timing;
 /// Quiesce keeps vCPUs four times as long as the list, and the guest gets half of its work done.
 struct MadeUp;
 
-impl Rig for MadeUp {
-    fn run(&mut self, job: &Job) -> Result<Sample, RunFailure> {
+impl Rig<Plan> for MadeUp {
+    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+        let commits_made = u64::from(job.plan.commits_of(job.series));
         let (kept, steps) = match job.series.method() {
             None => (1_000, 2_000_000),
             Some(Method::List) => (2_000, 2_000_000),
@@ -27,11 +28,11 @@ impl Rig for MadeUp {
             elapsed: Duration::from_millis(10),
             steps,
             commit: if commits { log.clone() } else { none.clone() },
-            commit_total: Duration::from_nanos(kept * u64::from(job.commits)),
+            commit_total: Duration::from_nanos(kept * commits_made),
             inside: if commits { log.clone() } else { none },
             kept: log,
             holes: match job.series.method() {
-                Some(Method::Plain) => 3 * u64::from(job.commits),
+                Some(Method::Plain) => 3 * commits_made,
                 _ => 0,
             },
             knows_stolen_time: job.vcpus < 4,
@@ -48,10 +49,8 @@ fn measure(timing: Timing, change: impl FnOnce(&mut Plan)) -> Result<MemslotsRep
     };
     change(&mut plan);
     let environment = Environment {
-        timing,
-        facts: Facts::gather(timing),
-        lost_runs_outside: 0,
         warnings: vec!["list was left out".to_owned()],
+        ..Environment::gather(timing)
     };
     run(&plan, &mut MadeUp, environment, &mut Quiet)
 }

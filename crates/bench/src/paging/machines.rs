@@ -6,20 +6,22 @@ use std::time::Duration;
 use pagetide_kvm::{Kvm, SlotFlags};
 use pagetide_memory::{PageIndex, PageRange, PopulateAccess, Region};
 use pagetide_testbed::{
-    self as testbed, Content, Expected, FaultHandler, Machine, MachineConfig, MachineError,
-    NoFaults, RunOutcome, Touch, Workload,
+    self as testbed, Content, Expected, FaultHandler, Machine, MachineConfig, NoFaults, RunOutcome,
+    Touch, Workload,
 };
 use pagetide_uapi::host::{HugepagePool, available_bytes};
-use pagetide_uapi::userfaultfd::{Features, OpenError, Userfaultfd};
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 use super::pages::{Counted, Paging};
 use super::plan::{Access, Delivery, Mode, Order, Plan, Series};
-use super::preflight::{self, Host, Missing, Pool};
-use super::rig::{Job, Rig, Sample};
+use super::preflight::{self, Host, Pool};
+use super::sample::Sample;
+use crate::benchmark::{Benchmark, Job, Rig};
 use crate::facts::thp_shmem;
 use crate::latency::LatencyLog;
 use crate::limits;
 use crate::machine::{Seeds, fill, run_failure, stall_timeout};
+use crate::prepare::PrepareError;
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
@@ -32,39 +34,12 @@ pub struct Machines {
     stall_timeout: Duration,
 }
 
-/// Why a plan cannot be run here.
-#[derive(Debug, thiserror::Error)]
-pub enum PrepareError {
-    /// /dev/kvm cannot be used.
-    #[error(transparent)]
-    Kvm(#[from] pagetide_kvm::OpenError),
-    /// No VM can be made.
-    #[error(transparent)]
-    CreateVm(#[from] pagetide_kvm::CreateVmError),
-    /// userfaultfd cannot be used.
-    #[error(transparent)]
-    Userfaultfd(#[from] OpenError),
-    /// This machine lacks something.
-    #[error(transparent)]
-    Missing(#[from] Missing),
-    /// The largest machine of the plan cannot be made.
-    #[error("a machine with {vcpus} vCPUs cannot be made")]
-    Machine {
-        /// Its number of vCPUs.
-        vcpus: u32,
-        /// Why.
-        #[source]
-        source: MachineError,
-    },
-}
-
 impl Machines {
-    /// Finds out whether `plan` can be run here, and returns warnings about what is doubtful.
-    /// Makes the plan's largest machine to see that it can be had; nothing of it stays.
-    ///
-    /// # Errors
-    /// Says what is missing and how to get it.
-    pub fn prepare(plan: &Plan, timing: Timing) -> Result<(Self, Vec<String>), PrepareError> {
+    /// See [`Benchmark::prepare`].
+    pub(super) fn prepare(
+        plan: &Plan,
+        timing: Timing,
+    ) -> Result<(Self, Vec<String>), PrepareError> {
         let kvm = Kvm::open()?;
         let capabilities = *kvm.create_vm()?.capabilities();
         let pages = plan
@@ -125,8 +100,8 @@ impl Machines {
     }
 }
 
-impl Rig for Machines {
-    fn run(&mut self, job: &Job<'_>) -> Result<Sample, RunFailure> {
+impl Rig<Plan> for Machines {
+    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
         let Job {
             plan,
             vcpus,

@@ -7,15 +7,15 @@ mod plan;
 pub mod preflight;
 mod published;
 mod report;
-mod rig;
 mod run;
+mod sample;
 
-pub use machines::{Machines, PrepareError};
+pub use machines::Machines;
 pub use plan::{
     Access, Delivery, MAX_FAULT_AROUND, MAX_READERS, MAX_VCPUS, Mode, Order, Plan, PlanError,
     Series, Uffds,
 };
 pub use published::{Published, PublishedRate, SOURCE as PUBLISHED_SOURCE};
-pub use report::{PagingReport, PlanRecord, Point, Ratio, RunRecord, SCHEMA};
-pub use rig::{Job, Rig, Sample};
-pub use run::run;
+pub use report::{PagingReport, Point, Ratio, RunRecord, SCHEMA};
+pub use run::Collected;
+pub use sample::Sample;

@@ -2,6 +2,7 @@
 
 use super::plan::{Delivery, Plan, Series};
 use super::report::PagingReport;
+use crate::benchmark::Benchmark;
 use crate::rounds::notes::{doubts, lost};
 use crate::timing::Timing;
 use crate::units::ByteSize;

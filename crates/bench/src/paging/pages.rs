@@ -13,7 +13,7 @@ use pagetide_uapi::userfaultfd;
 
 use super::machines::own_pages;
 use super::plan::{Delivery, Mode, Plan, Uffds};
-use super::rig::Job;
+use crate::benchmark::Job;
 use crate::rounds::RunFailure;
 
 /// A pager at work.
@@ -53,7 +53,7 @@ impl Paging {
     /// Makes the pages of `region` absent and has them brought in as they are touched. A failure
     /// stops the machine's run.
     pub(super) fn begin(
-        job: &Job<'_>,
+        job: &Job<'_, Plan>,
         region: &Arc<Region>,
         content: Seed,
         machine: &Machine,
@@ -63,7 +63,7 @@ impl Paging {
 
     fn begin_with(
         builder: PagerBuilder,
-        job: &Job<'_>,
+        job: &Job<'_, Plan>,
         region: &Arc<Region>,
         machine: &Machine,
     ) -> Result<Self, RunFailure> {

@@ -8,10 +8,11 @@ use pagetide_testbed::{MachineConfig, Order, Touch, Workload};
 use pagetide_uapi::userfaultfd::OpenError as UffdError;
 
 use super::*;
+use crate::benchmark::Benchmark;
 use crate::paging::machines::page_in;
 use crate::paging::plan::Series;
 use crate::paging::preflight::Missing;
-use crate::paging::{Machines, PrepareError};
+use crate::prepare::PrepareError;
 use crate::timing::Timing;
 use crate::told;
 use crate::units::ByteSize;
@@ -89,14 +90,14 @@ fn run_with(
     delivery: Delivery,
     change: impl FnOnce(&mut MachineConfig),
 ) -> Option<(RunFailure, Weak<Pager>)> {
-    let plan = Plan {
+    let mut plan = Plan {
         vcpus: vec![2],
         per_vcpu: ByteSize(256 << 10),
         mode: Mode::Missing,
         deliveries: vec![delivery],
         ..Plan::default()
     };
-    match Machines::prepare(&plan, Timing::Native) {
+    match plan.prepare(true, Timing::Native) {
         Ok(_) => {}
         Err(
             error @ (PrepareError::Kvm(KvmError::Missing(_) | KvmError::Permission(_))

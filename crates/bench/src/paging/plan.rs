@@ -5,7 +5,7 @@ use std::fmt;
 use pagetide_memory::Backing;
 use serde::{Deserialize, Serialize};
 
-use crate::rounds::{OptionError, check_list, check_runs, check_vcpus, named};
+use crate::rounds::{OptionError, check_list, named};
 use crate::units::ByteSize;
 
 /// Largest number of vCPUs that a plan may name, whatever the kernel allows: the guest's parameter
@@ -96,19 +96,20 @@ impl fmt::Display for Series {
     }
 }
 
-/// A paging benchmark. [`Plan::check`] says whether it makes sense in itself; whether this machine
-/// can do it is another question ([`super::preflight`]).
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A paging benchmark.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     /// The numbers of vCPUs to measure with.
     pub vcpus: Vec<u32>,
     /// Memory of each vCPU: what it touches, and with `overlap` its part of what all touch.
+    #[serde(rename = "per_vcpu_bytes")]
     pub per_vcpu: ByteSize,
     /// The deliveries to compare.
     pub deliveries: Vec<Delivery>,
     /// Pages resolved by one exit; one series for each, [`Delivery::Exit`] only.
     pub fault_around: Vec<u32>,
     /// What the memory is made of.
+    #[serde(flatten, with = "backing_and_page")]
     pub backing: Backing,
     /// What is absent at first.
     pub mode: Mode,
@@ -149,6 +150,40 @@ impl Default for Plan {
             runs: 7,
             pin: false,
         }
+    }
+}
+
+/// A backing in JSON: its name, and the bytes of its pages, which are the granularity in which memory
+/// is made present.
+mod backing_and_page {
+    use pagetide_memory::Backing;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use crate::rounds::by_name;
+
+    #[derive(Serialize, Deserialize)]
+    struct Record {
+        #[serde(with = "by_name")]
+        backing: Backing,
+        page_bytes: u64,
+    }
+
+    pub(super) fn serialize<S: Serializer>(
+        &backing: &Backing,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let page_bytes = backing.page_size().bytes();
+        let record = Record {
+            backing,
+            page_bytes,
+        };
+        record.serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Backing, D::Error> {
+        Record::deserialize(deserializer).map(|record| record.backing)
     }
 }
 
@@ -215,29 +250,7 @@ pub enum PlanError {
 }
 
 impl Plan {
-    /// Whether the plan makes sense in itself.
-    ///
-    /// # Errors
-    /// The first thing that does not.
-    pub fn check(&self) -> Result<(), PlanError> {
-        check_vcpus(&self.vcpus, MAX_VCPUS)?;
-        self.check_memory()?;
-        self.check_series()?;
-        match self.readers {
-            Some(0) => return Err(PlanError::ZeroReaders),
-            Some(readers) if readers > MAX_READERS => {
-                return Err(PlanError::TooManyReaders(readers));
-            }
-            _ => {}
-        }
-        check_runs(self.runs)?;
-        if self.uffds == Uffds::PerVcpu && self.overlap {
-            return Err(PlanError::PerVcpuOverlap);
-        }
-        Ok(())
-    }
-
-    fn check_memory(&self) -> Result<(), PlanError> {
+    pub(super) fn check_memory(&self) -> Result<(), PlanError> {
         let (size, backing) = (self.per_vcpu, self.backing);
         let page = backing.page_size().bytes();
         if size.0 == 0 {
@@ -268,7 +281,7 @@ impl Plan {
         }
     }
 
-    fn check_series(&self) -> Result<(), PlanError> {
+    pub(super) fn check_series(&self) -> Result<(), PlanError> {
         check_list("--delivery", "uffd,exit", &self.deliveries)?;
         let exits = self.deliveries.contains(&Delivery::Exit);
         for &pages in &self.fault_around {
@@ -284,26 +297,6 @@ impl Plan {
             return Err(PlanError::PreFaultWithoutExit);
         }
         Ok(())
-    }
-
-    /// The lines of the result, in the order of the options.
-    #[must_use]
-    pub fn series(&self) -> Vec<Series> {
-        let mut all = Vec::new();
-        for &delivery in &self.deliveries {
-            if delivery == Delivery::Exit {
-                all.extend(self.fault_around.iter().map(|&fault_around| Series {
-                    delivery,
-                    fault_around,
-                }));
-            } else {
-                all.push(Series {
-                    delivery,
-                    fault_around: 1,
-                });
-            }
-        }
-        all
     }
 
     /// Whether each touch of a series is a fault: each page is touched once, and nothing but its
@@ -330,12 +323,6 @@ impl Plan {
     #[must_use]
     pub fn total_pages(&self, vcpus: u32) -> u64 {
         self.total_bytes(vcpus) / self.backing.page_size().bytes()
-    }
-
-    /// The largest number of vCPUs in the plan.
-    #[must_use]
-    pub fn most_vcpus(&self) -> u32 {
-        self.vcpus.iter().copied().max().unwrap_or(0)
     }
 }
 

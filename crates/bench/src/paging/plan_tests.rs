@@ -1,4 +1,5 @@
 use super::*;
+use crate::benchmark::Benchmark;
 
 /// The default plan, changed.
 fn plan(change: impl FnOnce(&mut Plan)) -> Plan {

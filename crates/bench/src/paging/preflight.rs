@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use pagetide_memory::{Backing, PageSize};
 
 use super::plan::{Delivery, Mode, Plan, Uffds};
+use crate::benchmark::Benchmark;
 use crate::facts::THP_SHMEM;
 use crate::units::ByteSize;
 

@@ -6,10 +6,9 @@ use serde::{Deserialize, Serialize};
 use super::plan::{Delivery, Plan, Series};
 use super::published::Published;
 use crate::latency::Latency;
-use crate::rounds::Origin;
+use crate::rounds::{InRound, Origin, paired};
 use crate::stats::{RatioOf, Spread};
 use crate::timing::Timing;
-use crate::units::ByteSize;
 
 /// Name and version of the JSON form. A field's meaning never changes under one version.
 pub const SCHEMA: &str = "pagetide.paging/1";
@@ -23,7 +22,7 @@ pub struct PagingReport {
     #[serde(flatten)]
     pub origin: Origin,
     /// What was measured.
-    pub plan: PlanRecord,
+    pub plan: Plan,
     /// One entry for each number of vCPUs and series, in the plan's order.
     pub points: Vec<Point>,
     /// Exits compared with userfaultfd, where both were measured.
@@ -32,63 +31,6 @@ pub struct PagingReport {
     pub published: Option<Published>,
     /// What a reader must know to read the figures right.
     pub notes: Vec<String>,
-}
-
-/// What was measured: the plan in words and numbers.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlanRecord {
-    /// Numbers of vCPUs.
-    pub vcpus: Vec<u32>,
-    /// Bytes of memory of each vCPU.
-    pub per_vcpu_bytes: u64,
-    /// The deliveries that were compared.
-    pub deliveries: Vec<String>,
-    /// Pages resolved by one exit, one series for each.
-    pub fault_around: Vec<u32>,
-    /// The backing's name.
-    pub backing: String,
-    /// Bytes of a page of the backing: the granularity in which memory is made present.
-    pub page_bytes: u64,
-    /// `minor` or `missing`.
-    pub mode: String,
-    /// `single` or `per-vcpu`.
-    pub uffds: String,
-    /// Reader threads; `None`: as many as vCPUs.
-    pub readers: Option<u32>,
-    /// Whether every vCPU touches all of memory.
-    pub overlap: bool,
-    /// `sequential` or `random`.
-    pub order: String,
-    /// `write` or `read`.
-    pub access: String,
-    /// Whether KVM_PRE_FAULT_MEMORY follows each install by exit.
-    pub pre_fault: bool,
-    /// Measured rounds.
-    pub runs: u32,
-    /// Whether vCPU threads were pinned.
-    pub pin: bool,
-}
-
-impl From<&Plan> for PlanRecord {
-    fn from(plan: &Plan) -> Self {
-        Self {
-            vcpus: plan.vcpus.clone(),
-            per_vcpu_bytes: plan.per_vcpu.0,
-            deliveries: plan.deliveries.iter().map(ToString::to_string).collect(),
-            fault_around: plan.fault_around.clone(),
-            backing: plan.backing.to_string(),
-            page_bytes: plan.backing.page_size().bytes(),
-            mode: plan.mode.to_string(),
-            uffds: plan.uffds.to_string(),
-            readers: plan.readers,
-            overlap: plan.overlap,
-            order: plan.order.to_string(),
-            access: plan.access.to_string(),
-            pre_fault: plan.pre_fault,
-            runs: plan.runs,
-            pin: plan.pin,
-        }
-    }
 }
 
 /// One series at one number of vCPUs.
@@ -127,6 +69,12 @@ pub struct RunRecord {
     pub exits: u64,
     /// Faults that came as messages of a userfaultfd and were resolved by a reader thread.
     pub messages: u64,
+}
+
+impl InRound for RunRecord {
+    fn round(&self) -> u32 {
+        self.round
+    }
 }
 
 /// A series of exits compared with userfaultfd at one number of vCPUs.
@@ -184,15 +132,14 @@ pub(super) fn compare(points: &[Point], timing: Timing) -> Vec<Ratio> {
         let uffd = points
             .iter()
             .find(|point| point.vcpus == exit.vcpus && point.series.delivery == Delivery::Uffd);
-        let Some((exit_rates, uffd_rates)) = uffd.map(|uffd| paired_rates(exit, uffd)) else {
+        let Some(uffd) = uffd else { continue };
+        let ratio =
+            |value: fn(&RunRecord) -> f64| paired(&exit.runs, &uffd.runs, |run| Some(value(run)));
+        let Some(rate) = ratio(RunRecord::rate_kpages_per_s) else {
             continue;
         };
-        let Some(rate) = RatioOf::of(&exit_rates, &uffd_rates) else {
-            continue;
-        };
-        // Instructions per page are the reciprocal of pages per nanosecond.
         let instructions = (timing == Timing::Instructions)
-            .then(|| RatioOf::of(&reciprocals(&exit_rates), &reciprocals(&uffd_rates)))
+            .then(|| ratio(|run| 1.0 / run.rate_kpages_per_s()))
             .flatten();
         ratios.push(Ratio {
             vcpus: exit.vcpus,
@@ -202,52 +149,4 @@ pub(super) fn compare(points: &[Point], timing: Timing) -> Vec<Ratio> {
         });
     }
     ratios
-}
-
-/// The rates of two points, in rounds that both have.
-fn paired_rates(left: &Point, right: &Point) -> (Vec<f64>, Vec<f64>) {
-    let both = left.runs.iter().filter_map(|run| {
-        let other = right.runs.iter().find(|other| other.round == run.round)?;
-        Some((run.rate_kpages_per_s(), other.rate_kpages_per_s()))
-    });
-    both.unzip()
-}
-
-fn reciprocals(values: &[f64]) -> Vec<f64> {
-    values.iter().map(|value| 1.0 / value).collect()
-}
-
-impl PlanRecord {
-    /// The command that measures the same.
-    #[must_use]
-    pub fn command(&self) -> String {
-        let list = |values: &[String]| values.join(",");
-        let numbers = |values: &[u32]| list(&values.iter().map(u32::to_string).collect::<Vec<_>>());
-        let mut words = vec![
-            "pagetide bench paging".to_owned(),
-            format!("--vcpus {}", numbers(&self.vcpus)),
-            format!("--per-vcpu {}", ByteSize(self.per_vcpu_bytes)),
-            format!("--delivery {}", list(&self.deliveries)),
-            format!("--fault-around {}", numbers(&self.fault_around)),
-            format!("--backing {}", self.backing),
-            format!("--mode {}", self.mode),
-            format!("--uffds {}", self.uffds),
-            format!("--order {}", self.order),
-            format!("--access {}", self.access),
-            format!("--runs {}", self.runs),
-        ];
-        words.extend(self.readers.map(|readers| format!("--readers {readers}")));
-        let switches = [
-            (self.overlap, "--overlap"),
-            (self.pre_fault, "--pre-fault"),
-            (self.pin, "--pin"),
-        ];
-        words.extend(
-            switches
-                .into_iter()
-                .filter(|(on, _)| *on)
-                .map(|(_, name)| name.to_owned()),
-        );
-        words.join(" ")
-    }
 }

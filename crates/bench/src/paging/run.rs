@@ -1,106 +1,171 @@
-//! Runs a plan and sums up what came out.
+//! The plan as a benchmark, and what is made of its runs.
 
+use super::machines::Machines;
 use super::notes::notes;
-use super::plan::{Plan, Series};
+use super::plan::{Delivery, MAX_READERS, MAX_VCPUS, Plan, PlanError, Series, Uffds};
 use super::published::Published;
-use super::report::{PagingReport, PlanRecord, Point, RunRecord, SCHEMA, compare};
-use super::rig::{Job, Rig, Sample};
+use super::report::{PagingReport, Point, RunRecord, SCHEMA, compare};
+use super::sample::Sample;
+use crate::benchmark::Benchmark;
 use crate::latency::LatencyLog;
-use crate::progress::Progress;
-use crate::rounds::{self, BenchError, Environment, Measured, Origin, Rounds, Turn};
+use crate::prepare::PrepareError;
+use crate::rounds::{
+    BenchError, Environment, Measured, Origin, Turn, check_runs, check_vcpus, list,
+};
 use crate::stats::Spread;
 use crate::timing::Timing;
 
 /// Runs of one series at one number of vCPUs, as they come in.
-struct Collected {
+#[derive(Debug)]
+pub struct Collected {
     runs: Vec<RunRecord>,
     latency: LatencyLog,
 }
 
-/// Runs everything that `plan` names on `rig`.
-///
-/// # Errors
-/// The first run that fails ends the benchmark; so does one that is lost, except in the lab's
-/// parallel mode, where it is tried up to [`rounds::ATTEMPTS`] times.
-pub fn run(
-    plan: &Plan,
-    rig: &mut dyn Rig,
-    environment: Environment,
-    progress: &mut dyn Progress,
-) -> Result<PagingReport, BenchError> {
-    let rounds = Rounds {
-        vcpus: &plan.vcpus,
-        series: &plan.series(),
-        runs: plan.runs,
-        timing: environment.timing,
-    };
-    let run = |turn: &Turn<Series>| {
-        rig.run(&Job {
-            plan,
-            vcpus: turn.vcpus,
-            series: turn.series,
-            seed: turn.number,
-        })
-    };
-    let empty = || {
+impl Benchmark for Plan {
+    type Series = Series;
+    type PlanError = PlanError;
+    type Machines = Machines;
+    type Sample = Sample;
+    type Sum = Collected;
+    type Report = PagingReport;
+
+    fn vcpus(&self) -> &[u32] {
+        &self.vcpus
+    }
+
+    fn series(&self) -> Vec<Series> {
+        let mut all = Vec::new();
+        for &delivery in &self.deliveries {
+            if delivery == Delivery::Exit {
+                all.extend(self.fault_around.iter().map(|&fault_around| Series {
+                    delivery,
+                    fault_around,
+                }));
+            } else {
+                all.push(Series {
+                    delivery,
+                    fault_around: 1,
+                });
+            }
+        }
+        all
+    }
+
+    fn runs(&self) -> u32 {
+        self.runs
+    }
+
+    fn command(&self) -> String {
+        let mut words = vec![
+            "pagetide bench paging".to_owned(),
+            format!("--vcpus {}", list(&self.vcpus)),
+            format!("--per-vcpu {}", self.per_vcpu),
+            format!("--delivery {}", list(&self.deliveries)),
+            format!("--fault-around {}", list(&self.fault_around)),
+            format!("--backing {}", self.backing),
+            format!("--mode {}", self.mode),
+            format!("--uffds {}", self.uffds),
+            format!("--order {}", self.order),
+            format!("--access {}", self.access),
+            format!("--runs {}", self.runs),
+        ];
+        words.extend(self.readers.map(|readers| format!("--readers {readers}")));
+        let switches = [
+            (self.overlap, "--overlap"),
+            (self.pre_fault, "--pre-fault"),
+            (self.pin, "--pin"),
+        ];
+        let switches = switches.into_iter().filter(|(on, _)| *on);
+        words.extend(switches.map(|(_, name)| name.to_owned()));
+        words.join(" ")
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        check_vcpus(&self.vcpus, MAX_VCPUS)?;
+        self.check_memory()?;
+        self.check_series()?;
+        match self.readers {
+            Some(0) => return Err(PlanError::ZeroReaders),
+            Some(readers) if readers > MAX_READERS => {
+                return Err(PlanError::TooManyReaders(readers));
+            }
+            _ => {}
+        }
+        check_runs(self.runs)?;
+        if self.uffds == Uffds::PerVcpu && self.overlap {
+            return Err(PlanError::PerVcpuOverlap);
+        }
+        Ok(())
+    }
+
+    /// A delivery that the kernel lacks is an error, whoever asked for it.
+    fn prepare(
+        &mut self,
+        _methods_asked: bool,
+        timing: Timing,
+    ) -> Result<(Machines, Vec<String>), PrepareError> {
+        Machines::prepare(self, timing)
+    }
+
+    fn empty() -> Result<Collected, BenchError> {
         Ok(Collected {
             runs: Vec::new(),
             latency: LatencyLog::new()?,
         })
-    };
-    let measured = rounds::measure(&rounds, progress, run, empty, collect)?;
-    Ok(sum_up(plan, measured, environment))
-}
-
-fn collect(
-    collected: &mut Collected,
-    turn: &Turn<Series>,
-    sample: &Sample,
-) -> Result<(), BenchError> {
-    let run = RunRecord {
-        round: turn.round,
-        elapsed_ns: u64::try_from(sample.elapsed.as_nanos()).unwrap_or(u64::MAX),
-        pages: sample.pages,
-        exits: sample.exits,
-        messages: sample.messages,
-    };
-    if run.pages == 0 || run.elapsed_ns == 0 {
-        return Err(BenchError::NoRate {
-            place: turn.place(),
-            pages: run.pages,
-            elapsed_ns: run.elapsed_ns,
-        });
     }
-    if turn.measured() {
-        collected.runs.push(run);
-        collected.latency.merge(&sample.latency);
-    }
-    Ok(())
-}
 
-fn sum_up(
-    plan: &Plan,
-    measured: Vec<Measured<Series, Collected>>,
-    environment: Environment,
-) -> PagingReport {
-    let origin = Origin::of(&environment, &measured);
-    let timing = origin.timing;
-    let points: Vec<_> = measured
-        .into_iter()
-        .filter_map(|measured| point(measured, timing))
-        .collect();
-    let mut report = PagingReport {
-        schema: SCHEMA.to_owned(),
-        origin,
-        plan: PlanRecord::from(plan),
-        ratios: compare(&points, timing),
-        published: Published::beside(plan),
-        points,
-        notes: Vec::new(),
-    };
-    report.notes = notes(plan, &report);
-    report.notes.extend(environment.warnings);
-    report
+    fn collect(
+        &self,
+        collected: &mut Collected,
+        turn: &Turn<Series>,
+        sample: &Sample,
+    ) -> Result<(), BenchError> {
+        let run = RunRecord {
+            round: turn.round,
+            elapsed_ns: u64::try_from(sample.elapsed.as_nanos()).unwrap_or(u64::MAX),
+            pages: sample.pages,
+            exits: sample.exits,
+            messages: sample.messages,
+        };
+        if run.pages == 0 || run.elapsed_ns == 0 {
+            return Err(BenchError::NoRate {
+                place: turn.place(),
+                pages: run.pages,
+                elapsed_ns: run.elapsed_ns,
+            });
+        }
+        if turn.measured() {
+            collected.runs.push(run);
+            collected.latency.merge(&sample.latency);
+        }
+        Ok(())
+    }
+
+    fn sum_up(
+        &self,
+        measured: Vec<Measured<Series, Collected>>,
+        environment: Environment,
+    ) -> PagingReport {
+        let origin = Origin::of(&environment, &measured);
+        let timing = origin.timing;
+        let points: Vec<_> = measured
+            .into_iter()
+            .filter_map(|measured| point(measured, timing))
+            .collect();
+        let mut report = PagingReport {
+            schema: SCHEMA.to_owned(),
+            origin,
+            plan: self.clone(),
+            ratios: compare(&points, timing),
+            published: Published::beside(self),
+            points,
+            notes: Vec::new(),
+        };
+        report.notes = notes(self, &report);
+        report.notes.extend(environment.warnings);
+        report
+    }
 }
 
 fn point(measured: Measured<Series, Collected>, timing: Timing) -> Option<Point> {

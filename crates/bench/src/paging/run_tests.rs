@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::facts::Facts;
+use crate::benchmark::{Job, Rig, run};
 use crate::paging::plan::Delivery;
 use crate::progress::Quiet;
 use crate::rounds::RunFailure;
@@ -14,8 +14,8 @@ struct FakeRig<F> {
     each: F,
 }
 
-impl<F: FnMut(&Job<'_>, usize) -> Result<u64, RunFailure>> Rig for FakeRig<F> {
-    fn run(&mut self, job: &Job<'_>) -> Result<Sample, RunFailure> {
+impl<F: FnMut(&Job<'_, Plan>, usize) -> Result<u64, RunFailure>> Rig<Plan> for FakeRig<F> {
+    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
         let number = self.jobs.len();
         self.jobs.push((job.vcpus, job.series, job.seed));
         let elapsed_ns = (self.each)(job, number)?;
@@ -33,19 +33,10 @@ impl<F: FnMut(&Job<'_>, usize) -> Result<u64, RunFailure>> Rig for FakeRig<F> {
     }
 }
 
-fn rig<F: FnMut(&Job<'_>, usize) -> Result<u64, RunFailure>>(each: F) -> FakeRig<F> {
+fn rig<F: FnMut(&Job<'_, Plan>, usize) -> Result<u64, RunFailure>>(each: F) -> FakeRig<F> {
     FakeRig {
         jobs: Vec::new(),
         each,
-    }
-}
-
-fn environment(timing: Timing) -> Environment {
-    Environment {
-        timing,
-        facts: Facts::gather(timing),
-        lost_runs_outside: 0,
-        warnings: Vec::new(),
     }
 }
 
@@ -74,7 +65,13 @@ fn medians_rates_and_ratios_come_out() {
             _ => 128_000 * u64::from(job.vcpus),
         })
     });
-    let report = run(&plan, &mut rig, environment(Timing::Native), &mut Quiet).unwrap();
+    let report = run(
+        &plan,
+        &mut rig,
+        Environment::gather(Timing::Native),
+        &mut Quiet,
+    )
+    .unwrap();
     assert_eq!(rig.jobs.len(), 2 * 2 * 4);
     let seeds: std::collections::HashSet<_> = rig.jobs.iter().map(|job| job.2).collect();
     assert_eq!(
@@ -120,7 +117,13 @@ fn ratios_pair_runs_of_one_round() {
             50_000 * slower
         })
     });
-    let report = run(&plan, &mut rig, environment(Timing::Native), &mut Quiet).unwrap();
+    let report = run(
+        &plan,
+        &mut rig,
+        Environment::gather(Timing::Native),
+        &mut Quiet,
+    )
+    .unwrap();
     let ratio = report.ratios[0].rate.paired;
     assert_eq!((ratio.min, ratio.median, ratio.max), (2.0, 2.0, 2.0));
 }
@@ -141,7 +144,7 @@ fn instructions_are_told_where_a_nanosecond_is_one() {
     let report = run(
         &plan,
         &mut rig,
-        environment(Timing::Instructions),
+        Environment::gather(Timing::Instructions),
         &mut Quiet,
     )
     .unwrap();
@@ -172,7 +175,7 @@ fn a_lost_run_is_repeated_and_counted_in_parallel_mode() {
     });
     let environment = Environment {
         lost_runs_outside: 2,
-        ..environment(Timing::Parallel)
+        ..Environment::gather(Timing::Parallel)
     };
     let report = run(&plan, &mut rig, environment, &mut Quiet).unwrap();
     assert_eq!(rig.jobs.len(), 16 + 3);
@@ -191,7 +194,13 @@ fn a_lost_run_is_repeated_and_counted_in_parallel_mode() {
 #[test]
 fn a_run_without_time_makes_no_rate() {
     let mut rig = rig(|_, _| Ok(0));
-    let error = run(&plan(), &mut rig, environment(Timing::Native), &mut Quiet).unwrap_err();
+    let error = run(
+        &plan(),
+        &mut rig,
+        Environment::gather(Timing::Native),
+        &mut Quiet,
+    )
+    .unwrap_err();
     assert_eq!(
         told(&error),
         "warm-up, 1 vCPU, uffd: 256 pages in 0 ns make no rate"

@@ -2,22 +2,21 @@
 
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod, StatsError};
-use pagetide_memory::{Backing, PageSize, PopulateAccess};
+use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod};
+use pagetide_memory::{Backing, PopulateAccess};
 use pagetide_testbed::{
-    Content, Expected, Machine, MachineConfig, MachineError, NoFaults, Order, Touch, Workload,
+    Content, Expected, Machine, MachineConfig, NoFaults, Order, Touch, Workload,
 };
-use pagetide_uapi::host::{HugepagePool, available_bytes};
 
 use super::plan::{Method, Plan};
-use super::rig::{Job, Rig, Sample};
-use crate::facts::{THP_SHMEM, thp_shmem};
+use super::sample::Sample;
+use crate::benchmark::{Benchmark, Job, Rig};
 use crate::limits;
 use crate::machine::{Seeds, fill, run_failure, stall_timeout};
+use crate::prepare::{Gate, PrepareError, check_room, check_vcpus, leave_out};
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 use crate::units::ByteSize;
@@ -31,129 +30,33 @@ pub struct Machines {
     stall_timeout: Duration,
 }
 
-/// Why a plan cannot be run here.
-#[derive(Debug, thiserror::Error)]
-pub enum PrepareError {
-    /// /dev/kvm cannot be used.
-    #[error(transparent)]
-    Kvm(#[from] pagetide_kvm::OpenError),
-    /// No VM can be made.
-    #[error(transparent)]
-    CreateVm(#[from] pagetide_kvm::CreateVmError),
-    /// KVM refuses that many vCPUs.
-    #[error("--vcpus {wanted}: this kernel's KVM allows at most {most} vCPUs (KVM_CAP_MAX_VCPUS)")]
-    Vcpus {
-        /// Asked for.
-        wanted: u32,
-        /// Allowed.
-        most: usize,
-    },
-    /// The kernel lacks what a method needs.
-    #[error("--method {method}: this kernel lacks {capability}; {advice}")]
-    Method {
-        /// The method.
-        method: Method,
-        /// What it needs.
-        capability: &'static str,
-        /// How to get it.
-        advice: &'static str,
-    },
-    /// Not enough memory.
-    #[error("--memory {wanted}: {available} are available; lower it, or free memory")]
-    Memory {
-        /// Asked for.
-        wanted: ByteSize,
-        /// Available, in words.
-        available: String,
-    },
-    /// The hugetlb pool has too few free pages.
-    #[error(
-        "--backing {backing}: {wanted} free huge pages are needed and {free} are free; write a \
-         larger number to {}", .setting.display()
-    )]
-    Hugepages {
-        /// The backing.
-        backing: Backing,
-        /// Needed.
-        wanted: u64,
-        /// Free.
-        free: u64,
-        /// The file that sets the pool's size.
-        setting: PathBuf,
-    },
-    /// No such hugetlb pool.
-    #[error("--backing {backing}: this kernel or CPU has no huge pages of that size")]
-    NoHugepagePool {
-        /// The backing.
-        backing: Backing,
-    },
-    /// The largest machine of the plan cannot be made.
-    #[error("a machine with {vcpus} vCPUs cannot be made")]
-    Machine {
-        /// Its number of vCPUs.
-        vcpus: u32,
-        /// Why.
-        #[source]
-        source: MachineError,
-    },
-    /// KVM does not say how many faults there are.
-    #[error(transparent)]
-    Stats(#[from] StatsError),
-}
-
 impl Machines {
-    /// Finds out whether `plan` can be run here, and returns warnings about what is doubtful. If
-    /// the kernel lacks what a method needs, that is an error if `methods_asked`; otherwise the
-    /// method is taken out of the plan, and a warning says so.
-    ///
-    /// # Errors
-    /// Says what is missing and how to get it.
-    pub fn prepare(
+    /// See [`Benchmark::prepare`].
+    pub(super) fn prepare(
         plan: &mut Plan,
         methods_asked: bool,
         timing: Timing,
     ) -> Result<(Self, Vec<String>), PrepareError> {
         let kvm = Kvm::open()?;
         let capabilities = *kvm.create_vm()?.capabilities();
-        let mut warnings = Vec::new();
-        let gated = [
-            (
-                Method::Populate,
-                capabilities.populate_memory,
-                "KVM_CAP_POPULATE_MEMORY",
-                "boot one with the Pagetide series (cargo xtask vm -- COMMAND does), or measure \
-                 --method none,pre-fault",
-            ),
-            (
-                Method::PreFault,
-                capabilities.pre_fault_memory,
-                "KVM_CAP_PRE_FAULT_MEMORY",
-                "it is in Linux 6.11 and later, x86 with two-dimensional paging",
-            ),
+        let gates = [
+            Gate {
+                method: Method::Populate,
+                present: capabilities.populate_memory,
+                needs: "KVM_CAP_POPULATE_MEMORY",
+                advice: "boot one with the Pagetide series (cargo xtask vm -- COMMAND does), or \
+                         measure --method none,pre-fault",
+            },
+            Gate {
+                method: Method::PreFault,
+                present: capabilities.pre_fault_memory,
+                needs: "KVM_CAP_PRE_FAULT_MEMORY",
+                advice: "it is in Linux 6.11 and later, x86 with two-dimensional paging",
+            },
         ];
-        for (method, present, capability, advice) in gated {
-            if present || !plan.methods.contains(&method) {
-                continue;
-            }
-            if methods_asked {
-                return Err(PrepareError::Method {
-                    method,
-                    capability,
-                    advice,
-                });
-            }
-            plan.methods.retain(|kept| *kept != method);
-            warnings.push(format!(
-                "{method} was left out: this kernel lacks {capability}"
-            ));
-        }
+        let mut warnings = leave_out("--method", &mut plan.methods, methods_asked, gates)?;
         let vcpus = plan.most_vcpus();
-        if usize::try_from(vcpus).unwrap_or(usize::MAX) > kvm.max_vcpus() {
-            return Err(PrepareError::Vcpus {
-                wanted: vcpus,
-                most: kvm.max_vcpus(),
-            });
-        }
+        check_vcpus(&kvm, vcpus)?;
         limits::raise_descriptors();
         let machines = Self {
             stall_timeout: stall_timeout(timing),
@@ -226,51 +129,15 @@ impl Machines {
 #[error("memory was left out: {0}")]
 struct Holes(String);
 
-/// Whether there is memory enough; perhaps with a warning.
-fn check_room(backing: Backing, memory: ByteSize) -> Result<Option<String>, PrepareError> {
-    if backing.page_size() == PageSize::Size4K {
-        let available = available_bytes().into_iter().chain(limits::group_bytes());
-        return match available.min() {
-            Some(available) if available < memory.0 => Err(PrepareError::Memory {
-                wanted: memory,
-                available: ByteSize(available).about(),
-            }),
-            _ => Ok(without_thp(backing, thp_shmem().as_deref())),
-        };
-    }
-    let page = backing.page_size().bytes();
-    let pool = HugepagePool::ask(page).ok_or(PrepareError::NoHugepagePool { backing })?;
-    let wanted = memory.0 / page;
-    if pool.free < wanted {
-        let (free, setting) = (pool.free, pool.setting);
-        return Err(PrepareError::Hugepages {
-            backing,
-            wanted,
-            free,
-            setting,
-        });
-    }
-    Ok(None)
-}
-
-fn without_thp(backing: Backing, setting: Option<&str>) -> Option<String> {
-    let off = matches!(setting, None | Some("never" | "deny"));
-    (backing == Backing::Thp && off).then(|| {
-        format!(
-            "--backing thp: {THP_SHMEM} is {}, so this is shmem of 4K pages; write advise to it",
-            setting.unwrap_or("not there")
-        )
-    })
-}
-
-impl Rig for Machines {
-    fn run(&mut self, job: &Job) -> Result<Sample, RunFailure> {
+impl Rig<Plan> for Machines {
+    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
         let Job {
+            plan,
             vcpus,
             series,
-            memory,
             seed,
         } = *job;
+        let memory = plan.memory;
         let seeds = Seeds::of(seed);
         let config = self.config(vcpus, memory, series.backing);
         let region = Arc::new(config.data_region().map_err(RunFailure::failed)?);
@@ -327,19 +194,5 @@ impl Rig for Machines {
             exits: after.faults_taken - populated.faults_taken,
             ..sample
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn thp_that_is_switched_off_is_a_warning() {
-        for (setting, warns) in [(Some("never"), true), (None, true), (Some("advise"), false)] {
-            let warning = without_thp(Backing::Thp, setting);
-            assert_eq!(warning.is_some(), warns, "{setting:?}");
-            assert_eq!(without_thp(Backing::Shmem, setting), None);
-        }
     }
 }

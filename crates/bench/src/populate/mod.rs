@@ -6,12 +6,11 @@ mod notes;
 mod plan;
 mod published;
 mod report;
-mod rig;
 mod run;
+mod sample;
 
-pub use machines::{Machines, PrepareError};
+pub use machines::Machines;
 pub use plan::{MAX_THREADS, MAX_VCPUS, Method, Plan, PlanError, Series};
 pub use published::{Published, SOURCE as PUBLISHED_SOURCE};
-pub use report::{PlanRecord, Point, PopulateReport, Ratio, RunRecord, SCHEMA};
-pub use rig::{Job, Rig, Sample};
-pub use run::run;
+pub use report::{Point, PopulateReport, Ratio, RunRecord, SCHEMA};
+pub use sample::Sample;

@@ -1,5 +1,7 @@
 //! What a reader must know to read the figures right.
 
+use pagetide_memory::Backing;
+
 use super::plan::Method;
 use super::report::PopulateReport;
 use crate::rounds::notes::{doubts, lost};
@@ -38,7 +40,11 @@ pub(super) fn notes(report: &PopulateReport) -> Vec<String> {
                 .to_owned(),
         );
     }
-    if plan.backings.iter().any(|backing| backing != "shmem") {
+    if plan
+        .backings
+        .iter()
+        .any(|&backing| backing != Backing::Shmem)
+    {
         notes.push(
             "With huge pages most of the guest's time is its own walk, so that \"over faults\" says \
              little: compare the guest's times."

@@ -5,7 +5,7 @@ use std::fmt;
 use pagetide_memory::Backing;
 use serde::{Deserialize, Serialize};
 
-use crate::rounds::{OptionError, check_list, check_runs, check_vcpus, named};
+use crate::rounds::{OptionError, by_name, named};
 use crate::units::ByteSize;
 
 /// Largest number of vCPUs that a plan may name, whatever the kernel allows.
@@ -45,9 +45,10 @@ impl Method {
 }
 
 /// One line of the result.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Copy)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Copy, Serialize, Deserialize)]
 pub struct Series {
     /// What guest memory is made of.
+    #[serde(with = "by_name")]
     pub backing: Backing,
     /// How second-stage tables are filled.
     pub method: Method,
@@ -68,15 +69,16 @@ impl fmt::Display for Series {
     }
 }
 
-/// A population benchmark. [`Plan::check`] says whether it makes sense in itself; whether this
-/// machine can do it is another question ([`super::Machines::prepare`]).
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A population benchmark.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     /// The numbers of vCPUs to measure with.
     pub vcpus: Vec<u32>,
     /// Memory of all vCPUs together; each writes to an equal part of it.
+    #[serde(rename = "memory_bytes")]
     pub memory: ByteSize,
     /// What the memory is made of; one series for each.
+    #[serde(with = "by_name::all")]
     pub backings: Vec<Backing>,
     /// How second-stage tables are filled.
     pub methods: Vec<Method>,
@@ -138,75 +140,10 @@ pub enum PlanError {
     BadThreads(u32),
 }
 
-impl Plan {
-    /// Whether the plan makes sense in itself.
-    ///
-    /// # Errors
-    /// The first thing that does not.
-    pub fn check(&self) -> Result<(), PlanError> {
-        check_vcpus(&self.vcpus, MAX_VCPUS)?;
-        check_list("--backing", "shmem,thp", &self.backings)?;
-        check_list("--method", "none,populate", &self.methods)?;
-        check_list("--threads", "1,2", &self.threads)?;
-        let mut threads = self.threads.iter();
-        if let Some(&bad) = threads.find(|threads| !(1..=MAX_THREADS).contains(*threads)) {
-            return Err(PlanError::BadThreads(bad));
-        }
-        if self.memory.0 == 0 {
-            return Err(PlanError::NoMemory);
-        }
-        if self.backings.contains(&Backing::Anonymous) {
-            return Err(PlanError::Anonymous);
-        }
-        for &backing in &self.backings {
-            let page = backing.page_size().bytes();
-            for &vcpus in &self.vcpus {
-                // 1 GiB times 256 at most: no overflow is near.
-                if !self.memory.0.is_multiple_of(page * u64::from(vcpus)) {
-                    return Err(PlanError::NotWholePages {
-                        memory: self.memory,
-                        vcpus,
-                        page,
-                        backing,
-                    });
-                }
-            }
-        }
-        check_runs(self.runs)?;
-        Ok(())
-    }
-
-    /// The lines of the result, in the order of the options.
-    #[must_use]
-    pub fn series(&self) -> Vec<Series> {
-        let mut all = Vec::new();
-        for &backing in &self.backings {
-            for &method in &self.methods {
-                let threads: Vec<_> = if method.has_threads() {
-                    self.threads.iter().copied().map(Some).collect()
-                } else {
-                    vec![None]
-                };
-                all.extend(threads.into_iter().map(|threads| Series {
-                    backing,
-                    method,
-                    threads,
-                }));
-            }
-        }
-        all
-    }
-
-    /// The largest number of vCPUs in the plan.
-    #[must_use]
-    pub fn most_vcpus(&self) -> u32 {
-        self.vcpus.iter().copied().max().unwrap_or(0)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::benchmark::Benchmark;
 
     #[test]
     fn the_default_makes_sense() {

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use super::plan::{Method, Plan, Series};
 use super::published::Published;
-use crate::rounds::Origin;
+use crate::rounds::{InRound, Origin, paired};
 use crate::stats::{RatioOf, Spread};
-use crate::units::{ByteSize, float};
+use crate::units::float;
 
 /// Name and version of the JSON form. A field's meaning never changes under one version.
 pub const SCHEMA: &str = "pagetide.populate/1";
@@ -22,7 +22,7 @@ pub struct PopulateReport {
     #[serde(flatten)]
     pub origin: Origin,
     /// What was measured.
-    pub plan: PlanRecord,
+    pub plan: Plan,
     /// One entry for each number of vCPUs and series, in the plan's order.
     pub points: Vec<Point>,
     /// Each population compared with none, with others and with one thread, as far as they were
@@ -32,67 +32,6 @@ pub struct PopulateReport {
     pub published: Published,
     /// What a reader must know to read the figures right.
     pub notes: Vec<String>,
-}
-
-/// What was measured.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlanRecord {
-    /// Numbers of vCPUs.
-    pub vcpus: Vec<u32>,
-    /// Bytes of memory of all vCPUs together.
-    pub memory_bytes: u64,
-    /// The backings' names.
-    pub backings: Vec<String>,
-    /// The methods.
-    pub methods: Vec<Method>,
-    /// Threads that populated, one series for each.
-    pub threads: Vec<u32>,
-    /// Measured rounds.
-    pub runs: u32,
-}
-
-impl From<&Plan> for PlanRecord {
-    fn from(plan: &Plan) -> Self {
-        Self {
-            vcpus: plan.vcpus.clone(),
-            memory_bytes: plan.memory.0,
-            backings: plan.backings.iter().map(ToString::to_string).collect(),
-            methods: plan.methods.clone(),
-            threads: plan.threads.clone(),
-            runs: plan.runs,
-        }
-    }
-}
-
-/// A series as the JSON form names it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct SeriesRecord {
-    backing: String,
-    method: Method,
-    threads: Option<u32>,
-}
-
-impl Serialize for Series {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let record = SeriesRecord {
-            backing: self.backing.to_string(),
-            method: self.method,
-            threads: self.threads,
-        };
-        record.serialize(serializer)
-    }
-}
-
-impl<'de> Deserialize<'de> for Series {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let record = SeriesRecord::deserialize(deserializer)?;
-        let backing: Backing = record.backing.parse().map_err(serde::de::Error::custom)?;
-        Ok(Self {
-            backing,
-            method: record.method,
-            threads: record.threads,
-        })
-    }
 }
 
 /// One series at one number of vCPUs.
@@ -147,6 +86,12 @@ pub struct RunRecord {
     pub population_exits: u64,
     /// Second-stage faults that vCPUs took while they wrote to everything.
     pub exits: u64,
+}
+
+impl InRound for RunRecord {
+    fn round(&self) -> u32 {
+        self.round
+    }
 }
 
 impl RunRecord {
@@ -265,12 +210,12 @@ fn ratio(point: &Point, points: &[Point]) -> Option<Ratio> {
     let total = |run: &RunRecord| Some(float(run.total_ns()));
     let guest = |run: &RunRecord| Some(float(run.guest_ns));
     let per_mapping = RunRecord::ns_per_mapping;
-    let times = |slower: Option<&Point>| paired(slower?, point, per_mapping);
+    let times = |slower: Option<&Point>| paired(&slower?.runs, &point.runs, per_mapping);
     let found = Ratio {
         vcpus,
         series,
-        total: none.and_then(|none| paired(point, none, total)),
-        guest: none.and_then(|none| paired(point, none, guest)),
+        total: none.and_then(|none| paired(&point.runs, &none.runs, total)),
+        guest: none.and_then(|none| paired(&point.runs, &none.runs, guest)),
         over_faults: times(none),
         over_pre_fault: times(
             other(&|series| series.method = Method::PreFault)
@@ -287,39 +232,4 @@ fn ratio(point: &Point, points: &[Point]) -> Option<Ratio> {
         found.over_one_thread,
     ];
     any.iter().any(Option::is_some).then_some(found)
-}
-
-/// The ratio of a value of two points, in rounds that both have.
-fn paired(
-    over: &Point,
-    under: &Point,
-    value: impl Fn(&RunRecord) -> Option<f64>,
-) -> Option<RatioOf> {
-    let both = over.runs.iter().filter_map(|run| {
-        let other = under.runs.iter().find(|other| other.round == run.round)?;
-        Some((value(run)?, value(other)?))
-    });
-    let (over, under): (Vec<f64>, Vec<f64>) = both.unzip();
-    RatioOf::of(&over, &under)
-}
-
-impl PlanRecord {
-    /// The command that measures the same.
-    #[must_use]
-    pub fn command(&self) -> String {
-        fn list<T: ToString>(values: &[T]) -> String {
-            let words: Vec<_> = values.iter().map(ToString::to_string).collect();
-            words.join(",")
-        }
-        format!(
-            "pagetide bench populate --vcpus {} --memory {} --backing {} --method {} --threads {} \
-             --runs {}",
-            list(&self.vcpus),
-            ByteSize(self.memory_bytes),
-            list(&self.backings),
-            list(&self.methods),
-            list(&self.threads),
-            self.runs
-        )
-    }
 }

@@ -1,64 +1,160 @@
-//! Runs a plan and sums up what came out.
+//! The plan as a benchmark, and what is made of its runs.
 
+use pagetide_memory::Backing;
+
+use super::machines::Machines;
 use super::notes::notes;
-use super::plan::{Plan, Series};
+use super::plan::{MAX_THREADS, MAX_VCPUS, Plan, PlanError, Series};
 use super::published::Published;
-use super::report::{PlanRecord, Point, PopulateReport, RunRecord, SCHEMA, compare};
-use super::rig::{Job, Rig, Sample};
-use crate::progress::Progress;
-use crate::rounds::{self, BenchError, Environment, Measured, Origin, Rounds, Turn};
+use super::report::{Point, PopulateReport, RunRecord, SCHEMA, compare};
+use super::sample::Sample;
+use crate::benchmark::Benchmark;
+use crate::prepare::PrepareError;
+use crate::rounds::{
+    BenchError, Environment, Measured, Origin, Turn, check_list, check_runs, check_vcpus, list,
+};
 use crate::stats::Spread;
+use crate::timing::Timing;
 use crate::units::float;
 
-/// Runs everything that `plan` names on `rig`.
-///
-/// # Errors
-/// The first run that fails ends the benchmark; so does one that is lost, except in the lab's
-/// parallel mode, where it is tried up to [`rounds::ATTEMPTS`] times.
-pub fn run(
-    plan: &Plan,
-    rig: &mut dyn Rig,
-    environment: Environment,
-    progress: &mut dyn Progress,
-) -> Result<PopulateReport, BenchError> {
-    let rounds = Rounds {
-        vcpus: &plan.vcpus,
-        series: &plan.series(),
-        runs: plan.runs,
-        timing: environment.timing,
-    };
-    let run = |turn: &Turn<Series>| {
-        rig.run(&Job {
-            vcpus: turn.vcpus,
-            series: turn.series,
-            memory: plan.memory,
-            seed: turn.number,
-        })
-    };
-    let measured = rounds::measure(&rounds, progress, run, || Ok(Vec::new()), collect)?;
-    let points: Vec<_> = measured.iter().filter_map(point).collect();
-    let mut report = PopulateReport {
-        schema: SCHEMA.to_owned(),
-        origin: Origin::of(&environment, &measured),
-        plan: PlanRecord::from(plan),
-        ratios: compare(&points),
-        published: Published::result(),
-        points,
-        notes: Vec::new(),
-    };
-    report.notes = notes(&report);
-    report.notes.extend(environment.warnings);
-    Ok(report)
+impl Benchmark for Plan {
+    type Series = Series;
+    type PlanError = PlanError;
+    type Machines = Machines;
+    type Sample = Sample;
+    type Sum = Vec<RunRecord>;
+    type Report = PopulateReport;
+
+    fn vcpus(&self) -> &[u32] {
+        &self.vcpus
+    }
+
+    fn series(&self) -> Vec<Series> {
+        let mut all = Vec::new();
+        for &backing in &self.backings {
+            for &method in &self.methods {
+                let threads: Vec<_> = if method.has_threads() {
+                    self.threads.iter().copied().map(Some).collect()
+                } else {
+                    vec![None]
+                };
+                all.extend(threads.into_iter().map(|threads| Series {
+                    backing,
+                    method,
+                    threads,
+                }));
+            }
+        }
+        all
+    }
+
+    fn runs(&self) -> u32 {
+        self.runs
+    }
+
+    fn command(&self) -> String {
+        format!(
+            "pagetide bench populate --vcpus {} --memory {} --backing {} --method {} --threads {} \
+             --runs {}",
+            list(&self.vcpus),
+            self.memory,
+            list(&self.backings),
+            list(&self.methods),
+            list(&self.threads),
+            self.runs
+        )
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        check_vcpus(&self.vcpus, MAX_VCPUS)?;
+        check_list("--backing", "shmem,thp", &self.backings)?;
+        check_list("--method", "none,populate", &self.methods)?;
+        check_list("--threads", "1,2", &self.threads)?;
+        let mut threads = self.threads.iter();
+        if let Some(&bad) = threads.find(|threads| !(1..=MAX_THREADS).contains(*threads)) {
+            return Err(PlanError::BadThreads(bad));
+        }
+        if self.memory.0 == 0 {
+            return Err(PlanError::NoMemory);
+        }
+        if self.backings.contains(&Backing::Anonymous) {
+            return Err(PlanError::Anonymous);
+        }
+        for &backing in &self.backings {
+            let page = backing.page_size().bytes();
+            for &vcpus in &self.vcpus {
+                // 1 GiB times 256 at most: no overflow is near.
+                if !self.memory.0.is_multiple_of(page * u64::from(vcpus)) {
+                    return Err(PlanError::NotWholePages {
+                        memory: self.memory,
+                        vcpus,
+                        page,
+                        backing,
+                    });
+                }
+            }
+        }
+        check_runs(self.runs)?;
+        Ok(())
+    }
+
+    fn prepare(
+        &mut self,
+        methods_asked: bool,
+        timing: Timing,
+    ) -> Result<(Machines, Vec<String>), PrepareError> {
+        Machines::prepare(self, methods_asked, timing)
+    }
+
+    fn empty() -> Result<Vec<RunRecord>, BenchError> {
+        Ok(Vec::new())
+    }
+
+    fn collect(
+        &self,
+        runs: &mut Vec<RunRecord>,
+        turn: &Turn<Series>,
+        sample: &Sample,
+    ) -> Result<(), BenchError> {
+        let run = record(turn.round, sample);
+        if run.guest_ns == 0 {
+            return Err(BenchError::NoRate {
+                place: turn.place(),
+                pages: run.mappings_after,
+                elapsed_ns: run.guest_ns,
+            });
+        }
+        if turn.measured() {
+            runs.push(run);
+        }
+        Ok(())
+    }
+
+    fn sum_up(
+        &self,
+        measured: Vec<Measured<Series, Vec<RunRecord>>>,
+        environment: Environment,
+    ) -> PopulateReport {
+        let points: Vec<_> = measured.iter().filter_map(point).collect();
+        let mut report = PopulateReport {
+            schema: SCHEMA.to_owned(),
+            origin: Origin::of(&environment, &measured),
+            plan: self.clone(),
+            ratios: compare(&points),
+            published: Published::result(),
+            points,
+            notes: Vec::new(),
+        };
+        report.notes = notes(&report);
+        report.notes.extend(environment.warnings);
+        report
+    }
 }
 
-fn collect(
-    runs: &mut Vec<RunRecord>,
-    turn: &Turn<Series>,
-    sample: &Sample,
-) -> Result<(), BenchError> {
+fn record(round: u32, sample: &Sample) -> RunRecord {
     let ns = |time: std::time::Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-    let run = RunRecord {
-        round: turn.round,
+    RunRecord {
+        round,
         guest_ns: ns(sample.guest),
         population_ns: ns(sample.population),
         threads: sample.threads,
@@ -69,18 +165,7 @@ fn collect(
         mappings_after: sample.mappings_after,
         population_exits: sample.population_exits,
         exits: sample.exits,
-    };
-    if run.guest_ns == 0 {
-        return Err(BenchError::NoRate {
-            place: turn.place(),
-            pages: run.mappings_after,
-            elapsed_ns: run.guest_ns,
-        });
     }
-    if turn.measured() {
-        runs.push(run);
-    }
-    Ok(())
 }
 
 fn point(measured: &Measured<Series, Vec<RunRecord>>) -> Option<Point> {

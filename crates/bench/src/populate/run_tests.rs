@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::facts::Facts;
+use crate::benchmark::{Job, Rig, run};
 use crate::populate::Method;
 use crate::progress::Quiet;
 use crate::report::{self, Report};
@@ -11,9 +11,9 @@ use crate::timing::Timing;
 /// Population takes a tenth of what faults take, half of that with two threads.
 struct MadeUp;
 
-impl Rig for MadeUp {
-    fn run(&mut self, job: &Job) -> Result<Sample, RunFailure> {
-        let pages = job.memory.0 / 4096;
+impl Rig<Plan> for MadeUp {
+    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+        let pages = job.plan.memory.0 / 4096;
         let us = Duration::from_micros;
         let threads = job.series.threads.unwrap_or(0);
         let (guest, population) = match job.series.method {
@@ -27,7 +27,7 @@ impl Rig for MadeUp {
             guest,
             population,
             threads,
-            populated_bytes: if populated { job.memory.0 } else { 0 },
+            populated_bytes: if populated { job.plan.memory.0 } else { 0 },
             mappings_4k: if populated { pages } else { 0 },
             mappings_after: pages,
             exits: if populated { 0 } else { pages },
@@ -44,26 +44,15 @@ fn measure(timing: Timing, change: impl FnOnce(&mut Plan)) -> PopulateReport {
     };
     change(&mut plan);
     let environment = Environment {
-        timing,
-        facts: Facts::gather(timing),
-        lost_runs_outside: 0,
         warnings: vec!["populate was left out".to_owned()],
+        ..Environment::gather(timing)
     };
     run(&plan, &mut MadeUp, environment, &mut Quiet).unwrap()
 }
 
-fn environment() -> Environment {
-    Environment {
-        timing: Timing::Native,
-        facts: Facts::gather(Timing::Native),
-        lost_runs_outside: 0,
-        warnings: Vec::new(),
-    }
-}
-
 fn series(method: Method, threads: Option<u32>) -> Series {
     Series {
-        backing: pagetide_memory::Backing::Shmem,
+        backing: Backing::Shmem,
         method,
         threads,
     }
@@ -116,8 +105,8 @@ fn without_none_there_is_nothing_to_compare_with() {
 #[test]
 fn a_kvm_that_counts_no_mappings_is_told() {
     struct Uncounted;
-    impl Rig for Uncounted {
-        fn run(&mut self, job: &Job) -> Result<Sample, RunFailure> {
+    impl Rig<Plan> for Uncounted {
+        fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
             let sample = MadeUp.run(job)?;
             Ok(Sample {
                 mappings_4k: 0,
@@ -126,7 +115,13 @@ fn a_kvm_that_counts_no_mappings_is_told() {
             })
         }
     }
-    let report = run(&Plan::default(), &mut Uncounted, environment(), &mut Quiet).unwrap();
+    let report = run(
+        &Plan::default(),
+        &mut Uncounted,
+        Environment::gather(Timing::Native),
+        &mut Quiet,
+    )
+    .unwrap();
     assert!(
         report
             .ratios
@@ -146,19 +141,25 @@ fn a_kvm_that_counts_no_mappings_is_told() {
 #[test]
 fn a_run_that_takes_no_time_is_no_run() {
     struct Nothing;
-    impl Rig for Nothing {
-        fn run(&mut self, _: &Job) -> Result<Sample, RunFailure> {
+    impl Rig<Plan> for Nothing {
+        fn run(&mut self, _: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
             Ok(Sample::default())
         }
     }
-    let error = run(&Plan::default(), &mut Nothing, environment(), &mut Quiet).unwrap_err();
+    let error = run(
+        &Plan::default(),
+        &mut Nothing,
+        Environment::gather(Timing::Native),
+        &mut Quiet,
+    )
+    .unwrap_err();
     assert!(matches!(error, BenchError::NoRate { .. }), "{error}");
 }
 
 #[test]
 fn every_form_has_the_figures() {
     let report = measure(Timing::Instructions, |plan| {
-        plan.backings.push(pagetide_memory::Backing::Thp);
+        plan.backings.push(Backing::Thp);
     });
     let table = report.table(None);
     for wanted in [

@@ -1,13 +1,9 @@
-//! The result as rows and columns, and those as text for a terminal.
+//! Results as rows and columns, and those as text for a terminal.
 
-use comfy_table::{
-    Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, TableStyle,
-};
+use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, TableStyle};
 
-use crate::paging::{Delivery, PagingReport, Point, PublishedRate, Series};
 use crate::stats::Spread;
-use crate::timing::Timing;
-use crate::units::{figure, latency};
+use crate::units::{figure, float, latency, whole};
 
 /// Rows and columns of text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,144 +19,56 @@ pub(crate) struct Grid {
 /// What stands where there is no figure.
 pub(crate) const NOTHING: &str = "\u{2013}";
 
-/// A column: its heading and the text for a point.
-type Column<'a> = (&'a str, Box<dyn Fn(&Point) -> Option<String> + 'a>);
-
-/// The main table.
-pub(crate) fn results(report: &PagingReport) -> Grid {
-    let mut columns: Vec<Column<'_>> = vec![
-        (
-            "rate",
-            Box::new(|point| Some(figure(point.rate_kpages_per_s.median))),
-        ),
-        (
-            "low..high",
-            Box::new(|point| Some(extremes(&point.rate_kpages_per_s))),
-        ),
-        (
-            "IQR",
-            Box::new(|point| Some(figure(point.rate_kpages_per_s.iqr()))),
-        ),
-        (
-            "per vCPU",
-            Box::new(|point| Some(figure(point.rate_per_vcpu_kpages_per_s.median))),
-        ),
-        (
-            "p50",
-            Box::new(|point| point.latency.map(|seen| latency(seen.p50_ns))),
-        ),
-        (
-            "p99",
-            Box::new(|point| point.latency.map(|seen| latency(seen.p99_ns))),
-        ),
-        (
-            "max",
-            Box::new(|point| point.latency.map(|seen| latency(seen.max_ns))),
-        ),
-    ];
-    if report.origin.timing == Timing::Instructions {
-        let cost = |point: &Point| point.instructions_per_page;
-        columns.push((
-            "instructions/page",
-            Box::new(move |p| cost(p).map(|s| figure(s.median))),
-        ));
-    }
-    if let Some(published) = &report.published {
-        columns.push((
-            "published",
-            Box::new(|point| {
-                let rate = published
-                    .at(point.vcpus)
-                    .filter(|_| point.series.fault_around == 1)?;
-                match point.series.delivery {
-                    Delivery::None => None,
-                    Delivery::Uffd => Some(figure(f64::from(rate.uffd_kpages_per_s))),
-                    Delivery::Exit => Some(figure(f64::from(rate.exit_kpages_per_s))),
-                }
-            }),
-        ));
-    }
-    let rows = report.points.iter().map(|point| {
-        let mut row = vec![point.vcpus.to_string(), point.series.to_string()];
-        row.extend(
-            columns
-                .iter()
-                .map(|(_, text)| text(point).unwrap_or_else(|| NOTHING.into())),
-        );
-        row
-    });
-    let mut headings = vec!["vCPUs".to_owned(), "delivery".to_owned()];
-    headings.extend(columns.iter().map(|(heading, _)| (*heading).to_owned()));
-    Grid {
-        headings,
-        words: 2,
-        rows: rows.collect(),
-    }
+/// A table that columns are added to.
+pub(super) struct Table<R> {
+    grid: Grid,
+    rows: Vec<R>,
 }
 
-/// Exits over userfaultfd; `None` if they were not both measured.
-pub(crate) fn comparison(report: &PagingReport) -> Option<Grid> {
-    if report.ratios.is_empty() {
-        return None;
+impl<R> Table<R> {
+    /// The rows, each of which belongs to a number of vCPUs and to something with a name, such as a
+    /// series; `what` is the heading of the names.
+    pub(super) fn by_name(what: &str, rows: impl IntoIterator<Item = (u32, String, R)>) -> Self {
+        let rows = rows.into_iter();
+        let (names, rows) = rows
+            .map(|(vcpus, name, row)| (vec![vcpus.to_string(), name], row))
+            .unzip();
+        let grid = Grid {
+            headings: vec!["vCPUs".to_owned(), what.to_owned()],
+            words: 2,
+            rows: names,
+        };
+        Self { grid, rows }
     }
-    let instructions = report.origin.timing == Timing::Instructions;
-    let mut headings = vec![
-        "vCPUs",
-        "delivery",
-        "rate, times uffd",
-        "low..high",
-        "of medians",
-    ];
-    if instructions {
-        headings.extend(["instructions, times uffd", "low..high", "of medians"]);
-    }
-    if report.published.is_some() {
-        headings.push("published");
-    }
-    let rows = report.ratios.iter().map(|ratio| {
-        let rate = &ratio.rate;
-        let mut row = vec![
-            ratio.vcpus.to_string(),
-            ratio.series.to_string(),
-            times(rate.paired.median),
-            extremes(&rate.paired),
-            times(rate.of_medians),
-        ];
-        if instructions {
-            row.extend(ratio.instructions.map_or_else(
-                || [NOTHING; 3].map(str::to_owned),
-                |cost| {
-                    [
-                        times(cost.paired.median),
-                        extremes(&cost.paired),
-                        times(cost.of_medians),
-                    ]
-                },
-            ));
-        }
-        if report.published.is_some() {
-            row.push(
-                published_ratio(report, ratio.vcpus, ratio.series)
-                    .map_or_else(|| NOTHING.into(), times),
-            );
-        }
-        row
-    });
-    let rows = rows.collect();
-    Some(Grid {
-        headings: headings.into_iter().map(str::to_owned).collect(),
-        words: 2,
-        rows,
-    })
-}
 
-/// The published ratio that belongs beside one of ours.
-pub(crate) fn published_ratio(report: &PagingReport, vcpus: u32, series: Series) -> Option<f64> {
-    let published = report
-        .published
-        .as_ref()
-        .filter(|_| series.fault_around == 1)?;
-    published.at(vcpus).map(PublishedRate::ratio)
+    /// Adds a column that every row has a text for.
+    pub(super) fn column(self, heading: &str, text: impl Fn(&R) -> String) -> Self {
+        self.maybe(heading, |row| Some(text(row)))
+    }
+
+    /// Adds a column of counts.
+    pub(super) fn count(self, heading: &str, value: impl Fn(&R) -> u64) -> Self {
+        self.column(heading, |row| figure(float(value(row))))
+    }
+
+    /// Adds a column that shows [`NOTHING`] where a row has no text for it.
+    pub(super) fn maybe(mut self, heading: &str, text: impl Fn(&R) -> Option<String>) -> Self {
+        self.grid.headings.push(heading.to_owned());
+        for (cells, row) in self.grid.rows.iter_mut().zip(&self.rows) {
+            cells.push(text(row).unwrap_or_else(|| NOTHING.to_owned()));
+        }
+        self
+    }
+
+    /// The table with all its columns.
+    pub(super) fn grid(self) -> Grid {
+        self.grid
+    }
+
+    /// The same; `None` if it has no rows.
+    pub(super) fn if_any(self) -> Option<Grid> {
+        (!self.rows.is_empty()).then_some(self.grid)
+    }
 }
 
 /// A ratio with its sign.
@@ -172,81 +80,17 @@ pub(crate) fn extremes(spread: &Spread) -> String {
     format!("{}..{}", figure(spread.min), figure(spread.max))
 }
 
-/// What the columns of [`results`] and [`comparison`] mean.
-pub(crate) fn legend(report: &PagingReport) -> Vec<String> {
-    let mut lines = vec![format!(
-        "rate: thousand pages of {} made present per second, all vCPUs together; median of {} \
-         rounds, lowest and highest round, interquartile range. p50, p99, max: latency of a fault \
-         as the guest sees it; {NOTHING} where nobody knows which touches faulted.",
-        crate::units::ByteSize(report.plan.page_bytes),
-        report.plan.runs
-    )];
-    if !report.ratios.is_empty() {
-        lines.push(
-            "times uffd: median of the ratios of runs of the same round, and the ratio of the two \
-             medians. Rate: above 1, exits are faster. Instructions: below 1, exits are cheaper."
-                .to_owned(),
-        );
-    }
-    if let Some(published) = &report.published {
-        lines.push(format!(
-            "published: thousand pages per second, {}; {}.",
-            if published.per_vcpu {
-                "each vCPU"
-            } else {
-                "all vCPUs together"
-            },
-            published.source
-        ));
-    }
-    lines
+/// A median of nanoseconds.
+pub(crate) fn median_ns(spread: &Spread) -> String {
+    latency(whole(spread.median))
 }
 
-/// The whole report for a terminal.
-pub(crate) fn terminal(report: &PagingReport, width: Option<u16>) -> String {
-    let mut text = String::new();
-    text.push_str(&title(report));
-    text.push_str("\n\n");
-    text.push_str(&lines(&results(report), width));
-    text.push('\n');
-    if let Some(comparison) = comparison(report) {
-        text.push('\n');
-        text.push_str(&lines(&comparison, width));
-        text.push('\n');
-    }
-    text.push('\n');
-    let wrap = usize::from(width.unwrap_or(100)).clamp(40, 110);
-    for note in legend(report).iter().chain(&report.notes) {
-        text.push_str(&bullet(note, wrap));
-    }
-    text.push('\n');
-    for (name, value) in report.origin.facts.lines() {
-        text.push_str(&format!("{name:<15}{value}\n"));
-    }
-    text.push_str(&format!("{:<15}{}\n", "Timing", report.origin.timing));
-    text
-}
-
-/// What was measured, in a line.
-pub(crate) fn title(report: &PagingReport) -> String {
-    let plan = &report.plan;
-    let switches = [
-        (plan.overlap, ", all vCPUs over all of memory"),
-        (plan.pre_fault, ", exits pre-fault"),
-        (plan.pin, ", vCPUs pinned"),
-    ];
-    let switches = switches.map(|(on, words)| if on { words } else { "" });
+/// The extremes of nanoseconds.
+pub(crate) fn extremes_ns(spread: &Spread) -> String {
     format!(
-        "Demand paging: {} per vCPU, {} {}, {} {}{}",
-        crate::units::ByteSize(plan.per_vcpu_bytes),
-        plan.backing,
-        plan.mode.to_uppercase(),
-        plan.order,
-        match plan.access.as_str() {
-            "write" => "writes",
-            _ => "reads",
-        },
-        switches.concat(),
+        "{}..{}",
+        latency(whole(spread.min)),
+        latency(whole(spread.max))
     )
 }
 
@@ -258,7 +102,7 @@ const STYLE: TableStyle = TableStyle::new()
 
 /// Rows and columns as text.
 pub(crate) fn lines(grid: &Grid, width: Option<u16>) -> String {
-    let mut table = Table::new();
+    let mut table = comfy_table::Table::new();
     table.load_style(STYLE);
     table.set_header(
         grid.headings

@@ -1,47 +1,19 @@
-//! The report as one HTML page: inline style, inline drawings, the data itself, and no address of
+//! The parts of a report's HTML page: inline style, inline drawings, the data itself, and no address of
 //! anything outside.
 
 use std::fmt::Write;
 
-use super::chart::{self, Role, declarations, for_page};
-use super::grid::{self, Grid, times};
+use super::chart::{Role, declarations};
+use super::grid::Grid;
 use super::{ReportError, escape};
 use crate::facts::Facts;
-use crate::paging::{Delivery, PagingReport, RunRecord, Series};
 use crate::timing::Timing;
-use crate::units::{figure, float, latency};
 
 const STYLE: &str = include_str!("page.css");
 
 /// Appends formatted text; writing to a string cannot fail.
 macro_rules! push {
     ($page:expr, $($rest:tt)+) => { let _ = write!($page, $($rest)+); };
-}
-
-/// The whole page.
-pub(crate) fn page(report: &PagingReport) -> Result<String, ReportError> {
-    let mut page = String::new();
-    head(&mut page, &grid::title(report));
-    page.push_str("<main>\n");
-    header(
-        &mut page,
-        &grid::title(report),
-        (&report.origin.facts, report.origin.timing, report.plan.runs),
-    );
-    warning(&mut page, report.origin.timing);
-    lead(&mut page, report);
-    charts(&mut page, report)?;
-    tables(&mut page, report);
-    reading(&mut page, report);
-    environment(
-        &mut page,
-        (&report.origin.facts, report.origin.timing),
-        &report.plan.command(),
-    );
-    page.push_str("</main>\n");
-    data(&mut page, "paging-data", report)?;
-    page.push_str("</body>\n</html>\n");
-    Ok(page)
 }
 
 pub(super) fn head(page: &mut String, title: &str) {
@@ -83,36 +55,31 @@ pub(super) fn warning(page: &mut String, timing: Timing) {
     }
 }
 
-/// The figures that people look for: exits over userfaultfd, by vCPUs.
-fn lead(page: &mut String, report: &PagingReport) {
-    if report.ratios.is_empty() {
-        return;
-    }
-    let all = report.series();
-    for &series in all
-        .iter()
-        .filter(|series| series.delivery == Delivery::Exit)
-    {
+/// A figure that people look for.
+pub(super) struct Figure {
+    /// The colour that it has.
+    pub(super) role: Role,
+    /// What it belongs to.
+    pub(super) tag: String,
+    /// The figure itself.
+    pub(super) value: String,
+    /// What it says.
+    pub(super) what: String,
+}
+
+/// The figures that people look for, in lists.
+pub(super) fn lead(page: &mut String, lists: &[Vec<Figure>]) {
+    for list in lists.iter().filter(|list| !list.is_empty()) {
         push!(page, "<ul class=\"lead\" style=\"margin-bottom:14px\">\n");
-        for &vcpus in &report.plan.vcpus {
-            let Some(ratio) = report.ratio(vcpus, series) else {
-                continue;
-            };
-            let (value, what) = match &ratio.instructions {
-                Some(cost) => (cost.paired.median, "the instructions of uffd"),
-                None => (ratio.rate.paired.median, "the rate of uffd"),
-            };
-            let published = grid::published_ratio(report, vcpus, series)
-                .filter(|_| ratio.instructions.is_none())
-                .map_or_else(String::new, |ratio| format!(", published {}", times(ratio)));
+        for figure in list {
             push!(
                 page,
                 "<li style=\"--series:var({})\"><span class=\"tag\">{}</span><b>{}</b>\
-                 <span>{what}, {}{published}</span></li>\n",
-                Role::of(series, &all).variable(),
-                escape(&series.to_string()),
-                times(value),
-                count(vcpus),
+                 <span>{}</span></li>\n",
+                figure.role.variable(),
+                escape(&figure.tag),
+                escape(&figure.value),
+                escape(&figure.what),
             );
         }
         page.push_str("</ul>\n");
@@ -124,86 +91,6 @@ pub(super) fn count(vcpus: u32) -> String {
         "1 vCPU".to_owned()
     } else {
         format!("{vcpus} vCPUs")
-    }
-}
-
-fn charts(page: &mut String, report: &PagingReport) -> Result<(), ReportError> {
-    let mut drawings = Vec::new();
-    let instructions = chart::instructions(report)?;
-    // Where a nanosecond is an instruction, the cost is the result and the rate follows from it.
-    let cost_first = report.origin.timing == Timing::Instructions;
-    if cost_first {
-        drawings.extend(instructions.clone());
-        drawings.extend(chart::ratios(report)?);
-    }
-    drawings.push(chart::rates(report)?);
-    if let Some(published) = &report.published {
-        drawings.push(chart::published_rates(published)?);
-    }
-    if !cost_first {
-        drawings.extend(chart::ratios(report)?);
-        drawings.extend(instructions);
-    }
-    drawings.extend(chart::latencies(report)?);
-    page.push_str("<h2>Charts</h2>\n<div class=\"charts\">\n");
-    for drawing in drawings {
-        push!(page, "<figure>{}</figure>\n", for_page(&drawing));
-    }
-    page.push_str("</div>\n");
-    Ok(())
-}
-
-fn tables(page: &mut String, report: &PagingReport) {
-    let all = report.series();
-    let role = |name: &str| {
-        let found = all.iter().find(|series| series.to_string() == name);
-        found.map(|&series| Role::of(series, &all))
-    };
-    page.push_str("<h2>Results</h2>\n");
-    table(page, &grid::results(report), role);
-    if let Some(comparison) = grid::comparison(report) {
-        page.push_str("<h2>Exits over userfaultfd</h2>\n");
-        table(page, &comparison, role);
-    }
-    page.push_str("<details><summary>Every run</summary>\n");
-    table(page, &every_run(report), role);
-    page.push_str("</details>\n");
-}
-
-/// One row for each measured run.
-fn every_run(report: &PagingReport) -> Grid {
-    let row = |vcpus: u32, series: Series, run: &RunRecord| {
-        vec![
-            vcpus.to_string(),
-            series.to_string(),
-            run.round.to_string(),
-            latency(run.elapsed_ns),
-            figure(float(run.pages)),
-            figure(float(run.exits)),
-            figure(float(run.messages)),
-            figure(run.rate_kpages_per_s()),
-        ]
-    };
-    let rows = report.points.iter().flat_map(|point| {
-        point
-            .runs
-            .iter()
-            .map(move |run| row(point.vcpus, point.series, run))
-    });
-    let headings = [
-        "vCPUs",
-        "delivery",
-        "round",
-        "elapsed",
-        "pages",
-        "exits",
-        "messages",
-        "thousand pages/s",
-    ];
-    Grid {
-        headings: headings.map(str::to_owned).to_vec(),
-        words: 2,
-        rows: rows.collect(),
     }
 }
 
@@ -251,22 +138,6 @@ pub(super) fn table(page: &mut String, grid: &Grid, role: impl Fn(&str) -> Optio
     page.push_str("</tbody></table></div>\n");
 }
 
-fn reading(page: &mut String, report: &PagingReport) {
-    page.push_str(
-        "<h2>How to read this</h2>\n<p>A virtual machine starts with memory that is not there yet. \
-         Each vCPU touches its pages one by one; each first touch is a fault that somebody must \
-         resolve. With <b>uffd</b> the fault becomes a message in a userfaultfd, the vCPU sleeps \
-         in the kernel, and a reader thread makes the page present and wakes it. With <b>exit</b> \
-         the vCPU leaves KVM_RUN and its own thread makes the page present: no queue, no lock that \
-         all vCPUs share, nobody to wake. <b>none</b> is the floor: the host has the page, and \
-         only the second-stage tables are filled.</p>\n<ul class=\"notes\">\n",
-    );
-    for note in grid::legend(report).iter().chain(&report.notes) {
-        push!(page, "<li>{}</li>\n", escape(note));
-    }
-    page.push_str("</ul>\n");
-}
-
 pub(super) fn environment(page: &mut String, (facts, timing): (&Facts, Timing), command: &str) {
     page.push_str("<h2>Environment</h2>\n<dl>\n");
     let timing = ("Timing", timing.to_string());
@@ -285,14 +156,14 @@ pub(super) fn environment(page: &mut String, (facts, timing): (&Facts, Timing), 
 /// The data itself, for programs that read the page.
 pub(super) fn data(
     page: &mut String,
-    id: &str,
+    name: &str,
     report: &impl serde::Serialize,
 ) -> Result<(), ReportError> {
     // "</script" must not come up inside; in JSON a solidus may be written with an escape.
     let json = serde_json::to_string(report)?.replace("</", "<\\/");
     push!(
         page,
-        "<script type=\"application/json\" id=\"{id}\">{json}</script>\n"
+        "<script type=\"application/json\" id=\"{name}-data\">{json}</script>\n"
     );
     Ok(())
 }

@@ -1,81 +1,105 @@
 //! A memslot result as people read it.
 
-use std::fmt::Write;
+use super::chart::{self, DrawError, Role};
+use super::document::{Common, Shown};
+use super::grid::{Grid, Table, extremes, extremes_ns, median_ns, times};
+use super::html::{Figure, count};
+use crate::memslots::{MemslotsReport, Method, Plan, Series};
+use crate::units::{figure, latency};
 
-use super::chart::{self, Role};
-use super::document::{Document, PageParts};
-use super::grid::{Grid, NOTHING, extremes, times};
-use super::html::count;
-use super::{Report, ReportError};
-use crate::memslots::{MemslotsReport, Method, Point, Series};
-use crate::stats::Spread;
-use crate::units::{figure, float, latency, whole};
-
-/// Appends formatted text; writing to a string cannot fail.
-macro_rules! push {
-    ($page:expr, $($rest:tt)+) => { let _ = write!($page, $($rest)+); };
-}
-
-impl Report for MemslotsReport {
+impl Shown for MemslotsReport {
     const NAME: &'static str = "memslots";
+    const READING: &'static str = "\
+        A virtual machine's vCPUs walk its memory while \
+        the memory slots below it change. With <b>list</b> the kernel changes all slots at once and \
+        vCPUs run on. With <b>quiesce</b> every vCPU is stopped outside KVM_RUN, slots are deleted \
+        and created, and the vCPUs go on. With <b>plain</b> slots are deleted and created while \
+        vCPUs run, and a guest that looks in between sees a hole.";
+    type Plan = Plan;
 
-    fn table(&self, width: Option<u16>) -> String {
-        document(self).terminal(width)
+    fn common(&self) -> Common<'_, Plan> {
+        Common {
+            plan: &self.plan,
+            origin: &self.origin,
+            notes: &self.notes,
+        }
     }
 
-    fn svg(&self) -> Result<String, ReportError> {
-        Ok(chart::memslots::standalone(self)?)
+    fn title(&self) -> String {
+        format!(
+            "Memory slots changed below running vCPUs: {} commits a run, guest: {}",
+            self.plan.commits, self.plan.guest
+        )
     }
 
-    fn html(&self) -> Result<String, ReportError> {
-        let parts = PageParts {
-            lead: lead(self),
-            charts: chart::memslots::all(self)?,
-            every_run: every_run(self),
-            reading: READING,
-            command: self.plan.command(),
-            data: "memslots-data",
-        };
-        document(self).page(&parts, self)
+    fn tables(&self) -> Vec<(&'static str, Option<Grid>)> {
+        vec![
+            ("Results", Some(results(self))),
+            ("Quiesce over list", comparison(self)),
+            ("A boot", boot(self)),
+        ]
     }
-}
 
-const READING: &str = "\
-    A virtual machine's vCPUs walk its memory while \
-         the memory slots below it change. With <b>list</b> the kernel changes all slots at once and \
-         vCPUs run on. With <b>quiesce</b> every vCPU is stopped outside KVM_RUN, slots are deleted \
-         and created, and the vCPUs go on. With <b>plain</b> slots are deleted and created while \
-         vCPUs run, and a guest that looks in between sees a hole.";
-
-fn document(report: &MemslotsReport) -> Document<'_> {
-    let more = [
-        ("Quiesce over list", comparison(report)),
-        ("A boot", boot(report)),
-    ];
-    let more = more.into_iter();
-    let more = more.filter_map(|(heading, grid)| Some((heading, grid?)));
-    Document {
-        title: title(report),
-        origin: &report.origin,
-        runs: report.plan.runs,
-        tables: std::iter::once(("Results", results(report)))
-            .chain(more)
-            .collect(),
-        notes: legend(report)
-            .iter()
-            .chain(&report.notes)
-            .cloned()
-            .collect(),
-        role,
+    fn every_run(&self) -> Grid {
+        let rows = self.points.iter().flat_map(|point| {
+            let runs = point.runs.iter();
+            runs.map(|run| (point.vcpus, point.series.to_string(), run))
+        });
+        Table::by_name("change", rows)
+            .column("round", |run| run.round.to_string())
+            .column("elapsed", |run| latency(run.elapsed_ns))
+            .count("steps", |run| run.steps)
+            .column("commit p50", |run| latency(run.commit_p50_ns))
+            .column("kept p50", |run| latency(run.kept_p50_ns))
+            .column("kept max", |run| latency(run.kept_max_ns))
+            .count("holes", |run| run.holes)
+            .grid()
     }
-}
 
-/// What was measured, in a line.
-fn title(report: &MemslotsReport) -> String {
-    format!(
-        "Memory slots changed below running vCPUs: {} commits a run, guest: {}",
-        report.plan.commits, report.plan.guest
-    )
+    fn legend(&self) -> Vec<String> {
+        let mut notes = vec![
+            format!(
+                "kept: the longest time that any vCPU was kept from the guest by a commit, as the guest \
+                 sees it; p50 over the commits of a run, median of {} rounds, lowest and highest round; \
+                 max over all commits. Without commits: in stretches of 5 ms; what is seen there is the \
+                 machine's own.",
+                self.plan.runs
+            ),
+            "commit: from asking until it is done. inside: how long the gate was closed (quiesce), or the \
+             time of the ioctls (list, plain)."
+                .to_owned(),
+            "work lost: steps of the guest, against those in the same time without commits. \
+             holes/commit: accesses that left the guest because there was no slot."
+                .to_owned(),
+        ];
+        if !self.ratios.is_empty() {
+            notes.push(
+                "quiesce over list: median of the ratios of runs of the same round; above 1, the list \
+                 keeps vCPUs for a shorter time."
+                .to_owned(),
+            );
+        }
+        if let Some(published) = &self.published {
+            notes.push(format!("published: {}.", published.source));
+        }
+        notes
+    }
+
+    fn role(&self, name: &str) -> Option<Role> {
+        role(name)
+    }
+
+    fn lead(&self) -> Vec<Vec<Figure>> {
+        vec![lead(self)]
+    }
+
+    fn charts(&self) -> Result<Vec<String>, DrawError> {
+        chart::memslots::all(self)
+    }
+
+    fn drawing(&self) -> Result<String, DrawError> {
+        chart::memslots::standalone(self)
+    }
 }
 
 /// The colour of a series, by its name: that of its method.
@@ -90,190 +114,71 @@ fn role(name: &str) -> Option<Role> {
         .map(|method| chart::memslots::role(Some(method)))
 }
 
-fn spread_ns(spread: &Spread) -> String {
-    latency(whole(spread.median))
-}
-
-fn ns_extremes(spread: &Spread) -> String {
-    format!(
-        "{}..{}",
-        latency(whole(spread.min)),
-        latency(whole(spread.max))
-    )
-}
-
 fn results(report: &MemslotsReport) -> Grid {
-    let rows = report.points.iter().map(|point: &Point| {
-        let or_nothing = |text: Option<String>| text.unwrap_or_else(|| NOTHING.to_owned());
-        vec![
-            point.vcpus.to_string(),
-            point.series.to_string(),
-            spread_ns(&point.kept_p50_ns),
-            ns_extremes(&point.kept_p50_ns),
-            latency(point.kept.max_ns),
-            or_nothing(point.commit.map(|times| latency(times.p50_ns))),
-            or_nothing(point.commit.map(|times| latency(times.p99_ns))),
-            or_nothing(point.inside.map(|times| latency(times.p50_ns))),
-            or_nothing(point.lost_percent.map(|lost| figure(lost.median))),
-            or_nothing(point.holes_per_commit.map(|holes| figure(holes.median))),
-        ]
-    });
-    let headings = [
-        "vCPUs",
-        "change",
-        "kept p50",
-        "low..high",
-        "kept max",
-        "commit p50",
-        "commit p99",
-        "inside p50",
-        "work lost %",
-        "holes/commit",
-    ];
-    Grid {
-        headings: headings.map(str::to_owned).to_vec(),
-        words: 2,
-        rows: rows.collect(),
-    }
+    let rows = report.points.iter();
+    let rows = rows.map(|point| (point.vcpus, point.series.to_string(), point));
+    Table::by_name("change", rows)
+        .column("kept p50", |point| median_ns(&point.kept_p50_ns))
+        .column("low..high", |point| extremes_ns(&point.kept_p50_ns))
+        .column("kept max", |point| latency(point.kept.max_ns))
+        .maybe("commit p50", |point| {
+            point.commit.map(|times| latency(times.p50_ns))
+        })
+        .maybe("commit p99", |point| {
+            point.commit.map(|times| latency(times.p99_ns))
+        })
+        .maybe("inside p50", |point| {
+            point.inside.map(|times| latency(times.p50_ns))
+        })
+        .maybe("work lost %", |point| {
+            point.lost_percent.map(|lost| figure(lost.median))
+        })
+        .maybe("holes/commit", |point| {
+            point.holes_per_commit.map(|holes| figure(holes.median))
+        })
+        .grid()
 }
 
 fn comparison(report: &MemslotsReport) -> Option<Grid> {
-    let rows: Vec<Vec<String>> = report
-        .ratios
-        .iter()
-        .map(|ratio| {
-            vec![
-                ratio.vcpus.to_string(),
-                ratio.op.to_string(),
-                times(ratio.kept_p50.paired.median),
-                extremes(&ratio.kept_p50.paired),
-                times(ratio.kept_max.paired.median),
-                times(ratio.commit_p50.paired.median),
-                extremes(&ratio.commit_p50.paired),
-            ]
-        })
-        .collect();
-    let headings = [
-        "vCPUs",
-        "quiesce over list",
-        "kept p50",
-        "low..high",
-        "kept max",
-        "commit p50",
-        "low..high",
-    ];
-    (!rows.is_empty()).then(|| Grid {
-        headings: headings.map(str::to_owned).to_vec(),
-        words: 2,
-        rows,
-    })
+    let rows = report.ratios.iter();
+    let rows = rows.map(|ratio| (ratio.vcpus, ratio.op.to_string(), ratio));
+    Table::by_name("quiesce over list", rows)
+        .column("kept p50", |ratio| times(ratio.kept_p50.paired.median))
+        .column("low..high", |ratio| extremes(&ratio.kept_p50.paired))
+        .column("kept max", |ratio| times(ratio.kept_max.paired.median))
+        .column("commit p50", |ratio| times(ratio.commit_p50.paired.median))
+        .column("low..high", |ratio| extremes(&ratio.commit_p50.paired))
+        .if_any()
 }
 
 /// All commits of a boot, ours beside the published ones.
 fn boot(report: &MemslotsReport) -> Option<Grid> {
     let published = report.published.as_ref()?;
     let rows = report.points.iter().filter_map(|point| {
-        let time = point.boot_ms?;
-        let method = point.series.method()?;
-        Some(vec![
-            point.vcpus.to_string(),
-            point.series.to_string(),
-            figure(time.median),
-            extremes(&time),
-            published
-                .at(point.vcpus, method)
-                .map_or_else(|| NOTHING.to_owned(), figure),
-        ])
+        let row = (point, point.boot_ms?, point.series.method()?);
+        Some((point.vcpus, point.series.to_string(), row))
     });
-    Some(Grid {
-        headings: ["vCPUs", "all 86 updates", "ms", "low..high", "published ms"]
-            .map(str::to_owned)
-            .to_vec(),
-        words: 2,
-        rows: rows.collect(),
-    })
-}
-
-fn every_run(report: &MemslotsReport) -> Grid {
-    let rows = report.points.iter().flat_map(|point| {
-        point.runs.iter().map(|run| {
-            vec![
-                point.vcpus.to_string(),
-                point.series.to_string(),
-                run.round.to_string(),
-                latency(run.elapsed_ns),
-                figure(float(run.steps)),
-                latency(run.commit_p50_ns),
-                latency(run.kept_p50_ns),
-                latency(run.kept_max_ns),
-                figure(float(run.holes)),
-            ]
-        })
-    });
-    let headings = [
-        "vCPUs",
-        "change",
-        "round",
-        "elapsed",
-        "steps",
-        "commit p50",
-        "kept p50",
-        "kept max",
-        "holes",
-    ];
-    Grid {
-        headings: headings.map(str::to_owned).to_vec(),
-        words: 2,
-        rows: rows.collect(),
-    }
-}
-
-/// What the columns mean.
-fn legend(report: &MemslotsReport) -> Vec<String> {
-    let mut notes = vec![
-        format!(
-            "kept: the longest time that any vCPU was kept from the guest by a commit, as the guest \
-             sees it; p50 over the commits of a run, median of {} rounds, lowest and highest round; \
-             max over all commits. Without commits: in stretches of 5 ms; what is seen there is the \
-             machine's own.",
-            report.plan.runs
-        ),
-        "commit: from asking until it is done. inside: how long the gate was closed (quiesce), or the \
-         time of the ioctls (list, plain)."
-            .to_owned(),
-        "work lost: steps of the guest, against those in the same time without commits. \
-         holes/commit: accesses that left the guest because there was no slot."
-            .to_owned(),
-    ];
-    if !report.ratios.is_empty() {
-        notes.push(
-            "quiesce over list: median of the ratios of runs of the same round; above 1, the list \
-             keeps vCPUs for a shorter time."
-                .to_owned(),
-        );
-    }
-    if let Some(published) = &report.published {
-        notes.push(format!("published: {}.", published.source));
-    }
-    notes
+    Some(
+        Table::by_name("all 86 updates", rows)
+            .column("ms", |(_, time, _)| figure(time.median))
+            .column("low..high", |(_, time, _)| extremes(time))
+            .maybe("published ms", |(point, _, method)| {
+                published.at(point.vcpus, *method).map(figure)
+            })
+            .grid(),
+    )
 }
 
 /// The figures that people look for: how much longer quiesce keeps vCPUs.
-fn lead(report: &MemslotsReport) -> String {
-    let Some(op) = report.ratios.first().map(|ratio| ratio.op) else {
-        return String::new();
-    };
-    let mut page = String::from("<ul class=\"lead\" style=\"margin-bottom:14px\">\n");
-    for ratio in report.ratios.iter().filter(|ratio| ratio.op == op) {
-        push!(
-            page,
-            "<li style=\"--series:var({})\"><span class=\"tag\">{op}</span><b>{}</b><span>as long \
-             kept by quiesce as by list, {}</span></li>\n",
-            chart::memslots::role(Some(Method::Quiesce)).variable(),
-            times(ratio.kept_p50.paired.median),
-            count(ratio.vcpus),
-        );
-    }
-    page.push_str("</ul>\n");
-    page
+fn lead(report: &MemslotsReport) -> Vec<Figure> {
+    let first = report.ratios.first().map(|ratio| ratio.op);
+    let ratios = report.ratios.iter();
+    let ratios = ratios.filter(|ratio| Some(ratio.op) == first);
+    let figures = ratios.map(|ratio| Figure {
+        role: chart::memslots::role(Some(Method::Quiesce)),
+        tag: ratio.op.to_string(),
+        value: times(ratio.kept_p50.paired.median),
+        what: format!("as long kept by quiesce as by list, {}", count(ratio.vcpus)),
+    });
+    figures.collect()
 }

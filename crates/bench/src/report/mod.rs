@@ -7,12 +7,15 @@ mod grid;
 mod html;
 mod memslots;
 mod out;
+mod paging;
 mod populate;
 mod probe;
 
 pub use chart::DrawError;
 pub use out::{OutDir, OutError};
 pub use probe::probe_table;
+
+use document::Shown;
 
 use crate::paging::PagingReport;
 
@@ -53,19 +56,19 @@ pub trait Report: serde::Serialize {
     fn html(&self) -> Result<String, ReportError>;
 }
 
-impl Report for PagingReport {
-    const NAME: &'static str = "paging";
+impl<R: Shown> Report for R {
+    const NAME: &'static str = <R as Shown>::NAME;
 
     fn table(&self, width: Option<u16>) -> String {
-        grid::terminal(self, width)
+        document::terminal(self, width)
     }
 
     fn svg(&self) -> Result<String, ReportError> {
-        Ok(chart::standalone(self)?)
+        Ok(self.drawing()?)
     }
 
     fn html(&self) -> Result<String, ReportError> {
-        html::page(self)
+        document::page(self)
     }
 }
 

@@ -1,83 +1,105 @@
 //! A population result as people read it.
 
-use std::fmt::Write;
-
-use super::chart::{self, Role};
-use super::document::{Document, PageParts};
-use super::grid::{Grid, NOTHING, extremes, times};
-use super::html::count;
-use super::{Report, ReportError, escape};
-use crate::populate::{Method, Point, PopulateReport};
+use super::chart::{self, DrawError, Role};
+use super::document::{Common, Shown};
+use super::grid::{Grid, NOTHING, Table, extremes, extremes_ns, median_ns, times};
+use super::html::{Figure, count};
+use crate::populate::{Method, Plan, PopulateReport};
+use crate::rounds::list;
 use crate::stats::{RatioOf, Spread};
 use crate::timing::Timing;
-use crate::units::{ByteSize, figure, float, latency, whole};
+use crate::units::{ByteSize, figure, latency};
 
-/// Appends formatted text; writing to a string cannot fail.
-macro_rules! push {
-    ($page:expr, $($rest:tt)+) => { let _ = write!($page, $($rest)+); };
-}
-
-impl Report for PopulateReport {
+impl Shown for PopulateReport {
     const NAME: &'static str = "populate";
+    const READING: &'static str = "\
+        After a restore or a migration the host has a \
+        virtual machine's memory, and the second-stage tables are empty: each first access of a \
+        vCPU to a page is an exit. With <b>none</b> the vCPUs take them all. With <b>populate</b> \
+        threads of the host fill the tables beforehand, with <b>pre-fault</b> idle vCPUs do, and \
+        with <b>one-reader</b> one vCPU reads everything first.";
+    type Plan = Plan;
 
-    fn table(&self, width: Option<u16>) -> String {
-        document(self).terminal(width)
+    fn common(&self) -> Common<'_, Plan> {
+        Common {
+            plan: &self.plan,
+            origin: &self.origin,
+            notes: &self.notes,
+        }
     }
 
-    fn svg(&self) -> Result<String, ReportError> {
-        Ok(chart::populate::standalone(self)?)
+    fn title(&self) -> String {
+        format!(
+            "Population of second-stage tables: {} of {}, written to by all vCPUs",
+            self.plan.memory,
+            list(&self.plan.backings).replace(',', ", ")
+        )
     }
 
-    fn html(&self) -> Result<String, ReportError> {
-        let parts = PageParts {
-            lead: lead(self),
-            charts: chart::populate::all(self)?,
-            every_run: every_run(self),
-            reading: READING,
-            command: self.plan.command(),
-            data: "populate-data",
-        };
-        document(self).page(&parts, self)
+    fn tables(&self) -> Vec<(&'static str, Option<Grid>)> {
+        vec![
+            ("Results", Some(results(self))),
+            (
+                "Against letting vCPUs fault, and against each other",
+                comparison(self),
+            ),
+        ]
     }
-}
 
-const READING: &str = "\
-    After a restore or a migration the host has a \
-         virtual machine's memory, and the second-stage tables are empty: each first access of a \
-         vCPU to a page is an exit. With <b>none</b> the vCPUs take them all. With <b>populate</b> \
-         threads of the host fill the tables beforehand, with <b>pre-fault</b> idle vCPUs do, and \
-         with <b>one-reader</b> one vCPU reads everything first.";
-
-fn document(report: &PopulateReport) -> Document<'_> {
-    let more = [(
-        "Against letting vCPUs fault, and against each other",
-        comparison(report),
-    )];
-    let more = more.into_iter();
-    let more = more.filter_map(|(heading, grid)| Some((heading, grid?)));
-    Document {
-        title: title(report),
-        origin: &report.origin,
-        runs: report.plan.runs,
-        tables: std::iter::once(("Results", results(report)))
-            .chain(more)
-            .collect(),
-        notes: legend(report)
-            .iter()
-            .chain(&report.notes)
-            .cloned()
-            .collect(),
-        role,
+    fn every_run(&self) -> Grid {
+        let rows = self.points.iter().flat_map(|point| {
+            let runs = point.runs.iter();
+            runs.map(|run| (point.vcpus, point.series.to_string(), run))
+        });
+        Table::by_name("series", rows)
+            .column("round", |run| run.round.to_string())
+            .column("threads", |run| run.threads.to_string())
+            .column("population", |run| latency(run.population_ns))
+            .column("guest", |run| latency(run.guest_ns))
+            .count("4K", |run| run.mappings_4k)
+            .count("2M", |run| run.mappings_2m)
+            .count("1G", |run| run.mappings_1g)
+            .count("mappings after", |run| run.mappings_after)
+            .count("exits populating", |run| run.population_exits)
+            .count("exits", |run| run.exits)
+            .grid()
     }
-}
 
-/// What was measured, in a line.
-fn title(report: &PopulateReport) -> String {
-    format!(
-        "Population of second-stage tables: {} of {}, written to by all vCPUs",
-        ByteSize(report.plan.memory_bytes),
-        report.plan.backings.join(", ")
-    )
+    fn legend(&self) -> Vec<String> {
+        let mut notes = vec![format!(
+            "total: until all of memory is written to, population included; guest: without it, from \
+             the vCPUs' release. Medians of {} rounds, lowest and highest round. GiB/s: all memory \
+             slots, by the time of the population.",
+            self.plan.runs
+        )];
+        if !self.ratios.is_empty() {
+            notes.push(
+                "of none: median of the ratios of runs of the same round; below 1, population pays. \
+                 over faults: how many times as fast a mapping is made as by vCPUs that fault; over \
+                 pre-fault, over 1 thread: as by KVM_PRE_FAULT_MEMORY with as many threads, as by one \
+                 thread."
+                .to_owned(),
+            );
+            notes.push(format!("published: {}.", self.published.source));
+        }
+        notes
+    }
+
+    fn role(&self, name: &str) -> Option<Role> {
+        role(name)
+    }
+
+    fn lead(&self) -> Vec<Vec<Figure>> {
+        vec![lead(self)]
+    }
+
+    fn charts(&self) -> Result<Vec<String>, DrawError> {
+        chart::populate::all(self)
+    }
+
+    fn drawing(&self) -> Result<String, DrawError> {
+        chart::populate::standalone(self)
+    }
 }
 
 /// The colour of a series, by its name: that of its method.
@@ -86,84 +108,47 @@ fn role(name: &str) -> Option<Role> {
     Some(chart::populate::role(method))
 }
 
-fn or_nothing(text: Option<String>) -> String {
-    text.unwrap_or_else(|| NOTHING.to_owned())
-}
-
-fn time(spread: &Spread) -> String {
-    latency(whole(spread.median))
-}
-
 fn results(report: &PopulateReport) -> Grid {
-    let mut headings = vec![
-        "vCPUs",
-        "series",
-        "total",
-        "low..high",
-        "guest",
-        "population",
-        "GiB/s",
-        "thousand mappings/s",
-        "exits",
-    ];
-    let instructions = report.origin.timing == Timing::Instructions;
-    if instructions {
-        headings.push("instructions/mapping");
-    }
-    let rows = report.points.iter().map(|point: &Point| {
-        let figure_of = |spread: Option<Spread>| or_nothing(spread.map(|s| figure(s.median)));
-        let mut row = vec![
-            point.vcpus.to_string(),
-            point.series.to_string(),
-            time(&point.total_ns),
-            format!(
-                "{}..{}",
-                latency(whole(point.total_ns.min)),
-                latency(whole(point.total_ns.max))
-            ),
-            time(&point.guest_ns),
-            or_nothing(point.population_ns.as_ref().map(time)),
-            figure_of(point.rate_gib_per_s),
-            figure_of(point.rate_kmappings_per_s),
-            figure(point.exits.median),
-        ];
-        if instructions {
-            row.push(figure_of(point.ns_per_mapping));
-        }
-        row
-    });
-    Grid {
-        headings: headings.into_iter().map(str::to_owned).collect(),
-        words: 2,
-        rows: rows.collect(),
+    let median = |spread: Option<Spread>| spread.map(|spread| figure(spread.median));
+    let rows = report.points.iter();
+    let rows = rows.map(|point| (point.vcpus, point.series.to_string(), point));
+    let table = Table::by_name("series", rows)
+        .column("total", |point| median_ns(&point.total_ns))
+        .column("low..high", |point| extremes_ns(&point.total_ns))
+        .column("guest", |point| median_ns(&point.guest_ns))
+        .maybe("population", |point| {
+            point.population_ns.as_ref().map(median_ns)
+        })
+        .maybe("GiB/s", |point| median(point.rate_gib_per_s))
+        .maybe("thousand mappings/s", |point| {
+            median(point.rate_kmappings_per_s)
+        })
+        .column("exits", |point| figure(point.exits.median));
+    if report.origin.timing == Timing::Instructions {
+        table
+            .maybe("instructions/mapping", |point| median(point.ns_per_mapping))
+            .grid()
+    } else {
+        table.grid()
     }
 }
 
 fn comparison(report: &PopulateReport) -> Option<Grid> {
-    let ratio = |ratio: Option<&RatioOf>| or_nothing(ratio.map(|r| times(r.paired.median)));
-    let between = |ratio: Option<&RatioOf>| or_nothing(ratio.map(|r| extremes(&r.paired)));
-    let mut rows: Vec<Vec<String>> = report
-        .ratios
-        .iter()
-        .map(|found| {
-            vec![
-                found.vcpus.to_string(),
-                found.series.to_string(),
-                ratio(found.total.as_ref()),
-                between(found.total.as_ref()),
-                ratio(found.guest.as_ref()),
-                between(found.guest.as_ref()),
-                ratio(found.over_faults.as_ref()),
-                ratio(found.over_pre_fault.as_ref()),
-                ratio(found.over_one_thread.as_ref()),
-            ]
-        })
-        .collect();
-    if rows.is_empty() {
-        return None;
-    }
+    let median = |ratio: &Option<RatioOf>| ratio.as_ref().map(|ratio| times(ratio.paired.median));
+    let between = |ratio: &Option<RatioOf>| ratio.as_ref().map(|ratio| extremes(&ratio.paired));
+    let rows = report.ratios.iter();
+    let rows = rows.map(|found| (found.vcpus, found.series.to_string(), found));
+    let mut grid = Table::by_name("series", rows)
+        .maybe("total, of none", |found| median(&found.total))
+        .maybe("low..high", |found| between(&found.total))
+        .maybe("guest, of none", |found| median(&found.guest))
+        .maybe("low..high", |found| between(&found.guest))
+        .maybe("over faults", |found| median(&found.over_faults))
+        .maybe("over pre-fault", |found| median(&found.over_pre_fault))
+        .maybe("over 1 thread", |found| median(&found.over_one_thread))
+        .if_any()?;
     let published = &report.published;
-    let mut row = vec![NOTHING.to_owned(); 9];
+    let mut row = vec![NOTHING.to_owned(); grid.headings.len()];
     row[0] = published.vcpus.to_string();
     row[1] = format!(
         "published: {}, {} pages",
@@ -171,114 +156,28 @@ fn comparison(report: &PopulateReport) -> Option<Grid> {
         published.pages
     );
     row[4] = format!("about {} % faster", published.guest_faster_percent);
-    rows.push(row);
-    let headings = [
-        "vCPUs",
-        "series",
-        "total, of none",
-        "low..high",
-        "guest, of none",
-        "low..high",
-        "over faults",
-        "over pre-fault",
-        "over 1 thread",
-    ];
-    Some(Grid {
-        headings: headings.map(str::to_owned).to_vec(),
-        words: 2,
-        rows,
-    })
-}
-
-fn every_run(report: &PopulateReport) -> Grid {
-    let rows = report.points.iter().flat_map(|point| {
-        point.runs.iter().map(|run| {
-            vec![
-                point.vcpus.to_string(),
-                point.series.to_string(),
-                run.round.to_string(),
-                run.threads.to_string(),
-                latency(run.population_ns),
-                latency(run.guest_ns),
-                figure(float(run.mappings_4k)),
-                figure(float(run.mappings_2m)),
-                figure(float(run.mappings_1g)),
-                figure(float(run.mappings_after)),
-                figure(float(run.population_exits)),
-                figure(float(run.exits)),
-            ]
-        })
-    });
-    let headings = [
-        "vCPUs",
-        "series",
-        "round",
-        "threads",
-        "population",
-        "guest",
-        "4K",
-        "2M",
-        "1G",
-        "mappings after",
-        "exits populating",
-        "exits",
-    ];
-    Grid {
-        headings: headings.map(str::to_owned).to_vec(),
-        words: 2,
-        rows: rows.collect(),
-    }
-}
-
-/// What the columns mean.
-fn legend(report: &PopulateReport) -> Vec<String> {
-    let mut notes = vec![format!(
-        "total: until all of memory is written to, population included; guest: without it, from \
-             the vCPUs' release. Medians of {} rounds, lowest and highest round. GiB/s: all memory \
-             slots, by the time of the population.",
-        report.plan.runs
-    )];
-    if !report.ratios.is_empty() {
-        notes.push(
-            "of none: median of the ratios of runs of the same round; below 1, population pays. \
-             over faults: how many times as fast a mapping is made as by vCPUs that fault; over \
-             pre-fault, over 1 thread: as by KVM_PRE_FAULT_MEMORY with as many threads, as by one \
-             thread."
-                .to_owned(),
-        );
-        notes.push(format!("published: {}.", report.published.source));
-    }
-    notes
+    grid.rows.push(row);
+    Some(grid)
 }
 
 /// The figures that people look for: what is left of the guest's time.
-fn lead(report: &PopulateReport) -> String {
+fn lead(report: &PopulateReport) -> Vec<Figure> {
     let most = report.plan.threads.iter().copied().max();
-    let ratios: Vec<_> = report
-        .ratios
-        .iter()
-        .filter(|ratio| ratio.series.method == Method::Populate && ratio.series.threads == most)
-        .filter(|ratio| ratio.total.is_some())
-        .collect();
-    if ratios.is_empty() {
-        return String::new();
-    }
-    let mut page = String::from("<ul class=\"lead\" style=\"margin-bottom:14px\">\n");
-    for ratio in ratios {
-        let (Some(total), Some(guest)) = (&ratio.total, &ratio.guest) else {
-            continue;
-        };
-        push!(
-            page,
-            "<li style=\"--series:var({})\"><span class=\"tag\">{}</span><b>{}</b><span>the guest's \
-             time, {} with the population, {}</span></li>\n",
-            chart::populate::role(Method::Populate).variable(),
-            escape(&ratio.series.to_string()),
-            times(guest.paired.median),
-            times(total.paired.median),
-            count(ratio.vcpus),
-        );
-    }
-    page.push_str("</ul>\n");
-    page
+    let ratios = report.ratios.iter();
+    let ratios = ratios
+        .filter(|ratio| ratio.series.method == Method::Populate && ratio.series.threads == most);
+    let figures = ratios.filter_map(|ratio| {
+        let (total, guest) = (ratio.total.as_ref()?, ratio.guest.as_ref()?);
+        Some(Figure {
+            role: chart::populate::role(Method::Populate),
+            tag: ratio.series.to_string(),
+            value: times(guest.paired.median),
+            what: format!(
+                "the guest's time, {} with the population, {}",
+                times(total.paired.median),
+                count(ratio.vcpus)
+            ),
+        })
+    });
+    figures.collect()
 }

@@ -1,9 +1,10 @@
 use std::time::Duration;
 
 use super::*;
+use crate::benchmark::{Benchmark, Job, Rig, run};
 use crate::facts::Facts;
 use crate::latency::LatencyLog;
-use crate::paging::{Delivery, Job, Plan, Rig, Sample, Uffds, run};
+use crate::paging::{Delivery, Plan, Sample, Uffds};
 use crate::progress::Quiet;
 use crate::rounds::{BenchError, Environment, RunFailure};
 use crate::timing::Timing;
@@ -24,8 +25,8 @@ fn html(report: &PagingReport) -> Result<String, ReportError> {
 /// Makes up runs in the shape of real ones: exits cheaper, a little noise, latencies with a tail.
 struct MadeUp;
 
-impl Rig for MadeUp {
-    fn run(&mut self, job: &Job<'_>) -> Result<Sample, RunFailure> {
+impl Rig<Plan> for MadeUp {
+    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
         let pages = job.plan.total_pages(job.vcpus);
         let noise = 1.0 + 0.03 * (job.seed % 5) as f64;
         let ns_per_page = noise
@@ -73,10 +74,8 @@ fn report(timing: Timing, change: impl FnOnce(&mut Plan)) -> PagingReport {
         ..Facts::gather(timing)
     };
     let environment = Environment {
-        timing,
         facts,
-        lost_runs_outside: 0,
-        warnings: Vec::new(),
+        ..Environment::gather(timing)
     };
     let result: Result<_, BenchError> = run(&plan, &mut MadeUp, environment, &mut Quiet);
     result.unwrap()

@@ -4,11 +4,13 @@
 pub(crate) mod notes;
 mod options;
 mod origin;
+mod pairs;
 mod schedule;
 
 pub use options::{MAX_RUNS, OptionError, UnknownName};
-pub(crate) use options::{check_list, check_runs, check_vcpus, named};
+pub(crate) use options::{by_name, check_list, check_runs, check_vcpus, list, named};
 pub use origin::{Environment, Origin};
+pub(crate) use pairs::{InRound, paired};
 
 use std::error::Error;
 use std::fmt;
@@ -115,23 +117,27 @@ pub(crate) struct Rounds<'plan, S> {
 
 /// One run's turn.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Turn<S> {
+pub struct Turn<S> {
     /// The round; 0 warms up.
-    pub(crate) round: u32,
-    pub(crate) vcpus: u32,
-    pub(crate) series: S,
+    pub round: u32,
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// The series.
+    pub series: S,
     /// Another one for every run, from 1; the same when a lost run is repeated.
-    pub(crate) number: u64,
+    pub number: u64,
 }
 
 impl<S: Copy + fmt::Display> Turn<S> {
     /// Whether the run counts.
-    pub(crate) fn measured(&self) -> bool {
+    #[must_use]
+    pub fn measured(&self) -> bool {
         self.round > 0
     }
 
     /// Where it stands, for messages.
-    pub(crate) fn place(&self) -> Place {
+    #[must_use]
+    pub fn place(&self) -> Place {
         Place {
             round: self.round,
             vcpus: self.vcpus,
@@ -141,13 +147,16 @@ impl<S: Copy + fmt::Display> Turn<S> {
 }
 
 /// What the runs of one series at one number of vCPUs gave.
-pub(crate) struct Measured<S, C> {
-    pub(crate) vcpus: u32,
-    pub(crate) series: S,
+#[derive(Debug)]
+pub struct Measured<S, C> {
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// The series.
+    pub series: S,
     /// Runs that were lost and repeated, also while warming up.
-    pub(crate) lost_runs: u32,
+    pub lost_runs: u32,
     /// What the benchmark collected.
-    pub(crate) sum: C,
+    pub sum: C,
 }
 
 /// Does all runs by `run`. What each gives goes to `collect`, with what was collected before of the

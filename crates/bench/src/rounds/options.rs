@@ -83,6 +83,57 @@ pub(crate) fn check_runs(runs: u32) -> Result<(), OptionError> {
     }
 }
 
+/// The values of an option as the command line takes them.
+pub(crate) fn list<T: ToString>(values: &[T]) -> String {
+    let words: Vec<_> = values.iter().map(ToString::to_string).collect();
+    words.join(",")
+}
+
+/// Values that JSON has by the names that the command line takes, for `serde(with)`.
+pub(crate) mod by_name {
+    use std::fmt::Display;
+    use std::str::FromStr;
+
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    /// One value.
+    pub(crate) fn serialize<T: Display, S: Serializer>(
+        value: &T,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(value)
+    }
+
+    pub(crate) fn deserialize<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<T, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        name.parse().map_err(Error::custom)
+    }
+
+    /// A list of them.
+    pub(crate) mod all {
+        use super::*;
+
+        pub(crate) fn serialize<T: Display, S: Serializer>(
+            values: &[T],
+            serializer: S,
+        ) -> Result<S::Ok, S::Error> {
+            let names: Vec<_> = values.iter().map(ToString::to_string).collect();
+            names.serialize(serializer)
+        }
+
+        pub(crate) fn deserialize<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(
+            deserializer: D,
+        ) -> Result<Vec<T>, D::Error> {
+            let names = Vec::<String>::deserialize(deserializer)?;
+            let values = names.iter().map(|name| name.parse());
+            values.collect::<Result<_, _>>().map_err(Error::custom)
+        }
+    }
+}
+
 /// A text names none of an option's values.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{given}' is none of {}", .names.join(", "))]

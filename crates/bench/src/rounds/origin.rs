@@ -19,6 +19,19 @@ pub struct Environment {
     pub warnings: Vec<String>,
 }
 
+impl Environment {
+    /// This machine's, as far as it can be seen from here: nothing lost before, nothing doubtful.
+    #[must_use]
+    pub fn gather(timing: Timing) -> Self {
+        Self {
+            timing,
+            facts: Facts::gather(timing),
+            lost_runs_outside: 0,
+            warnings: Vec::new(),
+        }
+    }
+}
+
 /// Where figures come from. In JSON its fields are the report's own.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Origin {

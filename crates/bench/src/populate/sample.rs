@@ -1,23 +1,6 @@
-//! What a population benchmark runs on, as far as the benchmark has to know.
+//! What one run of a population benchmark gives.
 
 use std::time::Duration;
-
-use super::plan::Series;
-use crate::rounds::RunFailure;
-use crate::units::ByteSize;
-
-/// One run to do.
-#[derive(Debug, Clone, Copy)]
-pub struct Job {
-    /// Number of vCPUs.
-    pub vcpus: u32,
-    /// What to measure.
-    pub series: Series,
-    /// Memory of all vCPUs together.
-    pub memory: ByteSize,
-    /// Selects the content of memory, so that no run can be satisfied by an earlier one's.
-    pub seed: u64,
-}
 
 /// What one run gave.
 #[derive(Debug, Clone, Copy, Default)]
@@ -42,13 +25,4 @@ pub struct Sample {
     pub population_exits: u64,
     /// Second-stage faults that vCPUs took in the run that writes to everything.
     pub exits: u64,
-}
-
-/// Does runs.
-pub trait Rig {
-    /// Does one run and verifies afterwards that memory holds what it should.
-    ///
-    /// # Errors
-    /// The run hung or failed, or memory does not hold what it should.
-    fn run(&mut self, job: &Job) -> Result<Sample, RunFailure>;
 }

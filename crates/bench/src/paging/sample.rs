@@ -1,26 +1,10 @@
-//! What a benchmark runs on, as far as the benchmark has to know: something that does one run and
-//! says how long it took.
+//! What one run of a paging benchmark gives.
 
 use std::time::Duration;
 
-use super::plan::{Plan, Series};
 use super::report::RunRecord;
 use crate::latency::LatencyLog;
-use crate::rounds::RunFailure;
 use crate::units::float;
-
-/// One run to do.
-#[derive(Debug, Clone, Copy)]
-pub struct Job<'a> {
-    /// Everything that is the same in all runs.
-    pub plan: &'a Plan,
-    /// Number of vCPUs.
-    pub vcpus: u32,
-    /// Which series.
-    pub series: Series,
-    /// Selects the content of memory, so that no run can be satisfied by an earlier one's.
-    pub seed: u64,
-}
 
 /// What one run gave.
 #[derive(Debug)]
@@ -36,15 +20,6 @@ pub struct Sample {
     /// Latencies of the touches that faulted (for `none`: of all); nothing where nobody knows which
     /// ones faulted.
     pub latency: LatencyLog,
-}
-
-/// Does runs.
-pub trait Rig {
-    /// Does one run and verifies afterwards that every page holds what it should.
-    ///
-    /// # Errors
-    /// The run hung or failed, or memory does not hold what it should.
-    fn run(&mut self, job: &Job<'_>) -> Result<Sample, RunFailure>;
 }
 
 impl RunRecord {

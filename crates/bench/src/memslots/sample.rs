@@ -1,23 +1,8 @@
-//! What a memslot benchmark runs on, as far as the benchmark has to know.
+//! What one run of a memslot benchmark gives.
 
 use std::time::Duration;
 
-use super::plan::{Guest, Series};
 use crate::latency::LatencyLog;
-use crate::rounds::RunFailure;
-
-/// One run to do.
-#[derive(Debug, Clone, Copy)]
-pub struct Job {
-    /// Number of vCPUs.
-    pub vcpus: u32,
-    /// What to measure.
-    pub series: Series,
-    /// What the guest does.
-    pub guest: Guest,
-    /// Measured commits.
-    pub commits: u32,
-}
 
 /// What one run gave.
 #[derive(Debug)]
@@ -40,14 +25,4 @@ pub struct Sample {
     pub holes: u64,
     /// Whether time that a vCPU waited for a processor is taken off `kept`.
     pub knows_stolen_time: bool,
-}
-
-/// Does runs.
-pub trait Rig {
-    /// Does one run and verifies afterwards that memory holds what it should.
-    ///
-    /// # Errors
-    /// The run hung or failed, a guest read what nobody wrote, memory does not hold what it should,
-    /// or a guest saw a hole where the method promises that there is none.
-    fn run(&mut self, job: &Job) -> Result<Sample, RunFailure>;
 }
