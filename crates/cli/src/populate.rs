@@ -57,8 +57,10 @@ pub(crate) struct PopulateArguments {
     ///
     /// none: nothing, each vCPU faults. pre-fault: KVM_PRE_FAULT_MEMORY on idle vCPUs, each on a
     /// thread of its own. populate: KVM_POPULATE_MEMORY; needs a kernel with
-    /// KVM_CAP_POPULATE_MEMORY. one-reader: one vCPU reads everything first. [default:
-    /// none,pre-fault,populate,one-reader, without what the kernel lacks]
+    /// KVM_CAP_POPULATE_MEMORY. one-reader: one vCPU reads everything first. prefetch: nothing, and
+    /// memory itself is brought in by a pager's prefetch while the vCPUs write. prefetch-populate: that,
+    /// and what it brings in is mapped as it arrives. [default: all of them, without what the kernel
+    /// lacks]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = one_of::<Method>(Method::NAMES))]
     method: Option<Vec<Method>>,
 

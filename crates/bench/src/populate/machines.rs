@@ -5,12 +5,15 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod};
+use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod, SlotFlags};
 use pagetide_memory::{Backing, PopulateAccess};
 use pagetide_testbed::{
     Content, Expected, Machine, MachineConfig, NoFaults, Order, Touch, Workload,
 };
 
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+
+use super::ahead::Ahead;
 use super::plan::{Method, Plan};
 use super::sample::Sample;
 use crate::benchmark::{Benchmark, Job, Rig};
@@ -28,6 +31,8 @@ const STRIDE: u64 = 4096;
 #[derive(Debug)]
 pub struct Machines {
     stall_timeout: Duration,
+    /// Whether faults on memory that is not there leave the guest; a reader serves them otherwise.
+    absent_mapping_fault: bool,
 }
 
 impl Machines {
@@ -53,17 +58,48 @@ impl Machines {
                 needs: "KVM_CAP_PRE_FAULT_MEMORY",
                 advice: "it is in Linux 6.11 and later, x86 with two-dimensional paging",
             },
+            Gate {
+                method: Method::PrefetchPopulate,
+                present: capabilities.populate_memory,
+                needs: "KVM_CAP_POPULATE_MEMORY",
+                advice: "boot one with the Pagetide series (cargo xtask vm -- COMMAND does), or \
+                         measure --method prefetch",
+            },
         ];
         let mut warnings = leave_out("--method", &mut plan.methods, methods_asked, gates)?;
+        if plan.methods.iter().any(|method| method.is_paged()) {
+            let features = Userfaultfd::available()?;
+            let lacks = |needed| !features.contains(needed);
+            let hugetlb = plan.backings.iter().any(|backing| backing.is_hugetlb());
+            let gates = plan
+                .methods
+                .clone()
+                .into_iter()
+                .filter(|method| method.is_paged());
+            let gates = gates.map(|method| Gate {
+                method,
+                present: !(lacks(Features::MINOR_SHMEM)
+                    || hugetlb && lacks(Features::MINOR_HUGETLBFS)),
+                needs: "userfaultfd's minor faults for this backing",
+                advice: "they are in Linux 5.14 and later",
+            });
+            warnings.extend(leave_out(
+                "--method",
+                &mut plan.methods,
+                methods_asked,
+                gates,
+            )?);
+        }
         let vcpus = plan.most_vcpus();
         check_vcpus(&kvm, vcpus)?;
         limits::raise_descriptors();
         let machines = Self {
             stall_timeout: stall_timeout(timing),
+            absent_mapping_fault: capabilities.absent_mapping_fault,
         };
         for &backing in &plan.backings {
             warnings.extend(check_room(backing, plan.memory)?);
-            let config = machines.config(vcpus, plan.memory, backing);
+            let config = machines.config(vcpus, plan.memory, backing, false);
             let machine =
                 Machine::new(config).map_err(|source| PrepareError::Machine { vcpus, source })?;
             machine.stage_two()?;
@@ -71,9 +107,19 @@ impl Machines {
         Ok((machines, warnings))
     }
 
-    fn config(&self, vcpus: u32, memory: ByteSize, backing: Backing) -> MachineConfig {
+    fn config(
+        &self,
+        vcpus: u32,
+        memory: ByteSize,
+        backing: Backing,
+        is_paged: bool,
+    ) -> MachineConfig {
         MachineConfig {
             backing,
+            slot_flags: SlotFlags {
+                absent_mapping_fault: is_paged && self.absent_mapping_fault,
+                ..SlotFlags::default()
+            },
             alone: true,
             stride_bytes: Some(STRIDE),
             stall_timeout: self.stall_timeout,
@@ -139,19 +185,23 @@ impl Rig<Plan> for Machines {
         } = *job;
         let memory = plan.memory;
         let seeds = Seeds::of(seed);
-        let config = self.config(vcpus, memory, series.backing);
+        let is_paged = series.method.is_paged();
+        let config = self.config(vcpus, memory, series.backing, is_paged);
         let region = Arc::new(config.data_region().map_err(RunFailure::failed)?);
         fill(&region, seeds.paged).map_err(RunFailure::failed)?;
-        region
-            .populate(region.all_pages(), PopulateAccess::Write)
-            .map_err(RunFailure::failed)?;
-        let mut machine = Machine::with_region(config, region).map_err(RunFailure::failed)?;
+        if !is_paged {
+            region
+                .populate(region.all_pages(), PopulateAccess::Write)
+                .map_err(RunFailure::failed)?;
+        }
+        let mut machine =
+            Machine::with_region(config, Arc::clone(&region)).map_err(RunFailure::failed)?;
         let count = |machine: &Machine| machine.stage_two().map_err(RunFailure::failed);
 
         let mut sample = Sample::default();
         let before = count(&machine)?;
         match series.method {
-            Method::None => {}
+            Method::None | Method::Prefetch | Method::PrefetchPopulate => {}
             Method::Populate => {
                 let threads = series.threads.unwrap_or(1);
                 let method = PopulatorMethod::Populate;
@@ -174,9 +224,17 @@ impl Rig<Plan> for Machines {
         }
         let populated = count(&machine)?;
         let walk = Workload::new(Touch::Write(seeds.written), Order::Sequential);
-        let outcome = machine
-            .run(&walk, Arc::new(NoFaults))
-            .map_err(run_failure)?;
+        let outcome = if is_paged {
+            let populates = series.method == Method::PrefetchPopulate;
+            let ahead = Ahead::begin(&machine, &region, populates)?;
+            let (outcome, arrived) = ahead.run(&mut machine, &walk)?;
+            sample.prefetched_pages = arrived.prefetched_pages;
+            sample.pager_faults = arrived.faults;
+            outcome
+        } else {
+            let outcome = machine.run(&walk, Arc::new(NoFaults));
+            outcome.map_err(run_failure)?
+        };
         let after = count(&machine)?;
 
         let expected = Expected {

@@ -1,6 +1,7 @@
 //! Population: how fast the second-stage tables fill before vCPUs ask for them, and what that saves
 //! the guest.
 
+mod ahead;
 mod machines;
 mod notes;
 mod plan;

@@ -58,6 +58,16 @@ pub(super) fn notes(report: &PopulateReport) -> Vec<String> {
                 .to_owned(),
         );
     }
+    if plan.methods.iter().any(|method| method.is_paged()) {
+        notes.push(
+            "prefetch: memory is in the page cache only, behind a userfaultfd (minor faults), and one \
+             thread brings it in while the vCPUs write; what they reach first comes by their own \
+             faults, which leave the guest where the kernel has KVM_CAP_ABSENT_MAPPING_FAULT. \
+             prefetch-populate: that thread also has each batch mapped. Their exits include those \
+             that the pager served."
+                .to_owned(),
+        );
+    }
     let most = plan.threads.iter().copied().max().unwrap_or(0);
     if plan.methods.contains(&Method::PreFault) && plan.vcpus.iter().any(|&vcpus| vcpus < most) {
         notes.push(

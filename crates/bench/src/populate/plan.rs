@@ -25,6 +25,10 @@ pub enum Method {
     Populate,
     /// One vCPU reads everything first, and faults.
     OneReader,
+    /// Not at all, and memory is not there yet either: prefetch brings it in while vCPUs run.
+    Prefetch,
+    /// Prefetch, and what it brings in is mapped as it arrives.
+    PrefetchPopulate,
 }
 
 named! {
@@ -33,6 +37,8 @@ named! {
         PreFault => "pre-fault",
         Populate => "populate",
         OneReader => "one-reader",
+        Prefetch => "prefetch",
+        PrefetchPopulate => "prefetch-populate",
     }
 }
 
@@ -41,6 +47,12 @@ impl Method {
     #[must_use]
     pub fn has_threads(self) -> bool {
         matches!(self, Self::PreFault | Self::Populate)
+    }
+
+    /// Whether memory is not there at first and a pager brings it in.
+    #[must_use]
+    pub fn is_paged(self) -> bool {
+        matches!(self, Self::Prefetch | Self::PrefetchPopulate)
     }
 }
 
@@ -99,6 +111,8 @@ impl Default for Plan {
                 Method::PreFault,
                 Method::Populate,
                 Method::OneReader,
+                Method::Prefetch,
+                Method::PrefetchPopulate,
             ],
             threads: vec![1, 2],
             runs: 7,
@@ -157,6 +171,8 @@ mod tests {
             "shmem, populate, 1 thread",
             "shmem, populate, 2 threads",
             "shmem, one-reader",
+            "shmem, prefetch",
+            "shmem, prefetch-populate",
         ];
         assert_eq!(names, wanted);
     }

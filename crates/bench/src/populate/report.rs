@@ -86,6 +86,12 @@ pub struct RunRecord {
     pub population_exits: u64,
     /// Second-stage faults that vCPUs took while they wrote to everything.
     pub exits: u64,
+    /// Pages that prefetch brought in; 0 without it.
+    #[serde(default)]
+    pub prefetched_pages: u64,
+    /// Of the exits, those that a pager served; 0 without one.
+    #[serde(default)]
+    pub pager_faults: u64,
 }
 
 impl InRound for RunRecord {
@@ -138,6 +144,9 @@ pub struct Ratio {
     pub over_pre_fault: Option<RatioOf>,
     /// How many times as fast as with one thread.
     pub over_one_thread: Option<RatioOf>,
+    /// The guest's time with prefetch and incremental population over that with prefetch alone.
+    #[serde(default)]
+    pub of_prefetch: Option<RatioOf>,
 }
 
 impl PopulateReport {
@@ -203,10 +212,12 @@ fn ratio(point: &Point, points: &[Point]) -> Option<Ratio> {
         change(&mut other);
         find(points, vcpus, other).filter(|_| other != series)
     };
+    // With a pager memory itself has to come first: that is no comparison of populations.
     let none = other(&|series| {
         series.method = Method::None;
         series.threads = None;
-    });
+    })
+    .filter(|_| !series.method.is_paged());
     let total = |run: &RunRecord| Some(float(run.total_ns()));
     let guest = |run: &RunRecord| Some(float(run.guest_ns));
     let per_mapping = RunRecord::ns_per_mapping;
@@ -224,12 +235,16 @@ fn ratio(point: &Point, points: &[Point]) -> Option<Ratio> {
         over_one_thread: times(
             other(&|series| series.threads = Some(1)).filter(|_| series.method.has_threads()),
         ),
+        of_prefetch: other(&|series| series.method = Method::Prefetch)
+            .filter(|_| series.method == Method::PrefetchPopulate)
+            .and_then(|alone| paired(&point.runs, &alone.runs, guest)),
     };
     let any = [
         found.total,
         found.over_faults,
         found.over_pre_fault,
         found.over_one_thread,
+        found.of_prefetch,
     ];
     any.iter().any(Option::is_some).then_some(found)
 }

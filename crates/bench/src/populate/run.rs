@@ -165,6 +165,8 @@ fn record(round: u32, sample: &Sample) -> RunRecord {
         mappings_after: sample.mappings_after,
         population_exits: sample.population_exits,
         exits: sample.exits,
+        prefetched_pages: sample.prefetched_pages,
+        pager_faults: sample.pager_faults,
     }
 }
 

@@ -21,8 +21,10 @@ impl Rig<Plan> for MadeUp {
             Method::PreFault => (us(pages), us(pages * 2)),
             Method::Populate => (us(pages), us(pages / u64::from(threads))),
             Method::OneReader => (us(pages), us(pages * 8)),
+            Method::Prefetch => (us(pages * 20), Duration::ZERO),
+            Method::PrefetchPopulate => (us(pages * 15), Duration::ZERO),
         };
-        let populated = job.series.method != Method::None;
+        let populated = !job.series.method.is_paged() && job.series.method != Method::None;
         Ok(Sample {
             guest,
             population,
@@ -61,7 +63,7 @@ fn series(method: Method, threads: Option<u32>) -> Series {
 #[test]
 fn runs_are_summed_up_and_compared() {
     let report = measure(Timing::Native, |_| {});
-    assert_eq!(report.points.len(), 2 * 6);
+    assert_eq!(report.points.len(), 2 * 8);
     let near = |found: f64, wanted: f64| (found / wanted - 1.0).abs() < 1e-9;
     let point = report.point(2, series(Method::Populate, Some(2))).unwrap();
     // 256 MiB in 65536 / 2 microseconds.
@@ -83,6 +85,11 @@ fn runs_are_summed_up_and_compared() {
     assert!(one.over_one_thread.is_none() && one.over_pre_fault.is_some());
     let reader = report.ratio(1, series(Method::OneReader, None)).unwrap();
     assert!(reader.over_pre_fault.is_none() && reader.over_one_thread.is_none());
+    let ahead = series(Method::PrefetchPopulate, None);
+    let ahead = report.ratio(2, ahead).unwrap();
+    assert!(near(ahead.of_prefetch.unwrap().paired.median, 0.75));
+    assert!(ahead.total.is_none() && ahead.over_faults.is_none());
+    assert!(report.ratio(2, series(Method::Prefetch, None)).is_none());
     let none = report.point(1, series(Method::None, None)).unwrap();
     assert!(none.population_ns.is_none() && none.rate_gib_per_s.is_none());
     assert!(near(none.ns_per_mapping.unwrap().median, 10_000.0));

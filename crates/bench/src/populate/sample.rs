@@ -25,4 +25,8 @@ pub struct Sample {
     pub population_exits: u64,
     /// Second-stage faults that vCPUs took in the run that writes to everything.
     pub exits: u64,
+    /// Pages that prefetch brought in.
+    pub prefetched_pages: u64,
+    /// Faults that a pager served.
+    pub pager_faults: u64,
 }

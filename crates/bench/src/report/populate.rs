@@ -17,7 +17,8 @@ impl Shown for PopulateReport {
         virtual machine's memory, and the second-stage tables are empty: each first access of a \
         vCPU to a page is an exit. With <b>none</b> the vCPUs take them all. With <b>populate</b> \
         threads of the host fill the tables beforehand, with <b>pre-fault</b> idle vCPUs do, and \
-        with <b>one-reader</b> one vCPU reads everything first.";
+        with <b>one-reader</b> one vCPU reads everything first. With <b>prefetch</b> memory itself \
+        comes in while the vCPUs run, and with <b>prefetch-populate</b> it is mapped as it arrives.";
     type Plan = Plan;
 
     fn common(&self) -> Common<'_, Plan> {
@@ -62,6 +63,8 @@ impl Shown for PopulateReport {
             .count("mappings after", |run| run.mappings_after)
             .count("exits populating", |run| run.population_exits)
             .count("exits", |run| run.exits)
+            .count("prefetched", |run| run.prefetched_pages)
+            .count("pager's faults", |run| run.pager_faults)
             .grid()
     }
 
@@ -77,7 +80,7 @@ impl Shown for PopulateReport {
                 "of none: median of the ratios of runs of the same round; below 1, population pays. \
                  over faults: how many times as fast a mapping is made as by vCPUs that fault; over \
                  pre-fault, over 1 thread: as by KVM_PRE_FAULT_MEMORY with as many threads, as by one \
-                 thread."
+                 thread. of prefetch: the guest's time over that with prefetch that maps nothing."
                 .to_owned(),
             );
             notes.push(format!("published: {}.", self.published.source));
@@ -146,6 +149,8 @@ fn comparison(report: &PopulateReport) -> Option<Grid> {
         .maybe("over faults", |found| median(&found.over_faults))
         .maybe("over pre-fault", |found| median(&found.over_pre_fault))
         .maybe("over 1 thread", |found| median(&found.over_one_thread))
+        .maybe("of prefetch", |found| median(&found.of_prefetch))
+        .maybe("low..high", |found| between(&found.of_prefetch))
         .if_any()?;
     let published = &report.published;
     let mut row = vec![NOTHING.to_owned(); grid.headings.len()];

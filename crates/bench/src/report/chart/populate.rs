@@ -18,6 +18,8 @@ pub(crate) fn role(method: Method) -> Role {
         Method::PreFault => 1,
         Method::Populate => 2,
         Method::OneReader => 3,
+        Method::Prefetch => 4,
+        Method::PrefetchPopulate => 5,
     })
 }
 

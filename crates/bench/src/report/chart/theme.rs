@@ -45,7 +45,7 @@ const fn colour(role: Role, light: Rgb, dark: Rgb, variable: &'static str) -> Co
     }
 }
 
-const COLOURS: [Colour; 9] = [
+const COLOURS: [Colour; 10] = [
     colour(Role::Ink, (0x1a, 0x1e, 0x24), (0xe8, 0xea, 0xed), "--ink"),
     colour(
         Role::Muted,
@@ -60,7 +60,7 @@ const COLOURS: [Colour; 9] = [
         (0x16, 0x1a, 0x1f),
         "--paper",
     ),
-    // Blue, orange, teal, violet: told apart with the common colour-vision deficiencies, and by
+    // Blue, orange, teal, violet, crimson: told apart with the common colour-vision deficiencies, and by
     // the shape of their markers without any colour. The floor is grey.
     colour(
         Role::Series(0),
@@ -92,10 +92,16 @@ const COLOURS: [Colour; 9] = [
         (0xbd, 0x93, 0xf0),
         "--series-4",
     ),
+    colour(
+        Role::Series(5),
+        (0xb0, 0x24, 0x60),
+        (0xf2, 0x86, 0xb2),
+        "--series-5",
+    ),
 ];
 
-/// Number of colours for series; further fault-around sizes take the last one.
-const SERIES_COLOURS: usize = 5;
+/// The last colour for a fault-around size; further sizes take it as well.
+const LAST_AROUND: usize = 4;
 
 impl Role {
     /// The role of a series: its colour follows from what it is, so that it is the same in every
@@ -110,7 +116,7 @@ impl Role {
                 3 + wide.take_while(|other| **other != series).count()
             }
         };
-        Self::Series(place.min(SERIES_COLOURS - 1))
+        Self::Series(place.min(LAST_AROUND))
     }
 
     /// The colour to draw with.

@@ -1,0 +1,149 @@
+//! Memory that is not there yet: prefetch brings it in while the guest runs, and has it mapped or not.
+
+use std::sync::Arc;
+
+use pagetide_kvm::FaultExit;
+use pagetide_memory::{GuestAddress, Region};
+use pagetide_pager::{
+    ExitResolvers, IncrementalPopulator, Mode, PageCacheSource, Pager, PopulateConfig, Prefetch,
+    PrefetchConfig, ReaderConfig, Readers, Resolution,
+};
+use pagetide_testbed::{FaultHandler, Handled, HandlerError, Machine, RunOutcome, Workload};
+
+use crate::machine::run_failure;
+use crate::rounds::RunFailure;
+
+/// A pager at work, with prefetch.
+pub(super) struct Ahead {
+    pager: Arc<Pager>,
+    readers: Readers,
+    exits: Arc<Exits>,
+    prefetch: Prefetch,
+    populator: Option<IncrementalPopulator>,
+}
+
+/// How memory came in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Arrived {
+    /// Pages that prefetch brought in.
+    pub(super) prefetched_pages: u64,
+    /// Faults that left the guest, or came to a reader.
+    pub(super) faults: u64,
+    /// Bytes that were mapped as they arrived.
+    pub(super) mapped_bytes: u64,
+}
+
+/// Pages came in twice, or not at all: the run did not measure what it should.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error("{installed} pages were installed, and memory has {pages}")]
+struct NotOnce {
+    installed: u64,
+    pages: u64,
+}
+
+/// A page's content is lost.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error("the page at gpa {0} has an uncorrected memory error")]
+struct Poisoned(GuestAddress);
+
+/// Hands exits to the pager.
+struct Exits(ExitResolvers);
+
+impl FaultHandler for Exits {
+    #[inline]
+    fn handle(&self, vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
+        match self.0.resolve(vcpu, &fault)? {
+            Resolution::Poisoned => Err(Poisoned(fault.gpa).into()),
+            _ => Ok(Handled::Retry),
+        }
+    }
+
+    fn stop(&self) {
+        self.0.pager().stop();
+    }
+}
+
+impl Ahead {
+    /// Makes the pages of `region` absent, whose content is in the page cache, and begins to bring
+    /// them in; `populates` says whether what arrived is mapped for the guest.
+    pub(super) fn begin(
+        machine: &Machine,
+        region: &Arc<Region>,
+        populates: bool,
+    ) -> Result<Self, RunFailure> {
+        let pager = Pager::builder(Mode::Minor, PageCacheSource)
+            .region(Arc::clone(region))
+            .build()
+            .map_err(RunFailure::failed)?;
+        let stopper = machine.stopper();
+        pager.on_failure(move |failure| stopper.stop(failure.clone()));
+        let readers = Readers::spawn(&pager, ReaderConfig::new(1)).map_err(RunFailure::failed)?;
+        let exits = Exits(ExitResolvers::new(&pager, machine.config().vcpus));
+        let populator = populates
+            .then(|| {
+                let sink = Arc::clone(machine.vm());
+                IncrementalPopulator::spawn(&pager, sink, PopulateConfig::default())
+            })
+            .transpose()
+            .map_err(RunFailure::failed)?;
+        let prefetch =
+            Prefetch::spawn(&pager, PrefetchConfig::default()).map_err(RunFailure::failed)?;
+        Ok(Self {
+            pager,
+            readers,
+            exits: Arc::new(exits),
+            prefetch,
+            populator,
+        })
+    }
+
+    /// Runs a machine whose memory is paged in, and ends the paging.
+    pub(super) fn run(
+        self,
+        machine: &mut Machine,
+        workload: &Workload,
+    ) -> Result<(RunOutcome, Arrived), RunFailure> {
+        let handler: Arc<dyn FaultHandler> = Arc::clone(&self.exits) as _;
+        let result = match machine.run(workload, handler) {
+            Err(failure) if !failure.lost.is_empty() => {
+                // Ending it would close the userfaultfd, and a vCPU that sleeps in it would read
+                // zeroes. So it stays until the process ends.
+                std::mem::forget(self);
+                return Err(run_failure(failure));
+            }
+            result => result,
+        };
+        // The pager's failure stopped the run, so it is the better answer of the two.
+        let arrived = self.end()?;
+        Ok((result.map_err(run_failure)?, arrived))
+    }
+
+    /// No vCPU may be running any more.
+    fn end(self) -> Result<Arrived, RunFailure> {
+        let ahead = self.prefetch.stop().map_err(RunFailure::failed)?.counters;
+        let populated = self.populator.map(IncrementalPopulator::finish);
+        let read = self.readers.stop().map_err(RunFailure::failed)?;
+        self.pager.clear_on_failure();
+        let exits = self.exits.0.counters();
+        let mapped_bytes = match populated {
+            Some(ended) => {
+                if let Some(failure) = ended.failure {
+                    return Err(RunFailure::failed(failure));
+                }
+                ended.counters.mapped_bytes
+            }
+            None => 0,
+        };
+        let installed = ahead.pages + read.pages + exits.pages;
+        let progress = self.pager.progress();
+        if installed != progress.total && progress.present == progress.total {
+            let pages = progress.total;
+            return Err(RunFailure::failed(NotOnce { installed, pages }));
+        }
+        Ok(Arrived {
+            prefetched_pages: ahead.pages,
+            faults: exits.faults + read.messages,
+            mapped_bytes,
+        })
+    }
+}
