@@ -20,6 +20,7 @@ mod machine_check;
 mod previous;
 mod reports;
 mod sigbus;
+mod simulate;
 mod watch;
 
 use std::fmt;
@@ -36,6 +37,7 @@ pub use machine_check::{
     CpuidFull, Injected, MachineCheck, MachineCheckError, MachineCheckForm, NotReady,
 };
 pub use sigbus::{SigbusError, install_sigbus_handler};
+pub use simulate::{SimulateError, simulate_error};
 pub use watch::{ErrorWatch, WatchError};
 
 pub(crate) use reports::Report;
