@@ -159,30 +159,25 @@ fn what_the_source_has_lost_is_lost_for_good() {
         let Some(region) = region(8, backing) else {
             return;
         };
-        let pager = common::pager(&region, mode, without(3));
-        // By an exit, which needs nobody to be woken.
-        let mut resolver = pager.resolver(0);
-        for _ in 0..2 {
-            let resolution = resolver.resolve_exit(&read_exit(&region, 3)).unwrap();
-            assert_eq!(resolution, Resolution::Poisoned);
-            assert_eq!(state(&pager, 3), PageState::Poisoned);
-            assert_lost(&region, 3);
-        }
-        assert_eq!(resolver.counters().poisoned, 1);
-        // Prefetch leaves it alone.
-        let end = within_patience("prefetch", {
-            let pager = Arc::clone(&pager);
-            move || {
-                Prefetch::spawn(&pager, PrefetchConfig::default())
-                    .unwrap()
-                    .finish()
+        within_patience("touching lost pages", move || {
+            let pager = common::pager(&region, mode, without(3));
+            // By an exit, which needs nobody to be woken.
+            let mut resolver = pager.resolver(0);
+            for _ in 0..2 {
+                let resolution = resolver.resolve_exit(&read_exit(&region, 3)).unwrap();
+                assert_eq!(resolution, Resolution::Poisoned);
+                assert_eq!(state(&pager, 3), PageState::Poisoned);
+                assert_lost(&region, 3);
             }
+            assert_eq!(resolver.counters().poisoned, 1);
+            // Prefetch leaves it alone.
+            let prefetch = Prefetch::spawn(&pager, PrefetchConfig::default()).unwrap();
+            let end = prefetch.finish().unwrap();
+            assert!(end.is_complete);
+            assert_eq!((end.counters.pages, end.counters.poisoned), (7, 0));
+            drop((resolver, pager));
+            assert_lost(&region, 3);
         });
-        let end = end.unwrap();
-        assert!(end.is_complete);
-        assert_eq!((end.counters.pages, end.counters.poisoned), (7, 0));
-        drop((resolver, pager));
-        assert_lost(&region, 3);
     }
 }
 
