@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::{CommitError, Exit, Kvm};
 use pagetide_memory::{Backing, GuestAddress, Region, RegionError};
-use pagetide_testbed::{DATA_GPA, MachineError, Metronome, WalkError, Walkers, WalkersConfig};
+use pagetide_testbed::{DATA_GPA, EndlessError, MachineError, Metronome, Walkers, WalkersConfig};
 
 use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot, Step};
 use super::plan::{Guest, Method, Plan, Series};
@@ -44,7 +44,7 @@ enum Wrong {
     #[error("devices' memory")]
     Bars(#[from] RegionError),
     #[error(transparent)]
-    Walk(#[from] WalkError),
+    Walk(#[from] EndlessError),
     #[error(transparent)]
     Change(#[from] NoSuchSlot),
     #[error("commit {number}")]
@@ -82,9 +82,9 @@ impl Wrong {
             self,
             Self::Stuck { .. }
                 | Self::Walk(
-                    WalkError::Stalled { .. }
-                        | WalkError::Lost { .. }
-                        | WalkError::UnexpectedExit {
+                    EndlessError::Stalled { .. }
+                        | EndlessError::Lost { .. }
+                        | EndlessError::UnexpectedExit {
                             exit: Exit::Shutdown,
                             ..
                         }
