@@ -12,7 +12,7 @@ use crate::fault::FaultExit;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// A memory access failed and the kernel says which one (EFAULT or EHWPOISON with
-    /// KVM_EXIT_MEMORY_FAULT). Entering again repeats the access.
+    /// KVM_EXIT_MEMORY_FAULT, or SIGBUS). Entering again repeats the access.
     Fault(FaultExit),
     /// The guest wrote to an I/O port. The instruction is complete at the next KVM_RUN.
     IoOut {

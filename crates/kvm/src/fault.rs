@@ -46,7 +46,8 @@ impl fmt::Display for Access {
     }
 }
 
-/// A `KVM_EXIT_MEMORY_FAULT`: KVM_RUN failed with EFAULT or EHWPOISON and said why.
+/// A `KVM_EXIT_MEMORY_FAULT`: KVM_RUN failed with EFAULT or EHWPOISON and said why; or a SIGBUS came
+/// in KVM_RUN (then `poisoned` is set, the access is not stated, and `flags` are 0).
 ///
 /// Source: `Documentation/virt/kvm/api.rst`, KVM_CAP_MEMORY_FAULT_INFO and, for `absent`,
 /// KVM_CAP_ABSENT_MAPPING_FAULT.
@@ -64,7 +65,9 @@ pub struct FaultExit {
     pub absent: bool,
     /// The access was to private (guest_memfd) memory.
     pub private: bool,
-    /// KVM_RUN failed with EHWPOISON: the memory has an uncorrected error.
+    /// EHWPOISON or SIGBUS: the memory has an uncorrected error. [`Vm::error_of`](crate::Vm::error_of)
+    /// says what is lost, [`Vcpu::inject_machine_check`](crate::Vcpu::inject_machine_check) tells the
+    /// guest.
     pub poisoned: bool,
     /// The raw flags, for messages about bits that this version does not know.
     pub flags: u64,

@@ -7,6 +7,7 @@
 //! population of stage-2 tables ([`Vm::populate`], [`Populator`]), statistics ([`Stats`]), and
 //! [`SlotTransaction`]: changes of several slots that no vCPU sees half done, by
 //! `KVM_SET_USER_MEMORY_REGION_LIST` or by stopping every vCPU (`docs/design/slot-transactions.md`).
+//! [`poison`] is about uncorrected memory errors: SIGBUS, and machine checks for the guest.
 //!
 //! ```no_run
 //! use pagetide_kvm::{Kvm, Exit};
@@ -31,6 +32,7 @@ mod fault;
 mod gate;
 mod kick;
 mod plan;
+pub mod poison;
 mod populate;
 mod pre_fault;
 mod registers;

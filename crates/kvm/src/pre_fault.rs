@@ -6,6 +6,7 @@ use pagetide_memory::GuestRange;
 use pagetide_uapi::generated::{KVM_PRE_FAULT_MEMORY, kvm_pre_fault_memory};
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 
+use crate::poison::{MemoryError, Urgency, catching};
 use crate::vcpu::BoundVcpu;
 
 /// Why nothing of a range was pre-faulted.
@@ -34,6 +35,14 @@ pub enum PreFaultError {
         /// ENOENT.
         #[source]
         source: io::Error,
+    },
+    /// The memory at the start of the range has an uncorrected error.
+    #[error("pre-fault of {range}: {error}")]
+    Poisoned {
+        /// What was asked for.
+        range: GuestRange,
+        /// What is lost.
+        error: MemoryError,
     },
     /// Any other errno; EFAULT: the host memory is not accessible or not present.
     #[error("pre-fault of {range} failed")]
@@ -69,19 +78,25 @@ impl BoundVcpu<'_> {
             size: range.bytes(),
             ..kvm_pre_fault_memory::default()
         };
-        let (result, kicked) = self.held_and_kicked(|fd| {
-            // SAFETY: a vCPU descriptor and the structure that this ioctl takes; the kernel writes
-            // to that structure only. Gated by KVM_CAP_PRE_FAULT_MEMORY, checked above.
-            match unsafe { ioctl_with_mut_ref(fd, KVM_PRE_FAULT_MEMORY.into(), &mut request) } {
-                0 => Ok(()),
-                _ => Err(io::Error::last_os_error()),
-            }
+        let ((result, poison), kicked) = self.held_and_kicked(|fd| {
+            catching(|| {
+                // SAFETY: a vCPU descriptor and the structure that this ioctl takes; the kernel
+                // writes to that structure only. Gated by KVM_CAP_PRE_FAULT_MEMORY, checked above.
+                match unsafe { ioctl_with_mut_ref(fd, KVM_PRE_FAULT_MEMORY.into(), &mut request) } {
+                    0 => Ok(()),
+                    _ => Err(io::Error::last_os_error()),
+                }
+            })
         });
         let handled = range.bytes().saturating_sub(request.size);
         let source = match result {
             Err(source) if handled == 0 => source,
             _ => return Ok(handled),
         };
+        let poison = poison.and_then(|report| self.vm().error_at(report, Urgency::ActionRequired));
+        if let Some(error) = poison {
+            return Err(PreFaultError::Poisoned { range, error });
+        }
         Err(match source.raw_os_error() {
             Some(libc::EINTR) if kicked && !self.has_kick() => PreFaultError::Again { range },
             Some(libc::EINTR) => PreFaultError::Interrupted { range },

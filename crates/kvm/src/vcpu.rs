@@ -13,6 +13,7 @@ use vmm_sys_util::ioctl_io_nr;
 use crate::exit::Exit;
 use crate::gate::Occupant;
 use crate::kick::{self, KickTarget, Kickable, VcpuKick};
+use crate::poison::{Report, Urgency, catching, install_sigbus_handler};
 use crate::vm::Inner;
 
 // The number of KVM_RUN; kvm-ioctls has it, but keeps it to itself.
@@ -33,7 +34,8 @@ pub enum RunError {
         #[source]
         source: io::Error,
     },
-    /// EHWPOISON without an annotation: memory with an uncorrected error.
+    /// EHWPOISON without an annotation, or SIGBUS for memory that is in no slot of the VM: memory with
+    /// an uncorrected error.
     #[error("vCPU {vcpu}: KVM_RUN: poisoned memory, no address given{}", at_rip(*rip))]
     Poisoned {
         /// The vCPU's number.
@@ -61,9 +63,10 @@ fn at_rip(rip: Option<u64>) -> String {
     rip.map_or_else(String::new, |rip| format!(" (rip {rip:#x})"))
 }
 
-/// Why a vCPU could not be bound to a thread: the kick signal's handler cannot be installed.
+/// Why a vCPU could not be bound to a thread: a signal's handler cannot be installed. It is the kick
+/// signal, or SIGBUS, which tells of uncorrected memory errors.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot install the handler of signal {signal}, which kicks vCPUs")]
+#[error("cannot install the handler of signal {signal}")]
 pub struct BindError {
     /// The signal.
     pub signal: i32,
@@ -117,11 +120,16 @@ impl Vcpu {
         self.kick.take_kick();
     }
 
-    /// Binds the vCPU to the calling thread, to which kicks are then sent.
+    /// Binds the vCPU to the calling thread, to which kicks are then sent. Installs the handlers of
+    /// the signal that kicks and of SIGBUS ([`install_sigbus_handler`]), once a process.
     ///
     /// # Errors
-    /// The kick signal's handler cannot be installed.
+    /// One of the handlers cannot be installed.
     pub fn bind(&mut self) -> Result<BoundVcpu<'_>, BindError> {
+        install_sigbus_handler().map_err(|error| BindError {
+            signal: libc::SIGBUS,
+            source: error.0,
+        })?;
         kick::install_handler().map_err(|source| BindError {
             signal: kick::kick_signal(),
             source,
@@ -177,7 +185,7 @@ impl BoundVcpu<'_> {
     #[inline]
     pub fn run(&mut self) -> Result<Exit, RunError> {
         loop {
-            let (result, kicked) = self.enter_guest();
+            let (result, kicked, poison) = self.enter_guest();
             // A transaction sets `immediate_exit` and sends signals only while the gate is closed
             // and this vCPU inside. `kicked` is therefore true for every KVM_RUN that is
             // interrupted on its account. A KVM_RUN that ends by itself in that moment finds it out
@@ -186,6 +194,10 @@ impl BoundVcpu<'_> {
             let Err(source) = result else {
                 return Ok(self.vcpu.kick.page.exit());
             };
+            // A kick that came as well stays pending, and interrupts the next KVM_RUN.
+            if let Some(report) = poison {
+                return self.poisoned(report);
+            }
             let interrupted = source.raw_os_error() == Some(libc::EINTR);
             if interrupted && !self.vcpu.kick.take_kick() && (kicked || late) {
                 continue;
@@ -213,23 +225,38 @@ impl BoundVcpu<'_> {
         self.vcpu.kick.has_kick()
     }
 
-    /// One KVM_RUN, with no slot transaction's update going on; and whether a transaction wanted
-    /// the vCPU to leave meanwhile.
+    /// One KVM_RUN, with no slot transaction's update going on; whether a transaction wanted the vCPU
+    /// to leave meanwhile; and what memory it met that has an uncorrected error.
     #[inline]
-    fn enter_guest(&mut self) -> (io::Result<()>, bool) {
+    fn enter_guest(&mut self) -> (io::Result<()>, bool, Option<Report>) {
         let Vcpu { fd, kick, vm, .. } = &*self.vcpu;
         vm.gate().enter(kick.seat());
         kick.page.forget_fault();
-        // SAFETY: KVM_RUN on a vCPU descriptor takes no argument. It lets the guest write to the
-        // memory of the VM's slots only, which `Vm` keeps mapped and which no Rust reference
-        // covers, and to kvm_run, which RunPage reads by volatile accesses.
-        let status = unsafe { ioctl(fd, KVM_RUN()) };
-        let result = match status {
-            0 => Ok(()),
-            // At once: what follows may change errno.
-            _ => Err(io::Error::last_os_error()),
-        };
-        (result, vm.gate().leave(kick.seat()))
+        let (result, poison) = catching(|| {
+            // SAFETY: KVM_RUN on a vCPU descriptor takes no argument. It lets the guest write to the
+            // memory of the VM's slots only, which `Vm` keeps mapped and which no Rust reference
+            // covers, and to kvm_run, which RunPage reads by volatile accesses.
+            match unsafe { ioctl(fd, KVM_RUN()) } {
+                0 => Ok(()),
+                // At once: what follows may change errno.
+                _ => Err(io::Error::last_os_error()),
+            }
+        });
+        (result, vm.gate().leave(kick.seat()), poison)
+    }
+
+    /// A SIGBUS came in KVM_RUN.
+    #[cold]
+    fn poisoned(&self, report: Report) -> Result<Exit, RunError> {
+        match self.vm().error_at(report, Urgency::ActionRequired) {
+            Some(error) => Ok(Exit::Fault(error.exit())),
+            // The slot has gone in the meantime; or it is memory that this VM does not know of.
+            None => Err(RunError::Poisoned {
+                vcpu: self.id,
+                rip: self.rip(),
+                source: io::Error::from_raw_os_error(libc::EHWPOISON),
+            }),
+        }
     }
 
     /// What a failed KVM_RUN means to its caller.
@@ -261,11 +288,12 @@ impl BoundVcpu<'_> {
     /// As [`BoundVcpu::run`].
     pub fn complete_io(&mut self) -> Result<(), RunError> {
         self.vcpu.kick.page.set_immediate_exit(true);
-        let (result, kicked) = self.enter_guest();
+        let (result, kicked, poison) = self.enter_guest();
         self.vcpu.kick.expect_late_kick(kicked);
         self.vcpu.kick.restore_immediate_exit();
         match result {
             Ok(()) => Ok(()),
+            Err(_) if let Some(report) = poison => self.poisoned(report).map(|_| ()),
             Err(source) => self.explain(source).map(|_| ()),
         }
     }

@@ -1,7 +1,7 @@
 //! VMs: what the kernel can do for them, and their slots and vCPUs.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use kvm_bindings::KVM_CAP_NR_MEMSLOTS;
 use kvm_ioctls::VmFd;
@@ -323,6 +323,11 @@ impl Vm {
 
     pub(crate) fn inner(&self) -> &Inner {
         &self.inner
+    }
+
+    /// For whoever must not keep the VM alive.
+    pub(crate) fn downgrade(&self) -> Weak<Inner> {
+        Arc::downgrade(&self.inner)
     }
 
     /// Begins a change of several slots, which vCPUs see as one.

@@ -8,14 +8,20 @@
 //! - [`Backing`]: what kind of memory a region is made of;
 //! - [`Region`]: one range of guest memory, its memfd and its two mappings;
 //! - [`PageMap`]: one atomic state per page, the truth about which pages are present, and who is
-//!   bringing in which.
+//!   bringing in which;
+//! - [`PoisonMap`]: which memory was lost to uncorrected errors, kept over restarts;
+//!   [`FailurePolicy`]: how much one error takes;
+//! - [`guard`]: what a handler of SIGBUS asks.
 
 mod address;
 mod backing;
 mod convert;
+pub mod guard;
 mod mapping;
 mod page;
 mod page_map;
+mod poison_map;
+mod policy;
 mod range;
 mod region;
 mod room;
@@ -27,5 +33,7 @@ pub use page_map::{
     Claim, ClaimGuard, Origin, PageMap, PageMapError, PageState, Removal, ResetError, Settled,
     StateCounts, WakeWanted,
 };
+pub use poison_map::{LoadError, ParsePoisonError, PoisonMap, PoisonMapFull, SaveError};
+pub use policy::{FailurePolicy, ParsePolicyError};
 pub use range::{GuestRange, HostRange, RangeError};
-pub use region::{AccessError, PopulateAccess, PopulateError, Region, RegionError};
+pub use region::{AccessError, Lost, PopulateAccess, PopulateError, Region, RegionError};

@@ -9,6 +9,7 @@ use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 
 use crate::address::HostAddress;
 use crate::convert::to_usize;
+use crate::guard::Listed;
 use crate::page::PageSize;
 use crate::range::HostRange;
 
@@ -17,10 +18,13 @@ use crate::range::HostRange;
 pub(crate) struct Mapping {
     start: *mut u8,
     bytes: usize,
+    /// Known to be guest memory for as long as it is mapped.
+    listed: Option<Listed>,
 }
 
 // SAFETY: a Mapping is an address and a length. All access goes through methods that copy bytes
-// with atomic loads and stores, or that hand the range to the kernel; neither depends on the thread.
+// where the compiler does not look, or that hand the range to the kernel; neither depends on the
+// thread.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; no method takes a reference into the mapped memory.
 unsafe impl Sync for Mapping {}
@@ -76,10 +80,13 @@ impl Mapping {
 
         unmap(base, skip);
         unmap(start.wrapping_add(bytes), alignment_bytes - skip);
-        Ok(Self {
+        let mut mapping = Self {
             start: mapped.cast(),
             bytes,
-        })
+            listed: None,
+        };
+        mapping.listed = Some(Listed::new(mapping.range()));
+        Ok(mapping)
     }
 
     pub(crate) fn range(&self) -> HostRange {
@@ -106,6 +113,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        // First: something else may be mapped there at once.
+        self.listed = None;
         unmap(self.start, self.bytes);
     }
 }

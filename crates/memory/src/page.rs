@@ -30,6 +30,15 @@ impl PageSize {
         }
     }
 
+    /// The smallest size of at least `1 << shift` bytes; 1 GiB for anything beyond.
+    pub const fn holding(shift: u32) -> Self {
+        match shift {
+            0..=12 => Self::Size4K,
+            13..=21 => Self::Size2M,
+            _ => Self::Size1G,
+        }
+    }
+
     /// Whether `value` (an address or a length in bytes) is a multiple of this size.
     pub const fn divides(self, value: u64) -> bool {
         value & (self.bytes() - 1) == 0

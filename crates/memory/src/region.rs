@@ -1,12 +1,13 @@
 //! A range of guest memory, the file behind it and its two mappings.
 
 mod error;
-mod words;
+mod failure;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
 
 use pagetide_uapi::host::available_bytes;
+use pagetide_uapi::memory_failure::KEEP_UE_MAPPED;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -14,12 +15,15 @@ use rustix::mm::Advice;
 use crate::address::{GuestAddress, HostAddress};
 use crate::backing::Backing;
 use crate::convert::{to_u64, to_usize};
+use crate::guard::{copy_in, copy_out};
 use crate::mapping::Mapping;
 use crate::page::{PageIndex, PageRange, PageSize};
+use crate::policy::FailurePolicy;
 use crate::range::{GuestRange, HostRange, RangeError};
 use crate::room::check_room;
 
 pub use error::{AccessError, PopulateError, RegionError};
+pub use failure::Lost;
 
 /// What a page is made present for, see [`Region::populate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,10 +44,14 @@ pub enum PopulateAccess {
 /// Both are congruent to the gpa modulo the largest page that the backing may have, so that KVM can
 /// use huge pages where the memory has them. Dropping a region unmaps both; nothing that the kernel
 /// was told about it (memslots, userfaultfd registrations) may be in use then.
+///
+/// Reading and writing survives uncorrected memory errors if the process has the handler of SIGBUS
+/// that `pagetide-kvm` installs: then they fail with [`AccessError::Poisoned`].
 #[derive(Debug)]
 pub struct Region {
     range: GuestRange,
     backing: Backing,
+    policy: FailurePolicy,
     file: Option<OwnedFd>,
     guest: Mapping,
     service: Option<Mapping>,
@@ -53,6 +61,17 @@ impl Region {
     /// Makes `bytes` bytes of guest memory at `gpa`, both multiples of the backing's page size.
     /// Nothing is populated, but huge pages are set aside.
     pub fn new(gpa: GuestAddress, bytes: u64, backing: Backing) -> Result<Self, RegionError> {
+        Self::with_policy(gpa, bytes, backing, FailurePolicy::KernelDefault)
+    }
+
+    /// The same, with `policy` for memory that has uncorrected errors. It is that policy or an error
+    /// ([`RegionError::NoKeepPolicy`]); [`FailurePolicy::best_for`] says which one there is.
+    pub fn with_policy(
+        gpa: GuestAddress,
+        bytes: u64,
+        backing: Backing,
+        policy: FailurePolicy,
+    ) -> Result<Self, RegionError> {
         let page_size = backing.page_size();
         let range = GuestRange::aligned(gpa, bytes, page_size).map_err(|source| match source {
             RangeError::Empty { .. } => RegionError::Empty,
@@ -71,9 +90,11 @@ impl Region {
         let alignment = page_size.max(PageSize::Size2M);
         let no_mapping = |errno| map_error(errno, bytes, backing);
         let (file, service) = if backing.has_file() {
-            let file = make_file(bytes, backing)?;
+            let file = make_file(bytes, backing, policy)?;
             let service = Mapping::new(Some(file.as_fd()), mapped, alignment, gpa.0);
             (Some(file), Some(service.map_err(no_mapping)?))
+        } else if policy == FailurePolicy::Keep {
+            return Err(RegionError::NoKeepPolicy { backing });
         } else {
             (None, None)
         };
@@ -83,6 +104,7 @@ impl Region {
         let region = Self {
             range,
             backing,
+            policy,
             file,
             guest,
             service,
@@ -131,6 +153,11 @@ impl Region {
     /// What it is made of.
     pub fn backing(&self) -> Backing {
         self.backing
+    }
+
+    /// What happens when a part of it has an uncorrected error.
+    pub fn failure_policy(&self) -> FailurePolicy {
+        self.policy
     }
 
     /// The install granularity, see [`Backing::page_size`].
@@ -239,11 +266,11 @@ impl Region {
     ) -> Result<(), AccessError> {
         let service = self.service.as_ref().ok_or(AccessError::NoServiceMapping)?;
         let at = self.check_access(page, offset, bytes.len())?;
-        // SAFETY: words::copy_in requires bytes.len() mapped, writable bytes at the pointer:
-        // check_access found the span within the region, and the mapping covers all of the region
-        // for as long as self lives.
-        unsafe { words::copy_in(service.as_ptr().wrapping_add(at), bytes) };
-        Ok(())
+        // SAFETY: copy_in requires bytes.len() mapped, writable bytes at the pointer: check_access
+        // found the span within the region, and the mapping covers all of the region for as long as
+        // self lives.
+        unsafe { copy_in(service.as_ptr().wrapping_add(at), bytes) }
+            .map_err(|failure| self.copy_error(failure))
     }
 
     /// Reads into `bytes` from `offset` bytes into `page` through the service mapping. May go on
@@ -269,7 +296,7 @@ impl Region {
         }
         // SAFETY: from_ptr requires an aligned pointer that stays valid, and no access by this
         // process that is not atomic: it was just checked to be aligned and within the region,
-        // which the mapping covers for as long as self lives; all other access is by `words`.
+        // which the mapping covers for as long as self lives; all other access is by guarded copies.
         Some(unsafe { AtomicU64::from_ptr(word) })
     }
 
@@ -293,8 +320,8 @@ impl Region {
     ) -> Result<(), AccessError> {
         let at = self.check_access(page, offset, bytes.len())?;
         // SAFETY: as in write_service; the guest mapping covers all of the region too.
-        unsafe { words::copy_in(self.guest.as_ptr().wrapping_add(at), bytes) };
-        Ok(())
+        unsafe { copy_in(self.guest.as_ptr().wrapping_add(at), bytes) }
+            .map_err(|failure| self.copy_error(failure))
     }
 
     fn read(
@@ -305,10 +332,10 @@ impl Region {
         bytes: &mut [u8],
     ) -> Result<(), AccessError> {
         let at = self.check_access(page, offset, bytes.len())?;
-        // SAFETY: words::copy_out requires bytes.len() mapped, readable bytes at the pointer:
+        // SAFETY: copy_out requires bytes.len() mapped, readable bytes at the pointer:
         // check_access found the span within the region, which the mapping covers.
-        unsafe { words::copy_out(mapping.as_ptr().wrapping_add(at), bytes) };
-        Ok(())
+        unsafe { copy_out(mapping.as_ptr().wrapping_add(at), bytes) }
+            .map_err(|failure| self.copy_error(failure))
     }
 
     /// The offset into the region of an access, checked to end within it.
@@ -378,15 +405,22 @@ impl Region {
     }
 }
 
-fn make_file(bytes: u64, backing: Backing) -> Result<OwnedFd, RegionError> {
-    let flags = MemfdFlags::CLOEXEC
-        | match backing {
-            Backing::Hugetlb2M => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
-            Backing::Hugetlb1G => MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
-            Backing::Shmem | Backing::Thp | Backing::Anonymous => MemfdFlags::empty(),
-        };
-    let file = memfd_create("pagetide-region", flags)
-        .map_err(|errno| RegionError::CreateFile { backing, errno })?;
+fn make_file(bytes: u64, backing: Backing, policy: FailurePolicy) -> Result<OwnedFd, RegionError> {
+    let kind = match backing {
+        Backing::Hugetlb2M => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+        Backing::Hugetlb1G => MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
+        Backing::Shmem | Backing::Thp | Backing::Anonymous => MemfdFlags::empty(),
+    };
+    let keep = match policy {
+        FailurePolicy::Keep => KEEP_UE_MAPPED,
+        FailurePolicy::KernelDefault => MemfdFlags::empty(),
+    };
+    let file = memfd_create("pagetide-region", MemfdFlags::CLOEXEC | kind | keep).map_err(
+        |errno| match (policy, errno) {
+            (FailurePolicy::Keep, Errno::INVAL) => RegionError::NoKeepPolicy { backing },
+            _ => RegionError::CreateFile { backing, errno },
+        },
+    )?;
     ftruncate(&file, bytes).map_err(|errno| RegionError::SizeFile { bytes, errno })?;
     Ok(file)
 }

@@ -5,8 +5,10 @@
 //! - [`userfaultfd`]: a userfaultfd, its registrations, its events and its ways to install pages.
 //! - [`probe`]: what this kernel and this machine have, and what is used instead of what they lack.
 //! - [`host`]: how much memory this machine has to give.
+//! - [`memory_failure`]: what the kernel has for memory with uncorrected errors.
 
 pub mod host;
+pub mod memory_failure;
 pub mod probe;
 pub mod userfaultfd;
 

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::generated as abi;
 use crate::host::HugepagePool;
+use crate::memory_failure::{MFD_MF_KEEP_UE_MAPPED, has_keep_ue_mapped};
 use crate::userfaultfd::{Features, OpenError, Userfaultfd};
 
 /// One thing that a kernel or machine may have.
@@ -268,7 +269,34 @@ fn memory() -> Vec<Capability> {
             .ok()
             .as_deref(),
     ));
+    answers.push(keep_ue_mapped(has_keep_ue_mapped));
     answers
+}
+
+/// For which memory an uncorrected error takes 4 KiB only. `has` says it of hugetlb memory with pages
+/// of so many bytes, or of shmem.
+fn keep_ue_mapped(has: impl Fn(Option<u64>) -> bool) -> Capability {
+    let kinds = [
+        (None, "shmem"),
+        (Some(2 << 20), "hugetlb-2m"),
+        (Some(1 << 30), "hugetlb-1g"),
+    ];
+    let kinds: Vec<_> = kinds
+        .into_iter()
+        .filter(|(pages, _)| has(*pages))
+        .map(|(_, name)| name)
+        .collect();
+    Capability {
+        name: "MFD_MF_KEEP_UE_MAPPED".to_owned(),
+        number: Some(u64::from(MFD_MF_KEEP_UE_MAPPED)),
+        present: !kinds.is_empty(),
+        value: None,
+        found: match &*kinds {
+            [] => "no".to_owned(),
+            kinds => format!("yes, for {}", kinds.join(", ")),
+        },
+        fallback: "an uncorrected error takes its whole huge page of hugetlb memory".to_owned(),
+    }
 }
 
 /// Reads the setting with the chosen word in brackets: `always within_size advise [never] deny force`.
@@ -378,6 +406,18 @@ mod tests {
                 "{setting:?}"
             );
         }
+    }
+
+    #[test]
+    fn the_policy_for_memory_failures_names_the_memory_that_has_it() {
+        let none = keep_ue_mapped(|_| false);
+        assert_eq!((none.present, &*none.found), (false, "no"));
+        assert!(none.instead().contains("whole huge page"));
+        let some = keep_ue_mapped(|pages| pages != Some(1 << 30));
+        assert_eq!(
+            (some.present, &*some.found, some.instead()),
+            (true, "yes, for shmem, hugetlb-2m", "")
+        );
     }
 
     #[test]

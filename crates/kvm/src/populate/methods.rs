@@ -98,6 +98,10 @@ fn by_pre_fault(
         let populated = match vcpu.pre_fault(range) {
             Ok(bytes) => mapped(bytes),
             Err(PreFaultError::Again { .. } | PreFaultError::Interrupted { .. }) => continue,
+            Err(PreFaultError::Poisoned { range, error }) => {
+                let lost = error.lost.end().offset_from(range.start()).unwrap_or(0);
+                poisoned(lost.clamp(PageSize::Size4K.bytes(), range.bytes()))
+            }
             Err(PreFaultError::Failed { source, range }) => match source.raw_os_error() {
                 Some(libc::EFAULT) => absent(to_page_end(range, page)),
                 Some(libc::EHWPOISON) => poisoned(to_page_end(range, page)),

@@ -8,6 +8,7 @@ use thiserror::Error;
 use crate::address::GuestAddress;
 use crate::backing::Backing;
 use crate::page::{PageIndex, PageRange, PageSize};
+use crate::range::GuestRange;
 
 /// Why a region could not be made.
 #[derive(Debug, Error)]
@@ -72,6 +73,15 @@ pub enum RegionError {
         /// Bytes that the host still has.
         available_bytes: u64,
     },
+    /// This kernel cannot keep the rest of a huge page when a part of it has an error.
+    #[error(
+        "this kernel has no MFD_MF_KEEP_UE_MAPPED for {backing} memory: an uncorrected error takes \
+         whole huge pages (policy default)"
+    )]
+    NoKeepPolicy {
+        /// The backing asked for.
+        backing: Backing,
+    },
     /// `memfd_create` failed.
     #[error("memfd_create for {backing} memory")]
     CreateFile {
@@ -129,6 +139,14 @@ pub enum AccessError {
     NoSuchPages {
         /// The pages asked for.
         pages: PageRange,
+    },
+    /// The memory has an uncorrected error. What was to be copied is copied in part.
+    #[error("an uncorrected memory error at gpa {gpa}, {lost} is lost")]
+    Poisoned {
+        /// The byte that failed.
+        gpa: GuestAddress,
+        /// What is lost with it.
+        lost: GuestRange,
     },
     /// Giving memory back failed.
     #[error("punching out pages {pages}")]

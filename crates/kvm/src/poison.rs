@@ -1,0 +1,201 @@
+//! Uncorrected memory errors: how they reach a VMM, and how it passes them on to the guest.
+//!
+//! - Guest memory that has an error and is touched is SIGBUS (`BUS_MCEERR_AR`). [`Vcpu::bind`] and
+//!   [`ErrorWatch::start`] install a handler of SIGBUS for the process ([`install_sigbus_handler`]).
+//!   - A vCPU that touches it leaves KVM_RUN with [`Exit::Fault`](crate::Exit::Fault), `poisoned`
+//!     set; so it does when the kernel says EHWPOISON.
+//!   - The VMM's own accesses by [`Region`](pagetide_memory::Region)'s methods fail with
+//!     [`AccessError::Poisoned`](pagetide_memory::AccessError::Poisoned).
+//!   - Anything else is not ours, and the handler that was there before runs, or what SIG_DFL and
+//!     SIG_IGN would do.
+//! - An error that nobody has touched (`BUS_MCEERR_AO`) goes to an [`ErrorWatch`].
+//! - [`Vm::error_of`] says what is lost; [`Vcpu::inject_machine_check`] tells the guest.
+//!
+//! The design, with the edges of every state, is in `docs/design/poison.md`.
+//!
+//! [`Vcpu::bind`]: crate::Vcpu::bind
+//! [`Vcpu::inject_machine_check`]: crate::Vcpu::inject_machine_check
+
+mod machine_check;
+mod previous;
+mod reports;
+mod sigbus;
+mod simulate;
+mod watch;
+
+use std::fmt;
+
+use pagetide_memory::{GuestAddress, GuestRange, HostAddress, Lost, PageSize};
+
+use crate::fault::{Access, FaultExit};
+use crate::slot::Slot;
+use crate::vm::{Inner, Vm};
+
+#[cfg(target_arch = "x86_64")]
+pub use machine_check::prepare_cpuid;
+pub use machine_check::{
+    CpuidFull, Injected, MachineCheck, MachineCheckError, MachineCheckForm, NotReady,
+};
+pub use sigbus::{SigbusError, install_sigbus_handler};
+pub use simulate::{SimulateError, simulate_error};
+pub use watch::{ErrorWatch, WatchError};
+
+pub(crate) use reports::Report;
+pub(crate) use sigbus::catching;
+
+/// Whether somebody needs the memory that has the error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Urgency {
+    /// It was touched (`BUS_MCEERR_AR`): whoever did cannot go on.
+    ActionRequired,
+    /// It was found out by other means, a scrubber's for instance (`BUS_MCEERR_AO`): nobody has
+    /// touched it yet.
+    ActionOptional,
+}
+
+/// An uncorrected error in a guest's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryError {
+    /// The address that was touched, in whole 4 KiB, or that the kernel named.
+    pub gpa: GuestAddress,
+    /// The guest memory that is lost: 4 KiB, or a huge page (2 MiB, 1 GiB) where the kernel's policy
+    /// takes all of it.
+    pub lost: GuestRange,
+    /// Whether it was touched.
+    pub urgency: Urgency,
+}
+
+impl fmt::Display for MemoryError {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let urgency = match self.urgency {
+            Urgency::ActionRequired => "touched",
+            Urgency::ActionOptional => "found",
+        };
+        let Self { gpa, lost, .. } = self;
+        let bytes = lost.bytes();
+        write!(
+            formatter,
+            "uncorrected error {urgency} at gpa {gpa}, {bytes} bytes lost ({lost})"
+        )
+    }
+}
+
+impl MemoryError {
+    /// The exit that it is when a vCPU touched it.
+    pub(crate) fn exit(&self) -> FaultExit {
+        FaultExit {
+            gpa: self.gpa,
+            size_bytes: PageSize::Size4K.bytes(),
+            access: Access::Unstated,
+            absent: false,
+            private: false,
+            poisoned: true,
+            flags: 0,
+        }
+    }
+}
+
+/// What a region lost, as the guest sees it through a slot. `None` if the address that failed is not
+/// in the slot. What is lost may be more than the slot has.
+fn seen_through(slot: &Slot, lost: Lost, urgency: Urgency) -> Option<MemoryError> {
+    let region = slot.region.gpa();
+    let offset = lost.gpa.offset_from(region)?.checked_sub(slot.offset)?;
+    if offset >= slot.range.bytes() {
+        return None;
+    }
+    let gpa = slot.range.start().checked_add(offset)?;
+    // From the region's own addresses to the slot's, which are the same unless the slot was moved.
+    let moved = gpa.0.wrapping_sub(lost.gpa.0);
+    let start = GuestAddress(lost.range.start().0.wrapping_add(moved));
+    Some(MemoryError {
+        gpa,
+        lost: GuestRange::new(start, lost.range.bytes()).ok()?,
+        urgency,
+    })
+}
+
+impl Inner {
+    /// What the kernel reported, as the guest sees it; `None` if it is not this VM's memory.
+    pub(crate) fn error_at(&self, report: Report, urgency: Urgency) -> Option<MemoryError> {
+        let Report { at, size } = report;
+        self.slots().values().find_map(|slot| {
+            let lost = slot.region.lost_at(at, size)?;
+            seen_through(slot, lost, urgency)
+        })
+    }
+}
+
+impl Vm {
+    /// What is lost when an access to `gpa` fails because of an uncorrected error that takes at
+    /// least `reported`: after an exit with `poisoned` set, or when a pager's source says so. `None`
+    /// if no slot has that address.
+    #[must_use]
+    pub fn error_of(&self, gpa: GuestAddress, reported: PageSize) -> Option<MemoryError> {
+        self.inner().slots().values().find_map(|slot| {
+            let offset = gpa.offset_from(slot.range.start())?;
+            if offset >= slot.range.bytes() {
+                return None;
+            }
+            let at = slot.region.gpa().checked_add(slot.offset + offset)?;
+            let lost = slot.region.lost_at_gpa(at, reported)?;
+            seen_through(slot, lost, Urgency::ActionRequired)
+        })
+    }
+
+    /// What the kernel reported at `hva`, as the guest sees it: for VMMs with a handler of SIGBUS of
+    /// their own. `None` if it is in no slot.
+    #[must_use]
+    pub fn error_at(
+        &self,
+        hva: HostAddress,
+        reported: PageSize,
+        urgency: Urgency,
+    ) -> Option<MemoryError> {
+        let report = Report {
+            at: hva,
+            size: reported,
+        };
+        self.inner().error_at(report, urgency)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use pagetide_memory::{Backing, Region};
+
+    use super::*;
+    use crate::slot::SlotFlags;
+
+    #[test]
+    fn a_slot_tells_its_own_addresses() {
+        let region = Region::new(GuestAddress(0x40_0000), 0x8000, Backing::Shmem).expect("32 KiB");
+        let region = Arc::new(region);
+        let hva = |offset: usize| HostAddress(region.guest().start().0 + offset);
+        let slot = Slot {
+            region: Arc::clone(&region),
+            offset: 0x2000,
+            range: GuestRange::new(GuestAddress(0x1_0000), 0x4000).expect("a range"),
+            flags: SlotFlags::default(),
+        };
+        let seen = |offset, size| {
+            let lost = region.lost_at(hva(offset), size).expect("in the region");
+            seen_through(&slot, lost, Urgency::ActionOptional)
+        };
+        assert_eq!(seen(0x1fff, PageSize::Size4K), None);
+        assert_eq!(seen(0x6000, PageSize::Size4K), None);
+        let error = seen(0x3008, PageSize::Size4K).expect("in the slot");
+        assert_eq!(error.gpa, GuestAddress(0x1_1008));
+        assert_eq!(error.lost.start(), GuestAddress(0x1_1000));
+        assert_eq!(error.lost.bytes(), 0x1000);
+        assert_eq!(
+            error.to_string(),
+            "uncorrected error found at gpa 0x11008, 4096 bytes lost (0x11000..0x12000)"
+        );
+        // All of the region is lost, which begins before the slot.
+        let error = seen(0x3008, PageSize::Size2M).expect("in the slot");
+        assert_eq!(error.lost.start(), GuestAddress(0xe000));
+        assert_eq!(error.lost.bytes(), 0x8000);
+    }
+}

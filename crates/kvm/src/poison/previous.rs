@@ -1,0 +1,95 @@
+//! What was there before our handler of SIGBUS, and runs when a signal is none of ours.
+//!
+//! Everything here but [`replace`] is async-signal-safe.
+
+use std::ffi::c_void;
+use std::io;
+use std::mem::{MaybeUninit, transmute};
+use std::ptr;
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+
+use libc::{SIGBUS, c_int, sigaction, siginfo_t};
+
+pub(super) type Handler = extern "C" fn(c_int, *mut siginfo_t, *mut c_void);
+
+/// SIG_DFL, SIG_IGN, or a function's address.
+static ACTION: AtomicUsize = AtomicUsize::new(libc::SIG_DFL);
+static FLAGS: AtomicI32 = AtomicI32::new(0);
+
+/// Puts `handler` in the place of whatever handles SIGBUS now.
+pub(super) fn replace(handler: Handler) -> io::Result<()> {
+    // Asked for first, so that a signal that comes as soon as the handler is there finds it.
+    let before = exchange(None)?;
+    remember(&before);
+    // SAFETY: a sigaction is plain data, for which zeroes are valid.
+    let mut ours: sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
+    ours.sa_sigaction = handler as *const () as usize;
+    // On the alternate stack, since what runs afterwards may be Rust's own handler of stack
+    // overflows; no system call of another thread is to fail because of it.
+    ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+    ours.sa_mask = before.sa_mask;
+    remember(&exchange(Some(&ours))?);
+    Ok(())
+}
+
+fn remember(before: &sigaction) {
+    FLAGS.store(before.sa_flags, Ordering::Relaxed);
+    ACTION.store(before.sa_sigaction, Ordering::Release);
+}
+
+fn exchange(new: Option<&sigaction>) -> io::Result<sigaction> {
+    let new = new.map_or(ptr::null(), ptr::from_ref);
+    let mut old = MaybeUninit::<sigaction>::zeroed();
+    // SAFETY: sigaction reads a structure or nothing through the first pointer and writes one
+    // through the second. The handler that it may install is `replace`'s, whose caller vouches for
+    // it, or SIG_DFL.
+    if unsafe { sigaction(SIGBUS, new, old.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: zeroed, for which plain data is valid, and then written to by the kernel.
+    Ok(unsafe { old.assume_init() })
+}
+
+/// Does what would have been done without our handler.
+///
+/// # Safety
+///
+/// To be called by a handler of SIGBUS, with its own arguments; `code` is `info.si_code`.
+pub(super) unsafe fn run(signal: c_int, code: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    let action = ACTION.load(Ordering::Acquire);
+    let flags = FLAGS.load(Ordering::Relaxed);
+    // A signal that somebody sent, or an error that nobody has touched, is over when the handler
+    // returns. Anything else comes back, because the instruction is repeated.
+    let is_over = code <= 0 || code == libc::BUS_MCEERR_AO;
+    match action {
+        // The kernel does not let anybody ignore what an instruction has done either.
+        libc::SIG_IGN if is_over => {}
+        libc::SIG_DFL | libc::SIG_IGN => die(is_over),
+        function => {
+            if flags & libc::SA_RESETHAND != 0 {
+                ACTION.store(libc::SIG_DFL, Ordering::Release);
+            }
+            if flags & libc::SA_SIGINFO != 0 {
+                // SAFETY: the kernel was told that this is a function of this type.
+                let function = unsafe { transmute::<usize, Handler>(function) };
+                function(signal, info, context);
+            } else {
+                // SAFETY: as above.
+                let function = unsafe { transmute::<usize, extern "C" fn(c_int)>(function) };
+                function(signal);
+            }
+        }
+    }
+}
+
+/// Has the process end by SIGBUS, as it would have: by the instruction that is repeated when the
+/// handler returns, or else by the same signal once more.
+fn die(send_again: bool) {
+    // SAFETY: a sigaction is plain data, for which zeroes are valid: SIG_DFL, no flags.
+    let default: sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
+    let _ = exchange(Some(&default));
+    if send_again {
+        // SAFETY: raise takes a number. The signal is blocked until the handler returns.
+        unsafe { libc::raise(SIGBUS) };
+    }
+}

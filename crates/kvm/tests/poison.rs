@@ -1,0 +1,461 @@
+//! Real uncorrected errors, as far as software can make them (MADV_HWPOISON), in the memory of a real
+//! guest: what the VMM is told, what the guest is told, and that everything else goes on.
+
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod guest;
+mod poisoning;
+
+use std::sync::{Arc, mpsc};
+
+use guest::{DATA, DATA_PAGES, LIMIT, Limited, Machine, PAGE, PEEKED};
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
+use pagetide_kvm::poison::{
+    ErrorWatch, Injected, MachineCheck, MachineCheckError, MachineCheckForm, NotReady, Urgency,
+    prepare_cpuid,
+};
+use pagetide_kvm::{BoundVcpu, Exit, Kvm, Population, Populator, PopulatorMethod, SlotFlags, Vcpu};
+use pagetide_memory::{
+    AccessError, Backing, FailurePolicy, GuestAddress, GuestRange, PageIndex, PageSize,
+    PopulateAccess, Region,
+};
+use poisoning::{may_poison, poison, poison_from_outside};
+
+/// Where the guest's handler and what it needs are in low memory.
+const GDT: u64 = 0x1_0000;
+const IDT: u64 = 0x1_1000;
+const TEXT: u64 = 0x1_2000;
+const STACK_TOP: u64 = 0x1_5000;
+const LOG: u64 = 0x1_5000;
+
+/// The handler of machine checks has run.
+const CHECKED: u16 = 0x12;
+/// What a touch that failed leaves in the register.
+const SURVIVED: u32 = 0x5afe;
+
+// The guest. rsi: what to touch. The handler logs the registers of bank 9 and of all banks, clears
+// them, and goes on behind the instruction that failed.
+core::arch::global_asm!(
+    ".pushsection .rodata.kvm_test_poison, \"a\", @progbits",
+    ".globl kvm_test_poison_start, kvm_test_poison_handler, kvm_test_poison_end",
+    "kvm_test_poison_start:",
+    "2: mov rax, [rsi]",
+    "   out 0x11, eax",
+    "   jmp 2b",
+    "kvm_test_poison_handler:",
+    "   mov edi, 0x15000",
+    "   mov ebx, 0x425",
+    "3: mov ecx, ebx",
+    "   rdmsr",
+    "   mov [rdi], eax",
+    "   mov [rdi + 4], edx",
+    "   add edi, 8",
+    "   inc ebx",
+    "   cmp ebx, 0x428",
+    "   jb 3b",
+    "   mov ecx, 0x17a",
+    "   rdmsr",
+    "   mov [rdi], eax",
+    "   mov [rdi + 4], edx",
+    "   xor eax, eax",
+    "   xor edx, edx",
+    "   wrmsr",
+    "   mov ecx, 0x425",
+    "   wrmsr",
+    "   mov eax, [rsp]",
+    "   out 0x12, eax",
+    "   mov eax, 0x5afe",
+    "   add qword ptr [rsp], 3",
+    "   iretq",
+    "kvm_test_poison_end:",
+    ".popsection",
+);
+
+unsafe extern "C" {
+    static kvm_test_poison_start: u8;
+    static kvm_test_poison_handler: u8;
+    static kvm_test_poison_end: u8;
+}
+
+fn text() -> (&'static [u8], u64) {
+    let start = &raw const kvm_test_poison_start;
+    let handler = (&raw const kvm_test_poison_handler).addr() - start.addr();
+    let end = (&raw const kvm_test_poison_end).addr() - start.addr();
+    // SAFETY: both are in one section of read-only data, in this order, and live for ever.
+    let text = unsafe { std::slice::from_raw_parts(start, end) };
+    (text, TEXT + handler as u64)
+}
+
+/// A CPUID with another vendor's name in it.
+fn cpuid_of(vendor: &[u8; 12]) -> CpuId {
+    let kvm = Kvm::open().expect("it was there");
+    let mut cpuid = kvm
+        .fd()
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .expect("some");
+    let word = |index: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| vendor[4 * index + byte]));
+    for leaf in cpuid.as_mut_slice() {
+        if leaf.function == 0 {
+            (leaf.ebx, leaf.edx, leaf.ecx) = (word(0), word(1), word(2));
+        }
+    }
+    cpuid
+}
+
+/// A vCPU that handles machine checks in the form that this vendor's have.
+fn vcpu(machine: &Machine, id: u32, vendor: &[u8; 12]) -> (Vcpu, MachineCheckForm) {
+    let vcpu = machine.vcpu(id, 0, DATA_PAGES);
+    let mut cpuid = cpuid_of(vendor);
+    let form = prepare_cpuid(&mut cpuid).expect("room");
+    vcpu.fd().set_cpuid2(&cpuid).expect("its own");
+    assert_eq!(vcpu.enable_machine_checks().expect("KVM has them"), form);
+
+    let (text, handler) = text();
+    machine.write(TEXT, text);
+    let word = |at: u64, value: u64| machine.write(at, &value.to_le_bytes());
+    word(GDT + 8, 0x00af_9b00_0000_ffff);
+    word(GDT + 16, 0x00cf_9300_0000_ffff);
+    // A gate of an interrupt, present, through the code segment.
+    word(
+        IDT + 18 * 16,
+        handler & 0xffff | 8 << 16 | 0x8e << 40 | handler >> 16 << 48,
+    );
+    word(IDT + 18 * 16 + 8, 0);
+    let mut sregs = vcpu.sregs().expect("registers");
+    (sregs.gdt.base, sregs.gdt.limit) = (GDT, 23);
+    (sregs.idt.base, sregs.idt.limit) = (IDT, 19 * 16 - 1);
+    sregs.cr4 |= 1 << 6;
+    vcpu.set_sregs(&sregs).expect("machine checks on");
+    (vcpu, form)
+}
+
+/// Has the guest read the word at `gpa`, until it exits.
+fn touch(vcpu: &mut BoundVcpu<'_>, gpa: u64) -> Exit {
+    vcpu.complete_io().expect("at most an OUT");
+    let mut regs = vcpu.regs().expect("registers");
+    (regs.rip, regs.rsi, regs.rsp, regs.rflags) = (TEXT, gpa, STACK_TOP, 2);
+    vcpu.set_regs(&regs).expect("registers");
+    vcpu.run().expect("no failure")
+}
+
+fn assert_reads(vcpu: &mut BoundVcpu<'_>, page: u64, expected: u64) {
+    let gpa = DATA + page * PAGE;
+    let expected = Exit::IoOut {
+        port: PEEKED,
+        data: u32::try_from(expected).expect("a small number"),
+    };
+    assert_eq!(touch(vcpu, gpa), expected, "page {page}");
+}
+
+fn logged(machine: &Machine) -> MachineCheck {
+    let word = |index: u64| {
+        let mut bytes = [0; 8];
+        machine
+            .low
+            .read_service(PageIndex(LOG / PAGE), index * 8, &mut bytes)
+            .expect("low memory");
+        u64::from_le_bytes(bytes)
+    };
+    MachineCheck {
+        status: word(0),
+        addr: word(1),
+        misc: word(2),
+        mcg_status: word(3),
+    }
+}
+
+#[test]
+fn a_guest_survives_what_it_touches() {
+    if !may_poison() {
+        return;
+    }
+    for vendor in [b"AuthenticAMD", b"GenuineIntel"] {
+        let Some(machine) = Machine::new() else {
+            return;
+        };
+        let (mut vcpu, form) = vcpu(&machine, 0, vendor);
+        Limited::spawn("a guest that touches poison", move || {
+            let mut vcpu = vcpu.bind().expect("signals");
+            assert_reads(&mut vcpu, 3, 3);
+            let bad = GuestAddress(DATA + 3 * PAGE);
+            poison(&machine.data, bad);
+            for _ in 0..2 {
+                // Not telling the guest makes no difference to the VMM.
+                for _ in 0..2 {
+                    let exit = touch(&mut vcpu, bad.0 + 8);
+                    let Exit::Fault(fault) = exit else {
+                        panic!("{exit}")
+                    };
+                    assert!(fault.poisoned && !fault.is_resolvable(), "{fault}");
+                    assert_eq!((fault.gpa, fault.size_bytes), (bad, PAGE));
+                }
+                let error = machine
+                    .vm
+                    .error_of(bad, PageSize::Size4K)
+                    .expect("in a slot");
+                assert_eq!(error.lost, GuestRange::new(bad, PAGE).expect("a page"));
+                let check = MachineCheck::new(form, error.urgency, error.gpa);
+                let injected = vcpu.inject_machine_check(&check).expect("it is ready");
+                assert_eq!(injected, Injected::Exception);
+                let at = u32::try_from(TEXT).expect("low");
+                let (port, data) = (CHECKED, at);
+                assert_eq!(vcpu.run().expect("a handler"), Exit::IoOut { port, data });
+                assert_eq!(logged(&machine), check);
+                let (port, data) = (PEEKED, SURVIVED);
+                assert_eq!(vcpu.run().expect("back"), Exit::IoOut { port, data });
+                // Everything else goes on.
+                for page in (0..DATA_PAGES).filter(|&page| page != 3) {
+                    assert_reads(&mut vcpu, page, page);
+                }
+            }
+        })
+        .join();
+    }
+}
+
+#[test]
+fn a_guest_that_is_not_ready_is_not_told() {
+    let Some(machine) = Machine::new() else {
+        return;
+    };
+    let (mut vcpu, form) = vcpu(&machine, 0, b"AuthenticAMD");
+    let vcpu = vcpu.bind().expect("signals");
+    let check = |urgency| MachineCheck::new(form, urgency, GuestAddress(DATA));
+    let why = |vcpu: &Vcpu| {
+        let result = vcpu.inject_machine_check(&check(Urgency::ActionRequired));
+        match result.expect_err("it is not ready") {
+            MachineCheckError::NotReady { why, .. } => why,
+            error => panic!("{error}"),
+        }
+    };
+    let msr = |index, data| {
+        let entry = kvm_bindings::kvm_msr_entry {
+            index,
+            data,
+            ..kvm_bindings::kvm_msr_entry::default()
+        };
+        let msrs = kvm_bindings::Msrs::from_entries(&[entry]).expect("one");
+        assert_eq!(vcpu.set_msrs(&msrs).expect("settable"), 1);
+    };
+    for (index, bad, good, expected) in [
+        (0x17a, 1 << 2, 0, NotReady::InProgress),
+        (0x17b, 0, u64::MAX, NotReady::NotReported),
+        (0x424, 0, u64::MAX, NotReady::NotReported),
+    ] {
+        msr(index, bad);
+        assert_eq!(why(&vcpu), expected);
+        msr(index, good);
+    }
+    let mut sregs = vcpu.sregs().expect("registers");
+    sregs.cr4 &= !(1 << 6);
+    vcpu.set_sregs(&sregs).expect("machine checks off");
+    assert_eq!(why(&vcpu), NotReady::TurnedOff);
+    // What needs no exception needs no guest that is ready for one.
+    let logged = vcpu.inject_machine_check(&check(Urgency::ActionOptional));
+    assert_eq!(logged.expect("AMD's form"), Injected::Logged);
+}
+
+#[test]
+fn machine_checks_need_to_be_enabled() {
+    let Some(machine) = Machine::new() else {
+        return;
+    };
+    let vcpu = machine.vcpu(0, 0, DATA_PAGES);
+    let check = MachineCheck::bystander();
+    let error = vcpu.inject_machine_check(&check).expect_err("no banks");
+    assert!(
+        matches!(
+            error,
+            MachineCheckError::NotReady { .. } | MachineCheckError::Failed { .. }
+        ),
+        "{error}"
+    );
+}
+
+#[test]
+fn the_vmms_own_accesses_fail_alone() {
+    if !may_poison() {
+        return;
+    }
+    pagetide_kvm::poison::install_sigbus_handler().expect("a handler");
+    for backing in [Backing::Shmem, Backing::Anonymous] {
+        let region = Region::new(GuestAddress(DATA), 8 * PAGE, backing).expect("8 pages");
+        region
+            .write_guest(PageIndex(0), 0, &[7; 8 * 4096])
+            .expect("memory");
+        let bad = GuestAddress(DATA + 5 * PAGE);
+        poison(&region, bad);
+        let lost = GuestRange::new(bad, PAGE).expect("a page");
+        for _ in 0..2 {
+            // Up to the page, and a part of a word of it.
+            let mut seen = vec![0; 6 * 4096];
+            let error = region
+                .read_guest(PageIndex(0), 3, &mut seen)
+                .expect_err("poison");
+            assert_eq!(error, AccessError::Poisoned { gpa: bad, lost }, "{backing}");
+            // Up to the four words that are copied together.
+            assert!(seen[..5 * 4096 - 3 - 32].iter().all(|&byte| byte == 7));
+            let gpa = GuestAddress(bad.0 + 100);
+            let expected = AccessError::Poisoned { gpa, lost };
+            let write = region.write_guest(PageIndex(5), 100, &[1]);
+            assert_eq!(write.expect_err("poison"), expected, "{backing}");
+            let mut word = [0];
+            let read = region.read_guest(PageIndex(5), 100, &mut word);
+            assert_eq!(read.expect_err("poison"), expected, "{backing}");
+            if backing.has_file() {
+                let read = region.read_service(PageIndex(5), 100, &mut word);
+                assert_eq!(read.expect_err("poison"), expected, "{backing}");
+            }
+            region.write_guest(PageIndex(6), 0, &[8]).expect("healthy");
+            region
+                .read_guest(PageIndex(6), 0, &mut word)
+                .expect("healthy");
+            assert_eq!(word, [8]);
+            let pages = pagetide_memory::PageRange::single(PageIndex(5));
+            region
+                .populate(pages, PopulateAccess::Read)
+                .expect_err("poison");
+        }
+    }
+}
+
+#[test]
+fn errors_that_nobody_touched_are_told() {
+    if !may_poison() {
+        return;
+    }
+    let Some(machine) = Machine::new() else {
+        return;
+    };
+    let (sender, receiver) = mpsc::channel();
+    let watch = ErrorWatch::start(&machine.vm, move |error| {
+        let _ = sender.send(error);
+    });
+    let watch = watch.expect("a thread");
+    for page in [9, 4] {
+        let bad = GuestAddress(DATA + page * PAGE);
+        poison_from_outside(&machine.data, bad);
+        // A page has two mappings, and may be told of twice.
+        let error = loop {
+            let error = receiver.recv_timeout(LIMIT).expect("the kernel tells");
+            if error.gpa == bad {
+                break error;
+            }
+        };
+        assert_eq!(error.urgency, Urgency::ActionOptional);
+        assert_eq!(error.lost, GuestRange::new(bad, PAGE).expect("a page"));
+    }
+    drop(watch);
+    poison_from_outside(&machine.data, GuestAddress(DATA + 2 * PAGE));
+    let after: Vec<_> = receiver.iter().map(|error| error.gpa.0).collect();
+    assert!(!after.contains(&(DATA + 2 * PAGE)), "{after:x?}");
+}
+
+#[test]
+fn population_leaves_poison_alone_and_counts_it() {
+    if !may_poison() {
+        return;
+    }
+    for method in [
+        PopulatorMethod::Populate,
+        PopulatorMethod::PreFault,
+        PopulatorMethod::HostOnly,
+    ] {
+        let Some(machine) = Machine::new() else {
+            return;
+        };
+        let capabilities = *machine.vm.capabilities();
+        if method == PopulatorMethod::Populate && !capabilities.populate_memory {
+            println!("SKIP: this kernel lacks KVM_POPULATE_MEMORY");
+            continue;
+        }
+        for page in [7, 8, 40] {
+            poison(&machine.data, GuestAddress(DATA + page * PAGE));
+        }
+        let population: Population = Limited::spawn("population", move || {
+            let mut vcpus = [machine.vcpu(0, 0, DATA_PAGES)];
+            let population = Populator::new(&machine.vm)
+                .idle_vcpus(&mut vcpus)
+                .method(method)
+                .run(|_| std::ops::ControlFlow::Continue(()))
+                .unwrap_or_else(|error| panic!("{method}: {error}"));
+            // And the guest finds the rest.
+            let mut vcpu = vcpus[0].bind().expect("signals");
+            for page in [6u32, 9, 39, 41] {
+                assert_eq!(
+                    machine.peek(&mut vcpu, DATA + u64::from(page) * PAGE),
+                    Ok(page)
+                );
+            }
+            population
+        })
+        .join();
+        println!("{population}");
+        assert_eq!(population.populated.poisoned_bytes, 3 * PAGE, "{method}");
+        let total = guest::LOW_BYTES + DATA_PAGES * PAGE;
+        assert_eq!(population.populated.bytes(), total, "{method}");
+    }
+}
+
+/// What one error takes of huge pages, by policy.
+#[test]
+fn the_policy_says_how_much_an_error_takes() {
+    if !may_poison() {
+        return;
+    }
+    for (backing, policy) in [
+        (Backing::Shmem, FailurePolicy::KernelDefault),
+        (Backing::Shmem, FailurePolicy::Keep),
+        (Backing::Hugetlb2M, FailurePolicy::KernelDefault),
+        (Backing::Hugetlb2M, FailurePolicy::Keep),
+    ] {
+        let Some(machine) = Machine::new() else {
+            return;
+        };
+        let gpa = GuestAddress(1 << 29);
+        let huge = 2 << 20;
+        let region = match Region::with_policy(gpa, 2 * huge, backing, policy) {
+            Ok(region) => Arc::new(region),
+            Err(error) => {
+                println!("SKIP: {backing}, policy {policy}: {error}");
+                continue;
+            }
+        };
+        region
+            .populate(region.all_pages(), PopulateAccess::Write)
+            .expect("memory");
+        let added = machine
+            .vm
+            .add_region(9, Arc::clone(&region), SlotFlags::default());
+        added.expect("an empty slot");
+        let (mut vcpu, _) = vcpu(&machine, 0, b"AuthenticAMD");
+        let lost = Limited::spawn("a guest with an error in a huge page", move || {
+            let mut vcpu = vcpu.bind().expect("signals");
+            let read = |vcpu: &mut BoundVcpu<'_>, gpa| match touch(vcpu, gpa) {
+                Exit::IoOut { port: PEEKED, data } => {
+                    assert_eq!(data, 0);
+                    None
+                }
+                Exit::Fault(fault) => {
+                    assert!(fault.poisoned, "{fault}");
+                    machine.vm.error_of(fault.gpa, PageSize::Size4K)
+                }
+                exit => panic!("{exit}"),
+            };
+            let bad = gpa.0 + 5 * PAGE;
+            assert_eq!(read(&mut vcpu, bad), None);
+            poison(&region, GuestAddress(bad));
+            let error = read(&mut vcpu, bad).expect("poison");
+            // What is said to be lost is, and nothing else.
+            for at in (gpa.0..gpa.0 + 2 * huge).step_by(16 * 4096).chain([bad]) {
+                let lost = error.lost.contains(GuestAddress(at));
+                assert_eq!(read(&mut vcpu, at).is_some(), lost, "gpa {at:#x}");
+            }
+            error.lost.bytes()
+        })
+        .join();
+        println!("{backing}, policy {policy}: {lost} bytes lost");
+        assert_eq!(lost, policy.lost_per_error(backing).bytes());
+    }
+}

@@ -1,0 +1,65 @@
+//! Making errors in memory, where that harms nobody.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Stdio};
+use std::ptr::null_mut;
+
+use pagetide_memory::{GuestAddress, Region};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap};
+
+/// Whether errors may be made here; says why not. On a real machine they would cost it pages until
+/// it is started anew, so only the lab's VMs qualify.
+pub(crate) fn may_poison() -> bool {
+    let in_lab = std::env::var_os("PAGETIDE_TIMING").is_some();
+    if !in_lab {
+        println!("SKIP: memory is poisoned in the lab's VMs only: cargo xtask vm");
+    }
+    in_lab
+}
+
+/// Makes an uncorrected error in the 4 KiB at `gpa`, which become present if they are not.
+pub(crate) fn poison(region: &Region, gpa: GuestAddress) {
+    pagetide_kvm::poison::simulate_error(region, gpa).expect("root in the lab");
+}
+
+/// The same by another process: nobody here has touched the memory.
+pub(crate) fn poison_from_outside(region: &Region, gpa: GuestAddress) {
+    let file = region.file().expect("not anonymous").as_raw_fd();
+    let path = format!("/proc/{}/fd/{file}", std::process::id());
+    let offset = gpa.0 - region.gpa().0;
+    let status = Command::new(std::env::current_exe().expect("a program"))
+        .args(["--exact", "poisoning::the_other_process", "--nocapture"])
+        .env(OTHER, format!("{offset} {path}"))
+        .stdout(Stdio::null())
+        .status()
+        .expect("another process");
+    // Rust's own handler lets it live.
+    let is_told = status.success() || status.signal() == Some(libc::SIGBUS);
+    assert!(is_told, "{status}");
+}
+
+const OTHER: &str = "PAGETIDE_TEST_POISON";
+
+/// What [`poison_from_outside`] starts; nothing by itself.
+#[test]
+fn the_other_process() {
+    let Ok(what) = std::env::var(OTHER) else {
+        return;
+    };
+    let (offset, path) = what.split_once(' ').expect("an offset and a file");
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .open(path)
+        .expect("its file");
+    let offset = offset.parse().expect("a number");
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping, at an address that the kernel chooses.
+    let at = unsafe { mmap(null_mut(), 4096, access, MapFlags::SHARED, &file, offset) };
+    let at = at.expect("a page of it");
+    // SAFETY: the page that was just mapped.
+    let poisoned = unsafe { madvise(at, 4096, Advice::LinuxHwPoison) };
+    poisoned.expect("root in the lab");
+}

@@ -1,0 +1,175 @@
+//! A poison map as bytes.
+//!
+//! All numbers are little-endian.
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 8 | `PTPOISON` |
+//! | 4 | version: 1 |
+//! | 4 | number of ranges, at most [`PoisonMap::MAX_RANGES`] |
+//! | 16 each | first gpa and length in bytes: multiples of 4096, upwards, with gaps in between |
+//! | 4 | CRC-32 (IEEE 802.3) of everything before |
+
+use thiserror::Error;
+
+use super::PoisonMap;
+use crate::address::GuestAddress;
+use crate::range::{GuestRange, RangeError};
+
+const MAGIC: [u8; 8] = *b"PTPOISON";
+const VERSION: u32 = 1;
+const HEADER_BYTES: usize = 16;
+const RANGE_BYTES: usize = 16;
+const CHECKSUM_BYTES: usize = 4;
+
+/// Why bytes are no poison map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum ParsePoisonError {
+    /// It does not begin as a poison map does.
+    #[error("not a poison map")]
+    NotAPoisonMap,
+    /// It is of a version that is not known here.
+    #[error("a poison map of version {version}; version {VERSION} is known")]
+    UnknownVersion {
+        /// Its version.
+        version: u32,
+    },
+    /// It claims more ranges than there may be.
+    #[error(
+        "a poison map of {count} ranges; at most {} are taken",
+        PoisonMap::MAX_RANGES
+    )]
+    TooManyRanges {
+        /// Ranges that it claims.
+        count: u32,
+    },
+    /// It is cut off, or something follows it.
+    #[error("a poison map of {bytes} bytes that should have {wanted}")]
+    WrongLength {
+        /// Its length in bytes.
+        bytes: usize,
+        /// The length that its header and its ranges need.
+        wanted: usize,
+    },
+    /// The checksum is not that of the content.
+    #[error("a damaged poison map: checksum {found:#010x}, its content has {computed:#010x}")]
+    WrongChecksum {
+        /// The checksum in it.
+        found: u32,
+        /// The checksum of its content.
+        computed: u32,
+    },
+    /// A range is none.
+    #[error("range {index} of a poison map")]
+    BadRange {
+        /// The range's number, from 0 on.
+        index: usize,
+        /// Why it is none.
+        #[source]
+        source: RangeError,
+    },
+    /// Ranges overlap, touch, or are not in order.
+    #[error("range {index} of a poison map ({range}) does not come after a gap")]
+    OutOfOrder {
+        /// The range's number, from 0 on.
+        index: usize,
+        /// The range.
+        range: GuestRange,
+    },
+}
+
+impl PoisonMap {
+    /// The length of the longest map, in bytes.
+    pub const MAX_ENCODED_BYTES: usize =
+        HEADER_BYTES + Self::MAX_RANGES * RANGE_BYTES + CHECKSUM_BYTES;
+
+    /// The map as bytes, for a file or a peer.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes =
+            Vec::with_capacity(HEADER_BYTES + self.len() * RANGE_BYTES + CHECKSUM_BYTES);
+        bytes.extend_from_slice(&MAGIC);
+        bytes.extend_from_slice(&VERSION.to_le_bytes());
+        // There are at most MAX_RANGES.
+        let count = u32::try_from(self.len()).unwrap_or(u32::MAX);
+        bytes.extend_from_slice(&count.to_le_bytes());
+        for range in self.iter() {
+            bytes.extend_from_slice(&range.start().0.to_le_bytes());
+            bytes.extend_from_slice(&range.bytes().to_le_bytes());
+        }
+        bytes.extend_from_slice(&crc32(&bytes).to_le_bytes());
+        bytes
+    }
+
+    /// The map that `bytes` are; nothing but exactly what [`Self::encode`] makes is taken. Allocates
+    /// no more than `bytes` justify.
+    pub fn decode(bytes: &[u8]) -> Result<Self, ParsePoisonError> {
+        let (magic, rest) = bytes
+            .split_first_chunk::<8>()
+            .ok_or(ParsePoisonError::NotAPoisonMap)?;
+        if *magic != MAGIC {
+            return Err(ParsePoisonError::NotAPoisonMap);
+        }
+        let too_short = |wanted| ParsePoisonError::WrongLength {
+            bytes: bytes.len(),
+            wanted,
+        };
+        let shortest = HEADER_BYTES + CHECKSUM_BYTES;
+        let (version, rest) = rest.split_first_chunk().ok_or(too_short(shortest))?;
+        let version = u32::from_le_bytes(*version);
+        if version != VERSION {
+            return Err(ParsePoisonError::UnknownVersion { version });
+        }
+        let (count, rest) = rest.split_first_chunk().ok_or(too_short(shortest))?;
+        let claimed = u32::from_le_bytes(*count);
+        let count = usize::try_from(claimed).unwrap_or(usize::MAX);
+        if count > Self::MAX_RANGES {
+            return Err(ParsePoisonError::TooManyRanges { count: claimed });
+        }
+        let wanted = shortest + count * RANGE_BYTES;
+        if bytes.len() != wanted {
+            return Err(too_short(wanted));
+        }
+        let (content, checksum) = bytes
+            .split_last_chunk::<CHECKSUM_BYTES>()
+            .ok_or(too_short(wanted))?;
+        let (found, computed) = (u32::from_le_bytes(*checksum), crc32(content));
+        if found != computed {
+            return Err(ParsePoisonError::WrongChecksum { found, computed });
+        }
+        let mut map = Self::new();
+        let mut next = 0;
+        let (words, _) = rest.as_chunks::<8>();
+        let mut words = words.iter().map(|word| u64::from_le_bytes(*word));
+        for index in 0..count {
+            let (Some(start), Some(length)) = (words.next(), words.next()) else {
+                return Err(too_short(wanted));
+            };
+            let range = GuestRange::new(GuestAddress(start), length)
+                .map_err(|source| ParsePoisonError::BadRange { index, source })?;
+            if index > 0 && start <= next {
+                return Err(ParsePoisonError::OutOfOrder { index, range });
+            }
+            next = range.end().0;
+            map.ranges.insert(start, next);
+        }
+        Ok(map)
+    }
+}
+
+/// CRC-32 as in IEEE 802.3, bit by bit: maps are small.
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
+            (crc >> 1) ^ (0xedb8_8320 & 0u32.wrapping_sub(crc & 1))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_checksum_is_the_usual_one() {
+        assert_eq!(super::crc32(b"123456789"), 0xcbf4_3926);
+        assert_eq!(super::crc32(b""), 0);
+    }
+}
