@@ -18,6 +18,7 @@ use crate::benchmark::{Benchmark, Job, Rig};
 use crate::latency::{LatencyLog, LatencyLogError};
 use crate::machine::stall_timeout;
 use crate::prepare::{Gate, PrepareError, check_vcpus, leave_out};
+use crate::progress::Progress;
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
@@ -212,7 +213,7 @@ impl Machines {
 
 impl Rig<Plan> for Machines {
     /// Fails also where a guest saw a hole and the method promises that there is none.
-    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+    fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         self.measure(job).map_err(|wrong| {
             let lost = wrong.may_be_loss();
             let source: Box<dyn Error + Send + Sync> = Box::new(wrong);

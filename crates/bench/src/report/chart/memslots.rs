@@ -108,6 +108,7 @@ fn kept_into(
         title: &title,
         subtitle: "the vCPU that was kept longest, median commit; runs' median and extremes; log.",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let scale = Scale::logarithmic(low, highest(&lines));
     let tick = |ns: f64| tell(ns).replace(".00 ", " ").replace(".0 ", " ");
@@ -132,6 +133,7 @@ fn boots_into(canvas: &mut Canvas<'_>, x: i32, report: &MemslotsReport) -> Resul
         title: "All commits of a boot, measured here",
         subtitle: "milliseconds for 86 updates; median, lowest and highest run",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let scale = Scale::from_zero(highest(&lines));
     line_chart(canvas, x, &words, &lines, scale, short)
@@ -159,6 +161,7 @@ fn published_into(canvas: &mut Canvas<'_>, x: i32, published: &Published) -> Res
         title: "All commits of a boot, published",
         subtitle: "milliseconds; their hardware",
         places: &places,
+        axis: "vCPUs",
     };
     let scale = Scale::from_zero(highest(&lines));
     line_chart(canvas, x, &words, &lines, scale, short)

@@ -2,6 +2,7 @@
 
 mod canvas;
 mod frame;
+pub(crate) mod memcycler;
 pub(crate) mod memslots;
 pub(crate) mod populate;
 mod scale;
@@ -81,6 +82,7 @@ fn rates_into(canvas: &mut Canvas<'_>, x: i32, report: &PagingReport) -> Result<
         title: "Rate, measured here",
         subtitle: &subtitle,
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let scale = Scale::from_zero(highest(&lines));
     line_chart(canvas, x, &words, &lines, scale, short)
@@ -128,6 +130,7 @@ fn published_into(canvas: &mut Canvas<'_>, x: i32, published: &Published) -> Res
         title: "Rate, published",
         subtitle: &subtitle,
         places: &places,
+        axis: "vCPUs",
     };
     line_chart(
         canvas,
@@ -215,6 +218,7 @@ pub(crate) fn ratios(report: &PagingReport) -> Result<Option<String>, DrawError>
         title: "How many times the rate of uffd",
         subtitle: "median of the rounds' own ratios, lowest and highest round; logarithmic",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let times = |value: f64| format!("{}x", crate::units::decimal(value, 3));
     let scale = Scale::doubling(low, high);
@@ -340,6 +344,7 @@ pub(crate) fn latencies(report: &PagingReport) -> Result<Option<String>, DrawErr
         title: "Latency of a fault, seen by the guest",
         subtitle: "filled: median; ring: 99th percentile; tick: longest; logarithmic",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let scale = Scale::logarithmic(float(low), float(high));
     let tell = |ns: f64| {
@@ -394,6 +399,7 @@ pub(crate) fn instructions(report: &PagingReport) -> Result<Option<String>, Draw
         title: "Instructions per page made present",
         subtitle: "host kernel, hypervisor, guest and Pagetide together; median and extremes",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let keys: Vec<Key> = lines.iter().map(|line| line.key.clone()).collect();
     let scale = Scale::from_zero(highest(&lines) * 1.08);

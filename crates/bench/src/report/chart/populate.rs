@@ -61,6 +61,7 @@ fn total_into(
         title: &title,
         subtitle: "population included; median, lowest and highest run; logarithmic",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     times_into(canvas, x, report, backing, &words, |point| point.total_ns)
 }
@@ -76,6 +77,7 @@ fn guest_into(
         title: &title,
         subtitle: "population not counted; median, lowest and highest run; logarithmic",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     times_into(canvas, x, report, backing, &words, |point| point.guest_ns)
 }
@@ -113,6 +115,7 @@ fn rate_into(
         title: &title,
         subtitle: "GiB/s; median, lowest and highest run",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let scale = Scale::from_zero(highest(&lines));
     line_chart(canvas, x, &words, &lines, scale, short)
