@@ -93,11 +93,12 @@ pub struct StateCounts {
 /// | InFlight | Poisoned | [`ClaimGuard::finish`] | the content is lost, says the source |
 /// | InFlight | Absent or Removed, as claimed | [`ClaimGuard::abandon`], or dropping the guard | the owner failed; others may claim |
 /// | Absent, Present, Zero | Removed | [`Self::remove`] | the guest gave the content up |
-/// | Absent, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error took it |
+/// | Absent, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error took it, now or before the VM was restored |
 /// | any but InFlight | Absent | [`Self::reset`] | the memory was emptied for another run |
 ///
 /// There is no other edge. InFlight is left by its owner only, so nobody can take a page from under
-/// the thread that is installing it. A poisoned page stays poisoned until a reset.
+/// the thread that is installing it. A poisoned page stays poisoned until a reset. When each edge to
+/// Poisoned is taken is in `docs/design/poison.md`.
 ///
 /// An InFlight page carries two more bits, both set by those who came too late and cleared by the
 /// owner's one swap: *wake wanted* (a userfaultfd reader must not block, so it leaves its

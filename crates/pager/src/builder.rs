@@ -5,9 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pagetide_memory::{
-    AccessError, Backing, GuestRange, PageIndex, PageMap, PageMapError, PageRange, Region,
+    AccessError, Backing, GuestAddress, GuestRange, PageIndex, PageMap, PageMapError, PageRange,
+    PoisonMap, Region,
 };
-use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, RegisterError, Userfaultfd};
+use pagetide_uapi::userfaultfd::{
+    Features, InstallError, Mode, OpenError, RegisterError, Userfaultfd,
+};
 use thiserror::Error;
 
 use crate::pager::{Pager, Settings};
@@ -77,6 +80,15 @@ pub enum BuildError {
     /// The kernel would not serve the memory.
     #[error(transparent)]
     Register(#[from] RegisterError),
+    /// Memory that was lost before could not be poisoned again.
+    #[error("poisoning gpa {gpa}, which was lost before")]
+    Poison {
+        /// The page.
+        gpa: GuestAddress,
+        /// What the kernel said.
+        #[source]
+        source: InstallError,
+    },
     /// Mappings from before could not be dropped.
     #[error("dropping the mappings that guest memory had before")]
     Zap(#[source] AccessError),
@@ -94,6 +106,7 @@ pub struct PagerBuilder {
     fault_around_pages: u64,
     no_progress_limit: NonZeroU32,
     owner_timeout: Duration,
+    poison: PoisonMap,
 }
 
 impl PagerBuilder {
@@ -106,6 +119,7 @@ impl PagerBuilder {
             fault_around_pages: 1,
             no_progress_limit: NonZeroU32::new(1000).unwrap_or(NonZeroU32::MAX),
             owner_timeout: Duration::from_secs(30),
+            poison: PoisonMap::new(),
         }
     }
 
@@ -144,6 +158,20 @@ impl PagerBuilder {
     #[must_use]
     pub fn owner_timeout(mut self, timeout: Duration) -> Self {
         self.owner_timeout = timeout;
+        self
+    }
+
+    /// What of the memory was lost before, in the VM's life on this host or on another: a page that
+    /// has lost bytes is poisoned from the start, all of it, and its content is never asked for. Until
+    /// told nothing is lost.
+    ///
+    /// Where the kernel lacks `UFFD_FEATURE_POISON` the page map alone says so: exits are told, and a
+    /// thread that touches such a page is an error ([`ResolveError::CannotPoison`]).
+    ///
+    /// [`ResolveError::CannotPoison`]: crate::ResolveError::CannotPoison
+    #[must_use]
+    pub fn poison(mut self, lost: PoisonMap) -> Self {
+        self.poison = lost;
         self
     }
 
@@ -191,8 +219,9 @@ impl PagerBuilder {
             can_poison: features.contains(Features::POISON),
         };
         // From here on the pager's drop undoes what was registered.
-        let pager = Pager::new(uffds, paged, self.source, settings);
+        let pager = Pager::new(uffds, paged, self.source, settings, self.poison);
         pager.register()?;
+        pager.reinstate_poison()?;
         Ok(Arc::new(pager))
     }
 }

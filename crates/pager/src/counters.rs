@@ -38,6 +38,8 @@ counters! {
     exists,
     /// Calls that the kernel cut short (EAGAIN).
     again,
+    /// Pages whose content was found to be lost: by the source, or by an uncorrected error here.
+    poisoned,
     /// Faults on pages that another thread owned, and pages that prefetch found taken.
     lost_claims,
     /// Of those, exits that waited for the owner.

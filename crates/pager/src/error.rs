@@ -94,6 +94,22 @@ pub enum ResolveError {
     },
 }
 
+impl ResolveError {
+    /// Whether the kernel says that the page has an uncorrected error.
+    pub(crate) fn is_poison(&self) -> bool {
+        matches!(
+            self,
+            Self::Populate {
+                source: PopulateError::Poisoned { .. },
+                ..
+            } | Self::Install {
+                source: InstallError::Poisoned,
+                ..
+            }
+        )
+    }
+}
+
 /// Why a reader thread, or prefetch, ended before it was told to.
 #[derive(Debug, Error)]
 pub enum ReaderError {

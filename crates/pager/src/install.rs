@@ -12,7 +12,7 @@ use crate::site::Site;
 
 /// How often the kernel may say EAGAIN in a row without having installed anything. It does so while
 /// another thread changes the address space, which takes microseconds.
-const MAX_TRIES: u32 = 10_000;
+pub(crate) const MAX_TRIES: u32 = 10_000;
 
 impl Worker {
     /// Brings a run in that was just claimed and holds the faulting page.
@@ -71,6 +71,7 @@ impl Worker {
         run: ClaimGuard<'_>,
     ) -> Result<Resolution, ResolveError> {
         // Settled first: whoever is woken by the poison finds the map saying so.
+        self.counters.poisoned += run.pages().count();
         site.finish(&mut self.counters, run, Settled::Poisoned);
         self.poisoned(site, fault)
     }
@@ -177,12 +178,14 @@ impl Worker {
                 InstallError::Exists { .. } => {
                     let (there, rest) = run.split_at(1);
                     self.counters.exists += 1;
-                    if there.pages().contains(fault.page) {
-                        resolution = Some(Resolution::Exists);
-                    }
-                    if let Err(error) = self.exists(site, fault, there) {
-                        site.abandon(&mut self.counters, rest);
-                        return Err(error);
+                    let is_wanted = there.pages().contains(fault.page);
+                    match self.exists(site, fault, there) {
+                        Ok(exists) if is_wanted => resolution = Some(exists),
+                        Ok(_) => {}
+                        Err(error) => {
+                            site.abandon(&mut self.counters, rest);
+                            return Err(error);
+                        }
                     }
                     run = rest;
                 }
@@ -255,12 +258,14 @@ impl Worker {
         site: &Site<'_>,
         fault: &Fault,
         there: ClaimGuard<'_>,
-    ) -> Result<(), ResolveError> {
+    ) -> Result<Resolution, ResolveError> {
         let pages = there.pages();
         let is_wanted = pages.contains(fault.page);
         if is_wanted && fault.delivery == Delivery::Exit {
             match self.populate(site, fault) {
                 Ok(()) => {}
+                // What is mapped there is the kernel's mark of an uncorrected error.
+                Err(error) if error.is_poison() => return self.settle_lost(site, fault, there),
                 Err(error) => {
                     site.abandon(&mut self.counters, there);
                     return Err(error);
@@ -271,7 +276,7 @@ impl Worker {
         if is_wanted && fault.delivery == Delivery::Uffd {
             self.wake(site, site.paged.user_range(pages));
         }
-        Ok(())
+        Ok(Resolution::Exists)
     }
 }
 

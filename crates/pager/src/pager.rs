@@ -6,8 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pagetide_kvm::{Access, FaultExit};
-use pagetide_memory::{GuestAddress, HostAddress, PageIndex, PageMap, Region, ResetError};
-use pagetide_uapi::userfaultfd::{Mode, PageFault, Userfaultfd};
+use pagetide_memory::{
+    GuestAddress, GuestRange, HostAddress, PageIndex, PageMap, PageRange, PoisonMap, Region,
+    Removal, ResetError,
+};
+use pagetide_uapi::userfaultfd::{Mode, PageFault, Userfaultfd, Wake};
 
 use crate::arrivals::Arrivals;
 use crate::builder::{BuildError, PagerBuilder};
@@ -16,7 +19,7 @@ use crate::error::{Failure, ReaderError, ResolveError};
 use crate::fault::{Delivery, Fault, RegionId};
 use crate::prefetch::Progress;
 use crate::pulse::Pulse;
-use crate::resolver::{Resolver, Worker};
+use crate::resolver::{Resolver, WAIT_SLICE, Worker, poison_page};
 use crate::site::{PagedRegion, Span};
 use crate::source::PageSource;
 
@@ -45,6 +48,8 @@ pub struct Pager {
     by_hva: Vec<usize>,
     pub(crate) source: Box<dyn PageSource>,
     pub(crate) settings: Settings,
+    /// What was lost before this pager was made.
+    lost: PoisonMap,
     stopped: AtomicBool,
     failure: OnceLock<Failure>,
     on_failure: Mutex<Option<OnFailure>>,
@@ -64,6 +69,7 @@ impl Pager {
         regions: Vec<PagedRegion>,
         source: Box<dyn PageSource>,
         settings: Settings,
+        lost: PoisonMap,
     ) -> Self {
         let mut by_hva: Vec<_> = (0..regions.len()).collect();
         by_hva.sort_by_key(|&index| regions[index].hva);
@@ -73,6 +79,7 @@ impl Pager {
             by_hva,
             source,
             settings,
+            lost,
             stopped: AtomicBool::new(false),
             failure: OnceLock::new(),
             on_failure: Mutex::new(None),
@@ -103,6 +110,84 @@ impl Pager {
             }
         }
         Ok(())
+    }
+
+    /// Poisons the pages that were lost before, in the page maps and in the guest mappings.
+    pub(crate) fn reinstate_poison(&self) -> Result<(), BuildError> {
+        self.mark_lost();
+        if !self.settings.can_poison {
+            return Ok(());
+        }
+        for paged in &self.regions {
+            for gpa in self.lost_pages(paged) {
+                let at = paged.region.page_of_gpa(gpa);
+                let Some((page, uffd)) =
+                    at.and_then(|page| Some((page, self.uffd(paged.span(page)?)?)))
+                else {
+                    continue;
+                };
+                let range = paged.user_range(PageRange::single(page));
+                poison_page(uffd, range, Wake::Wake)
+                    .map_err(|source| BuildError::Poison { gpa, source })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn lost_pages(&self, paged: &PagedRegion) -> impl Iterator<Item = GuestAddress> {
+        self.lost
+            .pages_in(paged.region.range(), paged.region.page_size())
+    }
+
+    /// Poisons them in the page maps, whose pages are absent now.
+    fn mark_lost(&self) {
+        let mut poisoned = 0;
+        for paged in &self.regions {
+            for gpa in self.lost_pages(paged) {
+                let page = paged.region.page_of_gpa(gpa);
+                let removal = page.map(|page| paged.map.poison(page));
+                poisoned += u64::from(matches!(removal, Some(Removal::Done(_))));
+            }
+        }
+        self.lock_counted().poisoned += poisoned;
+    }
+
+    /// Takes note that `lost` was lost to an uncorrected error, as SIGBUS has told the VMM: pages that
+    /// are lost as a whole are poisoned in the page map. (Of a page that is kept apart from its error
+    /// the rest is good.) Waits for pages that are being brought in. Returns how many pages are
+    /// poisoned that were not.
+    pub fn record_poison(&self, lost: GuestRange) -> u64 {
+        let mut poisoned = 0;
+        for paged in &self.regions {
+            let size = paged.region.page_size().bytes();
+            let region = paged.region.range();
+            let start = lost.start().0.max(region.start().0).next_multiple_of(size);
+            let end = lost.end().0.min(region.end().0);
+            let mut gpa = start;
+            while gpa < end && end - gpa >= size {
+                if let Some(page) = paged.region.page_of_gpa(GuestAddress(gpa)) {
+                    poisoned += u64::from(self.poison_when_idle(&paged.map, page));
+                }
+                gpa += size;
+            }
+        }
+        self.lock_counted().poisoned += poisoned;
+        poisoned
+    }
+
+    /// Whether the page is poisoned now and was not.
+    fn poison_when_idle(&self, map: &PageMap, page: PageIndex) -> bool {
+        loop {
+            match map.poison(page) {
+                Removal::Done(_) => return true,
+                Removal::Poisoned | Removal::Outside => return false,
+                // Its owner has written to the page, or will touch it and see for itself.
+                Removal::InFlight if self.is_stopped() => return false,
+                Removal::InFlight => {
+                    map.wait(page, WAIT_SLICE);
+                }
+            }
+        }
     }
 
     pub(crate) fn paged(&self, region: RegionId) -> Option<&PagedRegion> {
@@ -144,6 +229,7 @@ impl Pager {
         for paged in &self.regions {
             let counts = paged.map.counts();
             progress.present += counts.present + counts.zero;
+            progress.poisoned += counts.poisoned;
             progress.total += paged.map.pages();
         }
         progress
@@ -296,7 +382,9 @@ impl Pager {
 
     /// Makes every page absent again, for another run: to be called while nothing runs on the
     /// memory and no fault is being resolved, after [`Region::zap_guest`] or [`Region::punch`]. What
-    /// was counted is forgotten, and so is [`Pager::stop`]; a failure is not.
+    /// was counted is forgotten, and so is [`Pager::stop`]; a failure is not. Pages that were lost before
+    /// the pager was made stay poisoned; those that were lost since do not, as emptying the memory
+    /// has got rid of them.
     pub fn reset(&self) -> Result<(), ResetError> {
         for paged in &self.regions {
             paged.map.reset()?;
@@ -306,6 +394,7 @@ impl Pager {
             self.stopped.store(false, Ordering::Release);
         }
         *self.lock_counted() = Counters::default();
+        self.mark_lost();
         Ok(())
     }
 

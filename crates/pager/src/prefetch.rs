@@ -49,6 +49,8 @@ pub struct PrefetchEnd {
 pub struct Progress {
     /// Pages that are present, the zero page included, each of its region's size.
     pub present: u64,
+    /// Pages that are lost: they will never be present.
+    pub poisoned: u64,
     /// All pages.
     pub total: u64,
 }

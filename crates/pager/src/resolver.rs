@@ -4,12 +4,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pagetide_kvm::{Access, FaultExit};
-use pagetide_memory::{Claim, PageRange, PageState, PopulateAccess};
-use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Wake};
+use pagetide_memory::{Claim, PageRange, PageState, PopulateAccess, Removal};
+use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
 
 use crate::counters::Counters;
 use crate::error::ResolveError;
 use crate::fault::{Delivery, Fault, Resolution};
+use crate::install::MAX_TRIES;
 use crate::pager::Pager;
 use crate::pulse::{OwnLines, Seat};
 use crate::site::Site;
@@ -80,12 +81,15 @@ impl Worker {
         match state {
             PageState::Present | PageState::Zero => {
                 self.counters.already_present += 1;
-                match fault.delivery {
+                let resolved = match fault.delivery {
                     Delivery::Exit => self.exit_on_present(site, fault, state),
                     Delivery::Uffd => self.message_on_present(site, fault),
                     Delivery::Prefetch => Ok(Resolution::AlreadyPresent),
+                };
+                match resolved {
+                    Err(error) if error.is_poison() => self.lost_since(site, fault).map(Some),
+                    resolved => resolved.map(Some),
                 }
-                .map(Some)
             }
             PageState::InFlight => {
                 self.counters.lost_claims += 1;
@@ -240,24 +244,43 @@ impl Worker {
         site.wake(&mut self.counters, range);
     }
 
-    /// A fault on a page whose content is lost.
+    /// A page that was present has an uncorrected error since.
+    fn lost_since(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Resolution, ResolveError> {
+        if let Removal::Done(_) = site.paged.map.poison(fault.page) {
+            self.counters.poisoned += 1;
+        }
+        self.poisoned(site, fault)
+    }
+
+    /// A fault on a page whose content is lost. Poison is put into the guest mapping whoever asks:
+    /// when the userfaultfd is closed one day, the page must not read as zeroes.
     pub(crate) fn poisoned(
         &mut self,
         site: &Site<'_>,
         fault: &Fault,
     ) -> Result<Resolution, ResolveError> {
-        if fault.delivery != Delivery::Uffd {
-            return Ok(Resolution::Poisoned);
-        }
+        let is_asleep = fault.delivery == Delivery::Uffd;
         if !site.pager.settings.can_poison {
-            return Err(ResolveError::CannotPoison { fault: *fault });
+            return if is_asleep {
+                Err(ResolveError::CannotPoison { fault: *fault })
+            } else {
+                Ok(Resolution::Poisoned)
+            };
         }
         let range = site.paged.user_range(PageRange::single(fault.page));
-        match site.uffd.poison_pages(range, Wake::Wake) {
+        let wake = if is_asleep {
+            Wake::Wake
+        } else {
+            Wake::DontWake
+        };
+        match poison_page(site.uffd, range, wake) {
             Ok(()) => {}
             // Poisoned before; a page that was mapped when it was poisoned keeps its mapping, to
             // which the hardware has its own answer.
-            Err(InstallError::Exists { .. } | InstallError::Again { .. }) => self.wake(site, range),
+            Err(InstallError::Exists { .. } | InstallError::Again { .. }) if is_asleep => {
+                self.wake(site, range);
+            }
+            Err(InstallError::Exists { .. }) => {}
             Err(source) => {
                 return Err(ResolveError::Install {
                     fault: *fault,
@@ -267,6 +290,21 @@ impl Worker {
         }
         Ok(Resolution::Poisoned)
     }
+}
+
+/// UFFDIO_POISON for a single page, again while something else changes the address space.
+pub(crate) fn poison_page(
+    uffd: &Userfaultfd,
+    page: UserRange,
+    wake: Wake,
+) -> Result<(), InstallError> {
+    for _ in 0..MAX_TRIES {
+        match uffd.poison_pages(page, wake) {
+            Err(InstallError::Again { .. }) => std::thread::yield_now(),
+            result => return result,
+        }
+    }
+    Err(InstallError::Again { installed_bytes: 0 })
 }
 
 /// A reader lost its claim and must not wait: the owner wakes the sleeper. `None` if the owner was

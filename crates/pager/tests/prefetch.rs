@@ -122,7 +122,13 @@ fn everything_comes_without_a_fault() {
         within_patience(&format!("{way:?}"), move || {
             let pager = way.pager(&region);
             let total = region.pages();
-            assert_eq!(pager.progress(), Progress { present: 0, total });
+            assert_eq!(
+                pager.progress(),
+                Progress {
+                    total,
+                    ..Progress::default()
+                }
+            );
             let ended = way.prefetch(&pager).finish().unwrap();
             assert!(ended.is_complete);
             let expected = Counters {
@@ -133,7 +139,14 @@ fn everything_comes_without_a_fault() {
             assert_eq!(ended.counters, expected, "{way:?}");
             assert_eq!(pager.counted(), expected);
             let present = total;
-            assert_eq!(pager.progress(), Progress { present, total });
+            assert_eq!(
+                pager.progress(),
+                Progress {
+                    present,
+                    total,
+                    ..Progress::default()
+                }
+            );
             // A mapping may get lost at any time, as when khugepaged makes a huge one of many.
             let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
             for page in 0..total {

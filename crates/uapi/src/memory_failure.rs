@@ -5,7 +5,7 @@
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
-/// A flag of `memfd_create`: an uncorrected error takes the 4 KiB that have it and no other memory of
+/// A flag of `memfd_create`, typed here until the header of the series has it: an uncorrected error takes the 4 KiB that have it and no other memory of
 /// the file, and nothing is unmapped.
 pub const MFD_MF_KEEP_UE_MAPPED: u32 = 0x0020;
 

@@ -1,5 +1,9 @@
 //! Making errors in memory, where that harms nobody.
 
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+pub(crate) mod checks;
+
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;

@@ -75,8 +75,8 @@ pub enum RegionError {
     },
     /// This kernel cannot keep the rest of a huge page when a part of it has an error.
     #[error(
-        "this kernel has no MFD_MF_KEEP_UE_MAPPED for {backing} memory: an uncorrected error takes \
-         whole huge pages (policy default)"
+        "this kernel has no MFD_MF_KEEP_UE_MAPPED for {backing} memory: there is the policy default \
+         only"
     )]
     NoKeepPolicy {
         /// The backing asked for.

@@ -1,0 +1,236 @@
+//! The handler of SIGBUS and the one that was there before: what is ours, and that everything else
+//! goes on as it would have without us. Each case is a process of its own, since some of them end it.
+
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+use std::ffi::c_void;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus, Stdio};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use libc::{c_int, siginfo_t};
+use pagetide_kvm::poison::install_sigbus_handler;
+use pagetide_memory::{Backing, GuestAddress, Region};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+
+const CASE: &str = "PAGETIDE_TEST_SIGBUS";
+
+/// What the previous handler leaves with.
+const PLAIN: i32 = 41;
+const WITH_INFO: i32 = 42;
+/// The process went on.
+const WENT_ON: i32 = 43;
+
+/// What handled SIGBUS before ours.
+#[derive(Clone, Copy)]
+enum Before {
+    Default,
+    Ignore,
+    Plain,
+    WithInfo,
+    Once,
+}
+
+/// What the process is up to.
+#[derive(Clone, Copy)]
+enum Act {
+    /// Sends itself the signal.
+    Send,
+    /// Touches a mapping behind the end of its file.
+    TouchHole,
+    /// As if the kernel told of an error, touched or not, in memory that is not a guest's.
+    ErrorElsewhere { touched: bool },
+    /// As if it told of an error in a guest's memory that this thread touched outside of any copy.
+    ErrorInGuest,
+    /// As if it told of an error in a guest's memory that nobody touched.
+    FoundInGuest,
+    /// Another error code at a guest's address.
+    OtherCode,
+}
+
+#[derive(Debug, PartialEq)]
+enum End {
+    Code(i32),
+    Sigbus,
+}
+
+use Act::{ErrorElsewhere, ErrorInGuest, FoundInGuest, OtherCode, Send, TouchHole};
+use Before::{Default, Ignore, Once, Plain, WithInfo};
+
+const TOUCHED: Act = ErrorElsewhere { touched: true };
+const FOUND: Act = ErrorElsewhere { touched: false };
+
+/// Before, act, end.
+const CASES: [(Before, Act, End); 22] = [
+    (Default, Send, End::Sigbus),
+    (Default, TouchHole, End::Sigbus),
+    (Default, FOUND, End::Sigbus),
+    (Ignore, Send, End::Code(WENT_ON)),
+    (Ignore, TouchHole, End::Sigbus),
+    (Ignore, FOUND, End::Code(WENT_ON)),
+    (Plain, Send, End::Code(PLAIN)),
+    (Plain, TouchHole, End::Code(PLAIN)),
+    (Plain, TOUCHED, End::Code(PLAIN)),
+    (Plain, FOUND, End::Code(PLAIN)),
+    (WithInfo, Send, End::Code(WITH_INFO)),
+    (WithInfo, TouchHole, End::Code(WITH_INFO)),
+    (WithInfo, TOUCHED, End::Code(WITH_INFO)),
+    (WithInfo, FOUND, End::Code(WITH_INFO)),
+    (Once, Send, End::Sigbus),
+    (Once, FOUND, End::Sigbus),
+    (WithInfo, ErrorInGuest, End::Code(WITH_INFO)),
+    (WithInfo, OtherCode, End::Code(WITH_INFO)),
+    (Default, FoundInGuest, End::Code(WENT_ON)),
+    (Ignore, FoundInGuest, End::Code(WENT_ON)),
+    (WithInfo, FoundInGuest, End::Code(WENT_ON)),
+    (Plain, OtherCode, End::Code(PLAIN)),
+];
+
+#[test]
+fn what_is_not_ours_goes_to_whoever_was_there_before() {
+    for (index, (_, _, end)) in CASES.iter().enumerate() {
+        let status = Command::new(std::env::current_exe().expect("a program"))
+            .args(["--exact", "a_case", "--nocapture"])
+            .env(CASE, index.to_string())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status()
+            .expect("a process");
+        assert_eq!(end_of(status), *end, "case {index}: {status}");
+    }
+}
+
+fn end_of(status: ExitStatus) -> End {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => End::Code(code),
+        (_, Some(libc::SIGBUS)) => End::Sigbus,
+        _ => panic!("{status}"),
+    }
+}
+
+/// Where the signal is to say that the error is.
+static EXPECTED: AtomicUsize = AtomicUsize::new(0);
+
+extern "C" fn plain(_: c_int) {
+    // SAFETY: _exit may be called in a handler.
+    unsafe { libc::_exit(PLAIN) };
+}
+
+extern "C" fn with_info(_: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    // SAFETY: the kernel's, or our handler's, which has it from the kernel.
+    let info = unsafe { &*info };
+    // SAFETY: it is of SIGBUS, which has an address (or, if it was sent, something in its place).
+    let at = unsafe { info.si_addr() }.addr();
+    let expected = EXPECTED.load(Ordering::Relaxed);
+    let is_right = !context.is_null() && (expected == 0 || at == expected);
+    // SAFETY: as above.
+    unsafe { libc::_exit(if is_right { WITH_INFO } else { 1 }) };
+}
+
+extern "C" fn once(_: c_int) {}
+
+fn handle_by(before: Before) {
+    // SAFETY: plain data.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    (action.sa_sigaction, action.sa_flags) = match before {
+        Default => (libc::SIG_DFL, 0),
+        Ignore => (libc::SIG_IGN, 0),
+        Plain => (plain as *const () as usize, 0),
+        WithInfo => (with_info as *const () as usize, libc::SA_SIGINFO),
+        Once => (once as *const () as usize, libc::SA_RESETHAND),
+    };
+    // SAFETY: the handlers above do what a handler may.
+    let status = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, null_mut()) };
+    assert_eq!(status, 0);
+}
+
+/// Sends this thread a SIGBUS as the kernel's own would be.
+fn send(code: c_int, at: usize, lsb: i16) {
+    #[repr(C)]
+    struct Info {
+        signo: c_int,
+        errno: c_int,
+        code: c_int,
+        pad: c_int,
+        at: usize,
+        lsb: i16,
+        rest: [u8; 102],
+    }
+    EXPECTED.store(at, Ordering::Relaxed);
+    let info = Info {
+        signo: libc::SIGBUS,
+        errno: 0,
+        code,
+        pad: 0,
+        at,
+        lsb,
+        rest: [0; 102],
+    };
+    // SAFETY: the structure is one of 128 bytes, as the kernel wants it; it is read only.
+    let status = unsafe {
+        libc::syscall(
+            libc::SYS_rt_tgsigqueueinfo,
+            rustix::process::getpid().as_raw_nonzero().get(),
+            rustix::thread::gettid().as_raw_nonzero().get(),
+            libc::SIGBUS,
+            &raw const info,
+        )
+    };
+    assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// A page that is mapped and has no file behind it.
+fn hole() -> *mut u8 {
+    let file = memfd_create("hole", MemfdFlags::CLOEXEC).expect("a file");
+    ftruncate(&file, 4096).expect("a page");
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping, at an address that the kernel chooses.
+    let at = unsafe { mmap(null_mut(), 4096, access, MapFlags::SHARED, &file, 0) };
+    ftruncate(&file, 0).expect("none");
+    at.expect("a mapping").cast()
+}
+
+/// One of [`CASES`]; nothing by itself.
+#[test]
+fn a_case() {
+    let Ok(index) = std::env::var(CASE) else {
+        return;
+    };
+    let (before, act, _) = &CASES[index.parse::<usize>().expect("a number")];
+    // A process that dies as it should leaves no core.
+    let none = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: the structure is read only.
+    unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const none) };
+    handle_by(*before);
+    install_sigbus_handler().expect("a handler");
+    install_sigbus_handler().expect("once is enough");
+    let region = Region::new(GuestAddress(0), 0x4000, Backing::Shmem).expect("4 pages");
+    let guest = region.guest().start().0 + 0x1000;
+    match act {
+        // SAFETY: a number.
+        Send => assert_eq!(unsafe { libc::raise(libc::SIGBUS) }, 0),
+        TouchHole => {
+            let hole = hole();
+            EXPECTED.store(hole.addr(), Ordering::Relaxed);
+            // SAFETY: mapped; what comes of it is the test.
+            unsafe { hole.read_volatile() };
+        }
+        ErrorElsewhere { touched: true } => send(libc::BUS_MCEERR_AR, 0x1000, 12),
+        ErrorElsewhere { touched: false } => send(libc::BUS_MCEERR_AO, 0x1000, 12),
+        ErrorInGuest => send(libc::BUS_MCEERR_AR, guest, 12),
+        FoundInGuest => send(libc::BUS_MCEERR_AO, guest, 12),
+        OtherCode => send(libc::BUS_ADRERR, guest, 0),
+    }
+    if matches!(before, Once) {
+        // The second time it is as if there were no handler.
+        // SAFETY: a number.
+        assert_eq!(unsafe { libc::raise(libc::SIGBUS) }, 0);
+    }
+    // SAFETY: ends the process, without the test harness's own ideas.
+    unsafe { libc::_exit(WENT_ON) };
+}
