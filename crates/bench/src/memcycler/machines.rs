@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::poison::{SimulateError, simulate_error};
 use pagetide_kvm::{Exit, Kvm, StatsError};
-use pagetide_memory::{FailurePolicy, GuestAddress, Region, RegionError};
+use pagetide_memory::{AccessError, FailurePolicy, GuestAddress, Region, RegionError};
 use pagetide_testbed::{Cycler, CyclerConfig, Cycling, DATA_GPA, EndlessError, MachineError};
 
 use super::errors;
@@ -25,8 +25,6 @@ use crate::units::{ByteSize, figure, float};
 
 /// Between two looks at what the guest has done.
 const SECOND: Duration = Duration::from_secs(1);
-/// The answer of MADV_HWPOISON where the memory is lost already.
-const EHWPOISON: i32 = 133;
 
 /// Machines to run a plan on; made anew for every run.
 #[derive(Debug)]
@@ -179,16 +177,11 @@ fn live(
     let Job { plan, series, .. } = *job;
     let errors = plan.errors(series.poison_percent);
     for gpa in errors::places(region.gpa(), plan.pieces(), errors, job.seed) {
-        match simulate_error(region, gpa) {
-            Ok(()) => {
-                made.insert(gpa);
-            }
-            Err(SimulateError::Failed { source, .. })
-                if source.raw_os_error() == Some(EHWPOISON) =>
-            {
-                sample.errors_in_lost_memory += 1;
-            }
-            Err(error) => return Err(error.into()),
+        if is_lost(region, gpa) {
+            sample.errors_in_lost_memory += 1;
+        } else {
+            simulate_error(region, gpa)?;
+            made.insert(gpa);
         }
     }
     // Whatever is lost is found out, and what can be used is mapped again.
@@ -206,6 +199,16 @@ fn live(
     }
     (sample.elapsed, sample.words) = (at - start, words - first);
     Ok(())
+}
+
+/// Whether an error has taken the memory already. There can be no other then.
+fn is_lost(region: &Region, gpa: GuestAddress) -> bool {
+    let place = region.page_of_gpa(gpa).and_then(|page| {
+        let offset = gpa.offset_from(region.gpa_of_page(page)?)?;
+        Some((page, offset))
+    });
+    let read = place.map(|(page, offset)| region.read_guest(page, offset, &mut [0; 8]));
+    matches!(read, Some(Err(AccessError::Poisoned { .. })))
 }
 
 /// Memory with an error is not compared: nobody may rely on what it holds.

@@ -47,8 +47,9 @@ pub(super) fn notes(report: &MemcyclerReport) -> Vec<String> {
     }
     if report.origin.timing.is_lab() {
         notes.push(
-            "What mappings of 4 KiB cost is the time of the processor's page walks, of which a software \
-             CPU has its own kind: read the direction, not the size."
+            "What second-stage mappings of 4 KiB cost on hardware is misses of the TLB and longer page \
+             walks. A software CPU has a TLB of 4 KiB entries whatever the mapping, and its walks are no \
+             instructions: here the loss of speed does not show, only the mappings that cause it."
                 .to_owned(),
         );
     }

@@ -48,8 +48,10 @@ impl Shown for MemcyclerReport {
         });
         Table::by_name("series", rows)
             .column("round", |run| run.round.to_string())
-            .count("errors", |run| run.errors)
-            .count("in lost memory", |run| run.errors_in_lost_memory)
+            .column("errors", |run| run.errors.to_string())
+            .column("in lost memory", |run| {
+                run.errors_in_lost_memory.to_string()
+            })
             .column("measured", |run| latency(run.elapsed_ns))
             .maybe("words/µs", |run| run.rate_words_per_us().map(figure))
             .column("each second", |run| {
@@ -159,7 +161,7 @@ fn left(report: &MemcyclerReport) -> Grid {
         Some((point.vcpus, point.series.to_string(), run))
     });
     Table::by_name("series", rows)
-        .count("errors", |run| run.errors)
+        .column("errors", |run| run.errors.to_string())
         .column("mappings before, 4K/2M/1G", |run| sizes(&run.before))
         .column("after", |run| sizes(&run.after))
         .column("unusable", |run| ByteSize(run.unusable_bytes).about())
