@@ -52,7 +52,7 @@ pub struct Point {
     pub series: Series,
     /// The measured runs, by round.
     pub runs: Vec<RunRecord>,
-    /// Errors of a run, in percent of the memory's 2 MiB pieces.
+    /// Errors asked for, in percent of the memory's 2 MiB pieces; a run's `errors` are those made.
     pub hit_percent: f64,
     /// 64-bit words per microsecond, all vCPUs together, of the runs that the guest survived; `None`
     /// if it survived none.

@@ -97,6 +97,30 @@ fn a_guest_that_dies_has_no_rate() {
 }
 
 #[test]
+fn a_guest_that_lost_all_of_its_memory_is_told() {
+    struct Taken;
+    impl Rig<Plan> for Taken {
+        fn run(
+            &mut self,
+            job: &Job<'_, Plan>,
+            progress: &mut dyn Progress,
+        ) -> Result<Sample, RunFailure> {
+            let sample = MadeUp.run(job, progress)?;
+            let hit = job.series.poison_percent > 0;
+            let words = if hit { 0 } else { sample.words };
+            Ok(Sample { words, ..sample })
+        }
+    }
+    let environment = Environment::gather(Timing::Native);
+    let report = run(&Plan::default(), &mut Taken, environment, &mut Quiet).unwrap();
+    let table = report.table(None);
+    assert!(
+        table.contains("has no memory left") && table.contains("-100.00 %"),
+        "{table}"
+    );
+}
+
+#[test]
 fn every_form_has_the_figures() {
     let report = measure(Timing::Instructions, |_| {});
     let table = report.table(None);

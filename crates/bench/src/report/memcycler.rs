@@ -72,7 +72,7 @@ impl Shown for MemcyclerReport {
     fn legend(&self) -> Vec<String> {
         vec![
             format!(
-                "words/µs: 64-bit words read, compared and written per microsecond, all vCPUs \
+                "hit: the memory's 2 MiB pieces that errors were for. words/µs: 64-bit words read, compared and written per microsecond, all vCPUs \
                  together, after the errors; median of {} rounds, lowest and highest round. change: \
                  against the same without errors, by round. lost: what vCPUs could not use any more \
                  or what the kernel counts as corrupted, if that is more.",
@@ -197,7 +197,10 @@ fn lost(point: &&Point) -> String {
 
 fn guest(point: &&Point) -> String {
     let died = point.runs.iter().filter(|run| run.died_of.is_some());
+    let working = |run: &RunRecord| run.words > 0;
     match died.count() {
+        // Its vCPUs go on, and have nothing to do.
+        0 if !point.runs.iter().any(working) => "has no memory left".to_owned(),
         0 => "survived".to_owned(),
         died => format!("died in {died} of {}", point.runs.len()),
     }
