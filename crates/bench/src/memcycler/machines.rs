@@ -1,13 +1,12 @@
 //! Runs on real machines: KVM, a guest that cycles through its memory, and errors in it.
 
 use std::collections::HashSet;
-use std::error::Error;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use pagetide_kvm::poison::{SimulateError, simulate_error};
-use pagetide_kvm::{Exit, Kvm, StatsError};
+use pagetide_kvm::{Kvm, StatsError};
 use pagetide_memory::{AccessError, FailurePolicy, GuestAddress, Region, RegionError};
 use pagetide_testbed::{Cycler, CyclerConfig, Cycling, DATA_GPA, EndlessError, MachineError};
 
@@ -16,7 +15,7 @@ use super::plan::{Plan, Series};
 use super::report::Mappings;
 use super::sample::Sample;
 use crate::benchmark::{Benchmark, Job, Rig};
-use crate::machine::stall_timeout;
+use crate::machine::{is_loss, stall_timeout};
 use crate::prepare::{Gate, PrepareError, check_room, check_vcpus, leave_out};
 use crate::progress::Progress;
 use crate::rounds::RunFailure;
@@ -52,17 +51,7 @@ enum Wrong {
 impl Wrong {
     /// Whether this is what the lab's parallel software CPU does to runs.
     fn may_be_loss(&self) -> bool {
-        matches!(
-            self,
-            Self::Cycle(
-                EndlessError::Stalled { .. }
-                    | EndlessError::Lost { .. }
-                    | EndlessError::UnexpectedExit {
-                        exit: Exit::Shutdown,
-                        ..
-                    }
-            )
-        )
+        matches!(self, Self::Cycle(error) if is_loss(error))
     }
 }
 
@@ -248,12 +237,7 @@ impl Rig<Plan> for Machines {
     ) -> Result<Sample, RunFailure> {
         self.measure(job, progress).map_err(|wrong| {
             let lost = wrong.may_be_loss();
-            let source: Box<dyn Error + Send + Sync> = Box::new(wrong);
-            if lost {
-                RunFailure::Lost(source)
-            } else {
-                RunFailure::Failed(source)
-            }
+            RunFailure::of(wrong, lost)
         })
     }
 }

@@ -1,13 +1,12 @@
 //! Runs on real machines: KVM, a guest that walks its memory, and a thread that changes its slots.
 
-use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::{CommitError, Exit, Kvm};
+use pagetide_kvm::{CommitError, Kvm};
 use pagetide_memory::{Backing, GuestAddress, Region, RegionError};
 use pagetide_testbed::{DATA_GPA, EndlessError, MachineError, Metronome, Walkers, WalkersConfig};
 
@@ -16,7 +15,7 @@ use super::plan::{Guest, Method, Plan, Series};
 use super::sample::Sample;
 use crate::benchmark::{Benchmark, Job, Rig};
 use crate::latency::{LatencyLog, LatencyLogError};
-use crate::machine::stall_timeout;
+use crate::machine::{is_loss, stall_timeout};
 use crate::prepare::{Gate, PrepareError, check_vcpus, leave_out};
 use crate::progress::Progress;
 use crate::rounds::RunFailure;
@@ -79,18 +78,11 @@ enum Wrong {
 impl Wrong {
     /// Whether this is what the lab's parallel software CPU does to runs.
     fn may_be_loss(&self) -> bool {
-        matches!(
-            self,
-            Self::Stuck { .. }
-                | Self::Walk(
-                    EndlessError::Stalled { .. }
-                        | EndlessError::Lost { .. }
-                        | EndlessError::UnexpectedExit {
-                            exit: Exit::Shutdown,
-                            ..
-                        }
-                )
-        )
+        match self {
+            Self::Stuck { .. } => true,
+            Self::Walk(error) => is_loss(error),
+            _ => false,
+        }
     }
 }
 
@@ -216,12 +208,7 @@ impl Rig<Plan> for Machines {
     fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         self.measure(job).map_err(|wrong| {
             let lost = wrong.may_be_loss();
-            let source: Box<dyn Error + Send + Sync> = Box::new(wrong);
-            if lost {
-                RunFailure::Lost(source)
-            } else {
-                RunFailure::Failed(source)
-            }
+            RunFailure::of(wrong, lost)
         })
     }
 }

@@ -59,6 +59,15 @@ pub enum RunFailure {
 }
 
 impl RunFailure {
+    /// One that is lost if `lost`, and failed otherwise.
+    pub(crate) fn of(error: impl Error + Send + Sync + 'static, lost: bool) -> Self {
+        if lost {
+            Self::Lost(Box::new(error))
+        } else {
+            Self::failed(error)
+        }
+    }
+
     /// A failure that would come again.
     pub(crate) fn failed(error: impl Error + Send + Sync + 'static) -> Self {
         Self::Failed(Box::new(error))

@@ -6,7 +6,7 @@ use super::canvas::{Canvas, DrawError, draw};
 use super::frame::{Key, Words};
 use super::scale::Scale;
 use super::theme::Role;
-use super::{HEIGHT, Line, SIZE, WIDTH, highest, line_chart};
+use super::{HEIGHT, Line, SIZE, WIDTH, highest, line_chart, lowest, told};
 use crate::memcycler::{MemcyclerReport, Series};
 use crate::stats::Spread;
 use crate::units::{ByteSize, decimal, whole};
@@ -70,12 +70,7 @@ fn lines(
                 poison_percent,
             };
             let spread = value(series)?;
-            let told = format!(
-                "{series}, {vcpus} vCPUs: {} ({} to {})",
-                tell(spread.median),
-                tell(spread.min),
-                tell(spread.max)
-            );
+            let told = told(&series, vcpus, &spread, &tell);
             Some((place, spread, told))
         });
         Line {
@@ -144,11 +139,6 @@ fn bytes_into(
     let lost = |series| Some(report.point(vcpus, series)?.lost_bytes).filter(|l| l.min > 0.0);
     let tell = |bytes: f64| ByteSize(whole(bytes)).about();
     let lines = lines(report, (vcpus, backing), lost, tell);
-    let low = lines
-        .iter()
-        .flat_map(|line| line.points.iter().map(|point| point.1.min))
-        .fold(f64::INFINITY, f64::min);
-    let low = if low.is_finite() { low } else { 4096.0 };
     let title = format!("Memory that errors cost: {backing}, {vcpus} vCPUs");
     let words = Words {
         title: &title,
@@ -156,6 +146,6 @@ fn bytes_into(
         places: &percent(report),
         axis: "percent of the memory's 2 MiB pieces hit",
     };
-    let scale = Scale::logarithmic(low, highest(&lines));
+    let scale = Scale::logarithmic(lowest(&lines), highest(&lines));
     line_chart(canvas, x, &words, &lines, scale, tell)
 }

@@ -11,6 +11,8 @@ mod theme;
 pub use canvas::DrawError;
 pub(crate) use theme::{Role, declarations, for_page};
 
+use std::fmt::Display;
+
 use canvas::{Anchor, Canvas, Shape, draw};
 use frame::{Frame, Key, Words, aside, short};
 use scale::Scale;
@@ -269,6 +271,25 @@ fn highest(lines: &[Line]) -> f64 {
         .iter()
         .flat_map(|line| line.points.iter().map(|point| point.1.max));
     values.fold(0.0, f64::max)
+}
+
+/// The lowest value of lines, for a logarithmic axis; 1 if there is none.
+fn lowest(lines: &[Line]) -> f64 {
+    let values = lines
+        .iter()
+        .flat_map(|line| line.points.iter().map(|point| point.1.min));
+    let low = values.fold(f64::INFINITY, f64::min);
+    if low.is_finite() { low } else { 1.0 }
+}
+
+/// What to tell of a value: the series, the number of vCPUs, median and extremes.
+fn told(series: &dyn Display, vcpus: u32, spread: &Spread, tell: impl Fn(f64) -> String) -> String {
+    format!(
+        "{series}, {vcpus} vCPUs: {} ({} to {})",
+        tell(spread.median),
+        tell(spread.min),
+        tell(spread.max)
+    )
 }
 
 fn line_chart(

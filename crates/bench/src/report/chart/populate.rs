@@ -6,7 +6,7 @@ use super::canvas::{Canvas, DrawError, draw};
 use super::frame::{Key, Words, short};
 use super::scale::Scale;
 use super::theme::Role;
-use super::{HEIGHT, Line, SIZE, WIDTH, highest, line_chart};
+use super::{HEIGHT, Line, SIZE, WIDTH, highest, line_chart, lowest, told};
 use crate::populate::{Method, Point, PopulateReport, Series};
 use crate::stats::Spread;
 use crate::units::{figure, latency, whole};
@@ -92,12 +92,7 @@ fn times_into(
 ) -> Result<(), DrawError> {
     let tell = |ns: f64| latency(whole(ns));
     let lines = lines_of(report, backing, |point| Some(value(point)), tell);
-    let low = lines
-        .iter()
-        .flat_map(|line| line.points.iter().map(|point| point.1.min))
-        .fold(f64::INFINITY, f64::min);
-    let low = if low.is_finite() { low } else { 1.0 };
-    let scale = Scale::logarithmic(low, highest(&lines));
+    let scale = Scale::logarithmic(lowest(&lines), highest(&lines));
     let tick = |ns: f64| tell(ns).replace(".00 ", " ").replace(".0 ", " ");
     line_chart(canvas, x, words, &lines, scale, tick)
 }
@@ -133,12 +128,7 @@ fn lines_of(
         let places = report.plan.vcpus.iter().enumerate();
         let points = places.filter_map(|(place, &vcpus)| {
             let spread = value(report.point(vcpus, series)?)?;
-            let told = format!(
-                "{series}, {vcpus} vCPUs: {} ({} to {})",
-                tell(spread.median),
-                tell(spread.min),
-                tell(spread.max)
-            );
+            let told = told(&series, vcpus, &spread, &tell);
             Some((place, spread, told))
         });
         let label = match series.threads {
