@@ -23,7 +23,18 @@ struct Measurement {
     arguments: &'static str,
     /// For the VM.
     seconds: u64,
+    huge_pages: Option<HugePages>,
 }
+
+/// What a measurement with huge pages needs of its VM: transparent ones for shmem, and so many in the pool
+/// of 2M pages.
+struct HugePages {
+    pool: u32,
+}
+
+/// Runs its arguments with transparent huge pages for shmem.
+const WITH_THP: &str =
+    "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled && exec \"$@\"";
 
 /// A few minutes: what the README shows.
 const DEMO: Measurement = Measurement {
@@ -33,10 +44,11 @@ const DEMO: Measurement = Measurement {
     arguments: "--vcpus 1,2 --per-vcpu 16M --delivery uffd,exit --fault-around 1,16 \
                 --backing shmem --mode minor --uffds single --readers 1 --runs 7",
     seconds: 900,
+    huge_pages: None,
 };
 
 /// What SPECIFICATION.md promises.
-const SPECIFICATION: [Measurement; 6] = [
+const SPECIFICATION: [Measurement; 7] = [
     Measurement {
         benchmark: "paging",
         name: "instructions",
@@ -44,6 +56,7 @@ const SPECIFICATION: [Measurement; 6] = [
         arguments: "--vcpus 1,2,4,8 --per-vcpu 16M --delivery none,uffd,exit \
                     --fault-around 1,16 --readers 1 --runs 7",
         seconds: 3600,
+        huge_pages: None,
     },
     Measurement {
         benchmark: "paging",
@@ -52,6 +65,7 @@ const SPECIFICATION: [Measurement; 6] = [
         arguments: "--vcpus 1,2 --per-vcpu 16M --delivery uffd,exit --fault-around 1,16 \
                     --readers 1 --runs 7",
         seconds: 1800,
+        huge_pages: None,
     },
     Measurement {
         benchmark: "memslots",
@@ -59,6 +73,7 @@ const SPECIFICATION: [Measurement; 6] = [
         timing: Timing::Instructions,
         arguments: "--vcpus 1,2,8,16 --ops split --commits 8 --method list,quiesce --runs 7",
         seconds: 3600,
+        huge_pages: None,
     },
     Measurement {
         benchmark: "populate",
@@ -66,6 +81,7 @@ const SPECIFICATION: [Measurement; 6] = [
         timing: Timing::Instructions,
         arguments: "--vcpus 1,2 --memory 64M --backing shmem --threads 1,2 --runs 7",
         seconds: 3600,
+        huge_pages: None,
     },
     Measurement {
         benchmark: "populate",
@@ -73,6 +89,7 @@ const SPECIFICATION: [Measurement; 6] = [
         timing: Timing::Parallel,
         arguments: "--vcpus 1,2 --memory 64M --backing shmem --threads 1,2 --runs 7",
         seconds: 1800,
+        huge_pages: None,
     },
     Measurement {
         benchmark: "populate",
@@ -81,8 +98,26 @@ const SPECIFICATION: [Measurement; 6] = [
         arguments: "--vcpus 2 --memory 256M --backing shmem --method pre-fault,populate \
                     --threads 1,2 --runs 7",
         seconds: 1800,
+        huge_pages: None,
+    },
+    Measurement {
+        benchmark: "memcycler",
+        name: "memcycler",
+        timing: Timing::Instructions,
+        arguments: "--vcpus 2 --memory 32M --backing thp,hugetlb-2m --poison 0,5,25 \
+                    --policy keep,default --seconds 1 --runs 7",
+        seconds: 3600,
+        huge_pages: Some(HugePages { pool: 128 }),
     },
 ];
+
+impl Measurement {
+    /// Kernel parameters of its VM.
+    fn parameters(&self) -> Option<String> {
+        let huge = self.huge_pages.as_ref()?;
+        Some(format!("hugepages={}", huge.pool))
+    }
+}
 
 /// Builds the kernel if need be, boots it, and shows the table and the page.
 pub(crate) fn demo(paths: &Paths) -> Result<ExitCode> {
@@ -148,6 +183,7 @@ fn measure(measurement: &Measurement, paths: &Paths) -> Result<ExitCode> {
     let mut args = VmArgs::new(Variant::patched(Arch::X86_64));
     args.timing = measurement.timing;
     args.timeout = measurement.seconds;
+    args.append.extend(measurement.parameters());
     let out = paths.target().join("pagetide").join(measurement.name);
     for lost in 0..TRIES {
         let job = job(measurement, lost, &out, paths);
@@ -166,8 +202,13 @@ fn measure(measurement: &Measurement, paths: &Paths) -> Result<ExitCode> {
 
 /// The results state how many VMs were lost before.
 fn job(measurement: &Measurement, lost: u32, out: &Path, paths: &Paths) -> Job {
-    let mut command: Vec<_> = ["pagetide", "bench", measurement.benchmark]
+    let shell: &[&str] = match measurement.huge_pages {
+        Some(_) => &["sh", "-c", WITH_THP, "sh"],
+        None => &[],
+    };
+    let mut command: Vec<_> = shell
         .iter()
+        .chain(&["pagetide", "bench", measurement.benchmark])
         .map(std::ffi::OsString::from)
         .collect();
     command.extend(measurement.arguments.split_whitespace().map(Into::into));
@@ -193,8 +234,10 @@ mod tests {
         let paths = Paths::find().unwrap();
         let promised = std::fs::read_to_string(paths.in_root("SPECIFICATION.md")).unwrap();
         for measurement in &SPECIFICATION {
+            let parameters = measurement.parameters();
+            let append = parameters.map_or_else(String::new, |p| format!(" --append {p}"));
             let command = format!(
-                "`cargo xtask vm --timing {} -- pagetide bench {} {}`",
+                "`cargo xtask vm --timing {}{append} -- pagetide bench {} {}`",
                 measurement.timing.name(),
                 measurement.benchmark,
                 measurement.arguments

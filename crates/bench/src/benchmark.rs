@@ -105,11 +105,16 @@ pub struct Job<'plan, B: Benchmark> {
 
 /// Does runs.
 pub trait Rig<B: Benchmark> {
-    /// Does one run and verifies afterwards that memory holds what it should.
+    /// Does one run and verifies afterwards that memory holds what it should. What is worth a line on
+    /// the way goes to `progress`.
     ///
     /// # Errors
     /// The run hung or failed, or memory does not hold what it should.
-    fn run(&mut self, job: &Job<'_, B>) -> Result<B::Sample, RunFailure>;
+    fn run(
+        &mut self,
+        job: &Job<'_, B>,
+        progress: &mut dyn Progress,
+    ) -> Result<B::Sample, RunFailure>;
 }
 
 /// Runs everything that `plan` names on `rig`.
@@ -129,13 +134,14 @@ pub fn run<B: Benchmark>(
         runs: plan.runs(),
         timing: environment.timing,
     };
-    let run = |turn: &Turn<B::Series>| {
-        rig.run(&Job {
+    let run = |turn: &Turn<B::Series>, progress: &mut dyn Progress| {
+        let job = Job {
             plan,
             vcpus: turn.vcpus,
             series: turn.series,
             seed: turn.number,
-        })
+        };
+        rig.run(&job, progress)
     };
     let collect = |sum: &mut B::Sum, turn: &Turn<B::Series>, sample: &B::Sample| {
         plan.collect(sum, turn, sample)

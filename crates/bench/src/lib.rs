@@ -4,6 +4,7 @@
 //! - [`memslots`]: what a change of memory slots costs running vCPUs, by the method of the change.
 //! - [`populate`]: what it brings to fill the second-stage tables before vCPUs ask.
 //! - [`benchmark`]: what each of them is to those who run it; [`prepare`]: what it may lack here.
+//! - [`memcycler`]: what memory errors take from a guest's speed and memory.
 //! - [`rounds`]: what all benchmarks share: runs, interleaved and repeated, and their origin.
 //! - [`report`]: a result as a terminal table, JSON, SVG and one self-contained HTML page.
 //!
@@ -16,6 +17,7 @@ pub mod facts;
 pub mod latency;
 mod limits;
 mod machine;
+pub mod memcycler;
 pub mod memslots;
 pub mod paging;
 pub mod populate;

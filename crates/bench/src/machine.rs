@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pagetide_kvm::Exit;
 use pagetide_memory::{AccessError, Backing, GuestAddress, PageIndex, Region};
-use pagetide_testbed::{self as testbed, FailureCause, Seed, pattern};
+use pagetide_testbed::{self as testbed, EndlessError, FailureCause, Seed, pattern};
 
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
@@ -47,6 +47,19 @@ pub(crate) fn run_failure(failure: testbed::RunFailure) -> RunFailure {
         } => RunFailure::Lost(Box::new(failure)),
         _ => RunFailure::failed(failure),
     }
+}
+
+/// The same of vCPUs that run until they are told to end, of which no thread is left behind.
+pub(crate) fn is_loss(error: &EndlessError) -> bool {
+    matches!(
+        error,
+        EndlessError::Stalled { .. }
+            | EndlessError::Lost { .. }
+            | EndlessError::UnexpectedExit {
+                exit: Exit::Shutdown,
+                ..
+            }
+    )
 }
 
 /// Puts the content of all pages there: into the page cache, where there is one.

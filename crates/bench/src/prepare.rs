@@ -87,6 +87,12 @@ pub enum PrepareError {
         #[source]
         source: MachineError,
     },
+    /// Errors cannot be simulated.
+    #[error("--poison: {what}; or measure --poison 0")]
+    NoSimulation {
+        /// What is in the way, and what to do about it.
+        what: &'static str,
+    },
     /// KVM does not say what it counts.
     #[error(transparent)]
     Stats(#[from] StatsError),

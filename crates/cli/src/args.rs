@@ -7,6 +7,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use pagetide_memory::Backing;
 
+use crate::memcycler::MemcyclerArguments;
 use crate::memslots::MemslotsArguments;
 use crate::paging::PagingArguments;
 use crate::populate::PopulateArguments;
@@ -72,6 +73,17 @@ pub(crate) enum Bench {
     /// a drawing and the data in files.
     #[command(after_long_help = crate::populate::EXAMPLES)]
     Populate(PopulateArguments),
+    /// What memory errors take from a running guest: speed, and memory
+    ///
+    /// A virtual machine's vCPUs cycle through their memory: each reads a word, compares it and
+    /// writes the next number. Meanwhile some of the memory's 2M pieces get an uncorrected error
+    /// each (simulated, MADV_HWPOISON; the host loses the 4 KiB until it is restarted). Measured
+    /// are the rate, which is shown each second, against that without errors, the bytes that are
+    /// lost, what becomes of the second-stage mappings, and whether the guest survives. All series
+    /// run interleaved, several times; content is verified throughout. The result is a table on
+    /// standard output, and a page, a drawing and the data in files.
+    #[command(after_long_help = crate::memcycler::EXAMPLES)]
+    Memcycler(MemcyclerArguments),
 }
 
 pub(crate) const BACKINGS: [&str; 5] = {

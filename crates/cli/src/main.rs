@@ -6,6 +6,7 @@
 mod args;
 mod failure;
 mod measuring;
+mod memcycler;
 mod memslots;
 mod paging;
 mod populate;
@@ -56,6 +57,7 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
         Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments),
         Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments),
         Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments),
+        Command::Bench(Bench::Memcycler(arguments)) => measuring::run(arguments),
     }
 }
 

@@ -20,6 +20,8 @@
 mod arch;
 mod config;
 mod control;
+mod cycler;
+mod endless;
 mod error;
 mod guest;
 mod handler;
@@ -43,6 +45,8 @@ mod x86_64;
 
 pub use config::{ConfigError, MachineConfig};
 pub use control::Stopper;
+pub use cycler::{Cycler, CyclerConfig, Cycling};
+pub use endless::EndlessError;
 pub use error::MachineError;
 pub use handler::{FaultHandler, Handled, HandlerError, NoFaults, UnexpectedFault};
 pub use layout::{DATA_GPA, DATA_SLOT, LOW_SLOT};
@@ -53,5 +57,5 @@ pub use outcome::{FailureCause, LatencyLog, RunFailure, RunOutcome, VcpuOutcome,
 pub use pattern::Seed;
 pub use stage_two::StageTwo;
 pub use verify::{Content, Expected, Verified, VerifyError};
-pub use walkers::{Hole, MAX_WALK, MAX_WALKERS, WalkError, Walkers, WalkersConfig, Walking};
+pub use walkers::{Hole, MAX_WALK, MAX_WALKERS, Walkers, WalkersConfig, Walking};
 pub use workload::{Touch, Workload};

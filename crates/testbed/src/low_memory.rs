@@ -56,7 +56,7 @@ impl LowMemory {
         self.write(gpa, &bytes)
     }
 
-    fn read(&self, gpa: u64, bytes: &mut [u8]) -> Result<(), MachineError> {
+    pub(crate) fn read(&self, gpa: u64, bytes: &mut [u8]) -> Result<(), MachineError> {
         self.region
             .read_service(PageIndex(gpa / PAGE), gpa % PAGE, bytes)
             .map_err(|source| MachineError::AccessLowMemory {

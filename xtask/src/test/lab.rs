@@ -54,6 +54,27 @@ const POPULATE: [&str; 9] = [
     "pagetide", "bench", "populate", "--vcpus", "1,2", "--memory", "4M", "--runs", "1",
 ];
 
+/// A benchmark of memory errors that is only long enough to take every path.
+const MEMCYCLER: [&str; 17] = [
+    "pagetide",
+    "bench",
+    "memcycler",
+    "--vcpus",
+    "2",
+    "--memory",
+    "8M",
+    "--backing",
+    "hugetlb-2m",
+    "--poison",
+    "25",
+    "--seconds",
+    "1",
+    "--runs",
+    "1",
+    "--out",
+    "target/pagetide/smoke-memcycler",
+];
+
 /// What one job of a VM is.
 enum Kind {
     Selftest(Selftest),
@@ -87,6 +108,7 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
     jobs.push(command(paths, "pagetide bench memslots", &MEMSLOTS));
     let huge = ["--backing", "shmem,hugetlb-2m"];
     jobs.push(populate(paths, &huge, "smoke-populate"));
+    jobs.push(command(paths, "pagetide bench memcycler", &MEMCYCLER));
     let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
     args.memory = "4G".into();

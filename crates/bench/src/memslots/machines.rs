@@ -1,23 +1,23 @@
 //! Runs on real machines: KVM, a guest that walks its memory, and a thread that changes its slots.
 
-use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::{CommitError, Exit, Kvm};
+use pagetide_kvm::{CommitError, Kvm};
 use pagetide_memory::{Backing, GuestAddress, Region, RegionError};
-use pagetide_testbed::{DATA_GPA, MachineError, Metronome, WalkError, Walkers, WalkersConfig};
+use pagetide_testbed::{DATA_GPA, EndlessError, MachineError, Metronome, Walkers, WalkersConfig};
 
 use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot, Step};
 use super::plan::{Guest, Method, Plan, Series};
 use super::sample::Sample;
 use crate::benchmark::{Benchmark, Job, Rig};
 use crate::latency::{LatencyLog, LatencyLogError};
-use crate::machine::stall_timeout;
+use crate::machine::{is_loss, stall_timeout};
 use crate::prepare::{Gate, PrepareError, check_vcpus, leave_out};
+use crate::progress::Progress;
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
@@ -44,7 +44,7 @@ enum Wrong {
     #[error("devices' memory")]
     Bars(#[from] RegionError),
     #[error(transparent)]
-    Walk(#[from] WalkError),
+    Walk(#[from] EndlessError),
     #[error(transparent)]
     Change(#[from] NoSuchSlot),
     #[error("commit {number}")]
@@ -78,18 +78,11 @@ enum Wrong {
 impl Wrong {
     /// Whether this is what the lab's parallel software CPU does to runs.
     fn may_be_loss(&self) -> bool {
-        matches!(
-            self,
-            Self::Stuck { .. }
-                | Self::Walk(
-                    WalkError::Stalled { .. }
-                        | WalkError::Lost { .. }
-                        | WalkError::UnexpectedExit {
-                            exit: Exit::Shutdown,
-                            ..
-                        }
-                )
-        )
+        match self {
+            Self::Stuck { .. } => true,
+            Self::Walk(error) => is_loss(error),
+            _ => false,
+        }
     }
 }
 
@@ -212,15 +205,10 @@ impl Machines {
 
 impl Rig<Plan> for Machines {
     /// Fails also where a guest saw a hole and the method promises that there is none.
-    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+    fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         self.measure(job).map_err(|wrong| {
             let lost = wrong.may_be_loss();
-            let source: Box<dyn Error + Send + Sync> = Box::new(wrong);
-            if lost {
-                RunFailure::Lost(source)
-            } else {
-                RunFailure::Failed(source)
-            }
+            RunFailure::of(wrong, lost)
         })
     }
 }

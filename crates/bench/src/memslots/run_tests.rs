@@ -3,7 +3,7 @@ use std::time::Duration;
 use super::*;
 use crate::benchmark::{Job, Rig, run};
 use crate::memslots::{Guest, Method};
-use crate::progress::Quiet;
+use crate::progress::{Progress, Quiet};
 use crate::report::{self, Report};
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
@@ -12,7 +12,7 @@ use crate::timing::Timing;
 struct MadeUp;
 
 impl Rig<Plan> for MadeUp {
-    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+    fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         let commits_made = u64::from(job.plan.commits_of(job.series));
         let (kept, steps) = match job.series.method() {
             None => (1_000, 2_000_000),

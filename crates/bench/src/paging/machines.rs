@@ -22,6 +22,7 @@ use crate::latency::LatencyLog;
 use crate::limits;
 use crate::machine::{Seeds, fill, run_failure, stall_timeout};
 use crate::prepare::PrepareError;
+use crate::progress::Progress;
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
@@ -101,7 +102,7 @@ impl Machines {
 }
 
 impl Rig<Plan> for Machines {
-    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+    fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         let Job {
             plan,
             vcpus,

@@ -3,7 +3,7 @@ use std::time::Duration;
 use super::*;
 use crate::benchmark::{Job, Rig, run};
 use crate::paging::plan::Delivery;
-use crate::progress::Quiet;
+use crate::progress::{Progress, Quiet};
 use crate::rounds::RunFailure;
 use crate::told;
 use crate::units::ByteSize;
@@ -15,7 +15,7 @@ struct FakeRig<F> {
 }
 
 impl<F: FnMut(&Job<'_, Plan>, usize) -> Result<u64, RunFailure>> Rig<Plan> for FakeRig<F> {
-    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+    fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         let number = self.jobs.len();
         self.jobs.push((job.vcpus, job.series, job.seed));
         let elapsed_ns = (self.each)(job, number)?;

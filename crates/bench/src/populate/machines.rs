@@ -20,6 +20,7 @@ use crate::benchmark::{Benchmark, Job, Rig};
 use crate::limits;
 use crate::machine::{Seeds, fill, run_failure, stall_timeout};
 use crate::prepare::{Gate, PrepareError, check_room, check_vcpus, leave_out};
+use crate::progress::Progress;
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
 use crate::units::ByteSize;
@@ -176,7 +177,7 @@ impl Machines {
 struct Holes(String);
 
 impl Rig<Plan> for Machines {
-    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+    fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         let Job {
             plan,
             vcpus,

@@ -3,7 +3,7 @@ use std::time::Duration;
 use super::*;
 use crate::benchmark::{Job, Rig, run};
 use crate::populate::Method;
-use crate::progress::Quiet;
+use crate::progress::{Progress, Quiet};
 use crate::report::{self, Report};
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
@@ -12,7 +12,7 @@ use crate::timing::Timing;
 struct MadeUp;
 
 impl Rig<Plan> for MadeUp {
-    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+    fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         let pages = job.plan.memory.0 / 4096;
         let us = Duration::from_micros;
         let threads = job.series.threads.unwrap_or(0);
@@ -113,8 +113,8 @@ fn without_none_there_is_nothing_to_compare_with() {
 fn a_kvm_that_counts_no_mappings_is_told() {
     struct Uncounted;
     impl Rig<Plan> for Uncounted {
-        fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
-            let sample = MadeUp.run(job)?;
+        fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
+            let sample = MadeUp.run(job, &mut Quiet)?;
             Ok(Sample {
                 mappings_4k: 0,
                 mappings_after: 0,
@@ -149,7 +149,7 @@ fn a_kvm_that_counts_no_mappings_is_told() {
 fn a_run_that_takes_no_time_is_no_run() {
     struct Nothing;
     impl Rig<Plan> for Nothing {
-        fn run(&mut self, _: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+        fn run(&mut self, _: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
             Ok(Sample::default())
         }
     }

@@ -5,6 +5,7 @@ mod chart;
 mod document;
 mod grid;
 mod html;
+mod memcycler;
 mod memslots;
 mod out;
 mod paging;

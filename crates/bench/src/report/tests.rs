@@ -5,7 +5,7 @@ use crate::benchmark::{Benchmark, Job, Rig, run};
 use crate::facts::Facts;
 use crate::latency::LatencyLog;
 use crate::paging::{Delivery, Plan, Sample, Uffds};
-use crate::progress::Quiet;
+use crate::progress::{Progress, Quiet};
 use crate::rounds::{BenchError, Environment, RunFailure};
 use crate::timing::Timing;
 use crate::units::{ByteSize, whole};
@@ -26,7 +26,7 @@ fn html(report: &PagingReport) -> Result<String, ReportError> {
 struct MadeUp;
 
 impl Rig<Plan> for MadeUp {
-    fn run(&mut self, job: &Job<'_, Plan>) -> Result<Sample, RunFailure> {
+    fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         let pages = job.plan.total_pages(job.vcpus);
         let noise = 1.0 + 0.03 * (job.seed % 5) as f64;
         let ns_per_page = noise

@@ -59,6 +59,15 @@ pub enum RunFailure {
 }
 
 impl RunFailure {
+    /// One that is lost if `lost`, and failed otherwise.
+    pub(crate) fn of(error: impl Error + Send + Sync + 'static, lost: bool) -> Self {
+        if lost {
+            Self::Lost(Box::new(error))
+        } else {
+            Self::failed(error)
+        }
+    }
+
     /// A failure that would come again.
     pub(crate) fn failed(error: impl Error + Send + Sync + 'static) -> Self {
         Self::Failed(Box::new(error))
@@ -167,7 +176,7 @@ pub struct Measured<S, C> {
 pub(crate) fn measure<S: Copy + fmt::Display, T, C>(
     rounds: &Rounds<'_, S>,
     progress: &mut dyn Progress,
-    mut run: impl FnMut(&Turn<S>) -> Result<T, RunFailure>,
+    mut run: impl FnMut(&Turn<S>, &mut dyn Progress) -> Result<T, RunFailure>,
     empty: impl Fn() -> Result<C, BenchError>,
     mut collect: impl FnMut(&mut C, &Turn<S>, &T) -> Result<(), BenchError>,
 ) -> Result<Vec<Measured<S, C>>, BenchError> {
@@ -209,11 +218,11 @@ fn attempt<S: Copy + fmt::Display, T>(
     turn: &Turn<S>,
     timing: Timing,
     progress: &mut dyn Progress,
-    run: &mut impl FnMut(&Turn<S>) -> Result<T, RunFailure>,
+    run: &mut impl FnMut(&Turn<S>, &mut dyn Progress) -> Result<T, RunFailure>,
 ) -> Result<(T, u32), BenchError> {
     let mut lost = 0;
     loop {
-        let source = match run(turn) {
+        let source = match run(turn, progress) {
             Ok(sample) => return Ok((sample, lost)),
             Err(RunFailure::Lost(source)) if timing.may_lose_runs() => source,
             Err(RunFailure::Failed(source) | RunFailure::Lost(source)) => {

@@ -15,7 +15,7 @@ fn runs(
         timing,
     };
     let mut tried = 0;
-    let run = |turn: &Turn<&'static str>| {
+    let run = |turn: &Turn<&'static str>, _: &mut dyn Progress| {
         tried += 1;
         each(turn, tried)
     };

@@ -2,51 +2,26 @@
 
 use crate::layout::PAGE;
 
-/// Where the code goes: the free pages between the descriptor tables and the page tables.
-pub(super) const CODE: u64 = 0x8000;
-/// Room for it.
-#[cfg(all(test, target_arch = "x86_64"))]
-const CODE_BYTES: u64 = 0x8000;
-/// The page that all vCPUs read and the host writes.
-pub(super) const CONTROL: u64 = 0x7000;
-
-/// A word of the page at [`CONTROL`], by its offset.
+/// A word of the page that all vCPUs read, by its offset, beside those of every payload.
 #[derive(Clone, Copy, Debug)]
 #[repr(u64)]
 pub(super) enum Control {
     /// Which window it is.
     Window = 0,
-    /// Not 0: end after this round.
-    Stop = 8,
 }
 
-/// A word of a vCPU's parameter page, by its offset. The page's start is workload.s's, whose
-/// exception handler serves here as well. What the guest writes all the time, what it only reads,
-/// and what KVM writes have cache lines of their own.
+/// A word of a vCPU's parameter page, by its offset, beside those of every payload.
 #[derive(Clone, Copy, Debug)]
 #[repr(u64)]
 pub(super) enum Word {
-    /// Where the table of pages is.
-    Table = 1024,
-    /// Entries in it.
-    Count = 1032,
     /// Offset of this vCPU's own word in each page.
     Column = 1040,
     /// Nanoseconds of a cycle, times 2^32.
     Scale = 1048,
     /// 0: touch nothing, only read the clock.
     Touch = 1056,
-    /// Clock readings so far.
-    Steps = 2048,
     /// The longest time that this vCPU was kept in this window, in nanoseconds.
     Longest = 2056,
-    /// Rounds so far.
-    Rounds = 2064,
-    /// Words that were not as expected, and the first of them.
-    Wrong = 2072,
-    WrongGpa = 2080,
-    WrongFound = 2088,
-    WrongExpected = 2096,
     /// KVM's steal time structure, whose first word is the time stolen in nanoseconds.
     Steal = 3072,
 }
@@ -55,7 +30,8 @@ const _: () = assert!((Word::Steal as u64).is_multiple_of(64) && (Word::Steal as
 
 #[cfg(target_arch = "x86_64")]
 mod imp {
-    use super::{CONTROL, Control, Word};
+    use super::{Control, Word};
+    use crate::endless::{self, CONTROL};
     use crate::guest::{PORT, Report};
 
     core::arch::global_asm!(
@@ -64,19 +40,19 @@ mod imp {
         DONE = const Report::Done as u32,
         CONTROL = const CONTROL,
         WINDOW = const Control::Window as u64,
-        STOP = const Control::Stop as u64,
-        TABLE = const Word::Table as u64,
-        COUNT = const Word::Count as u64,
+        STOP = const endless::Control::Stop as u64,
+        TABLE = const endless::Word::Table as u64,
+        COUNT = const endless::Word::Count as u64,
         COLUMN = const Word::Column as u64,
         SCALE = const Word::Scale as u64,
         TOUCH = const Word::Touch as u64,
-        STEPS = const Word::Steps as u64,
+        STEPS = const endless::Word::Steps as u64,
         LONGEST = const Word::Longest as u64,
-        ROUNDS = const Word::Rounds as u64,
-        WRONG = const Word::Wrong as u64,
-        WRONG_GPA = const Word::WrongGpa as u64,
-        WRONG_FOUND = const Word::WrongFound as u64,
-        WRONG_EXPECTED = const Word::WrongExpected as u64,
+        ROUNDS = const endless::Word::Rounds as u64,
+        WRONG = const endless::Word::Wrong as u64,
+        WRONG_GPA = const endless::Word::WrongGpa as u64,
+        WRONG_FOUND = const endless::Word::WrongFound as u64,
+        WRONG_EXPECTED = const endless::Word::WrongExpected as u64,
         STEAL = const Word::Steal as u64,
     );
 
@@ -115,12 +91,15 @@ mod tests {
     #[test]
     fn code_fits() {
         let bytes = code().len() as u64;
-        assert!((1..=CODE_BYTES).contains(&bytes), "{bytes} bytes");
+        assert!(
+            (1..=crate::endless::CODE_BYTES).contains(&bytes),
+            "{bytes} bytes"
+        );
     }
 
     #[test]
     fn nothing_lies_in_the_exception_handlers_words() {
         let handlers_end = crate::guest::Field::ExceptionCr2.offset() as u64 + 8;
-        assert!(handlers_end <= Word::Table as u64);
+        assert!(handlers_end <= crate::endless::Word::Table as u64);
     }
 }

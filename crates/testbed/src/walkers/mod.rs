@@ -8,27 +8,19 @@
 //! slots, and with more vCPUs than processors. `docs/design/kept.md` has the reasoning.
 
 mod code;
-mod error;
-mod threads;
 
-use std::sync::Arc;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use pagetide_kvm::{Kvm, SlotFlags, Vcpu, VcpuKick, Vm};
+use pagetide_kvm::{BoundVcpu, Exit, Vcpu, Vm};
 use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
 
 use crate::arch;
-use crate::config::MachineConfig;
+use crate::endless::{self, Endless, EndlessError, Payload, Running, compare_words};
 use crate::error::MachineError;
-use crate::layout::{DATA_GPA, DATA_SLOT, LOW_SLOT, PAGE};
-use crate::low_memory::LowMemory;
-use code::{CODE, CONTROL, Control, Word};
-
-pub use error::WalkError;
-pub use threads::{Hole, Walking};
+use crate::layout::{DATA_GPA, PAGE};
+use code::{Control, Word};
 
 /// Largest number of vCPUs: each has a word of its own in every page.
 pub const MAX_WALKERS: u32 = 511;
@@ -51,21 +43,31 @@ pub struct WalkersConfig {
     pub stall_timeout: Duration,
 }
 
+/// An access to memory that left the guest, because no slot was there in that moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hole {
+    /// The vCPU.
+    pub vcpu: u32,
+    /// Where.
+    pub gpa: GuestAddress,
+    /// Whether it was a write.
+    pub write: bool,
+}
+
 /// The machine. Its vCPUs walk from [`Walkers::start`] on.
 #[derive(Debug)]
 pub struct Walkers {
     config: WalkersConfig,
-    vm: Vm,
-    low: LowMemory,
-    data: Arc<Region>,
+    endless: Endless,
     steal: bool,
-    /// None once they walk.
-    vcpus: Mutex<Vec<Vcpu>>,
-    kicks: Vec<VcpuKick>,
-    stopped: AtomicBool,
     windows: AtomicU64,
-    seen: threads::Seen,
+    holes: AtomicU64,
+    first_hole: Mutex<Option<Hole>>,
 }
+
+/// vCPUs that walk. Dropping it stops them.
+#[derive(Debug)]
+pub struct Walking(Running<Walkers>);
 
 impl Walkers {
     /// Builds it; memory is present and holds its own addresses.
@@ -73,93 +75,70 @@ impl Walkers {
     /// # Errors
     /// [`MachineError`] says what is missing or cannot be.
     pub fn new(config: WalkersConfig) -> Result<Self, MachineError> {
-        arch::check()?;
-        let kvm = Kvm::open()?;
-        let vm = kvm.create_vm()?;
-        let platform = arch::Platform::new(&kvm, &vm)?;
-        let max_vcpus = u32::try_from(kvm.max_vcpus()).unwrap_or(u32::MAX);
-        // The table of pages takes the place of a log of as many 4-byte entries as a page has.
-        let layout = MachineConfig {
-            stride_bytes: Some(config.data_bytes / (PAGE / 4)),
-            ..MachineConfig::new(1, config.data_bytes)
-        }
-        .layout(max_vcpus, platform.gpa_limit())?;
-        let log_entries = layout.log_bytes() / 4;
-        let layout = crate::layout::Layout::new(config.vcpus, config.data_bytes, log_entries)
-            .ok_or(crate::config::ConfigError::LogTooLarge {
-                touches: log_entries,
-                vcpus: config.vcpus,
-            })?;
-        let low = LowMemory::new(layout)?;
-        arch::write_code(&low)?;
-        low.write(CODE, code::code())?;
         let data = Region::new(GuestAddress(DATA_GPA), config.data_bytes, Backing::Shmem)
             .map_err(MachineError::Data)?;
         fill(&data)?;
-        let data = Arc::new(data);
-        vm.add_region(LOW_SLOT, Arc::clone(low.region()), SlotFlags::default())?;
-        vm.add_region(DATA_SLOT, Arc::clone(&data), SlotFlags::default())?;
-        let mut vcpus = Vec::new();
-        for id in 0..config.vcpus {
-            let vcpu = vm.create_vcpu(id)?;
-            platform.prepare(&vcpu)?;
-            arch::reset(&vcpu, low.layout())?;
-            vcpus.push(vcpu);
-        }
+        let (vcpus, stall_timeout) = (config.vcpus, config.stall_timeout);
+        let endless = Endless::new(vcpus, Arc::new(data), code::code(), PAGE, stall_timeout)?;
         let mut walkers = Self {
-            seen: threads::Seen::default(),
-            kicks: vcpus.iter().map(Vcpu::kick_handle).collect(),
-            stopped: AtomicBool::new(false),
-            windows: AtomicU64::new(0),
-            steal: true,
             config,
-            vm,
-            low,
-            data,
-            vcpus: Mutex::default(),
+            endless,
+            steal: true,
+            windows: AtomicU64::new(0),
+            holes: AtomicU64::new(0),
+            first_hole: Mutex::default(),
         };
-        for vcpu in &vcpus {
-            walkers.steal &= walkers.prepare(vcpu)?;
-        }
-        walkers.vcpus = Mutex::new(vcpus);
+        let mut steal = true;
+        walkers.endless.each(|vcpu| {
+            steal &= walkers.prepare(vcpu)?;
+            Ok(())
+        })?;
+        walkers.steal = steal;
         Ok(walkers)
     }
 
-    /// Puts a vCPU at the start of its walk; whether its guest is told how much time is stolen.
+    /// Gives a vCPU its walk; whether its guest is told how much time is stolen.
     fn prepare(&self, vcpu: &Vcpu) -> Result<bool, MachineError> {
         let id = vcpu.id();
-        let table = self.low.layout().log(id.into());
+        let table = self.endless.table(id);
         let walk = &self.config.walk;
         let first = usize::try_from(id).unwrap_or(0) * walk.len()
             / usize::try_from(self.config.vcpus).unwrap_or(1).max(1);
         let pages = walk.iter().cycle().skip(first).take(walk.len());
         let pages: Vec<u64> = pages.map(|page| DATA_GPA + page.0 * PAGE).collect();
-        self.low.write_words(table, &pages)?;
+        self.endless.low().write_words(table, &pages)?;
         let tsc_khz = u64::from(arch::tsc_khz(vcpu)?).max(1);
         let words = [
-            (Word::Table, table),
-            (Word::Count, pages.len() as u64),
-            (Word::Column, column(id)),
-            (Word::Scale, (1_000_000 << 32) / tsc_khz),
-            (Word::Touch, u64::from(self.config.touch)),
+            (endless::Word::Table as u64, table),
+            (endless::Word::Count as u64, pages.len() as u64),
+            (Word::Column as u64, column(id)),
+            (Word::Scale as u64, (1_000_000 << 32) / tsc_khz),
+            (Word::Touch as u64, u64::from(self.config.touch)),
         ];
         for (word, value) in words {
-            self.low.write_words(self.gpa(id, word), &[value])?;
+            self.endless.set_word(id, word, value)?;
         }
-        arch::enter_at(vcpu, CODE)?;
-        arch::tell_steal_time(vcpu, self.gpa(id, Word::Steal))
+        arch::tell_steal_time(vcpu, self.endless.gpa(id, Word::Steal as u64))
+    }
+
+    /// Starts a thread for each vCPU, and waits until all walk.
+    ///
+    /// # Errors
+    /// A thread cannot be started, or a vCPU does not walk.
+    pub fn start(self: &Arc<Self>) -> Result<Walking, EndlessError> {
+        Running::start(self).map(Walking)
     }
 
     /// The VM, whose slots may be changed as long as the walked pages stay where they are.
     #[must_use]
     pub fn vm(&self) -> &Vm {
-        &self.vm
+        self.endless.vm()
     }
 
     /// The data memory.
     #[must_use]
     pub fn data(&self) -> &Arc<Region> {
-        &self.data
+        self.endless.data()
     }
 
     /// Whether stolen time is known and taken off. If not, time that a vCPU waits for a processor
@@ -169,35 +148,14 @@ impl Walkers {
         self.steal
     }
 
-    fn gpa(&self, vcpu: u32, word: Word) -> u64 {
-        self.low.layout().params(vcpu.into()) + word as u64
-    }
-
-    fn word(&self, vcpu: u32, word: Word) -> Result<u64, WalkError> {
-        let gpa = self.gpa(vcpu, word);
-        let mut bytes = [0; 8];
-        self.low
-            .region()
-            .read_service(PageIndex(gpa / PAGE), gpa % PAGE, &mut bytes)
-            .map_err(|source| MachineError::AccessLowMemory {
-                gpa: GuestAddress(gpa),
-                source,
-            })?;
-        Ok(u64::from_le_bytes(bytes))
-    }
-
-    fn control(&self, word: Control, value: u64) -> Result<(), WalkError> {
-        Ok(self.low.write_words(CONTROL + word as u64, &[value])?)
-    }
-
     /// Begins a window: vCPUs forget how long they were kept before.
     ///
     /// # Errors
     /// A vCPU's thread has failed.
-    pub fn open_window(&self) -> Result<(), WalkError> {
-        self.seen.check()?;
+    pub fn open_window(&self) -> Result<(), EndlessError> {
+        self.endless.check()?;
         let number = self.windows.fetch_add(1, Ordering::Relaxed) + 1;
-        self.control(Control::Window, number)
+        self.endless.control(Control::Window as u64, number)
     }
 
     /// Waits until each vCPU has noted how long it was kept up to now, and returns the longest time
@@ -205,12 +163,12 @@ impl Walkers {
     ///
     /// # Errors
     /// A vCPU makes no step, or its thread has failed.
-    pub fn close_window(&self) -> Result<Duration, WalkError> {
+    pub fn close_window(&self) -> Result<Duration, EndlessError> {
         // The step that is under way may have read its clock before this moment; the next has not.
-        self.await_each(Word::Steps, 2)?;
+        self.endless.await_each(endless::Word::Steps as u64, 2)?;
         let mut longest = 0;
         for vcpu in 0..self.config.vcpus {
-            longest = longest.max(self.word(vcpu, Word::Longest)?);
+            longest = longest.max(self.endless.word(vcpu, Word::Longest as u64)?);
         }
         Ok(Duration::from_nanos(longest))
     }
@@ -219,93 +177,93 @@ impl Walkers {
     ///
     /// # Errors
     /// Low memory cannot be read.
-    pub fn steps(&self) -> Result<u64, WalkError> {
-        (0..self.config.vcpus).try_fold(0, |sum, vcpu| Ok(sum + self.word(vcpu, Word::Steps)?))
+    pub fn steps(&self) -> Result<u64, EndlessError> {
+        self.endless.sum(endless::Word::Steps as u64)
     }
 
     /// Accesses to memory so far that left the guest because no slot was there.
     #[must_use]
     pub fn holes(&self) -> u64 {
-        self.seen.holes()
+        self.holes.load(Ordering::Relaxed)
     }
 
     /// Waits until each vCPU has walked all of its pages at least once from now on.
     ///
     /// # Errors
     /// A vCPU makes no step, or its thread has failed.
-    pub fn await_round(&self) -> Result<(), WalkError> {
-        self.await_each(Word::Rounds, 2)
-    }
-
-    fn await_each(&self, word: Word, more: u64) -> Result<(), WalkError> {
-        let vcpus = 0..self.config.vcpus;
-        let wanted: Vec<u64> = vcpus
-            .map(|vcpu| Ok(self.word(vcpu, word)? + more))
-            .collect::<Result<_, WalkError>>()?;
-        let mut moved = Instant::now();
-        let mut last_steps = 0;
-        let mut pause = Duration::from_micros(20);
-        for (vcpu, wanted) in (0..).zip(wanted) {
-            while self.word(vcpu, word)? < wanted {
-                self.seen.check()?;
-                let steps = self.word(vcpu, Word::Steps)?;
-                if steps != last_steps {
-                    (last_steps, moved) = (steps, Instant::now());
-                }
-                if moved.elapsed() > self.config.stall_timeout {
-                    let limit = self.config.stall_timeout;
-                    return Err(WalkError::Stalled {
-                        vcpu,
-                        limit,
-                        rip: None,
-                    });
-                }
-                thread::sleep(pause);
-                pause = (pause * 2).min(Duration::from_millis(1));
-            }
-            moved = Instant::now();
-        }
-        Ok(())
+    pub fn await_round(&self) -> Result<(), EndlessError> {
+        self.endless.await_each(endless::Word::Rounds as u64, 2)
     }
 
     /// Compares all of memory with what it should hold when the vCPUs have ended: each page's
     /// address, and in the walked pages each vCPU's last round.
-    fn verify(&self) -> Result<(), WalkError> {
-        let mut expected = vec![0; usize::try_from(PAGE).unwrap_or(0)];
-        let mut found = expected.clone();
+    fn verify(&self) -> Result<(), EndlessError> {
         let mut rounds = Vec::new();
         for vcpu in 0..self.config.vcpus {
-            rounds.push(self.word(vcpu, Word::Rounds)? * u64::from(self.config.touch));
+            let word = self.endless.word(vcpu, endless::Word::Rounds as u64)?;
+            rounds.push(word * u64::from(self.config.touch));
         }
         let walked: std::collections::HashSet<u64> =
             self.config.walk.iter().map(|page| page.0).collect();
-        for page in self.data.all_pages().iter() {
-            expected.fill(0);
-            let gpa = DATA_GPA + page.0 * PAGE;
-            let words = expected.as_chunks_mut::<8>().0;
-            words[0] = gpa.to_le_bytes();
-            if walked.contains(&page.0) {
-                for (word, rounds) in words[1..].iter_mut().zip(&rounds) {
-                    *word = rounds.to_le_bytes();
-                }
-            }
-            self.data.read_service(page, 0, &mut found)?;
-            let pairs = expected
-                .as_chunks::<8>()
-                .0
-                .iter()
-                .zip(found.as_chunks::<8>().0);
-            for (offset, (expected, found)) in (0..).step_by(8).zip(pairs) {
-                if expected != found {
-                    return Err(WalkError::WrongEnd {
-                        gpa: GuestAddress(gpa + offset),
-                        found: u64::from_le_bytes(*found),
-                        expected: u64::from_le_bytes(*expected),
-                    });
-                }
-            }
+        let mut found = vec![0; usize::try_from(PAGE).unwrap_or(0)];
+        for page in self.data().all_pages().iter() {
+            let start = DATA_GPA + page.0 * PAGE;
+            let own = |column: u64| {
+                let vcpu = usize::try_from(column.checked_sub(1)?).ok()?;
+                rounds.get(vcpu).filter(|_| walked.contains(&page.0))
+            };
+            self.data().read_service(page, 0, &mut found)?;
+            compare_words(start, &found, |gpa| match gpa - start {
+                0 => start,
+                offset => own(offset / 8).copied().unwrap_or(0),
+            })?;
         }
         Ok(())
+    }
+}
+
+impl Payload for Walkers {
+    fn endless(&self) -> &Endless {
+        &self.endless
+    }
+
+    fn exit(&self, vcpu: &mut BoundVcpu<'_>, exit: Exit) -> Result<(), EndlessError> {
+        let Exit::Mmio { gpa, write, .. } = exit else {
+            return Err(endless::unexpected(vcpu, exit));
+        };
+        if self.holes.fetch_add(1, Ordering::Relaxed) == 0 {
+            let vcpu = vcpu.id();
+            let mut first = self
+                .first_hole
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            *first = Some(Hole { vcpu, gpa, write });
+        }
+        Ok(())
+    }
+}
+
+impl Walking {
+    /// Lets every vCPU walk another round without disturbance, ends them and verifies memory.
+    /// Returns the first hole that was seen, if there was one: an access in a hole reads anything
+    /// and writes nothing, so with holes a guest may have found as many wrong words.
+    ///
+    /// # Errors
+    /// A vCPU failed or found wrong words, or memory does not hold what it should.
+    pub fn end(self) -> Result<Option<Hole>, EndlessError> {
+        let walkers = self.0.payload();
+        walkers.await_round()?;
+        self.0.stop()?;
+        let (count, wrong) = walkers.endless.wrong_words()?;
+        if let Some(error) = wrong.filter(|_| count > walkers.holes()) {
+            return Err(error);
+        }
+        walkers.verify()?;
+        let first = walkers
+            .first_hole
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        Ok(*first)
     }
 }
 

@@ -15,8 +15,10 @@ pub(crate) struct Words<'a> {
     pub(crate) title: &'a str,
     /// Unit, scale and other remarks, under the title.
     pub(crate) subtitle: &'a str,
-    /// Labels of the places on the horizontal axis: numbers of vCPUs.
+    /// Labels of the places on the horizontal axis.
     pub(crate) places: &'a [u32],
+    /// What they count.
+    pub(crate) axis: &'a str,
 }
 
 /// An entry of a chart's legend.
@@ -89,7 +91,7 @@ impl Frame {
             places: words.places.len().max(1),
         };
         frame.grid(canvas, &labels)?;
-        frame.below(canvas, words.places)?;
+        frame.below(canvas, words)?;
         Ok(frame)
     }
 
@@ -108,11 +110,11 @@ impl Frame {
         Ok(())
     }
 
-    fn below(&self, canvas: &Canvas<'_>, places: &[u32]) -> Result<(), DrawError> {
-        for (place, vcpus) in places.iter().enumerate() {
+    fn below(&self, canvas: &Canvas<'_>, words: &Words<'_>) -> Result<(), DrawError> {
+        for (place, label) in words.places.iter().enumerate() {
             let at = (self.x(place, 0.0), self.bottom + 16);
             canvas.text(
-                &vcpus.to_string(),
+                &label.to_string(),
                 at,
                 Anchor::Middle,
                 Role::Muted,
@@ -121,7 +123,7 @@ impl Frame {
         }
         let middle = i32::midpoint(self.left, self.right);
         canvas.text(
-            "vCPUs",
+            words.axis,
             (middle, self.bottom + 36),
             Anchor::Middle,
             Role::Muted,

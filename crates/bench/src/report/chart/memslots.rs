@@ -4,7 +4,7 @@ use super::canvas::{Canvas, DrawError, draw};
 use super::frame::{Key, Words, short};
 use super::scale::Scale;
 use super::theme::Role;
-use super::{HEIGHT, Line, SIZE, WIDTH, highest, line_chart};
+use super::{HEIGHT, Line, SIZE, WIDTH, highest, line_chart, lowest, told};
 use crate::memslots::{MemslotsReport, Method, Op, Point, Published, Series};
 use crate::stats::Spread;
 use crate::units::{figure, latency, whole};
@@ -63,12 +63,7 @@ fn line(
     let points = report.plan.vcpus.iter().enumerate();
     let points = points.filter_map(|(place, &vcpus)| {
         let spread = value(report.point(vcpus, series)?)?;
-        let told = format!(
-            "{series}, {vcpus} vCPUs: {} ({} to {})",
-            tell(spread.median),
-            tell(spread.min),
-            tell(spread.max)
-        );
+        let told = told(&series, vcpus, &spread, &tell);
         Some((place, spread, told))
     });
     Line {
@@ -94,22 +89,14 @@ fn kept_into(
         .chain(commits)
         .map(|series| line(report, series, |point| Some(point.kept_p50_ns), tell))
         .collect();
-    let values = || {
-        lines
-            .iter()
-            .flat_map(|line| line.points.iter().map(|point| point.1))
-    };
-    let low = values()
-        .map(|spread| spread.min)
-        .fold(f64::INFINITY, f64::min);
-    let low = if low.is_finite() { low } else { 1.0 };
     let title = format!("Kept from the guest by a commit: {op}");
     let words = Words {
         title: &title,
         subtitle: "the vCPU that was kept longest, median commit; runs' median and extremes; log.",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
-    let scale = Scale::logarithmic(low, highest(&lines));
+    let scale = Scale::logarithmic(lowest(&lines), highest(&lines));
     let tick = |ns: f64| tell(ns).replace(".00 ", " ").replace(".0 ", " ");
     line_chart(canvas, x, &words, &lines, scale, tick)
 }
@@ -132,6 +119,7 @@ fn boots_into(canvas: &mut Canvas<'_>, x: i32, report: &MemslotsReport) -> Resul
         title: "All commits of a boot, measured here",
         subtitle: "milliseconds for 86 updates; median, lowest and highest run",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let scale = Scale::from_zero(highest(&lines));
     line_chart(canvas, x, &words, &lines, scale, short)
@@ -159,6 +147,7 @@ fn published_into(canvas: &mut Canvas<'_>, x: i32, published: &Published) -> Res
         title: "All commits of a boot, published",
         subtitle: "milliseconds; their hardware",
         places: &places,
+        axis: "vCPUs",
     };
     let scale = Scale::from_zero(highest(&lines));
     line_chart(canvas, x, &words, &lines, scale, short)

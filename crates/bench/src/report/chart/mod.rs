@@ -2,6 +2,7 @@
 
 mod canvas;
 mod frame;
+pub(crate) mod memcycler;
 pub(crate) mod memslots;
 pub(crate) mod populate;
 mod scale;
@@ -9,6 +10,8 @@ mod theme;
 
 pub use canvas::DrawError;
 pub(crate) use theme::{Role, declarations, for_page};
+
+use std::fmt::Display;
 
 use canvas::{Anchor, Canvas, Shape, draw};
 use frame::{Frame, Key, Words, aside, short};
@@ -81,6 +84,7 @@ fn rates_into(canvas: &mut Canvas<'_>, x: i32, report: &PagingReport) -> Result<
         title: "Rate, measured here",
         subtitle: &subtitle,
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let scale = Scale::from_zero(highest(&lines));
     line_chart(canvas, x, &words, &lines, scale, short)
@@ -128,6 +132,7 @@ fn published_into(canvas: &mut Canvas<'_>, x: i32, published: &Published) -> Res
         title: "Rate, published",
         subtitle: &subtitle,
         places: &places,
+        axis: "vCPUs",
     };
     line_chart(
         canvas,
@@ -215,6 +220,7 @@ pub(crate) fn ratios(report: &PagingReport) -> Result<Option<String>, DrawError>
         title: "How many times the rate of uffd",
         subtitle: "median of the rounds' own ratios, lowest and highest round; logarithmic",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let times = |value: f64| format!("{}x", crate::units::decimal(value, 3));
     let scale = Scale::doubling(low, high);
@@ -265,6 +271,25 @@ fn highest(lines: &[Line]) -> f64 {
         .iter()
         .flat_map(|line| line.points.iter().map(|point| point.1.max));
     values.fold(0.0, f64::max)
+}
+
+/// The lowest value of lines, for a logarithmic axis; 1 if there is none.
+fn lowest(lines: &[Line]) -> f64 {
+    let values = lines
+        .iter()
+        .flat_map(|line| line.points.iter().map(|point| point.1.min));
+    let low = values.fold(f64::INFINITY, f64::min);
+    if low.is_finite() { low } else { 1.0 }
+}
+
+/// What to tell of a value: the series, the number of vCPUs, median and extremes.
+fn told(series: &dyn Display, vcpus: u32, spread: &Spread, tell: impl Fn(f64) -> String) -> String {
+    format!(
+        "{series}, {vcpus} vCPUs: {} ({} to {})",
+        tell(spread.median),
+        tell(spread.min),
+        tell(spread.max)
+    )
 }
 
 fn line_chart(
@@ -340,6 +365,7 @@ pub(crate) fn latencies(report: &PagingReport) -> Result<Option<String>, DrawErr
         title: "Latency of a fault, seen by the guest",
         subtitle: "filled: median; ring: 99th percentile; tick: longest; logarithmic",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let scale = Scale::logarithmic(float(low), float(high));
     let tell = |ns: f64| {
@@ -394,6 +420,7 @@ pub(crate) fn instructions(report: &PagingReport) -> Result<Option<String>, Draw
         title: "Instructions per page made present",
         subtitle: "host kernel, hypervisor, guest and Pagetide together; median and extremes",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let keys: Vec<Key> = lines.iter().map(|line| line.key.clone()).collect();
     let scale = Scale::from_zero(highest(&lines) * 1.08);

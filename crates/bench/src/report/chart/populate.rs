@@ -6,7 +6,7 @@ use super::canvas::{Canvas, DrawError, draw};
 use super::frame::{Key, Words, short};
 use super::scale::Scale;
 use super::theme::Role;
-use super::{HEIGHT, Line, SIZE, WIDTH, highest, line_chart};
+use super::{HEIGHT, Line, SIZE, WIDTH, highest, line_chart, lowest, told};
 use crate::populate::{Method, Point, PopulateReport, Series};
 use crate::stats::Spread;
 use crate::units::{figure, latency, whole};
@@ -63,6 +63,7 @@ fn total_into(
         title: &title,
         subtitle: "population included; median, lowest and highest run; logarithmic",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     times_into(canvas, x, report, backing, &words, |point| point.total_ns)
 }
@@ -78,6 +79,7 @@ fn guest_into(
         title: &title,
         subtitle: "population not counted; median, lowest and highest run; logarithmic",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     times_into(canvas, x, report, backing, &words, |point| point.guest_ns)
 }
@@ -92,12 +94,7 @@ fn times_into(
 ) -> Result<(), DrawError> {
     let tell = |ns: f64| latency(whole(ns));
     let lines = lines_of(report, backing, |point| Some(value(point)), tell);
-    let low = lines
-        .iter()
-        .flat_map(|line| line.points.iter().map(|point| point.1.min))
-        .fold(f64::INFINITY, f64::min);
-    let low = if low.is_finite() { low } else { 1.0 };
-    let scale = Scale::logarithmic(low, highest(&lines));
+    let scale = Scale::logarithmic(lowest(&lines), highest(&lines));
     let tick = |ns: f64| tell(ns).replace(".00 ", " ").replace(".0 ", " ");
     line_chart(canvas, x, words, &lines, scale, tick)
 }
@@ -115,6 +112,7 @@ fn rate_into(
         title: &title,
         subtitle: "GiB/s; median, lowest and highest run",
         places: &report.plan.vcpus,
+        axis: "vCPUs",
     };
     let scale = Scale::from_zero(highest(&lines));
     line_chart(canvas, x, &words, &lines, scale, short)
@@ -132,12 +130,7 @@ fn lines_of(
         let places = report.plan.vcpus.iter().enumerate();
         let points = places.filter_map(|(place, &vcpus)| {
             let spread = value(report.point(vcpus, series)?)?;
-            let told = format!(
-                "{series}, {vcpus} vCPUs: {} ({} to {})",
-                tell(spread.median),
-                tell(spread.min),
-                tell(spread.max)
-            );
+            let told = told(&series, vcpus, &spread, &tell);
             Some((place, spread, told))
         });
         let label = match series.threads {

@@ -1,4 +1,4 @@
-//! Why walking went wrong.
+//! Why vCPUs that run for ever went wrong.
 
 use std::io;
 use std::time::Duration;
@@ -8,9 +8,9 @@ use pagetide_memory::{AccessError, GuestAddress};
 
 use crate::error::MachineError;
 
-/// Why walking went wrong.
+/// Why vCPUs that run for ever went wrong, or what they did to memory.
 #[derive(Debug, thiserror::Error)]
-pub enum WalkError {
+pub enum EndlessError {
     /// A vCPU did nothing for too long.
     #[error("vCPU {vcpu} made no step in {} s{}", limit.as_secs(), at(*rip))]
     Stalled {
@@ -88,6 +88,16 @@ pub enum WalkError {
     /// The data cannot be accessed, which would be an error in the layout.
     #[error("data memory")]
     Data(#[from] AccessError),
+    /// The guest lost memory in a place where its code does not expect that.
+    #[error("vCPU {vcpu} lost the memory at {gpa}{}", at(*rip))]
+    UnexpectedLoss {
+        /// The vCPU.
+        vcpu: u32,
+        /// The address.
+        gpa: GuestAddress,
+        /// The instruction pointer, if it could be read.
+        rip: Option<u64>,
+    },
     /// A guest found a word that nobody wrote there.
     #[error(
         "vCPU {vcpu} read {found:#x} at {gpa} in place of {expected:#x}; {count} such words in all"
