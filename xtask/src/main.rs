@@ -2,6 +2,10 @@
 
 mod bench;
 mod command;
+mod compile;
+mod debian;
+mod guest;
+mod initramfs;
 mod kernel;
 mod paths;
 mod profile;
@@ -39,6 +43,10 @@ enum Verb {
     ///
     /// Ends with COMMAND's exit status; 125 if the VM was lost (it hung or panicked).
     Vm(vm::VerbArgs),
+    /// Make the initramfs of Linux guests (`pagetide run`), from Debian's busybox and guest/linux
+    ///
+    /// Prints its place, target/guest/initramfs.cpio.
+    Guest,
     /// Generate crates/uapi's constants and structures from the patched kernel's headers
     Uapi(uapi::UapiArgs),
     /// Everything that must hold: code, kernels, patches, and behaviour in VMs
@@ -64,6 +72,7 @@ fn main() -> ExitCode {
         Verb::Setup => setup::run().map(|()| ExitCode::SUCCESS),
         Verb::Kernel(verb) => kernel::run(verb, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Vm(args) => vm::run(args, &paths),
+        Verb::Guest => guest::run(&paths).map(|()| ExitCode::SUCCESS),
         Verb::Demo => bench::demo(&paths),
         Verb::Bench => bench::bench(&paths),
         Verb::Profile(args) => profile::run(args, &paths),

@@ -76,6 +76,14 @@ pub(crate) fn kernel_tools(arch: Arch) -> Vec<Need> {
     KERNEL.iter().chain(cross).copied().collect()
 }
 
+/// What compiling a program of guest/ takes.
+pub(crate) fn compiler() -> [Need; 2] {
+    [
+        program("gcc", "gcc"),
+        file("/usr/include/stdlib.h", "libc6-dev"),
+    ]
+}
+
 /// What booting a VM takes, beside the kernel.
 pub(crate) fn vm_tools(arch: Arch) -> Vec<Need> {
     match arch {

@@ -48,6 +48,8 @@ enum Step {
     Patches,
     /// The crates' tests and short benchmarks on the patched kernel
     Lab,
+    /// Linux guests on the patched kernel, in a VM with one CPU
+    Linux,
     /// Selftests on the patched kernel
     Selftests,
     /// The tests of what a kernel without the series refuses, and a short benchmark, on the stock
@@ -65,7 +67,7 @@ impl Step {
     fn is_lane(self) -> bool {
         matches!(
             self,
-            Self::Lab | Self::Selftests | Self::Stock | Self::Arm64 | Self::Debug
+            Self::Lab | Self::Linux | Self::Selftests | Self::Stock | Self::Arm64 | Self::Debug
         )
     }
 
@@ -196,6 +198,7 @@ impl Testing<'_> {
             }
             Step::Patches => self.patches(),
             Step::Lab => lab::patched(self.paths, self.host_ran, &mut self.tally),
+            Step::Linux => lab::linux(self.paths, &mut self.tally),
             Step::Selftests => lab::selftests(self.paths, &mut self.tally),
             Step::Stock => lab::stock(self.paths, &mut self.tally),
             Step::Arm64 => lab::arm64(self.paths, &mut self.tally),

@@ -2,7 +2,6 @@
 
 mod agent;
 mod console;
-mod initramfs;
 mod qemu;
 
 use std::ffi::OsString;

@@ -1,7 +1,8 @@
 //! The `pagetide` command: arguments in, text out.
 //!
 //! Exit status: 0; 1 if what was tried failed; 2 if the command line makes no sense or this machine
-//! lacks something that it asks for. Either is told in one line on standard error.
+//! lacks something that it asks for. Either is told in one line on standard error. `pagetide run` ends
+//! with its guest's status.
 
 mod args;
 mod failure;
@@ -11,6 +12,10 @@ mod memslots;
 mod paging;
 mod populate;
 mod probe;
+#[cfg(target_arch = "x86_64")]
+mod run;
+#[cfg(target_arch = "x86_64")]
+mod terminal;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -28,9 +33,7 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .init();
     match Arguments::try_parse() {
-        Ok(arguments) => {
-            run(&arguments).map_or_else(|failure| failure.tell(), |()| ExitCode::SUCCESS)
-        }
+        Ok(arguments) => run(&arguments).unwrap_or_else(|failure| failure.tell()),
         // Help and the version come this way as well; they are no failures.
         Err(error) if !error.use_stderr() => {
             let printed = error.print();
@@ -51,14 +54,17 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(arguments: &Arguments) -> Result<(), Failure> {
+fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     match &arguments.command {
-        Command::Probe(arguments) => probe::run(arguments),
-        Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments),
-        Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments),
-        Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments),
-        Command::Bench(Bench::Memcycler(arguments)) => measuring::run(arguments),
+        Command::Probe(arguments) => probe::run(arguments)?,
+        #[cfg(target_arch = "x86_64")]
+        Command::Run(arguments) => return run::run(arguments),
+        Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments)?,
+        Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments)?,
+        Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments)?,
+        Command::Bench(Bench::Memcycler(arguments)) => measuring::run(arguments)?,
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Prints to standard output. A reader that has seen enough (`| head`) is no failure.

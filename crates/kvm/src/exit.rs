@@ -21,14 +21,16 @@ pub enum Exit {
         /// The first element written, zero-extended.
         data: u32,
     },
-    /// The guest read from an I/O port; nothing here answers.
+    /// The guest reads from an I/O port; the answer is the caller's
+    /// ([`BoundVcpu::answer_in`](crate::BoundVcpu::answer_in)).
     IoIn {
         /// The port.
         port: u16,
         /// Bytes per element.
         size_bytes: u8,
     },
-    /// An access outside every memory slot.
+    /// An access outside every memory slot; to a read, the answer is the caller's
+    /// ([`BoundVcpu::answer_mmio`](crate::BoundVcpu::answer_mmio)).
     Mmio {
         /// Where.
         gpa: GuestAddress,

@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use kvm_bindings::{KVM_EXIT_IO_OUT, KVM_EXIT_UNKNOWN, kvm_run};
+use kvm_bindings::{KVM_EXIT_IO_IN, KVM_EXIT_IO_OUT, KVM_EXIT_UNKNOWN, kvm_run};
 use pagetide_uapi::generated as abi;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -28,6 +28,13 @@ macro_rules! read {
         // vCPU's thread is here.
         unsafe { field.read_volatile() }
     }};
+}
+
+/// The elements of an IN or OUT, within the mapping.
+struct PortAccess {
+    element_bytes: usize,
+    elements: usize,
+    offset: usize,
 }
 
 /// A vCPU's `kvm_run`.
@@ -149,6 +156,72 @@ impl RunPage {
             }
             reason => Exit::Other { reason },
         }
+    }
+
+    /// Port, bytes per element and number of elements of the last exit's IN or OUT, and where its
+    /// data is; None for any other exit, and for data outside the mapping, which no kernel sends.
+    fn port_access(&self, direction: u32) -> Option<PortAccess> {
+        if self.exit_reason() != kvm_bindings::KVM_EXIT_IO {
+            return None;
+        }
+        let io = read!(self, __bindgen_anon_1.io);
+        let element_bytes = usize::from(io.size);
+        let elements = usize::try_from(io.count).ok()?;
+        let offset = usize::try_from(io.data_offset).ok()?;
+        let end = offset.checked_add(element_bytes.checked_mul(elements)?)?;
+        let good = u32::from(io.direction) == direction && end <= self.bytes;
+        (good && matches!(element_bytes, 1 | 2 | 4)).then_some(PortAccess {
+            element_bytes,
+            elements,
+            offset,
+        })
+    }
+
+    /// The elements of the OUT that KVM_RUN returned for, each zero-extended.
+    pub(crate) fn out_elements(&self) -> Vec<u32> {
+        let Some(access) = self.port_access(KVM_EXIT_IO_OUT) else {
+            return Vec::new();
+        };
+        let element = |index: usize| {
+            let mut bytes = [0; 4];
+            let start = access.offset + index * access.element_bytes;
+            for (byte, at) in bytes.iter_mut().take(access.element_bytes).zip(start..) {
+                let source = self.run.as_ptr().cast::<u8>().wrapping_add(at);
+                // SAFETY: port_access found all elements inside the live mapping; any bit pattern
+                // is a u8, and the vCPU is not in KVM_RUN, since its thread is here.
+                *byte = unsafe { source.read_volatile() };
+            }
+            u32::from_le_bytes(bytes)
+        };
+        (0..access.elements).map(element).collect()
+    }
+
+    /// Answers the IN that KVM_RUN returned for; `answer` is asked for each element.
+    pub(crate) fn answer_in(&self, mut answer: impl FnMut() -> u32) {
+        let Some(access) = self.port_access(KVM_EXIT_IO_IN) else {
+            return;
+        };
+        for index in 0..access.elements {
+            let start = access.offset + index * access.element_bytes;
+            let bytes = answer().to_le_bytes();
+            for (byte, at) in bytes.iter().take(access.element_bytes).zip(start..) {
+                let target = self.run.as_ptr().cast::<u8>().wrapping_add(at);
+                // SAFETY: as in out_elements; nothing holds a reference into the mapping.
+                unsafe { target.write_volatile(*byte) };
+            }
+        }
+    }
+
+    /// Answers the read outside all memory that KVM_RUN returned for, little endian.
+    pub(crate) fn answer_mmio(&self, answer: u64) {
+        if self.exit_reason() != kvm_bindings::KVM_EXIT_MMIO {
+            return;
+        }
+        let run = self.run.as_ptr();
+        // SAFETY: `run` points to a live mapping of a kvm_run; only an address is taken.
+        let data = unsafe { &raw mut (*run).__bindgen_anon_1.mmio.data };
+        // SAFETY: inside the mapping; the vCPU is not in KVM_RUN, since its thread is here.
+        unsafe { data.write_volatile(answer.to_le_bytes()) };
     }
 
     /// The first element of an OUT, little endian, zero-extended. Out-of-range offsets, which no

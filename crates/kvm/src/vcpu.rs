@@ -198,6 +198,11 @@ impl BoundVcpu<'_> {
             if let Some(report) = poison {
                 return self.poisoned(report);
             }
+            // A vCPU that waited for its start-up IPI got it: KVM wants to be called again. A kick
+            // that came meanwhile interrupts that call.
+            if source.raw_os_error() == Some(libc::EAGAIN) {
+                continue;
+            }
             let interrupted = source.raw_os_error() == Some(libc::EINTR);
             if interrupted && !self.vcpu.kick.take_kick() && (kicked || late) {
                 continue;
@@ -279,6 +284,25 @@ impl BoundVcpu<'_> {
             libc::EHWPOISON => RunError::Poisoned { vcpu, rip, source },
             _ => RunError::Failed { vcpu, rip, source },
         })
+    }
+
+    /// The elements of the OUT that [`BoundVcpu::run`] returned for, each zero-extended: one, or
+    /// several of a string instruction. None at all after any other exit.
+    #[must_use]
+    pub fn out_elements(&self) -> Vec<u32> {
+        self.vcpu.kick.page.out_elements()
+    }
+
+    /// Answers the IN that [`BoundVcpu::run`] returned for; `answer` is asked for each element, of
+    /// which the guest gets the low bytes. Does nothing after any other exit.
+    pub fn answer_in(&mut self, answer: impl FnMut() -> u32) {
+        self.vcpu.kick.page.answer_in(answer);
+    }
+
+    /// Answers the read outside all memory ([`Exit::Mmio`]) that [`BoundVcpu::run`] returned for;
+    /// the guest gets the low bytes. Does nothing after any other exit.
+    pub fn answer_mmio(&mut self, answer: u64) {
+        self.vcpu.kick.page.answer_mmio(answer);
     }
 
     /// Completes the I/O instruction of the last exit without running the guest any further, so

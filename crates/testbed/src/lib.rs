@@ -26,6 +26,8 @@ mod error;
 mod guest;
 mod handler;
 mod layout;
+#[cfg(target_arch = "x86_64")]
+pub mod linux;
 mod low_memory;
 mod machine;
 mod metronome;

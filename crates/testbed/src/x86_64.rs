@@ -4,7 +4,7 @@ use std::io;
 
 use kvm_bindings::{
     CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE, Msrs, kvm_dtable, kvm_mp_state,
-    kvm_msr_entry, kvm_regs, kvm_segment, kvm_vcpu_events,
+    kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs, kvm_vcpu_events,
 };
 use pagetide_kvm::{Kvm, Vcpu, Vm};
 
@@ -16,8 +16,8 @@ const CODE_SELECTOR: u16 = 0x08;
 const DATA_SELECTOR: u16 = 0x10;
 
 // Flat 64-bit descriptors, present, ring 0, accessed; see the AMD64 manual, volume 2, 4.7 and 4.8.
-const CODE_DESCRIPTOR: u64 = 0x00af_9b00_0000_ffff;
-const DATA_DESCRIPTOR: u64 = 0x00cf_9300_0000_ffff;
+pub(crate) const CODE_DESCRIPTOR: u64 = 0x00af_9b00_0000_ffff;
+pub(crate) const DATA_DESCRIPTOR: u64 = 0x00cf_9300_0000_ffff;
 
 const CR0_PE: u64 = 1 << 0;
 const CR0_MP: u64 = 1 << 1;
@@ -29,7 +29,7 @@ const CR4_PAE: u64 = 1 << 5;
 const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
 /// Bit 1 is always set; interrupts are off.
-const RFLAGS: u64 = 1 << 1;
+pub(crate) const RFLAGS: u64 = 1 << 1;
 
 /// Three pages for KVM on Intel processors, just below the firmware's place.
 const TSS_ADDRESS: usize = 0xfffb_d000;
@@ -62,6 +62,11 @@ impl Platform {
         Ok(Self { cpuid })
     }
 
+    /// What KVM_GET_SUPPORTED_CPUID said.
+    pub(crate) fn cpuid(&self) -> &CpuId {
+        &self.cpuid
+    }
+
     /// The first gpa that the guest's processor cannot address.
     pub(crate) fn gpa_limit(&self) -> u64 {
         let bits = self
@@ -81,7 +86,7 @@ impl Platform {
     }
 }
 
-fn setup(vcpu: u32, operation: &'static str, errno: kvm_ioctls::Error) -> MachineError {
+pub(crate) fn setup(vcpu: u32, operation: &'static str, errno: kvm_ioctls::Error) -> MachineError {
     MachineError::VcpuSetup {
         vcpu,
         operation,
@@ -126,6 +131,47 @@ fn segment(selector: u16, type_: u8, long: bool) -> kvm_segment {
     }
 }
 
+/// 64-bit mode with flat segments: where a GDT has them, and the page tables' address.
+pub(crate) struct LongMode {
+    pub(crate) code: u16,
+    pub(crate) data: u16,
+    pub(crate) gdt: u64,
+    pub(crate) gdt_entries: u16,
+    pub(crate) tables: u64,
+}
+
+impl LongMode {
+    /// Sets all but the interrupts' registers.
+    pub(crate) fn put_into(&self, sregs: &mut kvm_sregs) {
+        sregs.cs = segment(self.code, 0xb, true);
+        let data = segment(self.data, 0x3, false);
+        (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
+        // A busy 64-bit TSS, which Intel processors insist on; nothing uses it.
+        sregs.tr = kvm_segment {
+            s: 0,
+            g: 0,
+            db: 0,
+            limit: 0xffff,
+            ..segment(0, 0xb, false)
+        };
+        sregs.ldt = kvm_segment {
+            unusable: 1,
+            present: 0,
+            ..kvm_segment::default()
+        };
+        sregs.gdt = kvm_dtable {
+            base: self.gdt,
+            limit: self.gdt_entries * 8 - 1,
+            ..kvm_dtable::default()
+        };
+        sregs.cr0 = CR0_PE | CR0_MP | CR0_ET | CR0_NE | CR0_WP | CR0_PG;
+        sregs.cr2 = 0;
+        sregs.cr3 = self.tables;
+        sregs.cr4 = CR4_PAE;
+        sregs.efer = EFER_LME | EFER_LMA;
+    }
+}
+
 /// Puts a vCPU at the start of the workload.
 pub(crate) fn reset(vcpu: &Vcpu, layout: &Layout) -> Result<(), MachineError> {
     let id = vcpu.id();
@@ -133,37 +179,19 @@ pub(crate) fn reset(vcpu: &Vcpu, layout: &Layout) -> Result<(), MachineError> {
     let mut sregs = fd
         .get_sregs()
         .map_err(|errno| setup(id, "KVM_GET_SREGS", errno))?;
-    sregs.cs = segment(CODE_SELECTOR, 0xb, true);
-    let data = segment(DATA_SELECTOR, 0x3, false);
-    (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
-    // A busy 64-bit TSS, which Intel processors insist on; nothing uses it.
-    sregs.tr = kvm_segment {
-        s: 0,
-        g: 0,
-        db: 0,
-        limit: 0xffff,
-        ..segment(0, 0xb, false)
-    };
-    sregs.ldt = kvm_segment {
-        unusable: 1,
-        present: 0,
-        ..kvm_segment::default()
-    };
-    sregs.gdt = kvm_dtable {
-        base: GDT,
-        limit: 3 * 8 - 1,
-        ..kvm_dtable::default()
-    };
+    LongMode {
+        code: CODE_SELECTOR,
+        data: DATA_SELECTOR,
+        gdt: GDT,
+        gdt_entries: 3,
+        tables: TABLES,
+    }
+    .put_into(&mut sregs);
     sregs.idt = kvm_dtable {
         base: IDT,
         limit: 32 * 16 - 1,
         ..kvm_dtable::default()
     };
-    sregs.cr0 = CR0_PE | CR0_MP | CR0_ET | CR0_NE | CR0_WP | CR0_PG;
-    sregs.cr2 = 0;
-    sregs.cr3 = TABLES;
-    sregs.cr4 = CR4_PAE;
-    sregs.efer = EFER_LME | EFER_LMA;
     sregs.interrupt_bitmap = [0; 4];
     fd.set_sregs(&sregs)
         .map_err(|errno| setup(id, "KVM_SET_SREGS", errno))?;

@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail};
 
 use super::{git::git, lock};
 use crate::command::Run;
+use crate::debian;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
@@ -129,26 +130,16 @@ fn cached(dir: &Path, base: &Base) -> Option<Source> {
 /// Downloads the package: the wanted version, or else the one that Debian serves now.
 fn fetch(paths: &Paths, base: &Base) -> Result<PathBuf> {
     let dir = paths.cache().join("dl");
-    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
-    if let Some(file) = downloaded(&dir, base, Some(&base.version))? {
+    let name = &base.package;
+    if let Some(file) = debian::downloaded(&dir, name, Some(&base.version))? {
         return Ok(file);
     }
-    let progress = Progress::spinner(&format!("downloading {}", base.package));
-    let log = dir.join("apt.log");
-    let apt = |what: &str| {
-        Run::new("apt-get")
-            .args(["-o", "APT::Sandbox::User=root", "download", what])
-            .dir(&dir)
-            .logged(&log, &progress)
-    };
-    if apt(&format!("{}={}", base.package, base.version)).is_err() {
-        apt(&base.package).with_context(|| not_downloaded(base))?;
+    if debian::download(&dir, name, Some(&base.version)).is_err() {
+        debian::download(&dir, name, None).with_context(|| not_downloaded(base))?;
     }
-    progress.done();
-    let exact = downloaded(&dir, base, Some(&base.version))?;
-    match exact {
+    match debian::downloaded(&dir, name, Some(&base.version))? {
         Some(file) => Ok(file),
-        None => downloaded(&dir, base, None)?.context("apt-get download left no file"),
+        None => debian::downloaded(&dir, name, None)?.context("apt-get download left no file"),
     }
 }
 
@@ -164,26 +155,6 @@ fn not_downloaded(base: &Base) -> String {
          apt's sources, and did `apt-get update` run?",
         base.package, base.version
     )
-}
-
-/// The newest downloaded file of the package, of one version if given.
-fn downloaded(dir: &Path, base: &Base, version: Option<&str>) -> Result<Option<PathBuf>> {
-    let prefix = match version {
-        // apt escapes the colon of an epoch in file names
-        Some(version) => format!("{}_{}_", base.package, version.replace(':', "%3a")),
-        None => format!("{}_", base.package),
-    };
-    let mut newest = None;
-    for entry in std::fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
-        let entry = entry?;
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        if name.starts_with(&prefix) && name.ends_with(".deb") {
-            let modified = entry.metadata()?.modified()?;
-            newest = newest.max(Some((modified, entry.path())));
-        }
-    }
-    Ok(newest.map(|(_, file)| file))
 }
 
 /// Unpacks the package and makes the repository, in a directory that gets its name at the end.

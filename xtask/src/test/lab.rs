@@ -10,6 +10,7 @@ use super::host::{self, TestProgram};
 use super::libtest::Report;
 use super::log_file;
 use super::tally::{Tally, Verdict};
+use crate::guest;
 use crate::kernel::selftests::{self, Selftest};
 use crate::kernel::{Arch, Variant};
 use crate::paths::Paths;
@@ -75,6 +76,25 @@ const MEMCYCLER: [&str; 17] = [
     "target/pagetide/smoke-memcycler",
 ];
 
+/// The tests with Linux guests, which have a VM of their own.
+const LINUX: &str = "testbed/linux";
+
+/// A guest with two processors that ends by itself.
+const RUN: [&str; 12] = [
+    "pagetide",
+    "run",
+    "--kernel",
+    "target/kernel/x86_64/vmlinux",
+    "--initrd",
+    "target/guest/initramfs.cpio",
+    "--vcpus",
+    "2",
+    "--timeout",
+    "120",
+    "--cmdline",
+    "-- nproc",
+];
+
 /// What one job of a VM is.
 enum Kind {
     Selftest(Selftest),
@@ -116,6 +136,25 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
     run("lab", &args, &jobs, paths, tally)
 }
 
+/// The patched kernel: Linux as the guest.
+///
+/// In a VM with one CPU: with more, QEMU's software CPU delivers an interrupt that KVM injected a
+/// second time, to a guest that has interrupts off (docs/design/linux-guest.md).
+pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    guest::build(paths)?;
+    let programs = host::programs(paths)?.into_iter();
+    let mut jobs: Vec<_> = programs
+        .filter(|program| program.group == LINUX)
+        .map(test_program)
+        .collect();
+    anyhow::ensure!(!jobs.is_empty(), "there are no tests {LINUX}");
+    jobs.push(command(paths, "pagetide run", &RUN));
+    let mut args = VmArgs::new(Variant::patched(Arch::X86_64));
+    args.timeout = VM_TIMEOUT;
+    args.cpus = Some(1);
+    run("linux", &args, &jobs, paths, tally)
+}
+
 /// The patched kernel: selftests.
 pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
@@ -130,6 +169,7 @@ pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
 /// What a machine without our kernel can run as well, and has run, need not run twice.
 fn runs_in_lab(program: &TestProgram, host_ran: bool, tally: &Tally) -> bool {
     program.package != "xtask"
+        && program.group != LINUX
         && (program.integration || !host_ran || tally.any_skipped(&program.group))
 }
 

@@ -5,13 +5,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
-use sha2::{Digest, Sha256};
+use anyhow::{Result, bail};
 
 use super::VmArgs;
-use crate::command::Run;
+use crate::compile;
 use crate::kernel::Arch;
-use crate::paths::{Paths, hex, unique};
+use crate::paths::Paths;
 
 /// What QEMU and the agent call the share that is target/.
 pub(super) const TARGET_TAG: &str = "target";
@@ -97,24 +96,9 @@ pub(super) fn parse_status(text: &str) -> (Vec<Finished>, bool) {
 
 /// Compiles the agent, static, unless that was done before.
 pub(super) fn build(arch: Arch, paths: &Paths) -> Result<PathBuf> {
+    let compiler = format!("{}gcc", arch.cross_compile());
     let source = paths.in_root("guest/agent.c");
-    let text = std::fs::read(&source).with_context(|| format!("read {}", source.display()))?;
-    let digest = hex(&Sha256::digest(&text));
-    let dir = paths.target().join("vm");
-    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
-    let agent = dir.join(format!("agent-{}-{}", arch.name(), &digest[..12]));
-    if agent.exists() {
-        return Ok(agent);
-    }
-    // Two VMs may start at the same time: each writes a file of its own, the name comes last.
-    let temporary = agent.with_extension(unique());
-    Run::new(format!("{}gcc", arch.cross_compile()))
-        .args(["-static", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
-        .arg(&temporary)
-        .arg(&source)
-        .output()?;
-    std::fs::rename(&temporary, &agent).with_context(|| format!("create {}", agent.display()))?;
-    Ok(agent)
+    compile::static_program(&compiler, &source, &[], &paths.target().join("vm"))
 }
 
 /// What the agent is told.

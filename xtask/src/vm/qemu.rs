@@ -19,9 +19,9 @@ use anyhow::{Context, Result, bail};
 use rustix::io::{FdFlags, fcntl_setfd};
 
 use super::agent::{Finished, TARGET_TAG, parse_status};
-use super::initramfs::Initramfs;
 use super::{Timing, VmArgs, console};
 use crate::command::{Run, tail};
+use crate::initramfs::Initramfs;
 use crate::kernel::{Arch, selftests};
 use crate::paths::Paths;
 

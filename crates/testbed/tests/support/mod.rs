@@ -89,7 +89,7 @@ pub(crate) fn deaf_to_signals(failure: &RunFailure) -> bool {
 }
 
 /// Whether the processor has what KVM normally runs on.
-fn virtualises() -> bool {
+pub(crate) fn virtualises() -> bool {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     cpuinfo
         .split_whitespace()

@@ -6,29 +6,29 @@ use anyhow::{Context, Result};
 
 /// An archive in the making. Directories come before what is in them.
 #[derive(Debug, Default)]
-pub(super) struct Initramfs {
+pub(crate) struct Initramfs {
     bytes: Vec<u8>,
     entries: u32,
 }
 
 impl Initramfs {
     /// Adds a directory.
-    pub(super) fn directory(&mut self, name: &str) -> Result<()> {
+    pub(crate) fn directory(&mut self, name: &str) -> Result<()> {
         self.entry(name, 0o040_755, (0, 0), &[])
     }
 
     /// Adds an executable file.
-    pub(super) fn file(&mut self, name: &str, content: &[u8]) -> Result<()> {
+    pub(crate) fn file(&mut self, name: &str, content: &[u8]) -> Result<()> {
         self.entry(name, 0o100_755, (0, 0), content)
     }
 
     /// Adds a character device.
-    pub(super) fn device(&mut self, name: &str, major: u32, minor: u32) -> Result<()> {
+    pub(crate) fn device(&mut self, name: &str, major: u32, minor: u32) -> Result<()> {
         self.entry(name, 0o020_600, (major, minor), &[])
     }
 
     /// Ends the archive.
-    pub(super) fn finish(mut self) -> Result<Vec<u8>> {
+    pub(crate) fn finish(mut self) -> Result<Vec<u8>> {
         self.entry("TRAILER!!!", 0, (0, 0), &[])?;
         Ok(self.bytes)
     }

@@ -1,0 +1,98 @@
+//! The terminal as a guest's console: every key goes to the guest, but for a way out.
+
+use std::io::{self, PipeWriter, Read, Write};
+use std::os::fd::OwnedFd;
+use std::thread;
+
+use pagetide_testbed::linux::LinuxStopper;
+use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
+
+/// Ctrl-A, as in other VMMs.
+const ESCAPE: u8 = 0x01;
+
+/// Standard input in raw mode, until it is dropped.
+pub(crate) struct RawTerminal {
+    before: Termios,
+}
+
+impl RawTerminal {
+    /// Puts standard input into raw mode. What is typed can be read from the descriptor, except for
+    /// Ctrl-A X, which stops the guest.
+    pub(crate) fn open(stopper: LinuxStopper) -> io::Result<(Self, OwnedFd)> {
+        let (reader, writer) = io::pipe()?;
+        let before = tcgetattr(io::stdin())?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        // A thread that nobody waits for: it may be reading when the guest ends.
+        thread::Builder::new()
+            .name("terminal".into())
+            .spawn(move || pass_on(io::stdin().lock(), writer, &stopper))?;
+        tcsetattr(io::stdin(), OptionalActions::Now, &raw)?;
+        Ok((Self { before }, reader.into()))
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        // There is nobody left to tell.
+        let _ = tcsetattr(io::stdin(), OptionalActions::Now, &self.before);
+    }
+}
+
+/// Ends with the input, or when nobody reads any more.
+fn pass_on(mut input: impl Read, mut guest: PipeWriter, stopper: &LinuxStopper) {
+    let mut keys = Keys::default();
+    let mut bytes = [0; 64];
+    while let Ok(count @ 1..) = input.read(&mut bytes) {
+        let (passed, stop) = keys.take(&bytes[..count]);
+        if stop {
+            stopper.stop();
+        }
+        if guest.write_all(&passed).is_err() {
+            return;
+        }
+    }
+}
+
+/// What was typed so far: whether the last key was the escape.
+#[derive(Default)]
+struct Keys {
+    escaped: bool,
+}
+
+impl Keys {
+    /// What of it is for the guest, and whether the guest is to stop. Ctrl-A twice is one Ctrl-A.
+    fn take(&mut self, bytes: &[u8]) -> (Vec<u8>, bool) {
+        let (mut passed, mut stop) = (Vec::new(), false);
+        for &byte in bytes {
+            if !self.escaped && byte == ESCAPE {
+                self.escaped = true;
+                continue;
+            }
+            if self.escaped && matches!(byte, b'x' | b'X') {
+                stop = true;
+            } else {
+                passed.push(byte);
+            }
+            self.escaped = false;
+        }
+        (passed, stop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_escape_is_kept_back() {
+        let mut keys = Keys::default();
+        assert_eq!(keys.take(b"ls\r\x03"), (b"ls\r\x03".to_vec(), false));
+        assert_eq!(keys.take(b"a\x01"), (b"a".to_vec(), false));
+        assert_eq!(keys.take(b"\x01b"), (b"\x01b".to_vec(), false));
+        assert_eq!(keys.take(b"\x01c"), (b"c".to_vec(), false));
+        assert_eq!(keys.take(b"x\x01"), (b"x".to_vec(), false));
+        assert_eq!(keys.take(b"x"), (Vec::new(), true));
+        assert_eq!(keys.take(b"x"), (b"x".to_vec(), false));
+    }
+}

@@ -1,0 +1,141 @@
+//! `pagetide run`: what it refuses. Guests that boot are in the testbed's tests.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn run(words: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pagetide"))
+        .arg("run")
+        .args(words)
+        .output()
+        .expect("it starts")
+}
+
+/// The smallest file that is taken for a kernel: an ELF header, one segment at 16 MiB.
+fn kernel(path: &Path) {
+    const START: u64 = 16 << 20;
+    let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
+    for word in [START, 64, 0] {
+        file.extend_from_slice(&word.to_le_bytes());
+    }
+    file.extend_from_slice(&[0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+    file.extend_from_slice(&[1, 0, 0, 0, 5, 0, 0, 0]);
+    for word in [120, START, START, 2, 4096, 4096] {
+        file.extend_from_slice(&word.to_le_bytes());
+    }
+    file.extend_from_slice(b"\xeb\xfe");
+    std::fs::write(path, file).expect("a temporary file");
+}
+
+#[test]
+fn what_cannot_be_is_refused_in_one_line() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let file = |name: &str| {
+        directory
+            .path()
+            .join(name)
+            .to_str()
+            .expect("UTF-8")
+            .to_owned()
+    };
+    let (good, text, large) = (file("vmlinux"), file("text"), file("large"));
+    kernel(Path::new(&good));
+    std::fs::write(&text, "no kernel\n").expect("a temporary file");
+    std::fs::write(file("empty"), "").expect("a temporary file");
+    let sparse = std::fs::File::create(&large).expect("a temporary file");
+    sparse.set_len(300 << 20).expect("a sparse file");
+    let (missing, empty) = (file("missing"), file("empty"));
+
+    let long = "x".repeat(3000);
+    let cases: &[(&[&str], &str)] = &[
+        (&[], "--kernel <FILE>"),
+        (
+            &["--kernel", &missing],
+            "missing: No such file or directory",
+        ),
+        (&["--kernel", &text], "text is no kernel for this"),
+        (&["--kernel", "/"], "kernel /: Is a directory"),
+        (&["--kernel", &good, "--initrd", &missing], "initrd"),
+        (
+            &["--kernel", &good, "--initrd", &empty],
+            "is not a file with something in it",
+        ),
+        (
+            &["--kernel", &good, "--initrd", "/"],
+            "is not a file with something in it",
+        ),
+        (
+            &["--kernel", &good, "--initrd", &large],
+            "large has 314572800 bytes, and 251654144 are left beside the kernel",
+        ),
+        (
+            &["--kernel", &good, "--memory", "16M"],
+            "Linux needs at least 33554432",
+        ),
+        (
+            &["--kernel", &good, "--memory", "64M1"],
+            "'64M1' is not a size",
+        ),
+        (
+            &["--kernel", &good, "--memory", "67108865"],
+            "no multiple of the page size of shmem",
+        ),
+        (
+            &[
+                "--kernel",
+                &good,
+                "--memory",
+                "65M",
+                "--backing",
+                "hugetlb-2m",
+            ],
+            "no multiple of the page size of hugetlb-2m, 2097152",
+        ),
+        (
+            &["--kernel", &good, "--backing", "floppy"],
+            "[possible values: shmem,",
+        ),
+        (&["--kernel", &good, "--vcpus", "0"], "at least 1 vCPU"),
+        (
+            &["--kernel", &good, "--vcpus", "255"],
+            "255 vCPUs: there can be at most 254",
+        ),
+        (
+            &["--kernel", &good, "--cmdline", &long],
+            "at most 2047 bytes",
+        ),
+        (&["--kernel", &good, "--cmdline", "a\nb"], "command line"),
+        (
+            &["--kernel", &good, "--timeout", "0"],
+            "invalid value '0' for '--timeout",
+        ),
+        (
+            &["--kernel", &good, "--console", "/proc/x/y"],
+            "--console /proc/x/y: No such file",
+        ),
+    ];
+    for (words, wanted) in cases {
+        let output = run(words);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{words:?}: {told}");
+        assert!(output.stdout.is_empty(), "{words:?}");
+        assert!(told.contains(wanted), "{words:?}: {told}");
+        assert_eq!(told.lines().count(), 1, "{words:?}: {told}");
+    }
+}
+
+#[test]
+fn help_shows_how_to_begin() {
+    let output = run(&["--help"]);
+    assert_eq!(output.status.code(), Some(0));
+    let help = String::from_utf8_lossy(&output.stdout);
+    for wanted in [
+        "cargo xtask guest",
+        "[default: 256M]",
+        "ttyS1",
+        "Exit status:",
+        "Ctrl-A X",
+    ] {
+        assert!(help.contains(wanted), "{wanted} in\n{help}");
+    }
+}

@@ -1,0 +1,321 @@
+//! The devices of a Linux guest: two serial ports, and what is left of a PC's keyboard and clock.
+//!
+//! | ports | what | effect |
+//! |---|---|---|
+//! | 0x3f8 to 0x3ff, IRQ 4 | ttyS0 | the console |
+//! | 0x2f8 to 0x2ff, IRQ 3 | ttyS1 | a line that is a number from 0 to 255 ends the run with that status |
+//! | 0x64 | keyboard controller | 0xfe resets |
+//! | 0xcf9 | reset control | bit 2 resets |
+//! | 0x70, 0x71 | clock and CMOS | reads as 0, so that nobody waits for it |
+//!
+//! Any other port reads as all ones, as where there is no device.
+
+use std::io::{self, Write};
+
+use vm_superio::serial::{Error as SerialError, NoEvents};
+use vm_superio::{Serial, Trigger};
+
+/// The console's interrupt line.
+pub(super) const CONSOLE_IRQ: u32 = 4;
+/// The status port's interrupt line.
+pub(super) const STATUS_IRQ: u32 = 3;
+
+const CONSOLE: u16 = 0x3f8;
+const STATUS: u16 = 0x2f8;
+const SERIAL_PORTS: u16 = 8;
+const KEYBOARD: u16 = 0x64;
+const KEYBOARD_RESET: u32 = 0xfe;
+const CMOS: [u16; 2] = [0x70, 0x71];
+const RESET_CONTROL: u16 = 0xcf9;
+const RESET_BIT: u32 = 1 << 2;
+
+/// What Linux says first when it gives up.
+const PANIC: &str = "Kernel panic - not syncing";
+/// As much of a line as is kept.
+const LINE_BYTES: usize = 256;
+
+/// A device failed on the host's side.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The console's output cannot be written.
+    #[error("cannot write the guest's console")]
+    Console(#[source] io::Error),
+    /// KVM does not take an interrupt.
+    #[error("cannot raise the interrupt of a serial port")]
+    Interrupt(#[source] io::Error),
+}
+
+impl From<SerialError<io::Error>> for DeviceError {
+    fn from(error: SerialError<io::Error>) -> Self {
+        match error {
+            SerialError::Trigger(source) => Self::Interrupt(source),
+            SerialError::IOError(source) => Self::Console(source),
+            // Only of input for which there is no room, and that is asked before.
+            SerialError::FullFifo => Self::Console(io::ErrorKind::StorageFull.into()),
+        }
+    }
+}
+
+/// What a guest wants with a write to a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wish {
+    Reset,
+    Exit(u8),
+}
+
+/// All of them.
+pub(super) struct Devices<T: Trigger<E = io::Error>> {
+    console: Serial<T, NoEvents, Console>,
+    status: Serial<T, NoEvents, StatusLine>,
+}
+
+impl<T: Trigger<E = io::Error>> Devices<T> {
+    /// `console_line` and `status_line` raise [`CONSOLE_IRQ`] and [`STATUS_IRQ`].
+    pub(super) fn new(console_line: T, status_line: T, output: Box<dyn Write + Send>) -> Self {
+        let console = Console {
+            output,
+            line: Line::default(),
+            panic: None,
+        };
+        Self {
+            console: Serial::new(console_line, console),
+            status: Serial::new(status_line, StatusLine::default()),
+        }
+    }
+
+    /// The guest writes an element of up to 4 bytes.
+    pub(super) fn write(&mut self, port: u16, value: u32) -> Result<Option<Wish>, DeviceError> {
+        let [byte, ..] = value.to_le_bytes();
+        if let Some(register) = register(port, CONSOLE) {
+            self.console.write(register, byte)?;
+        } else if let Some(register) = register(port, STATUS) {
+            self.status.write(register, byte)?;
+            return Ok(self.status.writer_mut().said.take().map(Wish::Exit));
+        }
+        let reset = (port == KEYBOARD && value == KEYBOARD_RESET)
+            || (port == RESET_CONTROL && value & RESET_BIT != 0);
+        Ok(reset.then_some(Wish::Reset))
+    }
+
+    /// The guest reads an element of up to 4 bytes.
+    pub(super) fn read(&mut self, port: u16) -> u32 {
+        const NOTHING: u32 = u32::MAX;
+        let byte = |byte: u8| (NOTHING << 8) | u32::from(byte);
+        if let Some(register) = register(port, CONSOLE) {
+            byte(self.console.read(register))
+        } else if let Some(register) = register(port, STATUS) {
+            byte(self.status.read(register))
+        } else if port == KEYBOARD || CMOS.contains(&port) {
+            byte(0)
+        } else {
+            NOTHING
+        }
+    }
+
+    /// Puts input into the console, as much as there is room for; how many bytes that was.
+    pub(super) fn type_in(&mut self, input: &[u8]) -> Result<usize, DeviceError> {
+        let room = self.console.fifo_capacity().min(input.len());
+        if room == 0 {
+            return Ok(0);
+        }
+        Ok(self.console.enqueue_raw_bytes(&input[..room])?)
+    }
+
+    /// What the kernel said when it panicked, if it did.
+    pub(super) fn panic_message(&self) -> Option<&str> {
+        self.console.writer().panic.as_deref()
+    }
+}
+
+/// The register of a serial port, if it has that port.
+fn register(port: u16, first: u16) -> Option<u8> {
+    let register = port.checked_sub(first).filter(|n| *n < SERIAL_PORTS)?;
+    u8::try_from(register).ok()
+}
+
+/// The beginning of the line that is being written.
+#[derive(Default)]
+struct Line(Vec<u8>);
+
+impl Line {
+    /// Takes a byte; the line, if that was its end.
+    fn push(&mut self, byte: u8) -> Option<String> {
+        if byte != b'\n' {
+            if self.0.len() < LINE_BYTES {
+                self.0.push(byte);
+            }
+            return None;
+        }
+        let line = String::from_utf8_lossy(&self.0).trim().to_owned();
+        self.0.clear();
+        Some(line)
+    }
+}
+
+/// Passes the console's output on, and watches for a panic.
+struct Console {
+    output: Box<dyn Write + Send>,
+    line: Line,
+    panic: Option<String>,
+}
+
+impl Write for Console {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        for line in bytes.iter().filter_map(|byte| self.line.push(*byte)) {
+            if let Some(start) = line.find(PANIC) {
+                self.panic.get_or_insert_with(|| line[start..].to_owned());
+            }
+        }
+        self.output.write_all(bytes)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.output.flush()
+    }
+}
+
+/// Waits for a line with a number.
+#[derive(Default)]
+struct StatusLine {
+    line: Line,
+    said: Option<u8>,
+}
+
+impl Write for StatusLine {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        for line in bytes.iter().filter_map(|byte| self.line.push(*byte)) {
+            match line.parse() {
+                Ok(status) => self.said = Some(status),
+                Err(_) => tracing::warn!("the guest wrote {line:?} to ttyS1, which is no status"),
+            }
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::rc::Rc;
+    use std::sync::{Arc, Mutex};
+
+    #[derive(Clone, Default)]
+    struct Count(Rc<Cell<u32>>);
+
+    impl Trigger for Count {
+        type E = io::Error;
+
+        fn trigger(&self) -> io::Result<()> {
+            self.0.set(self.0.get() + 1);
+            Ok(())
+        }
+    }
+
+    #[derive(Clone, Default)]
+    struct Screen(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Screen {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn devices() -> (Devices<Count>, Screen, Count) {
+        let (screen, count) = (Screen::default(), Count::default());
+        let output = Box::new(screen.clone());
+        let devices = Devices::new(count.clone(), Count::default(), output);
+        (devices, screen, count)
+    }
+
+    fn say(devices: &mut Devices<Count>, port: u16, text: &str) -> Vec<Wish> {
+        text.bytes()
+            .filter_map(|byte| devices.write(port, byte.into()).unwrap())
+            .collect()
+    }
+
+    #[test]
+    fn the_console_goes_out_and_comes_in() {
+        let (mut devices, screen, count) = devices();
+        assert_eq!(say(&mut devices, CONSOLE, "hello\n7\n"), []);
+        assert_eq!(*screen.0.lock().unwrap(), b"hello\n7\n");
+        // Interrupts come once the driver has enabled them.
+        devices.write(CONSOLE + 1, 1).unwrap();
+        let before = count.0.get();
+        assert_eq!(devices.type_in(&[b'x'; 100]).unwrap(), 64);
+        assert!(count.0.get() > before);
+        assert_eq!(devices.type_in(b"y").unwrap(), 0);
+        assert_eq!(devices.read(CONSOLE), 0xffff_ff00 | u32::from(b'x'));
+        assert_eq!(devices.type_in(b"y").unwrap(), 1);
+    }
+
+    #[test]
+    fn only_a_number_on_a_line_is_a_status() {
+        let (mut devices, screen, _) = devices();
+        for (text, wanted) in [
+            ("3", vec![]),
+            ("7\r\n", vec![Wish::Exit(37)]),
+            ("0\n", vec![Wish::Exit(0)]),
+            ("256\n-1\nok\n\n", vec![]),
+            (&"1".repeat(10_000), vec![]),
+            ("\n255\n", vec![Wish::Exit(255)]),
+        ] {
+            assert_eq!(say(&mut devices, STATUS, text), wanted, "{text:?}");
+        }
+        assert!(screen.0.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_reset_is_asked_for_in_two_ways() {
+        let (mut devices, ..) = devices();
+        for (port, value, wanted) in [
+            (KEYBOARD, 0xfe, Some(Wish::Reset)),
+            (KEYBOARD, 0xd1, None),
+            (RESET_CONTROL, 0x06, Some(Wish::Reset)),
+            (RESET_CONTROL, 0x02, None),
+            (0x80, 0xfe, None),
+            (0xcfc, 0xffff_ffff, None),
+        ] {
+            assert_eq!(devices.write(port, value).unwrap(), wanted, "{port:#x}");
+        }
+        assert_eq!(devices.read(KEYBOARD) & 0xff, 0);
+        assert_eq!(devices.read(0xcf8), u32::MAX);
+    }
+
+    #[test]
+    fn a_panic_is_noticed_once() {
+        let (mut devices, ..) = devices();
+        assert_eq!(devices.panic_message(), None);
+        let text =
+            "[    1.5] Kernel panic - not syncing: VFS: no root\r\nKernel panic - not syncing: x\n";
+        say(&mut devices, CONSOLE, text);
+        let wanted = "Kernel panic - not syncing: VFS: no root";
+        assert_eq!(devices.panic_message(), Some(wanted));
+    }
+
+    #[test]
+    fn an_output_that_fails_is_an_error() {
+        struct Closed;
+        impl Write for Closed {
+            fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+                Err(io::ErrorKind::BrokenPipe.into())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let mut devices = Devices::new(Count::default(), Count::default(), Box::new(Closed));
+        let error = devices.write(CONSOLE, 1).unwrap_err();
+        assert!(matches!(error, DeviceError::Console(_)), "{error}");
+    }
+}

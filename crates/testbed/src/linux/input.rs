@@ -1,0 +1,121 @@
+//! The console's two ends on the host.
+
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+
+use super::control::Control;
+use super::error::LinuxRunError;
+
+/// How long input waits when the serial port has no room for it.
+const FULL_WAIT: Duration = Duration::from_millis(5);
+
+/// Where the guest's console goes, and where its input comes from.
+pub struct LinuxConsole {
+    pub(super) output: Box<dyn Write + Send>,
+    pub(super) input: Option<OwnedFd>,
+}
+
+impl LinuxConsole {
+    /// A console that is only listened to.
+    pub fn output(output: impl Write + Send + 'static) -> Self {
+        Self {
+            output: Box::new(output),
+            input: None,
+        }
+    }
+
+    /// Types in what can be read from a descriptor, until its end.
+    #[must_use]
+    pub fn input(mut self, input: OwnedFd) -> Self {
+        self.input = Some(input);
+        self
+    }
+}
+
+impl std::fmt::Debug for LinuxConsole {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut console = formatter.debug_struct("LinuxConsole");
+        console.field("input", &self.input).finish_non_exhaustive()
+    }
+}
+
+/// The thread that types in.
+pub(super) struct Typist {
+    wake: Arc<OwnedFd>,
+    thread: JoinHandle<()>,
+}
+
+impl Typist {
+    pub(super) fn start(input: OwnedFd, control: Arc<Control>) -> Result<Self, LinuxRunError> {
+        let flags = EventfdFlags::CLOEXEC;
+        let wake = eventfd(0, flags).map_err(|errno| LinuxRunError::Input(errno.into()))?;
+        let wake = Arc::new(wake);
+        let woken = Arc::clone(&wake);
+        let thread = thread::Builder::new()
+            .name("console-input".into())
+            .spawn(move || {
+                if let Err(error) = type_in(&input, &woken, &control) {
+                    control.finish(Err(error));
+                }
+            })
+            .map_err(|source| LinuxRunError::Spawn {
+                what: "the console's input".into(),
+                source,
+            })?;
+        Ok(Self { wake, thread })
+    }
+
+    /// Ends it, once the run is stopped.
+    pub(super) fn end(self) {
+        // An eventfd takes 8 bytes unless it is full, and then it wakes as well.
+        let _ = rustix::io::write(&*self.wake, &1_u64.to_ne_bytes());
+        if self.thread.join().is_err() {
+            tracing::warn!("the thread of the console's input panicked");
+        }
+    }
+}
+
+fn type_in(input: &OwnedFd, wake: &OwnedFd, control: &Control) -> Result<(), LinuxRunError> {
+    let mut bytes = [0; 64];
+    while wait(input, wake).map_err(|errno| LinuxRunError::Input(errno.into()))? {
+        let count = match rustix::io::read(input, &mut bytes) {
+            Ok(0) => return Ok(()),
+            Ok(count) => count,
+            Err(Errno::INTR | Errno::AGAIN) => continue,
+            Err(errno) => return Err(LinuxRunError::Input(io::Error::from(errno))),
+        };
+        let mut rest = &bytes[..count];
+        while !rest.is_empty() {
+            if control.is_stopped() {
+                return Ok(());
+            }
+            let typed = control.devices().type_in(rest)?;
+            rest = &rest[typed..];
+            if !rest.is_empty() {
+                thread::sleep(FULL_WAIT);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Waits for input; false if it was woken instead.
+fn wait(input: &OwnedFd, wake: &OwnedFd) -> Result<bool, Errno> {
+    loop {
+        let mut fds = [
+            PollFd::from_borrowed_fd(input.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN),
+        ];
+        match poll(&mut fds, None) {
+            Ok(_) => return Ok(fds[1].revents().is_empty()),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Where things are in the guest's physical memory.
+//!
+//! The first megabyte is laid out as a PC's is, because that is where Linux looks for its MP table
+//! and puts its processors' start-up code; what the VMM leaves there is only read during the boot.
+
+use pagetide_memory::{GuestAddress, GuestRange, RangeError};
+
+/// The boot processor's descriptor table.
+pub(super) const GDT: u64 = 0x500;
+/// `struct boot_params`, the "zero page" of the boot protocol.
+pub(super) const BOOT_PARAMS: u64 = 0x7000;
+/// The page tables with which the kernel is entered.
+pub(super) const TABLES: u64 = 0x9000;
+/// The kernel's command line.
+pub(super) const COMMAND_LINE: u64 = 0x2_0000;
+/// Where memory ends that Linux may use of the first megabyte.
+const LOWER_END: u64 = 0x9_f000;
+/// The MP table, in the last 64 KiB below 1 MiB, where Linux looks for it.
+pub(super) const MP_TABLE: u64 = 0xf_0000;
+/// 1 MiB: kernels lie above.
+pub(super) const UPPER_START: u64 = 0x10_0000;
+
+/// Memory ends here, and goes on at [`HIGH_START`]; between are the interrupt controllers.
+const LOW_LIMIT: u64 = 3 << 30;
+const HIGH_START: u64 = 4 << 30;
+
+/// Address of the processors' local interrupt controllers.
+pub(super) const LOCAL_APIC: u32 = 0xfee0_0000;
+/// Address of the interrupt controller of the devices.
+pub(super) const IO_APIC: u32 = 0xfec0_0000;
+
+/// What of the guest's physical addresses is memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RamLayout {
+    bytes: u64,
+}
+
+/// A range of addresses as firmware would describe it to the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct E820 {
+    pub(super) start: u64,
+    pub(super) bytes: u64,
+    pub(super) usable: bool,
+}
+
+impl RamLayout {
+    /// `bytes` bytes of memory in all, at least 1 MiB.
+    pub(super) fn new(bytes: u64) -> Self {
+        Self { bytes }
+    }
+
+    /// The end of the memory below the interrupt controllers, which holds all that is loaded.
+    pub(super) fn low_end(self) -> u64 {
+        self.bytes.min(LOW_LIMIT)
+    }
+
+    /// The end of all memory; None past 2^64.
+    pub(super) fn end(self) -> Option<u64> {
+        match self.bytes - self.low_end() {
+            0 => Some(self.low_end()),
+            high => HIGH_START.checked_add(high),
+        }
+    }
+
+    /// One or two ranges, ascending.
+    pub(super) fn ranges(self) -> Result<Vec<GuestRange>, RangeError> {
+        let high = self.bytes - self.low_end();
+        let mut ranges = vec![GuestRange::new(GuestAddress(0), self.low_end())?];
+        if high > 0 {
+            ranges.push(GuestRange::new(GuestAddress(HIGH_START), high)?);
+        }
+        Ok(ranges)
+    }
+
+    /// The map that the kernel is given.
+    pub(super) fn e820(self) -> Vec<E820> {
+        let range = |start, end, usable| E820 {
+            start,
+            bytes: end - start,
+            usable,
+        };
+        let mut map = vec![
+            range(0, LOWER_END, true),
+            range(LOWER_END, UPPER_START, false),
+            range(UPPER_START, self.low_end(), true),
+        ];
+        if let Some(end) = self.end().filter(|end| *end > HIGH_START) {
+            map.push(range(HIGH_START, end, true));
+        }
+        map
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_leaves_the_interrupt_controllers_out() {
+        for (bytes, end) in [
+            (64 << 20, 64 << 20),
+            (3 << 30, 3 << 30),
+            ((3 << 30) + 4096, (4 << 30) + 4096),
+            (8 << 30, 9 << 30),
+        ] {
+            let layout = RamLayout::new(bytes);
+            assert_eq!(layout.end(), Some(end));
+            let ranges = layout.ranges().unwrap();
+            assert_eq!(ranges.iter().map(|range| range.bytes()).sum::<u64>(), bytes);
+            for address in [LOCAL_APIC, IO_APIC] {
+                let address = GuestAddress(address.into());
+                assert!(!ranges.iter().any(|range| range.contains(address)));
+            }
+        }
+        assert_eq!(RamLayout::new(u64::MAX).end(), None);
+    }
+
+    #[test]
+    fn the_kernels_map_is_all_memory_but_the_firmwares_place() {
+        let layout = RamLayout::new(4 << 30);
+        let map = layout.e820();
+        for pair in map.windows(2) {
+            assert!(pair[0].start + pair[0].bytes <= pair[1].start, "{map:?}");
+        }
+        let usable: u64 = map.iter().filter(|e| e.usable).map(|e| e.bytes).sum();
+        assert_eq!(usable, (4 << 30) - (UPPER_START - LOWER_END));
+        let reserved = map.iter().find(|entry| !entry.usable).unwrap();
+        assert!(reserved.start <= MP_TABLE && MP_TABLE < reserved.start + reserved.bytes);
+        assert_eq!(RamLayout::new(1 << 30).e820().len(), 3);
+    }
+}

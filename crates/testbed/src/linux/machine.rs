@@ -1,0 +1,181 @@
+//! A Linux guest before it runs.
+
+use std::sync::Arc;
+
+use kvm_bindings::{KVM_CAP_TSC_DEADLINE_TIMER, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
+use pagetide_kvm::poison::{MachineCheckForm, prepare_cpuid};
+use pagetide_kvm::{Kvm, SlotFlags, Vcpu, Vm};
+use pagetide_memory::Region;
+
+use crate::error::MachineError;
+use crate::x86_64::{Platform, setup};
+
+use super::boot_params::{self, Boot};
+use super::config::LinuxConfig;
+use super::control::LinuxStopper;
+use super::cpuid::{self, Timer};
+use super::error::LinuxError;
+use super::image::Kernel;
+use super::initrd::Initrd;
+use super::layout::{BOOT_PARAMS, COMMAND_LINE, GDT, MP_TABLE, TABLES};
+use super::memory::Ram;
+use super::{mp_table, tables, vcpu};
+
+/// A VM with a kernel in its memory, ready to run once.
+#[derive(Debug)]
+pub struct LinuxMachine {
+    pub(super) config: LinuxConfig,
+    pub(super) vcpus: Vec<Vcpu>,
+    pub(super) vm: Arc<Vm>,
+    machine_checks: MachineCheckForm,
+    ram: Ram,
+    pub(super) stopper: LinuxStopper,
+}
+
+impl LinuxMachine {
+    /// Makes the VM and loads kernel and initrd.
+    ///
+    /// # Errors
+    /// [`LinuxError`] says what is missing or cannot be. What the caller gave is checked before KVM
+    /// is asked for anything.
+    pub fn new(config: &LinuxConfig) -> Result<Self, LinuxError> {
+        let layout = config.layout()?;
+        let command_line = config.command_line()?;
+        let kernel = Kernel::read(&config.kernel, layout)?;
+        let last_address = kernel.header.map(|header| header.initrd_addr_max);
+        let initrd = config
+            .initrd
+            .as_ref()
+            .map(|path| Initrd::open(path, kernel.end, last_address, layout))
+            .transpose()?;
+
+        let kvm = Kvm::open()?;
+        config.check_vcpus(u32::try_from(kvm.max_vcpus()).unwrap_or(u32::MAX))?;
+        let vm = kvm.create_vm()?;
+        let platform = Platform::new(&kvm, &vm)?;
+        config.check_end(layout, platform.gpa_limit())?;
+        create_timer(&vm)?;
+
+        let ram = Ram::new(layout, config.backing).map_err(LinuxError::Memory)?;
+        kernel.copy_to(&ram)?;
+        let boot = Boot {
+            layout,
+            header: kernel.header,
+            command_line_bytes: u32::try_from(command_line.as_bytes().len()).unwrap_or(0),
+            initrd: initrd.as_ref().map(Initrd::place),
+        };
+        if let Some(initrd) = initrd {
+            initrd.copy_to(&ram)?;
+        }
+        write_boot_data(&ram, &boot, command_line.as_bytes_with_nul(), config.vcpus)?;
+        for (slot, region) in (0..).zip(ram.regions()) {
+            vm.add_region(slot, Arc::clone(region), SlotFlags::default())?;
+        }
+        let (vcpus, machine_checks) = create_vcpus(&vm, &platform, config.vcpus, kernel.entry)?;
+        Ok(Self {
+            config: config.clone(),
+            vcpus,
+            vm: Arc::new(vm),
+            machine_checks,
+            ram,
+            stopper: LinuxStopper::default(),
+        })
+    }
+
+    /// The virtual machine itself, for what works on its memory from other threads.
+    #[must_use]
+    pub fn vm(&self) -> &Arc<Vm> {
+        &self.vm
+    }
+
+    /// Its memory, by address: slot 0, and above 4 GiB slot 1.
+    #[must_use]
+    pub fn regions(&self) -> &[Arc<Region>] {
+        self.ram.regions()
+    }
+
+    /// The vCPUs, in the order of their numbers.
+    #[must_use]
+    pub fn vcpus(&self) -> &[Vcpu] {
+        &self.vcpus
+    }
+
+    /// Whose processors' machine checks the guest expects.
+    #[must_use]
+    pub fn machine_checks(&self) -> MachineCheckForm {
+        self.machine_checks
+    }
+
+    /// A handle that ends the run from outside.
+    #[must_use]
+    pub fn stopper(&self) -> LinuxStopper {
+        self.stopper.clone()
+    }
+}
+
+/// The PC's timer, for kernels that look for it before they find KVM's clock.
+fn create_timer(vm: &Vm) -> Result<(), MachineError> {
+    let config = kvm_pit_config {
+        // Port 0x61 answers in the kernel, too.
+        flags: KVM_PIT_SPEAKER_DUMMY,
+        ..kvm_pit_config::default()
+    };
+    vm.fd()
+        .create_pit2(config)
+        .map_err(|errno| MachineError::Setup {
+            operation: "KVM_CREATE_PIT2",
+            source: errno.into(),
+        })
+}
+
+/// What the kernel finds in the first megabyte.
+fn write_boot_data(
+    ram: &Ram,
+    boot: &Boot,
+    command_line: &[u8],
+    vcpus: u32,
+) -> Result<(), LinuxError> {
+    ram.write_words(GDT, &vcpu::descriptors())?;
+    ram.write_words(TABLES, &tables::build())?;
+    ram.write(BOOT_PARAMS, &boot_params::build(boot))?;
+    ram.write(COMMAND_LINE, command_line)?;
+    // More were refused.
+    let processors = u8::try_from(vcpus).unwrap_or(mp_table::MAX_PROCESSORS);
+    ram.write(MP_TABLE, &mp_table::build(processors))?;
+    Ok(())
+}
+
+fn create_vcpus(
+    vm: &Vm,
+    platform: &Platform,
+    count: u32,
+    entry: u64,
+) -> Result<(Vec<Vcpu>, MachineCheckForm), LinuxError> {
+    let deadline = vm
+        .fd()
+        .check_extension_raw(KVM_CAP_TSC_DEADLINE_TIMER.into());
+    let timer = Timer {
+        tsc_deadline: deadline > 0,
+    };
+    let mut supported = platform.cpuid().clone();
+    let form = prepare_cpuid(&mut supported)?;
+    let mut vcpus = Vec::new();
+    for id in 0..count {
+        let vcpu = vm.create_vcpu(id)?;
+        // More were refused.
+        let number = u8::try_from(id).unwrap_or(mp_table::MAX_PROCESSORS);
+        let cpuid = cpuid::of(&supported, number, timer);
+        vcpu.fd()
+            .set_cpuid2(&cpuid)
+            .map_err(|errno| setup(id, "KVM_SET_CPUID2", errno))?;
+        vcpu.enable_machine_checks()?;
+        vcpu::set_tsc_rate(&vcpu);
+        vcpu::set_extended_state(&vcpu, &cpuid)?;
+        vcpu::set_msrs(&vcpu)?;
+        vcpus.push(vcpu);
+    }
+    if let Some(first) = vcpus.first() {
+        vcpu::enter_kernel(first, entry)?;
+    }
+    Ok((vcpus, form))
+}

@@ -1,0 +1,95 @@
+//! The guest's memory as it is filled before the guest starts.
+
+use std::sync::Arc;
+
+use pagetide_memory::{AccessError, Backing, GuestAddress, PageIndex, Region, RegionError};
+
+use super::layout::RamLayout;
+
+/// Why something could not be written to guest memory, which would be an error in the layout.
+#[derive(Debug, thiserror::Error)]
+pub enum RamError {
+    /// Nothing is loaded there.
+    #[error("gpa {gpa:#x} is outside the memory that is loaded")]
+    Outside {
+        /// Where.
+        gpa: u64,
+    },
+    /// The region refused.
+    #[error("cannot write guest memory at {gpa:#x}")]
+    Access {
+        /// Where.
+        gpa: u64,
+        /// What the region says.
+        #[source]
+        source: AccessError,
+    },
+}
+
+/// All memory of a guest, as one or two regions.
+#[derive(Debug)]
+pub(super) struct Ram {
+    regions: Vec<Arc<Region>>,
+}
+
+impl Ram {
+    /// Sets the memory aside. Nothing is populated.
+    pub(super) fn new(layout: RamLayout, backing: Backing) -> Result<Self, RegionError> {
+        let ranges = layout.ranges().map_err(|_| RegionError::Empty)?;
+        let regions = ranges
+            .into_iter()
+            .map(|range| Region::new(range.start(), range.bytes(), backing).map(Arc::new))
+            .collect::<Result<_, _>>()?;
+        Ok(Self { regions })
+    }
+
+    /// By address; each is a memory slot's.
+    pub(super) fn regions(&self) -> &[Arc<Region>] {
+        &self.regions
+    }
+
+    /// Writes below the first region's end.
+    pub(super) fn write(&self, gpa: u64, bytes: &[u8]) -> Result<(), RamError> {
+        let region = self.regions.first();
+        let page = region.and_then(|region| Some((region, region.page_of_gpa(GuestAddress(gpa))?)));
+        let Some((region, page)) = page else {
+            return Err(RamError::Outside { gpa });
+        };
+        let PageIndex(number) = page;
+        let offset = gpa - (number << region.page_size().shift());
+        let written = if region.service().is_some() {
+            region.write_service(page, offset, bytes)
+        } else {
+            region.write_guest(page, offset, bytes)
+        };
+        written.map_err(|source| RamError::Access { gpa, source })
+    }
+
+    /// Writes 64-bit words.
+    pub(super) fn write_words(&self, gpa: u64, words: &[u64]) -> Result<(), RamError> {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        self.write(gpa, &bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_there_for_every_backing() {
+        for backing in [Backing::Shmem, Backing::Anonymous] {
+            let ram = Ram::new(RamLayout::new(4 << 20), backing).unwrap();
+            ram.write(0x1234, b"across").unwrap();
+            ram.write(0x1ffe, b"pages").unwrap();
+            let mut found = [0; 5];
+            let region = &ram.regions()[0];
+            region.read_guest(PageIndex(1), 0xffe, &mut found).unwrap();
+            assert_eq!(&found, b"pages");
+            let error = ram.write(4 << 20, b"x");
+            assert!(matches!(error, Err(RamError::Outside { gpa: 0x40_0000 })));
+            let error = ram.write((4 << 20) - 1, b"xy");
+            assert!(matches!(error, Err(RamError::Access { .. })));
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! A real Linux as the guest: booted by its 64-bit boot protocol, without firmware.
+//!
+//! A [`LinuxMachine`] has memory in one or two slots, vCPUs, KVM's own interrupt controllers, clock
+//! and timer, and two serial ports. `ttyS0` is the console. A line with a number from 0 to 255 on
+//! `ttyS1` ends the run with that status: `echo 3 > /dev/ttyS1`. How a run can end besides is a
+//! [`LinuxEnd`].
+//!
+//! There is no ACPI, no PCI and no disk: processors are told by an MP table (CONFIG_X86_MPPARSE), and
+//! the root file system is the initrd. `docs/design/linux-guest.md` has the details.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use pagetide_testbed::NoFaults;
+//! use pagetide_testbed::linux::{LinuxConfig, LinuxConsole, LinuxMachine};
+//!
+//! let mut config = LinuxConfig::new("vmlinux");
+//! config.initrd = Some("initramfs.cpio".into());
+//! config.vcpus = 2;
+//! let machine = LinuxMachine::new(&config)?;
+//! let outcome = machine.run(LinuxConsole::output(std::io::stdout()), Arc::new(NoFaults))?;
+//! println!("{} after {:?}", outcome.end, outcome.elapsed);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod boot_params;
+mod config;
+mod control;
+mod cpuid;
+mod devices;
+mod error;
+mod hooks;
+mod image;
+mod initrd;
+mod input;
+mod layout;
+mod machine;
+mod machine_checks;
+mod memory;
+mod mp_table;
+mod outcome;
+mod run;
+mod tables;
+mod vcpu;
+
+pub use config::{DEFAULT_CMDLINE, LinuxConfig, LinuxConfigError, MIN_MEMORY_BYTES};
+pub use control::LinuxStopper;
+pub use devices::DeviceError;
+pub use error::{LinuxError, LinuxRunError};
+pub use hooks::VcpuHooks;
+pub use image::KernelError;
+pub use initrd::InitrdError;
+pub use input::LinuxConsole;
+pub use machine::LinuxMachine;
+pub use machine_checks::{MachineChecks, NotItsMemory};
+pub use memory::RamError;
+pub use outcome::{LinuxEnd, LinuxOutcome};

@@ -1,0 +1,290 @@
+//! A real Linux as the guest: it boots, sees all its processors, and ends in every way that there is.
+//!
+//! Needs the lab's kernel (`cargo xtask kernel build`) and the guests' initramfs (`cargo xtask
+//! guest`).
+
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod support;
+
+use std::io::{self, PipeWriter, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use pagetide_kvm::poison::{SimulateError, simulate_error};
+use pagetide_memory::{Backing, GuestAddress};
+use pagetide_testbed::NoFaults;
+use pagetide_testbed::linux::{
+    LinuxConfig, LinuxConsole, LinuxEnd, LinuxMachine, LinuxRunError, MachineChecks, VcpuHooks,
+};
+use support::{chain, virtualises};
+
+/// Much longer than a boot takes in a software CPU: what is not over by then hangs.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// A guest that runs `command`, or None with the reason printed where this host cannot have one.
+fn config(vcpus: u32, command: &str) -> Option<LinuxConfig> {
+    if !virtualises() {
+        println!("SKIP: this machine's KVM, if any, emulates the processor, and no Linux boots");
+        return None;
+    }
+    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target");
+    let file = |name: &str, made_by: &str| -> Option<PathBuf> {
+        let path = target.join(name);
+        if !path.exists() {
+            println!("SKIP: no {}: {made_by} makes it", path.display());
+            return None;
+        }
+        Some(path)
+    };
+    let kernel = file("kernel/x86_64/vmlinux", "cargo xtask kernel build")?;
+    Some(LinuxConfig {
+        initrd: Some(file("guest/initramfs.cpio", "cargo xtask guest")?),
+        vcpus,
+        cmdline: command.to_owned(),
+        time_limit: Some(LIMIT),
+        ..LinuxConfig::new(kernel)
+    })
+}
+
+/// What the guest has said so far.
+#[derive(Clone, Default)]
+struct Screen(Arc<(Mutex<Vec<u8>>, Condvar)>);
+
+impl Write for Screen {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0
+            .0
+            .lock()
+            .expect("no test panics with it")
+            .extend_from_slice(bytes);
+        self.0.1.notify_all();
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Screen {
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.0.0.lock().expect("as above")).into_owned()
+    }
+
+    /// Waits for a text, and for the end of its line; what stands between.
+    fn wait_for(&self, text: &str) -> String {
+        let started = Instant::now();
+        loop {
+            let said = self.text();
+            let rest = said.split_once(text).map(|(_, rest)| rest);
+            if let Some((found, _)) = rest.and_then(|rest| rest.split_once('\n')) {
+                return found.trim().to_owned();
+            }
+            assert!(started.elapsed() < LIMIT, "no {text:?} in\n{said}");
+            let guard = self.0.0.lock().expect("as above");
+            let _ = self.0.1.wait_timeout(guard, Duration::from_millis(100));
+        }
+    }
+}
+
+fn machine(config: &LinuxConfig) -> LinuxMachine {
+    LinuxMachine::new(config).unwrap_or_else(|error| panic!("{}", chain(&error)))
+}
+
+/// Runs a guest to its end; how it ended, and what it said.
+fn run(config: &LinuxConfig) -> (LinuxEnd, String) {
+    let screen = Screen::default();
+    let console = LinuxConsole::output(screen.clone());
+    let outcome = machine(config)
+        .run(console, Arc::new(NoFaults))
+        .unwrap_or_else(|error| panic!("{}\n{}", chain(&error), screen.text()));
+    (outcome.end, screen.text())
+}
+
+#[test]
+fn it_boots_with_all_its_processors_and_ends_with_its_status() {
+    for (vcpus, online) in [(1, "CPUs 0 online"), (2, "CPUs 0-1 online")] {
+        let command = r#"quiet -- sh -c "echo hello; exit 37""#;
+        let Some(config) = config(vcpus, command) else {
+            return;
+        };
+        let (end, said) = run(&config);
+        assert_eq!(end, LinuxEnd::Status(37), "{said}");
+        assert!(
+            said.contains(online) && said.contains("\nhello\r\n"),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn the_kernel_finds_what_the_machine_has() {
+    let Some(config) = config(2, "-- memcycler 2 4M 1") else {
+        return;
+    };
+    let (end, said) = run(&config);
+    assert_eq!(end, LinuxEnd::Status(0), "{said}");
+    for wanted in [
+        "found SMP MP-table",
+        "Hypervisor detected: KVM",
+        "kvm-clock: Using msrs",
+        "ttyS1 at I/O 0x2f8 (irq = 3",
+        "every word right",
+    ] {
+        assert!(said.contains(wanted), "{wanted} in\n{said}");
+    }
+    for complaint in ["WARNING:", "BUG:", "detected stall"] {
+        assert!(!said.contains(complaint), "{complaint} in\n{said}");
+    }
+}
+
+#[test]
+fn every_end_has_a_name() {
+    for (command, wanted) in [
+        ("quiet -- reboot -f", LinuxEnd::Reset),
+        ("quiet -- poweroff -f", LinuxEnd::Halted),
+        ("quiet reboot=t -- reboot -f", LinuxEnd::TripleFault),
+    ] {
+        let Some(config) = config(1, command) else {
+            return;
+        };
+        let (end, said) = run(&config);
+        assert_eq!(end, wanted, "{command}\n{said}");
+    }
+    let crash = r#"quiet -- sh -c "echo c > /proc/sysrq-trigger""#;
+    let Some(config) = config(1, crash) else {
+        return;
+    };
+    let (end, said) = run(&config);
+    let LinuxEnd::Panicked { message } = end else {
+        panic!("{end}\n{said}");
+    };
+    assert!(message.contains("sysrq triggered crash"), "{message}");
+}
+
+#[test]
+fn a_bzimage_boots_and_memory_may_be_of_huge_pages() {
+    let Some(config) = config(1, "quiet -- true") else {
+        return;
+    };
+    let bzimage = LinuxConfig {
+        kernel: config.kernel.with_file_name("bzImage"),
+        ..config.clone()
+    };
+    let anonymous = LinuxConfig {
+        backing: Backing::Anonymous,
+        ..config.clone()
+    };
+    for config in [
+        bzimage,
+        anonymous,
+        LinuxConfig {
+            backing: Backing::Thp,
+            memory_bytes: 128 << 20,
+            ..config
+        },
+    ] {
+        assert_eq!(run(&config).0, LinuxEnd::Status(0));
+    }
+}
+
+#[test]
+fn what_is_typed_arrives_and_a_stop_stops() {
+    let Some(config) = config(1, "quiet") else {
+        return;
+    };
+    let (screen, (reader, mut keys)) = (Screen::default(), io::pipe().expect("a pipe"));
+    let console = LinuxConsole::output(screen.clone()).input(reader.into());
+    let machine = machine(&config);
+    let runner = std::thread::spawn(move || machine.run(console, Arc::new(NoFaults)));
+    screen.wait_for("pagetide guest: Linux");
+    // Longer than the serial port's buffer.
+    let long = "x".repeat(200);
+    type_in(
+        &mut keys,
+        &format!("echo {long} | wc -c; echo $((6 * 7))seven\n"),
+    );
+    screen.wait_for("42seven");
+    assert!(screen.text().contains("\n201\r\n"), "{}", screen.text());
+    type_in(&mut keys, "exit 9\n");
+    let outcome = runner.join().expect("no panic");
+    let outcome = outcome.unwrap_or_else(|error| panic!("{}", chain(&error)));
+    assert_eq!(outcome.end, LinuxEnd::Status(9));
+}
+
+fn type_in(keys: &mut PipeWriter, text: &str) {
+    keys.write_all(text.as_bytes()).expect("the guest reads");
+}
+
+#[test]
+fn a_guest_that_does_not_end_is_ended() {
+    let Some(mut config) = config(2, "quiet -- sleep 1000") else {
+        return;
+    };
+    let screen = Screen::default();
+    let machine_to_stop = machine(&config);
+    let stopper = machine_to_stop.stopper();
+    let console = LinuxConsole::output(screen.clone());
+    let runner = std::thread::spawn(move || machine_to_stop.run(console, Arc::new(NoFaults)));
+    screen.wait_for("pagetide guest: Linux");
+    stopper.stop();
+    let outcome = runner
+        .join()
+        .expect("no panic")
+        .expect("a stop is no failure");
+    assert_eq!(outcome.end, LinuxEnd::Stopped);
+
+    config.time_limit = Some(Duration::from_secs(1));
+    let result = machine(&config).run(LinuxConsole::output(io::sink()), Arc::new(NoFaults));
+    match result {
+        Err(LinuxRunError::TimeLimit { rips, .. }) => assert_eq!(rips.len(), 2),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn an_uncorrected_error_kills_only_the_process_that_consumed_it() {
+    let command = r#"-- sh -c "consume 2M; echo it ended with $?; memcycler 1 4M 1""#;
+    let Some(config) = config(1, command) else {
+        return;
+    };
+    let (screen, (reader, mut keys)) = (Screen::default(), io::pipe().expect("a pipe"));
+    let console = LinuxConsole::output(screen.clone()).input(reader.into());
+    let machine = machine(&config);
+    let region = Arc::clone(&machine.regions()[0]);
+    let checks = Arc::new(MachineChecks::new(&machine));
+    let hooks: Arc<dyn VcpuHooks> = checks.clone();
+    let stopper = machine.stopper();
+    let runner = std::thread::spawn(move || machine.run(console, hooks));
+
+    let gpa = screen.wait_for("consume: gpa 0x");
+    let gpa = u64::from_str_radix(&gpa, 16).expect("a hexadecimal address");
+    match simulate_error(&region, GuestAddress(gpa)) {
+        Ok(()) => {}
+        Err(error @ SimulateError::Refused { .. }) => {
+            println!("SKIP: {}", chain(&error));
+            stopper.stop();
+            let _ = runner.join();
+            return;
+        }
+        Err(error) => panic!("{}", chain(&error)),
+    }
+    type_in(&mut keys, "\n");
+    let outcome = runner.join().expect("no panic");
+    let said = screen.text();
+    let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{said}", chain(&error)));
+    assert_eq!(outcome.end, LinuxEnd::Status(0), "{said}");
+    // BUS_MCEERR_AR is 4, and 135 is a death of SIGBUS.
+    for wanted in [
+        "consume: SIGBUS code 4",
+        "it ended with 135",
+        "every word right",
+    ] {
+        assert!(said.contains(wanted), "{wanted} in\n{said}");
+    }
+    assert!(!said.contains("consume: read"), "{said}");
+    assert_eq!(checks.lost_bytes(), 4096);
+}

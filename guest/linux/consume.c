@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+/*
+ * Consumes an uncorrected memory error: gets memory, tells the physical address of a page, waits
+ * until somebody has told it to go on, and reads the page.
+ *
+ *	consume [BYTES [PAGE]]
+ *
+ * Prints "consume: gpa 0x..." for page PAGE, counted from 1, (default: the middle one) of BYTES
+ * (default: 2M) and waits for a line on standard input. Then it reads the page and prints what it found:
+ * "consume: read ok" with status 0; a machine check ends it by SIGBUS, which it tells with the
+ * address before it dies of it as any process would.
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "common.h"
+
+/* A pagemap entry: Documentation/admin-guide/mm/pagemap.rst. */
+#define PAGEMAP_PRESENT (1ULL << 63)
+#define PAGEMAP_PFN ((1ULL << 55) - 1)
+
+static uint64_t physical_address(const volatile void *at)
+{
+	uint64_t entry;
+	int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+
+	if (fd < 0)
+		fail("/proc/self/pagemap");
+	if (pread(fd, &entry, sizeof(entry), (uintptr_t)at / PAGE_BYTES * sizeof(entry)) !=
+	    sizeof(entry))
+		fail("/proc/self/pagemap");
+	close(fd);
+	if (!(entry & PAGEMAP_PRESENT) || !(entry & PAGEMAP_PFN)) {
+		fprintf(stderr, "consume: no physical address: not root, or not present\n");
+		exit(1);
+	}
+	return (entry & PAGEMAP_PFN) * PAGE_BYTES;
+}
+
+/* The error comes at the one read below, which interrupts no other function of this program. */
+static void on_sigbus(int number, siginfo_t *info, void *context)
+{
+	char text[96];
+	int length = snprintf(text, sizeof(text), "consume: SIGBUS code %d at %p lsb %d\n",
+			      info->si_code, info->si_addr, info->si_addr_lsb);
+
+	(void)context;
+	if (write(STDOUT_FILENO, text, length) < 0)
+		_exit(1);
+	/* SA_RESETHAND: this time it is fatal. */
+	raise(number);
+}
+
+int main(int argc, char **argv)
+{
+	uint64_t bytes = 2 << 20, pages, page, i, found;
+	struct sigaction action = { .sa_sigaction = on_sigbus, .sa_flags = SA_SIGINFO | SA_RESETHAND };
+	volatile uint64_t *word;
+	char *memory;
+
+	if (argc > 3) {
+		fprintf(stderr, "usage: consume [BYTES [PAGE]]\n");
+		return 2;
+	}
+	if (argc > 1)
+		bytes = parse_number("BYTES", argv[1], UINT64_MAX / 2);
+	pages = (bytes + PAGE_BYTES - 1) / PAGE_BYTES;
+	page = argc > 2 ? parse_number("PAGE", argv[2], pages) - 1 : pages / 2;
+
+	memory = mmap(NULL, pages * PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+		      -1, 0);
+	if (memory == MAP_FAILED)
+		fail("mmap");
+	for (i = 0; i < pages; i++)
+		*(volatile uint64_t *)(memory + i * PAGE_BYTES) = i + 1;
+	/* A page that moved would not be the one that was told. */
+	if (mlock(memory, pages * PAGE_BYTES))
+		fail("mlock");
+	if (sigaction(SIGBUS, &action, NULL))
+		fail("sigaction");
+
+	word = (uint64_t *)(memory + page * PAGE_BYTES);
+	printf("consume: gpa %#llx\n", (unsigned long long)physical_address(word));
+	fflush(stdout);
+	while (getchar() != '\n' && !feof(stdin))
+		;
+
+	found = *word;
+	printf("consume: read %s\n", found == page + 1 ? "ok" : "something else");
+	return found != page + 1;
+}
