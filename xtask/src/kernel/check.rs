@@ -201,17 +201,14 @@ impl<'a> Check<'a> {
         no_warnings(&log, before)
     }
 
-    /// Builds the selftests if the patch changes them.
+    /// Builds the selftests of the suites that the patch changes.
     fn selftests(&self, arch: Arch, patch: &Patch, touched: &[String]) -> Result<()> {
-        if !touched
-            .iter()
-            .any(|file| file.starts_with(selftests::DIRECTORY))
-        {
+        let mut tests = selftests::list(arch, self.paths)?;
+        tests.retain(|test| test.is_near(touched) && test.is_in(&self.tree));
+        if tests.is_empty() {
             return Ok(());
         }
         self.make(arch, patch, &["headers".to_owned()])?;
-        let mut tests = selftests::list(arch, self.paths)?;
-        tests.retain(|test| test.is_in(&self.tree));
         let build = self.tree.path().join(Self::build_name(arch));
         let log = self.log(arch);
         let what = format!("{}: building the selftests for {}", patch.name, arch.name());

@@ -1,6 +1,6 @@
-//! The kernel's KVM selftests: which ones, and how they are built.
+//! The kernel's selftests: which ones, and how they are built.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -12,16 +12,41 @@ use crate::command::Run;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
-/// Where the tests are in the source.
-pub(super) const DIRECTORY: &str = "tools/testing/selftests/kvm";
+/// A directory of selftests with a makefile of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Suite {
+    /// KVM's
+    Kvm,
+    /// Those of memory management
+    Mm,
+}
 
-/// Where they are built, in a build directory.
-const OUTPUT: &str = "selftests-kvm";
+impl Suite {
+    const ALL: [Self; 2] = [Self::Kvm, Self::Mm];
+
+    /// Where the tests are in the source.
+    pub(super) fn directory(self) -> &'static str {
+        match self {
+            Self::Kvm => "tools/testing/selftests/kvm",
+            Self::Mm => "tools/testing/selftests/mm",
+        }
+    }
+
+    /// Where they are built, in a build directory.
+    fn output(self) -> &'static str {
+        match self {
+            Self::Kvm => "selftests-kvm",
+            Self::Mm => "selftests-mm",
+        }
+    }
+}
 
 /// One line of kernel/selftests.list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Selftest {
-    /// The path below the selftests' directory, without ".c".
+    /// The suite that it is part of.
+    pub(crate) suite: Suite,
+    /// The path below the suite's directory, without ".c".
     pub(crate) source: String,
     /// Only for this architecture.
     pub(crate) arch: Option<Arch>,
@@ -50,22 +75,35 @@ impl Selftest {
     /// Whether a tree has its source.
     pub(super) fn is_in(&self, tree: &Tree) -> bool {
         tree.path()
-            .join(DIRECTORY)
+            .join(self.suite.directory())
             .join(format!("{}.c", self.source))
             .exists()
     }
 
+    /// Whether one of these files is in its suite's directory.
+    pub(super) fn is_near(&self, files: &[String]) -> bool {
+        let directory = Path::new(self.suite.directory());
+        files
+            .iter()
+            .any(|file| Path::new(file).starts_with(directory))
+    }
+
     /// The program, in a build directory.
     fn program(&self, build: &Path) -> PathBuf {
-        build.join(OUTPUT).join(&self.source)
+        build.join(self.suite.output()).join(&self.source)
     }
 
     fn parse(line: &str) -> Result<Self> {
         let (head, arguments) = line.split_once(" -- ").unwrap_or((line, ""));
         let mut words = head.split_whitespace();
-        let source = words.next().context("no test named")?.to_owned();
+        let named = words.next().context("no test named")?;
+        let (suite, source) = match named.strip_prefix("mm/") {
+            Some(source) => (Suite::Mm, source),
+            None => (Suite::Kvm, named),
+        };
         let mut test = Self {
-            source,
+            suite,
+            source: source.to_owned(),
             arch: None,
             run: true,
             ours: false,
@@ -107,11 +145,28 @@ pub(crate) fn list(arch: Arch, paths: &Paths) -> Result<Vec<Selftest>> {
 }
 
 fn parse(text: &str) -> Result<Vec<Selftest>> {
-    text.lines()
+    let tests = text
+        .lines()
         .map(str::trim)
         .filter(|line| !line.is_empty() && !line.starts_with('#'))
         .map(|line| Selftest::parse(line).with_context(|| format!("{line:?}")))
-        .collect()
+        .collect::<Result<Vec<_>>>()?;
+    // All programs are put in one directory, whatever theirs was.
+    let mut sources = BTreeMap::new();
+    for test in &tests {
+        let source = (test.suite.directory(), test.source.as_str());
+        let first = sources.entry(test.name()).or_insert(source);
+        if *first != source {
+            bail!(
+                "{}/{} and {}/{} have the same name",
+                first.0,
+                first.1,
+                source.0,
+                source.1
+            );
+        }
+    }
+    Ok(tests)
 }
 
 /// Where a kernel's selftests are put.
@@ -131,8 +186,9 @@ pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) 
     for test in &tests {
         if !test.is_in(tree) {
             bail!(
-                "kernel/selftests.list names {}, which the tree lacks",
-                test.source
+                "kernel/selftests.list names {}.c in {}, which the tree lacks",
+                test.source,
+                test.suite.directory()
             );
         }
     }
@@ -160,30 +216,37 @@ pub(super) fn compile(
     log: &Path,
     progress: &Progress,
 ) -> Result<()> {
-    if tests.is_empty() {
-        return Ok(());
+    for suite in Suite::ALL {
+        // A test may be listed more than once, with other arguments.
+        let programs: BTreeSet<_> = tests
+            .iter()
+            .filter(|test| test.suite == suite)
+            .map(|test| test.program(build))
+            .collect();
+        if programs.is_empty() {
+            continue;
+        }
+        let output = build.join(suite.output());
+        std::fs::create_dir_all(&output).with_context(|| format!("create {}", output.display()))?;
+        let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let run = Run::new("make")
+            .arg("-C")
+            .arg(tree.path().join(suite.directory()))
+            .arg(format!("-j{jobs}"));
+        make::settings(run, paths, arch, tree.path(), Recognize::Headers)
+            .arg(format!("OUTPUT={}", output.display()))
+            .arg(format!(
+                "KHDR_INCLUDES=-isystem {}/usr/include",
+                build.display()
+            ))
+            .arg("LDLIBS=-static -ldl -pthread")
+            .args(programs)
+            .logged(log, progress)?;
     }
-    // A test may be listed more than once, with other arguments.
-    let programs: BTreeSet<_> = tests.iter().map(|test| test.program(build)).collect();
-    let output = build.join(OUTPUT);
-    std::fs::create_dir_all(&output).with_context(|| format!("create {}", output.display()))?;
-    let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let run = Run::new("make")
-        .arg("-C")
-        .arg(tree.path().join(DIRECTORY))
-        .arg(format!("-j{jobs}"));
-    make::settings(run, paths, arch, tree.path(), Recognize::Headers)
-        .arg(format!("OUTPUT={}", output.display()))
-        .arg(format!(
-            "KHDR_INCLUDES=-isystem {}/usr/include",
-            build.display()
-        ))
-        .arg("LDLIBS=-static -ldl -pthread")
-        .args(programs)
-        .logged(log, progress)
+    Ok(())
 }
 
-/// The selftests' makefile prints whole command lines.
+/// KVM's makefile prints whole command lines.
 fn is_compile(line: &str) -> bool {
     is_object(line) || line.contains("gcc ")
 }
@@ -205,5 +268,28 @@ mod tests {
         assert_eq!(tests[1].arguments, ["-v", "2"]);
         assert!(!tests[1].run && tests[2].ours);
         assert!(parse("a_test arch=riscv\n").is_err());
+    }
+
+    #[test]
+    fn a_prefix_names_the_suite() {
+        let tests = parse("mm/a-b series -- -n 1\nx86_64/c_test\n").unwrap();
+        assert_eq!((tests[0].suite, tests[0].name()), (Suite::Mm, "a-b"));
+        assert_eq!(tests[0].label(), "a-b -n 1");
+        assert_eq!(
+            (tests[1].suite, tests[1].source.as_str()),
+            (Suite::Kvm, "x86_64/c_test")
+        );
+        let build = Path::new("/b");
+        assert_eq!(tests[0].program(build), Path::new("/b/selftests-mm/a-b"));
+        assert!(tests[0].is_near(&["tools/testing/selftests/mm/Makefile".into()]));
+        assert!(!tests[0].is_near(&["tools/testing/selftests/mm_other/a".into()]));
+        assert!(!tests[0].is_near(&["tools/testing/selftests/kvm/Makefile".into()]));
+    }
+
+    #[test]
+    fn no_program_overwrites_another() {
+        assert!(parse("a_test\na_test -- -v\n").is_ok());
+        assert!(parse("a_test\nx86_64/a_test\n").is_err());
+        assert!(parse("a_test\nmm/a_test\n").is_err());
     }
 }

@@ -32,7 +32,8 @@ const DEBUG_VM_TIMEOUT: u64 = 7200;
 /// The exit status with which a kernel selftest says that it could not run.
 const KSFT_SKIP: u8 = 4;
 
-/// Huge pages for the tests that need them. None of 1G: a software CPU takes minutes to fill a few.
+/// Huge pages for the tests that need them. None of 1G: a software CPU takes minutes to fill a few. Tests
+/// of mm get one while they run, if memory still has room for it, and skip what needs it otherwise.
 const HUGE_PAGES: &str = "hugepages=256";
 
 /// A benchmark of memory slots that is only long enough to take every path.
@@ -161,7 +162,8 @@ pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let jobs = selftest_jobs(variant, paths)?;
     let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
-    args.memory = "4G".into();
+    // With less there is no room for a huge page of 1G.
+    args.memory = "6G".into();
     args.append.push(HUGE_PAGES.into());
     run("selftests", &args, &jobs, paths, tally)
 }
