@@ -15,13 +15,16 @@ use crate::kernel::selftests::{self, Selftest};
 use crate::kernel::{Arch, Variant};
 use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, VmArgs};
+use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, Timing, VmArgs};
 
 /// For each test program; a software CPU is slow.
 const JOB_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The same on a kernel that checks everything.
 const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(1200);
+
+/// For the tests that boot a dozen guests.
+const LINUX_JOB_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// For a whole VM.
 const VM_TIMEOUT: u64 = 1500;
@@ -140,7 +143,8 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
 /// The patched kernel: Linux as the guest.
 ///
 /// In a VM with one CPU: with more, QEMU's software CPU delivers an interrupt that KVM injected a
-/// second time, to a guest that has interrupts off (docs/design/linux-guest.md).
+/// second time, to a guest that has interrupts off (docs/design/linux-guest.md). By instructions,
+/// since a guest's timers would take all of a slow machine's time.
 pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
     guest::build(paths)?;
     let programs = host::programs(paths)?.into_iter();
@@ -150,9 +154,14 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
         .collect();
     anyhow::ensure!(!jobs.is_empty(), "there are no tests {LINUX}");
     jobs.push(command(paths, "pagetide run", &RUN));
+    for (_, job) in &mut jobs {
+        job.timeout = Some(LINUX_JOB_TIMEOUT);
+    }
     let mut args = VmArgs::new(Variant::patched(Arch::X86_64));
     args.timeout = VM_TIMEOUT;
     args.cpus = Some(1);
+    args.timing = Timing::Instructions;
+    args.append.push(HUGE_PAGES.into());
     run("linux", &args, &jobs, paths, tally)
 }
 
