@@ -29,6 +29,8 @@ const SECOND: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct Machines {
     stall_timeout: Duration,
+    /// Whether the software CPU may be what ends a guest.
+    may_lose_runs: bool,
 }
 
 /// A run went wrong.
@@ -82,6 +84,7 @@ impl Machines {
         }
         let machines = Self {
             stall_timeout: stall_timeout(timing),
+            may_lose_runs: timing.may_lose_runs(),
         };
         for &backing in &plan.backings {
             // A huge page that had an error does not come back to its pool.
@@ -130,7 +133,7 @@ impl Machines {
             sample.corrupted_bytes = after.saturating_sub(before);
         }
         match lived.and_then(|()| end(cycling, &made)) {
-            Err(Wrong::Cycle(death)) if !made.is_empty() && is_death(&death) => {
+            Err(Wrong::Cycle(death)) if !made.is_empty() && self.is_death(&death) => {
                 sample.died_of = Some(crate::told(&death));
             }
             result => result?,
@@ -144,6 +147,19 @@ impl Machines {
             });
         }
         Ok(sample)
+    }
+
+    /// Whether a guest that had errors ended because of them, and not because we or the software CPU
+    /// cannot go on.
+    fn is_death(&self, error: &EndlessError) -> bool {
+        let of_guest = matches!(
+            error,
+            EndlessError::UnexpectedLoss { .. }
+                | EndlessError::UnexpectedExit { .. }
+                | EndlessError::Exception { .. }
+                | EndlessError::Run(_)
+        );
+        of_guest && !(self.may_lose_runs && is_loss(error))
     }
 }
 
@@ -203,17 +219,6 @@ fn is_lost(region: &Region, gpa: GuestAddress) -> bool {
 /// Memory with an error is not compared: nobody may rely on what it holds.
 fn end(cycling: Cycling, made: &HashSet<GuestAddress>) -> Result<(), Wrong> {
     Ok(cycling.end(&|gpa| made.contains(&gpa))?)
-}
-
-/// Whether a guest that had errors ended because of them, and not because we cannot go on.
-fn is_death(error: &EndlessError) -> bool {
-    matches!(
-        error,
-        EndlessError::UnexpectedLoss { .. }
-            | EndlessError::UnexpectedExit { .. }
-            | EndlessError::Exception { .. }
-            | EndlessError::Run(_)
-    )
 }
 
 fn mappings(cycler: &Cycler) -> Result<Mappings, StatsError> {
