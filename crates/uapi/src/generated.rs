@@ -63,6 +63,7 @@ pub const MFD_ALLOW_SEALING: u32 = 2;
 pub const MFD_HUGETLB: u32 = 4;
 pub const MFD_NOEXEC_SEAL: u32 = 8;
 pub const MFD_EXEC: u32 = 16;
+pub const MFD_MF_KEEP_UE_MAPPED: u32 = 32;
 pub const MFD_HUGE_SHIFT: u32 = 26;
 pub const MFD_HUGE_MASK: u32 = 63;
 pub const MFD_HUGE_64KB: u32 = 1073741824;

@@ -5,11 +5,10 @@
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
-/// A flag of `memfd_create`, typed here until the header of the series has it: an uncorrected error takes the 4 KiB that have it and no other memory of
-/// the file, and nothing is unmapped.
-pub const MFD_MF_KEEP_UE_MAPPED: u32 = 0x0020;
+use crate::generated::MFD_MF_KEEP_UE_MAPPED;
 
-/// [`MFD_MF_KEEP_UE_MAPPED`] as rustix wants it.
+/// `MFD_MF_KEEP_UE_MAPPED` of `memfd_create`, as rustix wants it: an uncorrected error takes the
+/// 4 KiB that have it and no other memory of the file, and nothing is unmapped.
 pub const KEEP_UE_MAPPED: MemfdFlags = MemfdFlags::from_bits_retain(MFD_MF_KEEP_UE_MAPPED);
 
 /// Whether the running kernel takes [`MFD_MF_KEEP_UE_MAPPED`] for hugetlb memory with pages of that
