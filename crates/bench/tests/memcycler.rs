@@ -112,6 +112,7 @@ fn without_errors_anybody_may_measure() {
 #[test]
 fn the_policy_that_is_asked_for_must_be_there() {
     let mut plan = Plan {
+        memory: ByteSize(4 << 20),
         poison_percent: vec![0],
         ..Plan::default()
     };
