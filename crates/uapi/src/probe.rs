@@ -10,8 +10,9 @@ use kvm_ioctls::{Kvm, VmFd};
 use serde::{Deserialize, Serialize};
 
 use crate::generated as abi;
+use crate::generated::MFD_MF_KEEP_UE_MAPPED;
 use crate::host::HugepagePool;
-use crate::memory_failure::{MFD_MF_KEEP_UE_MAPPED, has_keep_ue_mapped};
+use crate::memory_failure::has_keep_ue_mapped;
 use crate::userfaultfd::{Features, OpenError, Userfaultfd};
 
 /// One thing that a kernel or machine may have.
