@@ -344,8 +344,15 @@ fn population_gives_way_to_faults() {
         };
         let populator = IncrementalPopulator::spawn(&pager, slow, config).unwrap();
         let mut resolver = pager.resolver(0);
+        // In bursts, until it has seen one: who knows when its thread gets to run.
         for page in (0..region.pages()).step_by(2) {
             resolver.resolve_exit(&read_exit(&region, page)).unwrap();
+            if page % 128 == 0 {
+                if populator.counters().yields > 0 {
+                    break;
+                }
+                thread::sleep(Duration::from_millis(15));
+            }
         }
         let ended = populator.finish();
         assert!(ended.counters.yields > 0, "{:?}", ended.counters);
