@@ -13,6 +13,15 @@ use crate::site::Site;
 /// another thread changes the address space, which takes microseconds.
 pub(crate) const MAX_TRIES: u32 = 10_000;
 
+/// What else there is of the claim that a run was a part of.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rest {
+    /// Nothing.
+    None,
+    /// Pages that are not installed yet.
+    InFlight,
+}
+
 impl Worker {
     /// Brings a run in that was just claimed and holds the faulting page.
     #[inline]
@@ -87,7 +96,7 @@ impl Worker {
         let pages = run.pages();
         match self.install_once(site, fault, pages, content) {
             Ok(()) => {
-                self.arrived(site, fault, run, content);
+                self.arrived(site, fault, run, content, Rest::None);
                 Ok(installed(site, pages))
             }
             Err(error) => self.install_rest(site, fault, run, content, error),
@@ -96,18 +105,28 @@ impl Worker {
 
     /// One call has installed a run: settles it. What prefetch brought is populated first, so that
     /// what is Present costs the guest nothing. What came with a faulting page is handed over to be
-    /// populated; a vCPU that waits for a single page maps it itself.
+    /// populated; a vCPU that waits for a single page maps it itself. So is what prefetch brought while
+    /// other pages of its claim are still to come: somebody may sleep on those, see
+    /// [`Self::install_once`].
     #[inline]
-    fn arrived(&mut self, site: &Site<'_>, fault: &Fault, run: ClaimGuard<'_>, content: Content) {
+    fn arrived(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        run: ClaimGuard<'_>,
+        content: Content,
+        rest: Rest,
+    ) {
         let pages = run.pages();
         self.counters.installs += 1;
         self.counters.pages += pages.count();
         let is_ahead = fault.delivery == Delivery::Prefetch;
-        if is_ahead {
+        let now = is_ahead && rest == Rest::None;
+        if now {
             site.populate(pages);
         }
         site.finish(&mut self.counters, run, settled(site, content));
-        if !is_ahead && pages.count() > 1 {
+        if !now && (is_ahead || pages.count() > 1) {
             site.populate_later(pages);
         }
     }
@@ -124,9 +143,7 @@ impl Worker {
             Delivery::Exit => Wake::DontWake,
             // Before prefetch populates, which may wait for a slot update, and that for whoever
             // sleeps here: from now on nobody does.
-            Delivery::Prefetch if site.pager.arrivals.is_open() => Wake::Wake,
-            Delivery::Prefetch => Wake::DontWake,
-            Delivery::Uffd => Wake::Wake,
+            Delivery::Prefetch | Delivery::Uffd => Wake::Wake,
         };
         let range = site.paged.user_range(pages);
         match content {
@@ -168,7 +185,7 @@ impl Worker {
                 tries = 0;
                 let (head, rest) = run.split_at(site.paged.pages_in(installed_bytes));
                 let pages = head.pages();
-                self.arrived(site, fault, head, content);
+                self.arrived(site, fault, head, content, Rest::InFlight);
                 if pages.contains(fault.page) {
                     resolution = Some(installed(site, pages));
                 }
@@ -234,7 +251,7 @@ impl Worker {
             match self.install_once(site, fault, run.pages(), content) {
                 Ok(()) => {
                     let pages = run.pages();
-                    self.arrived(site, fault, run, content);
+                    self.arrived(site, fault, run, content, Rest::None);
                     if pages.contains(fault.page) {
                         resolution = Some(installed(site, pages));
                     }

@@ -165,6 +165,9 @@ impl Pager {
         for paged in &self.regions {
             let size = paged.region.page_size().bytes();
             let region = paged.region.range();
+            if lost.start() >= region.end() || lost.end() <= region.start() {
+                continue;
+            }
             let start = lost.start().0.max(region.start().0).next_multiple_of(size);
             let end = lost.end().0.min(region.end().0);
             let mut gpa = start;
