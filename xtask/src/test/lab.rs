@@ -18,7 +18,7 @@ use crate::progress::Progress;
 use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, Timing, VmArgs};
 
 /// For each test program; a software CPU is slow.
-const JOB_TIMEOUT: Duration = Duration::from_secs(300);
+const JOB_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The same on a kernel that checks everything.
 const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(1200);
@@ -27,7 +27,7 @@ const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(1200);
 const LINUX_JOB_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// For a whole VM.
-const VM_TIMEOUT: u64 = 1500;
+const VM_TIMEOUT: u64 = 2400;
 
 /// The same on a kernel that checks everything.
 const DEBUG_VM_TIMEOUT: u64 = 7200;
