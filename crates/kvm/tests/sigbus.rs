@@ -31,6 +31,8 @@ enum Before {
     Plain,
     WithInfo,
     Once,
+    /// Rust's own, which finds stack overflows: handed anything else, it goes back to SIG_DFL.
+    Std,
 }
 
 /// What the process is up to.
@@ -48,6 +50,8 @@ enum Act {
     FoundInGuest,
     /// Another error code at a guest's address.
     OtherCode,
+    /// An error that nobody touched, elsewhere and then in a guest's memory.
+    FoundElsewhereThenInGuest,
 }
 
 #[derive(Debug, PartialEq)]
@@ -56,14 +60,17 @@ enum End {
     Sigbus,
 }
 
-use Act::{ErrorElsewhere, ErrorInGuest, FoundInGuest, OtherCode, Send, TouchHole};
-use Before::{Default, Ignore, Once, Plain, WithInfo};
+use Act::{
+    ErrorElsewhere, ErrorInGuest, FoundElsewhereThenInGuest, FoundInGuest, OtherCode, Send,
+    TouchHole,
+};
+use Before::{Default, Ignore, Once, Plain, Std, WithInfo};
 
 const TOUCHED: Act = ErrorElsewhere { touched: true };
 const FOUND: Act = ErrorElsewhere { touched: false };
 
 /// Before, act, end.
-const CASES: [(Before, Act, End); 22] = [
+const CASES: [(Before, Act, End); 25] = [
     (Default, Send, End::Sigbus),
     (Default, TouchHole, End::Sigbus),
     (Default, FOUND, End::Sigbus),
@@ -86,6 +93,9 @@ const CASES: [(Before, Act, End); 22] = [
     (Ignore, FoundInGuest, End::Code(WENT_ON)),
     (WithInfo, FoundInGuest, End::Code(WENT_ON)),
     (Plain, OtherCode, End::Code(PLAIN)),
+    (Std, FoundElsewhereThenInGuest, End::Code(WENT_ON)),
+    (Std, TouchHole, End::Sigbus),
+    (Once, FoundElsewhereThenInGuest, End::Code(WENT_ON)),
 ];
 
 #[test]
@@ -140,6 +150,7 @@ fn handle_by(before: Before) {
         Plain => (plain as *const () as usize, 0),
         WithInfo => (with_info as *const () as usize, libc::SA_SIGINFO),
         Once => (once as *const () as usize, libc::SA_RESETHAND),
+        Std => return,
     };
     // SAFETY: the handlers above do what a handler may.
     let status = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, null_mut()) };
@@ -225,8 +236,12 @@ fn a_case() {
         ErrorInGuest => send(libc::BUS_MCEERR_AR, guest, 12),
         FoundInGuest => send(libc::BUS_MCEERR_AO, guest, 12),
         OtherCode => send(libc::BUS_ADRERR, guest, 0),
+        FoundElsewhereThenInGuest => {
+            send(libc::BUS_MCEERR_AO, 0x1000, 12);
+            send(libc::BUS_MCEERR_AO, guest, 12);
+        }
     }
-    if matches!(before, Once) {
+    if matches!((before, act), (Once, Send | ErrorElsewhere { .. })) {
         // The second time it is as if there were no handler.
         // SAFETY: a number.
         assert_eq!(unsafe { libc::raise(libc::SIGBUS) }, 0);

@@ -1,6 +1,6 @@
 //! What was there before our handler of SIGBUS, and runs when a signal is none of ours.
 //!
-//! Everything here but [`replace`] is async-signal-safe.
+//! Everything here is async-signal-safe: sigaction is.
 
 use std::ffi::c_void;
 use std::io;
@@ -15,21 +15,40 @@ pub(super) type Handler = extern "C" fn(c_int, *mut siginfo_t, *mut c_void);
 /// SIG_DFL, SIG_IGN, or a function's address.
 static ACTION: AtomicUsize = AtomicUsize::new(libc::SIG_DFL);
 static FLAGS: AtomicI32 = AtomicI32::new(0);
+/// Our own handler's address; 0 before there is one.
+static OURS: AtomicUsize = AtomicUsize::new(0);
 
 /// Puts `handler` in the place of whatever handles SIGBUS now.
 pub(super) fn replace(handler: Handler) -> io::Result<()> {
     // Asked for first, so that a signal that comes as soon as the handler is there finds it.
     let before = exchange(None)?;
     remember(&before);
+    OURS.store(handler as *const () as usize, Ordering::Release);
+    put_ours(&before)
+}
+
+fn put_ours(before: &sigaction) -> io::Result<()> {
     // SAFETY: a sigaction is plain data, for which zeroes are valid.
     let mut ours: sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
-    ours.sa_sigaction = handler as *const () as usize;
+    ours.sa_sigaction = OURS.load(Ordering::Acquire);
     // On the alternate stack, since what runs afterwards may be Rust's own handler of stack
     // overflows; no system call of another thread is to fail because of it.
     ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
     ours.sa_mask = before.sa_mask;
     remember(&exchange(Some(&ours))?);
     Ok(())
+}
+
+/// A previous handler may have put another one in our place, as Rust's own does, which goes back to
+/// SIG_DFL when a signal is no stack overflow. Whatever it put there is what comes before us now; the
+/// guest's errors still have to come here.
+fn stay() {
+    if let Ok(now) = exchange(None)
+        && now.sa_sigaction != OURS.load(Ordering::Acquire)
+    {
+        // Where it fails, the next signal finds what the other handler wanted.
+        let _ = put_ours(&now);
+    }
 }
 
 fn remember(before: &sigaction) {
@@ -77,6 +96,10 @@ pub(super) unsafe fn run(signal: c_int, code: c_int, info: *mut siginfo_t, conte
                 // SAFETY: as above.
                 let function = unsafe { transmute::<usize, extern "C" fn(c_int)>(function) };
                 function(signal);
+            }
+            // What is not over is to end the process, if that is what was put there.
+            if is_over {
+                stay();
             }
         }
     }
