@@ -10,7 +10,7 @@ use pagetide_memory::{
     GuestAddress, GuestRange, HostAddress, PageIndex, PageMap, PageRange, PoisonMap, Region,
     Removal, ResetError,
 };
-use pagetide_uapi::userfaultfd::{Mode, PageFault, Userfaultfd, Wake};
+use pagetide_uapi::userfaultfd::{InstallError, Mode, PageFault, Userfaultfd, Wake};
 
 use crate::arrivals::Arrivals;
 use crate::builder::{BuildError, PagerBuilder};
@@ -172,14 +172,33 @@ impl Pager {
             let end = lost.end().0.min(region.end().0);
             let mut gpa = start;
             while gpa < end && end - gpa >= size {
-                if let Some(page) = paged.region.page_of_gpa(GuestAddress(gpa)) {
-                    poisoned += u64::from(self.poison_when_idle(&paged.map, page));
+                if let Some(page) = paged.region.page_of_gpa(GuestAddress(gpa))
+                    && self.poison_when_idle(&paged.map, page)
+                {
+                    poisoned += 1;
+                    self.put_marker(paged, page);
                 }
                 gpa += size;
             }
         }
         self.lock_counted().poisoned += poisoned;
         poisoned
+    }
+
+    /// Sees to it that a page whose content is lost does not read as zeroes once the userfaultfd is
+    /// closed. A page that is mapped keeps its mapping, to which the hardware has its own answer.
+    fn put_marker(&self, paged: &PagedRegion, page: PageIndex) {
+        if !self.settings.can_poison {
+            return;
+        }
+        let Some(uffd) = paged.span(page).and_then(|span| self.uffd(span)) else {
+            return;
+        };
+        let range = paged.user_range(PageRange::single(page));
+        match poison_page(uffd, range, Wake::Wake) {
+            Ok(()) | Err(InstallError::Exists { .. }) => {}
+            Err(error) => tracing::error!(%error, %range, "UFFDIO_POISON"),
+        }
     }
 
     /// Whether the page is poisoned now and was not.
@@ -417,6 +436,13 @@ impl Pager {
         }
         *self.lock_counted() = Counters::default();
         self.mark_lost();
+        // Emptying the memory has taken the markers as well.
+        for paged in &self.regions {
+            let pages = self.lost_pages(paged);
+            pages
+                .filter_map(|gpa| paged.region.page_of_gpa(gpa))
+                .for_each(|page| self.put_marker(paged, page));
+        }
         Ok(())
     }
 

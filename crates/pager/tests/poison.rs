@@ -65,6 +65,7 @@ fn assert_lost(region: &Region, page: u64) {
         println!("SKIP: this kernel lacks CONFIG_MEMORY_FAILURE; pages were not touched");
         return;
     }
+    install_sigbus_handler().unwrap();
     let mut seen = [7; 8];
     let error = region
         .read_guest(PageIndex(page), 16, &mut seen)
@@ -223,6 +224,43 @@ fn errors_that_the_vmm_learns_of_are_recorded() {
         assert_eq!(recorder.join().unwrap(), 1);
     });
     assert_eq!(state(&pager, 0), PageState::Poisoned);
+}
+
+#[test]
+fn what_is_recorded_stays_lost_without_the_pager() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    if !can_poison() {
+        return;
+    }
+    for mode in [Mode::Minor, Mode::Missing] {
+        let pager = common::pager(&region, mode, pattern());
+        assert_eq!(pager.record_poison(pages(2, 1)), 1);
+        // Nobody has touched it since.
+        drop(pager);
+        assert_lost(&region, 2);
+        region.punch(region.all_pages()).unwrap();
+    }
+}
+
+#[test]
+fn what_was_lost_before_stays_lost_after_a_reset() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    if !can_poison() {
+        return;
+    }
+    let pager = Pager::builder(Mode::Minor, pattern())
+        .region(Arc::clone(&region))
+        .poison(map(&[pages(1, 1)]))
+        .build()
+        .unwrap();
+    region.zap_guest(region.all_pages()).unwrap();
+    pager.reset().unwrap();
+    drop(pager);
+    assert_lost(&region, 1);
 }
 
 #[test]
