@@ -131,8 +131,11 @@ impl Pager {
                     continue;
                 };
                 let range = paged.user_range(PageRange::single(page));
-                poison_page(uffd, range, Wake::Wake)
-                    .map_err(|source| BuildError::Poison { gpa, source })?;
+                match poison_page(uffd, range, Wake::Wake) {
+                    // A marker outlives its userfaultfd, and punching what is in the file.
+                    Ok(()) | Err(InstallError::Exists { .. }) => {}
+                    Err(source) => return Err(BuildError::Poison { gpa, source }),
+                }
             }
         }
         Ok(())

@@ -148,6 +148,32 @@ fn what_was_lost_before_is_poisoned_from_the_start() {
 }
 
 #[test]
+fn what_was_lost_may_have_been_poisoned_before() {
+    for (mode, backing) in [
+        (Mode::Minor, Backing::Shmem),
+        (Mode::Missing, Backing::Shmem),
+        (Mode::Missing, Backing::Anonymous),
+    ] {
+        if !can_poison() {
+            return;
+        }
+        let Some(region) = region(4, backing) else {
+            continue;
+        };
+        // The second time the markers of the first may still be there.
+        for time in ["first", "second"] {
+            let builder = Pager::builder(mode, pattern()).region(Arc::clone(&region));
+            let pager = builder.poison(map(&[pages(1, 2)])).build();
+            let pager =
+                pager.unwrap_or_else(|error| panic!("{mode:?}, {backing}, {time}: {error}"));
+            assert_eq!(pager.progress().poisoned, 2, "{mode:?}, {backing}, {time}");
+            drop(pager);
+            assert_lost(&region, 1);
+        }
+    }
+}
+
+#[test]
 fn what_the_source_has_lost_is_lost_for_good() {
     install_sigbus_handler().unwrap();
     for (mode, backing) in [
