@@ -10,7 +10,7 @@ use std::error::Error;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::{self, Builder, JoinHandle};
 
 use pagetide_memory::GuestRange;
@@ -120,6 +120,9 @@ impl Shared {
 /// The sink, and what has become of what it was given. The populator's thread and prefetch share it.
 pub(crate) struct HandOver {
     sink: Box<dyn PopulateSink>,
+    /// Held for reading while the sink is called. Prefetch may have taken the hand-over just before the
+    /// populator ended, and a failure then must not end the next one.
+    is_over: RwLock<bool>,
     state: Mutex<PopulateEnd>,
 }
 
@@ -135,6 +138,7 @@ impl HandOver {
     fn new(sink: impl PopulateSink + 'static) -> Self {
         Self {
             sink: Box::new(sink),
+            is_over: RwLock::new(false),
             state: Mutex::new(PopulateEnd {
                 counters: PopulateCounters::default(),
                 failure: None,
@@ -149,6 +153,10 @@ impl HandOver {
     /// Gives a range to the sink and counts what comes of it: how many bytes it mapped. If it fails,
     /// population has ended.
     pub(crate) fn populate(&self, pager: &Pager, range: GuestRange) -> u64 {
+        let is_over = self.is_over.read().unwrap_or_else(PoisonError::into_inner);
+        if *is_over {
+            return 0;
+        }
         let mapped: Result<_, Box<dyn Any + Send>> =
             catch_unwind(AssertUnwindSafe(|| self.sink.populate(range)));
         let failure = match mapped {
@@ -177,6 +185,11 @@ impl HandOver {
             state.failure = Some(failure);
         }
         0
+    }
+
+    /// Waits for calls that are going on; there will be no others.
+    fn end(&self) {
+        *self.is_over.write().unwrap_or_else(PoisonError::into_inner) = true;
     }
 }
 
@@ -234,13 +247,14 @@ impl IncrementalPopulator {
         self.shared.is_running.load(Ordering::Acquire)
     }
 
-    /// Hands on what has arrived, and ends then.
+    /// Hands on what has arrived, and ends then. Nobody is in the sink any more when it returns.
     pub fn finish(mut self) -> PopulateEnd {
         self.shared.pager.arrivals.drain();
         self.end()
     }
 
-    /// Ends after the batch at hand; what else has arrived is forgotten.
+    /// Ends after the batches at hand; what else has arrived is forgotten. Nobody is in the sink any more when
+    /// it returns.
     pub fn stop(mut self) -> PopulateEnd {
         self.shared.pager.arrivals.close();
         self.end()
@@ -251,6 +265,7 @@ impl IncrementalPopulator {
             // The sink's panics were caught in the thread and recorded.
             let _ = thread.join();
         }
+        self.shared.hand_over.end();
         let ended = PopulateEnd {
             counters: self.shared.counters(),
             failure: self.shared.hand_over.lock().failure.take(),

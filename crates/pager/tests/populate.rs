@@ -308,6 +308,42 @@ fn there_is_one_at_a_time() {
 }
 
 #[test]
+fn it_ends_when_nobody_is_in_the_sink_any_more() {
+    let Some(region) = region(64, Backing::Shmem) else {
+        return;
+    };
+    let pager = pager(&region, Mode::Minor, pattern());
+    within_patience("the end", move || {
+        let (entered, is_in) = mpsc::channel();
+        let (go, may_go) = mpsc::channel::<()>();
+        let (entered, may_go) = (Mutex::new(entered), Mutex::new(may_go));
+        let populator = populate(
+            &pager,
+            SinkFn(move |_| {
+                entered.lock().unwrap().send(()).unwrap();
+                let _ = may_go.lock().unwrap().recv();
+                Err("too late".into())
+            }),
+        );
+        let prefetch = prefetch(&pager);
+        is_in.recv().unwrap();
+        let stopping = thread::spawn(|| populator.stop());
+        thread::sleep(Duration::from_millis(50));
+        assert!(!stopping.is_finished(), "prefetch is in the sink");
+        assert!(matches!(
+            populate_again(&pager),
+            Err(StartError::AlreadyPopulating)
+        ));
+        go.send(()).unwrap();
+        let ended = stopping.join().unwrap();
+        assert!(ended.failure.is_some(), "the failure is its own");
+        let next = populate_again(&pager).unwrap();
+        prefetch.finish().unwrap();
+        assert!(next.finish().failure.is_none());
+    });
+}
+
+#[test]
 fn it_ends_with_the_pager_and_hands_on_nothing_afterwards() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
