@@ -59,7 +59,8 @@ pub struct MemoryError {
     /// The address that was touched, in whole 4 KiB, or that the kernel named.
     pub gpa: GuestAddress,
     /// The guest memory that is lost: 4 KiB, or a huge page (2 MiB, 1 GiB) where the kernel's policy
-    /// takes all of it.
+    /// takes all of it. Of the slot that has `gpa`: where others show parts of the same huge page, their
+    /// loss is told when they are touched.
     pub lost: GuestRange,
     /// Whether it was touched.
     pub urgency: Urgency,
@@ -96,20 +97,23 @@ impl MemoryError {
 }
 
 /// What a region lost, as the guest sees it through a slot. `None` if the address that failed is not
-/// in the slot. What is lost may be more than the slot has.
+/// in the slot.
 fn seen_through(slot: &Slot, lost: Lost, urgency: Urgency) -> Option<MemoryError> {
     let region = slot.region.gpa();
-    let offset = lost.gpa.offset_from(region)?.checked_sub(slot.offset)?;
-    if offset >= slot.range.bytes() {
+    let first = slot.offset;
+    let end = first.checked_add(slot.range.bytes())?;
+    let offset = lost.gpa.offset_from(region)?;
+    if !(first..end).contains(&offset) {
         return None;
     }
-    let gpa = slot.range.start().checked_add(offset)?;
-    // From the region's own addresses to the slot's, which are the same unless the slot was moved.
-    let moved = gpa.0.wrapping_sub(lost.gpa.0);
-    let start = GuestAddress(lost.range.start().0.wrapping_add(moved));
+    // What the region lost may begin before the slot and end after it.
+    let from = lost.range.start().offset_from(region)?.max(first);
+    let to = lost.range.end().offset_from(region)?.min(end);
+    // The slot's addresses are not the region's own if it was moved.
+    let seen_at = |offset: u64| slot.range.start().checked_add(offset - first);
     Some(MemoryError {
-        gpa,
-        lost: GuestRange::new(start, lost.range.bytes()).ok()?,
+        gpa: seen_at(offset)?,
+        lost: GuestRange::new(seen_at(from)?, to.checked_sub(from)?).ok()?,
         urgency,
     })
 }
@@ -193,9 +197,8 @@ mod tests {
             error.to_string(),
             "uncorrected error found at gpa 0x11008, 4096 bytes lost (0x11000..0x12000)"
         );
-        // All of the region is lost, which begins before the slot.
+        // All of the region is lost, which begins before the slot and ends after it.
         let error = seen(0x3008, PageSize::Size2M).expect("in the slot");
-        assert_eq!(error.lost.start(), GuestAddress(0xe000));
-        assert_eq!(error.lost.bytes(), 0x8000);
+        assert_eq!(error.lost, slot.range);
     }
 }

@@ -62,7 +62,9 @@ impl ErrorWatch {
         static THREAD: OnceLock<Result<(), i32>> = OnceLock::new();
         install_sigbus_handler()?;
         THREAD
-            .get_or_init(|| start_thread().map_err(|error| error.raw_os_error().unwrap_or(0)))
+            .get_or_init(|| {
+                start_thread().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))
+            })
             .map_err(|errno| WatchError::Thread(io::Error::from_raw_os_error(errno)))?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         subscribers().push(Subscriber {
