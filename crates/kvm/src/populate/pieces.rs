@@ -9,8 +9,9 @@ use crate::slot::{Slot, SlotLayout};
 const LARGEST: u64 = 1 << 30;
 /// The smallest one: what a huge mapping spans, and one table of 4K pages.
 const SMALLEST: u64 = 2 << 20;
-/// How many pieces a thread should get at least: one that is done early can take from the others.
-const PER_THREAD: u64 = 4;
+/// How many pieces a thread should get at least. Threads are never equally fast, and what the slowest has
+/// left at the end is waited for: at most one piece, i.e. a sixteenth of a thread's share.
+const PER_THREAD: u64 = 16;
 
 /// A part of a slot for one thread to do.
 #[derive(Clone, Debug)]
@@ -74,10 +75,10 @@ mod tests {
     #[test]
     fn every_thread_gets_several_pieces() {
         let cases = [
-            (64 << 30, 8, 1 << 30),
-            (64 << 30, 32, 512 << 20),
-            (1 << 30, 2, 128 << 20),
-            (256 << 20, 8, 8 << 20),
+            (64 << 30, 4, 1 << 30),
+            (64 << 30, 32, 128 << 20),
+            (1 << 30, 2, 32 << 20),
+            (256 << 20, 8, 2 << 20),
             (4 << 20, 8, 2 << 20),
             (0, 1, 2 << 20),
             (1 << 40, 0, 1 << 30),
