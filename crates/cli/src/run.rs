@@ -147,7 +147,12 @@ impl Console {
         match path.to_str() {
             Some("none") => Ok(Self::Nowhere),
             Some("stdio") => Ok(Self::Stdio),
-            _ => File::create(path)
+            // What is in it stays until there is something to write.
+            _ => File::options()
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(path)
                 .map(Self::File)
                 .map_err(|source| refused(path, source)),
         }
@@ -157,7 +162,12 @@ impl Console {
     fn connect(self, stopper: &LinuxStopper) -> io::Result<(LinuxConsole, Option<RawTerminal>)> {
         let (console, input, terminal) = match self {
             Self::Nowhere => return Ok((LinuxConsole::output(io::sink()), None)),
-            Self::File(file) => return Ok((LinuxConsole::output(file), None)),
+            Self::File(file) => {
+                if file.metadata()?.is_file() {
+                    file.set_len(0)?;
+                }
+                return Ok((LinuxConsole::output(file), None));
+            }
             Self::Stdio if io::stdin().is_terminal() => {
                 let (terminal, input) = RawTerminal::open(stopper.clone())?;
                 (LinuxConsole::output(io::stdout()), input, Some(terminal))

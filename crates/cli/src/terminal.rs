@@ -2,6 +2,7 @@
 
 use std::io::{self, PipeWriter, Read, Write};
 use std::os::fd::OwnedFd;
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 
 use pagetide_testbed::linux::LinuxStopper;
@@ -23,10 +24,15 @@ impl RawTerminal {
         let before = tcgetattr(io::stdin())?;
         let mut raw = before.clone();
         raw.make_raw();
-        // A thread that nobody waits for: it may be reading when the guest ends.
+        let (keys, typed) = mpsc::channel();
+        // Threads that nobody waits for: they may be reading and writing when the guest ends. Two, so that
+        // the way out is seen even if the guest does not read.
         thread::Builder::new()
             .name("terminal".into())
-            .spawn(move || pass_on(io::stdin().lock(), writer, &stopper))?;
+            .spawn(move || look(io::stdin().lock(), &keys, &stopper))?;
+        thread::Builder::new()
+            .name("typed".into())
+            .spawn(move || pass_on(&typed, writer))?;
         tcsetattr(io::stdin(), OptionalActions::Now, &raw)?;
         Ok((Self { before }, reader.into()))
     }
@@ -40,7 +46,7 @@ impl Drop for RawTerminal {
 }
 
 /// Ends with the input, or when nobody reads any more.
-fn pass_on(mut input: impl Read, mut guest: PipeWriter, stopper: &LinuxStopper) {
+fn look(mut input: impl Read, guest: &Sender<Vec<u8>>, stopper: &LinuxStopper) {
     let mut keys = Keys::default();
     let mut bytes = [0; 64];
     while let Ok(count @ 1..) = input.read(&mut bytes) {
@@ -48,7 +54,16 @@ fn pass_on(mut input: impl Read, mut guest: PipeWriter, stopper: &LinuxStopper) 
         if stop {
             stopper.stop();
         }
-        if guest.write_all(&passed).is_err() {
+        if guest.send(passed).is_err() {
+            return;
+        }
+    }
+}
+
+/// Ends when nothing more can come, or nobody reads any more.
+fn pass_on(typed: &Receiver<Vec<u8>>, mut guest: PipeWriter) {
+    for bytes in typed {
+        if guest.write_all(&bytes).is_err() {
             return;
         }
     }

@@ -1,7 +1,12 @@
 //! `pagetide run`: what it refuses. Guests that boot are in the testbed's tests.
 
+use std::io::{self, Write};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use pagetide_uapi::probe::Probe;
 
 fn run(words: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pagetide"))
@@ -11,8 +16,14 @@ fn run(words: &[&str]) -> Output {
         .expect("it starts")
 }
 
-/// The smallest file that is taken for a kernel: an ELF header, one segment at 16 MiB.
-fn kernel(path: &Path) {
+/// Does nothing for ever: jumps to itself.
+const SPIN: &[u8] = b"\xeb\xfe";
+
+/// Says x for ever: mov al, 'x'; mov dx, 0x3f8; out dx, al; jumps to the out.
+const TALK: &[u8] = b"\xb0x\x66\xba\xf8\x03\xee\xeb\xfd";
+
+/// The smallest file that is taken for a kernel: an ELF header, one segment with `code` at 16 MiB.
+fn kernel(path: &Path, code: &[u8]) {
     const START: u64 = 16 << 20;
     let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
     for word in [START, 64, 0] {
@@ -20,10 +31,10 @@ fn kernel(path: &Path) {
     }
     file.extend_from_slice(&[0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
     file.extend_from_slice(&[1, 0, 0, 0, 5, 0, 0, 0]);
-    for word in [120, START, START, 2, 4096, 4096] {
+    for word in [120, START, START, code.len() as u64, 4096, 4096] {
         file.extend_from_slice(&word.to_le_bytes());
     }
-    file.extend_from_slice(b"\xeb\xfe");
+    file.extend_from_slice(code);
     std::fs::write(path, file).expect("a temporary file");
 }
 
@@ -39,7 +50,7 @@ fn what_cannot_be_is_refused_in_one_line() {
             .to_owned()
     };
     let (good, text, large) = (file("vmlinux"), file("text"), file("large"));
-    kernel(Path::new(&good));
+    kernel(Path::new(&good), SPIN);
     std::fs::write(&text, "no kernel\n").expect("a temporary file");
     std::fs::write(file("empty"), "").expect("a temporary file");
     let sparse = std::fs::File::create(&large).expect("a temporary file");
@@ -122,6 +133,54 @@ fn what_cannot_be_is_refused_in_one_line() {
         assert!(told.contains(wanted), "{words:?}: {told}");
         assert_eq!(told.lines().count(), 1, "{words:?}: {told}");
     }
+}
+
+#[test]
+fn a_refused_guest_leaves_the_consoles_file_as_it_was() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let file = directory.path().join("console");
+    std::fs::write(&file, "what the last guest said").expect("a temporary file");
+    let console = file.to_str().expect("UTF-8");
+    let output = run(&["--kernel", "/dev/null", "--console", console]);
+    assert_eq!(output.status.code(), Some(2));
+    let left = std::fs::read_to_string(&file).expect("it is there");
+    assert_eq!(left, "what the last guest said");
+}
+
+#[test]
+fn the_time_is_up_even_if_nobody_reads() {
+    if !Probe::run().has("/dev/kvm") {
+        println!("SKIP: no /dev/kvm");
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let path = directory.path().join("vmlinux");
+    kernel(&path, TALK);
+    // Nearly full, so that the guest soon waits.
+    let (_reader, mut output) = io::pipe().expect("a pipe");
+    output.write_all(&[b'x'; 65_000]).expect("64 KiB of room");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_pagetide"))
+        .args(["run", "--timeout", "1", "--kernel"])
+        .arg(&path)
+        .stdin(Stdio::piped())
+        .stdout(output)
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut keys = child.stdin.take().expect("a pipe");
+    keys.write_all(&[b'x'; 1000]).expect("somebody types it in");
+    let started = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("it is our child") {
+            break status;
+        }
+        if started.elapsed() > Duration::from_secs(60) {
+            child.kill().expect("it is our child");
+            unreachable!("it hangs");
+        }
+        sleep(Duration::from_millis(50));
+    };
+    assert_eq!(status.code(), Some(1));
 }
 
 #[test]

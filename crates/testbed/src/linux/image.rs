@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use linux_loader::loader::bootparam::setup_header;
@@ -41,6 +42,12 @@ pub enum KernelError {
         path.display()
     )]
     NotAKernel {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Part of the kernel belongs where the bootloader's data are.
+    #[error("{} has a segment below 1 MiB, where the boot parameters are", path.display())]
+    TooLow {
         /// The file.
         path: PathBuf,
     },
@@ -107,7 +114,7 @@ impl Kernel {
             path: path(),
             source,
         };
-        let mut file = File::open(path()).map_err(failed)?;
+        let mut file = open(&path()).map_err(failed)?;
         let kind = Kind::of(&mut file).map_err(failed)?;
         let kind = kind.ok_or_else(|| KernelError::NotAKernel { path: path() })?;
         // As much as a guest can have, so that a kernel which is too large for this one is told
@@ -149,6 +156,11 @@ impl Kernel {
                 }
             }
         };
+        let mut low = vec![0; usize::try_from(UPPER_START).unwrap_or(0)];
+        let read = kernel.scratch.read_slice(&mut low, GuestAddress(0));
+        if read.is_err() || low.iter().any(|byte| *byte != 0) {
+            return Err(KernelError::TooLow { path: path() });
+        }
         if kernel.end > layout.low_end() || kernel.entry >= kernel.end {
             return Err(KernelError::DoesNotFit {
                 path: path(),
@@ -177,6 +189,15 @@ impl Kernel {
         }
         Ok(())
     }
+}
+
+/// Opens a file, and nothing that somebody else would have to write to first.
+pub(super) fn open(path: &Path) -> io::Result<File> {
+    if std::fs::metadata(path)?.file_type().is_fifo() {
+        let what = "it is a FIFO, and has to be read twice";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    }
+    File::open(path)
 }
 
 /// What kind of file it is, by its first bytes.
@@ -307,6 +328,34 @@ mod tests {
         let kernel = read(&image, 32 << 20).unwrap();
         assert_eq!(kernel.entry, 0x10_0200);
         assert_eq!(kernel.end, 0x10_0000 + 8192 - 1024);
+    }
+
+    #[test]
+    fn nothing_is_loaded_over_the_boot_parameters() {
+        // A second segment, of four bytes at 64 KiB.
+        let mut file = elf(16 << 20, b"code", 4096);
+        file[56] = 2;
+        let header: Vec<u8> = file[64..120].to_vec();
+        file.splice(120..120, header);
+        for (segment, gpa) in [(64, 16_u64 << 20), (120, 64 << 10)] {
+            file[segment + 8..segment + 16].copy_from_slice(&u64::to_le_bytes(64 + 2 * 56));
+            file[segment + 24..segment + 32].copy_from_slice(&u64::to_le_bytes(gpa));
+        }
+        let error = read(&file, 32 << 20).err();
+        assert!(
+            matches!(error, Some(KernelError::TooLow { .. })),
+            "{error:?}"
+        );
+    }
+
+    #[test]
+    fn a_fifo_is_not_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("fifo");
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, mode).unwrap();
+        let error = Kernel::read(&path, RamLayout::new(1 << 30)).err();
+        assert!(matches!(error, Some(KernelError::Read { .. })), "{error:?}");
     }
 
     #[test]

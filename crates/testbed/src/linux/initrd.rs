@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use super::image::open;
 use super::layout::RamLayout;
 use super::memory::{Ram, RamError};
 
@@ -71,7 +72,7 @@ impl Initrd {
             path: path.to_owned(),
             source,
         };
-        let file = File::open(path).map_err(failed)?;
+        let file = open(path).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;
         let bytes = metadata.len();
         if !metadata.is_file() || bytes == 0 {

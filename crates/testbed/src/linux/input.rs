@@ -45,10 +45,10 @@ impl std::fmt::Debug for LinuxConsole {
     }
 }
 
-/// The thread that types in.
+/// The thread that types in. Dropping it ends it without waiting for it.
 pub(super) struct Typist {
     wake: Arc<OwnedFd>,
-    thread: JoinHandle<()>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Typist {
@@ -68,16 +68,31 @@ impl Typist {
                 what: "the console's input".into(),
                 source,
             })?;
-        Ok(Self { wake, thread })
+        Ok(Self {
+            wake,
+            thread: Some(thread),
+        })
     }
 
     /// Ends it, once the run is stopped.
-    pub(super) fn end(self) {
-        // An eventfd takes 8 bytes unless it is full, and then it wakes as well.
-        let _ = rustix::io::write(&*self.wake, &1_u64.to_ne_bytes());
-        if self.thread.join().is_err() {
+    pub(super) fn end(mut self) {
+        self.wake();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
             tracing::warn!("the thread of the console's input panicked");
         }
+    }
+
+    fn wake(&self) {
+        // An eventfd takes 8 bytes unless it is full, and then it wakes as well.
+        let _ = rustix::io::write(&*self.wake, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Drop for Typist {
+    fn drop(&mut self) {
+        self.wake();
     }
 }
 

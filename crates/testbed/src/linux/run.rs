@@ -52,15 +52,16 @@ impl LinuxMachine {
 
         let left = control.wait_for_threads(self.config.stop_grace);
         self.stopper.end();
-        if let Some(typist) = typist {
-            typist.end();
-        }
         let lost = LinuxRunError::Lost {
             threads: left,
             grace: self.config.stop_grace,
         };
         if left > 0 {
+            // The typist waits with them if nobody reads what the guest says.
             return Err(lost);
+        }
+        if let Some(typist) = typist {
+            typist.end();
         }
         // They have ended, or are about to. One that panicked has told so.
         let vcpus = threads.into_iter().filter_map(|thread| thread.join().ok());
