@@ -1,6 +1,7 @@
 //! `cargo xtask test`: everything that must hold before a change is taken.
 
 mod host;
+mod kunit;
 mod lab;
 mod libtest;
 mod tally;
@@ -30,8 +31,8 @@ pub(crate) struct TestArgs {
     only: Vec<Step>,
 }
 
-/// The steps, in the order in which they run: what fails quickly comes first, and the VMs come last
-/// and together.
+/// The steps, in the order in which they run: what fails quickly comes first, and what leaves
+/// processors idle comes last and together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Step {
     /// rustfmt
@@ -44,9 +45,9 @@ enum Step {
     Kernel,
     /// The generated constants are the patched headers'
     Uapi,
-    /// Each patch of the series by itself
+    /// Each patch of the series by itself (`kernel check --quick`)
     Patches,
-    /// The crates' tests and short benchmarks on the patched kernel
+    /// The crates' tests on the patched kernel
     Lab,
     /// Linux guests on the patched kernel, in a VM with one CPU
     Linux,
@@ -63,11 +64,18 @@ enum Step {
 }
 
 impl Step {
-    /// Whether the step is a VM and hardly anything else. Its software CPU takes one processor.
+    /// Whether the step runs beside others: VMs, whose software CPU takes one processor, and the
+    /// patches, each of which is a short build that ends with one compiler at work.
     fn is_lane(self) -> bool {
         matches!(
             self,
-            Self::Lab | Self::Linux | Self::Selftests | Self::Stock | Self::Arm64 | Self::Debug
+            Self::Patches
+                | Self::Lab
+                | Self::Linux
+                | Self::Selftests
+                | Self::Stock
+                | Self::Arm64
+                | Self::Debug
         )
     }
 
@@ -139,7 +147,7 @@ impl Testing<'_> {
         );
     }
 
-    /// Takes the steps that are VMs, as many at a time as there are processors.
+    /// Takes the steps that run beside each other, as many at a time as there are processors.
     fn lanes(&mut self, steps: &[Step]) {
         let workers = thread::available_parallelism().map_or(1, NonZero::get);
         let left = Mutex::new(steps.iter());
@@ -239,7 +247,7 @@ impl Testing<'_> {
     }
 
     fn patches(&mut self) -> Result<()> {
-        let results = check::check(&check::CheckArgs::default(), self.paths)?;
+        let results = check::check(&check::CheckArgs::quick(), self.paths)?;
         for (name, failure) in results {
             self.tally.add(
                 "patches",

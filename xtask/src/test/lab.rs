@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::host::{self, TestProgram};
+use super::kunit;
 use super::libtest::Report;
 use super::log_file;
 use super::tally::{Tally, Verdict};
@@ -39,46 +40,40 @@ const KSFT_SKIP: u8 = 4;
 /// of mm get one while they run, if memory still has room for it, and skip what needs it otherwise.
 const HUGE_PAGES: &str = "hugepages=256";
 
-/// A benchmark of memory slots that is only long enough to take every path.
-const MEMSLOTS: [&str; 11] = [
+/// A benchmark of paging that is only long enough to take every path, on any kernel.
+const PAGING: [&str; 13] = [
     "pagetide",
     "bench",
-    "memslots",
+    "paging",
     "--vcpus",
     "1,2",
-    "--commits",
-    "5",
+    "--per-vcpu",
+    "1M",
     "--runs",
     "1",
+    "--delivery",
+    "uffd",
     "--out",
-    "target/pagetide/smoke-memslots",
+    "target/pagetide/smoke-stock",
 ];
 
-/// A benchmark of population that is only long enough to take every path, on any kernel.
-const POPULATE: [&str; 9] = [
-    "pagetide", "bench", "populate", "--vcpus", "1,2", "--memory", "4M", "--runs", "1",
-];
-
-/// A benchmark of memory errors that is only long enough to take every path.
-const MEMCYCLER: [&str; 17] = [
+/// The same of population.
+const POPULATE: [&str; 11] = [
     "pagetide",
     "bench",
-    "memcycler",
+    "populate",
     "--vcpus",
-    "2",
+    "1,2",
     "--memory",
-    "8M",
-    "--backing",
-    "hugetlb-2m",
-    "--poison",
-    "25",
-    "--seconds",
-    "1",
+    "4M",
     "--runs",
     "1",
     "--out",
-    "target/pagetide/smoke-memcycler",
+    "target/pagetide/smoke-stock",
 ];
+
+/// The unit tests that the series adds to the kernel.
+const KUNIT_SUITE: &str = "memory-failure";
 
 /// The tests with Linux guests, which have a VM of their own.
 const LINUX: &str = "testbed/linux";
@@ -116,7 +111,7 @@ const REFUSALS: [&str; 5] = [
     "testbed/exits",
 ];
 
-/// The patched kernel: the crates' tests, short benchmarks. `tally` has what this machine ran, if
+/// The patched kernel: the crates' tests, among them each benchmark as a command. `tally` has what this machine ran, if
 /// `host_ran`.
 pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
@@ -128,16 +123,11 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
             .map(test_program),
     );
     jobs.push(command(paths, "pagetide probe", &["pagetide", "probe"]));
-    jobs.push(bench(paths, "uffd,exit", "smoke"));
-    jobs.push(command(paths, "pagetide bench memslots", &MEMSLOTS));
-    let huge = ["--backing", "shmem,hugetlb-2m"];
-    jobs.push(populate(paths, &huge, "smoke-populate"));
-    jobs.push(command(paths, "pagetide bench memcycler", &MEMCYCLER));
     let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
     args.memory = "4G".into();
     args.append.push(HUGE_PAGES.into());
-    run("lab", &args, &jobs, paths, tally)
+    run("lab", &args, &jobs, paths, tally).map(drop)
 }
 
 /// The patched kernel: Linux as the guest.
@@ -162,7 +152,7 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
     args.cpus = Some(1);
     args.timing = Timing::Instructions;
     args.append.push(HUGE_PAGES.into());
-    run("linux", &args, &jobs, paths, tally)
+    run("linux", &args, &jobs, paths, tally).map(drop)
 }
 
 /// The patched kernel: selftests.
@@ -174,7 +164,7 @@ pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     // With less there is no room for a huge page of 1G.
     args.memory = "6G".into();
     args.append.push(HUGE_PAGES.into());
-    run("selftests", &args, &jobs, paths, tally)
+    run("selftests", &args, &jobs, paths, tally).map(drop)
 }
 
 /// What a machine without our kernel can run as well, and has run, need not run twice.
@@ -206,11 +196,11 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
         let program = program.with_context(|| format!("there are no tests {group}"))?;
         jobs.push(test_program(program.clone()));
     }
-    jobs.push(bench(paths, "uffd", "smoke-stock"));
-    jobs.push(populate(paths, &[], "smoke-stock"));
+    jobs.push(command(paths, "pagetide bench paging", &PAGING));
+    jobs.push(command(paths, "pagetide bench populate", &POPULATE));
     let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
-    run("stock", &args, &jobs, paths, tally)
+    run("stock", &args, &jobs, paths, tally).map(drop)
 }
 
 /// The patched kernel on arm64: selftests.
@@ -220,10 +210,11 @@ pub(super) fn arm64(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
     args.append.push(HUGE_PAGES.into());
-    run("arm64", &args, &jobs, paths, tally)
+    run("arm64", &args, &jobs, paths, tally).map(drop)
 }
 
-/// The patched kernel with lockdep, PROVE_RCU and KASAN: selftests, which take several times as long.
+/// The patched kernel with lockdep, PROVE_RCU and KASAN: selftests, which take several times as long, and the
+/// series' KUnit suite.
 pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant {
         debug: true,
@@ -237,7 +228,12 @@ pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
     args.timeout = DEBUG_VM_TIMEOUT;
     args.memory = "6G".into();
     args.append.push(HUGE_PAGES.into());
-    run("debug", &args, &jobs, paths, tally)
+    args.append.extend(kunit::append(KUNIT_SUITE));
+    let console = run("debug", &args, &jobs, paths, tally)?;
+    let said = std::fs::read(&console).with_context(|| format!("read {}", console.display()))?;
+    let verdict = kunit::verdict(&String::from_utf8_lossy(&said), KUNIT_SUITE);
+    tally.add("debug", &format!("KUnit {KUNIT_SUITE}"), verdict);
+    Ok(())
 }
 
 fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
@@ -271,43 +267,14 @@ fn command(paths: &Paths, name: &'static str, words: &[&str]) -> (Kind, Job) {
     (Kind::Command(name), job)
 }
 
-/// [`POPULATE`] with more arguments.
-fn populate(paths: &Paths, more: &[&str], out: &str) -> (Kind, Job) {
-    let out = format!("target/pagetide/{out}");
-    let words = [&POPULATE, more, &["--out", &out]].concat();
-    command(paths, "pagetide bench populate", &words)
-}
-
-/// A benchmark that is only long enough to take every path.
-fn bench(paths: &Paths, delivery: &str, out: &str) -> (Kind, Job) {
-    let out = paths.target().join("pagetide").join(out);
-    let mut words: Vec<OsString> = "pagetide bench paging --vcpus 1,2 --per-vcpu 1M --runs 1"
-        .split(' ')
-        .map(OsString::from)
-        .collect();
-    words.extend([
-        "--delivery".into(),
-        delivery.into(),
-        "--out".into(),
-        out.into(),
-    ]);
-    let directory = paths.root().to_owned();
-    let job = Job {
-        command: words,
-        directory,
-        timeout: Some(JOB_TIMEOUT),
-    };
-    (Kind::Command("pagetide bench paging"), job)
-}
-
-/// Boots one VM for all jobs and counts what became of them.
+/// Boots one VM for all jobs and counts what became of them. Returns the console's log.
 fn run(
     lane: &str,
     args: &VmArgs,
     jobs: &[(Kind, Job)],
     paths: &Paths,
     tally: &mut Tally,
-) -> Result<()> {
+) -> Result<PathBuf> {
     let log = log_file(paths, lane)?;
     let list: Vec<Job> = jobs.iter().map(|(_, job)| job.clone()).collect();
     let progress = Progress::spinner(&format!("{} jobs in a VM", jobs.len()));
@@ -335,7 +302,7 @@ fn run(
         Verdict::Failed(format!("{}:\n  {lines}", outcome.console.display()))
     };
     tally.add(lane, "no complaint of the kernel", verdict);
-    Ok(())
+    Ok(outcome.console)
 }
 
 impl Kind {
