@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
-use super::make::{Recognize, is_object, lock_trees, make};
+use super::make::{is_object, lock_tree, make};
 use super::series::Series;
 use super::source::{self, Base};
 use super::tree::Tree;
@@ -54,17 +54,14 @@ pub(crate) fn ensure_any(variant: Variant, paths: &Paths) -> Result<()> {
 
 fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
     let source = source::ensure(paths)?;
-    let _lock = lock_trees(paths)?;
+    let name = if variant.stock { "stock" } else { "patched" };
+    let _lock = lock_tree(paths, name)?;
     let series = if variant.stock {
         Series::default()
     } else {
         Series::read(paths)?
     };
-    let tree = Tree::open(
-        paths,
-        &source,
-        if variant.stock { "stock" } else { "patched" },
-    )?;
+    let tree = Tree::open(paths, &source, name)?;
     if from_tree {
         eprintln!("building {} as it is", tree.path().display());
     } else {
@@ -188,8 +185,7 @@ pub(super) fn configure(
     let (asked, config_file) = (directory.join("asked.config"), directory.join(".config"));
     let progress = Progress::spinner(&format!("configuring {}", variant.name()));
     let unchanged = std::fs::read_to_string(&asked).is_ok_and(|text| text == merged);
-    let make =
-        |target: &str| make(paths, variant.arch, tree, output, recognize(variant)).arg(target);
+    let make = |target: &str| make(paths, variant.arch, tree, output).arg(target);
     if !(unchanged && config_file.exists()) {
         make("tinyconfig").logged(log, &progress)?;
         let tiny = std::fs::read_to_string(&config_file)
@@ -201,16 +197,6 @@ pub(super) fn configure(
     progress.done();
     config::check(&merged, &config_file)?;
     std::fs::write(&asked, &merged).with_context(|| format!("write {}", asked.display()))
-}
-
-/// The patched kernel has options of the series that the stock one lacks. Nothing but KVM asks for
-/// them, and who builds the one builds the other.
-fn recognize(variant: Variant) -> Recognize {
-    if variant.arch == Arch::X86_64 && !variant.debug {
-        Recognize::Preprocessed
-    } else {
-        Recognize::Headers
-    }
 }
 
 struct Build<'a> {
@@ -260,7 +246,6 @@ impl Build<'_> {
             self.variant.arch,
             self.tree.path(),
             &self.output(),
-            recognize(self.variant),
         )
         .args([image, "headers"])
         .logged(&self.log(), &progress)?;

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::build::{configure, digest, toolchain};
-use super::make::{Recognize, is_object, lock_trees, make};
+use super::make::{is_object, lock_tree, make};
 use super::series::{Patch, Series, patches_dir};
 use super::tree::Tree;
 use super::{Arch, Variant, config, export, selftests, source};
@@ -81,9 +81,10 @@ pub(crate) fn run(args: &CheckArgs, paths: &Paths) -> Result<()> {
 pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Option<String>)>> {
     setup::require(&setup::kernel_tools(Arch::Arm64))?;
     let source = source::ensure(paths)?;
-    let _lock = lock_trees(paths)?;
+    let name = "check";
+    let _lock = lock_tree(paths, name)?;
     let series = Series::read(paths)?;
-    let check = Check::new(args, paths, Tree::open(paths, &source, "check")?)?;
+    let check = Check::new(args, paths, Tree::open(paths, &source, name)?)?;
     let mut results = Vec::new();
     let mut applies = true;
     for (index, patch) in series.patches.iter().enumerate() {
@@ -229,7 +230,7 @@ impl<'a> Check<'a> {
         let what = format!("{}: building for {}", patch.name, arch.name());
         let progress = Progress::start(&what, None, is_object);
         let before = size(&log);
-        make(self.paths, arch, tree, &name, Recognize::Headers)
+        make(self.paths, arch, tree, &name)
             .args(targets)
             .logged(&log, &progress)?;
         progress.done();

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use super::make::lock_trees;
+use super::make::lock_tree;
 use super::series::{Patch, Series, patches_dir};
 use super::tree::{self, Tree};
 use crate::paths::Paths;
@@ -19,7 +19,7 @@ const SERIES_HEADER: &str = "\
 /// Runs the verb.
 pub(crate) fn run(paths: &Paths) -> Result<()> {
     let tree = tree::developers(paths)?;
-    let _lock = lock_trees(paths)?;
+    let _lock = lock_tree(paths, "patched")?;
     let edited = tree.edited()?;
     if !edited.is_empty() {
         bail!(

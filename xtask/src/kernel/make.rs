@@ -9,33 +9,17 @@ use crate::paths::Paths;
 /// ccache's limit: room for about four kernels.
 const CCACHE_SIZE: &str = "5G";
 
-/// How the compiler cache recognizes what it has compiled before.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Recognize {
-    /// By the source and all headers, which the compiler names. A miss costs nothing.
-    Headers,
-    /// By what the preprocessor makes of them, if not by the headers. That serves kernels which
-    /// differ in an option that the source does not ask for; a miss costs a third more.
-    Preprocessed,
-}
-
 /// Starts a make command in a source tree, building in `output`, a directory directly below it.
 ///
 /// Directly below, because kbuild then calls the source ".." and no path of this machine gets into a
 /// compiler's arguments, so that the cache serves every tree.
-pub(crate) fn make(
-    paths: &Paths,
-    arch: Arch,
-    tree: &Path,
-    output: &str,
-    recognize: Recognize,
-) -> Run {
+pub(crate) fn make(paths: &Paths, arch: Arch, tree: &Path, output: &str) -> Run {
     let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let run = Run::new("make")
         .arg("-C")
         .arg(tree)
         .arg(format!("-j{jobs}"));
-    settings(run.arg(format!("O={output}")), paths, arch, tree, recognize).args([
+    settings(run.arg(format!("O={output}")), paths, arch, tree).args([
         // The release string must not say which commits are on top: that would rebuild everything.
         "LOCALVERSION=",
         "KBUILD_BUILD_TIMESTAMP=@0",
@@ -46,19 +30,9 @@ pub(crate) fn make(
 }
 
 /// Compiler and cache for any makefile of the tree.
-pub(crate) fn settings(
-    run: Run,
-    paths: &Paths,
-    arch: Arch,
-    tree: &Path,
-    recognize: Recognize,
-) -> Run {
+pub(crate) fn settings(run: Run, paths: &Paths, arch: Arch, tree: &Path) -> Run {
     let cross = arch.cross_compile();
     let ccache = if on_path("ccache") { "ccache " } else { "" };
-    let depend = match recognize {
-        Recognize::Headers => "CCACHE_DEPEND",
-        Recognize::Preprocessed => "CCACHE_NODEPEND",
-    };
     run.arg(format!("ARCH={}", arch.name()))
         .arg(format!("CROSS_COMPILE={cross}"))
         .arg(format!("CC={ccache}{cross}gcc"))
@@ -67,7 +41,10 @@ pub(crate) fn settings(
         .env("CCACHE_MAXSIZE", CCACHE_SIZE)
         .env("CCACHE_BASEDIR", tree)
         .env("CCACHE_NOHASHDIR", "1")
-        .env(depend, "1")
+        // Recognize a file by its headers, which the compiler names. To look at what the preprocessor
+        // makes of them as well would cost a third more for each miss, and hits little: the series changes
+        // headers that nearly everything includes.
+        .env("CCACHE_DEPEND", "1")
         // Headers are compared by content; a fresh tree's are all new.
         .env(
             "CCACHE_SLOPPINESS",
@@ -88,9 +65,9 @@ pub(crate) fn is_object(line: &str) -> bool {
     line.starts_with("  ") && words.next().is_some_and(|word| STEPS.contains(&word))
 }
 
-/// Keeps every other xtask of this checkout off the kernel trees.
-pub(crate) fn lock_trees(paths: &Paths) -> anyhow::Result<lock::Lock> {
-    lock::take(&paths.work())
+/// Keeps every other user of this checkout off the kernel tree of that name.
+pub(crate) fn lock_tree(paths: &Paths, name: &str) -> anyhow::Result<lock::Lock> {
+    lock::take(&paths.work().join("locks").join(name))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use super::make::{self, Recognize, is_object};
+use super::make::{self, is_object};
 use super::tree::Tree;
 use super::{Arch, Variant};
 use crate::command::Run;
@@ -233,7 +233,7 @@ pub(super) fn compile(
             .arg("-C")
             .arg(tree.path().join(suite.directory()))
             .arg(format!("-j{jobs}"));
-        make::settings(run, paths, arch, tree.path(), Recognize::Headers)
+        make::settings(run, paths, arch, tree.path())
             .arg(format!("OUTPUT={}", output.display()))
             .arg(format!(
                 "KHDR_INCLUDES=-isystem {}/usr/include",

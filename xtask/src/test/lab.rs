@@ -13,7 +13,7 @@ use super::log_file;
 use super::tally::{Tally, Verdict};
 use crate::guest;
 use crate::kernel::selftests::{self, Selftest};
-use crate::kernel::{Arch, Variant};
+use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, Timing, VmArgs};
@@ -111,6 +111,15 @@ const REFUSALS: [&str; 5] = [
     "testbed/exits",
 ];
 
+/// Builds a kernel and counts that. A lane that needs it and cannot have it fails by itself.
+pub(super) fn kernel(variant: Variant, paths: &Paths, tally: &mut Tally) {
+    let verdict = match build::ensure(variant, paths) {
+        Ok(()) => Verdict::Passed,
+        Err(error) => Verdict::Failed(format!("{error:#}")),
+    };
+    tally.add("kernel", &variant.name(), verdict);
+}
+
 /// The patched kernel: the crates' tests, among them each benchmark as a command. `tally` has what this machine ran, if
 /// `host_ran`.
 pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Result<()> {
@@ -189,6 +198,7 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
         stock: true,
         ..Variant::patched(Arch::X86_64)
     };
+    kernel(variant, paths, tally);
     let mut jobs = vec![command(paths, "pagetide probe", &["pagetide", "probe"])];
     let programs = host::programs(paths)?;
     for group in REFUSALS {
@@ -206,6 +216,7 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
 /// The patched kernel on arm64: selftests.
 pub(super) fn arm64(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::Arm64);
+    kernel(variant, paths, tally);
     let jobs = selftest_jobs(variant, paths)?;
     let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
