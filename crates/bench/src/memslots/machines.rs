@@ -1,5 +1,6 @@
 //! Runs on real machines: KVM, a guest that walks its memory, and a thread that changes its slots.
 
+use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -8,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::{CommitError, Kvm};
 use pagetide_memory::{Backing, GuestAddress, Region, RegionError};
-use pagetide_testbed::{DATA_GPA, EndlessError, MachineError, Metronome, Walkers, WalkersConfig};
+use pagetide_testbed::{
+    DATA_GPA, EndlessError, MachineError, Metronome, Walkers, WalkersConfig, Walking,
+};
 
 use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot, Step};
 use super::plan::{Guest, Method, Plan, Series};
@@ -32,6 +35,8 @@ const METRONOME_NS: u64 = 12_000;
 #[derive(Debug)]
 pub struct Machines {
     stall_timeout: Duration,
+    /// How many CPUs the emulator hands its thread round, if it does.
+    turns: u32,
     /// Where it is needed, see there.
     _metronome: Option<Metronome>,
 }
@@ -121,8 +126,13 @@ impl Machines {
                 .ok(),
             _ => None,
         };
+        let cpus = thread::available_parallelism().map_or(1, NonZero::get);
         let machines = Self {
             stall_timeout: stall_timeout(timing),
+            turns: match timing {
+                Timing::Instructions => u32::try_from(cpus).unwrap_or(1),
+                _ => 1,
+            },
             _metronome: metronome,
         };
         drop(
@@ -142,7 +152,20 @@ impl Machines {
         }
     }
 
+    /// Has vCPUs of another VM walk on the CPUs that the measured one leaves idle, where the emulator has its
+    /// CPUs take turns: an idle one gives its turn away, and what a vCPU waits for the others' turns would
+    /// be less with few vCPUs than with many.
+    fn neighbours(&self, job: &Job<'_, Plan>) -> Result<Option<Walking>, Wrong> {
+        let idle = self.turns.saturating_sub(job.vcpus);
+        if idle == 0 {
+            return Ok(None);
+        }
+        let walkers = Arc::new(Walkers::new(self.config(idle, job.plan.guest))?);
+        Ok(Some(walkers.start()?))
+    }
+
     fn measure(&self, job: &Job<'_, Plan>) -> Result<Sample, Wrong> {
+        let neighbours = self.neighbours(job)?;
         let walkers = Arc::new(Walkers::new(self.config(job.vcpus, job.plan.guest))?);
         let bars = Region::new(
             GuestAddress(DATA_GPA + BAR_FIRST * PAGE),
@@ -162,6 +185,9 @@ impl Machines {
         let walking = walkers.start()?;
         let sample = self.supervise(committer)?;
         let hole = walking.end()?;
+        if let Some(neighbours) = neighbours {
+            neighbours.end()?;
+        }
         match (job.series.method(), hole) {
             (Some(method @ (Method::List | Method::Quiesce)), Some(hole)) => Err(Wrong::Hole {
                 vcpu: hole.vcpu,
