@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
-use pagetide_memory::Backing;
+use pagetide_memory::{Backing, FailurePolicy};
 
 use crate::memcycler::MemcyclerArguments;
 use crate::memslots::MemslotsArguments;
@@ -93,6 +93,12 @@ pub(crate) enum Bench {
     #[command(after_long_help = crate::memcycler::EXAMPLES)]
     Memcycler(MemcyclerArguments),
 }
+
+/// The names of policies.
+pub(crate) const POLICIES: &[&str] = &[
+    FailurePolicy::KernelDefault.name(),
+    FailurePolicy::Keep.name(),
+];
 
 pub(crate) const BACKINGS: [&str; 5] = {
     let mut names = [""; 5];

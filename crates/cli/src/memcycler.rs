@@ -5,7 +5,7 @@ use pagetide_bench::memcycler::Plan;
 use pagetide_bench::units::ByteSize;
 use pagetide_memory::{Backing, FailurePolicy};
 
-use crate::args::{BACKINGS, one_of};
+use crate::args::{BACKINGS, POLICIES, one_of};
 use crate::measuring::{BenchArguments, ResultArguments};
 
 pub(crate) const EXAMPLES: &str = "\
@@ -82,11 +82,6 @@ pub(crate) struct MemcyclerArguments {
     #[command(flatten)]
     result: ResultArguments,
 }
-
-const POLICIES: &[&str] = &[
-    FailurePolicy::KernelDefault.name(),
-    FailurePolicy::Keep.name(),
-];
 
 impl BenchArguments for MemcyclerArguments {
     type Plan = Plan;

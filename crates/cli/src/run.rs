@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use clap::Args;
 use pagetide_bench::units::ByteSize;
-use pagetide_memory::Backing;
+use pagetide_memory::{Backing, FailurePolicy, LoadError, PoisonMap};
 use pagetide_testbed::linux::{
     LinuxConfig, LinuxConsole, LinuxEnd, LinuxMachine, LinuxStopper, MachineChecks, VcpuHooks,
 };
 
-use crate::args::{BACKINGS, one_of};
+use crate::args::{BACKINGS, POLICIES, one_of};
 use crate::failure::Failure;
 use crate::terminal::RawTerminal;
 
@@ -80,6 +80,17 @@ pub(crate) struct RunArguments {
     )]
     backing: Backing,
 
+    /// What an uncorrected memory error takes from the guest: 4 KiB (keep), or the whole page of the
+    /// backing (default). keep needs a kernel with the Pagetide series, and shmem, thp or hugetlb memory
+    /// [default: keep where it can be had]
+    #[arg(long, value_name = "POLICY", value_parser = one_of::<FailurePolicy>(POLICIES))]
+    policy: Option<FailurePolicy>,
+
+    /// Add the guest memory that is lost to errors to this file, a poison map, which is made if it is
+    /// missing: who restores the guest elsewhere has to poison the same memory
+    #[arg(long, value_name = "FILE")]
+    poison_map: Option<PathBuf>,
+
     /// Where the guest's console (ttyS0) goes: `stdio` is standard output and input, `none` is
     /// nowhere, anything else is a file
     #[arg(long, value_name = "WHERE", default_value = "stdio")]
@@ -107,23 +118,34 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<ExitCode, Failure> {
         vcpus: arguments.vcpus,
         cmdline: arguments.cmdline.clone(),
         backing: arguments.backing,
+        policy: arguments.policy,
         time_limit: arguments
             .timeout
             .map(|seconds| Duration::from_secs(seconds.get().into())),
         ..LinuxConfig::new(&arguments.kernel)
     };
+    let lost_before = match &arguments.poison_map {
+        Some(file) => known_poison(file)?,
+        None => PoisonMap::default(),
+    };
+    let known_bytes = lost_before.bytes();
     let place = Console::open(&arguments.console)?;
     let machine = LinuxMachine::new(&config).map_err(Failure::bad_input)?;
     let (console, terminal) = place
         .connect(&machine.stopper())
         .map_err(|source| refused(&arguments.console, source))?;
-    let checks = Arc::new(MachineChecks::new(&machine));
+    let checks = MachineChecks::with_map(&machine, lost_before, arguments.poison_map.clone())
+        .map_err(Failure::failed)?;
+    let checks = Arc::new(checks);
     let result = machine.run(console, Arc::clone(&checks) as Arc<dyn VcpuHooks>);
     // Before anything is told: in raw mode a new line does not begin at the left.
     drop(terminal);
-    let lost = checks.lost_bytes();
+    let lost = checks.lost_bytes() - known_bytes;
     if lost > 0 {
-        eprintln!("pagetide: {lost} bytes of the guest's memory had uncorrected errors");
+        let policy = config.policy();
+        eprintln!(
+            "pagetide: {lost} bytes of the guest's memory were lost to uncorrected errors (policy {policy})"
+        );
     }
     let outcome = result.map_err(Failure::failed)?;
     let seconds = outcome.elapsed.as_secs_f64();
@@ -133,6 +155,16 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<ExitCode, Failure> {
         LinuxEnd::Reset | LinuxEnd::Halted | LinuxEnd::Stopped => ExitCode::SUCCESS,
         LinuxEnd::TripleFault | LinuxEnd::Panicked { .. } => ExitCode::FAILURE,
     })
+}
+
+/// What a poison map has already.
+fn known_poison(file: &Path) -> Result<PoisonMap, Failure> {
+    match PoisonMap::load(file) {
+        Err(LoadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            Ok(PoisonMap::default())
+        }
+        known => known.map_err(Failure::bad_input),
+    }
 }
 
 /// Where the console goes.

@@ -136,6 +136,23 @@ fn what_cannot_be_is_refused_in_one_line() {
 }
 
 #[test]
+fn a_poison_map_that_is_none_is_refused_and_left_alone() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let (kernel_file, map) = (directory.path().join("k"), directory.path().join("map"));
+    kernel(&kernel_file, SPIN);
+    std::fs::write(&map, "no poison map").expect("a temporary file");
+    let (file, map_file) = (kernel_file.to_str(), map.to_str());
+    let words = ["--kernel", file.expect("UTF-8"), "--poison-map"];
+    let output = run(&[&words[..], &[map_file.expect("UTF-8")]].concat());
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{told}");
+    assert!(told.contains("map"), "{told}");
+    assert_eq!(told.lines().count(), 1, "{told}");
+    let left = std::fs::read(&map).expect("it is there");
+    assert_eq!(left, b"no poison map");
+}
+
+#[test]
 fn a_refused_guest_leaves_the_consoles_file_as_it_was() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let file = directory.path().join("console");

@@ -80,6 +80,12 @@ pub enum BuildError {
     /// The kernel would not serve the memory.
     #[error(transparent)]
     Register(#[from] RegisterError),
+    /// Memory that was lost before is in no region: the map is another VM's, or a region is missing.
+    #[error("{range} was lost before, and is not all in the regions to page")]
+    PoisonOutside {
+        /// The lost memory.
+        range: GuestRange,
+    },
     /// Memory that was lost before could not be poisoned again.
     #[error("poisoning gpa {gpa}, which was lost before")]
     Poison {
@@ -163,7 +169,8 @@ impl PagerBuilder {
 
     /// What of the memory was lost before, in the VM's life on this host or on another: a page that
     /// has lost bytes is poisoned from the start, all of it, and its content is never asked for. Until
-    /// told nothing is lost.
+    /// told nothing is lost. All of it must be in the regions: of a VM that is paged in part, take what
+    /// [`PoisonMap::lost_in`] has of that part.
     ///
     /// Where the kernel lacks `UFFD_FEATURE_POISON` the page map alone says so: exits are told, and a
     /// thread that touches such a page is an error ([`ResolveError::CannotPoison`]).
@@ -194,6 +201,17 @@ impl PagerBuilder {
                 pages,
                 max: MAX_FAULT_AROUND_PAGES,
             });
+        }
+
+        for range in self.poison.iter() {
+            let paged = |region: &Arc<Region>| {
+                let (start, end) = (region.gpa().0, region.range().end().0);
+                let (from, to) = (start.max(range.start().0), end.min(range.end().0));
+                to.saturating_sub(from)
+            };
+            if regions.iter().map(paged).sum::<u64>() != range.bytes() {
+                return Err(BuildError::PoisonOutside { range });
+            }
         }
 
         let features = features(&regions, self.mode)?;

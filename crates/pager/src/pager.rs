@@ -131,11 +131,16 @@ impl Pager {
                     continue;
                 };
                 let range = paged.user_range(PageRange::single(page));
-                match poison_page(uffd, range, Wake::Wake) {
-                    // A marker outlives its userfaultfd, and punching what is in the file.
-                    Ok(()) | Err(InstallError::Exists { .. }) => {}
-                    Err(source) => return Err(BuildError::Poison { gpa, source }),
-                }
+                // What is there goes first: content that a MISSING region should not have, or the marker
+                // of an earlier pager, which outlives its userfaultfd.
+                let region = &paged.region;
+                let zapped = match region.service() {
+                    Some(_) => region.zap_guest(PageRange::single(page)),
+                    None => region.punch(PageRange::single(page)),
+                };
+                zapped.map_err(BuildError::Zap)?;
+                poison_page(uffd, range, Wake::Wake)
+                    .map_err(|source| BuildError::Poison { gpa, source })?;
             }
         }
         Ok(())

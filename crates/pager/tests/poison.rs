@@ -28,8 +28,8 @@ use pagetide_memory::{
     PopulateAccess, PopulateError, Region,
 };
 use pagetide_pager::{
-    Fetch, Fetched, Mode, PageCacheSource, PageSource, Pager, Prefetch, PrefetchConfig, Progress,
-    ReaderConfig, Readers, Resolution, SourceError,
+    BuildError, Fetch, Fetched, Mode, PageCacheSource, PageSource, Pager, Prefetch, PrefetchConfig,
+    Progress, ReaderConfig, Readers, Resolution, SourceError,
 };
 use pagetide_uapi::generated as abi;
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
@@ -111,12 +111,11 @@ fn what_was_lost_before_is_poisoned_from_the_start() {
         let Some(region) = region(8, backing) else {
             continue;
         };
-        // A part of page 2, and pages 5 and 6; and some memory that is not paged.
+        // A part of page 2, and pages 5 and 6.
         let size = region.page_size().bytes();
         let at =
             |page: u64, bytes| GuestRange::new(GuestAddress(GPA.0 + page * size), bytes).unwrap();
-        let low = GuestRange::new(GuestAddress(0), PAGE).unwrap();
-        let lost = map(&[at(2, PAGE), at(5, 2 * size), low]);
+        let lost = map(&[at(2, PAGE), at(5, 2 * size)]);
         let builder = Pager::builder(mode, pattern()).region(Arc::clone(&region));
         let pager = builder.poison(lost).build().unwrap();
         within_patience("a restored guest", move || {
@@ -169,6 +168,39 @@ fn what_was_lost_may_have_been_poisoned_before() {
             assert_eq!(pager.progress().poisoned, 2, "{mode:?}, {backing}, {time}");
             drop(pager);
             assert_lost(&region, 1);
+        }
+    }
+}
+
+#[test]
+fn lost_content_is_gone_even_if_it_is_mapped() {
+    for backing in [Backing::Shmem, Backing::Anonymous] {
+        if !can_poison() {
+            return;
+        }
+        let Some(region) = region(4, backing) else {
+            continue;
+        };
+        // MISSING regions must not have been touched, and this one was.
+        let all = PageRange::new(PageIndex(0), 4);
+        region.populate(all, PopulateAccess::Write).unwrap();
+        let builder = Pager::builder(Mode::Missing, pattern()).region(Arc::clone(&region));
+        let _pager = builder.poison(map(&[pages(1, 2)])).build().unwrap();
+        assert_lost(&region, 1);
+        assert_lost(&region, 2);
+    }
+}
+
+#[test]
+fn what_was_lost_elsewhere_is_not_this_memorys() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    for other in [pages(4, 1), pages(3, 2)] {
+        let builder = Pager::builder(Mode::Minor, pattern()).region(Arc::clone(&region));
+        match builder.poison(map(&[pages(0, 1), other])).build() {
+            Err(BuildError::PoisonOutside { range }) => assert_eq!(range, other),
+            other => panic!("{other:?}"),
         }
     }
 }

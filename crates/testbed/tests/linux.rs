@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use pagetide_kvm::poison::{SimulateError, simulate_error};
-use pagetide_memory::{Backing, GuestAddress, RegionError};
+use pagetide_memory::{Backing, GuestAddress, PoisonMap, RegionError};
 use pagetide_testbed::NoFaults;
 use pagetide_testbed::linux::{
     LinuxConfig, LinuxConsole, LinuxEnd, LinuxError, LinuxMachine, LinuxRunError, MachineChecks,
@@ -256,7 +256,10 @@ fn an_uncorrected_error_kills_only_the_process_that_consumed_it() {
     let console = LinuxConsole::output(screen.clone()).input(reader.into());
     let machine = machine(&config);
     let region = Arc::clone(&machine.regions()[0]);
-    let checks = Arc::new(MachineChecks::new(&machine));
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let file = directory.path().join("poison");
+    let checks = MachineChecks::with_map(&machine, PoisonMap::new(), Some(file.clone()));
+    let checks = Arc::new(checks.expect("errors are told of"));
     let hooks: Arc<dyn VcpuHooks> = checks.clone();
     let stopper = machine.stopper();
     let runner = std::thread::spawn(move || machine.run(console, hooks));
@@ -288,4 +291,6 @@ fn an_uncorrected_error_kills_only_the_process_that_consumed_it() {
     }
     assert!(!said.contains("consume: read"), "{said}");
     assert_eq!(checks.lost_bytes(), 4096);
+    let kept = PoisonMap::load(&file).expect("it was saved");
+    assert!(kept.bytes() == 4096 && kept.contains(GuestAddress(gpa)));
 }

@@ -151,7 +151,7 @@ impl<'a> Check<'a> {
         let memory = |quick: bool| {
             let mut parts = vec![self.context.clone(), prefix.digest()];
             if quick {
-                parts.push("quick".to_owned());
+                parts.push(format!("quick, ends a topic: {ends_topic}"));
             }
             self.paths.cache().join("checked").join(digest(&parts))
         };

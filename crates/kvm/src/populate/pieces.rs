@@ -29,6 +29,8 @@ pub(super) fn pieces(layout: &SlotLayout, threads: usize) -> Vec<Piece> {
     slots
         .into_iter()
         .flat_map(|slot| {
+            // Threads that share a huge page would only wait for each other.
+            let bytes = bytes.max(slot.region.page_size().bytes());
             cut(slot.range, bytes).map(|range| Piece {
                 slot: slot.clone(),
                 range,

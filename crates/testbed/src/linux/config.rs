@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use linux_loader::cmdline::{self, Cmdline};
-use pagetide_memory::Backing;
+use pagetide_memory::{Backing, FailurePolicy};
 
 use super::layout::RamLayout;
 use super::mp_table::MAX_PROCESSORS;
@@ -35,6 +35,9 @@ pub struct LinuxConfig {
     pub vcpus: u32,
     /// What the memory is made of.
     pub backing: Backing,
+    /// What an uncorrected error takes from the guest; None: as little as this kernel can
+    /// ([`FailurePolicy::best_for`]).
+    pub policy: Option<FailurePolicy>,
     /// A guest that has not ended after this long is ended; None: it may run for ever.
     pub time_limit: Option<Duration>,
     /// How long vCPUs' threads have to come back at the end before they are given up as lost.
@@ -52,9 +55,17 @@ impl LinuxConfig {
             memory_bytes: 256 << 20,
             vcpus: 1,
             backing: Backing::Shmem,
+            policy: None,
             time_limit: None,
             stop_grace: Duration::from_secs(10),
         }
+    }
+
+    /// The policy, chosen or not.
+    #[must_use]
+    pub fn policy(&self) -> FailurePolicy {
+        self.policy
+            .unwrap_or_else(|| FailurePolicy::best_for(self.backing))
     }
 
     /// Checks what can be checked without KVM and files.

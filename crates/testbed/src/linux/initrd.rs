@@ -196,7 +196,12 @@ mod tests {
         };
         drop(file);
         std::fs::remove_file(&path).unwrap();
-        let ram = Ram::new(RamLayout::new(64 << 20), pagetide_memory::Backing::Shmem).unwrap();
+        let ram = Ram::new(
+            RamLayout::new(64 << 20),
+            pagetide_memory::Backing::Shmem,
+            pagetide_memory::FailurePolicy::KernelDefault,
+        )
+        .unwrap();
         assert!(matches!(
             shrunk.copy_to(&ram),
             Err(InitrdError::Read { .. })

@@ -56,7 +56,7 @@ impl LinuxMachine {
         config.check_end(layout, platform.gpa_limit())?;
         create_timer(&vm)?;
 
-        let ram = Ram::new(layout, config.backing).map_err(LinuxError::Memory)?;
+        let ram = Ram::new(layout, config.backing, config.policy()).map_err(LinuxError::Memory)?;
         kernel.copy_to(&ram)?;
         let boot = Boot {
             layout,

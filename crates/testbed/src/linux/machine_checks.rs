@@ -1,9 +1,14 @@
 //! Uncorrected memory errors, passed on to a Linux guest as machine checks.
 
+use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pagetide_kvm::poison::{MachineCheck, MachineCheckError, MachineCheckForm};
+use pagetide_kvm::poison::{
+    ErrorWatch, Injected, MachineCheck, MachineCheckError, MachineCheckForm, MemoryError,
+    WatchError,
+};
 use pagetide_kvm::{BoundVcpu, FaultExit, Vcpu, VcpuKick, Vm};
 use pagetide_memory::{GuestAddress, PageSize, PoisonMap};
 
@@ -17,50 +22,124 @@ use super::machine::LinuxMachine;
 #[error("an uncorrected error at gpa {0}, which is no memory of the guest")]
 pub struct NotItsMemory(pub GuestAddress);
 
-/// Tells the guest of every uncorrected error that it runs into, by a machine check on the vCPU that
-/// did: Linux then kills the process whose memory it was, or panics if it was the kernel's. Any
-/// other fault ends the run.
+/// Tells the guest of every uncorrected error in its memory, by a machine check: on the vCPU that ran
+/// into it, and Linux kills the process whose memory it was, or panics if it was the kernel's; or, of
+/// an error that nobody has touched yet, on the first vCPU, and Linux stops using the page. Any other
+/// fault ends the run.
 #[derive(Debug)]
 pub struct MachineChecks {
+    told: Arc<Told>,
     vm: Arc<Vm>,
     form: MachineCheckForm,
     kicks: Vec<VcpuKick>,
     /// By vCPU: whether it is to be told of another one's error.
     bystanders: Vec<AtomicBool>,
+    _watch: ErrorWatch,
+}
+
+/// What the kernel has told of.
+#[derive(Debug, Default)]
+struct Told {
     lost: Mutex<PoisonMap>,
+    /// Where that is saved.
+    file: Option<PathBuf>,
+    /// Errors that nobody has touched, and that the guest does not know of.
+    found: Mutex<VecDeque<MemoryError>>,
+}
+
+impl Told {
+    fn record(&self, error: &MemoryError) -> Result<(), HandlerError> {
+        tracing::info!("{error}");
+        let mut lost = lock(&self.lost);
+        lost.insert(error.lost)?;
+        // No reason to end the guest: what is lost is lost in its memory, too, as long as it lives.
+        if let Some(Err(failure)) = self.file.as_ref().map(|file| lost.save(file)) {
+            tracing::warn!(error = &failure as &dyn std::error::Error, "{error}");
+        }
+        Ok(())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl MachineChecks {
     /// For the vCPUs of one machine.
-    #[must_use]
-    pub fn new(machine: &LinuxMachine) -> Self {
+    ///
+    /// # Errors
+    /// The kernel does not tell of errors.
+    pub fn new(machine: &LinuxMachine) -> Result<Self, WatchError> {
+        Self::with_map(machine, PoisonMap::default(), None)
+    }
+
+    /// Adds what is lost to `lost`, and saves that to `file` with each error, for whoever restores the guest.
+    /// A file that cannot be written is a warning.
+    ///
+    /// # Errors
+    /// The kernel does not tell of errors.
+    pub fn with_map(
+        machine: &LinuxMachine,
+        lost: PoisonMap,
+        file: Option<PathBuf>,
+    ) -> Result<Self, WatchError> {
+        let told = Arc::new(Told {
+            lost: Mutex::new(lost),
+            file,
+            found: Mutex::default(),
+        });
         let vcpus = machine.vcpus();
-        Self {
+        let kicks: Vec<_> = vcpus.iter().map(Vcpu::kick_handle).collect();
+        let (its, first) = (Arc::clone(&told), kicks.first().cloned());
+        let watch = ErrorWatch::start(machine.vm(), move |error| {
+            if let Err(failure) = its.record(&error) {
+                tracing::warn!(error = &*failure as &dyn std::error::Error, "{error}");
+            }
+            lock(&its.found).push_back(error);
+            if let Some(first) = &first {
+                first.kick();
+            }
+        })?;
+        Ok(Self {
+            told,
             vm: Arc::clone(machine.vm()),
             form: machine.machine_checks(),
-            kicks: vcpus.iter().map(Vcpu::kick_handle).collect(),
+            kicks,
             bystanders: vcpus.iter().map(|_| AtomicBool::new(false)).collect(),
-            lost: Mutex::default(),
-        }
+            _watch: watch,
+        })
     }
 
     /// Bytes of guest memory that are lost so far, by the host's policy.
     #[must_use]
     pub fn lost_bytes(&self) -> u64 {
-        self.lost().bytes()
-    }
-
-    fn lost(&self) -> MutexGuard<'_, PoisonMap> {
-        self.lost.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.told.lost).bytes()
     }
 
     /// Linux on Intel's processors waits until every one of them is in its machine check.
     fn call_bystanders(&self, but: u32) {
+        if self.form != MachineCheckForm::Intel {
+            return;
+        }
         let others = (0..).zip(self.bystanders.iter().zip(&self.kicks));
         for (_, (wanted, kick)) in others.filter(|(id, _)| *id != but) {
             wanted.store(true, Ordering::SeqCst);
             kick.kick();
         }
+    }
+
+    /// Tells of an error that nobody has touched, if there is one. The next is told of when the guest is done
+    /// with this one, or by whoever touches it.
+    fn tell_found(&self, vcpu: &mut BoundVcpu<'_>) -> Result<(), HandlerError> {
+        let Some(error) = lock(&self.told.found).pop_front() else {
+            return Ok(());
+        };
+        match vcpu.inject_machine_check(&MachineCheck::new(self.form, error.urgency, error.gpa)) {
+            Ok(Injected::Exception) => self.call_bystanders(vcpu.id()),
+            Ok(Injected::Logged) | Err(MachineCheckError::NotReady { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
     }
 }
 
@@ -73,16 +152,16 @@ impl VcpuHooks for MachineChecks {
             .vm
             .error_of(fault.gpa, PageSize::Size4K)
             .ok_or(NotItsMemory(fault.gpa))?;
-        self.lost().insert(error.lost)?;
-        tracing::info!("vCPU {}: {error}", vcpu.id());
+        self.told.record(&error)?;
         vcpu.inject_machine_check(&MachineCheck::new(self.form, error.urgency, error.gpa))?;
-        if self.form == MachineCheckForm::Intel {
-            self.call_bystanders(vcpu.id());
-        }
+        self.call_bystanders(vcpu.id());
         Ok(())
     }
 
     fn interrupted(&self, vcpu: &mut BoundVcpu<'_>) -> Result<(), HandlerError> {
+        if vcpu.id() == 0 {
+            self.tell_found(vcpu)?;
+        }
         let wanted = self.bystanders.get(vcpu.id() as usize);
         if !wanted.is_some_and(|wanted| wanted.swap(false, Ordering::SeqCst)) {
             return Ok(());

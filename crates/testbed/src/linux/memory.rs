@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use pagetide_memory::{AccessError, Backing, GuestAddress, PageIndex, Region, RegionError};
+use pagetide_memory::{
+    AccessError, Backing, FailurePolicy, GuestAddress, PageIndex, Region, RegionError,
+};
 
 use super::layout::RamLayout;
 
@@ -34,11 +36,17 @@ pub(super) struct Ram {
 
 impl Ram {
     /// Sets the memory aside. Nothing is populated.
-    pub(super) fn new(layout: RamLayout, backing: Backing) -> Result<Self, RegionError> {
+    pub(super) fn new(
+        layout: RamLayout,
+        backing: Backing,
+        policy: FailurePolicy,
+    ) -> Result<Self, RegionError> {
         let ranges = layout.ranges().map_err(|_| RegionError::Empty)?;
         let regions = ranges
             .into_iter()
-            .map(|range| Region::new(range.start(), range.bytes(), backing).map(Arc::new))
+            .map(|range| {
+                Region::with_policy(range.start(), range.bytes(), backing, policy).map(Arc::new)
+            })
             .collect::<Result<_, _>>()?;
         Ok(Self { regions })
     }
@@ -79,7 +87,12 @@ mod tests {
     #[test]
     fn what_is_written_is_there_for_every_backing() {
         for backing in [Backing::Shmem, Backing::Anonymous] {
-            let ram = Ram::new(RamLayout::new(4 << 20), backing).unwrap();
+            let ram = Ram::new(
+                RamLayout::new(4 << 20),
+                backing,
+                FailurePolicy::KernelDefault,
+            )
+            .unwrap();
             ram.write(0x1234, b"across").unwrap();
             ram.write(0x1ffe, b"pages").unwrap();
             let mut found = [0; 5];
