@@ -1,5 +1,9 @@
 # Thin names over `cargo xtask`; `cargo xtask --help` says more.
 
+ifeq ($(shell command -v cargo),)
+$(error cargo is not installed: https://rustup.rs has it, the rest is installed when it is needed)
+endif
+
 .PHONY: demo test kernel bench report patches
 
 demo:    ## page memory in with and without exits; a table and a page in a few minutes

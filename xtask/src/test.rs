@@ -56,6 +56,8 @@ enum Step {
     Arm64,
     /// Selftests on the patched kernel
     Selftests,
+    /// Those that shadow paging makes a difference to, with shadow paging
+    Shadow,
     /// Linux guests on the patched kernel, in a VM with one CPU
     Linux,
     /// Selftests on a kernel that checks locks, RCU and memory (only if asked for: about an hour
@@ -73,6 +75,7 @@ impl Step {
                 | Self::Lab
                 | Self::Linux
                 | Self::Selftests
+                | Self::Shadow
                 | Self::Stock
                 | Self::Arm64
                 | Self::Debug
@@ -210,6 +213,7 @@ impl Testing<'_> {
             Step::Patches => self.patches(),
             Step::Lab => lab::patched(self.paths, self.host_ran, &mut self.tally),
             Step::Linux => lab::linux(self.paths, &mut self.tally),
+            Step::Shadow => lab::shadow(self.paths, &mut self.tally),
             Step::Selftests => lab::selftests(self.paths, &mut self.tally),
             Step::Stock => lab::stock(self.paths, &mut self.tally),
             Step::Arm64 => lab::arm64(self.paths, &mut self.tally),

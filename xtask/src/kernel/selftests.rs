@@ -52,6 +52,8 @@ pub(crate) struct Selftest {
     pub(crate) arch: Option<Arch>,
     /// Whether `cargo xtask test` runs it.
     pub(crate) run: bool,
+    /// Whether it runs once more with shadow paging, i.e. without nested page tables.
+    pub(crate) shadow: bool,
     /// Whether it comes with the series, so that the stock tree lacks it.
     pub(crate) ours: bool,
     /// What it is run with.
@@ -106,6 +108,7 @@ impl Selftest {
             source: source.to_owned(),
             arch: None,
             run: true,
+            shadow: false,
             ours: false,
             arguments: Vec::new(),
         };
@@ -114,6 +117,7 @@ impl Selftest {
                 "arch=x86_64" => test.arch = Some(Arch::X86_64),
                 "arch=arm64" => test.arch = Some(Arch::Arm64),
                 "run=no" => test.run = false,
+                "shadow" => test.shadow = true,
                 "series" => test.ours = true,
                 _ => bail!("{word:?} is not known"),
             }

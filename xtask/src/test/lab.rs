@@ -176,6 +176,22 @@ pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     run("selftests", &args, &jobs, paths, tally).map(drop)
 }
 
+/// The patched kernel with shadow paging: selftests of what is different there.
+pub(super) fn shadow(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let args = VmArgs::new(Variant::patched(Arch::X86_64));
+    run_shadow("shadow", args, paths, tally)
+}
+
+/// Runs on a CPU that has no nested page tables, as far as KVM is concerned.
+fn run_shadow(lane: &str, mut args: VmArgs, paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let mut jobs = selftest_jobs(args.variant, paths)?;
+    jobs.retain(|(kind, _)| matches!(kind, Kind::Selftest(test) if test.shadow));
+    args.timeout = VM_TIMEOUT;
+    args.append.push(HUGE_PAGES.into());
+    args.append.push("kvm_amd.npt=0".into());
+    run(lane, &args, &jobs, paths, tally).map(drop)
+}
+
 /// What a machine without our kernel can run as well, and has run, need not run twice.
 fn runs_in_lab(program: &TestProgram, host_ran: bool, tally: &Tally) -> bool {
     program.package != "xtask"
@@ -244,7 +260,7 @@ pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let said = std::fs::read(&console).with_context(|| format!("read {}", console.display()))?;
     let verdict = kunit::verdict(&String::from_utf8_lossy(&said), KUNIT_SUITE);
     tally.add("debug", &format!("KUnit {KUNIT_SUITE}"), verdict);
-    Ok(())
+    run_shadow("debug-shadow", VmArgs::new(variant), paths, tally)
 }
 
 fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
