@@ -35,8 +35,8 @@ const CHECKPATCH: [&str; 6] = [
 /// The verb's arguments.
 #[derive(Debug, Default, Args)]
 pub(crate) struct CheckArgs {
-    /// For arm64, build only the patches that change it and the last one of each topic. What
-    /// `cargo xtask test` does
+    /// Build only the last patch of each topic, with all that the topic changes. What `cargo xtask
+    /// test` does
     #[arg(long, conflicts_with = "whole")]
     quick: bool,
     /// Check again what passed before, unchanged, on this machine
@@ -165,14 +165,12 @@ impl<'a> Check<'a> {
         if touched.iter().any(|file| file.contains("Kconfig")) {
             self.configured.borrow_mut().clear();
         }
+        let files = match (self.quick, ends_topic) {
+            (false, _) => touched,
+            (true, true) => touched_by_topic(prefix, patch.topic()),
+            (true, false) => Vec::new(),
+        };
         for arch in [Arch::X86_64, Arch::Arm64] {
-            let files = if self.quick && arch == Arch::Arm64 && ends_topic {
-                touched_by_topic(prefix, patch.topic())
-            } else if self.quick && arch == Arch::Arm64 && !is_for_arm64(&touched) {
-                continue;
-            } else {
-                touched.clone()
-            };
             self.kernel(arch, patch, &files)?;
             self.selftests(arch, patch, &files)?;
         }
@@ -292,13 +290,6 @@ fn files(paths: &Paths) -> Result<Vec<String>> {
         files.push(config::merged(&fragments)?);
     }
     Ok(files)
-}
-
-/// Whether arm64 has files of its own among these, or selftests.
-fn is_for_arm64(touched: &[String]) -> bool {
-    touched
-        .iter()
-        .any(|file| file.starts_with("arch/arm64/") || file.starts_with("tools/"))
 }
 
 /// The files that a topic's patches change.
@@ -492,8 +483,6 @@ mod tests {
         };
         let files = touched_by_topic(&series, "02-b");
         assert_eq!(files, ["virt/kvm/b.c", "tools/c.c"]);
-        assert!(is_for_arm64(&files));
-        assert!(!is_for_arm64(&files[..1]));
     }
 
     #[test]
