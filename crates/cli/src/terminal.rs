@@ -2,7 +2,7 @@
 
 use std::io::{self, PipeWriter, Read, Write};
 use std::os::fd::OwnedFd;
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::thread;
 
 use pagetide_testbed::linux::LinuxStopper;
@@ -10,6 +10,9 @@ use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
 
 /// Ctrl-A, as in other VMMs.
 const ESCAPE: u8 = 0x01;
+
+/// How many readings, of up to 64 bytes, wait for the guest beside what a pipe holds.
+const MOST_WAITING: usize = 4096;
 
 /// Standard input in raw mode, until it is dropped.
 pub(crate) struct RawTerminal {
@@ -24,7 +27,7 @@ impl RawTerminal {
         let before = tcgetattr(io::stdin())?;
         let mut raw = before.clone();
         raw.make_raw();
-        let (keys, typed) = mpsc::channel();
+        let (keys, typed) = mpsc::sync_channel(MOST_WAITING);
         // Threads that nobody waits for: they may be reading and writing when the guest ends. Two, so that
         // the way out is seen even if the guest does not read.
         thread::Builder::new()
@@ -46,7 +49,7 @@ impl Drop for RawTerminal {
 }
 
 /// Ends with the input, or when nobody reads any more.
-fn look(mut input: impl Read, guest: &Sender<Vec<u8>>, stopper: &LinuxStopper) {
+fn look(mut input: impl Read, guest: &SyncSender<Vec<u8>>, stopper: &LinuxStopper) {
     let mut keys = Keys::default();
     let mut bytes = [0; 64];
     while let Ok(count @ 1..) = input.read(&mut bytes) {
@@ -54,7 +57,8 @@ fn look(mut input: impl Read, guest: &Sender<Vec<u8>>, stopper: &LinuxStopper) {
         if stop {
             stopper.stop();
         }
-        if guest.send(passed).is_err() {
+        // What a guest does not read for so long is dropped, as a serial line would.
+        if let Err(TrySendError::Disconnected(_)) = guest.try_send(passed) {
             return;
         }
     }

@@ -95,7 +95,12 @@ impl MachineChecks {
             if let Err(failure) = its.record(&error) {
                 tracing::warn!(error = &*failure as &dyn std::error::Error, "{error}");
             }
-            lock(&its.found).push_back(error);
+            // The same error may be told of again: no more wait than there are pages.
+            let mut found = lock(&its.found);
+            if !found.contains(&error) {
+                found.push_back(error);
+            }
+            drop(found);
             if let Some(first) = &first {
                 first.kick();
             }
