@@ -258,6 +258,7 @@ impl Committer {
             commit_total: Duration::ZERO,
             inside: LatencyLog::new()?,
             kept: LatencyLog::new()?,
+            kept_each: LatencyLog::new()?,
             holes: 0,
             knows_stolen_time: self.walkers.knows_stolen_time(),
         };
@@ -272,7 +273,7 @@ impl Committer {
                         Some(change) => {
                             self.commit(number, &change, method, None)?;
                             // What was stopped runs again before it is stopped once more.
-                            Ok(self.walkers.close_window().map(|_| ())?)
+                            Ok(self.walkers.close_window().map(drop)?)
                         }
                         None => Ok::<(), Wrong>(()),
                     };
@@ -299,7 +300,11 @@ impl Committer {
         self.walkers.open_window()?;
         work(sample)?;
         thread::sleep(PAUSE);
-        sample.kept.record(ns(self.walkers.close_window()?));
+        let kept = self.walkers.close_window()?;
+        sample.kept.record(kept.iter().copied().max().map_or(0, ns));
+        for each in kept {
+            sample.kept_each.record(ns(each));
+        }
         sample.holes += self.walkers.holes() - holes;
         Ok(())
     }

@@ -13,6 +13,6 @@ mod sample;
 pub use machines::Machines;
 pub use plan::{BOOT_UPDATES, Guest, MAX_COMMITS, MAX_VCPUS, Method, Op, Plan, PlanError, Series};
 pub use published::{Published, PublishedTime, SOURCE as PUBLISHED_SOURCE};
-pub use report::{MemslotsReport, Point, Ratio, RunRecord, SCHEMA};
+pub use report::{Growth, MemslotsReport, Point, Ratio, RunRecord, SCHEMA};
 pub use run::Collected;
 pub use sample::Sample;

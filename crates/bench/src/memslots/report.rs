@@ -27,6 +27,8 @@ pub struct MemslotsReport {
     pub points: Vec<Point>,
     /// Quiesce compared with list, where both were measured.
     pub ratios: Vec<Ratio>,
+    /// Each series with more vCPUs compared with itself at the least number of them.
+    pub growth: Vec<Growth>,
     /// Whether time that a vCPU waited for a processor is taken off what it was kept.
     pub knows_stolen_time: bool,
     /// Figures that others published for a boot; `None` if no boot was measured.
@@ -52,10 +54,14 @@ pub struct Point {
     /// The longest time that a vCPU was kept from the guest by a commit (or in a stretch of time
     /// without one), over all runs.
     pub kept: Latency,
+    /// The longest time that each vCPU was kept, over all commits, vCPUs and runs.
+    pub kept_each: Latency,
     /// The runs' median commit, nanoseconds; `None` without commits.
     pub commit_p50_ns: Option<Spread>,
     /// The runs' median time kept, nanoseconds.
     pub kept_p50_ns: Spread,
+    /// The runs' median of what each vCPU was kept, nanoseconds.
+    pub kept_each_p50_ns: Spread,
     /// The runs' longest time kept, nanoseconds.
     pub kept_max_ns: Spread,
     /// All commits of a boot together, milliseconds a boot; only for boots.
@@ -86,6 +92,8 @@ pub struct RunRecord {
     pub commit_p50_ns: u64,
     /// The median time kept.
     pub kept_p50_ns: u64,
+    /// The median, over commits and vCPUs, of what each vCPU was kept.
+    pub kept_each_p50_ns: u64,
     /// The longest time kept.
     pub kept_max_ns: u64,
     /// Accesses that found no slot.
@@ -115,10 +123,27 @@ pub struct Ratio {
     pub op: Op,
     /// Median time kept, quiesce over list.
     pub kept_p50: RatioOf,
+    /// Median of what each vCPU was kept, quiesce over list.
+    pub kept_each_p50: RatioOf,
     /// Longest time kept, quiesce over list.
     pub kept_max: RatioOf,
     /// Median time of a commit, quiesce over list.
     pub commit_p50: RatioOf,
+}
+
+/// A series compared with itself at fewer vCPUs: 1 if vCPUs are kept as long however many there are.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Growth {
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// The number that it is compared with.
+    pub over_vcpus: u32,
+    /// The series.
+    pub series: Series,
+    /// Median of the longest time that any vCPU was kept.
+    pub kept_p50: RatioOf,
+    /// Median of what each vCPU was kept.
+    pub kept_each_p50: RatioOf,
 }
 
 impl MemslotsReport {
@@ -147,25 +172,43 @@ pub(super) fn compare(points: &[Point]) -> Vec<Ratio> {
         let Some(quiesce) = find(list.vcpus, op, Method::Quiesce) else {
             continue;
         };
-        // A clock that reads 0 took less than its grain.
-        let ratio = |value: fn(&RunRecord) -> u64| {
-            paired(&quiesce.runs, &list.runs, |run| {
-                Some(float(value(run).max(1)))
-            })
-        };
-        if let (Some(kept_p50), Some(kept_max), Some(commit_p50)) = (
-            ratio(|run| run.kept_p50_ns),
-            ratio(|run| run.kept_max_ns),
-            ratio(|run| run.commit_p50_ns),
-        ) {
-            ratios.push(Ratio {
+        let ratio = |value| ratio(quiesce, list, value);
+        let compared = || {
+            Some(Ratio {
                 vcpus: list.vcpus,
                 op,
-                kept_p50,
-                kept_max,
-                commit_p50,
-            });
-        }
+                kept_p50: ratio(|run| run.kept_p50_ns)?,
+                kept_each_p50: ratio(|run| run.kept_each_p50_ns)?,
+                kept_max: ratio(|run| run.kept_max_ns)?,
+                commit_p50: ratio(|run| run.commit_p50_ns)?,
+            })
+        };
+        ratios.extend(compared());
     }
     ratios
+}
+
+/// Compares each point with that of the same series at the least number of vCPUs, run by run of the same
+/// round.
+pub(super) fn grow(points: &[Point]) -> Vec<Growth> {
+    let grown = |point: &Point| {
+        let of_series = points.iter().filter(|other| other.series == point.series);
+        let least = of_series.min_by_key(|other| other.vcpus)?;
+        (point.vcpus > least.vcpus).then_some(())?;
+        Some(Growth {
+            vcpus: point.vcpus,
+            over_vcpus: least.vcpus,
+            series: point.series,
+            kept_p50: ratio(point, least, |run| run.kept_p50_ns)?,
+            kept_each_p50: ratio(point, least, |run| run.kept_each_p50_ns)?,
+        })
+    };
+    points.iter().filter_map(grown).collect()
+}
+
+/// A clock that reads 0 took less than its grain.
+fn ratio(over: &Point, under: &Point, value: fn(&RunRecord) -> u64) -> Option<RatioOf> {
+    paired(&over.runs, &under.runs, |run| {
+        Some(float(value(run).max(1)))
+    })
 }

@@ -4,7 +4,7 @@ use super::machines::Machines;
 use super::notes::notes;
 use super::plan::{BOOT_UPDATES, MAX_COMMITS, MAX_VCPUS, Op, Plan, PlanError, Series};
 use super::published::Published;
-use super::report::{MemslotsReport, Point, RunRecord, SCHEMA, compare};
+use super::report::{MemslotsReport, Point, RunRecord, SCHEMA, compare, grow};
 use super::sample::Sample;
 use crate::benchmark::Benchmark;
 use crate::latency::LatencyLog;
@@ -23,6 +23,7 @@ pub struct Collected {
     commit: LatencyLog,
     inside: LatencyLog,
     kept: LatencyLog,
+    kept_each: LatencyLog,
     knows_stolen_time: bool,
 }
 
@@ -89,6 +90,7 @@ impl Benchmark for Plan {
             commit: LatencyLog::new()?,
             inside: LatencyLog::new()?,
             kept: LatencyLog::new()?,
+            kept_each: LatencyLog::new()?,
             knows_stolen_time: true,
         })
     }
@@ -106,6 +108,7 @@ impl Benchmark for Plan {
             collected.commit.merge(&sample.commit);
             collected.inside.merge(&sample.inside);
             collected.kept.merge(&sample.kept);
+            collected.kept_each.merge(&sample.kept_each);
         }
         Ok(())
     }
@@ -130,6 +133,7 @@ fn record(round: u32, commits: u32, sample: &Sample) -> RunRecord {
         commit_total_ns: ns(sample.commit_total),
         commit_p50_ns: sample.commit.summary().map_or(0, |times| times.p50_ns),
         kept_p50_ns: kept.map_or(0, |times| times.p50_ns),
+        kept_each_p50_ns: sample.kept_each.summary().map_or(0, |times| times.p50_ns),
         kept_max_ns: kept.map_or(0, |times| times.max_ns),
         holes: sample.holes,
     }
@@ -154,6 +158,7 @@ fn sum_up(
         origin: Origin::of(&environment, measured),
         plan: plan.clone(),
         ratios: compare(&points),
+        growth: grow(&points),
         knows_stolen_time: measured.iter().all(|found| found.sum.knows_stolen_time),
         published: plan.ops.contains(&Op::Boot).then(Published::table),
         points,
@@ -192,8 +197,10 @@ fn point(measured: &Measured<Series, Collected>, idle: &Collected) -> Option<Poi
         commit: found.commit.summary(),
         inside: found.inside.summary(),
         kept: found.kept.summary()?,
+        kept_each: found.kept_each.summary()?,
         commit_p50_ns: commits(&|run| float(run.commit_p50_ns)),
         kept_p50_ns: spread(&|run| float(run.kept_p50_ns))?,
+        kept_each_p50_ns: spread(&|run| float(run.kept_each_p50_ns))?,
         kept_max_ns: spread(&|run| float(run.kept_max_ns))?,
         boot_ms: (series.op() == Some(Op::Boot))
             .then(|| spread(&boot_ms))

@@ -22,6 +22,11 @@ impl Rig<Plan> for MadeUp {
         };
         let mut log = LatencyLog::new().unwrap();
         log.record(kept);
+        // Half of the vCPUs are kept half as long; the first, which all plans have, always as long.
+        let mut kept_each = LatencyLog::new().unwrap();
+        for vcpu in 0..u64::from(job.vcpus) {
+            kept_each.record(if vcpu == 0 { kept } else { kept / 2 });
+        }
         let none = LatencyLog::new().unwrap();
         let commits = job.series.method().is_some();
         Ok(Sample {
@@ -31,6 +36,7 @@ impl Rig<Plan> for MadeUp {
             commit_total: Duration::from_nanos(kept * commits_made),
             inside: if commits { log.clone() } else { none },
             kept: log,
+            kept_each,
             holes: match job.series.method() {
                 Some(Method::Plain) => 3 * commits_made,
                 _ => 0,
@@ -75,6 +81,13 @@ fn runs_are_summed_up_and_compared() {
             .iter()
             .all(|ratio| near(ratio.kept_p50.paired.median))
     );
+    // Each series with 2 vCPUs, over itself with 1.
+    assert_eq!(report.growth.len(), 1 + 2 * 3);
+    for growth in &report.growth {
+        assert_eq!((growth.vcpus, growth.over_vcpus), (2, 1));
+        assert!((growth.kept_p50.paired.median - 1.0).abs() < 1e-9);
+        assert!((growth.kept_each_p50.paired.median - 0.5).abs() < 1e-2);
+    }
     let idle = report.point(1, Series::Idle).unwrap();
     assert!(idle.commit.is_none() && idle.lost_percent.is_none() && idle.boot_ms.is_none());
     assert!(report.notes.iter().any(|note| note == "list was left out"));
@@ -111,6 +124,8 @@ fn every_form_has_the_figures() {
         "published ms",
         "3.40",
         "no steal time",
+        "over fewer vCPUs",
+        "each p50",
     ] {
         assert!(table.contains(wanted), "{wanted} in\n{table}");
     }

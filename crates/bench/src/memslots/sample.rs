@@ -21,8 +21,10 @@ pub struct Sample {
     /// For each measured commit, or each stretch of time without one: the longest time that a vCPU
     /// was kept from the guest.
     pub kept: LatencyLog,
+    /// The same of every vCPU: the longest time that it was kept itself.
+    pub kept_each: LatencyLog,
     /// Accesses to memory that left the guest as if there were none, during measured commits.
     pub holes: u64,
-    /// Whether time that a vCPU waited for a processor is taken off `kept`.
+    /// Whether time that a vCPU waited for a processor is taken off what vCPUs were kept.
     pub knows_stolen_time: bool,
 }

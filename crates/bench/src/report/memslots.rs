@@ -36,6 +36,7 @@ impl Shown for MemslotsReport {
         vec![
             ("Results", Some(results(self))),
             ("Quiesce over list", comparison(self)),
+            ("With more vCPUs", growth(self)),
             ("A boot", boot(self)),
         ]
     }
@@ -51,6 +52,7 @@ impl Shown for MemslotsReport {
             .count("steps", |run| run.steps)
             .column("commit p50", |run| latency(run.commit_p50_ns))
             .column("kept p50", |run| latency(run.kept_p50_ns))
+            .column("each p50", |run| latency(run.kept_each_p50_ns))
             .column("kept max", |run| latency(run.kept_max_ns))
             .count("holes", |run| run.holes)
             .grid()
@@ -62,7 +64,7 @@ impl Shown for MemslotsReport {
                 "kept: the longest time that any vCPU was kept from the guest by a commit, as the guest \
                  sees it; p50 over the commits of a run, median of {} rounds, lowest and highest round; \
                  max over all commits. Without commits: in stretches of 5 ms; what is seen there is the \
-                 machine's own.",
+                 machine's own. each: the same of every vCPU by itself, p50 over commits and vCPUs;                  the longest of many is longer than that of few.",
                 self.plan.runs
             ),
             "commit: from asking until it is done. inside: how long the gate was closed (quiesce), or the \
@@ -76,6 +78,13 @@ impl Shown for MemslotsReport {
             notes.push(
                 "quiesce over list: median of the ratios of runs of the same round; above 1, the list \
                  keeps vCPUs for a shorter time."
+                .to_owned(),
+            );
+        }
+        if !self.growth.is_empty() {
+            notes.push(
+                "over fewer vCPUs: median of the ratios of runs of the same round; 1 where vCPUs are kept \
+                 as long however many there are."
                 .to_owned(),
             );
         }
@@ -120,6 +129,7 @@ fn results(report: &MemslotsReport) -> Grid {
     Table::by_name("change", rows)
         .column("kept p50", |point| median_ns(&point.kept_p50_ns))
         .column("low..high", |point| extremes_ns(&point.kept_p50_ns))
+        .column("each p50", |point| median_ns(&point.kept_each_p50_ns))
         .column("kept max", |point| latency(point.kept.max_ns))
         .maybe("commit p50", |point| {
             point.commit.map(|times| latency(times.p50_ns))
@@ -145,9 +155,24 @@ fn comparison(report: &MemslotsReport) -> Option<Grid> {
     Table::by_name("quiesce over list", rows)
         .column("kept p50", |ratio| times(ratio.kept_p50.paired.median))
         .column("low..high", |ratio| extremes(&ratio.kept_p50.paired))
+        .column("each p50", |ratio| times(ratio.kept_each_p50.paired.median))
         .column("kept max", |ratio| times(ratio.kept_max.paired.median))
         .column("commit p50", |ratio| times(ratio.commit_p50.paired.median))
         .column("low..high", |ratio| extremes(&ratio.commit_p50.paired))
+        .if_any()
+}
+
+fn growth(report: &MemslotsReport) -> Option<Grid> {
+    let rows = report.growth.iter();
+    let rows = rows.map(|growth| (growth.vcpus, growth.series.to_string(), growth));
+    Table::by_name("over fewer vCPUs", rows)
+        .column("over vCPUs", |growth| growth.over_vcpus.to_string())
+        .column("kept p50", |growth| times(growth.kept_p50.paired.median))
+        .column("low..high", |growth| extremes(&growth.kept_p50.paired))
+        .column("each p50", |growth| {
+            times(growth.kept_each_p50.paired.median)
+        })
+        .column("low..high", |growth| extremes(&growth.kept_each_p50.paired))
         .if_any()
 }
 

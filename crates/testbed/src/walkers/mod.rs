@@ -159,18 +159,17 @@ impl Walkers {
     }
 
     /// Waits until each vCPU has noted how long it was kept up to now, and returns the longest time
-    /// of the window.
+    /// of the window of each, by their ids.
     ///
     /// # Errors
     /// A vCPU makes no step, or its thread has failed.
-    pub fn close_window(&self) -> Result<Duration, EndlessError> {
+    pub fn close_window(&self) -> Result<Vec<Duration>, EndlessError> {
         // The step that is under way may have read its clock before this moment; the next has not.
         self.endless.await_each(endless::Word::Steps as u64, 2)?;
-        let mut longest = 0;
-        for vcpu in 0..self.config.vcpus {
-            longest = longest.max(self.endless.word(vcpu, Word::Longest as u64)?);
-        }
-        Ok(Duration::from_nanos(longest))
+        let longest = |vcpu| self.endless.word(vcpu, Word::Longest as u64);
+        (0..self.config.vcpus)
+            .map(|vcpu| longest(vcpu).map(Duration::from_nanos))
+            .collect()
     }
 
     /// Clock readings of all vCPUs so far: the work that the guest gets done.
