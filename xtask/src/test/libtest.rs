@@ -112,10 +112,16 @@ fn skip_reason(text: &str) -> Option<String> {
     (!reasons.is_empty()).then(|| reasons.join("; "))
 }
 
+/// The last of what a test printed, but for where in the code that was: a backtrace would push out what
+/// went wrong. The whole text is in the log.
 fn last_lines(text: &str) -> String {
+    let mut in_backtrace = false;
     let lines: Vec<_> = text
         .lines()
-        .filter(|line| !line.trim().is_empty())
+        .filter(|line| {
+            in_backtrace = *line == "stack backtrace:" || in_backtrace && line.starts_with(' ');
+            !in_backtrace && !line.trim().is_empty()
+        })
         .collect();
     let first = lines.len().saturating_sub(20);
     lines[first..].join("\n  ")
@@ -147,6 +153,10 @@ failures:
 ---- c stdout ----
 thread 'c' panicked at src/lib.rs:1:1:
 boom
+stack backtrace:
+   0: __rustc::rust_begin_unwind
+             at /rustc/library/std/src/panicking.rs:689:5
+note: Some details are omitted, run with `RUST_BACKTRACE=full` for a verbose backtrace.
 
 failures:
     c
@@ -176,6 +186,7 @@ test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out
             panic!("c did not fail")
         };
         assert!(cause.contains("boom") && !cause.contains("SKIP"), "{cause}");
+        assert!(!cause.contains("rust_begin_unwind"), "{cause}");
     }
 
     #[test]
