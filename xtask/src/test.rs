@@ -4,11 +4,13 @@ mod host;
 mod kunit;
 mod lab;
 mod libtest;
+mod schedule;
 mod tally;
 
 use std::num::NonZero;
 use std::process::ExitCode;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
 
@@ -31,55 +33,50 @@ pub(crate) struct TestArgs {
     only: Vec<Step>,
 }
 
-/// The steps, in the order in which they run: what fails quickly comes first, and what leaves
-/// processors idle comes last and together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+/// The steps. As many are taken at a time as there are processors, in this order, each after those that
+/// it needs: what fails quickly comes first, then what others wait for, then what takes longest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum)]
 enum Step {
     /// rustfmt
     Format,
+    /// Build the patched kernel for x86_64; the steps that need others build them
+    Kernel,
     /// clippy, with warnings denied
     Clippy,
     /// Every crate's tests, on this machine
     Host,
-    /// Build the patched kernel for x86_64; the lanes that need others build them
-    Kernel,
     /// The generated constants are the patched headers'
     Uapi,
-    /// Each patch of the series by itself (`kernel check --quick`)
-    Patches,
     /// The crates' tests on the patched kernel
     Lab,
     /// The tests of what a kernel without the series refuses, and short benchmarks, on the stock
     /// kernel
     Stock,
-    /// Selftests on arm64
-    Arm64,
     /// Selftests on the patched kernel
     Selftests,
-    /// Those that shadow paging makes a difference to, with shadow paging
-    Shadow,
+    /// Selftests on arm64
+    Arm64,
+    /// Each patch of the series by itself (`kernel check --quick`)
+    Patches,
     /// Linux guests on the patched kernel, in a VM with one CPU
     Linux,
+    /// Selftests that shadow paging makes a difference to, with shadow paging
+    Shadow,
     /// Selftests on a kernel that checks locks, RCU and memory (only if asked for: about an hour
     /// with its build)
     Debug,
 }
 
 impl Step {
-    /// Whether the step runs beside others: VMs, whose software CPU takes one processor, and the
-    /// patches, each of which is a short build that ends with one compiler at work.
-    fn is_lane(self) -> bool {
-        matches!(
-            self,
-            Self::Patches
-                | Self::Lab
-                | Self::Linux
-                | Self::Selftests
-                | Self::Shadow
-                | Self::Stock
-                | Self::Arm64
-                | Self::Debug
-        )
+    /// What must have ended before. A step whose needs went wrong fails by itself.
+    fn needs(self) -> &'static [Step] {
+        match self {
+            // Its tests, and which of them could not run on this machine.
+            Self::Lab | Self::Linux => &[Self::Kernel, Self::Host],
+            Self::Uapi | Self::Selftests | Self::Shadow => &[Self::Kernel],
+            Self::Stock => &[Self::Host],
+            _ => &[],
+        }
     }
 
     /// Whether the step is taken if none is named.
@@ -93,10 +90,10 @@ impl Step {
     }
 }
 
-/// The run so far.
-#[derive(Clone)]
+/// One step of the run.
 struct Testing<'a> {
     paths: &'a Paths,
+    /// What the steps before it gave, and it gives.
     tally: Tally,
     host_ran: bool,
 }
@@ -105,35 +102,45 @@ struct Testing<'a> {
 pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
     setup::run()?;
     let started = Instant::now();
-    let mut testing = Testing {
-        paths,
-        tally: Tally::default(),
-        host_ran: false,
-    };
-    let wanted = |step: &&Step| match args.only.as_slice() {
+    let wanted = |step: &Step| match args.only.as_slice() {
         [] => step.is_default(),
         only => only.contains(step),
     };
-    let (lanes, steps): (Vec<Step>, Vec<Step>) = Step::value_variants()
+    let steps: Vec<Step> = Step::value_variants()
         .iter()
+        .copied()
         .filter(wanted)
-        .partition(|step| step.is_lane());
-    for step in steps {
+        .collect();
+    let whole = Mutex::new(Tally::default());
+    let host_ran = AtomicBool::new(false);
+    let workers = thread::available_parallelism().map_or(1, NonZero::get);
+    schedule::run(&steps, workers, Step::needs, |step| {
+        let mut testing = Testing {
+            paths,
+            tally: lock(&whole).clone(),
+            host_ran: host_ran.load(Ordering::Relaxed),
+        };
         testing.timed(step);
-    }
-    testing.lanes(&lanes);
-    print!("{}", testing.tally.details());
+        host_ran.fetch_or(testing.host_ran, Ordering::Relaxed);
+        lock(&whole).merge(testing.tally);
+    });
+    let tally = lock(&whole);
+    print!("{}", tally.details());
     println!("tested in {:.0} s", started.elapsed().as_secs_f64());
-    println!("{}", testing.tally.closing_line());
-    Ok(if testing.tally.ok() {
+    println!("{}", tally.closing_line());
+    Ok(if tally.ok() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
 }
 
+fn lock(tally: &Mutex<Tally>) -> MutexGuard<'_, Tally> {
+    tally.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Testing<'_> {
-    /// Takes a step. What keeps it from being taken is a failure.
+    /// Takes the step. What keeps it from being taken is a failure.
     fn timed(&mut self, step: Step) {
         let name = step.name();
         println!("== {name}");
@@ -148,37 +155,6 @@ impl Testing<'_> {
             "== {name}: {counts} in {:.0} s",
             start.elapsed().as_secs_f64()
         );
-    }
-
-    /// Takes the steps that run beside each other, as many at a time as there are processors.
-    fn lanes(&mut self, steps: &[Step]) {
-        let workers = thread::available_parallelism().map_or(1, NonZero::get);
-        let left = Mutex::new(steps.iter());
-        let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
-        let start = self.clone();
-        let results = thread::scope(|scope| {
-            let threads: Vec<_> = (0..workers.min(steps.len()))
-                .map(|_| {
-                    scope.spawn(|| {
-                        let mut testing = start.clone();
-                        while let Some(step) = next() {
-                            testing.timed(*step);
-                        }
-                        testing.tally
-                    })
-                })
-                .collect();
-            threads
-                .into_iter()
-                .map(thread::ScopedJoinHandle::join)
-                .collect::<Vec<_>>()
-        });
-        for result in results {
-            match result {
-                Ok(tally) => self.tally.merge(tally),
-                Err(panic) => std::panic::resume_unwind(panic),
-            }
-        }
     }
 
     fn step(&mut self, step: Step) -> Result<()> {

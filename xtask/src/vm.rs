@@ -48,9 +48,32 @@ pub(crate) struct VmArgs {
     /// Use the kernel and the `pagetide` command as they were built last
     #[arg(long)]
     pub(crate) no_build: bool,
+    /// Which `pagetide` is on the PATH
+    #[arg(skip)]
+    pub(crate) pagetide: Pagetide,
     /// A plugin of the software CPU with its options, as QEMU's `-plugin` takes them
     #[arg(long, value_name = "PLUGIN", hide = true)]
     pub(crate) plugin: Option<OsString>,
+}
+
+/// A `pagetide` command.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Pagetide {
+    /// Optimised, for measurements; built if it is not there.
+    #[default]
+    Release,
+    /// With the tests' checks. Who asks for it has had the tests compiled, and this with them.
+    Tested,
+}
+
+impl Pagetide {
+    /// Where it is.
+    fn directory(self, paths: &Paths) -> PathBuf {
+        paths.target().join(match self {
+            Self::Release => "release",
+            Self::Tested => "debug",
+        })
+    }
 }
 
 /// The verb's arguments.
@@ -99,6 +122,7 @@ impl VmArgs {
             timing: Timing::Function,
             timeout: 900,
             no_build: false,
+            pagetide: Pagetide::Release,
             plugin: None,
         }
     }
@@ -168,7 +192,7 @@ pub(crate) fn boot(
     setup::require(&setup::vm_tools(variant.arch))?;
     if !args.no_build {
         build::ensure_any(variant, paths)?;
-        if variant.arch == Arch::X86_64 {
+        if variant.arch == Arch::X86_64 && args.pagetide == Pagetide::Release {
             build_pagetide(paths)?;
         }
     }

@@ -35,8 +35,8 @@ const CHECKPATCH: [&str; 6] = [
 /// The verb's arguments.
 #[derive(Debug, Default, Args)]
 pub(crate) struct CheckArgs {
-    /// Build only the last patch of each topic, with all that the topic changes. What `cargo xtask
-    /// test` does
+    /// Build only the last patch of each topic, with all that the topic changes, and leave out that
+    /// of the last topic, which is the kernel that `kernel build` builds. What `cargo xtask test` does
     #[arg(long, conflicts_with = "whole")]
     quick: bool,
     /// Check again what passed before, unchanged, on this machine
@@ -92,7 +92,7 @@ pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Opti
             patches: series.patches[..=index].to_vec(),
         };
         let next = series.patches.get(index + 1);
-        let ends_topic = next.is_none_or(|next| next.topic() != patch.topic());
+        let ends_topic = next.is_some_and(|next| next.topic() != patch.topic());
         let failure = if applies {
             check
                 .patch(&prefix, ends_topic)

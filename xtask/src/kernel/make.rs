@@ -15,8 +15,9 @@ const CCACHE_SIZE: &str = "5G";
 /// compiler's arguments, so that the cache serves every tree.
 pub(crate) fn make(paths: &Paths, arch: Arch, tree: &Path, output: &str) -> Run {
     let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let run = Run::new("make")
-        .arg("-C")
+    // Tests that run meanwhile, in VMs above all, shall not wait for compilers.
+    let run = Run::new("nice")
+        .args(["-n", "10", "make", "-C"])
         .arg(tree)
         .arg(format!("-j{jobs}"));
     settings(run.arg(format!("O={output}")), paths, arch, tree).args([

@@ -16,7 +16,7 @@ use crate::kernel::selftests::{self, Selftest};
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, Timing, VmArgs};
+use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, Pagetide, Timing, VmArgs};
 
 /// For each test program; a software CPU is slow.
 const JOB_TIMEOUT: Duration = Duration::from_secs(600);
@@ -132,7 +132,7 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
             .map(test_program),
     );
     jobs.push(command(paths, "pagetide probe", &["pagetide", "probe"]));
-    let mut args = VmArgs::new(variant);
+    let mut args = vm_args(variant);
     args.timeout = VM_TIMEOUT;
     args.memory = "4G".into();
     args.append.push(HUGE_PAGES.into());
@@ -156,7 +156,7 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
     for (_, job) in &mut jobs {
         job.timeout = Some(LINUX_JOB_TIMEOUT);
     }
-    let mut args = VmArgs::new(Variant::patched(Arch::X86_64));
+    let mut args = vm_args(Variant::patched(Arch::X86_64));
     args.timeout = VM_TIMEOUT;
     args.cpus = Some(1);
     args.timing = Timing::Instructions;
@@ -168,7 +168,7 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
 pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
     let jobs = selftest_jobs(variant, paths)?;
-    let mut args = VmArgs::new(variant);
+    let mut args = vm_args(variant);
     args.timeout = VM_TIMEOUT;
     // With less there is no room for a huge page of 1G.
     args.memory = "6G".into();
@@ -178,7 +178,7 @@ pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
 
 /// The patched kernel with shadow paging: selftests of what is different there.
 pub(super) fn shadow(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let args = VmArgs::new(Variant::patched(Arch::X86_64));
+    let args = vm_args(Variant::patched(Arch::X86_64));
     run_shadow("shadow", args, paths, tally)
 }
 
@@ -224,7 +224,7 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
     }
     jobs.push(command(paths, "pagetide bench paging", &PAGING));
     jobs.push(command(paths, "pagetide bench populate", &POPULATE));
-    let mut args = VmArgs::new(variant);
+    let mut args = vm_args(variant);
     args.timeout = VM_TIMEOUT;
     run("stock", &args, &jobs, paths, tally).map(drop)
 }
@@ -234,7 +234,7 @@ pub(super) fn arm64(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::Arm64);
     kernel(variant, paths, tally);
     let jobs = selftest_jobs(variant, paths)?;
-    let mut args = VmArgs::new(variant);
+    let mut args = vm_args(variant);
     args.timeout = VM_TIMEOUT;
     args.append.push(HUGE_PAGES.into());
     run("arm64", &args, &jobs, paths, tally).map(drop)
@@ -251,7 +251,7 @@ pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
     for (_, job) in &mut jobs {
         job.timeout = Some(DEBUG_JOB_TIMEOUT);
     }
-    let mut args = VmArgs::new(variant);
+    let mut args = vm_args(variant);
     args.timeout = DEBUG_VM_TIMEOUT;
     args.memory = "6G".into();
     args.append.push(HUGE_PAGES.into());
@@ -260,7 +260,14 @@ pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let said = std::fs::read(&console).with_context(|| format!("read {}", console.display()))?;
     let verdict = kunit::verdict(&String::from_utf8_lossy(&said), KUNIT_SUITE);
     tally.add("debug", &format!("KUnit {KUNIT_SUITE}"), verdict);
-    run_shadow("debug-shadow", VmArgs::new(variant), paths, tally)
+    run_shadow("debug-shadow", vm_args(variant), paths, tally)
+}
+
+fn vm_args(variant: Variant) -> VmArgs {
+    VmArgs {
+        pagetide: Pagetide::Tested,
+        ..VmArgs::new(variant)
+    }
 }
 
 fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {

@@ -154,7 +154,7 @@ fn environment(args: &VmArgs, paths: &Paths) -> Vec<(&'static str, OsString)> {
         ("LANG", "C.UTF-8".into()),
     ];
     if args.variant.arch == Arch::X86_64 {
-        list.push(("PATH", path(&paths.target().join("release"))));
+        list.push(("PATH", path(&args.pagetide.directory(paths))));
         list.push((
             "HOME",
             std::env::var_os("HOME").unwrap_or_else(|| "/root".into()),
@@ -172,8 +172,8 @@ fn environment(args: &VmArgs, paths: &Paths) -> Vec<(&'static str, OsString)> {
 }
 
 /// The host's PATH, after the directory that has `pagetide`.
-fn path(release: &Path) -> OsString {
-    let mut path = release.as_os_str().to_owned();
+fn path(pagetide: &Path) -> OsString {
+    let mut path = pagetide.as_os_str().to_owned();
     path.push(":");
     let host = std::env::var_os("PATH").filter(|path| !path.is_empty());
     path.push(host.unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into()));
