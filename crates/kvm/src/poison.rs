@@ -37,7 +37,7 @@ pub use machine_check::{
     CpuidFull, Injected, MachineCheck, MachineCheckError, MachineCheckForm, NotReady,
 };
 pub use sigbus::{SigbusError, install_sigbus_handler};
-pub use simulate::{SimulateError, simulate_error};
+pub use simulate::{SimulateError, Simulated, simulate_error};
 pub use watch::{ErrorWatch, WatchError};
 
 pub(crate) use reports::Report;

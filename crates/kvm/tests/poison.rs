@@ -7,11 +7,14 @@
 mod guest;
 mod poisoning;
 
+use std::io::{PipeReader, PipeWriter, pipe};
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, mpsc};
 
 use guest::{DATA, DATA_PAGES, LIMIT, Limited, Machine, PAGE, PEEKED};
 use pagetide_kvm::poison::{
-    ErrorWatch, Injected, MachineCheck, MachineCheckError, NotReady, Urgency,
+    ErrorWatch, Injected, MachineCheck, MachineCheckError, NotReady, Simulated, Urgency,
+    simulate_error,
 };
 use pagetide_kvm::{BoundVcpu, Exit, Population, Populator, PopulatorMethod, SlotFlags, Vcpu};
 use pagetide_memory::{
@@ -261,6 +264,43 @@ fn population_leaves_poison_alone_and_counts_it() {
         let total = guest::LOW_BYTES + DATA_PAGES * PAGE;
         assert_eq!(population.populated.bytes(), total, "{method}");
     }
+}
+
+/// A page that somebody holds can be neither taken out of use nor split off its huge page. vCPUs that just
+/// look for a huge page hold it for a moment.
+#[test]
+fn an_error_that_the_kernel_cannot_handle_is_made_all_the_same() {
+    if !may_poison() {
+        return;
+    }
+    for backing in [Backing::Shmem, Backing::Thp] {
+        let region = Region::new(GuestAddress(DATA), 2 << 20, backing).expect("memory");
+        region
+            .populate(region.all_pages(), PopulateAccess::Write)
+            .expect("memory");
+        let held = GuestAddress(DATA + 5 * PAGE);
+        let pipe = hold(&region, held);
+        let simulated = simulate_error(&region, held).expect("root in the lab");
+        assert_eq!(simulated, Simulated::Unhandled, "{backing}");
+        // There is nothing more to be made of it.
+        let again = simulate_error(&region, held).expect("root in the lab");
+        assert_eq!(again, Simulated::Unhandled, "{backing}");
+        drop(pipe);
+    }
+}
+
+/// Holds the page at `gpa` until the pipe is dropped.
+fn hold(region: &Region, gpa: GuestAddress) -> (PipeReader, PipeWriter) {
+    let (reader, writer) = pipe().expect("a pipe");
+    let at = region.gpa_to_hva(gpa).expect("in the region").0;
+    let part = libc::iovec {
+        iov_base: std::ptr::with_exposed_provenance_mut(at),
+        iov_len: 4096,
+    };
+    // SAFETY: one part, a page of the region, of which the pipe gets a reference and no copy.
+    let spliced = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const part, 1, 0) };
+    assert_eq!(spliced, 4096, "{}", std::io::Error::last_os_error());
+    (reader, writer)
 }
 
 /// What one error takes of huge pages, by policy.

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::poison::{SimulateError, simulate_error};
+use pagetide_kvm::poison::{SimulateError, Simulated, simulate_error};
 use pagetide_memory::{Backing, FailurePolicy, GuestAddress, PoisonMap, RegionError};
 use pagetide_testbed::NoFaults;
 use pagetide_testbed::linux::{
@@ -270,7 +270,7 @@ fn an_uncorrected_error_kills_only_the_process_that_consumed_it() {
     let gpa = screen.wait_for("consume: gpa 0x");
     let gpa = u64::from_str_radix(&gpa, 16).expect("a hexadecimal address");
     match simulate_error(&region, GuestAddress(gpa)) {
-        Ok(()) => {}
+        Ok(simulated) => assert_eq!(simulated, Simulated::Handled),
         Err(error @ SimulateError::Refused { .. }) => {
             println!("SKIP: {}", chain(&error));
             stopper.stop();

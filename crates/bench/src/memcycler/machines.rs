@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::poison::{SimulateError, simulate_error};
+use pagetide_kvm::poison::{SimulateError, Simulated, simulate_error};
 use pagetide_kvm::{Kvm, StatsError};
 use pagetide_memory::{AccessError, FailurePolicy, GuestAddress, Region, RegionError};
 use pagetide_testbed::{Cycler, CyclerConfig, Cycling, DATA_GPA, EndlessError, MachineError};
@@ -185,7 +185,8 @@ fn live(
         if is_lost(region, gpa) {
             sample.errors_in_lost_memory += 1;
         } else {
-            simulate_error(region, gpa)?;
+            let simulated = simulate_error(region, gpa)?;
+            sample.errors_unhandled += u64::from(simulated == Simulated::Unhandled);
             made.insert(gpa);
         }
     }

@@ -30,8 +30,16 @@ pub(super) fn notes(report: &MemcyclerReport) -> Vec<String> {
                 .to_owned(),
         );
     }
-    let refused = |run: &super::report::RunRecord| run.errors_in_lost_memory > 0;
-    if report.points.iter().any(|p| p.runs.iter().any(refused)) {
+    let mut runs = report.points.iter().flat_map(|point| &point.runs);
+    let unhandled: u64 = runs.clone().map(|run| run.errors_unhandled).sum();
+    if unhandled > 0 {
+        notes.push(format!(
+            "{unhandled} of the errors the kernel could not handle when they were made: a huge page in use \
+             could not be split. The page counts as corrupted, and whoever has it mapped may go on \
+             using it."
+        ));
+    }
+    if runs.any(|run| run.errors_in_lost_memory > 0) {
         notes.push(
             "Where an earlier error had taken the whole huge page, further errors in it could not be \
              made: errors counts those that were."

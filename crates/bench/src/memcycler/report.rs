@@ -70,6 +70,9 @@ pub struct RunRecord {
     pub round: u32,
     /// Errors that were made.
     pub errors: u64,
+    /// Those of them that the kernel could not handle when they were made: it could not split the huge
+    /// page, because somebody was just looking for it, or the page had further users.
+    pub errors_unhandled: u64,
     /// Errors that could not be made, because an earlier one had taken the memory already.
     pub errors_in_lost_memory: u64,
     /// The time that was measured.

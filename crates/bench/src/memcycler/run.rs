@@ -153,6 +153,7 @@ fn record(round: u32, sample: &Sample) -> RunRecord {
     RunRecord {
         round,
         errors: sample.errors,
+        errors_unhandled: sample.errors_unhandled,
         errors_in_lost_memory: sample.errors_in_lost_memory,
         elapsed_ns: u64::try_from(sample.elapsed.as_nanos()).unwrap_or(u64::MAX),
         words: sample.words,

@@ -32,6 +32,7 @@ impl Rig<Plan> for MadeUp {
             words: 500_000_000 - cost * 1_000_000,
             seconds_words_per_us: vec![500.0],
             errors,
+            errors_unhandled: 0,
             errors_in_lost_memory: 0,
             before: huge,
             after: if taken { Mappings::default() } else { huge },
@@ -94,6 +95,35 @@ fn a_guest_that_dies_has_no_rate() {
     let table = report.table(None);
     assert!(table.contains("died in 3 of 3"), "{table}");
     assert!(report.html().unwrap().contains("vCPU 0: shutdown"));
+}
+
+#[test]
+fn errors_that_the_kernel_could_not_handle_are_told() {
+    struct Unhandled;
+    impl Rig<Plan> for Unhandled {
+        fn run(
+            &mut self,
+            job: &Job<'_, Plan>,
+            progress: &mut dyn Progress,
+        ) -> Result<Sample, RunFailure> {
+            let sample = MadeUp.run(job, progress)?;
+            Ok(Sample {
+                errors_unhandled: u64::from(sample.errors > 0),
+                ..sample
+            })
+        }
+    }
+    let plan = Plan {
+        runs: 1,
+        ..Plan::default()
+    };
+    let environment = Environment::gather(Timing::Native);
+    let report = run(&plan, &mut Unhandled, environment, &mut Quiet).unwrap();
+    let hit = report.points.iter().filter(|p| p.series.poison_percent > 0);
+    let told = format!("{} of the errors", hit.count());
+    assert!(report.table(None).contains(&told), "{told}");
+    let handled = measure(Timing::Native, |_| {});
+    assert!(!handled.table(None).contains("of the errors the kernel"));
 }
 
 #[test]

@@ -15,6 +15,8 @@ pub struct Sample {
     pub seconds_words_per_us: Vec<f64>,
     /// Errors that were made.
     pub errors: u64,
+    /// Those of them that the kernel could not handle when they were made.
+    pub errors_unhandled: u64,
     /// Errors that could not be made, because an earlier one had taken the memory already.
     pub errors_in_lost_memory: u64,
     /// Stage-2 mappings before the first error.

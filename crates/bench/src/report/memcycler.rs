@@ -49,6 +49,7 @@ impl Shown for MemcyclerReport {
         Table::by_name("series", rows)
             .column("round", |run| run.round.to_string())
             .column("errors", |run| run.errors.to_string())
+            .column("unhandled", |run| run.errors_unhandled.to_string())
             .column("in lost memory", |run| {
                 run.errors_in_lost_memory.to_string()
             })

@@ -8,6 +8,18 @@ use rustix::mm::{Advice, madvise};
 
 use super::{SigbusError, catching, install_sigbus_handler};
 
+/// What the kernel made of a simulated error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Simulated {
+    /// The page is out of use; or it stays mapped, where the region's policy is to keep it.
+    Handled,
+    /// The page counts as poisoned, and the kernel could not take it out of use: a huge page that could
+    /// not be split because somebody, maybe a vCPU, was just looking for it (`EHWPOISON`), or a page that
+    /// has further users (`EBUSY`); or it was poisoned before. It is not tried again. Touching it is an error
+    /// where it has to be mapped anew, and else reads what was there.
+    Unhandled,
+}
+
 /// Why no error could be made.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulateError {
@@ -40,8 +52,8 @@ pub enum SimulateError {
     },
 }
 
-/// Has the kernel treat the 4 KiB at `gpa` as memory with an uncorrected error (`MADV_HWPOISON`).
-/// They become present if they are not. As after an error that nobody has touched, whoever touches
+/// Has the kernel treat the 4 KiB at `gpa` as memory with an uncorrected error (`MADV_HWPOISON`), and
+/// says what it made of it. They become present if they are not. As after an error that nobody has touched, whoever touches
 /// them next is told; but unlike such an error it is not told to an
 /// [`ErrorWatch`](super::ErrorWatch).
 ///
@@ -49,7 +61,7 @@ pub enum SimulateError {
 ///
 /// # Errors
 /// [`SimulateError`].
-pub fn simulate_error(region: &Region, gpa: GuestAddress) -> Result<(), SimulateError> {
+pub fn simulate_error(region: &Region, gpa: GuestAddress) -> Result<Simulated, SimulateError> {
     let hva = region
         .gpa_to_hva(GuestAddress(gpa.0 & !0xfff))
         .ok_or(SimulateError::Outside { gpa })?;
@@ -62,10 +74,13 @@ pub fn simulate_error(region: &Region, gpa: GuestAddress) -> Result<(), Simulate
             // content may change at any time, and which no reference covers.
             unsafe { madvise(at, 4096, Advice::LinuxHwPoison) }
         });
-        let Err(errno) = result else { return Ok(()) };
+        let Err(errno) = result else {
+            return Ok(Simulated::Handled);
+        };
         let source = io::Error::from(errno);
         return Err(match errno {
             Errno::INTR | Errno::AGAIN => continue,
+            Errno::HWPOISON | Errno::BUSY => return Ok(Simulated::Unhandled),
             Errno::PERM | Errno::INVAL => SimulateError::Refused { gpa, source },
             _ => SimulateError::Failed { gpa, source },
         });

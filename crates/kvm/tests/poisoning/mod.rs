@@ -10,6 +10,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 use std::ptr::null_mut;
 
+use pagetide_kvm::poison::{Simulated, simulate_error};
 use pagetide_memory::{GuestAddress, Region};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap};
 
@@ -25,7 +26,8 @@ pub(crate) fn may_poison() -> bool {
 
 /// Makes an uncorrected error in the 4 KiB at `gpa`, which become present if they are not.
 pub(crate) fn poison(region: &Region, gpa: GuestAddress) {
-    pagetide_kvm::poison::simulate_error(region, gpa).expect("root in the lab");
+    let simulated = simulate_error(region, gpa).expect("root in the lab");
+    assert_eq!(simulated, Simulated::Handled, "at {gpa}");
 }
 
 /// The same by another process: nobody here has touched the memory.
