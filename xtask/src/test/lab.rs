@@ -125,12 +125,22 @@ pub(super) fn kernel(variant: Variant, paths: &Paths, tally: &mut Tally) {
 pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
     let mut jobs = Vec::new();
-    let programs = host::programs(paths)?.into_iter();
-    jobs.extend(
-        programs
-            .filter(|program| runs_in_lab(program, host_ran, tally))
-            .map(test_program),
-    );
+    for program in host::programs(paths)? {
+        if program.package == "xtask" || program.group == LINUX {
+            continue;
+        }
+        let left = left_for_lab(&program, host_ran, tally);
+        match left.as_deref() {
+            Some([]) => {}
+            Some(names) => {
+                let (kind, mut job) = test_program(program);
+                job.command.push("--exact".into());
+                job.command.extend(names.iter().map(OsString::from));
+                jobs.push((kind, job));
+            }
+            None => jobs.push(test_program(program)),
+        }
+    }
     jobs.push(command(paths, "pagetide probe", &["pagetide", "probe"]));
     let mut args = vm_args(variant);
     args.timeout = VM_TIMEOUT;
@@ -192,11 +202,14 @@ fn run_shadow(lane: &str, mut args: VmArgs, paths: &Paths, tally: &mut Tally) ->
     run(lane, &args, &jobs, paths, tally).map(drop)
 }
 
-/// What a machine without our kernel can run as well, and has run, need not run twice.
-fn runs_in_lab(program: &TestProgram, host_ran: bool, tally: &Tally) -> bool {
-    program.package != "xtask"
-        && program.group != LINUX
-        && (program.integration || !host_ran || tally.any_skipped(&program.group))
+/// The tests of a program that the lab is to run; `None` for all of them. Unit tests that a machine
+/// without our kernel can run as well, and has run, need not run twice.
+fn left_for_lab<'a>(
+    program: &TestProgram,
+    host_ran: bool,
+    tally: &'a Tally,
+) -> Option<Vec<&'a str>> {
+    (host_ran && !program.integration).then(|| tally.skipped(&program.group))
 }
 
 fn test_program(program: TestProgram) -> (Kind, Job) {
@@ -412,16 +425,17 @@ mod tests {
             integration: false,
         };
         let mut tally = Tally::default();
-        assert!(runs_in_lab(&program, false, &tally));
-        assert!(!runs_in_lab(&program, true, &tally));
+        tally.add(&program.group, "b", Verdict::Passed);
+        assert_eq!(left_for_lab(&program, false, &tally), None);
+        assert_eq!(left_for_lab(&program, true, &tally), Some(vec![]));
         let skipped = Verdict::Skipped("no huge pages".into());
         tally.add(&program.group, "a", skipped);
-        assert!(runs_in_lab(&program, true, &tally));
-        let xtask = TestProgram {
-            package: "xtask".into(),
+        assert_eq!(left_for_lab(&program, true, &tally), Some(vec!["a"]));
+        let program = TestProgram {
+            integration: true,
             ..program
         };
-        assert!(!runs_in_lab(&xtask, false, &tally));
+        assert_eq!(left_for_lab(&program, true, &tally), None);
     }
 
     #[test]

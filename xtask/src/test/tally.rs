@@ -64,11 +64,11 @@ impl Tally {
         }
     }
 
-    /// Whether a test of a group was skipped.
-    pub(super) fn any_skipped(&self, group: &str) -> bool {
-        self.tests
-            .iter()
-            .any(|((g, _), v)| g == group && matches!(v, Verdict::Skipped(_)))
+    /// The names of a group's tests that were skipped.
+    pub(super) fn skipped(&self, group: &str) -> Vec<&str> {
+        let tests = self.tests.iter();
+        let skipped = tests.filter(|((g, _), v)| g == group && matches!(v, Verdict::Skipped(_)));
+        skipped.map(|((_, name), _)| name.as_str()).collect()
     }
 
     fn counts(&self) -> Counts {
