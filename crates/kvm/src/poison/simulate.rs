@@ -15,8 +15,8 @@ pub enum Simulated {
     Handled,
     /// The page counts as poisoned, and the kernel could not take it out of use: a huge page that could
     /// not be split because somebody, maybe a vCPU, was just looking for it (`EHWPOISON`), or a page that
-    /// has further users (`EBUSY`); or it was poisoned before. It is not tried again. Touching it is an error
-    /// where it has to be mapped anew, and else reads what was there.
+    /// has further users (`EBUSY`). It is not tried again. Touching it is an error where it has to be mapped
+    /// anew, and else reads what was there.
     Unhandled,
 }
 
