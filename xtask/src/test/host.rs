@@ -54,18 +54,22 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
     doc_tests(paths, tally)
 }
 
+/// Runs the tests in the documentation, which alone have a line in their names.
+///
+/// `cargo test --doc` would select other features of what crates depend on, since it leaves programs out,
+/// and compile it all once more.
 fn doc_tests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let progress = Progress::spinner("documentation's examples");
     let output = Run::new("cargo")
         .args([
             "test",
             "--quiet",
-            "--doc",
             "--workspace",
-            "--",
-            "--show-output",
-            "--format=pretty",
+            "--no-fail-fast",
+            "--target-dir",
         ])
+        .arg(paths.target())
+        .args(["--", "--show-output", "--format=pretty", "(line "])
         .dir(paths.root())
         .command()
         .stdin(Stdio::null())
