@@ -74,6 +74,8 @@ impl Step {
             // Its tests, and which of them could not run on this machine.
             Self::Lab | Self::Linux => &[Self::Kernel, Self::Host],
             Self::Uapi | Self::Selftests | Self::Shadow => &[Self::Kernel],
+            // They are built in the same tree, one after the other, and many wait for Kernel.
+            Self::Arm64 | Self::Debug => &[Self::Kernel],
             Self::Stock => &[Self::Host],
             _ => &[],
         }

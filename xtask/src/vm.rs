@@ -64,15 +64,19 @@ pub(crate) enum Pagetide {
     Release,
     /// With the tests' checks. Who asks for it has had the tests compiled, and this with them.
     Tested,
+    /// None.
+    None,
 }
 
 impl Pagetide {
     /// Where it is.
-    fn directory(self, paths: &Paths) -> PathBuf {
-        paths.target().join(match self {
+    fn directory(self, paths: &Paths) -> Option<PathBuf> {
+        let name = match self {
             Self::Release => "release",
             Self::Tested => "debug",
-        })
+            Self::None => return None,
+        };
+        Some(paths.target().join(name))
     }
 }
 

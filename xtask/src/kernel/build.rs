@@ -11,7 +11,7 @@ use super::source::{self, Base};
 use super::tree::Tree;
 use super::{Arch, BuildArgs, Variant, config, selftests};
 use crate::command::Run;
-use crate::paths::{Paths, hex};
+use crate::paths::{Paths, hex, unique};
 use crate::progress::Progress;
 use crate::setup;
 
@@ -127,6 +127,16 @@ fn is_complete(variant: Variant, paths: &Paths) -> bool {
         && selftests::directory(variant, paths).exists()
 }
 
+/// An error if the last build of a kernel and its selftests told of warnings.
+pub(crate) fn no_warnings(variant: Variant, paths: &Paths) -> Result<()> {
+    super::make::no_warnings(&log(variant, paths), 0)
+}
+
+/// What make printed in the last build.
+pub(super) fn log(variant: Variant, paths: &Paths) -> PathBuf {
+    variant.out(paths).join("build.log")
+}
+
 /// Everything that the results depend on, as one digest.
 fn fingerprint(variant: Variant, series: &Series, version: &str, paths: &Paths) -> Result<String> {
     let parts = [
@@ -215,18 +225,14 @@ impl Build<'_> {
         self.tree.path().join(self.output())
     }
 
-    fn log(&self) -> PathBuf {
-        self.out.join("build.log")
-    }
-
     fn configure(&self) -> Result<()> {
-        remove(&self.log())?;
+        remove(&log(self.variant, self.paths))?;
         configure(
             self.variant,
             self.paths,
             self.tree.path(),
             &self.output(),
-            &self.log(),
+            &log(self.variant, self.paths),
         )
     }
 
@@ -248,7 +254,7 @@ impl Build<'_> {
             &self.output(),
         )
         .args([image, "headers"])
-        .logged(&self.log(), &progress)?;
+        .logged(&log(self.variant, self.paths), &progress)?;
         if cold {
             std::fs::write(&count_file, progress.objects().to_string())
                 .with_context(|| format!("write {}", count_file.display()))?;
@@ -257,7 +263,7 @@ impl Build<'_> {
         Ok(())
     }
 
-    /// Copies the results to `target/kernel`.
+    /// Copies the results to `target/kernel`. Tests that run meanwhile find a whole file, old or new.
     fn install(&self) -> Result<()> {
         let directory = self.directory();
         let files = [
@@ -270,7 +276,9 @@ impl Build<'_> {
         ];
         for (from, to) in files {
             let (from, to) = (directory.join(from), self.out.join(to));
-            std::fs::copy(&from, &to)
+            let new = to.with_extension(unique());
+            std::fs::copy(&from, &new)
+                .and_then(|_| std::fs::rename(&new, &to))
                 .with_context(|| format!("copy {} to {}", from.display(), to.display()))?;
         }
         let headers = self.out.join("usr/include");

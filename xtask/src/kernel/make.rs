@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use anyhow::{Context, Result};
+
 use super::{Arch, lock};
 use crate::command::{Run, on_path};
 use crate::paths::Paths;
@@ -14,13 +16,8 @@ const CCACHE_SIZE: &str = "5G";
 /// Directly below, because kbuild then calls the source ".." and no path of this machine gets into a
 /// compiler's arguments, so that the cache serves every tree.
 pub(crate) fn make(paths: &Paths, arch: Arch, tree: &Path, output: &str) -> Run {
-    let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    // Tests that run meanwhile, in VMs above all, shall not wait for compilers.
-    let run = Run::new("nice")
-        .args(["-n", "10", "make", "-C"])
-        .arg(tree)
-        .arg(format!("-j{jobs}"));
-    settings(run.arg(format!("O={output}")), paths, arch, tree).args([
+    let run = in_directory(tree).arg(format!("O={output}"));
+    settings(run, paths, arch, tree).args([
         // The release string must not say which commits are on top: that would rebuild everything.
         "LOCALVERSION=",
         "KBUILD_BUILD_TIMESTAMP=@0",
@@ -28,6 +25,16 @@ pub(crate) fn make(paths: &Paths, arch: Arch, tree: &Path, output: &str) -> Run 
         "KBUILD_BUILD_HOST=localhost",
         "KBUILD_BUILD_VERSION=1",
     ])
+}
+
+/// Starts a make command for a directory's makefile.
+pub(super) fn in_directory(directory: &Path) -> Run {
+    let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    // Tests that run meanwhile, in VMs above all, shall not wait for compilers.
+    Run::new("nice")
+        .args(["-n", "10", "make", "-C"])
+        .arg(directory)
+        .arg(format!("-j{jobs}"))
 }
 
 /// Compiler and cache for any makefile of the tree.
@@ -66,14 +73,42 @@ pub(crate) fn is_object(line: &str) -> bool {
     line.starts_with("  ") && words.next().is_some_and(|word| STEPS.contains(&word))
 }
 
+/// An error if a log has compiler warnings from a place in it on.
+pub(super) fn no_warnings(log: &Path, from: usize) -> Result<()> {
+    let text = std::fs::read(log).with_context(|| format!("read {}", log.display()))?;
+    let text = String::from_utf8_lossy(text.get(from..).unwrap_or_default());
+    let warnings: Vec<_> = text
+        .lines()
+        .filter(|line| line.contains("warning: "))
+        .collect();
+    anyhow::ensure!(
+        warnings.is_empty(),
+        "compiler warnings:\n  {}",
+        warnings.join("\n  ")
+    );
+    Ok(())
+}
+
 /// Keeps every other user of this checkout off the kernel tree of that name.
-pub(crate) fn lock_tree(paths: &Paths, name: &str) -> anyhow::Result<lock::Lock> {
+pub(crate) fn lock_tree(paths: &Paths, name: &str) -> Result<lock::Lock> {
     lock::take(&paths.work().join("locks").join(name))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn warnings_are_found_from_a_place_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log");
+        let old = "mm/x.c:1:1: warning: unused variable\n";
+        std::fs::write(&log, format!("{old}  CC      mm/y.o\n")).unwrap();
+        let error = no_warnings(&log, 0).unwrap_err().to_string();
+        assert!(error.contains("unused variable"), "{error}");
+        no_warnings(&log, old.len()).unwrap();
+        assert!(no_warnings(&dir.path().join("none"), 0).is_err());
+    }
 
     #[test]
     fn steps_of_kbuild_are_counted() {

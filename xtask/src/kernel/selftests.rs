@@ -7,8 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use super::make::{self, is_object};
 use super::tree::Tree;
-use super::{Arch, Variant};
-use crate::command::Run;
+use super::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::progress::Progress;
 
@@ -198,7 +197,7 @@ pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) 
     }
     let what = format!("building the {} selftests", variant.name());
     let progress = Progress::start(&what, None, is_compile);
-    let log = variant.out(paths).join("build.log");
+    let log = build::log(variant, paths);
     compile(variant.arch, paths, tree, build, &tests, &log, &progress)?;
     progress.done();
     for test in &tests {
@@ -232,11 +231,7 @@ pub(super) fn compile(
         }
         let output = build.join(suite.output());
         std::fs::create_dir_all(&output).with_context(|| format!("create {}", output.display()))?;
-        let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let run = Run::new("make")
-            .arg("-C")
-            .arg(tree.path().join(suite.directory()))
-            .arg(format!("-j{jobs}"));
+        let run = make::in_directory(&tree.path().join(suite.directory()));
         make::settings(run, paths, arch, tree.path())
             .arg(format!("OUTPUT={}", output.display()))
             .arg(format!(

@@ -84,7 +84,9 @@ fn doc_tests(paths: &Paths, tally: &mut Tally) -> Result<()> {
             String::from_utf8_lossy(&output.stderr).trim_end()
         )
     });
-    Report::parse(&text).count("documentation", ended.as_deref(), tally);
+    let report = Report::parse(&text);
+    let none = report.is_empty().then(|| "no test was found".to_owned());
+    report.count("documentation", ended.or(none).as_deref(), tally);
     Ok(())
 }
 

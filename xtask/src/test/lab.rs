@@ -111,9 +111,14 @@ const REFUSALS: [&str; 5] = [
     "testbed/exits",
 ];
 
-/// Builds a kernel and counts that. A lane that needs it and cannot have it fails by itself.
+/// Builds a kernel and counts that; a warning in ours is a failure. A step that needs the kernel and cannot
+/// have it fails by itself.
 pub(super) fn kernel(variant: Variant, paths: &Paths, tally: &mut Tally) {
-    let verdict = match build::ensure(variant, paths) {
+    let built = build::ensure(variant, paths).and_then(|()| match variant.stock {
+        true => Ok(()),
+        false => build::no_warnings(variant, paths),
+    });
+    let verdict = match built {
         Ok(()) => Verdict::Passed,
         Err(error) => Verdict::Failed(format!("{error:#}")),
     };
@@ -142,7 +147,8 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
         }
     }
     jobs.push(command(paths, "pagetide probe", &["pagetide", "probe"]));
-    let mut args = vm_args(variant);
+    let mut args = VmArgs::new(variant);
+    args.pagetide = Pagetide::Tested;
     args.timeout = VM_TIMEOUT;
     args.memory = "4G".into();
     args.append.push(HUGE_PAGES.into());
@@ -166,7 +172,8 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
     for (_, job) in &mut jobs {
         job.timeout = Some(LINUX_JOB_TIMEOUT);
     }
-    let mut args = vm_args(Variant::patched(Arch::X86_64));
+    let mut args = VmArgs::new(Variant::patched(Arch::X86_64));
+    args.pagetide = Pagetide::Tested;
     args.timeout = VM_TIMEOUT;
     args.cpus = Some(1);
     args.timing = Timing::Instructions;
@@ -178,7 +185,8 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
 pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
     let jobs = selftest_jobs(variant, paths)?;
-    let mut args = vm_args(variant);
+    let mut args = VmArgs::new(variant);
+    args.pagetide = Pagetide::None;
     args.timeout = VM_TIMEOUT;
     // With less there is no room for a huge page of 1G.
     args.memory = "6G".into();
@@ -188,7 +196,7 @@ pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
 
 /// The patched kernel with shadow paging: selftests of what is different there.
 pub(super) fn shadow(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let args = vm_args(Variant::patched(Arch::X86_64));
+    let args = VmArgs::new(Variant::patched(Arch::X86_64));
     run_shadow("shadow", args, paths, tally)
 }
 
@@ -197,6 +205,7 @@ fn run_shadow(lane: &str, mut args: VmArgs, paths: &Paths, tally: &mut Tally) ->
     let mut jobs = selftest_jobs(args.variant, paths)?;
     jobs.retain(|(kind, _)| matches!(kind, Kind::Selftest(test) if test.shadow));
     args.timeout = VM_TIMEOUT;
+    args.pagetide = Pagetide::None;
     args.append.push(HUGE_PAGES.into());
     args.append.push("kvm_amd.npt=0".into());
     run(lane, &args, &jobs, paths, tally).map(drop)
@@ -237,7 +246,8 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
     }
     jobs.push(command(paths, "pagetide bench paging", &PAGING));
     jobs.push(command(paths, "pagetide bench populate", &POPULATE));
-    let mut args = vm_args(variant);
+    // As users have it: optimised.
+    let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
     run("stock", &args, &jobs, paths, tally).map(drop)
 }
@@ -247,7 +257,7 @@ pub(super) fn arm64(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::Arm64);
     kernel(variant, paths, tally);
     let jobs = selftest_jobs(variant, paths)?;
-    let mut args = vm_args(variant);
+    let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
     args.append.push(HUGE_PAGES.into());
     run("arm64", &args, &jobs, paths, tally).map(drop)
@@ -264,7 +274,8 @@ pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
     for (_, job) in &mut jobs {
         job.timeout = Some(DEBUG_JOB_TIMEOUT);
     }
-    let mut args = vm_args(variant);
+    let mut args = VmArgs::new(variant);
+    args.pagetide = Pagetide::None;
     args.timeout = DEBUG_VM_TIMEOUT;
     args.memory = "6G".into();
     args.append.push(HUGE_PAGES.into());
@@ -273,14 +284,7 @@ pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let said = std::fs::read(&console).with_context(|| format!("read {}", console.display()))?;
     let verdict = kunit::verdict(&String::from_utf8_lossy(&said), KUNIT_SUITE);
     tally.add("debug", &format!("KUnit {KUNIT_SUITE}"), verdict);
-    run_shadow("debug-shadow", vm_args(variant), paths, tally)
-}
-
-fn vm_args(variant: Variant) -> VmArgs {
-    VmArgs {
-        pagetide: Pagetide::Tested,
-        ..VmArgs::new(variant)
-    }
+    run_shadow("debug-shadow", VmArgs::new(variant), paths, tally)
 }
 
 fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {

@@ -56,6 +56,11 @@ impl Report {
         report
     }
 
+    /// Whether no test ran at all.
+    pub(super) fn is_empty(&self) -> bool {
+        self.tests.is_empty()
+    }
+
     /// Counts the tests under a group's name. `ended` is why the binary did not end well, if it
     /// did not; a binary that died before its end is a failure of its own.
     pub(super) fn count(self, group: &str, ended: Option<&str>, tally: &mut Tally) {
@@ -187,6 +192,12 @@ test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out
         };
         assert!(cause.contains("boom") && !cause.contains("SKIP"), "{cause}");
         assert!(!cause.contains("rust_begin_unwind"), "{cause}");
+    }
+
+    #[test]
+    fn a_program_without_tests_is_seen() {
+        assert!(Report::parse("running 0 tests\n\ntest result: ok. 0 passed\n").is_empty());
+        assert!(!Report::parse(OUTPUT).is_empty());
     }
 
     #[test]

@@ -154,7 +154,7 @@ fn environment(args: &VmArgs, paths: &Paths) -> Vec<(&'static str, OsString)> {
         ("LANG", "C.UTF-8".into()),
     ];
     if args.variant.arch == Arch::X86_64 {
-        list.push(("PATH", path(&args.pagetide.directory(paths))));
+        list.push(("PATH", path(args.pagetide.directory(paths).as_deref())));
         list.push((
             "HOME",
             std::env::var_os("HOME").unwrap_or_else(|| "/root".into()),
@@ -171,12 +171,16 @@ fn environment(args: &VmArgs, paths: &Paths) -> Vec<(&'static str, OsString)> {
     list
 }
 
-/// The host's PATH, after the directory that has `pagetide`.
-fn path(pagetide: &Path) -> OsString {
-    let mut path = pagetide.as_os_str().to_owned();
-    path.push(":");
+/// The host's PATH, after the directory that has `pagetide`, if there is to be one.
+fn path(pagetide: Option<&Path>) -> OsString {
     let host = std::env::var_os("PATH").filter(|path| !path.is_empty());
-    path.push(host.unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into()));
+    let host = host.unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
+    let mut path = OsString::new();
+    if let Some(pagetide) = pagetide {
+        path.push(pagetide);
+        path.push(":");
+    }
+    path.push(host);
     path.push(":/usr/sbin:/sbin");
     path
 }
