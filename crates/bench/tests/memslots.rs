@@ -29,6 +29,9 @@ fn check(report: &MemslotsReport) {
         let run = point.runs[0];
         assert!(run.steps > 0 && run.elapsed_ns > 0, "{place}: {run:?}");
         assert_eq!(point.kept.count, u64::from(run.commits), "{place}");
+        let each = point.kept.count * u64::from(point.vcpus);
+        assert_eq!(point.kept_each.count, each, "{place}");
+        assert_eq!(point.kept_each.max_ns, point.kept.max_ns, "{place}");
         match point.series {
             Series::Idle => assert!(point.commit.is_none(), "{place}"),
             Series::Commits { method, .. } => {

@@ -280,10 +280,22 @@ fn an_error_that_the_kernel_cannot_handle_is_made_all_the_same() {
             .expect("memory");
         let held = GuestAddress(DATA + 5 * PAGE);
         let pipe = hold(&region, held);
+        let before = corrupted_kib();
         let simulated = simulate_error(&region, held).expect("root in the lab");
         assert_eq!(simulated, Simulated::Unhandled, "{backing}");
+        // Other tests may make errors meanwhile.
+        assert!(corrupted_kib() >= before + 4, "{backing}");
         drop(pipe);
     }
+}
+
+/// What the kernel counts as corrupted.
+fn corrupted_kib() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").expect("Linux");
+    let mut lines = meminfo.lines();
+    let corrupted = lines.find_map(|line| line.strip_prefix("HardwareCorrupted:"));
+    let kib = corrupted.and_then(|text| text.trim().strip_suffix(" kB")?.parse().ok());
+    kib.expect("a kernel with CONFIG_MEMORY_FAILURE")
 }
 
 /// Holds the page at `gpa` until the pipe is dropped.

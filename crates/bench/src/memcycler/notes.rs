@@ -35,8 +35,8 @@ pub(super) fn notes(report: &MemcyclerReport) -> Vec<String> {
     if unhandled > 0 {
         notes.push(format!(
             "{unhandled} of the errors the kernel could not handle when they were made: a huge page in use \
-             could not be split. The page counts as corrupted, and whoever has it mapped may go on \
-             using it."
+             could not be split, or the page had further users. It counts as corrupted, and whoever has \
+             it mapped may go on using it."
         ));
     }
     if runs.any(|run| run.errors_in_lost_memory > 0) {

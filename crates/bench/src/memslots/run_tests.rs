@@ -22,7 +22,7 @@ impl Rig<Plan> for MadeUp {
         };
         let mut log = LatencyLog::new().unwrap();
         log.record(kept);
-        // Half of the vCPUs are kept half as long; the first, which all plans have, always as long.
+        // The first vCPU, which all plans have, is kept that long, and all others half of it.
         let mut kept_each = LatencyLog::new().unwrap();
         for vcpu in 0..u64::from(job.vcpus) {
             kept_each.record(if vcpu == 0 { kept } else { kept / 2 });

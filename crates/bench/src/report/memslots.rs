@@ -64,7 +64,8 @@ impl Shown for MemslotsReport {
                 "kept: the longest time that any vCPU was kept from the guest by a commit, as the guest \
                  sees it; p50 over the commits of a run, median of {} rounds, lowest and highest round; \
                  max over all commits. Without commits: in stretches of 5 ms; what is seen there is the \
-                 machine's own. each: the same of every vCPU by itself, p50 over commits and vCPUs;                  the longest of many is longer than that of few.",
+                 machine's own. each: the same of every vCPU by itself, p50 over commits and vCPUs; \
+                 the longest of many is longer than that of few.",
                 self.plan.runs
             ),
             "commit: from asking until it is done. inside: how long the gate was closed (quiesce), or the \
@@ -83,8 +84,8 @@ impl Shown for MemslotsReport {
         }
         if !self.growth.is_empty() {
             notes.push(
-                "over fewer vCPUs: median of the ratios of runs of the same round; 1 where vCPUs are kept \
-                 as long however many there are."
+                "over fewer vCPUs: median of the ratios of runs of the same round; 1 where vCPUs are kept as \
+                 long however many there are. The row without commits is the machine's own growth."
                 .to_owned(),
             );
         }

@@ -15,8 +15,11 @@ pub enum Simulated {
     Handled,
     /// The page counts as poisoned, and the kernel could not take it out of use: a huge page that could
     /// not be split because somebody, maybe a vCPU, was just looking for it (`EHWPOISON`), or a page that
-    /// has further users (`EBUSY`). It is not tried again. Touching it is an error where it has to be mapped
-    /// anew, and else reads what was there.
+    /// has further users (`EBUSY`). It is not tried again. Touching it is an error where it has to be
+    /// mapped anew, and else reads what was there.
+    ///
+    /// Also: the page had an error before and is mapped nonetheless, as where the region's policy is
+    /// to keep it. Then nothing more counts as corrupted.
     Unhandled,
 }
 
