@@ -43,6 +43,19 @@ impl Rig<Plan> for MadeUp {
     }
 }
 
+/// The same, but for what the function changes.
+struct Changed(fn(Sample) -> Sample);
+
+impl Rig<Plan> for Changed {
+    fn run(
+        &mut self,
+        job: &Job<'_, Plan>,
+        progress: &mut dyn Progress,
+    ) -> Result<Sample, RunFailure> {
+        MadeUp.run(job, progress).map(self.0)
+    }
+}
+
 fn measure(timing: Timing, change: impl FnOnce(&mut Plan)) -> MemcyclerReport {
     let mut plan = Plan {
         vcpus: vec![1, 2],
@@ -99,26 +112,16 @@ fn a_guest_that_dies_has_no_rate() {
 
 #[test]
 fn errors_that_the_kernel_could_not_handle_are_told() {
-    struct Unhandled;
-    impl Rig<Plan> for Unhandled {
-        fn run(
-            &mut self,
-            job: &Job<'_, Plan>,
-            progress: &mut dyn Progress,
-        ) -> Result<Sample, RunFailure> {
-            let sample = MadeUp.run(job, progress)?;
-            Ok(Sample {
-                errors_unhandled: u64::from(sample.errors > 0),
-                ..sample
-            })
-        }
-    }
+    let mut unhandled = Changed(|sample| Sample {
+        errors_unhandled: u64::from(sample.errors > 0),
+        ..sample
+    });
     let plan = Plan {
         runs: 1,
         ..Plan::default()
     };
     let environment = Environment::gather(Timing::Native);
-    let report = run(&plan, &mut Unhandled, environment, &mut Quiet).unwrap();
+    let report = run(&plan, &mut unhandled, environment, &mut Quiet).unwrap();
     let hit = report.points.iter().filter(|p| p.series.poison_percent > 0);
     let told = format!("{} of the errors", hit.count());
     assert!(report.table(None).contains(&told), "{told}");
@@ -128,21 +131,12 @@ fn errors_that_the_kernel_could_not_handle_are_told() {
 
 #[test]
 fn a_guest_that_lost_all_of_its_memory_is_told() {
-    struct Taken;
-    impl Rig<Plan> for Taken {
-        fn run(
-            &mut self,
-            job: &Job<'_, Plan>,
-            progress: &mut dyn Progress,
-        ) -> Result<Sample, RunFailure> {
-            let sample = MadeUp.run(job, progress)?;
-            let hit = job.series.poison_percent > 0;
-            let words = if hit { 0 } else { sample.words };
-            Ok(Sample { words, ..sample })
-        }
-    }
+    let mut taken = Changed(|sample| Sample {
+        words: if sample.errors > 0 { 0 } else { sample.words },
+        ..sample
+    });
     let environment = Environment::gather(Timing::Native);
-    let report = run(&Plan::default(), &mut Taken, environment, &mut Quiet).unwrap();
+    let report = run(&Plan::default(), &mut taken, environment, &mut Quiet).unwrap();
     let table = report.table(None);
     assert!(
         table.contains("has no memory left") && table.contains("-100.00 %"),
