@@ -64,7 +64,7 @@ pub(crate) enum Pagetide {
     Release,
     /// With the tests' checks. Who asks for it has had the tests compiled, and this with them.
     Tested,
-    /// None.
+    /// For jobs that do not call it: nothing is built.
     None,
 }
 

@@ -56,8 +56,8 @@ pub enum SimulateError {
 }
 
 /// Has the kernel treat the 4 KiB at `gpa` as memory with an uncorrected error (`MADV_HWPOISON`), and
-/// says what it made of it. They become present if they are not. As after an error that nobody has touched, whoever touches
-/// them next is told; but unlike such an error it is not told to an
+/// says what it made of it. They become present if they are not. As after an error that nobody has
+/// touched, whoever touches them next is told; but unlike such an error it is not told to an
 /// [`ErrorWatch`](super::ErrorWatch).
 ///
 /// The machine loses the memory until it is started anew: for VMs of a lab.
