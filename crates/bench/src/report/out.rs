@@ -1,17 +1,26 @@
 //! The directory that results go to.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, renameat, unlinkat};
+use rustix::io::Errno;
+
 /// A directory for results, made sure to be writable before anything is measured.
+///
+/// The directory is opened once: results go there even if somebody puts another one, or a link, in
+/// its place meanwhile. The path that the caller gives may lead through links; names in the
+/// directory are never followed, so that who else can write there cannot redirect a result.
 ///
 /// Directories that were made for it and stay empty, because the benchmark failed, are removed.
 #[derive(Debug)]
 pub struct OutDir {
     path: PathBuf,
-    /// Directories that did not exist before, the innermost first.
-    made: Vec<PathBuf>,
+    directory: OwnedFd,
+    /// Directories that did not exist before; removed with this value if they are empty.
+    _made: Made,
 }
 
 /// Why results cannot be written.
@@ -55,21 +64,26 @@ impl OutDir {
         let absent = path
             .ancestors()
             .take_while(|ancestor| !ancestor.as_os_str().is_empty() && !ancestor.exists());
-        let out = Self {
-            path: path.to_owned(),
-            made: absent.map(Path::to_owned).collect(),
-        };
-        fs::create_dir_all(path).map_err(|source| OutError::Make {
+        let made = Made(absent.map(Path::to_owned).collect());
+        let make = |source| OutError::Make {
             path: path.to_owned(),
             source,
-        })?;
-        let probe = path.join(format!(".pagetide-{}", std::process::id()));
-        let tried = fs::write(&probe, b"").and_then(|()| fs::remove_file(&probe));
+        };
+        fs::create_dir_all(path).map_err(make)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = openat(CWD, path, flags, Mode::empty()).map_err(|e| make(e.into()))?;
+        let probe = format!(".pagetide-{}", std::process::id());
+        let tried = create(&directory, &probe)
+            .and_then(|_| Ok(unlinkat(&directory, &probe, AtFlags::empty())?));
         tried.map_err(|source| OutError::NotWritable {
             path: path.to_owned(),
             source,
         })?;
-        Ok(out)
+        Ok(Self {
+            path: path.to_owned(),
+            directory,
+            _made: made,
+        })
     }
 
     /// Where it is.
@@ -83,21 +97,44 @@ impl OutDir {
     /// # Errors
     /// The file cannot be written; what was there before is still there.
     pub fn write(&mut self, name: &str, content: &str) -> Result<(), OutError> {
-        let path = self.path.join(name);
-        let part = self.path.join(format!(".{name}-{}", std::process::id()));
-        let written = fs::write(&part, content).and_then(|()| fs::rename(&part, &path));
+        let part = format!(".{name}-{}", std::process::id());
+        let written = create(&self.directory, &part)
+            .and_then(|mut file| file.write_all(content.as_bytes()))
+            // A link in the place of `name` is replaced, not followed.
+            .and_then(|()| Ok(renameat(&self.directory, &part, &self.directory, name)?));
         if let Err(source) = written {
             // The failure to report is the first one.
-            let _ = fs::remove_file(&part);
+            let _ = unlinkat(&self.directory, &part, AtFlags::empty());
+            let path = self.path.join(name);
             return Err(OutError::Write { path, source });
         }
         Ok(())
     }
 }
 
-impl Drop for OutDir {
+/// A new file. What has its name, a link or what an earlier process of the same number left, is
+/// removed.
+fn create(directory: &OwnedFd, name: &str) -> io::Result<File> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let mode = Mode::from_raw_mode(0o666);
+    let open = || openat(directory, name, flags | OFlags::NOFOLLOW, mode);
+    let file = match open() {
+        Err(Errno::EXIST) => {
+            unlinkat(directory, name, AtFlags::empty())?;
+            open()
+        }
+        result => result,
+    };
+    Ok(file?.into())
+}
+
+/// Directories that were made, the innermost first.
+#[derive(Debug)]
+struct Made(Vec<PathBuf>);
+
+impl Drop for Made {
     fn drop(&mut self) {
-        for made in &self.made {
+        for made in &self.0 {
             // Fails for a directory that is not empty, or that could not be made; that is the
             // point.
             let _ = fs::remove_dir(made);
@@ -107,6 +144,8 @@ impl Drop for OutDir {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
+
     use super::*;
 
     #[test]
@@ -134,6 +173,38 @@ mod tests {
         drop(out);
         assert_eq!(fs::read_to_string(wanted.join("x.txt")).unwrap(), "new");
         assert_eq!(fs::read_dir(&wanted).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn links_lead_nowhere() {
+        let temporary = tempfile::tempdir().unwrap();
+        let wanted = temporary.path().join("results");
+        let victim = temporary.path().join("victim");
+        fs::create_dir(&wanted).unwrap();
+        fs::write(&victim, "precious").unwrap();
+        let untouched = || assert_eq!(fs::read_to_string(&victim).unwrap(), "precious");
+        let plant = |name: &str| symlink(&victim, wanted.join(name)).unwrap();
+        let process = std::process::id();
+        plant(&format!(".pagetide-{process}"));
+        let mut out = OutDir::prepare(&wanted).unwrap();
+        untouched();
+        plant(&format!(".x.txt-{process}"));
+        plant("x.txt");
+        out.write("x.txt", "result").unwrap();
+        untouched();
+        let written = wanted.join("x.txt");
+        assert!(fs::symlink_metadata(&written).unwrap().is_file());
+        assert_eq!(fs::read_to_string(&written).unwrap(), "result");
+        assert_eq!(fs::read_dir(&wanted).unwrap().count(), 1);
+        // Another directory in its place gets nothing.
+        let elsewhere = temporary.path().join("elsewhere");
+        fs::create_dir(&elsewhere).unwrap();
+        let moved = temporary.path().join("moved");
+        fs::rename(&wanted, &moved).unwrap();
+        symlink(&elsewhere, &wanted).unwrap();
+        out.write("y.txt", "result").unwrap();
+        assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+        assert_eq!(fs::read_to_string(moved.join("y.txt")).unwrap(), "result");
     }
 
     #[test]
