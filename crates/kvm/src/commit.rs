@@ -13,7 +13,7 @@ use crate::gate::Closed;
 use crate::kick::Kickable;
 use crate::plan::Plan;
 use crate::slot::SlotLayout;
-use crate::slot_calls::{Change, ListRefusal, SlotCalls, SlotChange};
+use crate::slot_calls::{ListRefusal, SlotCalls, SlotChange};
 use crate::transaction::{SlotRef, Step};
 use crate::vm::Inner;
 use steps::Steps;
@@ -200,10 +200,10 @@ fn one_by_one(
     done: &mut Committed,
 ) -> Result<(), CommitError> {
     let start = Instant::now();
-    let forgot_dirty = forgotten(&old, changes);
     let mut steps = Steps::new(calls, old, |layout| publish(vm, layout));
     for change in changes {
         if let Err(source) = steps.take(change) {
+            let forgot_dirty = steps.forgot_dirty();
             return Err(match steps.undo() {
                 None => CommitError::RolledBack {
                     method: done.method,
@@ -221,22 +221,11 @@ fn one_by_one(
             });
         }
     }
+    // A log that a step turned off is none that was forgotten, but one that nobody wants.
+    done.forgot_dirty = steps.deleted_logs();
     steps.finish();
     done.updating = start.elapsed();
-    done.forgot_dirty = forgot_dirty;
     Ok(())
-}
-
-/// The ranges of logging slots that are deleted, on the way to others or back.
-fn forgotten(old: &SlotLayout, changes: &[SlotChange]) -> Vec<GuestRange> {
-    let deleted = changes
-        .iter()
-        .filter(|change| change.change == Change::Delete);
-    deleted
-        .filter_map(|change| old.get(&change.slot))
-        .filter(|slot| slot.flags.log_dirty)
-        .map(|slot| slot.range)
-        .collect()
 }
 
 #[cfg(test)]

@@ -45,8 +45,8 @@ pub enum CommitError {
         method: Method,
         /// The change that failed.
         change: FailedChange,
-        /// As [`Committed::forgot_dirty`](super::Committed::forgot_dirty): ranges of slots that may
-        /// have been made anew.
+        /// Ranges whose dirty bits the kernel has forgotten, because a slot with `log_dirty` was made
+        /// anew, or its log was turned off and on again: take all their pages as dirty.
         forgot_dirty: Vec<GuestRange>,
         /// The kernel's answer.
         #[source]

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use pagetide_memory::GuestRange;
+
 use super::error::Undone;
 use crate::slot::{Slot, SlotLayout};
 use crate::slot_calls::{Change, SlotCalls, SlotChange};
@@ -42,6 +44,32 @@ impl<'a, P: FnMut(SlotLayout)> Steps<'a, P> {
             }
         }
         result
+    }
+
+    /// Ranges of slots that logged and were deleted: their dirty bits are gone, whether other slots
+    /// were made of them or they are brought back.
+    pub(super) fn deleted_logs(&self) -> Vec<GuestRange> {
+        self.logs_lost_by(|step| step.change == Change::Delete)
+    }
+
+    /// Ranges whose dirty bits are gone if all that was done so far is undone: those of deleted
+    /// slots, and those of slots whose log was turned off, which frees it. Turning it on again
+    /// makes an empty one.
+    pub(super) fn forgot_dirty(&self) -> Vec<GuestRange> {
+        self.logs_lost_by(|step| match step.change {
+            Change::Delete => true,
+            Change::Flags => !step.state.flags.log_dirty,
+            Change::Create => false,
+        })
+    }
+
+    fn logs_lost_by(&self, loses: impl Fn(&SlotChange) -> bool) -> Vec<GuestRange> {
+        let losing = self.taken.iter().filter(|step| loses(step));
+        losing
+            .filter_map(|step| self.old.get(&step.slot))
+            .filter(|slot| slot.flags.log_dirty)
+            .map(|slot| slot.range)
+            .collect()
     }
 
     /// All steps were taken.

@@ -10,6 +10,7 @@ use pagetide_memory::{Backing, GuestAddress, Region};
 
 use super::*;
 use crate::slot::{Slot, SlotFlags};
+use crate::slot_calls::Change;
 use crate::system::Kvm;
 use crate::transaction::SlotTransaction;
 use crate::vm::Vm;
@@ -168,7 +169,13 @@ fn a_failure_at_any_step_brings_the_old_layout_back() {
             assert_eq!(place, expected(call), "{error}");
             assert_eq!(source.raw_os_error(), Some(libc::ENOMEM));
             assert!(error.source().is_some(), "chained");
-            assert_eq!(forgot_dirty, &[old[&1].range], "slot 1 may be a new one");
+            let is_new = call > 1;
+            let forgotten = is_new.then_some(old[&1].range);
+            assert_eq!(
+                forgot_dirty.first().copied(),
+                forgotten,
+                "slot 1 is a new one"
+            );
             assert!(same(&vm.layout(), &old), "call {call}");
             assert!(same(&calls.kernel.borrow(), &old), "call {call}");
             // One undone for each that was done.
@@ -368,4 +375,85 @@ fn vcpus_run_on_after_failures_and_panics() {
     machine.set(0, Word::Report, 1);
     let exit = walking.join();
     assert!(matches!(exit, Exit::IoOut { data: ROUND, .. }), "{exit}");
+}
+
+/// Turning the log off frees it; turning it on again makes an empty one.
+#[test]
+fn a_log_that_was_turned_off_and_on_again_is_told() {
+    let Some(vm) = vm() else { return };
+    let old = vm.layout();
+    let steps = |vm| {
+        let mut transaction = Vm::transaction(vm);
+        transaction.set_flags(1, NONE);
+        transaction.split(0, PAGE);
+        transaction
+    };
+    // Deletes 0, takes 1's log, makes 4 and 5; which of them fail, and whether the log was taken.
+    let table: [(&[usize], bool, &[u64]); 5] = [
+        (&[0], true, &[]),
+        (&[1], true, &[]),
+        (&[2], true, &[1 << 20]),
+        (&[3], true, &[1 << 20]),
+        (&[3, 5], false, &[1 << 20]),
+    ];
+    for (fails, is_back, lost) in table {
+        let accidents: Vec<_> = fails.iter().map(|call| (*call, Accident::Fails)).collect();
+        let calls = Accidents::new(vm.inner(), &accidents);
+        let error = steps(&vm)
+            .commit_through(Method::Quiesce, &calls)
+            .expect_err("it fails");
+        let (forgot, back) = match &error {
+            CommitError::RolledBack { forgot_dirty, .. } => (forgot_dirty, true),
+            CommitError::HalfDone { forgot_dirty, .. } => (forgot_dirty, false),
+            error => panic!("{error}"),
+        };
+        let starts: Vec<_> = forgot.iter().map(|range| range.start().0).collect();
+        assert_eq!((starts.as_slice(), back), (lost, is_back), "{fails:?}");
+        if !is_back {
+            // Undone by hand, for the next row.
+            vm.set_slot_flags(1, LOG).expect("it is there");
+        }
+        assert!(same(&vm.layout(), &old), "{fails:?}: {error}");
+    }
+    // Who asks for it is told nothing.
+    let done = steps(&vm).commit_with(Method::Quiesce).expect("it works");
+    assert!(done.forgot_dirty.is_empty());
+}
+
+/// What the kernel says of the pages that the guest wrote to.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn the_kernel_forgets_what_a_failure_says_is_forgotten() {
+    use guest::{DATA_PAGES, DATA_SLOT, LOW_SLOT, Machine, Word};
+
+    let Some(machine) = Machine::new() else {
+        return;
+    };
+    let dirty = |slot, bytes: u64| {
+        let bytes = usize::try_from(bytes).expect("64 bits");
+        let log = machine.vm.fd().get_dirty_log(slot, bytes).expect("a log");
+        log.iter().map(|word| word.count_ones()).sum::<u32>()
+    };
+    machine.vm.set_slot_flags(DATA_SLOT, LOG).expect("a flag");
+    machine.set(0, Word::Report, 1);
+    let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
+    let mut here = vcpu.bind().expect("signals work");
+    for fails in [false, true] {
+        here.run().expect("a round");
+        if fails {
+            let calls = Accidents::new(machine.vm.inner(), &[(2, Accident::Fails)]);
+            let mut transaction = machine.vm.transaction();
+            transaction.set_flags(DATA_SLOT, NONE);
+            transaction.split(LOW_SLOT, PAGE);
+            let error = transaction
+                .commit_through(Method::Quiesce, &calls)
+                .expect_err("it fails");
+            let CommitError::RolledBack { forgot_dirty, .. } = &error else {
+                panic!("{error}");
+            };
+            assert_eq!(forgot_dirty, &[machine.data.range()]);
+        }
+        let found = dirty(DATA_SLOT, machine.data.bytes());
+        assert_eq!(found == 0, fails, "{found} dirty pages");
+    }
 }
