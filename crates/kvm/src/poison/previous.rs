@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::io;
 use std::mem::{MaybeUninit, transmute};
 use std::ptr;
-use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 
 use libc::{SIGBUS, c_int, sigaction, siginfo_t};
 
@@ -18,6 +18,18 @@ static FLAGS: AtomicI32 = AtomicI32::new(0);
 /// Our own handler's address; 0 before there is one.
 static OURS: AtomicUsize = AtomicUsize::new(0);
 
+/// An [`ErrorWatch`](super::ErrorWatch) has had the kernel tell this process of errors that nobody has
+/// touched.
+static WATCHING: AtomicBool = AtomicBool::new(false);
+
+/// From now on, errors that nobody has touched do not end the process: without a watch the kernel
+/// would not have told of them. What was there before is still called, each time.
+///
+/// It stays so when the watch ends, as does the thread that is told.
+pub(super) fn survive_what_is_found() {
+    WATCHING.store(true, Ordering::Release);
+}
+
 /// Puts `handler` in the place of whatever handles SIGBUS now.
 pub(super) fn replace(handler: Handler) -> io::Result<()> {
     // Asked for first, so that a signal that comes as soon as the handler is there finds it.
@@ -28,6 +40,12 @@ pub(super) fn replace(handler: Handler) -> io::Result<()> {
 }
 
 fn put_ours(before: &sigaction) -> io::Result<()> {
+    remember(&install_ours(before)?);
+    Ok(())
+}
+
+/// Installs our handler; what was there instead.
+fn install_ours(before: &sigaction) -> io::Result<sigaction> {
     // SAFETY: a sigaction is plain data, for which zeroes are valid.
     let mut ours: sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
     ours.sa_sigaction = OURS.load(Ordering::Acquire);
@@ -35,19 +53,23 @@ fn put_ours(before: &sigaction) -> io::Result<()> {
     // overflows; no system call of another thread is to fail because of it.
     ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
     ours.sa_mask = before.sa_mask;
-    remember(&exchange(Some(&ours))?);
-    Ok(())
+    exchange(Some(&ours))
 }
 
 /// A previous handler may have put another one in our place, as Rust's own does, which goes back to
 /// SIG_DFL when a signal is no stack overflow. Whatever it put there is what comes before us now; the
-/// guest's errors still have to come here.
-fn stay() {
+/// guest's errors still have to come here. With `keep`, a handler that only went back to SIG_DFL is
+/// still what comes before us.
+fn stay(keep: bool) {
     if let Ok(now) = exchange(None)
         && now.sa_sigaction != OURS.load(Ordering::Acquire)
     {
         // Where it fails, the next signal finds what the other handler wanted.
-        let _ = put_ours(&now);
+        let _ = if keep && now.sa_sigaction == libc::SIG_DFL {
+            install_ours(&now).map(drop)
+        } else {
+            put_ours(&now)
+        };
     }
 }
 
@@ -79,8 +101,11 @@ pub(super) unsafe fn run(signal: c_int, code: c_int, info: *mut siginfo_t, conte
     let flags = FLAGS.load(Ordering::Relaxed);
     // A signal that somebody sent, or an error that nobody has touched, is over when the handler
     // returns. Anything else comes back, because the instruction is repeated.
-    let is_over = code <= 0 || code == libc::BUS_MCEERR_AO;
+    let is_found = code == libc::BUS_MCEERR_AO;
+    let is_over = code <= 0 || is_found;
+    let is_expected = is_found && WATCHING.load(Ordering::Acquire);
     match action {
+        libc::SIG_DFL if is_expected => {}
         // The kernel does not let anybody ignore what an instruction has done either.
         libc::SIG_IGN if is_over => {}
         libc::SIG_DFL | libc::SIG_IGN => die(is_over),
@@ -99,7 +124,7 @@ pub(super) unsafe fn run(signal: c_int, code: c_int, info: *mut siginfo_t, conte
             }
             // What is not over is to end the process, if that is what was put there.
             if is_over {
-                stay();
+                stay(is_expected);
             }
         }
     }

@@ -9,6 +9,7 @@ use std::thread;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::read;
 
+use super::previous::survive_what_is_found;
 use super::sigbus::{FOUND, install_sigbus_handler, wake_descriptor};
 use super::{MemoryError, SigbusError, Urgency};
 use crate::vm::{Inner, Vm};
@@ -30,6 +31,10 @@ pub enum WatchError {
 /// and it stays for the life of the process. Without one, a guest finds out about an error when it
 /// touches it. That may happen anyhow: of several errors in the same moment, one is told, so what
 /// counts is what the touch says.
+///
+/// The kernel tells of errors in all of the process's memory. One that is in no slot does not end
+/// the process, however SIGBUS was handled before; the handler that was there is called. Whoever
+/// touches such memory dies of it, as without a watch.
 #[derive(Debug)]
 pub struct ErrorWatch {
     id: u64,
@@ -61,6 +66,8 @@ impl ErrorWatch {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         static THREAD: OnceLock<Result<(), i32>> = OnceLock::new();
         install_sigbus_handler()?;
+        // Before the kernel may tell.
+        survive_what_is_found();
         THREAD
             .get_or_init(|| {
                 start_thread().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))
