@@ -81,6 +81,8 @@ pub struct Vcpu {
     id: u32,
     fd: VcpuFd,
     kick: Arc<KickTarget>,
+    /// Memory with an error that was met as KVM_RUN returned for another reason: the next exit.
+    late_report: Option<Report>,
     // Last: the VM's memory outlives the vCPU.
     vm: Arc<Inner>,
 }
@@ -90,7 +92,13 @@ impl Vcpu {
         let kick = Arc::new(kick);
         let occupant: Arc<dyn Kickable> = kick.clone();
         vm.gate().add(&occupant);
-        Self { id, fd, kick, vm }
+        Self {
+            id,
+            fd,
+            kick,
+            late_report: None,
+            vm,
+        }
     }
 
     /// The number that it was created with.
@@ -184,6 +192,9 @@ impl BoundVcpu<'_> {
     /// signal caused it, which is [`Exit::Interrupted`].
     #[inline]
     pub fn run(&mut self) -> Result<Exit, RunError> {
+        if let Some(report) = self.vcpu.late_report.take() {
+            return self.poisoned(report);
+        }
         loop {
             let (result, kicked, poison) = self.enter_guest();
             // A transaction sets `immediate_exit` and sends signals only while the gate is closed
@@ -192,6 +203,8 @@ impl BoundVcpu<'_> {
             // as well: the flag or the signal interrupts the next one, and both are used up then.
             let late = self.vcpu.kick.expect_late_kick(kicked);
             let Err(source) = result else {
+                // The exit comes first: it may have to be answered.
+                self.vcpu.late_report = poison;
                 return Ok(self.vcpu.kick.page.exit());
             };
             // A kick that came as well stays pending, and interrupts the next KVM_RUN.
@@ -315,9 +328,12 @@ impl BoundVcpu<'_> {
         let (result, kicked, poison) = self.enter_guest();
         self.vcpu.kick.expect_late_kick(kicked);
         self.vcpu.kick.restore_immediate_exit();
+        let is_interrupted = poison.is_some();
+        self.vcpu.late_report = poison.or(self.vcpu.late_report);
         match result {
             Ok(()) => Ok(()),
-            Err(_) if let Some(report) = poison => self.poisoned(report).map(|_| ()),
+            // By the report, which is for the next run.
+            Err(_) if is_interrupted => Ok(()),
             Err(source) => self.explain(source).map(|_| ()),
         }
     }
