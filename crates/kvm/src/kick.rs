@@ -13,12 +13,14 @@
 
 use std::ffi::c_void;
 use std::fmt::Debug;
+use std::mem::MaybeUninit;
+use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use libc::{c_int, siginfo_t};
 use rustix::thread::Pid;
-use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
+use vmm_sys_util::signal::SIGRTMIN;
 
 use crate::gate::{Occupant, Seat};
 use crate::run_page::RunPage;
@@ -36,11 +38,23 @@ extern "C" fn ignore(_signal: c_int, _info: *mut siginfo_t, _context: *mut c_voi
 pub(crate) fn install_handler() -> Result<(), std::io::Error> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     INSTALLED
-        .get_or_init(|| {
-            register_signal_handler(kick_signal(), ignore)
-                .map_err(vmm_sys_util::errno::Error::errno)
-        })
+        .get_or_init(|| install_kick().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)))
         .map_err(std::io::Error::from_raw_os_error)
+}
+
+/// With SA_RESTART: KVM_RUN, KVM_PRE_FAULT_MEMORY and KVM_POPULATE_MEMORY return EINTR all the same,
+/// while a read() of a page source's, on the same thread, goes on. poll(), nanosleep() and some
+/// others return EINTR whatever the flags (signal(7)).
+fn install_kick() -> std::io::Result<()> {
+    // SAFETY: a sigaction is plain data, for which zeroes are valid.
+    let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
+    action.sa_sigaction = ignore as *const () as usize;
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_ONSTACK;
+    // SAFETY: the structure is read only, and the handler does nothing.
+    match unsafe { libc::sigaction(kick_signal(), &raw const action, ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
 }
 
 /// Who has a seat at a VM's gate, and how a slot transaction makes it leave.

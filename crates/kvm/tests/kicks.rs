@@ -3,7 +3,13 @@
 //! The vCPU has no memory and no state but what KVM gives it; without an in-kernel interrupt
 //! controller it is runnable from the start, and immediate_exit keeps it out of the guest.
 
+use std::io::{Read, Write};
+use std::thread;
+use std::time::{Duration, Instant};
+
 use pagetide_kvm::{Exit, Kvm, Vcpu, Vm};
+
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn vcpu() -> Option<(Vm, Vcpu)> {
     let vm = match Kvm::open().map(|kvm| kvm.create_vm()) {
@@ -57,4 +63,41 @@ fn completing_io_leaves_no_kick_behind() {
     kick.kick();
     here.forget_kicks();
     here.complete_io().expect("there is none");
+}
+
+/// A page source may be read by the thread that runs the vCPU.
+#[test]
+fn a_blocking_read_survives_a_kick() {
+    let Some((_vm, mut vcpu)) = vcpu() else {
+        return;
+    };
+    let kick = vcpu.kick_handle();
+    let mut here = vcpu.bind().expect("signals work");
+    let (mut reader, mut writer) = std::io::pipe().expect("a pipe");
+    let this_thread = rustix::thread::gettid();
+    let kicker = thread::spawn(move || {
+        let start = Instant::now();
+        for _ in 0..20 {
+            while !is_asleep_in_read(this_thread) {
+                assert!(start.elapsed() < LIMIT, "nobody reads");
+                thread::yield_now();
+            }
+            kick.kick();
+        }
+        writer.write_all(b"page").expect("a reader");
+    });
+    let mut page = [0; 8];
+    // One system call: what is interrupted is an error here.
+    let count = reader.read(&mut page).expect("no kick is seen");
+    assert_eq!(&page[..count], b"page");
+    kicker.join().expect("no panic");
+    assert_eq!(here.run().expect("no failure"), Exit::Interrupted);
+}
+
+/// Whether a thread of this process is in read().
+fn is_asleep_in_read(thread: rustix::thread::Pid) -> bool {
+    let path = format!("/proc/self/task/{}/syscall", thread.as_raw_nonzero());
+    let call = std::fs::read_to_string(path).expect("procfs");
+    let number = call.split(' ').next().and_then(|word| word.parse().ok());
+    number == Some(libc::SYS_read)
 }
