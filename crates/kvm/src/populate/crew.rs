@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Scope, ScopedJoinHandle};
+use std::time::Duration;
 
 use pagetide_memory::GuestRange;
 
@@ -129,7 +130,12 @@ impl Work {
     }
 }
 
-/// The workers. Dropping it stops them, also when the caller's `watch` panics.
+/// How long workers have to end before they are sent the signal again.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+
+/// The workers. Dropping it stops them and waits until they have ended, also when the caller's
+/// `watch` panics.
 pub(super) struct Crew<'scope, 'work> {
     work: &'work Work,
     workers: Vec<ScopedJoinHandle<'scope, Result<(), Failure>>>,
@@ -165,7 +171,8 @@ impl<'scope, 'work: 'scope> Crew<'scope, 'work> {
         Ok(())
     }
 
-    /// Has workers end, also those that wait in the kernel.
+    /// Has workers end, also those that wait in the kernel. To be called until they have: a signal
+    /// that comes just before a worker's ioctl interrupts nothing.
     pub(super) fn halt(&self) {
         self.work.over.store(true, Ordering::Relaxed);
         for seat in &self.seats {
@@ -189,8 +196,15 @@ impl<'scope, 'work: 'scope> Crew<'scope, 'work> {
 
 impl Drop for Crew<'_, '_> {
     fn drop(&mut self) {
-        if !self.workers.is_empty() {
+        let mut pause = FIRST_PAUSE;
+        while self.workers.iter().any(|worker| !worker.is_finished()) {
             self.halt();
+            thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
 }
+
+#[cfg(test)]
+#[path = "crew_tests.rs"]
+mod tests;
