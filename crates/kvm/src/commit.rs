@@ -30,6 +30,9 @@ pub enum Method {
     /// Every vCPU is stopped outside KVM_RUN, slots are deleted and created one by one, and the
     /// vCPUs go on. Works on any kernel.
     ///
+    /// Needs a signal that kicks ([`Signals`](crate::Signals)), or KVM_CAP_KICK_VCPUS, which does not
+    /// reach vCPUs that sleep in the kernel.
+    ///
     /// Waits for vCPUs that KVM does not let go: one that waits in KVM_RUN for a userfaultfd is
     /// interrupted by the kick's signal on x86; where it is not, the commit waits until the page
     /// is there. So whoever resolves faults must not wait for a commit.
@@ -122,6 +125,9 @@ pub(crate) fn commit(
             publish(vm, done.layout.clone());
         }
         Method::Quiesce => {
+            if !can_kick(vm) {
+                return Err(CommitError::NoKick);
+            }
             let closed = quiesce(vm);
             (done.kicked, done.waited) = (closed.found_inside, closed.since.elapsed());
             let result = one_by_one(vm, old, &plan.changes, calls, &mut done);
@@ -182,6 +188,11 @@ fn quiesce(vm: &Inner) -> Closed<'_, dyn Kickable> {
             target.signal();
         }
     })
+}
+
+/// Whether those who are inside can be made to leave, if there may be any.
+fn can_kick(vm: &Inner) -> bool {
+    vm.signals().kick().is_some() || vm.capabilities().kick_vcpus || !vm.gate().has_seats()
 }
 
 /// KVM_KICK_VCPUS; whether it worked.

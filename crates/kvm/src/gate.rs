@@ -134,6 +134,12 @@ impl<O: Occupant + ?Sized> Gate<O> {
         state.occupants.push(Arc::downgrade(occupant));
     }
 
+    /// Whether anybody has a seat, inside or not.
+    pub(crate) fn has_seats(&self) -> bool {
+        let state = self.state();
+        state.occupants.iter().any(|known| known.strong_count() > 0)
+    }
+
     /// Takes a seat, waiting as long as the gate is closed. No code of a caller may run before the
     /// seat is left again.
     #[inline]

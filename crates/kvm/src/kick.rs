@@ -11,51 +11,16 @@
 //! again. A population ([`crate::populate`]) is kicked by the signal alone: it looks for nothing
 //! that could be missed, and whoever waits for it sends the signal again.
 
-use std::ffi::c_void;
 use std::fmt::Debug;
-use std::mem::MaybeUninit;
-use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use libc::{c_int, siginfo_t};
+use libc::c_int;
 use rustix::thread::Pid;
-use vmm_sys_util::signal::SIGRTMIN;
 
 use crate::gate::{Occupant, Seat};
 use crate::run_page::RunPage;
-
-/// The signal that kicks use: the second real-time signal. Its handler does nothing; the signal's
-/// only work is to interrupt KVM_RUN. A program must not use it for anything else.
-#[must_use]
-pub fn kick_signal() -> c_int {
-    SIGRTMIN() + 1
-}
-
-extern "C" fn ignore(_signal: c_int, _info: *mut siginfo_t, _context: *mut c_void) {}
-
-/// Installs the signal's handler, once a process.
-pub(crate) fn install_handler() -> Result<(), std::io::Error> {
-    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
-    INSTALLED
-        .get_or_init(|| install_kick().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)))
-        .map_err(std::io::Error::from_raw_os_error)
-}
-
-/// With SA_RESTART: KVM_RUN, KVM_PRE_FAULT_MEMORY and KVM_POPULATE_MEMORY return EINTR all the same,
-/// while a read() of a page source's, on the same thread, goes on. poll(), nanosleep() and some
-/// others return EINTR whatever the flags (signal(7)).
-fn install_kick() -> std::io::Result<()> {
-    // SAFETY: a sigaction is plain data, for which zeroes are valid.
-    let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
-    action.sa_sigaction = ignore as *const () as usize;
-    action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_ONSTACK;
-    // SAFETY: the structure is read only, and the handler does nothing.
-    match unsafe { libc::sigaction(kick_signal(), &raw const action, ptr::null_mut()) } {
-        0 => Ok(()),
-        _ => Err(std::io::Error::last_os_error()),
-    }
-}
+use crate::signals::{self, Signals};
 
 /// Who has a seat at a VM's gate, and how a slot transaction makes it leave.
 pub(crate) trait Kickable: Occupant + Debug {
@@ -71,32 +36,33 @@ pub(crate) trait Kickable: Occupant + Debug {
     fn signal(&self);
 }
 
-/// The thread that kicks are sent to. Held while the signal is sent, so that the thread cannot end,
-/// and its number go to another one, between the look and the signal.
+/// The thread that kicks are sent to, and by which signal. Held while the signal is sent, so that the
+/// thread cannot end, and its number go to another one, between the look and the signal.
 #[derive(Debug, Default)]
-pub(crate) struct KickedThread(Mutex<Option<Pid>>);
+pub(crate) struct KickedThread(Mutex<Option<(Pid, c_int)>>);
 
 impl KickedThread {
-    pub(crate) fn set(&self, thread: Option<Pid>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = thread;
+    /// Has kicks sent to the calling thread, if the VM has a signal for it.
+    pub(crate) fn set_here(&self, signals: Signals) {
+        let here = signals
+            .kick()
+            .map(|signal| (rustix::thread::gettid(), signal));
+        *self.thread() = here;
+    }
+
+    pub(crate) fn unset(&self) {
+        *self.thread() = None;
     }
 
     pub(crate) fn signal(&self) {
-        let thread = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(thread) = *thread {
-            let process = rustix::process::getpid().as_raw_nonzero().get();
-            // A failure means that the thread is ending, which serves as well.
-            // SAFETY: tgkill takes three numbers and touches no memory of ours; the handler that
-            // install_handler() put in place before any thread was set does nothing.
-            unsafe {
-                libc::syscall(
-                    libc::SYS_tgkill,
-                    process,
-                    thread.as_raw_nonzero().get(),
-                    kick_signal(),
-                );
-            }
+        let thread = self.thread();
+        if let Some((thread, signal)) = *thread {
+            signals::send(thread, signal);
         }
+    }
+
+    fn thread(&self) -> MutexGuard<'_, Option<(Pid, c_int)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -133,8 +99,8 @@ impl KickTarget {
         }
     }
 
-    pub(crate) fn set_thread(&self, thread: Option<Pid>) {
-        self.thread.set(thread);
+    pub(crate) fn thread(&self) -> &KickedThread {
+        &self.thread
     }
 
     /// Takes note that KVM_RUN was interrupted; whether a caller had kicked. For the vCPU's thread.
@@ -192,6 +158,9 @@ impl VcpuKick {
 
     /// Makes the present KVM_RUN, or if there is none the next one, return
     /// [`Exit::Interrupted`](crate::Exit::Interrupted). Several kicks before that count as one.
+    ///
+    /// In a VM without a signal for it ([`Signals`](crate::Signals)) it is for the next KVM_RUN, and
+    /// for the present one if the caller then interrupts the vCPU's thread by means of its own.
     pub fn kick(&self) {
         self.target.pending.store(true, Ordering::SeqCst);
         self.target.page.set_immediate_exit(true);

@@ -10,10 +10,10 @@
 //! [`poison`] is about uncorrected memory errors: SIGBUS, and machine checks for the guest.
 //!
 //! ```no_run
-//! use pagetide_kvm::{Kvm, Exit};
+//! use pagetide_kvm::{Exit, Kvm, Signals};
 //!
 //! let kvm = Kvm::open()?;
-//! let vm = kvm.create_vm()?;
+//! let vm = kvm.create_vm(Signals::install()?)?;
 //! let mut vcpu = vm.create_vcpu(0)?;
 //! let mut here = vcpu.bind()?;
 //! if let Exit::Fault(fault) = here.run()? {
@@ -37,6 +37,7 @@ mod populate;
 mod pre_fault;
 mod registers;
 mod run_page;
+mod signals;
 mod slot;
 mod slot_calls;
 mod stats;
@@ -48,13 +49,14 @@ mod vm;
 pub use commit::{CommitError, Committed, FailedChange, Method, Undone};
 pub use exit::Exit;
 pub use fault::{Access, FaultExit};
-pub use kick::{VcpuKick, kick_signal};
+pub use kick::VcpuKick;
 pub use plan::PlanError;
 pub use populate::{
     PopulateError, PopulateFlags, Populated, Population, PopulationError, PopulationProgress,
     Populator, PopulatorMethod, Unfinished, WorkerError,
 };
 pub use pre_fault::PreFaultError;
+pub use signals::{Signals, SignalsError, kick_signal};
 pub use slot::{Slot, SlotError, SlotFlags, SlotLayout};
 pub use stats::{Stats, StatsError};
 pub use system::{Kvm, OpenError};

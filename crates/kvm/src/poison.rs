@@ -1,7 +1,8 @@
 //! Uncorrected memory errors: how they reach a VMM, and how it passes them on to the guest.
 //!
-//! - Guest memory that has an error and is touched is SIGBUS (`BUS_MCEERR_AR`). [`Vcpu::bind`] and
-//!   [`ErrorWatch::start`] install a handler of SIGBUS for the process ([`install_sigbus_handler`]).
+//! - Guest memory that has an error and is touched is SIGBUS (`BUS_MCEERR_AR`). Whoever makes a VM
+//!   says who handles it ([`Signals`]): this crate ([`install_sigbus_handler`]), or a handler of the
+//!   program's that calls [`handle_sigbus`].
 //!   - A vCPU that touches it leaves KVM_RUN with [`Exit::Fault`](crate::Exit::Fault), `poisoned`
 //!     set; so it does when the kernel says EHWPOISON.
 //!   - The VMM's own accesses by [`Region`](pagetide_memory::Region)'s methods fail with
@@ -13,7 +14,7 @@
 //!
 //! The design, with the edges of every state, is in `docs/design/poison.md`.
 //!
-//! [`Vcpu::bind`]: crate::Vcpu::bind
+//! [`Signals`]: crate::Signals
 //! [`Vcpu::inject_machine_check`]: crate::Vcpu::inject_machine_check
 
 mod machine_check;
@@ -36,7 +37,7 @@ pub use machine_check::prepare_cpuid;
 pub use machine_check::{
     CpuidFull, Injected, MachineCheck, MachineCheckError, MachineCheckForm, NotReady,
 };
-pub use sigbus::{SigbusError, install_sigbus_handler};
+pub use sigbus::{SigbusError, handle_sigbus, install_sigbus_handler};
 pub use simulate::{SimulateError, Simulated, simulate_error};
 pub use watch::{ErrorWatch, WatchError};
 

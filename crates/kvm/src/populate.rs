@@ -116,8 +116,9 @@ impl Vm {
     /// allows. vCPUs may run, slots may change, and any number of threads may populate.
     ///
     /// Signals do not end it; see [`Vm::populate_unless`]. It holds up no slot transaction: one that
-    /// stops vCPUs stops it as well, by a [`kick_signal`](crate::kick_signal) to the calling thread,
-    /// and it goes on afterwards.
+    /// stops vCPUs stops it as well, by the VM's signal for kicks to the calling
+    /// thread, and it goes on afterwards; without one ([`Signals`](crate::Signals)) it ends at a page that
+    /// is there, or every 64 MiB.
     ///
     /// # Errors
     /// [`PopulateError`] says how far it got.
@@ -141,7 +142,7 @@ impl Vm {
         mut stop: impl FnMut() -> bool,
     ) -> Result<Populated, PopulateError> {
         let caller = Caller::new(self.inner(), range)?;
-        let bound = caller.bind()?;
+        let bound = caller.bind();
         let mut done = Populated::default();
         for chunk in chunks(range) {
             let result = bound.populate(chunk, flags, &mut stop);

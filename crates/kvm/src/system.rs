@@ -5,6 +5,7 @@ use std::io;
 use kvm_bindings::KVM_API_VERSION;
 
 use crate::os_error;
+use crate::signals::Signals;
 use crate::vm::{CreateVmError, Vm};
 
 /// Why /dev/kvm cannot be used; each message says how to get it.
@@ -57,12 +58,21 @@ impl Kvm {
         Ok(Self { fd })
     }
 
-    /// A new VM without memory or vCPUs.
+    /// A new VM without memory or vCPUs, whose vCPUs may count on these signals.
     ///
     /// # Errors
     /// See [`CreateVmError`].
-    pub fn create_vm(&self) -> Result<Vm, CreateVmError> {
-        Vm::new(self)
+    pub fn create_vm(&self, signals: Signals) -> Result<Vm, CreateVmError> {
+        Vm::new(self, signals)
+    }
+
+    /// As [`Kvm::create_vm`] with [`Signals::install`]: for programs that leave both signals to this
+    /// crate.
+    ///
+    /// # Errors
+    /// See [`CreateVmError`].
+    pub fn create_vm_with_signals(&self) -> Result<Vm, CreateVmError> {
+        self.create_vm(Signals::install()?)
     }
 
     /// The largest number of vCPUs that a VM may have (KVM_CAP_MAX_VCPUS).

@@ -96,7 +96,7 @@ pub(crate) enum Step {
 ///
 /// ```no_run
 /// # use pagetide_kvm::{Kvm, SlotFlags};
-/// # let vm = Kvm::open()?.create_vm()?;
+/// # let vm = Kvm::open()?.create_vm(pagetide_kvm::Signals::install()?)?;
 /// let mut change = vm.transaction();
 /// let [low, high] = change.split(1, 2 << 20);
 /// let logging = SlotFlags { log_dirty: true, ..SlotFlags::default() };

@@ -12,8 +12,9 @@ use vmm_sys_util::ioctl_io_nr;
 
 use crate::exit::Exit;
 use crate::gate::Occupant;
-use crate::kick::{self, KickTarget, Kickable, VcpuKick};
-use crate::poison::{Report, Urgency, catching, install_sigbus_handler};
+use crate::kick::{KickTarget, Kickable, VcpuKick};
+use crate::poison::{Report, Urgency, catching};
+use crate::signals::kick_signal;
 use crate::vm::Inner;
 
 // The number of KVM_RUN; kvm-ioctls has it, but keeps it to itself.
@@ -63,16 +64,18 @@ fn at_rip(rip: Option<u64>) -> String {
     rip.map_or_else(String::new, |rip| format!(" (rip {rip:#x})"))
 }
 
-/// Why a vCPU could not be bound to a thread: a signal's handler cannot be installed. It is the kick
-/// signal, or SIGBUS, which tells of uncorrected memory errors.
+/// Why a vCPU could not be bound to a thread.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot install the handler of signal {signal}")]
-pub struct BindError {
-    /// The signal.
-    pub signal: i32,
-    /// The kernel's answer.
-    #[source]
-    pub source: io::Error,
+pub enum BindError {
+    /// The thread blocks the signal that is to kick it.
+    #[error("this thread blocks signal {signal}, which kicks vCPUs")]
+    Blocked {
+        /// The signal.
+        signal: i32,
+    },
+    /// The thread's signal mask cannot be read.
+    #[error("cannot see which signals this thread blocks")]
+    Mask(#[source] io::Error),
 }
 
 /// A vCPU. To run it, a thread binds it ([`Vcpu::bind`]).
@@ -128,21 +131,18 @@ impl Vcpu {
         self.kick.take_kick();
     }
 
-    /// Binds the vCPU to the calling thread, to which kicks are then sent. Installs the handlers of
-    /// the signal that kicks and of SIGBUS ([`install_sigbus_handler`]), once a process.
+    /// Binds the vCPU to the calling thread, to which kicks are then sent, by the VM's signal for
+    /// that. Changes nothing about the process.
     ///
     /// # Errors
-    /// One of the handlers cannot be installed.
+    /// See [`BindError`].
     pub fn bind(&mut self) -> Result<BoundVcpu<'_>, BindError> {
-        install_sigbus_handler().map_err(|error| BindError {
-            signal: libc::SIGBUS,
-            source: error.0,
-        })?;
-        kick::install_handler().map_err(|source| BindError {
-            signal: kick::kick_signal(),
-            source,
-        })?;
-        self.kick.set_thread(Some(rustix::thread::gettid()));
+        let signals = self.vm.signals();
+        if signals.is_blocked().map_err(BindError::Mask)? {
+            let signal = kick_signal();
+            return Err(BindError::Blocked { signal });
+        }
+        self.kick.thread().set_here(signals);
         Ok(BoundVcpu {
             vcpu: self,
             this_thread: PhantomData,
@@ -355,6 +355,6 @@ impl DerefMut for BoundVcpu<'_> {
 
 impl Drop for BoundVcpu<'_> {
     fn drop(&mut self) {
-        self.vcpu.kick.set_thread(None);
+        self.vcpu.kick.thread().unset();
     }
 }

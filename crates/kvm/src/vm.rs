@@ -12,6 +12,7 @@ use crate::gate::Gate;
 use crate::kick::{KickTarget, Kickable};
 use crate::os_error;
 use crate::run_page::RunPage;
+use crate::signals::{Signals, SignalsError};
 use crate::slot::{Slot, SlotError, SlotFlags, SlotLayout};
 use crate::slot_calls::{Change, SlotCalls};
 use crate::system::Kvm;
@@ -24,6 +25,9 @@ pub enum CreateVmError {
     /// KVM_CREATE_VM failed.
     #[error("cannot create a VM")]
     Create(#[source] io::Error),
+    /// The signals that it was to have cannot be had.
+    #[error(transparent)]
+    Signals(#[from] SignalsError),
     /// The size of `kvm_run` is unknown.
     #[error("KVM_GET_VCPU_MMAP_SIZE failed")]
     RunSize(#[source] io::Error),
@@ -104,6 +108,7 @@ impl Capabilities {
 pub(crate) struct Inner {
     fd: VmFd,
     capabilities: Capabilities,
+    signals: Signals,
     run_bytes: usize,
     /// Held by whoever changes slots, from the check to the end.
     updates: Mutex<()>,
@@ -119,6 +124,10 @@ impl Inner {
 
     pub(crate) fn capabilities(&self) -> &Capabilities {
         &self.capabilities
+    }
+
+    pub(crate) fn signals(&self) -> Signals {
+        self.signals
     }
 
     pub(crate) fn gate(&self) -> &Gate<dyn Kickable> {
@@ -189,11 +198,11 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// A new VM without memory or vCPUs.
+    /// A new VM without memory or vCPUs, whose vCPUs may count on these signals.
     ///
     /// # Errors
     /// See [`CreateVmError`].
-    pub fn new(kvm: &Kvm) -> Result<Self, CreateVmError> {
+    pub fn new(kvm: &Kvm, signals: Signals) -> Result<Self, CreateVmError> {
         let create = || loop {
             match kvm.fd().create_vm() {
                 // KVM_CREATE_VM gives up on a pending signal; there is nothing to undo.
@@ -212,6 +221,7 @@ impl Vm {
             inner: Arc::new(Inner {
                 fd,
                 capabilities,
+                signals,
                 run_bytes,
                 updates: Mutex::default(),
                 slots: Mutex::default(),
@@ -224,6 +234,12 @@ impl Vm {
     #[must_use]
     pub fn capabilities(&self) -> &Capabilities {
         &self.inner.capabilities
+    }
+
+    /// The signals that it was made with.
+    #[must_use]
+    pub fn signals(&self) -> Signals {
+        self.inner.signals
     }
 
     /// The `kvm-ioctls` handle, for everything that this crate does not wrap. Slots are to be set

@@ -12,7 +12,7 @@ use pagetide_kvm::{Exit, Kvm, Vcpu, Vm};
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn vcpu() -> Option<(Vm, Vcpu)> {
-    let vm = match Kvm::open().map(|kvm| kvm.create_vm()) {
+    let vm = match Kvm::open().map(|kvm| kvm.create_vm_with_signals()) {
         Ok(Ok(vm)) => vm,
         Ok(Err(error)) => {
             println!("SKIP: {error}");

@@ -213,7 +213,7 @@ fn a_machine_without_memory_is_populated() {
     let Ok(kvm) = pagetide_kvm::Kvm::open() else {
         return println!("SKIP: no KVM");
     };
-    let Ok(vm) = kvm.create_vm() else {
+    let Ok(vm) = kvm.create_vm_with_signals() else {
         return println!("SKIP: no VM");
     };
     let population = Populator::new(&vm).run(go_on).expect("nothing to do");

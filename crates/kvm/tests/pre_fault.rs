@@ -11,7 +11,7 @@ const MIB: u64 = 1 << 20;
 fn vm() -> Option<Vm> {
     let vm: Result<Vm, Box<dyn Error>> = Kvm::open()
         .map_err(Into::into)
-        .and_then(|kvm| kvm.create_vm().map_err(Into::into));
+        .and_then(|kvm| kvm.create_vm_with_signals().map_err(Into::into));
     vm.inspect_err(|error| println!("SKIP: {error}")).ok()
 }
 

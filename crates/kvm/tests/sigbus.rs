@@ -350,7 +350,7 @@ fn leave(code: i32) -> ! {
 fn watching(things: &[Then], region: Arc<Region>) {
     let Ok(vm) = Kvm::open()
         .map_err(drop)
-        .and_then(|kvm| kvm.create_vm().map_err(drop))
+        .and_then(|kvm| kvm.create_vm_with_signals().map_err(drop))
     else {
         leave(SKIPPED);
     };

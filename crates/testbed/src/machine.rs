@@ -50,7 +50,7 @@ impl Machine {
     fn build(config: MachineConfig, data: Option<Arc<Region>>) -> Result<Self, MachineError> {
         arch::check()?;
         let kvm = Kvm::open()?;
-        let vm = kvm.create_vm()?;
+        let vm = kvm.create_vm_with_signals()?;
         let platform = arch::Platform::new(&kvm, &vm)?;
         let max_vcpus = u32::try_from(kvm.max_vcpus()).unwrap_or(u32::MAX);
         let layout = config.layout(max_vcpus, platform.gpa_limit())?;

@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::{CommitError, Kvm};
+use pagetide_kvm::{CommitError, Kvm, Signals};
 use pagetide_memory::{Backing, GuestAddress, Region, RegionError};
 use pagetide_testbed::{
     DATA_GPA, EndlessError, MachineError, Metronome, Walkers, WalkersConfig, Walking,
@@ -99,7 +99,7 @@ impl Machines {
         timing: Timing,
     ) -> Result<(Self, Vec<String>), PrepareError> {
         let kvm = Kvm::open()?;
-        let capabilities = *kvm.create_vm()?.capabilities();
+        let capabilities = *kvm.create_vm(Signals::none())?.capabilities();
         let list = Gate {
             method: Method::List,
             present: capabilities.slot_list,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pagetide_kvm::{Kvm, SlotFlags};
+use pagetide_kvm::{Kvm, Signals, SlotFlags};
 use pagetide_memory::{PageIndex, PageRange, PopulateAccess, Region};
 use pagetide_testbed::{
     self as testbed, Content, Expected, FaultHandler, Machine, MachineConfig, NoFaults, RunOutcome,
@@ -42,7 +42,7 @@ impl Machines {
         timing: Timing,
     ) -> Result<(Self, Vec<String>), PrepareError> {
         let kvm = Kvm::open()?;
-        let capabilities = *kvm.create_vm()?.capabilities();
+        let capabilities = *kvm.create_vm(Signals::none())?.capabilities();
         let pages = plan
             .deliveries
             .iter()

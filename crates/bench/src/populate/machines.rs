@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod, SlotFlags};
+use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod, Signals, SlotFlags};
 use pagetide_memory::{Backing, PopulateAccess};
 use pagetide_testbed::{
     Content, Expected, Machine, MachineConfig, NoFaults, Order, Touch, Workload,
@@ -44,7 +44,7 @@ impl Machines {
         timing: Timing,
     ) -> Result<(Self, Vec<String>), PrepareError> {
         let kvm = Kvm::open()?;
-        let capabilities = *kvm.create_vm()?.capabilities();
+        let capabilities = *kvm.create_vm(Signals::none())?.capabilities();
         let gates = [
             Gate {
                 method: Method::Populate,

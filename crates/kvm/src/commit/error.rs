@@ -5,6 +5,8 @@ use std::io;
 
 use pagetide_memory::GuestRange;
 
+use pagetide_uapi::generated as abi;
+
 use super::Method;
 use crate::plan::PlanError;
 use crate::slot::{Slot, SlotFlags};
@@ -26,6 +28,14 @@ pub enum CommitError {
         /// The capability's number.
         number: u32,
     },
+    /// [`Method::Quiesce`] cannot make vCPUs leave KVM_RUN: the VM was made without a signal that
+    /// kicks, and this kernel does not have KVM_CAP_KICK_VCPUS. Nothing has been done.
+    #[error(
+        "method Quiesce: vCPUs cannot be stopped, for the VM has no signal that kicks and this kernel \
+         does not have KVM_CAP_KICK_VCPUS ({})",
+        abi::KVM_CAP_KICK_VCPUS
+    )]
+    NoKick,
     /// The kernel refused the list; nothing has changed.
     #[error("the kernel refuses a list of {entries} slots{}", at_slot(refused.as_ref()))]
     List {

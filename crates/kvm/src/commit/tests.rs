@@ -109,7 +109,7 @@ fn same(one: &SlotLayout, other: &SlotLayout) -> bool {
 fn vm() -> Option<Vm> {
     let vm: Result<Vm, Box<dyn Error>> = Kvm::open()
         .map_err(Into::into)
-        .and_then(|kvm| kvm.create_vm().map_err(Into::into));
+        .and_then(|kvm| kvm.create_vm_with_signals().map_err(Into::into));
     let vm = vm.inspect_err(|error| println!("SKIP: {error}")).ok()?;
     for slot in 0..4 {
         let gpa = GuestAddress(u64::from(slot) << 20);

@@ -47,7 +47,7 @@ const ALL: Capabilities = Capabilities {
 fn vm() -> Option<Vm> {
     let vm: Result<Vm, Box<dyn Error>> = Kvm::open()
         .map_err(Into::into)
-        .and_then(|kvm| kvm.create_vm().map_err(Into::into));
+        .and_then(|kvm| kvm.create_vm_with_signals().map_err(Into::into));
     vm.inspect_err(|error| println!("SKIP: {error}")).ok()
 }
 

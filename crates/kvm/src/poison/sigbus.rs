@@ -71,9 +71,9 @@ pub(crate) fn catching<T>(call: impl FnOnce() -> T) -> (T, Option<Report>) {
 }
 
 /// Installs the handler of SIGBUS, once a process; what was there before runs when a signal is none
-/// of ours. [`Vcpu::bind`](crate::Vcpu::bind) does it as well.
+/// of ours. [`Signals::install_sigbus`](crate::Signals::install_sigbus) does the same for a VM.
 ///
-/// Without vCPUs it is worth a call: accesses by the methods of
+/// Without a VM it is worth a call: accesses by the methods of
 /// [`Region`](pagetide_memory::Region) then fail where they would have ended the process.
 ///
 /// # Errors
@@ -82,20 +82,19 @@ pub fn install_sigbus_handler() -> Result<(), SigbusError> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let installed = INSTALLED.get_or_init(|| {
         let errno = |error: &io::Error| error.raw_os_error().unwrap_or(libc::EIO);
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(rustix::io::Errno::raw_os_error)?;
-        // Never closed: a handler may be about to write to it at any time.
-        WAKE.store(wake.into_raw_fd(), Ordering::Release);
         previous::replace(on_sigbus).map_err(|error| errno(&error))
     });
     installed.map_err(|errno| SigbusError(io::Error::from_raw_os_error(errno)))
 }
 
-/// What becomes readable when there is something in [`FOUND`]; after [`install_sigbus_handler`].
-pub(super) fn wake_descriptor() -> BorrowedFd<'static> {
-    let descriptor = WAKE.load(Ordering::Acquire);
-    // SAFETY: the descriptor was opened by install_sigbus_handler and is never closed.
-    unsafe { BorrowedFd::borrow_raw(descriptor) }
+/// What becomes readable when there is something in [`FOUND`]. To be called once a process.
+pub(super) fn open_wake_descriptor() -> io::Result<BorrowedFd<'static>> {
+    let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+    let wake = eventfd(0, flags)?.into_raw_fd();
+    // Never closed: a handler may be about to write to it at any time.
+    WAKE.store(wake, Ordering::Release);
+    // SAFETY: the descriptor was opened above and is never closed.
+    Ok(unsafe { BorrowedFd::borrow_raw(wake) })
 }
 
 extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
@@ -103,22 +102,36 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: valid for this thread's life.
     let before = unsafe { errno.read() };
-    // SAFETY: installed with SA_SIGINFO, so that `info` is valid, and of SIGBUS; the fields are
-    // plain numbers.
+    // SAFETY: this is a handler of SIGBUS with SA_SIGINFO, and these are its arguments.
+    if !unsafe { handle_sigbus(info, context) } {
+        // SAFETY: as above.
+        let SigbusInfo { code, .. } = unsafe { info.cast::<SigbusInfo>().read() };
+        // SAFETY: as above.
+        unsafe { previous::run(signal, code, info, context) };
+    }
+    // SAFETY: as for reading it.
+    unsafe { errno.write(before) };
+}
+
+/// For a program's own handler of SIGBUS: does what this crate's would do with a signal that tells of
+/// an error in a guest's memory, and returns true; the handler is then to return. Any other signal is
+/// left to the handler. Async-signal-safe, but for errno, which it may change.
+///
+/// A VM is told that there is such a handler by [`Signals::use_sigbus`](crate::Signals::use_sigbus).
+///
+/// # Safety
+///
+/// To be called by a handler of SIGBUS that was installed with SA_SIGINFO, with its own arguments.
+pub unsafe fn handle_sigbus(info: *mut siginfo_t, context: *mut c_void) -> bool {
+    // SAFETY: `info` is valid, as the caller says, and of SIGBUS; the fields are plain numbers.
     let SigbusInfo {
         code,
         addr,
         addr_lsb,
         ..
     } = unsafe { info.cast::<SigbusInfo>().read() };
-    // SAFETY: `context` is this handler's own.
-    let is_ours = unsafe { handle(code, HostAddress(addr), addr_lsb, context) };
-    if !is_ours {
-        // SAFETY: this is a handler of SIGBUS, and these are its arguments.
-        unsafe { previous::run(signal, code, info, context) };
-    }
-    // SAFETY: as for reading it.
-    unsafe { errno.write(before) };
+    // SAFETY: `context` is a running handler's, as the caller says.
+    unsafe { handle(code, HostAddress(addr), addr_lsb, context) }
 }
 
 /// Whether the signal was ours.
@@ -160,7 +173,8 @@ unsafe fn handle(code: c_int, at: HostAddress, lsb: c_short, context: *mut c_voi
 
 fn wake(descriptor: RawFd) {
     let one = 1u64.to_ne_bytes();
-    // SAFETY: write reads the 8 bytes. It may fail only because it has been woken often enough.
+    // SAFETY: write reads the 8 bytes. It fails if nobody watches yet, or it has been woken
+    // often enough.
     unsafe { libc::write(descriptor, one.as_ptr().cast(), one.len()) };
 }
 

@@ -1,6 +1,7 @@
 //! Errors that nobody has touched: told by the kernel to a thread that asked for it.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -10,16 +11,16 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::read;
 
 use super::previous::survive_what_is_found;
-use super::sigbus::{FOUND, install_sigbus_handler, wake_descriptor};
-use super::{MemoryError, SigbusError, Urgency};
+use super::sigbus::{FOUND, open_wake_descriptor};
+use super::{MemoryError, Urgency};
 use crate::vm::{Inner, Vm};
 
 /// Why errors cannot be watched for.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
-    /// There is no handler of SIGBUS.
-    #[error(transparent)]
-    Sigbus(#[from] SigbusError),
+    /// The VM was made without a handler of SIGBUS ([`Signals`](crate::Signals)).
+    #[error("memory errors cannot be watched for: the VM was made without a handler of SIGBUS")]
+    NoHandler,
     /// There is no thread to be had, or the kernel does not tell it early (`PR_MCE_KILL`).
     #[error("cannot start the thread that is told of memory errors")]
     Thread(#[source] io::Error),
@@ -65,7 +66,9 @@ impl ErrorWatch {
     ) -> Result<Self, WatchError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         static THREAD: OnceLock<Result<(), i32>> = OnceLock::new();
-        install_sigbus_handler()?;
+        if !vm.signals().sigbus() {
+            return Err(WatchError::NoHandler);
+        }
         // Before the kernel may tell.
         survive_what_is_found();
         THREAD
@@ -92,6 +95,7 @@ impl Drop for ErrorWatch {
 
 /// Starts the thread; returns when the kernel tells it.
 fn start_thread() -> io::Result<()> {
+    let wake = open_wake_descriptor()?;
     let (sender, receiver) = std::sync::mpsc::channel();
     thread::Builder::new()
         .name("pt-memory-error".to_owned())
@@ -100,7 +104,7 @@ fn start_thread() -> io::Result<()> {
             let is_told = told.is_ok();
             let _ = sender.send(told);
             if is_told {
-                watch();
+                watch(wake);
             }
         })?;
     receiver
@@ -127,8 +131,7 @@ fn be_told_early() -> io::Result<()> {
     }
 }
 
-fn watch() {
-    let wake = wake_descriptor();
+fn watch(wake: BorrowedFd<'_>) {
     loop {
         // An error here would be one of memory or of the descriptor, neither of which there is; then
         // it looks without having been woken.

@@ -11,8 +11,7 @@ use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 
 use super::{PopulateError, PopulateFlags, Populated, Unfinished, rest};
 use crate::gate::{Occupant, Seat};
-use crate::kick::{self, Kickable, KickedThread};
-use crate::vcpu::BindError;
+use crate::kick::{Kickable, KickedThread};
 use crate::vm::Inner;
 
 /// What a thread that populates and those that interrupt it share.
@@ -62,16 +61,12 @@ impl<'vm> Caller<'vm> {
     }
 
     /// Has signals sent to the calling thread, until the result is dropped.
-    pub(crate) fn bind(&self) -> Result<BoundCaller<'_>, BindError> {
-        kick::install_handler().map_err(|source| BindError {
-            signal: kick::kick_signal(),
-            source,
-        })?;
-        self.seat.thread.set(Some(rustix::thread::gettid()));
-        Ok(BoundCaller {
+    pub(crate) fn bind(&self) -> BoundCaller<'_> {
+        self.seat.thread.set_here(self.vm.signals());
+        BoundCaller {
             caller: self,
             this_thread: PhantomData,
-        })
+        }
     }
 }
 
@@ -114,7 +109,7 @@ impl BoundCaller<'_> {
 
 impl Drop for BoundCaller<'_> {
     fn drop(&mut self) {
-        self.caller.seat.thread.set(None);
+        self.caller.seat.thread.unset();
     }
 }
 

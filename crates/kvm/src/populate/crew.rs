@@ -105,9 +105,7 @@ impl Work {
             }
             if let Some(tool) = tool.take() {
                 means = Some(match tool {
-                    Tool::Ioctl(caller) => {
-                        Means::Ioctl(caller.bind().map_err(|error| failed(error.into()))?)
-                    }
+                    Tool::Ioctl(caller) => Means::Ioctl(caller.bind()),
                     Tool::PreFault(vcpu) => {
                         Means::PreFault(vcpu.bind().map_err(|error| failed(error.into()))?)
                     }

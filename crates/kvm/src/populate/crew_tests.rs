@@ -8,7 +8,8 @@ use rustix::io::Errno;
 
 use super::*;
 use crate::gate::{Occupant, Seat};
-use crate::kick::{self, KickedThread};
+use crate::kick::KickedThread;
+use crate::signals::Signals;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -35,21 +36,21 @@ impl Kickable for Sleeper {
 
 /// A worker that gets a signal just before its ioctl, and sleeps there until it gets another one.
 fn sleep_after_first_signal(work: &Work, sleeper: &Sleeper) {
-    sleeper.thread.set(Some(rustix::thread::gettid()));
+    let signals = Signals::none().install_kick().expect("a handler");
+    sleeper.thread.set_here(signals);
     while sleeper.sent.load(Ordering::SeqCst) == 0 {
         thread::yield_now();
     }
     // Any system call: the signal is delivered at its end, if it was not before.
     let _ = rustix::process::getppid();
     while !work.is_over() || poll(&mut [], None) != Err(Errno::INTR) {}
-    sleeper.thread.set(None);
+    sleeper.thread.unset();
 }
 
 #[test]
 fn a_signal_just_before_the_ioctl_is_sent_again() {
     let (ended, ends) = mpsc::channel();
     thread::spawn(move || {
-        kick::install_handler().expect("a handler");
         let work = Work::new(Vec::new(), PopulateFlags::default());
         thread::scope(|scope| {
             let sleeper = Arc::new(Sleeper::default());

@@ -6,7 +6,6 @@ use std::io;
 use pagetide_memory::{GuestAddress, GuestRange};
 
 use super::{PopulateFlags, Populated, rest};
-use crate::vcpu::BindError;
 
 /// How far a population got that did not get to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,9 +73,6 @@ pub enum PopulateError {
         #[source]
         source: io::Error,
     },
-    /// The signal with which slot transactions interrupt it cannot be had.
-    #[error(transparent)]
-    Signal(#[from] BindError),
 }
 
 impl PopulateError {
@@ -87,7 +83,7 @@ impl PopulateError {
             Self::NoSlot { unfinished, .. }
             | Self::Interrupted { unfinished }
             | Self::Failed { unfinished, .. } => Some(unfinished),
-            Self::MissingCapability { .. } | Self::Invalid { .. } | Self::Signal(_) => None,
+            Self::MissingCapability { .. } | Self::Invalid { .. } => None,
         }
     }
 
@@ -100,7 +96,7 @@ impl PopulateError {
                 unfinished.done += done;
                 unfinished.rest = rest(range, unfinished.rest.start()).unwrap_or(unfinished.rest);
             }
-            Self::MissingCapability { .. } | Self::Invalid { .. } | Self::Signal(_) => {}
+            Self::MissingCapability { .. } | Self::Invalid { .. } => {}
         }
         self
     }

@@ -94,9 +94,9 @@ pub enum WorkerError {
     /// The host could not make memory present.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// The signal that stops a worker cannot be had.
+    /// A vCPU cannot be bound to a worker's thread.
     #[error(transparent)]
-    Signal(#[from] BindError),
+    Bind(#[from] BindError),
 }
 
 /// Why a population did not get to its end.

@@ -16,7 +16,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment};
-use pagetide_kvm::{BoundVcpu, Exit, Kvm, Method, SlotFlags, Vcpu, Vm};
+use pagetide_kvm::{BoundVcpu, Exit, Kvm, Method, Signals, SlotFlags, Vcpu, Vm};
 use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
 
 pub(crate) const PAGE: u64 = 4096;
@@ -124,9 +124,13 @@ impl Machine {
     }
 
     pub(crate) fn with(backing: Backing) -> Option<Arc<Self>> {
+        Self::with_signals(backing, Signals::install().expect("handlers"))
+    }
+
+    pub(crate) fn with_signals(backing: Backing, signals: Signals) -> Option<Arc<Self>> {
         let vm: Result<Vm, Box<dyn Error>> = Kvm::open()
             .map_err(Into::into)
-            .and_then(|kvm| kvm.create_vm().map_err(Into::into));
+            .and_then(|kvm| kvm.create_vm(signals).map_err(Into::into));
         let vm = vm.inspect_err(|error| println!("SKIP: {error}")).ok()?;
         // Some processors need a place for KVM's own use; where it is not needed it may be refused.
         let _ = vm.fd().set_tss_address(0xfffb_d000);

@@ -88,7 +88,7 @@ impl Endless {
     ) -> Result<Self, MachineError> {
         arch::check()?;
         let kvm = Kvm::open()?;
-        let vm = kvm.create_vm()?;
+        let vm = kvm.create_vm_with_signals()?;
         let platform = arch::Platform::new(&kvm, &vm)?;
         check(vcpus, data.bytes(), &kvm, platform.gpa_limit())?;
         // The table takes the place of a log of touches, 4 bytes each.

@@ -51,7 +51,7 @@ impl LinuxMachine {
 
         let kvm = Kvm::open()?;
         config.check_vcpus(u32::try_from(kvm.max_vcpus()).unwrap_or(u32::MAX))?;
-        let vm = kvm.create_vm()?;
+        let vm = kvm.create_vm_with_signals()?;
         let platform = Platform::new(&kvm, &vm)?;
         config.check_end(layout, platform.gpa_limit())?;
         create_timer(&vm)?;

@@ -1,0 +1,295 @@
+//! Signals are handled by whom the program says. Handlers belong to the process, so each test has one
+//! of its own.
+
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod guest;
+
+use std::ffi::{c_int, c_void};
+use std::mem::zeroed;
+use std::process::Command;
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, mpsc};
+
+use guest::{DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, Word, wait_until};
+use libc::siginfo_t;
+use pagetide_kvm::poison::{ErrorWatch, WatchError, handle_sigbus};
+use pagetide_kvm::{BindError, CommitError, Exit, Method, PopulateFlags, Signals, SignalsError};
+use pagetide_kvm::{VcpuKick, kick_signal};
+use pagetide_memory::Backing;
+
+/// Which test a process is for.
+const TEST: &str = "PAGETIDE_TEST_SIGNALS";
+
+/// Runs `test`, whose name is `name`, in a process of its own.
+fn alone(name: &str, test: impl FnOnce()) {
+    if std::env::var_os(TEST).is_some() {
+        return test();
+    }
+    let output = Command::new(std::env::current_exe().expect("a program"))
+        .args(["--exact", name, "--nocapture", "--test-threads=1"])
+        .env(TEST, name)
+        .output()
+        .expect("a process");
+    let said = String::from_utf8_lossy(&output.stdout);
+    for skip in said.lines().filter(|line| line.starts_with("SKIP: ")) {
+        println!("{skip}");
+    }
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}:\n{errors}", output.status);
+}
+
+/// What handles a signal.
+fn handler_of(signal: c_int) -> usize {
+    // SAFETY: plain data.
+    let mut found: libc::sigaction = unsafe { zeroed() };
+    // SAFETY: nothing is changed, and the structure is written to.
+    unsafe { libc::sigaction(signal, null(), &raw mut found) };
+    found.sa_sigaction
+}
+
+fn all_handlers() -> Vec<usize> {
+    (1..=64).map(handler_of).collect()
+}
+
+fn handle(signal: c_int, handler: usize) {
+    // SAFETY: plain data.
+    let mut action: libc::sigaction = unsafe { zeroed() };
+    action.sa_sigaction = handler;
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
+    // SAFETY: the handlers of this file do what a handler may.
+    let status = unsafe { libc::sigaction(signal, &raw const action, null_mut()) };
+    assert_eq!(status, 0);
+}
+
+static CALLS: AtomicI32 = AtomicI32::new(0);
+
+extern "C" fn count(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
+    CALLS.fetch_add(1, Ordering::SeqCst);
+}
+
+fn calls() -> i32 {
+    CALLS.load(Ordering::SeqCst)
+}
+
+/// A machine whose vCPU walks, until it is interrupted.
+struct Walk {
+    machine: Arc<Machine>,
+    kick: VcpuKick,
+    thread: libc::pthread_t,
+    exit: Limited<Exit>,
+}
+
+fn walk(signals: Signals) -> Option<Walk> {
+    let machine = Machine::with_signals(Backing::Shmem, signals)?;
+    let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
+    let kick = vcpu.kick_handle();
+    let (sender, threads) = mpsc::channel();
+    let exit = Limited::spawn("a vCPU", move || {
+        let mut here = vcpu.bind().expect("a thread like any other");
+        // SAFETY: it has no conditions.
+        let _ = sender.send(unsafe { libc::pthread_self() });
+        here.run().expect("no failure")
+    });
+    let thread = threads.recv_timeout(LIMIT).expect("it is bound");
+    wait_until("a round", || machine.get(0, Word::Rounds) > 0);
+    Some(Walk {
+        machine,
+        kick,
+        thread,
+        exit,
+    })
+}
+
+fn send(thread: libc::pthread_t, signal: c_int) {
+    // SAFETY: the callers' threads are joined later, so that they are threads.
+    assert_eq!(unsafe { libc::pthread_kill(thread, signal) }, 0);
+}
+
+#[test]
+fn nothing_is_installed_unasked() {
+    alone("nothing_is_installed_unasked", || {
+        handle(libc::SIGUSR1, count as *const () as usize);
+        let before = all_handlers();
+        let Some(walk) = walk(Signals::none()) else {
+            return;
+        };
+        // The kick is there when the program interrupts the thread.
+        walk.kick.kick();
+        send(walk.thread, libc::SIGUSR1);
+        assert_eq!(walk.exit.join(), Exit::Interrupted);
+        let vm = &walk.machine.vm;
+        if vm.capabilities().populate_memory {
+            let range = walk.machine.data.range();
+            let done = vm.populate(range, PopulateFlags::default());
+            assert_eq!(done.expect("memory").mapped_bytes, range.bytes());
+        }
+        let error = ErrorWatch::start(vm, |_| ()).expect_err("nobody handles SIGBUS");
+        assert!(matches!(error, WatchError::NoHandler), "{error}");
+        assert_eq!(all_handlers(), before);
+    });
+}
+
+#[test]
+fn a_kick_uses_the_programs_own_signal() {
+    alone("a_kick_uses_the_programs_own_signal", || {
+        handle(libc::SIGUSR1, count as *const () as usize);
+        let before = all_handlers();
+        let signals = Signals::none().use_kick(libc::SIGUSR1).expect("handled");
+        let Some(walk) = walk(signals) else { return };
+        let mut transaction = walk.machine.vm.transaction();
+        transaction.split(DATA_SLOT, PAGE);
+        let done = transaction.commit_with(Method::Quiesce);
+        assert_eq!(done.expect("vCPUs can be stopped").kicked, 1);
+        walk.kick.kick();
+        assert_eq!(walk.exit.join(), Exit::Interrupted);
+        assert!(calls() > 0);
+        assert_eq!(all_handlers(), before);
+    });
+}
+
+#[test]
+fn a_signal_without_a_handler_kicks_nobody() {
+    alone("a_signal_without_a_handler_kicks_nobody", || {
+        for handler in [libc::SIG_DFL, libc::SIG_IGN] {
+            handle(libc::SIGUSR2, handler);
+            let error = Signals::none().use_kick(libc::SIGUSR2);
+            let error = error.expect_err("it has none");
+            let signal = libc::SIGUSR2;
+            assert!(
+                matches!(error, SignalsError::NoHandler { signal: told } if told == signal),
+                "{error}"
+            );
+        }
+        let error = Signals::none().use_kick(4000).expect_err("none such");
+        assert!(matches!(error, SignalsError::Kick { .. }), "{error}");
+    });
+}
+
+#[test]
+fn a_previous_handler_gets_what_is_not_a_kick() {
+    alone("a_previous_handler_gets_what_is_not_a_kick", || {
+        handle(kick_signal(), count as *const () as usize);
+        let signals = Signals::install().expect("handlers");
+        assert_ne!(handler_of(kick_signal()), count as *const () as usize);
+        // SAFETY: it has no conditions.
+        send(unsafe { libc::pthread_self() }, kick_signal());
+        assert_eq!(calls(), 1);
+        let Some(walk) = walk(signals) else { return };
+        walk.kick.kick();
+        assert_eq!(walk.exit.join(), Exit::Interrupted);
+        assert_eq!(calls(), 1, "a kick is none of its business");
+    });
+}
+
+#[test]
+fn a_thread_that_blocks_kicks_is_refused() {
+    alone("a_thread_that_blocks_kicks_is_refused", || {
+        let Some(machine) = Machine::new() else {
+            return;
+        };
+        let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
+        drop(vcpu.bind().expect("nothing is blocked"));
+        // SAFETY: plain data.
+        let mut set: libc::sigset_t = unsafe { zeroed() };
+        // SAFETY: the set is written to.
+        unsafe { libc::sigaddset(&raw mut set, kick_signal()) };
+        // SAFETY: the set is read only.
+        unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, null_mut()) };
+        let error = vcpu.bind().expect_err("it is blocked");
+        let wanted = kick_signal();
+        assert!(
+            matches!(error, BindError::Blocked { signal } if signal == wanted),
+            "{error}"
+        );
+    });
+}
+
+#[test]
+fn quiescing_needs_a_way_to_stop_vcpus() {
+    alone("quiescing_needs_a_way_to_stop_vcpus", || {
+        let Some(machine) = Machine::with_signals(Backing::Shmem, Signals::none()) else {
+            return;
+        };
+        let commit = |at| {
+            let mut transaction = machine.vm.transaction();
+            let slot = machine.vm.layout().into_keys().next_back().expect("some");
+            transaction.split(slot, at);
+            transaction.commit_with(Method::Quiesce)
+        };
+        commit(PAGE).expect("there is nobody to stop");
+        let vcpu = machine.vcpu(0, 0, DATA_PAGES);
+        let before = machine.vm.layout().len();
+        if machine.vm.capabilities().kick_vcpus {
+            commit(PAGE).expect("the kernel stops them");
+        } else {
+            let error = commit(PAGE).expect_err("nothing stops them");
+            assert!(matches!(error, CommitError::NoKick), "{error}");
+            assert_eq!(machine.vm.layout().len(), before);
+        }
+        drop(vcpu);
+    });
+}
+
+extern "C" fn own_sigbus(_: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    // SAFETY: this is a handler of SIGBUS with SA_SIGINFO, and these are its arguments.
+    if !unsafe { handle_sigbus(info, context) } {
+        CALLS.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// Sends this thread a SIGBUS as the kernel's own would be.
+fn send_sigbus(code: c_int, at: usize) {
+    #[repr(C)]
+    struct Info {
+        numbers: [c_int; 4],
+        at: usize,
+        lsb: i16,
+        rest: [u8; 102],
+    }
+    let info = Info {
+        numbers: [libc::SIGBUS, 0, code, 0],
+        at,
+        lsb: 12,
+        rest: [0; 102],
+    };
+    // SAFETY: the structure is one of 128 bytes, as the kernel wants it; it is read only.
+    let status = unsafe {
+        libc::syscall(
+            libc::SYS_rt_tgsigqueueinfo,
+            rustix::process::getpid().as_raw_nonzero().get(),
+            rustix::thread::gettid().as_raw_nonzero().get(),
+            libc::SIGBUS,
+            &raw const info,
+        )
+    };
+    assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn the_programs_own_handler_passes_errors_on() {
+    alone("the_programs_own_handler_passes_errors_on", || {
+        handle(libc::SIGBUS, own_sigbus as *const () as usize);
+        let before = all_handlers();
+        let signals = Signals::none().use_sigbus();
+        let Some(machine) = Machine::with_signals(Backing::Shmem, signals) else {
+            return;
+        };
+        let (sender, errors) = mpsc::channel();
+        let tell = move |error| {
+            let _ = sender.send(error);
+        };
+        let watch = ErrorWatch::start(&machine.vm, tell).expect("a watch");
+        send_sigbus(libc::BUS_MCEERR_AO, machine.data.guest().start().0);
+        let error = errors.recv_timeout(LIMIT).expect("it is told");
+        assert_eq!(error.gpa, machine.data.gpa());
+        assert_eq!(calls(), 0);
+        send_sigbus(libc::BUS_MCEERR_AO, 0x1000);
+        send_sigbus(libc::BUS_MCEERR_AR, 0x1000);
+        assert_eq!(calls(), 2, "left to the handler");
+        drop(watch);
+        assert_eq!(all_handlers(), before);
+    });
+}
