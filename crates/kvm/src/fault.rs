@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use kvm_bindings::{KVM_EXIT_UNKNOWN, kvm_run};
 use pagetide_memory::GuestAddress;
 use pagetide_uapi::generated as abi;
 
@@ -88,6 +89,39 @@ impl FaultExit {
         }
     }
 
+    /// The memory fault with which a KVM_RUN failed, for a program that calls it itself: `run` is the
+    /// vCPU's structure, and `errno` what KVM_RUN returned. None if it is no annotated fault.
+    ///
+    /// With `kvm-ioctls`: `VcpuFd::run` returns annotated faults as `VcpuExit::MemoryFault`, which does not
+    /// say whether the errno was EHWPOISON; the thread's errno still does, right after the call.
+    ///
+    /// Kernels without Pagetide's patches may fail without an annotation and leave an earlier one
+    /// there: [`FaultExit::forget`] before each KVM_RUN tells them apart.
+    #[must_use]
+    pub fn of(run: &kvm_run, errno: i32) -> Option<Self> {
+        let is_fault = matches!(errno, libc::EFAULT | libc::EHWPOISON);
+        if !is_fault || run.exit_reason != abi::KVM_EXIT_MEMORY_FAULT {
+            return None;
+        }
+        // SAFETY: the member that the exit reason names; plain numbers, for which any bits are valid.
+        let fault = unsafe { run.__bindgen_anon_1.memory_fault };
+        let is_poisoned = errno == libc::EHWPOISON;
+        Some(Self::decode(
+            fault.flags,
+            fault.gpa,
+            fault.size,
+            is_poisoned,
+        ))
+    }
+
+    /// Forgets an annotated fault of an earlier KVM_RUN. Any other exit stays, as the kernel may look at
+    /// it to complete an access.
+    pub fn forget(run: &mut kvm_run) {
+        if run.exit_reason == abi::KVM_EXIT_MEMORY_FAULT {
+            run.exit_reason = KVM_EXIT_UNKNOWN;
+        }
+    }
+
     /// Whether making the page present and entering again can resolve it.
     #[must_use]
     pub const fn is_resolvable(&self) -> bool {
@@ -149,6 +183,33 @@ mod tests {
             );
             assert_eq!(fault.is_resolvable(), absent, "flags {flags:#x}");
         }
+    }
+
+    #[test]
+    fn a_run_structure_is_read_as_the_errno_says() {
+        let mut run = kvm_run {
+            exit_reason: abi::KVM_EXIT_MEMORY_FAULT,
+            ..kvm_run::default()
+        };
+        run.__bindgen_anon_1.memory_fault.flags = WRITE | ABSENT;
+        run.__bindgen_anon_1.memory_fault.gpa = 0x3000;
+        run.__bindgen_anon_1.memory_fault.size = 4096;
+        let fault = FaultExit::decode(WRITE | ABSENT, 0x3000, 4096, false);
+        assert_eq!(FaultExit::of(&run, libc::EFAULT), Some(fault));
+        let poisoned = FaultExit {
+            poisoned: true,
+            ..fault
+        };
+        assert_eq!(FaultExit::of(&run, libc::EHWPOISON), Some(poisoned));
+        for errno in [0, libc::EINTR, libc::EAGAIN] {
+            assert_eq!(FaultExit::of(&run, errno), None);
+        }
+        FaultExit::forget(&mut run);
+        assert_eq!(FaultExit::of(&run, libc::EFAULT), None);
+        // The kernel completes an MMIO access at the next entry.
+        run.exit_reason = kvm_bindings::KVM_EXIT_MMIO;
+        FaultExit::forget(&mut run);
+        assert_eq!(run.exit_reason, kvm_bindings::KVM_EXIT_MMIO);
     }
 
     #[test]

@@ -7,7 +7,8 @@
 //! population of stage-2 tables ([`Vm::populate`], [`Populator`]), statistics ([`Stats`]), and
 //! [`SlotTransaction`]: changes of several slots that no vCPU sees half done, by
 //! `KVM_SET_USER_MEMORY_REGION_LIST` or by stopping every vCPU (`docs/design/slot-transactions.md`).
-//! [`poison`] is about uncorrected memory errors: SIGBUS, and machine checks for the guest.
+//! A program that makes its VMs itself has them adopted ([`Vm::adopt`]), or uses [`FaultExit::of`],
+//! [`Capabilities::of`] and [`populate_vm`] without a [`Vm`]. [`poison`] is about uncorrected memory errors: SIGBUS, and machine checks for the guest.
 //!
 //! ```no_run
 //! use pagetide_kvm::{Exit, Kvm, Signals};
@@ -26,6 +27,7 @@
 #[cfg(test)]
 extern crate self as pagetide_kvm;
 
+mod adopt;
 mod commit;
 mod exit;
 mod fault;
@@ -46,6 +48,7 @@ mod transaction;
 mod vcpu;
 mod vm;
 
+pub use adopt::AdoptError;
 pub use commit::{CommitError, Committed, FailedChange, Method, Undone};
 pub use exit::Exit;
 pub use fault::{Access, FaultExit};
@@ -53,7 +56,7 @@ pub use kick::VcpuKick;
 pub use plan::PlanError;
 pub use populate::{
     PopulateError, PopulateFlags, Populated, Population, PopulationError, PopulationProgress,
-    Populator, PopulatorMethod, Unfinished, WorkerError,
+    Populator, PopulatorMethod, Unfinished, WorkerError, populate_vm,
 };
 pub use pre_fault::PreFaultError;
 pub use signals::{Signals, SignalsError, kick_signal};

@@ -14,6 +14,7 @@ mod populator;
 use std::fmt;
 use std::ops::AddAssign;
 
+use kvm_ioctls::VmFd;
 use pagetide_memory::{GuestAddress, GuestRange};
 use pagetide_uapi::generated as abi;
 
@@ -150,6 +151,27 @@ impl Vm {
         }
         Ok(done)
     }
+}
+
+/// As [`Vm::populate_unless`], for a VM that the program has made and that has no [`Vm`]. Slot
+/// transactions do not hold it up, and wait for it like the program's own ioctls.
+///
+/// # Errors
+/// As [`Vm::populate_unless`].
+pub fn populate_vm(
+    vm: &VmFd,
+    range: GuestRange,
+    flags: PopulateFlags,
+    mut stop: impl FnMut() -> bool,
+) -> Result<Populated, PopulateError> {
+    let mut done = Populated::default();
+    for chunk in chunks(range) {
+        let result = caller::resume(chunk, flags, &mut stop, |request| {
+            caller::populate_memory(vm, request)
+        });
+        done += result.map_err(|error| error.within(range, done))?;
+    }
+    Ok(done)
 }
 
 /// Cuts a range at multiples of [`CHUNK`].

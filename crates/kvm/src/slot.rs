@@ -92,6 +92,14 @@ pub enum SlotError {
         /// The range that it holds.
         range: GuestRange,
     },
+    /// A slot was to be noted whose memory is not in its region.
+    #[error("memory slot {slot}: the memory of {range} is not all in the region")]
+    OutsideRegion {
+        /// The slot.
+        slot: u32,
+        /// Where the guest sees it.
+        range: GuestRange,
+    },
     /// The slot has no region.
     #[error("memory slot {slot} is empty")]
     Empty {

@@ -38,6 +38,10 @@ pub struct Kvm {
 }
 
 impl Kvm {
+    pub(crate) fn over(fd: kvm_ioctls::Kvm) -> Self {
+        Self { fd }
+    }
+
     /// Opens /dev/kvm and checks the API version.
     ///
     /// # Errors

@@ -79,7 +79,9 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
-    fn of(vm: &VmFd) -> Self {
+    /// What the kernel has for this VM; one call of the kernel for each field.
+    #[must_use]
+    pub fn of(vm: &VmFd) -> Self {
         let value = |number: u32| vm.check_extension_raw(number.into());
         let has = |number| value(number) > 0;
         Self {
@@ -96,6 +98,14 @@ impl Capabilities {
                 .filter(|n| *n > 0)
                 .unwrap_or(32),
         }
+    }
+
+    /// The flag of a slot whose absent pages are to leave KVM_RUN (KVM_MEM_ABSENT_MAPPING_FAULT), for
+    /// KVM_SET_USER_MEMORY_REGION2; None where the kernel lacks it.
+    #[must_use]
+    pub fn absent_mapping_flag(&self) -> Option<u32> {
+        (self.absent_mapping_fault && self.user_memory2)
+            .then_some(abi::KVM_MEM_ABSENT_MAPPING_FAULT)
     }
 }
 
@@ -115,9 +125,49 @@ pub(crate) struct Inner {
     /// What the kernel has. Changed only by the holder of `updates`.
     slots: Mutex<SlotLayout>,
     gate: Gate<dyn Kickable>,
+    /// Of a VM that the program made, which may outlive this: slots that the program set itself.
+    foreign: Option<Mutex<SlotLayout>>,
 }
 
 impl Inner {
+    fn new(fd: VmFd, run_bytes: usize, signals: Signals) -> Self {
+        Self {
+            capabilities: Capabilities::of(&fd),
+            fd,
+            signals,
+            run_bytes,
+            updates: Mutex::default(),
+            slots: Mutex::default(),
+            gate: Gate::default(),
+            foreign: None,
+        }
+    }
+
+    pub(crate) fn adopted(fd: VmFd, run_bytes: usize, signals: Signals) -> Self {
+        let mut inner = Self::new(fd, run_bytes, signals);
+        inner.foreign = Some(Mutex::default());
+        inner
+    }
+
+    /// Takes note of a slot that the program has set itself.
+    pub(crate) fn note_foreign(&self, slot: u32, state: Slot) {
+        if let Some(foreign) = &self.foreign {
+            let mut foreign = foreign.lock().unwrap_or_else(PoisonError::into_inner);
+            foreign.insert(slot, state);
+        }
+    }
+
+    /// The slots that the program has set itself; None if this VM is nobody else's.
+    pub(crate) fn take_foreign(&mut self) -> Option<SlotLayout> {
+        let foreign = self.foreign.take()?;
+        Some(foreign.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The size of a vCPU's `kvm_run`.
+    pub(crate) fn run_bytes(&self) -> usize {
+        self.run_bytes
+    }
+
     pub(crate) fn fd(&self) -> &VmFd {
         &self.fd
     }
@@ -145,19 +195,14 @@ impl Inner {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets a slot, once it is checked that the kernel can.
-    fn set(&self, slot: u32, to: &Slot, change: Change) -> Result<(), SlotError> {
+    /// Whether the kernel has what a slot needs.
+    pub(crate) fn check(&self, slot: u32, to: &Slot) -> Result<(), SlotError> {
         let Slot { range, flags, .. } = *to;
-        let Capabilities {
-            absent_mapping_fault,
-            user_memory2,
-            slots,
-            ..
-        } = self.capabilities;
+        let slots = self.capabilities.slots;
         if slot >= slots {
             return Err(SlotError::NoSuchSlot { slot, slots });
         }
-        if flags.absent_mapping_fault && !(absent_mapping_fault && user_memory2) {
+        if flags.absent_mapping_fault && self.capabilities.absent_mapping_flag().is_none() {
             return Err(SlotError::MissingCapability {
                 slot,
                 range,
@@ -165,6 +210,13 @@ impl Inner {
                 number: abi::KVM_CAP_ABSENT_MAPPING_FAULT,
             });
         }
+        Ok(())
+    }
+
+    /// Sets a slot, once it is checked that the kernel can.
+    fn set(&self, slot: u32, to: &Slot, change: Change) -> Result<(), SlotError> {
+        self.check(slot, to)?;
+        let Slot { range, flags, .. } = *to;
         self.set_one(slot, to, change).map_err(|source| {
             let errno = source.raw_os_error();
             match errno {
@@ -216,18 +268,17 @@ impl Vm {
             .get_vcpu_mmap_size()
             .map_err(os_error)
             .map_err(CreateVmError::RunSize)?;
-        let capabilities = Capabilities::of(&fd);
-        Ok(Self {
-            inner: Arc::new(Inner {
-                fd,
-                capabilities,
-                signals,
-                run_bytes,
-                updates: Mutex::default(),
-                slots: Mutex::default(),
-                gate: Gate::default(),
-            }),
-        })
+        Ok(Self::over(Inner::new(fd, run_bytes, signals)))
+    }
+
+    pub(crate) fn over(inner: Inner) -> Self {
+        let inner = Arc::new(inner);
+        Self { inner }
+    }
+
+    /// For a vCPU.
+    pub(crate) fn share(&self) -> Arc<Inner> {
+        Arc::clone(&self.inner)
     }
 
     /// What this kernel has.

@@ -5,6 +5,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
+use kvm_ioctls::VmFd;
 use pagetide_memory::{GuestAddress, GuestRange};
 use pagetide_uapi::generated as abi;
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
@@ -90,16 +91,7 @@ impl BoundCaller<'_> {
         resume(range, flags, stop, |request| {
             // No code of a caller runs in between, as the gate demands.
             vm.gate().enter(&seat.seat);
-            // SAFETY: a VM's descriptor and the structure that this ioctl takes; the kernel writes
-            // to that structure only, and maps what the VM's slots have, which `Vm` keeps mapped.
-            // Gated by KVM_CAP_POPULATE_MEMORY, which new() has seen.
-            let status =
-                unsafe { ioctl_with_mut_ref(vm.fd(), abi::KVM_POPULATE_MEMORY.into(), request) };
-            let result = match status {
-                0 => Ok(()),
-                // At once: what follows may change errno.
-                _ => Err(io::Error::last_os_error()),
-            };
+            let result = populate_memory(vm.fd(), request);
             // A transaction's signal that comes now or later interrupts nothing, or once more.
             vm.gate().leave(&seat.seat);
             result
@@ -113,8 +105,19 @@ impl Drop for BoundCaller<'_> {
     }
 }
 
+/// KVM_POPULATE_MEMORY, gated by KVM_CAP_POPULATE_MEMORY; a kernel without it says ENOTTY.
+pub(super) fn populate_memory(vm: &VmFd, request: &mut abi::kvm_populate_memory) -> io::Result<()> {
+    // SAFETY: a VM's descriptor and the structure that this ioctl takes; the kernel writes to that
+    // structure only, and maps what the VM's slots have, which whoever set them keeps mapped.
+    match unsafe { ioctl_with_mut_ref(vm, abi::KVM_POPULATE_MEMORY.into(), request) } {
+        0 => Ok(()),
+        // At once: what follows may change errno.
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Calls the ioctl until the whole range is dealt with.
-fn resume(
+pub(super) fn resume(
     range: GuestRange,
     flags: PopulateFlags,
     mut stop: impl FnMut() -> bool,
@@ -156,6 +159,10 @@ fn resume(
                 gpa,
                 unfinished,
                 source,
+            },
+            Some(libc::ENOTTY) => PopulateError::MissingCapability {
+                range,
+                number: abi::KVM_CAP_POPULATE_MEMORY,
             },
             Some(libc::EINVAL) => PopulateError::Invalid {
                 range,

@@ -1,0 +1,232 @@
+//! VMs and vCPUs that the program has made itself, with `kvm-ioctls` or without.
+//!
+//! | | belongs to | ends |
+//! |---|---|---|
+//! | the kernel's VM, its vCPUs | the program, and to the [`Vm`] and [`Vcpu`]s made here | with the last descriptor of either |
+//! | the descriptors that are given | the program; they are duplicated | when the program closes them |
+//! | slots that the program has set, and their memory | the program, also if [`Vm::adopt_slot`] notes them | as it likes |
+//! | slots set through the [`Vm`] | the [`Vm`]; their memory stays mapped as long as the slot is there | by [`Vm::remove_slot`] or a transaction |
+//!
+//! The program's VM may outlive the [`Vm`]. Slots that were set through the [`Vm`] and are still there when it
+//! is dropped therefore keep their memory mapped for the life of the process.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::sync::Arc;
+
+use kvm_bindings::{KVM_CAP_USER_MEMORY, KVMIO, kvm_mp_state};
+use kvm_ioctls::{VcpuFd, VmFd};
+use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ref, ioctl_with_val};
+use vmm_sys_util::{ioctl_io_nr, ioctl_ior_nr};
+
+use crate::kick::KickTarget;
+use crate::os_error;
+use crate::run_page::RunPage;
+use crate::signals::Signals;
+use crate::slot::{Slot, SlotError};
+use crate::system::Kvm;
+use crate::vcpu::Vcpu;
+use crate::vm::{Inner, Vm};
+
+// kvm-ioctls has these, but keeps the numbers to itself.
+ioctl_io_nr!(KVM_GET_API_VERSION, KVMIO, 0x00);
+ioctl_io_nr!(KVM_CHECK_EXTENSION, KVMIO, 0x03);
+ioctl_ior_nr!(KVM_GET_MP_STATE, KVMIO, 0x98, kvm_mp_state);
+
+/// Why something that the program has made cannot be adopted.
+#[derive(Debug, thiserror::Error)]
+pub enum AdoptError {
+    /// The descriptor is not a VM's.
+    #[error("descriptor {fd} is not a KVM VM's")]
+    NotAVm {
+        /// The descriptor.
+        fd: i32,
+    },
+    /// The descriptor is not a vCPU's.
+    #[error("descriptor {fd} is not a vCPU's")]
+    NotAVcpu {
+        /// The descriptor.
+        fd: i32,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The descriptor cannot be duplicated.
+    #[error("cannot duplicate descriptor {fd}")]
+    Duplicate {
+        /// The descriptor.
+        fd: i32,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The size of `kvm_run` is unknown.
+    #[error("KVM_GET_VCPU_MMAP_SIZE failed")]
+    RunSize(#[source] io::Error),
+    /// The vCPU's `kvm_run` cannot be mapped.
+    #[error("cannot map kvm_run of vCPU {vcpu}")]
+    Map {
+        /// The vCPU's number.
+        vcpu: u32,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Vm {
+    /// A [`Vm`] for a VM that the program has made. Nothing about the VM changes, and it has no slots
+    /// as far as the [`Vm`] knows: see [`Vm::adopt_slot`].
+    ///
+    /// # Errors
+    /// See [`AdoptError`].
+    pub fn adopt(kvm: &Kvm, vm: &VmFd, signals: Signals) -> Result<Self, AdoptError> {
+        // SAFETY: the descriptor stays open during this call, because `vm` is borrowed.
+        let fd = unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) };
+        Self::adopt_fd(kvm, fd, signals)
+    }
+
+    /// As [`Vm::adopt`], by the VM's descriptor.
+    ///
+    /// # Errors
+    /// See [`AdoptError`].
+    pub fn adopt_fd(kvm: &Kvm, vm: BorrowedFd<'_>, signals: Signals) -> Result<Self, AdoptError> {
+        let raw = vm.as_raw_fd();
+        if !is_vm(vm) {
+            return Err(AdoptError::NotAVm { fd: raw });
+        }
+        let run_bytes = kvm.fd().get_vcpu_mmap_size();
+        let run_bytes = run_bytes.map_err(|errno| AdoptError::RunSize(os_error(errno)))?;
+        let own = duplicate(vm)?;
+        // SAFETY: a VM's descriptor, which is nobody else's.
+        let fd = unsafe { kvm.fd().create_vmfd_from_rawfd(own.as_raw_fd()) };
+        let fd = fd.map_err(|errno| AdoptError::RunSize(os_error(errno)))?;
+        // It is `fd`'s now.
+        let _ = own.into_raw_fd();
+        Ok(Self::over(Inner::adopted(fd, run_bytes, signals)))
+    }
+
+    /// A [`Vcpu`] for a vCPU of this VM that the program has made, with the number `id`. The
+    /// architecture's set-up is and stays the program's, by either handle.
+    ///
+    /// From now on the guest is run by the [`Vcpu`], so that kicks and slot transactions reach it, and
+    /// `kvm_run` is its own: the program's handle is not to be used for either.
+    ///
+    /// # Errors
+    /// See [`AdoptError`].
+    pub fn adopt_vcpu(&self, id: u32, vcpu: &VcpuFd) -> Result<Vcpu, AdoptError> {
+        // SAFETY: the descriptor stays open during this call, because `vcpu` is borrowed.
+        let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
+        self.adopt_vcpu_fd(id, fd)
+    }
+
+    /// As [`Vm::adopt_vcpu`], by the vCPU's descriptor. Waits while the vCPU is in KVM_RUN.
+    ///
+    /// # Errors
+    /// See [`AdoptError`].
+    pub fn adopt_vcpu_fd(&self, id: u32, vcpu: BorrowedFd<'_>) -> Result<Vcpu, AdoptError> {
+        let fd = vcpu.as_raw_fd();
+        is_vcpu(vcpu).map_err(|source| AdoptError::NotAVcpu { fd, source })?;
+        let own = duplicate(vcpu)?.into_raw_fd();
+        let map = |source| AdoptError::Map { vcpu: id, source };
+        // SAFETY: a vCPU's descriptor, which is nobody else's; it is closed if this fails.
+        let fd = unsafe { self.fd().create_vcpu_from_rawfd(own) };
+        let fd = fd.map_err(|errno| map(os_error(errno)))?;
+        let page = RunPage::map(&fd, self.inner().run_bytes()).map_err(map)?;
+        Ok(Vcpu::new(id, fd, KickTarget::new(page), self.share()))
+    }
+
+    /// Takes note of a slot that the program has set by itself, so that transactions can change it,
+    /// and gpas in it can be told. Nothing is done to the slot. If the VM does not have it like that, the
+    /// kernel will refuse what is done with it later.
+    ///
+    /// # Errors
+    /// See [`SlotError`].
+    pub fn adopt_slot(&self, slot: u32, state: Slot) -> Result<(), SlotError> {
+        let inner = self.inner();
+        let _updates = inner.updates();
+        inner.check(slot, &state)?;
+        let end = state.offset.checked_add(state.range.bytes());
+        let range = state.range;
+        if end.is_none_or(|end| end > state.region.bytes()) {
+            return Err(SlotError::OutsideRegion { slot, range });
+        }
+        let mut slots = inner.slots();
+        if let Some(used) = slots.get(&slot) {
+            let range = used.range;
+            return Err(SlotError::InUse { slot, range });
+        }
+        if slots.values().any(|known| known.range.overlaps(range)) {
+            let source = io::Error::from_raw_os_error(libc::EEXIST);
+            return Err(SlotError::Overlap {
+                slot,
+                range,
+                source,
+            });
+        }
+        inner.note_foreign(slot, state.clone());
+        slots.insert(slot, state);
+        Ok(())
+    }
+}
+
+impl Kvm {
+    /// For a program that has opened /dev/kvm itself; the descriptor is duplicated.
+    ///
+    /// # Errors
+    /// It cannot be.
+    pub fn adopt(kvm: &kvm_ioctls::Kvm) -> Result<Self, AdoptError> {
+        use std::os::fd::FromRawFd;
+
+        // SAFETY: the descriptor stays open during this call, because `kvm` is borrowed.
+        let fd = unsafe { BorrowedFd::borrow_raw(kvm.as_raw_fd()) };
+        let own = duplicate(fd)?.into_raw_fd();
+        // SAFETY: a descriptor of /dev/kvm, which is nobody else's.
+        Ok(Self::over(unsafe { kvm_ioctls::Kvm::from_raw_fd(own) }))
+    }
+}
+
+fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd, AdoptError> {
+    // Not one of the three that programs give a meaning to.
+    rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|errno| AdoptError::Duplicate {
+        fd: fd.as_raw_fd(),
+        source: errno.into(),
+    })
+}
+
+/// Whether it is a VM's: VMs and /dev/kvm know capabilities, and /dev/kvm alone its version.
+fn is_vm(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: the argument is a number; descriptors of other kinds do not know the ioctl.
+    let knows = unsafe { ioctl_with_val(&fd, KVM_CHECK_EXTENSION(), KVM_CAP_USER_MEMORY.into()) };
+    // SAFETY: it has no argument; likewise.
+    let version = unsafe { ioctl(&fd, KVM_GET_API_VERSION()) };
+    knows > 0 && version < 0
+}
+
+fn is_vcpu(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let mut state = kvm_mp_state::default();
+    // SAFETY: the kernel writes to the structure only; descriptors of other kinds do not know the
+    // ioctl.
+    match unsafe { ioctl_with_mut_ref(&fd, KVM_GET_MP_STATE(), &mut state) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let Some(foreign) = self.take_foreign() else {
+            // The descriptor is closed before the memory goes, and the VM with it.
+            return;
+        };
+        for (number, slot) in std::mem::take(&mut *self.slots()) {
+            let is_programs = foreign
+                .get(&number)
+                .is_some_and(|noted| noted.is_same_memory(&slot));
+            if !is_programs {
+                // The program's VM may still have the slot.
+                std::mem::forget(Arc::clone(&slot.region));
+            }
+        }
+    }
+}
