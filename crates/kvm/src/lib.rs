@@ -32,6 +32,7 @@ mod commit;
 mod exit;
 mod fault;
 mod gate;
+mod home;
 mod kick;
 mod plan;
 pub mod poison;
@@ -52,6 +53,7 @@ pub use adopt::AdoptError;
 pub use commit::{CommitError, Committed, FailedChange, Method, Undone};
 pub use exit::Exit;
 pub use fault::{Access, FaultExit};
+pub use home::Home;
 pub use kick::VcpuKick;
 pub use plan::PlanError;
 pub use populate::{

@@ -107,14 +107,13 @@ fn seen_through(slot: &Slot, lost: Lost, urgency: Urgency) -> Option<MemoryError
     if !(first..end).contains(&offset) {
         return None;
     }
+    let gpa = slot.gpa_of(offset)?;
     // What the region lost may begin before the slot and end after it.
     let from = lost.range.start().offset_from(region)?.max(first);
     let to = lost.range.end().offset_from(region)?.min(end);
-    // The slot's addresses are not the region's own if it was moved.
-    let seen_at = |offset: u64| slot.range.start().checked_add(offset - first);
     Some(MemoryError {
-        gpa: seen_at(offset)?,
-        lost: GuestRange::new(seen_at(from)?, to.checked_sub(from)?).ok()?,
+        gpa,
+        lost: GuestRange::new(slot.gpa_of(from)?, to.checked_sub(from)?).ok()?,
         urgency,
     })
 }
@@ -137,11 +136,7 @@ impl Vm {
     #[must_use]
     pub fn error_of(&self, gpa: GuestAddress, reported: PageSize) -> Option<MemoryError> {
         self.inner().slots().values().find_map(|slot| {
-            let offset = gpa.offset_from(slot.range.start())?;
-            if offset >= slot.range.bytes() {
-                return None;
-            }
-            let at = slot.region.gpa().checked_add(slot.offset + offset)?;
+            let at = slot.region.gpa().checked_add(slot.offset_of(gpa)?)?;
             let lost = slot.region.lost_at_gpa(at, reported)?;
             seen_through(slot, lost, Urgency::ActionRequired)
         })

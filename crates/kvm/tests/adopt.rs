@@ -9,11 +9,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use guest::{DATA, DATA_PAGES, DATA_SLOT, Machine, PAGE, ROUND, Word, toggle, wait_until};
-use guest::{LOW_SLOT, Limited, number_pages};
+use guest::{LOW_SLOT, Limited};
 use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use pagetide_kvm::{AdoptError, Capabilities, Exit, FaultExit, Kvm, Method, PopulateFlags};
 use pagetide_kvm::{PopulateError, Signals, Slot, SlotError, SlotFlags, Vm, populate_vm};
-use pagetide_memory::{Backing, GuestAddress, GuestRange, Region};
+use pagetide_memory::{Backing, GuestAddress, GuestRange, PopulateAccess, Region};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 /// The machine's VM as a program with nothing but kvm-ioctls has it.
@@ -229,7 +229,9 @@ fn a_fault_is_read_from_kvm_ioctls() {
     let fault = FaultExit::of(vcpu.get_kvm_run(), errno.unwrap_or(0)).expect("a fault");
     assert!(fault.is_resolvable(), "{fault}");
     assert_eq!(fault.gpa, GuestAddress(DATA));
-    number_pages(&machine.data, 0);
+    let pages = machine.data.all_pages();
+    let populated = machine.data.populate(pages, PopulateAccess::Write);
+    populated.expect("memory");
     machine.set(0, Word::Report, 1);
     let exit = vcpu.run().expect("no failure");
     assert!(matches!(exit, VcpuExit::IoOut(..)), "{exit:?}");
