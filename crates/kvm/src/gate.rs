@@ -33,9 +33,11 @@
 //! The uncontended cost is one atomic operation on a cache line of the vCPU's own on the way in, and
 //! one on the way out. `docs/decisions/0006-quiesce-gate.md` says what else was considered.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::atomic::fence;
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
+
+use crate::sync::{AtomicU32, Condvar, Mutex, MutexGuard, Ordering};
 
 /// The bit that keeps new ioctls out; the bits below it count those in flight.
 const CLOSED: u32 = 1 << 31;
@@ -214,6 +216,8 @@ impl<O: Occupant + ?Sized> Gate<O> {
             .filter_map(Weak::upgrade)
             .filter(|occupant| occupant.seat().close())
             .collect();
+        // Who is gone left before it went: its last reference was given up with Release.
+        fence(Ordering::Acquire);
         closed.found_inside = inside.len();
         let mut pause = FIRST_PAUSE;
         let mut kicks = 0;
@@ -227,21 +231,27 @@ impl<O: Occupant + ?Sized> Gate<O> {
         closed
     }
 
-    /// Waits until those that are inside have left, at most for `limit`, and keeps those that have
-    /// not.
+    /// Waits until those that are inside have left, or for `limit` in which none has, and keeps those
+    /// that have not.
     fn wait_until_left(
         &self,
         inside: &mut Vec<Arc<O>>,
         limit: Duration,
     ) -> MutexGuard<'_, State<O>> {
-        let some_left_inside = |_: &mut State<O>| {
+        let mut state = self.state();
+        let mut is_over = false;
+        loop {
             inside.retain(|occupant| occupant.seat().inside() > 0);
-            !inside.is_empty()
-        };
-        self.left
-            .wait_timeout_while(self.state(), limit, some_left_inside)
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
+            if is_over || inside.is_empty() {
+                return state;
+            }
+            let (guard, result) = self
+                .left
+                .wait_timeout(state, limit)
+                .unwrap_or_else(PoisonError::into_inner);
+            state = guard;
+            is_over = result.timed_out();
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State<O>> {
@@ -282,6 +292,8 @@ impl<O: Occupant + ?Sized> Drop for Closed<'_, O> {
 }
 
 #[cfg(test)]
-mod model;
+#[cfg(loom)]
+mod loom_tests;
 #[cfg(test)]
+#[cfg(not(loom))]
 mod tests;

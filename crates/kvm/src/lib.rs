@@ -44,6 +44,7 @@ mod signals;
 mod slot;
 mod slot_calls;
 mod stats;
+mod sync;
 mod system;
 mod transaction;
 mod vcpu;
