@@ -6,6 +6,7 @@ use std::time::Duration;
 use pagetide_kvm::Exit;
 use pagetide_memory::{AccessError, Backing, GuestAddress, PageIndex, Region};
 use pagetide_testbed::{self as testbed, EndlessError, FailureCause, Seed, pattern};
+use pagetide_vmm::PoolFailure;
 
 use crate::rounds::RunFailure;
 use crate::timing::Timing;
@@ -41,10 +42,10 @@ pub(crate) fn run_failure(failure: testbed::RunFailure) -> RunFailure {
     match *failure.cause {
         _ if !failure.lost.is_empty() => RunFailure::failed(failure),
         FailureCause::Stalled { .. }
-        | FailureCause::UnexpectedExit {
+        | FailureCause::Vcpus(PoolFailure::UnexpectedExit {
             exit: Exit::Shutdown,
             ..
-        } => RunFailure::Lost(Box::new(failure)),
+        }) => RunFailure::Lost(Box::new(failure)),
         _ => RunFailure::failed(failure),
     }
 }

@@ -8,7 +8,8 @@ mod imp {
     use crate::low_memory::LowMemory;
     use crate::x86_64;
 
-    pub(crate) use x86_64::{Platform, enter_at, position, reset, tell_steal_time, tsc_khz};
+    pub(crate) use pagetide_vmm::x86_64::Platform;
+    pub(crate) use x86_64::{enter_at, position, reset, tell_steal_time, tsc_khz};
 
     pub(crate) fn check() -> Result<(), MachineError> {
         Ok(())

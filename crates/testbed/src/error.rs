@@ -2,8 +2,9 @@
 
 use std::io;
 
-use pagetide_kvm::{CreateVcpuError, CreateVmError, OpenError, RunError, SlotError};
+use pagetide_kvm::{CreateVcpuError, CreateVmError, OpenError, SlotError};
 use pagetide_memory::{AccessError, GuestAddress, PopulateError, RegionError};
+use pagetide_vmm::SetupError;
 
 use crate::config::ConfigError;
 
@@ -52,29 +53,9 @@ pub enum MachineError {
         #[source]
         source: AccessError,
     },
-    /// A KVM operation of the VM's set-up failed.
-    #[error("{operation} failed")]
-    Setup {
-        /// The ioctl.
-        operation: &'static str,
-        /// The kernel's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// A KVM operation of a vCPU's set-up failed.
-    #[error("vCPU {vcpu}: {operation} failed")]
-    VcpuSetup {
-        /// The vCPU.
-        vcpu: u32,
-        /// The ioctl.
-        operation: &'static str,
-        /// The kernel's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// The last exit of a vCPU could not be completed.
-    #[error("cannot complete the last exit of a vCPU")]
-    CompleteIo(#[source] RunError),
+    /// A KVM operation of the set-up failed.
+    #[error(transparent)]
+    Setup(#[from] SetupError),
     /// The host CPUs to pin to are unknown.
     #[error("cannot read which host CPUs this thread may use")]
     Affinity(#[source] io::Error),

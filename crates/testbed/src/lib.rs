@@ -1,14 +1,17 @@
-//! The smallest VMM that exercises every path: a VM, its vCPU threads, and a bare guest that
-//! touches every page of its memory, measures each touch and checks what it reads.
+//! Bare guests on the small VMM ([`pagetide_vmm`]), which exercise every path: a guest that touches
+//! every page of its memory, measures each touch and checks what it reads, and guests that work on
+//! their memory until they are told to end.
 //!
-//! A [`Machine`] is built once and runs many times. Faults that leave the guest go to a
-//! [`FaultHandler`] on the thread of the vCPU that faulted; faults that a userfaultfd serves never
-//! come here. Whatever fails, a vCPU, its handler or something outside ([`Stopper`]), ends the
-//! run with the first cause, and a run in which nothing moves is ended, too.
+//! A [`Machine`] is built once and runs many times. Faults that leave the guest go to the caller's
+//! [`VcpuHooks`](pagetide_vmm::VcpuHooks) on the thread of the vCPU that faulted; faults that a
+//! userfaultfd serves never come here. Whatever fails, a vCPU, a hook or something outside
+//! ([`Stopper`](pagetide_vmm::Stopper)), ends the run with the first cause, and a run in which
+//! nothing moves is ended, too.
 //!
 //! ```no_run
 //! use std::sync::Arc;
-//! use pagetide_testbed::{Machine, MachineConfig, NoFaults, Order, Touch, Workload};
+//! use pagetide_testbed::{Machine, MachineConfig, Order, Touch, Workload};
+//! use pagetide_vmm::NoFaults;
 //!
 //! let mut machine = Machine::new(MachineConfig::new(2, 16 << 20))?;
 //! let workload = Workload::new(Touch::ReadZero, Order::Random { seed: 1 });
@@ -19,12 +22,10 @@
 
 mod arch;
 mod config;
-mod control;
 mod cycler;
 mod endless;
 mod error;
 mod guest;
-mod handler;
 mod layout;
 #[cfg(target_arch = "x86_64")]
 pub mod linux;
@@ -37,8 +38,8 @@ mod page_tables;
 pub mod pattern;
 mod run;
 mod stage_two;
-mod vcpu_thread;
 mod verify;
+mod walk;
 mod walkers;
 mod window;
 mod workload;
@@ -46,11 +47,9 @@ mod workload;
 mod x86_64;
 
 pub use config::{ConfigError, MachineConfig};
-pub use control::Stopper;
 pub use cycler::{Cycler, CyclerConfig, Cycling};
 pub use endless::EndlessError;
 pub use error::MachineError;
-pub use handler::{FaultHandler, Handled, HandlerError, NoFaults, UnexpectedFault};
 pub use layout::{DATA_GPA, DATA_SLOT, LOW_SLOT};
 pub use machine::Machine;
 pub use metronome::Metronome;

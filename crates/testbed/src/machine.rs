@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use pagetide_kvm::{Capabilities, Kvm, Populator, SlotError, SlotFlags, StatsError, Vcpu, Vm};
 use pagetide_memory::{GuestAddress, Region};
+use pagetide_vmm::Stopper;
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::arch;
 use crate::config::{ConfigError, MachineConfig};
-use crate::control::Stopper;
 use crate::error::MachineError;
 use crate::layout::{DATA_GPA, DATA_SLOT, LOW_SLOT};
 use crate::low_memory::LowMemory;

@@ -2,14 +2,13 @@
 
 use std::error::Error;
 use std::fmt;
-use std::io;
 use std::time::Duration;
 
-use pagetide_kvm::{BindError, Exit, FaultExit, RunError};
+use pagetide_kvm::FaultExit;
 use pagetide_memory::GuestAddress;
+use pagetide_vmm::PoolFailure;
 
 use crate::error::MachineError;
-use crate::handler::HandlerError;
 
 /// The latencies that a vCPU measured, in the order of its touches.
 #[derive(Clone, Debug)]
@@ -65,7 +64,7 @@ pub struct VcpuOutcome {
     pub touches: u64,
     /// Exits from KVM_RUN after the start, of any kind.
     pub exits: u64,
-    /// Exits that were memory faults; each went to the handler.
+    /// Exits that were memory faults; each went to the hooks.
     pub faults: u64,
     /// The touches that exited so, by their number in the order of touches, ascending. One touch
     /// may fault more than once, so they may be fewer than `faults`.
@@ -142,19 +141,9 @@ impl fmt::Display for VcpuState {
 /// The first thing that went wrong in a run.
 #[derive(Debug, thiserror::Error)]
 pub enum FailureCause {
-    /// The handler could not resolve a fault.
-    #[error("vCPU {vcpu}: cannot resolve {fault}{}", at_rip(*rip))]
-    Handler {
-        /// The vCPU.
-        vcpu: u32,
-        /// The fault.
-        fault: FaultExit,
-        /// The guest's instruction pointer, if it could be read.
-        rip: Option<u64>,
-        /// What the handler says.
-        #[source]
-        source: HandlerError,
-    },
+    /// A vCPU, a hook or somebody outside ended it.
+    #[error(transparent)]
+    Vcpus(#[from] PoolFailure),
     /// A fault that no retry resolves: not in a slot that asks for exits, or poisoned memory.
     #[error("vCPU {vcpu}: memory fault that cannot be resolved: {fault}{}", at_rip(*rip))]
     UnresolvableFault {
@@ -162,19 +151,6 @@ pub enum FailureCause {
         vcpu: u32,
         /// The fault.
         fault: FaultExit,
-        /// The guest's instruction pointer, if it could be read.
-        rip: Option<u64>,
-    },
-    /// KVM_RUN failed.
-    #[error("the guest cannot be entered")]
-    Run(#[source] RunError),
-    /// The guest left for a reason that the workload never has.
-    #[error("vCPU {vcpu}: unexpected exit: {exit}{}", at_rip(*rip))]
-    UnexpectedExit {
-        /// The vCPU.
-        vcpu: u32,
-        /// The exit.
-        exit: Exit,
         /// The guest's instruction pointer, if it could be read.
         rip: Option<u64>,
     },
@@ -222,61 +198,15 @@ pub enum FailureCause {
         /// Pages of its walk.
         pages: u64,
     },
-    /// A vCPU's thread panicked.
-    #[error("vCPU {vcpu}: thread panicked: {message}")]
-    Panicked {
-        /// The vCPU.
-        vcpu: u32,
-        /// What the panic said.
-        message: String,
-    },
-    /// Somebody outside stopped the run, see [`Stopper`](crate::Stopper).
-    #[error("the run was stopped")]
-    Stopped(#[source] HandlerError),
     /// No vCPU touched a page, exited or finished for too long.
     #[error("no vCPU made progress for {} s", timeout.as_secs_f64())]
     Stalled {
         /// For how long.
         timeout: Duration,
     },
-    /// A vCPU's thread could not be started.
-    #[error("vCPU {vcpu}: cannot start its thread")]
-    Spawn {
-        /// The vCPU.
-        vcpu: u32,
-        /// The system's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// A vCPU's thread could not be pinned.
-    #[error("vCPU {vcpu}: cannot pin its thread to host CPU {cpu}")]
-    Pin {
-        /// The vCPU.
-        vcpu: u32,
-        /// The host CPU.
-        cpu: usize,
-        /// The system's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// A vCPU could not be bound to its thread.
-    #[error("vCPU {vcpu}: cannot be bound to its thread")]
-    Bind {
-        /// The vCPU.
-        vcpu: u32,
-        /// Why.
-        #[source]
-        source: BindError,
-    },
-    /// A vCPU's thread ended without a result.
-    #[error("vCPU {vcpu}: its thread ended without a result")]
-    NoResult {
-        /// The vCPU.
-        vcpu: u32,
-    },
     /// The machine could not be made ready, or its low memory not be read.
     #[error("the machine is not ready")]
-    Machine(#[source] MachineError),
+    Machine(#[from] MachineError),
 }
 
 fn at_rip(rip: Option<u64>) -> String {
@@ -370,9 +300,9 @@ mod tests {
 
     #[test]
     fn a_failure_shows_cause_and_vcpus_and_chains_the_source() {
-        let source: HandlerError = "the source is gone".into();
+        let source: pagetide_vmm::HookError = "the source is gone".into();
         let failure = RunFailure {
-            cause: Box::new(FailureCause::Stopped(source)),
+            cause: Box::new(PoolFailure::Stopped(source).into()),
             vcpus: vec![VcpuState {
                 vcpu: 1,
                 rip: Some(0x1000),

@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use pagetide_kvm::{PopulationError, PopulatorMethod};
 use pagetide_testbed::{
-    Content, Expected, FailureCause, Machine, MachineConfig, MachineError, NoFaults, Order, Touch,
-    Workload,
+    Content, Expected, FailureCause, Machine, MachineConfig, MachineError, Order, Touch, Workload,
 };
+use pagetide_vmm::NoFaults;
 use support::{SEED, chain, fill, machine};
 
 const PER_VCPU: u64 = 1 << 20;

@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use pagetide_memory::{Backing, GuestAddress};
 use pagetide_testbed::{
-    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, NoFaults, Order, Touch,
-    VerifyError, Workload,
+    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, Order, Touch, VerifyError,
+    Workload,
 };
 use pagetide_uapi::userfaultfd::{Features, Mode, UserRange, Userfaultfd};
+use pagetide_vmm::{NoFaults, PoolFailure};
 use support::{SEED, chain, deaf_to_signals, fill, is_lack, machine};
 
 const MIB: u64 = 1 << 20;
@@ -112,7 +113,7 @@ fn a_waiting_run_can_be_stopped_from_outside() {
             .expect_err("nobody serves");
         outside.join().expect("no panic");
         assert!(
-            matches!(*failure.cause, FailureCause::Stopped(_)),
+            matches!(*failure.cause, FailureCause::Vcpus(PoolFailure::Stopped(_))),
             "{failure}"
         );
         if deaf_to_signals(&failure) {

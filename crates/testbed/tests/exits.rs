@@ -7,12 +7,13 @@ mod support;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
-use pagetide_kvm::{Access, FaultExit, SlotError, SlotFlags};
+use pagetide_kvm::{Access, Exit, FaultExit, SlotError, SlotFlags};
 use pagetide_memory::{Backing, GuestRange, PageIndex, PageRange, PopulateAccess, Region};
 use pagetide_testbed::{
-    Content, DATA_GPA, Expected, FailureCause, FaultHandler, Handled, HandlerError, Machine,
-    MachineConfig, NoFaults, Order, RunOutcome, Seed, Touch, Workload,
+    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, Order, RunOutcome, Seed,
+    Touch, Workload,
 };
+use pagetide_vmm::{Handled, HookError, NoFaults, PoolFailure, PoolVcpu, VcpuHooks};
 use support::{SEED, chain, fill, machine};
 
 const MIB: u64 = 1 << 20;
@@ -95,8 +96,8 @@ impl Populate {
     }
 }
 
-impl FaultHandler for Populate {
-    fn handle(&self, _vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
+impl VcpuHooks for Populate {
+    fn on_fault(&self, _vcpu: &mut PoolVcpu<'_>, fault: FaultExit) -> Result<Handled, HookError> {
         match fault.access {
             Access::Read => self.reads.fetch_add(1, Ordering::Relaxed),
             Access::Write => self.writes.fetch_add(1, Ordering::Relaxed),
@@ -303,12 +304,12 @@ struct Failing {
     stopped: AtomicBool,
 }
 
-impl FaultHandler for Failing {
-    fn handle(&self, vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
+impl VcpuHooks for Failing {
+    fn on_fault(&self, vcpu: &mut PoolVcpu<'_>, fault: FaultExit) -> Result<Handled, HookError> {
         if self.good.faults() < 20 {
-            return self.good.handle(vcpu, fault);
+            return self.good.on_fault(vcpu, fault);
         }
-        if vcpu == 0 {
+        if vcpu.id() == 0 {
             return Err("no such page".into());
         }
         let (stopped, changed) = &self.waiting;
@@ -321,7 +322,7 @@ impl FaultHandler for Failing {
         Err("stopped".into())
     }
 
-    fn stop(&self) {
+    fn on_stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
         *self.waiting.0.lock().expect("nobody panics") = true;
         self.waiting.1.notify_all();
@@ -345,12 +346,12 @@ fn a_handlers_error_ends_the_run_with_its_cause() {
     let failure = machine
         .run(&READ, Arc::<Failing>::clone(&handler))
         .expect_err("a page lacks");
-    let FailureCause::Handler {
+    let FailureCause::Vcpus(PoolFailure::Hook {
         vcpu: 0,
-        fault,
+        exit: Some(Exit::Fault(fault)),
         rip: Some(_),
         ..
-    } = &*failure.cause
+    }) = &*failure.cause
     else {
         panic!("{failure}")
     };
@@ -374,8 +375,8 @@ fn a_handlers_error_ends_the_run_with_its_cause() {
 
 struct Panicking;
 
-impl FaultHandler for Panicking {
-    fn handle(&self, _vcpu: u32, _fault: FaultExit) -> Result<Handled, HandlerError> {
+impl VcpuHooks for Panicking {
+    fn on_fault(&self, _: &mut PoolVcpu<'_>, _: FaultExit) -> Result<Handled, HookError> {
         panic!("out of ideas")
     }
 }
@@ -392,7 +393,7 @@ fn a_panic_in_the_handler_ends_the_run_with_its_message() {
     let failure = machine
         .run(&READ, Arc::new(Panicking))
         .expect_err("it panics");
-    let FailureCause::Panicked { message, .. } = &*failure.cause else {
+    let FailureCause::Vcpus(PoolFailure::Panicked { message, .. }) = &*failure.cause else {
         panic!("{failure}")
     };
     assert_eq!(message, "out of ideas");

@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use pagetide_kvm::Exit;
 use pagetide_memory::GuestAddress;
 use pagetide_testbed::{
-    ConfigError, DATA_GPA, FailureCause, Machine, MachineConfig, MachineError, NoFaults, Order,
-    Touch, Workload,
+    ConfigError, DATA_GPA, FailureCause, Machine, MachineConfig, MachineError, Order, Touch,
+    Workload,
 };
+use pagetide_vmm::{NoFaults, PoolFailure};
 use support::{SEED, chain, fill, machine};
 
 const MIB: u64 = 1 << 20;
@@ -44,7 +45,7 @@ fn a_guest_that_spins_is_stopped_from_outside() {
             .expect_err("spinning never ends");
         outside.join().expect("no panic");
         assert!(
-            matches!(*failure.cause, FailureCause::Stopped(_)),
+            matches!(*failure.cause, FailureCause::Vcpus(PoolFailure::Stopped(_))),
             "{failure}"
         );
         assert!(
@@ -72,7 +73,7 @@ fn a_stop_before_the_run_ends_it_at_once() {
         .run(&SPIN, Arc::new(NoFaults))
         .expect_err("stopped before");
     assert!(
-        matches!(*failure.cause, FailureCause::Stopped(_)),
+        matches!(*failure.cause, FailureCause::Vcpus(PoolFailure::Stopped(_))),
         "{failure}"
     );
     reads_well(&mut machine);
@@ -149,7 +150,9 @@ fn an_access_outside_all_memory_is_named() {
     assert!(
         matches!(
             *failure.cause,
-            FailureCause::UnexpectedExit { exit: Exit::Mmio { gpa, write: false, .. }, .. }
+            FailureCause::Vcpus(PoolFailure::UnexpectedExit {
+                exit: Exit::Mmio { gpa, write: false, .. }, ..
+            })
                 if gpa == outside
         ),
         "{failure}"

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::poison::{SimulateError, Simulated, simulate_error};
 use pagetide_memory::{Backing, FailurePolicy, GuestAddress, PoisonMap, RegionError};
-use pagetide_testbed::NoFaults;
 use pagetide_testbed::linux::{
     LinuxConfig, LinuxConsole, LinuxEnd, LinuxError, LinuxMachine, LinuxRunError, MachineChecks,
     VcpuHooks,
 };
+use pagetide_vmm::NoFaults;
 use support::{chain, virtualises};
 
 /// Much longer than a boot takes in a software CPU: what is not over by then hangs.

@@ -7,16 +7,17 @@ mod support;
 use std::error::Error;
 use std::sync::Arc;
 
-use pagetide_kvm::{FaultExit, SlotFlags};
-use pagetide_memory::{Backing, GuestRange};
+use pagetide_kvm::{Exit, SlotFlags};
+use pagetide_memory::Backing;
 use pagetide_pager::{
-    BuildError, ExitResolvers, Fetch, Fetched, Mode, PageCacheSource, PageSource, Pager,
-    PatternSource, ReaderConfig, Readers, Resolution, SourceError, UffdLayout,
+    BuildError, Fetch, Fetched, Mode, PageCacheSource, PageSource, Pager, PatternSource,
+    ReaderConfig, Readers, SourceError, UffdLayout,
 };
 use pagetide_testbed::{
-    Content, Expected, FailureCause, FaultHandler, Handled, HandlerError, Machine, MachineConfig,
-    Order, RunFailure, RunOutcome, Touch, Workload, pattern,
+    Content, Expected, FailureCause, Machine, MachineConfig, Order, RunFailure, RunOutcome, Touch,
+    Workload, pattern,
 };
+use pagetide_vmm::{Paging, PoolFailure, stop_when_paging_fails};
 use support::{SEED, chain, fill, is_lack, machine};
 
 const MIB: u64 = 1 << 20;
@@ -47,28 +48,6 @@ fn deliver(machine: &Machine, delivery: Delivery) -> bool {
 
 fn pattern_source() -> impl PageSource {
     PatternSource::new(|gpa, bytes: &mut [u8]| pattern::fill(gpa, SEED, bytes))
-}
-
-/// Hands exits to the pager.
-struct Resolve {
-    resolvers: ExitResolvers,
-    pre_fault: bool,
-}
-
-impl FaultHandler for Resolve {
-    fn handle(&self, vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
-        match self.resolvers.resolve(vcpu, &fault)? {
-            Resolution::Installed { gpa, bytes } if self.pre_fault => {
-                Ok(Handled::PreFaultThenRetry(GuestRange::new(gpa, bytes)?))
-            }
-            Resolution::Poisoned => Err("poisoned".into()),
-            _ => Ok(Handled::Retry),
-        }
-    }
-
-    fn stop(&self) {
-        self.resolvers.pager().stop();
-    }
 }
 
 /// A run with everything that a pager needs around it.
@@ -104,16 +83,10 @@ impl Rig {
     }
 
     fn run(self, machine: &mut Machine, workload: &Workload) -> Result<RunOutcome, RunFailure> {
-        let stopper = machine.stopper();
-        self.pager
-            .on_failure(move |failure| stopper.stop(failure.clone()));
-        let resolvers = ExitResolvers::new(&self.pager, machine.config().vcpus);
-        let pre_fault = machine.capabilities().pre_fault_memory;
-        let handler = Arc::new(Resolve {
-            resolvers,
-            pre_fault,
-        });
-        let result = machine.run(workload, handler);
+        stop_when_paging_fails(&self.pager, &machine.stopper());
+        let paging = Paging::new(&self.pager, machine.config().vcpus);
+        let paging = paging.pre_fault(machine.capabilities().pre_fault_memory);
+        let result = machine.run(workload, Arc::new(paging));
         let stopped = self.readers.stop();
         if result.is_ok() {
             stopped.unwrap_or_else(|failure| panic!("{}", chain(&failure)));
@@ -229,7 +202,12 @@ fn a_source_that_fails_stops_every_vcpu_and_is_the_cause() {
         );
         match delivery {
             Delivery::Exit => {
-                let FailureCause::Handler { vcpu: 0, fault, .. } = &*failure.cause else {
+                let FailureCause::Vcpus(PoolFailure::Hook {
+                    vcpu: 0,
+                    exit: Some(Exit::Fault(fault)),
+                    ..
+                }) = &*failure.cause
+                else {
                     panic!("{failure}")
                 };
                 assert_eq!(
@@ -239,7 +217,7 @@ fn a_source_that_fails_stops_every_vcpu_and_is_the_cause() {
             }
             Delivery::Uffd => {
                 assert!(
-                    matches!(*failure.cause, FailureCause::Stopped(_)),
+                    matches!(*failure.cause, FailureCause::Vcpus(PoolFailure::Stopped(_))),
                     "{failure}"
                 );
             }

@@ -6,35 +6,19 @@ mod support;
 
 use std::sync::Arc;
 
-use pagetide_kvm::{FaultExit, SlotFlags, Stats};
+use pagetide_kvm::{SlotFlags, Stats};
 use pagetide_memory::Backing;
 use pagetide_pager::{
-    BuildError, ExitResolvers, IncrementalPopulator, Mode, Pager, PatternSource, PopulateConfig,
-    Prefetch, PrefetchConfig, ReaderConfig, Readers, Resolution,
+    BuildError, IncrementalPopulator, Mode, Pager, PatternSource, PopulateConfig, Prefetch,
+    PrefetchConfig, ReaderConfig, Readers,
 };
 use pagetide_testbed::{
-    Content, Expected, FaultHandler, Handled, HandlerError, Machine, MachineConfig, Order, Touch,
-    Workload, pattern,
+    Content, Expected, Machine, MachineConfig, Order, Touch, Workload, pattern,
 };
+use pagetide_vmm::{Paging, stop_when_paging_fails};
 use support::{SEED, chain, is_lack, machine};
 
 const MIB: u64 = 1 << 20;
-
-/// Hands exits to the pager.
-struct Resolve(ExitResolvers);
-
-impl FaultHandler for Resolve {
-    fn handle(&self, vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
-        match self.0.resolve(vcpu, &fault)? {
-            Resolution::Poisoned => Err("poisoned".into()),
-            _ => Ok(Handled::Retry),
-        }
-    }
-
-    fn stop(&self) {
-        self.0.pager().stop();
-    }
-}
 
 /// A pager over the machine's data, whose content is a pattern; None, with the reason printed, where
 /// this host gives no userfaultfd.
@@ -45,8 +29,7 @@ fn pager(machine: &Machine, mode: Mode) -> Option<Arc<Pager>> {
         .build();
     match built {
         Ok(pager) => {
-            let stopper = machine.stopper();
-            pager.on_failure(move |failure| stopper.stop(failure.clone()));
+            stop_when_paging_fails(&pager, &machine.stopper());
             Some(pager)
         }
         Err(BuildError::Open(error)) if is_lack(&error) => {
@@ -73,8 +56,8 @@ fn walk(machine: &mut Machine, pager: &Arc<Pager>) -> u64 {
 
 fn walk_in(machine: &mut Machine, pager: &Arc<Pager>, order: Order) -> u64 {
     let workload = Workload::new(Touch::ReadPattern(SEED), order);
-    let resolvers = ExitResolvers::new(pager, machine.config().vcpus);
-    let outcome = machine.run(&workload, Arc::new(Resolve(resolvers)));
+    let paging = Paging::new(pager, machine.config().vcpus);
+    let outcome = machine.run(&workload, Arc::new(paging));
     let outcome = outcome.unwrap_or_else(|failure| panic!("{}", chain(&failure)));
     outcome.vcpus.iter().map(|vcpu| vcpu.faults).sum()
 }

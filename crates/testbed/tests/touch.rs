@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use pagetide_memory::{Backing, GuestAddress, PageIndex};
 use pagetide_testbed::{
-    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, NoFaults, Order, RunOutcome,
-    Seed, Touch, VerifyError, Workload, pattern,
+    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, Order, RunOutcome, Seed,
+    Touch, VerifyError, Workload, pattern,
 };
+use pagetide_vmm::NoFaults;
 use support::{SEED, chain, fill, machine, write};
 
 const MIB: u64 = 1 << 20;

@@ -6,11 +6,11 @@ use std::time::Duration;
 use pagetide_kvm::{Kvm, Signals, SlotFlags};
 use pagetide_memory::{PageIndex, PageRange, PopulateAccess, Region};
 use pagetide_testbed::{
-    self as testbed, Content, Expected, FaultHandler, Machine, MachineConfig, NoFaults, RunOutcome,
-    Touch, Workload,
+    self as testbed, Content, Expected, Machine, MachineConfig, RunOutcome, Touch, Workload,
 };
 use pagetide_uapi::host::{HugepagePool, available_bytes};
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+use pagetide_vmm::NoFaults;
 
 use super::pages::{Counted, Paging};
 use super::plan::{Access, Delivery, Mode, Order, Plan, Series};
@@ -153,8 +153,7 @@ pub(super) fn page_in(
     workload: &Workload,
     paging: Paging,
 ) -> Result<(RunOutcome, Counted), RunFailure> {
-    let handler: Arc<dyn FaultHandler> = paging.handler();
-    let result = match machine.run(workload, handler) {
+    let result = match machine.run(workload, paging.hooks()) {
         Err(failure) if !failure.lost.is_empty() => {
             // Ending it would close the userfaultfds, and a vCPU that sleeps in one would read
             // zeroes. So it stays, readers and all, until the process ends.

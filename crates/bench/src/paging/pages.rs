@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use pagetide_kvm::FaultExit;
 use pagetide_memory::{GuestAddress, GuestRange, RangeError, Region};
 use pagetide_pager::{
-    Counters, ExitResolvers, PageCacheSource, Pager, PagerBuilder, PatternSource, ReaderConfig,
-    Readers, Resolution, UffdLayout,
+    Counters, PageCacheSource, Pager, PagerBuilder, PatternSource, ReaderConfig, Readers,
+    UffdLayout,
 };
-use pagetide_testbed::{FaultHandler, Handled, HandlerError, Machine, NoFaults, Seed, pattern};
+use pagetide_testbed::{Machine, Seed, pattern};
 use pagetide_uapi::userfaultfd;
+use pagetide_vmm::{self as vmm, NoFaults, VcpuHooks, stop_when_paging_fails};
 
 use super::machines::own_pages;
 use super::plan::{Delivery, Mode, Plan, Uffds};
@@ -20,7 +20,7 @@ use crate::rounds::RunFailure;
 pub(super) struct Paging {
     pager: Arc<Pager>,
     readers: Readers,
-    exits: Option<Arc<ExitHandler>>,
+    exits: Option<Arc<vmm::Paging>>,
 }
 
 /// What a run's pager counted.
@@ -40,13 +40,6 @@ pub(super) struct Counted {
 pub(super) struct NotOnce {
     installed: u64,
     pages: u64,
-}
-
-/// A page's content is lost: there is nothing to show the guest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the page at gpa {gpa} has an uncorrected memory error")]
-struct Poisoned {
-    gpa: GuestAddress,
 }
 
 impl Paging {
@@ -79,18 +72,12 @@ impl Paging {
             .fault_around(series.fault_around.into())
             .build()
             .map_err(RunFailure::failed)?;
-        let stopper = machine.stopper();
-        pager.on_failure(move |failure| stopper.stop(failure.clone()));
+        stop_when_paging_fails(&pager, &machine.stopper());
         let threads = usize::try_from(plan.readers_for(vcpus)).unwrap_or(usize::MAX);
         let readers =
             Readers::spawn(&pager, ReaderConfig::new(threads)).map_err(RunFailure::failed)?;
-        let exits = (series.delivery == Delivery::Exit).then(|| {
-            let resolvers = ExitResolvers::new(&pager, vcpus);
-            Arc::new(ExitHandler {
-                resolvers,
-                pre_fault: plan.pre_fault,
-            })
-        });
+        let exits = (series.delivery == Delivery::Exit)
+            .then(|| Arc::new(vmm::Paging::new(&pager, vcpus).pre_fault(plan.pre_fault)));
         Ok(Self {
             pager,
             readers,
@@ -99,9 +86,9 @@ impl Paging {
     }
 
     /// Who gets the exits of this run. Without exits as the delivery, none may come.
-    pub(super) fn handler(&self) -> Arc<dyn FaultHandler> {
+    pub(super) fn hooks(&self) -> Arc<dyn VcpuHooks> {
         match &self.exits {
-            Some(exits) => Arc::clone(exits) as Arc<dyn FaultHandler>,
+            Some(exits) => Arc::clone(exits) as Arc<dyn VcpuHooks>,
             None => Arc::new(NoFaults),
         }
     }
@@ -113,7 +100,7 @@ impl Paging {
         let exits = self
             .exits
             .as_ref()
-            .map_or(Counters::default(), |exits| exits.resolvers.counters());
+            .map_or(Counters::default(), |exits| exits.counters());
         Ok(Counted {
             exits: exits.faults,
             messages: read.messages,
@@ -161,30 +148,6 @@ fn layout(plan: &Plan, region: &Region, vcpus: u32) -> Result<UffdLayout, RangeE
         .map(range)
         .collect::<Result<_, _>>()
         .map(UffdLayout::PerRange)
-}
-
-/// Hands each exit to its vCPU's resolver, on the vCPU's own thread. This is in the measured path:
-/// it allocates nothing and takes no lock that another thread takes.
-struct ExitHandler {
-    resolvers: ExitResolvers,
-    pre_fault: bool,
-}
-
-impl FaultHandler for ExitHandler {
-    #[inline]
-    fn handle(&self, vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
-        match self.resolvers.resolve(vcpu, &fault)? {
-            Resolution::Installed { gpa, bytes } if self.pre_fault => {
-                Ok(Handled::PreFaultThenRetry(GuestRange::new(gpa, bytes)?))
-            }
-            Resolution::Poisoned => Err(Poisoned { gpa: fault.gpa }.into()),
-            _ => Ok(Handled::Retry),
-        }
-    }
-
-    fn stop(&self) {
-        self.resolvers.pager().stop();
-    }
 }
 
 #[cfg(test)]

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use pagetide_kvm::FaultExit;
-use pagetide_memory::{GuestAddress, Region};
+use pagetide_memory::Region;
 use pagetide_pager::{
-    ExitResolvers, IncrementalPopulator, Mode, PageCacheSource, Pager, PopulateConfig, Prefetch,
-    PrefetchConfig, ReaderConfig, Readers, Resolution,
+    IncrementalPopulator, Mode, PageCacheSource, Pager, PopulateConfig, Prefetch, PrefetchConfig,
+    ReaderConfig, Readers,
 };
-use pagetide_testbed::{FaultHandler, Handled, HandlerError, Machine, RunOutcome, Workload};
+use pagetide_testbed::{Machine, RunOutcome, Workload};
+use pagetide_vmm::{Paging, VcpuHooks, stop_when_paging_fails};
 
 use crate::machine::run_failure;
 use crate::rounds::RunFailure;
@@ -17,7 +17,7 @@ use crate::rounds::RunFailure;
 pub(super) struct Ahead {
     pager: Arc<Pager>,
     readers: Readers,
-    exits: Arc<Exits>,
+    exits: Arc<Paging>,
     prefetch: Prefetch,
     populator: Option<IncrementalPopulator>,
 }
@@ -41,28 +41,6 @@ struct NotOnce {
     pages: u64,
 }
 
-/// A page's content is lost.
-#[derive(Debug, Clone, Copy, thiserror::Error)]
-#[error("the page at gpa {0} has an uncorrected memory error")]
-struct Poisoned(GuestAddress);
-
-/// Hands exits to the pager.
-struct Exits(ExitResolvers);
-
-impl FaultHandler for Exits {
-    #[inline]
-    fn handle(&self, vcpu: u32, fault: FaultExit) -> Result<Handled, HandlerError> {
-        match self.0.resolve(vcpu, &fault)? {
-            Resolution::Poisoned => Err(Poisoned(fault.gpa).into()),
-            _ => Ok(Handled::Retry),
-        }
-    }
-
-    fn stop(&self) {
-        self.0.pager().stop();
-    }
-}
-
 impl Ahead {
     /// Makes the pages of `region` absent, whose content is in the page cache, and begins to bring
     /// them in; `populates` says whether what arrived is mapped for the guest.
@@ -75,10 +53,9 @@ impl Ahead {
             .region(Arc::clone(region))
             .build()
             .map_err(RunFailure::failed)?;
-        let stopper = machine.stopper();
-        pager.on_failure(move |failure| stopper.stop(failure.clone()));
+        stop_when_paging_fails(&pager, &machine.stopper());
         let readers = Readers::spawn(&pager, ReaderConfig::new(1)).map_err(RunFailure::failed)?;
-        let exits = Exits(ExitResolvers::new(&pager, machine.config().vcpus));
+        let exits = Paging::new(&pager, machine.config().vcpus);
         let populator = populates
             .then(|| {
                 let sink = Arc::clone(machine.vm());
@@ -103,8 +80,8 @@ impl Ahead {
         machine: &mut Machine,
         workload: &Workload,
     ) -> Result<(RunOutcome, Arrived), RunFailure> {
-        let handler: Arc<dyn FaultHandler> = Arc::clone(&self.exits) as _;
-        let result = match machine.run(workload, handler) {
+        let hooks: Arc<dyn VcpuHooks> = Arc::clone(&self.exits) as _;
+        let result = match machine.run(workload, hooks) {
             Err(failure) if !failure.lost.is_empty() => {
                 // Ending it would close the userfaultfd, and a vCPU that sleeps in it would read
                 // zeroes. So it stays until the process ends.
@@ -124,7 +101,7 @@ impl Ahead {
         let populated = self.populator.map(IncrementalPopulator::finish);
         let read = self.readers.stop().map_err(RunFailure::failed)?;
         self.pager.clear_on_failure();
-        let exits = self.exits.0.counters();
+        let exits = self.exits.counters();
         let mapped_bytes = match populated {
             Some(ended) => {
                 if let Some(failure) = ended.failure {

@@ -7,11 +7,10 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod, Signals, SlotFlags};
 use pagetide_memory::{Backing, PopulateAccess};
-use pagetide_testbed::{
-    Content, Expected, Machine, MachineConfig, NoFaults, Order, Touch, Workload,
-};
+use pagetide_testbed::{Content, Expected, Machine, MachineConfig, Order, Touch, Workload};
 
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+use pagetide_vmm::NoFaults;
 
 use super::ahead::Ahead;
 use super::plan::{Method, Plan};

@@ -9,8 +9,8 @@ use pagetide_kvm::{
 };
 use pagetide_memory::RegionError;
 
-use crate::error::MachineError;
-use crate::handler::HandlerError;
+use pagetide_vmm::HookError as HandlerError;
+use pagetide_vmm::SetupError;
 
 use super::config::LinuxConfigError;
 use super::devices::DeviceError;
@@ -50,7 +50,7 @@ pub enum LinuxError {
     Slot(#[from] SlotError),
     /// KVM refused a part of the set-up.
     #[error(transparent)]
-    Setup(#[from] MachineError),
+    Setup(#[from] SetupError),
     /// The guest cannot be told that machine checks can be survived.
     #[error(transparent)]
     Cpuid(#[from] CpuidFull),
@@ -71,7 +71,7 @@ pub enum LinuxRunError {
     Run(#[from] RunError),
     /// A vCPU's state could not be read.
     #[error(transparent)]
-    State(#[from] MachineError),
+    State(#[from] SetupError),
     /// A device failed on the host's side.
     #[error(transparent)]
     Device(#[from] DeviceError),

@@ -2,7 +2,7 @@
 
 use pagetide_kvm::{BoundVcpu, FaultExit};
 
-use crate::handler::{HandlerError, NoFaults, UnexpectedFault};
+use pagetide_vmm::{HookError as HandlerError, NoFaults, UnexpectedFault};
 
 /// What a caller does on the vCPUs' own threads while a Linux guest runs: resolve memory faults,
 /// or set state that only the vCPU's thread may set, such as a machine check. Called from many

@@ -7,8 +7,8 @@ use pagetide_kvm::poison::{MachineCheckForm, prepare_cpuid};
 use pagetide_kvm::{Kvm, SlotFlags, Vcpu, Vm};
 use pagetide_memory::Region;
 
-use crate::error::MachineError;
-use crate::x86_64::{Platform, setup};
+use pagetide_vmm::SetupError;
+use pagetide_vmm::x86_64::Platform;
 
 use super::boot_params::{self, Boot};
 use super::config::LinuxConfig;
@@ -114,7 +114,7 @@ impl LinuxMachine {
 }
 
 /// The PC's timer, for kernels that look for it before they find KVM's clock.
-fn create_timer(vm: &Vm) -> Result<(), MachineError> {
+fn create_timer(vm: &Vm) -> Result<(), SetupError> {
     let config = kvm_pit_config {
         // Port 0x61 answers in the kernel, too.
         flags: KVM_PIT_SPEAKER_DUMMY,
@@ -122,10 +122,7 @@ fn create_timer(vm: &Vm) -> Result<(), MachineError> {
     };
     vm.fd()
         .create_pit2(config)
-        .map_err(|errno| MachineError::Setup {
-            operation: "KVM_CREATE_PIT2",
-            source: errno.into(),
-        })
+        .map_err(SetupError::on_vm("KVM_CREATE_PIT2"))
 }
 
 /// What the kernel finds in the first megabyte.
@@ -167,7 +164,7 @@ fn create_vcpus(
         let cpuid = cpuid::of(&supported, number, timer);
         vcpu.fd()
             .set_cpuid2(&cpuid)
-            .map_err(|errno| setup(id, "KVM_SET_CPUID2", errno))?;
+            .map_err(SetupError::on_vcpu(id, "KVM_SET_CPUID2"))?;
         vcpu.enable_machine_checks()?;
         vcpu::set_tsc_rate(&vcpu);
         vcpu::set_extended_state(&vcpu, &cpuid)?;

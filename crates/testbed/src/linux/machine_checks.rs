@@ -12,7 +12,7 @@ use pagetide_kvm::poison::{
 use pagetide_kvm::{BoundVcpu, FaultExit, Vcpu, VcpuKick, Vm};
 use pagetide_memory::{GuestAddress, PageSize, PoisonMap};
 
-use crate::handler::{HandlerError, UnexpectedFault};
+use pagetide_vmm::{HookError as HandlerError, UnexpectedFault};
 
 use super::hooks::VcpuHooks;
 use super::machine::LinuxMachine;

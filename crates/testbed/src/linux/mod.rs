@@ -10,7 +10,7 @@
 //!
 //! ```no_run
 //! use std::sync::Arc;
-//! use pagetide_testbed::NoFaults;
+//! use pagetide_vmm::NoFaults;
 //! use pagetide_testbed::linux::{LinuxConfig, LinuxConsole, LinuxMachine};
 //!
 //! let mut config = LinuxConfig::new("vmlinux");

@@ -9,8 +9,8 @@ use kvm_bindings::{
 };
 use pagetide_kvm::Vcpu;
 
-use crate::error::MachineError;
-use crate::x86_64::{CODE_DESCRIPTOR, DATA_DESCRIPTOR, LongMode, RFLAGS, setup};
+use pagetide_vmm::SetupError;
+use pagetide_vmm::x86_64::{CODE_DESCRIPTOR, DATA_DESCRIPTOR, LongMode, RFLAGS};
 
 use super::layout::{BOOT_PARAMS, GDT, TABLES};
 
@@ -30,19 +30,16 @@ pub(super) fn descriptors() -> [u64; 4] {
 }
 
 /// What firmware sets on every processor.
-pub(super) fn set_msrs(vcpu: &Vcpu) -> Result<(), MachineError> {
+pub(super) fn set_msrs(vcpu: &Vcpu) -> Result<(), SetupError> {
     let entry = kvm_msr_entry {
         index: MSR_MTRR_DEFAULT_TYPE,
         data: MTRR_WRITE_BACK,
         ..kvm_msr_entry::default()
     };
-    let failed = |source| MachineError::VcpuSetup {
-        vcpu: vcpu.id(),
-        operation: "KVM_SET_MSRS",
-        source,
+    let failed = SetupError::on_vcpu(vcpu.id(), "KVM_SET_MSRS");
+    let Ok(msrs) = Msrs::from_entries(&[entry]) else {
+        return Err(failed(io::ErrorKind::OutOfMemory.into()));
     };
-    let msrs =
-        Msrs::from_entries(&[entry]).map_err(|_| failed(io::ErrorKind::OutOfMemory.into()))?;
     // A KVM without that register has guests that do without it.
     vcpu.set_msrs(&msrs).map_err(failed).map(|_| ())
 }
@@ -65,7 +62,7 @@ pub(super) fn set_tsc_rate(vcpu: &Vcpu) {
 ///
 /// KVM tells the size of the state that is on by CPUID, and learns of a change when the guest makes
 /// it; QEMU's software CPU does not tell it of that.
-pub(super) fn set_extended_state(vcpu: &Vcpu, cpuid: &CpuId) -> Result<(), MachineError> {
+pub(super) fn set_extended_state(vcpu: &Vcpu, cpuid: &CpuId) -> Result<(), SetupError> {
     const STATE_COMPONENTS: u32 = 0xd;
     let id = vcpu.id();
     let offered = cpuid
@@ -79,7 +76,7 @@ pub(super) fn set_extended_state(vcpu: &Vcpu, cpuid: &CpuId) -> Result<(), Machi
     let Some(xcrs) = (offered != 0).then(|| vcpu.fd().get_xcrs()) else {
         return Ok(());
     };
-    let mut xcrs = xcrs.map_err(|errno| setup(id, "KVM_GET_XCRS", errno))?;
+    let mut xcrs = xcrs.map_err(SetupError::on_vcpu(id, "KVM_GET_XCRS"))?;
     for xcr in &mut xcrs.xcrs {
         if xcr.xcr == 0 {
             xcr.value = offered;
@@ -87,19 +84,15 @@ pub(super) fn set_extended_state(vcpu: &Vcpu, cpuid: &CpuId) -> Result<(), Machi
     }
     vcpu.fd()
         .set_xcrs(&xcrs)
-        .map_err(|errno| setup(id, "KVM_SET_XCRS", errno))
+        .map_err(SetupError::on_vcpu(id, "KVM_SET_XCRS"))
 }
 
 /// Puts the boot processor at the kernel's 64-bit entry.
-pub(super) fn enter_kernel(vcpu: &Vcpu, entry: u64) -> Result<(), MachineError> {
-    let failed = |operation| {
-        move |source| MachineError::VcpuSetup {
-            vcpu: vcpu.id(),
-            operation,
-            source,
-        }
-    };
-    let mut sregs = vcpu.sregs().map_err(failed("KVM_GET_SREGS"))?;
+pub(super) fn enter_kernel(vcpu: &Vcpu, entry: u64) -> Result<(), SetupError> {
+    let id = vcpu.id();
+    let mut sregs = vcpu
+        .sregs()
+        .map_err(SetupError::on_vcpu(id, "KVM_GET_SREGS"))?;
     LongMode {
         code: BOOT_CS,
         data: BOOT_DS,
@@ -108,31 +101,31 @@ pub(super) fn enter_kernel(vcpu: &Vcpu, entry: u64) -> Result<(), MachineError> 
         tables: TABLES,
     }
     .put_into(&mut sregs);
-    vcpu.set_sregs(&sregs).map_err(failed("KVM_SET_SREGS"))?;
+    vcpu.set_sregs(&sregs)
+        .map_err(SetupError::on_vcpu(id, "KVM_SET_SREGS"))?;
     let regs = kvm_regs {
         rip: entry,
         rsi: BOOT_PARAMS,
         rflags: RFLAGS,
         ..kvm_regs::default()
     };
-    vcpu.set_regs(&regs).map_err(failed("KVM_SET_REGS"))
+    vcpu.set_regs(&regs)
+        .map_err(SetupError::on_vcpu(id, "KVM_SET_REGS"))
 }
 
 /// Whether a vCPU will never run again by itself: it waits to be started, or halted with its
 /// interrupts off.
-pub(super) fn is_dead(vcpu: &Vcpu) -> Result<bool, MachineError> {
+pub(super) fn is_dead(vcpu: &Vcpu) -> Result<bool, SetupError> {
     let state = vcpu
         .fd()
         .get_mp_state()
-        .map_err(|errno| setup(vcpu.id(), "KVM_GET_MP_STATE", errno))?;
+        .map_err(SetupError::on_vcpu(vcpu.id(), "KVM_GET_MP_STATE"))?;
     match state.mp_state {
         KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED => Ok(true),
         KVM_MP_STATE_HALTED => {
-            let regs = vcpu.regs().map_err(|source| MachineError::VcpuSetup {
-                vcpu: vcpu.id(),
-                operation: "KVM_GET_REGS",
-                source,
-            })?;
+            let regs = vcpu
+                .regs()
+                .map_err(SetupError::on_vcpu(vcpu.id(), "KVM_GET_REGS"))?;
             Ok(regs.rflags & INTERRUPT_FLAG == 0)
         }
         _ => Ok(false),

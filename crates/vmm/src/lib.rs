@@ -1,0 +1,37 @@
+//! The small VMM: threads that run vCPUs, and what a guest needs around them.
+//!
+//! A [`VcpuPool`] runs each vCPU on a thread of its own until it leaves by itself, until somebody
+//! stops the pool ([`Stopper`]), or until something fails: the first cause stops all of them. What
+//! happens at an exit is up to the pool's [`VcpuHooks`]. [`Paging`] is the hooks that have a pager
+//! resolve memory faults, the only place where an exit becomes a fault of the pager's.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use std::time::Duration;
+//! use pagetide_kvm::Kvm;
+//! use pagetide_vmm::{NoFaults, PoolConfig, Stopper, VcpuPool};
+//!
+//! let vm = Kvm::open()?.create_vm()?;
+//! let vcpus = vec![vm.create_vcpu(0)?];
+//! let stopper = Stopper::default();
+//! let pool = VcpuPool::start(vcpus, Arc::new(NoFaults), &stopper, &PoolConfig::default())?;
+//! pool.wait(Duration::from_secs(1));
+//! stopper.end();
+//! let end = pool.join(Duration::from_secs(10));
+//! println!("{} vCPUs came back", end.vcpus.len());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod control;
+mod failure;
+mod hooks;
+mod paging;
+mod pool;
+#[cfg(target_arch = "x86_64")]
+pub mod x86_64;
+
+pub use control::Stopper;
+pub use failure::{PoolFailure, SetupError};
+pub use hooks::{Handled, HookError, Next, NoFaults, UnexpectedFault, VcpuHooks};
+pub use paging::{Paging, PoisonedPage, stop_when_paging_fails};
+pub use pool::{PoolConfig, PoolEnd, PoolVcpu, VcpuCounts, VcpuPool};
