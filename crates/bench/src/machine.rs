@@ -55,11 +55,13 @@ pub(crate) fn is_loss(error: &EndlessError) -> bool {
     matches!(
         error,
         EndlessError::Stalled { .. }
-            | EndlessError::Lost { .. }
-            | EndlessError::UnexpectedExit {
-                exit: Exit::Shutdown,
-                ..
-            }
+            | EndlessError::Vcpus(
+                PoolFailure::Lost { .. }
+                    | PoolFailure::UnexpectedExit {
+                        exit: Exit::Shutdown,
+                        ..
+                    }
+            )
     )
 }
 

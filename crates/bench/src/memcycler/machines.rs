@@ -9,6 +9,7 @@ use pagetide_kvm::poison::{SimulateError, Simulated, simulate_error};
 use pagetide_kvm::{Kvm, StatsError};
 use pagetide_memory::{AccessError, FailurePolicy, GuestAddress, Region, RegionError};
 use pagetide_testbed::{Cycler, CyclerConfig, Cycling, DATA_GPA, EndlessError, MachineError};
+use pagetide_vmm::PoolFailure;
 
 use super::errors;
 use super::plan::{Plan, Series};
@@ -155,9 +156,12 @@ impl Machines {
         let of_guest = matches!(
             error,
             EndlessError::UnexpectedLoss { .. }
-                | EndlessError::UnexpectedExit { .. }
                 | EndlessError::Exception { .. }
-                | EndlessError::Run(_)
+                | EndlessError::Vcpus(
+                    PoolFailure::UnexpectedExit { .. }
+                        | PoolFailure::Hook { .. }
+                        | PoolFailure::Run(_)
+                )
         );
         of_guest && !(self.may_lose_runs && is_loss(error))
     }

@@ -10,8 +10,9 @@ mod code;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pagetide_kvm::{BoundVcpu, Exit, StatsError};
+use pagetide_kvm::{Exit, FaultExit, StatsError};
 use pagetide_memory::{GuestAddress, PageIndex, PageSize, Region};
+use pagetide_vmm::{Handled, HookError, Next, PoolVcpu, UnexpectedFault, VcpuHooks};
 
 use crate::arch;
 use crate::config::ConfigError;
@@ -212,21 +213,28 @@ impl Payload for Cycler {
     fn endless(&self) -> &Endless {
         &self.endless
     }
+}
 
+impl VcpuHooks for Cycler {
     /// A vCPU that has lost the memory under its access goes on with the next page.
-    fn exit(&self, vcpu: &mut BoundVcpu<'_>, exit: Exit) -> Result<(), EndlessError> {
-        let gpa = match exit {
-            Exit::Fault(fault) if fault.poisoned => fault.gpa,
-            exit => return Err(endless::unexpected(vcpu, exit)),
-        };
-        let rip = vcpu.rip();
+    fn on_fault(&self, vcpu: &mut PoolVcpu<'_>, fault: FaultExit) -> Result<Handled, HookError> {
+        if !fault.poisoned {
+            return Err(UnexpectedFault(fault).into());
+        }
+        let (gpa, rip) = (fault.gpa, vcpu.rip());
         let in_data = self.endless.data().page_of_gpa(gpa).is_some();
         if !in_data || !rip.is_some_and(|rip| code::touches().contains(&rip)) {
             let vcpu = vcpu.id();
-            return Err(EndlessError::UnexpectedLoss { vcpu, gpa, rip });
+            return Err(EndlessError::UnexpectedLoss { vcpu, gpa, rip }.into());
         }
-        self.lose(gpa)?;
-        Ok(arch::enter_at(vcpu, code::after_loss())?)
+        let lost = self.lose(gpa);
+        lost.and_then(|()| arch::enter_at(vcpu, code::after_loss()))
+            .map_err(EndlessError::from)?;
+        Ok(Handled::Retry)
+    }
+
+    fn on_exit(&self, vcpu: &mut PoolVcpu<'_>, exit: Exit) -> Result<Next, HookError> {
+        self.endless.report(vcpu, exit)
     }
 }
 
@@ -237,8 +245,7 @@ impl Cycling {
     /// # Errors
     /// A vCPU failed or found wrong words, or memory does not hold what it should.
     pub fn end(self, skip: &dyn Fn(GuestAddress) -> bool) -> Result<(), EndlessError> {
-        self.0.stop()?;
-        let cycler = self.0.payload();
+        let cycler = self.0.stop()?;
         match cycler.endless.wrong_words()? {
             (_, Some(wrong)) => Err(wrong),
             (_, None) => cycler.verify(skip),

@@ -1,10 +1,9 @@
 //! Why vCPUs that run for ever went wrong.
 
-use std::io;
 use std::time::Duration;
 
-use pagetide_kvm::{BindError, Exit, RunError};
 use pagetide_memory::{AccessError, GuestAddress};
+use pagetide_vmm::PoolFailure;
 
 use crate::error::MachineError;
 
@@ -21,51 +20,9 @@ pub enum EndlessError {
         /// Its instruction pointer, if it could be read.
         rip: Option<u64>,
     },
-    /// A vCPU's thread did not come back.
-    #[error("the thread of vCPU {vcpu} did not end in {} s", limit.as_secs())]
-    Lost {
-        /// The vCPU.
-        vcpu: u32,
-        /// How long it was waited for.
-        limit: Duration,
-    },
-    /// A vCPU's thread panicked.
-    #[error("the thread of vCPU {vcpu} panicked")]
-    Panicked {
-        /// The vCPU.
-        vcpu: u32,
-    },
-    /// A thread could not be started.
-    #[error("cannot start the thread of vCPU {vcpu}")]
-    Spawn {
-        /// The vCPU.
-        vcpu: u32,
-        /// The system's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// A vCPU could not be bound to its thread.
-    #[error("vCPU {vcpu}")]
-    Bind {
-        /// The vCPU.
-        vcpu: u32,
-        /// Why.
-        #[source]
-        source: BindError,
-    },
-    /// KVM_RUN failed.
+    /// A vCPU or one of its hooks failed, or its thread did not come back.
     #[error(transparent)]
-    Run(#[from] RunError),
-    /// The guest exited for a reason that is none of its own.
-    #[error("vCPU {vcpu}: {exit}{}", at(*rip))]
-    UnexpectedExit {
-        /// The vCPU.
-        vcpu: u32,
-        /// The exit.
-        exit: Exit,
-        /// The instruction pointer, if it could be read.
-        rip: Option<u64>,
-    },
+    Vcpus(#[from] PoolFailure),
     /// The guest's processor raised an exception.
     #[error(
         "vCPU {vcpu}: exception {vector}, error code {error_code:#x}, cr2 {cr2:#x}, rip {rip:#x}"

@@ -5,15 +5,15 @@
 //! The exception handler is that of `guest/workload.s`.
 
 mod error;
-mod threads;
+mod running;
 
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_kvm::{Kvm, SlotFlags, StatsError, Vcpu, VcpuKick, Vm};
+use pagetide_kvm::{Kvm, SlotFlags, StatsError, Vcpu, Vm};
 use pagetide_memory::{GuestAddress, PageIndex, Region};
+use pagetide_vmm::Stopper;
 
 use crate::arch;
 use crate::config::ConfigError;
@@ -23,7 +23,7 @@ use crate::low_memory::LowMemory;
 use crate::stage_two::StageTwo;
 
 pub use error::EndlessError;
-pub(crate) use threads::{Payload, Running, unexpected};
+pub(crate) use running::{Payload, Running};
 
 /// Where the code goes: the free pages between the descriptor tables and the page tables.
 pub(crate) const CODE: u64 = 0x8000;
@@ -71,9 +71,7 @@ pub(crate) struct Endless {
     data: Arc<Region>,
     /// None once they run.
     vcpus: Mutex<Vec<Vcpu>>,
-    kicks: Vec<VcpuKick>,
-    stopped: AtomicBool,
-    failure: threads::Failure,
+    stopper: Stopper,
 }
 
 impl Endless {
@@ -114,10 +112,8 @@ impl Endless {
             vm,
             low,
             data,
-            kicks: made.iter().map(Vcpu::kick_handle).collect(),
             vcpus: Mutex::new(made),
-            stopped: AtomicBool::new(false),
-            failure: threads::Failure::default(),
+            stopper: Stopper::default(),
         })
     }
 
@@ -134,7 +130,7 @@ impl Endless {
         &self,
         mut work: impl FnMut(&Vcpu) -> Result<(), MachineError>,
     ) -> Result<(), MachineError> {
-        threads::lock(&self.vcpus).iter().try_for_each(&mut work)
+        running::lock(&self.vcpus).iter().try_for_each(&mut work)
     }
 
     /// What KVM counts of the VM's stage-2 tables; the vCPUs' own counts are not asked for.
@@ -183,11 +179,6 @@ impl Endless {
     /// Writes a word of the page that all vCPUs read.
     pub(crate) fn control(&self, offset: u64, value: u64) -> Result<(), EndlessError> {
         Ok(self.low.write_words(CONTROL + offset, &[value])?)
-    }
-
-    /// The first failure of a vCPU's thread, once.
-    pub(crate) fn check(&self) -> Result<(), EndlessError> {
-        self.failure.check()
     }
 
     /// Waits until a word of each vCPU has grown by `more`.

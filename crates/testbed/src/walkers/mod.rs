@@ -13,8 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use pagetide_kvm::{BoundVcpu, Exit, Vcpu, Vm};
+use pagetide_kvm::{Exit, Vcpu, Vm};
 use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
+use pagetide_vmm::{HookError, Next, PoolVcpu, VcpuHooks};
 
 use crate::arch;
 use crate::endless::{self, Endless, EndlessError, Payload, Running, compare_words};
@@ -225,10 +226,12 @@ impl Payload for Walkers {
     fn endless(&self) -> &Endless {
         &self.endless
     }
+}
 
-    fn exit(&self, vcpu: &mut BoundVcpu<'_>, exit: Exit) -> Result<(), EndlessError> {
+impl VcpuHooks for Walkers {
+    fn on_exit(&self, vcpu: &mut PoolVcpu<'_>, exit: Exit) -> Result<Next, HookError> {
         let Exit::Mmio { gpa, write, .. } = exit else {
-            return Err(endless::unexpected(vcpu, exit));
+            return self.endless.report(vcpu, exit);
         };
         if self.holes.fetch_add(1, Ordering::Relaxed) == 0 {
             let vcpu = vcpu.id();
@@ -238,7 +241,7 @@ impl Payload for Walkers {
                 .unwrap_or_else(PoisonError::into_inner);
             *first = Some(Hole { vcpu, gpa, write });
         }
-        Ok(())
+        Ok(Next::Enter)
     }
 }
 
@@ -250,9 +253,8 @@ impl Walking {
     /// # Errors
     /// A vCPU failed or found wrong words, or memory does not hold what it should.
     pub fn end(self) -> Result<Option<Hole>, EndlessError> {
-        let walkers = self.0.payload();
-        walkers.await_round()?;
-        self.0.stop()?;
+        self.0.payload().await_round()?;
+        let walkers = self.0.stop()?;
         let (count, wrong) = walkers.endless.wrong_words()?;
         if let Some(error) = wrong.filter(|_| count > walkers.holes()) {
             return Err(error);
