@@ -12,9 +12,8 @@ use std::time::Duration;
 use clap::Args;
 use pagetide_bench::units::ByteSize;
 use pagetide_memory::{Backing, FailurePolicy, LoadError, PoisonMap};
-use pagetide_testbed::linux::{
-    LinuxConfig, LinuxConsole, LinuxEnd, LinuxMachine, LinuxStopper, MachineChecks, VcpuHooks,
-};
+use pagetide_vmm::linux::{LinuxConfig, LinuxConsole, LinuxEnd, LinuxMachine, MachineChecks};
+use pagetide_vmm::{Stopper, VcpuHooks};
 
 use crate::args::{BACKINGS, POLICIES, one_of};
 use crate::failure::Failure;
@@ -191,7 +190,7 @@ impl Console {
     }
 
     /// The guest's ends, and the terminal if it is one, to be dropped after the run.
-    fn connect(self, stopper: &LinuxStopper) -> io::Result<(LinuxConsole, Option<RawTerminal>)> {
+    fn connect(self, stopper: &Stopper) -> io::Result<(LinuxConsole, Option<RawTerminal>)> {
         let (console, input, terminal) = match self {
             Self::Nowhere => return Ok((LinuxConsole::output(io::sink()), None)),
             Self::File(file) => {

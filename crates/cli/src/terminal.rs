@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::thread;
 
-use pagetide_testbed::linux::LinuxStopper;
+use pagetide_vmm::Stopper;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
 
 /// Ctrl-A, as in other VMMs.
@@ -22,7 +22,7 @@ pub(crate) struct RawTerminal {
 impl RawTerminal {
     /// Puts standard input into raw mode. What is typed can be read from the descriptor, except for
     /// Ctrl-A X, which stops the guest.
-    pub(crate) fn open(stopper: LinuxStopper) -> io::Result<(Self, OwnedFd)> {
+    pub(crate) fn open(stopper: Stopper) -> io::Result<(Self, OwnedFd)> {
         let (reader, writer) = io::pipe()?;
         let before = tcgetattr(io::stdin())?;
         let mut raw = before.clone();
@@ -49,13 +49,13 @@ impl Drop for RawTerminal {
 }
 
 /// Ends with the input, or when nobody reads any more.
-fn look(mut input: impl Read, guest: &SyncSender<Vec<u8>>, stopper: &LinuxStopper) {
+fn look(mut input: impl Read, guest: &SyncSender<Vec<u8>>, stopper: &Stopper) {
     let mut keys = Keys::default();
     let mut bytes = [0; 64];
     while let Ok(count @ 1..) = input.read(&mut bytes) {
         let (passed, stop) = keys.take(&bytes[..count]);
         if stop {
-            stopper.stop();
+            stopper.end();
         }
         // What a guest does not read for so long is dropped, as a serial line would.
         if let Err(TrySendError::Disconnected(_)) = guest.try_send(passed) {

@@ -1,4 +1,4 @@
-//! `pagetide run`: what it refuses. Guests that boot are in the testbed's tests.
+//! `pagetide run`: what it refuses. Guests that boot are in the tests of vmm.
 
 use std::io::{self, Write};
 use std::path::Path;

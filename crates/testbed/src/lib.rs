@@ -27,8 +27,6 @@ mod endless;
 mod error;
 mod guest;
 mod layout;
-#[cfg(target_arch = "x86_64")]
-pub mod linux;
 mod low_memory;
 mod machine;
 mod metronome;

@@ -25,6 +25,8 @@
 mod control;
 mod failure;
 mod hooks;
+#[cfg(target_arch = "x86_64")]
+pub mod linux;
 mod paging;
 mod pool;
 #[cfg(target_arch = "x86_64")]

@@ -76,7 +76,7 @@ const POPULATE: [&str; 11] = [
 const KUNIT_SUITE: &str = "memory-failure";
 
 /// The tests with Linux guests, which have a VM of their own.
-const LINUX: &str = "testbed/linux";
+const LINUX: &str = "vmm/linux";
 
 /// A guest with two processors that ends by itself.
 const RUN: [&str; 12] = [

@@ -2,12 +2,15 @@
 
 use std::ffi::CString;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use linux_loader::cmdline::{self, Cmdline};
-use pagetide_memory::{Backing, FailurePolicy};
+use pagetide_memory::{Backing, FailurePolicy, GuestRange, Region};
 
+use super::error::LinuxError;
 use super::layout::RamLayout;
+use super::memory::Ram;
 use super::mp_table::MAX_PROCESSORS;
 
 /// What the kernel is always told: where its console is, and that a panic and a reboot go through
@@ -66,6 +69,15 @@ impl LinuxConfig {
     pub fn policy(&self) -> FailurePolicy {
         self.policy
             .unwrap_or_else(|| FailurePolicy::best_for(self.backing))
+    }
+
+    /// Sets aside memory as this configuration wants it: one region, or two, the second from 4 GiB on.
+    /// Nothing of it is present.
+    ///
+    /// # Errors
+    /// The configuration cannot be, or the memory cannot be had.
+    pub fn regions(&self) -> Result<Vec<Arc<Region>>, LinuxError> {
+        Ram::set_aside(self.layout()?, self.backing, self.policy()).map_err(LinuxError::Memory)
     }
 
     /// Checks what can be checked without KVM and files.
@@ -155,6 +167,14 @@ pub enum LinuxConfigError {
         bytes: u64,
         /// First gpa that cannot be addressed.
         limit: u64,
+    },
+    /// The regions that the caller made are not the memory that the guest is to have.
+    #[error("the guest's memory is to be {needed:?}, and the regions are {found:?}")]
+    WrongRegions {
+        /// Where the regions are.
+        found: Vec<GuestRange>,
+        /// Where they should be.
+        needed: Vec<GuestRange>,
     },
     /// The command line is too long, or holds characters that a kernel's must not.
     #[error("the kernel's command line (at most {} bytes)", CMDLINE_CAPACITY - 1)]

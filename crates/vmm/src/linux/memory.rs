@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use pagetide_memory::{
-    AccessError, Backing, FailurePolicy, GuestAddress, PageIndex, Region, RegionError,
+    AccessError, Backing, FailurePolicy, GuestAddress, GuestRange, PageIndex, Region, RegionError,
 };
 
+use super::config::LinuxConfigError;
 use super::layout::RamLayout;
 
 /// Why something could not be written to guest memory, which would be an error in the layout.
@@ -35,20 +36,30 @@ pub(super) struct Ram {
 }
 
 impl Ram {
-    /// Sets the memory aside. Nothing is populated.
+    /// Takes regions that somebody else made. Whether anything of them is present is up to him.
     pub(super) fn new(
+        layout: RamLayout,
+        regions: Vec<Arc<Region>>,
+    ) -> Result<Self, LinuxConfigError> {
+        let needed = layout.ranges().unwrap_or_default();
+        let found: Vec<_> = regions.iter().map(|region| region.range()).collect();
+        if found == needed {
+            return Ok(Self { regions });
+        }
+        Err(LinuxConfigError::WrongRegions { found, needed })
+    }
+
+    /// Sets the memory aside. Nothing is populated.
+    pub(super) fn set_aside(
         layout: RamLayout,
         backing: Backing,
         policy: FailurePolicy,
-    ) -> Result<Self, RegionError> {
+    ) -> Result<Vec<Arc<Region>>, RegionError> {
         let ranges = layout.ranges().map_err(|_| RegionError::Empty)?;
-        let regions = ranges
-            .into_iter()
-            .map(|range| {
-                Region::with_policy(range.start(), range.bytes(), backing, policy).map(Arc::new)
-            })
-            .collect::<Result<_, _>>()?;
-        Ok(Self { regions })
+        let make = |range: GuestRange| {
+            Region::with_policy(range.start(), range.bytes(), backing, policy).map(Arc::new)
+        };
+        ranges.into_iter().map(make).collect()
     }
 
     /// By address; each is a memory slot's.
@@ -56,7 +67,8 @@ impl Ram {
         &self.regions
     }
 
-    /// Writes below the first region's end.
+    /// Writes below the first region's end, through the service mapping where there is one: what is
+    /// written does not become present for the guest by that.
     pub(super) fn write(&self, gpa: u64, bytes: &[u8]) -> Result<(), RamError> {
         let region = self.regions.first();
         let page = region.and_then(|region| Some((region, region.page_of_gpa(GuestAddress(gpa))?)));
@@ -84,15 +96,31 @@ impl Ram {
 mod tests {
     use super::*;
 
+    fn ram(bytes: u64, backing: Backing) -> Ram {
+        let layout = RamLayout::new(bytes);
+        let regions = Ram::set_aside(layout, backing, FailurePolicy::KernelDefault);
+        Ram::new(layout, regions.unwrap()).unwrap()
+    }
+
+    #[test]
+    fn regions_that_do_not_fit_are_refused() {
+        let made = ram(4 << 20, Backing::Shmem).regions;
+        for bytes in [8 << 20, 5 << 30] {
+            let layout = RamLayout::new(bytes);
+            let refused = Ram::new(layout, made.clone()).err();
+            let Some(LinuxConfigError::WrongRegions { found, needed }) = refused else {
+                panic!("{refused:?}")
+            };
+            assert_eq!(found, [made[0].range()]);
+            assert_eq!(needed, layout.ranges().unwrap());
+        }
+        assert!(Ram::new(RamLayout::new(4 << 20), made).is_ok());
+    }
+
     #[test]
     fn what_is_written_is_there_for_every_backing() {
         for backing in [Backing::Shmem, Backing::Anonymous] {
-            let ram = Ram::new(
-                RamLayout::new(4 << 20),
-                backing,
-                FailurePolicy::KernelDefault,
-            )
-            .unwrap();
+            let ram = ram(4 << 20, backing);
             ram.write(0x1234, b"across").unwrap();
             ram.write(0x1ffe, b"pages").unwrap();
             let mut found = [0; 5];

@@ -11,7 +11,7 @@
 //! ```no_run
 //! use std::sync::Arc;
 //! use pagetide_vmm::NoFaults;
-//! use pagetide_testbed::linux::{LinuxConfig, LinuxConsole, LinuxMachine};
+//! use pagetide_vmm::linux::{LinuxConfig, LinuxConsole, LinuxMachine};
 //!
 //! let mut config = LinuxConfig::new("vmlinux");
 //! config.initrd = Some("initramfs.cpio".into());
@@ -24,11 +24,10 @@
 
 mod boot_params;
 mod config;
-mod control;
 mod cpuid;
 mod devices;
 mod error;
-mod hooks;
+mod guest;
 mod image;
 mod initrd;
 mod input;
@@ -43,10 +42,8 @@ mod tables;
 mod vcpu;
 
 pub use config::{DEFAULT_CMDLINE, LinuxConfig, LinuxConfigError, MIN_MEMORY_BYTES};
-pub use control::LinuxStopper;
 pub use devices::DeviceError;
 pub use error::{LinuxError, LinuxRunError};
-pub use hooks::VcpuHooks;
 pub use image::KernelError;
 pub use initrd::InitrdError;
 pub use input::LinuxConsole;

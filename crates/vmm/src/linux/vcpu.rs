@@ -9,8 +9,8 @@ use kvm_bindings::{
 };
 use pagetide_kvm::Vcpu;
 
-use pagetide_vmm::SetupError;
-use pagetide_vmm::x86_64::{CODE_DESCRIPTOR, DATA_DESCRIPTOR, LongMode, RFLAGS};
+use crate::failure::SetupError;
+use crate::x86_64::{CODE_DESCRIPTOR, DATA_DESCRIPTOR, LongMode, RFLAGS};
 
 use super::layout::{BOOT_PARAMS, GDT, TABLES};
 

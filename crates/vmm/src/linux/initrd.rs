@@ -135,6 +135,7 @@ impl Initrd {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_memory::{Backing, FailurePolicy};
 
     const KERNEL_END: u64 = (20 << 20) + 1;
 
@@ -196,12 +197,9 @@ mod tests {
         };
         drop(file);
         std::fs::remove_file(&path).unwrap();
-        let ram = Ram::new(
-            RamLayout::new(64 << 20),
-            pagetide_memory::Backing::Shmem,
-            pagetide_memory::FailurePolicy::KernelDefault,
-        )
-        .unwrap();
+        let (shmem, policy) = (Backing::Shmem, FailurePolicy::KernelDefault);
+        let layout = RamLayout::new(64 << 20);
+        let ram = Ram::new(layout, Ram::set_aside(layout, shmem, policy).unwrap()).unwrap();
         assert!(matches!(
             shrunk.copy_to(&ram),
             Err(InitrdError::Read { .. })

@@ -13,14 +13,15 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use pagetide_kvm::SlotFlags;
 use pagetide_kvm::poison::{SimulateError, Simulated, simulate_error};
 use pagetide_memory::{Backing, FailurePolicy, GuestAddress, PoisonMap, RegionError};
-use pagetide_testbed::linux::{
+use pagetide_pager::{ReaderConfig, Readers};
+use pagetide_vmm::linux::{
     LinuxConfig, LinuxConsole, LinuxEnd, LinuxError, LinuxMachine, LinuxRunError, MachineChecks,
-    VcpuHooks,
 };
-use pagetide_vmm::NoFaults;
-use support::{chain, virtualises};
+use pagetide_vmm::{NoFaults, Paging, VcpuHooks, stop_when_paging_fails};
+use support::{chain, pager, virtualises};
 
 /// Much longer than a boot takes in a software CPU: what is not over by then hangs.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -231,7 +232,7 @@ fn a_guest_that_does_not_end_is_ended() {
     let console = LinuxConsole::output(screen.clone());
     let runner = std::thread::spawn(move || machine_to_stop.run(console, Arc::new(NoFaults)));
     screen.wait_for("pagetide guest: Linux");
-    stopper.stop();
+    stopper.end();
     let outcome = runner
         .join()
         .expect("no panic")
@@ -243,6 +244,52 @@ fn a_guest_that_does_not_end_is_ended() {
     match result {
         Err(LinuxRunError::TimeLimit { rips, .. }) => assert_eq!(rips.len(), 2),
         other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_guest_boots_while_its_memory_arrives() {
+    for exits in [false, true] {
+        let Some(config) = config(2, "-- memcycler 2 4M 1") else {
+            return;
+        };
+        let regions = config
+            .regions()
+            .unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let machine = LinuxMachine::with_regions(&config, regions.clone());
+        let machine = machine.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        if exits && !machine.vm().capabilities().absent_mapping_fault {
+            println!("SKIP: this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT");
+            return;
+        }
+        let Some(pager) = pager(&regions) else { return };
+        let flags = SlotFlags {
+            absent_mapping_fault: exits,
+            ..SlotFlags::default()
+        };
+        machine
+            .set_slot_flags(flags)
+            .expect("the capability is there");
+        stop_when_paging_fails(&pager, &machine.stopper());
+        let readers = Readers::spawn(&pager, ReaderConfig::new(1)).expect("threads");
+        let paging = Arc::new(Paging::new(&pager, config.vcpus));
+        let screen = Screen::default();
+        let hooks: Arc<dyn VcpuHooks> = Arc::<Paging>::clone(&paging);
+        let outcome = machine.run(LinuxConsole::output(screen.clone()), hooks);
+        let said = screen.text();
+        let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{said}", chain(&error)));
+        assert_eq!(outcome.end, LinuxEnd::Status(0), "{said}");
+        assert!(said.contains("every word right"), "{said}");
+        let read = readers
+            .stop()
+            .unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let (by_exit, present) = (paging.counters(), pager.progress().present);
+        println!("exits {exits}: {by_exit:?}, by readers {read:?}");
+        assert_eq!(by_exit.pages + read.pages, present, "each page once");
+        assert!(
+            present > 1000 && (by_exit.pages > 0) == exits,
+            "{by_exit:?} {read:?}"
+        );
     }
 }
 
@@ -273,7 +320,7 @@ fn an_uncorrected_error_kills_only_the_process_that_consumed_it() {
         Ok(simulated) => assert_eq!(simulated, Simulated::Handled),
         Err(error @ SimulateError::Refused { .. }) => {
             println!("SKIP: {}", chain(&error));
-            stopper.stop();
+            stopper.end();
             let _ = runner.join();
             return;
         }

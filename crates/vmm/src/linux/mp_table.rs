@@ -64,7 +64,7 @@ pub(super) fn build(processors: u8) -> Vec<u8> {
     header.extend_from_slice(&table_bytes.to_le_bytes());
     header.extend_from_slice(&[SPECIFICATION_1_4, 0]);
     header.extend_from_slice(b"PAGETIDE");
-    header.extend_from_slice(b"TESTBED     ");
+    header.extend_from_slice(b"VMM         ");
     header.extend_from_slice(&[0; 6]); // no table of the manufacturer's
     header.extend_from_slice(&entries.to_le_bytes());
     header.extend_from_slice(&LOCAL_APIC.to_le_bytes());

@@ -4,15 +4,15 @@ use std::sync::Arc;
 
 use kvm_bindings::{KVM_CAP_TSC_DEADLINE_TIMER, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
 use pagetide_kvm::poison::{MachineCheckForm, prepare_cpuid};
-use pagetide_kvm::{Kvm, SlotFlags, Vcpu, Vm};
+use pagetide_kvm::{Kvm, SlotError, SlotFlags, Vcpu, Vm};
 use pagetide_memory::Region;
 
-use pagetide_vmm::SetupError;
-use pagetide_vmm::x86_64::Platform;
+use crate::control::Stopper;
+use crate::failure::SetupError;
+use crate::x86_64::Platform;
 
 use super::boot_params::{self, Boot};
 use super::config::LinuxConfig;
-use super::control::LinuxStopper;
 use super::cpuid::{self, Timer};
 use super::error::LinuxError;
 use super::image::Kernel;
@@ -29,16 +29,35 @@ pub struct LinuxMachine {
     pub(super) vm: Arc<Vm>,
     machine_checks: MachineCheckForm,
     ram: Ram,
-    pub(super) stopper: LinuxStopper,
+    pub(super) stopper: Stopper,
 }
 
 impl LinuxMachine {
-    /// Makes the VM and loads kernel and initrd.
+    /// Makes the VM, and its memory as [`LinuxConfig::regions`] does, and loads kernel and initrd.
     ///
     /// # Errors
     /// [`LinuxError`] says what is missing or cannot be. What the caller gave is checked before KVM
     /// is asked for anything.
     pub fn new(config: &LinuxConfig) -> Result<Self, LinuxError> {
+        Self::build(config, None)
+    }
+
+    /// As [`LinuxMachine::new`], over regions that the caller made, with [`LinuxConfig::regions`] for
+    /// instance. Kernel, initrd and boot data are written through the service mapping of a region
+    /// that has one, and nothing has to be present for the guest when it starts: a pager over the
+    /// regions may bring in these pages like any other.
+    ///
+    /// # Errors
+    /// As [`LinuxMachine::new`], and [`LinuxConfigError::WrongRegions`](super::LinuxConfigError) if
+    /// the regions are not where the guest's memory is.
+    pub fn with_regions(
+        config: &LinuxConfig,
+        regions: Vec<Arc<Region>>,
+    ) -> Result<Self, LinuxError> {
+        Self::build(config, Some(regions))
+    }
+
+    fn build(config: &LinuxConfig, regions: Option<Vec<Arc<Region>>>) -> Result<Self, LinuxError> {
         let layout = config.layout()?;
         let command_line = config.command_line()?;
         let kernel = Kernel::read(&config.kernel, layout)?;
@@ -56,7 +75,7 @@ impl LinuxMachine {
         config.check_end(layout, platform.gpa_limit())?;
         create_timer(&vm)?;
 
-        let ram = Ram::new(layout, config.backing, config.policy()).map_err(LinuxError::Memory)?;
+        let ram = Ram::new(layout, regions.map_or_else(|| config.regions(), Ok)?)?;
         kernel.copy_to(&ram)?;
         let boot = Boot {
             layout,
@@ -78,7 +97,7 @@ impl LinuxMachine {
             vm: Arc::new(vm),
             machine_checks,
             ram,
-            stopper: LinuxStopper::default(),
+            stopper: Stopper::default(),
         })
     }
 
@@ -94,6 +113,15 @@ impl LinuxMachine {
         self.ram.regions()
     }
 
+    /// Changes the flags of all its memory slots, which does not touch what the guest has mapped.
+    ///
+    /// # Errors
+    /// See [`SlotError`]; the flags of the slot that was refused, and of those after it, stay.
+    pub fn set_slot_flags(&self, flags: SlotFlags) -> Result<(), SlotError> {
+        let mut slots = (0..).zip(self.regions());
+        slots.try_for_each(|(slot, _)| self.vm.set_slot_flags(slot, flags))
+    }
+
     /// The vCPUs, in the order of their numbers.
     #[must_use]
     pub fn vcpus(&self) -> &[Vcpu] {
@@ -106,9 +134,10 @@ impl LinuxMachine {
         self.machine_checks
     }
 
-    /// A handle that ends the run from outside.
+    /// A handle that ends the run from outside: with [`LinuxEnd::Stopped`](super::LinuxEnd), or, if it
+    /// gives a cause, as a failure.
     #[must_use]
-    pub fn stopper(&self) -> LinuxStopper {
+    pub fn stopper(&self) -> Stopper {
         self.stopper.clone()
     }
 }

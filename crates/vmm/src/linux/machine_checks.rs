@@ -9,12 +9,12 @@ use pagetide_kvm::poison::{
     ErrorWatch, Injected, MachineCheck, MachineCheckError, MachineCheckForm, MemoryError,
     WatchError,
 };
-use pagetide_kvm::{BoundVcpu, FaultExit, Vcpu, VcpuKick, Vm};
+use pagetide_kvm::{FaultExit, Vcpu, VcpuKick, Vm};
 use pagetide_memory::{GuestAddress, PageSize, PoisonMap};
 
-use pagetide_vmm::{HookError as HandlerError, UnexpectedFault};
+use crate::hooks::{Handled, HookError, NoFaults, VcpuHooks};
+use crate::pool::PoolVcpu;
 
-use super::hooks::VcpuHooks;
 use super::machine::LinuxMachine;
 
 /// Memory with an error lies in no slot of the VM.
@@ -25,12 +25,12 @@ pub struct NotItsMemory(pub GuestAddress);
 /// Tells the guest of every uncorrected error in its memory, by a machine check: on the vCPU that ran
 /// into it, and Linux kills the process whose memory it was, or panics if it was the kernel's; or, of
 /// an error that nobody has touched yet, on the first vCPU, and Linux stops using the page. Any other
-/// fault ends the run.
-#[derive(Debug)]
+/// fault ends the run, unless somebody else is to have it ([`MachineChecks::other_faults_to`]).
 pub struct MachineChecks {
     told: Arc<Told>,
     vm: Arc<Vm>,
     form: MachineCheckForm,
+    others: Arc<dyn VcpuHooks>,
     kicks: Vec<VcpuKick>,
     /// By vCPU: whether it is to be told of another one's error.
     bystanders: Vec<AtomicBool>,
@@ -48,7 +48,7 @@ struct Told {
 }
 
 impl Told {
-    fn record(&self, error: &MemoryError) -> Result<(), HandlerError> {
+    fn record(&self, error: &MemoryError) -> Result<(), HookError> {
         tracing::info!("{error}");
         let mut lost = lock(&self.lost);
         lost.insert(error.lost)?;
@@ -109,10 +109,18 @@ impl MachineChecks {
             told,
             vm: Arc::clone(machine.vm()),
             form: machine.machine_checks(),
+            others: Arc::new(NoFaults),
             kicks,
             bystanders: vcpus.iter().map(|_| AtomicBool::new(false)).collect(),
             _watch: watch,
         })
+    }
+
+    /// Has `hooks` resolve the faults that are no memory errors; without this they end the run.
+    #[must_use]
+    pub fn other_faults_to(mut self, hooks: Arc<dyn VcpuHooks>) -> Self {
+        self.others = hooks;
+        self
     }
 
     /// Bytes of guest memory that are lost so far, by the host's policy.
@@ -135,7 +143,7 @@ impl MachineChecks {
 
     /// Tells of an error that nobody has touched, if there is one. The next is told of when the guest is done
     /// with this one, or by whoever touches it.
-    fn tell_found(&self, vcpu: &mut BoundVcpu<'_>) -> Result<(), HandlerError> {
+    fn tell_found(&self, vcpu: &mut PoolVcpu<'_>) -> Result<(), HookError> {
         let Some(error) = lock(&self.told.found).pop_front() else {
             return Ok(());
         };
@@ -149,9 +157,13 @@ impl MachineChecks {
 }
 
 impl VcpuHooks for MachineChecks {
-    fn fault(&self, vcpu: &mut BoundVcpu<'_>, fault: FaultExit) -> Result<(), HandlerError> {
+    fn on_thread_start(&self, vcpu: &mut PoolVcpu<'_>) -> Result<(), HookError> {
+        self.others.on_thread_start(vcpu)
+    }
+
+    fn on_fault(&self, vcpu: &mut PoolVcpu<'_>, fault: FaultExit) -> Result<Handled, HookError> {
         if !fault.poisoned {
-            return Err(UnexpectedFault(fault).into());
+            return self.others.on_fault(vcpu, fault);
         }
         let error = self
             .vm
@@ -160,10 +172,10 @@ impl VcpuHooks for MachineChecks {
         self.told.record(&error)?;
         vcpu.inject_machine_check(&MachineCheck::new(self.form, error.urgency, error.gpa))?;
         self.call_bystanders(vcpu.id());
-        Ok(())
+        Ok(Handled::Retry)
     }
 
-    fn interrupted(&self, vcpu: &mut BoundVcpu<'_>) -> Result<(), HandlerError> {
+    fn on_interrupted(&self, vcpu: &mut PoolVcpu<'_>) -> Result<(), HookError> {
         if vcpu.id() == 0 {
             self.tell_found(vcpu)?;
         }
@@ -176,5 +188,9 @@ impl VcpuHooks for MachineChecks {
             Err(MachineCheckError::NotReady { .. }) | Ok(_) => Ok(()),
             Err(error) => Err(error.into()),
         }
+    }
+
+    fn on_stop(&self) {
+        self.others.on_stop();
     }
 }

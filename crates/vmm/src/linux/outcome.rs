@@ -3,7 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
-/// How a Linux guest ended by itself, or was ended by a [`LinuxStopper`](super::LinuxStopper).
+/// How a Linux guest ended by itself, or was ended by a
+/// [`Stopper`](crate::Stopper).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinuxEnd {
     /// It wrote this status to `ttyS1`.

@@ -4,13 +4,10 @@ use std::io;
 use std::time::Duration;
 
 use pagetide_kvm::poison::{CpuidFull, MachineCheckError};
-use pagetide_kvm::{
-    BindError, CreateVcpuError, CreateVmError, Exit, FaultExit, OpenError, RunError, SlotError,
-};
+use pagetide_kvm::{CreateVcpuError, CreateVmError, OpenError, SlotError};
 use pagetide_memory::RegionError;
 
-use pagetide_vmm::HookError as HandlerError;
-use pagetide_vmm::SetupError;
+use crate::failure::{PoolFailure, SetupError};
 
 use super::config::LinuxConfigError;
 use super::devices::DeviceError;
@@ -63,39 +60,12 @@ pub enum LinuxError {
 /// [`LinuxEnd`](super::LinuxEnd).
 #[derive(Debug, thiserror::Error)]
 pub enum LinuxRunError {
-    /// A vCPU could not be bound to its thread.
+    /// A vCPU or one of its hooks failed, or somebody stopped the run with a cause.
     #[error(transparent)]
-    Bind(#[from] BindError),
-    /// KVM_RUN failed.
-    #[error(transparent)]
-    Run(#[from] RunError),
-    /// A vCPU's state could not be read.
-    #[error(transparent)]
-    State(#[from] SetupError),
+    Vcpus(#[from] PoolFailure),
     /// A device failed on the host's side.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A hook refused to go on.
-    #[error("vCPU {vcpu}{}", fault.map_or_else(String::new, |fault| format!(": {fault}")))]
-    Hook {
-        /// The vCPU.
-        vcpu: u32,
-        /// The fault that it was to resolve, if it was one.
-        fault: Option<FaultExit>,
-        /// Why.
-        #[source]
-        source: HandlerError,
-    },
-    /// An exit that nobody here knows how to handle.
-    #[error("vCPU {vcpu}: unexpected exit: {exit} (rip {rip:#x})")]
-    UnexpectedExit {
-        /// The vCPU.
-        vcpu: u32,
-        /// The exit.
-        exit: Exit,
-        /// Its instruction pointer; 0 if that cannot be read.
-        rip: u64,
-    },
     /// The guest had not ended when its time was up.
     #[error("the guest had not ended after {limit:?}; instruction pointers: {rips:#x?}")]
     TimeLimit {
@@ -107,21 +77,9 @@ pub enum LinuxRunError {
     /// The console's input cannot be watched.
     #[error("cannot watch the console's input")]
     Input(#[source] io::Error),
-    /// A thread could not be started.
-    #[error("cannot start a thread for {what}")]
-    Spawn {
-        /// What it was for.
-        what: String,
-        /// The system's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// A vCPU's thread panicked.
-    #[error("the thread of vCPU {vcpu} panicked")]
-    Panicked {
-        /// The vCPU.
-        vcpu: u32,
-    },
+    /// The thread of the console's input could not be started.
+    #[error("cannot start a thread for the console's input")]
+    InputThread(#[source] io::Error),
     /// Threads did not come back from KVM_RUN.
     #[error("{threads} threads of vCPUs did not come back within {grace:?}")]
     Lost {

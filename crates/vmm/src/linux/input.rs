@@ -9,8 +9,10 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
-use super::control::Control;
+use crate::control::Stopper;
+
 use super::error::LinuxRunError;
+use super::guest::Guest;
 
 /// How long input waits when the serial port has no room for it.
 const FULL_WAIT: Duration = Duration::from_millis(5);
@@ -52,7 +54,11 @@ pub(super) struct Typist {
 }
 
 impl Typist {
-    pub(super) fn start(input: OwnedFd, control: Arc<Control>) -> Result<Self, LinuxRunError> {
+    pub(super) fn start(
+        input: OwnedFd,
+        guest: Arc<Guest>,
+        stopper: Stopper,
+    ) -> Result<Self, LinuxRunError> {
         let flags = EventfdFlags::CLOEXEC;
         let wake = eventfd(0, flags).map_err(|errno| LinuxRunError::Input(errno.into()))?;
         let wake = Arc::new(wake);
@@ -60,14 +66,11 @@ impl Typist {
         let thread = thread::Builder::new()
             .name("console-input".into())
             .spawn(move || {
-                if let Err(error) = type_in(&input, &woken, &control) {
-                    control.finish(Err(error));
+                if let Err(error) = type_in(&input, &woken, &guest) {
+                    stopper.stop(error);
                 }
             })
-            .map_err(|source| LinuxRunError::Spawn {
-                what: "the console's input".into(),
-                source,
-            })?;
+            .map_err(LinuxRunError::InputThread)?;
         Ok(Self {
             wake,
             thread: Some(thread),
@@ -96,7 +99,7 @@ impl Drop for Typist {
     }
 }
 
-fn type_in(input: &OwnedFd, wake: &OwnedFd, control: &Control) -> Result<(), LinuxRunError> {
+fn type_in(input: &OwnedFd, wake: &OwnedFd, guest: &Guest) -> Result<(), LinuxRunError> {
     let mut bytes = [0; 64];
     while wait(input, wake).map_err(|errno| LinuxRunError::Input(errno.into()))? {
         let count = match rustix::io::read(input, &mut bytes) {
@@ -107,10 +110,10 @@ fn type_in(input: &OwnedFd, wake: &OwnedFd, control: &Control) -> Result<(), Lin
         };
         let mut rest = &bytes[..count];
         while !rest.is_empty() {
-            if control.is_stopped() {
+            if guest.is_stopped() {
                 return Ok(());
             }
-            let typed = control.devices().type_in(rest)?;
+            let typed = guest.devices().type_in(rest)?;
             rest = &rest[typed..];
             if !rest.is_empty() {
                 thread::sleep(FULL_WAIT);

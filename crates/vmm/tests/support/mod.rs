@@ -1,0 +1,45 @@
+//! What the tests with Linux machines share.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use std::sync::Arc;
+
+use pagetide_memory::Region;
+use pagetide_pager::{BuildError, PageCacheSource, Pager, PagerBuilder};
+use pagetide_uapi::userfaultfd::{Mode, OpenError};
+
+/// An error with all its causes.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
+/// Whether the processor has what KVM normally runs on.
+pub(crate) fn virtualises() -> bool {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    cpuinfo
+        .split_whitespace()
+        .any(|flag| flag == "svm" || flag == "vmx")
+}
+
+/// A pager over regions whose content is in the page cache, none of which is present any more; None,
+/// with the reason printed, where this host gives no userfaultfd.
+pub(crate) fn pager(regions: &[Arc<Region>]) -> Option<Arc<Pager>> {
+    let builder = Pager::builder(Mode::Minor, PageCacheSource);
+    let builder = regions.iter().cloned().fold(builder, PagerBuilder::region);
+    match builder.build() {
+        Ok(pager) => {
+            assert_eq!(pager.progress().present, 0);
+            Some(pager)
+        }
+        Err(BuildError::Open(
+            error @ (OpenError::NotSupported
+            | OpenError::NoPermission { .. }
+            | OpenError::MissingFeatures { .. }),
+        )) => {
+            println!("SKIP: {}", chain(&error));
+            None
+        }
+        Err(error) => panic!("{}", chain(&error)),
+    }
+}
