@@ -187,15 +187,6 @@ impl MachineConfig {
 
     /// Checks everything that can be checked before anything is allocated.
     pub(crate) fn layout(&self, max_vcpus: u32, gpa_limit: u64) -> Result<Layout, ConfigError> {
-        if self.vcpus == 0 {
-            return Err(ConfigError::NoVcpus);
-        }
-        if self.vcpus > max_vcpus {
-            return Err(ConfigError::TooManyVcpus {
-                asked: self.vcpus,
-                max: max_vcpus,
-            });
-        }
         if self.per_vcpu_bytes == 0 {
             return Err(ConfigError::NoMemory);
         }
@@ -209,15 +200,7 @@ impl MachineConfig {
             });
         }
         let bytes = self.data_bytes().unwrap_or(u64::MAX);
-        if DATA_GPA
-            .checked_add(bytes)
-            .is_none_or(|end| end > gpa_limit)
-        {
-            return Err(ConfigError::TooMuchMemory {
-                bytes,
-                limit: gpa_limit,
-            });
-        }
+        check(self.vcpus, max_vcpus, bytes, gpa_limit)?;
         let range_bytes = if self.overlap || self.alone {
             bytes
         } else {
@@ -239,6 +222,22 @@ impl MachineConfig {
             vcpus: self.vcpus,
         })
     }
+}
+
+/// Whether there can be so many vCPUs, and so many bytes of data memory.
+pub(crate) fn check(vcpus: u32, max: u32, bytes: u64, limit: u64) -> Result<(), ConfigError> {
+    if vcpus == 0 {
+        return Err(ConfigError::NoVcpus);
+    }
+    if vcpus > max {
+        let asked = vcpus;
+        return Err(ConfigError::TooManyVcpus { asked, max });
+    }
+    let end = DATA_GPA.checked_add(bytes);
+    if end.is_none_or(|end| end > limit) {
+        return Err(ConfigError::TooMuchMemory { bytes, limit });
+    }
+    Ok(())
 }
 
 /// The pages that a vCPU touches: every `stride_bytes` from `base` on.

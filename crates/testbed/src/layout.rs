@@ -10,7 +10,9 @@
 //!
 //! Everything below the data is one memory slot (0), present from the start; the data is slot 1.
 
-use crate::page_tables;
+use std::ops::Range;
+
+use pagetide_vmm::page_tables;
 
 /// The slot of low memory.
 pub const LOW_SLOT: u32 = 0;
@@ -31,7 +33,8 @@ pub(crate) const IDT: u64 = 0x6000;
 pub(crate) const TABLES: u64 = 0x1_0000;
 
 /// Low memory ends below this: well clear of the local APIC and what KVM itself puts below 4 GiB.
-pub(crate) const LOW_LIMIT: u64 = 1 << 30;
+const LOW_LIMIT: u64 = GIB;
+const GIB: u64 = 1 << 30;
 
 /// The addresses that depend on a machine's size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +50,7 @@ impl Layout {
     /// would be too large.
     pub(crate) fn new(vcpus: u32, data_bytes: u64, log_entries: u64) -> Option<Self> {
         let log_bytes = log_entries.checked_mul(4)?.checked_next_multiple_of(PAGE)?;
-        let first_vcpu = TABLES.checked_add(page_tables::bytes(data_bytes)?)?;
+        let first_vcpu = TABLES.checked_add(page_tables::bytes(&gigabytes(data_bytes)?)?)?;
         let layout = Self {
             data_bytes,
             vcpus: vcpus.into(),
@@ -57,6 +60,14 @@ impl Layout {
         let per_vcpu = log_bytes.checked_add(2 * PAGE)?;
         let end = first_vcpu.checked_add(per_vcpu.checked_mul(layout.vcpus)?)?;
         (end.checked_next_multiple_of(LARGE_PAGE)? <= LOW_LIMIT).then_some(layout)
+    }
+
+    /// The page tables at [`TABLES`], as 64-bit entries.
+    pub(crate) fn tables(&self) -> Vec<u64> {
+        let gigabytes = gigabytes(self.data_bytes);
+        let tables = gigabytes.and_then(|gigabytes| page_tables::build(TABLES, &gigabytes));
+        // There is room for them, or there would be no layout.
+        tables.unwrap_or_default()
     }
 
     /// The size of low memory, a multiple of 2 MiB.
@@ -91,6 +102,12 @@ impl Layout {
     pub(crate) fn log_bytes(&self) -> u64 {
         self.log_bytes
     }
+}
+
+/// What is mapped: low memory's gigabyte and the gigabytes of the data region.
+fn gigabytes(data_bytes: u64) -> Option<[Range<u64>; 2]> {
+    let end = DATA_GPA.checked_add(data_bytes)?;
+    Some([0..1, DATA_GPA / GIB..end.div_ceil(GIB)])
 }
 
 #[cfg(test)]

@@ -8,7 +8,6 @@ use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
 use crate::error::MachineError;
 use crate::guest::Field;
 use crate::layout::{Layout, PAGE, TABLES};
-use crate::page_tables;
 
 /// Slot 0. The host reads and writes it through the service mapping, also while vCPUs run.
 #[derive(Debug)]
@@ -29,8 +28,7 @@ impl LowMemory {
             region: Arc::new(region),
             layout,
         };
-        let tables = page_tables::build(layout.data_bytes()).unwrap_or_default();
-        low.write_words(TABLES, &tables)?;
+        low.write_words(TABLES, &low.layout.tables())?;
         Ok(low)
     }
 
@@ -76,8 +74,11 @@ impl LowMemory {
     }
 
     pub(crate) fn field(&self, vcpu: u32, field: Field) -> Result<u64, MachineError> {
+        self.word(self.layout.params(vcpu.into()) + field.offset() as u64)
+    }
+
+    pub(crate) fn word(&self, gpa: u64) -> Result<u64, MachineError> {
         let mut bytes = [0; 8];
-        let gpa = self.layout.params(vcpu.into()) + field.offset() as u64;
         self.read(gpa, &mut bytes)?;
         Ok(u64::from_le_bytes(bytes))
     }

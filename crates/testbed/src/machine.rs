@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use pagetide_kvm::{Capabilities, Kvm, Populator, SlotError, SlotFlags, StatsError, Vcpu, Vm};
 use pagetide_memory::{GuestAddress, Region};
-use pagetide_vmm::Stopper;
+use pagetide_vmm::{PoolConfig, Stopper};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::arch;
@@ -25,7 +25,7 @@ pub struct Machine {
     pub(crate) low: Arc<LowMemory>,
     data: Arc<Region>,
     pub(crate) tsc_khz: u32,
-    pub(crate) cpus: Vec<usize>,
+    pub(crate) pool: PoolConfig,
     pub(crate) stopper: Stopper,
 }
 
@@ -93,7 +93,7 @@ impl Machine {
             low: Arc::new(low),
             data,
             tsc_khz,
-            cpus,
+            pool: PoolConfig { cpus },
             stopper: Stopper::default(),
         })
     }

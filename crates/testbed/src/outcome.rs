@@ -4,9 +4,8 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
-use pagetide_kvm::FaultExit;
 use pagetide_memory::GuestAddress;
-use pagetide_vmm::PoolFailure;
+use pagetide_vmm::{PoolFailure, VcpuCounts};
 
 use crate::error::MachineError;
 
@@ -62,19 +61,11 @@ pub struct VcpuOutcome {
     pub elapsed: Duration,
     /// Pages touched, which is every page of its walk.
     pub touches: u64,
-    /// Exits from KVM_RUN after the start, of any kind.
-    pub exits: u64,
-    /// Exits that were memory faults; each went to the hooks.
-    pub faults: u64,
-    /// The touches that exited so, by their number in the order of touches, ascending. One touch
-    /// may fault more than once, so they may be fewer than `faults`.
+    /// What was counted of it after the start.
+    pub counts: VcpuCounts,
+    /// The touches that exited as memory faults, by their number in the order of touches, ascending. One touch
+    /// may fault more than once, so they may be fewer than `counts.faults`.
     pub faulted: Vec<u32>,
-    /// Exits because of signals.
-    pub interruptions: u64,
-    /// Bytes that KVM_PRE_FAULT_MEMORY handled.
-    pub pre_faulted_bytes: u64,
-    /// Calls of KVM_PRE_FAULT_MEMORY that handled less than asked for, which is no error.
-    pub pre_fault_failures: u64,
     /// What each touch took.
     pub latencies: LatencyLog,
 }
@@ -144,16 +135,6 @@ pub enum FailureCause {
     /// A vCPU, a hook or somebody outside ended it.
     #[error(transparent)]
     Vcpus(#[from] PoolFailure),
-    /// A fault that no retry resolves: not in a slot that asks for exits, or poisoned memory.
-    #[error("vCPU {vcpu}: memory fault that cannot be resolved: {fault}{}", at_rip(*rip))]
-    UnresolvableFault {
-        /// The vCPU.
-        vcpu: u32,
-        /// The fault.
-        fault: FaultExit,
-        /// The guest's instruction pointer, if it could be read.
-        rip: Option<u64>,
-    },
     /// The processor raised an exception in the guest.
     #[error(
         "vCPU {vcpu}: exception {vector} in the guest, error code {error_code:#x}, rip {rip:#x}, \
@@ -207,10 +188,6 @@ pub enum FailureCause {
     /// The machine could not be made ready, or its low memory not be read.
     #[error("the machine is not ready")]
     Machine(#[from] MachineError),
-}
-
-fn at_rip(rip: Option<u64>) -> String {
-    rip.map_or_else(String::new, |rip| format!(" (rip {rip:#x})"))
 }
 
 /// A run that failed: the first cause, and where every vCPU was when it was stopped.
@@ -283,12 +260,8 @@ mod tests {
         let outcome = VcpuOutcome {
             elapsed: Duration::ZERO,
             touches: 4,
-            exits: 3,
-            faults: 3,
+            counts: VcpuCounts::default(),
             faulted: vec![0, 2],
-            interruptions: 0,
-            pre_faulted_bytes: 0,
-            pre_fault_failures: 0,
             latencies: LatencyLog {
                 // The longest touch did not fault: its vCPU had to wait for a host CPU.
                 cycles: vec![500, 9000, 700, 40],

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::Vcpu;
 use pagetide_memory::GuestAddress;
-use pagetide_vmm::{PoolConfig, PoolEnd, VcpuHooks, VcpuPool};
+use pagetide_vmm::{PoolEnd, VcpuHooks, VcpuPool};
 
 use crate::arch;
 use crate::config;
@@ -21,9 +21,8 @@ use crate::workload::{Touch, Workload};
 impl Machine {
     /// Runs a workload on every vCPU, each on a thread of its own (`vcpuN`), and waits for the
     /// end. vCPUs start from the beginning whatever an earlier run left behind; the content of the
-    /// data region and what is mapped of it stay as they are. `hooks` get the faults that can be
-    /// resolved ([`FaultExit::is_resolvable`](pagetide_kvm::FaultExit::is_resolvable)); the machine
-    /// itself ends the run for others.
+    /// data region and what is mapped of it stay as they are. `hooks` get all exits but the guest's
+    /// reports.
     ///
     /// # Errors
     /// [`RunFailure`] has the first cause; all other vCPUs were stopped because of it. Does not
@@ -40,11 +39,8 @@ impl Machine {
         let walk = Arc::new(Walk::new(hooks, Arc::clone(&self.low), walkers, pages));
         let seats = self.vcpus.iter_mut().take(walkers);
         let vcpus = seats.filter_map(Option::take).collect();
-        let config = PoolConfig {
-            cpus: self.cpus.clone(),
-        };
         let hooks: Arc<dyn VcpuHooks> = Arc::<Walk>::clone(&walk);
-        let pool = VcpuPool::start(vcpus, hooks, &self.stopper, &config)
+        let pool = VcpuPool::start(vcpus, hooks, &self.stopper, &self.pool)
             .map_err(|failure| RunFailure::before_start(failure.into()))?;
         self.supervise(&pool);
         let PoolEnd {
@@ -223,16 +219,11 @@ impl Machine {
 
     fn vcpu_outcome(&self, state: &VcpuState, walked: Walked) -> Result<VcpuOutcome, MachineError> {
         let cycles = self.low.log(state.vcpu, state.touched)?;
-        let counts = walked.counts;
         Ok(VcpuOutcome {
             elapsed: walked.elapsed,
             touches: state.touched,
-            exits: counts.exits,
-            faults: counts.faults,
+            counts: walked.counts,
             faulted: walked.faulted,
-            interruptions: counts.interruptions,
-            pre_faulted_bytes: counts.pre_faulted_bytes,
-            pre_fault_failures: counts.pre_fault_failures,
             latencies: LatencyLog {
                 cycles,
                 tsc_khz: self.tsc_khz,

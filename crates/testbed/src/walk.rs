@@ -103,12 +103,9 @@ impl Walk {
             window::begin();
             self.changed.notify_all();
         }
-        while start.released.is_none() && !start.stopped {
-            start = self
-                .changed
-                .wait(start)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+        let waits = |start: &mut Start| start.released.is_none() && !start.stopped;
+        let woken = self.changed.wait_while(start, waits);
+        let start = woken.unwrap_or_else(PoisonError::into_inner);
         start.released.filter(|_| !start.stopped)
     }
 
@@ -140,22 +137,19 @@ impl Walk {
         true
     }
 
-    fn exception(&self, vcpu: u32) -> FailureCause {
+    fn exception(&self, vcpu: u32) -> Result<FailureCause, FailureCause> {
         let field = |field| self.low.field(vcpu, field);
-        let read = || {
-            Ok(FailureCause::Exception {
-                vcpu,
-                vector: field(Field::ExceptionVector)?,
-                error_code: field(Field::ExceptionErrorCode)?,
-                rip: field(Field::ExceptionRip)?,
-                cr2: field(Field::ExceptionCr2)?,
-            })
-        };
-        read().unwrap_or_else(FailureCause::Machine)
+        Ok(FailureCause::Exception {
+            vcpu,
+            vector: field(Field::ExceptionVector)?,
+            error_code: field(Field::ExceptionErrorCode)?,
+            rip: field(Field::ExceptionRip)?,
+            cr2: field(Field::ExceptionCr2)?,
+        })
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -164,18 +158,8 @@ impl VcpuHooks for Walk {
         self.caller.on_thread_start(vcpu)
     }
 
-    /// Only resolvable faults go to the caller.
     fn on_fault(&self, vcpu: &mut PoolVcpu<'_>, fault: FaultExit) -> Result<Handled, HookError> {
         let id = vcpu.id();
-        if !fault.is_resolvable() {
-            let rip = vcpu.rip();
-            return Err(FailureCause::UnresolvableFault {
-                vcpu: id,
-                fault,
-                rip,
-            }
-            .into());
-        }
         if let (Some(touched), Some(mut seat)) =
             (self.low.field_word(id, Field::Touched), self.seat(id))
         {
@@ -201,7 +185,7 @@ impl VcpuHooks for Walk {
                 Ok(Next::Enter)
             }
             Some(Report::Done) if self.end(vcpu) => Ok(Next::Leave),
-            Some(Report::Exception) => Err(self.exception(vcpu.id()).into()),
+            Some(Report::Exception) => Err(self.exception(vcpu.id())?.into()),
             _ => Ok(Next::Unexpected),
         }
     }

@@ -131,7 +131,11 @@ fn run(machine: &mut Machine, workload: Workload, handler: &Arc<Populate>) -> Ru
     let outcome = machine
         .run(&workload, Arc::<Populate>::clone(handler))
         .unwrap_or_else(|failure| panic!("{}", chain(&failure)));
-    let counted = outcome.vcpus.iter().map(|vcpu| vcpu.faults).sum::<u64>();
+    let counted = outcome
+        .vcpus
+        .iter()
+        .map(|vcpu| vcpu.counts.faults)
+        .sum::<u64>();
     assert_eq!(counted, handler.faults());
     outcome
 }
@@ -199,8 +203,11 @@ fn neighbours_that_came_along_do_not_exit() {
         assert_eq!(handler.faults(), 512 / 16);
         for vcpu in &outcome.vcpus {
             assert!(vcpu.faulted.iter().copied().eq((0..256).step_by(16)));
-            assert_eq!(vcpu.pre_fault_failures, 0);
-            assert_eq!(vcpu.pre_faulted_bytes, if pre_fault { MIB } else { 0 });
+            assert_eq!(vcpu.counts.pre_fault_failures, 0);
+            assert_eq!(
+                vcpu.counts.pre_faulted_bytes,
+                if pre_fault { MIB } else { 0 }
+            );
         }
     }
 }

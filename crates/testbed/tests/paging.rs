@@ -129,7 +129,7 @@ fn every_delivery_mode_and_backing_brings_the_right_content() {
                 let outcome = rig.run(&mut machine, &RANDOM).unwrap_or_else(|failure| {
                     panic!("{delivery:?} {mode:?} {backing}: {}", chain(&failure))
                 });
-                let faults: u64 = outcome.vcpus.iter().map(|vcpu| vcpu.faults).sum();
+                let faults: u64 = outcome.vcpus.iter().map(|vcpu| vcpu.counts.faults).sum();
                 let pages = machine.data().pages();
                 match delivery {
                     Delivery::Uffd => assert_eq!(faults, 0),

@@ -59,7 +59,7 @@ fn walk_in(machine: &mut Machine, pager: &Arc<Pager>, order: Order) -> u64 {
     let paging = Paging::new(pager, machine.config().vcpus);
     let outcome = machine.run(&workload, Arc::new(paging));
     let outcome = outcome.unwrap_or_else(|failure| panic!("{}", chain(&failure)));
-    outcome.vcpus.iter().map(|vcpu| vcpu.faults).sum()
+    outcome.vcpus.iter().map(|vcpu| vcpu.counts.faults).sum()
 }
 
 #[test]

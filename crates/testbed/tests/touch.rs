@@ -51,7 +51,7 @@ fn every_backing_is_read_and_verified() {
                 assert_eq!(vcpu.touches, pages, "{backing}");
                 assert_eq!(vcpu.latencies.len() as u64, pages);
                 assert!(vcpu.latencies.cycles().iter().all(|cycles| *cycles > 0));
-                assert_eq!(vcpu.faults, 0);
+                assert_eq!(vcpu.counts.faults, 0);
                 assert!(vcpu.elapsed <= outcome.elapsed && !vcpu.elapsed.is_zero());
             }
         }

@@ -13,20 +13,7 @@ use crate::hooks::{HookError, VcpuHooks};
 /// hot path.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(crate) struct ExitCount(AtomicU64);
-
-impl ExitCount {
-    /// Counts an exit. Only the vCPU's own thread does.
-    pub(crate) fn count(&self) {
-        // One writer: a plain increment, not a locked one.
-        self.0
-            .store(self.0.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-    }
-
-    fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
+struct ExitCount(AtomicU64);
 
 #[derive(Debug, Default)]
 struct State {
@@ -71,13 +58,17 @@ impl Control {
         &*self.hooks
     }
 
-    /// The exits of the vCPU at this place.
-    pub(crate) fn exit_count(&self, place: usize) -> Option<&ExitCount> {
-        self.exits.get(place)
+    /// Counts an exit of the vCPU at this place. Only its own thread does.
+    pub(crate) fn count_exit(&self, place: usize) {
+        if let Some(ExitCount(count)) = self.exits.get(place) {
+            // One writer: a plain increment, not a locked one.
+            count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        }
     }
 
     pub(crate) fn exits(&self) -> u64 {
-        self.exits.iter().map(ExitCount::get).sum()
+        let counts = self.exits.iter();
+        counts.map(|count| count.0.load(Ordering::Relaxed)).sum()
     }
 
     /// Whether the vCPUs are to come back. Kicked ones ask.
@@ -140,12 +131,23 @@ impl Control {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 
+impl std::fmt::Debug for Control {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Control").finish_non_exhaustive()
+    }
+}
+
+/// A panic elsewhere is no reason to stop here: what is guarded is whole between any two statements.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// What [`Stopper`]s act on.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Target {
     pool: Option<Arc<Control>>,
     /// For the next pool: the cause, if it is one.
@@ -154,7 +156,7 @@ struct Target {
 
 /// Stops a machine's vCPUs from outside: for page readers and the like, without which the guest
 /// would wait for ever, and for whoever has seen enough. Any thread may hold one.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Stopper {
     target: Arc<Mutex<Target>>,
 }
@@ -208,12 +210,6 @@ impl Stopper {
     }
 
     fn lock(&self) -> MutexGuard<'_, Target> {
-        self.target.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl std::fmt::Debug for Stopper {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Stopper").finish_non_exhaustive()
+        lock(&self.target)
     }
 }

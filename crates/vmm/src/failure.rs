@@ -9,44 +9,33 @@ use crate::hooks::HookError;
 
 /// A KVM operation of a VM's or a vCPU's set-up failed.
 #[derive(Debug, thiserror::Error)]
-pub enum SetupError {
-    /// On the VM.
-    #[error("{operation} failed")]
-    Vm {
-        /// The ioctl.
-        operation: &'static str,
-        /// The kernel's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// On a vCPU.
-    #[error("vCPU {vcpu}: {operation} failed")]
-    Vcpu {
-        /// The vCPU.
-        vcpu: u32,
-        /// The ioctl.
-        operation: &'static str,
-        /// The kernel's answer.
-        #[source]
-        source: io::Error,
-    },
+#[error("{}{operation} failed", vcpu.map_or_else(String::new, |vcpu| format!("vCPU {vcpu}: ")))]
+pub struct SetupError {
+    /// The vCPU, if it was an operation on one.
+    pub vcpu: Option<u32>,
+    /// The ioctl.
+    pub operation: &'static str,
+    /// The kernel's answer.
+    #[source]
+    pub source: io::Error,
 }
 
 impl SetupError {
     /// For `map_err`, of an operation on a VM.
     pub fn on_vm<E: Into<io::Error>>(operation: &'static str) -> impl FnOnce(E) -> Self {
-        move |source| Self::Vm {
-            operation,
-            source: source.into(),
-        }
+        Self::on(None, operation)
     }
 
     /// For `map_err`, of an operation on a vCPU.
-    pub fn on_vcpu<E: Into<io::Error>>(
-        vcpu: u32,
+    pub fn on_vcpu<E: Into<io::Error>>(id: u32, operation: &'static str) -> impl FnOnce(E) -> Self {
+        Self::on(Some(id), operation)
+    }
+
+    fn on<E: Into<io::Error>>(
+        vcpu: Option<u32>,
         operation: &'static str,
     ) -> impl FnOnce(E) -> Self {
-        move |source| Self::Vcpu {
+        move |source| Self {
             vcpu,
             operation,
             source: source.into(),
@@ -139,25 +128,9 @@ impl PoolFailure {
     /// or a stopper brought up comes back as it was, any other failure by `From`.
     pub fn into_own<E: Error + From<Self> + 'static>(self) -> E {
         match self {
-            Self::Stopped(source) => match source.downcast::<E>() {
-                Ok(own) => *own,
-                Err(source) => Self::Stopped(source).into(),
-            },
-            Self::Hook {
-                vcpu,
-                exit,
-                rip,
-                source,
-            } => match source.downcast::<E>() {
-                Ok(own) => *own,
-                Err(source) => Self::Hook {
-                    vcpu,
-                    exit,
-                    rip,
-                    source,
-                }
-                .into(),
-            },
+            Self::Stopped(source) | Self::Hook { source, .. } if source.is::<E>() => source
+                .downcast()
+                .map_or_else(|source| Self::Stopped(source).into(), |own| *own),
             other => other.into(),
         }
     }

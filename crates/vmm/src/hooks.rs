@@ -49,7 +49,9 @@ pub trait VcpuHooks: Send + Sync {
     }
 
     /// A memory access of the guest failed. After Ok it is repeated, unless what was done to the
-    /// vCPU takes the guest elsewhere.
+    /// vCPU takes the guest elsewhere. Of a fault that is not resolvable
+    /// ([`FaultExit::is_resolvable`]) a repetition makes nothing better: it wants an error, or to be
+    /// told to the guest.
     ///
     /// # Errors
     /// End the pool.

@@ -27,6 +27,7 @@ mod failure;
 mod hooks;
 #[cfg(target_arch = "x86_64")]
 pub mod linux;
+pub mod page_tables;
 mod paging;
 mod pool;
 #[cfg(target_arch = "x86_64")]

@@ -98,6 +98,7 @@ impl DerefMut for PoolVcpu<'_> {
 }
 
 /// vCPUs that run. Dropping it stops them, without waiting for them.
+#[derive(Debug)]
 pub struct VcpuPool {
     control: Arc<Control>,
     stopper: Stopper,
@@ -235,14 +236,6 @@ impl Drop for VcpuPool {
     }
 }
 
-impl std::fmt::Debug for VcpuPool {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let threads = self.threads.len();
-        let mut pool = formatter.debug_struct("VcpuPool");
-        pool.field("threads", &threads).finish_non_exhaustive()
-    }
-}
-
 /// Joins the threads that have ended, and names those that have not.
 fn collect(threads: Vec<(u32, JoinHandle<Vcpu>)>, all_ended: bool) -> (Vec<Vcpu>, Vec<u32>) {
     let (mut vcpus, mut lost) = (Vec::new(), Vec::new());
@@ -256,16 +249,6 @@ fn collect(threads: Vec<(u32, JoinHandle<Vcpu>)>, all_ended: bool) -> (Vec<Vcpu>
         }
     }
     (vcpus, lost)
-}
-
-/// How a vCPU ended that did not fail.
-enum Left {
-    /// By itself.
-    Alone,
-    /// And all others are to end.
-    WithAll,
-    /// Because the pool was stopped.
-    Stopped,
 }
 
 /// A thread's whole life.
@@ -282,8 +265,8 @@ fn run_thread(vcpu: &mut Vcpu, control: &Control, place: usize, cpu: Option<usiz
     let id = vcpu.id();
     // Unwind safe: after a panic the vCPU is only asked for registers and set afresh.
     match catch_unwind(AssertUnwindSafe(|| drive(vcpu, control, place, cpu))) {
-        Ok(Ok(Left::Alone | Left::Stopped)) => {}
-        Ok(Ok(Left::WithAll)) => control.finish(None),
+        Ok(Ok(Next::End)) => control.finish(None),
+        Ok(Ok(_)) => {}
         Ok(Err(failure)) => control.finish(Some(failure)),
         Err(panic) => {
             let message = panic_message(&*panic);
@@ -298,12 +281,13 @@ fn panic_message(panic: &(dyn Any + Send)) -> String {
         .unwrap_or_else(|| "no message".to_owned())
 }
 
+/// Runs a vCPU until it leaves, alone or with all others.
 fn drive(
     vcpu: &mut Vcpu,
     control: &Control,
     place: usize,
     cpu: Option<usize>,
-) -> Result<Left, PoolFailure> {
+) -> Result<Next, PoolFailure> {
     let id = vcpu.id();
     if let Some(cpu) = cpu {
         pin(cpu).map_err(|source| PoolFailure::Pin {
@@ -338,18 +322,15 @@ fn enter_until_left(
     vcpu: &mut PoolVcpu<'_>,
     control: &Control,
     place: usize,
-) -> Result<Left, PoolFailure> {
+) -> Result<Next, PoolFailure> {
     let hooks = control.hooks();
-    let exit_count = control.exit_count(place);
     let started = hooks.on_thread_start(vcpu);
     started.map_err(|source| refused(vcpu, None, source))?;
     // Asked after each exit: hooks may have swallowed the signal of a kick.
     while !control.is_stopped() {
         let exit = vcpu.bound.run().map_err(PoolFailure::Run)?;
         vcpu.counts.exits += 1;
-        if let Some(count) = exit_count {
-            count.count();
-        }
+        control.count_exit(place);
         let next = match exit {
             Exit::Fault(fault) => {
                 vcpu.counts.faults += 1;
@@ -371,8 +352,7 @@ fn enter_until_left(
         };
         match next.map_err(|source| refused(vcpu, Some(exit), source))? {
             Next::Enter => {}
-            Next::Leave => return Ok(Left::Alone),
-            Next::End => return Ok(Left::WithAll),
+            end @ (Next::Leave | Next::End) => return Ok(end),
             Next::Unexpected => {
                 return Err(PoolFailure::UnexpectedExit {
                     vcpu: vcpu.id(),
@@ -382,7 +362,7 @@ fn enter_until_left(
             }
         }
     }
-    Ok(Left::Stopped)
+    Ok(Next::Leave)
 }
 
 fn refused(vcpu: &PoolVcpu<'_>, exit: Option<Exit>, source: HookError) -> PoolFailure {

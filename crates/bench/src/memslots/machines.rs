@@ -9,11 +9,10 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::{CommitError, Kvm, Signals};
 use pagetide_memory::{Backing, GuestAddress, Region, RegionError};
-use pagetide_testbed::{
-    DATA_GPA, EndlessError, MachineError, Metronome, Walkers, WalkersConfig, Walking,
-};
+use pagetide_testbed::{DATA_GPA, EndlessError, MachineError, Walkers, WalkersConfig, Walking};
 
 use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot, Step};
+use super::metronome::Metronome;
 use super::plan::{Guest, Method, Plan, Series};
 use super::sample::Sample;
 use crate::benchmark::{Benchmark, Job, Rig};

@@ -3,6 +3,7 @@
 
 mod changes;
 mod machines;
+mod metronome;
 mod notes;
 mod plan;
 mod published;

@@ -12,15 +12,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pagetide_kvm::{Kvm, SlotFlags, StatsError, Vcpu, Vm};
-use pagetide_memory::{GuestAddress, PageIndex, Region};
+use pagetide_memory::{GuestAddress, Region};
 use pagetide_vmm::Stopper;
 
 use crate::arch;
-use crate::config::ConfigError;
+use crate::config::{self, ConfigError};
 use crate::error::MachineError;
-use crate::layout::{DATA_GPA, DATA_SLOT, LOW_SLOT, Layout, PAGE};
+use crate::layout::{DATA_SLOT, LOW_SLOT, Layout};
 use crate::low_memory::LowMemory;
 use crate::stage_two::StageTwo;
+use crate::walk::lock;
 
 pub use error::EndlessError;
 pub(crate) use running::{Payload, Running};
@@ -88,7 +89,8 @@ impl Endless {
         let kvm = Kvm::open()?;
         let vm = kvm.create_vm_with_signals()?;
         let platform = arch::Platform::new(&kvm, &vm)?;
-        check(vcpus, data.bytes(), &kvm, platform.gpa_limit())?;
+        let max = u32::try_from(kvm.max_vcpus()).unwrap_or(u32::MAX);
+        config::check(vcpus, max, data.bytes(), platform.gpa_limit())?;
         // The table takes the place of a log of touches, 4 bytes each.
         let touches = table_bytes.div_ceil(4);
         let layout = Layout::new(vcpus, data.bytes(), touches)
@@ -130,7 +132,7 @@ impl Endless {
         &self,
         mut work: impl FnMut(&Vcpu) -> Result<(), MachineError>,
     ) -> Result<(), MachineError> {
-        running::lock(&self.vcpus).iter().try_for_each(&mut work)
+        lock(&self.vcpus).iter().try_for_each(&mut work)
     }
 
     /// What KVM counts of the VM's stage-2 tables; the vCPUs' own counts are not asked for.
@@ -157,16 +159,7 @@ impl Endless {
     }
 
     pub(crate) fn word(&self, vcpu: u32, offset: u64) -> Result<u64, EndlessError> {
-        let gpa = self.gpa(vcpu, offset);
-        let mut bytes = [0; 8];
-        self.low
-            .region()
-            .read_service(PageIndex(gpa / PAGE), gpa % PAGE, &mut bytes)
-            .map_err(|source| MachineError::AccessLowMemory {
-                gpa: GuestAddress(gpa),
-                source,
-            })?;
-        Ok(u64::from_le_bytes(bytes))
+        Ok(self.low.word(self.gpa(vcpu, offset))?)
     }
 
     /// The sum of a word of all vCPUs.
@@ -235,23 +228,6 @@ impl Endless {
         };
         Ok((count, Some(error)))
     }
-}
-
-/// Whether there can be such vCPUs and so much data memory.
-fn check(vcpus: u32, bytes: u64, kvm: &Kvm, limit: u64) -> Result<(), ConfigError> {
-    let max = u32::try_from(kvm.max_vcpus()).unwrap_or(u32::MAX);
-    if vcpus == 0 {
-        return Err(ConfigError::NoVcpus);
-    }
-    if vcpus > max {
-        let asked = vcpus;
-        return Err(ConfigError::TooManyVcpus { asked, max });
-    }
-    let end = DATA_GPA.checked_add(bytes);
-    if end.is_none_or(|end| end > limit) {
-        return Err(ConfigError::TooMuchMemory { bytes, limit });
-    }
-    Ok(())
 }
 
 /// Compares a page's words with what they should be.

@@ -1,6 +1,6 @@
 //! The vCPUs while they run: started together, told to end together.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pagetide_kvm::Exit;
@@ -8,6 +8,7 @@ use pagetide_vmm::{HookError, Next, PoolConfig, PoolFailure, PoolVcpu, VcpuHooks
 
 use super::{Control, Endless, EndlessError, Word};
 use crate::guest::{Field, PORT, Report};
+use crate::walk::lock;
 
 /// How long the threads have to come back.
 const GRACE: Duration = Duration::from_secs(10);
@@ -60,10 +61,6 @@ impl<P: Payload> Running<P> {
             Some(failure) => Err(failure.into_own()),
         }
     }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Endless {

@@ -10,7 +10,7 @@
 mod code;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pagetide_kvm::{Exit, Vcpu, Vm};
@@ -21,6 +21,7 @@ use crate::arch;
 use crate::endless::{self, Endless, EndlessError, Payload, Running, compare_words};
 use crate::error::MachineError;
 use crate::layout::{DATA_GPA, PAGE};
+use crate::walk::lock;
 use code::{Control, Word};
 
 /// Largest number of vCPUs: each has a word of its own in every page.
@@ -235,11 +236,7 @@ impl VcpuHooks for Walkers {
         };
         if self.holes.fetch_add(1, Ordering::Relaxed) == 0 {
             let vcpu = vcpu.id();
-            let mut first = self
-                .first_hole
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            *first = Some(Hole { vcpu, gpa, write });
+            *lock(&self.first_hole) = Some(Hole { vcpu, gpa, write });
         }
         Ok(Next::Enter)
     }
@@ -260,11 +257,7 @@ impl Walking {
             return Err(error);
         }
         walkers.verify()?;
-        let first = walkers
-            .first_hole
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        Ok(*first)
+        Ok(*lock(&walkers.first_hole))
     }
 }
 

@@ -2,11 +2,12 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use pagetide_kvm::{Exit, FaultExit, Vm};
 use vm_superio::Trigger;
 
+use crate::control::lock;
 use crate::hooks::{Handled, HookError, Next, VcpuHooks};
 use crate::pool::PoolVcpu;
 
@@ -82,11 +83,9 @@ impl Guest {
 
     /// Whether every vCPU has been asked since the last time, and none lives.
     pub(super) fn all_dead(&self) -> bool {
-        let looks = self.looks.iter();
-        let found: Vec<_> = looks
-            .map(|look| look.swap(NOT_ASKED, Ordering::SeqCst))
-            .collect();
-        found.iter().all(|look| *look == DEAD)
+        let asked = self.looks.iter();
+        let found = asked.map(|look| look.swap(NOT_ASKED, Ordering::SeqCst));
+        found.filter(|look| *look != DEAD).count() == 0
     }
 
     fn out(&self, vcpu: &PoolVcpu<'_>, port: u16) -> Result<Option<LinuxEnd>, LinuxRunError> {
@@ -101,10 +100,6 @@ impl Guest {
         }
         Ok(None)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl VcpuHooks for Guest {

@@ -251,16 +251,9 @@ mod tests {
     }
 
     fn read(content: &[u8], memory_bytes: u64) -> Result<Kernel, KernelError> {
-        let name = format!(
-            "pagetide-kernel-{}-{:?}",
-            std::process::id(),
-            std::thread::current().id()
-        );
-        let path = std::env::temp_dir().join(name);
-        std::fs::write(&path, content).unwrap();
-        let kernel = Kernel::read(&path, RamLayout::new(memory_bytes));
-        std::fs::remove_file(&path).unwrap();
-        kernel
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), content).unwrap();
+        Kernel::read(file.path(), RamLayout::new(memory_bytes))
     }
 
     #[test]

@@ -140,16 +140,9 @@ mod tests {
     const KERNEL_END: u64 = (20 << 20) + 1;
 
     fn open(bytes: u64, memory_bytes: u64, last: Option<u32>) -> Result<Initrd, InitrdError> {
-        let name = format!(
-            "pagetide-initrd-{}-{:?}",
-            std::process::id(),
-            std::thread::current().id()
-        );
-        let path = std::env::temp_dir().join(name);
-        File::create(&path).unwrap().set_len(bytes).unwrap();
-        let initrd = Initrd::open(&path, KERNEL_END, last, RamLayout::new(memory_bytes));
-        std::fs::remove_file(&path).unwrap();
-        initrd
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(bytes).unwrap();
+        Initrd::open(file.path(), KERNEL_END, last, RamLayout::new(memory_bytes))
     }
 
     #[test]
@@ -188,15 +181,10 @@ mod tests {
 
     #[test]
     fn a_file_that_shrinks_is_an_error() {
-        let initrd = open(8192, 64 << 20, None).unwrap();
-        let path = initrd.path.clone();
-        let file = File::create(&path).unwrap();
-        let shrunk = Initrd {
-            file: File::open(&path).unwrap(),
-            ..initrd
-        };
-        drop(file);
-        std::fs::remove_file(&path).unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(8192).unwrap();
+        let shrunk = Initrd::open(file.path(), KERNEL_END, None, RamLayout::new(64 << 20)).unwrap();
+        file.as_file().set_len(4096).unwrap();
         let (shmem, policy) = (Backing::Shmem, FailurePolicy::KernelDefault);
         let layout = RamLayout::new(64 << 20);
         let ram = Ram::new(layout, Ram::set_aside(layout, shmem, policy).unwrap()).unwrap();

@@ -3,6 +3,8 @@
 //! The first megabyte is laid out as a PC's is, because that is where Linux looks for its MP table
 //! and puts its processors' start-up code; what the VMM leaves there is only read during the boot.
 
+use std::ops::Range;
+
 use pagetide_memory::{GuestAddress, GuestRange, RangeError};
 
 /// The boot processor's descriptor table.
@@ -11,6 +13,9 @@ pub(super) const GDT: u64 = 0x500;
 pub(super) const BOOT_PARAMS: u64 = 0x7000;
 /// The page tables with which the kernel is entered.
 pub(super) const TABLES: u64 = 0x9000;
+/// What they map: low memory and the interrupt controllers. The boot protocol asks for the kernel, its
+/// parameters and its command line; Linux makes tables of its own at once.
+pub(super) const MAPPED_GIGABYTES: [Range<u64>; 2] = [0..3, 3..4];
 /// The kernel's command line.
 pub(super) const COMMAND_LINE: u64 = 0x2_0000;
 /// Where memory ends that Linux may use of the first megabyte.
@@ -113,6 +118,12 @@ mod tests {
             }
         }
         assert_eq!(RamLayout::new(u64::MAX).end(), None);
+    }
+
+    #[test]
+    fn the_tables_end_before_the_command_line() {
+        let bytes = crate::page_tables::bytes(&MAPPED_GIGABYTES).unwrap();
+        assert!(TABLES + bytes <= COMMAND_LINE);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use pagetide_memory::Region;
 
 use crate::control::Stopper;
 use crate::failure::SetupError;
+use crate::page_tables;
 use crate::x86_64::Platform;
 
 use super::boot_params::{self, Boot};
@@ -17,9 +18,9 @@ use super::cpuid::{self, Timer};
 use super::error::LinuxError;
 use super::image::Kernel;
 use super::initrd::Initrd;
-use super::layout::{BOOT_PARAMS, COMMAND_LINE, GDT, MP_TABLE, TABLES};
+use super::layout::{BOOT_PARAMS, COMMAND_LINE, GDT, MAPPED_GIGABYTES, MP_TABLE, TABLES};
 use super::memory::Ram;
-use super::{mp_table, tables, vcpu};
+use super::{mp_table, vcpu};
 
 /// A VM with a kernel in its memory, ready to run once.
 #[derive(Debug)]
@@ -162,7 +163,8 @@ fn write_boot_data(
     vcpus: u32,
 ) -> Result<(), LinuxError> {
     ram.write_words(GDT, &vcpu::descriptors())?;
-    ram.write_words(TABLES, &tables::build())?;
+    let tables = page_tables::build(TABLES, &MAPPED_GIGABYTES).unwrap_or_default();
+    ram.write_words(TABLES, &tables)?;
     ram.write(BOOT_PARAMS, &boot_params::build(boot))?;
     ram.write(COMMAND_LINE, command_line)?;
     // More were refused.

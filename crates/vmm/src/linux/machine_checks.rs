@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use pagetide_kvm::poison::{
     ErrorWatch, Injected, MachineCheck, MachineCheckError, MachineCheckForm, MemoryError,
@@ -12,6 +12,7 @@ use pagetide_kvm::poison::{
 use pagetide_kvm::{FaultExit, Vcpu, VcpuKick, Vm};
 use pagetide_memory::{GuestAddress, PageSize, PoisonMap};
 
+use crate::control::lock;
 use crate::hooks::{Handled, HookError, NoFaults, VcpuHooks};
 use crate::pool::PoolVcpu;
 
@@ -58,10 +59,6 @@ impl Told {
         }
         Ok(())
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl MachineChecks {

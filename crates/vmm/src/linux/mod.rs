@@ -38,7 +38,6 @@ mod memory;
 mod mp_table;
 mod outcome;
 mod run;
-mod tables;
 mod vcpu;
 
 pub use config::{DEFAULT_CMDLINE, LinuxConfig, LinuxConfigError, MIN_MEMORY_BYTES};

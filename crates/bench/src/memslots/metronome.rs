@@ -19,7 +19,7 @@ const ATTRIBUTES_BYTES: u64 = 64;
 
 /// Interrupts on every processor that this thread may use, until it is dropped.
 #[derive(Debug)]
-pub struct Metronome {
+pub(super) struct Metronome {
     _events: Vec<OwnedFd>,
 }
 
@@ -30,7 +30,7 @@ impl Metronome {
     ///
     /// # Errors
     /// The kernel's answer.
-    pub fn start(period_ns: u64) -> io::Result<Self> {
+    pub(super) fn start(period_ns: u64) -> io::Result<Self> {
         let set = sched_getaffinity(None)?;
         let cpus = (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu));
         let events = (0..).zip(cpus).map(|(index, cpu)| {
