@@ -34,7 +34,7 @@ pub const MAX_WALK: usize = 512;
 pub struct WalkersConfig {
     /// Number of vCPUs, from 1 to [`MAX_WALKERS`].
     pub vcpus: u32,
-    /// Bytes of data memory, from [`DATA_GPA`] on; shmem, one slot ([`DATA_SLOT`]).
+    /// Bytes of data memory, from [`DATA_GPA`] on; shmem, one slot ([`DATA_SLOT`](crate::DATA_SLOT)).
     pub data_bytes: u64,
     /// The pages of data memory that each vCPU walks, from 1 to [`MAX_WALK`]; each vCPU begins at
     /// another one. These stay writable whatever happens to the slots.
