@@ -110,6 +110,11 @@ pub(crate) struct PagingArguments {
     #[arg(long)]
     pre_fault: bool,
 
+    /// Measure each --fault-around above 1 twice: as it is, and with the vCPU's thread mapping what it
+    /// installed in the second-stage tables before the guest goes on (KVM_POPULATE_MEMORY)
+    #[arg(long)]
+    populate: bool,
+
     /// Measured rounds, after one that warms up; a round is one run of each series at each number
     /// of vCPUs
     #[arg(long, value_name = "N", default_value_t = Plan::default().runs)]
@@ -140,6 +145,7 @@ impl BenchArguments for PagingArguments {
             order: self.order,
             access: self.access,
             pre_fault: self.pre_fault,
+            populate: self.populate,
             runs: self.runs,
             pin: self.pin,
         }
@@ -187,6 +193,7 @@ mod tests {
             "--access",
             "read",
             "--pre-fault",
+            "--populate",
             "--runs",
             "9",
             "--pin",
@@ -204,6 +211,7 @@ mod tests {
             order: Order::Random,
             access: Access::Read,
             pre_fault: true,
+            populate: true,
             runs: 9,
             pin: true,
         };

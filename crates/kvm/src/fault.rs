@@ -3,47 +3,21 @@
 use std::fmt;
 
 use kvm_bindings::{KVM_EXIT_UNKNOWN, kvm_run};
+pub use pagetide_memory::Access;
 use pagetide_memory::GuestAddress;
 use pagetide_uapi::generated as abi;
 
-/// What the guest tried to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Access {
-    /// A data read.
-    Read,
-    /// A data write.
-    Write,
-    /// An instruction fetch.
-    Exec,
-    /// The kernel did not say: annotations without access flags exist upstream for private memory.
-    Unstated,
-}
-
-impl Access {
-    /// Decodes `kvm_run.memory_fault.flags`. A write decides over a fetch, a fetch over a read,
-    /// because whoever makes the page present must satisfy the most demanding one.
-    #[must_use]
-    pub const fn from_flags(flags: u64) -> Self {
-        if flags & abi::KVM_MEMORY_EXIT_FLAG_WRITE as u64 != 0 {
-            Access::Write
-        } else if flags & abi::KVM_MEMORY_EXIT_FLAG_EXEC as u64 != 0 {
-            Access::Exec
-        } else if flags & abi::KVM_MEMORY_EXIT_FLAG_READ as u64 != 0 {
-            Access::Read
-        } else {
-            Access::Unstated
-        }
-    }
-}
-
-impl fmt::Display for Access {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.pad(match self {
-            Access::Read => "read",
-            Access::Write => "write",
-            Access::Exec => "exec",
-            Access::Unstated => "access",
-        })
+/// Decodes the access of `kvm_run.memory_fault.flags`. A write decides over a fetch, a fetch over a
+/// read, because whoever makes the page present must satisfy the most demanding one.
+const fn access_of(flags: u64) -> Access {
+    if flags & abi::KVM_MEMORY_EXIT_FLAG_WRITE as u64 != 0 {
+        Access::Write
+    } else if flags & abi::KVM_MEMORY_EXIT_FLAG_EXEC as u64 != 0 {
+        Access::Exec
+    } else if flags & abi::KVM_MEMORY_EXIT_FLAG_READ as u64 != 0 {
+        Access::Read
+    } else {
+        Access::Unstated
     }
 }
 
@@ -81,7 +55,7 @@ impl FaultExit {
         Self {
             gpa: GuestAddress(gpa),
             size_bytes,
-            access: Access::from_flags(flags),
+            access: access_of(flags),
             absent: flags & abi::KVM_MEMORY_EXIT_FLAG_ABSENT as u64 != 0,
             private: flags & abi::KVM_MEMORY_EXIT_FLAG_PRIVATE as u64 != 0,
             poisoned,

@@ -18,7 +18,8 @@ use libc::siginfo_t;
 use pagetide_kvm::poison::{ErrorWatch, WatchError, handle_sigbus};
 use pagetide_kvm::{BindError, CommitError, Exit, Method, PopulateFlags, Signals, SignalsError};
 use pagetide_kvm::{VcpuKick, kick_signal};
-use pagetide_memory::Backing;
+use pagetide_memory::{Backing, FileAccessError, FileView, PageSize};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 /// Which test a process is for.
 const TEST: &str = "PAGETIDE_TEST_SIGNALS";
@@ -292,4 +293,28 @@ fn the_programs_own_handler_passes_errors_on() {
         drop(watch);
         assert_eq!(all_handlers(), before);
     });
+}
+
+/// A peer that handed a file over may truncate it under a copy: that is the copy's error, and the
+/// program goes on.
+#[test]
+fn a_file_that_its_owner_truncates_ends_a_copy_and_not_the_program() {
+    alone(
+        "a_file_that_its_owner_truncates_ends_a_copy_and_not_the_program",
+        || {
+            let _signals = Signals::none().install_sigbus().expect("a handler");
+            let file = memfd_create("truncated", MemfdFlags::CLOEXEC).expect("a file");
+            ftruncate(&file, 2 * PAGE).expect("room");
+            let theirs = file.try_clone().expect("a descriptor");
+            let view = FileView::map(theirs, 0, 2 * PAGE, PageSize::Size4K).expect("a mapping");
+            view.write(PAGE, b"there").expect("the file is whole");
+            ftruncate(&file, PAGE).expect("shorter");
+            let error = view.write(PAGE, b"gone").expect_err("the file ends before");
+            assert!(
+                matches!(error, FileAccessError::Truncated { .. }),
+                "{error}"
+            );
+            view.write(0, b"here").expect("the rest is there");
+        },
+    );
 }

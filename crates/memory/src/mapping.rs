@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::ptr;
 
 use rustix::io::Errno;
-use rustix::mm::{self, Advice, MapFlags, ProtFlags};
+use rustix::mm::{self, Advice, MapFlags, MprotectFlags, ProtFlags};
 
 use crate::address::HostAddress;
 use crate::convert::to_usize;
@@ -22,6 +22,14 @@ pub(crate) struct Mapping {
     listed: Option<Listed>,
 }
 
+/// Where in a file a mapping begins.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FilePart<'fd> {
+    pub(crate) file: BorrowedFd<'fd>,
+    /// In bytes, a multiple of the size of the file's pages.
+    pub(crate) offset: u64,
+}
+
 // SAFETY: a Mapping is an address and a length. All access goes through methods that copy bytes
 // where the compiler does not look, or that hand the range to the kernel; neither depends on the
 // thread.
@@ -30,11 +38,11 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `bytes` bytes, readable and writable, of `file` from its start (shared), or of
-    /// anonymous memory (private). The address is congruent to `congruent_to` modulo `alignment`,
+    /// Maps `bytes` bytes, readable and writable, of a file (shared), or of anonymous
+    /// memory (private). The address is congruent to `congruent_to` modulo `alignment`,
     /// so that gpa, hva and file offset allow the same huge pages.
     pub(crate) fn new(
-        file: Option<BorrowedFd<'_>>,
+        file: Option<FilePart<'_>>,
         bytes: usize,
         alignment: PageSize,
         congruent_to: u64,
@@ -60,9 +68,9 @@ impl Mapping {
         let mapped = match file {
             // SAFETY: MAP_FIXED replaces what is mapped at start..start+bytes, which lies within
             // the reservation just made (skip < alignment_bytes), so within memory that is ours.
-            Some(file) => unsafe {
+            Some(FilePart { file, offset }) => unsafe {
                 let flags = MapFlags::SHARED | MapFlags::FIXED;
-                mm::mmap(start.cast(), bytes, access, flags, file, 0)
+                mm::mmap(start.cast(), bytes, access, flags, file, offset)
             },
             // SAFETY: as above.
             None => unsafe {
@@ -108,6 +116,21 @@ impl Mapping {
         // content. The range was just checked to be within this mapping, and no reference into it
         // is ever handed out, so content may change at any time.
         unsafe { mm::madvise(start, bytes, advice) }
+    }
+}
+
+impl Mapping {
+    /// madvise() on all of it.
+    pub(crate) fn advise_all(&self, advice: Advice) -> Result<(), Errno> {
+        self.advise(0, self.bytes, advice)
+    }
+
+    /// mprotect() on all of it. While it is inaccessible, nobody may use [`Mapping::as_ptr`].
+    pub(crate) fn protect(&self, access: MprotectFlags) -> Result<(), Errno> {
+        // SAFETY: mprotect requires that nobody relies on the access that is taken away; the range
+        // is this mapping's own, and no reference into it is handed out here. Those who take its
+        // pointer keep from using it meanwhile, see ServiceGate.
+        unsafe { mm::mprotect(self.start.cast(), self.bytes, access) }
     }
 }
 

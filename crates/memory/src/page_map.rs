@@ -1,110 +1,68 @@
 //! The page map: one atomic state per page, and the rules by which it changes.
 
+mod answers;
 mod cell;
 mod claim;
+mod image;
 mod parking;
 
-use std::collections::TryReserveError;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
-
-use thiserror::Error;
 
 use crate::convert::{to_u64, to_usize};
 use crate::page::{PageIndex, PageRange};
-use cell::{ABSENT, IN_FLIGHT, POISONED, REMOVED, WAITERS, WAKE_WANTED};
+use crate::sync::{AtomicU8, Ordering};
+use cell::{
+    ABSENT, FLAGS, INSTALLING, POISONED, REMOVED, REQUESTED_BULK, WAITERS, WAKE_WANTED, update,
+};
 use parking::Parking;
 
-pub use cell::{PageState, Settled};
-pub use claim::{ClaimGuard, Origin, WakeWanted};
-
-/// The answer to a claim.
-#[derive(Debug)]
-pub enum Claim<'map> {
-    /// The caller owns these pages now and must finish or abandon them.
-    Won(ClaimGuard<'map>),
-    /// Somebody else owns the page, or it needs no owner: its state at that moment.
-    Lost(PageState),
-    /// The map has no such page.
-    Outside,
-}
-
-/// What became of a page that should be removed or poisoned.
-#[must_use = "a page that is InFlight is neither removed nor poisoned"]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Removal {
-    /// Done; the state that it had before.
-    Done(PageState),
-    /// A thread is bringing the page in. Wait for it ([`PageMap::wait`]) and ask again.
-    InFlight,
-    /// The page is poisoned and stays so.
-    Poisoned,
-    /// The map has no such page.
-    Outside,
-}
-
-/// Why there is no page map.
-#[derive(Debug, Error)]
-pub enum PageMapError {
-    /// One byte per page is needed, and is not to be had.
-    #[error("no memory for a map of {pages} pages")]
-    OutOfMemory {
-        /// How many pages it should have.
-        pages: u64,
-        /// What the allocator said.
-        #[source]
-        source: TryReserveError,
-    },
-}
-
-/// A reset was refused: a page is still being brought in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("page {page} is still being brought in")]
-pub struct ResetError {
-    /// The first such page.
-    pub page: PageIndex,
-}
-
-/// How many pages are in which state.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StateCounts {
-    /// Pages that are not there yet.
-    pub absent: u64,
-    /// Pages that somebody is bringing in.
-    pub in_flight: u64,
-    /// Pages with their content.
-    pub present: u64,
-    /// Pages that are the zero page.
-    pub zero: u64,
-    /// Pages that the guest gave up.
-    pub removed: u64,
-    /// Pages lost to an uncorrected error.
-    pub poisoned: u64,
-}
+pub use answers::{Claim, PageMapError, Removal, Request, ResetError, StateCounts};
+pub use cell::{PageState, Settled, Urgency};
+pub use claim::{ClaimGuard, WakeWanted};
+pub use image::{ImportError, PageMapImage};
 
 /// One atomic state per page of a region.
 ///
 /// | from | to | by | meaning |
 /// |---|---|---|---|
-/// | Absent | InFlight | [`Self::claim`], [`Self::claim_run`] | one thread now owns bringing it in |
-/// | Removed | InFlight | [`Self::claim_removed`] | one thread now owns making it zero |
-/// | InFlight | Present | [`ClaimGuard::finish`] | content is installed |
-/// | InFlight | Zero | [`ClaimGuard::finish`] | the zero page is installed |
-/// | InFlight | Poisoned | [`ClaimGuard::finish`] | the content is lost, says the source |
-/// | InFlight | Absent or Removed, as claimed | [`ClaimGuard::abandon`], or dropping the guard | the owner failed; others may claim |
-/// | Absent, Present, Zero | Removed | [`Self::remove`] | the guest gave the content up |
-/// | Absent, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error took it, now or before the VM was restored |
-/// | any but InFlight | Absent | [`Self::reset`] | the memory was emptied for another run |
+/// | Absent | Requested | [`Self::request_run`] | a source is asked for the content |
+/// | Requested(Bulk) | Requested(Urgent) | [`Self::request_run`] | a thread waits for it now: ask again |
+/// | Requested(Bulk) | Absent | [`Self::withdraw`] | the request was given up |
+/// | Requested | Absent | [`Self::withdraw_all`] | the region's requests were given up |
+/// | Absent, Requested | Installing | [`Self::claim_run`], [`Self::claim_arrived`] | one thread has the content and owns the page |
+/// | Installing | Present | [`ClaimGuard::finish`] | content is installed |
+/// | Installing | Zero | [`ClaimGuard::finish`] | the zero page is installed |
+/// | Installing | Poisoned | [`ClaimGuard::finish`] | the content is lost, says the source |
+/// | Installing | Removed | [`ClaimGuard::finish_removed`] | the guest gave the page up meanwhile |
+/// | Installing | Absent or Requested, as claimed | [`ClaimGuard::abandon`], or dropping the guard | the owner failed; others may claim |
+/// | Absent, Requested, Present, Zero, Removed | Removed | [`Self::remove`] | the guest gave the content up |
+/// | Absent, Requested, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error took it, now or before the VM was restored |
+/// | Absent | Present, Zero, Removed, Poisoned | [`Self::import`] | a predecessor had brought the page so far |
+/// | any but Installing | Absent | [`Self::reset`] | the memory was emptied for another run |
 ///
-/// There is no other edge. InFlight is left by its owner only, so nobody can take a page from under
-/// the thread that is installing it. A poisoned page stays poisoned until a reset. When each edge to
-/// Poisoned is taken is in `docs/design/poison.md`.
+/// There is no other edge. Installing is left by its owner only, so nobody can take a page from under
+/// the thread that is installing it. A request owns nothing: whoever has the content first claims the
+/// page, and content that comes later finds it settled. A poisoned page stays poisoned until a reset.
+/// When each edge to Poisoned is taken is in `docs/design/poison.md`.
 ///
-/// An InFlight page carries two more bits, both set by those who came too late and cleared by the
-/// owner's one swap: *wake wanted* (a userfaultfd reader must not block, so it leaves its
-/// `UFFDIO_WAKE` to the owner) and *waiters* (threads parked in [`Self::wait`]). Because they sit
-/// in the same byte as the state, a claim and a finish are one atomic operation each when nobody
-/// waits, and no request can slip in between the owner's look and its store.
+/// Requested and Installing pages carry two more bits, set by those who came too late: *wake wanted*
+/// (a userfaultfd reader must not block, so it leaves its `UFFDIO_WAKE` to whoever installs the page;
+/// an Absent page carries it too, where a reader's fault has failed) and *waiters* (threads parked in [`Self::wait`]). They sit in the same byte as the state, so a
+/// claim and a finish are one atomic operation each when nobody waits, and no wish can slip in
+/// between the owner's look and its store. What becomes of them:
+///
+/// | edge | wake wanted | waiters |
+/// |---|---|---|
+/// | to Requested, to Installing | kept | kept |
+/// | Installing to a settled state | cleared and returned | cleared and notified |
+/// | abandoned, to Absent or Requested(Bulk) | cleared and returned | cleared and notified |
+/// | abandoned, to Requested(Urgent) | kept: the request will bring the page | cleared and notified |
+/// | guard dropped | kept, also on an Absent page | cleared and notified |
+/// | [`Self::withdraw`] | kept on the Absent page | cleared and notified |
+/// | [`Self::withdraw_all`], [`Self::remove`], [`Self::poison`] | cleared and returned | cleared and notified |
+/// | [`Self::reset`] | cleared | cleared and notified |
+///
+/// So a wake-up that was wanted is returned to somebody once, or is still on its page.
 #[derive(Debug)]
 pub struct PageMap {
     cells: Box<[AtomicU8]>,
@@ -135,6 +93,19 @@ impl PageMap {
         self.cells.get(page.as_usize())
     }
 
+    /// Those of `pages` that the map has.
+    #[inline]
+    fn within(&self, pages: PageRange) -> PageRange {
+        pages.intersection(PageRange::new(PageIndex(0), self.pages()))
+    }
+
+    /// The pages of `pages` that the map has, with their cells.
+    fn cells(&self, pages: PageRange) -> impl Iterator<Item = (PageIndex, &AtomicU8)> {
+        let pages = self.within(pages);
+        let first = pages.first().as_usize().min(self.cells.len());
+        pages.iter().zip(&self.cells[first..])
+    }
+
     /// The state of `page` at this moment; `None` if there is no such page.
     #[inline]
     pub fn state(&self, page: PageIndex) -> Option<PageState> {
@@ -142,123 +113,211 @@ impl PageMap {
         Some(PageState::of(self.cell(page)?.load(Ordering::Acquire)))
     }
 
-    /// The first of `pages` that is Absent or InFlight, and which of them: where there is, or may
-    /// yet be, something to bring in. Out of date as soon as it is told.
+    /// The first of `pages` that is Absent, Requested or Installing, and which of them: where there
+    /// is, or may yet be, something to bring in. Out of date as soon as it is told.
     pub fn next_unsettled(&self, pages: PageRange) -> Option<(PageIndex, PageState)> {
-        let cells = self.cells.get(pages.first().as_usize()..)?;
-        let states = cells
-            .iter()
-            .map(|cell| PageState::of(cell.load(Ordering::Relaxed)));
-        pages
-            .iter()
-            .zip(states)
-            .find(|(_, state)| matches!(state, PageState::Absent | PageState::InFlight))
+        self.cells(pages)
+            .map(|(page, cell)| (page, PageState::of(cell.load(Ordering::Relaxed))))
+            .find(|(_, state)| !state.is_settled())
     }
 
-    /// Claims `page` if it is Absent.
+    /// The first of `pages` that is Absent. Out of date as soon as it is told.
+    pub fn next_absent(&self, pages: PageRange) -> Option<PageIndex> {
+        self.cells(pages)
+            .find(|(_, cell)| PageState::of(cell.load(Ordering::Relaxed)) == PageState::Absent)
+            .map(|(page, _)| page)
+    }
+
+    /// Claims `page`, whose content is at hand, if it is Absent or Requested; and with it the Absent
+    /// pages around it that are connected to it and in `window`.
     #[inline]
-    pub fn claim(&self, page: PageIndex) -> Claim<'_> {
-        self.claim_from(page, ABSENT, Origin::Absent)
-    }
-
-    /// Claims `page` if it is Removed.
-    pub fn claim_removed(&self, page: PageIndex) -> Claim<'_> {
-        self.claim_from(page, REMOVED, Origin::Removed)
-    }
-
-    #[inline]
-    fn claim_from(&self, page: PageIndex, from: u8, origin: Origin) -> Claim<'_> {
+    pub fn claim_run(&self, page: PageIndex, window: PageRange) -> Claim<'_> {
         let Some(cell) = self.cell(page) else {
             return Claim::Outside;
         };
-        // Acquire on success: the last owner may have abandoned the page after writing some of it.
-        match cell.compare_exchange(from, IN_FLIGHT, Ordering::Acquire, Ordering::Acquire) {
-            Ok(_) => Claim::Won(ClaimGuard::new(self, PageRange::single(page), origin)),
+        match update(cell, ABSENT, claimed) {
+            Ok(_) => {
+                let run = self.grow(page, window, claimed_absent);
+                Claim::Won(ClaimGuard::new(self, run))
+            }
             Err(found) => Claim::Lost(PageState::of(found)),
         }
     }
 
-    /// Claims `page` if it is Absent, and with it the Absent pages around it that are connected to
-    /// it and in `window`.
-    #[inline]
-    pub fn claim_run(&self, page: PageIndex, window: PageRange) -> Claim<'_> {
-        let mut guard = match self.claim(page) {
-            Claim::Won(guard) => guard,
-            lost => return lost,
-        };
-        if window.count() <= 1 || !window.contains(page) {
-            return Claim::Won(guard);
+    /// Claims the first of `pages` that are Absent or Requested, for content that has arrived: the
+    /// first such page, and those that follow it without a gap. `None` if there is none. The caller
+    /// installs what it got, and goes on behind it.
+    pub fn claim_arrived(&self, pages: PageRange) -> Option<ClaimGuard<'_>> {
+        let mut first = None;
+        let mut count = 0;
+        for (page, cell) in self.cells(pages) {
+            let seen = cell.load(Ordering::Relaxed);
+            if update(cell, seen, claimed).is_ok() {
+                first.get_or_insert(page);
+                count += 1;
+            } else if first.is_some() {
+                break;
+            }
         }
-        let all = PageRange::new(PageIndex(0), self.pages());
-        let window = window.intersection(all);
+        Some(ClaimGuard::new(self, PageRange::new(first?, count)))
+    }
+
+    /// Marks `page` as asked for, if it is Absent, and with it the Absent pages around it that are
+    /// connected to it and in `window`; or makes its request urgent.
+    pub fn request_run(&self, page: PageIndex, window: PageRange, urgency: Urgency) -> Request {
+        let Some(cell) = self.cell(page) else {
+            return Request::Outside;
+        };
+        let requested = move |seen: u8| {
+            (PageState::of(seen) == PageState::Absent).then_some(seen & FLAGS | urgency.byte())
+        };
+        let upgraded = move |seen: u8| match PageState::of(seen) {
+            PageState::Absent => requested(seen),
+            PageState::Requested(now) if now < urgency => Some(seen & FLAGS | urgency.byte()),
+            _ => None,
+        };
+        match update(cell, ABSENT, upgraded) {
+            Ok(before) if PageState::of(before) == PageState::Absent => {
+                Request::Made(self.grow(page, window, requested))
+            }
+            Ok(_) => Request::Upgraded,
+            Err(found) => Request::Lost(PageState::of(found)),
+        }
+    }
+
+    /// Changes the neighbours of `page` in both directions, up to the first that `next` refuses and
+    /// to the ends of `window`. Returns the run that was changed, `page` included.
+    #[inline]
+    fn grow(
+        &self,
+        page: PageIndex,
+        window: PageRange,
+        next: impl Fn(u8) -> Option<u8>,
+    ) -> PageRange {
+        if window.count() <= 1 || !window.contains(page) {
+            return PageRange::single(page);
+        }
+        let window = self.within(window);
+        let take = |page| {
+            self.cell(page)
+                .is_some_and(|cell| update(cell, ABSENT, &next).is_ok())
+        };
         let mut first = page;
-        while first > window.first() && self.take_neighbour(PageIndex(first.0 - 1)) {
+        while first > window.first() && take(PageIndex(first.0 - 1)) {
             first = PageIndex(first.0 - 1);
         }
         let mut end = PageIndex(page.0 + 1);
-        while end < window.end() && self.take_neighbour(end) {
+        while end < window.end() && take(end) {
             end = PageIndex(end.0 + 1);
         }
-        guard.widen(PageRange::new(first, end.0 - first.0));
-        Claim::Won(guard)
+        PageRange::new(first, end.0 - first.0)
     }
 
-    #[inline]
-    fn take_neighbour(&self, page: PageIndex) -> bool {
-        self.cell(page).is_some_and(|cell| {
-            // As in claim_from.
-            cell.compare_exchange(ABSENT, IN_FLIGHT, Ordering::Acquire, Ordering::Relaxed)
-                .is_ok()
-        })
+    /// Makes those of `pages` Absent that are requested in bulk, and says how many there were: their
+    /// requests were given up. Parked threads look again, and find the page Absent. A wake-up that
+    /// is wanted stays with its page: the next owner gives it.
+    pub fn withdraw(&self, pages: PageRange) -> u64 {
+        let mut withdrawn = 0;
+        for (page, cell) in self.cells(pages) {
+            let next =
+                |seen: u8| (seen & !FLAGS == REQUESTED_BULK).then_some(ABSENT | seen & WAKE_WANTED);
+            if let Ok(before) = update(cell, cell.load(Ordering::Relaxed), next) {
+                withdrawn += 1;
+                self.notify_if_parked(page, before);
+            }
+        }
+        withdrawn
     }
 
-    /// Asks the owner of `page` to issue `UFFDIO_WAKE` when it is done. If the state returned is
-    /// InFlight the owner will do so; if it is anything else there is no owner, and the caller must
-    /// act on that state itself. `None` if there is no such page.
+    /// Makes those of `pages` Absent that are requested, however urgently: the region is given up by
+    /// its requests. Says whether threads are asleep in a userfaultfd for any of them, or for a page
+    /// that was withdrawn before; the caller wakes them, so that they fault again.
+    pub fn withdraw_all(&self, pages: PageRange) -> WakeWanted {
+        let mut wanted = false;
+        for (page, cell) in self.cells(pages) {
+            let next = |seen: u8| {
+                let given_up = PageState::of(seen).is_claimable() && seen != ABSENT;
+                given_up.then_some(ABSENT)
+            };
+            if let Ok(before) = update(cell, cell.load(Ordering::Relaxed), next) {
+                self.notify_if_parked(page, before);
+                wanted |= before & WAKE_WANTED != 0;
+            }
+        }
+        WakeWanted::from(wanted)
+    }
+
+    /// Leaves the `UFFDIO_WAKE` for `page` to whoever installs it. If the state returned is
+    /// Requested or Installing, that is promised. If it is anything else, nobody will, and the
+    /// caller must act on that state itself. A caller that finds the page Requested(Bulk) makes the
+    /// request urgent. `None` if there is no such page.
     pub fn want_wake(&self, page: PageIndex) -> Option<PageState> {
-        Some(self.flag(self.cell(page)?, WAKE_WANTED))
+        Some(flag(self.cell(page)?, WAKE_WANTED))
     }
 
-    /// Whether the owner of `page` was asked for a wake that it has not given yet. Out of date as soon
+    /// Leaves the `UFFDIO_WAKE` for `page` to whoever installs it, whenever that will be: for a fault
+    /// that could not be resolved, whose page may be Absent. If the state returned is settled, nobody
+    /// will, as after [`Self::want_wake`]. `None` if there is no such page.
+    pub fn leave_wake(&self, page: PageIndex) -> Option<PageState> {
+        let cell = self.cell(page)?;
+        let next = |seen: u8| {
+            let is_missing = !PageState::of(seen).is_settled();
+            (is_missing && seen & WAKE_WANTED == 0).then_some(seen | WAKE_WANTED)
+        };
+        let (Ok(seen) | Err(seen)) = update(cell, cell.load(Ordering::Acquire), next);
+        Some(PageState::of(seen))
+    }
+
+    /// Whether a wake of `page` was left to its next installer, and not given yet. Out of date as soon
     /// as it is told: for tests and for looking at a VM that hangs.
     pub fn is_wake_wanted(&self, page: PageIndex) -> bool {
         self.cell(page)
             .is_some_and(|cell| cell.load(Ordering::Relaxed) & WAKE_WANTED != 0)
     }
 
-    /// Sets `flag` if the cell is InFlight; returns the state seen.
-    fn flag(&self, cell: &AtomicU8, flag: u8) -> PageState {
-        let mut seen = cell.load(Ordering::Acquire);
-        loop {
-            if PageState::of(seen) != PageState::InFlight || seen & flag != 0 {
-                return PageState::of(seen);
-            }
-            // AcqRel: the owner's swap that clears the flag must come after what the caller did
-            // before it asked (such as queueing a thread that has to be woken).
-            match cell.compare_exchange_weak(seen, seen | flag, Ordering::AcqRel, Ordering::Acquire)
-            {
-                Ok(_) => return PageState::InFlight,
-                Err(changed) => seen = changed,
-            }
-        }
+    /// Waits until `page` is neither Requested nor Installing, or `timeout` has passed, and returns
+    /// its state. It returns early, with whatever state there is, when everybody is woken
+    /// ([`Self::notify_all`]) and when an owner gives a requested page back; so callers loop. `None`
+    /// if there is no such page.
+    pub fn wait(&self, page: PageIndex, timeout: Duration) -> Option<PageState> {
+        self.wait_since(page, self.epoch(), timeout)
     }
 
-    /// Waits until `page` is not InFlight, or `timeout` has passed (then it returns InFlight).
-    /// `None` if there is no such page.
-    pub fn wait(&self, page: PageIndex, timeout: Duration) -> Option<PageState> {
+    /// The number of calls of [`Self::notify_all`] so far, for [`Self::wait_since`].
+    pub fn epoch(&self) -> u64 {
+        self.parking.epoch()
+    }
+
+    /// As [`Self::wait`], and it does not wait at all if [`Self::notify_all`] was called since
+    /// `epoch` was read. A thread that reads the epoch, then looks whether it should stop, then waits,
+    /// cannot miss a stop that is set before the notification.
+    pub fn wait_since(&self, page: PageIndex, epoch: u64, timeout: Duration) -> Option<PageState> {
         let cell = self.cell(page)?;
         let deadline = Instant::now().checked_add(timeout);
         let mut shard = self.parking.lock(page);
-        // The flag is set under the shard's lock, and the owner takes that lock before it notifies:
-        // so it finds this thread either not flagged yet or already asleep.
-        while self.flag(cell, WAITERS) == PageState::InFlight {
+        let mut owned = false;
+        loop {
+            // The flag is set under the shard's lock, and whoever clears it takes that lock before it
+            // notifies: so it finds this thread either not flagged yet or already asleep. The same
+            // holds for the epoch.
+            let state = flag(cell, WAITERS);
+            let given_back = owned && state != PageState::Installing;
+            if !state.is_pending() || given_back || self.parking.epoch() != epoch {
+                return Some(state);
+            }
+            owned = state == PageState::Installing;
             let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
             if left.is_zero() {
-                return Some(PageState::InFlight);
+                return Some(state);
             }
             shard.sleep(left);
         }
-        self.state(page)
+    }
+
+    /// Wakes every thread parked in this map, so that it looks again at what it waits for: used when
+    /// a pager stops.
+    pub fn notify_all(&self) {
+        self.parking.notify_all();
     }
 
     /// The guest gave up the content of `page`: its next touch reads zeroes.
@@ -275,40 +334,32 @@ impl PageMap {
         let Some(cell) = self.cell(page) else {
             return Removal::Outside;
         };
-        let mut seen = cell.load(Ordering::Acquire);
-        loop {
-            match PageState::of(seen) {
-                PageState::InFlight => return Removal::InFlight,
-                PageState::Poisoned => return Removal::Poisoned,
-                before => {
-                    match cell.compare_exchange_weak(seen, to, Ordering::AcqRel, Ordering::Acquire)
-                    {
-                        Ok(_) => return Removal::Done(before),
-                        Err(changed) => seen = changed,
-                    }
+        let next = |seen: u8| match PageState::of(seen) {
+            PageState::Installing | PageState::Poisoned => None,
+            _ => Some(to),
+        };
+        match update(cell, cell.load(Ordering::Acquire), next) {
+            Ok(before) => {
+                self.notify_if_parked(page, before);
+                Removal::Done {
+                    before: PageState::of(before),
+                    wake: WakeWanted::from(before & WAKE_WANTED != 0),
                 }
             }
+            Err(found) if found & INSTALLING != 0 => Removal::Installing,
+            Err(_) => Removal::Poisoned,
         }
     }
 
     /// Makes every page Absent again, for another run over emptied memory. The caller has stopped
-    /// everything that resolves faults; if a page is InFlight after all, it and what follows it is
+    /// everything that resolves faults; if a page is Installing after all, it and what follows it is
     /// left as it is.
     pub fn reset(&self) -> Result<(), ResetError> {
-        for (index, cell) in self.cells.iter().enumerate() {
-            let mut seen = cell.load(Ordering::Acquire);
-            while seen != ABSENT {
-                if PageState::of(seen) == PageState::InFlight {
-                    return Err(ResetError {
-                        page: PageIndex(to_u64(index)),
-                    });
-                }
-                match cell.compare_exchange_weak(seen, ABSENT, Ordering::AcqRel, Ordering::Acquire)
-                {
-                    Ok(_) => break,
-                    Err(changed) => seen = changed,
-                }
-            }
+        for (page, cell) in self.cells(PageRange::new(PageIndex(0), self.pages())) {
+            let next = |seen: u8| (seen & INSTALLING == 0).then_some(ABSENT);
+            let before = update(cell, cell.load(Ordering::Acquire), next)
+                .map_err(|_| ResetError { page })?;
+            self.notify_if_parked(page, before);
         }
         Ok(())
     }
@@ -318,39 +369,99 @@ impl PageMap {
     pub fn counts(&self) -> StateCounts {
         let mut counts = StateCounts::default();
         for cell in &self.cells {
-            let count = match PageState::of(cell.load(Ordering::Relaxed)) {
-                PageState::Absent => &mut counts.absent,
-                PageState::InFlight => &mut counts.in_flight,
-                PageState::Present => &mut counts.present,
-                PageState::Zero => &mut counts.zero,
-                PageState::Removed => &mut counts.removed,
-                PageState::Poisoned => &mut counts.poisoned,
-            };
-            *count += 1;
+            counts.add(PageState::of(cell.load(Ordering::Relaxed)));
         }
         counts
     }
 
-    /// The owner's way out of InFlight. Says whether a userfaultfd reader asked for a wake.
+    /// The owner's way to a settled state. Says whether a wake was left to it.
     #[inline]
-    fn leave_in_flight(&self, page: PageIndex, to: u8) -> bool {
+    fn settle_owned(&self, page: PageIndex, to: u8) -> bool {
         let Some(cell) = self.cell(page) else {
             return false;
         };
         // Release: whoever sees the new state sees what the owner did before. Acquire: the owner
         // sees what those did who asked to be told.
         let before = cell.swap(to, Ordering::AcqRel);
-        debug_assert_eq!(
-            PageState::of(before),
-            PageState::InFlight,
-            "page {page} has no owner"
-        );
+        self.left(page, before);
+        before & WAKE_WANTED != 0
+    }
+
+    /// The owner gives the page back as it was. Says whether a wake was left to it that is left to
+    /// nobody else now.
+    fn give_back(&self, page: PageIndex) -> bool {
+        let Some(cell) = self.cell(page) else {
+            return false;
+        };
+        // Nobody but the owner changes the state bits of an Installing page.
+        let origin = PageState::of(cell.load(Ordering::Relaxed) & !INSTALLING);
+        let kept = if origin == PageState::Requested(Urgency::Urgent) {
+            !(INSTALLING | WAITERS)
+        } else {
+            !(INSTALLING | FLAGS)
+        };
+        // As in settle_owned.
+        let before = cell.fetch_and(kept, Ordering::AcqRel);
+        self.left(page, before);
+        before & !kept & WAKE_WANTED != 0
+    }
+
+    /// The owner is gone without an answer: the page goes back as it was, and a wake that was left to
+    /// the owner is left to the next one.
+    fn give_back_quietly(&self, page: PageIndex) {
+        if let Some(cell) = self.cell(page) {
+            let before = cell.fetch_and(!(INSTALLING | WAITERS), Ordering::AcqRel);
+            self.left(page, before);
+        }
+    }
+
+    fn take_wake(&self, page: PageIndex) -> bool {
+        self.cell(page)
+            .is_some_and(|cell| cell.fetch_and(!WAKE_WANTED, Ordering::AcqRel) & WAKE_WANTED != 0)
+    }
+
+    /// The owner has left `page`, whose byte was `before`.
+    #[inline]
+    fn left(&self, page: PageIndex, before: u8) {
+        debug_assert!(before & INSTALLING != 0, "page {page} has no owner");
+        self.notify_if_parked(page, before);
+    }
+
+    #[inline]
+    fn notify_if_parked(&self, page: PageIndex, before: u8) {
         if before & WAITERS != 0 {
             self.parking.notify(page);
         }
-        before & WAKE_WANTED != 0
     }
 }
 
+/// The byte of a page that is claimed with its content at hand.
+#[inline]
+fn claimed(seen: u8) -> Option<u8> {
+    PageState::of(seen)
+        .is_claimable()
+        .then_some(seen | INSTALLING)
+}
+
+/// The same for a neighbour that nobody has asked for.
+#[inline]
+fn claimed_absent(seen: u8) -> Option<u8> {
+    (PageState::of(seen) == PageState::Absent).then_some(seen | INSTALLING)
+}
+
+/// Sets `flag` if the page is Requested or Installing; returns the state seen.
+fn flag(cell: &AtomicU8, flag: u8) -> PageState {
+    let next = |seen: u8| {
+        let state = PageState::of(seen);
+        (state.is_pending() && seen & flag == 0).then_some(seen | flag)
+    };
+    let (Ok(seen) | Err(seen)) = update(cell, cell.load(Ordering::Acquire), next);
+    PageState::of(seen)
+}
+
 #[cfg(test)]
+#[cfg(loom)]
+mod loom_tests;
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests;

@@ -1,10 +1,14 @@
 //! A range of guest memory, the file behind it and its two mappings.
 
+mod content;
 mod error;
 mod failure;
+mod paging;
+mod service;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::AtomicU64;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use pagetide_uapi::host::available_bytes;
 use pagetide_uapi::memory_failure::KEEP_UE_MAPPED;
@@ -15,15 +19,19 @@ use rustix::mm::Advice;
 use crate::address::{GuestAddress, HostAddress};
 use crate::backing::Backing;
 use crate::convert::{to_u64, to_usize};
-use crate::guard::{copy_in, copy_out};
-use crate::mapping::Mapping;
+use crate::guard::{CopyFailure, copy_in, copy_out, fill_zeroes};
+use crate::mapping::{FilePart, Mapping};
 use crate::page::{PageIndex, PageRange, PageSize};
 use crate::policy::FailurePolicy;
 use crate::range::{GuestRange, HostRange, RangeError};
 use crate::room::check_room;
 
-pub use error::{AccessError, PopulateError, RegionError};
+use paging::Paging;
+use service::ServiceGate;
+
+pub use error::{AccessError, ContentError, PopulateError, RegionError};
 pub use failure::Lost;
+pub use paging::ServiceAccess;
 
 /// What a page is made present for, see [`Region::populate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +63,11 @@ pub struct Region {
     file: Option<OwnedFd>,
     guest: Mapping,
     service: Option<Mapping>,
+    gate: ServiceGate,
+    paging: Mutex<Paging>,
+    /// Somebody holds a reference to a word of the service mapping. Set under the lock of `paging`,
+    /// and never unset.
+    words_are_out: AtomicBool,
 }
 
 impl Region {
@@ -89,17 +102,24 @@ impl Region {
         // A 4 KiB region may still be made of huge pages (THP); hugetlb wants its own size.
         let alignment = page_size.max(PageSize::Size2M);
         let no_mapping = |errno| map_error(errno, bytes, backing);
+        let from_start = |file: &OwnedFd| {
+            let file = file.as_fd();
+            Mapping::new(Some(FilePart { file, offset: 0 }), mapped, alignment, gpa.0)
+        };
         let (file, service) = if backing.has_file() {
             let file = make_file(bytes, backing, policy)?;
-            let service = Mapping::new(Some(file.as_fd()), mapped, alignment, gpa.0);
+            let service = from_start(&file);
             (Some(file), Some(service.map_err(no_mapping)?))
         } else if policy == FailurePolicy::Keep {
             return Err(RegionError::NoKeepPolicy { backing });
         } else {
             (None, None)
         };
-        let guest = Mapping::new(file.as_ref().map(AsFd::as_fd), mapped, alignment, gpa.0)
-            .map_err(no_mapping)?;
+        let guest = match &file {
+            Some(file) => from_start(file),
+            None => Mapping::new(None, mapped, alignment, gpa.0),
+        }
+        .map_err(no_mapping)?;
 
         let region = Self {
             range,
@@ -108,6 +128,9 @@ impl Region {
             file,
             guest,
             service,
+            gate: ServiceGate::new(),
+            paging: Mutex::default(),
+            words_are_out: AtomicBool::new(false),
         };
         region.advise_page_size()?;
         Ok(region)
@@ -120,11 +143,8 @@ impl Region {
             Backing::Shmem | Backing::Anonymous => Advice::LinuxNoHugepage,
             Backing::Hugetlb2M | Backing::Hugetlb1G => return Ok(()),
         };
-        for mapping in [Some(&self.guest), self.service.as_ref()]
-            .into_iter()
-            .flatten()
-        {
-            match mapping.advise(0, mapping.range().bytes(), advice) {
+        for mapping in self.mappings() {
+            match mapping.advise_all(advice) {
                 Ok(()) => {}
                 // A kernel without THP refuses the advice; then there is nothing to turn off.
                 Err(Errno::INVAL) if advice == Advice::LinuxNoHugepage => {}
@@ -264,29 +284,60 @@ impl Region {
         offset: u64,
         bytes: &[u8],
     ) -> Result<(), AccessError> {
-        let service = self.service.as_ref().ok_or(AccessError::NoServiceMapping)?;
-        let at = self.check_access(page, offset, bytes.len())?;
-        // SAFETY: copy_in requires bytes.len() mapped, writable bytes at the pointer: check_access
-        // found the span within the region, and the mapping covers all of the region for as long as
-        // self lives.
-        unsafe { copy_in(service.as_ptr().wrapping_add(at), bytes) }
-            .map_err(|failure| self.copy_error(failure))
+        self.with_service(page, offset, bytes.len(), |at| {
+            // SAFETY: copy_in requires bytes.len() mapped, writable bytes at the pointer, as
+            // with_service gives.
+            unsafe { copy_in(at, bytes) }
+        })
     }
 
     /// Reads into `bytes` from `offset` bytes into `page` through the service mapping. May go on
-    /// into the following pages. A page that was never written reads as zeroes.
+    /// into the following pages. A page that was never written reads as zeroes, and is in the page
+    /// cache then.
     pub fn read_service(
         &self,
         page: PageIndex,
         offset: u64,
         bytes: &mut [u8],
     ) -> Result<(), AccessError> {
+        self.with_service(page, offset, bytes.len(), |at| {
+            // SAFETY: copy_out requires bytes.len() mapped, readable bytes at the pointer, as
+            // with_service gives.
+            unsafe { copy_out(at, bytes) }
+        })
+    }
+
+    /// Fills `pages` with zeroes through the service mapping. They are in the page cache then, unlike
+    /// after [`Region::punch`].
+    pub fn zero_service(&self, pages: PageRange) -> Result<(), AccessError> {
+        let (_, bytes) = self.span(pages).ok_or(AccessError::NoSuchPages { pages })?;
+        let len = to_usize(bytes);
+        self.with_service(pages.first(), 0, len, |at| {
+            // SAFETY: fill_zeroes requires len mapped, writable bytes at the pointer, as with_service
+            // gives.
+            unsafe { fill_zeroes(at, len) }
+        })
+    }
+
+    /// Calls `copy` with a pointer to `len` bytes of the service mapping, which stay mapped, readable
+    /// and writable for the length of the call.
+    fn with_service(
+        &self,
+        page: PageIndex,
+        offset: u64,
+        len: usize,
+        copy: impl FnOnce(*mut u8) -> Result<(), CopyFailure>,
+    ) -> Result<(), AccessError> {
         let service = self.service.as_ref().ok_or(AccessError::NoServiceMapping)?;
-        self.read(service, page, offset, bytes)
+        let at = self.check_access(page, offset, len)?;
+        let _passage = self.gate.pass(page).ok_or(AccessError::ServiceClosed)?;
+        copy(service.as_ptr().wrapping_add(at)).map_err(|failure| self.copy_error(failure))
     }
 
     /// The 8 bytes at `offset` bytes into `page`, a multiple of 8, in the service mapping: for a
-    /// word that is looked at often. `None` if there is no such word, or no service mapping.
+    /// word that is looked at often. `None` if there is no such word, or no service mapping, or if it
+    /// is closed ([`ServiceAccess::Closed`]).
+    #[inline]
     pub fn service_word(&self, page: PageIndex, offset: u64) -> Option<&AtomicU64> {
         let service = self.service.as_ref()?;
         let at = self.check_access(page, offset, size_of::<u64>()).ok()?;
@@ -294,9 +345,16 @@ impl Region {
         if !word.is_aligned() {
             return None;
         }
+        // Once a word is out, the mapping is not closed any more.
+        if !self.words_are_out.load(Ordering::Relaxed) {
+            let _paging = self.lock_paging();
+            let _passage = self.gate.pass(page)?;
+            self.words_are_out.store(true, Ordering::Relaxed);
+        }
         // SAFETY: from_ptr requires an aligned pointer that stays valid, and no access by this
         // process that is not atomic: it was just checked to be aligned and within the region,
-        // which the mapping covers for as long as self lives; all other access is by guarded copies.
+        // which the mapping covers for as long as self lives, and the mapping is not closed any more
+        // (begin_paging looks at words_are_out); all other access is by guarded copies.
         Some(unsafe { AtomicU64::from_ptr(word) })
     }
 
@@ -308,7 +366,11 @@ impl Region {
         offset: u64,
         bytes: &mut [u8],
     ) -> Result<(), AccessError> {
-        self.read(&self.guest, page, offset, bytes)
+        let at = self.check_access(page, offset, bytes.len())?;
+        // SAFETY: copy_out requires bytes.len() mapped, readable bytes at the pointer:
+        // check_access found the span within the region, which the guest mapping covers.
+        unsafe { copy_out(self.guest.as_ptr().wrapping_add(at), bytes) }
+            .map_err(|failure| self.copy_error(failure))
     }
 
     /// Writes through the guest mapping, as the guest would. Blocks as [`Region::read_guest`] does.
@@ -319,26 +381,14 @@ impl Region {
         bytes: &[u8],
     ) -> Result<(), AccessError> {
         let at = self.check_access(page, offset, bytes.len())?;
-        // SAFETY: as in write_service; the guest mapping covers all of the region too.
+        // SAFETY: copy_in requires bytes.len() mapped, writable bytes at the pointer: as in
+        // read_guest.
         unsafe { copy_in(self.guest.as_ptr().wrapping_add(at), bytes) }
             .map_err(|failure| self.copy_error(failure))
     }
 
-    fn read(
-        &self,
-        mapping: &Mapping,
-        page: PageIndex,
-        offset: u64,
-        bytes: &mut [u8],
-    ) -> Result<(), AccessError> {
-        let at = self.check_access(page, offset, bytes.len())?;
-        // SAFETY: copy_out requires bytes.len() mapped, readable bytes at the pointer:
-        // check_access found the span within the region, which the mapping covers.
-        unsafe { copy_out(mapping.as_ptr().wrapping_add(at), bytes) }
-            .map_err(|failure| self.copy_error(failure))
-    }
-
     /// The offset into the region of an access, checked to end within it.
+    #[inline]
     fn check_access(&self, page: PageIndex, offset: u64, len: usize) -> Result<usize, AccessError> {
         let outside = AccessError::Outside { page, offset, len };
         let start = page
@@ -383,7 +433,10 @@ impl Region {
     }
 
     /// Makes `pages` present in the guest mapping for `access`, as a touch by this process would.
-    /// With a userfaultfd registered and the pages absent, it blocks like a touch, too.
+    ///
+    /// With a userfaultfd registered and a page absent, it sleeps until somebody resolves the fault
+    /// or ends the registration. The kernel sleeps there through every signal but a fatal one, so
+    /// do not call this for pages that may be absent in userfaultfd MISSING mode.
     pub fn populate(&self, pages: PageRange, access: PopulateAccess) -> Result<(), PopulateError> {
         let (offset, bytes) = self
             .span(pages)
@@ -395,8 +448,10 @@ impl Region {
         loop {
             match self.guest.advise(to_usize(offset), to_usize(bytes), advice) {
                 Ok(()) => return Ok(()),
-                // A signal, or a page that was being moved: the kernel asks for another call.
-                Err(Errno::INTR | Errno::AGAIN) => {}
+                // A page was being moved: the kernel asks for another call.
+                Err(Errno::AGAIN) => {}
+                // The caller knows what the signal is for.
+                Err(Errno::INTR) => return Err(PopulateError::Interrupted { pages }),
                 Err(Errno::HWPOISON) => return Err(PopulateError::Poisoned { pages }),
                 Err(Errno::NOMEM) => return Err(PopulateError::OutOfMemory { pages }),
                 Err(errno) => return Err(PopulateError::Populate { pages, errno }),
@@ -441,4 +496,5 @@ fn map_error(errno: Errno, bytes: u64, backing: Backing) -> RegionError {
 }
 
 #[cfg(test)]
+#[cfg(not(loom))]
 mod tests;

@@ -34,20 +34,38 @@ counters! {
     installs,
     /// Pages installed.
     pages,
+    /// Of those, pages that a source answered were all zeroes.
+    zero_pages,
+    /// Of the installed pages, those that no fault had asked for: prefetch did, or a peer pushed them.
+    ahead_pages,
     /// Pages that were to be installed and were mapped already (EEXIST).
     exists,
     /// Calls that the kernel cut short (EAGAIN).
     again,
     /// Pages whose content was found to be lost: by the source, or by an uncorrected error here.
     poisoned,
-    /// Faults on pages that another thread owned, and pages that prefetch found taken.
+    /// Faults on pages that were requested, or that another thread was installing.
     lost_claims,
-    /// Of those, exits that waited for the owner.
+    /// Exits that waited for their page.
     waits,
     /// Faults on pages that were present already.
     already_present,
     /// Pages whose mapping had been lost.
     reinstalls,
+    /// Pages that were given up and faulted on: they read as zeroes now.
+    zeroed,
+    /// Requests that faults made.
+    requests,
+    /// Answers of sources that brought content.
+    answers,
+    /// Answers that came after their request was given up.
+    late_answers,
+    /// Requests that failed, or were not answered in time.
+    failed_requests,
+    /// Calls that mapped installed pages in stage 2.
+    populations,
+    /// Bytes that these calls mapped.
+    populated_bytes,
     /// Pages that were populated because fast GUP could not take them.
     populates,
     /// UFFDIO_WAKE calls.
@@ -60,29 +78,6 @@ counters! {
     sleeps,
     /// Times that prefetch gave way to faults.
     yields,
-}
-
-counters! {
-    /// What became of the pages that arrived without being asked for.
-    PopulateCounters:
-    /// Ranges handed over by prefetch and by faults that brought neighbours in.
-    ranges,
-    /// Of those, ranges that became part of one that was waiting.
-    merged,
-    /// Of those, ranges for which there was no room, or no time.
-    dropped,
-    /// Bytes in the ranges that were dropped: the guest faults on them.
-    dropped_bytes,
-    /// Batches that were mapped.
-    calls,
-    /// Bytes in those batches.
-    asked_bytes,
-    /// Bytes that the sink says it mapped.
-    mapped_bytes,
-    /// Times that population gave way to faults.
-    yields,
-    /// Batches that failed: one at most, since it ends the population.
-    failures,
 }
 
 #[cfg(test)]

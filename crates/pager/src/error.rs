@@ -1,17 +1,17 @@
 //! What can go wrong, one type per operation.
 
 use std::any::Any;
-use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
-use pagetide_kvm::FaultExit;
-use pagetide_memory::{GuestAddress, HostAddress, PopulateError};
-use pagetide_uapi::userfaultfd::{Event, InstallError, ReadError};
+use pagetide_memory::{
+    AccessError, ContentError, FileAccessError, FileViewError, GuestAddress, GuestRange,
+    ImportError, PageIndex, PageMapError, PageRange, PopulateError, RegionError,
+};
+use pagetide_uapi::userfaultfd::{InstallError, OpenError, ReadError, RegisterError};
 use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::fault::Fault;
+use crate::fault::{Fault, RegionId};
 use crate::source::SourceError;
 
 /// Why a fault could not be resolved. Nothing was installed for it: whoever faulted must stop.
@@ -23,15 +23,9 @@ pub enum ResolveError {
         /// The address.
         gpa: GuestAddress,
     },
-    /// KVM does not say that making the page present would help.
-    #[error("not a fault on an absent page: {exit}")]
-    NotResolvable {
-        /// What KVM said.
-        exit: FaultExit,
-    },
-    /// The content could not be had.
+    /// The content could not be had from where it should be at once.
     #[error("{fault}: no content")]
-    Fetch {
+    Content {
         /// The fault.
         fault: Fault,
         /// What the source said.
@@ -45,15 +39,7 @@ pub enum ResolveError {
         fault: Fault,
         /// What the kernel said.
         #[source]
-        source: InstallError,
-    },
-    /// The kernel said EAGAIN again and again.
-    #[error("{fault}: the kernel put the installation off {tries} times")]
-    Busy {
-        /// The fault.
-        fault: Fault,
-        /// How often it was tried.
-        tries: u32,
+        source: InstallFailure,
     },
     /// The page is mapped, but could not be made present for the access.
     #[error("{fault}: the page cannot be populated")]
@@ -64,7 +50,7 @@ pub enum ResolveError {
         #[source]
         source: PopulateError,
     },
-    /// The page's content is lost, and this kernel cannot tell the thread that waits for it.
+    /// The page's content is lost, and this kernel cannot say so to the thread that waits for it.
     #[error("{fault}: the page is poisoned, and the userfaultfd cannot say so")]
     CannotPoison {
         /// The fault.
@@ -78,78 +64,309 @@ pub enum ResolveError {
         /// How often it came.
         times: u32,
     },
-    /// Another thread has been bringing the page in for too long.
-    #[error("{fault}: another thread has not brought the page in for {waited:?}")]
-    OwnerStalled {
-        /// The fault.
-        fault: Fault,
-        /// How long this thread waited.
-        waited: Duration,
-    },
-    /// The pager was stopped, or has failed elsewhere, while this thread waited for a page.
+    /// The pager was stopped while this thread waited for a page.
     #[error("{fault}: the pager was stopped")]
     Stopped {
         /// The fault.
         fault: Fault,
     },
+    /// The region was removed while this thread waited for a page.
+    #[error("{fault}: the region was removed")]
+    Removed {
+        /// The fault.
+        fault: Fault,
+    },
 }
 
-impl ResolveError {
-    /// Whether the kernel says that the page has an uncorrected error.
-    pub(crate) fn is_poison(&self) -> bool {
-        matches!(
-            self,
-            Self::Populate {
-                source: PopulateError::Poisoned { .. },
-                ..
-            } | Self::Install {
-                source: InstallError::Poisoned,
-                ..
-            }
-        )
-    }
-}
-
-/// Why a reader thread, or prefetch, ended before it was told to.
+/// Why content could not be installed.
 #[derive(Debug, Error)]
-pub enum ReaderError {
-    /// A fault could not be resolved.
-    #[error("a reader thread could not resolve a fault")]
-    Resolve(#[source] ResolveError),
-    /// A message named an address that is not in any guest mapping.
-    #[error("a userfaultfd told of a fault at {address}, which is in no region of the pager")]
-    Outside {
-        /// The address.
-        address: HostAddress,
+pub enum InstallFailure {
+    /// The kernel refused.
+    #[error(transparent)]
+    Kernel(#[from] InstallError),
+    /// The content could not be written to the file behind the memory.
+    #[error("writing the content to the memory's file")]
+    Write(#[from] AccessError),
+    /// The same, of a file that another process handed over.
+    #[error("writing the content to the memory's file")]
+    WriteView(#[from] FileAccessError),
+    /// A page was mapped that the page map knows to be absent: something put it there without asking
+    /// the pager, and its content cannot be trusted.
+    #[error("page {page} was mapped before its content arrived, by something else than the pager")]
+    Unexpected {
+        /// The page.
+        page: PageIndex,
     },
-    /// A message that was not asked for.
-    #[error("a userfaultfd sent an event that was not asked for: {event:?}")]
-    UnexpectedEvent {
-        /// The event.
-        event: Event,
+    /// The kernel said EAGAIN again and again.
+    #[error("the kernel put the installation off {tries} times")]
+    Busy {
+        /// How often it was tried.
+        tries: u32,
     },
-    /// A userfaultfd could not be read.
-    #[error("a reader thread cannot read")]
-    Read(#[source] ReadError),
+}
+
+/// Why a region could not be added.
+#[derive(Debug, Error)]
+pub enum AddError {
+    /// The region has a gpa range that another one has.
+    #[error("the regions {first} and {second} overlap")]
+    Overlap {
+        /// The lower one.
+        first: GuestRange,
+        /// The higher one.
+        second: GuestRange,
+    },
+    /// A foreign region shares host addresses with another one of the same userfaultfd.
+    #[error("the address range at {start:#x} is served for another region of this userfaultfd")]
+    HostOverlap {
+        /// The first shared address.
+        start: u64,
+    },
+    /// The region's range, start or length, is not whole pages, is empty, or wraps.
+    #[error("a region of {bytes} bytes at gpa {gpa} is not whole pages of an address space")]
+    BadRange {
+        /// The gpa of its first byte.
+        gpa: GuestAddress,
+        /// Its length.
+        bytes: u64,
+    },
+    /// MISSING mode copies small pages in, which must not be done to huge pages of shmem: KVM may
+    /// have mapped the whole of one.
+    #[error("MISSING mode cannot serve thp memory: use MINOR mode, or another backing")]
+    MissingOnThp,
+    /// MINOR mode needs a page cache, which anonymous memory has not.
+    #[error("MINOR mode cannot serve memory without a file: use MISSING mode, or another backing")]
+    MinorWithoutFile,
+    /// The content is in the page cache, and MISSING mode copies content.
+    #[error("content that is in the page cache can only be mapped in MINOR mode")]
+    PageCacheNeedsMinor,
+    /// The page cache lacks a page, and the region says that all content is there.
+    #[error(
+        "the page cache has no page {page}: its content is missing (or zero, if the file is sparse)"
+    )]
+    Hole {
+        /// The first such page.
+        page: PageIndex,
+    },
+    /// A MISSING region has content already: such pages never fault, and their content is not the
+    /// source's.
+    #[error("page {page} has content already, so it would never fault")]
+    NotEmpty {
+        /// The first such page.
+        page: PageIndex,
+    },
+    /// The number of pages to resolve at a time is of no use.
+    #[error("fault-around of {pages} pages: it must be a power of two from 1 to {max}")]
+    FaultAround {
+        /// Pages asked for.
+        pages: u64,
+        /// The most that is allowed.
+        max: u64,
+    },
+    /// A limit or policy makes no progress possible.
+    #[error("a retry policy needs at least one attempt and a deadline above zero")]
+    RetryPolicy,
+    /// A range for a userfaultfd is not whole pages of the region.
+    #[error("the range {range} for a userfaultfd is not whole pages of the region")]
+    BadUffdRange {
+        /// The range.
+        range: GuestRange,
+    },
+    /// The ranges for userfaultfds leave something out, or have something twice.
+    #[error("the ranges for userfaultfds do not add up to the region {region}")]
+    NotCovered {
+        /// The region.
+        region: GuestRange,
+    },
+    /// No page map.
+    #[error(transparent)]
+    PageMap(#[from] PageMapError),
+    /// The page map to resume from does not fit.
+    #[error("the page map to resume from does not fit the region")]
+    Import(#[from] ImportError),
+    /// The region would not be paged.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// The file of a foreign region cannot be mapped.
+    #[error(transparent)]
+    File(#[from] FileViewError),
+    /// No userfaultfd, or none with the features needed.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// A userfaultfd that was handed over cannot be used: its owner has not negotiated its API, or the
+    /// addresses are none. A reader would fail at it.
+    #[error("the userfaultfd that was handed over does not serve the region's addresses")]
+    NotReady {
+        /// What the kernel said to a wake-up of the region.
+        #[source]
+        source: InstallError,
+    },
+    /// The kernel would not serve the memory.
+    #[error(transparent)]
+    Register(#[from] RegisterError),
+    /// The pager could not wait for the userfaultfd's messages.
+    #[error("waiting for the messages of a userfaultfd")]
+    Poll(#[source] Errno),
+    /// Memory that was lost before is not in the region.
+    #[error("{range} was lost before, and is not all in the region")]
+    PoisonOutside {
+        /// The lost memory.
+        range: GuestRange,
+    },
+    /// Memory that was lost before could not be poisoned again.
+    #[error("poisoning page {page}, which was lost before")]
+    Poison {
+        /// The page.
+        page: PageIndex,
+        /// What the kernel said.
+        #[source]
+        source: InstallError,
+    },
+    /// What the region's memory holds could not be found out.
+    #[error("looking at what the region's memory holds")]
+    Content(#[source] ContentError),
+    /// Mappings from before could not be dropped.
+    #[error("dropping the mappings that guest memory had before")]
+    Zap(#[source] AccessError),
+}
+
+/// Why pages could not be discarded.
+#[derive(Debug, Error)]
+pub enum DiscardError {
+    /// The pager has no such region, or no longer.
+    #[error("region {region:?} is not in the pager")]
+    NoSuchRegion {
+        /// The region.
+        region: RegionId,
+    },
+    /// The region has no such pages.
+    #[error("pages {pages} are not pages of the region")]
+    NoSuchPages {
+        /// The pages.
+        pages: PageRange,
+    },
+    /// The pager has neither a mapping of this process nor a file to punch: the process that owns the
+    /// memory has to discard, and REMOVE events tell the pager.
+    #[error("memory of another process without its file can only be discarded by that process")]
+    NotOurs,
+    /// The kernel refused.
+    #[error("giving memory back to the host")]
+    Punch(#[source] AccessError),
+    /// The same, of a file that another process handed over.
+    #[error("giving memory back to the host")]
+    PunchView(#[source] FileAccessError),
+}
+
+/// Why pushed content was not installed.
+#[derive(Debug, Error)]
+pub enum PushError {
+    /// The pager has no such region, or no longer.
+    #[error("region {region:?} is not in the pager")]
+    NoSuchRegion {
+        /// The region.
+        region: RegionId,
+    },
+    /// The region has no such pages.
+    #[error("pages {pages} are not pages of the region")]
+    NoSuchPages {
+        /// The pages.
+        pages: PageRange,
+    },
+    /// The content is not as long as the pages.
+    #[error("{given} bytes were pushed for {wanted} bytes of pages")]
+    WrongSize {
+        /// Bytes given.
+        given: u64,
+        /// Bytes of the pages.
+        wanted: u64,
+    },
+    /// The content is poison for more than one page: push page by page.
+    #[error("poison is pushed page by page")]
+    PoisonedRun,
+    /// It could not be installed.
+    #[error(transparent)]
+    Install(#[from] InstallFailure),
+}
+
+/// Why a page map could not be handed over.
+#[derive(Debug, Error)]
+pub enum ExportError {
+    /// The pager has no such region, or no longer.
+    #[error("region {region:?} is not in the pager")]
+    NoSuchRegion {
+        /// The region.
+        region: RegionId,
+    },
+    /// The region's memory is a mapping of this process, which a successor elsewhere cannot serve.
+    #[error("region {region:?} is local memory: only another process's memory can be handed over")]
+    IsLocal {
+        /// The region.
+        region: RegionId,
+    },
+}
+
+/// Why a region cannot be changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum RegionChangeError {
+    /// The pager has no such region, or no longer.
+    #[error("region {region:?} is not in the pager")]
+    NoSuchRegion {
+        /// The region.
+        region: RegionId,
+    },
+    /// The region's content is not requested of a source.
+    #[error("region {region:?} has no source: its content is local")]
+    NoSource {
+        /// The region.
+        region: RegionId,
+    },
+}
+
+/// Why there is no pager, or no way to serve one.
+#[derive(Debug, Error)]
+pub enum ServeError {
+    /// Nobody would serve the userfaultfds.
+    #[error("at least one reader thread is needed")]
+    NoReaders,
+    /// The operating system has no more threads.
+    #[error("starting the thread {name}")]
+    Thread {
+        /// The thread's name.
+        name: String,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A descriptor for waiting could not be made.
+    #[error("making what a pager waits on")]
+    Descriptor(#[source] Errno),
     /// Waiting for messages failed.
-    #[error("a reader thread cannot wait for messages")]
+    #[error("waiting for messages of userfaultfds")]
     Wait(#[source] Errno),
-    /// The thread panicked, most likely in a page source.
-    #[error("a reader thread panicked: {message}")]
+    /// A userfaultfd could not be read.
+    #[error("reading a userfaultfd")]
+    Read(#[source] ReadError),
+}
+
+/// Why prefetch ended early.
+#[derive(Debug, Error)]
+pub enum PrefetchError {
+    /// The pager was stopped.
+    #[error("the pager was stopped")]
+    Stopped,
+    /// Local content could not be installed.
+    #[error("a page could not be brought in")]
+    Resolve(#[source] ResolveError),
+    /// Prefetch panicked, most likely in a local source.
+    #[error("prefetch panicked: {message}")]
     Panicked {
         /// What it said.
         message: String,
     },
-    /// Prefetch could not bring a page in. Nobody has asked for it yet, but somebody would.
-    #[error("prefetch could not bring a page in")]
-    Prefetch(#[source] ResolveError),
-    /// Prefetch panicked, most likely in a page source.
-    #[error("prefetch panicked: {message}")]
-    PrefetchPanicked {
-        /// What it said.
-        message: String,
-    },
 }
+
+/// How long a thread waits for a page before it looks whether the pager was stopped.
+pub(crate) const WAIT_SLICE: Duration = Duration::from_millis(50);
 
 /// What a panic said.
 pub(crate) fn message_of(panic: &(dyn Any + Send)) -> String {
@@ -157,104 +374,4 @@ pub(crate) fn message_of(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
         .unwrap_or("no message")
         .to_owned()
-}
-
-/// The first failure of a pager's reader threads, or of its prefetch; cheap to clone.
-#[derive(Clone, Debug)]
-pub struct Failure(pub(crate) Arc<ReaderError>);
-
-impl Failure {
-    /// What happened.
-    pub fn cause(&self) -> &ReaderError {
-        &self.0
-    }
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-impl std::error::Error for Failure {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        std::error::Error::source(&*self.0)
-    }
-}
-
-/// Why the reader threads could not be started.
-#[derive(Debug, Error)]
-pub enum SpawnError {
-    /// Nobody would serve the userfaultfds.
-    #[error("at least one reader thread is needed")]
-    NoReaders,
-    /// The operating system has no more threads.
-    #[error("starting reader thread {index}")]
-    Thread {
-        /// The reader's number.
-        index: usize,
-        /// What the system said.
-        #[source]
-        source: std::io::Error,
-    },
-    /// A descriptor for waiting could not be made.
-    #[error("making what reader threads wait on")]
-    Descriptor(#[source] Errno),
-}
-
-/// Why prefetch or population could not be started.
-#[derive(Debug, Error)]
-pub enum StartError {
-    /// What arrives can be handed on to one populator only.
-    #[error("this pager has a populator already")]
-    AlreadyPopulating,
-    /// The operating system has no more threads.
-    #[error("starting the thread for {activity}")]
-    Thread {
-        /// What it was for.
-        activity: &'static str,
-        /// What the system said.
-        #[source]
-        source: std::io::Error,
-    },
-}
-
-#[cfg(test)]
-mod tests {
-    use std::error::Error as _;
-
-    use pagetide_memory::PageIndex;
-
-    use super::*;
-    use crate::fault::{Delivery, RegionId};
-
-    #[test]
-    fn causes_are_chained_to_the_kernels_word() {
-        let fault = Fault {
-            region: RegionId(0),
-            page: PageIndex(1),
-            gpa: GuestAddress(0x1000),
-            access: pagetide_kvm::Access::Write,
-            vcpu: Some(3),
-            delivery: Delivery::Exit,
-        };
-        let resolve = ResolveError::Install {
-            fault,
-            source: InstallError::Io(Errno::NOMEM),
-        };
-        assert_eq!(
-            resolve.to_string(),
-            "write of gpa 0x1000 by vCPU 3 (by exit): the page cannot be installed"
-        );
-        let failure = Failure(Arc::new(ReaderError::Resolve(resolve)));
-        let mut chain = Vec::new();
-        let mut next: Option<&dyn std::error::Error> = Some(&failure);
-        while let Some(error) = next {
-            chain.push(error.to_string());
-            next = error.source();
-        }
-        assert_eq!(chain.len(), 4, "{chain:?}");
-        assert_eq!(chain[3], Errno::NOMEM.to_string());
-        assert!(failure.source().is_some());
-    }
 }

@@ -2,10 +2,9 @@
 
 use std::fmt;
 
-use pagetide_kvm::Access;
-use pagetide_memory::{GuestAddress, PageIndex};
+use pagetide_memory::{Access, GuestAddress, PageIndex, PageRange};
 
-/// The number of a region within its pager, in the order of their gpas.
+/// The number of a region within its pager. Never used again after the region was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RegionId(pub(crate) usize);
 
@@ -16,8 +15,6 @@ pub enum Delivery {
     Exit,
     /// As a message of a userfaultfd: a thread sleeps in the kernel until it is woken.
     Uffd,
-    /// Not at all: prefetch wants the page before anybody does. Nobody has to be woken.
-    Prefetch,
 }
 
 impl fmt::Display for Delivery {
@@ -25,7 +22,6 @@ impl fmt::Display for Delivery {
         f.pad(match self {
             Self::Exit => "exit",
             Self::Uffd => "uffd",
-            Self::Prefetch => "prefetch",
         })
     }
 }
@@ -37,7 +33,7 @@ pub struct Fault {
     pub region: RegionId,
     /// The page of that region.
     pub page: PageIndex,
-    /// The address that was touched, rounded down as the delivery does.
+    /// The home gpa that was touched, rounded down as the delivery does.
     pub gpa: GuestAddress,
     /// What it was touched for.
     pub access: Access,
@@ -60,30 +56,34 @@ impl fmt::Display for Fault {
 /// How a fault was resolved: whoever faulted may try again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resolution {
-    /// This call brought the page in, and with fault-around the pages connected to it.
+    /// This call installed the page, and with fault-around the pages connected to it.
     Installed {
-        /// The first byte of what was installed in one piece, the faulting page included.
-        gpa: GuestAddress,
-        /// How many bytes were.
-        bytes: u64,
+        /// What was installed in one piece, the faulting page included.
+        pages: PageRange,
     },
-    /// The page was to be brought in and was mapped already (EEXIST): somebody installed it without
-    /// asking the page map. For an exit it was also made present for that access.
+    /// The page was to be installed and was mapped already (EEXIST), and the region trusts such pages.
+    /// For an exit it was also made present for that access.
     Exists,
-    /// The page had been brought in before this fault was looked at. Nothing was done for an exit;
-    /// a thread in the userfaultfd was woken.
+    /// The page had been installed before this fault was looked at. Nothing was done for an exit; a
+    /// thread in the userfaultfd was woken.
     AlreadyPresent,
-    /// The page had been brought in before, and its mapping was lost since (reclaimed, or zapped):
-    /// it was mapped again.
+    /// The page had been installed before, and its mapping was lost since (reclaimed, or zapped): it
+    /// was mapped again.
     Reinstalled,
     /// The same exit came again although the page is mapped: fast GUP cannot take it as it is (the
     /// zero page, or write-protected), so it was made present for that access.
     Populated,
-    /// Another thread was bringing the page in; this exit waited until it was there.
-    JoinedOwner,
-    /// Another thread is bringing the page in, and wakes the thread in the userfaultfd when it is.
-    LeftToOwner,
+    /// The page was requested, or another thread was installing it; this exit waited until it was
+    /// there.
+    Waited,
+    /// The page is requested, or another thread is installing it: whoever installs it wakes the
+    /// thread in the userfaultfd.
+    LeftToInstaller,
+    /// The page was given up (discarded, removed): it reads as zeroes from now on.
+    Zeroed,
     /// The page's content is lost. An exit's guest needs a machine check; a thread in the
     /// userfaultfd gets SIGBUS.
     Poisoned,
+    /// The address is not mapped any more, so nobody can be waiting there.
+    Unmapped,
 }

@@ -1,180 +1,238 @@
-//! Bringing claimed pages in: content from the source, then into the guest mapping.
+//! Installing claimed pages: content into the memory that faults.
+//!
+//! Everything that is ever installed passes [`Installer::install`]: local content that a fault claimed,
+//! answers of a source, and pushed pages.
 
-use pagetide_memory::{Backing, ClaimGuard, PageRange, Settled};
-use pagetide_uapi::userfaultfd::{InstallError, Wake};
+use pagetide_memory::{ClaimGuard, PageIndex, PageRange, Settled, WakeWanted};
+use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
 
-use crate::content::Content;
-use crate::error::ResolveError;
-use crate::fault::{Delivery, Fault, Resolution};
-use crate::resolver::Worker;
-use crate::site::Site;
+use crate::channel::Order;
+use crate::counters::Counters;
+use crate::error::InstallFailure;
+use crate::pager::Pager;
+use crate::region::{PagedRegion, Place, Served};
 
 /// How often the kernel may say EAGAIN in a row without having installed anything. It does so while
 /// another thread changes the address space, which takes microseconds.
 pub(crate) const MAX_TRIES: u32 = 10_000;
 
-/// What else there is of the claim that a run was a part of.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Rest {
-    /// Nothing.
-    None,
-    /// Pages that are not installed yet.
-    InFlight,
+/// The size of the pages that this process's own memory is made of, at least.
+const SMALLEST_PAGE_BYTES: usize = 4096;
+
+/// Content for claimed pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Body<'a> {
+    /// What the page cache has (UFFDIO_CONTINUE).
+    PageCache,
+    /// These bytes, exactly as many as the pages have.
+    Bytes(&'a [u8]),
+    /// Zeroes.
+    Zero,
+    /// Nothing: the content is lost.
+    Poisoned,
 }
 
-impl Worker {
-    /// Brings a run in that was just claimed and holds the faulting page.
-    #[inline]
-    pub(crate) fn bring_in(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        run: ClaimGuard<'_>,
-    ) -> Result<Resolution, ResolveError> {
-        self.tracker.progress();
-        if site.pager.settings.in_page_cache {
-            return self.install(site, fault, run, Content::PageCache);
+impl<'a> Body<'a> {
+    /// The content of a part of the pages: `skip` bytes in, `bytes` long.
+    pub(crate) fn part(self, skip: u64, bytes: u64) -> Self {
+        let slice = |content: &'a [u8]| -> Option<&'a [u8]> {
+            let (skip, bytes) = (usize::try_from(skip).ok()?, usize::try_from(bytes).ok()?);
+            content.get(skip..)?.get(..bytes)
+        };
+        match self {
+            // A part that is not there is refused by the kernel, which is asked to copy nothing.
+            Self::Bytes(content) => Self::Bytes(slice(content).unwrap_or_default()),
+            other => other,
         }
-        let (run, content) = self.fetch(site, fault, run)?;
-        self.install_content(site, fault, run, content)
     }
+}
 
-    /// Makes a page that the guest gave up read as zeroes.
-    pub(crate) fn bring_in_zero(
+/// Whether those who sleep in the userfaultfd are woken by the call that installs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sleepers {
+    /// One of them sleeps on a page of the run: wake with the call.
+    Some,
+    /// Probably none: whoever is left to the installer is woken by a call of its own.
+    Unlikely,
+}
+
+/// How far an installation came.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Installed {
+    /// The wanted page is installed, with the others of this piece; if no page was wanted, all are.
+    Piece(PageRange),
+    /// The wanted page was mapped already, and the region trusts such pages.
+    Exists,
+    /// The wanted page has an uncorrected error: it is poisoned now.
+    Poisoned,
+    /// A page is not mapped any more, or the process that had it has gone. It and those behind it were
+    /// given back; the wanted page may be one of them.
+    Unmapped {
+        /// The page that is not mapped.
+        page: PageIndex,
+        /// The process has gone.
+        is_gone: bool,
+    },
+    /// The region is being closed. All pages were given back.
+    Closed,
+    /// The process discards memory: its events have to be read first. All pages were given back.
+    EventsFirst,
+}
+
+/// What a thread needs to install pages of one region.
+pub(crate) struct Installer<'a> {
+    pub(crate) region: &'a PagedRegion,
+    pub(crate) served: &'a Served,
+    pub(crate) order: &'a Order<'a>,
+    pub(crate) counters: &'a mut Counters,
+    pub(crate) sleepers: Sleepers,
+    /// Nobody waits for the pages yet: they are mapped in stage 2 before they are said to be present,
+    /// so that what is Present costs the guest nothing.
+    pub(crate) ahead: Option<&'a Pager>,
+}
+
+impl Installer<'_> {
+    /// Installs `content` in the pages of `claim`, and settles them. In the common case that is one
+    /// ioctl, and one atomic operation a page.
+    ///
+    /// With a `wanted` page, trouble with its neighbours is not the fault's: they are given back.
+    #[inline]
+    pub(crate) fn install(
         &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        run: ClaimGuard<'_>,
-    ) -> Result<Resolution, ResolveError> {
-        self.tracker.progress();
-        match self.zeroes(site, run.pages()) {
-            Ok(content) => self.install_content(site, fault, run, content),
-            Err(source) => {
-                site.abandon(&mut self.counters, run);
-                Err(ResolveError::Fetch {
-                    fault: *fault,
-                    source,
-                })
+        claim: ClaimGuard<'_>,
+        content: Body<'_>,
+        wanted: Option<PageIndex>,
+    ) -> Result<Installed, InstallFailure> {
+        let pages = claim.pages();
+        if self.region.is_closed_to_installers() {
+            self.give_back(claim);
+            return Ok(Installed::Closed);
+        }
+        let Some(place) = self.region.place(self.served, self.order, pages) else {
+            self.give_back(claim);
+            let page = pages.first();
+            return Ok(Installed::Unmapped {
+                page,
+                is_gone: false,
+            });
+        };
+        if content == Body::Poisoned {
+            return self.install_poison(claim, &place, wanted);
+        }
+        let body = match self.fill(pages, content) {
+            Ok(body) => body,
+            Err(failure) => {
+                self.give_back(claim);
+                return Err(failure);
+            }
+        };
+        if place.pages == pages {
+            match self.call(&place, body) {
+                Ok(()) => {
+                    // Only when nothing of the claim is left to come: population may wait for a slot
+                    // update, and that for somebody who sleeps on another page of the claim.
+                    if let Some(pager) = self.ahead {
+                        pager.populate(self.region, pages, self.counters);
+                    }
+                    self.settle(claim, body);
+                    return Ok(Installed::Piece(pages));
+                }
+                Err(error) => return self.install_rest(claim, body, wanted, error),
             }
         }
+        // The pages lie in several places: `install_rest` finds the first one anew.
+        self.install_rest(
+            claim,
+            body,
+            wanted,
+            InstallError::Again { installed_bytes: 0 },
+        )
     }
 
-    fn install_content(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        run: ClaimGuard<'_>,
-        content: Content,
-    ) -> Result<Resolution, ResolveError> {
-        if content == Content::Lost {
-            return self.settle_lost(site, fault, run);
-        }
-        self.install(site, fault, run, content)
-    }
-
-    fn settle_lost(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        run: ClaimGuard<'_>,
-    ) -> Result<Resolution, ResolveError> {
-        // Settled first: whoever is woken by the poison finds the map saying so.
-        self.counters.poisoned += run.pages().count();
-        site.finish(&mut self.counters, run, Settled::Poisoned);
-        self.poisoned(site, fault)
-    }
-
-    /// Installs a run. In the common case that is one ioctl and one atomic operation a page.
+    /// MINOR mode: writes the content to the page cache first. Returns what is left to install.
     #[inline]
-    fn install(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        run: ClaimGuard<'_>,
-        content: Content,
-    ) -> Result<Resolution, ResolveError> {
-        let pages = run.pages();
-        match self.install_once(site, fault, pages, content) {
-            Ok(()) => {
-                self.arrived(site, fault, run, content, Rest::None);
-                Ok(installed(site, pages))
+    fn fill<'b>(&self, pages: PageRange, content: Body<'b>) -> Result<Body<'b>, InstallFailure> {
+        match (self.region.mode, content) {
+            (Mode::Minor, Body::Bytes(bytes)) => {
+                self.region.target.write(pages.first(), bytes)?;
+                Ok(Body::PageCache)
             }
-            Err(error) => self.install_rest(site, fault, run, content, error),
+            (Mode::Minor, Body::Zero) => {
+                self.region.target.zero(pages)?;
+                Ok(Body::PageCache)
+            }
+            (_, content) => Ok(content),
         }
     }
 
-    /// One call has installed a run: settles it. What prefetch brought is populated first, so that
-    /// what is Present costs the guest nothing. What came with a faulting page is handed over to be
-    /// populated; a vCPU that waits for a single page maps it itself. So is what prefetch brought while
-    /// other pages of its claim are still to come: somebody may sleep on those, see
-    /// [`Self::install_once`].
     #[inline]
-    fn arrived(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        run: ClaimGuard<'_>,
-        content: Content,
-        rest: Rest,
-    ) {
-        let pages = run.pages();
+    fn call(&self, place: &Place<'_>, body: Body<'_>) -> Result<(), InstallError> {
+        let wake = match self.sleepers {
+            Sleepers::Some => Wake::Wake,
+            Sleepers::Unlikely => Wake::DontWake,
+        };
+        match body {
+            Body::PageCache => place.uffd.continue_pages(place.range, wake),
+            Body::Bytes(bytes) => place.uffd.copy_pages(place.range.start, bytes, wake),
+            Body::Zero => zero_pages(self.region, place.uffd, place.range, wake),
+            Body::Poisoned => Err(InstallError::NoContent),
+        }
+    }
+
+    /// One call has installed the pages of a claim.
+    #[inline]
+    fn settle(&mut self, claim: ClaimGuard<'_>, body: Body<'_>) {
+        let pages = claim.pages();
         self.counters.installs += 1;
         self.counters.pages += pages.count();
-        let is_ahead = fault.delivery == Delivery::Prefetch;
-        let now = is_ahead && rest == Rest::None;
-        if now {
-            site.populate(pages);
+        if self.ahead.is_some() {
+            self.counters.ahead_pages += pages.count();
         }
-        site.finish(&mut self.counters, run, settled(site, content));
-        if !now && (is_ahead || pages.count() > 1) {
-            site.populate_later(pages);
-        }
+        let zero = body == Body::Zero && self.region.target.may_share_zero_page();
+        let settled = if zero {
+            Settled::Zero
+        } else {
+            Settled::Present
+        };
+        self.finish(claim, settled);
     }
 
     #[inline]
-    fn install_once(
-        &self,
-        site: &Site<'_>,
-        fault: &Fault,
-        pages: PageRange,
-        content: Content,
-    ) -> Result<(), InstallError> {
-        let wake = match fault.delivery {
-            Delivery::Exit => Wake::DontWake,
-            // Before prefetch populates, which may wait for a slot update, and that for whoever
-            // sleeps here: from now on nobody does.
-            Delivery::Prefetch | Delivery::Uffd => Wake::Wake,
-        };
-        let range = site.paged.user_range(pages);
-        match content {
-            Content::PageCache => site.uffd.continue_pages(range, wake),
-            Content::Zeroes => site.uffd.zero_pages(range, wake),
-            Content::Buffer(filled) => {
-                let skip = pages.first().0 - filled.first().0;
-                let skip = site.paged.bytes_of(PageRange::new(pages.first(), skip));
-                let bytes = usize::try_from(skip)
-                    .ok()
-                    .zip(usize::try_from(range.bytes).ok())
-                    .and_then(|(skip, bytes)| self.buffer.get(skip..)?.get(..bytes))
-                    .ok_or(InstallError::NoContent)?;
-                site.uffd.copy_pages(range.start, bytes, wake)
-            }
-            Content::Lost => Err(InstallError::NoContent),
+    fn finish(&mut self, claim: ClaimGuard<'_>, settled: Settled) {
+        let pages = claim.pages();
+        let wanted = claim.finish(settled);
+        self.wake_wanted(pages, wanted);
+    }
+
+    /// Gives pages back as they were. Sleepers that were left to this claim fault again, unless the
+    /// pages are requested: then their answer wakes them.
+    pub(crate) fn give_back(&mut self, claim: ClaimGuard<'_>) {
+        let pages = claim.pages();
+        let wanted = claim.abandon();
+        self.wake_wanted(pages, wanted);
+    }
+
+    fn wake_wanted(&mut self, pages: PageRange, wanted: WakeWanted) {
+        if wanted.is_wanted() {
+            wake(self.region, self.served, self.order, self.counters, pages);
         }
     }
 
-    /// Goes on after an installation that stopped early with `error`.
+    /// Goes on after a call that stopped early with `error`.
     #[cold]
     fn install_rest(
         &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        mut run: ClaimGuard<'_>,
-        content: Content,
+        mut claim: ClaimGuard<'_>,
+        mut body: Body<'_>,
+        wanted: Option<PageIndex>,
         mut error: InstallError,
-    ) -> Result<Resolution, ResolveError> {
-        let mut resolution = None;
+    ) -> Result<Installed, InstallFailure> {
+        let first = claim.pages().first();
+        let mut result = None;
         let mut tries = 0;
+        // How many pages the last call was for, and how many the next one may be.
+        let mut tried = claim.pages().count();
+        let mut most = u64::MAX;
         loop {
             let installed_bytes = match error {
                 InstallError::Exists { installed_bytes }
@@ -183,135 +241,303 @@ impl Worker {
             };
             if installed_bytes > 0 {
                 tries = 0;
-                let (head, rest) = run.split_at(site.paged.pages_in(installed_bytes));
-                let pages = head.pages();
-                self.arrived(site, fault, head, content, Rest::InFlight);
-                if pages.contains(fault.page) {
-                    resolution = Some(installed(site, pages));
-                }
-                run = rest;
+                let (head, rest) = claim.split_at(self.region.pages_in(installed_bytes));
+                self.note(&mut result, wanted, head.pages());
+                body = body.part(installed_bytes, self.region.bytes_of(rest.pages()));
+                let whole = body;
+                self.settle(head, whole);
+                claim = rest;
             }
             match error {
                 InstallError::Exists { .. } => {
-                    let (there, rest) = run.split_at(1);
+                    let (there, rest) = claim.split_at(1);
+                    let page = there.pages().first();
                     self.counters.exists += 1;
-                    let is_wanted = there.pages().contains(fault.page);
-                    match self.exists(site, fault, there) {
-                        Ok(exists) if is_wanted => resolution = Some(exists),
-                        Ok(_) => {}
-                        Err(error) => {
-                            site.abandon(&mut self.counters, rest);
-                            return Err(error);
+                    if !self.region.may_exist() {
+                        self.give_back(there);
+                        if wanted.is_none_or(|wanted| wanted == page) {
+                            self.give_back(rest);
+                            return Err(InstallFailure::Unexpected { page });
+                        }
+                    } else {
+                        self.finish(there, Settled::Present);
+                        // The call that met the page woke nobody.
+                        self.wake_if_asleep(PageRange::single(page));
+                        if wanted == Some(page) {
+                            result = Some(Installed::Exists);
                         }
                     }
-                    run = rest;
+                    body = body.part(
+                        self.region.bytes_of(PageRange::single(page)),
+                        self.region.bytes_of(rest.pages()),
+                    );
+                    claim = rest;
                 }
                 InstallError::Again { .. } => {
                     self.counters.again += 1;
+                    if self.served.channel.has_events && installed_bytes == 0 && tries > 0 {
+                        self.give_back(claim);
+                        return Ok(result.unwrap_or(Installed::EventsFirst));
+                    }
                     tries += 1;
                     if tries > MAX_TRIES {
-                        site.abandon(&mut self.counters, run);
-                        return resolution.ok_or(ResolveError::Busy {
-                            fault: *fault,
-                            tries,
-                        });
+                        self.give_back(claim);
+                        return result.ok_or(InstallFailure::Busy { tries });
                     }
-                    if installed_bytes == 0 {
+                    if installed_bytes == 0 && tries > 1 {
                         std::thread::yield_now();
                     }
                 }
-                InstallError::Poisoned if run.pages().first() == fault.page => {
-                    let (lost, rest) = run.split_at(1);
-                    site.abandon(&mut self.counters, rest);
-                    return self.settle_lost(site, fault, lost);
+                // The kernel installs within one mapping only: a run that lies in two is as little
+                // mapped for it as one that lies in none.
+                InstallError::NoMapping if tried > 1 => most = tried / 2,
+                InstallError::NoMapping | InstallError::Gone => {
+                    let page = claim.pages().first();
+                    self.give_back(claim);
+                    let is_gone = error == InstallError::Gone;
+                    return Ok(result.unwrap_or(Installed::Unmapped { page, is_gone }));
+                }
+                InstallError::Poisoned
+                    if wanted.is_none_or(|page| page == claim.pages().first()) =>
+                {
+                    let (lost, rest) = claim.split_at(1);
+                    if !rest.pages().is_empty() && wanted.is_some() {
+                        self.give_back(rest);
+                        self.poison(lost);
+                        return Ok(Installed::Poisoned);
+                    }
+                    body = body.part(
+                        self.region.bytes_of(lost.pages()),
+                        self.region.bytes_of(rest.pages()),
+                    );
+                    self.poison(lost);
+                    if wanted.is_some() {
+                        return Ok(Installed::Poisoned);
+                    }
+                    claim = rest;
                 }
                 source => {
-                    let pages = run.pages();
-                    if let Some(resolution) = resolution {
-                        // The trouble is a later neighbour's; its own fault will tell.
-                        site.abandon(&mut self.counters, run);
-                        return Ok(resolution);
+                    if let Some(result) = result.filter(|_| wanted.is_some()) {
+                        // The trouble is a later neighbour's; its own fault will meet it.
+                        self.give_back(claim);
+                        return Ok(result);
                     }
-                    if pages.first() == fault.page {
-                        site.abandon(&mut self.counters, run);
-                        return Err(ResolveError::Install {
-                            fault: *fault,
-                            source,
-                        });
+                    let at = claim.pages().first();
+                    match wanted {
+                        // The trouble is an earlier neighbour's: go on with the wanted page.
+                        Some(page) if page > at => {
+                            let skip = PageRange::new(at, page.0 - at.0);
+                            let (before, rest) = claim.split_at(skip.count());
+                            self.give_back(before);
+                            body = body.part(
+                                self.region.bytes_of(skip),
+                                self.region.bytes_of(rest.pages()),
+                            );
+                            claim = rest;
+                            result = None;
+                        }
+                        _ => {
+                            self.give_back(claim);
+                            return Err(source.into());
+                        }
                     }
-                    // The trouble is an earlier neighbour's: go on with the faulting page.
-                    let (before, rest) = run.split_at(fault.page.0 - pages.first().0);
-                    site.abandon(&mut self.counters, before);
-                    run = rest;
                 }
             }
-            if run.pages().is_empty() {
+            if claim.pages().is_empty() {
                 break;
             }
-            match self.install_once(site, fault, run.pages(), content) {
-                Ok(()) => {
-                    let pages = run.pages();
-                    self.arrived(site, fault, run, content, Rest::None);
-                    if pages.contains(fault.page) {
-                        resolution = Some(installed(site, pages));
-                    }
+            let (piece, _) = claim.pages().split_at(most.min(claim.pages().count()));
+            most = u64::MAX;
+            let Some(place) = self.region.place(self.served, self.order, piece) else {
+                let page = piece.first();
+                self.give_back(claim);
+                return Ok(result.unwrap_or(Installed::Unmapped {
+                    page,
+                    is_gone: false,
+                }));
+            };
+            let part = body.part(0, place.range.bytes);
+            tried = place.pages.count();
+            match self.call(&place, part) {
+                Ok(()) if place.pages == claim.pages() => {
+                    self.note(&mut result, wanted, place.pages);
+                    self.settle(claim, part);
                     break;
+                }
+                // As if the kernel had stopped at the end of the place.
+                Ok(()) => {
+                    error = InstallError::Again {
+                        installed_bytes: place.range.bytes,
+                    };
                 }
                 Err(next) => error = next,
             }
         }
-        // The faulting page was in the run, and each page of the run was dealt with.
-        resolution.ok_or(ResolveError::Busy {
-            fault: *fault,
-            tries,
+        if wanted.is_none() {
+            return Ok(Installed::Piece(PageRange::single(first)));
+        }
+        // The wanted page was in the claim, and each page of the claim was dealt with.
+        result.ok_or(InstallFailure::Busy { tries })
+    }
+
+    fn note(&self, result: &mut Option<Installed>, wanted: Option<PageIndex>, pages: PageRange) {
+        if wanted.is_some_and(|page| pages.contains(page)) {
+            *result = Some(Installed::Piece(pages));
+        }
+    }
+
+    fn wake_if_asleep(&mut self, pages: PageRange) {
+        if self.sleepers == Sleepers::Some {
+            wake(self.region, self.served, self.order, self.counters, pages);
+        }
+    }
+
+    fn install_poison(
+        &mut self,
+        claim: ClaimGuard<'_>,
+        place: &Place<'_>,
+        wanted: Option<PageIndex>,
+    ) -> Result<Installed, InstallFailure> {
+        let (head, rest) = claim.split_at(place.pages.count());
+        self.give_back(rest);
+        self.poison(head);
+        Ok(match wanted {
+            Some(_) => Installed::Poisoned,
+            None => Installed::Piece(place.pages),
         })
     }
 
-    /// A page that was to be installed is mapped already: somebody did not ask the page map. It is
-    /// present, then; but it may be the zero page or write-protected, which fast GUP does not take,
-    /// so an exit makes sure of its access. Nobody has woken those who sleep on it.
-    fn exists(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        there: ClaimGuard<'_>,
-    ) -> Result<Resolution, ResolveError> {
-        let pages = there.pages();
-        let is_wanted = pages.contains(fault.page);
-        if is_wanted && fault.delivery == Delivery::Exit {
-            match self.populate(site, fault) {
-                Ok(()) => {}
-                // What is mapped there is the kernel's mark of an uncorrected error.
-                Err(error) if error.is_poison() => return self.settle_lost(site, fault, there),
-                Err(error) => {
-                    site.abandon(&mut self.counters, there);
-                    return Err(error);
-                }
+    /// Settles pages as poisoned, then marks them in the memory that faults: whoever is woken by the
+    /// mark finds the map saying the same. Poison is put there although nobody may be asleep: when the
+    /// userfaultfd is closed one day, the pages must not read as zeroes.
+    fn poison(&mut self, claim: ClaimGuard<'_>) {
+        let pages = claim.pages();
+        self.counters.poisoned += pages.count();
+        self.finish(claim, Settled::Poisoned);
+        if !mark_poisoned(self.region, self.served, self.order, pages) {
+            // Whoever sleeps there faults again, and has the page marked then.
+            wake(self.region, self.served, self.order, self.counters, pages);
+        }
+    }
+}
+
+/// Zeroes in pages that nothing is mapped in.
+pub(crate) fn zero_pages(
+    region: &PagedRegion,
+    uffd: &Userfaultfd,
+    range: UserRange,
+    wake: Wake,
+) -> Result<(), InstallError> {
+    if !region.target.is_hugetlb() {
+        return uffd.zero_pages(range, wake);
+    }
+    let page_bytes = 1_usize << region.page_shift();
+    let zeroes = vec![0_u8; page_bytes];
+    // Freshly allocated memory is mapped nowhere, and the kernel copies with faults disabled first. If
+    // that fails it takes a second huge page for a moment, which the pool may not have. A read maps the
+    // zero page and fills no memory.
+    let mapped = std::hint::black_box(&zeroes).iter();
+    for byte in mapped.step_by(SMALLEST_PAGE_BYTES) {
+        std::hint::black_box(*byte);
+    }
+    let mut done = 0;
+    while done < range.bytes {
+        match uffd.copy_pages(range.start + done, &zeroes, wake) {
+            Ok(()) => done += page_bytes as u64,
+            Err(InstallError::Exists { .. }) => {
+                return Err(InstallError::Exists {
+                    installed_bytes: done,
+                });
             }
+            Err(InstallError::Again { .. }) => {
+                return Err(InstallError::Again {
+                    installed_bytes: done,
+                });
+            }
+            Err(error) => return Err(error),
         }
-        site.finish(&mut self.counters, there, Settled::Present);
-        if is_wanted && fault.delivery == Delivery::Uffd {
-            self.wake(site, site.paged.user_range(pages));
+    }
+    Ok(())
+}
+
+/// Wakes whoever sleeps on pages.
+pub(crate) fn wake(
+    region: &PagedRegion,
+    served: &Served,
+    order: &Order<'_>,
+    counters: &mut Counters,
+    pages: PageRange,
+) {
+    let mut rest = pages;
+    while let Some(place) = region.place(served, order, rest) {
+        counters.wakes += 1;
+        // It fails only for a range that is no range, which none of these is.
+        if let Err(error) = place.uffd.wake(place.range) {
+            tracing::error!(%error, range = %place.range, "UFFDIO_WAKE");
         }
-        Ok(Resolution::Exists)
+        (_, rest) = rest.split_at(place.pages.count());
+        if rest.is_empty() {
+            break;
+        }
     }
 }
 
-/// What pages with this content are from now on.
-#[inline]
-fn settled(site: &Site<'_>, content: Content) -> Settled {
-    // Only private memory gets the shared zero page; a file gets a page of its own.
-    if content == Content::Zeroes && site.paged.region.backing() == Backing::Anonymous {
-        Settled::Zero
-    } else {
-        Settled::Present
+/// UFFDIO_POISON, again while something else changes the address space. Pages that are mapped keep
+/// their mapping, to which the hardware has its own answer. Returns false if events have to be read
+/// first: nothing is lost, whoever touches the pages asks again.
+#[must_use]
+pub(crate) fn mark_poisoned(
+    region: &PagedRegion,
+    served: &Served,
+    order: &Order<'_>,
+    pages: PageRange,
+) -> bool {
+    if !region.can_poison {
+        return true;
     }
-}
-
-#[inline]
-fn installed(site: &Site<'_>, pages: PageRange) -> Resolution {
-    Resolution::Installed {
-        gpa: site.paged.gpa_of(pages.first()),
-        bytes: site.paged.bytes_of(pages),
+    let shift = region.page_shift();
+    let mut rest = pages;
+    let mut tries = 0;
+    let mut most = u64::MAX;
+    while let Some(place) = region.place(served, order, rest.split_at(most.min(rest.count())).0) {
+        most = u64::MAX;
+        let done = match place.uffd.poison_pages(place.range, Wake::Wake) {
+            Ok(()) => place.pages.count(),
+            Err(InstallError::Exists { installed_bytes }) => {
+                let done = installed_bytes >> shift;
+                let there = UserRange {
+                    start: place.range.start + installed_bytes,
+                    bytes: 1 << shift,
+                };
+                // Whoever sleeps there was not woken by the call that met the mapping.
+                let _ = place.uffd.wake(there);
+                done + 1
+            }
+            Err(InstallError::Again { installed_bytes }) if tries < MAX_TRIES => {
+                if served.channel.has_events && tries > 0 {
+                    return false;
+                }
+                tries += 1;
+                std::thread::yield_now();
+                installed_bytes >> shift
+            }
+            // Perhaps the pages lie in more than one mapping.
+            Err(InstallError::NoMapping) if place.pages.count() > 1 => {
+                most = place.pages.count() / 2;
+                continue;
+            }
+            // The memory or the process has gone: nobody can read zeroes there.
+            Err(InstallError::NoMapping) => 1,
+            Err(InstallError::Gone) => return true,
+            Err(error) => {
+                tracing::error!(%error, range = %place.range, "UFFDIO_POISON");
+                return true;
+            }
+        };
+        (_, rest) = rest.split_at(done);
+        if rest.is_empty() {
+            break;
+        }
     }
+    true
 }

@@ -1,73 +1,101 @@
 //! The demand-paging engine: faults in, pages installed.
 //!
 //! ```text
-//!  guest touches an absent page
-//!    ├─ KVM_RUN exits (delivery: exit) ──► that vCPU's own thread: Resolver::resolve_exit ─┐
-//!    └─ userfaultfd message (delivery: uffd) ──► a reader thread ──────────────────────────┤
-//!                                                                                           ▼
-//!    PageMap: Absent ─claim─► InFlight ─► PageSource fetches ─► UFFDIO_CONTINUE or COPY ─► Present
-//!               └ lost the claim: an exit waits for the owner, a reader leaves the wake to it
+//!  guest touches a missing page                     prefetch                  a peer pushes a page
+//!    ├─ KVM_RUN exits ─► the vCPU's own thread ─┐      │                              │
+//!    └─ userfaultfd ─► a reader, an event loop ─┤      │                              │
+//!                                               ▼      ▼                              │
+//!         Resolver ─► PageMap ─ content is local? ── yes ─────────────────────────────┤
+//!                                   │ no                                              │
+//!                       Requested(urgent | bulk) ─► Source::submit                    │
+//!                                   └─────► Request::complete, in any order ──────────┤
+//!                                                                                     ▼
+//!                     arrival: claim ─► Installing ─► UFFDIO_CONTINUE or COPY ─► Present ─► wake
 //! ```
 //!
-//! One engine, two deliveries, any source. Both deliveries are always served: also when vCPUs' own
-//! faults exit, KVM's and the VMM's accesses to guest memory come by userfaultfd.
+//! One engine for every delivery, any source and any address space. It knows neither KVM nor where
+//! content comes from, starts no thread and performs no I/O but to install pages:
 //!
-//! - [`Pager`] owns the page maps and the userfaultfds of some regions; [`PagerBuilder`] makes one.
-//! - [`Resolver`] is what a vCPU's thread brings along; [`ExitResolvers`] keeps one per vCPU.
-//! - [`Readers`] are the threads that serve the userfaultfds.
-//! - [`PageSource`] is where content comes from.
-//! - [`Prefetch`] brings in what nobody has asked for yet; [`IncrementalPopulator`] has what came that
-//!   way mapped in the second-stage tables, through a [`PopulateSink`], which
-//!   an `Arc<Vm>` is.
+//! - [`Pager`] serves regions, which come and go: [`Pager::add`] with a [`RegionConfig`] that says
+//!   which memory ([`RegionConfig::local`], [`RegionConfig::foreign`]), in which [`Mode`], with which
+//!   [`Contents`] and policies.
+//! - [`Resolver`] resolves faults on the thread that has them; [`Serving`] serves the pager's
+//!   descriptor from an event loop, [`Readers`] by threads.
+//! - A [`Source`] is asked for pages and answers some time later; [`Pool`] adapts a [`BlockingSource`].
+//!   A [`LocalSource`] has its content at once.
+//! - [`Prefetch`] brings pages in before they are touched; a [`PopulateSink`] has what was installed
+//!   mapped in stage 2.
 //!
-//! It fails closed: if a page cannot be had, nothing is installed and the fault's error goes up.
-//! Those who wait in a userfaultfd stay asleep; closing it, which dropping the [`Pager`] does, would
-//! let them go on with zeroes. So stop whatever runs on the memory first, then drop the pager.
+//! # Fail closed
+//!
+//! If a page cannot be had, nothing is installed. A source that fails stalls its region: whoever
+//! touches a missing page waits until the owner resumes the region, replaces its source or abandons it
+//! ([`Notice::Stalled`]). A pager that is dropped, and a region that is removed, poisons what is
+//! missing first, so that nobody ever reads zeroes in place of content.
 //!
 //! # Back-pressure
 //!
-//! Prefetch and population work ahead of the vCPUs and compete with their faults for CPUs, for the
-//! source, and for the kernel's locks. So each of the two compares itself with the faults: if over the
-//! last 100 ms more faults brought a page in than it dealt with pages (installed or mapped them), and
-//! those faults were at least 1000 a second, it sleeps before its next batch for as long as the last one
-//! took, but for 50 ms at most. After a sleep it always does one batch, so it never stands still; and
-//! having had nothing to do does not count as falling behind. How often it gave way is counted
-//! (`yields`).
+//! Prefetch works ahead of the vCPUs and competes with their faults for CPUs, for the source, and for
+//! the kernel's locks. So it compares itself with the faults: if over the last 100 ms more faults
+//! brought a page in than it installed pages, and those faults were at least 1000 a second, it sleeps
+//! before its next batch for as long as the last one took, but for 50 ms at most. After a sleep it
+//! always does one batch, so it never stands still. How often it gave way is counted (`yields`).
 
-mod arrivals;
-mod builder;
-mod content;
+mod activity;
+mod add;
+mod arrival;
+mod blocking;
+mod channel;
+mod close;
+mod config;
 mod counters;
+mod discard;
+mod dispatch;
 mod error;
+mod events;
 mod fault;
 mod install;
+mod notice;
 mod pace;
 mod pager;
+mod poison;
+mod poller;
 mod populate;
 mod prefetch;
-mod pulse;
-mod ranges;
-mod readers;
+mod region;
+mod requests;
 mod resolver;
-mod site;
+mod serving;
+mod settled;
+mod snapshot;
 mod source;
+mod table;
+mod target;
 mod tracker;
-mod vm_sink;
+#[cfg(feature = "vm-memory")]
+mod vm_memory;
 mod walk;
 
-pub use builder::{BuildError, PagerBuilder, UffdLayout};
-pub use counters::{Counters, PopulateCounters};
-pub use error::{Failure, ReaderError, ResolveError, SpawnError, StartError};
+pub use blocking::{BlockingSource, Pool, PoolConfig, ReadAt};
+pub use close::{Exported, ExportedPart};
+pub use config::{Contents, Holes, InFlightLimits, RegionConfig, RetryPolicy, UffdLayout};
+pub use counters::Counters;
+pub use dispatch::SourceStatus;
+pub use error::{
+    AddError, DiscardError, ExportError, InstallFailure, PrefetchError, PushError,
+    RegionChangeError, ResolveError, ServeError,
+};
 pub use fault::{Delivery, Fault, RegionId, Resolution};
-pub use pager::Pager;
-pub use pagetide_kvm::{Access, FaultExit};
+pub use notice::Notice;
+pub use pager::{Pager, Progress};
+pub use pagetide_memory::{Access, Urgency};
 pub use pagetide_uapi::userfaultfd::Mode;
-pub use populate::{
-    IncrementalPopulator, PopulateConfig, PopulateEnd, PopulateFailure, PopulateSink,
-};
-pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd, Progress};
-pub use readers::{ReaderConfig, Readers};
-pub use resolver::{ExitResolvers, Resolver, Worker};
-pub use source::{
-    ContentIn, Fetch, Fetched, PageCacheSource, PageSource, PatternSource, SourceError,
-};
+pub use populate::PopulateSink;
+pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd};
+pub use requests::RequestId;
+pub use resolver::Resolver;
+pub use serving::{ReaderConfig, Readers, Serving};
+pub use source::{Content, Filled, LocalSource, PatternSource, Request, Source, SourceError};
+pub use target::Memfd;
+#[cfg(feature = "vm-memory")]
+pub use vm_memory::{AddMemoryError, add_guest_memory};

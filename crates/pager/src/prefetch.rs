@@ -1,28 +1,36 @@
-//! Prefetch: pages that nobody has asked for yet.
+//! Prefetch: pages are brought in before they are touched.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Builder, JoinHandle};
 
-use pagetide_kvm::Access;
-use pagetide_memory::{Claim, PageIndex, PageRange};
+use pagetide_memory::{Claim, PageIndex, PageRange, PageState, Request, Urgency};
+use pagetide_uapi::userfaultfd::InstallError;
 
+use crate::activity::Seen;
+use crate::arrival::{For, arrive};
+use crate::config::Holes;
 use crate::counters::Counters;
-use crate::error::{Failure, ReaderError, ResolveError, StartError, message_of};
-use crate::fault::{Delivery, Fault, RegionId};
+use crate::error::{
+    InstallFailure, PrefetchError, ResolveError, ServeError, WAIT_SLICE, message_of,
+};
+use crate::fault::{Delivery, Fault};
+use crate::install::{Body, Installed, Installer, Sleepers};
+use crate::notice::Notice;
 use crate::pace::Pace;
 use crate::pager::Pager;
-use crate::pulse::Seen;
-use crate::resolver::{WAIT_SLICE, Worker};
-use crate::site::Site;
+use crate::region::{PagedRegion, Requesting, Served, Supply};
+use crate::requests::Wanted;
+use crate::resolver::fill_buffer;
+use crate::source::{Filled, LocalSource};
 use crate::walk::{Step, Walk};
 
 /// How pages are brought in ahead of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchConfig {
-    /// Bytes claimed, fetched and installed at a time, at least a page. A fault on any of these pages
-    /// waits for all of them: more bytes save calls, fewer save faults time.
+    /// Bytes installed, or requested of a source, at a time, at least a page. More bytes save calls;
+    /// a fault on a page that is being installed waits for all of its batch.
     pub batch_bytes: u64,
 }
 
@@ -38,32 +46,23 @@ impl Default for PrefetchConfig {
 /// How a prefetch ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchEnd {
-    /// What was counted.
+    /// What its thread counted. What answers of sources brought is in [`Pager::counted`].
     pub counters: Counters,
     /// Whether every page was settled: present, given up by the guest, or poisoned.
     pub is_complete: bool,
 }
 
-/// How far a pager has come.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
-    /// Pages that are present, the zero page included, each of its region's size.
-    pub present: u64,
-    /// Pages that are lost: they will never be present.
-    pub poisoned: u64,
-    /// All pages.
-    pub total: u64,
-}
-
-/// A thread that brings in whatever is absent, and ends when nothing is.
+/// A thread that brings in whatever is missing in the regions that the pager had when it was started,
+/// and ends when nothing is.
 ///
-/// It works upwards from where the last faults were, in batches of pages that it claims as a fault
-/// does: no page is brought in twice, and a fault on a page of a batch waits for its owner. Pages that
-/// the guest gave up are left alone. It gives way to faults (see the rule in the
-/// [crate's documentation](crate#back-pressure)). Dropping it stops it; [`Pager::stop`] does as well.
+/// It works upwards from where the last faults were. Local content it installs itself, in batches that
+/// it claims as a fault does. Of sources it requests what fits the region's bulk limit; answers are
+/// installed by whoever brings them, and a fault on a page that is requested already has it requested
+/// again, urgently. Pages that the guest gave up are left alone. Prefetch gives way to faults (see the
+/// rule in the [crate's documentation](crate#back-pressure)). Dropping it stops it; [`Pager::stop`]
+/// does as well.
 ///
-/// Faults must be served meanwhile: whoever sleeps on a page that prefetch installs is woken by a
-/// reader.
+/// The pager's descriptor must be served meanwhile.
 #[derive(Debug)]
 pub struct Prefetch {
     shared: Arc<Shared>,
@@ -73,33 +72,33 @@ pub struct Prefetch {
 #[derive(Debug)]
 struct Shared {
     pager: Arc<Pager>,
+    regions: Vec<Arc<PagedRegion>>,
     stopping: AtomicBool,
     /// Set by the thread as it ends.
-    ended: Mutex<Option<PrefetchEnd>>,
+    ended: Mutex<Option<Result<PrefetchEnd, Arc<PrefetchError>>>>,
 }
 
 impl Prefetch {
     /// Starts to bring pages in.
     ///
-    /// When a page cannot be had, that is recorded ([`Pager::failure`]), the pager is stopped and its
-    /// callback called, as when a reader fails. Lost content is no failure: those pages are poisoned.
+    /// Local content that cannot be had or installed ends it, which is a notice. Lost content is no
+    /// failure: those pages are poisoned. A region that is stalled is waited for.
     ///
     /// # Errors
-    /// [`StartError::Thread`] if there is no thread to be had.
-    pub fn spawn(pager: &Arc<Pager>, config: PrefetchConfig) -> Result<Self, StartError> {
+    /// [`ServeError::Thread`] if there is no thread to be had.
+    pub fn spawn(pager: &Arc<Pager>, config: PrefetchConfig) -> Result<Self, ServeError> {
         let shared = Arc::new(Shared {
             pager: Arc::clone(pager),
+            regions: pager.table().iter().map(Arc::clone).collect(),
             stopping: AtomicBool::new(false),
             ended: Mutex::new(None),
         });
         let its = Arc::clone(&shared);
+        let name = "pt-prefetch".to_owned();
         let thread = Builder::new()
-            .name("pt-prefetch".to_owned())
+            .name(name.clone())
             .spawn(move || run(&its, config))
-            .map_err(|source| StartError::Thread {
-                activity: "prefetch",
-                source,
-            })?;
+            .map_err(|source| ServeError::Thread { name, source })?;
         Ok(Self {
             shared,
             thread: Some(thread),
@@ -112,136 +111,361 @@ impl Prefetch {
     }
 
     /// Waits until it ends: when every page is settled, or the pager was stopped. What it counted is
-    /// also added to [`Pager::counted`]. An error is the pager's first failure.
-    pub fn finish(mut self) -> Result<PrefetchEnd, Failure> {
+    /// also added to [`Pager::counted`].
+    ///
+    /// # Errors
+    /// [`PrefetchError`], when it ended early by itself.
+    pub fn finish(mut self) -> Result<PrefetchEnd, Arc<PrefetchError>> {
         self.end()
     }
 
-    /// Ends it after the batch at hand. Results as those of [`Self::finish`].
-    pub fn stop(mut self) -> Result<PrefetchEnd, Failure> {
-        self.shared.stopping.store(true, Ordering::Release);
+    /// Ends it after the batch at hand, and withdraws what it has requested and nobody waits for.
+    ///
+    /// # Errors
+    /// As [`Self::finish`].
+    pub fn stop(mut self) -> Result<PrefetchEnd, Arc<PrefetchError>> {
+        self.shared.stop();
         self.end()
     }
 
-    fn end(&mut self) -> Result<PrefetchEnd, Failure> {
+    fn end(&mut self) -> Result<PrefetchEnd, Arc<PrefetchError>> {
         if let Some(thread) = self.thread.take() {
             // A panic was caught in the thread and recorded.
             let _ = thread.join();
         }
         let ended = self.shared.ended.lock();
-        let ended = ended.unwrap_or_else(PoisonError::into_inner);
-        match (self.shared.pager.failure(), *ended) {
-            (Some(failure), _) => Err(failure.clone()),
-            (None, ended) => Ok(ended.unwrap_or(PrefetchEnd {
-                counters: Counters::default(),
-                is_complete: false,
-            })),
+        let mut ended = ended.unwrap_or_else(PoisonError::into_inner);
+        ended.take().unwrap_or(Ok(PrefetchEnd {
+            counters: Counters::default(),
+            is_complete: false,
+        }))
+    }
+}
+
+impl Shared {
+    fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        for region in &self.regions {
+            region.map.notify_all();
         }
+        self.pager.bell.ring();
     }
 }
 
 impl Drop for Prefetch {
     fn drop(&mut self) {
-        self.shared.stopping.store(true, Ordering::Release);
-        // The failure is the pager's too.
-        let _ = self.end();
+        if self.thread.is_some() {
+            self.shared.stop();
+            // The failure is a notice too.
+            let _ = self.end();
+        }
     }
 }
 
 fn run(shared: &Shared, config: PrefetchConfig) {
     let pager = &*shared.pager;
-    let mut worker = Worker::new();
-    // As for readers: the worker holds counters and a buffer, which a panic leaves as good as any.
-    let result = catch_unwind(AssertUnwindSafe(|| walk(shared, config, &mut worker)));
-    pager.count(&worker.counters);
-    let ended = PrefetchEnd {
-        counters: worker.counters,
-        is_complete: matches!(result, Ok(Ok(true))),
+    let mut ahead = Ahead {
+        shared,
+        batch_bytes: config.batch_bytes,
+        counters: Counters::default(),
+        buffer: Vec::new(),
+        requested_pages: 0,
     };
-    *shared.ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(ended);
-    match result {
-        Ok(Ok(_)) => {}
-        Ok(Err(error)) => {
-            pager.fail(ReaderError::Prefetch(error));
-        }
-        Err(panic) => {
-            pager.fail(ReaderError::PrefetchPanicked {
-                message: message_of(&*panic),
-            });
+    // What it keeps are counters and a buffer, which a panic leaves as good as any.
+    let walked = catch_unwind(AssertUnwindSafe(|| ahead.walk()));
+    let counters = ahead.counters;
+    pager.count(&counters);
+    let result = match walked {
+        Ok(Ok(is_complete)) => Ok(PrefetchEnd {
+            counters,
+            is_complete,
+        }),
+        Ok(Err(error)) => Err(Arc::new(error)),
+        Err(panic) => Err(Arc::new(PrefetchError::Panicked {
+            message: message_of(&*panic),
+        })),
+    };
+    if !matches!(&result, Ok(end) if end.is_complete) {
+        for region in &shared.regions {
+            pager.withdraw_bulk(region);
         }
     }
+    if let Err(error) = &result {
+        pager.notify(Notice::Prefetch(Arc::clone(error)));
+    }
+    *shared.ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
 }
 
-/// Brings pages in until there are none left (true) or it is stopped (false).
-fn walk(
-    shared: &Shared,
-    config: PrefetchConfig,
-    worker: &mut Worker,
-) -> Result<bool, ResolveError> {
-    let pager = &*shared.pager;
-    let mut walk = Walk::new(pager.regions().map(|region| region.pages()).collect());
-    let mut pace = Pace::new();
-    let mut seen = Seen::default();
-    // After trouble with a run, the pages of the next ones are tried one by one, then two by two: a
-    // page that is lost costs its neighbours few calls, and is found.
-    let mut most = u64::MAX;
-    loop {
-        if shared.stopping.load(Ordering::Acquire) || pager.is_stopped() {
-            return Ok(false);
-        }
-        if let Some(pause) = pace.pause(pager.pulse.served(), worker.counters.pages) {
-            worker.counters.yields += 1;
-            thread::sleep(pause);
-        }
-        if let Some((region, page)) = pager.pulse.busiest(&mut seen) {
-            walk.go_to(region, page);
-        }
-        let step = walk.step(|region, pages| pager.page_map(region)?.next_unsettled(pages));
-        match step {
-            Step::Absent(region, page) => {
-                most = most.min(pager.pages_in(region, config.batch_bytes).max(1));
-                let whole = pace.batch(|| worker.bring_in_ahead(pager, region, page, most))?;
-                most = if whole { most.saturating_mul(2) } else { 1 };
+/// The thread's state.
+struct Ahead<'s> {
+    shared: &'s Shared,
+    batch_bytes: u64,
+    counters: Counters,
+    buffer: Vec<u8>,
+    /// Pages that were requested of sources.
+    requested_pages: u64,
+}
+
+/// What became of pages that were to be brought in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Brought {
+    /// They are there, or on their way, or somebody else was faster.
+    All,
+    /// Some had trouble, or were not there to be had in one piece.
+    Part,
+    /// Nothing was done: the region's source is stalled, or has been asked for enough.
+    NoRoom,
+}
+
+impl Ahead<'_> {
+    /// Brings pages in until there are none left (true) or it is stopped (false).
+    fn walk(&mut self) -> Result<bool, PrefetchError> {
+        let Shared { pager, regions, .. } = self.shared;
+        let new_walk = |region: &Arc<PagedRegion>| (Walk::new(region.map.pages()), None);
+        let mut walks: Vec<(Walk, Option<PageIndex>)> = regions.iter().map(new_walk).collect();
+        // The region at hand. The others take their turn when nothing can be done in it.
+        let mut current = 0;
+        let mut pace = Pace::new();
+        let mut seen = Seen::default();
+        // After trouble with a run, the pages of the next ones are tried one by one, then two by two: a
+        // page that is lost costs its neighbours few calls, and is found.
+        let mut most = u64::MAX;
+        loop {
+            if self.shared.stopping.load(Ordering::Acquire) || pager.is_stopped() {
+                return Ok(false);
             }
-            Step::InFlight(region, page) => {
-                if let Some(map) = pager.page_map(region) {
-                    map.wait(page, WAIT_SLICE);
+            let done = self.counters.pages + self.requested_pages;
+            if let Some(pause) = pace.pause(pager.activity.served(), done) {
+                self.counters.yields += 1;
+                thread::sleep(pause);
+            }
+            // Before the looks below, so that what happens after them ends the wait.
+            let heard = pager.bell.rings();
+            let busiest = pager.activity.busiest(&mut seen);
+            let slot = |id| regions.iter().position(|region| region.id == id);
+            if let Some((slot, page)) = busiest.and_then(|(id, page)| Some((slot(id)?, page)))
+                && let Some((walk, pending)) = walks.get_mut(slot)
+            {
+                walk.go_to(page);
+                (current, *pending) = (slot, None);
+            }
+            let mut goes_on = false;
+            let mut waits_for_source = false;
+            let mut waits_for = None;
+            let in_turn = (current..regions.len()).chain(0..current);
+            for slot in in_turn {
+                let (Some(region), Some((walk, pending))) =
+                    (regions.get(slot), walks.get_mut(slot))
+                else {
+                    continue;
+                };
+                if region.is_closed() {
+                    continue;
+                }
+                let is_pending = |&page: &PageIndex| {
+                    let state = region.map.state(page);
+                    matches!(state, Some(PageState::Requested(_) | PageState::Installing))
+                };
+                // A whole lap found nothing else to do, so that there is no need for another yet.
+                let step = match pending.filter(is_pending) {
+                    Some(page) => Step::Pending(page),
+                    None => walk.step(|pages| region.map.next_unsettled(pages)),
+                };
+                *pending = None;
+                match step {
+                    Step::Absent(page) => {
+                        most = most.min(region.pages_in(self.batch_bytes).max(1));
+                        match pace.batch(|| self.bring_in(region, page, most))? {
+                            Brought::All => most = most.saturating_mul(2),
+                            Brought::Part => most = 1,
+                            Brought::NoRoom => {
+                                waits_for_source = true;
+                                continue;
+                            }
+                        }
+                        (current, goes_on) = (slot, true);
+                        break;
+                    }
+                    Step::Pending(page) => {
+                        *pending = Some(page);
+                        waits_for_source |= region.requesting().is_some();
+                        waits_for.get_or_insert((region, page));
+                    }
+                    Step::Done => {}
                 }
             }
-            Step::Done => return Ok(true),
+            match waits_for {
+                _ if goes_on => {}
+                _ if waits_for_source => pager.bell.wait(heard, WAIT_SLICE),
+                Some((region, page)) => {
+                    region.map.wait(page, WAIT_SLICE);
+                }
+                None => return Ok(true),
+            }
+            if !goes_on {
+                pager.tick();
+            }
         }
     }
-}
 
-impl Worker {
     /// Brings in `page` and the absent pages behind it, `most` in all, unless somebody else was
-    /// faster. Returns whether all went well: false if only a part of them came.
-    fn bring_in_ahead(
+    /// faster.
+    fn bring_in(
         &mut self,
-        pager: &Pager,
-        region: RegionId,
+        region: &PagedRegion,
         page: PageIndex,
         most: u64,
-    ) -> Result<bool, ResolveError> {
-        let gpa = pager.gpa_of(region, page);
-        let (site, span) = Site::of(pager, region, page).ok_or(ResolveError::Outside { gpa })?;
-        let window = PageRange::new(page, most).intersection(span.pages);
-        let Claim::Won(run) = site.paged.map.claim_run(page, window) else {
+    ) -> Result<Brought, PrefetchError> {
+        let Some(served) = region.served(page) else {
+            return Ok(Brought::All);
+        };
+        let window = PageRange::new(page, most).intersection(served.pages);
+        match &region.supply {
+            Supply::PageCache(holes) => {
+                let all = self.install(region, served, page, window, *holes)?;
+                Ok(if all { Brought::All } else { Brought::Part })
+            }
+            Supply::Local(source) => {
+                let all = self.fill(region, page, window, &**source)?;
+                Ok(if all { Brought::All } else { Brought::Part })
+            }
+            Supply::Source(requesting) => Ok(self.request(region, requesting, page, window)),
+        }
+    }
+
+    fn install(
+        &mut self,
+        region: &PagedRegion,
+        served: &Served,
+        page: PageIndex,
+        window: PageRange,
+        holes: Holes,
+    ) -> Result<bool, PrefetchError> {
+        let pager = &*self.shared.pager;
+        let order = served.channel.order();
+        let Claim::Won(claim) = region.map.claim_run(page, window) else {
             self.counters.lost_claims += 1;
             return Ok(true);
         };
-        let claimed = run.pages().count();
-        let settled = |counters: &Counters| counters.pages + counters.exists;
+        let claimed = claim.pages();
+        let settled = |counters: &Counters| counters.pages + counters.exists + counters.poisoned;
         let before = settled(&self.counters);
-        let fault = Fault {
+        let mut installer = Installer {
             region,
-            page,
-            gpa,
-            access: Access::Read,
-            vcpu: None,
-            delivery: Delivery::Prefetch,
+            served,
+            order: &order,
+            counters: &mut self.counters,
+            // Before population, which may wait for a slot update, and that for whoever sleeps here.
+            sleepers: Sleepers::Some,
+            ahead: Some(pager),
         };
-        self.bring_in(&site, &fault, run)?;
-        Ok(settled(&self.counters) - before == claimed)
+        let installed = installer.install(claim, Body::PageCache, Some(page));
+        drop(order);
+        match installed {
+            Ok(Installed::EventsFirst) => pager.read_events(&served.channel),
+            Ok(Installed::Unmapped { page, is_gone }) => pager.unmapped(region, page, is_gone),
+            Ok(_) => {}
+            Err(InstallFailure::Kernel(InstallError::NoContent)) if holes == Holes::AreZero => {
+                let hole = PageRange::single(page);
+                arrive(
+                    pager,
+                    region,
+                    &mut self.counters,
+                    hole,
+                    Body::Zero,
+                    For::Nobody,
+                )
+                .map_err(|source| self.failed(region, page, source))?;
+            }
+            Err(source) => return Err(self.failed(region, page, source)),
+        }
+        Ok(settled(&self.counters) - before == claimed.count())
+    }
+
+    fn fill(
+        &mut self,
+        region: &PagedRegion,
+        page: PageIndex,
+        window: PageRange,
+        source: &dyn LocalSource,
+    ) -> Result<bool, PrefetchError> {
+        let is_absent = |&page: &PageIndex| region.map.state(page) == Some(PageState::Absent);
+        let count = window.iter().take_while(is_absent).count() as u64;
+        let pages = PageRange::new(page, count);
+        if pages.is_empty() {
+            return Ok(true);
+        }
+        let content = match fill_buffer(region, source, pages, &mut self.buffer) {
+            Ok(Filled::Bytes) => Body::Bytes(&self.buffer),
+            Ok(Filled::Zero) => Body::Zero,
+            Ok(Filled::Poisoned) if count == 1 => Body::Poisoned,
+            // Page by page: which ones have the trouble is not known.
+            Ok(Filled::Poisoned) | Err(_) if count > 1 => {
+                return self
+                    .fill(region, page, PageRange::single(page), source)
+                    .map(|_| false);
+            }
+            Ok(Filled::Poisoned) => return Ok(false),
+            Err(source) => {
+                let fault = fault(region, page);
+                return Err(PrefetchError::Resolve(ResolveError::Content {
+                    fault,
+                    source,
+                }));
+            }
+        };
+        let pager = &self.shared.pager;
+        let arrived = arrive(
+            pager,
+            region,
+            &mut self.counters,
+            pages,
+            content,
+            For::Nobody,
+        );
+        arrived.map_err(|source| self.failed(region, page, source))?;
+        Ok(true)
+    }
+
+    /// Requests a batch if there is room for it.
+    fn request(
+        &mut self,
+        region: &PagedRegion,
+        requesting: &Requesting,
+        page: PageIndex,
+        window: PageRange,
+    ) -> Brought {
+        if !requesting.lock().requests.has_bulk_room(window.count()) {
+            return Brought::NoRoom;
+        }
+        if let Request::Made(pages) = region.map.request_run(page, window, Urgency::Bulk) {
+            self.requested_pages += pages.count();
+            self.shared
+                .pager
+                .want(region, Wanted { pages, fault: None });
+        }
+        Brought::All
+    }
+
+    fn failed(
+        &self,
+        region: &PagedRegion,
+        page: PageIndex,
+        source: InstallFailure,
+    ) -> PrefetchError {
+        let fault = fault(region, page);
+        PrefetchError::Resolve(ResolveError::Install { fault, source })
+    }
+}
+
+/// What an error names: nobody has touched the page yet, but somebody would have this trouble.
+fn fault(region: &PagedRegion, page: PageIndex) -> Fault {
+    Fault {
+        region: region.id,
+        page,
+        gpa: region.gpa_of(page),
+        access: pagetide_memory::Access::Read,
+        vcpu: None,
+        delivery: Delivery::Uffd,
     }
 }

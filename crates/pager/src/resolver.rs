@@ -1,410 +1,522 @@
-//! Resolving faults: the claim, and what to do when it is lost.
+//! The whole way of a fault, from its delivery to its resolution.
+//!
+//! ```text
+//! Resolver::resolve
+//!   └─ Work::resolve          find the userfaultfd that serves the page
+//!        └─ Work::attempt     by where the content is:
+//!             page cache        claim the run ─────────────────────────► Work::install
+//!             local source      fill the buffer ─► arrival::arrive: claim ─► Installer::install
+//!             source            request the run, then wait or leave the wake to the installer
+//!             not missing       wait; or settled.rs: wake, zero, map again, poison
+//! ```
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
-use pagetide_kvm::{Access, FaultExit};
-use pagetide_memory::{Claim, PageRange, PageState, PopulateAccess, Removal};
-use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
+use pagetide_memory::{
+    Access, Claim, ClaimGuard, GuestAddress, PageIndex, PageRange, PageState, Request, Urgency,
+};
+use pagetide_uapi::userfaultfd::InstallError;
 
+use crate::activity::Seat;
+use crate::arrival::{Arrived, For, arrive};
+use crate::channel::Order;
+use crate::config::Holes;
 use crate::counters::Counters;
-use crate::error::ResolveError;
-use crate::fault::{Delivery, Fault, Resolution};
-use crate::install::MAX_TRIES;
+use crate::error::{InstallFailure, ResolveError, WAIT_SLICE, message_of};
+use crate::fault::{Delivery, Fault, RegionId, Resolution};
+use crate::install::{Body, Installed, Installer, Sleepers};
 use crate::pager::Pager;
-use crate::pulse::{OwnLines, Seat};
-use crate::site::Site;
+use crate::region::{PagedRegion, Served, Supply};
+use crate::requests::Wanted;
+use crate::settled::is_poison;
+use crate::snapshot::Hold;
+use crate::source::{Filled, LocalSource, SourceError};
 use crate::tracker::Tracker;
 
-/// How long a thread sleeps for an owner before it looks whether the pager was stopped.
-pub(crate) const WAIT_SLICE: Duration = Duration::from_millis(50);
-
-/// What a thread brings along to resolve faults: its counters, its memory of the last faults, and a
-/// buffer. Not shared, so that threads do not write to each other's cache lines.
-#[derive(Debug, Default)]
-pub struct Worker {
-    pub(crate) counters: Counters,
-    pub(crate) tracker: Tracker,
-    /// Where content is put together that the kernel then copies; empty until it is needed.
-    pub(crate) buffer: Vec<u8>,
-    seat: Seat,
-}
-
-impl Worker {
-    /// A worker that has done nothing yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// What it counted so far.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
-    }
-
-    #[inline]
-    pub(crate) fn resolve(
-        &mut self,
-        pager: &Pager,
-        fault: &Fault,
-    ) -> Result<Resolution, ResolveError> {
-        self.counters.faults += 1;
-        let outside = || ResolveError::Outside { gpa: fault.gpa };
-        let (site, span) = Site::of(pager, fault.region, fault.page).ok_or_else(outside)?;
-        // A run must not leave its registration: the kernel installs within one mapping only.
-        let window = match pager.settings.fault_around_pages {
-            1 => PageRange::single(fault.page),
-            pages => PageRange::window(fault.page, pages).intersection(span.pages),
-        };
-        loop {
-            match site.paged.map.claim_run(fault.page, window) {
-                Claim::Won(run) => {
-                    pager.pulse.beat(&self.seat, fault);
-                    return self.bring_in(&site, fault, run);
-                }
-                Claim::Lost(state) => {
-                    if let Some(resolution) = self.lost(&site, fault, state)? {
-                        return Ok(resolution);
-                    }
-                }
-                Claim::Outside => return Err(outside()),
-            }
-        }
-    }
-
-    /// What to do about a page that could not be claimed. `None`: claim it again.
-    fn lost(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        state: PageState,
-    ) -> Result<Option<Resolution>, ResolveError> {
-        match state {
-            PageState::Present | PageState::Zero => {
-                self.counters.already_present += 1;
-                let resolved = match fault.delivery {
-                    Delivery::Exit => self.exit_on_present(site, fault, state),
-                    Delivery::Uffd => self.message_on_present(site, fault),
-                    Delivery::Prefetch => Ok(Resolution::AlreadyPresent),
-                };
-                match resolved {
-                    Err(error) if error.is_poison() => self.lost_since(site, fault).map(Some),
-                    resolved => resolved.map(Some),
-                }
-            }
-            PageState::InFlight => {
-                self.counters.lost_claims += 1;
-                match fault.delivery {
-                    Delivery::Exit => self.join_owner(site, fault),
-                    Delivery::Uffd => Ok(leave_to_owner(site, fault)),
-                    Delivery::Prefetch => Ok(Some(Resolution::LeftToOwner)),
-                }
-            }
-            PageState::Removed => match site.paged.map.claim_removed(fault.page) {
-                Claim::Won(run) => self.bring_in_zero(site, fault, run).map(Some),
-                Claim::Lost(_) | Claim::Outside => Ok(None),
-            },
-            PageState::Poisoned => self.poisoned(site, fault).map(Some),
-            // Abandoned between the claim and the look.
-            PageState::Absent => Ok(None),
-        }
-    }
-
-    /// An exit lost its claim: the owner is at work on this page, so wait for it.
-    fn join_owner(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-    ) -> Result<Option<Resolution>, ResolveError> {
-        self.counters.waits += 1;
-        let limit = site.pager.settings.owner_timeout;
-        let mut waited = Duration::ZERO;
-        loop {
-            match site.paged.map.wait(fault.page, WAIT_SLICE) {
-                Some(PageState::InFlight) => {}
-                Some(PageState::Present | PageState::Zero) => {
-                    return Ok(Some(Resolution::JoinedOwner));
-                }
-                // The owner failed, or the page is not what it was: look again.
-                Some(_) => return Ok(None),
-                None => return Err(ResolveError::Outside { gpa: fault.gpa }),
-            }
-            waited += WAIT_SLICE;
-            if site.pager.is_stopped() {
-                return Err(ResolveError::Stopped { fault: *fault });
-            }
-            if waited >= limit {
-                return Err(ResolveError::OwnerStalled {
-                    fault: *fault,
-                    waited,
-                });
-            }
-        }
-    }
-
-    /// An exit on a page that is present. Most often the page came between the exit and now, and
-    /// entering the guest again is all it takes. If the same exit comes again, it was not that:
-    /// either the mapping was lost (reclaimed, zapped), or it is there and fast GUP cannot take it
-    /// for this access (a page mapped read-only). Of the zero page that is known beforehand.
-    fn exit_on_present(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-        state: PageState,
-    ) -> Result<Resolution, ResolveError> {
-        let needs_copy = state == PageState::Zero && fault.access == Access::Write;
-        if self.count_repeats(site, fault)? == 0 && !needs_copy {
-            return Ok(Resolution::AlreadyPresent);
-        }
-        if site.pager.settings.mode == Mode::Minor {
-            // Before populating, which would wait in the userfaultfd if the mapping was lost.
-            let range = site.paged.user_range(PageRange::single(fault.page));
-            match site.uffd.continue_pages(range, Wake::DontWake) {
-                Ok(()) => {
-                    self.counters.reinstalls += 1;
-                    self.tracker.progress();
-                    return Ok(Resolution::Reinstalled);
-                }
-                Err(InstallError::Exists { .. }) => {}
-                Err(InstallError::Again { .. }) => {
-                    self.counters.again += 1;
-                    return Ok(Resolution::AlreadyPresent);
-                }
-                Err(source) => {
-                    return Err(ResolveError::Install {
-                        fault: *fault,
-                        source,
-                    });
-                }
-            }
-        }
-        self.populate(site, fault)?;
-        Ok(Resolution::Populated)
-    }
-
-    /// A message about a page that is present. Either the thread fell asleep while the page was
-    /// installed without a wake, so that it has to be woken; or the mapping was lost since, and has
-    /// to be made again from the page cache.
-    fn message_on_present(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-    ) -> Result<Resolution, ResolveError> {
-        self.count_repeats(site, fault)?;
-        let range = site.paged.user_range(PageRange::single(fault.page));
-        if site.pager.settings.mode == Mode::Minor {
-            match site.uffd.continue_pages(range, Wake::Wake) {
-                Ok(()) => {
-                    self.counters.reinstalls += 1;
-                    self.tracker.progress();
-                    return Ok(Resolution::Reinstalled);
-                }
-                Err(InstallError::Exists { .. }) => {}
-                Err(InstallError::Again { .. }) => self.counters.again += 1,
-                Err(source) => {
-                    return Err(ResolveError::Install {
-                        fault: *fault,
-                        source,
-                    });
-                }
-            }
-        }
-        self.wake(site, range);
-        Ok(Resolution::AlreadyPresent)
-    }
-
-    /// Counts a fault on a page that is present; too many of them are an error.
-    fn count_repeats(&mut self, site: &Site<'_>, fault: &Fault) -> Result<u32, ResolveError> {
-        let times = self.tracker.came_again(fault.region, fault.page);
-        if times >= site.pager.settings.no_progress_limit {
-            return Err(ResolveError::NoProgress {
-                fault: *fault,
-                times,
-            });
-        }
-        Ok(times)
-    }
-
-    /// Makes a page that is mapped present for the access of an exit.
-    pub(crate) fn populate(&mut self, site: &Site<'_>, fault: &Fault) -> Result<(), ResolveError> {
-        self.counters.populates += 1;
-        let access = match fault.access {
-            Access::Read | Access::Exec => PopulateAccess::Read,
-            Access::Write | Access::Unstated => PopulateAccess::Write,
-        };
-        site.paged
-            .region
-            .populate(PageRange::single(fault.page), access)
-            .map_err(|source| ResolveError::Populate {
-                fault: *fault,
-                source,
-            })
-    }
-
-    pub(crate) fn wake(&mut self, site: &Site<'_>, range: UserRange) {
-        site.wake(&mut self.counters, range);
-    }
-
-    /// A page that was present has an uncorrected error since.
-    fn lost_since(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Resolution, ResolveError> {
-        if let Removal::Done(_) = site.paged.map.poison(fault.page) {
-            self.counters.poisoned += 1;
-        }
-        self.poisoned(site, fault)
-    }
-
-    /// A fault on a page whose content is lost. Poison is put into the guest mapping whoever asks:
-    /// when the userfaultfd is closed one day, the page must not read as zeroes.
-    pub(crate) fn poisoned(
-        &mut self,
-        site: &Site<'_>,
-        fault: &Fault,
-    ) -> Result<Resolution, ResolveError> {
-        let is_asleep = fault.delivery == Delivery::Uffd;
-        if !site.pager.settings.can_poison {
-            return if is_asleep {
-                Err(ResolveError::CannotPoison { fault: *fault })
-            } else {
-                Ok(Resolution::Poisoned)
-            };
-        }
-        let range = site.paged.user_range(PageRange::single(fault.page));
-        let wake = if is_asleep {
-            Wake::Wake
-        } else {
-            Wake::DontWake
-        };
-        match poison_page(site.uffd, range, wake) {
-            Ok(()) => {}
-            // Poisoned before; a page that was mapped when it was poisoned keeps its mapping, to
-            // which the hardware has its own answer.
-            Err(InstallError::Exists { .. } | InstallError::Again { .. }) if is_asleep => {
-                self.wake(site, range);
-            }
-            Err(InstallError::Exists { .. }) => {}
-            Err(source) => {
-                return Err(ResolveError::Install {
-                    fault: *fault,
-                    source,
-                });
-            }
-        }
-        Ok(Resolution::Poisoned)
-    }
-}
-
-/// UFFDIO_POISON for a single page, again while something else changes the address space.
-pub(crate) fn poison_page(
-    uffd: &Userfaultfd,
-    page: UserRange,
-    wake: Wake,
-) -> Result<(), InstallError> {
-    for _ in 0..MAX_TRIES {
-        match uffd.poison_pages(page, wake) {
-            Err(InstallError::Again { .. }) => std::thread::yield_now(),
-            result => return result,
-        }
-    }
-    Err(InstallError::Again { installed_bytes: 0 })
-}
-
-/// A reader lost its claim and must not wait: the owner wakes the sleeper. `None` if the owner was
-/// done before it could be asked.
-fn leave_to_owner(site: &Site<'_>, fault: &Fault) -> Option<Resolution> {
-    match site.paged.map.want_wake(fault.page) {
-        Some(PageState::InFlight) => Some(Resolution::LeftToOwner),
-        _ => None,
-    }
-}
-
-/// Resolves the exits of one vCPU, on that vCPU's thread.
+/// Resolves faults on the thread that has it: a vCPU's own, a reader's, an event loop's.
+///
+/// What it keeps from fault to fault (counters, a buffer, which pages came again) is that thread's
+/// alone, so threads do not write to each other's cache lines.
 #[derive(Debug)]
 pub struct Resolver {
     pager: Arc<Pager>,
-    vcpu: u32,
-    worker: Worker,
+    vcpu: Option<u32>,
+    hold: Arc<Hold>,
+    work: Work,
+}
+
+/// What a thread keeps from fault to fault.
+#[derive(Debug, Default)]
+pub(crate) struct Work {
+    pub(crate) counters: Counters,
+    pub(crate) tracker: Tracker,
+    /// Where local content is put together; empty until it is needed.
+    buffer: Vec<u8>,
+    seat: Seat,
+}
+
+/// Where a fault is.
+#[derive(Clone, Copy)]
+pub(crate) struct Site<'a> {
+    pub(crate) pager: &'a Pager,
+    pub(crate) region: &'a PagedRegion,
+    pub(crate) served: &'a Served,
 }
 
 impl Resolver {
-    pub(crate) fn new(pager: Arc<Pager>, vcpu: u32) -> Self {
+    pub(crate) fn new(pager: Arc<Pager>, vcpu: Option<u32>) -> Self {
         Self {
+            hold: pager.tables.hold(),
             pager,
             vcpu,
-            worker: Worker::new(),
+            work: Work::default(),
         }
     }
 
-    /// Resolves an exit: with `Ok` the guest may be entered again (but see
-    /// [`Resolution::Poisoned`]); with an error it must not.
-    #[inline]
-    pub fn resolve_exit(&mut self, exit: &FaultExit) -> Result<Resolution, ResolveError> {
-        let fault = self.pager.fault_of_exit(self.vcpu, exit)?;
-        self.worker.resolve(&self.pager, &fault)
+    /// The pager whose faults it resolves.
+    pub fn pager(&self) -> &Arc<Pager> {
+        &self.pager
+    }
+
+    /// A read of a userfaultfd gave `messages` faults.
+    pub(crate) fn count_read(&mut self, messages: usize, is_empty: bool) {
+        let counters = &mut self.work.counters;
+        counters.reads += 1;
+        counters.messages += messages as u64;
+        counters.empty_reads += u64::from(is_empty);
     }
 
     /// What it counted so far.
     pub fn counters(&self) -> &Counters {
-        self.worker.counters()
+        &self.work.counters
+    }
+
+    /// Resolves the fault behind an exit of KVM_RUN at the home gpa `gpa`: with `Ok` the guest may be
+    /// entered again (but see [`Resolution::Poisoned`]); with an error it must not.
+    ///
+    /// Waits for as long as the content takes to arrive, or until [`Pager::stop`].
+    #[inline]
+    pub fn resolve_exit(
+        &mut self,
+        gpa: GuestAddress,
+        access: Access,
+    ) -> Result<Resolution, ResolveError> {
+        let Self {
+            pager,
+            vcpu,
+            hold,
+            work,
+        } = self;
+        pager.tables.with(hold, |table| {
+            let outside = || ResolveError::Outside { gpa };
+            let (region, page) = table.locate(gpa).ok_or_else(outside)?;
+            let fault = Fault {
+                region: region.id,
+                page,
+                gpa,
+                access,
+                vcpu: *vcpu,
+                delivery: Delivery::Exit,
+            };
+            work.resolve(pager, region, &fault)
+        })
+    }
+
+    /// Resolves the fault behind a message of a userfaultfd.
+    #[inline]
+    pub(crate) fn resolve_message(
+        &mut self,
+        region: RegionId,
+        page: PageIndex,
+        access: Access,
+    ) -> Result<Resolution, ResolveError> {
+        let Self {
+            pager, hold, work, ..
+        } = self;
+        pager.tables.with(hold, |table| {
+            let outside = || ResolveError::Outside {
+                gpa: GuestAddress(0),
+            };
+            let found = table.region(region).ok_or_else(outside)?;
+            let fault = Fault {
+                region,
+                page,
+                gpa: found.gpa_of(page),
+                access,
+                vcpu: None,
+                delivery: Delivery::Uffd,
+            };
+            work.resolve(pager, found, &fault)
+        })
+    }
+
+    /// Resolves a fault: afterwards whoever faulted may try again, or must not at all. With
+    /// [`Delivery::Exit`] this waits until the page is there; with [`Delivery::Uffd`] it never waits,
+    /// and whoever installs the page wakes the thread that sleeps.
+    #[inline]
+    pub fn resolve(&mut self, fault: &Fault) -> Result<Resolution, ResolveError> {
+        let Self {
+            pager, hold, work, ..
+        } = self;
+        pager.tables.with(hold, |table| {
+            let outside = || ResolveError::Outside { gpa: fault.gpa };
+            let region = table.region(fault.region).ok_or_else(outside)?;
+            work.resolve(pager, region, fault)
+        })
     }
 }
 
 impl Drop for Resolver {
     fn drop(&mut self) {
-        self.pager.count(self.worker.counters());
+        self.pager.count(&self.work.counters);
     }
 }
 
-/// A resolver for each vCPU, for callers that share one handler among all vCPU threads. Each vCPU's
-/// is on cache lines of its own, and only its own thread uses it: the lock is never contended.
-#[derive(Debug)]
-pub struct ExitResolvers {
-    pager: Arc<Pager>,
-    resolvers: Box<[OwnLines<Mutex<Resolver>>]>,
-}
-
-impl ExitResolvers {
-    /// Resolvers for the vCPUs `0..vcpus`.
-    pub fn new(pager: &Arc<Pager>, vcpus: u32) -> Self {
-        let resolvers = (0..vcpus).map(|vcpu| OwnLines(Mutex::new(pager.resolver(vcpu))));
-        Self {
-            pager: Arc::clone(pager),
-            resolvers: resolvers.collect(),
-        }
-    }
-
-    /// The pager behind them.
-    pub fn pager(&self) -> &Arc<Pager> {
-        &self.pager
-    }
-
-    /// Resolves an exit of vCPU `vcpu`, see [`Resolver::resolve_exit`].
+impl Work {
     #[inline]
-    pub fn resolve(&self, vcpu: u32, exit: &FaultExit) -> Result<Resolution, ResolveError> {
-        let resolver = usize::try_from(vcpu)
-            .ok()
-            .and_then(|index| self.resolvers.get(index));
-        match resolver {
-            Some(OwnLines(resolver)) => {
-                // A resolver whose thread panicked holds counters and a memory of faults only.
-                resolver
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .resolve_exit(exit)
+    pub(crate) fn resolve(
+        &mut self,
+        pager: &Pager,
+        region: &PagedRegion,
+        fault: &Fault,
+    ) -> Result<Resolution, ResolveError> {
+        self.counters.faults += 1;
+        let outside = || ResolveError::Outside { gpa: fault.gpa };
+        let served = region.served(fault.page).ok_or_else(outside)?;
+        let site = Site {
+            pager,
+            region,
+            served,
+        };
+        loop {
+            if let Some(resolution) = self.attempt(site, fault)? {
+                return Ok(resolution);
             }
-            None => self.pager.resolver(vcpu).resolve_exit(exit),
+            if region.is_closed() {
+                return Err(ResolveError::Removed { fault: *fault });
+            }
         }
     }
 
-    /// What they counted so far, together.
-    pub fn counters(&self) -> Counters {
-        let mut sum = Counters::default();
-        for OwnLines(resolver) in &self.resolvers {
-            sum.add(
-                resolver
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .counters(),
-            );
+    /// One look at the page. `None`: the page changed meanwhile, look again.
+    #[inline]
+    fn attempt(
+        &mut self,
+        site: Site<'_>,
+        fault: &Fault,
+    ) -> Result<Option<Resolution>, ResolveError> {
+        match &site.region.supply {
+            Supply::PageCache(holes) => {
+                let order = site.served.channel.order();
+                let window = site.region.window(site.served, fault.page);
+                match site.region.map.claim_run(fault.page, window) {
+                    Claim::Won(claim) => self.install(site, fault, order, claim, *holes),
+                    Claim::Lost(state) => {
+                        drop(order);
+                        self.not_missing(site, fault, state)
+                    }
+                    Claim::Outside => Err(ResolveError::Outside { gpa: fault.gpa }),
+                }
+            }
+            Supply::Local(source) => self.fill(site, fault, &**source),
+            Supply::Source(_) => self.request(site, fault),
         }
-        sum
     }
+
+    /// Installs a run whose content is in the page cache.
+    #[inline]
+    fn install(
+        &mut self,
+        site: Site<'_>,
+        fault: &Fault,
+        order: Order<'_>,
+        claim: ClaimGuard<'_>,
+        holes: Holes,
+    ) -> Result<Option<Resolution>, ResolveError> {
+        self.tracker.progress();
+        site.pager
+            .activity
+            .beat(&self.seat, fault.region, fault.page);
+        let mut installer = Installer {
+            region: site.region,
+            served: site.served,
+            order: &order,
+            counters: &mut self.counters,
+            sleepers: sleepers(fault),
+            ahead: None,
+        };
+        let installed = installer.install(claim, Body::PageCache, Some(fault.page));
+        // What follows may read events, or install something else.
+        drop(order);
+        match installed {
+            Ok(installed) => self.installed(site, fault, installed),
+            Err(InstallFailure::Kernel(InstallError::NoContent)) if holes == Holes::AreZero => {
+                self.fill_hole(site, fault)
+            }
+            Err(source) => Err(ResolveError::Install {
+                fault: *fault,
+                source,
+            }),
+        }
+    }
+
+    /// A page that the file has not: it is zero.
+    #[cold]
+    fn fill_hole(
+        &mut self,
+        site: Site<'_>,
+        fault: &Fault,
+    ) -> Result<Option<Resolution>, ResolveError> {
+        self.arrive(site, fault, PageRange::single(fault.page), Body::Zero)
+    }
+
+    /// What became of an installation, for the fault that it was for.
+    #[inline]
+    fn installed(
+        &mut self,
+        site: Site<'_>,
+        fault: &Fault,
+        installed: Installed,
+    ) -> Result<Option<Resolution>, ResolveError> {
+        Ok(Some(match installed {
+            Installed::Piece(pages) => {
+                if fault.delivery == Delivery::Exit {
+                    site.pager.populate_after_exit(
+                        site.region,
+                        pages,
+                        fault.page,
+                        &mut self.counters,
+                    );
+                } else if pages.count() > 1 {
+                    site.pager.populate(site.region, pages, &mut self.counters);
+                }
+                Resolution::Installed { pages }
+            }
+            Installed::Exists => {
+                if fault.delivery == Delivery::Exit {
+                    self.populate(site, fault)?;
+                }
+                Resolution::Exists
+            }
+            Installed::Poisoned => return self.poisoned(site, fault).map(Some),
+            Installed::Unmapped { page, is_gone } => {
+                site.pager.unmapped(site.region, page, is_gone);
+                if page != fault.page && !is_gone {
+                    return Ok(None);
+                }
+                Resolution::Unmapped
+            }
+            Installed::Closed => return Err(ResolveError::Removed { fault: *fault }),
+            Installed::EventsFirst => {
+                site.pager.read_events(&site.served.channel);
+                return Ok(None);
+            }
+        }))
+    }
+
+    /// Has a local source fill what is absent around the fault, and installs it. The content is there
+    /// before the pages are claimed: a source that fails or panics holds nothing up.
+    fn fill(
+        &mut self,
+        site: Site<'_>,
+        fault: &Fault,
+        source: &dyn LocalSource,
+    ) -> Result<Option<Resolution>, ResolveError> {
+        let map = &site.region.map;
+        let outside = || ResolveError::Outside { gpa: fault.gpa };
+        match map.state(fault.page).ok_or_else(outside)? {
+            PageState::Absent => {}
+            state => return self.not_missing(site, fault, state),
+        }
+        self.tracker.progress();
+        site.pager
+            .activity
+            .beat(&self.seat, fault.region, fault.page);
+        let window = site.region.window(site.served, fault.page);
+        let mut pages = absent_run(site.region, fault.page, window);
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let filled = loop {
+            let filled = fill_buffer(site.region, source, pages, &mut buffer);
+            // A neighbour's trouble is not this fault's.
+            if pages.count() > 1 && !matches!(filled, Ok(Filled::Bytes | Filled::Zero)) {
+                pages = PageRange::single(fault.page);
+                continue;
+            }
+            break filled;
+        };
+        let result = match filled {
+            Ok(Filled::Bytes) => self.arrive(site, fault, pages, Body::Bytes(&buffer)),
+            Ok(Filled::Zero) => self.arrive(site, fault, pages, Body::Zero),
+            Ok(Filled::Poisoned) => self.arrive(site, fault, pages, Body::Poisoned),
+            Err(source) => Err(ResolveError::Content {
+                fault: *fault,
+                source,
+            }),
+        };
+        self.buffer = buffer;
+        result
+    }
+
+    /// Claims what is still missing of `pages` and installs it.
+    fn arrive(
+        &mut self,
+        site: Site<'_>,
+        fault: &Fault,
+        pages: PageRange,
+        content: Body<'_>,
+    ) -> Result<Option<Resolution>, ResolveError> {
+        let counters = &mut self.counters;
+        let arrived = arrive(
+            site.pager,
+            site.region,
+            counters,
+            pages,
+            content,
+            For::Fault(fault.page, sleepers(fault)),
+        );
+        match arrived {
+            Ok(Arrived::Wanted(installed)) => self.installed(site, fault, installed),
+            // Another thread was faster.
+            Ok(Arrived::Others) => Ok(None),
+            Err(source) => Err(ResolveError::Install {
+                fault: *fault,
+                source,
+            }),
+        }
+    }
+
+    /// Requests the page and what is absent around it, or has the request for it made urgent.
+    fn request(
+        &mut self,
+        site: Site<'_>,
+        fault: &Fault,
+    ) -> Result<Option<Resolution>, ResolveError> {
+        let map = &site.region.map;
+        let window = site.region.window(site.served, fault.page);
+        let pages = match map.request_run(fault.page, window, Urgency::Urgent) {
+            Request::Made(pages) => pages,
+            Request::Upgraded => PageRange::single(fault.page),
+            Request::Lost(state) => return self.not_missing(site, fault, state),
+            Request::Outside => return Err(ResolveError::Outside { gpa: fault.gpa }),
+        };
+        self.tracker.progress();
+        site.pager
+            .activity
+            .beat(&self.seat, fault.region, fault.page);
+        self.counters.requests += 1;
+        if fault.delivery == Delivery::Uffd {
+            // Before the source is asked, which may answer at once.
+            map.want_wake(fault.page);
+        }
+        let wanted = Wanted {
+            pages,
+            fault: Some(fault.page),
+        };
+        site.pager.want(site.region, wanted);
+        self.wait(site, fault)
+    }
+
+    /// What to do about a page that is neither Absent nor to be requested. `None`: look again.
+    #[cold]
+    fn not_missing(
+        &mut self,
+        site: Site<'_>,
+        fault: &Fault,
+        state: PageState,
+    ) -> Result<Option<Resolution>, ResolveError> {
+        match state {
+            PageState::Absent => Ok(None),
+            PageState::Requested(_) | PageState::Installing => {
+                self.counters.lost_claims += 1;
+                self.wait(site, fault)
+            }
+            PageState::Present | PageState::Zero => {
+                self.counters.already_present += 1;
+                match self.present(site, fault, state) {
+                    Err(error) if is_poison(&error) => self.lost_since(site, fault).map(Some),
+                    resolved => resolved,
+                }
+            }
+            PageState::Removed => self.zero(site, fault),
+            PageState::Poisoned => self.poisoned(site, fault).map(Some),
+        }
+    }
+
+    /// Somebody installs the page: an exit waits for that, a thread in the userfaultfd is woken then.
+    fn wait(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, ResolveError> {
+        let map = &site.region.map;
+        if fault.delivery == Delivery::Uffd {
+            return Ok(match map.want_wake(fault.page) {
+                Some(PageState::Requested(Urgency::Urgent) | PageState::Installing) => {
+                    Some(Resolution::LeftToInstaller)
+                }
+                // Among others that it is only requested in bulk: that is not waited for.
+                _ => None,
+            });
+        }
+        self.counters.waits += 1;
+        loop {
+            match map.wait(fault.page, WAIT_SLICE) {
+                Some(PageState::Requested(Urgency::Urgent) | PageState::Installing) => {}
+                Some(PageState::Present | PageState::Zero) => return Ok(Some(Resolution::Waited)),
+                // The request was withdrawn, and prefetch may have made another since; or the page is
+                // not what it was: look again.
+                Some(_) => return Ok(None),
+                None => return Err(ResolveError::Outside { gpa: fault.gpa }),
+            }
+            if site.pager.is_stopped() {
+                return Err(ResolveError::Stopped { fault: *fault });
+            }
+            if site.region.is_closed() {
+                return Err(ResolveError::Removed { fault: *fault });
+            }
+            // Deadlines pass also where nobody serves the pager's descriptor.
+            site.pager.tick();
+        }
+    }
+}
+
+fn sleepers(fault: &Fault) -> Sleepers {
+    match fault.delivery {
+        Delivery::Exit => Sleepers::Unlikely,
+        Delivery::Uffd => Sleepers::Some,
+    }
+}
+
+/// The pages connected to `page` that are absent now, within `window`.
+fn absent_run(region: &PagedRegion, page: PageIndex, window: PageRange) -> PageRange {
+    let is_absent = |page: u64| region.map.state(PageIndex(page)) == Some(PageState::Absent);
+    let mut first = page.0;
+    while first > window.first().0 && is_absent(first - 1) {
+        first -= 1;
+    }
+    let mut end = page.0 + 1;
+    while end < window.end().0 && is_absent(end) {
+        end += 1;
+    }
+    PageRange::new(PageIndex(first), end - first)
+}
+
+/// Has a local source fill `buffer` with the content of `pages`.
+pub(crate) fn fill_buffer(
+    region: &PagedRegion,
+    source: &dyn LocalSource,
+    pages: PageRange,
+    buffer: &mut Vec<u8>,
+) -> Result<Filled, SourceError> {
+    let wanted = region.bytes_of(pages);
+    let bytes = usize::try_from(wanted).map_err(|_| SourceError::WrongSize { given: 0, wanted })?;
+    if buffer.len() < bytes {
+        let more = bytes - buffer.len();
+        let reserved = buffer.try_reserve_exact(more);
+        reserved.map_err(|error| SourceError::Unavailable(Box::new(error)))?;
+    }
+    buffer.resize(bytes, 0);
+    // A source's own code, whose panic is not ours: other faults of the thread must not be lost.
+    let gpa = region.gpa_of(pages.first());
+    catch_unwind(AssertUnwindSafe(|| source.fill(gpa, buffer))).unwrap_or_else(|panic| {
+        let message = message_of(&*panic);
+        Err(SourceError::Panicked { message })
+    })
 }

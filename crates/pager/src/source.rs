@@ -1,177 +1,190 @@
 //! Where the content of pages comes from.
 
 use std::error::Error;
+use std::fmt;
+use std::sync::Weak;
+use std::time::Instant;
 
-use pagetide_memory::{AccessError, GuestAddress, PageIndex, PageRange, Region};
+use pagetide_memory::{GuestAddress, PageRange, Urgency};
 use thiserror::Error;
+
+use crate::fault::RegionId;
+use crate::pager::Pager;
+use crate::requests::RequestId;
 
 /// Why content could not be had.
 #[derive(Debug, Error)]
 pub enum SourceError {
     /// The source has not got it, or cannot be reached.
-    #[error("the page source failed")]
+    #[error("the source failed")]
     Unavailable(#[source] Box<dyn Error + Send + Sync>),
     /// The source gave less, or more, than the pages that were asked for.
-    #[error("the page source gave {given} bytes, and {wanted} were asked for")]
+    #[error("the source gave {given} bytes, and {wanted} were asked for")]
     WrongSize {
-        /// Bytes given; for more than was asked for, counting the piece that was too much.
+        /// Bytes given.
         given: u64,
         /// Bytes asked for.
         wanted: u64,
     },
-    /// The content could not be written through the service mapping.
-    #[error("writing the content of a page")]
-    Write(#[source] AccessError),
+    /// The source did not answer before the request's deadline.
+    #[error("the source did not answer in time")]
+    Late,
+    /// The source dropped the request without an answer.
+    #[error("the source dropped the request without an answer")]
+    Dropped,
+    /// The source panicked.
+    #[error("the source panicked: {message}")]
+    Panicked {
+        /// What it said.
+        message: String,
+    },
 }
 
-/// Where a source has its content.
+/// What a source answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ContentIn {
-    /// In the page cache already: nothing is fetched, only mapped. Needs MINOR mode.
-    PageCache,
-    /// Elsewhere: [`PageSource::fetch`] gives it.
-    Source,
-}
-
-/// What a source says of the pages it was asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fetched {
-    /// All of their bytes were pushed.
-    Filled,
-    /// They are all zeroes; nothing was pushed.
+pub enum Content<'a> {
+    /// All bytes of the pages, in order: exactly [`Request::bytes`].
+    Bytes(&'a [u8]),
+    /// The pages are all zeroes.
     Zero,
-    /// Their content is lost for good (an uncorrected memory error where it was).
+    /// The content of the pages is lost for good (an uncorrected memory error where it was). If more
+    /// than one page was asked for, the engine asks again for less, until it knows which.
     Poisoned,
 }
 
-/// Gives pages their content. Called from many threads at once, for different pages.
+/// Gives pages their content some time after it is asked for.
 ///
-/// For as long as a fetch takes, whoever faulted waits; so an urgent page ([`Fetch::is_urgent`]) must
-/// not queue behind others in a source.
-pub trait PageSource: Send + Sync {
-    /// Where the content is.
-    fn content_in(&self) -> ContentIn {
-        ContentIn::Source
-    }
+/// The engine calls [`Self::submit`] for one request after the other, urgent ones first, and keeps
+/// the bytes in flight within the region's limits. Answers come through [`Request::complete`] or
+/// [`Request::fail`], from any thread and in any order.
+pub trait Source: Send + Sync {
+    /// Begins to get what `request` asks for. Must not block: a fault's thread calls it. May answer
+    /// before it returns.
+    fn submit(&self, request: Request);
 
-    /// Gives the content of all of `fetch.pages()`, in order. With an error nothing is installed. If
-    /// more pages were asked for than the one that faulted, an error or [`Fetched::Poisoned`] has the
-    /// faulting page asked for again alone.
-    fn fetch(&self, fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError>;
+    /// The answer to this request is no longer wanted: it is late, or its pages came another way. A
+    /// hint; an answer that comes all the same is dropped.
+    fn cancel(&self, region: RegionId, id: RequestId) {
+        let _ = (region, id);
+    }
 }
 
-/// A source's view of what it is to give.
-#[derive(Debug)]
-pub struct Fetch<'a> {
-    region: &'a Region,
-    pages: PageRange,
-    pushed: u64,
-    sink: Sink<'a>,
-    is_urgent: bool,
+/// A request for the content of a run of pages. The source keeps it until it can answer.
+///
+/// A request that is dropped counts as failed.
+pub struct Request {
+    pub(crate) pager: Weak<Pager>,
+    pub(crate) region: RegionId,
+    pub(crate) id: RequestId,
+    pub(crate) pages: PageRange,
+    pub(crate) urgency: Urgency,
+    pub(crate) deadline: Instant,
+    pub(crate) gpa: GuestAddress,
+    pub(crate) page_shift: u32,
+    pub(crate) is_answered: bool,
 }
 
-/// Where content goes.
-#[derive(Debug)]
-pub(crate) enum Sink<'a> {
-    /// Through the service mapping into the page cache (MINOR).
-    Service,
-    /// Into a buffer of exactly the pages' size, to be copied in by the kernel (MISSING).
-    Buffer(&'a mut [u8]),
-}
-
-impl<'a> Fetch<'a> {
-    pub(crate) fn new(region: &'a Region, pages: PageRange, sink: Sink<'a>) -> Self {
-        Self {
-            region,
-            pages,
-            pushed: 0,
-            sink,
-            is_urgent: true,
-        }
-    }
-
-    /// The same for prefetch.
-    pub(crate) fn ahead_of_faults(mut self) -> Self {
-        self.is_urgent = false;
-        self
-    }
-
-    /// Whether somebody waits for one of the pages. If not, it is prefetch that asks, and urgent
-    /// fetches must not queue behind this one.
-    pub fn is_urgent(&self) -> bool {
-        self.is_urgent
-    }
-
+impl Request {
     /// The region that the pages are of.
-    pub fn region(&self) -> &Region {
+    pub fn region(&self) -> RegionId {
         self.region
     }
 
-    /// The pages asked for: one run.
+    /// The request's number, unique in its region.
+    pub fn id(&self) -> RequestId {
+        self.id
+    }
+
+    /// The pages asked for.
     pub fn pages(&self) -> PageRange {
         self.pages
     }
 
-    /// Bytes asked for.
+    /// The offset of the first byte asked for from the region's start.
+    pub fn offset_bytes(&self) -> u64 {
+        self.pages.first().0 << self.page_shift
+    }
+
+    /// How many bytes are asked for.
     pub fn bytes(&self) -> u64 {
-        self.pages.count() << self.region.page_size().shift()
+        self.pages.count() << self.page_shift
     }
 
-    /// Bytes pushed so far.
-    pub fn pushed(&self) -> u64 {
-        self.pushed
-    }
-
-    /// The gpa that the next pushed byte belongs to.
+    /// The home gpa of the first byte asked for.
     pub fn gpa(&self) -> GuestAddress {
-        let start = self.pages.first().0 << self.region.page_size().shift();
-        GuestAddress(self.region.gpa().0 + start + self.pushed)
+        GuestAddress(self.gpa.0.wrapping_add(self.offset_bytes()))
     }
 
-    /// The next bytes of content.
-    pub fn push(&mut self, content: &[u8]) -> Result<(), SourceError> {
-        let wanted = self.bytes();
-        let start = self.pushed;
-        let end = start.saturating_add(content.len() as u64);
-        if end > wanted {
-            return Err(SourceError::WrongSize { given: end, wanted });
+    /// Whether somebody waits for the pages.
+    pub fn urgency(&self) -> Urgency {
+        self.urgency
+    }
+
+    /// When the engine gives the request up.
+    pub fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// Answers the request: installs the pages that are still wanted, on this thread.
+    pub fn complete(mut self, content: Content<'_>) {
+        self.is_answered = true;
+        if let Some(pager) = self.pager.upgrade() {
+            pager.answer(&self, Ok(content));
         }
-        match &mut self.sink {
-            Sink::Service => {
-                let page = PageIndex(self.pages.first().0);
-                self.region
-                    .write_service(page, start, content)
-                    .map_err(SourceError::Write)?;
-            }
-            Sink::Buffer(buffer) => {
-                let from = usize::try_from(start).ok();
-                let room = from
-                    .and_then(|from| buffer.get_mut(from..)?.get_mut(..content.len()))
-                    .ok_or(SourceError::WrongSize { given: end, wanted })?;
-                room.copy_from_slice(content);
-            }
+    }
+
+    /// Answers that the content cannot be had now. The engine asks again by the region's
+    /// [`crate::RetryPolicy`].
+    pub fn fail(mut self, error: SourceError) {
+        self.is_answered = true;
+        if let Some(pager) = self.pager.upgrade() {
+            pager.answer(&self, Err(error));
         }
-        self.pushed = end;
-        Ok(())
     }
 }
 
-/// Everything is in the page cache already, as after a restore into a memfd: pages only have to be
-/// mapped. Costs nothing per fault.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct PageCacheSource;
-
-impl PageSource for PageCacheSource {
-    fn content_in(&self) -> ContentIn {
-        ContentIn::PageCache
+impl Drop for Request {
+    fn drop(&mut self) {
+        if !self.is_answered
+            && let Some(pager) = self.pager.upgrade()
+        {
+            pager.answer(self, Err(SourceError::Dropped));
+        }
     }
+}
 
-    fn fetch(&self, fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError> {
-        Err(SourceError::WrongSize {
-            given: 0,
-            wanted: fetch.bytes(),
-        })
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Request")
+            .field("region", &self.region)
+            .field("id", &self.id)
+            .field("pages", &self.pages)
+            .field("urgency", &self.urgency)
+            .finish_non_exhaustive()
     }
+}
+
+/// What a blocking or local source filled in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Filled {
+    /// All bytes.
+    Bytes,
+    /// The pages are all zeroes; the buffer is not looked at.
+    Zero,
+    /// The content is lost for good.
+    Poisoned,
+}
+
+/// Content that is computed, or read from memory: it is there as soon as it is asked for.
+///
+/// A fault's own thread calls it, before it claims the page: no other fault waits meanwhile. Content
+/// that can be slow or fail belongs in a [`Source`] ([`crate::Pool`] adapts one that blocks).
+pub trait LocalSource: Send + Sync {
+    /// Fills `buffer`, whole pages, with the content from the home gpa `gpa` on.
+    ///
+    /// # Errors
+    /// Any error fails the fault that asked: nothing is installed.
+    fn fill(&self, gpa: GuestAddress, buffer: &mut [u8]) -> Result<Filled, SourceError>;
 }
 
 /// Content that is computed from its gpa, for tests and benchmarks.
@@ -191,67 +204,12 @@ impl<Fill: Fn(GuestAddress, &mut [u8]) + Send + Sync> PatternSource<Fill> {
     }
 }
 
-impl<Fill: Fn(GuestAddress, &mut [u8]) + Send + Sync> PageSource for PatternSource<Fill> {
-    fn fetch(&self, fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError> {
-        let mut piece = [0; PIECE_BYTES];
-        while fetch.pushed() < fetch.bytes() {
-            (self.fill)(fetch.gpa(), &mut piece);
-            fetch.push(&piece)?;
+impl<Fill: Fn(GuestAddress, &mut [u8]) + Send + Sync> LocalSource for PatternSource<Fill> {
+    fn fill(&self, gpa: GuestAddress, buffer: &mut [u8]) -> Result<Filled, SourceError> {
+        for (index, piece) in buffer.chunks_mut(PIECE_BYTES).enumerate() {
+            let offset = (index * PIECE_BYTES) as u64;
+            (self.fill)(GuestAddress(gpa.0 + offset), piece);
         }
-        Ok(Fetched::Filled)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use pagetide_memory::Backing;
-
-    use super::*;
-
-    const GPA: GuestAddress = GuestAddress(1 << 32);
-
-    fn by_address(gpa: GuestAddress, piece: &mut [u8]) {
-        for (offset, chunk) in piece.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            *chunk = (gpa.0 + 8 * offset as u64).to_le_bytes();
-        }
-    }
-
-    #[test]
-    fn a_pattern_goes_to_either_sink() {
-        let region = Region::new(GPA, 0x8000, Backing::Shmem).unwrap();
-        let pages = PageRange::new(PageIndex(2), 3);
-        let source = PatternSource::new(by_address);
-
-        let mut buffer = vec![0; 0x3000];
-        let mut fetch = Fetch::new(&region, pages, Sink::Buffer(&mut buffer));
-        assert_eq!(source.fetch(&mut fetch).unwrap(), Fetched::Filled);
-        assert_eq!(buffer[..8], (GPA.0 + 0x2000).to_le_bytes());
-        assert_eq!(buffer[0x2ff8..], (GPA.0 + 0x4ff8).to_le_bytes());
-
-        let mut fetch = Fetch::new(&region, pages, Sink::Service);
-        assert_eq!(source.fetch(&mut fetch).unwrap(), Fetched::Filled);
-        let mut seen = vec![0; 0x3000];
-        region.read_service(PageIndex(2), 0, &mut seen).unwrap();
-        assert_eq!(seen, buffer);
-        region
-            .read_service(PageIndex(5), 0, &mut seen[..8])
-            .unwrap();
-        assert_eq!(seen[..8], [0; 8]);
-    }
-
-    #[test]
-    fn too_much_is_refused() {
-        let region = Region::new(GPA, 0x8000, Backing::Shmem).unwrap();
-        let mut buffer = vec![0; 0x1000];
-        for sink in [Sink::Buffer(&mut buffer), Sink::Service] {
-            let mut fetch = Fetch::new(&region, PageRange::single(PageIndex(7)), sink);
-            fetch.push(&[1; 0x800]).unwrap();
-            let error = fetch.push(&[1; 0x801]).unwrap_err();
-            let SourceError::WrongSize { given, wanted } = error else {
-                panic!("{error}")
-            };
-            assert_eq!((given, wanted), (0x1001, 0x1000));
-            fetch.push(&[1; 0x800]).unwrap();
-        }
+        Ok(Filled::Bytes)
     }
 }

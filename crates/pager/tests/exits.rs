@@ -2,27 +2,14 @@
 //! tests: a touch of a page that is not there would hang.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-mod common;
+mod support;
 
-use std::sync::Arc;
-
-use common::*;
-use pagetide_memory::{Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState};
+use pagetide_memory::{Access, Backing, GuestAddress, PageIndex, PageRange, PageState};
 use pagetide_pager::{
-    Counters, FaultExit, Fetch, Fetched, Mode, PageCacheSource, Pager, Resolution, ResolveError,
-    UffdLayout,
+    Contents, Counters, Filled, Holes, InstallFailure, Mode, Resolution, ResolveError, UffdLayout,
 };
 use pagetide_uapi::userfaultfd::InstallError;
-
-/// What can be served how.
-const COMBINATIONS: [(Mode, Backing); 6] = [
-    (Mode::Minor, Backing::Shmem),
-    (Mode::Minor, Backing::Thp),
-    (Mode::Minor, Backing::Hugetlb2M),
-    (Mode::Missing, Backing::Shmem),
-    (Mode::Missing, Backing::Anonymous),
-    (Mode::Missing, Backing::Hugetlb2M),
-];
+use support::*;
 
 fn pages_for(backing: Backing) -> u64 {
     if backing.is_hugetlb() { 4 } else { 64 }
@@ -30,27 +17,22 @@ fn pages_for(backing: Backing) -> u64 {
 
 #[test]
 fn every_page_is_brought_in_once() {
-    for (mode, backing) in COMBINATIONS {
-        let Some(region) = region(pages_for(backing), backing) else {
+    for (mode, backing) in WAYS {
+        let pages = pages_for(backing);
+        let _pool = pool_for(pages, backing);
+        let Some(region) = region(pages, backing) else {
             continue;
         };
-        let pager = pager(&region, mode, pattern());
-        let mut resolver = pager.resolver(0);
-        let bytes = region.page_size().bytes();
-        for page in 0..region.pages() {
-            let gpa = GuestAddress(GPA.0 + page * bytes);
-            let resolution = resolver.resolve_exit(&read_exit(&region, page)).unwrap();
-            assert_eq!(
-                resolution,
-                Resolution::Installed { gpa, bytes },
-                "{mode:?} {backing}"
-            );
-            assert_eq!(state(&pager, page), PageState::Present);
-            let again = resolver.resolve_exit(&read_exit(&region, page)).unwrap();
+        let paged = Paged::new(&region, mode, pattern());
+        let mut resolver = paged.resolver();
+        for page in 0..pages {
+            let first = exit(&mut resolver, &region, page, Access::Read).unwrap();
+            assert_eq!(first, installed(page, 1), "{mode:?} {backing}");
+            assert_eq!(paged.state(page), PageState::Present);
+            let again = exit(&mut resolver, &region, page, Access::Read).unwrap();
             assert_eq!(again, Resolution::AlreadyPresent);
             check_page(&region, page);
         }
-        let pages = region.pages();
         let expected = Counters {
             faults: 2 * pages,
             installs: pages,
@@ -60,143 +42,138 @@ fn every_page_is_brought_in_once() {
         };
         assert_eq!(resolver.counters(), &expected, "{mode:?} {backing}");
         drop(resolver);
-        assert_eq!(pager.counted(), expected);
+        assert_eq!(paged.pager.counted(), expected);
     }
 }
 
 #[test]
 fn what_the_page_cache_has_is_only_mapped() {
     for backing in [Backing::Shmem, Backing::Thp, Backing::Hugetlb2M] {
-        let Some(region) = region(pages_for(backing), backing) else {
+        let pages = pages_for(backing);
+        let _pool = pool_for(pages, backing);
+        let Some(region) = region(pages, backing) else {
             continue;
         };
         fill_page_cache(&region);
-        let pager = pager(&region, Mode::Minor, PageCacheSource);
-        let mut resolver = pager.resolver(0);
-        for page in 0..region.pages() {
-            resolver.resolve_exit(&read_exit(&region, page)).unwrap();
+        let contents = Contents::PageCache(Holes::AreMissing);
+        let paged = Paged::new(&region, Mode::Minor, contents);
+        let mut resolver = paged.resolver();
+        for page in 0..pages {
+            exit(&mut resolver, &region, page, Access::Read).unwrap();
             check_page(&region, page);
         }
-        assert_eq!(resolver.counters().pages, region.pages());
+        assert_eq!(resolver.counters().pages, pages);
     }
 }
 
 #[test]
-fn a_page_of_1g_is_mapped_in_one_piece() {
-    let Some(region) = region(1, Backing::Hugetlb1G) else {
-        return;
-    };
-    let last = region.bytes() - 4;
-    region.write_service(PageIndex(0), 0, b"head").unwrap();
-    region.write_service(PageIndex(0), last, b"tail").unwrap();
-    let pager = pager(&region, Mode::Minor, PageCacheSource);
-    let resolution = pager
-        .resolver(0)
-        .resolve_exit(&read_exit(&region, 0))
-        .unwrap();
-    assert_eq!(
-        resolution,
-        Resolution::Installed {
-            gpa: GPA,
-            bytes: 1 << 30
-        }
-    );
-    for (offset, expected) in [(0, b"head"), (last, b"tail")] {
-        let mut seen = [0; 4];
-        region.read_guest(PageIndex(0), offset, &mut seen).unwrap();
-        assert_eq!(&seen, expected);
-    }
-}
-
-#[test]
-fn what_the_page_cache_lacks_is_an_error_and_not_a_zero_page() {
+fn a_hole_that_appears_later_is_an_error_and_not_a_zero_page() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
-    let pager = pager(&region, Mode::Minor, PageCacheSource);
-    let mut resolver = pager.resolver(0);
-    let error = resolver.resolve_exit(&read_exit(&region, 3)).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            ResolveError::Install {
-                source: InstallError::NoContent,
-                ..
-            }
-        ),
-        "{error:?}"
-    );
-    assert_eq!(state(&pager, 3), PageState::Absent);
+    fill_page_cache(&region);
+    let contents = Contents::PageCache(Holes::AreMissing);
+    let paged = Paged::new(&region, Mode::Minor, contents);
+    region.punch(PageRange::single(PageIndex(3))).unwrap();
+    let error = paged.exit(3, Access::Read).unwrap_err();
+    let no_content = InstallFailure::Kernel(InstallError::NoContent).to_string();
+    let ResolveError::Install { source, .. } = &error else {
+        panic!("{error:?}")
+    };
+    assert_eq!(source.to_string(), no_content);
+    assert_eq!(paged.state(3), PageState::Absent);
     assert!(!is_mapped(&region, 3));
 }
 
 #[test]
-fn neighbours_come_along() {
-    for (mode, backing) in COMBINATIONS {
-        if backing.is_hugetlb() {
-            continue;
+fn a_hole_is_zero_where_the_owner_says_so() {
+    for around in [1, 16] {
+        let Some(region) = region(16, Backing::Shmem) else {
+            return;
+        };
+        for page in [4, 5, 6, 9] {
+            region.write_service(PageIndex(page), 0, &[1]).unwrap();
         }
+        let contents = Contents::PageCache(Holes::AreZero);
+        let set = |config: pagetide_pager::RegionConfig| config.fault_around(around);
+        let paged = Paged::with(&region, Mode::Minor, contents, set);
+        for page in [7, 5, 0, 15, 9] {
+            let resolution = paged.read_exit(page);
+            let is_hole = ![4, 5, 6, 9].contains(&page);
+            assert!(
+                matches!(resolution, Resolution::Installed { .. }),
+                "{resolution:?}"
+            );
+            assert_eq!(first_byte(&region, page), u8::from(!is_hole), "page {page}");
+            assert_eq!(paged.state(page), PageState::Present);
+            // The guest's own writes stay.
+            paged.exit(page, Access::Write).unwrap();
+            region.write_guest(PageIndex(page), 0, &[9]).unwrap();
+        }
+        assert_eq!(first_byte(&region, 7), 9);
+    }
+}
+
+#[test]
+fn neighbours_come_along() {
+    for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(64, backing) else {
-            continue;
+            return;
         };
-        let pager = Pager::builder(mode, pattern())
-            .region(Arc::clone(&region))
-            .fault_around(16)
-            .build()
-            .unwrap();
-        let mut resolver = pager.resolver(0);
-        let around = |first: u64, pages: u64| Resolution::Installed {
-            gpa: GuestAddress(GPA.0 + first * PAGE),
-            bytes: pages * PAGE,
-        };
-        assert_eq!(
-            resolver.resolve_exit(&read_exit(&region, 37)).unwrap(),
-            around(32, 16)
-        );
-        assert_eq!(
-            resolver.resolve_exit(&read_exit(&region, 0)).unwrap(),
-            around(0, 16)
-        );
-        assert_eq!(resolver.counters().installs, 2);
-        for page in (0..16).chain(32..48) {
-            assert_eq!(state(&pager, page), PageState::Present);
+        let paged = Paged::with(&region, mode, pattern(), |config| config.fault_around(16));
+        let mut resolver = paged.resolver();
+        for (page, first) in [(37, 32), (0, 0), (63, 48)] {
+            let resolution = exit(&mut resolver, &region, page, Access::Read).unwrap();
+            assert_eq!(resolution, installed(first, 16), "{mode:?} {backing}");
+        }
+        assert_eq!(resolver.counters().installs, 3);
+        for page in (0..16).chain(32..64) {
+            assert_eq!(paged.state(page), PageState::Present);
             check_page(&region, page);
         }
-        for page in (16..32).chain(48..64) {
-            assert_eq!(state(&pager, page), PageState::Absent);
+        for page in 16..32 {
+            assert_eq!(paged.state(page), PageState::Absent);
             assert!(!is_mapped(&region, page));
         }
     }
 }
 
+/// The window is cut by the region's ends and by pages that are there.
+#[test]
+fn neighbours_end_where_the_region_does_and_at_pages_that_are_there() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(20, backing) else {
+            return;
+        };
+        let paged = Paged::with(&region, mode, pattern(), |config| config.fault_around(512));
+        let single = PageRange::single(PageIndex(7));
+        let bytes = content(region.gpa_of_page(PageIndex(7)).unwrap(), PAGE);
+        let bytes = pagetide_pager::Content::Bytes(&bytes);
+        assert_eq!(paged.pager.push(paged.id, single, bytes).unwrap(), 1);
+        assert_eq!(paged.read_exit(19), installed(8, 12), "{mode:?} {backing}");
+        assert_eq!(paged.read_exit(6), installed(0, 7), "{mode:?} {backing}");
+        (0..20).for_each(|page| check_page(&region, page));
+    }
+}
+
 #[test]
 fn neighbours_of_another_userfaultfd_stay_absent() {
-    let Some(region) = region(8, Backing::Shmem) else {
-        return;
-    };
-    let range =
-        |first, pages| GuestRange::new(GuestAddress(GPA.0 + first * PAGE), pages * PAGE).unwrap();
-    let pager = Pager::builder(Mode::Minor, pattern())
-        .region(Arc::clone(&region))
-        .uffds(UffdLayout::PerRange(vec![range(0, 3), range(3, 5)]))
-        .fault_around(8)
-        .build()
-        .unwrap();
-    let mut resolver = pager.resolver(0);
-    for (faulting, first, pages) in [(2, 0, 3), (3, 3, 5)] {
-        let resolution = resolver
-            .resolve_exit(&read_exit(&region, faulting))
-            .unwrap();
-        let gpa = range(first, pages).start();
-        assert_eq!(
-            resolution,
-            Resolution::Installed {
-                gpa,
-                bytes: pages * PAGE
-            }
-        );
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(8, backing) else {
+            return;
+        };
+        let layout = UffdLayout::PerRange(vec![gpas(3, 5), gpas(0, 3)]);
+        let paged = Paged::with(&region, mode, pattern(), |config| {
+            config.userfaultfds(layout).fault_around(8)
+        });
+        let mut resolver = paged.resolver();
+        for (faulting, first, pages) in [(2, 0, 3), (3, 3, 5)] {
+            let resolution = exit(&mut resolver, &region, faulting, Access::Read).unwrap();
+            assert_eq!(resolution, installed(first, pages));
+        }
+        assert_eq!(resolver.counters().installs, 2);
+        (0..8).for_each(|page| check_page(&region, page));
     }
-    assert_eq!(resolver.counters().installs, 2);
 }
 
 #[test]
@@ -204,70 +181,58 @@ fn neighbours_without_content_stay_absent() {
     let Some(region) = region(16, Backing::Shmem) else {
         return;
     };
-    for page in [4, 5, 6, 9] {
-        region.write_service(PageIndex(page), 0, &[1]).unwrap();
+    fill_page_cache(&region);
+    let contents = Contents::PageCache(Holes::AreMissing);
+    let set = |config: pagetide_pager::RegionConfig| config.fault_around(16);
+    let paged = Paged::with(&region, Mode::Minor, contents, set);
+    for hole in [(0, 4), (7, 2), (10, 6)] {
+        let hole = PageRange::new(PageIndex(hole.0), hole.1);
+        region.punch(hole).unwrap();
     }
-    let pager = Pager::builder(Mode::Minor, PageCacheSource)
-        .region(Arc::clone(&region))
-        .fault_around(16)
-        .build()
-        .unwrap();
-    let mut resolver = pager.resolver(0);
     // Nothing before page 4, so the run starts over with the faulting page; nothing after page 6.
-    let resolution = resolver.resolve_exit(&read_exit(&region, 5)).unwrap();
-    let gpa = GuestAddress(GPA.0 + 5 * PAGE);
-    assert_eq!(
-        resolution,
-        Resolution::Installed {
-            gpa,
-            bytes: 2 * PAGE
-        }
-    );
+    assert_eq!(paged.read_exit(5), installed(5, 2));
     for page in 0..16 {
         let expected = if page == 5 || page == 6 {
             PageState::Present
         } else {
             PageState::Absent
         };
-        assert_eq!(state(&pager, page), expected, "page {page}");
+        assert_eq!(paged.state(page), expected, "page {page}");
     }
-    resolver.resolve_exit(&read_exit(&region, 9)).unwrap();
-    resolver.resolve_exit(&read_exit(&region, 4)).unwrap();
-    resolver.resolve_exit(&read_exit(&region, 7)).unwrap_err();
+    paged.read_exit(9);
+    paged.read_exit(4);
+    paged.exit(7, Access::Read).unwrap_err();
 }
 
 #[test]
 fn zeroes_are_installed_where_the_source_says_so() {
-    for (mode, backing) in COMBINATIONS {
+    for (mode, backing) in WAYS {
+        let _pool = pool_for(4, backing);
         let Some(region) = region(4, backing) else {
             continue;
         };
-        if backing.has_file() && mode == Mode::Minor {
+        if mode == Mode::Minor {
             // Something old is there, which must not show.
-            region
-                .write_service(PageIndex(0), 0, &vec![0xee; 4 * 4096])
-                .unwrap();
+            let old = vec![0xee; 4 * 4096];
+            region.write_service(PageIndex(0), 0, &old).unwrap();
+            let page_1 = region.write_service(PageIndex(1), 0, &old[..4096]);
+            page_1.unwrap();
         }
-        let pager = pager(
-            &region,
-            mode,
-            SourceFn(|_: &mut Fetch<'_>| Ok(Fetched::Zero)),
-        );
-        let mut resolver = pager.resolver(0);
-        let resolution = resolver.resolve_exit(&read_exit(&region, 1)).unwrap();
-        assert!(matches!(resolution, Resolution::Installed { .. }));
+        let contents = local(LocalFn(|_, _: &mut [u8]| Ok(Filled::Zero)));
+        let paged = Paged::new(&region, mode, contents);
+        let mut resolver = paged.resolver();
+        let resolution = exit(&mut resolver, &region, 1, Access::Read).unwrap();
+        assert_eq!(resolution, installed(1, 1));
         let zero_page = backing == Backing::Anonymous;
         let expected = if zero_page {
             PageState::Zero
         } else {
             PageState::Present
         };
-        assert_eq!(state(&pager, 1), expected, "{mode:?} {backing}");
-        let mut seen = [1; 4096];
-        region.read_guest(PageIndex(1), 0, &mut seen).unwrap();
-        assert_eq!(seen, [0; 4096], "{mode:?} {backing}");
+        assert_eq!(paged.state(1), expected, "{mode:?} {backing}");
+        check_zeroes(&region, 1);
         // A write needs a page of its own; only of the zero page is that known beforehand.
-        let written = resolver.resolve_exit(&write_exit(&region, 1)).unwrap();
+        let written = exit(&mut resolver, &region, 1, Access::Write).unwrap();
         let expected = if zero_page {
             Resolution::Populated
         } else {
@@ -275,106 +240,75 @@ fn zeroes_are_installed_where_the_source_says_so() {
         };
         assert_eq!(written, expected, "{mode:?} {backing}");
         region.write_guest(PageIndex(1), 0, &[9]).unwrap();
-    }
-}
-
-#[test]
-fn what_the_guest_gave_up_comes_back_as_zeroes() {
-    for (mode, backing) in [
-        (Mode::Minor, Backing::Shmem),
-        (Mode::Missing, Backing::Shmem),
-        (Mode::Missing, Backing::Anonymous),
-    ] {
-        let Some(region) = region(4, backing) else {
-            return;
-        };
-        let pager = pager(&region, mode, pattern());
-        let mut resolver = pager.resolver(0);
-        resolver.resolve_exit(&read_exit(&region, 1)).unwrap();
-        check_page(&region, 1);
-        for page in [1, 2] {
-            give_up(&pager, page);
-            region.punch(PageRange::single(PageIndex(page))).unwrap();
-            resolver.resolve_exit(&read_exit(&region, page)).unwrap();
-            let mut seen = [1; 4096];
-            region.read_guest(PageIndex(page), 0, &mut seen).unwrap();
-            assert_eq!(seen, [0; 4096], "{mode:?} {backing} page {page}");
-        }
+        assert_eq!(first_byte(&region, 1), 9);
     }
 }
 
 #[test]
 fn lost_content_is_never_installed() {
-    for (mode, backing) in [
-        (Mode::Minor, Backing::Shmem),
-        (Mode::Missing, Backing::Anonymous),
-    ] {
+    for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(8, backing) else {
             return;
         };
-        let source = SourceFn(|fetch: &mut Fetch<'_>| {
-            if fetch.pages().contains(PageIndex(2)) {
-                return Ok(Fetched::Poisoned);
+        let lost = gpas(2, 1);
+        let contents = local(LocalFn(move |gpa: GuestAddress, buffer: &mut [u8]| {
+            let asked = gpa.0..gpa.0 + buffer.len() as u64;
+            if asked.contains(&lost.start().0) {
+                return Ok(Filled::Poisoned);
             }
-            push_pattern(fetch)
-        });
-        let pager = Pager::builder(mode, source)
-            .region(Arc::clone(&region))
-            .fault_around(8)
-            .build()
-            .unwrap();
-        let mut resolver = pager.resolver(0);
+            sources::fill_in(gpa, buffer)
+        }));
+        let paged = Paged::with(&region, mode, contents, |config| config.fault_around(8));
         // With a neighbour lost, the page itself still comes.
-        let resolution = resolver.resolve_exit(&read_exit(&region, 3)).unwrap();
-        assert!(
-            matches!(resolution, Resolution::Installed { bytes: PAGE, .. }),
-            "{resolution:?}"
-        );
-        assert_eq!(state(&pager, 2), PageState::Absent);
+        assert_eq!(paged.read_exit(3), installed(3, 1));
+        assert_eq!(paged.state(2), PageState::Absent);
         for _ in 0..2 {
-            let resolution = resolver.resolve_exit(&read_exit(&region, 2)).unwrap();
-            assert_eq!(resolution, Resolution::Poisoned);
-            assert_eq!(state(&pager, 2), PageState::Poisoned);
+            assert_eq!(paged.read_exit(2), Resolution::Poisoned);
+            assert_eq!(paged.state(2), PageState::Poisoned);
             assert!(!is_mapped(&region, 2));
+        }
+        check_page(&region, 3);
+    }
+}
+
+#[test]
+fn a_local_source_that_fails_fails_the_fault_and_installs_nothing() {
+    for (mode, backing) in SMALL_WAYS {
+        for panics in [false, true] {
+            let Some(region) = region(4, backing) else {
+                return;
+            };
+            let contents = local(LocalFn(move |_, _: &mut [u8]| {
+                assert!(!panics, "not this one");
+                Err(sources::unavailable("gone"))
+            }));
+            let paged = Paged::new(&region, mode, contents);
+            let error = paged.exit(1, Access::Read).unwrap_err();
+            let ResolveError::Content { fault, source } = &error else {
+                panic!("{error:?}")
+            };
+            assert_eq!((fault.page, fault.vcpu), (PageIndex(1), Some(0)));
+            let said = source.to_string();
+            assert_eq!(said.contains("not this one"), panics, "{said}");
+            assert_eq!(paged.state(1), PageState::Absent);
+            assert!(!is_mapped(&region, 1));
         }
     }
 }
 
 #[test]
-fn what_is_no_fault_on_an_absent_page_is_refused() {
+fn an_address_of_no_region_is_refused() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let pager = pager(&region, Mode::Minor, pattern());
-    let mut resolver = pager.resolver(0);
+    let paged = Paged::new(&region, Mode::Minor, pattern());
+    let mut resolver = paged.resolver();
     for gpa in [GPA.0 - 1, GPA.0 + region.bytes(), 0, u64::MAX] {
-        let exit = FaultExit {
-            gpa: GuestAddress(gpa),
-            ..read_exit(&region, 0)
-        };
-        let error = resolver.resolve_exit(&exit).unwrap_err();
+        let gpa = GuestAddress(gpa);
+        let error = resolver.resolve_exit(gpa, Access::Read).unwrap_err();
         assert!(matches!(error, ResolveError::Outside { .. }), "{error}");
     }
-    let good = read_exit(&region, 0);
-    for exit in [
-        FaultExit {
-            absent: false,
-            ..good
-        },
-        FaultExit {
-            private: true,
-            ..good
-        },
-        FaultExit {
-            poisoned: true,
-            ..good
-        },
-    ] {
-        let error = resolver.resolve_exit(&exit).unwrap_err();
-        assert!(
-            matches!(error, ResolveError::NotResolvable { .. }),
-            "{error}"
-        );
-    }
-    assert_eq!(state(&pager, 0), PageState::Absent);
+    paged.pager.remove(paged.id).unwrap();
+    let error = exit(&mut resolver, &region, 0, Access::Read).unwrap_err();
+    assert!(matches!(error, ResolveError::Outside { .. }), "{error}");
 }

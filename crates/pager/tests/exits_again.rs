@@ -1,20 +1,18 @@
-//! Exits on pages that are present already, half present, or present no more: brought in by another
-//! vCPU, by an earlier run, or behind the pager's back.
+//! Exits on pages that are present already, or present no more: brought in by another vCPU, by an
+//! earlier pager, or changed behind the pager's back.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-mod common;
+mod support;
 
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread;
 
-use common::*;
-use pagetide_memory::{Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState};
-use pagetide_pager::{
-    ExitResolvers, Fetch, Mode, PageCacheSource, Pager, Resolution, ResolveError, UffdLayout,
-};
+use pagetide_memory::{Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState};
+use pagetide_pager::{Contents, Holes, Mode, RegionConfig, Resolution, ResolveError, UffdLayout};
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
+use support::*;
 
 /// Maps pages behind the pager's back, with a userfaultfd of the test's own.
 fn map_behind(region: &pagetide_memory::Region, pages: PageRange) {
@@ -24,46 +22,34 @@ fn map_behind(region: &pagetide_memory::Region, pages: PageRange) {
 }
 
 #[test]
-fn pages_that_were_mapped_behind_the_pagers_back_are_taken_as_they_are() {
+fn pages_of_the_page_cache_that_are_mapped_already_are_taken_as_they_are() {
     for faulting in [3, 4, 5, 6, 0, 15] {
         let Some(region) = region(16, Backing::Shmem) else {
             return;
         };
         fill_page_cache(&region);
-        let pager = Pager::builder(Mode::Minor, PageCacheSource)
-            .region(Arc::clone(&region))
-            .fault_around(16)
-            .build()
-            .unwrap();
+        let contents = Contents::PageCache(Holes::AreMissing);
+        let set = |config: RegionConfig| config.fault_around(16);
+        let paged = Paged::with(&region, Mode::Minor, contents, set);
         map_behind(&region, PageRange::new(PageIndex(4), 2));
-        let mut resolver = pager.resolver(0);
-        let resolution = resolver
-            .resolve_exit(&write_exit(&region, faulting))
-            .unwrap();
-        let piece = |first: u64, pages: u64| Resolution::Installed {
-            gpa: GuestAddress(GPA.0 + first * PAGE),
-            bytes: pages * PAGE,
-        };
+        let mut resolver = paged.resolver();
+        let resolution = exit(&mut resolver, &region, faulting, Access::Write).unwrap();
         let expected = match faulting {
-            0..4 => piece(0, 4),
+            0..4 => installed(0, 4),
             4 | 5 => Resolution::Exists,
-            _ => piece(6, 10),
+            _ => installed(6, 10),
         };
         assert_eq!(resolution, expected, "page {faulting}");
         for page in 0..16 {
-            assert_eq!(state(&pager, page), PageState::Present);
+            assert_eq!(paged.state(page), PageState::Present);
             check_page(&region, page);
         }
         let counters = resolver.counters();
         // Four pages and EAGAIN, two times EEXIST, ten pages.
-        assert_eq!(
-            (counters.pages, counters.exists, counters.again),
-            (14, 2, 1)
-        );
-        assert_eq!(
-            counters.populates,
-            u64::from(faulting == 4 || faulting == 5)
-        );
+        let counted = (counters.pages, counters.exists, counters.again);
+        assert_eq!(counted, (14, 2, 1));
+        let populates = u64::from(faulting == 4 || faulting == 5);
+        assert_eq!(counters.populates, populates);
     }
 }
 
@@ -72,54 +58,85 @@ fn a_mapping_that_was_lost_is_made_again() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let pager = pager(&region, Mode::Minor, pattern());
-    let mut resolver = pager.resolver(0);
-    resolver.resolve_exit(&write_exit(&region, 2)).unwrap();
+    let paged = Paged::new(&region, Mode::Minor, pattern());
+    let mut resolver = paged.resolver();
+    exit(&mut resolver, &region, 2, Access::Write).unwrap();
     region.write_guest(PageIndex(2), 0, &[0x77]).unwrap();
     region.zap_guest(region.all_pages()).unwrap();
 
-    let first = resolver.resolve_exit(&read_exit(&region, 2)).unwrap();
+    let first = exit(&mut resolver, &region, 2, Access::Read).unwrap();
     assert_eq!(first, Resolution::AlreadyPresent);
     assert!(!is_mapped(&region, 2));
-    let second = resolver.resolve_exit(&read_exit(&region, 2)).unwrap();
+    let second = exit(&mut resolver, &region, 2, Access::Read).unwrap();
     assert_eq!(second, Resolution::Reinstalled);
-    let mut seen = [0];
-    region.read_guest(PageIndex(2), 0, &mut seen).unwrap();
-    assert_eq!(
-        seen,
-        [0x77],
-        "the guest's own write, not the source's content"
-    );
+    // The guest's own write, not the source's content.
+    assert_eq!(first_byte(&region, 2), 0x77);
+}
+
+/// Whoever gives memory up without telling the pager gets zeroes, as without a pager; the vCPU is not
+/// stuck.
+#[test]
+fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(4, backing) else {
+            return;
+        };
+        let paged = Paged::new(&region, mode, pattern());
+        let mut resolver = paged.resolver();
+        exit(&mut resolver, &region, 2, Access::Read).unwrap();
+        check_page(&region, 2);
+        region.punch(PageRange::single(PageIndex(2))).unwrap();
+        let again = |resolver: &mut _, access| exit(resolver, &region, 2, access).unwrap();
+        assert_eq!(
+            again(&mut resolver, Access::Read),
+            Resolution::AlreadyPresent
+        );
+        let second = again(&mut resolver, Access::Read);
+        assert_eq!(second, Resolution::Zeroed, "{mode:?} {backing}");
+        assert_eq!(paged.state(2), PageState::Removed);
+        check_zeroes(&region, 2);
+        // It can be written to, and that stays.
+        for _ in 0..2 {
+            again(&mut resolver, Access::Write);
+        }
+        region.write_guest(PageIndex(2), 0, &[5]).unwrap();
+        again(&mut resolver, Access::Read);
+        assert_eq!(first_byte(&region, 2), 5);
+        if mode == Mode::Minor {
+            // And a mapping of it that is lost does not lose the content.
+            region.zap_guest(PageRange::single(PageIndex(2))).unwrap();
+            again(&mut resolver, Access::Read);
+            assert_eq!(first_byte(&region, 2), 5);
+        }
+    }
 }
 
 #[test]
 fn a_fault_without_end_is_an_error() {
-    let Some(region) = region(4, Backing::Shmem) else {
-        return;
-    };
-    let pager = Pager::builder(Mode::Minor, pattern())
-        .region(Arc::clone(&region))
-        .no_progress_limit(NonZeroU32::new(5).unwrap())
-        .build()
-        .unwrap();
-    let mut resolver = pager.resolver(7);
-    let mut resolve = |page| resolver.resolve_exit(&write_exit(&region, page));
-    assert!(matches!(resolve(1), Ok(Resolution::Installed { .. })));
-    assert!(matches!(resolve(1), Ok(Resolution::AlreadyPresent)));
-    for _ in 0..4 {
-        assert!(matches!(resolve(1), Ok(Resolution::Populated)));
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(4, backing) else {
+            return;
+        };
+        let limit = NonZeroU32::new(5).unwrap();
+        let set = |config: RegionConfig| config.no_progress_limit(limit);
+        let paged = Paged::with(&region, mode, pattern(), set);
+        let mut resolver = paged.pager.resolver(Some(7)).unwrap();
+        let mut resolve = |page| exit(&mut resolver, &region, page, Access::Write);
+        assert!(matches!(resolve(1), Ok(Resolution::Installed { .. })));
+        assert!(matches!(resolve(1), Ok(Resolution::AlreadyPresent)));
+        for _ in 0..4 {
+            assert!(matches!(resolve(1), Ok(Resolution::Populated)));
+        }
+        let error = resolve(1).unwrap_err();
+        let ResolveError::NoProgress { fault, times } = &error else {
+            panic!("{error}")
+        };
+        let gpa = GuestAddress(GPA.0 + PAGE);
+        assert_eq!((fault.vcpu, fault.gpa, *times), (Some(7), gpa, 5));
+        // Bringing another page in is progress.
+        assert!(matches!(resolve(2), Ok(Resolution::Installed { .. })));
+        assert!(matches!(resolve(1), Ok(Resolution::AlreadyPresent)));
     }
-    let error = resolve(1).unwrap_err();
-    let ResolveError::NoProgress { fault, times } = &error else {
-        panic!("{error}")
-    };
-    assert_eq!(
-        (fault.vcpu, fault.gpa, *times),
-        (Some(7), GuestAddress(GPA.0 + PAGE), 5)
-    );
-    // Bringing another page in is progress.
-    assert!(matches!(resolve(2), Ok(Resolution::Installed { .. })));
-    assert!(matches!(resolve(1), Ok(Resolution::AlreadyPresent)));
 }
 
 #[test]
@@ -127,19 +144,16 @@ fn a_page_that_is_reclaimed_again_and_again_is_progress() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let pager = Pager::builder(Mode::Minor, pattern())
-        .region(Arc::clone(&region))
-        .no_progress_limit(NonZeroU32::new(5).unwrap())
-        .build()
-        .unwrap();
-    let mut resolver = pager.resolver(0);
-    resolver.resolve_exit(&write_exit(&region, 2)).unwrap();
+    let limit = NonZeroU32::new(5).unwrap();
+    let set = |config: RegionConfig| config.no_progress_limit(limit);
+    let paged = Paged::with(&region, Mode::Minor, pattern(), set);
+    let mut resolver = paged.resolver();
+    exit(&mut resolver, &region, 2, Access::Write).unwrap();
     for _ in 0..20 {
         region.zap_guest(region.all_pages()).unwrap();
-        let exit = write_exit(&region, 2);
-        let first = resolver.resolve_exit(&exit).unwrap();
+        let first = exit(&mut resolver, &region, 2, Access::Write).unwrap();
         assert_eq!(first, Resolution::AlreadyPresent);
-        let second = resolver.resolve_exit(&exit).unwrap();
+        let second = exit(&mut resolver, &region, 2, Access::Write).unwrap();
         assert_eq!(second, Resolution::Reinstalled);
     }
 }
@@ -156,109 +170,66 @@ fn many_vcpus_share_the_pages() {
         let Some(region) = region(2048, Backing::Shmem) else {
             return;
         };
-        let fetched = Arc::new(AtomicU64::new(0));
-        let counter = Arc::clone(&fetched);
-        let source = SourceFn(move |fetch: &mut Fetch<'_>| {
-            counter.fetch_add(fetch.pages().count(), Ordering::Relaxed);
-            push_pattern(fetch)
-        });
+        let filled = Arc::new(AtomicU64::new(0));
+        let counter = Arc::clone(&filled);
+        let contents = local(LocalFn(move |gpa, buffer: &mut [u8]| {
+            counter.fetch_add(buffer.len() as u64 / PAGE, Ordering::Relaxed);
+            sources::fill_in(gpa, buffer)
+        }));
         let each = region.bytes() / uffds;
-        let ranges = (0..uffds)
-            .map(|part| GuestRange::new(GuestAddress(GPA.0 + part * each), each).unwrap());
+        let range = |part| GuestRange::new(GuestAddress(GPA.0 + part * each), each).unwrap();
         let layout = match uffds {
             1 => UffdLayout::Single,
-            _ => UffdLayout::PerRange(ranges.collect()),
+            _ => UffdLayout::PerRange((0..uffds).map(range).collect()),
         };
-        let pager = Pager::builder(mode, source)
-            .region(Arc::clone(&region))
-            .fault_around(around)
-            .uffds(layout)
-            .build()
-            .unwrap();
-        let vcpus: u32 = 4;
-        let resolvers = ExitResolvers::new(&pager, vcpus);
+        let set = |config: RegionConfig| config.fault_around(around).userfaultfds(layout);
+        let paged = Paged::with(&region, mode, contents, set);
         let start = Barrier::new(4);
         thread::scope(|scope| {
-            for vcpu in 0..vcpus {
-                let (region, resolvers, start) = (&region, &resolvers, &start);
+            for vcpu in 0..4 {
+                let (paged, region, start) = (&paged, &region, &start);
                 scope.spawn(move || {
+                    let mut resolver = paged.pager.resolver(Some(vcpu)).unwrap();
                     start.wait();
                     for step in 0..region.pages() {
                         // Two run up and two run down, so that they meet.
-                        let page = if vcpu % 2 == 0 {
-                            step
-                        } else {
-                            region.pages() - 1 - step
-                        };
-                        resolvers.resolve(vcpu, &read_exit(region, page)).unwrap();
+                        let last = region.pages() - 1;
+                        let page = if vcpu % 2 == 0 { step } else { last - step };
+                        exit(&mut resolver, region, page, Access::Read).unwrap();
                         check_page(region, page);
                     }
                 });
             }
         });
-        let counters = resolvers.counters();
-        assert_eq!(
-            counters.pages,
-            region.pages(),
-            "each page once: {counters:?}"
-        );
-        assert_eq!(fetched.load(Ordering::Relaxed), region.pages());
+        let counters = paged.pager.counted();
+        let pages = region.pages();
+        assert_eq!(counters.pages, pages, "each page once: {counters:?}");
+        // Content is computed before a page is claimed: two may compute the same.
+        assert!(filled.load(Ordering::Relaxed) >= pages);
         assert_eq!(counters.exists, 0);
-        assert_eq!(counters.faults, 4 * region.pages());
+        assert_eq!(counters.faults, 4 * pages);
     }
 }
 
 #[test]
-fn a_pager_can_be_used_for_run_after_run() {
-    let Some(region) = region(16, Backing::Shmem) else {
-        return;
-    };
-    let pager = pager(&region, Mode::Minor, pattern());
-    for _ in 0..3 {
-        let mut resolver = pager.resolver(0);
-        for page in 0..16 {
-            let resolution = resolver.resolve_exit(&read_exit(&region, page)).unwrap();
-            assert!(matches!(resolution, Resolution::Installed { .. }));
-            check_page(&region, page);
+fn memory_can_be_paged_again_and_again() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(16, backing) else {
+            return;
+        };
+        for _ in 0..3 {
+            let paged = Paged::new(&region, mode, pattern());
+            for page in 0..16 {
+                assert_eq!(paged.read_exit(page), installed(page, 1));
+                check_page(&region, page);
+            }
+            assert_eq!(paged.pager.counted().pages, 16);
+            drop(paged);
+            // Complete, so nothing was poisoned.
+            (0..16).for_each(|page| check_page(&region, page));
+            region.punch(region.all_pages()).unwrap();
         }
-        drop(resolver);
-        assert_eq!(pager.counted().pages, 16);
-        region.punch(region.all_pages()).unwrap();
-        pager.reset().unwrap();
-        assert!(!is_mapped(&region, 3));
     }
-}
-
-#[test]
-fn content_lands_on_its_own_page_when_the_kernel_stops_half_way() {
-    let Some(region) = region(16, Backing::Anonymous) else {
-        return;
-    };
-    let pager = Pager::builder(Mode::Missing, pattern())
-        .region(Arc::clone(&region))
-        .fault_around(16)
-        .build()
-        .unwrap();
-    let uffd = Userfaultfd::open(Features::NONE).unwrap();
-    let taken = region.guest_range(PageRange::single(PageIndex(4))).unwrap();
-    uffd.copy_pages(taken.start().as_u64(), &[0x33; 4096], Wake::DontWake)
-        .unwrap();
-    let mut resolver = pager.resolver(0);
-    let resolution = resolver.resolve_exit(&read_exit(&region, 7)).unwrap();
-    let gpa = GuestAddress(GPA.0 + 5 * PAGE);
-    assert_eq!(
-        resolution,
-        Resolution::Installed {
-            gpa,
-            bytes: 11 * PAGE
-        }
-    );
-    for page in (0..4).chain(5..16) {
-        check_page(&region, page);
-    }
-    let mut seen = [0];
-    region.read_guest(PageIndex(4), 0, &mut seen).unwrap();
-    assert_eq!(seen, [0x33], "what was there stays");
 }
 
 #[test]
@@ -269,11 +240,9 @@ fn what_was_mapped_before_the_pager_is_mapped_anew() {
     fill_page_cache(&region);
     check_page(&region, 1);
     assert!(is_mapped(&region, 1));
-    let pager = pager(&region, Mode::Minor, PageCacheSource);
+    let contents = Contents::PageCache(Holes::AreMissing);
+    let paged = Paged::new(&region, Mode::Minor, contents);
     assert!(!is_mapped(&region, 1), "the page map says absent");
-    pager
-        .resolver(0)
-        .resolve_exit(&read_exit(&region, 1))
-        .unwrap();
+    paged.read_exit(1);
     check_page(&region, 1);
 }

@@ -1,25 +1,42 @@
 //! Pages that come before anybody asks for them, alone and while others fault on the same pages.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-mod common;
+#[path = "support/desk.rs"]
+mod desk;
+#[path = "support/hugepages.rs"]
+#[allow(unreachable_pub, reason = "other test binaries export it")]
+mod hugepages;
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use common::*;
-use pagetide_memory::{Backing, GuestAddress, GuestRange, PageIndex, PageState, Region};
-use pagetide_pager::{
-    Counters, ExitResolvers, Fetch, Fetched, Mode, PageCacheSource, Pager, Prefetch,
-    PrefetchConfig, Progress, ReaderConfig, Readers, UffdLayout,
+use desk::*;
+use hugepages::HugePages;
+use pagetide_memory::{
+    Access, Backing, GuestAddress, GuestRange, PageIndex, PageState, Region, RegionError,
 };
+use pagetide_pager::{
+    Contents, Counters, Filled, Holes, Mode, Pager, PatternSource, Prefetch, PrefetchConfig,
+    Progress, ReaderConfig, Readers, RegionConfig, RegionId, UffdLayout, Urgency,
+};
+
+/// Where the content is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Where {
+    Computed,
+    PageCache,
+    AtOnce,
+    /// With threads that answer whenever they get to it.
+    Elsewhere,
+}
 
 /// One way to page a region in.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     mode: Mode,
     backing: Backing,
-    in_page_cache: bool,
+    content: Where,
     uffds: u64,
     fault_around: u64,
     batch_bytes: u64,
@@ -28,13 +45,14 @@ struct Way {
 const PLAIN: Way = Way {
     mode: Mode::Minor,
     backing: Backing::Shmem,
-    in_page_cache: false,
+    content: Where::Computed,
     uffds: 1,
     fault_around: 1,
     batch_bytes: 16 * PAGE,
 };
 
-const WAYS: [Way; 9] = [
+/// With huge pages last: they may have to be skipped.
+const WAYS: [Way; 13] = [
     PLAIN,
     Way {
         batch_bytes: 0,
@@ -47,8 +65,42 @@ const WAYS: [Way; 9] = [
         ..PLAIN
     },
     Way {
-        in_page_cache: true,
+        content: Where::PageCache,
         fault_around: 16,
+        ..PLAIN
+    },
+    Way {
+        content: Where::AtOnce,
+        fault_around: 4,
+        ..PLAIN
+    },
+    Way {
+        content: Where::Elsewhere,
+        uffds: 2,
+        ..PLAIN
+    },
+    Way {
+        mode: Mode::Missing,
+        ..PLAIN
+    },
+    Way {
+        mode: Mode::Missing,
+        content: Where::Elsewhere,
+        fault_around: 8,
+        ..PLAIN
+    },
+    Way {
+        mode: Mode::Missing,
+        backing: Backing::Anonymous,
+        uffds: 2,
+        fault_around: 4,
+        ..PLAIN
+    },
+    Way {
+        mode: Mode::Missing,
+        backing: Backing::Anonymous,
+        content: Where::AtOnce,
+        batch_bytes: 0,
         ..PLAIN
     },
     Way {
@@ -61,23 +113,22 @@ const WAYS: [Way; 9] = [
     },
     Way {
         mode: Mode::Missing,
-        ..PLAIN
-    },
-    Way {
-        mode: Mode::Missing,
-        backing: Backing::Anonymous,
-        uffds: 2,
-        fault_around: 4,
-        ..PLAIN
-    },
-    Way {
-        mode: Mode::Missing,
         backing: Backing::Hugetlb2M,
+        content: Where::Elsewhere,
         ..PLAIN
     },
 ];
 
+fn computed() -> Contents {
+    Contents::Local(Arc::new(PatternSource::new(fill)))
+}
+
 impl Way {
+    /// Huge pages for its region, if it needs some.
+    fn pool(self) -> Option<HugePages> {
+        (self.backing == Backing::Hugetlb2M).then(|| HugePages::reserve(2))
+    }
+
     fn region(self) -> Option<Arc<Region>> {
         // Small enough for a software CPU, which computes the content of all of it.
         let pages = match self.backing {
@@ -85,30 +136,65 @@ impl Way {
             Backing::Thp => 512,
             Backing::Shmem | Backing::Anonymous => 256,
         };
-        region(pages, self.backing)
+        match Region::new(GPA, pages * self.backing.page_size().bytes(), self.backing) {
+            Ok(region) => Some(Arc::new(region)),
+            Err(
+                error @ (RegionError::HugepagesNotReserved { .. }
+                | RegionError::NoHugepagePool { .. }
+                | RegionError::NoTransparentHugepages),
+            ) => {
+                println!("SKIP: {}: {error}", self.backing);
+                None
+            }
+            Err(error) => panic!("{self:?}: {error}"),
+        }
     }
 
-    fn pager(self, region: &Arc<Region>) -> Arc<Pager> {
+    fn pager(self, region: &Arc<Region>) -> (Arc<Pager>, RegionId) {
         let each = region.bytes() / self.uffds;
         let part = |part| GuestRange::new(GuestAddress(GPA.0 + part * each), each).unwrap();
-        let builder = if self.in_page_cache {
-            fill_page_cache(region);
-            Pager::builder(self.mode, PageCacheSource)
-        } else {
-            Pager::builder(self.mode, pattern())
+        let contents = match self.content {
+            Where::Computed => computed(),
+            Where::PageCache => {
+                let content = content(GPA, region.bytes());
+                region.write_service(PageIndex(0), 0, &content).unwrap();
+                Contents::PageCache(Holes::AreMissing)
+            }
+            Where::AtOnce => Contents::Source(Arc::new(SubmitFn(complete))),
+            Where::Elsewhere => {
+                let source = ReadFn(|at: pagetide_pager::ReadAt, buffer: &mut [u8]| {
+                    fill(at.gpa, buffer);
+                    Ok(Filled::Bytes)
+                });
+                let config = pagetide_pager::PoolConfig::default();
+                Contents::Source(pagetide_pager::Pool::new(source, config).unwrap())
+            }
         };
-        builder
-            .region(Arc::clone(region))
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(region), self.mode, contents)
             .fault_around(self.fault_around)
-            .uffds(UffdLayout::PerRange((0..self.uffds).map(part).collect()))
-            .build()
-            .unwrap()
+            .userfaultfds(UffdLayout::PerRange((0..self.uffds).map(part).collect()));
+        let id = pager.add(config).unwrap();
+        (pager, id)
+    }
+
+    fn is_local(self) -> bool {
+        matches!(self.content, Where::Computed | Where::PageCache)
     }
 
     fn prefetch(self, pager: &Arc<Pager>) -> Prefetch {
         let batch_bytes = self.batch_bytes;
         Prefetch::spawn(pager, PrefetchConfig { batch_bytes }).unwrap()
     }
+}
+
+/// Reads a page of any size as the guest would.
+fn check(region: &Region, page: u64) {
+    let bytes = region.page_size().bytes();
+    let mut seen = vec![0; usize::try_from(bytes).unwrap()];
+    region.read_guest(PageIndex(page), 0, &mut seen).unwrap();
+    let gpa = GuestAddress(region.gpa().0 + page * bytes);
+    assert!(seen == content(gpa, bytes), "page {page}");
 }
 
 fn page_by_page(pager: &Arc<Pager>) -> Prefetch {
@@ -118,41 +204,41 @@ fn page_by_page(pager: &Arc<Pager>) -> Prefetch {
 #[test]
 fn everything_comes_without_a_fault() {
     for way in WAYS {
+        let _pool = way.pool();
         let Some(region) = way.region() else { continue };
         within_patience(&format!("{way:?}"), move || {
-            let pager = way.pager(&region);
+            let (pager, _) = way.pager(&region);
             let total = region.pages();
-            assert_eq!(
-                pager.progress(),
-                Progress {
-                    total,
-                    ..Progress::default()
-                }
-            );
+            let nothing = Progress {
+                total,
+                ..Progress::default()
+            };
+            assert_eq!(pager.progress(), nothing);
             let ended = way.prefetch(&pager).finish().unwrap();
             assert!(ended.is_complete);
+            let counted = pager.counted();
             let expected = Counters {
                 pages: total,
-                installs: ended.counters.installs,
+                ahead_pages: total,
+                zero_pages: counted.zero_pages,
+                installs: counted.installs,
+                answers: counted.answers,
                 ..Counters::default()
             };
-            assert_eq!(ended.counters, expected, "{way:?}");
-            assert_eq!(pager.counted(), expected);
-            let present = total;
-            assert_eq!(
-                pager.progress(),
-                Progress {
-                    present,
-                    total,
-                    ..Progress::default()
-                }
-            );
+            assert_eq!(counted, expected, "{way:?}");
+            assert_eq!(way.is_local(), counted.answers == 0);
+            if way.is_local() {
+                assert_eq!(ended.counters, expected);
+            }
+            let all = Progress {
+                present: total,
+                ..nothing
+            };
+            assert_eq!(pager.progress(), all);
             // A mapping may get lost at any time, as when khugepaged makes a huge one of many.
             let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-            for page in 0..total {
-                check_page(&region, page);
-            }
-            readers.stop().unwrap();
+            (0..total).for_each(|page| check(&region, page));
+            readers.stop();
             let again = way.prefetch(&pager).finish().unwrap();
             assert!(again.is_complete);
             assert_eq!(again.counters, Counters::default());
@@ -163,35 +249,34 @@ fn everything_comes_without_a_fault() {
 #[test]
 fn faults_and_prefetch_meet_on_the_same_pages() {
     for way in WAYS {
+        let _pool = way.pool();
         let Some(region) = way.region() else { continue };
         within_patience(&format!("{way:?}"), move || {
             for _ in 0..2 {
-                let pager = way.pager(&region);
+                let (pager, id) = way.pager(&region);
                 let readers = Readers::spawn(&pager, ReaderConfig::new(2)).unwrap();
-                let resolvers = ExitResolvers::new(&pager, 1);
                 let prefetch = way.prefetch(&pager);
                 thread::scope(|scope| {
                     // The same way as prefetch, so that they meet; the other way; and by exit.
-                    scope.spawn(|| (0..region.pages()).for_each(|page| check_page(&region, page)));
+                    scope.spawn(|| (0..region.pages()).for_each(|page| check(&region, page)));
+                    let backwards = (0..region.pages()).rev();
+                    scope.spawn(|| backwards.for_each(|page| check(&region, page)));
                     scope.spawn(|| {
-                        let pages = (0..region.pages()).rev();
-                        pages.for_each(|page| check_page(&region, page));
-                    });
-                    scope.spawn(|| {
+                        let mut resolver = pager.resolver(Some(0)).unwrap();
                         for page in (0..region.pages()).map(|page| page * 7 % region.pages()) {
-                            resolvers.resolve(0, &write_exit(&region, page)).unwrap();
-                            check_page(&region, page);
+                            let at = region.gpa_of_page(PageIndex(page)).unwrap();
+                            resolver.resolve_exit(at, Access::Write).unwrap();
+                            check(&region, page);
                         }
                     });
                 });
-                let ended = prefetch.finish().unwrap();
-                assert!(ended.is_complete);
-                let mut counters = readers.stop().unwrap();
-                counters.add(&resolvers.counters());
-                counters.add(&ended.counters);
-                assert_eq!(counters.pages, region.pages(), "{way:?}: each page once");
-                assert_eq!(counters.exists, 0, "{way:?}");
-                drop(resolvers);
+                assert!(prefetch.finish().unwrap().is_complete);
+                readers.stop();
+                let counted = pager.counted();
+                assert_eq!(counted.pages, region.pages(), "{way:?}: each page once");
+                assert_eq!(counted.exists, 0, "{way:?}");
+                assert!(pager.trouble().is_none(), "{way:?}");
+                pager.remove(id).unwrap();
                 drop(pager);
                 region.punch(region.all_pages()).unwrap();
             }
@@ -201,28 +286,29 @@ fn faults_and_prefetch_meet_on_the_same_pages() {
 
 #[test]
 fn all_regions_are_walked() {
-    if !has_userfaultfd() {
-        return;
+    let pager = Pager::new().unwrap();
+    let offsets = [0, 64 * PAGE, 1 << 30];
+    let mut regions = Vec::new();
+    for (index, offset) in offsets.into_iter().enumerate() {
+        let Some(region) = region_at(GuestAddress(GPA.0 + offset), 64, Backing::Shmem) else {
+            return;
+        };
+        let contents = match index {
+            1 => Contents::Source(Arc::new(SubmitFn(complete))),
+            _ => computed(),
+        };
+        let config = RegionConfig::local(Arc::clone(&region), Mode::Minor, contents);
+        pager.add(config).unwrap();
+        regions.push(region);
     }
-    let regions = [0, 64 * PAGE, 1 << 30].map(|offset| {
-        let gpa = GuestAddress(GPA.0 + offset);
-        Arc::new(Region::new(gpa, 64 * PAGE, Backing::Shmem).unwrap())
-    });
-    let builder = regions
-        .iter()
-        .fold(Pager::builder(Mode::Minor, pattern()), |builder, region| {
-            builder.region(Arc::clone(region))
-        });
-    let pager = builder.build().unwrap();
     // From within the second one, so that the walk wraps around.
-    let mut resolver = pager.resolver(0);
-    resolver.resolve_exit(&read_exit(&regions[1], 10)).unwrap();
+    join("the exit", exit(&pager, 64 + 10)).unwrap();
     let ended = within_patience("prefetch", {
         let pager = Arc::clone(&pager);
         move || page_by_page(&pager).finish().unwrap()
     });
     assert!(ended.is_complete);
-    assert_eq!(ended.counters.pages, 3 * 64 - 1);
+    assert_eq!(pager.counted().pages, 3 * 64);
     for region in &regions {
         (0..64).for_each(|page| check_page(region, page));
     }
@@ -233,103 +319,93 @@ fn it_goes_on_from_the_last_fault() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
     };
-    let asked = Arc::new(Mutex::new(Vec::new()));
-    let log = Arc::clone(&asked);
-    let source = SourceFn(move |fetch: &mut Fetch<'_>| {
-        let entry = (fetch.pages().first().0, fetch.is_urgent());
-        log.lock().unwrap().push(entry);
-        push_pattern(fetch)
+    let desk = Desk::new();
+    let (pager, _) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+    let waiting = exit(&pager, 40);
+    complete(desk.next());
+    join("the exit", waiting).unwrap();
+    let ahead = page_by_page(&pager);
+    eventually("prefetch", || {
+        if let Some(request) = desk.take_if(|_| true) {
+            complete(request);
+        }
+        ahead.is_finished()
     });
-    let pager = pager(&region, Mode::Minor, source);
-    let mut resolver = pager.resolver(0);
-    resolver.resolve_exit(&read_exit(&region, 40)).unwrap();
-    within_patience("prefetch", move || page_by_page(&pager).finish().unwrap());
-    let expected = [(40, true)]
+    let asked = desk.log().into_iter();
+    let asked: Vec<_> = asked
+        .map(|asked| (asked.pages.first().0, asked.urgency))
+        .collect();
+    let expected = [(40, Urgency::Urgent)]
         .into_iter()
-        .chain((41..64).map(|page| (page, false)))
-        .chain((0..40).map(|page| (page, false)));
-    assert_eq!(*asked.lock().unwrap(), expected.collect::<Vec<_>>());
+        .chain((41..64).chain(0..40).map(|page| (page, Urgency::Bulk)));
+    assert_eq!(asked, expected.collect::<Vec<_>>());
 }
 
 #[test]
-fn a_sleeper_on_a_page_of_a_batch_is_woken_with_it() {
+fn those_who_sleep_on_pages_of_a_batch_are_woken_with_it() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
     };
-    let (arrived, on_arrival) = std::sync::mpsc::channel();
-    let gate = Arc::new(std::sync::Barrier::new(2));
-    let at_gate = Arc::clone(&gate);
-    let source = SourceFn(move |fetch: &mut Fetch<'_>| {
-        if fetch.pages().first().0 == 0 {
-            arrived.send(()).unwrap();
-            at_gate.wait();
-        }
-        push_pattern(fetch)
-    });
-    let pager = pager(&region, Mode::Minor, source);
+    let desk = Desk::new();
+    let (pager, _) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
     let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-    let prefetch = PLAIN.prefetch(&pager);
-    on_arrival.recv_timeout(PATIENCE).unwrap();
+    let ahead = PLAIN.prefetch(&pager);
+    let bulk = desk.next_bulk();
     let touchers = [1, 7, 15].map(|page| {
-        let touched = Arc::clone(&region);
-        spawn_asleep("toucher", move || check_page(&touched, page))
+        let region = Arc::clone(&region);
+        thread::spawn(move || check_page(&region, page))
     });
-    let map = pager.page_map(only(&pager)).unwrap();
-    let asked_for = |page| map.is_wake_wanted(PageIndex(page));
-    eventually("messages", || [1, 7, 15].into_iter().all(asked_for));
-    let exits = Arc::clone(&region);
-    let mut resolver = pager.resolver(0);
-    let exit = spawn_asleep("exit", move || {
-        resolver.resolve_exit(&read_exit(&exits, 3)).unwrap()
-    });
-    gate.wait();
-    within_patience("those who wait", move || {
-        for toucher in touchers {
-            toucher.join().unwrap();
-        }
-        exit.join().unwrap();
-        let ended = prefetch.finish().unwrap();
-        assert_eq!(ended.counters.wakes, 1, "{:?}", ended.counters);
-        readers.stop().unwrap();
-    });
+    // The urgent requests are on the desk, and stay there.
+    let _kept = [(); 3].map(|()| desk.next_urgent());
+    complete(bulk);
+    for toucher in touchers {
+        join("a toucher", toucher);
+    }
+    drop(readers);
+    assert!(
+        !within_patience("prefetch", || ahead.stop())
+            .unwrap()
+            .is_complete
+    );
 }
 
 #[test]
 fn what_the_guest_gave_up_is_left_alone() {
-    let Some(region) = region(64, Backing::Shmem) else {
+    let Some((region, pager, id)) = local(64, Mode::Minor, |gpa, buffer| {
+        fill(gpa, buffer);
+        Ok(Filled::Bytes)
+    }) else {
         return;
     };
-    let pager = pager(&region, Mode::Minor, pattern());
-    give_up(&pager, 20);
-    within_patience("prefetch", move || {
-        let ended = PLAIN.prefetch(&pager).finish().unwrap();
-        assert!(ended.is_complete);
-        assert_eq!(ended.counters.pages, 63);
-        assert_eq!(state(&pager, 20), PageState::Removed);
-        assert!(!is_mapped(&region, 20));
+    pager.discard(id, range(20, 1)).unwrap();
+    let ended = within_patience("prefetch", {
+        let pager = Arc::clone(&pager);
+        move || PLAIN.prefetch(&pager).finish().unwrap()
     });
+    assert!(ended.is_complete);
+    assert_eq!(ended.counters.pages, 63);
+    assert_eq!(state(&pager, 20), PageState::Removed);
+    check_page(&region, 21);
 }
 
 #[test]
 fn prefetch_gives_way_to_faults_and_gets_there_all_the_same() {
-    let Some(region) = region(4096, Backing::Shmem) else {
-        return;
-    };
-    // A source that is slow for those who can wait: 1000 pages a second.
-    let source = SourceFn(|fetch: &mut Fetch<'_>| {
-        if !fetch.is_urgent() {
+    // Slow for those who can wait: 1000 pages a second. Faults have to come fast, so nothing is
+    // computed.
+    let Some((region, pager, _)) = local(4096, Mode::Minor, |_, _| {
+        if thread::current().name() == Some("pt-prefetch") {
             thread::sleep(Duration::from_millis(1));
         }
-        // Faults have to come fast, so nothing is computed.
-        Ok(Fetched::Zero)
-    });
-    let pager = pager(&region, Mode::Minor, source);
+        Ok(Filled::Zero)
+    }) else {
+        return;
+    };
     within_patience("prefetch", move || {
         let prefetch = page_by_page(&pager);
-        let mut resolver = pager.resolver(0);
+        let mut resolver = pager.resolver(Some(0)).unwrap();
         // Downwards, so that prefetch does not run ahead of it; the last few are left to prefetch.
         for page in (32..region.pages()).rev() {
-            resolver.resolve_exit(&read_exit(&region, page)).unwrap();
+            resolver.resolve_exit(gpa(page), Access::Read).unwrap();
         }
         let ended = prefetch.finish().unwrap();
         assert!(ended.is_complete);

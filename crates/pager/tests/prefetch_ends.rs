@@ -1,29 +1,24 @@
-//! How prefetch ends before everything is there: it is told to, the pager stops, the source fails.
+//! How prefetch ends before everything is there, and what it does about content that is lost.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-mod common;
+#[path = "support/desk.rs"]
+mod desk;
 
 use std::error::Error;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::Duration;
 
-use common::*;
-use pagetide_memory::{Backing, PageIndex, PageState};
+use desk::*;
+use pagetide_memory::{Backing, GuestAddress, PageState};
 use pagetide_pager::{
-    Fetch, Fetched, Mode, Pager, Prefetch, PrefetchConfig, ReaderConfig, ReaderError, Readers,
+    Contents, Filled, Mode, Notice, Pager, PatternSource, Prefetch, PrefetchConfig, PrefetchError,
+    RegionConfig,
 };
 
 fn prefetch(pager: &Arc<Pager>) -> Prefetch {
     let batch_bytes = 8 * PAGE;
     Prefetch::spawn(pager, PrefetchConfig { batch_bytes }).unwrap()
-}
-
-/// Takes a millisecond for each batch.
-fn slowly(fetch: &mut Fetch<'_>) -> Result<Fetched, pagetide_pager::SourceError> {
-    thread::sleep(Duration::from_millis(1));
-    push_pattern(fetch)
 }
 
 fn last_cause(error: &dyn Error) -> String {
@@ -32,192 +27,169 @@ fn last_cause(error: &dyn Error) -> String {
 
 #[test]
 fn it_stops_in_the_middle_and_another_goes_on() {
-    let Some(region) = region(8192, Backing::Shmem) else {
-        return;
-    };
-    let pager = pager(&region, Mode::Minor, SourceFn(slowly));
-    within_patience("stopping", move || {
-        let mut pages = 0;
-        for _ in 0..3 {
-            let before = pager.progress().present;
-            let running = prefetch(&pager);
-            eventually("progress", || pager.progress().present > before);
-            assert!(!running.is_finished());
-            let ended = running.stop().unwrap();
-            assert!(!ended.is_complete);
-            pages += ended.counters.pages;
-            let counts = pager.page_map(only(&pager)).unwrap().counts();
-            assert_eq!((counts.present, counts.in_flight), (pages, 0));
-        }
-        let running = prefetch(&pager);
-        drop(running);
-        pages = pager.progress().present;
-        let ended = prefetch(&pager).finish().unwrap();
-        assert!(ended.is_complete);
-        assert_eq!(pages + ended.counters.pages, region.pages());
-        assert_eq!(pager.counted().pages, region.pages());
-        (0..region.pages()).for_each(|page| check_page(&region, page));
-    });
-}
-
-#[test]
-fn it_ends_with_the_pager() {
-    let Some(region) = region(8192, Backing::Shmem) else {
-        return;
-    };
-    let pager = pager(&region, Mode::Minor, SourceFn(slowly));
-    within_patience("stopping", move || {
-        let running = prefetch(&pager);
-        eventually("progress", || pager.progress().present > 0);
-        pager.stop();
-        let ended = running.finish().unwrap();
-        assert!(!ended.is_complete);
-    });
-}
-
-#[test]
-fn it_ends_while_it_waits_for_an_owner() {
-    let Some(region) = region(8, Backing::Shmem) else {
-        return;
-    };
-    let gate = Arc::new(std::sync::Barrier::new(2));
-    let at_gate = Arc::clone(&gate);
-    let source = SourceFn(move |fetch: &mut Fetch<'_>| {
-        if fetch.is_urgent() {
-            at_gate.wait();
-        }
-        push_pattern(fetch)
-    });
-    let pager = pager(&region, Mode::Minor, source);
-    let mut resolver = pager.resolver(0);
-    let touched = Arc::clone(&region);
-    let owner = spawn_asleep("owner", move || {
-        resolver.resolve_exit(&read_exit(&touched, 5)).unwrap()
-    });
-    within_patience("prefetch", move || {
-        let running = prefetch(&pager);
-        eventually("the rest", || pager.progress().present == 7);
-        thread::sleep(Duration::from_millis(20));
-        assert!(!running.is_finished(), "a page is not settled yet");
-        assert!(!running.stop().unwrap().is_complete);
-        let running = prefetch(&pager);
-        gate.wait();
-        assert!(running.finish().unwrap().is_complete);
-        owner.join().unwrap();
-    });
-}
-
-#[test]
-fn a_source_that_fails_ends_the_run_with_its_cause() {
-    for mode in [Mode::Minor, Mode::Missing] {
-        let Some(region) = region(256, Backing::Shmem) else {
+    for is_local in [true, false] {
+        let Some(region) = region(512, Backing::Shmem) else {
             return;
         };
-        let source = SourceFn(|fetch: &mut Fetch<'_>| {
-            if fetch.pages().end().0 > 100 {
-                return Err(unavailable("the other side hung up"));
+        let gate = Gate::new();
+        let passed = Arc::new(AtomicU64::new(0));
+        let (at_gate, counter) = (Arc::clone(&gate), Arc::clone(&passed));
+        // From the tenth batch on it is held up.
+        let hold = move || {
+            if counter.fetch_add(1, Ordering::AcqRel) >= 10 {
+                at_gate.pass();
             }
-            push_pattern(fetch)
-        });
-        let pager = pager(&region, mode, source);
-        let told = Arc::new(AtomicBool::new(false));
-        let tell = Arc::clone(&told);
-        pager.on_failure(move |_| tell.store(true, Ordering::Release));
-        within_patience("failing", move || {
-            let failure = prefetch(&pager).finish().unwrap_err();
-            assert!(matches!(failure.cause(), ReaderError::Prefetch(_)));
-            assert_eq!(last_cause(&failure), "the other side hung up");
-            assert!(told.load(Ordering::Acquire) && pager.is_stopped());
-            // What could be had came, one by one at the end; the rest was given back.
-            for page in 0..region.pages() {
-                let expected = if page < 100 {
-                    PageState::Present
-                } else {
-                    PageState::Absent
-                };
-                assert_eq!(state(&pager, page), expected, "page {page}");
-            }
-            let counts = pager.page_map(only(&pager)).unwrap().counts();
-            assert_eq!(counts.in_flight, 0);
-            assert_eq!(pager.counted().pages, 100);
-        });
+        };
+        let contents = if is_local {
+            let fill_held = move |gpa: GuestAddress, piece: &mut [u8]| {
+                if (gpa.0 - GPA.0).is_multiple_of(8 * PAGE) {
+                    hold();
+                }
+                fill(gpa, piece);
+            };
+            Contents::Local(Arc::new(PatternSource::new(fill_held)))
+        } else {
+            let source = ReadFn(move |at: pagetide_pager::ReadAt, buffer: &mut [u8]| {
+                hold();
+                fill(at.gpa, buffer);
+                Ok(Filled::Bytes)
+            });
+            let config = pagetide_pager::PoolConfig {
+                shared_threads: 2,
+                urgent_threads: 1,
+            };
+            Contents::Source(pagetide_pager::Pool::new(source, config).unwrap())
+        };
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(&region), Mode::Minor, contents);
+        let id = pager.add(config).unwrap();
+        let running = prefetch(&pager);
+        eventually("progress", || passed.load(Ordering::Acquire) > 10);
+        assert!(!running.is_finished());
+        let opening = Arc::clone(&gate);
+        let stopping = thread::spawn(move || running.stop());
+        if is_local {
+            // It ends after the batch at hand.
+            opening.open();
+        }
+        let ended = join("stopping", stopping).unwrap();
+        opening.open();
+        let counts = pager.counts(id).unwrap();
+        assert_eq!((counts.requested, counts.installing), (0, 0));
+        assert_eq!(ended.is_complete, counts.absent == 0);
+        let ended = prefetch(&pager);
+        assert!(
+            within_patience("prefetch", || ended.finish())
+                .unwrap()
+                .is_complete
+        );
+        assert_eq!(pager.counted().pages, 512);
+        check_all(&region);
     }
 }
 
 #[test]
-fn a_source_that_panics_ends_the_run_with_what_it_said() {
-    let Some(region) = region(64, Backing::Shmem) else {
-        return;
-    };
-    let source = SourceFn(|_: &mut Fetch<'_>| panic!("index out of bounds"));
-    let pager = pager(&region, Mode::Minor, source);
-    within_patience("panicking", move || {
-        let failure = prefetch(&pager).finish().unwrap_err();
-        assert_eq!(
-            failure.to_string(),
-            "prefetch panicked: index out of bounds"
+fn it_ends_with_the_pager_and_while_it_waits() {
+    for stops_pager in [true, false] {
+        let Some(region) = region(64, Backing::Shmem) else {
+            return;
+        };
+        let desk = Desk::new();
+        let (pager, id) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+        let waiting = exit(&pager, 5);
+        let urgent = desk.next_urgent();
+        let ahead = prefetch(&pager);
+        eventually("the rest", || {
+            if let Some(request) = desk.take_if(|_| true) {
+                complete(request);
+            }
+            pager.counts(id).unwrap().present == 63
+        });
+        assert!(!ahead.is_finished(), "a page is not settled yet");
+        let ended = within_patience("the end", {
+            let pager = Arc::clone(&pager);
+            move || {
+                if stops_pager {
+                    pager.stop();
+                    ahead.finish()
+                } else {
+                    ahead.stop()
+                }
+            }
+        });
+        assert!(!ended.unwrap().is_complete);
+        pager.restart();
+        let ahead = prefetch(&pager);
+        complete(urgent);
+        assert!(
+            within_patience("prefetch", || ahead.finish())
+                .unwrap()
+                .is_complete
         );
-        let counts = pager.page_map(only(&pager)).unwrap().counts();
-        assert_eq!(counts.absent, 64);
-    });
+        let resolved = join("the exit", waiting);
+        assert!(stops_pager || resolved.is_ok());
+    }
 }
 
 #[test]
-fn a_failure_elsewhere_ends_it_too() {
-    let Some(region) = region(8192, Backing::Shmem) else {
-        return;
-    };
-    let last = region.pages() - 1;
-    let failed = Arc::new(AtomicBool::new(false));
-    let has_failed = Arc::clone(&failed);
-    let source = SourceFn(move |fetch: &mut Fetch<'_>| {
-        if fetch.is_urgent() {
-            return Err(unavailable("no urgent pages today"));
+fn local_content_that_cannot_be_had_ends_it_with_its_cause() {
+    for mode in [Mode::Minor, Mode::Missing] {
+        for panics in [false, true] {
+            let Some((region, pager, id)) = local(256, mode, move |gpa, buffer| {
+                if gpa.0 + buffer.len() as u64 > GPA.0 + 100 * PAGE {
+                    assert!(!panics, "index out of bounds");
+                    return Err(unavailable("the other side hung up"));
+                }
+                fill(gpa, buffer);
+                Ok(Filled::Bytes)
+            }) else {
+                return;
+            };
+            let told = notices(&pager);
+            let ahead = prefetch(&pager);
+            let failure = within_patience("failing", || ahead.finish()).unwrap_err();
+            assert!(matches!(*failure, PrefetchError::Resolve(_)));
+            let cause = last_cause(&*failure);
+            let expected = if panics {
+                "the source panicked: index out of bounds"
+            } else {
+                "the other side hung up"
+            };
+            assert_eq!(cause, expected);
+            let notice = told.recv_timeout(PATIENCE).unwrap();
+            assert!(matches!(notice, Notice::Prefetch(_)) && notice.needs_action());
+            // What could be had came, one by one at the end. The pager goes on.
+            for page in 0..region.pages() {
+                let there = state(&pager, page) == PageState::Present;
+                assert_eq!(there, page < 100, "page {page}");
+            }
+            assert_eq!(pager.counts(id).unwrap().absent, 156);
+            assert_eq!(pager.counted().pages, 100);
+            assert!(!pager.is_stopped());
         }
-        if fetch.pages().contains(PageIndex(last)) {
-            // Prefetch went where the fault was: it comes too late to bring that page in.
-            eventually("failure", || has_failed.load(Ordering::Acquire));
-            return Err(unavailable("no page"));
-        }
-        slowly(fetch)
-    });
-    let pager = pager(&region, Mode::Minor, source);
-    pager.on_failure(move |_| failed.store(true, Ordering::Release));
-    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-    let running = prefetch(&pager);
-    let touched = Arc::clone(&region);
-    let toucher = spawn_asleep("toucher", move || check_page(&touched, last));
-    within_patience("failing", move || {
-        let failure = running.finish().unwrap_err();
-        assert_eq!(last_cause(&failure), "no urgent pages today");
-        drop(readers);
-        assert!(!toucher.is_finished(), "it must not read zeroes");
-        // Only the end of the userfaultfd lets it go, and it finds nothing.
-        drop(pager);
-        toucher.join().unwrap_err();
-    });
+    }
 }
 
 #[test]
 fn lost_pages_are_found_among_their_neighbours() {
     for lost in [0, 1, 31, 63] {
-        let Some(region) = region(64, Backing::Shmem) else {
+        let Some((region, pager, _)) = local(64, Mode::Minor, move |gpa, buffer| {
+            let first = (gpa.0 - GPA.0) / PAGE;
+            if (first..first + buffer.len() as u64 / PAGE).contains(&lost) {
+                return Ok(Filled::Poisoned);
+            }
+            fill(gpa, buffer);
+            Ok(Filled::Bytes)
+        }) else {
             return;
         };
-        let source = SourceFn(move |fetch: &mut Fetch<'_>| {
-            if fetch.pages().contains(PageIndex(lost)) {
-                return Ok(Fetched::Poisoned);
-            }
-            push_pattern(fetch)
-        });
-        let pager = pager(&region, Mode::Minor, source);
-        within_patience("prefetch", move || {
-            let ended = prefetch(&pager).finish().unwrap();
-            assert!(ended.is_complete);
-            assert_eq!(ended.counters.pages, 63);
-            assert_eq!(state(&pager, lost), PageState::Poisoned);
-            let others = (0..64).filter(|&page| page != lost);
-            others.for_each(|page| check_page(&region, page));
-        });
+        let ahead = prefetch(&pager);
+        let ended = within_patience("prefetch", || ahead.finish()).unwrap();
+        assert!(ended.is_complete);
+        assert_eq!((ended.counters.pages, ended.counters.poisoned), (63, 1));
+        assert_eq!(state(&pager, lost), PageState::Poisoned);
+        let others = (0..64).filter(|&page| page != lost);
+        others.for_each(|page| check_page(&region, page));
+        assert_lost(&region, lost);
     }
 }

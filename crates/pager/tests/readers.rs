@@ -2,29 +2,36 @@
 //! with exits on the same pages.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-mod common;
+mod support;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread;
-use std::time::Duration;
 
-use common::*;
 use pagetide_memory::{
-    Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState, PopulateAccess,
+    Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState, PopulateAccess,
     PopulateError, Region,
 };
 use pagetide_pager::{
-    Counters, ExitResolvers, Fetch, Fetched, Mode, PageCacheSource, Pager, ReaderConfig, Readers,
-    Resolution, UffdLayout,
+    BlockingSource, Contents, Filled, Holes, Mode, Notice, Pool, PoolConfig, ReadAt, ReaderConfig,
+    Readers, RegionConfig, Resolution, SourceError, UffdLayout,
 };
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
+use support::*;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum From {
+    PageCache,
+    Local,
+    Source,
+}
 
 /// One way to page a region in.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     mode: Mode,
     backing: Backing,
-    in_page_cache: bool,
+    from: From,
     uffds: u64,
     readers: usize,
     fault_around: u64,
@@ -33,113 +40,74 @@ struct Way {
 const PLAIN: Way = Way {
     mode: Mode::Minor,
     backing: Backing::Shmem,
-    in_page_cache: false,
+    from: From::Local,
     uffds: 1,
     readers: 1,
     fault_around: 1,
 };
 
-const WAYS: [Way; 13] = [
-    PLAIN,
-    Way {
-        readers: 2,
-        ..PLAIN
-    },
-    Way {
-        readers: 4,
-        fault_around: 16,
-        ..PLAIN
-    },
-    Way {
-        readers: 2,
-        uffds: 4,
-        ..PLAIN
-    },
-    Way {
-        readers: 3,
-        uffds: 4,
-        fault_around: 8,
-        ..PLAIN
-    },
-    Way {
-        in_page_cache: true,
-        ..PLAIN
-    },
-    Way {
-        in_page_cache: true,
-        readers: 4,
-        fault_around: 16,
-        ..PLAIN
-    },
-    Way {
-        backing: Backing::Thp,
-        readers: 2,
-        ..PLAIN
-    },
-    Way {
-        backing: Backing::Hugetlb2M,
-        readers: 2,
-        ..PLAIN
-    },
-    Way {
-        mode: Mode::Missing,
-        readers: 2,
-        ..PLAIN
-    },
-    Way {
-        mode: Mode::Missing,
-        backing: Backing::Anonymous,
-        readers: 1,
-        ..PLAIN
-    },
-    Way {
-        mode: Mode::Missing,
-        backing: Backing::Anonymous,
-        readers: 4,
-        uffds: 2,
-        fault_around: 16,
-        ..PLAIN
-    },
-    Way {
-        mode: Mode::Missing,
-        backing: Backing::Hugetlb2M,
-        readers: 2,
-        ..PLAIN
-    },
-];
+struct FromPool;
+
+impl BlockingSource for FromPool {
+    fn read(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError> {
+        sources::fill_in(at.gpa, buffer)
+    }
+}
+
+/// Every backing, mode and supply, with numbers that vary.
+fn ways() -> Vec<Way> {
+    let mut ways = vec![PLAIN];
+    for (index, (mode, backing)) in WAYS.into_iter().enumerate() {
+        for (step, from) in [From::Local, From::Source, From::PageCache]
+            .into_iter()
+            .enumerate()
+        {
+            if from == From::PageCache && mode == Mode::Missing {
+                continue;
+            }
+            let number = index + step;
+            ways.push(Way {
+                mode,
+                backing,
+                from,
+                uffds: [1, 4, 2][number % 3],
+                readers: [2, 1, 4][step],
+                fault_around: [1, 16, 8, 1][number % 4],
+            });
+        }
+    }
+    ways
+}
 
 impl Way {
-    fn region(self) -> Option<Arc<Region>> {
-        region(
-            if self.backing.is_hugetlb() { 4 } else { 1024 },
-            self.backing,
-        )
+    fn pages(self) -> u64 {
+        if self.backing.is_hugetlb() { 4 } else { 1024 }
     }
 
-    fn pager(self, region: &Arc<Region>) -> Arc<Pager> {
+    fn paged(self, region: &Arc<Region>) -> Paged {
         let each = region.bytes() / self.uffds;
         let part = |part| GuestRange::new(GuestAddress(GPA.0 + part * each), each).unwrap();
         let layout = match self.uffds {
             1 => UffdLayout::Single,
             _ => UffdLayout::PerRange((0..self.uffds).map(part).collect()),
         };
-        let builder = if self.in_page_cache {
-            fill_page_cache(region);
-            Pager::builder(self.mode, PageCacheSource)
-        } else {
-            Pager::builder(self.mode, pattern())
+        let contents = match self.from {
+            From::PageCache => {
+                fill_page_cache(region);
+                Contents::PageCache(Holes::AreMissing)
+            }
+            From::Local => pattern(),
+            From::Source => Contents::Source(Pool::new(FromPool, PoolConfig::default()).unwrap()),
         };
-        builder
-            .region(Arc::clone(region))
-            .fault_around(self.fault_around)
-            .uffds(layout)
-            .build()
-            .unwrap()
+        Paged::with(region, self.mode, contents, |config| {
+            let config = config.fault_around(self.fault_around);
+            config.userfaultfds(layout)
+        })
     }
+}
 
-    fn readers(self, pager: &Arc<Pager>) -> Readers {
-        Readers::spawn(pager, ReaderConfig::new(self.readers)).unwrap()
-    }
+fn readers(paged: &Paged, threads: usize) -> Readers {
+    Readers::spawn(&paged.pager, ReaderConfig::new(threads)).unwrap()
 }
 
 /// Touches every page from several threads, in different directions, and checks its content.
@@ -150,12 +118,9 @@ fn touch_all(region: &Region, threads: u64) {
             let start = &start;
             scope.spawn(move || {
                 start.wait();
+                let last = region.pages() - 1;
                 for step in 0..region.pages() {
-                    let page = if thread % 2 == 0 {
-                        step
-                    } else {
-                        region.pages() - 1 - step
-                    };
+                    let page = if thread % 2 == 0 { step } else { last - step };
                     check_page(region, page);
                 }
             });
@@ -165,130 +130,110 @@ fn touch_all(region: &Region, threads: u64) {
 
 #[test]
 fn touched_pages_come_with_their_content() {
-    for way in WAYS {
-        let Some(region) = way.region() else { continue };
-        let counters = within_patience(&format!("{way:?}"), move || {
-            let pager = way.pager(&region);
-            let readers = way.readers(&pager);
+    for way in ways() {
+        let _pool = pool_for(way.pages(), way.backing);
+        let Some(region) = region(way.pages(), way.backing) else {
+            continue;
+        };
+        within_patience(&format!("{way:?}"), move || {
+            let paged = way.paged(&region);
+            let readers = readers(&paged, way.readers);
             touch_all(&region, 4);
-            let counters = readers.stop().unwrap();
-            assert_eq!(counters.pages, region.pages(), "{way:?}: each page once");
-            assert_eq!(counters.messages, counters.faults);
-            assert_eq!(counters.exists, 0, "{way:?}");
-            let map = pager.page_map(only(&pager)).unwrap();
-            assert_eq!(map.counts().present, region.pages());
-            counters
+            let present = || paged.pager.counts(paged.id).unwrap().present;
+            eventually("all pages", || present() == region.pages());
+            let read = readers.stop();
+            let mut all = paged.pager.counted();
+            assert_eq!(all.pages, region.pages(), "{way:?}: each page once");
+            assert_eq!((all.exists, all.faults), (0, all.messages), "{way:?}");
+            assert!(read.reads > 0 && read.messages > 0);
+            // What readers counted is part of what the pager counted.
+            all.add(&read);
+            assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
         });
-        assert!(counters.installs > 0 && counters.reads > 0 && counters.sleeps > 0);
     }
 }
 
 #[test]
 fn exits_and_messages_meet_on_the_same_pages() {
-    for way in WAYS {
-        let Some(region) = way.region() else { continue };
+    for way in ways() {
+        let _pool = pool_for(way.pages(), way.backing);
+        let Some(region) = region(way.pages(), way.backing) else {
+            continue;
+        };
         within_patience(&format!("{way:?}"), move || {
-            for _ in 0..3 {
-                let pager = way.pager(&region);
-                let readers = way.readers(&pager);
-                let resolvers = ExitResolvers::new(&pager, 2);
-                thread::scope(|scope| {
-                    for vcpu in 0..2 {
-                        let (region, resolvers) = (&region, &resolvers);
-                        scope.spawn(move || {
-                            for step in 0..region.pages() {
-                                let page = if vcpu == 0 {
-                                    step
-                                } else {
-                                    region.pages() - 1 - step
-                                };
-                                resolvers.resolve(vcpu, &write_exit(region, page)).unwrap();
-                                check_page(region, page);
-                            }
-                        });
-                    }
-                    // KVM's own accesses, and the VMM's.
-                    scope.spawn(|| touch_all(&region, 2));
-                });
-                let mut counters = readers.stop().unwrap();
-                counters.add(&resolvers.counters());
-                assert_eq!(counters.pages, region.pages(), "{way:?}: {counters:?}");
-                drop(resolvers);
-                drop(pager);
-                region.punch(region.all_pages()).unwrap();
-            }
+            let paged = way.paged(&region);
+            let readers = readers(&paged, way.readers);
+            thread::scope(|scope| {
+                for vcpu in 0..2 {
+                    let (paged, region) = (&paged, &region);
+                    scope.spawn(move || {
+                        let mut resolver = paged.pager.resolver(Some(vcpu)).unwrap();
+                        let last = region.pages() - 1;
+                        for step in 0..region.pages() {
+                            let page = if vcpu == 0 { step } else { last - step };
+                            exit(&mut resolver, region, page, Access::Write).unwrap();
+                            check_page(region, page);
+                        }
+                    });
+                }
+                // KVM's own accesses, and the VMM's.
+                scope.spawn(|| touch_all(&region, 2));
+            });
+            readers.stop();
+            let present = || paged.pager.counts(paged.id).unwrap().present;
+            eventually("all pages", || present() == region.pages());
+            let pages = paged.pager.counted().pages;
+            assert_eq!(pages, region.pages(), "{way:?}");
         });
     }
 }
 
 #[test]
-fn a_sleeper_is_woken_by_the_owner_of_its_page() {
-    let Some(region) = region(4, Backing::Shmem) else {
-        return;
-    };
-    let (arrived, on_arrival) = std::sync::mpsc::channel();
-    let gate = Arc::new(Barrier::new(2));
-    let at_gate = Arc::clone(&gate);
-    // The exit's thread owns the page for as long as the test likes.
-    let source = SourceFn(move |fetch: &mut Fetch<'_>| {
-        arrived.send(()).unwrap();
-        at_gate.wait();
-        push_pattern(fetch)
-    });
-    let pager = pager(&region, Mode::Minor, source);
-    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-    let mut resolver = pager.resolver(0);
-    let owned = Arc::clone(&region);
-    let owner = thread::spawn(move || {
-        let resolution = resolver.resolve_exit(&read_exit(&owned, 1)).unwrap();
-        (resolution, *resolver.counters())
-    });
-    on_arrival.recv_timeout(PATIENCE).unwrap();
-    let touched = Arc::clone(&region);
-    let toucher = spawn_asleep("toucher", move || check_page(&touched, 1));
-    // The reader leaves the wake to the owner.
-    let map = pager.page_map(only(&pager)).unwrap();
-    eventually("message", || map.is_wake_wanted(PageIndex(1)));
-    assert!(!toucher.is_finished());
-    assert_eq!(state(&pager, 1), PageState::InFlight);
-    gate.wait();
-    let (resolution, counters) = owner.join().unwrap();
-    assert!(matches!(resolution, Resolution::Installed { .. }));
-    within_patience("the toucher", move || toucher.join().unwrap());
-    assert_eq!(counters.wakes, 1);
-    let read = readers.stop().unwrap();
-    assert_eq!(
-        (read.messages, read.lost_claims, read.installs),
-        (1, 1, 0),
-        "{read:?}"
-    );
+fn a_sleeper_is_woken_by_whoever_installs_its_page() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(4, backing) else {
+            return;
+        };
+        let source = HeldSource::new();
+        let paged = Paged::new(&region, mode, source.contents());
+        let readers = readers(&paged, 1);
+        let mut resolver = paged.resolver();
+        let its = Arc::clone(&region);
+        let waiting = thread::spawn(move || exit(&mut resolver, &its, 1, Access::Read).unwrap());
+        let request = source.next();
+        let touched = Arc::clone(&region);
+        let toucher = spawn_asleep("toucher", move || check_page(&touched, 1));
+        // The reader has left the wake to the installer.
+        let lost_claims = || paged.pager.counted().lost_claims;
+        assert!(!toucher.is_finished());
+        let urgent = PageState::Requested(pagetide_pager::Urgency::Urgent);
+        assert_eq!(paged.state(1), urgent);
+        readers.stop();
+        assert_eq!(lost_claims(), 1);
+        sources::complete(request);
+        assert_eq!(join("the exit", waiting), Resolution::Waited);
+        join("the toucher", toucher);
+        assert!(paged.pager.counted().wakes <= 1);
+    }
 }
 
 #[test]
 fn a_sleeper_on_a_page_that_came_without_a_wake_is_woken() {
-    for mode in [Mode::Minor, Mode::Missing] {
-        let Some(region) = region(4, Backing::Shmem) else {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(4, backing) else {
             return;
         };
-        let pager = pager(&region, mode, pattern());
+        let paged = Paged::new(&region, mode, pattern());
         let touched = Arc::clone(&region);
         // Asleep before any reader runs, so that the exit finds the page absent and installs it
         // without a wake.
         let toucher = spawn_asleep("toucher", move || check_page(&touched, 1));
-        pager
-            .resolver(0)
-            .resolve_exit(&read_exit(&region, 1))
-            .unwrap();
-        thread::sleep(Duration::from_millis(50));
-        assert!(!toucher.is_finished());
-        let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-        within_patience("the toucher", move || toucher.join().unwrap());
-        let counters = readers.stop().unwrap();
-        assert_eq!(
-            (counters.already_present, counters.wakes),
-            (1, 1),
-            "{mode:?} {counters:?}"
-        );
+        paged.read_exit(1);
+        let readers = readers(&paged, 1);
+        join("the toucher", toucher);
+        let counters = readers.stop();
+        let counted = (counters.already_present, counters.wakes);
+        assert_eq!(counted, (1, 1), "{mode:?} {backing} {counters:?}");
     }
 }
 
@@ -297,109 +242,174 @@ fn a_mapping_that_was_lost_is_made_again() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let pager = pager(&region, Mode::Minor, pattern());
-    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    let paged = Paged::new(&region, Mode::Minor, pattern());
+    let readers = readers(&paged, 1);
     within_patience("touching", move || {
         region.write_guest(PageIndex(2), 0, &[0x77]).unwrap();
         region.zap_guest(region.all_pages()).unwrap();
-        let mut seen = [0];
-        region.read_guest(PageIndex(2), 0, &mut seen).unwrap();
-        assert_eq!(
-            seen,
-            [0x77],
-            "the guest's own write, not the source's content"
-        );
-        let counters = readers.stop().unwrap();
-        assert_eq!(
-            (counters.installs, counters.reinstalls),
-            (1, 1),
-            "{counters:?}"
-        );
+        // The guest's own write, not the source's content.
+        assert_eq!(first_byte(&region, 2), 0x77);
+        let counters = readers.stop();
+        let counted = (counters.installs, counters.reinstalls);
+        assert_eq!(counted, (1, 1), "{counters:?}");
     });
 }
 
 #[test]
-fn pages_that_were_mapped_behind_the_pagers_back_are_taken_as_they_are() {
+fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(4, backing) else {
+            return;
+        };
+        let paged = Paged::new(&region, mode, pattern());
+        let readers = readers(&paged, 2);
+        within_patience(&format!("{mode:?} {backing}"), move || {
+            for _ in 0..3 {
+                first_byte(&region, 1);
+                region.punch(PageRange::single(PageIndex(1))).unwrap();
+                check_zeroes(&region, 1);
+                region.write_guest(PageIndex(1), 0, &[5]).unwrap();
+                assert_eq!(first_byte(&region, 1), 5);
+            }
+            check_page(&region, 2);
+            readers.stop();
+            assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+        });
+    }
+}
+
+#[test]
+fn the_zero_page_can_be_written_to() {
+    let Some(region) = region(4, Backing::Anonymous) else {
+        return;
+    };
+    let contents = local(LocalFn(|_, _: &mut [u8]| Ok(Filled::Zero)));
+    let paged = Paged::new(&region, Mode::Missing, contents);
+    let readers = readers(&paged, 1);
+    within_patience("touching", move || {
+        check_zeroes(&region, 1);
+        eventually("settled", || paged.state(1) == PageState::Zero);
+        region.write_guest(PageIndex(1), 8, &[7]).unwrap();
+        region.write_guest(PageIndex(2), 0, &[8]).unwrap();
+        assert_eq!(first_byte(&region, 2), 8);
+        readers.stop();
+    });
+}
+
+#[test]
+fn pages_of_the_page_cache_that_are_mapped_already_are_taken_as_they_are() {
     let Some(region) = region(16, Backing::Shmem) else {
         return;
     };
     fill_page_cache(&region);
-    let pager = Pager::builder(Mode::Minor, PageCacheSource)
-        .region(Arc::clone(&region))
-        .fault_around(16)
-        .build()
-        .unwrap();
+    let contents = Contents::PageCache(Holes::AreMissing);
+    let set = |config: RegionConfig| config.fault_around(16);
+    let paged = Paged::with(&region, Mode::Minor, contents, set);
     let touched = Arc::clone(&region);
     let toucher = spawn_asleep("toucher", move || check_page(&touched, 5));
     let uffd = Userfaultfd::open(Features::NONE).unwrap();
     let behind = region.guest_range(PageRange::new(PageIndex(4), 2)).unwrap();
-    uffd.continue_pages(UserRange::from(behind), Wake::DontWake)
-        .unwrap();
-    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-    within_patience("the toucher", move || toucher.join().unwrap());
-    let counters = readers.stop().unwrap();
-    let expected = Counters {
-        exists: 2,
-        pages: 14,
-        again: 1,
-        wakes: 1,
-        ..counters
-    };
-    assert_eq!(counters, expected);
+    let continued = uffd.continue_pages(UserRange::from(behind), Wake::DontWake);
+    continued.unwrap();
+    let readers = readers(&paged, 1);
+    join("the toucher", toucher);
+    let counters = readers.stop();
+    let counted = (counters.exists, counters.pages, counters.wakes);
+    // Each page that was there is woken by itself: its sleepers are not the installing call's.
+    assert_eq!(counted, (2, 14, 2), "{counters:?}");
     for page in 0..16 {
-        assert_eq!(state(&pager, page), PageState::Present);
+        assert_eq!(paged.state(page), PageState::Present);
         assert!(is_mapped(&region, page));
     }
 }
 
 #[test]
 fn lost_content_is_an_error_to_whoever_waits_for_it() {
-    let Some(region) = region(4, Backing::Shmem) else {
-        return;
-    };
-    if !Userfaultfd::available().unwrap().contains(Features::POISON) {
-        println!("SKIP: this kernel's userfaultfd lacks UFFD_FEATURE_POISON");
+    if !can_poison() {
         return;
     }
-    let pager = pager(
-        &region,
-        Mode::Minor,
-        SourceFn(|_: &mut Fetch<'_>| Ok(Fetched::Poisoned)),
-    );
-    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-    within_patience("populating", move || {
-        let pages = PageRange::single(PageIndex(1));
-        for _ in 0..2 {
-            // A touch would be a SIGBUS; populating says the same in words.
-            let error = region.populate(pages, PopulateAccess::Read).unwrap_err();
-            assert_eq!(error, PopulateError::Poisoned { pages });
-        }
-        assert_eq!(state(&pager, 1), PageState::Poisoned);
-        readers.stop().unwrap();
-    });
-}
-
-#[test]
-fn what_the_guest_gave_up_comes_back_as_zeroes() {
-    for (mode, backing) in [
-        (Mode::Minor, Backing::Shmem),
-        (Mode::Missing, Backing::Anonymous),
-    ] {
+    for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(4, backing) else {
             return;
         };
-        let pager = pager(&region, mode, pattern());
-        let readers = Readers::spawn(&pager, ReaderConfig::new(2)).unwrap();
-        within_patience("touching", move || {
-            check_page(&region, 1);
-            give_up(&pager, 1);
-            region.punch(PageRange::single(PageIndex(1))).unwrap();
-            let mut seen = [1; 4096];
-            region.read_guest(PageIndex(1), 0, &mut seen).unwrap();
-            assert_eq!(seen, [0; 4096]);
-            readers.stop().unwrap();
+        let contents = local(LocalFn(|_, _: &mut [u8]| Ok(Filled::Poisoned)));
+        let paged = Paged::new(&region, mode, contents);
+        let readers = readers(&paged, 1);
+        within_patience("populating", move || {
+            let pages = PageRange::single(PageIndex(1));
+            for _ in 0..2 {
+                let populated = region.populate(pages, PopulateAccess::Read);
+                assert_eq!(populated, Err(PopulateError::Poisoned { pages }));
+            }
+            assert_eq!(paged.state(1), PageState::Poisoned);
+            expect_poison(&region, 2);
+            readers.stop();
         });
     }
+}
+
+/// A fault whose content cannot be had is a notice, and its thread sleeps on: until the page comes by
+/// any way at all.
+#[test]
+fn a_sleeper_whose_fault_failed_is_woken_when_its_page_comes() {
+    for panics in [false, true] {
+        for (mode, backing) in SMALL_WAYS {
+            let Some(region) = region(4, backing) else {
+                return;
+            };
+            let calls = AtomicU64::new(0);
+            let contents = local(LocalFn(move |gpa, buffer: &mut [u8]| {
+                if calls.fetch_add(1, Ordering::Relaxed) == 0 {
+                    if panics {
+                        std::panic::resume_unwind(Box::new("the first time"));
+                    }
+                    return Err(sources::unavailable("the first time"));
+                }
+                sources::fill_in(gpa, buffer)
+            }));
+            let paged = Paged::new(&region, mode, contents);
+            let readers = readers(&paged, 1);
+            let its = Arc::clone(&region);
+            let toucher = thread::spawn(move || check_page(&its, 1));
+            eventually("the notice", || paged.pager.trouble().is_some());
+            let notice = paged.pager.trouble().unwrap();
+            assert!(matches!(notice, Notice::Unresolved(_)), "{notice}");
+            assert!(!toucher.is_finished());
+            readers.stop();
+            paged.read_exit(1);
+            join(&format!("{panics} {mode:?} {backing}"), toucher);
+        }
+    }
+}
+
+/// A page that comes while a thread sleeps on it, with the exit's own source panicking in between.
+#[test]
+fn an_exit_whose_source_panics_holds_nobody_up() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    let gate = Arc::new(Barrier::new(2));
+    let (at_gate, calls) = (Arc::clone(&gate), AtomicU64::new(0));
+    let contents = local(LocalFn(move |gpa, buffer: &mut [u8]| {
+        if calls.fetch_add(1, Ordering::Relaxed) == 0 {
+            at_gate.wait();
+            std::panic::resume_unwind(Box::new("the owner"));
+        }
+        sources::fill_in(gpa, buffer)
+    }));
+    let paged = Paged::new(&region, Mode::Minor, contents);
+    let readers = readers(&paged, 1);
+    let mut resolver = paged.resolver();
+    let its = Arc::clone(&region);
+    let panicking = spawn_asleep("the exit", move || {
+        exit(&mut resolver, &its, 1, Access::Read).map(drop)
+    });
+    // Its page is not its own before it has the content.
+    let its = Arc::clone(&region);
+    within_patience("the touch", move || check_page(&its, 1));
+    gate.wait();
+    join("the exit", panicking).unwrap_err();
+    readers.stop();
 }
 
 #[test]
@@ -407,12 +417,12 @@ fn readers_stop_when_nothing_happens() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let pager = pager(&region, Mode::Minor, pattern());
+    let paged = Paged::new(&region, Mode::Minor, pattern());
     within_patience("stopping", move || {
         for threads in [1, 8] {
-            let readers = Readers::spawn(&pager, ReaderConfig::new(threads)).unwrap();
-            readers.stop().unwrap();
+            readers(&paged, threads).stop();
         }
-        drop(Readers::spawn(&pager, ReaderConfig::new(2)).unwrap());
+        drop(readers(&paged, 2));
+        assert!(Readers::spawn(&paged.pager, ReaderConfig::new(0)).is_err());
     });
 }

@@ -83,11 +83,16 @@ impl LowMemory {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// Where a vCPU's guest has a field, for one that is looked at often. None if there is no such
-    /// vCPU.
-    pub(crate) fn field_word(&self, vcpu: u32, field: Field) -> Option<&AtomicU64> {
+    /// Where a vCPU's guest has a field, for one that is looked at often by [`Self::word_at`].
+    pub(crate) fn place_of(&self, vcpu: u32, field: Field) -> (PageIndex, u64) {
         let gpa = self.layout.params(vcpu.into()) + field.offset() as u64;
-        self.region.service_word(PageIndex(gpa / PAGE), gpa % PAGE)
+        (PageIndex(gpa / PAGE), gpa % PAGE)
+    }
+
+    /// None if there is no such place.
+    #[inline]
+    pub(crate) fn word_at(&self, (page, offset): (PageIndex, u64)) -> Option<&AtomicU64> {
+        self.region.service_word(page, offset)
     }
 
     /// The first `touches` entries of a vCPU's log, in TSC cycles.

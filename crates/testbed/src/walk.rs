@@ -5,6 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pagetide_kvm::{Exit, FaultExit};
+use pagetide_memory::{Exclusive, PageIndex};
 use pagetide_vmm::{Handled, HookError, Next, PoolVcpu, VcpuCounts, VcpuHooks};
 
 use crate::guest::{Field, PORT, Report};
@@ -22,9 +23,13 @@ pub(crate) struct Walked {
 }
 
 /// How far a vCPU is. Only its own thread uses it as long as it runs, in cache lines of its own.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(align(128))]
-struct Seat(Mutex<Progress>);
+struct Seat {
+    progress: Exclusive<Progress>,
+    /// Where the guest counts its touches.
+    touched: (PageIndex, u64),
+}
 
 #[derive(Debug, Default)]
 struct Progress {
@@ -72,11 +77,16 @@ impl Walk {
         walkers: usize,
         pages: u64,
     ) -> Self {
+        let seat = |vcpu| Seat {
+            progress: Exclusive::default(),
+            touched: low.place_of(vcpu, Field::Touched),
+        };
+        let seats = (0..).take(walkers).map(seat).collect();
         Self {
             caller,
             low,
             pages,
-            seats: (0..walkers).map(|_| Seat::default()).collect(),
+            seats,
             start: Mutex::default(),
             changed: Condvar::new(),
         }
@@ -84,13 +94,14 @@ impl Walk {
 
     /// What a vCPU did, if it was done; once.
     pub(crate) fn take(&self, vcpu: u32) -> Option<Walked> {
-        self.seat(vcpu)?.walked.take()
+        self.seats
+            .get(vcpu as usize)?
+            .progress
+            .with(|progress| progress.walked.take())
     }
 
-    fn seat(&self, vcpu: u32) -> Option<MutexGuard<'_, Progress>> {
-        self.seats
-            .get(vcpu as usize)
-            .map(|Seat(progress)| lock(progress))
+    fn seat(&self, vcpu: &PoolVcpu<'_>) -> Option<&Seat> {
+        self.seats.get(vcpu.id() as usize)
     }
 
     /// Waits until every vCPU has come here; the last one releases all. Returns the common start,
@@ -114,27 +125,29 @@ impl Walk {
         let faulted = Vec::with_capacity(usize::try_from(self.pages).unwrap_or(0));
         // None: the pool is stopped, and sees to it that the guest is not entered again.
         let start = self.wait_for_start();
-        if let (Some(mut seat), Some(start)) = (self.seat(vcpu.id()), start) {
-            seat.faulted = faulted;
-            seat.start = Some((start, vcpu.counts()));
+        if let (Some(seat), Some(start)) = (self.seat(vcpu), start) {
+            seat.progress.with(|progress| {
+                progress.faulted = faulted;
+                progress.start = Some((start, vcpu.counts()));
+            });
         }
     }
 
     /// Whether the vCPU had begun.
     fn end(&self, vcpu: &PoolVcpu<'_>) -> bool {
-        let Some(mut seat) = self.seat(vcpu.id()) else {
-            return false;
+        let end = |progress: &mut Progress| {
+            let Some((start, before)) = progress.start else {
+                return false;
+            };
+            window::end();
+            progress.walked = Some(Walked {
+                elapsed: start.elapsed(),
+                counts: vcpu.counts().since(before),
+                faulted: std::mem::take(&mut progress.faulted),
+            });
+            true
         };
-        let Some((start, before)) = seat.start else {
-            return false;
-        };
-        window::end();
-        seat.walked = Some(Walked {
-            elapsed: start.elapsed(),
-            counts: vcpu.counts().since(before),
-            faulted: std::mem::take(&mut seat.faulted),
-        });
-        true
+        self.seat(vcpu).is_some_and(|seat| seat.progress.with(end))
     }
 
     fn exception(&self, vcpu: u32) -> Result<FailureCause, FailureCause> {
@@ -159,11 +172,11 @@ impl VcpuHooks for Walk {
     }
 
     fn on_fault(&self, vcpu: &mut PoolVcpu<'_>, fault: FaultExit) -> Result<Handled, HookError> {
-        let id = vcpu.id();
-        if let (Some(touched), Some(mut seat)) =
-            (self.low.field_word(id, Field::Touched), self.seat(id))
+        if let Some(seat) = self.seat(vcpu)
+            && let Some(touched) = self.low.word_at(seat.touched)
         {
-            seat.note_touch(touched.load(Ordering::Relaxed));
+            let touch = touched.load(Ordering::Relaxed);
+            seat.progress.with(|progress| progress.note_touch(touch));
         }
         self.caller.on_fault(vcpu, fault)
     }
@@ -177,8 +190,8 @@ impl VcpuHooks for Walk {
             return self.caller.on_exit(vcpu, exit);
         };
         let began = self
-            .seat(vcpu.id())
-            .is_some_and(|seat| seat.start.is_some());
+            .seat(vcpu)
+            .is_some_and(|seat| seat.progress.with(|progress| progress.start.is_some()));
         match Report::decode(data) {
             Some(Report::Ready) if !began => {
                 self.begin(vcpu);

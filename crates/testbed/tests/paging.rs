@@ -8,16 +8,16 @@ use std::error::Error;
 use std::sync::Arc;
 
 use pagetide_kvm::{Exit, SlotFlags};
-use pagetide_memory::Backing;
+use pagetide_memory::{Backing, GuestAddress, PageIndex};
 use pagetide_pager::{
-    BuildError, Fetch, Fetched, Mode, PageCacheSource, PageSource, Pager, PatternSource,
-    ReaderConfig, Readers, SourceError, UffdLayout,
+    AddError, Contents, Filled, Holes, LocalSource, Mode, Pager, PatternSource, ReaderConfig,
+    Readers, RegionConfig, SourceError, UffdLayout,
 };
 use pagetide_testbed::{
     Content, Expected, FailureCause, Machine, MachineConfig, Order, RunFailure, RunOutcome, Touch,
     Workload, pattern,
 };
-use pagetide_vmm::{Paging, PoolFailure, stop_when_paging_fails};
+use pagetide_vmm::{Paging, PoolFailure, stop_when_in_trouble};
 use support::{SEED, chain, fill, is_lack, machine};
 
 const MIB: u64 = 1 << 20;
@@ -46,8 +46,12 @@ fn deliver(machine: &Machine, delivery: Delivery) -> bool {
     true
 }
 
-fn pattern_source() -> impl PageSource {
+fn pattern_source() -> impl LocalSource {
     PatternSource::new(|gpa, bytes: &mut [u8]| pattern::fill(gpa, SEED, bytes))
+}
+
+fn local(source: impl LocalSource + 'static) -> Contents {
+    Contents::Local(Arc::new(source))
 }
 
 /// A run with everything that a pager needs around it.
@@ -58,38 +62,32 @@ struct Rig {
 
 impl Rig {
     /// None, with the reason printed, where this host gives no userfaultfd.
-    fn new(
-        machine: &Machine,
-        mode: Mode,
-        source: impl PageSource + 'static,
-        fault_around: u64,
-    ) -> Option<Self> {
+    fn new(machine: &Machine, mode: Mode, contents: Contents, fault_around: u64) -> Option<Self> {
         let ranges = (0..machine.config().vcpus).filter_map(|id| machine.config().vcpu_range(id));
-        let built = Pager::builder(mode, source)
-            .region(Arc::clone(machine.data()))
-            .uffds(UffdLayout::PerRange(ranges.collect()))
-            .fault_around(fault_around)
-            .build();
-        let pager = match built {
-            Ok(pager) => pager,
-            Err(BuildError::Open(error)) if is_lack(&error) => {
+        let config = RegionConfig::local(Arc::clone(machine.data()), mode, contents)
+            .userfaultfds(UffdLayout::PerRange(ranges.collect()))
+            .fault_around(fault_around);
+        let pager = Pager::new().expect("descriptors can be had");
+        match pager.add(config) {
+            Ok(_) => {}
+            Err(AddError::Open(error)) if is_lack(&error) => {
                 println!("SKIP: {}", chain(&error));
                 return None;
             }
             Err(error) => panic!("{}", chain(&error)),
-        };
+        }
         let readers = Readers::spawn(&pager, ReaderConfig::new(2)).expect("threads can be had");
         Some(Self { pager, readers })
     }
 
     fn run(self, machine: &mut Machine, workload: &Workload) -> Result<RunOutcome, RunFailure> {
-        stop_when_paging_fails(&self.pager, &machine.stopper());
+        stop_when_in_trouble(&self.pager, &machine.stopper());
         let paging = Paging::new(&self.pager, machine.config().vcpus);
         let paging = paging.pre_fault(machine.capabilities().pre_fault_memory);
         let result = machine.run(workload, Arc::new(paging));
-        let stopped = self.readers.stop();
+        self.readers.stop();
         if result.is_ok() {
-            stopped.unwrap_or_else(|failure| panic!("{}", chain(&failure)));
+            assert!(self.pager.trouble().is_none(), "{:?}", self.pager.trouble());
         }
         result
     }
@@ -124,7 +122,7 @@ fn every_delivery_mode_and_backing_brings_the_right_content() {
                 if !deliver(&machine, delivery) {
                     return;
                 }
-                let rig = Rig::new(&machine, mode, pattern_source(), fault_around);
+                let rig = Rig::new(&machine, mode, local(pattern_source()), fault_around);
                 let Some(rig) = rig else { break };
                 let outcome = rig.run(&mut machine, &RANDOM).unwrap_or_else(|failure| {
                     panic!("{delivery:?} {mode:?} {backing}: {}", chain(&failure))
@@ -157,7 +155,8 @@ fn one_machine_runs_again_and_again_over_its_page_cache() {
             return;
         }
         for fault_around in [1, 8, 1] {
-            let rig = Rig::new(&machine, Mode::Minor, PageCacheSource, fault_around);
+            let page_cache = Contents::PageCache(Holes::AreMissing);
+            let rig = Rig::new(&machine, Mode::Minor, page_cache, fault_around);
             let Some(rig) = rig else { return };
             rig.run(&mut machine, &RANDOM).unwrap_or_else(|failure| {
                 panic!("{delivery:?} {fault_around}: {}", chain(&failure))
@@ -168,15 +167,15 @@ fn one_machine_runs_again_and_again_over_its_page_cache() {
 }
 
 /// Gives pages until one that it has not got.
-struct Failing;
+struct Failing(GuestAddress);
 
-impl PageSource for Failing {
-    fn fetch(&self, fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError> {
-        if fetch.pages().first().0 == 100 {
+impl LocalSource for Failing {
+    fn fill(&self, gpa: GuestAddress, buffer: &mut [u8]) -> Result<Filled, SourceError> {
+        if gpa == self.0 {
             let lost: Box<dyn Error + Send + Sync> = "the snapshot file is gone".into();
             return Err(SourceError::Unavailable(lost));
         }
-        pattern_source().fetch(fetch)
+        pattern_source().fill(gpa, buffer)
     }
 }
 
@@ -189,7 +188,11 @@ fn a_source_that_fails_stops_every_vcpu_and_is_the_cause() {
         if !deliver(&machine, delivery) {
             continue;
         }
-        let Some(rig) = Rig::new(&machine, Mode::Minor, Failing, 1) else {
+        let gpa = machine
+            .data()
+            .gpa_of_page(PageIndex(100))
+            .expect("it has more");
+        let Some(rig) = Rig::new(&machine, Mode::Minor, local(Failing(gpa)), 1) else {
             return;
         };
         let failure = rig

@@ -9,30 +9,33 @@ use std::sync::Arc;
 use pagetide_kvm::{SlotFlags, Stats};
 use pagetide_memory::Backing;
 use pagetide_pager::{
-    BuildError, IncrementalPopulator, Mode, Pager, PatternSource, PopulateConfig, Prefetch,
-    PrefetchConfig, ReaderConfig, Readers,
+    AddError, Contents, Mode, Pager, PatternSource, Prefetch, PrefetchConfig, ReaderConfig,
+    Readers, RegionConfig,
 };
 use pagetide_testbed::{
     Content, Expected, Machine, MachineConfig, Order, Touch, Workload, pattern,
 };
-use pagetide_vmm::{Paging, stop_when_paging_fails};
+use pagetide_vmm::{Paging, StageTwo, stop_when_in_trouble};
 use support::{SEED, chain, is_lack, machine};
 
 const MIB: u64 = 1 << 20;
 
-/// A pager over the machine's data, whose content is a pattern; None, with the reason printed, where
-/// this host gives no userfaultfd.
-fn pager(machine: &Machine, mode: Mode) -> Option<Arc<Pager>> {
+/// A pager over the machine's data, whose content is a pattern and which has what arrives mapped in
+/// stage 2 or not; None, with the reason printed, where this host gives no userfaultfd.
+fn pager(machine: &Machine, mode: Mode, populates: bool) -> Option<Arc<Pager>> {
     let source = PatternSource::new(|gpa, bytes: &mut [u8]| pattern::fill(gpa, SEED, bytes));
-    let built = Pager::builder(mode, source)
-        .region(Arc::clone(machine.data()))
-        .build();
-    match built {
-        Ok(pager) => {
-            stop_when_paging_fails(&pager, &machine.stopper());
+    let contents = Contents::Local(Arc::new(source));
+    let mut config = RegionConfig::local(Arc::clone(machine.data()), mode, contents);
+    if populates {
+        config = config.populate(Arc::new(StageTwo(Arc::clone(machine.vm()))), 2);
+    }
+    let pager = Pager::new().expect("descriptors can be had");
+    match pager.add(config) {
+        Ok(_) => {
+            stop_when_in_trouble(&pager, &machine.stopper());
             Some(pager)
         }
-        Err(BuildError::Open(error)) if is_lack(&error) => {
+        Err(AddError::Open(error)) if is_lack(&error) => {
             println!("SKIP: {}", chain(&error));
             None
         }
@@ -42,11 +45,6 @@ fn pager(machine: &Machine, mode: Mode) -> Option<Arc<Pager>> {
 
 fn prefetch(pager: &Arc<Pager>) -> Prefetch {
     Prefetch::spawn(pager, PrefetchConfig::default()).expect("threads can be had")
-}
-
-fn populate(pager: &Arc<Pager>, machine: &Machine) -> IncrementalPopulator {
-    let sink = Arc::clone(machine.vm());
-    IncrementalPopulator::spawn(pager, sink, PopulateConfig::default()).expect("it is the first")
 }
 
 /// The guest reads everything; how many faults left it.
@@ -84,13 +82,12 @@ fn guests_run_while_their_memory_comes_ahead_of_them() {
             let Some(mut machine) = machine_with_exits(config) else {
                 continue;
             };
-            let Some(pager) = pager(&machine, mode) else {
+            let has_populate = machine.capabilities().populate_memory;
+            let Some(pager) = pager(&machine, mode, has_populate) else {
                 return;
             };
             let what = format!("{mode:?} {backing}, exits {exits}");
             let readers = Readers::spawn(&pager, ReaderConfig::new(1)).expect("threads");
-            let has_populate = machine.capabilities().populate_memory;
-            let populator = has_populate.then(|| populate(&pager, &machine));
             let prefetch = prefetch(&pager);
             let faults = walk(&mut machine, &pager);
             assert!(exits || faults == 0, "{what}");
@@ -98,16 +95,13 @@ fn guests_run_while_their_memory_comes_ahead_of_them() {
                 .finish()
                 .unwrap_or_else(|failure| panic!("{}", chain(&failure)));
             assert!(ended.is_complete, "{what}");
-            if let Some(populator) = populator {
-                let ended = populator.finish();
-                assert!(ended.failure.is_none(), "{what}: {:?}", ended.failure);
-            }
-            readers
-                .stop()
-                .unwrap_or_else(|failure| panic!("{}", chain(&failure)));
+            readers.stop();
+            assert!(pager.trouble().is_none(), "{what}: {:?}", pager.trouble());
             let counted = pager.counted();
             let pages = machine.data().pages();
             assert_eq!(counted.pages, pages, "{what}: each page once, {counted:?}");
+            // The service mapping of a MISSING region is closed while it is paged.
+            drop(pager);
             let verified = machine.verify(Expected::all(Content::Pattern(SEED)));
             verified.unwrap_or_else(|error| panic!("{what}: {}", chain(&error)));
         }
@@ -158,26 +152,23 @@ fn what_prefetch_delivered_costs_the_guest_no_fault() {
                 println!("SKIP: this kernel lacks KVM_CAP_POPULATE_MEMORY");
                 return;
             }
-            let Some(pager) = pager(&machine, mode) else {
+            let Some(pager) = pager(&machine, mode, with_population) else {
                 return;
             };
-            let populator = with_population.then(|| populate(&pager, &machine));
             let prefetch = prefetch(&pager);
             let ended = prefetch
                 .finish()
                 .unwrap_or_else(|failure| panic!("{}", chain(&failure)));
             assert!(ended.is_complete);
-            if let Some(populator) = populator {
-                let ended = populator.finish();
-                assert!(ended.failure.is_none(), "{:?}", ended.failure);
-                assert_eq!(ended.counters.mapped_bytes, machine.data().bytes());
+            if with_population {
+                assert_eq!(ended.counters.populated_bytes, machine.data().bytes());
             }
             let before = stage_2_faults(&machine);
             assert_eq!(walk(&mut machine, &pager), 0, "no fault leaves the guest");
             *taken = stage_2_faults(&machine) - before;
             let (region, _) = pager.locate(machine.data().gpa()).expect("its region");
-            let map = pager.page_map(region).expect("its map");
-            assert_eq!(map.counts().present, machine.data().pages());
+            let counts = pager.counts(region).expect("its map");
+            assert_eq!(counts.present + counts.zero, machine.data().pages());
         }
         let pages = 2 * 32 * MIB / 4096;
         let [alone, populated] = taken;
@@ -207,10 +198,9 @@ fn what_prefetch_delivers_to_a_running_guest_costs_it_no_fault() {
             println!("SKIP: this kernel lacks KVM_CAP_POPULATE_MEMORY");
             return;
         }
-        let Some(pager) = pager(&machine, Mode::Minor) else {
+        let Some(pager) = pager(&machine, Mode::Minor, true) else {
             return;
         };
-        let populator = populate(&pager, &machine);
         let before = stage_2_faults(&machine);
         let prefetch = prefetch(&pager);
         // Those that left the guest brought their pages in themselves, or waited for prefetch.
@@ -219,8 +209,7 @@ fn what_prefetch_delivers_to_a_running_guest_costs_it_no_fault() {
         let ended = prefetch
             .finish()
             .unwrap_or_else(|failure| panic!("{}", chain(&failure)));
-        let populated = populator.finish();
-        assert!(populated.failure.is_none(), "{:?}", populated.failure);
+        assert!(pager.trouble().is_none(), "{:?}", pager.trouble());
         let delivered = ended.counters.pages;
         println!("{order:?}: {delivered} pages delivered, {exits} exits, {taken} stage-2 faults");
         assert!(delivered >= 500, "prefetch did little: {delivered}");

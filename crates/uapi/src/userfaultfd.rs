@@ -10,7 +10,8 @@ mod install;
 mod range;
 
 use std::fs::OpenOptions;
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::path::PathBuf;
 
 use rustix::fs::OFlags;
 use rustix::io::Errno;
@@ -85,6 +86,23 @@ pub enum OpenError {
     Open(#[source] Errno),
 }
 
+/// Why a descriptor is not taken for a userfaultfd.
+#[derive(Debug, Error)]
+pub enum AdoptError {
+    /// It is something else.
+    #[error("the descriptor is no userfaultfd but {}", name.display())]
+    NotUserfaultfd {
+        /// What `/proc` says that it is.
+        name: PathBuf,
+    },
+    /// What it is could not be found out.
+    #[error("asking /proc what the descriptor is")]
+    Look(#[source] std::io::Error),
+    /// It could not be made non-blocking.
+    #[error("making a userfaultfd non-blocking")]
+    Flags(#[source] Errno),
+}
+
 /// Why a range could not be registered or unregistered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum RegisterError {
@@ -143,6 +161,26 @@ impl Userfaultfd {
             }
             Err(errno) => Err(OpenError::Open(errno)),
         }
+    }
+
+    /// Takes a userfaultfd that another process opened and handed over, API negotiated with `features`,
+    /// which only that process knows. Makes it non-blocking: the flag is shared with every process that
+    /// has the descriptor.
+    ///
+    /// A descriptor that names EVENT features here makes its reader wait for events; leaving one out
+    /// that was negotiated is a fault of the caller's that shows as events which nobody expects.
+    ///
+    /// # Errors
+    /// [`AdoptError`]; the descriptor is closed then.
+    pub fn adopt(fd: OwnedFd, features: Features) -> Result<Self, AdoptError> {
+        let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        let name = std::fs::read_link(link).map_err(AdoptError::Look)?;
+        if name.as_os_str() != "anon_inode:[userfaultfd]" {
+            return Err(AdoptError::NotUserfaultfd { name });
+        }
+        let flags = rustix::fs::fcntl_getfl(&fd).map_err(AdoptError::Flags)?;
+        rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(AdoptError::Flags)?;
+        Ok(Self { fd, features })
     }
 
     /// The features that this kernel has.

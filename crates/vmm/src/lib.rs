@@ -11,7 +11,7 @@
 //! use pagetide_kvm::Kvm;
 //! use pagetide_vmm::{NoFaults, PoolConfig, Stopper, VcpuPool};
 //!
-//! let vm = Kvm::open()?.create_vm()?;
+//! let vm = Kvm::open()?.create_vm(pagetide_kvm::Signals::install()?)?;
 //! let vcpus = vec![vm.create_vcpu(0)?];
 //! let stopper = Stopper::default();
 //! let pool = VcpuPool::start(vcpus, Arc::new(NoFaults), &stopper, &PoolConfig::default())?;
@@ -36,5 +36,5 @@ pub mod x86_64;
 pub use control::Stopper;
 pub use failure::{PoolFailure, SetupError};
 pub use hooks::{Handled, HookError, Next, NoFaults, UnexpectedFault, VcpuHooks};
-pub use paging::{Paging, PoisonedPage, stop_when_paging_fails};
+pub use paging::{Paging, StageTwo, UnresolvableExit, stop_when_in_trouble};
 pub use pool::{PoolConfig, PoolEnd, PoolVcpu, VcpuCounts, VcpuPool};

@@ -20,7 +20,7 @@ use pagetide_pager::{ReaderConfig, Readers};
 use pagetide_vmm::linux::{
     LinuxConfig, LinuxConsole, LinuxEnd, LinuxError, LinuxMachine, LinuxRunError, MachineChecks,
 };
-use pagetide_vmm::{NoFaults, Paging, VcpuHooks, stop_when_paging_fails};
+use pagetide_vmm::{NoFaults, Paging, VcpuHooks, stop_when_in_trouble};
 use support::{chain, pager, virtualises};
 
 /// Much longer than a boot takes in a software CPU: what is not over by then hangs.
@@ -270,7 +270,7 @@ fn a_guest_boots_while_its_memory_arrives() {
         machine
             .set_slot_flags(flags)
             .expect("the capability is there");
-        stop_when_paging_fails(&pager, &machine.stopper());
+        stop_when_in_trouble(&pager, &machine.stopper());
         let readers = Readers::spawn(&pager, ReaderConfig::new(1)).expect("threads");
         let paging = Arc::new(Paging::new(&pager, config.vcpus));
         let screen = Screen::default();
@@ -280,9 +280,8 @@ fn a_guest_boots_while_its_memory_arrives() {
         let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{said}", chain(&error)));
         assert_eq!(outcome.end, LinuxEnd::Status(0), "{said}");
         assert!(said.contains("every word right"), "{said}");
-        let read = readers
-            .stop()
-            .unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let read = readers.stop();
+        assert!(pager.trouble().is_none(), "{:?}", pager.trouble());
         let (by_exit, present) = (paging.counters(), pager.progress().present);
         let (exit_pages, read_pages) = (by_exit.pages, read.pages);
         println!("exits {exits}: {exit_pages} pages by exits, {read_pages} by readers");

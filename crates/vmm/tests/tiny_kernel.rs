@@ -17,7 +17,7 @@ use pagetide_vmm::linux::{
     LinuxConfig, LinuxConfigError, LinuxConsole, LinuxEnd, LinuxError, LinuxMachine, LinuxOutcome,
     LinuxRunError, MachineChecks,
 };
-use pagetide_vmm::{NoFaults, Paging, PoolFailure, VcpuHooks, stop_when_paging_fails};
+use pagetide_vmm::{NoFaults, Paging, PoolFailure, VcpuHooks, stop_when_in_trouble};
 use support::{chain, pager};
 use tempfile::TempDir;
 
@@ -179,7 +179,7 @@ fn the_callers_pager_brings_in_what_was_loaded() {
         machine
             .set_slot_flags(flags)
             .expect("the capability is there");
-        stop_when_paging_fails(&pager, &machine.stopper());
+        stop_when_in_trouble(&pager, &machine.stopper());
         let readers = Readers::spawn(&pager, ReaderConfig::new(1)).expect("threads");
         let paging = Arc::new(Paging::new(&pager, 1));
         let checks = MachineChecks::new(&machine).expect("errors are told of");
@@ -187,9 +187,8 @@ fn the_callers_pager_brings_in_what_was_loaded() {
         let outcome = run(machine, Arc::new(checks.other_faults_to(faults)));
         let outcome = outcome.unwrap_or_else(|error| panic!("{}", chain(&error)));
         assert_eq!(outcome.end, LinuxEnd::Status(42));
-        let read = readers
-            .stop()
-            .unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let read = readers.stop();
+        assert!(pager.trouble().is_none(), "{:?}", pager.trouble());
         // At least the kernel, the boot parameters, the page tables, the initrd and the stack.
         let by_exit = paging.counters().pages;
         assert!(

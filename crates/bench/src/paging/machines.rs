@@ -64,6 +64,7 @@ impl Machines {
             recommended_vcpus: count(kvm.fd().get_nr_vcpus()),
             absent_mapping_fault: capabilities.absent_mapping_fault,
             pre_fault_memory: capabilities.pre_fault_memory,
+            populate_memory: capabilities.populate_memory,
             minor_shmem: features.contains(Features::MINOR_SHMEM),
             minor_hugetlb: features.contains(Features::MINOR_HUGETLBFS),
             available_bytes: available_bytes()

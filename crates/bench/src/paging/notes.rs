@@ -51,6 +51,14 @@ pub(super) fn notes(plan: &Plan, report: &PagingReport) -> Vec<String> {
                 .to_owned(),
         );
     }
+    if plan.populate {
+        notes.push(
+            "populated: after each install of more than one page the vCPU's thread has what is present \
+             there mapped in the second-stage tables (KVM_POPULATE_MEMORY, PRESENT_ONLY) before it \
+             enters the guest again."
+                .to_owned(),
+        );
+    }
     if plan.pin {
         notes.push("Each vCPU's thread is pinned to a host CPU, in turn (--pin).".to_owned());
     }

@@ -4,17 +4,21 @@ use std::sync::Arc;
 
 use pagetide_memory::{GuestAddress, GuestRange, RangeError, Region};
 use pagetide_pager::{
-    Counters, PageCacheSource, Pager, PagerBuilder, PatternSource, ReaderConfig, Readers,
+    Contents, Counters, Holes, Pager, PatternSource, ReaderConfig, Readers, RegionConfig,
     UffdLayout,
 };
 use pagetide_testbed::{Machine, Seed, pattern};
 use pagetide_uapi::userfaultfd;
-use pagetide_vmm::{self as vmm, NoFaults, VcpuHooks, stop_when_paging_fails};
+use pagetide_vmm::{self as vmm, NoFaults, StageTwo, VcpuHooks, stop_when_in_trouble};
 
 use super::machines::own_pages;
 use super::plan::{Delivery, Mode, Plan, Uffds};
 use crate::benchmark::Job;
 use crate::rounds::RunFailure;
+
+/// From how many pages on a vCPU's thread maps what it installed: a page alone is mapped cheaper by
+/// the touch that waits for it.
+const LEAST_EXIT_PAGES: u64 = 2;
 
 /// A pager at work.
 pub(super) struct Paging {
@@ -51,11 +55,11 @@ impl Paging {
         content: Seed,
         machine: &Machine,
     ) -> Result<Self, RunFailure> {
-        Self::begin_with(builder(job.plan, content), job, region, machine)
+        Self::begin_with(contents(job.plan, content), job, region, machine)
     }
 
     fn begin_with(
-        builder: PagerBuilder,
+        contents: Contents,
         job: &Job<'_, Plan>,
         region: &Arc<Region>,
         machine: &Machine,
@@ -66,13 +70,20 @@ impl Paging {
             series,
             ..
         } = *job;
-        let pager = builder
-            .region(Arc::clone(region))
-            .uffds(layout(plan, region, vcpus).map_err(RunFailure::failed)?)
-            .fault_around(series.fault_around.into())
-            .build()
-            .map_err(RunFailure::failed)?;
-        stop_when_paging_fails(&pager, &machine.stopper());
+        let mode = match plan.mode {
+            Mode::Minor => userfaultfd::Mode::Minor,
+            Mode::Missing => userfaultfd::Mode::Missing,
+        };
+        let mut config = RegionConfig::local(Arc::clone(region), mode, contents)
+            .userfaultfds(layout(plan, region, vcpus).map_err(RunFailure::failed)?)
+            .fault_around(series.fault_around.into());
+        if series.populate {
+            let sink = StageTwo(Arc::clone(machine.vm()));
+            config = config.populate(Arc::new(sink), LEAST_EXIT_PAGES);
+        }
+        let pager = Pager::new().map_err(RunFailure::failed)?;
+        pager.add(config).map_err(RunFailure::failed)?;
+        stop_when_in_trouble(&pager, &machine.stopper());
         let threads = usize::try_from(plan.readers_for(vcpus)).unwrap_or(usize::MAX);
         let readers =
             Readers::spawn(&pager, ReaderConfig::new(threads)).map_err(RunFailure::failed)?;
@@ -95,8 +106,11 @@ impl Paging {
 
     /// Stops the readers and sums up. No vCPU may be running any more.
     pub(super) fn end(self) -> Result<Counted, RunFailure> {
-        let read = self.readers.stop().map_err(RunFailure::failed)?;
-        self.pager.clear_on_failure();
+        let read = self.readers.stop();
+        self.pager.clear_on_notice();
+        if let Some(trouble) = self.pager.trouble() {
+            return Err(RunFailure::failed(trouble));
+        }
         let exits = self
             .exits
             .as_ref()
@@ -123,14 +137,12 @@ impl Counted {
     }
 }
 
-fn builder(plan: &Plan, content: Seed) -> PagerBuilder {
+fn contents(plan: &Plan, content: Seed) -> Contents {
     match plan.mode {
-        Mode::Minor => Pager::builder(userfaultfd::Mode::Minor, PageCacheSource),
-        Mode::Missing => {
-            let source =
-                PatternSource::new(move |gpa, piece: &mut [u8]| pattern::fill(gpa, content, piece));
-            Pager::builder(userfaultfd::Mode::Missing, source)
-        }
+        Mode::Minor => Contents::PageCache(Holes::AreMissing),
+        Mode::Missing => Contents::Local(Arc::new(PatternSource::new(
+            move |gpa, piece: &mut [u8]| pattern::fill(gpa, content, piece),
+        ))),
     }
 }
 

@@ -3,7 +3,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use pagetide_kvm::OpenError as KvmError;
-use pagetide_pager::{Fetch, Fetched, PageSource, SourceError};
+use pagetide_pager::{Filled, LocalSource, SourceError};
 use pagetide_testbed::{MachineConfig, Order, Touch, Workload};
 use pagetide_uapi::userfaultfd::OpenError as UffdError;
 
@@ -60,12 +60,12 @@ struct DyingSource {
     panics: bool,
 }
 
-impl PageSource for DyingSource {
-    fn fetch(&self, fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError> {
+impl LocalSource for DyingSource {
+    fn fill(&self, gpa: GuestAddress, _: &mut [u8]) -> Result<Filled, SourceError> {
         if self.pages.fetch_add(1, Ordering::Relaxed) < 5 {
-            return Ok(Fetched::Zero);
+            return Ok(Filled::Zero);
         }
-        assert!(!self.panics, "the source fell over at {}", fetch.gpa());
+        assert!(!self.panics, "the source fell over at {gpa}");
         Err(SourceError::Unavailable("the other end is gone".into()))
     }
 }
@@ -76,17 +76,17 @@ const STUCK: Duration = Duration::from_secs(4);
 /// A source that does not answer in time.
 struct StuckSource;
 
-impl PageSource for StuckSource {
-    fn fetch(&self, _fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError> {
+impl LocalSource for StuckSource {
+    fn fill(&self, _: GuestAddress, _: &mut [u8]) -> Result<Filled, SourceError> {
         std::thread::sleep(STUCK);
-        Ok(Fetched::Zero)
+        Ok(Filled::Zero)
     }
 }
 
 /// Runs a machine with 2 vCPUs whose memory comes from `source`. `None` where this host has not what
 /// that takes. Also returned is the pager, if it still is.
 fn run_with(
-    source: impl PageSource + 'static,
+    source: impl LocalSource + 'static,
     delivery: Delivery,
     change: impl FnOnce(&mut MachineConfig),
 ) -> Option<(RunFailure, Weak<Pager>)> {
@@ -117,6 +117,7 @@ fn run_with(
         series: Series {
             delivery,
             fault_around: 1,
+            populate: false,
         },
         seed: 1,
     };
@@ -125,8 +126,8 @@ fn run_with(
     change(&mut config);
     let region = Arc::new(config.data_region().unwrap());
     let mut machine = Machine::with_region(config, Arc::clone(&region)).unwrap();
-    let builder = Pager::builder(userfaultfd::Mode::Missing, source);
-    let paging = Paging::begin_with(builder, &job, &region, &machine).unwrap();
+    let contents = Contents::Local(Arc::new(source));
+    let paging = Paging::begin_with(contents, &job, &region, &machine).unwrap();
     let pager = Arc::downgrade(&paging.pager);
     let workload = Workload::new(Touch::ReadZero, Order::Sequential);
     let started = Instant::now();
@@ -183,22 +184,22 @@ fn a_reader_whose_source_fails_ends_the_run_with_the_cause() {
         return;
     };
     assert!(
-        told.contains("a reader thread could not resolve a fault"),
+        told.contains("a fault that came by a userfaultfd could not be resolved"),
         "{told}"
     );
     assert!(
-        told.ends_with("the page source failed: the other end is gone"),
+        told.ends_with("the source failed: the other end is gone"),
         "{told}"
     );
 }
 
 #[test]
-fn a_reader_that_panics_ends_the_run_with_the_cause() {
+fn a_source_that_panics_under_a_reader_ends_the_run_with_the_cause() {
     let Some(told) = run_with_dying_source(Delivery::Uffd, true) else {
         return;
     };
     assert!(
-        told.contains("panicked: the source fell over at 0x1000"),
+        told.contains("the source panicked: the source fell over at 0x1000"),
         "{told}"
     );
 }
@@ -210,18 +211,18 @@ fn a_vcpu_whose_source_fails_ends_the_run_with_the_cause() {
     };
     assert!(told.contains("cannot resolve"), "{told}");
     assert!(
-        told.ends_with("the page source failed: the other end is gone"),
+        told.ends_with("the source failed: the other end is gone"),
         "{told}"
     );
 }
 
 #[test]
-fn a_vcpu_that_panics_ends_the_run_with_the_cause() {
+fn a_source_that_panics_under_a_vcpu_ends_the_run_with_the_cause() {
     let Some(told) = run_with_dying_source(Delivery::Exit, true) else {
         return;
     };
     assert!(
-        told.contains("panicked: the source fell over at 0x1000"),
+        told.contains("the source panicked: the source fell over at 0x1000"),
         "{told}"
     );
 }

@@ -85,12 +85,19 @@ pub struct Series {
     /// Pages that one fault makes present, itself included; a power of two, 1 unless `delivery` is
     /// [`Delivery::Exit`].
     pub fault_around: u32,
+    /// Whether the vCPU's thread maps what it installed in stage 2 before it enters the guest again
+    /// (KVM_POPULATE_MEMORY, PRESENT_ONLY).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub populate: bool,
 }
 
 impl fmt::Display for Series {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.fault_around {
             1 => self.delivery.fmt(f),
+            pages if self.populate => {
+                f.pad(&format!("{}, {pages} around, populated", self.delivery))
+            }
             pages => f.pad(&format!("{}, {pages} around", self.delivery)),
         }
     }
@@ -125,6 +132,9 @@ pub struct Plan {
     pub access: Access,
     /// After installing, fill the second-stage tables with KVM_PRE_FAULT_MEMORY; exits only.
     pub pre_fault: bool,
+    /// Measure each fault-around above 1 also with what an exit installed mapped in stage 2 at once.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub populate: bool,
     /// Measured rounds, after one that warms up.
     pub runs: u32,
     /// Pin vCPU threads to host CPUs.
@@ -147,6 +157,7 @@ impl Default for Plan {
             order: Order::Sequential,
             access: Access::Write,
             pre_fault: false,
+            populate: false,
             runs: 7,
             pin: false,
         }
@@ -247,6 +258,12 @@ pub enum PlanError {
     /// Pre-fault without exits.
     #[error("--pre-fault needs --delivery exit: it is done by the vCPU's own thread")]
     PreFaultWithoutExit,
+    /// Population without neighbours.
+    #[error(
+        "--populate needs --delivery exit and a --fault-around above 1: it maps the pages that come \
+         with the faulting one"
+    )]
+    PopulateWithoutNeighbours,
 }
 
 impl Plan {
@@ -295,6 +312,9 @@ impl Plan {
         check_list("--fault-around", "1,16", &self.fault_around)?;
         if self.pre_fault && !exits {
             return Err(PlanError::PreFaultWithoutExit);
+        }
+        if self.populate && !(exits && self.fault_around.iter().any(|&pages| pages > 1)) {
+            return Err(PlanError::PopulateWithoutNeighbours);
         }
         Ok(())
     }

@@ -91,6 +91,11 @@ fn every_invalid_argument_has_its_message() {
             "--fault-around 16 needs --delivery exit: only exits resolve neighbours",
         ),
         (
+            plan(|p| p.populate = true),
+            "--populate needs --delivery exit and a --fault-around above 1: it maps the pages that \
+             come with the faulting one",
+        ),
+        (
             plan(|p| p.readers = Some(0)),
             "--readers 0: without a reader thread nobody resolves userfaultfd messages",
         ),
@@ -169,6 +174,19 @@ fn each_fault_around_is_a_series_of_exits_only() {
     });
     let names: Vec<_> = plan.series().iter().map(ToString::to_string).collect();
     assert_eq!(names, ["none", "uffd", "exit", "exit, 16 around"]);
+    let names: Vec<_> = Plan {
+        populate: true,
+        ..plan
+    }
+    .series()
+    .iter()
+    .map(ToString::to_string)
+    .collect();
+    let populated = "exit, 16 around, populated";
+    assert_eq!(
+        names,
+        ["none", "uffd", "exit", "exit, 16 around", populated]
+    );
 }
 
 #[test]

@@ -22,6 +22,8 @@ pub struct Host {
     pub absent_mapping_fault: bool,
     /// KVM_CAP_PRE_FAULT_MEMORY.
     pub pre_fault_memory: bool,
+    /// KVM_CAP_POPULATE_MEMORY.
+    pub populate_memory: bool,
     /// userfaultfd MINOR faults on shmem.
     pub minor_shmem: bool,
     /// userfaultfd MINOR faults on hugetlb.
@@ -69,6 +71,12 @@ pub enum Missing {
          two-dimensional paging); leave --pre-fault out"
     )]
     PreFaultMemory,
+    /// The kernel cannot map what is present.
+    #[error(
+        "--populate: this kernel lacks KVM_CAP_POPULATE_MEMORY; boot one with the Pagetide series \
+         (cargo xtask vm -- COMMAND does), or leave --populate out"
+    )]
+    PopulateMemory,
     /// No MINOR faults for the backing.
     #[error(
         "--mode minor: this kernel's userfaultfd has no {feature} \
@@ -155,6 +163,9 @@ pub fn check(plan: &Plan, host: &Host) -> Result<Vec<String>, Missing> {
     }
     if plan.pre_fault && !host.pre_fault_memory {
         return Err(Missing::PreFaultMemory);
+    }
+    if plan.populate && !host.populate_memory {
+        return Err(Missing::PopulateMemory);
     }
     check_minor(plan, host)?;
     check_descriptors(plan, host)?;
@@ -289,6 +300,7 @@ mod tests {
             recommended_vcpus: 4,
             absent_mapping_fault: true,
             pre_fault_memory: true,
+            populate_memory: true,
             minor_shmem: true,
             minor_hugetlb: true,
             available_bytes: Some(8 << 30),
@@ -322,7 +334,7 @@ mod tests {
     #[test]
     fn what_is_missing_is_named_with_the_way_to_get_it() {
         type Change = fn(&mut Plan, &mut Host);
-        let cases: [(Change, &str); 13] = [
+        let cases: [(Change, &str); 14] = [
             (
                 |plan, _| plan.vcpus = vec![65],
                 "--vcpus 65: this kernel's KVM allows at most 64 vCPUs (KVM_CAP_MAX_VCPUS)",
@@ -339,6 +351,14 @@ mod tests {
                 },
                 "--pre-fault: this kernel lacks KVM_CAP_PRE_FAULT_MEMORY (Linux 6.11 and later, \
                  x86 with two-dimensional paging); leave --pre-fault out",
+            ),
+            (
+                |plan, host| {
+                    plan.populate = true;
+                    host.populate_memory = false;
+                },
+                "--populate: this kernel lacks KVM_CAP_POPULATE_MEMORY; boot one with the Pagetide \
+                 series (cargo xtask vm -- COMMAND does), or leave --populate out",
             ),
             (
                 |_, host| host.minor_shmem = false,
@@ -472,6 +492,7 @@ mod tests {
         let host = Host {
             absent_mapping_fault: false,
             pre_fault_memory: false,
+            populate_memory: false,
             minor_shmem: false,
             minor_hugetlb: false,
             hugepages: None,

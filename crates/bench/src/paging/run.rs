@@ -38,14 +38,24 @@ impl Benchmark for Plan {
         let mut all = Vec::new();
         for &delivery in &self.deliveries {
             if delivery == Delivery::Exit {
-                all.extend(self.fault_around.iter().map(|&fault_around| Series {
-                    delivery,
-                    fault_around,
-                }));
+                for &fault_around in &self.fault_around {
+                    let alone = Series {
+                        delivery,
+                        fault_around,
+                        populate: false,
+                    };
+                    all.push(alone);
+                    // Side by side: each is measured with and without.
+                    all.extend((self.populate && fault_around > 1).then_some(Series {
+                        populate: true,
+                        ..alone
+                    }));
+                }
             } else {
                 all.push(Series {
                     delivery,
                     fault_around: 1,
+                    populate: false,
                 });
             }
         }
@@ -74,6 +84,7 @@ impl Benchmark for Plan {
         let switches = [
             (self.overlap, "--overlap"),
             (self.pre_fault, "--pre-fault"),
+            (self.populate, "--populate"),
             (self.pin, "--pin"),
         ];
         let switches = switches.into_iter().filter(|(on, _)| *on);

@@ -4,11 +4,10 @@ use std::sync::Arc;
 
 use pagetide_memory::Region;
 use pagetide_pager::{
-    IncrementalPopulator, Mode, PageCacheSource, Pager, PopulateConfig, Prefetch, PrefetchConfig,
-    ReaderConfig, Readers,
+    Contents, Holes, Mode, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers, RegionConfig,
 };
 use pagetide_testbed::{Machine, RunOutcome, Workload};
-use pagetide_vmm::{Paging, VcpuHooks, stop_when_paging_fails};
+use pagetide_vmm::{Paging, StageTwo, VcpuHooks, stop_when_in_trouble};
 
 use crate::machine::run_failure;
 use crate::rounds::RunFailure;
@@ -19,7 +18,6 @@ pub(super) struct Ahead {
     readers: Readers,
     exits: Arc<Paging>,
     prefetch: Prefetch,
-    populator: Option<IncrementalPopulator>,
 }
 
 /// How memory came in.
@@ -49,20 +47,17 @@ impl Ahead {
         region: &Arc<Region>,
         populates: bool,
     ) -> Result<Self, RunFailure> {
-        let pager = Pager::builder(Mode::Minor, PageCacheSource)
-            .region(Arc::clone(region))
-            .build()
-            .map_err(RunFailure::failed)?;
-        stop_when_paging_fails(&pager, &machine.stopper());
+        let contents = Contents::PageCache(Holes::AreMissing);
+        let mut config = RegionConfig::local(Arc::clone(region), Mode::Minor, contents);
+        if populates {
+            let sink = StageTwo(Arc::clone(machine.vm()));
+            config = config.populate(Arc::new(sink), 2);
+        }
+        let pager = Pager::new().map_err(RunFailure::failed)?;
+        pager.add(config).map_err(RunFailure::failed)?;
+        stop_when_in_trouble(&pager, &machine.stopper());
         let readers = Readers::spawn(&pager, ReaderConfig::new(1)).map_err(RunFailure::failed)?;
         let exits = Paging::new(&pager, machine.config().vcpus);
-        let populator = populates
-            .then(|| {
-                let sink = Arc::clone(machine.vm());
-                IncrementalPopulator::spawn(&pager, sink, PopulateConfig::default())
-            })
-            .transpose()
-            .map_err(RunFailure::failed)?;
         let prefetch =
             Prefetch::spawn(&pager, PrefetchConfig::default()).map_err(RunFailure::failed)?;
         Ok(Self {
@@ -70,7 +65,6 @@ impl Ahead {
             readers,
             exits: Arc::new(exits),
             prefetch,
-            populator,
         })
     }
 
@@ -98,19 +92,16 @@ impl Ahead {
     /// No vCPU may be running any more.
     fn end(self) -> Result<Arrived, RunFailure> {
         let ahead = self.prefetch.stop().map_err(RunFailure::failed)?.counters;
-        let populated = self.populator.map(IncrementalPopulator::finish);
-        let read = self.readers.stop().map_err(RunFailure::failed)?;
-        self.pager.clear_on_failure();
+        let read = self.readers.stop();
+        self.pager.clear_on_notice();
+        if let Some(trouble) = self.pager.trouble() {
+            return Err(RunFailure::failed(trouble));
+        }
         let exits = self.exits.counters();
-        let mapped_bytes = match populated {
-            Some(ended) => {
-                if let Some(failure) = ended.failure {
-                    return Err(RunFailure::failed(failure));
-                }
-                ended.counters.mapped_bytes
-            }
-            None => 0,
-        };
+        let mapped_bytes = [ahead, read, exits]
+            .iter()
+            .map(|counted| counted.populated_bytes)
+            .sum();
         let installed = ahead.pages + read.pages + exits.pages;
         let progress = self.pager.progress();
         if installed != progress.total && progress.present == progress.total {

@@ -33,6 +33,7 @@ impl Shown for PagingReport {
         let switches = [
             (plan.overlap, ", all vCPUs over all of memory"),
             (plan.pre_fault, ", exits pre-fault"),
+            (plan.populate, ", exits with and without population"),
             (plan.pin, ", vCPUs pinned"),
         ];
         let switches = switches.map(|(on, words)| if on { words } else { "" });

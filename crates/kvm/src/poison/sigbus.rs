@@ -5,6 +5,7 @@
 //! | `BUS_MCEERR_AR`, guest memory | in a guarded copy | the copy returns an error |
 //! | the same | in an ioctl of a vCPU ([`catching`]) | the ioctl's caller is told |
 //! | the same | anywhere else | not ours: the instruction could only fail again |
+//! | `BUS_ADRERR`, guest memory | in a guarded copy | the copy returns an error: whoever shares the file has truncated it |
 //! | `BUS_MCEERR_AO`, guest memory | anywhere | an [`ErrorWatch`](super::ErrorWatch) is told |
 //! | another address or another code | anywhere | not ours |
 //!
@@ -140,9 +141,10 @@ pub unsafe fn handle_sigbus(info: *mut siginfo_t, context: *mut c_void) -> bool 
 ///
 /// `context` is the third argument of a signal handler that is running.
 unsafe fn handle(code: c_int, at: HostAddress, lsb: c_short, context: *mut c_void) -> bool {
-    let required = match code {
-        libc::BUS_MCEERR_AR => true,
-        libc::BUS_MCEERR_AO => false,
+    let (required, is_error) = match code {
+        libc::BUS_MCEERR_AR => (true, true),
+        libc::BUS_MCEERR_AO => (false, true),
+        libc::BUS_ADRERR => (true, false),
         _ => return false,
     };
     if !is_guest_memory(at) {
@@ -161,6 +163,9 @@ unsafe fn handle(code: c_int, at: HostAddress, lsb: c_short, context: *mut c_voi
     if let Some(escape) = escape_from_copy(machine.instruction()) {
         machine.escape(escape, at, lsb);
         return true;
+    }
+    if !is_error {
+        return false;
     }
     CALL.with(|word| {
         let is_inside = word.load(Ordering::Relaxed) != 0;

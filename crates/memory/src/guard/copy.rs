@@ -10,6 +10,8 @@
 use crate::address::HostAddress;
 
 const WORD: usize = size_of::<u64>();
+/// What [`fill_zeroes`] copies, again and again: it stays in the cache.
+static ZEROES: [u8; 4096] = [0; 4096];
 
 /// What the routine returns: nothing went wrong if `failed_at` is 0.
 #[repr(C)]
@@ -182,6 +184,22 @@ pub(crate) unsafe fn copy_in(to: *mut u8, bytes: &[u8]) -> Result<(), CopyFailur
     // SAFETY: head + 8 * words + tail is bytes.len(): so many bytes are readable from `bytes`, and
     // writable at `to`, as the caller vouches.
     unsafe { pagetide_guarded_copy(to, bytes.as_ptr(), head, words, tail) }.result()
+}
+
+/// Writes `len` zeroes at `to`: all of them, or with an error some of them.
+///
+/// # Safety
+///
+/// As for [`copy_in`], for `len` bytes.
+pub(crate) unsafe fn fill_zeroes(to: *mut u8, len: usize) -> Result<(), CopyFailure> {
+    let mut done = 0;
+    while done < len {
+        let piece = ZEROES.len().min(len - done);
+        // SAFETY: done + piece is at most len, for which the caller vouches.
+        unsafe { copy_in(to.wrapping_add(done), &ZEROES[..piece]) }?;
+        done += piece;
+    }
+    Ok(())
 }
 
 /// Reads into `bytes` from `from`. With an error some of `bytes` have been written.

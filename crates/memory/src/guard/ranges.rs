@@ -71,7 +71,7 @@ impl Drop for Listed {
 }
 
 /// Whether `address` is in a mapping, guest or service, of some [`Region`](crate::Region) of this
-/// process. Async-signal-safe.
+/// process, or in a [`FileView`](crate::FileView). Async-signal-safe.
 pub fn is_guest_memory(address: HostAddress) -> bool {
     entries().any(|entry| {
         let start = entry.start.load(Ordering::Acquire);

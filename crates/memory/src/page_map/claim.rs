@@ -1,26 +1,17 @@
-//! The right, and the duty, to bring pages in.
+//! The right, and the duty, to install pages.
 
 use std::mem;
 
-use super::cell::{ABSENT, REMOVED, Settled};
+use super::cell::{REMOVED, Settled};
 use super::{PageMap, PageRange};
 
-/// What the pages of a claim were before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
-    /// Absent: their content must be brought from the source.
-    Absent,
-    /// Removed: they read as zeroes.
-    Removed,
-}
-
-/// Whether userfaultfd readers asked the owner of a page to wake the threads that fault on it.
+/// Whether threads may be asleep in a userfaultfd because their wake-up was left to the caller.
 #[must_use = "a thread may be asleep in a userfaultfd until UFFDIO_WAKE is issued for these pages"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WakeWanted {
-    /// Nobody asked.
+    /// No thread is.
     No,
-    /// Issue `UFFDIO_WAKE` for the pages that were finished or abandoned.
+    /// Issue `UFFDIO_WAKE` for the pages.
     Yes,
 }
 
@@ -29,29 +20,27 @@ impl WakeWanted {
     pub const fn is_wanted(self) -> bool {
         matches!(self, Self::Yes)
     }
+
+    pub(super) const fn from(wanted: bool) -> Self {
+        if wanted { Self::Yes } else { Self::No }
+    }
 }
 
-/// Proof that its holder, and nobody else, is bringing these pages in: each of them is InFlight for
+/// Proof that its holder, and nobody else, is installing these pages: each of them is Installing for
 /// as long as the guard lives.
 ///
-/// A guard that is dropped, as when a page source panics, abandons its pages.
+/// A guard that is dropped, as when its owner panics, gives its pages back as they were. A wake-up
+/// that was left to this owner then stays with the page, for the page's next owner.
 #[derive(Debug)]
 pub struct ClaimGuard<'map> {
     map: &'map PageMap,
     pages: PageRange,
-    origin: Origin,
 }
 
 impl<'map> ClaimGuard<'map> {
     #[inline]
-    pub(super) fn new(map: &'map PageMap, pages: PageRange, origin: Origin) -> Self {
-        Self { map, pages, origin }
-    }
-
-    /// The caller has claimed all of `pages`, which include those claimed so far.
-    #[inline]
-    pub(super) fn widen(&mut self, pages: PageRange) {
-        self.pages = pages;
+    pub(super) fn new(map: &'map PageMap, pages: PageRange) -> Self {
+        Self { map, pages }
     }
 
     /// The pages that are owned.
@@ -59,76 +48,66 @@ impl<'map> ClaimGuard<'map> {
         self.pages
     }
 
-    /// What the pages were before.
-    pub fn origin(&self) -> Origin {
-        self.origin
-    }
-
     /// Leaves the pages as `settled`, and lets those who wait for them go on.
     #[inline]
     pub fn finish(self, settled: Settled) -> WakeWanted {
-        self.leave(settled.byte())
+        self.settle(settled.byte())
     }
 
-    /// Gives the pages back as they were before the claim. Those who wait for them find them so,
-    /// and may claim them themselves.
+    /// Leaves the pages Removed: the guest gave them up while their content was on its way.
+    pub fn finish_removed(self) -> WakeWanted {
+        self.settle(REMOVED)
+    }
+
+    /// Gives each page back as it was before the claim, Absent or Requested, and lets parked threads
+    /// look again.
+    ///
+    /// The answer is about the pages that nobody urgently brings in now (Absent, or Requested in
+    /// bulk): their sleepers have to be woken so that they fault again and ask for the page. The
+    /// sleepers of an urgently requested page stay with its request.
     pub fn abandon(self) -> WakeWanted {
-        let back = self.abandoned_state();
-        self.leave(back)
+        let mut wanted = false;
+        for page in self.pages.iter() {
+            wanted |= self.map.give_back(page);
+        }
+        mem::forget(self);
+        WakeWanted::from(wanted)
+    }
+
+    /// Takes over the wake-ups that were left to this owner so far: the caller issues `UFFDIO_WAKE`
+    /// for the pages now. Those who come later ask anew.
+    pub fn take_wake_wanted(&self) -> WakeWanted {
+        let mut wanted = false;
+        for page in self.pages.iter() {
+            wanted |= self.map.take_wake(page);
+        }
+        WakeWanted::from(wanted)
     }
 
     /// Splits off the first `count` pages: they, and the rest. Either may be empty.
     pub fn split_at(self, count: u64) -> (Self, Self) {
         let (head, tail) = self.pages.split_at(count);
-        let halves = (
-            Self {
-                map: self.map,
-                pages: head,
-                origin: self.origin,
-            },
-            Self {
-                map: self.map,
-                pages: tail,
-                origin: self.origin,
-            },
-        );
+        let halves = (Self::new(self.map, head), Self::new(self.map, tail));
         // The halves own the pages now.
         mem::forget(self);
         halves
     }
 
-    fn abandoned_state(&self) -> u8 {
-        match self.origin {
-            Origin::Absent => ABSENT,
-            Origin::Removed => REMOVED,
-        }
-    }
-
     #[inline]
-    fn leave(self, to: u8) -> WakeWanted {
-        let wanted = self.leave_all(to);
-        mem::forget(self);
-        wanted
-    }
-
-    #[inline]
-    fn leave_all(&self, to: u8) -> WakeWanted {
+    fn settle(self, to: u8) -> WakeWanted {
         let mut wanted = false;
         for page in self.pages.iter() {
-            wanted |= self.map.leave_in_flight(page, to);
+            wanted |= self.map.settle_owned(page, to);
         }
-        if wanted {
-            WakeWanted::Yes
-        } else {
-            WakeWanted::No
-        }
+        mem::forget(self);
+        WakeWanted::from(wanted)
     }
 }
 
 impl Drop for ClaimGuard<'_> {
     fn drop(&mut self) {
-        // A wake that was wanted is not given: the owner is gone without an answer, and a thread
-        // that stays asleep is better than a guest that goes on.
-        let _ = self.leave_all(self.abandoned_state());
+        for page in self.pages.iter() {
+            self.map.give_back_quietly(page);
+        }
     }
 }

@@ -1,15 +1,16 @@
-//! Where threads sleep until a page's owner is done.
+//! Where threads sleep until a page is there.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::page::PageIndex;
+use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering};
 
 /// Enough that threads waiting for different pages seldom meet; a power of two.
-const SHARDS: usize = 64;
+const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
 
 /// One sleeping place, on cache lines of its own.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(align(128))]
 struct Shard {
     lock: Mutex<()>,
@@ -20,12 +21,18 @@ struct Shard {
 #[derive(Debug)]
 pub(super) struct Parking {
     shards: Box<[Shard; SHARDS]>,
+    /// How often everybody was woken. Changed with each shard's lock taken after the change.
+    epoch: AtomicU64,
 }
 
 impl Default for Parking {
     fn default() -> Self {
         Self {
-            shards: Box::new(std::array::from_fn(|_| Shard::default())),
+            shards: Box::new(std::array::from_fn(|_| Shard {
+                lock: Mutex::new(()),
+                wakeup: Condvar::new(),
+            })),
+            epoch: AtomicU64::new(0),
         }
     }
 }
@@ -49,9 +56,27 @@ impl Parking {
 
     /// Wakes every thread that sleeps in the page's shard.
     pub(super) fn notify(&self, page: PageIndex) {
-        let shard = self.shard(page);
-        drop(shard.lock.lock().unwrap_or_else(PoisonError::into_inner));
-        shard.wakeup.notify_all();
+        self.shard(page).notify();
+    }
+
+    /// How often [`Parking::notify_all`] was called.
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Begins the next epoch and wakes every thread.
+    pub(super) fn notify_all(&self) {
+        self.epoch.fetch_add(1, Ordering::AcqRel);
+        for shard in self.shards.iter() {
+            shard.notify();
+        }
+    }
+}
+
+impl Shard {
+    fn notify(&self) {
+        drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+        self.wakeup.notify_all();
     }
 }
 

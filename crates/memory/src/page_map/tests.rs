@@ -1,8 +1,8 @@
-use std::sync::Barrier;
+mod model;
+mod racing;
+
 use std::sync::atomic::AtomicU64;
 use std::thread;
-
-use proptest::prelude::*;
 
 use super::*;
 
@@ -11,6 +11,18 @@ const LONG: Duration = Duration::from_secs(60);
 
 fn map() -> PageMap {
     PageMap::new(8).unwrap()
+}
+
+fn range(first: u64, count: u64) -> PageRange {
+    PageRange::new(PageIndex(first), count)
+}
+
+fn claim(map: &PageMap, page: PageIndex) -> Claim<'_> {
+    map.claim_run(page, PageRange::single(page))
+}
+
+fn request(map: &PageMap, page: PageIndex, urgency: Urgency) -> Request {
+    map.request_run(page, PageRange::single(page), urgency)
 }
 
 fn won(claim: Claim<'_>) -> ClaimGuard<'_> {
@@ -27,80 +39,109 @@ fn lost(claim: Claim<'_>) -> PageState {
     }
 }
 
+fn done(before: PageState, wake: WakeWanted) -> Removal {
+    Removal::Done { before, wake }
+}
+
+const BULK: PageState = PageState::Requested(Urgency::Bulk);
+const URGENT: PageState = PageState::Requested(Urgency::Urgent);
+
 #[test]
 fn every_way_out_of_a_claim() {
-    for (settled, state) in [
-        (Settled::Present, PageState::Present),
-        (Settled::Zero, PageState::Zero),
-        (Settled::Poisoned, PageState::Poisoned),
-    ] {
-        let map = map();
-        let guard = won(map.claim(PAGE));
-        assert_eq!(map.state(PAGE), Some(PageState::InFlight));
-        assert_eq!(lost(map.claim(PAGE)), PageState::InFlight);
-        assert_eq!(guard.finish(settled), WakeWanted::No);
-        assert_eq!(map.state(PAGE), Some(state));
-        assert_eq!(lost(map.claim(PAGE)), state);
-    }
-    let map = map();
-    assert_eq!(won(map.claim(PAGE)).abandon(), WakeWanted::No);
-    assert_eq!(map.state(PAGE), Some(PageState::Absent));
-    drop(won(map.claim(PAGE)));
-    assert_eq!(map.state(PAGE), Some(PageState::Absent));
-}
-
-#[test]
-fn a_removed_page_is_claimed_as_such_and_goes_back_as_such() {
-    let map = map();
-    assert_eq!(map.remove(PAGE), Removal::Done(PageState::Absent));
-    assert_eq!(lost(map.claim(PAGE)), PageState::Removed);
-    assert_eq!(lost(map.claim_removed(PageIndex(0))), PageState::Absent);
-    let guard = won(map.claim_removed(PAGE));
-    assert_eq!(guard.origin(), Origin::Removed);
-    drop(guard);
-    assert_eq!(map.state(PAGE), Some(PageState::Removed));
-    assert_eq!(
-        won(map.claim_removed(PAGE)).finish(Settled::Zero),
-        WakeWanted::No
-    );
-    assert_eq!(map.remove(PAGE), Removal::Done(PageState::Zero));
-}
-
-#[test]
-fn nobody_takes_a_page_from_its_owner() {
-    let map = map();
-    let guard = won(map.claim(PAGE));
-    assert_eq!(map.remove(PAGE), Removal::InFlight);
-    assert_eq!(map.poison(PAGE), Removal::InFlight);
-    assert_eq!(map.reset(), Err(ResetError { page: PAGE }));
-    let _ = guard.finish(Settled::Present);
-    assert_eq!(map.poison(PAGE), Removal::Done(PageState::Present));
-    assert_eq!(map.remove(PAGE), Removal::Poisoned);
-    assert_eq!(map.reset(), Ok(()));
-    assert_eq!(
-        map.counts(),
-        StateCounts {
-            absent: 8,
-            ..StateCounts::default()
+    type End = fn(ClaimGuard<'_>) -> WakeWanted;
+    let ends: [(End, Option<PageState>); 6] = [
+        (
+            |guard| guard.finish(Settled::Present),
+            Some(PageState::Present),
+        ),
+        (|guard| guard.finish(Settled::Zero), Some(PageState::Zero)),
+        (
+            |guard| guard.finish(Settled::Poisoned),
+            Some(PageState::Poisoned),
+        ),
+        (|guard| guard.finish_removed(), Some(PageState::Removed)),
+        (|guard| guard.abandon(), None),
+        (
+            |guard| {
+                drop(guard);
+                WakeWanted::No
+            },
+            None,
+        ),
+    ];
+    for (end, settled) in ends {
+        for from in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
+            let map = map();
+            if let Some(urgency) = from {
+                assert_eq!(
+                    request(&map, PAGE, urgency),
+                    Request::Made(PageRange::single(PAGE))
+                );
+            }
+            let before = map.state(PAGE).unwrap();
+            assert_eq!(before, from.map_or(PageState::Absent, PageState::Requested));
+            let guard = won(claim(&map, PAGE));
+            assert_eq!(map.state(PAGE), Some(PageState::Installing));
+            assert_eq!(lost(claim(&map, PAGE)), PageState::Installing);
+            assert!(map.claim_arrived(PageRange::single(PAGE)).is_none());
+            assert_eq!(
+                request(&map, PAGE, Urgency::Urgent),
+                Request::Lost(PageState::Installing)
+            );
+            assert_eq!(end(guard), WakeWanted::No);
+            assert_eq!(map.state(PAGE), Some(settled.unwrap_or(before)));
+            if let Some(state) = settled {
+                assert!(state.is_settled());
+                assert_eq!(lost(claim(&map, PAGE)), state);
+                assert_eq!(request(&map, PAGE, Urgency::Urgent), Request::Lost(state));
+            }
         }
-    );
+    }
+}
+
+#[test]
+fn a_page_is_removed_and_poisoned_unless_it_has_an_owner() {
+    let map = map();
+    assert_eq!(map.remove(PAGE), done(PageState::Absent, WakeWanted::No));
+    assert_eq!(lost(claim(&map, PAGE)), PageState::Removed);
+    assert_eq!(map.remove(PAGE), done(PageState::Removed, WakeWanted::No));
+    assert_eq!(map.poison(PAGE), done(PageState::Removed, WakeWanted::No));
+    assert_eq!(map.poison(PAGE), Removal::Poisoned);
+    assert_eq!(map.remove(PAGE), Removal::Poisoned);
+
+    let other = PageIndex(4);
+    let guard = won(claim(&map, other));
+    assert_eq!(map.remove(other), Removal::Installing);
+    assert_eq!(map.poison(other), Removal::Installing);
+    assert_eq!(map.reset(), Err(ResetError { page: other }));
+    let _ = guard.finish(Settled::Present);
+    assert_eq!(map.remove(other), done(PageState::Present, WakeWanted::No));
+
+    // The request's content will find the page removed; who slept for it has to look again.
+    let asked = PageIndex(5);
+    let _ = request(&map, asked, Urgency::Urgent);
+    assert_eq!(map.want_wake(asked), Some(URGENT));
+    assert_eq!(map.remove(asked), done(URGENT, WakeWanted::Yes));
+    assert!(map.claim_arrived(PageRange::single(asked)).is_none());
+    assert!(!map.is_wake_wanted(asked));
+    map.reset().unwrap();
+    assert_eq!(map.counts().absent, 8);
 }
 
 #[test]
 fn pages_that_are_not_there() {
     let map = map();
     for page in [PageIndex(8), PageIndex(u64::MAX)] {
-        assert!(matches!(map.claim(page), Claim::Outside));
-        assert!(matches!(map.claim_removed(page), Claim::Outside));
-        assert!(matches!(
-            map.claim_run(page, PageRange::window(page, 8)),
-            Claim::Outside
-        ));
+        assert!(matches!(claim(&map, page), Claim::Outside));
+        assert_eq!(request(&map, page, Urgency::Bulk), Request::Outside);
         assert_eq!(map.state(page), None);
         assert_eq!(map.want_wake(page), None);
         assert_eq!(map.wait(page, LONG), None);
         assert_eq!(map.remove(page), Removal::Outside);
         assert_eq!(map.poison(page), Removal::Outside);
+        assert!(map.claim_arrived(PageRange::new(page, 3)).is_none());
+        assert_eq!(map.withdraw(PageRange::new(page, 3)), 0);
+        assert_eq!(map.next_absent(PageRange::new(page, 3)), None);
     }
     assert!(matches!(
         PageMap::new(u64::MAX),
@@ -110,21 +151,117 @@ fn pages_that_are_not_there() {
 
 #[test]
 fn a_run_stops_at_the_window_the_map_and_pages_of_others() {
-    let map = PageMap::new(10).unwrap();
-    let _present = won(map.claim(PageIndex(2))).finish(Settled::Present);
-    let run = won(map.claim_run(PageIndex(4), PageRange::window(PageIndex(4), 8)));
-    assert_eq!(run.pages(), PageRange::new(PageIndex(3), 5));
-    let last = won(map.claim_run(PageIndex(9), PageRange::window(PageIndex(9), 8)));
-    assert_eq!(last.pages(), PageRange::new(PageIndex(8), 2));
-    let elsewhere = won(map.claim_run(PageIndex(0), PageRange::new(PageIndex(5), 2)));
-    assert_eq!(elsewhere.pages(), PageRange::single(PageIndex(0)));
-    assert_eq!(map.counts().in_flight, 8);
+    for by_request in [false, true] {
+        let map = PageMap::new(10).unwrap();
+        let run = |page, window| {
+            if by_request {
+                match map.request_run(PageIndex(page), window, Urgency::Bulk) {
+                    Request::Made(pages) => pages,
+                    other => panic!("{other:?}"),
+                }
+            } else {
+                let guard = won(map.claim_run(PageIndex(page), window));
+                let pages = guard.pages();
+                std::mem::forget(guard);
+                pages
+            }
+        };
+        let _ = won(claim(&map, PageIndex(2))).finish(Settled::Present);
+        assert_eq!(run(4, PageRange::window(PageIndex(4), 8)), range(3, 5));
+        assert_eq!(run(9, PageRange::window(PageIndex(9), 8)), range(8, 2));
+        assert_eq!(run(0, range(5, 2)), range(0, 1));
+        let counts = map.counts();
+        assert_eq!(counts.requested + counts.installing, 8);
+    }
+}
+
+#[test]
+fn neighbours_that_are_requested_are_left_to_their_requests() {
+    let map = map();
+    let _ = map.request_run(PageIndex(4), range(4, 2), Urgency::Bulk);
+    let guard = won(map.claim_run(PageIndex(2), range(0, 8)));
+    assert_eq!(guard.pages(), range(0, 4));
+    // The page itself is claimed although it is requested: its content is at hand.
+    let asked = won(map.claim_run(PageIndex(5), range(0, 8)));
+    assert_eq!(asked.pages(), range(5, 3));
+    assert_eq!(map.state(PageIndex(4)), Some(BULK));
+    assert_eq!(asked.abandon(), WakeWanted::No);
+    assert_eq!(map.state(PageIndex(5)), Some(BULK));
+    assert_eq!(map.state(PageIndex(6)), Some(PageState::Absent));
+}
+
+#[test]
+fn a_request_is_made_once_and_made_urgent_once() {
+    let map = map();
+    let made = map.request_run(PAGE, range(2, 3), Urgency::Bulk);
+    assert_eq!(made, Request::Made(range(2, 3)));
+    assert_eq!(request(&map, PAGE, Urgency::Bulk), Request::Lost(BULK));
+    assert_eq!(request(&map, PAGE, Urgency::Urgent), Request::Upgraded);
+    assert_eq!(request(&map, PAGE, Urgency::Urgent), Request::Lost(URGENT));
+    assert_eq!(request(&map, PAGE, Urgency::Bulk), Request::Lost(URGENT));
+    // The window is for pages that nobody has asked for.
+    let around = map.request_run(PageIndex(2), range(0, 8), Urgency::Urgent);
+    assert_eq!(around, Request::Upgraded);
+    let rest = map.request_run(PageIndex(7), range(0, 8), Urgency::Urgent);
+    assert_eq!(rest, Request::Made(range(5, 3)));
+}
+
+#[test]
+fn content_that_arrives_is_installed_where_it_is_missing() {
+    let map = PageMap::new(12).unwrap();
+    let _ = map.request_run(PageIndex(1), range(1, 2), Urgency::Bulk);
+    let _ = request(&map, PageIndex(3), Urgency::Urgent);
+    let _ = won(claim(&map, PageIndex(4))).finish(Settled::Present);
+    let _ = map.remove(PageIndex(5));
+    let owned = won(claim(&map, PageIndex(8)));
+    let mut runs = Vec::new();
+    let mut rest = range(0, 10);
+    while let Some(guard) = map.claim_arrived(rest) {
+        let pages = guard.pages();
+        runs.push(pages);
+        rest = PageRange::new(pages.end(), rest.end().0 - pages.end().0);
+        let _ = guard.finish(Settled::Present);
+    }
+    assert_eq!(runs, [range(0, 4), range(6, 2), range(9, 1)]);
+    assert!(map.claim_arrived(range(0, 10)).is_none());
+    // A range that leaves the map is cut to it.
+    let last = map.claim_arrived(range(9, 100)).unwrap();
+    assert_eq!(last.pages(), range(10, 2));
+    drop((last, owned));
+}
+
+#[test]
+fn withdrawn_pages_can_be_requested_again() {
+    let map = map();
+    let _ = map.request_run(PageIndex(0), range(0, 6), Urgency::Bulk);
+    assert_eq!(
+        request(&map, PageIndex(1), Urgency::Urgent),
+        Request::Upgraded
+    );
+    let arrived = won(claim(&map, PageIndex(2)));
+    assert_eq!(map.withdraw(range(0, 5)), 3);
+    let states: Vec<_> = (0..6).map(|page| map.state(PageIndex(page))).collect();
+    let absent = PageState::Absent;
+    let expected = [absent, URGENT, PageState::Installing, absent, absent, BULK];
+    assert_eq!(states, expected.map(Some));
+    // What arrives nevertheless is installed.
+    let late = map.claim_arrived(range(3, 2)).unwrap();
+    assert_eq!(late.pages(), range(3, 2));
+    drop((late, arrived));
+
+    assert_eq!(map.want_wake(PageIndex(1)), Some(URGENT));
+    assert_eq!(map.withdraw_all(range(0, 2)), WakeWanted::Yes);
+    assert_eq!(map.withdraw_all(map_range(&map)), WakeWanted::No);
+    assert_eq!(map.counts().absent, 8);
+}
+
+fn map_range(map: &PageMap) -> PageRange {
+    range(0, map.pages())
 }
 
 #[test]
 fn the_next_page_to_bring_in_is_found() {
     let map = map();
-    let range = |first, count| PageRange::new(PageIndex(first), count);
     let next = |pages| map.next_unsettled(pages);
     let absent = |page| Some((PageIndex(page), PageState::Absent));
     assert_eq!(next(range(0, 8)), absent(0));
@@ -132,24 +269,29 @@ fn the_next_page_to_bring_in_is_found() {
     assert_eq!(next(range(8, 1)), None);
     assert_eq!(next(range(u64::MAX, 1)), None);
     for page in [0, 1, 4] {
-        let _ = won(map.claim(PageIndex(page))).finish(Settled::Present);
+        let _ = won(claim(&map, PageIndex(page))).finish(Settled::Present);
     }
     let _ = map.remove(PageIndex(2));
     assert_eq!(next(range(0, 8)), absent(3));
     assert_eq!(next(range(0, 3)), None);
-    let guard = won(map.claim(PAGE));
-    assert_eq!(next(range(0, 8)), Some((PAGE, PageState::InFlight)));
+    let guard = won(claim(&map, PAGE));
+    assert_eq!(next(range(0, 8)), Some((PAGE, PageState::Installing)));
+    assert_eq!(map.next_absent(range(0, 8)), Some(PageIndex(5)));
     assert_eq!(guard.finish(Settled::Zero), WakeWanted::No);
     assert_eq!(next(range(0, 8)), absent(5));
+    let _ = request(&map, PageIndex(5), Urgency::Bulk);
+    assert_eq!(next(range(0, 8)), Some((PageIndex(5), BULK)));
+    assert_eq!(map.next_absent(range(0, 8)), Some(PageIndex(6)));
+    assert_eq!(map.next_absent(range(0, 6)), None);
 }
 
 #[test]
 fn a_split_run_settles_piece_by_piece() {
     let map = map();
-    let run = won(map.claim_run(PageIndex(0), PageRange::window(PageIndex(0), 8)));
+    let run = won(map.claim_run(PageIndex(0), range(0, 8)));
     let (head, tail) = run.split_at(3);
-    assert_eq!(map.want_wake(PageIndex(1)), Some(PageState::InFlight));
-    assert_eq!(map.want_wake(PageIndex(7)), Some(PageState::InFlight));
+    assert_eq!(map.want_wake(PageIndex(1)), Some(PageState::Installing));
+    assert_eq!(map.want_wake(PageIndex(7)), Some(PageState::Installing));
     assert_eq!(head.finish(Settled::Present), WakeWanted::Yes);
     let (nothing, tail) = tail.split_at(0);
     assert_eq!(nothing.finish(Settled::Zero), WakeWanted::No);
@@ -163,30 +305,138 @@ fn a_split_run_settles_piece_by_piece() {
 }
 
 #[test]
-fn a_wake_is_promised_only_by_an_owner() {
+fn a_wake_is_promised_by_an_owner_or_a_request() {
     let map = map();
     assert_eq!(map.want_wake(PAGE), Some(PageState::Absent));
-    let guard = won(map.claim(PAGE));
     assert!(!map.is_wake_wanted(PAGE));
-    assert_eq!(map.want_wake(PAGE), Some(PageState::InFlight));
-    assert_eq!(map.want_wake(PAGE), Some(PageState::InFlight));
+    let guard = won(claim(&map, PAGE));
+    assert!(!map.is_wake_wanted(PAGE));
+    assert_eq!(map.want_wake(PAGE), Some(PageState::Installing));
+    assert_eq!(map.want_wake(PAGE), Some(PageState::Installing));
     assert!(map.is_wake_wanted(PAGE));
     assert_eq!(guard.finish(Settled::Present), WakeWanted::Yes);
     assert!(!map.is_wake_wanted(PAGE));
     assert_eq!(map.want_wake(PAGE), Some(PageState::Present));
+    assert!(!map.is_wake_wanted(PAGE));
     // What was asked of one owner is not asked of the next.
     map.reset().unwrap();
     assert_eq!(
-        won(map.claim(PAGE)).finish(Settled::Present),
+        won(claim(&map, PAGE)).finish(Settled::Present),
         WakeWanted::No
     );
+
+    // What is asked of a request is asked of whoever installs the page.
+    let asked = PageIndex(5);
+    let _ = request(&map, asked, Urgency::Bulk);
+    assert_eq!(map.want_wake(asked), Some(BULK));
+    assert_eq!(request(&map, asked, Urgency::Urgent), Request::Upgraded);
+    assert!(map.is_wake_wanted(asked));
+    let arrived = map.claim_arrived(range(5, 1)).unwrap();
+    assert_eq!(arrived.finish(Settled::Present), WakeWanted::Yes);
+}
+
+#[test]
+fn a_wake_can_be_left_on_a_page_that_nobody_brings_yet() {
+    let map = PageMap::new(2).unwrap();
+    let page = PageIndex(1);
+    assert_eq!(map.leave_wake(page), Some(PageState::Absent));
+    assert!(map.is_wake_wanted(page));
+    let Claim::Won(claim) = map.claim_run(page, PageRange::single(page)) else {
+        panic!("absent")
+    };
+    assert_eq!(map.leave_wake(page), Some(PageState::Installing));
+    assert!(claim.finish(Settled::Present).is_wanted());
+    // Too late: nobody will.
+    assert_eq!(map.leave_wake(page), Some(PageState::Present));
+    assert!(!map.is_wake_wanted(page));
+    assert_eq!(map.leave_wake(PageIndex(2)), None);
+}
+
+#[test]
+fn an_owner_can_take_over_the_wakes_before_it_ends() {
+    let map = map();
+    let guard = won(map.claim_run(PAGE, range(2, 3)));
+    assert_eq!(guard.take_wake_wanted(), WakeWanted::No);
+    assert_eq!(map.want_wake(PageIndex(4)), Some(PageState::Installing));
+    assert_eq!(guard.take_wake_wanted(), WakeWanted::Yes);
+    assert!(!map.is_wake_wanted(PageIndex(4)));
+    assert_eq!(guard.take_wake_wanted(), WakeWanted::No);
+    assert_eq!(guard.finish(Settled::Present), WakeWanted::No);
+}
+
+#[test]
+fn an_abandoned_page_keeps_a_wake_only_for_an_urgent_request() {
+    for (before, returned) in [
+        (None, true),
+        (Some(Urgency::Bulk), true),
+        (Some(Urgency::Urgent), false),
+    ] {
+        let map = map();
+        if let Some(urgency) = before {
+            let _ = request(&map, PAGE, urgency);
+        }
+        let guard = won(claim(&map, PAGE));
+        let _ = map.want_wake(PAGE);
+        assert_eq!(guard.abandon().is_wanted(), returned, "{before:?}");
+        assert_eq!(map.is_wake_wanted(PAGE), !returned, "{before:?}");
+        let next = won(claim(&map, PAGE));
+        assert_eq!(next.finish(Settled::Present).is_wanted(), !returned);
+    }
+}
+
+#[test]
+fn a_sleeper_left_to_an_owner_that_panics_is_woken_by_the_next_owner() {
+    for before in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
+        let map = map();
+        if let Some(urgency) = before {
+            let _ = request(&map, PAGE, urgency);
+        }
+        let owner = thread::scope(|scope| {
+            let owner = scope.spawn(|| {
+                let _guard = won(claim(&map, PAGE));
+                assert_eq!(map.want_wake(PAGE), Some(PageState::Installing));
+                panic!("a source that panics");
+            });
+            owner.join()
+        });
+        assert!(owner.is_err());
+        assert!(map.is_wake_wanted(PAGE), "{before:?}");
+        // However the page is brought in then.
+        if before.is_none() {
+            let made = request(&map, PAGE, Urgency::Bulk);
+            assert_eq!(made, Request::Made(PageRange::single(PAGE)));
+            assert_eq!(map.withdraw(range(0, 8)), 1);
+        }
+        let next = won(map.claim_run(PageIndex(2), range(0, 8)));
+        let next = if next.pages().contains(PAGE) {
+            next
+        } else {
+            won(claim(&map, PAGE))
+        };
+        assert_eq!(next.finish(Settled::Present), WakeWanted::Yes, "{before:?}");
+    }
+    // Nor does giving the region up forget it.
+    let map = map();
+    let guard = won(claim(&map, PAGE));
+    let _ = map.want_wake(PAGE);
+    drop(guard);
+    assert_eq!(map.withdraw_all(map_range(&map)), WakeWanted::Yes);
+    assert!(!map.is_wake_wanted(PAGE));
+}
+
+/// Waits until a thread has begun to wait for `page`: only then can its wait be ended.
+fn until_parked(map: &PageMap, page: PageIndex) {
+    while map.cell(page).unwrap().load(Ordering::Relaxed) & WAITERS == 0 {
+        thread::yield_now();
+    }
 }
 
 #[test]
 fn waiting_ends_with_the_owner_however_it_ends() {
     type End = fn(ClaimGuard<'_>) -> WakeWanted;
-    let ends: [(End, PageState); 3] = [
+    let ends: [(End, PageState); 4] = [
         (|guard| guard.finish(Settled::Present), PageState::Present),
+        (|guard| guard.finish_removed(), PageState::Removed),
         (|guard| guard.abandon(), PageState::Absent),
         (
             |guard| {
@@ -197,269 +447,99 @@ fn waiting_ends_with_the_owner_however_it_ends() {
         ),
     ];
     for (end, state) in ends {
+        for requested in [false, true] {
+            let map = map();
+            if requested {
+                let _ = request(&map, PAGE, Urgency::Bulk);
+            }
+            let guard = won(claim(&map, PAGE));
+            thread::scope(|scope| {
+                // One that came late would wait for the request.
+                let count = if requested { 1 } else { 4 };
+                let waiters: Vec<_> = (0..count)
+                    .map(|_| scope.spawn(|| map.wait(PAGE, LONG)))
+                    .collect();
+                until_parked(&map, PAGE);
+                let wake = end(guard);
+                assert_eq!(wake, WakeWanted::No, "a waiter is no userfaultfd reader");
+                let state = match state {
+                    // A waiter looks again, since it may have to make the request urgent.
+                    PageState::Absent if requested => BULK,
+                    state => state,
+                };
+                for waiter in waiters {
+                    assert_eq!(waiter.join().unwrap(), Some(state));
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn waiting_for_a_request_ends_with_whatever_ends_the_request() {
+    type End = fn(&PageMap);
+    let ends: [(End, PageState); 6] = [
+        (
+            |map| {
+                let guard = map.claim_arrived(range(0, 8)).unwrap();
+                let _ = guard.finish(Settled::Present);
+            },
+            PageState::Present,
+        ),
+        (
+            |map| assert_eq!(map.withdraw(range(0, 8)), 1),
+            PageState::Absent,
+        ),
+        (
+            |map| assert_eq!(map.withdraw_all(range(0, 8)), WakeWanted::No),
+            PageState::Absent,
+        ),
+        (
+            |map| assert_eq!(map.remove(PAGE), done(BULK, WakeWanted::No)),
+            PageState::Removed,
+        ),
+        (
+            |map| assert_eq!(map.poison(PAGE), done(BULK, WakeWanted::No)),
+            PageState::Poisoned,
+        ),
+        (|map| map.reset().unwrap(), PageState::Absent),
+    ];
+    for (end, state) in ends {
         let map = map();
-        let guard = won(map.claim(PAGE));
+        let _ = request(&map, PAGE, Urgency::Bulk);
         thread::scope(|scope| {
-            let waiters: Vec<_> = (0..4)
-                .map(|_| scope.spawn(|| map.wait(PAGE, LONG)))
-                .collect();
-            // Only a wait that began can be ended; the flag shows that one did.
-            while map.cells[3].load(Ordering::Relaxed) & WAITERS == 0 {
-                thread::yield_now();
-            }
-            assert_eq!(
-                end(guard),
-                WakeWanted::No,
-                "a waiter is no userfaultfd reader"
-            );
-            for waiter in waiters {
-                assert_eq!(waiter.join().unwrap(), Some(state));
-            }
+            let waiter = scope.spawn(|| map.wait(PAGE, LONG));
+            until_parked(&map, PAGE);
+            end(&map);
+            assert_eq!(waiter.join().unwrap(), Some(state));
         });
     }
+}
+
+#[test]
+fn waiting_ends_when_everybody_is_woken() {
+    let map = map();
+    let _ = request(&map, PAGE, Urgency::Urgent);
+    let epoch = map.epoch();
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| map.wait(PAGE, LONG));
+        until_parked(&map, PAGE);
+        map.notify_all();
+        assert_eq!(waiter.join().unwrap(), Some(URGENT));
+    });
+    // Who read the epoch before does not wait at all.
+    assert_eq!(map.wait_since(PAGE, epoch, LONG), Some(URGENT));
 }
 
 #[test]
 fn waiting_ends_with_the_timeout() {
     let map = map();
-    let _guard = won(map.claim(PAGE));
+    let _guard = won(claim(&map, PAGE));
     let start = Instant::now();
     assert_eq!(
         map.wait(PAGE, Duration::from_millis(20)),
-        Some(PageState::InFlight)
+        Some(PageState::Installing)
     );
     assert!(start.elapsed() >= Duration::from_millis(20));
     assert_eq!(map.wait(PageIndex(0), LONG), Some(PageState::Absent));
-}
-
-/// Threads race for the same pages, with and without fault-around, some failing; each page must be
-/// brought in exactly once, nobody may be left waiting, and each wake asked for must be given.
-fn race(pages: u64, threads: u64, around: u64, fail_every: u64) {
-    let map = PageMap::new(pages).unwrap();
-    let installs: Vec<AtomicU64> = (0..pages).map(|_| AtomicU64::new(0)).collect();
-    let content: Vec<AtomicU64> = (0..pages).map(|_| AtomicU64::new(0)).collect();
-    let (wakes_promised, wakes_given) = (AtomicU64::new(0), AtomicU64::new(0));
-    let attempts = AtomicU64::new(0);
-    let start = Barrier::new(to_usize(threads));
-    thread::scope(|scope| {
-        for thread in 0..threads {
-            let (map, installs, content, start) = (&map, &installs, &content, &start);
-            let (wakes_promised, wakes_given) = (&wakes_promised, &wakes_given);
-            let attempts = &attempts;
-            scope.spawn(move || {
-                start.wait();
-                for step in 0..pages {
-                    let page = PageIndex((step + thread % 2) % pages);
-                    loop {
-                        let guard = match map.claim_run(page, PageRange::window(page, around)) {
-                            Claim::Won(guard) => guard,
-                            Claim::Lost(PageState::Present) => break,
-                            Claim::Lost(PageState::InFlight) => {
-                                if thread % 3 == 0
-                                    && map.want_wake(page) == Some(PageState::InFlight)
-                                {
-                                    wakes_promised.fetch_add(1, Ordering::Relaxed);
-                                }
-                                map.wait(page, LONG);
-                                continue;
-                            }
-                            Claim::Lost(PageState::Absent) => continue,
-                            other => panic!("{other:?}"),
-                        };
-                        assert!(guard.pages().contains(page));
-                        let fails = fail_every != 0
-                            && attempts
-                                .fetch_add(1, Ordering::Relaxed)
-                                .is_multiple_of(fail_every);
-                        let wake = if fails {
-                            guard.abandon()
-                        } else {
-                            for page in guard.pages().iter() {
-                                let at = page.as_usize();
-                                installs[at].fetch_add(1, Ordering::Relaxed);
-                                content[at].store(page.0 + 1, Ordering::Relaxed);
-                            }
-                            guard.finish(Settled::Present)
-                        };
-                        if wake.is_wanted() {
-                            wakes_given.fetch_add(1, Ordering::Relaxed);
-                        }
-                    }
-                    // Present means that the content, too, can be seen.
-                    assert_eq!(content[page.as_usize()].load(Ordering::Relaxed), page.0 + 1);
-                }
-            });
-        }
-    });
-    assert!(
-        installs
-            .iter()
-            .all(|count| count.load(Ordering::Relaxed) == 1)
-    );
-    assert_eq!(map.counts().present, pages);
-    let (promised, given) = (wakes_promised.into_inner(), wakes_given.into_inner());
-    assert!(
-        given <= promised && (given > 0) == (promised > 0),
-        "{given} of {promised} wakes"
-    );
-}
-
-#[test]
-fn racing_threads_bring_each_page_in_once() {
-    race(20_000, 4, 1, 0);
-    race(20_000, 4, 16, 0);
-    race(20_000, 8, 4, 3);
-}
-
-#[test]
-fn a_waiter_is_never_forgotten() {
-    // One owner and one waiter meet at the same page again and again; a lost wake-up would show as
-    // a wait of LONG. All waits together may take longer where processors are slow or busy.
-    const ROUNDS: u32 = 10_000;
-    let map = PageMap::new(1).unwrap();
-    let page = PageIndex(0);
-    let meet = Barrier::new(2);
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            for _ in 0..ROUNDS {
-                let guard = won(map.claim(page));
-                meet.wait();
-                drop(guard);
-                meet.wait();
-            }
-        });
-        for _ in 0..ROUNDS {
-            meet.wait();
-            let begun = Instant::now();
-            assert_eq!(map.wait(page, LONG), Some(PageState::Absent));
-            assert!(begun.elapsed() < LONG, "nobody woke the waiter");
-            meet.wait();
-        }
-    });
-}
-
-/// One step of a single-threaded history, for comparing the map with a plain model.
-#[derive(Clone, Debug)]
-enum Step {
-    Claim(u64),
-    ClaimRun(u64, u64),
-    ClaimRemoved(u64),
-    Finish(usize, Settled),
-    Abandon(usize),
-    Split(usize, u64),
-    WantWake(u64),
-    Remove(u64),
-    Poison(u64),
-}
-
-fn step() -> impl Strategy<Value = Step> {
-    let page = 0u64..10;
-    let settled = prop_oneof![
-        Just(Settled::Present),
-        Just(Settled::Zero),
-        Just(Settled::Poisoned)
-    ];
-    prop_oneof![
-        page.clone().prop_map(Step::Claim),
-        (page.clone(), 1u64..9).prop_map(|(page, window)| Step::ClaimRun(page, window)),
-        page.clone().prop_map(Step::ClaimRemoved),
-        (any::<usize>(), settled).prop_map(|(at, settled)| Step::Finish(at, settled)),
-        any::<usize>().prop_map(Step::Abandon),
-        (any::<usize>(), 0u64..9).prop_map(|(at, count)| Step::Split(at, count)),
-        page.clone().prop_map(Step::WantWake),
-        page.clone().prop_map(Step::Remove),
-        page.prop_map(Step::Poison),
-    ]
-}
-
-/// The model: a page's state, the state it was claimed from, and whether a wake was asked for.
-type Model = Vec<(PageState, PageState, bool)>;
-
-fn settle(model: &mut Model, pages: PageRange, to: Option<PageState>) -> bool {
-    let mut wake = false;
-    for page in pages.iter() {
-        let (_, origin, wanted) = model[page.as_usize()];
-        wake |= wanted;
-        model[page.as_usize()] = (to.unwrap_or(origin), PageState::Absent, false);
-    }
-    wake
-}
-
-proptest! {
-    #[test]
-    fn the_map_does_what_its_table_says(steps in prop::collection::vec(step(), 1..200)) {
-        const PAGES: u64 = 9;
-        let map = PageMap::new(PAGES).unwrap();
-        let mut model: Model = vec![(PageState::Absent, PageState::Absent, false); to_usize(PAGES)];
-        let mut guards = Vec::new();
-        for step in steps {
-            match step {
-                Step::Claim(page) | Step::ClaimRun(page, _) | Step::ClaimRemoved(page) => {
-                    let index = PageIndex(page);
-                    let (claim, from) = match step {
-                        Step::ClaimRun(_, window) => {
-                            (map.claim_run(index, PageRange::window(index, window)), PageState::Absent)
-                        }
-                        Step::ClaimRemoved(_) => (map.claim_removed(index), PageState::Removed),
-                        _ => (map.claim(index), PageState::Absent),
-                    };
-                    match claim {
-                        Claim::Outside => prop_assert!(page >= PAGES),
-                        Claim::Lost(state) => {
-                            prop_assert_eq!(state, model[index.as_usize()].0);
-                            prop_assert_ne!(state, from);
-                        }
-                        Claim::Won(guard) => {
-                            prop_assert!(guard.pages().contains(index));
-                            for page in guard.pages().iter() {
-                                prop_assert_eq!(model[page.as_usize()].0, from);
-                                model[page.as_usize()] = (PageState::InFlight, from, false);
-                            }
-                            guards.push(guard);
-                        }
-                    }
-                }
-                Step::Finish(at, settled) if !guards.is_empty() => {
-                    let guard = guards.swap_remove(at % guards.len());
-                    let state = PageState::of(settled.byte());
-                    let wake = settle(&mut model, guard.pages(), Some(state));
-                    prop_assert_eq!(guard.finish(settled).is_wanted(), wake);
-                }
-                Step::Abandon(at) if !guards.is_empty() => {
-                    let guard = guards.swap_remove(at % guards.len());
-                    let wake = settle(&mut model, guard.pages(), None);
-                    prop_assert_eq!(guard.abandon().is_wanted(), wake);
-                }
-                Step::Split(at, count) if !guards.is_empty() => {
-                    let guard = guards.swap_remove(at % guards.len());
-                    let (head, tail) = guard.split_at(count);
-                    guards.extend([head, tail]);
-                }
-                Step::WantWake(page) => {
-                    let expected = model.get_mut(to_usize(page)).map(|(state, _, wanted)| {
-                        *wanted |= *state == PageState::InFlight;
-                        *state
-                    });
-                    prop_assert_eq!(map.want_wake(PageIndex(page)), expected);
-                }
-                Step::Remove(page) | Step::Poison(page) => {
-                    let (removal, to) = match step {
-                        Step::Remove(_) => (map.remove(PageIndex(page)), PageState::Removed),
-                        _ => (map.poison(PageIndex(page)), PageState::Poisoned),
-                    };
-                    let expected = match model.get_mut(to_usize(page)) {
-                        None => Removal::Outside,
-                        Some((PageState::InFlight, ..)) => Removal::InFlight,
-                        Some((PageState::Poisoned, ..)) => Removal::Poisoned,
-                        Some((state, ..)) => Removal::Done(std::mem::replace(state, to)),
-                    };
-                    prop_assert_eq!(removal, expected);
-                }
-                Step::Finish(..) | Step::Abandon(..) | Step::Split(..) => {}
-            }
-            for (page, (state, ..)) in model.iter().enumerate() {
-                prop_assert_eq!(map.state(PageIndex(to_u64(page))), Some(*state));
-            }
-        }
-    }
 }

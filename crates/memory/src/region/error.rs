@@ -1,5 +1,6 @@
 //! What can go wrong with a region.
 
+use std::io;
 use std::path::PathBuf;
 
 use rustix::io::Errno;
@@ -109,6 +110,20 @@ pub enum RegionError {
         #[source]
         errno: Errno,
     },
+    /// [`begin_paging`](crate::Region::begin_paging) a second time.
+    #[error("the region is being paged already")]
+    AlreadyPaged,
+    /// Somebody holds a word of the service mapping
+    /// ([`service_word`](crate::Region::service_word)), so that it cannot be closed.
+    #[error("the service mapping is in use and cannot be closed")]
+    ServiceInUse,
+    /// `madvise` or `mprotect` of a region that is to be paged failed.
+    #[error("making the region's mappings fit for paging")]
+    BeginPaging {
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
     /// `madvise` about huge pages failed.
     #[error("telling the kernel which page size to use")]
     Advise {
@@ -124,6 +139,9 @@ pub enum AccessError {
     /// Anonymous memory has one mapping only.
     #[error("anonymous memory has no service mapping")]
     NoServiceMapping,
+    /// The region is being paged with its service mapping closed.
+    #[error("the service mapping is closed while the region is paged")]
+    ServiceClosed,
     /// The access would leave the region.
     #[error("{len} bytes at offset {offset} of page {page} are not all in the region")]
     Outside {
@@ -177,6 +195,12 @@ pub enum PopulateError {
         /// The pages asked for.
         pages: PageRange,
     },
+    /// A signal came while the call waited. Some of the pages may be present.
+    #[error("interrupted while populating pages {pages}")]
+    Interrupted {
+        /// The pages asked for.
+        pages: PageRange,
+    },
     /// One of the pages has an uncorrected memory error.
     #[error("hardware poison in pages {pages}")]
     Poisoned {
@@ -197,5 +221,24 @@ pub enum PopulateError {
         /// What the kernel said.
         #[source]
         errno: Errno,
+    },
+}
+
+/// Why it is not known which pages of a region have content.
+#[derive(Debug, Error)]
+pub enum ContentError {
+    /// The kernel does not say what the file has.
+    #[error("asking which parts of the memory file have content")]
+    Seek {
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
+    /// The kernel does not say what is mapped.
+    #[error("reading /proc/self/pagemap")]
+    PageTables {
+        /// Why it could not be read.
+        #[source]
+        source: io::Error,
     },
 }

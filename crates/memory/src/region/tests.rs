@@ -1,3 +1,5 @@
+mod paging;
+
 use std::error::Error as _;
 
 use pagetide_uapi::host::HugepagePool;
@@ -62,7 +64,7 @@ fn a_word_is_looked_at_where_it_is() {
     region
         .write_guest(PageIndex(1), 8, &7_u64.to_ne_bytes())
         .unwrap();
-    assert_eq!(word.load(std::sync::atomic::Ordering::Relaxed), 7);
+    assert_eq!(word.load(Ordering::Relaxed), 7);
     assert!(region.service_word(PageIndex(1), 4).is_none());
     assert!(region.service_word(PageIndex(1), 4089).is_none());
     assert!(region.service_word(PageIndex(2), 0).is_none());

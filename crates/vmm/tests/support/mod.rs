@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use pagetide_memory::Region;
-use pagetide_pager::{BuildError, Fetch, Fetched, PageSource, Pager, PagerBuilder, SourceError};
+use pagetide_pager::{AddError, Contents, Holes, Pager, RegionConfig};
 use pagetide_uapi::userfaultfd::{Mode, OpenError};
 
 /// An error with all its causes.
@@ -22,39 +22,30 @@ pub(crate) fn virtualises() -> bool {
         .any(|flag| flag == "svm" || flag == "vmx")
 }
 
-/// What was written to the regions before the guest ran, and zeroes elsewhere. The page cache alone
-/// would not do: it has holes where nothing was loaded.
-struct Loaded;
-
-impl PageSource for Loaded {
-    fn fetch(&self, fetch: &mut Fetch<'_>) -> Result<Fetched, SourceError> {
-        let mut content = vec![0; usize::try_from(fetch.bytes()).expect("64-bit host")];
-        let first = fetch.pages().first();
-        let read = fetch.region().read_service(first, 0, &mut content);
-        read.map_err(|error| SourceError::Unavailable(error.into()))?;
-        fetch.push(&content)?;
-        Ok(Fetched::Filled)
-    }
-}
-
-/// A pager over regions none of whose pages is present any more; None, with the reason printed, where
-/// this host gives no userfaultfd.
+/// A pager over regions whose content is in the page cache, none of which is present any more; None,
+/// with the reason printed, where this host gives no userfaultfd.
 pub(crate) fn pager(regions: &[Arc<Region>]) -> Option<Arc<Pager>> {
-    let builder = Pager::builder(Mode::Minor, Loaded);
-    let builder = regions.iter().cloned().fold(builder, PagerBuilder::region);
-    match builder.build() {
-        Ok(pager) => {
-            assert_eq!(pager.progress().present, 0);
-            Some(pager)
+    let pager = Pager::new().expect("descriptors can be had");
+    for region in regions {
+        // What the machine did not write is zero.
+        let contents = Contents::PageCache(Holes::AreZero);
+        match pager.add(RegionConfig::local(
+            Arc::clone(region),
+            Mode::Minor,
+            contents,
+        )) {
+            Ok(_) => {}
+            Err(AddError::Open(
+                error @ (OpenError::NotSupported
+                | OpenError::NoPermission { .. }
+                | OpenError::MissingFeatures { .. }),
+            )) => {
+                println!("SKIP: {}", chain(&error));
+                return None;
+            }
+            Err(error) => panic!("{}", chain(&error)),
         }
-        Err(BuildError::Open(
-            error @ (OpenError::NotSupported
-            | OpenError::NoPermission { .. }
-            | OpenError::MissingFeatures { .. }),
-        )) => {
-            println!("SKIP: {}", chain(&error));
-            None
-        }
-        Err(error) => panic!("{}", chain(&error)),
     }
+    assert_eq!(pager.progress().present, 0);
+    Some(pager)
 }

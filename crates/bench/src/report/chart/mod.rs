@@ -96,6 +96,7 @@ fn published_into(canvas: &mut Canvas<'_>, x: i32, published: &Published) -> Res
         let series = Series {
             delivery,
             fault_around: 1,
+            populate: false,
         };
         let points = published
             .rates

@@ -182,10 +182,12 @@ mod tests {
         let exit = |fault_around| Series {
             delivery: Delivery::Exit,
             fault_around,
+            populate: false,
         };
         let uffd = Series {
             delivery: Delivery::Uffd,
             fault_around: 1,
+            populate: false,
         };
         let all = [uffd, exit(1), exit(16), exit(64), exit(256)];
         let roles: Vec<_> = all.iter().map(|&series| Role::of(series, &all)).collect();

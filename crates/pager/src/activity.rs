@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use pagetide_memory::PageIndex;
 
-use crate::fault::{Fault, RegionId};
+use crate::fault::RegionId;
 
 /// How many threads may write without sharing cache lines; more of them share.
 const SHARDS: usize = 32;
@@ -38,20 +38,20 @@ struct Shard {
 /// How many faults brought a page in, and where the last ones were. Everything is relaxed: it
 /// decides where to work and how fast, never whether a page is there.
 #[derive(Debug, Default)]
-pub(crate) struct Pulse {
+pub(crate) struct Activity {
     shards: [OwnLines<Shard>; SHARDS],
 }
 
-/// What somebody has seen of a [`Pulse`] so far.
+/// What somebody has seen of a [`Activity`] so far.
 #[derive(Debug, Default)]
 pub(crate) struct Seen([u64; SHARDS]);
 
-impl Pulse {
-    /// A thread is about to bring a page in because of `fault`.
+impl Activity {
+    /// A thread is about to install or request `page` because of a fault.
     #[inline]
-    pub(crate) fn beat(&self, seat: &Seat, fault: &Fault) {
+    pub(crate) fn beat(&self, seat: &Seat, region: RegionId, page: PageIndex) {
         if let Some(OwnLines(shard)) = self.shards.get(seat.0) {
-            let position = ((fault.region.0 as u64) << PAGE_BITS) | fault.page.0;
+            let position = ((region.0 as u64) << PAGE_BITS) | page.0;
             shard.last.store(position, Ordering::Relaxed);
             shard.served.fetch_add(1, Ordering::Relaxed);
         }
@@ -84,38 +84,26 @@ impl Pulse {
 
 #[cfg(test)]
 mod tests {
-    use pagetide_kvm::Access;
-    use pagetide_memory::GuestAddress;
-
     use super::*;
-    use crate::fault::Delivery;
-
-    fn fault(region: usize, page: u64) -> Fault {
-        Fault {
-            region: RegionId(region),
-            page: PageIndex(page),
-            gpa: GuestAddress(page << 12),
-            access: Access::Read,
-            vcpu: None,
-            delivery: Delivery::Exit,
-        }
-    }
 
     #[test]
     fn the_busiest_since_the_last_look_is_told_once() {
-        let pulse = Pulse::default();
+        let activity = Activity::default();
         let mut seen = Seen::default();
         let (one, other) = (Seat(3), Seat(4));
-        assert_eq!(pulse.busiest(&mut seen), None);
-        pulse.beat(&one, &fault(0, 7));
-        pulse.beat(&other, &fault(1, 100));
-        pulse.beat(&other, &fault(2, (1 << 40) + 1));
+        assert_eq!(activity.busiest(&mut seen), None);
+        activity.beat(&one, RegionId(0), PageIndex(7));
+        activity.beat(&other, RegionId(1), PageIndex(100));
+        activity.beat(&other, RegionId(2), PageIndex((1 << 40) + 1));
         let position = (RegionId(2), PageIndex((1 << 40) + 1));
-        assert_eq!(pulse.busiest(&mut seen), Some(position));
-        assert_eq!(pulse.busiest(&mut seen), None);
-        pulse.beat(&one, &fault(0, 8));
-        assert_eq!(pulse.busiest(&mut seen), Some((RegionId(0), PageIndex(8))));
-        assert_eq!(pulse.served(), 4);
+        assert_eq!(activity.busiest(&mut seen), Some(position));
+        assert_eq!(activity.busiest(&mut seen), None);
+        activity.beat(&one, RegionId(0), PageIndex(8));
+        assert_eq!(
+            activity.busiest(&mut seen),
+            Some((RegionId(0), PageIndex(8)))
+        );
+        assert_eq!(activity.served(), 4);
     }
 
     #[test]

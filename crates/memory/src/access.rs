@@ -1,0 +1,45 @@
+//! What the guest tried to do to a page.
+
+use std::fmt;
+
+/// What the guest tried to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Access {
+    /// A data read.
+    Read,
+    /// A data write.
+    Write,
+    /// An instruction fetch.
+    Exec,
+    /// The kernel did not say: annotations without access flags exist upstream for private memory.
+    Unstated,
+}
+
+impl fmt::Display for Access {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Exec => "exec",
+            Self::Unstated => "access",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn accesses_have_names_that_messages_can_use() {
+        for (access, name) in [
+            (Access::Read, "read"),
+            (Access::Write, "write"),
+            (Access::Exec, "exec"),
+            (Access::Unstated, "access"),
+        ] {
+            assert_eq!(access.to_string(), name);
+        }
+        assert_eq!(format!("{:>6}", Access::Read), "  read");
+    }
+}

@@ -1,0 +1,471 @@
+//! The page map under loom: each test runs once for each order in which its threads may take their
+//! steps, and for each value that a load may see. A thread that nobody wakes is a deadlock, which
+//! loom reports.
+//!
+//!     RUSTFLAGS="--cfg loom" cargo test --package pagetide-memory --lib loom
+
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::sync::atomic::AtomicBool;
+use loom::thread::{self, JoinHandle};
+
+use super::*;
+
+const PAGE: PageIndex = PageIndex(0);
+const ONE: PageRange = PageRange::single(PAGE);
+const LONG: Duration = Duration::from_secs(3600);
+const BULK: PageState = PageState::Requested(Urgency::Bulk);
+const URGENT: PageState = PageState::Requested(Urgency::Urgent);
+
+/// A map and what it is about: loom finds each access to the content that no edge of the map orders
+/// after the one before it.
+struct World {
+    map: PageMap,
+    content: UnsafeCell<u32>,
+}
+
+impl World {
+    fn new(pages: u64) -> Arc<Self> {
+        Arc::new(Self {
+            map: PageMap::new(pages).unwrap(),
+            content: UnsafeCell::new(0),
+        })
+    }
+
+    /// What the owner of the page does before it finishes.
+    fn write(&self) {
+        // SAFETY: loom checks that this is the only access.
+        self.content.with_mut(|content| unsafe { *content += 1 });
+    }
+
+    /// What a thread does that was told that the page is Present.
+    fn read(&self) {
+        // SAFETY: loom checks that nobody writes meanwhile.
+        let installs = self.content.with(|content| unsafe { *content });
+        assert_eq!(installs, 1, "the content is there, and was brought once");
+    }
+
+    fn install(&self, guard: ClaimGuard<'_>) -> bool {
+        self.write();
+        guard.finish(Settled::Present).is_wanted()
+    }
+
+    /// Content arrives. Whether it was installed, and a wake was wanted.
+    fn arrive(&self) -> Option<bool> {
+        self.map.claim_arrived(ONE).map(|guard| self.install(guard))
+    }
+
+    /// A userfaultfd reader: whether the page's installer has promised the wake.
+    fn leave_wake(&self) -> bool {
+        match self.map.want_wake(PAGE) {
+            Some(PageState::Present) => {
+                self.read();
+                false
+            }
+            Some(state) => state.is_pending(),
+            None => panic!("the page is there"),
+        }
+    }
+}
+
+/// Runs `work` in a thread of its own.
+fn spawn<T: 'static>(
+    world: &Arc<World>,
+    work: impl FnOnce(&World) -> T + 'static,
+) -> JoinHandle<T> {
+    let world = Arc::clone(world);
+    thread::spawn(move || work(&world))
+}
+
+fn claim(world: &World) -> Claim<'_> {
+    world.map.claim_run(PAGE, ONE)
+}
+
+fn won(claim: Claim<'_>) -> ClaimGuard<'_> {
+    match claim {
+        Claim::Won(guard) => guard,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn request(world: &World, urgency: Urgency) -> Request {
+    world.map.request_run(PAGE, ONE, urgency)
+}
+
+/// Runs `test` in every order of its threads.
+fn model(test: impl Fn() + Send + Sync + 'static) {
+    loom::model(test);
+}
+
+/// Runs `test` in those orders in which at most three times a thread makes room for another that
+/// need not: with loops in several threads there are too many others.
+fn model_in_part(test: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(test);
+}
+
+#[test]
+fn loom_two_claims_have_one_owner() {
+    model(|| {
+        let world = World::new(1);
+        let take = |world: &World| match claim(world) {
+            Claim::Won(guard) => {
+                world.install(guard);
+                true
+            }
+            Claim::Lost(PageState::Present) => {
+                world.read();
+                false
+            }
+            Claim::Lost(PageState::Installing) => false,
+            other => panic!("{other:?}"),
+        };
+        let other = spawn(&world, take);
+        let mine = take(&world);
+        assert!(mine ^ other.join().unwrap());
+        world.read();
+    });
+}
+
+#[test]
+fn loom_an_arrival_and_a_claim_have_one_owner_of_each_page() {
+    model(|| {
+        let world = World::new(2);
+        let both = PageRange::new(PAGE, 2);
+        let other = spawn(&world, move |world| {
+            let guard = world.map.claim_arrived(both)?;
+            let pages = guard.pages();
+            let _ = guard.finish(Settled::Present);
+            Some(pages)
+        });
+        let mine = match world.map.claim_run(PageIndex(1), both) {
+            Claim::Won(guard) => {
+                let pages = guard.pages();
+                let _ = guard.finish(Settled::Present);
+                Some(pages)
+            }
+            _ => None,
+        };
+        let theirs = other.join().unwrap();
+        let total = [mine, theirs].into_iter().flatten().map(PageRange::count);
+        assert_eq!(total.sum::<u64>(), world.map.counts().present);
+        if let (Some(mine), Some(theirs)) = (mine, theirs) {
+            assert!(mine.intersection(theirs).is_empty());
+        }
+    });
+}
+
+#[test]
+fn loom_a_wake_left_to_an_owner_is_given() {
+    model(|| {
+        let world = World::new(1);
+        std::mem::forget(won(claim(&world)));
+        let readers = [
+            spawn(&world, World::leave_wake),
+            spawn(&world, World::leave_wake),
+        ];
+        let given = world.install(ClaimGuard::new(&world.map, ONE));
+        let promised = readers.map(|reader| reader.join().unwrap());
+        assert_eq!(given, promised[0] || promised[1]);
+        assert!(!world.map.is_wake_wanted(PAGE));
+    });
+}
+
+#[test]
+fn loom_a_wake_is_taken_over_or_returned() {
+    model(|| {
+        let world = World::new(1);
+        let guard = won(claim(&world));
+        let reader = spawn(&world, World::leave_wake);
+        let taken = guard.take_wake_wanted().is_wanted();
+        let returned = world.install(guard);
+        assert!(!(taken && returned));
+        assert_eq!(taken || returned, reader.join().unwrap());
+    });
+}
+
+#[test]
+fn loom_a_waiter_sees_the_owner_finish() {
+    model(|| {
+        let world = World::new(1);
+        let guard = won(claim(&world));
+        let waiters = [(); 2].map(|()| {
+            spawn(&world, |world| {
+                assert_eq!(world.map.wait(PAGE, LONG), Some(PageState::Present));
+                world.read();
+            })
+        });
+        world.install(guard);
+        for waiter in waiters {
+            waiter.join().unwrap();
+        }
+    });
+}
+
+#[test]
+fn loom_a_waiter_takes_over_from_an_owner_that_gives_up() {
+    model_in_part(|| {
+        let world = World::new(1);
+        let guard = won(claim(&world));
+        let waiters = [(); 2].map(|()| {
+            spawn(&world, |world| {
+                loop {
+                    match claim(world) {
+                        Claim::Won(guard) => {
+                            world.install(guard);
+                            return;
+                        }
+                        Claim::Lost(PageState::Present) => return world.read(),
+                        Claim::Lost(PageState::Installing) => {
+                            world.map.wait(PAGE, LONG);
+                        }
+                        other => panic!("{other:?}"),
+                    }
+                }
+            })
+        });
+        assert_eq!(guard.abandon(), WakeWanted::No);
+        for waiter in waiters {
+            waiter.join().unwrap();
+        }
+        world.read();
+    });
+}
+
+#[test]
+fn loom_a_wake_left_to_an_owner_that_gives_up_is_given_or_kept() {
+    for before in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
+        model(move || {
+            let world = World::new(1);
+            if let Some(urgency) = before {
+                let _ = request(&world, urgency);
+            }
+            let guard = won(claim(&world));
+            let reader = spawn(&world, World::leave_wake);
+            let given = guard.abandon().is_wanted();
+            let promised = reader.join().unwrap();
+            let kept = world.map.is_wake_wanted(PAGE);
+            assert_eq!(given || kept, promised);
+            assert!(!(given && kept));
+            // What is kept comes out with the page.
+            assert_eq!(world.arrive(), Some(kept));
+        });
+    }
+}
+
+#[test]
+fn loom_a_wake_left_to_an_owner_that_panics_is_given_by_the_next() {
+    for before in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
+        model(move || {
+            let world = World::new(1);
+            if let Some(urgency) = before {
+                let _ = request(&world, urgency);
+            }
+            let guard = won(claim(&world));
+            let reader = spawn(&world, World::leave_wake);
+            let next = spawn(&world, World::arrive);
+            drop(guard);
+            let promised = reader.join().unwrap();
+            let given = match next.join().unwrap() {
+                Some(given) => given || world.map.is_wake_wanted(PAGE),
+                None => world.arrive() == Some(true),
+            };
+            assert_eq!(given, promised);
+            assert!(!world.map.is_wake_wanted(PAGE));
+        });
+    }
+}
+
+/// A fault on a page that a source has: asks for it urgently, and leaves the wake to whoever installs
+/// the page. Whether that was promised.
+fn fault(world: &World) -> bool {
+    match request(world, Urgency::Urgent) {
+        Request::Made(_) | Request::Upgraded | Request::Lost(_) => world.leave_wake(),
+        Request::Outside => panic!("the page is there"),
+    }
+}
+
+#[test]
+fn loom_content_arrives_while_it_is_asked_for() {
+    // Absent: a peer pushes the page. Bulk: the fault makes the request urgent.
+    for before in [None, Some(Urgency::Bulk)] {
+        model_in_part(move || {
+            let world = World::new(1);
+            if let Some(urgency) = before {
+                let _ = request(&world, urgency);
+            }
+            let reader = spawn(&world, fault);
+            let waiter = spawn(&world, |world| {
+                let asked = request(world, Urgency::Urgent);
+                assert_ne!(asked, Request::Lost(PageState::Absent));
+                while world.map.wait(PAGE, LONG) != Some(PageState::Present) {}
+                world.read();
+            });
+            // Nobody else claims the page, so it is always there to be claimed.
+            let given = world.arrive();
+            assert_eq!(given, Some(reader.join().unwrap()));
+            waiter.join().unwrap();
+            assert_eq!(world.arrive(), None, "the second arrival is dropped");
+        });
+    }
+}
+
+#[test]
+fn loom_a_page_is_asked_for_once() {
+    model(|| {
+        let world = World::new(1);
+        let bulk = spawn(&world, |world| request(world, Urgency::Bulk));
+        let first = spawn(&world, |world| request(world, Urgency::Urgent));
+        let second = request(&world, Urgency::Urgent);
+        let answers = [bulk.join().unwrap(), first.join().unwrap(), second];
+        let count = |answer| answers.iter().filter(|found| **found == answer).count();
+        assert_eq!(count(Request::Made(ONE)), 1);
+        assert_eq!(
+            count(Request::Upgraded) == 1,
+            answers[0] == Request::Made(ONE)
+        );
+        assert_eq!(world.map.state(PAGE), Some(URGENT));
+    });
+}
+
+#[test]
+fn loom_a_withdrawn_page_is_asked_for_again() {
+    model(|| {
+        let world = World::new(1);
+        let _ = request(&world, Urgency::Bulk);
+        let urgent = spawn(&world, |world| request(world, Urgency::Urgent));
+        let reader = spawn(&world, World::leave_wake);
+        let withdrawn = world.map.withdraw(ONE);
+        let expected = match urgent.join().unwrap() {
+            Request::Made(_) => 1,
+            Request::Upgraded => 0,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(withdrawn, expected);
+        assert_eq!(world.map.state(PAGE), Some(URGENT));
+        // The wake has stayed with the page.
+        assert_eq!(world.arrive(), Some(reader.join().unwrap()));
+    });
+}
+
+#[test]
+fn loom_a_waiter_sees_the_request_withdrawn() {
+    for all in [false, true] {
+        model(move || {
+            let world = World::new(1);
+            let _ = request(&world, Urgency::Bulk);
+            let waiter = spawn(&world, |world| {
+                assert_eq!(world.map.wait(PAGE, LONG), Some(PageState::Absent));
+            });
+            if all {
+                assert_eq!(world.map.withdraw_all(ONE), WakeWanted::No);
+            } else {
+                assert_eq!(world.map.withdraw(ONE), 1);
+            }
+            waiter.join().unwrap();
+        });
+    }
+}
+
+#[test]
+fn loom_a_wake_left_to_a_request_that_is_given_up_is_returned() {
+    model(|| {
+        let world = World::new(1);
+        let _ = request(&world, Urgency::Urgent);
+        let reader = spawn(&world, World::leave_wake);
+        let given = world.map.withdraw_all(ONE).is_wanted();
+        assert_eq!(given, reader.join().unwrap());
+        assert!(!world.map.is_wake_wanted(PAGE));
+        assert_eq!(world.map.state(PAGE), Some(PageState::Absent));
+    });
+}
+
+#[test]
+fn loom_a_removed_page_stays_removed() {
+    model_in_part(|| {
+        let world = World::new(1);
+        let _ = request(&world, Urgency::Urgent);
+        let reader = spawn(&world, |world| match world.map.want_wake(PAGE) {
+            Some(state) => state.is_pending(),
+            None => panic!("the page is there"),
+        });
+        let arrival = spawn(&world, World::arrive);
+        let (before, wake) = loop {
+            match world.map.remove(PAGE) {
+                Removal::Done { before, wake } => break (before, wake.is_wanted()),
+                Removal::Installing => {
+                    world.map.wait(PAGE, LONG);
+                }
+                other => panic!("{other:?}"),
+            }
+        };
+        let arrived = arrival.join().unwrap();
+        match before {
+            PageState::Present => {
+                world.read();
+                assert!(arrived.is_some() && !wake);
+            }
+            URGENT => assert_eq!(arrived, None),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(wake || arrived == Some(true), reader.join().unwrap());
+        assert_eq!(world.map.state(PAGE), Some(PageState::Removed));
+    });
+}
+
+#[test]
+fn loom_a_waiter_sees_the_page_removed() {
+    model(|| {
+        let world = World::new(1);
+        let _ = request(&world, Urgency::Urgent);
+        let waiter = spawn(&world, |world| {
+            assert_eq!(world.map.wait(PAGE, LONG), Some(PageState::Removed));
+        });
+        assert!(matches!(world.map.remove(PAGE), Removal::Done { .. }));
+        waiter.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_a_waiter_whose_page_is_given_back_makes_the_request_urgent_or_is_served() {
+    model(|| {
+        let world = World::new(1);
+        let _ = request(&world, Urgency::Bulk);
+        let guard = won(claim(&world));
+        let waiter = spawn(&world, |world| {
+            while world.map.state(PAGE) != Some(PageState::Present) {
+                let _ = request(world, Urgency::Urgent);
+                world.map.wait(PAGE, LONG);
+            }
+            world.read();
+        });
+        assert_eq!(guard.abandon(), WakeWanted::No);
+        assert_eq!(world.arrive(), Some(false));
+        waiter.join().unwrap();
+        assert_ne!(world.map.state(PAGE), Some(BULK));
+    });
+}
+
+#[test]
+fn loom_a_stop_is_not_missed() {
+    model(|| {
+        let world = World::new(1);
+        let _ = request(&world, Urgency::Urgent);
+        let stopping = Arc::new(AtomicBool::new(false));
+        let is_stopping = Arc::clone(&stopping);
+        let waiter = spawn(&world, move |world| {
+            loop {
+                let epoch = world.map.epoch();
+                if is_stopping.load(Ordering::Acquire) {
+                    return;
+                }
+                let state = world.map.wait_since(PAGE, epoch, LONG);
+                assert_eq!(state, Some(URGENT));
+            }
+        });
+        stopping.store(true, Ordering::Release);
+        world.map.notify_all();
+        waiter.join().unwrap();
+    });
+}

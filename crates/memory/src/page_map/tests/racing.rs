@@ -1,0 +1,147 @@
+//! Threads that race for the same pages.
+
+use std::sync::Barrier;
+
+use super::*;
+
+/// What a racing thread does with the pages that it owns.
+#[derive(Clone, Copy)]
+struct Failing {
+    /// Every so many claims are given back; 0: none.
+    every: u64,
+}
+
+/// Each page must be brought in exactly once, nobody may be left waiting, and each wake that was
+/// asked for must be given: for that page, not for any.
+fn race(pages: u64, threads: u64, around: u64, failing: Failing) {
+    let map = PageMap::new(pages).unwrap();
+    let counters = || -> Vec<AtomicU64> { (0..pages).map(|_| AtomicU64::new(0)).collect() };
+    let (installs, content) = (counters(), counters());
+    // Wakes promised and given, by page. Several promises may be kept by one wake.
+    let (promised, given) = (counters(), counters());
+    let attempts = AtomicU64::new(0);
+    let start = Barrier::new(to_usize(threads));
+    let count_wake = |pages: PageRange, wake: WakeWanted| {
+        // Pages are finished one at a time here, so that each wake is for one page.
+        assert_eq!(pages.count(), 1);
+        if wake.is_wanted() {
+            given[pages.first().as_usize()].fetch_add(1, Ordering::Relaxed);
+        }
+    };
+    let own = |guard: ClaimGuard<'_>| {
+        let fails = failing.every != 0
+            && attempts
+                .fetch_add(1, Ordering::Relaxed)
+                .is_multiple_of(failing.every);
+        let mut rest = guard;
+        while !rest.pages().is_empty() {
+            let (one, after) = rest.split_at(1);
+            rest = after;
+            let page = one.pages();
+            let at = page.first().as_usize();
+            let wake = if fails {
+                one.abandon()
+            } else {
+                installs[at].fetch_add(1, Ordering::Relaxed);
+                content[at].store(page.first().0 + 1, Ordering::Relaxed);
+                one.finish(Settled::Present)
+            };
+            count_wake(page, wake);
+        }
+    };
+    let work = |thread: u64| {
+        start.wait();
+        for step in 0..pages {
+            let page = PageIndex((step + thread % 2) % pages);
+            let window = PageRange::window(page, around);
+            while map.state(page) != Some(PageState::Present) {
+                if thread.is_multiple_of(2) {
+                    // A fault on a page that a source has: the request, then its arrival.
+                    match map.request_run(page, window, Urgency::Urgent) {
+                        Request::Made(pages) => {
+                            if step.is_multiple_of(5) {
+                                let wake = map.withdraw_all(PageRange::single(page));
+                                count_wake(PageRange::single(page), wake);
+                            }
+                            let mut rest = pages;
+                            while let Some(guard) = map.claim_arrived(rest) {
+                                let end = guard.pages().end();
+                                rest = PageRange::new(end, rest.end().0 - end.0);
+                                own(guard);
+                            }
+                            // What others failed at in between is theirs to bring again.
+                            continue;
+                        }
+                        Request::Upgraded | Request::Lost(_) => {}
+                        Request::Outside => panic!("{page}"),
+                    }
+                }
+                match map.claim_run(page, window) {
+                    Claim::Won(guard) => own(guard),
+                    Claim::Lost(PageState::Installing) => {
+                        let is_reader = thread.is_multiple_of(3);
+                        if is_reader && map.want_wake(page).is_some_and(PageState::is_pending) {
+                            promised[page.as_usize()].fetch_add(1, Ordering::Relaxed);
+                        }
+                        map.wait(page, Duration::from_millis(1));
+                    }
+                    Claim::Lost(_) => {}
+                    Claim::Outside => panic!("{page}"),
+                }
+            }
+            // Present means that the content, too, can be seen.
+            assert_eq!(content[page.as_usize()].load(Ordering::Relaxed), page.0 + 1);
+        }
+    };
+    thread::scope(|scope| {
+        let work = &work;
+        for thread in 0..threads {
+            scope.spawn(move || work(thread));
+        }
+    });
+    for page in map_range(&map).iter() {
+        let of = |counters: &[AtomicU64]| counters[page.as_usize()].load(Ordering::Relaxed);
+        assert_eq!(of(&installs), 1, "page {page}");
+        let (promised, given) = (of(&promised), of(&given));
+        assert!(
+            given <= promised && (given > 0) == (promised > 0),
+            "page {page}: {given} of {promised} wakes"
+        );
+        assert!(!map.is_wake_wanted(page), "page {page}");
+    }
+    assert_eq!(map.counts().present, pages);
+}
+
+#[test]
+fn racing_threads_bring_each_page_in_once_and_give_each_wake() {
+    race(20_000, 4, 1, Failing { every: 0 });
+    race(20_000, 4, 16, Failing { every: 0 });
+    race(20_000, 8, 4, Failing { every: 3 });
+}
+
+#[test]
+fn a_waiter_is_never_forgotten() {
+    // One owner and one waiter meet at the same page again and again; a lost wake-up would show as
+    // a wait of LONG. All waits together may take longer where processors are slow or busy.
+    const ROUNDS: u32 = 10_000;
+    let map = PageMap::new(1).unwrap();
+    let page = PageIndex(0);
+    let meet = Barrier::new(2);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..ROUNDS {
+                let guard = won(claim(&map, page));
+                meet.wait();
+                drop(guard);
+                meet.wait();
+            }
+        });
+        for _ in 0..ROUNDS {
+            meet.wait();
+            let begun = Instant::now();
+            assert_eq!(map.wait(page, LONG), Some(PageState::Absent));
+            assert!(begun.elapsed() < LONG, "nobody woke the waiter");
+            meet.wait();
+        }
+    });
+}

@@ -1,0 +1,124 @@
+//! Which pages of a region have content already, says the kernel.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use rustix::fs::{SeekFrom, fstat, seek};
+use rustix::io::Errno;
+
+use super::{ContentError, Region};
+use crate::convert::to_u64;
+use crate::mapping::Mapping;
+use crate::page::{PageIndex, PageSize};
+
+/// An entry of `/proc/self/pagemap` is of memory: "page present" or "page swapped".
+const RESIDENT: u64 = 0b11 << 62;
+const ENTRY_BYTES: u64 = 8;
+/// Entries that are read at once.
+const CHUNK: usize = 4096;
+
+impl Region {
+    /// The first page that has content: in its file, or, of anonymous memory, in the guest mapping.
+    /// A region whose pages are to be brought in by userfaultfd MISSING must have none: whatever is
+    /// there already would be taken for the page's content.
+    ///
+    /// Of hugetlb memory, the kernel tells how many pages there are, but not which. If none is mapped
+    /// here, the answer is page 0.
+    pub fn has_content(&self) -> Result<Option<PageIndex>, ContentError> {
+        match &self.file {
+            None => self.first_in_tables(&self.guest, true),
+            Some(file) if self.backing.is_hugetlb() => {
+                if file_bytes(file)? == 0 {
+                    return Ok(None);
+                }
+                let mapped = self.first_in_either(true)?;
+                Ok(mapped.or(Some(PageIndex(0))))
+            }
+            Some(file) => match seek(file, SeekFrom::Data(0)) {
+                Ok(offset) => Ok(self.page_at(offset)),
+                Err(Errno::NXIO) => Ok(None),
+                Err(errno) => Err(ContentError::Seek { errno }),
+            },
+        }
+    }
+
+    /// The first page that has no content: that the page cache lacks or, of anonymous memory, the
+    /// guest mapping. A region whose content is taken to be in the page cache has none: a hole would
+    /// read as zeroes.
+    ///
+    /// Of hugetlb memory it may be another one than the first, as for [`Region::has_content`].
+    pub fn first_hole(&self) -> Result<Option<PageIndex>, ContentError> {
+        match &self.file {
+            None => self.first_in_tables(&self.guest, false),
+            Some(file) if self.backing.is_hugetlb() => {
+                if file_bytes(file)? >= self.bytes() {
+                    return Ok(None);
+                }
+                let unmapped = self.first_in_either(false)?;
+                Ok(unmapped.or(Some(PageIndex(0))))
+            }
+            Some(file) => match seek(file, SeekFrom::Hole(0)) {
+                // At the end of every file is a hole.
+                Ok(offset) => Ok(self.page_at(offset)),
+                Err(errno) => Err(ContentError::Seek { errno }),
+            },
+        }
+    }
+
+    fn page_at(&self, offset: u64) -> Option<PageIndex> {
+        (offset < self.bytes()).then(|| PageIndex(offset >> self.page_size().shift()))
+    }
+
+    /// The first page that is mapped (or is not) in one of the mappings.
+    fn first_in_either(&self, resident: bool) -> Result<Option<PageIndex>, ContentError> {
+        let guest = self.first_in_tables(&self.guest, resident)?;
+        let service = match &self.service {
+            Some(service) => self.first_in_tables(service, resident)?,
+            None => None,
+        };
+        Ok(guest.into_iter().chain(service).min())
+    }
+
+    /// The first page of `mapping` with a page table entry, or the first without one.
+    fn first_in_tables(
+        &self,
+        mapping: &Mapping,
+        resident: bool,
+    ) -> Result<Option<PageIndex>, ContentError> {
+        let failed = |source| ContentError::PageTables { source };
+        let tables = File::open("/proc/self/pagemap").map_err(failed)?;
+        let first = mapping.range().start().as_u64() >> PageSize::Size4K.shift();
+        let all = self.bytes() >> PageSize::Size4K.shift();
+        let mut bytes = vec![0; CHUNK * size_of::<u64>()];
+        let mut done = 0;
+        while done < all {
+            let wanted = (all - done).min(to_u64(CHUNK));
+            let part = bytes
+                .get_mut(..crate::convert::to_usize(wanted * ENTRY_BYTES))
+                .ok_or_else(|| failed(io::Error::from(io::ErrorKind::InvalidInput)))?;
+            tables
+                .read_exact_at(part, (first + done) * ENTRY_BYTES)
+                .map_err(failed)?;
+            let (entries, _) = part.as_chunks::<8>();
+            let found = entries
+                .iter()
+                .position(|entry| (u64::from_le_bytes(*entry) & RESIDENT != 0) == resident);
+            if let Some(at) = found {
+                return Ok(self.page_at((done + to_u64(at)) << PageSize::Size4K.shift()));
+            }
+            done += wanted;
+        }
+        Ok(None)
+    }
+}
+
+/// How much memory a file has, in bytes.
+fn file_bytes(file: impl std::os::fd::AsFd) -> Result<u64, ContentError> {
+    /// What `st_blocks` counts in, whatever the file system's blocks are.
+    const BLOCK_BYTES: u64 = 512;
+    let status = fstat(file).map_err(|errno| ContentError::Seek { errno })?;
+    Ok(u64::try_from(status.st_blocks)
+        .unwrap_or(0)
+        .saturating_mul(BLOCK_BYTES))
+}

@@ -1,0 +1,115 @@
+//! Who may touch the service mapping, and when nobody may.
+
+use crate::page::PageIndex;
+use crate::sync::{AtomicUsize, Ordering, yield_now};
+
+/// Enough that threads which copy to different pages seldom meet; a power of two.
+const SHARDS: usize = if cfg!(loom) { 2 } else { 16 };
+/// The mapping is closed. The rest of the number says how many copies go on.
+const CLOSED: usize = 1 << (usize::BITS - 1);
+
+/// How many copies go on, on a cache line of its own.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Copies(AtomicUsize);
+
+/// Keeps the service mapping as it is while copies go on: a copy that met a mapping being closed
+/// would end the process.
+///
+/// A lock for reading does the same, but each copy by each thread would write to the same cache
+/// line.
+#[derive(Debug)]
+pub(super) struct ServiceGate {
+    copies: Box<[Copies; SHARDS]>,
+}
+
+/// The service mapping stays as it is for as long as this lives.
+pub(super) struct Passage<'gate>(&'gate Copies);
+
+impl ServiceGate {
+    pub(super) fn new() -> Self {
+        Self {
+            copies: Box::new(std::array::from_fn(|_| Copies(AtomicUsize::new(0)))),
+        }
+    }
+
+    /// Begins a copy to or from `page`, unless the mapping is closed.
+    #[inline]
+    pub(super) fn pass(&self, page: PageIndex) -> Option<Passage<'_>> {
+        let copies = &self.copies[page.as_usize() % SHARDS];
+        // Acquire: who finds it open again finds the mapping accessible.
+        let before = copies.0.fetch_add(1, Ordering::Acquire);
+        let passage = Passage(copies);
+        (before & CLOSED == 0).then_some(passage)
+    }
+
+    /// Lets no copy begin, and waits until those under way have ended. They do not block: the
+    /// service mapping has no userfaultfd.
+    pub(super) fn close(&self) {
+        for copies in self.copies.iter() {
+            copies.0.fetch_or(CLOSED, Ordering::Relaxed);
+        }
+        for copies in self.copies.iter() {
+            // Acquire: the copies that ended come before what the caller does to the mapping.
+            while copies.0.load(Ordering::Acquire) != CLOSED {
+                yield_now();
+            }
+        }
+    }
+
+    /// Lets copies begin again.
+    pub(super) fn open(&self) {
+        for copies in self.copies.iter() {
+            // Release: what the caller did to the mapping comes before the copies that begin.
+            copies.0.fetch_and(!CLOSED, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Passage<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        // Release: the copy was made before whoever sees the count go down closes the mapping.
+        self.0.0.fetch_sub(1, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+#[cfg(loom)]
+mod loom_tests {
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    #[test]
+    fn loom_nothing_is_copied_while_the_mapping_is_closed() {
+        loom::model(|| {
+            // loom finds an access to the cell while there is another that changes it.
+            let shared = Arc::new((ServiceGate::new(), UnsafeCell::new(true)));
+            let copying: Vec<_> = (0..2)
+                .map(|page| {
+                    let shared = Arc::clone(&shared);
+                    thread::spawn(move || {
+                        let (gate, is_accessible) = &*shared;
+                        if let Some(_passage) = gate.pass(PageIndex(page)) {
+                            // SAFETY: loom checks that nobody changes it meanwhile.
+                            is_accessible.with(|value| assert!(unsafe { *value }));
+                        }
+                    })
+                })
+                .collect();
+            let (gate, is_accessible) = &*shared;
+            gate.close();
+            // SAFETY: loom checks that this is the only access.
+            is_accessible.with_mut(|value| unsafe { *value = false });
+            // SAFETY: as above.
+            is_accessible.with_mut(|value| unsafe { *value = true });
+            gate.open();
+            for thread in copying {
+                thread.join().unwrap();
+            }
+        });
+    }
+}

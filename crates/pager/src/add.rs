@@ -1,0 +1,368 @@
+//! Adding a region: everything that can be refused is refused here, before a guest runs on it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pagetide_memory::{
+    Backing, GuestAddress, GuestRange, PageIndex, PageMap, PageRange, PageSize, PageState, Region,
+    ServiceAccess,
+};
+use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, UserRange, Userfaultfd};
+
+use crate::channel::{Channel, Span};
+use crate::config::{Contents, Holes, Memory, RegionConfig, UffdLayout};
+use crate::error::AddError;
+use crate::fault::RegionId;
+use crate::pager::Pager;
+use crate::region::{PagedRegion, Parts, Requesting, Served, Supply};
+use crate::requests::Requests;
+use crate::table::Table;
+use crate::target::{Foreign, Target};
+
+/// The most pages that one fault may bring in: what one page table holds.
+const MAX_FAULT_AROUND_PAGES: u64 = 512;
+
+impl Pager {
+    /// Begins to page a region. From here on its missing pages are faults, so somebody has to serve
+    /// the pager's descriptor ([`crate::Serving`], [`crate::Readers`]), and vCPUs' exits.
+    ///
+    /// A local region with a file loses its guest mappings first, and the marks of an earlier pager
+    /// with them, so that the page map, on which every page is missing now, tells the truth; its
+    /// content in the page cache stays. In MISSING mode it must not have content, and its service
+    /// mapping is closed while it is paged.
+    ///
+    /// # Errors
+    /// [`AddError`]; nothing has changed then.
+    pub fn add(&self, config: RegionConfig) -> Result<RegionId, AddError> {
+        check(&config)?;
+        let _edit = self.lock_edit();
+        let table = self.table();
+        let id = table.next_id();
+        let limits = config.limits;
+        let retry = config.retry;
+        let (target, layout, uffd) = match config.memory {
+            Memory::Local { region, layout } => (Target::Local(region), layout, None),
+            Memory::Foreign {
+                uffd,
+                range,
+                page_size,
+                gpa,
+                memfd,
+                is_mapped_here,
+            } => {
+                let view = memfd.map(|memfd| memfd.map(range, page_size)).transpose()?;
+                let foreign = Foreign {
+                    gpa,
+                    range,
+                    page_size,
+                    view,
+                    is_mapped_here,
+                };
+                (Target::Foreign(foreign), UffdLayout::Single, Some(uffd))
+            }
+        };
+        let page_size = target.page_size();
+        let pages = target.range().bytes() as u64 >> page_size.shift();
+        let range = check_place(
+            &table,
+            target.gpa(),
+            target.range().bytes() as u64,
+            page_size,
+        )?;
+        for lost in config.poison.iter() {
+            if lost.start() < range.start() || lost.end() > range.end() {
+                return Err(AddError::PoisonOutside { range: lost });
+            }
+        }
+        let map = PageMap::new(pages)?;
+        if let Some(image) = &config.resume_from {
+            map.import(image)?;
+        }
+
+        let (served, can_poison) = match &uffd {
+            None => self.open_channels(&target, config.mode, &layout)?,
+            Some(uffd) => (vec![self.adopt_channel(&table, uffd, pages)], true),
+        };
+        let page_bytes = page_size.bytes();
+        let supply = match config.contents {
+            Contents::PageCache(holes) => Supply::PageCache(holes),
+            Contents::Local(source) => Supply::Local(source),
+            Contents::Source(source) => {
+                let requests = Requests::new(limits, retry, page_bytes);
+                Supply::Source(Box::new(Requesting::new(
+                    requests,
+                    source,
+                    Arc::clone(&self.bell),
+                )))
+            }
+        };
+        let region = Arc::new(PagedRegion::new(Parts {
+            id,
+            map,
+            mode: config.mode,
+            supply,
+            served,
+            fault_around_pages: config.fault_around_pages,
+            no_progress_limit: config.no_progress_limit.get(),
+            can_poison,
+            trusts_existing: config.trusts_existing,
+            sink: config.sink,
+            lost: config.poison,
+            target,
+        }));
+
+        if let Some(local) = region.target.local() {
+            local.begin_paging(match config.mode {
+                Mode::Minor => ServiceAccess::ReadWrite,
+                Mode::Missing => ServiceAccess::Closed,
+            })?;
+        }
+        // From here on what was begun is undone when a later step fails.
+        let begun = self
+            .begin(&region, config.resume_from.is_some())
+            .and_then(|()| {
+                // Before its messages are waited for: they are looked up in the table.
+                self.set_table(table.with(Arc::clone(&region)));
+                let mut channels = region.served.iter().map(|served| &served.channel);
+                channels
+                    .try_for_each(|channel| self.poller.add(channel))
+                    .map_err(AddError::Poll)
+            });
+        if let Err(error) = begun {
+            self.set_table(Table::clone(&table));
+            self.undo(&region);
+            return Err(error);
+        }
+        if region.target.local().is_none() {
+            // A fault that was read before is nobody's: a reader found no region there, or a
+            // predecessor took it along. It comes again.
+            self.wake_all(&region);
+        }
+        Ok(id)
+    }
+
+    /// One userfaultfd for each range of the layout.
+    fn open_channels(
+        &self,
+        target: &Target,
+        mode: Mode,
+        layout: &UffdLayout,
+    ) -> Result<(Vec<Served>, bool), AddError> {
+        let Some(region) = target.local() else {
+            return Ok((Vec::new(), false));
+        };
+        let mut features = features(region.backing(), mode);
+        let available = Userfaultfd::available()?;
+        if available.contains(Features::POISON) {
+            features = features | Features::POISON;
+        }
+        if *layout == UffdLayout::WithEvents {
+            features = features | Features::EVENT_REMOVE | Features::EVENT_UNMAP;
+        }
+        let channel = || -> Result<Arc<Channel>, OpenError> {
+            let uffd = Arc::new(Userfaultfd::open(features)?);
+            Ok(Arc::new(Channel::new(uffd, self.poller.next_token())))
+        };
+        let runs = match layout {
+            UffdLayout::Single | UffdLayout::WithEvents => vec![region.all_pages()],
+            UffdLayout::PerRange(ranges) => runs(region, ranges)?,
+        };
+        let mut served = Vec::with_capacity(runs.len());
+        for pages in runs {
+            let channel = channel()?;
+            served.push(Served { pages, channel });
+        }
+        Ok((served, features.contains(Features::POISON)))
+    }
+
+    /// The channel of a userfaultfd that was handed over: several regions may share it.
+    fn adopt_channel(&self, table: &Table, uffd: &Arc<Userfaultfd>, pages: u64) -> Served {
+        let is_same = |channel: &&Arc<Channel>| Arc::ptr_eq(&channel.uffd, uffd);
+        let known = table.channels().iter().find(is_same);
+        let channel = known.map_or_else(
+            || Arc::new(Channel::new(Arc::clone(uffd), self.poller.next_token())),
+            Arc::clone,
+        );
+        let pages = PageRange::new(PageIndex(0), pages);
+        Served { pages, channel }
+    }
+
+    /// Makes the region's missing pages fault.
+    fn begin(&self, region: &Arc<PagedRegion>, is_resumed: bool) -> Result<(), AddError> {
+        let hva = region.target.range().start().as_u64();
+        let shift = region.page_shift();
+        if let Some(local) = region.target.local() {
+            check_content(region, local)?;
+        }
+        for served in &region.served {
+            let span = Span {
+                start: hva + (served.pages.first().0 << shift),
+                region: region.id,
+                pages: served.pages,
+                shift,
+            };
+            if region.target.local().is_none() {
+                let range = UserRange {
+                    start: span.start,
+                    bytes: span.bytes(),
+                };
+                // If this cannot be done, nothing can.
+                let woken = served.channel.uffd.wake(range);
+                woken.map_err(|source| AddError::NotReady { source })?;
+            }
+            let added = served.channel.add(span);
+            added.map_err(|start| AddError::HostOverlap { start })?;
+            served.channel.set_handed_over(false);
+            if region.target.local().is_some() {
+                let range = UserRange {
+                    start: span.start,
+                    bytes: span.bytes(),
+                };
+                // SAFETY: register requires memory that is the caller's and stays mapped for as long
+                // as the userfaultfd is open, and that nobody relies on its zeroes. It is the guest
+                // mapping of a Region that the paged region keeps; the region's pages are unregistered
+                // before that is dropped (close_region), and a Region promises nothing about what its
+                // pages hold.
+                unsafe { served.channel.uffd.register(range, region.mode) }?;
+                region.count_registered();
+            }
+        }
+        if let Some(local) = region.target.local()
+            && local.backing().has_file()
+        {
+            let zapped = self.with_events_read(region, || local.zap_guest(local.all_pages()));
+            zapped.map_err(AddError::Zap)?;
+        }
+        self.reinstate_poison(region, is_resumed)
+    }
+}
+
+/// Whether what this process's memory holds is what its mode needs.
+fn check_content(region: &PagedRegion, local: &Region) -> Result<(), AddError> {
+    match (region.mode, &region.supply) {
+        (Mode::Missing, _) if !region.trusts_existing => {
+            if let Some(page) = local.has_content().map_err(AddError::Content)? {
+                return Err(AddError::NotEmpty { page });
+            }
+        }
+        (Mode::Minor, Supply::PageCache(Holes::AreMissing)) => {
+            let hole = local.first_hole().map_err(AddError::Content)?;
+            // A page that was lost before has no content, and needs none.
+            let is_lost = |page| {
+                let gpa = region.gpa_of(page);
+                let lost = region.lost.iter().any(|range| range.contains(gpa));
+                lost || region.map.state(page).is_some_and(PageState::is_settled)
+            };
+            if let Some(page) = hole.filter(|&page| !is_lost(page)) {
+                return Err(AddError::Hole { page });
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+fn check(config: &RegionConfig) -> Result<(), AddError> {
+    let pages = config.fault_around_pages;
+    if !pages.is_power_of_two() || pages > MAX_FAULT_AROUND_PAGES {
+        let max = MAX_FAULT_AROUND_PAGES;
+        return Err(AddError::FaultAround { pages, max });
+    }
+    if config.retry.attempts == 0 || config.retry.deadline == Duration::ZERO {
+        return Err(AddError::RetryPolicy);
+    }
+    let in_page_cache = matches!(config.contents, Contents::PageCache(_));
+    if in_page_cache && config.mode == Mode::Missing {
+        return Err(AddError::PageCacheNeedsMinor);
+    }
+    match (&config.memory, config.mode) {
+        (Memory::Local { region, .. }, Mode::Missing) if region.backing() == Backing::Thp => {
+            Err(AddError::MissingOnThp)
+        }
+        (Memory::Local { region, .. }, Mode::Minor) if !region.backing().has_file() => {
+            Err(AddError::MinorWithoutFile)
+        }
+        (Memory::Foreign { memfd: None, .. }, Mode::Minor) if !in_page_cache => {
+            Err(AddError::MinorWithoutFile)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The region's home gpas, which no other region has.
+fn check_place(
+    table: &Table,
+    gpa: GuestAddress,
+    bytes: u64,
+    page_size: PageSize,
+) -> Result<GuestRange, AddError> {
+    let bad = |_| AddError::BadRange { gpa, bytes };
+    // A region's gpas need not be aligned to its pages, as a foreign region may have none.
+    let range = GuestRange::new(gpa, bytes).map_err(bad)?;
+    if !page_size.divides(bytes) {
+        return Err(AddError::BadRange { gpa, bytes });
+    }
+    for other in table.iter() {
+        let first = GuestRange::new(other.gpa, other.gpa_end().0 - other.gpa.0).map_err(bad)?;
+        if first.overlaps(range) {
+            let (first, second) = if first.start() < range.start() {
+                (first, range)
+            } else {
+                (range, first)
+            };
+            return Err(AddError::Overlap { first, second });
+        }
+    }
+    Ok(range)
+}
+
+/// The features that a region needs.
+fn features(backing: Backing, mode: Mode) -> Features {
+    let missing = match backing {
+        Backing::Anonymous => return Features::NONE,
+        Backing::Shmem | Backing::Thp => Features::MISSING_SHMEM,
+        Backing::Hugetlb2M | Backing::Hugetlb1G => Features::MISSING_HUGETLBFS,
+    };
+    let minor = match (mode, backing.is_hugetlb()) {
+        (Mode::Missing, _) => Features::NONE,
+        (Mode::Minor, false) => Features::MINOR_SHMEM,
+        (Mode::Minor, true) => Features::MINOR_HUGETLBFS,
+    };
+    missing | minor
+}
+
+/// The runs of pages that the ranges of a layout are, in their order.
+fn runs(region: &Region, ranges: &[GuestRange]) -> Result<Vec<PageRange>, AddError> {
+    let mut runs = Vec::with_capacity(ranges.len());
+    for &range in ranges {
+        let pages = pages_of(region, range).ok_or(AddError::BadUffdRange { range })?;
+        runs.push(pages);
+    }
+    runs.sort_by_key(|pages: &PageRange| pages.first());
+    let mut covered = PageIndex(0);
+    for pages in &runs {
+        if pages.first() != covered {
+            break;
+        }
+        covered = pages.end();
+    }
+    let is_whole =
+        covered.0 == region.pages() && runs.last().is_some_and(|last| last.end() == covered);
+    if !is_whole {
+        let region = region.range();
+        return Err(AddError::NotCovered { region });
+    }
+    Ok(runs)
+}
+
+/// The pages of `region` that `range` is; `None` if it is not whole pages of it.
+fn pages_of(region: &Region, range: GuestRange) -> Option<PageRange> {
+    let page_size = region.page_size();
+    let offset = range.start().offset_from(region.gpa())?;
+    if !page_size.divides(offset) || !page_size.divides(range.bytes()) {
+        return None;
+    }
+    let shift = page_size.shift();
+    let pages = PageRange::new(PageIndex(offset >> shift), range.bytes() >> shift);
+    (pages.end().0 <= region.pages()).then_some(pages)
+}

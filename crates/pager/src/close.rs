@@ -1,0 +1,245 @@
+//! The end of a region: nothing that was missing reads as zeroes afterwards.
+
+use std::sync::Arc;
+
+use pagetide_memory::{PageMapImage, PageRange, Settled};
+use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
+
+use crate::counters::Counters;
+use crate::error::{ExportError, RegionChangeError};
+use crate::fault::RegionId;
+use crate::install::{mark_poisoned, wake};
+use crate::pager::Pager;
+use crate::region::PagedRegion;
+
+/// A region on its way to another pager, in this process or in another.
+#[derive(Debug)]
+pub struct Exported {
+    /// Which pages are there, were given up or are lost. All others are missing.
+    pub image: PageMapImage,
+    /// The userfaultfd that serves the region, for [`crate::RegionConfig::foreign`]. To hand it to
+    /// another process, send its descriptor.
+    pub uffd: Arc<Userfaultfd>,
+    /// Where the region's pages are now in the other process, which may have moved or unmapped some.
+    pub parts: Vec<ExportedPart>,
+}
+
+/// Pages that lie one behind the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExportedPart {
+    /// The address of the first page in the other process.
+    pub start: u64,
+    /// The pages.
+    pub pages: PageRange,
+}
+
+impl Pager {
+    /// Ends the paging of a region. Whoever waits for one of its pages goes on: an exit with an error,
+    /// a thread in the userfaultfd with SIGBUS, since pages that are missing still are poisoned first.
+    /// So stop the VM first, unless all pages are there.
+    ///
+    /// The region's memory stays mapped until the last thread that works on it is done.
+    ///
+    /// # Errors
+    /// [`RegionChangeError::NoSuchRegion`].
+    pub fn remove(&self, id: RegionId) -> Result<(), RegionChangeError> {
+        let _edit = self.lock_edit();
+        let table = self.table();
+        let region = table
+            .region(id)
+            .ok_or(RegionChangeError::NoSuchRegion { region: id })?;
+        self.set_table(table.without(id));
+        self.close_region(region);
+        Ok(())
+    }
+
+    /// Ends the paging of a foreign region here, for a successor to go on. Nothing is poisoned; whoever
+    /// waits for a page faults again, and the successor reads those faults. From the first export on
+    /// this pager reads nothing from that userfaultfd. So regions that share one go together: export
+    /// all of them before the successor serves the first.
+    ///
+    /// # Errors
+    /// [`ExportError`]; the region goes on then.
+    pub fn export(&self, id: RegionId) -> Result<Exported, ExportError> {
+        let _edit = self.lock_edit();
+        let table = self.table();
+        let no_region = ExportError::NoSuchRegion { region: id };
+        let region = table
+            .region(id)
+            .filter(|region| !region.is_closed())
+            .ok_or(no_region)?;
+        if region.target.local().is_some() {
+            return Err(ExportError::IsLocal { region: id });
+        }
+        let [served] = &*region.served else {
+            return Err(ExportError::NoSuchRegion { region: id });
+        };
+        region.close();
+        // Messages that were read are applied, for which the region must be in the table, and no
+        // thread that was told of messages before takes what the successor needs to know.
+        served.channel.set_handed_over(true);
+        self.cancel_all(region);
+        self.set_table(table.without(id));
+        let uffd = Arc::clone(&served.channel.uffd);
+        let spans = served.channel.spans_of(id);
+        self.leave_channels(region);
+        // Installations that had begun are finished: after this no page changes any more.
+        self.withdraw(region, region.all_pages());
+        self.settle_installing(region);
+        region.map.notify_all();
+        let image = region.map.image();
+        let mut parts = Vec::with_capacity(spans.len());
+        for span in spans {
+            let range = UserRange {
+                start: span.start,
+                bytes: span.bytes(),
+            };
+            // It fails if nothing is mapped there any more.
+            let _ = uffd.wake(range);
+            parts.push(ExportedPart {
+                start: span.start,
+                pages: span.pages,
+            });
+        }
+        Ok(Exported { image, uffd, parts })
+    }
+
+    /// Ends everything that goes on in a region, and poisons what is missing.
+    pub(crate) fn close_region(&self, region: &PagedRegion) {
+        region.close();
+        self.cancel_all(region);
+        self.settle_installing(region);
+        let is_whole = region.map.next_unsettled(region.all_pages()).is_none();
+        // Again, if an installation that began before it saw the end has given its pages back since.
+        while region.map.next_unsettled(region.all_pages()).is_some() {
+            self.settle_installing(region);
+            self.poison_missing(region);
+        }
+        region.map.notify_all();
+        if region.target.local().is_none() {
+            // A local region's sleepers are woken as it is unregistered. Here their messages may be unread,
+            // and nobody reads them for this region any more.
+            self.wake_all(region);
+        }
+        self.leave_channels(region);
+        if !is_whole && !region.can_poison {
+            // This kernel cannot mark pages as lost. As long as the userfaultfds are open and the memory
+            // registered, whoever touches a missing page sleeps, and does not read zeroes: so they stay
+            // open until the process ends.
+            tracing::error!(
+                region = region.id.0,
+                "missing pages cannot be poisoned: their userfaultfds stay open"
+            );
+            for served in &region.served {
+                std::mem::forget(Arc::clone(&served.channel));
+            }
+            return;
+        }
+        if let Some(local) = region.target.local() {
+            for (served, range) in local_ranges(region) {
+                // It fails if the memory is not mapped any more, and then nothing is registered.
+                let _ = served.channel.uffd.unregister(range);
+            }
+            local.end_paging();
+        }
+    }
+
+    /// What a failed [`Pager::add`] has begun. Nobody has used the region: its pages may read as they
+    /// did before.
+    pub(crate) fn undo(&self, region: &PagedRegion) {
+        region.close();
+        self.leave_channels(region);
+        if let Some(local) = region.target.local() {
+            for (served, range) in local_ranges(region) {
+                let _ = served.channel.uffd.unregister(range);
+            }
+            local.end_paging();
+        }
+    }
+
+    /// Has everybody who sleeps in a region fault again.
+    pub(crate) fn wake_all(&self, region: &PagedRegion) {
+        let mut counters = Counters::default();
+        for served in &region.served {
+            wake(
+                region,
+                served,
+                &served.channel.order(),
+                &mut counters,
+                served.pages,
+            );
+        }
+        self.count(&counters);
+    }
+
+    fn leave_channels(&self, region: &PagedRegion) {
+        for served in &region.served {
+            if !served.channel.remove(region.id) {
+                self.poller.remove(&served.channel);
+            }
+        }
+    }
+
+    /// Waits for installations that have begun. They take as long as a few system calls.
+    fn settle_installing(&self, region: &PagedRegion) {
+        while region.map.counts().installing > 0 {
+            std::thread::yield_now();
+        }
+    }
+
+    /// Poisons every page that is missing: in the page map, and where it would be mapped.
+    pub(crate) fn poison_missing(&self, region: &PagedRegion) {
+        let mut rest = region.all_pages();
+        while let Some((page, _)) = region.map.next_unsettled(rest) {
+            let behind = PageRange::new(page, rest.end().0 - page.0);
+            let Some(claim) = region.map.claim_arrived(behind) else {
+                break;
+            };
+            let pages = claim.pages();
+            let _ = claim.finish(Settled::Poisoned);
+            self.evict(region, pages);
+            self.poison_everywhere(region, pages);
+            let done = pages.end().0 - rest.first().0;
+            (_, rest) = rest.split_at(done);
+            if rest.is_empty() {
+                break;
+            }
+        }
+    }
+
+    /// Takes away what something else than the pager has mapped in pages that are missing: it is not
+    /// their content, and a mark is only put where nothing is mapped.
+    fn evict(&self, region: &PagedRegion, pages: PageRange) {
+        let Some(local) = region.target.local().filter(|_| !region.may_exist()) else {
+            return;
+        };
+        if let Err(error) = self.unmap(region, local, pages) {
+            tracing::error!(%error, %pages, "dropping the mappings of missing pages");
+        }
+    }
+
+    /// Marks pages as poisoned, and wakes whoever sleeps there.
+    pub(crate) fn poison_everywhere(&self, region: &PagedRegion, pages: PageRange) {
+        let mut rest = pages;
+        while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
+            let part = rest.intersection(served.pages);
+            while !mark_poisoned(region, served, &served.channel.order(), part) {
+                self.read_events(&served.channel);
+            }
+            (_, rest) = rest.split_at(part.count());
+        }
+    }
+}
+
+/// Which channel serves which addresses that the pager has registered.
+fn local_ranges(region: &PagedRegion) -> impl Iterator<Item = (&crate::region::Served, UserRange)> {
+    let start = region.target.range().start().as_u64();
+    region.registered().iter().map(move |served| {
+        let skip = served.pages.first().0 << region.page_shift();
+        let range = UserRange {
+            start: start + skip,
+            bytes: region.bytes_of(served.pages),
+        };
+        (served, range)
+    })
+}

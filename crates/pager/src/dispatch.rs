@@ -1,0 +1,415 @@
+//! Requests on their way to a source, and answers on their way back.
+//!
+//! [`crate::requests`] decides; here it is done. No source is called, and nothing is installed, with
+//! the lock of a region's requests held.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use pagetide_memory::{PageRange, Urgency};
+
+use crate::arrival::{For, arrive};
+use crate::counters::Counters;
+use crate::error::{InstallFailure, RegionChangeError, message_of};
+use crate::fault::RegionId;
+use crate::install::{Body, wake};
+use crate::notice::Notice;
+use crate::pager::Pager;
+use crate::region::{PagedRegion, Requesting};
+use crate::requests::{AfterFailure, Miss, RequestId, Submission, Wanted};
+use crate::source::{Content, Request, Source, SourceError};
+
+/// What is asked of a source.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SourceStatus {
+    /// The source has failed too often: nothing is asked of it until [`Pager::resume`],
+    /// [`Pager::replace_source`] or [`Pager::abandon`].
+    pub is_stalled: bool,
+    /// Bytes that were requested and not answered yet.
+    pub in_flight_bytes: u64,
+    /// Requests that wait to be submitted.
+    pub waiting_requests: usize,
+}
+
+impl Pager {
+    /// Asks the region's source for pages that were made Requested.
+    pub(crate) fn want(&self, region: &PagedRegion, wanted: Wanted) {
+        let Some(requesting) = region.requesting() else {
+            return;
+        };
+        requesting.lock().requests.want(wanted);
+        self.submit(region, requesting);
+    }
+
+    /// Submits what may be submitted. One thread at a time does so for a region, so that requests
+    /// reach the source in their order; the others leave theirs to it.
+    pub(crate) fn submit(&self, region: &PagedRegion, requesting: &Requesting) {
+        let mut state = requesting.lock();
+        if state.is_submitting || region.is_closed() {
+            return;
+        }
+        state.is_submitting = true;
+        while let Some(submission) = state.requests.next_submission(Instant::now()) {
+            if region.map.next_unsettled(submission.pages).is_none() {
+                // They came another way while the request waited.
+                state.requests.finish(submission.id);
+                continue;
+            }
+            let source = Arc::clone(&state.source);
+            drop(state);
+            let request = self.request(region, &submission);
+            let panicked = catch_unwind(AssertUnwindSafe(|| source.submit(request))).err();
+            if let Some(panic) = panicked {
+                let message = message_of(&*panic);
+                let miss = SourceError::Panicked { message };
+                self.missed(region, requesting, submission.id, Miss::Failed, miss);
+            }
+            state = requesting.lock();
+        }
+        state.is_submitting = false;
+        let deadline = state.requests.next_deadline();
+        drop(state);
+        if let Some(deadline) = deadline {
+            self.wake_at(deadline);
+        }
+    }
+
+    fn request(&self, region: &PagedRegion, submission: &Submission) -> Request {
+        Request {
+            pager: self.weak(),
+            region: region.id,
+            id: submission.id,
+            pages: submission.pages,
+            urgency: submission.urgency,
+            deadline: submission.deadline,
+            gpa: region.gpa,
+            page_shift: region.page_shift(),
+            is_answered: false,
+        }
+    }
+
+    /// A source's answer, on whichever thread it comes.
+    pub(crate) fn answer(&self, request: &Request, answer: Result<Content<'_>, SourceError>) {
+        let table = self.table();
+        let Some(region) = table
+            .region(request.region)
+            .filter(|region| !region.is_closed())
+        else {
+            return;
+        };
+        let Some(requesting) = region.requesting() else {
+            return;
+        };
+        let wanted_bytes = request.bytes();
+        let content = match answer {
+            Ok(Content::Bytes(bytes)) if bytes.len() as u64 != wanted_bytes => {
+                Err(SourceError::WrongSize {
+                    given: bytes.len() as u64,
+                    wanted: wanted_bytes,
+                })
+            }
+            other => other,
+        };
+        match content {
+            Ok(Content::Poisoned) if request.pages.count() > 1 => {
+                let error = SourceError::Dropped;
+                self.missed(
+                    region,
+                    requesting,
+                    request.id,
+                    Miss::PoisonedAmongOthers,
+                    error,
+                );
+            }
+            Ok(content) => {
+                let finished = requesting.lock().requests.finish(request.id);
+                match finished {
+                    Some(wanted) => self.arrived(region, requesting, wanted, content),
+                    None => self.count(&Counters {
+                        late_answers: 1,
+                        ..Counters::default()
+                    }),
+                }
+            }
+            Err(error) => self.missed(region, requesting, request.id, Miss::Failed, error),
+        }
+        requesting.notify();
+        self.submit(region, requesting);
+    }
+
+    fn arrived(
+        &self,
+        region: &PagedRegion,
+        requesting: &Requesting,
+        wanted: Wanted,
+        content: Content<'_>,
+    ) {
+        let mut counters = Counters {
+            answers: 1,
+            ..Counters::default()
+        };
+        let result = self.install_arrived(
+            region,
+            &mut counters,
+            wanted.pages,
+            content,
+            wanted.urgency(),
+        );
+        self.count(&counters);
+        if let Err(failure) = result {
+            // The pages are Requested still, and must not be forgotten: they are asked for again when
+            // the owner has done something about it.
+            let mut state = requesting.lock();
+            state.requests.want(wanted);
+            state.requests.stall();
+            drop(state);
+            self.notify(Notice::NotInstalled {
+                region: region.id,
+                source: Arc::new(failure),
+            });
+        }
+    }
+
+    /// Installs content that arrived without a fault's thread, and maps it in stage 2.
+    pub(crate) fn install_arrived(
+        &self,
+        region: &PagedRegion,
+        counters: &mut Counters,
+        pages: PageRange,
+        content: Content<'_>,
+        urgency: Urgency,
+    ) -> Result<(), InstallFailure> {
+        let body = match content {
+            Content::Bytes(bytes) => Body::Bytes(bytes),
+            Content::Zero => Body::Zero,
+            Content::Poisoned => Body::Poisoned,
+        };
+        let before = counters.pages;
+        let whom = match urgency {
+            Urgency::Urgent => For::Waiters,
+            Urgency::Bulk => For::Nobody,
+        };
+        let arrived = arrive(self, region, counters, pages, body, whom);
+        if body == Body::Zero {
+            counters.zero_pages += counters.pages - before;
+        }
+        arrived?;
+        // A page alone is mapped by the vCPU that waits for it.
+        if urgency == Urgency::Urgent && pages.count() > 1 && counters.pages > before {
+            self.populate(region, pages, counters);
+        }
+        Ok(())
+    }
+
+    /// A request was not answered with content.
+    fn missed(
+        &self,
+        region: &PagedRegion,
+        requesting: &Requesting,
+        id: RequestId,
+        miss: Miss,
+        error: SourceError,
+    ) {
+        let mut state = requesting.lock();
+        let pages = state.requests.pages_of(id);
+        if pages.is_some_and(|pages| region.map.next_unsettled(pages).is_none()) {
+            // They came another way: nobody needs the answer any more, and its lack is no failure.
+            state.requests.finish(id);
+            return;
+        }
+        let after = state.requests.miss(id, miss, Instant::now());
+        drop(state);
+        let Some(AfterFailure { withdraw, stalled }) = after else {
+            return;
+        };
+        if miss == Miss::Failed {
+            tracing::warn!(region = region.id.0, %error, "a request failed");
+            self.count(&Counters {
+                failed_requests: 1,
+                ..Counters::default()
+            });
+        }
+        for pages in withdraw.into_iter().flatten() {
+            self.withdraw(region, pages);
+        }
+        if stalled {
+            self.notify(Notice::Stalled {
+                region: region.id,
+                last: Arc::new(error),
+            });
+        }
+    }
+
+    /// Pages are no longer requested: whoever waits for them asks anew.
+    pub(crate) fn withdraw(&self, region: &PagedRegion, pages: PageRange) {
+        if !region.map.withdraw_all(pages).is_wanted() {
+            return;
+        }
+        let mut counters = Counters::default();
+        let mut rest = pages;
+        while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
+            let part = rest.intersection(served.pages);
+            wake(region, served, &served.channel.order(), &mut counters, part);
+            (_, rest) = rest.split_at(part.count());
+        }
+        self.count(&counters);
+    }
+
+    /// Does what is due: requests past their deadline are cancelled and count as failed, and those
+    /// whose wait is over are submitted again. Called by whoever serves the pager's descriptor, and by
+    /// vCPUs' threads that wait.
+    pub fn tick(&self) {
+        let now = Instant::now();
+        if !self.is_due(now) {
+            return;
+        }
+        for region in self.table().iter() {
+            let Some(requesting) = region.requesting() else {
+                continue;
+            };
+            loop {
+                let state = requesting.lock();
+                let Some(id) = state.requests.next_expired(now) else {
+                    break;
+                };
+                let source = Arc::clone(&state.source);
+                drop(state);
+                self.missed(region, requesting, id, Miss::Failed, SourceError::Late);
+                cancel(&*source, region.id, id);
+            }
+            requesting.notify();
+            self.submit(region, requesting);
+        }
+    }
+
+    fn requesting_region(&self, id: RegionId) -> Result<Arc<PagedRegion>, RegionChangeError> {
+        let table = self.table();
+        let region = table
+            .region(id)
+            .ok_or(RegionChangeError::NoSuchRegion { region: id })?;
+        match region.requesting() {
+            Some(_) => Ok(Arc::clone(region)),
+            None => Err(RegionChangeError::NoSource { region: id }),
+        }
+    }
+
+    /// What is asked of a region's source.
+    ///
+    /// # Errors
+    /// The region is not there, or has no source.
+    pub fn source_status(&self, id: RegionId) -> Result<SourceStatus, RegionChangeError> {
+        let region = self.requesting_region(id)?;
+        let requesting = region
+            .requesting()
+            .ok_or(RegionChangeError::NoSource { region: id })?;
+        let state = requesting.lock();
+        Ok(SourceStatus {
+            is_stalled: state.requests.is_stalled(),
+            in_flight_bytes: state.requests.in_flight_bytes(),
+            waiting_requests: state.requests.waiting(),
+        })
+    }
+
+    /// Has a stalled region ask its source again, for everything that is waited for.
+    ///
+    /// # Errors
+    /// The region is not there, or has no source.
+    pub fn resume(&self, id: RegionId) -> Result<(), RegionChangeError> {
+        let region = self.requesting_region(id)?;
+        if let Some(requesting) = region.requesting() {
+            requesting.lock().requests.resume();
+            requesting.notify();
+            self.submit(&region, requesting);
+        }
+        Ok(())
+    }
+
+    /// Has a region ask another source from now on. What was asked of the former one is cancelled and
+    /// asked for again; its answers are dropped. A stalled region goes on.
+    ///
+    /// # Errors
+    /// The region is not there, or has no source.
+    pub fn replace_source(
+        &self,
+        id: RegionId,
+        source: Arc<dyn Source>,
+    ) -> Result<(), RegionChangeError> {
+        let region = self.requesting_region(id)?;
+        if let Some(requesting) = region.requesting() {
+            let mut state = requesting.lock();
+            let former = std::mem::replace(&mut state.source, source);
+            let recalled = state.requests.recall();
+            state.requests.resume();
+            drop(state);
+            for id in recalled {
+                cancel(&*former, region.id, id);
+            }
+            requesting.notify();
+            self.submit(&region, requesting);
+        }
+        Ok(())
+    }
+
+    /// Gives up what a region misses: its missing pages are poisoned, so that whoever touches one gets
+    /// a machine check or SIGBUS, never zeroes. Pages that are there stay.
+    ///
+    /// # Errors
+    /// The region is not there, or has no source.
+    pub fn abandon(&self, id: RegionId) -> Result<(), RegionChangeError> {
+        let region = self.requesting_region(id)?;
+        if let Some(requesting) = region.requesting() {
+            let mut state = requesting.lock();
+            let source = Arc::clone(&state.source);
+            let cancelled = state.requests.clear();
+            drop(state);
+            for id in cancelled {
+                cancel(&*source, region.id, id);
+            }
+            self.poison_missing(&region);
+        }
+        Ok(())
+    }
+
+    /// Takes back what prefetch has asked for and nobody waits for.
+    pub(crate) fn withdraw_bulk(&self, region: &PagedRegion) {
+        let Some(requesting) = region.requesting() else {
+            return;
+        };
+        let mut state = requesting.lock();
+        let source = Arc::clone(&state.source);
+        let (cancelled, pages) = state.requests.drop_bulk();
+        drop(state);
+        for id in cancelled {
+            cancel(&*source, region.id, id);
+        }
+        for pages in pages {
+            region.map.withdraw(pages);
+        }
+    }
+
+    /// Cancels everything that was asked for a region, for good.
+    pub(crate) fn cancel_all(&self, region: &PagedRegion) {
+        let Some(requesting) = region.requesting() else {
+            return;
+        };
+        let mut state = requesting.lock();
+        let source = Arc::clone(&state.source);
+        let cancelled = state.requests.clear();
+        drop(state);
+        for id in cancelled {
+            cancel(&*source, region.id, id);
+        }
+        requesting.notify();
+    }
+}
+
+/// A source's own code, whose panic is not ours.
+fn cancel(source: &dyn Source, region: RegionId, id: RequestId) {
+    if catch_unwind(AssertUnwindSafe(|| source.cancel(region, id))).is_err() {
+        tracing::error!(
+            region = region.0,
+            "a source panicked as a request was cancelled"
+        );
+    }
+}

@@ -1,0 +1,210 @@
+//! What a userfaultfd tells besides faults: memory that is given up, unmapped or moved, and forks.
+//!
+//! [`crate::channel`] says in which order events and installations take effect.
+
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::panic::resume_unwind;
+use std::thread;
+
+use pagetide_memory::Removal;
+use pagetide_uapi::userfaultfd::{Event, EventBuffer, UserRange};
+
+use crate::channel::{Channel, Span};
+use crate::fault::RegionId;
+use crate::notice::Notice;
+use crate::pager::Pager;
+use crate::region::PagedRegion;
+
+/// How many messages are read at a time by whoever only looks for events.
+const EVENTS_AT_ONCE: usize = 16;
+
+impl Pager {
+    /// Reads what a channel tells, because the kernel will not install before its events are read.
+    /// Faults that come along are kept for whoever serves the pager's descriptor.
+    #[cold]
+    pub(crate) fn read_events(&self, channel: &Channel) {
+        if !channel.has_events {
+            thread::yield_now();
+            return;
+        }
+        let mut buffer = EventBuffer::new(EVENTS_AT_ONCE);
+        let mut faults = Vec::new();
+        let read = channel.read(&mut buffer, &mut faults, |spans, event| {
+            self.apply(channel, spans, event);
+        });
+        if !faults.is_empty() {
+            channel.keep(faults);
+            self.poller.announce();
+        }
+        match read {
+            // Another thread has read the event, and the one that it came from is on its way.
+            Ok(batch) if batch.messages == 0 => thread::yield_now(),
+            Ok(_) => {}
+            Err(error) => tracing::error!(%error, "reading the events of a userfaultfd"),
+        }
+    }
+
+    /// Does something to a local region's memory that its userfaultfd tells of. The kernel has whoever
+    /// does so wait until the event was read, and there may be nobody else to read it: so another
+    /// thread does it, and this one reads. Called without the channel's order.
+    pub(crate) fn with_events_read<T: Send>(
+        &self,
+        region: &PagedRegion,
+        act: impl FnOnce() -> T + Send,
+    ) -> T {
+        let mut channels = region.served.iter().map(|served| &served.channel);
+        let Some(channel) = channels.find(|channel| channel.has_events) else {
+            return act();
+        };
+        thread::scope(|scope| {
+            let acting = scope.spawn(act);
+            while !acting.is_finished() {
+                self.read_events(channel);
+            }
+            acting.join().unwrap_or_else(|panic| resume_unwind(panic))
+        })
+    }
+
+    /// Applies an event to the page maps and to the places of pages. Called with the channel's order
+    /// held: nothing is being installed there.
+    pub(crate) fn apply(&self, channel: &Channel, spans: &mut Vec<Span>, event: Event) {
+        match event {
+            Event::PageFault(_) => {}
+            Event::Remove { start, end } => {
+                let parts: Vec<_> = spans
+                    .iter()
+                    .filter_map(|span| span.part(start, end))
+                    .collect();
+                for part in parts {
+                    self.given_up(channel, &part);
+                }
+            }
+            Event::Unmap { start, end } => {
+                for part in take(spans, start, end) {
+                    self.given_up(channel, &part);
+                }
+            }
+            Event::Remap { from, to, bytes } => {
+                let moved = take(spans, from, from.saturating_add(bytes));
+                // What was mapped at the new place is gone; UNMAP has said so already.
+                let replaced = take(spans, to, to.saturating_add(bytes));
+                for part in replaced {
+                    self.given_up(channel, &part);
+                }
+                for part in moved {
+                    let offset = part.start.saturating_sub(from);
+                    let start = to.saturating_add(offset);
+                    let at = spans.partition_point(|other| other.start < start);
+                    spans.insert(at, Span { start, ..part });
+                }
+            }
+            Event::Fork { descriptor } => {
+                if let Ok(raw) = RawFd::try_from(descriptor) {
+                    // SAFETY: from_raw_fd requires an open descriptor that nobody else owns: the kernel
+                    // made it for whoever reads this message, and it is read once.
+                    drop(unsafe { OwnedFd::from_raw_fd(raw) });
+                }
+                let mut regions: Vec<RegionId> = spans.iter().map(|span| span.region).collect();
+                regions.dedup();
+                for region in regions {
+                    self.notify(Notice::Forked { region });
+                }
+            }
+            Event::Unknown(number) => {
+                tracing::error!(
+                    number,
+                    "a userfaultfd sent an event that this version does not know"
+                );
+            }
+        }
+    }
+
+    /// Pages that are given up, or nowhere any more: content that arrives for them is dropped, and
+    /// whoever touches one reads zeroes.
+    fn given_up(&self, channel: &Channel, part: &Span) {
+        let table = self.table();
+        let Some(region) = table.region(part.region) else {
+            return;
+        };
+        let mut wakes: Option<(u64, u64)> = None;
+        for page in part.pages.iter() {
+            if let Removal::Done { wake, .. } = region.map.remove(page)
+                && wake.is_wanted()
+            {
+                let at = part.start + ((page.0 - part.pages.first().0) << part.shift);
+                let end = at + (1 << part.shift);
+                wakes = Some(wakes.map_or((at, end), |(start, _)| (start, end)));
+            }
+        }
+        if let Some((start, end)) = wakes {
+            let bytes = end - start;
+            // It fails if nothing is mapped there any more; then nobody sleeps there.
+            let _ = channel.uffd.wake(UserRange { start, bytes });
+        }
+    }
+}
+
+/// Takes what lies in `start..end` out of the spans.
+fn take(spans: &mut Vec<Span>, start: u64, end: u64) -> Vec<Span> {
+    let mut taken = Vec::new();
+    let mut left = Vec::with_capacity(spans.len() + 1);
+    for span in spans.drain(..) {
+        let Some(part) = span.part(start, end) else {
+            left.push(span);
+            continue;
+        };
+        let before = part.pages.first().0 - span.pages.first().0;
+        let (head, rest) = span.pages.split_at(before);
+        let (_, tail) = rest.split_at(part.pages.count());
+        if !head.is_empty() {
+            left.push(Span {
+                pages: head,
+                ..span
+            });
+        }
+        if !tail.is_empty() {
+            let skip = before + part.pages.count();
+            let start = span.start + (skip << span.shift);
+            left.push(Span {
+                start,
+                pages: tail,
+                ..span
+            });
+        }
+        taken.push(part);
+    }
+    *spans = left;
+    taken
+}
+
+#[cfg(test)]
+mod tests {
+    use pagetide_memory::{PageIndex, PageRange};
+
+    use super::*;
+
+    fn span(start: u64, first: u64, count: u64) -> Span {
+        Span {
+            start,
+            region: RegionId(3),
+            pages: PageRange::new(PageIndex(first), count),
+            shift: 12,
+        }
+    }
+
+    #[test]
+    fn what_is_taken_out_leaves_both_ends() {
+        let mut spans = vec![span(0x1000, 0, 1), span(0x10_0000, 4, 8)];
+        let taken = take(&mut spans, 0x10_2000, 0x10_5000);
+        assert_eq!(taken, [span(0x10_2000, 6, 3)]);
+        let left = [
+            span(0x1000, 0, 1),
+            span(0x10_0000, 4, 2),
+            span(0x10_5000, 9, 3),
+        ];
+        assert_eq!(spans, left);
+        assert_eq!(take(&mut spans, 0, 0x1000), []);
+        assert_eq!(take(&mut spans, 0, u64::MAX).len(), 3);
+        assert_eq!(spans, []);
+    }
+}

@@ -1,0 +1,104 @@
+//! Memory that is lost to uncorrected errors, now or before the VM was restored.
+
+use pagetide_memory::{
+    AccessError, GuestAddress, GuestRange, PageIndex, PageRange, PageState, Region, Removal,
+};
+
+use crate::counters::Counters;
+use crate::error::{AddError, WAIT_SLICE};
+use crate::pager::Pager;
+use crate::region::PagedRegion;
+
+impl Pager {
+    /// Records that `lost`, home gpas, was lost to an uncorrected error, as SIGBUS has told the VMM:
+    /// pages that are lost as a whole are poisoned. (Of a page that is kept apart from its error the
+    /// rest is good.) Waits for installations that have begun. Returns how many pages are poisoned that
+    /// were not.
+    pub fn record_poison(&self, lost: GuestRange) -> u64 {
+        let mut poisoned = 0;
+        for region in self.table().iter() {
+            let page_bytes = 1 << region.page_shift();
+            let from = lost.start().0.max(region.gpa.0) - region.gpa.0;
+            let to = lost
+                .end()
+                .0
+                .min(region.gpa_end().0)
+                .saturating_sub(region.gpa.0);
+            let first = from.div_ceil(page_bytes);
+            for page in first..(to / page_bytes).max(first) {
+                poisoned += u64::from(self.poison_page(region, PageIndex(page)));
+            }
+        }
+        self.count(&Counters {
+            poisoned,
+            ..Counters::default()
+        });
+        poisoned
+    }
+
+    /// Whether the page is poisoned now and was not.
+    fn poison_page(&self, region: &PagedRegion, page: PageIndex) -> bool {
+        loop {
+            match region.map.poison(page) {
+                Removal::Done { .. } => {
+                    self.poison_everywhere(region, PageRange::single(page));
+                    return true;
+                }
+                Removal::Poisoned | Removal::Outside => return false,
+                Removal::Installing => {
+                    region.map.wait(page, WAIT_SLICE);
+                }
+            }
+        }
+    }
+
+    /// Poisons the pages that were lost before the region was added, in the page map and in memory.
+    pub(crate) fn reinstate_poison(
+        &self,
+        region: &PagedRegion,
+        is_resumed: bool,
+    ) -> Result<(), AddError> {
+        let page_size = region.target.page_size();
+        let range = region.gpa_range(region.all_pages());
+        let lost = range
+            .into_iter()
+            .flat_map(|range| region.lost.pages_in(range, page_size));
+        let mut pages: Vec<PageIndex> = lost
+            .filter_map(|gpa: GuestAddress| region.page_at(gpa.offset_from(region.gpa)?))
+            .collect();
+        if is_resumed {
+            let is_poisoned =
+                |&page: &PageIndex| region.map.state(page) == Some(PageState::Poisoned);
+            pages.extend(region.all_pages().iter().filter(is_poisoned));
+        }
+        for page in pages {
+            if let Removal::Done { .. } = region.map.poison(page) {
+                self.count(&Counters {
+                    poisoned: 1,
+                    ..Counters::default()
+                });
+            }
+            let single = PageRange::single(page);
+            if let Some(local) = region.target.local() {
+                // What is there goes first: content that a MISSING region should not have, or the mark
+                // of an earlier pager, which outlives its userfaultfd.
+                self.unmap(region, local, single).map_err(AddError::Zap)?;
+            }
+            self.poison_everywhere(region, single);
+        }
+        Ok(())
+    }
+
+    /// Takes away what is mapped in pages of local memory.
+    pub(crate) fn unmap(
+        &self,
+        region: &PagedRegion,
+        local: &Region,
+        pages: PageRange,
+    ) -> Result<(), AccessError> {
+        self.with_events_read(region, || match local.service() {
+            Some(_) => local.zap_guest(pages),
+            None => local.punch(pages),
+        })
+    }
+}

@@ -1,0 +1,181 @@
+//! What a pager waits on: one epoll descriptor for its userfaultfds, its deadlines and its end.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::io::Errno;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
+
+use crate::channel::Channel;
+
+/// Reported for the descriptor that ends waits.
+pub(crate) const INTERRUPT: u64 = u64::MAX;
+/// Reported when a deadline has passed.
+pub(crate) const TIMER: u64 = u64::MAX - 1;
+/// Reported when a thread has kept faults for whoever serves.
+pub(crate) const KEPT: u64 = u64::MAX - 2;
+
+/// A descriptor that is readable when something is to be served.
+///
+/// Userfaultfds are reported edge-triggered: once for each time that messages come in, to one of the
+/// threads that wait. Whoever is told reads until there are no more.
+#[derive(Debug)]
+pub(crate) struct Poller {
+    epoll: OwnedFd,
+    timer: OwnedFd,
+    setting_timer: Mutex<()>,
+    interrupt: OwnedFd,
+    kept: OwnedFd,
+    next_token: AtomicU64,
+    /// How many threads want waits to end now: the descriptor is readable while there is one.
+    interrupts: Mutex<usize>,
+}
+
+impl Poller {
+    pub(crate) fn new() -> Result<Self, Errno> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        let timer = timerfd_create(
+            TimerfdClockId::Monotonic,
+            TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
+        )?;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let interrupt = eventfd(0, flags)?;
+        let kept = eventfd(0, flags)?;
+        let edge = EventFlags::IN | EventFlags::ET;
+        epoll::add(&epoll, &timer, EventData::new_u64(TIMER), edge)?;
+        epoll::add(&epoll, &kept, EventData::new_u64(KEPT), edge)?;
+        // Level-triggered: everybody who waits is told, for as long as it is readable.
+        epoll::add(
+            &epoll,
+            &interrupt,
+            EventData::new_u64(INTERRUPT),
+            EventFlags::IN,
+        )?;
+        Ok(Self {
+            epoll,
+            timer,
+            setting_timer: Mutex::new(()),
+            interrupt,
+            kept,
+            next_token: AtomicU64::new(0),
+            interrupts: Mutex::new(0),
+        })
+    }
+
+    pub(crate) fn next_token(&self) -> u64 {
+        self.next_token.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Waits for the messages of a channel as well. Nothing happens if it does already.
+    pub(crate) fn add(&self, channel: &Channel) -> Result<(), Errno> {
+        let data = EventData::new_u64(channel.token);
+        match epoll::add(
+            &self.epoll,
+            &channel.uffd,
+            data,
+            EventFlags::IN | EventFlags::ET,
+        ) {
+            Ok(()) | Err(Errno::EXIST) => Ok(()),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    pub(crate) fn remove(&self, channel: &Channel) {
+        // It fails if the channel was never added.
+        let _ = epoll::delete(&self.epoll, &channel.uffd);
+    }
+
+    /// Reports the channel again if it has messages, for a reader that leaves before it has read all.
+    pub(crate) fn report_again(&self, channel: &Channel) {
+        let data = EventData::new_u64(channel.token);
+        let flags = EventFlags::IN | EventFlags::ET;
+        let _ = epoll::modify(&self.epoll, &channel.uffd, data, flags);
+    }
+
+    /// What is ready, within `timeout` (`None`: for ever). A signal ends the wait with nothing.
+    pub(crate) fn wait(
+        &self,
+        events: &mut Vec<Event>,
+        timeout: Option<Duration>,
+    ) -> Result<(), Errno> {
+        let timeout = timeout.map(timespec);
+        match epoll::wait(
+            &self.epoll,
+            rustix::buffer::spare_capacity(events),
+            timeout.as_ref(),
+        ) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Has the timer reported after the time that `after` says. Whoever comes last asks last: of two
+    /// threads with a deadline each, the later deadline does not replace the earlier one.
+    pub(crate) fn set_timer(&self, after: impl FnOnce() -> Option<Duration>) {
+        let locked = self.setting_timer.lock();
+        let _setting = locked.unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Some(after) = after() else {
+            return;
+        };
+        // Zero would disarm it.
+        let value = timespec(after.max(Duration::from_nanos(1)));
+        let interval = timespec(Duration::ZERO);
+        let when = Itimerspec {
+            it_interval: interval,
+            it_value: value,
+        };
+        if let Err(errno) = timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &when) {
+            tracing::error!(%errno, "setting a pager's timer");
+        }
+    }
+
+    /// Faults were kept in a channel: whoever serves takes them.
+    pub(crate) fn announce(&self) {
+        write_one(&self.kept);
+    }
+
+    /// Ends all waits until [`Self::end_interrupt`].
+    pub(crate) fn interrupt(&self) {
+        let mut interrupts = self.lock_interrupts();
+        *interrupts += 1;
+        write_one(&self.interrupt);
+    }
+
+    pub(crate) fn end_interrupt(&self) {
+        let mut interrupts = self.lock_interrupts();
+        *interrupts -= 1;
+        if *interrupts == 0 {
+            let mut count = [0; 8];
+            let _ = rustix::io::read(&self.interrupt, &mut count);
+        }
+    }
+
+    fn lock_interrupts(&self) -> std::sync::MutexGuard<'_, usize> {
+        let locked = self.interrupts.lock();
+        locked.unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+impl AsFd for Poller {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
+fn write_one(eventfd: &OwnedFd) {
+    // It fails only when the counter is full, and then it is readable.
+    let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
+}
+
+fn timespec(duration: Duration) -> Timespec {
+    Timespec {
+        tv_sec: i64::try_from(duration.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(duration.subsec_nanos()),
+    }
+}

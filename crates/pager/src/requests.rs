@@ -1,0 +1,365 @@
+//! The requests of one region: what is asked of its source, in which order, and what follows when
+//! the source fails.
+//!
+//! A pure state machine. It performs no I/O, takes no lock and reads no clock: each operation is given
+//! the time, and says what is to be done. [`crate::dispatch`] does it.
+//!
+//! Two rules hold at all times, and a test of this file breaks if one of them is broken:
+//!
+//! - **Urgent passes bulk.** A bulk request is submitted only when no urgent request waits to be
+//!   submitted, but for those that failed and are not to be tried again yet.
+//! - **Bytes in flight are bounded**, each class by its own limit. A single request may be larger than
+//!   its limit; then it is the only one of its class in flight.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use pagetide_memory::{PageIndex, PageRange, Urgency};
+
+use crate::config::{InFlightLimits, RetryPolicy};
+
+/// The number of a request: never used twice in a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub(crate) u64);
+
+/// Pages that are wanted of a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    pub(crate) pages: PageRange,
+    /// The page that somebody waits for; `None` for bulk requests.
+    pub(crate) fault: Option<PageIndex>,
+}
+
+impl Wanted {
+    pub(crate) fn urgency(&self) -> Urgency {
+        if self.fault.is_some() {
+            Urgency::Urgent
+        } else {
+            Urgency::Bulk
+        }
+    }
+}
+
+/// A request that is to be submitted now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Submission {
+    pub(crate) id: RequestId,
+    pub(crate) pages: PageRange,
+    pub(crate) urgency: Urgency,
+    pub(crate) deadline: Instant,
+}
+
+/// What follows a failure.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct AfterFailure {
+    /// Neighbours that are no longer asked for: Absent again.
+    pub(crate) withdraw: [Option<PageRange>; 2],
+    /// The region has just become stalled.
+    pub(crate) stalled: bool,
+}
+
+/// Why a request did not bring its content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Miss {
+    /// The source failed, or did not answer in time.
+    Failed,
+    /// The content of one of several pages is lost. The source says so of the whole request, so the
+    /// pages are asked for again in smaller requests.
+    PoisonedAmongOthers,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Job {
+    wanted: Wanted,
+    /// How often it failed.
+    failures: u32,
+    /// Not to be submitted before.
+    not_before: Option<Instant>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct InFlight {
+    job: Job,
+    deadline: Instant,
+}
+
+/// One class of requests.
+#[derive(Debug, Default)]
+struct Class {
+    waiting: VecDeque<Job>,
+    waiting_pages: u64,
+    in_flight_pages: u64,
+}
+
+impl Class {
+    fn push_back(&mut self, job: Job) {
+        self.waiting_pages += job.wanted.pages.count();
+        self.waiting.push_back(job);
+    }
+
+    /// The first job that may be submitted now and fits `limit_pages`.
+    fn take(&mut self, now: Instant, limit_pages: u64) -> Option<Job> {
+        let ready = |job: &Job| job.not_before.is_none_or(|at| at <= now);
+        let index = self.waiting.iter().position(ready)?;
+        let pages = self.waiting.get(index)?.wanted.pages.count();
+        let fits = self.in_flight_pages.saturating_add(pages) <= limit_pages;
+        if !fits && self.in_flight_pages > 0 {
+            return None;
+        }
+        let job = self.waiting.remove(index)?;
+        self.waiting_pages -= pages;
+        self.in_flight_pages += pages;
+        Some(job)
+    }
+
+    /// Whether a job could be submitted if there were room.
+    fn is_ready(&self, now: Instant) -> bool {
+        let ready = |job: &Job| job.not_before.is_none_or(|at| at <= now);
+        self.waiting.iter().any(ready)
+    }
+}
+
+/// The requests of one region.
+#[derive(Debug)]
+pub(crate) struct Requests {
+    next_id: u64,
+    limits: InFlightLimits,
+    page_bytes: u64,
+    policy: RetryPolicy,
+    urgent: Class,
+    bulk: Class,
+    /// In the order of their submission, and so of their deadlines.
+    in_flight: BTreeMap<RequestId, InFlight>,
+    is_stalled: bool,
+}
+
+impl Requests {
+    pub(crate) fn new(limits: InFlightLimits, policy: RetryPolicy, page_bytes: u64) -> Self {
+        Self {
+            next_id: 0,
+            limits,
+            page_bytes,
+            policy,
+            urgent: Class::default(),
+            bulk: Class::default(),
+            in_flight: BTreeMap::new(),
+            is_stalled: false,
+        }
+    }
+
+    fn class(&mut self, urgency: Urgency) -> &mut Class {
+        match urgency {
+            Urgency::Urgent => &mut self.urgent,
+            Urgency::Bulk => &mut self.bulk,
+        }
+    }
+
+    /// Pages that were made Requested, or upgraded, are wanted.
+    pub(crate) fn want(&mut self, wanted: Wanted) {
+        let job = Job {
+            wanted,
+            failures: 0,
+            not_before: None,
+        };
+        self.class(wanted.urgency()).push_back(job);
+    }
+
+    /// Whether a bulk request of `pages` pages would be submitted soon: prefetch asks for no more than
+    /// that, so that what it asked for does not grow old in a queue.
+    pub(crate) fn has_bulk_room(&self, pages: u64) -> bool {
+        let asked = self.bulk.in_flight_pages + self.bulk.waiting_pages;
+        let limit = self.limits.bulk_bytes / self.page_bytes;
+        !self.is_stalled && (asked == 0 || asked.saturating_add(pages) <= limit)
+    }
+
+    /// The next request to submit, if there is one.
+    pub(crate) fn next_submission(&mut self, now: Instant) -> Option<Submission> {
+        if self.is_stalled {
+            return None;
+        }
+        let urgent_limit = self.limits.urgent_bytes / self.page_bytes;
+        let bulk_limit = self.limits.bulk_bytes / self.page_bytes;
+        let job = match self.urgent.take(now, urgent_limit) {
+            Some(job) => job,
+            // Urgent requests wait for room: bulk requests must not take the source's time meanwhile.
+            None if self.urgent.is_ready(now) => return None,
+            None => self.bulk.take(now, bulk_limit)?,
+        };
+        let id = RequestId(self.next_id);
+        self.next_id += 1;
+        let deadline = now + self.policy.deadline;
+        self.in_flight.insert(id, InFlight { job, deadline });
+        Some(Submission {
+            id,
+            pages: job.wanted.pages,
+            urgency: job.wanted.urgency(),
+            deadline,
+        })
+    }
+
+    /// A request was answered with content, zeroes or poison. `None` for one that is not in flight: it
+    /// was cancelled, or was answered before.
+    pub(crate) fn finish(&mut self, id: RequestId) -> Option<Wanted> {
+        Some(self.take_in_flight(id)?.wanted)
+    }
+
+    /// The pages of a request that is in flight.
+    pub(crate) fn pages_of(&self, id: RequestId) -> Option<PageRange> {
+        Some(self.in_flight.get(&id)?.job.wanted.pages)
+    }
+
+    fn take_in_flight(&mut self, id: RequestId) -> Option<Job> {
+        let job = self.in_flight.remove(&id)?.job;
+        self.class(job.wanted.urgency()).in_flight_pages -= job.wanted.pages.count();
+        Some(job)
+    }
+
+    /// A request was not answered with content. `None` for one that is not in flight.
+    pub(crate) fn miss(&mut self, id: RequestId, miss: Miss, now: Instant) -> Option<AfterFailure> {
+        let job = self.take_in_flight(id)?;
+        let mut after = AfterFailure::default();
+        let failures = match miss {
+            Miss::Failed => job.failures + 1,
+            Miss::PoisonedAmongOthers => job.failures,
+        };
+        if failures >= self.policy.attempts && !self.is_stalled {
+            self.is_stalled = true;
+            after.stalled = true;
+        }
+        // A stalled region starts afresh when it is resumed.
+        let failures = if self.is_stalled { 0 } else { failures };
+        let not_before = (failures > 0).then(|| now + self.policy.backoff(failures));
+        let again = |pages, fault| Job {
+            wanted: Wanted { pages, fault },
+            failures,
+            not_before,
+        };
+        let pages = job.wanted.pages;
+        match job.wanted.fault {
+            // Only one page is urgent: a neighbour's trouble is not this fault's.
+            Some(page) if pages.count() > 1 => {
+                let (before, rest) = pages.split_at(page.0.saturating_sub(pages.first().0));
+                let (_, behind) = rest.split_at(1);
+                after.withdraw = [before, behind].map(|some| (!some.is_empty()).then_some(some));
+                self.urgent
+                    .push_back(again(PageRange::single(page), Some(page)));
+            }
+            None if pages.count() > 1 => {
+                let (head, tail) = pages.split_at(pages.count() / 2);
+                self.bulk.push_back(again(head, None));
+                self.bulk.push_back(again(tail, None));
+            }
+            fault => self
+                .class(job.wanted.urgency())
+                .push_back(again(pages, fault)),
+        }
+        Some(after)
+    }
+
+    /// The next request in flight whose deadline has passed.
+    pub(crate) fn next_expired(&self, now: Instant) -> Option<RequestId> {
+        let (&id, first) = self.in_flight.first_key_value()?;
+        (first.deadline <= now).then_some(id)
+    }
+
+    /// When something has to be done next although nothing comes in: a deadline, or the end of a wait.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        let waits = [&self.urgent, &self.bulk].into_iter();
+        let waits = waits.flat_map(|class| class.waiting.iter().filter_map(|job| job.not_before));
+        let waits = (!self.is_stalled).then_some(waits).into_iter().flatten();
+        let first = self.in_flight.values().next();
+        waits.chain(first.map(|request| request.deadline)).min()
+    }
+
+    pub(crate) fn is_stalled(&self) -> bool {
+        self.is_stalled
+    }
+
+    /// Asks nothing more until [`Self::resume`].
+    pub(crate) fn stall(&mut self) {
+        self.is_stalled = true;
+    }
+
+    /// Goes on after a stall. What waits is submitted at once, and everything has all its attempts
+    /// again: what is in flight was asked before as well, and may have been lost with the rest.
+    pub(crate) fn resume(&mut self) {
+        self.is_stalled = false;
+        for request in self.in_flight.values_mut() {
+            request.job.failures = 0;
+        }
+        for class in [&mut self.urgent, &mut self.bulk] {
+            for job in &mut class.waiting {
+                (job.failures, job.not_before) = (0, None);
+            }
+        }
+    }
+
+    /// Takes every request back that is in flight, to be submitted again, as when its source is
+    /// replaced. Returns their numbers.
+    pub(crate) fn recall(&mut self) -> Vec<RequestId> {
+        let ids: Vec<_> = self.in_flight.keys().copied().collect();
+        for &id in &ids {
+            if let Some(job) = self.take_in_flight(id) {
+                let fresh = Job {
+                    failures: 0,
+                    not_before: None,
+                    ..job
+                };
+                self.class(job.wanted.urgency()).push_back(fresh);
+            }
+        }
+        ids
+    }
+
+    /// Forgets all bulk requests. Returns those in flight, which are to be cancelled, and the pages of
+    /// all of them, which are to be withdrawn.
+    pub(crate) fn drop_bulk(&mut self) -> (Vec<RequestId>, Vec<PageRange>) {
+        let is_bulk = |job: &Job| job.wanted.urgency() == Urgency::Bulk;
+        let flying = self.in_flight.iter().filter(|(_, at)| is_bulk(&at.job));
+        let ids: Vec<_> = flying.map(|(&id, _)| id).collect();
+        let mut pages: Vec<_> = self
+            .bulk
+            .waiting
+            .drain(..)
+            .map(|job| job.wanted.pages)
+            .collect();
+        self.bulk.waiting_pages = 0;
+        let taken = ids.iter().filter_map(|&id| self.in_flight.remove(&id));
+        pages.extend(taken.map(|request| request.job.wanted.pages));
+        self.bulk.in_flight_pages = 0;
+        (ids, pages)
+    }
+
+    /// Forgets everything. Returns the requests in flight, which are to be cancelled.
+    pub(crate) fn clear(&mut self) -> Vec<RequestId> {
+        let ids = std::mem::take(&mut self.in_flight).into_keys().collect();
+        self.urgent = Class::default();
+        self.bulk = Class::default();
+        ids
+    }
+
+    /// How many bytes are in flight.
+    pub(crate) fn in_flight_bytes(&self) -> u64 {
+        (self.urgent.in_flight_pages + self.bulk.in_flight_pages) * self.page_bytes
+    }
+
+    /// How many requests wait to be submitted.
+    pub(crate) fn waiting(&self) -> usize {
+        self.urgent.waiting.len() + self.bulk.waiting.len()
+    }
+}
+
+impl RetryPolicy {
+    /// How long to wait after a request failed `failures` times (at least once): twice as long each
+    /// time, up to the longest wait.
+    fn backoff(&self, failures: u32) -> Duration {
+        let doublings = failures.saturating_sub(1).min(31);
+        self.first_backoff
+            .saturating_mul(1 << doublings)
+            .min(self.longest_backoff)
+    }
+}
+
+#[cfg(test)]
+#[path = "requests_tests.rs"]
+mod tests;

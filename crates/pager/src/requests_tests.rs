@@ -1,0 +1,390 @@
+use super::*;
+
+#[path = "requests_tests/model.rs"]
+mod model;
+
+const PAGE: u64 = 4096;
+
+const LIMITS: InFlightLimits = InFlightLimits {
+    urgent_bytes: 8 * PAGE,
+    bulk_bytes: 16 * PAGE,
+};
+
+const POLICY: RetryPolicy = RetryPolicy {
+    deadline: Duration::from_secs(10),
+    attempts: 3,
+    first_backoff: Duration::from_millis(100),
+    longest_backoff: Duration::from_millis(300),
+};
+
+fn requests() -> Requests {
+    Requests::new(LIMITS, POLICY, PAGE)
+}
+
+fn run(first: u64, count: u64) -> PageRange {
+    PageRange::new(PageIndex(first), count)
+}
+
+fn bulk(first: u64, count: u64) -> Wanted {
+    Wanted {
+        pages: run(first, count),
+        fault: None,
+    }
+}
+
+fn urgent(page: u64) -> Wanted {
+    urgent_run(page, page, 1)
+}
+
+fn urgent_run(page: u64, first: u64, count: u64) -> Wanted {
+    Wanted {
+        pages: run(first, count),
+        fault: Some(PageIndex(page)),
+    }
+}
+
+/// Everything that is submitted at a moment.
+fn submissions(requests: &mut Requests, now: Instant) -> Vec<Submission> {
+    std::iter::from_fn(|| requests.next_submission(now)).collect()
+}
+
+/// The runs that are submitted at a moment.
+fn pages(requests: &mut Requests, now: Instant) -> Vec<PageRange> {
+    let submissions = submissions(requests, now);
+    submissions
+        .iter()
+        .map(|submission| submission.pages)
+        .collect()
+}
+
+#[test]
+fn urgent_passes_bulk() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(bulk(0, 4));
+    requests.want(bulk(4, 4));
+    requests.want(urgent(100));
+    requests.want(urgent(50));
+    let expected = [run(100, 1), run(50, 1), run(0, 4), run(4, 4)];
+    assert_eq!(pages(&mut requests, now), expected);
+}
+
+#[test]
+fn bulk_waits_while_urgent_requests_wait_for_room() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(urgent_run(0, 0, 8));
+    requests.want(urgent(20));
+    requests.want(bulk(30, 4));
+    let first = requests.next_submission(now).unwrap();
+    assert_eq!(first.pages, run(0, 8));
+    assert_eq!(requests.next_submission(now), None);
+    requests.finish(first.id).unwrap();
+    assert_eq!(pages(&mut requests, now), [run(20, 1), run(30, 4)]);
+}
+
+#[test]
+fn an_urgent_request_that_failed_passes_bulk_again_when_its_wait_is_over() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(urgent(7));
+    let first = requests.next_submission(now).unwrap();
+    requests.miss(first.id, Miss::Failed, now).unwrap();
+    // While it waits the source is free for others.
+    requests.want(bulk(0, 16));
+    requests.want(bulk(16, 16));
+    let second = requests.next_submission(now).unwrap();
+    assert_eq!(second.pages, run(0, 16));
+    requests.finish(second.id).unwrap();
+    let later = now + POLICY.first_backoff;
+    assert_eq!(pages(&mut requests, later), [run(7, 1), run(16, 16)]);
+}
+
+#[test]
+fn pages_in_flight_are_bounded_for_each_class() {
+    let now = Instant::now();
+    let mut requests = requests();
+    for page in 0..20 {
+        requests.want(urgent(page));
+    }
+    let first = submissions(&mut requests, now);
+    assert_eq!(first.len(), 8);
+    assert_eq!(requests.in_flight_bytes(), 8 * PAGE);
+    assert_eq!(requests.waiting(), 12);
+    requests.finish(first[3].id).unwrap();
+    assert_eq!(pages(&mut requests, now), [run(8, 1)]);
+    for submission in submissions(&mut requests, now) {
+        requests.finish(submission.id);
+    }
+
+    let mut requests = Requests::new(LIMITS, POLICY, PAGE);
+    for first in (0..40).step_by(5) {
+        requests.want(bulk(first, 5));
+    }
+    requests.want(urgent(100));
+    let expected = [run(100, 1), run(0, 5), run(5, 5), run(10, 5)];
+    assert_eq!(pages(&mut requests, now), expected);
+    assert_eq!(requests.in_flight_bytes(), 16 * PAGE);
+}
+
+#[test]
+fn a_request_above_its_limit_goes_alone() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(bulk(0, 1));
+    requests.want(bulk(10, 100));
+    requests.want(bulk(200, 1));
+    let first = requests.next_submission(now).unwrap();
+    // It waits for the others to be answered, and is not passed.
+    assert_eq!(requests.next_submission(now), None);
+    requests.finish(first.id).unwrap();
+    let large = requests.next_submission(now).unwrap();
+    assert_eq!(large.pages, run(10, 100));
+    assert_eq!(requests.next_submission(now), None);
+    requests.finish(large.id).unwrap();
+    assert_eq!(pages(&mut requests, now), [run(200, 1)]);
+}
+
+#[test]
+fn waits_double_up_to_the_longest() {
+    let mut now = Instant::now();
+    let policy = RetryPolicy {
+        attempts: 100,
+        ..POLICY
+    };
+    let mut requests = Requests::new(LIMITS, policy, PAGE);
+    requests.want(urgent(1));
+    for wait in [100, 200, 300, 300] {
+        let wait = Duration::from_millis(wait);
+        let submission = requests.next_submission(now).unwrap();
+        assert_eq!(requests.next_deadline(), Some(now + POLICY.deadline));
+        let after = requests.miss(submission.id, Miss::Failed, now).unwrap();
+        assert_eq!(after, AfterFailure::default());
+        assert_eq!(requests.next_deadline(), Some(now + wait));
+        let almost = now + wait - Duration::from_nanos(1);
+        assert_eq!(requests.next_submission(almost), None);
+        now += wait;
+    }
+    assert!(requests.next_submission(now).is_some());
+    let huge = RetryPolicy {
+        first_backoff: Duration::MAX,
+        longest_backoff: Duration::MAX,
+        ..POLICY
+    };
+    assert_eq!(huge.backoff(u32::MAX), Duration::MAX);
+}
+
+#[test]
+fn a_run_that_failed_is_narrowed_to_the_page_that_is_waited_for() {
+    let now = Instant::now();
+    for (page, withdraw) in [
+        (4, [None, Some(run(5, 3))]),
+        (6, [Some(run(4, 2)), Some(run(7, 1))]),
+        (7, [Some(run(4, 3)), None]),
+    ] {
+        for miss in [Miss::Failed, Miss::PoisonedAmongOthers] {
+            let mut requests = requests();
+            requests.want(urgent_run(page, 4, 4));
+            let submission = requests.next_submission(now).unwrap();
+            let after = requests.miss(submission.id, miss, now).unwrap();
+            assert_eq!((after.withdraw, after.stalled), (withdraw, false));
+            let wait = match miss {
+                Miss::Failed => POLICY.first_backoff,
+                Miss::PoisonedAmongOthers => Duration::ZERO,
+            };
+            let again = requests.next_submission(now + wait).unwrap();
+            assert_eq!(
+                (again.pages, again.urgency),
+                (run(page, 1), Urgency::Urgent)
+            );
+            assert_eq!(requests.waiting(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_bulk_request_that_failed_is_halved() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(bulk(0, 5));
+    let submission = requests.next_submission(now).unwrap();
+    let after = requests.miss(submission.id, Miss::Failed, now).unwrap();
+    assert_eq!(after, AfterFailure::default());
+    let later = now + POLICY.first_backoff;
+    assert_eq!(pages(&mut requests, later), [run(0, 2), run(2, 3)]);
+}
+
+#[test]
+fn poison_is_found_without_the_source_counting_as_failed() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(bulk(0, 16));
+    let mut asked = 0;
+    let mut poisoned = Vec::new();
+    while let Some(submission) = requests.next_submission(now) {
+        asked += 1;
+        let has_it = submission.pages.contains(PageIndex(11));
+        if has_it && submission.pages.count() > 1 {
+            let after = requests
+                .miss(submission.id, Miss::PoisonedAmongOthers, now)
+                .unwrap();
+            assert_eq!(after, AfterFailure::default());
+            continue;
+        }
+        if has_it {
+            poisoned.push(submission.pages);
+        }
+        requests.finish(submission.id).unwrap();
+    }
+    assert_eq!(poisoned, [run(11, 1)]);
+    assert_eq!(asked, 9);
+    assert!(!requests.is_stalled());
+}
+
+/// Fails a request until the region is stalled; returns when that was.
+fn stall(requests: &mut Requests, page: u64, mut now: Instant) -> Instant {
+    requests.want(urgent(page));
+    for attempt in 1..=POLICY.attempts {
+        let submission = requests.next_submission(now).unwrap();
+        assert_eq!(submission.pages, run(page, 1));
+        let after = requests.miss(submission.id, Miss::Failed, now).unwrap();
+        assert_eq!(after.stalled, attempt == POLICY.attempts);
+        now += POLICY.longest_backoff;
+    }
+    assert!(requests.is_stalled());
+    now
+}
+
+#[test]
+fn after_the_last_attempt_nothing_is_asked_until_it_is_resumed() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(bulk(50, 2));
+    let other = requests.next_submission(now).unwrap();
+    let now = stall(&mut requests, 1, now);
+    requests.want(urgent(2));
+    requests.want(bulk(10, 4));
+    assert_eq!(requests.next_submission(now + POLICY.deadline), None);
+    assert!(!requests.has_bulk_room(1));
+    assert_eq!(requests.waiting(), 3);
+    // It is said once, and what is in flight still has its deadline, and then no further wait.
+    assert_eq!(requests.next_deadline(), Some(other.deadline));
+    let after = requests.miss(other.id, Miss::Failed, now).unwrap();
+    assert_eq!(after, AfterFailure::default());
+    assert_eq!(requests.next_deadline(), None);
+
+    requests.resume();
+    let expected = [run(1, 1), run(2, 1), run(10, 4), run(50, 1), run(51, 1)];
+    assert_eq!(pages(&mut requests, now), expected);
+    // It has all its attempts again.
+    requests.recall();
+    requests.clear();
+    stall(&mut requests, 1, now);
+}
+
+#[test]
+fn what_is_in_flight_when_it_is_resumed_has_all_its_attempts_as_well() {
+    let mut now = Instant::now();
+    let mut requests = requests();
+    requests.want(urgent(7));
+    for _ in 1..POLICY.attempts {
+        let submission = requests.next_submission(now).unwrap();
+        requests.miss(submission.id, Miss::Failed, now).unwrap();
+        now += POLICY.longest_backoff;
+    }
+    // Its last attempt is on its way to a source that is gone.
+    let last = requests.next_submission(now).unwrap();
+    let now = stall(&mut requests, 1, now);
+    requests.resume();
+    let after = requests.miss(last.id, Miss::Failed, now).unwrap();
+    assert!(!after.stalled);
+    assert!(!requests.is_stalled());
+}
+
+#[test]
+fn what_is_recalled_is_asked_again_and_old_answers_are_unknown() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(urgent(1));
+    requests.want(bulk(10, 4));
+    let first = submissions(&mut requests, now);
+    let ids: Vec<_> = first.iter().map(|submission| submission.id).collect();
+    assert_eq!(requests.recall(), ids);
+    assert_eq!(requests.in_flight_bytes(), 0);
+    let second = submissions(&mut requests, now);
+    assert_eq!(second.len(), 2);
+    assert!(second.iter().all(|submission| submission.id > ids[1]));
+    for id in ids {
+        assert_eq!(requests.finish(id), None);
+        assert_eq!(requests.miss(id, Miss::Failed, now), None);
+    }
+    assert_eq!(requests.in_flight_bytes(), 5 * PAGE);
+}
+
+#[test]
+fn bulk_requests_are_dropped_and_urgent_ones_stay() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(urgent(1));
+    requests.want(bulk(10, 16));
+    requests.want(bulk(30, 4));
+    let flying = submissions(&mut requests, now);
+    requests.want(urgent(2));
+    let (ids, pages) = requests.drop_bulk();
+    assert_eq!(ids, [flying[1].id]);
+    assert_eq!(pages, [run(30, 4), run(10, 16)]);
+    assert_eq!(requests.in_flight_bytes(), PAGE);
+    assert_eq!(requests.waiting(), 1);
+    assert!(requests.has_bulk_room(16));
+    assert_eq!(requests.finish(flying[0].id), Some(urgent(1)));
+}
+
+#[test]
+fn everything_is_forgotten_but_the_numbers() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(urgent(1));
+    requests.want(bulk(10, 16));
+    requests.want(bulk(30, 4));
+    let flying = submissions(&mut requests, now);
+    assert_eq!(requests.clear(), [flying[0].id, flying[1].id]);
+    assert_eq!((requests.in_flight_bytes(), requests.waiting()), (0, 0));
+    assert_eq!(requests.next_deadline(), None);
+    requests.want(urgent(1));
+    assert!(requests.next_submission(now).unwrap().id > flying[1].id);
+}
+
+#[test]
+fn deadlines_expire_one_by_one() {
+    let now = Instant::now();
+    let mut requests = requests();
+    requests.want(urgent(1));
+    let first = requests.next_submission(now).unwrap();
+    assert_eq!(first.deadline, now + POLICY.deadline);
+    let later = now + Duration::from_secs(1);
+    requests.want(urgent(2));
+    let second = requests.next_submission(later).unwrap();
+    let almost = first.deadline - Duration::from_nanos(1);
+    assert_eq!(requests.next_expired(almost), None);
+    assert_eq!(requests.next_expired(first.deadline), Some(first.id));
+    assert_eq!(requests.next_expired(second.deadline), Some(first.id));
+    requests.finish(first.id).unwrap();
+    assert_eq!(requests.next_expired(first.deadline), None);
+    assert_eq!(requests.next_deadline(), Some(second.deadline));
+    assert_eq!(requests.next_expired(second.deadline), Some(second.id));
+}
+
+#[test]
+fn prefetch_asks_for_what_fits_and_for_one_request_at_least() {
+    let now = Instant::now();
+    let mut requests = requests();
+    assert!(requests.has_bulk_room(1000));
+    requests.want(bulk(0, 10));
+    assert!(requests.has_bulk_room(6) && !requests.has_bulk_room(7));
+    let submission = requests.next_submission(now).unwrap();
+    assert!(requests.has_bulk_room(6) && !requests.has_bulk_room(7));
+    requests.finish(submission.id).unwrap();
+    assert!(requests.has_bulk_room(1000));
+    requests.stall();
+    assert!(!requests.has_bulk_room(1));
+}

@@ -1,0 +1,338 @@
+//! Serving a pager's descriptor: from a VMM's own event loop, or by threads.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+use pagetide_memory::{Access, PageIndex, PageRange, PageState};
+use pagetide_uapi::userfaultfd::{EventBuffer, PageFault};
+use rustix::event::epoll::Event;
+
+use crate::channel::Channel;
+use crate::counters::Counters;
+use crate::error::{ResolveError, ServeError, message_of};
+use crate::fault::RegionId;
+use crate::install::wake;
+use crate::notice::Notice;
+use crate::pager::Pager;
+use crate::poller::{INTERRUPT, KEPT, TIMER};
+use crate::resolver::Resolver;
+
+/// How many descriptors one wait reports at most.
+const READY_AT_ONCE: usize = 64;
+
+/// What one thread needs to serve a pager's descriptor.
+///
+/// A VMM with an event loop of its own waits until [`Self::as_fd`] is readable and calls
+/// [`Self::process_ready`] then. Several threads may do so, each with a `Serving` of its own.
+/// [`Readers`] are such threads.
+pub struct Serving {
+    resolver: Resolver,
+    buffer: EventBuffer,
+    events: Vec<Event>,
+    /// Channels that may have more messages.
+    ready: VecDeque<Arc<Channel>>,
+    faults: Vec<PageFault>,
+}
+
+impl Serving {
+    /// To serve `pager`; at most `messages_per_read` messages are taken with one read (at least one).
+    /// What a thread took it resolves itself, so many messages at a time save reads, but keep other
+    /// threads from helping.
+    pub fn new(pager: &Arc<Pager>, messages_per_read: usize) -> Self {
+        Self {
+            resolver: Resolver::new(Arc::clone(pager), None),
+            buffer: EventBuffer::new(messages_per_read),
+            events: Vec::with_capacity(READY_AT_ONCE),
+            ready: VecDeque::new(),
+            faults: Vec::new(),
+        }
+    }
+
+    /// What was counted so far.
+    pub fn counters(&self) -> &Counters {
+        self.resolver.counters()
+    }
+
+    /// Serves what is ready, without waiting: faults, events and deadlines. Returns how many faults it
+    /// resolved. A fault that cannot be resolved is a notice ([`Notice::Unresolved`]), not an error.
+    ///
+    /// # Errors
+    /// [`ServeError::Wait`] and [`ServeError::Read`], when the descriptors themselves fail.
+    pub fn process_ready(&mut self) -> Result<usize, ServeError> {
+        self.serve(Some(Duration::ZERO), || false)
+    }
+
+    /// Serves what becomes ready within `timeout`; returns after the first that did, or when `stopping`
+    /// says so.
+    fn serve(
+        &mut self,
+        timeout: Option<Duration>,
+        stopping: impl Fn() -> bool,
+    ) -> Result<usize, ServeError> {
+        if self.ready.is_empty() {
+            self.wait(timeout)?;
+        }
+        let mut resolved = 0;
+        // Channels with more messages take turns.
+        while let Some(channel) = self.ready.pop_front() {
+            if stopping() {
+                self.ready.push_front(channel);
+                break;
+            }
+            let (faults, is_full) = self.serve_one(&channel)?;
+            resolved += faults;
+            if is_full {
+                self.ready.push_back(channel);
+            }
+        }
+        Ok(resolved)
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), ServeError> {
+        let Self {
+            resolver,
+            events,
+            ready,
+            ..
+        } = self;
+        let pager = resolver.pager();
+        events.clear();
+        pager
+            .poller
+            .wait(events, timeout)
+            .map_err(ServeError::Wait)?;
+        let table = pager.table();
+        for event in events.drain(..) {
+            match event.data.u64() {
+                INTERRUPT => {}
+                TIMER => pager.tick(),
+                KEPT => {
+                    let kept = table.channels().iter().filter(|channel| channel.has_kept());
+                    ready.extend(kept.cloned());
+                }
+                token => ready.extend(table.channel(token).cloned()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Resolves what one read of a userfaultfd gives. Returns how many faults that were, and whether
+    /// there may be more: a read that did not fill the buffer took all there was, and what comes later
+    /// is reported.
+    fn serve_one(&mut self, channel: &Channel) -> Result<(usize, bool), ServeError> {
+        let pager = Arc::clone(self.resolver.pager());
+        let mut faults = std::mem::take(&mut self.faults);
+        let read = channel.read(&mut self.buffer, &mut faults, |spans, event| {
+            pager.apply(channel, spans, event);
+        });
+        let result = match read {
+            Ok(batch) => {
+                self.resolver.count_read(faults.len(), batch.messages == 0);
+                for message in &faults {
+                    self.resolve(&pager, channel, message);
+                }
+                Ok((faults.len(), batch.is_full))
+            }
+            Err(error) => {
+                channel.keep(faults.drain(..));
+                Err(ServeError::Read(error))
+            }
+        };
+        faults.clear();
+        self.faults = faults;
+        result
+    }
+
+    fn resolve(&mut self, pager: &Pager, channel: &Channel, message: &PageFault) {
+        // A page that was unmapped or moved since: whoever faulted has left, or faults again.
+        let Some((region, page)) = channel.locate(message.address) else {
+            return;
+        };
+        let access = if message.write {
+            Access::Write
+        } else {
+            Access::Read
+        };
+        match self.resolver.resolve_message(region, page, access) {
+            // A region that is being removed wakes its sleepers itself.
+            Ok(_) | Err(ResolveError::Removed { .. } | ResolveError::Outside { .. }) => {}
+            Err(error) => {
+                if matches!(
+                    error,
+                    ResolveError::Content { .. } | ResolveError::Install { .. }
+                ) {
+                    leave_asleep(pager, region, page);
+                }
+                pager.notify(Notice::Unresolved(Arc::new(error)));
+            }
+        }
+    }
+}
+
+/// The fault's page is missing still. Its thread sleeps on, until the page comes another way.
+fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex) {
+    let table = pager.table();
+    let Some(region) = table.region(region) else {
+        return;
+    };
+    let left = region.map.leave_wake(page);
+    if left.is_some_and(PageState::is_settled)
+        && let Some(served) = region.served(page)
+    {
+        // It has come since, and whoever brought it did not know of this thread.
+        let (page, mut counters) = (PageRange::single(page), Counters::default());
+        wake(region, served, &served.channel.order(), &mut counters, page);
+        pager.count(&counters);
+    }
+}
+
+impl std::fmt::Debug for Serving {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Serving")
+            .field("resolver", &self.resolver)
+            .field("ready", &self.ready.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl AsFd for Serving {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.resolver.pager().poller.as_fd()
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        // What was reported to this thread and not read must be reported to another.
+        let pager = Arc::clone(self.resolver.pager());
+        for channel in self.ready.drain(..) {
+            pager.poller.report_again(&channel);
+        }
+    }
+}
+
+/// How a pager's descriptor is served by threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReaderConfig {
+    /// How many threads, at least one. Each serves all userfaultfds.
+    pub threads: usize,
+    /// How many messages a thread takes with one read at most.
+    pub messages_per_read: usize,
+}
+
+impl ReaderConfig {
+    /// Settings for `threads` readers: all that is there for a single one, less for many.
+    pub fn new(threads: usize) -> Self {
+        Self {
+            threads,
+            messages_per_read: (64 / threads.max(1)).max(4),
+        }
+    }
+}
+
+/// Running threads that serve a pager's descriptor. Dropping them stops them.
+#[derive(Debug)]
+pub struct Readers {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    pager: Arc<Pager>,
+    stopping: AtomicBool,
+    /// The sum over the threads that have ended.
+    counted: Mutex<Counters>,
+}
+
+impl Shared {
+    fn lock_counted(&self) -> MutexGuard<'_, Counters> {
+        self.counted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Readers {
+    /// Starts threads that serve the pager's descriptor. A thread that ends early is a notice; the
+    /// others go on.
+    ///
+    /// # Errors
+    /// [`ServeError::NoReaders`], [`ServeError::Thread`].
+    pub fn spawn(pager: &Arc<Pager>, config: ReaderConfig) -> Result<Self, ServeError> {
+        if config.threads == 0 {
+            return Err(ServeError::NoReaders);
+        }
+        let shared = Arc::new(Shared {
+            pager: Arc::clone(pager),
+            stopping: AtomicBool::new(false),
+            counted: Mutex::default(),
+        });
+        // Should a later thread not start, dropping this stops those that did.
+        let mut readers = Self {
+            shared,
+            threads: Vec::with_capacity(config.threads),
+        };
+        for index in 0..config.threads {
+            let name = format!("pt-reader-{index}");
+            let its = Arc::clone(&readers.shared);
+            let thread = Builder::new()
+                .name(name.clone())
+                .spawn(move || run(&its, config.messages_per_read))
+                .map_err(|source| ServeError::Thread { name, source })?;
+            readers.threads.push(thread);
+        }
+        Ok(readers)
+    }
+
+    /// Ends the threads, after the faults that they are resolving. Returns what they counted, which
+    /// is also added to [`Pager::counted`].
+    pub fn stop(mut self) -> Counters {
+        self.end();
+        *self.shared.lock_counted()
+    }
+
+    fn end(&mut self) {
+        if self.threads.is_empty() {
+            return;
+        }
+        self.shared.stopping.store(true, Ordering::Release);
+        self.shared.pager.poller.interrupt();
+        for thread in self.threads.drain(..) {
+            // A panic was caught in the thread and is a notice.
+            let _ = thread.join();
+        }
+        self.shared.pager.poller.end_interrupt();
+    }
+}
+
+impl Drop for Readers {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn run(shared: &Shared, messages_per_read: usize) {
+    let pager = &shared.pager;
+    let mut serving = Serving::new(pager, messages_per_read);
+    let stopping = || shared.stopping.load(Ordering::Acquire);
+    // A resolver holds counters and a buffer: whatever a panic leaves in them can be counted.
+    let served = catch_unwind(AssertUnwindSafe(|| {
+        while !stopping() {
+            serving.serve(None, stopping)?;
+        }
+        Ok::<_, ServeError>(())
+    }));
+    shared.lock_counted().add(serving.counters());
+    drop(serving);
+    match served {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => pager.notify(Notice::Reader(Arc::new(error))),
+        Err(panic) => pager.notify(Notice::ReaderPanicked {
+            message: message_of(&*panic),
+        }),
+    }
+}

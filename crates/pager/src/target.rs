@@ -1,0 +1,206 @@
+//! The memory that pages are installed in: this process's own, or another's.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use pagetide_memory::{
+    AccessError, Backing, FileView, FileViewError, GuestAddress, HostRange, PageIndex, PageRange,
+    PageSize, PopulateAccess, PopulateError, Region,
+};
+
+use rustix::io::Errno;
+use rustix::mm::Advice;
+
+use crate::error::{DiscardError, InstallFailure};
+
+/// A file behind memory, as its owner handed it over.
+#[derive(Debug)]
+pub struct Memfd {
+    /// The file.
+    pub file: OwnedFd,
+    /// Where in the file the region's first byte is.
+    pub offset_bytes: u64,
+}
+
+/// The memory of a region.
+#[derive(Debug)]
+pub(crate) enum Target {
+    /// Made by this process, with two mappings.
+    Local(Arc<Region>),
+    /// Somebody else's, known by its addresses.
+    Foreign(Foreign),
+}
+
+/// Memory that this process did not make.
+#[derive(Debug)]
+pub(crate) struct Foreign {
+    pub(crate) gpa: GuestAddress,
+    /// Where it was when it was handed over. REMAP events move it.
+    pub(crate) range: HostRange,
+    pub(crate) page_size: PageSize,
+    /// The file behind it, if it was handed over.
+    pub(crate) view: Option<FileView>,
+    /// Whether it is this process's own memory, mapped for as long as the region is paged.
+    pub(crate) is_mapped_here: bool,
+}
+
+impl Target {
+    pub(crate) fn gpa(&self) -> GuestAddress {
+        match self {
+            Self::Local(region) => region.gpa(),
+            Self::Foreign(foreign) => foreign.gpa,
+        }
+    }
+
+    pub(crate) fn range(&self) -> HostRange {
+        match self {
+            Self::Local(region) => region.guest(),
+            Self::Foreign(foreign) => foreign.range,
+        }
+    }
+
+    pub(crate) fn page_size(&self) -> PageSize {
+        match self {
+            Self::Local(region) => region.page_size(),
+            Self::Foreign(foreign) => foreign.page_size,
+        }
+    }
+
+    pub(crate) fn local(&self) -> Option<&Arc<Region>> {
+        match self {
+            Self::Local(region) => Some(region),
+            Self::Foreign(_) => None,
+        }
+    }
+
+    /// Whether a page of zeroes may be the shared zero page, which a write replaces by another page.
+    /// Of foreign memory without a file nothing else is known.
+    pub(crate) fn may_share_zero_page(&self) -> bool {
+        match self {
+            Self::Local(region) => region.backing() == Backing::Anonymous,
+            Self::Foreign(foreign) => foreign.view.is_none(),
+        }
+    }
+
+    /// Whether the pages are a hugetlb pool's, which has no zero page.
+    pub(crate) fn is_hugetlb(&self) -> bool {
+        self.page_size() != PageSize::Size4K
+    }
+
+    /// Writes content into the page cache, where no fault is taken.
+    pub(crate) fn write(&self, page: PageIndex, content: &[u8]) -> Result<(), InstallFailure> {
+        match self {
+            Self::Local(region) => region.write_service(page, 0, content)?,
+            Self::Foreign(foreign) => {
+                let offset = page.0 << foreign.page_size.shift();
+                foreign.view()?.write(offset, content)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes zeroes of pages in the page cache.
+    pub(crate) fn zero(&self, pages: PageRange) -> Result<(), InstallFailure> {
+        match self {
+            Self::Local(region) => region.zero_service(pages)?,
+            Self::Foreign(foreign) => {
+                let shift = foreign.page_size.shift();
+                let (offset, bytes) = (pages.first().0 << shift, pages.count() << shift);
+                foreign.view()?.zero(offset, bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of pages back to the host.
+    pub(crate) fn punch(&self, pages: PageRange) -> Result<(), DiscardError> {
+        match self {
+            Self::Local(region) => region.punch(pages).map_err(DiscardError::Punch),
+            Self::Foreign(foreign) => {
+                let Some(view) = &foreign.view else {
+                    let given_up = foreign.advise(pages, Advice::LinuxDontNeed);
+                    return match given_up.ok_or(DiscardError::NotOurs)? {
+                        Ok(()) => Ok(()),
+                        Err(errno) => Err(DiscardError::Punch(AccessError::Punch { pages, errno })),
+                    };
+                };
+                let shift = foreign.page_size.shift();
+                let (offset, bytes) = (pages.first().0 << shift, pages.count() << shift);
+                view.punch(offset, bytes).map_err(DiscardError::PunchView)
+            }
+        }
+    }
+
+    /// Makes a page that is mapped present for an access, as a touch would. `None` if only the
+    /// process that has the memory can.
+    pub(crate) fn populate(
+        &self,
+        page: PageIndex,
+        access: PopulateAccess,
+    ) -> Option<Result<(), PopulateError>> {
+        match self {
+            Self::Local(region) => Some(region.populate(PageRange::single(page), access)),
+            Self::Foreign(foreign) => {
+                let pages = PageRange::single(page);
+                let advice = match access {
+                    PopulateAccess::Read => Advice::LinuxPopulateRead,
+                    PopulateAccess::Write => Advice::LinuxPopulateWrite,
+                };
+                Some(match foreign.advise(pages, advice)? {
+                    // The fault comes again if it has to.
+                    Ok(()) | Err(Errno::AGAIN) => Ok(()),
+                    Err(Errno::INTR) => Err(PopulateError::Interrupted { pages }),
+                    Err(Errno::HWPOISON) => Err(PopulateError::Poisoned { pages }),
+                    Err(errno) => Err(PopulateError::Populate { pages, errno }),
+                })
+            }
+        }
+    }
+
+    /// Whether this process can give its pages back to the host.
+    pub(crate) fn can_punch(&self) -> bool {
+        match self {
+            Self::Local(_) => true,
+            Self::Foreign(foreign) => foreign.view.is_some() || foreign.is_mapped_here,
+        }
+    }
+}
+
+impl Foreign {
+    /// madvise() on pages of this process's own memory; None if it is another's.
+    fn advise(&self, pages: PageRange, advice: Advice) -> Option<Result<(), Errno>> {
+        if !self.is_mapped_here {
+            return None;
+        }
+        let shift = self.page_size.shift();
+        let offset = usize::try_from(pages.first().0 << shift).ok()?;
+        let bytes = usize::try_from(pages.count() << shift).ok()?;
+        let start = self.range.start().0.checked_add(offset)?;
+        let start = std::ptr::with_exposed_provenance_mut::<std::ffi::c_void>(start);
+        // SAFETY: madvise requires memory that is the caller's, because some advice drops content.
+        // Whoever set `is_mapped_here` has promised that the range is this process's, stays mapped, and
+        // that nobody relies on what missing pages hold (RegionConfig::mapped).
+        Some(unsafe { rustix::mm::madvise(start, bytes, advice) })
+    }
+
+    fn view(&self) -> Result<&FileView, InstallFailure> {
+        self.view
+            .as_ref()
+            .ok_or(InstallFailure::Write(AccessError::NoServiceMapping))
+    }
+}
+
+impl Memfd {
+    pub(crate) fn map(
+        self,
+        range: HostRange,
+        page_size: PageSize,
+    ) -> Result<FileView, FileViewError> {
+        FileView::map(
+            self.file,
+            self.offset_bytes,
+            range.bytes() as u64,
+            page_size,
+        )
+    }
+}

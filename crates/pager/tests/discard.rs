@@ -1,0 +1,224 @@
+//! Memory that its owner gives up: it reads as zeroes from then on, whatever was under way.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::error::Error;
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
+
+use pagetide_memory::{Access, Backing, GuestRange, PageIndex, PageRange, PageState, Region};
+use pagetide_pager::{
+    Content, DiscardError, Mode, Pager, PopulateSink, ReaderConfig, Readers, RegionConfig, RegionId,
+};
+use support::sources::complete;
+use support::*;
+
+fn pages(first: u64, count: u64) -> PageRange {
+    PageRange::new(PageIndex(first), count)
+}
+
+fn state(pager: &Pager, id: RegionId, page: u64) -> PageState {
+    pager.page_state(id, PageIndex(page)).unwrap()
+}
+
+fn push(pager: &Pager, id: RegionId, region: &Region, page: u64) -> u64 {
+    let gpa = region.gpa_of_page(PageIndex(page)).unwrap();
+    let bytes = content(gpa, region.page_size().bytes());
+    pager
+        .push(id, pages(page, 1), Content::Bytes(&bytes))
+        .unwrap()
+}
+
+fn write(region: &Region, page: u64, text: &[u8; 8]) {
+    region.write_guest(PageIndex(page), 64, text).unwrap();
+}
+
+fn written(region: &Region, page: u64) -> [u8; 8] {
+    let mut seen = [0; 8];
+    region.read_guest(PageIndex(page), 64, &mut seen).unwrap();
+    seen
+}
+
+#[test]
+fn pages_in_every_state_are_zero_afterwards_and_poisoned_ones_stay() {
+    for (mode, backing) in WAYS {
+        let _pool = pool_for(8, backing);
+        let Some(region) = region(8, backing) else {
+            continue;
+        };
+        if !can_poison() {
+            return;
+        }
+        let source = HeldSource::new();
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(&region), mode, source.contents());
+        let id = pager.add(config).unwrap();
+        let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+        // 0 absent, 1 requested, 2 present, 3 zero, 4 poisoned, 5 present and written to, 6 and 7 are
+        // left alone.
+        let toucher = {
+            let region = Arc::clone(&region);
+            thread::spawn(move || first_byte(&region, 1))
+        };
+        let request = source.next();
+        assert_eq!(request.pages(), pages(1, 1), "{mode:?} {backing}");
+        push(&pager, id, &region, 2);
+        pager.push(id, pages(3, 1), Content::Zero).unwrap();
+        pager.push(id, pages(4, 1), Content::Poisoned).unwrap();
+        push(&pager, id, &region, 5);
+        push(&pager, id, &region, 6);
+        write(&region, 5, b"balloon!");
+
+        assert_eq!(
+            pager.discard(id, pages(0, 6)).unwrap(),
+            5,
+            "{mode:?} {backing}"
+        );
+        assert_eq!(join("the touch of a requested page", toucher), 0);
+        // What arrives now is dropped.
+        complete(request);
+        assert_eq!(push(&pager, id, &region, 0), 0);
+        for page in [0, 1, 2, 3, 5] {
+            assert_eq!(
+                state(&pager, id, page),
+                PageState::Removed,
+                "{mode:?} {backing}: {page}"
+            );
+            check_zeroes(&region, page);
+            // What is written afterwards stays.
+            write(&region, page, b"new life");
+            assert_eq!(written(&region, page), *b"new life");
+        }
+        assert_eq!(state(&pager, id, 4), PageState::Poisoned);
+        expect_poison(&region, 4);
+        check_page(&region, 6);
+        assert_eq!(state(&pager, id, 7), PageState::Absent);
+        // Once more: what was written is gone.
+        assert_eq!(pager.discard(id, pages(2, 1)).unwrap(), 1);
+        assert_eq!(written(&region, 2), [0; 8]);
+        assert_eq!(written(&region, 3), *b"new life");
+        assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    }
+}
+
+/// Keeps whoever installs pages ahead of faults from ending.
+struct Held(Mutex<mpsc::Receiver<()>>);
+
+impl PopulateSink for Held {
+    fn populate(&self, range: GuestRange) -> Result<u64, Box<dyn Error + Send + Sync>> {
+        let _ = self.0.lock().unwrap().recv_timeout(PATIENCE);
+        Ok(range.bytes())
+    }
+}
+
+#[test]
+fn a_discard_waits_for_an_installation_that_has_begun() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(8, backing) else {
+            return;
+        };
+        let (release, held) = mpsc::channel();
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(&region), mode, pattern());
+        let sink = Arc::new(Held(Mutex::new(held)));
+        let id = pager.add(config.populate(sink, 1)).unwrap();
+        let installer = {
+            let (pager, region) = (Arc::clone(&pager), Arc::clone(&region));
+            thread::spawn(move || push(&pager, id, &region, 3))
+        };
+        eventually("installing", || {
+            state(&pager, id, 3) == PageState::Installing
+        });
+        let discarding = {
+            let pager = Arc::clone(&pager);
+            spawn_asleep("the discard", move || {
+                pager.discard(id, pages(2, 4)).unwrap()
+            })
+        };
+        assert_eq!(state(&pager, id, 3), PageState::Installing);
+        release.send(()).unwrap();
+        assert_eq!(join("the installation", installer), 1);
+        assert_eq!(join("the discard", discarding), 4);
+        drop(release);
+        let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+        (2..6).for_each(|page| check_zeroes(&region, page));
+        check_page(&region, 1);
+    }
+}
+
+/// Memory that a guest's balloon gives up while vCPUs touch it, with nobody to serve userfaultfds:
+/// each exit ends, and the guest goes on.
+#[test]
+fn exits_on_pages_that_are_given_up_again_and_again_end() {
+    for (mode, backing) in WAYS {
+        let _pool = pool_for(4, backing);
+        let Some(region) = region(4, backing) else {
+            continue;
+        };
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(&region), mode, pattern());
+        let id = pager.add(config).unwrap();
+        let gpa = region.gpa_of_page(PageIndex(1)).unwrap();
+        let exit = |access| {
+            let pager = Arc::clone(&pager);
+            let what = format!("{mode:?} {backing}: an exit");
+            let resolved = within_patience(&what, move || {
+                let mut resolver = pager.resolver(Some(0)).unwrap();
+                // The same exit twice in a row.
+                resolver.resolve_exit(gpa, access).unwrap();
+                resolver.resolve_exit(gpa, access)
+            });
+            resolved.unwrap();
+        };
+        exit(Access::Read);
+        check_page(&region, 1);
+        for access in [Access::Read, Access::Write, Access::Unstated] {
+            pager.discard(id, pages(1, 1)).unwrap();
+            exit(access);
+            check_zeroes(&region, 1);
+            write(&region, 1, b"scribble");
+            exit(access);
+            assert_eq!(written(&region, 1), *b"scribble", "{mode:?} {backing}");
+            // By somebody who does not tell the pager.
+            region.punch(pages(1, 1)).unwrap();
+            exit(access);
+            check_zeroes(&region, 1);
+        }
+        // The same for a page that was present all the time before.
+        let last = region.gpa_of_page(PageIndex(3)).unwrap();
+        push(&pager, id, &region, 3);
+        region.punch(pages(3, 1)).unwrap();
+        let at_last = {
+            let pager = Arc::clone(&pager);
+            move || {
+                let mut resolver = pager.resolver(Some(0)).unwrap();
+                (0..4).try_for_each(|_| resolver.resolve_exit(last, Access::Write).map(|_| ()))
+            }
+        };
+        within_patience("an exit on a page that was lost", at_last).unwrap();
+        check_zeroes(&region, 3);
+        assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    }
+}
+
+#[test]
+fn what_is_not_there_is_refused() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let pager = Pager::new().unwrap();
+    let config = RegionConfig::local(Arc::clone(&region), Mode::Minor, pattern());
+    let id = pager.add(config).unwrap();
+    for none in [pages(0, 0), pages(8, 1), pages(7, 2), pages(u64::MAX, 1)] {
+        let error = pager.discard(id, none).unwrap_err();
+        assert!(matches!(error, DiscardError::NoSuchPages { .. }), "{error}");
+    }
+    assert_eq!(pager.counts(id).unwrap().removed, 0);
+    pager.remove(id).unwrap();
+    let error = pager.discard(id, pages(0, 1)).unwrap_err();
+    assert!(
+        matches!(error, DiscardError::NoSuchRegion { .. }),
+        "{error}"
+    );
+}

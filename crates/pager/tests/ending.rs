@@ -1,0 +1,396 @@
+//! The end of a region or a pager, early or not: nobody reads zeroes in place of content.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+
+use pagetide_memory::{Access, Backing, PageIndex, PageRange, PageState, Region};
+use pagetide_pager::{
+    Contents, Holes, Mode, ReaderConfig, Readers, RegionChangeError, RegionConfig, ResolveError,
+    UffdLayout,
+};
+use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
+use support::*;
+
+/// How a region's life ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Drop,
+    Unwind,
+    Remove,
+}
+
+const ENDS: [End; 3] = [End::Drop, End::Unwind, End::Remove];
+
+impl End {
+    fn of(self, paged: Paged) {
+        match self {
+            Self::Drop => drop(paged),
+            Self::Remove => {
+                paged.pager.remove(paged.id).unwrap();
+                // Once.
+                let again = paged.pager.remove(paged.id);
+                let region = paged.id;
+                assert_eq!(again, Err(RegionChangeError::NoSuchRegion { region }));
+            }
+            Self::Unwind => {
+                let unwound = catch_unwind(AssertUnwindSafe(move || {
+                    let _paged = paged;
+                    // A panic without its message.
+                    resume_unwind(Box::new("the VMM has a fault of its own"));
+                }));
+                assert!(unwound.is_err());
+            }
+        }
+    }
+}
+
+/// Ways with each layout.
+fn layouts(region: &Region) -> [UffdLayout; 3] {
+    let size = region.page_size().bytes();
+    let range = |first: u64, count: u64| {
+        let start = pagetide_memory::GuestAddress(GPA.0 + first * size);
+        pagetide_memory::GuestRange::new(start, count * size).unwrap()
+    };
+    let parts = vec![range(0, 1), range(1, region.pages() - 1)];
+    [
+        UffdLayout::Single,
+        UffdLayout::PerRange(parts),
+        UffdLayout::WithEvents,
+    ]
+}
+
+#[test]
+fn missing_pages_are_lost_and_the_others_stay() {
+    if !can_poison() {
+        return;
+    }
+    for (mode, backing) in WAYS {
+        let _pool = pool_for(4, backing);
+        for end in ENDS {
+            let Some(region) = region(4, backing) else {
+                break;
+            };
+            for layout in layouts(&region) {
+                let what = format!("{mode:?} {backing} {end:?} {layout:?}");
+                let its = Arc::clone(&region);
+                within_patience(&what.clone(), move || {
+                    println!("{what}");
+                    let set = |config: RegionConfig| config.userfaultfds(layout);
+                    let paged = Paged::with(&its, mode, pattern(), set);
+                    paged.read_exit(2);
+                    end.of(paged);
+                    for page in [0, 1, 3] {
+                        assert_lost(&its, page);
+                    }
+                    check_page(&its, 2);
+                    // The memory is the owner's again.
+                    assert_eq!(its.paging(), None);
+                    if backing.has_file() {
+                        its.zap_guest(its.all_pages()).unwrap();
+                    }
+                    its.punch(its.all_pages()).unwrap();
+                    check_zeroes(&its, 1);
+                    its.punch(its.all_pages()).unwrap();
+                });
+            }
+        }
+    }
+}
+
+/// The marks of an earlier pager are not in the way of a later one.
+#[test]
+fn memory_that_was_given_up_early_can_be_paged_again() {
+    for (mode, backing) in WAYS {
+        let _pool = pool_for(4, backing);
+        let Some(region) = region(4, backing) else {
+            continue;
+        };
+        drop(Paged::new(&region, mode, pattern()));
+        if !backing.has_file() {
+            // The marks are all that it has: without them there is nothing, as it should be.
+            region.punch(region.all_pages()).unwrap();
+        }
+        let paged = Paged::new(&region, mode, pattern());
+        let readers = Readers::spawn(&paged.pager, ReaderConfig::new(1)).unwrap();
+        within_patience(&format!("{mode:?} {backing}"), move || {
+            (0..4).for_each(|page| check_page(&region, page));
+        });
+        readers.stop();
+    }
+}
+
+/// What is in the page cache is the owner's, but the guest has not got it.
+#[test]
+fn the_page_cache_outlives_a_pager_and_the_guest_sees_nothing_of_it() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    if !can_poison() {
+        return;
+    }
+    fill_page_cache(&region);
+    for _ in 0..2 {
+        let contents = Contents::PageCache(Holes::AreMissing);
+        let paged = Paged::new(&region, Mode::Minor, contents);
+        assert_eq!(paged.read_exit(1), installed(1, 1));
+        check_page(&region, 1);
+        drop(paged);
+        assert_lost(&region, 2);
+    }
+}
+
+#[test]
+fn whoever_sleeps_on_a_missing_page_gets_sigbus() {
+    handle_sigbus();
+    if !can_poison() {
+        return;
+    }
+    for (mode, backing) in SMALL_WAYS {
+        for end in ENDS {
+            for with_source in [false, true] {
+                let Some(region) = region(4, backing) else {
+                    return;
+                };
+                let source = HeldSource::new();
+                let contents = if with_source {
+                    source.contents()
+                } else {
+                    pattern()
+                };
+                let paged = Paged::new(&region, mode, contents);
+                let readers = with_source
+                    .then(|| Readers::spawn(&paged.pager, ReaderConfig::new(1)).unwrap());
+                let touch = |page| {
+                    let region = Arc::clone(&region);
+                    spawn_asleep("a touch", move || expect_poison(&region, page))
+                };
+                let touchers = [touch(1), touch(3)];
+                // Those of a source have been read: they are left to whoever installs the page.
+                let requests = readers.map(|readers| {
+                    let requests = [source.next(), source.next()];
+                    readers.stop();
+                    requests
+                });
+                end.of(paged);
+                for toucher in touchers {
+                    join(&format!("{mode:?} {backing} {end:?}"), toucher);
+                }
+                // What comes too late is dropped.
+                for request in requests.into_iter().flatten() {
+                    sources::complete(request);
+                }
+                assert_lost(&region, 1);
+            }
+        }
+    }
+}
+
+/// Threads that sleep on a page that was installed without a wake are not left asleep either.
+#[test]
+fn whoever_sleeps_on_a_present_page_reads_it() {
+    for (mode, backing) in SMALL_WAYS {
+        for end in ENDS {
+            let Some(region) = region(4, backing) else {
+                return;
+            };
+            let paged = Paged::new(&region, mode, pattern());
+            let its = Arc::clone(&region);
+            let toucher = spawn_asleep("a touch", move || check_page(&its, 1));
+            paged.read_exit(1);
+            end.of(paged);
+            join(&format!("{mode:?} {backing} {end:?}"), toucher);
+        }
+    }
+}
+
+/// Without a handler: the process ends by SIGBUS, and says nothing of zeroes.
+#[test]
+fn a_touch_ends_a_process_without_a_handler() {
+    const ROLE: &str = "PAGETIDE_TEST_TOUCH";
+    if let Ok(way) = std::env::var(ROLE) {
+        let (mode, backing) = SMALL_WAYS[way.parse::<usize>().unwrap()];
+        let region = region(4, backing).unwrap();
+        drop(Paged::new(&region, mode, pattern()));
+        println!("read {}", first_byte(&region, 1));
+        return;
+    }
+    if !has_userfaultfd() || !can_poison() {
+        return;
+    }
+    for (number, way) in SMALL_WAYS.into_iter().enumerate() {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "a_touch_ends_a_process_without_a_handler"])
+            .arg("--nocapture")
+            .env(ROLE, number.to_string())
+            .output()
+            .unwrap();
+        let signal = std::os::unix::process::ExitStatusExt::signal(&output.status);
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert_eq!(signal, Some(libc::SIGBUS), "{way:?}: {said}");
+        assert!(!said.contains("read "), "{said}");
+    }
+}
+
+#[test]
+fn an_exit_that_waits_ends_with_an_error() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    let source = HeldSource::new();
+    let paged = Paged::new(&region, Mode::Minor, source.contents());
+    let mut resolver = paged.resolver();
+    let its = Arc::clone(&region);
+    let waiting = thread::spawn(move || exit(&mut resolver, &its, 1, Access::Read));
+    let request = source.next();
+    paged.pager.remove(paged.id).unwrap();
+    let error = join("the exit", waiting).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            ResolveError::Removed { .. } | ResolveError::Outside { .. }
+        ),
+        "{error}"
+    );
+    assert_eq!(source.cancelled(), [request.id()]);
+}
+
+/// A page that something else than the pager has mapped is no content either.
+#[test]
+fn a_strangers_page_is_lost_with_the_others() {
+    if !can_poison() {
+        return;
+    }
+    for (mode, backing) in SMALL_WAYS {
+        for layout in [UffdLayout::Single, UffdLayout::WithEvents] {
+            let Some(region) = region(4, backing) else {
+                return;
+            };
+            let what = format!("{mode:?} {backing} {layout:?}");
+            within_patience(&what, move || {
+                let set = |config: RegionConfig| config.userfaultfds(layout);
+                let paged = Paged::with(&region, mode, pattern(), set);
+                let uffd = Userfaultfd::open(Features::NONE).unwrap();
+                let page = PageRange::single(PageIndex(1));
+                let range = UserRange::from(region.guest_range(page).unwrap());
+                uffd.zero_pages(range, Wake::DontWake).unwrap();
+                assert!(is_mapped(&region, 1));
+                paged.pager.remove(paged.id).unwrap();
+                assert_lost(&region, 1);
+            });
+        }
+    }
+}
+
+/// But content that the owner trusts is content.
+#[test]
+fn a_page_that_is_trusted_stays() {
+    let Some(region) = region(4, Backing::Anonymous) else {
+        return;
+    };
+    region.write_guest(PageIndex(1), 0, &[3]).unwrap();
+    let set = RegionConfig::trust_existing_pages;
+    let paged = Paged::with(&region, Mode::Missing, pattern(), set);
+    assert_eq!(paged.state(1), PageState::Absent);
+    drop(paged);
+    assert_eq!(first_byte(&region, 1), 3);
+}
+
+/// The last handle may be one that a source's answer holds, on whichever thread.
+#[test]
+fn answers_and_the_end_of_the_pager_race() {
+    if !can_poison() {
+        return;
+    }
+    for (mode, backing) in SMALL_WAYS {
+        for round in 0..20 {
+            let Some(region) = region(16, backing) else {
+                return;
+            };
+            let source = HeldSource::new();
+            let paged = Paged::new(&region, mode, source.contents());
+            let mut resolver = paged.resolver();
+            let its = Arc::clone(&region);
+            let pager = Arc::clone(&paged.pager);
+            let waiting = thread::spawn(move || {
+                let resolved = exit(&mut resolver, &its, round % 16, Access::Read);
+                drop((resolver, pager));
+                resolved
+            });
+            let request = source.next();
+            let answering = thread::spawn(move || sources::complete(request));
+            paged.pager.remove(paged.id).unwrap();
+            drop(paged);
+            join("the answer", answering);
+            let resolved = join("the exit", waiting);
+            // Either it came before the end, or it is lost.
+            match resolved {
+                Ok(_) => check_page(&region, round % 16),
+                Err(_) => {
+                    let read = region.populate(
+                        PageRange::single(PageIndex(round % 16)),
+                        pagetide_memory::PopulateAccess::Read,
+                    );
+                    match read {
+                        Ok(()) => check_page(&region, round % 16),
+                        Err(_) => assert_lost(&region, round % 16),
+                    }
+                }
+            }
+            assert_lost(&region, (round + 1) % 16);
+        }
+    }
+}
+
+#[test]
+fn regions_come_and_go_while_others_are_served() {
+    let Some(steady) = region(1024, Backing::Shmem) else {
+        return;
+    };
+    let paged = Paged::new(&steady, Mode::Minor, pattern());
+    let readers = Readers::spawn(&paged.pager, ReaderConfig::new(2)).unwrap();
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| (0..1024).rev().for_each(|page| check_page(&steady, page)));
+        }
+        for (index, (mode, backing)) in SMALL_WAYS.into_iter().enumerate() {
+            let pager = &paged.pager;
+            let source = HeldSource::new();
+            scope.spawn(move || {
+                for round in 0..20 {
+                    let gpa = GPA.0 + ((index as u64 + 1) << 30);
+                    let gpa = pagetide_memory::GuestAddress(gpa);
+                    let region = region_at(gpa, 32, backing).unwrap();
+                    let contents = if round % 3 == 0 {
+                        source.contents()
+                    } else {
+                        pattern()
+                    };
+                    let config = RegionConfig::local(Arc::clone(&region), mode, contents);
+                    let id = pager.add(config.fault_around(4)).unwrap();
+                    if round % 3 == 0 {
+                        let its = Arc::clone(&region);
+                        let toucher = thread::spawn(move || check_page(&its, 9));
+                        sources::complete(source.next());
+                        join("a touch", toucher);
+                    } else {
+                        (0..32).for_each(|page| check_page(&region, page));
+                        // Whoever is woken may be faster than the reader that woke it.
+                        let present = || pager.counts(id).unwrap().present;
+                        eventually("all pages", || present() == 32);
+                    }
+                    pager.remove(id).unwrap();
+                    check_page(&region, 9);
+                }
+            });
+        }
+    });
+    readers.stop();
+    assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+    assert_eq!(paged.pager.region_ids(), [paged.id]);
+    assert_eq!(paged.pager.progress().present, 1024);
+}

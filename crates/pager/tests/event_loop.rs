@@ -1,0 +1,304 @@
+//! A pager's descriptor in an event loop of the VMM's own.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use pagetide_memory::{Access, Backing, Region};
+use pagetide_pager::{
+    Contents, Counters, Mode, Pager, ReaderConfig, Readers, RegionConfig, RetryPolicy, Serving,
+    UffdLayout,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use support::*;
+
+/// Waits until the pager's descriptor is readable; false if it is not within `timeout`.
+fn is_ready(serving: &Serving, timeout: Duration) -> bool {
+    let mut fds = [PollFd::new(serving, PollFlags::IN)];
+    let timeout = Timespec::try_from(timeout).unwrap();
+    poll(&mut fds, Some(&timeout)).unwrap() > 0
+}
+
+/// An event loop that serves until `is_over`.
+fn serve(serving: &mut Serving, is_over: impl Fn() -> bool) -> usize {
+    let begun = Instant::now();
+    let mut resolved = 0;
+    while !is_over() {
+        assert!(begun.elapsed() < PATIENCE, "hangs");
+        if is_ready(serving, Duration::from_millis(5)) {
+            resolved += serving.process_ready().unwrap();
+        }
+    }
+    resolved
+}
+
+/// Event loops on threads of their own, for as long as `work` takes.
+fn with_loops(pager: &Arc<Pager>, loops: usize, messages: usize, work: impl FnOnce()) -> Counters {
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..loops {
+            scope.spawn(|| {
+                let mut serving = Serving::new(pager, messages);
+                serve(&mut serving, || over.load(Ordering::Acquire));
+            });
+        }
+        work();
+        over.store(true, Ordering::Release);
+    });
+    pager.counted()
+}
+
+fn touch_all(region: &Region) {
+    thread::scope(|scope| {
+        for thread in 0..4 {
+            scope.spawn(move || {
+                for step in 0..region.pages() {
+                    check_page(
+                        region,
+                        (step + thread * region.pages() / 4) % region.pages(),
+                    );
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_loop_serves_every_way_of_paging() {
+    for (mode, backing) in SMALL_WAYS {
+        for (loops, messages) in [(1, 64), (1, 1), (3, 1), (3, 16)] {
+            for uffds in [1, 4] {
+                let Some(region) = region(256, backing) else {
+                    return;
+                };
+                within_patience(
+                    &format!("{mode:?} {backing} {loops} {messages}"),
+                    move || {
+                        let layout = match uffds {
+                            1 => UffdLayout::Single,
+                            _ => UffdLayout::PerRange((0..4).map(|i| gpas(64 * i, 64)).collect()),
+                        };
+                        let set = |config: RegionConfig| config.userfaultfds(layout);
+                        let paged = Paged::with(&region, mode, pattern(), set);
+                        let counted =
+                            with_loops(&paged.pager, loops, messages, || touch_all(&region));
+                        assert_eq!(counted.pages, 256, "{counted:?}");
+                        assert_eq!(counted.faults, counted.messages);
+                        if messages == 1 {
+                            assert!(counted.reads >= counted.messages, "{counted:?}");
+                        }
+                    },
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn the_descriptor_is_readable_while_there_is_something_to_do() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    let paged = Paged::new(&region, Mode::Minor, pattern());
+    let mut serving = Serving::new(&paged.pager, 4);
+    assert!(!is_ready(&serving, Duration::ZERO));
+    assert_eq!(serving.process_ready().unwrap(), 0);
+    let its = Arc::clone(&region);
+    let toucher = thread::spawn(move || check_page(&its, 1));
+    assert!(is_ready(&serving, PATIENCE));
+    assert_eq!(serving.process_ready().unwrap(), 1);
+    join("the touch", toucher);
+    assert!(!is_ready(&serving, Duration::ZERO));
+    assert_eq!(serving.counters().pages, 1);
+    // A region that is added later is served by the same descriptor.
+    let other = region_at(
+        pagetide_memory::GuestAddress(GPA.0 << 1),
+        4,
+        Backing::Anonymous,
+    )
+    .unwrap();
+    let config = RegionConfig::local(Arc::clone(&other), Mode::Missing, pattern());
+    let id = paged.pager.add(config).unwrap();
+    let toucher = thread::spawn(move || check_page(&other, 1));
+    assert!(is_ready(&serving, PATIENCE));
+    assert_eq!(serving.process_ready().unwrap(), 1);
+    join("the touch", toucher);
+    paged.pager.remove(id).unwrap();
+    assert!(!is_ready(&serving, Duration::ZERO));
+}
+
+/// A reader that leaves with messages in its userfaultfd hands them on.
+#[test]
+fn what_a_reader_leaves_unread_is_read_by_the_next() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let gate = Arc::new(Barrier::new(2));
+    let (at_gate, first) = (Arc::clone(&gate), AtomicBool::new(true));
+    let contents = local(LocalFn(move |gpa, buffer: &mut [u8]| {
+        if first.swap(false, Ordering::AcqRel) {
+            at_gate.wait();
+            at_gate.wait();
+        }
+        sources::fill_in(gpa, buffer)
+    }));
+    let paged = Paged::new(&region, Mode::Minor, contents);
+    let touch = |page| {
+        let region = Arc::clone(&region);
+        spawn_asleep("a touch", move || check_page(&region, page))
+    };
+    // All of them are there before the reader looks: it is told once.
+    let touchers: Vec<_> = (0..8).map(touch).collect();
+    let config = ReaderConfig {
+        threads: 1,
+        messages_per_read: 1,
+    };
+    let readers = Readers::spawn(&paged.pager, config).unwrap();
+    gate.wait();
+    // In its first fault, with seven unread. It is told to stop, and leaves after this one.
+    let stopping = spawn_asleep("the end", move || readers.stop());
+    gate.wait();
+    let read = join("the end", stopping);
+    assert_eq!(read.messages, 1, "{read:?}");
+    let mut serving = Serving::new(&paged.pager, 1);
+    let all_read = || touchers.iter().all(JoinHandle::is_finished);
+    assert_eq!(serve(&mut serving, all_read), 7);
+    for toucher in touchers {
+        join("a touch", toucher);
+    }
+}
+
+#[test]
+fn readers_and_loops_serve_the_same_pager() {
+    let Some(region) = region(1024, Backing::Shmem) else {
+        return;
+    };
+    within_patience("all of them", move || {
+        let paged = Paged::new(&region, Mode::Minor, pattern());
+        let readers = Readers::spawn(&paged.pager, ReaderConfig::new(1)).unwrap();
+        with_loops(&paged.pager, 1, 4, || {
+            thread::scope(|scope| {
+                scope.spawn(|| touch_all(&region));
+                // Readers come and go meanwhile.
+                for _ in 0..10 {
+                    let more = Readers::spawn(&paged.pager, ReaderConfig::new(2)).unwrap();
+                    more.stop();
+                }
+            });
+        });
+        readers.stop();
+        assert_eq!(paged.pager.counted().pages, 1024);
+    });
+}
+
+/// A request that is not answered is made again, by nobody but the loop.
+#[test]
+fn a_loop_serves_deadlines() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    let source = HeldSource::new();
+    let policy = RetryPolicy {
+        deadline: Duration::from_millis(30),
+        attempts: 100,
+        first_backoff: Duration::from_millis(1),
+        longest_backoff: Duration::from_millis(5),
+    };
+    let set = |config: RegionConfig| config.retry_policy(policy);
+    let paged = Paged::with(&region, Mode::Minor, source.contents(), set);
+    let mut serving = Serving::new(&paged.pager, 4);
+    let its = Arc::clone(&region);
+    let toucher = thread::spawn(move || check_page(&its, 1));
+    serve(&mut serving, || source.waiting() >= 3);
+    let late = [source.next(), source.next()];
+    assert!(
+        source
+            .cancelled()
+            .starts_with(&[late[0].id(), late[1].id()])
+    );
+    // An answer that comes too late is dropped, and the last one is taken.
+    let [first, _second] = late;
+    sources::complete(first);
+    assert!(!toucher.is_finished());
+    while !toucher.is_finished() {
+        serve(&mut serving, || {
+            source.waiting() > 0 || toucher.is_finished()
+        });
+        if source.waiting() > 0 {
+            sources::complete(source.next());
+        }
+    }
+    join("the touch", toucher);
+    let counted = paged.pager.counted();
+    assert!(counted.failed_requests >= 2, "{counted:?}");
+    assert!(counted.late_answers >= 1, "{counted:?}");
+    assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+}
+
+/// A vCPU's thread that waits for its page sees to deadlines itself, where nobody serves.
+#[test]
+fn an_exit_that_waits_serves_deadlines() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    let source = HeldSource::new();
+    let policy = RetryPolicy {
+        deadline: Duration::from_millis(10),
+        attempts: 1000,
+        first_backoff: Duration::from_millis(1),
+        longest_backoff: Duration::from_millis(1),
+    };
+    let set = |config: RegionConfig| config.retry_policy(policy);
+    let paged = Paged::with(&region, Mode::Minor, source.contents(), set);
+    let mut resolver = paged.resolver();
+    let its = Arc::clone(&region);
+    let waiting = thread::spawn(move || exit(&mut resolver, &its, 1, Access::Read).unwrap());
+    let _first = source.next();
+    let _second = source.next();
+    while !waiting.is_finished() {
+        if source.waiting() > 0 {
+            sources::complete(source.next());
+        }
+        thread::yield_now();
+    }
+    join("the exit", waiting);
+    check_page(&region, 1);
+}
+
+#[test]
+fn a_loop_that_ends_in_a_panic_leaves_nobody_asleep() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    // A local source that panics is caught, fault by fault, so that the loop goes on.
+    let contents = Contents::Local(Arc::new(LocalFn(move |gpa, buffer: &mut [u8]| {
+        if gpa == GPA {
+            std::panic::resume_unwind(Box::new("page 0"));
+        }
+        sources::fill_in(gpa, buffer)
+    })));
+    let paged = Paged::new(&region, Mode::Minor, contents);
+    let touch = |page| {
+        let region = Arc::clone(&region);
+        handle_sigbus();
+        spawn_asleep("a touch", move || match page {
+            0 => expect_poison(&region, 0),
+            _ => check_page(&region, page),
+        })
+    };
+    let touchers = [0, 1, 2].map(touch);
+    let mut serving = Serving::new(&paged.pager, 16);
+    serve(&mut serving, || {
+        touchers[1].is_finished() && touchers[2].is_finished()
+    });
+    assert!(paged.pager.trouble().is_some());
+    assert!(!touchers[0].is_finished());
+    paged.pager.remove(paged.id).unwrap();
+    for toucher in touchers {
+        join("a touch", toucher);
+    }
+}

@@ -1,0 +1,396 @@
+//! Memory that is given up, unmapped, moved or forked while it is paged: what a userfaultfd tells
+//! besides faults.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+#[path = "support/child.rs"]
+mod child_process;
+mod support;
+
+use std::fs::read_dir;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier, mpsc};
+use std::thread;
+
+use child_process::{Mapped, Other, be_child};
+use pagetide_memory::{Backing, GuestAddress, PageIndex, PageRange, PageSize, PageState, Region};
+use pagetide_pager::{
+    Content, Memfd, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
+    RegionConfig, RegionId, UffdLayout,
+};
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+use rustix::mm::Advice;
+use support::*;
+
+const AT: GuestAddress = GuestAddress(1 << 40);
+
+const ALL_EVENTS: [Features; 4] = [
+    Features::EVENT_REMOVE,
+    Features::EVENT_UNMAP,
+    Features::EVENT_REMAP,
+    Features::EVENT_FORK,
+];
+
+/// Local memory that tells of what is discarded.
+const WAYS_WITH_EVENTS: [(Mode, Backing); 3] = [
+    (Mode::Missing, Backing::Anonymous),
+    (Mode::Missing, Backing::Shmem),
+    (Mode::Minor, Backing::Shmem),
+];
+
+/// Not a test: what the other process runs.
+#[test]
+fn child() {
+    be_child();
+}
+
+fn with_events(region: &Arc<Region>, mode: Mode) -> (Arc<Pager>, RegionId) {
+    let pager = Pager::new().unwrap();
+    let config = RegionConfig::local(Arc::clone(region), mode, pattern());
+    let id = pager
+        .add(config.userfaultfds(UffdLayout::WithEvents))
+        .unwrap();
+    (pager, id)
+}
+
+/// Gives pages up as the guest's memory manager does: by madvise, and nobody else is told.
+fn give_up(region: &Region, first: u64, count: u64) {
+    let range = region
+        .guest_range(PageRange::new(PageIndex(first), count))
+        .unwrap();
+    let advice = if region.backing().has_file() {
+        Advice::LinuxRemove
+    } else {
+        Advice::LinuxDontNeed
+    };
+    let at = std::ptr::with_exposed_provenance_mut(range.start().0);
+    // SAFETY: the range is the region's, and its content is given up on purpose.
+    unsafe { rustix::mm::madvise(at, range.bytes(), advice) }.unwrap();
+}
+
+fn state(pager: &Pager, id: RegionId, page: u64) -> PageState {
+    pager.page_state(id, PageIndex(page)).unwrap()
+}
+
+fn readers(pager: &Arc<Pager>) -> Readers {
+    Readers::spawn(pager, ReaderConfig::new(2)).unwrap()
+}
+
+fn above(gpa: GuestAddress, pages: u64) -> GuestAddress {
+    GuestAddress(gpa.0 + pages * PAGE)
+}
+
+/// Serves a child's memory.
+fn foreign(pager: &Pager, uffd: &Arc<Userfaultfd>, mapped: &Mapped, gpa: GuestAddress) -> RegionId {
+    let mode = mapped.file.as_ref().map_or(Mode::Missing, |_| Mode::Minor);
+    let size = PageSize::Size4K;
+    let config = RegionConfig::foreign(uffd, mapped.range(), size, mode, pattern()).gpa(gpa);
+    let config = match &mapped.file {
+        None => config,
+        Some(file) => config.memfd(Memfd {
+            file: file.try_clone().unwrap(),
+            offset_bytes: 0,
+        }),
+    };
+    pager.add(config).unwrap()
+}
+
+/// Nobody serves the pager. Whoever installs gets EAGAIN, and reads the event itself.
+#[test]
+fn an_installer_reads_the_events_that_keep_it_from_installing() {
+    for (mode, backing) in WAYS_WITH_EVENTS {
+        let Some(region) = region(64, backing) else {
+            return;
+        };
+        let (pager, id) = with_events(&region, mode);
+        let discarding = {
+            let region = Arc::clone(&region);
+            spawn_asleep("the discard", move || give_up(&region, 0, 8))
+        };
+        let pages = PageRange::new(PageIndex(0), 16);
+        let bytes = content(GPA, 16 * PAGE);
+        assert_eq!(
+            pager.push(id, pages, Content::Bytes(&bytes)).unwrap(),
+            8,
+            "{mode:?} {backing}"
+        );
+        join("the discard", discarding);
+        for page in 0..16 {
+            let wanted = if page < 8 {
+                PageState::Removed
+            } else {
+                PageState::Present
+            };
+            assert_eq!(
+                state(&pager, id, page),
+                wanted,
+                "{mode:?} {backing}, page {page}"
+            );
+        }
+        let _readers = readers(&pager);
+        (0..8).for_each(|page| check_zeroes(&region, page));
+        (8..64).for_each(|page| check_page(&region, page));
+    }
+}
+
+/// The same for a fault whose content is in the page cache, and for an exit.
+#[test]
+fn a_fault_reads_the_events_that_keep_it_from_being_resolved() {
+    let Some(region) = region(64, Backing::Shmem) else {
+        return;
+    };
+    fill_page_cache(&region);
+    let pager = Pager::new().unwrap();
+    let contents = pagetide_pager::Contents::PageCache(pagetide_pager::Holes::AreMissing);
+    let config = RegionConfig::local(Arc::clone(&region), Mode::Minor, contents);
+    let id = pager
+        .add(config.userfaultfds(UffdLayout::WithEvents))
+        .unwrap();
+    let discarding = {
+        let region = Arc::clone(&region);
+        spawn_asleep("the discard", move || give_up(&region, 0, 8))
+    };
+    let mut resolver = pager.resolver(Some(0)).unwrap();
+    let resolved = within_patience("an exit", move || {
+        resolver.resolve_exit(above(GPA, 20), pagetide_memory::Access::Read)
+    });
+    resolved.unwrap();
+    join("the discard", discarding);
+    assert_eq!(state(&pager, id, 3), PageState::Removed);
+    assert_eq!(state(&pager, id, 20), PageState::Present);
+    let _readers = readers(&pager);
+    (0..8).for_each(|page| check_zeroes(&region, page));
+    (8..64).for_each(|page| check_page(&region, page));
+}
+
+/// A page is pushed and given up at the same time: whichever comes first, it is zero afterwards.
+#[test]
+fn an_installation_comes_wholly_before_a_discard_or_finds_the_page_removed() {
+    const PAGES: u64 = 3000;
+    for (mode, backing) in WAYS_WITH_EVENTS {
+        let Some(region) = region(PAGES, backing) else {
+            return;
+        };
+        let (pager, id) = with_events(&region, mode);
+        let _readers = readers(&pager);
+        let begin = Barrier::new(2);
+        let end = Barrier::new(2);
+        let pushed = AtomicU64::new(0);
+        let mut wrong = Vec::new();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for page in 0..PAGES {
+                    let bytes = content(above(GPA, page), PAGE);
+                    let pages = PageRange::single(PageIndex(page));
+                    begin.wait();
+                    let count = pager.push(id, pages, Content::Bytes(&bytes)).unwrap();
+                    pushed.fetch_add(count, Ordering::Relaxed);
+                    end.wait();
+                }
+            });
+            for page in 0..PAGES {
+                begin.wait();
+                give_up(&region, page, 1);
+                end.wait();
+                if first_byte(&region, page) != 0 {
+                    // No panic here: the other thread would wait for ever.
+                    wrong.push(page);
+                }
+            }
+        });
+        assert_eq!(
+            wrong, [0; 0],
+            "{mode:?} {backing}: discarded pages came back"
+        );
+        let pushed = pushed.into_inner();
+        println!("{mode:?} {backing}: {pushed} of {PAGES} pages came first");
+        assert_eq!(pager.counts(id).unwrap().removed, PAGES);
+    }
+}
+
+#[test]
+fn memory_is_given_up_while_faults_and_prefetch_bring_it_in() {
+    for (mode, backing) in WAYS_WITH_EVENTS {
+        let Some(region) = region(2000, backing) else {
+            return;
+        };
+        let (pager, id) = with_events(&region, mode);
+        let _readers = readers(&pager);
+        let batch_bytes = 16 << 10;
+        let prefetch = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                (0..2000)
+                    .step_by(2)
+                    .for_each(|page| check_page(&region, page));
+            });
+            scope.spawn(|| {
+                (1..2000)
+                    .step_by(4)
+                    .for_each(|page| give_up(&region, page, 1));
+            });
+        });
+        assert!(prefetch.finish().unwrap().is_complete);
+        for page in 0..2000 {
+            match page % 4 {
+                1 => check_zeroes(&region, page),
+                _ => check_page(&region, page),
+            }
+        }
+        assert_eq!(pager.counts(id).unwrap().removed, 500);
+        assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    }
+}
+
+#[test]
+fn another_process_gives_memory_up() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let pager = Pager::new().unwrap();
+    let _readers = readers(&pager);
+    let (other, uffd) = Other::start(&ALL_EVENTS);
+    for (turn, mode) in [Mode::Missing, Mode::Minor].into_iter().enumerate() {
+        let gpa = above(AT, 1000 * turn as u64);
+        let mapped = other.map(64, mode);
+        let id = foreign(&pager, &uffd, &mapped, gpa);
+        assert_eq!(other.check(mapped.start, 32, gpa), "right");
+        let how = if mapped.file.is_some() {
+            "remove"
+        } else {
+            "dontneed"
+        };
+        // Present ones, missing ones.
+        other.tell(format!("{how} {} 32", mapped.start + 16 * PAGE));
+        assert_eq!(other.check(mapped.start, 16, gpa), "right");
+        assert_eq!(
+            other.tell(format!("zero {} 32", mapped.start + 16 * PAGE)),
+            "right"
+        );
+        let rest = other.check(mapped.start + 48 * PAGE, 16, above(gpa, 48));
+        assert_eq!(rest, "right");
+        assert_eq!(pager.counts(id).unwrap().removed, 32);
+    }
+    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+}
+
+#[test]
+fn another_process_unmaps_and_moves_memory() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let pager = Pager::new().unwrap();
+    let _readers = readers(&pager);
+    let (other, uffd) = Other::start(&ALL_EVENTS);
+    for (turn, mode) in [Mode::Missing, Mode::Minor].into_iter().enumerate() {
+        let gpa = above(AT, 1000 * turn as u64);
+        let mapped = other.map(64, mode);
+        let id = foreign(&pager, &uffd, &mapped, gpa);
+        assert_eq!(other.check(mapped.start, 4, gpa), "right");
+
+        // Part of it goes away.
+        other.tell(format!("munmap {} 8", mapped.start + 8 * PAGE));
+        for page in 8..16 {
+            // Whoever has read the event may be about to apply it.
+            eventually("removed", || state(&pager, id, page) == PageState::Removed);
+        }
+        let bytes = content(above(gpa, 8), 8 * PAGE);
+        let gone = PageRange::new(PageIndex(8), 8);
+        assert_eq!(pager.push(id, gone, Content::Bytes(&bytes)).unwrap(), 0);
+
+        // Part of it moves, with pages that are there and pages that are not.
+        let to: u64 = other
+            .tell(format!("mremap {} 8", mapped.start))
+            .parse()
+            .unwrap();
+        assert_eq!(other.check(to, 8, gpa), "right");
+        // What is pushed finds its place.
+        let to: u64 = other
+            .tell(format!("mremap {} 16", mapped.start + 16 * PAGE))
+            .parse()
+            .unwrap();
+        let pushed = PageRange::new(PageIndex(12), 10);
+        let bytes = content(above(gpa, 12), 10 * PAGE);
+        assert_eq!(pager.push(id, pushed, Content::Bytes(&bytes)).unwrap(), 6);
+        assert_eq!(other.check(to, 16, above(gpa, 16)), "right");
+        assert_eq!(
+            other.check(mapped.start + 32 * PAGE, 32, above(gpa, 32)),
+            "right"
+        );
+
+        // All of another one moves, and is handed over with its new place.
+        let whole = other.map(16, mode);
+        let gpa = above(gpa, 500);
+        let id = foreign(&pager, &uffd, &whole, gpa);
+        assert_eq!(other.check(whole.start, 4, gpa), "right");
+        let to: u64 = other
+            .tell(format!("mremap {} 16", whole.start))
+            .parse()
+            .unwrap();
+        assert_eq!(other.check(to, 16, gpa), "right");
+        eventually("all present", || pager.counts(id).unwrap().present == 16);
+    }
+    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+}
+
+#[test]
+fn a_region_in_parts_is_exported_with_their_places() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let pager = Pager::new().unwrap();
+    let serving = readers(&pager);
+    let (other, uffd) = Other::start(&ALL_EVENTS);
+    let mapped = other.map(16, Mode::Missing);
+    let id = foreign(&pager, &uffd, &mapped, AT);
+    let to: u64 = other
+        .tell(format!("mremap {} 4", mapped.start + 4 * PAGE))
+        .parse()
+        .unwrap();
+    serving.stop();
+    let exported = pager.export(id).unwrap();
+    let mut parts: Vec<_> = exported
+        .parts
+        .iter()
+        .map(|part| (part.pages.first().0, part.pages.count(), part.start))
+        .collect();
+    parts.sort_unstable();
+    let start = mapped.start;
+    assert_eq!(parts, [(0, 4, start), (4, 4, to), (8, 8, start + 8 * PAGE)]);
+}
+
+#[test]
+fn a_fork_is_told_and_leaves_no_descriptor_behind() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let pager = Pager::new().unwrap();
+    let (sender, notices) = mpsc::channel();
+    pager.on_notice(move |notice| {
+        let _ = sender.send(notice.clone());
+    });
+    let _readers = readers(&pager);
+    let (other, uffd) = Other::start(&ALL_EVENTS);
+    let mapped = other.map(16, Mode::Missing);
+    let id = foreign(&pager, &uffd, &mapped, AT);
+    assert_eq!(other.check(mapped.start, 4, AT), "right");
+    // Other tests of this process have descriptors of their own: only userfaultfds are counted, and
+    // none of those tests forks.
+    let forked = || {
+        let links = read_dir("/proc/self/fd").unwrap();
+        let names = links.filter_map(|link| std::fs::read_link(link.ok()?.path()).ok());
+        names
+            .filter(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
+            .count()
+    };
+    for _ in 0..50 {
+        assert_eq!(other.tell("fork"), "ok");
+        match notices.recv_timeout(PATIENCE).unwrap() {
+            Notice::Forked { region } => assert_eq!(region, id),
+            other => panic!("{other}"),
+        }
+    }
+    let open = forked();
+    assert!(open < 50, "{open} userfaultfds are open");
+    assert_eq!(other.check(mapped.start, 16, AT), "right");
+    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+}

@@ -1,0 +1,95 @@
+//! Content that nobody asked for, or that nobody needs any more.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+#[path = "support/desk.rs"]
+mod desk;
+
+use desk::*;
+use pagetide_memory::{Backing, PageState};
+use pagetide_pager::{Content, Mode, Prefetch, PrefetchConfig, PushError};
+
+#[test]
+fn what_nobody_asked_for_is_installed_if_it_is_missing() {
+    for (mode, backing) in WAYS {
+        let Some(region) = region(8, backing) else {
+            return;
+        };
+        let desk = Desk::new();
+        let (pager, id) = serve(&region, mode, desk.source(), PERSISTENT);
+        let waiting = exit(&pager, 2);
+        let asked = desk.next();
+        let pushed = pager.push(id, range(0, 4), Content::Bytes(&content_of(range(0, 4))));
+        assert_eq!(pushed.unwrap(), 4);
+        join("the exit", waiting).unwrap();
+        // The request was overtaken; its answer changes nothing, nor does a second push.
+        let wrong = vec![0xee; 5 * 4096];
+        asked.complete(Content::Bytes(&wrong[..4096]));
+        let pushed = pager.push(id, range(0, 4), Content::Bytes(&wrong[..4 * 4096]));
+        assert_eq!(pushed.unwrap(), 0);
+        let five = content_of(range(3, 5));
+        assert_eq!(
+            pager.push(id, range(3, 5), Content::Bytes(&five)).unwrap(),
+            4
+        );
+        check_all(&region);
+    }
+}
+
+#[test]
+fn pushes_of_the_wrong_size_or_place_are_refused() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let desk = Desk::new();
+    let (pager, id) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+    let page = content_of(range(0, 1));
+    let push = |first, count, content| pager.push(id, range(first, count), content);
+    for (first, count) in [(0, 0), (8, 1), (7, 2), (u64::MAX - 1, 1), (0, u64::MAX)] {
+        let refused = push(first, count, Content::Zero);
+        assert!(
+            matches!(refused, Err(PushError::NoSuchPages { .. })),
+            "{refused:?}"
+        );
+    }
+    let two = content_of(range(0, 2));
+    for bytes in [&two[..4095], &two[..0], &two[..4097], &two] {
+        let refused = push(0, 1, Content::Bytes(bytes));
+        let Err(PushError::WrongSize {
+            given,
+            wanted: 4096,
+        }) = refused
+        else {
+            panic!("{refused:?}");
+        };
+        assert_eq!(given, bytes.len() as u64);
+    }
+    let refused = push(0, 2, Content::Poisoned);
+    assert!(matches!(refused, Err(PushError::PoisonedRun)));
+    assert_eq!(pager.counts(id).unwrap().absent, 8);
+    assert_eq!(push(1, 1, Content::Poisoned).unwrap(), 1);
+    assert_lost(&region, 1);
+    pager.remove(id).unwrap();
+    let refused = push(0, 1, Content::Bytes(&page));
+    assert!(matches!(refused, Err(PushError::NoSuchRegion { .. })));
+}
+
+#[test]
+fn what_comes_for_a_page_that_was_given_up_is_dropped() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let desk = Desk::new();
+    let (pager, id) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+    let batch_bytes = 8 * PAGE;
+    let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
+    let bulk = desk.next_bulk();
+    assert_eq!(pager.discard(id, range(2, 3)).unwrap(), 3);
+    complete(bulk);
+    assert!(
+        within_patience("prefetch", || running.finish())
+            .unwrap()
+            .is_complete
+    );
+    assert_eq!(pager.counted().pages, 5);
+    assert!((2..5).all(|page| state(&pager, page) == PageState::Removed));
+}

@@ -1,0 +1,437 @@
+//! A source that is gone stalls its region and nothing else: whoever touches a missing page waits, and
+//! the owner goes on with the same source, with another, or without.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+#[path = "support/desk.rs"]
+mod desk;
+
+use std::error::Error;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use desk::*;
+use pagetide_memory::{Backing, GuestAddress, PageState, Region};
+use pagetide_pager::{
+    Content, Contents, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
+    RegionChangeError, RegionConfig, RegionId, Request, ResolveError, RetryPolicy, SourceError,
+    SourceStatus, Urgency,
+};
+
+/// A source that works while its switch is on.
+fn switched() -> (
+    Arc<AtomicBool>,
+    Arc<SubmitFn<impl Fn(Request) + Send + Sync>>,
+) {
+    let on = Arc::new(AtomicBool::new(false));
+    let is_on = Arc::clone(&on);
+    let source = SubmitFn(move |request: Request| {
+        if is_on.load(Ordering::Acquire) {
+            complete(request);
+        } else {
+            request.fail(unavailable("the other side hung up"));
+        }
+    });
+    (on, Arc::new(source))
+}
+
+fn prefetch(pager: &Arc<Pager>) -> Prefetch {
+    let batch_bytes = 8 * PAGE;
+    Prefetch::spawn(pager, PrefetchConfig { batch_bytes }).unwrap()
+}
+
+fn last_cause(error: &dyn Error) -> String {
+    error.source().map_or_else(|| error.to_string(), last_cause)
+}
+
+/// A thread that touches a page as the guest would.
+fn touch(region: &Arc<Region>, page: u64) -> thread::JoinHandle<()> {
+    let region = Arc::clone(region);
+    thread::spawn(move || check_page(&region, page))
+}
+
+#[test]
+fn a_stalled_region_waits_and_goes_on_when_it_is_resumed() {
+    for (mode, backing) in WAYS {
+        let Some(region) = region(64, backing) else {
+            return;
+        };
+        let (on, source) = switched();
+        let policy = RetryPolicy {
+            attempts: 3,
+            ..ONE_ATTEMPT
+        };
+        let (pager, id) = serve(&region, mode, source, policy);
+        let told = notices(&pager);
+        let readers = Readers::spawn(&pager, ReaderConfig::new(2)).unwrap();
+        let touching = touch(&region, 7);
+        let last = stalled(&told, id);
+        assert_eq!(last_cause(&*last), "the other side hung up");
+        assert_eq!(pager.counted().failed_requests, 3);
+        let notice = pager.trouble().unwrap();
+        assert!(notice.needs_action());
+        assert_eq!(last_cause(&notice), "the other side hung up");
+        let expected = SourceStatus {
+            is_stalled: true,
+            in_flight_bytes: 0,
+            waiting_requests: 1,
+        };
+        assert_eq!(pager.source_status(id).unwrap(), expected);
+
+        // Whoever comes now waits as well, and nothing more is asked.
+        let waiting = exit(&pager, 8);
+        let ahead = prefetch(&pager);
+        eventually("the exit", || {
+            pager.source_status(id).unwrap().waiting_requests == 2
+        });
+        assert_eq!(state(&pager, 7), PageState::Requested(Urgency::Urgent));
+        assert_eq!(pager.counted().failed_requests, 3);
+        assert!(!touching.is_finished() && !waiting.is_finished() && !ahead.is_finished());
+
+        // Too early: it is said again.
+        pager.resume(id).unwrap();
+        stalled(&told, id);
+        on.store(true, Ordering::Release);
+        pager.clear_trouble();
+        pager.resume(id).unwrap();
+        join("the toucher", touching);
+        join("the exit", waiting).unwrap();
+        assert!(
+            within_patience("prefetch", || ahead.finish())
+                .unwrap()
+                .is_complete
+        );
+        check_all(&region);
+        readers.stop();
+        assert_eq!(pager.counted().pages, 64);
+        assert!(pager.trouble().is_none());
+        assert!(!pager.source_status(id).unwrap().is_stalled);
+    }
+}
+
+/// Two regions in one pager: the first one's source is gone, the second one's is not.
+struct Half {
+    pager: Arc<Pager>,
+    regions: [Arc<Region>; 2],
+    gone: RegionId,
+    there: RegionId,
+    /// The switch of the first one's source.
+    on: Arc<AtomicBool>,
+}
+
+fn half_stalled() -> Option<Half> {
+    let first = region(64, Backing::Shmem)?;
+    let second = region_at(GuestAddress(GPA.0 + 64 * PAGE), 64, Backing::Anonymous)?;
+    let (on, source) = switched();
+    let (pager, gone) = serve(&first, Mode::Minor, source, ONE_ATTEMPT);
+    let contents = Contents::Source(Arc::new(SubmitFn(complete)));
+    let config = RegionConfig::local(Arc::clone(&second), Mode::Missing, contents);
+    let there = pager.add(config).unwrap();
+    let told = notices(&pager);
+    let waiting = exit(&pager, 0);
+    stalled(&told, gone);
+    assert!(!waiting.is_finished());
+    Some(Half {
+        pager,
+        regions: [first, second],
+        gone,
+        there,
+        on,
+    })
+}
+
+#[test]
+fn other_regions_go_on() {
+    let Some(Half {
+        pager,
+        regions,
+        gone,
+        there,
+        ..
+    }) = half_stalled()
+    else {
+        return;
+    };
+    let [_, second] = regions;
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    join("the toucher", touch(&second, 9));
+    join("the exit", exit(&pager, 64 + 3)).unwrap();
+    within_patience("the rest", move || check_all(&second));
+    assert!(pager.source_status(gone).unwrap().is_stalled);
+    assert!(!pager.source_status(there).unwrap().is_stalled);
+    drop(readers);
+    pager.stop();
+}
+
+#[test]
+fn prefetch_goes_on_in_other_regions() {
+    let Some(Half {
+        pager,
+        regions,
+        gone,
+        there,
+        on,
+    }) = half_stalled()
+    else {
+        return;
+    };
+    let [first, second] = regions;
+    // Whichever region it starts in.
+    let ahead = prefetch(&pager);
+    eventually("the other region", || {
+        pager.counts(there).unwrap().present == 64
+    });
+    within_patience("the other region", move || check_all(&second));
+    assert!(!ahead.is_finished());
+    on.store(true, Ordering::Release);
+    pager.resume(gone).unwrap();
+    assert!(
+        within_patience("prefetch", || ahead.finish())
+            .unwrap()
+            .is_complete
+    );
+    check_all(&first);
+}
+
+#[test]
+fn prefetch_goes_on_in_other_regions_when_a_source_hangs() {
+    let Some(first) = region(64, Backing::Shmem) else {
+        return;
+    };
+    let Some(second) = region_at(GuestAddress(GPA.0 + 64 * PAGE), 64, Backing::Shmem) else {
+        return;
+    };
+    let desk = Desk::new();
+    let pager = Pager::new().unwrap();
+    let limits = pagetide_pager::InFlightLimits {
+        bulk_bytes: 16 * PAGE,
+        ..Default::default()
+    };
+    let add = |region: &Arc<Region>, contents| {
+        let config = RegionConfig::local(Arc::clone(region), Mode::Minor, contents)
+            .in_flight_limits(limits)
+            .retry_policy(PERSISTENT);
+        pager.add(config).unwrap()
+    };
+    let hanging = add(&first, Contents::Source(desk.source()));
+    let there = add(&second, Contents::Source(Arc::new(SubmitFn(complete))));
+    let ahead = prefetch(&pager);
+    eventually("the other region", || {
+        pager.counts(there).unwrap().present == 64
+    });
+    assert_eq!(pager.counts(hanging).unwrap().requested, 16);
+    assert_eq!(desk.log().len(), 2);
+    eventually("the first region", || {
+        if let Some(request) = desk.take_if(|_| true) {
+            complete(request);
+        }
+        ahead.is_finished()
+    });
+    assert!(ahead.finish().unwrap().is_complete);
+    check_all(&first);
+    check_all(&second);
+}
+
+#[test]
+fn another_source_takes_over_while_the_region_is_stalled() {
+    for (mode, backing) in WAYS {
+        let Some(region) = region(16, backing) else {
+            return;
+        };
+        let (_, source) = switched();
+        let (pager, id) = serve(&region, mode, source, ONE_ATTEMPT);
+        let told = notices(&pager);
+        let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+        let touching = touch(&region, 3);
+        let waiting = exit(&pager, 4);
+        stalled(&told, id);
+        pager
+            .replace_source(id, Arc::new(SubmitFn(complete)))
+            .unwrap();
+        join("the toucher", touching);
+        join("the exit", waiting).unwrap();
+        check_page(&region, 15);
+        assert!(!pager.source_status(id).unwrap().is_stalled);
+        drop(readers);
+    }
+}
+
+#[test]
+fn another_source_takes_over_what_is_in_flight() {
+    for (mode, backing) in WAYS {
+        let Some(region) = region(16, backing) else {
+            return;
+        };
+        let (former, next) = (Desk::new(), Desk::new());
+        let (pager, id) = serve(&region, mode, former.source(), PERSISTENT);
+        let ahead = prefetch(&pager);
+        former.wait_for_waiting(2);
+        let waiting = exit(&pager, 3);
+        former.wait_for_waiting(3);
+        pager.replace_source(id, next.source()).unwrap();
+        next.wait_for_waiting(3);
+        // The same pages, urgent ones first.
+        let asked: Vec<_> = next.log().iter().map(|asked| asked.pages).collect();
+        assert_eq!(asked, [range(3, 1), range(0, 8), range(8, 8)]);
+        for _ in 0..3 {
+            let late = former.next();
+            former.wait_for_cancelled(late.id());
+            let wrong = vec![0xee; usize::try_from(late.bytes()).unwrap()];
+            late.complete(Content::Bytes(&wrong));
+        }
+        assert_eq!(pager.counted().late_answers, 3);
+        assert_eq!(pager.counts(id).unwrap().requested, 16);
+        (0..3).for_each(|_| complete(next.next()));
+        join("the exit", waiting).unwrap();
+        assert!(
+            within_patience("prefetch", || ahead.finish())
+                .unwrap()
+                .is_complete
+        );
+        check_all(&region);
+    }
+}
+
+#[test]
+fn what_is_abandoned_is_lost_and_not_zero() {
+    for (mode, backing) in WAYS {
+        for is_stalled in [true, false] {
+            let Some(region) = region(16, backing) else {
+                return;
+            };
+            let desk = Desk::new();
+            let (pager, id) = serve(&region, mode, desk.source(), ONE_ATTEMPT);
+            let told = notices(&pager);
+            let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+            let there = exit(&pager, 0);
+            complete(desk.next());
+            join("the exit", there).unwrap();
+            let touched = Arc::clone(&region);
+            let touching = thread::spawn(move || assert_lost(&touched, 3));
+            let kept = desk.next();
+            let waiting = exit(&pager, 5);
+            let other = desk.next();
+            if is_stalled {
+                other.fail(unavailable("gone for good"));
+                stalled(&told, id);
+            }
+            pager.abandon(id).unwrap();
+            join("the toucher", touching);
+            let resolved = join("the exit", waiting).unwrap();
+            assert_eq!(resolved, pagetide_pager::Resolution::Poisoned);
+            // An answer that comes now changes nothing.
+            complete(kept);
+            assert_eq!(pager.counts(id).unwrap().poisoned, 15);
+            check_page(&region, 0);
+            (1..16).for_each(|page| assert_lost(&region, page));
+            let ahead = prefetch(&pager);
+            assert!(
+                within_patience("prefetch", || ahead.finish())
+                    .unwrap()
+                    .is_complete
+            );
+            drop(readers);
+            drop(pager);
+            (1..16).for_each(|page| assert_lost(&region, page));
+        }
+    }
+}
+
+#[test]
+fn content_that_cannot_be_installed_stalls_its_region_only() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let desk = Desk::new();
+    let (pager, id) = serve(&region, Mode::Missing, desk.source(), PERSISTENT);
+    let told = notices(&pager);
+    let waiting = exit(&pager, 3);
+    let request = desk.next();
+    // Something else puts a page there, behind the pager's back.
+    let file = region.file().unwrap();
+    rustix::io::pwrite(file, &[7; 4096], 3 * PAGE).unwrap();
+    complete(request);
+    match told.recv_timeout(PATIENCE).unwrap() {
+        Notice::NotInstalled { region, .. } => assert_eq!(region, id),
+        other => panic!("{other}"),
+    }
+    assert!(!waiting.is_finished(), "nobody may see what was put there");
+    assert!(pager.source_status(id).unwrap().is_stalled);
+    // The owner takes it away again.
+    region.punch(range(3, 1)).unwrap();
+    pager.resume(id).unwrap();
+    complete(desk.next());
+    join("the exit", waiting).unwrap();
+    check_page(&region, 3);
+}
+
+#[test]
+fn an_exit_that_waits_is_let_go_by_stop_and_by_removal() {
+    for stop in [true, false] {
+        let Some(region) = region(8, Backing::Shmem) else {
+            return;
+        };
+        let desk = Desk::new();
+        let (pager, id) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+        let waiting = exit(&pager, 3);
+        let request = desk.next();
+        if stop {
+            pager.stop();
+        } else {
+            pager.remove(id).unwrap();
+        }
+        match join("the exit", waiting).unwrap_err() {
+            ResolveError::Stopped { fault } => assert!(stop && fault.vcpu == Some(0)),
+            ResolveError::Removed { fault } => assert!(!stop && fault.vcpu == Some(0)),
+            other => panic!("{other}"),
+        }
+        if stop {
+            // The VM goes on later: what was asked for is still on its way.
+            pager.restart();
+            let waiting = exit(&pager, 3);
+            complete(request);
+            join("the exit", waiting).unwrap();
+            check_page(&region, 3);
+        }
+    }
+}
+
+#[test]
+fn only_regions_with_a_source_can_be_stalled() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let pager = Pager::new().unwrap();
+    let local = Contents::Local(Arc::new(pagetide_pager::PatternSource::new(fill)));
+    let config = RegionConfig::local(Arc::clone(&region), Mode::Minor, local);
+    let id = pager.add(config).unwrap();
+    let none = RegionChangeError::NoSource { region: id };
+    assert_eq!(pager.resume(id), Err(none));
+    assert_eq!(pager.abandon(id), Err(none));
+    assert_eq!(pager.source_status(id), Err(none));
+    assert_eq!(pager.replace_source(id, Desk::new().source()), Err(none));
+    pager.remove(id).unwrap();
+    let gone = RegionChangeError::NoSuchRegion { region: id };
+    assert_eq!(pager.resume(id), Err(gone));
+    assert_eq!(pager.source_status(id), Err(gone));
+    assert_eq!(pager.remove(id), Err(gone));
+}
+
+#[test]
+fn a_request_for_pages_that_came_another_way_is_no_failure() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let desk = Desk::new();
+    let (pager, id) = serve(&region, Mode::Minor, desk.source(), ONE_ATTEMPT);
+    let waiting = exit(&pager, 3);
+    let request = desk.next();
+    pager
+        .push(id, range(3, 1), Content::Bytes(&content_of(range(3, 1))))
+        .unwrap();
+    join("the exit", waiting).unwrap();
+    request.fail(SourceError::Dropped);
+    let status = pager.source_status(id).unwrap();
+    assert_eq!((status.is_stalled, status.in_flight_bytes), (false, 0));
+    assert!(pager.trouble().is_none());
+}

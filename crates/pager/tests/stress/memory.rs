@@ -1,0 +1,189 @@
+//! Memory that is paged: a region of ours, or memory that was mapped and registered as another
+//! process would.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use pagetide_memory::{Backing, GuestAddress, HostAddress, HostRange, PageRange, PageSize, Region};
+use pagetide_pager::{Memfd, Mode};
+use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+/// Memory as a process maps it that hands its userfaultfd over.
+pub struct Own {
+    start: *mut u8,
+    bytes: usize,
+    pub file: Option<OwnedFd>,
+    pub uffd: Option<Arc<Userfaultfd>>,
+}
+
+// SAFETY: the mapping is used by atomic operations and by the kernel, from any thread.
+unsafe impl Send for Own {}
+// SAFETY: as above.
+unsafe impl Sync for Own {}
+
+impl Own {
+    pub fn new(bytes: u64, mode: Mode, has_events: bool) -> Self {
+        let bytes = usize::try_from(bytes).unwrap();
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let null = std::ptr::null_mut();
+        let (start, file) = match mode {
+            Mode::Missing => {
+                // SAFETY: null without MAP_FIXED replaces nothing.
+                let start = unsafe { mmap_anonymous(null, bytes, access, MapFlags::PRIVATE) };
+                (start.unwrap(), None)
+            }
+            Mode::Minor => {
+                let file = memfd_create("stress", MemfdFlags::CLOEXEC).unwrap();
+                ftruncate(&file, bytes as u64).unwrap();
+                // SAFETY: as above.
+                let start = unsafe { mmap(null, bytes, access, MapFlags::SHARED, &file, 0) };
+                (start.unwrap(), Some(file))
+            }
+        };
+        // SAFETY: the range was just mapped, and is ours.
+        unsafe { madvise(start, bytes, Advice::LinuxNoHugepage) }.unwrap();
+        let mut features = match mode {
+            Mode::Missing => Features::POISON,
+            Mode::Minor => Features::POISON | Features::MISSING_SHMEM | Features::MINOR_SHMEM,
+        };
+        if has_events {
+            features = features | Features::EVENT_REMOVE;
+        }
+        let uffd = Userfaultfd::open(features).unwrap();
+        let range = UserRange {
+            start: start.addr() as u64,
+            bytes: bytes as u64,
+        };
+        // SAFETY: it stays mapped until the userfaultfd is closed (Drop), and nobody relies on zeroes.
+        unsafe { uffd.register(range, mode) }.unwrap();
+        Self {
+            start: start.cast(),
+            bytes,
+            file,
+            uffd: Some(Arc::new(uffd)),
+        }
+    }
+
+    pub fn range(&self) -> HostRange {
+        HostRange::new(HostAddress(self.start.addr()), self.bytes).unwrap()
+    }
+
+    pub fn memfd(&self) -> Option<Memfd> {
+        let file = self.file.as_ref()?.try_clone().unwrap();
+        Some(Memfd {
+            file,
+            offset_bytes: 0,
+        })
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        // Before the mapping: an UNMAP or REMOVE event would be waited for.
+        self.uffd = None;
+        // SAFETY: nobody uses the mapping any more.
+        unsafe { munmap(self.start.cast(), self.bytes) }.unwrap();
+    }
+}
+
+pub enum Memory {
+    Local(Arc<Region>),
+    Own(Own),
+}
+
+impl Memory {
+    pub fn page_size(&self) -> PageSize {
+        match self {
+            Self::Local(region) => region.page_size(),
+            Self::Own(_) => PageSize::Size4K,
+        }
+    }
+
+    fn range(&self) -> HostRange {
+        match self {
+            Self::Local(region) => region.guest(),
+            Self::Own(own) => own.range(),
+        }
+    }
+
+    fn pointer(&self, page: u64) -> *mut u8 {
+        let offset = usize::try_from(page << self.page_size().shift()).unwrap();
+        assert!(offset < self.range().bytes());
+        match self {
+            Self::Local(_) => {
+                std::ptr::with_exposed_provenance_mut(self.range().start().0 + offset)
+            }
+            Self::Own(own) => own.start.wrapping_add(offset),
+        }
+    }
+
+    fn word(&self, page: u64, word: u64) -> &AtomicU64 {
+        assert!(word < self.page_size().bytes() / 8);
+        let at = self.pointer(page).cast::<u64>();
+        let at = at.wrapping_add(usize::try_from(word).unwrap());
+        // SAFETY: aligned, within memory that is mapped for as long as self lives, and accessed by
+        // atomic operations only (and by the kernel).
+        unsafe { AtomicU64::from_ptr(at) }
+    }
+
+    /// Touches it, as a guest would.
+    pub fn load(&self, page: u64, word: u64) -> u64 {
+        self.word(page, word).load(Ordering::Relaxed)
+    }
+
+    pub fn store(&self, page: u64, word: u64, value: u64) {
+        self.word(page, word).store(value, Ordering::Relaxed);
+    }
+
+    /// Gives pages up as their owner does who tells no pager: by madvise.
+    pub fn advise_away(&self, pages: PageRange) {
+        let bytes = usize::try_from(pages.count() << self.page_size().shift()).unwrap();
+        let has_file = match self {
+            Self::Local(region) => region.backing().has_file(),
+            Self::Own(own) => own.file.is_some(),
+        };
+        let advice = if has_file {
+            Advice::LinuxRemove
+        } else {
+            Advice::LinuxDontNeed
+        };
+        let at = self.pointer(pages.first().0);
+        // SAFETY: madvise drops the content of a range that is ours, and that is accessed by atomic
+        // operations only.
+        unsafe { madvise(at.cast(), bytes, advice) }.unwrap();
+    }
+
+    /// The same by a hole in the file, where there is one.
+    pub fn punch(&self, pages: PageRange) {
+        match self {
+            Self::Local(region) => region.punch(pages).unwrap(),
+            Self::Own(own) => match &own.file {
+                None => self.advise_away(pages),
+                Some(file) => {
+                    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                    fallocate(file, flags, pages.first().0 << 12, pages.count() << 12).unwrap();
+                }
+            },
+        }
+    }
+}
+
+/// Writes the content of a whole region into its page cache.
+pub fn fill_page_cache(region: &Region) {
+    let bytes = usize::try_from(region.page_size().bytes()).unwrap();
+    let mut content = vec![0; bytes];
+    for page in region.all_pages().iter() {
+        crate::source::fill(region.gpa_of_page(page).unwrap().0, &mut content);
+        region.write_service(page, 0, &content).unwrap();
+    }
+}
+
+pub fn local(gpa: u64, pages: u64, backing: Backing) -> Option<Arc<Region>> {
+    let bytes = pages * backing.page_size().bytes();
+    // Huge pages may be taken by another life at this moment.
+    let region = Region::new(GuestAddress(gpa), bytes, backing).ok()?;
+    Some(Arc::new(region))
+}

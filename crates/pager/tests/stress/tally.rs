@@ -1,0 +1,95 @@
+//! What was done, and how long the longest operation has been going on.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// What one thread does now.
+type Doing = (u64, String, Instant, Arc<dyn Fn() -> String + Send + Sync>);
+
+macro_rules! ops {
+    ($($name:ident),* $(,)?) => {
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum Op { $($name),* }
+    };
+}
+
+ops! {
+    Life, Touch, Write, Exit, Discard, Advise, Punch, Push, PrefetchWhole, PrefetchStopped,
+    Resume, ReplaceSource, Export, Verified, Removed, AnsweredAtOnce, AnsweredLater,
+    AnsweredWrongly, Failed, Dropped, Hung, Cancelled,
+}
+
+#[derive(Default)]
+pub struct Tally {
+    counts: Mutex<BTreeMap<Op, u64>>,
+    doing: Mutex<Vec<Doing>>,
+    next: Mutex<u64>,
+    pub is_over: AtomicBool,
+}
+
+impl Tally {
+    pub fn count(&self, op: Op) {
+        self.count_many(op, 1);
+    }
+
+    pub fn count_many(&self, op: Op, times: u64) {
+        *self.counts.lock().unwrap().entry(op).or_default() += times;
+    }
+
+    pub fn of(&self, op: Op) -> u64 {
+        self.counts.lock().unwrap().get(&op).copied().unwrap_or(0)
+    }
+
+    /// Does `work`, under the eyes of the watchdog, which calls `dump` if it takes too long.
+    pub fn watch<T>(
+        &self,
+        what: impl Into<String>,
+        dump: &Arc<dyn Fn() -> String + Send + Sync>,
+        work: impl FnOnce() -> T,
+    ) -> T {
+        let number = {
+            let mut next = self.next.lock().unwrap();
+            *next += 1;
+            *next
+        };
+        let doing = (number, what.into(), Instant::now(), Arc::clone(dump));
+        self.doing.lock().unwrap().push(doing);
+        let result = work();
+        self.doing.lock().unwrap().retain(|doing| doing.0 != number);
+        result
+    }
+
+    /// Ends the process if anything takes longer than `limit`.
+    pub fn guard(&self, limit: Duration) {
+        while !self.is_over.load(Ordering::Acquire) {
+            thread::sleep(Duration::from_millis(200));
+            let doing = self.doing.lock().unwrap();
+            let mut is_stuck = false;
+            for (_, what, since, dump) in &*doing {
+                if since.elapsed() > limit {
+                    is_stuck = true;
+                    eprintln!("STUCK for {:?}: {what}\n{}", since.elapsed(), dump());
+                }
+            }
+            if is_stuck {
+                crate::give_up();
+            }
+        }
+    }
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let counts = self.counts.lock().unwrap();
+        let mut sep = "";
+        for (op, count) in &*counts {
+            write!(f, "{sep}{count} {op:?}")?;
+            sep = ", ";
+        }
+        Ok(())
+    }
+}

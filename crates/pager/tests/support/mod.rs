@@ -1,0 +1,324 @@
+//! What the pager's tests share: regions, content, and waiting that fails instead of hanging.
+#![allow(
+    dead_code,
+    unreachable_pub,
+    unused_imports,
+    reason = "each test binary uses a part of this"
+)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test helper that fails is a test that fails"
+)]
+
+pub mod hugepages;
+pub mod poison;
+pub mod sources;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use pagetide_memory::{
+    Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState, Region, RegionError,
+};
+use pagetide_pager::{
+    AddError, Contents, LocalSource, Mode, Pager, PatternSource, RegionConfig, RegionId,
+    Resolution, ResolveError, Resolver,
+};
+use pagetide_uapi::userfaultfd::{OpenError, Userfaultfd};
+
+pub use hugepages::HugePages;
+pub use poison::{assert_lost, can_poison, expect_poison, handle_sigbus};
+pub use sources::{HeldSource, LocalFn};
+
+/// Where [`region`] puts regions.
+pub const GPA: GuestAddress = GuestAddress(4 << 30);
+pub const PAGE: u64 = 4096;
+
+/// How long anything may take before a test calls it a hang. Only a failure reaches it.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What can be served how.
+pub const WAYS: [(Mode, Backing); 6] = [
+    (Mode::Minor, Backing::Shmem),
+    (Mode::Minor, Backing::Thp),
+    (Mode::Minor, Backing::Hugetlb2M),
+    (Mode::Missing, Backing::Shmem),
+    (Mode::Missing, Backing::Anonymous),
+    (Mode::Missing, Backing::Hugetlb2M),
+];
+
+/// The same without huge pages.
+pub const SMALL_WAYS: [(Mode, Backing); 3] = [
+    (Mode::Minor, Backing::Shmem),
+    (Mode::Missing, Backing::Shmem),
+    (Mode::Missing, Backing::Anonymous),
+];
+
+/// Whether userfaultfd can be used here; says why not.
+pub fn has_userfaultfd() -> bool {
+    match Userfaultfd::available() {
+        Ok(_) => true,
+        Err(error @ (OpenError::NotSupported | OpenError::NoPermission { .. })) => {
+            println!("SKIP: {error}");
+            false
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// A region of that many pages of its backing at [`GPA`], or `None` after saying why there is none.
+pub fn region(pages: u64, backing: Backing) -> Option<Arc<Region>> {
+    region_at(GPA, pages, backing)
+}
+
+/// The same, elsewhere.
+pub fn region_at(gpa: GuestAddress, pages: u64, backing: Backing) -> Option<Arc<Region>> {
+    if !has_userfaultfd() {
+        return None;
+    }
+    match Region::new(gpa, pages * backing.page_size().bytes(), backing) {
+        Ok(region) => Some(Arc::new(region)),
+        Err(
+            error @ (RegionError::HugepagesNotReserved { .. }
+            | RegionError::NoHugepagePool { .. }
+            | RegionError::NoTransparentHugepages),
+        ) => {
+            println!("SKIP: {backing}: {error}");
+            None
+        }
+        Err(error) => panic!("{backing}: {error}"),
+    }
+}
+
+/// Huge pages for a region of that many pages, if its backing needs some.
+pub fn pool_for(pages: u64, backing: Backing) -> Option<HugePages> {
+    (backing == Backing::Hugetlb2M).then(|| HugePages::reserve(pages))
+}
+
+/// The content that every page should have: its words are their own addresses, inverted.
+pub fn fill(gpa: GuestAddress, bytes: &mut [u8]) {
+    for (offset, word) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+        *word = (!(gpa.0 + 8 * offset as u64)).to_le_bytes();
+    }
+}
+
+/// The content of whole pages, for sources that answer with bytes.
+pub fn content(gpa: GuestAddress, bytes: u64) -> Vec<u8> {
+    let mut content = vec![0; usize::try_from(bytes).unwrap()];
+    fill(gpa, &mut content);
+    content
+}
+
+/// A local source of that content.
+pub fn pattern() -> Contents {
+    let fill: fn(GuestAddress, &mut [u8]) = fill;
+    local(PatternSource::new(fill))
+}
+
+pub fn local(source: impl LocalSource + 'static) -> Contents {
+    Contents::Local(Arc::new(source))
+}
+
+/// Puts the pattern into the page cache.
+pub fn fill_page_cache(region: &Region) {
+    let mut piece = [0; 4096];
+    for offset in (0..region.bytes()).step_by(4096) {
+        fill(GuestAddress(region.gpa().0 + offset), &mut piece);
+        region.write_service(PageIndex(0), offset, &piece).unwrap();
+    }
+}
+
+/// Reads a page as the guest would, which may fault, and compares it with the pattern.
+pub fn check_page(region: &Region, page: u64) {
+    let bytes = region.page_size().bytes();
+    let (mut seen, mut expected) = ([0; 4096], [0; 4096]);
+    for offset in (0..bytes).step_by(4096) {
+        let read = region.read_guest(PageIndex(page), offset, &mut seen);
+        read.unwrap();
+        let gpa = GuestAddress(region.gpa().0 + page * bytes + offset);
+        fill(gpa, &mut expected);
+        let start = &seen[..16];
+        assert!(seen == expected, "page {page} at {offset}: {start:x?}");
+    }
+}
+
+/// Reads a page as the guest would, which may fault: it is all zeroes.
+pub fn check_zeroes(region: &Region, page: u64) {
+    let mut seen = [1; 4096];
+    for offset in (0..region.page_size().bytes()).step_by(4096) {
+        let read = region.read_guest(PageIndex(page), offset, &mut seen);
+        read.unwrap();
+        assert!(seen == [0; 4096], "page {page}: {:x?}", &seen[..16]);
+    }
+}
+
+/// The first byte of a page, as the guest sees it.
+pub fn first_byte(region: &Region, page: u64) -> u8 {
+    let mut seen = [0];
+    region.read_guest(PageIndex(page), 0, &mut seen).unwrap();
+    seen[0]
+}
+
+/// Whether the guest mapping has a page table entry for a page, by `/proc/self/pagemap`. Does not
+/// fault.
+pub fn is_mapped(region: &Region, page: u64) -> bool {
+    let gpa = region.gpa_of_page(PageIndex(page)).unwrap();
+    let hva = region.gpa_to_hva(gpa).unwrap();
+    let mut entry = [0; 8];
+    let pagemap = File::open("/proc/self/pagemap").unwrap();
+    let at = hva.as_u64() / PAGE * 8;
+    pagemap.read_exact_at(&mut entry, at).unwrap();
+    u64::from_le_bytes(entry) >> 63 == 1
+}
+
+/// The gpas of 4 KiB pages from [`GPA`] on.
+pub fn gpas(first: u64, count: u64) -> GuestRange {
+    GuestRange::new(GuestAddress(GPA.0 + first * PAGE), count * PAGE).unwrap()
+}
+
+/// A pager with one region.
+pub struct Paged {
+    pub pager: Arc<Pager>,
+    pub region: Arc<Region>,
+    pub id: RegionId,
+}
+
+impl Paged {
+    pub fn new(region: &Arc<Region>, mode: Mode, contents: Contents) -> Self {
+        Self::with(region, mode, contents, |config| config)
+    }
+
+    /// The same, with settings.
+    pub fn with(
+        region: &Arc<Region>,
+        mode: Mode,
+        contents: Contents,
+        set: impl FnOnce(RegionConfig) -> RegionConfig,
+    ) -> Self {
+        Self::try_with(region, mode, contents, set).unwrap()
+    }
+
+    pub fn try_with(
+        region: &Arc<Region>,
+        mode: Mode,
+        contents: Contents,
+        set: impl FnOnce(RegionConfig) -> RegionConfig,
+    ) -> Result<Self, AddError> {
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(region), mode, contents);
+        let id = pager.add(set(config))?;
+        let region = Arc::clone(region);
+        Ok(Self { pager, region, id })
+    }
+
+    pub fn resolver(&self) -> Resolver {
+        self.pager.resolver(Some(0)).unwrap()
+    }
+
+    pub fn state(&self, page: u64) -> PageState {
+        self.pager.page_state(self.id, PageIndex(page)).unwrap()
+    }
+
+    /// An exit on a page, resolved by a resolver of its own.
+    pub fn exit(&self, page: u64, access: Access) -> Result<Resolution, ResolveError> {
+        exit(&mut self.resolver(), &self.region, page, access)
+    }
+
+    /// A read that is expected to be resolved.
+    pub fn read_exit(&self, page: u64) -> Resolution {
+        self.exit(page, Access::Read).unwrap()
+    }
+}
+
+/// The exit that a touch of a page would be.
+pub fn exit(
+    resolver: &mut Resolver,
+    region: &Region,
+    page: u64,
+    access: Access,
+) -> Result<Resolution, ResolveError> {
+    let bytes = region.page_size().bytes();
+    resolver.resolve_exit(GuestAddress(region.gpa().0 + page * bytes), access)
+}
+
+/// What an installation of that many pages is.
+pub fn installed(first: u64, count: u64) -> Resolution {
+    let pages = PageRange::new(PageIndex(first), count);
+    Resolution::Installed { pages }
+}
+
+/// Runs `work` on another thread and waits for its end, but not for ever.
+pub fn within_patience<T: Send + 'static>(
+    what: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    // Whoever is asleep when a test fails gets SIGBUS as its pager is dropped: that must not hide why.
+    handle_sigbus();
+    let (send, receive) = mpsc::channel();
+    let thread = thread::spawn(move || send.send(work()));
+    match receive.recv_timeout(PATIENCE) {
+        Ok(result) => {
+            let _ = thread.join();
+            result
+        }
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("{what}: hangs"),
+        Err(mpsc::RecvTimeoutError::Disconnected) => match thread.join() {
+            Err(panic) => std::panic::resume_unwind(panic),
+            Ok(_) => panic!("{what}: no result"),
+        },
+    }
+}
+
+/// The result of a thread, which is expected to end by itself.
+pub fn join<T: Send + 'static>(what: &str, thread: JoinHandle<T>) -> T {
+    eventually(what, || thread.is_finished());
+    match thread.join() {
+        Ok(result) => result,
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
+/// Starts `work` on another thread, and returns when that thread has fallen asleep in it: in the
+/// userfaultfd, or waiting for a page.
+pub fn spawn_asleep<T: Send + 'static>(
+    what: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> JoinHandle<T> {
+    handle_sigbus();
+    let (send, receive) = mpsc::channel();
+    let thread = thread::spawn(move || {
+        send.send(rustix::thread::gettid()).unwrap();
+        work()
+    });
+    let tid = receive.recv().unwrap().as_raw_nonzero();
+    let is_asleep = || {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat"));
+        let Ok(stat) = stat else { return false };
+        let state = stat.rsplit(')').next().unwrap().trim_start();
+        state.starts_with(['S', 'D'])
+    };
+    // Several looks in a row: a thread may doze for a moment on its way.
+    let looks = [(); 5];
+    eventually(what, || {
+        assert!(!thread.is_finished(), "{what}: did not fall asleep");
+        looks.iter().all(|()| {
+            thread::sleep(Duration::from_millis(2));
+            is_asleep()
+        })
+    });
+    thread
+}
+
+/// Waits until `condition` holds.
+pub fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < PATIENCE, "{what}: never");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
