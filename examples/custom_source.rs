@@ -1,0 +1,150 @@
+//! A source of one's own: slow, asynchronous, and it fails now and then.
+//!
+//! Stands for an HTTP client or an object store: requests go to a thread that answers each some time
+//! later, in another order, and refuses every third one at first. The engine asks again. Halfway the
+//! "server" is down for a while: the region stalls, and goes on when the owner says so.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use pagetide_memory::{Backing, GuestAddress, PageIndex, Region};
+use pagetide_pager::{
+    Content, Contents, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
+    RegionConfig, Request, RetryPolicy, Source, SourceError, Urgency,
+};
+
+const GPA: GuestAddress = GuestAddress(1 << 32);
+const PAGES: u64 = 512;
+
+/// What every byte of page `page` is.
+fn byte_of(page: u64) -> u8 {
+    page.to_le_bytes()[0] | 1
+}
+
+/// The client: requests wait here for the thread that answers them.
+#[derive(Default)]
+struct Client {
+    waiting: Mutex<VecDeque<Request>>,
+    more: Condvar,
+    is_down: AtomicBool,
+    is_over: AtomicBool,
+    asked: AtomicU64,
+}
+
+impl Source for Client {
+    // Called by whoever faults: hand the request on, do not block.
+    fn submit(&self, request: Request) {
+        let mut waiting = self.waiting.lock().expect("nothing panics under the lock");
+        match request.urgency() {
+            Urgency::Urgent => waiting.push_front(request),
+            Urgency::Bulk => waiting.push_back(request),
+        }
+        self.more.notify_one();
+    }
+}
+
+impl Client {
+    fn answer_requests(&self) {
+        let mut waiting = self.waiting.lock().expect("nothing panics under the lock");
+        while !self.is_over.load(Ordering::Acquire) {
+            let Some(request) = waiting.pop_front() else {
+                waiting = self
+                    .more
+                    .wait(waiting)
+                    .expect("nothing panics under the lock");
+                continue;
+            };
+            drop(waiting);
+            std::thread::sleep(Duration::from_millis(1));
+            let asked = self.asked.fetch_add(1, Ordering::Relaxed);
+            if self.is_down.load(Ordering::Acquire) {
+                request.fail(SourceError::Unavailable("connection refused".into()));
+            } else if asked % 3 == 2 {
+                request.fail(SourceError::Unavailable("503 Service Unavailable".into()));
+            } else {
+                let pages = request.pages().iter();
+                let content: Vec<u8> = pages.flat_map(|page| [byte_of(page.0); 4096]).collect();
+                request.complete(Content::Bytes(&content));
+            }
+            waiting = self.waiting.lock().expect("nothing panics under the lock");
+        }
+    }
+}
+
+fn main() -> anyhow::Result<()> {
+    let client = Arc::new(Client::default());
+    let answering = Arc::clone(&client);
+    let server = std::thread::spawn(move || answering.answer_requests());
+
+    let region = Arc::new(Region::new(GPA, PAGES << 12, Backing::Shmem)?);
+    let pager = Pager::new()?;
+    let (stalled, stalls) = mpsc::channel();
+    pager.on_notice(move |notice| {
+        println!("notice: {notice}");
+        if let Notice::Stalled { region, .. } = notice {
+            let _ = stalled.send(*region);
+        }
+    });
+    let source: Arc<dyn Source> = Arc::<Client>::clone(&client);
+    let config = RegionConfig::local(Arc::clone(&region), Mode::Missing, Contents::Source(source))
+        .retry_policy(RetryPolicy {
+            attempts: 4,
+            first_backoff: Duration::from_millis(2),
+            longest_backoff: Duration::from_millis(10),
+            ..RetryPolicy::default()
+        });
+    let id = pager.add(config)?;
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1))?;
+
+    let mut page = [0; 4096];
+    let mut check = |index: u64| -> anyhow::Result<()> {
+        region.read_guest(PageIndex(index), 0, &mut page)?;
+        ensure!(
+            page == [byte_of(index); 4096],
+            "page {index} has other content"
+        );
+        Ok(())
+    };
+    // Touched page by page, while every third request fails at first.
+    (0..PAGES / 2).try_for_each(&mut check)?;
+    println!(
+        "half of the memory came in, {} requests",
+        client.asked.load(Ordering::Relaxed)
+    );
+
+    // The server goes away. Whoever touches a page now waits; the owner is told, and decides.
+    client.is_down.store(true, Ordering::Release);
+    let (asked, paged) = (&client, &pager);
+    std::thread::scope(|scope| {
+        let owner = scope.spawn(move || {
+            let id = stalls.recv().context("the region was to stall")?;
+            asked.is_down.store(false, Ordering::Release);
+            paged.resume(id).context("the region is there")
+        });
+        check(PAGES / 2)?;
+        owner
+            .join()
+            .map_err(|_| anyhow::anyhow!("the owner panicked"))?
+    })?;
+
+    // The rest comes before anybody touches it.
+    let prefetch = Prefetch::spawn(&pager, PrefetchConfig::default())?;
+    ensure!(
+        prefetch.finish()?.is_complete,
+        "prefetch was to bring everything in"
+    );
+    (0..PAGES).try_for_each(&mut check)?;
+    let counts = pager.counts(id).context("the region is there")?;
+    println!("all {} pages are there and right", counts.present);
+
+    readers.stop();
+    client.is_over.store(true, Ordering::Release);
+    client.more.notify_all();
+    server
+        .join()
+        .map_err(|_| anyhow::anyhow!("the client's thread panicked"))?;
+    Ok(())
+}

@@ -1,0 +1,155 @@
+//! Serves another process's userfaultfd from an epoll loop, as a page-fault handler beside a VMM does.
+//!
+//! The other process is this program, started again: it makes memory, registers it with a userfaultfd,
+//! sends the descriptor over a Unix socket, and then reads its memory, which is not there.
+
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use anyhow::{Context, bail, ensure};
+use pagetide_memory::{Backing, GuestAddress, HostAddress, HostRange, PageSize, Region};
+use pagetide_pager::{Contents, Mode, Pager, PatternSource, RegionConfig, Serving};
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+
+const PAGES: u64 = 256;
+const BYTES: u64 = PAGES << 12;
+
+fn fill(gpa: GuestAddress, piece: &mut [u8]) {
+    piece.fill(gpa.0.to_le_bytes()[2] ^ gpa.0.to_le_bytes()[1] ^ 0x5a);
+}
+
+fn main() -> anyhow::Result<()> {
+    match std::env::args().nth(1).as_deref() {
+        None => handler(),
+        Some("guest") => guest(),
+        Some(other) => bail!("{other:?}: no arguments are expected"),
+    }
+}
+
+/// The process that serves.
+fn handler() -> anyhow::Result<()> {
+    let (ours, theirs) = UnixStream::pair()?;
+    let mut child = Command::new(std::env::current_exe()?)
+        .arg("guest")
+        .stdin(Stdio::from(OwnedFd::from(theirs)))
+        .spawn()?;
+    let (uffd, start) = receive(&ours)?;
+
+    // The descriptor and the address range are all that is known of the other process.
+    let uffd = Arc::new(Userfaultfd::adopt(uffd, Features::MISSING_SHMEM)?);
+    let range = HostRange::new(
+        HostAddress(usize::try_from(start)?),
+        usize::try_from(BYTES)?,
+    )?;
+    let contents = Contents::Local(Arc::new(PatternSource::new(fill)));
+    let config = RegionConfig::foreign(&uffd, range, PageSize::Size4K, Mode::Missing, contents);
+    let pager = Pager::new()?;
+    let id = pager.add(config.fault_around(16))?;
+    (&ours).write_all(b"g")?;
+
+    // The event loop of a program that has other things to do: the pager is one descriptor of it.
+    const PAGER: u64 = 0;
+    const CHILD: u64 = 1;
+    let mut serving = Serving::new(&pager, 32);
+    let poll = epoll::create(CreateFlags::CLOEXEC)?;
+    epoll::add(
+        &poll,
+        serving.as_fd(),
+        EventData::new_u64(PAGER),
+        EventFlags::IN,
+    )?;
+    epoll::add(&poll, &ours, EventData::new_u64(CHILD), EventFlags::IN)?;
+    let mut events = Vec::with_capacity(8);
+    let mut faults = 0;
+    'serve: loop {
+        epoll::wait(&poll, rustix::buffer::spare_capacity(&mut events), None)?;
+        for event in events.drain(..) {
+            match event.data.u64() {
+                PAGER => faults += serving.process_ready()?,
+                // The guest process has said that it is done, or has gone.
+                _ => break 'serve,
+            }
+        }
+    }
+    let status = child.wait()?;
+    ensure!(status.success(), "the guest process ended with {status}");
+    let present = pager.counts(id).context("the region is there")?.present;
+    println!("{faults} faults of the other process brought {present} pages in");
+    Ok(())
+}
+
+/// The process whose memory is paged.
+fn guest() -> anyhow::Result<()> {
+    let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    let region = Region::new(GuestAddress(0), BYTES, Backing::Shmem)?;
+    let uffd = Userfaultfd::open(Features::MISSING_SHMEM)?;
+    // SAFETY: register requires memory that stays mapped while the userfaultfd is open, and whose
+    // zeroes nobody relies on: the region is dropped after it.
+    unsafe { uffd.register(region.guest().into(), Mode::Missing) }?;
+    send(&socket, uffd.as_fd(), region.guest().start().as_u64())?;
+    (&socket).read_exact(&mut [0])?;
+
+    let (mut seen, mut wanted) = ([0; 4096], [0; 4096]);
+    for page in region.all_pages().iter() {
+        region.read_guest(page, 0, &mut seen)?;
+        // The handler knows offsets in the region: it was given no gpa.
+        fill(GuestAddress(page.0 << 12), &mut wanted);
+        ensure!(seen == wanted, "page {page} has other content");
+    }
+    drop(uffd);
+    (&socket).write_all(b"d")?;
+    Ok(())
+}
+
+fn send(socket: &UnixStream, fd: std::os::fd::BorrowedFd<'_>, start: u64) -> anyhow::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd];
+    ensure!(
+        ancillary.push(SendAncillaryMessage::ScmRights(&fds)),
+        "no room for a descriptor"
+    );
+    let message = start.to_ne_bytes();
+    rustix::net::sendmsg(
+        socket,
+        &[IoSlice::new(&message)],
+        &mut ancillary,
+        SendFlags::empty(),
+    )?;
+    Ok(())
+}
+
+fn receive(socket: &UnixStream) -> anyhow::Result<(OwnedFd, u64)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut message = [0; 8];
+    let received = rustix::net::recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut message)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
+    ensure!(
+        received.bytes == message.len(),
+        "the guest process sent {} bytes",
+        received.bytes
+    );
+    let mut fds = ancillary.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let fd = fds
+        .next()
+        .and_then(|mut fds| fds.next())
+        .context("no descriptor came")?;
+    Ok((fd, u64::from_ne_bytes(message)))
+}

@@ -1,0 +1,105 @@
+//! A VMM on kvm-ioctls and vm-memory adopts the pager: its guest runs before its memory is there.
+//!
+//! The guest is a few bytes of real-mode code that add up memory which the VMM never wrote. Each page
+//! that it touches comes from the pager, in MISSING mode. Where the kernel has the Pagetide series the
+//! faults leave the guest as exits (KVM_CAP_ABSENT_MAPPING_FAULT) and this thread resolves them; on
+//! other kernels a reader thread serves the userfaultfd.
+
+use std::sync::Arc;
+
+use anyhow::{Context, bail, ensure};
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+use pagetide_kvm::{Capabilities, FaultExit};
+use pagetide_memory::GuestAddress as Gpa;
+use pagetide_pager::{
+    Contents, Mode, Pager, PatternSource, ReaderConfig, Readers, add_guest_memory,
+};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+const DATA: u64 = 0x1_0000;
+const DATA_BYTES: usize = 0x8000;
+
+/// Adds up the first byte of each page from 0x10000 on, eight of them, and writes the sum to port 0x10.
+const CODE: [u8; 20] = [
+    0xb8, 0x00, 0x10, // mov ax, 0x1000
+    0x8e, 0xd8, // mov ds, ax
+    0x31, 0xdb, // xor bx, bx
+    0x30, 0xc0, // xor al, al
+    0x02, 0x07, // add al, [bx]
+    0x81, 0xc3, 0x00, 0x10, // add bx, 0x1000
+    0x79, 0xf8, // jns to the first add
+    0xe6, 0x10, // out 0x10, al
+    0xf4, // hlt
+];
+
+fn main() -> anyhow::Result<()> {
+    // What any VMM has: a VM, its memory, a vCPU.
+    let kvm = Kvm::new().context("opening /dev/kvm")?;
+    let vm = kvm.create_vm()?;
+    let low = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x1000)])?;
+    let data = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(DATA), DATA_BYTES)])?;
+    low.write_slice(&CODE, GuestAddress(0))?;
+
+    // What it does to adopt the pager.
+    let pager = Pager::new()?;
+    let content =
+        |gpa: Gpa, piece: &mut [u8]| piece.fill(u8::try_from(gpa.0 >> 12).unwrap_or(u8::MAX));
+    let contents = |_, _| Contents::Local(Arc::new(PatternSource::new(content)));
+    // SAFETY: the memory is dropped after the pager, and nobody relies on what it holds before.
+    unsafe { add_guest_memory(&pager, &data, Mode::Missing, contents) }?;
+    let _readers = Readers::spawn(&pager, ReaderConfig::new(1))?;
+    let exits = Capabilities::of(&vm).absent_mapping_flag().unwrap_or(0);
+
+    set_memory(&vm, 0, &low, 0)?;
+    set_memory(&vm, 1, &data, exits)?;
+    let mut vcpu = vm.create_vcpu(0)?;
+    set_registers(&vcpu)?;
+    let mut resolver = pager.resolver(Some(0)).context("the pager is there")?;
+    let mut sum = None;
+    loop {
+        match vcpu.run() {
+            Ok(VcpuExit::IoOut(0x10, bytes)) => sum = bytes.first().copied(),
+            Ok(VcpuExit::Hlt) => break,
+            Ok(other) => bail!("an exit that this guest does not cause: {other:?}"),
+            // A missing page, with the series: resolve it on this thread and enter again.
+            Err(error) => {
+                let fault = FaultExit::of(vcpu.get_kvm_run(), error.errno());
+                let fault = fault.filter(FaultExit::is_resolvable).context(error)?;
+                resolver.resolve_exit(fault.gpa, fault.access)?;
+                FaultExit::forget(vcpu.get_kvm_run());
+            }
+        }
+    }
+    let wanted = (0x10..0x18).sum::<u8>();
+    ensure!(sum == Some(wanted), "the guest says {sum:?}, not {wanted}");
+    let delivery = if exits == 0 { "userfaultfd" } else { "exits" };
+    println!(
+        "the guest read {} pages by {delivery}, sum {wanted}",
+        pager.progress().present
+    );
+    drop(resolver);
+    Ok(())
+}
+
+fn set_memory(vm: &VmFd, slot: u32, memory: &GuestMemoryMmap, flags: u32) -> anyhow::Result<()> {
+    let region = memory.iter().next().context("a region")?;
+    let range = kvm_userspace_memory_region {
+        slot,
+        guest_phys_addr: region.start_addr().0,
+        memory_size: region.len(),
+        userspace_addr: memory.get_host_address(region.start_addr())?.addr() as u64,
+        flags,
+    };
+    // SAFETY: KVM requires memory that stays mapped while the VM runs: main drops it after the VM.
+    Ok(unsafe { vm.set_user_memory_region(range) }?)
+}
+
+fn set_registers(vcpu: &VcpuFd) -> anyhow::Result<()> {
+    let mut sregs = vcpu.get_sregs()?;
+    (sregs.cs.base, sregs.cs.selector) = (0, 0);
+    vcpu.set_sregs(&sregs)?;
+    let mut regs = vcpu.get_regs()?;
+    (regs.rip, regs.rflags) = (0, 2);
+    Ok(vcpu.set_regs(&regs)?)
+}
