@@ -4,6 +4,7 @@ mod host;
 mod kunit;
 mod lab;
 mod libtest;
+mod loom;
 mod schedule;
 mod tally;
 
@@ -45,6 +46,8 @@ enum Step {
     Clippy,
     /// Every crate's tests, on this machine
     Host,
+    /// The tests that loom takes through every order of their threads' steps
+    Loom,
     /// The generated constants are the patched headers'
     Uapi,
     /// The crates' tests on the patched kernel
@@ -178,6 +181,7 @@ impl Testing<'_> {
                 self.host_ran = true;
                 Ok(())
             }
+            Step::Loom => loom::run(self.paths, &mut self.tally),
             Step::Kernel => {
                 lab::kernel(Variant::patched(Arch::X86_64), self.paths, &mut self.tally);
                 Ok(())

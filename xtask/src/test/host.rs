@@ -1,6 +1,6 @@
 //! The crates' tests on this machine.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context, Result, bail};
@@ -15,6 +15,9 @@ use crate::progress::Progress;
 
 /// After which a test program that hangs is killed.
 const TIMEOUT_SECONDS: &str = "600";
+
+/// For how long the pager's stress test runs.
+const STRESS_SECONDS: &str = "30";
 
 /// A compiled test program.
 #[derive(Debug, Clone)]
@@ -34,24 +37,41 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let programs = programs(paths)?;
     let log = log_file(paths, "host")?;
     for program in &programs {
-        let progress = Progress::spinner(&program.group);
-        let output = Run::new("timeout")
-            .args(["--foreground", "--signal=KILL", TIMEOUT_SECONDS])
-            .arg(&program.executable)
-            .arg("--show-output")
-            .dir(&program.directory)
-            .env("CARGO_MANIFEST_DIR", &program.directory)
-            .command()
-            .stdin(Stdio::null())
-            .output()
-            .with_context(|| format!("start {}", program.executable.display()))?;
-        progress.done();
-        let text = String::from_utf8_lossy(&output.stdout);
-        append(&log, &program.group, &[&output.stdout, &output.stderr])?;
-        let ended = (!output.status.success()).then(|| output.status.to_string());
-        Report::parse(&text).count(&program.group, ended.as_deref(), tally);
+        run_program(program, None, &log, tally)?;
     }
     doc_tests(paths, tally)
+}
+
+/// Runs one program's tests, or those whose names contain `filter`. With a filter there must be one.
+pub(super) fn run_program(
+    program: &TestProgram,
+    filter: Option<&str>,
+    log: &Path,
+    tally: &mut Tally,
+) -> Result<()> {
+    let progress = Progress::spinner(&program.group);
+    let output = Run::new("timeout")
+        .args(["--foreground", "--signal=KILL", TIMEOUT_SECONDS])
+        .arg(&program.executable)
+        .arg("--show-output")
+        .args(filter)
+        .dir(&program.directory)
+        .env("CARGO_MANIFEST_DIR", &program.directory)
+        .env("PAGETIDE_STRESS_SECONDS", STRESS_SECONDS)
+        .command()
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("start {}", program.executable.display()))?;
+    progress.done();
+    let text = String::from_utf8_lossy(&output.stdout);
+    append(log, &program.group, &[&output.stdout, &output.stderr])?;
+    let ended = (!output.status.success()).then(|| output.status.to_string());
+    let report = Report::parse(&text);
+    let none = filter
+        .filter(|_| report.is_empty())
+        .map(|filter| format!("no test is called {filter}"));
+    report.count(&program.group, ended.or(none).as_deref(), tally);
+    Ok(())
 }
 
 /// Runs the tests in the documentation, which alone have a line in their names.
@@ -93,22 +113,27 @@ fn doc_tests(paths: &Paths, tally: &mut Tally) -> Result<()> {
 /// Compiles every test program of the workspace.
 pub(super) fn programs(paths: &Paths) -> Result<Vec<TestProgram>> {
     let progress = Progress::spinner("compiling the tests");
-    let output = Run::new("cargo")
+    let all = Run::new("cargo").args(["test", "--workspace"]);
+    let programs = compile(all, &paths.target(), paths)?;
+    progress.done();
+    Ok(programs)
+}
+
+/// Compiles the test programs that `test`, a `cargo test`, would run.
+pub(super) fn compile(test: Run, target: &Path, paths: &Paths) -> Result<Vec<TestProgram>> {
+    let output = test
         .args([
-            "test",
-            "--workspace",
             "--no-run",
             "--quiet",
             "--message-format=json",
+            "--target-dir",
         ])
-        .arg("--target-dir")
-        .arg(paths.target())
+        .arg(target)
         .dir(paths.root())
         .command()
         .stdin(Stdio::null())
         .output()
         .context("start cargo")?;
-    progress.done();
     let text = String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {
         bail!(
@@ -163,7 +188,7 @@ fn compiler_errors(json: &str) -> String {
 }
 
 /// Adds a program's output to a log.
-pub(super) fn append(log: &std::path::Path, title: &str, parts: &[&[u8]]) -> Result<()> {
+pub(super) fn append(log: &Path, title: &str, parts: &[&[u8]]) -> Result<()> {
     let mut text = std::fs::read(log).unwrap_or_default();
     text.extend_from_slice(format!("==== {title}\n").as_bytes());
     for part in parts {

@@ -1,0 +1,92 @@
+//! Tests under loom, which takes a test through every order of its threads' steps.
+
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use super::host;
+use super::log_file;
+use super::tally::Tally;
+use crate::command::Run;
+use crate::paths::Paths;
+use crate::progress::Progress;
+
+/// What is compiled in addition, and what the names of such tests contain.
+const FILTER: &str = "loom";
+
+/// Runs the loom tests of every crate that has any, each compiled for them: the primitives that
+/// threads meet at are loom's then, with which other tests cannot run.
+pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let packages = packages(paths)?;
+    if packages.is_empty() {
+        bail!("no crate of the workspace depends on loom");
+    }
+    let progress = Progress::spinner("compiling the tests for loom");
+    let compile = Run::new("cargo")
+        .args(["test", "--lib"])
+        .args(packages.iter().flat_map(|name| ["--package", name]))
+        .env("RUSTFLAGS", "--cfg loom");
+    let programs = host::compile(compile, &paths.target().join("loom"), paths)?;
+    progress.done();
+    let log = log_file(paths, "loom")?;
+    for mut program in programs {
+        program.group = format!("{} (loom)", program.package);
+        host::run_program(&program, Some(FILTER), &log, tally)?;
+    }
+    Ok(())
+}
+
+/// The packages of the workspace that have loom where they are compiled for it.
+fn packages(paths: &Paths) -> Result<Vec<String>> {
+    let output = Run::new("cargo")
+        .args(["metadata", "--no-deps", "--format-version=1"])
+        .dir(paths.root())
+        .command()
+        .stdin(Stdio::null())
+        .output()
+        .context("start cargo")?;
+    if !output.status.success() {
+        bail!(
+            "cargo metadata: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    let metadata: Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
+    Ok(depending_on_loom(&metadata))
+}
+
+/// Those of the packages in cargo's metadata.
+fn depending_on_loom(metadata: &Value) -> Vec<String> {
+    let list = |value: &Value, key: &str| -> Vec<Value> {
+        value
+            .get(key)
+            .and_then(Value::as_array)
+            .cloned()
+            .unwrap_or_default()
+    };
+    let is_loom = |dependency: &Value| dependency["name"] == "loom";
+    list(metadata, "packages")
+        .iter()
+        .filter(|package| list(package, "dependencies").iter().any(is_loom))
+        .filter_map(|package| package.get("name")?.as_str().map(str::to_owned))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_packages_with_loom_are_found() {
+        let metadata = serde_json::json!({"packages": [
+            {"name": "plain", "dependencies": [{"name": "libc"}]},
+            {"name": "checked", "dependencies": [
+                {"name": "libc"}, {"name": "loom", "target": "cfg(loom)"},
+            ]},
+            {"name": "alone", "dependencies": []},
+        ]});
+        assert_eq!(depending_on_loom(&metadata), ["checked"]);
+        assert!(depending_on_loom(&Value::Null).is_empty());
+    }
+}
