@@ -11,35 +11,13 @@
  * address before it dies of it as any process would.
  */
 #define _GNU_SOURCE
-#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "common.h"
-
-/* A pagemap entry: Documentation/admin-guide/mm/pagemap.rst. */
-#define PAGEMAP_PRESENT (1ULL << 63)
-#define PAGEMAP_PFN ((1ULL << 55) - 1)
-
-static uint64_t physical_address(const volatile void *at)
-{
-	uint64_t entry;
-	int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-
-	if (fd < 0)
-		fail("/proc/self/pagemap");
-	if (pread(fd, &entry, sizeof(entry), (uintptr_t)at / PAGE_BYTES * sizeof(entry)) !=
-	    sizeof(entry))
-		fail("/proc/self/pagemap");
-	close(fd);
-	if (!(entry & PAGEMAP_PRESENT) || !(entry & PAGEMAP_PFN)) {
-		fprintf(stderr, "consume: no physical address: not root, or not present\n");
-		exit(1);
-	}
-	return (entry & PAGEMAP_PFN) * PAGE_BYTES;
-}
+#include "pagemap.h"
 
 /* The error comes at the one read below, which interrupts no other function of this program. */
 static void on_sigbus(int number, siginfo_t *info, void *context)

@@ -12,7 +12,7 @@ use crate::{compile, debian, setup};
 
 const BUSYBOX: &str = "busybox-static";
 /// Programs of guest/linux, each of one source file.
-const PROGRAMS: [&str; 2] = ["consume", "memcycler"];
+const PROGRAMS: [&str; 3] = ["balloon", "consume", "memcycler"];
 
 /// Runs the verb.
 pub(crate) fn run(paths: &Paths) -> Result<()> {
@@ -34,7 +34,8 @@ pub(crate) fn build(paths: &Paths) -> Result<PathBuf> {
     archive.device("dev/console", 5, 1)?;
     archive.file("init", &read(&paths.in_root("guest/linux/init"))?)?;
     archive.file("bin/busybox", &read(&busybox(paths)?)?)?;
-    let headers = [paths.in_root("guest/linux/common.h")];
+    let headers = ["common.h", "pagemap.h"];
+    let headers = headers.map(|name| paths.in_root(&format!("guest/linux/{name}")));
     for name in PROGRAMS {
         let source = paths.in_root(&format!("guest/linux/{name}.c"));
         let program = compile::static_program("gcc", &source, &headers, &dir)?;

@@ -6,22 +6,26 @@
 mod support;
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagetide_kvm::{OpenError, SlotFlags};
-use pagetide_pager::{ReaderConfig, Readers};
+use pagetide_pager::{Delivery, ReaderConfig, Readers};
 use pagetide_vmm::linux::{
-    LinuxConfig, LinuxConfigError, LinuxConsole, LinuxEnd, LinuxError, LinuxMachine, LinuxOutcome,
-    LinuxRunError, MachineChecks,
+    ContentFile, LinuxConfig, LinuxConfigError, LinuxConsole, LinuxEnd, LinuxError, LinuxMachine,
+    LinuxOutcome, LinuxPaging, LinuxPagingError, LinuxRunError, MachineChecks, PagedIn,
 };
 use pagetide_vmm::{NoFaults, Paging, PoolFailure, VcpuHooks, stop_when_in_trouble};
-use support::{chain, pager};
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+use support::{chain, pager, skip_or_panic};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
+/// The guests' memory.
+const PAGES: u64 = 64 * MIB / 4096;
 /// Where the kernel lies and is entered.
 const KERNEL: u64 = 16 * MIB;
 
@@ -34,6 +38,29 @@ const SAY_INITRD: &[u8] = &[
     0xb9, 0x03, 0x00, 0x00, 0x00, // mov ecx, 3
     0xac, 0xee, 0xe2, 0xfc, // 1: lodsb; out dx, al; loop 1b
     0xf4, // hlt
+];
+/// Writes 42 at 32 MiB and the initrd's first 30 bytes, which give that page up, to ttyS1; then a digit,
+/// 0 plus what is at 32 MiB now, and the end of a line, and halts.
+const GIVE_UP: &[u8] = &[
+    0xbf, 0x00, 0x00, 0x00, 0x02, 0xc6, 0x07, 0x2a, // mov edi, 32 MiB; mov byte [rdi], 42
+    0x8b, 0xb6, 0x18, 0x02, 0x00, 0x00, // mov esi, [rsi + 0x218]
+    0xba, 0xf8, 0x02, 0x00, 0x00, // mov edx, 0x2f8
+    0xb9, 0x1e, 0x00, 0x00, 0x00, // mov ecx, 30
+    0xac, 0xee, 0xe2, 0xfc, // 1: lodsb; out dx, al; loop 1b
+    0x8a, 0x07, 0x04, 0x30, 0xee, // mov al, [rdi]; add al, '0'; out dx, al
+    0xb0, 0x0a, 0xee, 0xf4, // mov al, '\n'; out dx, al; hlt
+];
+/// What gives the page up.
+const GIVEN_UP: &str = "discard 0x02000000 0x00001000\n";
+/// Reads every page from 64 MiB down to 32 MiB, against the way of prefetch, and says 7 on ttyS1.
+const READ_DOWN: &[u8] = &[
+    0xbe, 0x00, 0x00, 0x00, 0x04, // mov esi, 64 MiB
+    0x81, 0xee, 0x00, 0x10, 0x00, 0x00, // 1: sub esi, 4096
+    0x8a, 0x06, // mov al, [rsi]
+    0x81, 0xfe, 0x00, 0x00, 0x00, 0x02, // cmp esi, 32 MiB
+    0x75, 0xf0, // jne 1b
+    0xba, 0xf8, 0x02, 0x00, 0x00, 0xb0, 0x37, 0xee, // mov edx, 0x2f8; mov al, '7'; out dx, al
+    0xb0, 0x0a, 0xee, 0xf4, // mov al, '\n'; out dx, al; hlt
 ];
 const SPIN: &[u8] = &[0xeb, 0xfe];
 /// With interrupts off.
@@ -70,6 +97,10 @@ fn elf(code: &[u8]) -> Vec<u8> {
 }
 
 fn tiny(code: &[u8]) -> Tiny {
+    tiny_with(code, b"42\n")
+}
+
+fn tiny_with(code: &[u8], initrd: &[u8]) -> Tiny {
     let files = tempfile::tempdir().expect("a temporary directory");
     let write = |name: &str, content: &[u8]| -> PathBuf {
         let path = files.path().join(name);
@@ -77,7 +108,7 @@ fn tiny(code: &[u8]) -> Tiny {
         path
     };
     let config = LinuxConfig {
-        initrd: Some(write("initrd", b"42\n")),
+        initrd: Some(write("initrd", initrd)),
         memory_bytes: 64 * MIB,
         time_limit: Some(Duration::from_secs(120)),
         ..LinuxConfig::new(write("vmlinux", &elf(code)))
@@ -211,5 +242,196 @@ fn regions_elsewhere_are_refused() {
         Err(LinuxError::Config(LinuxConfigError::WrongRegions { .. })) => {}
         Err(LinuxError::Kvm(error)) => println!("SKIP: {error}"),
         other => panic!("{other:?}"),
+    }
+}
+
+/// None, with the reason printed, where it cannot be had.
+fn paged(
+    config: &LinuxConfig,
+    delivery: Delivery,
+    prefetch: bool,
+    content: ContentFile,
+) -> Option<(LinuxMachine, LinuxPaging)> {
+    match LinuxPaging::start(config, delivery, prefetch, content) {
+        Ok(paged) => Some(paged),
+        Err(LinuxPagingError::Machine(error)) => {
+            made(Err(error));
+            None
+        }
+        Err(error) => {
+            skip_or_panic(&error);
+            None
+        }
+    }
+}
+
+/// Runs the machine, and says how it ended and what was paged in.
+fn run_paged((machine, paging): (LinuxMachine, LinuxPaging)) -> (LinuxEnd, PagedIn) {
+    let outcome = run(machine, paging.hooks());
+    let outcome = outcome.unwrap_or_else(|error| panic!("{}", chain(&error)));
+    (outcome.end, paging.end())
+}
+
+fn content() -> ContentFile {
+    ContentFile::temporary().expect("a temporary file")
+}
+
+#[test]
+fn all_memory_comes_from_the_file_as_the_guest_runs() {
+    let tiny = tiny(SAY_INITRD);
+    for delivery in [Delivery::Uffd, Delivery::Exit] {
+        let Some(paged) = paged(&tiny.config, delivery, false, content()) else {
+            continue;
+        };
+        let region = &paged.0.regions()[0];
+        let data = rustix::fs::seek(region.file().expect("a memfd"), SeekFrom::Data(0));
+        assert_eq!(data, Err(Errno::NXIO), "something is in memory already");
+        let (end, seen) = run_paged(paged);
+        assert_eq!(end, LinuxEnd::Status(42), "{seen:?}");
+        // At least the kernel, the boot parameters, the page tables, the initrd, and a stack of zeroes.
+        assert!((5..64).contains(&seen.by_fault), "{seen:?}");
+        assert!((1..seen.by_fault).contains(&seen.zero), "{seen:?}");
+        assert_eq!((seen.total, seen.by_prefetch), (PAGES, 0));
+        assert_eq!(seen.exits > 0, delivery == Delivery::Exit, "{seen:?}");
+    }
+}
+
+#[test]
+fn prefetch_brings_in_what_nobody_has_touched() {
+    let tiny = tiny(SAY_INITRD);
+    for delivery in [Delivery::Uffd, Delivery::Exit] {
+        let Some(paged) = paged(&tiny.config, delivery, true, content()) else {
+            continue;
+        };
+        let started = Instant::now();
+        while paged.1.pager().progress().present < PAGES {
+            assert!(
+                started.elapsed() < Duration::from_secs(120),
+                "prefetch does not end"
+            );
+            thread::sleep(Duration::from_millis(10));
+        }
+        let (end, seen) = run_paged(paged);
+        assert_eq!(end, LinuxEnd::Status(42));
+        assert_eq!((seen.by_prefetch, seen.by_fault, seen.exits), (PAGES, 0, 0));
+        assert!((PAGES - 1024..PAGES).contains(&seen.zero), "{seen:?}");
+    }
+}
+
+#[test]
+fn the_guest_and_prefetch_meet() {
+    let tiny = tiny(READ_DOWN);
+    for delivery in [Delivery::Uffd, Delivery::Exit] {
+        let Some(paged) = paged(&tiny.config, delivery, true, content()) else {
+            continue;
+        };
+        let (end, seen) = run_paged(paged);
+        assert_eq!(end, LinuxEnd::Status(7), "{seen:?}");
+        assert!(seen.by_fault + seen.by_prefetch >= PAGES / 2, "{seen:?}");
+        println!("{delivery:?}: {seen}");
+    }
+}
+
+#[test]
+fn what_the_guest_gives_up_reads_as_zeroes() {
+    let tiny = tiny_with(GIVE_UP, GIVEN_UP.as_bytes());
+    for delivery in [Delivery::Uffd, Delivery::Exit] {
+        let Some(paged) = paged(&tiny.config, delivery, false, content()) else {
+            continue;
+        };
+        let (end, seen) = run_paged(paged);
+        assert_eq!((end, seen.discarded), (LinuxEnd::Status(0), 1), "{seen:?}");
+    }
+    let Some(machine) = made(LinuxMachine::new(&tiny.config)) else {
+        return;
+    };
+    let outcome = run(machine, Arc::new(NoFaults)).expect("no failure");
+    assert_eq!(outcome.end, LinuxEnd::Status(0));
+}
+
+#[test]
+fn what_is_not_the_guests_memory_is_not_given_up() {
+    for line in [
+        "discard 0xf2000000 0x00001000\n",
+        "discard 0x02000000 0xf0000000\n",
+    ] {
+        let tiny = tiny_with(GIVE_UP, line.as_bytes());
+        let Some(paged) = paged(&tiny.config, Delivery::Uffd, false, content()) else {
+            return;
+        };
+        // 42 + '0' is no digit.
+        let (end, seen) = run_paged(paged);
+        assert_eq!((end, seen.discarded), (LinuxEnd::Halted, 0), "{seen:?}");
+    }
+}
+
+#[test]
+fn a_content_file_that_fails_ends_the_run() {
+    let tiny = tiny(SAY_INITRD);
+    let files = tempfile::tempdir().expect("a temporary directory");
+    let path = files.path().join("content");
+    let kept = ContentFile::kept(&path, tiny.config.memory_bytes).expect("room for it");
+    let Some((machine, paging)) = paged(&tiny.config, Delivery::Uffd, false, kept) else {
+        return;
+    };
+    std::fs::File::create(&path).expect("it can be cut off");
+    match run(machine, paging.hooks()) {
+        Err(error) => assert!(chain(&error).contains("end of file"), "{}", chain(&error)),
+        Ok(outcome) => panic!("{}", outcome.end),
+    }
+    assert_eq!(paging.end().by_fault, 0);
+}
+
+#[test]
+fn a_content_file_is_for_one_guest() {
+    let files = tempfile::tempdir().expect("a temporary directory");
+    let path = files.path().join("content");
+    let kept = |path: &Path, config: &LinuxConfig| ContentFile::kept(path, config.memory_bytes);
+    let first = tiny(SAY_INITRD);
+    for _ in 0..2 {
+        let content = kept(&path, &first.config).expect("room for it");
+        let Some(paged) = paged(&first.config, Delivery::Uffd, false, content) else {
+            return;
+        };
+        assert_eq!(run_paged(paged).0, LinuxEnd::Status(42));
+    }
+    let before = std::fs::read(&path).expect("it is kept");
+    for other in [tiny(HALT), tiny_with(SAY_INITRD, b"43\n")] {
+        let content = kept(&path, &other.config).expect("it has the size");
+        match LinuxPaging::start(&other.config, Delivery::Uffd, false, content) {
+            Err(LinuxPagingError::Machine(error)) => {
+                assert!(
+                    chain(&error).contains("made for another guest"),
+                    "{}",
+                    chain(&error)
+                );
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(
+        std::fs::read(&path).expect("it is kept") == before,
+        "it was changed"
+    );
+}
+
+#[test]
+fn without_exits_nothing_is_made_and_userfaultfd_is_named() {
+    let tiny = tiny(SAY_INITRD);
+    let files = tempfile::tempdir().expect("a temporary directory");
+    let path = files.path().join("content");
+    let content = ContentFile::kept(&path, tiny.config.memory_bytes).expect("room for it");
+    match LinuxPaging::start(&tiny.config, Delivery::Exit, false, content) {
+        Err(error @ LinuxPagingError::NoExits) => {
+            let told = error.to_string();
+            assert!(
+                told.contains("KVM_CAP_ABSENT_MAPPING_FAULT") && told.contains("uffd"),
+                "{told}"
+            );
+            assert!(!path.exists());
+        }
+        Ok(_) => println!("SKIP: this kernel has KVM_CAP_ABSENT_MAPPING_FAULT"),
+        Err(LinuxPagingError::Machine(error)) => drop(made(Err(error))),
+        Err(error) => panic!("{}", chain(&error)),
     }
 }

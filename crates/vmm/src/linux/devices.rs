@@ -3,7 +3,7 @@
 //! | ports | what | effect |
 //! |---|---|---|
 //! | 0x3f8 to 0x3ff, IRQ 4 | ttyS0 | the console |
-//! | 0x2f8 to 0x2ff, IRQ 3 | ttyS1 | a line that is a number from 0 to 255 ends the run with that status |
+//! | 0x2f8 to 0x2ff, IRQ 3 | ttyS1 | a line that is a number from 0 to 255 ends the run with that status; `discard GPA BYTES`, both hexadecimal, gives memory up |
 //! | 0x64 | keyboard controller | 0xfe resets |
 //! | 0xcf9 | reset control | bit 2 resets |
 //! | 0x70, 0x71 | clock and CMOS | reads as 0, so that nobody waits for it |
@@ -12,8 +12,11 @@
 
 use std::io::{self, Write};
 
+use pagetide_memory::GuestRange;
 use vm_superio::serial::{Error as SerialError, NoEvents};
 use vm_superio::{Serial, Trigger};
+
+use super::balloon;
 
 /// The console's interrupt line.
 pub(super) const CONSOLE_IRQ: u32 = 4;
@@ -61,6 +64,8 @@ impl From<SerialError<io::Error>> for DeviceError {
 pub(super) enum Wish {
     Reset,
     Exit(u8),
+    /// It does not want the content of this memory any more.
+    Discard(GuestRange),
 }
 
 /// All of them.
@@ -90,7 +95,7 @@ impl<T: Trigger<E = io::Error>> Devices<T> {
             self.console.write(register, byte)?;
         } else if let Some(register) = register(port, STATUS) {
             self.status.write(register, byte)?;
-            return Ok(self.status.writer_mut().said.take().map(Wish::Exit));
+            return Ok(self.status.writer_mut().said.take());
         }
         let reset = (port == KEYBOARD && value == KEYBOARD_RESET)
             || (port == RESET_CONTROL && value & RESET_BIT != 0);
@@ -175,19 +180,20 @@ impl Write for Console {
     }
 }
 
-/// Waits for a line with a number.
+/// Waits for a line with a number, or with memory to be discarded.
 #[derive(Default)]
 struct StatusLine {
     line: Line,
-    said: Option<u8>,
+    said: Option<Wish>,
 }
 
 impl Write for StatusLine {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         for line in bytes.iter().filter_map(|byte| self.line.push(*byte)) {
-            match line.parse() {
-                Ok(status) => self.said = Some(status),
-                Err(_) => tracing::warn!("the guest wrote {line:?} to ttyS1, which is no status"),
+            let status = line.parse().ok().map(Wish::Exit);
+            self.said = status.or_else(|| balloon::parse(&line).map(Wish::Discard));
+            if self.said.is_none() {
+                tracing::warn!("the guest wrote {line:?} to ttyS1, which means nothing");
             }
         }
         Ok(bytes.len())
@@ -201,6 +207,7 @@ impl Write for StatusLine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_memory::GuestAddress;
     use std::cell::Cell;
     use std::rc::Rc;
     use std::sync::{Arc, Mutex};
@@ -273,6 +280,17 @@ mod tests {
             assert_eq!(say(&mut devices, STATUS, text), wanted, "{text:?}");
         }
         assert!(screen.0.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn memory_is_given_up_in_a_line() {
+        let (mut devices, ..) = devices();
+        let range = GuestRange::new(GuestAddress(0x5000), 0x2000).unwrap();
+        let said = say(&mut devices, STATUS, "discard 0x5000 0x2000\r\n7\n");
+        assert_eq!(said, [Wish::Discard(range), Wish::Exit(7)]);
+        let refused = "discard\ndiscard 0x5000\ndiscard 0x5000 0\ndiscard ffffffffffffffff 2\n\
+                       discard 0x5000 0x1000 0x1000\ndiscard -1 1\ngive 0x5000 0x1000\n";
+        assert_eq!(say(&mut devices, STATUS, refused), []);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::control::lock;
 use crate::hooks::{Handled, HookError, Next, VcpuHooks};
 use crate::pool::PoolVcpu;
 
+use super::balloon::OnGivenUp;
 use super::devices::{Devices, Wish};
 use super::error::LinuxRunError;
 use super::outcome::LinuxEnd;
@@ -40,6 +41,7 @@ impl Trigger for Line {
 pub(super) struct Guest {
     devices: Mutex<Devices<Line>>,
     caller: Arc<dyn VcpuHooks>,
+    on_given_up: OnGivenUp,
     /// By the vCPU's number: whether it lived when it was kicked last.
     looks: Vec<AtomicU8>,
     stopped: AtomicBool,
@@ -47,10 +49,16 @@ pub(super) struct Guest {
 }
 
 impl Guest {
-    pub(super) fn new(devices: Devices<Line>, caller: Arc<dyn VcpuHooks>, vcpus: usize) -> Self {
+    pub(super) fn new(
+        devices: Devices<Line>,
+        caller: Arc<dyn VcpuHooks>,
+        on_given_up: OnGivenUp,
+        vcpus: usize,
+    ) -> Self {
         Self {
             devices: Mutex::new(devices),
             caller,
+            on_given_up,
             looks: (0..vcpus).map(|_| AtomicU8::new(NOT_ASKED)).collect(),
             stopped: AtomicBool::new(false),
             end: Mutex::default(),
@@ -88,13 +96,17 @@ impl Guest {
         found.filter(|look| *look != DEAD).count() == 0
     }
 
-    fn out(&self, vcpu: &PoolVcpu<'_>, port: u16) -> Result<Option<LinuxEnd>, LinuxRunError> {
-        let elements = vcpu.out_elements();
-        let mut devices = self.devices();
-        for element in elements {
-            match devices.write(port, element)? {
+    fn out(&self, vcpu: &PoolVcpu<'_>, port: u16) -> Result<Option<LinuxEnd>, HookError> {
+        for element in vcpu.out_elements() {
+            // The other vCPUs' devices answer while memory is discarded.
+            let wish = self
+                .devices()
+                .write(port, element)
+                .map_err(LinuxRunError::from)?;
+            match wish {
                 Some(Wish::Reset) => return Ok(Some(LinuxEnd::Reset)),
                 Some(Wish::Exit(status)) => return Ok(Some(LinuxEnd::Status(status))),
+                Some(Wish::Discard(range)) => self.on_given_up.call(range)?,
                 None => {}
             }
         }

@@ -54,6 +54,20 @@ impl RamLayout {
         Self { bytes }
     }
 
+    /// Bytes of memory in all.
+    pub(super) fn bytes(self) -> u64 {
+        self.bytes
+    }
+
+    /// How many bytes of memory lie below a gpa that is memory.
+    pub(super) fn offset_of(self, GuestAddress(gpa): GuestAddress) -> Option<u64> {
+        let offset = match gpa.checked_sub(HIGH_START) {
+            None => Some(gpa).filter(|gpa| *gpa < self.low_end()),
+            Some(high) => self.low_end().checked_add(high),
+        };
+        offset.filter(|offset| *offset < self.bytes)
+    }
+
     /// The end of the memory below the interrupt controllers, which holds all that is loaded.
     pub(super) fn low_end(self) -> u64 {
         self.bytes.min(LOW_LIMIT)
@@ -112,6 +126,12 @@ mod tests {
             assert_eq!(layout.end(), Some(end));
             let ranges = layout.ranges().unwrap();
             assert_eq!(ranges.iter().map(|range| range.bytes()).sum::<u64>(), bytes);
+            let mut below = 0;
+            for range in &ranges {
+                assert_eq!(layout.offset_of(range.start()), Some(below));
+                below += range.bytes();
+                assert_eq!(layout.offset_of(range.end()), None);
+            }
             for address in [LOCAL_APIC, IO_APIC] {
                 let address = GuestAddress(address.into());
                 assert!(!ranges.iter().any(|range| range.contains(address)));

@@ -5,15 +5,18 @@ use std::sync::Arc;
 use kvm_bindings::{KVM_CAP_TSC_DEADLINE_TIMER, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
 use pagetide_kvm::poison::{MachineCheckForm, prepare_cpuid};
 use pagetide_kvm::{Kvm, SlotError, SlotFlags, Vcpu, Vm};
-use pagetide_memory::Region;
+use pagetide_memory::{GuestRange, Region};
 
 use crate::control::Stopper;
 use crate::failure::SetupError;
+use crate::hooks::HookError;
 use crate::page_tables;
 use crate::x86_64::Platform;
 
+use super::balloon::{self, OnGivenUp};
 use super::boot_params::{self, Boot};
 use super::config::LinuxConfig;
+use super::content::ContentFile;
 use super::cpuid::{self, Timer};
 use super::error::LinuxError;
 use super::image::Kernel;
@@ -29,7 +32,8 @@ pub struct LinuxMachine {
     pub(super) vcpus: Vec<Vcpu>,
     pub(super) vm: Arc<Vm>,
     machine_checks: MachineCheckForm,
-    ram: Ram,
+    pub(super) ram: Ram,
+    pub(super) on_given_up: OnGivenUp,
     pub(super) stopper: Stopper,
 }
 
@@ -40,7 +44,7 @@ impl LinuxMachine {
     /// [`LinuxError`] says what is missing or cannot be. What the caller gave is checked before KVM
     /// is asked for anything.
     pub fn new(config: &LinuxConfig) -> Result<Self, LinuxError> {
-        Self::build(config, None)
+        Self::build(config, None, None)
     }
 
     /// As [`LinuxMachine::new`], over regions that the caller made, with [`LinuxConfig::regions`] for
@@ -55,10 +59,14 @@ impl LinuxMachine {
         config: &LinuxConfig,
         regions: Vec<Arc<Region>>,
     ) -> Result<Self, LinuxError> {
-        Self::build(config, Some(regions))
+        Self::build(config, Some(regions), None)
     }
 
-    fn build(config: &LinuxConfig, regions: Option<Vec<Arc<Region>>>) -> Result<Self, LinuxError> {
+    pub(super) fn build(
+        config: &LinuxConfig,
+        regions: Option<Vec<Arc<Region>>>,
+        content: Option<ContentFile>,
+    ) -> Result<Self, LinuxError> {
         let layout = config.layout()?;
         let command_line = config.command_line()?;
         let kernel = Kernel::read(&config.kernel, layout)?;
@@ -77,6 +85,7 @@ impl LinuxMachine {
         create_timer(&vm)?;
 
         let ram = Ram::new(layout, regions.map_or_else(|| config.regions(), Ok)?)?;
+        let ram = ram.loaded_into(content);
         kernel.copy_to(&ram)?;
         let boot = Boot {
             layout,
@@ -97,6 +106,7 @@ impl LinuxMachine {
             vcpus,
             vm: Arc::new(vm),
             machine_checks,
+            on_given_up: balloon::punched(ram.regions()),
             ram,
             stopper: Stopper::default(),
         })
@@ -127,6 +137,17 @@ impl LinuxMachine {
     #[must_use]
     pub fn vcpus(&self) -> &[Vcpu] {
         &self.vcpus
+    }
+
+    /// Has `discard` called with memory that the guest has given up (a line `discard GPA BYTES` on
+    /// `ttyS1`), on the thread of the vCPU that said so, which goes on afterwards. The range is whatever the
+    /// guest said. An error ends the run. Unless this is called, what is whole pages of a region is given
+    /// back to the host.
+    pub fn on_given_up(
+        &mut self,
+        discard: impl Fn(GuestRange) -> Result<(), HookError> + Send + Sync + 'static,
+    ) {
+        self.on_given_up = Arc::new(discard).into();
     }
 
     /// Whose processors' machine checks the guest expects.

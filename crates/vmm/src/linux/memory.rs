@@ -7,6 +7,7 @@ use pagetide_memory::{
 };
 
 use super::config::LinuxConfigError;
+use super::content::{Content, ContentError, ContentFile};
 use super::layout::RamLayout;
 
 /// Why something could not be written to guest memory, which would be an error in the layout.
@@ -18,6 +19,9 @@ pub enum RamError {
         /// Where.
         gpa: u64,
     },
+    /// The content file.
+    #[error(transparent)]
+    Content(ContentError),
     /// The region refused.
     #[error("cannot write guest memory at {gpa:#x}")]
     Access {
@@ -32,7 +36,10 @@ pub enum RamError {
 /// All memory of a guest, as one or two regions.
 #[derive(Debug)]
 pub(super) struct Ram {
+    layout: RamLayout,
     regions: Vec<Arc<Region>>,
+    /// Where what is loaded goes instead.
+    content: Option<ContentFile>,
 }
 
 impl Ram {
@@ -44,9 +51,26 @@ impl Ram {
         let needed = layout.ranges().unwrap_or_default();
         let found: Vec<_> = regions.iter().map(|region| region.range()).collect();
         if found == needed {
-            return Ok(Self { regions });
+            return Ok(Self {
+                layout,
+                regions,
+                content: None,
+            });
         }
         Err(LinuxConfigError::WrongRegions { found, needed })
+    }
+
+    /// Has what is loaded go to a file: nothing of it is in memory.
+    pub(super) fn loaded_into(self, content: Option<ContentFile>) -> Self {
+        Self { content, ..self }
+    }
+
+    /// Everything is loaded: the file, if that is where it went, to be read by gpa.
+    pub(super) fn finish_content(&mut self) -> Result<Option<Content>, ContentError> {
+        let content = self.content.take();
+        content
+            .map(|content| content.finish(self.layout))
+            .transpose()
     }
 
     /// Sets the memory aside. Nothing is populated.
@@ -67,8 +91,8 @@ impl Ram {
         &self.regions
     }
 
-    /// Writes below the first region's end, through the service mapping where there is one: what is
-    /// written does not become present for the guest by that.
+    /// Loads something below the first region's end, through the service mapping where there is one:
+    /// what is written does not become present for the guest by that.
     pub(super) fn write(&self, gpa: u64, bytes: &[u8]) -> Result<(), RamError> {
         let region = self.regions.first();
         let page = region.and_then(|region| Some((region, region.page_of_gpa(GuestAddress(gpa))?)));
@@ -76,6 +100,12 @@ impl Ram {
             return Err(RamError::Outside { gpa });
         };
         let PageIndex(number) = page;
+        if let Some(content) = &self.content {
+            if bytes.len() as u64 > region.bytes() - gpa {
+                return Err(RamError::Outside { gpa });
+            }
+            return content.load(gpa, bytes).map_err(RamError::Content);
+        }
         let offset = gpa - (number << region.page_size().shift());
         let written = if region.service().is_some() {
             region.write_service(page, offset, bytes)

@@ -3,7 +3,7 @@
 //! A [`LinuxMachine`] has memory in one or two slots, vCPUs, KVM's own interrupt controllers, clock
 //! and timer, and two serial ports. `ttyS0` is the console. A line with a number from 0 to 255 on
 //! `ttyS1` ends the run with that status: `echo 3 > /dev/ttyS1`. How a run can end besides is a
-//! [`LinuxEnd`].
+//! [`LinuxEnd`]. Its memory is there when it starts, or comes in as it runs ([`LinuxPaging`]).
 //!
 //! There is no ACPI, no PCI and no disk: processors are told by an MP table (CONFIG_X86_MPPARSE), and
 //! the root file system is the initrd. `docs/design/linux-guest.md` has the details.
@@ -22,8 +22,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod balloon;
 mod boot_params;
 mod config;
+mod content;
 mod cpuid;
 mod devices;
 mod error;
@@ -37,10 +39,12 @@ mod machine_checks;
 mod memory;
 mod mp_table;
 mod outcome;
+mod paged;
 mod run;
 mod vcpu;
 
 pub use config::{DEFAULT_CMDLINE, LinuxConfig, LinuxConfigError, MIN_MEMORY_BYTES};
+pub use content::{ContentError, ContentFile};
 pub use devices::DeviceError;
 pub use error::{LinuxError, LinuxRunError};
 pub use image::KernelError;
@@ -50,3 +54,4 @@ pub use machine::LinuxMachine;
 pub use machine_checks::{MachineChecks, NotItsMemory};
 pub use memory::RamError;
 pub use outcome::{LinuxEnd, LinuxOutcome};
+pub use paged::{LinuxPaging, LinuxPagingError, PagedIn};

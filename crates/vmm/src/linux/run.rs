@@ -39,7 +39,12 @@ impl LinuxMachine {
             number,
         };
         let devices = Devices::new(line(CONSOLE_IRQ), line(STATUS_IRQ), console.output);
-        let guest = Arc::new(Guest::new(devices, hooks, self.vcpus.len()));
+        let guest = Arc::new(Guest::new(
+            devices,
+            hooks,
+            self.on_given_up,
+            self.vcpus.len(),
+        ));
         let stopper = self.stopper;
         let typist = console
             .input

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use pagetide_memory::Region;
 use pagetide_pager::{AddError, Contents, Holes, Pager, RegionConfig};
 use pagetide_uapi::userfaultfd::{Mode, OpenError};
+use pagetide_vmm::linux::LinuxPagingError;
 
 /// An error with all its causes.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
@@ -20,6 +21,19 @@ pub(crate) fn virtualises() -> bool {
     cpuinfo
         .split_whitespace()
         .any(|flag| flag == "svm" || flag == "vmx")
+}
+
+/// Says why nothing can be paged here; fails if it could be.
+pub(crate) fn skip_or_panic(error: &LinuxPagingError) {
+    match error {
+        LinuxPagingError::NoExits
+        | LinuxPagingError::Region(AddError::Open(
+            OpenError::NotSupported
+            | OpenError::NoPermission { .. }
+            | OpenError::MissingFeatures { .. },
+        )) => println!("SKIP: {}", chain(error)),
+        error => panic!("{}", chain(error)),
+    }
 }
 
 /// A pager over regions whose content is in the page cache, none of which is present any more; None,
