@@ -12,7 +12,10 @@ use std::time::Duration;
 use clap::Args;
 use pagetide_bench::units::ByteSize;
 use pagetide_memory::{Backing, FailurePolicy, LoadError, PoisonMap};
-use pagetide_vmm::linux::{LinuxConfig, LinuxConsole, LinuxEnd, LinuxMachine, MachineChecks};
+use pagetide_pager::Delivery;
+use pagetide_vmm::linux::{
+    ContentFile, LinuxConfig, LinuxConsole, LinuxEnd, LinuxMachine, LinuxPaging, MachineChecks,
+};
 use pagetide_vmm::{Stopper, VcpuHooks};
 
 use crate::args::{BACKINGS, POLICIES, one_of};
@@ -26,6 +29,9 @@ Examples, after `cargo xtask guest`, which makes the initrd:
 
   One command, and its exit status:
     pagetide run --kernel vmlinux --initrd target/guest/initramfs.cpio --cmdline 'quiet -- nproc'
+
+  The same, its memory paged in from a file while it runs, and what is not touched too:
+    pagetide run --kernel vmlinux --initrd target/guest/initramfs.cpio --paging uffd --prefetch
 
   In the lab, on a machine without hardware virtualisation:
     cargo xtask vm --cpus 1 -- pagetide run --kernel target/kernel/x86_64/vmlinux \\
@@ -90,6 +96,25 @@ pub(crate) struct RunArguments {
     #[arg(long, value_name = "FILE")]
     poison_map: Option<PathBuf>,
 
+    /// How the guest's memory comes in: all of it, kernel and initrd included, as the guest touches it
+    ///
+    /// uffd: through a userfaultfd. exit: vCPUs exit for absent memory, and their threads bring it in;
+    /// needs a kernel with the Pagetide series (KVM_CAP_ABSENT_MAPPING_FAULT). off: it is there from the
+    /// start. At the end standard error says how many pages came in which way. Needs shmem, thp or
+    /// hugetlb memory.
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = PagingChoice::Off)]
+    paging: PagingChoice,
+
+    /// With --paging: bring in what nobody has touched yet, too
+    #[arg(long)]
+    prefetch: bool,
+
+    /// With --paging: the file that memory comes from. If it is missing it is made and kept; if it is there
+    /// it is used, and must be of a guest with the same kernel, initrd, command line, memory and vCPUs
+    /// [default: a temporary file]
+    #[arg(long, value_name = "FILE")]
+    content: Option<PathBuf>,
+
     /// Where the guest's console (ttyS0) goes: `stdio` is standard output and input, `none` is
     /// nowhere, anything else is a file
     #[arg(long, value_name = "WHERE", default_value = "stdio")]
@@ -98,6 +123,31 @@ pub(crate) struct RunArguments {
     /// End the guest, as a failure, if it has not ended after so many seconds [default: never]
     #[arg(long, value_name = "SECONDS")]
     timeout: Option<NonZero<u32>>,
+}
+
+/// How memory comes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum PagingChoice {
+    Uffd,
+    Exit,
+    Off,
+}
+
+impl PagingChoice {
+    fn delivery(self) -> Option<Delivery> {
+        match self {
+            Self::Uffd => Some(Delivery::Uffd),
+            Self::Exit => Some(Delivery::Exit),
+            Self::Off => None,
+        }
+    }
+}
+
+/// An option that means nothing for memory that is there from the start.
+#[derive(Debug, thiserror::Error)]
+#[error("{option} needs --paging uffd or --paging exit")]
+struct NotPaged {
+    option: &'static str,
 }
 
 /// The console's file cannot be used.
@@ -123,18 +173,31 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<ExitCode, Failure> {
             .map(|seconds| Duration::from_secs(seconds.get().into())),
         ..LinuxConfig::new(&arguments.kernel)
     };
+    if arguments.paging == PagingChoice::Off {
+        let options = [
+            ("--prefetch", arguments.prefetch),
+            ("--content", arguments.content.is_some()),
+        ];
+        if let Some((option, _)) = options.into_iter().find(|(_, is_given)| *is_given) {
+            return Err(Failure::bad_input(NotPaged { option }));
+        }
+    }
     let lost_before = match &arguments.poison_map {
         Some(file) => known_poison(file)?,
         None => PoisonMap::default(),
     };
     let known_bytes = lost_before.bytes();
     let place = Console::open(&arguments.console)?;
-    let machine = LinuxMachine::new(&config).map_err(Failure::bad_input)?;
+    let (machine, paging) = make(arguments, &config)?;
     let (console, terminal) = place
         .connect(&machine.stopper())
         .map_err(|source| refused(&arguments.console, source))?;
     let checks = MachineChecks::with_map(&machine, lost_before, arguments.poison_map.clone())
         .map_err(Failure::failed)?;
+    let checks = match &paging {
+        Some(paging) => checks.other_faults_to(paging.hooks()),
+        None => checks,
+    };
     let checks = Arc::new(checks);
     let result = machine.run(console, Arc::clone(&checks) as Arc<dyn VcpuHooks>);
     // Before anything is told: in raw mode a new line does not begin at the left.
@@ -146,6 +209,9 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<ExitCode, Failure> {
             "pagetide: {lost} bytes of the guest's memory were lost to uncorrected errors (policy {policy})"
         );
     }
+    if let Some(paging) = paging {
+        eprintln!("pagetide: {}", paging.end());
+    }
     let outcome = result.map_err(Failure::failed)?;
     let seconds = outcome.elapsed.as_secs_f64();
     eprintln!("pagetide: {} after {seconds:.2} s", outcome.end);
@@ -154,6 +220,25 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<ExitCode, Failure> {
         LinuxEnd::Reset | LinuxEnd::Halted | LinuxEnd::Stopped => ExitCode::SUCCESS,
         LinuxEnd::TripleFault | LinuxEnd::Panicked { .. } => ExitCode::FAILURE,
     })
+}
+
+/// The machine, and what pages its memory in if that is wanted.
+fn make(
+    arguments: &RunArguments,
+    config: &LinuxConfig,
+) -> Result<(LinuxMachine, Option<LinuxPaging>), Failure> {
+    let Some(delivery) = arguments.paging.delivery() else {
+        let machine = LinuxMachine::new(config).map_err(Failure::bad_input)?;
+        return Ok((machine, None));
+    };
+    let content = match &arguments.content {
+        Some(file) => ContentFile::kept(file, config.memory_bytes),
+        None => ContentFile::temporary(),
+    };
+    let content = content.map_err(Failure::bad_input)?;
+    let started = LinuxPaging::start(config, delivery, arguments.prefetch, content);
+    let (machine, paging) = started.map_err(Failure::bad_input)?;
+    Ok((machine, Some(paging)))
 }
 
 /// What a poison map has already.

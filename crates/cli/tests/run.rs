@@ -55,7 +55,7 @@ fn what_cannot_be_is_refused_in_one_line() {
     std::fs::write(file("empty"), "").expect("a temporary file");
     let sparse = std::fs::File::create(&large).expect("a temporary file");
     sparse.set_len(300 << 20).expect("a sparse file");
-    let (missing, empty) = (file("missing"), file("empty"));
+    let (missing, empty, unmade) = (file("missing"), file("empty"), file("content"));
 
     let long = "x".repeat(3000);
     let cases: &[(&[&str], &str)] = &[
@@ -121,6 +121,37 @@ fn what_cannot_be_is_refused_in_one_line() {
             "invalid value '0' for '--timeout",
         ),
         (
+            &["--kernel", &good, "--paging", "tape"],
+            "[possible values: uffd, exit, off]",
+        ),
+        (
+            &["--kernel", &good, "--prefetch"],
+            "--prefetch needs --paging uffd or --paging exit",
+        ),
+        (
+            &["--kernel", &good, "--content", &missing],
+            "--content needs --paging uffd or --paging exit",
+        ),
+        (
+            &["--kernel", &good, "--paging", "uffd", "--content", &empty],
+            "has 0 bytes, and the guest's memory 268435456",
+        ),
+        (
+            &["--kernel", &good, "--paging", "exit", "--content", "/"],
+            "content file / is not a regular file",
+        ),
+        (
+            &[
+                "--kernel",
+                &missing,
+                "--paging",
+                "uffd",
+                "--content",
+                &unmade,
+            ],
+            "missing: No such file or directory",
+        ),
+        (
             &["--kernel", &good, "--console", "/proc/x/y"],
             "--console /proc/x/y: No such file",
         ),
@@ -133,6 +164,7 @@ fn what_cannot_be_is_refused_in_one_line() {
         assert!(told.contains(wanted), "{words:?}: {told}");
         assert_eq!(told.lines().count(), 1, "{words:?}: {told}");
     }
+    assert!(!Path::new(&unmade).exists(), "a refused guest has content");
 }
 
 #[test]
@@ -200,6 +232,85 @@ fn the_time_is_up_even_if_nobody_reads() {
     assert_eq!(status.code(), Some(1));
 }
 
+/// Writes the status 7 to ttyS1: mov dx, 0x2f8; mov al, '7'; out; mov al, newline; out; halts.
+const SEVEN: &[u8] = b"\x66\xba\xf8\x02\xb0\x37\xee\xb0\x0a\xee\xf4";
+
+#[test]
+fn memory_comes_from_a_content_file_that_is_made_kept_and_refused() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let (path, file) = (
+        directory.path().join("vmlinux"),
+        directory.path().join("content"),
+    );
+    kernel(&path, SEVEN);
+    let kernel_file = path.to_str().expect("UTF-8");
+    let content = file.to_str().expect("UTF-8");
+    let paged = |more: &[&str]| {
+        let words = [
+            "--kernel",
+            kernel_file,
+            "--console",
+            "none",
+            "--memory",
+            "64M",
+            "--timeout",
+            "100",
+        ];
+        let output = run(&[&words[..], more].concat());
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        (output.status.code(), told)
+    };
+    // What this machine cannot do it says, and then nothing is made.
+    let (status, told) = paged(&["--paging", "uffd"]);
+    if status == Some(2) {
+        println!("SKIP: {told}");
+        return;
+    }
+    assert_eq!(status, Some(7), "{told}");
+    let lines: Vec<_> = told.lines().collect();
+    assert!(
+        matches!(lines[..], [_, end] if end.contains("ended with status 7")),
+        "{told}"
+    );
+    assert!(
+        lines[0].contains(" of 16384 pages were paged in: "),
+        "{told}"
+    );
+    assert!(lines[0].contains(" 0 by prefetch ("), "{told}");
+    assert!(lines[0].ends_with("the host discarded 0"), "{told}");
+
+    for more in [&[][..], &["--prefetch"]] {
+        let (status, told) = paged(&[&["--paging", "uffd", "--content", content], more].concat());
+        assert_eq!(status, Some(7), "{told}");
+        let made = std::fs::metadata(&file).expect("it is kept");
+        assert_eq!(made.len(), 64 << 20);
+    }
+    let (status, told) = paged(&["--paging", "exit", "--content", content]);
+    match status {
+        Some(7) => assert!(told.contains(" by fault"), "{told}"),
+        Some(2) => assert!(
+            told.contains("userfaultfd works without it (uffd)"),
+            "{told}"
+        ),
+        _ => unreachable!("{status:?}: {told}"),
+    }
+    for more in [&["65M"][..], &["64M", "--cmdline", "quiet"]] {
+        let words = [
+            "--kernel",
+            kernel_file,
+            "--paging",
+            "uffd",
+            "--content",
+            content,
+            "--memory",
+        ];
+        let output = run(&[&words[..], more].concat());
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{told}");
+        assert!(told.contains("it was made for another guest"), "{told}");
+    }
+}
+
 #[test]
 fn help_shows_how_to_begin() {
     let output = run(&["--help"]);
@@ -211,6 +322,9 @@ fn help_shows_how_to_begin() {
         "ttyS1",
         "Exit status:",
         "Ctrl-A X",
+        "--paging uffd --prefetch",
+        "KVM_CAP_ABSENT_MAPPING_FAULT",
+        "[default: a temporary file]",
     ] {
         assert!(help.contains(wanted), "{wanted} in\n{help}");
     }

@@ -94,6 +94,25 @@ const RUN: [&str; 12] = [
     "-- nproc",
 ];
 
+/// The same, its memory paged in while it runs.
+const RUN_PAGED: [&str; 15] = [
+    "pagetide",
+    "run",
+    "--kernel",
+    "target/kernel/x86_64/vmlinux",
+    "--initrd",
+    "target/guest/initramfs.cpio",
+    "--vcpus",
+    "1",
+    "--timeout",
+    "120",
+    "--paging",
+    "exit",
+    "--prefetch",
+    "--cmdline",
+    "-- sh -c \"memcycler 2 4M 1 && balloon 1M\"",
+];
+
 /// What one job of a VM is.
 enum Kind {
     Selftest(Selftest),
@@ -169,6 +188,7 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
         .collect();
     anyhow::ensure!(!jobs.is_empty(), "there are no tests {LINUX}");
     jobs.push(command(paths, "pagetide run", &RUN));
+    jobs.push(command(paths, "pagetide run --paging", &RUN_PAGED));
     for (_, job) in &mut jobs {
         job.timeout = Some(LINUX_JOB_TIMEOUT);
     }
