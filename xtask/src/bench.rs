@@ -54,7 +54,7 @@ const SPECIFICATION: [Measurement; 7] = [
         name: "instructions",
         timing: Timing::Instructions,
         arguments: "--vcpus 1,2,4,8 --per-vcpu 16M --delivery none,uffd,exit \
-                    --fault-around 1,16 --readers 1 --runs 7",
+                    --fault-around 1,16,64 --populate --readers 1 --runs 7",
         seconds: 3600,
         huge_pages: None,
     },
@@ -62,8 +62,8 @@ const SPECIFICATION: [Measurement; 7] = [
         benchmark: "paging",
         name: "parallel",
         timing: Timing::Parallel,
-        arguments: "--vcpus 1,2 --per-vcpu 16M --delivery uffd,exit --fault-around 1,16 \
-                    --readers 1 --runs 7",
+        arguments: "--vcpus 1,2 --per-vcpu 16M --delivery uffd,exit --fault-around 1,16,64 \
+                    --populate --readers 1 --runs 7",
         seconds: 1800,
         huge_pages: None,
     },
