@@ -139,6 +139,8 @@ pub enum RegisterError {
 pub struct Userfaultfd {
     fd: OwnedFd,
     features: Features,
+    /// Others have the descriptor too, and may change its flags.
+    is_shared: bool,
 }
 
 impl Userfaultfd {
@@ -150,6 +152,7 @@ impl Userfaultfd {
             Ok(_) => Ok(Self {
                 fd,
                 features: wanted,
+                is_shared: false,
             }),
             // A handshake that was refused leaves no word about what would have been accepted.
             Err(Errno::INVAL) => {
@@ -180,7 +183,11 @@ impl Userfaultfd {
         }
         let flags = rustix::fs::fcntl_getfl(&fd).map_err(AdoptError::Flags)?;
         rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(AdoptError::Flags)?;
-        Ok(Self { fd, features })
+        Ok(Self {
+            fd,
+            features,
+            is_shared: true,
+        })
     }
 
     /// The features that this kernel has.

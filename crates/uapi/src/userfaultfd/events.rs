@@ -1,8 +1,9 @@
 //! What a userfaultfd tells.
 
+use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags};
 use thiserror::Error;
 
 use super::Userfaultfd;
@@ -135,7 +136,7 @@ impl EventBuffer {
     /// Room for `messages` messages (at least one).
     pub fn new(messages: usize) -> Self {
         Self {
-            messages: Box::new_uninit_slice(messages.max(1)),
+            messages: vec![MaybeUninit::zeroed(); messages.max(1)].into_boxed_slice(),
         }
     }
 
@@ -145,10 +146,10 @@ impl EventBuffer {
     }
 
     /// The room as bytes.
-    fn bytes(&mut self) -> &mut [MaybeUninit<u8>] {
+    fn bytes(&mut self) -> &mut [u8] {
         let bytes = size_of_val(&*self.messages);
-        // SAFETY: from_raw_parts_mut requires that many bytes of memory that is borrowed mutably
-        // and initialised for its type: the messages' own memory, as MaybeUninit.
+        // SAFETY: from_raw_parts_mut requires that many initialised bytes of memory that is borrowed
+        // mutably: the messages' own memory, zeroed at first and written by the kernel only.
         unsafe { std::slice::from_raw_parts_mut(self.messages.as_mut_ptr().cast(), bytes) }
     }
 }
@@ -186,8 +187,8 @@ impl Userfaultfd {
         buffer: &'buffer mut EventBuffer,
     ) -> Result<Events<'buffer>, ReadError> {
         let bytes = loop {
-            match rustix::io::read(self, buffer.bytes()) {
-                Ok((read, _)) => break read.len(),
+            match self.read_now(buffer.bytes()) {
+                Ok(read) => break read,
                 Err(Errno::AGAIN) => break 0,
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(ReadError::Read(errno)),
@@ -204,6 +205,22 @@ impl Userfaultfd {
         Ok(Events {
             messages: read.iter(),
         })
+    }
+
+    /// Reads without waiting, also where a process that shares the descriptor has made it blocking
+    /// since. (Kernels before 6.10 cannot be asked that for one read: they wait then.)
+    #[inline]
+    fn read_now(&self, bytes: &mut [u8]) -> Result<usize, Errno> {
+        if self.is_shared {
+            /// Not a position in a file: as read() does.
+            const NOWHERE: u64 = u64::MAX;
+            let mut bytes = [IoSliceMut::new(bytes)];
+            match rustix::io::preadv2(self, &mut bytes, NOWHERE, ReadWriteFlags::NOWAIT) {
+                Err(Errno::OPNOTSUPP) => {}
+                read => return read,
+            }
+        }
+        rustix::io::read(self, bytes)
     }
 }
 
