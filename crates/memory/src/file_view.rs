@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use rustix::fs::{FallocateFlags, FileType, fallocate, fstat, fstatfs};
+use rustix::fs::{FallocateFlags, FileType, SeekFrom, fallocate, fstat, fstatfs, seek};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 use thiserror::Error;
@@ -97,6 +97,13 @@ pub enum FileAccessError {
         /// The byte of the view that failed.
         at: u64,
     },
+    /// What the file holds could not be found out.
+    #[error("looking for what the file holds")]
+    Seek {
+        /// What the kernel said.
+        #[source]
+        errno: Errno,
+    },
     /// Giving memory back failed.
     #[error("punching out {len} bytes at offset {offset}")]
     Punch {
@@ -124,6 +131,7 @@ pub enum FileAccessError {
 pub struct FileView {
     file: OwnedFd,
     offset: u64,
+    is_hugetlb: bool,
     mapping: Mapping,
 }
 
@@ -187,6 +195,7 @@ impl FileView {
         Ok(Self {
             file,
             offset,
+            is_hugetlb: page_size != PageSize::Size4K,
             mapping,
         })
     }
@@ -233,6 +242,26 @@ impl FileView {
         // check has found offset within the view, whose end in the file does not wrap.
         fallocate(&self.file, flags, self.offset + offset, len)
             .map_err(|errno| FileAccessError::Punch { offset, len, errno })
+    }
+
+    /// The offset of the first page that the file has, as far as the kernel says: of hugetlbfs nothing
+    /// is found.
+    pub fn first_content(&self) -> Result<Option<u64>, FileAccessError> {
+        if self.is_hugetlb {
+            return Ok(None);
+        }
+        let failed = |errno| FileAccessError::Seek { errno };
+        // The file's other owners share the position.
+        let position = seek(&self.file, SeekFrom::Current(0)).map_err(failed)?;
+        let found = seek(&self.file, SeekFrom::Data(self.offset));
+        seek(&self.file, SeekFrom::Start(position)).map_err(failed)?;
+        let offset = match found {
+            Ok(found) => found.saturating_sub(self.offset),
+            // Nothing from there on, or the file ends before.
+            Err(Errno::NXIO) => return Ok(None),
+            Err(errno) => return Err(failed(errno)),
+        };
+        Ok((offset < self.bytes()).then_some(offset))
     }
 
     fn check(&self, offset: u64, len: u64) -> Result<usize, FileAccessError> {
