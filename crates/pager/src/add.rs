@@ -119,10 +119,12 @@ impl Pager {
         }
         // From here on what was begun is undone when a later step fails.
         let begun = self
-            .begin(&region, config.resume_from.is_some())
+            .begin(&table, &region, config.resume_from.is_some())
             .and_then(|()| {
                 // Before its messages are waited for: they are looked up in the table.
-                self.set_table(table.with(Arc::clone(&region)));
+                if region.target.local().is_some() {
+                    self.set_table(table.with(Arc::clone(&region)));
+                }
                 let mut channels = region.served.iter().map(|served| &served.channel);
                 channels
                     .try_for_each(|channel| self.poller.add(channel))
@@ -188,11 +190,18 @@ impl Pager {
     }
 
     /// Makes the region's missing pages fault.
-    fn begin(&self, region: &Arc<PagedRegion>, is_resumed: bool) -> Result<(), AddError> {
+    fn begin(
+        &self,
+        table: &Table,
+        region: &Arc<PagedRegion>,
+        is_resumed: bool,
+    ) -> Result<(), AddError> {
         let hva = region.target.range().start().as_u64();
         let shift = region.page_shift();
-        if let Some(local) = region.target.local() {
-            check_content(region, local)?;
+        match region.target.local() {
+            Some(local) => check_content(region, local)?,
+            None if is_resumed => {}
+            None => check_file(region)?,
         }
         for served in &region.served {
             let span = Span {
@@ -210,7 +219,13 @@ impl Pager {
                 let woken = served.channel.uffd.wake(range);
                 woken.map_err(|source| AddError::NotReady { source })?;
             }
-            let added = served.channel.add(span);
+            let added = served.channel.add(span, || {
+                // The messages of a userfaultfd that serves other regions already may be read at any
+                // moment. They are looked up in the table, and an event tells of a page only once.
+                if region.target.local().is_none() {
+                    self.set_table(table.with(Arc::clone(region)));
+                }
+            });
             added.map_err(|start| AddError::HostOverlap { start })?;
             served.channel.set_handed_over(false);
             if region.target.local().is_some() {
@@ -260,6 +275,22 @@ fn check_content(region: &PagedRegion, local: &Region) -> Result<(), AddError> {
         _ => {}
     }
     Ok(())
+}
+
+/// MISSING mode copies into pages that the file of somebody else's memory has not: those that it has
+/// would never fault.
+fn check_file(region: &PagedRegion) -> Result<(), AddError> {
+    if region.mode == Mode::Minor || region.trusts_existing {
+        return Ok(());
+    }
+    match region
+        .target
+        .first_in_file()
+        .map_err(AddError::FileContent)?
+    {
+        Some(page) => Err(AddError::NotEmpty { page }),
+        None => Ok(()),
+    }
 }
 
 fn check(config: &RegionConfig) -> Result<(), AddError> {

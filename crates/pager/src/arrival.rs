@@ -4,7 +4,7 @@ use pagetide_memory::{PageIndex, PageRange, Removal};
 
 use crate::counters::Counters;
 use crate::error::InstallFailure;
-use crate::install::{Body, Installed, Installer, Sleepers, wake};
+use crate::install::{Body, Installed, Installer, MAX_TRIES, Sleepers, wake};
 use crate::pager::Pager;
 use crate::region::PagedRegion;
 
@@ -49,6 +49,7 @@ pub(crate) fn arrive(
     };
     let mut result = Arrived::Others;
     let mut rest = pages;
+    let mut put_off = 0;
     while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
         let order = served.channel.order();
         let part = rest.intersection(served.pages);
@@ -77,8 +78,16 @@ pub(crate) fn arrive(
             wake(region, served, &order, counters, run);
         }
         drop(order);
+        if !failed && served.channel.has_events && matches!(whom, For::Nobody) {
+            pager.populate(region, run, counters);
+        }
         match installed? {
             Installed::EventsFirst => {
+                put_off += 1;
+                // A process that does nothing but discard must not hold up whoever brings its content.
+                if put_off == MAX_TRIES {
+                    return Err(InstallFailure::Busy { tries: put_off });
+                }
                 pager.read_events(&served.channel);
                 continue;
             }

@@ -2,8 +2,10 @@
 //!
 //! # The order of events
 //!
-//! A process that discards, unmaps or moves its memory waits until its REMOVE, UNMAP or REMAP event
-//! was read, and then changes its mappings. So content that is installed after the event was read could
+//! A process that discards memory tells so first: it waits until its REMOVE event was read, and then
+//! drops its mappings. One that unmaps or moves memory changes its mappings first, and then waits until
+//! its UNMAP or REMAP event was read. From before the first of the two until after the event was read,
+//! the kernel refuses to install (EAGAIN). So content that is installed after the event was read could
 //! land on a page that was given up. The rule that excludes it:
 //!
 //! - Pages that a userfaultfd with events serves are claimed and installed under the channel's lock,
@@ -12,9 +14,8 @@
 //!   writing ([`Channel::read`]).
 //!
 //! An installation therefore comes wholly before an event was read, and what it installed is discarded
-//! with the rest; or after, and finds the page Removed. Between the moment that the process begins to
-//! discard and the moment that the event is read, the kernel refuses to install (EAGAIN): the
-//! installer gives its claim and the lock back, reads the event itself, and looks again.
+//! with the rest; or after, and finds the page Removed. An installer that gets EAGAIN gives its claim and
+//! the lock back, reads the event itself, and looks again.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -121,13 +122,15 @@ impl Channel {
         }
     }
 
-    /// Has the channel serve `span` as well; the address where it overlaps another, if it does.
-    pub(crate) fn add(&self, span: Span) -> Result<(), u64> {
+    /// Has the channel serve `span` as well; the address where it overlaps another, if it does. Calls
+    /// `begin` before anybody can find the span.
+    pub(crate) fn add(&self, span: Span, begin: impl FnOnce()) -> Result<(), u64> {
         let mut spans = self.lock_spans();
         let overlaps = |other: &&Span| other.start < span.end() && span.start < other.end();
         if let Some(other) = spans.iter().find(overlaps) {
             return Err(other.start.max(span.start));
         }
+        begin();
         let at = spans.partition_point(|other| other.start < span.start);
         spans.insert(at, span);
         Ok(())

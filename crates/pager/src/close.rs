@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use pagetide_memory::{PageMapImage, PageRange, Settled};
+use pagetide_memory::{PageIndex, PageMapImage, PageRange, PageState, Settled};
 use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 
 use crate::counters::Counters;
 use crate::error::{ExportError, RegionChangeError};
 use crate::fault::RegionId;
-use crate::install::{mark_poisoned, wake};
+use crate::install::{MAX_TRIES, Mark, mark_poisoned, wake};
 use crate::pager::Pager;
-use crate::region::PagedRegion;
+use crate::region::{PagedRegion, Served};
 
 /// A region on its way to another pager, in this process or in another.
 #[derive(Debug)]
@@ -109,7 +109,6 @@ impl Pager {
         region.close();
         self.cancel_all(region);
         self.settle_installing(region);
-        let is_whole = region.map.next_unsettled(region.all_pages()).is_none();
         // Again, if an installation that began before it saw the end has given its pages back since.
         while region.map.next_unsettled(region.all_pages()).is_some() {
             self.settle_installing(region);
@@ -121,14 +120,15 @@ impl Pager {
             // and nobody reads them for this region any more.
             self.wake_all(region);
         }
+        let all_marked = self.all_marked(region);
         self.leave_channels(region);
-        if !is_whole && !region.can_poison {
+        if !all_marked {
             // This kernel cannot mark pages as lost. As long as the userfaultfds are open and the memory
-            // registered, whoever touches a missing page sleeps, and does not read zeroes: so they stay
+            // registered, whoever touches such a page sleeps, and does not read zeroes: so they stay
             // open until the process ends.
             tracing::error!(
                 region = region.id.0,
-                "missing pages cannot be poisoned: their userfaultfds stay open"
+                "lost pages cannot be poisoned: their userfaultfds stay open"
             );
             for served in &region.served {
                 std::mem::forget(Arc::clone(&served.channel));
@@ -198,7 +198,7 @@ impl Pager {
             let pages = claim.pages();
             let _ = claim.finish(Settled::Poisoned);
             self.evict(region, pages);
-            self.poison_everywhere(region, pages);
+            let _ = self.poison_everywhere(region, pages);
             let done = pages.end().0 - rest.first().0;
             (_, rest) = rest.split_at(done);
             if rest.is_empty() {
@@ -218,21 +218,45 @@ impl Pager {
         }
     }
 
-    /// Marks pages as poisoned, and wakes whoever sleeps there.
-    pub(crate) fn poison_everywhere(&self, region: &PagedRegion, pages: PageRange) {
+    /// Marks pages as poisoned, and wakes whoever sleeps there. Returns whether all could be marked.
+    pub(crate) fn poison_everywhere(&self, region: &PagedRegion, pages: PageRange) -> bool {
         let mut rest = pages;
+        let mut all_marked = true;
         while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
             let part = rest.intersection(served.pages);
-            while !mark_poisoned(region, served, &served.channel.order(), part) {
-                self.read_events(&served.channel);
-            }
+            all_marked &= self.mark(region, served, part);
             (_, rest) = rest.split_at(part.count());
         }
+        all_marked
+    }
+
+    fn mark(&self, region: &PagedRegion, served: &Served, pages: PageRange) -> bool {
+        for _ in 0..MAX_TRIES {
+            let order = served.channel.order();
+            let mark = mark_poisoned(region, served, &order, pages);
+            drop(order);
+            match mark {
+                Mark::Made => return true,
+                Mark::EventsFirst => self.read_events(&served.channel),
+                Mark::Failed => return false,
+            }
+        }
+        false
+    }
+
+    /// Whether every lost page is marked: those that could not be marked before are now, if they can.
+    fn all_marked(&self, region: &PagedRegion) -> bool {
+        if !region.has_unmarked() {
+            return true;
+        }
+        let is_poisoned = |&page: &PageIndex| region.map.state(page) == Some(PageState::Poisoned);
+        let mut lost = region.all_pages().iter().filter(is_poisoned);
+        lost.all(|page| self.poison_everywhere(region, PageRange::single(page)))
     }
 }
 
 /// Which channel serves which addresses that the pager has registered.
-fn local_ranges(region: &PagedRegion) -> impl Iterator<Item = (&crate::region::Served, UserRange)> {
+fn local_ranges(region: &PagedRegion) -> impl Iterator<Item = (&Served, UserRange)> {
     let start = region.target.range().start().as_u64();
     region.registered().iter().map(move |served| {
         let skip = served.pages.first().0 << region.page_shift();

@@ -230,6 +230,11 @@ impl RegionConfig {
     }
 
     /// The file behind a foreign region. MINOR mode needs it: content is written there.
+    ///
+    /// Whoever else has the file may truncate it, and then a write ends in SIGBUS. In a process that
+    /// takes memory from others, install a handler that ends such copies
+    /// ([`pagetide_memory::guard`]; `pagetide_kvm::Signals` has one): the write fails then and the
+    /// region stalls. Without a handler the process ends.
     #[must_use]
     pub fn memfd(mut self, file: Memfd) -> Self {
         if let Memory::Foreign { memfd, .. } = &mut self.memory {

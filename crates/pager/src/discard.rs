@@ -65,12 +65,12 @@ impl Pager {
             }
             // Poison is not punched: the page would read as zeroes.
             if !run.is_empty() {
-                result = result.and(region.target.punch(run));
+                result = result.and(self.with_events_read(region, || region.target.punch(run)));
             }
             run = PageRange::new(pagetide_memory::PageIndex(page.0 + 1), 0);
         }
         if !run.is_empty() {
-            result = result.and(region.target.punch(run));
+            result = result.and(self.with_events_read(region, || region.target.punch(run)));
         }
         self.count(&counters);
         result.map(|()| removed)

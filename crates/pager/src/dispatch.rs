@@ -158,12 +158,10 @@ impl Pager {
         );
         self.count(&counters);
         if let Err(failure) = result {
-            // The pages are Requested still, and must not be forgotten: they are asked for again when
-            // the owner has done something about it.
-            let mut state = requesting.lock();
-            state.requests.want(wanted);
-            state.requests.stall();
-            drop(state);
+            // Whoever waits asks anew, and that waits until the owner has done something about it. (The
+            // request itself says too little now: one of its pages may have become urgent.)
+            requesting.lock().requests.stall();
+            self.withdraw(region, wanted.pages);
             self.notify(Notice::NotInstalled {
                 region: region.id,
                 source: Arc::new(failure),

@@ -213,18 +213,12 @@ pub enum AddError {
         /// The lost memory.
         range: GuestRange,
     },
-    /// Memory that was lost before could not be poisoned again.
-    #[error("poisoning page {page}, which was lost before")]
-    Poison {
-        /// The page.
-        page: PageIndex,
-        /// What the kernel said.
-        #[source]
-        source: InstallError,
-    },
     /// What the region's memory holds could not be found out.
     #[error("looking at what the region's memory holds")]
     Content(#[source] ContentError),
+    /// What the file of a foreign region holds could not be found out.
+    #[error("looking at what the file of the region's memory holds")]
+    FileContent(#[source] FileAccessError),
     /// Mappings from before could not be dropped.
     #[error("dropping the mappings that guest memory had before")]
     Zap(#[source] AccessError),

@@ -83,6 +83,8 @@ impl Pager {
                 for part in take(spans, start, end) {
                     self.given_up(channel, &part);
                 }
+                // Unmapping wakes nobody. Whoever sleeps there faults again, and gets SIGSEGV.
+                wake_range(channel, start, end.saturating_sub(start));
             }
             Event::Remap { from, to, bytes } => {
                 let moved = take(spans, from, from.saturating_add(bytes));
@@ -97,6 +99,8 @@ impl Pager {
                     let at = spans.partition_point(|other| other.start < start);
                     spans.insert(at, Span { start, ..part });
                 }
+                // Nor does moving. Whoever comes again faults at the place where the page is now.
+                wake_range(channel, from, bytes);
             }
             Event::Fork { descriptor } => {
                 if let Ok(raw) = RawFd::try_from(descriptor) {
@@ -142,6 +146,11 @@ impl Pager {
             let _ = channel.uffd.wake(UserRange { start, bytes });
         }
     }
+}
+
+fn wake_range(channel: &Channel, start: u64, bytes: u64) {
+    // It fails for a range that is none, and then there is nobody to wake.
+    let _ = channel.uffd.wake(UserRange { start, bytes });
 }
 
 /// Takes what lies in `start..end` out of the spans.

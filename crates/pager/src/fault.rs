@@ -55,6 +55,7 @@ impl fmt::Display for Fault {
 
 /// How a fault was resolved: whoever faulted may try again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "whoever faulted on a page that is Poisoned or Unmapped must not try again"]
 pub enum Resolution {
     /// This call installed the page, and with fault-around the pages connected to it.
     Installed {

@@ -91,7 +91,7 @@ pub(crate) struct Installer<'a> {
     pub(crate) ahead: Option<&'a Pager>,
 }
 
-impl Installer<'_> {
+impl<'a> Installer<'a> {
     /// Installs `content` in the pages of `claim`, and settles them. In the common case that is one
     /// ioctl, and one atomic operation a page.
     ///
@@ -131,7 +131,7 @@ impl Installer<'_> {
                 Ok(()) => {
                     // Only when nothing of the claim is left to come: population may wait for a slot
                     // update, and that for somebody who sleeps on another page of the claim.
-                    if let Some(pager) = self.ahead {
+                    if let Some(pager) = self.populates_ahead() {
                         pager.populate(self.region, pages, self.counters);
                     }
                     self.settle(claim, body);
@@ -195,6 +195,12 @@ impl Installer<'_> {
             Settled::Present
         };
         self.finish(claim, settled);
+    }
+
+    /// Not under the order of a channel with events, in which a process waits that discards: whoever
+    /// installed populates when the order is given back.
+    fn populates_ahead(&self) -> Option<&'a Pager> {
+        self.ahead.filter(|_| !self.served.channel.has_events)
     }
 
     #[inline]
@@ -414,7 +420,7 @@ impl Installer<'_> {
         let pages = claim.pages();
         self.counters.poisoned += pages.count();
         self.finish(claim, Settled::Poisoned);
-        if !mark_poisoned(self.region, self.served, self.order, pages) {
+        if mark_poisoned(self.region, self.served, self.order, pages) != Mark::Made {
             // Whoever sleeps there faults again, and has the page marked then.
             wake(self.region, self.served, self.order, self.counters, pages);
         }
@@ -482,18 +488,38 @@ pub(crate) fn wake(
     }
 }
 
-/// UFFDIO_POISON, again while something else changes the address space. Pages that are mapped keep
-/// their mapping, to which the hardware has its own answer. Returns false if events have to be read
-/// first: nothing is lost, whoever touches the pages asks again.
+/// What came of marking pages as poisoned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
+pub(crate) enum Mark {
+    /// None of the pages reads as zeroes any more: those that are mapped somewhere and held nothing are
+    /// marked.
+    Made,
+    /// The process discards memory: its events have to be read first.
+    EventsFirst,
+    /// This kernel cannot mark pages, or would not.
+    Failed,
+}
+
+/// UFFDIO_POISON, again while something else changes the address space. Pages that are mapped keep
+/// their mapping, to which the hardware has its own answer. Pages that could not be marked are
+/// remembered: the userfaultfd must not be closed as long as they are not.
 pub(crate) fn mark_poisoned(
     region: &PagedRegion,
     served: &Served,
     order: &Order<'_>,
     pages: PageRange,
-) -> bool {
+) -> Mark {
+    let mark = try_to_mark(region, served, order, pages);
+    if mark != Mark::Made {
+        region.note_unmarked();
+    }
+    mark
+}
+
+fn try_to_mark(region: &PagedRegion, served: &Served, order: &Order<'_>, pages: PageRange) -> Mark {
     if !region.can_poison {
-        return true;
+        return Mark::Failed;
     }
     let shift = region.page_shift();
     let mut rest = pages;
@@ -515,7 +541,7 @@ pub(crate) fn mark_poisoned(
             }
             Err(InstallError::Again { installed_bytes }) if tries < MAX_TRIES => {
                 if served.channel.has_events && tries > 0 {
-                    return false;
+                    return Mark::EventsFirst;
                 }
                 tries += 1;
                 std::thread::yield_now();
@@ -528,10 +554,10 @@ pub(crate) fn mark_poisoned(
             }
             // The memory or the process has gone: nobody can read zeroes there.
             Err(InstallError::NoMapping) => 1,
-            Err(InstallError::Gone) => return true,
+            Err(InstallError::Gone) => return Mark::Made,
             Err(error) => {
                 tracing::error!(%error, range = %place.range, "UFFDIO_POISON");
-                return true;
+                return Mark::Failed;
             }
         };
         (_, rest) = rest.split_at(done);
@@ -539,5 +565,5 @@ pub(crate) fn mark_poisoned(
             break;
         }
     }
-    true
+    Mark::Made
 }

@@ -33,6 +33,14 @@
 //! ([`Notice::Stalled`]). A pager that is dropped, and a region that is removed, poisons what is
 //! missing first, so that nobody ever reads zeroes in place of content.
 //!
+//! # In which order things stop
+//!
+//! 1. The vCPUs. One that waits for a page by an exit comes back after [`Pager::stop`]; one that sleeps
+//!    in a userfaultfd comes back when its page comes, or is poisoned ([`Pager::abandon`]).
+//! 2. [`Prefetch`], then [`Readers`] and whatever else serves the pager's descriptor.
+//! 3. The pager, when its last [`Arc`](std::sync::Arc) is dropped: missing pages are poisoned.
+//! 4. The memory.
+//!
 //! # Back-pressure
 //!
 //! Prefetch works ahead of the vCPUs and competes with their faults for CPUs, for the source, and for

@@ -40,7 +40,8 @@ pub struct Progress {
 /// Brings the pages of some regions in as they are touched. Shared by all threads that resolve
 /// faults; see the [crate's documentation](crate) for how it is used and in which order things stop.
 ///
-/// The pager itself starts no thread and waits for nothing. It is driven by faults ([`Resolver`]), by
+/// The pager itself starts no thread, but for one that lives as long as a call where it changes memory
+/// whose userfaultfd tells of changes: whoever changes it waits until that was read. It is driven by faults ([`Resolver`]), by
 /// answers of sources, and by whoever serves its descriptor ([`crate::Serving`], [`crate::Readers`]).
 pub struct Pager {
     me: Weak<Self>,
@@ -179,7 +180,12 @@ impl Pager {
         let mut counters = Counters::default();
         let result = self.install_arrived(region, &mut counters, pages, content, Urgency::Bulk);
         self.count(&counters);
-        result?;
+        if let Err(failure) = result {
+            // A request for these pages may have been answered, or narrowed, while they were being
+            // installed here, and have passed them over: whoever waits asks anew.
+            self.withdraw(region, pages);
+            return Err(failure.into());
+        }
         Ok(counters.pages + counters.poisoned)
     }
 

@@ -41,7 +41,7 @@ impl Pager {
         loop {
             match region.map.poison(page) {
                 Removal::Done { .. } => {
-                    self.poison_everywhere(region, PageRange::single(page));
+                    let _ = self.poison_everywhere(region, PageRange::single(page));
                     return true;
                 }
                 Removal::Poisoned | Removal::Outside => return false,
@@ -84,7 +84,7 @@ impl Pager {
                 // of an earlier pager, which outlives its userfaultfd.
                 self.unmap(region, local, single).map_err(AddError::Zap)?;
             }
-            self.poison_everywhere(region, single);
+            let _ = self.poison_everywhere(region, single);
         }
         Ok(())
     }

@@ -361,6 +361,9 @@ impl Ahead<'_> {
         };
         let installed = installer.install(claim, Body::PageCache, Some(page));
         drop(order);
+        if let (Ok(Installed::Piece(pages)), true) = (&installed, served.channel.has_events) {
+            pager.populate(region, *pages, &mut self.counters);
+        }
         match installed {
             Ok(Installed::EventsFirst) => pager.read_events(&served.channel),
             Ok(Installed::Unmapped { page, is_gone }) => pager.unmapped(region, page, is_gone),

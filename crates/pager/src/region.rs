@@ -126,6 +126,8 @@ pub(crate) struct PagedRegion {
     /// What was lost before the region was added.
     pub(crate) lost: PoisonMap,
     population_ended: AtomicBool,
+    /// A lost page could not be marked as poisoned.
+    unmarked: AtomicBool,
     /// How many of `served` this region has registered with its own userfaultfds, from the first on.
     registered: AtomicUsize,
     closed: AtomicBool,
@@ -174,6 +176,7 @@ impl PagedRegion {
             sink: parts.sink,
             lost: parts.lost,
             population_ended: AtomicBool::new(false),
+            unmarked: AtomicBool::new(false),
             registered: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
             target: parts.target,
@@ -284,6 +287,16 @@ impl PagedRegion {
     pub(crate) fn sink(&self) -> Option<&Arc<dyn PopulateSink>> {
         let config = self.sink.as_ref()?;
         (!self.population_ended.load(Ordering::Relaxed)).then_some(&config.sink)
+    }
+
+    /// A lost page could not be marked as poisoned, for now or for good.
+    pub(crate) fn note_unmarked(&self) {
+        self.unmarked.store(true, Ordering::Release);
+    }
+
+    /// Whether a lost page may not be marked as poisoned.
+    pub(crate) fn has_unmarked(&self) -> bool {
+        self.unmarked.load(Ordering::Acquire)
     }
 
     pub(crate) fn count_registered(&self) {

@@ -187,7 +187,7 @@ impl Requests {
         };
         let id = RequestId(self.next_id);
         self.next_id += 1;
-        let deadline = now + self.policy.deadline;
+        let deadline = later(now, self.policy.deadline);
         self.in_flight.insert(id, InFlight { job, deadline });
         Some(Submission {
             id,
@@ -228,7 +228,7 @@ impl Requests {
         }
         // A stalled region starts afresh when it is resumed.
         let failures = if self.is_stalled { 0 } else { failures };
-        let not_before = (failures > 0).then(|| now + self.policy.backoff(failures));
+        let not_before = (failures > 0).then(|| later(now, self.policy.backoff(failures)));
         let again = |pages, fault| Job {
             wanted: Wanted { pages, fault },
             failures,
@@ -347,6 +347,12 @@ impl Requests {
     pub(crate) fn waiting(&self) -> usize {
         self.urgent.waiting.len() + self.bulk.waiting.len()
     }
+}
+
+/// `after` from now on, or so far away that it makes no difference.
+fn later(now: Instant, after: Duration) -> Instant {
+    const FAR: Duration = Duration::from_secs(365 * 86_400);
+    now.checked_add(after).unwrap_or(now + FAR)
 }
 
 impl RetryPolicy {

@@ -25,7 +25,7 @@ use crate::config::Holes;
 use crate::counters::Counters;
 use crate::error::{InstallFailure, ResolveError, WAIT_SLICE, message_of};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
-use crate::install::{Body, Installed, Installer, Sleepers};
+use crate::install::{Body, Installed, Installer, MAX_TRIES, Sleepers};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served, Supply};
 use crate::requests::Wanted;
@@ -189,7 +189,9 @@ impl Work {
             region,
             served,
         };
-        loop {
+        // The page changes as a rule a few times at most while it is looked at. A process that does
+        // nothing but discard must not keep this thread from others' faults.
+        for _ in 0..MAX_TRIES {
             if let Some(resolution) = self.attempt(site, fault)? {
                 return Ok(resolution);
             }
@@ -197,6 +199,11 @@ impl Work {
                 return Err(ResolveError::Removed { fault: *fault });
             }
         }
+        let source = InstallFailure::Busy { tries: MAX_TRIES };
+        Err(ResolveError::Install {
+            fault: *fault,
+            source,
+        })
     }
 
     /// One look at the page. `None`: the page changed meanwhile, look again.

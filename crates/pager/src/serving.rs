@@ -25,6 +25,9 @@ use crate::resolver::Resolver;
 /// How many descriptors one wait reports at most.
 const READY_AT_ONCE: usize = 64;
 
+/// How many reads are made between two looks at what else is ready.
+const READS_AT_ONCE: usize = 256;
+
 /// What one thread needs to serve a pager's descriptor.
 ///
 /// A VMM with an event loop of its own waits until [`Self::as_fd`] is readable and calls
@@ -78,8 +81,12 @@ impl Serving {
             self.wait(timeout)?;
         }
         let mut resolved = 0;
-        // Channels with more messages take turns.
-        while let Some(channel) = self.ready.pop_front() {
+        // Channels with more messages take turns. However many messages a process has, others get
+        // their turn, and deadlines are looked at.
+        for _ in 0..READS_AT_ONCE {
+            let Some(channel) = self.ready.pop_front() else {
+                return Ok(resolved);
+            };
             if stopping() {
                 self.ready.push_front(channel);
                 break;
@@ -90,7 +97,15 @@ impl Serving {
                 self.ready.push_back(channel);
             }
         }
+        self.hand_back();
         Ok(resolved)
+    }
+
+    /// Has what is left reported again, to this thread or another.
+    fn hand_back(&mut self) {
+        for channel in self.ready.drain(..) {
+            self.resolver.pager().poller.report_again(&channel);
+        }
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), ServeError> {
@@ -208,11 +223,7 @@ impl AsFd for Serving {
 
 impl Drop for Serving {
     fn drop(&mut self) {
-        // What was reported to this thread and not read must be reported to another.
-        let pager = Arc::clone(self.resolver.pager());
-        for channel in self.ready.drain(..) {
-            pager.poller.report_again(&channel);
-        }
+        self.hand_back();
     }
 }
 

@@ -5,7 +5,7 @@ use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
 
 use crate::error::{InstallFailure, ResolveError};
 use crate::fault::{Delivery, Fault, Resolution};
-use crate::install::{mark_poisoned, wake, zero_pages};
+use crate::install::{MAX_TRIES, Mark, mark_poisoned, wake, zero_pages};
 use crate::resolver::{Site, Work};
 
 impl Work {
@@ -118,6 +118,8 @@ impl Work {
         match zeroed {
             Ok(()) => {
                 self.counters.zeroed += 1;
+                // However often a page is given up and touched again: each time something was mapped.
+                self.tracker.progress();
                 Ok(Some(Resolution::Zeroed))
             }
             Err(InstallError::Exists { .. }) => {
@@ -165,7 +167,7 @@ impl Work {
 
     /// Makes a page that is mapped present for the access of an exit. The page may be given up at the
     /// same time: then the call sleeps in the userfaultfd like any touch, until a reader answers or a
-    /// signal ends it.
+    /// fatal signal ends the process. (Other signals end it on some kernels only.)
     pub(crate) fn populate(&mut self, site: Site<'_>, fault: &Fault) -> Result<(), ResolveError> {
         self.counters.populates += 1;
         let access = match fault.access {
@@ -201,21 +203,21 @@ impl Work {
         site: Site<'_>,
         fault: &Fault,
     ) -> Result<Resolution, ResolveError> {
-        if !site.region.can_poison && fault.delivery == Delivery::Uffd {
-            return Err(ResolveError::CannotPoison { fault: *fault });
-        }
-        loop {
+        let page = PageRange::single(fault.page);
+        for _ in 0..MAX_TRIES {
             let order = site.served.channel.order();
-            if mark_poisoned(
-                site.region,
-                site.served,
-                &order,
-                PageRange::single(fault.page),
-            ) {
-                return Ok(Resolution::Poisoned);
-            }
+            let mark = mark_poisoned(site.region, site.served, &order, page);
             drop(order);
-            site.pager.read_events(&site.served.channel);
+            match mark {
+                Mark::Made => return Ok(Resolution::Poisoned),
+                Mark::EventsFirst => site.pager.read_events(&site.served.channel),
+                Mark::Failed => break,
+            }
+        }
+        match fault.delivery {
+            // The VMM has an answer of its own.
+            Delivery::Exit => Ok(Resolution::Poisoned),
+            Delivery::Uffd => Err(ResolveError::CannotPoison { fault: *fault }),
         }
     }
 }

@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use pagetide_memory::{
-    AccessError, Backing, FileView, FileViewError, GuestAddress, HostRange, PageIndex, PageRange,
-    PageSize, PopulateAccess, PopulateError, Region,
+    AccessError, Backing, FileAccessError, FileView, FileViewError, GuestAddress, HostRange,
+    PageIndex, PageRange, PageSize, PopulateAccess, PopulateError, Region,
 };
 
 use rustix::io::Errno;
@@ -110,6 +110,20 @@ impl Target {
             }
         }
         Ok(())
+    }
+
+    /// The first page that the file of foreign memory has, if that was handed over.
+    pub(crate) fn first_in_file(&self) -> Result<Option<PageIndex>, FileAccessError> {
+        let Self::Foreign(Foreign {
+            view: Some(view),
+            page_size,
+            ..
+        }) = self
+        else {
+            return Ok(None);
+        };
+        let found = view.first_content()?;
+        Ok(found.map(|offset| PageIndex(offset >> page_size.shift())))
     }
 
     /// Gives the memory of pages back to the host.

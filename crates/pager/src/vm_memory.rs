@@ -109,10 +109,7 @@ pub unsafe fn add_guest_memory(
                 result => result.map_err(prepare)?,
             }
         }
-        // SAFETY: the caller promises that the memory stays mapped; the region drops the userfaultfd.
-        unsafe { uffd.register(range.into(), mode) }?;
-        let bytes = range.bytes() as u64;
-        let contents = contents(gpa, bytes);
+        let contents = contents(gpa, range.bytes() as u64);
         // SAFETY: as the caller promises.
         let mut config =
             unsafe { RegionConfig::mapped(&uffd, range, PageSize::Size4K, mode, contents) }
@@ -124,8 +121,14 @@ pub unsafe fn add_guest_memory(
                 offset_bytes: file.start(),
             });
         }
-        let id = pager.add(config);
-        added.push(id.map_err(|source| AddMemoryError::Add { gpa, source })?);
+        // SAFETY: the caller promises that the memory stays mapped; the region drops the userfaultfd.
+        unsafe { uffd.register(range.into(), mode) }?;
+        let id = pager.add(config).map_err(|source| {
+            // The regions before keep the userfaultfd open, which nobody would serve here.
+            let _ = uffd.unregister(range.into());
+            AddMemoryError::Add { gpa, source }
+        });
+        added.push(id?);
     }
     Ok(added)
 }

@@ -43,7 +43,7 @@ fn missing(region: &Arc<Region>) -> RegionConfig {
 fn assert_usable(region: &Arc<Region>, mode: Mode) {
     let paged = Paged::new(region, mode, pattern());
     for page in 0..region.pages() {
-        paged.read_exit(page);
+        let _ = paged.read_exit(page);
         check_page(region, page);
     }
     assert_eq!(paged.pager.progress().present, region.pages());
@@ -167,7 +167,7 @@ fn memory_that_another_pager_serves_is_refused_and_free_after_it() {
             panic!("{mode:?}: {again:?}")
         };
         // And goes on being served.
-        paged.read_exit(1);
+        let _ = paged.read_exit(1);
         check_page(&region, 1);
         drop(paged);
         region.punch(region.all_pages()).unwrap();

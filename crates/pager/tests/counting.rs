@@ -44,7 +44,7 @@ fn pages_by_fault_by_prefetch_and_of_zeroes_are_told_apart() {
         let mut resolver = pager.resolver(Some(0)).unwrap();
         for page in [0, 8] {
             let gpa = GuestAddress(GPA.0 + page * PAGE);
-            resolver.resolve_exit(gpa, Access::Read).unwrap();
+            let _ = resolver.resolve_exit(gpa, Access::Read).unwrap();
         }
         let batch_bytes = PAGE;
         let prefetch = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();

@@ -82,7 +82,7 @@ fn missing_pages_are_lost_and_the_others_stay() {
                     println!("{what}");
                     let set = |config: RegionConfig| config.userfaultfds(layout);
                     let paged = Paged::with(&its, mode, pattern(), set);
-                    paged.read_exit(2);
+                    let _ = paged.read_exit(2);
                     end.of(paged);
                     for page in [0, 1, 3] {
                         assert_lost(&its, page);
@@ -201,7 +201,7 @@ fn whoever_sleeps_on_a_present_page_reads_it() {
             let paged = Paged::new(&region, mode, pattern());
             let its = Arc::clone(&region);
             let toucher = spawn_asleep("a touch", move || check_page(&its, 1));
-            paged.read_exit(1);
+            let _ = paged.read_exit(1);
             end.of(paged);
             join(&format!("{mode:?} {backing} {end:?}"), toucher);
         }

@@ -265,7 +265,7 @@ fn an_exit_that_waits_serves_deadlines() {
         }
         thread::yield_now();
     }
-    join("the exit", waiting);
+    let _ = join("the exit", waiting);
     check_page(&region, 1);
 }
 

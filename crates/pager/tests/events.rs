@@ -153,7 +153,7 @@ fn a_fault_reads_the_events_that_keep_it_from_being_resolved() {
     let resolved = within_patience("an exit", move || {
         resolver.resolve_exit(above(GPA, 20), pagetide_memory::Access::Read)
     });
-    resolved.unwrap();
+    let _ = resolved.unwrap();
     join("the discard", discarding);
     assert_eq!(state(&pager, id, 3), PageState::Removed);
     assert_eq!(state(&pager, id, 20), PageState::Present);

@@ -59,7 +59,7 @@ fn what_the_page_cache_has_is_only_mapped() {
         let paged = Paged::new(&region, Mode::Minor, contents);
         let mut resolver = paged.resolver();
         for page in 0..pages {
-            exit(&mut resolver, &region, page, Access::Read).unwrap();
+            let _ = exit(&mut resolver, &region, page, Access::Read).unwrap();
             check_page(&region, page);
         }
         assert_eq!(resolver.counters().pages, pages);
@@ -107,7 +107,7 @@ fn a_hole_is_zero_where_the_owner_says_so() {
             assert_eq!(first_byte(&region, page), u8::from(!is_hole), "page {page}");
             assert_eq!(paged.state(page), PageState::Present);
             // The guest's own writes stay.
-            paged.exit(page, Access::Write).unwrap();
+            let _ = paged.exit(page, Access::Write).unwrap();
             region.write_guest(PageIndex(page), 0, &[9]).unwrap();
         }
         assert_eq!(first_byte(&region, 7), 9);
@@ -199,8 +199,8 @@ fn neighbours_without_content_stay_absent() {
         };
         assert_eq!(paged.state(page), expected, "page {page}");
     }
-    paged.read_exit(9);
-    paged.read_exit(4);
+    let _ = paged.read_exit(9);
+    let _ = paged.read_exit(4);
     paged.exit(7, Access::Read).unwrap_err();
 }
 

@@ -60,7 +60,7 @@ fn a_mapping_that_was_lost_is_made_again() {
     };
     let paged = Paged::new(&region, Mode::Minor, pattern());
     let mut resolver = paged.resolver();
-    exit(&mut resolver, &region, 2, Access::Write).unwrap();
+    let _ = exit(&mut resolver, &region, 2, Access::Write).unwrap();
     region.write_guest(PageIndex(2), 0, &[0x77]).unwrap();
     region.zap_guest(region.all_pages()).unwrap();
 
@@ -83,7 +83,7 @@ fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
         };
         let paged = Paged::new(&region, mode, pattern());
         let mut resolver = paged.resolver();
-        exit(&mut resolver, &region, 2, Access::Read).unwrap();
+        let _ = exit(&mut resolver, &region, 2, Access::Read).unwrap();
         check_page(&region, 2);
         region.punch(PageRange::single(PageIndex(2))).unwrap();
         let again = |resolver: &mut _, access| exit(resolver, &region, 2, access).unwrap();
@@ -97,15 +97,15 @@ fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
         check_zeroes(&region, 2);
         // It can be written to, and that stays.
         for _ in 0..2 {
-            again(&mut resolver, Access::Write);
+            let _ = again(&mut resolver, Access::Write);
         }
         region.write_guest(PageIndex(2), 0, &[5]).unwrap();
-        again(&mut resolver, Access::Read);
+        let _ = again(&mut resolver, Access::Read);
         assert_eq!(first_byte(&region, 2), 5);
         if mode == Mode::Minor {
             // And a mapping of it that is lost does not lose the content.
             region.zap_guest(PageRange::single(PageIndex(2))).unwrap();
-            again(&mut resolver, Access::Read);
+            let _ = again(&mut resolver, Access::Read);
             assert_eq!(first_byte(&region, 2), 5);
         }
     }
@@ -148,7 +148,7 @@ fn a_page_that_is_reclaimed_again_and_again_is_progress() {
     let set = |config: RegionConfig| config.no_progress_limit(limit);
     let paged = Paged::with(&region, Mode::Minor, pattern(), set);
     let mut resolver = paged.resolver();
-    exit(&mut resolver, &region, 2, Access::Write).unwrap();
+    let _ = exit(&mut resolver, &region, 2, Access::Write).unwrap();
     for _ in 0..20 {
         region.zap_guest(region.all_pages()).unwrap();
         let first = exit(&mut resolver, &region, 2, Access::Write).unwrap();
@@ -195,7 +195,7 @@ fn many_vcpus_share_the_pages() {
                         // Two run up and two run down, so that they meet.
                         let last = region.pages() - 1;
                         let page = if vcpu % 2 == 0 { step } else { last - step };
-                        exit(&mut resolver, region, page, Access::Read).unwrap();
+                        let _ = exit(&mut resolver, region, page, Access::Read).unwrap();
                         check_page(region, page);
                     }
                 });
@@ -243,6 +243,6 @@ fn what_was_mapped_before_the_pager_is_mapped_anew() {
     let contents = Contents::PageCache(Holes::AreMissing);
     let paged = Paged::new(&region, Mode::Minor, contents);
     assert!(!is_mapped(&region, 1), "the page map says absent");
-    paged.read_exit(1);
+    let _ = paged.read_exit(1);
     check_page(&region, 1);
 }

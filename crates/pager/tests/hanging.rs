@@ -231,7 +231,7 @@ fn no_urgent_request_waits_for_threads_that_hang_in_bulk_requests() {
     gate.wait_for(3);
     // Pages that hang in a read, that wait in the pool, and by either delivery.
     for page in (0..250).step_by(5) {
-        join("an exit", exit(&pager, page)).unwrap();
+        let _ = join("an exit", exit(&pager, page)).unwrap();
         let touched = Arc::clone(&region);
         within_patience("a touch", move || check_page(&touched, page + 1));
     }
@@ -266,7 +266,7 @@ fn a_read_that_outlasts_its_deadline_is_asked_of_another_thread() {
         ..PERSISTENT
     };
     let (pager, _) = serve(&region, Mode::Minor, pool, policy);
-    join("the exit", exit(&pager, 2)).unwrap();
+    let _ = join("the exit", exit(&pager, 2)).unwrap();
     check_page(&region, 2);
     gate.wait_for(1);
     gate.open();
@@ -297,7 +297,7 @@ fn a_pool_that_is_dropped_gives_its_requests_back() {
         .replace_source(id, Arc::new(SubmitFn(complete)))
         .unwrap();
     for exit in exits {
-        join("an exit", exit).unwrap();
+        let _ = join("an exit", exit).unwrap();
     }
     eventually("the end of the pool, whose thread hangs on", || {
         weak.upgrade().is_none()

@@ -93,7 +93,7 @@ impl Guest {
         let mut resolver = pager.resolver(Some(0)).unwrap();
         let exits = move || {
             for page in (0..PAGES).skip(1).step_by(2) {
-                resolver.resolve_exit(gpa(page), Access::Write).unwrap();
+                let _ = resolver.resolve_exit(gpa(page), Access::Write).unwrap();
                 check_page(&exiting, page);
                 counter.fetch_add(1, Ordering::AcqRel);
             }

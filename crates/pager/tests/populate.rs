@@ -120,7 +120,7 @@ fn vcpus_fault_while_prefetch_and_population_work() {
                 scope.spawn(|| (0..1024).rev().for_each(|page| check_page(&region, page)));
                 scope.spawn(|| {
                     for page in (0..1024).map(|page| page * 613 % 1024) {
-                        exit(&mut resolver, &region, page, Access::Read).unwrap();
+                        let _ = exit(&mut resolver, &region, page, Access::Read).unwrap();
                         check_page(&region, page);
                     }
                 });
@@ -145,7 +145,7 @@ fn neighbours_of_exits_are_handed_over_from_the_least_number_on() {
         };
         let seen = Seen::new();
         let paged = seen.paged(&region, Mode::Minor, pattern(), around);
-        paged.read_exit(19);
+        let _ = paged.read_exit(19);
         assert_eq!(seen.pages(), expected.collect::<Vec<_>>(), "{around}");
     }
 }

@@ -265,7 +265,7 @@ fn faults_and_prefetch_meet_on_the_same_pages() {
                         let mut resolver = pager.resolver(Some(0)).unwrap();
                         for page in (0..region.pages()).map(|page| page * 7 % region.pages()) {
                             let at = region.gpa_of_page(PageIndex(page)).unwrap();
-                            resolver.resolve_exit(at, Access::Write).unwrap();
+                            let _ = resolver.resolve_exit(at, Access::Write).unwrap();
                             check(&region, page);
                         }
                     });
@@ -302,7 +302,7 @@ fn all_regions_are_walked() {
         regions.push(region);
     }
     // From within the second one, so that the walk wraps around.
-    join("the exit", exit(&pager, 64 + 10)).unwrap();
+    let _ = join("the exit", exit(&pager, 64 + 10)).unwrap();
     let ended = within_patience("prefetch", {
         let pager = Arc::clone(&pager);
         move || page_by_page(&pager).finish().unwrap()
@@ -323,7 +323,7 @@ fn it_goes_on_from_the_last_fault() {
     let (pager, _) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
     let waiting = exit(&pager, 40);
     complete(desk.next());
-    join("the exit", waiting).unwrap();
+    let _ = join("the exit", waiting).unwrap();
     let ahead = page_by_page(&pager);
     eventually("prefetch", || {
         if let Some(request) = desk.take_if(|_| true) {
@@ -405,7 +405,7 @@ fn prefetch_gives_way_to_faults_and_gets_there_all_the_same() {
         let mut resolver = pager.resolver(Some(0)).unwrap();
         // Downwards, so that prefetch does not run ahead of it; the last few are left to prefetch.
         for page in (32..region.pages()).rev() {
-            resolver.resolve_exit(gpa(page), Access::Read).unwrap();
+            let _ = resolver.resolve_exit(gpa(page), Access::Read).unwrap();
         }
         let ended = prefetch.finish().unwrap();
         assert!(ended.is_complete);

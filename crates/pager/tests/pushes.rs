@@ -20,7 +20,7 @@ fn what_nobody_asked_for_is_installed_if_it_is_missing() {
         let asked = desk.next();
         let pushed = pager.push(id, range(0, 4), Content::Bytes(&content_of(range(0, 4))));
         assert_eq!(pushed.unwrap(), 4);
-        join("the exit", waiting).unwrap();
+        let _ = join("the exit", waiting).unwrap();
         // The request was overtaken; its answer changes nothing, nor does a second push.
         let wrong = vec![0xee; 5 * 4096];
         asked.complete(Content::Bytes(&wrong[..4096]));

@@ -171,7 +171,7 @@ fn exits_and_messages_meet_on_the_same_pages() {
                         let last = region.pages() - 1;
                         for step in 0..region.pages() {
                             let page = if vcpu == 0 { step } else { last - step };
-                            exit(&mut resolver, region, page, Access::Write).unwrap();
+                            let _ = exit(&mut resolver, region, page, Access::Write).unwrap();
                             check_page(region, page);
                         }
                     });
@@ -228,7 +228,7 @@ fn a_sleeper_on_a_page_that_came_without_a_wake_is_woken() {
         // Asleep before any reader runs, so that the exit finds the page absent and installs it
         // without a wake.
         let toucher = spawn_asleep("toucher", move || check_page(&touched, 1));
-        paged.read_exit(1);
+        let _ = paged.read_exit(1);
         let readers = readers(&paged, 1);
         join("the toucher", toucher);
         let counters = readers.stop();
@@ -376,7 +376,7 @@ fn a_sleeper_whose_fault_failed_is_woken_when_its_page_comes() {
             assert!(matches!(notice, Notice::Unresolved(_)), "{notice}");
             assert!(!toucher.is_finished());
             readers.stop();
-            paged.read_exit(1);
+            let _ = paged.read_exit(1);
             join(&format!("{panics} {mode:?} {backing}"), toucher);
         }
     }

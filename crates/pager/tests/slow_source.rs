@@ -56,7 +56,7 @@ fn urgent_requests_pass_all_that_prefetch_wants() {
         let urgent = desk.next_urgent();
         assert_eq!(urgent.pages(), range(page, 1));
         complete(urgent);
-        join("the exit", waiting.pop().unwrap()).unwrap();
+        let _ = join("the exit", waiting.pop().unwrap()).unwrap();
     }
     assert_eq!(desk.waiting(), 4);
     let is_bulk = |asked: &Asked| asked.urgency == Urgency::Bulk;
@@ -74,7 +74,7 @@ fn urgent_requests_pass_all_that_prefetch_wants() {
     (0..4).for_each(|_| complete(desk.next_bulk()));
     (0..40).for_each(|_| complete(desk.next_urgent()));
     for fault in faults {
-        join("an exit", fault).unwrap();
+        let _ = join("an exit", fault).unwrap();
     }
     let log = desk.log();
     assert!(!log[before..before + 24].iter().any(is_bulk), "{log:?}");
@@ -221,7 +221,7 @@ fn run(bulk_bytes: u64, faults: bool) -> Option<(f64, Vec<Duration>)> {
             let page = random % region.pages();
             let before = Instant::now();
             let requests = resolver.counters().requests;
-            resolver.resolve_exit(gpa(page), Access::Read).unwrap();
+            let _ = resolver.resolve_exit(gpa(page), Access::Read).unwrap();
             if resolver.counters().requests > requests {
                 took.push(before.elapsed());
             }

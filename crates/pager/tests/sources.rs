@@ -54,7 +54,7 @@ fn answers_come_in_any_order_from_many_threads() {
             join("answering", answering);
         }
         for exit in exits {
-            join("an exit", exit).unwrap();
+            let _ = join("an exit", exit).unwrap();
         }
         assert!(
             within_patience("prefetch", || running.finish())
@@ -86,11 +86,11 @@ fn of_two_answers_for_a_page_the_first_is_installed() {
             let wrong = vec![0xee; 8 * 4096];
             if urgent_first {
                 complete(urgent);
-                join("the exit", waiting).unwrap();
+                let _ = join("the exit", waiting).unwrap();
                 complete(bulk);
             } else {
                 complete(bulk);
-                join("the exit", waiting).unwrap();
+                let _ = join("the exit", waiting).unwrap();
                 urgent.complete(Content::Bytes(&wrong[..4096]));
             }
             assert!(
@@ -119,7 +119,7 @@ fn a_fault_on_a_page_that_prefetch_asked_for_is_not_delayed_by_it() {
     for page in 0..32 {
         let waiting = exit(&pager, page);
         complete(desk.next_urgent());
-        join("the exit", waiting).unwrap();
+        let _ = join("the exit", waiting).unwrap();
     }
     let touched = Arc::clone(&region);
     let touching = thread::spawn(move || check_page(&touched, 40));
@@ -156,7 +156,7 @@ fn a_late_answer_is_dropped() {
         assert_eq!(pager.counted().late_answers, 1);
         assert_ne!(state(&pager, 1), PageState::Present);
         answer_until_done(&desk, &waiting);
-        join("the exit", waiting).unwrap();
+        let _ = join("the exit", waiting).unwrap();
         check_page(&region, 1);
         assert!(pager.counted().failed_requests >= 1);
         assert!(pager.trouble().is_none());
@@ -222,7 +222,7 @@ fn is_survived(what: &'static str, wrongly: fn(Request)) {
                 .retry_policy(PERSISTENT)
                 .fault_around(around);
             pager.add(config).unwrap();
-            join(what, exit(&pager, 5)).unwrap();
+            let _ = join(what, exit(&pager, 5)).unwrap();
             check_page(&region, 5);
             let counted = pager.counted();
             assert_eq!(counted.failed_requests, 1, "{what}");
@@ -271,7 +271,7 @@ fn a_source_that_answers_and_then_panics_has_answered() {
     }));
     let (pager, id) = serve(&region, Mode::Minor, source, ONE_ATTEMPT);
     for page in 0..4 {
-        join("the exit", exit(&pager, page)).unwrap();
+        let _ = join("the exit", exit(&pager, page)).unwrap();
     }
     check_all(&region);
     assert!(!pager.source_status(id).unwrap().is_stalled);
@@ -303,7 +303,7 @@ fn a_source_that_panics_in_cancel_harms_nobody() {
     let kept = source.0.next();
     source.0.wait_for_cancelled(kept.id());
     answer_until_done(&source.0, &waiting);
-    join("the exit", waiting).unwrap();
+    let _ = join("the exit", waiting).unwrap();
     let waiting = exit(&pager, 1);
     source
         .0
@@ -357,7 +357,7 @@ fn a_source_that_answers_inside_submit_answers_all_without_recursion() {
             let mut resolver = exiting.resolver(None).unwrap();
             for page in (0..2048).step_by(3) {
                 let access = pagetide_pager::Access::Write;
-                resolver.resolve_exit(gpa(page), access).unwrap();
+                let _ = resolver.resolve_exit(gpa(page), access).unwrap();
             }
         });
         let running = prefetch(&pager, 1);
@@ -380,7 +380,7 @@ fn zeroes_are_content() {
         };
         let source = Arc::new(SubmitFn(|request: Request| request.complete(Content::Zero)));
         let (pager, _) = serve(&region, mode, source, ONE_ATTEMPT);
-        join("the exit", exit(&pager, 2)).unwrap();
+        let _ = join("the exit", exit(&pager, 2)).unwrap();
         let running = prefetch(&pager, 8);
         assert!(
             within_patience("prefetch", || running.finish())
@@ -421,7 +421,7 @@ fn poison_of_a_run_is_found_page_by_page() {
                 let resolved = join("the exit", exit(&pager, lost)).unwrap();
                 assert_eq!(resolved, Resolution::Poisoned);
                 let neighbour = if lost == 0 { 1 } else { lost - 1 };
-                join("the exit", exit(&pager, neighbour)).unwrap();
+                let _ = join("the exit", exit(&pager, neighbour)).unwrap();
                 check_page(&region, neighbour);
             }
             let running = prefetch(&pager, 64);
@@ -462,15 +462,15 @@ fn a_pools_reads_fail_panic_and_say_zero_or_poison() {
     });
     let pool = Pool::new(source, PoolConfig::default()).unwrap();
     let (pager, _) = serve(&region, Mode::Minor, pool, PERSISTENT);
-    join("page 0", exit(&pager, 0)).unwrap();
+    let _ = join("page 0", exit(&pager, 0)).unwrap();
     check_page(&region, 0);
     assert_eq!(pager.counted().failed_requests, 2);
-    join("page 1", exit(&pager, 1)).unwrap();
+    let _ = join("page 1", exit(&pager, 1)).unwrap();
     assert_eq!(
         join("page 2", exit(&pager, 2)).unwrap(),
         Resolution::Poisoned
     );
-    join("page 3", exit(&pager, 3)).unwrap();
+    let _ = join("page 3", exit(&pager, 3)).unwrap();
     check_page(&region, 3);
 }
 
@@ -508,7 +508,7 @@ fn pages_in_flight_never_exceed_the_limits() {
         complete(desk.next_urgent());
     }
     for exit in exits {
-        join("an exit", exit).unwrap();
+        let _ = join("an exit", exit).unwrap();
     }
     eventually("prefetch", || {
         if let Some(request) = desk.take_if(|_| true) {

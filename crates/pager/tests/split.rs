@@ -46,10 +46,10 @@ fn faults_bring_in_what_lies_in_several_mappings() {
                 return;
             };
             let paged = Paged::with(&region, mode, pattern(), around);
-            paged.read_exit(faulting);
+            let _ = paged.read_exit(faulting);
             check_page(&region, faulting);
             (0..PAGES).for_each(|page| {
-                paged.read_exit(page);
+                let _ = paged.read_exit(page);
             });
             check(&paged);
         }
@@ -65,10 +65,10 @@ fn a_page_cache_in_several_mappings_is_mapped() {
         fill_page_cache(&region);
         let contents = Contents::PageCache(Holes::AreMissing);
         let paged = Paged::with(&region, Mode::Minor, contents, around);
-        paged.read_exit(faulting);
+        let _ = paged.read_exit(faulting);
         check_page(&region, faulting);
         (0..PAGES).for_each(|page| {
-            paged.read_exit(page);
+            let _ = paged.read_exit(page);
         });
         check(&paged);
     }

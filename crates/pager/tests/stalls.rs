@@ -95,7 +95,7 @@ fn a_stalled_region_waits_and_goes_on_when_it_is_resumed() {
         pager.clear_trouble();
         pager.resume(id).unwrap();
         join("the toucher", touching);
-        join("the exit", waiting).unwrap();
+        let _ = join("the exit", waiting).unwrap();
         assert!(
             within_patience("prefetch", || ahead.finish())
                 .unwrap()
@@ -155,7 +155,7 @@ fn other_regions_go_on() {
     let [_, second] = regions;
     let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
     join("the toucher", touch(&second, 9));
-    join("the exit", exit(&pager, 64 + 3)).unwrap();
+    let _ = join("the exit", exit(&pager, 64 + 3)).unwrap();
     within_patience("the rest", move || check_all(&second));
     assert!(pager.source_status(gone).unwrap().is_stalled);
     assert!(!pager.source_status(there).unwrap().is_stalled);
@@ -249,7 +249,7 @@ fn another_source_takes_over_while_the_region_is_stalled() {
             .replace_source(id, Arc::new(SubmitFn(complete)))
             .unwrap();
         join("the toucher", touching);
-        join("the exit", waiting).unwrap();
+        let _ = join("the exit", waiting).unwrap();
         check_page(&region, 15);
         assert!(!pager.source_status(id).unwrap().is_stalled);
         drop(readers);
@@ -282,7 +282,7 @@ fn another_source_takes_over_what_is_in_flight() {
         assert_eq!(pager.counted().late_answers, 3);
         assert_eq!(pager.counts(id).unwrap().requested, 16);
         (0..3).for_each(|_| complete(next.next()));
-        join("the exit", waiting).unwrap();
+        let _ = join("the exit", waiting).unwrap();
         assert!(
             within_patience("prefetch", || ahead.finish())
                 .unwrap()
@@ -305,7 +305,7 @@ fn what_is_abandoned_is_lost_and_not_zero() {
             let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
             let there = exit(&pager, 0);
             complete(desk.next());
-            join("the exit", there).unwrap();
+            let _ = join("the exit", there).unwrap();
             let touched = Arc::clone(&region);
             let touching = thread::spawn(move || assert_lost(&touched, 3));
             let kept = desk.next();
@@ -361,7 +361,7 @@ fn content_that_cannot_be_installed_stalls_its_region_only() {
     region.punch(range(3, 1)).unwrap();
     pager.resume(id).unwrap();
     complete(desk.next());
-    join("the exit", waiting).unwrap();
+    let _ = join("the exit", waiting).unwrap();
     check_page(&region, 3);
 }
 
@@ -390,7 +390,7 @@ fn an_exit_that_waits_is_let_go_by_stop_and_by_removal() {
             pager.restart();
             let waiting = exit(&pager, 3);
             complete(request);
-            join("the exit", waiting).unwrap();
+            let _ = join("the exit", waiting).unwrap();
             check_page(&region, 3);
         }
     }
@@ -429,7 +429,7 @@ fn a_request_for_pages_that_came_another_way_is_no_failure() {
     pager
         .push(id, range(3, 1), Content::Bytes(&content_of(range(3, 1))))
         .unwrap();
-    join("the exit", waiting).unwrap();
+    let _ = join("the exit", waiting).unwrap();
     request.fail(SourceError::Dropped);
     let status = pager.source_status(id).unwrap();
     assert_eq!((status.is_stalled, status.in_flight_bytes), (false, 0));

@@ -175,6 +175,7 @@ impl Way {
         };
         config
             .fault_around(self.around)
+            // Exits come here without a guest, for pages that are there too, as often as chance has it.
             .no_progress_limit(std::num::NonZeroU32::MAX)
             .in_flight_limits(InFlightLimits {
                 urgent_bytes: 256 << 10,
