@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
@@ -27,37 +27,45 @@ fn byte_of(page: u64) -> u8 {
 /// The client: requests wait here for the thread that answers them.
 #[derive(Default)]
 struct Client {
-    waiting: Mutex<VecDeque<Request>>,
+    queue: Mutex<Queue>,
     more: Condvar,
     is_down: AtomicBool,
-    is_over: AtomicBool,
     asked: AtomicU64,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Request>,
+    is_over: bool,
 }
 
 impl Source for Client {
     // Called by whoever faults: hand the request on, do not block.
     fn submit(&self, request: Request) {
-        let mut waiting = self.waiting.lock().expect("nothing panics under the lock");
+        let mut queue = self.lock();
         match request.urgency() {
-            Urgency::Urgent => waiting.push_front(request),
-            Urgency::Bulk => waiting.push_back(request),
+            Urgency::Urgent => queue.waiting.push_front(request),
+            Urgency::Bulk => queue.waiting.push_back(request),
         }
         self.more.notify_one();
     }
 }
 
 impl Client {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().expect("nothing panics under the lock")
+    }
+
+    /// The next request; None when all is over.
+    fn next(&self) -> Option<Request> {
+        let idle = |queue: &mut Queue| queue.waiting.is_empty() && !queue.is_over;
+        let queue = self.more.wait_while(self.lock(), idle);
+        let mut queue = queue.expect("nothing panics under the lock");
+        queue.waiting.pop_front()
+    }
+
     fn answer_requests(&self) {
-        let mut waiting = self.waiting.lock().expect("nothing panics under the lock");
-        while !self.is_over.load(Ordering::Acquire) {
-            let Some(request) = waiting.pop_front() else {
-                waiting = self
-                    .more
-                    .wait(waiting)
-                    .expect("nothing panics under the lock");
-                continue;
-            };
-            drop(waiting);
+        while let Some(request) = self.next() {
             std::thread::sleep(Duration::from_millis(1));
             let asked = self.asked.fetch_add(1, Ordering::Relaxed);
             if self.is_down.load(Ordering::Acquire) {
@@ -69,7 +77,6 @@ impl Client {
                 let content: Vec<u8> = pages.flat_map(|page| [byte_of(page.0); 4096]).collect();
                 request.complete(Content::Bytes(&content));
             }
-            waiting = self.waiting.lock().expect("nothing panics under the lock");
         }
     }
 }
@@ -141,7 +148,7 @@ fn main() -> anyhow::Result<()> {
     println!("all {} pages are there and right", counts.present);
 
     readers.stop();
-    client.is_over.store(true, Ordering::Release);
+    client.lock().is_over = true;
     client.more.notify_all();
     server
         .join()

@@ -13,7 +13,7 @@ use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use pagetide_kvm::{Capabilities, FaultExit};
 use pagetide_memory::GuestAddress as Gpa;
 use pagetide_pager::{
-    Contents, Mode, Pager, PatternSource, ReaderConfig, Readers, add_guest_memory,
+    Contents, Mode, Pager, PatternSource, ReaderConfig, Readers, Resolution, add_guest_memory,
 };
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 
@@ -48,7 +48,7 @@ fn main() -> anyhow::Result<()> {
     let contents = |_, _| Contents::Local(Arc::new(PatternSource::new(content)));
     // SAFETY: the memory is dropped after the pager, and nobody relies on what it holds before.
     unsafe { add_guest_memory(&pager, &data, Mode::Missing, contents) }?;
-    let _readers = Readers::spawn(&pager, ReaderConfig::new(1))?;
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1))?;
     let exits = Capabilities::of(&vm).absent_mapping_flag().unwrap_or(0);
 
     set_memory(&vm, 0, &low, 0)?;
@@ -66,19 +66,25 @@ fn main() -> anyhow::Result<()> {
             Err(error) => {
                 let fault = FaultExit::of(vcpu.get_kvm_run(), error.errno());
                 let fault = fault.filter(FaultExit::is_resolvable).context(error)?;
-                resolver.resolve_exit(fault.gpa, fault.access)?;
-                FaultExit::forget(vcpu.get_kvm_run());
+                match resolver.resolve_exit(fault.gpa, fault.access)? {
+                    lost @ (Resolution::Poisoned | Resolution::Unmapped) => {
+                        bail!("the page at gpa {} cannot be had: {lost:?}", fault.gpa)
+                    }
+                    _ => FaultExit::forget(vcpu.get_kvm_run()),
+                }
             }
         }
     }
     let wanted = (0x10..0x18).sum::<u8>();
     ensure!(sum == Some(wanted), "the guest says {sum:?}, not {wanted}");
     let delivery = if exits == 0 { "userfaultfd" } else { "exits" };
+    drop(resolver);
+    // A reader wakes the guest with the page, and counts the page a moment later.
+    readers.stop();
     println!(
         "the guest read {} pages by {delivery}, sum {wanted}",
         pager.progress().present
     );
-    drop(resolver);
     Ok(())
 }
 
