@@ -70,19 +70,26 @@ impl Paging {
     }
 
     /// Whether what a fault installed is also mapped in stage 2 before the guest goes on
-    /// (KVM_PRE_FAULT_MEMORY).
+    /// (KVM_PRE_FAULT_MEMORY). Not for a VM whose slots put memory elsewhere
+    /// ([`Self::with_slots_of`]): what lies beside a page there may be something else.
     #[must_use]
     pub fn pre_fault(mut self, pre_fault: bool) -> Self {
         self.pre_fault = pre_fault;
         self
     }
 
-    /// What the vCPUs' threads counted so far, together.
+    /// What the vCPUs' threads counted so far, together. Waits while one of them resolves a fault: for
+    /// as long as a source is silent, if a vCPU waits for it. So rather ask when the vCPUs have stopped.
     #[must_use]
     pub fn counters(&self) -> Counters {
         let mut sum = Counters::default();
         for OwnLines(resolver) in &self.resolvers {
-            resolver.with(|resolver| sum.add(resolver.counters()));
+            while resolver
+                .try_with(|resolver| sum.add(resolver.counters()))
+                .is_none()
+            {
+                std::thread::yield_now();
+            }
         }
         sum
     }
@@ -120,7 +127,7 @@ impl VcpuHooks for Paging {
     #[inline]
     fn on_fault(&self, vcpu: &mut PoolVcpu<'_>, fault: FaultExit) -> Result<Handled, HookError> {
         match self.resolve(vcpu.id(), &fault)? {
-            Resolution::Installed { pages } if self.pre_fault => {
+            Resolution::Installed { pages } if self.pre_fault && self.slots.is_none() => {
                 let range = self.pager.gpa_range(fault.gpa, pages);
                 Ok(range.map_or(Handled::Retry, Handled::PreFaultThenRetry))
             }
@@ -134,7 +141,9 @@ impl VcpuHooks for Paging {
 }
 
 /// Maps what has arrived in the stage-2 tables that all vCPUs share (KVM_POPULATE_MEMORY, gated by
-/// KVM_CAP_POPULATE_MEMORY: without it, the first call fails and population ends).
+/// KVM_CAP_POPULATE_MEMORY: without it, the first call fails and population ends). For VMs whose slots
+/// have each region at its own gpa; elsewhere it may map other memory ahead, which does no harm and no
+/// good.
 #[derive(Clone, Debug)]
 pub struct StageTwo(pub Arc<Vm>);
 
