@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, bail, ensure};
-use kvm_bindings::kvm_userspace_memory_region;
+use kvm_bindings::{kvm_userspace_memory_region, kvm_userspace_memory_region2};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use pagetide_kvm::{Capabilities, FaultExit};
 use pagetide_memory::GuestAddress as Gpa;
@@ -61,11 +61,11 @@ fn main() -> anyhow::Result<()> {
         match vcpu.run() {
             Ok(VcpuExit::IoOut(0x10, bytes)) => sum = bytes.first().copied(),
             Ok(VcpuExit::Hlt) => break,
-            Ok(other) => bail!("an exit that this guest does not cause: {other:?}"),
             // A missing page, with the series: resolve it on this thread and enter again.
-            Err(error) => {
-                let fault = FaultExit::of(vcpu.get_kvm_run(), error.errno());
-                let fault = fault.filter(FaultExit::is_resolvable).context(error)?;
+            Ok(VcpuExit::MemoryFault { flags, gpa, size }) => {
+                let is_poisoned = kvm_ioctls::Error::last().errno() == libc::EHWPOISON;
+                let fault = FaultExit::decode(flags, gpa, size, is_poisoned);
+                ensure!(fault.is_resolvable(), "{fault}");
                 match resolver.resolve_exit(fault.gpa, fault.access)? {
                     lost @ (Resolution::Poisoned | Resolution::Unmapped) => {
                         bail!("the page at gpa {} cannot be had: {lost:?}", fault.gpa)
@@ -73,6 +73,8 @@ fn main() -> anyhow::Result<()> {
                     _ => FaultExit::forget(vcpu.get_kvm_run()),
                 }
             }
+            Ok(other) => bail!("an exit that this guest does not cause: {other:?}"),
+            Err(error) => return Err(error).context("KVM_RUN"),
         }
     }
     let wanted = (0x10..0x18).sum::<u8>();
@@ -98,7 +100,21 @@ fn set_memory(vm: &VmFd, slot: u32, memory: &GuestMemoryMmap, flags: u32) -> any
         flags,
     };
     // SAFETY: KVM requires memory that stays mapped while the VM runs: main drops it after the VM.
-    Ok(unsafe { vm.set_user_memory_region(range) }?)
+    let set = unsafe {
+        match flags {
+            0 => vm.set_user_memory_region(range),
+            // The flag for exits is one of the second version only.
+            _ => vm.set_user_memory_region2(kvm_userspace_memory_region2 {
+                slot: range.slot,
+                flags: range.flags,
+                guest_phys_addr: range.guest_phys_addr,
+                memory_size: range.memory_size,
+                userspace_addr: range.userspace_addr,
+                ..Default::default()
+            }),
+        }
+    };
+    set.with_context(|| format!("setting memory slot {slot}"))
 }
 
 fn set_registers(vcpu: &VcpuFd) -> anyhow::Result<()> {
