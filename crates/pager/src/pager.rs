@@ -306,20 +306,19 @@ impl Pager {
     }
 
     /// Has what a vCPU's own thread installed mapped in stage 2, where that costs less than the faults
-    /// that it saves. KVM maps the page that faulted as the guest enters: it is left out where that
-    /// keeps the rest in one piece.
+    /// that it saves. The page that faulted is one of them: KVM would map it as the guest enters, alone
+    /// and for more than its share of a run.
     #[inline]
     pub(crate) fn populate_after_exit(
         &self,
         region: &PagedRegion,
         pages: PageRange,
-        fault: PageIndex,
         counters: &mut Counters,
     ) {
         if let Some(config) = &region.sink
             && pages.count() >= config.least_exit_pages
         {
-            self.populate(region, without_end(pages, fault), counters);
+            self.populate(region, pages, counters);
         }
     }
 
@@ -345,18 +344,6 @@ impl Pager {
                 source: Arc::from(error),
             });
         }
-    }
-}
-
-/// `pages` without `page`, if that is one of its ends.
-fn without_end(pages: PageRange, page: PageIndex) -> PageRange {
-    let last = pages.count().saturating_sub(1);
-    if page == pages.first() {
-        pages.split_at(1).1
-    } else if page.0 == pages.first().0 + last {
-        pages.split_at(last).0
-    } else {
-        pages
     }
 }
 

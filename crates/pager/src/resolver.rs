@@ -289,12 +289,8 @@ impl Work {
         Ok(Some(match installed {
             Installed::Piece(pages) => {
                 if fault.delivery == Delivery::Exit {
-                    site.pager.populate_after_exit(
-                        site.region,
-                        pages,
-                        fault.page,
-                        &mut self.counters,
-                    );
+                    site.pager
+                        .populate_after_exit(site.region, pages, &mut self.counters);
                 } else if pages.count() > 1 {
                     site.pager.populate(site.region, pages, &mut self.counters);
                 }
