@@ -388,3 +388,28 @@ fn prefetch_asks_for_what_fits_and_for_one_request_at_least() {
     requests.stall();
     assert!(!requests.has_bulk_room(1));
 }
+
+#[test]
+fn times_that_are_beyond_all_clocks_are_far_away() {
+    let now = Instant::now();
+    for long in [Duration::MAX, Duration::from_secs(1 << 62)] {
+        let policy = RetryPolicy {
+            deadline: long,
+            first_backoff: long,
+            longest_backoff: long,
+            ..POLICY
+        };
+        let soon = now + Duration::from_secs(86_400);
+        let mut requests = Requests::new(LIMITS, policy, PAGE);
+        requests.want(urgent(7));
+        let first = requests.next_submission(now).unwrap();
+        assert!(first.deadline > soon);
+        assert_eq!(requests.next_expired(soon), None);
+        requests.miss(first.id, Miss::Failed, now).unwrap();
+        assert_eq!(requests.next_submission(soon), None);
+        assert!(requests.next_deadline().unwrap() > soon);
+        // Not for ever all the same: the owner goes on when it likes.
+        requests.resume();
+        assert_eq!(pages(&mut requests, now), [run(7, 1)]);
+    }
+}

@@ -158,6 +158,32 @@ fn a_page_that_is_reclaimed_again_and_again_is_progress() {
     }
 }
 
+/// As under a balloon that takes back what a guest keeps touching: however often, each time something
+/// was mapped.
+#[test]
+fn a_page_that_is_given_up_again_and_again_is_progress() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(4, backing) else {
+            return;
+        };
+        let limit = NonZeroU32::new(5).unwrap();
+        let set = |config: RegionConfig| config.no_progress_limit(limit);
+        let paged = Paged::with(&region, mode, pattern(), set);
+        let mut resolver = paged.resolver();
+        let page = PageRange::single(PageIndex(2));
+        for turn in 0..20 {
+            assert_eq!(paged.pager.discard(paged.id, page).unwrap(), 1);
+            let resolved = exit(&mut resolver, &region, 2, Access::Read);
+            assert!(
+                matches!(resolved, Ok(Resolution::Zeroed)),
+                "{mode:?} {backing}, {turn}: {resolved:?}"
+            );
+            assert!(is_mapped(&region, 2));
+        }
+        check_zeroes(&region, 2);
+    }
+}
+
 #[test]
 fn many_vcpus_share_the_pages() {
     for (mode, around, uffds) in [

@@ -6,7 +6,7 @@ mod desk;
 
 use desk::*;
 use pagetide_memory::{Backing, PageState};
-use pagetide_pager::{Content, Mode, Prefetch, PrefetchConfig, PushError};
+use pagetide_pager::{Content, InstallFailure, Mode, Prefetch, PrefetchConfig, PushError};
 
 #[test]
 fn what_nobody_asked_for_is_installed_if_it_is_missing() {
@@ -92,4 +92,39 @@ fn what_comes_for_a_page_that_was_given_up_is_dropped() {
     );
     assert_eq!(pager.counted().pages, 5);
     assert!((2..5).all(|page| state(&pager, page) == PageState::Removed));
+}
+
+/// The request for such a page may have been answered while the push was installing it, for nothing:
+/// so nobody may go on waiting for that request.
+#[test]
+fn a_push_that_cannot_be_installed_leaves_no_page_requested() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let desk = Desk::new();
+    let (pager, id) = serve(&region, Mode::Missing, desk.source(), PERSISTENT);
+    let waiting = exit(&pager, 3);
+    let asked = desk.next();
+    // Something else puts a page there, behind the pager's back.
+    let file = region.file().unwrap();
+    rustix::io::pwrite(file, &[7; 4096], 2 * PAGE).unwrap();
+    let bytes = content_of(range(2, 4));
+    let pushed = pager.push(id, range(2, 4), Content::Bytes(&bytes));
+    let Err(PushError::Install(InstallFailure::Unexpected { page })) = &pushed else {
+        panic!("{pushed:?}")
+    };
+    assert_eq!(*page, range(2, 1).first());
+    // Whoever waits asks anew, and the former answer is not needed.
+    let again = desk.next();
+    assert_eq!(again.pages(), range(3, 1));
+    complete(again);
+    let _ = join("the exit", waiting).unwrap();
+    let wrong = [0xee; 4096];
+    asked.complete(Content::Bytes(&wrong));
+    check_page(&region, 3);
+    for page in [2, 4, 5] {
+        assert_eq!(state(&pager, page), PageState::Absent, "page {page}");
+    }
+    // A push does not stall: its sender is told.
+    assert!(!pager.source_status(id).unwrap().is_stalled);
 }

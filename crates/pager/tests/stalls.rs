@@ -9,6 +9,7 @@ use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use desk::*;
 use pagetide_memory::{Backing, GuestAddress, PageState, Region};
@@ -363,6 +364,89 @@ fn content_that_cannot_be_installed_stalls_its_region_only() {
     complete(desk.next());
     let _ = join("the exit", waiting).unwrap();
     check_page(&region, 3);
+}
+
+/// What prefetch had requested is not asked for again by itself: a page of it may be waited for by
+/// somebody who must not depend on prefetch.
+#[test]
+fn bulk_content_that_cannot_be_installed_leaves_no_page_requested() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let desk = Desk::new();
+    let (pager, id) = serve(&region, Mode::Missing, desk.source(), PERSISTENT);
+    let told = notices(&pager);
+    let ahead = prefetch(&pager);
+    let bulk = desk.next_bulk();
+    assert_eq!(bulk.pages(), range(0, 8));
+    // Something else puts a page there, behind the pager's back.
+    let file = region.file().unwrap();
+    rustix::io::pwrite(file, &[7; 4096], 2 * PAGE).unwrap();
+    complete(bulk);
+    match told.recv_timeout(PATIENCE).unwrap() {
+        Notice::NotInstalled { region, .. } => assert_eq!(region, id),
+        other => panic!("{other}"),
+    }
+    let expected = SourceStatus {
+        is_stalled: true,
+        in_flight_bytes: 0,
+        waiting_requests: 0,
+    };
+    assert_eq!(pager.source_status(id).unwrap(), expected);
+    for page in 0..8 {
+        let wanted = if page < 2 {
+            PageState::Present
+        } else {
+            PageState::Absent
+        };
+        assert_eq!(state(&pager, page), wanted, "page {page}");
+    }
+    let waiting = exit(&pager, 5);
+    eventually("the exit waits", || {
+        pager.source_status(id).unwrap().waiting_requests == 1
+    });
+    let _ = within_patience("prefetch", || ahead.stop()).unwrap();
+    region.punch(range(2, 1)).unwrap();
+    pager.resume(id).unwrap();
+    let urgent = desk.next();
+    assert_eq!(urgent.pages(), range(5, 1));
+    complete(urgent);
+    let _ = join("the exit", waiting).unwrap();
+    check_page(&region, 5);
+}
+
+/// Waits without an end are said by the longest time that there is.
+#[test]
+fn deadlines_and_waits_may_be_as_long_as_one_likes() {
+    for long in [Duration::MAX, Duration::from_secs(1 << 62)] {
+        let Some(region) = region(8, Backing::Shmem) else {
+            return;
+        };
+        let desk = Desk::new();
+        let policy = RetryPolicy {
+            deadline: long,
+            attempts: 3,
+            first_backoff: long,
+            longest_backoff: long,
+        };
+        let (pager, id) = serve(&region, Mode::Minor, desk.source(), policy);
+        let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+        let touching = touch(&region, 3);
+        complete(desk.next());
+        join("the touch", touching);
+        // And after a failure, until the owner wants it sooner.
+        let waiting = exit(&pager, 5);
+        desk.next().fail(unavailable("not yet"));
+        pager.tick();
+        assert_eq!(desk.waiting(), 0);
+        assert_eq!(pager.source_status(id).unwrap().waiting_requests, 1);
+        pager.resume(id).unwrap();
+        complete(desk.next());
+        let _ = join("the exit", waiting).unwrap();
+        check_page(&region, 5);
+        readers.stop();
+        assert!(pager.trouble().is_none());
+    }
 }
 
 #[test]
