@@ -7,10 +7,14 @@ use std::error::Error;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 
-use pagetide_memory::{Access, Backing, GuestRange, PageIndex, PageRange, PageState, Region};
-use pagetide_pager::{
-    Content, DiscardError, Mode, Pager, PopulateSink, ReaderConfig, Readers, RegionConfig, RegionId,
+use pagetide_memory::{
+    Access, Backing, GuestRange, PageIndex, PageRange, PageSize, PageState, Region,
 };
+use pagetide_pager::{
+    Content, DiscardError, Memfd, Mode, Pager, PopulateSink, ReaderConfig, Readers, RegionConfig,
+    RegionId, Serving, UffdLayout,
+};
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use support::sources::complete;
 use support::*;
 
@@ -221,4 +225,73 @@ fn what_is_not_there_is_refused() {
         matches!(error, DiscardError::NoSuchRegion { .. }),
         "{error}"
     );
+}
+
+/// Discards pages 1 to 4 of 8, present ones and missing ones, and looks at what is there then. Whoever
+/// discards serves the pager, and nobody else does.
+fn discard_alone(what: &str, pager: &Arc<Pager>, id: RegionId, region: &Arc<Region>) {
+    for page in [1, 2, 6] {
+        assert_eq!(push(pager, id, region, page), 1, "{what}");
+    }
+    let its = Arc::clone(pager);
+    let discarded = within_patience(&format!("{what}: the discard"), move || {
+        let mut serving = Serving::new(&its, 1);
+        let discarded = its.discard(id, pages(1, 4)).unwrap();
+        serving.process_ready().unwrap();
+        discarded
+    });
+    assert_eq!(discarded, 4, "{what}");
+    for page in 1..5 {
+        assert_eq!(state(pager, id, page), PageState::Removed, "{what}: {page}");
+    }
+    let _readers = Readers::spawn(pager, ReaderConfig::new(1)).unwrap();
+    (1..5).for_each(|page| check_zeroes(region, page));
+    (5..8).for_each(|page| check_page(region, page));
+    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+}
+
+#[test]
+fn a_discard_of_memory_with_events_needs_nobody_else() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(8, backing) else {
+            return;
+        };
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(&region), mode, pattern());
+        let config = config.userfaultfds(UffdLayout::WithEvents);
+        let id = pager.add(config).unwrap();
+        discard_alone(&format!("{mode:?} {backing}"), &pager, id, &region);
+    }
+}
+
+/// The same with memory of this process that something else made.
+#[test]
+fn a_discard_of_mapped_memory_with_events_needs_nobody_else() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(8, backing) else {
+            return;
+        };
+        let features = match backing {
+            Backing::Anonymous => Features::EVENT_REMOVE,
+            _ => Features::EVENT_REMOVE | Features::MISSING_SHMEM | Features::MINOR_SHMEM,
+        };
+        let uffd = Arc::new(Userfaultfd::open(features).unwrap());
+        // SAFETY: the region stays mapped for longer than the userfaultfd is open, and nobody relies
+        // on its zeroes.
+        unsafe { uffd.register(region.guest().into(), mode) }.unwrap();
+        let size = PageSize::Size4K;
+        // SAFETY: as above.
+        let config =
+            unsafe { RegionConfig::mapped(&uffd, region.guest(), size, mode, pattern()) }.gpa(GPA);
+        let config = match region.file() {
+            None => config,
+            Some(file) => config.memfd(Memfd {
+                file: file.try_clone_to_owned().unwrap(),
+                offset_bytes: 0,
+            }),
+        };
+        let pager = Pager::new().unwrap();
+        let id = pager.add(config).unwrap();
+        discard_alone(&format!("{mode:?} {backing}"), &pager, id, &region);
+    }
 }

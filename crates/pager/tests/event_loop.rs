@@ -3,16 +3,18 @@
 
 mod support;
 
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use pagetide_memory::{Access, Backing, Region};
+use pagetide_memory::{Access, Backing, PageSize, Region};
 use pagetide_pager::{
     Contents, Counters, Mode, Pager, ReaderConfig, Readers, RegionConfig, RetryPolicy, Serving,
     UffdLayout,
 };
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use support::*;
 
@@ -301,4 +303,55 @@ fn a_loop_that_ends_in_a_panic_leaves_nobody_asleep() {
     for toucher in touchers {
         join("a touch", toucher);
     }
+}
+
+/// However many threads fault, whoever serves comes back to its event loop: others have their turn.
+#[test]
+fn messages_without_end_do_not_keep_a_loop_from_anything_else() {
+    const SLEEPERS: u64 = 300;
+    let Some(region) = region(SLEEPERS, Backing::Anonymous) else {
+        return;
+    };
+    // With a userfaultfd of the test's own, which tells how many messages it has.
+    let uffd = Arc::new(Userfaultfd::open(Features::NONE).unwrap());
+    // SAFETY: the region stays mapped for longer than the userfaultfd is open, and nobody relies on
+    // its zeroes.
+    unsafe { uffd.register(region.guest().into(), Mode::Missing) }.unwrap();
+    let size = PageSize::Size4K;
+    let config = RegionConfig::foreign(&uffd, region.guest(), size, Mode::Missing, pattern());
+    let pager = Pager::new().unwrap();
+    pager.add(config.gpa(GPA)).unwrap();
+    // Should this fail, they get SIGBUS as the pager is dropped: that must not hide why.
+    handle_sigbus();
+    let touchers: Vec<_> = (0..SLEEPERS)
+        .map(|page| {
+            let region = Arc::clone(&region);
+            thread::spawn(move || check_page(&region, page))
+        })
+        .collect();
+    let info = format!("/proc/self/fdinfo/{}", uffd.as_fd().as_raw_fd());
+    let all = format!("pending:\t{SLEEPERS}");
+    eventually("all threads are asleep", || {
+        let info = std::fs::read_to_string(&info).unwrap();
+        info.lines().any(|line| line == all)
+    });
+
+    let mut serving = Serving::new(&pager, 1);
+    let mut resolved = serving.process_ready().unwrap();
+    assert!((1..=256).contains(&resolved), "{resolved} at once");
+    // What is left is told again, to whoever looks.
+    let mut other = Serving::new(&pager, 1);
+    assert!(is_ready(&other, Duration::ZERO));
+    for turn in 0..SLEEPERS {
+        if turn % 2 == 0 {
+            resolved += other.process_ready().unwrap();
+        } else {
+            resolved += serving.process_ready().unwrap();
+        }
+    }
+    assert_eq!(resolved as u64, SLEEPERS);
+    for toucher in touchers {
+        join("a touch", toucher);
+    }
+    assert!(!is_ready(&serving, Duration::ZERO));
 }

@@ -15,9 +15,10 @@ use child_process::{Mapped, Other, be_child};
 use pagetide_memory::{Backing, GuestAddress, PageIndex, PageRange, PageSize, PageState, Region};
 use pagetide_pager::{
     Content, Memfd, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
-    RegionConfig, RegionId, UffdLayout,
+    RegionConfig, RegionId, Serving, UffdLayout,
 };
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::Advice;
 use support::*;
 
@@ -330,6 +331,54 @@ fn another_process_unmaps_and_moves_memory() {
         eventually("all present", || pager.counts(id).unwrap().present == 16);
     }
     assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+}
+
+/// The kernel wakes nobody then. Whoever slept finds that nothing is there any more (a touch would be
+/// SIGSEGV, which the kernel says by ENOMEM here).
+#[test]
+fn whoever_sleeps_in_memory_that_is_unmapped_or_moved_is_woken() {
+    if !has_userfaultfd() {
+        return;
+    }
+    // A move tells of its former place also by UNMAP, if that is wanted.
+    let ways = [
+        ("munmap", Features::EVENT_UNMAP),
+        ("mremap", Features::EVENT_REMAP),
+    ];
+    for (how, event) in ways {
+        for mode in [Mode::Missing, Mode::Minor] {
+            let pager = Pager::new().unwrap();
+            let (other, uffd) = Other::start(&[event]);
+            let mapped = other.map(4, mode);
+            let id = foreign(&pager, &uffd, &mapped, AT);
+            // Nobody reads yet: its fault comes before the event, and is not resolved.
+            other.tell(format!("later populate {} 1", mapped.start + 2 * PAGE));
+            let serving = Serving::new(&pager, 1);
+            let mut told = [PollFd::new(&serving, PollFlags::IN)];
+            let timeout = Timespec::try_from(PATIENCE).unwrap();
+            assert_eq!(
+                poll(&mut told, Some(&timeout)).unwrap(),
+                1,
+                "{how} {mode:?}"
+            );
+            drop(serving);
+            other.tell(format!("later {how} {} 4", mapped.start));
+            other.wait_for_end_of(&mapped);
+
+            let _readers = readers(&pager);
+            let no_memory = format!("{:?}", Err::<(), _>(rustix::io::Errno::NOMEM));
+            assert_eq!(other.tell("join"), no_memory, "{how} {mode:?}");
+            let done = other.tell("join");
+            if how == "mremap" {
+                let to: u64 = done.parse().unwrap();
+                assert_eq!(other.check(to, 4, AT), "right", "{mode:?}");
+            } else {
+                assert_eq!(done, "ok");
+                eventually("removed", || pager.counts(id).unwrap().removed == 4);
+            }
+            assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+        }
+    }
 }
 
 #[test]

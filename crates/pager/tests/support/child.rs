@@ -171,6 +171,21 @@ impl Other {
         self.tell(format!("later check {start} {pages} {}", gpa.0));
     }
 
+    /// Where the child has memory, as the kernel says.
+    fn has_mapping_at(&self, start: u64) -> bool {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.child.id())).unwrap();
+        maps.lines()
+            .any(|line| line.starts_with(&format!("{start:x}-")))
+    }
+
+    /// Waits until the mapping that starts there is gone. Whoever takes it away goes on only when its
+    /// userfaultfd was read.
+    pub fn wait_for_end_of(&self, mapped: &Mapped) {
+        crate::support::eventually("the end of a mapping", || {
+            !self.has_mapping_at(mapped.start)
+        });
+    }
+
     pub fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
