@@ -78,7 +78,9 @@ pub(crate) fn arrive(
             wake(region, served, &order, counters, run);
         }
         drop(order);
-        if !failed && served.channel.has_events && matches!(whom, For::Nobody) {
+        // Nothing is mapped in a page that is lost.
+        let is_mapped = !failed && body != Body::Poisoned;
+        if is_mapped && served.channel.has_events && matches!(whom, For::Nobody) {
             pager.populate(region, run, counters);
         }
         match installed? {

@@ -6,14 +6,16 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::error::Error;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak, mpsc};
 use std::thread;
 
-use pagetide_memory::{Access, Backing, GuestRange, PageIndex, PageState, Region};
+use pagetide_memory::{Access, Backing, GuestRange, PageIndex, PageRange, PageState, Region};
 use pagetide_pager::{
-    Contents, Mode, Notice, Pager, PopulateSink, Prefetch, PrefetchConfig, ReaderConfig, Readers,
-    RegionConfig, Resolution,
+    Content, Contents, Holes, Mode, Notice, Pager, PopulateSink, Prefetch, PrefetchConfig,
+    ReaderConfig, Readers, RegionConfig, Request, Resolution, Source, UffdLayout,
 };
+use rustix::mm::Advice;
 use support::*;
 
 type SinkResult = Result<u64, Box<dyn Error + Send + Sync>>;
@@ -252,5 +254,122 @@ fn a_sink_that_fails_ends_the_population_and_not_the_paging() {
             assert_eq!(source.to_string(), said);
             assert!(paged.pager.trouble().is_none());
         });
+    }
+}
+
+/// Where pages come from that are installed ahead of faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ahead {
+    Local,
+    PageCache,
+    Answered,
+    Pushed,
+}
+
+/// Answers requests as they come.
+struct AtOnce;
+
+impl Source for AtOnce {
+    fn submit(&self, request: Request) {
+        sources::complete(request);
+    }
+}
+
+/// Gives pages up behind the pager's back. The kernel has whoever does so wait until the event was
+/// read.
+fn give_up(region: &Region, first: u64, count: u64) {
+    let pages = PageRange::new(PageIndex(first), count);
+    let range = region.guest_range(pages).unwrap();
+    let advice = if region.backing().has_file() {
+        Advice::LinuxRemove
+    } else {
+        Advice::LinuxDontNeed
+    };
+    let at = std::ptr::with_exposed_provenance_mut(range.start().0);
+    // SAFETY: the range is the region's, and its content is given up on purpose.
+    unsafe { rustix::mm::madvise(at, range.bytes(), advice) }.unwrap();
+}
+
+/// Population may wait for a slot update, and that for memory that is being given up.
+#[test]
+fn a_sink_may_wait_for_memory_to_be_given_up() {
+    use Ahead::{Answered, Local, PageCache, Pushed};
+    for (mode, backing) in SMALL_WAYS {
+        for from in [Local, PageCache, Answered, Pushed] {
+            if from == PageCache && mode == Mode::Missing {
+                continue;
+            }
+            let Some(region) = region(64, backing) else {
+                return;
+            };
+            within_patience(&format!("{mode:?} {backing} {from:?}"), move || {
+                let contents = match from {
+                    Local => pattern(),
+                    PageCache => {
+                        fill_page_cache(&region);
+                        Contents::PageCache(Holes::AreMissing)
+                    }
+                    Answered => Contents::Source(Arc::new(AtOnce)),
+                    Pushed => HeldSource::new().contents(),
+                };
+                let (its, populated) = (Arc::clone(&region), Arc::new(AtomicU64::new(0)));
+                let count = Arc::clone(&populated);
+                let sink = Arc::new(SinkFn(move |range: GuestRange| {
+                    let given_up = thread::scope(|scope| {
+                        let giving_up = scope.spawn(|| give_up(&its, 63, 1));
+                        giving_up.join()
+                    });
+                    given_up.map_err(|_| "madvise failed")?;
+                    count.fetch_add(range.bytes() / PAGE, Ordering::Relaxed);
+                    Ok(range.bytes())
+                }));
+                let set = |config: RegionConfig| {
+                    let config = config.userfaultfds(UffdLayout::WithEvents);
+                    config.populate(sink, 1)
+                };
+                let paged = Paged::with(&region, mode, contents, set);
+                let _readers = Readers::spawn(&paged.pager, ReaderConfig::new(1)).unwrap();
+                if from == Pushed {
+                    let bytes = content(GPA, 63 * PAGE);
+                    let pages = PageRange::new(PageIndex(0), 63);
+                    let pushed = paged.pager.push(paged.id, pages, Content::Bytes(&bytes));
+                    assert_eq!(pushed.unwrap(), 63);
+                } else {
+                    assert!(prefetch(&paged).finish().unwrap().is_complete);
+                }
+                (0..63).for_each(|page| check_page(&region, page));
+                check_zeroes(&region, 63);
+                assert_eq!(paged.state(63), PageState::Removed);
+                assert_eq!(populated.load(Ordering::Relaxed), 63);
+                assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+            });
+        }
+    }
+}
+
+/// Nothing is mapped there, so there is nothing to map in stage 2: a sink that is asked for it fails,
+/// and that would be the end of the region's population.
+#[test]
+fn a_page_that_is_lost_is_not_populated() {
+    for layout in [UffdLayout::Single, UffdLayout::WithEvents] {
+        let Some(region) = region(8, Backing::Shmem) else {
+            return;
+        };
+        if !can_poison() {
+            return;
+        }
+        let seen = Seen::new();
+        let sink = seen.sink(&region);
+        let what = format!("{layout:?}");
+        let set = |config: RegionConfig| config.userfaultfds(layout).populate(sink, 1);
+        let paged = Paged::with(&region, Mode::Minor, HeldSource::new().contents(), set);
+        let push = |page, content: Content<'_>| {
+            let page = PageRange::single(PageIndex(page));
+            assert_eq!(paged.pager.push(paged.id, page, content).unwrap(), 1);
+        };
+        push(5, Content::Poisoned);
+        assert_eq!(paged.state(5), PageState::Poisoned);
+        push(6, Content::Bytes(&content(gpas(6, 1).start(), PAGE)));
+        assert_eq!(seen.pages(), [6], "{what}");
     }
 }
