@@ -1,9 +1,12 @@
 use std::error::Error as _;
+use std::io::IoSliceMut;
 use std::ptr;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use rustix::io::ReadWriteFlags;
 use rustix::mm::{self, MapFlags, ProtFlags};
 
 use super::*;
@@ -68,6 +71,13 @@ impl Memory {
         unsafe { AtomicU8::from_ptr(at) }.load(Ordering::Relaxed)
     }
 
+    fn give_up(&self, page: usize) {
+        assert!(page < self.pages);
+        let at = self.start.wrapping_add(page * PAGE).cast();
+        // SAFETY: nobody has a reference into the mapping, and its content is given up on purpose.
+        unsafe { mm::madvise(at, PAGE, mm::Advice::LinuxDontNeed) }.unwrap();
+    }
+
     fn register(&self, fd: &Userfaultfd) {
         // SAFETY: register requires that the memory is the caller's and that nobody relies on its
         // zeroes: it is, and the tests do not.
@@ -82,14 +92,20 @@ impl Drop for Memory {
     }
 }
 
-fn next_fault(fd: &Userfaultfd) -> PageFault {
+fn next_event(fd: &Userfaultfd) -> Event {
     let mut buffer = EventBuffer::new(4);
     loop {
         match fd.read_events(&mut buffer).unwrap().next() {
-            Some(Event::PageFault(fault)) => return fault,
-            Some(other) => panic!("{other:?}"),
+            Some(event) => return event,
             None => thread::sleep(Duration::from_millis(1)),
         }
+    }
+}
+
+fn next_fault(fd: &Userfaultfd) -> PageFault {
+    match next_event(fd) {
+        Event::PageFault(fault) => fault,
+        other => panic!("{other:?}"),
     }
 }
 
@@ -250,4 +266,62 @@ fn causes_are_chained() {
         error.source().unwrap().to_string(),
         Errno::NOMEM.to_string()
     );
+}
+
+/// Whether a read of it can say that it does not wait; says why not.
+fn can_read_now(fd: &Userfaultfd) -> bool {
+    let mut byte = [0];
+    let mut bytes = [IoSliceMut::new(&mut byte)];
+    // Too small for a message: nothing is read.
+    let read = rustix::io::preadv2(fd, &mut bytes, u64::MAX, ReadWriteFlags::NOWAIT);
+    let can = read != Err(Errno::OPNOTSUPP);
+    if !can {
+        println!("SKIP: this kernel's userfaultfd does not know RWF_NOWAIT (Linux 6.10)");
+    }
+    can
+}
+
+/// The flags belong to the descriptor, which its former owner has as well.
+#[test]
+fn an_adopted_userfaultfd_is_read_without_waiting_whatever_its_former_owner_does() {
+    let Some(owners) = userfaultfd(Features::EVENT_REMOVE) else {
+        return;
+    };
+    if !can_read_now(&owners) {
+        return;
+    }
+    let handed = owners.as_fd().try_clone_to_owned().unwrap();
+    let fd = Userfaultfd::adopt(handed, Features::EVENT_REMOVE).unwrap();
+    let flags = rustix::fs::fcntl_getfl(&owners).unwrap();
+    assert!(flags.contains(OFlags::NONBLOCK));
+    rustix::fs::fcntl_setfl(&owners, flags - OFlags::NONBLOCK).unwrap();
+
+    let (send, receive) = mpsc::channel();
+    let reading = thread::spawn(move || {
+        assert_eq!(fd.read_events(&mut EventBuffer::new(4)).unwrap().len(), 0);
+        // What there is to tell is told.
+        let memory = Memory::new(4);
+        memory.register(&fd);
+        thread::scope(|scope| {
+            let toucher = scope.spawn(|| memory.touch(2));
+            let fault = next_fault(&fd);
+            assert_eq!(fault.address, memory.range(2, 1).start);
+            fd.copy_pages(fault.address, &[0x5a; PAGE], Wake::Wake)
+                .unwrap();
+            assert_eq!(toucher.join().unwrap(), 0x5a);
+            let discarding = scope.spawn(|| memory.give_up(2));
+            let range = memory.range(2, 1);
+            let (start, end) = (range.start, range.start + range.bytes);
+            assert_eq!(next_event(&fd), Event::Remove { start, end });
+            discarding.join().unwrap();
+        });
+        assert_eq!(fd.read_events(&mut EventBuffer::new(4)).unwrap().len(), 0);
+        send.send(()).unwrap();
+    });
+    match receive.recv_timeout(Duration::from_secs(30)) {
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("a read waits"),
+        _ => reading.join().unwrap(),
+    }
+    let flags = rustix::fs::fcntl_getfl(&owners).unwrap();
+    assert!(!flags.contains(OFlags::NONBLOCK));
 }
