@@ -175,3 +175,39 @@ fn a_child_does_not_inherit_the_view() {
     // "dc": do not copy on fork.
     assert!(flags.split_whitespace().any(|flag| flag == "dc"), "{flags}");
 }
+
+#[test]
+fn the_first_page_that_the_file_has_is_found_and_the_position_stays() {
+    let file = memfd(8 * PAGE);
+    let view = view(&file, 2 * PAGE, 4 * PAGE);
+    let at = |position| seek(&file, SeekFrom::Start(position)).unwrap();
+    let position = || seek(&file, SeekFrom::Current(0)).unwrap();
+    let put = |page: u64| {
+        let other = File::from(file.try_clone().unwrap());
+        other.write_all_at(b"text", page * PAGE + 100).unwrap();
+    };
+    let first = || {
+        let before = position();
+        let first = view.first_content();
+        assert_eq!(position(), before, "others share the position");
+        first
+    };
+    at(4711);
+    assert_eq!(first(), Ok(None));
+    // Before the view, and behind it.
+    put(1);
+    assert_eq!(first(), Ok(None));
+    put(6);
+    assert_eq!(first(), Ok(None));
+    at(0);
+    put(5);
+    assert_eq!(first(), Ok(Some(3 * PAGE)));
+    put(2);
+    assert_eq!(first(), Ok(Some(0)));
+    view.punch(0, PAGE).unwrap();
+    at(8 * PAGE);
+    assert_eq!(first(), Ok(Some(3 * PAGE)));
+    // Its owner has made it shorter since.
+    ftruncate(&file, PAGE).unwrap();
+    assert_eq!(first(), Ok(None));
+}
