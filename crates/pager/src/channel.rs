@@ -238,6 +238,8 @@ impl Channel {
 
 #[cfg(test)]
 mod tests {
+    use pagetide_uapi::userfaultfd::OpenError;
+
     use super::*;
 
     const SPAN: Span = Span {
@@ -261,5 +263,67 @@ mod tests {
         assert_eq!(part(0, 0x10_0000), None);
         assert_eq!(part(0x10_8000, 0x20_0000), None);
         assert_eq!(part(5, 4), None);
+    }
+
+    fn channel() -> Option<Channel> {
+        match Userfaultfd::open(Features::NONE) {
+            Ok(uffd) => Some(Channel::new(Arc::new(uffd), 0)),
+            Err(error @ (OpenError::NotSupported | OpenError::NoPermission { .. })) => {
+                println!("SKIP: {error}");
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// A message that is read meanwhile finds the region only when the table has it.
+    #[test]
+    fn what_must_come_before_a_span_is_found_comes_before() {
+        let Some(channel) = channel() else {
+            return;
+        };
+        let found = |channel: &Channel| {
+            let spans = channel.spans.try_read();
+            // With the lock held for writing nobody finds anything.
+            spans.is_ok_and(|spans| spans.contains(&SPAN))
+        };
+        let mut begun = false;
+        channel
+            .add(SPAN, || {
+                assert!(!found(&channel), "it is found already");
+                begun = true;
+            })
+            .unwrap();
+        assert!(begun && found(&channel));
+        let located = channel.locate(SPAN.start + 0x2345);
+        assert_eq!(located, Some((SPAN.region, PageIndex(6))));
+    }
+
+    #[test]
+    fn nothing_is_begun_for_a_span_that_overlaps_another() {
+        let Some(channel) = channel() else {
+            return;
+        };
+        channel.add(SPAN, || {}).unwrap();
+        for (start, at) in [
+            (SPAN.start, SPAN.start),
+            (SPAN.start - 0x1000, SPAN.start),
+            (SPAN.start + 0x7000, SPAN.start + 0x7000),
+        ] {
+            let region = RegionId(1);
+            let other = Span {
+                start,
+                region,
+                ..SPAN
+            };
+            let added = channel.add(other, || panic!("begun"));
+            assert_eq!(added, Err(at));
+            assert_eq!(channel.spans_of(region), []);
+        }
+        let behind = Span {
+            start: SPAN.end(),
+            ..SPAN
+        };
+        channel.add(behind, || {}).unwrap();
     }
 }

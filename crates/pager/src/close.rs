@@ -267,3 +267,127 @@ fn local_ranges(region: &PagedRegion) -> impl Iterator<Item = (&Served, UserRang
         (served, range)
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use pagetide_memory::{
+        Backing, GuestAddress, PageMap, PoisonMap, PopulateAccess, PopulateError, Region,
+        ServiceAccess,
+    };
+    use pagetide_uapi::userfaultfd::{Features, Mode, OpenError};
+
+    use super::*;
+    use crate::PatternSource;
+    use crate::arrival::{For, arrive};
+    use crate::channel::{Channel, Span};
+    use crate::install::Body;
+    use crate::region::{Parts, Supply};
+    use crate::target::Target;
+
+    const PAGES: PageRange = PageRange::new(PageIndex(0), 4);
+    const LOST: PageRange = PageRange::single(PageIndex(1));
+
+    /// A region on a kernel that can mark pages as lost, or on one that cannot.
+    fn region(pager: &Pager, can_poison: bool) -> Option<PagedRegion> {
+        let features = match can_poison {
+            true => Features::POISON,
+            false => Features::NONE,
+        };
+        let uffd = match Userfaultfd::open(features) {
+            Ok(uffd) => Arc::new(uffd),
+            Err(
+                error @ (OpenError::NotSupported
+                | OpenError::NoPermission { .. }
+                | OpenError::MissingFeatures { .. }),
+            ) => {
+                println!("SKIP: {error}");
+                return None;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let bytes = PAGES.count() << 12;
+        let memory = Region::new(GuestAddress(0), bytes, Backing::Anonymous).unwrap();
+        memory.begin_paging(ServiceAccess::Closed).unwrap();
+        let range = UserRange::from(memory.guest());
+        // SAFETY: nobody relies on the memory's zeroes, and it stays mapped until the region closes.
+        unsafe { uffd.register(range, Mode::Missing) }.unwrap();
+        let channel = Arc::new(Channel::new(uffd, pager.poller.next_token()));
+        let span = Span {
+            start: range.start,
+            region: RegionId(0),
+            pages: PAGES,
+            shift: 12,
+        };
+        channel.add(span, || {}).unwrap();
+        let region = PagedRegion::new(Parts {
+            id: RegionId(0),
+            map: PageMap::new(PAGES.count()).unwrap(),
+            mode: Mode::Missing,
+            supply: Supply::Local(Arc::new(PatternSource::new(|_, _: &mut [u8]| {}))),
+            served: vec![Served {
+                pages: PAGES,
+                channel,
+            }],
+            fault_around_pages: 1,
+            no_progress_limit: 5,
+            can_poison,
+            trusts_existing: false,
+            sink: None,
+            lost: PoisonMap::new(),
+            target: Target::Local(Arc::new(memory)),
+        });
+        region.count_registered();
+        Some(region)
+    }
+
+    fn settle(pager: &Pager, region: &PagedRegion, pages: PageRange, body: Body<'_>) {
+        let mut counters = Counters::default();
+        arrive(pager, region, &mut counters, pages, body, For::Waiters).unwrap();
+    }
+
+    /// Closes a region of whose pages none is missing. Whether its userfaultfd is open afterwards.
+    fn is_open_after_close(pager: &Pager, region: PagedRegion) -> bool {
+        settle(pager, &region, PAGES, Body::Zero);
+        let uffd = Arc::downgrade(&region.served[0].channel.uffd);
+        pager.close_region(&region);
+        drop(region);
+        uffd.upgrade().is_some()
+    }
+
+    /// Closing it would let the lost page read as zeroes.
+    #[test]
+    fn the_userfaultfd_of_a_lost_page_stays_open_where_the_kernel_cannot_mark_it() {
+        for (can_poison, is_lost) in [(false, false), (false, true), (true, false), (true, true)] {
+            let pager = Pager::new().unwrap();
+            let Some(region) = region(&pager, can_poison) else {
+                return;
+            };
+            if is_lost {
+                settle(&pager, &region, LOST, Body::Poisoned);
+                assert_eq!(
+                    region.map.state(LOST.first()),
+                    Some(PageState::Poisoned),
+                    "{can_poison}"
+                );
+            }
+            let is_open = is_open_after_close(&pager, region);
+            let wanted = is_lost && !can_poison;
+            assert_eq!(is_open, wanted, "lost {is_lost}, can poison {can_poison}");
+        }
+    }
+
+    /// As after a process that discarded all the time has stopped doing so.
+    #[test]
+    fn a_lost_page_that_could_not_be_marked_is_marked_as_its_region_closes() {
+        let pager = Pager::new().unwrap();
+        let Some(region) = region(&pager, true) else {
+            return;
+        };
+        let memory = Arc::clone(region.target.local().unwrap());
+        let _ = region.map.poison(LOST.first());
+        region.note_unmarked();
+        assert!(!is_open_after_close(&pager, region));
+        let touched = memory.populate(LOST, PopulateAccess::Read);
+        assert_eq!(touched, Err(PopulateError::Poisoned { pages: LOST }));
+    }
+}

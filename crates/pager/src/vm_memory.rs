@@ -141,3 +141,91 @@ fn host_range(region: &impl GuestMemoryRegion) -> Result<HostRange, RangeError> 
         usize::try_from(region.len()).unwrap_or(usize::MAX),
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    use vm_memory::Bytes;
+
+    use super::*;
+    use crate::PatternSource;
+
+    const PAGE: u64 = 4096;
+
+    fn memory(ranges: &[(u64, usize)]) -> GuestMemoryMmap {
+        let ranges: Vec<_> = ranges
+            .iter()
+            .map(|&(start, bytes)| (vm_memory::GuestAddress(start), bytes))
+            .collect();
+        GuestMemoryMmap::from_ranges(&ranges).unwrap()
+    }
+
+    fn sevens(_: GuestAddress, _: u64) -> Contents {
+        let fill = |_, buffer: &mut [u8]| buffer.fill(7);
+        Contents::Local(Arc::new(PatternSource::new(fill)))
+    }
+
+    fn add(pager: &Pager, memory: &GuestMemoryMmap) -> Result<Vec<RegionId>, AddMemoryError> {
+        // SAFETY: the tests drop the pager first, and nobody relies on what missing pages hold.
+        unsafe { add_guest_memory(pager, memory, Mode::Missing, sevens) }
+    }
+
+    fn first_byte(memory: &GuestMemoryMmap, gpa: u64) -> u8 {
+        memory.read_obj(vm_memory::GuestAddress(gpa)).unwrap()
+    }
+
+    /// The region before it keeps their userfaultfd open, so that whoever touched it would sleep for
+    /// ever.
+    #[test]
+    fn guest_memory_that_cannot_be_added_is_as_it_was_before() {
+        if let Err(error) = Userfaultfd::available() {
+            println!("SKIP: {error}");
+            return;
+        }
+        const AT: u64 = 0x10_0000;
+        let there = memory(&[(AT, 0x4000)]);
+        let other = Arc::new(memory(&[
+            (0, 0x4000),
+            (AT + PAGE, 0x4000),
+            (2 * AT, 0x4000),
+        ]));
+        let pager = Pager::new().unwrap();
+        add(&pager, &there).unwrap();
+        let error = add(&pager, &other).unwrap_err();
+        let AddMemoryError::Add { gpa, source } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!(*gpa, GuestAddress(AT + PAGE));
+        assert!(matches!(source, AddError::Overlap { .. }), "{source}");
+        // The one before stays.
+        assert_eq!(pager.region_ids().len(), 2);
+        let first = pager.locate(GuestAddress(0)).unwrap().0;
+
+        // Another userfaultfd can serve the one that failed, and the one behind it.
+        let uffd = Userfaultfd::open(Features::NONE).unwrap();
+        for region in other.iter().skip(1) {
+            let range = host_range(region).unwrap().into();
+            // SAFETY: nobody relies on the memory's zeroes, and it stays mapped for longer.
+            unsafe { uffd.register(range, Mode::Missing) }.unwrap();
+            uffd.unregister(range).unwrap();
+        }
+        drop(uffd);
+        let (send, receive) = mpsc::channel();
+        let its = Arc::clone(&other);
+        let reading =
+            thread::spawn(move || send.send([AT + PAGE, 2 * AT].map(|gpa| first_byte(&its, gpa))));
+        let seen = receive.recv_timeout(Duration::from_secs(30));
+        assert_eq!(seen.expect("a read of memory hangs"), [0, 0]);
+        reading.join().unwrap().unwrap();
+        // And the one before is served.
+        let mut resolver = pager.resolver(Some(0)).unwrap();
+        let access = pagetide_memory::Access::Read;
+        let _ = resolver.resolve_exit(GuestAddress(PAGE), access).unwrap();
+        assert_eq!(first_byte(&other, PAGE), 7);
+        drop(resolver);
+        pager.remove(first).unwrap();
+    }
+}

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pagetide_memory::{
-    Backing, GuestAddress, GuestRange, HostAddress, HostRange, PageIndex, PageMap, PageSize,
-    PoisonMap, Region, RegionError, ServiceAccess,
+    Backing, GuestAddress, GuestRange, HostAddress, HostRange, PageIndex, PageMap, PageRange,
+    PageSize, PoisonMap, Region, RegionError, ServiceAccess,
 };
 use pagetide_pager::{
     AddError, Contents, Holes, Memfd, Mode, Pager, RegionConfig, RetryPolicy, UffdLayout,
@@ -445,4 +445,43 @@ fn what_a_region_may_do_is_as_before_when_it_is_not_added() {
     assert_eq!(region.paging(), Some(ServiceAccess::ReadWrite));
     region.end_paging();
     assert_usable(&region, Mode::Minor);
+}
+
+/// Pages that a file has never fault in MISSING mode: their content would be taken for the guest's.
+#[test]
+fn a_file_of_foreign_memory_that_has_content_is_refused_in_missing_mode() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let features = Features::MISSING_SHMEM | Features::MINOR_SHMEM;
+    let uffd = Arc::new(Userfaultfd::open(features).unwrap());
+    // The pages 2 to 5. The file has something before, in the middle of and behind them.
+    let part = region.guest_range(PageRange::new(PageIndex(2), 4)).unwrap();
+    let config = |mode| {
+        let size = PageSize::Size4K;
+        let config = RegionConfig::foreign(&uffd, part, size, mode, pattern());
+        config.gpa(GPA).memfd(Memfd {
+            file: region.file().unwrap().try_clone_to_owned().unwrap(),
+            offset_bytes: 2 * PAGE,
+        })
+    };
+    let add = |config| Pager::new().unwrap().add(config);
+    for page in [0, 7] {
+        region.write_service(PageIndex(page), 0, b"text").unwrap();
+    }
+    add(config(Mode::Missing)).unwrap();
+    region.write_service(PageIndex(5), 8, b"text").unwrap();
+    let pager = Pager::new().unwrap();
+    let error = pager.add(config(Mode::Missing)).unwrap_err();
+    assert!(
+        matches!(error, AddError::NotEmpty { page: PageIndex(3) }),
+        "{error}"
+    );
+    assert_eq!(pager.region_ids(), []);
+    // Where content is mapped from the file, where the owner says so, and where an earlier pager has
+    // put it there, that is as it should be.
+    add(config(Mode::Minor)).unwrap();
+    add(config(Mode::Missing).trust_existing_pages()).unwrap();
+    let image = PageMap::new(4).unwrap().image();
+    add(config(Mode::Missing).resume_from(image)).unwrap();
 }
