@@ -69,7 +69,8 @@ pub enum AddMemoryError {
 /// or the pager was dropped.
 ///
 /// # Errors
-/// [`AddMemoryError`]; regions that were added before stay.
+/// [`AddMemoryError`]; regions that were added before stay. Memory that another userfaultfd serves is
+/// refused, and keeps its content.
 pub unsafe fn add_guest_memory(
     pager: &Pager,
     memory: &GuestMemoryMmap,
@@ -92,23 +93,6 @@ pub unsafe fn add_guest_memory(
         let gpa = GuestAddress(region.start_addr().raw_value());
         let range = host_range(region).map_err(|source| AddMemoryError::Range { gpa, source })?;
         let prepare = |errno| AddMemoryError::Prepare { gpa, errno };
-        // Huge pages in the guest mapping would make neighbours of an installed page present; a forked
-        // child would fill missing pages with zeroes.
-        for advice in [
-            Advice::LinuxNoHugepage,
-            Advice::LinuxDontFork,
-            Advice::LinuxDontNeed,
-        ] {
-            let start = std::ptr::with_exposed_provenance_mut(range.start().0);
-            // SAFETY: the caller promises that the memory is this process's and that nobody takes it for
-            // granted what its missing pages hold. What a file has stays in the file.
-            let advised = unsafe { rustix::mm::madvise(start, range.bytes(), advice) };
-            match advised {
-                // A kernel without transparent huge pages.
-                Err(Errno::INVAL) if advice == Advice::LinuxNoHugepage => {}
-                result => result.map_err(prepare)?,
-            }
-        }
         let contents = contents(gpa, range.bytes() as u64);
         // SAFETY: as the caller promises.
         let mut config =
@@ -121,16 +105,46 @@ pub unsafe fn add_guest_memory(
                 offset_bytes: file.start(),
             });
         }
+        // Before its content is dropped: memory that another userfaultfd serves is refused here.
         // SAFETY: the caller promises that the memory stays mapped; the region drops the userfaultfd.
         unsafe { uffd.register(range.into(), mode) }?;
-        let id = pager.add(config).map_err(|source| {
+        // SAFETY: the caller promises that nobody takes it for granted what missing pages hold.
+        let dropped = unsafe { drop_content(range) }.map_err(prepare);
+        let id = dropped.and_then(|()| {
+            let id = pager.add(config);
+            id.map_err(|source| AddMemoryError::Add { gpa, source })
+        });
+        let id = id.inspect_err(|_| {
             // The regions before keep the userfaultfd open, which nobody would serve here.
             let _ = uffd.unregister(range.into());
-            AddMemoryError::Add { gpa, source }
         });
         added.push(id?);
     }
     Ok(added)
+}
+
+/// Has every page of a range missing, and to itself: huge pages in the guest mapping would make
+/// neighbours of an installed page present, a forked child would fill missing pages with zeroes.
+///
+/// # Safety
+///
+/// The range is this process's own, and nobody takes it for granted what its pages hold. (What a file
+/// has stays in the file.)
+unsafe fn drop_content(range: HostRange) -> Result<(), Errno> {
+    for advice in [
+        Advice::LinuxNoHugepage,
+        Advice::LinuxDontFork,
+        Advice::LinuxDontNeed,
+    ] {
+        let start = std::ptr::with_exposed_provenance_mut(range.start().0);
+        // SAFETY: as the caller promises.
+        match unsafe { rustix::mm::madvise(start, range.bytes(), advice) } {
+            // A kernel without transparent huge pages.
+            Err(Errno::INVAL) if advice == Advice::LinuxNoHugepage => {}
+            result => result?,
+        }
+    }
+    Ok(())
 }
 
 fn host_range(region: &impl GuestMemoryRegion) -> Result<HostRange, RangeError> {
@@ -227,5 +241,41 @@ mod tests {
         assert_eq!(first_byte(&other, PAGE), 7);
         drop(resolver);
         pager.remove(first).unwrap();
+    }
+
+    /// Its pages that are present would read as zeroes.
+    #[test]
+    fn guest_memory_that_is_paged_already_is_refused_and_loses_nothing() {
+        if let Err(error) = Userfaultfd::available() {
+            println!("SKIP: {error}");
+            return;
+        }
+        let there = memory(&[(0, 0x4000)]);
+        let pager = Pager::new().unwrap();
+        add(&pager, &there).unwrap();
+        let mut resolver = pager.resolver(Some(0)).unwrap();
+        let access = pagetide_memory::Access::Read;
+        for page in 0..2 {
+            let gpa = GuestAddress(page * PAGE);
+            let _ = resolver.resolve_exit(gpa, access).unwrap();
+        }
+        there
+            .write_obj(9_u8, vm_memory::GuestAddress(PAGE))
+            .unwrap();
+        for pager in [&pager, &Pager::new().unwrap()] {
+            let error = add(pager, &there).unwrap_err();
+            assert!(
+                matches!(error, AddMemoryError::Register(RegisterError::Busy { .. })),
+                "{error}"
+            );
+        }
+        // Should they be missing, this sleeps: nobody serves the pager.
+        let there = Arc::new(there);
+        let (send, receive) = mpsc::channel();
+        let its = Arc::clone(&there);
+        thread::spawn(move || send.send([0, PAGE].map(|gpa| first_byte(&its, gpa))));
+        let seen = receive.recv_timeout(Duration::from_secs(30));
+        assert_eq!(seen.expect("a read of memory hangs"), [7, 9]);
+        assert_eq!(pager.progress().present, 2);
     }
 }
