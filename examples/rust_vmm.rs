@@ -99,20 +99,21 @@ fn set_memory(vm: &VmFd, slot: u32, memory: &GuestMemoryMmap, flags: u32) -> any
         userspace_addr: memory.get_host_address(region.start_addr())?.addr() as u64,
         flags,
     };
-    // SAFETY: KVM requires memory that stays mapped while the VM runs: main drops it after the VM.
-    let set = unsafe {
-        match flags {
-            0 => vm.set_user_memory_region(range),
-            // The flag for exits is one of the second version only.
-            _ => vm.set_user_memory_region2(kvm_userspace_memory_region2 {
-                slot: range.slot,
-                flags: range.flags,
-                guest_phys_addr: range.guest_phys_addr,
-                memory_size: range.memory_size,
-                userspace_addr: range.userspace_addr,
-                ..Default::default()
-            }),
-        }
+    // The flag for exits is one of the second version only, which kernels before 6.8 lack.
+    let set = if flags == 0 {
+        // SAFETY: KVM requires memory that stays mapped while the VM runs: main drops it after the VM.
+        unsafe { vm.set_user_memory_region(range) }
+    } else {
+        let range = kvm_userspace_memory_region2 {
+            slot,
+            flags,
+            guest_phys_addr: range.guest_phys_addr,
+            memory_size: range.memory_size,
+            userspace_addr: range.userspace_addr,
+            ..Default::default()
+        };
+        // SAFETY: as above.
+        unsafe { vm.set_user_memory_region2(range) }
     };
     set.with_context(|| format!("setting memory slot {slot}"))
 }
