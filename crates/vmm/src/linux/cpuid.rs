@@ -1,39 +1,55 @@
 //! What the guest's processors say of themselves: KVM's answer, with each one's own number and a
 //! topology of single processors.
 
+use std::arch::x86_64::__cpuid;
+
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 
+const HYPERVISOR: u32 = 0x4000_0000;
+const KVM_FEATURES: u32 = 0x4000_0001;
+const EAX_PV_EOI: u32 = 1 << 6;
 const ECX_TSC_DEADLINE: u32 = 1 << 24;
 const ECX_HYPERVISOR: u32 = 1 << 31;
 const EDX_HYPER_THREADS: u32 = 1 << 28;
 
-/// What a KVM can do, beside what it says in KVM_GET_SUPPORTED_CPUID.
+/// What a host can do, beside what its KVM says in KVM_GET_SUPPORTED_CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Timer {
+pub(super) struct Host {
     /// KVM_CAP_TSC_DEADLINE_TIMER, with the in-kernel interrupt controller.
     pub(super) tsc_deadline: bool,
+    /// The processor may deliver an interrupt that KVM injected once more until the guest exits.
+    pub(super) repeats_interrupts: bool,
+}
+
+/// Whether the processor is QEMU's software CPU, which repeats interrupts (docs/design/linux-guest.md).
+pub(super) fn is_software_cpu() -> bool {
+    let leaf = __cpuid(HYPERVISOR);
+    let signature = [leaf.ebx, leaf.ecx, leaf.edx].map(u32::to_le_bytes);
+    signature.as_flattened() == b"TCGTCGTCGTCG"
 }
 
 /// The entries for the processor `id`. Each processor is a package of its own.
-pub(super) fn of(supported: &CpuId, id: u8, timer: Timer) -> CpuId {
+pub(super) fn of(supported: &CpuId, id: u8, host: Host) -> CpuId {
     let mut cpuid = supported.clone();
     for entry in cpuid.as_mut_slice() {
-        adapt(entry, u32::from(id), timer);
+        adapt(entry, u32::from(id), host);
     }
     cpuid
 }
 
-fn adapt(entry: &mut kvm_cpuid_entry2, id: u32, timer: Timer) {
+fn adapt(entry: &mut kvm_cpuid_entry2, id: u32, host: Host) {
     match entry.function {
         // Bits 31-24: the APIC ID; 23-16: logical processors in the package.
         1 => {
             entry.ebx = (entry.ebx & 0xffff) | (1 << 16) | (id << 24);
             entry.ecx |= ECX_HYPERVISOR;
-            if timer.tsc_deadline {
+            if host.tsc_deadline {
                 entry.ecx |= ECX_TSC_DEADLINE;
             }
             entry.edx &= !EDX_HYPER_THREADS;
         }
+        // Without it a guest's handlers exit at their beginning, before they take a lock.
+        KVM_FEATURES if host.repeats_interrupts => entry.eax &= !EAX_PV_EOI,
         // Caches: shared by nobody; one core in the package.
         4 => entry.eax &= 0x3fff,
         // Extended topology: no level is valid, only the x2APIC ID.
@@ -65,12 +81,14 @@ mod tests {
         }
     }
 
+    const HOST: Host = Host {
+        tsc_deadline: false,
+        repeats_interrupts: false,
+    };
+
     fn adapted(function: u32, id: u32) -> kvm_cpuid_entry2 {
         let mut adapted = entry(function);
-        let timer = Timer {
-            tsc_deadline: false,
-        };
-        adapt(&mut adapted, id, timer);
+        adapt(&mut adapted, id, HOST);
         adapted
     }
 
@@ -93,10 +111,25 @@ mod tests {
                 function: 1,
                 ..kvm_cpuid_entry2::default()
             };
-            adapt(&mut leaf, 0, Timer { tsc_deadline });
+            let host = Host {
+                tsc_deadline,
+                ..HOST
+            };
+            adapt(&mut leaf, 0, host);
             assert_ne!(leaf.ecx & ECX_HYPERVISOR, 0);
             assert_eq!(leaf.ecx & ECX_TSC_DEADLINE != 0, tsc_deadline);
         }
+    }
+
+    #[test]
+    fn ends_of_interrupts_exit_where_interrupts_may_come_twice() {
+        let mut leaf = entry(KVM_FEATURES);
+        let host = Host {
+            repeats_interrupts: true,
+            ..HOST
+        };
+        adapt(&mut leaf, 0, host);
+        assert_eq!(leaf.eax, !EAX_PV_EOI);
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::balloon::{self, OnGivenUp};
 use super::boot_params::{self, Boot};
 use super::config::LinuxConfig;
 use super::content::ContentFile;
-use super::cpuid::{self, Timer};
+use super::cpuid::{self, Host};
 use super::error::LinuxError;
 use super::image::Kernel;
 use super::initrd::Initrd;
@@ -203,8 +203,9 @@ fn create_vcpus(
     let deadline = vm
         .fd()
         .check_extension_raw(KVM_CAP_TSC_DEADLINE_TIMER.into());
-    let timer = Timer {
+    let host = Host {
         tsc_deadline: deadline > 0,
+        repeats_interrupts: cpuid::is_software_cpu(),
     };
     let mut supported = platform.cpuid().clone();
     let form = prepare_cpuid(&mut supported)?;
@@ -213,7 +214,7 @@ fn create_vcpus(
         let vcpu = vm.create_vcpu(id)?;
         // More were refused.
         let number = u8::try_from(id).unwrap_or(mp_table::MAX_PROCESSORS);
-        let cpuid = cpuid::of(&supported, number, timer);
+        let cpuid = cpuid::of(&supported, number, host);
         vcpu.fd()
             .set_cpuid2(&cpuid)
             .map_err(SetupError::on_vcpu(id, "KVM_SET_CPUID2"))?;
