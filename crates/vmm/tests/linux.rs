@@ -295,12 +295,9 @@ fn a_guest_boots_while_its_memory_arrives() {
 }
 
 /// Boots with all memory in a file, cycles through some of it, and gives some up.
-///
-/// With prefetch it has one vCPU: beside prefetch two of them come to a stop in some boots, on the lab's one CPU
-/// (docs/design/linux-guest.md).
 fn paged_in_from_a_file(delivery: Delivery, prefetch: bool) {
     let command = r#"-- sh -c "memcycler 2 8M 1 && balloon 2M 2 && memcycler 1 8M 1""#;
-    let Some(config) = config(if prefetch { 1 } else { 2 }, command) else {
+    let Some(config) = config(2, command) else {
         return;
     };
     let content = ContentFile::temporary().expect("a temporary file");

@@ -78,6 +78,9 @@ const KUNIT_SUITE: &str = "memory-failure";
 /// The tests with Linux guests, which have a VM of their own.
 const LINUX: &str = "vmm/linux";
 
+/// Small guests on the same machine, one of which shows there that no interrupt comes twice.
+const TINY: &str = "vmm/tiny_kernel";
+
 /// A guest with two processors that ends by itself.
 const RUN: [&str; 12] = [
     "pagetide",
@@ -103,7 +106,7 @@ const RUN_PAGED: [&str; 15] = [
     "--initrd",
     "target/guest/initramfs.cpio",
     "--vcpus",
-    "1",
+    "2",
     "--timeout",
     "120",
     "--paging",
@@ -183,7 +186,7 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
     guest::build(paths)?;
     let programs = host::programs(paths)?.into_iter();
     let mut jobs: Vec<_> = programs
-        .filter(|program| program.group == LINUX)
+        .filter(|program| [LINUX, TINY].contains(&program.group.as_str()))
         .map(test_program)
         .collect();
     anyhow::ensure!(!jobs.is_empty(), "there are no tests {LINUX}");
