@@ -211,6 +211,12 @@ impl BoundVcpu<'_> {
             if let Some(report) = poison {
                 return self.poisoned(report);
             }
+            // First what happens most often, while a guest waits for its memory.
+            if source.raw_os_error() == Some(libc::EFAULT)
+                && let Some(fault) = self.vcpu.kick.page.memory_fault(false)
+            {
+                return Ok(Exit::Fault(fault));
+            }
             // A vCPU that waited for its start-up IPI got it: KVM wants to be called again. A kick
             // that came meanwhile interrupts that call.
             if source.raw_os_error() == Some(libc::EAGAIN) {

@@ -78,6 +78,9 @@ pub enum ResolveError {
     },
 }
 
+/// A failure on its way up: one word, so that what a fault returns that is resolved stays small.
+pub(crate) type Failure = Box<ResolveError>;
+
 /// Why content could not be installed.
 #[derive(Debug, Error)]
 pub enum InstallFailure {

@@ -23,7 +23,7 @@ use crate::arrival::{Arrived, For, arrive};
 use crate::channel::Order;
 use crate::config::Holes;
 use crate::counters::Counters;
-use crate::error::{InstallFailure, ResolveError, WAIT_SLICE, message_of};
+use crate::error::{Failure, InstallFailure, ResolveError, WAIT_SLICE, message_of};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
 use crate::install::{Body, Installed, Installer, MAX_TRIES, Sleepers};
 use crate::pager::Pager;
@@ -108,19 +108,22 @@ impl Resolver {
             hold,
             work,
         } = self;
-        pager.tables.with(hold, |table| {
-            let outside = || ResolveError::Outside { gpa };
-            let (region, page) = table.locate(gpa).ok_or_else(outside)?;
-            let fault = Fault {
-                region: region.id,
-                page,
-                gpa,
-                access,
-                vcpu: *vcpu,
-                delivery: Delivery::Exit,
-            };
-            work.resolve(pager, region, &fault)
-        })
+        pager
+            .tables
+            .with(hold, |table| {
+                let outside = || ResolveError::Outside { gpa };
+                let (region, page) = table.locate(gpa).ok_or_else(outside)?;
+                let fault = Fault {
+                    region: region.id,
+                    page,
+                    gpa,
+                    access,
+                    vcpu: *vcpu,
+                    delivery: Delivery::Exit,
+                };
+                work.resolve(pager, region, &fault)
+            })
+            .map_err(|failure| *failure)
     }
 
     /// Resolves the fault behind a message of a userfaultfd.
@@ -134,21 +137,24 @@ impl Resolver {
         let Self {
             pager, hold, work, ..
         } = self;
-        pager.tables.with(hold, |table| {
-            let outside = || ResolveError::Outside {
-                gpa: GuestAddress(0),
-            };
-            let found = table.region(region).ok_or_else(outside)?;
-            let fault = Fault {
-                region,
-                page,
-                gpa: found.gpa_of(page),
-                access,
-                vcpu: None,
-                delivery: Delivery::Uffd,
-            };
-            work.resolve(pager, found, &fault)
-        })
+        pager
+            .tables
+            .with(hold, |table| {
+                let outside = || ResolveError::Outside {
+                    gpa: GuestAddress(0),
+                };
+                let found = table.region(region).ok_or_else(outside)?;
+                let fault = Fault {
+                    region,
+                    page,
+                    gpa: found.gpa_of(page),
+                    access,
+                    vcpu: None,
+                    delivery: Delivery::Uffd,
+                };
+                work.resolve(pager, found, &fault)
+            })
+            .map_err(|failure| *failure)
     }
 
     /// Resolves a fault: afterwards whoever faulted may try again, or must not at all. With
@@ -159,11 +165,14 @@ impl Resolver {
         let Self {
             pager, hold, work, ..
         } = self;
-        pager.tables.with(hold, |table| {
-            let outside = || ResolveError::Outside { gpa: fault.gpa };
-            let region = table.region(fault.region).ok_or_else(outside)?;
-            work.resolve(pager, region, fault)
-        })
+        pager
+            .tables
+            .with(hold, |table| {
+                let outside = || ResolveError::Outside { gpa: fault.gpa };
+                let region = table.region(fault.region).ok_or_else(outside)?;
+                work.resolve(pager, region, fault)
+            })
+            .map_err(|failure| *failure)
     }
 }
 
@@ -180,7 +189,7 @@ impl Work {
         pager: &Pager,
         region: &PagedRegion,
         fault: &Fault,
-    ) -> Result<Resolution, ResolveError> {
+    ) -> Result<Resolution, Failure> {
         self.counters.faults += 1;
         let outside = || ResolveError::Outside { gpa: fault.gpa };
         let served = region.served(fault.page).ok_or_else(outside)?;
@@ -189,30 +198,35 @@ impl Work {
             region,
             served,
         };
-        // The page changes as a rule a few times at most while it is looked at. A process that does
-        // nothing but discard must not keep this thread from others' faults.
+        match self.attempt(site, fault)? {
+            Some(resolution) => Ok(resolution),
+            None => self.attempt_again(site, fault),
+        }
+    }
+
+    /// The page changed while it was looked at. It does so a few times at most as a rule. A process that
+    /// does nothing but discard must not keep this thread from others' faults.
+    #[cold]
+    fn attempt_again(&mut self, site: Site<'_>, fault: &Fault) -> Result<Resolution, Failure> {
         for _ in 0..MAX_TRIES {
+            if site.region.is_closed() {
+                return Err(ResolveError::Removed { fault: *fault }.into());
+            }
             if let Some(resolution) = self.attempt(site, fault)? {
                 return Ok(resolution);
-            }
-            if region.is_closed() {
-                return Err(ResolveError::Removed { fault: *fault });
             }
         }
         let source = InstallFailure::Busy { tries: MAX_TRIES };
         Err(ResolveError::Install {
             fault: *fault,
             source,
-        })
+        }
+        .into())
     }
 
     /// One look at the page. `None`: the page changed meanwhile, look again.
     #[inline]
-    fn attempt(
-        &mut self,
-        site: Site<'_>,
-        fault: &Fault,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    fn attempt(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         match &site.region.supply {
             Supply::PageCache(holes) => {
                 let order = site.served.channel.order();
@@ -223,7 +237,7 @@ impl Work {
                         drop(order);
                         self.not_missing(site, fault, state)
                     }
-                    Claim::Outside => Err(ResolveError::Outside { gpa: fault.gpa }),
+                    Claim::Outside => Err(ResolveError::Outside { gpa: fault.gpa }.into()),
                 }
             }
             Supply::Local(source) => self.fill(site, fault, &**source),
@@ -240,7 +254,7 @@ impl Work {
         order: Order<'_>,
         claim: ClaimGuard<'_>,
         holes: Holes,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    ) -> Result<Option<Resolution>, Failure> {
         self.tracker.progress();
         site.pager
             .activity
@@ -264,17 +278,14 @@ impl Work {
             Err(source) => Err(ResolveError::Install {
                 fault: *fault,
                 source,
-            }),
+            }
+            .into()),
         }
     }
 
     /// A page that the file has not: it is zero.
     #[cold]
-    fn fill_hole(
-        &mut self,
-        site: Site<'_>,
-        fault: &Fault,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    fn fill_hole(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         self.arrive(site, fault, PageRange::single(fault.page), Body::Zero)
     }
 
@@ -285,7 +296,7 @@ impl Work {
         site: Site<'_>,
         fault: &Fault,
         installed: Installed,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    ) -> Result<Option<Resolution>, Failure> {
         Ok(Some(match installed {
             Installed::Piece(pages) => {
                 if fault.delivery == Delivery::Exit {
@@ -310,7 +321,7 @@ impl Work {
                 }
                 Resolution::Unmapped
             }
-            Installed::Closed => return Err(ResolveError::Removed { fault: *fault }),
+            Installed::Closed => return Err(ResolveError::Removed { fault: *fault }.into()),
             Installed::EventsFirst => {
                 site.pager.read_events(&site.served.channel);
                 return Ok(None);
@@ -325,7 +336,7 @@ impl Work {
         site: Site<'_>,
         fault: &Fault,
         source: &dyn LocalSource,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    ) -> Result<Option<Resolution>, Failure> {
         let map = &site.region.map;
         let outside = || ResolveError::Outside { gpa: fault.gpa };
         match map.state(fault.page).ok_or_else(outside)? {
@@ -355,7 +366,8 @@ impl Work {
             Err(source) => Err(ResolveError::Content {
                 fault: *fault,
                 source,
-            }),
+            }
+            .into()),
         };
         self.buffer = buffer;
         result
@@ -368,7 +380,7 @@ impl Work {
         fault: &Fault,
         pages: PageRange,
         content: Body<'_>,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    ) -> Result<Option<Resolution>, Failure> {
         let counters = &mut self.counters;
         let arrived = arrive(
             site.pager,
@@ -385,23 +397,20 @@ impl Work {
             Err(source) => Err(ResolveError::Install {
                 fault: *fault,
                 source,
-            }),
+            }
+            .into()),
         }
     }
 
     /// Requests the page and what is absent around it, or has the request for it made urgent.
-    fn request(
-        &mut self,
-        site: Site<'_>,
-        fault: &Fault,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    fn request(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         let map = &site.region.map;
         let window = site.region.window(site.served, fault.page);
         let pages = match map.request_run(fault.page, window, Urgency::Urgent) {
             Request::Made(pages) => pages,
             Request::Upgraded => PageRange::single(fault.page),
             Request::Lost(state) => return self.not_missing(site, fault, state),
-            Request::Outside => return Err(ResolveError::Outside { gpa: fault.gpa }),
+            Request::Outside => return Err(ResolveError::Outside { gpa: fault.gpa }.into()),
         };
         self.tracker.progress();
         site.pager
@@ -427,7 +436,7 @@ impl Work {
         site: Site<'_>,
         fault: &Fault,
         state: PageState,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    ) -> Result<Option<Resolution>, Failure> {
         match state {
             PageState::Absent => Ok(None),
             PageState::Requested(_) | PageState::Installing => {
@@ -447,7 +456,7 @@ impl Work {
     }
 
     /// Somebody installs the page: an exit waits for that, a thread in the userfaultfd is woken then.
-    fn wait(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, ResolveError> {
+    fn wait(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         let map = &site.region.map;
         if fault.delivery == Delivery::Uffd {
             return Ok(match map.want_wake(fault.page) {
@@ -466,13 +475,13 @@ impl Work {
                 // The request was withdrawn, and prefetch may have made another since; or the page is
                 // not what it was: look again.
                 Some(_) => return Ok(None),
-                None => return Err(ResolveError::Outside { gpa: fault.gpa }),
+                None => return Err(ResolveError::Outside { gpa: fault.gpa }.into()),
             }
             if site.pager.is_stopped() {
-                return Err(ResolveError::Stopped { fault: *fault });
+                return Err(ResolveError::Stopped { fault: *fault }.into());
             }
             if site.region.is_closed() {
-                return Err(ResolveError::Removed { fault: *fault });
+                return Err(ResolveError::Removed { fault: *fault }.into());
             }
             // Deadlines pass also where nobody serves the pager's descriptor.
             site.pager.tick();

@@ -3,7 +3,7 @@
 use pagetide_memory::{Access, PageRange, PageState, PopulateAccess, PopulateError, Removal};
 use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
 
-use crate::error::{InstallFailure, ResolveError};
+use crate::error::{Failure, InstallFailure, ResolveError};
 use crate::fault::{Delivery, Fault, Resolution};
 use crate::install::{MAX_TRIES, Mark, mark_poisoned, wake, zero_pages};
 use crate::resolver::{Site, Work};
@@ -18,7 +18,7 @@ impl Work {
         site: Site<'_>,
         fault: &Fault,
         state: PageState,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    ) -> Result<Option<Resolution>, Failure> {
         let needs_copy = state == PageState::Zero && fault.access == Access::Write;
         let repeats = self.count_repeats(site, fault)?;
         let is_exit = fault.delivery == Delivery::Exit;
@@ -82,7 +82,8 @@ impl Work {
             (Err(source), _) => Err(ResolveError::Install {
                 fault: *fault,
                 source: source.into(),
-            }),
+            }
+            .into()),
         }
     }
 
@@ -93,7 +94,7 @@ impl Work {
         &mut self,
         site: Site<'_>,
         fault: &Fault,
-    ) -> Result<Option<Resolution>, ResolveError> {
+    ) -> Result<Option<Resolution>, Failure> {
         let repeats = self.count_repeats(site, fault)?;
         let order = site.served.channel.order();
         let page = PageRange::single(fault.page);
@@ -149,18 +150,20 @@ impl Work {
             Err(source) => Err(ResolveError::Install {
                 fault: *fault,
                 source: source.into(),
-            }),
+            }
+            .into()),
         }
     }
 
     /// Counts a fault on a page that is settled; too many of them are an error.
-    fn count_repeats(&mut self, site: Site<'_>, fault: &Fault) -> Result<u32, ResolveError> {
+    fn count_repeats(&mut self, site: Site<'_>, fault: &Fault) -> Result<u32, Failure> {
         let times = self.tracker.came_again(fault.region, fault.page);
         if times >= site.region.no_progress_limit {
             return Err(ResolveError::NoProgress {
                 fault: *fault,
                 times,
-            });
+            }
+            .into());
         }
         Ok(times)
     }
@@ -168,7 +171,7 @@ impl Work {
     /// Makes a page that is mapped present for the access of an exit. The page may be given up at the
     /// same time: then the call sleeps in the userfaultfd like any touch, until a reader answers or a
     /// fatal signal ends the process. (Other signals end it on some kernels only.)
-    pub(crate) fn populate(&mut self, site: Site<'_>, fault: &Fault) -> Result<(), ResolveError> {
+    pub(crate) fn populate(&mut self, site: Site<'_>, fault: &Fault) -> Result<(), Failure> {
         self.counters.populates += 1;
         let access = match fault.access {
             Access::Read | Access::Exec => PopulateAccess::Read,
@@ -180,7 +183,8 @@ impl Work {
             Some(Err(source)) => Err(ResolveError::Populate {
                 fault: *fault,
                 source,
-            }),
+            }
+            .into()),
         }
     }
 
@@ -189,7 +193,7 @@ impl Work {
         &mut self,
         site: Site<'_>,
         fault: &Fault,
-    ) -> Result<Resolution, ResolveError> {
+    ) -> Result<Resolution, Failure> {
         if let Removal::Done { .. } = site.region.map.poison(fault.page) {
             self.counters.poisoned += 1;
         }
@@ -202,7 +206,7 @@ impl Work {
         &mut self,
         site: Site<'_>,
         fault: &Fault,
-    ) -> Result<Resolution, ResolveError> {
+    ) -> Result<Resolution, Failure> {
         let page = PageRange::single(fault.page);
         for _ in 0..MAX_TRIES {
             let order = site.served.channel.order();
@@ -217,7 +221,7 @@ impl Work {
         match fault.delivery {
             // The VMM has an answer of its own.
             Delivery::Exit => Ok(Resolution::Poisoned),
-            Delivery::Uffd => Err(ResolveError::CannotPoison { fault: *fault }),
+            Delivery::Uffd => Err(ResolveError::CannotPoison { fault: *fault }.into()),
         }
     }
 }
