@@ -3,12 +3,12 @@
 use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use kvm_bindings::KVMIO;
 use kvm_ioctls::VcpuFd;
-use vmm_sys_util::ioctl::ioctl;
-use vmm_sys_util::ioctl_io_nr;
+use rustix::ioctl::{NoArg, Opcode, ioctl, opcode};
 
 use crate::exit::Exit;
 use crate::gate::Occupant;
@@ -17,8 +17,8 @@ use crate::poison::{Report, Urgency, catching};
 use crate::signals::kick_signal;
 use crate::vm::Inner;
 
-// The number of KVM_RUN; kvm-ioctls has it, but keeps it to itself.
-ioctl_io_nr!(KVM_RUN, KVMIO, 0x80);
+/// The number of KVM_RUN; kvm-ioctls has it, but keeps it to itself.
+const KVM_RUN: Opcode = opcode::none(KVMIO.to_le_bytes()[0], 0x80);
 
 /// Why KVM_RUN failed, other than a memory fault that the kernel explains.
 #[derive(Debug, thiserror::Error)]
@@ -254,17 +254,17 @@ impl BoundVcpu<'_> {
     #[inline]
     fn enter_guest(&mut self) -> (io::Result<()>, bool, Option<Report>) {
         let Vcpu { fd, kick, vm, .. } = &*self.vcpu;
+        // SAFETY: borrow_raw requires a descriptor that stays open: the vCPU keeps it.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
         vm.gate().enter(kick.seat());
         kick.page.forget_fault();
+        // SAFETY: new requires a number whose ioctl takes no argument, as that of KVM_RUN.
+        let run = unsafe { NoArg::<KVM_RUN>::new() };
         let (result, poison) = catching(|| {
             // SAFETY: KVM_RUN on a vCPU descriptor takes no argument. It lets the guest write to the
             // memory of the VM's slots only, which `Vm` keeps mapped and which no Rust reference
             // covers, and to kvm_run, which RunPage reads by volatile accesses.
-            match unsafe { ioctl(fd, KVM_RUN()) } {
-                0 => Ok(()),
-                // At once: what follows may change errno.
-                _ => Err(io::Error::last_os_error()),
-            }
+            unsafe { ioctl(fd, run) }.map_err(io::Error::from)
         });
         (result, vm.gate().leave(kick.seat()), poison)
     }

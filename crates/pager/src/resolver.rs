@@ -198,16 +198,16 @@ impl Work {
             region,
             served,
         };
-        match self.attempt(site, fault)? {
+        match self.attempt(&site, fault)? {
             Some(resolution) => Ok(resolution),
-            None => self.attempt_again(site, fault),
+            None => self.attempt_again(&site, fault),
         }
     }
 
     /// The page changed while it was looked at. It does so a few times at most as a rule. A process that
     /// does nothing but discard must not keep this thread from others' faults.
     #[cold]
-    fn attempt_again(&mut self, site: Site<'_>, fault: &Fault) -> Result<Resolution, Failure> {
+    fn attempt_again(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Resolution, Failure> {
         for _ in 0..MAX_TRIES {
             if site.region.is_closed() {
                 return Err(ResolveError::Removed { fault: *fault }.into());
@@ -226,7 +226,7 @@ impl Work {
 
     /// One look at the page. `None`: the page changed meanwhile, look again.
     #[inline]
-    fn attempt(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
+    fn attempt(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         match &site.region.supply {
             Supply::PageCache(holes) => {
                 let order = site.served.channel.order();
@@ -249,7 +249,7 @@ impl Work {
     #[inline]
     fn install(
         &mut self,
-        site: Site<'_>,
+        site: &Site<'_>,
         fault: &Fault,
         order: Order<'_>,
         claim: ClaimGuard<'_>,
@@ -285,7 +285,7 @@ impl Work {
 
     /// A page that the file has not: it is zero.
     #[cold]
-    fn fill_hole(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
+    fn fill_hole(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         self.arrive(site, fault, PageRange::single(fault.page), Body::Zero)
     }
 
@@ -293,7 +293,7 @@ impl Work {
     #[inline]
     fn installed(
         &mut self,
-        site: Site<'_>,
+        site: &Site<'_>,
         fault: &Fault,
         installed: Installed,
     ) -> Result<Option<Resolution>, Failure> {
@@ -333,7 +333,7 @@ impl Work {
     /// before the pages are claimed: a source that fails or panics holds nothing up.
     fn fill(
         &mut self,
-        site: Site<'_>,
+        site: &Site<'_>,
         fault: &Fault,
         source: &dyn LocalSource,
     ) -> Result<Option<Resolution>, Failure> {
@@ -376,7 +376,7 @@ impl Work {
     /// Claims what is still missing of `pages` and installs it.
     fn arrive(
         &mut self,
-        site: Site<'_>,
+        site: &Site<'_>,
         fault: &Fault,
         pages: PageRange,
         content: Body<'_>,
@@ -403,7 +403,7 @@ impl Work {
     }
 
     /// Requests the page and what is absent around it, or has the request for it made urgent.
-    fn request(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
+    fn request(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         let map = &site.region.map;
         let window = site.region.window(site.served, fault.page);
         let pages = match map.request_run(fault.page, window, Urgency::Urgent) {
@@ -433,7 +433,7 @@ impl Work {
     #[cold]
     fn not_missing(
         &mut self,
-        site: Site<'_>,
+        site: &Site<'_>,
         fault: &Fault,
         state: PageState,
     ) -> Result<Option<Resolution>, Failure> {
@@ -456,7 +456,7 @@ impl Work {
     }
 
     /// Somebody installs the page: an exit waits for that, a thread in the userfaultfd is woken then.
-    fn wait(&mut self, site: Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
+    fn wait(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         let map = &site.region.map;
         if fault.delivery == Delivery::Uffd {
             return Ok(match map.want_wake(fault.page) {

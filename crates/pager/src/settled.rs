@@ -15,7 +15,7 @@ impl Work {
     /// read-only); of the zero page that is known beforehand.
     pub(crate) fn present(
         &mut self,
-        site: Site<'_>,
+        site: &Site<'_>,
         fault: &Fault,
         state: PageState,
     ) -> Result<Option<Resolution>, Failure> {
@@ -92,7 +92,7 @@ impl Work {
     /// is mapped.
     pub(crate) fn zero(
         &mut self,
-        site: Site<'_>,
+        site: &Site<'_>,
         fault: &Fault,
     ) -> Result<Option<Resolution>, Failure> {
         let repeats = self.count_repeats(site, fault)?;
@@ -156,7 +156,7 @@ impl Work {
     }
 
     /// Counts a fault on a page that is settled; too many of them are an error.
-    fn count_repeats(&mut self, site: Site<'_>, fault: &Fault) -> Result<u32, Failure> {
+    fn count_repeats(&mut self, site: &Site<'_>, fault: &Fault) -> Result<u32, Failure> {
         let times = self.tracker.came_again(fault.region, fault.page);
         if times >= site.region.no_progress_limit {
             return Err(ResolveError::NoProgress {
@@ -171,7 +171,7 @@ impl Work {
     /// Makes a page that is mapped present for the access of an exit. The page may be given up at the
     /// same time: then the call sleeps in the userfaultfd like any touch, until a reader answers or a
     /// fatal signal ends the process. (Other signals end it on some kernels only.)
-    pub(crate) fn populate(&mut self, site: Site<'_>, fault: &Fault) -> Result<(), Failure> {
+    pub(crate) fn populate(&mut self, site: &Site<'_>, fault: &Fault) -> Result<(), Failure> {
         self.counters.populates += 1;
         let access = match fault.access {
             Access::Read | Access::Exec => PopulateAccess::Read,
@@ -191,7 +191,7 @@ impl Work {
     /// A page that was present has an uncorrected error since.
     pub(crate) fn lost_since(
         &mut self,
-        site: Site<'_>,
+        site: &Site<'_>,
         fault: &Fault,
     ) -> Result<Resolution, Failure> {
         if let Removal::Done { .. } = site.region.map.poison(fault.page) {
@@ -204,7 +204,7 @@ impl Work {
     /// when the userfaultfd is closed one day, the page must not read as zeroes.
     pub(crate) fn poisoned(
         &mut self,
-        site: Site<'_>,
+        site: &Site<'_>,
         fault: &Fault,
     ) -> Result<Resolution, Failure> {
         let page = PageRange::single(fault.page);
