@@ -1,7 +1,6 @@
 //! A value that one thread at a time uses, where others hardly ever want it.
 
-use std::cell::UnsafeCell;
-use std::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{AtomicBool, Ordering, UnsafeCell, spin};
 
 /// A value that is used by its owner's thread, and seldom and briefly by others. Taking it is one atomic
 /// exchange and giving it back a store: half of what a mutex costs that nobody waits for, which counts
@@ -28,7 +27,7 @@ impl Drop for Use<'_> {
 
 impl<T> Exclusive<T> {
     /// For `value`.
-    pub const fn new(value: T) -> Self {
+    pub fn new(value: T) -> Self {
         Self {
             is_used: AtomicBool::new(false),
             value: UnsafeCell::new(value),
@@ -39,27 +38,60 @@ impl<T> Exclusive<T> {
     /// itself: it would spin for ever.
     #[inline]
     pub fn with<R>(&self, user: impl FnOnce(&mut T) -> R) -> R {
-        while self.is_used.swap(true, Ordering::Acquire) {
-            std::hint::spin_loop();
+        while !self.take() {
+            spin();
         }
         self.call(user)
     }
 
     /// As [`Self::with`], if nobody uses the value now.
     pub fn try_with<R>(&self, user: impl FnOnce(&mut T) -> R) -> Option<R> {
-        (!self.is_used.swap(true, Ordering::Acquire)).then(|| self.call(user))
+        self.take().then(|| self.call(user))
+    }
+
+    #[inline]
+    fn take(&self) -> bool {
+        let taken =
+            self.is_used
+                .compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed);
+        taken.is_ok()
     }
 
     #[inline]
     fn call<R>(&self, user: impl FnOnce(&mut T) -> R) -> R {
         let _use = Use(&self.is_used);
-        // SAFETY: the dereferenced pointer must be valid and the only reference: this thread has set
-        // `is_used`, which was unset, and nobody else gets here until `_use` is dropped.
-        user(unsafe { &mut *self.value.get() })
+        self.value.with_mut(|value| {
+            // SAFETY: the dereferenced pointer must be valid and the only reference: this thread has
+            // set `is_used`, which was unset, and nobody else gets here until `_use` is dropped.
+            user(unsafe { &mut *value })
+        })
     }
 }
 
 #[cfg(test)]
+#[cfg(loom)]
+mod loom_tests {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// loom finds each access to the value that is not ordered after the one before it.
+    #[test]
+    fn loom_each_use_is_after_the_one_before() {
+        loom::model(|| {
+            let value = Arc::new(Exclusive::new(0));
+            let its = Arc::clone(&value);
+            let other = thread::spawn(move || its.with(|value| *value += 1));
+            let tried = value.try_with(|value| *value += 1).is_some();
+            other.join().unwrap();
+            assert_eq!(value.with(|value| *value), 1 + u32::from(tried));
+        });
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 

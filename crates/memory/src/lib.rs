@@ -30,6 +30,7 @@ mod policy;
 mod range;
 mod region;
 mod room;
+mod snapshot;
 mod sync;
 
 pub use access::Access;
@@ -49,3 +50,4 @@ pub use region::{
     AccessError, ContentError, Lost, PopulateAccess, PopulateError, Region, RegionError,
     ServiceAccess,
 };
+pub use snapshot::{Hold, Snapshots};

@@ -3,15 +3,62 @@
 //! steps.
 
 #[cfg(loom)]
-pub(crate) use loom::sync::{
-    Condvar, Mutex, MutexGuard,
-    atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering},
+pub(crate) use loom::{
+    cell::UnsafeCell,
+    sync::{
+        Condvar, Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering, fence},
+    },
 };
 #[cfg(not(loom))]
 pub(crate) use std::sync::{
     Condvar, Mutex, MutexGuard,
-    atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering},
+    atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering, fence},
 };
+
+#[cfg(not(loom))]
+pub(crate) use arc_swap::{ArcSwap, Guard};
+
+/// What arc-swap has, of which loom knows nothing.
+#[cfg(loom)]
+#[derive(Debug, Default)]
+pub(crate) struct ArcSwap<T>(Mutex<std::sync::Arc<T>>);
+
+#[cfg(loom)]
+pub(crate) type Guard<A> = Box<A>;
+
+#[cfg(loom)]
+impl<T> ArcSwap<T> {
+    pub(crate) fn load(&self) -> Guard<std::sync::Arc<T>> {
+        Box::new(self.load_full())
+    }
+
+    pub(crate) fn load_full(&self) -> std::sync::Arc<T> {
+        std::sync::Arc::clone(&self.0.lock().expect("nobody panics with it"))
+    }
+
+    pub(crate) fn store(&self, value: std::sync::Arc<T>) {
+        *self.0.lock().expect("nobody panics with it") = value;
+    }
+}
+
+/// Memory that its users keep apart, with loom's interface.
+#[cfg(not(loom))]
+#[derive(Debug, Default)]
+pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+#[cfg(not(loom))]
+impl<T> UnsafeCell<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self(std::cell::UnsafeCell::new(value))
+    }
+
+    /// Calls `user` with where the value is.
+    #[inline]
+    pub(crate) fn with_mut<R>(&self, user: impl FnOnce(*mut T) -> R) -> R {
+        user(self.0.get())
+    }
+}
 
 /// Lets other threads go on, in a loop that waits for one of them.
 pub(crate) fn yield_now() {
@@ -19,4 +66,13 @@ pub(crate) fn yield_now() {
     loom::thread::yield_now();
     #[cfg(not(loom))]
     std::thread::yield_now();
+}
+
+/// Lets a CPU's other thread go on, in a loop that waits for a moment.
+#[inline]
+pub(crate) fn spin() {
+    #[cfg(loom)]
+    loom::thread::yield_now();
+    #[cfg(not(loom))]
+    std::hint::spin_loop();
 }

@@ -75,7 +75,6 @@ mod requests;
 mod resolver;
 mod serving;
 mod settled;
-mod snapshot;
 mod source;
 mod table;
 mod target;

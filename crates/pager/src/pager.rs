@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use arc_swap::Guard;
 use pagetide_memory::{
-    GuestAddress, GuestRange, PageIndex, PageRange, PageState, Region, StateCounts, Urgency,
+    GuestAddress, GuestRange, PageIndex, PageRange, PageState, Region, Snapshots, StateCounts,
+    Urgency,
 };
 
 use crate::activity::Activity;
@@ -19,7 +20,6 @@ use crate::notice::Notice;
 use crate::poller::Poller;
 use crate::region::{Bell, PagedRegion};
 use crate::resolver::Resolver;
-use crate::snapshot::Tables;
 use crate::source::Content;
 use crate::table::Table;
 
@@ -45,7 +45,8 @@ pub struct Progress {
 /// answers of sources, and by whoever serves its descriptor ([`crate::Serving`], [`crate::Readers`]).
 pub struct Pager {
     me: Weak<Self>,
-    pub(crate) tables: Tables,
+    /// Each resolver holds the table that it used last.
+    pub(crate) tables: Snapshots<Table>,
     /// Held by whoever changes the table.
     edit: Mutex<()>,
     pub(crate) poller: Poller,
@@ -70,7 +71,7 @@ impl Pager {
         let poller = Poller::new().map_err(ServeError::Descriptor)?;
         Ok(Arc::new_cyclic(|me| Self {
             me: Weak::clone(me),
-            tables: Tables::default(),
+            tables: Snapshots::default(),
             edit: Mutex::new(()),
             poller,
             activity: Activity::default(),

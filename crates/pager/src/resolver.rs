@@ -14,7 +14,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use pagetide_memory::{
-    Access, Claim, ClaimGuard, GuestAddress, PageIndex, PageRange, PageState, Request, Urgency,
+    Access, Claim, ClaimGuard, GuestAddress, Hold, PageIndex, PageRange, PageState, Request,
+    Urgency,
 };
 use pagetide_uapi::userfaultfd::InstallError;
 
@@ -30,8 +31,8 @@ use crate::pager::Pager;
 use crate::region::{PagedRegion, Served, Supply};
 use crate::requests::Wanted;
 use crate::settled::is_poison;
-use crate::snapshot::Hold;
 use crate::source::{Filled, LocalSource, SourceError};
+use crate::table::Table;
 use crate::tracker::Tracker;
 
 /// Resolves faults on the thread that has it: a vCPU's own, a reader's, an event loop's.
@@ -42,7 +43,7 @@ use crate::tracker::Tracker;
 pub struct Resolver {
     pager: Arc<Pager>,
     vcpu: Option<u32>,
-    hold: Arc<Hold>,
+    hold: Arc<Hold<Table>>,
     work: Work,
 }
 
