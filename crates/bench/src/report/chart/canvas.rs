@@ -55,7 +55,7 @@ impl Shape {
     pub(crate) fn of(role: Role) -> Self {
         match role {
             Role::Series(1) => Self::Square,
-            Role::Series(3) => Self::Triangle,
+            Role::Series(3 | 6) => Self::Triangle,
             Role::Series(0 | 4) => Self::Diamond,
             _ => Self::Disc,
         }

@@ -8,6 +8,9 @@ use crate::units::figure;
 
 const TITLE_SIZE: u32 = 17;
 const LABEL_SIZE: u32 = 13;
+/// The middle of the legend's first line, and how far the next one is below.
+const LEGEND_TOP: i32 = 68;
+const LEGEND_PITCH: i32 = 20;
 
 /// What stands around a chart's content.
 pub(crate) struct Words<'a> {
@@ -64,18 +67,20 @@ impl Frame {
             Role::Muted,
             LABEL_SIZE,
         )?;
-        let mut legend_x = x + 18;
-        for key in keys {
-            canvas.marker((legend_x, 68), Shape::of(key.role), key.role, 5)?;
+        let widths: Vec<i32> = keys.iter().map(|key| text_width(&key.label)).collect();
+        let places = legend(&widths, width - 32);
+        for (key, (aside, line)) in keys.iter().zip(&places) {
+            let at = (x + 18 + aside, LEGEND_TOP + line * LEGEND_PITCH);
+            canvas.marker(at, Shape::of(key.role), key.role, 5)?;
             canvas.text(
                 &key.label,
-                (legend_x + 12, 68),
+                (at.0 + 12, at.1),
                 Anchor::Start,
                 Role::Ink,
                 LABEL_SIZE,
             )?;
-            legend_x += 12 + text_width(&key.label) + 24;
         }
+        let lines = places.last().map_or(0, |(_, line)| *line);
         let labels: Vec<String> = scale.ticks().iter().map(|tick| tell(*tick)).collect();
         let widest = labels
             .iter()
@@ -85,7 +90,7 @@ impl Frame {
         let frame = Self {
             left: x + 20 + widest,
             right: x + width - 14,
-            top: 94,
+            top: LEGEND_TOP + lines * LEGEND_PITCH + 26,
             bottom: height - 50,
             scale,
             places: words.places.len().max(1),
@@ -181,6 +186,22 @@ fn float(count: usize) -> f64 {
     crate::units::float(u64::try_from(count).unwrap_or(u64::MAX))
 }
 
+/// Where the entries of a legend stand whose labels are so wide: how far aside, and in which line. A line
+/// is at most `most` wide, unless a single entry is wider.
+fn legend(labels: &[i32], most: i32) -> Vec<(i32, i32)> {
+    let (mut aside, mut line) = (0, 0);
+    let mut places = Vec::with_capacity(labels.len());
+    for label in labels {
+        let entry = 12 + label;
+        if aside > 0 && aside + entry > most {
+            (aside, line) = (0, line + 1);
+        }
+        places.push((aside, line));
+        aside += entry + 24;
+    }
+    places
+}
+
 /// About how wide a text is in pixels; the drawing has no font to measure it with.
 fn text_width(text: &str) -> i32 {
     i32::try_from(text.chars().count())
@@ -199,6 +220,14 @@ mod tests {
             [aside(0, 3, 0.5), aside(1, 3, 0.5), aside(2, 3, 0.5)],
             [-0.25, 0.0, 0.25]
         );
+    }
+
+    #[test]
+    fn a_legend_goes_on_in_the_next_line() {
+        assert_eq!(legend(&[20, 20, 20], 143), [(0, 0), (56, 0), (0, 1)]);
+        assert_eq!(legend(&[20, 20, 20], 144), [(0, 0), (56, 0), (112, 0)]);
+        assert_eq!(legend(&[500, 10], 100), [(0, 0), (0, 1)]);
+        assert_eq!(legend(&[], 100), []);
     }
 
     #[test]

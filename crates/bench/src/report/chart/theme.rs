@@ -45,7 +45,7 @@ const fn colour(role: Role, light: Rgb, dark: Rgb, variable: &'static str) -> Co
     }
 }
 
-const COLOURS: [Colour; 10] = [
+const COLOURS: [Colour; 11] = [
     colour(Role::Ink, (0x1a, 0x1e, 0x24), (0xe8, 0xea, 0xed), "--ink"),
     colour(
         Role::Muted,
@@ -60,7 +60,7 @@ const COLOURS: [Colour; 10] = [
         (0x16, 0x1a, 0x1f),
         "--paper",
     ),
-    // Blue, orange, teal, violet, crimson: told apart with the common colour-vision deficiencies, and by
+    // Blue, orange, teal, violet, crimson, olive: told apart with the common colour-vision deficiencies, and by
     // the shape of their markers without any colour. The floor is grey.
     colour(
         Role::Series(0),
@@ -98,10 +98,16 @@ const COLOURS: [Colour; 10] = [
         (0xf2, 0x86, 0xb2),
         "--series-5",
     ),
+    colour(
+        Role::Series(6),
+        (0x6b, 0x64, 0x0c),
+        (0xc8, 0xbd, 0x4a),
+        "--series-6",
+    ),
 ];
 
 /// The last colour for a fault-around size; further sizes take it as well.
-const LAST_AROUND: usize = 4;
+const LAST_AROUND: usize = 6;
 
 impl Role {
     /// The role of a series: its colour follows from what it is, so that it is the same in every
@@ -189,9 +195,13 @@ mod tests {
             fault_around: 1,
             populate: false,
         };
-        let all = [uffd, exit(1), exit(16), exit(64), exit(256)];
+        let around = [16, 32, 64, 128, 256];
+        let all: Vec<_> = [uffd, exit(1)]
+            .into_iter()
+            .chain(around.map(exit))
+            .collect();
         let roles: Vec<_> = all.iter().map(|&series| Role::of(series, &all)).collect();
-        assert_eq!(roles, [1, 2, 3, 4, 4].map(Role::Series));
+        assert_eq!(roles, [1, 2, 3, 4, 5, 6, 6].map(Role::Series));
         assert_eq!(Role::of(exit(1), &[exit(1)]), Role::Series(2));
     }
 
