@@ -1,5 +1,6 @@
 //! vCPUs: run, registers, kicks.
 
+use std::ffi::c_void;
 use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -8,7 +9,7 @@ use std::sync::Arc;
 
 use kvm_bindings::KVMIO;
 use kvm_ioctls::VcpuFd;
-use rustix::ioctl::{NoArg, Opcode, ioctl, opcode};
+use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
 
 use crate::exit::Exit;
 use crate::gate::Occupant;
@@ -17,8 +18,29 @@ use crate::poison::{Report, Urgency, catching};
 use crate::signals::kick_signal;
 use crate::vm::Inner;
 
-/// The number of KVM_RUN; kvm-ioctls has it, but keeps it to itself.
-const KVM_RUN: Opcode = opcode::none(KVMIO.to_le_bytes()[0], 0x80);
+/// KVM_RUN, which takes no argument. kvm-ioctls has it, but keeps it to itself.
+struct KvmRun;
+
+// SAFETY: Ioctl requires a number and an argument that belong together, and to say what the call
+// writes. It writes nothing to its argument, which is none, but to kvm_run and to guest memory: so it
+// must not pass for a call that leaves memory as it is.
+unsafe impl Ioctl for KvmRun {
+    type Output = ();
+
+    const IS_MUTATING: bool = true;
+
+    fn opcode(&self) -> Opcode {
+        opcode::none(KVMIO.to_le_bytes()[0], 0x80)
+    }
+
+    fn as_ptr(&mut self) -> *mut c_void {
+        std::ptr::null_mut()
+    }
+
+    unsafe fn output_from_ptr(_: IoctlOutput, _: *mut c_void) -> rustix::io::Result<()> {
+        Ok(())
+    }
+}
 
 /// Why KVM_RUN failed, other than a memory fault that the kernel explains.
 #[derive(Debug, thiserror::Error)]
@@ -258,13 +280,11 @@ impl BoundVcpu<'_> {
         let fd = unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
         vm.gate().enter(kick.seat());
         kick.page.forget_fault();
-        // SAFETY: new requires a number whose ioctl takes no argument, as that of KVM_RUN.
-        let run = unsafe { NoArg::<KVM_RUN>::new() };
         let (result, poison) = catching(|| {
             // SAFETY: KVM_RUN on a vCPU descriptor takes no argument. It lets the guest write to the
             // memory of the VM's slots only, which `Vm` keeps mapped and which no Rust reference
             // covers, and to kvm_run, which RunPage reads by volatile accesses.
-            unsafe { ioctl(fd, run) }.map_err(io::Error::from)
+            unsafe { ioctl(fd, KvmRun) }.map_err(io::Error::from)
         });
         (result, vm.gate().leave(kick.seat()), poison)
     }
