@@ -1,8 +1,10 @@
 //! A mapping of another process's memory file.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use rustix::fs::{FallocateFlags, FileType, SeekFrom, fallocate, fstat, fstatfs, seek};
+use rustix::fs::{
+    FallocateFlags, FileType, Mode, OFlags, SeekFrom, fallocate, fstat, fstatfs, open, seek,
+};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 use thiserror::Error;
@@ -244,24 +246,34 @@ impl FileView {
             .map_err(|errno| FileAccessError::Punch { offset, len, errno })
     }
 
-    /// The offset of the first page that the file has, as far as the kernel says: of hugetlbfs nothing
-    /// is found.
-    pub fn first_content(&self) -> Result<Option<u64>, FileAccessError> {
+    /// The offset of a page that the file has, the first one that was written if there is one.
+    ///
+    /// Of hugetlbfs nothing is found. Pages that fallocate has reserved and nobody has written are found
+    /// only if the view is of the whole file, and then the first page stands for them: the kernel counts
+    /// them, and does not say where they are.
+    pub fn find_content(&self) -> Result<Option<u64>, FileAccessError> {
         if self.is_hugetlb {
             return Ok(None);
         }
         let failed = |errno| FileAccessError::Seek { errno };
-        // The file's other owners share the position.
-        let position = seek(&self.file, SeekFrom::Current(0)).map_err(failed)?;
-        let found = seek(&self.file, SeekFrom::Data(self.offset));
-        seek(&self.file, SeekFrom::Start(position)).map_err(failed)?;
-        let offset = match found {
-            Ok(found) => found.saturating_sub(self.offset),
+        // An open file of its own, with a position that the file's other owners do not share.
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let own = open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
+        match seek(&own, SeekFrom::Data(self.offset)) {
+            Ok(found) => {
+                let offset = found.saturating_sub(self.offset);
+                if offset < self.bytes() {
+                    return Ok(Some(offset));
+                }
+            }
             // Nothing from there on, or the file ends before.
-            Err(Errno::NXIO) => return Ok(None),
+            Err(Errno::NXIO) => {}
             Err(errno) => return Err(failed(errno)),
-        };
-        Ok((offset < self.bytes()).then_some(offset))
+        }
+        let status = fstat(&own).map_err(failed)?;
+        let is_whole = self.offset == 0
+            && u64::try_from(status.st_size).is_ok_and(|size| size <= self.bytes());
+        Ok((is_whole && status.st_blocks > 0).then_some(0))
     }
 
     fn check(&self, offset: u64, len: u64) -> Result<usize, FileAccessError> {

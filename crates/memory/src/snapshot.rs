@@ -3,7 +3,8 @@
 //! Each thread holds the value that it used last, so that a look costs a comparison, and no reference
 //! count that other threads change too. When the value is replaced, so is what idle threads hold; one
 //! that is at work replaces its own when it is done. So a former value is let go of as soon as the last
-//! thread that works on it has finished.
+//! thread that works on it has finished (after a panic: when it looks again, or at the next
+//! replacement).
 
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -45,7 +46,8 @@ impl<T: Default> Snapshots<T> {
         self.current.load()
     }
 
-    /// Replaces the value, also where threads hold it that are not at work.
+    /// Replaces the value, also where threads hold it that are not at work. A former value may be dropped
+    /// here, and must not use these snapshots then.
     pub fn replace(&self, value: T) {
         self.current.store(Arc::new(value));
         self.version.fetch_add(1, Ordering::AcqRel);
@@ -75,7 +77,8 @@ impl<T: Default> Snapshots<T> {
         hold
     }
 
-    /// Calls `look` with the value, as it is at the beginning of the call.
+    /// Calls `look` with the value, as it is at the beginning of the call. `look` must not use the same
+    /// hold: it would spin for ever.
     #[inline]
     pub fn with<R>(&self, hold: &Hold<T>, look: impl FnOnce(&T) -> R) -> R {
         let (result, mut version) = hold.0.with(|held| {

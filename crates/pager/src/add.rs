@@ -278,14 +278,15 @@ fn check_content(region: &PagedRegion, local: &Region) -> Result<(), AddError> {
 }
 
 /// MISSING mode copies into pages that the file of somebody else's memory has not: those that it has
-/// would never fault.
+/// would never fault. (Pages that are reserved in a part of a file are not found: the owner must not
+/// hand such memory over.)
 fn check_file(region: &PagedRegion) -> Result<(), AddError> {
     if region.mode == Mode::Minor || region.trusts_existing {
         return Ok(());
     }
     match region
         .target
-        .first_in_file()
+        .find_in_file()
         .map_err(AddError::FileContent)?
     {
         Some(page) => Err(AddError::NotEmpty { page }),

@@ -229,7 +229,9 @@ impl RegionConfig {
         self
     }
 
-    /// The file behind a foreign region. MINOR mode needs it: content is written there.
+    /// The file behind a foreign region. MINOR mode needs it: content is written there. In MISSING mode it
+    /// must have none of the region's pages, not even reserved ones (fallocate), which read as zeroes
+    /// and never fault.
     ///
     /// Whoever else has the file may truncate it, and then a write ends in SIGBUS. In a process that
     /// takes memory from others, install a handler that ends such copies

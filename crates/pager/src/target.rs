@@ -112,8 +112,8 @@ impl Target {
         Ok(())
     }
 
-    /// The first page that the file of foreign memory has, if that was handed over.
-    pub(crate) fn first_in_file(&self) -> Result<Option<PageIndex>, FileAccessError> {
+    /// A page that the file of foreign memory has, if that was handed over.
+    pub(crate) fn find_in_file(&self) -> Result<Option<PageIndex>, FileAccessError> {
         let Self::Foreign(Foreign {
             view: Some(view),
             page_size,
@@ -122,7 +122,7 @@ impl Target {
         else {
             return Ok(None);
         };
-        let found = view.first_content()?;
+        let found = view.find_content()?;
         Ok(found.map(|offset| PageIndex(offset >> page_size.shift())))
     }
 

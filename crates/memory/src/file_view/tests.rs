@@ -100,13 +100,8 @@ fn a_file_that_is_not_as_the_peer_says_is_refused() {
         let error = map(&file, 0, PAGE, PageSize::Size4K);
         assert_eq!(error, FileViewError::NotMemory, "{path}");
     }
-    let readable = OwnedFd::from(
-        File::open(format!(
-            "/proc/self/fd/{}",
-            std::os::fd::AsRawFd::as_raw_fd(&file)
-        ))
-        .unwrap(),
-    );
+    let readable =
+        OwnedFd::from(File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap());
     let error = map(&readable, 0, PAGE, PageSize::Size4K);
     assert!(matches!(error, FileViewError::Map { .. }), "{error}");
 }
@@ -177,7 +172,7 @@ fn a_child_does_not_inherit_the_view() {
 }
 
 #[test]
-fn the_first_page_that_the_file_has_is_found_and_the_position_stays() {
+fn a_page_that_the_file_has_is_found_and_the_position_stays() {
     let file = memfd(8 * PAGE);
     let view = view(&file, 2 * PAGE, 4 * PAGE);
     let at = |position| seek(&file, SeekFrom::Start(position)).unwrap();
@@ -188,7 +183,7 @@ fn the_first_page_that_the_file_has_is_found_and_the_position_stays() {
     };
     let first = || {
         let before = position();
-        let first = view.first_content();
+        let first = view.find_content();
         assert_eq!(position(), before, "others share the position");
         first
     };
@@ -210,4 +205,17 @@ fn the_first_page_that_the_file_has_is_found_and_the_position_stays() {
     // Its owner has made it shorter since.
     ftruncate(&file, PAGE).unwrap();
     assert_eq!(first(), Ok(None));
+}
+
+#[test]
+fn pages_that_are_reserved_are_found_in_a_whole_file() {
+    let file = memfd(8 * PAGE);
+    let (whole, part) = (view(&file, 0, 8 * PAGE), view(&file, 2 * PAGE, 4 * PAGE));
+    assert_eq!(whole.find_content(), Ok(None));
+    fallocate(&file, FallocateFlags::empty(), 4 * PAGE, PAGE).unwrap();
+    assert_eq!(whole.find_content(), Ok(Some(0)));
+    // They may be somebody else's there.
+    assert_eq!(part.find_content(), Ok(None));
+    whole.punch(4 * PAGE, PAGE).unwrap();
+    assert_eq!(whole.find_content(), Ok(None));
 }

@@ -37,7 +37,8 @@ impl Region {
             }
             Some(file) => match seek(file, SeekFrom::Data(0)) {
                 Ok(offset) => Ok(self.page_at(offset)),
-                Err(Errno::NXIO) => Ok(None),
+                // Pages that were reserved and never written look like holes, and never fault.
+                Err(Errno::NXIO) => Ok((file_bytes(file)? > 0).then_some(PageIndex(0))),
                 Err(errno) => Err(ContentError::Seek { errno }),
             },
         }
