@@ -123,7 +123,7 @@ impl Pager {
         let all_marked = self.all_marked(region);
         self.leave_channels(region);
         if !all_marked {
-            // This kernel cannot mark pages as lost. As long as the userfaultfds are open and the memory
+            // This kernel cannot mark pages as lost, or would not. As long as the userfaultfds are open and the memory
             // registered, whoever touches such a page sleeps, and does not read zeroes: so they stay
             // open until the process ends.
             tracing::error!(
@@ -250,8 +250,12 @@ impl Pager {
             return true;
         }
         let is_poisoned = |&page: &PageIndex| region.map.state(page) == Some(PageState::Poisoned);
-        let mut lost = region.all_pages().iter().filter(is_poisoned);
-        lost.all(|page| self.poison_everywhere(region, PageRange::single(page)))
+        let mut all_marked = true;
+        // Each one, also behind one that cannot be marked: whoever touches it gets SIGBUS then.
+        for page in region.all_pages().iter().filter(is_poisoned) {
+            all_marked &= self.poison_everywhere(region, PageRange::single(page));
+        }
+        all_marked
     }
 }
 

@@ -99,7 +99,8 @@ impl Pager {
                     let at = spans.partition_point(|other| other.start < start);
                     spans.insert(at, Span { start, ..part });
                 }
-                // Nor does moving. Whoever comes again faults at the place where the page is now.
+                // Nor does moving. Whoever sleeps at the former place faults there again, where nothing is
+                // mapped as a rule, and gets SIGSEGV.
                 wake_range(channel, from, bytes);
             }
             Event::Fork { descriptor } => {

@@ -40,8 +40,9 @@ pub struct Progress {
 /// Brings the pages of some regions in as they are touched. Shared by all threads that resolve
 /// faults; see the [crate's documentation](crate) for how it is used and in which order things stop.
 ///
-/// The pager itself starts no thread, but for one that lives as long as a call where it changes memory
-/// whose userfaultfd tells of changes: whoever changes it waits until that was read. It is driven by faults ([`Resolver`]), by
+/// The pager starts no thread of its own, with one exception: while it changes memory whose userfaultfd
+/// tells of changes, a helper thread makes the change, because that call waits until somebody has read
+/// the event. It waits for nothing else, and is driven by faults ([`Resolver`]), by
 /// answers of sources, and by whoever serves its descriptor ([`crate::Serving`], [`crate::Readers`]).
 pub struct Pager {
     me: Weak<Self>,

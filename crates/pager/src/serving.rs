@@ -103,8 +103,13 @@ impl Serving {
 
     /// Has what is left reported again, to this thread or another.
     fn hand_back(&mut self) {
+        let poller = &self.resolver.pager().poller;
         for channel in self.ready.drain(..) {
-            self.resolver.pager().poller.report_again(&channel);
+            poller.report_again(&channel);
+            // Of these its descriptor says nothing.
+            if channel.has_kept() {
+                poller.announce();
+            }
         }
     }
 
@@ -155,6 +160,7 @@ impl Serving {
             }
             Err(error) => {
                 channel.keep(faults.drain(..));
+                pager.poller.announce();
                 Err(ServeError::Read(error))
             }
         };
@@ -345,5 +351,42 @@ fn run(shared: &Shared, messages_per_read: usize) {
         Err(panic) => pager.notify(Notice::ReaderPanicked {
             message: message_of(&*panic),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pagetide_memory::{Backing, GuestAddress, Region};
+    use pagetide_uapi::userfaultfd::{Mode, Userfaultfd};
+
+    use super::*;
+    use crate::{Contents, PatternSource, RegionConfig, UffdLayout};
+
+    /// Of them the userfaultfd itself says nothing any more.
+    #[test]
+    fn faults_that_were_kept_are_handed_back() {
+        if let Err(error) = Userfaultfd::available() {
+            println!("SKIP: {error}");
+            return;
+        }
+        let memory = Region::new(GuestAddress(0), 8 << 12, Backing::Anonymous).unwrap();
+        let memory = Arc::new(memory);
+        let content = Contents::Local(Arc::new(PatternSource::new(|_, _: &mut [u8]| {})));
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(&memory), Mode::Missing, content)
+            .userfaultfds(UffdLayout::WithEvents);
+        pager.add(config).unwrap();
+        pager.table().channels()[0].keep([PageFault {
+            address: memory.guest().start().as_u64(),
+            write: false,
+            minor: false,
+            thread: 0,
+        }]);
+        pager.poller.announce();
+        let mut first = Serving::new(&pager, 1);
+        first.wait(Some(Duration::ZERO)).unwrap();
+        assert_eq!(first.ready.len(), 1);
+        drop(first);
+        assert_eq!(Serving::new(&pager, 1).process_ready().unwrap(), 1);
     }
 }

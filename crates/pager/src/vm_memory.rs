@@ -70,7 +70,7 @@ pub enum AddMemoryError {
 ///
 /// # Errors
 /// [`AddMemoryError`]; regions that were added before stay. Memory that another userfaultfd serves is
-/// refused, and keeps its content.
+/// refused, and keeps its content. Of any other memory that is refused, what had no file is lost.
 pub unsafe fn add_guest_memory(
     pager: &Pager,
     memory: &GuestMemoryMmap,
@@ -194,7 +194,7 @@ mod tests {
     /// The region before it keeps their userfaultfd open, so that whoever touched it would sleep for
     /// ever.
     #[test]
-    fn guest_memory_that_cannot_be_added_is_as_it_was_before() {
+    fn guest_memory_that_cannot_be_added_is_no_userfaultfds() {
         if let Err(error) = Userfaultfd::available() {
             println!("SKIP: {error}");
             return;

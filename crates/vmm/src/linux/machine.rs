@@ -142,7 +142,9 @@ impl LinuxMachine {
     /// Has `discard` called with memory that the guest has given up (a line `discard GPA BYTES` on
     /// `ttyS1`), on the thread of the vCPU that said so, which goes on afterwards. The range is whatever the
     /// guest said. An error ends the run. Unless this is called, what is whole pages of a region is given
-    /// back to the host.
+    /// back to the host, pages with an uncorrected error too: they read as zeroes then, and the guest has
+    /// given them up. A VMM whose pager serves the regions must have this call the pager's `discard`,
+    /// which would not know of it otherwise.
     pub fn on_given_up(
         &mut self,
         discard: impl Fn(GuestRange) -> Result<(), HookError> + Send + Sync + 'static,

@@ -106,7 +106,8 @@ impl LinuxPaging {
     /// A content file that cannot be read any more ends the run as a failure.
     ///
     /// # Errors
-    /// [`LinuxPagingError`]; a content file that was to be made is not there then.
+    /// [`LinuxPagingError`]. A content file that was to be made is whole if it is there then, and can be
+    /// used the next time.
     pub fn start(
         config: &LinuxConfig,
         delivery: Delivery,

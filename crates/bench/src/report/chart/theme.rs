@@ -60,8 +60,8 @@ const COLOURS: [Colour; 11] = [
         (0x16, 0x1a, 0x1f),
         "--paper",
     ),
-    // Blue, orange, teal, violet, crimson, olive: told apart with the common colour-vision deficiencies, and by
-    // the shape of their markers without any colour. The floor is grey.
+    // Orange, blue, teal, violet, crimson, olive: told apart with the common colour-vision deficiencies.
+    // The first five series have markers of different shapes as well. The floor is grey.
     colour(
         Role::Series(0),
         (0x7c, 0x86, 0x93),
