@@ -198,19 +198,15 @@ impl PageMap {
             return PageRange::single(page);
         }
         let window = self.within(window);
-        let take = |page| {
-            self.cell(page)
-                .is_some_and(|cell| update(cell, ABSENT, &next).is_ok())
+        let cells = |first: PageIndex, end: PageIndex| {
+            let cells = self.cells.get(first.as_usize()..end.as_usize());
+            cells.unwrap_or_default().iter()
         };
-        let mut first = page;
-        while first > window.first() && take(PageIndex(first.0 - 1)) {
-            first = PageIndex(first.0 - 1);
-        }
-        let mut end = PageIndex(page.0 + 1);
-        while end < window.end() && take(end) {
-            end = PageIndex(end.0 + 1);
-        }
-        PageRange::new(first, end.0 - first.0)
+        let is_taken = |cell: &&AtomicU8| update(cell, ABSENT, &next).is_ok();
+        let below = cells(window.first(), page).rev().take_while(is_taken);
+        let below = to_u64(below.count());
+        let above = cells(PageIndex(page.0 + 1), window.end()).take_while(is_taken);
+        PageRange::new(PageIndex(page.0 - below), below + 1 + to_u64(above.count()))
     }
 
     /// Makes those of `pages` Absent that are requested in bulk, and says how many there were: their
@@ -376,15 +372,20 @@ impl PageMap {
 
     /// The owner's way to a settled state. Says whether a wake was left to it.
     #[inline]
-    fn settle_owned(&self, page: PageIndex, to: u8) -> bool {
-        let Some(cell) = self.cell(page) else {
-            return false;
+    fn settle_owned(&self, pages: PageRange, to: u8) -> bool {
+        let settle = |page, cell: &AtomicU8| {
+            // Release: whoever sees the new state sees what the owner did before. Acquire: the owner
+            // sees what those did who asked to be told.
+            let before = cell.swap(to, Ordering::AcqRel);
+            self.left(page, before);
+            before & WAKE_WANTED != 0
         };
-        // Release: whoever sees the new state sees what the owner did before. Acquire: the owner
-        // sees what those did who asked to be told.
-        let before = cell.swap(to, Ordering::AcqRel);
-        self.left(page, before);
-        before & WAKE_WANTED != 0
+        if pages.count() == 1 {
+            let page = pages.first();
+            return self.cell(page).is_some_and(|cell| settle(page, cell));
+        }
+        let cells = self.cells(pages);
+        cells.fold(false, |wanted, (page, cell)| settle(page, cell) | wanted)
     }
 
     /// The owner gives the page back as it was. Says whether a wake was left to it that is left to

@@ -95,10 +95,7 @@ impl<'map> ClaimGuard<'map> {
 
     #[inline]
     fn settle(self, to: u8) -> WakeWanted {
-        let mut wanted = false;
-        for page in self.pages.iter() {
-            wanted |= self.map.settle_owned(page, to);
-        }
+        let wanted = self.map.settle_owned(self.pages, to);
         mem::forget(self);
         WakeWanted::from(wanted)
     }
