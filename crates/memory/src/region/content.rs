@@ -123,3 +123,24 @@ fn file_bytes(file: impl std::os::fd::AsFd) -> Result<u64, ContentError> {
         .unwrap_or(0)
         .saturating_mul(BLOCK_BYTES))
 }
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use rustix::fs::{FallocateFlags, fallocate};
+
+    use super::*;
+    use crate::{Backing, GuestAddress};
+
+    /// They read as zeroes without a fault, although the kernel takes them for holes.
+    #[test]
+    fn pages_that_are_reserved_are_content() {
+        let region = Region::new(GuestAddress(0), 8 << 12, Backing::Shmem).unwrap();
+        assert_eq!(region.has_content().unwrap(), None);
+        let file = region.file.as_ref().unwrap();
+        fallocate(file, FallocateFlags::empty(), 3 << 12, 1 << 12).unwrap();
+        assert_eq!(region.has_content().unwrap(), Some(PageIndex(0)));
+        region.punch(region.all_pages()).unwrap();
+        assert_eq!(region.has_content().unwrap(), None);
+    }
+}
