@@ -14,7 +14,7 @@ pub(super) fn notes(report: &MemslotsReport) -> Vec<String> {
             "This emulator hands a single thread round its CPUs when an interrupt comes: so that a \
              CPU need not wait for milliseconds, interrupts come 61 to 83 thousand times a second. \
              That is the grain of kept with several CPUs; the rows without commits show it, and a \
-             VM with one CPU has a finer one (docs/design/kept.md). An idle CPU would give its turn \
+             VM with one CPU has a finer one (docs/design/vcpu-stalls.md). An idle CPU would give its turn \
              away: where there are fewer vCPUs than CPUs, another VM's walk on the others."
                 .to_owned(),
         );

@@ -5,7 +5,7 @@
 //! that was stolen in it, which is the time that the vCPU's thread could have run and had no
 //! processor (KVM's steal time). A vCPU that sleeps, because somebody stops it, is kept; one that
 //! waits for its turn on a busy host is not. So the figure means the same for all ways of changing
-//! slots, and with more vCPUs than processors. `docs/design/kept.md` has the reasoning.
+//! slots, and with more vCPUs than processors. `docs/design/vcpu-stalls.md` has the reasoning.
 
 mod code;
 
