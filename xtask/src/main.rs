@@ -4,6 +4,8 @@ mod bench;
 mod command;
 mod compile;
 mod debian;
+#[cfg(test)]
+mod documents;
 mod guest;
 mod initramfs;
 mod kernel;

@@ -34,6 +34,14 @@ pub(crate) struct TestArgs {
     only: Vec<Step>,
 }
 
+#[cfg(test)]
+impl TestArgs {
+    /// Whether `make test` takes these steps, too.
+    pub(crate) fn is_default(&self) -> bool {
+        self.only.iter().all(|step| step.is_default())
+    }
+}
+
 /// The steps. As many are taken at a time as there are processors, in this order, each after those that
 /// it needs: what fails quickly comes first, then what others wait for, then what takes longest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum)]

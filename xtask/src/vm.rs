@@ -93,6 +93,14 @@ pub(crate) struct VerbArgs {
     command: Vec<OsString>,
 }
 
+#[cfg(test)]
+impl VerbArgs {
+    /// What runs in the VM.
+    pub(crate) fn command(&self) -> &[OsString] {
+        &self.command
+    }
+}
+
 /// How QEMU's software CPU runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Timing {

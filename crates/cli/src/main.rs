@@ -5,6 +5,8 @@
 //! with its guest's status.
 
 mod args;
+#[cfg(all(test, target_arch = "x86_64"))]
+mod documents;
 mod failure;
 mod measuring;
 mod memcycler;
