@@ -6,20 +6,20 @@ endif
 
 .PHONY: demo test kernel bench report patches
 
-demo:    ## page memory in with and without exits; a table and a page in a few minutes
+demo:    ## page a VM's memory in with and without exits; a table and a page
 	@cargo xtask demo
 
-test:    ## everything that must hold; the last line counts
+test:    ## all tests; the last line counts
 	@cargo xtask test
 
 kernel:  ## build the patched kernel
 	@cargo xtask kernel build
 
-bench:   ## the measurements of SPECIFICATION.md
+bench:   ## take the measurements of SPECIFICATION.md
 	@cargo xtask bench
 
-report:  ## where the measurements' pages are
+report:  ## print the places of the measurements' pages
 	@cargo xtask report
 
-patches: ## the work tree's commits back to kernel/patches
+patches: ## write the work tree's commits back to kernel/patches
 	@cargo xtask kernel export

@@ -1,8 +1,8 @@
-//! A source of one's own: slow, asynchronous, and it fails now and then.
+//! A source of your own that is slow and asynchronous, and fails now and then.
 //!
-//! Stands for an HTTP client or an object store: requests go to a thread that answers each some time
-//! later, in another order, and refuses every third one at first. The engine asks again. Halfway the
-//! "server" is down for a while: the region stalls, and goes on when the owner says so.
+//! The source imitates an HTTP client or an object store. A thread answers each request later and in another
+//! order, and fails every third request at first; the pager repeats it. Halfway the "server" is down for a
+//! while: the region stalls until its owner resumes it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use pagetide_pager::{
 const GPA: GuestAddress = GuestAddress(1 << 32);
 const PAGES: u64 = 512;
 
-/// What every byte of page `page` is.
+/// The value of every byte of page `page`.
 fn byte_of(page: u64) -> u8 {
     page.to_le_bytes()[0] | 1
 }
@@ -40,7 +40,7 @@ struct Queue {
 }
 
 impl Source for Client {
-    // Called by whoever faults: hand the request on, do not block.
+    // The thread that faults calls this: pass the request on, and do not block.
     fn submit(&self, request: Request) {
         let mut queue = self.lock();
         match request.urgency() {
@@ -56,7 +56,7 @@ impl Client {
         self.queue.lock().expect("nothing panics under the lock")
     }
 
-    /// The next request; None when all is over.
+    /// The next request; None at the end of the program.
     fn next(&self) -> Option<Request> {
         let idle = |queue: &mut Queue| queue.waiting.is_empty() && !queue.is_over;
         let queue = self.more.wait_while(self.lock(), idle);
@@ -115,14 +115,14 @@ fn main() -> anyhow::Result<()> {
         );
         Ok(())
     };
-    // Touched page by page, while every third request fails at first.
+    // Read page by page, while every third request fails at first.
     (0..PAGES / 2).try_for_each(&mut check)?;
     println!(
-        "half of the memory came in, {} requests",
+        "half of the memory is installed, {} requests",
         client.asked.load(Ordering::Relaxed)
     );
 
-    // The server goes away. Whoever touches a page now waits; the owner is told, and decides.
+    // The server is down. An access to a missing page waits; the owner gets a notice and resumes the region.
     client.is_down.store(true, Ordering::Release);
     let (asked, paged) = (&client, &pager);
     std::thread::scope(|scope| {
@@ -137,11 +137,11 @@ fn main() -> anyhow::Result<()> {
             .map_err(|_| anyhow::anyhow!("the owner panicked"))?
     })?;
 
-    // The rest comes before anybody touches it.
+    // Prefetch installs the rest before the first touch.
     let prefetch = Prefetch::spawn(&pager, PrefetchConfig::default())?;
     ensure!(
         prefetch.finish()?.is_complete,
-        "prefetch was to bring everything in"
+        "prefetch is to install everything"
     );
     (0..PAGES).try_for_each(&mut check)?;
     let counts = pager.counts(id).context("the region is there")?;

@@ -1,7 +1,7 @@
-//! Serves another process's userfaultfd from an epoll loop, as a page-fault handler beside a VMM does.
+//! Serves another process's userfaultfd from an epoll loop, like a page-fault handler beside a VMM.
 //!
-//! The other process is this program, started again: it makes memory, registers it with a userfaultfd,
-//! sends the descriptor over a Unix socket, and then reads its memory, which is not there.
+//! The other process is this program, started again: it allocates memory, registers it with a userfaultfd,
+//! sends the descriptor over a Unix socket, and then reads the memory, which is absent.
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -44,7 +44,7 @@ fn handler() -> anyhow::Result<()> {
         .spawn()?;
     let (uffd, start) = receive(&ours)?;
 
-    // The descriptor and the address range are all that is known of the other process.
+    // The handler has the descriptor and the address range, and nothing else of the other process.
     let uffd = Arc::new(Userfaultfd::adopt(uffd, Features::MISSING_SHMEM)?);
     let range = HostRange::new(
         HostAddress(usize::try_from(start)?),
@@ -56,7 +56,7 @@ fn handler() -> anyhow::Result<()> {
     let id = pager.add(config.fault_around(16))?;
     (&ours).write_all(b"g")?;
 
-    // The event loop of a program that has other things to do: the pager is one descriptor of it.
+    // An event loop in which the pager is one descriptor among others.
     const PAGER: u64 = 0;
     const CHILD: u64 = 1;
     let mut serving = Serving::new(&pager, 32);
@@ -75,7 +75,7 @@ fn handler() -> anyhow::Result<()> {
         for event in events.drain(..) {
             match event.data.u64() {
                 PAGER => faults += serving.process_ready()?,
-                // The guest process has said that it is done, or has gone.
+                // The guest process is done, or has exited.
                 _ => break 'serve,
             }
         }
@@ -83,7 +83,7 @@ fn handler() -> anyhow::Result<()> {
     let status = child.wait()?;
     ensure!(status.success(), "the guest process ended with {status}");
     let present = pager.counts(id).context("the region is there")?.present;
-    println!("{faults} faults of the other process brought {present} pages in");
+    println!("{faults} faults of the other process, {present} pages installed");
     Ok(())
 }
 
@@ -93,7 +93,7 @@ fn guest() -> anyhow::Result<()> {
     let region = Region::new(GuestAddress(0), BYTES, Backing::Shmem)?;
     let uffd = Userfaultfd::open(Features::MISSING_SHMEM)?;
     // SAFETY: register requires memory that stays mapped while the userfaultfd is open, and whose
-    // zeroes nobody relies on: the region is dropped after it.
+    // zeroes no code relies on: the region is dropped after it.
     unsafe { uffd.register(region.guest().into(), Mode::Missing) }?;
     send(&socket, uffd.as_fd(), region.guest().start().as_u64())?;
     (&socket).read_exact(&mut [0])?;
@@ -101,7 +101,7 @@ fn guest() -> anyhow::Result<()> {
     let (mut seen, mut wanted) = ([0; 4096], [0; 4096]);
     for page in region.all_pages().iter() {
         region.read_guest(page, 0, &mut seen)?;
-        // The handler knows offsets in the region: it was given no gpa.
+        // The handler's region has no gpa: its content depends on offsets.
         fill(GuestAddress(page.0 << 12), &mut wanted);
         ensure!(seen == wanted, "page {page} has other content");
     }

@@ -1,9 +1,9 @@
-//! A VMM on kvm-ioctls and vm-memory adopts the pager: its guest runs before its memory is there.
+//! A VMM on kvm-ioctls and vm-memory adopts the pager: its guest runs before its memory has arrived.
 //!
-//! The guest is a few bytes of real-mode code that add up memory which the VMM never wrote. Each page
-//! that it touches comes from the pager, in MISSING mode. Where the kernel has the Pagetide series the
-//! faults leave the guest as exits (KVM_CAP_ABSENT_MAPPING_FAULT) and this thread resolves them; on
-//! other kernels a reader thread serves the userfaultfd.
+//! The guest is a few bytes of real-mode code that add up memory which the VMM never wrote. The pager
+//! installs each page that the guest touches, in MISSING mode. Where the kernel has the Pagetide series,
+//! faults are exits (KVM_CAP_ABSENT_MAPPING_FAULT), and this thread resolves them; on other kernels a
+//! reader thread serves the userfaultfd.
 
 use std::sync::Arc;
 
@@ -34,19 +34,19 @@ const CODE: [u8; 20] = [
 ];
 
 fn main() -> anyhow::Result<()> {
-    // What any VMM has: a VM, its memory, a vCPU.
+    // As in any VMM: a VM, its memory, a vCPU.
     let kvm = Kvm::new().context("opening /dev/kvm")?;
     let vm = kvm.create_vm()?;
     let low = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x1000)])?;
     let data = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(DATA), DATA_BYTES)])?;
     low.write_slice(&CODE, GuestAddress(0))?;
 
-    // What it does to adopt the pager.
+    // To adopt the pager:
     let pager = Pager::new()?;
     let content =
         |gpa: Gpa, piece: &mut [u8]| piece.fill(u8::try_from(gpa.0 >> 12).unwrap_or(u8::MAX));
     let contents = |_, _| Contents::Local(Arc::new(PatternSource::new(content)));
-    // SAFETY: the memory is dropped after the pager, and nobody relies on what it holds before.
+    // SAFETY: the memory is dropped after the pager, and no code relies on its content before.
     unsafe { add_guest_memory(&pager, &data, Mode::Missing, contents) }?;
     let readers = Readers::spawn(&pager, ReaderConfig::new(1))?;
     let exits = Capabilities::of(&vm).absent_mapping_flag().unwrap_or(0);
@@ -99,7 +99,7 @@ fn set_memory(vm: &VmFd, slot: u32, memory: &GuestMemoryMmap, flags: u32) -> any
         userspace_addr: memory.get_host_address(region.start_addr())?.addr() as u64,
         flags,
     };
-    // The flag for exits is one of the second version only, which kernels before 6.8 lack.
+    // Only the second version has the flag for exits; kernels before 6.8 lack that version.
     let set = if flags == 0 {
         // SAFETY: KVM requires memory that stays mapped while the VM runs: main drops it after the VM.
         unsafe { vm.set_user_memory_region(range) }

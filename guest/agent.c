@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * The first process of a test VM: mounts what programs expect, runs commands, powers the VM off.
+ * The first process of a test VM: mounts file systems, runs commands, powers the VM off.
  *
- * `agent SPEC` reads from SPEC what to do. Output of the commands goes to the virtio ports
- * pagetide.stdout and pagetide.stderr, the result of each to pagetide.status.
+ * `agent SPEC` carries out SPEC. Output of the commands goes to the virtio ports pagetide.stdout and
+ * pagetide.stderr, the result of each command to pagetide.status.
  *
  * SPEC is a list of strings, each ended by a NUL:
  *
  *	"overlay" DIRECTORY		makes it writable, until the VM's end
- *	"9p" TAG DIRECTORY		mounts what the host shares by that name
+ *	"9p" TAG DIRECTORY		mounts the host's share of that name
  *	"dir" DIRECTORY			where the commands that follow run
  *	"env" "NAME=VALUE"		added to their environment, which is otherwise empty
  *	"timeout" SECONDS		for each of them; 0: none
  *	"run" COUNT ARGUMENT...		a command
  *
  * pagetide.status gets a line for each command, "exit CODE", "signal NUMBER" or "timeout 0", each
- * followed by the command's time in ms, and "end" after the last. With more than one command, each one's output starts with a line that is
- * the record separator (0x1e) and the command's number, on both ports.
+ * followed by the command's time in ms, and "end" after the last. With more than one command, each one's
+ * output starts with a line of the record separator (0x1e) and the command's number, on both ports.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -41,22 +41,22 @@
 #include <time.h>
 #include <unistd.h>
 
-/* How long output is still read after a command has ended and left something behind. */
+/* How long the agent still reads output after a command has ended and left a process behind. */
 #define DRAIN_MS 1000
 
 #define MAX_ENV 256
 
 struct spec {
-	char *text, *end;	/* what is not read yet */
+	char *text, *end;	/* the rest that is not read yet */
 	char *env[MAX_ENV + 1];
 	int nr_env;
 	long timeout_s;
-	int commands;		/* how many there are in all */
+	int commands;		/* their total number */
 };
 
 static int out_port, err_port, status_port;
 
-/* Tells the console, which the host keeps. */
+/* Prints to the console, whose output the host saves. */
 static void complain(const char *format, ...)
 {
 	char text[512] = "<3>pagetide-agent: ";
@@ -76,7 +76,7 @@ static void complain(const char *format, ...)
 	}
 }
 
-/* Without "end" on the status port the host takes the VM for lost, as it should. */
+/* Without "end" on the status port the host counts the VM as lost. */
 static void __attribute__((noreturn)) power_off(void)
 {
 	sync();
@@ -127,7 +127,7 @@ static void mount_at(const char *source, const char *type, const char *where, co
 		complain("mount %s: %s", where, strerror(errno));
 }
 
-/* What is written to a directory stays in the VM's memory. */
+/* Writes to a directory stay in the VM's memory. */
 static void overlay(const char *where)
 {
 	static int number;
@@ -159,7 +159,7 @@ static void write_file(const char *path, const char *text)
 		close(fd);
 }
 
-/* udev would make links by name; there may be none, so the names are looked up in sysfs. */
+/* udev would make links by name; without udev, sysfs has the names. */
 static int open_port(const char *wanted)
 {
 	const char *class = "/sys/class/virtio-ports";
@@ -271,7 +271,7 @@ static void __attribute__((noreturn)) become(char **argv, char **env, int out, i
 	_exit(errno == ENOENT ? 127 : 126);
 }
 
-/* Copies what is there to the host; false at the end of the stream. */
+/* Copies the available output to the host; returns false at the end of the stream. */
 static bool copy(int from, int to)
 {
 	char bytes[65536];
@@ -320,7 +320,7 @@ static void run(struct spec *spec, char **argv)
 	if (fds[END].fd < 0)
 		give_up("pidfd_open for", argv[0]);
 
-	/* A negative fd is one that is done with. */
+	/* poll() ignores a negative fd: the stream has ended. */
 	while (fds[OUT].fd >= 0 || fds[ERR].fd >= 0 || fds[END].fd >= 0) {
 		int ready = poll(fds, 3, until(deadline));
 
@@ -344,7 +344,7 @@ static void run(struct spec *spec, char **argv)
 		kill(-pid, SIGKILL);
 		deadline = 0;
 	}
-	/* What the command left running must not disturb the next one. */
+	/* Processes that the command left must not disturb the next command. */
 	kill(-pid, SIGKILL);
 	close(out[0]);
 	close(err[0]);
@@ -409,7 +409,7 @@ static void prepare(void)
 	symlink("/proc/self/fd/0", "/dev/stdin");
 	symlink("/proc/self/fd/1", "/dev/stdout");
 	symlink("/proc/self/fd/2", "/dev/stderr");
-	/* shmem takes huge pages only where it is told to and a program asks for them */
+	/* shmem uses huge pages only with this setting, and only where a program requests them */
 	write_file("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise");
 	setrlimit(RLIMIT_MEMLOCK, &unlimited);
 	sethostname("pagetide", strlen("pagetide"));

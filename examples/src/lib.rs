@@ -1,4 +1,4 @@
-//! Three programs that build on the pager, in this package's folder: `rust_vmm`, a small VMM on
+//! Three programs that use the pager, in this package's directory: `rust_vmm`, a small VMM on
 //! kvm-ioctls and vm-memory that adopts the pager; `epoll_handler`, an event loop that serves another
 //! process's userfaultfd; `custom_source`, a source that is slow and fails, with retry.
 //!

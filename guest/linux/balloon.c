@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Gives memory up as a balloon does: the host discards it, and it reads as zeroes.
+ * Gives memory up like a balloon driver: the host discards it, and it reads as zeroes.
  *
  *	balloon BYTES [ROUNDS]
  *
- * Each round (default: 1) fills BYTES with a pattern and gives every other run of eight pages up, by a line
- * "discard GPA BYTES" on ttyS1 for what is contiguous in physical memory. Then it checks every word: what was
- * given up is zero, and what was not has the pattern still. The next round fills all of it anew. A wrong word
- * is told with its address, and ends the program with status 1.
+ * Each round (default: 1) fills BYTES with a pattern and gives up every other run of eight pages, by a line
+ * "discard GPA BYTES" on ttyS1 for each range that is contiguous in physical memory. Then it checks that every
+ * word that it gave up is zero, and that every other word still has the pattern. The next round fills all of
+ * the memory again. The program reports a wrong word with its address, and ends with status 1.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -42,7 +42,7 @@ static void fill(volatile uint64_t *words, uint64_t pages, uint64_t round)
 		words[i] = pattern(i, round);
 }
 
-/* When this is back, the host has discarded what the line says: it does so before the guest goes on. */
+/* When this returns, the host has discarded the memory: it discards before the guest continues. */
 static void discard(int port, uint64_t gpa, uint64_t bytes)
 {
 	if (dprintf(port, "discard %#llx %#llx\n", (unsigned long long)gpa,
@@ -117,7 +117,7 @@ int main(int argc, char **argv)
 		      -1, 0);
 	if (memory == MAP_FAILED)
 		fail("mmap");
-	/* A page that moved would not be the one that was given up. */
+	/* If a page moved, the host would discard another page. */
 	if (mlock(memory, pages * PAGE_BYTES))
 		fail("mlock");
 

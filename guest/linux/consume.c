@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Consumes an uncorrected memory error: gets memory, tells the physical address of a page, waits
- * until somebody has told it to go on, and reads the page.
+ * Consumes an uncorrected memory error: allocates memory, prints the physical address of a page, waits
+ * for a line on standard input, and reads the page.
  *
  *	consume [BYTES [PAGE]]
  *
  * Prints "consume: gpa 0x..." for page PAGE, counted from 1, (default: the middle one) of BYTES
- * (default: 2M) and waits for a line on standard input. Then it reads the page and prints what it found:
- * "consume: read ok" with status 0; a machine check ends it by SIGBUS, which it tells with the
- * address before it dies of it as any process would.
+ * (default: 2M) and waits for a line on standard input. Then it reads the page and prints the result,
+ * "consume: read ok" with status 0. A machine check raises SIGBUS: the program prints the signal's address
+ * and then dies of the signal, like any process.
  */
 #define _GNU_SOURCE
 #include <signal.h>
@@ -19,7 +19,7 @@
 #include "common.h"
 #include "pagemap.h"
 
-/* The error comes at the one read below, which interrupts no other function of this program. */
+/* The error strikes at the single read below, and thus interrupts no other function of this program. */
 static void on_sigbus(int number, siginfo_t *info, void *context)
 {
 	char text[96];
@@ -55,7 +55,7 @@ int main(int argc, char **argv)
 		fail("mmap");
 	for (i = 0; i < pages; i++)
 		*(volatile uint64_t *)(memory + i * PAGE_BYTES) = i + 1;
-	/* A page that moved would not be the one that was told. */
+	/* If a page moved, the printed address would be another page's. */
 	if (mlock(memory, pages * PAGE_BYTES))
 		fail("mlock");
 	if (sigaction(SIGBUS, &action, NULL))

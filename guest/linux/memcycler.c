@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Threads cycle through memory: each reads every 64-bit word of its own part, checks that it holds
- * what the thread wrote the last time round, and writes the next value.
+ * Threads cycle through memory: each reads every 64-bit word of its own part, compares it with the value
+ * that the thread wrote in the round before, and writes the next value.
  *
  *	memcycler THREADS BYTES SECONDS [huge]
  *
  * Prints the words per microsecond of all threads together each second, and the mean at the end.
- * BYTES are shared out; "huge" asks for transparent huge pages. A word that does not hold what it
- * should is told with its address, and ends the program with status 1.
+ * Each thread has an equal part of BYTES; "huge" requests transparent huge pages. The program reports a
+ * wrong word with its address, and ends with status 1.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -20,7 +20,7 @@
 #include "common.h"
 
 #define MAX_THREADS 1024
-/* So many words are cycled through before the counter that others read is brought up to date. */
+/* After so many words a thread updates its counter, which the main thread reads. */
 #define BLOCK_WORDS 8192UL
 
 struct cycler {
@@ -41,7 +41,7 @@ static uint64_t now_ns(void)
 	return now.tv_sec * 1000000000ULL + now.tv_nsec;
 }
 
-/* Each word has a value of its own, so that a page in the wrong place is noticed, too. */
+/* Each word has a value of its own, so a page in the wrong place is an error, too. */
 static uint64_t expected(uint64_t index, uint64_t round)
 {
 	return round ? index + round : 0;
