@@ -37,6 +37,8 @@ use std::sync::atomic::fence;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use crossbeam_utils::CachePadded;
+
 use crate::sync::{AtomicU32, Condvar, Mutex, MutexGuard, Ordering};
 
 /// The bit that keeps new ioctls out; the bits below it count those in flight.
@@ -47,10 +49,9 @@ const CLOSED: u32 = 1 << 31;
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
-/// One vCPU's word, alone in its cache lines.
+/// One vCPU's word.
 #[derive(Debug, Default)]
-#[repr(align(128))]
-pub(crate) struct Seat(AtomicU32);
+pub(crate) struct Seat(CachePadded<AtomicU32>);
 
 impl Seat {
     /// Takes the seat if the gate is open and nobody is inside, by one atomic operation.

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use crossbeam_utils::CachePadded;
 use pagetide_memory::PageIndex;
 
 use crate::fault::RegionId;
@@ -12,11 +13,6 @@ const SHARDS: usize = 32;
 /// Bits of a page's number in a packed position: 2^60 bytes of the smallest pages, more than a
 /// guest can address.
 const PAGE_BITS: u32 = 48;
-
-/// Two cache lines: CPUs fetch them in pairs.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-pub(crate) struct OwnLines<T>(pub(crate) T);
 
 /// Which shard a thread writes to.
 #[derive(Debug)]
@@ -39,7 +35,7 @@ struct Shard {
 /// decides where to work and how fast, never whether a page is there.
 #[derive(Debug, Default)]
 pub(crate) struct Activity {
-    shards: [OwnLines<Shard>; SHARDS],
+    shards: [CachePadded<Shard>; SHARDS],
 }
 
 /// What somebody has seen of a [`Activity`] so far.
@@ -50,7 +46,7 @@ impl Activity {
     /// A thread is about to install or request `page` because of a fault.
     #[inline]
     pub(crate) fn beat(&self, seat: &Seat, region: RegionId, page: PageIndex) {
-        if let Some(OwnLines(shard)) = self.shards.get(seat.0) {
+        if let Some(shard) = self.shards.get(seat.0) {
             let position = ((region.0 as u64) << PAGE_BITS) | page.0;
             shard.last.store(position, Ordering::Relaxed);
             shard.served.fetch_add(1, Ordering::Relaxed);
@@ -59,7 +55,7 @@ impl Activity {
 
     /// All faults so far that brought a page in.
     pub(crate) fn served(&self) -> u64 {
-        let served = |OwnLines(shard): &OwnLines<Shard>| shard.served.load(Ordering::Relaxed);
+        let served = |shard: &CachePadded<Shard>| shard.served.load(Ordering::Relaxed);
         self.shards.iter().map(served).sum()
     }
 
@@ -67,7 +63,7 @@ impl Activity {
     /// served any. A hint: the position may be of no page by the time it is used.
     pub(crate) fn busiest(&self, seen: &mut Seen) -> Option<(RegionId, PageIndex)> {
         let mut busiest = (0, 0);
-        for (OwnLines(shard), seen) in self.shards.iter().zip(&mut seen.0) {
+        for (shard, seen) in self.shards.iter().zip(&mut seen.0) {
             let served = shard.served.load(Ordering::Relaxed);
             let since = served.wrapping_sub(*seen);
             *seen = served;

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crossbeam_utils::CachePadded;
 use pagetide_kvm::{Exit, FaultExit};
 use pagetide_memory::{Exclusive, PageIndex};
 use pagetide_vmm::{Handled, HookError, Next, PoolVcpu, VcpuCounts, VcpuHooks};
@@ -22,9 +23,8 @@ pub(crate) struct Walked {
     pub(crate) faulted: Vec<u32>,
 }
 
-/// How far a vCPU is. Only its own thread uses it as long as it runs, in cache lines of its own.
+/// How far a vCPU is. Only its own thread uses it as long as it runs.
 #[derive(Debug)]
-#[repr(align(128))]
 struct Seat {
     progress: Exclusive<Progress>,
     /// Where the guest counts its touches.
@@ -65,7 +65,7 @@ pub(crate) struct Walk {
     low: Arc<LowMemory>,
     /// Of each walk.
     pages: u64,
-    seats: Vec<Seat>,
+    seats: Vec<CachePadded<Seat>>,
     start: Mutex<Start>,
     changed: Condvar,
 }
@@ -77,9 +77,11 @@ impl Walk {
         walkers: usize,
         pages: u64,
     ) -> Self {
-        let seat = |vcpu| Seat {
-            progress: Exclusive::default(),
-            touched: low.place_of(vcpu, Field::Touched),
+        let seat = |vcpu| {
+            CachePadded::new(Seat {
+                progress: Exclusive::default(),
+                touched: low.place_of(vcpu, Field::Touched),
+            })
         };
         let seats = (0..).take(walkers).map(seat).collect();
         Self {
@@ -101,7 +103,7 @@ impl Walk {
     }
 
     fn seat(&self, vcpu: &PoolVcpu<'_>) -> Option<&Seat> {
-        self.seats.get(vcpu.id() as usize)
+        self.seats.get(vcpu.id() as usize).map(|seat| &**seat)
     }
 
     /// Waits until every vCPU has come here; the last one releases all. Returns the common start,

@@ -4,16 +4,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crossbeam_utils::CachePadded;
 use pagetide_kvm::VcpuKick;
 
 use crate::failure::PoolFailure;
 use crate::hooks::{HookError, VcpuHooks};
-
-/// A vCPU's exits so far, for watch-dogs; alone in its cache lines, because its owner counts on the
-/// hot path.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct ExitCount(AtomicU64);
 
 #[derive(Debug, Default)]
 struct State {
@@ -33,7 +28,8 @@ impl State {
 pub(crate) struct Control {
     hooks: Arc<dyn VcpuHooks>,
     kicks: Vec<VcpuKick>,
-    exits: Vec<ExitCount>,
+    /// Each vCPU's exits so far, for watch-dogs. Its thread counts them on the hot path.
+    exits: Vec<CachePadded<AtomicU64>>,
     stopped: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
@@ -43,7 +39,7 @@ impl Control {
     pub(crate) fn new(hooks: Arc<dyn VcpuHooks>, kicks: Vec<VcpuKick>) -> Self {
         Self {
             hooks,
-            exits: kicks.iter().map(|_| ExitCount::default()).collect(),
+            exits: kicks.iter().map(|_| CachePadded::default()).collect(),
             state: Mutex::new(State {
                 threads: kicks.len(),
                 ..State::default()
@@ -60,7 +56,7 @@ impl Control {
 
     /// Counts an exit of the vCPU at this place. Only its own thread does.
     pub(crate) fn count_exit(&self, place: usize) {
-        if let Some(ExitCount(count)) = self.exits.get(place) {
+        if let Some(count) = self.exits.get(place) {
             // One writer: a plain increment, not a locked one.
             count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         }
@@ -68,7 +64,7 @@ impl Control {
 
     pub(crate) fn exits(&self) -> u64 {
         let counts = self.exits.iter();
-        counts.map(|count| count.0.load(Ordering::Relaxed)).sum()
+        counts.map(|count| count.load(Ordering::Relaxed)).sum()
     }
 
     /// Whether the vCPUs are to come back. Kicked ones ask.

@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
+use crossbeam_utils::CachePadded;
 use pagetide_kvm::{FaultExit, PopulateError, PopulateFlags, Vm, populate_vm};
 use pagetide_memory::{Exclusive, GuestAddress, GuestRange};
 use pagetide_pager::{Counters, Notice, Pager, PopulateSink, Resolution, Resolver};
@@ -11,18 +12,13 @@ use crate::control::Stopper;
 use crate::hooks::{Handled, HookError, VcpuHooks};
 use crate::pool::PoolVcpu;
 
-/// Two cache lines: CPUs fetch them in pairs.
-#[derive(Debug)]
-#[repr(align(128))]
-struct OwnLines<T>(T);
-
 /// Has a pager resolve memory faults, each on the thread of the vCPU that faulted. It allocates
 /// nothing and takes no lock that another thread takes.
 #[derive(Debug)]
 pub struct Paging {
     pager: Arc<Pager>,
     /// One for each vCPU, which its own thread alone uses while the guest runs.
-    resolvers: Box<[OwnLines<Exclusive<Resolver>>]>,
+    resolvers: Box<[CachePadded<Exclusive<Resolver>>]>,
     pre_fault: bool,
     /// Whose slots say where a gpa's memory is at home; None while every region is.
     slots: Option<Arc<Vm>>,
@@ -52,7 +48,7 @@ impl Paging {
         let resolvers = (0..vcpus).filter_map(|vcpu| pager.resolver(Some(vcpu)));
         Self {
             resolvers: resolvers
-                .map(|resolver| OwnLines(Exclusive::new(resolver)))
+                .map(|resolver| CachePadded::new(Exclusive::new(resolver)))
                 .collect(),
             pager: Arc::clone(pager),
             pre_fault: false,
@@ -83,7 +79,7 @@ impl Paging {
     #[must_use]
     pub fn counters(&self) -> Counters {
         let mut sum = Counters::default();
-        for OwnLines(resolver) in &self.resolvers {
+        for resolver in &self.resolvers {
             while resolver
                 .try_with(|resolver| sum.add(resolver.counters()))
                 .is_none()
@@ -104,7 +100,7 @@ impl Paging {
             return Err(UnresolvableExit::NotAbsent(*exit).into());
         }
         let index = usize::try_from(vcpu).ok();
-        let OwnLines(resolver) = index
+        let resolver = index
             .and_then(|index| self.resolvers.get(index))
             .ok_or(UnresolvableExit::UnknownVcpu(vcpu))?;
         let gpa = match &self.slots {

@@ -3,15 +3,16 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
+use crossbeam_utils::CachePadded;
+
 use crate::page::PageIndex;
 use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering};
 
 /// Enough that threads waiting for different pages seldom meet; a power of two.
 const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
 
-/// One sleeping place, on cache lines of its own.
+/// One sleeping place.
 #[derive(Debug)]
-#[repr(align(128))]
 struct Shard {
     lock: Mutex<()>,
     wakeup: Condvar,
@@ -20,7 +21,7 @@ struct Shard {
 /// Sleeping places, shared among pages by their index.
 #[derive(Debug)]
 pub(super) struct Parking {
-    shards: Box<[Shard; SHARDS]>,
+    shards: Box<[CachePadded<Shard>; SHARDS]>,
     /// How often everybody was woken. Changed with each shard's lock taken after the change.
     epoch: AtomicU64,
 }
@@ -28,9 +29,11 @@ pub(super) struct Parking {
 impl Default for Parking {
     fn default() -> Self {
         Self {
-            shards: Box::new(std::array::from_fn(|_| Shard {
-                lock: Mutex::new(()),
-                wakeup: Condvar::new(),
+            shards: Box::new(std::array::from_fn(|_| {
+                CachePadded::new(Shard {
+                    lock: Mutex::new(()),
+                    wakeup: Condvar::new(),
+                })
             })),
             epoch: AtomicU64::new(0),
         }

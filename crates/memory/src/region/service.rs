@@ -1,5 +1,7 @@
 //! Who may touch the service mapping, and when nobody may.
 
+use crossbeam_utils::CachePadded;
+
 use crate::page::PageIndex;
 use crate::sync::{AtomicUsize, Ordering, yield_now};
 
@@ -8,10 +10,8 @@ const SHARDS: usize = if cfg!(loom) { 2 } else { 16 };
 /// The mapping is closed. The rest of the number says how many copies go on.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 
-/// How many copies go on, on a cache line of its own.
-#[derive(Debug)]
-#[repr(align(128))]
-struct Copies(AtomicUsize);
+/// How many copies go on.
+type Copies = CachePadded<AtomicUsize>;
 
 /// Keeps the service mapping as it is while copies go on: a copy that met a mapping being closed
 /// would end the process.
@@ -29,7 +29,7 @@ pub(super) struct Passage<'gate>(&'gate Copies);
 impl ServiceGate {
     pub(super) fn new() -> Self {
         Self {
-            copies: Box::new(std::array::from_fn(|_| Copies(AtomicUsize::new(0)))),
+            copies: Box::new(std::array::from_fn(|_| Copies::new(AtomicUsize::new(0)))),
         }
     }
 
@@ -38,7 +38,7 @@ impl ServiceGate {
     pub(super) fn pass(&self, page: PageIndex) -> Option<Passage<'_>> {
         let copies = &self.copies[page.as_usize() % SHARDS];
         // Acquire: who finds it open again finds the mapping accessible.
-        let before = copies.0.fetch_add(1, Ordering::Acquire);
+        let before = copies.fetch_add(1, Ordering::Acquire);
         let passage = Passage(copies);
         (before & CLOSED == 0).then_some(passage)
     }
@@ -47,11 +47,11 @@ impl ServiceGate {
     /// service mapping has no userfaultfd.
     pub(super) fn close(&self) {
         for copies in self.copies.iter() {
-            copies.0.fetch_or(CLOSED, Ordering::Relaxed);
+            copies.fetch_or(CLOSED, Ordering::Relaxed);
         }
         for copies in self.copies.iter() {
             // Acquire: the copies that ended come before what the caller does to the mapping.
-            while copies.0.load(Ordering::Acquire) != CLOSED {
+            while copies.load(Ordering::Acquire) != CLOSED {
                 yield_now();
             }
         }
@@ -61,7 +61,7 @@ impl ServiceGate {
     pub(super) fn open(&self) {
         for copies in self.copies.iter() {
             // Release: what the caller did to the mapping comes before the copies that begin.
-            copies.0.fetch_and(!CLOSED, Ordering::Release);
+            copies.fetch_and(!CLOSED, Ordering::Release);
         }
     }
 }
@@ -70,7 +70,7 @@ impl Drop for Passage<'_> {
     #[inline]
     fn drop(&mut self) {
         // Release: the copy was made before whoever sees the count go down closes the mapping.
-        self.0.0.fetch_sub(1, Ordering::Release);
+        self.0.fetch_sub(1, Ordering::Release);
     }
 }
 
