@@ -1,4 +1,6 @@
-//! Reading what a Rust test binary prints.
+//! Reading what a Rust test binary prints (docs/decisions/0013-libtests-text.md).
+
+use std::collections::BTreeMap;
 
 use super::tally::{Tally, Verdict};
 
@@ -7,49 +9,42 @@ use super::tally::{Tally, Verdict};
 pub(super) struct Report {
     /// Name and verdict.
     tests: Vec<(String, Verdict)>,
-    /// Whether the binary got to its `test result:` line.
-    complete: bool,
+    /// How many tests the `test result:` lines speak of; `None` if the binary did not get there.
+    total: Option<usize>,
 }
 
 impl Report {
     /// Reads a binary's whole output.
     pub(super) fn parse(output: &str) -> Self {
         let mut report = Self::default();
-        let mut section: Option<String> = None;
-        let mut sections: Vec<(String, String)> = Vec::new();
+        let mut printed: BTreeMap<&str, String> = BTreeMap::new();
+        let mut section = None;
         for line in output.lines() {
             if let Some((name, verdict)) = result_line(line) {
                 report.tests.push((name, verdict));
                 section = None;
-            } else if line.starts_with("test result: ") {
-                report.complete = true;
+            } else if let Some(totals) = line.strip_prefix("test result: ") {
+                report.total = Some(report.total.unwrap_or(0) + total(totals));
                 section = None;
             } else if matches!(line, "successes:" | "failures:") {
                 section = None;
             } else if let Some(name) = section_line(line) {
-                section = Some(name.to_owned());
-                sections.push((name.to_owned(), String::new()));
-            } else if section.is_some()
-                && let Some((_, text)) = sections.last_mut()
-            {
-                text.push_str(line);
-                text.push('\n');
+                section = Some(name);
+            } else if let Some(name) = section {
+                let text = printed.entry(name).or_default();
+                text.extend([line, "\n"]);
             }
         }
         for (name, verdict) in &mut report.tests {
-            let text: String = sections
-                .iter()
-                .filter(|(n, _)| n == name)
-                .map(|(_, t)| t.as_str())
-                .collect();
+            let text = printed.get(name.as_str()).map_or("", String::as_str);
             match verdict {
                 // A test that left a part of itself out did not pass as a whole.
                 Verdict::Passed => {
-                    if let Some(reason) = skip_reason(&text) {
+                    if let Some(reason) = skip_reason(text) {
                         *verdict = Verdict::Skipped(reason);
                     }
                 }
-                Verdict::Failed(cause) => *cause = last_lines(&text),
+                Verdict::Failed(cause) => *cause = last_lines(text),
                 Verdict::Skipped(_) => {}
             }
         }
@@ -64,17 +59,21 @@ impl Report {
     /// Counts the tests under a group's name. `ended` is why the binary did not end well, if it
     /// did not; a binary that died before its end is a failure of its own.
     pub(super) fn count(self, group: &str, ended: Option<&str>, tally: &mut Tally) {
-        let explained = self
-            .tests
-            .iter()
-            .any(|(_, verdict)| matches!(verdict, Verdict::Failed(_)));
+        let is_failed = |(_, verdict): &(String, Verdict)| matches!(verdict, Verdict::Failed(_));
+        let (read, explained) = (self.tests.len(), self.tests.iter().any(is_failed));
         for (name, verdict) in self.tests {
             tally.add(group, &name, verdict);
         }
-        if !self.complete || (ended.is_some() && !explained) {
-            let ended = ended.unwrap_or("it told no result");
-            tally.add(group, "the test program", Verdict::Failed(ended.to_owned()));
-        }
+        let cause = match (self.total, ended) {
+            (None, ended) => ended.unwrap_or("it told no result").to_owned(),
+            (Some(_), Some(ended)) if !explained => ended.to_owned(),
+            // Something else in its output hid a line.
+            (Some(total), _) if total != read => {
+                format!("it ran {total} tests, and {read} results could be read")
+            }
+            (Some(_), _) => return,
+        };
+        tally.add(group, "the test program", Verdict::Failed(cause));
     }
 }
 
@@ -101,6 +100,16 @@ fn result_line(line: &str) -> Option<(String, Verdict)> {
         _ => return None,
     };
     Some((name, verdict))
+}
+
+/// How many tests there were by the rest of a `test result:` line, but for those that were filtered out:
+/// `ok. 2 passed; 0 failed; 1 ignored; 0 measured; 5 filtered out; finished in 0.1s`.
+fn total(line: &str) -> usize {
+    let counts = line.split(['.', ';']).filter_map(|part| {
+        let (count, what) = part.trim().split_once(' ')?;
+        matches!(what, "passed" | "failed" | "ignored").then_some(count)
+    });
+    counts.filter_map(|count| count.parse::<usize>().ok()).sum()
 }
 
 /// `---- NAME stdout ----`
@@ -172,7 +181,7 @@ test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out
     #[test]
     fn verdicts_and_reasons_are_read() {
         let report = Report::parse(OUTPUT);
-        assert!(report.complete);
+        assert_eq!(report.total, Some(4));
         let verdict = |name: &str| {
             report
                 .tests
@@ -205,6 +214,19 @@ test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out
         let mut tally = Tally::default();
         Report::parse("test a ... ok\n").count("g", Some("killed by signal 11"), &mut tally);
         assert_eq!(tally.closing_line(), "1 passed, 1 failed, 0 skipped");
+    }
+
+    #[test]
+    fn a_result_that_cannot_be_read_is_a_failure() {
+        let mut tally = Tally::default();
+        let hidden = OUTPUT.replace("test b ...", "what a child printed: test b ...");
+        Report::parse(&hidden).count("g", None, &mut tally);
+        assert_eq!(tally.closing_line(), "1 passed, 2 failed, 1 skipped");
+        assert!(tally.details().contains("it ran 4 tests, and 3 results"));
+        let mut tally = Tally::default();
+        let all = "test a ... ok\ntest result: ok. 1 passed; 0 failed; 2 filtered out\n";
+        Report::parse(&all.repeat(2)).count("g", None, &mut tally);
+        assert_eq!(tally.closing_line(), "1 passed, 0 failed, 0 skipped");
     }
 
     #[test]
