@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use sha2::{Digest, Sha256};
+use fs_err as fs;
 
 use crate::command::Run;
-use crate::paths::{hex, unique};
+use crate::files;
 
 /// Compiles `source` into a static program in `dir`, unless that was done before. `headers` are the
 /// files of ours that it includes.
@@ -16,29 +16,19 @@ pub(crate) fn static_program(
     headers: &[PathBuf],
     dir: &Path,
 ) -> Result<PathBuf> {
-    let mut digest = Sha256::new();
-    digest.update(compiler);
+    let mut parts = vec![compiler.as_bytes().to_vec()];
     for file in std::iter::once(source).chain(headers.iter().map(PathBuf::as_path)) {
-        let text = std::fs::read(file).with_context(|| format!("read {}", file.display()))?;
-        digest.update(text);
+        parts.push(fs::read(file)?);
     }
-    let digest = hex(&digest.finalize());
+    let digest = files::digest(parts);
     let stem = source.file_stem().context("a source without a name")?;
-    std::fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
+    fs::create_dir_all(dir)?;
     let program = dir.join(format!("{}-{}", stem.to_string_lossy(), &digest[..12]));
-    if program.exists() {
-        return Ok(program);
+    if !program.exists() {
+        files::replace(&program, |new| {
+            let compile = Run::new(compiler).words("-static -pthread -O2 -Wall -Wextra -Werror -o");
+            compile.arg(new).arg(source).output().map(drop)
+        })?;
     }
-    // Two may do this at the same time: each writes a file of its own, the name comes last.
-    let temporary = program.with_extension(unique());
-    Run::new(compiler)
-        .args([
-            "-static", "-pthread", "-O2", "-Wall", "-Wextra", "-Werror", "-o",
-        ])
-        .arg(&temporary)
-        .arg(source)
-        .output()?;
-    std::fs::rename(&temporary, &program)
-        .with_context(|| format!("create {}", program.display()))?;
     Ok(program)
 }

@@ -2,21 +2,23 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use fs_err as fs;
 
 use crate::command::Run;
 use crate::progress::Progress;
 
 /// Downloads a package into `dir`: one version, or else what Debian serves now.
 pub(crate) fn download(dir: &Path, package: &str, version: Option<&str>) -> Result<()> {
-    std::fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
+    fs::create_dir_all(dir)?;
     let what = match version {
         Some(version) => format!("{package}={version}"),
         None => package.to_owned(),
     };
     let progress = Progress::spinner(&format!("downloading {package}"));
     Run::new("apt-get")
-        .args(["-o", "APT::Sandbox::User=root", "download", &what])
+        .words("-o APT::Sandbox::User=root download")
+        .arg(&what)
         .dir(dir)
         .logged(&dir.join("apt.log"), &progress)?;
     progress.done();
@@ -34,12 +36,11 @@ pub(crate) fn downloaded(
         Some(version) => format!("{package}_{}_", version.replace(':', "%3a")),
         None => format!("{package}_"),
     };
-    let entries = match std::fs::read_dir(dir) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        entries => entries.with_context(|| format!("read {}", dir.display()))?,
-    };
+    if !dir.exists() {
+        return Ok(None);
+    }
     let mut newest = None;
-    for entry in entries {
+    for entry in fs::read_dir(dir)? {
         let entry = entry?;
         let name = entry.file_name();
         let name = name.to_string_lossy();

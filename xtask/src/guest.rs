@@ -1,14 +1,15 @@
 //! `cargo xtask guest`: the initramfs of Linux guests, from Debian's busybox and what is in
 //! guest/linux.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use fs_err as fs;
 
 use crate::command::Run;
 use crate::initramfs::Initramfs;
-use crate::paths::{Paths, unique};
-use crate::{compile, debian, setup};
+use crate::paths::Paths;
+use crate::{compile, debian, files, setup};
 
 const BUSYBOX: &str = "busybox-static";
 /// Programs of guest/linux, each of one source file.
@@ -24,7 +25,7 @@ pub(crate) fn run(paths: &Paths) -> Result<()> {
 pub(crate) fn build(paths: &Paths) -> Result<PathBuf> {
     setup::require(&setup::compiler())?;
     let dir = paths.target().join("guest");
-    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    fs::create_dir_all(&dir)?;
 
     let mut archive = Initramfs::default();
     for name in ["bin", "dev", "proc", "sys", "tmp"] {
@@ -32,62 +33,47 @@ pub(crate) fn build(paths: &Paths) -> Result<PathBuf> {
     }
     // What the first process writes to before /dev is mounted.
     archive.device("dev/console", 5, 1)?;
-    archive.file("init", &read(&paths.in_root("guest/linux/init"))?)?;
-    archive.file("bin/busybox", &read(&busybox(paths)?)?)?;
+    archive.file("init", &fs::read(paths.in_root("guest/linux/init"))?)?;
+    archive.file("bin/busybox", &fs::read(busybox(paths)?)?)?;
     let headers = ["common.h", "pagemap.h"];
     let headers = headers.map(|name| paths.in_root(&format!("guest/linux/{name}")));
     for name in PROGRAMS {
         let source = paths.in_root(&format!("guest/linux/{name}.c"));
         let program = compile::static_program("gcc", &source, &headers, &dir)?;
-        archive.file(&format!("bin/{name}"), &read(&program)?)?;
+        archive.file(&format!("bin/{name}"), &fs::read(&program)?)?;
     }
 
     let file = dir.join("initramfs.cpio");
     let content = archive.finish()?;
-    if std::fs::read(&file).is_ok_and(|old| old == content) {
+    if fs::read(&file).is_ok_and(|old| old == content) {
         return Ok(file);
     }
-    // A guest may be reading the old one: the name comes last.
-    let temporary = file.with_extension(unique());
-    std::fs::write(&temporary, content)
-        .with_context(|| format!("write {}", temporary.display()))?;
-    std::fs::rename(&temporary, &file).with_context(|| format!("create {}", file.display()))?;
+    files::replace(&file, |new| Ok(fs::write(new, content)?))?;
     Ok(file)
-}
-
-fn read(file: &Path) -> Result<Vec<u8>> {
-    std::fs::read(file).with_context(|| format!("read {}", file.display()))
 }
 
 /// Debian's static busybox, downloaded and unpacked in the cache.
 fn busybox(paths: &Paths) -> Result<PathBuf> {
     let downloads = paths.cache().join("dl");
-    let package = match debian::downloaded(&downloads, BUSYBOX, None)? {
-        Some(file) => file,
-        None => {
-            debian::download(&downloads, BUSYBOX, None)
-                .context("is there a network, and did `apt-get update` run?")?;
-            debian::downloaded(&downloads, BUSYBOX, None)?
-                .context("apt-get download left no file")?
-        }
-    };
+    if debian::downloaded(&downloads, BUSYBOX, None)?.is_none() {
+        debian::download(&downloads, BUSYBOX, None)
+            .context("is there a network, and did `apt-get update` run?")?;
+    }
+    let package =
+        debian::downloaded(&downloads, BUSYBOX, None)?.context("apt-get download left no file")?;
     let stem = package.file_stem().context("a package without a name")?;
     let unpacked = paths.cache().join("guest").join(stem);
     let program = unpacked.join("bin/busybox");
     if program.exists() {
         return Ok(program);
     }
-    let temporary = unpacked.with_extension(unique());
-    std::fs::create_dir_all(&temporary)
-        .with_context(|| format!("create {}", temporary.display()))?;
-    Run::new("dpkg-deb")
-        .arg("-x")
-        .arg(&package)
-        .arg(&temporary)
-        .output()?;
+    let temporary = unpacked.with_extension(files::unique());
+    fs::create_dir_all(&temporary)?;
+    let unpack = Run::new("dpkg-deb").arg("-x").arg(&package);
+    unpack.arg(&temporary).output()?;
     // Somebody else may have been faster, which serves as well.
-    if std::fs::rename(&temporary, &unpacked).is_err() {
-        let _ = std::fs::remove_dir_all(&temporary);
+    if fs::rename(&temporary, &unpacked).is_err() {
+        let _ = fs::remove_dir_all(&temporary);
     }
     anyhow::ensure!(program.exists(), "{BUSYBOX} has no bin/busybox");
     Ok(program)

@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use anyhow::{Context, Result};
+use cpio::newc;
 
 /// An archive in the making. Directories come before what is in them.
 #[derive(Debug, Default)]
@@ -28,48 +29,19 @@ impl Initramfs {
     }
 
     /// Ends the archive.
-    pub(crate) fn finish(mut self) -> Result<Vec<u8>> {
-        self.entry("TRAILER!!!", 0, (0, 0), &[])?;
-        Ok(self.bytes)
+    pub(crate) fn finish(self) -> Result<Vec<u8>> {
+        newc::trailer(self.bytes).context("end an initramfs")
     }
 
     fn entry(&mut self, name: &str, mode: u32, device: (u32, u32), content: &[u8]) -> Result<()> {
         self.entries += 1;
         let size = u32::try_from(content.len()).context("a file too large for an initramfs")?;
-        let name_size =
-            u32::try_from(name.len() + 1).context("a name too long for an initramfs")?;
-        // magic, then: inode, mode, uid, gid, links, mtime, size, device (of the file system, then
-        // of the node: major and minor each), length of the name, checksum (unused)
-        let fields = [
-            self.entries,
-            mode,
-            0,
-            0,
-            1,
-            0,
-            size,
-            0,
-            0,
-            device.0,
-            device.1,
-            name_size,
-            0,
-        ];
-        self.bytes.extend_from_slice(b"070701");
-        for field in fields {
-            write!(self.bytes, "{field:08x}")?;
-        }
-        self.bytes.extend_from_slice(name.as_bytes());
-        self.bytes.push(0);
-        self.pad();
-        self.bytes.extend_from_slice(content);
-        self.pad();
+        let entry = newc::Builder::new(name).ino(self.entries).mode(mode);
+        let entry = entry.rdev_major(device.0).rdev_minor(device.1);
+        let mut writer = entry.write(&mut self.bytes, size);
+        writer.write_all(content)?;
+        writer.finish()?;
         Ok(())
-    }
-
-    /// Names and contents end on a multiple of 4.
-    fn pad(&mut self) {
-        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 }
 

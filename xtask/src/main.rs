@@ -6,6 +6,7 @@ mod compile;
 mod debian;
 #[cfg(test)]
 mod documents;
+mod files;
 mod guest;
 mod initramfs;
 mod kernel;

@@ -1,10 +1,11 @@
 //! Where things live: the checkout, its `target/`, and the cache outside of it.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
+
+use crate::files::hex;
 
 /// Every place that a verb reads or writes.
 #[derive(Debug, Clone)]
@@ -87,26 +88,9 @@ fn checkout_key(root: &Path) -> String {
     format!("{name}-{}", &hex(&digest)[..8])
 }
 
-/// A part of a file name that no other thread, of this process or another one, has.
-pub(crate) fn unique() -> String {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    format!("{}-{count}", std::process::id())
-}
-
-/// Lower-case hexadecimal.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn unique_names_differ() {
-        assert_ne!(unique(), unique());
-    }
 
     #[test]
     fn checkouts_of_one_name_have_different_keys() {

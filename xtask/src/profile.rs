@@ -17,9 +17,11 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use fs_err as fs;
 use serde_json::json;
 
 use crate::command::Run;
+use crate::files;
 use crate::kernel::{Arch, Variant};
 use crate::paths::Paths;
 use crate::vm::{self, Job, Output, Timing, VmArgs};
@@ -88,7 +90,7 @@ pub(crate) fn run(args: &ProfileArgs, paths: &Paths) -> Result<ExitCode> {
 fn measure(args: &ProfileArgs, paths: &Paths) -> Result<Vec<Boot>> {
     let plugin = build_plugin(paths)?;
     let dir = paths.target().join("pagetide/profile");
-    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    fs::create_dir_all(&dir)?;
     let mut symbols = None;
     let mut boots = Vec::new();
     // The series alternate, so that whatever else this machine does meets all of them.
@@ -98,15 +100,15 @@ fn measure(args: &ProfileArgs, paths: &Paths) -> Result<Vec<Boot>> {
             let built = args.no_build || !boots.is_empty();
             boot(args, built, &plugin, options, &dir, paths)
                 .with_context(|| format!("{series}, boot {}", round + 1))?;
-            if symbols.is_none() {
-                let vmlinux = paths.target().join("kernel/x86_64/vmlinux");
-                symbols = Some(Symbols::load(
-                    &vmlinux,
+            let names = match symbols.take() {
+                Some(names) => names,
+                None => Symbols::load(
+                    &paths.target().join("kernel/x86_64/vmlinux"),
                     &paths.target().join("release/pagetide"),
-                )?);
-            }
-            let names = symbols.as_ref().context("no symbols")?;
-            let boot = sum_up(series, &counters, &dir.join("paging.json"), names)?;
+                )?,
+            };
+            let boot = sum_up(series, &counters, &dir.join("paging.json"), &names)?;
+            symbols = Some(names);
             eprintln!("{series}, boot {}: {} pages", round + 1, boot.pages);
             boots.push(boot);
         }
@@ -116,11 +118,10 @@ fn measure(args: &ProfileArgs, paths: &Paths) -> Result<Vec<Boot>> {
 
 fn build_plugin(paths: &Paths) -> Result<PathBuf> {
     let dir = paths.target().join("pagetide");
-    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    fs::create_dir_all(&dir)?;
     let plugin = dir.join("profile-plugin.so");
     Run::new("gcc")
-        .args(["-shared", "-fPIC", "-fvisibility=hidden", "-O2"])
-        .args(["-Wall", "-Wextra", "-Werror", "-o"])
+        .words("-shared -fPIC -fvisibility=hidden -O2 -Wall -Wextra -Werror -o")
         .arg(&plugin)
         .arg(paths.in_root("xtask/src/profile/plugin.c"))
         .output()?;
@@ -161,29 +162,24 @@ fn boot(
         }
     }
     // The first run warms up: the benchmark does not count it either.
-    let mut option = OsString::from("file=");
-    option.push(plugin);
-    option.push(",skip=1,out=");
-    option.push(&out);
-    vm.plugin = Some(option);
-    for stale in [&out, &dir.join("paging.json")] {
-        if stale.exists() {
-            std::fs::remove_file(stale).with_context(|| format!("remove {}", stale.display()))?;
-        }
-    }
-    let mut command: Vec<OsString> = benchmark(args, options)
-        .into_iter()
-        .map(Into::into)
-        .collect();
-    command.extend(["--out".into(), dir.into()]);
+    let option = [
+        "file=".as_ref(),
+        plugin.as_os_str(),
+        ",skip=1,out=".as_ref(),
+        out.as_os_str(),
+    ];
+    vm.plugin = Some(option.into_iter().collect());
+    files::remove(&out)?;
+    files::remove(&dir.join("paging.json"))?;
+    let words = benchmark(args, options).into_iter().map(OsString::from);
+    let command = words.chain(["--out".into(), dir.into()]).collect();
     let job = Job {
-        command,
-        directory: paths.root().to_owned(),
         timeout: None,
+        ..Job::new(command, paths.root())
     };
     let mut ignored = |_, _| {};
     let outcome = vm::boot(&vm, &[job], Output::Keep(&mut ignored), paths)?;
-    let said = String::from_utf8_lossy(&outcome.stderr).into_owned();
+    let said = String::from_utf8_lossy(&outcome.stderr);
     match vm::show(&outcome) {
         0 => Ok(()),
         code => bail!(
@@ -194,19 +190,13 @@ fn boot(
 }
 
 fn sum_up(series: &str, counters: &Path, report: &Path, symbols: &Symbols) -> Result<Boot> {
-    let read = |file: &Path| {
-        std::fs::read_to_string(file).with_context(|| format!("read {}", file.display()))
-    };
-    let counted =
-        Counters::parse(&read(counters)?).with_context(|| format!("{}", counters.display()))?;
-    let reported =
-        Reported::parse(&read(report)?).with_context(|| format!("{}", report.display()))?;
-    if counted.windows != reported.runs {
-        bail!(
-            "the plugin saw {} measured runs, and the benchmark made {}",
-            counted.windows,
-            reported.runs
-        );
+    let counted = Counters::parse(&fs::read_to_string(counters)?);
+    let counted = counted.with_context(|| format!("{}", counters.display()))?;
+    let reported = Reported::parse(&fs::read_to_string(report)?);
+    let reported = reported.with_context(|| format!("{}", report.display()))?;
+    let (seen, made) = (counted.windows, reported.runs);
+    if seen != made {
+        bail!("the plugin saw {seen} measured runs, and the benchmark made {made}");
     }
     let mut functions = BTreeMap::new();
     for (&address, &instructions) in &counted.blocks {
@@ -234,14 +224,12 @@ fn write(
         "instructions_per_page": columns,
         "boots": boots,
     });
-    let text = serde_json::to_string_pretty(&profile)?;
-    std::fs::write(file, text).with_context(|| format!("write {}", file.display()))
+    Ok(fs::write(file, serde_json::to_string_pretty(&profile)?)?)
 }
 
 /// The command and the boots of the profile that was taken last.
 fn last(file: &Path) -> Result<(String, Vec<Boot>)> {
-    let text = std::fs::read_to_string(file)
-        .with_context(|| format!("read {}: no profile was taken yet", file.display()))?;
+    let text = fs::read_to_string(file).context("no profile was taken yet")?;
     let mut profile: serde_json::Value = serde_json::from_str(&text)?;
     let command = profile["command"].as_str().unwrap_or_default().to_owned();
     Ok((command, serde_json::from_value(profile["boots"].take())?))

@@ -15,8 +15,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{Args, ValueEnum};
+use fs_err as fs;
 
 use crate::command::Run;
 use crate::kernel::{Arch, Variant, check};
@@ -240,8 +241,8 @@ impl Testing<'_> {
 /// A fresh log for a step.
 fn log_file(paths: &Paths, name: &str) -> Result<std::path::PathBuf> {
     let dir = paths.target().join("test");
-    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    fs::create_dir_all(&dir)?;
     let file = dir.join(format!("{name}.log"));
-    std::fs::write(&file, "").with_context(|| format!("write {}", file.display()))?;
+    fs::write(&file, "")?;
     Ok(file)
 }

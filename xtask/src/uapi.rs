@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use fs_err as fs;
 
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
@@ -24,42 +25,23 @@ const INCLUDES: &str = "\
 ";
 
 /// Macros that are wanted, as regular expressions.
-const CONSTANTS: [&str; 24] = [
-    "KVM_GET_API_VERSION",
-    "KVM_CHECK_EXTENSION",
-    "KVM_CAP_USER_MEMORY2",
-    "KVM_CAP_MEMORY_FAULT_INFO",
-    "KVM_CAP_PRE_FAULT_MEMORY",
-    "KVM_CAP_ABSENT_MAPPING_FAULT",
-    "KVM_CAP_SET_USER_MEMORY_REGION_LIST",
-    "KVM_CAP_POPULATE_MEMORY",
-    "KVM_CAP_KICK_VCPUS",
-    "KVM_EXIT_MEMORY_FAULT",
-    "KVM_MEM_.*",
-    "KVM_MEMORY_EXIT_FLAG_.*",
-    "KVM_MEMORY_REGION_LIST_MAX",
-    "KVM_SET_USER_MEMORY_REGION2",
-    "KVM_SET_USER_MEMORY_REGION_LIST",
-    "KVM_POPULATE_.*",
-    "KVM_POPULATE_MEMORY",
-    "KVM_KICK_VCPUS",
-    "KVM_PRE_FAULT_MEMORY",
-    "MFD_.*",
-    "UFFD_.*",
-    "UFFDIO_.*",
-    "_UFFDIO_.*",
-    "USERFAULTFD_IOC_NEW",
-];
+const CONSTANTS: &str = "\
+    KVM_GET_API_VERSION KVM_CHECK_EXTENSION
+    KVM_CAP_USER_MEMORY2 KVM_CAP_MEMORY_FAULT_INFO KVM_CAP_PRE_FAULT_MEMORY
+    KVM_CAP_ABSENT_MAPPING_FAULT KVM_CAP_SET_USER_MEMORY_REGION_LIST KVM_CAP_POPULATE_MEMORY
+    KVM_CAP_KICK_VCPUS KVM_EXIT_MEMORY_FAULT KVM_MEM_.* KVM_MEMORY_EXIT_FLAG_.*
+    KVM_MEMORY_REGION_LIST_MAX KVM_SET_USER_MEMORY_REGION2 KVM_SET_USER_MEMORY_REGION_LIST
+    KVM_POPULATE_.* KVM_POPULATE_MEMORY KVM_KICK_VCPUS KVM_PRE_FAULT_MEMORY
+    MFD_.* UFFD_.* UFFDIO_.* _UFFDIO_.* USERFAULTFD_IOC_NEW";
 
 /// Structures that are wanted, with what they contain.
-const TYPES: [&str; 6] = [
-    "kvm_userspace_memory_region2",
-    "kvm_userspace_memory_region_list",
-    "kvm_pre_fault_memory",
-    "kvm_populate_memory",
-    "uffd_msg",
-    "uffdio_.*",
-];
+const TYPES: &str = "\
+    kvm_userspace_memory_region2 kvm_userspace_memory_region_list
+    kvm_pre_fault_memory kvm_populate_memory uffd_msg uffdio_.*";
+
+fn words(list: &'static str) -> impl Iterator<Item = &'static str> {
+    list.split_whitespace()
+}
 
 /// The verb's arguments.
 #[derive(Debug, Args)]
@@ -83,7 +65,7 @@ pub(crate) fn run(args: &UapiArgs, paths: &Paths) -> Result<()> {
     build::ensure(variant, paths)?;
     let generated = generate(&variant.out(paths).join("usr/include"), paths)?;
     let file = paths.in_root(OUTPUT);
-    let present = std::fs::read_to_string(&file).unwrap_or_default();
+    let present = fs::read_to_string(&file).unwrap_or_default();
     if present == generated {
         return Ok(());
     }
@@ -93,19 +75,19 @@ pub(crate) fn run(args: &UapiArgs, paths: &Paths) -> Result<()> {
             difference(&present, &generated)
         );
     }
-    std::fs::write(&file, generated).with_context(|| format!("write {}", file.display()))?;
+    fs::write(&file, generated)?;
     eprintln!("wrote {OUTPUT}");
     Ok(())
 }
 
 fn generate(headers: &Path, paths: &Paths) -> Result<String> {
     let scratch = paths.target().join("uapi");
-    std::fs::create_dir_all(&scratch).with_context(|| format!("create {}", scratch.display()))?;
+    fs::create_dir_all(&scratch)?;
     // A file and not `header_contents`: the fallback below compiles it a second time.
     let header = scratch.join("uapi.h");
-    std::fs::write(&header, INCLUDES).with_context(|| format!("write {}", header.display()))?;
+    fs::write(&header, INCLUDES)?;
     // Only the kernel's own headers: the result must not depend on this machine's libc.
-    let mut builder = bindgen::Builder::default()
+    let builder = bindgen::Builder::default()
         .header(header.to_string_lossy())
         .clang_args(["--target=x86_64-linux-gnu", "-nostdinc", "-isystem"])
         .clang_arg(headers.to_string_lossy())
@@ -119,17 +101,13 @@ fn generate(headers: &Path, paths: &Paths) -> Result<String> {
         .layout_tests(true)
         .disable_header_comment()
         .formatter(bindgen::Formatter::Prettyplease);
-    for pattern in CONSTANTS {
-        builder = builder.allowlist_var(pattern);
-    }
-    for pattern in TYPES {
-        builder = builder.allowlist_type(pattern);
-    }
+    let builder = words(CONSTANTS).fold(builder, bindgen::Builder::allowlist_var);
+    let builder = words(TYPES).fold(builder, bindgen::Builder::allowlist_type);
     let bindings = builder
         .generate()
         .context("generate bindings from the patched headers")?;
     let text = format!("{HEADER}\n{bindings}");
-    for constant in CONSTANTS.iter().filter(|pattern| !pattern.contains('*')) {
+    for constant in words(CONSTANTS).filter(|pattern| !pattern.contains('*')) {
         if !text.contains(&format!("pub const {constant}: ")) {
             bail!("{} does not define {constant}", headers.display());
         }

@@ -5,19 +5,19 @@ mod console;
 mod qemu;
 
 use std::ffi::OsString;
-use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
+use fs_err as fs;
 
 use crate::command::Run;
 use crate::kernel::{Arch, Variant, build};
-use crate::paths::{Paths, unique};
+use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::setup;
+use crate::{files, setup};
 
 pub(crate) use agent::{Ended, Finished, Job};
 pub(crate) use qemu::{JobOutcome, Outcome, Output};
@@ -140,13 +140,13 @@ impl VmArgs {
     }
 
     fn cpu_count(&self) -> u32 {
-        let host = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let host = u32::try_from(host).unwrap_or(1);
-        self.cpus.unwrap_or(if self.timing == Timing::Parallel {
-            host
-        } else {
-            2
-        })
+        let host = || {
+            let host = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+            u32::try_from(host).unwrap_or(1)
+        };
+        let is_parallel = self.timing == Timing::Parallel;
+        self.cpus
+            .unwrap_or_else(|| if is_parallel { host() } else { 2 })
     }
 }
 
@@ -180,11 +180,8 @@ pub(crate) fn show(outcome: &Outcome) -> u8 {
         }
         (lost, _) => {
             let reason = lost.as_deref().unwrap_or("it told no exit status");
-            eprintln!(
-                "the VM was lost: {reason}; last lines of {}:",
-                outcome.console.display()
-            );
-            eprint!("{}", outcome.console_tail());
+            let (console, end) = (outcome.console.display(), outcome.console_tail());
+            eprint!("the VM was lost: {reason}; last lines of {console}:\n{end}");
             LOST
         }
     }
@@ -212,41 +209,25 @@ pub(crate) fn boot(
     if !image.exists() {
         bail!("{} is missing: leave out --no-build", image.display());
     }
-    let agent = agent::build(variant.arch, paths)?;
-    let run_dir = new_run_dir(paths)?;
-    let spec = agent::spec(args, jobs, paths)?;
-    let timeout = Duration::from_secs(args.timeout);
-    let job_count = jobs.len();
     let machine = qemu::Machine {
         args,
         image,
-        agent,
-        spec,
-        job_count,
-        run_dir,
-        timeout,
+        agent: agent::build(variant.arch, paths)?,
+        spec: agent::spec(args, jobs, paths)?,
+        job_count: jobs.len(),
+        run_dir: new_run_dir(paths)?,
+        timeout: Duration::from_secs(args.timeout),
     };
     qemu::run(&machine, output, paths)
 }
 
 fn build_pagetide(paths: &Paths) -> Result<()> {
     let log = paths.target().join("vm/build.log");
-    match std::fs::remove_file(&log) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            return Err(error).with_context(|| format!("remove {}", log.display()));
-        }
-        _ => {}
-    }
+    files::remove(&log)?;
     let compiles = |line: &str| line.trim_start().starts_with("Compiling ");
     let progress = Progress::start("building pagetide", None, compiles);
     Run::new("cargo")
-        .args([
-            "build",
-            "--release",
-            "--package",
-            "pagetide-cli",
-            "--target-dir",
-        ])
+        .words("build --release --package pagetide-cli --target-dir")
         .arg(paths.target())
         .dir(paths.root())
         .logged(&log, &progress)?;
@@ -258,9 +239,8 @@ fn build_pagetide(paths: &Paths) -> Result<()> {
 fn new_run_dir(paths: &Paths) -> Result<PathBuf> {
     const KEPT: usize = 20;
     let all = paths.target().join("vm");
-    std::fs::create_dir_all(&all).with_context(|| format!("create {}", all.display()))?;
-    let mut old: Vec<_> = std::fs::read_dir(&all)
-        .with_context(|| format!("read {}", all.display()))?
+    fs::create_dir_all(&all)?;
+    let mut old: Vec<_> = fs::read_dir(&all)?
         .flatten()
         .filter(|entry| entry.file_name().to_string_lossy().starts_with("run-"))
         .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
@@ -268,11 +248,10 @@ fn new_run_dir(paths: &Paths) -> Result<PathBuf> {
     old.sort();
     for (_, dir) in old.iter().rev().skip(KEPT) {
         // Another xtask may be faster; what is left is removed the next time.
-        let _ = std::fs::remove_dir_all(dir);
+        let _ = fs::remove_dir_all(dir);
     }
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let now = now.map_or(0, |since| since.as_millis());
-    let dir = all.join(format!("run-{now}-{}", unique()));
-    std::fs::create_dir(&dir).with_context(|| format!("create {}", dir.display()))?;
+    let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let dir = all.join(format!("run-{}-{}", now.as_millis(), files::unique()));
+    fs::create_dir(&dir)?;
     Ok(dir)
 }

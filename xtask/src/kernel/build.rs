@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
-use sha2::{Digest, Sha256};
+use anyhow::Result;
+use fs_err as fs;
 
 use super::make::{is_object, lock_tree, make};
 use super::series::Series;
@@ -11,7 +11,8 @@ use super::source::{self, Base};
 use super::tree::Tree;
 use super::{Arch, BuildArgs, Variant, config, selftests};
 use crate::command::Run;
-use crate::paths::{Paths, hex, unique};
+use crate::files;
+use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::setup;
 
@@ -41,7 +42,7 @@ pub(crate) fn ensure(variant: Variant, paths: &Paths) -> Result<()> {
 /// Like [`ensure`], but while a developer is at work in the tree, the kernel that was built from it
 /// as it was is good enough.
 pub(crate) fn ensure_any(variant: Variant, paths: &Paths) -> Result<()> {
-    let stamp = std::fs::read_to_string(stamp(variant, paths)).unwrap_or_default();
+    let stamp = fs::read_to_string(stamp(variant, paths)).unwrap_or_default();
     if stamp == FROM_TREE && is_complete(variant, paths) {
         let tree = Tree::open(paths, &source::ensure(paths)?, "patched")?;
         if tree.refuse_unexported().is_err() {
@@ -56,11 +57,7 @@ fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
     let source = source::ensure(paths)?;
     let name = if variant.stock { "stock" } else { "patched" };
     let _lock = lock_tree(paths, name)?;
-    let series = if variant.stock {
-        Series::default()
-    } else {
-        Series::read(paths)?
-    };
+    let series = series(variant, paths)?;
     let tree = Tree::open(paths, &source, name)?;
     if from_tree {
         eprintln!("building {} as it is", tree.path().display());
@@ -72,11 +69,11 @@ fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
     }
 
     let out = variant.out(paths);
-    std::fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
+    fs::create_dir_all(&out)?;
     let fingerprint = fingerprint(variant, &series, &source.version, paths)?;
     let stamp = stamp(variant, paths);
     // From here on the results are not what the stamp says.
-    remove(&stamp)?;
+    files::remove(&stamp)?;
     let build = Build {
         variant,
         paths,
@@ -88,12 +85,19 @@ fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
     build.install()?;
     selftests::build(variant, paths, &tree, &build.directory())?;
     source::describe(&source, &out.join("source"))?;
-    let text = if from_tree {
-        FROM_TREE.to_owned()
+    Ok(fs::write(
+        &stamp,
+        if from_tree { FROM_TREE } else { &fingerprint },
+    )?)
+}
+
+/// What is applied to the source.
+fn series(variant: Variant, paths: &Paths) -> Result<Series> {
+    if variant.stock {
+        Ok(Series::default())
     } else {
-        fingerprint
-    };
-    std::fs::write(&stamp, text).with_context(|| format!("write {}", stamp.display()))
+        Series::read(paths)
+    }
 }
 
 /// The file that says what the results were made from.
@@ -103,18 +107,11 @@ fn stamp(variant: Variant, paths: &Paths) -> PathBuf {
 
 /// Whether the results are there and made from what is in the checkout now.
 fn is_current(variant: Variant, paths: &Paths) -> Result<bool> {
-    let Ok(found) = std::fs::read_to_string(stamp(variant, paths)) else {
-        return Ok(false);
-    };
-    if !is_complete(variant, paths) {
+    let found = files::text_if_any(&stamp(variant, paths))?;
+    if found.is_empty() || !is_complete(variant, paths) {
         return Ok(false);
     }
-    let series = if variant.stock {
-        Series::default()
-    } else {
-        Series::read(paths)?
-    };
-    let source = source::ensure(paths)?;
+    let (series, source) = (series(variant, paths)?, source::ensure(paths)?);
     Ok(found == fingerprint(variant, &series, &source.version, paths)?)
 }
 
@@ -148,35 +145,14 @@ fn fingerprint(variant: Variant, series: &Series, version: &str, paths: &Paths) 
         selftests::list_text(paths)?,
         toolchain(variant.arch)?,
     ];
-    Ok(digest(&parts))
+    Ok(files::digest(parts))
 }
 
 /// The compiler and the linker.
 pub(super) fn toolchain(arch: Arch) -> Result<String> {
-    let prefix = arch.cross_compile();
-    let gcc = Run::new(format!("{prefix}gcc"))
-        .args(["-dumpfullversion", "-dumpmachine"])
-        .text()?;
-    let ld = Run::new(format!("{prefix}ld")).arg("--version").text()?;
-    Ok(format!("{gcc}\n{ld}"))
-}
-
-/// One digest for several texts.
-pub(super) fn digest(parts: &[String]) -> String {
-    let mut hash = Sha256::new();
-    for part in parts {
-        hash.update(part.len().to_le_bytes());
-        hash.update(part);
-    }
-    hex(&hash.finalize())
-}
-
-fn remove(file: &Path) -> Result<()> {
-    match std::fs::remove_file(file) {
-        Ok(()) => Ok(()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(error).with_context(|| format!("remove {}", file.display())),
-    }
+    let tool = |name: &str| Run::new(format!("{}{name}", arch.cross_compile()));
+    let gcc = tool("gcc").words("-dumpfullversion -dumpmachine").text()?;
+    Ok(format!("{gcc}\n{}", tool("ld").arg("--version").text()?))
 }
 
 /// Configures a build directory from the fragments, unless it has that configuration already.
@@ -188,25 +164,21 @@ pub(super) fn configure(
     log: &Path,
 ) -> Result<()> {
     let directory = tree.join(output);
-    std::fs::create_dir_all(&directory)
-        .with_context(|| format!("create {}", directory.display()))?;
-    let fragments = config::fragments(variant, paths);
-    let merged = config::merged(&fragments)?;
+    fs::create_dir_all(&directory)?;
+    let merged = config::merged(&config::fragments(variant, paths))?;
     let (asked, config_file) = (directory.join("asked.config"), directory.join(".config"));
     let progress = Progress::spinner(&format!("configuring {}", variant.name()));
-    let unchanged = std::fs::read_to_string(&asked).is_ok_and(|text| text == merged);
+    let unchanged = fs::read_to_string(&asked).is_ok_and(|text| text == merged);
     let make = |target: &str| make(paths, variant.arch, tree, output).arg(target);
     if !(unchanged && config_file.exists()) {
         make("tinyconfig").logged(log, &progress)?;
-        let tiny = std::fs::read_to_string(&config_file)
-            .with_context(|| format!("read {}", config_file.display()))?;
-        std::fs::write(&config_file, format!("{tiny}\n{merged}"))
-            .with_context(|| format!("write {}", config_file.display()))?;
+        let tiny = fs::read_to_string(&config_file)?;
+        fs::write(&config_file, format!("{tiny}\n{merged}"))?;
     }
     make("olddefconfig").logged(log, &progress)?;
     progress.done();
     config::check(&merged, &config_file)?;
-    std::fs::write(&asked, &merged).with_context(|| format!("write {}", asked.display()))
+    Ok(fs::write(&asked, &merged)?)
 }
 
 struct Build<'a> {
@@ -226,38 +198,25 @@ impl Build<'_> {
     }
 
     fn configure(&self) -> Result<()> {
-        remove(&log(self.variant, self.paths))?;
-        configure(
-            self.variant,
-            self.paths,
-            self.tree.path(),
-            &self.output(),
-            &log(self.variant, self.paths),
-        )
+        let (output, log) = (self.output(), log(self.variant, self.paths));
+        files::remove(&log)?;
+        configure(self.variant, self.paths, self.tree.path(), &output, &log)
     }
 
     fn kernel(&self) -> Result<()> {
         // How many objects the last build of this directory made, if it began from nothing.
         let count_file = self.directory().join("objects");
         let cold = !self.directory().join("vmlinux").exists();
-        let expected = std::fs::read_to_string(&count_file)
-            .ok()
-            .and_then(|text| text.trim().parse().ok())
-            .filter(|_| cold);
+        let count = fs::read_to_string(&count_file).ok().filter(|_| cold);
+        let expected = count.and_then(|text| text.trim().parse().ok());
         let what = format!("building the {} kernel", self.variant.name());
         let progress = Progress::start(&what, expected, is_object);
-        let image = self.variant.arch.image_name();
-        make(
-            self.paths,
-            self.variant.arch,
-            self.tree.path(),
-            &self.output(),
-        )
-        .args([image, "headers"])
-        .logged(&log(self.variant, self.paths), &progress)?;
+        let (arch, tree) = (self.variant.arch, self.tree.path());
+        make(self.paths, arch, tree, &self.output())
+            .args([arch.image_name(), "headers"])
+            .logged(&log(self.variant, self.paths), &progress)?;
         if cold {
-            std::fs::write(&count_file, progress.objects().to_string())
-                .with_context(|| format!("write {}", count_file.display()))?;
+            fs::write(&count_file, progress.objects().to_string())?;
         }
         progress.done();
         Ok(())
@@ -265,38 +224,21 @@ impl Build<'_> {
 
     /// Copies the results to `target/kernel`. Tests that run meanwhile find a whole file, old or new.
     fn install(&self) -> Result<()> {
-        let directory = self.directory();
-        let files = [
-            (
-                self.variant.arch.image_path(),
-                self.variant.arch.image_name(),
-            ),
+        let (directory, arch) = (self.directory(), self.variant.arch);
+        for (from, to) in [
+            (arch.image_path(), arch.image_name()),
             ("vmlinux", "vmlinux"),
             (".config", "config"),
-        ];
-        for (from, to) in files {
-            let (from, to) = (directory.join(from), self.out.join(to));
-            let new = to.with_extension(unique());
-            std::fs::copy(&from, &new)
-                .and_then(|_| std::fs::rename(&new, &to))
-                .with_context(|| format!("copy {} to {}", from.display(), to.display()))?;
+        ] {
+            let copy = |new: &Path| Ok(fs::copy(directory.join(from), new).map(drop)?);
+            files::replace(&self.out.join(to), copy)?;
         }
         let headers = self.out.join("usr/include");
-        std::fs::create_dir_all(&headers)
-            .with_context(|| format!("create {}", headers.display()))?;
-        Run::new("rsync")
-            .args([
-                "-a",
-                "--delete",
-                "--exclude=.*",
-                "--include=*/",
-                "--include=*.h",
-                "--exclude=*",
-            ])
-            .arg(directory.join("usr/include/"))
-            .arg(&headers)
-            .output()?;
-        Ok(())
+        fs::create_dir_all(&headers)?;
+        let copy = Run::new("rsync")
+            .words("-a --delete --exclude=.* --include=*/ --include=*.h --exclude=*");
+        let copy = copy.arg(directory.join("usr/include/")).arg(&headers);
+        copy.output().map(drop)
     }
 }
 

@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use fs_err as fs;
 
-use super::build::{configure, digest, toolchain};
+use super::build::{configure, toolchain};
 use super::make::{is_object, lock_tree, make, no_warnings};
 use super::series::{Patch, Series, patches_dir};
 use super::tree::Tree;
 use super::{Arch, Variant, config, export, selftests, source};
 use crate::command::Run;
+use crate::files::digest;
 use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::setup;
@@ -23,14 +25,8 @@ const RECIPE: &str = "1";
 ///
 /// Ignored: `FILE_PATH_CHANGES` asks whether MAINTAINERS needs an update for each new file, and
 /// the files here are below directories that it covers.
-const CHECKPATCH: [&str; 6] = [
-    "--strict",
-    "--no-summary",
-    "--show-types",
-    "--color=never",
-    "--max-line-length=100",
-    "--ignore=FILE_PATH_CHANGES",
-];
+const CHECKPATCH: &str = "--strict --no-summary --show-types --color=never \
+                          --max-line-length=100 --ignore=FILE_PATH_CHANGES";
 
 /// The verb's arguments.
 #[derive(Debug, Default, Args)]
@@ -61,10 +57,8 @@ impl CheckArgs {
 /// Runs the verb.
 pub(crate) fn run(args: &CheckArgs, paths: &Paths) -> Result<()> {
     let results = check(args, paths)?;
-    let failed = results
-        .iter()
-        .filter(|(_, failure)| failure.is_some())
-        .count();
+    let failures = results.iter().filter(|(_, failure)| failure.is_some());
+    let failed = failures.count();
     for (name, failure) in &results {
         match failure {
             None => println!("{name}: ok"),
@@ -94,10 +88,7 @@ pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Opti
         let next = series.patches.get(index + 1);
         let ends_topic = next.is_some_and(|next| next.topic() != patch.topic());
         let failure = if applies {
-            check
-                .patch(&prefix, ends_topic)
-                .err()
-                .map(|error| format!("{error:#}"))
+            failure(check.patch(&prefix, ends_topic))
         } else {
             Some("not checked: a patch before it does not apply".to_owned())
         };
@@ -106,11 +97,12 @@ pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Opti
         results.push((patch.name.clone(), failure));
     }
     let round_trip = check.round_trip(&series, &patches_dir(paths));
-    results.push((
-        "round trip".to_owned(),
-        round_trip.err().map(|error| format!("{error:#}")),
-    ));
+    results.push(("round trip".to_owned(), failure(round_trip)));
     Ok(results)
+}
+
+fn failure(result: Result<()>) -> Option<String> {
+    result.err().map(|error| format!("{error:#}"))
 }
 
 struct Check<'a> {
@@ -128,8 +120,8 @@ struct Check<'a> {
 impl<'a> Check<'a> {
     fn new(args: &CheckArgs, paths: &'a Paths, tree: Tree) -> Result<Self> {
         let mut parts = vec![RECIPE.to_owned(), tree.source().version.clone()];
-        parts.extend(CHECKPATCH.map(str::to_owned));
-        parts.extend(files(paths)?);
+        parts.extend(CHECKPATCH.split(' ').map(str::to_owned));
+        parts.extend(inputs(paths)?);
         for arch in [Arch::X86_64, Arch::Arm64] {
             parts.push(toolchain(arch)?);
         }
@@ -139,7 +131,7 @@ impl<'a> Check<'a> {
             whole: args.whole,
             paths,
             tree,
-            context: digest(&parts),
+            context: digest(parts),
             configured: RefCell::default(),
         })
     }
@@ -153,7 +145,7 @@ impl<'a> Check<'a> {
             if quick {
                 parts.push(format!("quick, ends a topic: {ends_topic}"));
             }
-            self.paths.cache().join("checked").join(digest(&parts))
+            self.paths.cache().join("checked").join(digest(parts))
         };
         let passed = memory(false).exists() || self.quick && memory(true).exists();
         if passed && !self.again {
@@ -176,32 +168,30 @@ impl<'a> Check<'a> {
         }
         let memory = memory(self.quick);
         if let Some(dir) = memory.parent() {
-            std::fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
+            fs::create_dir_all(dir)?;
         }
-        std::fs::write(&memory, &patch.name).with_context(|| format!("write {}", memory.display()))
+        Ok(fs::write(&memory, &patch.name)?)
     }
 
     fn checkpatch(&self, patch: &Patch) -> Result<()> {
-        let run = Run::new("perl")
+        let output = Run::new("perl")
             .arg("scripts/checkpatch.pl")
-            .args(CHECKPATCH)
+            .words(CHECKPATCH)
             .arg(patches_dir(self.paths).join(&patch.name))
-            .dir(self.tree.path());
-        let output = run.command().output().context("start checkpatch.pl")?;
+            .dir(self.tree.path())
+            .result()?;
         if !output.status.success() {
-            bail!(
-                "checkpatch.pl:\n{}",
-                indented(&String::from_utf8_lossy(&output.stdout))
-            );
+            let said = String::from_utf8_lossy(&output.stdout);
+            let lines = said.lines().filter(|line| !line.trim().is_empty());
+            let lines: String = lines.map(|line| format!("  {line}\n")).collect();
+            bail!("checkpatch.pl:\n{lines}");
         }
         Ok(())
     }
 
     fn log(&self, arch: Arch) -> PathBuf {
-        self.paths
-            .target()
-            .join("kernel")
-            .join(format!("check-{}.log", arch.name()))
+        let name = format!("kernel/check-{}.log", arch.name());
+        self.paths.target().join(name)
     }
 
     fn build_name(arch: Arch) -> String {
@@ -211,10 +201,10 @@ impl<'a> Check<'a> {
     /// Builds what the patch may break on an architecture.
     fn kernel(&self, arch: Arch, patch: &Patch, touched: &[String]) -> Result<()> {
         let targets = targets(arch, touched, self.whole);
-        if targets.is_empty() {
-            return Ok(());
+        match targets.as_slice() {
+            [] => Ok(()),
+            targets => self.make(arch, patch, targets),
         }
-        self.make(arch, patch, &targets)
     }
 
     fn make(&self, arch: Arch, patch: &Patch, targets: &[String]) -> Result<()> {
@@ -262,20 +252,17 @@ impl<'a> Check<'a> {
         let exported = export::from_tree(&self.tree, series)?;
         for (old, new) in series.patches.iter().zip(&exported.patches) {
             if old != new {
+                let difference = first_difference(&old.content, &new.content);
+                let (old, new) = (&old.name, &new.name);
                 bail!(
-                    "kernel/patches/{} comes back as {}, {}; run `cargo xtask kernel export`",
-                    old.name,
-                    new.name,
-                    first_difference(&old.content, &new.content)
+                    "kernel/patches/{old} comes back as {new}, {difference}; run `cargo xtask \
+                     kernel export`"
                 );
             }
         }
         for file in patch_files(dir)? {
-            if !series
-                .patches
-                .iter()
-                .any(|patch| dir.join(&patch.name) == file)
-            {
+            let is_it = |patch: &Patch| dir.join(&patch.name) == file;
+            if !series.patches.iter().any(is_it) {
                 bail!("{} is not in kernel/series", file.display());
             }
         }
@@ -284,7 +271,7 @@ impl<'a> Check<'a> {
 }
 
 /// The content of everything in the checkout, but the series, that the results depend on.
-fn files(paths: &Paths) -> Result<Vec<String>> {
+fn inputs(paths: &Paths) -> Result<Vec<String>> {
     let mut files = vec![selftests::list_text(paths)?];
     for arch in [Arch::X86_64, Arch::Arm64] {
         let fragments = config::fragments(Variant::patched(arch), paths);
@@ -307,15 +294,12 @@ fn targets(arch: Arch, touched: &[String], whole: bool) -> Vec<String> {
     let kvm = format!("arch/{}/kvm/", arch.source());
     let mut list = Vec::new();
     for file in touched {
-        let foreign = file.strip_prefix("arch/").is_some_and(|rest| {
-            rest.split('/')
-                .next()
-                .is_some_and(|name| name != arch.source())
-        });
-        let inert = ["Documentation/", "tools/", "MAINTAINERS"]
-            .iter()
-            .any(|p| file.starts_with(p));
-        if foreign || inert {
+        let below = file
+            .strip_prefix("arch/")
+            .and_then(|rest| rest.split('/').next());
+        let foreign = below.is_some_and(|name| name != arch.source());
+        let inert = ["Documentation/", "tools/", "MAINTAINERS"];
+        if foreign || inert.iter().any(|start| file.starts_with(start)) {
             continue;
         }
         list.push(kvm.clone());
@@ -347,7 +331,7 @@ fn touched_files(patch: &Patch) -> Vec<String> {
 }
 
 fn size(file: &Path) -> usize {
-    std::fs::metadata(file).map_or(0, |m| usize::try_from(m.len()).unwrap_or(usize::MAX))
+    fs::metadata(file).map_or(0, |m| usize::try_from(m.len()).unwrap_or(usize::MAX))
 }
 
 fn patch_files(dir: &Path) -> Result<Vec<PathBuf>> {
@@ -355,11 +339,8 @@ fn patch_files(dir: &Path) -> Result<Vec<PathBuf>> {
     if !dir.exists() {
         return Ok(files);
     }
-    for topic in std::fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
-        let topic = topic?.path();
-        let entries =
-            std::fs::read_dir(&topic).with_context(|| format!("read {}", topic.display()))?;
-        for entry in entries {
+    for topic in fs::read_dir(dir)? {
+        for entry in fs::read_dir(topic?.path())? {
             files.push(entry?.path());
         }
     }
@@ -369,30 +350,14 @@ fn patch_files(dir: &Path) -> Result<Vec<PathBuf>> {
 
 fn first_difference(old: &[u8], new: &[u8]) -> String {
     let (old, new) = (String::from_utf8_lossy(old), String::from_utf8_lossy(new));
-    let line = old.lines().zip(new.lines()).position(|(a, b)| a != b);
-    match line {
-        Some(line) => {
-            let shown = |text: &str| text.lines().nth(line).unwrap_or_default().to_owned();
-            format!(
-                "line {}: {:?} became {:?}",
-                line + 1,
-                shown(&old),
-                shown(&new)
-            )
+    let mut lines = (1..).zip(old.lines().zip(new.lines()));
+    match lines.find(|(_, (old, new))| old != new) {
+        Some((number, (old, new))) => format!("line {number}: {old:?} became {new:?}"),
+        None => {
+            let (old, new) = (old.lines().count(), new.lines().count());
+            format!("{old} lines became {new}")
         }
-        None => format!(
-            "{} lines became {}",
-            old.lines().count(),
-            new.lines().count()
-        ),
     }
-}
-
-fn indented(text: &str) -> String {
-    text.lines()
-        .filter(|l| !l.trim().is_empty())
-        .map(|l| format!("  {l}\n"))
-        .collect()
 }
 
 #[cfg(test)]
@@ -413,10 +378,10 @@ mod tests {
             .arg(top.path());
         copied.output().unwrap();
         let paths = Paths::at(top.path());
-        let before = files(&paths).unwrap();
-        assert_eq!(before, files(&real).unwrap());
+        let before = inputs(&paths).unwrap();
+        assert_eq!(before, inputs(&real).unwrap());
         std::fs::write(selftests::list_file(&paths), "another_test\n").unwrap();
-        assert_ne!(before, files(&paths).unwrap());
+        assert_ne!(before, inputs(&paths).unwrap());
     }
 
     #[test]

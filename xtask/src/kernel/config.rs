@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
+use fs_err as fs;
 
 use super::Variant;
 use crate::paths::Paths;
@@ -17,28 +18,22 @@ pub(crate) fn fragments(variant: Variant, paths: &Paths) -> Vec<PathBuf> {
     if variant.debug {
         names.push("debug");
     }
-    names
-        .iter()
-        .map(|name| paths.in_root(&format!("kernel/config/{name}.config")))
-        .collect()
+    let file = |name| paths.in_root(&format!("kernel/config/{name}.config"));
+    names.into_iter().map(file).collect()
 }
 
 /// The fragments' text, one after the other.
 pub(crate) fn merged(fragments: &[PathBuf]) -> Result<String> {
     let mut text = String::new();
     for file in fragments {
-        text +=
-            &std::fs::read_to_string(file).with_context(|| format!("read {}", file.display()))?;
-        text.push('\n');
+        text += &(fs::read_to_string(file)? + "\n");
     }
     Ok(text)
 }
 
 /// An error that lists every option that the fragments ask for and `config` lacks.
 pub(crate) fn check(merged: &str, config: &Path) -> Result<()> {
-    let text =
-        std::fs::read_to_string(config).with_context(|| format!("read {}", config.display()))?;
-    let missing = missing(&parse(merged)?, &parse(&text)?);
+    let missing = missing(&parse(merged)?, &parse(&fs::read_to_string(config)?)?);
     if missing.is_empty() {
         return Ok(());
     }

@@ -1,13 +1,14 @@
 //! `cargo xtask kernel export`: the work tree's commits back to patches.
 
 use std::collections::HashMap;
-use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::make::lock_tree;
 use super::series::{Patch, Series, patches_dir};
 use super::tree::{self, Tree};
+use crate::files;
 use crate::paths::Paths;
 
 /// What the series file begins with.
@@ -22,11 +23,8 @@ pub(crate) fn run(paths: &Paths) -> Result<()> {
     let _lock = lock_tree(paths, "patched")?;
     let edited = tree.edited()?;
     if !edited.is_empty() {
-        bail!(
-            "{} has uncommitted changes: {}",
-            tree.path().display(),
-            edited.join(", ")
-        );
+        let path = tree.path().display();
+        bail!("{path} has uncommitted changes: {}", edited.join(", "));
     }
     let old = Series::read(paths)?;
     let new = from_tree(&tree, &old)?;
@@ -52,29 +50,21 @@ pub(super) fn from_tree(tree: &Tree, old: &Series) -> Result<Series> {
 /// patch with the same subject, else the topic of the commit before it. Subjects and not hashes,
 /// because an edited commit keeps its subject and a rebase leaves tags and notes behind.
 fn topics(tree: &Tree, old: &Series) -> Result<Vec<(String, String)>> {
-    let known: HashMap<String, &str> = old
-        .patches
-        .iter()
-        .map(|patch| (patch.subject(), patch.topic()))
-        .collect();
+    let patches = old.patches.iter();
+    let known: HashMap<String, &str> = patches.map(|p| (p.subject(), p.topic())).collect();
     let mut list: Vec<(String, String)> = Vec::new();
     for commit in tree.commits()? {
         let subject = tree.git(["log", "-1", "--format=%s", &commit]).text()?;
-        let tags = tree
-            .git(["tag", "--points-at", &commit, "topic/*"])
-            .text()?;
-        let tag = tags
-            .lines()
-            .next()
-            .and_then(|tag| tag.strip_prefix("topic/"));
+        let tags = tree.git(["tag", "--points-at", &commit, "topic/*"]);
+        let tags = tags.text()?;
+        let tag = tags.lines().next();
         let topic = tag
+            .and_then(|tag| tag.strip_prefix("topic/"))
             .or_else(|| known.get(&subject).copied())
             .or_else(|| list.last().map(|(_, topic)| topic.as_str()))
             .with_context(|| {
-                format!(
-                    "no topic for {subject:?}: git -C {} tag topic/NN-NAME {commit}",
-                    tree.path().display()
-                )
+                let path = tree.path().display();
+                format!("no topic for {subject:?}: git -C {path} tag topic/NN-NAME {commit}")
             })?
             .to_owned();
         list.push((commit, topic));
@@ -103,60 +93,24 @@ fn in_order<'a>(topics: impl Iterator<Item = &'a str>) -> Result<()> {
 /// commit, no version, whole blob hashes.
 fn format_patch(tree: &Tree, commit: &str, topic: &str, number: u32) -> Result<Patch> {
     let dir = tree.path().join(".git/pagetide-export");
-    if dir.exists() {
-        std::fs::remove_dir_all(&dir).with_context(|| format!("remove {}", dir.display()))?;
-    }
-    let name = tree
-        .git([
-            "-c",
-            "core.abbrev=12",
-            "-c",
-            "diff.suppressBlankEmpty=false",
-        ])
-        .args([
-            "format-patch",
-            "--quiet",
-            "-1",
-            "--no-numbered",
-            "--no-signature",
-        ])
-        .args([
-            "--zero-commit",
-            "--full-index",
-            "--no-renames",
-            "--diff-algorithm=myers",
-        ])
-        .args([
-            "--subject-prefix=PATCH",
-            "--stat=72",
-            "--no-thread",
-            "--encode-email-headers",
-        ])
+    files::remove(&dir)?;
+    tree.git(["-c", "core.abbrev=12"])
+        .words("-c diff.suppressBlankEmpty=false format-patch --quiet -1 --no-numbered")
+        .words("--no-signature --zero-commit --full-index --no-renames --diff-algorithm=myers")
+        .words("--subject-prefix=PATCH --stat=72 --no-thread --encode-email-headers")
         .args([&format!("--start-number={number}"), "-o"])
         .arg(&dir)
         .arg(commit)
-        .output()
-        .and_then(|_| only_file(&dir))?;
-    let file = dir.join(&name);
-    let content = std::fs::read(&file).with_context(|| format!("read {}", file.display()))?;
+        .output()?;
+    let left: Vec<_> = fs::read_dir(&dir)?.collect::<Result<_, _>>()?;
+    let [file] = left.as_slice() else {
+        let place = dir.display();
+        bail!("git format-patch did not leave one file in {place}");
+    };
     Ok(Patch {
-        name: format!("{topic}/{name}"),
-        content,
+        name: format!("{topic}/{}", file.file_name().to_string_lossy()),
+        content: fs::read(file.path())?,
     })
-}
-
-fn only_file(dir: &Path) -> Result<String> {
-    let mut names = std::fs::read_dir(dir)
-        .with_context(|| format!("read {}", dir.display()))?
-        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
-        .collect::<Result<Vec<_>>>()?;
-    match (names.pop(), names.is_empty()) {
-        (Some(name), true) => Ok(name),
-        _ => bail!(
-            "git format-patch did not leave one file in {}",
-            dir.display()
-        ),
-    }
 }
 
 /// Writes patches and series, and removes patches that are no longer in it.
@@ -169,37 +123,24 @@ fn write(paths: &Paths, old: &Series, new: &Series) -> Result<()> {
         }
         let file = dir.join(&patch.name);
         if let Some(topic) = file.parent() {
-            std::fs::create_dir_all(topic)
-                .with_context(|| format!("create {}", topic.display()))?;
+            fs::create_dir_all(topic)?;
         }
-        std::fs::write(&file, &patch.content)
-            .with_context(|| format!("write {}", file.display()))?;
+        fs::write(&file, &patch.content)?;
         eprintln!("wrote kernel/patches/{}", patch.name);
         changed += 1;
     }
     for patch in &old.patches {
         if new.patches.iter().all(|kept| kept.name != patch.name) {
-            let file = dir.join(&patch.name);
-            std::fs::remove_file(&file).with_context(|| format!("remove {}", file.display()))?;
+            fs::remove_file(dir.join(&patch.name))?;
             eprintln!("removed kernel/patches/{}", patch.name);
             changed += 1;
         }
     }
-    let series = paths.in_root("kernel/series");
-    std::fs::write(&series, series_text(new))
-        .with_context(|| format!("write {}", series.display()))?;
+    let lines = new.patches.iter().map(|patch| format!("{}\n", patch.name));
+    let text = SERIES_HEADER.to_owned() + &lines.collect::<String>();
+    fs::write(paths.in_root("kernel/series"), text)?;
     eprintln!("{} patches, {changed} changed", new.patches.len());
     Ok(())
-}
-
-/// The series file.
-fn series_text(series: &Series) -> String {
-    let mut text = SERIES_HEADER.to_owned();
-    for patch in &series.patches {
-        text.push_str(&patch.name);
-        text.push('\n');
-    }
-    text
 }
 
 #[cfg(test)]

@@ -19,11 +19,9 @@ pub(super) fn git<S: AsRef<OsStr>>(dir: &Path, arguments: impl IntoIterator<Item
         "GIT_PREFIX",
         "GIT_OBJECT_DIRECTORY",
     ];
-    let mut run = Run::new("env");
-    for variable in unset {
-        run = run.arg("-u").arg(variable);
-    }
-    run.arg("git")
+    Run::new("env")
+        .args(unset.map(|variable| format!("--unset={variable}")))
+        .arg("git")
         .arg("-C")
         .arg(dir)
         .args(arguments)

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use fs_err as fs;
 
 use super::{Arch, lock};
 use crate::command::{Run, on_path};
@@ -11,20 +12,20 @@ use crate::paths::Paths;
 /// ccache's limit: room for about four kernels.
 const CCACHE_SIZE: &str = "5G";
 
+/// Headers are compared by content; a fresh tree's are all new.
+const SLOPPINESS: &str = "include_file_mtime,include_file_ctime,time_macros";
+
 /// Starts a make command in a source tree, building in `output`, a directory directly below it.
 ///
 /// Directly below, because kbuild then calls the source ".." and no path of this machine gets into a
 /// compiler's arguments, so that the cache serves every tree.
 pub(crate) fn make(paths: &Paths, arch: Arch, tree: &Path, output: &str) -> Run {
     let run = in_directory(tree).arg(format!("O={output}"));
-    settings(run, paths, arch, tree).args([
+    settings(run, paths, arch, tree)
         // The release string must not say which commits are on top: that would rebuild everything.
-        "LOCALVERSION=",
-        "KBUILD_BUILD_TIMESTAMP=@0",
-        "KBUILD_BUILD_USER=pagetide",
-        "KBUILD_BUILD_HOST=localhost",
-        "KBUILD_BUILD_VERSION=1",
-    ])
+        .arg("LOCALVERSION=")
+        .words("KBUILD_BUILD_TIMESTAMP=@0 KBUILD_BUILD_USER=pagetide")
+        .words("KBUILD_BUILD_HOST=localhost KBUILD_BUILD_VERSION=1")
 }
 
 /// Starts a make command for a directory's makefile.
@@ -32,7 +33,7 @@ pub(super) fn in_directory(directory: &Path) -> Run {
     let jobs = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     // Tests that run meanwhile, in VMs above all, shall not wait for compilers.
     Run::new("nice")
-        .args(["-n", "10", "make", "-C"])
+        .words("-n 10 make -C")
         .arg(directory)
         .arg(format!("-j{jobs}"))
 }
@@ -53,11 +54,7 @@ pub(crate) fn settings(run: Run, paths: &Paths, arch: Arch, tree: &Path) -> Run 
         // makes of them as well would cost a third more for each miss, and hits little: the series changes
         // headers that nearly everything includes.
         .env("CCACHE_DEPEND", "1")
-        // Headers are compared by content; a fresh tree's are all new.
-        .env(
-            "CCACHE_SLOPPINESS",
-            "include_file_mtime,include_file_ctime,time_macros",
-        )
+        .env("CCACHE_SLOPPINESS", SLOPPINESS)
         .env("LC_ALL", "C")
         // A make that called us must not lend its jobs or its variables.
         .env("MAKEFLAGS", "")
@@ -66,17 +63,15 @@ pub(crate) fn settings(run: Run, paths: &Paths, arch: Arch, tree: &Path) -> Run 
 
 /// Whether a line of make's output tells of one thing made.
 pub(crate) fn is_object(line: &str) -> bool {
-    const STEPS: [&str; 8] = [
-        "CC", "AS", "LD", "AR", "HOSTCC", "OBJCOPY", "GEN", "HDRINST",
-    ];
-    let mut words = line.split_whitespace();
-    line.starts_with("  ") && words.next().is_some_and(|word| STEPS.contains(&word))
+    const STEPS: &str = "CC AS LD AR HOSTCC OBJCOPY GEN HDRINST";
+    let is_step = |word| STEPS.split(' ').any(|step| step == word);
+    line.starts_with("  ") && line.split_whitespace().next().is_some_and(is_step)
 }
 
 /// An error if a log has compiler warnings from a place in it on. That a fragment overrides tinyconfig,
 /// which kconfig warns of as well, is what it is for.
 pub(super) fn no_warnings(log: &Path, from: usize) -> Result<()> {
-    let text = std::fs::read(log).with_context(|| format!("read {}", log.display()))?;
+    let text = fs::read(log)?;
     let text = String::from_utf8_lossy(text.get(from..).unwrap_or_default());
     let warnings: Vec<_> = text
         .lines()

@@ -1,11 +1,12 @@
 //! Work trees of checkouts that are gone.
 
-use std::io::ErrorKind;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use fs_err as fs;
 
 use super::tree;
+use crate::files;
 use crate::paths::Paths;
 
 /// The file that says whose trees a directory has.
@@ -15,34 +16,23 @@ const OWNER: &str = "checkout";
 /// leaves three a run). A tree with work that was never exported stays.
 pub(super) fn prune(paths: &Paths) -> Result<()> {
     let mine = paths.work();
-    std::fs::create_dir_all(&mine).with_context(|| format!("create {}", mine.display()))?;
-    let owner = mine.join(OWNER);
-    std::fs::write(&owner, paths.root().as_os_str().as_encoded_bytes())
-        .with_context(|| format!("write {}", owner.display()))?;
+    fs::create_dir_all(&mine)?;
+    fs::write(
+        mine.join(OWNER),
+        paths.root().as_os_str().as_encoded_bytes(),
+    )?;
     let Some(all) = mine.parent() else {
         return Ok(());
     };
-    for entry in std::fs::read_dir(all).with_context(|| format!("read {}", all.display()))? {
+    for entry in fs::read_dir(all)? {
         let dir = entry?.path();
         if is_orphan(&dir) && !tree::has_unexported(&dir) {
-            eprintln!(
-                "removing kernel trees of a checkout that is gone: {}",
-                dir.display()
-            );
-            remove(&dir)?;
+            let place = dir.display();
+            eprintln!("removing kernel trees of a checkout that is gone: {place}");
+            files::remove(&dir)?;
         }
     }
     Ok(())
-}
-
-/// Removes a directory. Another xtask may do the same at the same time.
-fn remove(dir: &Path) -> Result<()> {
-    match std::fs::remove_dir_all(dir) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("remove {}", dir.display()))
-        }
-        _ => Ok(()),
-    }
 }
 
 fn is_orphan(dir: &Path) -> bool {
@@ -53,16 +43,6 @@ fn is_orphan(dir: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_another_has_removed_is_gone() {
-        let dir = tempfile::tempdir().unwrap();
-        let tree = dir.path().join("tree");
-        std::fs::create_dir_all(tree.join("a")).unwrap();
-        remove(&tree).unwrap();
-        assert!(!tree.exists());
-        remove(&tree).unwrap();
-    }
 
     #[test]
     fn only_trees_of_lost_checkouts_are_orphans() {

@@ -4,10 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::make::{self, is_object};
 use super::tree::Tree;
 use super::{Arch, Variant, build};
+use crate::files;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
@@ -69,21 +71,20 @@ impl Selftest {
 
     /// Its name and what it is run with, for people.
     pub(crate) fn label(&self) -> String {
-        let words = std::iter::once(self.name()).chain(self.arguments.iter().map(String::as_str));
-        words.collect::<Vec<_>>().join(" ")
+        [&[self.name().to_owned()], self.arguments.as_slice()]
+            .concat()
+            .join(" ")
     }
 
     /// Whether a tree has its source.
     pub(super) fn is_in(&self, tree: &Tree) -> bool {
-        tree.path()
-            .join(self.suite.directory())
-            .join(format!("{}.c", self.source))
-            .exists()
+        let directory = tree.path().join(self.suite.directory());
+        directory.join(format!("{}.c", self.source)).exists()
     }
 
     /// Whether one of these files is in its suite's directory.
     pub(super) fn is_near(&self, files: &[String]) -> bool {
-        let directory = Path::new(self.suite.directory());
+        let directory = self.suite.directory();
         files
             .iter()
             .any(|file| Path::new(file).starts_with(directory))
@@ -133,25 +134,19 @@ pub(super) fn list_file(paths: &Paths) -> PathBuf {
 
 /// What it says.
 pub(super) fn list_text(paths: &Paths) -> Result<String> {
-    let file = list_file(paths);
-    std::fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))
+    Ok(fs::read_to_string(list_file(paths))?)
 }
 
 /// The tests of an architecture.
 pub(crate) fn list(arch: Arch, paths: &Paths) -> Result<Vec<Selftest>> {
-    let tests =
+    let mut tests =
         parse(&list_text(paths)?).with_context(|| format!("in {}", list_file(paths).display()))?;
-    Ok(tests
-        .into_iter()
-        .filter(|test| test.arch.is_none_or(|only| only == arch))
-        .collect())
+    tests.retain(|test| test.arch.is_none_or(|only| only == arch));
+    Ok(tests)
 }
 
 fn parse(text: &str) -> Result<Vec<Selftest>> {
-    let tests = text
-        .lines()
-        .map(str::trim)
-        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+    let tests = files::lines(text)
         .map(|line| Selftest::parse(line).with_context(|| format!("{line:?}")))
         .collect::<Result<Vec<_>>>()?;
     // All programs are put in one directory, whatever theirs was.
@@ -160,13 +155,8 @@ fn parse(text: &str) -> Result<Vec<Selftest>> {
         let source = (test.suite.directory(), test.source.as_str());
         let first = sources.entry(test.name()).or_insert(source);
         if *first != source {
-            bail!(
-                "{}/{} and {}/{} have the same name",
-                first.0,
-                first.1,
-                source.0,
-                source.1
-            );
+            let shown = |(directory, name): (&str, &str)| format!("{directory}/{name}");
+            bail!("{} and {} have the same name", shown(*first), shown(source));
         }
     }
     Ok(tests)
@@ -180,19 +170,13 @@ pub(crate) fn directory(variant: Variant, paths: &Paths) -> PathBuf {
 /// Builds the listed tests and puts them where [`directory`] says.
 pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) -> Result<()> {
     let out = directory(variant, paths);
-    if out.exists() {
-        std::fs::remove_dir_all(&out).with_context(|| format!("remove {}", out.display()))?;
-    }
-    std::fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
+    files::fresh_dir(&out)?;
     let mut tests = list(variant.arch, paths)?;
     tests.retain(|test| !(variant.stock && test.ours));
     for test in &tests {
         if !test.is_in(tree) {
-            bail!(
-                "kernel/selftests.list names {}.c in {}, which the tree lacks",
-                test.source,
-                test.suite.directory()
-            );
+            let (source, directory) = (&test.source, test.suite.directory());
+            bail!("kernel/selftests.list names {source}.c in {directory}, which the tree lacks");
         }
     }
     let what = format!("building the {} selftests", variant.name());
@@ -201,9 +185,7 @@ pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) 
     compile(variant.arch, paths, tree, build, &tests, &log, &progress)?;
     progress.done();
     for test in &tests {
-        let (from, to) = (test.program(build), out.join(test.name()));
-        std::fs::copy(&from, &to)
-            .with_context(|| format!("copy {} to {}", from.display(), to.display()))?;
+        fs::copy(test.program(build), out.join(test.name()))?;
     }
     Ok(())
 }
@@ -230,7 +212,7 @@ pub(super) fn compile(
             continue;
         }
         let output = build.join(suite.output());
-        std::fs::create_dir_all(&output).with_context(|| format!("create {}", output.display()))?;
+        fs::create_dir_all(&output)?;
         let run = make::in_directory(&tree.path().join(suite.directory()));
         make::settings(run, paths, arch, tree.path())
             .arg(format!("OUTPUT={}", output.display()))

@@ -3,9 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 use sha2::{Digest, Sha256};
 
-use crate::paths::{Paths, hex};
+use crate::files::{self, hex};
+use crate::paths::Paths;
 
 /// The series as the checkout has it.
 #[derive(Debug, Clone, Default)]
@@ -26,17 +28,12 @@ impl Series {
     /// Reads kernel/series and every patch that it names.
     pub(crate) fn read(paths: &Paths) -> Result<Self> {
         let file = paths.in_root("kernel/series");
-        let text = match std::fs::read_to_string(&file) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-            Err(error) => return Err(error).with_context(|| format!("read {}", file.display())),
-        };
+        let names = parse(&files::text_if_any(&file)?);
         let dir = patches_dir(paths);
         let mut patches = Vec::new();
-        for name in parse(&text).with_context(|| format!("in {}", file.display()))? {
-            let file = dir.join(&name);
-            let content = std::fs::read(&file)
-                .with_context(|| format!("kernel/series names {}", file.display()))?;
+        for name in names.with_context(|| format!("in {}", file.display()))? {
+            let content =
+                fs::read(dir.join(&name)).with_context(|| format!("kernel/series names {name}"))?;
             patches.push(Patch { name, content });
         }
         Ok(Self { patches })
@@ -81,11 +78,7 @@ pub(crate) fn patches_dir(paths: &Paths) -> PathBuf {
 /// The names in a series file. Each is `NN-topic/NNNN-subject.patch`.
 fn parse(text: &str) -> Result<Vec<String>> {
     let mut names: Vec<String> = Vec::new();
-    for line in text
-        .lines()
-        .map(str::trim)
-        .filter(|l| !l.is_empty() && !l.starts_with('#'))
-    {
+    for line in files::lines(text) {
         if !well_formed(line) {
             bail!("{line:?} is not of the form NN-topic/NNNN-subject.patch");
         }
@@ -125,10 +118,8 @@ fn subject(text: &str) -> String {
             }
         }
     }
-    match subject
-        .strip_prefix("[PATCH")
-        .and_then(|rest| rest.split_once("] "))
-    {
+    let tagged = subject.strip_prefix("[PATCH");
+    match tagged.and_then(|rest| rest.split_once("] ")) {
         Some((_, rest)) => rest.to_owned(),
         None => subject,
     }

@@ -1,19 +1,19 @@
 //! The pristine source: Debian's package, as a git repository with one commit.
 
-use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::{git::git, lock};
 use crate::command::Run;
-use crate::debian;
 use crate::paths::Paths;
 use crate::progress::Progress;
+use crate::{debian, files};
 
 /// The branch of the one commit.
 pub(super) const BASE_BRANCH: &str = "base";
@@ -45,18 +45,13 @@ impl Base {
     /// Reads kernel/BASE.
     pub(crate) fn read(paths: &Paths) -> Result<Self> {
         let file = paths.in_root("kernel/BASE");
-        let text =
-            std::fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
-        Self::parse(&text).with_context(|| format!("in {}", file.display()))
+        let base = Self::parse(&fs::read_to_string(&file)?);
+        base.with_context(|| format!("in {}", file.display()))
     }
 
     fn parse(text: &str) -> Result<Self> {
         let (mut package, mut version) = (None, None);
-        for line in text
-            .lines()
-            .map(str::trim)
-            .filter(|l| !l.is_empty() && !l.starts_with('#'))
-        {
+        for line in files::lines(text) {
             match line.split_once(' ') {
                 Some(("package", value)) => package = Some(value.trim().to_owned()),
                 Some(("version", value)) => version = Some(value.trim().to_owned()),
@@ -82,17 +77,13 @@ pub(crate) fn ensure(paths: &Paths) -> Result<Source> {
         return Ok(source);
     }
     let package = fetch(paths, &base)?;
-    let version = Run::new("dpkg-deb")
-        .arg("-f")
-        .arg(&package)
-        .arg("Version")
-        .text()?;
+    let field = Run::new("dpkg-deb").arg("-f").arg(&package).arg("Version");
+    let version = field.text()?;
     if !dir.join(&version).exists() {
         import(&dir, &base.package, &version, &package)?;
     }
     if version != base.version {
-        let marker = substitute_marker(&dir, &base);
-        std::fs::write(&marker, &version).with_context(|| format!("write {}", marker.display()))?;
+        fs::write(substitute_marker(&dir, &base), &version)?;
     }
     cached(&dir, &base).context("the source that was just imported is not in the cache")
 }
@@ -112,11 +103,8 @@ fn cached(dir: &Path, base: &Base) -> Option<Source> {
     if exact.git.exists() {
         return Some(exact);
     }
-    let found = source(
-        std::fs::read_to_string(substitute_marker(dir, base))
-            .ok()?
-            .trim(),
-    );
+    let found = fs::read_to_string(substitute_marker(dir, base)).ok()?;
+    let found = source(found.trim());
     if !found.git.exists() {
         return None;
     }
@@ -160,55 +148,33 @@ fn not_downloaded(base: &Base) -> String {
 /// Unpacks the package and makes the repository, in a directory that gets its name at the end.
 fn import(dir: &Path, package: &str, version: &str, file: &Path) -> Result<()> {
     let temporary = dir.join(format!("{version}.new"));
-    if temporary.exists() {
-        std::fs::remove_dir_all(&temporary)
-            .with_context(|| format!("remove {}", temporary.display()))?;
-    }
     let unpacked = temporary.join("unpacked");
-    std::fs::create_dir_all(&unpacked).with_context(|| format!("create {}", unpacked.display()))?;
+    files::fresh_dir(&temporary)?;
+    fs::create_dir(&unpacked)?;
     let log = temporary.join("import.log");
 
     let progress = Progress::spinner(&format!("unpacking {package} {version}"));
-    Run::new("dpkg-deb")
-        .arg("-x")
-        .arg(file)
-        .arg(&unpacked)
-        .logged(&log, &progress)?;
-    let tar = unpacked.join(format!("usr/src/{package}.tar.xz"));
-    Run::new("tar")
-        .arg("-xf")
-        .arg(&tar)
-        .arg("-C")
-        .arg(&unpacked)
-        .logged(&log, &progress)?;
+    let unpack = Run::new("dpkg-deb").arg("-x").arg(file).arg(&unpacked);
+    unpack.logged(&log, &progress)?;
+    let archive = format!("usr/src/{package}.tar.xz");
+    let unpack = Run::new("tar").args(["-xf", &archive]).dir(&unpacked);
+    unpack.logged(&log, &progress)?;
     progress.done();
 
-    let progress = Progress::start("making the source's git repository", None, |_| false);
+    let progress = Progress::spinner("making the source's git repository");
     let git_dir = temporary.join("git");
-    Run::new("git")
-        .args(["init", "--quiet", "--bare"])
-        .arg(&git_dir)
-        .output()?;
+    let init = Run::new("git").words("init --quiet --bare");
+    init.arg(&git_dir).output()?;
     // Nothing here ever changes, so nothing is worth packing better.
-    for (name, value) in [
-        ("gc.auto", "0"),
-        ("pack.compression", "1"),
-        ("core.compression", "1"),
-    ] {
-        git(&git_dir, ["config", name, value]).output()?;
+    for setting in ["gc.auto 0", "pack.compression 1", "core.compression 1"] {
+        git(&git_dir, ["config"]).words(setting).output()?;
     }
-    fast_import(
-        &git_dir,
-        &unpacked.join(package),
-        package,
-        version,
-        &progress,
-    )?;
+    let top = unpacked.join(package);
+    fast_import(&git_dir, &top, package, version, &progress)?;
     progress.done();
 
-    std::fs::remove_dir_all(&unpacked).with_context(|| format!("remove {}", unpacked.display()))?;
-    let place = dir.join(version);
-    std::fs::rename(&temporary, &place).with_context(|| format!("create {}", place.display()))
+    fs::remove_dir_all(&unpacked)?;
+    Ok(fs::rename(&temporary, dir.join(version))?)
 }
 
 /// Feeds a directory to `git fast-import` as one commit. Far quicker than `git add`: one pack is
@@ -243,12 +209,9 @@ fn fast_import(
         bail!("git fast-import failed ({status})");
     }
     written.context("feed git fast-import")?;
-    git(
-        git_dir,
-        ["symbolic-ref", "HEAD", &format!("refs/heads/{BASE_BRANCH}")],
-    )
-    .output()?;
-    Ok(())
+    let branch = format!("refs/heads/{BASE_BRANCH}");
+    let head = git(git_dir, ["symbolic-ref", "HEAD", &branch]);
+    head.output().map(drop)
 }
 
 fn write_directory(
@@ -257,35 +220,24 @@ fn write_directory(
     relative: &Path,
     progress: &Progress,
 ) -> Result<()> {
-    let dir = top.join(relative);
-    let mut names: Vec<_> = std::fs::read_dir(&dir)
-        .with_context(|| format!("read {}", dir.display()))?
+    let mut names: Vec<_> = fs::read_dir(top.join(relative))?
         .map(|entry| entry.map(|e| e.file_name()))
         .collect::<Result<_, _>>()?;
     names.sort();
     for name in names {
         let path = relative.join(&name);
         let file = top.join(&path);
-        let kind = file
-            .symlink_metadata()
-            .with_context(|| format!("look at {}", file.display()))?;
+        let kind = fs::symlink_metadata(&file)?;
         if kind.is_dir() {
             write_directory(stream, top, &path, progress)?;
             continue;
         }
         let (mode, content) = if kind.is_symlink() {
-            (
-                "120000",
-                std::fs::read_link(&file)?
-                    .into_os_string()
-                    .as_bytes()
-                    .to_vec(),
-            )
+            ("120000", fs::read_link(&file)?.into_os_string().into_vec())
         } else {
             let executable = kind.permissions().mode() & 0o100 != 0;
-            let content =
-                std::fs::read(&file).with_context(|| format!("read {}", file.display()))?;
-            (if executable { "100755" } else { "100644" }, content)
+            let mode = if executable { "100755" } else { "100644" };
+            (mode, fs::read(&file)?)
         };
         write!(stream, "M {mode} inline ")?;
         stream.write_all(path.as_os_str().as_bytes())?;
@@ -299,9 +251,7 @@ fn write_directory(
 
 /// Notes in a file which source a result was made from.
 pub(super) fn describe(source: &Source, file: &Path) -> Result<()> {
-    let mut file = File::create(file).with_context(|| format!("create {}", file.display()))?;
-    writeln!(file, "{}", source.version)?;
-    Ok(())
+    Ok(fs::write(file, format!("{}\n", source.version))?)
 }
 
 #[cfg(test)]
@@ -349,7 +299,14 @@ mod tests {
             .arg(&repository)
             .output()
             .unwrap();
-        fast_import(&repository, &top, "package", "1", &Progress::hidden()).unwrap();
+        fast_import(
+            &repository,
+            &top,
+            "package",
+            "1",
+            &Progress::spinner("a test"),
+        )
+        .unwrap();
         let list = git(
             &repository,
             ["ls-tree", "-r", "--format=%(objectmode) %(path)", "base"],

@@ -3,12 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 
 use super::git::git;
 use super::prune;
 use super::series::{Patch, Series};
 use super::source::{self, BASE_BRANCH, Source};
 use crate::command::Run;
+use crate::files;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
@@ -67,39 +69,25 @@ impl Tree {
     fn create(&self) -> Result<()> {
         let progress = Progress::spinner(&format!("laying out {}", self.path.display()));
         let temporary = self.path.with_extension("new");
-        if temporary.exists() {
-            std::fs::remove_dir_all(&temporary)?;
-        }
-        std::fs::create_dir_all(&temporary)?;
-        git(
-            &temporary,
-            ["clone", "--quiet", "--shared", "--no-checkout"],
-        )
-        .arg(&self.source.git)
-        .arg(".")
-        .output()?;
+        files::fresh_dir(&temporary)?;
+        let git = |arguments: &str| git(&temporary, arguments.split(' '));
+        let clone = git("clone --quiet --shared --no-checkout").arg(&self.source.git);
+        clone.arg(".").output()?;
         // Two cores write files faster than one; an untracked cache keeps `git status` quick.
-        for (name, value) in [
-            ("gc.auto", "0"),
-            ("checkout.workers", "2"),
-            ("core.untrackedCache", "true"),
+        for setting in [
+            "gc.auto 0",
+            "checkout.workers 2",
+            "core.untrackedCache true",
         ] {
-            git(&temporary, ["config", name, value]).output()?;
+            git("config").words(setting).output()?;
         }
-        std::fs::write(temporary.join(".git/info/exclude"), "/build-*/\n")?;
-        git(
-            &temporary,
-            [
-                "checkout",
-                "--quiet",
-                "-b",
-                BRANCH,
-                &format!("origin/{BASE_BRANCH}"),
-            ],
-        )
+        fs::write(temporary.join(".git/info/exclude"), "/build-*/\n")?;
+        git(&format!(
+            "checkout --quiet -b {BRANCH} origin/{BASE_BRANCH}"
+        ))
         .output()?;
-        git(&temporary, ["tag", BASE_BRANCH]).output()?;
-        std::fs::rename(&temporary, &self.path)?;
+        git(&format!("tag {BASE_BRANCH}")).output()?;
+        fs::rename(&temporary, &self.path)?;
         progress.done();
         Ok(())
     }
@@ -122,24 +110,15 @@ impl Tree {
     }
 
     pub(super) fn commit(&self, name: &str) -> Result<String> {
-        self.git([
-            "rev-parse",
-            "--verify",
-            "--quiet",
-            &format!("{name}^{{commit}}"),
-        ])
-        .text()
+        let parse = self.git(["rev-parse", "--verify", "--quiet"]);
+        parse.arg(format!("{name}^{{commit}}")).text()
     }
 
     /// An error, saying what to do, if the tree holds work that kernel/series does not have.
     pub(crate) fn refuse_unexported(&self) -> Result<()> {
         let path = self.path.display();
-        for state in [
-            "rebase-apply",
-            "rebase-merge",
-            "MERGE_HEAD",
-            "CHERRY_PICK_HEAD",
-        ] {
+        const STATES: &str = "rebase-apply rebase-merge MERGE_HEAD CHERRY_PICK_HEAD";
+        for state in STATES.split(' ') {
             if self.path.join(".git").join(state).exists() {
                 bail!("{path} is in the middle of a git operation ({state}): finish or abort it");
             }
@@ -168,14 +147,10 @@ impl Tree {
 
     /// Files of the source that were edited and not committed.
     pub(super) fn edited(&self) -> Result<Vec<String>> {
-        let status = self
-            .git(["status", "--porcelain", "--untracked-files=no"])
-            .text()?;
-        Ok(status
-            .lines()
-            .filter_map(|l| l.get(3..))
-            .map(str::to_owned)
-            .collect())
+        let status = self.git(["status", "--porcelain", "--untracked-files=no"]);
+        let status = status.text()?;
+        let files = status.lines().filter_map(|line| line.get(3..));
+        Ok(files.map(str::to_owned).collect())
     }
 
     /// Brings the tree to the series. Patches that are applied already stay, so that only files
@@ -183,9 +158,8 @@ impl Tree {
     pub(crate) fn apply(&self, series: &Series) -> Result<()> {
         self.refuse_unexported()?;
         let applied = self.applied()?;
-        let same = applied
-            .iter()
-            .zip(&series.patches)
+        let both = applied.iter().zip(&series.patches);
+        let same = both
             .take_while(|(applied, patch)| applied.digest == patch.digest())
             .count();
         if same == applied.len() && same == series.patches.len() {
@@ -205,31 +179,22 @@ impl Tree {
     pub(super) fn note_series(&self, series: &Series) -> Result<()> {
         let commits = self.commits()?;
         if commits.len() != series.patches.len() {
-            bail!(
-                "{} has {} commits, but kernel/series names {} patches",
-                self.path.display(),
-                commits.len(),
-                series.patches.len()
-            );
+            let (path, wanted) = (self.path.display(), series.patches.len());
+            let found = commits.len();
+            bail!("{path} has {found} commits, but kernel/series names {wanted} patches");
         }
-        let applied: Vec<Applied> = series
-            .patches
-            .iter()
-            .zip(commits)
-            .map(|(patch, commit)| Applied {
-                digest: patch.digest(),
-                commit,
-            })
-            .collect();
+        let applied = |(patch, commit): (&Patch, String)| Applied {
+            digest: patch.digest(),
+            commit,
+        };
+        let applied: Vec<_> = series.patches.iter().zip(commits).map(applied).collect();
         self.note_applied(&applied)
     }
 
     /// The commits since the pristine source, oldest first.
     pub(super) fn commits(&self) -> Result<Vec<String>> {
-        let range = format!("{BASE_BRANCH}..HEAD");
-        let list = self
-            .git(["rev-list", "--reverse", "--first-parent", &range])
-            .text()?;
+        let list = self.git(["rev-list", "--reverse", "--first-parent"]);
+        let list = list.arg(format!("{BASE_BRANCH}..HEAD")).text()?;
         Ok(list.lines().map(str::to_owned).collect())
     }
 
@@ -240,28 +205,18 @@ impl Tree {
             return Ok(());
         }
         let mailbox = self.path.join(".git/pagetide-am");
-        if mailbox.exists() {
-            std::fs::remove_dir_all(&mailbox)?;
-        }
-        std::fs::create_dir_all(&mailbox)?;
-        let mut files = Vec::new();
+        files::fresh_dir(&mailbox)?;
+        let mut am = self
+            .git(["am", "--quiet", "--keep-non-patch"])
+            .words("--committer-date-is-author-date --no-gpg-sign --no-3way --whitespace=nowarn");
         for (index, patch) in patches.iter().enumerate() {
             let file = mailbox.join(format!("{index:04}"));
-            std::fs::write(&file, &patch.content)
-                .with_context(|| format!("write {}", file.display()))?;
-            files.push(file);
+            fs::write(&file, &patch.content)?;
+            am = am.arg(file);
         }
-        let result = self
-            .git([
-                "am",
-                "--quiet",
-                "--keep-non-patch",
-                "--committer-date-is-author-date",
-            ])
-            .args(["--no-gpg-sign", "--no-3way", "--whitespace=nowarn"])
-            .args(&files)
-            .output();
-        let Err(error) = result else { return Ok(()) };
+        let Err(error) = am.output() else {
+            return Ok(());
+        };
         let done = self.am_progress();
         let aborted = self.git(["am", "--abort"]).output();
         let failure = match patches.get(done) {
@@ -274,7 +229,7 @@ impl Tree {
 
     /// How many patches a `git am` that stopped had applied.
     fn am_progress(&self) -> usize {
-        let next = std::fs::read_to_string(self.path.join(".git/rebase-apply/next"));
+        let next = fs::read_to_string(self.path.join(".git/rebase-apply/next"));
         let next = next.ok().and_then(|text| text.trim().parse::<usize>().ok());
         next.map_or(0, |next| next.saturating_sub(1))
     }
@@ -284,12 +239,13 @@ impl Tree {
     }
 
     fn applied(&self) -> Result<Vec<Applied>> {
-        let file = self.applied_file();
-        match std::fs::read_to_string(&file) {
-            Ok(text) => Ok(parse_applied(&text)),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-            Err(error) => Err(error).with_context(|| format!("read {}", file.display())),
-        }
+        let text = files::text_if_any(&self.applied_file())?;
+        let lines = text.lines().filter_map(|line| line.split_once(' '));
+        let applied = lines.map(|(digest, commit)| Applied {
+            digest: digest.into(),
+            commit: commit.into(),
+        });
+        Ok(applied.collect())
     }
 
     fn expected_head(&self) -> Result<String> {
@@ -300,12 +256,10 @@ impl Tree {
     }
 
     fn note_applied(&self, applied: &[Applied]) -> Result<()> {
-        let text: String = applied
+        let lines = applied
             .iter()
-            .map(|a| format!("{} {}\n", a.digest, a.commit))
-            .collect();
-        let file = self.applied_file();
-        std::fs::write(&file, text).with_context(|| format!("write {}", file.display()))
+            .map(|a| format!("{} {}\n", a.digest, a.commit));
+        Ok(fs::write(self.applied_file(), lines.collect::<String>())?)
     }
 }
 
@@ -327,34 +281,18 @@ pub(super) fn has_unexported(dir: &Path) -> bool {
     })
 }
 
-fn parse_applied(text: &str) -> Vec<Applied> {
-    text.lines()
-        .filter_map(|line| line.split_once(' '))
-        .map(|(digest, commit)| Applied {
-            digest: digest.into(),
-            commit: commit.into(),
-        })
-        .collect()
-}
-
 /// What a person needs to mend a patch that does not apply.
 fn describe_failure(patch: &Patch, output: &str, source: &Source) -> String {
     let text = String::from_utf8_lossy(&patch.content);
-    let mut message = format!("kernel/patches/{} does not apply", patch.name);
-    if source.version == source.wanted {
-        message += &format!(" to {}", source.version);
-    } else {
-        message += &format!(
-            " to {} (kernel/BASE says {})",
-            source.version, source.wanted
-        );
+    let (name, version) = (&patch.name, &source.version);
+    let mut message = format!("kernel/patches/{name} does not apply to {version}");
+    if *version != source.wanted {
+        message += &format!(" (kernel/BASE says {})", source.wanted);
     }
     let failures = failed_hunks(output);
     for (file, line) in &failures {
         match find_hunk(&text, file, *line) {
-            Some((number, hunk)) => {
-                message += &format!("\n{file}, hunk {number}:\n{hunk}");
-            }
+            Some((number, hunk)) => message += &format!("\n{file}, hunk {number}:\n{hunk}"),
             None => message += &format!("\n{file}, the hunk at line {line}"),
         }
     }
@@ -385,11 +323,8 @@ fn find_hunk(patch: &str, file: &str, line: u64) -> Option<(usize, String)> {
             number = 0;
         } else if in_file && text.starts_with("@@ -") {
             number += 1;
-            let start = text[4..]
-                .split([',', ' '])
-                .next()
-                .and_then(|n| n.parse::<u64>().ok());
-            if start == Some(line) {
+            let start = text[4..].split([',', ' ']).next();
+            if start.and_then(|number| number.parse().ok()) == Some(line) {
                 let mut hunk = format!("  {text}\n");
                 while let Some(next) = lines.next_if(|l| l.starts_with([' ', '+', '-'])) {
                     hunk += &format!("  {next}\n");
@@ -402,144 +337,4 @@ fn find_hunk(patch: &str, file: &str, line: u64) -> Option<(usize, String)> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-
-    const PATCH: &str = "\
-From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
-From: A <a@localhost>
-Subject: [PATCH] change b
-
----
-diff --git a/a.c b/a.c
---- a/a.c
-+++ b/a.c
-@@ -1,3 +1,3 @@
--one
-+eins
- 2
- 3
-@@ -5,4 +5,4 @@ f
- 5
- 6
--seven
-+sieben
- eight
-diff --git a/b.c b/b.c
---- a/b.c
-+++ b/b.c
-@@ -5,3 +5,3 @@
- 5
- 6
--x
-+y
-";
-
-    #[test]
-    fn hunks_are_found_by_file_and_line() {
-        let (number, hunk) = find_hunk(PATCH, "a.c", 5).unwrap();
-        assert_eq!(number, 2);
-        assert_eq!(
-            hunk,
-            "  @@ -5,4 +5,4 @@ f\n   5\n   6\n  -seven\n  +sieben\n   eight"
-        );
-        assert_eq!(find_hunk(PATCH, "b.c", 5).unwrap().0, 1);
-        assert!(find_hunk(PATCH, "b.c", 7).is_none());
-    }
-
-    #[test]
-    fn failures_name_file_and_line() {
-        let output = "error: patch failed: virt/kvm/kvm_main.c:1572\n\
-                      error: virt/kvm/kvm_main.c: patch does not apply\n";
-        assert_eq!(
-            failed_hunks(output),
-            [("virt/kvm/kvm_main.c".to_owned(), 1572)]
-        );
-    }
-
-    fn series(names: &[(&str, &str)]) -> Series {
-        let patches = names
-            .iter()
-            .map(|(name, content)| Patch {
-                name: (*name).into(),
-                content: content.as_bytes().to_vec(),
-            })
-            .collect();
-        Series { patches }
-    }
-
-    /// A tree over a repository with the files a.c and b.c, as [`PATCH`] expects them.
-    pub(crate) fn tree(dir: &Path) -> Tree {
-        let path = dir.join("tree");
-        std::fs::create_dir(&path).unwrap();
-        git(&path, ["init", "--quiet", "-b", BRANCH])
-            .output()
-            .unwrap();
-        std::fs::write(path.join("a.c"), "one\n2\n3\n4\n5\n6\nseven\neight\n").unwrap();
-        std::fs::write(path.join("b.c"), "1\n2\n3\n4\n5\n6\nx\n").unwrap();
-        git(&path, ["add", "."]).output().unwrap();
-        git(&path, ["commit", "--quiet", "-m", "base"])
-            .output()
-            .unwrap();
-        git(&path, ["tag", BASE_BRANCH]).output().unwrap();
-        let source = Source {
-            version: "2".into(),
-            wanted: "1".into(),
-            git: path.clone(),
-        };
-        Tree { path, source }
-    }
-
-    #[test]
-    fn applying_twice_gives_the_same_commits() {
-        let dir = tempfile::tempdir().unwrap();
-        let tree = tree(dir.path());
-        let content = PATCH.replace("Subject", "Date: Thu, 1 Jan 2026 00:00:00 +0000\nSubject");
-        let series = series(&[("01-a/0001-b.patch", &content)]);
-        tree.apply(&series).unwrap();
-        let first = tree.commits().unwrap();
-        assert_eq!(first.len(), 1);
-        tree.apply(&Series::default()).unwrap();
-        assert_eq!(tree.commits().unwrap(), Vec::<String>::new());
-        tree.apply(&series).unwrap();
-        assert_eq!(tree.commits().unwrap(), first);
-    }
-
-    #[test]
-    fn a_failure_names_patch_hunk_and_source_and_leaves_the_tree() {
-        let dir = tempfile::tempdir().unwrap();
-        let tree = tree(dir.path());
-        let bad = PATCH.replace("-seven\n", "-sept\n");
-        let error = tree
-            .apply(&series(&[("01-a/0001-b.patch", &bad)]))
-            .unwrap_err()
-            .to_string();
-        for part in [
-            "01-a/0001-b.patch",
-            "a.c, hunk 2",
-            "-sept",
-            "to 2",
-            "BASE says 1",
-        ] {
-            assert!(error.contains(part), "{part}: {error}");
-        }
-        tree.refuse_unexported().unwrap();
-    }
-
-    #[test]
-    fn unexported_work_is_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let tree = tree(dir.path());
-        std::fs::write(tree.path.join("a.c"), "mine\n").unwrap();
-        let error = tree
-            .apply(&series(&[("01-a/0001-b.patch", PATCH)]))
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains("uncommitted changes (a.c)"), "{error}");
-        tree.git(["commit", "--quiet", "-a", "-m", "mine"])
-            .output()
-            .unwrap();
-        let error = tree.refuse_unexported().unwrap_err().to_string();
-        assert!(error.contains("commits that differ"), "{error}");
-    }
-}
+pub(super) mod tests;

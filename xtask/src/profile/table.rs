@@ -10,80 +10,55 @@ const SHOWN: usize = 12;
 
 /// The tables, in Markdown: per page, the same above the floor, and what has no group yet.
 pub(super) fn show(columns: &[Column], groups: &Groups) -> String {
-    let names: Vec<_> = groups
-        .names()
-        .iter()
-        .map(String::as_str)
-        .chain([OTHER])
-        .collect();
-    let mut text = String::new();
-    let series = columns.iter().map(|column| column.series.clone());
+    let names = groups.names().iter().map(String::as_str).chain([OTHER]);
+    let names: Vec<_> = names.enumerate().collect();
+    let series = |column: &Column| column.series.clone();
 
-    let mut rows = vec![head("instructions per page", series.clone())];
-    for (index, name) in names.iter().enumerate() {
-        let cells = columns.iter().map(|column| spread(column.groups[index]));
-        rows.push(row(name, cells));
+    let mut rows = vec![row("instructions per page", columns, series)];
+    for &(index, name) in &names {
+        rows.push(row(name, columns, |column| spread(column.groups[index])));
     }
-    let sums = columns.iter().map(|column| format!("{:.0}", column.sum()));
-    rows.push(row("sum of the medians", sums));
-    rows.push(row(
-        "counted, all functions",
-        columns.iter().map(|column| spread(column.counted)),
-    ));
-    rows.push(row(
-        "measured by the benchmark",
-        columns.iter().map(|column| spread(column.reported)),
-    ));
-    let differences = columns
-        .iter()
-        .map(|column| format!("{:.2} %", 100.0 * column.difference));
-    rows.push(row("counted and measured differ by", differences));
-    text += &aligned(&rows);
+    let sum = |column: &Column| format!("{:.0}", column.sum());
+    rows.push(row("sum of the medians", columns, sum));
+    let counted = |column: &Column| spread(column.counted);
+    rows.push(row("counted, all functions", columns, counted));
+    let reported = |column: &Column| spread(column.reported);
+    rows.push(row("measured by the benchmark", columns, reported));
+    let difference = |column: &Column| format!("{:.2} %", 100.0 * column.difference);
+    rows.push(row("counted and measured differ by", columns, difference));
+    let mut text = aligned(&rows);
 
-    if let Some((floor, above)) = columns.split_first() {
-        let mut rows = vec![head(
-            "above the floor",
-            above.iter().map(|column| column.series.clone()),
-        )];
-        for (index, name) in names.iter().enumerate() {
-            let base = floor.groups[index].median;
-            let cells = above
-                .iter()
-                .map(|column| format!("{:.0}", column.groups[index].median - base));
-            rows.push(row(name, cells));
+    if let Some((floor, columns)) = columns.split_first() {
+        let above = |what: &dyn Fn(&Column) -> f64, column: &Column| {
+            format!("{:.0}", what(column) - what(floor))
+        };
+        let mut rows = vec![row("above the floor", columns, series)];
+        for &(index, name) in &names {
+            let median = |column: &Column| column.groups[index].median;
+            rows.push(row(name, columns, |column| above(&median, column)));
         }
-        let sums = above
-            .iter()
-            .map(|column| format!("{:.0}", column.sum() - floor.sum()));
-        rows.push(row("sum", sums));
-        let measured = above
-            .iter()
-            .map(|column| format!("{:.0}", column.reported.median - floor.reported.median));
-        rows.push(row("measured by the benchmark", measured));
-        text.push('\n');
-        text += &aligned(&rows);
+        rows.push(row("sum", columns, |column| above(&Column::sum, column)));
+        let reported = |column: &Column| column.reported.median;
+        let measured = |column: &Column| above(&reported, column);
+        rows.push(row("measured by the benchmark", columns, measured));
+        text += &format!("\n{}", aligned(&rows));
     }
 
     for column in columns {
-        let top: Vec<_> = column
-            .other
-            .iter()
-            .take(SHOWN)
+        let top = column.other.iter().take(SHOWN);
+        let top: Vec<_> = top
             .filter(|(_, instructions)| *instructions >= 0.5)
             .map(|(name, instructions)| format!("{name} {instructions:.1}"))
             .collect();
         if !top.is_empty() {
-            let _ = write!(text, "\nother of {}: {}\n", column.series, top.join(", "));
+            text += &format!("\nother of {}: {}\n", column.series, top.join(", "));
         }
     }
     text
 }
 
-fn head(title: &str, series: impl Iterator<Item = String>) -> Vec<String> {
-    row(title, series)
-}
-
-fn row(name: &str, cells: impl Iterator<Item = String>) -> Vec<String> {
+fn row(name: &str, columns: &[Column], cell: impl Fn(&Column) -> String) -> Vec<String> {
+    let cells = columns.iter().map(cell);
     std::iter::once(name.to_owned()).chain(cells).collect()
 }
 
@@ -139,10 +114,7 @@ mod tests {
 
     #[test]
     fn tables_are_aligned_markdown() {
-        let rows = [
-            row("a", ["b".into()].into_iter()),
-            row("long", ["1 (0–2)".into()].into_iter()),
-        ];
+        let rows = [["a", "b"], ["long", "1 (0–2)"]].map(|row| row.map(str::to_owned).to_vec());
         assert_eq!(
             aligned(&rows),
             "| a    |       b |\n|------|--------:|\n| long | 1 (0–2) |\n"

@@ -1,9 +1,10 @@
 //! The crates' tests on this machine.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
+use fs_err as fs;
 use serde_json::Value;
 
 use super::libtest::Report;
@@ -58,15 +59,11 @@ pub(super) fn run_program(
         .dir(&program.directory)
         .env("CARGO_MANIFEST_DIR", &program.directory)
         .env("PAGETIDE_STRESS_SECONDS", STRESS_SECONDS)
-        .command()
-        .stdin(Stdio::null())
-        .output()
-        .with_context(|| format!("start {}", program.executable.display()))?;
+        .result()?;
     progress.done();
-    let text = String::from_utf8_lossy(&output.stdout);
     append(log, &program.group, &[&output.stdout, &output.stderr])?;
     let ended = (!output.status.success()).then(|| output.status.to_string());
-    let report = Report::parse(&text);
+    let report = Report::parse(&String::from_utf8_lossy(&output.stdout));
     let none = filter
         .filter(|_| report.is_empty())
         .map(|filter| format!("no test is called {filter}"));
@@ -81,30 +78,17 @@ pub(super) fn run_program(
 fn doc_tests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let progress = Progress::spinner("documentation's examples");
     let output = Run::new("cargo")
-        .args([
-            "test",
-            "--quiet",
-            "--workspace",
-            "--no-fail-fast",
-            "--target-dir",
-        ])
+        .words("test --quiet --workspace --no-fail-fast --target-dir")
         .arg(paths.target())
         .args(["--", "--show-output", "--format=pretty", "(line "])
         .dir(paths.root())
-        .command()
-        .stdin(Stdio::null())
-        .output()
-        .context("start cargo")?;
+        .result()?;
     progress.done();
-    let text = String::from_utf8_lossy(&output.stdout);
     let ended = (!output.status.success()).then(|| {
-        format!(
-            "{}\n{}",
-            output.status,
-            String::from_utf8_lossy(&output.stderr).trim_end()
-        )
+        let said = String::from_utf8_lossy(&output.stderr);
+        format!("{}\n{}", output.status, said.trim_end())
     });
-    let report = Report::parse(&text);
+    let report = Report::parse(&String::from_utf8_lossy(&output.stdout));
     let none = report.is_empty().then(|| "no test was found".to_owned());
     report.count("documentation", ended.or(none).as_deref(), tally);
     Ok(())
@@ -122,25 +106,17 @@ pub(super) fn programs(paths: &Paths) -> Result<Vec<TestProgram>> {
 /// Compiles the test programs that `test`, a `cargo test`, would run.
 pub(super) fn compile(test: Run, target: &Path, paths: &Paths) -> Result<Vec<TestProgram>> {
     let output = test
-        .args([
-            "--no-run",
-            "--quiet",
-            "--message-format=json",
-            "--target-dir",
-        ])
+        .words("--no-run --quiet --message-format=json --target-dir")
         .arg(target)
         .dir(paths.root())
-        .command()
-        .stdin(Stdio::null())
-        .output()
-        .context("start cargo")?;
+        .result()?;
     let text = String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {
-        bail!(
-            "the tests do not compile\n{}{}",
+        let (errors, rest) = (
             compiler_errors(&text),
-            String::from_utf8_lossy(&output.stderr)
+            String::from_utf8_lossy(&output.stderr),
         );
+        bail!("the tests do not compile\n{errors}{rest}");
     }
     let mut programs: Vec<_> = text.lines().filter_map(parse_artifact).collect();
     programs.sort_by(|a, b| a.group.cmp(&b.group));
@@ -189,12 +165,9 @@ fn compiler_errors(json: &str) -> String {
 
 /// Adds a program's output to a log.
 pub(super) fn append(log: &Path, title: &str, parts: &[&[u8]]) -> Result<()> {
-    let mut text = std::fs::read(log).unwrap_or_default();
-    text.extend_from_slice(format!("==== {title}\n").as_bytes());
-    for part in parts {
-        text.extend_from_slice(part);
-    }
-    std::fs::write(log, text).with_context(|| format!("write {}", log.display()))
+    let text = [format!("==== {title}\n").as_bytes(), &parts.concat()].concat();
+    let mut file = fs::OpenOptions::new().append(true).open(log)?;
+    Ok(file.write_all(&text)?)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use fs_err as fs;
 
 use super::host::{self, TestProgram};
 use super::kunit;
@@ -17,9 +18,6 @@ use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, Pagetide, Timing, VmArgs};
-
-/// For each test program; a software CPU is slow.
-const JOB_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The same on a kernel that checks everything.
 const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(1200);
@@ -41,36 +39,12 @@ const KSFT_SKIP: u8 = 4;
 const HUGE_PAGES: &str = "hugepages=256";
 
 /// A benchmark of paging that is only long enough to take every path, on any kernel.
-const PAGING: [&str; 13] = [
-    "pagetide",
-    "bench",
-    "paging",
-    "--vcpus",
-    "1,2",
-    "--per-vcpu",
-    "1M",
-    "--runs",
-    "1",
-    "--delivery",
-    "uffd",
-    "--out",
-    "target/pagetide/smoke-stock",
-];
+const PAGING: &str = "pagetide bench paging --vcpus 1,2 --per-vcpu 1M --runs 1 --delivery uffd \
+                      --out target/pagetide/smoke-stock";
 
 /// The same of population.
-const POPULATE: [&str; 11] = [
-    "pagetide",
-    "bench",
-    "populate",
-    "--vcpus",
-    "1,2",
-    "--memory",
-    "4M",
-    "--runs",
-    "1",
-    "--out",
-    "target/pagetide/smoke-stock",
-];
+const POPULATE: &str = "pagetide bench populate --vcpus 1,2 --memory 4M --runs 1 \
+                        --out target/pagetide/smoke-stock";
 
 /// The unit tests that the series adds to the kernel.
 const KUNIT_SUITE: &str = "memory-failure";
@@ -81,40 +55,14 @@ const LINUX: &str = "vmm/linux";
 /// Small guests on the same machine, one of which shows there that no interrupt comes twice.
 const TINY: &str = "vmm/tiny_kernel";
 
-/// A guest with two processors that ends by itself.
-const RUN: [&str; 12] = [
-    "pagetide",
-    "run",
-    "--kernel",
-    "target/kernel/x86_64/vmlinux",
-    "--initrd",
-    "target/guest/initramfs.cpio",
-    "--vcpus",
-    "2",
-    "--timeout",
-    "120",
-    "--cmdline",
-    "-- nproc",
-];
+/// A guest with two processors. The last argument says what it does before it ends by itself.
+const RUN: &str = "pagetide run --kernel target/kernel/x86_64/vmlinux \
+                   --initrd target/guest/initramfs.cpio --vcpus 2 --timeout 120 --cmdline";
 
 /// The same, its memory paged in while it runs.
-const RUN_PAGED: [&str; 15] = [
-    "pagetide",
-    "run",
-    "--kernel",
-    "target/kernel/x86_64/vmlinux",
-    "--initrd",
-    "target/guest/initramfs.cpio",
-    "--vcpus",
-    "2",
-    "--timeout",
-    "120",
-    "--paging",
-    "exit",
-    "--prefetch",
-    "--cmdline",
-    "-- sh -c \"memcycler 2 4M 1 && balloon 1M\"",
-];
+const RUN_PAGED: &str = "pagetide run --kernel target/kernel/x86_64/vmlinux \
+                         --initrd target/guest/initramfs.cpio --vcpus 2 --timeout 120 \
+                         --paging exit --prefetch --cmdline";
 
 /// What one job of a VM is.
 enum Kind {
@@ -150,7 +98,6 @@ pub(super) fn kernel(variant: Variant, paths: &Paths, tally: &mut Tally) {
 /// The patched kernel: the crates' tests, among them each benchmark as a command. `tally` has what this machine ran, if
 /// `host_ran`.
 pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Result<()> {
-    let variant = Variant::patched(Arch::X86_64);
     let mut jobs = Vec::new();
     for program in host::programs(paths)? {
         if program.package == "xtask" || program.group == LINUX {
@@ -168,12 +115,8 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
             None => jobs.push(test_program(program)),
         }
     }
-    jobs.push(command(paths, "pagetide probe", &["pagetide", "probe"]));
-    let mut args = VmArgs::new(variant);
-    args.pagetide = Pagetide::Tested;
-    args.timeout = VM_TIMEOUT;
-    args.memory = "4G".into();
-    args.append.push(HUGE_PAGES.into());
+    jobs.push(command(paths, "pagetide probe", "pagetide probe", None));
+    let args = machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "4G");
     run("lab", &args, &jobs, paths, tally).map(drop)
 }
 
@@ -190,17 +133,18 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
         .map(test_program)
         .collect();
     anyhow::ensure!(!jobs.is_empty(), "there are no tests {LINUX}");
-    jobs.push(command(paths, "pagetide run", &RUN));
-    jobs.push(command(paths, "pagetide run --paging", &RUN_PAGED));
+    jobs.push(command(paths, "pagetide run", RUN, Some("-- nproc")));
+    let paged = r#"-- sh -c "memcycler 2 4M 1 && balloon 1M""#;
+    let (name, paged) = ("pagetide run --paging", Some(paged));
+    jobs.push(command(paths, name, RUN_PAGED, paged));
     for (_, job) in &mut jobs {
         job.timeout = Some(LINUX_JOB_TIMEOUT);
     }
-    let mut args = VmArgs::new(Variant::patched(Arch::X86_64));
-    args.pagetide = Pagetide::Tested;
-    args.timeout = VM_TIMEOUT;
-    args.cpus = Some(1);
-    args.timing = Timing::Instructions;
-    args.append.push(HUGE_PAGES.into());
+    let args = VmArgs {
+        cpus: Some(1),
+        timing: Timing::Instructions,
+        ..machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "2G")
+    };
     run("linux", &args, &jobs, paths, tally).map(drop)
 }
 
@@ -208,28 +152,21 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
 pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
     let jobs = selftest_jobs(variant, paths)?;
-    let mut args = VmArgs::new(variant);
-    args.pagetide = Pagetide::None;
-    args.timeout = VM_TIMEOUT;
     // With less there is no room for a huge page of 1G.
-    args.memory = "6G".into();
-    args.append.push(HUGE_PAGES.into());
+    let args = machine(variant, Pagetide::None, "6G");
     run("selftests", &args, &jobs, paths, tally).map(drop)
 }
 
 /// The patched kernel with shadow paging: selftests of what is different there.
 pub(super) fn shadow(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let args = VmArgs::new(Variant::patched(Arch::X86_64));
-    run_shadow("shadow", args, paths, tally)
+    run_shadow("shadow", Variant::patched(Arch::X86_64), paths, tally)
 }
 
 /// Runs on a CPU that has no nested page tables, as far as KVM is concerned.
-fn run_shadow(lane: &str, mut args: VmArgs, paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let mut jobs = selftest_jobs(args.variant, paths)?;
+fn run_shadow(lane: &str, variant: Variant, paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let mut jobs = selftest_jobs(variant, paths)?;
     jobs.retain(|(kind, _)| matches!(kind, Kind::Selftest(test) if test.shadow));
-    args.timeout = VM_TIMEOUT;
-    args.pagetide = Pagetide::None;
-    args.append.push(HUGE_PAGES.into());
+    let mut args = machine(variant, Pagetide::None, "2G");
     args.append.push("kvm_amd.npt=0".into());
     run(lane, &args, &jobs, paths, tally).map(drop)
 }
@@ -245,11 +182,8 @@ fn left_for_lab<'a>(
 }
 
 fn test_program(program: TestProgram) -> (Kind, Job) {
-    let job = Job {
-        command: vec![program.executable.clone().into(), "--show-output".into()],
-        directory: program.directory.clone(),
-        timeout: Some(JOB_TIMEOUT),
-    };
+    let command = vec![program.executable.clone().into(), "--show-output".into()];
+    let job = Job::new(command, &program.directory);
     (Kind::Program(program), job)
 }
 
@@ -260,15 +194,15 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
         ..Variant::patched(Arch::X86_64)
     };
     kernel(variant, paths, tally);
-    let mut jobs = vec![command(paths, "pagetide probe", &["pagetide", "probe"])];
+    let mut jobs = vec![command(paths, "pagetide probe", "pagetide probe", None)];
     let programs = host::programs(paths)?;
     for group in REFUSALS {
         let program = programs.iter().find(|program| program.group == group);
         let program = program.with_context(|| format!("there are no tests {group}"))?;
         jobs.push(test_program(program.clone()));
     }
-    jobs.push(command(paths, "pagetide bench paging", &PAGING));
-    jobs.push(command(paths, "pagetide bench populate", &POPULATE));
+    jobs.push(command(paths, "pagetide bench paging", PAGING, None));
+    jobs.push(command(paths, "pagetide bench populate", POPULATE, None));
     // As users have it: optimised.
     let mut args = VmArgs::new(variant);
     args.timeout = VM_TIMEOUT;
@@ -297,17 +231,24 @@ pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
     for (_, job) in &mut jobs {
         job.timeout = Some(DEBUG_JOB_TIMEOUT);
     }
-    let mut args = VmArgs::new(variant);
-    args.pagetide = Pagetide::None;
+    let mut args = machine(variant, Pagetide::None, "6G");
     args.timeout = DEBUG_VM_TIMEOUT;
-    args.memory = "6G".into();
-    args.append.push(HUGE_PAGES.into());
     args.append.extend(kunit::append(KUNIT_SUITE));
-    let console = run("debug", &args, &jobs, paths, tally)?;
-    let said = std::fs::read(&console).with_context(|| format!("read {}", console.display()))?;
+    let said = fs::read(run("debug", &args, &jobs, paths, tally)?)?;
     let verdict = kunit::verdict(&String::from_utf8_lossy(&said), KUNIT_SUITE);
     tally.add("debug", &format!("KUnit {KUNIT_SUITE}"), verdict);
-    run_shadow("debug-shadow", VmArgs::new(variant), paths, tally)
+    run_shadow("debug-shadow", variant, paths, tally)
+}
+
+/// A VM for tests: with huge pages, and time for many jobs.
+fn machine(variant: Variant, pagetide: Pagetide, memory: &str) -> VmArgs {
+    VmArgs {
+        pagetide,
+        timeout: VM_TIMEOUT,
+        memory: memory.into(),
+        append: vec![HUGE_PAGES.into()],
+        ..VmArgs::new(variant)
+    }
 }
 
 fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
@@ -315,30 +256,20 @@ fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
         Arch::X86_64 => selftests::directory(variant, paths),
         Arch::Arm64 => PathBuf::from("/selftests"),
     };
-    let mut jobs = Vec::new();
-    for test in selftests::list(variant.arch, paths)?
-        .into_iter()
-        .filter(|test| test.run)
-    {
+    let mut tests = selftests::list(variant.arch, paths)?;
+    tests.retain(|test| test.run);
+    let job = |test: Selftest| {
         let mut command: Vec<OsString> = vec![directory.join(test.name()).into()];
         command.extend(test.arguments.iter().map(OsString::from));
-        let job = Job {
-            command,
-            directory: directory.clone(),
-            timeout: Some(JOB_TIMEOUT),
-        };
-        jobs.push((Kind::Selftest(test), job));
-    }
-    Ok(jobs)
+        (Kind::Selftest(test), Job::new(command, &directory))
+    };
+    Ok(tests.into_iter().map(job).collect())
 }
 
-fn command(paths: &Paths, name: &'static str, words: &[&str]) -> (Kind, Job) {
-    let job = Job {
-        command: words.iter().map(OsString::from).collect(),
-        directory: paths.root().to_owned(),
-        timeout: Some(JOB_TIMEOUT),
-    };
-    (Kind::Command(name), job)
+/// A command of several words, and an argument with spaces in it.
+fn command(paths: &Paths, name: &'static str, words: &str, last: Option<&str>) -> (Kind, Job) {
+    let command = words.split(' ').chain(last).map(OsString::from).collect();
+    (Kind::Command(name), Job::new(command, paths.root()))
 }
 
 /// Boots one VM for all jobs and counts what became of them. Returns the console's log.
@@ -369,11 +300,9 @@ fn run(
         let cause = format!("the VM was lost: {reason}\n{}", outcome.console_tail());
         tally.add(lane, "the VM", Verdict::Failed(cause));
     }
-    let verdict = if outcome.complaints.is_empty() {
-        Verdict::Passed
-    } else {
-        let lines = outcome.complaints.join("\n  ");
-        Verdict::Failed(format!("{}:\n  {lines}", outcome.console.display()))
+    let verdict = match outcome.complaints.join("\n  ") {
+        lines if lines.is_empty() => Verdict::Passed,
+        lines => Verdict::Failed(format!("{}:\n  {lines}", outcome.console.display())),
     };
     tally.add(lane, "no complaint of the kernel", verdict);
     Ok(outcome.console)

@@ -1,7 +1,5 @@
 //! Tests under loom, which takes a test through every order of its threads' steps.
 
-use std::process::Stdio;
-
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
@@ -39,20 +37,9 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
 
 /// The packages of the workspace that have loom where they are compiled for it.
 fn packages(paths: &Paths) -> Result<Vec<String>> {
-    let output = Run::new("cargo")
-        .args(["metadata", "--no-deps", "--format-version=1"])
-        .dir(paths.root())
-        .command()
-        .stdin(Stdio::null())
-        .output()
-        .context("start cargo")?;
-    if !output.status.success() {
-        bail!(
-            "cargo metadata: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-    }
-    let metadata: Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
+    let metadata = Run::new("cargo").args(["metadata", "--no-deps", "--format-version=1"]);
+    let metadata = metadata.dir(paths.root()).output()?;
+    let metadata: Value = serde_json::from_slice(&metadata).context("cargo metadata")?;
     Ok(depending_on_loom(&metadata))
 }
 

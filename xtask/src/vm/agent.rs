@@ -1,6 +1,6 @@
 //! guest/agent.c, the first process of a VM: built, told what to do, and understood.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -24,6 +24,17 @@ pub(crate) struct Job {
     pub(crate) directory: PathBuf,
     /// After which it is killed, and the next one is run.
     pub(crate) timeout: Option<Duration>,
+}
+
+impl Job {
+    /// A job that is given ten minutes: a software CPU is slow.
+    pub(crate) fn new(command: Vec<OsString>, directory: &Path) -> Self {
+        Self {
+            command,
+            directory: directory.to_owned(),
+            timeout: Some(Duration::from_secs(600)),
+        }
+    }
 }
 
 /// How a command ended.
@@ -105,38 +116,29 @@ pub(super) fn build(arch: Arch, paths: &Paths) -> Result<PathBuf> {
 pub(super) fn spec(args: &VmArgs, jobs: &[Job], paths: &Paths) -> Result<Vec<u8>> {
     let mut spec = Vec::new();
     if args.variant.arch == Arch::X86_64 {
-        let target = paths.target();
-        push(&mut spec, &["overlay".as_ref(), "/tmp".as_ref()])?;
-        push(
-            &mut spec,
-            &["9p".as_ref(), TARGET_TAG.as_ref(), target.as_os_str()],
-        )?;
+        push(&mut spec, ["overlay", "/tmp", "9p", TARGET_TAG])?;
+        push(&mut spec, [paths.target()])?;
     }
     for (name, value) in environment(args, paths) {
-        let mut pair = OsString::from(name);
-        pair.push("=");
+        let mut pair = OsString::from(format!("{name}="));
         pair.push(value);
-        push(&mut spec, &["env".as_ref(), &pair])?;
+        push(&mut spec, ["env".into(), pair])?;
     }
     for job in jobs {
         if args.variant.arch == Arch::X86_64 {
-            push(&mut spec, &["dir".as_ref(), job.directory.as_os_str()])?;
+            push(&mut spec, ["dir".as_ref(), job.directory.as_path()])?;
         }
-        let seconds = job
-            .timeout
-            .map_or(0, |timeout| timeout.as_secs())
-            .to_string();
-        push(&mut spec, &["timeout".as_ref(), seconds.as_ref()])?;
-        let count = job.command.len().to_string();
-        push(&mut spec, &["run".as_ref(), count.as_ref()])?;
-        let words: Vec<_> = job.command.iter().map(OsString::as_os_str).collect();
-        push(&mut spec, &words)?;
+        let seconds = job.timeout.map_or(0, |timeout| timeout.as_secs());
+        push(&mut spec, ["timeout", &seconds.to_string()])?;
+        push(&mut spec, ["run", &job.command.len().to_string()])?;
+        push(&mut spec, &job.command)?;
     }
     Ok(spec)
 }
 
-fn push(spec: &mut Vec<u8>, strings: &[&std::ffi::OsStr]) -> Result<()> {
+fn push<S: AsRef<OsStr>>(spec: &mut Vec<u8>, strings: impl IntoIterator<Item = S>) -> Result<()> {
     for string in strings {
+        let string = string.as_ref();
         if string.as_bytes().contains(&0) {
             bail!("a NUL in {string:?}");
         }
@@ -148,26 +150,22 @@ fn push(spec: &mut Vec<u8>, strings: &[&std::ffi::OsStr]) -> Result<()> {
 
 /// All that the commands inherit.
 fn environment(args: &VmArgs, paths: &Paths) -> Vec<(&'static str, OsString)> {
-    let mut list: Vec<(&'static str, OsString)> = vec![
+    let (path, home) = match args.variant.arch {
+        Arch::X86_64 => {
+            let home = std::env::var_os("HOME").unwrap_or_else(|| "/root".into());
+            (path(args.pagetide.directory(paths).as_deref()), home)
+        }
+        Arch::Arm64 => ("/selftests".into(), "/".into()),
+    };
+    let mut list = vec![
         ("PAGETIDE_TIMING", args.timing.name().into()),
         ("USER", "root".into()),
         ("LANG", "C.UTF-8".into()),
+        ("PATH", path),
+        ("HOME", home),
     ];
-    if args.variant.arch == Arch::X86_64 {
-        list.push(("PATH", path(args.pagetide.directory(paths).as_deref())));
-        list.push((
-            "HOME",
-            std::env::var_os("HOME").unwrap_or_else(|| "/root".into()),
-        ));
-    } else {
-        list.push(("PATH", "/selftests".into()));
-        list.push(("HOME", "/".into()));
-    }
-    for name in ["TERM", "RUST_LOG", "RUST_BACKTRACE"] {
-        if let Some(value) = std::env::var_os(name) {
-            list.push((name, value));
-        }
-    }
+    let inherited = ["TERM", "RUST_LOG", "RUST_BACKTRACE"].into_iter();
+    list.extend(inherited.filter_map(|name| Some((name, std::env::var_os(name)?))));
     list
 }
 
@@ -209,6 +207,6 @@ mod tests {
 
     #[test]
     fn a_spec_cannot_hold_a_nul() {
-        assert!(push(&mut Vec::new(), &["a\0b".as_ref()]).is_err());
+        assert!(push(&mut Vec::new(), ["a\0b"]).is_err());
     }
 }

@@ -10,12 +10,13 @@ use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::Child;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use fs_err as fs;
 use rustix::io::{FdFlags, fcntl_setfd};
 
 use super::agent::{Finished, TARGET_TAG, parse_status};
@@ -109,48 +110,41 @@ pub(super) fn run(machine: &Machine<'_>, output: Output<'_>, paths: &Paths) -> R
     let console = machine.run_dir.join("console.log");
     let qemu_log = machine.run_dir.join("qemu.log");
     let spec = machine.run_dir.join("spec");
-    std::fs::write(&spec, &machine.spec).with_context(|| format!("write {}", spec.display()))?;
+    fs::write(&spec, &machine.spec)?;
 
-    let mut pipes = Vec::new();
-    for name in ["stdout", "stderr", "status"] {
+    let pass = matches!(output, Output::Pass);
+    let mut run = common(machine, &console);
+    let (mut writers, mut relays) = (Vec::new(), Vec::new());
+    let ports = [("stdout", pass), ("stderr", pass), ("status", false)];
+    let [stdout, stderr, status] = [(); 3].map(|()| Shared::default());
+    for ((name, pass), kept) in ports.into_iter().zip([&stdout, &stderr, &status]) {
         let (reader, writer) = std::io::pipe().context("make a pipe")?;
         // QEMU must inherit it; it opens it anew through /proc/self/fd.
         fcntl_setfd(&writer, FdFlags::empty()).context("let QEMU inherit a pipe")?;
-        pipes.push((name, reader, writer));
-    }
-    let mut run = common(machine, &console);
-    for (name, _, writer) in &pipes {
-        run = run.args([
-            "-chardev",
-            &format!("file,id={name},path=/proc/self/fd/{}", writer.as_raw_fd()),
-            "-device",
-            &format!("virtserialport,chardev={name},name=pagetide.{name}"),
-        ]);
+        let number = writer.as_raw_fd();
+        run = run
+            .words(&format!(
+                "-chardev file,id={name},path=/proc/self/fd/{number}"
+            ))
+            .words(&format!(
+                "-device virtserialport,chardev={name},name=pagetide.{name}"
+            ));
+        relays.push(relay(reader, Arc::clone(kept), pass.then_some(name)));
+        writers.push(writer);
     }
     let run = match machine.args.variant.arch {
         Arch::X86_64 => x86_64(run, machine, &spec, paths)?,
         Arch::Arm64 => arm64(run, machine, paths)?,
     };
 
-    let log = std::fs::File::create(&qemu_log)
-        .with_context(|| format!("create {}", qemu_log.display()))?;
+    let log = fs::File::create(&qemu_log)?.into_file();
     let mut child = run
         .command()
-        .stdin(Stdio::null())
         .stdout(log.try_clone().context("copy a file descriptor")?)
         .stderr(log)
         .spawn()
         .context("start QEMU")?;
-    let mut readers = Vec::new();
-    let status = Arc::new(Mutex::new(Vec::new()));
-    let pass = matches!(output, Output::Pass);
-    for (name, reader, writer) in pipes {
-        drop(writer); // the pipe ends when QEMU does
-        readers.push(match name {
-            "status" => relay_status(reader, Arc::clone(&status)),
-            _ => relay(reader, pass, name),
-        });
-    }
+    drop(writers); // the pipes end when QEMU does
     let mut ignored = |_, _| {};
     let mut told = Told {
         status: &status,
@@ -161,39 +155,33 @@ pub(super) fn run(machine: &Machine<'_>, output: Output<'_>, paths: &Paths) -> R
         },
     };
     let ending = watch(&mut child, machine.timeout, &mut told)?;
-    let mut kept = Vec::new();
-    for reader in readers {
-        kept.push(reader.finish()?);
+    for relay in relays {
+        let read = relay.join().ok();
+        let read = read.context("the thread that passes a VM's output on panicked")?;
+        read.context("pass a VM's output on")?;
     }
     let complete = told.update();
-    let finished = told.finished;
-    let lost = match (complete, ending) {
-        (true, _) => None,
-        (false, Ending::TimedOut) => Some(format!(
-            "it had not ended after {} s",
-            machine.timeout.as_secs()
-        )),
-        (false, Ending::Ended) => {
-            let said = tail(&qemu_log, 5);
-            Some(if said.is_empty() {
-                "it ended before its commands had".to_owned()
-            } else {
-                format!("QEMU said:\n{said}")
-            })
+    let lost = match ending {
+        _ if complete => None,
+        Ending::TimedOut => {
+            let seconds = machine.timeout.as_secs();
+            Some(format!("it had not ended after {seconds} s"))
         }
+        Ending::Ended => match tail(&qemu_log, 5) {
+            said if said.is_empty() => Some("it ended before its commands had".to_owned()),
+            said => Some(format!("QEMU said:\n{said}")),
+        },
     };
-    let text = std::fs::read(&console).unwrap_or_default();
-    let complaints = console::complaints(&String::from_utf8_lossy(&text));
-    let stderr = kept.swap_remove(1);
-    let stdout = kept.swap_remove(0);
+    let text = fs::read(&console).unwrap_or_default();
+    let [stdout, stderr] = [stdout, stderr].map(|kept| std::mem::take(&mut *lock(&kept)));
     Ok(Outcome {
         job_count: machine.job_count,
-        finished,
+        finished: told.finished,
         lost,
         stdout,
         stderr,
         console,
-        complaints,
+        complaints: console::complaints(&String::from_utf8_lossy(&text)),
     })
 }
 
@@ -209,13 +197,7 @@ fn common(machine: &Machine<'_>, console: &Path) -> Run {
         Timing::Parallel => "tcg,thread=multi",
     };
     let mut run = Run::new(program)
-        .args([
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-no-reboot",
-        ])
+        .words("-nodefaults -no-user-config -display none -no-reboot")
         .args(["-cpu", "max", "-accel", accel])
         .args(["-smp", &args.cpu_count().to_string(), "-m", &args.memory])
         .arg("-kernel")
@@ -234,44 +216,26 @@ fn common(machine: &Machine<'_>, console: &Path) -> Run {
 
 /// Kernel parameters of every VM: a panic, and an oops too, ends it at once.
 fn parameters(machine: &Machine<'_>, tty: &str) -> Vec<String> {
-    vec![
-        format!("console={tty}"),
-        "panic=-1".into(),
-        "oops=panic".into(),
-    ]
-    .into_iter()
-    .chain(machine.args.append.iter().cloned())
-    .collect()
+    let mut list = vec![format!("console={tty} panic=-1 oops=panic")];
+    list.extend_from_slice(&machine.args.append);
+    list
 }
 
 /// This machine's file system over 9p, read-only but for target/ and what lies over /tmp.
 fn x86_64(run: Run, machine: &Machine<'_>, spec: &Path, paths: &Paths) -> Result<Run> {
     let mut parameters = parameters(machine, "ttyS0");
-    parameters.extend([
-        "rootfstype=9p".into(),
-        format!("rootflags={P9_OPTIONS}"),
-        "ro".into(),
-        format!("init={}", utf8(&machine.agent)?),
-        // what follows is for the init
-        "--".into(),
-        utf8(spec)?.into(),
-    ]);
+    parameters.push(format!("rootfstype=9p rootflags={P9_OPTIONS} ro"));
+    // What follows `--` is for the init.
+    let (init, spec) = (utf8(&machine.agent)?, utf8(spec)?);
+    parameters.push(format!("init={init} -- {spec}"));
+    let target = "local,id=target,security_model=none,multidevs=remap,path=";
     Ok(run
-        .args(["-machine", "q35"])
-        .args([
-            "-fsdev",
-            "local,id=root,path=/,security_model=none,readonly=on,multidevs=remap",
-        ])
-        .args(["-device", "virtio-9p-pci,fsdev=root,mount_tag=/dev/root"])
-        .arg("-fsdev")
-        .arg(with_path(
-            "local,id=target,security_model=none,multidevs=remap,path=",
-            &paths.target(),
-        ))
-        .args([
-            "-device",
-            &format!("virtio-9p-pci,fsdev=target,mount_tag={TARGET_TAG}"),
-        ])
+        .words("-machine q35 -fsdev")
+        .arg("local,id=root,path=/,security_model=none,readonly=on,multidevs=remap")
+        .words("-device virtio-9p-pci,fsdev=root,mount_tag=/dev/root -fsdev")
+        .arg(with_path(target, &paths.target()))
+        .arg("-device")
+        .arg(format!("virtio-9p-pci,fsdev=target,mount_tag={TARGET_TAG}"))
         .args(["-append", &parameters.join(" ")]))
 }
 
@@ -306,9 +270,8 @@ fn arm64(run: Run, machine: &Machine<'_>, paths: &Paths) -> Result<Run> {
 }
 
 fn utf8(path: &Path) -> Result<&str> {
-    let text = path
-        .to_str()
-        .with_context(|| format!("{} is not UTF-8", path.display()))?;
+    let text = path.to_str();
+    let text = text.with_context(|| format!("{} is not UTF-8", path.display()))?;
     if text.contains([' ', '"']) {
         bail!("{text:?} has a space or a quote: the kernel's command line cannot carry it");
     }
@@ -322,61 +285,37 @@ fn with_path(option: &str, path: &Path) -> OsString {
     text
 }
 
-/// A thread that reads a pipe to its end.
-struct Relay {
-    thread: JoinHandle<std::io::Result<Vec<u8>>>,
-}
+/// What was read from a pipe.
+type Shared = Arc<Mutex<Vec<u8>>>;
 
-impl Relay {
-    fn finish(self) -> Result<Vec<u8>> {
-        match self.thread.join() {
-            Ok(result) => result.context("pass a VM's output on"),
-            Err(_) => bail!("the thread that passes a VM's output on panicked"),
-        }
-    }
-}
-
-/// Reads a pipe to its end, a piece at a time.
-fn drain(mut reader: std::io::PipeReader, mut piece: impl FnMut(&[u8])) -> std::io::Result<()> {
-    let mut bytes = vec![0; 65536];
-    loop {
-        match reader.read(&mut bytes) {
-            Ok(0) => return Ok(()),
-            Ok(count) => piece(&bytes[..count]),
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-}
-
-fn relay(reader: std::io::PipeReader, pass: bool, name: &'static str) -> Relay {
-    let thread = std::thread::spawn(move || {
-        let (mut kept, mut open) = (Vec::new(), true);
-        drain(reader, |bytes| {
-            if pass {
-                // Whoever reads us may have gone (`| head`): the VM still runs to its end.
-                open = open && pass_on(name, bytes).is_ok();
-            } else {
-                kept.extend_from_slice(bytes);
-            }
-        })?;
-        Ok(kept)
-    });
-    Relay { thread }
-}
-
-/// Collects what the status port says.
-fn relay_status(reader: std::io::PipeReader, status: Arc<Mutex<Vec<u8>>>) -> Relay {
-    let thread = std::thread::spawn(move || {
-        drain(reader, |bytes| lock(&status).extend_from_slice(bytes))?;
-        Ok(Vec::new())
-    });
-    Relay { thread }
-}
-
-fn lock(status: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
+fn lock(bytes: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
     // Bytes are whole whoever panicked.
-    status.lock().unwrap_or_else(PoisonError::into_inner)
+    bytes.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A thread that reads a pipe to its end. What it reads goes to our own stream of the name `pass_to`, or is
+/// kept.
+fn relay(
+    mut reader: std::io::PipeReader,
+    kept: Shared,
+    pass_to: Option<&'static str>,
+) -> JoinHandle<std::io::Result<()>> {
+    std::thread::spawn(move || {
+        let (mut bytes, mut open) = (vec![0; 65536], true);
+        loop {
+            let piece = match reader.read(&mut bytes) {
+                Ok(0) => return Ok(()),
+                Ok(count) => &bytes[..count],
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            match pass_to {
+                // Whoever reads us may have gone (`| head`): the VM still runs to its end.
+                Some(name) => open = open && pass_on(name, piece).is_ok(),
+                None => lock(&kept).extend_from_slice(piece),
+            }
+        }
+    })
 }
 
 /// Which commands have ended, and who wants to know.
@@ -422,23 +361,16 @@ fn split(bytes: &[u8], count: usize) -> Vec<Vec<u8>> {
     for line in bytes.split_inclusive(|byte| *byte == b'\n') {
         // A command may end without a newline: the mark is then at its line's end.
         let mark = line.iter().rposition(|byte| *byte == SEPARATOR);
-        let number = mark.and_then(|at| {
+        let mark = mark.and_then(|at| {
             let digits = std::str::from_utf8(&line[at + 1..]).ok()?;
-            digits
-                .trim_end()
-                .parse::<usize>()
-                .ok()
-                .filter(|number| *number < count)
+            let number = digits.trim_end().parse().ok()?;
+            (number < count).then_some((number, &line[..at]))
         });
-        let text = if number.is_some() {
-            &line[..mark.unwrap_or(0)]
-        } else {
-            line
-        };
+        let text = mark.map_or(line, |(_, text)| text);
         if let Some(part) = current.and_then(|index: usize| parts.get_mut(index)) {
             part.extend_from_slice(text);
         }
-        current = number.or(current);
+        current = mark.map(|(number, _)| number).or(current);
     }
     parts
 }
