@@ -2,6 +2,7 @@
 
 mod agent;
 mod console;
+mod host_load;
 mod qemu;
 
 use std::ffi::OsString;
@@ -209,13 +210,14 @@ pub(crate) fn boot(
     if !image.exists() {
         bail!("{} is missing: leave out --no-build", image.display());
     }
+    let run_dir = new_run_dir(paths)?;
     let machine = qemu::Machine {
         args,
         image,
         agent: agent::build(variant.arch, paths)?,
-        spec: agent::spec(args, jobs, paths)?,
+        spec: agent::spec(args, jobs, &run_dir, paths)?,
         job_count: jobs.len(),
-        run_dir: new_run_dir(paths)?,
+        run_dir,
         timeout: Duration::from_secs(args.timeout),
     };
     qemu::run(&machine, output, paths)

@@ -1,7 +1,6 @@
 //! Latencies: recorded one by one, merged over runs, told as percentiles.
 
 use hdrhistogram::Histogram;
-use serde::{Deserialize, Serialize};
 
 use crate::units::whole;
 
@@ -76,7 +75,7 @@ impl LatencyLog {
 }
 
 /// Percentiles of a set of latencies, in nanoseconds, to three significant digits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Latency {
     /// How many latencies.
     pub count: u64,
@@ -94,6 +93,36 @@ pub struct Latency {
     pub p999_ns: u64,
     /// The longest.
     pub max_ns: u64,
+}
+
+impl Latency {
+    /// Each figure by its name in data.
+    pub(crate) fn figures(self) -> Vec<(&'static str, u64)> {
+        vec![
+            ("count", self.count),
+            ("min", self.min_ns),
+            ("mean", self.mean_ns),
+            ("p50", self.p50_ns),
+            ("p90", self.p90_ns),
+            ("p99", self.p99_ns),
+            ("p999", self.p999_ns),
+            ("max", self.max_ns),
+        ]
+    }
+
+    /// The reverse of [`Latency::figures`]; `None` if one is missing.
+    pub(crate) fn of_figures(figure: impl Fn(&str) -> Option<u64>) -> Option<Self> {
+        Some(Self {
+            count: figure("count")?,
+            min_ns: figure("min")?,
+            mean_ns: figure("mean")?,
+            p50_ns: figure("p50")?,
+            p90_ns: figure("p90")?,
+            p99_ns: figure("p99")?,
+            p999_ns: figure("p999")?,
+            max_ns: figure("max")?,
+        })
+    }
 }
 
 #[cfg(test)]

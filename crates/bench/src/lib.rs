@@ -5,33 +5,38 @@
 //! - [`populate`]: what it brings to fill the second-stage tables before vCPUs ask.
 //! - [`benchmark`]: what each of them is to those who run it; [`prepare`]: what it may lack here.
 //! - [`memcycler`]: what memory errors take from a guest's speed and memory.
-//! - [`rounds`]: what all benchmarks share: runs, interleaved and repeated, and their origin.
+//! - [`model`]: what all benchmarks have in common as data: quantities, columns, comparisons, records.
 //! - [`report`]: a result as a terminal table, JSON, SVG and one self-contained HTML page.
+//! - [`noise`]: how busy others kept the machine meanwhile.
 //!
 //! Every benchmark follows the same rules: what is compared runs interleaved in one go, medians and
 //! their spread are shown, content is verified after every run, and the report says what machine,
 //! kernel and clock the figures come from.
 
 pub mod benchmark;
+pub mod draw;
 pub mod facts;
 pub mod latency;
 mod limits;
 mod machine;
 pub mod memcycler;
 pub mod memslots;
+pub mod model;
+pub mod noise;
+pub mod options;
 pub mod paging;
 pub mod populate;
 pub mod prepare;
 pub mod progress;
 pub mod report;
-pub mod rounds;
+mod schedule;
 pub mod stats;
 pub mod timing;
 pub mod units;
 
 /// An error and everything that caused it, in one line.
 #[must_use]
-pub fn told(error: &dyn std::error::Error) -> String {
+pub fn one_line(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {

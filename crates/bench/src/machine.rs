@@ -8,7 +8,7 @@ use pagetide_memory::{AccessError, Backing, GuestAddress, PageIndex, Region};
 use pagetide_testbed::{self as testbed, EndlessError, FailureCause, Seed, pattern};
 use pagetide_vmm::PoolFailure;
 
-use crate::rounds::RunFailure;
+use crate::benchmark::RunFailure;
 use crate::timing::Timing;
 
 /// How long nothing may move. In parallel mode a run that stands still for this long is lost for good;

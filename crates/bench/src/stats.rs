@@ -52,6 +52,17 @@ impl Spread {
         self.q3 - self.q1
     }
 
+    /// Each figure by its name in data.
+    pub(crate) fn figures(&self) -> [(&'static str, f64); 5] {
+        [
+            ("median", self.median),
+            ("min", self.min),
+            ("q1", self.q1),
+            ("q3", self.q3),
+            ("max", self.max),
+        ]
+    }
+
     /// The same summary of every value multiplied by `factor` (which must not be negative: the
     /// order of the values stays).
     #[must_use]

@@ -7,8 +7,13 @@ mod common;
 use std::sync::{Mutex, PoisonError};
 
 use pagetide_bench::benchmark::Benchmark;
-use pagetide_bench::memcycler::{Mappings, MemcyclerReport, Plan, RunRecord, Series};
+use pagetide_bench::memcycler::view::{
+    AFTER, BEFORE, CORRUPTED, DIED_OF, EACH_SECOND, ERRORS, LOST, RATE, UNHANDLED, WORDS,
+};
+use pagetide_bench::memcycler::{Plan, Series};
+use pagetide_bench::model::{Quantity, Run};
 use pagetide_bench::prepare::PrepareError;
+use pagetide_bench::report::Report;
 use pagetide_bench::units::ByteSize;
 use pagetide_memory::{Backing, FailurePolicy};
 
@@ -18,7 +23,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 /// Runs a plan with what this machine has of it. `None`, and a word why, if that is nothing. Errors, which
 /// the machine keeps, are made in the lab's VMs only.
-fn measure(change: impl FnOnce(&mut Plan)) -> Option<MemcyclerReport> {
+fn measure(change: impl FnOnce(&mut Plan)) -> Option<Report<Plan>> {
     let mut plan = Plan {
         memory: ByteSize(4 << 20),
         poison_percent: vec![25],
@@ -43,35 +48,55 @@ fn measure(change: impl FnOnce(&mut Plan)) -> Option<MemcyclerReport> {
     })
 }
 
-fn run(report: &MemcyclerReport, series: Series) -> Option<&RunRecord> {
-    report.point(2, series)?.runs.first()
+fn lost_bytes(run: &Run) -> Option<f64> {
+    (LOST.value)(run)
+}
+
+/// Stage-2 mappings of 4K, 2M and 1G.
+fn mappings(run: &Run, sizes: [Quantity; 3]) -> [u64; 3] {
+    sizes.map(|size| run.count(size))
 }
 
 /// What must hold of any kernel: each error costs at least its page, and a guest that loses memory goes on
 /// in the rest of it.
-fn check(report: &MemcyclerReport, backing: Backing) {
+fn check(report: &Report<Plan>, backing: Backing) {
+    let view = report.view().expect("its own records");
+    let run = |series: Series| {
+        let cell = view.cell(2, series).expect("it was measured");
+        cell.runs.first().expect("a run")
+    };
     for &policy in &report.plan.policies {
         let hit = Series {
             backing,
             policy,
             poison_percent: 25,
         };
-        let free = run(report, hit.baseline()).expect("a baseline");
-        assert_eq!((free.errors, free.lost_bytes()), (0, 0), "{free:?}");
-        assert!(free.words > 0 && free.before == free.after, "{free:?}");
-        let run = run(report, hit).expect("a run");
-        assert_eq!((run.errors, &run.died_of), (1, &None), "{policy}: {run:?}");
-        assert_eq!(run.corrupted_bytes, PAGE, "{policy}: {run:?}");
-        assert!(run.words > 0, "{policy}: {run:?}");
+        let free = run(hit.baseline());
+        assert_eq!(
+            (free.count(ERRORS), lost_bytes(free)),
+            (0, Some(0.0)),
+            "{free:?}"
+        );
+        assert!(free.count(WORDS) > 0, "{free:?}");
+        assert_eq!(mappings(free, BEFORE), mappings(free, AFTER), "{free:?}");
+        let run = run(hit);
+        assert_eq!(
+            (run.count(ERRORS), run.text(DIED_OF)),
+            (1, None),
+            "{policy}: {run:?}"
+        );
+        assert_eq!(run.count(CORRUPTED), PAGE, "{policy}: {run:?}");
+        assert!(run.count(WORDS) > 0, "{policy}: {run:?}");
         let page = match policy {
             FailurePolicy::Keep => PAGE,
             FailurePolicy::KernelDefault => backing.page_size().bytes(),
         };
-        assert_eq!(run.lost_bytes(), page, "{policy}: {run:?}");
+        assert_eq!(lost_bytes(run), Some(page as f64), "{policy}: {run:?}");
+        let (before, after) = (mappings(run, BEFORE), mappings(run, AFTER));
         if policy == FailurePolicy::Keep {
-            assert_eq!(run.before, run.after, "mapped as before: {run:?}");
-        } else if run.before != Mappings::default() && run.errors_unhandled == 0 {
-            assert!(run.after.mappings_2m < run.before.mappings_2m, "{run:?}");
+            assert_eq!(before, after, "mapped as before: {run:?}");
+        } else if before != [0; 3] && run.count(UNHANDLED) == 0 {
+            assert!(after[1] < before[1], "{run:?}");
         }
     }
 }
@@ -81,9 +106,11 @@ fn a_transparent_huge_page_loses_a_page_and_its_mapping() {
     let Some(report) = measure(|_| {}) else {
         return;
     };
-    let free = report.points[0].runs[0].before;
-    if free.mappings_2m < 2 {
-        return println!("SKIP: memory is not mapped huge here, by KVM's count: {free:?}");
+    let view = report.view().expect("its own records");
+    let [of_4k, of_2m, of_1g] = mappings(&view.cells[0].runs[0], BEFORE);
+    if of_2m < 2 {
+        let counted = format!("{of_4k}/{of_2m}/{of_1g} of 4K/2M/1G");
+        return println!("SKIP: memory is not mapped huge here, by KVM's count: {counted}");
     }
     check(&report, Backing::Thp);
 }
@@ -103,9 +130,10 @@ fn without_errors_anybody_may_measure() {
         plan.vcpus = vec![1];
     });
     let Some(report) = report else { return };
-    for point in &report.points {
-        assert!(point.rate_words_per_us.is_some() && point.runs[0].lost_bytes() == 0);
-        assert_eq!(point.runs[0].seconds_words_per_us.len(), 1);
+    let view = report.view().expect("its own records");
+    for cell in &view.cells {
+        assert!(cell.spread(RATE).is_some() && lost_bytes(&cell.runs[0]) == Some(0.0));
+        assert_eq!(cell.runs[0].all(EACH_SECOND).len(), 1);
     }
 }
 
@@ -118,9 +146,9 @@ fn the_policy_that_is_asked_for_must_be_there() {
     };
     match plan.prepare(true, common::timing()) {
         Err(error @ PrepareError::Lacks { .. }) => {
-            let told = error.to_string();
+            let message = error.to_string();
             let wanted = "--policy keep: this kernel lacks MFD_MF_KEEP_UE_MAPPED";
-            assert!(told.starts_with(wanted), "{told}");
+            assert!(message.starts_with(wanted), "{message}");
         }
         Err(error) => println!("SKIP: {error}"),
         Ok(_) => println!("SKIP: this kernel has MFD_MF_KEEP_UE_MAPPED"),

@@ -5,13 +5,16 @@
 mod common;
 
 use pagetide_bench::benchmark::Benchmark;
-use pagetide_bench::memslots::{Guest, MemslotsReport, Method, Op, Plan, Series};
+use pagetide_bench::memslots::view::{
+    COMMIT, COMMITS, ELAPSED, HOLES, KEPT, KEPT_EACH, KEPT_MAX, STEPS,
+};
+use pagetide_bench::memslots::{Guest, Method, Op, Plan, Series};
+use pagetide_bench::one_line;
 use pagetide_bench::prepare::PrepareError;
 use pagetide_bench::report::Report;
-use pagetide_bench::told;
 
 /// Runs a plan with what this machine has of it. `None`, and a word why, if that is nothing.
-fn measure(change: impl FnOnce(&mut Plan)) -> Option<MemslotsReport> {
+fn measure(change: impl FnOnce(&mut Plan)) -> Option<Report<Plan>> {
     let mut plan = Plan {
         vcpus: vec![2],
         ops: vec![Op::Split],
@@ -23,22 +26,29 @@ fn measure(change: impl FnOnce(&mut Plan)) -> Option<MemslotsReport> {
     common::measure(plan, |_| true)
 }
 
-fn check(report: &MemslotsReport) {
-    for point in &report.points {
-        let place = format!("{} vCPUs, {}", point.vcpus, point.series);
-        let run = point.runs[0];
-        assert!(run.steps > 0 && run.elapsed_ns > 0, "{place}: {run:?}");
-        assert_eq!(point.kept.count, u64::from(run.commits), "{place}");
-        let each = point.kept.count * u64::from(point.vcpus);
-        assert_eq!(point.kept_each.count, each, "{place}");
-        assert_eq!(point.kept_each.max_ns, point.kept.max_ns, "{place}");
-        match point.series {
-            Series::Idle => assert!(point.commit.is_none(), "{place}"),
+fn check(report: &Report<Plan>) {
+    let view = report.view().expect("its own records");
+    for cell in &view.cells {
+        let place = format!("{} vCPUs, {}", cell.vcpus, cell.series);
+        let run = &cell.runs[0];
+        let commits = run.count(COMMITS);
+        assert!(
+            run.count(STEPS) > 0 && run.count(ELAPSED) > 0,
+            "{place}: {run:?}"
+        );
+        let stall = cell.latency(KEPT).expect("each commit has a stall");
+        let each = cell.latency(KEPT_EACH).expect("each vCPU has a stall");
+        assert_eq!(stall.count, commits, "{place}");
+        assert_eq!(each.count, commits * u64::from(cell.vcpus), "{place}");
+        assert_eq!(each.max_ns, stall.max_ns, "{place}");
+        assert!(run.get(KEPT_MAX).is_some(), "{place}: {run:?}");
+        match cell.series {
+            Series::Idle => assert!(cell.latency(COMMIT).is_none(), "{place}"),
             Series::Commits { method, .. } => {
-                let commit = point.commit.expect("commits have times");
-                assert_eq!(commit.count, u64::from(run.commits), "{place}");
-                if method != Method::Plain {
-                    assert_eq!(run.holes, 0, "{place}");
+                let commit = cell.latency(COMMIT).expect("commits have times");
+                assert_eq!(commit.count, commits, "{place}");
+                if method != Method::DeleteCreate {
+                    assert_eq!(run.count(HOLES), 0, "{place}");
                 }
             }
         }
@@ -46,18 +56,19 @@ fn check(report: &MemslotsReport) {
 }
 
 #[test]
-fn no_change_shows_anything_but_a_plain_one() {
-    // Where vCPUs and the committing thread share a processor, a hole takes some luck.
+fn only_delete_create_shows_a_hole() {
+    // Where vCPUs and the committing thread share a processor, few vCPUs run while there is a hole.
     for _ in 0..20 {
         let Some(report) = measure(|_| {}) else {
             return;
         };
         check(&report);
-        let plain = report
-            .points
+        let view = report.view().expect("its own records");
+        let delete_create = view
+            .cells
             .iter()
-            .filter(|point| point.series.method() == Some(Method::Plain));
-        let holes: u64 = plain.map(|point| point.runs[0].holes).sum();
+            .filter(|cell| cell.series.method() == Some(Method::DeleteCreate));
+        let holes: u64 = delete_create.map(|cell| cell.runs[0].count(HOLES)).sum();
         if holes > 0 {
             return;
         }
@@ -71,18 +82,25 @@ fn a_boot_and_a_guest_that_spins() {
         plan.ops = vec![Op::Boot];
         plan.commits = 1;
         // Falling into holes takes a software CPU long, and is the other test's matter.
-        plan.methods.retain(|method| *method != Method::Plain);
+        plan.methods
+            .retain(|method| *method != Method::DeleteCreate);
     });
     let Some(report) = report else {
         return;
     };
     check(&report);
-    assert!(report.published.is_some());
+    assert!(
+        report
+            .table(None)
+            .expect("a table")
+            .contains("published ms")
+    );
     assert!(report.html().expect("a page").contains("</html>"));
     let report = measure(|plan| {
         plan.guest = Guest::Spin;
         plan.ops = vec![Op::Merge, Op::Resize, Op::Flags];
-        plan.methods.retain(|method| *method != Method::Plain);
+        plan.methods
+            .retain(|method| *method != Method::DeleteCreate);
     });
     check(&report.expect("it ran before"));
 }
@@ -92,13 +110,13 @@ fn a_list_that_is_asked_for_must_be_there() {
     let mut plan = Plan::default();
     match plan.prepare(true, common::timing()) {
         Err(error @ PrepareError::Lacks { .. }) => {
-            let told = error.to_string();
+            let message = error.to_string();
             assert!(
-                told.contains("KVM_CAP_SET_USER_MEMORY_REGION_LIST"),
-                "{told}"
+                message.contains("KVM_CAP_SET_USER_MEMORY_REGION_LIST"),
+                "{message}"
             );
         }
-        Err(error) => println!("SKIP: {}", told(&error)),
+        Err(error) => println!("SKIP: {}", one_line(&error)),
         Ok(_) => println!("SKIP: this kernel has KVM_CAP_SET_USER_MEMORY_REGION_LIST"),
     }
 }

@@ -5,9 +5,12 @@ mod common;
 
 use pagetide_bench::benchmark::Benchmark;
 use pagetide_bench::paging::preflight::Missing;
-use pagetide_bench::paging::{Access, Delivery, Mode, Order, PagingReport, Plan, Uffds};
+use pagetide_bench::paging::{
+    Access, Delivery, ELAPSED, EXITS, LATENCY, MESSAGES, Mode, Order, PAGES, Plan, RATE,
+    RATE_OVER_UFFD, Uffds,
+};
 use pagetide_bench::prepare::PrepareError;
-use pagetide_bench::report::{self, Report};
+use pagetide_bench::report::Report;
 use pagetide_bench::units::ByteSize;
 use pagetide_kvm::OpenError as KvmError;
 use pagetide_memory::Backing;
@@ -48,7 +51,7 @@ fn is_lack(error: &PrepareError) -> bool {
 }
 
 /// Runs a plan with what this machine has of it. `None`, and a word why, if that is nothing.
-fn measure(mut plan: Plan) -> Option<PagingReport> {
+fn measure(mut plan: Plan) -> Option<Report<Plan>> {
     let lacks_exits = matches!(
         plan.prepare(false, common::timing()),
         Err(PrepareError::Missing(Missing::AbsentMappingFault))
@@ -64,62 +67,66 @@ fn measure(mut plan: Plan) -> Option<PagingReport> {
 }
 
 /// What must be true of any result of [`plan`]'s size.
-fn check(report: &PagingReport, pages_per_vcpu: u64, overlap: bool) {
-    for point in &report.points {
-        let place = format!("{} vCPUs, {}", point.vcpus, point.series);
-        let pages = pages_per_vcpu * u64::from(point.vcpus);
-        let run = point.runs[0];
+fn check(report: &Report<Plan>, pages_per_vcpu: u64, overlap: bool) {
+    let view = report.view().expect("its own records");
+    for cell in &view.cells {
+        let place = format!("{} vCPUs, {}", cell.vcpus, cell.series);
+        let pages = pages_per_vcpu * u64::from(cell.vcpus);
+        let run = &cell.runs[0];
+        let (exits, messages) = (run.count(EXITS), run.count(MESSAGES));
         assert_eq!(
-            (point.runs.len(), run.round, run.pages),
+            (cell.runs.len(), run.round, run.count(PAGES)),
             (1, 1, pages),
             "{place}"
         );
-        let around = u64::from(point.series.fault_around);
+        let around = u64::from(cell.series.fault_around);
         // What vCPUs that meet do not fault on, another brought in; what is too many, both faulted
         // on.
         let (least, most) = match overlap {
             false => (pages / around, pages / around),
-            true => (pages / around, pages * u64::from(point.vcpus)),
+            true => (pages / around, pages * u64::from(cell.vcpus)),
         };
-        match point.series.delivery {
-            Delivery::None => assert_eq!((run.exits, run.messages), (0, 0), "{place}"),
+        match cell.series.delivery {
+            Delivery::None => assert_eq!((exits, messages), (0, 0), "{place}"),
             Delivery::Uffd => {
-                assert_eq!(run.exits, 0, "{place}");
-                assert!((least..=most).contains(&run.messages), "{place}: {run:?}");
+                assert_eq!(exits, 0, "{place}");
+                assert!((least..=most).contains(&messages), "{place}: {run:?}");
             }
             Delivery::Exit => {
-                assert_eq!(run.messages, 0, "{place}");
-                assert!((least..=most).contains(&run.exits), "{place}: {run:?}");
+                assert_eq!(messages, 0, "{place}");
+                assert!((least..=most).contains(&exits), "{place}: {run:?}");
             }
         }
-        assert!(point.rate_kpages_per_s.median > 0.0, "{place}");
-        if overlap && point.series.delivery == Delivery::Uffd {
-            assert_eq!(point.latency, None, "{place}");
+        assert!(
+            cell.spread(RATE).is_some_and(|rate| rate.median > 0.0),
+            "{place}"
+        );
+        if overlap && cell.series.delivery == Delivery::Uffd {
+            assert_eq!(cell.latency(LATENCY), None, "{place}");
             continue;
         }
-        let latency = point.latency.expect("there were touches");
+        let latency = cell.latency(LATENCY).expect("there were touches");
         let touches = if overlap {
-            pages * u64::from(point.vcpus)
+            pages * u64::from(cell.vcpus)
         } else {
             pages
         };
-        match point.series.delivery {
+        match cell.series.delivery {
             Delivery::None | Delivery::Uffd => assert_eq!(latency.count, touches, "{place}"),
             // Two exits of one touch, where vCPUs meet.
-            Delivery::Exit if overlap => assert!(latency.count <= run.exits, "{place}"),
-            Delivery::Exit => assert_eq!(latency.count, run.exits, "{place}"),
+            Delivery::Exit if overlap => assert!(latency.count <= exits, "{place}"),
+            Delivery::Exit => assert_eq!(latency.count, exits, "{place}"),
         }
         assert!(
-            latency.min_ns > 0 && latency.max_ns <= run.elapsed_ns * 2,
+            latency.min_ns > 0 && latency.max_ns <= run.count(ELAPSED) * 2,
             "{place}: {latency:?}"
         );
     }
-    let exits = report
-        .series()
-        .iter()
-        .filter(|series| series.delivery == Delivery::Exit)
-        .count();
-    assert_eq!(report.ratios.len(), exits * report.plan.vcpus.len());
+    let ratio = |cell| RATE_OVER_UFFD.of(cell, &view.cells);
+    for cell in &view.cells {
+        let exits = cell.series.delivery == Delivery::Exit;
+        assert_eq!(ratio(cell).is_some(), exits, "{}", cell.series);
+    }
 }
 
 #[test]
@@ -130,8 +137,8 @@ fn shmem_minor() {
     check(&report, 64, false);
     let page = report.html().expect("a page");
     assert!(page.contains("</html>"));
-    let json = report::json(&report).expect("JSON");
-    assert!(report::from_json(&json).expect("the same JSON") == report);
+    let json = report.json().expect("JSON");
+    assert!(Report::from_json(&json).expect("the same JSON") == report);
 }
 
 #[test]
@@ -213,7 +220,7 @@ fn huge_pages() {
 }
 
 #[test]
-fn second_stage_tables_filled_ahead() {
+fn stage_2_filled_ahead() {
     let plan = plan(|plan| {
         plan.pre_fault = true;
         plan.deliveries = vec![Delivery::Uffd, Delivery::Exit];

@@ -5,14 +5,20 @@
 mod common;
 
 use pagetide_bench::benchmark::Benchmark;
-use pagetide_bench::populate::{Method, Plan, Point, PopulateReport, RunRecord};
+use pagetide_bench::model::Run;
+use pagetide_bench::one_line;
+use pagetide_bench::populate::view::{
+    EXITS, MAPPINGS_2M, MAPPINGS_AFTER, PAGER_FAULTS, POPULATION, POPULATION_EXITS, PREFETCHED,
+    mappings,
+};
+use pagetide_bench::populate::{Method, Plan};
 use pagetide_bench::prepare::PrepareError;
-use pagetide_bench::told;
+use pagetide_bench::report::{Report, View};
 use pagetide_bench::units::ByteSize;
 use pagetide_memory::Backing;
 
 /// Runs a plan with what this machine has of it. `None`, and a word why, if that is nothing.
-fn measure(change: impl FnOnce(&mut Plan)) -> Option<PopulateReport> {
+fn measure(change: impl FnOnce(&mut Plan)) -> Option<Report<Plan>> {
     let mut plan = Plan {
         vcpus: vec![1, 2],
         memory: ByteSize(4 << 20),
@@ -24,11 +30,9 @@ fn measure(change: impl FnOnce(&mut Plan)) -> Option<PopulateReport> {
 }
 
 /// Each run by its method, with what there is to know of it.
-fn runs(report: &PopulateReport) -> impl Iterator<Item = (Method, u32, RunRecord)> {
-    report
-        .points
-        .iter()
-        .map(|point| (point.series.method, point.vcpus, point.runs[0]))
+fn runs<'v>(view: &'v View<'_, Plan>) -> impl Iterator<Item = (Method, u32, &'v Run)> {
+    let cells = view.cells.iter();
+    cells.map(|cell| (cell.series.method, cell.vcpus, &cell.runs[0]))
 }
 
 #[test]
@@ -37,40 +41,47 @@ fn what_was_populated_costs_vcpus_no_exit() {
     let Some(report) = measure(|_| {}) else {
         return;
     };
-    if report.points[0].runs[0].mappings_after == 0 {
-        return println!("SKIP: this KVM does not count second-stage mappings");
+    let view = report.view().expect("its own records");
+    if view.cells[0].runs[0].count(MAPPINGS_AFTER) == 0 {
+        return println!("SKIP: this KVM does not count stage-2 mappings");
     }
-    for (method, vcpus, run) in runs(&report) {
+    for (method, vcpus, run) in runs(&view) {
+        let of = |quantity| run.count(quantity);
         let place = format!("{method}, {vcpus} vCPUs: {run:?}");
-        assert!(run.mappings_after >= PAGES, "{place}");
+        assert!(of(MAPPINGS_AFTER) >= PAGES, "{place}");
         match method {
             Method::None => {
-                assert_eq!((run.population_ns, run.mappings()), (0, 0), "{place}");
-                assert!(run.exits >= PAGES, "{place}");
+                assert_eq!((of(POPULATION), mappings(run)), (0, 0.0), "{place}");
+                assert!(of(EXITS) >= PAGES, "{place}");
             }
             Method::Populate | Method::PreFault => {
-                assert!(run.mappings() >= PAGES, "{place}");
-                assert_eq!((run.exits, run.population_exits), (0, 0), "{place}");
+                assert!(mappings(run) >= PAGES as f64, "{place}");
+                assert_eq!((of(EXITS), of(POPULATION_EXITS)), (0, 0), "{place}");
             }
             Method::OneReader => {
-                assert!(run.population_exits >= PAGES, "{place}");
-                assert!(run.exits < PAGES / 4, "{place}");
+                assert!(of(POPULATION_EXITS) >= PAGES, "{place}");
+                assert!(of(EXITS) < PAGES / 4, "{place}");
             }
-            Method::Prefetch => assert!(run.exits >= PAGES, "{place}"),
+            Method::Prefetch => assert!(of(EXITS) >= PAGES, "{place}"),
             Method::PrefetchPopulate => {
                 // What the vCPUs were faster with, their own low memory, and what they met between
                 // installation and population.
                 assert!(
-                    run.exits <= run.pager_faults + run.prefetched_pages / 4 + 128,
+                    of(EXITS) <= of(PAGER_FAULTS) + of(PREFETCHED) / 4 + 128,
                     "{place}"
                 );
             }
         }
     }
     // Neither none nor prefetch alone is compared with anything, at either number of vCPUs.
-    let alone = |point: &&Point| matches!(point.series.method, Method::None | Method::Prefetch);
-    let alone = report.points.iter().filter(alone).count();
-    assert_eq!(report.ratios.len(), report.points.len() - alone);
+    for cell in &view.cells {
+        let alone = matches!(cell.series.method, Method::None | Method::Prefetch);
+        let mut ratios = Plan::COMPARISONS
+            .iter()
+            .filter_map(|comparison| comparison.of(cell, &view.cells));
+        let place = format!("{}, {} vCPUs", cell.series, cell.vcpus);
+        assert_eq!(ratios.next().is_none(), alone, "{place}");
+    }
 }
 
 #[test]
@@ -80,9 +91,10 @@ fn huge_pages_are_mapped_as_such() {
         plan.vcpus = vec![2];
     });
     let Some(report) = report else { return };
-    for (method, _, run) in runs(&report) {
+    let view = report.view().expect("its own records");
+    for (method, _, run) in runs(&view) {
         if method != Method::None && !method.is_paged() {
-            assert_eq!(run.mappings_2m, 2, "{method}: {run:?}");
+            assert_eq!(run.count(MAPPINGS_2M), 2, "{method}: {run:?}");
         }
     }
 }
@@ -92,10 +104,10 @@ fn a_method_that_is_asked_for_must_be_there() {
     let mut plan = Plan::default();
     match plan.prepare(true, common::timing()) {
         Err(error @ PrepareError::Lacks { .. }) => {
-            let told = error.to_string();
-            assert!(told.contains("this kernel lacks KVM_CAP_"), "{told}");
+            let message = error.to_string();
+            assert!(message.contains("this kernel lacks KVM_CAP_"), "{message}");
         }
-        Err(error) => println!("SKIP: {}", told(&error)),
+        Err(error) => println!("SKIP: {}", one_line(&error)),
         Ok(_) => println!("SKIP: this kernel has every method"),
     }
 }

@@ -7,6 +7,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use pagetide_memory::{Backing, FailurePolicy};
 
+use crate::measuring::ShowArguments;
 use crate::memcycler::MemcyclerArguments;
 use crate::memslots::MemslotsArguments;
 use crate::paging::PagingArguments;
@@ -27,7 +28,7 @@ pub(crate) struct Arguments {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Tell what this kernel and machine have, and what is used instead of what they lack
+    /// Show which interfaces this kernel and machine have, and what replaces those that they lack
     Probe(ProbeArguments),
     /// Boot a Linux guest, with its console here
     ///
@@ -54,24 +55,25 @@ pub(crate) enum Bench {
     /// How fast absent guest memory comes in: through userfaultfd, and through KVM exits
     ///
     /// Virtual machines start with memory that is not there yet. Each vCPU touches its pages one by
-    /// one, and each first touch is a fault that somebody resolves: a reader thread that gets a
+    /// one, and each first touch is a fault that a thread resolves: a reader thread that gets a
     /// userfaultfd message while the vCPU sleeps (uffd), or the vCPU's own thread after KVM_RUN
     /// returned to it (exit). Both run interleaved, several times; the content of memory is
     /// verified after every run. The result is a table on standard output, and a page, a drawing
     /// and the data in files.
     #[command(after_long_help = crate::paging::EXAMPLES)]
     Paging(PagingArguments),
-    /// What changing memory slots costs running vCPUs: by one ioctl, by stopping them, and plainly
+    /// What changing memory slots costs running vCPUs: by one ioctl, by stopping the vCPUs, or by
+    /// deleting and creating slots while they run
     ///
     /// A virtual machine's vCPUs walk its memory while the memory slots below it are split, merged,
-    /// resized, or given other flags. Measured are the time of a commit, the longest time that any
-    /// vCPU was kept from the guest by it, the work that the guest did not get done, and how often a
-    /// guest ran into a hole. All methods run interleaved, several times; every word that a guest
+    /// resized, or given other flags. Measured are the time of a commit, the longest time that a
+    /// vCPU was kept out of the guest by a commit (its stall), the work that the guest did not get done,
+    /// and how often a guest accessed memory that had no slot. All methods run interleaved, several times; every word that a guest
     /// reads, and all of memory at the end, is verified. The result is a table on standard output,
     /// and a page, a drawing and the data in files.
     #[command(after_long_help = crate::memslots::EXAMPLES)]
     Memslots(MemslotsArguments),
-    /// How fast second-stage tables fill before vCPUs ask, and what that saves the guest
+    /// How fast stage-2 tables fill before vCPUs access memory, and what that saves the guest
     ///
     /// After a restore or a migration the host has a virtual machine's memory, and each first access
     /// of a vCPU to a page leaves the guest. Measured are the time until all vCPUs have written to
@@ -87,11 +89,16 @@ pub(crate) enum Bench {
     /// writes the next number. Meanwhile some of the memory's 2M pieces get an uncorrected error
     /// each (simulated, MADV_HWPOISON; the host loses the 4 KiB until it is restarted). Measured
     /// are the rate, which is shown each second, against that without errors, the bytes that are
-    /// lost, what becomes of the second-stage mappings, and whether the guest survives. All series
+    /// lost, what becomes of the stage-2 mappings, and whether the guest survives. All series
     /// run interleaved, several times; content is verified throughout. The result is a table on
     /// standard output, and a page, a drawing and the data in files.
     #[command(after_long_help = crate::memcycler::EXAMPLES)]
     Memcycler(MemcyclerArguments),
+    /// Show the report of an earlier benchmark
+    ///
+    /// Prints the table of a report, from the JSON that a benchmark left in its --out directory; with
+    /// --out, also draws its page. Reports of version 1 open as well.
+    Show(ShowArguments),
 }
 
 /// The names of policies.

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::process::ExitCode;
 
-use pagetide_bench::told;
+use pagetide_bench::one_line;
 
 /// How a command ends when it does not succeed.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ impl Failure {
             Self::BadInput(error) => (error, 2),
             Self::Failed(error) => (error, 1),
         };
-        eprintln!("pagetide: {}", told(&**error));
+        eprintln!("pagetide: {}", one_line(&**error));
         ExitCode::from(code)
     }
 }

@@ -1,7 +1,7 @@
 //! The `pagetide` command: arguments in, text out.
 //!
 //! Exit status: 0; 1 if what was tried failed; 2 if the command line makes no sense or this machine
-//! lacks something that it asks for. Either is told in one line on standard error. `pagetide run` ends
+//! lacks something that it asks for. Either is reported in one line on standard error. `pagetide run` ends
 //! with its guest's status.
 
 mod args;
@@ -65,6 +65,7 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Memcycler(arguments)) => measuring::run(arguments)?,
+        Command::Bench(Bench::Show(arguments)) => measuring::open(arguments)?,
     }
     Ok(ExitCode::SUCCESS)
 }

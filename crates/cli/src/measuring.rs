@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 use pagetide_bench::benchmark::{self, Benchmark};
 use pagetide_bench::progress::{self, Progress, Quiet};
-use pagetide_bench::report::{self, OutDir, Report};
-use pagetide_bench::rounds::Environment;
+use pagetide_bench::report::{Environment, OutDir, Report, Shown, benchmark_of, terminal_width};
 use pagetide_bench::timing::Timing;
+use pagetide_bench::{memcycler, memslots, paging, populate};
 
 use crate::failure::Failure;
 use crate::print;
@@ -36,7 +36,7 @@ pub(crate) struct ResultArguments {
 /// A benchmark's command line.
 pub(crate) trait BenchArguments {
     /// The benchmark.
-    type Plan: Benchmark;
+    type Plan: Shown;
 
     /// What is asked for.
     fn plan(&self) -> Self::Plan;
@@ -50,7 +50,7 @@ pub(crate) trait BenchArguments {
     fn result(&self) -> &ResultArguments;
 }
 
-/// Checks everything that can be checked, measures, tells and writes the result.
+/// Checks everything that can be checked, measures, writes and prints the result.
 pub(crate) fn run<A: BenchArguments>(arguments: &A) -> Result<(), Failure> {
     let mut plan = arguments.plan();
     plan.check().map_err(Failure::bad_input)?;
@@ -70,20 +70,85 @@ pub(crate) fn run<A: BenchArguments>(arguments: &A) -> Result<(), Failure> {
     // The bar goes before anything else is printed.
     drop(progress);
     let result = result.map_err(Failure::failed)?;
-    tell(&result, arguments.json, &mut out)
+    show(&result, arguments.json, &mut out)
 }
 
 /// Writes the result's files and prints it.
-fn tell<R: Report>(result: &R, json: bool, out: &mut OutDir) -> Result<(), Failure> {
-    report::write(result, out).map_err(Failure::failed)?;
+fn show<B: Shown>(result: &Report<B>, json: bool, out: &mut OutDir) -> Result<(), Failure> {
+    result.write(out).map_err(Failure::failed)?;
     let text = if json {
-        report::json(result).map_err(Failure::failed)?
+        result.json().map_err(Failure::failed)?
     } else {
-        let page = out.path().join(format!("{}.html", R::NAME));
-        let table = result.table(report::terminal_width());
+        let page = out.path().join(format!("{}.html", B::NAME));
+        let table = result.table(terminal_width()).map_err(Failure::failed)?;
         format!("{table}\nPage: {}\n", page.display())
     };
     print(&text)
+}
+
+/// A report to open.
+#[derive(Debug, Args)]
+pub(crate) struct ShowArguments {
+    /// The JSON of a report, of this version or the first
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+
+    /// Also write the page, the drawing and the data (html, svg, json) to this directory; is made if
+    /// need be
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+
+    /// Print the report as JSON of this version instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// The report cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot open the report {}", .path.display())]
+struct OpenReportError {
+    path: PathBuf,
+    #[source]
+    source: Box<dyn std::error::Error>,
+}
+
+/// Opens a report and prints it.
+pub(crate) fn open(arguments: &ShowArguments) -> Result<(), Failure> {
+    let failure = |source| unreadable(arguments, source);
+    let text = std::fs::read_to_string(&arguments.file).map_err(|error| failure(error.into()))?;
+    match benchmark_of(&text)
+        .map_err(|error| failure(error.into()))?
+        .as_str()
+    {
+        memslots::Plan::NAME => open_as::<memslots::Plan>(&text, arguments),
+        populate::Plan::NAME => open_as::<populate::Plan>(&text, arguments),
+        memcycler::Plan::NAME => open_as::<memcycler::Plan>(&text, arguments),
+        // Whatever else it is, its error says so.
+        _ => open_as::<paging::Plan>(&text, arguments),
+    }
+}
+
+fn unreadable(arguments: &ShowArguments, source: Box<dyn std::error::Error>) -> Failure {
+    let path = arguments.file.clone();
+    Failure::bad_input(OpenReportError { path, source })
+}
+
+fn open_as<B: Shown>(text: &str, arguments: &ShowArguments) -> Result<(), Failure> {
+    let failure = |source| unreadable(arguments, source);
+    let report = Report::<B>::from_json(text).map_err(|error| failure(error.into()))?;
+    // The table reads every record, whatever is printed.
+    let table = report.table(terminal_width());
+    let table = table.map_err(|error| failure(error.into()))?;
+    let shown = if arguments.json {
+        report.json().map_err(Failure::failed)?
+    } else {
+        table
+    };
+    if let Some(out) = &arguments.out {
+        let mut out = OutDir::prepare(out).map_err(Failure::bad_input)?;
+        report.write(&mut out).map_err(Failure::failed)?;
+    }
+    print(&shown)
 }
 
 /// Prints the warnings and starts the progress bar, unless `quiet`.

@@ -1,6 +1,7 @@
 //! `pagetide bench memslots`.
 
 use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use pagetide_bench::memslots::{Guest, Method, Op, Plan};
 
 use crate::args::one_of;
@@ -16,7 +17,7 @@ Examples:
     pagetide bench memslots --vcpus 1,4 --ops split,boot --runs 3
 
   Stop the vCPUs, or show the hole; any kernel does both:
-    pagetide bench memslots --method quiesce,plain
+    pagetide bench memslots --method quiesce,delete-create
 
 Exit status: 0; 1 if a run failed, memory did not hold what it should, or list or quiesce let a guest
 see a hole; 2 if the command line makes no sense or this machine lacks something that it asks for.";
@@ -48,10 +49,10 @@ pub(crate) struct MemslotsArguments {
     ///
     /// list: one ioctl for all slots while vCPUs run; needs a kernel with
     /// KVM_CAP_SET_USER_MEMORY_REGION_LIST. quiesce: every vCPU is stopped outside KVM_RUN, slots
-    /// are deleted and created, vCPUs go on. plain: slots are deleted and created while vCPUs run,
-    /// which shows guests a hole. [default: list,quiesce,plain, without list where the kernel lacks
-    /// it]
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = one_of::<Method>(Method::NAMES))]
+    /// are deleted and created, vCPUs go on. delete-create (or plain): slots are deleted and created while vCPUs run,
+    /// which shows guests a hole. [default: list,quiesce,delete-create, without list where the kernel
+    /// lacks it]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = method())]
     method: Option<Vec<Method>>,
 
     /// What the guest does: touch: it reads and writes the memory whose slots change; spin: it only
@@ -70,6 +71,18 @@ pub(crate) struct MemslotsArguments {
 
     #[command(flatten)]
     result: ResultArguments,
+}
+
+/// Takes a method by its name; `plain` is what earlier versions called `delete-create`.
+fn method() -> impl TypedValueParser<Value = Method> {
+    let names = Method::NAMES.iter().map(|name| match *name {
+        "delete-create" => PossibleValue::new("delete-create").alias("plain"),
+        name => PossibleValue::new(name),
+    });
+    PossibleValuesParser::new(names).try_map(|name| match name.as_str() {
+        "plain" => Ok(Method::DeleteCreate),
+        name => name.parse(),
+    })
 }
 
 impl BenchArguments for MemslotsArguments {
@@ -105,11 +118,19 @@ mod tests {
     }
 
     #[test]
+    fn the_former_name_of_a_method_is_understood() {
+        let given = plan::<MemslotsArguments>(["--method", "plain,list"]);
+        assert_eq!(given.methods, [Method::DeleteCreate, Method::List]);
+        let given = plan::<MemslotsArguments>(["--method", "delete-create,list"]);
+        assert_eq!(given.methods, [Method::DeleteCreate, Method::List]);
+    }
+
+    #[test]
     fn the_reports_command_line_is_understood() {
         assert_understood::<MemslotsArguments>(&Plan {
             vcpus: vec![2, 5],
             ops: vec![Op::Boot, Op::Flags],
-            methods: vec![Method::Plain, Method::Quiesce],
+            methods: vec![Method::DeleteCreate, Method::Quiesce],
             guest: Guest::Spin,
             commits: 7,
             runs: 3,

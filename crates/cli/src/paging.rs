@@ -45,7 +45,7 @@ pub(crate) struct PagingArguments {
 
     /// How faults are delivered; each is a series of the result
     ///
-    /// none: there are none, the memory is present and only second-stage tables are filled (the
+    /// none: there are none, the memory is present and only stage-2 tables are filled (the
     /// floor). uffd: as userfaultfd messages to reader threads. exit: as exits from KVM_RUN to the
     /// vCPU's own thread; needs a kernel with KVM_CAP_ABSENT_MAPPING_FAULT.
     #[arg(
@@ -105,13 +105,13 @@ pub(crate) struct PagingArguments {
     )]
     access: Access,
 
-    /// After each install by exit, fill the second-stage tables for it (KVM_PRE_FAULT_MEMORY), so
+    /// After each install by exit, fill the stage-2 tables for it (KVM_PRE_FAULT_MEMORY), so
     /// that the pages around a fault cost none of their own
     #[arg(long)]
     pre_fault: bool,
 
     /// Measure each --fault-around above 1 twice: as it is, and with the vCPU's thread mapping what it
-    /// installed in the second-stage tables before the guest goes on (KVM_POPULATE_MEMORY)
+    /// installed in the stage-2 tables before the guest goes on (KVM_POPULATE_MEMORY)
     #[arg(long)]
     populate: bool,
 

@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
+use pagetide_bench::paging::Plan;
+use pagetide_bench::report::Report;
 use pagetide_uapi::probe::Probe;
 
 fn pagetide(words: &[&str]) -> Command {
@@ -25,21 +27,21 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("text is UTF-8")
 }
 
-/// It ended with 2, told one line on standard error, printed nothing and left nothing behind.
+/// It ended with 2 and one line on standard error, printed nothing and left nothing behind.
 fn assert_refused(output: &Output, directory: &Path) -> String {
-    let told = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{told}");
-    assert_eq!(text(&output.stdout), "", "{told}");
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert_eq!(text(&output.stdout), "", "{message}");
     assert!(
-        told.starts_with("pagetide: ") && told.ends_with('\n'),
-        "{told:?}"
+        message.starts_with("pagetide: ") && message.ends_with('\n'),
+        "{message:?}"
     );
-    assert_eq!(told.lines().count(), 1, "{told:?}");
+    assert_eq!(message.lines().count(), 1, "{message:?}");
     let left = std::fs::read_dir(directory)
         .expect("the directory is there")
         .count();
     assert_eq!(left, 0, "something was left in {}", directory.display());
-    told
+    message
 }
 
 /// What every run here needs; without it the word why not.
@@ -109,8 +111,8 @@ fn bad_arguments_are_refused_in_one_line() {
     ];
     let directory = tempfile::tempdir().expect("a temporary directory");
     for (words, wanted) in cases {
-        let told = assert_refused(&paging(directory.path(), words), directory.path());
-        assert!(told.contains(wanted), "{words:?}: {told}");
+        let message = assert_refused(&paging(directory.path(), words), directory.path());
+        assert!(message.contains(wanted), "{words:?}: {message}");
     }
 }
 
@@ -122,15 +124,15 @@ fn an_unknown_timing_mode_is_refused() {
         .env("PAGETIDE_TIMING", "warp")
         .output()
         .expect("it starts");
-    let told = assert_refused(&output, directory.path());
+    let message = assert_refused(&output, directory.path());
     assert!(
-        told.contains("PAGETIDE_TIMING=warp is no timing mode"),
-        "{told}"
+        message.contains("PAGETIDE_TIMING=warp is no timing mode"),
+        "{message}"
     );
 }
 
 #[test]
-fn what_the_machine_lacks_is_told_with_the_way_to_get_it() {
+fn what_the_machine_lacks_is_reported_with_the_way_to_get_it() {
     if !can_page() {
         return;
     }
@@ -165,8 +167,8 @@ fn what_the_machine_lacks_is_told_with_the_way_to_get_it() {
         } else {
             uffd.into_iter().chain(words).collect()
         };
-        let told = assert_refused(&paging(directory.path(), &words), directory.path());
-        assert!(told.contains(wanted), "{words:?}: {told}");
+        let message = assert_refused(&paging(directory.path(), &words), directory.path());
+        assert!(message.contains(wanted), "{words:?}: {message}");
     }
 }
 
@@ -208,7 +210,7 @@ fn paging_with_dev(prepare: &str, directory: &Path) -> Option<Output> {
 }
 
 #[test]
-fn a_machine_without_kvm_is_told_so() {
+fn a_machine_without_kvm_is_refused() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let output = if Path::new("/dev/kvm").exists() {
         paging_with_dev("true", directory.path())
@@ -216,15 +218,15 @@ fn a_machine_without_kvm_is_told_so() {
         Some(paging(directory.path(), &["--delivery", "uffd"]))
     };
     let Some(output) = output else { return };
-    let told = assert_refused(&output, directory.path());
+    let message = assert_refused(&output, directory.path());
     assert!(
-        told.contains("no /dev/kvm: load the kvm_intel or kvm_amd module"),
-        "{told}"
+        message.contains("no /dev/kvm: load the kvm_intel or kvm_amd module"),
+        "{message}"
     );
 }
 
 #[test]
-fn a_user_without_permission_for_userfaultfd_is_told_so() {
+fn a_user_without_permission_for_userfaultfd_is_refused() {
     let setting = "/proc/sys/vm/unprivileged_userfaultfd";
     let everybody = std::fs::read_to_string(setting).is_ok_and(|value| value.trim() != "0");
     if everybody || !Path::new("/dev/kvm").exists() {
@@ -235,10 +237,10 @@ fn a_user_without_permission_for_userfaultfd_is_told_so() {
     let Some(output) = paging_with_dev("mknod /dev/kvm c 10 232", directory.path()) else {
         return;
     };
-    let told = assert_refused(&output, directory.path());
+    let message = assert_refused(&output, directory.path());
     assert!(
-        told.contains("no permission for a userfaultfd that serves KVM's faults: run as root"),
-        "{told}"
+        message.contains("no permission for a userfaultfd that serves KVM's faults: run as root"),
+        "{message}"
     );
 }
 
@@ -263,11 +265,11 @@ fn descriptors_are_taken_as_far_as_the_limit_goes() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let words = ["--vcpus", "2", "--readers", "9"];
     let output = paging_after("ulimit -n 43", directory.path(), &words);
-    let told = assert_refused(&output, directory.path());
+    let message = assert_refused(&output, directory.path());
     assert!(
-        told.contains("2 vCPUs need 44 file descriptors and this process may have 43")
-            && told.contains("ulimit -n"),
-        "{told}"
+        message.contains("2 vCPUs need 44 file descriptors and this process may have 43")
+            && message.contains("ulimit -n"),
+        "{message}"
     );
     let output = paging_after("ulimit -S -n 12", directory.path(), &words);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
@@ -322,11 +324,11 @@ fn a_directory_that_cannot_be_is_refused() {
     ])
     .output()
     .expect("it starts");
-    let told = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{told}");
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{message}");
     assert!(
-        told.starts_with("pagetide: --out /proc/x/y: cannot make the directory: "),
-        "{told}"
+        message.starts_with("pagetide: --out /proc/x/y: cannot make the directory: "),
+        "{message}"
     );
 }
 
@@ -357,8 +359,8 @@ fn a_run_prints_a_table_and_leaves_three_files() {
     assert!(table.contains("Page: "), "{table}");
     let results = directory.path().join("out/results");
     let json = std::fs::read_to_string(results.join("paging.json")).expect("the data");
-    let report = pagetide_bench::report::from_json(&json).expect("a report");
-    assert_eq!(report.points.len(), 4);
+    let report = Report::<Plan>::from_json(&json).expect("a report");
+    assert_eq!(report.view().expect("its own records").cells.len(), 4);
     for name in ["paging.svg", "paging.html"] {
         assert!(
             results.join(name).metadata().expect("a file").len() > 1000,
@@ -390,7 +392,7 @@ fn json_and_quiet_leave_the_streams_to_programs() {
     let output = paging(directory.path(), &words);
     assert_eq!(output.status.code(), Some(0));
     assert_eq!(text(&output.stderr), "");
-    let report = pagetide_bench::report::from_json(&text(&output.stdout)).expect("JSON only");
+    let report = Report::<Plan>::from_json(&text(&output.stdout)).expect("JSON only");
     assert_eq!(report.origin.lost_runs_outside, 3);
 }
 
@@ -417,6 +419,7 @@ fn help_is_no_failure_and_silence_is_one() {
     for words in [
         &["--help"][..],
         &["bench", "paging", "--help"],
+        &["bench", "show", "--help"],
         &["--version"],
     ] {
         let output = pagetide(words).output().expect("it starts");

@@ -13,7 +13,15 @@ fn bad_arguments_are_refused_in_one_line() {
         (&["--vcpus", "0"], "--vcpus 0: a virtual machine"),
         (&["--vcpus", "100000"], "--vcpus 100000: at most 256"),
         (&["--ops", "explode"], "[possible values: split, merge"),
-        (&["--method", "magic"], "[possible values: list, quiesce"),
+        (
+            &["--method", "magic"],
+            "[possible values: list, quiesce, delete-create]",
+        ),
+        // The words are good, so that what is wrong is the next option.
+        (
+            &["--method", "plain", "--commits", "0"],
+            "--commits 0: a run makes",
+        ),
         (&["--guest", "sleep"], "[possible values: touch, spin]"),
         (&["--commits", "0"], "--commits 0: a run makes"),
         (&["--runs", "0"], "--runs 0: nothing would be measured"),
@@ -32,7 +40,7 @@ fn what_is_missing_is_named() {
         println!("SKIP: this kernel has KVM_CAP_SET_USER_MEMORY_REGION_LIST");
     } else {
         let wanted = "this kernel lacks KVM_CAP_SET_USER_MEMORY_REGION_LIST";
-        assert_refused(BENCHMARK, &["--method", "list,plain"], wanted);
+        assert_refused(BENCHMARK, &["--method", "list,delete-create"], wanted);
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 
 use super::VmArgs;
+use super::host_load;
 use crate::compile;
 use crate::kernel::Arch;
 use crate::paths::Paths;
@@ -113,13 +114,13 @@ pub(super) fn build(arch: Arch, paths: &Paths) -> Result<PathBuf> {
 }
 
 /// What the agent is told.
-pub(super) fn spec(args: &VmArgs, jobs: &[Job], paths: &Paths) -> Result<Vec<u8>> {
+pub(super) fn spec(args: &VmArgs, jobs: &[Job], run_dir: &Path, paths: &Paths) -> Result<Vec<u8>> {
     let mut spec = Vec::new();
     if args.variant.arch == Arch::X86_64 {
         push(&mut spec, ["overlay", "/tmp", "9p", TARGET_TAG])?;
         push(&mut spec, [paths.target()])?;
     }
-    for (name, value) in environment(args, paths) {
+    for (name, value) in environment(args, run_dir, paths) {
         let mut pair = OsString::from(format!("{name}="));
         pair.push(value);
         push(&mut spec, ["env".into(), pair])?;
@@ -149,7 +150,7 @@ fn push<S: AsRef<OsStr>>(spec: &mut Vec<u8>, strings: impl IntoIterator<Item = S
 }
 
 /// All that the commands inherit.
-fn environment(args: &VmArgs, paths: &Paths) -> Vec<(&'static str, OsString)> {
+fn environment(args: &VmArgs, run_dir: &Path, paths: &Paths) -> Vec<(&'static str, OsString)> {
     let (path, home) = match args.variant.arch {
         Arch::X86_64 => {
             let home = std::env::var_os("HOME").unwrap_or_else(|| "/root".into());
@@ -159,6 +160,7 @@ fn environment(args: &VmArgs, paths: &Paths) -> Vec<(&'static str, OsString)> {
     };
     let mut list = vec![
         ("PAGETIDE_TIMING", args.timing.name().into()),
+        ("PAGETIDE_HOST_LOAD", host_load::file(run_dir).into()),
         ("USER", "root".into()),
         ("LANG", "C.UTF-8".into()),
         ("PATH", path),

@@ -20,6 +20,7 @@ use fs_err as fs;
 use rustix::io::{FdFlags, fcntl_setfd};
 
 use super::agent::{Finished, TARGET_TAG, parse_status};
+use super::host_load::HostLoad;
 use super::{Timing, VmArgs, console};
 use crate::command::{Run, tail};
 use crate::initramfs::Initramfs;
@@ -154,7 +155,8 @@ pub(super) fn run(machine: &Machine<'_>, output: Output<'_>, paths: &Paths) -> R
             Output::Keep(tell) => tell,
         },
     };
-    let ending = watch(&mut child, machine.timeout, &mut told)?;
+    let load = HostLoad::new(child.id(), &machine.run_dir);
+    let ending = watch(&mut child, machine.timeout, &mut told, &load)?;
     for relay in relays {
         let read = relay.join().ok();
         let read = read.context("the thread that passes a VM's output on panicked")?;
@@ -383,7 +385,12 @@ enum Ending {
 }
 
 /// Waits for QEMU, and ends it when its time is over.
-fn watch(child: &mut Child, timeout: Duration, told: &mut Told<'_>) -> Result<Ending> {
+fn watch(
+    child: &mut Child,
+    timeout: Duration,
+    told: &mut Told<'_>,
+    load: &HostLoad,
+) -> Result<Ending> {
     let deadline = Instant::now() + timeout;
     let mut power_off = None;
     loop {
@@ -391,6 +398,7 @@ fn watch(child: &mut Child, timeout: Duration, told: &mut Told<'_>) -> Result<En
             return Ok(Ending::Ended);
         }
         let now = Instant::now();
+        load.write();
         if told.update() {
             power_off.get_or_insert(now + POWER_OFF);
         }

@@ -8,18 +8,20 @@ use std::time::{Duration, Instant};
 use pagetide_kvm::poison::{SimulateError, Simulated, simulate_error};
 use pagetide_kvm::{Kvm, StatsError};
 use pagetide_memory::{AccessError, FailurePolicy, GuestAddress, Region, RegionError};
-use pagetide_testbed::{Cycler, CyclerConfig, Cycling, DATA_GPA, EndlessError, MachineError};
+use pagetide_testbed::{
+    Cycler, CyclerConfig, Cycling, DATA_GPA, EndlessError, MachineError, StageTwo,
+};
 use pagetide_vmm::PoolFailure;
 
 use super::errors;
 use super::plan::{Plan, Series};
-use super::report::Mappings;
-use super::sample::Sample;
-use crate::benchmark::{Benchmark, Job, Rig};
+use super::view;
+use crate::benchmark::{Benchmark, Job, Rig, RunFailure};
 use crate::machine::{is_loss, stall_timeout};
+use crate::model::{Quantity, Sample};
+use crate::one_line;
 use crate::prepare::{Gate, PrepareError, check_room, check_vcpus, leave_out};
 use crate::progress::Progress;
-use crate::rounds::RunFailure;
 use crate::timing::Timing;
 use crate::units::{ByteSize, figure, float};
 
@@ -121,26 +123,34 @@ impl Machines {
         let cycler = self.cycler(job.vcpus, Arc::clone(&region))?;
         let cycling = cycler.start()?;
         let corrupted = errors::corrupted_bytes();
-        let mut sample = Sample {
-            before: mappings(&cycler)?,
-            ..Sample::default()
+        let before = cycler.stage_two()?;
+        let mut lived = Life::default();
+        let result = live(&cycler, job, &region, &mut lived, progress);
+        let (errors, after) = (lived.made.len() as u64, cycler.stage_two()?);
+        let unusable = cycler.lost_bytes()?;
+        let counted = match (corrupted, errors::corrupted_bytes()) {
+            (Some(before), Some(after)) => after.saturating_sub(before),
+            _ => 0,
         };
-        let mut made = HashSet::new();
-        let lived = live(&cycler, job, &region, &mut made, &mut sample, progress);
-        sample.errors = made.len() as u64;
-        sample.after = mappings(&cycler)?;
-        sample.unusable_bytes = cycler.lost_bytes()?;
-        if let (Some(before), Some(after)) = (corrupted, errors::corrupted_bytes()) {
-            sample.corrupted_bytes = after.saturating_sub(before);
+        let mut sample = Sample::default()
+            .count(view::ERRORS, errors)
+            .count(view::UNHANDLED, lived.unhandled)
+            .count(view::IN_LOST_MEMORY, lived.in_lost_memory)
+            .time(view::ELAPSED, lived.elapsed)
+            .count(view::WORDS, lived.words)
+            .count(view::UNUSABLE, unusable)
+            .count(view::CORRUPTED, counted);
+        sample = mappings(mappings(sample, view::BEFORE, &before), view::AFTER, &after);
+        for rate in lived.seconds {
+            sample = sample.value(view::EACH_SECOND, rate);
         }
-        match lived.and_then(|()| end(cycling, &made)) {
-            Err(Wrong::Cycle(death)) if !made.is_empty() && self.is_death(&death) => {
-                sample.died_of = Some(crate::told(&death));
+        match result.and_then(|()| end(cycling, &lived.made)) {
+            Err(Wrong::Cycle(death)) if errors > 0 && self.is_death(&death) => {
+                sample = sample.event(view::DIED_OF, &one_line(&death));
             }
             result => result?,
         }
         // Each error is in a page of its own; anybody's errors elsewhere may add to them.
-        let (errors, counted) = (sample.errors, sample.corrupted_bytes);
         if counted < errors * 4096 {
             return Err(Wrong::Uncounted {
                 made: errors,
@@ -174,24 +184,36 @@ fn region(plan: &Plan, series: Series) -> Result<Arc<Region>, RegionError> {
     Region::with_policy(GuestAddress(DATA_GPA), plan.memory.0, backing, policy).map(Arc::new)
 }
 
+/// What a guest lived through.
+#[derive(Debug, Default)]
+struct Life {
+    /// Where errors were made.
+    made: HashSet<GuestAddress>,
+    unhandled: u64,
+    in_lost_memory: u64,
+    elapsed: Duration,
+    words: u64,
+    /// Words per microsecond in each second.
+    seconds: Vec<f64>,
+}
+
 /// From the first error until everything is measured.
 fn live(
     cycler: &Cycler,
     job: &Job<'_, Plan>,
     region: &Region,
-    made: &mut HashSet<GuestAddress>,
-    sample: &mut Sample,
+    lived: &mut Life,
     progress: &mut dyn Progress,
 ) -> Result<(), Wrong> {
     let Job { plan, series, .. } = *job;
     let errors = plan.errors(series.poison_percent);
     for gpa in errors::places(region.gpa(), plan.pieces(), errors, job.seed) {
         if is_lost(region, gpa) {
-            sample.errors_in_lost_memory += 1;
+            lived.in_lost_memory += 1;
         } else {
             let simulated = simulate_error(region, gpa)?;
-            sample.errors_unhandled += u64::from(simulated == Simulated::Unhandled);
-            made.insert(gpa);
+            lived.unhandled += u64::from(simulated == Simulated::Unhandled);
+            lived.made.insert(gpa);
         }
     }
     // Whatever is lost is found out, and what can be used is mapped again.
@@ -204,10 +226,10 @@ fn live(
         let (now, total) = (Instant::now(), cycler.words()?);
         let rate = words_per_us(total - words, now - at);
         progress.message(&format!("{series}: {} words/µs", figure(rate)));
-        sample.seconds_words_per_us.push(rate);
+        lived.seconds.push(rate);
         (at, words) = (now, total);
     }
-    (sample.elapsed, sample.words) = (at - start, words - first);
+    (lived.elapsed, lived.words) = (at - start, words - first);
     Ok(())
 }
 
@@ -226,13 +248,12 @@ fn end(cycling: Cycling, made: &HashSet<GuestAddress>) -> Result<(), Wrong> {
     Ok(cycling.end(&|gpa| made.contains(&gpa))?)
 }
 
-fn mappings(cycler: &Cycler) -> Result<Mappings, StatsError> {
-    let counted = cycler.stage_two()?;
-    Ok(Mappings {
-        mappings_4k: counted.mappings_4k,
-        mappings_2m: counted.mappings_2m,
-        mappings_1g: counted.mappings_1g,
-    })
+/// Adds the mappings of each size.
+fn mappings(sample: Sample, [of_4k, of_2m, of_1g]: [Quantity; 3], counted: &StageTwo) -> Sample {
+    sample
+        .count(of_4k, counted.mappings_4k)
+        .count(of_2m, counted.mappings_2m)
+        .count(of_1g, counted.mappings_1g)
 }
 
 pub(super) fn words_per_us(words: u64, time: Duration) -> f64 {

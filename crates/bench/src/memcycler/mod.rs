@@ -3,15 +3,10 @@
 
 mod errors;
 mod machines;
-mod notes;
 mod plan;
 mod published;
-mod report;
-mod run;
-mod sample;
+pub mod view;
 
 pub use machines::Machines;
-pub use plan::{MAX_SECONDS, MAX_VCPUS, Plan, PlanError, Series};
+pub use plan::{MAX_SECONDS, MAX_VCPUS, Plan, Series};
 pub use published::{Published, PublishedRate, SOURCE as PUBLISHED_SOURCE};
-pub use report::{Mappings, MemcyclerReport, Point, Ratio, RunRecord, SCHEMA};
-pub use sample::Sample;

@@ -5,7 +5,13 @@ use std::fmt;
 use pagetide_memory::{Backing, FailurePolicy, PageSize};
 use serde::{Deserialize, Serialize};
 
-use crate::rounds::{OptionError, by_name};
+use super::machines::Machines;
+use super::view;
+use crate::benchmark::Benchmark;
+use crate::model::{Column, Comparison, Quantity};
+use crate::options::{PlanError, by_name, check_list, check_pages, check_runs, check_vcpus, list};
+use crate::prepare::PrepareError;
+use crate::timing::Timing;
 use crate::units::ByteSize;
 
 /// Largest number of vCPUs that a plan may name, whatever the kernel allows.
@@ -87,46 +93,6 @@ impl Default for Plan {
     }
 }
 
-/// Why a plan makes no sense. Each message names the option to change.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum PlanError {
-    /// An option that all benchmarks take.
-    #[error(transparent)]
-    Option(#[from] OptionError),
-    /// `--memory 0`.
-    #[error("--memory 0: there is nothing to cycle through")]
-    NoMemory,
-    /// The memory is not whole pages.
-    #[error("--memory {memory}: not a multiple of the {page}-byte pages of --backing {backing}")]
-    NotWholePages {
-        /// What was asked for.
-        memory: ByteSize,
-        /// The backing's page size in bytes.
-        page: u64,
-        /// The backing.
-        backing: Backing,
-    },
-    /// The parts of the vCPUs are not whole pieces.
-    #[error(
-        "--memory {memory}: {vcpus} equal parts are not multiples of 2M, which errors are counted in"
-    )]
-    NotWholePieces {
-        /// What was asked for.
-        memory: ByteSize,
-        /// With how many vCPUs.
-        vcpus: u32,
-    },
-    /// Not huge pages.
-    #[error("--backing {0}: it has no huge pages that an error could take; use thp or hugetlb")]
-    NotHuge(Backing),
-    /// More than all.
-    #[error("--poison {0}: 0 to 100 percent of the memory can be hit")]
-    BadPercent(u32),
-    /// No time, or too much.
-    #[error("--seconds {0}: a run is measured for 1 to {MAX_SECONDS} seconds")]
-    BadSeconds(u32),
-}
-
 impl Plan {
     /// How many pieces of 2 MiB the memory has.
     #[must_use]
@@ -155,6 +121,121 @@ impl Plan {
         let runs = u64::from(self.runs) + 1;
         let times = runs * (self.policies.len() * self.vcpus.len()) as u64;
         a_run.sum::<u64>().saturating_mul(times)
+    }
+}
+
+impl Benchmark for Plan {
+    type Series = Series;
+    type Machines = Machines;
+
+    const NAME: &'static str = "memcycler";
+    const QUANTITIES: &'static [Quantity] = &[
+        view::ERRORS,
+        view::UNHANDLED,
+        view::IN_LOST_MEMORY,
+        view::ELAPSED,
+        view::WORDS,
+        view::EACH_SECOND,
+        view::BEFORE[0],
+        view::BEFORE[1],
+        view::BEFORE[2],
+        view::AFTER[0],
+        view::AFTER[1],
+        view::AFTER[2],
+        view::UNUSABLE,
+        view::CORRUPTED,
+        view::DIED_OF,
+    ];
+    const COLUMNS: &'static [Column] = &[view::RATE, view::LOST];
+    const COMPARISONS: &'static [Comparison<Series>] = &[view::RATE_OVER_BASELINE];
+
+    fn vcpus(&self) -> &[u32] {
+        &self.vcpus
+    }
+
+    /// Of each backing and policy without errors first.
+    fn series(&self) -> Vec<Series> {
+        let hit = self.poison_percent.iter().filter(|percent| **percent > 0);
+        let percent: Vec<u32> = std::iter::once(0).chain(hit.copied()).collect();
+        let mut all = Vec::new();
+        for &backing in &self.backings {
+            for &policy in &self.policies {
+                all.extend(percent.iter().map(|&poison_percent| Series {
+                    backing,
+                    policy,
+                    poison_percent,
+                }));
+            }
+        }
+        all
+    }
+
+    fn runs(&self) -> u32 {
+        self.runs
+    }
+
+    fn command(&self) -> String {
+        format!(
+            "pagetide bench memcycler --vcpus {} --memory {} --backing {} --poison {} --policy {} \
+             --seconds {} --runs {}",
+            list(&self.vcpus),
+            self.memory,
+            list(&self.backings),
+            list(&self.poison_percent),
+            list(&self.policies),
+            self.seconds,
+            self.runs
+        )
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        check_vcpus(&self.vcpus, MAX_VCPUS)?;
+        check_list("--backing", "thp,hugetlb-2m", &self.backings)?;
+        check_list("--poison", "0,5,25", &self.poison_percent)?;
+        check_list("--policy", "keep,default", &self.policies)?;
+        if let Some(percent) = self.poison_percent.iter().find(|percent| **percent > 100) {
+            let why = "0 to 100 percent of the memory can be hit";
+            return Err(PlanError::refused(format!("--poison {percent}"), why));
+        }
+        let memory = self.memory;
+        if memory.0 == 0 {
+            return Err(PlanError::refused(
+                "--memory 0",
+                "there is nothing to cycle through",
+            ));
+        }
+        for &backing in &self.backings {
+            if !backing.is_hugetlb() && backing != Backing::Thp {
+                let why = "it has no huge pages that an error could take; use thp or hugetlb";
+                return Err(PlanError::refused(format!("--backing {backing}"), why));
+            }
+            let page = backing.page_size().max(PageSize::Size2M).bytes();
+            check_pages("--memory", memory, page, backing)?;
+        }
+        for &vcpus in &self.vcpus {
+            if !self.pieces().is_multiple_of(vcpus.into()) {
+                let why = format!(
+                    "{vcpus} equal parts are not multiples of 2M, which errors are counted in"
+                );
+                return Err(PlanError::refused(format!("--memory {memory}"), why));
+            }
+        }
+        if !(1..=MAX_SECONDS).contains(&self.seconds) {
+            let why = format!("a run is measured for 1 to {MAX_SECONDS} seconds");
+            return Err(PlanError::refused(
+                format!("--seconds {}", self.seconds),
+                why,
+            ));
+        }
+        check_runs(self.runs)
+    }
+
+    fn prepare(
+        &mut self,
+        methods_asked: bool,
+        timing: Timing,
+    ) -> Result<(Machines, Vec<String>), PrepareError> {
+        Machines::prepare(self, methods_asked, timing)
     }
 }
 

@@ -14,13 +14,13 @@ use pagetide_testbed::{DATA_GPA, EndlessError, MachineError, Walkers, WalkersCon
 use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot, Step};
 use super::metronome::Metronome;
 use super::plan::{Guest, Method, Plan, Series};
-use super::sample::Sample;
-use crate::benchmark::{Benchmark, Job, Rig};
+use super::view;
+use crate::benchmark::{Benchmark, Job, Rig, RunFailure};
 use crate::latency::{LatencyLog, LatencyLogError};
 use crate::machine::{is_loss, stall_timeout};
+use crate::model::Sample;
 use crate::prepare::{Gate, PrepareError, check_vcpus, leave_out};
 use crate::progress::Progress;
-use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
 const PAGE: u64 = 4096;
@@ -104,7 +104,7 @@ impl Machines {
             present: capabilities.slot_list,
             needs: "KVM_CAP_SET_USER_MEMORY_REGION_LIST",
             advice: "boot one with the Pagetide series (cargo xtask vm -- COMMAND does), or measure \
-                     --method quiesce,plain",
+                     --method quiesce,delete-create",
         };
         let mut warnings = leave_out("--method", &mut plan.methods, methods_asked, [list])?;
         if plan.methods.contains(&Method::Quiesce) && !capabilities.kick_vcpus {
@@ -248,24 +248,31 @@ struct Committer {
     begun: Arc<AtomicU64>,
 }
 
+/// What a run has shown so far.
+struct Seen {
+    commit: LatencyLog,
+    commit_total: Duration,
+    inside: LatencyLog,
+    kept: LatencyLog,
+    kept_each: LatencyLog,
+    holes: u64,
+}
+
 impl Committer {
     fn run(&self) -> Result<Sample, Wrong> {
-        let mut sample = Sample {
-            elapsed: Duration::ZERO,
-            steps: 0,
+        let mut seen = Seen {
             commit: LatencyLog::new()?,
             commit_total: Duration::ZERO,
             inside: LatencyLog::new()?,
             kept: LatencyLog::new()?,
             kept_each: LatencyLog::new()?,
             holes: 0,
-            knows_stolen_time: self.walkers.knows_stolen_time(),
         };
         let (start, steps) = (Instant::now(), self.walkers.steps()?);
         for number in 0..u64::from(self.commits) {
             self.begun.store(number + 1, Ordering::Relaxed);
             match self.series {
-                Series::Idle => self.watch(&mut sample, |_| Ok(()))?,
+                Series::Idle => self.watch(&mut seen, |_| Ok(()))?,
                 Series::Commits { op, method } => {
                     let round = changes::round(op, number);
                     let other = |change: Option<Vec<Step>>| match change {
@@ -277,34 +284,52 @@ impl Committer {
                         None => Ok::<(), Wrong>(()),
                     };
                     other(round.before)?;
-                    self.watch(&mut sample, |sample| {
-                        self.commit(number, &round.measured, method, Some(sample))
+                    self.watch(&mut seen, |seen| {
+                        self.commit(number, &round.measured, method, Some(seen))
                     })?;
                     other(round.after)?;
                 }
             }
         }
-        sample.elapsed = start.elapsed();
-        sample.steps = self.walkers.steps()? - steps;
-        Ok(sample)
+        let elapsed = start.elapsed();
+        let p50 = |log: &LatencyLog| log.summary().map_or(0, |times| times.p50_ns);
+        let longest = seen.kept.summary().map_or(0, |times| times.max_ns);
+        Ok(Sample::default()
+            .time(view::ELAPSED, elapsed)
+            .count(view::COMMITS, self.commits.into())
+            .count(view::STEPS, self.walkers.steps()? - steps)
+            .time(view::COMMIT_TOTAL, seen.commit_total)
+            .count(view::COMMIT_P50, p50(&seen.commit))
+            .count(view::KEPT_P50, p50(&seen.kept))
+            .count(view::KEPT_EACH_P50, p50(&seen.kept_each))
+            .count(view::KEPT_MAX, longest)
+            .count(view::HOLES, seen.holes)
+            .count(
+                view::KNOWS_STOLEN_TIME,
+                self.walkers.knows_stolen_time().into(),
+            )
+            .log(view::COMMIT, seen.commit)
+            .log(view::INSIDE, seen.inside)
+            .log(view::KEPT, seen.kept)
+            .log(view::KEPT_EACH, seen.kept_each))
     }
 
     /// Notes what vCPUs see while `work` is done, and for a while afterwards.
     fn watch(
         &self,
-        sample: &mut Sample,
-        work: impl FnOnce(&mut Sample) -> Result<(), Wrong>,
+        seen: &mut Seen,
+        work: impl FnOnce(&mut Seen) -> Result<(), Wrong>,
     ) -> Result<(), Wrong> {
         let holes = self.walkers.holes();
         self.walkers.open_window()?;
-        work(sample)?;
+        work(seen)?;
         thread::sleep(PAUSE);
         let kept = self.walkers.close_window()?;
-        sample.kept.record(kept.iter().copied().max().map_or(0, ns));
+        seen.kept.record(kept.iter().copied().max().map_or(0, ns));
         for each in kept {
-            sample.kept_each.record(ns(each));
+            seen.kept_each.record(ns(each));
         }
-        sample.holes += self.walkers.holes() - holes;
+        seen.holes += self.walkers.holes() - holes;
         Ok(())
     }
 
@@ -313,7 +338,7 @@ impl Committer {
         number: u64,
         change: &[Step],
         method: Method,
-        sample: Option<&mut Sample>,
+        seen: Option<&mut Seen>,
     ) -> Result<(), Wrong> {
         let transaction = changes::transaction(self.walkers.vm(), &self.memory, change)?;
         let start = Instant::now();
@@ -324,12 +349,12 @@ impl Committer {
                 source: Box::new(source),
             })?;
         let taken = start.elapsed();
-        if let Some(sample) = sample {
-            sample.commit.record(ns(taken));
-            sample.commit_total += taken;
-            sample.inside.record(ns(match method {
+        if let Some(seen) = seen {
+            seen.commit.record(ns(taken));
+            seen.commit_total += taken;
+            seen.inside.record(ns(match method {
                 Method::Quiesce => done.quiesced,
-                Method::List | Method::Plain => done.updating,
+                Method::List | Method::DeleteCreate => done.updating,
             }));
         }
         Ok(())

@@ -4,7 +4,13 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::rounds::{OptionError, named};
+use super::machines::Machines;
+use super::view;
+use crate::benchmark::Benchmark;
+use crate::model::{Column, Comparison, Quantity};
+use crate::options::{PlanError, check_list, check_runs, check_vcpus, list, named};
+use crate::prepare::PrepareError;
+use crate::timing::Timing;
 
 /// Largest number of vCPUs that a plan may name, whatever the kernel allows.
 pub const MAX_VCPUS: u32 = 256;
@@ -31,14 +37,15 @@ pub enum Op {
 
 /// How a layout is changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum Method {
     /// One ioctl for all slots.
     List,
     /// Every vCPU is stopped outside KVM_RUN, and slots are deleted and created.
     Quiesce,
-    /// Slots are deleted and created while vCPUs run.
-    Plain,
+    /// Slots are deleted and created while vCPUs run. Reports of version 1 call it `plain`.
+    #[serde(alias = "plain")]
+    DeleteCreate,
 }
 
 /// What the guest does.
@@ -53,7 +60,7 @@ pub enum Guest {
 
 named! {
     Op { Split => "split", Merge => "merge", Resize => "resize", Flags => "flags", Boot => "boot" }
-    Method { List => "list", Quiesce => "quiesce", Plain => "plain" }
+    Method { List => "list", Quiesce => "quiesce", DeleteCreate => "delete-create" }
     Guest { Touch => "touch", Spin => "spin" }
 }
 
@@ -62,7 +69,7 @@ impl From<Method> for pagetide_kvm::Method {
         match method {
             Method::List => Self::List,
             Method::Quiesce => Self::Quiesce,
-            Method::Plain => Self::Plain,
+            Method::DeleteCreate => Self::Plain,
         }
     }
 }
@@ -134,23 +141,12 @@ impl Default for Plan {
         Self {
             vcpus: vec![1, 2, 4, 8, 16],
             ops: vec![Op::Split, Op::Merge, Op::Resize, Op::Flags, Op::Boot],
-            methods: vec![Method::List, Method::Quiesce, Method::Plain],
+            methods: vec![Method::List, Method::Quiesce, Method::DeleteCreate],
             guest: Guest::Touch,
             commits: 50,
             runs: 7,
         }
     }
-}
-
-/// Why a plan makes no sense. Each message names the option to change.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum PlanError {
-    /// An option that all benchmarks take.
-    #[error(transparent)]
-    Option(#[from] OptionError),
-    /// `--commits 0` or too many.
-    #[error("--commits {0}: a run makes 1 to {MAX_COMMITS} commits")]
-    BadCommits(u32),
 }
 
 impl Plan {
@@ -161,6 +157,93 @@ impl Plan {
             Some(Op::Boot) => self.commits.next_multiple_of(BOOT_UPDATES),
             _ => self.commits,
         }
+    }
+}
+
+impl Benchmark for Plan {
+    type Series = Series;
+    type Machines = Machines;
+
+    const NAME: &'static str = "memslots";
+    const QUANTITIES: &'static [Quantity] = &[
+        view::ELAPSED,
+        view::COMMITS,
+        view::STEPS,
+        view::COMMIT_TOTAL,
+        view::COMMIT_P50,
+        view::KEPT_P50,
+        view::KEPT_EACH_P50,
+        view::KEPT_MAX,
+        view::HOLES,
+        view::KNOWS_STOLEN_TIME,
+    ];
+    const COLUMNS: &'static [Column] = &[
+        view::STALL_P50,
+        view::STALL_EACH_P50,
+        view::STALL_MAX,
+        view::COMMIT_MEDIAN,
+        view::WORK,
+        view::HOLES_PER_COMMIT,
+        view::BOOT,
+    ];
+    const COMPARISONS: &'static [Comparison<Series>] = &[
+        view::STALL_OVER_LIST,
+        view::STALL_EACH_OVER_LIST,
+        view::STALL_MAX_OVER_LIST,
+        view::COMMIT_OVER_LIST,
+        view::STALL_GROWTH,
+        view::STALL_EACH_GROWTH,
+        view::WORK_OVER_IDLE,
+    ];
+
+    fn vcpus(&self) -> &[u32] {
+        &self.vcpus
+    }
+
+    /// Without commits first, then change by change.
+    fn series(&self) -> Vec<Series> {
+        let commits = self.ops.iter().flat_map(|&op| {
+            let methods = self.methods.iter();
+            methods.map(move |&method| Series::Commits { op, method })
+        });
+        std::iter::once(Series::Idle).chain(commits).collect()
+    }
+
+    fn runs(&self) -> u32 {
+        self.runs
+    }
+
+    fn command(&self) -> String {
+        format!(
+            "pagetide bench memslots --vcpus {} --ops {} --method {} --guest {} --commits {} \
+             --runs {}",
+            list(&self.vcpus),
+            list(&self.ops),
+            list(&self.methods),
+            self.guest,
+            self.commits,
+            self.runs
+        )
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        check_vcpus(&self.vcpus, MAX_VCPUS)?;
+        check_list("--ops", "split,boot", &self.ops)?;
+        check_list("--method", "quiesce,delete-create", &self.methods)?;
+        if !(1..=MAX_COMMITS).contains(&self.commits) {
+            let option = format!("--commits {}", self.commits);
+            let why = format!("a run makes 1 to {MAX_COMMITS} commits");
+            return Err(PlanError::refused(option, why));
+        }
+        check_runs(self.runs)
+    }
+
+    fn prepare(
+        &mut self,
+        methods_asked: bool,
+        timing: Timing,
+    ) -> Result<(Machines, Vec<String>), PrepareError> {
+        Machines::prepare(self, methods_asked, timing)
     }
 }
 

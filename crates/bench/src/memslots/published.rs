@@ -63,7 +63,7 @@ impl Published {
         match method {
             Method::List => Some(found.ioctl_ms),
             Method::Quiesce => Some(found.pause_ms),
-            Method::Plain => None,
+            Method::DeleteCreate => None,
         }
     }
 }

@@ -15,15 +15,15 @@ use pagetide_vmm::NoFaults;
 use super::pages::{Counted, Paging};
 use super::plan::{Access, Delivery, Mode, Order, Plan, Series};
 use super::preflight::{self, Host, Pool};
-use super::sample::Sample;
-use crate::benchmark::{Benchmark, Job, Rig};
+use super::view::{ELAPSED, EXITS, LATENCY, MESSAGES, PAGES};
+use crate::benchmark::{Benchmark, Job, Rig, RunFailure};
 use crate::facts::thp_shmem;
 use crate::latency::LatencyLog;
 use crate::limits;
 use crate::machine::{Seeds, fill, run_failure, stall_timeout};
+use crate::model::Sample;
 use crate::prepare::PrepareError;
 use crate::progress::Progress;
-use crate::rounds::RunFailure;
 use crate::timing::Timing;
 
 /// Selects the permutation of [`Order::Random`], the same in every run.
@@ -138,13 +138,13 @@ impl Rig<Plan> for Machines {
         machine
             .verify(expected(plan, seeds))
             .map_err(RunFailure::failed)?;
-        Ok(Sample {
-            elapsed: outcome.elapsed,
-            pages: region.pages(),
-            exits: counted.exits,
-            messages: counted.messages,
-            latency: latencies(&outcome, plan, series).map_err(RunFailure::failed)?,
-        })
+        let latencies = latencies(&outcome, plan, series).map_err(RunFailure::failed)?;
+        Ok(Sample::default()
+            .time(ELAPSED, outcome.elapsed)
+            .count(PAGES, region.pages())
+            .count(EXITS, counted.exits)
+            .count(MESSAGES, counted.messages)
+            .log(LATENCY, latencies))
     }
 }
 

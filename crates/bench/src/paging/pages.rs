@@ -13,8 +13,7 @@ use pagetide_vmm::{self as vmm, NoFaults, StageTwo, VcpuHooks, stop_when_in_trou
 
 use super::machines::own_pages;
 use super::plan::{Delivery, Mode, Plan, Uffds};
-use crate::benchmark::Job;
-use crate::rounds::RunFailure;
+use crate::benchmark::{Job, RunFailure};
 
 /// From how many pages on a vCPU's thread maps what it installed: a page alone is mapped cheaper by
 /// the touch that waits for it.

@@ -9,12 +9,12 @@ use pagetide_uapi::userfaultfd::OpenError as UffdError;
 
 use super::*;
 use crate::benchmark::Benchmark;
+use crate::one_line;
 use crate::paging::machines::page_in;
 use crate::paging::plan::Series;
 use crate::paging::preflight::Missing;
 use crate::prepare::PrepareError;
 use crate::timing::Timing;
-use crate::told;
 use crate::units::ByteSize;
 
 #[test]
@@ -106,10 +106,10 @@ fn run_with(
             )
             | PrepareError::Missing(Missing::AbsentMappingFault)),
         ) => {
-            println!("SKIP: {}", told(&error));
+            println!("SKIP: {}", one_line(&error));
             return None;
         }
-        Err(error) => unreachable!("{}", told(&error)),
+        Err(error) => unreachable!("{}", one_line(&error)),
     }
     let job = Job {
         plan: &plan,
@@ -144,7 +144,7 @@ fn run_with_dying_source(delivery: Delivery, panics: bool) -> Option<String> {
     };
     // Whether the vCPUs come back makes no difference, so they are not waited for long.
     let (failure, _) = run_with(source, delivery, |config| config.stop_grace = STUCK / 8)?;
-    Some(told(&failure))
+    Some(one_line(&failure))
 }
 
 /// A vCPU's thread that does not come back leaves the pager as it is; one that does, ends it. Which
@@ -157,7 +157,7 @@ fn stuck(delivery: Delivery) {
     let Some((failure, pager)) = ended else {
         return;
     };
-    let came_back = !told(&failure).contains("did not come back");
+    let came_back = !one_line(&failure).contains("did not come back");
     // In the source, kicks do not reach it.
     assert!(!came_back || delivery == Delivery::Uffd, "{failure:?}");
     assert_eq!(
@@ -180,49 +180,49 @@ fn a_vcpu_asleep_in_the_source_keeps_its_pager() {
 
 #[test]
 fn a_reader_whose_source_fails_ends_the_run_with_the_cause() {
-    let Some(told) = run_with_dying_source(Delivery::Uffd, false) else {
+    let Some(message) = run_with_dying_source(Delivery::Uffd, false) else {
         return;
     };
     assert!(
-        told.contains("a fault that came by a userfaultfd could not be resolved"),
-        "{told}"
+        message.contains("a fault that came by a userfaultfd could not be resolved"),
+        "{message}"
     );
     assert!(
-        told.ends_with("the source failed: the other end is gone"),
-        "{told}"
+        message.ends_with("the source failed: the other end is gone"),
+        "{message}"
     );
 }
 
 #[test]
 fn a_source_that_panics_under_a_reader_ends_the_run_with_the_cause() {
-    let Some(told) = run_with_dying_source(Delivery::Uffd, true) else {
+    let Some(message) = run_with_dying_source(Delivery::Uffd, true) else {
         return;
     };
     assert!(
-        told.contains("the source panicked: the source fell over at 0x1000"),
-        "{told}"
+        message.contains("the source panicked: the source fell over at 0x1000"),
+        "{message}"
     );
 }
 
 #[test]
 fn a_vcpu_whose_source_fails_ends_the_run_with_the_cause() {
-    let Some(told) = run_with_dying_source(Delivery::Exit, false) else {
+    let Some(message) = run_with_dying_source(Delivery::Exit, false) else {
         return;
     };
-    assert!(told.contains("cannot resolve"), "{told}");
+    assert!(message.contains("cannot resolve"), "{message}");
     assert!(
-        told.ends_with("the source failed: the other end is gone"),
-        "{told}"
+        message.ends_with("the source failed: the other end is gone"),
+        "{message}"
     );
 }
 
 #[test]
 fn a_source_that_panics_under_a_vcpu_ends_the_run_with_the_cause() {
-    let Some(told) = run_with_dying_source(Delivery::Exit, true) else {
+    let Some(message) = run_with_dying_source(Delivery::Exit, true) else {
         return;
     };
     assert!(
-        told.contains("the source panicked: the source fell over at 0x1000"),
-        "{told}"
+        message.contains("the source panicked: the source fell over at 0x1000"),
+        "{message}"
     );
 }

@@ -5,7 +5,16 @@ use std::fmt;
 use pagetide_memory::Backing;
 use serde::{Deserialize, Serialize};
 
-use crate::rounds::{OptionError, check_list, named};
+use super::machines::Machines;
+use super::view::{
+    ELAPSED, EXITS, INSTRUCTIONS, INSTRUCTIONS_OVER_UFFD, MESSAGES, PAGES, RATE, RATE_OVER_UFFD,
+    RATE_PER_VCPU,
+};
+use crate::benchmark::Benchmark;
+use crate::model::{Column, Comparison, Quantity};
+use crate::options::{PlanError, check_list, check_pages, check_runs, check_vcpus, list, named};
+use crate::prepare::PrepareError;
+use crate::timing::Timing;
 use crate::units::ByteSize;
 
 /// Largest number of vCPUs that a plan may name, whatever the kernel allows: the guest's parameter
@@ -170,7 +179,7 @@ mod backing_and_page {
     use pagetide_memory::Backing;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    use crate::rounds::by_name;
+    use crate::options::by_name;
 
     #[derive(Serialize, Deserialize)]
     struct Record {
@@ -198,123 +207,64 @@ mod backing_and_page {
     }
 }
 
-/// Why a plan makes no sense. Each message names the option to change.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum PlanError {
-    /// An option that all benchmarks take.
-    #[error(transparent)]
-    Option(#[from] OptionError),
-    /// `--per-vcpu 0`.
-    #[error("--per-vcpu 0: each vCPU needs at least one page to touch")]
-    NoMemory,
-    /// The size is not whole pages.
-    #[error("--per-vcpu {size}: not a multiple of the {page}-byte pages of --backing {backing}")]
-    NotWholePages {
-        /// What was asked for.
-        size: ByteSize,
-        /// The backing's page size in bytes.
-        page: u64,
-        /// The backing.
-        backing: Backing,
-    },
-    /// vCPUs times size overflows.
-    #[error("--per-vcpu {size} times {vcpus} vCPUs is more than a guest can address")]
-    MemoryTooLarge {
-        /// What was asked for.
-        size: ByteSize,
-        /// With how many vCPUs.
-        vcpus: u32,
-    },
-    /// A fault-around that is 0, too large, or no power of two.
-    #[error("--fault-around {0}: must be a power of two from 1 to {MAX_FAULT_AROUND} pages")]
-    BadFaultAround(u32),
-    /// Fault-around without exits.
-    #[error("--fault-around {0} needs --delivery exit: only exits resolve neighbours")]
-    FaultAroundWithoutExit(u32),
-    /// `--readers 0`.
-    #[error("--readers 0: without a reader thread nobody resolves userfaultfd messages")]
-    ZeroReaders,
-    /// Too many readers.
-    #[error("--readers {0}: at most {MAX_READERS} reader threads")]
-    TooManyReaders(u32),
-    /// Overlapping ranges have no vCPU of their own.
-    #[error(
-        "--uffds per-vcpu with --overlap: memory that all vCPUs share cannot have a userfaultfd \
-         for each; drop one of the two"
-    )]
-    PerVcpuOverlap,
-    /// MINOR needs a page cache.
-    #[error(
-        "--mode minor with --backing anonymous: anonymous memory has no page cache to map from; \
-         use --mode missing"
-    )]
-    MinorAnonymous,
-    /// UFFDIO_COPY of single pages into a THP is unsafe.
-    #[error(
-        "--mode missing with --backing thp: copying single 4K pages under a huge page can show the \
-         guest wrong data; use --mode minor"
-    )]
-    MissingThp,
-    /// Pre-fault without exits.
-    #[error("--pre-fault needs --delivery exit: it is done by the vCPU's own thread")]
-    PreFaultWithoutExit,
-    /// Population without neighbours.
-    #[error(
-        "--populate needs --delivery exit and a --fault-around above 1: it maps the pages that come \
-         with the faulting one"
-    )]
-    PopulateWithoutNeighbours,
-}
-
 impl Plan {
-    pub(super) fn check_memory(&self) -> Result<(), PlanError> {
+    fn check_memory(&self) -> Result<(), PlanError> {
         let (size, backing) = (self.per_vcpu, self.backing);
-        let page = backing.page_size().bytes();
         if size.0 == 0 {
-            return Err(PlanError::NoMemory);
+            let why = "each vCPU needs at least one page to touch";
+            return Err(PlanError::refused("--per-vcpu 0", why));
         }
-        if !size.0.is_multiple_of(page) {
-            return Err(PlanError::NotWholePages {
-                size,
-                page,
-                backing,
-            });
-        }
+        check_pages("--per-vcpu", size, backing.page_size().bytes(), backing)?;
         for &vcpus in &self.vcpus {
             // 2^51 bytes is less than the smallest guest-physical address space that has 52 bits,
             // and leaves room for the low memory below the data.
-            if size
-                .0
-                .checked_mul(u64::from(vcpus))
-                .is_none_or(|total| total > 1 << 51)
-            {
-                return Err(PlanError::MemoryTooLarge { size, vcpus });
+            let total = size.0.checked_mul(u64::from(vcpus));
+            if total.is_none_or(|total| total > 1 << 51) {
+                return Err(PlanError::Meaningless(format!(
+                    "--per-vcpu {size} times {vcpus} vCPUs is more than a guest can address"
+                )));
             }
         }
         match (self.mode, backing) {
-            (Mode::Minor, Backing::Anonymous) => Err(PlanError::MinorAnonymous),
-            (Mode::Missing, Backing::Thp) => Err(PlanError::MissingThp),
+            (Mode::Minor, Backing::Anonymous) => Err(PlanError::refused(
+                "--mode minor with --backing anonymous",
+                "anonymous memory has no page cache to map from; use --mode missing",
+            )),
+            (Mode::Missing, Backing::Thp) => Err(PlanError::refused(
+                "--mode missing with --backing thp",
+                "copying single 4K pages under a huge page can show the guest wrong data; use \
+                 --mode minor",
+            )),
             _ => Ok(()),
         }
     }
 
-    pub(super) fn check_series(&self) -> Result<(), PlanError> {
+    fn check_series(&self) -> Result<(), PlanError> {
         check_list("--delivery", "uffd,exit", &self.deliveries)?;
         let exits = self.deliveries.contains(&Delivery::Exit);
         for &pages in &self.fault_around {
+            let option = format!("--fault-around {pages}");
             if !pages.is_power_of_two() || pages > MAX_FAULT_AROUND {
-                return Err(PlanError::BadFaultAround(pages));
+                let why = format!("must be a power of two from 1 to {MAX_FAULT_AROUND} pages");
+                return Err(PlanError::refused(option, why));
             }
             if pages > 1 && !exits {
-                return Err(PlanError::FaultAroundWithoutExit(pages));
+                let option = format!("{option} needs --delivery exit");
+                return Err(PlanError::refused(option, "only exits resolve neighbours"));
             }
         }
         check_list("--fault-around", "1,16", &self.fault_around)?;
         if self.pre_fault && !exits {
-            return Err(PlanError::PreFaultWithoutExit);
+            return Err(PlanError::refused(
+                "--pre-fault needs --delivery exit",
+                "it is done by the vCPU's own thread",
+            ));
         }
         if self.populate && !(exits && self.fault_around.iter().any(|&pages| pages > 1)) {
-            return Err(PlanError::PopulateWithoutNeighbours);
+            return Err(PlanError::refused(
+                "--populate needs --delivery exit and a --fault-around above 1",
+                "it maps the pages that come with the faulting one",
+            ));
         }
         Ok(())
     }
@@ -343,6 +293,113 @@ impl Plan {
     #[must_use]
     pub fn total_pages(&self, vcpus: u32) -> u64 {
         self.total_bytes(vcpus) / self.backing.page_size().bytes()
+    }
+}
+
+impl Benchmark for Plan {
+    type Series = Series;
+    type Machines = Machines;
+
+    const NAME: &'static str = "paging";
+    const QUANTITIES: &'static [Quantity] = &[ELAPSED, PAGES, EXITS, MESSAGES];
+    const COLUMNS: &'static [Column] = &[RATE, RATE_PER_VCPU, INSTRUCTIONS];
+    const COMPARISONS: &'static [Comparison<Series>] = &[RATE_OVER_UFFD, INSTRUCTIONS_OVER_UFFD];
+    const TIME: Option<Quantity> = Some(ELAPSED);
+
+    fn vcpus(&self) -> &[u32] {
+        &self.vcpus
+    }
+
+    fn series(&self) -> Vec<Series> {
+        let mut all = Vec::new();
+        for &delivery in &self.deliveries {
+            if delivery == Delivery::Exit {
+                for &fault_around in &self.fault_around {
+                    let alone = Series {
+                        delivery,
+                        fault_around,
+                        populate: false,
+                    };
+                    all.push(alone);
+                    // Side by side: each is measured with and without.
+                    all.extend((self.populate && fault_around > 1).then_some(Series {
+                        populate: true,
+                        ..alone
+                    }));
+                }
+            } else {
+                all.push(Series {
+                    delivery,
+                    fault_around: 1,
+                    populate: false,
+                });
+            }
+        }
+        all
+    }
+
+    fn runs(&self) -> u32 {
+        self.runs
+    }
+
+    fn command(&self) -> String {
+        let mut words = vec![
+            "pagetide bench paging".to_owned(),
+            format!("--vcpus {}", list(&self.vcpus)),
+            format!("--per-vcpu {}", self.per_vcpu),
+            format!("--delivery {}", list(&self.deliveries)),
+            format!("--fault-around {}", list(&self.fault_around)),
+            format!("--backing {}", self.backing),
+            format!("--mode {}", self.mode),
+            format!("--uffds {}", self.uffds),
+            format!("--order {}", self.order),
+            format!("--access {}", self.access),
+            format!("--runs {}", self.runs),
+        ];
+        words.extend(self.readers.map(|readers| format!("--readers {readers}")));
+        let switches = [
+            (self.overlap, "--overlap"),
+            (self.pre_fault, "--pre-fault"),
+            (self.populate, "--populate"),
+            (self.pin, "--pin"),
+        ];
+        let switches = switches.into_iter().filter(|(on, _)| *on);
+        words.extend(switches.map(|(_, name)| name.to_owned()));
+        words.join(" ")
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        check_vcpus(&self.vcpus, MAX_VCPUS)?;
+        self.check_memory()?;
+        self.check_series()?;
+        let readers = self.readers.unwrap_or(1);
+        let why = match readers {
+            0 => Some("without a reader thread nobody resolves userfaultfd messages".to_owned()),
+            readers if readers > MAX_READERS => {
+                Some(format!("at most {MAX_READERS} reader threads"))
+            }
+            _ => None,
+        };
+        if let Some(why) = why {
+            return Err(PlanError::refused(format!("--readers {readers}"), why));
+        }
+        check_runs(self.runs)?;
+        if self.uffds == Uffds::PerVcpu && self.overlap {
+            return Err(PlanError::refused(
+                "--uffds per-vcpu with --overlap",
+                "memory that all vCPUs share cannot have a userfaultfd for each; drop one of the two",
+            ));
+        }
+        Ok(())
+    }
+
+    /// A delivery that the kernel lacks is an error, whoever asked for it.
+    fn prepare(
+        &mut self,
+        _methods_asked: bool,
+        timing: Timing,
+    ) -> Result<(Machines, Vec<String>), PrepareError> {
+        Machines::prepare(self, timing)
     }
 }
 

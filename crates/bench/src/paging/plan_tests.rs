@@ -157,7 +157,7 @@ fn valid_combinations_pass() {
             p.vcpus = vec![MAX_VCPUS];
             p.readers = Some(MAX_READERS);
             p.fault_around = vec![1, MAX_FAULT_AROUND];
-            p.runs = crate::rounds::MAX_RUNS;
+            p.runs = crate::options::MAX_RUNS;
         }),
         plan(|p| p.deliveries = vec![Delivery::None]),
     ];
@@ -204,7 +204,7 @@ fn memory_is_that_of_all_vcpus() {
 }
 
 #[test]
-fn readers_follow_the_vcpus_unless_told() {
+fn readers_follow_the_vcpus_unless_given() {
     let mut plan = Plan::default();
     assert_eq!((plan.readers_for(1), plan.readers_for(8)), (1, 8));
     plan.readers = Some(2);

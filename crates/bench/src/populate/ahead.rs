@@ -9,8 +9,8 @@ use pagetide_pager::{
 use pagetide_testbed::{Machine, RunOutcome, Workload};
 use pagetide_vmm::{Paging, StageTwo, VcpuHooks, stop_when_in_trouble};
 
+use crate::benchmark::RunFailure;
 use crate::machine::run_failure;
-use crate::rounds::RunFailure;
 
 /// A pager at work, with prefetch.
 pub(super) struct Ahead {

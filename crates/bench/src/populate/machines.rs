@@ -7,20 +7,22 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod, Signals, SlotFlags};
 use pagetide_memory::{Backing, PopulateAccess};
-use pagetide_testbed::{Content, Expected, Machine, MachineConfig, Order, Touch, Workload};
+use pagetide_testbed::{
+    Content, Expected, Machine, MachineConfig, Order, StageTwo, Touch, Workload,
+};
 
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use pagetide_vmm::NoFaults;
 
-use super::ahead::Ahead;
+use super::ahead::{Ahead, Arrived};
 use super::plan::{Method, Plan};
-use super::sample::Sample;
-use crate::benchmark::{Benchmark, Job, Rig};
+use super::view;
+use crate::benchmark::{Benchmark, Job, Rig, RunFailure};
 use crate::limits;
 use crate::machine::{Seeds, fill, run_failure, stall_timeout};
+use crate::model::Sample;
 use crate::prepare::{Gate, PrepareError, check_room, check_vcpus, leave_out};
 use crate::progress::Progress;
-use crate::rounds::RunFailure;
 use crate::timing::Timing;
 use crate::units::ByteSize;
 
@@ -133,7 +135,7 @@ impl Machines {
         machine: &mut Machine,
         method: PopulatorMethod,
         threads: u32,
-        sample: &mut Sample,
+        filled: &mut Filled,
     ) -> Result<(), RunFailure> {
         let threads = usize::try_from(threads).ok().and_then(NonZeroUsize::new);
         let populator = machine
@@ -152,7 +154,7 @@ impl Machines {
                 ControlFlow::Break(())
             }
         });
-        sample.population = start.elapsed();
+        filled.time = start.elapsed();
         let population = match result {
             // Nothing moved any more.
             Err(error @ PopulationError::Stopped { .. }) => {
@@ -160,14 +162,22 @@ impl Machines {
             }
             result => result.map_err(RunFailure::failed)?,
         };
-        sample.threads = u32::try_from(population.threads).unwrap_or(u32::MAX);
-        sample.populated_bytes = population.populated.bytes();
+        filled.threads = u32::try_from(population.threads).unwrap_or(u32::MAX);
+        filled.bytes = population.populated.bytes();
         if population.populated.mapped_bytes == population.total_bytes {
             Ok(())
         } else {
             Err(RunFailure::failed(Holes(population.to_string())))
         }
     }
+}
+
+/// What a population did.
+#[derive(Debug, Clone, Copy, Default)]
+struct Filled {
+    time: Duration,
+    threads: u32,
+    bytes: u64,
 }
 
 /// Memory that is there was not mapped.
@@ -198,28 +208,28 @@ impl Rig<Plan> for Machines {
             Machine::with_region(config, Arc::clone(&region)).map_err(RunFailure::failed)?;
         let count = |machine: &Machine| machine.stage_two().map_err(RunFailure::failed);
 
-        let mut sample = Sample::default();
+        let (mut filled, mut arrived) = (Filled::default(), Arrived::default());
         let before = count(&machine)?;
         match series.method {
             Method::None | Method::Prefetch | Method::PrefetchPopulate => {}
             Method::Populate => {
                 let threads = series.threads.unwrap_or(1);
                 let method = PopulatorMethod::Populate;
-                self.populate(&mut machine, method, threads, &mut sample)?;
+                self.populate(&mut machine, method, threads, &mut filled)?;
             }
             Method::PreFault => {
                 let threads = series.threads.unwrap_or(1);
                 let method = PopulatorMethod::PreFault;
-                self.populate(&mut machine, method, threads, &mut sample)?;
+                self.populate(&mut machine, method, threads, &mut filled)?;
             }
             Method::OneReader => {
                 let walk = Workload::new(Touch::ReadPattern(seeds.paged), Order::Sequential);
                 let outcome = machine
                     .run(&walk.alone(), Arc::new(NoFaults))
                     .map_err(run_failure)?;
-                sample.population = outcome.elapsed;
-                sample.threads = 1;
-                sample.populated_bytes = memory.0;
+                filled.time = outcome.elapsed;
+                filled.threads = 1;
+                filled.bytes = memory.0;
             }
         }
         let populated = count(&machine)?;
@@ -227,9 +237,8 @@ impl Rig<Plan> for Machines {
         let outcome = if is_paged {
             let populates = series.method == Method::PrefetchPopulate;
             let ahead = Ahead::begin(&machine, &region, populates)?;
-            let (outcome, arrived) = ahead.run(&mut machine, &walk)?;
-            sample.prefetched_pages = arrived.prefetched_pages;
-            sample.pager_faults = arrived.faults;
+            let outcome;
+            (outcome, arrived) = ahead.run(&mut machine, &walk)?;
             outcome
         } else {
             let outcome = machine.run(&walk, Arc::new(NoFaults));
@@ -242,15 +251,19 @@ impl Rig<Plan> for Machines {
             rest: Content::Pattern(seeds.paged),
         };
         machine.verify(expected).map_err(RunFailure::failed)?;
-        Ok(Sample {
-            guest: outcome.elapsed,
-            mappings_4k: populated.mappings_4k.saturating_sub(before.mappings_4k),
-            mappings_2m: populated.mappings_2m.saturating_sub(before.mappings_2m),
-            mappings_1g: populated.mappings_1g.saturating_sub(before.mappings_1g),
-            mappings_after: after.mappings(),
-            population_exits: populated.faults_taken - before.faults_taken,
-            exits: after.faults_taken - populated.faults_taken,
-            ..sample
-        })
+        let made = |count: fn(&StageTwo) -> u64| count(&populated).saturating_sub(count(&before));
+        Ok(Sample::default()
+            .count(view::THREADS, filled.threads.into())
+            .time(view::POPULATION, filled.time)
+            .time(view::GUEST, outcome.elapsed)
+            .count(view::POPULATED, filled.bytes)
+            .count(view::MAPPINGS_4K, made(|counts| counts.mappings_4k))
+            .count(view::MAPPINGS_2M, made(|counts| counts.mappings_2m))
+            .count(view::MAPPINGS_1G, made(|counts| counts.mappings_1g))
+            .count(view::MAPPINGS_AFTER, after.mappings())
+            .count(view::POPULATION_EXITS, made(|counts| counts.faults_taken))
+            .count(view::EXITS, after.faults_taken - populated.faults_taken)
+            .count(view::PREFETCHED, arrived.prefetched_pages)
+            .count(view::PAGER_FAULTS, arrived.faults))
     }
 }

@@ -1,17 +1,12 @@
-//! Population: how fast the second-stage tables fill before vCPUs ask for them, and what that saves
-//! the guest.
+//! Population: how fast the stage-2 tables fill before vCPUs access memory, and what that saves the
+//! guest.
 
 mod ahead;
 mod machines;
-mod notes;
 mod plan;
 mod published;
-mod report;
-mod run;
-mod sample;
+pub mod view;
 
 pub use machines::Machines;
-pub use plan::{MAX_THREADS, MAX_VCPUS, Method, Plan, PlanError, Series};
+pub use plan::{MAX_THREADS, MAX_VCPUS, Method, Plan, Series};
 pub use published::{Published, SOURCE as PUBLISHED_SOURCE};
-pub use report::{Point, PopulateReport, Ratio, RunRecord, SCHEMA};
-pub use sample::Sample;

@@ -5,7 +5,13 @@ use std::fmt;
 use pagetide_memory::Backing;
 use serde::{Deserialize, Serialize};
 
-use crate::rounds::{OptionError, by_name, named};
+use super::machines::Machines;
+use super::view;
+use crate::benchmark::Benchmark;
+use crate::model::{Column, Comparison, Quantity};
+use crate::options::{PlanError, by_name, check_list, check_runs, check_vcpus, list, named};
+use crate::prepare::PrepareError;
+use crate::timing::Timing;
 use crate::units::ByteSize;
 
 /// Largest number of vCPUs that a plan may name, whatever the kernel allows.
@@ -120,38 +126,128 @@ impl Default for Plan {
     }
 }
 
-/// Why a plan makes no sense. Each message names the option to change.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum PlanError {
-    /// An option that all benchmarks take.
-    #[error(transparent)]
-    Option(#[from] OptionError),
-    /// `--memory 0`.
-    #[error("--memory 0: there is nothing to write to")]
-    NoMemory,
-    /// The parts of the vCPUs are not whole pages.
-    #[error(
-        "--memory {memory}: {vcpus} equal parts are not multiples of the {page}-byte pages of \
-         --backing {backing}"
-    )]
-    NotWholePages {
-        /// What was asked for.
-        memory: ByteSize,
-        /// With how many vCPUs.
-        vcpus: u32,
-        /// The backing's page size in bytes.
-        page: u64,
-        /// The backing.
-        backing: Backing,
-    },
-    /// Anonymous memory.
-    #[error(
-        "--backing anonymous: its content cannot be put there beforehand; use shmem, thp or hugetlb"
-    )]
-    Anonymous,
-    /// No thread, or too many.
-    #[error("--threads {0}: 1 to {MAX_THREADS} threads populate")]
-    BadThreads(u32),
+impl Benchmark for Plan {
+    type Series = Series;
+    type Machines = Machines;
+
+    const NAME: &'static str = "populate";
+    const QUANTITIES: &'static [Quantity] = &[
+        view::THREADS,
+        view::POPULATION,
+        view::GUEST,
+        view::POPULATED,
+        view::MAPPINGS_4K,
+        view::MAPPINGS_2M,
+        view::MAPPINGS_1G,
+        view::MAPPINGS_AFTER,
+        view::POPULATION_EXITS,
+        view::EXITS,
+        view::PREFETCHED,
+        view::PAGER_FAULTS,
+    ];
+    const COLUMNS: &'static [Column] = &[
+        view::TOTAL,
+        view::GUEST_TIME,
+        view::POPULATION_TIME,
+        view::RATE,
+        view::MAPPING_RATE,
+        view::PER_MAPPING,
+        view::FAULTS,
+    ];
+    const COMPARISONS: &'static [Comparison<Series>] = &[
+        view::TOTAL_OF_NONE,
+        view::GUEST_OF_NONE,
+        view::OVER_FAULTS,
+        view::OVER_PRE_FAULT,
+        view::OVER_ONE_THREAD,
+        view::OF_PREFETCH,
+    ];
+    const TIME: Option<Quantity> = Some(view::GUEST);
+
+    fn vcpus(&self) -> &[u32] {
+        &self.vcpus
+    }
+
+    fn series(&self) -> Vec<Series> {
+        let mut all = Vec::new();
+        for &backing in &self.backings {
+            for &method in &self.methods {
+                let threads: Vec<_> = if method.has_threads() {
+                    self.threads.iter().copied().map(Some).collect()
+                } else {
+                    vec![None]
+                };
+                all.extend(threads.into_iter().map(|threads| Series {
+                    backing,
+                    method,
+                    threads,
+                }));
+            }
+        }
+        all
+    }
+
+    fn runs(&self) -> u32 {
+        self.runs
+    }
+
+    fn command(&self) -> String {
+        format!(
+            "pagetide bench populate --vcpus {} --memory {} --backing {} --method {} --threads {} \
+             --runs {}",
+            list(&self.vcpus),
+            self.memory,
+            list(&self.backings),
+            list(&self.methods),
+            list(&self.threads),
+            self.runs
+        )
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        check_vcpus(&self.vcpus, MAX_VCPUS)?;
+        check_list("--backing", "shmem,thp", &self.backings)?;
+        check_list("--method", "none,populate", &self.methods)?;
+        check_list("--threads", "1,2", &self.threads)?;
+        let mut threads = self.threads.iter();
+        if let Some(bad) = threads.find(|threads| !(1..=MAX_THREADS).contains(*threads)) {
+            let why = format!("1 to {MAX_THREADS} threads populate");
+            return Err(PlanError::refused(format!("--threads {bad}"), why));
+        }
+        let memory = self.memory;
+        if memory.0 == 0 {
+            return Err(PlanError::refused(
+                "--memory 0",
+                "there is nothing to write to",
+            ));
+        }
+        if self.backings.contains(&Backing::Anonymous) {
+            let why = "its content cannot be put there beforehand; use shmem, thp or hugetlb";
+            return Err(PlanError::refused("--backing anonymous", why));
+        }
+        for &backing in &self.backings {
+            let page = backing.page_size().bytes();
+            for &vcpus in &self.vcpus {
+                // 1 GiB times 256 at most: no overflow is near.
+                if !memory.0.is_multiple_of(page * u64::from(vcpus)) {
+                    let why = format!(
+                        "{vcpus} equal parts are not multiples of the {page}-byte pages of --backing \
+                         {backing}"
+                    );
+                    return Err(PlanError::refused(format!("--memory {memory}"), why));
+                }
+            }
+        }
+        check_runs(self.runs)
+    }
+
+    fn prepare(
+        &mut self,
+        methods_asked: bool,
+        timing: Timing,
+    ) -> Result<(Machines, Vec<String>), PrepareError> {
+        Machines::prepare(self, methods_asked, timing)
+    }
 }
 
 #[cfg(test)]

@@ -1,26 +1,29 @@
 //! Results as rows and columns, and those as text for a terminal.
 
-use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, TableStyle};
+use std::fmt;
 
+use comfy_table::{Attribute, CellAlignment, ContentArrangement, LineStyle, TableStyle};
+
+use crate::model::{Cell, Column, Comparison};
 use crate::stats::Spread;
-use crate::units::{figure, float, latency, whole};
+use crate::units::{figure, latency, whole};
 
 /// Rows and columns of text.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Grid {
+pub struct Grid {
     /// Column headings; all columns but the first `words` are numbers.
-    pub(crate) headings: Vec<String>,
+    pub headings: Vec<String>,
     /// How many columns at the left are words.
-    pub(crate) words: usize,
+    pub words: usize,
     /// The rows; each is as long as the headings.
-    pub(crate) rows: Vec<Vec<String>>,
+    pub rows: Vec<Vec<String>>,
 }
 
 /// What stands where there is no figure.
 pub(crate) const NOTHING: &str = "\u{2013}";
 
 /// A table that columns are added to.
-pub(super) struct Table<R> {
+pub(crate) struct Table<R> {
     grid: Grid,
     rows: Vec<R>,
 }
@@ -28,7 +31,7 @@ pub(super) struct Table<R> {
 impl<R> Table<R> {
     /// The rows, each of which belongs to a number of vCPUs and to something with a name, such as a
     /// series; `what` is the heading of the names.
-    pub(super) fn by_name(what: &str, rows: impl IntoIterator<Item = (u32, String, R)>) -> Self {
+    pub(crate) fn by_name(what: &str, rows: impl IntoIterator<Item = (u32, String, R)>) -> Self {
         let rows = rows.into_iter();
         let (names, rows) = rows
             .map(|(vcpus, name, row)| (vec![vcpus.to_string(), name], row))
@@ -42,17 +45,12 @@ impl<R> Table<R> {
     }
 
     /// Adds a column that every row has a text for.
-    pub(super) fn column(self, heading: &str, text: impl Fn(&R) -> String) -> Self {
+    pub(crate) fn column(self, heading: &str, text: impl Fn(&R) -> String) -> Self {
         self.maybe(heading, |row| Some(text(row)))
     }
 
-    /// Adds a column of counts.
-    pub(super) fn count(self, heading: &str, value: impl Fn(&R) -> u64) -> Self {
-        self.column(heading, |row| figure(float(value(row))))
-    }
-
     /// Adds a column that shows [`NOTHING`] where a row has no text for it.
-    pub(super) fn maybe(mut self, heading: &str, text: impl Fn(&R) -> Option<String>) -> Self {
+    pub(crate) fn maybe(mut self, heading: &str, text: impl Fn(&R) -> Option<String>) -> Self {
         self.grid.headings.push(heading.to_owned());
         for (cells, row) in self.grid.rows.iter_mut().zip(&self.rows) {
             cells.push(text(row).unwrap_or_else(|| NOTHING.to_owned()));
@@ -61,13 +59,64 @@ impl<R> Table<R> {
     }
 
     /// The table with all its columns.
-    pub(super) fn grid(self) -> Grid {
+    pub(crate) fn grid(self) -> Grid {
         self.grid
     }
 
     /// The same; `None` if it has no rows.
-    pub(super) fn if_any(self) -> Option<Grid> {
+    pub(crate) fn if_any(self) -> Option<Grid> {
         (!self.rows.is_empty()).then_some(self.grid)
+    }
+}
+
+impl<'v, S: fmt::Display> Table<&'v Cell<S>> {
+    /// A row for each cell.
+    pub(crate) fn of(what: &str, cells: impl IntoIterator<Item = &'v Cell<S>>) -> Self {
+        let cells = cells.into_iter();
+        Self::by_name(
+            what,
+            cells.map(|cell| (cell.vcpus, cell.series.to_string(), cell)),
+        )
+    }
+
+    /// The median of a column of the data.
+    pub(crate) fn median(self, heading: &str, column: Column, show: fn(f64) -> String) -> Self {
+        self.maybe(heading, |cell| Some(show(cell.spread(column)?.median)))
+    }
+
+    /// The extremes of a column of the data.
+    pub(crate) fn extremes(self, heading: &str, column: Column, show: fn(f64) -> String) -> Self {
+        self.maybe(heading, |cell| {
+            let spread = cell.spread(column)?;
+            Some(format!("{}..{}", show(spread.min), show(spread.max)))
+        })
+    }
+
+    /// The median ratio of a comparison.
+    pub(crate) fn ratio(self, heading: &str, of: &Comparison<S>, cells: &[Cell<S>]) -> Self {
+        self.maybe(heading, |cell| {
+            Some(times(of.of(cell, cells)?.paired.median))
+        })
+    }
+
+    /// The extremes of a comparison's ratios.
+    pub(crate) fn ratio_extremes(
+        self,
+        heading: &str,
+        of: &Comparison<S>,
+        cells: &[Cell<S>],
+    ) -> Self {
+        self.maybe(heading, |cell| Some(extremes(&of.of(cell, cells)?.paired)))
+    }
+
+    /// The ratio of the medians of a comparison.
+    pub(crate) fn ratio_of_medians(
+        self,
+        heading: &str,
+        of: &Comparison<S>,
+        cells: &[Cell<S>],
+    ) -> Self {
+        self.maybe(heading, |cell| Some(times(of.of(cell, cells)?.of_medians)))
     }
 }
 
@@ -80,18 +129,9 @@ pub(crate) fn extremes(spread: &Spread) -> String {
     format!("{}..{}", figure(spread.min), figure(spread.max))
 }
 
-/// A median of nanoseconds.
-pub(crate) fn median_ns(spread: &Spread) -> String {
-    latency(whole(spread.median))
-}
-
-/// The extremes of nanoseconds.
-pub(crate) fn extremes_ns(spread: &Spread) -> String {
-    format!(
-        "{}..{}",
-        latency(whole(spread.min)),
-        latency(whole(spread.max))
-    )
+/// Nanoseconds with the unit that suits them.
+pub(crate) fn ns(ns: f64) -> String {
+    latency(whole(ns))
 }
 
 /// Lines above, below, and under the headings.
@@ -107,7 +147,7 @@ pub(crate) fn lines(grid: &Grid, width: Option<u16>) -> String {
     table.set_header(
         grid.headings
             .iter()
-            .map(|heading| Cell::new(heading).add_attribute(Attribute::Bold)),
+            .map(|heading| comfy_table::Cell::new(heading).add_attribute(Attribute::Bold)),
     );
     if let Some(width) = width {
         table
@@ -129,7 +169,7 @@ pub(crate) fn lines(grid: &Grid, width: Option<u16>) -> String {
             } else {
                 CellAlignment::Left
             };
-            Cell::new(text).set_alignment(side)
+            comfy_table::Cell::new(text).set_alignment(side)
         }));
     }
     table.trim_fmt()

@@ -1,25 +1,18 @@
 use std::time::Duration;
 
 use super::*;
-use crate::benchmark::{Benchmark, Job, Rig, run};
+use crate::benchmark::{BenchError, Job, Rig, RunFailure, run};
 use crate::facts::Facts;
 use crate::latency::LatencyLog;
-use crate::paging::{Delivery, Plan, Sample, Uffds};
+use crate::model::Quantity;
+use crate::model::{CPU_BY_OTHERS, CPU_PRESSURE, LOST_RUNS, Sample};
+use crate::paging::{self, Delivery, Plan, Uffds};
 use crate::progress::{Progress, Quiet};
-use crate::rounds::{BenchError, Environment, RunFailure};
 use crate::timing::Timing;
 use crate::units::{ByteSize, whole};
 
-fn table(report: &PagingReport, width: Option<u16>) -> String {
-    report.table(width)
-}
-
-fn svg(report: &PagingReport) -> Result<String, ReportError> {
-    report.svg()
-}
-
-fn html(report: &PagingReport) -> Result<String, ReportError> {
-    report.html()
+fn table(report: &Report<Plan>) -> String {
+    report.table(None).unwrap()
 }
 
 /// Makes up runs in the shape of real ones: exits cheaper, a little noise, latencies with a tail.
@@ -51,17 +44,16 @@ impl Rig<Plan> for MadeUp {
             Delivery::Uffd => (0, pages),
             Delivery::Exit => (pages / u64::from(job.series.fault_around), 0),
         };
-        Ok(Sample {
-            elapsed: Duration::from_nanos(elapsed_ns),
-            pages,
-            exits,
-            messages,
-            latency,
-        })
+        Ok(Sample::default()
+            .time(paging::ELAPSED, Duration::from_nanos(elapsed_ns))
+            .count(paging::PAGES, pages)
+            .count(paging::EXITS, exits)
+            .count(paging::MESSAGES, messages)
+            .log(paging::LATENCY, latency))
     }
 }
 
-fn report(timing: Timing, change: impl FnOnce(&mut Plan)) -> PagingReport {
+fn report(timing: Timing, change: impl FnOnce(&mut Plan)) -> Report<Plan> {
     let mut plan = Plan {
         per_vcpu: ByteSize(1 << 20),
         deliveries: vec![Delivery::None, Delivery::Uffd, Delivery::Exit],
@@ -75,76 +67,151 @@ fn report(timing: Timing, change: impl FnOnce(&mut Plan)) -> PagingReport {
     };
     let environment = Environment {
         facts,
-        ..Environment::gather(timing)
+        ..Environment::of_made_up(timing)
     };
     let result: Result<_, BenchError> = run(&plan, &mut MadeUp, environment, &mut Quiet);
     result.unwrap()
+}
+
+fn from_json(text: &str) -> Report<Plan> {
+    Report::from_json(text).unwrap()
 }
 
 #[test]
 fn json_reads_back_as_the_same_report() {
     for timing in [Timing::Native, Timing::Instructions] {
         let report = report(timing, |_| {});
-        let text = json(&report).unwrap();
+        let text = report.json().unwrap();
         // Ratios and rates are floating-point numbers; reading back must not change a bit of them.
-        assert!(from_json(&text).unwrap() == report, "{timing}");
+        assert!(from_json(&text) == report, "{timing}");
     }
 }
 
 #[test]
-fn json_has_the_documented_fields() {
-    let text = json(&report(Timing::Instructions, |_| {})).unwrap();
+fn json_is_a_record_a_line() {
+    let report = report(Timing::Instructions, |plan| plan.runs = 3);
+    let text = report.json().unwrap();
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
-    assert_eq!(value["schema"], "pagetide.paging/1");
-    assert_eq!(value["timing"], "instructions");
-    assert_eq!(value["plan"]["per_vcpu_bytes"], 1 << 20);
-    let point = &value["points"][1];
+    assert_eq!(value["schema"], SCHEMA);
     assert_eq!(
-        point["series"],
-        serde_json::json!({"delivery": "uffd", "fault_around": 1})
+        (&value["benchmark"], &value["timing"]),
+        (&"paging".into(), &"instructions".into())
     );
-    let known = [
-        &point["rate_kpages_per_s"]["median"],
-        &point["rate_per_vcpu_kpages_per_s"]["q1"],
-        &point["instructions_per_page"]["max"],
-        &point["latency"]["p99_ns"],
-        &point["runs"][0]["elapsed_ns"],
-        &value["ratios"][0]["rate"]["paired"]["median"],
-        &value["ratios"][0]["instructions"]["of_medians"],
-        &value["published"]["rates"][0]["uffd_kpages_per_s"],
-    ];
-    for (index, value) in known.iter().enumerate() {
-        assert!(value.is_number(), "{index}");
+    assert_eq!(value["plan"]["per_vcpu_bytes"], 1 << 20);
+    let lines = text
+        .lines()
+        .filter(|line| line.starts_with("    {\""))
+        .count();
+    assert_eq!(lines, report.records.len());
+    let wanted = serde_json::json!({
+        "run": 1, "series": "exit, 16 around", "quantity": "pages", "unit": "pages", "value": 256.0,
+        "axes": {"vcpus": 1, "delivery": "exit", "fault_around": 16},
+    });
+    let records = value["records"].as_array().unwrap();
+    assert!(records.contains(&wanted), "{text}");
+    let published = value["published"]["records"].as_array().unwrap();
+    assert!(published.iter().any(|record| record["value"] == 1239.0));
+    for (quantity, over_runs) in [
+        ("rate_kpages_per_s", "median"),
+        ("instructions_per_page", "q1"),
+        ("latency_ns", "p99"),
+        ("rate_over_uffd", "of_medians"),
+        ("instructions_over_uffd", "max"),
+        ("lost_runs", "sum"),
+    ] {
+        let found = records
+            .iter()
+            .any(|record| record["quantity"] == quantity && record["over_runs"] == over_runs);
+        assert!(found, "{quantity} {over_runs}");
     }
+}
+
+/// Every name in the data is explained where its readers look.
+fn is_documented<B: Shown>(logs: &[Quantity]) {
     let documented = std::fs::read_to_string(concat!(
         env!("CARGO_MANIFEST_DIR"),
-        "/../../docs/guide/benchmarks.md"
+        "/../../docs/design/reports.md"
     ))
     .unwrap();
-    let mut fields = Vec::new();
-    names(&value, &mut fields);
-    for field in fields {
+    let shared = [CPU_BY_OTHERS, CPU_PRESSURE, LOST_RUNS];
+    let quantities = B::QUANTITIES
+        .iter()
+        .chain(logs)
+        .chain(&shared)
+        .map(|one| one.name);
+    let columns = B::COLUMNS.iter().map(|one| one.name);
+    let comparisons = B::COMPARISONS.iter().map(|one| one.name);
+    for name in quantities
+        .chain(columns)
+        .chain(comparisons)
+        .chain([SCHEMA, B::NAME])
+    {
         assert!(
-            documented.contains(&format!("`{field}`")),
-            "{field} is not documented"
+            documented.contains(&format!("`{name}`")),
+            "{name} is not documented"
         );
     }
 }
 
-/// The names of all fields in a JSON value.
-fn names(value: &serde_json::Value, found: &mut Vec<String>) {
-    match value {
-        serde_json::Value::Object(fields) => {
-            for (name, value) in fields {
-                if !found.contains(name) {
-                    found.push(name.clone());
-                }
-                names(value, found);
-            }
-        }
-        serde_json::Value::Array(values) => values.iter().for_each(|value| names(value, found)),
-        _ => {}
+#[test]
+fn every_quantity_is_documented() {
+    use crate::{memcycler, memslots, populate};
+    is_documented::<Plan>(&[paging::LATENCY]);
+    let logs = [
+        memslots::view::COMMIT,
+        memslots::view::INSIDE,
+        memslots::view::KEPT,
+        memslots::view::KEPT_EACH,
+    ];
+    is_documented::<memslots::Plan>(&logs);
+    is_documented::<populate::Plan>(&[]);
+    is_documented::<memcycler::Plan>(&[]);
+}
+
+/// The same runs, during which others took a share of the CPUs.
+struct Shared(f64);
+
+impl Rig<Plan> for Shared {
+    fn run(
+        &mut self,
+        job: &Job<'_, Plan>,
+        progress: &mut dyn Progress,
+    ) -> Result<Sample, RunFailure> {
+        let sample = MadeUp.run(job, progress)?;
+        let busy = job.series.delivery == Delivery::Uffd && job.vcpus == 2;
+        Ok(sample.value(CPU_BY_OTHERS, if busy { self.0 } else { 0.02 }))
     }
+}
+
+#[test]
+fn runs_on_a_busy_machine_are_marked() {
+    let plan = Plan {
+        vcpus: vec![1, 2],
+        per_vcpu: ByteSize(1 << 20),
+        runs: 3,
+        ..Plan::default()
+    };
+    let measure = |share| {
+        // No clock of this machine's: the share comes from the made-up runs.
+        let environment = Environment::of_made_up(Timing::Instructions);
+        run(&plan, &mut Shared(share), environment, &mut Quiet).unwrap()
+    };
+    let busy = measure(0.4);
+    let headline = "(on a busy machine: others took up to 40 % of its CPUs)";
+    let text = table(&busy);
+    assert!(text.lines().next().unwrap().ends_with(headline), "{text}");
+    assert!(
+        text.contains("during 3 of 12 runs others took more than 10 %"),
+        "{text}"
+    );
+    let page = busy.html().unwrap();
+    assert!(
+        page.contains(headline) && page.matches("class=\"warn\"").count() == 2,
+        "{page}"
+    );
+    assert!(page.contains("<td>40 %</td>"), "every run has its share");
+    let idle = measure(0.05);
+    assert!(!table(&idle).contains("busy") && !idle.html().unwrap().contains("busy"));
 }
 
 #[test]
@@ -155,7 +222,7 @@ fn the_page_needs_nothing_from_outside() {
         Timing::Instructions,
         Timing::Parallel,
     ] {
-        let page = html(&report(timing, |_| {})).unwrap();
+        let page = report(timing, |_| {}).html().unwrap();
         for outside in [
             "http:", "https:", "//", "src=", "href=", "@import", "url(", "<link",
         ] {
@@ -168,15 +235,15 @@ fn the_page_needs_nothing_from_outside() {
 #[test]
 fn the_page_holds_the_data_itself() {
     let report = report(Timing::Native, |_| {});
-    let page = html(&report).unwrap();
+    let page = report.html().unwrap();
     let (_, rest) = page.split_once("id=\"paging-data\">").unwrap();
     let (data, _) = rest.split_once("</script>").unwrap();
-    assert!(from_json(data).unwrap() == report);
+    assert!(from_json(data) == report);
 }
 
 #[test]
 fn the_page_escapes_what_it_shows() {
-    let page = html(&report(Timing::Native, |_| {})).unwrap();
+    let page = report(Timing::Native, |_| {}).html().unwrap();
     assert!(page.contains("A &lt;CPU&gt; &amp; &quot;more&quot;"));
     let (shown, _) = page.split_once("<script").unwrap();
     assert!(!shown.contains("A <CPU>"));
@@ -184,7 +251,7 @@ fn the_page_escapes_what_it_shows() {
 
 #[test]
 fn the_page_is_light_and_dark_and_well_formed() {
-    let page = html(&report(Timing::Instructions, |_| {})).unwrap();
+    let page = report(Timing::Instructions, |_| {}).html().unwrap();
     assert!(page.contains("prefers-color-scheme:dark"));
     assert!(page.contains("var(--series-1)"));
     for element in [
@@ -210,16 +277,16 @@ fn pictures_that_have_no_data_are_left_out() {
         plan.backing = pagetide_memory::Backing::Hugetlb2M;
         plan.per_vcpu = ByteSize(2 << 20);
     });
-    let page = html(&only_uffd).unwrap();
+    let page = only_uffd.html().unwrap();
     assert_eq!(page.matches("<figure>").count(), 2, "rates and latencies");
     assert!(!page.contains("published") || !page.contains("Rate, published"));
-    assert!(!table(&only_uffd, None).contains("times uffd"));
-    assert!(svg(&only_uffd).unwrap().contains("Rate, measured here"));
+    assert!(!table(&only_uffd).contains("times uffd"));
+    assert!(only_uffd.svg().unwrap().contains("Rate, measured here"));
 }
 
 #[test]
 fn the_drawing_is_a_file_of_its_own() {
-    let drawing = svg(&report(Timing::Native, |_| {})).unwrap();
+    let drawing = report(Timing::Native, |_| {}).svg().unwrap();
     assert!(drawing.contains("xmlns=\"http://www.w3.org/2000/svg\""));
     assert!(
         !drawing.contains("var("),
@@ -232,7 +299,7 @@ fn the_drawing_is_a_file_of_its_own() {
 
 #[test]
 fn the_table_shows_ours_and_the_published_figures() {
-    let text = table(&report(Timing::Native, |_| {}), None);
+    let text = table(&report(Timing::Native, |_| {}));
     for wanted in [
         "exit, 16 around",
         "published",
@@ -244,16 +311,13 @@ fn the_table_shows_ours_and_the_published_figures() {
     }
     assert!(!text.contains("instructions/page"));
     assert!(text.contains("Timing         native"));
-    let counted = table(&report(Timing::Instructions, |_| {}), None);
+    let counted = table(&report(Timing::Instructions, |_| {}));
     assert!(counted.contains("instructions/page") && counted.contains("instructions, times uffd"));
 }
 
 #[test]
 fn one_userfaultfd_per_vcpu_has_its_own_published_figures() {
-    let text = table(
-        &report(Timing::Native, |plan| plan.uffds = Uffds::PerVcpu),
-        None,
-    );
+    let text = table(&report(Timing::Native, |plan| plan.uffds = Uffds::PerVcpu));
     assert!(
         text.contains("published: thousand pages per second, each vCPU"),
         "{text}"
@@ -262,7 +326,7 @@ fn one_userfaultfd_per_vcpu_has_its_own_published_figures() {
 
 #[test]
 fn what_changes_the_experiment_is_named() {
-    let plain = table(&report(Timing::Native, |_| {}), None);
+    let plain = table(&report(Timing::Native, |_| {}));
     assert!(plain.contains("sequential writes\n"), "{plain}");
     assert!(!plain.contains("readers as vCPUs; here"), "{plain}");
     let report = report(Timing::Native, |plan| {
@@ -270,7 +334,7 @@ fn what_changes_the_experiment_is_named() {
         plan.pin = true;
         plan.readers = Some(1);
     });
-    let text = table(&report, None);
+    let text = table(&report);
     assert!(
         text.contains("sequential writes, exits pre-fault, vCPUs pinned\n"),
         "{text}"
@@ -288,12 +352,12 @@ fn what_changes_the_experiment_is_named() {
 fn other_numbers_of_readers_than_published_are_named() {
     let fixed = report(Timing::Native, |plan| plan.readers = Some(1));
     let note = "published: as many readers as vCPUs; here 1 for any number of vCPUs.";
-    assert!(fixed.published.is_some() && table(&fixed, None).contains(note));
+    assert!(fixed.published.is_some() && table(&fixed).contains(note));
     let same = report(Timing::Native, |plan| {
         plan.readers = Some(2);
         plan.vcpus = vec![2];
     });
-    assert!(!table(&same, None).contains("published: as many readers"));
+    assert!(!table(&same).contains("published: as many readers"));
 }
 
 #[test]
@@ -304,7 +368,7 @@ fn the_command_measures_the_same_again() {
         plan.pin = true;
     });
     assert_eq!(
-        report.plan.command(),
+        report.command,
         "pagetide bench paging --vcpus 1,2,4,8 --per-vcpu 1M --delivery none,uffd,exit \
          --fault-around 1,16 --backing shmem --mode minor --uffds single --order sequential \
          --access write --runs 7 --readers 3 --overlap --pin"
@@ -316,7 +380,7 @@ fn results_are_written_as_three_files() {
     let temporary = tempfile::tempdir().unwrap();
     let report = report(Timing::Native, |_| {});
     let mut out = OutDir::prepare(&temporary.path().join("results")).unwrap();
-    write(&report, &mut out).unwrap();
+    report.write(&mut out).unwrap();
     let mut names: Vec<_> = std::fs::read_dir(out.path())
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -324,5 +388,5 @@ fn results_are_written_as_three_files() {
     names.sort();
     assert_eq!(names, ["paging.html", "paging.json", "paging.svg"]);
     let text = std::fs::read_to_string(out.path().join("paging.json")).unwrap();
-    assert!(from_json(&text).unwrap() == report);
+    assert!(from_json(&text) == report);
 }

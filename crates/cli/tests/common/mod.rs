@@ -20,10 +20,10 @@ fn text(bytes: &[u8]) -> String {
 pub(crate) fn assert_refused(benchmark: &str, words: &[&str], wanted: &str) {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let output = bench(benchmark, directory.path(), words);
-    let told = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{words:?}: {told}");
-    assert!(told.contains(wanted), "{words:?}: {told}");
-    assert_eq!(told.lines().count(), 1, "{told}");
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{words:?}: {message}");
+    assert!(message.contains(wanted), "{words:?}: {message}");
+    assert_eq!(message.lines().count(), 1, "{message}");
     let left = std::fs::read_dir(directory.path()).expect("it is there");
     assert_eq!(left.count(), 0, "{words:?}");
 }
@@ -32,8 +32,8 @@ pub(crate) fn assert_refused(benchmark: &str, words: &[&str], wanted: &str) {
 pub(crate) fn assert_measures(benchmark: &str, words: &[&str], series: &str) {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let output = bench(benchmark, directory.path(), words);
-    let (table, told) = (text(&output.stdout), text(&output.stderr));
-    assert_eq!(output.status.code(), Some(0), "{told}");
+    let (table, message) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{message}");
     assert!(
         table.contains(series) && table.contains("Page: "),
         "{table}"

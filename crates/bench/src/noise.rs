@@ -1,0 +1,269 @@
+//! How busy others kept the machine while a run was measured.
+//!
+//! A figure of wall-clock time from a machine that had other work says little: a run on such a machine
+//! is marked. Instruction counts do not depend on other work, and are not marked.
+//!
+//! Natively, `/proc/stat` has the time that all CPUs were busy or taken by a hypervisor, less what this
+//! process used (CLOCK_PROCESS_CPUTIME_ID); `/proc/pressure/cpu` has the time in which a task waited for a CPU. In
+//! the lab the machine that matters is outside the virtual machine: the lab keeps a file with the same
+//! three figures, which [`HOST_LOAD_VARIABLE`] names.
+
+use std::fs;
+use std::time::Instant;
+
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::model::{CPU_BY_OTHERS, CPU_PRESSURE, Cell, Sample};
+use crate::timing::Timing;
+use crate::units::{float, whole};
+
+/// The environment variable by which the lab names the file with the host's load: lines `wall_ns N`
+/// (since the virtual machine's start), `own_ticks N` (its processor time), `cpus N`, then the first line
+/// of the host's `/proc/stat` and the host's `/proc/pressure/cpu`.
+pub const HOST_LOAD_VARIABLE: &str = "PAGETIDE_HOST_LOAD";
+
+/// A run is marked if others took more than this share of the CPUs.
+const BUSY: f64 = 0.1;
+
+/// A reading of the machine's clocks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Reading {
+    wall_ns: f64,
+    /// CPU time of everybody else.
+    others_ns: f64,
+    /// Time in which a task waited for a CPU; the kernel may not say.
+    waiting_ns: Option<f64>,
+    cpus: f64,
+}
+
+/// Watches the machine during a run.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    timing: Timing,
+    clock: Instant,
+    start: Option<Reading>,
+}
+
+impl Watch {
+    pub(crate) fn start(timing: Timing) -> Self {
+        let clock = Instant::now();
+        Self {
+            timing,
+            clock,
+            start: read(timing, clock),
+        }
+    }
+
+    /// Adds what was seen to the run's sample.
+    pub(crate) fn end(self, sample: Sample) -> Sample {
+        let (Some(start), Some(end)) = (self.start, read(self.timing, self.clock)) else {
+            return sample;
+        };
+        let wall = end.wall_ns - start.wall_ns;
+        if wall <= 0.0 {
+            return sample;
+        }
+        let sample = sample.value(CPU_BY_OTHERS, share_of_others(start, end));
+        match (start.waiting_ns, end.waiting_ns) {
+            (Some(before), Some(after)) => {
+                sample.value(CPU_PRESSURE, ((after - before) / wall).clamp(0.0, 1.0))
+            }
+            _ => sample,
+        }
+    }
+}
+
+/// The share of the CPUs that others took between two readings, wall time apart. `/proc/stat` advances in
+/// ticks: a run of less than a tick may see one on each CPU, so that one per CPU does not count.
+fn share_of_others(start: Reading, end: Reading) -> f64 {
+    let wall_ns = end.wall_ns - start.wall_ns;
+    let others_ns = end.others_ns - start.others_ns - ticks_ns(end.cpus);
+    (others_ns / (wall_ns * end.cpus)).clamp(0.0, 1.0)
+}
+
+fn read(timing: Timing, clock: Instant) -> Option<Reading> {
+    match timing {
+        Timing::Native => native(clock),
+        Timing::Parallel => {
+            let file = std::env::var_os(HOST_LOAD_VARIABLE)?;
+            of_lab(&fs::read_to_string(file).ok()?)
+        }
+        Timing::Function | Timing::Instructions => None,
+    }
+}
+
+fn native(clock: Instant) -> Option<Reading> {
+    let busy_ns = busy_ns(&fs::read_to_string("/proc/stat").ok()?)?;
+    let own = clock_gettime(ClockId::ProcessCPUTime);
+    let own_ns =
+        float(u64::try_from(own.tv_sec).ok()?) * 1e9 + float(u64::try_from(own.tv_nsec).ok()?);
+    let pressure = fs::read_to_string("/proc/pressure/cpu").ok();
+    Some(Reading {
+        wall_ns: clock.elapsed().as_secs_f64() * 1e9,
+        others_ns: busy_ns - own_ns,
+        waiting_ns: pressure.and_then(|text| waiting_ns(&text)),
+        cpus: float(std::thread::available_parallelism().map_or(1, |n| n.get() as u64)),
+    })
+}
+
+/// Time that the CPUs were busy or taken by a hypervisor, from `/proc/stat`, in nanoseconds. Time of
+/// guests is part of user time there.
+fn busy_ns(stat: &str) -> Option<f64> {
+    let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
+    let ticks: Vec<f64> = line
+        .split_whitespace()
+        .map_while(|word| word.parse().ok())
+        .collect();
+    let [user, nice, system, _idle, _iowait, irq, softirq, steal, ..] = ticks[..] else {
+        return None;
+    };
+    Some(ticks_ns(user + nice + system + irq + softirq + steal))
+}
+
+fn ticks_ns(ticks: f64) -> f64 {
+    ticks / float(rustix::param::clock_ticks_per_second()) * 1e9
+}
+
+/// The total of `some` in `/proc/pressure/cpu`, in nanoseconds.
+fn waiting_ns(pressure: &str) -> Option<f64> {
+    let line = pressure.lines().find(|line| line.starts_with("some "))?;
+    let (_, total) = line.split_once("total=")?;
+    Some(total.trim().parse::<f64>().ok()? * 1e3)
+}
+
+fn of_lab(text: &str) -> Option<Reading> {
+    let number = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().parse::<f64>().ok()
+    };
+    Some(Reading {
+        wall_ns: number("wall_ns ")?,
+        others_ns: busy_ns(text)? - ticks_ns(number("own_ticks ")?),
+        waiting_ns: waiting_ns(text),
+        cpus: number("cpus ")?.max(1.0),
+    })
+}
+
+/// What to say of runs that were measured while others kept the machine busy.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Busy {
+    /// Runs that are marked.
+    pub(crate) runs: usize,
+    /// All runs whose noise is known.
+    pub(crate) of: usize,
+    /// The largest share of the CPUs that others took.
+    pub(crate) most: f64,
+}
+
+impl Busy {
+    /// What is to be said of these cells; `None` if no run is marked.
+    pub(crate) fn of<S>(cells: &[Cell<S>]) -> Option<Self> {
+        let runs = cells.iter().flat_map(|cell| &cell.runs);
+        let shares: Vec<f64> = runs.filter_map(|run| run.get(CPU_BY_OTHERS)).collect();
+        let busy = shares.iter().filter(|share| **share > BUSY);
+        Some(Self {
+            runs: busy.count(),
+            of: shares.len(),
+            most: shares.iter().copied().fold(0.0, f64::max),
+        })
+        .filter(|busy| busy.runs > 0)
+    }
+
+    fn percent(self) -> u64 {
+        whole(self.most * 100.0)
+    }
+
+    /// For a headline.
+    pub(crate) fn headline(self) -> String {
+        format!(
+            "on a busy machine: others took up to {} % of its CPUs",
+            self.percent()
+        )
+    }
+
+    /// For a note.
+    pub(crate) fn note(self) -> String {
+        format!(
+            "The machine was busy: during {} of {} runs others took more than {} % of its CPUs, up to \
+             {} %. Threads that wait for each other suffer more than those that do not, so ratios are \
+             distorted as well. Measure again on an idle machine, or by instructions, which do not \
+             depend on other work.",
+            self.runs,
+            self.of,
+            whole(BUSY * 100.0),
+            self.percent()
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn busy_time_is_that_of_all_but_the_idle() {
+        let second = float(rustix::param::clock_ticks_per_second());
+        let stat = "cpu  100 20 30 9000 500 4 6 40 70 0\ncpu0 1 2 3\n";
+        assert_eq!(busy_ns(stat), Some(200.0 / second * 1e9));
+        assert_eq!(busy_ns("cpu 1 2 3\n"), None);
+        assert_eq!(busy_ns(""), None);
+    }
+
+    #[test]
+    fn pressure_is_that_of_some_task() {
+        let text = "some avg10=1.00 avg60=0.50 avg300=0.10 total=123\nfull avg10=0 total=9\n";
+        assert_eq!(waiting_ns(text), Some(123_000.0));
+        assert_eq!(waiting_ns("full total=1\n"), None);
+    }
+
+    #[test]
+    fn the_labs_file_has_the_hosts_clocks() {
+        let text = "wall_ns 1000\nown_ticks 30\ncpus 2\ncpu  100 20 30 9000 500 4 6 40 70 0\n\
+                    some avg10=1.00 avg60=0.50 avg300=0.10 total=123\nfull total=9\n";
+        let reading = of_lab(text).unwrap();
+        assert_eq!((reading.wall_ns, reading.cpus), (1000.0, 2.0));
+        assert_eq!(reading.others_ns, ticks_ns(170.0));
+        assert_eq!(reading.waiting_ns, Some(123_000.0));
+        for line in ["wall_ns 1000\n", "own_ticks 30\n", "cpus 2\n", "cpu  100"] {
+            assert_eq!(of_lab(&text.replace(line, "")), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn a_tick_of_each_cpu_says_nothing_of_a_run() {
+        let at = |wall_ns, ticks| Reading {
+            wall_ns,
+            others_ns: ticks_ns(ticks),
+            waiting_ns: None,
+            cpus: 2.0,
+        };
+        let share = |wall_ns, ticks| share_of_others(at(7.0, 100.0), at(7.0 + wall_ns, ticks));
+        assert_eq!(share(50_000.0, 102.0), 0.0, "a run of 50 µs");
+        let second = ticks_ns(float(rustix::param::clock_ticks_per_second()));
+        let half = share(second, 100.0 + second / ticks_ns(1.0));
+        assert!((0.48..=0.5).contains(&half), "one of two CPUs: {half}");
+        assert_eq!(
+            share(second, 90.0),
+            0.0,
+            "this process took more than it seemed"
+        );
+    }
+
+    #[test]
+    fn a_thread_of_another_process_is_seen() {
+        let watch = Watch::start(Timing::Native);
+        let mut other = std::process::Command::new("sh")
+            .args(["-c", "while :; do :; done"])
+            .spawn()
+            .unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(500));
+        let sample = watch.end(Sample::default());
+        other.kill().unwrap();
+        other.wait().unwrap();
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        // It had a CPU of its own, or shared one with others who count as well.
+        let least = 0.5 / cpus as f64;
+        let seen = sample.get(CPU_BY_OTHERS).unwrap();
+        assert!(seen > least, "{seen} of {cpus} CPUs");
+    }
+}
