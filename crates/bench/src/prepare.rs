@@ -160,7 +160,7 @@ pub(crate) fn check_room(
         };
     }
     let page = backing.page_size().bytes();
-    let pool = HugepagePool::ask(page).ok_or(PrepareError::NoHugepagePool { backing })?;
+    let pool = HugepagePool::read(page).ok_or(PrepareError::NoHugepagePool { backing })?;
     let wanted = memory.0 / page;
     if pool.free < wanted {
         let (free, setting) = (pool.free, pool.setting);

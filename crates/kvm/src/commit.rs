@@ -38,12 +38,12 @@ pub enum Method {
     /// is there. So whoever resolves faults must not wait for a commit.
     ///
     /// The kernel forgets the dirty bits of slots that are made anew
-    /// ([`Committed::forgot_dirty`]) and all that the stage-2 tables map of them.
+    /// ([`Committed::lost_dirty`]) and all that the stage-2 tables map of them.
     Quiesce,
     /// Slots are deleted and created one by one while vCPUs run. A vCPU that looks in between sees
     /// a hole: MMIO exits for accesses to memory, and failed emulation of what it executes there.
     /// For measuring what the others are worth, and for changes that take one ioctl.
-    Plain,
+    DeleteCreate,
 }
 
 /// A layout that was changed.
@@ -67,7 +67,7 @@ pub struct Committed {
     pub updating: Duration,
     /// Guest-physical ranges whose dirty bits the kernel has forgotten, because a slot with
     /// `log_dirty` was made anew: take all their pages as dirty. Empty for [`Method::List`].
-    pub forgot_dirty: Vec<GuestRange>,
+    pub lost_dirty: Vec<GuestRange>,
     /// All slots that the VM has now.
     pub layout: SlotLayout,
     transaction: u64,
@@ -107,7 +107,7 @@ pub(crate) fn commit(
         quiesced: Duration::ZERO,
         waited: Duration::ZERO,
         updating: Duration::ZERO,
-        forgot_dirty: Vec::new(),
+        lost_dirty: Vec::new(),
         layout: plan.layout,
         transaction,
         made: plan.made,
@@ -136,7 +136,7 @@ pub(crate) fn commit(
             drop(closed);
             result?;
         }
-        Method::Plain => one_by_one(vm, old, &plan.changes, calls, &mut done)?,
+        Method::DeleteCreate => one_by_one(vm, old, &plan.changes, calls, &mut done)?,
     }
     Ok(done)
 }
@@ -152,7 +152,7 @@ fn choose(vm: &Inner, asked: Option<Method>, entries: usize) -> Result<Method, C
         Some(method) => Ok(method),
         None if has_list => Ok(Method::List),
         // One ioctl is one step: nobody can see it half done.
-        None if entries <= 1 => Ok(Method::Plain),
+        None if entries <= 1 => Ok(Method::DeleteCreate),
         None => Ok(Method::Quiesce),
     }
 }
@@ -214,18 +214,18 @@ fn one_by_one(
     let mut steps = Steps::new(calls, old, |layout| publish(vm, layout));
     for change in changes {
         if let Err(source) = steps.take(change) {
-            let forgot_dirty = steps.forgot_dirty();
+            let lost_dirty = steps.lost_dirty();
             return Err(match steps.undo() {
                 None => CommitError::RolledBack {
                     method: done.method,
                     change: change.into(),
-                    forgot_dirty,
+                    lost_dirty,
                     source,
                 },
                 Some(undone) => CommitError::HalfDone {
                     method: done.method,
                     change: change.into(),
-                    forgot_dirty,
+                    lost_dirty,
                     source,
                     undone,
                 },
@@ -233,7 +233,7 @@ fn one_by_one(
         }
     }
     // A log that a step turned off is none that was forgotten, but one that nobody wants.
-    done.forgot_dirty = steps.deleted_logs();
+    done.lost_dirty = steps.deleted_logs();
     steps.finish();
     done.updating = start.elapsed();
     Ok(())

@@ -46,7 +46,7 @@ pub(crate) use sigbus::catching;
 
 /// Whether somebody needs the memory that has the error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Urgency {
+pub enum Severity {
     /// It was touched (`BUS_MCEERR_AR`): whoever did cannot go on.
     ActionRequired,
     /// It was found out by other means, a scrubber's for instance (`BUS_MCEERR_AO`): nobody has
@@ -64,20 +64,20 @@ pub struct MemoryError {
     /// loss is told when they are touched.
     pub lost: GuestRange,
     /// Whether it was touched.
-    pub urgency: Urgency,
+    pub severity: Severity,
 }
 
 impl fmt::Display for MemoryError {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let urgency = match self.urgency {
-            Urgency::ActionRequired => "touched",
-            Urgency::ActionOptional => "found",
+        let severity = match self.severity {
+            Severity::ActionRequired => "touched",
+            Severity::ActionOptional => "found",
         };
         let Self { gpa, lost, .. } = self;
         let bytes = lost.bytes();
         write!(
             formatter,
-            "uncorrected error {urgency} at gpa {gpa}, {bytes} bytes lost ({lost})"
+            "uncorrected error {severity} at gpa {gpa}, {bytes} bytes lost ({lost})"
         )
     }
 }
@@ -99,7 +99,7 @@ impl MemoryError {
 
 /// What a region lost, as the guest sees it through a slot. `None` if the address that failed is not
 /// in the slot.
-fn seen_through(slot: &Slot, lost: Lost, urgency: Urgency) -> Option<MemoryError> {
+fn seen_through(slot: &Slot, lost: Lost, severity: Severity) -> Option<MemoryError> {
     let region = slot.region.gpa();
     let first = slot.offset;
     let end = first.checked_add(slot.range.bytes())?;
@@ -114,17 +114,17 @@ fn seen_through(slot: &Slot, lost: Lost, urgency: Urgency) -> Option<MemoryError
     Some(MemoryError {
         gpa,
         lost: GuestRange::new(slot.gpa_of(from)?, to.checked_sub(from)?).ok()?,
-        urgency,
+        severity,
     })
 }
 
 impl Inner {
     /// What the kernel reported, as the guest sees it; `None` if it is not this VM's memory.
-    pub(crate) fn error_at(&self, report: Report, urgency: Urgency) -> Option<MemoryError> {
+    pub(crate) fn error_at(&self, report: Report, severity: Severity) -> Option<MemoryError> {
         let Report { at, size } = report;
         self.slots().values().find_map(|slot| {
             let lost = slot.region.lost_at(at, size)?;
-            seen_through(slot, lost, urgency)
+            seen_through(slot, lost, severity)
         })
     }
 }
@@ -138,7 +138,7 @@ impl Vm {
         self.inner().slots().values().find_map(|slot| {
             let at = slot.region.gpa().checked_add(slot.offset_of(gpa)?)?;
             let lost = slot.region.lost_at_gpa(at, reported)?;
-            seen_through(slot, lost, Urgency::ActionRequired)
+            seen_through(slot, lost, Severity::ActionRequired)
         })
     }
 
@@ -149,13 +149,13 @@ impl Vm {
         &self,
         hva: HostAddress,
         reported: PageSize,
-        urgency: Urgency,
+        severity: Severity,
     ) -> Option<MemoryError> {
         let report = Report {
             at: hva,
             size: reported,
         };
-        self.inner().error_at(report, urgency)
+        self.inner().error_at(report, severity)
     }
 }
 
@@ -181,7 +181,7 @@ mod tests {
         };
         let seen = |offset, size| {
             let lost = region.lost_at(hva(offset), size).expect("in the region");
-            seen_through(&slot, lost, Urgency::ActionOptional)
+            seen_through(&slot, lost, Severity::ActionOptional)
         };
         assert_eq!(seen(0x1fff, PageSize::Size4K), None);
         assert_eq!(seen(0x6000, PageSize::Size4K), None);

@@ -6,7 +6,7 @@ use pagetide_memory::GuestRange;
 use pagetide_uapi::generated::{KVM_PRE_FAULT_MEMORY, kvm_pre_fault_memory};
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 
-use crate::poison::{MemoryError, Urgency, catching};
+use crate::poison::{MemoryError, Severity, catching};
 use crate::vcpu::BoundVcpu;
 
 /// Why nothing of a range was pre-faulted.
@@ -93,7 +93,7 @@ impl BoundVcpu<'_> {
             Err(source) if handled == 0 => source,
             _ => return Ok(handled),
         };
-        let poison = poison.and_then(|report| self.vm().error_at(report, Urgency::ActionRequired));
+        let poison = poison.and_then(|report| self.vm().error_at(report, Severity::ActionRequired));
         if let Some(error) = poison {
             return Err(PreFaultError::Poisoned { range, error });
         }

@@ -84,7 +84,7 @@ pub(crate) enum Step {
 }
 
 /// A change of a VM's memory slots that its vCPUs see as one: they see the old layout or the new
-/// one, and no step in between ([`Method`] says how, and what [`Method::Plain`] does instead).
+/// one, and no step in between ([`Method`] says how, and what [`Method::DeleteCreate`] does instead).
 ///
 /// The steps are collected here; nothing is looked at or changed before [`SlotTransaction::commit`],
 /// which checks all of it against the layout of that moment. Several threads may have transactions

@@ -14,7 +14,7 @@ use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
 use crate::exit::Exit;
 use crate::gate::Occupant;
 use crate::kick::{KickTarget, Kickable, VcpuKick};
-use crate::poison::{Report, Urgency, catching};
+use crate::poison::{Report, Severity, catching};
 use crate::signals::kick_signal;
 use crate::vm::Inner;
 
@@ -292,7 +292,7 @@ impl BoundVcpu<'_> {
     /// A SIGBUS came in KVM_RUN.
     #[cold]
     fn poisoned(&self, report: Report) -> Result<Exit, RunError> {
-        match self.vm().error_at(report, Urgency::ActionRequired) {
+        match self.vm().error_at(report, Severity::ActionRequired) {
             Some(error) => Ok(Exit::Fault(error.exit())),
             // The slot has gone in the meantime; or it is memory that this VM does not know of.
             None => Err(RunError::Poisoned {

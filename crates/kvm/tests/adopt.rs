@@ -13,7 +13,7 @@ use guest::{LOW_SLOT, Limited};
 use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use pagetide_kvm::{AdoptError, Capabilities, Exit, FaultExit, Kvm, Method, PopulateFlags};
 use pagetide_kvm::{PopulateError, Signals, Slot, SlotError, SlotFlags, Vm, populate_vm};
-use pagetide_memory::{Backing, GuestAddress, GuestRange, PopulateAccess, Region};
+use pagetide_memory::{Backing, FaultInAccess, GuestAddress, GuestRange, Region};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 /// The machine's VM as a program with nothing but kvm-ioctls has it.
@@ -230,7 +230,7 @@ fn a_fault_is_read_from_kvm_ioctls() {
     assert!(fault.is_resolvable(), "{fault}");
     assert_eq!(fault.gpa, GuestAddress(DATA));
     let pages = machine.data.all_pages();
-    let populated = machine.data.populate(pages, PopulateAccess::Write);
+    let populated = machine.data.fault_in(pages, FaultInAccess::Write);
     populated.expect("memory");
     machine.set(0, Word::Report, 1);
     let exit = vcpu.run().expect("no failure");

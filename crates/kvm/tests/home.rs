@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use guest::{DATA, DATA_PAGES, DATA_SLOT, Machine, PAGE, whole_methods};
 use pagetide_kvm::{Exit, Method, SlotFlags, Vm};
-use pagetide_memory::{Backing, GuestAddress, PageIndex, PageRange, PopulateAccess};
+use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, PageRange};
 
 /// Where the guest sees pages 16 to 31 of the data, once they have moved.
 const ELSEWHERE: u64 = 128 << 20;
@@ -115,7 +115,7 @@ fn a_fault_in_a_moved_slot_is_resolved_by_its_home() {
     let home = here.home_of(fault.gpa).expect("it is there");
     assert_eq!(home.page, PageIndex(MOVED + 3));
     let page = PageRange::new(home.page, 1);
-    let populated = home.region.populate(page, PopulateAccess::Write);
+    let populated = home.region.fault_in(page, FaultInAccess::Write);
     populated.expect("memory");
     assert_eq!(machine.peek(&mut here, gpa), Ok(0), "it is this page");
 }

@@ -13,13 +13,13 @@ use std::sync::{Arc, mpsc};
 
 use guest::{DATA, DATA_PAGES, LIMIT, Limited, Machine, PAGE, PEEKED};
 use pagetide_kvm::poison::{
-    ErrorWatch, Injected, MachineCheck, MachineCheckError, NotReady, Simulated, Urgency,
+    ErrorWatch, Injected, MachineCheck, MachineCheckError, NotReady, Severity, Simulated,
     simulate_error,
 };
 use pagetide_kvm::{BoundVcpu, Exit, Population, Populator, PopulatorMethod, SlotFlags, Vcpu};
 use pagetide_memory::{
-    AccessError, Backing, FailurePolicy, GuestAddress, GuestRange, PageIndex, PageSize,
-    PopulateAccess, Region,
+    AccessError, Backing, FailurePolicy, FaultInAccess, GuestAddress, GuestRange, PageIndex,
+    PageSize, Region,
 };
 use poisoning::checks::{CHECKED, SURVIVED, TEXT, logged, touch, vcpu};
 use poisoning::{may_poison, poison, poison_from_outside};
@@ -63,7 +63,7 @@ fn a_guest_survives_what_it_touches() {
                     .error_of(bad, PageSize::Size4K)
                     .expect("in a slot");
                 assert_eq!(error.lost, GuestRange::new(bad, PAGE).expect("a page"));
-                let check = MachineCheck::new(form, error.urgency, error.gpa);
+                let check = MachineCheck::new(form, error.severity, error.gpa);
                 let injected = vcpu.inject_machine_check(&check).expect("it is ready");
                 assert_eq!(injected, Injected::Exception);
                 let at = u32::try_from(TEXT).expect("low");
@@ -89,9 +89,9 @@ fn a_guest_that_is_not_ready_is_not_told() {
     };
     let (mut vcpu, form) = vcpu(&machine, 0, b"AuthenticAMD");
     let vcpu = vcpu.bind().expect("signals");
-    let check = |urgency| MachineCheck::new(form, urgency, GuestAddress(DATA));
+    let check = |severity| MachineCheck::new(form, severity, GuestAddress(DATA));
     let why = |vcpu: &Vcpu| {
-        let result = vcpu.inject_machine_check(&check(Urgency::ActionRequired));
+        let result = vcpu.inject_machine_check(&check(Severity::ActionRequired));
         match result.expect_err("it is not ready") {
             MachineCheckError::NotReady { why, .. } => why,
             error => panic!("{error}"),
@@ -120,7 +120,7 @@ fn a_guest_that_is_not_ready_is_not_told() {
     vcpu.set_sregs(&sregs).expect("machine checks off");
     assert_eq!(why(&vcpu), NotReady::TurnedOff);
     // What needs no exception needs no guest that is ready for one.
-    let logged = vcpu.inject_machine_check(&check(Urgency::ActionOptional));
+    let logged = vcpu.inject_machine_check(&check(Severity::ActionOptional));
     assert_eq!(logged.expect("AMD's form"), Injected::Logged);
 }
 
@@ -182,7 +182,7 @@ fn the_vmms_own_accesses_fail_alone() {
             assert_eq!(word, [8]);
             let pages = pagetide_memory::PageRange::single(PageIndex(5));
             region
-                .populate(pages, PopulateAccess::Read)
+                .fault_in(pages, FaultInAccess::Read)
                 .expect_err("poison");
         }
     }
@@ -211,7 +211,7 @@ fn errors_that_nobody_touched_are_told() {
                 break error;
             }
         };
-        assert_eq!(error.urgency, Urgency::ActionOptional);
+        assert_eq!(error.severity, Severity::ActionOptional);
         assert_eq!(error.lost, GuestRange::new(bad, PAGE).expect("a page"));
     }
     drop(watch);
@@ -276,7 +276,7 @@ fn an_error_that_the_kernel_cannot_handle_is_made_all_the_same() {
     for backing in [Backing::Shmem, Backing::Thp] {
         let region = Region::new(GuestAddress(DATA), 2 << 20, backing).expect("memory");
         region
-            .populate(region.all_pages(), PopulateAccess::Write)
+            .fault_in(region.all_pages(), FaultInAccess::Write)
             .expect("memory");
         let held = GuestAddress(DATA + 5 * PAGE);
         let pipe = hold(&region, held);
@@ -337,7 +337,7 @@ fn the_policy_says_how_much_an_error_takes() {
             }
         };
         region
-            .populate(region.all_pages(), PopulateAccess::Write)
+            .fault_in(region.all_pages(), FaultInAccess::Write)
             .expect("memory");
         let added = machine
             .vm

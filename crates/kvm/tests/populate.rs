@@ -15,7 +15,7 @@ use guest::{
 };
 use pagetide_kvm::{Exit, Method, PopulateError, PopulateFlags, Populated, SlotFlags, Stats};
 use pagetide_memory::{
-    Backing, GuestAddress, GuestRange, PageIndex, PageRange, PopulateAccess, Region,
+    Backing, FaultInAccess, GuestAddress, GuestRange, PageIndex, PageRange, Region,
 };
 use pagetide_uapi::userfaultfd::{
     Event, EventBuffer, Features, Mode, UserRange, Userfaultfd, Wake,
@@ -146,7 +146,7 @@ fn what_the_host_lacks_is_absent() {
     let some = PageRange::new(PageIndex(8), 16);
     machine
         .data
-        .populate(some, PopulateAccess::Write)
+        .fault_in(some, FaultInAccess::Write)
         .expect("16 pages");
     assert_eq!(
         vm.populate(data(), PRESENT_ONLY).expect("all"),

@@ -29,7 +29,7 @@ fn vcpus_threads_commit_at_once() {
     for method in whole_methods(&first.vm) {
         let machine = Machine::new().expect("there was one");
         let pages = DATA_PAGES / u64::from(VCPUS);
-        let slots = toggle(&machine, Method::Plain, &[DATA_SLOT]);
+        let slots = toggle(&machine, Method::DeleteCreate, &[DATA_SLOT]);
         let threads: Vec<_> = slots
             .into_iter()
             .enumerate()

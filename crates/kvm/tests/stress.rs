@@ -154,7 +154,7 @@ fn run(method: Method, commits: u64, reported: bool) -> Option<(Vec<Anomalies>, 
                 &mut transaction,
                 &committing,
                 number,
-                method != Method::Plain,
+                method != Method::DeleteCreate,
             );
             let done = transaction
                 .commit_with(method)
@@ -206,7 +206,7 @@ fn the_hole_of_a_plain_change_is_seen() {
     // Where vCPUs and the committer share a processor it takes some luck.
     let start = Instant::now();
     while start.elapsed() < LIMIT {
-        let Some((found, _)) = run(Method::Plain, commits() / 4, false) else {
+        let Some((found, _)) = run(Method::DeleteCreate, commits() / 4, false) else {
             return;
         };
         let holes: u64 = found.iter().map(|found| found.holes).sum();

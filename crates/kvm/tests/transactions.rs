@@ -223,10 +223,10 @@ fn no_dirty_page_is_lost_without_a_word() {
             t.split(DATA_SLOT, 32 * PAGE);
         });
         if method == Method::Quiesce {
-            assert_eq!(done.forgot_dirty, [range]);
+            assert_eq!(done.lost_dirty, [range]);
             return;
         }
-        assert!(done.forgot_dirty.is_empty());
+        assert!(done.lost_dirty.is_empty());
         for slot in [2, 3] {
             let bytes = usize::try_from(32 * PAGE).expect("64-bit host");
             let log = machine.vm.fd().get_dirty_log(slot, bytes).expect("it logs");

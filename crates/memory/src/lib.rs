@@ -47,7 +47,7 @@ pub use poison_map::{LoadError, ParsePoisonError, PoisonMap, PoisonMapFull, Save
 pub use policy::{FailurePolicy, ParsePolicyError};
 pub use range::{GuestRange, HostRange, RangeError};
 pub use region::{
-    AccessError, ContentError, Lost, PopulateAccess, PopulateError, Region, RegionError,
+    AccessError, ContentError, FaultInAccess, FaultInError, Lost, Region, RegionError,
     ServiceAccess,
 };
 pub use snapshot::{Hold, Snapshots};

@@ -29,13 +29,13 @@ use crate::room::check_room;
 use paging::Paging;
 use service::ServiceGate;
 
-pub use error::{AccessError, ContentError, PopulateError, RegionError};
+pub use error::{AccessError, ContentError, FaultInError, RegionError};
 pub use failure::Lost;
 pub use paging::ServiceAccess;
 
-/// What a page is made present for, see [`Region::populate`].
+/// What a page is made present for, see [`Region::fault_in`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PopulateAccess {
+pub enum FaultInAccess {
     /// Readable is enough (`MADV_POPULATE_READ`).
     Read,
     /// Writable: breaks copy-on-write and the zero page (`MADV_POPULATE_WRITE`).
@@ -437,13 +437,13 @@ impl Region {
     /// With a userfaultfd registered and a page absent, it sleeps until somebody resolves the fault
     /// or ends the registration. The kernel sleeps there through every signal but a fatal one, so
     /// do not call this for pages that may be absent in userfaultfd MISSING mode.
-    pub fn populate(&self, pages: PageRange, access: PopulateAccess) -> Result<(), PopulateError> {
+    pub fn fault_in(&self, pages: PageRange, access: FaultInAccess) -> Result<(), FaultInError> {
         let (offset, bytes) = self
             .span(pages)
-            .ok_or(PopulateError::NoSuchPages { pages })?;
+            .ok_or(FaultInError::NoSuchPages { pages })?;
         let advice = match access {
-            PopulateAccess::Read => Advice::LinuxPopulateRead,
-            PopulateAccess::Write => Advice::LinuxPopulateWrite,
+            FaultInAccess::Read => Advice::LinuxPopulateRead,
+            FaultInAccess::Write => Advice::LinuxPopulateWrite,
         };
         loop {
             match self.guest.advise(to_usize(offset), to_usize(bytes), advice) {
@@ -451,10 +451,10 @@ impl Region {
                 // A page was being moved: the kernel asks for another call.
                 Err(Errno::AGAIN) => {}
                 // The caller knows what the signal is for.
-                Err(Errno::INTR) => return Err(PopulateError::Interrupted { pages }),
-                Err(Errno::HWPOISON) => return Err(PopulateError::Poisoned { pages }),
-                Err(Errno::NOMEM) => return Err(PopulateError::OutOfMemory { pages }),
-                Err(errno) => return Err(PopulateError::Populate { pages, errno }),
+                Err(Errno::INTR) => return Err(FaultInError::Interrupted { pages }),
+                Err(Errno::HWPOISON) => return Err(FaultInError::Poisoned { pages }),
+                Err(Errno::NOMEM) => return Err(FaultInError::OutOfMemory { pages }),
+                Err(errno) => return Err(FaultInError::FaultIn { pages, errno }),
             }
         }
     }

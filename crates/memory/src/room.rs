@@ -9,7 +9,7 @@ use crate::region::RegionError;
 pub(crate) fn check_room(bytes: u64, backing: Backing) -> Result<(), RegionError> {
     if backing.is_hugetlb() {
         let page_size = backing.page_size();
-        let pool = HugepagePool::ask(page_size.bytes())
+        let pool = HugepagePool::read(page_size.bytes())
             .ok_or(RegionError::NoHugepagePool { page_size })?;
         let wanted = bytes >> page_size.shift();
         if pool.free < wanted {

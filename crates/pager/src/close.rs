@@ -275,7 +275,7 @@ fn local_ranges(region: &PagedRegion) -> impl Iterator<Item = (&Served, UserRang
 #[cfg(test)]
 mod tests {
     use pagetide_memory::{
-        Backing, GuestAddress, PageMap, PoisonMap, PopulateAccess, PopulateError, Region,
+        Backing, FaultInAccess, FaultInError, GuestAddress, PageMap, PoisonMap, Region,
         ServiceAccess,
     };
     use pagetide_uapi::userfaultfd::{Features, Mode, OpenError};
@@ -391,7 +391,7 @@ mod tests {
         let _ = region.map.poison(LOST.first());
         region.note_unmarked();
         assert!(!is_open_after_close(&pager, region));
-        let touched = memory.populate(LOST, PopulateAccess::Read);
-        assert_eq!(touched, Err(PopulateError::Poisoned { pages: LOST }));
+        let touched = memory.fault_in(LOST, FaultInAccess::Read);
+        assert_eq!(touched, Err(FaultInError::Poisoned { pages: LOST }));
     }
 }

@@ -9,7 +9,7 @@ use pagetide_memory::{
 };
 use pagetide_uapi::userfaultfd::{Mode, Userfaultfd};
 
-use crate::populate::PopulateSink;
+use crate::populate::Mapper;
 use crate::source::{LocalSource, Source};
 use crate::target::Memfd;
 
@@ -140,7 +140,7 @@ pub struct RegionConfig {
 /// Who maps installed pages in stage 2, and from how many pages on a vCPU's thread does.
 #[derive(Clone)]
 pub(crate) struct SinkConfig {
-    pub(crate) sink: Arc<dyn PopulateSink>,
+    pub(crate) sink: Arc<dyn Mapper>,
     pub(crate) least_exit_pages: u64,
 }
 
@@ -313,7 +313,7 @@ impl RegionConfig {
     /// vCPU's own thread installs, from `least_exit_pages` pages on (a vCPU that waits for fewer
     /// maps them cheaper by touching them).
     #[must_use]
-    pub fn populate(mut self, sink: Arc<dyn PopulateSink>, least_exit_pages: u64) -> Self {
+    pub fn populate(mut self, sink: Arc<dyn Mapper>, least_exit_pages: u64) -> Self {
         self.sink = Some(SinkConfig {
             sink,
             least_exit_pages,

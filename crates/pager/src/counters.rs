@@ -67,7 +67,7 @@ counters! {
     /// Bytes that these calls mapped.
     populated_bytes,
     /// Pages that were populated because fast GUP could not take them.
-    populates,
+    faulted_in,
     /// UFFDIO_WAKE calls.
     wakes,
     /// Reads of a userfaultfd.

@@ -4,8 +4,8 @@ use std::any::Any;
 use std::time::Duration;
 
 use pagetide_memory::{
-    AccessError, ContentError, FileAccessError, FileViewError, GuestAddress, GuestRange,
-    ImportError, PageIndex, PageMapError, PageRange, PopulateError, RegionError,
+    AccessError, ContentError, FaultInError, FileAccessError, FileViewError, GuestAddress,
+    GuestRange, ImportError, PageIndex, PageMapError, PageRange, RegionError,
 };
 use pagetide_uapi::userfaultfd::{InstallError, OpenError, ReadError, RegisterError};
 use rustix::io::Errno;
@@ -43,12 +43,12 @@ pub enum ResolveError {
     },
     /// The page is mapped, but could not be made present for the access.
     #[error("{fault}: the page cannot be populated")]
-    Populate {
+    FaultIn {
         /// The fault.
         fault: Fault,
         /// What the kernel said.
         #[source]
-        source: PopulateError,
+        source: FaultInError,
     },
     /// The page's content is lost, and this kernel cannot say so to the thread that waits for it.
     #[error("{fault}: the page is poisoned, and the userfaultfd cannot say so")]

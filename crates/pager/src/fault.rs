@@ -73,7 +73,7 @@ pub enum Resolution {
     Reinstalled,
     /// The same exit came again although the page is mapped: fast GUP cannot take it as it is (the
     /// zero page, or write-protected), so it was made present for that access.
-    Populated,
+    FaultedIn,
     /// The page was requested, or another thread was installing it; this exit waited until it was
     /// there.
     Waited,

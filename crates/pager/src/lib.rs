@@ -23,7 +23,7 @@
 //!   descriptor from an event loop, [`Readers`] by threads.
 //! - A [`Source`] is asked for pages and answers some time later; [`Pool`] adapts a [`BlockingSource`].
 //!   A [`LocalSource`] has its content at once.
-//! - [`Prefetch`] brings pages in before they are touched; a [`PopulateSink`] has what was installed
+//! - [`Prefetch`] brings pages in before they are touched; a [`Mapper`] has what was installed
 //!   mapped in stage 2.
 //!
 //! # Fail closed
@@ -97,7 +97,7 @@ pub use notice::Notice;
 pub use pager::{Pager, Progress};
 pub use pagetide_memory::{Access, Urgency};
 pub use pagetide_uapi::userfaultfd::Mode;
-pub use populate::PopulateSink;
+pub use populate::Mapper;
 pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd};
 pub use requests::RequestId;
 pub use resolver::Resolver;

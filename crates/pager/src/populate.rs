@@ -10,7 +10,7 @@ use std::error::Error;
 use pagetide_memory::GuestRange;
 
 /// Has guest memory mapped in the second-stage tables.
-pub trait PopulateSink: Send + Sync {
+pub trait Mapper: Send + Sync {
     /// Maps what is present of `range`, home gpas, and brings nothing in: a page may have been given
     /// up again since it arrived. Returns how many bytes it mapped.
     ///

@@ -10,7 +10,7 @@ use pagetide_uapi::userfaultfd::{Mode, UserRange, Userfaultfd};
 use crate::channel::{Channel, Order};
 use crate::config::{Holes, SinkConfig};
 use crate::fault::RegionId;
-use crate::populate::PopulateSink;
+use crate::populate::Mapper;
 use crate::requests::Requests;
 use crate::source::{LocalSource, Source};
 use crate::target::Target;
@@ -284,7 +284,7 @@ impl PagedRegion {
     }
 
     /// Who maps installed pages in stage 2, unless that has failed.
-    pub(crate) fn sink(&self) -> Option<&Arc<dyn PopulateSink>> {
+    pub(crate) fn sink(&self) -> Option<&Arc<dyn Mapper>> {
         let config = self.sink.as_ref()?;
         (!self.population_ended.load(Ordering::Relaxed)).then_some(&config.sink)
     }

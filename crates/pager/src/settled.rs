@@ -1,6 +1,6 @@
 //! Faults on pages that are settled: present, given up or lost. None of them brings content in.
 
-use pagetide_memory::{Access, PageRange, PageState, PopulateAccess, PopulateError, Removal};
+use pagetide_memory::{Access, FaultInAccess, FaultInError, PageRange, PageState, Removal};
 use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
 
 use crate::error::{Failure, InstallFailure, ResolveError};
@@ -60,7 +60,7 @@ impl Work {
             (Err(InstallError::Exists { .. }), _) if is_exit => {
                 drop(order);
                 self.populate(site, fault)?;
-                Ok(Some(Resolution::Populated))
+                Ok(Some(Resolution::FaultedIn))
             }
             (Err(InstallError::Exists { .. }), _) => {
                 let page = PageRange::single(fault.page);
@@ -131,7 +131,7 @@ impl Work {
                 drop(order);
                 if repeats > 0 || fault.access == Access::Write {
                     self.populate(site, fault)?;
-                    return Ok(Some(Resolution::Populated));
+                    return Ok(Some(Resolution::FaultedIn));
                 }
                 Ok(Some(Resolution::AlreadyPresent))
             }
@@ -172,15 +172,15 @@ impl Work {
     /// same time: then the call sleeps in the userfaultfd like any touch, until a reader answers or a
     /// fatal signal ends the process. (Other signals end it on some kernels only.)
     pub(crate) fn populate(&mut self, site: &Site<'_>, fault: &Fault) -> Result<(), Failure> {
-        self.counters.populates += 1;
+        self.counters.faulted_in += 1;
         let access = match fault.access {
-            Access::Read | Access::Exec => PopulateAccess::Read,
-            Access::Write | Access::Unstated => PopulateAccess::Write,
+            Access::Read | Access::Exec => FaultInAccess::Read,
+            Access::Write | Access::Unstated => FaultInAccess::Write,
         };
-        match site.region.target.populate(fault.page, access) {
+        match site.region.target.fault_in(fault.page, access) {
             // The exit comes again if it has to.
-            None | Some(Ok(()) | Err(PopulateError::Interrupted { .. })) => Ok(()),
-            Some(Err(source)) => Err(ResolveError::Populate {
+            None | Some(Ok(()) | Err(FaultInError::Interrupted { .. })) => Ok(()),
+            Some(Err(source)) => Err(ResolveError::FaultIn {
                 fault: *fault,
                 source,
             }
@@ -230,8 +230,8 @@ impl Work {
 pub(crate) fn is_poison(error: &ResolveError) -> bool {
     matches!(
         error,
-        ResolveError::Populate {
-            source: PopulateError::Poisoned { .. },
+        ResolveError::FaultIn {
+            source: FaultInError::Poisoned { .. },
             ..
         } | ResolveError::Install {
             source: InstallFailure::Kernel(InstallError::Poisoned),

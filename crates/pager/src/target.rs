@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use pagetide_memory::{
-    AccessError, Backing, FileAccessError, FileView, FileViewError, GuestAddress, HostRange,
-    PageIndex, PageRange, PageSize, PopulateAccess, PopulateError, Region,
+    AccessError, Backing, FaultInAccess, FaultInError, FileAccessError, FileView, FileViewError,
+    GuestAddress, HostRange, PageIndex, PageRange, PageSize, Region,
 };
 
 use rustix::io::Errno;
@@ -147,25 +147,25 @@ impl Target {
 
     /// Makes a page that is mapped present for an access, as a touch would. `None` if only the
     /// process that has the memory can.
-    pub(crate) fn populate(
+    pub(crate) fn fault_in(
         &self,
         page: PageIndex,
-        access: PopulateAccess,
-    ) -> Option<Result<(), PopulateError>> {
+        access: FaultInAccess,
+    ) -> Option<Result<(), FaultInError>> {
         match self {
-            Self::Local(region) => Some(region.populate(PageRange::single(page), access)),
+            Self::Local(region) => Some(region.fault_in(PageRange::single(page), access)),
             Self::Foreign(foreign) => {
                 let pages = PageRange::single(page);
                 let advice = match access {
-                    PopulateAccess::Read => Advice::LinuxPopulateRead,
-                    PopulateAccess::Write => Advice::LinuxPopulateWrite,
+                    FaultInAccess::Read => Advice::LinuxPopulateRead,
+                    FaultInAccess::Write => Advice::LinuxPopulateWrite,
                 };
                 Some(match foreign.advise(pages, advice)? {
                     // The fault comes again if it has to.
                     Ok(()) | Err(Errno::AGAIN) => Ok(()),
-                    Err(Errno::INTR) => Err(PopulateError::Interrupted { pages }),
-                    Err(Errno::HWPOISON) => Err(PopulateError::Poisoned { pages }),
-                    Err(errno) => Err(PopulateError::Populate { pages, errno }),
+                    Err(Errno::INTR) => Err(FaultInError::Interrupted { pages }),
+                    Err(Errno::HWPOISON) => Err(FaultInError::Poisoned { pages }),
+                    Err(errno) => Err(FaultInError::FaultIn { pages, errno }),
                 })
             }
         }

@@ -11,7 +11,7 @@ use pagetide_memory::{
     Access, Backing, GuestRange, PageIndex, PageRange, PageSize, PageState, Region,
 };
 use pagetide_pager::{
-    Content, DiscardError, Memfd, Mode, Pager, PopulateSink, ReaderConfig, Readers, RegionConfig,
+    Content, DiscardError, Mapper, Memfd, Mode, Pager, ReaderConfig, Readers, RegionConfig,
     RegionId, Serving, UffdLayout,
 };
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
@@ -109,7 +109,7 @@ fn pages_in_every_state_are_zero_afterwards_and_poisoned_ones_stay() {
 /// Keeps whoever installs pages ahead of faults from ending.
 struct Held(Mutex<mpsc::Receiver<()>>);
 
-impl PopulateSink for Held {
+impl Mapper for Held {
     fn populate(&self, range: GuestRange) -> Result<u64, Box<dyn Error + Send + Sync>> {
         let _ = self.0.lock().unwrap().recv_timeout(PATIENCE);
         Ok(range.bytes())

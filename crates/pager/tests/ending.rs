@@ -331,9 +331,9 @@ fn answers_and_the_end_of_the_pager_race() {
             match resolved {
                 Ok(_) => check_page(&region, round % 16),
                 Err(_) => {
-                    let read = region.populate(
+                    let read = region.fault_in(
                         PageRange::single(PageIndex(round % 16)),
-                        pagetide_memory::PopulateAccess::Read,
+                        pagetide_memory::FaultInAccess::Read,
                     );
                     match read {
                         Ok(()) => check_page(&region, round % 16),

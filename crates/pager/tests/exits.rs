@@ -234,7 +234,7 @@ fn zeroes_are_installed_where_the_source_says_so() {
         // A write needs a page of its own; only of the zero page is that known beforehand.
         let written = exit(&mut resolver, &region, 1, Access::Write).unwrap();
         let expected = if zero_page {
-            Resolution::Populated
+            Resolution::FaultedIn
         } else {
             Resolution::AlreadyPresent
         };

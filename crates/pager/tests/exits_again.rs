@@ -49,7 +49,7 @@ fn pages_of_the_page_cache_that_are_mapped_already_are_taken_as_they_are() {
         let counted = (counters.pages, counters.exists, counters.again);
         assert_eq!(counted, (14, 2, 1));
         let populates = u64::from(faulting == 4 || faulting == 5);
-        assert_eq!(counters.populates, populates);
+        assert_eq!(counters.faulted_in, populates);
     }
 }
 
@@ -125,7 +125,7 @@ fn a_fault_without_end_is_an_error() {
         assert!(matches!(resolve(1), Ok(Resolution::Installed { .. })));
         assert!(matches!(resolve(1), Ok(Resolution::AlreadyPresent)));
         for _ in 0..4 {
-            assert!(matches!(resolve(1), Ok(Resolution::Populated)));
+            assert!(matches!(resolve(1), Ok(Resolution::FaultedIn)));
         }
         let error = resolve(1).unwrap_err();
         let ResolveError::NoProgress { fault, times } = &error else {

@@ -12,8 +12,8 @@ use std::thread;
 
 use pagetide_memory::{Access, Backing, GuestRange, PageIndex, PageRange, PageState, Region};
 use pagetide_pager::{
-    Content, Contents, Holes, Mode, Notice, Pager, PopulateSink, Prefetch, PrefetchConfig,
-    ReaderConfig, Readers, RegionConfig, Request, Resolution, Source, UffdLayout,
+    Content, Contents, Holes, Mapper, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig,
+    Readers, RegionConfig, Request, Resolution, Source, UffdLayout,
 };
 use rustix::mm::Advice;
 use support::*;
@@ -23,7 +23,7 @@ type SinkResult = Result<u64, Box<dyn Error + Send + Sync>>;
 /// A sink made of a function.
 struct SinkFn<F>(F);
 
-impl<F: Fn(GuestRange) -> SinkResult + Send + Sync> PopulateSink for SinkFn<F> {
+impl<F: Fn(GuestRange) -> SinkResult + Send + Sync> Mapper for SinkFn<F> {
     fn populate(&self, range: GuestRange) -> SinkResult {
         (self.0)(range)
     }
@@ -44,7 +44,7 @@ impl Seen {
         }
     }
 
-    fn sink(&self, region: &Arc<Region>) -> Arc<dyn PopulateSink> {
+    fn sink(&self, region: &Arc<Region>) -> Arc<dyn Mapper> {
         let (seen, region) = (self.clone(), Arc::clone(region));
         Arc::new(SinkFn(move |range: GuestRange| {
             let pager = seen.pager.lock().unwrap().upgrade();

@@ -9,8 +9,8 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 
 use pagetide_memory::{
-    Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState, PopulateAccess,
-    PopulateError, Region,
+    Access, Backing, FaultInAccess, FaultInError, GuestAddress, GuestRange, PageIndex, PageRange,
+    PageState, Region,
 };
 use pagetide_pager::{
     BlockingSource, Contents, Filled, Holes, Mode, Notice, Pool, PoolConfig, ReadAt, ReaderConfig,
@@ -338,8 +338,8 @@ fn lost_content_is_an_error_to_whoever_waits_for_it() {
         within_patience("populating", move || {
             let pages = PageRange::single(PageIndex(1));
             for _ in 0..2 {
-                let populated = region.populate(pages, PopulateAccess::Read);
-                assert_eq!(populated, Err(PopulateError::Poisoned { pages }));
+                let populated = region.fault_in(pages, FaultInAccess::Read);
+                assert_eq!(populated, Err(FaultInError::Poisoned { pages }));
             }
             assert_eq!(paged.state(1), PageState::Poisoned);
             expect_poison(&region, 2);

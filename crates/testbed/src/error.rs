@@ -3,7 +3,7 @@
 use std::io;
 
 use pagetide_kvm::{CreateVcpuError, CreateVmError, OpenError, SlotError};
-use pagetide_memory::{AccessError, GuestAddress, PopulateError, RegionError};
+use pagetide_memory::{AccessError, FaultInError, GuestAddress, RegionError};
 use pagetide_vmm::SetupError;
 
 use crate::config::ConfigError;
@@ -43,7 +43,7 @@ pub enum MachineError {
     LowMemory(#[source] RegionError),
     /// Low memory cannot be made present.
     #[error("memory for the guest's code, page tables and logs cannot be made present")]
-    PopulateLowMemory(#[source] PopulateError),
+    PopulateLowMemory(#[source] FaultInError),
     /// An access to low memory failed, which would be an error in the layout.
     #[error("low memory at {gpa}")]
     AccessLowMemory {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
+use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, Region};
 
 use crate::error::MachineError;
 use crate::guest::Field;
@@ -22,7 +22,7 @@ impl LowMemory {
         let region = Region::new(GuestAddress(0), layout.low_bytes(), Backing::Shmem)
             .map_err(MachineError::LowMemory)?;
         region
-            .populate(region.all_pages(), PopulateAccess::Write)
+            .fault_in(region.all_pages(), FaultInAccess::Write)
             .map_err(MachineError::PopulateLowMemory)?;
         let low = Self {
             region: Arc::new(region),

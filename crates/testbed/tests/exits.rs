@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use pagetide_kvm::{Access, Exit, FaultExit, SlotError, SlotFlags};
-use pagetide_memory::{Backing, GuestRange, PageIndex, PageRange, PopulateAccess, Region};
+use pagetide_memory::{Backing, FaultInAccess, GuestRange, PageIndex, PageRange, Region};
 use pagetide_testbed::{
     Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, Order, RunOutcome, Seed,
     Touch, Workload,
@@ -69,7 +69,7 @@ fn exiting_machine(config: MachineConfig) -> Option<Machine> {
 /// `window` pages.
 struct Populate {
     region: Arc<Region>,
-    access: PopulateAccess,
+    access: FaultInAccess,
     window: u64,
     pre_fault: bool,
     /// After so many faults, everything is taken away again while the guest runs; 0 for never.
@@ -82,7 +82,7 @@ impl Populate {
     fn new(machine: &Machine) -> Self {
         Self {
             region: Arc::clone(machine.data()),
-            access: PopulateAccess::Write,
+            access: FaultInAccess::Write,
             window: 1,
             pre_fault: false,
             zap_every: 0,
@@ -112,7 +112,7 @@ impl VcpuHooks for Populate {
             .ok_or("a fault outside the region")?;
         let first = PageIndex(page.0 - page.0 % self.window);
         let pages = PageRange::new(first, self.window);
-        self.region.populate(pages, self.access)?;
+        self.region.fault_in(pages, self.access)?;
         if !self.pre_fault {
             return Ok(Handled::Retry);
         }
@@ -228,7 +228,7 @@ fn reading_what_is_present_read_only_is_no_exit_and_writing_it_is() {
     let pages = machine.data().all_pages();
     machine
         .data()
-        .populate(pages, PopulateAccess::Read)
+        .fault_in(pages, FaultInAccess::Read)
         .expect("zeroes are always there");
     let handler = Arc::new(Populate::new(&machine));
     run(

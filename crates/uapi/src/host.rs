@@ -20,7 +20,7 @@ pub struct HugepagePool {
 impl HugepagePool {
     /// Asks for the pool of pages of `page_bytes` bytes. `None` if the kernel has no such pool (it
     /// was built without hugetlbfs, or the CPU lacks that page size).
-    pub fn ask(page_bytes: u64) -> Option<Self> {
+    pub fn read(page_bytes: u64) -> Option<Self> {
         let kib = page_bytes >> 10;
         let pool = PathBuf::from(format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB"));
         let count = |file: &str| -> Option<u64> {
@@ -79,6 +79,6 @@ mod tests {
     #[test]
     fn this_host_says_how_much_it_has() {
         assert!(available_bytes().unwrap() > 0);
-        assert_eq!(HugepagePool::ask(12345), None);
+        assert_eq!(HugepagePool::read(12345), None);
     }
 }

@@ -249,7 +249,7 @@ fn userfaultfd(available: &Result<Features, OpenError>) -> Vec<Capability> {
 fn memory() -> Vec<Capability> {
     let mut answers = Vec::new();
     for (name, page_bytes) in [("hugetlb-2m", 2 << 20), ("hugetlb-1g", 1 << 30)] {
-        let pool = HugepagePool::ask(page_bytes);
+        let pool = HugepagePool::read(page_bytes);
         answers.push(Capability {
             name: format!("huge pages for {name}"),
             number: None,

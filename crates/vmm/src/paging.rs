@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crossbeam_utils::CachePadded;
 use pagetide_kvm::{FaultExit, PopulateError, PopulateFlags, Vm, populate_vm};
 use pagetide_memory::{Exclusive, GuestAddress, GuestRange};
-use pagetide_pager::{Counters, Notice, Pager, PopulateSink, Resolution, Resolver};
+use pagetide_pager::{Counters, Mapper, Notice, Pager, Resolution, Resolver};
 
 use crate::control::Stopper;
 use crate::hooks::{Handled, HookError, VcpuHooks};
@@ -143,7 +143,7 @@ impl VcpuHooks for Paging {
 #[derive(Clone, Debug)]
 pub struct StageTwo(pub Arc<Vm>);
 
-impl PopulateSink for StageTwo {
+impl Mapper for StageTwo {
     fn populate(&self, range: GuestRange) -> Result<u64, Box<dyn Error + Send + Sync>> {
         // Not for writing: mappings are writable anyhow if the host's are, and with that flag the zero
         // page would count as absent.

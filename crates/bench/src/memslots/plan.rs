@@ -69,7 +69,7 @@ impl From<Method> for pagetide_kvm::Method {
         match method {
             Method::List => Self::List,
             Method::Quiesce => Self::Quiesce,
-            Method::DeleteCreate => Self::Plain,
+            Method::DeleteCreate => Self::DeleteCreate,
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pagetide_kvm::{Kvm, Signals, SlotFlags};
-use pagetide_memory::{PageIndex, PageRange, PopulateAccess, Region};
+use pagetide_memory::{FaultInAccess, PageIndex, PageRange, Region};
 use pagetide_testbed::{
     self as testbed, Content, Expected, Machine, MachineConfig, RunOutcome, Touch, Workload,
 };
@@ -52,7 +52,7 @@ impl Machines {
         } else {
             Features::NONE
         };
-        let hugepages = HugepagePool::ask(plan.backing.page_size().bytes())
+        let hugepages = HugepagePool::read(plan.backing.page_size().bytes())
             .filter(|_| plan.backing.is_hugetlb())
             .map(|pool| Pool {
                 free: pool.free,
@@ -122,7 +122,7 @@ impl Rig<Plan> for Machines {
 
         let (outcome, counted) = if series.delivery == Delivery::None {
             region
-                .populate(region.all_pages(), PopulateAccess::Write)
+                .fault_in(region.all_pages(), FaultInAccess::Write)
                 .map_err(RunFailure::failed)?;
             let outcome = machine
                 .run(&workload, Arc::new(NoFaults))

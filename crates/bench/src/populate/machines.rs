@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pagetide_kvm::{Kvm, PopulationError, PopulationProgress, PopulatorMethod, Signals, SlotFlags};
-use pagetide_memory::{Backing, PopulateAccess};
+use pagetide_memory::{Backing, FaultInAccess};
 use pagetide_testbed::{
     Content, Expected, Machine, MachineConfig, Order, StageTwo, Touch, Workload,
 };
@@ -201,7 +201,7 @@ impl Rig<Plan> for Machines {
         fill(&region, seeds.paged).map_err(RunFailure::failed)?;
         if !is_paged {
             region
-                .populate(region.all_pages(), PopulateAccess::Write)
+                .fault_in(region.all_pages(), FaultInAccess::Write)
                 .map_err(RunFailure::failed)?;
         }
         let mut machine =

@@ -57,7 +57,7 @@ pub enum CommitError {
         change: FailedChange,
         /// Ranges whose dirty bits the kernel has forgotten, because a slot with `log_dirty` was made
         /// anew, or its log was turned off and on again: take all their pages as dirty.
-        forgot_dirty: Vec<GuestRange>,
+        lost_dirty: Vec<GuestRange>,
         /// The kernel's answer.
         #[source]
         source: io::Error,
@@ -70,7 +70,7 @@ pub enum CommitError {
         /// The change that failed.
         change: FailedChange,
         /// As for [`CommitError::RolledBack`].
-        forgot_dirty: Vec<GuestRange>,
+        lost_dirty: Vec<GuestRange>,
         /// The kernel's answer to the change.
         #[source]
         source: io::Error,

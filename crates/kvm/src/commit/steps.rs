@@ -55,7 +55,7 @@ impl<'a, P: FnMut(SlotLayout)> Steps<'a, P> {
     /// Ranges whose dirty bits are gone if all that was done so far is undone: those of deleted
     /// slots, and those of slots whose log was turned off, which frees it. Turning it on again
     /// makes an empty one.
-    pub(super) fn forgot_dirty(&self) -> Vec<GuestRange> {
+    pub(super) fn lost_dirty(&self) -> Vec<GuestRange> {
         self.logs_lost_by(|step| match step.change {
             Change::Delete => true,
             Change::Flags => !step.state.flags.log_dirty,

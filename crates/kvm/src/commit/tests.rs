@@ -150,7 +150,7 @@ fn expected(call: usize) -> (u32, u64) {
 fn a_failure_at_any_step_brings_the_old_layout_back() {
     let Some(vm) = vm() else { return };
     let old = vm.layout();
-    for method in [Method::Quiesce, Method::Plain] {
+    for method in [Method::Quiesce, Method::DeleteCreate] {
         for call in 0..CALLS {
             let calls = Accidents::new(vm.inner(), &[(call, Accident::Fails)]);
             let error = steps(&vm)
@@ -158,7 +158,7 @@ fn a_failure_at_any_step_brings_the_old_layout_back() {
                 .expect_err("it fails");
             let CommitError::RolledBack {
                 change,
-                forgot_dirty,
+                lost_dirty,
                 source,
                 ..
             } = &error
@@ -172,7 +172,7 @@ fn a_failure_at_any_step_brings_the_old_layout_back() {
             let is_new = call > 1;
             let forgotten = is_new.then_some(old[&1].range);
             assert_eq!(
-                forgot_dirty.first().copied(),
+                lost_dirty.first().copied(),
                 forgotten,
                 "slot 1 is a new one"
             );
@@ -186,14 +186,14 @@ fn a_failure_at_any_step_brings_the_old_layout_back() {
         .commit_with(Method::Quiesce)
         .expect("no accident");
     assert_eq!((done.entries, done.layout.len()), (CALLS, 4));
-    assert_eq!(done.forgot_dirty, [old[&1].range]);
+    assert_eq!(done.lost_dirty, [old[&1].range]);
 }
 
 #[test]
 fn a_panic_at_any_step_brings_the_old_layout_back() {
     let Some(vm) = vm() else { return };
     let old = vm.layout();
-    for method in [Method::Quiesce, Method::Plain] {
+    for method in [Method::Quiesce, Method::DeleteCreate] {
         for accident in [Accident::PanicsBefore, Accident::PanicsAfter] {
             for call in 0..CALLS {
                 let calls = Accidents::new(vm.inner(), &[(call, accident)]);
@@ -263,7 +263,7 @@ fn what_could_not_be_taken_back_keeps_its_memory() {
     let accidents = [1, 2].map(|call| (call, Accident::Fails));
     let calls = Accidents::new(vm.inner(), &accidents);
     let error = transaction
-        .commit_through(Method::Plain, &calls)
+        .commit_through(Method::DeleteCreate, &calls)
         .expect_err("it fails");
     let CommitError::HalfDone { undone, .. } = &error else {
         panic!("{error}");
@@ -324,7 +324,7 @@ fn one_change_needs_no_quiescing() {
     let best = if vm.capabilities().slot_list {
         Method::List
     } else {
-        Method::Plain
+        Method::DeleteCreate
     };
     assert_eq!((done.method, done.entries), (best, 1));
     let done = vm.transaction().commit().expect("nothing to do");
@@ -403,8 +403,8 @@ fn a_log_that_was_turned_off_and_on_again_is_told() {
             .commit_through(Method::Quiesce, &calls)
             .expect_err("it fails");
         let (forgot, back) = match &error {
-            CommitError::RolledBack { forgot_dirty, .. } => (forgot_dirty, true),
-            CommitError::HalfDone { forgot_dirty, .. } => (forgot_dirty, false),
+            CommitError::RolledBack { lost_dirty, .. } => (lost_dirty, true),
+            CommitError::HalfDone { lost_dirty, .. } => (lost_dirty, false),
             error => panic!("{error}"),
         };
         let starts: Vec<_> = forgot.iter().map(|range| range.start().0).collect();
@@ -417,7 +417,7 @@ fn a_log_that_was_turned_off_and_on_again_is_told() {
     }
     // Who asks for it is told nothing.
     let done = steps(&vm).commit_with(Method::Quiesce).expect("it works");
-    assert!(done.forgot_dirty.is_empty());
+    assert!(done.lost_dirty.is_empty());
 }
 
 /// What the kernel says of the pages that the guest wrote to.
@@ -448,10 +448,10 @@ fn the_kernel_forgets_what_a_failure_says_is_forgotten() {
             let error = transaction
                 .commit_through(Method::Quiesce, &calls)
                 .expect_err("it fails");
-            let CommitError::RolledBack { forgot_dirty, .. } = &error else {
+            let CommitError::RolledBack { lost_dirty, .. } = &error else {
                 panic!("{error}");
             };
-            assert_eq!(forgot_dirty, &[machine.data.range()]);
+            assert_eq!(lost_dirty, &[machine.data.range()]);
         }
         let found = dirty(DATA_SLOT, machine.data.bytes());
         assert_eq!(found == 0, fails, "{found} dirty pages");

@@ -11,7 +11,7 @@ use pagetide_memory::GuestAddress;
 #[cfg(target_arch = "x86_64")]
 pub use x86::prepare_cpuid;
 
-use super::Urgency;
+use super::Severity;
 
 /// Whose processors' machine checks the guest expects, by its own CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -64,21 +64,21 @@ impl MachineCheck {
     /// The machine check for an error at `gpa`. It takes 4 KiB from the guest, whatever the host has
     /// lost: the guest is told of the rest when it touches it.
     #[must_use]
-    pub const fn new(form: MachineCheckForm, urgency: Urgency, gpa: GuestAddress) -> Self {
+    pub const fn new(form: MachineCheckForm, severity: Severity, gpa: GuestAddress) -> Self {
         let (status, misc) = match form {
             MachineCheckForm::Intel => (UC | MISCV | S, PHYSICAL_4K),
             MachineCheckForm::Amd => (POISON, 0),
         };
         let status = status
-            | match (form, urgency) {
-                (MachineCheckForm::Intel, Urgency::ActionRequired) => AR | DATA_LOAD,
-                (MachineCheckForm::Intel, Urgency::ActionOptional) => SCRUBBING,
-                (MachineCheckForm::Amd, Urgency::ActionRequired) => UC,
-                (MachineCheckForm::Amd, Urgency::ActionOptional) => DEFERRED,
+            | match (form, severity) {
+                (MachineCheckForm::Intel, Severity::ActionRequired) => AR | DATA_LOAD,
+                (MachineCheckForm::Intel, Severity::ActionOptional) => SCRUBBING,
+                (MachineCheckForm::Amd, Severity::ActionRequired) => UC,
+                (MachineCheckForm::Amd, Severity::ActionOptional) => DEFERRED,
             };
-        let mcg_status = match urgency {
-            Urgency::ActionRequired => MCIP | RIPV | EIPV,
-            Urgency::ActionOptional => MCIP | RIPV,
+        let mcg_status = match severity {
+            Severity::ActionRequired => MCIP | RIPV | EIPV,
+            Severity::ActionOptional => MCIP | RIPV,
         };
         Self {
             status: status | VAL | EN | ADDRV,

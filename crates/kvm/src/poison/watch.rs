@@ -12,7 +12,7 @@ use rustix::io::read;
 
 use super::previous::survive_what_is_found;
 use super::sigbus::{FOUND, open_wake_descriptor};
-use super::{MemoryError, Urgency};
+use super::{MemoryError, Severity};
 use crate::vm::{Inner, Vm};
 
 /// Why errors cannot be watched for.
@@ -142,7 +142,7 @@ fn watch(wake: BorrowedFd<'_>) {
                 let Some(vm) = subscriber.vm.upgrade() else {
                     continue;
                 };
-                if let Some(error) = vm.error_at(report, Urgency::ActionOptional) {
+                if let Some(error) = vm.error_at(report, Severity::ActionOptional) {
                     // The panic's own message says what went wrong; the others are told.
                     let _ = catch_unwind(AssertUnwindSafe(|| (subscriber.tell)(error)));
                 }

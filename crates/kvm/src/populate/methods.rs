@@ -1,7 +1,7 @@
 //! The ways to populate a piece of memory, best first, and one worker's part in each.
 
-use pagetide_memory::{GuestRange, PageIndex, PageRange, PopulateAccess, Region};
-use pagetide_memory::{PageSize, PopulateError as HostError};
+use pagetide_memory::{FaultInAccess, GuestRange, PageIndex, PageRange, Region};
+use pagetide_memory::{FaultInError as HostError, PageSize};
 
 use super::caller::BoundCaller;
 use super::pieces::Piece;
@@ -128,12 +128,12 @@ fn on_the_host(
     flags: PopulateFlags,
 ) -> Result<Populated, HostError> {
     let access = if flags.write {
-        PopulateAccess::Write
+        FaultInAccess::Write
     } else {
-        PopulateAccess::Read
+        FaultInAccess::Read
     };
     let pages = pages_of(slot, chunk);
-    match slot.region.populate(pages, access) {
+    match slot.region.fault_in(pages, access) {
         Ok(()) => Ok(mapped(chunk.bytes())),
         Err(HostError::Poisoned { .. }) => page_by_page(&slot.region, pages, access, chunk.bytes()),
         Err(error) => Err(error),
@@ -144,12 +144,12 @@ fn on_the_host(
 fn page_by_page(
     region: &Region,
     pages: PageRange,
-    access: PopulateAccess,
+    access: FaultInAccess,
     bytes: u64,
 ) -> Result<Populated, HostError> {
     let mut bad = 0;
     for page in pages.iter() {
-        match region.populate(PageRange::new(page, 1), access) {
+        match region.fault_in(PageRange::new(page, 1), access) {
             Ok(()) => {}
             Err(HostError::Poisoned { .. }) => bad += region.page_size().bytes(),
             Err(error) => return Err(error),

@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
-use pagetide_memory::{GuestRange, PopulateError as HostError};
+use pagetide_memory::{FaultInError as HostError, GuestRange};
 
 use super::crew::{Crew, Tool, Work};
 use super::pieces::pieces;

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment};
 use pagetide_kvm::{BoundVcpu, Exit, Kvm, Method, Signals, SlotFlags, Vcpu, Vm};
-use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
+use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, Region};
 
 pub(crate) const PAGE: u64 = 4096;
 pub(crate) const DATA: u64 = 256 << 20;
@@ -234,7 +234,7 @@ impl Machine {
 /// Writes its number to each page's first word.
 pub(crate) fn number_pages(region: &Region, first: u64) {
     region
-        .populate(region.all_pages(), PopulateAccess::Write)
+        .fault_in(region.all_pages(), FaultInAccess::Write)
         .expect("memory");
     for page in region.all_pages().iter() {
         let number = (first + page.0).to_le_bytes();

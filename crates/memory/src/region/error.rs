@@ -188,7 +188,7 @@ pub enum AccessError {
 
 /// Why pages could not be populated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum PopulateError {
+pub enum FaultInError {
     /// The run is empty or leaves the region.
     #[error("pages {pages} are not pages of the region")]
     NoSuchPages {
@@ -215,7 +215,7 @@ pub enum PopulateError {
     },
     /// Anything else that the kernel says.
     #[error("populating pages {pages}")]
-    Populate {
+    FaultIn {
         /// The pages asked for.
         pages: PageRange,
         /// What the kernel said.

@@ -177,17 +177,17 @@ fn punching_drops_content_and_zapping_keeps_it() {
 #[test]
 fn populating_makes_pages_present() {
     for (backing, access) in [
-        (Backing::Shmem, PopulateAccess::Read),
-        (Backing::Shmem, PopulateAccess::Write),
-        (Backing::Anonymous, PopulateAccess::Write),
+        (Backing::Shmem, FaultInAccess::Read),
+        (Backing::Shmem, FaultInAccess::Write),
+        (Backing::Anonymous, FaultInAccess::Write),
     ] {
         let region = Region::new(GPA, 0x4000, backing).unwrap();
         assert_eq!(resident_pages(&region), 0);
-        region.populate(pages(1, 2), access).unwrap();
+        region.fault_in(pages(1, 2), access).unwrap();
         assert_eq!(resident_pages(&region), 2, "{backing}");
         let beyond = pages(3, 2);
-        let refused = region.populate(beyond, access);
-        assert_eq!(refused, Err(PopulateError::NoSuchPages { pages: beyond }));
+        let refused = region.fault_in(beyond, access);
+        assert_eq!(refused, Err(FaultInError::NoSuchPages { pages: beyond }));
     }
 }
 
@@ -243,7 +243,7 @@ fn more_than_the_host_has_is_refused_with_what_it_has() {
         assert_eq!(bytes, 1 << 50);
         assert!(available_bytes > 0);
     }
-    let Some(pool) = HugepagePool::ask(PageSize::Size2M.bytes()) else {
+    let Some(pool) = HugepagePool::read(PageSize::Size2M.bytes()) else {
         println!("SKIP: no hugetlb pool of 2M pages");
         return;
     };

@@ -17,7 +17,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pagetide_memory::{
-    Access, Backing, GuestAddress, PageIndex, PageRange, PageState, PopulateAccess, PopulateError,
+    Access, Backing, FaultInAccess, FaultInError, GuestAddress, PageIndex, PageRange, PageState,
     Region,
 };
 use pagetide_pager::{
@@ -119,8 +119,8 @@ pub fn check_all(region: &Region) {
 /// tell a thread by SIGBUS. Sleeps in the userfaultfd if the page is missing.
 pub fn assert_lost(region: &Region, page: u64) {
     let pages = range(page, 1);
-    let touched = region.populate(pages, PopulateAccess::Read);
-    assert_eq!(touched, Err(PopulateError::Poisoned { pages }));
+    let touched = region.fault_in(pages, FaultInAccess::Read);
+    assert_eq!(touched, Err(FaultInError::Poisoned { pages }));
 }
 
 pub fn range(first: u64, count: u64) -> PageRange {

@@ -1,6 +1,6 @@
 //! Pages whose content is lost: nobody gets anything out of them.
 
-use pagetide_memory::{AccessError, PageIndex, PageRange, PopulateAccess, PopulateError, Region};
+use pagetide_memory::{AccessError, FaultInAccess, FaultInError, PageIndex, PageRange, Region};
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 use super::is_mapped;
@@ -17,8 +17,8 @@ pub fn can_poison() -> bool {
 /// Nobody gets anything out of that page: neither the kernel nor a touch.
 pub fn assert_lost(region: &Region, page: u64) {
     let pages = PageRange::single(PageIndex(page));
-    let populated = region.populate(pages, PopulateAccess::Read);
-    assert_eq!(populated, Err(PopulateError::Poisoned { pages }));
+    let populated = region.fault_in(pages, FaultInAccess::Read);
+    assert_eq!(populated, Err(FaultInError::Poisoned { pages }));
     assert!(!is_mapped(region, page));
     expect_poison(region, page);
 }

@@ -273,6 +273,6 @@ fn fill(data: &Region) -> Result<(), MachineError> {
                 source,
             })?;
     }
-    data.populate(data.all_pages(), pagetide_memory::PopulateAccess::Write)
+    data.fault_in(data.all_pages(), pagetide_memory::FaultInAccess::Write)
         .map_err(MachineError::PopulateLowMemory)
 }

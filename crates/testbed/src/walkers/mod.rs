@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pagetide_kvm::{Exit, Vcpu, Vm};
-use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
+use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, Region};
 use pagetide_vmm::{HookError, Next, PoolVcpu, VcpuHooks};
 
 use crate::arch;
@@ -268,7 +268,7 @@ fn column(vcpu: u32) -> u64 {
 
 /// Makes all pages present and writes each one's address to its start.
 fn fill(data: &Region) -> Result<(), MachineError> {
-    data.populate(data.all_pages(), PopulateAccess::Write)
+    data.fault_in(data.all_pages(), FaultInAccess::Write)
         .map_err(MachineError::PopulateLowMemory)?;
     for page in data.all_pages().iter() {
         let gpa = DATA_GPA + page.0 * PAGE;

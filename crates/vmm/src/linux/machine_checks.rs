@@ -144,7 +144,7 @@ impl MachineChecks {
         let Some(error) = lock(&self.told.found).pop_front() else {
             return Ok(());
         };
-        match vcpu.inject_machine_check(&MachineCheck::new(self.form, error.urgency, error.gpa)) {
+        match vcpu.inject_machine_check(&MachineCheck::new(self.form, error.severity, error.gpa)) {
             Ok(Injected::Exception) => self.call_bystanders(vcpu.id()),
             Ok(Injected::Logged) | Err(MachineCheckError::NotReady { .. }) => {}
             Err(error) => return Err(error.into()),
@@ -167,7 +167,7 @@ impl VcpuHooks for MachineChecks {
             .error_of(fault.gpa, PageSize::Size4K)
             .ok_or(NotItsMemory(fault.gpa))?;
         self.told.record(&error)?;
-        vcpu.inject_machine_check(&MachineCheck::new(self.form, error.urgency, error.gpa))?;
+        vcpu.inject_machine_check(&MachineCheck::new(self.form, error.severity, error.gpa))?;
         self.call_bystanders(vcpu.id());
         Ok(Handled::Retry)
     }

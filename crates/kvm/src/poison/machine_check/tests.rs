@@ -1,7 +1,7 @@
 use super::*;
 
 use MachineCheckForm::{Amd, Intel};
-use Urgency::{ActionOptional, ActionRequired};
+use Severity::{ActionOptional, ActionRequired};
 
 const GPA: GuestAddress = GuestAddress(0x1_2345_6789);
 
@@ -94,8 +94,8 @@ fn what_nobody_touched_kills_nobody() {
 #[test]
 fn the_address_is_the_pages() {
     for form in [Intel, Amd] {
-        for urgency in [ActionRequired, ActionOptional] {
-            let check = MachineCheck::new(form, urgency, GPA);
+        for severity in [ActionRequired, ActionOptional] {
+            let check = MachineCheck::new(form, severity, GPA);
             assert!(address_is_usable(form, &check), "{check:x?}");
             assert_eq!(check.addr, 0x1_2345_6000);
         }
