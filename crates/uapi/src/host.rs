@@ -1,5 +1,5 @@
-//! How much memory this machine has to give. Asked before guest memory is made: without the
-//! question the answer would be the kernel's OOM killer, or a SIGBUS at some later touch.
+//! The memory that this host can still provide. A check before guest memory is created gives a clear
+//! error; without it, the kernel's OOM killer or a later SIGBUS would report the shortage.
 
 use std::fs;
 use std::path::PathBuf;
@@ -11,15 +11,15 @@ pub struct HugepagePool {
     pub page_bytes: u64,
     /// Pages in the pool.
     pub total: u64,
-    /// Pages that are neither used nor promised to a mapping.
+    /// Pages that are neither in use nor reserved by a mapping.
     pub free: u64,
-    /// The file that takes the wanted number of pages.
+    /// The file that sets the number of pages in the pool.
     pub setting: PathBuf,
 }
 
 impl HugepagePool {
-    /// Asks for the pool of pages of `page_bytes` bytes. `None` if the kernel has no such pool (it
-    /// was built without hugetlbfs, or the CPU lacks that page size).
+    /// Reads the state of the pool with pages of `page_bytes` bytes. `None` if the kernel has no such
+    /// pool (it was built without hugetlbfs, or the CPU lacks that page size).
     pub fn read(page_bytes: u64) -> Option<Self> {
         let kib = page_bytes >> 10;
         let pool = PathBuf::from(format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB"));
@@ -45,8 +45,8 @@ impl HugepagePool {
     }
 }
 
-/// Bytes of ordinary memory that can still be had without pushing other programs out:
-/// `MemAvailable` plus `SwapFree` of `/proc/meminfo`. `None` if the host does not say.
+/// Bytes of ordinary memory that the host can provide without evicting other programs: `MemAvailable`
+/// plus `SwapFree` of `/proc/meminfo`. `None` if the file has no such figures.
 pub fn available_bytes() -> Option<u64> {
     parse_meminfo(&fs::read_to_string("/proc/meminfo").ok()?)
 }

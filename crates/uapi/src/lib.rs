@@ -1,11 +1,11 @@
-//! The kernel's interfaces as Pagetide uses them, and nothing above them.
+//! The kernel interfaces that Pagetide uses, without any layer on top.
 //!
-//! - [`generated`]: constants and structures, generated from the patched kernel's headers by
-//!   `cargo xtask uapi`. Nothing of the kernel's is typed by hand anywhere else.
-//! - [`userfaultfd`]: a userfaultfd, its registrations, its events and its ways to install pages.
-//! - [`probe`]: what this kernel and this machine have, and what is used instead of what they lack.
-//! - [`host`]: how much memory this machine has to give.
-//! - [`memory_failure`]: what the kernel has for memory with uncorrected errors.
+//! - [`generated`]: constants and structures, generated from the patched kernel's headers by `cargo
+//!   xtask uapi`. No other code repeats a definition of the kernel.
+//! - [`userfaultfd`]: a userfaultfd, its registrations, its events and its ioctls that install pages.
+//! - [`probe`]: the capabilities of this kernel and machine, and the fallback for each that is missing.
+//! - [`host`]: the memory that this machine can still provide.
+//! - [`memory_failure`]: the kernel's support for memory with uncorrected errors.
 
 pub mod host;
 pub mod memory_failure;

@@ -1,18 +1,19 @@
-//! What the kernel has for memory with uncorrected errors (UE).
+//! The kernel's support for memory with uncorrected errors (UE).
 //!
-//! Source: the kernel's `Documentation/mm/hwpoison.rst` and, for the flag, the series' own
-//! documentation of `memfd_create`.
+//! Source: the kernel's `Documentation/mm/hwpoison.rst`; for the flag, the series' own documentation of
+//! `memfd_create`.
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::generated::MFD_MF_KEEP_UE_MAPPED;
 
-/// `MFD_MF_KEEP_UE_MAPPED` of `memfd_create`, as rustix wants it: an uncorrected error takes the
-/// 4 KiB that have it and no other memory of the file, and nothing is unmapped.
+/// `MFD_MF_KEEP_UE_MAPPED` of `memfd_create` as a rustix flag: an uncorrected error costs the 4 KiB
+/// that contain it; the file's other memory is unaffected and stays mapped.
 pub const KEEP_UE_MAPPED: MemfdFlags = MemfdFlags::from_bits_retain(MFD_MF_KEEP_UE_MAPPED);
 
-/// Whether the running kernel takes [`MFD_MF_KEEP_UE_MAPPED`] for hugetlb memory with pages of that
-/// many bytes, or for shmem. Makes an empty file and drops it; no huge page is needed for that.
+/// Whether the running kernel supports [`MFD_MF_KEEP_UE_MAPPED`] for hugetlb memory with pages of
+/// `hugetlb_page_bytes` bytes, or for shmem (`None`). Creates an empty file and drops it, which needs
+/// no huge page.
 pub fn has_keep_ue_mapped(hugetlb_page_bytes: Option<u64>) -> bool {
     let kind = match hugetlb_page_bytes {
         None => MemfdFlags::empty(),

@@ -1,7 +1,7 @@
-//! What this kernel and this machine have, and what is used instead of what they lack.
+//! The capabilities of this kernel and machine, and the fallback for each that is missing.
 //!
-//! Everything is asked of the running kernel, nothing concluded from its version. A question that
-//! cannot be asked (no `/dev/kvm`, no permission) is an answer too, not an error.
+//! Every answer comes from the running kernel, none from its version number. A query that cannot be
+//! made (no `/dev/kvm`, no permission) yields an answer too, not an error.
 
 use std::fs;
 use std::io;
@@ -15,31 +15,32 @@ use crate::host::HugepagePool;
 use crate::memory_failure::has_keep_ue_mapped;
 use crate::userfaultfd::{Features, OpenError, Userfaultfd};
 
-/// One thing that a kernel or machine may have.
+/// A capability that a kernel or machine may have.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capability {
-    /// Its name: the kernel's where it has one.
+    /// The kernel's name for the capability, or a name of ours where the kernel has none.
     pub name: String,
-    /// The capability number, the feature bit, or nothing.
+    /// The number of the KVM capability or the bit of the feature; `None` for other capabilities.
     pub number: Option<u64>,
-    /// Whether it can be used here.
+    /// Whether Pagetide can use the capability here.
     pub present: bool,
-    /// The value that goes with it: what `KVM_CHECK_EXTENSION` returned, or a number of free pages.
-    /// None if it could not be asked.
+    /// The value of the capability: what `KVM_CHECK_EXTENSION` returned, or a number of free pages.
+    /// `None` if there is none.
     pub value: Option<i64>,
-    /// What this kernel or machine has, in words.
+    /// What this kernel or machine has, as text.
     pub found: String,
-    /// What is used instead when it is not there.
+    /// What Pagetide uses if the capability is missing.
     pub fallback: String,
 }
 
 impl Capability {
-    /// What will be used instead: nothing for what is present.
+    /// What Pagetide uses instead; empty for a capability that is present.
     pub fn instead(&self) -> &str {
         if self.present { "" } else { &self.fallback }
     }
 
-    /// The cells of its row in a table: name, number, what this kernel has, what is used instead.
+    /// The cells of the capability's table row: name, number, what this kernel has, what is used
+    /// instead.
     pub fn row(&self) -> [String; 4] {
         let number = self
             .number
@@ -54,22 +55,22 @@ impl Capability {
     }
 }
 
-/// The answers to everything that Pagetide asks.
+/// All capabilities that Pagetide makes use of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Probe {
-    /// The running kernel's release, for people; nothing is decided by it.
+    /// The running kernel's release, for display only.
     pub kernel_release: String,
     /// The CPU architecture.
     pub architecture: String,
-    /// What was asked, grouped by where it was asked: KVM, userfaultfd, memory.
+    /// The capabilities, in groups: KVM, userfaultfd, memory.
     pub capabilities: Vec<Capability>,
 }
 
 impl Probe {
-    /// The heads of the columns of [`Capability::row`].
+    /// The column heads for [`Capability::row`].
     pub const COLUMNS: [&str; 4] = ["capability", "number", "this kernel has", "used instead"];
 
-    /// Asks the running kernel.
+    /// Queries the running kernel.
     pub fn run() -> Self {
         let system = rustix::system::uname();
         let mut capabilities = kvm("/dev/kvm");
@@ -82,14 +83,14 @@ impl Probe {
         }
     }
 
-    /// The capability of that name.
+    /// The capability with that name.
     pub fn capability(&self, name: &str) -> Option<&Capability> {
         self.capabilities
             .iter()
             .find(|capability| capability.name == name)
     }
 
-    /// Whether the capability of that name is present. False for a name that was never asked.
+    /// Whether the capability with that name is present; `false` for an unknown name.
     pub fn has(&self, name: &str) -> bool {
         self.capability(name)
             .is_some_and(|capability| capability.present)
@@ -151,7 +152,7 @@ fn kvm(device: &str) -> Vec<Capability> {
         },
         fallback: "no VM can be run".to_owned(),
     }];
-    // A VM's answer may be more exact than the system's: it knows the VM's type.
+    // A VM's answer may be more exact than the system's, because it depends on the VM's type.
     let vm = opened.as_ref().ok().and_then(|kvm| kvm.create_vm().ok());
     for (name, number, fallback) in KVM_CAPABILITIES {
         let value = opened
@@ -160,7 +161,7 @@ fn kvm(device: &str) -> Vec<Capability> {
             .map(|kvm| check_extension(kvm, vm.as_ref(), number));
         let present = value.is_some_and(|value| value > 0);
         let found = match value {
-            None => "not asked: no KVM".to_owned(),
+            None => "unknown: no KVM".to_owned(),
             Some(..=0) => "no".to_owned(),
             Some(1) => "yes".to_owned(),
             Some(value) => format!("yes ({value:#x})"),
@@ -235,7 +236,7 @@ fn userfaultfd(available: &Result<Features, OpenError>) -> Vec<Capability> {
             present: present == Some(true),
             value: present.map(i64::from),
             found: match present {
-                None => "not asked: no userfaultfd",
+                None => "unknown: no userfaultfd",
                 Some(true) => "yes",
                 Some(false) => "no",
             }
@@ -274,8 +275,8 @@ fn memory() -> Vec<Capability> {
     answers
 }
 
-/// For which memory an uncorrected error takes 4 KiB only. `has` says it of hugetlb memory with pages
-/// of so many bytes, or of shmem.
+/// The memory for which an uncorrected error costs only 4 KiB. `has` reports it for hugetlb memory with
+/// pages of the given size, or for shmem (`None`).
 fn keep_ue_mapped(has: impl Fn(Option<u64>) -> bool) -> Capability {
     let kinds = [
         (None, "shmem"),
@@ -300,7 +301,8 @@ fn keep_ue_mapped(has: impl Fn(Option<u64>) -> bool) -> Capability {
     }
 }
 
-/// Reads the setting with the chosen word in brackets: `always within_size advise [never] deny force`.
+/// Parses a setting that has the active word in brackets: `always within_size advise [never] deny
+/// force`.
 fn transparent_hugepages(setting: Option<&str>) -> Capability {
     let chosen = setting
         .and_then(|text| text.split_once('[')?.1.split_once(']'))
@@ -326,16 +328,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_asked_here_is_answered() {
+    fn each_capability_has_an_answer() {
         let probe = Probe::run();
         assert!(!probe.kernel_release.is_empty());
         for (name, number, _) in KVM_CAPABILITIES {
             let capability = probe.capability(name).unwrap();
             assert_eq!(capability.number, Some(u64::from(number)));
-            // An answer, or the reason why there is none.
+            // Either a value, or the reason why there is none.
             assert_eq!(
                 capability.value.is_none(),
-                capability.found.starts_with("not asked")
+                capability.found.starts_with("unknown")
             );
         }
         assert!(!probe.has("no such capability"));
@@ -343,13 +345,13 @@ mod tests {
     }
 
     #[test]
-    fn without_kvm_the_answers_say_so() {
+    fn without_kvm_each_answer_names_the_reason() {
         let answers = kvm("/nonexistent/kvm");
         assert_eq!(answers.len(), 1 + KVM_CAPABILITIES.len());
         assert!(answers[0].found.starts_with("missing"), "{:?}", answers[0]);
         for answer in &answers[1..] {
             assert!(!answer.present);
-            assert_eq!(answer.found, "not asked: no KVM");
+            assert_eq!(answer.found, "unknown: no KVM");
             assert!(!answer.instead().is_empty());
         }
         let denied = explain_kvm(&io::Error::from(io::ErrorKind::PermissionDenied));
@@ -357,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn without_userfaultfd_the_answers_say_so() {
+    fn without_userfaultfd_each_answer_names_the_reason() {
         let device = io::Error::from(io::ErrorKind::PermissionDenied);
         let answers = userfaultfd(&Err(OpenError::NoPermission { device }));
         assert!(
@@ -373,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn features_are_present_one_by_one() {
+    fn each_feature_is_reported_separately() {
         let answers = userfaultfd(&Ok(Features::MINOR_SHMEM));
         let present: Vec<_> = answers
             .iter()
@@ -384,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn the_setting_for_transparent_huge_pages_is_understood() {
+    fn the_setting_for_transparent_huge_pages_is_parsed() {
         let cases = [
             (
                 Some("always within_size advise [never] deny force\n"),
@@ -410,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn the_policy_for_memory_failures_names_the_memory_that_has_it() {
+    fn the_memory_failure_policy_names_the_memory_that_supports_it() {
         let none = keep_ue_mapped(|_| false);
         assert_eq!((none.present, &*none.found), (false, "no"));
         assert!(none.instead().contains("whole huge page"));
@@ -422,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_survives_json() {
+    fn a_probe_round_trips_through_json() {
         let probe = Probe::run();
         let json = serde_json::to_string(&probe).unwrap();
         assert_eq!(serde_json::from_str::<Probe>(&json).unwrap(), probe);

@@ -1,5 +1,5 @@
-//! A userfaultfd: how a process learns that one of its threads, or KVM on behalf of a guest, touched
-//! memory that is not there, and how it puts the memory there.
+//! A userfaultfd: it reports that a thread of a process, or KVM on behalf of a guest, touched missing
+//! memory, and it installs that memory.
 //!
 //! Source: the kernel's `Documentation/admin-guide/mm/userfaultfd.rst` and the manual pages
 //! userfaultfd(2), ioctl_userfaultfd(2) and UFFDIO_*(2const).
@@ -26,16 +26,16 @@ pub use features::Features;
 pub use install::{InstallError, Wake};
 pub use range::UserRange;
 
-/// How threads that touch a registered range are held up.
+/// Which faults a registered range reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// Faults on pages that do not exist (`UFFDIO_REGISTER_MODE_MISSING`). They are resolved by
-    /// copying content in, or with the zero page.
+    /// Faults on pages that do not exist (`UFFDIO_REGISTER_MODE_MISSING`). A copy of the content or the
+    /// zero page resolves them.
     Missing,
-    /// Faults on pages that are in the page cache and not mapped
-    /// (`UFFDIO_REGISTER_MODE_MINOR`), and on pages that do not exist. Both are resolved by filling
-    /// the page cache through another mapping and mapping what is there. A registration for minor
-    /// faults alone would let a page that was not yet filled read as zeroes.
+    /// Faults on pages that are in the page cache and not mapped (`UFFDIO_REGISTER_MODE_MINOR`), and on
+    /// pages that do not exist. To resolve either, a pager writes the content to the page cache through
+    /// another mapping, and then maps the page. A registration for minor faults alone would let the
+    /// guest read zeroes from a page without content.
     Minor,
 }
 
@@ -48,7 +48,7 @@ impl Mode {
         }
     }
 
-    /// The ioctl that resolves faults of this mode.
+    /// The ioctl that resolves the faults of this mode.
     fn resolver(self) -> u32 {
         match self {
             Self::Missing => abi::_UFFDIO_COPY,
@@ -57,48 +57,48 @@ impl Mode {
     }
 }
 
-/// Why there is no userfaultfd.
+/// Why a userfaultfd could not be opened.
 #[derive(Debug, Error)]
 pub enum OpenError {
-    /// The kernel was built without it.
+    /// The kernel was built without userfaultfd.
     #[error("this kernel has no userfaultfd (CONFIG_USERFAULTFD)")]
     NotSupported,
-    /// Neither the system call nor the device lets this user have one that serves faults from
-    /// within the kernel, as KVM's are.
+    /// Neither the system call nor the device gives this user a userfaultfd that serves faults from
+    /// within the kernel, such as KVM's.
     #[error(
         "no permission for a userfaultfd that serves KVM's faults: run as root, give the process \
          CAP_SYS_PTRACE, make /dev/userfaultfd accessible to it, or set \
          /proc/sys/vm/unprivileged_userfaultfd to 1"
     )]
     NoPermission {
-        /// What opening the device said.
+        /// The error from opening the device.
         #[source]
         device: std::io::Error,
     },
-    /// This kernel lacks features that were asked for.
+    /// This kernel lacks requested features.
     #[error("this kernel's userfaultfd lacks {missing}")]
     MissingFeatures {
-        /// The ones that it lacks.
+        /// The features that it lacks.
         missing: Features,
     },
-    /// Anything else that the kernel says.
+    /// Any other error of the kernel.
     #[error("opening a userfaultfd")]
     Open(#[source] Errno),
 }
 
-/// Why a descriptor is not taken for a userfaultfd.
+/// Why a descriptor was not adopted as a userfaultfd.
 #[derive(Debug, Error)]
 pub enum AdoptError {
-    /// It is something else.
-    #[error("the descriptor is no userfaultfd but {}", name.display())]
+    /// The descriptor is of another kind.
+    #[error("the descriptor is not a userfaultfd but {}", name.display())]
     NotUserfaultfd {
-        /// What `/proc` says that it is.
+        /// The descriptor's link in `/proc/self/fd`.
         name: PathBuf,
     },
-    /// What it is could not be found out.
-    #[error("asking /proc what the descriptor is")]
+    /// The kind of the descriptor is unknown: its link cannot be read.
+    #[error("reading the descriptor's link in /proc/self/fd")]
     Look(#[source] std::io::Error),
-    /// It could not be made non-blocking.
+    /// Setting `O_NONBLOCK` failed.
     #[error("making a userfaultfd non-blocking")]
     Flags(#[source] Errno),
 }
@@ -106,26 +106,26 @@ pub enum AdoptError {
 /// Why a range could not be registered or unregistered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum RegisterError {
-    /// The memory there cannot be served in that mode, is not mapped, or is not aligned.
-    #[error("{range} is no memory that userfaultfd can serve in {mode:?} mode")]
+    /// The memory there does not support that mode, is not mapped, or is not aligned.
+    #[error("userfaultfd cannot serve {range} in {mode:?} mode")]
     NotServable {
-        /// The range asked for.
+        /// The requested range.
         range: UserRange,
-        /// The mode asked for.
+        /// The requested mode.
         mode: Mode,
     },
-    /// Another userfaultfd has (part of) the range.
+    /// Another userfaultfd has registered the range or a part of it.
     #[error("another userfaultfd serves part of {range}")]
     Busy {
-        /// The range asked for.
+        /// The requested range.
         range: UserRange,
     },
-    /// Anything else that the kernel says.
+    /// Any other error of the kernel.
     #[error("registering {range} with a userfaultfd")]
     Register {
-        /// The range asked for.
+        /// The requested range.
         range: UserRange,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
@@ -133,19 +133,19 @@ pub enum RegisterError {
 
 /// An open userfaultfd: non-blocking, closed on exec, API negotiated.
 ///
-/// Closing it wakes everyone who waits for it and ends its registrations: absent pages of private
-/// memory then read as zeroes. Stop whatever runs on the memory first.
+/// Closing it wakes all threads that wait for it and ends its registrations; absent pages of private
+/// memory then read as zeroes. Stop all users of the memory first.
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
     features: Features,
-    /// Others have the descriptor too, and may change its flags.
+    /// Other processes also have the descriptor, and may change its flags.
     is_shared: bool,
 }
 
 impl Userfaultfd {
-    /// Opens a userfaultfd that also serves faults from within the kernel, with the features
-    /// `wanted`. Tries the system call, then `/dev/userfaultfd`.
+    /// Opens a userfaultfd with the features `wanted` that also serves faults from within the kernel.
+    /// Tries the system call, then `/dev/userfaultfd`.
     pub fn open(wanted: Features) -> Result<Self, OpenError> {
         let fd = Self::open_raw()?;
         match negotiate(fd.as_fd(), wanted) {
@@ -154,7 +154,7 @@ impl Userfaultfd {
                 features: wanted,
                 is_shared: false,
             }),
-            // A handshake that was refused leaves no word about what would have been accepted.
+            // A refused handshake does not report which features the kernel has.
             Err(Errno::INVAL) => {
                 let missing = wanted.without(Self::available()?);
                 if missing == Features::NONE {
@@ -166,15 +166,15 @@ impl Userfaultfd {
         }
     }
 
-    /// Takes a userfaultfd that another process opened and handed over, API negotiated with `features`,
-    /// which only that process knows. Makes it non-blocking: the flag is shared with every process that
-    /// has the descriptor.
+    /// Adopts a userfaultfd that another process opened and handed over. `features` are those that the
+    /// other process negotiated; the kernel cannot report them. Makes the descriptor non-blocking;
+    /// every process that has the descriptor shares this flag.
     ///
-    /// A descriptor that names EVENT features here makes its reader wait for events; leaving one out
-    /// that was negotiated is a fault of the caller's that shows as events which nobody expects.
+    /// With `EVENT` features in `features`, the reader waits for the corresponding events. If a
+    /// negotiated feature is missing from `features`, events arrive that the reader does not expect.
     ///
     /// # Errors
-    /// [`AdoptError`]; the descriptor is closed then.
+    /// [`AdoptError`]; the descriptor is then closed.
     pub fn adopt(fd: OwnedFd, features: Features) -> Result<Self, AdoptError> {
         let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
         let name = std::fs::read_link(link).map_err(AdoptError::Look)?;
@@ -196,15 +196,16 @@ impl Userfaultfd {
         negotiate(fd.as_fd(), Features::NONE).map_err(OpenError::Open)
     }
 
-    /// The features that were asked for.
+    /// The negotiated features.
     pub fn features(&self) -> Features {
         self.features
     }
 
     fn open_raw() -> Result<OwnedFd, OpenError> {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
-        // SAFETY: rustix marks this unsafe because what is later registered behaves unlike memory;
-        // making the descriptor alone changes nothing. Userfaultfd::register passes that on.
+        // SAFETY: rustix marks this unsafe because memory that is registered later behaves unlike other
+        // memory; creating the descriptor changes nothing. Userfaultfd::register passes the requirement
+        // on.
         match unsafe { rustix::mm::userfaultfd(flags) } {
             Ok(fd) => Ok(fd),
             Err(Errno::PERM) => Self::open_device(),
@@ -225,25 +226,25 @@ impl Userfaultfd {
         unsafe { ioctl::ioctl(&device, NewDescriptor { flags }) }.map_err(OpenError::Open)
     }
 
-    /// Has the threads that fault in `range` wait for this userfaultfd.
+    /// Makes threads that fault in `range` wait for this userfaultfd.
     ///
     /// # Safety
     ///
-    /// The range belongs to the caller, who keeps it mapped for as long as this userfaultfd is
-    /// open, and nobody takes it for granted that its absent pages read as zeroes: from now on the
-    /// safe methods of any userfaultfd of this process put other content there.
+    /// The range belongs to the caller, who keeps it mapped for as long as this userfaultfd is open. No
+    /// code relies on absent pages of the range reading as zeroes: from now on the safe methods of any
+    /// userfaultfd of this process may install other content there.
     pub unsafe fn register(&self, range: UserRange, mode: Mode) -> Result<(), RegisterError> {
         let mut register = abi::uffdio_register {
             range: range.to_abi(),
             mode: mode.bits(),
             ..abi::uffdio_register::default()
         };
-        // SAFETY: nothing else is read; the rest is this function's own requirement.
+        // SAFETY: the kernel reads nothing else; the rest is this function's own requirement.
         let registered =
             unsafe { update::<{ abi::UFFDIO_REGISTER }, _>(self.as_fd(), &mut register) };
         match registered {
             Ok(()) if register.ioctls & (1 << mode.resolver()) == 0 => {
-                // Registered, and nothing could ever resolve a fault there.
+                // The range is registered, but no ioctl could resolve a fault there.
                 let _ = self.unregister(range);
                 Err(RegisterError::NotServable { range, mode })
             }
@@ -254,7 +255,7 @@ impl Userfaultfd {
         }
     }
 
-    /// Ends the registration of `range`, and wakes those who wait there.
+    /// Ends the registration of `range` and wakes the threads that wait there.
     pub fn unregister(&self, range: UserRange) -> Result<(), RegisterError> {
         set::<{ abi::UFFDIO_UNREGISTER }, _>(self.as_fd(), range.to_abi())
             .map_err(|errno| RegisterError::Register { range, errno })
@@ -272,9 +273,9 @@ struct NewDescriptor {
     flags: OFlags,
 }
 
-// SAFETY: Ioctl requires that opcode and argument match what the kernel expects and that the output
-// is read as the kernel gives it: USERFAULTFD_IOC_NEW takes an integer and returns a descriptor that
-// is the caller's.
+// SAFETY: Ioctl requires that opcode and argument match what the kernel expects and that the output is
+// interpreted as the kernel defines it: USERFAULTFD_IOC_NEW takes an integer and returns a descriptor
+// that belongs to the caller.
 unsafe impl ioctl::Ioctl for NewDescriptor {
     type Output = OwnedFd;
 
@@ -292,13 +293,13 @@ unsafe impl ioctl::Ioctl for NewDescriptor {
         output: ioctl::IoctlOutput,
         _: *mut std::ffi::c_void,
     ) -> rustix::io::Result<OwnedFd> {
-        // SAFETY: from_raw_fd requires an open descriptor that nobody else owns: the ioctl
-        // succeeded, and then its return value is one that was made for the caller.
+        // SAFETY: from_raw_fd requires an open descriptor without another owner: the ioctl succeeded,
+        // so its return value is a descriptor that the kernel created for the caller.
         Ok(unsafe { OwnedFd::from_raw_fd(output) })
     }
 }
 
-/// The API handshake, which must come first and can succeed once. Returns what the kernel has.
+/// The API handshake, which must come first and can succeed once. Returns the kernel's features.
 fn negotiate(fd: BorrowedFd<'_>, wanted: Features) -> Result<Features, Errno> {
     let mut api = abi::uffdio_api {
         api: u64::from(abi::UFFD_API),
@@ -310,7 +311,7 @@ fn negotiate(fd: BorrowedFd<'_>, wanted: Features) -> Result<Features, Errno> {
     Ok(Features::from_bits(api.features))
 }
 
-/// A structure that an ioctl of a userfaultfd reads and writes, and that holds plain integers only.
+/// A structure of integers that a userfaultfd ioctl reads and writes.
 ///
 /// # Safety
 ///
@@ -339,18 +340,18 @@ arguments! {
 ///
 /// # Safety
 ///
-/// What the argument says is to be read, is readable for the length of the call. What it says is to
-/// be registered, fulfils [`Userfaultfd::register`]. The other addresses need no promise: the
-/// kernel fills in pages only where memory was registered.
+/// Memory that the argument names as a source is readable for the length of the call. A range that it
+/// names for registration fulfils [`Userfaultfd::register`]. The other addresses need no promise: the
+/// kernel installs pages only in registered memory.
 #[inline]
 unsafe fn update<const OPCODE: Opcode, T: Argument<OPCODE>>(
     fd: BorrowedFd<'_>,
     argument: &mut T,
 ) -> Result<(), Errno> {
-    // SAFETY: Updater requires an opcode that takes a pointer to a T: Argument says so.
+    // SAFETY: Updater requires an opcode that takes a pointer to a T: by the requirement of Argument.
     let updater = unsafe { Updater::<OPCODE, T>::new(argument) };
-    // SAFETY: ioctl requires that the descriptor understands the opcode or refuses it: a
-    // userfaultfd does, and the numbers are no other driver's.
+    // SAFETY: ioctl requires that the descriptor implements the opcode or refuses it: a userfaultfd
+    // does, and no other driver uses these numbers.
     unsafe { ioctl::ioctl(fd, updater) }
 }
 
@@ -360,7 +361,7 @@ fn set<const OPCODE: Opcode, T: Argument<OPCODE>>(
     fd: BorrowedFd<'_>,
     argument: T,
 ) -> Result<(), Errno> {
-    // SAFETY: Setter requires an opcode that takes a pointer to a T: Argument says so.
+    // SAFETY: Setter requires an opcode that takes a pointer to a T: by the requirement of Argument.
     let setter = unsafe { Setter::<OPCODE, T>::new(argument) };
     // SAFETY: as in update.
     unsafe { ioctl::ioctl(fd, setter) }

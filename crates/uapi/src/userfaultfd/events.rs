@@ -1,4 +1,4 @@
-//! What a userfaultfd tells.
+//! The messages of a userfaultfd.
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
@@ -12,10 +12,10 @@ use crate::generated as abi;
 /// A thread, or KVM on behalf of a guest, waits for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFault {
-    /// The address touched; the page's first byte unless the userfaultfd has
+    /// The address of the access; the page's first byte unless the userfaultfd has
     /// [`super::Features::EXACT_ADDRESS`].
     pub address: u64,
-    /// Whether it was a write.
+    /// Whether the access was a write.
     pub write: bool,
     /// Whether the page cache has the page, and only the mapping is missing.
     pub minor: bool,
@@ -26,9 +26,9 @@ pub struct PageFault {
 /// One message of a userfaultfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Somebody waits for a page.
+    /// A thread waits for a page.
     PageFault(PageFault),
-    /// The content of these addresses was given up.
+    /// The content of these addresses was discarded.
     Remove {
         /// The first address.
         start: u64,
@@ -44,27 +44,27 @@ pub enum Event {
     },
     /// A mapping was moved.
     Remap {
-        /// Where it was.
+        /// Its previous address.
         from: u64,
-        /// Where it is.
+        /// Its new address.
         to: u64,
         /// Its length in bytes.
         bytes: u64,
     },
-    /// The process forked; the child's memory is served by this new descriptor, which the reader
-    /// owns now.
+    /// The process forked. The new descriptor serves the child's memory; the reader now owns the
+    /// descriptor.
     Fork {
         /// The child's userfaultfd.
         descriptor: u32,
     },
-    /// An event that this version does not know.
+    /// An event that this version does not decode.
     Unknown(u8),
 }
 
 impl Event {
     #[inline]
     fn decode(message: &abi::uffd_msg) -> Self {
-        // The structure is packed: copy the union out before looking into it.
+        // The structure is packed: copy the union out before reading its fields.
         let argument = message.arg;
         match u32::from(message.event) {
             abi::UFFD_EVENT_PAGEFAULT => {
@@ -116,40 +116,40 @@ impl Event {
 /// Why a userfaultfd could not be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ReadError {
-    /// The kernel returned part of a message, which it never should.
+    /// The kernel returned part of a message, contrary to its documentation.
     #[error("a userfaultfd returned {bytes} bytes, which is not a whole number of messages")]
     Partial {
-        /// How many bytes it returned.
+        /// The number of bytes returned.
         bytes: usize,
     },
-    /// Anything else that the kernel says.
+    /// Any other error of the kernel.
     #[error("reading a userfaultfd")]
     Read(#[source] Errno),
 }
 
-/// Room for the messages of one read.
+/// A buffer for the messages of one read.
 pub struct EventBuffer {
     messages: Box<[MaybeUninit<abi::uffd_msg>]>,
 }
 
 impl EventBuffer {
-    /// Room for `messages` messages (at least one).
+    /// A buffer for `messages` messages (at least one).
     pub fn new(messages: usize) -> Self {
         Self {
             messages: vec![MaybeUninit::zeroed(); messages.max(1)].into_boxed_slice(),
         }
     }
 
-    /// How many messages it has room for.
+    /// The number of messages that fit.
     pub fn capacity(&self) -> usize {
         self.messages.len()
     }
 
-    /// The room as bytes.
+    /// The buffer as bytes.
     fn bytes(&mut self) -> &mut [u8] {
         let bytes = size_of_val(&*self.messages);
         // SAFETY: from_raw_parts_mut requires that many initialised bytes of memory that is borrowed
-        // mutably: the messages' own memory, zeroed at first and written by the kernel only.
+        // mutably: the messages' own memory, zeroed at first and then written by the kernel only.
         unsafe { std::slice::from_raw_parts_mut(self.messages.as_mut_ptr().cast(), bytes) }
     }
 }
@@ -166,8 +166,8 @@ impl Iterator for Events<'_> {
     #[inline]
     fn next(&mut self) -> Option<Event> {
         let message = self.messages.next()?;
-        // SAFETY: assume_init_ref requires an initialised value: read_events makes Events of those
-        // messages only that the kernel has filled in.
+        // SAFETY: assume_init_ref requires an initialised value: read_events limits Events to the
+        // messages that the kernel has written.
         Some(Event::decode(unsafe { message.assume_init_ref() }))
     }
 
@@ -179,8 +179,8 @@ impl Iterator for Events<'_> {
 impl ExactSizeIterator for Events<'_> {}
 
 impl Userfaultfd {
-    /// Reads the messages that are there, at most as many as `buffer` has room for. Never blocks:
-    /// no message is no error.
+    /// Reads the pending messages, at most as many as fit into `buffer`. Never blocks; without a
+    /// pending message the result is empty.
     #[inline]
     pub fn read_events<'buffer>(
         &self,
@@ -207,12 +207,12 @@ impl Userfaultfd {
         })
     }
 
-    /// Reads without waiting, also where a process that shares the descriptor has made it blocking
-    /// since. (Kernels before 6.10 cannot be asked that for one read: they wait then.)
+    /// Reads without blocking, even if a process that shares the descriptor has cleared `O_NONBLOCK`.
+    /// (Kernels before 6.10 do not support `RWF_NOWAIT` here; on those the read may block.)
     #[inline]
     fn read_now(&self, bytes: &mut [u8]) -> Result<usize, Errno> {
         if self.is_shared {
-            /// Not a position in a file: as read() does.
+            /// The current position, as in read().
             const NOWHERE: u64 = u64::MAX;
             let mut bytes = [IoSliceMut::new(bytes)];
             match rustix::io::preadv2(self, &mut bytes, NOWHERE, ReadWriteFlags::NOWAIT) {
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_has_room_for_a_message() {
+    fn a_buffer_has_room_for_at_least_one_message() {
         assert_eq!(EventBuffer::new(0).capacity(), 1);
         assert_eq!(EventBuffer::new(64).bytes().len(), 64 * 32);
     }

@@ -14,7 +14,7 @@ macro_rules! features {
         impl Features {
             $($(#[$doc])* pub const $name: Self = Self(abi::$flag as u64);)*
 
-            /// Every feature that this version knows, with its name in the kernel's header.
+            /// Every feature that this version names, with its name in the kernel's header.
             pub const KNOWN: &[(Self, &'static str)] =
                 &[$((Self::$name, stringify!($flag))),*];
         }
@@ -30,26 +30,26 @@ features! {
     MINOR_HUGETLBFS = UFFD_FEATURE_MINOR_HUGETLBFS,
     /// MINOR mode on shmem.
     MINOR_SHMEM = UFFD_FEATURE_MINOR_SHMEM,
-    /// Fault addresses are exact, not rounded down to the page.
+    /// Reports exact fault addresses, not rounded down to the page.
     EXACT_ADDRESS = UFFD_FEATURE_EXACT_ADDRESS,
-    /// Faults name the thread that waits.
+    /// Reports the thread that waits.
     THREAD_ID = UFFD_FEATURE_THREAD_ID,
-    /// Pages can be marked as lost (`UFFDIO_POISON`).
+    /// Supports marking pages as lost (`UFFDIO_POISON`).
     POISON = UFFD_FEATURE_POISON,
-    /// An event when pages are given up by `MADV_DONTNEED` or a hole in the file.
+    /// Reports pages discarded by `MADV_DONTNEED` or by a hole in the file.
     EVENT_REMOVE = UFFD_FEATURE_EVENT_REMOVE,
-    /// An event when memory is unmapped.
+    /// Reports memory that is unmapped.
     EVENT_UNMAP = UFFD_FEATURE_EVENT_UNMAP,
-    /// An event when memory is moved.
+    /// Reports memory that is moved.
     EVENT_REMAP = UFFD_FEATURE_EVENT_REMAP,
-    /// An event when the process forks.
+    /// Reports forks of the process.
     EVENT_FORK = UFFD_FEATURE_EVENT_FORK,
-    /// No events at all: a fault is a SIGBUS.
+    /// No messages: a fault raises SIGBUS.
     SIGBUS = UFFD_FEATURE_SIGBUS,
 }
 
 impl Features {
-    /// None.
+    /// The empty set.
     pub const NONE: Self = Self(0);
 
     /// The set with exactly these `UFFD_FEATURE_*` bits.
@@ -62,12 +62,12 @@ impl Features {
         self.0
     }
 
-    /// Whether all of `other` is in this set.
+    /// Whether this set contains all of `other`.
     pub const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 
-    /// What is in this set and not in `other`.
+    /// The features in this set that are not in `other`.
     #[must_use]
     pub const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)

@@ -1,4 +1,4 @@
-//! Putting pages where somebody waits for them.
+//! Installing pages in registered memory.
 
 use std::os::fd::AsFd;
 
@@ -8,56 +8,57 @@ use thiserror::Error;
 use super::{UserRange, Userfaultfd, set, update};
 use crate::generated as abi;
 
-/// Whether those who wait for the pages are woken by the call that installs them.
+/// Whether a call that installs pages also wakes the threads that wait for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Wake {
-    /// They are.
+    /// The call wakes them.
     Wake,
-    /// They are not: nobody waits, as after a vCPU's exit, or [`Userfaultfd::wake`] comes later.
+    /// The call does not wake them: no thread waits, as after a vCPU's exit, or a later
+    /// [`Userfaultfd::wake`] does.
     DontWake,
 }
 
-/// Why not all of the pages were installed. What `installed_bytes` counts from the range's start
-/// on is installed, and its waiters woken if that was asked for.
+/// Why not all of the pages were installed. The first `installed_bytes` of the range are installed, and
+/// their waiters woken if the call was to wake them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum InstallError {
-    /// The page after the installed ones has a mapping already (EEXIST). Not a failure: somebody
-    /// else was faster. Those who wait for it have not been woken.
+    /// The page after the installed ones is already mapped (EEXIST), for example because another thread
+    /// installed it. This is not a failure. Threads that wait for that page have not been woken.
     #[error("already mapped after {installed_bytes} bytes")]
     Exists {
         /// Bytes installed before it.
         installed_bytes: u64,
     },
-    /// The kernel stopped early (EAGAIN): something else changed the address space, or the page
-    /// after the installed ones met an error of its own, which the next call will name. Call again
-    /// for the rest.
+    /// The kernel stopped early (EAGAIN): the address space changed at the same time, or the page after
+    /// the installed ones failed with an error that only the next call reports. Call again for the
+    /// rest.
     #[error("stopped after {installed_bytes} bytes")]
     Again {
-        /// Bytes installed before that.
+        /// Bytes installed before the stop.
         installed_bytes: u64,
     },
-    /// There is nothing to install (EFAULT): the page cache has no such page, or the content to be
-    /// copied could not be read.
+    /// The page has no content (EFAULT): it is not in the page cache, or the source of the copy could
+    /// not be read.
     #[error(
-        "no content to install: the page cache has no such page, or what is to be copied cannot be read"
+        "no content to install: the page is not in the page cache, or its source is unreadable"
     )]
     NoContent,
     /// The page in the page cache has an uncorrected memory error (EIO).
     #[error("the page in the page cache is poisoned")]
     Poisoned,
-    /// The range is not, or not wholly, in one registered mapping (ENOENT).
+    /// The range does not lie within one registered mapping (ENOENT).
     #[error("the range is not within one registered mapping")]
     NoMapping,
-    /// The process whose memory it is has gone (ESRCH).
-    #[error("the process has gone")]
+    /// The process that owns the memory has exited (ESRCH).
+    #[error("the process has exited")]
     Gone,
-    /// Anything else that the kernel says.
+    /// Any other error of the kernel.
     #[error("installing pages")]
     Io(#[source] Errno),
 }
 
 impl InstallError {
-    /// Reads the outcome of an install ioctl that failed with `errno` and left `done` in its result
+    /// Converts the outcome of an install ioctl that failed with `errno` and left `done` in its result
     /// field: bytes, or a negative errno.
     fn parse(errno: Errno, done: i64) -> Self {
         let installed_bytes = u64::try_from(done).unwrap_or(0);
@@ -85,7 +86,7 @@ impl Wake {
 }
 
 impl Userfaultfd {
-    /// Maps the pages that the page cache has for `range` (`UFFDIO_CONTINUE`).
+    /// Maps the page cache's pages of `range` (`UFFDIO_CONTINUE`).
     #[inline]
     pub fn continue_pages(&self, range: UserRange, wake: Wake) -> Result<(), InstallError> {
         let mut argument = abi::uffdio_continue {
@@ -93,14 +94,14 @@ impl Userfaultfd {
             mode: wake.mode(abi::UFFDIO_CONTINUE_MODE_DONTWAKE),
             mapped: 0,
         };
-        // SAFETY: only addresses of registered memory.
+        // SAFETY: the argument has only addresses of registered memory.
         unsafe { update::<{ abi::UFFDIO_CONTINUE }, _>(self.as_fd(), &mut argument) }
             .map_err(|errno| InstallError::parse(errno, argument.mapped))
     }
 
-    /// Makes new pages at `to` with the content `from` (`UFFDIO_COPY`).
+    /// Creates new pages at `to` with the content `from` (`UFFDIO_COPY`).
     ///
-    /// Never use this on part of a huge page of shmem: KVM may have mapped the whole of it.
+    /// Never use this on a part of a huge page of shmem: KVM may have mapped the whole huge page.
     pub fn copy_pages(&self, to: u64, from: &[u8], wake: Wake) -> Result<(), InstallError> {
         let mut argument = abi::uffdio_copy {
             dst: to,
@@ -121,13 +122,13 @@ impl Userfaultfd {
             mode: wake.mode(abi::UFFDIO_ZEROPAGE_MODE_DONTWAKE),
             zeropage: 0,
         };
-        // SAFETY: only addresses of registered memory.
+        // SAFETY: the argument has only addresses of registered memory.
         unsafe { update::<{ abi::UFFDIO_ZEROPAGE }, _>(self.as_fd(), &mut argument) }
             .map_err(|errno| InstallError::parse(errno, argument.zeropage))
     }
 
-    /// Makes every access to `range` fail as an uncorrected memory error does (`UFFDIO_POISON`;
-    /// needs [`super::Features::POISON`]). The pages count as absent still: content that is
+    /// Makes every access to `range` fail as an uncorrected memory error does (`UFFDIO_POISON`; needs
+    /// [`super::Features::POISON`]). The kernel still treats the pages as absent: content that is
     /// installed later replaces the poison.
     pub fn poison_pages(&self, range: UserRange, wake: Wake) -> Result<(), InstallError> {
         let mut argument = abi::uffdio_poison {
@@ -135,12 +136,12 @@ impl Userfaultfd {
             mode: wake.mode(abi::UFFDIO_POISON_MODE_DONTWAKE),
             updated: 0,
         };
-        // SAFETY: only addresses of registered memory.
+        // SAFETY: the argument has only addresses of registered memory.
         unsafe { update::<{ abi::UFFDIO_POISON }, _>(self.as_fd(), &mut argument) }
             .map_err(|errno| InstallError::parse(errno, argument.updated))
     }
 
-    /// Wakes those who wait for pages of `range`; they look again (`UFFDIO_WAKE`).
+    /// Wakes the threads that wait for pages of `range`; they retry their accesses (`UFFDIO_WAKE`).
     pub fn wake(&self, range: UserRange) -> Result<(), InstallError> {
         set::<{ abi::UFFDIO_WAKE }, _>(self.as_fd(), range.to_abi()).map_err(InstallError::Io)
     }
@@ -151,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_outcome_has_its_name() {
+    fn every_errno_maps_to_its_error() {
         let cases = [
             (
                 Errno::EXIST,

@@ -1,11 +1,11 @@
-//! Ranges as the kernel's ioctls take them.
+//! Address ranges in the form that the kernel's ioctls take.
 
 use std::fmt;
 
 use crate::generated as abi;
 
-/// A range of this process's address space. Not checked: the kernel does that (it wants page
-/// alignment and at least one page).
+/// A range of this process's address space. Not checked here: the kernel requires page alignment and at
+/// least one page.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct UserRange {
     /// Address of its first byte.

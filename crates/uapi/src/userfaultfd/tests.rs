@@ -13,7 +13,7 @@ use super::*;
 
 const PAGE: usize = 4096;
 
-/// A userfaultfd, or `None` after saying why there is none on this machine.
+/// Opens a userfaultfd; on a machine without one, prints the reason and returns `None`.
 fn userfaultfd(features: Features) -> Option<Userfaultfd> {
     match Userfaultfd::open(features) {
         Ok(fd) => Some(fd),
@@ -35,7 +35,7 @@ struct Memory {
     pages: usize,
 }
 
-// SAFETY: an address; what is there is only touched by atomic loads.
+// SAFETY: the field is an address; only atomic loads touch the memory there.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -66,30 +66,37 @@ impl Memory {
     fn touch(&self, page: usize) -> u8 {
         assert!(page < self.pages);
         let at = self.start.wrapping_add(page * PAGE);
-        // SAFETY: from_ptr requires valid memory: a page of the mapping, which lives as long as
-        // self.
+        // SAFETY: from_ptr requires valid memory: a page of the mapping, which lives as long as self.
         unsafe { AtomicU8::from_ptr(at) }.load(Ordering::Relaxed)
     }
 
-    fn give_up(&self, page: usize) {
+    fn discard(&self, page: usize) {
         assert!(page < self.pages);
         let at = self.start.wrapping_add(page * PAGE).cast();
-        // SAFETY: nobody has a reference into the mapping, and its content is given up on purpose.
+        // SAFETY: there is no reference into the mapping, and the test discards its content on purpose.
         unsafe { mm::madvise(at, PAGE, mm::Advice::LinuxDontNeed) }.unwrap();
     }
 
     fn register(&self, fd: &Userfaultfd) {
-        // SAFETY: register requires that the memory is the caller's and that nobody relies on its
-        // zeroes: it is, and the tests do not.
+        // SAFETY: register requires that the memory is the caller's and that no code relies on its
+        // zeroes: the mapping is this value's own, and the tests do not rely on its zeroes.
         unsafe { fd.register(self.range(0, self.pages), Mode::Missing) }.unwrap();
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: nobody has a reference into the mapping.
+        // SAFETY: there is no reference into the mapping.
         unsafe { mm::munmap(self.start.cast(), self.pages * PAGE) }.unwrap();
     }
+}
+
+/// A userfaultfd, and memory that is registered with it.
+fn registered(features: Features, pages: usize) -> Option<(Userfaultfd, Memory)> {
+    let fd = userfaultfd(features)?;
+    let memory = Memory::new(pages);
+    memory.register(&fd);
+    Some((fd, memory))
 }
 
 fn next_event(fd: &Userfaultfd) -> Event {
@@ -110,12 +117,10 @@ fn next_fault(fd: &Userfaultfd) -> PageFault {
 }
 
 #[test]
-fn a_fault_is_told_and_resolved() {
-    let Some(fd) = userfaultfd(Features::NONE) else {
+fn a_fault_is_reported_and_resolved() {
+    let Some((fd, memory)) = registered(Features::NONE, 4) else {
         return;
     };
-    let memory = Memory::new(4);
-    memory.register(&fd);
     thread::scope(|scope| {
         let toucher = scope.spawn(|| memory.touch(2));
         let fault = next_fault(&fd);
@@ -129,12 +134,10 @@ fn a_fault_is_told_and_resolved() {
 }
 
 #[test]
-fn without_a_wake_nobody_wakes() {
-    let Some(fd) = userfaultfd(Features::NONE) else {
+fn installing_without_waking_wakes_no_thread() {
+    let Some((fd, memory)) = registered(Features::NONE, 1) else {
         return;
     };
-    let memory = Memory::new(1);
-    memory.register(&fd);
     thread::scope(|scope| {
         let toucher = scope.spawn(|| memory.touch(0));
         let fault = next_fault(&fd);
@@ -148,16 +151,14 @@ fn without_a_wake_nobody_wakes() {
 }
 
 #[test]
-fn pages_that_are_there_are_named() {
-    let Some(fd) = userfaultfd(Features::NONE) else {
+fn installing_over_a_mapped_page_reports_it() {
+    let Some((fd, memory)) = registered(Features::NONE, 4) else {
         return;
     };
-    let memory = Memory::new(4);
-    memory.register(&fd);
     let content = [1; 4 * PAGE];
     fd.copy_pages(memory.range(2, 1).start, &content[..PAGE], Wake::DontWake)
         .unwrap();
-    // The kernel installs what comes before, says EAGAIN, and EEXIST to the call for the rest.
+    // The kernel installs the pages before it and returns EAGAIN; the call for the rest returns EEXIST.
     assert_eq!(
         fd.copy_pages(memory.range(0, 1).start, &content, Wake::DontWake),
         Err(InstallError::Again {
@@ -172,7 +173,7 @@ fn pages_that_are_there_are_named() {
 }
 
 #[test]
-fn memory_that_is_not_registered_is_left_alone() {
+fn installing_outside_a_registration_changes_nothing() {
     let Some(fd) = userfaultfd(Features::NONE) else {
         return;
     };
@@ -185,7 +186,7 @@ fn memory_that_is_not_registered_is_left_alone() {
 }
 
 #[test]
-fn memory_that_cannot_be_served_is_refused() {
+fn registering_unsuitable_memory_is_refused() {
     let Some(fd) = userfaultfd(Features::NONE) else {
         return;
     };
@@ -227,7 +228,7 @@ fn memory_that_cannot_be_served_is_refused() {
 }
 
 #[test]
-fn features_that_no_kernel_has_are_named() {
+fn the_error_names_features_that_no_kernel_has() {
     if userfaultfd(Features::NONE).is_none() {
         return;
     }
@@ -239,25 +240,23 @@ fn features_that_no_kernel_has_are_named() {
 }
 
 #[test]
-fn poison_is_installed_where_the_kernel_can() {
-    let Some(fd) = userfaultfd(Features::POISON) else {
+fn poison_is_installed_where_the_kernel_supports_it() {
+    let Some((fd, memory)) = registered(Features::POISON, 2) else {
         return;
     };
-    let memory = Memory::new(2);
-    memory.register(&fd);
     fd.poison_pages(memory.range(0, 1), Wake::DontWake).unwrap();
     assert_eq!(
         fd.poison_pages(memory.range(0, 1), Wake::DontWake),
         Err(InstallError::Exists { installed_bytes: 0 })
     );
-    // To the kernel a poisoned page is an absent one with a mark: new content heals it.
+    // To the kernel a poisoned page is an absent page with a marker: new content replaces the marker.
     fd.copy_pages(memory.range(0, 1).start, &[1; PAGE], Wake::DontWake)
         .unwrap();
     assert_eq!(memory.touch(0), 1);
 }
 
 #[test]
-fn causes_are_chained() {
+fn errors_chain_their_causes() {
     let device = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
     let error = OpenError::NoPermission { device };
     assert_eq!(error.source().unwrap().to_string(), "permission denied");
@@ -268,22 +267,22 @@ fn causes_are_chained() {
     );
 }
 
-/// Whether a read of it can say that it does not wait; says why not.
+/// Whether the kernel supports a non-blocking read of it; prints the reason if not.
 fn can_read_now(fd: &Userfaultfd) -> bool {
     let mut byte = [0];
     let mut bytes = [IoSliceMut::new(&mut byte)];
-    // Too small for a message: nothing is read.
+    // The buffer is too small for a message, so the kernel reads nothing.
     let read = rustix::io::preadv2(fd, &mut bytes, u64::MAX, ReadWriteFlags::NOWAIT);
     let can = read != Err(Errno::OPNOTSUPP);
     if !can {
-        println!("SKIP: this kernel's userfaultfd does not know RWF_NOWAIT (Linux 6.10)");
+        println!("SKIP: this kernel's userfaultfd lacks RWF_NOWAIT (Linux 6.10)");
     }
     can
 }
 
-/// The flags belong to the descriptor, which its former owner has as well.
+/// The flags belong to the open file, which the previous owner shares.
 #[test]
-fn an_adopted_userfaultfd_is_read_without_waiting_whatever_its_former_owner_does() {
+fn an_adopted_userfaultfd_never_blocks_even_if_its_previous_owner_clears_nonblock() {
     let Some(owners) = userfaultfd(Features::EVENT_REMOVE) else {
         return;
     };
@@ -299,7 +298,7 @@ fn an_adopted_userfaultfd_is_read_without_waiting_whatever_its_former_owner_does
     let (send, receive) = mpsc::channel();
     let reading = thread::spawn(move || {
         assert_eq!(fd.read_events(&mut EventBuffer::new(4)).unwrap().len(), 0);
-        // What there is to tell is told.
+        // All pending messages are returned.
         let memory = Memory::new(4);
         memory.register(&fd);
         thread::scope(|scope| {
@@ -309,7 +308,7 @@ fn an_adopted_userfaultfd_is_read_without_waiting_whatever_its_former_owner_does
             fd.copy_pages(fault.address, &[0x5a; PAGE], Wake::Wake)
                 .unwrap();
             assert_eq!(toucher.join().unwrap(), 0x5a);
-            let discarding = scope.spawn(|| memory.give_up(2));
+            let discarding = scope.spawn(|| memory.discard(2));
             let range = memory.range(2, 1);
             let (start, end) = (range.start, range.start + range.bytes);
             assert_eq!(next_event(&fd), Event::Remove { start, end });
