@@ -1,8 +1,8 @@
-//! What the guest tried to do to a page.
+//! The kind of access that caused a fault.
 
 use std::fmt;
 
-/// What the guest tried to do.
+/// The kind of access that the guest attempted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// A data read.
@@ -11,7 +11,7 @@ pub enum Access {
     Write,
     /// An instruction fetch.
     Exec,
-    /// The kernel did not say: annotations without access flags exist upstream for private memory.
+    /// Unknown: upstream kernels annotate accesses to private memory without access flags.
     Unstated,
 }
 
@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn accesses_have_names_that_messages_can_use() {
+    fn accesses_have_names_for_messages() {
         for (access, name) in [
             (Access::Read, "read"),
             (Access::Write, "write"),

@@ -1,4 +1,4 @@
-//! The two kinds of address, which must never be mixed up.
+//! Guest physical and host virtual addresses, as distinct types.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ pub struct GuestAddress(pub u64);
 pub struct HostAddress(pub usize);
 
 impl GuestAddress {
-    /// The address `bytes` further on, or `None` if that wraps.
+    /// The address `bytes` higher, or `None` if the sum overflows.
     pub const fn checked_add(self, bytes: u64) -> Option<Self> {
         match self.0.checked_add(bytes) {
             Some(sum) => Some(Self(sum)),
@@ -21,19 +21,19 @@ impl GuestAddress {
         }
     }
 
-    /// How many bytes `self` lies above `base`, or `None` if it lies below.
+    /// The number of bytes from `base` up to `self`, or `None` if `self` lies below `base`.
     pub const fn offset_from(self, base: Self) -> Option<u64> {
         self.0.checked_sub(base.0)
     }
 }
 
 impl HostAddress {
-    /// The address as the number that kernel structures want.
+    /// The address as the integer that kernel structures take.
     pub const fn as_u64(self) -> u64 {
         to_u64(self.0)
     }
 
-    /// The address `bytes` further on, or `None` if that wraps.
+    /// The address `bytes` higher, or `None` if the sum overflows.
     pub const fn checked_add(self, bytes: usize) -> Option<Self> {
         match self.0.checked_add(bytes) {
             Some(sum) => Some(Self(sum)),
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn arithmetic_that_wraps_is_refused() {
+    fn overflowing_arithmetic_is_refused() {
         assert_eq!(GuestAddress(u64::MAX).checked_add(1), None);
         assert_eq!(HostAddress(usize::MAX).checked_add(1), None);
         assert_eq!(GuestAddress(4).offset_from(GuestAddress(5)), None);

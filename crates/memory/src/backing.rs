@@ -1,4 +1,4 @@
-//! What a region's memory is made of.
+//! The kind of memory behind a region.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,27 +7,27 @@ use thiserror::Error;
 
 use crate::page::PageSize;
 
-/// What a region's memory is made of.
+/// The kind of memory behind a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Backing {
-    /// A memfd of 4 KiB pages. Both mappings are marked `MADV_NOHUGEPAGE`, so that the host's
-    /// setting for transparent huge pages does not change what is measured.
+    /// A memfd of 4 KiB pages. Both mappings are marked `MADV_NOHUGEPAGE`, so that the host's setting
+    /// for transparent huge pages does not affect measurements.
     Shmem,
     /// A memfd whose mappings are marked `MADV_HUGEPAGE`. The kernel uses huge pages only if
-    /// `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise` (or `always`): that is
-    /// the host's configuration, and with `never` this is the same as [`Backing::Shmem`].
+    /// `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `advise` (or `always`); with `never`,
+    /// this backing equals [`Backing::Shmem`].
     Thp,
-    /// A memfd of 2 MiB pages from the hugetlb pool. They must have been reserved.
+    /// A memfd of 2 MiB pages from the hugetlb pool, where they must be reserved.
     Hugetlb2M,
-    /// A memfd of 1 GiB pages from the hugetlb pool. They must have been reserved.
+    /// A memfd of 1 GiB pages from the hugetlb pool, where they must be reserved.
     Hugetlb1G,
-    /// Private anonymous memory, 4 KiB pages (`MADV_NOHUGEPAGE`). It has no second mapping, so
-    /// pages can only be copied in.
+    /// Private anonymous memory with 4 KiB pages (`MADV_NOHUGEPAGE`). It has no second mapping, so
+    /// pages can only be installed by copying.
     Anonymous,
 }
 
 impl Backing {
-    /// Every backing, in the order in which help texts list them.
+    /// Every backing, in the order of the help texts.
     pub const ALL: [Self; 5] = [
         Self::Shmem,
         Self::Thp,
@@ -36,8 +36,8 @@ impl Backing {
         Self::Anonymous,
     ];
 
-    /// The install granularity: the size of the pieces in which memory is made present. 4 KiB also
-    /// for [`Backing::Thp`], whose huge pages userfaultfd maps piece by piece.
+    /// The install granularity: the size of the pages in which memory is installed. 4 KiB also for
+    /// [`Backing::Thp`], because userfaultfd maps its huge pages in parts of 4 KiB.
     pub const fn page_size(self) -> PageSize {
         match self {
             Self::Shmem | Self::Thp | Self::Anonymous => PageSize::Size4K,
@@ -51,7 +51,7 @@ impl Backing {
         matches!(self, Self::Hugetlb2M | Self::Hugetlb1G)
     }
 
-    /// Whether there is a file behind the memory, and with it a page cache and a service mapping.
+    /// Whether the memory has a file, and with it a page cache and a service mapping.
     pub const fn has_file(self) -> bool {
         !matches!(self, Self::Anonymous)
     }
@@ -74,11 +74,11 @@ impl fmt::Display for Backing {
     }
 }
 
-/// A text names no [`Backing`].
+/// The text is not the name of a [`Backing`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{given:?} is no backing: shmem, thp, hugetlb-2m, hugetlb-1g or anonymous")]
+#[error("{given:?} is not a backing: shmem, thp, hugetlb-2m, hugetlb-1g or anonymous")]
 pub struct ParseBackingError {
-    /// The text that was given.
+    /// The given text.
     pub given: String,
 }
 

@@ -1,9 +1,9 @@
-//! Lossless conversions between `u64` (the kernel's and the guest's numbers) and `usize` (the
-//! host's addresses). They are the same width on every host that this project supports.
+//! Lossless conversions between `u64` (sizes of the kernel and the guest) and `usize` (addresses of the
+//! host). Both have the same width on every supported host.
 
 const _: () = assert!(
     usize::BITS == u64::BITS,
-    "Pagetide needs a 64-bit host: guest sizes are kept as u64 and mapped as usize"
+    "Pagetide needs a 64-bit host: guest sizes are u64, mapped sizes are usize"
 );
 
 #[allow(

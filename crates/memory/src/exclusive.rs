@@ -1,21 +1,21 @@
-//! A value that one thread at a time uses, where others hardly ever want it.
+//! A value that one thread at a time uses, almost always without contention.
 
 use crate::sync::{AtomicBool, Ordering, UnsafeCell, spin};
 
-/// A value that is used by its owner's thread, and seldom and briefly by others. Taking it is one atomic
-/// exchange and giving it back a store: half of what a mutex costs that nobody waits for, which counts
-/// where it is done for each fault. Whoever finds it in use spins.
+/// A value that its owner's thread uses often, and other threads seldom and briefly. Taking the value
+/// is one atomic exchange and returning it one store, half the cost of an uncontended mutex; this
+/// matters because each fault takes it. A thread that finds the value in use spins.
 #[derive(Debug, Default)]
 pub struct Exclusive<T> {
     is_used: AtomicBool,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is reached by one thread at a time (`is_used`), so sharing an Exclusive hands the
-// value from thread to thread and no more.
+// SAFETY: one thread at a time reaches the value (`is_used`), so sharing an Exclusive only moves access
+// to the value from thread to thread.
 unsafe impl<T: Send> Sync for Exclusive<T> {}
 
-/// Gives the value back, also when its user unwinds.
+/// Returns the value when dropped, also during unwinding.
 struct Use<'a>(&'a AtomicBool);
 
 impl Drop for Use<'_> {
@@ -26,7 +26,7 @@ impl Drop for Use<'_> {
 }
 
 impl<T> Exclusive<T> {
-    /// For `value`.
+    /// Wraps `value`.
     pub fn new(value: T) -> Self {
         Self {
             is_used: AtomicBool::new(false),
@@ -34,8 +34,8 @@ impl<T> Exclusive<T> {
         }
     }
 
-    /// Calls `user` with the value, as soon as nobody else uses it. Must not be called from within
-    /// itself: it would spin for ever.
+    /// Calls `user` with the value as soon as no other thread uses it. `user` must not call this again:
+    /// the inner call would spin forever.
     #[inline]
     pub fn with<R>(&self, user: impl FnOnce(&mut T) -> R) -> R {
         while !self.take() {
@@ -44,7 +44,7 @@ impl<T> Exclusive<T> {
         self.call(user)
     }
 
-    /// As [`Self::with`], if nobody uses the value now.
+    /// As [`Self::with`], but returns `None` at once if the value is in use.
     pub fn try_with<R>(&self, user: impl FnOnce(&mut T) -> R) -> Option<R> {
         self.take().then(|| self.call(user))
     }
@@ -62,7 +62,8 @@ impl<T> Exclusive<T> {
         let _use = Use(&self.is_used);
         self.value.with_mut(|value| {
             // SAFETY: the dereferenced pointer must be valid and the only reference: this thread has
-            // set `is_used`, which was unset, and nobody else gets here until `_use` is dropped.
+            // set `is_used`, which was unset, and no other thread reaches this point until `_use` is
+            // dropped.
             user(unsafe { &mut *value })
         })
     }
@@ -76,9 +77,9 @@ mod loom_tests {
 
     use super::*;
 
-    /// loom finds each access to the value that is not ordered after the one before it.
+    /// loom reports an access to the value that is not ordered after the one before.
     #[test]
-    fn loom_each_use_is_after_the_one_before() {
+    fn loom_uses_are_ordered() {
         loom::model(|| {
             let value = Arc::new(Exclusive::new(0));
             let its = Arc::clone(&value);
@@ -98,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_thread_at_a_time_has_it() {
+    fn one_thread_at_a_time_uses_the_value() {
         let sum = Exclusive::new(0_u64);
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -109,16 +110,16 @@ mod tests {
     }
 
     #[test]
-    fn whoever_finds_it_in_use_may_go() {
+    fn a_value_in_use_is_refused() {
         let value = Exclusive::new(1);
         value.with(|_| assert_eq!(value.try_with(|value| *value), None));
         assert_eq!(value.try_with(|value| *value), Some(1));
     }
 
     #[test]
-    fn a_panic_gives_it_back() {
+    fn a_panic_returns_the_value() {
         let value = Exclusive::new(1);
-        let panicked = catch_unwind(AssertUnwindSafe(|| value.with(|_| panic!("as wanted"))));
+        let panicked = catch_unwind(AssertUnwindSafe(|| value.with(|_| panic!("intended"))));
         assert!(panicked.is_err());
         assert_eq!(value.with(|value| *value), 1);
     }

@@ -19,55 +19,56 @@ const TMPFS: u64 = 0x0102_1994;
 /// `HUGETLBFS_MAGIC`.
 const HUGETLBFS: u64 = 0x9584_58f6;
 
-/// Why a file is not mapped.
+/// Why a file could not be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FileViewError {
-    /// The file is no memory file. A touch of another one may block for as long as its server likes.
+    /// Not a memory file. Accesses to other files may block for as long as their server takes.
     #[error("the file is neither a memfd nor a file of tmpfs or hugetlbfs")]
     NotMemory,
-    /// The file is made of other pages.
-    #[error("the file is made of pages of {file_bytes} bytes, not {page_size}")]
+    /// The file consists of pages of another size.
+    #[error("the file consists of pages of {file_bytes} bytes, not {page_size}")]
     OtherPages {
-        /// The page size that was given.
+        /// The expected page size.
         page_size: PageSize,
-        /// The file's, in bytes.
+        /// The file's page size in bytes.
         file_bytes: u64,
     },
-    /// No bytes, or not whole pages.
+    /// The view is empty, or not a whole number of pages.
     #[error("{bytes} bytes at offset {offset} are not whole {page_size} pages")]
     NotPageMultiple {
-        /// Where in the file it would begin.
+        /// The view's offset in the file.
         offset: u64,
-        /// Its length in bytes.
+        /// The view's length in bytes.
         bytes: u64,
         /// The page size that both must be multiples of.
         page_size: PageSize,
     },
-    /// The file is not that long.
+    /// The view ends after the end of the file.
     #[error("{bytes} bytes at offset {offset} are not in a file of {file_bytes} bytes")]
     OutsideFile {
-        /// Where in the file it would begin.
+        /// The view's offset in the file.
         offset: u64,
-        /// Its length in bytes.
+        /// The view's length in bytes.
         bytes: u64,
         /// The file's length in bytes.
         file_bytes: u64,
     },
-    /// The kernel does not say what the file is.
-    #[error("asking what the file is")]
+    /// `fstat` or `fstatfs` failed.
+    #[error("determining the type of the file")]
     Ask {
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
-    /// The kernel does not map it: it is sealed against writing, or open for reading only.
+    /// `mmap` or `madvise` failed, for example because the file is sealed against writing or open for
+    /// reading only.
     #[error("mapping {bytes} bytes at offset {offset} of the file")]
     Map {
-        /// Where in the file it would begin.
+        /// The view's offset in the file.
         offset: u64,
-        /// Its length in bytes.
+        /// The view's length in bytes.
         bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
@@ -76,57 +77,57 @@ pub enum FileViewError {
 /// Why the file could not be read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FileAccessError {
-    /// The access would leave the view.
+    /// The access does not lie within the view.
     #[error("{len} bytes at offset {offset} are not all in a view of {bytes} bytes")]
     Outside {
-        /// Where in the view it would begin.
+        /// The offset of the access in the view.
         offset: u64,
-        /// Bytes to access.
+        /// The length of the access in bytes.
         len: u64,
         /// The length of the view in bytes.
         bytes: u64,
     },
-    /// The file's owner has made it shorter. What was to be copied is copied in part.
+    /// The file's owner has truncated it. Part of the data has been copied.
     #[error("the file ends before offset {at} of the view")]
     Truncated {
-        /// The byte of the view that is not there any more.
+        /// The first missing byte of the view.
         at: u64,
     },
-    /// The memory has an uncorrected error, or there is no huge page left. What was to be copied is
-    /// copied in part.
-    #[error("no access to the memory at offset {at} of the view")]
+    /// The memory has an uncorrected error, or the hugetlb pool has no free page. Part of the data has
+    /// been copied.
+    #[error("accessing the memory at offset {at} of the view")]
     Failed {
-        /// The byte of the view that failed.
+        /// The byte of the view whose access failed.
         at: u64,
     },
-    /// What the file holds could not be found out.
-    #[error("looking for what the file holds")]
+    /// The kernel could not report which parts of the file have content.
+    #[error("looking for content in the file")]
     Seek {
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
-    /// Giving memory back failed.
-    #[error("punching out {len} bytes at offset {offset}")]
+    /// Punching a hole into the file failed.
+    #[error("punching a hole of {len} bytes at offset {offset}")]
     Punch {
-        /// Where in the view.
+        /// The offset in the view.
         offset: u64,
-        /// How many bytes.
+        /// The length in bytes.
         len: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
 }
 
-/// A mapping of a part of a memory file that another process has made, so that its pages can be
-/// filled from here: a service mapping of somebody else's region. All offsets are in bytes from the
-/// start of that part.
+/// A mapping of a part of a memory file that another process created, so that this process can write
+/// the file's pages: a service mapping of another process's region. Offsets are in bytes from the start
+/// of that part.
 ///
-/// The file's other owners are not trusted. They may write to it at any time, so what is read may be
-/// anything; and they may truncate it. Then copies fail with [`FileAccessError::Truncated`], if the
-/// process has a handler of SIGBUS that takes threads out of copies ([`crate::guard`]), for errors
-/// with the code `BUS_ADRERR` too. Without one, SIGBUS ends the process.
+/// The file's other owners are not trusted. They may write to the file at any time, so reads may return
+/// any bytes; and they may truncate it. Then copies fail with [`FileAccessError::Truncated`], provided
+/// that the process has a SIGBUS handler that takes threads out of copies ([`crate::guard`]) for the
+/// code `BUS_ADRERR` too. Without such a handler, SIGBUS ends the process.
 ///
 /// A child of this process does not inherit the mapping.
 #[derive(Debug)]
@@ -138,8 +139,8 @@ pub struct FileView {
 }
 
 impl FileView {
-    /// Maps `bytes` bytes of `file` from `offset` on, both multiples of `page_size`, the size of the
-    /// pages that the file is made of. Populates nothing. It is not necessary that the file is sealed.
+    /// Maps `bytes` bytes of `file` from `offset` on, both multiples of `page_size`, the file's page
+    /// size. Allocates no pages. The file need not be sealed.
     pub fn map(
         file: OwnedFd,
         offset: u64,
@@ -187,7 +188,7 @@ impl FileView {
             file: file.as_fd(),
             offset,
         };
-        // Congruent to the file, so that huge pages in it can be mapped as such.
+        // Congruent to the file, so that its huge pages can be mapped as huge pages.
         let alignment = page_size.max(PageSize::Size2M);
         let mapping =
             Mapping::new(Some(part), to_usize(bytes), alignment, offset).map_err(no_mapping)?;
@@ -211,24 +212,23 @@ impl FileView {
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), FileAccessError> {
         let at = self.check(offset, to_u64(bytes.len()))?;
         // SAFETY: copy_in requires bytes.len() mapped, writable bytes at the pointer, which this
-        // process accesses by guarded copies only: check found the span within the view, which the
-        // mapping covers for as long as self lives and which nothing else here can reach. Where the
-        // file ends early the access is a signal, which the copy is made for.
+        // process accesses by guarded copies only: check found the span within the view. The mapping
+        // covers the view for as long as self lives, and no other code here can reach it. Where the
+        // file has been truncated, the access raises a signal, which guarded copies handle.
         unsafe { copy_in(self.mapping.as_ptr().wrapping_add(at), bytes) }
             .map_err(|failure| self.failed(failure))
     }
 
-    /// Reads into `bytes` from `offset` on. A page that was never written reads as zeroes, and is in
-    /// the file then.
+    /// Reads into `bytes` from `offset` on. A page that was never written reads as zeroes and then is
+    /// in the file.
     pub fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), FileAccessError> {
         let at = self.check(offset, to_u64(bytes.len()))?;
-        // SAFETY: as in write, the other way round.
+        // SAFETY: as in write, in the other direction.
         unsafe { copy_out(self.mapping.as_ptr().wrapping_add(at), bytes) }
             .map_err(|failure| self.failed(failure))
     }
 
-    /// Writes `len` zeroes at `offset`. Whole pages are in the file then, unlike after
-    /// [`Self::punch`].
+    /// Writes `len` zeroes at `offset`. Unlike after [`Self::punch`], whole pages are then in the file.
     pub fn zero(&self, offset: u64, len: u64) -> Result<(), FileAccessError> {
         let at = self.check(offset, len)?;
         // SAFETY: as in write.
@@ -236,27 +236,28 @@ impl FileView {
             .map_err(|failure| self.failed(failure))
     }
 
-    /// Gives `len` bytes at `offset`, whole pages, back to the host: a hole in the file, for everybody
-    /// who has mapped it.
+    /// Returns `len` bytes at `offset`, whole pages, to the host: punches a hole into the file, which
+    /// affects every process that has mapped it.
     pub fn punch(&self, offset: u64, len: u64) -> Result<(), FileAccessError> {
         self.check(offset, len)?;
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // check has found offset within the view, whose end in the file does not wrap.
+        // check has found offset within the view, whose end in the file does not overflow.
         fallocate(&self.file, flags, self.offset + offset, len)
             .map_err(|errno| FileAccessError::Punch { offset, len, errno })
     }
 
-    /// The offset of a page that the file has, the first one that was written if there is one.
+    /// The offset of a page that is in the file: the first page that was written, if there is one.
+    /// `None` for hugetlbfs.
     ///
-    /// Of hugetlbfs nothing is found. Pages that fallocate has reserved and nobody has written are found
-    /// only if the view is of the whole file, and then the first page stands for them: the kernel counts
-    /// them, and does not say where they are.
+    /// Pages that fallocate has reserved and that were never written are found only if the view covers
+    /// the whole file; the result is then offset 0, because the kernel reports how many pages there are
+    /// but not which.
     pub fn find_content(&self) -> Result<Option<u64>, FileAccessError> {
         if self.is_hugetlb {
             return Ok(None);
         }
         let failed = |errno| FileAccessError::Seek { errno };
-        // An open file of its own, with a position that the file's other owners do not share.
+        // A separate open file, whose position the file's other owners do not share.
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let own = open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
         match seek(&own, SeekFrom::Data(self.offset)) {
@@ -266,7 +267,7 @@ impl FileView {
                     return Ok(Some(offset));
                 }
             }
-            // Nothing from there on, or the file ends before.
+            // There is no data from that offset on, or the file ends before it.
             Err(Errno::NXIO) => {}
             Err(errno) => return Err(failed(errno)),
         }

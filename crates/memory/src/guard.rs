@@ -1,11 +1,11 @@
-//! What a handler of SIGBUS needs to know about guest memory: which addresses are, and how to get a
-//! copy out of the one that has failed.
+//! Support for SIGBUS handlers: whether an address is guest memory, and how a thread leaves a copy
+//! whose access failed.
 //!
-//! All functions here that say so are async-signal-safe: they take no lock and allocate nothing.
-//! Without a handler (`pagetide-kvm` has one) nothing changes: a copy that meets an uncorrected
-//! error ends the process. So does one that meets the end of a file which another process has truncated
-//! ([`FileView`](crate::FileView)): a handler lets those copies escape in the same way, for a SIGBUS
-//! with the code `BUS_ADRERR` at an address that [`is_guest_memory`].
+//! The public functions are async-signal-safe: they take no lock and allocate nothing. In a process
+//! without a handler (`pagetide-kvm` has one), a copy that meets an uncorrected error ends the process,
+//! as does one that meets the end of a file which another process has truncated
+//! ([`FileView`](crate::FileView)). A handler must let both kinds of copies escape; the latter raise
+//! SIGBUS with the code `BUS_ADRERR` at an address for which [`is_guest_memory`] holds.
 
 mod copy;
 mod ranges;

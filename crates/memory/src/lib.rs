@@ -1,19 +1,19 @@
-//! Guest memory as the rest of Pagetide sees it: addresses and pages as types, regions with the
-//! mappings that the host has of them, and the map that says which page is where.
+//! Guest memory: addresses and pages as types, regions with their mappings in this process, and the
+//! state of each page.
 //!
-//! Nothing in this crate issues an ioctl. What is here:
+//! This crate issues no ioctl. It has:
 //!
 //! - [`GuestAddress`] (a gpa), [`HostAddress`] (an hva), [`PageIndex`] (a page's number within its
 //!   region), [`PageSize`], and the checked ranges [`GuestRange`], [`HostRange`], [`PageRange`];
-//! - [`Backing`]: what kind of memory a region is made of;
-//! - [`Region`]: one range of guest memory, its memfd and its two mappings;
-//! - [`Access`]: what the guest tried to do to a page;
+//! - [`Backing`]: the kind of memory behind a region;
+//! - [`Region`]: a range of guest memory, its memfd and its two mappings;
+//! - [`Access`]: the kind of access that caused a fault;
 //! - [`FileView`]: a mapping of another process's memory file;
-//! - [`PageMap`]: one atomic state per page, the truth about which pages are present, which a source
-//!   was asked for, and who is installing which; [`PageMapImage`]: that truth as bytes;
-//! - [`PoisonMap`]: which memory was lost to uncorrected errors, kept over restarts;
-//!   [`FailurePolicy`]: how much one error takes;
-//! - [`guard`]: what a handler of SIGBUS asks.
+//! - [`PageMap`]: one atomic state per page, the single record of which pages are present, which were
+//!   requested from a source, and which a thread is installing; [`PageMapImage`]: the states as bytes;
+//! - [`PoisonMap`]: the memory lost to uncorrected errors, preserved across restarts;
+//!   [`FailurePolicy`]: how much memory one error costs;
+//! - [`guard`]: support for SIGBUS handlers.
 
 mod access;
 mod address;

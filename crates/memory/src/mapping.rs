@@ -1,4 +1,4 @@
-//! One mapping of memory into this process, unmapped when dropped.
+//! A mapping of memory in this process, unmapped on drop.
 
 use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
@@ -13,16 +13,16 @@ use crate::guard::Listed;
 use crate::page::PageSize;
 use crate::range::HostRange;
 
-/// Memory of this process that was mapped by [`Mapping::new`], and nothing else.
+/// Memory of this process that [`Mapping::new`] mapped.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: *mut u8,
     bytes: usize,
-    /// Known to be guest memory for as long as it is mapped.
+    /// Lists the mapping as guest memory for as long as it is mapped.
     listed: Option<Listed>,
 }
 
-/// Where in a file a mapping begins.
+/// The start of a mapping within a file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FilePart<'fd> {
     pub(crate) file: BorrowedFd<'fd>,
@@ -30,17 +30,16 @@ pub(crate) struct FilePart<'fd> {
     pub(crate) offset: u64,
 }
 
-// SAFETY: a Mapping is an address and a length. All access goes through methods that copy bytes
-// where the compiler does not look, or that hand the range to the kernel; neither depends on the
-// thread.
+// SAFETY: a Mapping is an address and a length. All access goes through methods that copy bytes by
+// assembly, or that pass the range to the kernel; neither depends on the thread.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; no method takes a reference into the mapped memory.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `bytes` bytes, readable and writable, of a file (shared), or of anonymous
-    /// memory (private). The address is congruent to `congruent_to` modulo `alignment`,
-    /// so that gpa, hva and file offset allow the same huge pages.
+    /// Maps `bytes` bytes, readable and writable, of a file (shared) or of anonymous memory (private).
+    /// The address is congruent to `congruent_to` modulo `alignment`, so that gpa, hva and file offset
+    /// permit the same huge pages.
     pub(crate) fn new(
         file: Option<FilePart<'_>>,
         bytes: usize,
@@ -49,8 +48,8 @@ impl Mapping {
     ) -> Result<Self, Errno> {
         let alignment_bytes = to_usize(alignment.bytes());
         let reserved = bytes.checked_add(alignment_bytes).ok_or(Errno::NOMEM)?;
-        // SAFETY: mmap_anonymous requires that a hint which is null or MAP_FIXED does not replace
-        // memory that something else uses; null without MAP_FIXED never does.
+        // SAFETY: mmap_anonymous requires that a hint or MAP_FIXED does not replace memory in use; a
+        // null hint without MAP_FIXED never does.
         let base = unsafe {
             mm::mmap_anonymous(
                 ptr::null_mut(),
@@ -66,8 +65,8 @@ impl Mapping {
         let start = base.wrapping_add(skip);
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let mapped = match file {
-            // SAFETY: MAP_FIXED replaces what is mapped at start..start+bytes, which lies within
-            // the reservation just made (skip < alignment_bytes), so within memory that is ours.
+            // SAFETY: MAP_FIXED replaces the memory at start..start+bytes, which lies within the
+            // reservation just made (skip < alignment_bytes) and belongs to this function.
             Some(FilePart { file, offset }) => unsafe {
                 let flags = MapFlags::SHARED | MapFlags::FIXED;
                 mm::mmap(start.cast(), bytes, access, flags, file, offset)
@@ -106,52 +105,52 @@ impl Mapping {
         self.start
     }
 
-    /// madvise() on `bytes` bytes from `offset` on. Both must lie within the mapping, or EINVAL.
+    /// madvise() on `bytes` bytes from `offset` on. Both must lie within the mapping; otherwise EINVAL.
     pub(crate) fn advise(&self, offset: usize, bytes: usize, advice: Advice) -> Result<(), Errno> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             return Err(Errno::INVAL);
         }
         let start: *mut c_void = self.start.wrapping_add(offset).cast();
         // SAFETY: madvise requires a range that belongs to the caller, because some advice drops
-        // content. The range was just checked to be within this mapping, and no reference into it
-        // is ever handed out, so content may change at any time.
+        // content. The range was just checked to be within this mapping, and no method returns a
+        // reference into it, so content may change at any time.
         unsafe { mm::madvise(start, bytes, advice) }
     }
 }
 
 impl Mapping {
-    /// madvise() on all of it.
+    /// madvise() on the whole mapping.
     pub(crate) fn advise_all(&self, advice: Advice) -> Result<(), Errno> {
         self.advise(0, self.bytes, advice)
     }
 
-    /// mprotect() on all of it. While it is inaccessible, nobody may use [`Mapping::as_ptr`].
+    /// mprotect() on the whole mapping. While it is inaccessible, no code may use [`Mapping::as_ptr`].
     pub(crate) fn protect(&self, access: MprotectFlags) -> Result<(), Errno> {
-        // SAFETY: mprotect requires that nobody relies on the access that is taken away; the range
-        // is this mapping's own, and no reference into it is handed out here. Those who take its
-        // pointer keep from using it meanwhile, see ServiceGate.
+        // SAFETY: mprotect requires that no code relies on the access that is removed; the range is
+        // this mapping's own, and no method returns a reference into it. Users of its pointer do not
+        // use it meanwhile, see ServiceGate.
         unsafe { mm::mprotect(self.start.cast(), self.bytes, access) }
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // First: something else may be mapped there at once.
+        // First, because another mapping may take these addresses at once.
         self.listed = None;
         unmap(self.start, self.bytes);
     }
 }
 
-/// Unmaps part of a mapping or reservation that is ours. Does nothing for no bytes.
+/// Unmaps part of a mapping or reservation of this module. Does nothing if `bytes` is 0.
 fn unmap(start: *mut u8, bytes: usize) {
     if bytes == 0 {
         return;
     }
-    // SAFETY: munmap requires that nobody uses the range any more. Every caller passes (part of)
-    // a reservation that it made and whose address it has not handed out, or the whole of a Mapping
-    // that is being dropped.
+    // SAFETY: munmap requires that no code uses the range any more. Every caller passes (part of) a
+    // reservation that it made and whose address it has not passed on, or the whole of a Mapping that
+    // is being dropped.
     let result = unsafe { mm::munmap(start.cast(), bytes) };
-    debug_assert!(result.is_ok(), "munmap of our own range: {result:?}");
+    debug_assert!(result.is_ok(), "munmap of an own range: {result:?}");
 }
 
 #[cfg(test)]
@@ -159,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_address_is_congruent_to_what_was_asked() {
+    fn the_address_is_congruent_as_requested() {
         for (alignment, congruent_to) in [
             (PageSize::Size2M, 0),
             (PageSize::Size2M, 0x5000),

@@ -1,10 +1,10 @@
-//! Page sizes, page numbers, and runs of pages.
+//! Page sizes, page numbers, and ranges of pages.
 
 use std::fmt;
 
 use crate::convert::to_usize;
 
-/// The page sizes that memory comes in on x86_64 (and on arm64 with a 4 KiB granule).
+/// The page sizes of x86_64 (and of arm64 with a 4 KiB granule).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PageSize {
     /// 4 KiB.
@@ -30,7 +30,7 @@ impl PageSize {
         }
     }
 
-    /// The smallest size of at least `1 << shift` bytes; 1 GiB for anything beyond.
+    /// The smallest size of at least `1 << shift` bytes; 1 GiB for any larger shift.
     pub const fn holding(shift: u32) -> Self {
         match shift {
             0..=12 => Self::Size4K,
@@ -55,13 +55,13 @@ impl fmt::Display for PageSize {
     }
 }
 
-/// A page's number within its region: 0 is the page at the region's first byte. The page's size is
-/// the install granularity of the region's backing.
+/// A page's number within its region: 0 is the page at the region's first byte. The page size is the
+/// install granularity of the region's backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PageIndex(pub u64);
 
 impl PageIndex {
-    /// The index as an index into host memory.
+    /// The page number as an index into a slice.
     pub(crate) const fn as_usize(self) -> usize {
         to_usize(self.0)
     }
@@ -73,8 +73,8 @@ impl fmt::Display for PageIndex {
     }
 }
 
-/// A run of neighbouring pages of one region: `count` pages from `first` on. May be empty. Its end
-/// never wraps.
+/// A run of consecutive pages of one region: `count` pages from `first` on. May be empty. Its end never
+/// overflows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageRange {
     first: PageIndex,
@@ -82,7 +82,7 @@ pub struct PageRange {
 }
 
 impl PageRange {
-    /// `count` pages from `first` on. A count that would wrap is cut short.
+    /// `count` pages from `first` on. A count whose end would overflow is cut short.
     pub const fn new(first: PageIndex, count: u64) -> Self {
         let room = u64::MAX - first.0;
         Self {
@@ -101,7 +101,7 @@ impl PageRange {
         self.first
     }
 
-    /// How many pages.
+    /// The number of pages.
     pub const fn count(self) -> u64 {
         self.count
     }
@@ -111,17 +111,17 @@ impl PageRange {
         PageIndex(self.first.0 + self.count)
     }
 
-    /// Whether there is no page in it.
+    /// Whether the run is empty.
     pub const fn is_empty(self) -> bool {
         self.count == 0
     }
 
-    /// Whether `page` is in it.
+    /// Whether the run contains `page`.
     pub const fn contains(self, page: PageIndex) -> bool {
         page.0 >= self.first.0 && page.0 - self.first.0 < self.count
     }
 
-    /// The pages that are in both.
+    /// The pages that are in both runs.
     pub fn intersection(self, other: Self) -> Self {
         let first = self.first.max(other.first);
         let end = self.end().min(other.end());
@@ -138,14 +138,14 @@ impl PageRange {
         )
     }
 
-    /// Every page in it, in order.
+    /// Every page of the run, in ascending order.
     pub fn iter(self) -> impl ExactSizeIterator<Item = PageIndex> + DoubleEndedIterator {
         let first = self.first.0;
         (0..to_usize(self.count)).map(move |offset| PageIndex(first + offset as u64))
     }
 
-    /// The aligned window of `pages` pages that holds `page`. `pages` must be a power of two;
-    /// anything else is rounded up to one.
+    /// The aligned window of `pages` pages that contains `page`. A `pages` that is not a power of two
+    /// is rounded up to one.
     pub fn window(page: PageIndex, pages: u64) -> Self {
         let pages = pages.checked_next_power_of_two().unwrap_or(1 << 63);
         Self::new(PageIndex(page.0 & !(pages - 1)), pages)
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_would_wrap_is_cut_short() {
+    fn a_count_whose_end_overflows_is_cut_short() {
         let range = PageRange::new(PageIndex(u64::MAX - 2), 100);
         assert_eq!(range.count(), 2);
         assert_eq!(range.end(), PageIndex(u64::MAX));
@@ -186,7 +186,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_window_is_aligned_and_holds_its_page(page in 0u64..1 << 40, shift in 0u32..12) {
+        fn a_window_is_aligned_and_contains_its_page(page in 0u64..1 << 40, shift in 0u32..12) {
             let window = PageRange::window(PageIndex(page), 1 << shift);
             prop_assert!(window.contains(PageIndex(page)));
             prop_assert_eq!(window.count(), 1 << shift);
@@ -203,7 +203,7 @@ mod tests {
         }
 
         #[test]
-        fn an_intersection_holds_what_both_hold(
+        fn an_intersection_contains_the_common_pages(
             a in 0u64..64, a_count in 0u64..64, b in 0u64..64, b_count in 0u64..64, page in 0u64..128,
         ) {
             let (left, right) =

@@ -25,44 +25,45 @@ pub use image::{ImportError, PageMapImage};
 ///
 /// | from | to | by | meaning |
 /// |---|---|---|---|
-/// | Absent | Requested | [`Self::request_run`] | a source is asked for the content |
-/// | Requested(Bulk) | Requested(Urgent) | [`Self::request_run`] | a thread waits for it now: ask again |
-/// | Requested(Bulk) | Absent | [`Self::withdraw`] | the request was given up |
-/// | Requested | Absent | [`Self::withdraw_all`] | the region's requests were given up |
+/// | Absent | Requested | [`Self::request_run`] | the pager requests the content from a source |
+/// | Requested(Bulk) | Requested(Urgent) | [`Self::request_run`] | a thread now waits for the page: the request is repeated |
+/// | Requested(Bulk) | Absent | [`Self::withdraw`] | the request is withdrawn |
+/// | Requested | Absent | [`Self::withdraw_all`] | all requests of the region are withdrawn |
 /// | Absent, Requested | Installing | [`Self::claim_run`], [`Self::claim_arrived`] | one thread has the content and owns the page |
 /// | Installing | Present | [`ClaimGuard::finish`] | content is installed |
 /// | Installing | Zero | [`ClaimGuard::finish`] | the zero page is installed |
-/// | Installing | Poisoned | [`ClaimGuard::finish`] | the content is lost, says the source |
-/// | Installing | Removed | [`ClaimGuard::finish_removed`] | the guest gave the page up meanwhile |
+/// | Installing | Poisoned | [`ClaimGuard::finish`] | the source reports that the content is lost |
+/// | Installing | Removed | [`ClaimGuard::finish_removed`] | the guest discarded the page meanwhile |
 /// | Installing | Absent or Requested, as claimed | [`ClaimGuard::abandon`], or dropping the guard | the owner failed; others may claim |
-/// | Absent, Requested, Present, Zero, Removed | Removed | [`Self::remove`] | the guest gave the content up |
-/// | Absent, Requested, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error took it, now or before the VM was restored |
-/// | Absent | Present, Zero, Removed, Poisoned | [`Self::import`] | a predecessor had brought the page so far |
+/// | Absent, Requested, Present, Zero, Removed | Removed | [`Self::remove`] | the guest discarded the content |
+/// | Absent, Requested, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error destroyed the content, now or before the VM was restored |
+/// | Absent | Present, Zero, Removed, Poisoned | [`Self::import`] | a predecessor had settled the page |
 /// | any but Installing | Absent | [`Self::reset`] | the memory was emptied for another run |
 ///
-/// There is no other edge. Installing is left by its owner only, so nobody can take a page from under
-/// the thread that is installing it. A request owns nothing: whoever has the content first claims the
-/// page, and content that comes later finds it settled. A poisoned page stays poisoned until a reset.
-/// When each edge to Poisoned is taken is in `docs/design/poison.md`.
+/// There is no other edge. Only the owner of an Installing page changes its state, so no other thread
+/// can take the page meanwhile. A request does not own its page: the thread that has the content first
+/// claims the page, and later content finds the page settled. A poisoned page stays poisoned until a
+/// reset. `docs/design/poison.md` describes when each edge to Poisoned is taken.
 ///
-/// Requested and Installing pages carry two more bits, set by those who came too late: *wake wanted*
-/// (a userfaultfd reader must not block, so it leaves its `UFFDIO_WAKE` to whoever installs the page;
-/// an Absent page carries it too, where a reader's fault has failed) and *waiters* (threads parked in [`Self::wait`]). They sit in the same byte as the state, so a
-/// claim and a finish are one atomic operation each when nobody waits, and no wish can slip in
-/// between the owner's look and its store. What becomes of them:
+/// Requested and Installing pages have two more bits, set by threads that find the page in that state:
+/// *wake wanted* (a userfaultfd reader must not block, so it leaves its `UFFDIO_WAKE` to the thread
+/// that installs the page; an Absent page has this bit too if a reader failed to resolve a fault on it)
+/// and *waiters* (threads are parked in [`Self::wait`]). Both bits are in the same byte as the state. A
+/// claim and a finish are therefore one atomic operation each when no thread waits, and no bit can be
+/// set unnoticed between the owner's load and its store. Each edge treats the bits as follows:
 ///
 /// | edge | wake wanted | waiters |
 /// |---|---|---|
-/// | to Requested, to Installing | kept | kept |
+/// | to Requested, to Installing | retained | retained |
 /// | Installing to a settled state | cleared and returned | cleared and notified |
 /// | abandoned, to Absent or Requested(Bulk) | cleared and returned | cleared and notified |
-/// | abandoned, to Requested(Urgent) | kept: the request will bring the page | cleared and notified |
-/// | guard dropped | kept, also on an Absent page | cleared and notified |
-/// | [`Self::withdraw`] | kept on the Absent page | cleared and notified |
+/// | abandoned, to Requested(Urgent) | retained: the request will deliver the page | cleared and notified |
+/// | guard dropped | retained, also on an Absent page | cleared and notified |
+/// | [`Self::withdraw`] | retained on the Absent page | cleared and notified |
 /// | [`Self::withdraw_all`], [`Self::remove`], [`Self::poison`] | cleared and returned | cleared and notified |
 /// | [`Self::reset`] | cleared | cleared and notified |
 ///
-/// So a wake-up that was wanted is returned to somebody once, or is still on its page.
+/// So each wake-up that is wanted is either returned to one caller or still recorded on its page.
 #[derive(Debug)]
 pub struct PageMap {
     cells: Box<[AtomicU8]>,
@@ -70,7 +71,7 @@ pub struct PageMap {
 }
 
 impl PageMap {
-    /// A map of `pages` pages, all of them Absent. Takes one byte per page.
+    /// Creates a map of `pages` pages, all Absent. Takes one byte per page.
     pub fn new(pages: u64) -> Result<Self, PageMapError> {
         let mut cells = Vec::new();
         cells
@@ -83,7 +84,7 @@ impl PageMap {
         })
     }
 
-    /// How many pages it has.
+    /// The number of pages.
     pub fn pages(&self) -> u64 {
         to_u64(self.cells.len())
     }
@@ -93,13 +94,13 @@ impl PageMap {
         self.cells.get(page.as_usize())
     }
 
-    /// Those of `pages` that the map has.
+    /// The part of `pages` that is in the map.
     #[inline]
     fn within(&self, pages: PageRange) -> PageRange {
         pages.intersection(PageRange::new(PageIndex(0), self.pages()))
     }
 
-    /// The pages of `pages` that the map has, with their cells.
+    /// The part of `pages` that is in the map, with the cells.
     fn cells(&self, pages: PageRange) -> impl Iterator<Item = (PageIndex, &AtomicU8)> {
         let pages = self.within(pages);
         let first = pages.first().as_usize().min(self.cells.len());
@@ -109,27 +110,27 @@ impl PageMap {
     /// The state of `page` at this moment; `None` if there is no such page.
     #[inline]
     pub fn state(&self, page: PageIndex) -> Option<PageState> {
-        // Acquire: whoever sees Present also sees what the installer wrote before it.
+        // Acquire: a thread that sees Present also sees what the installer wrote before it.
         Some(PageState::of(self.cell(page)?.load(Ordering::Acquire)))
     }
 
-    /// The first of `pages` that is Absent, Requested or Installing, and which of them: where there
-    /// is, or may yet be, something to bring in. Out of date as soon as it is told.
+    /// The first of `pages` that is Absent, Requested or Installing, with its state: a page whose
+    /// content is, or may become, missing. The result may be out of date on return.
     pub fn next_unsettled(&self, pages: PageRange) -> Option<(PageIndex, PageState)> {
         self.cells(pages)
             .map(|(page, cell)| (page, PageState::of(cell.load(Ordering::Relaxed))))
             .find(|(_, state)| !state.is_settled())
     }
 
-    /// The first of `pages` that is Absent. Out of date as soon as it is told.
+    /// The first of `pages` that is Absent. The result may be out of date on return.
     pub fn next_absent(&self, pages: PageRange) -> Option<PageIndex> {
         self.cells(pages)
             .find(|(_, cell)| PageState::of(cell.load(Ordering::Relaxed)) == PageState::Absent)
             .map(|(page, _)| page)
     }
 
-    /// Claims `page`, whose content is at hand, if it is Absent or Requested; and with it the Absent
-    /// pages around it that are connected to it and in `window`.
+    /// Claims `page`, whose content is available, if it is Absent or Requested, together with the
+    /// Absent pages of `window` that form a run with it.
     #[inline]
     pub fn claim_run(&self, page: PageIndex, window: PageRange) -> Claim<'_> {
         let Some(cell) = self.cell(page) else {
@@ -144,9 +145,8 @@ impl PageMap {
         }
     }
 
-    /// Claims the first of `pages` that are Absent or Requested, for content that has arrived: the
-    /// first such page, and those that follow it without a gap. `None` if there is none. The caller
-    /// installs what it got, and goes on behind it.
+    /// Claims the first run of `pages` that is Absent or Requested, for content that has arrived.
+    /// `None` if there is none. The caller installs the claimed run and continues after it.
     pub fn claim_arrived(&self, pages: PageRange) -> Option<ClaimGuard<'_>> {
         let mut first = None;
         let mut count = 0;
@@ -162,8 +162,8 @@ impl PageMap {
         Some(ClaimGuard::new(self, PageRange::new(first?, count)))
     }
 
-    /// Marks `page` as asked for, if it is Absent, and with it the Absent pages around it that are
-    /// connected to it and in `window`; or makes its request urgent.
+    /// Marks `page` as requested if it is Absent, together with the Absent pages of `window` that form
+    /// a run with it; or makes its request urgent.
     pub fn request_run(&self, page: PageIndex, window: PageRange, urgency: Urgency) -> Request {
         let Some(cell) = self.cell(page) else {
             return Request::Outside;
@@ -186,7 +186,7 @@ impl PageMap {
     }
 
     /// Changes the neighbours of `page` in both directions, up to the first that `next` refuses and
-    /// to the ends of `window`. Returns the run that was changed, `page` included.
+    /// within `window`. Returns the changed run, including `page`.
     #[inline]
     fn grow(
         &self,
@@ -209,9 +209,9 @@ impl PageMap {
         PageRange::new(PageIndex(page.0 - below), below + 1 + to_u64(above.count()))
     }
 
-    /// Makes those of `pages` Absent that are requested in bulk, and says how many there were: their
-    /// requests were given up. Parked threads look again, and find the page Absent. A wake-up that
-    /// is wanted stays with its page: the next owner gives it.
+    /// Makes those of `pages` Absent that are requested in bulk, because their requests were withdrawn,
+    /// and returns their number. Parked threads resume and find the page Absent. A wanted wake-up stays
+    /// recorded on its page: the next owner issues it.
     pub fn withdraw(&self, pages: PageRange) -> u64 {
         let mut withdrawn = 0;
         for (page, cell) in self.cells(pages) {
@@ -225,9 +225,9 @@ impl PageMap {
         withdrawn
     }
 
-    /// Makes those of `pages` Absent that are requested, however urgently: the region is given up by
-    /// its requests. Says whether threads are asleep in a userfaultfd for any of them, or for a page
-    /// that was withdrawn before; the caller wakes them, so that they fault again.
+    /// Makes those of `pages` Absent that are requested, urgent or not, because the region withdraws
+    /// all of its requests. Reports whether threads sleep in a userfaultfd for any of them, or for a
+    /// page that was withdrawn before; the caller wakes them, so that they fault again.
     pub fn withdraw_all(&self, pages: PageRange) -> WakeWanted {
         let mut wanted = false;
         for (page, cell) in self.cells(pages) {
@@ -243,17 +243,17 @@ impl PageMap {
         WakeWanted::from(wanted)
     }
 
-    /// Leaves the `UFFDIO_WAKE` for `page` to whoever installs it. If the state returned is
-    /// Requested or Installing, that is promised. If it is anything else, nobody will, and the
-    /// caller must act on that state itself. A caller that finds the page Requested(Bulk) makes the
-    /// request urgent. `None` if there is no such page.
+    /// Leaves the `UFFDIO_WAKE` for `page` to the thread that installs it. This succeeds if the
+    /// returned state is Requested or Installing. For any other state no thread will issue the wake-up,
+    /// and the caller must handle that state itself. A caller that finds the page Requested(Bulk) makes
+    /// the request urgent. `None` if there is no such page.
     pub fn want_wake(&self, page: PageIndex) -> Option<PageState> {
         Some(flag(self.cell(page)?, WAKE_WANTED))
     }
 
-    /// Leaves the `UFFDIO_WAKE` for `page` to whoever installs it, whenever that will be: for a fault
-    /// that could not be resolved, whose page may be Absent. If the state returned is settled, nobody
-    /// will, as after [`Self::want_wake`]. `None` if there is no such page.
+    /// Leaves the `UFFDIO_WAKE` for `page` to the thread that installs it, whenever that is: for a
+    /// fault that could not be resolved and whose page may be Absent. If the returned state is settled,
+    /// no thread will issue the wake-up, as after [`Self::want_wake`]. `None` if there is no such page.
     pub fn leave_wake(&self, page: PageIndex) -> Option<PageState> {
         let cell = self.cell(page)?;
         let next = |seen: u8| {
@@ -264,17 +264,16 @@ impl PageMap {
         Some(PageState::of(seen))
     }
 
-    /// Whether a wake of `page` was left to its next installer, and not given yet. Out of date as soon
-    /// as it is told: for tests and for looking at a VM that hangs.
+    /// Whether a wake-up for `page` was left to its next installer and has not been issued. The result
+    /// may be out of date on return: for tests and for the diagnosis of a VM that hangs.
     pub fn is_wake_wanted(&self, page: PageIndex) -> bool {
         self.cell(page)
             .is_some_and(|cell| cell.load(Ordering::Relaxed) & WAKE_WANTED != 0)
     }
 
-    /// Waits until `page` is neither Requested nor Installing, or `timeout` has passed, and returns
-    /// its state. It returns early, with whatever state there is, when everybody is woken
-    /// ([`Self::notify_all`]) and when an owner gives a requested page back; so callers loop. `None`
-    /// if there is no such page.
+    /// Waits until `page` is neither Requested nor Installing, or `timeout` has passed, and returns its
+    /// state. The wait ends early, with any state, when [`Self::notify_all`] wakes all threads and when
+    /// an owner gives a requested page back; callers therefore loop. `None` if there is no such page.
     pub fn wait(&self, page: PageIndex, timeout: Duration) -> Option<PageState> {
         self.wait_since(page, self.epoch(), timeout)
     }
@@ -284,18 +283,18 @@ impl PageMap {
         self.parking.epoch()
     }
 
-    /// As [`Self::wait`], and it does not wait at all if [`Self::notify_all`] was called since
-    /// `epoch` was read. A thread that reads the epoch, then looks whether it should stop, then waits,
-    /// cannot miss a stop that is set before the notification.
+    /// As [`Self::wait`], but returns at once if [`Self::notify_all`] was called since `epoch` was
+    /// read. A thread that reads the epoch, then checks whether to stop, then waits, cannot miss a stop
+    /// flag that is set before the notification.
     pub fn wait_since(&self, page: PageIndex, epoch: u64, timeout: Duration) -> Option<PageState> {
         let cell = self.cell(page)?;
         let deadline = Instant::now().checked_add(timeout);
         let mut shard = self.parking.lock(page);
         let mut owned = false;
         loop {
-            // The flag is set under the shard's lock, and whoever clears it takes that lock before it
-            // notifies: so it finds this thread either not flagged yet or already asleep. The same
-            // holds for the epoch.
+            // The flag is set under the shard's lock, and a thread that clears it takes that lock
+            // before it notifies: it finds this thread either without the flag or already asleep. The
+            // same holds for the epoch.
             let state = flag(cell, WAITERS);
             let given_back = owned && state != PageState::Installing;
             if !state.is_pending() || given_back || self.parking.epoch() != epoch {
@@ -310,18 +309,18 @@ impl PageMap {
         }
     }
 
-    /// Wakes every thread parked in this map, so that it looks again at what it waits for: used when
+    /// Wakes every thread that is parked in this map, so that it checks its condition again: used when
     /// a pager stops.
     pub fn notify_all(&self) {
         self.parking.notify_all();
     }
 
-    /// The guest gave up the content of `page`: its next touch reads zeroes.
+    /// The guest discarded the content of `page`: the next access reads zeroes.
     pub fn remove(&self, page: PageIndex) -> Removal {
         self.settle_unowned(page, REMOVED)
     }
 
-    /// An uncorrected error took the content of `page`.
+    /// An uncorrected error destroyed the content of `page`.
     pub fn poison(&self, page: PageIndex) -> Removal {
         self.settle_unowned(page, POISONED)
     }
@@ -348,8 +347,8 @@ impl PageMap {
     }
 
     /// Makes every page Absent again, for another run over emptied memory. The caller has stopped
-    /// everything that resolves faults; if a page is Installing after all, it and what follows it is
-    /// left as it is.
+    /// everything that resolves faults; if a page is Installing nevertheless, it and all later pages
+    /// keep their states.
     pub fn reset(&self) -> Result<(), ResetError> {
         for (page, cell) in self.cells(PageRange::new(PageIndex(0), self.pages())) {
             let next = |seen: u8| (seen & INSTALLING == 0).then_some(ABSENT);
@@ -360,8 +359,8 @@ impl PageMap {
         Ok(())
     }
 
-    /// How many pages are in which state. Looks at one page after the other, so the sum over a map
-    /// in use is of no single moment.
+    /// The number of pages in each state. Reads one page after the other; in a map that is in use, the
+    /// sum belongs to no single moment.
     pub fn counts(&self) -> StateCounts {
         let mut counts = StateCounts::default();
         for cell in &self.cells {
@@ -370,12 +369,12 @@ impl PageMap {
         counts
     }
 
-    /// The owner's way to a settled state. Says whether a wake was left to it.
+    /// The owner's transition to a settled state. Returns whether a wake-up was left to the owner.
     #[inline]
     fn settle_owned(&self, pages: PageRange, to: u8) -> bool {
         let settle = |page, cell: &AtomicU8| {
-            // Release: whoever sees the new state sees what the owner did before. Acquire: the owner
-            // sees what those did who asked to be told.
+            // Release: a thread that sees the new state sees the owner's earlier writes. Acquire: the
+            // owner sees the writes of the threads that left a wake-up or wait.
             let before = cell.swap(to, Ordering::AcqRel);
             self.left(page, before);
             before & WAKE_WANTED != 0
@@ -388,27 +387,27 @@ impl PageMap {
         cells.fold(false, |wanted, (page, cell)| settle(page, cell) | wanted)
     }
 
-    /// The owner gives the page back as it was. Says whether a wake was left to it that is left to
-    /// nobody else now.
+    /// The owner restores the state from before the claim. Returns whether a wake-up was left to the
+    /// owner that no other thread will issue.
     fn give_back(&self, page: PageIndex) -> bool {
         let Some(cell) = self.cell(page) else {
             return false;
         };
-        // Nobody but the owner changes the state bits of an Installing page.
+        // Only the owner changes the state bits of an Installing page.
         let origin = PageState::of(cell.load(Ordering::Relaxed) & !INSTALLING);
-        let kept = if origin == PageState::Requested(Urgency::Urgent) {
+        let retained = if origin == PageState::Requested(Urgency::Urgent) {
             !(INSTALLING | WAITERS)
         } else {
             !(INSTALLING | FLAGS)
         };
         // As in settle_owned.
-        let before = cell.fetch_and(kept, Ordering::AcqRel);
+        let before = cell.fetch_and(retained, Ordering::AcqRel);
         self.left(page, before);
-        before & !kept & WAKE_WANTED != 0
+        before & !retained & WAKE_WANTED != 0
     }
 
-    /// The owner is gone without an answer: the page goes back as it was, and a wake that was left to
-    /// the owner is left to the next one.
+    /// The owner ended without a result: the page returns to its state before the claim, and a wake-up
+    /// that was left to the owner is left to the next one.
     fn give_back_quietly(&self, page: PageIndex) {
         if let Some(cell) = self.cell(page) {
             let before = cell.fetch_and(!(INSTALLING | WAITERS), Ordering::AcqRel);
@@ -436,7 +435,7 @@ impl PageMap {
     }
 }
 
-/// The byte of a page that is claimed with its content at hand.
+/// The byte of a page that is claimed because its content is available.
 #[inline]
 fn claimed(seen: u8) -> Option<u8> {
     PageState::of(seen)
@@ -444,13 +443,13 @@ fn claimed(seen: u8) -> Option<u8> {
         .then_some(seen | INSTALLING)
 }
 
-/// The same for a neighbour that nobody has asked for.
+/// The same for a neighbour that was not requested.
 #[inline]
 fn claimed_absent(seen: u8) -> Option<u8> {
     (PageState::of(seen) == PageState::Absent).then_some(seen | INSTALLING)
 }
 
-/// Sets `flag` if the page is Requested or Installing; returns the state seen.
+/// Sets `flag` if the page is Requested or Installing; returns the observed state.
 fn flag(cell: &AtomicU8, flag: u8) -> PageState {
     let next = |seen: u8| {
         let state = PageState::of(seen);

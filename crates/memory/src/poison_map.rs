@@ -1,5 +1,5 @@
-//! The poison map: which guest memory was lost to uncorrected errors, kept over restarts and sent
-//! along with a VM that moves.
+//! The poison map: the guest memory lost to uncorrected errors, preserved across restarts and sent
+//! along with a VM that migrates.
 
 mod encoding;
 mod file;
@@ -15,21 +15,20 @@ use crate::range::GuestRange;
 pub use encoding::ParsePoisonError;
 pub use file::{LoadError, SaveError};
 
-/// Guest memory that is lost for good: ranges of gpas, in whole 4 KiB, that neither overlap nor
-/// touch.
+/// Guest memory that is lost for good: ranges of gpas in whole 4 KiB, disjoint and not adjacent.
 ///
-/// A guest that is started again, or moved, must not find zeroes there: what the map names is
-/// poisoned again before the guest runs.
+/// After a restore or a migration, the guest must not read zeroes there: a VMM reinstates the poison
+/// before the guest runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoisonMap {
     /// First byte and end of each range.
     ranges: BTreeMap<u64, u64>,
 }
 
-/// A poison map has no room for another range.
+/// A poison map cannot hold another range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
-    "the poison map has {} ranges already, no room for {range}",
+    "the poison map has {} ranges, the maximum: {range} does not fit",
     PoisonMap::MAX_RANGES
 )]
 pub struct PoisonMapFull {
@@ -38,24 +37,24 @@ pub struct PoisonMapFull {
 }
 
 impl PoisonMap {
-    /// How many ranges a map may have. A host with so many errors has other worries.
+    /// The maximal number of ranges of a map, far beyond the errors of a usable host.
     pub const MAX_RANGES: usize = 1 << 16;
 
-    /// A map of nothing.
+    /// An empty map.
     pub const fn new() -> Self {
         Self {
             ranges: BTreeMap::new(),
         }
     }
 
-    /// Adds `range`. Returns how many of its bytes are new: 0 if all of it was known.
+    /// Adds `range`. Returns the number of bytes that were not in the map before.
     pub fn insert(&mut self, range: GuestRange) -> Result<u64, PoisonMapFull> {
         let (mut start, mut end) = (range.start().0, range.end().0);
         let known = self.bytes_in(range);
         if known == range.bytes() {
             return Ok(0);
         }
-        // Ranges that overlap it or touch it become part of it.
+        // Ranges that overlap it or are adjacent to it are merged with it.
         let joined: Vec<_> = self
             .ranges
             .range(..=end)
@@ -83,10 +82,10 @@ impl PoisonMap {
             .is_some_and(|(_, &end)| gpa.0 < end)
     }
 
-    /// The lost parts of `range`, upwards.
+    /// The lost parts of `range`, in ascending order.
     pub fn lost_in(&self, range: GuestRange) -> impl Iterator<Item = GuestRange> + '_ {
         let (start, end) = (range.start().0, range.end().0);
-        // The range that begins before it may reach into it.
+        // A range that begins before `range` may extend into it.
         let before = self.ranges.range(..start).next_back();
         before
             .into_iter()
@@ -97,35 +96,35 @@ impl PoisonMap {
             })
     }
 
-    /// How many bytes of `range` are lost.
+    /// The number of lost bytes in `range`.
     pub fn bytes_in(&self, range: GuestRange) -> u64 {
         self.lost_in(range).map(GuestRange::bytes).sum()
     }
 
-    /// How many bytes are lost.
+    /// The number of lost bytes.
     pub fn bytes(&self) -> u64 {
         self.iter().map(GuestRange::bytes).sum()
     }
 
-    /// All ranges, upwards.
+    /// All ranges, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = GuestRange> + '_ {
-        // What is in the map came from ranges, so that each of them is one.
+        // Each entry was made from valid ranges, so the conversion succeeds.
         self.ranges
             .iter()
             .filter_map(|(&start, &end)| GuestRange::new(GuestAddress(start), end - start).ok())
     }
 
-    /// How many ranges there are.
+    /// The number of ranges.
     pub fn len(&self) -> usize {
         self.ranges.len()
     }
 
-    /// Whether nothing is lost.
+    /// Whether the map is empty.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// The pages of `page_size` that lost bytes of `range` are in, upwards and each once.
+    /// The pages of `page_size` that contain lost bytes of `range`, in ascending order, each once.
     pub fn pages_in(
         &self,
         range: GuestRange,

@@ -1,4 +1,4 @@
-//! What the kernel does with the healthy rest of a huge page that has an uncorrected error.
+//! The kernel's treatment of the healthy rest of a huge page that has an uncorrected error.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,23 +9,23 @@ use thiserror::Error;
 use crate::backing::Backing;
 use crate::page::PageSize;
 
-/// What happens to memory when a part of it has an uncorrected error (UE).
+/// The amount of memory that is lost to an uncorrected error (UE).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum FailurePolicy {
-    /// What Linux does: of hugetlb memory the whole huge page is lost, 2 MiB or 1 GiB for one error;
-    /// a transparent huge page is split, and 4 KiB are lost.
+    /// Linux's default: hugetlb memory loses the whole huge page, 2 MiB or 1 GiB per error; a
+    /// transparent huge page is split, and 4 KiB are lost.
     #[default]
     KernelDefault,
-    /// Only the 4 KiB with the error are lost: the rest stays mapped, as huge pages
+    /// Only the 4 KiB with the error are lost; the rest stays mapped, as huge pages
     /// (`MFD_MF_KEEP_UE_MAPPED`).
     Keep,
 }
 
 impl FailurePolicy {
-    /// Both.
+    /// Both policies.
     pub const ALL: [Self; 2] = [Self::KernelDefault, Self::Keep];
 
-    /// [`FailurePolicy::Keep`] if the running kernel has it for this backing. Asks the kernel.
+    /// [`FailurePolicy::Keep`] if the running kernel supports it for this backing. Queries the kernel.
     pub fn best_for(backing: Backing) -> Self {
         if Self::Keep.is_available(backing) {
             Self::Keep
@@ -34,7 +34,7 @@ impl FailurePolicy {
         }
     }
 
-    /// Whether the running kernel has this policy for memory of that backing. Asks the kernel.
+    /// Whether the running kernel supports this policy for memory of this backing. Queries the kernel.
     pub fn is_available(self, backing: Backing) -> bool {
         match self {
             Self::KernelDefault => true,
@@ -47,7 +47,7 @@ impl FailurePolicy {
         }
     }
 
-    /// How much of memory of this backing one error takes, if the kernel says nothing else.
+    /// The memory of this backing that one error costs, unless the kernel reports more.
     pub const fn lost_per_error(self, backing: Backing) -> PageSize {
         match self {
             Self::KernelDefault => backing.page_size(),
@@ -70,11 +70,11 @@ impl fmt::Display for FailurePolicy {
     }
 }
 
-/// A text names no [`FailurePolicy`].
+/// The text is not the name of a [`FailurePolicy`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{given:?} is no policy for memory failures: default or keep")]
+#[error("{given:?} is not a policy for memory failures: default or keep")]
 pub struct ParsePolicyError {
-    /// The text that was given.
+    /// The given text.
     pub given: String,
 }
 

@@ -12,26 +12,26 @@ use crate::page::PageSize;
 /// Why a range of addresses was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum RangeError {
-    /// A range of no bytes names nothing.
+    /// The range has no bytes.
     #[error("the range at {start:#x} is empty")]
     Empty {
-        /// Where it would have started.
+        /// The start of the range.
         start: u64,
     },
-    /// Start and length must be multiples of the page size.
-    #[error("the range at {start:#x} of {bytes} bytes is not a multiple of {page_size} pages")]
+    /// Start or length is not a multiple of the page size.
+    #[error("the range at {start:#x} of {bytes} bytes does not consist of whole {page_size} pages")]
     Unaligned {
-        /// Where it would have started.
+        /// The start of the range.
         start: u64,
         /// Its length in bytes.
         bytes: u64,
-        /// The page size that both must be a multiple of.
+        /// The page size of which both must be multiples.
         page_size: PageSize,
     },
-    /// The end lies past the end of the address space.
+    /// The end lies beyond the end of the address space.
     #[error("the range at {start:#x} of {bytes} bytes wraps around the address space")]
     Wraps {
-        /// Where it would have started.
+        /// The start of the range.
         start: u64,
         /// Its length in bytes.
         bytes: u64,
@@ -55,7 +55,7 @@ const fn check(start: u64, bytes: u64, page_size: PageSize) -> Result<(), RangeE
     Ok(())
 }
 
-/// A range of guest physical memory: not empty, 4 KiB aligned, does not wrap.
+/// A range of guest physical memory: not empty, 4 KiB aligned, without overflow.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GuestRange {
     start: GuestAddress,
@@ -95,20 +95,20 @@ impl GuestRange {
         GuestAddress(self.start.0 + self.bytes)
     }
 
-    /// Whether `address` lies in it.
+    /// Whether `address` lies in the range.
     pub const fn contains(self, address: GuestAddress) -> bool {
         address.0 >= self.start.0 && address.0 - self.start.0 < self.bytes
     }
 
-    /// Whether the two share a byte.
+    /// Whether the two ranges share a byte.
     pub const fn overlaps(self, other: Self) -> bool {
         self.start.0 < other.end().0 && other.start.0 < self.end().0
     }
 }
 
-/// A range of this process's address space: not empty, 4 KiB aligned, does not wrap.
+/// A range of this process's address space: not empty, 4 KiB aligned, without overflow.
 ///
-/// Having one proves nothing about what is mapped there.
+/// The value proves nothing about what is mapped there.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HostRange {
     start: HostAddress,
@@ -124,7 +124,7 @@ impl HostRange {
         }
     }
 
-    /// A range that the caller knows to be good, such as a part of another.
+    /// A range that is valid by the caller's knowledge, such as a part of another.
     pub(crate) const fn trusted(start: HostAddress, bytes: usize) -> Self {
         Self { start, bytes }
     }
@@ -144,13 +144,13 @@ impl HostRange {
         HostAddress(self.start.0 + self.bytes)
     }
 
-    /// Whether `address` lies in it.
+    /// Whether `address` lies in the range.
     pub const fn contains(self, address: HostAddress) -> bool {
         address.0 >= self.start.0 && address.0 - self.start.0 < self.bytes
     }
 
-    /// What is left of the range after its first `bytes` bytes (a multiple of 4 KiB): `None` when
-    /// that is nothing.
+    /// The rest of the range after its first `bytes` bytes (a multiple of 4 KiB); `None` if that is
+    /// empty.
     pub const fn after(self, bytes: usize) -> Option<Self> {
         if bytes >= self.bytes {
             return None;
@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bad_ranges_are_named() {
+    fn invalid_ranges_are_refused() {
         let cases = [
             (0x1000, 0, RangeError::Empty { start: 0x1000 }),
             (

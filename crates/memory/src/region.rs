@@ -33,28 +33,29 @@ pub use error::{AccessError, ContentError, FaultInError, RegionError};
 pub use failure::Lost;
 pub use paging::ServiceAccess;
 
-/// What a page is made present for, see [`Region::fault_in`].
+/// The access for which [`Region::fault_in`] makes pages present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultInAccess {
-    /// Readable is enough (`MADV_POPULATE_READ`).
+    /// Reads (`MADV_POPULATE_READ`).
     Read,
-    /// Writable: breaks copy-on-write and the zero page (`MADV_POPULATE_WRITE`).
+    /// Writes: breaks copy-on-write and replaces the zero page (`MADV_POPULATE_WRITE`).
     Write,
 }
 
-/// A range of guest memory: the file behind it (unless anonymous) and what this process has mapped.
+/// A range of guest memory: its file (unless anonymous) and its mappings in this process.
 ///
-/// - The **guest mapping** is what KVM and userfaultfd know. Touching it may block for as long as a
-///   pager takes.
-/// - The **service mapping** is a second mapping of the same file. It never traps: content is
-///   written there first, and then made visible in the guest mapping.
+/// - The **guest mapping** is registered with KVM and userfaultfd. An access through it may block until
+///   a pager resolves the fault.
+/// - The **service mapping** is a second mapping of the same file. An access through it never faults
+///   into a userfaultfd: a pager writes content there first, and then makes the content visible in the
+///   guest mapping.
 ///
-/// Both are congruent to the gpa modulo the largest page that the backing may have, so that KVM can
-/// use huge pages where the memory has them. Dropping a region unmaps both; nothing that the kernel
-/// was told about it (memslots, userfaultfd registrations) may be in use then.
+/// Both are congruent to the gpa modulo the largest page that the backing may have, so that KVM can use
+/// huge pages where the memory has them. Dropping a region unmaps both; remove its memslots and
+/// userfaultfd registrations first.
 ///
-/// Reading and writing survives uncorrected memory errors if the process has the handler of SIGBUS
-/// that `pagetide-kvm` installs: then they fail with [`AccessError::Poisoned`].
+/// If the process has the SIGBUS handler of `pagetide-kvm`, reads and writes survive uncorrected memory
+/// errors and fail with [`AccessError::Poisoned`].
 #[derive(Debug)]
 pub struct Region {
     range: GuestRange,
@@ -65,20 +66,21 @@ pub struct Region {
     service: Option<Mapping>,
     gate: ServiceGate,
     paging: Mutex<Paging>,
-    /// Somebody holds a reference to a word of the service mapping. Set under the lock of `paging`,
-    /// and never unset.
-    words_are_out: AtomicBool,
+    /// A reference to a word of the service mapping exists. Set under the lock of `paging`, and never
+    /// cleared.
+    has_word_references: AtomicBool,
 }
 
 impl Region {
-    /// Makes `bytes` bytes of guest memory at `gpa`, both multiples of the backing's page size.
-    /// Nothing is populated, but huge pages are set aside.
+    /// Creates `bytes` bytes of guest memory at `gpa`, both multiples of the backing's page size.
+    /// Allocates no pages, but reserves huge pages.
     pub fn new(gpa: GuestAddress, bytes: u64, backing: Backing) -> Result<Self, RegionError> {
         Self::with_policy(gpa, bytes, backing, FailurePolicy::KernelDefault)
     }
 
-    /// The same, with `policy` for memory that has uncorrected errors. It is that policy or an error
-    /// ([`RegionError::NoKeepPolicy`]); [`FailurePolicy::best_for`] says which one there is.
+    /// As [`Self::new`], with `policy` for memory that has uncorrected errors. Fails with
+    /// [`RegionError::NoKeepPolicy`] if the kernel does not support it; [`FailurePolicy::best_for`]
+    /// returns a policy that it supports.
     pub fn with_policy(
         gpa: GuestAddress,
         bytes: u64,
@@ -99,7 +101,7 @@ impl Region {
         check_room(bytes, backing)?;
 
         let mapped = to_usize(bytes);
-        // A 4 KiB region may still be made of huge pages (THP); hugetlb wants its own size.
+        // A 4 KiB region may still consist of huge pages (THP); hugetlb needs its own size.
         let alignment = page_size.max(PageSize::Size2M);
         let no_mapping = |errno| map_error(errno, bytes, backing);
         let from_start = |file: &OwnedFd| {
@@ -130,13 +132,13 @@ impl Region {
             service,
             gate: ServiceGate::new(),
             paging: Mutex::default(),
-            words_are_out: AtomicBool::new(false),
+            has_word_references: AtomicBool::new(false),
         };
         region.advise_page_size()?;
         Ok(region)
     }
 
-    /// Tells the kernel whether it may use huge pages, in both mappings.
+    /// Advises the kernel whether to use huge pages in both mappings.
     fn advise_page_size(&self) -> Result<(), RegionError> {
         let advice = match self.backing {
             Backing::Thp => Advice::LinuxHugepage,
@@ -146,7 +148,7 @@ impl Region {
         for mapping in self.mappings() {
             match mapping.advise_all(advice) {
                 Ok(()) => {}
-                // A kernel without THP refuses the advice; then there is nothing to turn off.
+                // A kernel without THP refuses the advice, and then needs none.
                 Err(Errno::INVAL) if advice == Advice::LinuxNoHugepage => {}
                 Err(Errno::INVAL) => return Err(RegionError::NoTransparentHugepages),
                 Err(errno) => return Err(RegionError::Advise { errno }),
@@ -170,12 +172,12 @@ impl Region {
         self.range.bytes()
     }
 
-    /// What it is made of.
+    /// The kind of its memory.
     pub fn backing(&self) -> Backing {
         self.backing
     }
 
-    /// What happens when a part of it has an uncorrected error.
+    /// How much of it an uncorrected error costs.
     pub fn failure_policy(&self) -> FailurePolicy {
         self.policy
     }
@@ -185,7 +187,7 @@ impl Region {
         self.backing.page_size()
     }
 
-    /// How many pages of [`Region::page_size`] it has.
+    /// The number of pages of [`Region::page_size`].
     pub fn pages(&self) -> u64 {
         self.range.bytes() >> self.page_size().shift()
     }
@@ -195,28 +197,28 @@ impl Region {
         PageRange::new(PageIndex(0), self.pages())
     }
 
-    /// The file behind it; `None` for anonymous memory.
+    /// Its file; `None` for anonymous memory.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         self.file.as_ref().map(AsFd::as_fd)
     }
 
-    /// The mapping that KVM and userfaultfd know.
+    /// The mapping that is registered with KVM and userfaultfd.
     pub fn guest(&self) -> HostRange {
         self.guest.range()
     }
 
-    /// The mapping that never traps; `None` for anonymous memory.
+    /// The mapping whose accesses never fault into a userfaultfd; `None` for anonymous memory.
     pub fn service(&self) -> Option<HostRange> {
         self.service.as_ref().map(Mapping::range)
     }
 
-    /// Where `gpa` is in the guest mapping.
+    /// The address of `gpa` in the guest mapping.
     pub fn gpa_to_hva(&self, gpa: GuestAddress) -> Option<HostAddress> {
         let offset = self.offset_of_gpa(gpa)?;
         self.guest().start().checked_add(to_usize(offset))
     }
 
-    /// Which gpa is at `hva` of the guest mapping.
+    /// The gpa at `hva` of the guest mapping.
     pub fn hva_to_gpa(&self, hva: HostAddress) -> Option<GuestAddress> {
         let guest = self.guest();
         if !guest.contains(hva) {
@@ -230,7 +232,7 @@ impl Region {
             .filter(|&offset| offset < self.bytes())
     }
 
-    /// The page that holds `gpa`.
+    /// The page that contains `gpa`.
     #[inline]
     pub fn page_of_gpa(&self, gpa: GuestAddress) -> Option<PageIndex> {
         Some(PageIndex(
@@ -238,7 +240,7 @@ impl Region {
         ))
     }
 
-    /// The page that holds `hva` of the guest mapping.
+    /// The page that contains `hva` of the guest mapping.
     #[inline]
     pub fn page_of_hva(&self, hva: HostAddress) -> Option<PageIndex> {
         let guest = self.guest();
@@ -258,7 +260,7 @@ impl Region {
         self.gpa().checked_add(page.0 << self.page_size().shift())
     }
 
-    /// Where `pages` are in the guest mapping; `None` if they are none, or not all of this region.
+    /// The addresses of `pages` in the guest mapping; `None` if `pages` is empty or leaves the region.
     #[inline]
     pub fn guest_range(&self, pages: PageRange) -> Option<HostRange> {
         let (offset, bytes) = self.span(pages)?;
@@ -266,7 +268,7 @@ impl Region {
         Some(HostRange::trusted(start, to_usize(bytes)))
     }
 
-    /// Offset and length in bytes of `pages`, if they are some and all of this region.
+    /// Offset and length in bytes of `pages`; `None` if `pages` is empty or leaves the region.
     #[inline]
     fn span(&self, pages: PageRange) -> Option<(u64, u64)> {
         if pages.is_empty() || pages.end().0 > self.pages() {
@@ -276,8 +278,8 @@ impl Region {
         Some((pages.first().0 << shift, pages.count() << shift))
     }
 
-    /// Writes `bytes` at `offset` bytes into `page` through the service mapping. May go on into
-    /// the following pages.
+    /// Writes `bytes` at `offset` bytes into `page` through the service mapping. May extend into the
+    /// following pages.
     pub fn write_service(
         &self,
         page: PageIndex,
@@ -291,9 +293,9 @@ impl Region {
         })
     }
 
-    /// Reads into `bytes` from `offset` bytes into `page` through the service mapping. May go on
-    /// into the following pages. A page that was never written reads as zeroes, and is in the page
-    /// cache then.
+    /// Reads into `bytes` from `offset` bytes into `page` through the service mapping. May extend into
+    /// the following pages. A page that was never written reads as zeroes and then is in the page
+    /// cache.
     pub fn read_service(
         &self,
         page: PageIndex,
@@ -307,8 +309,8 @@ impl Region {
         })
     }
 
-    /// Fills `pages` with zeroes through the service mapping. They are in the page cache then, unlike
-    /// after [`Region::punch`].
+    /// Writes zeroes to `pages` through the service mapping. Unlike after [`Region::punch`], the pages
+    /// are then in the page cache.
     pub fn zero_service(&self, pages: PageRange) -> Result<(), AccessError> {
         let (_, bytes) = self.span(pages).ok_or(AccessError::NoSuchPages { pages })?;
         let len = to_usize(bytes);
@@ -319,7 +321,7 @@ impl Region {
         })
     }
 
-    /// Calls `copy` with a pointer to `len` bytes of the service mapping, which stay mapped, readable
+    /// Calls `copy` with a pointer to `len` bytes of the service mapping, which remain mapped, readable
     /// and writable for the length of the call.
     fn with_service(
         &self,
@@ -334,9 +336,9 @@ impl Region {
         copy(service.as_ptr().wrapping_add(at)).map_err(|failure| self.copy_error(failure))
     }
 
-    /// The 8 bytes at `offset` bytes into `page`, a multiple of 8, in the service mapping: for a
-    /// word that is looked at often. `None` if there is no such word, or no service mapping, or if it
-    /// is closed ([`ServiceAccess::Closed`]).
+    /// The 8 bytes at `offset` bytes into `page`, a multiple of 8, in the service mapping, for words
+    /// that are read often. `None` if the region has no such word or no service mapping, or if the
+    /// mapping is closed ([`ServiceAccess::Closed`]).
     #[inline]
     pub fn service_word(&self, page: PageIndex, offset: u64) -> Option<&AtomicU64> {
         let service = self.service.as_ref()?;
@@ -345,21 +347,21 @@ impl Region {
         if !word.is_aligned() {
             return None;
         }
-        // Once a word is out, the mapping is not closed any more.
-        if !self.words_are_out.load(Ordering::Relaxed) {
+        // A mapping with references to its words is never closed.
+        if !self.has_word_references.load(Ordering::Relaxed) {
             let _paging = self.lock_paging();
             let _passage = self.gate.pass(page)?;
-            self.words_are_out.store(true, Ordering::Relaxed);
+            self.has_word_references.store(true, Ordering::Relaxed);
         }
-        // SAFETY: from_ptr requires an aligned pointer that stays valid, and no access by this
-        // process that is not atomic: it was just checked to be aligned and within the region,
-        // which the mapping covers for as long as self lives, and the mapping is not closed any more
-        // (begin_paging looks at words_are_out); all other access is by guarded copies.
+        // SAFETY: from_ptr requires an aligned pointer that stays valid, and no non-atomic access by
+        // this process: it was just checked to be aligned and within the region. The mapping covers the
+        // region for as long as self lives, and is not closed any more (begin_paging checks
+        // has_word_references); all other access is by guarded copies.
         Some(unsafe { AtomicU64::from_ptr(word) })
     }
 
-    /// Reads what the guest would see, through the guest mapping. Pages that are absent are
-    /// faulted in: with a userfaultfd registered, this blocks until somebody resolves the fault.
+    /// Reads through the guest mapping, as the guest would. Absent pages fault: with a userfaultfd
+    /// registered, the call blocks until a pager resolves the fault.
     pub fn read_guest(
         &self,
         page: PageIndex,
@@ -367,8 +369,8 @@ impl Region {
         bytes: &mut [u8],
     ) -> Result<(), AccessError> {
         let at = self.check_access(page, offset, bytes.len())?;
-        // SAFETY: copy_out requires bytes.len() mapped, readable bytes at the pointer:
-        // check_access found the span within the region, which the guest mapping covers.
+        // SAFETY: copy_out requires bytes.len() mapped, readable bytes at the pointer: check_access
+        // found the span within the region, which the guest mapping covers.
         unsafe { copy_out(self.guest.as_ptr().wrapping_add(at), bytes) }
             .map_err(|failure| self.copy_error(failure))
     }
@@ -387,7 +389,7 @@ impl Region {
             .map_err(|failure| self.copy_error(failure))
     }
 
-    /// The offset into the region of an access, checked to end within it.
+    /// Checks that an access lies within the region, and returns its offset in the region.
     #[inline]
     fn check_access(&self, page: PageIndex, offset: u64, len: usize) -> Result<usize, AccessError> {
         let outside = AccessError::Outside { page, offset, len };
@@ -402,9 +404,9 @@ impl Region {
         }
     }
 
-    /// Gives the content of `pages` back to the host, mappings included: a hole in the file, or
-    /// `MADV_DONTNEED` for anonymous memory. What is read there later is zero, unless a pager
-    /// brings something else.
+    /// Returns the content of `pages` to the host, page table entries included: a hole in the file, or
+    /// `MADV_DONTNEED` for anonymous memory. Later reads return zeroes unless a pager installs other
+    /// content.
     pub fn punch(&self, pages: PageRange) -> Result<(), AccessError> {
         let (offset, bytes) = self.span(pages).ok_or(AccessError::NoSuchPages { pages })?;
         match &self.file {
@@ -419,9 +421,8 @@ impl Region {
         .map_err(|errno| AccessError::Punch { pages, errno })
     }
 
-    /// Drops the guest mapping's page table entries of `pages`. The content stays in the page
-    /// cache, so that the next touch is a MINOR fault. Refused for anonymous memory, which would
-    /// lose its content.
+    /// Removes the guest mapping's page table entries of `pages`. The content stays in the page cache,
+    /// so the next access is a MINOR fault. Refused for anonymous memory, which would lose its content.
     pub fn zap_guest(&self, pages: PageRange) -> Result<(), AccessError> {
         if self.file.is_none() {
             return Err(AccessError::NoServiceMapping);
@@ -432,11 +433,11 @@ impl Region {
             .map_err(|errno| AccessError::Zap { pages, errno })
     }
 
-    /// Makes `pages` present in the guest mapping for `access`, as a touch by this process would.
+    /// Makes `pages` present in the guest mapping for `access`, as an access by this process would.
     ///
-    /// With a userfaultfd registered and a page absent, it sleeps until somebody resolves the fault
-    /// or ends the registration. The kernel sleeps there through every signal but a fatal one, so
-    /// do not call this for pages that may be absent in userfaultfd MISSING mode.
+    /// With a userfaultfd registered and a page absent, the call sleeps until a pager resolves the
+    /// fault or ends the registration. The kernel ignores every signal but a fatal one during this
+    /// sleep, so do not call this for pages that may be absent in userfaultfd MISSING mode.
     pub fn fault_in(&self, pages: PageRange, access: FaultInAccess) -> Result<(), FaultInError> {
         let (offset, bytes) = self
             .span(pages)
@@ -448,9 +449,9 @@ impl Region {
         loop {
             match self.guest.advise(to_usize(offset), to_usize(bytes), advice) {
                 Ok(()) => return Ok(()),
-                // A page was being moved: the kernel asks for another call.
+                // The kernel was moving a page and requires another call.
                 Err(Errno::AGAIN) => {}
-                // The caller knows what the signal is for.
+                // The caller handles the signal.
                 Err(Errno::INTR) => return Err(FaultInError::Interrupted { pages }),
                 Err(Errno::HWPOISON) => return Err(FaultInError::Poisoned { pages }),
                 Err(Errno::NOMEM) => return Err(FaultInError::OutOfMemory { pages }),
@@ -484,7 +485,7 @@ fn map_error(errno: Errno, bytes: u64, backing: Backing) -> RegionError {
     if errno != Errno::NOMEM {
         return RegionError::Map { bytes, errno };
     }
-    // Somebody took the huge pages, or the memory, between the check and the mapping.
+    // Another user took the huge pages, or the memory, between the check and the mapping.
     match check_room(bytes, backing) {
         Err(error) => error,
         Ok(()) => RegionError::DoesNotFit {

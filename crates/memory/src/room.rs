@@ -1,11 +1,11 @@
-//! How much memory the host still has for a region of some backing.
+//! Checks whether the host has enough memory for a region.
 
 use pagetide_uapi::host::{HugepagePool, available_bytes};
 
 use crate::backing::Backing;
 use crate::region::RegionError;
 
-/// Refuses a region that the host cannot hold, before anything is made.
+/// Refuses a region that the host cannot hold, before any resource is created.
 pub(crate) fn check_room(bytes: u64, backing: Backing) -> Result<(), RegionError> {
     if backing.is_hugetlb() {
         let page_size = backing.page_size();

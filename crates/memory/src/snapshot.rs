@@ -1,9 +1,9 @@
-//! A value that is looked up often and changes seldom, and each thread's own hold of it.
+//! A value that is read often and replaced seldom, with one hold per thread.
 //!
-//! Each thread holds the value that it used last, so that a look costs a comparison, and no reference
-//! count that other threads change too. When the value is replaced, so is what idle threads hold; one
-//! that is at work replaces its own when it is done. So a former value is let go of as soon as the last
-//! thread that works on it has finished (after a panic: when it looks again, or at the next
+//! Each thread holds the value that it used last. A read then costs one comparison of versions and no
+//! reference count that other threads write. Replacing the value renews the holds of idle threads; a
+//! busy thread renews its own hold when it finishes. A previous value is therefore released as soon as
+//! the last thread that uses it has finished (after a panic: at that thread's next read, or at the next
 //! replacement).
 
 use std::sync::{Arc, PoisonError, Weak};
@@ -11,16 +11,16 @@ use std::sync::{Arc, PoisonError, Weak};
 use crate::exclusive::Exclusive;
 use crate::sync::{ArcSwap, AtomicU64, Guard, Mutex, MutexGuard, Ordering, fence};
 
-/// A value, and those who hold it.
+/// A value and the holds on it.
 #[derive(Debug, Default)]
 pub struct Snapshots<T> {
     current: ArcSwap<T>,
-    /// Counts replacements.
+    /// The number of replacements.
     version: AtomicU64,
     holds: Mutex<Vec<Weak<Hold<T>>>>,
 }
 
-/// What one thread holds.
+/// One thread's hold on the value.
 #[derive(Debug)]
 pub struct Hold<T>(Exclusive<Held<T>>);
 
@@ -33,38 +33,38 @@ struct Held<T> {
 impl<T> Held<T> {
     #[cold]
     fn renew(&mut self, snapshots: &Snapshots<T>) {
-        // Version first: if the value is replaced in between, it is renewed once more.
+        // Version first: if the value is replaced in between, the hold is renewed once more.
         self.version = snapshots.version.load(Ordering::Acquire);
         self.value = snapshots.current.load_full();
     }
 }
 
 impl<T: Default> Snapshots<T> {
-    /// The value of now. For threads without a hold of their own.
+    /// The current value, for threads without a hold.
     #[inline]
     pub fn current(&self) -> Guard<Arc<T>> {
         self.current.load()
     }
 
-    /// Replaces the value, also where threads hold it that are not at work. A former value may be dropped
-    /// here, and must not use these snapshots then.
+    /// Replaces the value, including in the holds of idle threads. May drop a previous value, whose
+    /// destructor must not use these snapshots.
     pub fn replace(&self, value: T) {
         self.current.store(Arc::new(value));
         self.version.fetch_add(1, Ordering::AcqRel);
-        // Pairs with the fence of `with`: a hold that is found in use here is let go of after this, and
-        // its thread sees the version then.
+        // Pairs with the fence of `with`: a hold that is found in use here is released after this
+        // fence, and its thread then sees the new version.
         fence(Ordering::SeqCst);
         self.lock_holds().retain(|hold| {
             let Some(hold) = hold.upgrade() else {
                 return false;
             };
-            // If it is in use, its thread renews it.
+            // The thread that uses the hold renews it.
             hold.0.try_with(|held| held.renew(self));
             true
         });
     }
 
-    /// A hold for one thread.
+    /// Creates a hold for one thread.
     pub fn hold(&self) -> Arc<Hold<T>> {
         let mut held = Held {
             value: Arc::default(),
@@ -77,8 +77,8 @@ impl<T: Default> Snapshots<T> {
         hold
     }
 
-    /// Calls `look` with the value, as it is at the beginning of the call. `look` must not use the same
-    /// hold: it would spin for ever.
+    /// Calls `look` with the value as of the beginning of the call. `look` must not use the same hold:
+    /// it would spin forever.
     #[inline]
     pub fn with<R>(&self, hold: &Hold<T>, look: impl FnOnce(&T) -> R) -> R {
         let (result, mut version) = hold.0.with(|held| {
@@ -92,7 +92,7 @@ impl<T: Default> Snapshots<T> {
             if version == self.version.load(Ordering::Relaxed) {
                 return result;
             }
-            // It is in use here as well: the value may be replaced once more meanwhile.
+            // Renewing uses the hold as well, so another replacement may have skipped it meanwhile.
             version = hold.0.with(|held| {
                 held.renew(self);
                 held.version
@@ -113,9 +113,9 @@ mod loom_tests {
 
     use super::*;
 
-    /// Also by a thread that is at work while the value is replaced, or just done.
+    /// This includes a thread that is busy during the replacement, or has just finished.
     #[test]
-    fn loom_a_former_value_is_let_go_of() {
+    fn loom_a_previous_value_is_released() {
         loom::model(|| {
             let snapshots = Shared::new(Snapshots::<u32>::default());
             let hold = snapshots.hold();
@@ -140,7 +140,10 @@ mod loom_tests {
             let its = Shared::clone(&snapshots);
             let worker = thread::spawn(move || {
                 let first = its.with(&hold, |value| *value);
-                assert!(first <= its.with(&hold, |value| *value), "never back");
+                assert!(
+                    first <= its.with(&hold, |value| *value),
+                    "values never go back"
+                );
                 hold
             });
             snapshots.replace(1);
@@ -159,14 +162,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_that_was_replaced_is_let_go_of() {
+    fn a_replaced_value_is_released() {
         let snapshots = Snapshots::<u32>::default();
         let (idle, busy) = (snapshots.hold(), snapshots.hold());
         let first = Arc::downgrade(&snapshots.current.load_full());
         assert_eq!(first.strong_count(), 3);
         snapshots.with(&busy, |_| {
             snapshots.replace(1);
-            assert_eq!(first.strong_count(), 1, "the busy one's");
+            assert_eq!(first.strong_count(), 1, "the busy hold's reference");
         });
         assert_eq!(first.strong_count(), 0);
         let second = Arc::downgrade(&snapshots.current.load_full());
@@ -175,11 +178,11 @@ mod tests {
         snapshots.replace(2);
         assert_eq!(second.strong_count(), 0);
         let holds = snapshots.holds.lock().unwrap().len();
-        assert_eq!(holds, 0, "those that are gone are forgotten");
+        assert_eq!(holds, 0, "dropped holds leave the list");
     }
 
     #[test]
-    fn a_look_sees_the_value_of_its_moment() {
+    fn a_read_returns_the_current_value() {
         let snapshots = Snapshots::<u32>::default();
         let hold = snapshots.hold();
         assert_eq!(snapshots.with(&hold, |value| *value), 0);

@@ -1,6 +1,5 @@
-//! The primitives that threads meet at: the standard library's, or loom's when the crate is compiled
-//! with `--cfg loom`. Then loom runs its tests once for each order in which threads may take their
-//! steps.
+//! Synchronisation primitives: the standard library's, or loom's when the crate is compiled with
+//! `--cfg loom`. loom then runs each of its tests for every possible order of the threads' steps.
 
 #[cfg(loom)]
 pub(crate) use loom::{
@@ -19,7 +18,7 @@ pub(crate) use std::sync::{
 #[cfg(not(loom))]
 pub(crate) use arc_swap::{ArcSwap, Guard};
 
-/// What arc-swap has, of which loom knows nothing.
+/// The part of arc-swap that this crate uses; loom has no counterpart.
 #[cfg(loom)]
 #[derive(Debug, Default)]
 pub(crate) struct ArcSwap<T>(Mutex<std::sync::Arc<T>>);
@@ -34,15 +33,15 @@ impl<T> ArcSwap<T> {
     }
 
     pub(crate) fn load_full(&self) -> std::sync::Arc<T> {
-        std::sync::Arc::clone(&self.0.lock().expect("nobody panics with it"))
+        std::sync::Arc::clone(&self.0.lock().expect("no thread panics with the lock"))
     }
 
     pub(crate) fn store(&self, value: std::sync::Arc<T>) {
-        *self.0.lock().expect("nobody panics with it") = value;
+        *self.0.lock().expect("no thread panics with the lock") = value;
     }
 }
 
-/// Memory that its users keep apart, with loom's interface.
+/// Memory that its users access one at a time, with loom's interface.
 #[cfg(not(loom))]
 #[derive(Debug, Default)]
 pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
@@ -53,14 +52,14 @@ impl<T> UnsafeCell<T> {
         Self(std::cell::UnsafeCell::new(value))
     }
 
-    /// Calls `user` with where the value is.
+    /// Calls `user` with a pointer to the value.
     #[inline]
     pub(crate) fn with_mut<R>(&self, user: impl FnOnce(*mut T) -> R) -> R {
         user(self.0.get())
     }
 }
 
-/// Lets other threads go on, in a loop that waits for one of them.
+/// Yields to other threads, in a loop that waits for one of them.
 pub(crate) fn yield_now() {
     #[cfg(loom)]
     loom::thread::yield_now();
@@ -68,7 +67,7 @@ pub(crate) fn yield_now() {
     std::thread::yield_now();
 }
 
-/// Lets a CPU's other thread go on, in a loop that waits for a moment.
+/// Yields to the CPU's other hardware thread, in a loop that waits briefly.
 #[inline]
 pub(crate) fn spin() {
     #[cfg(loom)]

@@ -65,7 +65,7 @@ fn accesses_outside_the_view_are_refused() {
 }
 
 #[test]
-fn a_file_that_is_not_as_the_peer_says_is_refused() {
+fn a_file_that_differs_from_its_description_is_refused() {
     let map = |file: &OwnedFd, offset, bytes, page_size| {
         FileView::map(file.try_clone().unwrap(), offset, bytes, page_size).unwrap_err()
     };
@@ -106,7 +106,7 @@ fn a_file_that_is_not_as_the_peer_says_is_refused() {
     assert!(matches!(error, FileViewError::Map { .. }), "{error}");
 }
 
-/// What a handler of SIGBUS does that knows guarded copies, and nothing else.
+/// A minimal SIGBUS handler that supports guarded copies.
 #[cfg(target_arch = "x86_64")]
 extern "C" fn leave_copy(
     _signal: libc::c_int,
@@ -114,7 +114,7 @@ extern "C" fn leave_copy(
     context: *mut libc::c_void,
 ) {
     let number = |register: libc::c_int| register.unsigned_abs() as usize;
-    // SAFETY: the kernel has put a ucontext_t there, which is the handler's to change.
+    // SAFETY: the kernel has put a ucontext_t there, which the handler may change.
     let context = unsafe { &mut *context.cast::<libc::ucontext_t>() };
     let registers = &mut context.uc_mcontext.gregs;
     let instruction = registers[number(libc::REG_RIP)].cast_unsigned();
@@ -123,7 +123,7 @@ extern "C" fn leave_copy(
     };
     // SAFETY: installed with SA_SIGINFO, so that `info` is valid.
     let info = unsafe { &*info };
-    // SAFETY: the kernel has filled in the address, as for every SIGBUS by an access.
+    // SAFETY: the kernel has set the address, as for every SIGBUS caused by an access.
     let at = unsafe { info.si_addr() };
     registers[number(libc::REG_RAX)] = to_u64(at.addr()).cast_signed();
     registers[number(libc::REG_RDX)] = 0;
@@ -132,13 +132,12 @@ extern "C" fn leave_copy(
 
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn a_file_that_its_owner_truncates_is_an_error_and_not_the_end() {
+fn a_truncated_file_is_an_error_and_the_process_survives() {
     // SAFETY: all zeroes is a valid sigaction; only the fields below matter.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = leave_copy as *const () as usize;
     action.sa_flags = libc::SA_SIGINFO;
-    // SAFETY: the handler touches nothing but its arguments, and no other test of this process
-    // meets SIGBUS.
+    // SAFETY: the handler accesses only its arguments, and no other test of this process causes SIGBUS.
     let result = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) };
     assert_eq!(result, 0);
 
@@ -149,11 +148,15 @@ fn a_file_that_its_owner_truncates_is_an_error_and_not_the_end() {
     let cut = Err(FileAccessError::Truncated { at: PAGE });
     let mut bytes = vec![0; 3 * 4096];
     assert_eq!(view.read(0, &mut bytes), cut);
-    assert_eq!(&bytes[..4096], &[7; 4096], "what is there has been read");
+    assert_eq!(
+        &bytes[..4096],
+        &[7; 4096],
+        "the part before the end has been read"
+    );
     assert_eq!(view.write(0, &bytes), cut);
     assert_eq!(view.zero(8, 2 * PAGE), cut);
     assert_eq!(view.read(0, &mut bytes[..4096]), Ok(()));
-    // Longer again, it is memory again.
+    // After the file grows again, the same addresses are memory again.
     ftruncate(&file, 4 * PAGE).unwrap();
     assert_eq!(view.read(0, &mut bytes), Ok(()));
 }
@@ -172,7 +175,7 @@ fn a_child_does_not_inherit_the_view() {
 }
 
 #[test]
-fn a_page_that_the_file_has_is_found_and_the_position_stays() {
+fn finding_content_leaves_the_file_position_unchanged() {
     let file = memfd(8 * PAGE);
     let view = view(&file, 2 * PAGE, 4 * PAGE);
     let at = |position| seek(&file, SeekFrom::Start(position)).unwrap();
@@ -184,12 +187,12 @@ fn a_page_that_the_file_has_is_found_and_the_position_stays() {
     let first = || {
         let before = position();
         let first = view.find_content();
-        assert_eq!(position(), before, "others share the position");
+        assert_eq!(position(), before, "other owners share the position");
         first
     };
     at(4711);
     assert_eq!(first(), Ok(None));
-    // Before the view, and behind it.
+    // Before the view, and after it.
     put(1);
     assert_eq!(first(), Ok(None));
     put(6);
@@ -202,19 +205,19 @@ fn a_page_that_the_file_has_is_found_and_the_position_stays() {
     view.punch(0, PAGE).unwrap();
     at(8 * PAGE);
     assert_eq!(first(), Ok(Some(3 * PAGE)));
-    // Its owner has made it shorter since.
+    // The file's owner has truncated it since.
     ftruncate(&file, PAGE).unwrap();
     assert_eq!(first(), Ok(None));
 }
 
 #[test]
-fn pages_that_are_reserved_are_found_in_a_whole_file() {
+fn reserved_pages_are_found_in_a_whole_file() {
     let file = memfd(8 * PAGE);
     let (whole, part) = (view(&file, 0, 8 * PAGE), view(&file, 2 * PAGE, 4 * PAGE));
     assert_eq!(whole.find_content(), Ok(None));
     fallocate(&file, FallocateFlags::empty(), 4 * PAGE, PAGE).unwrap();
     assert_eq!(whole.find_content(), Ok(Some(0)));
-    // They may be somebody else's there.
+    // In a view of a part, the reserved pages may lie outside the view.
     assert_eq!(part.find_content(), Ok(None));
     whole.punch(4 * PAGE, PAGE).unwrap();
     assert_eq!(whole.find_content(), Ok(None));

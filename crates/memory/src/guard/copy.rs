@@ -1,19 +1,19 @@
-//! Copies into and out of memory that the guest and other threads may write at the same moment, and
-//! that may have lost its content to an uncorrected error.
+//! Copies to and from memory that the guest and other threads may write at the same time, and that may
+//! have lost its content to an uncorrected error.
 //!
-//! They are made by one routine in assembly. For the compiler that is no access at all, so that one
-//! by the guest at the same time is no data race, which Rust does not define: what is read is any
-//! mix of old and new bytes, but nothing worse. And if the memory has an error, the handler of SIGBUS
-//! recognises the routine by its instructions' addresses, and has it return what failed. There is no
-//! jump over Rust code, and nothing to be set up before a copy.
+//! One assembly routine makes all copies. To the compiler the routine is not a memory access, so a
+//! concurrent access by the guest is not a data race, which Rust leaves undefined: a copy reads some
+//! mix of old and new bytes. If the memory has an error, the SIGBUS handler recognises the routine by
+//! its instruction addresses and makes it return the address that failed. No jump skips Rust frames,
+//! and a copy needs no preparation.
 
 use crate::address::HostAddress;
 
 const WORD: usize = size_of::<u64>();
-/// What [`fill_zeroes`] copies, again and again: it stays in the cache.
+/// The source for [`fill_zeroes`]; small enough to stay in the cache.
 static ZEROES: [u8; 4096] = [0; 4096];
 
-/// What the routine returns: nothing went wrong if `failed_at` is 0.
+/// The routine's result: `failed_at` is 0 after success.
 #[repr(C)]
 struct Outcome {
     failed_at: usize,
@@ -29,8 +29,8 @@ unsafe extern "C" {
         words: usize,
         tail: usize,
     ) -> Outcome;
-    /// The instruction after the last one that copies: returns what the handler has put in the
-    /// registers of the result.
+    /// The instruction after the last one that copies: returns what the handler has written to the
+    /// result registers.
     fn pagetide_guarded_copy_escape();
 }
 
@@ -51,7 +51,7 @@ core::arch::global_asm!(
     "   inc rdi",
     "   dec rdx",
     "   jnz 2b",
-    // Four words a turn, in the order of their addresses.
+    // Four words per iteration, in ascending order.
     "3: sub rcx, 4",
     "   jb 5f",
     "4: mov rax, [rsi]",
@@ -127,17 +127,17 @@ core::arch::global_asm!(
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 compile_error!("guarded copies are written for x86_64 and aarch64");
 
-/// How to get a thread out of a copy that has failed: the thread's first two result registers (rax
-/// and rdx; x0 and x1) are set to the address that failed and to `si_addr_lsb`, and its program
-/// counter to `instruction`.
+/// How to take a thread out of a copy that failed: set the thread's first two result registers (rax and
+/// rdx; x0 and x1) to the address that failed and to `si_addr_lsb`, and its program counter to
+/// `instruction`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Escape {
-    /// Where the thread goes on.
+    /// The address at which the thread continues.
     pub instruction: usize,
 }
 
-/// The way out for a thread whose next instruction is at `instruction`, if that is part of a guarded
-/// copy. Async-signal-safe.
+/// The escape for a thread whose next instruction is at `instruction`; `None` if that is not part of a
+/// guarded copy. Async-signal-safe.
 pub fn escape_from_copy(instruction: usize) -> Option<Escape> {
     let start = pagetide_guarded_copy as *const () as usize;
     let escape = pagetide_guarded_copy_escape as *const () as usize;
@@ -151,7 +151,7 @@ pub fn escape_from_copy(instruction: usize) -> Option<Escape> {
 pub(crate) struct CopyFailure {
     /// The address that failed.
     pub(crate) at: HostAddress,
-    /// `si_addr_lsb`: binary logarithm of how many bytes around it are lost.
+    /// `si_addr_lsb`: binary logarithm of the number of lost bytes around it.
     pub(crate) lsb: u32,
 }
 
@@ -167,26 +167,27 @@ impl Outcome {
     }
 }
 
-/// Bytes before the first 8-byte boundary of `memory`, whole words, bytes after them.
+/// The number of bytes before the first 8-byte boundary of `memory`, of whole words, and of bytes after
+/// them.
 fn parts(memory: *mut u8, len: usize) -> (usize, usize, usize) {
     let head = memory.align_offset(WORD).min(len);
     (head, (len - head) / WORD, (len - head) % WORD)
 }
 
-/// Writes `bytes` at `to`: all of them, or with an error some of them.
+/// Writes `bytes` to `to`; after an error only a part of them.
 ///
 /// # Safety
 ///
-/// `to .. to + bytes.len()` is mapped and writable for the length of the call, and this process
-/// accesses it at the same time only by these copies and by atomic operations.
+/// `to .. to + bytes.len()` is mapped and writable for the length of the call. During the call, this
+/// process accesses it only by these copies and by atomic operations.
 pub(crate) unsafe fn copy_in(to: *mut u8, bytes: &[u8]) -> Result<(), CopyFailure> {
     let (head, words, tail) = parts(to, bytes.len());
-    // SAFETY: head + 8 * words + tail is bytes.len(): so many bytes are readable from `bytes`, and
-    // writable at `to`, as the caller vouches.
+    // SAFETY: head + 8 * words + tail is bytes.len(): that many bytes are readable from `bytes`, and
+    // writable at `to` by this function's requirement.
     unsafe { pagetide_guarded_copy(to, bytes.as_ptr(), head, words, tail) }.result()
 }
 
-/// Writes `len` zeroes at `to`: all of them, or with an error some of them.
+/// Writes `len` zeroes to `to`; after an error only a part of them.
 ///
 /// # Safety
 ///
@@ -195,22 +196,22 @@ pub(crate) unsafe fn fill_zeroes(to: *mut u8, len: usize) -> Result<(), CopyFail
     let mut done = 0;
     while done < len {
         let piece = ZEROES.len().min(len - done);
-        // SAFETY: done + piece is at most len, for which the caller vouches.
+        // SAFETY: done + piece is at most len, which this function's requirement covers.
         unsafe { copy_in(to.wrapping_add(done), &ZEROES[..piece]) }?;
         done += piece;
     }
     Ok(())
 }
 
-/// Reads into `bytes` from `from`. With an error some of `bytes` have been written.
+/// Reads into `bytes` from `from`; after an error only a part of `bytes` has been written.
 ///
 /// # Safety
 ///
-/// `from .. from + bytes.len()` is mapped and readable for the length of the call, and this process
-/// writes to it at the same time only by these copies and by atomic operations.
+/// `from .. from + bytes.len()` is mapped and readable for the length of the call. During the call,
+/// this process writes to it only by these copies and by atomic operations.
 pub(crate) unsafe fn copy_out(from: *mut u8, bytes: &mut [u8]) -> Result<(), CopyFailure> {
     let (head, words, tail) = parts(from, bytes.len());
-    // SAFETY: as in copy_in, the other way round.
+    // SAFETY: as in copy_in, in the other direction.
     unsafe { pagetide_guarded_copy(bytes.as_mut_ptr(), from, head, words, tail) }.result()
 }
 
@@ -222,13 +223,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_goes_in_comes_out(start in 0usize..24, bytes in prop::collection::vec(any::<u8>(), 0..160)) {
+        fn a_copy_writes_its_bytes_and_no_others(start in 0usize..24, bytes in prop::collection::vec(any::<u8>(), 0..160)) {
             let mut memory = vec![0xa5_u8; 256];
             let before = memory.clone();
             let at = memory.as_mut_ptr().wrapping_add(start);
             let mut back = vec![0; bytes.len()];
-            // SAFETY: start + bytes.len() is below 256, the length of the vector, and this thread
-            // is the only one.
+            // SAFETY: start + bytes.len() is below 256, the length of the vector, and no other thread
+            // accesses it.
             unsafe { copy_in(at, &bytes) }.unwrap();
             // SAFETY: as above.
             unsafe { copy_out(at, &mut back) }.unwrap();
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_out_is_for_the_routine_alone() {
+    fn the_escape_is_for_the_routine_only() {
         let start = pagetide_guarded_copy as *const () as usize;
         let escape = escape_from_copy(start).unwrap();
         assert_eq!(escape_from_copy(escape.instruction - 1), Some(escape));

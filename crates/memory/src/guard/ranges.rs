@@ -7,8 +7,8 @@ use std::sync::{Mutex, PoisonError};
 use crate::address::HostAddress;
 use crate::range::HostRange;
 
-/// An entry of the list. Entries are never freed, but used again, so that a signal handler can walk
-/// the list at any time.
+/// An entry of the list. Entries are reused but never freed, so that a signal handler can walk the list
+/// at any time.
 #[derive(Debug)]
 struct Entry {
     /// 0: the entry is free.
@@ -18,14 +18,14 @@ struct Entry {
 }
 
 static FIRST: AtomicPtr<Entry> = AtomicPtr::new(ptr::null_mut());
-/// Held by whoever changes the list.
+/// Held while the list changes.
 static CHANGES: Mutex<()> = Mutex::new(());
 
-/// A range that is in the list for as long as this lives.
+/// A range that is in the list for as long as this value lives.
 #[derive(Debug)]
 pub(crate) struct Listed(*const Entry);
 
-// SAFETY: it is the address of an entry that is never freed and that is read and written by atomic
+// SAFETY: it is the address of an entry that is never freed; its fields are accessed by atomic
 // operations only.
 unsafe impl Send for Listed {}
 // SAFETY: as above.
@@ -34,8 +34,8 @@ unsafe impl Sync for Listed {}
 fn entries() -> impl Iterator<Item = &'static Entry> {
     let mut next = FIRST.load(Ordering::Acquire).cast_const();
     std::iter::from_fn(move || {
-        // SAFETY: every pointer in the list is null or an entry that was leaked; what it holds was
-        // written before the entry was put in (release, acquire), or is atomic.
+        // SAFETY: every pointer in the list is null or points to a leaked entry; its content was
+        // written before the entry was linked (release, acquire), or is atomic.
         let entry = unsafe { next.as_ref() }?;
         next = entry.next;
         Some(entry)
@@ -70,13 +70,14 @@ impl Drop for Listed {
     }
 }
 
-/// Whether `address` is in a mapping, guest or service, of some [`Region`](crate::Region) of this
-/// process, or in a [`FileView`](crate::FileView). Async-signal-safe.
+/// Whether `address` is in a mapping, guest or service, of a [`Region`](crate::Region) of this process,
+/// or in a [`FileView`](crate::FileView). Async-signal-safe.
 pub fn is_guest_memory(address: HostAddress) -> bool {
     entries().any(|entry| {
         let start = entry.start.load(Ordering::Acquire);
         let end = entry.end.load(Ordering::Acquire);
-        // A start that has not changed goes with that end: the end is written while it is 0.
+        // If the start has not changed, the end belongs to it: the end is written only while the start
+        // is 0.
         start != 0
             && entry.start.load(Ordering::Acquire) == start
             && (start..end).contains(&address.0)

@@ -1,4 +1,4 @@
-//! What the page map answers.
+//! Results of page map operations.
 
 use std::collections::TryReserveError;
 
@@ -8,68 +8,68 @@ use super::cell::PageState;
 use super::claim::{ClaimGuard, WakeWanted};
 use crate::page::{PageIndex, PageRange};
 
-/// The answer to a claim.
+/// The result of a claim.
 #[derive(Debug)]
 pub enum Claim<'map> {
-    /// The caller owns these pages now and must finish or abandon them.
+    /// The caller now owns these pages and must finish or abandon them.
     Won(ClaimGuard<'map>),
-    /// Somebody else owns the page, or it needs no owner: its state at that moment.
+    /// Another thread owns the page, or the page is settled: its state at that moment.
     Lost(PageState),
     /// The map has no such page.
     Outside,
 }
 
-/// The answer to a request.
-#[must_use = "pages that became Requested stay so until somebody asks the source for them"]
+/// The result of a request.
+#[must_use = "pages that became Requested stay so until the caller requests them from the source"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// These pages, the one asked for among them, were Absent and are Requested now: ask the source
-    /// for them.
+    /// These pages, including the given one, were Absent and are now Requested: request them from the
+    /// source.
     Made(PageRange),
-    /// The page was requested in bulk and is requested urgently now: ask the source for this page
-    /// again.
+    /// The page was requested in bulk and is now requested urgently: repeat the request for this page.
     Upgraded,
-    /// Nothing to ask for: the page's state at that moment. Requested means at least as urgently.
+    /// No request is needed: the page's state at that moment. Requested means at least the given
+    /// urgency.
     Lost(PageState),
     /// The map has no such page.
     Outside,
 }
 
-/// What became of a page that should be removed or poisoned.
+/// The result of removing or poisoning a page.
 #[must_use = "a page that is Installing is neither removed nor poisoned"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
     /// Done.
     Done {
-        /// The state that the page had before.
+        /// The page's state before.
         before: PageState,
-        /// Whether threads are asleep for it in a userfaultfd; the caller wakes them.
+        /// Whether threads sleep for it in a userfaultfd; the caller wakes them.
         wake: WakeWanted,
     },
-    /// A thread is installing the page. Wait for it ([`PageMap::wait`](super::PageMap::wait)) and ask
+    /// A thread is installing the page. Wait for it ([`PageMap::wait`](super::PageMap::wait)) and try
     /// again.
     Installing,
-    /// The page is poisoned and stays so.
+    /// The page is poisoned and remains so.
     Poisoned,
     /// The map has no such page.
     Outside,
 }
 
-/// Why there is no page map.
+/// Why a page map could not be created.
 #[derive(Debug, Error)]
 pub enum PageMapError {
-    /// One byte per page is needed, and is not to be had.
+    /// The allocation of one byte per page failed.
     #[error("no memory for a map of {pages} pages")]
     OutOfMemory {
-        /// How many pages it should have.
+        /// The number of pages of the map.
         pages: u64,
-        /// What the allocator said.
+        /// The allocator's error.
         #[source]
         source: TryReserveError,
     },
 }
 
-/// A reset was refused: a page is still being installed.
+/// A reset was refused because a page is still being installed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("page {page} is still being installed")]
 pub struct ResetError {
@@ -77,20 +77,20 @@ pub struct ResetError {
     pub page: PageIndex,
 }
 
-/// How many pages are in which state.
+/// The number of pages in each state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StateCounts {
-    /// Pages that are not there and were not asked for.
+    /// Pages that are missing and were not requested.
     pub absent: u64,
-    /// Pages that a source was asked for.
+    /// Pages that were requested from a source.
     pub requested: u64,
     /// Pages that a thread is installing.
     pub installing: u64,
     /// Pages with their content.
     pub present: u64,
-    /// Pages that are the zero page.
+    /// Pages that map the zero page.
     pub zero: u64,
-    /// Pages that the guest gave up.
+    /// Pages that the guest discarded.
     pub removed: u64,
     /// Pages lost to an uncorrected error.
     pub poisoned: u64,

@@ -1,19 +1,19 @@
-//! What is in a page's byte.
+//! The layout of a page's byte.
 
 use crate::sync::{AtomicU8, Ordering};
 
 /// The bits that hold the state.
 pub(super) const STATE: u8 = 0b0000_0111;
-/// A thread owns the page and is at work on it. The state bits still say what the page was before.
+/// A thread owns the page and works on it. The state bits still have the state before the claim.
 pub(super) const INSTALLING: u8 = 0b0000_1000;
-/// A userfaultfd reader left its `UFFDIO_WAKE` to whoever installs the page.
+/// A userfaultfd reader left its `UFFDIO_WAKE` to the thread that installs the page.
 pub(super) const WAKE_WANTED: u8 = 0b0001_0000;
 /// Threads are parked in [`PageMap::wait`](super::PageMap::wait).
 pub(super) const WAITERS: u8 = 0b0010_0000;
-/// Both requests of those who came too late.
+/// Both bits for threads that wait.
 pub(super) const FLAGS: u8 = WAKE_WANTED | WAITERS;
 
-// Zero, so that a new map is memory that the kernel has zeroed already.
+// Zero, so that a new map is memory that the kernel has already zeroed.
 pub(super) const ABSENT: u8 = 0;
 pub(super) const PRESENT: u8 = 1;
 pub(super) const ZERO: u8 = 2;
@@ -25,7 +25,7 @@ pub(super) const REQUESTED_URGENT: u8 = 6;
 /// How soon the content of a page is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Urgency {
-    /// Nobody has touched the page yet: prefetch.
+    /// No thread has touched the page: prefetch.
     Bulk,
     /// A thread waits for it.
     Urgent,
@@ -41,22 +41,22 @@ impl Urgency {
     }
 }
 
-/// Where a page is in its life.
+/// The state of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageState {
-    /// Not there, and nobody has asked for its content.
+    /// Missing, and not requested.
     Absent,
-    /// Not there; a source was asked for its content.
+    /// Missing; its content was requested from a source.
     Requested(Urgency),
     /// A thread owns the page and is installing its content.
     Installing,
-    /// There, with its content.
+    /// Installed with its content.
     Present,
-    /// There, as the shared zero page. A write makes a page of it without a pager's help.
+    /// Installed as the shared zero page. A write replaces that by a page of its own, without a pager.
     Zero,
-    /// Given up by the guest: the next touch reads zeroes.
+    /// Discarded by the guest: the next access reads zeroes.
     Removed,
-    /// Lost to an uncorrected memory error: the next touch is a machine check.
+    /// Lost to an uncorrected memory error: the next access raises a machine check.
     Poisoned,
 }
 
@@ -73,12 +73,12 @@ impl PageState {
             PRESENT => Self::Present,
             ZERO => Self::Zero,
             REMOVED => Self::Removed,
-            // No other value is ever stored; poison is what a map gone wrong should look like.
+            // No other value is ever stored; a corrupted map reads as poison.
             _ => Self::Poisoned,
         }
     }
 
-    /// Whether there is nothing to bring in: Present, Zero, Removed or Poisoned.
+    /// Whether no content is missing: Present, Zero, Removed or Poisoned.
     #[inline]
     pub const fn is_settled(self) -> bool {
         matches!(
@@ -87,7 +87,7 @@ impl PageState {
         )
     }
 
-    /// Whether somebody is expected to bring the page in: Requested or Installing.
+    /// Whether a thread or a source is to deliver the page: Requested or Installing.
     #[inline]
     pub(super) const fn is_pending(self) -> bool {
         matches!(self, Self::Requested(_) | Self::Installing)
@@ -100,14 +100,14 @@ impl PageState {
     }
 }
 
-/// What an owner may leave a page as when it succeeded.
+/// The states in which an owner may leave a page after success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Settled {
     /// Content is installed.
     Present,
     /// The shared zero page is installed.
     Zero,
-    /// The source says that the content is lost.
+    /// The source reports that the content is lost.
     Poisoned,
 }
 
@@ -122,10 +122,10 @@ impl Settled {
     }
 }
 
-/// Replaces the byte in `cell` by what `next` makes of it, for as long as `next` makes something of
-/// it. `Ok` has the byte that was replaced, `Err` the one that `next` refused.
+/// Replaces the byte in `cell` by the result of `next`; repeats this until it succeeds or `next`
+/// returns `None`. `Ok` has the replaced byte, `Err` the byte that `next` refused.
 ///
-/// `guess` is tried first: a caller that knows what the byte usually is saves a load.
+/// The first attempt assumes the byte `guess`: a caller that knows the usual value saves a load.
 #[inline]
 pub(super) fn update(
     cell: &AtomicU8,
@@ -137,9 +137,9 @@ pub(super) fn update(
         let Some(new) = next(seen) else {
             return Err(seen);
         };
-        // Release: whoever sees the new byte sees what the caller did before, such as writing
-        // content or queueing a thread that has to be woken. Acquire: the caller sees what those did
-        // who changed the byte before; the last owner may have written part of a page and given up.
+        // Release: a thread that sees the new byte sees the caller's earlier writes, such as content or
+        // a queued thread that must be woken. Acquire: the caller sees the writes of those that changed
+        // the byte before; the last owner may have written a part of a page and given up.
         match cell.compare_exchange(seen, new, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => return Ok(seen),
             Err(changed) => seen = changed,

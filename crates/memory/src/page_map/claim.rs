@@ -1,15 +1,15 @@
-//! The right, and the duty, to install pages.
+//! Ownership of pages that are being installed.
 
 use std::mem;
 
 use super::cell::{REMOVED, Settled};
 use super::{PageMap, PageRange};
 
-/// Whether threads may be asleep in a userfaultfd because their wake-up was left to the caller.
+/// Whether threads may sleep in a userfaultfd because their wake-up was left to the caller.
 #[must_use = "a thread may be asleep in a userfaultfd until UFFDIO_WAKE is issued for these pages"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WakeWanted {
-    /// No thread is.
+    /// No thread sleeps.
     No,
     /// Issue `UFFDIO_WAKE` for the pages.
     Yes,
@@ -26,11 +26,11 @@ impl WakeWanted {
     }
 }
 
-/// Proof that its holder, and nobody else, is installing these pages: each of them is Installing for
-/// as long as the guard lives.
+/// Proof that its holder, and no other thread, installs these pages: each page is Installing for as
+/// long as the guard lives.
 ///
-/// A guard that is dropped, as when its owner panics, gives its pages back as they were. A wake-up
-/// that was left to this owner then stays with the page, for the page's next owner.
+/// Dropping the guard, as when the owner panics, restores the pages' states from before the claim. A
+/// wake-up that was left to this owner then stays recorded on the page, for the page's next owner.
 #[derive(Debug)]
 pub struct ClaimGuard<'map> {
     map: &'map PageMap,
@@ -43,28 +43,28 @@ impl<'map> ClaimGuard<'map> {
         Self { map, pages }
     }
 
-    /// The pages that are owned.
+    /// The owned pages.
     pub fn pages(&self) -> PageRange {
         self.pages
     }
 
-    /// Leaves the pages as `settled`, and lets those who wait for them go on.
+    /// Leaves the pages as `settled` and resumes the threads that wait for them.
     #[inline]
     pub fn finish(self, settled: Settled) -> WakeWanted {
         self.settle(settled.byte())
     }
 
-    /// Leaves the pages Removed: the guest gave them up while their content was on its way.
+    /// Leaves the pages Removed: the guest discarded them while their content was in transit.
     pub fn finish_removed(self) -> WakeWanted {
         self.settle(REMOVED)
     }
 
-    /// Gives each page back as it was before the claim, Absent or Requested, and lets parked threads
-    /// look again.
+    /// Restores each page's state from before the claim, Absent or Requested, and resumes parked
+    /// threads.
     ///
-    /// The answer is about the pages that nobody urgently brings in now (Absent, or Requested in
-    /// bulk): their sleepers have to be woken so that they fault again and ask for the page. The
-    /// sleepers of an urgently requested page stay with its request.
+    /// The result concerns the pages that have no urgent request (Absent, or Requested in bulk): the
+    /// threads that sleep for them must be woken, so that they fault again and the page is requested.
+    /// Threads that sleep for an urgently requested page continue to wait for its request.
     pub fn abandon(self) -> WakeWanted {
         let mut wanted = false;
         for page in self.pages.iter() {
@@ -74,8 +74,8 @@ impl<'map> ClaimGuard<'map> {
         WakeWanted::from(wanted)
     }
 
-    /// Takes over the wake-ups that were left to this owner so far: the caller issues `UFFDIO_WAKE`
-    /// for the pages now. Those who come later ask anew.
+    /// Takes over the wake-ups that were left to this owner so far: the caller issues `UFFDIO_WAKE` for
+    /// the pages now. Threads that arrive later record new wake-ups.
     pub fn take_wake_wanted(&self) -> WakeWanted {
         let mut wanted = false;
         for page in self.pages.iter() {
@@ -84,7 +84,7 @@ impl<'map> ClaimGuard<'map> {
         WakeWanted::from(wanted)
     }
 
-    /// Splits off the first `count` pages: they, and the rest. Either may be empty.
+    /// Splits into the first `count` pages and the rest. Either may be empty.
     pub fn split_at(self, count: u64) -> (Self, Self) {
         let (head, tail) = self.pages.split_at(count);
         let halves = (Self::new(self.map, head), Self::new(self.map, tail));

@@ -1,8 +1,8 @@
-//! A page map as bytes, to hand memory that is partly there to a successor.
+//! A page map as bytes, to hand partly present memory to a successor.
 //!
 //! All numbers are little-endian.
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
 //! | 8 | `PTPAGMAP` |
 //! | 4 | version: 1 |
@@ -10,9 +10,9 @@
 //! | any | runs of pages in the same state, from page 0 on |
 //! | 4 | CRC-32 (IEEE 802.3) of everything before |
 //!
-//! A run is one number in LEB128, of at most 64 bits and no longer than it must be: how many pages
-//! (at least 1), times 8, plus their state (0 Absent, 1 Present, 2 Zero, 3 Removed, 4 Poisoned).
-//! Neighbouring runs differ in state, and all runs together have as many pages as the header says.
+//! A run is one number in LEB128, of at most 64 bits and in its shortest form: the number of pages (at
+//! least 1) times 8 plus their state (0 Absent, 1 Present, 2 Zero, 3 Removed, 4 Poisoned). Neighbouring
+//! runs differ in state, and the runs' pages add up to the number in the header.
 
 use thiserror::Error;
 
@@ -28,48 +28,48 @@ const HEADER_BYTES: usize = 20;
 const CHECKSUM_BYTES: usize = 4;
 const SHORTEST: usize = HEADER_BYTES + CHECKSUM_BYTES;
 
-/// Why bytes are no image of a page map, or an image does not fit a map.
+/// Why bytes are not an image of a page map, or why an image does not fit a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ImportError {
-    /// It does not begin as an image of a page map does.
+    /// The bytes do not begin with the magic number.
     #[error("not an image of a page map")]
     NotAnImage,
-    /// It is of a version that is not known here.
-    #[error("an image of a page map of version {version}; version {VERSION} is known")]
+    /// The version is unknown.
+    #[error("an image of a page map of version {version}; only version {VERSION} is supported")]
     UnknownVersion {
-        /// Its version.
+        /// The image's version.
         version: u32,
     },
-    /// It is cut off.
+    /// The image is truncated.
     #[error("an image of a page map of {bytes} bytes; at least {SHORTEST} are needed")]
     TooShort {
-        /// Its length in bytes.
+        /// The image's length in bytes.
         bytes: usize,
     },
-    /// The checksum is not that of the content.
+    /// The checksum does not match the content.
     #[error("a damaged image: checksum {found:#010x}, its content has {computed:#010x}")]
     WrongChecksum {
-        /// The checksum in it.
+        /// The stored checksum.
         found: u32,
-        /// The checksum of its content.
+        /// The checksum of the content.
         computed: u32,
     },
-    /// A run is cut off, longer than it must be, empty, of no known state, or of the same state as the
-    /// one before it.
-    #[error("run {index} of the image is none")]
+    /// A run is truncated, not in its shortest form, empty, of an unknown state, or of the same state
+    /// as the run before it.
+    #[error("run {index} of the image is invalid")]
     BadRun {
         /// The run's number, from 0 on.
         index: usize,
     },
-    /// The runs have more or fewer pages than the image says.
-    #[error("an image of {pages} pages with runs of {found} pages")]
+    /// The runs' pages do not add up to the number in the header.
+    #[error("an image of {pages} pages whose runs have {found} pages")]
     WrongSum {
-        /// Pages that the header says.
+        /// The number of pages in the header.
         pages: u64,
-        /// Pages of all runs; of those up to the first that is too many.
+        /// The number of pages of all runs, or of the runs up to the first that exceeds the number.
         found: u64,
     },
-    /// The map has another number of pages.
+    /// The map has a different number of pages.
     #[error("an image of {image} pages for a map of {map}")]
     OtherSize {
         /// Pages of the image.
@@ -77,7 +77,7 @@ pub enum ImportError {
         /// Pages of the map.
         map: u64,
     },
-    /// The map was in use: a page of it is not Absent.
+    /// The map is in use: a page of it is not Absent.
     #[error("page {page} of the map is {state:?} and not Absent")]
     InUse {
         /// The first such page.
@@ -87,15 +87,15 @@ pub enum ImportError {
     },
 }
 
-/// The settled states of a [`PageMap`]: which pages need not be brought in again. A page that was not
-/// settled is Absent in it.
+/// The settled states of a [`PageMap`], which a successor need not fetch again. A page that was not
+/// settled is Absent in the image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageMapImage {
     pages: u64,
     runs: Vec<Run>,
 }
 
-/// Pages in the same state.
+/// Consecutive pages in the same state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Run {
     /// The page after the last one.
@@ -105,7 +105,7 @@ struct Run {
 }
 
 impl PageMapImage {
-    /// How many pages it has.
+    /// The number of pages.
     pub fn pages(&self) -> u64 {
         self.pages
     }
@@ -135,7 +135,7 @@ impl PageMapImage {
         bytes.extend_from_slice(&self.pages.to_le_bytes());
         let mut start = 0;
         for run in &self.runs {
-            // A map has one byte a page, so there are fewer than 2^61 pages.
+            // A map has one byte per page, so there are fewer than 2^61 pages.
             put_leb128(&mut bytes, (run.end - start) << 3 | u64::from(run.state));
             start = run.end;
         }
@@ -144,8 +144,8 @@ impl PageMapImage {
         bytes
     }
 
-    /// The image that `bytes` are; nothing but exactly what [`Self::encode`] makes is taken. Allocates
-    /// at most 16 bytes for each byte of `bytes`, whatever number of pages they claim.
+    /// Decodes exactly what [`Self::encode`] produces, and refuses everything else. Allocates at most
+    /// 16 bytes for each byte of `bytes`, whatever number of pages the header has.
     pub fn decode(bytes: &[u8]) -> Result<Self, ImportError> {
         let short = ImportError::TooShort { bytes: bytes.len() };
         let (magic, rest) = bytes.split_first_chunk::<8>().ok_or(short)?;
@@ -196,8 +196,8 @@ impl PageMapImage {
 }
 
 impl PageMap {
-    /// The settled states of all pages. Looks at one page after the other; a page that is settled
-    /// meanwhile is Absent in the image or is not.
+    /// The settled states of all pages. Reads one page after the other; a page that is settled
+    /// meanwhile may or may not be Absent in the image.
     pub fn image(&self) -> PageMapImage {
         let mut image = PageMapImage {
             pages: 0,
@@ -211,8 +211,8 @@ impl PageMap {
         image
     }
 
-    /// Takes over the states of `image`. The map has as many pages as the image, all of them Absent:
-    /// else it is left as it was. (If another thread uses the map meanwhile, an error leaves the
+    /// Takes over the states of `image`. The map must have as many pages as the image, all Absent;
+    /// otherwise it stays unchanged. (If another thread uses the map meanwhile, an error leaves the
     /// states that were taken over before it.)
     pub fn import(&self, image: &PageMapImage) -> Result<(), ImportError> {
         if image.pages != self.pages() {
@@ -244,7 +244,8 @@ impl PageMap {
     }
 }
 
-/// Appends `number`, seven bits a byte, the lowest first; all bytes but the last have the top bit.
+/// Appends `number`, seven bits per byte, lowest bits first; all bytes but the last have the top bit
+/// set.
 fn put_leb128(bytes: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         bytes.push(number.to_le_bytes()[0] | 0x80);
@@ -253,8 +254,8 @@ fn put_leb128(bytes: &mut Vec<u8>, mut number: u64) {
     bytes.push(number.to_le_bytes()[0]);
 }
 
-/// The number at the start of `bytes`, and what follows it. `None` if it is cut off, has more than 64
-/// bits, or could be shorter.
+/// Splits `bytes` into the number at its start and the rest. `None` if the number is truncated, has
+/// more than 64 bits, or is not in its shortest form.
 fn take_leb128(bytes: &[u8]) -> Option<(u64, &[u8])> {
     let mut number = 0;
     for (index, &byte) in bytes.iter().take(10).enumerate() {

@@ -1,6 +1,5 @@
-//! The page map under loom: each test runs once for each order in which its threads may take their
-//! steps, and for each value that a load may see. A thread that nobody wakes is a deadlock, which
-//! loom reports.
+//! The page map under loom: each test runs for every possible order of its threads' steps, and for
+//! every value that a load may return. A thread that is never woken is a deadlock, which loom reports.
 //!
 //!     RUSTFLAGS="--cfg loom" cargo test --package pagetide-memory --lib loom
 
@@ -17,8 +16,8 @@ const LONG: Duration = Duration::from_secs(3600);
 const BULK: PageState = PageState::Requested(Urgency::Bulk);
 const URGENT: PageState = PageState::Requested(Urgency::Urgent);
 
-/// A map and what it is about: loom finds each access to the content that no edge of the map orders
-/// after the one before it.
+/// A map and the content of its pages: loom reports an access to the content that no edge of the map
+/// orders after the access before it.
 struct World {
     map: PageMap,
     content: UnsafeCell<u32>,
@@ -32,17 +31,17 @@ impl World {
         })
     }
 
-    /// What the owner of the page does before it finishes.
+    /// The owner's writes before it finishes.
     fn write(&self) {
         // SAFETY: loom checks that this is the only access.
         self.content.with_mut(|content| unsafe { *content += 1 });
     }
 
-    /// What a thread does that was told that the page is Present.
+    /// The reads of a thread that has seen the page Present.
     fn read(&self) {
-        // SAFETY: loom checks that nobody writes meanwhile.
+        // SAFETY: loom checks that no thread writes meanwhile.
         let installs = self.content.with(|content| unsafe { *content });
-        assert_eq!(installs, 1, "the content is there, and was brought once");
+        assert_eq!(installs, 1, "the content was installed once");
     }
 
     fn install(&self, guard: ClaimGuard<'_>) -> bool {
@@ -50,12 +49,12 @@ impl World {
         guard.finish(Settled::Present).is_wanted()
     }
 
-    /// Content arrives. Whether it was installed, and a wake was wanted.
+    /// Content arrives. `None` if it was dropped; otherwise whether a wake-up was wanted.
     fn arrive(&self) -> Option<bool> {
         self.map.claim_arrived(ONE).map(|guard| self.install(guard))
     }
 
-    /// A userfaultfd reader: whether the page's installer has promised the wake.
+    /// A userfaultfd reader: whether the page's installer will issue the wake-up.
     fn leave_wake(&self) -> bool {
         match self.map.want_wake(PAGE) {
             Some(PageState::Present) => {
@@ -63,12 +62,12 @@ impl World {
                 false
             }
             Some(state) => state.is_pending(),
-            None => panic!("the page is there"),
+            None => panic!("the map has the page"),
         }
     }
 }
 
-/// Runs `work` in a thread of its own.
+/// Runs `work` in a separate thread.
 fn spawn<T: 'static>(
     world: &Arc<World>,
     work: impl FnOnce(&World) -> T + 'static,
@@ -92,13 +91,13 @@ fn request(world: &World, urgency: Urgency) -> Request {
     world.map.request_run(PAGE, ONE, urgency)
 }
 
-/// Runs `test` in every order of its threads.
+/// Runs `test` for every order of its threads' steps.
 fn model(test: impl Fn() + Send + Sync + 'static) {
     loom::model(test);
 }
 
-/// Runs `test` in those orders in which at most three times a thread makes room for another that
-/// need not: with loops in several threads there are too many others.
+/// Runs `test` for those orders in which threads are preempted at most three times: with loops in
+/// several threads there are too many orders.
 fn model_in_part(test: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);
@@ -157,7 +156,7 @@ fn loom_an_arrival_and_a_claim_have_one_owner_of_each_page() {
 }
 
 #[test]
-fn loom_a_wake_left_to_an_owner_is_given() {
+fn loom_a_wake_left_to_an_owner_is_issued() {
     model(|| {
         let world = World::new(1);
         std::mem::forget(won(claim(&world)));
@@ -204,7 +203,7 @@ fn loom_a_waiter_sees_the_owner_finish() {
 }
 
 #[test]
-fn loom_a_waiter_takes_over_from_an_owner_that_gives_up() {
+fn loom_a_waiter_takes_over_after_an_owner_abandons() {
     model_in_part(|| {
         let world = World::new(1);
         let guard = won(claim(&world));
@@ -234,7 +233,7 @@ fn loom_a_waiter_takes_over_from_an_owner_that_gives_up() {
 }
 
 #[test]
-fn loom_a_wake_left_to_an_owner_that_gives_up_is_given_or_kept() {
+fn loom_a_wake_left_to_an_owner_that_abandons_is_returned_or_recorded() {
     for before in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
         model(move || {
             let world = World::new(1);
@@ -248,14 +247,14 @@ fn loom_a_wake_left_to_an_owner_that_gives_up_is_given_or_kept() {
             let kept = world.map.is_wake_wanted(PAGE);
             assert_eq!(given || kept, promised);
             assert!(!(given && kept));
-            // What is kept comes out with the page.
+            // A recorded wake-up is returned when the page is settled.
             assert_eq!(world.arrive(), Some(kept));
         });
     }
 }
 
 #[test]
-fn loom_a_wake_left_to_an_owner_that_panics_is_given_by_the_next() {
+fn loom_a_wake_left_to_an_owner_that_panics_is_issued_by_the_next() {
     for before in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
         model(move || {
             let world = World::new(1);
@@ -277,17 +276,17 @@ fn loom_a_wake_left_to_an_owner_that_panics_is_given_by_the_next() {
     }
 }
 
-/// A fault on a page that a source has: asks for it urgently, and leaves the wake to whoever installs
-/// the page. Whether that was promised.
+/// A fault on a page that comes from a source: requests it urgently, and leaves the wake-up to the
+/// thread that installs it. Returns whether that thread will issue the wake-up.
 fn fault(world: &World) -> bool {
     match request(world, Urgency::Urgent) {
         Request::Made(_) | Request::Upgraded | Request::Lost(_) => world.leave_wake(),
-        Request::Outside => panic!("the page is there"),
+        Request::Outside => panic!("the map has the page"),
     }
 }
 
 #[test]
-fn loom_content_arrives_while_it_is_asked_for() {
+fn loom_content_arrives_during_its_request() {
     // Absent: a peer pushes the page. Bulk: the fault makes the request urgent.
     for before in [None, Some(Urgency::Bulk)] {
         model_in_part(move || {
@@ -302,7 +301,7 @@ fn loom_content_arrives_while_it_is_asked_for() {
                 while world.map.wait(PAGE, LONG) != Some(PageState::Present) {}
                 world.read();
             });
-            // Nobody else claims the page, so it is always there to be claimed.
+            // No other thread claims the page, so the claim succeeds.
             let given = world.arrive();
             assert_eq!(given, Some(reader.join().unwrap()));
             waiter.join().unwrap();
@@ -312,7 +311,7 @@ fn loom_content_arrives_while_it_is_asked_for() {
 }
 
 #[test]
-fn loom_a_page_is_asked_for_once() {
+fn loom_a_page_is_requested_once() {
     model(|| {
         let world = World::new(1);
         let bulk = spawn(&world, |world| request(world, Urgency::Bulk));
@@ -330,7 +329,7 @@ fn loom_a_page_is_asked_for_once() {
 }
 
 #[test]
-fn loom_a_withdrawn_page_is_asked_for_again() {
+fn loom_a_withdrawn_page_is_requested_again() {
     model(|| {
         let world = World::new(1);
         let _ = request(&world, Urgency::Bulk);
@@ -344,7 +343,7 @@ fn loom_a_withdrawn_page_is_asked_for_again() {
         };
         assert_eq!(withdrawn, expected);
         assert_eq!(world.map.state(PAGE), Some(URGENT));
-        // The wake has stayed with the page.
+        // The wake-up is still recorded on the page.
         assert_eq!(world.arrive(), Some(reader.join().unwrap()));
     });
 }
@@ -369,7 +368,7 @@ fn loom_a_waiter_sees_the_request_withdrawn() {
 }
 
 #[test]
-fn loom_a_wake_left_to_a_request_that_is_given_up_is_returned() {
+fn loom_a_wake_left_to_a_withdrawn_request_is_returned() {
     model(|| {
         let world = World::new(1);
         let _ = request(&world, Urgency::Urgent);
@@ -388,7 +387,7 @@ fn loom_a_removed_page_stays_removed() {
         let _ = request(&world, Urgency::Urgent);
         let reader = spawn(&world, |world| match world.map.want_wake(PAGE) {
             Some(state) => state.is_pending(),
-            None => panic!("the page is there"),
+            None => panic!("the map has the page"),
         });
         let arrival = spawn(&world, World::arrive);
         let (before, wake) = loop {
@@ -428,7 +427,7 @@ fn loom_a_waiter_sees_the_page_removed() {
 }
 
 #[test]
-fn loom_a_waiter_whose_page_is_given_back_makes_the_request_urgent_or_is_served() {
+fn loom_a_waiter_whose_page_is_given_back_makes_the_request_urgent_or_sees_it_settled() {
     model(|| {
         let world = World::new(1);
         let _ = request(&world, Urgency::Bulk);

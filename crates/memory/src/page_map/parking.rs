@@ -1,4 +1,4 @@
-//! Where threads sleep until a page is there.
+//! Threads that sleep until a page is settled.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -8,21 +8,21 @@ use crossbeam_utils::CachePadded;
 use crate::page::PageIndex;
 use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering};
 
-/// Enough that threads waiting for different pages seldom meet; a power of two.
+/// Enough that threads waiting for different pages seldom share one; a power of two.
 const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
 
-/// One sleeping place.
+/// A set of sleeping threads, on separate cache lines.
 #[derive(Debug)]
 struct Shard {
     lock: Mutex<()>,
     wakeup: Condvar,
 }
 
-/// Sleeping places, shared among pages by their index.
+/// Sets of sleeping threads; each page belongs to one set, by its index.
 #[derive(Debug)]
 pub(super) struct Parking {
     shards: Box<[CachePadded<Shard>; SHARDS]>,
-    /// How often everybody was woken. Changed with each shard's lock taken after the change.
+    /// The number of calls of `notify_all`. Each shard's lock is taken after the change.
     epoch: AtomicU64,
 }
 
@@ -42,15 +42,15 @@ impl Default for Parking {
 
 impl Parking {
     fn shard(&self, page: PageIndex) -> &Shard {
-        // Neighbouring pages, which are often claimed in one run, go to different shards.
+        // Neighbouring pages, which are often claimed in one run, belong to different shards.
         &self.shards[page.as_usize() % SHARDS]
     }
 
-    /// Locks the page's shard: no [`Parking::notify`] for it passes while the lock is held and
-    /// its holder is not asleep.
+    /// Locks the page's shard: while the lock is held, no [`Parking::notify`] for the page completes
+    /// unless the holder sleeps.
     pub(super) fn lock(&self, page: PageIndex) -> Locked<'_> {
         let shard = self.shard(page);
-        // The lock guards no data, so a thread that panicked with it has broken nothing.
+        // The lock protects no data, so a thread that panicked with it has corrupted nothing.
         Locked {
             shard,
             guard: Some(shard.lock.lock().unwrap_or_else(PoisonError::into_inner)),
@@ -62,7 +62,7 @@ impl Parking {
         self.shard(page).notify();
     }
 
-    /// How often [`Parking::notify_all`] was called.
+    /// The number of calls of [`Parking::notify_all`].
     pub(super) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
@@ -86,12 +86,13 @@ impl Shard {
 /// A locked shard.
 pub(super) struct Locked<'shard> {
     shard: &'shard Shard,
-    /// Present except while asleep.
+    /// `None` only while the thread sleeps.
     guard: Option<MutexGuard<'shard, ()>>,
 }
 
 impl Locked<'_> {
-    /// Sleeps until a notification, `timeout`, or for no reason at all. The lock is held again after.
+    /// Sleeps until a notification, until `timeout`, or until a spurious wake-up. The lock is held
+    /// again on return.
     pub(super) fn sleep(&mut self, timeout: Duration) {
         if let Some(guard) = self.guard.take() {
             let (guard, _) = self

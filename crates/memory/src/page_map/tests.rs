@@ -47,7 +47,7 @@ const BULK: PageState = PageState::Requested(Urgency::Bulk);
 const URGENT: PageState = PageState::Requested(Urgency::Urgent);
 
 #[test]
-fn every_way_out_of_a_claim() {
+fn each_end_of_a_claim_has_its_state() {
     type End = fn(ClaimGuard<'_>) -> WakeWanted;
     let ends: [(End, Option<PageState>); 6] = [
         (
@@ -117,7 +117,7 @@ fn a_page_is_removed_and_poisoned_unless_it_has_an_owner() {
     let _ = guard.finish(Settled::Present);
     assert_eq!(map.remove(other), done(PageState::Present, WakeWanted::No));
 
-    // The request's content will find the page removed; who slept for it has to look again.
+    // The request's content will find the page removed; sleeping threads must retry.
     let asked = PageIndex(5);
     let _ = request(&map, asked, Urgency::Urgent);
     assert_eq!(map.want_wake(asked), Some(URGENT));
@@ -129,7 +129,7 @@ fn a_page_is_removed_and_poisoned_unless_it_has_an_owner() {
 }
 
 #[test]
-fn pages_that_are_not_there() {
+fn pages_outside_the_map_are_refused() {
     let map = map();
     for page in [PageIndex(8), PageIndex(u64::MAX)] {
         assert!(matches!(claim(&map, page), Claim::Outside));
@@ -150,7 +150,7 @@ fn pages_that_are_not_there() {
 }
 
 #[test]
-fn a_run_stops_at_the_window_the_map_and_pages_of_others() {
+fn a_run_stops_at_the_window_the_map_and_owned_pages() {
     for by_request in [false, true] {
         let map = PageMap::new(10).unwrap();
         let run = |page, window| {
@@ -176,12 +176,12 @@ fn a_run_stops_at_the_window_the_map_and_pages_of_others() {
 }
 
 #[test]
-fn neighbours_that_are_requested_are_left_to_their_requests() {
+fn requested_neighbours_are_not_claimed() {
     let map = map();
     let _ = map.request_run(PageIndex(4), range(4, 2), Urgency::Bulk);
     let guard = won(map.claim_run(PageIndex(2), range(0, 8)));
     assert_eq!(guard.pages(), range(0, 4));
-    // The page itself is claimed although it is requested: its content is at hand.
+    // The page itself is claimed although it is requested: its content is available.
     let asked = won(map.claim_run(PageIndex(5), range(0, 8)));
     assert_eq!(asked.pages(), range(5, 3));
     assert_eq!(map.state(PageIndex(4)), Some(BULK));
@@ -199,7 +199,7 @@ fn a_request_is_made_once_and_made_urgent_once() {
     assert_eq!(request(&map, PAGE, Urgency::Urgent), Request::Upgraded);
     assert_eq!(request(&map, PAGE, Urgency::Urgent), Request::Lost(URGENT));
     assert_eq!(request(&map, PAGE, Urgency::Bulk), Request::Lost(URGENT));
-    // The window is for pages that nobody has asked for.
+    // The window applies only to pages that were not requested.
     let around = map.request_run(PageIndex(2), range(0, 8), Urgency::Urgent);
     assert_eq!(around, Request::Upgraded);
     let rest = map.request_run(PageIndex(7), range(0, 8), Urgency::Urgent);
@@ -207,7 +207,7 @@ fn a_request_is_made_once_and_made_urgent_once() {
 }
 
 #[test]
-fn content_that_arrives_is_installed_where_it_is_missing() {
+fn content_that_arrives_is_claimed_where_it_is_missing() {
     let map = PageMap::new(12).unwrap();
     let _ = map.request_run(PageIndex(1), range(1, 2), Urgency::Bulk);
     let _ = request(&map, PageIndex(3), Urgency::Urgent);
@@ -224,7 +224,7 @@ fn content_that_arrives_is_installed_where_it_is_missing() {
     }
     assert_eq!(runs, [range(0, 4), range(6, 2), range(9, 1)]);
     assert!(map.claim_arrived(range(0, 10)).is_none());
-    // A range that leaves the map is cut to it.
+    // A range that leaves the map is clipped to it.
     let last = map.claim_arrived(range(9, 100)).unwrap();
     assert_eq!(last.pages(), range(10, 2));
     drop((last, owned));
@@ -244,7 +244,7 @@ fn withdrawn_pages_can_be_requested_again() {
     let absent = PageState::Absent;
     let expected = [absent, URGENT, PageState::Installing, absent, absent, BULK];
     assert_eq!(states, expected.map(Some));
-    // What arrives nevertheless is installed.
+    // Content that arrives nevertheless is installed.
     let late = map.claim_arrived(range(3, 2)).unwrap();
     assert_eq!(late.pages(), range(3, 2));
     drop((late, arrived));
@@ -260,7 +260,7 @@ fn map_range(map: &PageMap) -> PageRange {
 }
 
 #[test]
-fn the_next_page_to_bring_in_is_found() {
+fn the_next_unsettled_page_is_found() {
     let map = map();
     let next = |pages| map.next_unsettled(pages);
     let absent = |page| Some((PageIndex(page), PageState::Absent));
@@ -286,7 +286,7 @@ fn the_next_page_to_bring_in_is_found() {
 }
 
 #[test]
-fn a_split_run_settles_piece_by_piece() {
+fn the_parts_of_a_split_run_settle_separately() {
     let map = map();
     let run = won(map.claim_run(PageIndex(0), range(0, 8)));
     let (head, tail) = run.split_at(3);
@@ -305,7 +305,7 @@ fn a_split_run_settles_piece_by_piece() {
 }
 
 #[test]
-fn a_wake_is_promised_by_an_owner_or_a_request() {
+fn an_owner_and_a_request_accept_a_wake() {
     let map = map();
     assert_eq!(map.want_wake(PAGE), Some(PageState::Absent));
     assert!(!map.is_wake_wanted(PAGE));
@@ -318,14 +318,14 @@ fn a_wake_is_promised_by_an_owner_or_a_request() {
     assert!(!map.is_wake_wanted(PAGE));
     assert_eq!(map.want_wake(PAGE), Some(PageState::Present));
     assert!(!map.is_wake_wanted(PAGE));
-    // What was asked of one owner is not asked of the next.
+    // The wake-up was left to that owner only, not to the next.
     map.reset().unwrap();
     assert_eq!(
         won(claim(&map, PAGE)).finish(Settled::Present),
         WakeWanted::No
     );
 
-    // What is asked of a request is asked of whoever installs the page.
+    // A wake-up that is left to a request passes to the thread that installs the page.
     let asked = PageIndex(5);
     let _ = request(&map, asked, Urgency::Bulk);
     assert_eq!(map.want_wake(asked), Some(BULK));
@@ -336,7 +336,7 @@ fn a_wake_is_promised_by_an_owner_or_a_request() {
 }
 
 #[test]
-fn a_wake_can_be_left_on_a_page_that_nobody_brings_yet() {
+fn a_wake_can_be_left_on_an_absent_page() {
     let map = PageMap::new(2).unwrap();
     let page = PageIndex(1);
     assert_eq!(map.leave_wake(page), Some(PageState::Absent));
@@ -346,7 +346,7 @@ fn a_wake_can_be_left_on_a_page_that_nobody_brings_yet() {
     };
     assert_eq!(map.leave_wake(page), Some(PageState::Installing));
     assert!(claim.finish(Settled::Present).is_wanted());
-    // Too late: nobody will.
+    // Too late: no thread will issue the wake-up.
     assert_eq!(map.leave_wake(page), Some(PageState::Present));
     assert!(!map.is_wake_wanted(page));
     assert_eq!(map.leave_wake(PageIndex(2)), None);
@@ -365,7 +365,7 @@ fn an_owner_can_take_over_the_wakes_before_it_ends() {
 }
 
 #[test]
-fn an_abandoned_page_keeps_a_wake_only_for_an_urgent_request() {
+fn an_abandoned_page_retains_a_wake_only_for_an_urgent_request() {
     for (before, returned) in [
         (None, true),
         (Some(Urgency::Bulk), true),
@@ -401,7 +401,7 @@ fn a_sleeper_left_to_an_owner_that_panics_is_woken_by_the_next_owner() {
         });
         assert!(owner.is_err());
         assert!(map.is_wake_wanted(PAGE), "{before:?}");
-        // However the page is brought in then.
+        // Then the page is delivered, in either way.
         if before.is_none() {
             let made = request(&map, PAGE, Urgency::Bulk);
             assert_eq!(made, Request::Made(PageRange::single(PAGE)));
@@ -415,7 +415,7 @@ fn a_sleeper_left_to_an_owner_that_panics_is_woken_by_the_next_owner() {
         };
         assert_eq!(next.finish(Settled::Present), WakeWanted::Yes, "{before:?}");
     }
-    // Nor does giving the region up forget it.
+    // Withdrawing the region's requests returns the wake-up too.
     let map = map();
     let guard = won(claim(&map, PAGE));
     let _ = map.want_wake(PAGE);
@@ -424,7 +424,7 @@ fn a_sleeper_left_to_an_owner_that_panics_is_woken_by_the_next_owner() {
     assert!(!map.is_wake_wanted(PAGE));
 }
 
-/// Waits until a thread has begun to wait for `page`: only then can its wait be ended.
+/// Waits until a thread has begun to wait for `page`: its wait cannot be ended before.
 fn until_parked(map: &PageMap, page: PageIndex) {
     while map.cell(page).unwrap().load(Ordering::Relaxed) & WAITERS == 0 {
         thread::yield_now();
@@ -432,7 +432,7 @@ fn until_parked(map: &PageMap, page: PageIndex) {
 }
 
 #[test]
-fn waiting_ends_with_the_owner_however_it_ends() {
+fn each_end_of_an_owner_ends_the_wait() {
     type End = fn(ClaimGuard<'_>) -> WakeWanted;
     let ends: [(End, PageState); 4] = [
         (|guard| guard.finish(Settled::Present), PageState::Present),
@@ -454,16 +454,16 @@ fn waiting_ends_with_the_owner_however_it_ends() {
             }
             let guard = won(claim(&map, PAGE));
             thread::scope(|scope| {
-                // One that came late would wait for the request.
+                // A thread that comes later would wait for the request.
                 let count = if requested { 1 } else { 4 };
                 let waiters: Vec<_> = (0..count)
                     .map(|_| scope.spawn(|| map.wait(PAGE, LONG)))
                     .collect();
                 until_parked(&map, PAGE);
                 let wake = end(guard);
-                assert_eq!(wake, WakeWanted::No, "a waiter is no userfaultfd reader");
+                assert_eq!(wake, WakeWanted::No, "a parked thread needs no UFFDIO_WAKE");
                 let state = match state {
-                    // A waiter looks again, since it may have to make the request urgent.
+                    // A waiter checks again, because it may have to make the request urgent.
                     PageState::Absent if requested => BULK,
                     state => state,
                 };
@@ -476,7 +476,7 @@ fn waiting_ends_with_the_owner_however_it_ends() {
 }
 
 #[test]
-fn waiting_for_a_request_ends_with_whatever_ends_the_request() {
+fn each_end_of_a_request_ends_the_wait() {
     type End = fn(&PageMap);
     let ends: [(End, PageState); 6] = [
         (
@@ -517,7 +517,7 @@ fn waiting_for_a_request_ends_with_whatever_ends_the_request() {
 }
 
 #[test]
-fn waiting_ends_when_everybody_is_woken() {
+fn waiting_ends_when_all_threads_are_woken() {
     let map = map();
     let _ = request(&map, PAGE, Urgency::Urgent);
     let epoch = map.epoch();
@@ -527,7 +527,7 @@ fn waiting_ends_when_everybody_is_woken() {
         map.notify_all();
         assert_eq!(waiter.join().unwrap(), Some(URGENT));
     });
-    // Who read the epoch before does not wait at all.
+    // A thread that read the epoch before does not wait at all.
     assert_eq!(map.wait_since(PAGE, epoch, LONG), Some(URGENT));
 }
 

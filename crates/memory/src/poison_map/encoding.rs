@@ -2,12 +2,12 @@
 //!
 //! All numbers are little-endian.
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
 //! | 8 | `PTPOISON` |
 //! | 4 | version: 1 |
 //! | 4 | number of ranges, at most [`PoisonMap::MAX_RANGES`] |
-//! | 16 each | first gpa and length in bytes: multiples of 4096, upwards, with gaps in between |
+//! | 16 each | first gpa and length in bytes: multiples of 4096, ascending, with gaps in between |
 //! | 4 | CRC-32 (IEEE 802.3) of everything before |
 
 use thiserror::Error;
@@ -22,54 +22,54 @@ const HEADER_BYTES: usize = 16;
 const RANGE_BYTES: usize = 16;
 const CHECKSUM_BYTES: usize = 4;
 
-/// Why bytes are no poison map.
+/// Why bytes are not a poison map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ParsePoisonError {
-    /// It does not begin as a poison map does.
+    /// The bytes do not begin with the magic number.
     #[error("not a poison map")]
     NotAPoisonMap,
-    /// It is of a version that is not known here.
-    #[error("a poison map of version {version}; version {VERSION} is known")]
+    /// The version is unknown.
+    #[error("a poison map of version {version}; only version {VERSION} is supported")]
     UnknownVersion {
-        /// Its version.
+        /// The map's version.
         version: u32,
     },
-    /// It claims more ranges than there may be.
+    /// The header has more ranges than the maximum.
     #[error(
-        "a poison map of {count} ranges; at most {} are taken",
+        "a poison map of {count} ranges; the maximum is {}",
         PoisonMap::MAX_RANGES
     )]
     TooManyRanges {
-        /// Ranges that it claims.
+        /// The number of ranges in the header.
         count: u32,
     },
-    /// It is cut off, or something follows it.
-    #[error("a poison map of {bytes} bytes that should have {wanted}")]
+    /// The map is truncated, or followed by more bytes.
+    #[error("a poison map of {bytes} bytes instead of {wanted}")]
     WrongLength {
-        /// Its length in bytes.
+        /// The map's length in bytes.
         bytes: usize,
-        /// The length that its header and its ranges need.
+        /// The length that follows from the header.
         wanted: usize,
     },
-    /// The checksum is not that of the content.
+    /// The checksum does not match the content.
     #[error("a damaged poison map: checksum {found:#010x}, its content has {computed:#010x}")]
     WrongChecksum {
-        /// The checksum in it.
+        /// The stored checksum.
         found: u32,
-        /// The checksum of its content.
+        /// The checksum of the content.
         computed: u32,
     },
-    /// A range is none.
-    #[error("range {index} of a poison map")]
+    /// A range is invalid.
+    #[error("range {index} of a poison map is invalid")]
     BadRange {
         /// The range's number, from 0 on.
         index: usize,
-        /// Why it is none.
+        /// The reason.
         #[source]
         source: RangeError,
     },
-    /// Ranges overlap, touch, or are not in order.
-    #[error("range {index} of a poison map ({range}) does not come after a gap")]
+    /// Ranges overlap, are adjacent, or are not in ascending order.
+    #[error("range {index} of a poison map ({range}) does not follow its predecessor after a gap")]
     OutOfOrder {
         /// The range's number, from 0 on.
         index: usize,
@@ -79,7 +79,7 @@ pub enum ParsePoisonError {
 }
 
 impl PoisonMap {
-    /// The length of the longest map, in bytes.
+    /// The length of the largest map in bytes.
     pub const MAX_ENCODED_BYTES: usize =
         HEADER_BYTES + Self::MAX_RANGES * RANGE_BYTES + CHECKSUM_BYTES;
 
@@ -101,8 +101,8 @@ impl PoisonMap {
         bytes
     }
 
-    /// The map that `bytes` are; nothing but exactly what [`Self::encode`] makes is taken. Allocates
-    /// no more than `bytes` justify.
+    /// Decodes exactly what [`Self::encode`] produces, and refuses everything else. Allocates no more
+    /// than the length of `bytes` justifies.
     pub fn decode(bytes: &[u8]) -> Result<Self, ParsePoisonError> {
         let (magic, rest) = bytes
             .split_first_chunk::<8>()
@@ -160,8 +160,8 @@ impl PoisonMap {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_checksum_is_the_usual_one() {
-        // Files that older versions wrote stay readable.
+    fn the_checksum_is_standard_crc32() {
+        // Files of older versions remain readable.
         assert_eq!(crc32fast::hash(b"123456789"), 0xcbf4_3926);
         assert_eq!(crc32fast::hash(b""), 0);
     }

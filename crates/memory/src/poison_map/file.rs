@@ -1,4 +1,4 @@
-//! A poison map in a file.
+//! Poison maps in files.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -11,8 +11,8 @@ use thiserror::Error;
 
 use super::{ParsePoisonError, PoisonMap};
 
-/// Why a poison map could not be read from a file. A VM whose map cannot be read must not be started
-/// as if it had none.
+/// Why a poison map could not be read from a file. Do not start a VM whose map cannot be read as if it
+/// had no poison.
 #[derive(Debug, Error)]
 pub enum LoadError {
     /// The file cannot be opened or read.
@@ -20,17 +20,17 @@ pub enum LoadError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
-    /// It is a directory, a pipe, or the like.
-    #[error("the poison map {} is no regular file", .path.display())]
+    /// The path is a directory, a pipe, or the like.
+    #[error("the poison map {} is not a regular file", .path.display())]
     NotAFile {
         /// The path.
         path: PathBuf,
     },
-    /// It is longer than any map.
+    /// The file is longer than the largest map.
     #[error(
         "the poison map {} has more than {} bytes", .path.display(), PoisonMap::MAX_ENCODED_BYTES
     )]
@@ -38,31 +38,31 @@ pub enum LoadError {
         /// The file.
         path: PathBuf,
     },
-    /// Its content is no poison map.
+    /// The content is not a poison map.
     #[error("the poison map {}", .path.display())]
     Parse {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Why the content was refused.
         #[source]
         source: ParsePoisonError,
     },
 }
 
-/// Why a poison map could not be saved. The file is what it was before.
+/// Why a poison map could not be saved. The file is unchanged.
 #[derive(Debug, Error)]
 #[error("saving the poison map {}", .path.display())]
 pub struct SaveError {
     /// The file.
     pub path: PathBuf,
-    /// What the system said.
+    /// The operating system's error.
     #[source]
     pub source: io::Error,
 }
 
 impl PoisonMap {
-    /// Reads a map from a file, which may be anything: it is read up to the length of the longest
-    /// map and not taken unless all of it is in order.
+    /// Reads a map from a file, whose content is not trusted: reads at most the length of the largest
+    /// map, and refuses the map unless all of it is valid.
     pub fn load(path: &Path) -> Result<Self, LoadError> {
         let failed = |source| LoadError::Read {
             path: path.to_owned(),
@@ -95,8 +95,8 @@ impl PoisonMap {
         })
     }
 
-    /// Writes the map to a file: after a crash at any moment the file is the old one or the new one.
-    /// Whoever saves to the same path from several threads does so one by one.
+    /// Writes the map to a file. After a crash at any moment the file has either the old or the new
+    /// content. The caller serialises calls for the same path.
     pub fn save(&self, path: &Path) -> Result<(), SaveError> {
         self.replace(path).map_err(|source| SaveError {
             path: path.to_owned(),
@@ -116,7 +116,7 @@ impl PoisonMap {
         new_name.push(name);
         new_name.push(format!(".{}.new", std::process::id()));
         let new = folder.join(new_name);
-        // What a process with our number left half-written when it was killed.
+        // A process with the same number may have left this file when it was killed.
         match fs::remove_file(&new) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -126,7 +126,7 @@ impl PoisonMap {
             .and_then(|()| fs::rename(&new, path))
             .and_then(|()| File::open(folder)?.sync_all());
         if written.is_err() {
-            // Not there if it was renamed.
+            // After a successful rename the file is gone.
             let _ = fs::remove_file(&new);
         }
         written

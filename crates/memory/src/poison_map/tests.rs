@@ -21,7 +21,7 @@ fn map(ranges: &[(u64, u64)]) -> PoisonMap {
 }
 
 #[test]
-fn ranges_that_touch_are_one() {
+fn adjacent_ranges_are_merged() {
     let mut map = map(&[(1, 1), (5, 2)]);
     assert_eq!(map.len(), 2);
     assert_eq!(map.insert(range(2, 3)), Ok(3 * PAGE));
@@ -32,7 +32,7 @@ fn ranges_that_touch_are_one() {
 }
 
 #[test]
-fn huge_pages_with_lost_bytes_are_named_once() {
+fn huge_pages_with_lost_bytes_are_listed_once() {
     let map = map(&[(0, 1), (3, 1), (511, 2), (2048, 1)]);
     let pages: Vec<_> = map
         .pages_in(range(0, 4096), PageSize::Size2M)
@@ -43,7 +43,7 @@ fn huge_pages_with_lost_bytes_are_named_once() {
 }
 
 #[test]
-fn a_full_map_takes_only_what_touches_its_ranges() {
+fn a_full_map_accepts_only_ranges_adjacent_to_its_own() {
     let mut map = PoisonMap::new();
     for index in 0..PoisonMap::MAX_RANGES as u64 {
         map.insert(range(2 * index, 1)).unwrap();
@@ -57,7 +57,7 @@ fn a_full_map_takes_only_what_touches_its_ranges() {
 
 proptest! {
     #[test]
-    fn it_knows_what_was_put_in(
+    fn the_map_contains_what_was_inserted(
         ranges in prop::collection::vec((0u64..64, 1u64..8), 0..24),
         asked in (0u64..64, 1u64..16),
     ) {
@@ -76,7 +76,7 @@ proptest! {
     }
 
     #[test]
-    fn any_damage_is_found(at in 0usize..52, flip in 1u8..) {
+    fn any_damage_is_detected(at in 0usize..52, flip in 1u8..) {
         let mut bytes = map(&[(1, 1), (9, 3)]).encode();
         prop_assert_eq!(bytes.len(), 52);
         bytes[at] ^= flip;
@@ -84,12 +84,12 @@ proptest! {
     }
 
     #[test]
-    fn rubbish_is_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn random_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         prop_assert!(PoisonMap::decode(&bytes).is_err());
     }
 }
 
-/// Bytes with a checksum that is right, as an attacker would make them.
+/// Bytes with a valid checksum, as an attacker would make them.
 fn forged(version: u32, count: u32, ranges: &[(u64, u64)]) -> Vec<u8> {
     let mut bytes = b"PTPOISON".to_vec();
     bytes.extend(version.to_le_bytes());
@@ -108,7 +108,7 @@ fn forged(version: u32, count: u32, ranges: &[(u64, u64)]) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_no_map_is_refused_by_name() {
+fn each_invalid_map_has_its_error() {
     use ParsePoisonError as E;
     let decode = |bytes: &[u8]| PoisonMap::decode(bytes).unwrap_err();
     assert_eq!(decode(b""), E::NotAPoisonMap);
@@ -161,7 +161,7 @@ fn what_is_no_map_is_refused_by_name() {
     assert!(matches!(decode(&damaged), E::WrongChecksum { .. }));
 }
 
-/// A folder of this test's own.
+/// A folder for this test only.
 fn folder(name: &str) -> PathBuf {
     let folder = std::env::temp_dir().join(format!("pagetide-{}-{name}", std::process::id()));
     let _ = fs::remove_dir_all(&folder);
@@ -170,8 +170,8 @@ fn folder(name: &str) -> PathBuf {
 }
 
 #[test]
-fn a_file_keeps_the_map() {
-    let folder = folder("kept");
+fn a_map_round_trips_through_a_file() {
+    let folder = folder("saved");
     let path = folder.join("map");
     for ranges in [&[(1, 1), (9, 3)][..], &[], &[(7, 1)]] {
         let map = map(ranges);
@@ -184,7 +184,7 @@ fn a_file_keeps_the_map() {
 }
 
 #[test]
-fn a_file_that_is_no_map_is_refused_and_left_alone() {
+fn an_invalid_file_is_refused_and_left_unchanged() {
     let folder = folder("refused");
     let path = folder.join("map");
     let error = PoisonMap::load(&path).unwrap_err();
@@ -228,7 +228,7 @@ fn a_map_that_cannot_be_saved_changes_nothing() {
     let error = map(&[(1, 1)]).save(&path).unwrap_err();
     assert!(error.to_string().contains("saving the poison map"));
     assert!(path.join("something").exists());
-    // Nothing is left over.
+    // No temporary file remains.
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
     map(&[]).save(&PathBuf::from("/")).unwrap_err();
     fs::remove_dir_all(folder).unwrap();

@@ -1,4 +1,4 @@
-//! Which pages of a region have content already, says the kernel.
+//! Which pages of a region have content, as reported by the kernel.
 
 use std::fs::File;
 use std::io;
@@ -12,19 +12,19 @@ use crate::convert::to_u64;
 use crate::mapping::Mapping;
 use crate::page::{PageIndex, PageSize};
 
-/// An entry of `/proc/self/pagemap` is of memory: "page present" or "page swapped".
+/// The bits "page present" and "page swapped" of an entry of `/proc/self/pagemap`.
 const RESIDENT: u64 = 0b11 << 62;
 const ENTRY_BYTES: u64 = 8;
-/// Entries that are read at once.
+/// Number of entries per read.
 const CHUNK: usize = 4096;
 
 impl Region {
-    /// The first page that has content: in its file, or, of anonymous memory, in the guest mapping.
-    /// A region whose pages are to be brought in by userfaultfd MISSING must have none: whatever is
-    /// there already would be taken for the page's content.
+    /// The first page that has content: in the region's file or, for anonymous memory, in the guest
+    /// mapping. A region that is paged in userfaultfd MISSING mode must have no such page: a pager
+    /// would treat the existing data as the page's content.
     ///
-    /// Of hugetlb memory, the kernel tells how many pages there are, but not which. If none is mapped
-    /// here, the answer is page 0.
+    /// For hugetlb memory, the kernel reports how many pages have content, but not which. If none of
+    /// them is mapped here, the result is page 0.
     pub fn has_content(&self) -> Result<Option<PageIndex>, ContentError> {
         match &self.file {
             None => self.first_in_tables(&self.guest, true),
@@ -37,18 +37,19 @@ impl Region {
             }
             Some(file) => match seek(file, SeekFrom::Data(0)) {
                 Ok(offset) => Ok(self.page_at(offset)),
-                // Pages that were reserved and never written look like holes, and never fault.
+                // Pages that were reserved and never written look like holes, but do not fault.
                 Err(Errno::NXIO) => Ok((file_bytes(file)? > 0).then_some(PageIndex(0))),
                 Err(errno) => Err(ContentError::Seek { errno }),
             },
         }
     }
 
-    /// The first page that has no content: that the page cache lacks or, of anonymous memory, the
-    /// guest mapping. A region whose content is taken to be in the page cache has none: a hole would
-    /// read as zeroes.
+    /// The first page that has no content: it is missing from the page cache or, for anonymous memory,
+    /// from the guest mapping. If a pager takes a region's content from the page cache, the region must
+    /// have no such page: a hole would read as zeroes.
     ///
-    /// Of hugetlb memory it may be another one than the first, as for [`Region::has_content`].
+    /// For hugetlb memory the result may be a later page than the first, as for
+    /// [`Region::has_content`].
     pub fn first_hole(&self) -> Result<Option<PageIndex>, ContentError> {
         match &self.file {
             None => self.first_in_tables(&self.guest, false),
@@ -60,7 +61,7 @@ impl Region {
                 Ok(unmapped.or(Some(PageIndex(0))))
             }
             Some(file) => match seek(file, SeekFrom::Hole(0)) {
-                // At the end of every file is a hole.
+                // Every file ends in a hole.
                 Ok(offset) => Ok(self.page_at(offset)),
                 Err(errno) => Err(ContentError::Seek { errno }),
             },
@@ -71,7 +72,7 @@ impl Region {
         (offset < self.bytes()).then(|| PageIndex(offset >> self.page_size().shift()))
     }
 
-    /// The first page that is mapped (or is not) in one of the mappings.
+    /// The first page that is mapped (or unmapped) in one of the mappings.
     fn first_in_either(&self, resident: bool) -> Result<Option<PageIndex>, ContentError> {
         let guest = self.first_in_tables(&self.guest, resident)?;
         let service = match &self.service {
@@ -114,9 +115,9 @@ impl Region {
     }
 }
 
-/// How much memory a file has, in bytes.
+/// The amount of memory of a file in bytes.
 fn file_bytes(file: impl std::os::fd::AsFd) -> Result<u64, ContentError> {
-    /// What `st_blocks` counts in, whatever the file system's blocks are.
+    /// The unit of `st_blocks`, independent of the file system's block size.
     const BLOCK_BYTES: u64 = 512;
     let status = fstat(file).map_err(|errno| ContentError::Seek { errno })?;
     Ok(u64::try_from(status.st_blocks)
@@ -132,9 +133,9 @@ mod tests {
     use super::*;
     use crate::{Backing, GuestAddress};
 
-    /// They read as zeroes without a fault, although the kernel takes them for holes.
+    /// Reserved pages read as zeroes without a fault, although the kernel reports them as holes.
     #[test]
-    fn pages_that_are_reserved_are_content() {
+    fn reserved_pages_are_content() {
         let region = Region::new(GuestAddress(0), 8 << 12, Backing::Shmem).unwrap();
         assert_eq!(region.has_content().unwrap(), None);
         let file = region.file.as_ref().unwrap();

@@ -1,4 +1,4 @@
-//! What can go wrong with a region.
+//! The errors of a region.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,28 +11,28 @@ use crate::backing::Backing;
 use crate::page::{PageIndex, PageRange, PageSize};
 use crate::range::GuestRange;
 
-/// Why a region could not be made.
+/// Why a region could not be created.
 #[derive(Debug, Error)]
 pub enum RegionError {
-    /// A region of no bytes.
+    /// The region has no bytes.
     #[error("a region needs at least one page, not 0 bytes")]
     Empty,
-    /// The address or the size does not fit the backing's pages.
+    /// The address or the size does not match the backing's pages.
     #[error("{bytes} bytes at {gpa} are not whole {page_size} pages, as {backing} memory needs")]
     NotPageMultiple {
-        /// Where the region would have started.
+        /// The start of the region.
         gpa: GuestAddress,
         /// Its size in bytes.
         bytes: u64,
-        /// The backing asked for.
+        /// The requested backing.
         backing: Backing,
-        /// What address and size must be multiples of.
+        /// The page size of which address and size must be multiples.
         page_size: PageSize,
     },
-    /// The region would end past the end of the guest's address space.
+    /// The region would end beyond the end of the guest's address space.
     #[error("{bytes} bytes at {gpa} wrap around the guest's address space")]
     Wraps {
-        /// Where the region would have started.
+        /// The start of the region.
         gpa: GuestAddress,
         /// Its size in bytes.
         bytes: u64,
@@ -47,12 +47,12 @@ pub enum RegionError {
         page_size: PageSize,
         /// Pages needed.
         wanted: u64,
-        /// Pages free and not promised to anybody.
+        /// Free pages that no mapping has reserved.
         free: u64,
         /// The file that sets the pool's size.
         setting: PathBuf,
     },
-    /// This kernel or CPU has no hugetlb pages of that size.
+    /// This kernel or CPU lacks hugetlb pages of that size.
     #[error(
         "this kernel has no huge pages of {page_size}: \
          it needs CONFIG_HUGETLBFS and a CPU with pages of that size"
@@ -64,180 +64,179 @@ pub enum RegionError {
     /// This kernel was built without transparent huge pages.
     #[error("this kernel has no transparent huge pages (CONFIG_TRANSPARENT_HUGEPAGE)")]
     NoTransparentHugepages,
-    /// The host has not that much memory left.
+    /// The host has too little memory left.
     #[error("{bytes} bytes of {backing} memory do not fit: {available_bytes} bytes are available")]
     DoesNotFit {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: u64,
-        /// The backing asked for.
+        /// The requested backing.
         backing: Backing,
-        /// Bytes that the host still has.
+        /// Bytes that are available on the host.
         available_bytes: u64,
     },
-    /// This kernel cannot keep the rest of a huge page when a part of it has an error.
+    /// This kernel cannot preserve the rest of a huge page when a part of it has an error.
     #[error(
-        "this kernel has no MFD_MF_KEEP_UE_MAPPED for {backing} memory: there is the policy default \
-         only"
+        "this kernel has no MFD_MF_KEEP_UE_MAPPED for {backing} memory: use the policy default"
     )]
     NoKeepPolicy {
-        /// The backing asked for.
+        /// The requested backing.
         backing: Backing,
     },
     /// `memfd_create` failed.
     #[error("memfd_create for {backing} memory")]
     CreateFile {
-        /// The backing asked for.
+        /// The requested backing.
         backing: Backing,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
     /// `ftruncate` failed.
     #[error("setting the size of the memory file to {bytes} bytes")]
     SizeFile {
-        /// The size asked for.
+        /// The requested size.
         bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
-    /// `mmap` failed, and not for want of memory.
+    /// `mmap` failed for another reason than lack of memory.
     #[error("mapping {bytes} bytes")]
     Map {
-        /// The size asked for.
+        /// The requested size.
         bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
-    /// [`begin_paging`](crate::Region::begin_paging) a second time.
-    #[error("the region is being paged already")]
+    /// [`begin_paging`](crate::Region::begin_paging) was called twice.
+    #[error("the region is already being paged")]
     AlreadyPaged,
-    /// Somebody holds a word of the service mapping
-    /// ([`service_word`](crate::Region::service_word)), so that it cannot be closed.
+    /// References to words of the service mapping exist
+    /// ([`service_word`](crate::Region::service_word)), so it cannot be closed.
     #[error("the service mapping is in use and cannot be closed")]
     ServiceInUse,
-    /// `madvise` or `mprotect` of a region that is to be paged failed.
-    #[error("making the region's mappings fit for paging")]
+    /// `madvise` or `mprotect` failed at the start of paging.
+    #[error("preparing the region's mappings for paging")]
     BeginPaging {
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
     /// `madvise` about huge pages failed.
-    #[error("telling the kernel which page size to use")]
+    #[error("advising the kernel about huge pages")]
     Advise {
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
 }
 
-/// Why content of a region could not be read, written or dropped.
+/// Why content of a region could not be read, written or discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum AccessError {
-    /// Anonymous memory has one mapping only.
+    /// Anonymous memory has only one mapping.
     #[error("anonymous memory has no service mapping")]
     NoServiceMapping,
-    /// The region is being paged with its service mapping closed.
+    /// The region is being paged, with its service mapping closed.
     #[error("the service mapping is closed while the region is paged")]
     ServiceClosed,
-    /// The access would leave the region.
+    /// The access does not lie within the region.
     #[error("{len} bytes at offset {offset} of page {page} are not all in the region")]
     Outside {
-        /// The page that the access starts in.
+        /// The page in which the access starts.
         page: PageIndex,
-        /// Bytes into that page.
+        /// The offset of the access in that page.
         offset: u64,
-        /// Bytes to access.
+        /// The length of the access in bytes.
         len: usize,
     },
     /// The run is empty or leaves the region.
     #[error("pages {pages} are not pages of the region")]
     NoSuchPages {
-        /// The pages asked for.
+        /// The requested pages.
         pages: PageRange,
     },
-    /// The memory has an uncorrected error. What was to be copied is copied in part.
+    /// The memory has an uncorrected error. Part of the data has been copied.
     #[error("an uncorrected memory error at gpa {gpa}, {lost} is lost")]
     Poisoned {
-        /// The byte that failed.
+        /// The byte whose access failed.
         gpa: GuestAddress,
-        /// What is lost with it.
+        /// The range that is lost.
         lost: GuestRange,
     },
-    /// Giving memory back failed.
-    #[error("punching out pages {pages}")]
+    /// Punching a hole into the file, or `MADV_DONTNEED`, failed.
+    #[error("punching a hole at pages {pages}")]
     Punch {
-        /// The pages asked for.
+        /// The requested pages.
         pages: PageRange,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
-    /// Dropping page table entries failed.
+    /// Removing page table entries failed.
     #[error("zapping pages {pages} of the guest mapping")]
     Zap {
-        /// The pages asked for.
+        /// The requested pages.
         pages: PageRange,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
 }
 
-/// Why pages could not be populated.
+/// Why pages could not be faulted in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FaultInError {
     /// The run is empty or leaves the region.
     #[error("pages {pages} are not pages of the region")]
     NoSuchPages {
-        /// The pages asked for.
+        /// The requested pages.
         pages: PageRange,
     },
-    /// A signal came while the call waited. Some of the pages may be present.
-    #[error("interrupted while populating pages {pages}")]
+    /// A signal interrupted the call. Some of the pages may be present.
+    #[error("interrupted while faulting in pages {pages}")]
     Interrupted {
-        /// The pages asked for.
+        /// The requested pages.
         pages: PageRange,
     },
     /// One of the pages has an uncorrected memory error.
     #[error("hardware poison in pages {pages}")]
     Poisoned {
-        /// The pages asked for.
+        /// The requested pages.
         pages: PageRange,
     },
-    /// The host is out of memory, or nothing is mapped there any more.
-    #[error("no memory for pages {pages}, or no mapping there")]
+    /// The host is out of memory, or the range is not mapped any more.
+    #[error("no memory for pages {pages}, or they are not mapped")]
     OutOfMemory {
-        /// The pages asked for.
+        /// The requested pages.
         pages: PageRange,
     },
-    /// Anything else that the kernel says.
-    #[error("populating pages {pages}")]
+    /// Any other error of the kernel.
+    #[error("faulting in pages {pages}")]
     FaultIn {
-        /// The pages asked for.
+        /// The requested pages.
         pages: PageRange,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
 }
 
-/// Why it is not known which pages of a region have content.
+/// Why it is unknown which pages of a region have content.
 #[derive(Debug, Error)]
 pub enum ContentError {
-    /// The kernel does not say what the file has.
-    #[error("asking which parts of the memory file have content")]
+    /// The kernel could not report the content of the file.
+    #[error("determining which parts of the memory file have content")]
     Seek {
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
-    /// The kernel does not say what is mapped.
+    /// The kernel could not report the mapped pages.
     #[error("reading /proc/self/pagemap")]
     PageTables {
-        /// Why it could not be read.
+        /// Why the file could not be read.
         #[source]
         source: io::Error,
     },

@@ -1,4 +1,4 @@
-//! What a region's mappings may do while its pages come in one by one.
+//! Restrictions on a region's mappings while its pages are installed one by one.
 
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
@@ -10,44 +10,43 @@ use super::{Region, RegionError};
 use crate::backing::Backing;
 use crate::mapping::Mapping;
 
-/// What the service mapping is for while a region is paged.
+/// The use of the service mapping while a region is paged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServiceAccess {
-    /// Content is written there (userfaultfd MINOR).
+    /// A pager writes content there (userfaultfd MINOR).
     ReadWrite,
-    /// Nothing: `PROT_NONE`. In userfaultfd MISSING a page is there once it is in the page cache, and
-    /// one stray read through the service mapping would make a page of zeroes.
+    /// None: `PROT_NONE`. In userfaultfd MISSING mode a page exists once it is in the page cache, and
+    /// one stray read through the service mapping would create a page of zeroes.
     Closed,
 }
 
-/// Where a region is between [`Region::begin_paging`] and [`Region::end_paging`].
+/// The state of a region between [`Region::begin_paging`] and [`Region::end_paging`].
 #[derive(Debug, Default)]
 pub(super) struct Paging {
     access: Option<ServiceAccess>,
 }
 
 impl Region {
-    /// Makes the mappings fit for pages that come in one by one, so that nothing but a pager makes
-    /// them present. Until [`Region::end_paging`]:
+    /// Restricts the mappings so that only a pager makes pages present. Until [`Region::end_paging`]:
     ///
-    /// - The guest mapping has no huge pages (`MADV_NOHUGEPAGE`; hugetlb is not concerned). Of a
-    ///   huge page in the page cache, only some pieces may have their content yet. If the kernel
-    ///   mapped it whole, as `MADV_COLLAPSE` and khugepaged do, the others would read as zeroes
+    /// - The guest mapping has no huge pages (`MADV_NOHUGEPAGE`; not for hugetlb). Of a huge page in
+    ///   the page cache, perhaps only some 4 KiB parts have their content. If the kernel mapped the
+    ///   whole huge page, as `MADV_COLLAPSE` and khugepaged do, the other parts would read as zeroes
     ///   without a fault.
-    /// - A child of this process does not inherit the mappings (`MADV_DONTFORK`): its touch of an
-    ///   absent page would make a page of zeroes, for everybody. A child that was forked before is
-    ///   not helped.
-    /// - With [`ServiceAccess::Closed`] the service mapping is inaccessible, and reading and writing
-    ///   there fail with [`AccessError::ServiceClosed`](super::AccessError::ServiceClosed). Refused
-    ///   once [`Region::service_word`] has given a word away.
+    /// - A child of this process does not inherit the mappings (`MADV_DONTFORK`): its access to an
+    ///   absent page would create a page of zeroes, visible to all processes. This does not affect
+    ///   children that were forked before.
+    /// - With [`ServiceAccess::Closed`] the service mapping is inaccessible, and accesses through it
+    ///   fail with [`AccessError::ServiceClosed`](super::AccessError::ServiceClosed). Refused once
+    ///   [`Region::service_word`] has returned a reference.
     ///
-    /// Register with the userfaultfd after this, and ask [`Region::has_content`] in between.
+    /// Call [`Region::has_content`] after this, and then register with the userfaultfd.
     pub fn begin_paging(&self, service: ServiceAccess) -> Result<(), RegionError> {
         let mut paging = self.lock_paging();
         if paging.access.is_some() {
             return Err(RegionError::AlreadyPaged);
         }
-        if service == ServiceAccess::Closed && self.words_are_out.load(Ordering::Relaxed) {
+        if service == ServiceAccess::Closed && self.has_word_references.load(Ordering::Relaxed) {
             return Err(RegionError::ServiceInUse);
         }
         if let Err(errno) = self.guard_mappings(service) {
@@ -58,8 +57,8 @@ impl Region {
         Ok(())
     }
 
-    /// Makes the mappings again what they were before [`Region::begin_paging`]. Every page is there,
-    /// or the memory is not used any more. Does nothing for a region that is not paged.
+    /// Restores the mappings to their state before [`Region::begin_paging`]. At that time every page is
+    /// present, or the memory is not used any more. Does nothing for a region that is not paged.
     pub fn end_paging(&self) {
         let mut paging = self.lock_paging();
         if paging.access.take().is_some() {
@@ -67,13 +66,13 @@ impl Region {
         }
     }
 
-    /// What the service mapping is for; `None` while the region is not paged.
+    /// The use of the service mapping; `None` while the region is not paged.
     pub fn paging(&self) -> Option<ServiceAccess> {
         self.lock_paging().access
     }
 
     pub(super) fn lock_paging(&self) -> MutexGuard<'_, Paging> {
-        // What a thread that panicked has left is still what was done to the mappings.
+        // After a panic the value still describes what was done to the mappings.
         self.paging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -86,7 +85,7 @@ impl Region {
     fn guard_mappings(&self, service: ServiceAccess) -> Result<(), Errno> {
         if !self.backing.is_hugetlb() {
             match self.guest.advise_all(Advice::LinuxNoHugepage) {
-                // A kernel without THP refuses the advice; then there is nothing to turn off.
+                // A kernel without THP refuses the advice, and then needs none.
                 Ok(()) | Err(Errno::INVAL) => {}
                 Err(errno) => return Err(errno),
             }
@@ -101,8 +100,8 @@ impl Region {
         Ok(())
     }
 
-    /// Takes back whatever of [`Self::guard_mappings`] was done. What the kernel refuses stays as it
-    /// is, on the safe side.
+    /// Undoes whatever part of [`Self::guard_mappings`] was done. If the kernel refuses a change, the
+    /// mapping keeps the restriction, which is safe.
     fn release_mappings(&self) {
         if self.backing == Backing::Thp {
             let _ = self.guest.advise_all(Advice::LinuxHugepage);

@@ -8,7 +8,7 @@ use super::*;
 
 const GPA: GuestAddress = GuestAddress(4 << 30);
 
-/// A region of `backing`, or `None` after saying why it cannot be had on this machine.
+/// A region of `backing`; on a machine without such memory, prints the reason and returns `None`.
 fn region(bytes: u64, backing: Backing) -> Option<Region> {
     match Region::new(GPA, bytes, backing) {
         Ok(region) => Some(region),
@@ -58,7 +58,7 @@ fn both_mappings_show_the_same_memory() {
 }
 
 #[test]
-fn a_word_is_looked_at_where_it_is() {
+fn a_word_is_read_in_place() {
     let region = region(2 << 12, Backing::Shmem).unwrap();
     let word = region.service_word(PageIndex(1), 8).unwrap();
     region
@@ -144,7 +144,7 @@ fn accesses_outside_are_refused() {
 }
 
 #[test]
-fn punching_drops_content_and_zapping_keeps_it() {
+fn punching_drops_content_and_zapping_preserves_it() {
     for backing in Backing::ALL {
         let bytes = 2 * backing.page_size().bytes();
         let Some(region) = region(bytes, backing) else {
@@ -175,7 +175,7 @@ fn punching_drops_content_and_zapping_keeps_it() {
 }
 
 #[test]
-fn populating_makes_pages_present() {
+fn faulting_in_makes_pages_present() {
     for (backing, access) in [
         (Backing::Shmem, FaultInAccess::Read),
         (Backing::Shmem, FaultInAccess::Write),
@@ -191,7 +191,7 @@ fn populating_makes_pages_present() {
     }
 }
 
-/// How many pages of the guest mapping have a page table entry, says `/proc/self/pagemap`.
+/// The number of pages of the guest mapping with a page table entry, from `/proc/self/pagemap`.
 fn resident_pages(region: &Region) -> usize {
     use std::os::unix::fs::FileExt;
     let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
@@ -208,7 +208,7 @@ fn resident_pages(region: &Region) -> usize {
 }
 
 #[test]
-fn sizes_that_cannot_be_are_refused() {
+fn impossible_sizes_are_refused() {
     let refuse = |gpa, bytes, backing| Region::new(GuestAddress(gpa), bytes, backing).unwrap_err();
     assert!(matches!(refuse(0, 0, Backing::Shmem), RegionError::Empty));
     for (gpa, bytes, backing) in [
@@ -229,7 +229,7 @@ fn sizes_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn more_than_the_host_has_is_refused_with_what_it_has() {
+fn a_region_larger_than_the_host_memory_is_refused_with_the_available_size() {
     for backing in [Backing::Shmem, Backing::Anonymous] {
         let error = Region::new(GuestAddress(0), 1 << 50, backing).unwrap_err();
         let RegionError::DoesNotFit {
@@ -262,7 +262,7 @@ fn more_than_the_host_has_is_refused_with_what_it_has() {
 }
 
 #[test]
-fn causes_are_chained() {
+fn errors_chain_their_causes() {
     let error = RegionError::SizeFile {
         bytes: 1,
         errno: Errno::FBIG,

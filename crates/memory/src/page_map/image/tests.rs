@@ -3,14 +3,14 @@ use proptest::prelude::*;
 use super::*;
 use crate::page_map::{Claim, Settled, Urgency};
 
-/// Bytes with the checksum that they should have.
+/// `content` with its valid checksum appended.
 fn sealed(mut content: Vec<u8>) -> Vec<u8> {
     let checksum = crc32fast::hash(&content);
     content.extend_from_slice(&checksum.to_le_bytes());
     content
 }
 
-/// An image that says it has `pages` pages, with these bytes as runs.
+/// An image with `pages` pages in its header and these bytes as runs.
 fn forged(pages: u64, runs: &[u8]) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend_from_slice(&VERSION.to_le_bytes());
@@ -49,7 +49,7 @@ fn states(map: &PageMap) -> Vec<PageState> {
 }
 
 #[test]
-fn a_successor_has_the_settled_pages_and_no_others() {
+fn a_successor_takes_over_exactly_the_settled_pages() {
     let map = map_of_all_states();
     let owned = map.claim_arrived(PageRange::single(PageIndex(7))).unwrap();
     let image = map.image();
@@ -80,7 +80,7 @@ fn a_successor_has_the_settled_pages_and_no_others() {
 }
 
 #[test]
-fn an_image_is_taken_over_by_a_fresh_map_of_the_same_size_only() {
+fn only_a_fresh_map_of_the_same_size_takes_over_an_image() {
     let image = map_of_all_states().image();
     for pages in [0, 7, 9] {
         let map = PageMap::new(pages).unwrap();
@@ -101,7 +101,7 @@ fn an_image_is_taken_over_by_a_fresh_map_of_the_same_size_only() {
 }
 
 #[test]
-fn what_is_no_image_is_refused_by_name() {
+fn each_invalid_image_has_its_error() {
     let decode = |bytes: &[u8]| PageMapImage::decode(bytes).unwrap_err();
     assert_eq!(decode(b""), ImportError::TooShort { bytes: 0 });
     assert_eq!(decode(b"PTPOISON and more"), ImportError::NotAnImage);
@@ -118,8 +118,8 @@ fn what_is_no_image_is_refused_by_name() {
 }
 
 #[test]
-fn an_image_is_not_believed() {
-    // A sealed image may say anything: pages, runs, what is wrong with it.
+fn the_runs_of_an_image_are_checked() {
+    // An image with a valid checksum may still have any content: pages, runs, the expected error.
     let bad = |index| ImportError::BadRun { index };
     let sum = |pages, found| ImportError::WrongSum { pages, found };
     let most = [0xf9, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
@@ -131,15 +131,15 @@ fn an_image_is_not_believed() {
         (0, &[0b1_001], sum(0, 1)),
         (2, &[0b1_001], sum(2, 1)),
         (2, &[0b11_001], sum(2, 3)),
-        // A run of no pages.
+        // A run without pages.
         (1, &[0b1_001, 0b0_010], bad(1)),
         // The same state twice.
         (2, &[0b1_001, 0b1_001], bad(1)),
-        // Requested and Installing are no states of an image, nor is 7.
+        // Requested, Installing and 7 are not states of an image.
         (1, &[0b1_101], bad(0)),
         (1, &[0b1_110], bad(0)),
         (1, &[0b1_111], bad(0)),
-        // Cut off, and longer than it must be.
+        // Truncated, and not in the shortest form.
         (1, &[0x89], bad(0)),
         (1, &[0x89, 0x00], bad(0)),
         (
@@ -156,7 +156,7 @@ fn an_image_is_not_believed() {
     let mut long = most;
     long[9] = 0x02;
     assert_eq!(PageMapImage::decode(&forged(u64::MAX, &long)), Err(bad(0)));
-    // The longest run there can be is one, and takes no memory by itself.
+    // The longest possible run takes no memory by its length.
     let image = PageMapImage::decode(&forged(u64::MAX >> 3, &most)).unwrap();
     assert_eq!(image.runs.len(), 1);
     let first = image.state(PageIndex(0));
@@ -188,7 +188,7 @@ proptest! {
     }
 
     #[test]
-    fn any_damage_is_found(image in images()) {
+    fn any_damage_is_detected(image in images()) {
         let bytes = image.encode();
         for end in 0..bytes.len() {
             prop_assert!(PageMapImage::decode(&bytes[..end]).is_err(), "cut at {}", end);
@@ -204,7 +204,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_taken_is_what_would_be_written(pages in 0u64..64, runs in prop::collection::vec(any::<u8>(), 0..6)) {
+    fn decoding_accepts_only_what_encoding_produces(pages in 0u64..64, runs in prop::collection::vec(any::<u8>(), 0..6)) {
         let bytes = forged(pages, &runs);
         if let Ok(image) = PageMapImage::decode(&bytes) {
             prop_assert_eq!(image.encode(), bytes);

@@ -1,4 +1,4 @@
-//! The map compared with a plain model, in histories of one thread.
+//! Compares the map with a simple model, in histories of one thread.
 
 use proptest::prelude::*;
 
@@ -61,7 +61,7 @@ fn step() -> impl Strategy<Value = Step> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Page {
     state: PageState,
-    /// What it was before it was claimed.
+    /// Its state before the claim.
     origin: PageState,
     wake: bool,
 }
@@ -83,7 +83,7 @@ impl Model {
         self.0.get(page.as_usize()).map(|page| page.state)
     }
 
-    /// The pages around `page` that are Absent, connected to it and in `window`, with itself.
+    /// `page` and the Absent pages of `window` that form a run with it.
     fn run(&self, page: PageIndex, window: PageRange) -> PageRange {
         let absent = |page: &PageIndex| {
             window.contains(*page) && self.state(*page) == Some(PageState::Absent)
@@ -104,8 +104,8 @@ impl Model {
         }
     }
 
-    /// Ends a claim; `end` gets each page, with its former state put back, and says whether its
-    /// wake is returned.
+    /// Ends a claim. `end` gets each page, with its state from before the claim restored, and returns
+    /// whether its wake-up is returned.
     fn leave(&mut self, pages: PageRange, end: impl Fn(&mut Page) -> bool) -> bool {
         pages.iter().fold(false, |wanted, page| {
             let page = self.get(page).unwrap();
@@ -123,11 +123,11 @@ fn claimable(state: PageState) -> bool {
 
 proptest! {
     #[test]
-    fn the_map_does_what_its_table_says(steps in prop::collection::vec(step(), 1..200)) {
+    fn the_map_follows_its_table(steps in prop::collection::vec(step(), 1..200)) {
         const PAGES: u64 = 9;
         let mut map = PageMap::new(PAGES).unwrap();
         let mut model = Model(vec![FRESH; to_usize(PAGES)]);
-        // A guard borrows the map; between steps only its pages are kept.
+        // A guard borrows the map; between steps only the guard's pages are stored.
         let mut owned: Vec<PageRange> = Vec::new();
         for step in steps {
             let take = |owned: &mut Vec<PageRange>, at: usize| {

@@ -4,25 +4,25 @@ use std::sync::Barrier;
 
 use super::*;
 
-/// What a racing thread does with the pages that it owns.
+/// How a racing thread ends its claims.
 #[derive(Clone, Copy)]
 struct Failing {
-    /// Every so many claims are given back; 0: none.
+    /// One of this many claims is given back; 0: none.
     every: u64,
 }
 
-/// Each page must be brought in exactly once, nobody may be left waiting, and each wake that was
-/// asked for must be given: for that page, not for any.
+/// Checks that each page is installed exactly once, that no thread waits forever, and that each
+/// recorded wake-up is issued for its own page.
 fn race(pages: u64, threads: u64, around: u64, failing: Failing) {
     let map = PageMap::new(pages).unwrap();
     let counters = || -> Vec<AtomicU64> { (0..pages).map(|_| AtomicU64::new(0)).collect() };
     let (installs, content) = (counters(), counters());
-    // Wakes promised and given, by page. Several promises may be kept by one wake.
+    // Wake-ups recorded and issued, by page. One wake-up may serve several records.
     let (promised, given) = (counters(), counters());
     let attempts = AtomicU64::new(0);
     let start = Barrier::new(to_usize(threads));
     let count_wake = |pages: PageRange, wake: WakeWanted| {
-        // Pages are finished one at a time here, so that each wake is for one page.
+        // Pages are finished one at a time, so that each wake-up is for one page.
         assert_eq!(pages.count(), 1);
         if wake.is_wanted() {
             given[pages.first().as_usize()].fetch_add(1, Ordering::Relaxed);
@@ -56,7 +56,7 @@ fn race(pages: u64, threads: u64, around: u64, failing: Failing) {
             let window = PageRange::window(page, around);
             while map.state(page) != Some(PageState::Present) {
                 if thread.is_multiple_of(2) {
-                    // A fault on a page that a source has: the request, then its arrival.
+                    // A fault on a page that comes from a source: the request, then its arrival.
                     match map.request_run(page, window, Urgency::Urgent) {
                         Request::Made(pages) => {
                             if step.is_multiple_of(5) {
@@ -69,7 +69,8 @@ fn race(pages: u64, threads: u64, around: u64, failing: Failing) {
                                 rest = PageRange::new(end, rest.end().0 - end.0);
                                 own(guard);
                             }
-                            // What others failed at in between is theirs to bring again.
+                            // Pages that another thread gave back meanwhile are delivered again by that
+                            // thread.
                             continue;
                         }
                         Request::Upgraded | Request::Lost(_) => {}
@@ -89,7 +90,7 @@ fn race(pages: u64, threads: u64, around: u64, failing: Failing) {
                     Claim::Outside => panic!("{page}"),
                 }
             }
-            // Present means that the content, too, can be seen.
+            // A thread that sees Present also sees the content.
             assert_eq!(content[page.as_usize()].load(Ordering::Relaxed), page.0 + 1);
         }
     };
@@ -113,16 +114,16 @@ fn race(pages: u64, threads: u64, around: u64, failing: Failing) {
 }
 
 #[test]
-fn racing_threads_bring_each_page_in_once_and_give_each_wake() {
+fn racing_threads_install_each_page_once_and_issue_each_wake() {
     race(20_000, 4, 1, Failing { every: 0 });
     race(20_000, 4, 16, Failing { every: 0 });
     race(20_000, 8, 4, Failing { every: 3 });
 }
 
 #[test]
-fn a_waiter_is_never_forgotten() {
-    // One owner and one waiter meet at the same page again and again; a lost wake-up would show as
-    // a wait of LONG. All waits together may take longer where processors are slow or busy.
+fn a_waiter_is_always_woken() {
+    // One owner and one waiter meet at the same page repeatedly; a lost wake-up would show as a wait of
+    // LONG. The sum of all waits may exceed LONG where processors are slow or busy.
     const ROUNDS: u32 = 10_000;
     let map = PageMap::new(1).unwrap();
     let page = PageIndex(0);
@@ -140,7 +141,7 @@ fn a_waiter_is_never_forgotten() {
             meet.wait();
             let begun = Instant::now();
             assert_eq!(map.wait(page, LONG), Some(PageState::Absent));
-            assert!(begun.elapsed() < LONG, "nobody woke the waiter");
+            assert!(begun.elapsed() < LONG, "the waiter was not woken");
             meet.wait();
         }
     });

@@ -1,4 +1,4 @@
-//! Regions whose pages come in one by one, with the kernel's real userfaultfd.
+//! Regions whose pages are installed one by one, with a real userfaultfd.
 
 use std::thread;
 
@@ -22,25 +22,24 @@ fn userfaultfd(region: &Region, mode: Mode) -> Userfaultfd {
         Mode::Minor => Features::MINOR_SHMEM,
     };
     let uffd = Userfaultfd::open(wanted).unwrap();
-    // SAFETY: the region is mapped for longer than the userfaultfd is used, and it is a test that
-    // knows what its pages are.
+    // SAFETY: the region is mapped for longer than the userfaultfd is used, and the test does not rely
+    // on its zeroes.
     unsafe { uffd.register(user_range(region.guest()), mode) }.unwrap();
     uffd
 }
 
-/// `madvise(MADV_COLLAPSE)` on the whole of a mapping, as anybody with the right to may do from
-/// outside.
+/// `madvise(MADV_COLLAPSE)` on a whole mapping, as another privileged process could do.
 fn collapse(range: HostRange) -> Result<(), std::io::Error> {
     let start = std::ptr::with_exposed_provenance_mut(range.start().0);
-    // SAFETY: collapsing changes how memory is mapped, not what it holds.
+    // SAFETY: collapsing changes how memory is mapped, not its content.
     match unsafe { libc::madvise(start, range.bytes(), MADV_COLLAPSE) } {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error()),
     }
 }
 
-/// Touches `page`, and resolves the fault with `content` if there is one. Returns what was read, and
-/// whether there was a fault.
+/// Touches `page`, and resolves the fault with `content` if there is a fault. Returns the byte read,
+/// and whether there was a fault.
 fn touch(region: &Region, uffd: &Userfaultfd, page: PageIndex, content: u8) -> (u8, bool) {
     let mut events = EventBuffer::new(4);
     let mut faulted = false;
@@ -72,7 +71,7 @@ fn an_absent_page_of_a_partly_filled_huge_page_faults_after_collapse() {
     // One page has its content, in a huge page of the page cache.
     region.write_service(PageIndex(0), 0, &[1]).unwrap();
     if let Err(error) = collapse(region.service().unwrap()) {
-        println!("SKIP: this kernel makes no huge page of shmem: {error}");
+        println!("SKIP: this kernel creates no huge page of shmem: {error}");
         return;
     }
     region.begin_paging(ServiceAccess::ReadWrite).unwrap();
@@ -81,14 +80,14 @@ fn an_absent_page_of_a_partly_filled_huge_page_faults_after_collapse() {
     let collapsed = collapse(region.guest());
     let read = touch(&region, &uffd, PageIndex(7), 8);
     assert_eq!(read, (8, true), "collapse: {collapsed:?}");
-    // Once it is over, huge pages are welcome again.
+    // After the end of paging, huge pages are permitted again.
     drop(uffd);
     region.end_paging();
-    // The kernel may ask for another try.
+    // The kernel may require a retry.
     assert!((0..100).any(|_| collapse(region.guest()).is_ok()));
 }
 
-/// Has a child of this process, made by fork, read a byte at `address`. Whether that went well.
+/// Forks a child that reads a byte at `address`. Returns whether the read succeeded.
 fn child_reads(address: HostAddress) -> bool {
     let pointer = std::ptr::with_exposed_provenance::<u8>(address.0);
     // SAFETY: the child makes one memory access and one system call, both of which are allowed in
@@ -96,10 +95,10 @@ fn child_reads(address: HostAddress) -> bool {
     let child = unsafe { libc::fork() };
     assert!(child >= 0);
     if child == 0 {
-        // SAFETY: a byte of a mapping, or not mapped: then the child ends by a signal, which is
-        // what this function is to find out.
+        // SAFETY: the byte is in a mapping, or not mapped: then the child ends by a signal, which this
+        // function reports.
         unsafe { pointer.read_volatile() };
-        // SAFETY: ends the child and runs nothing else.
+        // SAFETY: ends the child without running other code.
         unsafe { libc::_exit(0) };
     }
     let mut status = 0;
@@ -110,9 +109,9 @@ fn child_reads(address: HostAddress) -> bool {
 }
 
 #[test]
-fn a_forked_child_makes_no_page() {
+fn a_forked_child_creates_no_page() {
     let region = Region::new(GPA, 4 << 12, Backing::Shmem).unwrap();
-    // It can where nothing is being paged.
+    // It does where nothing is being paged.
     assert!(child_reads(region.service().unwrap().start()));
     assert_eq!(region.has_content().unwrap(), Some(PageIndex(0)));
     region.punch(pages(0, 1)).unwrap();
@@ -128,7 +127,7 @@ fn a_forked_child_makes_no_page() {
 }
 
 #[test]
-fn a_closed_service_mapping_makes_no_page() {
+fn a_closed_service_mapping_creates_no_page() {
     let region = Region::new(GPA, 4 << 12, Backing::Shmem).unwrap();
     let page = PageIndex(2);
     let mut byte = [0];
@@ -142,7 +141,7 @@ fn a_closed_service_mapping_makes_no_page() {
     assert!(region.service_word(page, 0).is_none());
     assert_eq!(region.has_content().unwrap(), None);
 
-    // Content comes by the userfaultfd, and goes by punching.
+    // The userfaultfd installs content, and punching removes it.
     let to = region.guest_range(PageRange::single(page)).unwrap();
     uffd.copy_pages(to.start().as_u64(), &[5; 4096], Wake::DontWake)
         .unwrap();
@@ -182,7 +181,7 @@ fn paging_begins_once_and_ends_once() {
 }
 
 #[test]
-fn a_service_mapping_whose_words_are_in_use_is_not_closed() {
+fn a_service_mapping_with_referenced_words_is_not_closed() {
     let region = Region::new(GPA, 2 << 12, Backing::Shmem).unwrap();
     let word = region.service_word(PageIndex(0), 0).unwrap();
     assert!(matches!(
@@ -194,7 +193,7 @@ fn a_service_mapping_whose_words_are_in_use_is_not_closed() {
 }
 
 #[test]
-fn closing_waits_for_copies_that_are_under_way() {
+fn closing_waits_for_copies_in_progress() {
     // A copy that met the closed mapping would end this process.
     let region = Region::new(GPA, 64 << 12, Backing::Shmem).unwrap();
     let stop = AtomicBool::new(false);
@@ -243,14 +242,14 @@ fn content_and_holes_are_found() {
 }
 
 #[test]
-fn content_is_in_the_file_whoever_put_it_there() {
+fn content_written_directly_to_the_file_is_found() {
     let region = Region::new(GPA, 4 << 12, Backing::Shmem).unwrap();
     rustix::io::pwrite(region.file().unwrap(), b"x", 3 << 12).unwrap();
     assert_eq!(region.has_content().unwrap(), Some(PageIndex(3)));
 }
 
 #[test]
-fn zeroes_are_pages_and_punched_pages_are_none() {
+fn zeroed_pages_are_content_and_punched_pages_are_not() {
     for backing in [Backing::Shmem, Backing::Thp, Backing::Hugetlb2M] {
         let Some(region) = region(4 * backing.page_size().bytes(), backing) else {
             continue;
