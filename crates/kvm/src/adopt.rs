@@ -1,14 +1,14 @@
-//! VMs and vCPUs that the program has made itself, with `kvm-ioctls` or without.
+//! VMs and vCPUs that the program created itself, with `kvm-ioctls` or without.
 //!
-//! | | belongs to | ends |
+//! | object | owner | lifetime |
 //! |---|---|---|
-//! | the kernel's VM, its vCPUs | the program, and to the [`Vm`] and [`Vcpu`]s made here | with the last descriptor of either |
-//! | the descriptors that are given | the program; they are duplicated | when the program closes them |
-//! | slots that the program has set, and their memory | the program, also if [`Vm::adopt_slot`] notes them | as it likes |
-//! | slots set through the [`Vm`] | the [`Vm`]; their memory stays mapped as long as the slot is there | by [`Vm::remove_slot`] or a transaction |
+//! | the kernel's VM and vCPUs | shared by the program and the [`Vm`] and [`Vcpu`]s created here | until the last descriptor is closed |
+//! | the given descriptors | the program; this crate duplicates them | until the program closes them |
+//! | slots that the program has set, and their memory | the program, also after [`Vm::adopt_slot`] | decided by the program |
+//! | slots set through the [`Vm`] | the [`Vm`]; the memory stays mapped as long as the slot exists | until [`Vm::remove_slot`] or a transaction |
 //!
-//! The program's VM may outlive the [`Vm`]. Slots that were set through the [`Vm`] and are still there when it
-//! is dropped therefore keep their memory mapped for the life of the process.
+//! The program's VM may outlive the [`Vm`]. If slots that were set through the [`Vm`] still exist when
+//! it is dropped, their memory stays mapped for the life of the process.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
@@ -28,26 +28,26 @@ use crate::system::Kvm;
 use crate::vcpu::Vcpu;
 use crate::vm::{Inner, Vm};
 
-// kvm-ioctls has these, but keeps the numbers to itself.
+// kvm-ioctls has these numbers, but does not export them.
 ioctl_io_nr!(KVM_GET_API_VERSION, KVMIO, 0x00);
 ioctl_io_nr!(KVM_CHECK_EXTENSION, KVMIO, 0x03);
 ioctl_ior_nr!(KVM_GET_MP_STATE, KVMIO, 0x98, kvm_mp_state);
 
-/// Why something that the program has made cannot be adopted.
+/// Why a VM, a vCPU or `/dev/kvm` of the program could not be adopted.
 #[derive(Debug, thiserror::Error)]
 pub enum AdoptError {
-    /// The descriptor is not a VM's.
-    #[error("descriptor {fd} is not a KVM VM's")]
+    /// The descriptor is not a VM.
+    #[error("descriptor {fd} is not a KVM VM")]
     NotAVm {
         /// The descriptor.
         fd: i32,
     },
-    /// The descriptor is not a vCPU's.
-    #[error("descriptor {fd} is not a vCPU's")]
+    /// The descriptor is not a vCPU.
+    #[error("descriptor {fd} is not a vCPU")]
     NotAVcpu {
         /// The descriptor.
         fd: i32,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -56,7 +56,7 @@ pub enum AdoptError {
     Duplicate {
         /// The descriptor.
         fd: i32,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -68,15 +68,15 @@ pub enum AdoptError {
     Map {
         /// The vCPU's number.
         vcpu: u32,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
 impl Vm {
-    /// A [`Vm`] for a VM that the program has made. Nothing about the VM changes, and it has no slots
-    /// as far as the [`Vm`] knows: see [`Vm::adopt_slot`].
+    /// Adopts a VM that the program created. The VM does not change. The [`Vm`] starts without slots:
+    /// see [`Vm::adopt_slot`].
     ///
     /// # Errors
     /// See [`AdoptError`].
@@ -86,7 +86,7 @@ impl Vm {
         Self::adopt_fd(kvm, fd, signals)
     }
 
-    /// As [`Vm::adopt`], by the VM's descriptor.
+    /// As [`Vm::adopt`], from the VM's descriptor.
     ///
     /// # Errors
     /// See [`AdoptError`].
@@ -98,19 +98,19 @@ impl Vm {
         let run_bytes = kvm.fd().get_vcpu_mmap_size();
         let run_bytes = run_bytes.map_err(|errno| AdoptError::RunSize(os_error(errno)))?;
         let own = duplicate(vm)?;
-        // SAFETY: a VM's descriptor, which is nobody else's.
+        // SAFETY: a VM's descriptor without another owner.
         let fd = unsafe { kvm.fd().create_vmfd_from_rawfd(own.as_raw_fd()) };
         let fd = fd.map_err(|errno| AdoptError::RunSize(os_error(errno)))?;
-        // It is `fd`'s now.
+        // `fd` now owns the descriptor.
         let _ = own.into_raw_fd();
         Ok(Self::over(Inner::adopted(fd, run_bytes, signals)))
     }
 
-    /// A [`Vcpu`] for a vCPU of this VM that the program has made, with the number `id`. The
-    /// architecture's set-up is and stays the program's, by either handle.
+    /// Adopts a vCPU of this VM that the program created with the number `id`. The program remains
+    /// responsible for the vCPU's set-up, by either handle.
     ///
-    /// From now on the guest is run by the [`Vcpu`], so that kicks and slot transactions reach it, and
-    /// `kvm_run` is its own: the program's handle is not to be used for either.
+    /// From now on only the [`Vcpu`] may run the guest and access `kvm_run`, so that kicks and slot
+    /// transactions reach the vCPU. Do not use the program's handle for either.
     ///
     /// # Errors
     /// See [`AdoptError`].
@@ -120,7 +120,7 @@ impl Vm {
         self.adopt_vcpu_fd(id, fd)
     }
 
-    /// As [`Vm::adopt_vcpu`], by the vCPU's descriptor. Waits while the vCPU is in KVM_RUN.
+    /// As [`Vm::adopt_vcpu`], from the vCPU's descriptor. Waits while the vCPU is in KVM_RUN.
     ///
     /// # Errors
     /// See [`AdoptError`].
@@ -129,16 +129,16 @@ impl Vm {
         is_vcpu(vcpu).map_err(|source| AdoptError::NotAVcpu { fd, source })?;
         let own = duplicate(vcpu)?.into_raw_fd();
         let map = |source| AdoptError::Map { vcpu: id, source };
-        // SAFETY: a vCPU's descriptor, which is nobody else's; it is closed if this fails.
+        // SAFETY: a vCPU's descriptor without another owner; it is closed if this fails.
         let fd = unsafe { self.fd().create_vcpu_from_rawfd(own) };
         let fd = fd.map_err(|errno| map(os_error(errno)))?;
         let page = RunPage::map(&fd, self.inner().run_bytes()).map_err(map)?;
         Ok(Vcpu::new(id, fd, KickTarget::new(page), self.share()))
     }
 
-    /// Takes note of a slot that the program has set by itself, so that transactions can change it,
-    /// and gpas in it can be told. Nothing is done to the slot. If the VM does not have it like that, the
-    /// kernel will refuse what is done with it later.
+    /// Records a slot that the program set itself, so that transactions can change it and lookups of
+    /// gpas find it. The kernel's slot does not change. If the VM has no such slot, the kernel refuses
+    /// later changes of it.
     ///
     /// # Errors
     /// See [`SlotError`].
@@ -171,41 +171,42 @@ impl Vm {
 }
 
 impl Kvm {
-    /// For a program that has opened /dev/kvm itself; the descriptor is duplicated.
+    /// Adopts a `/dev/kvm` that the program opened; the descriptor is duplicated.
     ///
     /// # Errors
-    /// It cannot be.
+    /// The descriptor cannot be duplicated.
     pub fn adopt(kvm: &kvm_ioctls::Kvm) -> Result<Self, AdoptError> {
         use std::os::fd::FromRawFd;
 
         // SAFETY: the descriptor stays open during this call, because `kvm` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(kvm.as_raw_fd()) };
         let own = duplicate(fd)?.into_raw_fd();
-        // SAFETY: a descriptor of /dev/kvm, which is nobody else's.
+        // SAFETY: a descriptor of /dev/kvm without another owner.
         Ok(Self::over(unsafe { kvm_ioctls::Kvm::from_raw_fd(own) }))
     }
 }
 
 fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd, AdoptError> {
-    // Not one of the three that programs give a meaning to.
+    // Descriptors below 3 are standard input, output and error.
     rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|errno| AdoptError::Duplicate {
         fd: fd.as_raw_fd(),
         source: errno.into(),
     })
 }
 
-/// Whether it is a VM's: VMs and /dev/kvm know capabilities, and /dev/kvm alone its version.
+/// Whether `fd` is a VM: VMs and /dev/kvm implement KVM_CHECK_EXTENSION, and only /dev/kvm has an API
+/// version.
 fn is_vm(fd: BorrowedFd<'_>) -> bool {
-    // SAFETY: the argument is a number; descriptors of other kinds do not know the ioctl.
+    // SAFETY: the argument is a number; descriptors of other kinds do not implement the ioctl.
     let knows = unsafe { ioctl_with_val(&fd, KVM_CHECK_EXTENSION(), KVM_CAP_USER_MEMORY.into()) };
-    // SAFETY: it has no argument; likewise.
+    // SAFETY: the ioctl has no argument; otherwise as above.
     let version = unsafe { ioctl(&fd, KVM_GET_API_VERSION()) };
     knows > 0 && version < 0
 }
 
 fn is_vcpu(fd: BorrowedFd<'_>) -> io::Result<()> {
     let mut state = kvm_mp_state::default();
-    // SAFETY: the kernel writes to the structure only; descriptors of other kinds do not know the
+    // SAFETY: the kernel writes to the structure only; descriptors of other kinds do not implement the
     // ioctl.
     match unsafe { ioctl_with_mut_ref(&fd, KVM_GET_MP_STATE(), &mut state) } {
         0 => Ok(()),
@@ -216,7 +217,7 @@ fn is_vcpu(fd: BorrowedFd<'_>) -> io::Result<()> {
 impl Drop for Inner {
     fn drop(&mut self) {
         let Some(foreign) = self.take_foreign() else {
-            // The descriptor is closed before the memory goes, and the VM with it.
+            // The descriptor, and with it the VM, is closed before the memory is unmapped.
             return;
         };
         for (number, slot) in std::mem::take(&mut *self.slots()) {

@@ -1,4 +1,4 @@
-//! Carrying a transaction out: by the list ioctl, or slot by slot with every vCPU stopped.
+//! Commits a transaction: by the list ioctl, or slot by slot with every vCPU stopped.
 
 mod error;
 mod steps;
@@ -23,60 +23,60 @@ pub use error::{CommitError, FailedChange, Undone};
 /// How a transaction changes the layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Method {
-    /// One ioctl for all slots, KVM_SET_USER_MEMORY_REGION_LIST. vCPUs run on, and those that fault
-    /// see the old layout or the new one, or wait. Dirty bits and what the stage-2 tables map stay
-    /// where nothing changes. Needs KVM_CAP_SET_USER_MEMORY_REGION_LIST.
+    /// One ioctl for all slots, KVM_SET_USER_MEMORY_REGION_LIST. vCPUs continue to run; a vCPU that
+    /// faults sees the old or the new layout, or waits. Unchanged slots retain their dirty bits and
+    /// stage-2 mappings. Needs KVM_CAP_SET_USER_MEMORY_REGION_LIST.
     List,
-    /// Every vCPU is stopped outside KVM_RUN, slots are deleted and created one by one, and the
-    /// vCPUs go on. Works on any kernel.
+    /// Stops every vCPU outside KVM_RUN, deletes and creates slots one by one, and resumes the vCPUs.
+    /// Works on any kernel.
     ///
-    /// Needs a signal that kicks ([`Signals`](crate::Signals)), or KVM_CAP_KICK_VCPUS, which does not
-    /// reach vCPUs that sleep in the kernel.
+    /// Needs a kick signal ([`Signals`](crate::Signals)), or KVM_CAP_KICK_VCPUS, which does not reach
+    /// vCPUs that sleep in the kernel.
     ///
-    /// Waits for vCPUs that KVM does not let go: one that waits in KVM_RUN for a userfaultfd is
-    /// interrupted by the kick's signal on x86; where it is not, the commit waits until the page
-    /// is there. So whoever resolves faults must not wait for a commit.
+    /// Waits for vCPUs that cannot leave KVM at once. The kick's signal interrupts a vCPU that waits in
+    /// KVM_RUN for a userfaultfd on x86; on other architectures the commit waits until the page is
+    /// resolved. A thread that resolves faults must therefore not wait for a commit.
     ///
-    /// The kernel forgets the dirty bits of slots that are made anew
-    /// ([`Committed::lost_dirty`]) and all that the stage-2 tables map of them.
+    /// The kernel discards the dirty bits of slots that are created again ([`Committed::lost_dirty`])
+    /// and all of their stage-2 mappings.
     Quiesce,
-    /// Slots are deleted and created one by one while vCPUs run. A vCPU that looks in between sees
-    /// a hole: MMIO exits for accesses to memory, and failed emulation of what it executes there.
-    /// For measuring what the others are worth, and for changes that take one ioctl.
+    /// Deletes and creates slots one by one while vCPUs run. A vCPU that accesses a slot in between
+    /// sees a hole: MMIO exits for memory accesses, and failed emulation of instructions fetched there.
+    /// For comparisons with the other methods, and for changes that take one ioctl.
     DeleteCreate,
 }
 
-/// A layout that was changed.
+/// The result of a commit.
 #[derive(Clone, Debug)]
 pub struct Committed {
-    /// How.
+    /// The method used.
     pub method: Method,
-    /// Slots that were changed: each is deleted, created or given other flags. None if the
-    /// transaction came to nothing; then nothing was done at all.
+    /// Number of changed slots: each was deleted, created or given other flags. 0 if the transaction
+    /// changes nothing; then no ioctl was made.
     pub entries: usize,
-    /// How many vCPUs were inside KVM_RUN (or another ioctl), or threads populating, and were kicked. Others were kept
-    /// from entering, and are not counted. 0 except for [`Method::Quiesce`].
+    /// Number of vCPUs inside KVM_RUN (or another ioctl), and of threads populating, that were kicked.
+    /// vCPUs that the gate kept from entering do not count. 0 except for [`Method::Quiesce`].
     pub kicked: usize,
-    /// How long vCPUs were kept from the guest at most: from the moment when the gate was closed
-    /// until it was opened again, so the kicks, the wait until all had left, and `updating`. Not
-    /// the time that a vCPU then takes to wake up and enter. Zero except for [`Method::Quiesce`].
+    /// The upper bound of the vCPUs' stall: the time from closing the gate to opening it, including the
+    /// kicks, the wait until all vCPUs have left, and `updating`. Excludes the time that a vCPU then
+    /// takes to wake up and enter. Zero except for [`Method::Quiesce`].
     pub quiesced: Duration,
-    /// The part of `quiesced` until the last vCPU had left.
+    /// The part of `quiesced` until the last vCPU left.
     pub waited: Duration,
-    /// The time of the ioctls that changed the slots, whatever the method.
+    /// The time of the ioctls that changed the slots, for every method.
     pub updating: Duration,
-    /// Guest-physical ranges whose dirty bits the kernel has forgotten, because a slot with
-    /// `log_dirty` was made anew: take all their pages as dirty. Empty for [`Method::List`].
+    /// Guest-physical ranges whose dirty bits the kernel has discarded because a slot with `log_dirty`
+    /// was created again: treat all of their pages as dirty. Empty for [`Method::List`].
     pub lost_dirty: Vec<GuestRange>,
-    /// All slots that the VM has now.
+    /// All slots of the VM after the commit.
     pub layout: SlotLayout,
     transaction: u64,
     made: Vec<Option<u32>>,
 }
 
 impl Committed {
-    /// The number of a slot; None if it was deleted, or if other slots were made of it, or if the
-    /// reference is another transaction's.
+    /// The number of a slot; None if it was deleted, if later steps replaced it, or if the reference
+    /// belongs to another transaction.
     #[must_use]
     pub fn slot(&self, slot: SlotRef) -> Option<u32> {
         match slot.number() {
@@ -86,8 +86,8 @@ impl Committed {
     }
 }
 
-/// Checks the steps against the layout of this moment and carries them out. `calls` are `vm`'s
-/// ioctls, except in tests.
+/// Checks the steps against the current layout and commits them. `calls` makes `vm`'s ioctls, except in
+/// tests.
 pub(crate) fn commit(
     vm: &Inner,
     transaction: u64,
@@ -95,7 +95,7 @@ pub(crate) fn commit(
     method: Option<Method>,
     calls: &dyn SlotCalls,
 ) -> Result<Committed, CommitError> {
-    // Taken outside all ioctls, also by a vCPU's thread: the holder may be waiting for vCPUs.
+    // Taken outside all ioctls, also by a vCPU's thread: the holder may wait for vCPUs.
     let _updates = vm.updates();
     let old = vm.slots().clone();
     let plan = Plan::new(&old, vm.capabilities(), transaction, steps)?;
@@ -151,7 +151,7 @@ fn choose(vm: &Inner, asked: Option<Method>, entries: usize) -> Result<Method, C
         }),
         Some(method) => Ok(method),
         None if has_list => Ok(Method::List),
-        // One ioctl is one step: nobody can see it half done.
+        // One ioctl is atomic: no vCPU sees an intermediate layout.
         None if entries <= 1 => Ok(Method::DeleteCreate),
         None => Ok(Method::Quiesce),
     }
@@ -167,42 +167,42 @@ fn refused_list(changes: &[SlotChange], refusal: ListRefusal) -> CommitError {
     }
 }
 
-/// Makes `layout` the VM's, which drops regions that no slot has any more.
+/// Makes `layout` the VM's layout, which drops regions that no slot has any more.
 fn publish(vm: &Inner, layout: SlotLayout) {
     let old = std::mem::replace(&mut *vm.slots(), layout);
-    // After the lock: unmapping may take long.
+    // After releasing the lock: unmapping may take long.
     drop(old);
 }
 
 /// Stops every vCPU outside its ioctls.
 fn quiesce(vm: &Inner) -> Closed<'_, dyn Kickable> {
     vm.gate().close(|inside, before| {
-        // Whoever has taken its seat and not begun KVM_RUN sees this flag there.
+        // A vCPU that has passed the gate but not begun KVM_RUN sees this flag there.
         for target in inside {
             target.stop_early();
         }
         let kicked = before == 0 && vm.capabilities().kick_vcpus && kick_vcpus(vm);
-        // There is no such ioctl, or it does not reach somebody: one who sleeps in the kernel, or
-        // is in another ioctl than KVM_RUN.
+        // The ioctl is missing, or does not reach all: a thread may sleep in the kernel, or be in
+        // another ioctl than KVM_RUN.
         for target in inside.iter().filter(|target| !(kicked && target.is_vcpu())) {
             target.signal();
         }
     })
 }
 
-/// Whether those who are inside can be made to leave, if there may be any.
+/// Whether threads inside an ioctl can be made to leave, or none can be inside.
 fn can_kick(vm: &Inner) -> bool {
-    vm.signals().kick().is_some() || vm.capabilities().kick_vcpus || !vm.gate().has_seats()
+    vm.signals().kick().is_some() || vm.capabilities().kick_vcpus || !vm.gate().has_participants()
 }
 
-/// KVM_KICK_VCPUS; whether it worked.
+/// KVM_KICK_VCPUS; returns whether it succeeded.
 fn kick_vcpus(vm: &Inner) -> bool {
-    // SAFETY: a VM's descriptor; the ioctl takes no argument and touches no memory of ours. Gated
-    // by KVM_CAP_KICK_VCPUS, which the caller has seen.
+    // SAFETY: a VM's descriptor; the ioctl takes no argument and touches no memory of this process.
+    // Gated by KVM_CAP_KICK_VCPUS, which the caller has checked.
     unsafe { ioctl(vm.fd(), abi::KVM_KICK_VCPUS.into()) == 0 }
 }
 
-/// Carries the changes out one after the other, and back if one fails.
+/// Makes the changes one after the other, and undoes them if one fails.
 fn one_by_one(
     vm: &Inner,
     old: SlotLayout,
@@ -232,7 +232,7 @@ fn one_by_one(
             });
         }
     }
-    // A log that a step turned off is none that was forgotten, but one that nobody wants.
+    // A log that a step turned off on purpose does not count as lost.
     done.lost_dirty = steps.deleted_logs();
     steps.finish();
     done.updating = start.elapsed();

@@ -1,4 +1,4 @@
-//! Why KVM_RUN came back.
+//! The reasons for which KVM_RUN returns.
 
 use std::fmt;
 
@@ -11,17 +11,17 @@ use crate::fault::FaultExit;
 /// Source: `Documentation/virt/kvm/api.rst`, "The kvm_run structure".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// A memory access failed and the kernel says which one (EFAULT or EHWPOISON with
+    /// A memory access failed and the kernel reports which one (EFAULT or EHWPOISON with
     /// KVM_EXIT_MEMORY_FAULT, or SIGBUS). Entering again repeats the access.
     Fault(FaultExit),
-    /// The guest wrote to an I/O port. The instruction is complete at the next KVM_RUN.
+    /// The guest wrote to an I/O port. The next KVM_RUN completes the instruction.
     IoOut {
         /// The port.
         port: u16,
         /// The first element written, zero-extended.
         data: u32,
     },
-    /// The guest reads from an I/O port; the answer is the caller's
+    /// The guest reads from an I/O port; the caller supplies the value
     /// ([`BoundVcpu::answer_in`](crate::BoundVcpu::answer_in)).
     IoIn {
         /// The port.
@@ -29,33 +29,33 @@ pub enum Exit {
         /// Bytes per element.
         size_bytes: u8,
     },
-    /// An access outside every memory slot; to a read, the answer is the caller's
+    /// An access outside every memory slot; for a read, the caller supplies the value
     /// ([`BoundVcpu::answer_mmio`](crate::BoundVcpu::answer_mmio)).
     Mmio {
-        /// Where.
+        /// The address.
         gpa: GuestAddress,
-        /// How many bytes.
+        /// The number of bytes.
         size_bytes: u32,
-        /// Whether it was a write.
+        /// Whether the access was a write.
         write: bool,
     },
-    /// A signal or a kick ended KVM_RUN (EINTR). The kick, if it was one, is used up.
+    /// A signal or a kick ended KVM_RUN (EINTR). A kick is thereby consumed.
     Interrupted,
-    /// HLT, which only comes here without an in-kernel interrupt controller.
+    /// HLT; only without an in-kernel interrupt controller.
     Halt,
-    /// Triple fault or the like: the vCPU cannot go on.
+    /// Triple fault or the like: the vCPU cannot continue.
     Shutdown,
     /// The processor refused to enter the guest.
     FailedEntry {
-        /// The processor's own code.
+        /// The processor's error code.
         hardware_reason: u64,
     },
-    /// KVM gave up, for instance on an instruction that it cannot emulate.
+    /// KVM failed internally, for instance on an instruction that it cannot emulate.
     InternalError {
         /// KVM_INTERNAL_ERROR_*.
         suberror: u32,
     },
-    /// Any other exit, by its KVM_EXIT_* number.
+    /// Any other exit, with its KVM_EXIT_* number.
     Other {
         /// The number.
         reason: u32,
@@ -79,7 +79,7 @@ impl fmt::Display for Exit {
                 let gpa = gpa.0;
                 write!(
                     formatter,
-                    "{access} of {size_bytes} bytes outside all memory, gpa {gpa:#x}"
+                    "{access} of {size_bytes} bytes outside all memory slots, gpa {gpa:#x}"
                 )
             }
             Exit::Interrupted => formatter.write_str("interrupted"),

@@ -1,4 +1,4 @@
-//! Memory faults that leave the guest through KVM_RUN.
+//! Memory faults that exit to userspace through KVM_RUN.
 
 use std::fmt;
 
@@ -7,8 +7,8 @@ pub use pagetide_memory::Access;
 use pagetide_memory::GuestAddress;
 use pagetide_uapi::generated as abi;
 
-/// Decodes the access of `kvm_run.memory_fault.flags`. A write decides over a fetch, a fetch over a
-/// read, because whoever makes the page present must satisfy the most demanding one.
+/// Decodes the access in `kvm_run.memory_fault.flags`. If several bits are set, a write takes
+/// precedence over a fetch and a fetch over a read, because the page must permit all of them.
 const fn access_of(flags: u64) -> Access {
     if flags & abi::KVM_MEMORY_EXIT_FLAG_WRITE as u64 != 0 {
         Access::Write
@@ -21,35 +21,36 @@ const fn access_of(flags: u64) -> Access {
     }
 }
 
-/// A `KVM_EXIT_MEMORY_FAULT`: KVM_RUN failed with EFAULT or EHWPOISON and said why; or a SIGBUS came
-/// in KVM_RUN (then `poisoned` is set, the access is not stated, and `flags` are 0).
+/// A `KVM_EXIT_MEMORY_FAULT`: KVM_RUN failed with EFAULT or EHWPOISON and an annotation; or SIGBUS was
+/// raised in KVM_RUN (then `poisoned` is set, the access is unstated, and `flags` is 0).
 ///
 /// Source: `Documentation/virt/kvm/api.rst`, KVM_CAP_MEMORY_FAULT_INFO and, for `absent`,
 /// KVM_CAP_ABSENT_MAPPING_FAULT.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultExit {
-    /// First faulting guest-physical address; aligned to `size_bytes` for stage-2 faults, exact
-    /// for accesses that KVM makes itself.
+    /// First faulting guest-physical address; aligned to `size_bytes` for stage-2 faults, exact for
+    /// accesses that KVM itself makes.
     pub gpa: GuestAddress,
     /// Bytes from `gpa` that the access needs.
     pub size_bytes: u64,
     /// The access that failed.
     pub access: Access,
-    /// The slot asks for exits and userspace's page tables had no mapping that permits the access:
-    /// make the page present and enter the guest again. Without it a retry leads nowhere.
+    /// The slot has absent-mapping exits enabled, and userspace's page tables had no mapping that
+    /// permits the access: make the page present and enter the guest again. If this is false, a retry
+    /// fails again.
     pub absent: bool,
     /// The access was to private (guest_memfd) memory.
     pub private: bool,
     /// EHWPOISON or SIGBUS: the memory has an uncorrected error. [`Vm::error_of`](crate::Vm::error_of)
-    /// says what is lost, [`Vcpu::inject_machine_check`](crate::Vcpu::inject_machine_check) tells the
-    /// guest.
+    /// returns the lost range; [`Vcpu::inject_machine_check`](crate::Vcpu::inject_machine_check)
+    /// reports the error to the guest.
     pub poisoned: bool,
-    /// The raw flags, for messages about bits that this version does not know.
+    /// The raw flags, for messages about bits that this version does not decode.
     pub flags: u64,
 }
 
 impl FaultExit {
-    /// Decodes `kvm_run.memory_fault`; `poisoned` says that the errno was EHWPOISON.
+    /// Decodes `kvm_run.memory_fault`; `poisoned`: the errno was EHWPOISON.
     #[must_use]
     pub const fn decode(flags: u64, gpa: u64, size_bytes: u64, poisoned: bool) -> Self {
         Self {
@@ -63,21 +64,21 @@ impl FaultExit {
         }
     }
 
-    /// The memory fault with which a KVM_RUN failed, for a program that calls it itself: `run` is the
-    /// vCPU's structure, and `errno` what KVM_RUN returned. None if it is no annotated fault.
+    /// The memory fault of a failed KVM_RUN, for a program that makes the ioctl itself: `run` is the
+    /// vCPU's structure, and `errno` the result of KVM_RUN. None if it is not an annotated fault.
     ///
-    /// With `kvm-ioctls`: `VcpuFd::run` returns annotated faults as `VcpuExit::MemoryFault`, which does not
-    /// say whether the errno was EHWPOISON; the thread's errno still does, right after the call.
+    /// With `kvm-ioctls`: `VcpuFd::run` returns annotated faults as `VcpuExit::MemoryFault`, without
+    /// the errno. Immediately after the call, the thread's errno still distinguishes EHWPOISON from EFAULT.
     ///
-    /// Kernels without Pagetide's patches may fail without an annotation and leave an earlier one
-    /// there: [`FaultExit::forget`] before each KVM_RUN tells them apart.
+    /// Kernels without Pagetide's patches may fail without an annotation and leave an earlier one in
+    /// `run`: call [`FaultExit::forget`] before each KVM_RUN to tell them apart.
     #[must_use]
     pub fn of(run: &kvm_run, errno: i32) -> Option<Self> {
         let is_fault = matches!(errno, libc::EFAULT | libc::EHWPOISON);
         if !is_fault || run.exit_reason != abi::KVM_EXIT_MEMORY_FAULT {
             return None;
         }
-        // SAFETY: the member that the exit reason names; plain numbers, for which any bits are valid.
+        // SAFETY: the member that the exit reason selects; integers, for which any bits are valid.
         let fault = unsafe { run.__bindgen_anon_1.memory_fault };
         let is_poisoned = errno == libc::EHWPOISON;
         Some(Self::decode(
@@ -88,15 +89,15 @@ impl FaultExit {
         ))
     }
 
-    /// Forgets an annotated fault of an earlier KVM_RUN. Any other exit stays, as the kernel may look at
-    /// it to complete an access.
+    /// Clears an annotated fault of an earlier KVM_RUN. Any other exit reason stays, because the kernel
+    /// may need it to complete an access.
     pub fn forget(run: &mut kvm_run) {
         if run.exit_reason == abi::KVM_EXIT_MEMORY_FAULT {
             run.exit_reason = KVM_EXIT_UNKNOWN;
         }
     }
 
-    /// Whether making the page present and entering again can resolve it.
+    /// Whether making the page present and entering again can resolve the fault.
     #[must_use]
     pub const fn is_resolvable(&self) -> bool {
         self.absent && !self.poisoned
@@ -134,7 +135,7 @@ mod tests {
     const ABSENT: u64 = 1 << 5;
 
     #[test]
-    fn flags_decode_as_the_interface_says() {
+    fn flags_decode_as_documented() {
         // flags, access, absent, private
         let table = [
             (0, Access::Unstated, false, false),
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_structure_is_read_as_the_errno_says() {
+    fn a_run_structure_is_decoded_by_its_errno() {
         let mut run = kvm_run {
             exit_reason: abi::KVM_EXIT_MEMORY_FAULT,
             ..kvm_run::default()

@@ -1,37 +1,37 @@
-//! The gate in front of a VM's vCPU ioctls: how a slot transaction knows that no vCPU is inside, and
-//! nobody who fills stage-2 tables either.
+//! The gate in front of a VM's vCPU ioctls: it ensures that no vCPU and no populating thread is inside
+//! an ioctl while a slot transaction updates the slots.
 //!
-//! Each vCPU has one [`Seat`], and so has each population ([`crate::populate`]), which the table
-//! calls a vCPU as well. A seat is one atomic word: how many ioctls are in flight, and one bit,
-//! CLOSED. Everything that matters is decided by the order of changes to that one word, which all
-//! threads agree on; no reasoning about two variables is needed.
+//! Each vCPU has one [`InFlight`], and so has each population ([`crate::populate`]), which the table
+//! below includes under vCPUs. An `InFlight` is one atomic word: the number of ioctls in flight, and
+//! one bit, CLOSED. The order of changes to that single word decides everything, and all threads agree
+//! on that order; no argument involves two variables.
 //!
-//! | who | does | when |
+//! | thread | change | time |
 //! |---|---|---|
 //! | a vCPU's thread | 0 to 1, or n to n+1, by compare-and-swap, never if CLOSED is set | before an ioctl |
-//! | the same | n to n-1, keeping CLOSED, and notifies if CLOSED was set and n is now 0 | after it |
+//! | the same | n to n-1, preserving CLOSED; notifies if CLOSED was set and n is now 0 | after it |
 //! | a committer | sets CLOSED | when it closes the gate |
 //! | the same | clears CLOSED | when it opens the gate |
 //!
-//! *Why nobody is inside during an update.* Once CLOSED is set in a word, its count can only fall:
-//! entering is a compare-and-swap that expects CLOSED to be clear. The committer waits until it has
-//! read 0 in every word, so from then until it clears CLOSED every count is 0. Reading the 0 that a
-//! leaving thread wrote (release, acquire) puts the whole ioctl before the update; entering on the
-//! word that the committer cleared puts the whole update before the next ioctl.
+//! *No ioctl overlaps an update.* Once CLOSED is set in a word, its count can only fall: entering is a
+//! compare-and-swap that expects CLOSED to be clear. The committer waits until it has read 0 in every
+//! word; from then until it clears CLOSED, every count is 0. Reading the 0 that a leaving thread wrote
+//! (release, acquire) orders that thread's ioctl before the update; entering on the word that the
+//! committer cleared orders the update before the next ioctl.
 //!
-//! *Why no wake-up is lost.* Whoever leaves learns from the same atomic operation whether CLOSED
-//! was set. If it was not, the committer's setting comes later and returns the count without it. If
-//! it was, the leaver takes the mutex before it notifies, so that the committer has either not
-//! looked yet or is waiting.
+//! *No wake-up is lost.* The atomic operation of a leaving thread also returns whether CLOSED was set.
+//! If it was not, the committer sets it later and sees the decreased count. If it was, the leaving
+//! thread takes the mutex before it notifies, so the committer either has not read the word yet or is
+//! waiting.
 //!
-//! *Why nobody waits in a circle.* A committer waits for threads that are in an ioctl, and for those
-//! alone; an ioctl waits for no committer, and no code of a caller runs while a seat is taken. A
-//! thread that waits at the gate, or for its turn to commit, has no seat.
+//! *There is no deadlock.* A committer waits only for threads that are in an ioctl; an ioctl waits for
+//! no committer, and no callback runs between entering and leaving. A thread that waits at the gate, or
+//! for its turn to commit, is not counted.
 //!
-//! *Why nobody starves.* Threads that waited when the gate opened enter before it closes again.
+//! *There is no starvation.* Threads that waited when the gate opened enter before it closes again.
 //!
-//! The uncontended cost is one atomic operation on a cache line of the vCPU's own on the way in, and
-//! one on the way out. `docs/decisions/0006-quiesce-gate.md` says what else was considered.
+//! Without contention, entering and leaving cost one atomic operation each, on a cache line of the
+//! vCPU. `docs/decisions/0006-quiesce-gate.md` lists the alternatives.
 
 use std::sync::atomic::fence;
 use std::sync::{Arc, PoisonError, Weak};
@@ -41,20 +41,20 @@ use crossbeam_utils::CachePadded;
 
 use crate::sync::{AtomicU32, Condvar, Mutex, MutexGuard, Ordering};
 
-/// The bit that keeps new ioctls out; the bits below it count those in flight.
+/// The bit that prevents new ioctls; the bits below it count the ioctls in flight.
 const CLOSED: u32 = 1 << 31;
 
-/// The first pause before those that are still inside are kicked again, and the longest one. One
-/// kick is enough for KVM_RUN (see [`crate::kick`]); other ioctls have no `immediate_exit`.
+/// The first and the longest pause before threads that are still inside are kicked again. One kick
+/// suffices for KVM_RUN (see [`crate::kick`]); other ioctls have no `immediate_exit`.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
-/// One vCPU's word.
+/// The ioctls in flight of one vCPU or population, on separate cache lines.
 #[derive(Debug, Default)]
-pub(crate) struct Seat(CachePadded<AtomicU32>);
+pub(crate) struct InFlight(CachePadded<AtomicU32>);
 
-impl Seat {
-    /// Takes the seat if the gate is open and nobody is inside, by one atomic operation.
+impl InFlight {
+    /// Enters if the gate is open and no ioctl is in flight, by one atomic operation.
     #[inline]
     fn try_enter(&self) -> bool {
         self.0
@@ -62,7 +62,7 @@ impl Seat {
             .is_ok()
     }
 
-    /// Takes the seat beside others; false if the gate is closed.
+    /// Enters in addition to other ioctls; false if the gate is closed.
     fn try_enter_beside(&self) -> bool {
         self.0
             .fetch_update(Ordering::Acquire, Ordering::Relaxed, |word| {
@@ -71,12 +71,12 @@ impl Seat {
             .is_ok()
     }
 
-    /// How many ioctls are in flight. Acquire: if none, all that they did has happened.
+    /// The number of ioctls in flight. Acquire: if it is 0, all of their effects are visible.
     fn inside(&self) -> u32 {
         self.0.load(Ordering::Acquire) & !CLOSED
     }
 
-    /// Keeps new ioctls out; whether some are in flight.
+    /// Prevents new ioctls; returns whether some are in flight.
     fn close(&self) -> bool {
         self.0.fetch_or(CLOSED, Ordering::AcqRel) & !CLOSED != 0
     }
@@ -86,18 +86,18 @@ impl Seat {
     }
 }
 
-/// What has a seat.
-pub(crate) trait Occupant: Send + Sync {
-    fn seat(&self) -> &Seat;
+/// A vCPU or population that passes through the gate.
+pub(crate) trait Participant: Send + Sync {
+    fn in_flight(&self) -> &InFlight;
 }
 
 #[derive(Debug)]
 struct State<O: ?Sized> {
-    occupants: Vec<Weak<O>>,
+    participants: Vec<Weak<O>>,
     closed: bool,
-    /// Threads that wait for the gate to open.
+    /// Number of threads that wait for the gate to open.
     waiting: usize,
-    /// Threads that waited when it opened and have not entered yet.
+    /// Number of threads that waited when it opened and have not entered yet.
     admitted: usize,
 }
 
@@ -105,7 +105,7 @@ struct State<O: ?Sized> {
 #[derive(Debug)]
 pub(crate) struct Gate<O: ?Sized> {
     state: Mutex<State<O>>,
-    /// Somebody left a closed seat, or the last admitted thread entered: for committers.
+    /// The last ioctl at a closed gate ended, or the last admitted thread entered: for committers.
     left: Condvar,
     /// The gate was opened: for vCPUs' threads.
     opened: Condvar,
@@ -115,7 +115,7 @@ impl<O: ?Sized> Default for Gate<O> {
     fn default() -> Self {
         Self {
             state: Mutex::new(State {
-                occupants: Vec::new(),
+                participants: Vec::new(),
                 closed: false,
                 waiting: 0,
                 admitted: 0,
@@ -126,34 +126,36 @@ impl<O: ?Sized> Default for Gate<O> {
     }
 }
 
-impl<O: Occupant + ?Sized> Gate<O> {
-    /// Gives a new vCPU or population its seat, closed if the gate is.
-    pub(crate) fn add(&self, occupant: &Arc<O>) {
+impl<O: Participant + ?Sized> Gate<O> {
+    /// Adds a new vCPU or population, closed if the gate is closed.
+    pub(crate) fn add(&self, participant: &Arc<O>) {
         let mut state = self.state();
         if state.closed {
-            occupant.seat().close();
+            participant.in_flight().close();
         }
-        state.occupants.retain(|known| known.strong_count() > 0);
-        state.occupants.push(Arc::downgrade(occupant));
+        state.participants.retain(|known| known.strong_count() > 0);
+        state.participants.push(Arc::downgrade(participant));
     }
 
-    /// Whether anybody has a seat, inside or not.
-    pub(crate) fn has_seats(&self) -> bool {
+    /// Whether there is any vCPU or population, inside an ioctl or not.
+    pub(crate) fn has_participants(&self) -> bool {
         let state = self.state();
-        state.occupants.iter().any(|known| known.strong_count() > 0)
+        state
+            .participants
+            .iter()
+            .any(|known| known.strong_count() > 0)
     }
 
-    /// Takes a seat, waiting as long as the gate is closed. No code of a caller may run before the
-    /// seat is left again.
+    /// Enters; waits as long as the gate is closed. No callback may run before [`Self::leave`].
     #[inline]
-    pub(crate) fn enter(&self, seat: &Seat) {
-        if !seat.try_enter() {
-            self.enter_slowly(seat);
+    pub(crate) fn enter(&self, in_flight: &InFlight) {
+        if !in_flight.try_enter() {
+            self.enter_slowly(in_flight);
         }
     }
 
     #[cold]
-    fn enter_slowly(&self, seat: &Seat) {
+    fn enter_slowly(&self, in_flight: &InFlight) {
         let mut state = self.state();
         let waited = state.closed;
         if waited {
@@ -162,8 +164,8 @@ impl<O: Occupant + ?Sized> Gate<O> {
                 state = wait(&self.opened, state);
             }
         }
-        // The bits and `closed` change together under the mutex, which is held here.
-        let entered = seat.try_enter_beside();
+        // The CLOSED bits and `closed` change together under the mutex, which is held here.
+        let entered = in_flight.try_enter_beside();
         debug_assert!(entered, "the gate is open");
         if waited {
             state.admitted -= 1;
@@ -173,31 +175,31 @@ impl<O: Occupant + ?Sized> Gate<O> {
         }
     }
 
-    /// Leaves a seat. Whether the gate was closed meanwhile, so that a committer may have kicked
+    /// Leaves. Returns whether the gate was closed meanwhile, in which case a committer may have kicked
     /// this vCPU.
     #[inline]
-    pub(crate) fn leave(&self, seat: &Seat) -> bool {
-        let word = seat.0.fetch_sub(1, Ordering::AcqRel);
+    pub(crate) fn leave(&self, in_flight: &InFlight) -> bool {
+        let word = in_flight.0.fetch_sub(1, Ordering::AcqRel);
         if word & CLOSED == 0 {
             return false;
         }
         if word == CLOSED | 1 {
-            self.tell_committer();
+            self.notify_committer();
         }
         true
     }
 
     #[cold]
-    fn tell_committer(&self) {
-        // Taken and dropped: the committer has not looked at the word yet, or it waits.
+    fn notify_committer(&self) {
+        // Taken and released: the committer has not read the word yet, or it waits.
         drop(self.state());
         self.left.notify_all();
     }
 
-    /// Closes the gate and waits until no ioctl is in flight. `kick` gets those that are inside and
-    /// is to make them leave; its second argument says how often it was called before.
+    /// Closes the gate and waits until no ioctl is in flight. `kick` receives the participants that are
+    /// inside and makes them leave; its second argument is the number of earlier calls.
     ///
-    /// Callers must not overlap: [`crate::vm::Inner`] has a mutex for that.
+    /// Calls must not overlap: [`crate::vm::Inner`] has a mutex for that.
     pub(crate) fn close(&self, mut kick: impl FnMut(&[Arc<O>], u32)) -> Closed<'_, O> {
         let mut state = self.state();
         while state.admitted > 0 {
@@ -212,12 +214,12 @@ impl<O: Occupant + ?Sized> Gate<O> {
             since: Instant::now(),
         };
         let mut inside: Vec<_> = state
-            .occupants
+            .participants
             .iter()
             .filter_map(Weak::upgrade)
-            .filter(|occupant| occupant.seat().close())
+            .filter(|participant| participant.in_flight().close())
             .collect();
-        // Who is gone left before it went: its last reference was given up with Release.
+        // A dropped participant left before: its last reference was released with Release.
         fence(Ordering::Acquire);
         closed.found_inside = inside.len();
         let mut pause = FIRST_PAUSE;
@@ -232,8 +234,8 @@ impl<O: Occupant + ?Sized> Gate<O> {
         closed
     }
 
-    /// Waits until those that are inside have left, or for `limit` in which none has, and keeps those
-    /// that have not.
+    /// Waits until the participants in `inside` have left, or until `limit` passes without any leaving;
+    /// removes those that have left.
     fn wait_until_left(
         &self,
         inside: &mut Vec<Arc<O>>,
@@ -242,7 +244,7 @@ impl<O: Occupant + ?Sized> Gate<O> {
         let mut state = self.state();
         let mut is_over = false;
         loop {
-            inside.retain(|occupant| occupant.seat().inside() > 0);
+            inside.retain(|participant| participant.in_flight().inside() > 0);
             if is_over || inside.is_empty() {
                 return state;
             }
@@ -269,21 +271,21 @@ fn wait<'state, O: ?Sized>(
         .unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A closed gate with nobody inside. Dropping it opens the gate.
+/// A closed gate with no ioctl in flight. Dropping it opens the gate.
 #[derive(Debug)]
-pub(crate) struct Closed<'gate, O: Occupant + ?Sized> {
+pub(crate) struct Closed<'gate, O: Participant + ?Sized> {
     gate: &'gate Gate<O>,
-    /// How many vCPUs and populations were inside when the gate was closed, and were kicked.
+    /// The number of vCPUs and populations that were inside when the gate was closed, and were kicked.
     pub(crate) found_inside: usize,
-    /// When it was closed.
+    /// The time at which it was closed.
     pub(crate) since: Instant,
 }
 
-impl<O: Occupant + ?Sized> Drop for Closed<'_, O> {
+impl<O: Participant + ?Sized> Drop for Closed<'_, O> {
     fn drop(&mut self) {
         let mut state = self.gate.state();
-        for occupant in state.occupants.iter().filter_map(Weak::upgrade) {
-            occupant.seat().open();
+        for participant in state.participants.iter().filter_map(Weak::upgrade) {
+            participant.in_flight().open();
         }
         state.closed = false;
         state.admitted = std::mem::take(&mut state.waiting);

@@ -1,5 +1,5 @@
-//! Where the memory at a guest-physical address comes from: a transaction may put a part of a region
-//! anywhere, so a region's own address and what the guest sees are two things.
+//! Lookup of the memory at a guest-physical address. A transaction may map a part of a region at any
+//! gpa, so the region's own address and the guest's address can differ.
 
 use std::sync::Arc;
 
@@ -16,14 +16,13 @@ pub struct Home {
     pub region: Arc<Region>,
     /// The page of the region.
     pub page: PageIndex,
-    /// The address by the region's own count, from [`Region::gpa`] on; the same as the guest's unless
-    /// the slot was moved.
+    /// The address relative to [`Region::gpa`]; equal to the guest's address unless the slot was moved.
     pub gpa: GuestAddress,
 }
 
 impl Slot {
-    /// The offset in the region, in bytes, of what the guest sees at `gpa`; None if that is not in
-    /// the slot.
+    /// The offset in the region, in bytes, of the guest's address `gpa`; None if the slot does not
+    /// contain it.
     #[must_use]
     pub fn offset_of(&self, gpa: GuestAddress) -> Option<u64> {
         let offset = gpa.offset_from(self.range.start())?;
@@ -33,8 +32,8 @@ impl Slot {
         self.offset.checked_add(offset)
     }
 
-    /// Where the guest sees the byte of the region at `offset`, or the end of the slot; None if that
-    /// is not in the slot.
+    /// The guest's address of the byte at `offset` in the region; the slot's end is included. None if
+    /// the slot does not contain it.
     #[must_use]
     pub fn gpa_of(&self, offset: u64) -> Option<GuestAddress> {
         let within = offset.checked_sub(self.offset)?;
@@ -61,12 +60,11 @@ impl Inner {
 }
 
 impl Vm {
-    /// The memory that the guest sees at `gpa`, under the slots of this moment; None if no slot has
-    /// that address.
+    /// The memory at the guest's address `gpa` in the current layout; None if no slot contains it.
     ///
-    /// For a fault: the slots may have changed since the vCPU left the guest. If nothing is there
-    /// now, or another region, entering the guest again repeats the access under the new layout; to
-    /// resolve the fault of a page that is no longer there does no harm.
+    /// For a fault: the slots may have changed since the vCPU exited. If the address now has no memory,
+    /// or another region's, entering the guest again repeats the access under the new layout; resolving
+    /// the fault of a page that was moved does no harm.
     #[must_use]
     pub fn home_of(&self, gpa: GuestAddress) -> Option<Home> {
         self.inner().home_of(gpa)

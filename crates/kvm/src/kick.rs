@@ -1,15 +1,15 @@
-//! Kicks: making a vCPU leave KVM_RUN from another thread.
+//! Kicks: another thread makes a vCPU leave KVM_RUN.
 //!
-//! A signal alone can arrive just before KVM_RUN starts and is then lost; `immediate_exit` alone
-//! does not reach a vCPU that is already inside. A kick sets the flag and then sends the signal, so
-//! that one of the two always works: either KVM_RUN has not started and sees the flag, or it has
-//! and the signal ends it, also while KVM waits for a userfaultfd on the vCPU's behalf.
+//! A signal alone is lost if it arrives just before KVM_RUN starts; `immediate_exit` alone does not
+//! reach a vCPU that is already inside. A kick sets the flag and then sends the signal. One of the two
+//! always works: if KVM_RUN has not started, it sees the flag; if it has, the signal ends it, also
+//! while KVM waits for a userfaultfd on the vCPU's behalf.
 //!
-//! There are two kinds. A caller's kick ([`VcpuKick`]) is remembered in `pending` and becomes
-//! [`Exit::Interrupted`](crate::Exit::Interrupted). A slot transaction's kick is not remembered:
-//! KVM_RUN returns, and [`BoundVcpu::run`](crate::BoundVcpu::run) waits at the gate and enters
-//! again. A population ([`crate::populate`]) is kicked by the signal alone: it looks for nothing
-//! that could be missed, and whoever waits for it sends the signal again.
+//! There are two kinds. A caller's kick ([`VcpuKick`]) is recorded in `pending` and becomes
+//! [`Exit::Interrupted`](crate::Exit::Interrupted). A slot transaction's kick is not recorded: KVM_RUN
+//! returns, and [`BoundVcpu::run`](crate::BoundVcpu::run) waits at the gate and enters again. A
+//! population ([`crate::populate`]) is kicked by the signal alone: it has no flag to check, and the
+//! thread that waits for it sends the signal again.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,13 +18,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use libc::c_int;
 use rustix::thread::Pid;
 
-use crate::gate::{Occupant, Seat};
+use crate::gate::{InFlight, Participant};
 use crate::run_page::RunPage;
 use crate::signals::{self, Signals};
 
-/// Who has a seat at a VM's gate, and how a slot transaction makes it leave.
-pub(crate) trait Kickable: Occupant + Debug {
-    /// Makes the next KVM_RUN return at once, if that is what it does.
+/// A participant at a VM's gate that a slot transaction can make leave.
+pub(crate) trait Kickable: Participant + Debug {
+    /// Makes the next KVM_RUN return at once; only for vCPUs.
     fn stop_early(&self) {}
 
     /// Whether KVM_KICK_VCPUS reaches it.
@@ -32,17 +32,17 @@ pub(crate) trait Kickable: Occupant + Debug {
         false
     }
 
-    /// Sends the signal, if a thread is there to get it.
+    /// Sends the signal if a thread is bound.
     fn signal(&self);
 }
 
-/// The thread that kicks are sent to, and by which signal. Held while the signal is sent, so that the
-/// thread cannot end, and its number go to another one, between the look and the signal.
+/// The thread that receives kicks, and the signal. Locked while the signal is sent, so that the thread
+/// cannot end, and its number be reused, between the lookup and the signal.
 #[derive(Debug, Default)]
 pub(crate) struct KickedThread(Mutex<Option<(Pid, c_int)>>);
 
 impl KickedThread {
-    /// Has kicks sent to the calling thread, if the VM has a signal for it.
+    /// Directs kicks to the calling thread, if the VM has a kick signal.
     pub(crate) fn set_here(&self, signals: Signals) {
         let here = signals
             .kick()
@@ -66,32 +66,32 @@ impl KickedThread {
     }
 }
 
-/// What a vCPU and the kicks for it share.
+/// The state that a vCPU shares with the threads that kick it.
 #[derive(Debug)]
 pub(crate) struct KickTarget {
-    seat: Seat,
+    in_flight: InFlight,
     pub(crate) page: RunPage,
-    /// A caller's kick that no KVM_RUN has returned for. Set before `immediate_exit` and read after
-    /// that was cleared, so that a kick is never forgotten (at worst it counts twice).
+    /// A caller's kick for which no KVM_RUN has returned yet. Set before `immediate_exit` and read
+    /// after that was cleared, so that a kick is never lost (at worst it counts twice).
     pending: AtomicBool,
-    /// A slot transaction closed the gate while the last ioctl was going on, so its kick may come
-    /// late: the next KVM_RUN may be interrupted once on its account. Only for whoever holds the
-    /// vCPU, hence without any ordering.
+    /// A slot transaction closed the gate during the last ioctl, so its kick may arrive late: it may
+    /// interrupt the next KVM_RUN once. Only the holder of the vCPU accesses this, hence without
+    /// ordering.
     late_kick: AtomicBool,
     /// The thread that runs the vCPU now.
     thread: KickedThread,
 }
 
-impl Occupant for KickTarget {
-    fn seat(&self) -> &Seat {
-        &self.seat
+impl Participant for KickTarget {
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
     }
 }
 
 impl KickTarget {
     pub(crate) fn new(page: RunPage) -> Self {
         Self {
-            seat: Seat::default(),
+            in_flight: InFlight::default(),
             page,
             pending: AtomicBool::new(false),
             late_kick: AtomicBool::new(false),
@@ -103,13 +103,14 @@ impl KickTarget {
         &self.thread
     }
 
-    /// Takes note that KVM_RUN was interrupted; whether a caller had kicked. For the vCPU's thread.
+    /// Records that KVM_RUN was interrupted; returns whether a caller had kicked. For the vCPU's
+    /// thread.
     pub(crate) fn take_kick(&self) -> bool {
         self.page.set_immediate_exit(false);
         self.pending.swap(false, Ordering::SeqCst)
     }
 
-    /// Sets whether a transaction's kick may come late; what it was.
+    /// Sets whether a transaction's kick may arrive late; returns the previous value.
     #[inline]
     pub(crate) fn expect_late_kick(&self, expected: bool) -> bool {
         let before = self.late_kick.load(Ordering::Relaxed);
@@ -122,7 +123,7 @@ impl KickTarget {
         self.pending.load(Ordering::SeqCst)
     }
 
-    /// Puts `immediate_exit` back to what callers' kicks want. For the vCPU's thread.
+    /// Restores `immediate_exit` according to callers' kicks. For the vCPU's thread.
     pub(crate) fn restore_immediate_exit(&self) {
         self.page.set_immediate_exit(false);
         if self.pending.load(Ordering::SeqCst) {
@@ -145,7 +146,7 @@ impl Kickable for KickTarget {
     }
 }
 
-/// Kicks one vCPU; any thread may hold and use it, also when the vCPU is long gone.
+/// Kicks one vCPU; any thread may hold and use it, also after the vCPU was dropped.
 #[derive(Clone, Debug)]
 pub struct VcpuKick {
     target: Arc<KickTarget>,
@@ -156,11 +157,11 @@ impl VcpuKick {
         Self { target }
     }
 
-    /// Makes the present KVM_RUN, or if there is none the next one, return
+    /// Makes the current KVM_RUN, or if there is none the next one, return
     /// [`Exit::Interrupted`](crate::Exit::Interrupted). Several kicks before that count as one.
     ///
-    /// In a VM without a signal for it ([`Signals`](crate::Signals)) it is for the next KVM_RUN, and
-    /// for the present one if the caller then interrupts the vCPU's thread by means of its own.
+    /// In a VM without a kick signal ([`Signals`]) this affects the next KVM_RUN, and
+    /// the current one if the caller then interrupts the vCPU's thread by other means.
     pub fn kick(&self) {
         self.target.pending.store(true, Ordering::SeqCst);
         self.target.page.set_immediate_exit(true);

@@ -1,14 +1,19 @@
-//! KVM as Pagetide uses it: a VM whose memory slots keep their memory alive and change as one, vCPUs
-//! whose memory faults come back as values, and kicks that work from any thread.
+//! VMs whose memory slots keep their memory mapped and change atomically, vCPUs whose memory faults are
+//! values, and kicks from any thread.
 //!
-//! `kvm-ioctls` does the ioctls that it has. What is here is what it lacks: EHWPOISON and the
-//! access bits of `KVM_EXIT_MEMORY_FAULT`, the slot flag `KVM_MEM_ABSENT_MAPPING_FAULT`,
-//! `KVM_PRE_FAULT_MEMORY`, kicks, errors that name the slot, the range and the capability, and
-//! population of stage-2 tables ([`Vm::populate`], [`Populator`]), statistics ([`Stats`]), and
-//! [`SlotTransaction`]: changes of several slots that no vCPU sees half done, by
-//! `KVM_SET_USER_MEMORY_REGION_LIST` or by stopping every vCPU (`docs/design/slot-transactions.md`).
-//! A program that makes its VMs itself has them adopted ([`Vm::adopt`]), or uses [`FaultExit::of`],
-//! [`Capabilities::of`] and [`populate_vm`] without a [`Vm`]. [`poison`] is about uncorrected memory errors: SIGBUS, and machine checks for the guest.
+//! `kvm-ioctls` makes the ioctls that it supports. This crate adds what it lacks:
+//!
+//! - EHWPOISON and the access bits of `KVM_EXIT_MEMORY_FAULT`, the slot flag
+//!   `KVM_MEM_ABSENT_MAPPING_FAULT`, `KVM_PRE_FAULT_MEMORY`, and kicks;
+//! - errors that name the slot, the range and the capability;
+//! - population of stage-2 tables ([`Vm::populate`], [`Populator`]) and statistics ([`Stats`]);
+//! - [`SlotTransaction`]: changes of several slots without an intermediate layout that a vCPU could
+//!   see, by `KVM_SET_USER_MEMORY_REGION_LIST` or by stopping every vCPU
+//!   (`docs/design/slot-transactions.md`);
+//! - [`poison`]: uncorrected memory errors, by SIGBUS and by machine checks for the guest.
+//!
+//! [`Vm::adopt`] adopts a VM that the program created itself; [`FaultExit::of`], [`Capabilities::of`]
+//! and [`populate_vm`] work without a [`Vm`].
 //!
 //! ```no_run
 //! use pagetide_kvm::{Exit, Kvm, Signals};
@@ -23,7 +28,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-// The tests' guest names this crate as other crates do.
+// The tests' guest refers to this crate by its name, as other crates do.
 #[cfg(test)]
 extern crate self as pagetide_kvm;
 
@@ -72,7 +77,7 @@ pub use vm::{Capabilities, CreateVcpuError, CreateVmError, Vm};
 
 use std::io;
 
-/// The kernel's answer as an `io::Error`, which prints the errno's text.
+/// The kernel's error as an `io::Error`, which prints the errno's text.
 fn os_error(errno: vmm_sys_util::errno::Error) -> io::Error {
     io::Error::from_raw_os_error(errno.errno())
 }

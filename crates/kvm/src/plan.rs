@@ -1,5 +1,5 @@
-//! What a transaction comes to: the layout afterwards and the changes that lead there, worked out
-//! and checked before anything is done.
+//! The plan of a transaction: the resulting layout and the changes that lead to it, computed and
+//! checked before anything changes.
 
 mod error;
 
@@ -15,31 +15,31 @@ use crate::vm::Capabilities;
 
 pub use error::PlanError;
 
-/// How many slots one transaction may change.
+/// The maximal number of slots that one transaction may change.
 pub(crate) const ENTRIES_MAX: usize = abi::KVM_MEMORY_REGION_LIST_MAX as usize;
 
-/// A transaction that was checked.
+/// A transaction that passed all checks.
 #[derive(Debug)]
 pub(crate) struct Plan {
     /// Deletions first, then changes of flags, then creations; no slot twice.
     pub(crate) changes: Vec<SlotChange>,
     /// All slots afterwards.
     pub(crate) layout: SlotLayout,
-    /// The numbers of the slots that steps made; None for those that a later step used up.
+    /// The numbers of the slots that steps created; None for those that a later step consumed.
     pub(crate) made: Vec<Option<u32>>,
 }
 
-/// A slot in the middle of the steps.
+/// A slot between two steps.
 #[derive(Debug)]
 struct Piece {
-    /// What errors call it: the name of the slot that it was, if only size or flags changed.
+    /// The slot's name in errors: the name of the original slot if only its size or flags changed.
     name: SlotRef,
     slot: Slot,
-    /// The number under which the VM has this memory, if it does.
+    /// The number under which the VM has this memory, if any.
     origin: Option<u32>,
 }
 
-/// What a reference stands for: a piece, or the range of one that was used up.
+/// The meaning of a reference: a piece, or the range of one that a step consumed.
 #[derive(Debug)]
 enum Place {
     Piece(Piece),
@@ -54,7 +54,7 @@ struct Work {
 }
 
 impl Plan {
-    /// Works out what `steps` of a transaction make of `slots`.
+    /// Applies `steps` of a transaction to `slots`.
     pub(crate) fn new(
         slots: &SlotLayout,
         capabilities: &Capabilities,
@@ -90,7 +90,7 @@ impl Work {
         }
     }
 
-    /// Uses a slot up.
+    /// Consumes a slot.
     fn take(&mut self, name: SlotRef) -> Result<Piece, PlanError> {
         let place = self
             .place(name)
@@ -172,7 +172,7 @@ impl Work {
         })
     }
 
-    /// Checks the final layout: flags of what is new, and overlaps.
+    /// Checks the final layout: the flags of changed slots, and overlaps.
     fn check_layout(
         &self,
         slots: &SlotLayout,
@@ -214,7 +214,7 @@ impl Work {
         Ok(())
     }
 
-    /// Gives out the numbers and lists the changes.
+    /// Assigns the numbers and lists the changes.
     fn conclude(self, slots: &SlotLayout, numbers: u32) -> Result<Plan, PlanError> {
         let mut layout = SlotLayout::new();
         let mut made = Vec::new();
@@ -284,7 +284,7 @@ impl Work {
     }
 }
 
-/// The number that a piece keeps: the kernel changes nothing of a slot but its flags, and of those
+/// The number that a piece retains, if it can: the kernel can change only a slot's flags, and of these
 /// not KVM_MEM_READONLY.
 fn keeps_number(slots: &SlotLayout, origin: Option<u32>, slot: &Slot) -> Option<u32> {
     let number = origin?;
@@ -296,7 +296,7 @@ fn checked_range(slot: SlotRef, gpa: GuestAddress, bytes: u64) -> Result<GuestRa
     GuestRange::new(gpa, bytes).map_err(|source| PlanError::BadRange { slot, source })
 }
 
-/// Checks that a slot's memory is whole pages of its region.
+/// Checks that a slot's memory consists of whole pages of its region.
 fn check_memory(name: SlotRef, slot: &Slot) -> Result<(), PlanError> {
     let Slot { range, offset, .. } = *slot;
     if !PageSize::Size4K.divides(offset) {

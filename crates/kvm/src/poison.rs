@@ -1,18 +1,18 @@
-//! Uncorrected memory errors: how they reach a VMM, and how it passes them on to the guest.
+//! Uncorrected memory errors: how they reach a VMM, and how the VMM reports them to the guest.
 //!
-//! - Guest memory that has an error and is touched is SIGBUS (`BUS_MCEERR_AR`). Whoever makes a VM
-//!   says who handles it ([`Signals`]): this crate ([`install_sigbus_handler`]), or a handler of the
-//!   program's that calls [`handle_sigbus`].
-//!   - A vCPU that touches it leaves KVM_RUN with [`Exit::Fault`](crate::Exit::Fault), `poisoned`
-//!     set; so it does when the kernel says EHWPOISON.
+//! - An access to guest memory with an error raises SIGBUS (`BUS_MCEERR_AR`). The creator of a VM
+//!   chooses the handler ([`Signals`]): this crate's ([`install_sigbus_handler`]), or a handler of the
+//!   program that calls [`handle_sigbus`].
+//!   - A vCPU that accesses such memory leaves KVM_RUN with [`Exit::Fault`](crate::Exit::Fault) and
+//!     `poisoned` set, also when the kernel returns EHWPOISON.
 //!   - The VMM's own accesses by [`Region`](pagetide_memory::Region)'s methods fail with
 //!     [`AccessError::Poisoned`](pagetide_memory::AccessError::Poisoned).
-//!   - Anything else is not ours, and the handler that was there before runs, or what SIG_DFL and
-//!     SIG_IGN would do.
-//! - An error that nobody has touched (`BUS_MCEERR_AO`) goes to an [`ErrorWatch`].
-//! - [`Vm::error_of`] says what is lost; [`Vcpu::inject_machine_check`] tells the guest.
+//!   - For any other SIGBUS the previous handler runs, or the default action of SIG_DFL or SIG_IGN.
+//! - An error in memory that was not accessed (`BUS_MCEERR_AO`) goes to an [`ErrorWatch`].
+//! - [`Vm::error_of`] returns the lost range; [`Vcpu::inject_machine_check`] reports the error to the
+//!   guest.
 //!
-//! The design, with the edges of every state, is in `docs/design/poison.md`.
+//! `docs/design/poison.md` describes the design and all state transitions.
 //!
 //! [`Signals`]: crate::Signals
 //! [`Vcpu::inject_machine_check`]: crate::Vcpu::inject_machine_check
@@ -44,26 +44,26 @@ pub use watch::{ErrorWatch, WatchError};
 pub(crate) use reports::Report;
 pub(crate) use sigbus::catching;
 
-/// Whether somebody needs the memory that has the error.
+/// Whether the memory with the error was accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Severity {
-    /// It was touched (`BUS_MCEERR_AR`): whoever did cannot go on.
+    /// It was accessed (`BUS_MCEERR_AR`): the accessing thread cannot continue.
     ActionRequired,
-    /// It was found out by other means, a scrubber's for instance (`BUS_MCEERR_AO`): nobody has
-    /// touched it yet.
+    /// It was detected by other means, for instance by a scrubber (`BUS_MCEERR_AO`), and has not been
+    /// accessed.
     ActionOptional,
 }
 
 /// An uncorrected error in a guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryError {
-    /// The address that was touched, in whole 4 KiB, or that the kernel named.
+    /// The accessed address, rounded down to 4 KiB, or the address that the kernel reported.
     pub gpa: GuestAddress,
-    /// The guest memory that is lost: 4 KiB, or a huge page (2 MiB, 1 GiB) where the kernel's policy
-    /// takes all of it. Of the slot that has `gpa`: where others show parts of the same huge page, their
-    /// loss is told when they are touched.
+    /// The lost guest memory: 4 KiB, or a huge page (2 MiB, 1 GiB) where the kernel's policy discards
+    /// all of it. Limited to the slot that contains `gpa`; the loss of other slots' parts of the same
+    /// huge page is reported when they are accessed.
     pub lost: GuestRange,
-    /// Whether it was touched.
+    /// Whether it was accessed.
     pub severity: Severity,
 }
 
@@ -83,7 +83,7 @@ impl fmt::Display for MemoryError {
 }
 
 impl MemoryError {
-    /// The exit that it is when a vCPU touched it.
+    /// The exit for a vCPU that accessed the memory.
     pub(crate) fn exit(&self) -> FaultExit {
         FaultExit {
             gpa: self.gpa,
@@ -97,8 +97,8 @@ impl MemoryError {
     }
 }
 
-/// What a region lost, as the guest sees it through a slot. `None` if the address that failed is not
-/// in the slot.
+/// Translates a region's loss to the guest's addresses in a slot. `None` if the slot does not contain
+/// the address that failed.
 fn seen_through(slot: &Slot, lost: Lost, severity: Severity) -> Option<MemoryError> {
     let region = slot.region.gpa();
     let first = slot.offset;
@@ -108,7 +108,7 @@ fn seen_through(slot: &Slot, lost: Lost, severity: Severity) -> Option<MemoryErr
         return None;
     }
     let gpa = slot.gpa_of(offset)?;
-    // What the region lost may begin before the slot and end after it.
+    // The region's lost range may begin before the slot and end after it.
     let from = lost.range.start().offset_from(region)?.max(first);
     let to = lost.range.end().offset_from(region)?.min(end);
     Some(MemoryError {
@@ -119,7 +119,7 @@ fn seen_through(slot: &Slot, lost: Lost, severity: Severity) -> Option<MemoryErr
 }
 
 impl Inner {
-    /// What the kernel reported, as the guest sees it; `None` if it is not this VM's memory.
+    /// The kernel's report, with the guest's addresses; `None` if it is not this VM's memory.
     pub(crate) fn error_at(&self, report: Report, severity: Severity) -> Option<MemoryError> {
         let Report { at, size } = report;
         self.slots().values().find_map(|slot| {
@@ -130,9 +130,9 @@ impl Inner {
 }
 
 impl Vm {
-    /// What is lost when an access to `gpa` fails because of an uncorrected error that takes at
-    /// least `reported`: after an exit with `poisoned` set, or when a pager's source says so. `None`
-    /// if no slot has that address.
+    /// The memory that is lost when an access to `gpa` fails because of an uncorrected error of at
+    /// least `reported`: after an exit with `poisoned` set, or when a pager's source reports lost
+    /// content. `None` if no slot contains that address.
     #[must_use]
     pub fn error_of(&self, gpa: GuestAddress, reported: PageSize) -> Option<MemoryError> {
         self.inner().slots().values().find_map(|slot| {
@@ -142,8 +142,8 @@ impl Vm {
         })
     }
 
-    /// What the kernel reported at `hva`, as the guest sees it: for VMMs with a handler of SIGBUS of
-    /// their own. `None` if it is in no slot.
+    /// The kernel's report of an error at `hva`, with the guest's addresses: for VMMs with their own
+    /// SIGBUS handler. `None` if no slot contains the address.
     #[must_use]
     pub fn error_at(
         &self,
@@ -169,7 +169,7 @@ mod tests {
     use crate::slot::SlotFlags;
 
     #[test]
-    fn a_slot_tells_its_own_addresses() {
+    fn an_error_is_translated_by_its_slot() {
         let region = Region::new(GuestAddress(0x40_0000), 0x8000, Backing::Shmem).expect("32 KiB");
         let region = Arc::new(region);
         let hva = |offset: usize| HostAddress(region.guest().start().0 + offset);
@@ -193,7 +193,7 @@ mod tests {
             error.to_string(),
             "uncorrected error found at gpa 0x11008, 4096 bytes lost (0x11000..0x12000)"
         );
-        // All of the region is lost, which begins before the slot and ends after it.
+        // The whole region is lost; it begins before the slot and ends after it.
         let error = seen(0x3008, PageSize::Size2M).expect("in the slot");
         assert_eq!(error.lost, slot.range);
     }

@@ -1,15 +1,15 @@
-//! Filling stage-2 tables ahead of the guest, without a vCPU (KVM_POPULATE_MEMORY).
+//! Population: mapping memory in stage 2 ahead of the guest, without a vCPU (KVM_POPULATE_MEMORY).
 //!
-//! [`Vm::populate`] is one thread's share; [`Populator`] uses several, and knows what to do where
-//! the kernel lacks the ioctl. `docs/design/populate.md` says how it is put together.
+//! [`Vm::populate`] uses the calling thread; [`Populator`] uses several threads, and falls back to
+//! other methods where the kernel lacks the ioctl. `docs/design/populate.md` describes the design.
 
 mod caller;
-mod crew;
 mod error;
 mod methods;
 mod numa;
 mod pieces;
 mod populator;
+mod workers;
 
 use std::fmt;
 use std::ops::AddAssign;
@@ -26,14 +26,14 @@ pub use populator::{
 
 use crate::vm::Vm;
 
-/// What is asked of a population.
+/// Options of a population.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PopulateFlags {
-    /// Memory that is absent on the host, or there for reading only, is faulted in for writing
-    /// (KVM_POPULATE_WRITE), so that copies on write are made now.
+    /// Faults memory that is absent on the host, or mapped read-only, in for writing
+    /// (KVM_POPULATE_WRITE), so that copy-on-write happens now.
     pub write: bool,
-    /// Only what the host's page tables have is mapped (KVM_POPULATE_PRESENT_ONLY). Nothing is
-    /// faulted in, and no userfaultfd is waited for.
+    /// Maps only memory that is in the host's page tables (KVM_POPULATE_PRESENT_ONLY): faults nothing
+    /// in, and waits for no userfaultfd.
     pub present_only: bool,
 }
 
@@ -66,19 +66,19 @@ impl fmt::Display for PopulateFlags {
     }
 }
 
-/// What has become of the memory that a population has dealt with, in bytes.
+/// The result of a population, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Populated {
-    /// Mapped now, by whomever.
+    /// Now mapped, by this call or another.
     pub mapped_bytes: u64,
-    /// Skipped, because the host has nothing there that could be mapped.
+    /// Skipped because the host has no page there that could be mapped.
     pub absent_bytes: u64,
-    /// Skipped, because of an uncorrected memory error.
+    /// Skipped because of an uncorrected memory error.
     pub poisoned_bytes: u64,
 }
 
 impl Populated {
-    /// All of it.
+    /// The sum of all.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.mapped_bytes + self.absent_bytes + self.poisoned_bytes
@@ -107,22 +107,25 @@ impl fmt::Display for Populated {
     }
 }
 
-/// How much one ioctl is asked for: between two of them is a chance to stop, and to tell how far it
-/// is. Small enough for that to be often, and large enough for the ioctl itself to cost nothing.
+/// The size of one ioctl. Between two ioctls the caller can stop the population and observe its
+/// progress: small enough for frequent checks, large enough that the system call costs nothing in
+/// comparison.
 const CHUNK: u64 = 64 << 20;
 
 impl Vm {
     /// Maps `range` in the stage-2 tables that all vCPUs share, so that their accesses to it do not
-    /// leave the guest, and returns what became of each byte. Mappings are as huge as the memory
-    /// allows. vCPUs may run, slots may change, and any number of threads may populate.
+    /// exit, and returns how many bytes were mapped, absent and poisoned. Mappings are as large as the
+    /// memory permits. vCPUs may run, slots may change, and several threads may populate at the same
+    /// time.
     ///
-    /// Signals do not end it; see [`Vm::populate_unless`]. It holds up no slot transaction: one that
-    /// stops vCPUs stops it as well, by the VM's signal for kicks to the calling
-    /// thread, and it goes on afterwards; without one ([`Signals`](crate::Signals)) it ends at a page that
-    /// is there, or every 64 MiB.
+    /// Signals do not end it; see [`Vm::populate_unless`]. It does not delay slot transactions: a
+    /// transaction that stops vCPUs also interrupts the population, by the VM's kick signal to the
+    /// calling thread, and the population continues afterwards. Without a kick signal
+    /// ([`Signals`](crate::Signals)) the transaction waits for the next page that is present, at most
+    /// for 64 MiB.
     ///
     /// # Errors
-    /// [`PopulateError`] says how far it got.
+    /// [`PopulateError`], with the progress made.
     pub fn populate(
         &self,
         range: GuestRange,
@@ -131,11 +134,11 @@ impl Vm {
         self.populate_unless(range, flags, || false)
     }
 
-    /// As [`Vm::populate`]; but ends with [`PopulateError::Interrupted`] when `stop` says so. It is
-    /// asked at the start, after every 64 MiB, and when a signal came.
+    /// As [`Vm::populate`], but ends with [`PopulateError::Interrupted`] when `stop` returns true.
+    /// `stop` is called at the start, after every 64 MiB, and after each signal.
     ///
     /// # Errors
-    /// [`PopulateError`] says how far it got.
+    /// [`PopulateError`], with the progress made.
     pub fn populate_unless(
         &self,
         range: GuestRange,
@@ -153,8 +156,8 @@ impl Vm {
     }
 }
 
-/// As [`Vm::populate_unless`], for a VM that the program has made and that has no [`Vm`]. Slot
-/// transactions do not hold it up, and wait for it like the program's own ioctls.
+/// As [`Vm::populate_unless`], for a VM that the program created and that has no [`Vm`]. Slot
+/// transactions do not interrupt it; they wait for it as for the program's own ioctls.
 ///
 /// # Errors
 /// As [`Vm::populate_unless`].
@@ -174,12 +177,12 @@ pub fn populate_vm(
     Ok(done)
 }
 
-/// Cuts a range at multiples of [`CHUNK`].
+/// Splits a range at multiples of [`CHUNK`].
 fn chunks(range: GuestRange) -> impl Iterator<Item = GuestRange> {
     pieces::cut(range, CHUNK)
 }
 
-/// From `start` to the end of `range`; None if that is nothing.
+/// The part of `range` from `start` on; None if that is empty.
 fn rest(range: GuestRange, start: GuestAddress) -> Option<GuestRange> {
     let bytes = range.end().offset_from(start)?;
     GuestRange::new(start, bytes).ok()

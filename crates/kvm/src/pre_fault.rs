@@ -1,4 +1,4 @@
-//! Filling the stage-2 tables ahead of the guest (KVM_PRE_FAULT_MEMORY).
+//! Pre-faulting: mapping memory in stage 2 ahead of the guest, by a vCPU (KVM_PRE_FAULT_MEMORY).
 
 use std::io;
 
@@ -9,28 +9,29 @@ use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 use crate::poison::{MemoryError, Severity, catching};
 use crate::vcpu::BoundVcpu;
 
-/// Why nothing of a range was pre-faulted.
+/// Why no part of a range was pre-faulted.
 #[derive(Debug, thiserror::Error)]
 pub enum PreFaultError {
     /// The kernel lacks KVM_CAP_PRE_FAULT_MEMORY (Linux 6.11 on x86 with TDP).
-    #[error("this kernel does not have KVM_CAP_PRE_FAULT_MEMORY for this VM")]
+    #[error("this kernel lacks KVM_CAP_PRE_FAULT_MEMORY for this VM")]
     MissingCapability,
-    /// A signal or a kick came first (EINTR).
+    /// A signal or a kick arrived first (EINTR).
     #[error("pre-fault of {range} was interrupted")]
     Interrupted {
-        /// What was asked for.
+        /// The requested range.
         range: GuestRange,
     },
-    /// A memory slot was changing (EAGAIN, or a slot transaction's kick): try again, or leave it to the guest's own faults.
+    /// A memory slot was changing (EAGAIN, or a slot transaction's kick): try again, or leave the range
+    /// to the guest's own faults.
     #[error("pre-fault of {range}: a memory slot is changing")]
     Again {
-        /// What was asked for.
+        /// The requested range.
         range: GuestRange,
     },
-    /// The range is outside every slot (ENOENT).
+    /// No slot contains the range (ENOENT).
     #[error("pre-fault of {range}: no memory slot there")]
     NoSlot {
-        /// What was asked for.
+        /// The requested range.
         range: GuestRange,
         /// ENOENT.
         #[source]
@@ -39,36 +40,36 @@ pub enum PreFaultError {
     /// The memory at the start of the range has an uncorrected error.
     #[error("pre-fault of {range}: {error}")]
     Poisoned {
-        /// What was asked for.
+        /// The requested range.
         range: GuestRange,
-        /// What is lost.
+        /// The error and the lost memory.
         error: MemoryError,
     },
     /// Any other errno; EFAULT: the host memory is not accessible or not present.
     #[error("pre-fault of {range} failed")]
     Failed {
-        /// What was asked for.
+        /// The requested range.
         range: GuestRange,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
 impl BoundVcpu<'_> {
-    /// Maps `range` in the stage-2 tables as reads by this vCPU would, and returns how many bytes
-    /// from its start were handled; fewer than asked for when something stopped it half-way.
+    /// Maps `range` in the stage-2 tables as reads by this vCPU would, and returns the number of bytes
+    /// from its start that were processed; fewer than requested if the ioctl stopped early.
     ///
-    /// Pages that are absent on the host are faulted in, so with a userfaultfd registered this
-    /// waits for them: use it on pages that were just installed. Writes to pages that are mapped
-    /// read-only on the host still fault.
+    /// Pages that are absent on the host are faulted in, so with a userfaultfd registered this waits
+    /// for them: use it on pages that were just installed. Writes to pages that are mapped read-only on
+    /// the host still fault.
     ///
-    /// A slot transaction interrupts it. It is not taken up again by itself: Linux 6.12 never ends
-    /// it when slots were made anew and the vCPU has not entered the guest since, unless a signal
-    /// comes.
+    /// A slot transaction interrupts it. The call does not resume by itself: on Linux 6.12,
+    /// KVM_PRE_FAULT_MEMORY does not return until a signal if slots were created again and the vCPU has
+    /// not entered the guest since.
     ///
     /// # Errors
-    /// [`PreFaultError`], when nothing was handled.
+    /// [`PreFaultError`], if no byte was processed.
     pub fn pre_fault(&mut self, range: GuestRange) -> Result<u64, PreFaultError> {
         if !self.vm().capabilities().pre_fault_memory {
             return Err(PreFaultError::MissingCapability);
@@ -80,8 +81,8 @@ impl BoundVcpu<'_> {
         };
         let ((result, poison), kicked) = self.held_and_kicked(|fd| {
             catching(|| {
-                // SAFETY: a vCPU descriptor and the structure that this ioctl takes; the kernel
-                // writes to that structure only. Gated by KVM_CAP_PRE_FAULT_MEMORY, checked above.
+                // SAFETY: a vCPU descriptor and the structure that this ioctl takes; the kernel writes
+                // only to that structure. Gated by KVM_CAP_PRE_FAULT_MEMORY, checked above.
                 match unsafe { ioctl_with_mut_ref(fd, KVM_PRE_FAULT_MEMORY.into(), &mut request) } {
                     0 => Ok(()),
                     _ => Err(io::Error::last_os_error()),

@@ -1,5 +1,5 @@
-//! A vCPU's registers, by ioctls that no slot transaction's update overlaps: some of them read
-//! guest memory (page-directory pointers, steal time, the guest's clock).
+//! A vCPU's registers. The ioctls do not overlap the update of a slot transaction, because some of them
+//! read guest memory (page-directory pointers, steal time, the guest's clock).
 
 use std::io;
 
@@ -22,7 +22,7 @@ impl Vcpu {
     /// KVM_GET_REGS.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     pub fn regs(&self) -> io::Result<kvm_bindings::kvm_regs> {
         Ok(self.held(kvm_ioctls::VcpuFd::get_regs)?)
     }
@@ -30,7 +30,7 @@ impl Vcpu {
     /// KVM_SET_REGS.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     pub fn set_regs(&self, regs: &kvm_bindings::kvm_regs) -> io::Result<()> {
         Ok(self.held(|fd| fd.set_regs(regs))?)
     }
@@ -38,7 +38,7 @@ impl Vcpu {
     /// KVM_GET_SREGS.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     pub fn sregs(&self) -> io::Result<kvm_bindings::kvm_sregs> {
         Ok(self.held(kvm_ioctls::VcpuFd::get_sregs)?)
     }
@@ -46,15 +46,15 @@ impl Vcpu {
     /// KVM_SET_SREGS.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     pub fn set_sregs(&self, sregs: &kvm_bindings::kvm_sregs) -> io::Result<()> {
         Ok(self.held(|fd| fd.set_sregs(sregs))?)
     }
 
-    /// KVM_SET_MSRS; how many of them, from the first on, were set.
+    /// KVM_SET_MSRS; returns how many of them, from the first on, were set.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     pub fn set_msrs(&self, msrs: &kvm_bindings::Msrs) -> io::Result<usize> {
         Ok(self.held(|fd| fd.set_msrs(msrs))?)
     }

@@ -1,8 +1,8 @@
 //! The `kvm_run` structure that a vCPU shares with the kernel.
 //!
-//! It is a mapping of its own beside the one in `VcpuFd`, because a kick writes `immediate_exit`
-//! from another thread: everything here goes through raw pointers and atomics, never through a
-//! reference to the structure.
+//! This mapping is separate from the one in `VcpuFd`, because a kick writes `immediate_exit` from
+//! another thread: all accesses here go through raw pointers and atomics, never through a reference to
+//! the structure.
 
 use std::ffi::c_void;
 use std::io;
@@ -21,16 +21,16 @@ use crate::fault::FaultExit;
 macro_rules! read {
     ($page:expr, $($field:ident).+) => {{
         let run = $page.run.as_ptr();
-        // SAFETY: `run` points to a live mapping of at least a kvm_run; only an address is taken.
+        // SAFETY: `run` points to a live mapping of at least a kvm_run; this takes only an address.
         let field = unsafe { &raw const (*run).$($field).+ };
-        // SAFETY: inside the mapping and aligned; every field and union member is plain data, for
-        // which any bit pattern is valid. The kernel does not write outside KVM_RUN, and the
-        // vCPU's thread is here.
+        // SAFETY: inside the mapping and aligned; every field and union member is plain data, for which
+        // any bit pattern is valid. The kernel does not write outside KVM_RUN, and this is the vCPU's
+        // thread.
         unsafe { field.read_volatile() }
     }};
 }
 
-/// The elements of an IN or OUT, within the mapping.
+/// The elements of an IN or OUT within the mapping.
 struct PortAccess {
     element_bytes: usize,
     elements: usize,
@@ -44,10 +44,10 @@ pub(crate) struct RunPage {
     bytes: usize,
 }
 
-// SAFETY: the mapping belongs to this value alone until drop, and all accesses are either atomic
+// SAFETY: the mapping belongs to this value until drop, and all accesses are either atomic
 // (immediate_exit) or made by the one thread that holds the vCPU (`&mut Vcpu`).
 unsafe impl Send for RunPage {}
-// SAFETY: as for Send; the only access through a shared reference from other threads is the atomic
+// SAFETY: as for Send; other threads access the structure through a shared reference only by the atomic
 // `immediate_exit`.
 unsafe impl Sync for RunPage {}
 
@@ -57,7 +57,7 @@ impl RunPage {
         // SAFETY: the descriptor stays open during this call, because `vcpu` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing.
         let start = unsafe {
             rustix::mm::mmap(ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0)?
         };
@@ -66,7 +66,7 @@ impl RunPage {
         Ok(Self { run, bytes })
     }
 
-    /// Makes the present or next KVM_RUN return EINTR (true), or lets it run (false).
+    /// Makes the current or next KVM_RUN return EINTR (true), or lets it run (false).
     pub(crate) fn set_immediate_exit(&self, exit: bool) {
         self.immediate_exit()
             .store(u8::from(exit), Ordering::SeqCst);
@@ -75,24 +75,24 @@ impl RunPage {
     fn immediate_exit(&self) -> &AtomicU8 {
         // SAFETY: `run` points to a live mapping of at least a kvm_run.
         let field = unsafe { &raw mut (*self.run.as_ptr()).immediate_exit };
-        // SAFETY: the field is valid as long as self; nobody in this process accesses it other
-        // than atomically (VcpuFd's own mapping is never used for it). The kernel reads a byte.
+        // SAFETY: the field is valid as long as self; this process accesses it only atomically
+        // (VcpuFd's own mapping is never used for it). The kernel reads a byte.
         unsafe { AtomicU8::from_ptr(field) }
     }
 
-    /// Forgets the last exit if it was an annotated fault, so that a kernel that leaves the field
-    /// alone on a failure cannot make an old annotation look new.
+    /// Clears the last exit reason if it was an annotated fault, so that a kernel that does not set the
+    /// field on a failure cannot make an old annotation look new.
     ///
-    /// Any other exit stays: by KVM_EXIT_MMIO an arm64 kernel without the series knows that there
-    /// is an access to complete.
+    /// Any other exit reason stays: by KVM_EXIT_MMIO, an arm64 kernel without the series finds the
+    /// access that it must complete.
     pub(crate) fn forget_fault(&self) {
         if self.exit_reason() != abi::KVM_EXIT_MEMORY_FAULT {
             return;
         }
         let run = self.run.as_ptr();
-        // SAFETY: `run` points to a live mapping of a kvm_run; only an address is taken.
+        // SAFETY: `run` points to a live mapping of a kvm_run; this takes only an address.
         let reason = unsafe { &raw mut (*run).exit_reason };
-        // SAFETY: inside the mapping; the vCPU is not in KVM_RUN, since its thread is here.
+        // SAFETY: inside the mapping; the vCPU is not in KVM_RUN, because this is its thread.
         unsafe { reason.write_volatile(KVM_EXIT_UNKNOWN) };
     }
 
@@ -100,7 +100,7 @@ impl RunPage {
         read!(self, exit_reason)
     }
 
-    /// The annotation of a KVM_RUN that failed with EFAULT or EHWPOISON, if there is one.
+    /// The annotation of a KVM_RUN that failed with EFAULT or EHWPOISON, if any.
     pub(crate) fn memory_fault(&self, poisoned: bool) -> Option<FaultExit> {
         if self.exit_reason() != abi::KVM_EXIT_MEMORY_FAULT {
             return None;
@@ -116,7 +116,7 @@ impl RunPage {
 
     /// The exit of a KVM_RUN that returned 0.
     pub(crate) fn exit(&self) -> Exit {
-        // The exit reason says which member of the union the kernel filled.
+        // The exit reason selects the member of the union that the kernel filled.
         match self.exit_reason() {
             kvm_bindings::KVM_EXIT_IO => {
                 let io = read!(self, __bindgen_anon_1.io);
@@ -158,8 +158,8 @@ impl RunPage {
         }
     }
 
-    /// Port, bytes per element and number of elements of the last exit's IN or OUT, and where its
-    /// data is; None for any other exit, and for data outside the mapping, which no kernel sends.
+    /// Port, bytes per element, number of elements and data offset of the last exit's IN or OUT; None
+    /// for any other exit, and for data outside the mapping, which no kernel produces.
     fn port_access(&self, direction: u32) -> Option<PortAccess> {
         if self.exit_reason() != kvm_bindings::KVM_EXIT_IO {
             return None;
@@ -177,7 +177,7 @@ impl RunPage {
         })
     }
 
-    /// The elements of the OUT that KVM_RUN returned for, each zero-extended.
+    /// The elements of the OUT for which KVM_RUN returned, each zero-extended.
     pub(crate) fn out_elements(&self) -> Vec<u32> {
         let Some(access) = self.port_access(KVM_EXIT_IO_OUT) else {
             return Vec::new();
@@ -187,8 +187,8 @@ impl RunPage {
             let start = access.offset + index * access.element_bytes;
             for (byte, at) in bytes.iter_mut().take(access.element_bytes).zip(start..) {
                 let source = self.run.as_ptr().cast::<u8>().wrapping_add(at);
-                // SAFETY: port_access found all elements inside the live mapping; any bit pattern
-                // is a u8, and the vCPU is not in KVM_RUN, since its thread is here.
+                // SAFETY: port_access found all elements inside the live mapping; any bit pattern is a
+                // u8, and the vCPU is not in KVM_RUN, because this is its thread.
                 *byte = unsafe { source.read_volatile() };
             }
             u32::from_le_bytes(bytes)
@@ -196,7 +196,7 @@ impl RunPage {
         (0..access.elements).map(element).collect()
     }
 
-    /// Answers the IN that KVM_RUN returned for; `answer` is asked for each element.
+    /// Supplies the values of the IN for which KVM_RUN returned; `answer` is called once per element.
     pub(crate) fn answer_in(&self, mut answer: impl FnMut() -> u32) {
         let Some(access) = self.port_access(KVM_EXIT_IO_IN) else {
             return;
@@ -206,26 +206,27 @@ impl RunPage {
             let bytes = answer().to_le_bytes();
             for (byte, at) in bytes.iter().take(access.element_bytes).zip(start..) {
                 let target = self.run.as_ptr().cast::<u8>().wrapping_add(at);
-                // SAFETY: as in out_elements; nothing holds a reference into the mapping.
+                // SAFETY: as in out_elements; there is no reference into the mapping.
                 unsafe { target.write_volatile(*byte) };
             }
         }
     }
 
-    /// Answers the read outside all memory that KVM_RUN returned for, little endian.
+    /// Supplies the value of the read outside all memory slots for which KVM_RUN returned, little
+    /// endian.
     pub(crate) fn answer_mmio(&self, answer: u64) {
         if self.exit_reason() != kvm_bindings::KVM_EXIT_MMIO {
             return;
         }
         let run = self.run.as_ptr();
-        // SAFETY: `run` points to a live mapping of a kvm_run; only an address is taken.
+        // SAFETY: `run` points to a live mapping of a kvm_run; this takes only an address.
         let data = unsafe { &raw mut (*run).__bindgen_anon_1.mmio.data };
-        // SAFETY: inside the mapping; the vCPU is not in KVM_RUN, since its thread is here.
+        // SAFETY: inside the mapping; the vCPU is not in KVM_RUN, because this is its thread.
         unsafe { data.write_volatile(answer.to_le_bytes()) };
     }
 
-    /// The first element of an OUT, little endian, zero-extended. Out-of-range offsets, which no
-    /// kernel sends, read as 0.
+    /// The first element of an OUT, little endian, zero-extended. Out-of-range offsets, which no kernel
+    /// produces, read as 0.
     fn io_data(&self, offset: u64, size: u8) -> u32 {
         let size = usize::from(size.min(4));
         let Ok(offset) = usize::try_from(offset) else {
@@ -247,7 +248,7 @@ impl RunPage {
 
 impl Drop for RunPage {
     fn drop(&mut self) {
-        // A failure would leave the mapping in place, which is harmless.
+        // After a failure the mapping remains, which is harmless.
         // SAFETY: mapped by map() with this length; no reference into it outlives self.
         let _ = unsafe { rustix::mm::munmap(self.run.as_ptr().cast::<c_void>(), self.bytes) };
     }

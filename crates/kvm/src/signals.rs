@@ -1,7 +1,7 @@
-//! The signals that a VM's vCPUs need, and who handles them.
+//! The signals that a VM's vCPUs use, and their handlers.
 //!
-//! A signal's handler belongs to the process, so nothing here is installed unless the program asks
-//! for it by a [`Signals`].
+//! A signal's handler belongs to the process, so this module installs a handler only if the program
+//! requests it with [`Signals`].
 
 use std::ffi::c_void;
 use std::io;
@@ -16,54 +16,54 @@ use vmm_sys_util::signal::SIGRTMIN;
 
 use crate::poison::{SigbusError, install_sigbus_handler};
 
-/// The signal that kicks use unless the program has one of its own: the second real-time signal.
+/// The default signal for kicks: the second real-time signal.
 #[must_use]
 pub fn kick_signal() -> c_int {
     SIGRTMIN() + 1
 }
 
-/// Why a VM cannot have the signals that were asked for.
+/// Why a VM cannot use the requested signals.
 #[derive(Debug, thiserror::Error)]
 pub enum SignalsError {
-    /// The handler of kicks cannot be installed.
+    /// The kick handler cannot be installed.
     #[error("cannot install the handler of signal {signal}, which kicks vCPUs")]
     Kick {
         /// The signal.
         signal: c_int,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// Kicks are to use a signal that has no handler: it would end the process, or be ignored and
-    /// interrupt nothing.
-    #[error("signal {signal} is to kick vCPUs and has no handler")]
+    /// The program chose a kick signal without a handler: the signal would end the process, or be
+    /// ignored and interrupt nothing.
+    #[error("signal {signal}, chosen to kick vCPUs, has no handler")]
     NoHandler {
         /// The signal.
         signal: c_int,
     },
-    /// The handler of SIGBUS cannot be installed.
+    /// The SIGBUS handler cannot be installed.
     #[error(transparent)]
     Sigbus(#[from] SigbusError),
 }
 
-/// Which signals a VM may count on. There are two, and for each the program chooses.
+/// The signals that a VM may use. There are two, and the program chooses for each.
 ///
 /// - *Kicks.* A signal to a vCPU's thread makes KVM_RUN return. Its handler need not do anything.
-///   Without it a kick is `immediate_exit` alone, which KVM_RUN looks at when it begins: the program
-///   kicks, and then interrupts the thread by its own means.
-/// - *SIGBUS.* It tells of uncorrected memory errors ([`poison`](crate::poison)). Without it the
-///   process ends, or does what the program's own handler does, when it touches one.
+///   Without the signal, a kick only sets `immediate_exit`, which KVM_RUN reads when it begins: the
+///   program kicks, and then interrupts the thread by other means.
+/// - *SIGBUS.* It reports uncorrected memory errors ([`poison`](crate::poison)). Without this crate's
+///   support, an access to lost memory ends the process or runs the program's own handler.
 ///
-/// Handlers that this crate installs leave signals that are none of theirs to the handler that was
-/// there before. They stay for the life of the process.
+/// Handlers that this crate installs pass signals that they do not handle to the previous handler. They
+/// stay for the life of the process.
 ///
 /// ```no_run
 /// use pagetide_kvm::{Kvm, Signals};
 ///
 /// let kvm = Kvm::open()?;
-/// // Both by this crate.
+/// // Both handled by this crate.
 /// let vm = kvm.create_vm(Signals::install()?)?;
-/// // A signal that the program handles; SIGBUS is its own affair.
+/// // A kick signal that the program handles; the program also handles SIGBUS.
 /// let vm = kvm.create_vm(Signals::none().use_kick(libc::SIGUSR1)?)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -83,7 +83,7 @@ impl Signals {
         }
     }
 
-    /// Both signals, by handlers of this crate: [`Signals::install_kick`] and
+    /// Both signals, with this crate's handlers: [`Signals::install_kick`] and
     /// [`Signals::install_sigbus`].
     ///
     /// # Errors
@@ -92,7 +92,7 @@ impl Signals {
         Self::none().install_kick()?.install_sigbus()
     }
 
-    /// Kicks by [`kick_signal`]. Its handler is installed once a process.
+    /// Kicks by [`kick_signal`]. Its handler is installed once per process.
     ///
     /// # Errors
     /// [`SignalsError::Kick`].
@@ -111,9 +111,9 @@ impl Signals {
         Ok(Self { kick, ..self })
     }
 
-    /// Kicks by a signal that the program handles already. The handler should have SA_RESTART set,
-    /// so that other system calls of a vCPU's thread go on. The thread may block the signal, if
-    /// KVM_SET_SIGNAL_MASK does not.
+    /// Kicks by a signal for which the program already has a handler. The handler should have
+    /// SA_RESTART set, so that other system calls of a vCPU's thread resume. The thread may block the
+    /// signal, if KVM_SET_SIGNAL_MASK does not.
     ///
     /// # Errors
     /// [`SignalsError::NoHandler`].
@@ -128,7 +128,7 @@ impl Signals {
         }
     }
 
-    /// SIGBUS by this crate's handler ([`install_sigbus_handler`]).
+    /// SIGBUS with this crate's handler ([`install_sigbus_handler`]).
     ///
     /// # Errors
     /// [`SignalsError::Sigbus`].
@@ -137,7 +137,7 @@ impl Signals {
         Ok(self.use_sigbus())
     }
 
-    /// SIGBUS by a handler of the program's, which passes signals on to
+    /// SIGBUS with a handler of the program that passes signals to
     /// [`handle_sigbus`](crate::poison::handle_sigbus).
     #[must_use]
     pub const fn use_sigbus(self) -> Self {
@@ -145,44 +145,44 @@ impl Signals {
         Self { sigbus, ..self }
     }
 
-    /// The signal that kicks, if there is one.
+    /// The kick signal, if any.
     #[must_use]
     pub const fn kick(&self) -> Option<c_int> {
         self.kick
     }
 
-    /// Whether SIGBUS tells of memory errors.
+    /// Whether SIGBUS reports memory errors.
     #[must_use]
     pub const fn sigbus(&self) -> bool {
         self.sigbus
     }
 
-    /// Whether the kick's handler is this crate's.
+    /// Whether the kick handler is this crate's.
     fn has_own_kick(&self) -> bool {
         self.kick == Some(kick_signal())
     }
 
-    /// Whether the calling thread can be kicked; [`Signals::use_kick`] says what a program with a
-    /// signal of its own may do.
+    /// Whether the calling thread blocks this crate's kick signal, so that kicks do not reach it. For a
+    /// signal of the program see [`Signals::use_kick`].
     pub(crate) fn is_blocked(&self) -> io::Result<bool> {
         if !self.has_own_kick() {
             return Ok(false);
         }
         let mut blocked = MaybeUninit::<libc::sigset_t>::zeroed();
         let how = libc::SIG_BLOCK;
-        // SAFETY: with no set to change, it writes the thread's to `blocked`.
+        // SAFETY: without a new set, it only writes the thread's mask to `blocked`.
         match unsafe { libc::pthread_sigmask(how, ptr::null(), blocked.as_mut_ptr()) } {
-            // SAFETY: the set was written, and is read only.
+            // SAFETY: the set was written, and is only read.
             0 => Ok(unsafe { libc::sigismember(blocked.as_ptr(), kick_signal()) } == 1),
             errno => Err(io::Error::from_raw_os_error(errno)),
         }
     }
 }
 
-/// What `si_value` of a kick points at, so that the handler knows it. What is there does not matter.
+/// The target of `si_value` in a kick, by which the handler recognises it. Its value does not matter.
 static MARK: AtomicUsize = AtomicUsize::new(0);
 
-/// The handler of [`kick_signal`] that was there before ours: 0, or a function; and its flags.
+/// The previous handler of [`kick_signal`]: 0, or a function; and its flags.
 static PREVIOUS: AtomicUsize = AtomicUsize::new(0);
 static PREVIOUS_FLAGS: AtomicI32 = AtomicI32::new(0);
 
@@ -201,21 +201,21 @@ struct Queued {
 
 const _: () = assert!(size_of::<Queued>() == size_of::<siginfo_t>());
 
-/// Sends the kick's signal to a thread of this process. A failure means that the thread is ending,
-/// or that so many signals are pending for it that one more makes no difference.
+/// Sends the kick signal to a thread of this process. A failure means that the thread is ending, or
+/// that too many signals are already pending for it; either is harmless.
 pub(crate) fn send(thread: Pid, signal: c_int) {
     let process = rustix::process::getpid().as_raw_nonzero().get();
     let has_previous = signal == kick_signal() && PREVIOUS.load(Ordering::Relaxed) != 0;
     if !has_previous {
-        // SAFETY: tgkill takes three numbers and touches no memory of ours; the signal has a handler,
-        // as whoever made the `Signals` saw to.
+        // SAFETY: tgkill takes three numbers and touches no memory of this process; the creator of the
+        // `Signals` has ensured that the signal has a handler.
         unsafe {
             let thread = thread.as_raw_nonzero().get();
             libc::syscall(libc::SYS_tgkill, process, thread, signal);
         }
         return;
     }
-    // The previous handler is not to see it.
+    // The previous handler must not receive it.
     let info = Queued {
         signo: signal,
         errno: 0,
@@ -226,7 +226,7 @@ pub(crate) fn send(thread: Pid, signal: c_int) {
         value: (&raw const MARK).addr(),
         _rest: [0; 12],
     };
-    // SAFETY: the structure is a siginfo_t and is read only; the signal has our handler.
+    // SAFETY: the structure is a siginfo_t and is only read; the signal has this crate's handler.
     unsafe {
         libc::syscall(
             libc::SYS_rt_tgsigqueueinfo,
@@ -238,11 +238,11 @@ pub(crate) fn send(thread: Pid, signal: c_int) {
     }
 }
 
-/// With SA_RESTART: KVM_RUN, KVM_PRE_FAULT_MEMORY and KVM_POPULATE_MEMORY return EINTR all the same,
-/// while a read() of a page source's, on the same thread, goes on. poll(), nanosleep() and some
-/// others return EINTR whatever the flags (signal(7)).
+/// With SA_RESTART: KVM_RUN, KVM_PRE_FAULT_MEMORY and KVM_POPULATE_MEMORY return EINTR nevertheless,
+/// while a read() of a page source on the same thread resumes. poll(), nanosleep() and some others
+/// return EINTR whatever the flags (signal(7)).
 fn install_kick_handler() -> io::Result<()> {
-    // Asked for first, so that a signal that comes as soon as the handler is there finds it.
+    // Read first, so that a signal that arrives as soon as the handler is installed finds it.
     remember(&exchange(kick_signal(), None)?);
     // SAFETY: a sigaction is plain data, for which zeroes are valid.
     let mut ours: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
@@ -261,23 +261,28 @@ fn remember(before: &libc::sigaction) {
     PREVIOUS.store(function, Ordering::Release);
 }
 
-fn exchange(signal: c_int, new: Option<&libc::sigaction>) -> io::Result<libc::sigaction> {
+/// sigaction(): returns a signal's action, and replaces it if `new` is given. Async-signal-safe.
+pub(crate) fn exchange(
+    signal: c_int,
+    new: Option<&libc::sigaction>,
+) -> io::Result<libc::sigaction> {
     let new = new.map_or(ptr::null(), ptr::from_ref);
     let mut old = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: sigaction reads a structure or nothing through the first pointer and writes one
-    // through the second. The handler that it may install is on_kick.
+    // SAFETY: sigaction reads a structure or nothing through the first pointer and writes one through
+    // the second. The handlers that it may install are on_kick, the SIGBUS handler of poison::sigbus, for
+    // which previous::replace's caller is responsible, and SIG_DFL.
     if unsafe { libc::sigaction(signal, new, old.as_mut_ptr()) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: zeroed, for which plain data is valid, and then written to by the kernel.
+    // SAFETY: zeroed, which is valid for plain data, and then written by the kernel.
     Ok(unsafe { old.assume_init() })
 }
 
-/// A kick's work is done when it has interrupted something. Any other signal is the previous
-/// handler's; if there was none, it is ignored.
+/// A kick needs no action beyond the interruption. Any other signal goes to the previous handler;
+/// without one it is ignored.
 extern "C" fn on_kick(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    // SAFETY: installed with SA_SIGINFO, so that `info` is valid; plain numbers, of which `value` means
-    // something only if `code` says so.
+    // SAFETY: installed with SA_SIGINFO, so that `info` is valid; integers, of which `value` is
+    // meaningful only for the right `code`.
     let Queued { code, value, .. } = unsafe { info.cast::<Queued>().read() };
     if code == libc::SI_QUEUE && value == (&raw const MARK).addr() {
         return;
@@ -288,7 +293,7 @@ extern "C" fn on_kick(signal: c_int, info: *mut siginfo_t, context: *mut c_void)
     }
     if PREVIOUS_FLAGS.load(Ordering::Relaxed) & libc::SA_SIGINFO != 0 {
         type Handler = extern "C" fn(c_int, *mut siginfo_t, *mut c_void);
-        // SAFETY: the kernel was told that this is a function of this type.
+        // SAFETY: the kernel has this address as a function of this type.
         let function = unsafe { transmute::<usize, Handler>(function) };
         function(signal, info, context);
     } else {

@@ -1,4 +1,4 @@
-//! Memory slots: which guest-physical range is which memory of this process.
+//! Memory slots: the mapping from guest-physical ranges to memory of this process.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,13 +13,13 @@ use pagetide_uapi::generated::{
 /// Properties of a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct SlotFlags {
-    /// Accesses to memory that is absent leave KVM_RUN instead of waiting for a userfaultfd
+    /// Accesses to absent memory leave KVM_RUN instead of waiting for a userfaultfd
     /// (KVM_MEM_ABSENT_MAPPING_FAULT, gated by KVM_CAP_ABSENT_MAPPING_FAULT).
     pub absent_mapping_fault: bool,
     /// KVM records which pages the guest writes to (KVM_MEM_LOG_DIRTY_PAGES).
     pub log_dirty: bool,
-    /// Guest writes leave KVM_RUN as MMIO (KVM_MEM_READONLY). The kernel refuses it together with
-    /// `absent_mapping_fault`.
+    /// Guest writes leave KVM_RUN as MMIO (KVM_MEM_READONLY). The kernel refuses this flag together
+    /// with `absent_mapping_fault`.
     pub readonly: bool,
 }
 
@@ -63,7 +63,7 @@ impl fmt::Display for SlotFlags {
 pub enum SlotError {
     /// The kernel lacks the capability that gates a flag.
     #[error(
-        "memory slot {slot} ({range}): this kernel does not have {capability} ({number}); run a \
+        "memory slot {slot} ({range}): this kernel lacks {capability} ({number}); run a \
          kernel with Pagetide's patches"
     )]
     MissingCapability {
@@ -76,28 +76,28 @@ pub enum SlotError {
         /// The capability's number.
         number: u32,
     },
-    /// The slot number is past what the kernel has (KVM_CAP_NR_MEMSLOTS).
+    /// The slot number exceeds the kernel's maximum (KVM_CAP_NR_MEMSLOTS).
     #[error("memory slot {slot}: this kernel has slots 0 to {}", slots - 1)]
     NoSuchSlot {
         /// The slot.
         slot: u32,
-        /// How many slots there are.
+        /// The number of slots.
         slots: u32,
     },
-    /// A region was to be added to a slot that has one.
+    /// The slot already has a region.
     #[error("memory slot {slot} is in use for {range}")]
     InUse {
         /// The slot.
         slot: u32,
-        /// The range that it holds.
+        /// The slot's range.
         range: GuestRange,
     },
-    /// A slot was to be noted whose memory is not in its region.
+    /// The memory of an adopted slot does not lie within its region.
     #[error("memory slot {slot}: the memory of {range} is not all in the region")]
     OutsideRegion {
         /// The slot.
         slot: u32,
-        /// Where the guest sees it.
+        /// The slot's range in the guest.
         range: GuestRange,
     },
     /// The slot has no region.
@@ -111,57 +111,57 @@ pub enum SlotError {
     Overlap {
         /// The slot.
         slot: u32,
-        /// The range that was asked for.
+        /// The requested range.
         range: GuestRange,
         /// EEXIST.
         #[source]
         source: io::Error,
     },
-    /// The kernel finds the range or the combination of flags invalid (EINVAL).
+    /// The kernel refuses the range or the combination of flags (EINVAL).
     #[error("memory slot {slot}: the kernel refuses {range} with {flags}")]
     Invalid {
         /// The slot.
         slot: u32,
-        /// The range that was asked for.
+        /// The requested range.
         range: GuestRange,
-        /// The flags that were asked for.
+        /// The requested flags.
         flags: SlotFlags,
         /// EINVAL.
         #[source]
         source: io::Error,
     },
-    /// Any other errno, ENOMEM for instance.
+    /// Any other errno, for instance ENOMEM.
     #[error("memory slot {slot}: cannot set {range} with {flags}")]
     Failed {
         /// The slot.
         slot: u32,
-        /// The range that was asked for.
+        /// The requested range.
         range: GuestRange,
-        /// The flags that were asked for.
+        /// The requested flags.
         flags: SlotFlags,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// What a slot holds: a part of a region, at a guest-physical address. Keeping one keeps the region
+/// The content of a slot: a part of a region, at a guest-physical address. Holding one keeps the region
 /// mapped.
 #[derive(Clone, Debug)]
 pub struct Slot {
     /// The memory.
     pub region: Arc<Region>,
-    /// Where in the region the slot starts, in bytes; a multiple of 4 KiB.
+    /// The slot's start in the region in bytes; a multiple of 4 KiB.
     pub offset: u64,
-    /// Where the guest sees it. With a region used at its own address, the region's range or a
-    /// part of it.
+    /// The slot's range in the guest. For a region at its own address, the region's range or a part of
+    /// it.
     pub range: GuestRange,
     /// Its properties.
     pub flags: SlotFlags,
 }
 
 impl Slot {
-    /// All of a region, at the region's own address.
+    /// A slot with all of a region, at the region's own address.
     #[must_use]
     pub fn whole(region: Arc<Region>, flags: SlotFlags) -> Self {
         Self {
@@ -172,13 +172,13 @@ impl Slot {
         }
     }
 
-    /// Where the slot's memory starts in this process: what the kernel calls `userspace_addr`.
+    /// The address of the slot's memory in this process: the kernel's `userspace_addr`.
     pub(crate) fn userspace_address(&self) -> u64 {
         self.region.guest().start().as_u64() + self.offset
     }
 
-    /// Whether both are the same memory at the same place, so that changing one to the other is at
-    /// most a change of flags.
+    /// Whether both have the same memory at the same address, so that changing one to the other changes
+    /// at most flags.
     #[must_use]
     pub fn is_same_memory(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.region, &other.region)

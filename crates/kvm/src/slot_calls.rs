@@ -11,18 +11,18 @@ use crate::os_error;
 use crate::slot::Slot;
 use crate::vm::Inner;
 
-/// What is done to one slot.
+/// The kind of a slot's change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// The slot is empty, and gets memory.
+    /// The slot is empty, and receives memory.
     Create,
     /// The slot is emptied.
     Delete,
-    /// The slot keeps its memory and gets other flags.
+    /// The slot retains its memory and receives other flags.
     Flags,
 }
 
-/// One element of a list: a slot, what is done to it, and what it holds afterwards (for a deletion,
+/// One element of a list: a slot, the kind of its change, and its content afterwards (for a deletion,
 /// before).
 #[derive(Clone, Debug)]
 pub(crate) struct SlotChange {
@@ -34,18 +34,18 @@ pub(crate) struct SlotChange {
 /// Why the kernel refused a list.
 #[derive(Debug)]
 pub(crate) struct ListRefusal {
-    /// The index of the element, if the kernel names one.
+    /// The index of the refused element, if the kernel reports one.
     pub(crate) element: Option<usize>,
     pub(crate) source: io::Error,
 }
 
-/// The ioctls; tests have others that fail when they are told to. A call that fails has changed
+/// The ioctls. Tests substitute implementations that fail on purpose. A failed call has changed
 /// nothing.
 pub(crate) trait SlotCalls {
-    /// KVM_SET_USER_MEMORY_REGION2, or the first one where that is missing.
+    /// KVM_SET_USER_MEMORY_REGION2, or KVM_SET_USER_MEMORY_REGION where that is missing.
     fn set_one(&self, slot: u32, state: &Slot, change: Change) -> io::Result<()>;
 
-    /// KVM_SET_USER_MEMORY_REGION_LIST; whoever calls has seen its capability.
+    /// KVM_SET_USER_MEMORY_REGION_LIST; the caller has checked its capability.
     fn set_list(&self, changes: &[SlotChange]) -> Result<(), ListRefusal>;
 }
 
@@ -53,9 +53,9 @@ impl SlotCalls for Inner {
     fn set_one(&self, slot: u32, state: &Slot, change: Change) -> io::Result<()> {
         let request = region2(slot, state, change);
         let result = if self.capabilities().user_memory2 {
-            // SAFETY: KVM requires that the memory stays mapped while the slot has it: the caller
+            // SAFETY: KVM requires that the memory stays mapped while the slot uses it: the caller
             // keeps the region in the VM's slots, which are dropped after the VM's descriptor. The
-            // guest may change it at any time: it is shared memory, of which Region hands out no
+            // guest may change the memory at any time: it is shared memory, to which Region returns no
             // references.
             unsafe { self.fd().set_user_memory_region2(request) }
         } else {
@@ -74,9 +74,9 @@ impl SlotCalls for Inner {
 
     fn set_list(&self, changes: &[SlotChange]) -> Result<(), ListRefusal> {
         let mut list = RegionList::new(changes);
-        // SAFETY: the kernel reads the header and as many elements as it says, all of which the
-        // buffer holds, and writes to the header only. What is required of the memory is as in
-        // set_one(). Gated by KVM_CAP_SET_USER_MEMORY_REGION_LIST, which the caller has seen.
+        // SAFETY: the kernel reads the header and as many elements as the header counts, all of which
+        // are in the buffer, and writes only to the header. The requirement on the memory is as in
+        // set_one(). Gated by KVM_CAP_SET_USER_MEMORY_REGION_LIST, which the caller has checked.
         let status = unsafe {
             ioctl_with_mut_ptr(
                 self.fd(),
@@ -159,14 +159,14 @@ impl RegionList {
         self.0.as_mut_ptr().cast()
     }
 
-    /// The element that the kernel refused; None if it names none (-1).
+    /// The element that the kernel refused; None if it reports none (-1).
     fn failed(&self) -> Option<usize> {
         let [a, b, c, d, ..] = self.0[FAILED_WORD].to_ne_bytes();
         usize::try_from(i32::from_ne_bytes([a, b, c, d])).ok()
     }
 }
 
-/// Two 32-bit fields that follow each other in memory, as one word.
+/// Combines two 32-bit fields that are adjacent in memory into one word.
 fn pair(first: u32, second: u32) -> u64 {
     let ([a, b, c, d], [e, f, g, h]) = (first.to_ne_bytes(), second.to_ne_bytes());
     u64::from_ne_bytes([a, b, c, d, e, f, g, h])
@@ -182,7 +182,7 @@ mod tests {
     use crate::slot::SlotFlags;
 
     #[test]
-    fn a_list_is_what_the_kernel_reads() {
+    fn a_list_has_the_kernels_layout() {
         let region = Region::new(GuestAddress(0x10_0000), 0x4000, Backing::Shmem).unwrap();
         let state = Slot {
             offset: 0x1000,

@@ -1,7 +1,7 @@
 //! KVM's statistics of a VM or a vCPU, in the kernel's binary form (KVM_GET_STATS_FD).
 //!
-//! A descriptor's file has a header, descriptors that name each value and say where it is, and the
-//! values. The kernel's documentation: `Documentation/virt/kvm/api.rst`, section 4.133.
+//! The file of the descriptor has a header, descriptors with the name and offset of each value, and the
+//! values. Source: `Documentation/virt/kvm/api.rst`, section 4.133.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -24,28 +24,30 @@ const HEADER_BYTES: usize = 24;
 /// A descriptor without its name: flags (32 bits), exponent, number of values (16 bits each), offset
 /// of the first value, size of buckets (32 bits each).
 const DESCRIPTOR_BYTES: usize = 16;
-/// More than any kernel has: what it says is not to be trusted with this process's memory.
+/// Limits beyond every kernel's values, because the file must not decide how much memory this process
+/// allocates.
 const MOST_NAME_BYTES: usize = 4096;
 const MOST_DESCRIPTORS: usize = 4096;
 
-/// Why statistics cannot be had.
+/// Why statistics are unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum StatsError {
-    /// KVM_GET_STATS_FD failed: no KVM_CAP_BINARY_STATS_FD (Linux 5.14), or no more descriptors.
+    /// KVM_GET_STATS_FD failed: KVM_CAP_BINARY_STATS_FD (Linux 5.14) is missing, or the process has too
+    /// many descriptors.
     #[error("KVM_GET_STATS_FD failed")]
     Open(#[source] io::Error),
     /// The file could not be read.
     #[error("cannot read KVM's statistics")]
     Read(#[source] io::Error),
-    /// The file is not what the kernel's documentation says.
-    #[error("KVM's statistics have an unknown form: {what}")]
+    /// The file does not follow the kernel's documentation.
+    #[error("KVM's statistics have an unknown format: {what}")]
     Form {
-        /// What is odd about it.
+        /// The deviation.
         what: &'static str,
     },
 }
 
-/// The statistics of a VM or a vCPU. The kernel keeps them as long as this is open.
+/// The statistics of a VM or a vCPU. They remain readable as long as this is open.
 #[derive(Debug)]
 pub struct Stats {
     file: File,
@@ -54,7 +56,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Those of a VM; `pages_4k`, `pages_2m` and `pages_1g` say how many stage-2 mappings there are.
+    /// Opens a VM's statistics; `pages_4k`, `pages_2m` and `pages_1g` count stage-2 mappings.
     ///
     /// # Errors
     /// See [`StatsError`].
@@ -62,7 +64,8 @@ impl Stats {
         Self::open(vm.fd())
     }
 
-    /// Those of a vCPU; `pf_taken` counts stage-2 faults, `pf_fixed` those that mapped something.
+    /// Opens a vCPU's statistics; `pf_taken` counts stage-2 faults, `pf_fixed` those that mapped a
+    /// page.
     ///
     /// # Errors
     /// See [`StatsError`].
@@ -76,18 +79,18 @@ impl Stats {
         if fd < 0 {
             return Err(StatsError::Open(io::Error::last_os_error()));
         }
-        // SAFETY: the kernel has just made this descriptor, and nobody else knows it.
+        // SAFETY: the kernel has just created this descriptor, and it has no other owner.
         let file = unsafe { File::from_raw_fd(fd) };
         let offsets = offsets(&file)?;
         Ok(Self { file, offsets })
     }
 
-    /// The names that [`Stats::value`] knows.
+    /// The names that [`Stats::value`] accepts.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.offsets.keys().map(String::as_str)
     }
 
-    /// The present value of that name; None if this kernel has none.
+    /// The current value with that name; None if this kernel lacks it.
     ///
     /// # Errors
     /// [`StatsError::Read`].
@@ -103,7 +106,7 @@ impl Stats {
     }
 }
 
-/// Where the single values of a file of statistics are.
+/// The offsets of the single values of a statistics file.
 fn offsets(file: &File) -> Result<BTreeMap<String, u64>, StatsError> {
     let mut header = [0; HEADER_BYTES];
     file.read_exact_at(&mut header, 0)
@@ -133,7 +136,7 @@ fn offsets(file: &File) -> Result<BTreeMap<String, u64>, StatsError> {
     Ok(single.collect())
 }
 
-/// The 32 bits at `at`.
+/// The 32-bit word at byte `at`.
 fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
@@ -144,7 +147,7 @@ mod tests {
 
     use super::*;
 
-    /// A file of statistics with names of 8 bytes.
+    /// A statistics file with names of 8 bytes.
     fn file(descriptors: &[(&str, u16, u32)], name_bytes: u32, count: u32) -> File {
         let fd = rustix::fs::memfd_create("stats", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let mut file = File::from(fd);
@@ -182,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_files_are_refused() {
         let bad = |name_bytes, count| offsets(&file(&[("one", 1, 0)], name_bytes, count));
         assert!(matches!(bad(5000, 1), Err(StatsError::Form { .. })));
         assert!(matches!(bad(8, 5000), Err(StatsError::Form { .. })));

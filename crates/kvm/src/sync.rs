@@ -1,6 +1,6 @@
-//! The primitives that the gate is made of: the standard library's, or loom's in this crate's tests when
-//! they are compiled with `--cfg loom`. Then loom runs a test once for each order in which threads may
-//! take their steps.
+//! Synchronisation primitives of the gate: the standard library's, or loom's in this crate's tests when
+//! they are compiled with `--cfg loom`. loom then runs each test for every possible order of the
+//! threads' steps.
 
 #[cfg(all(loom, test))]
 pub(crate) use loom::sync::{

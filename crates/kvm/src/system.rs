@@ -8,23 +8,23 @@ use crate::os_error;
 use crate::signals::Signals;
 use crate::vm::{CreateVmError, Vm};
 
-/// Why /dev/kvm cannot be used; each message says how to get it.
+/// Why /dev/kvm cannot be used; each message names the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// There is no such device.
+    /// The device does not exist.
     #[error(
         "no /dev/kvm: load the kvm_intel or kvm_amd module, or switch on virtualisation in the \
          firmware or for this virtual machine"
     )]
     Missing(#[source] io::Error),
-    /// The device exists, and this user may not open it.
+    /// The device exists, but this user may not open it.
     #[error("/dev/kvm: permission denied: add this user to the group kvm, or run as root")]
     Permission(#[source] io::Error),
-    /// Anything else that open(2) says.
+    /// Any other error of open(2).
     #[error("cannot open /dev/kvm")]
     Open(#[source] io::Error),
-    /// The device answers with an API version other than 12, the only one since Linux 2.6.22.
-    #[error("/dev/kvm speaks KVM API version {found}, not {KVM_API_VERSION}")]
+    /// The device has another API version than 12, the only one since Linux 2.6.22.
+    #[error("/dev/kvm has KVM API version {found}, not {KVM_API_VERSION}")]
     Version {
         /// What KVM_GET_API_VERSION returned.
         found: i32,
@@ -45,7 +45,7 @@ impl Kvm {
     /// Opens /dev/kvm and checks the API version.
     ///
     /// # Errors
-    /// [`OpenError`] says what is missing and how to get it.
+    /// [`OpenError`], with the remedy.
     pub fn open() -> Result<Self, OpenError> {
         let fd = kvm_ioctls::Kvm::new_with_path(c"/dev/kvm").map_err(|errno| {
             let error = os_error(errno);
@@ -62,7 +62,7 @@ impl Kvm {
         Ok(Self { fd })
     }
 
-    /// A new VM without memory or vCPUs, whose vCPUs may count on these signals.
+    /// Creates a VM without memory or vCPUs, whose vCPUs may use these signals.
     ///
     /// # Errors
     /// See [`CreateVmError`].
@@ -79,7 +79,7 @@ impl Kvm {
         self.create_vm(Signals::install()?)
     }
 
-    /// The largest number of vCPUs that a VM may have (KVM_CAP_MAX_VCPUS).
+    /// The maximal number of vCPUs of a VM (KVM_CAP_MAX_VCPUS).
     #[must_use]
     pub fn max_vcpus(&self) -> usize {
         self.fd.get_max_vcpus()

@@ -1,4 +1,4 @@
-//! Slot transactions: what is to change, collected step by step.
+//! Slot transactions: changes of slots, collected step by step.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,11 +11,9 @@ use crate::plan::{Plan, PlanError};
 use crate::slot::SlotFlags;
 use crate::vm::Inner;
 
-/// A slot in the steps of a transaction: one that the VM has, by its number, or one that a step
-/// makes.
+/// A slot in the steps of a transaction: an existing slot, by its number, or one that a step creates.
 ///
-/// The numbers of new slots are chosen when the transaction is committed:
-/// [`Committed::slot`] tells them.
+/// The commit chooses the numbers of new slots; [`Committed::slot`] returns them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotRef(Referent);
 
@@ -26,7 +24,7 @@ enum Referent {
 }
 
 impl SlotRef {
-    /// The number, if this is a slot that the VM had before.
+    /// The number of an existing slot; None for a new one.
     #[must_use]
     pub fn number(self) -> Option<u32> {
         match self.0 {
@@ -35,12 +33,12 @@ impl SlotRef {
         }
     }
 
-    /// A transaction's new slot.
+    /// A new slot of a transaction.
     pub(crate) fn made(transaction: u64, index: usize) -> Self {
         Self(Referent::Made { transaction, index })
     }
 
-    /// Which of a transaction's new slots this is; None for another transaction's.
+    /// The index among the new slots of transaction `by`; None for other slots.
     pub(crate) fn made_by(self, by: u64) -> Option<usize> {
         match self.0 {
             Referent::Made { transaction, index } if transaction == by => Some(index),
@@ -66,7 +64,7 @@ impl fmt::Display for SlotRef {
     }
 }
 
-/// One step, as it was asked for.
+/// One step, as the caller requested it.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     Create {
@@ -83,16 +81,15 @@ pub(crate) enum Step {
     SetFlags(SlotRef, SlotFlags),
 }
 
-/// A change of a VM's memory slots that its vCPUs see as one: they see the old layout or the new
-/// one, and no step in between ([`Method`] says how, and what [`Method::DeleteCreate`] does instead).
+/// An atomic change of a VM's memory slots: vCPUs see the old layout or the new one, and no
+/// intermediate layout. ([`Method`] explains how, and how [`Method::DeleteCreate`] differs.)
 ///
-/// The steps are collected here; nothing is looked at or changed before [`SlotTransaction::commit`],
-/// which checks all of it against the layout of that moment. Several threads may have transactions
-/// on one VM, vCPUs' threads included (between two calls of [`BoundVcpu::run`](crate::BoundVcpu::run),
-/// of course); commits take turns.
+/// The steps are only collected here; [`SlotTransaction::commit`] checks all of them against the
+/// current layout and then changes it. Several threads may have transactions on one VM, including
+/// vCPUs' threads (between two calls of [`BoundVcpu::run`](crate::BoundVcpu::run)); commits take turns.
 ///
-/// A slot's number cannot change its size or its memory, so every step but a change of flags makes
-/// new numbers: the lowest that are free before and after, in the order of the steps.
+/// The size and memory of a slot number cannot change, so every step but a change of flags assigns new
+/// numbers: the lowest that are free before and after, in the order of the steps.
 ///
 /// ```no_run
 /// # use pagetide_kvm::{Kvm, SlotFlags};
@@ -131,8 +128,8 @@ impl<'vm> SlotTransaction<'vm> {
         SlotRef::made(self.number, index)
     }
 
-    /// A new slot: `bytes` bytes of `region` from `offset` on (both multiples of 4 KiB), which the
-    /// guest sees at `gpa`. KVM can use huge pages only where gpa and offset allow it.
+    /// Creates a slot: `bytes` bytes of `region` from `offset` on (both multiples of 4 KiB), at the
+    /// guest's address `gpa`. KVM can use huge pages only where gpa and offset permit it.
     pub fn create(
         &mut self,
         region: Arc<Region>,
@@ -151,38 +148,38 @@ impl<'vm> SlotTransaction<'vm> {
         self.make()
     }
 
-    /// Empties a slot.
+    /// Deletes a slot.
     pub fn delete(&mut self, slot: impl Into<SlotRef>) {
         self.steps.push(Step::Delete(slot.into()));
     }
 
-    /// Gives a slot another size, in bytes; its start stays. It may grow as far as its region goes.
+    /// Changes a slot's size, in bytes; its start stays. It may grow up to the end of its region.
     pub fn resize(&mut self, slot: impl Into<SlotRef>, bytes: u64) -> SlotRef {
         self.steps.push(Step::Resize(slot.into(), bytes));
         self.make()
     }
 
-    /// Makes two slots of one: the first `at` bytes and the rest.
+    /// Splits a slot into two: the first `at` bytes and the rest.
     pub fn split(&mut self, slot: impl Into<SlotRef>, at: u64) -> [SlotRef; 2] {
         self.steps.push(Step::Split(slot.into(), at));
         [self.make(), self.make()]
     }
 
-    /// Makes one slot of two that follow each other, in the guest and in one region, and have the
-    /// same flags; in either order.
+    /// Merges two slots that are adjacent, both in the guest and in one region, and have the same
+    /// flags; in either order.
     pub fn merge(&mut self, one: impl Into<SlotRef>, other: impl Into<SlotRef>) -> SlotRef {
         self.steps.push(Step::Merge(one.into(), other.into()));
         self.make()
     }
 
-    /// Gives a slot other flags. It keeps its number, unless `readonly` changes.
+    /// Changes a slot's flags. It retains its number, unless `readonly` changes.
     pub fn set_flags(&mut self, slot: impl Into<SlotRef>, flags: SlotFlags) -> SlotRef {
         self.steps.push(Step::SetFlags(slot.into(), flags));
         self.make()
     }
 
-    /// Checks the steps against the VM's present layout and changes nothing. Another thread's
-    /// change may make a difference until the commit.
+    /// Checks the steps against the VM's current layout and changes nothing. Another thread may change
+    /// the layout before the commit.
     ///
     /// # Errors
     /// See [`PlanError`].
@@ -191,25 +188,25 @@ impl<'vm> SlotTransaction<'vm> {
         Plan::new(&slots, self.vm.capabilities(), self.number, &self.steps).map(|_| ())
     }
 
-    /// Changes the layout by the best method that this kernel has: [`Method::List`]; without it
-    /// one ioctl where the change takes only one, and [`Method::Quiesce`] otherwise.
+    /// Changes the layout by the best method that this kernel supports: [`Method::List`]; without it,
+    /// one ioctl where the change takes only one, and otherwise [`Method::Quiesce`].
     ///
     /// # Errors
-    /// [`CommitError`]; the old layout is in place, unless it is [`CommitError::HalfDone`], and
-    /// vCPUs run on.
+    /// [`CommitError`]; the old layout is in place, except after [`CommitError::HalfDone`], and vCPUs
+    /// continue to run.
     pub fn commit(self) -> Result<Committed, CommitError> {
         commit::commit(self.vm, self.number, &self.steps, None, self.vm)
     }
 
-    /// Changes the layout by this method, for tests and comparisons.
+    /// Changes the layout by the given method, for tests and comparisons.
     ///
     /// # Errors
-    /// As [`SlotTransaction::commit`]; also if the kernel lacks what the method needs.
+    /// As [`SlotTransaction::commit`], and an error if the kernel lacks what the method needs.
     pub fn commit_with(self, method: Method) -> Result<Committed, CommitError> {
         commit::commit(self.vm, self.number, &self.steps, Some(method), self.vm)
     }
 
-    /// With other ioctls than the kernel's.
+    /// Commits by other ioctls than the kernel's.
     #[cfg(test)]
     pub(crate) fn commit_through(
         self,
@@ -219,7 +216,7 @@ impl<'vm> SlotTransaction<'vm> {
         commit::commit(self.vm, self.number, &self.steps, Some(method), calls)
     }
 
-    /// What the transaction would do to another layout and with other capabilities.
+    /// The plan of the transaction for another layout and other capabilities.
     #[cfg(test)]
     pub(crate) fn plan(
         &self,

@@ -1,4 +1,4 @@
-//! vCPUs: run, registers, kicks.
+//! vCPUs: running, registers, kicks.
 
 use std::ffi::c_void;
 use std::io;
@@ -12,18 +12,18 @@ use kvm_ioctls::VcpuFd;
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
 
 use crate::exit::Exit;
-use crate::gate::Occupant;
+use crate::gate::Participant;
 use crate::kick::{KickTarget, Kickable, VcpuKick};
 use crate::poison::{Report, Severity, catching};
 use crate::signals::kick_signal;
 use crate::vm::Inner;
 
-/// KVM_RUN, which takes no argument. kvm-ioctls has it, but keeps it to itself.
+/// KVM_RUN, which takes no argument. kvm-ioctls has it, but does not export it.
 struct KvmRun;
 
-// SAFETY: Ioctl requires a number and an argument that belong together, and to say what the call
-// writes. It writes nothing to its argument, which is none, but to kvm_run and to guest memory: so it
-// must not pass for a call that leaves memory as it is.
+// SAFETY: Ioctl requires a number and an argument that belong together, and a declaration of what the
+// call writes. It has no argument, but it writes to kvm_run and to guest memory: it must not be
+// declared as a call that leaves memory unchanged.
 unsafe impl Ioctl for KvmRun {
     type Output = ();
 
@@ -42,11 +42,11 @@ unsafe impl Ioctl for KvmRun {
     }
 }
 
-/// Why KVM_RUN failed, other than a memory fault that the kernel explains.
+/// Why KVM_RUN failed, except for an annotated memory fault.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// EFAULT without an annotation: KVM could not reach guest memory and does not say where.
-    /// Retrying leads nowhere.
+    /// EFAULT without an annotation: KVM could not reach guest memory and does not report where. A
+    /// retry fails again.
     #[error("vCPU {vcpu}: KVM_RUN: memory fault without an address{}", at_rip(*rip))]
     Fault {
         /// The vCPU's number.
@@ -57,9 +57,9 @@ pub enum RunError {
         #[source]
         source: io::Error,
     },
-    /// EHWPOISON without an annotation, or SIGBUS for memory that is in no slot of the VM: memory with
-    /// an uncorrected error.
-    #[error("vCPU {vcpu}: KVM_RUN: poisoned memory, no address given{}", at_rip(*rip))]
+    /// EHWPOISON without an annotation, or SIGBUS for memory outside the VM's slots: the memory has an
+    /// uncorrected error.
+    #[error("vCPU {vcpu}: KVM_RUN: poisoned memory without an address{}", at_rip(*rip))]
     Poisoned {
         /// The vCPU's number.
         vcpu: u32,
@@ -76,7 +76,7 @@ pub enum RunError {
         vcpu: u32,
         /// The guest's instruction pointer, if it could be read.
         rip: Option<u64>,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -89,14 +89,14 @@ fn at_rip(rip: Option<u64>) -> String {
 /// Why a vCPU could not be bound to a thread.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// The thread blocks the signal that is to kick it.
+    /// The thread blocks the kick signal.
     #[error("this thread blocks signal {signal}, which kicks vCPUs")]
     Blocked {
         /// The signal.
         signal: i32,
     },
     /// The thread's signal mask cannot be read.
-    #[error("cannot see which signals this thread blocks")]
+    #[error("cannot read which signals this thread blocks")]
     Mask(#[source] io::Error),
 }
 
@@ -106,7 +106,8 @@ pub struct Vcpu {
     id: u32,
     fd: VcpuFd,
     kick: Arc<KickTarget>,
-    /// Memory with an error that was met as KVM_RUN returned for another reason: the next exit.
+    /// Memory with an error that was met when KVM_RUN returned for another reason: reported as the next
+    /// exit.
     late_report: Option<Report>,
     // Last: the VM's memory outlives the vCPU.
     vm: Arc<Inner>,
@@ -115,8 +116,8 @@ pub struct Vcpu {
 impl Vcpu {
     pub(crate) fn new(id: u32, fd: VcpuFd, kick: KickTarget, vm: Arc<Inner>) -> Self {
         let kick = Arc::new(kick);
-        let occupant: Arc<dyn Kickable> = kick.clone();
-        vm.gate().add(&occupant);
+        let participant: Arc<dyn Kickable> = kick.clone();
+        vm.gate().add(&participant);
         Self {
             id,
             fd,
@@ -126,17 +127,17 @@ impl Vcpu {
         }
     }
 
-    /// The number that it was created with.
+    /// The vCPU's number at creation.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.id
     }
 
-    /// The `kvm-ioctls` handle, for setting the vCPU up and for what this crate does not wrap.
+    /// The `kvm-ioctls` handle, for the vCPU's set-up and for ioctls that this crate does not wrap.
     ///
-    /// Its `run` is not to be used: it knows nothing of kicks. A slot transaction that quiesces
-    /// does not hold back what goes through this handle. Ioctls that look at guest memory must use
-    /// [`Vcpu::set_sregs`], [`Vcpu::set_msrs`] and the like, if slots may change meanwhile.
+    /// Do not use its `run`, which does not handle kicks. A slot transaction that quiesces does not
+    /// wait for ioctls through this handle. Where slots may change meanwhile, use [`Vcpu::set_sregs`],
+    /// [`Vcpu::set_msrs`] and the like for ioctls that access guest memory.
     #[must_use]
     pub fn fd(&self) -> &VcpuFd {
         &self.fd
@@ -148,13 +149,13 @@ impl Vcpu {
         VcpuKick::new(Arc::clone(&self.kick))
     }
 
-    /// Forgets kicks that have not been noticed yet.
+    /// Discards kicks that have not taken effect yet.
     pub fn forget_kicks(&mut self) {
         self.kick.take_kick();
     }
 
-    /// Binds the vCPU to the calling thread, to which kicks are then sent, by the VM's signal for
-    /// that. Changes nothing about the process.
+    /// Binds the vCPU to the calling thread, which then receives kicks by the VM's kick signal. Changes
+    /// nothing about the process.
     ///
     /// # Errors
     /// See [`BindError`].
@@ -171,18 +172,18 @@ impl Vcpu {
         })
     }
 
-    /// What a signal can be sent to.
+    /// The receiver of kicks.
     pub(crate) fn kickable(&self) -> Arc<dyn Kickable> {
         self.kick.clone()
     }
 
-    /// Does one ioctl with no slot transaction's update going on. `call` is this crate's own code
-    /// and must not wait for anything but that ioctl.
+    /// Makes one ioctl that does not overlap the update of a slot transaction. `call` is this crate's
+    /// own code and must wait only for that ioctl.
     pub(crate) fn held<T>(&self, call: impl FnOnce(&VcpuFd) -> T) -> T {
-        let seat = self.kick.seat();
-        self.vm.gate().enter(seat);
+        let in_flight = self.kick.in_flight();
+        self.vm.gate().enter(in_flight);
         let result = call(&self.fd);
-        if self.vm.gate().leave(seat) {
+        if self.vm.gate().leave(in_flight) {
             self.kick.expect_late_kick(true);
         }
         result
@@ -202,16 +203,16 @@ pub struct BoundVcpu<'vcpu> {
 }
 
 impl BoundVcpu<'_> {
-    /// Enters the guest until it exits: one ioctl, one atomic operation on either side, no
-    /// allocation. A slot transaction that stops the vCPU meanwhile is not seen: the guest is
-    /// entered again when the transaction is through.
+    /// Enters the guest until it exits: one ioctl, one atomic operation on either side, no allocation.
+    /// A slot transaction that stops the vCPU meanwhile is not visible: the vCPU enters again when the
+    /// transaction has ended.
     ///
-    /// A signal other than a kick is reported as [`Exit::Interrupted`], unless it coincides with a
-    /// slot transaction; use a [`VcpuKick`] for what must not be missed.
+    /// A signal other than a kick is reported as [`Exit::Interrupted`], unless it coincides with a slot
+    /// transaction; use a [`VcpuKick`] for interruptions that must not be missed.
     ///
     /// # Errors
-    /// [`RunError`], unless the kernel explains the failure, which is an [`Exit::Fault`], or a
-    /// signal caused it, which is [`Exit::Interrupted`].
+    /// [`RunError`], unless the kernel annotates the failure, which gives [`Exit::Fault`], or a signal
+    /// caused it, which gives [`Exit::Interrupted`].
     #[inline]
     pub fn run(&mut self) -> Result<Exit, RunError> {
         if let Some(report) = self.vcpu.late_report.take() {
@@ -219,28 +220,28 @@ impl BoundVcpu<'_> {
         }
         loop {
             let (result, kicked, poison) = self.enter_guest();
-            // A transaction sets `immediate_exit` and sends signals only while the gate is closed
-            // and this vCPU inside. `kicked` is therefore true for every KVM_RUN that is
-            // interrupted on its account. A KVM_RUN that ends by itself in that moment finds it out
-            // as well: the flag or the signal interrupts the next one, and both are used up then.
+            // A transaction sets `immediate_exit` and sends signals only while the gate is closed and
+            // this vCPU inside. `kicked` is therefore true for every KVM_RUN that a transaction
+            // interrupts. If KVM_RUN ends by itself at that moment, `kicked` is true as well: the flag
+            // or the signal interrupts the next KVM_RUN, which consumes both.
             let late = self.vcpu.kick.expect_late_kick(kicked);
             let Err(source) = result else {
-                // The exit comes first: it may have to be answered.
+                // The exit comes first, because it may need an answer.
                 self.vcpu.late_report = poison;
                 return Ok(self.vcpu.kick.page.exit());
             };
-            // A kick that came as well stays pending, and interrupts the next KVM_RUN.
+            // A kick that arrived as well stays pending, and interrupts the next KVM_RUN.
             if let Some(report) = poison {
                 return self.poisoned(report);
             }
-            // First what happens most often, while a guest waits for its memory.
+            // First the most frequent case while a guest waits for its memory.
             if source.raw_os_error() == Some(libc::EFAULT)
                 && let Some(fault) = self.vcpu.kick.page.memory_fault(false)
             {
                 return Ok(Exit::Fault(fault));
             }
-            // A vCPU that waited for its start-up IPI got it: KVM wants to be called again. A kick
-            // that came meanwhile interrupts that call.
+            // A vCPU that waited for its start-up IPI received it, and KVM_RUN must be called again. A
+            // kick that arrived meanwhile interrupts that call.
             if source.raw_os_error() == Some(libc::EAGAIN) {
                 continue;
             }
@@ -252,15 +253,15 @@ impl BoundVcpu<'_> {
         }
     }
 
-    /// As [`Vcpu::held`], for an ioctl of the bound vCPU that may take long; and whether a slot
-    /// transaction wanted the vCPU to leave, now or during the last one, so that its signal may have
-    /// come now.
+    /// As [`Vcpu::held`], for an ioctl of the bound vCPU that may take long. Also returns whether a
+    /// slot transaction kicked the vCPU, now or during the last ioctl, so that its signal may have
+    /// arrived now.
     pub(crate) fn held_and_kicked<T>(&mut self, call: impl FnOnce(&VcpuFd) -> T) -> (T, bool) {
         let Vcpu { fd, kick, vm, .. } = &*self.vcpu;
-        vm.gate().enter(kick.seat());
+        vm.gate().enter(kick.in_flight());
         let result = call(fd);
-        let kicked = vm.gate().leave(kick.seat());
-        // KVM_RUN has not seen `immediate_exit`, so what was expected before still is.
+        let kicked = vm.gate().leave(kick.in_flight());
+        // KVM_RUN has not seen `immediate_exit`, so an earlier late kick is still expected.
         let late = kick.expect_late_kick(kicked);
         kick.expect_late_kick(kicked || late);
         (result, kicked || late)
@@ -271,14 +272,15 @@ impl BoundVcpu<'_> {
         self.vcpu.kick.has_kick()
     }
 
-    /// One KVM_RUN, with no slot transaction's update going on; whether a transaction wanted the vCPU
-    /// to leave meanwhile; and what memory it met that has an uncorrected error.
+    /// One KVM_RUN, which does not overlap the update of a slot transaction. Also returns whether a
+    /// transaction kicked the vCPU meanwhile, and the memory with an uncorrected error that KVM_RUN
+    /// met, if any.
     #[inline]
     fn enter_guest(&mut self) -> (io::Result<()>, bool, Option<Report>) {
         let Vcpu { fd, kick, vm, .. } = &*self.vcpu;
         // SAFETY: borrow_raw requires a descriptor that stays open: the vCPU keeps it.
         let fd = unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
-        vm.gate().enter(kick.seat());
+        vm.gate().enter(kick.in_flight());
         kick.page.forget_fault();
         let (result, poison) = catching(|| {
             // SAFETY: KVM_RUN on a vCPU descriptor takes no argument. It lets the guest write to the
@@ -286,15 +288,15 @@ impl BoundVcpu<'_> {
             // covers, and to kvm_run, which RunPage reads by volatile accesses.
             unsafe { ioctl(fd, KvmRun) }.map_err(io::Error::from)
         });
-        (result, vm.gate().leave(kick.seat()), poison)
+        (result, vm.gate().leave(kick.in_flight()), poison)
     }
 
-    /// A SIGBUS came in KVM_RUN.
+    /// The result when SIGBUS was raised in KVM_RUN.
     #[cold]
     fn poisoned(&self, report: Report) -> Result<Exit, RunError> {
         match self.vm().error_at(report, Severity::ActionRequired) {
             Some(error) => Ok(Exit::Fault(error.exit())),
-            // The slot has gone in the meantime; or it is memory that this VM does not know of.
+            // The slot was deleted in the meantime, or the memory is not this VM's.
             None => Err(RunError::Poisoned {
                 vcpu: self.id,
                 rip: self.rip(),
@@ -303,7 +305,7 @@ impl BoundVcpu<'_> {
         }
     }
 
-    /// What a failed KVM_RUN means to its caller.
+    /// Translates a failed KVM_RUN for its caller.
     #[cold]
     fn explain(&self, source: io::Error) -> Result<Exit, RunError> {
         let page = &self.vcpu.kick.page;
@@ -325,27 +327,28 @@ impl BoundVcpu<'_> {
         })
     }
 
-    /// The elements of the OUT that [`BoundVcpu::run`] returned for, each zero-extended: one, or
-    /// several of a string instruction. None at all after any other exit.
+    /// The elements of the OUT for which [`BoundVcpu::run`] returned, each zero-extended: one, or
+    /// several for a string instruction. Empty after any other exit.
     #[must_use]
     pub fn out_elements(&self) -> Vec<u32> {
         self.vcpu.kick.page.out_elements()
     }
 
-    /// Answers the IN that [`BoundVcpu::run`] returned for; `answer` is asked for each element, of
-    /// which the guest gets the low bytes. Does nothing after any other exit.
+    /// Supplies the values of the IN for which [`BoundVcpu::run`] returned; `answer` is called once per
+    /// element, whose low bytes the guest receives. Does nothing after any other exit.
     pub fn answer_in(&mut self, answer: impl FnMut() -> u32) {
         self.vcpu.kick.page.answer_in(answer);
     }
 
-    /// Answers the read outside all memory ([`Exit::Mmio`]) that [`BoundVcpu::run`] returned for;
-    /// the guest gets the low bytes. Does nothing after any other exit.
+    /// Supplies the value of the read outside all memory slots ([`Exit::Mmio`]) for which
+    /// [`BoundVcpu::run`] returned; the guest receives the low bytes. Does nothing after any other
+    /// exit.
     pub fn answer_mmio(&mut self, answer: u64) {
         self.vcpu.kick.page.answer_mmio(answer);
     }
 
-    /// Completes the I/O instruction of the last exit without running the guest any further, so
-    /// that registers can be set afresh. Kicks that are pending stay so.
+    /// Completes the I/O instruction of the last exit without running the guest further, so that
+    /// registers can be set afterwards. Pending kicks stay pending.
     ///
     /// # Errors
     /// As [`BoundVcpu::run`].
@@ -358,7 +361,7 @@ impl BoundVcpu<'_> {
         self.vcpu.late_report = poison.or(self.vcpu.late_report);
         match result {
             Ok(()) => Ok(()),
-            // By the report, which is for the next run.
+            // The report interrupted KVM_RUN, and is returned by the next run.
             Err(_) if is_interrupted => Ok(()),
             Err(source) => self.explain(source).map(|_| ()),
         }

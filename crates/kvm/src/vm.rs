@@ -1,4 +1,4 @@
-//! VMs: what the kernel can do for them, and their slots and vCPUs.
+//! VMs: capabilities, slots and vCPUs.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -19,13 +19,13 @@ use crate::system::Kvm;
 use crate::transaction::SlotTransaction;
 use crate::vcpu::Vcpu;
 
-/// Why a VM could not be made.
+/// Why a VM could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum CreateVmError {
     /// KVM_CREATE_VM failed.
     #[error("cannot create a VM")]
     Create(#[source] io::Error),
-    /// The signals that it was to have cannot be had.
+    /// The requested signals are unavailable.
     #[error(transparent)]
     Signals(#[from] SignalsError),
     /// The size of `kvm_run` is unknown.
@@ -33,7 +33,7 @@ pub enum CreateVmError {
     RunSize(#[source] io::Error),
 }
 
-/// Why a vCPU could not be made.
+/// Why a vCPU could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum CreateVcpuError {
     /// KVM_CREATE_VCPU failed.
@@ -41,7 +41,7 @@ pub enum CreateVcpuError {
     Create {
         /// The vCPU's number.
         vcpu: u32,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -50,36 +50,35 @@ pub enum CreateVcpuError {
     Map {
         /// The vCPU's number.
         vcpu: u32,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// What this kernel has for a VM, as KVM_CHECK_EXTENSION on the VM says.
+/// The kernel's capabilities for a VM, by KVM_CHECK_EXTENSION on the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
-    /// KVM_CAP_MEMORY_FAULT_INFO: failed accesses say where.
+    /// KVM_CAP_MEMORY_FAULT_INFO: failed accesses report their address.
     pub memory_fault_info: bool,
-    /// KVM_CAP_ABSENT_MAPPING_FAULT: slots may ask for exits instead of blocking.
+    /// KVM_CAP_ABSENT_MAPPING_FAULT: slots can enable exits instead of blocking.
     pub absent_mapping_fault: bool,
-    /// KVM_CAP_PRE_FAULT_MEMORY: a vCPU may fill its stage-2 tables ahead.
+    /// KVM_CAP_PRE_FAULT_MEMORY: a vCPU can fill its stage-2 tables ahead of the guest.
     pub pre_fault_memory: bool,
     /// KVM_CAP_USER_MEMORY2: slots are set by KVM_SET_USER_MEMORY_REGION2.
     pub user_memory2: bool,
-    /// KVM_CAP_SET_USER_MEMORY_REGION_LIST: many slots change at once, and nobody sees a step in
-    /// between.
+    /// KVM_CAP_SET_USER_MEMORY_REGION_LIST: many slots change at once, without an intermediate layout.
     pub slot_list: bool,
-    /// KVM_CAP_POPULATE_MEMORY: any thread may fill the stage-2 tables that all vCPUs share.
+    /// KVM_CAP_POPULATE_MEMORY: any thread can fill the stage-2 tables that all vCPUs share.
     pub populate_memory: bool,
-    /// KVM_CAP_KICK_VCPUS: one call makes all vCPUs leave the guest.
+    /// KVM_CAP_KICK_VCPUS: one ioctl makes all vCPUs leave the guest.
     pub kick_vcpus: bool,
-    /// KVM_CAP_NR_MEMSLOTS: how many slots a VM may have.
+    /// KVM_CAP_NR_MEMSLOTS: the maximal number of slots of a VM.
     pub slots: u32,
 }
 
 impl Capabilities {
-    /// What the kernel has for this VM; one call of the kernel for each field.
+    /// Queries the capabilities for this VM; one ioctl per field.
     #[must_use]
     pub fn of(vm: &VmFd) -> Self {
         let value = |number: u32| vm.check_extension_raw(number.into());
@@ -92,7 +91,7 @@ impl Capabilities {
             slot_list: has(abi::KVM_CAP_SET_USER_MEMORY_REGION_LIST),
             populate_memory: has(abi::KVM_CAP_POPULATE_MEMORY),
             kick_vcpus: has(abi::KVM_CAP_KICK_VCPUS),
-            // The kernel's documentation: 32 where the capability is missing.
+            // 32 where the capability is missing, by the kernel's documentation.
             slots: u32::try_from(value(KVM_CAP_NR_MEMSLOTS))
                 .ok()
                 .filter(|n| *n > 0)
@@ -100,8 +99,8 @@ impl Capabilities {
         }
     }
 
-    /// The flag of a slot whose absent pages are to leave KVM_RUN (KVM_MEM_ABSENT_MAPPING_FAULT), for
-    /// KVM_SET_USER_MEMORY_REGION2; None where the kernel lacks it.
+    /// The slot flag that makes accesses to absent pages leave KVM_RUN (KVM_MEM_ABSENT_MAPPING_FAULT),
+    /// for KVM_SET_USER_MEMORY_REGION2; None where the kernel lacks it.
     #[must_use]
     pub fn absent_mapping_flag(&self) -> Option<u32> {
         (self.absent_mapping_fault && self.user_memory2)
@@ -109,23 +108,24 @@ impl Capabilities {
     }
 }
 
-/// What a VM and its vCPUs share. The descriptor comes first, so that the memory outlives it.
+/// The state that a VM and its vCPUs share. The descriptor comes first, so that the memory outlives it.
 ///
-/// Locks, in the order in which they are taken: `updates`, then `slots` or the gate's own, then a
-/// vCPU's thread's. A thread that waits for `updates`, whose holder may be waiting for vCPUs, is in
-/// no ioctl; the others are held for moments only.
+/// Lock order: `updates`, then `slots` or the gate's own, then that of a vCPU's thread. A thread that
+/// waits for `updates`, whose holder may wait for vCPUs, is in no ioctl; the other locks are held only
+/// briefly.
 #[derive(Debug)]
 pub(crate) struct Inner {
     fd: VmFd,
     capabilities: Capabilities,
     signals: Signals,
     run_bytes: usize,
-    /// Held by whoever changes slots, from the check to the end.
+    /// Held by a thread that changes slots, from the check to the end.
     updates: Mutex<()>,
-    /// What the kernel has. Changed only by the holder of `updates`.
+    /// The kernel's layout. Changed only by the holder of `updates`.
     slots: Mutex<SlotLayout>,
     gate: Gate<dyn Kickable>,
-    /// Of a VM that the program made, which may outlive this: slots that the program set itself.
+    /// For a VM that the program created and that may outlive this value: the slots that the program
+    /// set itself.
     foreign: Option<Mutex<SlotLayout>>,
 }
 
@@ -149,7 +149,7 @@ impl Inner {
         inner
     }
 
-    /// Takes note of a slot that the program has set itself.
+    /// Records a slot that the program set itself.
     pub(crate) fn note_foreign(&self, slot: u32, state: Slot) {
         if let Some(foreign) = &self.foreign {
             let mut foreign = foreign.lock().unwrap_or_else(PoisonError::into_inner);
@@ -157,7 +157,7 @@ impl Inner {
         }
     }
 
-    /// The slots that the program has set itself; None if this VM is nobody else's.
+    /// The slots that the program set itself; None if this crate created the VM.
     pub(crate) fn take_foreign(&mut self) -> Option<SlotLayout> {
         let foreign = self.foreign.take()?;
         Some(foreign.into_inner().unwrap_or_else(PoisonError::into_inner))
@@ -184,18 +184,18 @@ impl Inner {
         &self.gate
     }
 
-    /// The right to change slots. Waits for other threads' changes, which may wait for vCPUs to
+    /// Locks the slots for a change. Waits for other threads' changes, which may wait for vCPUs to
     /// leave KVM_RUN.
     pub(crate) fn updates(&self) -> MutexGuard<'_, ()> {
         self.updates.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the kernel has; not to be held while anything is waited for.
+    /// The kernel's layout; do not hold the lock while waiting for anything.
     pub(crate) fn slots(&self) -> MutexGuard<'_, SlotLayout> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the kernel has what a slot needs.
+    /// Checks that the kernel supports what a slot needs.
     pub(crate) fn check(&self, slot: u32, to: &Slot) -> Result<(), SlotError> {
         let Slot { range, flags, .. } = *to;
         let slots = self.capabilities.slots;
@@ -213,7 +213,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Sets a slot, once it is checked that the kernel can.
+    /// Sets a slot, after checking that the kernel supports it.
     fn set(&self, slot: u32, to: &Slot, change: Change) -> Result<(), SlotError> {
         self.check(slot, to)?;
         let Slot { range, flags, .. } = *to;
@@ -242,22 +242,22 @@ impl Inner {
     }
 }
 
-/// A virtual machine. Its slots keep their regions mapped until the last of the VM and its vCPUs
-/// is gone.
+/// A virtual machine. Its slots keep their regions mapped until the VM and all of its vCPUs are
+/// dropped.
 #[derive(Debug)]
 pub struct Vm {
     inner: Arc<Inner>,
 }
 
 impl Vm {
-    /// A new VM without memory or vCPUs, whose vCPUs may count on these signals.
+    /// Creates a VM without memory or vCPUs, whose vCPUs may use these signals.
     ///
     /// # Errors
     /// See [`CreateVmError`].
     pub fn new(kvm: &Kvm, signals: Signals) -> Result<Self, CreateVmError> {
         let create = || loop {
             match kvm.fd().create_vm() {
-                // KVM_CREATE_VM gives up on a pending signal; there is nothing to undo.
+                // KVM_CREATE_VM fails on a pending signal; there is nothing to undo.
                 Err(errno) if errno.errno() == libc::EINTR => {}
                 result => return result.map_err(os_error),
             }
@@ -276,31 +276,31 @@ impl Vm {
         Self { inner }
     }
 
-    /// For a vCPU.
+    /// A reference for a vCPU.
     pub(crate) fn share(&self) -> Arc<Inner> {
         Arc::clone(&self.inner)
     }
 
-    /// What this kernel has.
+    /// The kernel's capabilities for this VM.
     #[must_use]
     pub fn capabilities(&self) -> &Capabilities {
         &self.inner.capabilities
     }
 
-    /// The signals that it was made with.
+    /// The signals of this VM.
     #[must_use]
     pub fn signals(&self) -> Signals {
         self.inner.signals
     }
 
-    /// The `kvm-ioctls` handle, for everything that this crate does not wrap. Slots are to be set
-    /// through [`Vm`] only, which knows what memory must stay.
+    /// The `kvm-ioctls` handle, for everything that this crate does not wrap. Set slots only through
+    /// [`Vm`], which keeps their memory mapped.
     #[must_use]
     pub fn fd(&self) -> &VmFd {
         &self.inner.fd
     }
 
-    /// A vCPU with this number (the APIC ID on x86). The architecture's set-up is the caller's.
+    /// Creates a vCPU with this number (the APIC ID on x86). The caller does the architecture's set-up.
     ///
     /// # Errors
     /// See [`CreateVcpuError`].
@@ -323,7 +323,7 @@ impl Vm {
         ))
     }
 
-    /// Makes `region` the memory of an empty slot, at the region's own guest-physical address.
+    /// Sets an empty slot to `region`, at the region's own guest-physical address.
     ///
     /// # Errors
     /// See [`SlotError`]; the slot stays empty.
@@ -347,7 +347,7 @@ impl Vm {
     /// Changes the flags of a slot; vCPUs may be running.
     ///
     /// # Errors
-    /// See [`SlotError`]; the flags stay as they were.
+    /// See [`SlotError`]; the flags stay unchanged.
     pub fn set_slot_flags(&self, slot: u32, flags: SlotFlags) -> Result<(), SlotError> {
         let _updates = self.inner.updates();
         let mut new = self.slot(slot).ok_or(SlotError::Empty { slot })?;
@@ -363,22 +363,22 @@ impl Vm {
         self.inner.slots().get(&slot).map(|entry| entry.flags)
     }
 
-    /// What a slot holds; None if it is empty.
+    /// The content of a slot; None if it is empty.
     #[must_use]
     pub fn slot(&self, slot: u32) -> Option<Slot> {
         self.inner.slots().get(&slot).cloned()
     }
 
-    /// All slots. In the middle of a slot transaction this is still the old layout.
+    /// All slots. During a slot transaction this is still the old layout.
     #[must_use]
     pub fn layout(&self) -> SlotLayout {
         self.inner.slots().clone()
     }
 
-    /// Empties a slot and returns its memory. Guest accesses there are MMIO from now on.
+    /// Deletes a slot and returns its memory. Guest accesses there then exit as MMIO.
     ///
     /// # Errors
-    /// See [`SlotError`]; the slot stays as it was.
+    /// See [`SlotError`]; the slot stays unchanged.
     pub fn remove_slot(&self, slot: u32) -> Result<Arc<Region>, SlotError> {
         let _updates = self.inner.updates();
         let mut old = self.slot(slot).ok_or(SlotError::Empty { slot })?;
@@ -392,12 +392,12 @@ impl Vm {
         &self.inner
     }
 
-    /// For whoever must not keep the VM alive.
+    /// A reference that does not keep the VM alive.
     pub(crate) fn downgrade(&self) -> Weak<Inner> {
         Arc::downgrade(&self.inner)
     }
 
-    /// Begins a change of several slots, which vCPUs see as one.
+    /// Begins an atomic change of several slots.
     pub fn transaction(&self) -> SlotTransaction<'_> {
         SlotTransaction::new(&self.inner)
     }

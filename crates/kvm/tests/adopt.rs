@@ -1,4 +1,4 @@
-//! VMs and vCPUs that the program made itself, with kvm-ioctls.
+//! VMs and vCPUs that the program created itself, with kvm-ioctls.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -16,7 +16,7 @@ use pagetide_kvm::{PopulateError, Signals, Slot, SlotError, SlotFlags, Vm, popul
 use pagetide_memory::{Backing, FaultInAccess, GuestAddress, GuestRange, Region};
 use rustix::fs::{MemfdFlags, memfd_create};
 
-/// The machine's VM as a program with nothing but kvm-ioctls has it.
+/// The machine's VM, adopted as by a program that uses only kvm-ioctls.
 fn adopt(machine: &Machine) -> Vm {
     let kvm = kvm_ioctls::Kvm::new().expect("it was there");
     let kvm = Kvm::adopt(&kvm).expect("a descriptor");
@@ -36,7 +36,7 @@ fn an_adopted_vcpu_runs_and_is_kicked() {
     };
     let theirs = machine.vcpu(0, 0, DATA_PAGES);
     let vm = adopt(&machine);
-    assert!(vm.layout().is_empty(), "no slots were made");
+    assert!(vm.layout().is_empty(), "adopting adds no slots");
     assert_eq!(vm.capabilities(), machine.vm.capabilities());
     let mut vcpu = vm.adopt_vcpu(0, theirs.fd()).expect("a vCPU");
     machine.set(0, Word::Report, 1);
@@ -53,7 +53,7 @@ fn an_adopted_vcpu_runs_and_is_kicked() {
     });
     assert_eq!(here.run().expect("no failure"), Exit::Interrupted);
     kicker.join();
-    // Theirs is as it was, also when ours has gone.
+    // The program's vCPU is unchanged, also after the adopted one was dropped.
     drop(here);
     drop((vcpu, vm));
     assert!(theirs.fd().get_regs().is_ok());
@@ -96,7 +96,7 @@ fn slots_that_the_program_set_can_be_changed() {
 }
 
 #[test]
-fn a_slot_that_cannot_be_is_not_noted() {
+fn an_impossible_slot_is_not_adopted() {
     let Some(machine) = Machine::new() else {
         return;
     };
@@ -120,9 +120,9 @@ fn a_slot_that_cannot_be_is_not_noted() {
     assert!(matches!(error, SlotError::Overlap { .. }), "{error}");
 }
 
-/// The program's VM is still there when ours is dropped, and its guest with it.
+/// The program's VM and its guest outlive the adopted VM.
 #[test]
-fn memory_outlives_the_program_s_vm() {
+fn memory_outlives_the_programs_vm() {
     let Some(machine) = Machine::new() else {
         return;
     };
@@ -200,9 +200,9 @@ fn an_adopted_vm_is_populated() {
     assert!(matches!(error, PopulateError::NoSlot { .. }), "{error}");
 }
 
-/// A program that calls KVM_RUN by kvm-ioctls reads faults as this crate does.
+/// This crate decodes the faults of a program that calls KVM_RUN through kvm-ioctls.
 #[test]
-fn a_fault_is_read_from_kvm_ioctls() {
+fn a_fault_of_kvm_ioctls_is_decoded() {
     let Some(machine) = Machine::with(Backing::Anonymous) else {
         return;
     };
@@ -219,7 +219,7 @@ fn a_fault_is_read_from_kvm_ioctls() {
     set.expect("a flag that there is");
     let own = rustix::io::dup(descriptor(theirs.fd())).expect("a descriptor");
     let raw = std::os::fd::IntoRawFd::into_raw_fd(own);
-    // SAFETY: a vCPU's descriptor, which is nobody else's.
+    // SAFETY: a vCPU's descriptor without another owner.
     let vcpu = unsafe { machine.vm.fd().create_vcpu_from_rawfd(raw) };
     let mut vcpu: VcpuFd = vcpu.expect("a vCPU");
     FaultExit::forget(vcpu.get_kvm_run());

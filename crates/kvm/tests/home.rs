@@ -1,4 +1,4 @@
-//! Which memory a guest-physical address is, after transactions have moved slots.
+//! The memory at a guest-physical address after transactions have moved slots.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -11,11 +11,11 @@ use guest::{DATA, DATA_PAGES, DATA_SLOT, Machine, PAGE, whole_methods};
 use pagetide_kvm::{Exit, Method, SlotFlags, Vm};
 use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, PageRange};
 
-/// Where the guest sees pages 16 to 31 of the data, once they have moved.
+/// The guest's address of pages 16 to 31 of the data after the move.
 const ELSEWHERE: u64 = 128 << 20;
 const MOVED: u64 = 16;
 
-/// Leaves pages 0 to 15 in their place, moves the next 16, and takes the others away.
+/// Leaves pages 0 to 15 where they are, moves the next 16, and deletes the others.
 fn move_a_part(machine: &Machine, method: Method, flags: SlotFlags) {
     let mut transaction = machine.vm.transaction();
     transaction.resize(DATA_SLOT, MOVED * PAGE);
@@ -30,7 +30,7 @@ fn move_a_part(machine: &Machine, method: Method, flags: SlotFlags) {
     done.unwrap_or_else(|error| panic!("{method:?}: {error}"));
 }
 
-/// Which page of the data an address is, and the data's own address for it.
+/// The page of the data at an address, and the data's own address of it.
 fn data_page(vm: &Vm, machine: &Machine, gpa: u64) -> Option<(u64, u64)> {
     let home = vm.home_of(GuestAddress(gpa))?;
     assert!(Arc::ptr_eq(&home.region, &machine.data));
@@ -38,7 +38,7 @@ fn data_page(vm: &Vm, machine: &Machine, gpa: u64) -> Option<(u64, u64)> {
 }
 
 #[test]
-fn a_moved_slot_tells_its_regions_pages() {
+fn a_moved_slot_is_translated_to_its_regions_pages() {
     let Some(first) = Machine::new() else { return };
     for method in whole_methods(&first.vm) {
         let machine = Machine::new().expect("there was one");
@@ -55,7 +55,7 @@ fn a_moved_slot_tells_its_regions_pages() {
         assert_eq!(of(ELSEWHERE), home(MOVED, 0));
         assert_eq!(of(ELSEWHERE + 15 * PAGE + 0xfff), home(31, 0xfff));
         assert_eq!(of(ELSEWHERE + 16 * PAGE), None);
-        // The guest sees the same.
+        // The guest reads the same memory.
         let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
         let mut here = vcpu.bind().expect("signals work");
         for page in [MOVED, 31] {
@@ -70,7 +70,7 @@ fn a_moved_slot_tells_its_regions_pages() {
 }
 
 #[test]
-fn huge_pages_are_counted_in_their_own_size() {
+fn huge_pages_are_numbered_in_their_own_size() {
     let Some(machine) = Machine::new() else {
         return;
     };
@@ -91,7 +91,7 @@ fn huge_pages_are_counted_in_their_own_size() {
     assert_eq!((home.page, home.gpa), (PageIndex(3), at));
 }
 
-/// What a fault exit names is found by [`Vm::home_of`], and the guest goes on.
+/// [`Vm::home_of`] finds the page of a fault exit, and the guest continues.
 #[test]
 fn a_fault_in_a_moved_slot_is_resolved_by_its_home() {
     let Some(machine) = Machine::with(Backing::Anonymous) else {

@@ -1,7 +1,7 @@
-//! Kicks end KVM_RUN, whenever they come.
+//! Kicks end KVM_RUN at any time.
 //!
-//! The vCPU has no memory and no state but what KVM gives it; without an in-kernel interrupt
-//! controller it is runnable from the start, and immediate_exit keeps it out of the guest.
+//! The vCPU has no memory and only the state that KVM initialises; without an in-kernel interrupt
+//! controller it is runnable from the start, and immediate_exit prevents it from entering the guest.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -65,7 +65,7 @@ fn completing_io_leaves_no_kick_behind() {
     here.complete_io().expect("there is none");
 }
 
-/// A page source may be read by the thread that runs the vCPU.
+/// The thread that runs the vCPU may also read a page source.
 #[test]
 fn a_blocking_read_survives_a_kick() {
     let Some((_vm, mut vcpu)) = vcpu() else {
@@ -79,7 +79,7 @@ fn a_blocking_read_survives_a_kick() {
         let start = Instant::now();
         for _ in 0..20 {
             while !is_asleep_in_read(this_thread) {
-                assert!(start.elapsed() < LIMIT, "nobody reads");
+                assert!(start.elapsed() < LIMIT, "no thread reads");
                 thread::yield_now();
             }
             kick.kick();
@@ -87,7 +87,7 @@ fn a_blocking_read_survives_a_kick() {
         writer.write_all(b"page").expect("a reader");
     });
     let mut page = [0; 8];
-    // One system call: what is interrupted is an error here.
+    // One system call: an interruption would be an error here.
     let count = reader.read(&mut page).expect("no kick is seen");
     assert_eq!(&page[..count], b"page");
     kicker.join().expect("no panic");

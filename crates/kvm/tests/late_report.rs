@@ -1,25 +1,27 @@
-//! A SIGBUS that comes while KVM_RUN is on its way out with an exit of its own: both are told.
+//! A SIGBUS that arrives while KVM_RUN returns with an exit: both are reported.
 //!
-//! A thread can send such a SIGBUS to itself only. So another signal is sent to the vCPU's thread, and
-//! its handler sends the SIGBUS. KVM_SET_SIGNAL_MASK keeps it from interrupting KVM_RUN: it is
-//! delivered as KVM_RUN returns, whatever it returns.
+//! A thread can send such a SIGBUS only to itself. So the test sends another signal to the vCPU's
+//! thread, whose handler sends the SIGBUS. KVM_SET_SIGNAL_MASK keeps the first signal from interrupting
+//! KVM_RUN: it is delivered as KVM_RUN returns, with whatever result.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
+mod fake_sigbus;
 mod guest;
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use fake_sigbus::send_sigbus;
 use guest::{DATA, DATA_PAGES, Limited, Machine, PAGE, ROUND, Word, wait_until};
 use kvm_bindings::KVMIO;
 use pagetide_kvm::{BoundVcpu, Exit, Vcpu};
 use pagetide_memory::GuestAddress;
 use vmm_sys_util::ioctl::{_IOC_WRITE, ioctl_expr, ioctl_with_ref};
 
-/// The kernel counts the structure without its mask, which follows.
+/// The kernel's size of the structure excludes the mask, which follows it.
 const KVM_SET_SIGNAL_MASK: libc::c_ulong = ioctl_expr(_IOC_WRITE, KVMIO, 0x8b, 4);
 
 #[repr(C)]
@@ -28,54 +30,25 @@ struct SignalMask {
     mask: [u32; 2],
 }
 
-/// What has the vCPU's thread send itself a SIGBUS.
+/// The signal that makes the vCPU's thread send itself a SIGBUS.
 const PROMPT: c_int = libc::SIGUSR1;
-/// The address that the SIGBUS names.
+/// The address in the SIGBUS.
 static AT: AtomicUsize = AtomicUsize::new(0);
 
-/// Keeps [`PROMPT`], and nothing else, from the vCPU's thread while it is in KVM_RUN.
+/// Blocks only [`PROMPT`] for the vCPU's thread while it is in KVM_RUN.
 fn mask_prompt_in_kvm_run(vcpu: &Vcpu) {
     let mask = SignalMask {
         bytes: 8,
         mask: [1 << (PROMPT - 1), 0],
     };
-    // SAFETY: the structure is as long as it says, and is read only.
+    // SAFETY: the structure has the length that it declares, and is only read.
     let status = unsafe { ioctl_with_ref(vcpu.fd(), KVM_SET_SIGNAL_MASK, &mask) };
     assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Sends this thread the SIGBUS that the kernel sends for an error at [`AT`] that was touched.
+/// Sends this thread the SIGBUS that the kernel sends for an access to an error at [`AT`].
 extern "C" fn report(_: c_int) {
-    #[repr(C)]
-    struct Info {
-        signo: c_int,
-        errno: c_int,
-        code: c_int,
-        pad: c_int,
-        at: usize,
-        lsb: i16,
-        rest: [u8; 102],
-    }
-    let info = Info {
-        signo: libc::SIGBUS,
-        errno: 0,
-        code: libc::BUS_MCEERR_AR,
-        pad: 0,
-        at: AT.load(Ordering::Relaxed),
-        lsb: 12,
-        rest: [0; 102],
-    };
-    // SAFETY: the structure is one of 128 bytes, as the kernel wants it; it is read only.
-    let status = unsafe {
-        libc::syscall(
-            libc::SYS_rt_tgsigqueueinfo,
-            rustix::process::getpid().as_raw_nonzero().get(),
-            rustix::thread::gettid().as_raw_nonzero().get(),
-            libc::SIGBUS,
-            &raw const info,
-        )
-    };
-    if status != 0 {
+    if !send_sigbus(libc::BUS_MCEERR_AR, AT.load(Ordering::Relaxed), 12) {
         // SAFETY: a handler may abort.
         unsafe { libc::abort() };
     }
@@ -91,10 +64,10 @@ fn handle_prompts() {
     assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Has a guest leave KVM_RUN by an OUT with a report for `page` of the data pending, and gives the
-/// vCPU to `test`, with the OUT's exit.
+/// Makes a guest leave KVM_RUN by an OUT with a report for `page` of the data pending, and passes the
+/// vCPU and the OUT's exit to `test`.
 fn with_a_late_report(page: u64, test: impl FnOnce(&Machine, BoundVcpu<'_>, Exit)) {
-    // The address is one for the process.
+    // The handler and its address are shared by the whole process.
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(machine) = Machine::new() else {
@@ -105,15 +78,15 @@ fn with_a_late_report(page: u64, test: impl FnOnce(&Machine, BoundVcpu<'_>, Exit
     let at = machine.data.guest().start().0 + usize::try_from(page * PAGE).expect("64 bits");
     AT.store(at, Ordering::Relaxed);
     handle_prompts();
-    // SAFETY: it has no conditions.
+    // SAFETY: the call has no requirements.
     let this_thread = unsafe { libc::pthread_self() };
     let reporting = Arc::clone(&machine);
     let mut here = vcpu.bind().expect("signals work");
     let reporter = Limited::spawn("a report", move || {
         wait_until("a round", || reporting.get(0, Word::Rounds) > 1);
-        // SAFETY: the thread waits for this one, so that it is one.
+        // SAFETY: the thread exists, because it waits for this one.
         let status = unsafe { libc::pthread_kill(this_thread, PROMPT) };
-        // In any case, lest the vCPU run for ever.
+        // In any case, so that the vCPU does not run forever.
         reporting.set(0, Word::Report, 1);
         assert_eq!(status, 0);
     });
@@ -128,7 +101,7 @@ fn is_poisoned(exit: &Exit, page: u64) -> bool {
 }
 
 #[test]
-fn a_report_beside_an_exit_is_the_next_exit() {
+fn a_report_that_coincides_with_an_exit_is_the_next_exit() {
     with_a_late_report(5, |machine, mut here, exit| {
         assert!(matches!(exit, Exit::IoOut { data: ROUND, .. }), "{exit}");
         let rounds = machine.get(0, Word::Rounds);
@@ -139,7 +112,7 @@ fn a_report_beside_an_exit_is_the_next_exit() {
             rounds,
             "the guest was not entered"
         );
-        // Once.
+        // Only once.
         let exit = here.run().expect("no failure");
         assert!(matches!(exit, Exit::IoOut { data: ROUND, .. }), "{exit}");
     });

@@ -1,5 +1,5 @@
-//! Real uncorrected errors, as far as software can make them (MADV_HWPOISON), in the memory of a real
-//! guest: what the VMM is told, what the guest is told, and that everything else goes on.
+//! Uncorrected errors, simulated by MADV_HWPOISON, in the memory of a real guest: the reports to the
+//! VMM and to the guest, and the survival of everything else.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -34,7 +34,7 @@ fn assert_reads(vcpu: &mut BoundVcpu<'_>, page: u64, expected: u64) {
 }
 
 #[test]
-fn a_guest_survives_what_it_touches() {
+fn a_guest_survives_touching_poison() {
     if !may_poison() {
         return;
     }
@@ -49,7 +49,7 @@ fn a_guest_survives_what_it_touches() {
             let bad = GuestAddress(DATA + 3 * PAGE);
             poison(&machine.data, bad);
             for _ in 0..2 {
-                // Not telling the guest makes no difference to the VMM.
+                // The VMM's result does not depend on the report to the guest.
                 for _ in 0..2 {
                     let exit = touch(&mut vcpu, bad.0 + 8);
                     let Exit::Fault(fault) = exit else {
@@ -72,7 +72,7 @@ fn a_guest_survives_what_it_touches() {
                 assert_eq!(logged(&machine), check);
                 let (port, data) = (PEEKED, SURVIVED);
                 assert_eq!(vcpu.run().expect("back"), Exit::IoOut { port, data });
-                // Everything else goes on.
+                // All other memory remains usable.
                 for page in (0..DATA_PAGES).filter(|&page| page != 3) {
                     assert_reads(&mut vcpu, page, page);
                 }
@@ -83,7 +83,7 @@ fn a_guest_survives_what_it_touches() {
 }
 
 #[test]
-fn a_guest_that_is_not_ready_is_not_told() {
+fn a_guest_that_is_not_ready_gets_no_machine_check() {
     let Some(machine) = Machine::new() else {
         return;
     };
@@ -119,7 +119,7 @@ fn a_guest_that_is_not_ready_is_not_told() {
     sregs.cr4 &= !(1 << 6);
     vcpu.set_sregs(&sregs).expect("machine checks off");
     assert_eq!(why(&vcpu), NotReady::TurnedOff);
-    // What needs no exception needs no guest that is ready for one.
+    // A machine check without an exception does not require a guest that is ready for one.
     let logged = vcpu.inject_machine_check(&check(Severity::ActionOptional));
     assert_eq!(logged.expect("AMD's form"), Injected::Logged);
 }
@@ -156,7 +156,7 @@ fn the_vmms_own_accesses_fail_alone() {
         poison(&region, bad);
         let lost = GuestRange::new(bad, PAGE).expect("a page");
         for _ in 0..2 {
-            // Up to the page, and a part of a word of it.
+            // Up to the page, including a part of a word.
             let mut seen = vec![0; 6 * 4096];
             let error = region
                 .read_guest(PageIndex(0), 3, &mut seen)
@@ -189,7 +189,7 @@ fn the_vmms_own_accesses_fail_alone() {
 }
 
 #[test]
-fn errors_that_nobody_touched_are_told() {
+fn errors_without_access_are_reported() {
     if !may_poison() {
         return;
     }
@@ -204,9 +204,9 @@ fn errors_that_nobody_touched_are_told() {
     for page in [9, 4] {
         let bad = GuestAddress(DATA + page * PAGE);
         poison_from_outside(&machine.data, bad);
-        // A page has two mappings, and may be told of twice.
+        // A page has two mappings, and may be reported twice.
         let error = loop {
-            let error = receiver.recv_timeout(LIMIT).expect("the kernel tells");
+            let error = receiver.recv_timeout(LIMIT).expect("a report");
             if error.gpa == bad {
                 break error;
             }
@@ -221,7 +221,7 @@ fn errors_that_nobody_touched_are_told() {
 }
 
 #[test]
-fn population_leaves_poison_alone_and_counts_it() {
+fn population_skips_poison_and_counts_it() {
     if !may_poison() {
         return;
     }
@@ -248,7 +248,7 @@ fn population_leaves_poison_alone_and_counts_it() {
                 .method(method)
                 .run(|_| std::ops::ControlFlow::Continue(()))
                 .unwrap_or_else(|error| panic!("{method}: {error}"));
-            // And the guest finds the rest.
+            // The guest finds the rest.
             let mut vcpu = vcpus[0].bind().expect("signals");
             for page in [6u32, 9, 39, 41] {
                 assert_eq!(
@@ -266,10 +266,10 @@ fn population_leaves_poison_alone_and_counts_it() {
     }
 }
 
-/// A page that somebody holds can be neither taken out of use nor split off its huge page. vCPUs that just
-/// look for a huge page hold it for a moment.
+/// A page with an extra reference can be neither taken out of use nor split off its huge page. A vCPU
+/// that maps a huge page holds a reference for a moment.
 #[test]
-fn an_error_that_the_kernel_cannot_handle_is_made_all_the_same() {
+fn an_error_that_the_kernel_cannot_handle_is_still_simulated() {
     if !may_poison() {
         return;
     }
@@ -283,13 +283,13 @@ fn an_error_that_the_kernel_cannot_handle_is_made_all_the_same() {
         let before = corrupted_kib();
         let simulated = simulate_error(&region, held).expect("root in the lab");
         assert_eq!(simulated, Simulated::Unhandled, "{backing}");
-        // Other tests may make errors meanwhile.
+        // Other tests may simulate errors meanwhile.
         assert!(corrupted_kib() >= before + 4, "{backing}");
         drop(pipe);
     }
 }
 
-/// What the kernel counts as corrupted.
+/// The amount of memory that the kernel counts as corrupted.
 fn corrupted_kib() -> u64 {
     let meminfo = std::fs::read_to_string("/proc/meminfo").expect("Linux");
     let mut lines = meminfo.lines();
@@ -298,7 +298,7 @@ fn corrupted_kib() -> u64 {
     kib.expect("a kernel with CONFIG_MEMORY_FAILURE")
 }
 
-/// Holds the page at `gpa` until the pipe is dropped.
+/// Holds a reference to the page at `gpa` until the pipe is dropped.
 fn hold(region: &Region, gpa: GuestAddress) -> (PipeReader, PipeWriter) {
     let (reader, writer) = pipe().expect("a pipe");
     let at = region.gpa_to_hva(gpa).expect("in the region").0;
@@ -306,15 +306,15 @@ fn hold(region: &Region, gpa: GuestAddress) -> (PipeReader, PipeWriter) {
         iov_base: std::ptr::with_exposed_provenance_mut(at),
         iov_len: 4096,
     };
-    // SAFETY: one part, a page of the region, of which the pipe gets a reference and no copy.
+    // SAFETY: one part, a page of the region, to which the pipe takes a reference without copying.
     let spliced = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const part, 1, 0) };
     assert_eq!(spliced, 4096, "{}", std::io::Error::last_os_error());
     (reader, writer)
 }
 
-/// What one error takes of huge pages, by policy.
+/// The part of a huge page that one error costs, by policy.
 #[test]
-fn the_policy_says_how_much_an_error_takes() {
+fn the_policy_decides_how_much_an_error_costs() {
     if !may_poison() {
         return;
     }
@@ -358,14 +358,14 @@ fn the_policy_says_how_much_an_error_takes() {
                 exit => panic!("{exit}"),
             };
             let bad = gpa.0 + 5 * PAGE;
-            // What is kept stays mapped, and an error that is simulated is not felt there.
+            // With `keep` the rest stays mapped, and a simulated error does not affect it.
             if policy == FailurePolicy::KernelDefault {
                 assert_eq!(read(&mut vcpu, bad), None);
             }
             poison(&region, GuestAddress(bad));
             let error = read(&mut vcpu, bad).expect("poison");
-            // What is said to be lost is, and nothing else. The rest comes second: it may be mapped
-            // together with what is bad.
+            // Exactly the reported memory is lost. The rest is checked second: it may be mapped
+            // together with the bad page.
             for at in [bad]
                 .into_iter()
                 .chain((gpa.0..gpa.0 + 2 * huge).step_by(16 * 4096))

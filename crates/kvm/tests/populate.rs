@@ -1,4 +1,4 @@
-//! KVM_POPULATE_MEMORY: what it counts, how far it gets, and what it does not hold up.
+//! KVM_POPULATE_MEMORY: its counts, its progress, and its independence of commits.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -46,7 +46,7 @@ fn counts(mapped: u64, absent: u64, poisoned: u64) -> Populated {
     }
 }
 
-/// A machine whose kernel can populate. Without it, the refusal is checked.
+/// A machine whose kernel supports population. Without it, the refusal is checked.
 fn machine(backing: Backing) -> Option<Arc<Machine>> {
     let machine = Machine::with(backing)?;
     if machine.vm.capabilities().populate_memory {
@@ -67,7 +67,7 @@ fn machine(backing: Backing) -> Option<Arc<Machine>> {
     None
 }
 
-/// A userfaultfd on the machine's data, which is anonymous memory with nothing in it.
+/// A userfaultfd on the machine's data, which is empty anonymous memory.
 fn trap(machine: &Machine) -> Option<Userfaultfd> {
     let opened = Userfaultfd::open(Features::POISON);
     let uffd = match opened.or_else(|_| Userfaultfd::open(Features::NONE)) {
@@ -81,8 +81,8 @@ fn trap(machine: &Machine) -> Option<Userfaultfd> {
         start: machine.data.guest().start().as_u64(),
         bytes: machine.data.bytes(),
     };
-    // SAFETY: the machine outlives the userfaultfd in every test; nobody takes absent pages for
-    // zeroes.
+    // SAFETY: the machine outlives the userfaultfd in every test, and no code relies on absent pages
+    // reading as zeroes.
     unsafe { uffd.register(range, Mode::Missing) }.expect("anonymous memory");
     Some(uffd)
 }
@@ -126,7 +126,7 @@ fn vcpus_take_no_exit_where_memory_was_populated() {
     }
     assert_eq!(taken(), 0, "the guest read and wrote all of it");
     assert_eq!(mappings("pages_4k"), small);
-    // And again, with what it finds.
+    // A second population finds all of it mapped.
     assert_eq!(
         machine.vm.populate(data(), WRITE).expect("data"),
         counts(DATA_PAGES, 0, 0)
@@ -134,7 +134,7 @@ fn vcpus_take_no_exit_where_memory_was_populated() {
 }
 
 #[test]
-fn what_the_host_lacks_is_absent() {
+fn memory_missing_on_the_host_is_absent() {
     let Some(machine) = machine(Backing::Anonymous) else {
         return;
     };
@@ -152,7 +152,7 @@ fn what_the_host_lacks_is_absent() {
         vm.populate(data(), PRESENT_ONLY).expect("all"),
         counts(16, DATA_PAGES - 16, 0)
     );
-    // Exits are asked for, so that it is left to userspace what is to be there.
+    // With exits enabled, userspace decides which pages become present.
     let exits = SlotFlags {
         absent_mapping_fault: true,
         ..SlotFlags::default()
@@ -171,7 +171,7 @@ fn what_the_host_lacks_is_absent() {
 }
 
 #[test]
-fn poison_is_counted_and_passed_over() {
+fn poison_is_counted_and_skipped() {
     let Some(machine) = machine(Backing::Anonymous) else {
         return;
     };
@@ -196,7 +196,7 @@ fn poison_is_counted_and_passed_over() {
 }
 
 #[test]
-fn the_end_of_slots_is_told_with_what_came_before() {
+fn the_end_of_slots_is_reported_with_the_progress() {
     let Some(machine) = machine(Backing::Shmem) else {
         return;
     };
@@ -213,7 +213,7 @@ fn the_end_of_slots_is_told_with_what_came_before() {
     let unfinished = error.unfinished().expect("it began");
     assert_eq!(unfinished.done, counts(DATA_PAGES / 2, 0, 0));
     assert_eq!(unfinished.rest, range(end.0, DATA_PAGES / 2 * PAGE));
-    // More than one ioctl's worth, from a slot to far behind it.
+    // More than one ioctl's size, from a slot to far beyond it.
     let error = machine
         .vm
         .populate(range(0, 1 << 30), WRITE)
@@ -226,10 +226,10 @@ fn the_end_of_slots_is_told_with_what_came_before() {
     assert_eq!(error.unfinished().expect("it began").done, counts(0, 0, 0));
 }
 
-/// Sends the kick's signal to a thread of this process.
+/// Sends the kick signal to a thread of this process.
 fn signal(thread: libc::pthread_t) {
-    // SAFETY: the caller joins the thread later, so that it is one; the signal's handler is in place
-    // since the population began.
+    // SAFETY: the caller joins the thread later, so it exists; the signal's handler was installed
+    // before the population began.
     unsafe { libc::pthread_kill(thread, pagetide_kvm::kick_signal()) };
 }
 
@@ -246,7 +246,7 @@ fn signals_do_not_end_it_and_a_condition_does() {
         .vm
         .add_region(7, Arc::new(memory), SlotFlags::default());
     added.expect("an empty slot");
-    // SAFETY: it has no conditions.
+    // SAFETY: the call has no requirements.
     let this_thread = unsafe { libc::pthread_self() };
     let over = Arc::new(AtomicBool::new(false));
     let ended = Arc::clone(&over);
@@ -277,7 +277,7 @@ fn signals_do_not_end_it_and_a_condition_does() {
     assert!(signals.join() > 0);
 }
 
-/// The guest's content is right and no population fails, whatever slots do.
+/// The guest's content is correct and no population fails while slots change.
 #[test]
 fn slots_change_while_memory_is_populated() {
     const COMMITS: u64 = 100;
@@ -325,7 +325,7 @@ fn slots_change_while_memory_is_populated() {
     }
 }
 
-/// A population that waits for a page does not hold up those who change slots.
+/// A population that waits for a page does not delay commits.
 #[test]
 fn a_commit_waits_for_no_page() {
     let Some(machine) = machine(Backing::Anonymous) else {
@@ -355,7 +355,7 @@ fn a_commit_waits_for_no_page() {
 }
 
 #[test]
-fn a_slot_that_is_deleted_meanwhile_is_told() {
+fn a_concurrent_deletion_of_the_slot_is_reported() {
     let Some(machine) = machine(Backing::Anonymous) else {
         return;
     };

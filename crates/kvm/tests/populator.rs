@@ -1,4 +1,4 @@
-//! Populating all of a VM: every method, progress, stopping, failing.
+//! Population of a whole VM: every method, progress, stopping, failing.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -25,7 +25,7 @@ fn threads(count: usize) -> NonZeroUsize {
     NonZeroUsize::new(count).expect("some")
 }
 
-/// A machine with some more memory, none of which is there yet.
+/// A machine with additional memory, all of it absent.
 fn machine() -> Option<Arc<Machine>> {
     let machine = Machine::new()?;
     let big = Region::new(GuestAddress(1 << 32), BIG, Backing::Shmem).expect("24 MiB");
@@ -105,7 +105,7 @@ fn every_method_populates_everything() {
 }
 
 #[test]
-fn the_best_method_that_there_is_is_used() {
+fn the_best_available_method_is_used() {
     let Some(machine) = machine() else { return };
     let capabilities = *machine.vm.capabilities();
     let mut vcpus = [machine.vcpu(0, 0, DATA_PAGES)];
@@ -139,11 +139,11 @@ fn the_best_method_that_there_is_is_used() {
         .expect_err("it would fault memory in");
     assert_eq!(
         error.to_string(),
-        "population by MADV_POPULATE_WRITE: it faults memory in, which present-only forbids"
+        "population by MADV_POPULATE_WRITE: it faults memory in, which present-only excludes"
     );
 }
 
-/// Workers sleep in the kernel for a page that nobody brings.
+/// Workers sleep in the kernel for a page that is never installed.
 #[test]
 fn it_can_be_stopped_while_workers_wait() {
     for method in [PopulatorMethod::Populate, PopulatorMethod::PreFault] {
@@ -158,7 +158,8 @@ fn it_can_be_stopped_while_workers_wait() {
             start: machine.data.guest().start().as_u64(),
             bytes: machine.data.bytes(),
         };
-        // SAFETY: the machine outlives the userfaultfd; nobody takes absent pages for zeroes.
+        // SAFETY: the machine outlives the userfaultfd, and no code relies on absent pages reading as
+        // zeroes.
         unsafe { uffd.register(range, Mode::Missing) }.expect("anonymous memory");
         let populating = Arc::clone(&machine);
         let population = Limited::spawn("a population", move || {
@@ -167,7 +168,7 @@ fn it_can_be_stopped_while_workers_wait() {
                 .idle_vcpus(&mut vcpus)
                 .flags(PopulateFlags::default())
                 .method(method);
-            // Once all is done that can be, for a while.
+            // After all other work has been done for a while.
             let mut waiting = None;
             populator.run(|progress| {
                 if progress.bytes < LOW_BYTES {
@@ -195,14 +196,14 @@ fn it_can_be_stopped_while_workers_wait() {
 }
 
 #[test]
-fn a_caller_that_stops_at_once_gets_what_was_done() {
+fn a_caller_that_stops_at_once_gets_the_progress() {
     let Some(machine) = machine() else { return };
     let populator = Populator::new(&machine.vm).threads(threads(1));
     match populator.run(|_| ControlFlow::Break(())) {
         Err(PopulationError::Stopped { population }) => {
             assert!(population.populated.bytes() < TOTAL, "{population}");
         }
-        // It was faster than that.
+        // The population completed before the stop.
         Ok(population) => assert_eq!(population.populated.bytes(), TOTAL),
         Err(error) => panic!("{error}"),
     }
@@ -221,7 +222,7 @@ fn a_machine_without_memory_is_populated() {
 }
 
 #[test]
-fn slots_that_ask_for_exits_are_left_alone() {
+fn slots_with_exits_are_skipped() {
     let Some(machine) = Machine::with(Backing::Anonymous) else {
         return;
     };

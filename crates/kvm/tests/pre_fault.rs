@@ -1,4 +1,4 @@
-//! KVM_PRE_FAULT_MEMORY: what it handles and what it refuses.
+//! KVM_PRE_FAULT_MEMORY: processed ranges and refusals.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ fn range(gpa: u64, bytes: u64) -> GuestRange {
 }
 
 #[test]
-fn ranges_are_filled_up_to_their_slots_end() {
+fn ranges_are_pre_faulted_up_to_their_slots_end() {
     let Some(vm) = vm() else { return };
     let mut vcpu = vm.create_vcpu(0).expect("one vCPU");
     let memory = Region::new(GuestAddress(0), MIB, Backing::Shmem).expect("1 MiB of shmem");

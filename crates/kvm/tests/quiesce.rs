@@ -1,4 +1,4 @@
-//! Quiescing and vCPUs' threads: who waits for whom, and whose kicks arrive.
+//! Quiescing and vCPUs' threads: waiting and kicks.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -22,7 +22,7 @@ use pagetide_uapi::userfaultfd::{
 
 /// Each vCPU's own thread changes the slot that its guest walks, in its exit handler.
 #[test]
-fn vcpus_threads_commit_at_once() {
+fn vcpus_threads_commit_concurrently() {
     const VCPUS: u32 = 2;
     const COMMITS: u64 = 100;
     let Some(first) = Machine::new() else { return };
@@ -64,7 +64,7 @@ fn vcpus_threads_commit_at_once() {
 }
 
 #[test]
-fn a_vcpu_outside_is_not_waited_for() {
+fn a_commit_does_not_wait_for_a_vcpu_outside() {
     let Some(machine) = Machine::new() else {
         return;
     };
@@ -75,8 +75,8 @@ fn a_vcpu_outside_is_not_waited_for() {
     let thread = Limited::spawn("a vCPU", move || {
         let mut here = vcpu.bind().expect("signals work");
         here.run().expect("no failure");
-        blocked.send(()).expect("somebody waits");
-        // For ever, if nobody is through.
+        blocked.send(()).expect("a receiver");
+        // Forever, unless the commit completes.
         let _ = released.recv();
         here.run().expect("no failure")
     });
@@ -93,8 +93,8 @@ fn a_vcpu_outside_is_not_waited_for() {
     assert!(matches!(thread.join(), Exit::IoOut { data: ROUND, .. }));
 }
 
-/// A vCPU that waits in KVM_RUN for a page: the kick's signal ends that on x86, or else the commit
-/// waits until the page is there. Whoever brings the page must not wait for the commit.
+/// A vCPU waits in KVM_RUN for a page: on x86 the kick's signal ends the wait; otherwise the commit
+/// waits until the page is installed. The thread that installs the page must not wait for the commit.
 #[test]
 fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
     let uffd = match Userfaultfd::open(Features::NONE) {
@@ -112,8 +112,8 @@ fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
         start,
         bytes: machine.data.bytes(),
     };
-    // SAFETY: the machine keeps the region mapped until the end of this function, where the
-    // userfaultfd is dropped first; nobody takes absent pages for zeroes.
+    // SAFETY: the machine keeps the region mapped until the end of this function, where the userfaultfd
+    // is dropped first; no code relies on absent pages reading as zeroes.
     unsafe { uffd.register(range, Mode::Missing) }.expect("anonymous memory");
     let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
     let peeking = Arc::clone(&machine);
@@ -146,9 +146,9 @@ fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
     drop(uffd);
 }
 
-/// Callers' kicks arrive whatever transactions do at the same time, and only those.
+/// Callers' kicks, and no others, arrive during concurrent transactions.
 #[test]
-fn kicks_are_neither_lost_nor_invented() {
+fn kicks_are_neither_lost_nor_spurious() {
     const KICKS: u64 = 200;
     let Some(machine) = Machine::new() else {
         return;
@@ -160,7 +160,7 @@ fn kicks_are_neither_lost_nor_invented() {
         let mut here = vcpu.bind().expect("signals work");
         loop {
             match here.run().expect("no failure") {
-                Exit::Interrupted => noticed.send(()).expect("somebody listens"),
+                Exit::Interrupted => noticed.send(()).expect("a receiver"),
                 Exit::IoOut { data: ROUND, .. } => return,
                 exit => panic!("{exit}"),
             }
@@ -224,8 +224,8 @@ fn other_ioctls_wait_at_the_gate() {
             let sregs = here.sregs().expect("registers");
             here.set_sregs(&sregs).expect("registers");
             if has_pre_fault {
-                // On a kernel that never ends this after slots were made anew, the next commit's
-                // kick does.
+                // On a kernel on which this never returns after slots were created again, the next
+                // commit's kick ends it.
                 match here.pre_fault(data) {
                     Ok(_) => {}
                     Err(PreFaultError::Again { .. }) => again += 1,
@@ -235,7 +235,7 @@ fn other_ioctls_wait_at_the_gate() {
         }
         drop(over);
         commits.join();
-        // The guest runs on one of the layouts; nothing changes any more.
+        // The guest continues on one of the layouts; there are no further changes.
         let exit = here.run().expect("no failure");
         assert!(matches!(exit, Exit::IoOut { data: ROUND, .. }), "{exit}");
         if has_pre_fault {
@@ -253,7 +253,7 @@ fn other_ioctls_wait_at_the_gate() {
     }
 }
 
-/// Flags and whole regions come and go by the old calls while transactions go on.
+/// Single calls change flags and whole regions during transactions.
 #[test]
 fn single_changes_take_turns_with_transactions() {
     let Some(machine) = Machine::new() else {

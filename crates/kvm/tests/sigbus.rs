@@ -1,7 +1,10 @@
-//! The handler of SIGBUS and the one that was there before: what is ours, and that everything else
-//! goes on as it would have without us. Each case is a process of its own, since some of them end it.
+//! The SIGBUS handler and the previous one: which signals this crate handles, and that all others have
+//! the effect that they would have without it. Each case is a separate process, because some cases end
+//! it.
 
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
+
+mod fake_sigbus;
 
 use std::ffi::c_void;
 use std::os::unix::process::ExitStatusExt;
@@ -12,6 +15,7 @@ use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use fake_sigbus::send_sigbus;
 use libc::{c_int, siginfo_t};
 use pagetide_kvm::poison::{ErrorWatch, MemoryError, install_sigbus_handler};
 use pagetide_kvm::{Kvm, SlotFlags, Vm};
@@ -21,17 +25,17 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous};
 
 const CASE: &str = "PAGETIDE_TEST_SIGBUS";
 
-/// What the previous handler leaves with.
+/// The previous handler's exit status.
 const PLAIN: i32 = 41;
 const WITH_INFO: i32 = 42;
-/// The process went on.
+/// The process continued.
 const WENT_ON: i32 = 43;
-/// The case cannot be had here.
+/// The case is impossible on this machine.
 const SKIPPED: i32 = 44;
-/// The process went on after the previous handler was called; plus how often.
+/// The process continued after calls of the previous handler; plus their number.
 const COUNTED: i32 = 50;
 
-/// What handled SIGBUS before ours.
+/// The action for SIGBUS before this crate's handler.
 #[derive(Clone, Copy, Debug)]
 enum Before {
     Default,
@@ -41,45 +45,45 @@ enum Before {
     Once,
     /// Counts its calls and returns.
     Counting,
-    /// Rust's own, which finds stack overflows: handed anything else, it goes back to SIG_DFL.
+    /// Rust's own handler, which detects stack overflows: for any other signal, it restores SIG_DFL.
     Std,
 }
 
-/// What the process is up to.
+/// The action of the process.
 #[derive(Clone, Copy, Debug)]
 enum Act {
     /// Sends itself the signal.
     Send,
-    /// Touches a mapping behind the end of its file.
+    /// Accesses a mapping beyond the end of its file.
     TouchHole,
-    /// As if the kernel told of an error, touched or not, in memory that is not a guest's.
+    /// Simulates a report of an error, accessed or not, outside guest memory.
     ErrorElsewhere { touched: bool },
-    /// As if it told of an error in a guest's memory that this thread touched outside of any copy.
+    /// Simulates a report of an error in guest memory that this thread accessed outside of any copy.
     ErrorInGuest,
-    /// As if it told of an error in a guest's memory that nobody touched.
+    /// Simulates a report of an error in guest memory that was not accessed.
     FoundInGuest,
     /// Another error code at a guest's address.
     OtherCode,
-    /// An error that nobody touched, elsewhere and then in a guest's memory.
+    /// An error that was not accessed, first outside guest memory and then inside.
     FoundElsewhereThenInGuest,
-    /// Watches for errors; then one thing after the other.
+    /// Watches for errors; then performs these actions.
     Watching(&'static [Then]),
 }
 
-/// What happens to a process that watches, or has watched.
+/// Events in a process that watches, or has watched.
 #[derive(Clone, Copy, Debug)]
 enum Then {
     /// The watch is dropped.
     Unwatch,
     /// Another one is started.
     WatchAgain,
-    /// The kernel tells of an error in memory that is not a guest's; nobody touched it.
+    /// The kernel reports an error outside guest memory that was not accessed.
     Found,
-    /// The same in a guest's memory: the watch is to say so.
+    /// The same in guest memory: the watch must report it.
     FoundInGuest,
-    /// The process touches a page of its own that has an error.
+    /// The process accesses one of its own pages that has an error.
     TouchPoison,
-    /// It touches a mapping behind the end of its file.
+    /// It accesses a mapping beyond the end of its file.
     TouchHole,
     /// It sends itself the signal.
     Send,
@@ -100,7 +104,7 @@ use Before::{Counting, Default, Ignore, Once, Plain, Std, WithInfo};
 const TOUCHED: Act = ErrorElsewhere { touched: true };
 const FOUND: Act = ErrorElsewhere { touched: false };
 
-/// Before, act, end.
+/// Previous action, event, expected end.
 const CASES: [(Before, Act, End); 42] = [
     (Default, Send, End::Sigbus),
     (Default, TouchHole, End::Sigbus),
@@ -127,7 +131,7 @@ const CASES: [(Before, Act, End); 42] = [
     (Std, FoundElsewhereThenInGuest, End::Code(WENT_ON)),
     (Std, TouchHole, End::Sigbus),
     (Once, FoundElsewhereThenInGuest, End::Code(WENT_ON)),
-    // Who watches has asked to be told, and survives what it is told.
+    // A watch requests early reports, and the process survives them.
     (Default, Watching(&[Then::Found; 3]), End::Code(WENT_ON)),
     (Std, Watching(&[Then::Found; 3]), End::Code(WENT_ON)),
     (Ignore, Watching(&[Then::Found; 3]), End::Code(WENT_ON)),
@@ -142,7 +146,7 @@ const CASES: [(Before, Act, End); 42] = [
     (Default, Watching(AGAIN), End::Code(WENT_ON)),
     (Std, Watching(AGAIN), End::Code(WENT_ON)),
     (Counting, Watching(AGAIN), End::Code(COUNTED + 3)),
-    // All else ends as it would have.
+    // Everything else ends as it would without this crate.
     (Default, Watching(&[Then::TouchPoison]), End::Sigbus),
     (Std, Watching(&[Then::TouchPoison]), End::Sigbus),
     (Ignore, Watching(&[Then::TouchPoison]), End::Sigbus),
@@ -156,7 +160,7 @@ const CASES: [(Before, Act, End); 42] = [
     (Std, Watching(&[Then::Send, Then::Send]), End::Sigbus),
 ];
 
-/// Errors elsewhere and in the guest with a watch, without one, and with another one.
+/// Errors outside and inside guest memory with a watch, without one, and with another one.
 const AGAIN: &[Then] = &[
     Then::Found,
     Then::FoundInGuest,
@@ -168,7 +172,7 @@ const AGAIN: &[Then] = &[
 ];
 
 #[test]
-fn what_is_not_ours_goes_to_whoever_was_there_before() {
+fn other_signals_go_to_the_previous_handler() {
     let mut wrong = Vec::new();
     for (index, (before, act, end)) in CASES.iter().enumerate() {
         let status = Command::new(std::env::current_exe().expect("a program"))
@@ -199,7 +203,7 @@ fn end_of(status: ExitStatus) -> End {
     }
 }
 
-/// Where the signal is to say that the error is.
+/// The address in the simulated report.
 static EXPECTED: AtomicUsize = AtomicUsize::new(0);
 
 extern "C" fn plain(_: c_int) {
@@ -208,9 +212,10 @@ extern "C" fn plain(_: c_int) {
 }
 
 extern "C" fn with_info(_: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    // SAFETY: the kernel's, or our handler's, which has it from the kernel.
+    // SAFETY: from the kernel, directly or through this crate's handler.
     let info = unsafe { &*info };
-    // SAFETY: it is of SIGBUS, which has an address (or, if it was sent, something in its place).
+    // SAFETY: it is of SIGBUS, which has an address (or, if a process sent it, other data in its
+    // place).
     let at = unsafe { info.si_addr() }.addr();
     let expected = EXPECTED.load(Ordering::Relaxed);
     let is_right = !context.is_null() && (expected == 0 || at == expected);
@@ -220,7 +225,7 @@ extern "C" fn with_info(_: c_int, info: *mut siginfo_t, context: *mut c_void) {
 
 extern "C" fn once(_: c_int) {}
 
-/// How often the previous handler was called.
+/// The number of calls of the previous handler.
 static CALLS: AtomicI32 = AtomicI32::new(0);
 
 extern "C" fn count(_: c_int) {
@@ -239,47 +244,18 @@ fn handle_by(before: Before) {
         Counting => (count as *const () as usize, 0),
         Std => return,
     };
-    // SAFETY: the handlers above do what a handler may.
+    // SAFETY: the handlers above make only calls that a handler may make.
     let status = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, null_mut()) };
     assert_eq!(status, 0);
 }
 
-/// Sends this thread a SIGBUS as the kernel's own would be.
+/// Sends this thread a SIGBUS, whose address the previous handler checks.
 fn send(code: c_int, at: usize, lsb: i16) {
-    #[repr(C)]
-    struct Info {
-        signo: c_int,
-        errno: c_int,
-        code: c_int,
-        pad: c_int,
-        at: usize,
-        lsb: i16,
-        rest: [u8; 102],
-    }
     EXPECTED.store(at, Ordering::Relaxed);
-    let info = Info {
-        signo: libc::SIGBUS,
-        errno: 0,
-        code,
-        pad: 0,
-        at,
-        lsb,
-        rest: [0; 102],
-    };
-    // SAFETY: the structure is one of 128 bytes, as the kernel wants it; it is read only.
-    let status = unsafe {
-        libc::syscall(
-            libc::SYS_rt_tgsigqueueinfo,
-            rustix::process::getpid().as_raw_nonzero().get(),
-            rustix::thread::gettid().as_raw_nonzero().get(),
-            libc::SIGBUS,
-            &raw const info,
-        )
-    };
-    assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
+    assert!(send_sigbus(code, at, lsb));
 }
 
-/// A page that is mapped and has no file behind it.
+/// A mapped page beyond the end of its file.
 fn hole() -> *mut u8 {
     let file = memfd_create("hole", MemfdFlags::CLOEXEC).expect("a file");
     ftruncate(&file, 4096).expect("a page");
@@ -290,14 +266,14 @@ fn hole() -> *mut u8 {
     at.expect("a mapping").cast()
 }
 
-/// One of [`CASES`]; nothing by itself.
+/// One of [`CASES`]; as a test it does nothing.
 #[test]
 fn a_case() {
     let Ok(index) = std::env::var(CASE) else {
         return;
     };
     let (before, act, _) = &CASES[index.parse::<usize>().expect("a number")];
-    // A process that dies as it should leaves no core.
+    // A process that dies as expected leaves no core dump.
     let none = libc::rlimit {
         rlim_cur: 0,
         rlim_max: 0,
@@ -315,7 +291,7 @@ fn a_case() {
         TouchHole => {
             let hole = hole();
             EXPECTED.store(hole.addr(), Ordering::Relaxed);
-            // SAFETY: mapped; what comes of it is the test.
+            // SAFETY: mapped; the access's effect is the test.
             unsafe { hole.read_volatile() };
         }
         ErrorElsewhere { touched: true } => send(libc::BUS_MCEERR_AR, 0x1000, 12),
@@ -330,7 +306,7 @@ fn a_case() {
         Watching(things) => watching(things, Arc::new(region)),
     }
     if matches!((before, act), (Once, Send | ErrorElsewhere { .. })) {
-        // The second time it is as if there were no handler.
+        // The second time it behaves as if there were no handler.
         // SAFETY: a number.
         assert_eq!(unsafe { libc::raise(libc::SIGBUS) }, 0);
     }
@@ -341,7 +317,7 @@ fn a_case() {
     leave(code);
 }
 
-/// Ends the process, without the test harness's own ideas.
+/// Ends the process without returning to the test harness.
 fn leave(code: i32) -> ! {
     // SAFETY: a number.
     unsafe { libc::_exit(code) }
@@ -366,12 +342,12 @@ fn watching(things: &[Then], region: Arc<Region>) {
             Then::FoundInGuest => {
                 send(libc::BUS_MCEERR_AO, guest, 12);
                 let (_, errors) = watch.as_ref().expect("a watch");
-                let error = errors.recv_timeout(LIMIT).expect("it is told");
+                let error = errors.recv_timeout(LIMIT).expect("a report");
                 assert_eq!(error.gpa, GuestAddress(0x1000));
             }
             Then::TouchPoison => {
                 let page = poison();
-                // SAFETY: mapped; what comes of it is the test.
+                // SAFETY: mapped; the access's effect is the test.
                 unsafe { page.read_volatile() };
             }
             Then::TouchHole => {
@@ -394,8 +370,8 @@ fn watch(vm: &Vm) -> (ErrorWatch, mpsc::Receiver<MemoryError>) {
     (ErrorWatch::start(vm, tell).expect("a watch"), receiver)
 }
 
-/// A page of this process that has an error, as the kernel has it; the kernel tells at once. On a real
-/// machine it would cost a page until that is started anew, so only the lab's VMs qualify.
+/// A page of this process with an error, which the kernel reports immediately. On a physical machine it
+/// would cost a page until the next reboot, so only the lab's VMs qualify.
 fn poison() -> *mut u8 {
     if std::env::var_os("PAGETIDE_TIMING").is_none() {
         leave(SKIPPED);
@@ -406,7 +382,7 @@ fn poison() -> *mut u8 {
     let page = page.expect("a page").cast::<u8>();
     // SAFETY: mapped just now, for writing.
     unsafe { page.write_volatile(1) };
-    // SAFETY: the page is this function's own.
+    // SAFETY: the page belongs to this function.
     if unsafe { madvise(page.cast(), 4096, Advice::LinuxHwPoison) }.is_err() {
         leave(SKIPPED);
     }

@@ -1,9 +1,10 @@
-//! Signals are handled by whom the program says. Handlers belong to the process, so each test has one
-//! of its own.
+//! The program chooses the handlers of signals. Handlers belong to the process, so each test has a
+//! separate process.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
+mod fake_sigbus;
 mod guest;
 
 use std::ffi::{c_int, c_void};
@@ -13,6 +14,7 @@ use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, mpsc};
 
+use fake_sigbus::send_sigbus;
 use guest::{DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, Word, wait_until};
 use libc::siginfo_t;
 use pagetide_kvm::poison::{ErrorWatch, WatchError, handle_sigbus};
@@ -21,10 +23,10 @@ use pagetide_kvm::{VcpuKick, kick_signal};
 use pagetide_memory::{Backing, FileAccessError, FileView, PageSize};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-/// Which test a process is for.
+/// The test for which a process was started.
 const TEST: &str = "PAGETIDE_TEST_SIGNALS";
 
-/// Runs `test`, whose name is `name`, in a process of its own.
+/// Runs `test`, whose name is `name`, in a separate process.
 fn alone(name: &str, test: impl FnOnce()) {
     if std::env::var_os(TEST).is_some() {
         return test();
@@ -42,11 +44,11 @@ fn alone(name: &str, test: impl FnOnce()) {
     assert!(output.status.success(), "{}:\n{errors}", output.status);
 }
 
-/// What handles a signal.
+/// The handler of a signal.
 fn handler_of(signal: c_int) -> usize {
     // SAFETY: plain data.
     let mut found: libc::sigaction = unsafe { zeroed() };
-    // SAFETY: nothing is changed, and the structure is written to.
+    // SAFETY: changes nothing, and writes only to the structure.
     unsafe { libc::sigaction(signal, null(), &raw mut found) };
     found.sa_sigaction
 }
@@ -60,7 +62,7 @@ fn handle(signal: c_int, handler: usize) {
     let mut action: libc::sigaction = unsafe { zeroed() };
     action.sa_sigaction = handler;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
-    // SAFETY: the handlers of this file do what a handler may.
+    // SAFETY: the handlers of this file make only calls that a handler may make.
     let status = unsafe { libc::sigaction(signal, &raw const action, null_mut()) };
     assert_eq!(status, 0);
 }
@@ -75,7 +77,7 @@ fn calls() -> i32 {
     CALLS.load(Ordering::SeqCst)
 }
 
-/// A machine whose vCPU walks, until it is interrupted.
+/// A machine whose vCPU walks until it is interrupted.
 struct Walk {
     machine: Arc<Machine>,
     kick: VcpuKick,
@@ -90,7 +92,7 @@ fn walk(signals: Signals) -> Option<Walk> {
     let (sender, threads) = mpsc::channel();
     let exit = Limited::spawn("a vCPU", move || {
         let mut here = vcpu.bind().expect("a thread like any other");
-        // SAFETY: it has no conditions.
+        // SAFETY: the call has no requirements.
         let _ = sender.send(unsafe { libc::pthread_self() });
         here.run().expect("no failure")
     });
@@ -105,19 +107,19 @@ fn walk(signals: Signals) -> Option<Walk> {
 }
 
 fn send(thread: libc::pthread_t, signal: c_int) {
-    // SAFETY: the callers' threads are joined later, so that they are threads.
+    // SAFETY: the callers' threads are joined later, so they exist.
     assert_eq!(unsafe { libc::pthread_kill(thread, signal) }, 0);
 }
 
 #[test]
-fn nothing_is_installed_unasked() {
-    alone("nothing_is_installed_unasked", || {
+fn no_handler_is_installed_without_a_request() {
+    alone("no_handler_is_installed_without_a_request", || {
         handle(libc::SIGUSR1, count as *const () as usize);
         let before = all_handlers();
         let Some(walk) = walk(Signals::none()) else {
             return;
         };
-        // The kick is there when the program interrupts the thread.
+        // The kick takes effect when the program interrupts the thread.
         walk.kick.kick();
         send(walk.thread, libc::SIGUSR1);
         assert_eq!(walk.exit.join(), Exit::Interrupted);
@@ -127,7 +129,7 @@ fn nothing_is_installed_unasked() {
             let done = vm.populate(range, PopulateFlags::default());
             assert_eq!(done.expect("memory").mapped_bytes, range.bytes());
         }
-        let error = ErrorWatch::start(vm, |_| ()).expect_err("nobody handles SIGBUS");
+        let error = ErrorWatch::start(vm, |_| ()).expect_err("no handler of SIGBUS");
         assert!(matches!(error, WatchError::NoHandler), "{error}");
         assert_eq!(all_handlers(), before);
     });
@@ -152,8 +154,8 @@ fn a_kick_uses_the_programs_own_signal() {
 }
 
 #[test]
-fn a_signal_without_a_handler_kicks_nobody() {
-    alone("a_signal_without_a_handler_kicks_nobody", || {
+fn a_signal_without_a_handler_is_refused() {
+    alone("a_signal_without_a_handler_is_refused", || {
         for handler in [libc::SIG_DFL, libc::SIG_IGN] {
             handle(libc::SIGUSR2, handler);
             let error = Signals::none().use_kick(libc::SIGUSR2);
@@ -170,18 +172,18 @@ fn a_signal_without_a_handler_kicks_nobody() {
 }
 
 #[test]
-fn a_previous_handler_gets_what_is_not_a_kick() {
-    alone("a_previous_handler_gets_what_is_not_a_kick", || {
+fn a_previous_handler_gets_signals_that_are_not_kicks() {
+    alone("a_previous_handler_gets_signals_that_are_not_kicks", || {
         handle(kick_signal(), count as *const () as usize);
         let signals = Signals::install().expect("handlers");
         assert_ne!(handler_of(kick_signal()), count as *const () as usize);
-        // SAFETY: it has no conditions.
+        // SAFETY: the call has no requirements.
         send(unsafe { libc::pthread_self() }, kick_signal());
         assert_eq!(calls(), 1);
         let Some(walk) = walk(signals) else { return };
         walk.kick.kick();
         assert_eq!(walk.exit.join(), Exit::Interrupted);
-        assert_eq!(calls(), 1, "a kick is none of its business");
+        assert_eq!(calls(), 1, "a kick does not reach it");
     });
 }
 
@@ -195,9 +197,9 @@ fn a_thread_that_blocks_kicks_is_refused() {
         drop(vcpu.bind().expect("nothing is blocked"));
         // SAFETY: plain data.
         let mut set: libc::sigset_t = unsafe { zeroed() };
-        // SAFETY: the set is written to.
+        // SAFETY: only writes to the set.
         unsafe { libc::sigaddset(&raw mut set, kick_signal()) };
-        // SAFETY: the set is read only.
+        // SAFETY: only reads the set.
         unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, null_mut()) };
         let error = vcpu.bind().expect_err("it is blocked");
         let wanted = kick_signal();
@@ -220,7 +222,7 @@ fn quiescing_needs_a_way_to_stop_vcpus() {
             transaction.split(slot, at);
             transaction.commit_with(Method::Quiesce)
         };
-        commit(PAGE).expect("there is nobody to stop");
+        commit(PAGE).expect("no vCPU to stop");
         let vcpu = machine.vcpu(0, 0, DATA_PAGES);
         let before = machine.vm.layout().len();
         if machine.vm.capabilities().kick_vcpus {
@@ -235,38 +237,10 @@ fn quiescing_needs_a_way_to_stop_vcpus() {
 }
 
 extern "C" fn own_sigbus(_: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    // SAFETY: this is a handler of SIGBUS with SA_SIGINFO, and these are its arguments.
+    // SAFETY: this is a SIGBUS handler with SA_SIGINFO, and these are its arguments.
     if !unsafe { handle_sigbus(info, context) } {
         CALLS.fetch_add(1, Ordering::SeqCst);
     }
-}
-
-/// Sends this thread a SIGBUS as the kernel's own would be.
-fn send_sigbus(code: c_int, at: usize) {
-    #[repr(C)]
-    struct Info {
-        numbers: [c_int; 4],
-        at: usize,
-        lsb: i16,
-        rest: [u8; 102],
-    }
-    let info = Info {
-        numbers: [libc::SIGBUS, 0, code, 0],
-        at,
-        lsb: 12,
-        rest: [0; 102],
-    };
-    // SAFETY: the structure is one of 128 bytes, as the kernel wants it; it is read only.
-    let status = unsafe {
-        libc::syscall(
-            libc::SYS_rt_tgsigqueueinfo,
-            rustix::process::getpid().as_raw_nonzero().get(),
-            rustix::thread::gettid().as_raw_nonzero().get(),
-            libc::SIGBUS,
-            &raw const info,
-        )
-    };
-    assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
 }
 
 #[test]
@@ -283,38 +257,39 @@ fn the_programs_own_handler_passes_errors_on() {
             let _ = sender.send(error);
         };
         let watch = ErrorWatch::start(&machine.vm, tell).expect("a watch");
-        send_sigbus(libc::BUS_MCEERR_AO, machine.data.guest().start().0);
-        let error = errors.recv_timeout(LIMIT).expect("it is told");
+        assert!(send_sigbus(
+            libc::BUS_MCEERR_AO,
+            machine.data.guest().start().0,
+            12
+        ));
+        let error = errors.recv_timeout(LIMIT).expect("a report");
         assert_eq!(error.gpa, machine.data.gpa());
         assert_eq!(calls(), 0);
-        send_sigbus(libc::BUS_MCEERR_AO, 0x1000);
-        send_sigbus(libc::BUS_MCEERR_AR, 0x1000);
+        assert!(send_sigbus(libc::BUS_MCEERR_AO, 0x1000, 12));
+        assert!(send_sigbus(libc::BUS_MCEERR_AR, 0x1000, 12));
         assert_eq!(calls(), 2, "left to the handler");
         drop(watch);
         assert_eq!(all_handlers(), before);
     });
 }
 
-/// A peer that handed a file over may truncate it under a copy: that is the copy's error, and the
-/// program goes on.
+/// Another owner of a file may truncate it during a copy: the copy returns an error, and the program
+/// continues.
 #[test]
-fn a_file_that_its_owner_truncates_ends_a_copy_and_not_the_program() {
-    alone(
-        "a_file_that_its_owner_truncates_ends_a_copy_and_not_the_program",
-        || {
-            let _signals = Signals::none().install_sigbus().expect("a handler");
-            let file = memfd_create("truncated", MemfdFlags::CLOEXEC).expect("a file");
-            ftruncate(&file, 2 * PAGE).expect("room");
-            let theirs = file.try_clone().expect("a descriptor");
-            let view = FileView::map(theirs, 0, 2 * PAGE, PageSize::Size4K).expect("a mapping");
-            view.write(PAGE, b"there").expect("the file is whole");
-            ftruncate(&file, PAGE).expect("shorter");
-            let error = view.write(PAGE, b"gone").expect_err("the file ends before");
-            assert!(
-                matches!(error, FileAccessError::Truncated { .. }),
-                "{error}"
-            );
-            view.write(0, b"here").expect("the rest is there");
-        },
-    );
+fn a_truncated_file_ends_a_copy_and_not_the_program() {
+    alone("a_truncated_file_ends_a_copy_and_not_the_program", || {
+        let _signals = Signals::none().install_sigbus().expect("a handler");
+        let file = memfd_create("truncated", MemfdFlags::CLOEXEC).expect("a file");
+        ftruncate(&file, 2 * PAGE).expect("room");
+        let theirs = file.try_clone().expect("a descriptor");
+        let view = FileView::map(theirs, 0, 2 * PAGE, PageSize::Size4K).expect("a mapping");
+        view.write(PAGE, b"there").expect("the file is whole");
+        ftruncate(&file, PAGE).expect("shorter");
+        let error = view.write(PAGE, b"gone").expect_err("the file ends before");
+        assert!(
+            matches!(error, FileAccessError::Truncated { .. }),
+            "{error}"
+        );
+        view.write(0, b"here").expect("the rest is there");
+    });
 }

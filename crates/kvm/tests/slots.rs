@@ -1,4 +1,4 @@
-//! Memory slots: what is refused, and with which error.
+//! Memory slots: refusals and their errors.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ const EXITS: SlotFlags = SlotFlags {
     ..PLAIN
 };
 
-/// A VM, or None with the reason printed where this host cannot have one.
+/// A VM, or None after printing the reason where this host cannot have one.
 fn vm() -> Option<Vm> {
     let vm: Result<Vm, Box<dyn Error>> = Kvm::open()
         .map_err(Into::into)

@@ -1,5 +1,5 @@
-//! vCPUs that walk their memory while its slots change. By list and by quiescing they notice
-//! nothing; deleting and creating under them shows the hole, so this test can fail.
+//! vCPUs that walk their memory while its slots change. By list and by quiescing they observe nothing;
+//! delete-create exposes the hole, which shows that this test can fail.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -18,7 +18,7 @@ use pagetide_kvm::{Exit, Method, SlotFlags, SlotTransaction, Vcpu};
 
 const VCPUS: u32 = 2;
 
-/// How many changes: a few hundred, or what PAGETIDE_COMMITS says, for a long run.
+/// The number of changes: a few hundred, or PAGETIDE_COMMITS for a long run.
 fn commits() -> u64 {
     match std::env::var("PAGETIDE_COMMITS") {
         Ok(text) => text.parse().expect("PAGETIDE_COMMITS is a number"),
@@ -26,12 +26,12 @@ fn commits() -> u64 {
     }
 }
 
-/// What a vCPU saw that it should not have.
+/// Anomalies that a vCPU observed.
 #[derive(Debug, Default)]
 struct Anomalies {
-    /// Accesses to memory that became MMIO, and pages with a wrong number (which follow from it).
+    /// Memory accesses that became MMIO, and pages with a wrong number (which follow from them).
     holes: u64,
-    /// Exits that nobody asked for.
+    /// Unexpected exits.
     others: Vec<String>,
 }
 
@@ -54,7 +54,7 @@ fn walk(machine: &Machine, mut vcpu: Vcpu, over: &AtomicBool, reported: bool) ->
             Ok(Exit::IoOut { port: REPORT, .. } | Exit::Mmio { .. }) => found.holes += 1,
             other => {
                 found.others.push(format!("{other:?}"));
-                // A guest that lost its code goes nowhere.
+                // A guest that has lost its code cannot continue.
                 if found.others.len() > 10 {
                     break;
                 }
@@ -69,7 +69,7 @@ fn walk(machine: &Machine, mut vcpu: Vcpu, over: &AtomicBool, reported: bool) ->
     found
 }
 
-/// The `number`th change; each leads to a layout from which the next can start.
+/// Change `number`; each leads to a layout from which the next can start.
 fn change(transaction: &mut SlotTransaction<'_>, machine: &Machine, number: u64, low_too: bool) {
     let layout = machine.vm.layout();
     let data: Vec<_> = layout
@@ -113,7 +113,7 @@ fn change(transaction: &mut SlotTransaction<'_>, machine: &Machine, number: u64,
     }
 }
 
-/// How long vCPUs were stopped, for which change, and by what.
+/// The longest stop of vCPUs, with its change and its cause.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Stop {
     quiesced: Duration,
@@ -122,9 +122,9 @@ struct Stop {
     number: u64,
 }
 
-/// Changes the layout under walking vCPUs; what they saw, and the longest time that they were
-/// stopped. `reported` has the guest report each round, so that vCPUs are also stopped in the
-/// middle of an OUT.
+/// Changes the layout under walking vCPUs; returns their anomalies, and the longest time that they were
+/// stopped. `reported` makes the guest report each round, so that vCPUs are also stopped in the middle
+/// of an OUT.
 fn run(method: Method, commits: u64, reported: bool) -> Option<(Vec<Anomalies>, Stop)> {
     let machine = Machine::new()?;
     assert_eq!((LOW_SLOT, DATA_SLOT), (0, 1));
@@ -180,7 +180,7 @@ fn run(method: Method, commits: u64, reported: bool) -> Option<(Vec<Anomalies>, 
 }
 
 #[test]
-fn nothing_is_seen_of_whole_changes() {
+fn atomic_changes_are_invisible() {
     let Some(machine) = Machine::new() else {
         return;
     };
@@ -202,8 +202,8 @@ fn nothing_is_seen_of_whole_changes() {
 }
 
 #[test]
-fn the_hole_of_a_plain_change_is_seen() {
-    // Where vCPUs and the committer share a processor it takes some luck.
+fn the_hole_of_delete_create_is_visible() {
+    // Where vCPUs and the committer share a processor, this takes many attempts.
     let start = Instant::now();
     while start.elapsed() < LIMIT {
         let Some((found, _)) = run(Method::DeleteCreate, commits() / 4, false) else {

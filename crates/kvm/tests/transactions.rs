@@ -1,4 +1,4 @@
-//! Slot transactions: what the guest sees of them, by each method that hides their steps.
+//! Slot transactions as the guest observes them, by each method without an intermediate layout.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -48,7 +48,7 @@ fn commit(
     done
 }
 
-/// Pages that the guest is asked for: the ends, and around the places where slots are cut.
+/// Pages that the guest reads: the ends, and those around each split.
 const PROBES: [u64; 8] = [0, 1, 15, 16, 31, 32, 33, DATA_PAGES - 1];
 
 fn check_content(machine: &Machine, vcpu: &mut BoundVcpu<'_>) {
@@ -67,7 +67,7 @@ fn hole(gpa: u64) -> Exit {
 }
 
 #[test]
-fn splits_and_merges_keep_the_content() {
+fn splits_and_merges_preserve_the_content() {
     with_each(|machine, vcpu, method| {
         check_content(machine, vcpu);
         let mut halves = Vec::new();
@@ -101,7 +101,7 @@ fn splits_and_merges_keep_the_content() {
 }
 
 #[test]
-fn what_is_cut_off_is_outside_all_memory() {
+fn memory_cut_off_is_outside_all_slots() {
     with_each(|machine, vcpu, method| {
         let last = DATA + (DATA_PAGES - 1) * PAGE;
         commit(machine, method, |t| {
@@ -128,7 +128,7 @@ fn what_is_cut_off_is_outside_all_memory() {
 }
 
 #[test]
-fn two_regions_change_places() {
+fn two_regions_swap_addresses() {
     with_each(|machine, vcpu, method| {
         const OTHER: u64 = DATA + (64 << 20);
         let bytes = DATA_PAGES * PAGE;
@@ -162,7 +162,7 @@ fn two_regions_change_places() {
 #[test]
 fn the_slot_that_the_guest_runs_from_can_be_split() {
     with_each(|machine, vcpu, method| {
-        // Code and page tables end up in slots of their own.
+        // Code and page tables end up in separate slots.
         let done = commit(machine, method, |t| {
             let [_, rest] = t.split(LOW_SLOT, 2 * PAGE);
             t.split(rest, PAGE);
@@ -173,7 +173,7 @@ fn the_slot_that_the_guest_runs_from_can_be_split() {
 }
 
 #[test]
-fn flags_change_and_readonly_takes_a_new_slot() {
+fn flags_change_and_readonly_needs_a_new_slot() {
     with_each(|machine, vcpu, method| {
         let mut slot = None;
         let done = commit(machine, method, |t| {
@@ -197,9 +197,9 @@ fn flags_change_and_readonly_takes_a_new_slot() {
     });
 }
 
-/// The list keeps dirty bits across a split; making slots anew loses them, and says so.
+/// The list retains dirty bits across a split; creating slots again loses them, and reports it.
 #[test]
-fn no_dirty_page_is_lost_without_a_word() {
+fn lost_dirty_bits_are_reported() {
     with_each(|machine, vcpu, method| {
         machine
             .vm
@@ -254,7 +254,7 @@ fn a_refused_transaction_changes_nothing() {
             ),
             "{error}"
         );
-        // What only the kernel can know: no guest has that much physical address space.
+        // An error that only the kernel detects: no guest has that much physical address space.
         let mut transaction = machine.vm.transaction();
         transaction.delete(DATA_SLOT);
         let memory = Arc::clone(&machine.data);
@@ -268,7 +268,7 @@ fn a_refused_transaction_changes_nothing() {
             "{error}"
         );
         assert!(error.to_string().contains("0x4000000000000000"), "{error}");
-        // And one that is dropped.
+        // Dropping a transaction changes nothing either.
         let mut transaction = machine.vm.transaction();
         transaction.delete(DATA_SLOT);
         drop(transaction);

@@ -1,4 +1,4 @@
-//! Why a commit failed, and what it left.
+//! Errors of a commit, and the state after each.
 
 use std::fmt;
 use std::io;
@@ -12,14 +12,14 @@ use crate::plan::PlanError;
 use crate::slot::{Slot, SlotFlags};
 use crate::slot_calls::{Change, SlotChange};
 
-/// Why a transaction was not carried out. vCPUs run on in each case.
+/// Why a transaction was not committed. vCPUs continue to run in each case.
 #[derive(Debug, thiserror::Error)]
 pub enum CommitError {
-    /// It was refused before anything was done.
+    /// The transaction is invalid. Nothing has changed.
     #[error("the transaction is refused")]
     Refused(#[from] PlanError),
-    /// The kernel lacks what the method needs; nothing has been done.
-    #[error("method {method:?}: this kernel does not have {capability} ({number})")]
+    /// The kernel lacks a capability that the method needs. Nothing has changed.
+    #[error("method {method:?}: this kernel lacks {capability} ({number})")]
     MissingCapability {
         /// The method.
         method: Method,
@@ -28,41 +28,40 @@ pub enum CommitError {
         /// The capability's number.
         number: u32,
     },
-    /// [`Method::Quiesce`] cannot make vCPUs leave KVM_RUN: the VM was made without a signal that
-    /// kicks, and this kernel does not have KVM_CAP_KICK_VCPUS. Nothing has been done.
+    /// [`Method::Quiesce`] cannot make vCPUs leave KVM_RUN: the VM has no kick signal, and this kernel
+    /// lacks KVM_CAP_KICK_VCPUS. Nothing has changed.
     #[error(
-        "method Quiesce: vCPUs cannot be stopped, for the VM has no signal that kicks and this kernel \
-         does not have KVM_CAP_KICK_VCPUS ({})",
+        "method Quiesce: vCPUs cannot be stopped, because the VM has no kick signal and this kernel \
+         lacks KVM_CAP_KICK_VCPUS ({})",
         abi::KVM_CAP_KICK_VCPUS
     )]
     NoKick,
-    /// The kernel refused the list; nothing has changed.
+    /// The kernel refused the list. Nothing has changed.
     #[error("the kernel refuses a list of {entries} slots{}", at_slot(refused.as_ref()))]
     List {
-        /// How many slots were to be changed.
+        /// The number of slots in the list.
         entries: usize,
-        /// The slot that the kernel names, if it names one, and its range.
+        /// The slot that the kernel reports, if any, and its range.
         refused: Option<(u32, GuestRange)>,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// One of several changes failed, and those before it were taken back: the old layout is in
-    /// place.
-    #[error("{change} failed; the old layout is back")]
+    /// One of several changes failed; the earlier ones were undone. The old layout is in place.
+    #[error("{change} failed; the old layout was restored")]
     RolledBack {
         /// The method.
         method: Method,
         /// The change that failed.
         change: FailedChange,
-        /// Ranges whose dirty bits the kernel has forgotten, because a slot with `log_dirty` was made
-        /// anew, or its log was turned off and on again: take all their pages as dirty.
+        /// Ranges whose dirty bits the kernel has discarded because a slot with `log_dirty` was created
+        /// again, or because its log was turned off and on: treat all of their pages as dirty.
         lost_dirty: Vec<GuestRange>,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// One of several changes failed, and taking back those before it failed as well.
+    /// One of several changes failed, and undoing the earlier ones failed as well.
     #[error("{change} failed, and the old layout could not be restored: {undone}")]
     HalfDone {
         /// The method.
@@ -71,10 +70,10 @@ pub enum CommitError {
         change: FailedChange,
         /// As for [`CommitError::RolledBack`].
         lost_dirty: Vec<GuestRange>,
-        /// The kernel's answer to the change.
+        /// The kernel's error for the change.
         #[source]
         source: io::Error,
-        /// What is not as it was.
+        /// The differences from the old layout.
         undone: Undone,
     },
 }
@@ -90,9 +89,9 @@ fn at_slot(refused: Option<&(u32, GuestRange)>) -> String {
 pub struct FailedChange {
     /// The slot.
     pub slot: u32,
-    /// The range that it holds, or was to hold.
+    /// The slot's range, old or requested.
     pub range: GuestRange,
-    /// The flags that it was to have; those it had, if it was to be deleted.
+    /// The requested flags; for a deletion, the old flags.
     pub flags: SlotFlags,
     kind: Change,
 }
@@ -122,14 +121,14 @@ impl fmt::Display for FailedChange {
     }
 }
 
-/// What is left when steps could not be taken back. The VM's layout says the same.
+/// The differences that remain after a failed undo. The VM's layout includes them.
 #[derive(Debug)]
 pub struct Undone {
-    /// Slots of the old layout that are gone, or have other flags.
+    /// Slots of the old layout that are missing, or have other flags.
     pub missing: Vec<(u32, Slot)>,
     /// Slots that the old layout did not have, or had with other flags.
     pub left: Vec<(u32, Slot)>,
-    /// The kernel's first answer when steps were taken back.
+    /// The kernel's first error during the undo.
     pub source: io::Error,
 }
 

@@ -1,4 +1,4 @@
-//! Changes of slots one after the other, which are taken back unless all of them worked.
+//! Slot changes made one after the other, and undone unless all succeed.
 
 use std::io;
 
@@ -8,14 +8,15 @@ use super::error::Undone;
 use crate::slot::{Slot, SlotLayout};
 use crate::slot_calls::{Change, SlotCalls, SlotChange};
 
-/// The steps taken so far. Dropped before [`Steps::finish`] (an error, or a panic), it takes them
-/// back. In each case `publish` gets what the kernel has then, so that its memory stays mapped.
+/// The changes made so far. Unless [`Steps::finish`] was called, dropping the value (after an error or
+/// a panic) undoes them. In every case `publish` receives the kernel's current layout, so that its
+/// memory stays mapped.
 pub(super) struct Steps<'a, P: FnMut(SlotLayout)> {
     calls: &'a dyn SlotCalls,
     old: SlotLayout,
-    /// What the kernel has now.
+    /// The kernel's current layout.
     present: SlotLayout,
-    /// Taken, the last one last; while a call is going on, its step as well.
+    /// The changes made so far, the latest last; during a call, also its change.
     taken: Vec<&'a SlotChange>,
     publish: P,
 }
@@ -31,9 +32,9 @@ impl<'a, P: FnMut(SlotLayout)> Steps<'a, P> {
         }
     }
 
-    /// Takes a step; if it fails, nothing has changed since the last one.
+    /// Makes one change; after an error, the layout is as before the call.
     pub(super) fn take(&mut self, step: &'a SlotChange) -> io::Result<()> {
-        // Noted first: should the call panic, taking back a step that was not taken does no harm.
+        // Recorded first: if the call panics, undoing a change that was not made does no harm.
         self.taken.push(step);
         let result = self.calls.set_one(step.slot, &step.state, step.change);
         match (&result, step.change) {
@@ -46,15 +47,15 @@ impl<'a, P: FnMut(SlotLayout)> Steps<'a, P> {
         result
     }
 
-    /// Ranges of slots that logged and were deleted: their dirty bits are gone, whether other slots
-    /// were made of them or they are brought back.
+    /// Ranges of slots that logged and were deleted: their dirty bits are lost, whether other slots
+    /// replace them or an undo creates them again.
     pub(super) fn deleted_logs(&self) -> Vec<GuestRange> {
         self.logs_lost_by(|step| step.change == Change::Delete)
     }
 
-    /// Ranges whose dirty bits are gone if all that was done so far is undone: those of deleted
-    /// slots, and those of slots whose log was turned off, which frees it. Turning it on again
-    /// makes an empty one.
+    /// Ranges whose dirty bits are lost if all changes so far are undone: those of deleted slots, and
+    /// those of slots whose log was turned off, which frees the log. Turning the log on again creates
+    /// an empty one.
     pub(super) fn lost_dirty(&self) -> Vec<GuestRange> {
         self.logs_lost_by(|step| match step.change {
             Change::Delete => true,
@@ -72,12 +73,12 @@ impl<'a, P: FnMut(SlotLayout)> Steps<'a, P> {
             .collect()
     }
 
-    /// All steps were taken.
+    /// Accepts all changes.
     pub(super) fn finish(mut self) {
         self.taken.clear();
     }
 
-    /// Takes all steps back, the last one first; what could not be taken back, if anything.
+    /// Undoes all changes, the latest first; returns the differences that remain, if any.
     pub(super) fn undo(mut self) -> Option<Undone> {
         let source = self.take_back()?;
         let missing = differing(&self.old, &self.present);
@@ -89,7 +90,7 @@ impl<'a, P: FnMut(SlotLayout)> Steps<'a, P> {
         })
     }
 
-    /// Goes on after a failure, to bring back as much as can be; returns the first one.
+    /// Continues after a failure, to restore as much as possible; returns the first error.
     fn take_back(&mut self) -> Option<io::Error> {
         let mut failure = None;
         while let Some(step) = self.taken.pop() {
@@ -118,14 +119,14 @@ impl<'a, P: FnMut(SlotLayout)> Steps<'a, P> {
 
 impl<P: FnMut(SlotLayout)> Drop for Steps<'_, P> {
     fn drop(&mut self) {
-        // Nothing to take back after finish() and undo(). In a panic nobody can be told of a
-        // failure; the VM's layout shows it.
+        // Nothing is left to undo after finish() and undo(). During a panic a failure cannot be
+        // reported; the VM's layout shows it.
         let _ = self.take_back();
         (self.publish)(std::mem::take(&mut self.present));
     }
 }
 
-/// What `one` has and `other` has not, or has otherwise.
+/// The slots of `one` that `other` lacks or has with other memory or flags.
 fn differing(one: &SlotLayout, other: &SlotLayout) -> Vec<(u32, Slot)> {
     one.iter()
         .filter(|(number, slot)| {

@@ -1,4 +1,4 @@
-//! Failures in the middle, one for every ioctl, with a real VM behind the ioctls.
+//! A failure of each ioctl of a commit, with a real VM.
 
 use std::cell::{Cell, RefCell};
 use std::error::Error;
@@ -30,7 +30,7 @@ const LOG: SlotFlags = SlotFlags {
     ..NONE
 };
 
-/// What goes wrong with a call.
+/// How a call fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Accident {
     Fails,
@@ -38,7 +38,7 @@ enum Accident {
     PanicsAfter,
 }
 
-/// A VM's ioctls, some of which go wrong; and what the kernel has, as its answers say.
+/// A VM's ioctls, some of which fail; and the kernel's layout, as their results imply it.
 struct Accidents<'vm> {
     vm: &'vm Inner,
     call: Cell<usize>,
@@ -56,7 +56,7 @@ impl<'vm> Accidents<'vm> {
         }
     }
 
-    /// Whether this call goes wrong.
+    /// Whether this call fails.
     fn next(&self) -> Option<Accident> {
         let call = self.call.replace(self.call.get() + 1);
         let mut planned = self.planned.iter();
@@ -105,7 +105,7 @@ fn same(one: &SlotLayout, other: &SlotLayout) -> bool {
         })
 }
 
-/// Slots 0 to 3, each of 16 pages; 1 logs.
+/// Slots 0 to 3, each of 16 pages; slot 1 logs.
 fn vm() -> Option<Vm> {
     let vm: Result<Vm, Box<dyn Error>> = Kvm::open()
         .map_err(Into::into)
@@ -120,7 +120,7 @@ fn vm() -> Option<Vm> {
     Some(vm)
 }
 
-/// Deletes 0, 1 and 2, gives 3 other flags, makes 4, 5 and 6: seven ioctls.
+/// Deletes 0, 1 and 2, changes the flags of 3, creates 4, 5 and 6: seven ioctls.
 fn steps(vm: &Vm) -> SlotTransaction<'_> {
     let mut transaction = vm.transaction();
     transaction.split(0, PAGE);
@@ -132,7 +132,7 @@ fn steps(vm: &Vm) -> SlotTransaction<'_> {
 
 const CALLS: usize = 7;
 
-/// The change that call `call` of [`steps`] does.
+/// The change that call `call` of [`steps`] makes.
 fn expected(call: usize) -> (u32, u64) {
     let changes = [
         (0, 0),
@@ -147,7 +147,7 @@ fn expected(call: usize) -> (u32, u64) {
 }
 
 #[test]
-fn a_failure_at_any_step_brings_the_old_layout_back() {
+fn a_failure_at_any_step_restores_the_old_layout() {
     let Some(vm) = vm() else { return };
     let old = vm.layout();
     for method in [Method::Quiesce, Method::DeleteCreate] {
@@ -178,7 +178,7 @@ fn a_failure_at_any_step_brings_the_old_layout_back() {
             );
             assert!(same(&vm.layout(), &old), "call {call}");
             assert!(same(&calls.kernel.borrow(), &old), "call {call}");
-            // One undone for each that was done.
+            // One undo for each change made.
             assert_eq!(calls.call.get(), 2 * call + 1);
         }
     }
@@ -190,7 +190,7 @@ fn a_failure_at_any_step_brings_the_old_layout_back() {
 }
 
 #[test]
-fn a_panic_at_any_step_brings_the_old_layout_back() {
+fn a_panic_at_any_step_restores_the_old_layout() {
     let Some(vm) = vm() else { return };
     let old = vm.layout();
     for method in [Method::Quiesce, Method::DeleteCreate] {
@@ -202,7 +202,7 @@ fn a_panic_at_any_step_brings_the_old_layout_back() {
                 catch_unwind(AssertUnwindSafe(commit)).expect_err("it panics");
                 assert!(same(&vm.layout(), &old), "{accident:?} at {call}");
                 assert!(same(&calls.kernel.borrow(), &old), "{accident:?} at {call}");
-                // Neither the gate nor the turn is held: this would wait for ever.
+                // Neither the gate nor the lock is held: this would wait forever.
                 vm.set_slot_flags(3, LOG).expect("it is there");
                 vm.set_slot_flags(3, NONE).expect("it is there");
                 let vcpu = vm.create_vcpu(u32::try_from(call).unwrap());
@@ -216,10 +216,10 @@ fn a_panic_at_any_step_brings_the_old_layout_back() {
 }
 
 #[test]
-fn a_failure_on_the_way_back_names_what_is_missing() {
+fn a_failed_undo_names_the_missing_slots() {
     let Some(vm) = vm() else { return };
     let old = vm.layout();
-    // The sixth call fails; taking back the fourth (3's flags) and the first (0) fails as well.
+    // The sixth call fails; undoing the fourth (3's flags) and the first (0) fails as well.
     let accidents = [5, 7, 10].map(|call| (call, Accident::Fails));
     let calls = Accidents::new(vm.inner(), &accidents);
     let error = steps(&vm)
@@ -238,7 +238,7 @@ fn a_failure_on_the_way_back_names_what_is_missing() {
         text.contains("missing: memory slot 0 (0x0..0x10000; no flags)"),
         "{text}"
     );
-    // The VM knows what it has, and goes on from there.
+    // The VM has recorded the kernel's layout, and further changes start from it.
     let present = vm.layout();
     assert!(same(&present, &calls.kernel.borrow()));
     assert_eq!(present.keys().collect::<Vec<_>>(), [&1, &2, &3]);
@@ -249,7 +249,7 @@ fn a_failure_on_the_way_back_names_what_is_missing() {
 }
 
 #[test]
-fn what_could_not_be_taken_back_keeps_its_memory() {
+fn a_slot_that_could_not_be_undone_keeps_its_memory() {
     let Some(vm) = vm() else { return };
     let region = Region::new(GuestAddress(1 << 30), PAGE, Backing::Shmem).expect("a page");
     let region = Arc::new(region);
@@ -331,10 +331,10 @@ fn one_change_needs_no_quiescing() {
     assert_eq!((done.entries, done.updating), (0, Duration::ZERO));
 }
 
-/// The guest goes on walking its memory after each failure, and saw nothing of it.
+/// The guest continues to walk its memory after each failure, and observes none of them.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn vcpus_run_on_after_failures_and_panics() {
+fn vcpus_continue_after_failures_and_panics() {
     use crate::Exit;
     use guest::{DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, ROUND, Word};
 
@@ -377,9 +377,9 @@ fn vcpus_run_on_after_failures_and_panics() {
     assert!(matches!(exit, Exit::IoOut { data: ROUND, .. }), "{exit}");
 }
 
-/// Turning the log off frees it; turning it on again makes an empty one.
+/// Turning the log off frees it; turning it on again creates an empty one.
 #[test]
-fn a_log_that_was_turned_off_and_on_again_is_told() {
+fn a_log_that_was_turned_off_and_on_is_reported() {
     let Some(vm) = vm() else { return };
     let old = vm.layout();
     let steps = |vm| {
@@ -388,7 +388,7 @@ fn a_log_that_was_turned_off_and_on_again_is_told() {
         transaction.split(0, PAGE);
         transaction
     };
-    // Deletes 0, takes 1's log, makes 4 and 5; which of them fail, and whether the log was taken.
+    // Deletes 0, turns 1's log off, creates 4 and 5; which of them fail, and whether the log was lost.
     let table: [(&[usize], bool, &[u64]); 5] = [
         (&[0], true, &[]),
         (&[1], true, &[]),
@@ -410,20 +410,20 @@ fn a_log_that_was_turned_off_and_on_again_is_told() {
         let starts: Vec<_> = forgot.iter().map(|range| range.start().0).collect();
         assert_eq!((starts.as_slice(), back), (lost, is_back), "{fails:?}");
         if !is_back {
-            // Undone by hand, for the next row.
+            // Undone by hand for the next row.
             vm.set_slot_flags(1, LOG).expect("it is there");
         }
         assert!(same(&vm.layout(), &old), "{fails:?}: {error}");
     }
-    // Who asks for it is told nothing.
+    // A log that was turned off on purpose is not reported.
     let done = steps(&vm).commit_with(Method::Quiesce).expect("it works");
     assert!(done.lost_dirty.is_empty());
 }
 
-/// What the kernel says of the pages that the guest wrote to.
+/// The kernel's dirty log of the pages that the guest wrote to.
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn the_kernel_forgets_what_a_failure_says_is_forgotten() {
+fn the_kernel_loses_the_dirty_bits_that_a_failure_reports() {
     use guest::{DATA_PAGES, DATA_SLOT, LOW_SLOT, Machine, Word};
 
     let Some(machine) = Machine::new() else {

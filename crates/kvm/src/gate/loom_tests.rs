@@ -1,13 +1,12 @@
-//! The gate itself under loom, in every order in which threads may take their steps, with up to
-//! [`PREEMPTIONS`] switches that no thread asked for:
+//! The gate under loom, for every order of the threads' steps with up to [`PREEMPTIONS`] preemptions:
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" cargo test -p pagetide-kvm --lib loom
 //! ```
 //!
-//! What slots are is a cell that committers write to and vCPUs read from inside. loom fails if two
-//! of these overlap, or if memory orderings do not put one before the other. A wake-up that is lost
-//! is a deadlock, which loom finds too: under loom no wait ends by its time.
+//! A cell stands for the slots: committers write to it, and vCPUs read it inside their ioctls. loom
+//! fails if two of these accesses overlap, or if memory orderings do not order them. A lost wake-up is
+//! a deadlock, which loom finds too: under loom no wait times out.
 
 use loom::cell::UnsafeCell;
 use loom::sync::Arc as LoomArc;
@@ -16,10 +15,10 @@ use loom::thread;
 
 use super::*;
 
-/// More take much longer and have found nothing more.
+/// More take much longer and have found no further errors.
 const PREEMPTIONS: usize = 4;
 
-/// Runs `test` in every order.
+/// Runs `test` for every order of its threads' steps.
 fn in_every_order(test: impl Fn() + Sync + Send + 'static) {
     with_preemptions(PREEMPTIONS, test);
 }
@@ -32,23 +31,23 @@ fn with_preemptions(preemptions: usize, test: impl Fn() + Sync + Send + 'static)
 
 #[derive(Debug, Default)]
 struct Place {
-    seat: Seat,
-    /// Somebody wants it to leave.
+    in_flight: InFlight,
+    /// A committer has kicked it.
     kicked: AtomicBool,
 }
 
-impl Occupant for Place {
-    fn seat(&self) -> &Seat {
-        &self.seat
+impl Participant for Place {
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
     }
 }
 
-/// A VM's gate, its slots, and the committers' turns.
+/// A VM's gate, its slots, and the committers' lock.
 struct Machine {
     gate: Gate<Place>,
     slots: UnsafeCell<u32>,
     updates: Mutex<()>,
-    /// Keeps places: that one is gone is told by std's Arc, which loom does not see.
+    /// Keeps participants alive: a drop is visible only through std's Arc, which loom does not model.
     places: std::sync::Mutex<Vec<Arc<Place>>>,
 }
 
@@ -65,53 +64,53 @@ impl Machine {
     fn place(&self) -> Arc<Place> {
         let place = Arc::new(Place::default());
         self.gate.add(&place);
-        let mut places = self.places.lock().expect("nobody panics");
+        let mut places = self.places.lock().expect("no thread panics");
         places.push(Arc::clone(&place));
         place
     }
 
-    /// One ioctl, which looks at the slots. Whether the gate was closed meanwhile.
+    /// One ioctl, which reads the slots. Returns whether the gate was closed meanwhile.
     fn ioctl(&self, place: &Place) -> bool {
-        self.gate.enter(&place.seat);
+        self.gate.enter(&place.in_flight);
         self.look();
-        self.gate.leave(&place.seat)
+        self.gate.leave(&place.in_flight)
     }
 
-    /// For whoever is inside.
+    /// Reads the slots, inside an ioctl.
     fn look(&self) {
-        // SAFETY: loom fails the test if the cell is written to meanwhile.
+        // SAFETY: loom fails the test if the cell is written meanwhile.
         let slots = self.slots.with(|slots| unsafe { *slots });
         assert_eq!(slots % 2, 0, "in the middle of an update");
     }
 
-    /// KVM_RUN of a guest that never exits by itself; ends when it is kicked, or when `over` says that
-    /// nobody will.
+    /// KVM_RUN of a guest that never exits by itself; ends at a kick, or when `over` says that none
+    /// will come.
     fn run(&self, place: &Place, over: &AtomicBool) -> bool {
-        self.gate.enter(&place.seat);
+        self.gate.enter(&place.in_flight);
         self.look();
         while !place.kicked.load(Ordering::Acquire) && !over.load(Ordering::Acquire) {
             thread::yield_now();
         }
         self.look();
-        self.gate.leave(&place.seat)
+        self.gate.leave(&place.in_flight)
     }
 
     fn commit(&self) {
-        let _turn = self.updates.lock().expect("nobody panics");
+        let _turn = self.updates.lock().expect("no thread panics");
         let closed = self.gate.close(|inside, _| {
             for place in inside {
                 place.kicked.store(true, Ordering::Release);
             }
         });
         for _ in 0..2 {
-            // SAFETY: loom fails the test if the cell is looked at meanwhile.
+            // SAFETY: loom fails the test if the cell is read meanwhile.
             self.slots.with_mut(|slots| unsafe { *slots += 1 });
         }
         drop(closed);
     }
 }
 
-/// Runs `work` on a thread of its own.
+/// Runs `work` in a separate thread.
 fn spawn<T: 'static>(
     machine: &LoomArc<Machine>,
     work: impl FnOnce(&Machine) -> T + 'static,
@@ -134,7 +133,7 @@ fn a_vcpu_and_a_committer_exclude_each_other() {
         let was_kicked = place.kicked.load(Ordering::Relaxed);
         assert!(
             !was_kicked || closed.contains(&true),
-            "who was kicked is told so"
+            "leaving reports the kick"
         );
         machine.ioctl(&place);
     });
@@ -172,7 +171,7 @@ fn a_vcpu_and_two_committers_exclude_each_other() {
 
 #[test]
 fn two_vcpus_and_two_committers_exclude_each_other() {
-    // With one more it takes minutes.
+    // With one more preemption it takes minutes.
     with_preemptions(2, || {
         let machine = Machine::new();
         let vcpus: Vec<_> = (0..2)
@@ -203,7 +202,7 @@ fn a_vcpu_that_stays_is_kicked() {
         over.store(true, Ordering::Release);
         let closed = vcpu.join().expect("no overlap");
         let was_kicked = place.kicked.load(Ordering::Relaxed);
-        assert_eq!(closed, was_kicked, "who was kicked is told so");
+        assert_eq!(closed, was_kicked, "leaving reports the kick");
     });
 }
 
@@ -222,7 +221,7 @@ fn two_ioctls_of_one_vcpu_are_counted() {
 }
 
 #[test]
-fn a_new_vcpu_is_kept_out_too() {
+fn a_new_vcpu_is_excluded_too() {
     in_every_order(|| {
         let machine = Machine::new();
         let vcpu = spawn(&machine, |machine| {
@@ -235,7 +234,7 @@ fn a_new_vcpu_is_kept_out_too() {
 }
 
 #[test]
-fn whoever_waits_enters_between_two_commits() {
+fn waiting_threads_enter_between_two_commits() {
     in_every_order(|| {
         let machine = Machine::new();
         let place = machine.place();

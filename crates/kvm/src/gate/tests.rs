@@ -11,25 +11,25 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Default)]
 struct Place {
-    seat: Seat,
+    in_flight: InFlight,
     kicked: AtomicBool,
 }
 
-impl Occupant for Place {
-    fn seat(&self) -> &Seat {
-        &self.seat
+impl Participant for Place {
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
     }
 }
 
-/// Stays inside until kicked, as a guest that never exits would.
+/// Stays inside until kicked, like a guest that never exits.
 fn stay_inside(gate: &Gate<Place>, place: &Place) -> bool {
-    gate.enter(&place.seat);
+    gate.enter(&place.in_flight);
     let start = Instant::now();
     while !place.kicked.load(Ordering::SeqCst) {
-        assert!(start.elapsed() < LIMIT, "nobody kicks");
+        assert!(start.elapsed() < LIMIT, "no kick");
         thread::yield_now();
     }
-    let closed = gate.leave(&place.seat);
+    let closed = gate.leave(&place.in_flight);
     place.kicked.store(false, Ordering::SeqCst);
     closed
 }
@@ -40,7 +40,7 @@ fn kick(places: &[Arc<Place>]) {
     }
 }
 
-/// Joins, or fails the test if the thread takes too long.
+/// Joins, or fails the test if the thread exceeds the limit.
 fn within_limit<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = mpsc::channel();
     thread::spawn(move || sender.send(work()));
@@ -50,23 +50,23 @@ fn within_limit<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send +
 }
 
 #[test]
-fn whoever_is_outside_is_not_waited_for() {
+fn closing_does_not_wait_for_threads_outside() {
     let gate = Gate::default();
     let place = Arc::new(Place::default());
     gate.add(&place);
-    let closed = gate.close(|_, _| panic!("nobody is inside"));
+    let closed = gate.close(|_, _| panic!("no ioctl is in flight"));
     assert_eq!(closed.found_inside, 0);
 }
 
 #[test]
-fn a_seat_added_while_the_gate_is_closed_is_closed() {
+fn a_participant_added_while_the_gate_is_closed_is_closed() {
     let gate = Arc::new(Gate::default());
-    let closed = gate.close(|_, _| panic!("nobody is inside"));
+    let closed = gate.close(|_, _| panic!("no ioctl is in flight"));
     let place = Arc::new(Place::default());
     gate.add(&place);
-    assert!(!place.seat.try_enter());
+    assert!(!place.in_flight.try_enter());
     drop(closed);
-    assert!(place.seat.try_enter());
+    assert!(place.in_flight.try_enter());
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn a_panic_of_the_committer_opens_the_gate() {
         .join()
         .expect_err("it panicked");
     });
-    assert!(place.seat.try_enter());
+    assert!(place.in_flight.try_enter());
 }
 
 #[test]
@@ -91,8 +91,8 @@ fn several_ioctls_of_one_vcpu_are_counted() {
     let gate = Arc::new(Gate::default());
     let place = Arc::new(Place::default());
     gate.add(&place);
-    gate.enter(&place.seat);
-    gate.enter(&place.seat);
+    gate.enter(&place.in_flight);
+    gate.enter(&place.in_flight);
     let (started, starts) = mpsc::channel();
     let (done, dones) = mpsc::channel();
     let closing = Arc::clone(&gate);
@@ -103,27 +103,27 @@ fn several_ioctls_of_one_vcpu_are_counted() {
         let _ = done.send(closed.found_inside);
     });
     starts.recv_timeout(LIMIT).expect("both are inside");
-    assert!(gate.leave(&place.seat));
+    assert!(gate.leave(&place.in_flight));
     assert!(dones.recv_timeout(Duration::from_millis(50)).is_err());
-    assert!(gate.leave(&place.seat));
+    assert!(gate.leave(&place.in_flight));
     assert_eq!(dones.recv_timeout(LIMIT), Ok(1), "one vCPU, not two");
     committer.join().expect("no panic");
 }
 
 #[test]
-fn whoever_stays_is_kicked_again() {
+fn a_thread_that_stays_is_kicked_again() {
     let gate = Arc::new(Gate::default());
     let place = Arc::new(Place::default());
     gate.add(&place);
     let (entered, entries) = mpsc::channel();
     let (inner_gate, inner_place) = (Arc::clone(&gate), Arc::clone(&place));
     let vcpu = thread::spawn(move || {
-        inner_gate.enter(&inner_place.seat);
+        inner_gate.enter(&inner_place.in_flight);
         let _ = entered.send(());
         while !inner_place.kicked.load(Ordering::SeqCst) {
             thread::yield_now();
         }
-        inner_gate.leave(&inner_place.seat)
+        inner_gate.leave(&inner_place.in_flight)
     });
     entries.recv_timeout(LIMIT).expect("it enters");
     let kicks = within_limit("the third kick", move || {
@@ -137,11 +137,11 @@ fn whoever_stays_is_kicked_again() {
         kicks
     });
     assert_eq!(kicks, 3);
-    assert!(vcpu.join().expect("no panic"), "it learns of the kick");
+    assert!(vcpu.join().expect("no panic"), "leaving reports the kick");
 }
 
-/// Four vCPUs that leave only when kicked, three committers. A word that only committers write and
-/// that vCPUs watch from inside shows any overlap.
+/// Four vCPUs that leave only when kicked, three committers. A word that only committers write and that
+/// vCPUs read from inside detects any overlap.
 #[test]
 fn committers_and_vcpus_exclude_each_other() {
     const ROUNDS: u64 = 300;
@@ -157,7 +157,7 @@ fn committers_and_vcpus_exclude_each_other() {
             thread::spawn(move || {
                 let mut entries = 0_u64;
                 while !over.load(Ordering::SeqCst) {
-                    gate.enter(&place.seat);
+                    gate.enter(&place.in_flight);
                     let before = layout.load(Ordering::Relaxed);
                     while !place.kicked.load(Ordering::SeqCst) && !over.load(Ordering::SeqCst) {
                         assert_eq!(layout.load(Ordering::Relaxed), before);
@@ -165,7 +165,7 @@ fn committers_and_vcpus_exclude_each_other() {
                         thread::yield_now();
                     }
                     assert_eq!(layout.load(Ordering::Relaxed), before);
-                    gate.leave(&place.seat);
+                    gate.leave(&place.in_flight);
                     place.kicked.store(false, Ordering::SeqCst);
                     entries += 1;
                 }
@@ -199,7 +199,7 @@ fn committers_and_vcpus_exclude_each_other() {
     });
 }
 
-/// A vCPU that waits at the gate enters before a committer that is quick gets its next turn.
+/// A vCPU that waits at the gate enters before the next turn of a fast committer.
 #[test]
 fn waiting_vcpus_are_admitted_between_commits() {
     let gate = Arc::new(Gate::default());

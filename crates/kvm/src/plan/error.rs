@@ -1,147 +1,148 @@
-//! Why a transaction is refused before anything is done.
+//! Errors of a transaction's plan.
 
 use pagetide_memory::{GuestRange, RangeError};
 
 use crate::slot::SlotFlags;
 use crate::transaction::SlotRef;
 
-/// Why a transaction is refused. Nothing has been changed.
+/// Why a transaction was refused. Nothing has changed.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    /// The VM has no such slot, or the reference is another transaction's.
+    /// The VM has no such slot, or the reference belongs to another transaction.
     #[error("{slot} does not exist")]
     UnknownSlot {
         /// The slot.
         slot: SlotRef,
     },
-    /// An earlier step of the transaction deleted the slot or made others of it.
-    #[error("{slot} ({range}) was used up by an earlier step of the transaction")]
+    /// An earlier step of the transaction deleted or replaced the slot.
+    #[error("{slot} ({range}) was deleted or replaced by an earlier step of the transaction")]
     UsedUp {
         /// The slot.
         slot: SlotRef,
-        /// What it held.
+        /// The slot's range.
         range: GuestRange,
     },
-    /// A slot would be empty, not be whole pages, or wrap around the address space.
-    #[error("{slot}: bad guest-physical range")]
+    /// A slot would be empty, not consist of whole pages, or wrap around the address space.
+    #[error("{slot}: invalid guest-physical range")]
     BadRange {
         /// The slot.
         slot: SlotRef,
-        /// What is wrong, with address and size.
+        /// The reason, with address and size.
         #[source]
         source: RangeError,
     },
-    /// A slot's memory would start within a page.
+    /// A slot's memory would start inside a page.
     #[error("{slot} ({range}): offset {offset:#x} into its region is not a multiple of 4 KiB")]
     UnalignedOffset {
         /// The slot.
         slot: SlotRef,
-        /// The range that was asked for.
+        /// The requested range.
         range: GuestRange,
         /// The offset in bytes.
         offset: u64,
     },
-    /// A slot would need memory that its region does not have.
+    /// A slot would extend beyond its region.
     #[error(
         "{slot} ({range}): from offset {offset:#x} it leaves its region of {region_bytes} bytes"
     )]
     OutsideRegion {
         /// The slot.
         slot: SlotRef,
-        /// The range that was asked for.
+        /// The requested range.
         range: GuestRange,
-        /// Where in the region it starts, in bytes.
+        /// The slot's start in the region, in bytes.
         offset: u64,
         /// The region's size in bytes.
         region_bytes: u64,
     },
-    /// A slot was to be split elsewhere than inside, or within a page.
+    /// The split is not inside the slot, or not at a page boundary.
     #[error("{slot} ({range}) cannot be split after {at:#x} bytes")]
     BadSplit {
         /// The slot.
         slot: SlotRef,
-        /// What it holds.
+        /// The slot's range.
         range: GuestRange,
         /// The size of the first part, in bytes.
         at: u64,
     },
-    /// Two slots were to become one and do not follow each other in the guest's memory, or not in
-    /// one region.
-    #[error("{slot} ({range}) and {other} ({other_range}) do not follow each other in one region")]
+    /// Two slots to be merged are not adjacent in the guest's memory and in one region.
+    #[error("{slot} ({range}) and {other} ({other_range}) are not adjacent in one region")]
     NotAdjacent {
         /// The first slot.
         slot: SlotRef,
-        /// What it holds.
+        /// Its range.
         range: GuestRange,
         /// The second slot.
         other: SlotRef,
-        /// What that holds.
+        /// Its range.
         other_range: GuestRange,
     },
-    /// Two slots were to become one and have different flags.
-    #[error("{slot} ({range}; {flags}) and {other} ({other_range}; {other_flags}) differ in flags")]
+    /// Two slots to be merged have different flags.
+    #[error(
+        "{slot} ({range}; {flags}) and {other} ({other_range}; {other_flags}) have different flags"
+    )]
     FlagsDiffer {
         /// The first slot.
         slot: SlotRef,
-        /// What it holds.
+        /// Its range.
         range: GuestRange,
         /// Its flags.
         flags: SlotFlags,
         /// The second slot.
         other: SlotRef,
-        /// What that holds.
+        /// Its range.
         other_range: GuestRange,
         /// Its flags.
         other_flags: SlotFlags,
     },
-    /// A slot would have flags that exclude each other.
+    /// The requested flags of a slot exclude each other.
     #[error("{slot} ({range}): {flags} exclude each other")]
     FlagsConflict {
         /// The slot.
         slot: SlotRef,
-        /// What it would hold.
+        /// The requested range.
         range: GuestRange,
-        /// The flags that were asked for.
+        /// The requested flags.
         flags: SlotFlags,
     },
-    /// A slot would need a capability that the kernel lacks.
+    /// A slot needs a capability that the kernel lacks.
     #[error(
-        "{slot} ({range}): this kernel does not have {capability} ({number}); run a kernel with \
+        "{slot} ({range}): this kernel lacks {capability} ({number}); run a kernel with \
          Pagetide's patches"
     )]
     MissingCapability {
         /// The slot.
         slot: SlotRef,
-        /// What it would hold.
+        /// The requested range.
         range: GuestRange,
         /// The capability's name.
         capability: &'static str,
         /// The capability's number.
         number: u32,
     },
-    /// Two slots would overlap in the layout that the transaction ends in.
+    /// Two slots would overlap in the resulting layout.
     #[error("{slot} ({range}) and {other} ({other_range}) would overlap")]
     Overlap {
-        /// The one that starts first.
+        /// The slot with the lower start.
         slot: SlotRef,
-        /// What it would hold.
+        /// Its range.
         range: GuestRange,
-        /// The other one.
+        /// The other slot.
         other: SlotRef,
-        /// What that would hold.
+        /// Its range.
         other_range: GuestRange,
     },
-    /// No slot number is free that was free before as well.
+    /// No slot number is free both before and after the transaction.
     #[error("{slot} ({range}): all {slots} slot numbers of this kernel are in use")]
     NoFreeSlot {
         /// The slot.
         slot: SlotRef,
-        /// What it would hold.
+        /// The requested range.
         range: GuestRange,
-        /// How many slots a VM may have (KVM_CAP_NR_MEMSLOTS).
+        /// The number of slots that a VM may have (KVM_CAP_NR_MEMSLOTS).
         slots: u32,
     },
-    /// The change has more elements than one call takes (KVM_MEMORY_REGION_LIST_MAX). The limit
+    /// The transaction changes more slots than one call takes (KVM_MEMORY_REGION_LIST_MAX). The limit
     /// holds for every method.
     #[error(
         "the transaction takes {entries} changes of slots, {limit} are the limit; the first beyond it is slot {slot} ({range})"

@@ -1,4 +1,4 @@
-//! Layouts and numbers. What is refused is in `tests/refusals.rs`.
+//! Layouts and slot numbers. `tests/refusals.rs` has the refusals.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ const ALL: Capabilities = Capabilities {
     slots: 16,
 };
 
-/// A transaction needs a VM to belong to, though nothing here is done to it.
+/// A transaction belongs to a VM, although these tests change nothing there.
 fn vm() -> Option<Vm> {
     let vm: Result<Vm, Box<dyn Error>> = Kvm::open()
         .map_err(Into::into)
@@ -87,7 +87,7 @@ fn steps_become_one_list_with_each_slot_once() {
             },
             vec![(0, Delete, 0, 16), (1, Create, 0, 1), (2, Create, 1, 15)],
         ),
-        // What a later step uses up never gets a number.
+        // A slot that a later step consumes never gets a number.
         (
             |t| {
                 let [low, high] = t.split(0, 8 * PAGE);
@@ -97,7 +97,7 @@ fn steps_become_one_list_with_each_slot_once() {
             },
             vec![(0, Delete, 0, 16), (1, Create, 8, 4), (2, Create, 0, 8)],
         ),
-        // Numbers that are given up are not used again in the same list.
+        // The numbers of deleted slots are not reused in the same list.
         (
             |t| {
                 t.resize(0, 8 * PAGE);
@@ -122,7 +122,7 @@ fn steps_become_one_list_with_each_slot_once() {
             },
             vec![(0, Flags, 0, 16)],
         ),
-        // KVM cannot change this one on a live slot.
+        // KVM cannot change this flag of a live slot.
         (
             |t| {
                 t.set_flags(0, READONLY);
@@ -149,7 +149,7 @@ fn steps_become_one_list_with_each_slot_once() {
 }
 
 #[test]
-fn two_slots_can_change_places() {
+fn two_slots_can_swap_addresses() {
     let Some(vm) = vm() else { return };
     let slots = slots();
     let mut swap = vm.transaction();
@@ -202,8 +202,8 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever the steps: the changes lead from the old layout to the new one, in an order in
-    /// which no slot is touched twice or overlaps another, and what was a page's memory stays it.
+    /// For any steps, the changes lead from the old layout to the new one, in an order in which no slot
+    /// changes twice or overlaps another, and the remaining pages retain their memory.
     #[test]
     fn changes_lead_from_one_layout_to_the_other(ops in proptest::collection::vec(op(), 0..12)) {
         let Some(vm) = vm() else { return Ok(()) };
@@ -259,7 +259,7 @@ proptest! {
         for (number, slot) in &plan.layout {
             prop_assert!(present[number].is_same_memory(slot));
             prop_assert_eq!(present[number].flags, slot.flags);
-            // Nothing moved: an offset and a gpa still differ by the region's own address.
+            // Nothing was moved: offset and gpa still differ by the region's own address.
             prop_assert_eq!(slot.region.gpa().0 + slot.offset, slot.range.start().0);
         }
         prop_assert_eq!(plan.layout.len(), live.len());

@@ -1,8 +1,8 @@
-//! Telling the guest: machine checks.
+//! Machine checks: the report of an error to the guest.
 //!
-//! A guest's kernel kills the process that touched lost memory, and goes on, only if it finds in the
-//! registers of the machine check what a processor would have left there. What Linux looks at is in
-//! its `arch/x86/kernel/cpu/mce/severity.c`; `docs/design/poison.md` has the bits and their reasons.
+//! A guest kernel kills only the process that accessed lost memory if the machine check registers hold
+//! what a processor would have written there. Linux evaluates them in
+//! `arch/x86/kernel/cpu/mce/severity.c`; `docs/design/poison.md` explains each bit.
 
 use std::io;
 
@@ -13,17 +13,17 @@ pub use x86::prepare_cpuid;
 
 use super::Severity;
 
-/// Whose processors' machine checks the guest expects, by its own CPUID.
+/// The vendor whose machine checks the guest expects, by its CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MachineCheckForm {
-    /// Intel's, and everybody's who is not AMD: every vCPU of the guest has to be told
-    /// ([`MachineCheck::bystander`]), since Linux waits for all of them.
+    /// Intel's, and every vendor's but AMD's: every vCPU of the guest must receive a machine check
+    /// ([`MachineCheck::bystander`]), because Linux waits for all of them.
     Intel,
-    /// AMD's and Hygon's: only the vCPU that touched the memory is told.
+    /// AMD's and Hygon's: only the vCPU that accessed the memory receives a machine check.
     Amd,
 }
 
-/// A machine check as the guest finds it in the registers of a bank.
+/// A machine check, as the registers of a bank show it to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MachineCheck {
     /// IA32_MCi_STATUS.
@@ -45,24 +45,24 @@ const ADDRV: u64 = 1 << 58;
 const S: u64 = 1 << 56;
 /// Intel: action required.
 const AR: u64 = 1 << 55;
-/// AMD: an error that nobody has consumed.
+/// AMD: an error whose data was not consumed.
 const DEFERRED: u64 = 1 << 44;
-/// AMD: the data is marked as poison, and the address is good.
+/// AMD: the data is marked as poison, and the address is valid.
 const POISON: u64 = 1 << 43;
-/// Intel's error codes: a load of data, and memory scrubbing.
+/// Intel's error codes: a data load, and memory scrubbing.
 const DATA_LOAD: u64 = 0x0134;
 const SCRUBBING: u64 = 0x00c0;
-/// The instruction pointer on the stack can be returned to; it belongs to the error; a machine check
-/// is in progress.
+/// The instruction pointer on the stack is valid for returning; it belongs to the error; a machine
+/// check is in progress.
 const RIPV: u64 = 1 << 0;
 const EIPV: u64 = 1 << 1;
 const MCIP: u64 = 1 << 2;
-/// The address is a physical one, and good to 4 KiB. Linux takes no coarser one.
+/// The address is physical and valid to 4 KiB. Linux accepts no coarser granularity.
 const PHYSICAL_4K: u64 = 2 << 6 | 12;
 
 impl MachineCheck {
-    /// The machine check for an error at `gpa`. It takes 4 KiB from the guest, whatever the host has
-    /// lost: the guest is told of the rest when it touches it.
+    /// The machine check for an error at `gpa`. It reports 4 KiB as lost, however much the host has
+    /// lost: further accesses report the rest.
     #[must_use]
     pub const fn new(form: MachineCheckForm, severity: Severity, gpa: GuestAddress) -> Self {
         let (status, misc) = match form {
@@ -88,8 +88,8 @@ impl MachineCheck {
         }
     }
 
-    /// What the other vCPUs of a guest that expects Intel's form are to be told: that there is a
-    /// machine check, and that it is not theirs.
+    /// The machine check for the other vCPUs of a guest that expects Intel's form: it reports that a
+    /// machine check is in progress and that this vCPU did not cause it.
     #[must_use]
     pub const fn bystander() -> Self {
         Self {
@@ -100,44 +100,44 @@ impl MachineCheck {
         }
     }
 
-    /// Whether it comes as an exception. AMD's errors that nobody has consumed do not: the guest
-    /// finds them when it looks at its banks.
+    /// Whether it raises an exception. AMD's deferred errors do not: the guest finds them when it polls
+    /// its banks.
     #[must_use]
     pub const fn is_exception(&self) -> bool {
         self.status & UC != 0
     }
 }
 
-/// What became of a machine check.
+/// The result of an injection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Injected {
-    /// The guest gets the exception at the next KVM_RUN.
+    /// The guest receives the exception at the next KVM_RUN.
     Exception,
-    /// It is in the bank, without an exception.
+    /// The bank holds the error, without an exception.
     Logged,
 }
 
-/// Why a guest cannot take a machine check as an exception. A processor would shut down, and so would
-/// KVM (a triple fault), or nothing would happen and the guest would touch the memory again for ever.
+/// Why a guest cannot receive a machine check as an exception. A processor would shut down, and KVM
+/// would too (triple fault); or nothing would happen and the guest would repeat the access forever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotReady {
     /// CR4.MCE is clear.
-    #[error("it has not turned machine checks on (CR4.MCE)")]
+    #[error("it has not enabled machine checks (CR4.MCE)")]
     TurnedOff,
-    /// MCIP is set: it is handling one, and has touched lost memory in doing so.
+    /// MCIP is set: the guest accessed lost memory while it handled a machine check.
     #[error("it is handling a machine check (MCIP)")]
     InProgress,
-    /// It has turned reporting off, for all banks or for the one that is used.
-    #[error("it has turned the reporting of uncorrected errors off")]
+    /// The guest has disabled reporting, for all banks or for the one that is used.
+    #[error("it has disabled the reporting of uncorrected errors")]
     NotReported,
 }
 
-/// A CPUID has no room for another leaf.
+/// A CPUID cannot hold another leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the CPUID has no room for the leaf that says that machine checks can be survived")]
+#[error("the CPUID has no room for the leaf that declares recovery from machine checks")]
 pub struct CpuidFull;
 
-/// Why a guest could not be told.
+/// Why the error could not be reported to the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineCheckError {
     /// This architecture has no machine checks, or KVM does not have them (KVM_CAP_MCE).
@@ -146,12 +146,13 @@ pub enum MachineCheckError {
         /// The vCPU's number.
         vcpu: u32,
     },
-    /// The guest cannot take it; nothing was injected, and the guest must not be entered again.
-    #[error("vCPU {vcpu}: the guest cannot take a machine check: {why}")]
+    /// The guest cannot receive the machine check. Nothing was injected, and the guest must not be
+    /// entered again.
+    #[error("vCPU {vcpu}: the guest cannot receive a machine check: {why}")]
     NotReady {
         /// The vCPU's number.
         vcpu: u32,
-        /// Why.
+        /// The reason.
         why: NotReady,
     },
     /// The kernel refused an ioctl.
@@ -161,7 +162,7 @@ pub enum MachineCheckError {
         vcpu: u32,
         /// The ioctl.
         call: &'static str,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -169,8 +170,8 @@ pub enum MachineCheckError {
 
 #[cfg(not(target_arch = "x86_64"))]
 impl crate::Vcpu {
-    /// Not on this architecture yet: an arm64 guest is told by a synchronous external abort with a
-    /// record in its ACPI tables.
+    /// Not supported on this architecture: arm64 guests need a synchronous external abort with a record
+    /// in their ACPI tables.
     ///
     /// # Errors
     /// Always [`MachineCheckError::Unsupported`].
@@ -178,7 +179,7 @@ impl crate::Vcpu {
         Err(MachineCheckError::Unsupported { vcpu: self.id() })
     }
 
-    /// Not on this architecture yet.
+    /// Not supported on this architecture.
     ///
     /// # Errors
     /// Always [`MachineCheckError::Unsupported`].
@@ -206,11 +207,11 @@ mod x86 {
     ioctl_iow_nr!(KVM_X86_SETUP_MCE, KVMIO, 0x9c, u64);
     ioctl_iow_nr!(KVM_X86_SET_MCE, KVMIO, 0x9e, kvm_x86_mce);
 
-    /// How many banks a vCPU has, and the one that is used: none of the first, for which kernels have
-    /// special cases.
+    /// The number of banks of a vCPU, and the bank that is used: not one of the first, which kernels
+    /// treat specially.
     const BANKS: u64 = 10;
     const BANK: u8 = 9;
-    /// IA32_MCG_CAP: IA32_MCG_CTL exists; software can recover.
+    /// IA32_MCG_CAP: IA32_MCG_CTL exists; software can recover from errors.
     const MCG_CTL_P: u64 = 1 << 8;
     const MCG_SER_P: u64 = 1 << 24;
 
@@ -235,9 +236,9 @@ mod x86 {
         }
     }
 
-    /// Says in a CPUID, before it is given to a vCPU, what a guest must see there to survive machine
-    /// checks: machine checks at all, and for AMD's form that software can recover (SUCCOR), which
-    /// KVM does not report by itself and without which Linux panics. Returns the form.
+    /// Declares in a CPUID, before it is set on a vCPU, what a guest needs to survive machine checks:
+    /// machine checks themselves, and for AMD's form software recovery (SUCCOR), which KVM does not
+    /// declare and without which Linux panics. Returns the form.
     ///
     /// # Errors
     /// [`CpuidFull`].
@@ -271,12 +272,12 @@ mod x86 {
             MachineCheckError::Failed { vcpu, call, source }
         }
 
-        /// Gives the vCPU banks of machine check registers (KVM_X86_SETUP_MCE, gated by
-        /// KVM_CAP_MCE): after its CPUID was set (see [`prepare_cpuid`]), before it runs. Returns the
-        /// form of machine checks that the guest expects, by that CPUID.
+        /// Gives the vCPU banks of machine check registers (KVM_X86_SETUP_MCE, gated by KVM_CAP_MCE).
+        /// Call this after setting the CPUID (see [`prepare_cpuid`]) and before the vCPU runs. Returns
+        /// the form of machine checks that the guest expects, by that CPUID.
         ///
         /// # Errors
-        /// [`MachineCheckError::Unsupported`], or what the kernel says.
+        /// [`MachineCheckError::Unsupported`], or the kernel's error.
         pub fn enable_machine_checks(&self) -> Result<MachineCheckForm, MachineCheckError> {
             let banks = self.vm().fd().check_extension_raw(KVM_CAP_MCE.into());
             if u64::try_from(banks).unwrap_or(0) < BANKS {
@@ -298,13 +299,13 @@ mod x86 {
             Ok(form_of(&cpuid))
         }
 
-        /// Has the guest get a machine check on this vCPU (KVM_X86_SET_MCE), which
-        /// [`Vcpu::enable_machine_checks`] has prepared. To be called by the vCPU's thread, outside
+        /// Injects a machine check into this vCPU (KVM_X86_SET_MCE), which
+        /// [`Vcpu::enable_machine_checks`] has prepared. Call this on the vCPU's thread, outside
         /// [`run`](crate::BoundVcpu::run).
         ///
         /// # Errors
-        /// [`MachineCheckError::NotReady`] if the guest cannot take it as an exception; it must be
-        /// stopped then, as a processor would stop. Else what the kernel says.
+        /// [`MachineCheckError::NotReady`] if the guest cannot receive the exception; stop the guest
+        /// then, as a processor would. Otherwise the kernel's error.
         pub fn inject_machine_check(
             &self,
             check: &MachineCheck,
@@ -340,7 +341,7 @@ mod x86 {
             })
         }
 
-        /// Why KVM would shut the guest down, or say nothing to it.
+        /// Why KVM would shut the guest down, or not raise the exception; None if neither.
         fn cannot_take(&self) -> Result<Option<NotReady>, MachineCheckError> {
             let sregs = self
                 .sregs()

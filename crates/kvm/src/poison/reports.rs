@@ -1,15 +1,15 @@
-//! What the signal handler has to tell, in one word, and a place to leave it.
+//! A signal handler's report in one word, and storage for several.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pagetide_memory::{HostAddress, PageSize};
 
-/// The kernel says that memory at `at` has an uncorrected error.
+/// The kernel's report that memory at `at` has an uncorrected error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Report {
     /// The address, rounded down to 4 KiB.
     pub(crate) at: HostAddress,
-    /// How much is lost around it, says the kernel.
+    /// The size of the lost memory around it, as the kernel reports it.
     pub(crate) size: PageSize,
 }
 
@@ -17,9 +17,9 @@ const OFFSET: usize = 0xfff;
 const SHIFT: usize = 0x3f;
 
 impl Report {
-    /// As a word that is not 0 and not [`super::sigbus::INSIDE`].
+    /// Packs the report into a word that is neither 0 nor [`super::sigbus::INSIDE`].
     pub(super) fn pack(at: HostAddress, lsb: u32) -> usize {
-        // A shift of at least 12, so that the word is neither.
+        // With a shift of at least 12 the word is neither.
         let shift = (lsb as usize).clamp(12, SHIFT);
         (at.0 & !OFFSET) | shift
     }
@@ -33,10 +33,10 @@ impl Report {
     }
 }
 
-/// Reports that nobody has read yet. Any thread's signal handler may put one in: no locks.
+/// Reports that have not been read. Any thread's signal handler may add one, without locks.
 #[derive(Debug)]
 pub(super) struct Reports<const ROOM: usize> {
-    /// 0: free.
+    /// 0: empty.
     words: [AtomicUsize; ROOM],
 }
 
@@ -47,17 +47,17 @@ impl<const ROOM: usize> Reports<ROOM> {
         }
     }
 
-    /// Puts a packed report in; false if there is no room. Async-signal-safe.
+    /// Adds a packed report; false if there is no room. Async-signal-safe.
     pub(super) fn put(&self, word: usize) -> bool {
         self.words.iter().any(|place| {
             let put = place.compare_exchange(0, word, Ordering::Release, Ordering::Relaxed);
-            // Known already: a page that has two mappings is reported twice, one that is reported
-            // again has not become worse.
+            // Already present: a page with two mappings is reported twice, and a repeated report
+            // carries no news.
             put.is_ok() || put == Err(word)
         })
     }
 
-    /// Takes all that there are, in no order.
+    /// Removes and returns all reports, in no particular order.
     pub(super) fn take(&self) -> impl Iterator<Item = Report> + '_ {
         self.words
             .iter()
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_word_holds_address_and_size() {
+    fn a_word_encodes_address_and_size() {
         for (lsb, size) in [
             (0, PageSize::Size4K),
             (12, PageSize::Size4K),
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_are_kept_once_and_up_to_the_room() {
+    fn reports_are_stored_once_and_up_to_the_limit() {
         let reports = Reports::<2>::new();
         let word = |page: usize| Report::pack(HostAddress(page << 12), 12);
         assert!(reports.put(word(1)) && reports.put(word(1)) && reports.put(word(2)));

@@ -1,15 +1,15 @@
-//! The handler of SIGBUS.
+//! The SIGBUS handler.
 //!
-//! | the signal says | and the thread is | then |
+//! | signal | thread | effect |
 //! |---|---|---|
 //! | `BUS_MCEERR_AR`, guest memory | in a guarded copy | the copy returns an error |
-//! | the same | in an ioctl of a vCPU ([`catching`]) | the ioctl's caller is told |
-//! | the same | anywhere else | not ours: the instruction could only fail again |
-//! | `BUS_ADRERR`, guest memory | in a guarded copy | the copy returns an error: whoever shares the file has truncated it |
-//! | `BUS_MCEERR_AO`, guest memory | anywhere | an [`ErrorWatch`](super::ErrorWatch) is told |
-//! | another address or another code | anywhere | not ours |
+//! | the same | in an ioctl of a vCPU ([`catching`]) | the ioctl's caller receives a report |
+//! | the same | anywhere else | not handled: the instruction would fail again |
+//! | `BUS_ADRERR`, guest memory | in a guarded copy | the copy returns an error: another owner has truncated the file |
+//! | `BUS_MCEERR_AO`, guest memory | anywhere | an [`ErrorWatch`](super::ErrorWatch) receives a report |
+//! | another address or another code | anywhere | not handled |
 //!
-//! What is not ours goes to [`super::previous`]. Everything that runs in the handler is
+//! Signals that are not handled here go to [`super::previous`]. All code that runs in the handler is
 //! async-signal-safe.
 
 use std::ffi::c_void;
@@ -26,9 +26,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::previous;
 use super::reports::{Report, Reports};
 
-/// Why there is no handler of SIGBUS.
+/// Why the SIGBUS handler could not be installed.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot install the handler of SIGBUS, which tells of uncorrected memory errors")]
+#[error("cannot install the SIGBUS handler, which reports uncorrected memory errors")]
 pub struct SigbusError(#[source] pub io::Error);
 
 /// The part of `siginfo_t` that the kernel fills for SIGBUS.
@@ -44,22 +44,22 @@ struct SigbusInfo {
 
 const _: () = assert!(size_of::<SigbusInfo>() <= size_of::<siginfo_t>());
 
-/// Errors that nobody has touched, for the watch.
+/// Errors in memory that was not accessed, for the watch.
 pub(super) static FOUND: Reports<64> = Reports::new();
-/// What wakes the watch.
+/// The descriptor that wakes the watch.
 static WAKE: AtomicI32 = AtomicI32::new(-1);
 
-/// What a thread has in [`CALL`] while it is in an ioctl that touches guest memory for it.
+/// The value of [`CALL`] while the thread is in an ioctl that accesses guest memory on its behalf.
 pub(super) const INSIDE: usize = 1;
 
 thread_local! {
-    /// 0, [`INSIDE`], or what the handler has reported there. Without a destructor, so that using
-    /// it in a signal handler is no more than a memory access.
+    /// 0, [`INSIDE`], or the handler's report. Without a destructor, so that an access in a signal
+    /// handler is a plain memory access.
     static CALL: AtomicUsize = const { AtomicUsize::new(0) };
 }
 
-/// Makes an ioctl in which KVM touches guest memory on behalf of this thread; and what has an
-/// uncorrected error, if it met one (the ioctl then fails with EINTR).
+/// Makes an ioctl in which KVM accesses guest memory on behalf of this thread. Also returns the report
+/// of an uncorrected error, if the ioctl met one (it then fails with EINTR).
 #[inline]
 pub(crate) fn catching<T>(call: impl FnOnce() -> T) -> (T, Option<Report>) {
     CALL.with(|word| word.store(INSIDE, Ordering::Relaxed));
@@ -71,14 +71,15 @@ pub(crate) fn catching<T>(call: impl FnOnce() -> T) -> (T, Option<Report>) {
     (result, reported)
 }
 
-/// Installs the handler of SIGBUS, once a process; what was there before runs when a signal is none
-/// of ours. [`Signals::install_sigbus`](crate::Signals::install_sigbus) does the same for a VM.
+/// Installs this crate's SIGBUS handler, once per process; the previous handler runs for signals that
+/// this one does not handle. [`Signals::install_sigbus`](crate::Signals::install_sigbus) does the same
+/// for a VM.
 ///
-/// Without a VM it is worth a call: accesses by the methods of
-/// [`Region`](pagetide_memory::Region) then fail where they would have ended the process.
+/// It is useful without a VM too: accesses by the methods of [`Region`](pagetide_memory::Region) then
+/// fail where they would end the process.
 ///
 /// # Errors
-/// The system's answer.
+/// The operating system's error.
 pub fn install_sigbus_handler() -> Result<(), SigbusError> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let installed = INSTALLED.get_or_init(|| {
@@ -88,7 +89,7 @@ pub fn install_sigbus_handler() -> Result<(), SigbusError> {
     installed.map_err(|errno| SigbusError(io::Error::from_raw_os_error(errno)))
 }
 
-/// What becomes readable when there is something in [`FOUND`]. To be called once a process.
+/// Opens the descriptor that becomes readable when [`FOUND`] has a report. Call this once per process.
 pub(super) fn open_wake_descriptor() -> io::Result<BorrowedFd<'static>> {
     let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
     let wake = eventfd(0, flags)?.into_raw_fd();
@@ -103,7 +104,7 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: valid for this thread's life.
     let before = unsafe { errno.read() };
-    // SAFETY: this is a handler of SIGBUS with SA_SIGINFO, and these are its arguments.
+    // SAFETY: this is a SIGBUS handler with SA_SIGINFO, and these are its arguments.
     if !unsafe { handle_sigbus(info, context) } {
         // SAFETY: as above.
         let SigbusInfo { code, .. } = unsafe { info.cast::<SigbusInfo>().read() };
@@ -114,28 +115,28 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
     unsafe { errno.write(before) };
 }
 
-/// For a program's own handler of SIGBUS: does what this crate's would do with a signal that tells of
-/// an error in a guest's memory, and returns true; the handler is then to return. Any other signal is
-/// left to the handler. Async-signal-safe, but for errno, which it may change.
+/// For a program's own SIGBUS handler: handles a signal that reports an error in guest memory as this
+/// crate's handler would, and returns true; the program's handler then returns. Returns false for any
+/// other signal. Async-signal-safe, except that it may change errno.
 ///
-/// A VM is told that there is such a handler by [`Signals::use_sigbus`](crate::Signals::use_sigbus).
+/// [`Signals::use_sigbus`](crate::Signals::use_sigbus) declares such a handler for a VM.
 ///
 /// # Safety
 ///
-/// To be called by a handler of SIGBUS that was installed with SA_SIGINFO, with its own arguments.
+/// Only for use by a SIGBUS handler that was installed with SA_SIGINFO, with its own arguments.
 pub unsafe fn handle_sigbus(info: *mut siginfo_t, context: *mut c_void) -> bool {
-    // SAFETY: `info` is valid, as the caller says, and of SIGBUS; the fields are plain numbers.
+    // SAFETY: `info` is valid and of SIGBUS by this function's requirement; the fields are integers.
     let SigbusInfo {
         code,
         addr,
         addr_lsb,
         ..
     } = unsafe { info.cast::<SigbusInfo>().read() };
-    // SAFETY: `context` is a running handler's, as the caller says.
+    // SAFETY: `context` is that of a running handler by this function's requirement.
     unsafe { handle(code, HostAddress(addr), addr_lsb, context) }
 }
 
-/// Whether the signal was ours.
+/// Whether the signal was handled.
 ///
 /// # Safety
 ///
@@ -153,12 +154,12 @@ unsafe fn handle(code: c_int, at: HostAddress, lsb: c_short, context: *mut c_voi
     let lsb = u32::try_from(lsb).unwrap_or(0);
     let report = Report::pack(at, lsb);
     if !required {
-        // Without room it is forgotten: whoever touches the memory will be told.
+        // Without room the report is dropped: a later access to the memory reports the error.
         FOUND.put(report);
         wake(WAKE.load(Ordering::Acquire));
         return true;
     }
-    // SAFETY: as this function's caller says.
+    // SAFETY: by this function's requirement.
     let machine = unsafe { Machine::of(context) };
     if let Some(escape) = escape_from_copy(machine.instruction()) {
         machine.escape(escape, at, lsb);
@@ -178,12 +179,12 @@ unsafe fn handle(code: c_int, at: HostAddress, lsb: c_short, context: *mut c_voi
 
 fn wake(descriptor: RawFd) {
     let one = 1u64.to_ne_bytes();
-    // SAFETY: write reads the 8 bytes. It fails if nobody watches yet, or it has been woken
-    // often enough.
+    // SAFETY: write reads the 8 bytes. It fails if there is no watch yet, or if its counter is at the
+    // maximum.
     unsafe { libc::write(descriptor, one.as_ptr().cast(), one.len()) };
 }
 
-/// The registers that the interrupted thread goes on with.
+/// The registers with which the interrupted thread continues.
 struct Machine<'a>(&'a mut libc::ucontext_t);
 
 impl Machine<'_> {
@@ -191,7 +192,7 @@ impl Machine<'_> {
     ///
     /// `context` is the third argument of a signal handler that is running.
     unsafe fn of(context: *mut c_void) -> Self {
-        // SAFETY: the kernel has put a ucontext_t there, which is the handler's to change.
+        // SAFETY: the kernel has put a ucontext_t there, which the handler may change.
         Self(unsafe { &mut *context.cast() })
     }
 }
@@ -228,8 +229,8 @@ impl Machine<'_> {
     }
 }
 
-/// Both are 64 bits on every host of this project.
-#[allow(clippy::cast_possible_truncation, reason = "as said")]
+/// Both are 64 bits wide on every supported host.
+#[allow(clippy::cast_possible_truncation, reason = "both are 64 bits wide")]
 const fn to_usize(value: u64) -> usize {
     value as usize
 }

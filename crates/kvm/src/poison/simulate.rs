@@ -1,4 +1,4 @@
-//! Errors for tests and benchmarks.
+//! Simulated errors for tests and benchmarks.
 
 use std::io;
 
@@ -8,31 +8,32 @@ use rustix::mm::{Advice, madvise};
 
 use super::{SigbusError, catching, install_sigbus_handler};
 
-/// What the kernel made of a simulated error.
+/// The kernel's treatment of a simulated error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Simulated {
-    /// The page is out of use; or it stays mapped, where the region's policy is to keep it.
+    /// The kernel took the page out of use; or the page stays mapped, where the region's policy is to
+    /// keep it.
     Handled,
-    /// The page counts as poisoned, and the kernel could not take it out of use: a huge page that could
-    /// not be split because somebody, maybe a vCPU, was just looking for it (`EHWPOISON`), or a page that
-    /// has further users (`EBUSY`). It is not tried again. Touching it is an error where it has to be
-    /// mapped anew, and else reads what was there.
+    /// The page counts as poisoned, but the kernel could not take it out of use: a huge page could not
+    /// be split because of a concurrent reference, for instance by a vCPU (`EHWPOISON`), or the page
+    /// has further users (`EBUSY`). The kernel does not retry. An access fails where the page has to be
+    /// mapped again, and otherwise reads the old content.
     ///
-    /// Also: the page had an error before and is mapped nonetheless, as where the region's policy is
-    /// to keep it. Then nothing more counts as corrupted.
+    /// Also: the page already had an error and is still mapped, as where the region's policy is to keep
+    /// it. Then the amount of corrupted memory does not increase.
     Unhandled,
 }
 
-/// Why no error could be made.
+/// Why no error could be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulateError {
-    /// The region does not have that address.
+    /// The region does not contain the address.
     #[error("gpa {gpa} is not in the region")]
     Outside {
         /// The address.
         gpa: GuestAddress,
     },
-    /// There is no handler of SIGBUS.
+    /// The SIGBUS handler could not be installed.
     #[error(transparent)]
     Sigbus(#[from] SigbusError),
     /// The process lacks CAP_SYS_ADMIN, or the kernel CONFIG_MEMORY_FAILURE.
@@ -40,27 +41,27 @@ pub enum SimulateError {
     Refused {
         /// The address.
         gpa: GuestAddress,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// Anything else that the kernel says.
+    /// Any other error of the kernel.
     #[error("MADV_HWPOISON at gpa {gpa}")]
     Failed {
         /// The address.
         gpa: GuestAddress,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// Has the kernel treat the 4 KiB at `gpa` as memory with an uncorrected error (`MADV_HWPOISON`), and
-/// says what it made of it. They become present if they are not. As after an error that nobody has
-/// touched, whoever touches them next is told; but unlike such an error it is not told to an
-/// [`ErrorWatch`](super::ErrorWatch).
+/// Makes the kernel treat the 4 KiB at `gpa` as memory with an uncorrected error (`MADV_HWPOISON`), and
+/// returns its treatment. The memory becomes present if it was absent. As after a real error, the next
+/// access to the memory reports it; but unlike a real error, an [`ErrorWatch`](super::ErrorWatch) does
+/// not receive it.
 ///
-/// The machine loses the memory until it is started anew: for VMs of a lab.
+/// The machine loses the memory until it reboots: use this for VMs of a lab.
 ///
 /// # Errors
 /// [`SimulateError`].
@@ -70,11 +71,11 @@ pub fn simulate_error(region: &Region, gpa: GuestAddress) -> Result<Simulated, S
         .ok_or(SimulateError::Outside { gpa })?;
     install_sigbus_handler()?;
     loop {
-        // The kernel takes the caller for the one who touched it, and sends SIGBUS.
+        // The kernel treats the calling thread as the accessing one, and sends SIGBUS.
         let (result, _) = catching(|| {
             let at = std::ptr::with_exposed_provenance_mut(hva.0);
-            // SAFETY: madvise requires memory of the caller's: it is a page of a region, whose
-            // content may change at any time, and which no reference covers.
+            // SAFETY: madvise requires memory of the caller: it is a page of a region, whose content
+            // may change at any time and to which there is no reference.
             unsafe { madvise(at, 4096, Advice::LinuxHwPoison) }
         });
         let Err(errno) = result else {

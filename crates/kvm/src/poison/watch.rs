@@ -1,4 +1,4 @@
-//! Errors that nobody has touched: told by the kernel to a thread that asked for it.
+//! Early reports of errors in memory that was not accessed.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -10,32 +10,32 @@ use std::thread;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::read;
 
-use super::previous::survive_what_is_found;
+use super::previous::survive_early_reports;
 use super::sigbus::{FOUND, open_wake_descriptor};
 use super::{MemoryError, Severity};
 use crate::vm::{Inner, Vm};
 
-/// Why errors cannot be watched for.
+/// Why errors cannot be watched.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
-    /// The VM was made without a handler of SIGBUS ([`Signals`](crate::Signals)).
-    #[error("memory errors cannot be watched for: the VM was made without a handler of SIGBUS")]
+    /// The VM was created without a SIGBUS handler ([`Signals`](crate::Signals)).
+    #[error("memory errors cannot be watched: the VM was created without a SIGBUS handler")]
     NoHandler,
-    /// There is no thread to be had, or the kernel does not tell it early (`PR_MCE_KILL`).
-    #[error("cannot start the thread that is told of memory errors")]
+    /// The thread could not be started, or the kernel does not report early (`PR_MCE_KILL`).
+    #[error("cannot start the thread that receives reports of memory errors")]
     Thread(#[source] io::Error),
 }
 
-/// Tells of errors in a VM's memory that nobody has touched yet, for as long as it lives.
+/// Reports errors in a VM's memory before they are accessed, for as long as it lives.
 ///
-/// The kernel tells one thread of a process early: the first watch starts it (`PR_MCE_KILL_EARLY`),
-/// and it stays for the life of the process. Without one, a guest finds out about an error when it
-/// touches it. That may happen anyhow: of several errors in the same moment, one is told, so what
-/// counts is what the touch says.
+/// The kernel reports early to one thread of a process: the first watch starts that thread
+/// (`PR_MCE_KILL_EARLY`), which stays for the life of the process. Without a watch, a guest learns of
+/// an error at its access. This can happen with a watch too: of several simultaneous errors the kernel
+/// reports only one, so the report at the access is authoritative.
 ///
-/// The kernel tells of errors in all of the process's memory. One that is in no slot does not end
-/// the process, however SIGBUS was handled before; the handler that was there is called. Whoever
-/// touches such memory dies of it, as without a watch.
+/// The kernel reports errors in all of the process's memory. One outside all slots does not end the
+/// process, whatever the previous action of SIGBUS; a previous handler is called. An access to such
+/// memory ends the process, as without a watch.
 #[derive(Debug)]
 pub struct ErrorWatch {
     id: u64,
@@ -44,7 +44,7 @@ pub struct ErrorWatch {
 struct Subscriber {
     id: u64,
     vm: Weak<Inner>,
-    tell: Box<dyn FnMut(MemoryError) + Send>,
+    notify: Box<dyn FnMut(MemoryError) + Send>,
 }
 
 static SUBSCRIBERS: Mutex<Vec<Subscriber>> = Mutex::new(Vec::new());
@@ -54,23 +54,23 @@ fn subscribers() -> MutexGuard<'static, Vec<Subscriber>> {
 }
 
 impl ErrorWatch {
-    /// Has `tell` called, on a thread of the watch's own, with each error in the VM's slots that the
-    /// kernel tells of early. The same page may be told of more than once. `tell` must not start or
-    /// end a watch.
+    /// Calls `notify`, on the watch's own thread, with each error in the VM's slots that the kernel
+    /// reports early. The same page may be reported more than once. `notify` must not start or drop a
+    /// watch.
     ///
     /// # Errors
     /// [`WatchError`].
     pub fn start(
         vm: &Vm,
-        tell: impl FnMut(MemoryError) + Send + 'static,
+        notify: impl FnMut(MemoryError) + Send + 'static,
     ) -> Result<Self, WatchError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         static THREAD: OnceLock<Result<(), i32>> = OnceLock::new();
         if !vm.signals().sigbus() {
             return Err(WatchError::NoHandler);
         }
-        // Before the kernel may tell.
-        survive_what_is_found();
+        // Before the kernel may report an error.
+        survive_early_reports();
         THREAD
             .get_or_init(|| {
                 start_thread().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))
@@ -80,30 +80,30 @@ impl ErrorWatch {
         subscribers().push(Subscriber {
             id,
             vm: vm.downgrade(),
-            tell: Box::new(tell),
+            notify: Box::new(notify),
         });
         Ok(Self { id })
     }
 }
 
 impl Drop for ErrorWatch {
-    /// Waits for a call that is going on.
+    /// Waits for a call in progress.
     fn drop(&mut self) {
         subscribers().retain(|subscriber| subscriber.id != self.id);
     }
 }
 
-/// Starts the thread; returns when the kernel tells it.
+/// Starts the thread; returns after the kernel has accepted it as the receiver of early reports.
 fn start_thread() -> io::Result<()> {
     let wake = open_wake_descriptor()?;
     let (sender, receiver) = std::sync::mpsc::channel();
     thread::Builder::new()
         .name("pt-memory-error".to_owned())
         .spawn(move || {
-            let told = be_told_early();
-            let is_told = told.is_ok();
-            let _ = sender.send(told);
-            if is_told {
+            let requested = request_early_reports();
+            let is_accepted = requested.is_ok();
+            let _ = sender.send(requested);
+            if is_accepted {
                 watch(wake);
             }
         })?;
@@ -112,9 +112,9 @@ fn start_thread() -> io::Result<()> {
         .unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::Other)))
 }
 
-fn be_told_early() -> io::Result<()> {
+fn request_early_reports() -> io::Result<()> {
     let unused = 0;
-    // SAFETY: this prctl takes numbers and changes the calling thread's policy only.
+    // SAFETY: this prctl takes numbers and changes only the calling thread's policy.
     let status = unsafe {
         libc::prctl(
             libc::PR_MCE_KILL,
@@ -133,8 +133,8 @@ fn be_told_early() -> io::Result<()> {
 
 fn watch(wake: BorrowedFd<'_>) {
     loop {
-        // An error here would be one of memory or of the descriptor, neither of which there is; then
-        // it looks without having been woken.
+        // The only possible errors are invalid memory or an invalid descriptor, which do not occur
+        // here; after an error the loop reads without a wake-up.
         let _ = poll(&mut [PollFd::new(&wake, PollFlags::IN)], None);
         let _ = read(wake, &mut [0; 8]);
         for report in FOUND.take() {
@@ -143,8 +143,9 @@ fn watch(wake: BorrowedFd<'_>) {
                     continue;
                 };
                 if let Some(error) = vm.error_at(report, Severity::ActionOptional) {
-                    // The panic's own message says what went wrong; the others are told.
-                    let _ = catch_unwind(AssertUnwindSafe(|| (subscriber.tell)(error)));
+                    // The panic's own message describes the failure; other subscribers are still
+                    // notified.
+                    let _ = catch_unwind(AssertUnwindSafe(|| (subscriber.notify)(error)));
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! Who populates: a seat at the VM's gate, so that slot transactions that stop vCPUs can tell when
-//! nobody is in the ioctl, and a thread to send the signal to that ends it.
+//! A thread that populates, as a participant at the VM's gate: slot transactions that stop vCPUs can
+//! wait until it has left the ioctl, and can interrupt it by a signal.
 
 use std::io;
 use std::marker::PhantomData;
@@ -11,38 +11,38 @@ use pagetide_uapi::generated as abi;
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 
 use super::{PopulateError, PopulateFlags, Populated, Unfinished, rest};
-use crate::gate::{Occupant, Seat};
+use crate::gate::{InFlight, Participant};
 use crate::kick::{Kickable, KickedThread};
 use crate::vm::Inner;
 
-/// What a thread that populates and those that interrupt it share.
+/// The state that a populating thread shares with the threads that interrupt it.
 #[derive(Debug, Default)]
-pub(crate) struct CallerSeat {
-    seat: Seat,
+pub(crate) struct CallerTarget {
+    in_flight: InFlight,
     thread: KickedThread,
 }
 
-impl Occupant for CallerSeat {
-    fn seat(&self) -> &Seat {
-        &self.seat
+impl Participant for CallerTarget {
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
     }
 }
 
-impl Kickable for CallerSeat {
+impl Kickable for CallerTarget {
     fn signal(&self) {
         self.thread.signal();
     }
 }
 
-/// The right to populate, for one thread at a time.
+/// The right of one thread at a time to populate.
 #[derive(Debug)]
 pub(crate) struct Caller<'vm> {
     vm: &'vm Inner,
-    seat: Arc<CallerSeat>,
+    target: Arc<CallerTarget>,
 }
 
 impl<'vm> Caller<'vm> {
-    /// Takes a place at the gate. `range` is for the message if the kernel lacks the ioctl.
+    /// Joins the gate. `range` is for the message if the kernel lacks the ioctl.
     pub(crate) fn new(vm: &'vm Inner, range: GuestRange) -> Result<Self, PopulateError> {
         if !vm.capabilities().populate_memory {
             return Err(PopulateError::MissingCapability {
@@ -50,20 +50,20 @@ impl<'vm> Caller<'vm> {
                 number: abi::KVM_CAP_POPULATE_MEMORY,
             });
         }
-        let seat = Arc::new(CallerSeat::default());
-        let occupant: Arc<dyn Kickable> = seat.clone();
-        vm.gate().add(&occupant);
-        Ok(Self { vm, seat })
+        let target = Arc::new(CallerTarget::default());
+        let participant: Arc<dyn Kickable> = target.clone();
+        vm.gate().add(&participant);
+        Ok(Self { vm, target })
     }
 
-    /// What to send a signal to.
-    pub(crate) fn seat(&self) -> Arc<CallerSeat> {
-        Arc::clone(&self.seat)
+    /// The receiver of signals.
+    pub(crate) fn target(&self) -> Arc<CallerTarget> {
+        Arc::clone(&self.target)
     }
 
-    /// Has signals sent to the calling thread, until the result is dropped.
+    /// Directs signals to the calling thread until the result is dropped.
     pub(crate) fn bind(&self) -> BoundCaller<'_> {
-        self.seat.thread.set_here(self.vm.signals());
+        self.target.thread.set_here(self.vm.signals());
         BoundCaller {
             caller: self,
             this_thread: PhantomData,
@@ -71,7 +71,7 @@ impl<'vm> Caller<'vm> {
     }
 }
 
-/// A caller on its thread.
+/// A caller bound to its thread.
 #[derive(Debug)]
 pub(crate) struct BoundCaller<'caller> {
     caller: &'caller Caller<'caller>,
@@ -80,20 +80,21 @@ pub(crate) struct BoundCaller<'caller> {
 }
 
 impl BoundCaller<'_> {
-    /// Populates `range`, going on after signals unless `stop` says otherwise.
+    /// Populates `range`; continues after signals unless `stop` returns true.
     pub(crate) fn populate(
         &self,
         range: GuestRange,
         flags: PopulateFlags,
         stop: impl FnMut() -> bool,
     ) -> Result<Populated, PopulateError> {
-        let Caller { vm, seat } = self.caller;
+        let Caller { vm, target } = self.caller;
         resume(range, flags, stop, |request| {
-            // No code of a caller runs in between, as the gate demands.
-            vm.gate().enter(&seat.seat);
+            // No callback runs in between, as the gate requires.
+            vm.gate().enter(&target.in_flight);
             let result = populate_memory(vm.fd(), request);
-            // A transaction's signal that comes now or later interrupts nothing, or once more.
-            vm.gate().leave(&seat.seat);
+            // A transaction's signal that arrives now or later interrupts nothing, or the next ioctl
+            // once.
+            vm.gate().leave(&target.in_flight);
             result
         })
     }
@@ -101,22 +102,22 @@ impl BoundCaller<'_> {
 
 impl Drop for BoundCaller<'_> {
     fn drop(&mut self) {
-        self.caller.seat.thread.unset();
+        self.caller.target.thread.unset();
     }
 }
 
-/// KVM_POPULATE_MEMORY, gated by KVM_CAP_POPULATE_MEMORY; a kernel without it says ENOTTY.
+/// KVM_POPULATE_MEMORY, gated by KVM_CAP_POPULATE_MEMORY; a kernel without it returns ENOTTY.
 pub(super) fn populate_memory(vm: &VmFd, request: &mut abi::kvm_populate_memory) -> io::Result<()> {
-    // SAFETY: a VM's descriptor and the structure that this ioctl takes; the kernel writes to that
-    // structure only, and maps what the VM's slots have, which whoever set them keeps mapped.
+    // SAFETY: a VM's descriptor and the structure that this ioctl takes; the kernel writes only to that
+    // structure, and maps the memory of the VM's slots, which the owner of each slot keeps mapped.
     match unsafe { ioctl_with_mut_ref(vm, abi::KVM_POPULATE_MEMORY.into(), request) } {
         0 => Ok(()),
-        // At once: what follows may change errno.
+        // Immediately, because later calls may change errno.
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Calls the ioctl until the whole range is dealt with.
+/// Repeats the ioctl until the whole range is processed.
 pub(super) fn resume(
     range: GuestRange,
     flags: PopulateFlags,
@@ -147,7 +148,7 @@ pub(super) fn resume(
             return Ok(done);
         };
         let gpa = GuestAddress(request.gpa);
-        // Nothing left, and yet an error: it came after the last page.
+        // An error after the last page: the range is complete.
         let Some(next) = rest(range, gpa) else {
             return Ok(done);
         };

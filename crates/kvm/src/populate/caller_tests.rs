@@ -6,7 +6,7 @@ fn range(pages: u64) -> GuestRange {
     GuestRange::new(GuestAddress(START), pages << 12).unwrap()
 }
 
-/// Deals with `pages` pages, the last one of which is absent, and then answers `errno`.
+/// Processes `pages` pages, the last one of which is absent, and then fails with `errno`.
 fn deal(request: &mut abi::kvm_populate_memory, pages: u64, errno: i32) -> io::Result<()> {
     request.mapped = (pages << 12).saturating_sub(1 << 12);
     request.absent = (pages << 12).min(1 << 12);
@@ -19,7 +19,7 @@ fn deal(request: &mut abi::kvm_populate_memory, pages: u64, errno: i32) -> io::R
 }
 
 #[test]
-fn signals_and_retries_are_resumed_where_they_came() {
+fn population_resumes_after_signals_and_retries() {
     let mut seen = Vec::new();
     let answers = [
         (3, libc::EINTR),
@@ -50,7 +50,7 @@ fn signals_and_retries_are_resumed_where_they_came() {
 }
 
 #[test]
-fn the_callers_condition_stops_it_and_tells_what_is_left() {
+fn the_callers_condition_stops_it_and_the_rest_is_reported() {
     let mut asked = 0;
     let stop = || {
         asked += 1;
@@ -114,7 +114,7 @@ fn every_errno_has_its_error() {
 }
 
 #[test]
-fn an_error_of_a_part_is_told_of_the_whole() {
+fn an_error_of_a_part_is_reported_for_the_whole() {
     let whole = range(10);
     let part = GuestRange::new(GuestAddress(START + (4 << 12)), 2 << 12).unwrap();
     let error = resume(

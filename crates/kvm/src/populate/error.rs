@@ -1,4 +1,4 @@
-//! Why a population did not get to its end, and how far it got.
+//! Errors of a population, and its progress.
 
 use std::fmt;
 use std::io;
@@ -7,12 +7,12 @@ use pagetide_memory::{GuestAddress, GuestRange};
 
 use super::{PopulateFlags, Populated, rest};
 
-/// How far a population got that did not get to its end.
+/// The progress of a population that did not complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unfinished {
-    /// What became of the memory before `rest`.
+    /// The result for the memory before `rest`.
     pub done: Populated,
-    /// What is left.
+    /// The remaining range.
     pub rest: GuestRange,
 }
 
@@ -22,61 +22,61 @@ impl fmt::Display for Unfinished {
     }
 }
 
-/// Why a range is not populated, or not all of it.
+/// Why a range was not, or not completely, populated.
 #[derive(Debug, thiserror::Error)]
 pub enum PopulateError {
-    /// The kernel lacks KVM_CAP_POPULATE_MEMORY, or cannot do it for this VM.
+    /// The kernel lacks KVM_CAP_POPULATE_MEMORY, or does not support it for this VM.
     #[error(
-        "population of {range}: this kernel does not have KVM_CAP_POPULATE_MEMORY ({number}) for \
+        "population of {range}: this kernel lacks KVM_CAP_POPULATE_MEMORY ({number}) for \
          this VM; run a kernel with Pagetide's patches, on x86 with two-dimensional paging"
     )]
     MissingCapability {
-        /// What was asked for.
+        /// The requested range.
         range: GuestRange,
         /// The capability's number.
         number: u32,
     },
-    /// No slot has the memory at `gpa` (ENOENT): it never was there, or was deleted meanwhile.
+    /// No slot contains `gpa` (ENOENT), from the beginning or since a deletion.
     #[error("population: no memory slot at {gpa}; {unfinished}")]
     NoSlot {
-        /// Where there is none.
+        /// The first address without a slot.
         gpa: GuestAddress,
-        /// How far it got.
+        /// The progress.
         unfinished: Unfinished,
         /// ENOENT.
         #[source]
         source: io::Error,
     },
-    /// The kernel finds the range or the flags invalid (EINVAL).
-    #[error("population of {range}: the kernel refuses it, with {flags}")]
+    /// The kernel refuses the range or the flags (EINVAL).
+    #[error("population of {range}: the kernel refuses the range with {flags}")]
     Invalid {
-        /// What was asked for.
+        /// The requested range.
         range: GuestRange,
-        /// The flags that were asked for.
+        /// The requested flags.
         flags: PopulateFlags,
         /// EINVAL.
         #[source]
         source: io::Error,
     },
-    /// The caller's condition said stop.
+    /// The caller's condition stopped the population.
     #[error("population was stopped; {unfinished}")]
     Interrupted {
-        /// How far it got.
+        /// The progress.
         unfinished: Unfinished,
     },
-    /// Any other errno: ENOMEM, EIO for a VM that is dead.
+    /// Any other errno: ENOMEM, or EIO for a VM that is dead.
     #[error("population failed; {unfinished}")]
     Failed {
-        /// How far it got.
+        /// The progress.
         unfinished: Unfinished,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
 impl PopulateError {
-    /// How far it got; None if it did not begin.
+    /// The progress; None if the population did not begin.
     #[must_use]
     pub fn unfinished(&self) -> Option<&Unfinished> {
         match self {
@@ -87,7 +87,7 @@ impl PopulateError {
         }
     }
 
-    /// The same error of a larger range, of which `done` came before.
+    /// The same error for the larger range `range`, of which `done` was processed before.
     pub(super) fn within(mut self, range: GuestRange, done: Populated) -> Self {
         match &mut self {
             Self::NoSlot { unfinished, .. }

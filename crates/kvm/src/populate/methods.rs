@@ -1,7 +1,7 @@
-//! The ways to populate a piece of memory, best first, and one worker's part in each.
+//! The methods of population, best first, and one worker's part in each.
 
 use pagetide_memory::{FaultInAccess, GuestRange, PageIndex, PageRange, Region};
-use pagetide_memory::{FaultInError as HostError, PageSize};
+use pagetide_memory::{FaultInError, PageSize};
 
 use super::caller::BoundCaller;
 use super::pieces::Piece;
@@ -11,8 +11,8 @@ use crate::pre_fault::PreFaultError;
 use crate::slot::Slot;
 use crate::vcpu::BoundVcpu;
 
-/// What a worker populates with.
-pub(super) enum Means<'worker> {
+/// A population method, bound to a worker's thread.
+pub(super) enum BoundMethod<'worker> {
     /// KVM_POPULATE_MEMORY.
     Ioctl(BoundCaller<'worker>),
     /// KVM_PRE_FAULT_MEMORY on this vCPU.
@@ -21,35 +21,35 @@ pub(super) enum Means<'worker> {
     Host,
 }
 
-/// What a worker is told, and whom it tells.
-pub(super) struct Orders<'a> {
+/// The parameters of a worker and its callbacks.
+pub(super) struct Context<'a> {
     pub(super) flags: PopulateFlags,
-    /// Whether to give up.
+    /// Whether to stop.
     pub(super) stop: &'a dyn Fn() -> bool,
-    /// Takes what has become of some more memory.
+    /// Receives the results for a part of the piece.
     pub(super) report: &'a dyn Fn(Populated),
 }
 
-impl Means<'_> {
-    /// Populates a piece, or as much of it as there is time for.
+impl BoundMethod<'_> {
+    /// Populates a piece, until `stop` returns true.
     pub(super) fn populate(
         &mut self,
         piece: &Piece,
-        orders: &Orders<'_>,
+        context: &Context<'_>,
     ) -> Result<(), WorkerError> {
         for chunk in chunks(piece.range) {
-            if (orders.stop)() {
+            if (context.stop)() {
                 break;
             }
             match self {
-                Self::Ioctl(caller) => by_ioctl(caller, chunk, orders)?,
-                // The kernel's own ioctl leaves these slots alone as well.
+                Self::Ioctl(caller) => by_ioctl(caller, chunk, context)?,
+                // KVM_POPULATE_MEMORY skips these slots as well.
                 Self::PreFault(_) | Self::Host if piece.slot.flags.absent_mapping_fault => {
-                    (orders.report)(absent(chunk.bytes()));
+                    (context.report)(absent(chunk.bytes()));
                 }
-                Self::PreFault(vcpu) => by_pre_fault(vcpu, &piece.slot, chunk, orders)?,
+                Self::PreFault(vcpu) => by_pre_fault(vcpu, &piece.slot, chunk, context)?,
                 Self::Host => {
-                    (orders.report)(on_the_host(&piece.slot, chunk, orders.flags)?);
+                    (context.report)(fault_in_on_host(&piece.slot, chunk, context.flags)?);
                 }
             }
         }
@@ -60,17 +60,17 @@ impl Means<'_> {
 fn by_ioctl(
     caller: &BoundCaller<'_>,
     chunk: GuestRange,
-    orders: &Orders<'_>,
+    context: &Context<'_>,
 ) -> Result<(), WorkerError> {
-    let error = match caller.populate(chunk, orders.flags, orders.stop) {
+    let error = match caller.populate(chunk, context.flags, context.stop) {
         Ok(populated) => {
-            (orders.report)(populated);
+            (context.report)(populated);
             return Ok(());
         }
         Err(error) => error,
     };
     if let Some(unfinished) = error.unfinished() {
-        (orders.report)(unfinished.done);
+        (context.report)(unfinished.done);
     }
     match error {
         PopulateError::Interrupted { .. } => Ok(()),
@@ -78,21 +78,21 @@ fn by_ioctl(
     }
 }
 
-/// Reads are what it makes room for. Shared memory is mapped writable all the same; private memory
-/// has to be made so on the host first.
+/// KVM_PRE_FAULT_MEMORY simulates reads. Shared memory is mapped writable nevertheless; private memory
+/// must first be made writable on the host.
 fn by_pre_fault(
     vcpu: &mut BoundVcpu<'_>,
     slot: &Slot,
     chunk: GuestRange,
-    orders: &Orders<'_>,
+    context: &Context<'_>,
 ) -> Result<(), WorkerError> {
-    if orders.flags.write && !slot.region.backing().has_file() {
-        on_the_host(slot, chunk, orders.flags)?;
+    if context.flags.write && !slot.region.backing().has_file() {
+        fault_in_on_host(slot, chunk, context.flags)?;
     }
     let page = slot.region.page_size();
     let mut left = Some(chunk);
     while let Some(range) = left {
-        if (orders.stop)() {
+        if (context.stop)() {
             return Ok(());
         }
         let populated = match vcpu.pre_fault(range) {
@@ -109,24 +109,24 @@ fn by_pre_fault(
             },
             Err(error) => return Err(error.into()),
         };
-        (orders.report)(populated);
+        (context.report)(populated);
         let next = range.start().checked_add(populated.bytes());
         left = next.and_then(|next| rest(chunk, next));
     }
     Ok(())
 }
 
-/// From the start of `range` to the end of the page there, or of the range.
+/// The number of bytes from the start of `range` to the end of its first page, or of the range.
 fn to_page_end(range: GuestRange, page: PageSize) -> u64 {
     (page.bytes() - range.start().0 % page.bytes()).min(range.bytes())
 }
 
-/// Has the host's page tables filled.
-fn on_the_host(
+/// Fills the host's page tables.
+fn fault_in_on_host(
     slot: &Slot,
     chunk: GuestRange,
     flags: PopulateFlags,
-) -> Result<Populated, HostError> {
+) -> Result<Populated, FaultInError> {
     let access = if flags.write {
         FaultInAccess::Write
     } else {
@@ -135,23 +135,25 @@ fn on_the_host(
     let pages = pages_of(slot, chunk);
     match slot.region.fault_in(pages, access) {
         Ok(()) => Ok(mapped(chunk.bytes())),
-        Err(HostError::Poisoned { .. }) => page_by_page(&slot.region, pages, access, chunk.bytes()),
+        Err(FaultInError::Poisoned { .. }) => {
+            page_by_page(&slot.region, pages, access, chunk.bytes())
+        }
         Err(error) => Err(error),
     }
 }
 
-/// The kernel does not say which of the pages is poisoned.
+/// Faults the pages in one by one, because the kernel does not report which of them is poisoned.
 fn page_by_page(
     region: &Region,
     pages: PageRange,
     access: FaultInAccess,
     bytes: u64,
-) -> Result<Populated, HostError> {
+) -> Result<Populated, FaultInError> {
     let mut bad = 0;
     for page in pages.iter() {
         match region.fault_in(PageRange::new(page, 1), access) {
             Ok(()) => {}
-            Err(HostError::Poisoned { .. }) => bad += region.page_size().bytes(),
+            Err(FaultInError::Poisoned { .. }) => bad += region.page_size().bytes(),
             Err(error) => return Err(error),
         }
     }
@@ -162,7 +164,7 @@ fn page_by_page(
     })
 }
 
-/// The region's pages that `chunk`, a part of `slot`, lies in.
+/// The region's pages that contain `chunk`, a part of `slot`.
 fn pages_of(slot: &Slot, chunk: GuestRange) -> PageRange {
     let offset = slot.offset + (chunk.start().0 - slot.range.start().0);
     let shift = slot.region.page_size().shift();

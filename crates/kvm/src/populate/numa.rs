@@ -1,8 +1,8 @@
-//! Where memory is, and which CPUs are near it.
+//! NUMA nodes of memory and of CPUs.
 //!
-//! A page table entry is written from the CPU that populates, and the entry's table is allocated on
-//! that CPU's node. So on machines with several nodes a worker runs on the node of the pages that
-//! it maps. With one node, or where the kernel does not say, nothing is done.
+//! The CPU that populates writes the page table entries, and the kernel allocates page tables on that
+//! CPU's node. On machines with several nodes, a worker therefore runs on the node of the pages that it
+//! maps. With one node, or where the kernel reports none, this module does nothing.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,13 +13,12 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 const NODES: &str = "/sys/devices/system/node";
 
-/// The nodes of this machine that have CPUs which this thread may use. Empty where there is nothing
-/// to choose.
+/// This machine's nodes with CPUs that this thread may use. Empty if there are fewer than two.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Nodes(BTreeMap<u32, Vec<usize>>);
 
 impl Nodes {
-    /// Asks the system.
+    /// Reads the nodes from sysfs.
     pub(super) fn here() -> Self {
         let Ok(allowed) = sched_getaffinity(None) else {
             return Self::default();
@@ -44,19 +43,19 @@ impl Nodes {
         Self(nodes)
     }
 
-    /// Whether there is nothing to choose.
+    /// Whether there are fewer than two nodes.
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// A node for the `index`th worker to begin with.
+    /// The node on which the worker with number `index` begins.
     pub(super) fn home(&self, index: usize) -> Option<u32> {
         let count = self.0.len().max(1);
         self.0.keys().nth(index % count).copied()
     }
 
-    /// Keeps the calling thread on the CPUs of `node`. What cannot be done is left: it would only be
-    /// faster.
+    /// Restricts the calling thread to the CPUs of `node`. A failure is ignored, because it only costs
+    /// speed.
     pub(super) fn stay_on(&self, node: u32) {
         let Some(cpus) = self.0.get(&node) else {
             return;
@@ -68,16 +67,16 @@ impl Nodes {
         let _ = sched_setaffinity(None, &set);
     }
 
-    /// The node that the page at `address` of this process is on; None if there is no page, or
-    /// nothing to choose.
+    /// The node of the page at `address` of this process; None if there is no page, or fewer than two
+    /// nodes.
     pub(super) fn of_page(&self, address: HostAddress) -> Option<u32> {
         if self.is_empty() {
             return None;
         }
         let page = ptr::without_provenance_mut::<libc::c_void>(address.0);
         let mut status: libc::c_int = -1;
-        // SAFETY: with no nodes given, move_pages moves nothing and says where pages are. It reads
-        // one address, which it does not follow, and writes one status, both of which are here.
+        // SAFETY: without target nodes, move_pages moves nothing and reports the pages' nodes. It reads
+        // one address, which it does not dereference, and writes one status; both are local variables.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_move_pages,
@@ -89,17 +88,17 @@ impl Nodes {
                 0,
             )
         };
-        // A page that is not there has a negative errno for a node.
+        // For an absent page the status is a negative errno.
         (result == 0).then(|| u32::try_from(status).ok()).flatten()
     }
 }
 
-/// The numbers of a list as the kernel writes it: `0-3,8`.
+/// Parses the kernel's list format: `0-3,8`.
 fn parse_list(text: &str) -> Vec<usize> {
     let parts = text.trim().split(',').filter_map(|part| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last) = (first.parse().ok()?, last.parse().ok()?);
-        // A list that makes no sense must not cost more than it is worth.
+        // Bounds the size of the result for invalid lists.
         (first <= last && last < CpuSet::MAX_CPU).then_some(first..=last)
     });
     parts.flatten().collect()
@@ -110,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_are_read() {
+    fn lists_are_parsed() {
         assert_eq!(parse_list("0-3,8\n"), [0, 1, 2, 3, 8]);
         assert_eq!(parse_list("5\n"), [5]);
         for nothing in ["", "\n", "x", "3-1", "0-99999999999"] {
@@ -119,10 +118,10 @@ mod tests {
     }
 
     #[test]
-    fn one_node_is_nothing_to_choose() {
+    fn one_node_needs_no_choice() {
         let one = Nodes::of([(0, vec![0, 1])].into());
         assert!(one.is_empty() && one.home(3).is_none());
-        // A node of memory only has no CPUs.
+        // A node with memory but without CPUs does not count.
         assert!(Nodes::of([(0, vec![0]), (1, vec![])].into()).is_empty());
     }
 
@@ -134,11 +133,11 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_this_process_is_on_some_node() {
+    fn a_page_of_this_process_has_a_node() {
         let two = Nodes::of([(0, vec![0]), (1, vec![0])].into());
         let page = Box::new([1_u8; 8192]);
         let address = HostAddress((&raw const page[4096]).addr());
-        // None only where the kernel knows no nodes.
+        // None only where the kernel has no NUMA support.
         assert!(two.of_page(address).is_none_or(|node| node < 1024));
         assert_eq!(two.of_page(HostAddress(0)), None);
         assert_eq!(Nodes::default().of_page(address), None);

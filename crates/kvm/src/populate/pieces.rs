@@ -1,26 +1,26 @@
-//! How a VM's memory is divided among threads.
+//! Divides a VM's memory among threads.
 
 use pagetide_memory::{GuestAddress, GuestRange};
 
 use crate::slot::{Slot, SlotLayout};
 
-/// The largest piece: what one entry of the third-level table spans, so that threads do not meet in
-/// the tables below it.
+/// The largest piece: the span of one entry of a third-level table, so that threads do not share the
+/// tables below.
 const LARGEST: u64 = 1 << 30;
-/// The smallest one: what a huge mapping spans, and one table of 4K pages.
+/// The smallest piece: the span of one huge mapping, and of one table of 4K pages.
 const SMALLEST: u64 = 2 << 20;
-/// How many pieces a thread should get at least. Threads are never equally fast, and what the slowest has
-/// left at the end is waited for: at most one piece, i.e. a sixteenth of a thread's share.
+/// The minimal number of pieces per thread. Threads differ in speed, and the population waits for the
+/// slowest thread's last piece: at most a sixteenth of a thread's share.
 const PER_THREAD: u64 = 16;
 
-/// A part of a slot for one thread to do.
+/// A part of a slot, processed by one thread.
 #[derive(Clone, Debug)]
 pub(super) struct Piece {
     pub(super) slot: Slot,
     pub(super) range: GuestRange,
 }
 
-/// The parts of all slots, by address, for `threads` threads.
+/// Divides all slots into pieces for `threads` threads, in ascending order.
 pub(super) fn pieces(layout: &SlotLayout, threads: usize) -> Vec<Piece> {
     let mut slots: Vec<&Slot> = layout.values().collect();
     slots.sort_by_key(|slot| slot.range.start());
@@ -29,7 +29,7 @@ pub(super) fn pieces(layout: &SlotLayout, threads: usize) -> Vec<Piece> {
     slots
         .into_iter()
         .flat_map(|slot| {
-            // Threads that share a huge page would only wait for each other.
+            // Threads that share a huge page would wait for each other.
             let bytes = bytes.max(slot.region.page_size().bytes());
             cut(slot.range, bytes).map(|range| Piece {
                 slot: slot.clone(),
@@ -39,7 +39,7 @@ pub(super) fn pieces(layout: &SlotLayout, threads: usize) -> Vec<Piece> {
         .collect()
 }
 
-/// The size of pieces, a power of two: 1 GiB, or what it takes for every thread to get some.
+/// The size of the pieces, a power of two: 1 GiB, or less so that every thread gets several.
 fn piece_bytes(total: u64, threads: usize) -> u64 {
     let threads = u64::try_from(threads).unwrap_or(u64::MAX).max(1);
     let mut bytes = LARGEST;
@@ -49,7 +49,7 @@ fn piece_bytes(total: u64, threads: usize) -> u64 {
     bytes
 }
 
-/// Cuts a range at multiples of `bytes`, a power of two.
+/// Splits a range at multiples of `bytes`, a power of two.
 pub(super) fn cut(range: GuestRange, bytes: u64) -> impl Iterator<Item = GuestRange> {
     let mut start = range.start();
     std::iter::from_fn(move || {
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_cut_at_multiples_and_cover_all() {
+    fn pieces_are_split_at_multiples_and_cover_the_range() {
         let whole = range((1 << 30) - 0x3000, (2 << 30) + 0x5000);
         let parts: Vec<_> = cut(whole, 1 << 30).collect();
         let wanted = [
@@ -105,13 +105,13 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_the_address_space_is_no_trap() {
+    fn a_range_at_the_end_of_the_address_space_is_split() {
         let last = range(u64::MAX - 0x1fff, 0x1000);
         assert_eq!(cut(last, 2 << 20).collect::<Vec<_>>(), [last]);
     }
 
     #[test]
-    fn slots_are_cut_one_by_one_in_the_order_of_addresses() {
+    fn slots_are_split_separately_in_ascending_order() {
         let mut layout = SlotLayout::new();
         for (number, gpa) in [(0, 8 << 20), (1, 0)] {
             let region = Region::new(GuestAddress(gpa), 3 << 20, Backing::Shmem).unwrap();

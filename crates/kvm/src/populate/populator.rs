@@ -1,4 +1,4 @@
-//! Populating all of a VM's memory with several threads.
+//! Population of all of a VM's memory by several threads.
 
 use std::fmt;
 use std::io;
@@ -8,26 +8,27 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
-use pagetide_memory::{FaultInError as HostError, GuestRange};
+use pagetide_memory::{FaultInError, GuestRange};
 
-use super::crew::{Crew, Tool, Work};
 use super::pieces::pieces;
+use super::workers::{UnboundMethod, Work, Workers};
 use super::{Caller, PopulateError, PopulateFlags, Populated};
 use crate::pre_fault::PreFaultError;
 use crate::vcpu::{BindError, Vcpu};
 use crate::vm::Vm;
 
-/// How often the caller is asked whether to go on, at least.
+/// The longest interval between two calls of `watch`.
 const WATCH: Duration = Duration::from_millis(50);
 
-/// How memory is populated, best first.
+/// The methods of population, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PopulatorMethod {
-    /// KVM_POPULATE_MEMORY: stage-2 tables, by any number of threads, vCPUs running or not.
+    /// KVM_POPULATE_MEMORY: fills stage-2 tables, by any number of threads, while vCPUs run or not.
     Populate,
-    /// KVM_PRE_FAULT_MEMORY: stage-2 tables, by one thread for each idle vCPU.
+    /// KVM_PRE_FAULT_MEMORY: fills stage-2 tables, by one thread per idle vCPU.
     PreFault,
-    /// MADV_POPULATE_WRITE: the host's tables only. vCPUs still exit for each page, but find it.
+    /// MADV_POPULATE_WRITE: fills only the host's tables. vCPUs still exit for each page, but find it
+    /// present.
     HostOnly,
 }
 
@@ -45,25 +46,25 @@ impl fmt::Display for PopulatorMethod {
     }
 }
 
-/// How far a population is.
+/// The progress of a population.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PopulationProgress {
-    /// Bytes dealt with.
+    /// Processed bytes.
     pub bytes: u64,
-    /// Of so many.
+    /// Bytes in total.
     pub total_bytes: u64,
 }
 
-/// What a population did.
+/// The result of a population.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Population {
-    /// The method that was used.
+    /// The method used.
     pub method: PopulatorMethod,
-    /// Threads that worked.
+    /// The number of threads.
     pub threads: usize,
-    /// What became of the memory. With [`PopulatorMethod::HostOnly`], mapped means by the host.
+    /// The result in bytes. With [`PopulatorMethod::HostOnly`], mapped means in the host's page tables.
     pub populated: Populated,
-    /// Bytes of all slots when it began.
+    /// Bytes of all slots at the start.
     pub total_bytes: u64,
 }
 
@@ -91,50 +92,50 @@ pub enum WorkerError {
     /// KVM_PRE_FAULT_MEMORY failed.
     #[error(transparent)]
     PreFault(#[from] PreFaultError),
-    /// The host could not make memory present.
+    /// The host could not fault the memory in.
     #[error(transparent)]
-    Host(#[from] HostError),
-    /// A vCPU cannot be bound to a worker's thread.
+    Host(#[from] FaultInError),
+    /// A vCPU could not be bound to a worker's thread.
     #[error(transparent)]
     Bind(#[from] BindError),
 }
 
-/// Why a population did not get to its end.
+/// Why a population did not complete.
 #[derive(Debug, thiserror::Error)]
 pub enum PopulationError {
-    /// The method that was asked for, or every one, cannot be used.
+    /// The requested method, or every method, is unavailable.
     #[error("population by {method}: {lacks}")]
     Unavailable {
-        /// The method; the last one that was considered.
+        /// The method, or the last one tried.
         method: PopulatorMethod,
-        /// What it needs.
+        /// The missing requirement.
         lacks: &'static str,
     },
-    /// A thread could not be started; those before it were stopped.
+    /// A thread could not be started; the earlier ones were stopped.
     #[error("population: cannot start a thread")]
     Thread(#[source] io::Error),
-    /// The caller said stop.
+    /// The caller stopped the population.
     #[error("population was stopped: {population}")]
     Stopped {
-        /// What was done until then.
+        /// The result until then.
         population: Population,
     },
     /// A worker failed in `range`; the others were stopped.
     #[error("population of {range}: {population}")]
     Failed {
-        /// The piece of memory.
+        /// The range of the piece.
         range: GuestRange,
-        /// What was done until then.
+        /// The result until then.
         population: Population,
-        /// Why.
+        /// The worker's error.
         #[source]
         source: Box<WorkerError>,
     },
 }
 
-/// Populates a VM's memory, as its slots are when it begins, with several threads.
+/// Populates a VM's memory, in the slots that exist at the start, with several threads.
 ///
-/// Memory is divided into pieces of 1 GiB, or less if that would leave threads without work. On
+/// The memory is divided into pieces of 1 GiB, or less if threads would otherwise have no work. On
 /// machines with several NUMA nodes a thread runs on the node of the pages that it maps.
 #[derive(Debug)]
 pub struct Populator<'vm> {
@@ -146,7 +147,7 @@ pub struct Populator<'vm> {
 }
 
 impl<'vm> Populator<'vm> {
-    /// With as many threads as there are processors, for writing, by the best method there is.
+    /// A population for writing by the best method, with as many threads as there are processors.
     #[must_use]
     pub fn new(vm: &'vm Vm) -> Self {
         Self {
@@ -161,26 +162,26 @@ impl<'vm> Populator<'vm> {
         }
     }
 
-    /// With `threads` threads, or fewer if there is not as much to do, or not as many idle vCPUs.
+    /// Sets the number of threads. Fewer are used if there are fewer pieces, or fewer idle vCPUs.
     #[must_use]
     pub fn threads(self, threads: NonZeroUsize) -> Self {
         Self { threads, ..self }
     }
 
-    /// With these flags.
+    /// Sets the flags.
     #[must_use]
     pub fn flags(self, flags: PopulateFlags) -> Self {
         Self { flags, ..self }
     }
 
-    /// vCPUs of the VM that may be used meanwhile, for [`PopulatorMethod::PreFault`].
+    /// Provides idle vCPUs of the VM, which [`PopulatorMethod::PreFault`] needs.
     #[must_use]
     pub fn idle_vcpus(self, idle: impl IntoIterator<Item = &'vm mut Vcpu>) -> Self {
         let idle = idle.into_iter().collect();
         Self { idle, ..self }
     }
 
-    /// By this method or not at all.
+    /// Uses only this method.
     #[must_use]
     pub fn method(self, method: PopulatorMethod) -> Self {
         Self {
@@ -189,7 +190,7 @@ impl<'vm> Populator<'vm> {
         }
     }
 
-    /// The method that [`Populator::run`] is going to use.
+    /// The method that [`Populator::run`] will use.
     ///
     /// # Errors
     /// [`PopulationError::Unavailable`].
@@ -212,7 +213,9 @@ impl<'vm> Populator<'vm> {
         match method {
             PopulatorMethod::Populate => (!capabilities.populate_memory)
                 .then_some("this kernel lacks KVM_CAP_POPULATE_MEMORY for this VM"),
-            _ if self.flags.present_only => Some("it faults memory in, which present-only forbids"),
+            _ if self.flags.present_only => {
+                Some("it faults memory in, which present-only excludes")
+            }
             PopulatorMethod::PreFault if !capabilities.pre_fault_memory => {
                 Some("this kernel lacks KVM_CAP_PRE_FAULT_MEMORY for this VM")
             }
@@ -221,12 +224,12 @@ impl<'vm> Populator<'vm> {
         }
     }
 
-    /// Populates. `watch` is called on this thread, whenever there is progress and at least 20 times
-    /// a second, and ends it by [`ControlFlow::Break`], also while workers wait for a userfaultfd
-    /// (not so with [`PopulatorMethod::HostOnly`]).
+    /// Populates. Calls `watch` on this thread after each progress and at least 20 times a second.
+    /// [`ControlFlow::Break`] ends the population, also while workers wait for a userfaultfd (except
+    /// with [`PopulatorMethod::HostOnly`]).
     ///
     /// # Errors
-    /// [`PopulationError`] says how far it got.
+    /// [`PopulationError`], with the progress made.
     pub fn run(
         self,
         mut watch: impl FnMut(PopulationProgress) -> ControlFlow<()>,
@@ -260,17 +263,18 @@ impl<'vm> Populator<'vm> {
         let mut stopped = false;
         let failure = thread::scope(|scope| {
             let (sender, receiver) = mpsc::channel();
-            let mut crew = Crew::new(&work);
+            let mut workers = Workers::new(&work);
             let mut callers = callers.iter();
             let mut idle = idle.into_iter();
             for index in 0..population.threads {
-                let tool = match method {
-                    PopulatorMethod::Populate => callers.next().map(Tool::Ioctl),
-                    PopulatorMethod::PreFault => idle.next().map(Tool::PreFault),
-                    PopulatorMethod::HostOnly => Some(Tool::Host),
+                let unbound = match method {
+                    PopulatorMethod::Populate => callers.next().map(UnboundMethod::Ioctl),
+                    PopulatorMethod::PreFault => idle.next().map(UnboundMethod::PreFault),
+                    PopulatorMethod::HostOnly => Some(UnboundMethod::Host),
                 };
-                let Some(tool) = tool else { break };
-                crew.start(scope, index, tool, sender.clone())
+                let Some(unbound) = unbound else { break };
+                workers
+                    .start(scope, index, unbound, sender.clone())
                     .map_err(PopulationError::Thread)?;
             }
             drop(sender);
@@ -285,11 +289,11 @@ impl<'vm> Populator<'vm> {
                     total_bytes: population.total_bytes,
                 };
                 stopped |= watch(progress).is_break();
-                if stopped || work.is_over() {
-                    crew.halt();
+                if stopped || work.is_stopped() {
+                    workers.stop();
                 }
             }
-            Ok(crew.join())
+            Ok(workers.join())
         })?;
         match failure {
             Some((range, source)) => Err(failed(range, population, source)),

@@ -1,9 +1,10 @@
-//! A VM with a guest that tells what it sees in a data region: for tests of slot transactions.
+//! A VM with a guest that checks a data region and reports what it reads: for tests of slot
+//! transactions.
 //!
 //! ```text
 //! 0x1000  code      0x2000  page tables (identity, the first GiB in 2 MiB pages)
 //! 0x8000  one page of parameters per vCPU
-//! 256 MiB data: slot 1, 64 pages; the first word of each page says which page it is
+//! 256 MiB data: slot 1, 64 pages; the first word of each page is the page's number
 //! ```
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
@@ -25,19 +26,19 @@ pub(crate) const DATA_PAGES: u64 = 64;
 pub(crate) const LOW_SLOT: u32 = 0;
 pub(crate) const DATA_SLOT: u32 = 1;
 pub(crate) const LOW_BYTES: u64 = 2 << 20;
-/// How long anything may take before its test fails; a software CPU is slow.
+/// The time limit of any step; a software CPU is slow.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
 const CODE: u64 = 0x1000;
 const TABLES: u64 = 0x2000;
 const PARAMETERS: u64 = 0x8000;
 
-/// The guest's ports, and what it writes there.
+/// The guest's port, and the values that it writes there.
 pub(crate) const REPORT: u16 = 0x10;
 pub(crate) const PEEKED: u16 = 0x11;
-/// A round is over, and the host asked to be told.
+/// A round is complete, and the host has requested reports.
 pub(crate) const ROUND: u32 = 1;
-/// A page does not have its number.
+/// A page does not contain its number.
 pub(crate) const WRONG: u32 = 2;
 
 /// A vCPU's parameters, as words from the start of its page.
@@ -46,19 +47,19 @@ pub(crate) const WRONG: u32 = 2;
 pub(crate) enum Word {
     /// The first page's address.
     Base,
-    /// How many pages.
+    /// The number of pages.
     Pages,
     /// The first page's number.
     First,
-    /// Rounds that the guest has been through; its own count.
+    /// The guest's count of complete rounds.
     Rounds,
     /// Not 0: report each round.
     Report,
-    /// Which word of each page the guest writes to.
+    /// The word of each page to which the guest writes.
     Column,
 }
 
-// The guest. rdi: its parameters, which nothing changes.
+// The guest. rdi: its parameters, which do not change.
 core::arch::global_asm!(
     ".pushsection .rodata.kvm_test_guest, \"a\", @progbits",
     ".globl kvm_test_guest_start, kvm_test_guest_peek, kvm_test_guest_end",
@@ -101,7 +102,7 @@ unsafe extern "C" {
 fn code() -> &'static [u8] {
     let start = &raw const kvm_test_guest_start;
     let end = &raw const kvm_test_guest_end;
-    // SAFETY: both are in one section of read-only data, in this order, and live for ever.
+    // SAFETY: both are in one section of read-only data, in this order, and are never freed.
     unsafe { std::slice::from_raw_parts(start, end.addr() - start.addr()) }
 }
 
@@ -118,7 +119,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// None with the reason printed where this host cannot have one.
+    /// None, after printing the reason, where this host cannot run one.
     pub(crate) fn new() -> Option<Arc<Self>> {
         Self::with(Backing::Shmem)
     }
@@ -132,7 +133,7 @@ impl Machine {
             .map_err(Into::into)
             .and_then(|kvm| kvm.create_vm(signals).map_err(Into::into));
         let vm = vm.inspect_err(|error| println!("SKIP: {error}")).ok()?;
-        // Some processors need a place for KVM's own use; where it is not needed it may be refused.
+        // Some processors need memory for KVM's own use; where they do not, the call may be refused.
         let _ = vm.fd().set_tss_address(0xfffb_d000);
         let low = Region::new(GuestAddress(0), LOW_BYTES, Backing::Shmem).expect("2 MiB");
         let data = Region::new(GuestAddress(DATA), DATA_PAGES * PAGE, backing).expect("64 pages");
@@ -180,7 +181,7 @@ impl Machine {
         u64::from_le_bytes(bytes)
     }
 
-    /// A vCPU that walks `count` pages from page `first` of the data on, for ever.
+    /// A vCPU that walks `count` pages from page `first` of the data on, forever.
     pub(crate) fn vcpu(&self, id: u32, first: u64, count: u64) -> Vcpu {
         let vcpu = self.vm.create_vcpu(id).expect("a vCPU");
         let kvm = Kvm::open().expect("it was there");
@@ -220,7 +221,7 @@ impl Machine {
         vcpu
     }
 
-    /// What a vCPU reads at `gpa`: the exit, if it is not the word.
+    /// The word that a vCPU reads at `gpa`, or the exit that occurs instead.
     pub(crate) fn peek(&self, vcpu: &mut BoundVcpu<'_>, gpa: u64) -> Result<u32, Exit> {
         vcpu.complete_io().expect("at most an OUT");
         start(vcpu, vcpu.id(), peek_address(), gpa);
@@ -231,7 +232,7 @@ impl Machine {
     }
 }
 
-/// Writes its number to each page's first word.
+/// Writes each page's number to its first word.
 pub(crate) fn number_pages(region: &Region, first: u64) {
     region
         .fault_in(region.all_pages(), FaultInAccess::Write)
@@ -253,8 +254,8 @@ fn start(vcpu: &Vcpu, id: u32, rip: u64, rsi: u64) {
     vcpu.set_regs(&regs).expect("registers");
 }
 
-/// The methods that hide a change's steps; those that this kernel lacks are left out, with the
-/// reason printed.
+/// The methods without an intermediate layout; omits those that this kernel lacks, after printing the
+/// reason.
 pub(crate) fn whole_methods(vm: &Vm) -> Vec<Method> {
     if vm.capabilities().slot_list {
         vec![Method::Quiesce, Method::List]
@@ -266,7 +267,7 @@ pub(crate) fn whole_methods(vm: &Vm) -> Vec<Method> {
     }
 }
 
-/// Splits a slot in the middle, or merges two that were split; returns what it is now.
+/// Splits a slot in the middle, or merges two that were split; returns the resulting slots.
 pub(crate) fn toggle(machine: &Machine, method: Method, slots: &[u32]) -> Vec<u32> {
     let mut transaction = machine.vm.transaction();
     let made = match *slots {
@@ -285,7 +286,7 @@ pub(crate) fn toggle(machine: &Machine, method: Method, slots: &[u32]) -> Vec<u3
         .collect()
 }
 
-/// Waits for something to be so.
+/// Waits until a condition holds.
 pub(crate) fn wait_until(what: &str, is: impl Fn() -> bool) {
     let start = Instant::now();
     while !is() {
@@ -294,7 +295,7 @@ pub(crate) fn wait_until(what: &str, is: impl Fn() -> bool) {
     }
 }
 
-/// Runs `work` on a thread of its own.
+/// Runs `work` in a separate thread.
 pub(crate) struct Limited<T> {
     what: &'static str,
     result: mpsc::Receiver<T>,
@@ -314,13 +315,13 @@ impl<T: Send + 'static> Limited<T> {
         }
     }
 
-    /// Whether it is through after `time`.
+    /// Whether it has finished after `time`.
     pub(crate) fn is_done_after(&self, time: Duration) -> bool {
         thread::sleep(time);
         self.thread.is_finished()
     }
 
-    /// Waits for the end; too long is a failure, and so is a panic.
+    /// Waits for the end; exceeding the limit is a failure, and so is a panic.
     pub(crate) fn join(self) -> T {
         self.join_within(LIMIT)
     }

@@ -1,4 +1,4 @@
-//! A guest that touches what it is told to, and handles machine checks.
+//! A guest that accesses a given address, and handles machine checks.
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 use pagetide_kvm::poison::{MachineCheck, MachineCheckForm, prepare_cpuid};
@@ -7,7 +7,7 @@ use pagetide_memory::PageIndex;
 
 use crate::guest::{DATA_PAGES, Machine, PAGE};
 
-/// Where the guest's handler and what it needs are in low memory.
+/// The addresses of the guest's handler and its data in low memory.
 const GDT: u64 = 0x1_0000;
 const IDT: u64 = 0x1_1000;
 pub(crate) const TEXT: u64 = 0x1_2000;
@@ -16,11 +16,11 @@ const LOG: u64 = 0x1_5000;
 
 /// The handler of machine checks has run.
 pub(crate) const CHECKED: u16 = 0x12;
-/// What a touch that failed leaves in the register.
+/// The value that a failed access leaves in the register.
 pub(crate) const SURVIVED: u32 = 0x5afe;
 
-// The guest. rsi: what to touch. The handler logs the registers of bank 9 and of all banks, clears
-// them, and goes on behind the instruction that failed.
+// The guest. rsi: the address to access. The handler logs the registers of bank 9 and of all banks,
+// clears them, and continues after the instruction that failed.
 core::arch::global_asm!(
     ".pushsection .rodata.kvm_test_poison, \"a\", @progbits",
     ".globl kvm_test_poison_start, kvm_test_poison_handler, kvm_test_poison_end",
@@ -67,12 +67,12 @@ fn text() -> (&'static [u8], u64) {
     let start = &raw const kvm_test_poison_start;
     let handler = (&raw const kvm_test_poison_handler).addr() - start.addr();
     let end = (&raw const kvm_test_poison_end).addr() - start.addr();
-    // SAFETY: both are in one section of read-only data, in this order, and live for ever.
+    // SAFETY: both are in one section of read-only data, in this order, and are never freed.
     let text = unsafe { std::slice::from_raw_parts(start, end) };
     (text, TEXT + handler as u64)
 }
 
-/// A CPUID with another vendor's name in it.
+/// A CPUID with another vendor's name.
 fn cpuid_of(vendor: &[u8; 12]) -> CpuId {
     let kvm = Kvm::open().expect("it was there");
     let mut cpuid = kvm
@@ -88,7 +88,7 @@ fn cpuid_of(vendor: &[u8; 12]) -> CpuId {
     cpuid
 }
 
-/// A vCPU that handles machine checks in the form that this vendor's have.
+/// A vCPU that handles machine checks in this vendor's form.
 pub(crate) fn vcpu(machine: &Machine, id: u32, vendor: &[u8; 12]) -> (Vcpu, MachineCheckForm) {
     let vcpu = machine.vcpu(id, 0, DATA_PAGES);
     let mut cpuid = cpuid_of(vendor);
@@ -115,7 +115,7 @@ pub(crate) fn vcpu(machine: &Machine, id: u32, vendor: &[u8; 12]) -> (Vcpu, Mach
     (vcpu, form)
 }
 
-/// Has the guest read the word at `gpa`, until it exits.
+/// Makes the guest read the word at `gpa`, and returns its exit.
 pub(crate) fn touch(vcpu: &mut BoundVcpu<'_>, gpa: u64) -> Exit {
     vcpu.complete_io().expect("at most an OUT");
     let mut regs = vcpu.regs().expect("registers");

@@ -1,4 +1,4 @@
-//! Making errors in memory, where that harms nobody.
+//! Simulates memory errors where they do no harm.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
@@ -14,8 +14,8 @@ use pagetide_kvm::poison::{Simulated, simulate_error};
 use pagetide_memory::{GuestAddress, Region};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap};
 
-/// Whether errors may be made here; says why not. On a real machine they would cost it pages until
-/// it is started anew, so only the lab's VMs qualify.
+/// Whether errors may be simulated here; prints the reason if not. On a physical machine they would
+/// cost pages until the next reboot, so only the lab's VMs qualify.
 pub(crate) fn may_poison() -> bool {
     let in_lab = std::env::var_os("PAGETIDE_TIMING").is_some();
     if !in_lab {
@@ -24,13 +24,13 @@ pub(crate) fn may_poison() -> bool {
     in_lab
 }
 
-/// Makes an uncorrected error in the 4 KiB at `gpa`, which become present if they are not.
+/// Simulates an uncorrected error in the 4 KiB at `gpa`, which become present if they are absent.
 pub(crate) fn poison(region: &Region, gpa: GuestAddress) {
     let simulated = simulate_error(region, gpa).expect("root in the lab");
     assert_eq!(simulated, Simulated::Handled, "at {gpa}");
 }
 
-/// The same by another process: nobody here has touched the memory.
+/// The same by another process, so that no access by this process reports the error.
 pub(crate) fn poison_from_outside(region: &Region, gpa: GuestAddress) {
     let file = region.file().expect("not anonymous").as_raw_fd();
     let path = format!("/proc/{}/fd/{file}", std::process::id());
@@ -41,14 +41,14 @@ pub(crate) fn poison_from_outside(region: &Region, gpa: GuestAddress) {
         .stdout(Stdio::null())
         .status()
         .expect("another process");
-    // Rust's own handler lets it live.
+    // Rust's own handler lets it continue.
     let is_told = status.success() || status.signal() == Some(libc::SIGBUS);
     assert!(is_told, "{status}");
 }
 
 const OTHER: &str = "PAGETIDE_TEST_POISON";
 
-/// What [`poison_from_outside`] starts; nothing by itself.
+/// The program that [`poison_from_outside`] starts; as a test it does nothing.
 #[test]
 fn the_other_process() {
     let Ok(what) = std::env::var(OTHER) else {

@@ -1,4 +1,4 @@
-//! Each refusal, with the slot and the range that it names.
+//! Each refusal, with the slot and the range in its message.
 
 use std::error::Error;
 
@@ -8,7 +8,7 @@ use super::*;
 use crate::slot::SlotFlags;
 use crate::transaction::SlotTransaction;
 
-/// A step, what is expected of the error, and words that its text must have.
+/// A step, the expected error, and words that its message must contain.
 type Refusal = (
     fn(&mut SlotTransaction<'_>),
     fn(&PlanError) -> bool,
@@ -176,7 +176,7 @@ const REFUSALS: &[Refusal] = &[
             "memory slot 3 (0x100000..0x110000)",
         ],
     ),
-    // Next to each other in the guest, and not in the region.
+    // Adjacent in the guest, but not in the region.
     (
         |t| {
             let memory = region(0, 4);
@@ -218,7 +218,7 @@ const REFUSALS: &[Refusal] = &[
         |e| matches!(e, PlanError::FlagsConflict { .. }),
         &["absent-mapping-fault, readonly", "0x0..0x10000"],
     ),
-    // What is checked is the end: overlaps in between are none.
+    // Only the final layout is checked: intermediate overlaps are permitted.
     (
         |t| {
             t.create(region(0, 2), 0, 2 * PAGE, GuestAddress(15 * PAGE), NONE);

@@ -9,8 +9,8 @@ fn has(value: u64, bit: u32) -> bool {
     value >> bit & 1 == 1
 }
 
-/// The rules by which Linux decides, for errors with an exception in user mode (Intel's form): the
-/// first of its table that fit what a check of ours may be.
+/// The rules by which Linux decides for errors with an exception in user mode (Intel's form): the first
+/// rows of its table that can match a machine check of this crate.
 fn linux_on_intel(check: &MachineCheck, in_user_mode: bool) -> &'static str {
     let status = |bit| has(check.status, bit);
     let (valid, over, uc, enabled, pcc) =
@@ -51,7 +51,7 @@ fn linux_on_amd(check: &MachineCheck, in_user_mode: bool) -> &'static str {
     }
 }
 
-/// Whether Linux takes the address as that of a page to be given up.
+/// Whether Linux accepts the address as that of a page to take out of use.
 fn address_is_usable(form: MachineCheckForm, check: &MachineCheck) -> bool {
     let status = |bit| has(check.status, bit);
     status(58)
@@ -62,7 +62,7 @@ fn address_is_usable(form: MachineCheckForm, check: &MachineCheck) -> bool {
 }
 
 #[test]
-fn linux_kills_the_process_that_touched_and_no_other() {
+fn linux_kills_only_the_process_that_touched_the_memory() {
     let check = |form| MachineCheck::new(form, ActionRequired, GPA);
     assert_eq!(linux_on_intel(&check(Intel), true), "kill the process");
     assert_eq!(linux_on_intel(&check(Intel), false), "panic");
@@ -70,13 +70,13 @@ fn linux_kills_the_process_that_touched_and_no_other() {
     assert_eq!(linux_on_amd(&check(Amd), false), "panic");
     for form in [Intel, Amd] {
         assert!(check(form).is_exception());
-        // It is this vCPU's instruction, and can be returned to.
+        // The machine check belongs to this vCPU's instruction, and execution can return to it.
         assert_eq!(check(form).mcg_status, 0b111);
     }
 }
 
 #[test]
-fn what_nobody_touched_kills_nobody() {
+fn an_error_without_access_kills_no_process() {
     let check = |form| MachineCheck::new(form, ActionOptional, GPA);
     for in_user_mode in [false, true] {
         assert_eq!(
@@ -92,7 +92,7 @@ fn what_nobody_touched_kills_nobody() {
 }
 
 #[test]
-fn the_address_is_the_pages() {
+fn the_address_is_that_of_the_page() {
     for form in [Intel, Amd] {
         for severity in [ActionRequired, ActionOptional] {
             let check = MachineCheck::new(form, severity, GPA);
@@ -134,7 +134,7 @@ mod cpuid {
     }
 
     #[test]
-    fn the_guest_sees_that_it_can_recover() {
+    fn the_cpuid_declares_recovery() {
         for (vendor, form, has_ras_leaf) in [
             (b"AuthenticAMD", Amd, true),
             (b"AuthenticAMD", Amd, false),

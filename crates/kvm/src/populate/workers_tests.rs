@@ -7,23 +7,23 @@ use rustix::event::poll;
 use rustix::io::Errno;
 
 use super::*;
-use crate::gate::{Occupant, Seat};
+use crate::gate::{InFlight, Participant};
 use crate::kick::KickedThread;
 use crate::signals::Signals;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A worker's thread, and how often it was sent the signal.
+/// A worker's thread, and the number of signals sent to it.
 #[derive(Debug, Default)]
 struct Sleeper {
-    seat: Seat,
+    in_flight: InFlight,
     thread: KickedThread,
     sent: AtomicUsize,
 }
 
-impl Occupant for Sleeper {
-    fn seat(&self) -> &Seat {
-        &self.seat
+impl Participant for Sleeper {
+    fn in_flight(&self) -> &InFlight {
+        &self.in_flight
     }
 }
 
@@ -34,16 +34,16 @@ impl Kickable for Sleeper {
     }
 }
 
-/// A worker that gets a signal just before its ioctl, and sleeps there until it gets another one.
+/// A worker that receives a signal just before its ioctl, and sleeps there until the next signal.
 fn sleep_after_first_signal(work: &Work, sleeper: &Sleeper) {
     let signals = Signals::none().install_kick().expect("a handler");
     sleeper.thread.set_here(signals);
     while sleeper.sent.load(Ordering::SeqCst) == 0 {
         thread::yield_now();
     }
-    // Any system call: the signal is delivered at its end, if it was not before.
+    // Any system call: a pending signal is delivered at its end at the latest.
     let _ = rustix::process::getppid();
-    while !work.is_over() || poll(&mut [], None) != Err(Errno::INTR) {}
+    while !work.is_stopped() || poll(&mut [], None) != Err(Errno::INTR) {}
     sleeper.thread.unset();
 }
 
@@ -54,16 +54,16 @@ fn a_signal_just_before_the_ioctl_is_sent_again() {
         let work = Work::new(Vec::new(), PopulateFlags::default());
         thread::scope(|scope| {
             let sleeper = Arc::new(Sleeper::default());
-            let mut crew = Crew::new(&work);
-            crew.seats.push(sleeper.clone());
+            let mut workers = Workers::new(&work);
+            workers.targets.push(sleeper.clone());
             let work = &work;
             let worker = scope.spawn(move || {
                 sleep_after_first_signal(work, &sleeper);
                 Ok(())
             });
-            crew.workers.push(worker);
-            // As when the caller's `watch` panics.
-            drop(crew);
+            workers.workers.push(worker);
+            // As if the caller's `watch` panicked.
+            drop(workers);
         });
         let _ = ended.send(());
     });

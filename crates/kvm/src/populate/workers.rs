@@ -1,4 +1,4 @@
-//! The threads of a population and what they have to do.
+//! The worker threads of a population and the queue of their work.
 
 use std::collections::VecDeque;
 use std::io;
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use pagetide_memory::GuestRange;
 
-use super::methods::{Means, Orders};
+use super::methods::{BoundMethod, Context};
 use super::numa::Nodes;
 use super::pieces::Piece;
 use super::populator::WorkerError;
@@ -18,17 +18,18 @@ use super::{Caller, PopulateFlags, Populated};
 use crate::kick::Kickable;
 use crate::vcpu::Vcpu;
 
-/// What a worker is given; it makes its [`Means`] of it on its own thread.
-pub(super) enum Tool<'scope> {
+/// A population method with the resources for one worker; the worker turns it into a [`BoundMethod`] on
+/// its own thread.
+pub(super) enum UnboundMethod<'scope> {
     Ioctl(&'scope Caller<'scope>),
     PreFault(&'scope mut Vcpu),
     Host,
 }
 
-/// A failure, and the piece where it came.
+/// A failure, and the piece in which it occurred.
 pub(super) type Failure = (GuestRange, WorkerError);
 
-/// The pieces that are left, and where they are.
+/// The remaining pieces, each with its NUMA node.
 #[derive(Debug)]
 pub(super) struct Work {
     left: Mutex<VecDeque<(Option<u32>, Piece)>>,
@@ -36,8 +37,8 @@ pub(super) struct Work {
     pub(super) total_bytes: u64,
     flags: PopulateFlags,
     nodes: Nodes,
-    /// Nothing more is to be begun.
-    over: AtomicBool,
+    /// Workers begin no further piece.
+    stopped: AtomicBool,
 }
 
 impl Work {
@@ -59,7 +60,7 @@ impl Work {
                     .collect(),
             ),
             flags,
-            over: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
             nodes,
         }
     }
@@ -73,79 +74,84 @@ impl Work {
         left.front().map(|(_, piece)| piece.range)
     }
 
-    pub(super) fn is_over(&self) -> bool {
-        self.over.load(Ordering::Relaxed)
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
     }
 
-    /// A piece on `node`, or else the next one.
+    /// Takes a piece on `node`, or else the next piece.
     fn take(&self, node: Option<u32>) -> Option<(Option<u32>, Piece)> {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let near = node.and_then(|_| left.iter().position(|(at, _)| *at == node));
         left.remove(near.unwrap_or(0))
     }
 
-    /// One worker's life.
-    fn work(&self, index: usize, tool: Tool<'_>, done: &Sender<Populated>) -> Result<(), Failure> {
+    /// The main loop of one worker.
+    fn work(
+        &self,
+        index: usize,
+        method: UnboundMethod<'_>,
+        done: &Sender<Populated>,
+    ) -> Result<(), Failure> {
         let mut near = self.nodes.home(index);
-        let mut means = None;
-        let mut tool = Some(tool);
-        while !self.is_over() {
+        let mut bound = None;
+        let mut method = Some(method);
+        while !self.is_stopped() {
             let Some((node, piece)) = self.take(near) else {
                 break;
             };
             let failed = |error: WorkerError| {
-                self.over.store(true, Ordering::Relaxed);
+                self.stopped.store(true, Ordering::Relaxed);
                 (piece.range, error)
             };
             if let Some(node) = node {
-                if near != Some(node) || means.is_none() {
+                if near != Some(node) || bound.is_none() {
                     self.nodes.stay_on(node);
                 }
                 near = Some(node);
             }
-            if let Some(tool) = tool.take() {
-                means = Some(match tool {
-                    Tool::Ioctl(caller) => Means::Ioctl(caller.bind()),
-                    Tool::PreFault(vcpu) => {
-                        Means::PreFault(vcpu.bind().map_err(|error| failed(error.into()))?)
+            if let Some(method) = method.take() {
+                bound = Some(match method {
+                    UnboundMethod::Ioctl(caller) => BoundMethod::Ioctl(caller.bind()),
+                    UnboundMethod::PreFault(vcpu) => {
+                        BoundMethod::PreFault(vcpu.bind().map_err(|error| failed(error.into()))?)
                     }
-                    Tool::Host => Means::Host,
+                    UnboundMethod::Host => BoundMethod::Host,
                 });
             }
-            let orders = Orders {
+            let context = Context {
                 flags: self.flags,
-                stop: &|| self.is_over(),
+                stop: &|| self.is_stopped(),
                 report: &|populated| {
-                    // Nobody listens any more when the caller's `watch` has panicked.
+                    // The receiver is gone if the caller's `watch` has panicked.
                     let _ = done.send(populated);
                 },
             };
-            if let Some(means) = &mut means {
-                means.populate(&piece, &orders).map_err(failed)?;
+            if let Some(bound) = &mut bound {
+                bound.populate(&piece, &context).map_err(failed)?;
             }
         }
         Ok(())
     }
 }
 
-/// How long workers have to end before they are sent the signal again.
+/// The first and the longest pause before the signal is sent to workers again.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
-/// The workers. Dropping it stops them and waits until they have ended, also when the caller's
+/// The workers. Dropping the value stops them and waits until they have ended, also when the caller's
 /// `watch` panics.
-pub(super) struct Crew<'scope, 'work> {
+pub(super) struct Workers<'scope, 'work> {
     work: &'work Work,
     workers: Vec<ScopedJoinHandle<'scope, Result<(), Failure>>>,
-    seats: Vec<Arc<dyn Kickable>>,
+    targets: Vec<Arc<dyn Kickable>>,
 }
 
-impl<'scope, 'work: 'scope> Crew<'scope, 'work> {
+impl<'scope, 'work: 'scope> Workers<'scope, 'work> {
     pub(super) fn new(work: &'work Work) -> Self {
         Self {
             work,
             workers: Vec::new(),
-            seats: Vec::new(),
+            targets: Vec::new(),
         }
     }
 
@@ -153,32 +159,32 @@ impl<'scope, 'work: 'scope> Crew<'scope, 'work> {
         &mut self,
         scope: &'scope Scope<'scope, 'env>,
         index: usize,
-        tool: Tool<'scope>,
+        method: UnboundMethod<'scope>,
         done: Sender<Populated>,
     ) -> io::Result<()> {
-        match &tool {
-            Tool::Ioctl(caller) => self.seats.push(caller.seat()),
-            Tool::PreFault(vcpu) => self.seats.push(vcpu.kickable()),
-            Tool::Host => {}
+        match &method {
+            UnboundMethod::Ioctl(caller) => self.targets.push(caller.target()),
+            UnboundMethod::PreFault(vcpu) => self.targets.push(vcpu.kickable()),
+            UnboundMethod::Host => {}
         }
         let work = self.work;
         let worker = thread::Builder::new()
             .name(format!("populate{index}"))
-            .spawn_scoped(scope, move || work.work(index, tool, &done))?;
+            .spawn_scoped(scope, move || work.work(index, method, &done))?;
         self.workers.push(worker);
         Ok(())
     }
 
-    /// Has workers end, also those that wait in the kernel. To be called until they have: a signal
-    /// that comes just before a worker's ioctl interrupts nothing.
-    pub(super) fn halt(&self) {
-        self.work.over.store(true, Ordering::Relaxed);
-        for seat in &self.seats {
-            seat.signal();
+    /// Stops the workers, also those that wait in the kernel. Call this repeatedly until they have
+    /// ended: a signal that arrives just before a worker's ioctl interrupts nothing.
+    pub(super) fn stop(&self) {
+        self.work.stopped.store(true, Ordering::Relaxed);
+        for target in &self.targets {
+            target.signal();
         }
     }
 
-    /// Waits for all; the first failure, if there is one.
+    /// Waits for all workers; returns the first failure, if any.
     pub(super) fn join(&mut self) -> Option<Failure> {
         let mut failure = None;
         for worker in self.workers.drain(..) {
@@ -192,11 +198,11 @@ impl<'scope, 'work: 'scope> Crew<'scope, 'work> {
     }
 }
 
-impl Drop for Crew<'_, '_> {
+impl Drop for Workers<'_, '_> {
     fn drop(&mut self) {
         let mut pause = FIRST_PAUSE;
         while self.workers.iter().any(|worker| !worker.is_finished()) {
-            self.halt();
+            self.stop();
             thread::sleep(pause);
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
@@ -204,5 +210,5 @@ impl Drop for Crew<'_, '_> {
 }
 
 #[cfg(test)]
-#[path = "crew_tests.rs"]
+#[path = "workers_tests.rs"]
 mod tests;
