@@ -78,7 +78,7 @@ fn main() -> anyhow::Result<()> {
         }
     }
     let wanted = (0x10..0x18).sum::<u8>();
-    ensure!(sum == Some(wanted), "the guest says {sum:?}, not {wanted}");
+    ensure!(sum == Some(wanted), "the guest wrote {sum:?}, not {wanted}");
     let delivery = if exits == 0 { "userfaultfd" } else { "exits" };
     drop(resolver);
     // A reader wakes the guest with the page, and counts the page a moment later.

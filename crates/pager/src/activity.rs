@@ -1,4 +1,4 @@
-//! The faults that are being served, as seen by those who work ahead of them.
+//! Counts the faults that are being served, for threads that work ahead of them.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -7,18 +7,18 @@ use pagetide_memory::PageIndex;
 
 use crate::fault::RegionId;
 
-/// How many threads may write without sharing cache lines; more of them share.
+/// The number of threads that can write without sharing cache lines; further threads share them.
 const SHARDS: usize = 32;
 
-/// Bits of a page's number in a packed position: 2^60 bytes of the smallest pages, more than a
-/// guest can address.
+/// Bits of the page number in a packed position: 2^60 bytes of the smallest pages, more than a guest
+/// can address.
 const PAGE_BITS: u32 = 48;
 
-/// Which shard a thread writes to.
+/// The shard that a thread writes to.
 #[derive(Debug)]
-pub(crate) struct Seat(usize);
+pub(crate) struct ShardIndex(usize);
 
-impl Default for Seat {
+impl Default for ShardIndex {
     fn default() -> Self {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         Self(NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS)
@@ -31,36 +31,37 @@ struct Shard {
     last: AtomicU64,
 }
 
-/// How many faults brought a page in, and where the last ones were. Everything is relaxed: it
-/// decides where to work and how fast, never whether a page is there.
+/// The number of faults that installed or requested a page, and the position of each thread's last one.
+/// All accesses are relaxed: they influence where and how fast prefetch works, never whether a page is
+/// present.
 #[derive(Debug, Default)]
 pub(crate) struct Activity {
     shards: [CachePadded<Shard>; SHARDS],
 }
 
-/// What somebody has seen of a [`Activity`] so far.
+/// The state of an [`Activity`] at an observer's last look.
 #[derive(Debug, Default)]
 pub(crate) struct Seen([u64; SHARDS]);
 
 impl Activity {
-    /// A thread is about to install or request `page` because of a fault.
+    /// Records that a thread is about to install or request `page` because of a fault.
     #[inline]
-    pub(crate) fn beat(&self, seat: &Seat, region: RegionId, page: PageIndex) {
-        if let Some(shard) = self.shards.get(seat.0) {
+    pub(crate) fn record(&self, shard: &ShardIndex, region: RegionId, page: PageIndex) {
+        if let Some(shard) = self.shards.get(shard.0) {
             let position = ((region.0 as u64) << PAGE_BITS) | page.0;
             shard.last.store(position, Ordering::Relaxed);
             shard.served.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// All faults so far that brought a page in.
+    /// The number of faults so far that installed or requested a page.
     pub(crate) fn served(&self) -> u64 {
         let served = |shard: &CachePadded<Shard>| shard.served.load(Ordering::Relaxed);
         self.shards.iter().map(served).sum()
     }
 
-    /// Where the last fault was of the thread that served most since the last look; `None` if none
-    /// served any. A hint: the position may be of no page by the time it is used.
+    /// The last position of the thread that served most faults since the last call; `None` if no thread
+    /// served any. A hint: the position may no longer name a page when it is used.
     pub(crate) fn busiest(&self, seen: &mut Seen) -> Option<(RegionId, PageIndex)> {
         let mut busiest = (0, 0);
         for (shard, seen) in self.shards.iter().zip(&mut seen.0) {
@@ -83,18 +84,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_busiest_since_the_last_look_is_told_once() {
+    fn the_busiest_position_is_returned_once() {
         let activity = Activity::default();
         let mut seen = Seen::default();
-        let (one, other) = (Seat(3), Seat(4));
+        let (one, other) = (ShardIndex(3), ShardIndex(4));
         assert_eq!(activity.busiest(&mut seen), None);
-        activity.beat(&one, RegionId(0), PageIndex(7));
-        activity.beat(&other, RegionId(1), PageIndex(100));
-        activity.beat(&other, RegionId(2), PageIndex((1 << 40) + 1));
+        activity.record(&one, RegionId(0), PageIndex(7));
+        activity.record(&other, RegionId(1), PageIndex(100));
+        activity.record(&other, RegionId(2), PageIndex((1 << 40) + 1));
         let position = (RegionId(2), PageIndex((1 << 40) + 1));
         assert_eq!(activity.busiest(&mut seen), Some(position));
         assert_eq!(activity.busiest(&mut seen), None);
-        activity.beat(&one, RegionId(0), PageIndex(8));
+        activity.record(&one, RegionId(0), PageIndex(8));
         assert_eq!(
             activity.busiest(&mut seen),
             Some((RegionId(0), PageIndex(8)))
@@ -103,9 +104,9 @@ mod tests {
     }
 
     #[test]
-    fn threads_get_seats_of_their_own_until_there_are_too_many() {
-        let seats: Vec<_> = (0..SHARDS).map(|_| Seat::default().0).collect();
-        assert!(seats.iter().all(|&seat| seat < SHARDS));
-        assert!(seats.windows(2).any(|pair| pair[0] != pair[1]));
+    fn threads_have_separate_shards_until_there_are_too_many() {
+        let shards: Vec<_> = (0..SHARDS).map(|_| ShardIndex::default().0).collect();
+        assert!(shards.iter().all(|&shard| shard < SHARDS));
+        assert!(shards.windows(2).any(|pair| pair[0] != pair[1]));
     }
 }

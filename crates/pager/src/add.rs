@@ -1,4 +1,4 @@
-//! Adding a region: everything that can be refused is refused here, before a guest runs on it.
+//! Adding a region. All refusals happen here, before a guest runs on the region.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,17 +19,17 @@ use crate::requests::Requests;
 use crate::table::Table;
 use crate::target::{Foreign, Target};
 
-/// The most pages that one fault may bring in: what one page table holds.
+/// The maximal fault-around: the number of pages that one page table maps.
 const MAX_FAULT_AROUND_PAGES: u64 = 512;
 
 impl Pager {
-    /// Begins to page a region. From here on its missing pages are faults, so somebody has to serve
-    /// the pager's descriptor ([`crate::Serving`], [`crate::Readers`]), and vCPUs' exits.
+    /// Begins to page a region. From here on its missing pages fault: threads must serve the pager's
+    /// descriptor ([`crate::Serving`], [`crate::Readers`]), and resolve vCPUs' exits.
     ///
-    /// A local region with a file loses its guest mappings first, and the marks of an earlier pager
-    /// with them, so that the page map, on which every page is missing now, tells the truth; its
-    /// content in the page cache stays. In MISSING mode it must not have content, and its service
-    /// mapping is closed while it is paged.
+    /// A local region with a file first loses its guest mappings, including the poison markers of an
+    /// earlier pager, so that the mappings agree with the page map, in which every page is missing; the
+    /// region's content in the page cache stays. In MISSING mode the region must have no content, and
+    /// its service mapping is closed while it is paged.
     ///
     /// # Errors
     /// [`AddError`]; nothing has changed then.
@@ -92,7 +92,7 @@ impl Pager {
                 Supply::Source(Box::new(Requesting::new(
                     requests,
                     source,
-                    Arc::clone(&self.bell),
+                    Arc::clone(&self.changes),
                 )))
             }
         };
@@ -106,7 +106,7 @@ impl Pager {
             no_progress_limit: config.no_progress_limit.get(),
             can_poison,
             trusts_existing: config.trusts_existing,
-            sink: config.sink,
+            mapper: config.mapper,
             lost: config.poison,
             target,
         }));
@@ -117,11 +117,11 @@ impl Pager {
                 Mode::Missing => ServiceAccess::Closed,
             })?;
         }
-        // From here on what was begun is undone when a later step fails.
+        // If a later step fails, the steps from here on are undone.
         let begun = self
             .begin(&table, &region, config.resume_from.is_some())
             .and_then(|()| {
-                // Before its messages are waited for: they are looked up in the table.
+                // Before waiting for messages, because their addresses are looked up in the table.
                 if region.target.local().is_some() {
                     self.set_table(table.with(Arc::clone(&region)));
                 }
@@ -136,14 +136,14 @@ impl Pager {
             return Err(error);
         }
         if region.target.local().is_none() {
-            // A fault that was read before is nobody's: a reader found no region there, or a
-            // predecessor took it along. It comes again.
+            // A fault that was read earlier may be lost: a reader found no region for it, or a
+            // predecessor consumed it. The wake-up repeats it.
             self.wake_all(&region);
         }
         Ok(id)
     }
 
-    /// One userfaultfd for each range of the layout.
+    /// Opens one userfaultfd for each range of the layout.
     fn open_channels(
         &self,
         target: &Target,
@@ -177,7 +177,7 @@ impl Pager {
         Ok((served, features.contains(Features::POISON)))
     }
 
-    /// The channel of a userfaultfd that was handed over: several regions may share it.
+    /// The channel of a userfaultfd that another process handed over; several regions may share it.
     fn adopt_channel(&self, table: &Table, uffd: &Arc<Userfaultfd>, pages: u64) -> Served {
         let is_same = |channel: &&Arc<Channel>| Arc::ptr_eq(&channel.uffd, uffd);
         let known = table.channels().iter().find(is_same);
@@ -215,13 +215,13 @@ impl Pager {
                     start: span.start,
                     bytes: span.bytes(),
                 };
-                // If this cannot be done, nothing can.
+                // If this wake-up fails, other ioctls would fail as well.
                 let woken = served.channel.uffd.wake(range);
                 woken.map_err(|source| AddError::NotReady { source })?;
             }
             let added = served.channel.add(span, || {
-                // The messages of a userfaultfd that serves other regions already may be read at any
-                // moment. They are looked up in the table, and an event tells of a page only once.
+                // If the userfaultfd already serves other regions, its messages may be read at any
+                // moment. They are looked up in the table, and an event reports each page only once.
                 if region.target.local().is_none() {
                     self.set_table(table.with(Arc::clone(region)));
                 }
@@ -233,11 +233,11 @@ impl Pager {
                     start: span.start,
                     bytes: span.bytes(),
                 };
-                // SAFETY: register requires memory that is the caller's and stays mapped for as long
-                // as the userfaultfd is open, and that nobody relies on its zeroes. It is the guest
+                // SAFETY: register requires memory that is the caller's and stays mapped for as long as
+                // the userfaultfd is open, and that no code relies on its zeroes. It is the guest
                 // mapping of a Region that the paged region keeps; the region's pages are unregistered
-                // before that is dropped (close_region), and a Region promises nothing about what its
-                // pages hold.
+                // before that is dropped (close_region), and a Region promises nothing about the
+                // content of its pages.
                 unsafe { served.channel.uffd.register(range, region.mode) }?;
                 region.count_registered();
             }
@@ -252,7 +252,7 @@ impl Pager {
     }
 }
 
-/// Whether what this process's memory holds is what its mode needs.
+/// Checks that the existing content of this process's memory suits the mode.
 fn check_content(region: &PagedRegion, local: &Region) -> Result<(), AddError> {
     match (region.mode, &region.supply) {
         (Mode::Missing, _) if !region.trusts_existing => {
@@ -262,7 +262,7 @@ fn check_content(region: &PagedRegion, local: &Region) -> Result<(), AddError> {
         }
         (Mode::Minor, Supply::PageCache(Holes::AreMissing)) => {
             let hole = local.first_hole().map_err(AddError::Content)?;
-            // A page that was lost before has no content, and needs none.
+            // A page that was lost before needs no content.
             let is_lost = |page| {
                 let gpa = region.gpa_of(page);
                 let lost = region.lost.iter().any(|range| range.contains(gpa));
@@ -277,9 +277,9 @@ fn check_content(region: &PagedRegion, local: &Region) -> Result<(), AddError> {
     Ok(())
 }
 
-/// MISSING mode copies into pages that the file of somebody else's memory has not: those that it has
-/// would never fault. (Pages that are reserved in a part of a file are not found: the owner must not
-/// hand such memory over.)
+/// Checks that the file of foreign memory lacks the pages that MISSING mode is to copy: pages in the
+/// file would never fault. (Reserved pages in a part of a file are not detected: the owner must not
+/// hand over such memory.)
 fn check_file(region: &PagedRegion) -> Result<(), AddError> {
     if region.mode == Mode::Minor || region.trusts_existing {
         return Ok(());
@@ -321,7 +321,7 @@ fn check(config: &RegionConfig) -> Result<(), AddError> {
     }
 }
 
-/// The region's home gpas, which no other region has.
+/// The region's range of home gpas, which must not overlap another region's.
 fn check_place(
     table: &Table,
     gpa: GuestAddress,
@@ -329,7 +329,7 @@ fn check_place(
     page_size: PageSize,
 ) -> Result<GuestRange, AddError> {
     let bad = |_| AddError::BadRange { gpa, bytes };
-    // A region's gpas need not be aligned to its pages, as a foreign region may have none.
+    // A region's gpas need not be aligned to its pages: a foreign region may have no gpas of its own.
     let range = GuestRange::new(gpa, bytes).map_err(bad)?;
     if !page_size.divides(bytes) {
         return Err(AddError::BadRange { gpa, bytes });
@@ -348,7 +348,7 @@ fn check_place(
     Ok(range)
 }
 
-/// The features that a region needs.
+/// The userfaultfd features that a region needs.
 fn features(backing: Backing, mode: Mode) -> Features {
     let missing = match backing {
         Backing::Anonymous => return Features::NONE,
@@ -363,7 +363,7 @@ fn features(backing: Backing, mode: Mode) -> Features {
     missing | minor
 }
 
-/// The runs of pages that the ranges of a layout are, in their order.
+/// The runs of pages of a layout's ranges, in ascending order.
 fn runs(region: &Region, ranges: &[GuestRange]) -> Result<Vec<PageRange>, AddError> {
     let mut runs = Vec::with_capacity(ranges.len());
     for &range in ranges {
@@ -387,7 +387,7 @@ fn runs(region: &Region, ranges: &[GuestRange]) -> Result<Vec<PageRange>, AddErr
     Ok(runs)
 }
 
-/// The pages of `region` that `range` is; `None` if it is not whole pages of it.
+/// The pages of `region` in `range`; `None` if `range` is not whole pages of it.
 fn pages_of(region: &Region, range: GuestRange) -> Option<PageRange> {
     let page_size = region.page_size();
     let offset = range.start().offset_from(region.gpa())?;

@@ -1,4 +1,4 @@
-//! Content that has arrived: it is claimed, installed and settled, as far as it is still wanted.
+//! Content that has arrived: claimed, installed and settled, as far as its pages are still missing.
 
 use pagetide_memory::{PageIndex, PageRange, Removal};
 
@@ -8,50 +8,51 @@ use crate::install::{Body, Installed, Installer, MAX_TRIES, Sleepers, wake};
 use crate::pager::Pager;
 use crate::region::PagedRegion;
 
-/// What became of content that arrived.
+/// The result of an arrival.
 #[derive(Debug)]
 pub(crate) enum Arrived {
-    /// The page that was wanted most was claimed here, with this result.
+    /// The page that the fault needs was claimed here, with this result.
     Wanted(Installed),
-    /// What was still missing is installed. The page that was wanted most, if any, was not missing
-    /// any more.
+    /// All pages that were still missing are installed. The page that the fault needs, if any, was not
+    /// among them.
     Others,
 }
 
-/// Whom content is installed for.
+/// The reason for an installation.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum For {
-    /// A fault on this page, whose thread sleeps or not.
+pub(crate) enum Purpose {
+    /// A fault on this page, whose thread may sleep.
     Fault(PageIndex, Sleepers),
-    /// Those who were left to the installer, if there are any.
+    /// Threads that may have left their wake-ups to the installer.
     Waiters,
-    /// Nobody yet.
-    Nobody,
+    /// No access yet: prefetch, or a push.
+    Ahead,
 }
 
-/// Installs `content` in those of `pages` that are Absent or Requested. Pages that are there already,
-/// were given up or are lost keep what they have.
+/// Installs `content` in those of `pages` that are Absent or Requested. Pages that are present, removed
+/// or poisoned stay unchanged.
 ///
-/// Returns at the first run that cannot be installed; the pages behind it are as they were.
+/// Returns at the first run that cannot be installed; the pages after it are unchanged.
 pub(crate) fn arrive(
     pager: &Pager,
     region: &PagedRegion,
     counters: &mut Counters,
     pages: PageRange,
     content: Body<'_>,
-    whom: For,
+    purpose: Purpose,
 ) -> Result<Arrived, InstallFailure> {
-    let (wanted, sleepers) = match whom {
-        For::Fault(page, sleepers) => (Some(page), sleepers),
-        For::Waiters => (None, Sleepers::Unlikely),
-        // Before population, which may wait for a slot update, and that for whoever sleeps here.
-        For::Nobody => (None, Sleepers::Some),
+    let (wanted, sleepers) = match purpose {
+        Purpose::Fault(page, sleepers) => (Some(page), sleepers),
+        Purpose::Waiters => (None, Sleepers::Unlikely),
+        // Wake before populating: population may wait for a slot update, which may wait for a thread
+        // that sleeps here.
+        Purpose::Ahead => (None, Sleepers::Some),
     };
     let mut result = Arrived::Others;
     let mut rest = pages;
     let mut put_off = 0;
     while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
-        let order = served.channel.order();
+        let lock = served.channel.lock_installs();
         let part = rest.intersection(served.pages);
         let Some(claim) = region.map.claim_arrived(part) else {
             (_, rest) = rest.split_at(part.count());
@@ -66,27 +67,28 @@ pub(crate) fn arrive(
         let mut installer = Installer {
             region,
             served,
-            order: &order,
+            lock: &lock,
             counters,
             sleepers,
-            ahead: matches!(whom, For::Nobody).then_some(pager),
+            ahead: matches!(purpose, Purpose::Ahead).then_some(pager),
         };
         let installed = installer.install(claim, body, wanted);
         let failed = !matches!(installed, Ok(Installed::Piece(_)));
         if failed && is_left {
-            // The wakes that were left to this claim are given: whoever sleeps faults again.
-            wake(region, served, &order, counters, run);
+            // Issue the wake-ups that were left to this claim: sleeping threads fault again.
+            wake(region, served, &lock, counters, run);
         }
-        drop(order);
-        // Nothing is mapped in a page that is lost.
+        drop(lock);
+        // A lost page is not mapped.
         let is_mapped = !failed && body != Body::Poisoned;
-        if is_mapped && served.channel.has_events && matches!(whom, For::Nobody) {
+        if is_mapped && served.channel.has_events && matches!(purpose, Purpose::Ahead) {
             pager.populate(region, run, counters);
         }
         match installed? {
             Installed::EventsFirst => {
                 put_off += 1;
-                // A process that does nothing but discard must not hold up whoever brings its content.
+                // A process that keeps discarding memory must not block the thread that delivers its
+                // content.
                 if put_off == MAX_TRIES {
                     return Err(InstallFailure::Busy { tries: put_off });
                 }
@@ -99,7 +101,7 @@ pub(crate) fn arrive(
                 if is_gone || wanted == Some(page) {
                     return Ok(Arrived::Wanted(Installed::Unmapped { page, is_gone }));
                 }
-                // What lies behind it may be mapped.
+                // The pages after it may still be mapped.
                 let done = page.0 + 1 - rest.first().0;
                 (_, rest) = rest.split_at(done);
                 continue;
@@ -114,7 +116,7 @@ pub(crate) fn arrive(
 }
 
 impl Pager {
-    /// A page was found to be mapped no longer: what arrives for it is dropped.
+    /// Records that a page is not mapped any more, so that content for it is dropped.
     pub(crate) fn unmapped(&self, region: &PagedRegion, page: PageIndex, is_gone: bool) {
         if is_gone && region.close() {
             self.notify(crate::Notice::ProcessGone { region: region.id });
@@ -123,16 +125,16 @@ impl Pager {
             && wanted.is_wanted()
             && let Some(served) = region.served(page)
         {
-            let order = served.channel.order();
+            let lock = served.channel.lock_installs();
             let mut counters = Counters::default();
             wake(
                 region,
                 served,
-                &order,
+                &lock,
                 &mut counters,
                 PageRange::single(page),
             );
-            drop(order);
+            drop(lock);
             self.count(&counters);
         }
     }
@@ -148,9 +150,9 @@ mod tests {
     use super::*;
     use crate::{Contents, PatternSource, RegionConfig};
 
-    /// A successor, or whoever poisons what is missing, must find the page as it was.
+    /// A successor, or the code that poisons missing pages, must find the page's earlier state.
     #[test]
-    fn content_for_a_region_that_closes_leaves_the_page_missing() {
+    fn content_for_a_closing_region_leaves_the_page_missing() {
         if let Err(error) = Userfaultfd::available() {
             println!("SKIP: {error}");
             return;
@@ -165,8 +167,8 @@ mod tests {
         region.close();
         let mut counters = Counters::default();
         let pages = PageRange::new(PageIndex(2), 3);
-        let whom = For::Waiters;
-        arrive(&pager, region, &mut counters, pages, Body::Zero, whom).unwrap();
+        let purpose = Purpose::Waiters;
+        arrive(&pager, region, &mut counters, pages, Body::Zero, purpose).unwrap();
         for page in pages.iter() {
             assert_eq!(region.map.state(page), Some(PageState::Absent));
         }

@@ -1,4 +1,4 @@
-//! Sources that block, adapted by threads.
+//! Adapts sources that block, by a pool of threads.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,16 +12,16 @@ use crate::fault::RegionId;
 use crate::requests::RequestId;
 use crate::source::{Content, Filled, Request, Source, SourceError};
 
-/// Content that takes its time: a file, a network.
+/// A source whose reads block: a file, a network.
 pub trait BlockingSource: Send + Sync {
     /// Fills `buffer`, whole pages of the region, with the content from `offset_bytes` on.
     ///
     /// # Errors
-    /// The engine asks again by the region's [`crate::RetryPolicy`].
+    /// The engine retries by the region's [`crate::RetryPolicy`].
     fn read(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError>;
 }
 
-/// Which bytes are asked for.
+/// The requested bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadAt {
     /// The region.
@@ -30,16 +30,16 @@ pub struct ReadAt {
     pub offset_bytes: u64,
     /// The first byte's home gpa.
     pub gpa: GuestAddress,
-    /// Whether somebody waits.
+    /// Whether a thread waits for them.
     pub urgency: Urgency,
 }
 
-/// How many threads a [`Pool`] has.
+/// The number of threads of a [`Pool`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolConfig {
-    /// Threads that take any request, urgent ones first.
+    /// Threads that serve any request, urgent ones first.
     pub shared_threads: usize,
-    /// Threads that take urgent requests only, so that no urgent request waits for a bulk one.
+    /// Threads that serve only urgent requests, so that no urgent request waits for a bulk read.
     pub urgent_threads: usize,
 }
 
@@ -52,10 +52,10 @@ impl Default for PoolConfig {
     }
 }
 
-/// Threads that make a [`Source`] of a [`BlockingSource`].
+/// A pool of threads that adapts a [`BlockingSource`] to a [`Source`].
 ///
-/// Dropping it fails the requests that wait and leaves its threads to end by themselves, after the
-/// reads that they are in: a read that hangs holds up nobody.
+/// Dropping it fails the waiting requests. Its threads end by themselves after their current reads, so
+/// a read that hangs does not block the drop.
 pub struct Pool {
     shared: Arc<Shared>,
     _threads: Vec<JoinHandle<()>>,
@@ -76,11 +76,11 @@ struct Queues {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queues> {
-        // Nothing panics under the lock.
+        // No code panics under the lock.
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next request for a thread; `None` when the pool is gone.
+    /// The next request for a thread; `None` after the pool was dropped.
     fn take(&self, least: Urgency) -> Option<Request> {
         let mut queues = self.lock();
         loop {
@@ -109,7 +109,7 @@ impl Shared {
                 continue;
             };
             if buffer.len() < bytes && buffer.try_reserve_exact(bytes - buffer.len()).is_err() {
-                // Dropped: it counts as failed.
+                // Dropping the request fails it.
                 continue;
             }
             buffer.resize(bytes, 0);
@@ -119,7 +119,7 @@ impl Shared {
                 gpa: request.gpa(),
                 urgency: request.urgency(),
             };
-            // A source's own code, whose panic is not ours.
+            // A panic of the source is caught and reported as a failure.
             let read = catch_unwind(AssertUnwindSafe(|| self.source.read(at, &mut buffer)));
             match read {
                 Ok(Ok(Filled::Bytes)) => request.complete(Content::Bytes(&buffer)),
@@ -182,7 +182,8 @@ impl Source for Pool {
             Urgency::Bulk => queues.bulk.push_back(request),
         }
         drop(queues);
-        // All: the one thread that a single notification wakes may not take this request's class.
+        // All threads, because a single notification might wake a thread that does not serve this
+        // class.
         self.shared.more.notify_all();
     }
 

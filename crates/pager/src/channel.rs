@@ -1,21 +1,22 @@
-//! A userfaultfd, and which pages it serves where.
+//! A userfaultfd and the addresses of the pages that it serves.
 //!
 //! # The order of events
 //!
-//! A process that discards memory tells so first: it waits until its REMOVE event was read, and then
-//! drops its mappings. One that unmaps or moves memory changes its mappings first, and then waits until
-//! its UNMAP or REMAP event was read. From before the first of the two until after the event was read,
-//! the kernel refuses to install (EAGAIN). So content that is installed after the event was read could
-//! land on a page that was given up. The rule that excludes it:
+//! A process that discards memory reports this first: it waits until its REMOVE event was read, and
+//! then removes its mappings. A process that unmaps or moves memory changes its mappings first, and
+//! then waits until its UNMAP or REMAP event was read. From before the first of the two steps until
+//! after the event was read, the kernel refuses to install (EAGAIN). Without further measures, content
+//! that is installed after the event was read could therefore land on a discarded page. The following
+//! rule excludes it:
 //!
-//! - Pages that a userfaultfd with events serves are claimed and installed under the channel's lock,
-//!   held for reading ([`Channel::order`]).
-//! - Events are read, and the page map and the places of pages changed, under the same lock held for
-//!   writing ([`Channel::read`]).
+//! - Pages of a userfaultfd with events are claimed and installed under the channel's lock, held for
+//!   reading ([`Channel::lock_installs`]).
+//! - Events are read, and the page map and the addresses of pages changed, under the same lock, held
+//!   for writing ([`Channel::read`]).
 //!
-//! An installation therefore comes wholly before an event was read, and what it installed is discarded
-//! with the rest; or after, and finds the page Removed. An installer that gets EAGAIN gives its claim and
-//! the lock back, reads the event itself, and looks again.
+//! An installation thus either precedes the reading of an event, and the event discards the installed
+//! page; or follows it, and finds the page Removed. An installer that gets EAGAIN gives up its claim
+//! and the lock, reads the event itself, and retries.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -25,7 +26,7 @@ use pagetide_uapi::userfaultfd::{Event, EventBuffer, Features, PageFault, ReadEr
 
 use crate::fault::RegionId;
 
-/// Pages of one region that lie one behind the other in the memory that faults.
+/// Pages of one region that are contiguous in the address space that faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
     /// The address of the first page.
@@ -44,7 +45,7 @@ impl Span {
         self.start.saturating_add(self.bytes())
     }
 
-    /// The part of the span that lies in `start..end`, whole pages.
+    /// The part of the span in `start..end`, in whole pages.
     pub(crate) fn part(&self, start: u64, end: u64) -> Option<Self> {
         let from = start.max(self.start) - self.start;
         let to = end.min(self.end()).checked_sub(self.start)?;
@@ -60,7 +61,7 @@ impl Span {
     }
 }
 
-/// What a read of a channel gave: faults, and how many messages there were.
+/// The size of one read: the number of messages, and whether the buffer is full.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     pub(crate) messages: usize,
@@ -71,27 +72,27 @@ pub(crate) struct Batch {
 #[derive(Debug)]
 pub(crate) struct Channel {
     pub(crate) uffd: Arc<Userfaultfd>,
-    /// Its number at the poller.
+    /// The channel's number at the poller.
     pub(crate) token: u64,
-    /// Whether it may tell of memory that is discarded, unmapped or moved.
+    /// Whether it may report memory that is discarded, unmapped or moved.
     pub(crate) has_events: bool,
     /// Sorted by address, without overlap.
     spans: RwLock<Vec<Span>>,
-    /// Faults that were read by a thread that looked for events.
+    /// Faults that a thread read while it looked for events.
     pending: Mutex<VecDeque<PageFault>>,
-    /// A successor reads the messages. Held for reading by whoever reads messages.
+    /// A successor reads the messages. Held for reading while a thread reads messages.
     is_handed_over: RwLock<bool>,
 }
 
-/// The right to claim and install pages of a channel with events. Nothing for others.
+/// The right to claim and install pages of a channel with events; for other channels there is no lock.
 #[derive(Debug)]
-pub(crate) struct Order<'c> {
+pub(crate) struct InstallLock<'c> {
     spans: Option<RwLockReadGuard<'c, Vec<Span>>>,
 }
 
-impl Order<'_> {
-    /// Where `pages` start, and how many of them lie there one behind the other. `None` if the first
-    /// is not mapped anywhere.
+impl InstallLock<'_> {
+    /// The address of the first of `pages`, and the pages that follow it contiguously. `None` if the
+    /// first is not mapped.
     pub(crate) fn find(&self, region: RegionId, pages: PageRange) -> Option<(u64, PageRange)> {
         let spans = self.spans.as_ref()?;
         let span = spans
@@ -122,8 +123,8 @@ impl Channel {
         }
     }
 
-    /// Has the channel serve `span` as well; the address where it overlaps another, if it does. Calls
-    /// `begin` before anybody can find the span.
+    /// Adds `span` to the channel; fails with the first shared address if it overlaps another span.
+    /// Calls `begin` before any thread can find the span.
     pub(crate) fn add(&self, span: Span, begin: impl FnOnce()) -> Result<(), u64> {
         let mut spans = self.lock_spans();
         let overlaps = |other: &&Span| other.start < span.end() && span.start < other.end();
@@ -136,38 +137,38 @@ impl Channel {
         Ok(())
     }
 
-    /// Has the channel serve nothing of `region` any more. Returns whether anything else is left.
+    /// Removes the spans of `region`. Returns whether other spans remain.
     pub(crate) fn remove(&self, region: RegionId) -> bool {
         let mut spans = self.lock_spans();
         spans.retain(|span| span.region != region);
         !spans.is_empty()
     }
 
-    /// Leaves the messages to a successor, or takes that back. Afterwards nobody reads one here: what
-    /// is told from now on, nobody but the successor must take for known.
+    /// Leaves the messages to a successor, or reverts that. Afterwards no thread here reads a message,
+    /// so that none is lost to the successor.
     pub(crate) fn set_handed_over(&self, is_handed_over: bool) {
         let locked = self.is_handed_over.write();
         *locked.unwrap_or_else(PoisonError::into_inner) = is_handed_over;
     }
 
-    /// Where the pages of `region` are now.
+    /// The current addresses of `region`'s pages.
     pub(crate) fn spans_of(&self, region: RegionId) -> Vec<Span> {
         let spans = self.spans.read().unwrap_or_else(PoisonError::into_inner);
         let of_region = spans.iter().filter(|span| span.region == region);
         of_region.copied().collect()
     }
 
-    /// To be held from before a claim to after its installation.
+    /// Locks the channel for an installation, from before the claim until after the installation.
     #[inline]
-    pub(crate) fn order(&self) -> Order<'_> {
+    pub(crate) fn lock_installs(&self) -> InstallLock<'_> {
         let spans = self
             .has_events
             .then(|| self.spans.read().unwrap_or_else(PoisonError::into_inner));
-        Order { spans }
+        InstallLock { spans }
     }
 
     fn lock_spans(&self) -> RwLockWriteGuard<'_, Vec<Span>> {
-        // Whoever panicked with the lock has left whole spans: they are replaced, not edited.
+        // Spans are replaced as whole values, so a panic under the lock leaves valid spans.
         self.spans.write().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -186,7 +187,7 @@ impl Channel {
             .then(|| (span.region, PageIndex(span.pages.first().0 + offset)))
     }
 
-    /// Reads messages: faults go to `faults`, events to `apply`, which is given the places of pages to
+    /// Reads messages: appends faults to `faults`, and calls `apply` with each event and the spans to
     /// change, before any later message is read.
     pub(crate) fn read(
         &self,
@@ -225,13 +226,13 @@ impl Channel {
         Ok(Batch { messages, is_full })
     }
 
-    /// Keeps faults for whoever reads next.
-    pub(crate) fn keep(&self, faults: impl IntoIterator<Item = PageFault>) {
+    /// Stores faults for the next reader.
+    pub(crate) fn defer(&self, faults: impl IntoIterator<Item = PageFault>) {
         self.lock_pending().extend(faults);
     }
 
-    /// Whether faults are kept.
-    pub(crate) fn has_kept(&self) -> bool {
+    /// Whether there are stored faults.
+    pub(crate) fn has_deferred(&self) -> bool {
         self.has_events && !self.lock_pending().is_empty()
     }
 }
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_whole_pages() {
+    fn a_part_consists_of_whole_pages() {
         assert_eq!(part(0, u64::MAX), Some((0x10_0000, 4, 8)));
         assert_eq!(part(0x10_1000, 0x10_3000), Some((0x10_1000, 5, 2)));
         assert_eq!(part(0x10_1001, 0x10_3fff), Some((0x10_2000, 6, 1)));
@@ -276,21 +277,21 @@ mod tests {
         }
     }
 
-    /// A message that is read meanwhile finds the region only when the table has it.
+    /// A message that is read meanwhile is handled only if the table has the region.
     #[test]
-    fn what_must_come_before_a_span_is_found_comes_before() {
+    fn begin_runs_before_a_span_can_be_found() {
         let Some(channel) = channel() else {
             return;
         };
         let found = |channel: &Channel| {
             let spans = channel.spans.try_read();
-            // With the lock held for writing nobody finds anything.
+            // While the lock is held for writing, no thread finds a span.
             spans.is_ok_and(|spans| spans.contains(&SPAN))
         };
         let mut begun = false;
         channel
             .add(SPAN, || {
-                assert!(!found(&channel), "it is found already");
+                assert!(!found(&channel), "the span can already be found");
                 begun = true;
             })
             .unwrap();
@@ -300,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_begun_for_a_span_that_overlaps_another() {
+    fn begin_does_not_run_for_an_overlapping_span() {
         let Some(channel) = channel() else {
             return;
         };

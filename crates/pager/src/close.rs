@@ -1,4 +1,4 @@
-//! The end of a region: nothing that was missing reads as zeroes afterwards.
+//! The end of a region: missing pages do not read as zeroes afterwards.
 
 use std::sync::Arc;
 
@@ -12,19 +12,20 @@ use crate::install::{MAX_TRIES, Mark, mark_poisoned, wake};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served};
 
-/// A region on its way to another pager, in this process or in another.
+/// A region that is handed to another pager, in this process or another.
 #[derive(Debug)]
 pub struct Exported {
-    /// Which pages are there, were given up or are lost. All others are missing.
+    /// The settled pages. All others are missing.
     pub image: PageMapImage,
     /// The userfaultfd that serves the region, for [`crate::RegionConfig::foreign`]. To hand it to
     /// another process, send its descriptor.
     pub uffd: Arc<Userfaultfd>,
-    /// Where the region's pages are now in the other process, which may have moved or unmapped some.
+    /// The current addresses of the region's pages in the other process, which may have moved or
+    /// unmapped some.
     pub parts: Vec<ExportedPart>,
 }
 
-/// Pages that lie one behind the other.
+/// Pages that are contiguous in the other process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportedPart {
     /// The address of the first page in the other process.
@@ -34,11 +35,11 @@ pub struct ExportedPart {
 }
 
 impl Pager {
-    /// Ends the paging of a region. Whoever waits for one of its pages goes on: an exit with an error,
-    /// a thread in the userfaultfd with SIGBUS, since pages that are missing still are poisoned first.
-    /// So stop the VM first, unless all pages are there.
+    /// Ends the paging of a region. Threads that wait for one of its pages resume: an exit with an
+    /// error, a thread in the userfaultfd with SIGBUS, because missing pages are poisoned first. Stop
+    /// the VM before this call unless all pages are present.
     ///
-    /// The region's memory stays mapped until the last thread that works on it is done.
+    /// The region's memory stays mapped until the last thread that works on it has finished.
     ///
     /// # Errors
     /// [`RegionChangeError::NoSuchRegion`].
@@ -53,13 +54,13 @@ impl Pager {
         Ok(())
     }
 
-    /// Ends the paging of a foreign region here, for a successor to go on. Nothing is poisoned; whoever
-    /// waits for a page faults again, and the successor reads those faults. From the first export on
-    /// this pager reads nothing from that userfaultfd. So regions that share one go together: export
-    /// all of them before the successor serves the first.
+    /// Ends the paging of a foreign region here, so that a successor can continue. Nothing is poisoned;
+    /// threads that wait for a page fault again, and the successor reads these faults. From the first
+    /// export on, this pager reads no message from that userfaultfd. Regions that share one must
+    /// therefore be handed over together: export all of them before the successor serves the first.
     ///
     /// # Errors
-    /// [`ExportError`]; the region goes on then.
+    /// [`ExportError`]; the region continues then.
     pub fn export(&self, id: RegionId) -> Result<Exported, ExportError> {
         let _edit = self.lock_edit();
         let table = self.table();
@@ -75,15 +76,15 @@ impl Pager {
             return Err(ExportError::NoSuchRegion { region: id });
         };
         region.close();
-        // Messages that were read are applied, for which the region must be in the table, and no
-        // thread that was told of messages before takes what the successor needs to know.
+        // Messages that were read are applied, which needs the region in the table; and no thread
+        // consumes a message that the successor needs.
         served.channel.set_handed_over(true);
         self.cancel_all(region);
         self.set_table(table.without(id));
         let uffd = Arc::clone(&served.channel.uffd);
         let spans = served.channel.spans_of(id);
         self.leave_channels(region);
-        // Installations that had begun are finished: after this no page changes any more.
+        // Installations in progress are finished: after this no page changes any more.
         self.withdraw(region, region.all_pages());
         self.settle_installing(region);
         region.map.notify_all();
@@ -94,7 +95,7 @@ impl Pager {
                 start: span.start,
                 bytes: span.bytes(),
             };
-            // It fails if nothing is mapped there any more.
+            // Fails if the range is not mapped any more.
             let _ = uffd.wake(range);
             parts.push(ExportedPart {
                 start: span.start,
@@ -104,28 +105,29 @@ impl Pager {
         Ok(Exported { image, uffd, parts })
     }
 
-    /// Ends everything that goes on in a region, and poisons what is missing.
+    /// Ends all activity in a region, and poisons the missing pages.
     pub(crate) fn close_region(&self, region: &PagedRegion) {
         region.close();
         self.cancel_all(region);
         self.settle_installing(region);
-        // Again, if an installation that began before it saw the end has given its pages back since.
+        // Repeated, in case an installation that began before it saw the end has given its pages back
+        // since.
         while region.map.next_unsettled(region.all_pages()).is_some() {
             self.settle_installing(region);
             self.poison_missing(region);
         }
         region.map.notify_all();
         if region.target.local().is_none() {
-            // A local region's sleepers are woken as it is unregistered. Here their messages may be unread,
-            // and nobody reads them for this region any more.
+            // Unregistering a local region wakes its sleeping threads. Here their messages may be
+            // unread, and no thread will read them for this region.
             self.wake_all(region);
         }
         let all_marked = self.all_marked(region);
         self.leave_channels(region);
         if !all_marked {
-            // This kernel cannot mark pages as lost, or would not. As long as the userfaultfds are open and the memory
-            // registered, whoever touches such a page sleeps, and does not read zeroes: so they stay
-            // open until the process ends.
+            // This kernel cannot mark some pages as lost, or refused to. While the userfaultfds are
+            // open and the memory is registered, a thread that touches such a page sleeps and does not
+            // read zeroes; they therefore stay open until the process ends.
             tracing::error!(
                 region = region.id.0,
                 "lost pages cannot be poisoned: their userfaultfds stay open"
@@ -137,15 +139,14 @@ impl Pager {
         }
         if let Some(local) = region.target.local() {
             for (served, range) in local_ranges(region) {
-                // It fails if the memory is not mapped any more, and then nothing is registered.
+                // Fails if the memory is not mapped any more; then nothing is registered either.
                 let _ = served.channel.uffd.unregister(range);
             }
             local.end_paging();
         }
     }
 
-    /// What a failed [`Pager::add`] has begun. Nobody has used the region: its pages may read as they
-    /// did before.
+    /// Undoes a failed [`Pager::add`]. The region was never used, so its pages may read as before.
     pub(crate) fn undo(&self, region: &PagedRegion) {
         region.close();
         self.leave_channels(region);
@@ -157,14 +158,14 @@ impl Pager {
         }
     }
 
-    /// Has everybody who sleeps in a region fault again.
+    /// Wakes all threads that sleep in a region, so that they fault again.
     pub(crate) fn wake_all(&self, region: &PagedRegion) {
         let mut counters = Counters::default();
         for served in &region.served {
             wake(
                 region,
                 served,
-                &served.channel.order(),
+                &served.channel.lock_installs(),
                 &mut counters,
                 served.pages,
             );
@@ -180,14 +181,14 @@ impl Pager {
         }
     }
 
-    /// Waits for installations that have begun. They take as long as a few system calls.
+    /// Waits for installations in progress, which take a few system calls.
     fn settle_installing(&self, region: &PagedRegion) {
         while region.map.counts().installing > 0 {
             std::thread::yield_now();
         }
     }
 
-    /// Poisons every page that is missing: in the page map, and where it would be mapped.
+    /// Poisons every missing page: in the page map, and in the memory that faults.
     pub(crate) fn poison_missing(&self, region: &PagedRegion) {
         let mut rest = region.all_pages();
         while let Some((page, _)) = region.map.next_unsettled(rest) {
@@ -207,8 +208,8 @@ impl Pager {
         }
     }
 
-    /// Takes away what something else than the pager has mapped in pages that are missing: it is not
-    /// their content, and a mark is only put where nothing is mapped.
+    /// Removes mappings of missing pages that were not made by the pager: they do not have the pages'
+    /// content, and UFFDIO_POISON marks only unmapped pages.
     fn evict(&self, region: &PagedRegion, pages: PageRange) {
         let Some(local) = region.target.local().filter(|_| !region.may_exist()) else {
             return;
@@ -218,7 +219,8 @@ impl Pager {
         }
     }
 
-    /// Marks pages as poisoned, and wakes whoever sleeps there. Returns whether all could be marked.
+    /// Marks pages as poisoned, and wakes the threads that sleep there. Returns whether all pages could
+    /// be marked.
     pub(crate) fn poison_everywhere(&self, region: &PagedRegion, pages: PageRange) -> bool {
         let mut rest = pages;
         let mut all_marked = true;
@@ -232,9 +234,9 @@ impl Pager {
 
     fn mark(&self, region: &PagedRegion, served: &Served, pages: PageRange) -> bool {
         for _ in 0..MAX_TRIES {
-            let order = served.channel.order();
-            let mark = mark_poisoned(region, served, &order, pages);
-            drop(order);
+            let lock = served.channel.lock_installs();
+            let mark = mark_poisoned(region, served, &lock, pages);
+            drop(lock);
             match mark {
                 Mark::Made => return true,
                 Mark::EventsFirst => self.read_events(&served.channel),
@@ -244,14 +246,15 @@ impl Pager {
         false
     }
 
-    /// Whether every lost page is marked: those that could not be marked before are now, if they can.
+    /// Retries to mark lost pages that could not be marked. Returns whether every lost page is now
+    /// marked.
     fn all_marked(&self, region: &PagedRegion) -> bool {
         if !region.has_unmarked() {
             return true;
         }
         let is_poisoned = |&page: &PageIndex| region.map.state(page) == Some(PageState::Poisoned);
         let mut all_marked = true;
-        // Each one, also behind one that cannot be marked: whoever touches it gets SIGBUS then.
+        // Every page, also after a failure: an access to a marked page raises SIGBUS.
         for page in region.all_pages().iter().filter(is_poisoned) {
             all_marked &= self.poison_everywhere(region, PageRange::single(page));
         }
@@ -259,7 +262,7 @@ impl Pager {
     }
 }
 
-/// Which channel serves which addresses that the pager has registered.
+/// The addresses that the pager has registered, with their channels.
 fn local_ranges(region: &PagedRegion) -> impl Iterator<Item = (&Served, UserRange)> {
     let start = region.target.range().start().as_u64();
     region.registered().iter().map(move |served| {
@@ -282,7 +285,7 @@ mod tests {
 
     use super::*;
     use crate::PatternSource;
-    use crate::arrival::{For, arrive};
+    use crate::arrival::{Purpose, arrive};
     use crate::channel::{Channel, Span};
     use crate::install::Body;
     use crate::region::{Parts, Supply};
@@ -313,7 +316,7 @@ mod tests {
         let memory = Region::new(GuestAddress(0), bytes, Backing::Anonymous).unwrap();
         memory.begin_paging(ServiceAccess::Closed).unwrap();
         let range = UserRange::from(memory.guest());
-        // SAFETY: nobody relies on the memory's zeroes, and it stays mapped until the region closes.
+        // SAFETY: no code relies on the memory's zeroes, and it stays mapped until the region closes.
         unsafe { uffd.register(range, Mode::Missing) }.unwrap();
         let channel = Arc::new(Channel::new(uffd, pager.poller.next_token()));
         let span = Span {
@@ -336,7 +339,7 @@ mod tests {
             no_progress_limit: 5,
             can_poison,
             trusts_existing: false,
-            sink: None,
+            mapper: None,
             lost: PoisonMap::new(),
             target: Target::Local(Arc::new(memory)),
         });
@@ -346,10 +349,10 @@ mod tests {
 
     fn settle(pager: &Pager, region: &PagedRegion, pages: PageRange, body: Body<'_>) {
         let mut counters = Counters::default();
-        arrive(pager, region, &mut counters, pages, body, For::Waiters).unwrap();
+        arrive(pager, region, &mut counters, pages, body, Purpose::Waiters).unwrap();
     }
 
-    /// Closes a region of whose pages none is missing. Whether its userfaultfd is open afterwards.
+    /// Closes a region without missing pages. Returns whether its userfaultfd is open afterwards.
     fn is_open_after_close(pager: &Pager, region: PagedRegion) -> bool {
         settle(pager, &region, PAGES, Body::Zero);
         let uffd = Arc::downgrade(&region.served[0].channel.uffd);
@@ -358,7 +361,7 @@ mod tests {
         uffd.upgrade().is_some()
     }
 
-    /// Closing it would let the lost page read as zeroes.
+    /// Closing the userfaultfd would let the lost page read as zeroes.
     #[test]
     fn the_userfaultfd_of_a_lost_page_stays_open_where_the_kernel_cannot_mark_it() {
         for (can_poison, is_lost) in [(false, false), (false, true), (true, false), (true, true)] {
@@ -380,9 +383,9 @@ mod tests {
         }
     }
 
-    /// As after a process that discarded all the time has stopped doing so.
+    /// As after a process that kept discarding memory has stopped.
     #[test]
-    fn a_lost_page_that_could_not_be_marked_is_marked_as_its_region_closes() {
+    fn a_lost_page_that_could_not_be_marked_is_marked_when_its_region_closes() {
         let pager = Pager::new().unwrap();
         let Some(region) = region(&pager, true) else {
             return;

@@ -1,4 +1,4 @@
-//! What the owner of a region chooses when the region is added to a pager.
+//! The configuration of a region that is added to a pager.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -13,39 +13,39 @@ use crate::populate::Mapper;
 use crate::source::{LocalSource, Source};
 use crate::target::Memfd;
 
-/// How a region's memory is spread over userfaultfds. A reader thread serves all of them.
+/// The number of userfaultfds of a region's memory. A reader thread serves all of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum UffdLayout {
     /// One for the whole region.
     #[default]
     Single,
-    /// One for the whole region, which also tells when this process gives memory up by `madvise`
-    /// (`MADV_DONTNEED`, `MADV_REMOVE`) or unmaps it: the thread that does so waits until somebody
-    /// has served the pager's descriptor.
+    /// One for the whole region, which also reports when this process discards memory by `madvise`
+    /// (`MADV_DONTNEED`, `MADV_REMOVE`) or unmaps it: the thread that does so waits until the pager's
+    /// descriptor was served.
     WithEvents,
-    /// One for each of these ranges. Together they are the region, without overlap; each is whole
-    /// pages of it.
+    /// One for each of these ranges. Together they must cover the region without overlap; each consists
+    /// of whole pages of it.
     PerRange(Vec<GuestRange>),
 }
 
-/// What a hole in the page cache means for a region whose content is there.
+/// The meaning of a hole in the page cache, for a region whose content is there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Holes {
-    /// Content is missing: the region is refused. A hole that appears later fails the fault.
+    /// Content is missing: the region is refused. A fault on a hole that appears later fails.
     #[default]
     AreMissing,
-    /// The page is all zeroes, as in a sparse file.
+    /// The page is zero, as in a sparse file.
     AreZero,
 }
 
-/// Where a region's content comes from.
+/// The origin of a region's content.
 #[derive(Clone)]
 pub enum Contents {
-    /// It is in the page cache already (MINOR mode): pages are only mapped.
+    /// The content is already in the page cache (MINOR mode): pages are only mapped.
     PageCache(Holes),
-    /// It is computed, or read from memory, without blocking.
+    /// The content is computed, or read from memory, without blocking.
     Local(Arc<dyn LocalSource>),
-    /// It is requested, and arrives some time later.
+    /// The content is requested, and arrives later.
     Source(Arc<dyn Source>),
 }
 
@@ -59,12 +59,12 @@ impl std::fmt::Debug for Contents {
     }
 }
 
-/// How many bytes of a region may be requested and not yet answered, per class.
+/// The maximal number of bytes of a region that are requested and not answered, per class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InFlightLimits {
-    /// Requests that somebody waits for.
+    /// For requests that a thread waits for.
     pub urgent_bytes: u64,
-    /// Requests that prefetch makes.
+    /// For requests of prefetch.
     pub bulk_bytes: u64,
 }
 
@@ -78,22 +78,22 @@ impl Default for InFlightLimits {
     }
 }
 
-/// What follows when a source fails or does not answer.
+/// The reaction to a source that fails or does not answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RetryPolicy {
-    /// How long a source has to answer one request, from its submission. Then the request is
-    /// cancelled, and counts as failed.
+    /// The time limit for one request, from its submission. Then the request is cancelled, and counts
+    /// as failed.
     pub deadline: Duration,
-    /// How often a request fails before its region is stalled. At least 1.
+    /// The number of failures of a request that stall its region. At least 1.
     pub attempts: u32,
-    /// How long to wait after the first failure; twice as long after each further one.
+    /// The pause after the first failure; it doubles after each further failure.
     pub first_backoff: Duration,
-    /// The longest such wait.
+    /// The longest pause.
     pub longest_backoff: Duration,
 }
 
 impl Default for RetryPolicy {
-    /// An answer within 10 s, 5 attempts, waits from 100 ms to 5 s.
+    /// A limit of 10 s, 5 attempts, pauses from 100 ms to 5 s.
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(10),
@@ -104,7 +104,7 @@ impl Default for RetryPolicy {
     }
 }
 
-/// Which memory a region is.
+/// The memory of a region.
 #[derive(Debug)]
 pub(crate) enum Memory {
     Local {
@@ -121,7 +121,7 @@ pub(crate) enum Memory {
     },
 }
 
-/// One region of memory to page, and how.
+/// A region of memory to page, and its options.
 #[derive(Debug)]
 pub struct RegionConfig {
     pub(crate) memory: Memory,
@@ -134,19 +134,19 @@ pub struct RegionConfig {
     pub(crate) poison: PoisonMap,
     pub(crate) resume_from: Option<PageMapImage>,
     pub(crate) trusts_existing: bool,
-    pub(crate) sink: Option<SinkConfig>,
+    pub(crate) mapper: Option<MapperConfig>,
 }
 
-/// Who maps installed pages in stage 2, and from how many pages on a vCPU's thread does.
+/// The mapper for installed pages, and the smallest run that a vCPU's thread passes to it.
 #[derive(Clone)]
-pub(crate) struct SinkConfig {
-    pub(crate) sink: Arc<dyn Mapper>,
+pub(crate) struct MapperConfig {
+    pub(crate) mapper: Arc<dyn Mapper>,
     pub(crate) least_exit_pages: u64,
 }
 
-impl std::fmt::Debug for SinkConfig {
+impl std::fmt::Debug for MapperConfig {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SinkConfig")
+        f.debug_struct("MapperConfig")
             .field("least_exit_pages", &self.least_exit_pages)
             .finish_non_exhaustive()
     }
@@ -165,20 +165,20 @@ impl RegionConfig {
             poison: PoisonMap::new(),
             resume_from: None,
             trusts_existing: false,
-            sink: None,
+            mapper: None,
         }
     }
 
-    /// Memory of this process that [`Region`] made. The pager opens the userfaultfds.
+    /// Memory of this process that [`Region`] created. The pager opens the userfaultfds.
     pub fn local(region: Arc<Region>, mode: Mode, contents: Contents) -> Self {
         let layout = UffdLayout::Single;
         Self::new(Memory::Local { region, layout }, mode, contents)
     }
 
-    /// Memory of another process (or of this one, that something else mapped and registered):
-    /// `range` is its address range there, in pages of `page_size`, registered already in `mode`
-    /// with `uffd`, which that process handed over. Several regions may share one userfaultfd:
-    /// pass clones of the same `Arc`.
+    /// Memory of another process (or of this one, mapped and registered by other code): `range` is its
+    /// address range there, in pages of `page_size`. It is already registered in `mode` with `uffd`,
+    /// which that process handed over. Several regions may share one userfaultfd: pass clones of the
+    /// same `Arc`.
     pub fn foreign(
         uffd: &Arc<Userfaultfd>,
         range: HostRange,
@@ -197,14 +197,14 @@ impl RegionConfig {
         Self::new(memory, mode, contents)
     }
 
-    /// Memory of this process that something else than [`Region`] mapped, as a VMM does that has its
-    /// guest memory already; registered in `mode` with `uffd`, as for [`Self::foreign`]. The pager can
-    /// discard its pages and make them writable, which of another process's memory it cannot.
+    /// Memory of this process that other code than [`Region`] mapped, for VMMs with their own guest
+    /// memory; registered in `mode` with `uffd`, as for [`Self::foreign`]. The pager can discard its
+    /// pages and make them writable, which it cannot do for another process's memory.
     ///
     /// # Safety
     ///
-    /// The range is this process's own, stays mapped until the region was removed from the pager or
-    /// the pager was dropped, and nobody takes it for granted what its missing pages hold.
+    /// The range is this process's own and stays mapped until the region was removed from the pager or
+    /// the pager was dropped. No code relies on the content of its missing pages.
     pub unsafe fn mapped(
         uffd: &Arc<Userfaultfd>,
         range: HostRange,
@@ -219,8 +219,8 @@ impl RegionConfig {
         config
     }
 
-    /// The gpa of a foreign region's first byte: its home, by which [`crate::Pager::locate`] finds it.
-    /// A local region has its own.
+    /// The gpa of a foreign region's first byte: its home gpa, by which [`crate::Pager::locate`] finds
+    /// the region. A local region has its own.
     #[must_use]
     pub fn gpa(mut self, at: GuestAddress) -> Self {
         if let Memory::Foreign { gpa, .. } = &mut self.memory {
@@ -229,14 +229,14 @@ impl RegionConfig {
         self
     }
 
-    /// The file behind a foreign region. MINOR mode needs it: content is written there. In MISSING mode it
-    /// must have none of the region's pages, not even reserved ones (fallocate), which read as zeroes
-    /// and never fault.
+    /// The file of a foreign region. MINOR mode needs it, because content is written there. In MISSING
+    /// mode the file must contain none of the region's pages, not even reserved ones (fallocate), which
+    /// read as zeroes and never fault.
     ///
-    /// Whoever else has the file may truncate it, and then a write ends in SIGBUS. In a process that
-    /// takes memory from others, install a handler that ends such copies
-    /// ([`pagetide_memory::guard`]; `pagetide_kvm::Signals` has one): the write fails then and the
-    /// region stalls. Without a handler the process ends.
+    /// Another owner of the file may truncate it, and then a write raises SIGBUS. In a process that
+    /// takes memory from others, install a handler that ends such copies ([`pagetide_memory::guard`];
+    /// `pagetide_kvm::Signals` has one): the write then fails and the region stalls. Without a handler
+    /// the process ends.
     #[must_use]
     pub fn memfd(mut self, file: Memfd) -> Self {
         if let Memory::Foreign { memfd, .. } = &mut self.memory {
@@ -245,7 +245,7 @@ impl RegionConfig {
         self
     }
 
-    /// How a local region is spread over userfaultfds; one for everything unless stated.
+    /// The userfaultfds of a local region; one by default.
     #[must_use]
     pub fn userfaultfds(mut self, wanted: UffdLayout) -> Self {
         if let Memory::Local { layout, .. } = &mut self.memory {
@@ -254,68 +254,69 @@ impl RegionConfig {
         self
     }
 
-    /// How many pages a fault brings in at most: the aligned window of that many pages around it, as
-    /// far as its pages are absent and connected. A power of two up to 512; 1 unless stated.
+    /// The fault-around: the maximal number of pages that one fault installs. They are the absent pages
+    /// that form a run with the faulting page within the aligned window of this size. A power of two up
+    /// to 512; 1 by default.
     #[must_use]
     pub fn fault_around(mut self, pages: u64) -> Self {
         self.fault_around_pages = pages;
         self
     }
 
-    /// How often the same fault may come again in a row, each time at most a second later, on a page
-    /// that is present before that is an error; 1000 times unless stated.
+    /// The number of consecutive repetitions of one fault on a present page, each within a second of
+    /// the last, that count as an error; 1000 by default.
     #[must_use]
     pub fn no_progress_limit(mut self, times: NonZeroU32) -> Self {
         self.no_progress_limit = times;
         self
     }
 
-    /// Bounds what is requested of the source at a time.
+    /// Limits the bytes that are requested from the source at a time.
     #[must_use]
     pub fn in_flight_limits(mut self, limits: InFlightLimits) -> Self {
         self.limits = limits;
         self
     }
 
-    /// What follows when the source fails.
+    /// The reaction to failures of the source.
     #[must_use]
     pub fn retry_policy(mut self, policy: RetryPolicy) -> Self {
         self.retry = policy;
         self
     }
 
-    /// What of the region was lost before, in the VM's life on this host or on another: a page that
-    /// has lost bytes is poisoned from the start, and its content is never asked for. All of it must
-    /// be in the region ([`PoisonMap::lost_in`] gives that part of a VM's map).
+    /// The parts of the region that were lost before, on this host or another: a page with lost bytes
+    /// is poisoned from the start, and its content is never requested. All parts must lie in the region
+    /// ([`PoisonMap::lost_in`] returns the region's part of a VM's map).
     #[must_use]
     pub fn poison(mut self, lost: PoisonMap) -> Self {
         self.poison = lost;
         self
     }
 
-    /// Goes on where another pager ended: its page map, see [`crate::Pager::export`].
+    /// Continues from the page map of another pager, see [`crate::Pager::export`].
     #[must_use]
     pub fn resume_from(mut self, image: PageMapImage) -> Self {
         self.resume_from = Some(image);
         self
     }
 
-    /// A page that is mapped although the page map says that it is absent has its content. Without
-    /// it such a page fails its fault: something put it there that does not know the page map, and
-    /// its content cannot be trusted (a forked child's zero page, for instance).
+    /// Trusts that a page which is mapped, but Absent in the page map, has its content. By default
+    /// the fault on such a page fails: other code put it there, and its content cannot be trusted (it
+    /// may be a forked child's zero page).
     #[must_use]
     pub fn trust_existing_pages(mut self) -> Self {
         self.trusts_existing = true;
         self
     }
 
-    /// Has installed pages mapped in stage 2: what prefetch and readers install, always; what a
-    /// vCPU's own thread installs, from `least_exit_pages` pages on (a vCPU that waits for fewer
-    /// maps them cheaper by touching them).
+    /// Maps installed pages in stage 2: always those that prefetch and readers install; those that a
+    /// vCPU's own thread installs, for runs of at least `least_exit_pages` pages (for shorter runs, the
+    /// vCPU's own accesses are cheaper).
     #[must_use]
-    pub fn populate(mut self, sink: Arc<dyn Mapper>, least_exit_pages: u64) -> Self {
-        self.sink = Some(SinkConfig {
-            sink,
+    pub fn populate(mut self, mapper: Arc<dyn Mapper>, least_exit_pages: u64) -> Self {
+        self.mapper = Some(MapperConfig {
+            mapper,
             least_exit_pages,
         });
         self

@@ -1,4 +1,4 @@
-//! What a thread counts while it resolves faults.
+//! Counters of a thread that resolves faults.
 
 macro_rules! counters {
     ($(#[$what:meta])* $type:ident: $($(#[$doc:meta])* $name:ident),* $(,)?) => {
@@ -9,7 +9,7 @@ macro_rules! counters {
         }
 
         impl $type {
-            /// Adds what another thread counted.
+            /// Adds another thread's counts.
             pub fn add(&mut self, other: &Self) {
                 $(self.$name += other.$name;)*
             }
@@ -23,42 +23,41 @@ macro_rules! counters {
 }
 
 counters! {
-    /// What happened. Each thread counts for itself, in memory of its own; the sums are made when it
-    /// is done.
+    /// Counts of events. Each thread counts separately in its own memory; sums are computed at its end.
     Counters:
-    /// Faults delivered, by either way.
+    /// Faults, of both deliveries.
     faults,
     /// Faults delivered by a userfaultfd.
     messages,
-    /// Calls that installed something.
+    /// Calls that installed pages.
     installs,
     /// Pages installed.
     pages,
-    /// Of those, pages that a source answered were all zeroes.
+    /// Installed pages whose source reported zeroes.
     zero_pages,
-    /// Of the installed pages, those that no fault had asked for: prefetch did, or a peer pushed them.
+    /// Installed pages that no fault had requested: by prefetch or by a push.
     ahead_pages,
-    /// Pages that were to be installed and were mapped already (EEXIST).
+    /// Pages that were found mapped at installation (EEXIST).
     exists,
-    /// Calls that the kernel cut short (EAGAIN).
+    /// Calls that the kernel ended early (EAGAIN).
     again,
-    /// Pages whose content was found to be lost: by the source, or by an uncorrected error here.
+    /// Pages found to be lost: by the source, or by an uncorrected error here.
     poisoned,
-    /// Faults on pages that were requested, or that another thread was installing.
+    /// Faults on pages that were already requested, or that another thread was installing.
     lost_claims,
     /// Exits that waited for their page.
     waits,
-    /// Faults on pages that were present already.
+    /// Faults on pages that were already present.
     already_present,
     /// Pages whose mapping had been lost.
     reinstalls,
-    /// Pages that were given up and faulted on: they read as zeroes now.
+    /// Faults on discarded pages, which now read as zeroes.
     zeroed,
     /// Requests that faults made.
     requests,
-    /// Answers of sources that brought content.
+    /// Answers with content.
     answers,
-    /// Answers that came after their request was given up.
+    /// Answers that arrived after their request was cancelled.
     late_answers,
     /// Requests that failed, or were not answered in time.
     failed_requests,
@@ -66,17 +65,17 @@ counters! {
     populations,
     /// Bytes that these calls mapped.
     populated_bytes,
-    /// Pages that were populated because fast GUP could not take them.
+    /// Pages that were faulted in for an access because fast GUP could not take them.
     faulted_in,
     /// UFFDIO_WAKE calls.
     wakes,
     /// Reads of a userfaultfd.
     reads,
-    /// Of those, reads that found no message.
+    /// Reads without a message.
     empty_reads,
-    /// Times that a reader went to sleep.
+    /// Times that a reader slept.
     sleeps,
-    /// Times that prefetch gave way to faults.
+    /// Times that prefetch paused in favour of faults.
     yields,
 }
 
@@ -85,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_are_made_field_by_field() {
+    fn counts_are_added_field_by_field() {
         let mut sum = Counters {
             faults: 1,
             wakes: 2,

@@ -1,4 +1,4 @@
-//! Memory that its owner gives up, as a balloon does.
+//! Discarding memory, for example for a balloon.
 
 use pagetide_memory::{PageRange, Removal};
 
@@ -9,17 +9,17 @@ use crate::install::wake;
 use crate::pager::Pager;
 
 impl Pager {
-    /// Gives pages back to the host: when it returns, they read as zeroes, and content that arrives for
-    /// them is dropped. Writes to these pages that come while it runs are kept or lost. Poisoned pages
-    /// stay poisoned. Returns how many pages it gave up.
+    /// Returns pages to the host: after the call they read as zeroes, and content that arrives for them
+    /// is dropped. Concurrent writes to these pages are either preserved or lost. Poisoned pages stay
+    /// poisoned. Returns the number of discarded pages.
     ///
-    /// The order: each page is Removed in the page map first, waiting for its installation where one
-    /// has begun; then the memory is given back. A fault in between finds the page Removed, and what
-    /// it has mapped is taken away again with the rest.
+    /// The order: first each page becomes Removed in the page map, after waiting for an installation in
+    /// progress; then the memory is returned. A fault in between finds the page Removed, and the
+    /// mapping that it makes is removed with the rest.
     ///
     /// # Errors
-    /// [`DiscardError`]. If the memory could not be given back the pages are Removed all the same, and
-    /// may hold their former content.
+    /// [`DiscardError`]. If the memory could not be returned, the pages are Removed nevertheless, and
+    /// may have their previous content.
     pub fn discard(&self, id: RegionId, pages: PageRange) -> Result<u64, DiscardError> {
         let table = self.table();
         let region = table.region(id).filter(|region| !region.is_closed());
@@ -45,7 +45,7 @@ impl Pager {
                             wake(
                                 region,
                                 served,
-                                &served.channel.order(),
+                                &served.channel.lock_installs(),
                                 &mut counters,
                                 single,
                             );
@@ -63,7 +63,7 @@ impl Pager {
                 run = PageRange::new(run.first(), run.count() + 1);
                 continue;
             }
-            // Poison is not punched: the page would read as zeroes.
+            // Poisoned pages are not punched, because they would read as zeroes.
             if !run.is_empty() {
                 result = result.and(self.with_events_read(region, || region.target.punch(run)));
             }

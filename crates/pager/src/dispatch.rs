@@ -1,7 +1,7 @@
-//! Requests on their way to a source, and answers on their way back.
+//! The submission of requests to sources, and the handling of their answers.
 //!
-//! [`crate::requests`] decides; here it is done. No source is called, and nothing is installed, with
-//! the lock of a region's requests held.
+//! [`crate::requests`] decides, and this module acts. While it holds the lock of a region's requests,
+//! it calls no source and installs nothing.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use pagetide_memory::{PageRange, Urgency};
 
-use crate::arrival::{For, arrive};
+use crate::arrival::{Purpose, arrive};
 use crate::counters::Counters;
 use crate::error::{InstallFailure, RegionChangeError, message_of};
 use crate::fault::RegionId;
@@ -20,20 +20,20 @@ use crate::region::{PagedRegion, Requesting};
 use crate::requests::{AfterFailure, Miss, RequestId, Submission, Wanted};
 use crate::source::{Content, Request, Source, SourceError};
 
-/// What is asked of a source.
+/// The state of a region's requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SourceStatus {
-    /// The source has failed too often: nothing is asked of it until [`Pager::resume`],
+    /// The source has failed too often: nothing is requested until [`Pager::resume`],
     /// [`Pager::replace_source`] or [`Pager::abandon`].
     pub is_stalled: bool,
-    /// Bytes that were requested and not answered yet.
+    /// Bytes that were requested and not yet answered.
     pub in_flight_bytes: u64,
     /// Requests that wait to be submitted.
     pub waiting_requests: usize,
 }
 
 impl Pager {
-    /// Asks the region's source for pages that were made Requested.
+    /// Requests pages from the region's source that were made Requested.
     pub(crate) fn want(&self, region: &PagedRegion, wanted: Wanted) {
         let Some(requesting) = region.requesting() else {
             return;
@@ -42,8 +42,8 @@ impl Pager {
         self.submit(region, requesting);
     }
 
-    /// Submits what may be submitted. One thread at a time does so for a region, so that requests
-    /// reach the source in their order; the others leave theirs to it.
+    /// Submits all requests that may be submitted now. One thread at a time does so for a region, so
+    /// that requests reach the source in their order; other threads leave their requests to it.
     pub(crate) fn submit(&self, region: &PagedRegion, requesting: &Requesting) {
         let mut state = requesting.lock();
         if state.is_submitting || region.is_closed() {
@@ -52,7 +52,7 @@ impl Pager {
         state.is_submitting = true;
         while let Some(submission) = state.requests.next_submission(Instant::now()) {
             if region.map.next_unsettled(submission.pages).is_none() {
-                // They came another way while the request waited.
+                // The pages were delivered otherwise while the request waited.
                 state.requests.finish(submission.id);
                 continue;
             }
@@ -89,7 +89,7 @@ impl Pager {
         }
     }
 
-    /// A source's answer, on whichever thread it comes.
+    /// Handles a source's answer, on the thread that delivers it.
     pub(crate) fn answer(&self, request: &Request, answer: Result<Content<'_>, SourceError>) {
         let table = self.table();
         let Some(region) = table
@@ -158,8 +158,8 @@ impl Pager {
         );
         self.count(&counters);
         if let Err(failure) = result {
-            // Whoever waits asks anew, and that waits until the owner has done something about it. (The
-            // request itself says too little now: one of its pages may have become urgent.)
+            // Waiting threads retry, and then wait until the owner acts. (The request itself cannot be
+            // repeated as it is: one of its pages may have become urgent.)
             requesting.lock().requests.stall();
             self.withdraw(region, wanted.pages);
             self.notify(Notice::NotInstalled {
@@ -169,7 +169,7 @@ impl Pager {
         }
     }
 
-    /// Installs content that arrived without a fault's thread, and maps it in stage 2.
+    /// Installs content that did not arrive on a fault's thread, and maps it in stage 2.
     pub(crate) fn install_arrived(
         &self,
         region: &PagedRegion,
@@ -184,23 +184,23 @@ impl Pager {
             Content::Poisoned => Body::Poisoned,
         };
         let before = counters.pages;
-        let whom = match urgency {
-            Urgency::Urgent => For::Waiters,
-            Urgency::Bulk => For::Nobody,
+        let purpose = match urgency {
+            Urgency::Urgent => Purpose::Waiters,
+            Urgency::Bulk => Purpose::Ahead,
         };
-        let arrived = arrive(self, region, counters, pages, body, whom);
+        let arrived = arrive(self, region, counters, pages, body, purpose);
         if body == Body::Zero {
             counters.zero_pages += counters.pages - before;
         }
         arrived?;
-        // A page alone is mapped by the vCPU that waits for it.
+        // For a single page, the waiting vCPU's own access is cheaper.
         if urgency == Urgency::Urgent && pages.count() > 1 && counters.pages > before {
             self.populate(region, pages, counters);
         }
         Ok(())
     }
 
-    /// A request was not answered with content.
+    /// Handles a request that was not answered with content.
     fn missed(
         &self,
         region: &PagedRegion,
@@ -212,7 +212,7 @@ impl Pager {
         let mut state = requesting.lock();
         let pages = state.requests.pages_of(id);
         if pages.is_some_and(|pages| region.map.next_unsettled(pages).is_none()) {
-            // They came another way: nobody needs the answer any more, and its lack is no failure.
+            // The pages were delivered otherwise, so the missing answer is not a failure.
             state.requests.finish(id);
             return;
         }
@@ -239,7 +239,7 @@ impl Pager {
         }
     }
 
-    /// Pages are no longer requested: whoever waits for them asks anew.
+    /// Withdraws the requests for pages; threads that wait for them retry.
     pub(crate) fn withdraw(&self, region: &PagedRegion, pages: PageRange) {
         if !region.map.withdraw_all(pages).is_wanted() {
             return;
@@ -248,15 +248,21 @@ impl Pager {
         let mut rest = pages;
         while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
             let part = rest.intersection(served.pages);
-            wake(region, served, &served.channel.order(), &mut counters, part);
+            wake(
+                region,
+                served,
+                &served.channel.lock_installs(),
+                &mut counters,
+                part,
+            );
             (_, rest) = rest.split_at(part.count());
         }
         self.count(&counters);
     }
 
-    /// Does what is due: requests past their deadline are cancelled and count as failed, and those
-    /// whose wait is over are submitted again. Called by whoever serves the pager's descriptor, and by
-    /// vCPUs' threads that wait.
+    /// Performs the actions that are due: cancels requests past their deadline, which then count as
+    /// failed, and submits requests again whose pause is over. Called by threads that serve the pager's
+    /// descriptor, and by vCPUs' threads that wait.
     pub fn tick(&self) {
         let now = Instant::now();
         if !self.is_due(now) {
@@ -292,10 +298,10 @@ impl Pager {
         }
     }
 
-    /// What is asked of a region's source.
+    /// The state of a region's requests.
     ///
     /// # Errors
-    /// The region is not there, or has no source.
+    /// The region does not exist, or has no source.
     pub fn source_status(&self, id: RegionId) -> Result<SourceStatus, RegionChangeError> {
         let region = self.requesting_region(id)?;
         let requesting = region
@@ -309,10 +315,10 @@ impl Pager {
         })
     }
 
-    /// Has a stalled region ask its source again, for everything that is waited for.
+    /// Resumes a stalled region: requests everything from its source again that threads wait for.
     ///
     /// # Errors
-    /// The region is not there, or has no source.
+    /// The region does not exist, or has no source.
     pub fn resume(&self, id: RegionId) -> Result<(), RegionChangeError> {
         let region = self.requesting_region(id)?;
         if let Some(requesting) = region.requesting() {
@@ -323,11 +329,11 @@ impl Pager {
         Ok(())
     }
 
-    /// Has a region ask another source from now on. What was asked of the former one is cancelled and
-    /// asked for again; its answers are dropped. A stalled region goes on.
+    /// Replaces a region's source. Requests in flight at the previous source are cancelled and
+    /// repeated; its answers are dropped. A stalled region resumes.
     ///
     /// # Errors
-    /// The region is not there, or has no source.
+    /// The region does not exist, or has no source.
     pub fn replace_source(
         &self,
         id: RegionId,
@@ -349,27 +355,21 @@ impl Pager {
         Ok(())
     }
 
-    /// Gives up what a region misses: its missing pages are poisoned, so that whoever touches one gets
-    /// a machine check or SIGBUS, never zeroes. Pages that are there stay.
+    /// Abandons a region's missing pages: they are poisoned, so that an access raises a machine check
+    /// or SIGBUS and never reads zeroes. Present pages stay.
     ///
     /// # Errors
-    /// The region is not there, or has no source.
+    /// The region does not exist, or has no source.
     pub fn abandon(&self, id: RegionId) -> Result<(), RegionChangeError> {
         let region = self.requesting_region(id)?;
         if let Some(requesting) = region.requesting() {
-            let mut state = requesting.lock();
-            let source = Arc::clone(&state.source);
-            let cancelled = state.requests.clear();
-            drop(state);
-            for id in cancelled {
-                cancel(&*source, region.id, id);
-            }
+            cancel_requests(&region, requesting);
             self.poison_missing(&region);
         }
         Ok(())
     }
 
-    /// Takes back what prefetch has asked for and nobody waits for.
+    /// Withdraws prefetch's requests that no thread waits for.
     pub(crate) fn withdraw_bulk(&self, region: &PagedRegion) {
         let Some(requesting) = region.requesting() else {
             return;
@@ -386,28 +386,31 @@ impl Pager {
         }
     }
 
-    /// Cancels everything that was asked for a region, for good.
+    /// Cancels all requests of a region for good.
     pub(crate) fn cancel_all(&self, region: &PagedRegion) {
-        let Some(requesting) = region.requesting() else {
-            return;
-        };
-        let mut state = requesting.lock();
-        let source = Arc::clone(&state.source);
-        let cancelled = state.requests.clear();
-        drop(state);
-        for id in cancelled {
-            cancel(&*source, region.id, id);
+        if let Some(requesting) = region.requesting() {
+            cancel_requests(region, requesting);
+            requesting.notify();
         }
-        requesting.notify();
     }
 }
 
-/// A source's own code, whose panic is not ours.
+fn cancel_requests(region: &PagedRegion, requesting: &Requesting) {
+    let mut state = requesting.lock();
+    let source = Arc::clone(&state.source);
+    let cancelled = state.requests.clear();
+    drop(state);
+    for id in cancelled {
+        cancel(&*source, region.id, id);
+    }
+}
+
+/// Cancels a request at its source; a panic of the source is caught.
 fn cancel(source: &dyn Source, region: RegionId, id: RequestId) {
     if catch_unwind(AssertUnwindSafe(|| source.cancel(region, id))).is_err() {
         tracing::error!(
             region = region.0,
-            "a source panicked as a request was cancelled"
+            "a source panicked while a request was cancelled"
         );
     }
 }

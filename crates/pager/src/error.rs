@@ -1,4 +1,4 @@
-//! What can go wrong, one type per operation.
+//! Errors, one type per operation.
 
 use std::any::Any;
 use std::time::Duration;
@@ -14,54 +14,55 @@ use thiserror::Error;
 use crate::fault::{Fault, RegionId};
 use crate::source::SourceError;
 
-/// Why a fault could not be resolved. Nothing was installed for it: whoever faulted must stop.
+/// Why a fault could not be resolved. Nothing was installed for it, and the faulting thread must not
+/// retry.
 #[derive(Debug, Error)]
 pub enum ResolveError {
-    /// The address is in none of the pager's regions.
+    /// None of the pager's regions contains the address.
     #[error("gpa {gpa} is in no region of the pager")]
     Outside {
         /// The address.
         gpa: GuestAddress,
     },
-    /// The content could not be had from where it should be at once.
+    /// The local source failed.
     #[error("{fault}: no content")]
     Content {
         /// The fault.
         fault: Fault,
-        /// What the source said.
+        /// The source's error.
         #[source]
         source: SourceError,
     },
-    /// The kernel would not install the page.
+    /// The kernel refused to install the page.
     #[error("{fault}: the page cannot be installed")]
     Install {
         /// The fault.
         fault: Fault,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: InstallFailure,
     },
-    /// The page is mapped, but could not be made present for the access.
-    #[error("{fault}: the page cannot be populated")]
+    /// The page is mapped, but could not be faulted in for the access.
+    #[error("{fault}: the page cannot be faulted in")]
     FaultIn {
         /// The fault.
         fault: Fault,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: FaultInError,
     },
-    /// The page's content is lost, and this kernel cannot say so to the thread that waits for it.
-    #[error("{fault}: the page is poisoned, and the userfaultfd cannot say so")]
+    /// The page's content is lost, and this kernel cannot report that to the thread that waits for it.
+    #[error("{fault}: the page is poisoned, and userfaultfd cannot report that")]
     CannotPoison {
         /// The fault.
         fault: Fault,
     },
-    /// The same fault keeps coming although its page is present.
-    #[error("{fault}: no progress, the page is present and the fault came {times} times")]
+    /// The same fault recurs although its page is present.
+    #[error("{fault}: no progress, the fault occurred {times} times on a present page")]
     NoProgress {
         /// The fault.
         fault: Fault,
-        /// How often it came.
+        /// The number of repetitions.
         times: u32,
     },
     /// The pager was stopped while this thread waited for a page.
@@ -78,32 +79,32 @@ pub enum ResolveError {
     },
 }
 
-/// A failure on its way up: one word, so that what a fault returns that is resolved stays small.
+/// An error during a fault: one word, so that the result of a successful fault stays small.
 pub(crate) type Failure = Box<ResolveError>;
 
 /// Why content could not be installed.
 #[derive(Debug, Error)]
 pub enum InstallFailure {
-    /// The kernel refused.
+    /// The kernel refused the installation.
     #[error(transparent)]
     Kernel(#[from] InstallError),
-    /// The content could not be written to the file behind the memory.
+    /// The content could not be written to the memory's file.
     #[error("writing the content to the memory's file")]
     Write(#[from] AccessError),
-    /// The same, of a file that another process handed over.
+    /// The same for a file that another process handed over.
     #[error("writing the content to the memory's file")]
     WriteView(#[from] FileAccessError),
-    /// A page was mapped that the page map knows to be absent: something put it there without asking
-    /// the pager, and its content cannot be trusted.
-    #[error("page {page} was mapped before its content arrived, by something else than the pager")]
+    /// A page was mapped that is absent in the page map: other code than the pager mapped it, and its
+    /// content cannot be trusted.
+    #[error("page {page} was mapped before its content arrived, by other code than the pager")]
     Unexpected {
         /// The page.
         page: PageIndex,
     },
-    /// The kernel said EAGAIN again and again.
-    #[error("the kernel put the installation off {tries} times")]
+    /// The kernel returned EAGAIN too often.
+    #[error("the kernel deferred the installation {tries} times")]
     Busy {
-        /// How often it was tried.
+        /// The number of attempts.
         tries: u32,
     },
 }
@@ -111,7 +112,7 @@ pub enum InstallFailure {
 /// Why a region could not be added.
 #[derive(Debug, Error)]
 pub enum AddError {
-    /// The region has a gpa range that another one has.
+    /// The region's range of gpas overlaps another region's.
     #[error("the regions {first} and {second} overlap")]
     Overlap {
         /// The lower one.
@@ -119,31 +120,33 @@ pub enum AddError {
         /// The higher one.
         second: GuestRange,
     },
-    /// A foreign region shares host addresses with another one of the same userfaultfd.
-    #[error("the address range at {start:#x} is served for another region of this userfaultfd")]
+    /// A foreign region overlaps the host addresses of another one of the same userfaultfd.
+    #[error(
+        "the address range at {start:#x} already belongs to another region of this userfaultfd"
+    )]
     HostOverlap {
         /// The first shared address.
         start: u64,
     },
-    /// The region's range, start or length, is not whole pages, is empty, or wraps.
-    #[error("a region of {bytes} bytes at gpa {gpa} is not whole pages of an address space")]
+    /// The region's start or length is not whole pages, or the range is empty or overflows.
+    #[error("a region of {bytes} bytes at gpa {gpa} does not consist of whole pages")]
     BadRange {
         /// The gpa of its first byte.
         gpa: GuestAddress,
-        /// Its length.
+        /// Its length in bytes.
         bytes: u64,
     },
-    /// MISSING mode copies small pages in, which must not be done to huge pages of shmem: KVM may
-    /// have mapped the whole of one.
+    /// MISSING mode copies small pages, which must not be done to a part of a huge page of shmem: KVM
+    /// may have mapped the whole huge page.
     #[error("MISSING mode cannot serve thp memory: use MINOR mode, or another backing")]
     MissingOnThp,
-    /// MINOR mode needs a page cache, which anonymous memory has not.
+    /// MINOR mode needs a page cache, which anonymous memory lacks.
     #[error("MINOR mode cannot serve memory without a file: use MISSING mode, or another backing")]
     MinorWithoutFile,
-    /// The content is in the page cache, and MISSING mode copies content.
-    #[error("content that is in the page cache can only be mapped in MINOR mode")]
+    /// The content is in the page cache, but MISSING mode copies content.
+    #[error("content in the page cache can only be mapped in MINOR mode")]
     PageCacheNeedsMinor,
-    /// The page cache lacks a page, and the region says that all content is there.
+    /// The page cache lacks a page, although all of the region's content should be there.
     #[error(
         "the page cache has no page {page}: its content is missing (or zero, if the file is sparse)"
     )]
@@ -151,86 +154,86 @@ pub enum AddError {
         /// The first such page.
         page: PageIndex,
     },
-    /// A MISSING region has content already: such pages never fault, and their content is not the
+    /// A page of a MISSING region already has content: it would never fault, and its content is not the
     /// source's.
     #[error("page {page} has content already, so it would never fault")]
     NotEmpty {
         /// The first such page.
         page: PageIndex,
     },
-    /// The number of pages to resolve at a time is of no use.
+    /// The fault-around is invalid.
     #[error("fault-around of {pages} pages: it must be a power of two from 1 to {max}")]
     FaultAround {
-        /// Pages asked for.
+        /// The requested number of pages.
         pages: u64,
-        /// The most that is allowed.
+        /// The maximal number of pages.
         max: u64,
     },
-    /// A limit or policy makes no progress possible.
+    /// The retry policy permits no request.
     #[error("a retry policy needs at least one attempt and a deadline above zero")]
     RetryPolicy,
-    /// A range for a userfaultfd is not whole pages of the region.
+    /// A range of the userfaultfd layout is not whole pages of the region.
     #[error("the range {range} for a userfaultfd is not whole pages of the region")]
     BadUffdRange {
         /// The range.
         range: GuestRange,
     },
-    /// The ranges for userfaultfds leave something out, or have something twice.
-    #[error("the ranges for userfaultfds do not add up to the region {region}")]
+    /// The ranges of the userfaultfd layout do not cover the region, or overlap.
+    #[error("the ranges for userfaultfds do not cover the region {region} exactly once")]
     NotCovered {
         /// The region.
         region: GuestRange,
     },
-    /// No page map.
+    /// The page map could not be created.
     #[error(transparent)]
     PageMap(#[from] PageMapError),
-    /// The page map to resume from does not fit.
-    #[error("the page map to resume from does not fit the region")]
+    /// The page map to resume from does not match.
+    #[error("the page map to resume from does not match the region")]
     Import(#[from] ImportError),
-    /// The region would not be paged.
+    /// The region could not be prepared for paging.
     #[error(transparent)]
     Region(#[from] RegionError),
     /// The file of a foreign region cannot be mapped.
     #[error(transparent)]
     File(#[from] FileViewError),
-    /// No userfaultfd, or none with the features needed.
+    /// A userfaultfd, or one with the needed features, could not be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// A userfaultfd that was handed over cannot be used: its owner has not negotiated its API, or the
-    /// addresses are none. A reader would fail at it.
+    /// A userfaultfd that was handed over cannot be used: its owner has not negotiated its API, or does
+    /// not map the addresses. A reader would fail on it.
     #[error("the userfaultfd that was handed over does not serve the region's addresses")]
     NotReady {
-        /// What the kernel said to a wake-up of the region.
+        /// The kernel's error for a wake-up of the region.
         #[source]
         source: InstallError,
     },
-    /// The kernel would not serve the memory.
+    /// The kernel refused to register the memory.
     #[error(transparent)]
     Register(#[from] RegisterError),
-    /// The pager could not wait for the userfaultfd's messages.
-    #[error("waiting for the messages of a userfaultfd")]
+    /// The pager could not poll the userfaultfd.
+    #[error("polling a userfaultfd")]
     Poll(#[source] Errno),
-    /// Memory that was lost before is not in the region.
-    #[error("{range} was lost before, and is not all in the region")]
+    /// A range of lost memory is not in the region.
+    #[error("the lost range {range} is not entirely in the region")]
     PoisonOutside {
         /// The lost memory.
         range: GuestRange,
     },
-    /// What the region's memory holds could not be found out.
-    #[error("looking at what the region's memory holds")]
+    /// It is unknown which pages of the region have content.
+    #[error("determining the content of the region's memory")]
     Content(#[source] ContentError),
-    /// What the file of a foreign region holds could not be found out.
-    #[error("looking at what the file of the region's memory holds")]
+    /// It is unknown which pages the file of a foreign region contains.
+    #[error("determining the content of the memory's file")]
     FileContent(#[source] FileAccessError),
-    /// Mappings from before could not be dropped.
-    #[error("dropping the mappings that guest memory had before")]
+    /// Existing mappings could not be removed.
+    #[error("removing the existing mappings of guest memory")]
     Zap(#[source] AccessError),
 }
 
 /// Why pages could not be discarded.
 #[derive(Debug, Error)]
 pub enum DiscardError {
-    /// The pager has no such region, or no longer.
+    /// The pager does not have the region, or no longer.
     #[error("region {region:?} is not in the pager")]
     NoSuchRegion {
         /// The region.
@@ -243,21 +246,21 @@ pub enum DiscardError {
         pages: PageRange,
     },
     /// The pager has neither a mapping of this process nor a file to punch: the process that owns the
-    /// memory has to discard, and REMOVE events tell the pager.
+    /// memory has to discard it, and REMOVE events report that to the pager.
     #[error("memory of another process without its file can only be discarded by that process")]
     NotOurs,
-    /// The kernel refused.
-    #[error("giving memory back to the host")]
+    /// The kernel refused to discard the memory.
+    #[error("returning memory to the host")]
     Punch(#[source] AccessError),
-    /// The same, of a file that another process handed over.
-    #[error("giving memory back to the host")]
+    /// The same for a file that another process handed over.
+    #[error("returning memory to the host")]
     PunchView(#[source] FileAccessError),
 }
 
 /// Why pushed content was not installed.
 #[derive(Debug, Error)]
 pub enum PushError {
-    /// The pager has no such region, or no longer.
+    /// The pager does not have the region, or no longer.
     #[error("region {region:?} is not in the pager")]
     NoSuchRegion {
         /// The region.
@@ -269,7 +272,7 @@ pub enum PushError {
         /// The pages.
         pages: PageRange,
     },
-    /// The content is not as long as the pages.
+    /// The content's length differs from the pages' length.
     #[error("{given} bytes were pushed for {wanted} bytes of pages")]
     WrongSize {
         /// Bytes given.
@@ -277,18 +280,18 @@ pub enum PushError {
         /// Bytes of the pages.
         wanted: u64,
     },
-    /// The content is poison for more than one page: push page by page.
-    #[error("poison is pushed page by page")]
+    /// Poison was pushed for more than one page: push page by page.
+    #[error("poison must be pushed page by page")]
     PoisonedRun,
-    /// It could not be installed.
+    /// The content could not be installed.
     #[error(transparent)]
     Install(#[from] InstallFailure),
 }
 
-/// Why a page map could not be handed over.
+/// Why a region could not be handed over.
 #[derive(Debug, Error)]
 pub enum ExportError {
-    /// The pager has no such region, or no longer.
+    /// The pager does not have the region, or no longer.
     #[error("region {region:?} is not in the pager")]
     NoSuchRegion {
         /// The region.
@@ -305,13 +308,13 @@ pub enum ExportError {
 /// Why a region cannot be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum RegionChangeError {
-    /// The pager has no such region, or no longer.
+    /// The pager does not have the region, or no longer.
     #[error("region {region:?} is not in the pager")]
     NoSuchRegion {
         /// The region.
         region: RegionId,
     },
-    /// The region's content is not requested of a source.
+    /// The region's content is not requested from a source.
     #[error("region {region:?} has no source: its content is local")]
     NoSource {
         /// The region.
@@ -319,23 +322,23 @@ pub enum RegionChangeError {
     },
 }
 
-/// Why there is no pager, or no way to serve one.
+/// Why a pager could not be created or served.
 #[derive(Debug, Error)]
 pub enum ServeError {
-    /// Nobody would serve the userfaultfds.
+    /// The configuration has no reader thread.
     #[error("at least one reader thread is needed")]
     NoReaders,
-    /// The operating system has no more threads.
+    /// A thread could not be started.
     #[error("starting the thread {name}")]
     Thread {
         /// The thread's name.
         name: String,
-        /// What the system said.
+        /// The operating system's error.
         #[source]
         source: std::io::Error,
     },
-    /// A descriptor for waiting could not be made.
-    #[error("making what a pager waits on")]
+    /// A descriptor could not be created.
+    #[error("creating a descriptor of the pager")]
     Descriptor(#[source] Errno),
     /// Waiting for messages failed.
     #[error("waiting for messages of userfaultfds")]
@@ -352,20 +355,20 @@ pub enum PrefetchError {
     #[error("the pager was stopped")]
     Stopped,
     /// Local content could not be installed.
-    #[error("a page could not be brought in")]
+    #[error("a page could not be prefetched")]
     Resolve(#[source] ResolveError),
     /// Prefetch panicked, most likely in a local source.
     #[error("prefetch panicked: {message}")]
     Panicked {
-        /// What it said.
+        /// The panic's message.
         message: String,
     },
 }
 
-/// How long a thread waits for a page before it looks whether the pager was stopped.
+/// The interval at which a thread that waits for a page checks whether the pager was stopped.
 pub(crate) const WAIT_SLICE: Duration = Duration::from_millis(50);
 
-/// What a panic said.
+/// The message of a panic.
 pub(crate) fn message_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))

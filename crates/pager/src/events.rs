@@ -1,6 +1,6 @@
-//! What a userfaultfd tells besides faults: memory that is given up, unmapped or moved, and forks.
+//! The events of a userfaultfd: memory that is discarded, unmapped or moved, and forks.
 //!
-//! [`crate::channel`] says in which order events and installations take effect.
+//! [`crate::channel`] defines the order in which events and installations take effect.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::panic::resume_unwind;
@@ -15,12 +15,12 @@ use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::region::PagedRegion;
 
-/// How many messages are read at a time by whoever only looks for events.
+/// The number of messages per read for a thread that only looks for events.
 const EVENTS_AT_ONCE: usize = 16;
 
 impl Pager {
-    /// Reads what a channel tells, because the kernel will not install before its events are read.
-    /// Faults that come along are kept for whoever serves the pager's descriptor.
+    /// Reads a channel's messages, because the kernel refuses to install before its events are read.
+    /// Faults among the messages are stored for the threads that serve the pager's descriptor.
     #[cold]
     pub(crate) fn read_events(&self, channel: &Channel) {
         if !channel.has_events {
@@ -33,20 +33,20 @@ impl Pager {
             self.apply(channel, spans, event);
         });
         if !faults.is_empty() {
-            channel.keep(faults);
-            self.poller.announce();
+            channel.defer(faults);
+            self.poller.report_deferred();
         }
         match read {
-            // Another thread has read the event, and the one that it came from is on its way.
+            // Another thread has read the event, and the process that caused it is about to continue.
             Ok(batch) if batch.messages == 0 => thread::yield_now(),
             Ok(_) => {}
             Err(error) => tracing::error!(%error, "reading the events of a userfaultfd"),
         }
     }
 
-    /// Does something to a local region's memory that its userfaultfd tells of. The kernel has whoever
-    /// does so wait until the event was read, and there may be nobody else to read it: so another
-    /// thread does it, and this one reads. Called without the channel's order.
+    /// Changes a local region's memory in a way that its userfaultfd reports. The kernel makes the
+    /// changing thread wait until the event was read, and there may be no other reader: so a helper
+    /// thread makes the change, and this thread reads. Called without the channel's install lock.
     pub(crate) fn with_events_read<T: Send>(
         &self,
         region: &PagedRegion,
@@ -65,8 +65,8 @@ impl Pager {
         })
     }
 
-    /// Applies an event to the page maps and to the places of pages. Called with the channel's order
-    /// held: nothing is being installed there.
+    /// Applies an event to the page maps and to the spans. Called with the channel's lock held for
+    /// writing, so that no installation is in progress.
     pub(crate) fn apply(&self, channel: &Channel, spans: &mut Vec<Span>, event: Event) {
         match event {
             Event::PageFault(_) => {}
@@ -76,22 +76,24 @@ impl Pager {
                     .filter_map(|span| span.part(start, end))
                     .collect();
                 for part in parts {
-                    self.given_up(channel, &part);
+                    self.discarded(channel, &part);
                 }
             }
             Event::Unmap { start, end } => {
                 for part in take(spans, start, end) {
-                    self.given_up(channel, &part);
+                    self.discarded(channel, &part);
                 }
-                // Unmapping wakes nobody. Whoever sleeps there faults again, and gets SIGSEGV.
+                // Unmapping wakes no thread. A thread that sleeps there must fault again, and gets
+                // SIGSEGV.
                 wake_range(channel, start, end.saturating_sub(start));
             }
             Event::Remap { from, to, bytes } => {
                 let moved = take(spans, from, from.saturating_add(bytes));
-                // What was mapped at the new place is gone; UNMAP has said so already.
+                // The mapping at the new address was replaced; an UNMAP event has already reported
+                // that.
                 let replaced = take(spans, to, to.saturating_add(bytes));
                 for part in replaced {
-                    self.given_up(channel, &part);
+                    self.discarded(channel, &part);
                 }
                 for part in moved {
                     let offset = part.start.saturating_sub(from);
@@ -99,14 +101,14 @@ impl Pager {
                     let at = spans.partition_point(|other| other.start < start);
                     spans.insert(at, Span { start, ..part });
                 }
-                // Nor does moving. Whoever sleeps at the former place faults there again, where nothing is
-                // mapped as a rule, and gets SIGSEGV.
+                // Moving wakes no thread either. A thread that sleeps at the previous address must
+                // fault again; normally nothing is mapped there, and it gets SIGSEGV.
                 wake_range(channel, from, bytes);
             }
             Event::Fork { descriptor } => {
                 if let Ok(raw) = RawFd::try_from(descriptor) {
-                    // SAFETY: from_raw_fd requires an open descriptor that nobody else owns: the kernel
-                    // made it for whoever reads this message, and it is read once.
+                    // SAFETY: from_raw_fd requires an open descriptor without another owner: the kernel
+                    // created it for the reader of this message, and the message is read once.
                     drop(unsafe { OwnedFd::from_raw_fd(raw) });
                 }
                 let mut regions: Vec<RegionId> = spans.iter().map(|span| span.region).collect();
@@ -116,17 +118,14 @@ impl Pager {
                 }
             }
             Event::Unknown(number) => {
-                tracing::error!(
-                    number,
-                    "a userfaultfd sent an event that this version does not know"
-                );
+                tracing::error!(number, "a userfaultfd sent an unknown event");
             }
         }
     }
 
-    /// Pages that are given up, or nowhere any more: content that arrives for them is dropped, and
-    /// whoever touches one reads zeroes.
-    fn given_up(&self, channel: &Channel, part: &Span) {
+    /// Marks pages as Removed that were discarded or are not mapped any more: content that arrives for
+    /// them is dropped, and an access reads zeroes.
+    fn discarded(&self, channel: &Channel, part: &Span) {
         let table = self.table();
         let Some(region) = table.region(part.region) else {
             return;
@@ -143,18 +142,18 @@ impl Pager {
         }
         if let Some((start, end)) = wakes {
             let bytes = end - start;
-            // It fails if nothing is mapped there any more; then nobody sleeps there.
+            // Fails if the range is not mapped any more; then no thread sleeps there.
             let _ = channel.uffd.wake(UserRange { start, bytes });
         }
     }
 }
 
 fn wake_range(channel: &Channel, start: u64, bytes: u64) {
-    // It fails for a range that is none, and then there is nobody to wake.
+    // Fails for an invalid range, where no thread can sleep.
     let _ = channel.uffd.wake(UserRange { start, bytes });
 }
 
-/// Takes what lies in `start..end` out of the spans.
+/// Removes the parts in `start..end` from the spans, and returns them.
 fn take(spans: &mut Vec<Span>, start: u64, end: u64) -> Vec<Span> {
     let mut taken = Vec::new();
     let mut left = Vec::with_capacity(spans.len() + 1);
@@ -203,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_out_leaves_both_ends() {
+    fn removing_a_part_leaves_both_ends() {
         let mut spans = vec![span(0x1000, 0, 1), span(0x10_0000, 4, 8)];
         let taken = take(&mut spans, 0x10_2000, 0x10_5000);
         assert_eq!(taken, [span(0x10_2000, 6, 3)]);

@@ -1,17 +1,17 @@
-//! What comes in, and what became of it.
+//! Faults and their resolutions.
 
 use std::fmt;
 
 use pagetide_memory::{Access, GuestAddress, PageIndex, PageRange};
 
-/// The number of a region within its pager. Never used again after the region was removed.
+/// The number of a region within its pager. Not reused after the region was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RegionId(pub(crate) usize);
 
-/// How a fault came to the pager.
+/// The way in which a fault was delivered to the pager.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Delivery {
-    /// As an exit of KVM_RUN: the vCPU's thread resolves it itself, and nobody has to be woken.
+    /// As an exit of KVM_RUN: the vCPU's own thread resolves it, and no wake-up is needed.
     Exit,
     /// As a message of a userfaultfd: a thread sleeps in the kernel until it is woken.
     Uffd,
@@ -26,20 +26,20 @@ impl fmt::Display for Delivery {
     }
 }
 
-/// Somebody needs a page.
+/// A fault on a missing page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// The region that it is in.
+    /// The region of the page.
     pub region: RegionId,
     /// The page of that region.
     pub page: PageIndex,
-    /// The home gpa that was touched, rounded down as the delivery does.
+    /// The home gpa of the access, rounded down as the delivery does.
     pub gpa: GuestAddress,
-    /// What it was touched for.
+    /// The kind of access.
     pub access: Access,
-    /// Whose access it was, if the delivery says so.
+    /// The vCPU that made the access, if the delivery reports it.
     pub vcpu: Option<u32>,
-    /// How it came.
+    /// The delivery.
     pub delivery: Delivery,
 }
 
@@ -53,38 +53,37 @@ impl fmt::Display for Fault {
     }
 }
 
-/// How a fault was resolved: whoever faulted may try again.
+/// How a fault was resolved. The faulting thread may retry, unless stated otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "whoever faulted on a page that is Poisoned or Unmapped must not try again"]
+#[must_use = "a thread that faulted on a Poisoned or Unmapped page must not retry"]
 pub enum Resolution {
-    /// This call installed the page, and with fault-around the pages connected to it.
+    /// This call installed the page, and with fault-around the other pages of the run.
     Installed {
-        /// What was installed in one piece, the faulting page included.
+        /// The pages installed by the same call, including the faulting page.
         pages: PageRange,
     },
-    /// The page was to be installed and was mapped already (EEXIST), and the region trusts such pages.
-    /// For an exit it was also made present for that access.
+    /// The page was already mapped (EEXIST), and the region trusts such pages. For an exit it was also
+    /// faulted in for the access.
     Exists,
-    /// The page had been installed before this fault was looked at. Nothing was done for an exit; a
-    /// thread in the userfaultfd was woken.
+    /// The page was already present. For an exit nothing was done; a thread in the userfaultfd was
+    /// woken.
     AlreadyPresent,
-    /// The page had been installed before, and its mapping was lost since (reclaimed, or zapped): it
-    /// was mapped again.
+    /// The page was present, but its mapping had been lost (reclaimed, or zapped): it was mapped again.
     Reinstalled,
-    /// The same exit came again although the page is mapped: fast GUP cannot take it as it is (the
-    /// zero page, or write-protected), so it was made present for that access.
+    /// The same exit recurred although the page is mapped: fast GUP cannot take it as it is (the zero
+    /// page, or write-protected), so it was faulted in for the access.
     FaultedIn,
     /// The page was requested, or another thread was installing it; this exit waited until it was
-    /// there.
+    /// present.
     Waited,
-    /// The page is requested, or another thread is installing it: whoever installs it wakes the
+    /// The page is requested, or another thread is installing it: the installing thread wakes the
     /// thread in the userfaultfd.
     LeftToInstaller,
-    /// The page was given up (discarded, removed): it reads as zeroes from now on.
+    /// The page was discarded or removed: it reads as zeroes from now on.
     Zeroed,
-    /// The page's content is lost. An exit's guest needs a machine check; a thread in the
+    /// The page's content is lost. The guest of an exit needs a machine check; a thread in the
     /// userfaultfd gets SIGBUS.
     Poisoned,
-    /// The address is not mapped any more, so nobody can be waiting there.
+    /// The address is not mapped any more, so no thread can wait there.
     Unmapped,
 }

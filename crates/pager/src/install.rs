@@ -1,101 +1,102 @@
 //! Installing claimed pages: content into the memory that faults.
 //!
-//! Everything that is ever installed passes [`Installer::install`]: local content that a fault claimed,
-//! answers of a source, and pushed pages.
+//! Every installation passes [`Installer::install`]: local content that a fault claimed, answers of a
+//! source, and pushed pages.
 
 use pagetide_memory::{ClaimGuard, PageIndex, PageRange, Settled, WakeWanted};
 use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
 
-use crate::channel::Order;
+use crate::channel::InstallLock;
 use crate::counters::Counters;
 use crate::error::InstallFailure;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Place, Served};
 
-/// How often the kernel may say EAGAIN in a row without having installed anything. It does so while
+/// The limit of consecutive EAGAIN results without an installed page. The kernel returns EAGAIN while
 /// another thread changes the address space, which takes microseconds.
 pub(crate) const MAX_TRIES: u32 = 10_000;
 
-/// The size of the pages that this process's own memory is made of, at least.
+/// The minimal page size of this process's own memory.
 const SMALLEST_PAGE_BYTES: usize = 4096;
 
 /// Content for claimed pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Body<'a> {
-    /// What the page cache has (UFFDIO_CONTINUE).
+    /// The content of the page cache (UFFDIO_CONTINUE).
     PageCache,
     /// These bytes, exactly as many as the pages have.
     Bytes(&'a [u8]),
     /// Zeroes.
     Zero,
-    /// Nothing: the content is lost.
+    /// None: the content is lost.
     Poisoned,
 }
 
 impl<'a> Body<'a> {
-    /// The content of a part of the pages: `skip` bytes in, `bytes` long.
+    /// The content of a part of the pages: `bytes` bytes after the first `skip` bytes.
     pub(crate) fn part(self, skip: u64, bytes: u64) -> Self {
         let slice = |content: &'a [u8]| -> Option<&'a [u8]> {
             let (skip, bytes) = (usize::try_from(skip).ok()?, usize::try_from(bytes).ok()?);
             content.get(skip..)?.get(..bytes)
         };
         match self {
-            // A part that is not there is refused by the kernel, which is asked to copy nothing.
+            // For a missing part the slice is empty, and the kernel refuses to copy nothing.
             Self::Bytes(content) => Self::Bytes(slice(content).unwrap_or_default()),
             other => other,
         }
     }
 }
 
-/// Whether those who sleep in the userfaultfd are woken by the call that installs.
+/// Whether the installing call also wakes threads that sleep in the userfaultfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sleepers {
-    /// One of them sleeps on a page of the run: wake with the call.
+    /// A thread sleeps on a page of the run: wake with the call.
     Some,
-    /// Probably none: whoever is left to the installer is woken by a call of its own.
+    /// Probably none sleeps: a wake-up that is left to the installer is a call of its own.
     Unlikely,
 }
 
-/// How far an installation came.
+/// The result of an installation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Installed {
-    /// The wanted page is installed, with the others of this piece; if no page was wanted, all are.
+    /// The faulting page is installed, with the others of this piece; without a faulting page, all
+    /// pages are installed.
     Piece(PageRange),
-    /// The wanted page was mapped already, and the region trusts such pages.
+    /// The faulting page was already mapped, and the region trusts such pages.
     Exists,
-    /// The wanted page has an uncorrected error: it is poisoned now.
+    /// The faulting page has an uncorrected error and is now poisoned.
     Poisoned,
-    /// A page is not mapped any more, or the process that had it has gone. It and those behind it were
-    /// given back; the wanted page may be one of them.
+    /// A page is not mapped any more, or its process has exited. That page and the pages after it were
+    /// given back; the faulting page may be among them.
     Unmapped {
         /// The page that is not mapped.
         page: PageIndex,
-        /// The process has gone.
+        /// The process has exited.
         is_gone: bool,
     },
     /// The region is being closed. All pages were given back.
     Closed,
-    /// The process discards memory: its events have to be read first. All pages were given back.
+    /// The process discards memory: its events must be read first. All pages were given back.
     EventsFirst,
 }
 
-/// What a thread needs to install pages of one region.
+/// The parameters of installations in one region.
 pub(crate) struct Installer<'a> {
     pub(crate) region: &'a PagedRegion,
     pub(crate) served: &'a Served,
-    pub(crate) order: &'a Order<'a>,
+    pub(crate) lock: &'a InstallLock<'a>,
     pub(crate) counters: &'a mut Counters,
     pub(crate) sleepers: Sleepers,
-    /// Nobody waits for the pages yet: they are mapped in stage 2 before they are said to be present,
-    /// so that what is Present costs the guest nothing.
+    /// The pages were installed ahead of any access: they are mapped in stage 2 before they become
+    /// Present, so that a Present page causes no stage-2 fault.
     pub(crate) ahead: Option<&'a Pager>,
 }
 
 impl<'a> Installer<'a> {
-    /// Installs `content` in the pages of `claim`, and settles them. In the common case that is one
-    /// ioctl, and one atomic operation a page.
+    /// Installs `content` in the pages of `claim`, and settles them. In the common case this takes one
+    /// ioctl, and one atomic operation per page.
     ///
-    /// With a `wanted` page, trouble with its neighbours is not the fault's: they are given back.
+    /// With a `wanted` page, errors of its neighbours do not fail the call: these pages are given back.
     #[inline]
     pub(crate) fn install(
         &mut self,
@@ -108,7 +109,7 @@ impl<'a> Installer<'a> {
             self.give_back(claim);
             return Ok(Installed::Closed);
         }
-        let Some(place) = self.region.place(self.served, self.order, pages) else {
+        let Some(place) = self.region.place(self.served, self.lock, pages) else {
             self.give_back(claim);
             let page = pages.first();
             return Ok(Installed::Unmapped {
@@ -129,8 +130,8 @@ impl<'a> Installer<'a> {
         if place.pages == pages {
             match self.call(&place, body) {
                 Ok(()) => {
-                    // Only when nothing of the claim is left to come: population may wait for a slot
-                    // update, and that for somebody who sleeps on another page of the claim.
+                    // Only when the claim is complete: population may wait for a slot update, which may
+                    // wait for a thread that sleeps on another page of the claim.
                     if let Some(pager) = self.populates_ahead() {
                         pager.populate(self.region, pages, self.counters);
                     }
@@ -140,7 +141,7 @@ impl<'a> Installer<'a> {
                 Err(error) => return self.install_rest(claim, body, wanted, error),
             }
         }
-        // The pages lie in several places: `install_rest` finds the first one anew.
+        // The pages are not contiguous: `install_rest` looks up the first place again.
         self.install_rest(
             claim,
             body,
@@ -149,7 +150,8 @@ impl<'a> Installer<'a> {
         )
     }
 
-    /// MINOR mode: writes the content to the page cache first. Returns what is left to install.
+    /// In MINOR mode, writes the content to the page cache first. Returns the content that remains to
+    /// be installed.
     #[inline]
     fn fill<'b>(&self, pages: PageRange, content: Body<'b>) -> Result<Body<'b>, InstallFailure> {
         match (self.region.mode, content) {
@@ -179,7 +181,7 @@ impl<'a> Installer<'a> {
         }
     }
 
-    /// One call has installed the pages of a claim.
+    /// Settles the pages of a claim that one call has installed.
     #[inline]
     fn settle(&mut self, claim: ClaimGuard<'_>, body: Body<'_>) {
         let pages = claim.pages();
@@ -197,8 +199,8 @@ impl<'a> Installer<'a> {
         self.finish(claim, settled);
     }
 
-    /// Not under the order of a channel with events, in which a process waits that discards: whoever
-    /// installed populates when the order is given back.
+    /// Not under the install lock of a channel with events, because a process that discards memory
+    /// waits for that lock: there, the caller populates after it has released the lock.
     fn populates_ahead(&self) -> Option<&'a Pager> {
         self.ahead.filter(|_| !self.served.channel.has_events)
     }
@@ -210,8 +212,8 @@ impl<'a> Installer<'a> {
         self.wake_wanted(pages, wanted);
     }
 
-    /// Gives pages back as they were. Sleepers that were left to this claim fault again, unless the
-    /// pages are requested: then their answer wakes them.
+    /// Gives pages back in their previous states. Sleeping threads that were left to this claim fault
+    /// again, unless the pages are requested: then the answer wakes them.
     pub(crate) fn give_back(&mut self, claim: ClaimGuard<'_>) {
         let pages = claim.pages();
         let wanted = claim.abandon();
@@ -220,11 +222,11 @@ impl<'a> Installer<'a> {
 
     fn wake_wanted(&mut self, pages: PageRange, wanted: WakeWanted) {
         if wanted.is_wanted() {
-            wake(self.region, self.served, self.order, self.counters, pages);
+            wake(self.region, self.served, self.lock, self.counters, pages);
         }
     }
 
-    /// Goes on after a call that stopped early with `error`.
+    /// Continues after a call that ended early with `error`.
     #[cold]
     fn install_rest(
         &mut self,
@@ -236,7 +238,7 @@ impl<'a> Installer<'a> {
         let first = claim.pages().first();
         let mut result = None;
         let mut tries = 0;
-        // How many pages the last call was for, and how many the next one may be.
+        // The number of pages of the last call, and the maximum for the next one.
         let mut tried = claim.pages().count();
         let mut most = u64::MAX;
         loop {
@@ -267,7 +269,7 @@ impl<'a> Installer<'a> {
                         }
                     } else {
                         self.finish(there, Settled::Present);
-                        // The call that met the page woke nobody.
+                        // The call that found the page mapped woke no thread.
                         self.wake_if_asleep(PageRange::single(page));
                         if wanted == Some(page) {
                             result = Some(Installed::Exists);
@@ -294,8 +296,8 @@ impl<'a> Installer<'a> {
                         std::thread::yield_now();
                     }
                 }
-                // The kernel installs within one mapping only: a run that lies in two is as little
-                // mapped for it as one that lies in none.
+                // The kernel installs within one mapping only: it returns the same error for a run in
+                // two mappings as for one in none.
                 InstallError::NoMapping if tried > 1 => most = tried / 2,
                 InstallError::NoMapping | InstallError::Gone => {
                     let page = claim.pages().first();
@@ -324,13 +326,13 @@ impl<'a> Installer<'a> {
                 }
                 source => {
                     if let Some(result) = result.filter(|_| wanted.is_some()) {
-                        // The trouble is a later neighbour's; its own fault will meet it.
+                        // The error concerns a later neighbour, whose own fault will meet it.
                         self.give_back(claim);
                         return Ok(result);
                     }
                     let at = claim.pages().first();
                     match wanted {
-                        // The trouble is an earlier neighbour's: go on with the wanted page.
+                        // The error concerns an earlier neighbour: continue with the wanted page.
                         Some(page) if page > at => {
                             let skip = PageRange::new(at, page.0 - at.0);
                             let (before, rest) = claim.split_at(skip.count());
@@ -354,7 +356,7 @@ impl<'a> Installer<'a> {
             }
             let (piece, _) = claim.pages().split_at(most.min(claim.pages().count()));
             most = u64::MAX;
-            let Some(place) = self.region.place(self.served, self.order, piece) else {
+            let Some(place) = self.region.place(self.served, self.lock, piece) else {
                 let page = piece.first();
                 self.give_back(claim);
                 return Ok(result.unwrap_or(Installed::Unmapped {
@@ -370,7 +372,7 @@ impl<'a> Installer<'a> {
                     self.settle(claim, part);
                     break;
                 }
-                // As if the kernel had stopped at the end of the place.
+                // As if the kernel had ended the call at the end of the place.
                 Ok(()) => {
                     error = InstallError::Again {
                         installed_bytes: place.range.bytes,
@@ -382,7 +384,7 @@ impl<'a> Installer<'a> {
         if wanted.is_none() {
             return Ok(Installed::Piece(PageRange::single(first)));
         }
-        // The wanted page was in the claim, and each page of the claim was dealt with.
+        // The wanted page was in the claim, and each page of the claim was processed.
         result.ok_or(InstallFailure::Busy { tries })
     }
 
@@ -394,7 +396,7 @@ impl<'a> Installer<'a> {
 
     fn wake_if_asleep(&mut self, pages: PageRange) {
         if self.sleepers == Sleepers::Some {
-            wake(self.region, self.served, self.order, self.counters, pages);
+            wake(self.region, self.served, self.lock, self.counters, pages);
         }
     }
 
@@ -413,21 +415,21 @@ impl<'a> Installer<'a> {
         })
     }
 
-    /// Settles pages as poisoned, then marks them in the memory that faults: whoever is woken by the
-    /// mark finds the map saying the same. Poison is put there although nobody may be asleep: when the
-    /// userfaultfd is closed one day, the pages must not read as zeroes.
+    /// Settles pages as poisoned, and then marks them in the memory that faults: a thread that the mark
+    /// wakes finds the page map up to date. Pages are marked even if no thread sleeps: after the
+    /// userfaultfd is closed, they must not read as zeroes.
     fn poison(&mut self, claim: ClaimGuard<'_>) {
         let pages = claim.pages();
         self.counters.poisoned += pages.count();
         self.finish(claim, Settled::Poisoned);
-        if mark_poisoned(self.region, self.served, self.order, pages) != Mark::Made {
-            // Whoever sleeps there faults again, and has the page marked then.
-            wake(self.region, self.served, self.order, self.counters, pages);
+        if mark_poisoned(self.region, self.served, self.lock, pages) != Mark::Made {
+            // Sleeping threads fault again, which retries to mark the page.
+            wake(self.region, self.served, self.lock, self.counters, pages);
         }
     }
 }
 
-/// Zeroes in pages that nothing is mapped in.
+/// Installs zeroes in unmapped pages.
 pub(crate) fn zero_pages(
     region: &PagedRegion,
     uffd: &Userfaultfd,
@@ -439,9 +441,9 @@ pub(crate) fn zero_pages(
     }
     let page_bytes = 1_usize << region.page_shift();
     let zeroes = vec![0_u8; page_bytes];
-    // Freshly allocated memory is mapped nowhere, and the kernel copies with faults disabled first. If
-    // that fails it takes a second huge page for a moment, which the pool may not have. A read maps the
-    // zero page and fills no memory.
+    // Freshly allocated memory is unmapped, and the kernel first copies with faults disabled. If that
+    // copy fails, the kernel temporarily takes a second huge page, which the pool may lack. A read maps
+    // the zero page and allocates no memory.
     let mapped = std::hint::black_box(&zeroes).iter();
     for byte in mapped.step_by(SMALLEST_PAGE_BYTES) {
         std::hint::black_box(*byte);
@@ -466,18 +468,18 @@ pub(crate) fn zero_pages(
     Ok(())
 }
 
-/// Wakes whoever sleeps on pages.
+/// Wakes the threads that sleep on pages.
 pub(crate) fn wake(
     region: &PagedRegion,
     served: &Served,
-    order: &Order<'_>,
+    lock: &InstallLock<'_>,
     counters: &mut Counters,
     pages: PageRange,
 ) {
     let mut rest = pages;
-    while let Some(place) = region.place(served, order, rest) {
+    while let Some(place) = region.place(served, lock, rest) {
         counters.wakes += 1;
-        // It fails only for a range that is no range, which none of these is.
+        // Fails only for an invalid range, which these are not.
         if let Err(error) = place.uffd.wake(place.range) {
             tracing::error!(%error, range = %place.range, "UFFDIO_WAKE");
         }
@@ -488,36 +490,41 @@ pub(crate) fn wake(
     }
 }
 
-/// What came of marking pages as poisoned.
+/// The result of marking pages as poisoned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum Mark {
-    /// None of the pages reads as zeroes any more: those that are mapped somewhere and held nothing are
-    /// marked.
+    /// None of the pages reads as zeroes any more: pages that are mapped in the address space and were
+    /// absent are marked.
     Made,
-    /// The process discards memory: its events have to be read first.
+    /// The process discards memory: its events must be read first.
     EventsFirst,
-    /// This kernel cannot mark pages, or would not.
+    /// This kernel cannot mark pages, or refused to.
     Failed,
 }
 
-/// UFFDIO_POISON, again while something else changes the address space. Pages that are mapped keep
-/// their mapping, to which the hardware has its own answer. Pages that could not be marked are
-/// remembered: the userfaultfd must not be closed as long as they are not.
+/// UFFDIO_POISON, repeated while the address space changes. Present pages retain their mapping, which
+/// the hardware reports as lost. Pages that could not be marked are recorded: the userfaultfd must not
+/// be closed before they are.
 pub(crate) fn mark_poisoned(
     region: &PagedRegion,
     served: &Served,
-    order: &Order<'_>,
+    lock: &InstallLock<'_>,
     pages: PageRange,
 ) -> Mark {
-    let mark = try_to_mark(region, served, order, pages);
+    let mark = try_to_mark(region, served, lock, pages);
     if mark != Mark::Made {
         region.note_unmarked();
     }
     mark
 }
 
-fn try_to_mark(region: &PagedRegion, served: &Served, order: &Order<'_>, pages: PageRange) -> Mark {
+fn try_to_mark(
+    region: &PagedRegion,
+    served: &Served,
+    lock: &InstallLock<'_>,
+    pages: PageRange,
+) -> Mark {
     if !region.can_poison {
         return Mark::Failed;
     }
@@ -525,7 +532,7 @@ fn try_to_mark(region: &PagedRegion, served: &Served, order: &Order<'_>, pages: 
     let mut rest = pages;
     let mut tries = 0;
     let mut most = u64::MAX;
-    while let Some(place) = region.place(served, order, rest.split_at(most.min(rest.count())).0) {
+    while let Some(place) = region.place(served, lock, rest.split_at(most.min(rest.count())).0) {
         most = u64::MAX;
         let done = match place.uffd.poison_pages(place.range, Wake::Wake) {
             Ok(()) => place.pages.count(),
@@ -535,7 +542,7 @@ fn try_to_mark(region: &PagedRegion, served: &Served, order: &Order<'_>, pages: 
                     start: place.range.start + installed_bytes,
                     bytes: 1 << shift,
                 };
-                // Whoever sleeps there was not woken by the call that met the mapping.
+                // A thread that sleeps there was not woken by the call that found the mapping.
                 let _ = place.uffd.wake(there);
                 done + 1
             }
@@ -547,12 +554,12 @@ fn try_to_mark(region: &PagedRegion, served: &Served, order: &Order<'_>, pages: 
                 std::thread::yield_now();
                 installed_bytes >> shift
             }
-            // Perhaps the pages lie in more than one mapping.
+            // The pages may lie in more than one mapping.
             Err(InstallError::NoMapping) if place.pages.count() > 1 => {
                 most = place.pages.count() / 2;
                 continue;
             }
-            // The memory or the process has gone: nobody can read zeroes there.
+            // The memory is unmapped or the process has exited: no thread can read zeroes there.
             Err(InstallError::NoMapping) => 1,
             Err(InstallError::Gone) => return Mark::Made,
             Err(error) => {

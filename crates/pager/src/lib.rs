@@ -1,4 +1,4 @@
-//! The demand-paging engine: faults in, pages installed.
+//! The demand-paging engine: receives faults and installs pages.
 //!
 //! ```text
 //!  guest touches a missing page                     prefetch                  a peer pushes a page
@@ -13,41 +13,43 @@
 //!                     arrival: claim ─► Installing ─► UFFDIO_CONTINUE or COPY ─► Present ─► wake
 //! ```
 //!
-//! One engine for every delivery, any source and any address space. It knows neither KVM nor where
-//! content comes from, starts no thread and performs no I/O but to install pages:
+//! One engine serves every delivery, any source and any address space. It depends neither on KVM nor on
+//! the origin of content, starts no thread, and performs no I/O except for installing pages:
 //!
-//! - [`Pager`] serves regions, which come and go: [`Pager::add`] with a [`RegionConfig`] that says
-//!   which memory ([`RegionConfig::local`], [`RegionConfig::foreign`]), in which [`Mode`], with which
-//!   [`Contents`] and policies.
-//! - [`Resolver`] resolves faults on the thread that has them; [`Serving`] serves the pager's
-//!   descriptor from an event loop, [`Readers`] by threads.
-//! - A [`Source`] is asked for pages and answers some time later; [`Pool`] adapts a [`BlockingSource`].
-//!   A [`LocalSource`] has its content at once.
-//! - [`Prefetch`] brings pages in before they are touched; a [`Mapper`] has what was installed
-//!   mapped in stage 2.
+//! - [`Pager`] serves regions, which can be added and removed at any time: [`Pager::add`] takes a
+//!   [`RegionConfig`] with the memory ([`RegionConfig::local`], [`RegionConfig::foreign`]), the
+//!   [`Mode`], the [`Contents`] and the policies.
+//! - [`Resolver`] resolves faults on the faulting thread; [`Serving`] serves the pager's descriptor
+//!   from an event loop, [`Readers`] by threads.
+//! - A [`Source`] receives requests for pages and answers them later; [`Pool`] adapts a
+//!   [`BlockingSource`]. A [`LocalSource`] has its content immediately.
+//! - [`Prefetch`] fetches pages before first touch; a [`Mapper`] maps installed pages in stage 2.
+//!
+//! A page's *home gpa* is its region's gpa plus the page's offset. It differs from the guest's address
+//! if a slot transaction has mapped the page elsewhere.
 //!
 //! # Fail closed
 //!
-//! If a page cannot be had, nothing is installed. A source that fails stalls its region: whoever
-//! touches a missing page waits until the owner resumes the region, replaces its source or abandons it
-//! ([`Notice::Stalled`]). A pager that is dropped, and a region that is removed, poisons what is
-//! missing first, so that nobody ever reads zeroes in place of content.
+//! If a page's content is unavailable, nothing is installed. A source that fails stalls its region:
+//! threads that touch a missing page wait until the owner resumes the region, replaces its source or
+//! abandons it ([`Notice::Stalled`]). When a pager is dropped or a region removed, the missing pages
+//! are poisoned first, so that no access ever reads zeroes in place of content.
 //!
-//! # In which order things stop
+//! # Order of shutdown
 //!
-//! 1. The vCPUs. One that waits for a page by an exit comes back after [`Pager::stop`]; one that sleeps
-//!    in a userfaultfd comes back when its page comes, or is poisoned ([`Pager::abandon`]).
-//! 2. [`Prefetch`], then [`Readers`] and whatever else serves the pager's descriptor.
+//! 1. The vCPUs. One that waits for a page in an exit returns after [`Pager::stop`]; one that sleeps in
+//!    a userfaultfd returns when its page arrives or is poisoned ([`Pager::abandon`]).
+//! 2. [`Prefetch`], then [`Readers`] and other threads that serve the pager's descriptor.
 //! 3. The pager, when its last [`Arc`](std::sync::Arc) is dropped: missing pages are poisoned.
 //! 4. The memory.
 //!
 //! # Back-pressure
 //!
 //! Prefetch works ahead of the vCPUs and competes with their faults for CPUs, for the source, and for
-//! the kernel's locks. So it compares itself with the faults: if over the last 100 ms more faults
-//! brought a page in than it installed pages, and those faults were at least 1000 a second, it sleeps
-//! before its next batch for as long as the last one took, but for 50 ms at most. After a sleep it
-//! always does one batch, so it never stands still. How often it gave way is counted (`yields`).
+//! the kernel's locks. It therefore compares its own rate with that of the faults: if over the last 100
+//! ms faults installed or requested more pages than prefetch did, at a rate of at least 1000 a second,
+//! it sleeps before its next batch for as long as the last batch took, at most 50 ms. After a sleep it
+//! always processes one batch, so it always progresses. The counter `yields` counts its pauses.
 
 mod activity;
 mod add;

@@ -1,4 +1,4 @@
-//! What the owner of a pager learns without asking.
+//! Notices to the owner of a pager.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use crate::error::{PrefetchError, ResolveError, ServeError};
 use crate::fault::RegionId;
 use crate::source::SourceError;
 
-/// Something that the owner of a pager should know of. Cheap to clone.
+/// A report to the owner of a pager. Cheap to clone.
 ///
-/// No notice ends the pager: other regions go on, and the owner decides what becomes of the VM.
+/// No notice ends the pager: other regions continue, and the owner decides about the VM.
 #[derive(Clone, Debug, Error)]
 pub enum Notice {
-    /// A region's source has failed as often as the retry policy allows. Whoever touches a missing
-    /// page waits until the owner resumes the region, replaces its source or abandons it.
+    /// A region's source has failed as often as the retry policy permits. A thread that touches a
+    /// missing page waits until the owner resumes the region, replaces its source or abandons it.
     #[error("region {region:?} is stalled: its source has failed too often")]
     Stalled {
         /// The region.
@@ -23,21 +23,21 @@ pub enum Notice {
         #[source]
         last: Arc<SourceError>,
     },
-    /// A fault that came by a userfaultfd could not be resolved. The thread that faulted stays
-    /// asleep until the page comes another way, or the region is removed.
+    /// A fault from a userfaultfd could not be resolved. The faulting thread stays asleep until the
+    /// page is delivered otherwise, or the region is removed.
     #[error("a fault that came by a userfaultfd could not be resolved")]
     Unresolved(#[source] Arc<ResolveError>),
-    /// Content that arrived could not be installed. Whoever waits for the page goes on waiting.
+    /// Content that arrived could not be installed. Threads that wait for the page continue to wait.
     #[error("content that arrived for region {region:?} could not be installed")]
     NotInstalled {
         /// The region.
         region: RegionId,
-        /// Why.
+        /// The error.
         #[source]
         source: Arc<crate::error::InstallFailure>,
     },
-    /// The process whose memory a foreign region is has gone.
-    #[error("the process that has the memory of region {region:?} has gone")]
+    /// The process that owns a foreign region's memory has exited.
+    #[error("the process that owns the memory of region {region:?} has exited")]
     ProcessGone {
         /// The region.
         region: RegionId,
@@ -48,23 +48,23 @@ pub enum Notice {
     /// A reader thread panicked.
     #[error("a reader thread panicked: {message}")]
     ReaderPanicked {
-        /// What it said.
+        /// The panic's message.
         message: String,
     },
     /// Prefetch has ended early.
     #[error("prefetch has ended early")]
     Prefetch(#[source] Arc<PrefetchError>),
-    /// Installed pages could not be mapped in stage 2. Paging goes on; the guest takes more faults.
+    /// Installed pages could not be mapped in stage 2. Paging continues, with more faults by the guest.
     #[error("pages of region {region:?} could not be mapped in stage 2")]
     Population {
         /// The region.
         region: RegionId,
-        /// What the sink said.
+        /// The mapper's error.
         #[source]
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
     /// The process forked. The child's memory is not paged: its descriptor was closed.
-    #[error("the process that has the memory of region {region:?} forked: the child is not paged")]
+    #[error("the process that owns the memory of region {region:?} forked: the child is not paged")]
     Forked {
         /// The region.
         region: RegionId,

@@ -1,46 +1,44 @@
-//! Back-pressure: when work that nobody waits for gives way to faults.
+//! Back-pressure: work ahead of faults pauses in favour of faults.
 //!
-//! Why, and in short what, the crate's documentation says. The rule in full:
+//! The crate's documentation gives the reason and a summary. The complete rule:
 //!
-//! - Over the last [`WINDOW`], faults that brought a page in are counted against the pages that the
-//!   activity itself dealt with (prefetch: installed, population: mapped).
+//! - Over the last [`WINDOW`], the number of faults that installed or requested a page is compared with
+//!   the number of pages that the activity itself processed (prefetch: installed or requested).
 //! - If there were more faults than pages, and at least [`QUIET_FAULTS_PER_SECOND`], the activity
-//!   pauses before its next batch, for as long as its last one took, up to [`LONGEST_PAUSE`]: it takes
-//!   half of the time, and of whatever else it takes, that it took before. More would be too much: the
-//!   slower it is, the more the vCPUs fault.
-//! - After a pause it always does one batch. However hard the vCPUs fault, it therefore goes on, and
-//!   comes back to full speed by itself once it gets ahead of them.
-//! - After time in which it had nothing to do it starts with an empty window: having been idle is
-//!   not falling behind.
+//!   pauses before its next batch for as long as its last batch took, at most [`LONGEST_PAUSE`]: it
+//!   then uses half of the time and of the other resources that it used before. A longer pause would be
+//!   counterproductive: the slower prefetch is, the more the vCPUs fault.
+//! - After a pause the activity always processes one batch. It therefore progresses at any rate of
+//!   faults, and returns to full speed once it is faster than they are.
+//! - After an idle period the window is empty: having been idle does not count as being slow.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// What the two rates are compared over.
+/// The period over which the two rates are compared.
 pub(crate) const WINDOW: Duration = Duration::from_millis(100);
 
-/// How far apart the window's samples are, and how much of it there must be before it says anything.
+/// The interval of the window's samples, and the minimal length of the window.
 const SPACING: Duration = Duration::from_millis(10);
 
-/// How long an activity that gives way sleeps at most: for so long it does not hear that it is to
-/// stop.
+/// The longest pause of an activity. During a pause it does not notice that it is to stop.
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
-/// So few faults do not feel whoever works beside them.
+/// At a lower rate of faults, concurrent work does not affect them noticeably.
 const QUIET_FAULTS_PER_SECOND: u64 = 1000;
 
-/// What had been counted at a moment.
+/// The counts at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sample {
     /// Time since the activity began.
     pub(crate) at: Duration,
-    /// Faults that had brought a page in.
+    /// Faults that had installed or requested a page.
     pub(crate) faults: u64,
-    /// Pages that the activity had dealt with.
+    /// Pages that the activity had processed.
     pub(crate) pages: u64,
 }
 
-/// The rule: whether an activity that counted `since` and then `now` gives way to faults.
+/// The rule: whether an activity pauses that counted `since` and then `now`.
 pub(crate) fn gives_way(since: Sample, now: Sample) -> bool {
     let window = now.at.saturating_sub(since.at);
     let faults = now.faults.saturating_sub(since.faults);
@@ -66,7 +64,7 @@ impl Pace {
         }
     }
 
-    /// Does a batch, and remembers how long it took.
+    /// Processes a batch, and measures its duration.
     pub(crate) fn batch<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let begun = Instant::now();
         let result = work();
@@ -74,7 +72,7 @@ impl Pace {
         result
     }
 
-    /// Before a batch: how long to pause first, if at all. Takes the counts as they are now.
+    /// Call before a batch: returns the pause before it, if any. Takes the current counts.
     pub(crate) fn pause(&mut self, faults: u64, pages: u64) -> Option<Duration> {
         let at = self.begun.elapsed();
         let now = Sample { at, faults, pages };
@@ -114,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn more_faults_than_pages_are_given_way_to() {
+    fn more_faults_than_pages_cause_a_pause() {
         assert!(gives_way(START, sample(100, 1001, 1000)));
         assert!(!gives_way(START, sample(100, 1000, 1000)));
         assert!(!gives_way(START, sample(100, 10, 1000)));
@@ -122,13 +120,13 @@ mod tests {
     }
 
     #[test]
-    fn few_faults_are_not() {
+    fn few_faults_cause_no_pause() {
         assert!(!gives_way(START, sample(100, 99, 0)));
         assert!(gives_way(START, sample(100, 100, 0)));
     }
 
     #[test]
-    fn a_moment_says_nothing() {
+    fn a_short_window_causes_no_pause() {
         assert!(!gives_way(START, sample(9, 1000, 0)));
         assert!(gives_way(START, sample(10, 1000, 0)));
         assert!(!gives_way(START, START));
@@ -140,20 +138,20 @@ mod tests {
         assert!(!pace.must_pause_at(START));
         assert!(pace.must_pause_at(sample(50, 1000, 10)));
         assert!(pace.must_pause_at(sample(90, 2000, 20)));
-        // Faults have ended; what there were slides out of the window.
+        // There are no more faults; the earlier ones leave the window.
         assert!(pace.must_pause_at(sample(140, 2000, 30)));
         assert!(!pace.must_pause_at(sample(185, 2000, 40)));
     }
 
     #[test]
-    fn having_been_idle_is_not_falling_behind() {
+    fn having_been_idle_causes_no_pause() {
         let mut pace = Pace::new();
         assert!(!pace.must_pause_at(START));
         assert!(!pace.must_pause_at(sample(10_000, 1_000_000, 1)));
     }
 
     #[test]
-    fn a_pause_is_as_long_as_the_last_batch_was() {
+    fn a_pause_is_as_long_as_the_last_batch() {
         let mut pace = Pace::new();
         assert_eq!(pace.pause(0, 0), None);
         for (took, pause) in [(12, 12), (500, 50)] {
@@ -167,9 +165,10 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens: samples stay few, and an activity that is ahead never pauses.
+        /// In every case there are few samples, and an activity that is faster than the faults never
+        /// pauses.
         #[test]
-        fn whoever_is_ahead_goes_on(steps in prop::collection::vec((0u64..50, 0u64..500, 0u64..500), 1..200)) {
+        fn an_activity_ahead_of_the_faults_never_pauses(steps in prop::collection::vec((0u64..50, 0u64..500, 0u64..500), 1..200)) {
             let mut pace = Pace::new();
             let mut now = START;
             for (ms, faults, more) in steps {

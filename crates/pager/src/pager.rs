@@ -1,4 +1,4 @@
-//! The pager: regions, and what they share.
+//! The pager: regions and their shared state.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,56 +18,57 @@ use crate::error::{PushError, ServeError, message_of};
 use crate::fault::RegionId;
 use crate::notice::Notice;
 use crate::poller::Poller;
-use crate::region::{Bell, PagedRegion};
+use crate::region::{EventCount, PagedRegion};
 use crate::resolver::Resolver;
 use crate::source::Content;
 use crate::table::Table;
 
-/// Called with each notice.
+/// The callback for notices.
 type OnNotice = Box<dyn FnMut(&Notice) + Send>;
 
-/// How far a pager has come.
+/// The progress of a pager.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Pages that are present, the zero page and pages that were given up included.
+    /// Pages that are present, including zero pages and discarded pages.
     pub present: u64,
-    /// Pages that are lost: they will never be present.
+    /// Pages that are lost and will never be present.
     pub poisoned: u64,
     /// All pages.
     pub total: u64,
 }
 
-/// Brings the pages of some regions in as they are touched. Shared by all threads that resolve
-/// faults; see the [crate's documentation](crate) for how it is used and in which order things stop.
+/// Pages the memory of some regions in as it is touched. All threads that resolve faults share it; the
+/// [crate's documentation](crate) describes its use and the order of shutdown.
 ///
-/// The pager starts no thread of its own, with one exception: while it changes memory whose userfaultfd
-/// tells of changes, a helper thread makes the change, because that call waits until somebody has read
-/// the event. It waits for nothing else, and is driven by faults ([`Resolver`]), by
-/// answers of sources, and by whoever serves its descriptor ([`crate::Serving`], [`crate::Readers`]).
+/// The pager starts no thread of its own, with one exception: if it changes memory whose userfaultfd
+/// reports such changes, a helper thread makes the change, because that call waits until the event was
+/// read. Otherwise the pager runs on the threads of faults ([`Resolver`]), of answers from sources, and
+/// of those that serve its descriptor ([`crate::Serving`], [`crate::Readers`]).
 pub struct Pager {
     me: Weak<Self>,
     /// Each resolver holds the table that it used last.
     pub(crate) tables: Snapshots<Table>,
-    /// Held by whoever changes the table.
+    /// Held by a thread that changes the table.
     edit: Mutex<()>,
     pub(crate) poller: Poller,
     pub(crate) activity: Activity,
-    pub(crate) bell: Arc<Bell>,
+    pub(crate) changes: Arc<EventCount>,
     stopped: AtomicBool,
     on_notice: Mutex<Option<OnNotice>>,
-    /// The first notice that needs action, for those who ask later.
+    /// The first notice that needs action, for later callers.
     trouble: Mutex<Option<Notice>>,
     counted: Mutex<Counters>,
     begun: Instant,
-    /// When [`Self::tick`] has something to do, in nanoseconds since `begun`; `u64::MAX` for never.
+    /// The time at which [`Self::tick`] has an action due, in nanoseconds since `begun`; `u64::MAX` for
+    /// never.
     due: AtomicU64,
 }
 
 impl Pager {
-    /// A pager without regions.
+    /// Creates a pager without regions.
     ///
     /// # Errors
-    /// [`ServeError::Descriptor`] if no descriptor to wait on is to be had.
+    /// [`ServeError::Descriptor`] if a descriptor could not be created.
     pub fn new() -> Result<Arc<Self>, ServeError> {
         let poller = Poller::new().map_err(ServeError::Descriptor)?;
         Ok(Arc::new_cyclic(|me| Self {
@@ -76,7 +77,7 @@ impl Pager {
             edit: Mutex::new(()),
             poller,
             activity: Activity::default(),
-            bell: Arc::default(),
+            changes: Arc::default(),
             stopped: AtomicBool::new(false),
             on_notice: Mutex::new(None),
             trouble: Mutex::new(None),
@@ -100,11 +101,11 @@ impl Pager {
     }
 
     pub(crate) fn lock_edit(&self) -> MutexGuard<'_, ()> {
-        // The table is replaced as a whole: whoever panicked has left a good one.
+        // The table is replaced as a whole, so a panic under the lock leaves a valid one.
         self.edit.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a thread needs to resolve faults: `vcpu` names the vCPU whose exits it resolves.
+    /// Creates a resolver for one thread: `vcpu` is the number of the vCPU whose exits it resolves.
     pub fn resolver(&self, vcpu: Option<u32>) -> Option<Resolver> {
         Some(Resolver::new(self.me.upgrade()?, vcpu))
     }
@@ -116,12 +117,12 @@ impl Pager {
         Some((region.id, page))
     }
 
-    /// The home gpas of `pages` of the region that `gpa` is in.
+    /// The home gpas of `pages` of the region that contains `gpa`.
     pub fn gpa_range(&self, gpa: GuestAddress, pages: PageRange) -> Option<GuestRange> {
         self.table().locate(gpa)?.0.gpa_range(pages)
     }
 
-    /// The regions that it serves now, in the order of their home gpas.
+    /// The current regions, in the order of their home gpas.
     pub fn region_ids(&self) -> Vec<RegionId> {
         self.table().iter().map(|region| region.id).collect()
     }
@@ -131,7 +132,7 @@ impl Pager {
         self.table().region(id)?.target.local().cloned()
     }
 
-    /// How many pages of a region are in which state. Looks at every page, at a byte each.
+    /// The number of pages of a region in each state. Reads one byte per page.
     pub fn counts(&self, id: RegionId) -> Option<StateCounts> {
         Some(self.table().region(id)?.map.counts())
     }
@@ -141,7 +142,7 @@ impl Pager {
         self.table().region(id)?.map.state(page)
     }
 
-    /// How many pages of all regions are present. Looks at every page, at a byte each.
+    /// The number of present pages of all regions. Reads one byte per page.
     pub fn progress(&self) -> Progress {
         let mut progress = Progress::default();
         for region in self.table().iter() {
@@ -153,8 +154,8 @@ impl Pager {
         progress
     }
 
-    /// Installs pages that came without a request, as a peer pushes them in a migration: those that
-    /// are missing still. Returns how many pages it installed.
+    /// Installs pages that arrived without a request, as a peer pushes them in a migration, as far as
+    /// they are still missing. Returns the number of installed pages.
     ///
     /// # Errors
     /// [`PushError`]; pages that were installed before the error stay.
@@ -183,25 +184,25 @@ impl Pager {
         let result = self.install_arrived(region, &mut counters, pages, content, Urgency::Bulk);
         self.count(&counters);
         if let Err(failure) = result {
-            // A request for these pages may have been answered, or narrowed, while they were being
-            // installed here, and have passed them over: whoever waits asks anew.
+            // A request for these pages may have been answered meanwhile, and may have skipped them
+            // while they were Installing: waiting threads retry.
             self.withdraw(region, pages);
             return Err(failure.into());
         }
         Ok(counters.pages + counters.poisoned)
     }
 
-    /// Ends every wait for a page, now and later, with [`crate::ResolveError::Stopped`]. For when the
-    /// VM has to stop for any reason. Prefetch ends. Nothing else changes: missing pages stay missing.
+    /// Ends every wait for a page, now and later, with [`crate::ResolveError::Stopped`], so that the VM
+    /// can stop for any reason. Prefetch ends. Nothing else changes: missing pages stay missing.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         for region in self.table().iter() {
             region.map.notify_all();
         }
-        self.bell.ring();
+        self.changes.notify();
     }
 
-    /// Takes [`Self::stop`] back: for another run of the VM.
+    /// Reverts [`Self::stop`], for another run of the VM.
     pub fn restart(&self) {
         self.stopped.store(false, Ordering::Release);
     }
@@ -211,10 +212,11 @@ impl Pager {
         self.stopped.load(Ordering::Acquire)
     }
 
-    /// Has `callback` called with each notice from now on, and at once with the first one that needs
-    /// action if there was one. It replaces the callback set before. It is called on whichever thread
-    /// noticed, must not block, and must not call back into the pager but for [`Self::stop`],
-    /// [`Self::resume`], [`Self::replace_source`] and [`Self::abandon`] from another thread.
+    /// Sets the callback for notices; it replaces the previous one. If a notice that needs action was
+    /// issued before, the callback is called at once with the first of them. The callback runs on the
+    /// thread that issues the notice. It must not block, and must not call the pager, except for
+    /// [`Self::stop`], [`Self::resume`], [`Self::replace_source`] and [`Self::abandon`] from another
+    /// thread.
     pub fn on_notice(&self, callback: impl FnMut(&Notice) + Send + 'static) {
         let mut slot = self.lock_on_notice();
         let callback = slot.insert(Box::new(callback));
@@ -223,18 +225,18 @@ impl Pager {
         }
     }
 
-    /// Forgets the callback.
+    /// Removes the callback.
     pub fn clear_on_notice(&self) {
         self.lock_on_notice().take();
     }
 
-    /// The first notice that needed action, if there was one.
+    /// The first notice that needed action, if any.
     pub fn trouble(&self) -> Option<Notice> {
         let trouble = self.trouble.lock();
         trouble.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Forgets the notice that [`Self::trouble`] returns: the owner has dealt with it.
+    /// Clears the notice that [`Self::trouble`] returns, after the owner has acted.
     pub fn clear_trouble(&self) {
         let trouble = self.trouble.lock();
         *trouble.unwrap_or_else(PoisonError::into_inner) = None;
@@ -248,10 +250,10 @@ impl Pager {
 
     pub(crate) fn notify(&self, notice: Notice) {
         tracing::warn!(error = &notice as &dyn std::error::Error, "notice");
-        // The callback's lock is held over recording, so that `on_notice`, which takes it too, either
-        // is seen here or sees the notice.
+        // The callback's lock is held while the notice is recorded: so either this call sees a
+        // concurrent `on_notice`, or that call sees the notice.
         let mut slot = self.lock_on_notice();
-        let told = notice.clone();
+        let copy = notice.clone();
         if notice.needs_action() {
             let trouble = self.trouble.lock();
             trouble
@@ -259,12 +261,12 @@ impl Pager {
                 .get_or_insert(notice);
         }
         if let Some(callback) = slot.as_mut() {
-            call(callback, &told);
+            call(callback, &copy);
         }
     }
 
-    /// What was counted by threads that are done (readers that were stopped, resolvers that were
-    /// dropped, prefetch that has ended) and by answers of sources.
+    /// The counts of threads that have ended (stopped readers, dropped resolvers, finished prefetch)
+    /// and of answers from sources.
     pub fn counted(&self) -> Counters {
         *self.lock_counted()
     }
@@ -277,7 +279,7 @@ impl Pager {
         self.counted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has [`Self::tick`] do something at `deadline`.
+    /// Schedules an action of [`Self::tick`] for `deadline`.
     pub(crate) fn wake_at(&self, deadline: Instant) {
         let nanoseconds = deadline.saturating_duration_since(self.begun).as_nanos();
         let at = u64::try_from(nanoseconds).unwrap_or(u64::MAX - 1);
@@ -290,7 +292,7 @@ impl Pager {
         }
     }
 
-    /// Whether something is due. Whoever is told so does it, and sets the next time.
+    /// Whether an action is due. The caller that gets true performs it, and schedules the next one.
     pub(crate) fn is_due(&self, now: Instant) -> bool {
         let due = self.due.load(Ordering::Acquire);
         if due == u64::MAX
@@ -307,9 +309,9 @@ impl Pager {
         taken.is_ok()
     }
 
-    /// Has what a vCPU's own thread installed mapped in stage 2, where that costs less than the faults
-    /// that it saves. The page that faulted is one of them: KVM would map it as the guest enters, alone
-    /// and for more than its share of a run.
+    /// Maps a vCPU's own installed pages in stage 2, where that costs less than the saved faults. The
+    /// faulting page is one of them: at guest entry KVM would map that page alone, at a higher cost
+    /// than its share of a run.
     #[inline]
     pub(crate) fn populate_after_exit(
         &self,
@@ -317,20 +319,20 @@ impl Pager {
         pages: PageRange,
         counters: &mut Counters,
     ) {
-        if let Some(config) = &region.sink
+        if let Some(config) = &region.mapper
             && pages.count() >= config.least_exit_pages
         {
             self.populate(region, pages, counters);
         }
     }
 
-    /// Has installed pages mapped in stage 2, if the region's owner gave a sink. A sink that fails
-    /// ends the region's population, not its paging.
+    /// Maps installed pages in stage 2, if the region has a mapper. A mapper that fails ends the
+    /// region's population, not its paging.
     pub(crate) fn populate(&self, region: &PagedRegion, pages: PageRange, counters: &mut Counters) {
-        let Some((sink, range)) = region.sink().zip(region.gpa_range(pages)) else {
+        let Some((mapper, range)) = region.mapper().zip(region.gpa_range(pages)) else {
             return;
         };
-        let populated = catch_unwind(AssertUnwindSafe(|| sink.populate(range)));
+        let populated = catch_unwind(AssertUnwindSafe(|| mapper.populate(range)));
         let error = match populated {
             Ok(Ok(bytes)) => {
                 counters.populations += 1;
@@ -349,7 +351,7 @@ impl Pager {
     }
 }
 
-/// Calls a callback of somebody else's, whose panic is not ours.
+/// Calls the owner's callback; a panic is caught.
 fn call(callback: &mut OnNotice, notice: &Notice) {
     if catch_unwind(AssertUnwindSafe(|| callback(notice))).is_err() {
         tracing::error!("the callback for notices panicked");

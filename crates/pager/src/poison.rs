@@ -10,10 +10,10 @@ use crate::pager::Pager;
 use crate::region::PagedRegion;
 
 impl Pager {
-    /// Records that `lost`, home gpas, was lost to an uncorrected error, as SIGBUS has told the VMM:
-    /// pages that are lost as a whole are poisoned. (Of a page that is kept apart from its error the
-    /// rest is good.) Waits for installations that have begun. Returns how many pages are poisoned that
-    /// were not.
+    /// Records that the home gpas `lost` were lost to an uncorrected error, which SIGBUS has reported
+    /// to the VMM: pages that are lost as a whole are poisoned. (A page with an error in only a part of
+    /// it, which the kernel's policy preserves, is not.) Waits for installations in progress. Returns
+    /// the number of newly poisoned pages.
     pub fn record_poison(&self, lost: GuestRange) -> u64 {
         let mut poisoned = 0;
         for region in self.table().iter() {
@@ -36,7 +36,7 @@ impl Pager {
         poisoned
     }
 
-    /// Whether the page is poisoned now and was not.
+    /// Poisons a page; returns whether it was not poisoned before.
     fn poison_page(&self, region: &PagedRegion, page: PageIndex) -> bool {
         loop {
             match region.map.poison(page) {
@@ -80,8 +80,8 @@ impl Pager {
             }
             let single = PageRange::single(page);
             if let Some(local) = region.target.local() {
-                // What is there goes first: content that a MISSING region should not have, or the mark
-                // of an earlier pager, which outlives its userfaultfd.
+                // Existing mappings are removed first: content that a MISSING region should not have,
+                // or the marker of an earlier pager, which outlives that pager's userfaultfd.
                 self.unmap(region, local, single).map_err(AddError::Zap)?;
             }
             let _ = self.poison_everywhere(region, single);
@@ -89,7 +89,7 @@ impl Pager {
         Ok(())
     }
 
-    /// Takes away what is mapped in pages of local memory.
+    /// Removes the mappings of local pages.
     pub(crate) fn unmap(
         &self,
         region: &PagedRegion,

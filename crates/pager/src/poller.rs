@@ -1,4 +1,4 @@
-//! What a pager waits on: one epoll descriptor for its userfaultfds, its deadlines and its end.
+//! The descriptor of a pager: one epoll instance for its userfaultfds, its deadlines and its end.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
@@ -14,17 +14,17 @@ use rustix::time::{
 
 use crate::channel::Channel;
 
-/// Reported for the descriptor that ends waits.
+/// The token of the descriptor that ends waits.
 pub(crate) const INTERRUPT: u64 = u64::MAX;
-/// Reported when a deadline has passed.
+/// The token of the timer for deadlines.
 pub(crate) const TIMER: u64 = u64::MAX - 1;
-/// Reported when a thread has kept faults for whoever serves.
-pub(crate) const KEPT: u64 = u64::MAX - 2;
+/// The token for faults that a thread has stored for the threads that serve.
+pub(crate) const DEFERRED: u64 = u64::MAX - 2;
 
-/// A descriptor that is readable when something is to be served.
+/// A descriptor that is readable when there is work.
 ///
-/// Userfaultfds are reported edge-triggered: once for each time that messages come in, to one of the
-/// threads that wait. Whoever is told reads until there are no more.
+/// Userfaultfds are edge-triggered: each arrival of messages is reported once, to one of the waiting
+/// threads. That thread reads until no message is left.
 #[derive(Debug)]
 pub(crate) struct Poller {
     epoll: OwnedFd,
@@ -33,7 +33,8 @@ pub(crate) struct Poller {
     interrupt: OwnedFd,
     kept: OwnedFd,
     next_token: AtomicU64,
-    /// How many threads want waits to end now: the descriptor is readable while there is one.
+    /// The number of threads that currently interrupt waits: while there is one, the descriptor is
+    /// readable.
     interrupts: Mutex<usize>,
 }
 
@@ -49,8 +50,8 @@ impl Poller {
         let kept = eventfd(0, flags)?;
         let edge = EventFlags::IN | EventFlags::ET;
         epoll::add(&epoll, &timer, EventData::new_u64(TIMER), edge)?;
-        epoll::add(&epoll, &kept, EventData::new_u64(KEPT), edge)?;
-        // Level-triggered: everybody who waits is told, for as long as it is readable.
+        epoll::add(&epoll, &kept, EventData::new_u64(DEFERRED), edge)?;
+        // Level-triggered: reported to all waiting threads as long as it is readable.
         epoll::add(
             &epoll,
             &interrupt,
@@ -72,7 +73,7 @@ impl Poller {
         self.next_token.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Waits for the messages of a channel as well. Nothing happens if it does already.
+    /// Adds a channel; does nothing if it is already there.
     pub(crate) fn add(&self, channel: &Channel) -> Result<(), Errno> {
         let data = EventData::new_u64(channel.token);
         match epoll::add(
@@ -87,18 +88,20 @@ impl Poller {
     }
 
     pub(crate) fn remove(&self, channel: &Channel) {
-        // It fails if the channel was never added.
+        // Fails if the channel was never added.
         let _ = epoll::delete(&self.epoll, &channel.uffd);
     }
 
-    /// Reports the channel again if it has messages, for a reader that leaves before it has read all.
+    /// Reports the channel again if it has messages, for a reader that stops before it has read all of
+    /// them.
     pub(crate) fn report_again(&self, channel: &Channel) {
         let data = EventData::new_u64(channel.token);
         let flags = EventFlags::IN | EventFlags::ET;
         let _ = epoll::modify(&self.epoll, &channel.uffd, data, flags);
     }
 
-    /// What is ready, within `timeout` (`None`: for ever). A signal ends the wait with nothing.
+    /// Waits for ready descriptors, for `timeout` (`None`: forever). A signal ends the wait without a
+    /// result.
     pub(crate) fn wait(
         &self,
         events: &mut Vec<Event>,
@@ -115,7 +118,7 @@ impl Poller {
         }
     }
 
-    /// Has the timer reported after the time that `after` says. Whoever comes last asks last: of two
+    /// Sets the timer to expire after the result of `after`, which is called under the lock: of two
     /// threads with a deadline each, the later deadline does not replace the earlier one.
     pub(crate) fn set_timer(&self, after: impl FnOnce() -> Option<Duration>) {
         let locked = self.setting_timer.lock();
@@ -123,7 +126,7 @@ impl Poller {
         let Some(after) = after() else {
             return;
         };
-        // Zero would disarm it.
+        // Zero would disarm the timer.
         let value = timespec(after.max(Duration::from_nanos(1)));
         let interval = timespec(Duration::ZERO);
         let when = Itimerspec {
@@ -135,8 +138,8 @@ impl Poller {
         }
     }
 
-    /// Faults were kept in a channel: whoever serves takes them.
-    pub(crate) fn announce(&self) {
+    /// Reports that a channel has stored faults.
+    pub(crate) fn report_deferred(&self) {
         write_one(&self.kept);
     }
 
@@ -169,7 +172,7 @@ impl AsFd for Poller {
 }
 
 fn write_one(eventfd: &OwnedFd) {
-    // It fails only when the counter is full, and then it is readable.
+    // Fails only if the counter is at its maximum, and then the descriptor is already readable.
     let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
 }
 

@@ -1,4 +1,4 @@
-//! Prefetch: pages are brought in before they are touched.
+//! Prefetch: fetches pages before first touch.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +9,7 @@ use pagetide_memory::{Claim, PageIndex, PageRange, PageState, Request, Urgency};
 use pagetide_uapi::userfaultfd::InstallError;
 
 use crate::activity::Seen;
-use crate::arrival::{For, arrive};
+use crate::arrival::{Purpose, arrive};
 use crate::config::Holes;
 use crate::counters::Counters;
 use crate::error::{
@@ -26,11 +26,12 @@ use crate::resolver::fill_buffer;
 use crate::source::{Filled, LocalSource};
 use crate::walk::{Step, Walk};
 
-/// How pages are brought in ahead of faults.
+/// The configuration of prefetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchConfig {
-    /// Bytes installed, or requested of a source, at a time, at least a page. More bytes save calls;
-    /// a fault on a page that is being installed waits for all of its batch.
+    /// The size of a batch, installed or requested from a source at once; at least one page. Larger
+    /// batches take fewer calls, but a fault on a page that is being installed waits for the whole
+    /// batch.
     pub batch_bytes: u64,
 }
 
@@ -43,24 +44,24 @@ impl Default for PrefetchConfig {
     }
 }
 
-/// How a prefetch ended.
+/// The result of a prefetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchEnd {
-    /// What its thread counted. What answers of sources brought is in [`Pager::counted`].
+    /// The counts of its thread. [`Pager::counted`] has those of answers from sources.
     pub counters: Counters,
-    /// Whether every page was settled: present, given up by the guest, or poisoned.
+    /// Whether every page is settled: present, discarded, or poisoned.
     pub is_complete: bool,
 }
 
-/// A thread that brings in whatever is missing in the regions that the pager had when it was started,
-/// and ends when nothing is.
+/// A thread that fetches the missing pages of all regions that the pager had when the thread was
+/// started, and ends when no page is missing.
 ///
-/// It works upwards from where the last faults were. Local content it installs itself, in batches that
-/// it claims as a fault does. Of sources it requests what fits the region's bulk limit; answers are
-/// installed by whoever brings them, and a fault on a page that is requested already has it requested
-/// again, urgently. Pages that the guest gave up are left alone. Prefetch gives way to faults (see the
-/// rule in the [crate's documentation](crate#back-pressure)). Dropping it stops it; [`Pager::stop`]
-/// does as well.
+/// It works upwards from the position of the latest faults. It installs local content itself, in
+/// batches that it claims like a fault. From sources it requests batches within the region's bulk
+/// limit; the thread that delivers an answer installs it, and a fault on a page that is already
+/// requested repeats the request with urgency. Discarded pages are skipped. Prefetch pauses in favour
+/// of faults (see the rule in the [crate's documentation](crate#back-pressure)). Dropping it stops it,
+/// as does [`Pager::stop`].
 ///
 /// The pager's descriptor must be served meanwhile.
 #[derive(Debug)]
@@ -74,18 +75,18 @@ struct Shared {
     pager: Arc<Pager>,
     regions: Vec<Arc<PagedRegion>>,
     stopping: AtomicBool,
-    /// Set by the thread as it ends.
+    /// Set by the thread at its end.
     ended: Mutex<Option<Result<PrefetchEnd, Arc<PrefetchError>>>>,
 }
 
 impl Prefetch {
-    /// Starts to bring pages in.
+    /// Starts to fetch pages.
     ///
-    /// Local content that cannot be had or installed ends it, which is a notice. Lost content is no
-    /// failure: those pages are poisoned. A region that is stalled is waited for.
+    /// Local content that is unavailable or cannot be installed ends the prefetch, with a notice. Lost
+    /// content is not an error: its pages are poisoned. For a stalled region the thread waits.
     ///
     /// # Errors
-    /// [`ServeError::Thread`] if there is no thread to be had.
+    /// [`ServeError::Thread`] if the thread could not be started.
     pub fn spawn(pager: &Arc<Pager>, config: PrefetchConfig) -> Result<Self, ServeError> {
         let shared = Arc::new(Shared {
             pager: Arc::clone(pager),
@@ -105,21 +106,21 @@ impl Prefetch {
         })
     }
 
-    /// Whether it has ended, by itself or not.
+    /// Whether it has ended, for any reason.
     pub fn is_finished(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until it ends: when every page is settled, or the pager was stopped. What it counted is
-    /// also added to [`Pager::counted`].
+    /// Waits until it ends: when every page is settled, or the pager was stopped. Its counts are also
+    /// added to [`Pager::counted`].
     ///
     /// # Errors
-    /// [`PrefetchError`], when it ended early by itself.
+    /// [`PrefetchError`] if it ended early by itself.
     pub fn finish(mut self) -> Result<PrefetchEnd, Arc<PrefetchError>> {
         self.end()
     }
 
-    /// Ends it after the batch at hand, and withdraws what it has requested and nobody waits for.
+    /// Ends it after the current batch, and withdraws its requests that no thread waits for.
     ///
     /// # Errors
     /// As [`Self::finish`].
@@ -130,7 +131,7 @@ impl Prefetch {
 
     fn end(&mut self) -> Result<PrefetchEnd, Arc<PrefetchError>> {
         if let Some(thread) = self.thread.take() {
-            // A panic was caught in the thread and recorded.
+            // The thread has caught and recorded a panic.
             let _ = thread.join();
         }
         let ended = self.shared.ended.lock();
@@ -148,7 +149,7 @@ impl Shared {
         for region in &self.regions {
             region.map.notify_all();
         }
-        self.pager.bell.ring();
+        self.pager.changes.notify();
     }
 }
 
@@ -156,7 +157,7 @@ impl Drop for Prefetch {
     fn drop(&mut self) {
         if self.thread.is_some() {
             self.shared.stop();
-            // The failure is a notice too.
+            // A failure is also a notice.
             let _ = self.end();
         }
     }
@@ -171,7 +172,7 @@ fn run(shared: &Shared, config: PrefetchConfig) {
         buffer: Vec::new(),
         requested_pages: 0,
     };
-    // What it keeps are counters and a buffer, which a panic leaves as good as any.
+    // Its counters and buffer are valid after a panic.
     let walked = catch_unwind(AssertUnwindSafe(|| ahead.walk()));
     let counters = ahead.counters;
     pager.count(&counters);
@@ -202,33 +203,33 @@ struct Ahead<'s> {
     batch_bytes: u64,
     counters: Counters,
     buffer: Vec<u8>,
-    /// Pages that were requested of sources.
+    /// Pages that were requested from sources.
     requested_pages: u64,
 }
 
-/// What became of pages that were to be brought in.
+/// The result of fetching a run of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Brought {
-    /// They are there, or on their way, or somebody else was faster.
+enum Fetched {
+    /// All pages are installed or requested, by this thread or another.
     All,
-    /// Some had trouble, or were not there to be had in one piece.
+    /// Some pages failed, or the run was not contiguous.
     Part,
-    /// Nothing was done: the region's source is stalled, or has been asked for enough.
+    /// Nothing was done: the region's source is stalled, or its bulk limit is reached.
     NoRoom,
 }
 
 impl Ahead<'_> {
-    /// Brings pages in until there are none left (true) or it is stopped (false).
+    /// Fetches pages until none is missing (true) or it is stopped (false).
     fn walk(&mut self) -> Result<bool, PrefetchError> {
         let Shared { pager, regions, .. } = self.shared;
         let new_walk = |region: &Arc<PagedRegion>| (Walk::new(region.map.pages()), None);
         let mut walks: Vec<(Walk, Option<PageIndex>)> = regions.iter().map(new_walk).collect();
-        // The region at hand. The others take their turn when nothing can be done in it.
+        // The current region. The others follow in turn when it has no work.
         let mut current = 0;
         let mut pace = Pace::new();
         let mut seen = Seen::default();
-        // After trouble with a run, the pages of the next ones are tried one by one, then two by two: a
-        // page that is lost costs its neighbours few calls, and is found.
+        // After a failure in a run, the next runs have one page, then two, and so on: a page whose
+        // content is lost affects its neighbours for few calls, and is identified.
         let mut most = u64::MAX;
         loop {
             if self.shared.stopping.load(Ordering::Acquire) || pager.is_stopped() {
@@ -239,8 +240,8 @@ impl Ahead<'_> {
                 self.counters.yields += 1;
                 thread::sleep(pause);
             }
-            // Before the looks below, so that what happens after them ends the wait.
-            let heard = pager.bell.rings();
+            // Before the checks below, so that a later change ends the wait.
+            let seen_changes = pager.changes.count();
             let busiest = pager.activity.busiest(&mut seen);
             let slot = |id| regions.iter().position(|region| region.id == id);
             if let Some((slot, page)) = busiest.and_then(|(id, page)| Some((slot(id)?, page)))
@@ -266,7 +267,7 @@ impl Ahead<'_> {
                     let state = region.map.state(page);
                     matches!(state, Some(PageState::Requested(_) | PageState::Installing))
                 };
-                // A whole lap found nothing else to do, so that there is no need for another yet.
+                // A whole lap found no other work, so that another lap is not needed yet.
                 let step = match pending.filter(is_pending) {
                     Some(page) => Step::Pending(page),
                     None => walk.step(|pages| region.map.next_unsettled(pages)),
@@ -275,10 +276,10 @@ impl Ahead<'_> {
                 match step {
                     Step::Absent(page) => {
                         most = most.min(region.pages_in(self.batch_bytes).max(1));
-                        match pace.batch(|| self.bring_in(region, page, most))? {
-                            Brought::All => most = most.saturating_mul(2),
-                            Brought::Part => most = 1,
-                            Brought::NoRoom => {
+                        match pace.batch(|| self.fetch(region, page, most))? {
+                            Fetched::All => most = most.saturating_mul(2),
+                            Fetched::Part => most = 1,
+                            Fetched::NoRoom => {
                                 waits_for_source = true;
                                 continue;
                             }
@@ -296,7 +297,7 @@ impl Ahead<'_> {
             }
             match waits_for {
                 _ if goes_on => {}
-                _ if waits_for_source => pager.bell.wait(heard, WAIT_SLICE),
+                _ if waits_for_source => pager.changes.wait(seen_changes, WAIT_SLICE),
                 Some((region, page)) => {
                     region.map.wait(page, WAIT_SLICE);
                 }
@@ -308,26 +309,26 @@ impl Ahead<'_> {
         }
     }
 
-    /// Brings in `page` and the absent pages behind it, `most` in all, unless somebody else was
-    /// faster.
-    fn bring_in(
+    /// Fetches `page` and the absent pages after it, at most `most` pages, unless another thread has
+    /// claimed or requested it.
+    fn fetch(
         &mut self,
         region: &PagedRegion,
         page: PageIndex,
         most: u64,
-    ) -> Result<Brought, PrefetchError> {
+    ) -> Result<Fetched, PrefetchError> {
         let Some(served) = region.served(page) else {
-            return Ok(Brought::All);
+            return Ok(Fetched::All);
         };
         let window = PageRange::new(page, most).intersection(served.pages);
         match &region.supply {
             Supply::PageCache(holes) => {
                 let all = self.install(region, served, page, window, *holes)?;
-                Ok(if all { Brought::All } else { Brought::Part })
+                Ok(if all { Fetched::All } else { Fetched::Part })
             }
             Supply::Local(source) => {
                 let all = self.fill(region, page, window, &**source)?;
-                Ok(if all { Brought::All } else { Brought::Part })
+                Ok(if all { Fetched::All } else { Fetched::Part })
             }
             Supply::Source(requesting) => Ok(self.request(region, requesting, page, window)),
         }
@@ -342,7 +343,7 @@ impl Ahead<'_> {
         holes: Holes,
     ) -> Result<bool, PrefetchError> {
         let pager = &*self.shared.pager;
-        let order = served.channel.order();
+        let lock = served.channel.lock_installs();
         let Claim::Won(claim) = region.map.claim_run(page, window) else {
             self.counters.lost_claims += 1;
             return Ok(true);
@@ -353,14 +354,15 @@ impl Ahead<'_> {
         let mut installer = Installer {
             region,
             served,
-            order: &order,
+            lock: &lock,
             counters: &mut self.counters,
-            // Before population, which may wait for a slot update, and that for whoever sleeps here.
+            // Wake before populating: population may wait for a slot update, which may wait for a
+            // thread that sleeps here.
             sleepers: Sleepers::Some,
             ahead: Some(pager),
         };
         let installed = installer.install(claim, Body::PageCache, Some(page));
-        drop(order);
+        drop(lock);
         if let (Ok(Installed::Piece(pages)), true) = (&installed, served.channel.has_events) {
             pager.populate(region, *pages, &mut self.counters);
         }
@@ -376,7 +378,7 @@ impl Ahead<'_> {
                     &mut self.counters,
                     hole,
                     Body::Zero,
-                    For::Nobody,
+                    Purpose::Ahead,
                 )
                 .map_err(|source| self.failed(region, page, source))?;
             }
@@ -402,7 +404,7 @@ impl Ahead<'_> {
             Ok(Filled::Bytes) => Body::Bytes(&self.buffer),
             Ok(Filled::Zero) => Body::Zero,
             Ok(Filled::Poisoned) if count == 1 => Body::Poisoned,
-            // Page by page: which ones have the trouble is not known.
+            // Page by page, because it is unknown which of them failed.
             Ok(Filled::Poisoned) | Err(_) if count > 1 => {
                 return self
                     .fill(region, page, PageRange::single(page), source)
@@ -424,22 +426,22 @@ impl Ahead<'_> {
             &mut self.counters,
             pages,
             content,
-            For::Nobody,
+            Purpose::Ahead,
         );
         arrived.map_err(|source| self.failed(region, page, source))?;
         Ok(true)
     }
 
-    /// Requests a batch if there is room for it.
+    /// Requests a batch if the bulk limit permits it.
     fn request(
         &mut self,
         region: &PagedRegion,
         requesting: &Requesting,
         page: PageIndex,
         window: PageRange,
-    ) -> Brought {
+    ) -> Fetched {
         if !requesting.lock().requests.has_bulk_room(window.count()) {
-            return Brought::NoRoom;
+            return Fetched::NoRoom;
         }
         if let Request::Made(pages) = region.map.request_run(page, window, Urgency::Bulk) {
             self.requested_pages += pages.count();
@@ -447,7 +449,7 @@ impl Ahead<'_> {
                 .pager
                 .want(region, Wanted { pages, fault: None });
         }
-        Brought::All
+        Fetched::All
     }
 
     fn failed(
@@ -461,7 +463,8 @@ impl Ahead<'_> {
     }
 }
 
-/// What an error names: nobody has touched the page yet, but somebody would have this trouble.
+/// The fault in an error message: no thread has touched the page, but an access to it would fail in
+/// this way.
 fn fault(region: &PagedRegion, page: PageIndex) -> Fault {
     Fault {
         region: region.id,

@@ -1,5 +1,6 @@
-//! A region as the pager serves it.
+//! The pager's state of a region.
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -7,54 +8,57 @@ use std::time::Duration;
 use pagetide_memory::{GuestAddress, GuestRange, PageIndex, PageMap, PageRange, PoisonMap};
 use pagetide_uapi::userfaultfd::{Mode, UserRange, Userfaultfd};
 
-use crate::channel::{Channel, Order};
-use crate::config::{Holes, SinkConfig};
+use crate::channel::{Channel, InstallLock};
+use crate::config::{Holes, MapperConfig};
 use crate::fault::RegionId;
 use crate::populate::Mapper;
 use crate::requests::Requests;
 use crate::source::{LocalSource, Source};
 use crate::target::Target;
 
-/// Where a region's content comes from, as the engine needs to know it.
+/// The origin of a region's content, in the engine's form.
 pub(crate) enum Supply {
     PageCache(Holes),
     Local(Arc<dyn LocalSource>),
     Source(Box<Requesting>),
 }
 
-/// The requests of a region, and whom they go to.
+/// The requests of a region, and its source.
 pub(crate) struct Requesting {
     state: Mutex<RequestState>,
-    bell: Arc<Bell>,
+    changes: Arc<EventCount>,
 }
 
-/// Rings when a request was answered, or something else happened that lets prefetch go on. One for all
-/// regions of a pager, since prefetch waits for whichever has room first.
+/// An event count: incremented when a request was answered, or when something else permits prefetch to
+/// continue. All regions of a pager share one, because prefetch waits for whichever region has room
+/// first.
 #[derive(Debug, Default)]
-pub(crate) struct Bell {
-    rings: Mutex<u64>,
-    rang: Condvar,
+pub(crate) struct EventCount {
+    count: Mutex<u64>,
+    changed: Condvar,
 }
 
-impl Bell {
+impl EventCount {
     fn lock(&self) -> MutexGuard<'_, u64> {
-        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
+        self.count.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn ring(&self) {
+    pub(crate) fn notify(&self) {
         *self.lock() += 1;
-        self.rang.notify_all();
+        self.changed.notify_all();
     }
 
-    /// How often it rang.
-    pub(crate) fn rings(&self) -> u64 {
+    /// The number of events so far.
+    pub(crate) fn count(&self) -> u64 {
         *self.lock()
     }
 
-    /// Sleeps until it rang more often than `heard`, or `timeout` has passed.
-    pub(crate) fn wait(&self, heard: u64, timeout: Duration) {
-        let silent = |rings: &mut u64| *rings == heard;
-        let waited = self.rang.wait_timeout_while(self.lock(), timeout, silent);
+    /// Sleeps until there are more than `seen` events, or `timeout` has passed.
+    pub(crate) fn wait(&self, seen: u64, timeout: Duration) {
+        let is_unchanged = |count: &mut u64| *count == seen;
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), timeout, is_unchanged);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 }
@@ -62,12 +66,16 @@ impl Bell {
 pub(crate) struct RequestState {
     pub(crate) requests: Requests,
     pub(crate) source: Arc<dyn Source>,
-    /// A thread is submitting; others leave what they want to it.
+    /// A thread is submitting; other threads leave their requests to it.
     pub(crate) is_submitting: bool,
 }
 
 impl Requesting {
-    pub(crate) fn new(requests: Requests, source: Arc<dyn Source>, bell: Arc<Bell>) -> Self {
+    pub(crate) fn new(
+        requests: Requests,
+        source: Arc<dyn Source>,
+        changes: Arc<EventCount>,
+    ) -> Self {
         let state = RequestState {
             requests,
             source,
@@ -75,17 +83,17 @@ impl Requesting {
         };
         Self {
             state: Mutex::new(state),
-            bell,
+            changes,
         }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, RequestState> {
-        // No source is called with the lock held, so nothing panics under it.
+        // No source is called with the lock held, so no code panics under it.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn notify(&self) {
-        self.bell.ring();
+        self.changes.notify();
     }
 }
 
@@ -99,58 +107,58 @@ impl std::fmt::Debug for Supply {
     }
 }
 
-/// Which channel serves which pages of a region.
+/// A run of a region's pages, and the channel that serves it.
 #[derive(Debug)]
 pub(crate) struct Served {
     pub(crate) pages: PageRange,
     pub(crate) channel: Arc<Channel>,
 }
 
-/// A region and what the pager knows about it.
+/// A region and the pager's state of it. The fields of [`Parts`] are the region's own by `Deref`.
 #[derive(Debug)]
 pub(crate) struct PagedRegion {
+    parts: Parts,
+    pub(crate) gpa: GuestAddress,
+    hva: u64,
+    shift: u32,
+    population_ended: AtomicBool,
+    /// A lost page could not be marked as poisoned.
+    unmarked: AtomicBool,
+    /// The number of entries of `served`, from the first on, that this pager has registered with its own
+    /// userfaultfds.
+    registered: AtomicUsize,
+    closed: AtomicBool,
+}
+
+/// The parameters of a region.
+#[derive(Debug)]
+pub(crate) struct Parts {
     pub(crate) id: RegionId,
     pub(crate) map: PageMap,
     pub(crate) mode: Mode,
     pub(crate) supply: Supply,
     /// In the order of their pages, without gaps.
     pub(crate) served: Vec<Served>,
-    pub(crate) gpa: GuestAddress,
-    hva: u64,
-    shift: u32,
     pub(crate) fault_around_pages: u64,
     pub(crate) no_progress_limit: u32,
     pub(crate) can_poison: bool,
     pub(crate) trusts_existing: bool,
-    pub(crate) sink: Option<SinkConfig>,
-    /// What was lost before the region was added.
-    pub(crate) lost: PoisonMap,
-    population_ended: AtomicBool,
-    /// A lost page could not be marked as poisoned.
-    unmarked: AtomicBool,
-    /// How many of `served` this region has registered with its own userfaultfds, from the first on.
-    registered: AtomicUsize,
-    closed: AtomicBool,
-    pub(crate) target: Target,
-}
-
-/// What a region is made of besides what its target and its page map say.
-pub(crate) struct Parts {
-    pub(crate) id: RegionId,
-    pub(crate) map: PageMap,
-    pub(crate) mode: Mode,
-    pub(crate) supply: Supply,
-    pub(crate) served: Vec<Served>,
-    pub(crate) fault_around_pages: u64,
-    pub(crate) no_progress_limit: u32,
-    pub(crate) can_poison: bool,
-    pub(crate) trusts_existing: bool,
-    pub(crate) sink: Option<SinkConfig>,
+    pub(crate) mapper: Option<MapperConfig>,
+    /// The memory that was lost before the region was added.
     pub(crate) lost: PoisonMap,
     pub(crate) target: Target,
 }
 
-/// Where a run of pages is to be installed.
+impl Deref for PagedRegion {
+    type Target = Parts;
+
+    #[inline]
+    fn deref(&self) -> &Parts {
+        &self.parts
+    }
+}
+
+/// The address of a run of pages for installation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place<'a> {
     pub(crate) uffd: &'a Userfaultfd,
@@ -161,25 +169,14 @@ pub(crate) struct Place<'a> {
 impl PagedRegion {
     pub(crate) fn new(parts: Parts) -> Self {
         Self {
-            id: parts.id,
-            map: parts.map,
-            mode: parts.mode,
-            supply: parts.supply,
-            served: parts.served,
             gpa: parts.target.gpa(),
             hva: parts.target.range().start().as_u64(),
             shift: parts.target.page_size().shift(),
-            fault_around_pages: parts.fault_around_pages,
-            no_progress_limit: parts.no_progress_limit,
-            can_poison: parts.can_poison,
-            trusts_existing: parts.trusts_existing,
-            sink: parts.sink,
-            lost: parts.lost,
+            parts,
             population_ended: AtomicBool::new(false),
             unmarked: AtomicBool::new(false),
             registered: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
-            target: parts.target,
         }
     }
 
@@ -188,12 +185,12 @@ impl PagedRegion {
         PageRange::new(PageIndex(0), self.map.pages())
     }
 
-    /// Its range of home gpas.
+    /// The end of its range of home gpas.
     pub(crate) fn gpa_end(&self) -> GuestAddress {
         GuestAddress(self.gpa.0 + (self.map.pages() << self.shift))
     }
 
-    /// The page at an offset into the region, if that is within it.
+    /// The page at an offset into the region, if the region contains it.
     #[inline]
     pub(crate) fn page_at(&self, offset: u64) -> Option<PageIndex> {
         let page = PageIndex(offset >> self.shift);
@@ -206,7 +203,7 @@ impl PagedRegion {
         GuestAddress(self.gpa.0 + (page.0 << self.shift))
     }
 
-    /// Pages as a range of home gpas; `None` if there are none.
+    /// Pages as a range of home gpas; `None` for an empty run.
     pub(crate) fn gpa_range(&self, pages: PageRange) -> Option<GuestRange> {
         GuestRange::new(self.gpa_of(pages.first()), self.bytes_of(pages)).ok()
     }
@@ -226,7 +223,7 @@ impl PagedRegion {
         self.shift
     }
 
-    /// Which channel serves `page`, with the pages that it serves.
+    /// The channel that serves `page`, and its run of pages.
     #[inline]
     pub(crate) fn served(&self, page: PageIndex) -> Option<&Served> {
         let index = match self.served.len() {
@@ -237,7 +234,7 @@ impl PagedRegion {
         served.pages.contains(page).then_some(served)
     }
 
-    /// The pages that a fault on `page` may bring in. A run must not leave its registration: the
+    /// The pages that a fault on `page` may install. The run stays within one registration, because the
     /// kernel installs within one mapping only.
     #[inline]
     pub(crate) fn window(&self, served: &Served, page: PageIndex) -> PageRange {
@@ -247,17 +244,17 @@ impl PagedRegion {
         }
     }
 
-    /// Where `pages` are, or as many of them from the first on as lie one behind the other. `None` if
+    /// The address of `pages`, or of as many of them, from the first on, as are contiguous. `None` if
     /// the first is not mapped any more.
     #[inline]
     pub(crate) fn place<'a>(
         &self,
         served: &'a Served,
-        order: &Order<'_>,
+        lock: &InstallLock<'_>,
         pages: PageRange,
     ) -> Option<Place<'a>> {
         let (start, pages) = if served.channel.has_events {
-            order.find(self.id, pages)?
+            lock.find(self.id, pages)?
         } else {
             (self.hva + (pages.first().0 << self.shift), pages)
         };
@@ -277,24 +274,24 @@ impl PagedRegion {
         }
     }
 
-    /// Whether a page that is mapped before it was installed may be taken for present: its content is
-    /// the page cache's own, or the owner of the region says so.
+    /// Whether a page that is mapped before its installation counts as present: its content is the page
+    /// cache's own, or the region's owner has declared so.
     pub(crate) fn may_exist(&self) -> bool {
         matches!(self.supply, Supply::PageCache(_)) || self.trusts_existing
     }
 
-    /// Who maps installed pages in stage 2, unless that has failed.
-    pub(crate) fn sink(&self) -> Option<&Arc<dyn Mapper>> {
-        let config = self.sink.as_ref()?;
-        (!self.population_ended.load(Ordering::Relaxed)).then_some(&config.sink)
+    /// The mapper for installed pages, unless it has failed.
+    pub(crate) fn mapper(&self) -> Option<&Arc<dyn Mapper>> {
+        let config = self.mapper.as_ref()?;
+        (!self.population_ended.load(Ordering::Relaxed)).then_some(&config.mapper)
     }
 
-    /// A lost page could not be marked as poisoned, for now or for good.
+    /// Records that a lost page could not be marked as poisoned, for now or for good.
     pub(crate) fn note_unmarked(&self) {
         self.unmarked.store(true, Ordering::Release);
     }
 
-    /// Whether a lost page may not be marked as poisoned.
+    /// Whether some lost page may be unmarked.
     pub(crate) fn has_unmarked(&self) -> bool {
         self.unmarked.load(Ordering::Acquire)
     }
@@ -303,36 +300,38 @@ impl PagedRegion {
         self.registered.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What was registered, and has to be unregistered. Nothing else may be: some kernels let one
-    /// userfaultfd unregister what another serves.
+    /// The runs that were registered and must be unregistered. No other run may be: some kernels let
+    /// one userfaultfd unregister a range of another.
     pub(crate) fn registered(&self) -> &[Served] {
         let count = self.registered.load(Ordering::Relaxed);
         self.served.get(..count).unwrap_or_default()
     }
 
-    /// The sink has failed. True for the first who says so.
+    /// Records that the mapper has failed. True for the first call.
     pub(crate) fn end_population(&self) -> bool {
         !self.population_ended.swap(true, Ordering::Relaxed)
     }
 
-    /// Whether the region was removed: what arrives for it is dropped, and nobody waits for it.
+    /// Whether the region was removed: content for it is dropped, and no thread waits for it.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Whether a page that was just claimed must not be installed any more. Whoever closes a region
-    /// says so first and then waits until no page is Installing; whoever installs has made the page
-    /// Installing before this look. A fence on both sides lets one of the two see the other.
+    /// Whether a page that was just claimed must not be installed any more. The closing thread first
+    /// sets the flag, and then waits until no page is Installing; an installing thread has made the
+    /// page Installing before it reads the flag. A fence on both sides ensures that at least one of the
+    /// two sees the other.
     #[inline]
     pub(crate) fn is_closed_to_installers(&self) -> bool {
-        // Local memory that is installed while its region closes does no harm: no successor has it.
+        // Installing into local memory while its region closes is harmless: no successor has the
+        // memory.
         if self.target.local().is_none() {
             fence(Ordering::SeqCst);
         }
         self.closed.load(Ordering::Relaxed)
     }
 
-    /// True for the first who closes it.
+    /// Closes the region. True for the first call.
     pub(crate) fn close(&self) -> bool {
         let is_first = !self.closed.swap(true, Ordering::AcqRel);
         fence(Ordering::SeqCst);

@@ -1,13 +1,13 @@
-//! The requests of one region: what is asked of its source, in which order, and what follows when
-//! the source fails.
+//! The requests of one region: which are made to its source, in which order, and the reaction to
+//! failures of the source.
 //!
-//! A pure state machine. It performs no I/O, takes no lock and reads no clock: each operation is given
-//! the time, and says what is to be done. [`crate::dispatch`] does it.
+//! A pure state machine. It performs no I/O, takes no lock and reads no clock: each operation receives
+//! the time and returns the actions. [`crate::dispatch`] performs them.
 //!
-//! Two rules hold at all times, and a test of this file breaks if one of them is broken:
+//! Two rules always hold, and a test of this file fails if one of them is broken:
 //!
-//! - **Urgent passes bulk.** A bulk request is submitted only when no urgent request waits to be
-//!   submitted, but for those that failed and are not to be tried again yet.
+//! - **Urgent passes bulk.** A bulk request is submitted only if no urgent request waits for
+//!   submission, except for those that pause after a failure.
 //! - **Bytes in flight are bounded**, each class by its own limit. A single request may be larger than
 //!   its limit; then it is the only one of its class in flight.
 
@@ -18,15 +18,15 @@ use pagetide_memory::{PageIndex, PageRange, Urgency};
 
 use crate::config::{InFlightLimits, RetryPolicy};
 
-/// The number of a request: never used twice in a region.
+/// The number of a request; unique in a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub(crate) u64);
 
-/// Pages that are wanted of a source.
+/// Pages to be requested from a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub(crate) pages: PageRange,
-    /// The page that somebody waits for; `None` for bulk requests.
+    /// The page that a thread waits for; `None` for bulk requests.
     pub(crate) fault: Option<PageIndex>,
 }
 
@@ -40,7 +40,7 @@ impl Wanted {
     }
 }
 
-/// A request that is to be submitted now.
+/// A request to submit now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Submission {
     pub(crate) id: RequestId,
@@ -49,31 +49,31 @@ pub(crate) struct Submission {
     pub(crate) deadline: Instant,
 }
 
-/// What follows a failure.
+/// The actions after a failure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct AfterFailure {
-    /// Neighbours that are no longer asked for: Absent again.
+    /// Neighbours whose request is withdrawn: Absent again.
     pub(crate) withdraw: [Option<PageRange>; 2],
-    /// The region has just become stalled.
+    /// The region has just stalled.
     pub(crate) stalled: bool,
 }
 
-/// Why a request did not bring its content.
+/// Why a request was not answered with content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Miss {
     /// The source failed, or did not answer in time.
     Failed,
-    /// The content of one of several pages is lost. The source says so of the whole request, so the
-    /// pages are asked for again in smaller requests.
+    /// The content of one of several pages is lost. The source reports this for the whole request, so
+    /// the pages are requested again in smaller requests.
     PoisonedAmongOthers,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Job {
     wanted: Wanted,
-    /// How often it failed.
+    /// The number of failures.
     failures: u32,
-    /// Not to be submitted before.
+    /// The end of its pause after a failure.
     not_before: Option<Instant>,
 }
 
@@ -112,7 +112,7 @@ impl Class {
         Some(job)
     }
 
-    /// Whether a job could be submitted if there were room.
+    /// Whether a job could be submitted if the limit permitted it.
     fn is_ready(&self, now: Instant) -> bool {
         let ready = |job: &Job| job.not_before.is_none_or(|at| at <= now);
         self.waiting.iter().any(ready)
@@ -128,7 +128,7 @@ pub(crate) struct Requests {
     policy: RetryPolicy,
     urgent: Class,
     bulk: Class,
-    /// In the order of their submission, and so of their deadlines.
+    /// In the order of their submission, and thus of their deadlines.
     in_flight: BTreeMap<RequestId, InFlight>,
     is_stalled: bool,
 }
@@ -154,7 +154,7 @@ impl Requests {
         }
     }
 
-    /// Pages that were made Requested, or upgraded, are wanted.
+    /// Adds pages that were made Requested, or whose request was made urgent.
     pub(crate) fn want(&mut self, wanted: Wanted) {
         let job = Job {
             wanted,
@@ -164,15 +164,15 @@ impl Requests {
         self.class(wanted.urgency()).push_back(job);
     }
 
-    /// Whether a bulk request of `pages` pages would be submitted soon: prefetch asks for no more than
-    /// that, so that what it asked for does not grow old in a queue.
+    /// Whether a bulk request of `pages` pages would be submitted soon. Prefetch requests no more than
+    /// that, so that its requests do not age in a queue.
     pub(crate) fn has_bulk_room(&self, pages: u64) -> bool {
         let asked = self.bulk.in_flight_pages + self.bulk.waiting_pages;
         let limit = self.limits.bulk_bytes / self.page_bytes;
         !self.is_stalled && (asked == 0 || asked.saturating_add(pages) <= limit)
     }
 
-    /// The next request to submit, if there is one.
+    /// The next request to submit, if any.
     pub(crate) fn next_submission(&mut self, now: Instant) -> Option<Submission> {
         if self.is_stalled {
             return None;
@@ -181,7 +181,7 @@ impl Requests {
         let bulk_limit = self.limits.bulk_bytes / self.page_bytes;
         let job = match self.urgent.take(now, urgent_limit) {
             Some(job) => job,
-            // Urgent requests wait for room: bulk requests must not take the source's time meanwhile.
+            // Urgent requests wait for the limit: bulk requests must not occupy the source meanwhile.
             None if self.urgent.is_ready(now) => return None,
             None => self.bulk.take(now, bulk_limit)?,
         };
@@ -197,13 +197,13 @@ impl Requests {
         })
     }
 
-    /// A request was answered with content, zeroes or poison. `None` for one that is not in flight: it
-    /// was cancelled, or was answered before.
+    /// Ends a request that was answered with content, zeroes or poison. `None` if it is not in flight:
+    /// it was cancelled, or answered before.
     pub(crate) fn finish(&mut self, id: RequestId) -> Option<Wanted> {
         Some(self.take_in_flight(id)?.wanted)
     }
 
-    /// The pages of a request that is in flight.
+    /// The pages of a request in flight.
     pub(crate) fn pages_of(&self, id: RequestId) -> Option<PageRange> {
         Some(self.in_flight.get(&id)?.job.wanted.pages)
     }
@@ -214,7 +214,7 @@ impl Requests {
         Some(job)
     }
 
-    /// A request was not answered with content. `None` for one that is not in flight.
+    /// Ends a request that was not answered with content. `None` if it is not in flight.
     pub(crate) fn miss(&mut self, id: RequestId, miss: Miss, now: Instant) -> Option<AfterFailure> {
         let job = self.take_in_flight(id)?;
         let mut after = AfterFailure::default();
@@ -236,7 +236,7 @@ impl Requests {
         };
         let pages = job.wanted.pages;
         match job.wanted.fault {
-            // Only one page is urgent: a neighbour's trouble is not this fault's.
+            // Only one page is urgent: a neighbour's failure must not affect this fault.
             Some(page) if pages.count() > 1 => {
                 let (before, rest) = pages.split_at(page.0.saturating_sub(pages.first().0));
                 let (_, behind) = rest.split_at(1);
@@ -262,7 +262,7 @@ impl Requests {
         (first.deadline <= now).then_some(id)
     }
 
-    /// When something has to be done next although nothing comes in: a deadline, or the end of a wait.
+    /// The time of the next action without further input: a deadline, or the end of a pause.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let waits = [&self.urgent, &self.bulk].into_iter();
         let waits = waits.flat_map(|class| class.waiting.iter().filter_map(|job| job.not_before));
@@ -275,13 +275,13 @@ impl Requests {
         self.is_stalled
     }
 
-    /// Asks nothing more until [`Self::resume`].
+    /// Submits nothing more until [`Self::resume`].
     pub(crate) fn stall(&mut self) {
         self.is_stalled = true;
     }
 
-    /// Goes on after a stall. What waits is submitted at once, and everything has all its attempts
-    /// again: what is in flight was asked before as well, and may have been lost with the rest.
+    /// Resumes after a stall. Waiting requests are submitted at once, and all requests have all of
+    /// their attempts again, including those in flight, which were made before as well and may be lost.
     pub(crate) fn resume(&mut self) {
         self.is_stalled = false;
         for request in self.in_flight.values_mut() {
@@ -294,7 +294,7 @@ impl Requests {
         }
     }
 
-    /// Takes every request back that is in flight, to be submitted again, as when its source is
+    /// Returns every request in flight to the queue, to be submitted again, as when the source is
     /// replaced. Returns their numbers.
     pub(crate) fn recall(&mut self) -> Vec<RequestId> {
         let ids: Vec<_> = self.in_flight.keys().copied().collect();
@@ -311,7 +311,7 @@ impl Requests {
         ids
     }
 
-    /// Forgets all bulk requests. Returns those in flight, which are to be cancelled, and the pages of
+    /// Drops all bulk requests. Returns those in flight, which are to be cancelled, and the pages of
     /// all of them, which are to be withdrawn.
     pub(crate) fn drop_bulk(&mut self) -> (Vec<RequestId>, Vec<PageRange>) {
         let is_bulk = |job: &Job| job.wanted.urgency() == Urgency::Bulk;
@@ -330,7 +330,7 @@ impl Requests {
         (ids, pages)
     }
 
-    /// Forgets everything. Returns the requests in flight, which are to be cancelled.
+    /// Drops all requests. Returns those in flight, which are to be cancelled.
     pub(crate) fn clear(&mut self) -> Vec<RequestId> {
         let ids = std::mem::take(&mut self.in_flight).into_keys().collect();
         self.urgent = Class::default();
@@ -338,26 +338,26 @@ impl Requests {
         ids
     }
 
-    /// How many bytes are in flight.
+    /// The number of bytes in flight.
     pub(crate) fn in_flight_bytes(&self) -> u64 {
         (self.urgent.in_flight_pages + self.bulk.in_flight_pages) * self.page_bytes
     }
 
-    /// How many requests wait to be submitted.
+    /// The number of requests that wait for submission.
     pub(crate) fn waiting(&self) -> usize {
         self.urgent.waiting.len() + self.bulk.waiting.len()
     }
 }
 
-/// `after` from now on, or so far away that it makes no difference.
+/// `after` from now on, capped at a time in the far future.
 fn later(now: Instant, after: Duration) -> Instant {
     const FAR: Duration = Duration::from_secs(365 * 86_400);
     now.checked_add(after).unwrap_or(now + FAR)
 }
 
 impl RetryPolicy {
-    /// How long to wait after a request failed `failures` times (at least once): twice as long each
-    /// time, up to the longest wait.
+    /// The pause after a request has failed `failures` times (at least once): doubled each time, up to
+    /// the longest pause.
     fn backoff(&self, failures: u32) -> Duration {
         let doublings = failures.saturating_sub(1).min(31);
         self.first_backoff

@@ -43,12 +43,12 @@ fn urgent_run(page: u64, first: u64, count: u64) -> Wanted {
     }
 }
 
-/// Everything that is submitted at a moment.
+/// All submissions at a moment.
 fn submissions(requests: &mut Requests, now: Instant) -> Vec<Submission> {
     std::iter::from_fn(|| requests.next_submission(now)).collect()
 }
 
-/// The runs that are submitted at a moment.
+/// The runs of all submissions at a moment.
 fn pages(requests: &mut Requests, now: Instant) -> Vec<PageRange> {
     let submissions = submissions(requests, now);
     submissions
@@ -70,7 +70,7 @@ fn urgent_passes_bulk() {
 }
 
 #[test]
-fn bulk_waits_while_urgent_requests_wait_for_room() {
+fn bulk_waits_while_urgent_requests_wait_for_their_limit() {
     let now = Instant::now();
     let mut requests = requests();
     requests.want(urgent_run(0, 0, 8));
@@ -84,13 +84,13 @@ fn bulk_waits_while_urgent_requests_wait_for_room() {
 }
 
 #[test]
-fn an_urgent_request_that_failed_passes_bulk_again_when_its_wait_is_over() {
+fn a_failed_urgent_request_passes_bulk_again_after_its_pause() {
     let now = Instant::now();
     let mut requests = requests();
     requests.want(urgent(7));
     let first = requests.next_submission(now).unwrap();
     requests.miss(first.id, Miss::Failed, now).unwrap();
-    // While it waits the source is free for others.
+    // During its pause the source is free for other requests.
     requests.want(bulk(0, 16));
     requests.want(bulk(16, 16));
     let second = requests.next_submission(now).unwrap();
@@ -128,14 +128,14 @@ fn pages_in_flight_are_bounded_for_each_class() {
 }
 
 #[test]
-fn a_request_above_its_limit_goes_alone() {
+fn a_request_above_its_limit_is_alone_in_flight() {
     let now = Instant::now();
     let mut requests = requests();
     requests.want(bulk(0, 1));
     requests.want(bulk(10, 100));
     requests.want(bulk(200, 1));
     let first = requests.next_submission(now).unwrap();
-    // It waits for the others to be answered, and is not passed.
+    // It waits until the others are answered, and no request overtakes it.
     assert_eq!(requests.next_submission(now), None);
     requests.finish(first.id).unwrap();
     let large = requests.next_submission(now).unwrap();
@@ -146,7 +146,7 @@ fn a_request_above_its_limit_goes_alone() {
 }
 
 #[test]
-fn waits_double_up_to_the_longest() {
+fn pauses_double_up_to_the_longest() {
     let mut now = Instant::now();
     let policy = RetryPolicy {
         attempts: 100,
@@ -175,7 +175,7 @@ fn waits_double_up_to_the_longest() {
 }
 
 #[test]
-fn a_run_that_failed_is_narrowed_to_the_page_that_is_waited_for() {
+fn a_failed_run_is_narrowed_to_the_urgent_page() {
     let now = Instant::now();
     for (page, withdraw) in [
         (4, [None, Some(run(5, 3))]),
@@ -215,7 +215,7 @@ fn a_bulk_request_that_failed_is_halved() {
 }
 
 #[test]
-fn poison_is_found_without_the_source_counting_as_failed() {
+fn lost_pages_are_identified_without_counting_as_failures() {
     let now = Instant::now();
     let mut requests = requests();
     requests.want(bulk(0, 16));
@@ -241,7 +241,7 @@ fn poison_is_found_without_the_source_counting_as_failed() {
     assert!(!requests.is_stalled());
 }
 
-/// Fails a request until the region is stalled; returns when that was.
+/// Fails a request until the region is stalled; returns the time of the stall.
 fn stall(requests: &mut Requests, page: u64, mut now: Instant) -> Instant {
     requests.want(urgent(page));
     for attempt in 1..=POLICY.attempts {
@@ -256,7 +256,7 @@ fn stall(requests: &mut Requests, page: u64, mut now: Instant) -> Instant {
 }
 
 #[test]
-fn after_the_last_attempt_nothing_is_asked_until_it_is_resumed() {
+fn after_the_last_attempt_nothing_is_requested_until_it_is_resumed() {
     let now = Instant::now();
     let mut requests = requests();
     requests.want(bulk(50, 2));
@@ -267,7 +267,8 @@ fn after_the_last_attempt_nothing_is_asked_until_it_is_resumed() {
     assert_eq!(requests.next_submission(now + POLICY.deadline), None);
     assert!(!requests.has_bulk_room(1));
     assert_eq!(requests.waiting(), 3);
-    // It is said once, and what is in flight still has its deadline, and then no further wait.
+    // The stall is reported once; a request in flight still has its deadline, and then there is no
+    // further pause.
     assert_eq!(requests.next_deadline(), Some(other.deadline));
     let after = requests.miss(other.id, Miss::Failed, now).unwrap();
     assert_eq!(after, AfterFailure::default());
@@ -276,14 +277,14 @@ fn after_the_last_attempt_nothing_is_asked_until_it_is_resumed() {
     requests.resume();
     let expected = [run(1, 1), run(2, 1), run(10, 4), run(50, 1), run(51, 1)];
     assert_eq!(pages(&mut requests, now), expected);
-    // It has all its attempts again.
+    // All attempts are available again.
     requests.recall();
     requests.clear();
     stall(&mut requests, 1, now);
 }
 
 #[test]
-fn what_is_in_flight_when_it_is_resumed_has_all_its_attempts_as_well() {
+fn requests_in_flight_have_all_attempts_again_after_a_resume() {
     let mut now = Instant::now();
     let mut requests = requests();
     requests.want(urgent(7));
@@ -292,7 +293,7 @@ fn what_is_in_flight_when_it_is_resumed_has_all_its_attempts_as_well() {
         requests.miss(submission.id, Miss::Failed, now).unwrap();
         now += POLICY.longest_backoff;
     }
-    // Its last attempt is on its way to a source that is gone.
+    // The last attempt is in flight to a source that is unreachable.
     let last = requests.next_submission(now).unwrap();
     let now = stall(&mut requests, 1, now);
     requests.resume();
@@ -302,7 +303,7 @@ fn what_is_in_flight_when_it_is_resumed_has_all_its_attempts_as_well() {
 }
 
 #[test]
-fn what_is_recalled_is_asked_again_and_old_answers_are_unknown() {
+fn recalled_requests_are_repeated_and_old_answers_are_unknown() {
     let now = Instant::now();
     let mut requests = requests();
     requests.want(urgent(1));
@@ -340,7 +341,7 @@ fn bulk_requests_are_dropped_and_urgent_ones_stay() {
 }
 
 #[test]
-fn everything_is_forgotten_but_the_numbers() {
+fn clearing_keeps_only_the_numbers() {
     let now = Instant::now();
     let mut requests = requests();
     requests.want(urgent(1));
@@ -375,7 +376,7 @@ fn deadlines_expire_one_by_one() {
 }
 
 #[test]
-fn prefetch_asks_for_what_fits_and_for_one_request_at_least() {
+fn prefetch_requests_up_to_the_limit_and_at_least_one_batch() {
     let now = Instant::now();
     let mut requests = requests();
     assert!(requests.has_bulk_room(1000));
@@ -390,7 +391,7 @@ fn prefetch_asks_for_what_fits_and_for_one_request_at_least() {
 }
 
 #[test]
-fn times_that_are_beyond_all_clocks_are_far_away() {
+fn times_that_overflow_are_far_in_the_future() {
     let now = Instant::now();
     for long in [Duration::MAX, Duration::from_secs(1 << 62)] {
         let policy = RetryPolicy {
@@ -408,7 +409,7 @@ fn times_that_are_beyond_all_clocks_are_far_away() {
         requests.miss(first.id, Miss::Failed, now).unwrap();
         assert_eq!(requests.next_submission(soon), None);
         assert!(requests.next_deadline().unwrap() > soon);
-        // Not for ever all the same: the owner goes on when it likes.
+        // The pause does not bind the owner, who can resume at any time.
         requests.resume();
         assert_eq!(pages(&mut requests, now), [run(7, 1)]);
     }

@@ -1,10 +1,10 @@
-//! The whole way of a fault, from its delivery to its resolution.
+//! The path of a fault from its delivery to its resolution.
 //!
 //! ```text
 //! Resolver::resolve
-//!   └─ Work::resolve          find the userfaultfd that serves the page
-//!        └─ Work::attempt     by where the content is:
-//!             page cache        claim the run ─────────────────────────► Work::install
+//!   └─ ResolverState::resolve        find the userfaultfd that serves the page
+//!        └─ ResolverState::attempt   by the origin of the content:
+//!             page cache        claim the run ─────────────────────► ResolverState::install
 //!             local source      fill the buffer ─► arrival::arrive: claim ─► Installer::install
 //!             source            request the run, then wait or leave the wake to the installer
 //!             not missing       wait; or settled.rs: wake, zero, map again, poison
@@ -19,9 +19,9 @@ use pagetide_memory::{
 };
 use pagetide_uapi::userfaultfd::InstallError;
 
-use crate::activity::Seat;
-use crate::arrival::{Arrived, For, arrive};
-use crate::channel::Order;
+use crate::activity::ShardIndex;
+use crate::arrival::{Arrived, Purpose, arrive};
+use crate::channel::InstallLock;
 use crate::config::Holes;
 use crate::counters::Counters;
 use crate::error::{Failure, InstallFailure, ResolveError, WAIT_SLICE, message_of};
@@ -35,29 +35,29 @@ use crate::source::{Filled, LocalSource, SourceError};
 use crate::table::Table;
 use crate::tracker::Tracker;
 
-/// Resolves faults on the thread that has it: a vCPU's own, a reader's, an event loop's.
+/// Resolves faults on their own thread: a vCPU's, a reader's, an event loop's.
 ///
-/// What it keeps from fault to fault (counters, a buffer, which pages came again) is that thread's
-/// alone, so threads do not write to each other's cache lines.
+/// Its state (counters, a buffer, the pages of recurring faults) belongs to that thread, so threads do
+/// not write to each other's cache lines.
 #[derive(Debug)]
 pub struct Resolver {
     pager: Arc<Pager>,
     vcpu: Option<u32>,
     hold: Arc<Hold<Table>>,
-    work: Work,
+    state: ResolverState,
 }
 
-/// What a thread keeps from fault to fault.
+/// Per-thread resolver state.
 #[derive(Debug, Default)]
-pub(crate) struct Work {
+pub(crate) struct ResolverState {
     pub(crate) counters: Counters,
     pub(crate) tracker: Tracker,
-    /// Where local content is put together; empty until it is needed.
+    /// The buffer for local content; empty until it is needed.
     buffer: Vec<u8>,
-    seat: Seat,
+    shard: ShardIndex,
 }
 
-/// Where a fault is.
+/// The region and the channel of a fault.
 #[derive(Clone, Copy)]
 pub(crate) struct Site<'a> {
     pub(crate) pager: &'a Pager,
@@ -71,7 +71,7 @@ impl Resolver {
             hold: pager.tables.hold(),
             pager,
             vcpu,
-            work: Work::default(),
+            state: ResolverState::default(),
         }
     }
 
@@ -80,23 +80,23 @@ impl Resolver {
         &self.pager
     }
 
-    /// A read of a userfaultfd gave `messages` faults.
+    /// Counts a read of a userfaultfd that returned `messages` faults.
     pub(crate) fn count_read(&mut self, messages: usize, is_empty: bool) {
-        let counters = &mut self.work.counters;
+        let counters = &mut self.state.counters;
         counters.reads += 1;
         counters.messages += messages as u64;
         counters.empty_reads += u64::from(is_empty);
     }
 
-    /// What it counted so far.
+    /// Its counts so far.
     pub fn counters(&self) -> &Counters {
-        &self.work.counters
+        &self.state.counters
     }
 
-    /// Resolves the fault behind an exit of KVM_RUN at the home gpa `gpa`: with `Ok` the guest may be
-    /// entered again (but see [`Resolution::Poisoned`]); with an error it must not.
+    /// Resolves the fault of a KVM_RUN exit at the home gpa `gpa`. After `Ok` the vCPU may enter the
+    /// guest again (but see [`Resolution::Poisoned`]); after an error it must not.
     ///
-    /// Waits for as long as the content takes to arrive, or until [`Pager::stop`].
+    /// Waits until the content arrives, or until [`Pager::stop`].
     #[inline]
     pub fn resolve_exit(
         &mut self,
@@ -107,7 +107,7 @@ impl Resolver {
             pager,
             vcpu,
             hold,
-            work,
+            state,
         } = self;
         pager
             .tables
@@ -122,12 +122,12 @@ impl Resolver {
                     vcpu: *vcpu,
                     delivery: Delivery::Exit,
                 };
-                work.resolve(pager, region, &fault)
+                state.resolve(pager, region, &fault)
             })
             .map_err(|failure| *failure)
     }
 
-    /// Resolves the fault behind a message of a userfaultfd.
+    /// Resolves the fault in a message of a userfaultfd.
     #[inline]
     pub(crate) fn resolve_message(
         &mut self,
@@ -136,7 +136,7 @@ impl Resolver {
         access: Access,
     ) -> Result<Resolution, ResolveError> {
         let Self {
-            pager, hold, work, ..
+            pager, hold, state, ..
         } = self;
         pager
             .tables
@@ -153,25 +153,25 @@ impl Resolver {
                     vcpu: None,
                     delivery: Delivery::Uffd,
                 };
-                work.resolve(pager, found, &fault)
+                state.resolve(pager, found, &fault)
             })
             .map_err(|failure| *failure)
     }
 
-    /// Resolves a fault: afterwards whoever faulted may try again, or must not at all. With
-    /// [`Delivery::Exit`] this waits until the page is there; with [`Delivery::Uffd`] it never waits,
-    /// and whoever installs the page wakes the thread that sleeps.
+    /// Resolves a fault. The resolution or the error decides whether the faulting thread may retry.
+    /// With [`Delivery::Exit`] this waits until the page is present; with [`Delivery::Uffd`] it never
+    /// waits, and the thread that installs the page wakes the sleeping thread.
     #[inline]
     pub fn resolve(&mut self, fault: &Fault) -> Result<Resolution, ResolveError> {
         let Self {
-            pager, hold, work, ..
+            pager, hold, state, ..
         } = self;
         pager
             .tables
             .with(hold, |table| {
                 let outside = || ResolveError::Outside { gpa: fault.gpa };
                 let region = table.region(fault.region).ok_or_else(outside)?;
-                work.resolve(pager, region, fault)
+                state.resolve(pager, region, fault)
             })
             .map_err(|failure| *failure)
     }
@@ -179,11 +179,11 @@ impl Resolver {
 
 impl Drop for Resolver {
     fn drop(&mut self) {
-        self.pager.count(&self.work.counters);
+        self.pager.count(&self.state.counters);
     }
 }
 
-impl Work {
+impl ResolverState {
     #[inline]
     pub(crate) fn resolve(
         &mut self,
@@ -205,8 +205,8 @@ impl Work {
         }
     }
 
-    /// The page changed while it was looked at. It does so a few times at most as a rule. A process that
-    /// does nothing but discard must not keep this thread from others' faults.
+    /// Retries after the page has changed during an attempt, which normally happens a few times at
+    /// most. The limit keeps a process that only discards memory from blocking this thread.
     #[cold]
     fn attempt_again(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Resolution, Failure> {
         for _ in 0..MAX_TRIES {
@@ -225,17 +225,17 @@ impl Work {
         .into())
     }
 
-    /// One look at the page. `None`: the page changed meanwhile, look again.
+    /// One attempt. `None`: the page changed meanwhile, retry.
     #[inline]
     fn attempt(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         match &site.region.supply {
             Supply::PageCache(holes) => {
-                let order = site.served.channel.order();
+                let lock = site.served.channel.lock_installs();
                 let window = site.region.window(site.served, fault.page);
                 match site.region.map.claim_run(fault.page, window) {
-                    Claim::Won(claim) => self.install(site, fault, order, claim, *holes),
+                    Claim::Won(claim) => self.install(site, fault, lock, claim, *holes),
                     Claim::Lost(state) => {
-                        drop(order);
+                        drop(lock);
                         self.not_missing(site, fault, state)
                     }
                     Claim::Outside => Err(ResolveError::Outside { gpa: fault.gpa }.into()),
@@ -252,25 +252,25 @@ impl Work {
         &mut self,
         site: &Site<'_>,
         fault: &Fault,
-        order: Order<'_>,
+        lock: InstallLock<'_>,
         claim: ClaimGuard<'_>,
         holes: Holes,
     ) -> Result<Option<Resolution>, Failure> {
         self.tracker.progress();
         site.pager
             .activity
-            .beat(&self.seat, fault.region, fault.page);
+            .record(&self.shard, fault.region, fault.page);
         let mut installer = Installer {
             region: site.region,
             served: site.served,
-            order: &order,
+            lock: &lock,
             counters: &mut self.counters,
             sleepers: sleepers(fault),
             ahead: None,
         };
         let installed = installer.install(claim, Body::PageCache, Some(fault.page));
-        // What follows may read events, or install something else.
-        drop(order);
+        // The code below may read events, or install another page.
+        drop(lock);
         match installed {
             Ok(installed) => self.installed(site, fault, installed),
             Err(InstallFailure::Kernel(InstallError::NoContent)) if holes == Holes::AreZero => {
@@ -284,13 +284,13 @@ impl Work {
         }
     }
 
-    /// A page that the file has not: it is zero.
+    /// Installs zeroes for a page that the file lacks.
     #[cold]
     fn fill_hole(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         self.arrive(site, fault, PageRange::single(fault.page), Body::Zero)
     }
 
-    /// What became of an installation, for the fault that it was for.
+    /// Translates the result of an installation into the fault's resolution.
     #[inline]
     fn installed(
         &mut self,
@@ -310,7 +310,7 @@ impl Work {
             }
             Installed::Exists => {
                 if fault.delivery == Delivery::Exit {
-                    self.populate(site, fault)?;
+                    self.fault_in(site, fault)?;
                 }
                 Resolution::Exists
             }
@@ -330,8 +330,8 @@ impl Work {
         }))
     }
 
-    /// Has a local source fill what is absent around the fault, and installs it. The content is there
-    /// before the pages are claimed: a source that fails or panics holds nothing up.
+    /// Fetches the absent pages around the fault from a local source, and installs them. The content is
+    /// fetched before the pages are claimed: a source that fails or panics blocks no other thread.
     fn fill(
         &mut self,
         site: &Site<'_>,
@@ -347,13 +347,13 @@ impl Work {
         self.tracker.progress();
         site.pager
             .activity
-            .beat(&self.seat, fault.region, fault.page);
+            .record(&self.shard, fault.region, fault.page);
         let window = site.region.window(site.served, fault.page);
         let mut pages = absent_run(site.region, fault.page, window);
         let mut buffer = std::mem::take(&mut self.buffer);
         let filled = loop {
             let filled = fill_buffer(site.region, source, pages, &mut buffer);
-            // A neighbour's trouble is not this fault's.
+            // A neighbour's failure must not affect this fault.
             if pages.count() > 1 && !matches!(filled, Ok(Filled::Bytes | Filled::Zero)) {
                 pages = PageRange::single(fault.page);
                 continue;
@@ -374,7 +374,7 @@ impl Work {
         result
     }
 
-    /// Claims what is still missing of `pages` and installs it.
+    /// Claims those of `pages` that are still missing, and installs them.
     fn arrive(
         &mut self,
         site: &Site<'_>,
@@ -389,11 +389,11 @@ impl Work {
             counters,
             pages,
             content,
-            For::Fault(fault.page, sleepers(fault)),
+            Purpose::Fault(fault.page, sleepers(fault)),
         );
         match arrived {
             Ok(Arrived::Wanted(installed)) => self.installed(site, fault, installed),
-            // Another thread was faster.
+            // Another thread has settled the page.
             Ok(Arrived::Others) => Ok(None),
             Err(source) => Err(ResolveError::Install {
                 fault: *fault,
@@ -403,7 +403,7 @@ impl Work {
         }
     }
 
-    /// Requests the page and what is absent around it, or has the request for it made urgent.
+    /// Requests the page and the absent pages around it, or makes its request urgent.
     fn request(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         let map = &site.region.map;
         let window = site.region.window(site.served, fault.page);
@@ -416,10 +416,10 @@ impl Work {
         self.tracker.progress();
         site.pager
             .activity
-            .beat(&self.seat, fault.region, fault.page);
+            .record(&self.shard, fault.region, fault.page);
         self.counters.requests += 1;
         if fault.delivery == Delivery::Uffd {
-            // Before the source is asked, which may answer at once.
+            // Before the request is submitted, because the source may answer at once.
             map.want_wake(fault.page);
         }
         let wanted = Wanted {
@@ -430,7 +430,7 @@ impl Work {
         self.wait(site, fault)
     }
 
-    /// What to do about a page that is neither Absent nor to be requested. `None`: look again.
+    /// Handles a page that is neither Absent nor to be requested. `None`: retry.
     #[cold]
     fn not_missing(
         &mut self,
@@ -456,7 +456,8 @@ impl Work {
         }
     }
 
-    /// Somebody installs the page: an exit waits for that, a thread in the userfaultfd is woken then.
+    /// Another thread installs the page: an exit waits for that, a thread in the userfaultfd is woken
+    /// by it.
     fn wait(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         let map = &site.region.map;
         if fault.delivery == Delivery::Uffd {
@@ -464,7 +465,7 @@ impl Work {
                 Some(PageState::Requested(Urgency::Urgent) | PageState::Installing) => {
                     Some(Resolution::LeftToInstaller)
                 }
-                // Among others that it is only requested in bulk: that is not waited for.
+                // Otherwise, for example if the page is only requested in bulk, retry.
                 _ => None,
             });
         }
@@ -473,8 +474,8 @@ impl Work {
             match map.wait(fault.page, WAIT_SLICE) {
                 Some(PageState::Requested(Urgency::Urgent) | PageState::Installing) => {}
                 Some(PageState::Present | PageState::Zero) => return Ok(Some(Resolution::Waited)),
-                // The request was withdrawn, and prefetch may have made another since; or the page is
-                // not what it was: look again.
+                // The request was withdrawn, and prefetch may have made another one; or the page's
+                // state has changed: retry.
                 Some(_) => return Ok(None),
                 None => return Err(ResolveError::Outside { gpa: fault.gpa }.into()),
             }
@@ -484,7 +485,7 @@ impl Work {
             if site.region.is_closed() {
                 return Err(ResolveError::Removed { fault: *fault }.into());
             }
-            // Deadlines pass also where nobody serves the pager's descriptor.
+            // Deadlines must take effect even if no thread serves the pager's descriptor.
             site.pager.tick();
         }
     }
@@ -497,7 +498,7 @@ fn sleepers(fault: &Fault) -> Sleepers {
     }
 }
 
-/// The pages connected to `page` that are absent now, within `window`.
+/// The run of absent pages around `page`, within `window`.
 fn absent_run(region: &PagedRegion, page: PageIndex, window: PageRange) -> PageRange {
     let is_absent = |page: u64| region.map.state(PageIndex(page)) == Some(PageState::Absent);
     let mut first = page.0;
@@ -511,7 +512,7 @@ fn absent_run(region: &PagedRegion, page: PageIndex, window: PageRange) -> PageR
     PageRange::new(PageIndex(first), end - first)
 }
 
-/// Has a local source fill `buffer` with the content of `pages`.
+/// Fills `buffer` with the content of `pages` from a local source.
 pub(crate) fn fill_buffer(
     region: &PagedRegion,
     source: &dyn LocalSource,
@@ -526,7 +527,7 @@ pub(crate) fn fill_buffer(
         reserved.map_err(|error| SourceError::Unavailable(Box::new(error)))?;
     }
     buffer.resize(bytes, 0);
-    // A source's own code, whose panic is not ours: other faults of the thread must not be lost.
+    // A panic of the source is caught: the thread's other faults must not be lost.
     let gpa = region.gpa_of(pages.first());
     catch_unwind(AssertUnwindSafe(|| source.fill(gpa, buffer))).unwrap_or_else(|panic| {
         let message = message_of(&*panic);

@@ -19,20 +19,20 @@ use crate::fault::RegionId;
 use crate::install::wake;
 use crate::notice::Notice;
 use crate::pager::Pager;
-use crate::poller::{INTERRUPT, KEPT, TIMER};
+use crate::poller::{DEFERRED, INTERRUPT, TIMER};
 use crate::resolver::Resolver;
 
-/// How many descriptors one wait reports at most.
+/// The maximal number of descriptors that one wait reports.
 const READY_AT_ONCE: usize = 64;
 
-/// How many reads are made between two looks at what else is ready.
+/// The number of reads between two checks for other ready descriptors.
 const READS_AT_ONCE: usize = 256;
 
-/// What one thread needs to serve a pager's descriptor.
+/// The per-thread state for serving a pager's descriptor.
 ///
-/// A VMM with an event loop of its own waits until [`Self::as_fd`] is readable and calls
-/// [`Self::process_ready`] then. Several threads may do so, each with a `Serving` of its own.
-/// [`Readers`] are such threads.
+/// A VMM with its own event loop waits until [`Self::as_fd`] is readable, and then calls
+/// [`Self::process_ready`]. Several threads may do so, each with a separate `Serving`. [`Readers`] are
+/// such threads.
 pub struct Serving {
     resolver: Resolver,
     buffer: EventBuffer,
@@ -43,9 +43,9 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// To serve `pager`; at most `messages_per_read` messages are taken with one read (at least one).
-    /// What a thread took it resolves itself, so many messages at a time save reads, but keep other
-    /// threads from helping.
+    /// Creates the state to serve `pager`; one read takes at most `messages_per_read` messages (at
+    /// least one). A thread resolves the faults that it has read itself: more messages per read save
+    /// system calls, but leave less work to other threads.
     pub fn new(pager: &Arc<Pager>, messages_per_read: usize) -> Self {
         Self {
             resolver: Resolver::new(Arc::clone(pager), None),
@@ -56,22 +56,23 @@ impl Serving {
         }
     }
 
-    /// What was counted so far.
+    /// The counts so far.
     pub fn counters(&self) -> &Counters {
         self.resolver.counters()
     }
 
-    /// Serves what is ready, without waiting: faults, events and deadlines. Returns how many faults it
-    /// resolved. A fault that cannot be resolved is a notice ([`Notice::Unresolved`]), not an error.
+    /// Serves what is ready, without waiting: faults, events and deadlines. Returns the number of
+    /// resolved faults. A fault that cannot be resolved becomes a notice ([`Notice::Unresolved`]), not
+    /// an error.
     ///
     /// # Errors
-    /// [`ServeError::Wait`] and [`ServeError::Read`], when the descriptors themselves fail.
+    /// [`ServeError::Wait`] and [`ServeError::Read`], if the descriptors themselves fail.
     pub fn process_ready(&mut self) -> Result<usize, ServeError> {
         self.serve(Some(Duration::ZERO), || false)
     }
 
-    /// Serves what becomes ready within `timeout`; returns after the first that did, or when `stopping`
-    /// says so.
+    /// Serves what becomes ready within `timeout`; returns after the first ready descriptors were
+    /// served, or when `stopping` returns true.
     fn serve(
         &mut self,
         timeout: Option<Duration>,
@@ -81,8 +82,8 @@ impl Serving {
             self.wait(timeout)?;
         }
         let mut resolved = 0;
-        // Channels with more messages take turns. However many messages a process has, others get
-        // their turn, and deadlines are looked at.
+        // Channels with more messages take turns, so that a process with many messages does not block
+        // others, or deadlines.
         for _ in 0..READS_AT_ONCE {
             let Some(channel) = self.ready.pop_front() else {
                 return Ok(resolved);
@@ -101,14 +102,14 @@ impl Serving {
         Ok(resolved)
     }
 
-    /// Has what is left reported again, to this thread or another.
+    /// Reports the remaining channels again, to this thread or another.
     fn hand_back(&mut self) {
         let poller = &self.resolver.pager().poller;
         for channel in self.ready.drain(..) {
             poller.report_again(&channel);
-            // Of these its descriptor says nothing.
-            if channel.has_kept() {
-                poller.announce();
+            // The channel's descriptor does not report stored faults.
+            if channel.has_deferred() {
+                poller.report_deferred();
             }
         }
     }
@@ -131,8 +132,11 @@ impl Serving {
             match event.data.u64() {
                 INTERRUPT => {}
                 TIMER => pager.tick(),
-                KEPT => {
-                    let kept = table.channels().iter().filter(|channel| channel.has_kept());
+                DEFERRED => {
+                    let kept = table
+                        .channels()
+                        .iter()
+                        .filter(|channel| channel.has_deferred());
                     ready.extend(kept.cloned());
                 }
                 token => ready.extend(table.channel(token).cloned()),
@@ -141,9 +145,9 @@ impl Serving {
         Ok(())
     }
 
-    /// Resolves what one read of a userfaultfd gives. Returns how many faults that were, and whether
-    /// there may be more: a read that did not fill the buffer took all there was, and what comes later
-    /// is reported.
+    /// Resolves the faults of one read of a userfaultfd. Returns their number, and whether there may be
+    /// more messages: a read that did not fill the buffer took all of them, and later ones are reported
+    /// again.
     fn serve_one(&mut self, channel: &Channel) -> Result<(usize, bool), ServeError> {
         let pager = Arc::clone(self.resolver.pager());
         let mut faults = std::mem::take(&mut self.faults);
@@ -159,8 +163,8 @@ impl Serving {
                 Ok((faults.len(), batch.is_full))
             }
             Err(error) => {
-                channel.keep(faults.drain(..));
-                pager.poller.announce();
+                channel.defer(faults.drain(..));
+                pager.poller.report_deferred();
                 Err(ServeError::Read(error))
             }
         };
@@ -170,7 +174,7 @@ impl Serving {
     }
 
     fn resolve(&mut self, pager: &Pager, channel: &Channel, message: &PageFault) {
-        // A page that was unmapped or moved since: whoever faulted has left, or faults again.
+        // If the page was unmapped or moved since, the faulting thread has left, or faults again.
         let Some((region, page)) = channel.locate(message.address) else {
             return;
         };
@@ -180,7 +184,7 @@ impl Serving {
             Access::Read
         };
         match self.resolver.resolve_message(region, page, access) {
-            // A region that is being removed wakes its sleepers itself.
+            // A region that is being removed wakes its sleeping threads itself.
             Ok(_) | Err(ResolveError::Removed { .. } | ResolveError::Outside { .. }) => {}
             Err(error) => {
                 if matches!(
@@ -195,7 +199,7 @@ impl Serving {
     }
 }
 
-/// The fault's page is missing still. Its thread sleeps on, until the page comes another way.
+/// The fault's page is still missing. Its thread stays asleep until the page is delivered otherwise.
 fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex) {
     let table = pager.table();
     let Some(region) = table.region(region) else {
@@ -205,9 +209,15 @@ fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex) {
     if left.is_some_and(PageState::is_settled)
         && let Some(served) = region.served(page)
     {
-        // It has come since, and whoever brought it did not know of this thread.
+        // The page was settled since, by a thread that did not see this wake-up.
         let (page, mut counters) = (PageRange::single(page), Counters::default());
-        wake(region, served, &served.channel.order(), &mut counters, page);
+        wake(
+            region,
+            served,
+            &served.channel.lock_installs(),
+            &mut counters,
+            page,
+        );
         pager.count(&counters);
     }
 }
@@ -233,17 +243,18 @@ impl Drop for Serving {
     }
 }
 
-/// How a pager's descriptor is served by threads.
+/// The configuration of the threads that serve a pager's descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReaderConfig {
-    /// How many threads, at least one. Each serves all userfaultfds.
+    /// The number of threads, at least one. Each serves all userfaultfds.
     pub threads: usize,
-    /// How many messages a thread takes with one read at most.
+    /// The maximal number of messages per read.
     pub messages_per_read: usize,
 }
 
 impl ReaderConfig {
-    /// Settings for `threads` readers: all that is there for a single one, less for many.
+    /// The configuration for `threads` readers: all available messages per read for a single one, fewer
+    /// for many.
     pub fn new(threads: usize) -> Self {
         Self {
             threads,
@@ -252,7 +263,7 @@ impl ReaderConfig {
     }
 }
 
-/// Running threads that serve a pager's descriptor. Dropping them stops them.
+/// Running threads that serve a pager's descriptor. Dropping the value stops them.
 #[derive(Debug)]
 pub struct Readers {
     shared: Arc<Shared>,
@@ -274,8 +285,8 @@ impl Shared {
 }
 
 impl Readers {
-    /// Starts threads that serve the pager's descriptor. A thread that ends early is a notice; the
-    /// others go on.
+    /// Starts threads that serve the pager's descriptor. A thread that ends early causes a notice; the
+    /// others continue.
     ///
     /// # Errors
     /// [`ServeError::NoReaders`], [`ServeError::Thread`].
@@ -288,7 +299,7 @@ impl Readers {
             stopping: AtomicBool::new(false),
             counted: Mutex::default(),
         });
-        // Should a later thread not start, dropping this stops those that did.
+        // If a later thread does not start, dropping this stops the earlier ones.
         let mut readers = Self {
             shared,
             threads: Vec::with_capacity(config.threads),
@@ -305,8 +316,8 @@ impl Readers {
         Ok(readers)
     }
 
-    /// Ends the threads, after the faults that they are resolving. Returns what they counted, which
-    /// is also added to [`Pager::counted`].
+    /// Ends the threads after their current faults. Returns their counts, which are also added to
+    /// [`Pager::counted`].
     pub fn stop(mut self) -> Counters {
         self.end();
         *self.shared.lock_counted()
@@ -319,7 +330,7 @@ impl Readers {
         self.shared.stopping.store(true, Ordering::Release);
         self.shared.pager.poller.interrupt();
         for thread in self.threads.drain(..) {
-            // A panic was caught in the thread and is a notice.
+            // The thread has caught a panic and issued a notice.
             let _ = thread.join();
         }
         self.shared.pager.poller.end_interrupt();
@@ -336,7 +347,7 @@ fn run(shared: &Shared, messages_per_read: usize) {
     let pager = &shared.pager;
     let mut serving = Serving::new(pager, messages_per_read);
     let stopping = || shared.stopping.load(Ordering::Acquire);
-    // A resolver holds counters and a buffer: whatever a panic leaves in them can be counted.
+    // A resolver holds counters and a buffer, which are valid after a panic.
     let served = catch_unwind(AssertUnwindSafe(|| {
         while !stopping() {
             serving.serve(None, stopping)?;
@@ -362,9 +373,9 @@ mod tests {
     use super::*;
     use crate::{Contents, PatternSource, RegionConfig, UffdLayout};
 
-    /// Of them the userfaultfd itself says nothing any more.
+    /// The userfaultfd itself does not report them any more.
     #[test]
-    fn faults_that_were_kept_are_handed_back() {
+    fn stored_faults_are_handed_back() {
         if let Err(error) = Userfaultfd::available() {
             println!("SKIP: {error}");
             return;
@@ -376,13 +387,13 @@ mod tests {
         let config = RegionConfig::local(Arc::clone(&memory), Mode::Missing, content)
             .userfaultfds(UffdLayout::WithEvents);
         pager.add(config).unwrap();
-        pager.table().channels()[0].keep([PageFault {
+        pager.table().channels()[0].defer([PageFault {
             address: memory.guest().start().as_u64(),
             write: false,
             minor: false,
             thread: 0,
         }]);
-        pager.poller.announce();
+        pager.poller.report_deferred();
         let mut first = Serving::new(&pager, 1);
         first.wait(Some(Duration::ZERO)).unwrap();
         assert_eq!(first.ready.len(), 1);

@@ -1,4 +1,4 @@
-//! Faults on pages that are settled: present, given up or lost. None of them brings content in.
+//! Faults on settled pages: present, discarded or lost. None of them needs content.
 
 use pagetide_memory::{Access, FaultInAccess, FaultInError, PageRange, PageState, Removal};
 use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
@@ -6,13 +6,13 @@ use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
 use crate::error::{Failure, InstallFailure, ResolveError};
 use crate::fault::{Delivery, Fault, Resolution};
 use crate::install::{MAX_TRIES, Mark, mark_poisoned, wake, zero_pages};
-use crate::resolver::{Site, Work};
+use crate::resolver::{ResolverState, Site};
 
-impl Work {
-    /// A fault on a page that is present. Most often the page came between the fault and now, and
-    /// going on is all that it takes. If the same exit comes again, either the mapping was lost
-    /// (reclaimed, zapped), or it is there and fast GUP cannot take it for this access (a page mapped
-    /// read-only); of the zero page that is known beforehand.
+impl ResolverState {
+    /// A fault on a present page. Usually the page was installed after the fault, and a retry suffices.
+    /// If the same exit recurs, either the mapping was lost (reclaimed, zapped), or it exists but fast
+    /// GUP cannot take it for this access (a page mapped read-only). For a write to the zero page the
+    /// latter is known beforehand.
     pub(crate) fn present(
         &mut self,
         site: &Site<'_>,
@@ -25,15 +25,15 @@ impl Work {
         if is_exit && repeats == 0 && !needs_copy {
             return Ok(Some(Resolution::AlreadyPresent));
         }
-        let order = site.served.channel.order();
+        let lock = site.served.channel.lock_installs();
         let Some(place) = site
             .region
-            .place(site.served, &order, PageRange::single(fault.page))
+            .place(site.served, &lock, PageRange::single(fault.page))
         else {
             return Ok(Some(Resolution::Unmapped));
         };
         let wake_rule = if is_exit { Wake::DontWake } else { Wake::Wake };
-        // Also before populating, which would wait in the userfaultfd if the mapping was lost.
+        // Before faulting the page in, which would wait in the userfaultfd if the mapping was lost.
         let mapped = match site.region.mode {
             Mode::Minor => place.uffd.continue_pages(place.range, wake_rule),
             Mode::Missing => zero_pages(site.region, place.uffd, place.range, wake_rule),
@@ -44,31 +44,31 @@ impl Work {
                 self.tracker.progress();
                 Ok(Some(Resolution::Reinstalled))
             }
-            // Nothing was mapped there, and a MISSING region's content is nowhere else: somebody gave
-            // the page up without the pager's knowledge.
+            // Nothing was mapped there, and a MISSING region has no other copy of the content: other
+            // code has discarded the page.
             (Ok(()), Mode::Missing) => {
                 let _ = site.region.map.remove(fault.page);
                 self.tracker.progress();
                 Ok(Some(Resolution::Zeroed))
             }
-            // The file lost the page: the same.
+            // The file has lost the page: likewise.
             (Err(InstallError::NoContent), Mode::Minor) => {
-                drop(order);
+                drop(lock);
                 let _ = site.region.map.remove(fault.page);
                 Ok(None)
             }
             (Err(InstallError::Exists { .. }), _) if is_exit => {
-                drop(order);
-                self.populate(site, fault)?;
+                drop(lock);
+                self.fault_in(site, fault)?;
                 Ok(Some(Resolution::FaultedIn))
             }
             (Err(InstallError::Exists { .. }), _) => {
                 let page = PageRange::single(fault.page);
-                wake(site.region, site.served, &order, &mut self.counters, page);
+                wake(site.region, site.served, &lock, &mut self.counters, page);
                 Ok(Some(Resolution::AlreadyPresent))
             }
             (Err(InstallError::Again { .. }), _) => {
-                drop(order);
+                drop(lock);
                 self.counters.again += 1;
                 site.pager.read_events(&site.served.channel);
                 if is_exit {
@@ -87,25 +87,26 @@ impl Work {
         }
     }
 
-    /// A fault on a page that was given up: it reads as zeroes. The page stays Removed, since it may
-    /// be given up again at any moment: whoever comes later does the same, and the kernel keeps what
-    /// is mapped.
+    /// A fault on a discarded page: it reads as zeroes. The page stays Removed, because it may be
+    /// discarded again at any moment: later faults do the same, and the kernel preserves an existing
+    /// mapping.
     pub(crate) fn zero(
         &mut self,
         site: &Site<'_>,
         fault: &Fault,
     ) -> Result<Option<Resolution>, Failure> {
         let repeats = self.count_repeats(site, fault)?;
-        let order = site.served.channel.order();
+        let lock = site.served.channel.lock_installs();
         let page = PageRange::single(fault.page);
-        let Some(place) = site.region.place(site.served, &order, page) else {
+        let Some(place) = site.region.place(site.served, &lock, page) else {
             return Ok(Some(Resolution::Unmapped));
         };
         let wake_rule = match fault.delivery {
             Delivery::Exit => Wake::DontWake,
             Delivery::Uffd => Wake::Wake,
         };
-        // What a guest wrote since is in the page cache, and must stay.
+        // The guest may have written to the page since: its data is in the page cache, and must be
+        // preserved.
         let continued = match site.region.mode {
             Mode::Minor => place.uffd.continue_pages(place.range, wake_rule),
             Mode::Missing => Err(InstallError::NoContent),
@@ -119,24 +120,25 @@ impl Work {
         match zeroed {
             Ok(()) => {
                 self.counters.zeroed += 1;
-                // However often a page is given up and touched again: each time something was mapped.
+                // A page may be discarded and touched repeatedly; each time a page was mapped, which is
+                // progress.
                 self.tracker.progress();
                 Ok(Some(Resolution::Zeroed))
             }
             Err(InstallError::Exists { .. }) => {
                 if fault.delivery == Delivery::Uffd {
-                    wake(site.region, site.served, &order, &mut self.counters, page);
+                    wake(site.region, site.served, &lock, &mut self.counters, page);
                     return Ok(Some(Resolution::AlreadyPresent));
                 }
-                drop(order);
+                drop(lock);
                 if repeats > 0 || fault.access == Access::Write {
-                    self.populate(site, fault)?;
+                    self.fault_in(site, fault)?;
                     return Ok(Some(Resolution::FaultedIn));
                 }
                 Ok(Some(Resolution::AlreadyPresent))
             }
             Err(InstallError::Again { .. }) => {
-                drop(order);
+                drop(lock);
                 self.counters.again += 1;
                 site.pager.read_events(&site.served.channel);
                 std::thread::yield_now();
@@ -144,7 +146,7 @@ impl Work {
             }
             Err(InstallError::NoMapping | InstallError::Gone) => Ok(Some(Resolution::Unmapped)),
             Err(InstallError::Poisoned) => {
-                drop(order);
+                drop(lock);
                 self.lost_since(site, fault).map(Some)
             }
             Err(source) => Err(ResolveError::Install {
@@ -155,7 +157,7 @@ impl Work {
         }
     }
 
-    /// Counts a fault on a page that is settled; too many of them are an error.
+    /// Counts a fault on a settled page; too many repetitions are an error.
     fn count_repeats(&mut self, site: &Site<'_>, fault: &Fault) -> Result<u32, Failure> {
         let times = self.tracker.came_again(fault.region, fault.page);
         if times >= site.region.no_progress_limit {
@@ -168,17 +170,17 @@ impl Work {
         Ok(times)
     }
 
-    /// Makes a page that is mapped present for the access of an exit. The page may be given up at the
-    /// same time: then the call sleeps in the userfaultfd like any touch, until a reader answers or a
-    /// fatal signal ends the process. (Other signals end it on some kernels only.)
-    pub(crate) fn populate(&mut self, site: &Site<'_>, fault: &Fault) -> Result<(), Failure> {
+    /// Faults a mapped page in for the access of an exit. If the page is discarded at the same time,
+    /// the call sleeps in the userfaultfd like any access, until a reader resolves the fault or a fatal
+    /// signal ends the process. (Other signals end it on some kernels only.)
+    pub(crate) fn fault_in(&mut self, site: &Site<'_>, fault: &Fault) -> Result<(), Failure> {
         self.counters.faulted_in += 1;
         let access = match fault.access {
             Access::Read | Access::Exec => FaultInAccess::Read,
             Access::Write | Access::Unstated => FaultInAccess::Write,
         };
         match site.region.target.fault_in(fault.page, access) {
-            // The exit comes again if it has to.
+            // The exit recurs if necessary.
             None | Some(Ok(()) | Err(FaultInError::Interrupted { .. })) => Ok(()),
             Some(Err(source)) => Err(ResolveError::FaultIn {
                 fault: *fault,
@@ -188,7 +190,7 @@ impl Work {
         }
     }
 
-    /// A page that was present has an uncorrected error since.
+    /// A present page has had an uncorrected error since.
     pub(crate) fn lost_since(
         &mut self,
         site: &Site<'_>,
@@ -200,8 +202,8 @@ impl Work {
         self.poisoned(site, fault)
     }
 
-    /// A fault on a page whose content is lost. Poison is put where the page is mapped, whoever asks:
-    /// when the userfaultfd is closed one day, the page must not read as zeroes.
+    /// A fault on a lost page. The page is marked as poisoned for every delivery: after the userfaultfd
+    /// is closed, it must not read as zeroes.
     pub(crate) fn poisoned(
         &mut self,
         site: &Site<'_>,
@@ -209,9 +211,9 @@ impl Work {
     ) -> Result<Resolution, Failure> {
         let page = PageRange::single(fault.page);
         for _ in 0..MAX_TRIES {
-            let order = site.served.channel.order();
-            let mark = mark_poisoned(site.region, site.served, &order, page);
-            drop(order);
+            let lock = site.served.channel.lock_installs();
+            let mark = mark_poisoned(site.region, site.served, &lock, page);
+            drop(lock);
             match mark {
                 Mark::Made => return Ok(Resolution::Poisoned),
                 Mark::EventsFirst => site.pager.read_events(&site.served.channel),
@@ -219,14 +221,14 @@ impl Work {
             }
         }
         match fault.delivery {
-            // The VMM has an answer of its own.
+            // The VMM handles the poison itself.
             Delivery::Exit => Ok(Resolution::Poisoned),
             Delivery::Uffd => Err(ResolveError::CannotPoison { fault: *fault }.into()),
         }
     }
 }
 
-/// Whether the kernel says that the page has an uncorrected error.
+/// Whether the kernel reports an uncorrected error of the page.
 pub(crate) fn is_poison(error: &ResolveError) -> bool {
     matches!(
         error,

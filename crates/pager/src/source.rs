@@ -1,4 +1,4 @@
-//! Where the content of pages comes from.
+//! Sources of content.
 
 use std::error::Error;
 use std::fmt;
@@ -12,18 +12,18 @@ use crate::fault::RegionId;
 use crate::pager::Pager;
 use crate::requests::RequestId;
 
-/// Why content could not be had.
+/// Why a source delivered no content.
 #[derive(Debug, Error)]
 pub enum SourceError {
-    /// The source has not got it, or cannot be reached.
+    /// The source lacks the content, or is unreachable.
     #[error("the source failed")]
     Unavailable(#[source] Box<dyn Error + Send + Sync>),
-    /// The source gave less, or more, than the pages that were asked for.
-    #[error("the source gave {given} bytes, and {wanted} were asked for")]
+    /// The source delivered fewer or more bytes than requested.
+    #[error("the source delivered {given} bytes instead of {wanted}")]
     WrongSize {
-        /// Bytes given.
+        /// Delivered bytes.
         given: u64,
-        /// Bytes asked for.
+        /// Requested bytes.
         wanted: u64,
     },
     /// The source did not answer before the request's deadline.
@@ -35,43 +35,44 @@ pub enum SourceError {
     /// The source panicked.
     #[error("the source panicked: {message}")]
     Panicked {
-        /// What it said.
+        /// The panic's message.
         message: String,
     },
 }
 
-/// What a source answers.
+/// A source's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content<'a> {
     /// All bytes of the pages, in order: exactly [`Request::bytes`].
     Bytes(&'a [u8]),
     /// The pages are all zeroes.
     Zero,
-    /// The content of the pages is lost for good (an uncorrected memory error where it was). If more
-    /// than one page was asked for, the engine asks again for less, until it knows which.
+    /// The content of the pages is lost for good (an uncorrected memory error at its origin). If the
+    /// request has more than one page, the engine requests smaller parts, until it has identified the
+    /// lost pages.
     Poisoned,
 }
 
-/// Gives pages their content some time after it is asked for.
+/// Delivers the content of pages some time after it was requested.
 ///
-/// The engine calls [`Self::submit`] for one request after the other, urgent ones first, and keeps
-/// the bytes in flight within the region's limits. Answers come through [`Request::complete`] or
-/// [`Request::fail`], from any thread and in any order.
+/// The engine calls [`Self::submit`] for one request after the other, urgent ones first, and keeps the
+/// bytes in flight within the region's limits. The source answers by [`Request::complete`] or
+/// [`Request::fail`], on any thread and in any order.
 pub trait Source: Send + Sync {
-    /// Begins to get what `request` asks for. Must not block: a fault's thread calls it. May answer
-    /// before it returns.
+    /// Begins to fetch the content of `request`. Must not block, because a fault's thread calls it. May
+    /// answer before it returns.
     fn submit(&self, request: Request);
 
-    /// The answer to this request is no longer wanted: it is late, or its pages came another way. A
-    /// hint; an answer that comes all the same is dropped.
+    /// The request was cancelled: its deadline has passed, or its pages were delivered otherwise. A
+    /// hint; a later answer is dropped.
     fn cancel(&self, region: RegionId, id: RequestId) {
         let _ = (region, id);
     }
 }
 
-/// A request for the content of a run of pages. The source keeps it until it can answer.
+/// A request for the content of a run of pages. The source holds it until it can answer.
 ///
-/// A request that is dropped counts as failed.
+/// Dropping a request without an answer counts as a failure.
 pub struct Request {
     pub(crate) pager: Weak<Pager>,
     pub(crate) region: RegionId,
@@ -85,7 +86,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// The region that the pages are of.
+    /// The region of the pages.
     pub fn region(&self) -> RegionId {
         self.region
     }
@@ -95,37 +96,37 @@ impl Request {
         self.id
     }
 
-    /// The pages asked for.
+    /// The requested pages.
     pub fn pages(&self) -> PageRange {
         self.pages
     }
 
-    /// The offset of the first byte asked for from the region's start.
+    /// The offset of the first requested byte from the region's start.
     pub fn offset_bytes(&self) -> u64 {
         self.pages.first().0 << self.page_shift
     }
 
-    /// How many bytes are asked for.
+    /// The number of requested bytes.
     pub fn bytes(&self) -> u64 {
         self.pages.count() << self.page_shift
     }
 
-    /// The home gpa of the first byte asked for.
+    /// The home gpa of the first requested byte.
     pub fn gpa(&self) -> GuestAddress {
         GuestAddress(self.gpa.0.wrapping_add(self.offset_bytes()))
     }
 
-    /// Whether somebody waits for the pages.
+    /// Whether a thread waits for the pages.
     pub fn urgency(&self) -> Urgency {
         self.urgency
     }
 
-    /// When the engine gives the request up.
+    /// The time at which the engine cancels the request.
     pub fn deadline(&self) -> Instant {
         self.deadline
     }
 
-    /// Answers the request: installs the pages that are still wanted, on this thread.
+    /// Answers the request: installs those of its pages that are still missing, on this thread.
     pub fn complete(mut self, content: Content<'_>) {
         self.is_answered = true;
         if let Some(pager) = self.pager.upgrade() {
@@ -133,7 +134,7 @@ impl Request {
         }
     }
 
-    /// Answers that the content cannot be had now. The engine asks again by the region's
+    /// Reports that the content is unavailable now. The engine retries by the region's
     /// [`crate::RetryPolicy`].
     pub fn fail(mut self, error: SourceError) {
         self.is_answered = true;
@@ -164,26 +165,26 @@ impl fmt::Debug for Request {
     }
 }
 
-/// What a blocking or local source filled in.
+/// The result of a blocking or local source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filled {
-    /// All bytes.
+    /// The whole buffer is filled.
     Bytes,
-    /// The pages are all zeroes; the buffer is not looked at.
+    /// The pages are all zeroes; the buffer is ignored.
     Zero,
     /// The content is lost for good.
     Poisoned,
 }
 
-/// Content that is computed, or read from memory: it is there as soon as it is asked for.
+/// Content that is computed, or read from memory: available immediately.
 ///
-/// A fault's own thread calls it, before it claims the page: no other fault waits meanwhile. Content
-/// that can be slow or fail belongs in a [`Source`] ([`crate::Pool`] adapts one that blocks).
+/// A fault's own thread calls it before it claims the page, so no other fault waits meanwhile. A source
+/// that can be slow or fail should be a [`Source`] ([`crate::Pool`] adapts one that blocks).
 pub trait LocalSource: Send + Sync {
     /// Fills `buffer`, whole pages, with the content from the home gpa `gpa` on.
     ///
     /// # Errors
-    /// Any error fails the fault that asked: nothing is installed.
+    /// Any error fails the fault that needs the content: nothing is installed.
     fn fill(&self, gpa: GuestAddress, buffer: &mut [u8]) -> Result<Filled, SourceError>;
 }
 
@@ -193,12 +194,12 @@ pub struct PatternSource<Fill> {
     fill: Fill,
 }
 
-/// What content is computed in at a time; divides every page size.
+/// The size of a piece of computed content; divides every page size.
 const PIECE_BYTES: usize = 4096;
 
 impl<Fill: Fn(GuestAddress, &mut [u8]) + Send + Sync> PatternSource<Fill> {
-    /// Content by `fill`, which is given the gpa of a piece's first byte and the piece to fill: 4096
-    /// bytes, at a gpa that is a multiple of 4096.
+    /// Content computed by `fill`, which receives the gpa of a piece and the piece to fill: 4096 bytes,
+    /// at a gpa that is a multiple of 4096.
     pub fn new(fill: Fill) -> Self {
         Self { fill }
     }

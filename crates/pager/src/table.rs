@@ -1,4 +1,5 @@
-//! The regions that a pager serves at a moment: made anew whenever one is added or removed.
+//! The current regions of a pager: an immutable table that is replaced when a region is added or
+//! removed.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use crate::region::PagedRegion;
 /// Regions by number, by home gpa, and their channels.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
-    /// By number; a number is never used again.
+    /// By number; numbers are not reused.
     regions: Vec<Option<Arc<PagedRegion>>>,
     /// The numbers of the regions in the order of their home gpas.
     by_gpa: Vec<usize>,
@@ -65,7 +66,7 @@ impl Table {
         RegionId(self.regions.len())
     }
 
-    /// The table with `region` in it, which has the next number.
+    /// The table with `region` added, which has the next number.
     pub(crate) fn with(&self, region: Arc<PagedRegion>) -> Self {
         let mut table = self.clone();
         for served in &region.served {
@@ -81,7 +82,7 @@ impl Table {
         table
     }
 
-    /// The table without region `id`, and without the channels that serve nothing else.
+    /// The table without region `id`, and without the channels that serve no other region.
     pub(crate) fn without(&self, id: RegionId) -> Self {
         let mut table = self.clone();
         if let Some(slot) = table.regions.get_mut(id.0) {

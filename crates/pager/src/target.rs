@@ -13,32 +13,32 @@ use rustix::mm::Advice;
 
 use crate::error::{DiscardError, InstallFailure};
 
-/// A file behind memory, as its owner handed it over.
+/// The file of a region's memory, handed over by its owner.
 #[derive(Debug)]
 pub struct Memfd {
     /// The file.
     pub file: OwnedFd,
-    /// Where in the file the region's first byte is.
+    /// The offset of the region's first byte in the file.
     pub offset_bytes: u64,
 }
 
 /// The memory of a region.
 #[derive(Debug)]
 pub(crate) enum Target {
-    /// Made by this process, with two mappings.
+    /// Created by this process, with two mappings.
     Local(Arc<Region>),
-    /// Somebody else's, known by its addresses.
+    /// Created by other code or another process, known by its addresses.
     Foreign(Foreign),
 }
 
-/// Memory that this process did not make.
+/// Memory that was not created by [`Region`].
 #[derive(Debug)]
 pub(crate) struct Foreign {
     pub(crate) gpa: GuestAddress,
-    /// Where it was when it was handed over. REMAP events move it.
+    /// Its addresses at the time of the hand-over. REMAP events move it.
     pub(crate) range: HostRange,
     pub(crate) page_size: PageSize,
-    /// The file behind it, if it was handed over.
+    /// Its file, if it was handed over.
     pub(crate) view: Option<FileView>,
     /// Whether it is this process's own memory, mapped for as long as the region is paged.
     pub(crate) is_mapped_here: bool,
@@ -74,7 +74,7 @@ impl Target {
     }
 
     /// Whether a page of zeroes may be the shared zero page, which a write replaces by another page.
-    /// Of foreign memory without a file nothing else is known.
+    /// For foreign memory without a file this is unknown.
     pub(crate) fn may_share_zero_page(&self) -> bool {
         match self {
             Self::Local(region) => region.backing() == Backing::Anonymous,
@@ -82,12 +82,12 @@ impl Target {
         }
     }
 
-    /// Whether the pages are a hugetlb pool's, which has no zero page.
+    /// Whether the pages belong to a hugetlb pool, which has no zero page.
     pub(crate) fn is_hugetlb(&self) -> bool {
         self.page_size() != PageSize::Size4K
     }
 
-    /// Writes content into the page cache, where no fault is taken.
+    /// Writes content to the page cache, which causes no fault.
     pub(crate) fn write(&self, page: PageIndex, content: &[u8]) -> Result<(), InstallFailure> {
         match self {
             Self::Local(region) => region.write_service(page, 0, content)?,
@@ -99,7 +99,7 @@ impl Target {
         Ok(())
     }
 
-    /// Makes zeroes of pages in the page cache.
+    /// Writes zeroes to pages in the page cache.
     pub(crate) fn zero(&self, pages: PageRange) -> Result<(), InstallFailure> {
         match self {
             Self::Local(region) => region.zero_service(pages)?,
@@ -112,7 +112,7 @@ impl Target {
         Ok(())
     }
 
-    /// A page that the file of foreign memory has, if that was handed over.
+    /// A page that the file of foreign memory contains, if the file was handed over.
     pub(crate) fn find_in_file(&self) -> Result<Option<PageIndex>, FileAccessError> {
         let Self::Foreign(Foreign {
             view: Some(view),
@@ -126,14 +126,14 @@ impl Target {
         Ok(found.map(|offset| PageIndex(offset >> page_size.shift())))
     }
 
-    /// Gives the memory of pages back to the host.
+    /// Returns the memory of pages to the host.
     pub(crate) fn punch(&self, pages: PageRange) -> Result<(), DiscardError> {
         match self {
             Self::Local(region) => region.punch(pages).map_err(DiscardError::Punch),
             Self::Foreign(foreign) => {
                 let Some(view) = &foreign.view else {
-                    let given_up = foreign.advise(pages, Advice::LinuxDontNeed);
-                    return match given_up.ok_or(DiscardError::NotOurs)? {
+                    let discarded = foreign.advise(pages, Advice::LinuxDontNeed);
+                    return match discarded.ok_or(DiscardError::NotOurs)? {
                         Ok(()) => Ok(()),
                         Err(errno) => Err(DiscardError::Punch(AccessError::Punch { pages, errno })),
                     };
@@ -145,8 +145,8 @@ impl Target {
         }
     }
 
-    /// Makes a page that is mapped present for an access, as a touch would. `None` if only the
-    /// process that has the memory can.
+    /// Faults a mapped page in for an access, as the access itself would. `None` if only the process
+    /// that owns the memory can.
     pub(crate) fn fault_in(
         &self,
         page: PageIndex,
@@ -161,7 +161,7 @@ impl Target {
                     FaultInAccess::Write => Advice::LinuxPopulateWrite,
                 };
                 Some(match foreign.advise(pages, advice)? {
-                    // The fault comes again if it has to.
+                    // The fault recurs if necessary.
                     Ok(()) | Err(Errno::AGAIN) => Ok(()),
                     Err(Errno::INTR) => Err(FaultInError::Interrupted { pages }),
                     Err(Errno::HWPOISON) => Err(FaultInError::Poisoned { pages }),
@@ -171,7 +171,7 @@ impl Target {
         }
     }
 
-    /// Whether this process can give its pages back to the host.
+    /// Whether this process can return its pages to the host.
     pub(crate) fn can_punch(&self) -> bool {
         match self {
             Self::Local(_) => true,
@@ -181,7 +181,7 @@ impl Target {
 }
 
 impl Foreign {
-    /// madvise() on pages of this process's own memory; None if it is another's.
+    /// madvise() on pages of this process's own memory; None for another process's.
     fn advise(&self, pages: PageRange, advice: Advice) -> Option<Result<(), Errno>> {
         if !self.is_mapped_here {
             return None;
@@ -191,9 +191,9 @@ impl Foreign {
         let bytes = usize::try_from(pages.count() << shift).ok()?;
         let start = self.range.start().0.checked_add(offset)?;
         let start = std::ptr::with_exposed_provenance_mut::<std::ffi::c_void>(start);
-        // SAFETY: madvise requires memory that is the caller's, because some advice drops content.
-        // Whoever set `is_mapped_here` has promised that the range is this process's, stays mapped, and
-        // that nobody relies on what missing pages hold (RegionConfig::mapped).
+        // SAFETY: madvise requires memory that is the caller's, because some advice drops content. The
+        // creator of a region with `is_mapped_here` has promised that the range is this process's,
+        // stays mapped, and that no code relies on the content of missing pages (RegionConfig::mapped).
         Some(unsafe { rustix::mm::madvise(start, bytes, advice) })
     }
 

@@ -1,4 +1,4 @@
-//! Noticing that a thread gets nowhere.
+//! Detects that a thread makes no progress.
 
 use std::time::{Duration, Instant};
 
@@ -6,16 +6,17 @@ use pagetide_memory::PageIndex;
 
 use crate::fault::RegionId;
 
-/// How many different pages may take turns without looking like progress. An instruction touches a
-/// handful of pages at most: its own two, its operands', and page tables.
+/// The number of different pages whose faults may alternate without counting as progress. An
+/// instruction accesses a handful of pages at most: its own two, those of its operands, and page
+/// tables.
 const REMEMBERED: usize = 8;
 
-/// A fault that comes again later than this is another one: pages in use lose their mappings, or
-/// become read-only, time and again for as long as a VM lives (reclaim, NUMA balancing). A thread
-/// that gets nowhere comes again at once.
+/// A repetition after a longer time is a new fault: during a VM's life, pages in use repeatedly lose
+/// their mappings or become read-only (reclaim, NUMA balancing). A thread without progress repeats its
+/// fault immediately.
 const IN_A_ROW: Duration = Duration::from_secs(1);
 
-/// Stands for no page: no region has that many.
+/// Represents no page: no region has that many.
 const NONE: u64 = u64::MAX;
 
 /// A page that had a fault although it is present.
@@ -23,13 +24,13 @@ const NONE: u64 = u64::MAX;
 struct Seen {
     /// Region and page, packed.
     fault: u64,
-    /// How often that came again in a row, and the last time of these.
+    /// The number of consecutive repetitions, and the time of the last one.
     repeats: u32,
     last: Option<Instant>,
 }
 
-/// Counts how often the faults of one thread came back although their pages are present. Belongs to
-/// that thread: nothing here is shared.
+/// Counts how often the faults of one thread recur although their pages are present. Belongs to that
+/// thread; nothing is shared.
 #[derive(Debug)]
 pub(crate) struct Tracker {
     recent: [Seen; REMEMBERED],
@@ -51,7 +52,7 @@ impl Default for Tracker {
 }
 
 impl Tracker {
-    /// A page was brought in, or mapped again: that is progress.
+    /// Records progress: a page was installed, or mapped again.
     #[inline]
     pub(crate) fn progress(&mut self) {
         if self.next != 0 {
@@ -59,8 +60,8 @@ impl Tracker {
         }
     }
 
-    /// A fault came on a page that is present. Returns how often it came again in a row: 0 if it is
-    /// none of the last few.
+    /// Counts a fault on a present page. Returns the number of its consecutive repetitions: 0 if it is
+    /// not among the last few.
     pub(crate) fn came_again(&mut self, region: RegionId, page: PageIndex) -> u32 {
         self.came_again_at(region, page, Instant::now)
     }
@@ -99,7 +100,7 @@ mod tests {
     const REGION: RegionId = RegionId(0);
 
     #[test]
-    fn pages_that_take_turns_are_counted() {
+    fn alternating_pages_are_counted() {
         let mut tracker = Tracker::default();
         assert_eq!(tracker.came_again(REGION, PageIndex(1)), 0);
         assert_eq!(tracker.came_again(REGION, PageIndex(2)), 0);
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn ever_new_pages_are_progress_of_their_own() {
+    fn faults_on_new_pages_count_as_progress() {
         let mut tracker = Tracker::default();
         for round in 0..3 {
             for page in 0..100 {
@@ -125,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_come_again_once_each_do_not_add_up() {
+    fn single_repetitions_of_many_pages_do_not_add_up() {
         let mut tracker = Tracker::default();
         for page in 0..100 {
             assert_eq!(tracker.came_again(REGION, PageIndex(page)), 0);
@@ -134,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_comes_again_at_once_is_counted() {
+    fn only_immediate_repetitions_are_counted() {
         let mut tracker = Tracker::default();
         let start = Instant::now();
         let mut at = |ms| {
@@ -148,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn bringing_a_page_in_starts_over() {
+    fn installing_a_page_resets_the_count() {
         let mut tracker = Tracker::default();
         tracker.came_again(REGION, PageIndex(1));
         assert_eq!(tracker.came_again(REGION, PageIndex(1)), 1);

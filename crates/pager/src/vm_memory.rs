@@ -1,4 +1,4 @@
-//! Guest memory that a VMM has in the form of the crate vm-memory.
+//! Guest memory of the crate vm-memory.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -18,22 +18,22 @@ use crate::fault::RegionId;
 use crate::pager::Pager;
 use crate::target::Memfd;
 
-/// Why guest memory is not paged.
+/// Why guest memory could not be added.
 #[derive(Debug, Error)]
 pub enum AddMemoryError {
-    /// A region of guest memory is not whole pages.
-    #[error("the guest memory at gpa {gpa} is not whole pages")]
+    /// A region of guest memory does not consist of whole pages.
+    #[error("the guest memory at gpa {gpa} does not consist of whole pages")]
     Range {
         /// Its first byte.
         gpa: GuestAddress,
-        /// What is wrong.
+        /// The reason.
         #[source]
         source: RangeError,
     },
-    /// No userfaultfd.
+    /// A userfaultfd could not be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// The kernel would not serve the memory.
+    /// The kernel refused to register the memory.
     #[error(transparent)]
     Register(#[from] RegisterError),
     /// The memory could not be prepared.
@@ -41,36 +41,36 @@ pub enum AddMemoryError {
     Prepare {
         /// Its first byte.
         gpa: GuestAddress,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         errno: Errno,
     },
-    /// The pager refuses.
-    #[error("the guest memory at gpa {gpa}")]
+    /// The pager refused the region.
+    #[error("adding the guest memory at gpa {gpa}")]
     Add {
         /// Its first byte.
         gpa: GuestAddress,
-        /// Why.
+        /// The reason.
         #[source]
         source: AddError,
     },
 }
 
-/// Begins to page all of a VMM's guest memory, 4 KiB pages: opens a userfaultfd for it, registers each
-/// region and adds it to the pager; `contents` is asked for each region, by its gpa and length in bytes.
-/// Returns the regions in the order of their gpas.
+/// Begins to page all of a VMM's guest memory, in 4 KiB pages: opens a userfaultfd for it, registers
+/// each region and adds it to the pager; `contents` returns each region's content, by the region's gpa
+/// and length in bytes. Returns the regions in the order of their gpas.
 ///
-/// Memory with a file behind it can be paged in MINOR mode; without one it is MISSING mode. Content
-/// that anonymous memory has already is dropped.
+/// MINOR mode needs memory with a file; memory without a file needs MISSING mode. Existing content of
+/// anonymous memory is discarded.
 ///
 /// # Safety
 ///
-/// As [`RegionConfig::mapped`]: the memory stays mapped until its regions were removed from the pager,
-/// or the pager was dropped.
+/// As for [`RegionConfig::mapped`]: the memory stays mapped until its regions were removed from the
+/// pager, or the pager was dropped.
 ///
 /// # Errors
 /// [`AddMemoryError`]; regions that were added before stay. Memory that another userfaultfd serves is
-/// refused, and keeps its content. Of any other memory that is refused, what had no file is lost.
+/// refused, and retains its content. Other memory that is refused loses its content if it has no file.
 pub unsafe fn add_guest_memory(
     pager: &Pager,
     memory: &GuestMemoryMmap,
@@ -94,7 +94,7 @@ pub unsafe fn add_guest_memory(
         let range = host_range(region).map_err(|source| AddMemoryError::Range { gpa, source })?;
         let prepare = |errno| AddMemoryError::Prepare { gpa, errno };
         let contents = contents(gpa, range.bytes() as u64);
-        // SAFETY: as the caller promises.
+        // SAFETY: by this function's requirement.
         let mut config =
             unsafe { RegionConfig::mapped(&uffd, range, PageSize::Size4K, mode, contents) }
                 .gpa(gpa);
@@ -105,17 +105,18 @@ pub unsafe fn add_guest_memory(
                 offset_bytes: file.start(),
             });
         }
-        // Before its content is dropped: memory that another userfaultfd serves is refused here.
-        // SAFETY: the caller promises that the memory stays mapped; the region drops the userfaultfd.
+        // Before the content is discarded: memory that another userfaultfd serves is refused here.
+        // SAFETY: the memory stays mapped by this function's requirement; the region drops the
+        // userfaultfd.
         unsafe { uffd.register(range.into(), mode) }?;
-        // SAFETY: the caller promises that nobody takes it for granted what missing pages hold.
+        // SAFETY: no code relies on the content of missing pages, by this function's requirement.
         let dropped = unsafe { drop_content(range) }.map_err(prepare);
         let id = dropped.and_then(|()| {
             let id = pager.add(config);
             id.map_err(|source| AddMemoryError::Add { gpa, source })
         });
         let id = id.inspect_err(|_| {
-            // The regions before keep the userfaultfd open, which nobody would serve here.
+            // The earlier regions keep the userfaultfd open, but no thread would serve this range.
             let _ = uffd.unregister(range.into());
         });
         added.push(id?);
@@ -123,13 +124,13 @@ pub unsafe fn add_guest_memory(
     Ok(added)
 }
 
-/// Has every page of a range missing, and to itself: huge pages in the guest mapping would make
-/// neighbours of an installed page present, a forked child would fill missing pages with zeroes.
+/// Makes every page of a range missing, and separately mapped: huge pages in the guest mapping would
+/// make the neighbours of an installed page present, and a forked child would create pages of zeroes.
 ///
 /// # Safety
 ///
-/// The range is this process's own, and nobody takes it for granted what its pages hold. (What a file
-/// has stays in the file.)
+/// The range is this process's own, and no code relies on the content of its pages. (Content in a file
+/// stays in the file.)
 unsafe fn drop_content(range: HostRange) -> Result<(), Errno> {
     for advice in [
         Advice::LinuxNoHugepage,
@@ -137,7 +138,7 @@ unsafe fn drop_content(range: HostRange) -> Result<(), Errno> {
         Advice::LinuxDontNeed,
     ] {
         let start = std::ptr::with_exposed_provenance_mut(range.start().0);
-        // SAFETY: as the caller promises.
+        // SAFETY: by this function's requirement.
         match unsafe { rustix::mm::madvise(start, range.bytes(), advice) } {
             // A kernel without transparent huge pages.
             Err(Errno::INVAL) if advice == Advice::LinuxNoHugepage => {}
@@ -183,7 +184,7 @@ mod tests {
     }
 
     fn add(pager: &Pager, memory: &GuestMemoryMmap) -> Result<Vec<RegionId>, AddMemoryError> {
-        // SAFETY: the tests drop the pager first, and nobody relies on what missing pages hold.
+        // SAFETY: the tests drop the pager first, and do not rely on the content of missing pages.
         unsafe { add_guest_memory(pager, memory, Mode::Missing, sevens) }
     }
 
@@ -191,10 +192,10 @@ mod tests {
         memory.read_obj(vm_memory::GuestAddress(gpa)).unwrap()
     }
 
-    /// The region before it keeps their userfaultfd open, so that whoever touched it would sleep for
-    /// ever.
+    /// The previous region keeps their userfaultfd open, so a thread that touches the memory would
+    /// sleep forever.
     #[test]
-    fn guest_memory_that_cannot_be_added_is_no_userfaultfds() {
+    fn guest_memory_that_cannot_be_added_is_unregistered() {
         if let Err(error) = Userfaultfd::available() {
             println!("SKIP: {error}");
             return;
@@ -214,15 +215,15 @@ mod tests {
         };
         assert_eq!(*gpa, GuestAddress(AT + PAGE));
         assert!(matches!(source, AddError::Overlap { .. }), "{source}");
-        // The one before stays.
+        // The first region stays.
         assert_eq!(pager.region_ids().len(), 2);
         let first = pager.locate(GuestAddress(0)).unwrap().0;
 
-        // Another userfaultfd can serve the one that failed, and the one behind it.
+        // Another userfaultfd can serve the region that failed, and the one after it.
         let uffd = Userfaultfd::open(Features::NONE).unwrap();
         for region in other.iter().skip(1) {
             let range = host_range(region).unwrap().into();
-            // SAFETY: nobody relies on the memory's zeroes, and it stays mapped for longer.
+            // SAFETY: no code relies on the memory's zeroes, and it stays mapped for longer.
             unsafe { uffd.register(range, Mode::Missing) }.unwrap();
             uffd.unregister(range).unwrap();
         }
@@ -234,7 +235,7 @@ mod tests {
         let seen = receive.recv_timeout(Duration::from_secs(30));
         assert_eq!(seen.expect("a read of memory hangs"), [0, 0]);
         reading.join().unwrap().unwrap();
-        // And the one before is served.
+        // The first region is served.
         let mut resolver = pager.resolver(Some(0)).unwrap();
         let access = pagetide_memory::Access::Read;
         let _ = resolver.resolve_exit(GuestAddress(PAGE), access).unwrap();
@@ -243,9 +244,9 @@ mod tests {
         pager.remove(first).unwrap();
     }
 
-    /// Its pages that are present would read as zeroes.
+    /// Otherwise its present pages would read as zeroes.
     #[test]
-    fn guest_memory_that_is_paged_already_is_refused_and_loses_nothing() {
+    fn guest_memory_that_is_already_paged_is_refused_and_loses_nothing() {
         if let Err(error) = Userfaultfd::available() {
             println!("SKIP: {error}");
             return;
@@ -269,7 +270,7 @@ mod tests {
                 "{error}"
             );
         }
-        // Should they be missing, this sleeps: nobody serves the pager.
+        // If the pages were missing, this would sleep: no thread serves the pager.
         let there = Arc::new(there);
         let (send, receive) = mpsc::channel();
         let its = Arc::clone(&there);

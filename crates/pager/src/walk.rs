@@ -1,24 +1,24 @@
-//! Which page of a region prefetch brings in next.
+//! The order in which prefetch fetches a region's pages.
 //!
-//! It walks upwards, in laps: from where it stands to the last page, then from the first page back to
-//! where it started. A fault elsewhere makes it start a lap there, since pages behind a
-//! page that was just needed are likely to be next. A lap that found nothing to do is the last one;
-//! a lap that met pages in other threads' hands is followed by another, as their owners may fail and
-//! give them back.
-//! A page that is settled stays so. So the walk remembers which stretches it found settled as a whole,
-//! and a lap over a terabyte that is there already takes microseconds.
+//! It walks upwards, in laps: from its position to the last page, then from the first page back to its
+//! start. A fault elsewhere starts a new lap there, because the pages after a recently needed page are
+//! likely to be needed next. A lap without work is the last one; after a lap that met pages of other
+//! threads another follows, because their owners may fail and give them back.
+//!
+//! A settled page stays settled. The walk therefore records which stretches are settled as a whole, and
+//! a lap over a terabyte of present pages takes microseconds.
 
 use pagetide_memory::{PageIndex, PageRange, PageState};
 
-/// Pages in a stretch that is remembered to be settled.
+/// The number of pages in a stretch.
 const STRETCH: u64 = 4096;
 
-/// What to do next.
+/// The next action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Bring in this page, and what is absent behind it.
+    /// Fetch this page, and the absent pages after it.
     Absent(PageIndex),
-    /// Nothing is absent, but this page is requested or being installed: wait for it, then look again.
+    /// No page is absent, but this page is requested or being installed: wait for it, then continue.
     Pending(PageIndex),
     /// Every page is settled.
     Done,
@@ -27,19 +27,19 @@ pub(crate) enum Step {
 /// A walk over the pages of a region.
 #[derive(Debug)]
 pub(crate) struct Walk {
-    /// How many pages the region has.
+    /// The number of pages of the region.
     pages: u64,
     page: u64,
-    /// How many pages of this lap have not been looked at.
+    /// The number of pages of this lap that have not been visited.
     left: u64,
-    /// Which stretches were found settled as a whole.
+    /// The stretches that are settled as a whole.
     settled: Vec<bool>,
-    /// A page that this lap met requested or being installed.
+    /// A page that was requested or being installed when this lap visited it.
     pending: Option<PageIndex>,
 }
 
 impl Walk {
-    /// A walk from the first page on, over that many pages.
+    /// A walk from the first page on.
     pub(crate) fn new(pages: u64) -> Self {
         let stretches = usize::try_from(pages.div_ceil(STRETCH)).unwrap_or(usize::MAX);
         Self {
@@ -64,8 +64,8 @@ impl Walk {
         }
     }
 
-    /// The next thing to do. `find` gives the first page of a run that is not settled. A page that was
-    /// returned is looked at again by the next step: so whatever became of it, it is not forgotten.
+    /// The next action. `find` returns the first page of a run that is not settled. The next step
+    /// visits a returned page again, so no page is skipped, whatever happened to it.
     pub(crate) fn step(
         &mut self,
         find: impl Fn(PageRange) -> Option<(PageIndex, PageState)>,
@@ -155,7 +155,7 @@ mod tests {
         map[usize::try_from(page.0).unwrap()] = Present;
     }
 
-    /// The order in which absent pages come.
+    /// The order in which absent pages are returned.
     fn order(walk: &mut Walk, map: &mut [PageState]) -> Vec<u64> {
         let mut order = Vec::new();
         while let Step::Absent(page) = step(walk, map) {
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn it_goes_upwards_from_the_last_fault_and_around() {
+    fn it_walks_upwards_from_the_last_fault_and_wraps() {
         let mut map = vec![Absent; 5];
         let mut walk = walk(&map);
         assert_eq!(step(&mut walk, &map), Step::Absent(PageIndex(0)));
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_is_given_back_is_not_forgotten() {
+    fn a_page_that_is_given_back_is_visited_again() {
         let mut map = vec![Present, PENDING, Present];
         let mut walk = walk(&map);
         let wait = Step::Pending(PageIndex(1));
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn places_that_do_not_exist_are_not_gone_to() {
+    fn pages_outside_the_region_are_not_visited() {
         let mut map = vec![Absent; 2];
         let mut walk = walk(&map);
         walk.go_to(PageIndex(2));
@@ -201,10 +201,10 @@ mod tests {
         assert_eq!(Walk::new(0).step(|_| None), Step::Done);
     }
 
-    /// A fault starts a lap, and over a terabyte that is nearly there each lap would look at 2^28
-    /// pages: it must not look again at what it found settled.
+    /// A fault starts a lap. Over a nearly complete terabyte each lap would visit 2^28 pages, so it
+    /// must skip the stretches that are settled.
     #[test]
-    fn a_fault_does_not_have_all_settled_pages_looked_at_again() {
+    fn a_fault_does_not_revisit_settled_stretches() {
         const PAGES: u64 = 1 << 28;
         let last = PageIndex(PAGES - 1);
         let looked_at = Cell::new(0);
@@ -220,16 +220,16 @@ mod tests {
         for page in [0, 1, STRETCH - 1, PAGES / 2, PAGES - 2] {
             walk.go_to(PageIndex(page));
             assert_eq!(walk.step(find), Step::Pending(last));
-            // The stretch of the last page alone, in two parts if the lap starts within it.
+            // Only the stretch of the last page, in two parts if the lap starts within it.
             assert!(looked_at.take() <= 2 * STRETCH, "from page {page}");
         }
     }
 
     #[derive(Clone, Copy, Debug)]
     enum Event {
-        /// Bring in what the walk says.
+        /// Fetch the page that the walk returns.
         Step,
-        /// The walk's page is claimed by a fault, which then succeeds or fails.
+        /// A fault claims the walk's page, and then succeeds or fails.
         Race,
         Claim(usize),
         Finish(usize),
@@ -250,10 +250,10 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever faults do meanwhile: when the walk says that it is done, everything is settled,
-        /// and it gets there as soon as nobody interferes.
+        /// For any concurrent faults: when the walk is done, every page is settled, and without
+        /// interference it ends.
         #[test]
-        fn done_means_that_all_is_settled(pages in 1usize..24, events in events()) {
+        fn done_means_that_all_pages_are_settled(pages in 1usize..24, events in events()) {
             let mut map = vec![Absent; pages];
             let mut walk = walk(&map);
             let settled = |map: &[PageState]| map.iter().all(|&state| state == Present);

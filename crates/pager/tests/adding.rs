@@ -1,4 +1,4 @@
-//! What a pager can be given to serve, and what it refuses: nothing has changed then.
+//! Regions that a pager accepts, and those that it refuses without any change.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -21,8 +21,8 @@ fn range(start: u64, bytes: u64) -> GuestRange {
     GuestRange::new(GuestAddress(start), bytes).unwrap()
 }
 
-/// What a pager says to a config that it refuses. The pager serves no more than before, and the
-/// region can be paged still.
+/// The error for a config that a pager refuses. The pager serves the same regions as before, and the
+/// region can still be paged.
 fn refusal(region: &Arc<Region>, config: RegionConfig) -> AddError {
     let pager = Pager::new().unwrap();
     let error = pager.add(config).unwrap_err();
@@ -39,7 +39,7 @@ fn missing(region: &Arc<Region>) -> RegionConfig {
     RegionConfig::local(Arc::clone(region), Mode::Missing, pattern())
 }
 
-/// The region pages in as it should.
+/// Pages the region in.
 fn assert_usable(region: &Arc<Region>, mode: Mode) {
     let paged = Paged::new(region, mode, pattern());
     for page in 0..region.pages() {
@@ -50,7 +50,7 @@ fn assert_usable(region: &Arc<Region>, mode: Mode) {
 }
 
 #[test]
-fn modes_and_memory_that_do_not_fit_are_refused() {
+fn incompatible_modes_and_memory_are_refused() {
     if let Some(region) = region(4, Backing::Thp) {
         let error = refusal(&region, missing(&region));
         assert!(matches!(error, AddError::MissingOnThp), "{error}");
@@ -73,7 +73,7 @@ fn modes_and_memory_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn content_that_is_missing_or_should_be_is_refused() {
+fn wrong_initial_content_is_refused() {
     let Some(holey) = region(4, Backing::Shmem) else {
         return;
     };
@@ -108,7 +108,7 @@ fn content_that_is_missing_or_should_be_is_refused() {
 }
 
 #[test]
-fn numbers_that_make_no_sense_are_refused() {
+fn invalid_numbers_are_refused() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -149,7 +149,7 @@ fn regions_that_overlap_are_refused() {
         };
         assert!(first.start() <= second.start());
         assert_eq!(pager.region_ids(), [id]);
-        // The one that is served goes on.
+        // The region that is already served continues.
         pager.remove(id).unwrap();
         pager.add(minor(other)).unwrap();
     }
@@ -166,7 +166,7 @@ fn memory_that_another_pager_serves_is_refused_and_free_after_it() {
         let Err(AddError::Region(RegionError::AlreadyPaged)) = again else {
             panic!("{mode:?}: {again:?}")
         };
-        // And goes on being served.
+        // It continues to be served.
         let _ = paged.read_exit(1);
         check_page(&region, 1);
         drop(paged);
@@ -187,7 +187,7 @@ fn memory_that_another_userfaultfd_serves_is_refused() {
         start: hva,
         bytes: part.bytes(),
     };
-    // SAFETY: the region stays mapped for longer than the userfaultfd is open, and nobody relies on
+    // SAFETY: the region stays mapped for longer than the userfaultfd is open, and no code relies on
     // its zeroes.
     unsafe { uffd.register(taken, Mode::Minor) }.unwrap();
     for layout in [
@@ -200,13 +200,13 @@ fn memory_that_another_userfaultfd_serves_is_refused() {
             "{error}"
         );
     }
-    // It has kept what it had.
+    // Its content is unchanged.
     uffd.unregister(taken).unwrap();
     assert_usable(&region, Mode::Minor);
 }
 
 #[test]
-fn a_region_whose_words_are_out_cannot_close_its_service_mapping() {
+fn a_region_with_referenced_words_cannot_close_its_service_mapping() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -220,7 +220,7 @@ fn a_region_whose_words_are_out_cannot_close_its_service_mapping() {
 }
 
 #[test]
-fn userfaultfd_ranges_must_add_up() {
+fn userfaultfd_ranges_must_cover_the_region() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(8, backing) else {
             return;
@@ -309,7 +309,7 @@ fn foreign(start: u64, bytes: u64, mode: Mode) -> Option<RegionConfig> {
 }
 
 #[test]
-fn foreign_ranges_that_make_no_sense_are_refused() {
+fn invalid_foreign_ranges_are_refused() {
     let add = |config: RegionConfig| Pager::new().unwrap().add(config).unwrap_err();
     let at = 0x10_0000_0000;
     let Some(config) = foreign(at, 4 * PAGE, Mode::Missing) else {
@@ -330,7 +330,7 @@ fn foreign_ranges_that_make_no_sense_are_refused() {
     assert!(matches!(error, AddError::BadRange { .. }), "{error}");
     let error = add(foreign(at, 4 * PAGE, Mode::Minor).unwrap());
     assert!(matches!(error, AddError::MinorWithoutFile), "{error}");
-    // So long that no page map can be had.
+    // So long that the allocation of a page map fails.
     let error = add(foreign(at, 1 << 62, Mode::Missing).unwrap());
     assert!(matches!(error, AddError::PageMap(_)), "{error}");
     let memfd = Memfd {
@@ -371,7 +371,7 @@ fn addresses_are_found_in_many_regions() {
     }
     let starts = [0x10_0000, 0x40_0000, 0x41_0000, 1 << 32];
     let pager = Pager::new().unwrap();
-    // Not in order: the pager sorts them.
+    // Not in ascending order: the pager sorts the regions.
     let mut ids = [None; 4];
     for index in [2, 0, 3, 1] {
         let region = region_at(GuestAddress(starts[index]), 16, Backing::Shmem).unwrap();
@@ -390,7 +390,7 @@ fn addresses_are_found_in_many_regions() {
     }
     assert_eq!(pager.locate(GuestAddress(0)), None);
     assert_eq!(pager.locate(GuestAddress(u64::MAX)), None);
-    // A number is never used again.
+    // Numbers are not reused.
     pager.remove(ids[1].unwrap()).unwrap();
     assert_eq!(pager.locate(GuestAddress(starts[1])), None);
     let region = region_at(GuestAddress(starts[1]), 16, Backing::Shmem).unwrap();
@@ -399,7 +399,7 @@ fn addresses_are_found_in_many_regions() {
     assert_eq!(pager.region_ids()[1], again);
 }
 
-/// Adding and removing needs nobody to serve the pager, events or not.
+/// Adding and removing works without a thread that serves the pager, with events and without.
 #[test]
 fn a_region_with_events_is_added_and_removed() {
     for (mode, backing) in SMALL_WAYS {
@@ -430,7 +430,7 @@ fn a_region_with_events_is_added_and_removed() {
 }
 
 #[test]
-fn what_a_region_may_do_is_as_before_when_it_is_not_added() {
+fn a_region_that_was_not_added_is_unchanged() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -441,13 +441,13 @@ fn what_a_region_may_do_is_as_before_when_it_is_not_added() {
         matches!(error, AddError::Region(RegionError::AlreadyPaged)),
         "{error}"
     );
-    // Somebody else pages it: that is not ended.
+    // Another pager pages the region, and continues to.
     assert_eq!(region.paging(), Some(ServiceAccess::ReadWrite));
     region.end_paging();
     assert_usable(&region, Mode::Minor);
 }
 
-/// Pages that a file has never fault in MISSING mode: their content would be taken for the guest's.
+/// Pages in the file never fault in MISSING mode: their data would count as the guest's content.
 #[test]
 fn a_file_of_foreign_memory_that_has_content_is_refused_in_missing_mode() {
     let Some(region) = region(8, Backing::Shmem) else {
@@ -455,7 +455,7 @@ fn a_file_of_foreign_memory_that_has_content_is_refused_in_missing_mode() {
     };
     let features = Features::MISSING_SHMEM | Features::MINOR_SHMEM;
     let uffd = Arc::new(Userfaultfd::open(features).unwrap());
-    // The pages 2 to 5. The file has something before, in the middle of and behind them.
+    // The pages 2 to 5. The file has content before, in the middle of and after them.
     let part = region.guest_range(PageRange::new(PageIndex(2), 4)).unwrap();
     let config = |mode| {
         let size = PageSize::Size4K;
@@ -478,8 +478,8 @@ fn a_file_of_foreign_memory_that_has_content_is_refused_in_missing_mode() {
         "{error}"
     );
     assert_eq!(pager.region_ids(), []);
-    // Where content is mapped from the file, where the owner says so, and where an earlier pager has
-    // put it there, that is as it should be.
+    // Existing content is accepted if it is mapped from the file, if the owner trusts it, or if an
+    // earlier pager installed it.
     add(config(Mode::Minor)).unwrap();
     add(config(Mode::Missing).trust_existing_pages()).unwrap();
     let image = PageMap::new(4).unwrap().image();

@@ -1,4 +1,4 @@
-//! What is counted tells how pages came.
+//! The counters show how pages arrived.
 
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
@@ -13,7 +13,7 @@ use pagetide_pager::{
 const GPA: GuestAddress = GuestAddress(1 << 32);
 const PAGE: u64 = 4096;
 
-/// Ones in the first eight pages, and holes behind.
+/// Ones in the first eight pages, and holes after them.
 struct HalfZero;
 
 impl BlockingSource for HalfZero {
@@ -27,7 +27,7 @@ impl BlockingSource for HalfZero {
 }
 
 #[test]
-fn pages_by_fault_by_prefetch_and_of_zeroes_are_told_apart() {
+fn pages_by_fault_by_prefetch_and_of_zeroes_are_counted_separately() {
     for mode in [Mode::Minor, Mode::Missing] {
         let region = Arc::new(Region::new(GPA, 16 * PAGE, Backing::Shmem).unwrap());
         let pager = Pager::new().unwrap();

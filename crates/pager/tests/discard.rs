@@ -1,4 +1,4 @@
-//! Memory that its owner gives up: it reads as zeroes from then on, whatever was under way.
+//! Discarded memory reads as zeroes, also during concurrent operations.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -45,7 +45,7 @@ fn written(region: &Region, page: u64) -> [u8; 8] {
 }
 
 #[test]
-fn pages_in_every_state_are_zero_afterwards_and_poisoned_ones_stay() {
+fn discarded_pages_are_zero_and_poisoned_ones_stay() {
     for (mode, backing) in WAYS {
         let _pool = pool_for(8, backing);
         let Some(region) = region(8, backing) else {
@@ -54,13 +54,13 @@ fn pages_in_every_state_are_zero_afterwards_and_poisoned_ones_stay() {
         if !can_poison() {
             return;
         }
-        let source = HeldSource::new();
+        let source = ManualSource::new();
         let pager = Pager::new().unwrap();
         let config = RegionConfig::local(Arc::clone(&region), mode, source.contents());
         let id = pager.add(config).unwrap();
         let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-        // 0 absent, 1 requested, 2 present, 3 zero, 4 poisoned, 5 present and written to, 6 and 7 are
-        // left alone.
+        // 0 absent, 1 requested, 2 present, 3 zero, 4 poisoned, 5 present and written to; 6 and 7 are
+        // not discarded.
         let toucher = {
             let region = Arc::clone(&region);
             thread::spawn(move || first_byte(&region, 1))
@@ -80,7 +80,7 @@ fn pages_in_every_state_are_zero_afterwards_and_poisoned_ones_stay() {
             "{mode:?} {backing}"
         );
         assert_eq!(join("the touch of a requested page", toucher), 0);
-        // What arrives now is dropped.
+        // A later answer is dropped.
         complete(request);
         assert_eq!(push(&pager, id, &region, 0), 0);
         for page in [0, 1, 2, 3, 5] {
@@ -98,15 +98,15 @@ fn pages_in_every_state_are_zero_afterwards_and_poisoned_ones_stay() {
         expect_poison(&region, 4);
         check_page(&region, 6);
         assert_eq!(state(&pager, id, 7), PageState::Absent);
-        // Once more: what was written is gone.
+        // A second discard also drops the new data.
         assert_eq!(pager.discard(id, pages(2, 1)).unwrap(), 1);
         assert_eq!(written(&region, 2), [0; 8]);
         assert_eq!(written(&region, 3), *b"new life");
-        assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+        assert_no_trouble(&pager);
     }
 }
 
-/// Keeps whoever installs pages ahead of faults from ending.
+/// Blocks threads that install pages ahead of faults.
 struct Held(Mutex<mpsc::Receiver<()>>);
 
 impl Mapper for Held {
@@ -117,7 +117,7 @@ impl Mapper for Held {
 }
 
 #[test]
-fn a_discard_waits_for_an_installation_that_has_begun() {
+fn a_discard_waits_for_an_installation_in_progress() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(8, backing) else {
             return;
@@ -151,10 +151,10 @@ fn a_discard_waits_for_an_installation_that_has_begun() {
     }
 }
 
-/// Memory that a guest's balloon gives up while vCPUs touch it, with nobody to serve userfaultfds:
-/// each exit ends, and the guest goes on.
+/// A guest's balloon discards memory while vCPUs touch it, and no thread serves userfaultfds: each exit
+/// ends, and the guest continues.
 #[test]
-fn exits_on_pages_that_are_given_up_again_and_again_end() {
+fn exits_on_pages_that_are_repeatedly_discarded_end() {
     for (mode, backing) in WAYS {
         let _pool = pool_for(4, backing);
         let Some(region) = region(4, backing) else {
@@ -184,12 +184,12 @@ fn exits_on_pages_that_are_given_up_again_and_again_end() {
             write(&region, 1, b"scribble");
             exit(access);
             assert_eq!(written(&region, 1), *b"scribble", "{mode:?} {backing}");
-            // By somebody who does not tell the pager.
+            // Other code discards it without informing the pager.
             region.punch(pages(1, 1)).unwrap();
             exit(access);
             check_zeroes(&region, 1);
         }
-        // The same for a page that was present all the time before.
+        // The same for a page that was present throughout.
         let last = region.gpa_of_page(PageIndex(3)).unwrap();
         push(&pager, id, &region, 3);
         region.punch(pages(3, 1)).unwrap();
@@ -202,12 +202,12 @@ fn exits_on_pages_that_are_given_up_again_and_again_end() {
         };
         within_patience("an exit on a page that was lost", at_last).unwrap();
         check_zeroes(&region, 3);
-        assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+        assert_no_trouble(&pager);
     }
 }
 
 #[test]
-fn what_is_not_there_is_refused() {
+fn missing_regions_and_pages_are_refused() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
@@ -227,8 +227,8 @@ fn what_is_not_there_is_refused() {
     );
 }
 
-/// Discards pages 1 to 4 of 8, present ones and missing ones, and looks at what is there then. Whoever
-/// discards serves the pager, and nobody else does.
+/// Discards pages 1 to 4 of 8, present and missing ones, and checks the result. Only the discarding
+/// thread serves the pager.
 fn discard_alone(what: &str, pager: &Arc<Pager>, id: RegionId, region: &Arc<Region>) {
     for page in [1, 2, 6] {
         assert_eq!(push(pager, id, region, page), 1, "{what}");
@@ -247,11 +247,11 @@ fn discard_alone(what: &str, pager: &Arc<Pager>, id: RegionId, region: &Arc<Regi
     let _readers = Readers::spawn(pager, ReaderConfig::new(1)).unwrap();
     (1..5).for_each(|page| check_zeroes(region, page));
     (5..8).for_each(|page| check_page(region, page));
-    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(pager);
 }
 
 #[test]
-fn a_discard_of_memory_with_events_needs_nobody_else() {
+fn a_discard_of_memory_with_events_needs_no_other_thread() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(8, backing) else {
             return;
@@ -264,9 +264,9 @@ fn a_discard_of_memory_with_events_needs_nobody_else() {
     }
 }
 
-/// The same with memory of this process that something else made.
+/// The same with memory of this process that other code mapped.
 #[test]
-fn a_discard_of_mapped_memory_with_events_needs_nobody_else() {
+fn a_discard_of_mapped_memory_with_events_needs_no_other_thread() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(8, backing) else {
             return;
@@ -276,7 +276,7 @@ fn a_discard_of_mapped_memory_with_events_needs_nobody_else() {
             _ => Features::EVENT_REMOVE | Features::MISSING_SHMEM | Features::MINOR_SHMEM,
         };
         let uffd = Arc::new(Userfaultfd::open(features).unwrap());
-        // SAFETY: the region stays mapped for longer than the userfaultfd is open, and nobody relies
+        // SAFETY: the region stays mapped for longer than the userfaultfd is open, and no code relies
         // on its zeroes.
         unsafe { uffd.register(region.guest().into(), mode) }.unwrap();
         let size = PageSize::Size4K;

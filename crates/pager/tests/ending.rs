@@ -1,4 +1,4 @@
-//! The end of a region or a pager, early or not: nobody reads zeroes in place of content.
+//! The end of a region or a pager, at any time: no access reads zeroes in place of content.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -16,7 +16,7 @@ use pagetide_pager::{
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
 use support::*;
 
-/// How a region's life ends.
+/// The end of a region's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     Drop,
@@ -32,7 +32,7 @@ impl End {
             Self::Drop => drop(paged),
             Self::Remove => {
                 paged.pager.remove(paged.id).unwrap();
-                // Once.
+                // Only once.
                 let again = paged.pager.remove(paged.id);
                 let region = paged.id;
                 assert_eq!(again, Err(RegionChangeError::NoSuchRegion { region }));
@@ -49,7 +49,7 @@ impl End {
     }
 }
 
-/// Ways with each layout.
+/// Each end, with each layout.
 fn layouts(region: &Region) -> [UffdLayout; 3] {
     let size = region.page_size().bytes();
     let range = |first: u64, count: u64| {
@@ -88,7 +88,7 @@ fn missing_pages_are_lost_and_the_others_stay() {
                         assert_lost(&its, page);
                     }
                     check_page(&its, 2);
-                    // The memory is the owner's again.
+                    // The memory belongs to its owner again.
                     assert_eq!(its.paging(), None);
                     if backing.has_file() {
                         its.zap_guest(its.all_pages()).unwrap();
@@ -102,9 +102,9 @@ fn missing_pages_are_lost_and_the_others_stay() {
     }
 }
 
-/// The marks of an earlier pager are not in the way of a later one.
+/// The poison markers of an earlier pager do not disturb a later one.
 #[test]
-fn memory_that_was_given_up_early_can_be_paged_again() {
+fn memory_whose_paging_ended_early_can_be_paged_again() {
     for (mode, backing) in WAYS {
         let _pool = pool_for(4, backing);
         let Some(region) = region(4, backing) else {
@@ -112,7 +112,7 @@ fn memory_that_was_given_up_early_can_be_paged_again() {
         };
         drop(Paged::new(&region, mode, pattern()));
         if !backing.has_file() {
-            // The marks are all that it has: without them there is nothing, as it should be.
+            // The memory has only the markers; without them the page is missing, as it should be.
             region.punch(region.all_pages()).unwrap();
         }
         let paged = Paged::new(&region, mode, pattern());
@@ -124,9 +124,9 @@ fn memory_that_was_given_up_early_can_be_paged_again() {
     }
 }
 
-/// What is in the page cache is the owner's, but the guest has not got it.
+/// The page cache belongs to the owner, but the guest does not have its content.
 #[test]
-fn the_page_cache_outlives_a_pager_and_the_guest_sees_nothing_of_it() {
+fn the_page_cache_outlives_a_pager_and_stays_hidden_from_the_guest() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -145,7 +145,7 @@ fn the_page_cache_outlives_a_pager_and_the_guest_sees_nothing_of_it() {
 }
 
 #[test]
-fn whoever_sleeps_on_a_missing_page_gets_sigbus() {
+fn a_thread_that_sleeps_on_a_missing_page_gets_sigbus() {
     handle_sigbus();
     if !can_poison() {
         return;
@@ -156,7 +156,7 @@ fn whoever_sleeps_on_a_missing_page_gets_sigbus() {
                 let Some(region) = region(4, backing) else {
                     return;
                 };
-                let source = HeldSource::new();
+                let source = ManualSource::new();
                 let contents = if with_source {
                     source.contents()
                 } else {
@@ -170,7 +170,8 @@ fn whoever_sleeps_on_a_missing_page_gets_sigbus() {
                     spawn_asleep("a touch", move || expect_poison(&region, page))
                 };
                 let touchers = [touch(1), touch(3)];
-                // Those of a source have been read: they are left to whoever installs the page.
+                // With a source, these messages have been read: their wake-ups are left to the
+                // installing thread.
                 let requests = readers.map(|readers| {
                     let requests = [source.next(), source.next()];
                     readers.stop();
@@ -180,7 +181,7 @@ fn whoever_sleeps_on_a_missing_page_gets_sigbus() {
                 for toucher in touchers {
                     join(&format!("{mode:?} {backing} {end:?}"), toucher);
                 }
-                // What comes too late is dropped.
+                // An answer after the end is dropped.
                 for request in requests.into_iter().flatten() {
                     sources::complete(request);
                 }
@@ -190,9 +191,9 @@ fn whoever_sleeps_on_a_missing_page_gets_sigbus() {
     }
 }
 
-/// Threads that sleep on a page that was installed without a wake are not left asleep either.
+/// Threads that sleep on a page that was installed without a wake-up are woken too.
 #[test]
-fn whoever_sleeps_on_a_present_page_reads_it() {
+fn a_thread_that_sleeps_on_a_present_page_reads_it() {
     for (mode, backing) in SMALL_WAYS {
         for end in ENDS {
             let Some(region) = region(4, backing) else {
@@ -208,9 +209,9 @@ fn whoever_sleeps_on_a_present_page_reads_it() {
     }
 }
 
-/// Without a handler: the process ends by SIGBUS, and says nothing of zeroes.
+/// Without a handler the process ends by SIGBUS, and reports no zeroes.
 #[test]
-fn a_touch_ends_a_process_without_a_handler() {
+fn an_access_ends_a_process_without_a_handler() {
     const ROLE: &str = "PAGETIDE_TEST_TOUCH";
     if let Ok(way) = std::env::var(ROLE) {
         let (mode, backing) = SMALL_WAYS[way.parse::<usize>().unwrap()];
@@ -224,7 +225,7 @@ fn a_touch_ends_a_process_without_a_handler() {
     }
     for (number, way) in SMALL_WAYS.into_iter().enumerate() {
         let output = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "a_touch_ends_a_process_without_a_handler"])
+            .args(["--exact", "an_access_ends_a_process_without_a_handler"])
             .arg("--nocapture")
             .env(ROLE, number.to_string())
             .output()
@@ -241,7 +242,7 @@ fn an_exit_that_waits_ends_with_an_error() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let source = HeldSource::new();
+    let source = ManualSource::new();
     let paged = Paged::new(&region, Mode::Minor, source.contents());
     let mut resolver = paged.resolver();
     let its = Arc::clone(&region);
@@ -259,9 +260,9 @@ fn an_exit_that_waits_ends_with_an_error() {
     assert_eq!(source.cancelled(), [request.id()]);
 }
 
-/// A page that something else than the pager has mapped is no content either.
+/// A page that other code has mapped is not content either.
 #[test]
-fn a_strangers_page_is_lost_with_the_others() {
+fn a_foreign_page_is_lost_with_the_others() {
     if !can_poison() {
         return;
     }
@@ -286,9 +287,9 @@ fn a_strangers_page_is_lost_with_the_others() {
     }
 }
 
-/// But content that the owner trusts is content.
+/// Content that the owner trusts stays.
 #[test]
-fn a_page_that_is_trusted_stays() {
+fn a_trusted_page_stays() {
     let Some(region) = region(4, Backing::Anonymous) else {
         return;
     };
@@ -300,7 +301,7 @@ fn a_page_that_is_trusted_stays() {
     assert_eq!(first_byte(&region, 1), 3);
 }
 
-/// The last handle may be one that a source's answer holds, on whichever thread.
+/// A source's answer may hold the last reference to the pager, on any thread.
 #[test]
 fn answers_and_the_end_of_the_pager_race() {
     if !can_poison() {
@@ -311,7 +312,7 @@ fn answers_and_the_end_of_the_pager_race() {
             let Some(region) = region(16, backing) else {
                 return;
             };
-            let source = HeldSource::new();
+            let source = ManualSource::new();
             let paged = Paged::new(&region, mode, source.contents());
             let mut resolver = paged.resolver();
             let its = Arc::clone(&region);
@@ -327,7 +328,7 @@ fn answers_and_the_end_of_the_pager_race() {
             drop(paged);
             join("the answer", answering);
             let resolved = join("the exit", waiting);
-            // Either it came before the end, or it is lost.
+            // Each page either arrived before the end, or is lost.
             match resolved {
                 Ok(_) => check_page(&region, round % 16),
                 Err(_) => {
@@ -347,7 +348,7 @@ fn answers_and_the_end_of_the_pager_race() {
 }
 
 #[test]
-fn regions_come_and_go_while_others_are_served() {
+fn regions_are_added_and_removed_while_others_are_served() {
     let Some(steady) = region(1024, Backing::Shmem) else {
         return;
     };
@@ -359,7 +360,7 @@ fn regions_come_and_go_while_others_are_served() {
         }
         for (index, (mode, backing)) in SMALL_WAYS.into_iter().enumerate() {
             let pager = &paged.pager;
-            let source = HeldSource::new();
+            let source = ManualSource::new();
             scope.spawn(move || {
                 for round in 0..20 {
                     let gpa = GPA.0 + ((index as u64 + 1) << 30);
@@ -379,7 +380,7 @@ fn regions_come_and_go_while_others_are_served() {
                         join("a touch", toucher);
                     } else {
                         (0..32).for_each(|page| check_page(&region, page));
-                        // Whoever is woken may be faster than the reader that woke it.
+                        // A woken thread may continue before the reader that woke it.
                         let present = || pager.counts(id).unwrap().present;
                         eventually("all pages", || present() == 32);
                     }
@@ -390,7 +391,7 @@ fn regions_come_and_go_while_others_are_served() {
         }
     });
     readers.stop();
-    assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&paged.pager);
     assert_eq!(paged.pager.region_ids(), [paged.id]);
     assert_eq!(paged.pager.progress().present, 1024);
 }

@@ -1,4 +1,4 @@
-//! A pager's descriptor in an event loop of the VMM's own.
+//! A pager's descriptor in a VMM's own event loop.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -18,14 +18,14 @@ use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use support::*;
 
-/// Waits until the pager's descriptor is readable; false if it is not within `timeout`.
+/// Whether the pager's descriptor becomes readable within `timeout`.
 fn is_ready(serving: &Serving, timeout: Duration) -> bool {
     let mut fds = [PollFd::new(serving, PollFlags::IN)];
     let timeout = Timespec::try_from(timeout).unwrap();
     poll(&mut fds, Some(&timeout)).unwrap() > 0
 }
 
-/// An event loop that serves until `is_over`.
+/// An event loop that serves until `is_over` returns true.
 fn serve(serving: &mut Serving, is_over: impl Fn() -> bool) -> usize {
     let begun = Instant::now();
     let mut resolved = 0;
@@ -38,7 +38,7 @@ fn serve(serving: &mut Serving, is_over: impl Fn() -> bool) -> usize {
     resolved
 }
 
-/// Event loops on threads of their own, for as long as `work` takes.
+/// Runs event loops on separate threads for the duration of `work`.
 fn with_loops(pager: &Arc<Pager>, loops: usize, messages: usize, work: impl FnOnce()) -> Counters {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -70,7 +70,7 @@ fn touch_all(region: &Region) {
 }
 
 #[test]
-fn a_loop_serves_every_way_of_paging() {
+fn a_loop_serves_every_kind_of_region() {
     for (mode, backing) in SMALL_WAYS {
         for (loops, messages) in [(1, 64), (1, 1), (3, 1), (3, 16)] {
             for uffds in [1, 4] {
@@ -101,7 +101,7 @@ fn a_loop_serves_every_way_of_paging() {
 }
 
 #[test]
-fn the_descriptor_is_readable_while_there_is_something_to_do() {
+fn the_descriptor_is_readable_while_there_is_work() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -116,7 +116,7 @@ fn the_descriptor_is_readable_while_there_is_something_to_do() {
     join("the touch", toucher);
     assert!(!is_ready(&serving, Duration::ZERO));
     assert_eq!(serving.counters().pages, 1);
-    // A region that is added later is served by the same descriptor.
+    // The same descriptor serves a region that is added later.
     let other = region_at(
         pagetide_memory::GuestAddress(GPA.0 << 1),
         4,
@@ -133,9 +133,9 @@ fn the_descriptor_is_readable_while_there_is_something_to_do() {
     assert!(!is_ready(&serving, Duration::ZERO));
 }
 
-/// A reader that leaves with messages in its userfaultfd hands them on.
+/// A reader that stops with unread messages in its userfaultfd hands them on.
 #[test]
-fn what_a_reader_leaves_unread_is_read_by_the_next() {
+fn messages_that_a_reader_leaves_are_read_by_the_next() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
@@ -153,7 +153,7 @@ fn what_a_reader_leaves_unread_is_read_by_the_next() {
         let region = Arc::clone(&region);
         spawn_asleep("a touch", move || check_page(&region, page))
     };
-    // All of them are there before the reader looks: it is told once.
+    // All messages are present before the reader looks: they are reported once.
     let touchers: Vec<_> = (0..8).map(touch).collect();
     let config = ReaderConfig {
         threads: 1,
@@ -161,7 +161,7 @@ fn what_a_reader_leaves_unread_is_read_by_the_next() {
     };
     let readers = Readers::spawn(&paged.pager, config).unwrap();
     gate.wait();
-    // In its first fault, with seven unread. It is told to stop, and leaves after this one.
+    // The reader is in its first fault, with seven messages unread. It stops after this fault.
     let stopping = spawn_asleep("the end", move || readers.stop());
     gate.wait();
     let read = join("the end", stopping);
@@ -185,7 +185,7 @@ fn readers_and_loops_serve_the_same_pager() {
         with_loops(&paged.pager, 1, 4, || {
             thread::scope(|scope| {
                 scope.spawn(|| touch_all(&region));
-                // Readers come and go meanwhile.
+                // Readers start and stop meanwhile.
                 for _ in 0..10 {
                     let more = Readers::spawn(&paged.pager, ReaderConfig::new(2)).unwrap();
                     more.stop();
@@ -197,13 +197,13 @@ fn readers_and_loops_serve_the_same_pager() {
     });
 }
 
-/// A request that is not answered is made again, by nobody but the loop.
+/// Only the event loop repeats a request that is not answered.
 #[test]
 fn a_loop_serves_deadlines() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let source = HeldSource::new();
+    let source = ManualSource::new();
     let policy = RetryPolicy {
         deadline: Duration::from_millis(30),
         attempts: 100,
@@ -222,7 +222,7 @@ fn a_loop_serves_deadlines() {
             .cancelled()
             .starts_with(&[late[0].id(), late[1].id()])
     );
-    // An answer that comes too late is dropped, and the last one is taken.
+    // A late answer is dropped, and the last one is accepted.
     let [first, _second] = late;
     sources::complete(first);
     assert!(!toucher.is_finished());
@@ -238,16 +238,16 @@ fn a_loop_serves_deadlines() {
     let counted = paged.pager.counted();
     assert!(counted.failed_requests >= 2, "{counted:?}");
     assert!(counted.late_answers >= 1, "{counted:?}");
-    assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&paged.pager);
 }
 
-/// A vCPU's thread that waits for its page sees to deadlines itself, where nobody serves.
+/// A vCPU's thread that waits for its page handles deadlines itself if no thread serves the pager.
 #[test]
 fn an_exit_that_waits_serves_deadlines() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let source = HeldSource::new();
+    let source = ManualSource::new();
     let policy = RetryPolicy {
         deadline: Duration::from_millis(10),
         attempts: 1000,
@@ -272,11 +272,11 @@ fn an_exit_that_waits_serves_deadlines() {
 }
 
 #[test]
-fn a_loop_that_ends_in_a_panic_leaves_nobody_asleep() {
+fn a_loop_that_panics_leaves_no_thread_asleep() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    // A local source that panics is caught, fault by fault, so that the loop goes on.
+    // A panic of a local source is caught, fault by fault, so that the loop continues.
     let contents = Contents::Local(Arc::new(LocalFn(move |gpa, buffer: &mut [u8]| {
         if gpa == GPA {
             std::panic::resume_unwind(Box::new("page 0"));
@@ -305,23 +305,24 @@ fn a_loop_that_ends_in_a_panic_leaves_nobody_asleep() {
     }
 }
 
-/// However many threads fault, whoever serves comes back to its event loop: others have their turn.
+/// However many threads fault, serving returns to the event loop, which can handle other descriptors.
 #[test]
-fn messages_without_end_do_not_keep_a_loop_from_anything_else() {
+fn endless_messages_do_not_block_a_loop() {
     const SLEEPERS: u64 = 300;
     let Some(region) = region(SLEEPERS, Backing::Anonymous) else {
         return;
     };
-    // With a userfaultfd of the test's own, which tells how many messages it has.
+    // With a userfaultfd of the test's own, which shows the number of its messages.
     let uffd = Arc::new(Userfaultfd::open(Features::NONE).unwrap());
-    // SAFETY: the region stays mapped for longer than the userfaultfd is open, and nobody relies on
+    // SAFETY: the region stays mapped for longer than the userfaultfd is open, and no code relies on
     // its zeroes.
     unsafe { uffd.register(region.guest().into(), Mode::Missing) }.unwrap();
     let size = PageSize::Size4K;
     let config = RegionConfig::foreign(&uffd, region.guest(), size, Mode::Missing, pattern());
     let pager = Pager::new().unwrap();
     pager.add(config.gpa(GPA)).unwrap();
-    // Should this fail, they get SIGBUS as the pager is dropped: that must not hide why.
+    // If the test fails, these threads get SIGBUS when the pager is dropped, which must not hide the
+    // cause.
     handle_sigbus();
     let touchers: Vec<_> = (0..SLEEPERS)
         .map(|page| {
@@ -339,7 +340,7 @@ fn messages_without_end_do_not_keep_a_loop_from_anything_else() {
     let mut serving = Serving::new(&pager, 1);
     let mut resolved = serving.process_ready().unwrap();
     assert!((1..=256).contains(&resolved), "{resolved} at once");
-    // What is left is told again, to whoever looks.
+    // Remaining messages are reported again, to any waiting thread.
     let mut other = Serving::new(&pager, 1);
     assert!(is_ready(&other, Duration::ZERO));
     for turn in 0..SLEEPERS {

@@ -1,5 +1,4 @@
-//! Memory that is given up, unmapped, moved or forked while it is paged: what a userfaultfd tells
-//! besides faults.
+//! Memory that is discarded, unmapped, moved or forked while it is paged: the events of a userfaultfd.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 #[path = "support/child.rs"]
@@ -11,15 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
 
-use child_process::{Mapped, Other, be_child};
+use child_process::{Mapped, Other, above, be_child, pager_and_child, two_readers};
 use pagetide_memory::{Backing, GuestAddress, PageIndex, PageRange, PageSize, PageState, Region};
 use pagetide_pager::{
-    Content, Memfd, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
-    RegionConfig, RegionId, Serving, UffdLayout,
+    Content, Memfd, Mode, Notice, Pager, Prefetch, PrefetchConfig, RegionConfig, RegionId, Serving,
+    UffdLayout,
 };
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::mm::Advice;
 use support::*;
 
 const AT: GuestAddress = GuestAddress(1 << 40);
@@ -31,14 +29,14 @@ const ALL_EVENTS: [Features; 4] = [
     Features::EVENT_FORK,
 ];
 
-/// Local memory that tells of what is discarded.
+/// Local memory that reports discards.
 const WAYS_WITH_EVENTS: [(Mode, Backing); 3] = [
     (Mode::Missing, Backing::Anonymous),
     (Mode::Missing, Backing::Shmem),
     (Mode::Minor, Backing::Shmem),
 ];
 
-/// Not a test: what the other process runs.
+/// Not a test: the program of the other process.
 #[test]
 fn child() {
     be_child();
@@ -53,31 +51,8 @@ fn with_events(region: &Arc<Region>, mode: Mode) -> (Arc<Pager>, RegionId) {
     (pager, id)
 }
 
-/// Gives pages up as the guest's memory manager does: by madvise, and nobody else is told.
-fn give_up(region: &Region, first: u64, count: u64) {
-    let range = region
-        .guest_range(PageRange::new(PageIndex(first), count))
-        .unwrap();
-    let advice = if region.backing().has_file() {
-        Advice::LinuxRemove
-    } else {
-        Advice::LinuxDontNeed
-    };
-    let at = std::ptr::with_exposed_provenance_mut(range.start().0);
-    // SAFETY: the range is the region's, and its content is given up on purpose.
-    unsafe { rustix::mm::madvise(at, range.bytes(), advice) }.unwrap();
-}
-
 fn state(pager: &Pager, id: RegionId, page: u64) -> PageState {
     pager.page_state(id, PageIndex(page)).unwrap()
-}
-
-fn readers(pager: &Arc<Pager>) -> Readers {
-    Readers::spawn(pager, ReaderConfig::new(2)).unwrap()
-}
-
-fn above(gpa: GuestAddress, pages: u64) -> GuestAddress {
-    GuestAddress(gpa.0 + pages * PAGE)
 }
 
 /// Serves a child's memory.
@@ -95,9 +70,9 @@ fn foreign(pager: &Pager, uffd: &Arc<Userfaultfd>, mapped: &Mapped, gpa: GuestAd
     pager.add(config).unwrap()
 }
 
-/// Nobody serves the pager. Whoever installs gets EAGAIN, and reads the event itself.
+/// No thread serves the pager. An installing thread gets EAGAIN, and reads the event itself.
 #[test]
-fn an_installer_reads_the_events_that_keep_it_from_installing() {
+fn an_installer_reads_the_events_that_block_it() {
     for (mode, backing) in WAYS_WITH_EVENTS {
         let Some(region) = region(64, backing) else {
             return;
@@ -105,7 +80,7 @@ fn an_installer_reads_the_events_that_keep_it_from_installing() {
         let (pager, id) = with_events(&region, mode);
         let discarding = {
             let region = Arc::clone(&region);
-            spawn_asleep("the discard", move || give_up(&region, 0, 8))
+            spawn_asleep("the discard", move || advise_away(&region, 0, 8))
         };
         let pages = PageRange::new(PageIndex(0), 16);
         let bytes = content(GPA, 16 * PAGE);
@@ -127,7 +102,7 @@ fn an_installer_reads_the_events_that_keep_it_from_installing() {
                 "{mode:?} {backing}, page {page}"
             );
         }
-        let _readers = readers(&pager);
+        let _readers = two_readers(&pager);
         (0..8).for_each(|page| check_zeroes(&region, page));
         (8..64).for_each(|page| check_page(&region, page));
     }
@@ -135,7 +110,7 @@ fn an_installer_reads_the_events_that_keep_it_from_installing() {
 
 /// The same for a fault whose content is in the page cache, and for an exit.
 #[test]
-fn a_fault_reads_the_events_that_keep_it_from_being_resolved() {
+fn a_fault_reads_the_events_that_block_it() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
     };
@@ -148,7 +123,7 @@ fn a_fault_reads_the_events_that_keep_it_from_being_resolved() {
         .unwrap();
     let discarding = {
         let region = Arc::clone(&region);
-        spawn_asleep("the discard", move || give_up(&region, 0, 8))
+        spawn_asleep("the discard", move || advise_away(&region, 0, 8))
     };
     let mut resolver = pager.resolver(Some(0)).unwrap();
     let resolved = within_patience("an exit", move || {
@@ -158,21 +133,21 @@ fn a_fault_reads_the_events_that_keep_it_from_being_resolved() {
     join("the discard", discarding);
     assert_eq!(state(&pager, id, 3), PageState::Removed);
     assert_eq!(state(&pager, id, 20), PageState::Present);
-    let _readers = readers(&pager);
+    let _readers = two_readers(&pager);
     (0..8).for_each(|page| check_zeroes(&region, page));
     (8..64).for_each(|page| check_page(&region, page));
 }
 
-/// A page is pushed and given up at the same time: whichever comes first, it is zero afterwards.
+/// A page is pushed and discarded concurrently: in either order it is zero afterwards.
 #[test]
-fn an_installation_comes_wholly_before_a_discard_or_finds_the_page_removed() {
+fn an_installation_precedes_a_discard_or_finds_the_page_removed() {
     const PAGES: u64 = 3000;
     for (mode, backing) in WAYS_WITH_EVENTS {
         let Some(region) = region(PAGES, backing) else {
             return;
         };
         let (pager, id) = with_events(&region, mode);
-        let _readers = readers(&pager);
+        let _readers = two_readers(&pager);
         let begin = Barrier::new(2);
         let end = Barrier::new(2);
         let pushed = AtomicU64::new(0);
@@ -190,10 +165,10 @@ fn an_installation_comes_wholly_before_a_discard_or_finds_the_page_removed() {
             });
             for page in 0..PAGES {
                 begin.wait();
-                give_up(&region, page, 1);
+                advise_away(&region, page, 1);
                 end.wait();
                 if first_byte(&region, page) != 0 {
-                    // No panic here: the other thread would wait for ever.
+                    // No panic here: the other thread would wait forever.
                     wrong.push(page);
                 }
             }
@@ -209,13 +184,13 @@ fn an_installation_comes_wholly_before_a_discard_or_finds_the_page_removed() {
 }
 
 #[test]
-fn memory_is_given_up_while_faults_and_prefetch_bring_it_in() {
+fn memory_is_discarded_during_faults_and_prefetch() {
     for (mode, backing) in WAYS_WITH_EVENTS {
         let Some(region) = region(2000, backing) else {
             return;
         };
         let (pager, id) = with_events(&region, mode);
-        let _readers = readers(&pager);
+        let _readers = two_readers(&pager);
         let batch_bytes = 16 << 10;
         let prefetch = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
         thread::scope(|scope| {
@@ -227,7 +202,7 @@ fn memory_is_given_up_while_faults_and_prefetch_bring_it_in() {
             scope.spawn(|| {
                 (1..2000)
                     .step_by(4)
-                    .for_each(|page| give_up(&region, page, 1));
+                    .for_each(|page| advise_away(&region, page, 1));
             });
         });
         assert!(prefetch.finish().unwrap().is_complete);
@@ -238,18 +213,15 @@ fn memory_is_given_up_while_faults_and_prefetch_bring_it_in() {
             }
         }
         assert_eq!(pager.counts(id).unwrap().removed, 500);
-        assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+        assert_no_trouble(&pager);
     }
 }
 
 #[test]
-fn another_process_gives_memory_up() {
-    if !has_userfaultfd() {
+fn another_process_discards_memory() {
+    let Some((pager, _readers, other, uffd)) = pager_and_child(&ALL_EVENTS) else {
         return;
-    }
-    let pager = Pager::new().unwrap();
-    let _readers = readers(&pager);
-    let (other, uffd) = Other::start(&ALL_EVENTS);
+    };
     for (turn, mode) in [Mode::Missing, Mode::Minor].into_iter().enumerate() {
         let gpa = above(AT, 1000 * turn as u64);
         let mapped = other.map(64, mode);
@@ -260,7 +232,7 @@ fn another_process_gives_memory_up() {
         } else {
             "dontneed"
         };
-        // Present ones, missing ones.
+        // Present pages and missing ones.
         other.tell(format!("{how} {} 32", mapped.start + 16 * PAGE));
         assert_eq!(other.check(mapped.start, 16, gpa), "right");
         assert_eq!(
@@ -271,40 +243,37 @@ fn another_process_gives_memory_up() {
         assert_eq!(rest, "right");
         assert_eq!(pager.counts(id).unwrap().removed, 32);
     }
-    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&pager);
 }
 
 #[test]
 fn another_process_unmaps_and_moves_memory() {
-    if !has_userfaultfd() {
+    let Some((pager, _readers, other, uffd)) = pager_and_child(&ALL_EVENTS) else {
         return;
-    }
-    let pager = Pager::new().unwrap();
-    let _readers = readers(&pager);
-    let (other, uffd) = Other::start(&ALL_EVENTS);
+    };
     for (turn, mode) in [Mode::Missing, Mode::Minor].into_iter().enumerate() {
         let gpa = above(AT, 1000 * turn as u64);
         let mapped = other.map(64, mode);
         let id = foreign(&pager, &uffd, &mapped, gpa);
         assert_eq!(other.check(mapped.start, 4, gpa), "right");
 
-        // Part of it goes away.
+        // A part is unmapped.
         other.tell(format!("munmap {} 8", mapped.start + 8 * PAGE));
         for page in 8..16 {
-            // Whoever has read the event may be about to apply it.
+            // The thread that has read the event may not have applied it yet.
             eventually("removed", || state(&pager, id, page) == PageState::Removed);
         }
         let bytes = content(above(gpa, 8), 8 * PAGE);
         let gone = PageRange::new(PageIndex(8), 8);
         assert_eq!(pager.push(id, gone, Content::Bytes(&bytes)).unwrap(), 0);
 
-        // Part of it moves, with pages that are there and pages that are not.
+        // A part moves, with present and missing pages.
         let to: u64 = other
             .tell(format!("mremap {} 8", mapped.start))
             .parse()
             .unwrap();
         assert_eq!(other.check(to, 8, gpa), "right");
-        // What is pushed finds its place.
+        // Pushed pages are installed at the new address.
         let to: u64 = other
             .tell(format!("mremap {} 16", mapped.start + 16 * PAGE))
             .parse()
@@ -318,7 +287,7 @@ fn another_process_unmaps_and_moves_memory() {
             "right"
         );
 
-        // All of another one moves, and is handed over with its new place.
+        // Another mapping moves as a whole, and is handed over with its new address.
         let whole = other.map(16, mode);
         let gpa = above(gpa, 500);
         let id = foreign(&pager, &uffd, &whole, gpa);
@@ -330,17 +299,17 @@ fn another_process_unmaps_and_moves_memory() {
         assert_eq!(other.check(to, 16, gpa), "right");
         eventually("all present", || pager.counts(id).unwrap().present == 16);
     }
-    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&pager);
 }
 
-/// The kernel wakes nobody then. Whoever slept finds that nothing is there any more (a touch would be
-/// SIGSEGV, which the kernel says by ENOMEM here).
+/// The kernel wakes no thread in these cases. A sleeping thread must find that the memory is not mapped
+/// any more (an access would raise SIGSEGV; here the kernel returns ENOMEM).
 #[test]
-fn whoever_sleeps_in_memory_that_is_unmapped_or_moved_is_woken() {
+fn threads_that_sleep_in_unmapped_or_moved_memory_are_woken() {
     if !has_userfaultfd() {
         return;
     }
-    // A move tells of its former place also by UNMAP, if that is wanted.
+    // If UNMAP events are enabled, a move also reports its previous address by UNMAP.
     let ways = [
         ("munmap", Features::EVENT_UNMAP),
         ("mremap", Features::EVENT_REMAP),
@@ -351,7 +320,7 @@ fn whoever_sleeps_in_memory_that_is_unmapped_or_moved_is_woken() {
             let (other, uffd) = Other::start(&[event]);
             let mapped = other.map(4, mode);
             let id = foreign(&pager, &uffd, &mapped, AT);
-            // Nobody reads yet: its fault comes before the event, and is not resolved.
+            // There is no reader yet: the fault precedes the event, and is not resolved.
             other.tell(format!("later populate {} 1", mapped.start + 2 * PAGE));
             let serving = Serving::new(&pager, 1);
             let mut told = [PollFd::new(&serving, PollFlags::IN)];
@@ -365,7 +334,7 @@ fn whoever_sleeps_in_memory_that_is_unmapped_or_moved_is_woken() {
             other.tell(format!("later {how} {} 4", mapped.start));
             other.wait_for_end_of(&mapped);
 
-            let _readers = readers(&pager);
+            let _readers = two_readers(&pager);
             let no_memory = format!("{:?}", Err::<(), _>(rustix::io::Errno::NOMEM));
             assert_eq!(other.tell("join"), no_memory, "{how} {mode:?}");
             let done = other.tell("join");
@@ -376,19 +345,16 @@ fn whoever_sleeps_in_memory_that_is_unmapped_or_moved_is_woken() {
                 assert_eq!(done, "ok");
                 eventually("removed", || pager.counts(id).unwrap().removed == 4);
             }
-            assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+            assert_no_trouble(&pager);
         }
     }
 }
 
 #[test]
-fn a_region_in_parts_is_exported_with_their_places() {
-    if !has_userfaultfd() {
+fn a_region_in_parts_is_exported_with_their_addresses() {
+    let Some((pager, serving, other, uffd)) = pager_and_child(&ALL_EVENTS) else {
         return;
-    }
-    let pager = Pager::new().unwrap();
-    let serving = readers(&pager);
-    let (other, uffd) = Other::start(&ALL_EVENTS);
+    };
     let mapped = other.map(16, Mode::Missing);
     let id = foreign(&pager, &uffd, &mapped, AT);
     let to: u64 = other
@@ -408,7 +374,7 @@ fn a_region_in_parts_is_exported_with_their_places() {
 }
 
 #[test]
-fn a_fork_is_told_and_leaves_no_descriptor_behind() {
+fn a_fork_is_reported_and_leaks_no_descriptor() {
     if !has_userfaultfd() {
         return;
     }
@@ -417,13 +383,13 @@ fn a_fork_is_told_and_leaves_no_descriptor_behind() {
     pager.on_notice(move |notice| {
         let _ = sender.send(notice.clone());
     });
-    let _readers = readers(&pager);
+    let _readers = two_readers(&pager);
     let (other, uffd) = Other::start(&ALL_EVENTS);
     let mapped = other.map(16, Mode::Missing);
     let id = foreign(&pager, &uffd, &mapped, AT);
     assert_eq!(other.check(mapped.start, 4, AT), "right");
-    // Other tests of this process have descriptors of their own: only userfaultfds are counted, and
-    // none of those tests forks.
+    // Other tests of this process have descriptors too: the test counts only userfaultfds, and none of
+    // the other tests forks.
     let forked = || {
         let links = read_dir("/proc/self/fd").unwrap();
         let names = links.filter_map(|link| std::fs::read_link(link.ok()?.path()).ok());
@@ -441,5 +407,5 @@ fn a_fork_is_told_and_leaves_no_descriptor_behind() {
     let open = forked();
     assert!(open < 50, "{open} userfaultfds are open");
     assert_eq!(other.check(mapped.start, 16, AT), "right");
-    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&pager);
 }

@@ -1,5 +1,5 @@
-//! A page that something else than the pager has put there: its content is not the source's, and it
-//! is never taken for it unless the owner says so.
+//! A page that other code than the pager has put into memory: its content is not the source's, and the
+//! pager accepts it only if the owner trusts it.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -16,8 +16,8 @@ use pagetide_pager::{
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
 use support::*;
 
-/// Puts content into a region's file that does not come from the pager, as another process that has
-/// mapped it can.
+/// Writes content to a region's file without the pager, as another process that has mapped the file
+/// can.
 fn write_file(region: &Region, page: u64, content: &[u8]) {
     let file = region.file().unwrap();
     rustix::io::pwrite(file, content, page * PAGE).unwrap();
@@ -65,9 +65,9 @@ fn the_service_mapping_of_a_missing_region_is_closed() {
     region.read_service(PageIndex(1), 0, &mut seen).unwrap();
 }
 
-/// A child's touch of an absent page would make a page of zeroes for everybody.
+/// A child's access to an absent page would create a page of zeroes for all processes.
 #[test]
-fn a_child_has_no_memory_that_is_paged() {
+fn a_child_does_not_inherit_paged_memory() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(4, backing) else {
             return;
@@ -86,18 +86,18 @@ fn a_child_has_no_memory_that_is_paged() {
     }
 }
 
-/// The signal that ends a forked child that reads at `address`; 0 if it reads.
+/// The signal that ends a forked child that reads at `address`; 0 if the read succeeds.
 fn touch_in_child(address: u64) -> i32 {
     let at = std::ptr::with_exposed_provenance::<u8>(usize::try_from(address).unwrap());
-    // SAFETY: the child of a process with threads may only do what is async-signal-safe: it resets a
-    // signal, reads a byte and leaves.
+    // SAFETY: the child of a process with threads may only make async-signal-safe calls: it resets a
+    // signal, reads a byte and exits.
     let child = unsafe { libc::fork() };
     assert!(child >= 0);
     if child == 0 {
         // SAFETY: signal is async-signal-safe, and no handler is installed.
         unsafe { libc::signal(libc::SIGSEGV, libc::SIG_DFL) };
-        // SAFETY: the address is mapped, or the read is a signal that ends the child, which is what
-        // the caller asks for.
+        // SAFETY: the address is mapped, or the read ends the child by a signal, which this function
+        // reports.
         unsafe { at.read_volatile() };
         // SAFETY: _exit is async-signal-safe.
         unsafe { libc::_exit(0) };
@@ -114,7 +114,7 @@ fn touch_in_child(address: u64) -> i32 {
 }
 
 #[test]
-fn an_exit_does_not_take_a_strangers_page() {
+fn an_exit_does_not_accept_a_foreign_page() {
     for around in [1, 4] {
         let Some(region) = region(4, Backing::Shmem) else {
             return;
@@ -130,7 +130,7 @@ fn an_exit_does_not_take_a_strangers_page() {
             assert!(is_unexpected(source, 1), "{source}");
             assert_eq!(paged.state(1), PageState::Absent);
         }
-        // Its neighbours come, and come right.
+        // Its neighbours are installed with their content.
         for page in [2, 0, 3] {
             let resolution = paged.read_exit(page);
             assert!(
@@ -147,7 +147,7 @@ fn an_exit_does_not_take_a_strangers_page() {
 }
 
 #[test]
-fn a_minor_region_does_not_take_a_strangers_mapping_either() {
+fn a_minor_region_does_not_accept_a_foreign_mapping() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -176,7 +176,7 @@ fn a_stray_page_in_the_file_of_a_minor_region_is_overwritten() {
 }
 
 #[test]
-fn what_a_region_trusts_is_taken_with_its_neighbours() {
+fn a_trusted_page_is_accepted_with_its_neighbours() {
     let Some(region) = region(16, Backing::Anonymous) else {
         return;
     };
@@ -186,7 +186,7 @@ fn what_a_region_trusts_is_taken_with_its_neighbours() {
     let taken = region.guest_range(PageRange::single(PageIndex(4))).unwrap();
     let copied = uffd.copy_pages(taken.start().as_u64(), &[0x33; 4096], Wake::DontWake);
     copied.unwrap();
-    // The kernel stops half way, and what follows lands on its own pages.
+    // The kernel stops half way, and the rest of the content reaches its own pages.
     assert_eq!(paged.read_exit(7), installed(5, 11));
     for page in (0..4).chain(5..16) {
         check_page(&region, page);
@@ -195,13 +195,13 @@ fn what_a_region_trusts_is_taken_with_its_neighbours() {
     assert_eq!(paged.state(4), PageState::Present);
 }
 
-/// Content that arrives for such a page is not installed, and the owner hears of it.
+/// Content that arrives for such a page is not installed, and the owner receives a notice.
 #[test]
-fn an_arrival_does_not_take_a_strangers_page() {
+fn an_arrival_does_not_accept_a_foreign_page() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let source = HeldSource::new();
+    let source = ManualSource::new();
     let paged = Paged::new(&region, Mode::Missing, source.contents());
     write_file(&region, 1, &[0; 4096]);
     let mut resolver = paged.resolver();
@@ -224,11 +224,11 @@ fn an_arrival_does_not_take_a_strangers_page() {
 }
 
 #[test]
-fn a_push_does_not_take_a_strangers_page() {
+fn a_push_does_not_accept_a_foreign_page() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let paged = Paged::new(&region, Mode::Missing, HeldSource::new().contents());
+    let paged = Paged::new(&region, Mode::Missing, ManualSource::new().contents());
     write_file(&region, 1, &[0; 4096]);
     let bytes = content(GPA, 4 * PAGE);
     let pushed = paged
@@ -244,7 +244,7 @@ fn a_push_does_not_take_a_strangers_page() {
 }
 
 #[test]
-fn prefetch_does_not_take_a_strangers_page() {
+fn prefetch_does_not_accept_a_foreign_page() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
     };
@@ -257,7 +257,7 @@ fn prefetch_does_not_take_a_strangers_page() {
 }
 
 #[test]
-fn a_reader_does_not_take_a_strangers_page() {
+fn a_reader_does_not_accept_a_foreign_page() {
     let Some(region) = region(4, Backing::Anonymous) else {
         return;
     };
@@ -283,7 +283,7 @@ fn a_reader_does_not_take_a_strangers_page() {
     assert!(is_unexpected(source, 1), "{source}");
     assert_eq!(paged.state(1), PageState::Absent);
     readers.stop();
-    // Whoever sleeps there never reads it.
+    // A thread that sleeps there never reads it.
     assert!(!toucher.is_finished());
     paged.pager.remove(paged.id).unwrap();
     join("the touch", toucher);

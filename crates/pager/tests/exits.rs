@@ -1,5 +1,5 @@
-//! Faults that come as exits of a vCPU and are resolved by its own thread. No reader runs in these
-//! tests: a touch of a page that is not there would hang.
+//! Faults that are delivered as exits and resolved by the vCPU's own thread. These tests have no
+//! reader: an access to a missing page would hang.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -16,7 +16,7 @@ fn pages_for(backing: Backing) -> u64 {
 }
 
 #[test]
-fn every_page_is_brought_in_once() {
+fn every_page_is_installed_once() {
     for (mode, backing) in WAYS {
         let pages = pages_for(backing);
         let _pool = pool_for(pages, backing);
@@ -47,7 +47,7 @@ fn every_page_is_brought_in_once() {
 }
 
 #[test]
-fn what_the_page_cache_has_is_only_mapped() {
+fn pages_in_the_page_cache_are_only_mapped() {
     for backing in [Backing::Shmem, Backing::Thp, Backing::Hugetlb2M] {
         let pages = pages_for(backing);
         let _pool = pool_for(pages, backing);
@@ -86,7 +86,7 @@ fn a_hole_that_appears_later_is_an_error_and_not_a_zero_page() {
 }
 
 #[test]
-fn a_hole_is_zero_where_the_owner_says_so() {
+fn a_hole_is_zero_if_configured() {
     for around in [1, 16] {
         let Some(region) = region(16, Backing::Shmem) else {
             return;
@@ -106,7 +106,7 @@ fn a_hole_is_zero_where_the_owner_says_so() {
             );
             assert_eq!(first_byte(&region, page), u8::from(!is_hole), "page {page}");
             assert_eq!(paged.state(page), PageState::Present);
-            // The guest's own writes stay.
+            // The guest's own writes are preserved.
             let _ = paged.exit(page, Access::Write).unwrap();
             region.write_guest(PageIndex(page), 0, &[9]).unwrap();
         }
@@ -115,7 +115,7 @@ fn a_hole_is_zero_where_the_owner_says_so() {
 }
 
 #[test]
-fn neighbours_come_along() {
+fn neighbours_are_installed_too() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(64, backing) else {
             return;
@@ -138,9 +138,9 @@ fn neighbours_come_along() {
     }
 }
 
-/// The window is cut by the region's ends and by pages that are there.
+/// The window is clipped at the region's ends and at present pages.
 #[test]
-fn neighbours_end_where_the_region_does_and_at_pages_that_are_there() {
+fn neighbours_end_at_the_region_and_at_present_pages() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(20, backing) else {
             return;
@@ -189,7 +189,8 @@ fn neighbours_without_content_stay_absent() {
         let hole = PageRange::new(PageIndex(hole.0), hole.1);
         region.punch(hole).unwrap();
     }
-    // Nothing before page 4, so the run starts over with the faulting page; nothing after page 6.
+    // No page before page 4 has content, so the run starts at the faulting page; page 6 is the last
+    // with content.
     assert_eq!(paged.read_exit(5), installed(5, 2));
     for page in 0..16 {
         let expected = if page == 5 || page == 6 {
@@ -205,14 +206,14 @@ fn neighbours_without_content_stay_absent() {
 }
 
 #[test]
-fn zeroes_are_installed_where_the_source_says_so() {
+fn zeroes_of_a_source_are_installed() {
     for (mode, backing) in WAYS {
         let _pool = pool_for(4, backing);
         let Some(region) = region(4, backing) else {
             continue;
         };
         if mode == Mode::Minor {
-            // Something old is there, which must not show.
+            // The page has old data, which must not become visible.
             let old = vec![0xee; 4 * 4096];
             region.write_service(PageIndex(0), 0, &old).unwrap();
             let page_1 = region.write_service(PageIndex(1), 0, &old[..4096]);
@@ -231,7 +232,7 @@ fn zeroes_are_installed_where_the_source_says_so() {
         };
         assert_eq!(paged.state(1), expected, "{mode:?} {backing}");
         check_zeroes(&region, 1);
-        // A write needs a page of its own; only of the zero page is that known beforehand.
+        // A write needs a separate page; this is known beforehand only for the zero page.
         let written = exit(&mut resolver, &region, 1, Access::Write).unwrap();
         let expected = if zero_page {
             Resolution::FaultedIn
@@ -259,7 +260,7 @@ fn lost_content_is_never_installed() {
             sources::fill_in(gpa, buffer)
         }));
         let paged = Paged::with(&region, mode, contents, |config| config.fault_around(8));
-        // With a neighbour lost, the page itself still comes.
+        // If a neighbour is lost, the page itself is still installed.
         assert_eq!(paged.read_exit(3), installed(3, 1));
         assert_eq!(paged.state(2), PageState::Absent);
         for _ in 0..2 {
@@ -297,7 +298,7 @@ fn a_local_source_that_fails_fails_the_fault_and_installs_nothing() {
 }
 
 #[test]
-fn an_address_of_no_region_is_refused() {
+fn an_address_outside_all_regions_is_refused() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };

@@ -1,5 +1,5 @@
-//! Exits on pages that are present already, or present no more: brought in by another vCPU, by an
-//! earlier pager, or changed behind the pager's back.
+//! Exits on pages that are already present, or no longer: installed by another vCPU or an earlier
+//! pager, or changed without the pager.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -11,18 +11,10 @@ use std::thread;
 
 use pagetide_memory::{Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState};
 use pagetide_pager::{Contents, Holes, Mode, RegionConfig, Resolution, ResolveError, UffdLayout};
-use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
 use support::*;
 
-/// Maps pages behind the pager's back, with a userfaultfd of the test's own.
-fn map_behind(region: &pagetide_memory::Region, pages: PageRange) {
-    let uffd = Userfaultfd::open(Features::NONE).unwrap();
-    let range = UserRange::from(region.guest_range(pages).unwrap());
-    uffd.continue_pages(range, Wake::DontWake).unwrap();
-}
-
 #[test]
-fn pages_of_the_page_cache_that_are_mapped_already_are_taken_as_they_are() {
+fn mapped_pages_of_the_page_cache_are_accepted() {
     for faulting in [3, 4, 5, 6, 0, 15] {
         let Some(region) = region(16, Backing::Shmem) else {
             return;
@@ -31,7 +23,7 @@ fn pages_of_the_page_cache_that_are_mapped_already_are_taken_as_they_are() {
         let contents = Contents::PageCache(Holes::AreMissing);
         let set = |config: RegionConfig| config.fault_around(16);
         let paged = Paged::with(&region, Mode::Minor, contents, set);
-        map_behind(&region, PageRange::new(PageIndex(4), 2));
+        map_without_pager(&region, PageRange::new(PageIndex(4), 2));
         let mut resolver = paged.resolver();
         let resolution = exit(&mut resolver, &region, faulting, Access::Write).unwrap();
         let expected = match faulting {
@@ -54,7 +46,7 @@ fn pages_of_the_page_cache_that_are_mapped_already_are_taken_as_they_are() {
 }
 
 #[test]
-fn a_mapping_that_was_lost_is_made_again() {
+fn a_lost_mapping_is_restored() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -69,14 +61,14 @@ fn a_mapping_that_was_lost_is_made_again() {
     assert!(!is_mapped(&region, 2));
     let second = exit(&mut resolver, &region, 2, Access::Read).unwrap();
     assert_eq!(second, Resolution::Reinstalled);
-    // The guest's own write, not the source's content.
+    // The guest's own write is preserved; the source's content does not replace it.
     assert_eq!(first_byte(&region, 2), 0x77);
 }
 
-/// Whoever gives memory up without telling the pager gets zeroes, as without a pager; the vCPU is not
-/// stuck.
+/// Memory that was discarded without informing the pager reads as zeroes, as without a pager; the vCPU
+/// continues.
 #[test]
-fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
+fn a_present_page_punched_without_the_pager_reads_as_zeroes() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(4, backing) else {
             return;
@@ -95,7 +87,7 @@ fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
         assert_eq!(second, Resolution::Zeroed, "{mode:?} {backing}");
         assert_eq!(paged.state(2), PageState::Removed);
         check_zeroes(&region, 2);
-        // It can be written to, and that stays.
+        // The page can be written, and the data is preserved.
         for _ in 0..2 {
             let _ = again(&mut resolver, Access::Write);
         }
@@ -103,7 +95,7 @@ fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
         let _ = again(&mut resolver, Access::Read);
         assert_eq!(first_byte(&region, 2), 5);
         if mode == Mode::Minor {
-            // And a mapping of it that is lost does not lose the content.
+            // Losing its mapping does not lose the data either.
             region.zap_guest(PageRange::single(PageIndex(2))).unwrap();
             let _ = again(&mut resolver, Access::Read);
             assert_eq!(first_byte(&region, 2), 5);
@@ -112,7 +104,7 @@ fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
 }
 
 #[test]
-fn a_fault_without_end_is_an_error() {
+fn an_endless_fault_is_an_error() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(4, backing) else {
             return;
@@ -133,14 +125,14 @@ fn a_fault_without_end_is_an_error() {
         };
         let gpa = GuestAddress(GPA.0 + PAGE);
         assert_eq!((fault.vcpu, fault.gpa, *times), (Some(7), gpa, 5));
-        // Bringing another page in is progress.
+        // Installing another page counts as progress.
         assert!(matches!(resolve(2), Ok(Resolution::Installed { .. })));
         assert!(matches!(resolve(1), Ok(Resolution::AlreadyPresent)));
     }
 }
 
 #[test]
-fn a_page_that_is_reclaimed_again_and_again_is_progress() {
+fn a_repeatedly_reclaimed_page_counts_as_progress() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -158,10 +150,10 @@ fn a_page_that_is_reclaimed_again_and_again_is_progress() {
     }
 }
 
-/// As under a balloon that takes back what a guest keeps touching: however often, each time something
-/// was mapped.
+/// As with a balloon that repeatedly discards memory that a guest touches: a page is mapped each time,
+/// so there is progress.
 #[test]
-fn a_page_that_is_given_up_again_and_again_is_progress() {
+fn a_repeatedly_discarded_page_counts_as_progress() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(4, backing) else {
             return;
@@ -218,7 +210,7 @@ fn many_vcpus_share_the_pages() {
                     let mut resolver = paged.pager.resolver(Some(vcpu)).unwrap();
                     start.wait();
                     for step in 0..region.pages() {
-                        // Two run up and two run down, so that they meet.
+                        // Two run upwards and two downwards, so that they meet.
                         let last = region.pages() - 1;
                         let page = if vcpu % 2 == 0 { step } else { last - step };
                         let _ = exit(&mut resolver, region, page, Access::Read).unwrap();
@@ -230,7 +222,7 @@ fn many_vcpus_share_the_pages() {
         let counters = paged.pager.counted();
         let pages = region.pages();
         assert_eq!(counters.pages, pages, "each page once: {counters:?}");
-        // Content is computed before a page is claimed: two may compute the same.
+        // Content is computed before a page is claimed, so two threads may compute the same.
         assert!(filled.load(Ordering::Relaxed) >= pages);
         assert_eq!(counters.exists, 0);
         assert_eq!(counters.faults, 4 * pages);
@@ -238,7 +230,7 @@ fn many_vcpus_share_the_pages() {
 }
 
 #[test]
-fn memory_can_be_paged_again_and_again() {
+fn memory_can_be_paged_repeatedly() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(16, backing) else {
             return;
@@ -251,7 +243,7 @@ fn memory_can_be_paged_again_and_again() {
             }
             assert_eq!(paged.pager.counted().pages, 16);
             drop(paged);
-            // Complete, so nothing was poisoned.
+            // All pages were present, so none was poisoned.
             (0..16).for_each(|page| check_page(&region, page));
             region.punch(region.all_pages()).unwrap();
         }
@@ -259,7 +251,7 @@ fn memory_can_be_paged_again_and_again() {
 }
 
 #[test]
-fn what_was_mapped_before_the_pager_is_mapped_anew() {
+fn earlier_mappings_are_removed() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -268,7 +260,7 @@ fn what_was_mapped_before_the_pager_is_mapped_anew() {
     assert!(is_mapped(&region, 1));
     let contents = Contents::PageCache(Holes::AreMissing);
     let paged = Paged::new(&region, Mode::Minor, contents);
-    assert!(!is_mapped(&region, 1), "the page map says absent");
+    assert!(!is_mapped(&region, 1), "absent in the page map");
     let _ = paged.read_exit(1);
     check_page(&region, 1);
 }

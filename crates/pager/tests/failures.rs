@@ -1,9 +1,8 @@
-//! Local content that cannot be had fails the fault that needs it, with its cause: no hang of
-//! others, and nothing installed in its stead.
+//! Local content that is unavailable fails the fault that needs it, with its cause: no other thread
+//! hangs, and nothing is installed in its place.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[path = "support/desk.rs"]
-mod desk;
+mod support;
 
 use std::error::Error;
 use std::sync::Arc;
@@ -11,12 +10,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::thread;
 
-use desk::*;
 use pagetide_memory::{Access, Backing, GuestAddress, PageIndex, PageState, Region};
 use pagetide_pager::{
     Contents, Filled, Holes, Mode, Notice, Pager, ReaderConfig, Readers, RegionConfig, Resolution,
     ResolveError, ServeError, SourceError,
 };
+use support::manual::*;
 
 fn chain(error: &dyn Error) -> Vec<String> {
     let mut words = vec![error.to_string()];
@@ -28,7 +27,7 @@ fn chain(error: &dyn Error) -> Vec<String> {
     words
 }
 
-/// The pages that are asked for.
+/// The pages of a buffer that a source is to fill.
 fn pages(gpa: GuestAddress, buffer: &[u8]) -> pagetide_memory::PageRange {
     range((gpa.0 - GPA.0) / PAGE, buffer.len() as u64 / PAGE)
 }
@@ -62,27 +61,27 @@ fn a_failure_ends_the_exit_with_its_cause() {
         );
         assert_eq!(chain.last().unwrap(), "the other side hung up");
         assert!((0..16).all(|page| state(&pager, page) == PageState::Absent));
-        // The next one tries again.
+        // The next exit retries.
         assert!(join("the exit", exit(&pager, 3)).is_err());
     }
 }
 
 #[test]
-fn a_failure_or_a_panic_under_a_reader_is_a_notice_and_the_readers_go_on() {
+fn a_failure_or_a_panic_of_a_source_is_a_notice_and_readers_continue() {
     for panics in [false, true] {
         let Some(region) = region(8, Backing::Shmem) else {
             return;
         };
         let pager = serve_local(&region, Mode::Minor, 1, move |gpa, buffer| {
             if pages(gpa, buffer).contains(PageIndex(2)) {
-                assert!(!panics, "out of luck");
+                assert!(!panics, "intended");
                 return Err(unavailable("the other side hung up"));
             }
             fill(gpa, buffer);
             Ok(Filled::Bytes)
         });
         let told = notices(&pager);
-        // All messages are there before the only reader reads: none of a batch may vanish.
+        // All messages are present before the only reader reads: none of a batch may be lost.
         let (sent, done) = mpsc::channel();
         let touchers: Vec<_> = [0, 1, 3, 4, 5, 6, 7]
             .into_iter()
@@ -109,7 +108,7 @@ fn a_failure_or_a_panic_under_a_reader_is_a_notice_and_the_readers_go_on() {
             "{chain:?}"
         );
         let cause = if panics {
-            "the source panicked: out of luck"
+            "the source panicked: intended"
         } else {
             "the other side hung up"
         };
@@ -120,25 +119,28 @@ fn a_failure_or_a_panic_under_a_reader_is_a_notice_and_the_readers_go_on() {
         for toucher in touchers {
             join("a toucher", toucher);
         }
-        assert!(!unlucky.is_finished(), "whoever waits for it stays asleep");
+        assert!(
+            !unlucky.is_finished(),
+            "a thread that waits for it stays asleep"
+        );
         assert_eq!(state(&pager, 2), PageState::Absent);
         assert!(!pager.is_stopped());
         readers.stop();
 
-        // A callback that comes late is told at once.
+        // A callback that is set later is called at once.
         let late = notices(&pager);
         assert!(matches!(late.try_recv(), Ok(Notice::Unresolved(_))));
         pager.clear_trouble();
         let later = notices(&pager);
         assert!(later.try_recv().is_err());
-        // The end of the pager lets the sleeper go, and it finds nothing.
+        // Dropping the pager wakes the sleeping thread, which reads no content.
         drop(pager);
         join("the unlucky", unlucky);
     }
 }
 
 #[test]
-fn trouble_with_a_neighbour_is_not_the_faults() {
+fn a_failure_of_a_neighbour_does_not_fail_the_fault() {
     for (mode, backing) in WAYS {
         for is_poison in [false, true] {
             let Some(region) = region(16, backing) else {
@@ -174,7 +176,7 @@ fn trouble_with_a_neighbour_is_not_the_faults() {
 }
 
 #[test]
-fn content_that_left_the_page_cache_never_becomes_zeroes() {
+fn content_removed_from_the_page_cache_never_becomes_zeroes() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -185,7 +187,7 @@ fn content_that_left_the_page_cache_never_becomes_zeroes() {
     let config = RegionConfig::local(Arc::clone(&region), Mode::Minor, contents);
     let id = pager.add(config).unwrap();
     let told = notices(&pager);
-    // Behind the pager's back.
+    // Without the pager.
     region.punch(range(1, 1)).unwrap();
     let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
     let touched = Arc::clone(&region);

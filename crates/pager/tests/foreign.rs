@@ -11,14 +11,14 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use child_process::{Mapped, Other, be_child};
+use child_process::{Mapped, Other, above, be_child, pager_and_child, two_readers};
 use pagetide_memory::{
     FileAccessError, FileViewError, GuestAddress, HostAddress, HostRange, ImportError, PageIndex,
     PageMap, PageRange, PageSize, PageState,
 };
 use pagetide_pager::{
     AddError, Content, DiscardError, ExportError, Exported, InstallFailure, Memfd, Mode, Notice,
-    Pager, PushError, ReaderConfig, Readers, RegionConfig, RegionId, Serving,
+    Pager, PushError, RegionConfig, RegionId, Serving,
 };
 use pagetide_uapi::userfaultfd::{AdoptError, Features, InstallError, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -26,7 +26,7 @@ use support::*;
 
 const AT: GuestAddress = GuestAddress(1 << 40);
 
-/// Not a test: what the other process runs.
+/// Not a test: the program of the other process.
 #[test]
 fn child() {
     be_child();
@@ -47,14 +47,6 @@ fn config(uffd: &Arc<Userfaultfd>, mapped: &Mapped, gpa: GuestAddress) -> Region
     }
 }
 
-fn serve(pager: &Arc<Pager>) -> Readers {
-    Readers::spawn(pager, ReaderConfig::new(2)).unwrap()
-}
-
-fn above(gpa: GuestAddress, pages: u64) -> GuestAddress {
-    GuestAddress(gpa.0 + pages * PAGE)
-}
-
 fn states(pager: &Pager, id: RegionId, pages: u64) -> Vec<PageState> {
     (0..pages)
         .map(|page| pager.page_state(id, PageIndex(page)).unwrap())
@@ -71,12 +63,9 @@ fn notices(pager: &Pager) -> mpsc::Receiver<Notice> {
 
 #[test]
 fn memory_of_another_process_is_served_by_readers() {
-    if !has_userfaultfd() {
+    let Some((pager, _readers, other, uffd)) = pager_and_child(&[]) else {
         return;
-    }
-    let pager = Pager::new().unwrap();
-    let _readers = serve(&pager);
-    let (other, uffd) = Other::start(&[]);
+    };
     // Four regions over one userfaultfd.
     let mut all = Vec::new();
     for (index, mode) in [Mode::Missing, Mode::Minor, Mode::Missing, Mode::Minor]
@@ -95,10 +84,10 @@ fn memory_of_another_process_is_served_by_readers() {
     }
     for (_, gpa, id) in &all {
         assert_eq!(other.tell("join"), "right", "{gpa}");
-        // A thread is woken before its page is said to be present.
+        // A thread is woken before its page becomes Present.
         eventually("all present", || pager.counts(*id).unwrap().present == 32);
     }
-    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&pager);
 }
 
 #[test]
@@ -132,13 +121,13 @@ fn memory_of_another_process_is_served_from_an_event_loop() {
 }
 
 #[test]
-fn a_process_that_is_killed_takes_only_its_own_regions_along() {
+fn killing_a_process_ends_only_its_own_regions() {
     if !has_userfaultfd() {
         return;
     }
     let pager = Pager::new().unwrap();
     let notices = notices(&pager);
-    let _readers = serve(&pager);
+    let _readers = two_readers(&pager);
     let (killed, its) = Other::start(&[]);
     let (other, uffd) = Other::start(&[]);
     let gone = killed.map(16, Mode::Missing);
@@ -150,7 +139,7 @@ fn a_process_that_is_killed_takes_only_its_own_regions_along() {
     killed.kill();
     let page = PageRange::single(PageIndex(9));
     let content = content(above(AT, 9), PAGE);
-    // The kernel says so at the next installation.
+    // The kernel reports it at the next installation.
     assert_eq!(
         pager.push(gone_id, page, Content::Bytes(&content)).unwrap(),
         0
@@ -165,17 +154,14 @@ fn a_process_that_is_killed_takes_only_its_own_regions_along() {
     assert!(matches!(error, PushError::NoSuchRegion { .. }), "{error}");
     assert_eq!(other.check(mapped.start, 16, above(AT, 100)), "right");
     pager.remove(gone_id).unwrap();
-    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&pager);
 }
 
 #[test]
-fn what_is_unmapped_without_a_word_concerns_nobody_else() {
-    if !has_userfaultfd() {
+fn unmapping_without_events_affects_no_other_region() {
+    let Some((pager, _readers, other, uffd)) = pager_and_child(&[]) else {
         return;
-    }
-    let pager = Pager::new().unwrap();
-    let _readers = serve(&pager);
-    let (other, uffd) = Other::start(&[]);
+    };
     let mapped = other.map(16, Mode::Missing);
     let id = pager.add(config(&uffd, &mapped, AT)).unwrap();
     other.tell(format!("munmap {} 4", mapped.start + 4 * PAGE));
@@ -188,17 +174,14 @@ fn what_is_unmapped_without_a_word_concerns_nobody_else() {
         other.check(mapped.start + 8 * PAGE, 8, above(AT, 8)),
         "right"
     );
-    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&pager);
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_named() {
-    if !has_userfaultfd() {
+fn incompatible_memory_is_refused_by_name() {
+    let Some((pager, _readers, other, uffd)) = pager_and_child(&[]) else {
         return;
-    }
-    let pager = Pager::new().unwrap();
-    let _readers = serve(&pager);
-    let (other, uffd) = Other::start(&[]);
+    };
     let mapped = other.map(16, Mode::Missing);
     let file = other.map(16, Mode::Minor);
     pager.add(config(&uffd, &mapped, AT)).unwrap();
@@ -208,11 +191,11 @@ fn what_does_not_fit_is_refused_and_named() {
         HostRange::new(HostAddress(usize::try_from(start).unwrap()), bytes).unwrap()
     };
     let foreign = |range, size| RegionConfig::foreign(&uffd, range, size, Mode::Missing, pattern());
-    // Part of what is served, at other gpas.
+    // A part of a served range, at other gpas.
     let inner = foreign(part(mapped.start + 4 * PAGE, 8192), PageSize::Size4K);
     let error = refused(inner.gpa(above(AT, 100)));
     assert!(matches!(error, AddError::HostOverlap { .. }), "{error}");
-    // Other memory, at gpas that are taken.
+    // Other memory, at gpas in use.
     let error = refused(config(&uffd, &file, above(AT, 15)));
     assert!(matches!(error, AddError::Overlap { .. }), "{error}");
     // Pages of another size.
@@ -225,7 +208,7 @@ fn what_does_not_fit_is_refused_and_named() {
         matches!(error, AddError::File(FileViewError::OutsideFile { .. })),
         "{error}"
     );
-    // No memory file at all.
+    // Not a memory file.
     let null = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
     let no_file = Memfd {
         file: null,
@@ -253,13 +236,10 @@ fn what_does_not_fit_is_refused_and_named() {
 }
 
 #[test]
-fn a_range_that_is_not_registered_like_that_is_dropped_and_others_go_on() {
-    if !has_userfaultfd() {
+fn a_range_with_another_registration_is_dropped_and_others_continue() {
+    let Some((pager, _readers, other, uffd)) = pager_and_child(&[]) else {
         return;
-    }
-    let pager = Pager::new().unwrap();
-    let _readers = serve(&pager);
-    let (other, uffd) = Other::start(&[]);
+    };
     let mapped = other.map(16, Mode::Missing);
     let id = pager.add(config(&uffd, &mapped, AT)).unwrap();
     let size = PageSize::Size4K;
@@ -269,7 +249,7 @@ fn a_range_that_is_not_registered_like_that_is_dropped_and_others_go_on() {
     let page = PageRange::single(PageIndex(1));
     let bytes = content(above(AT, 101), PAGE);
     assert_eq!(pager.push(lost, page, Content::Bytes(&bytes)).unwrap(), 0);
-    // Anonymous memory has no page cache to map.
+    // Anonymous memory has no page cache that could be mapped.
     let second = other.map(16, Mode::Missing);
     let file = other.map(16, Mode::Minor);
     let minor = RegionConfig::foreign(&uffd, second.range(), size, Mode::Minor, pattern());
@@ -295,7 +275,7 @@ fn a_file_that_is_truncated_fails_its_own_region_only() {
     }
     handle_sigbus();
     let pager = Pager::new().unwrap();
-    let _readers = serve(&pager);
+    let _readers = two_readers(&pager);
     let (other, uffd) = Other::start(&[]);
     let file = other.map(16, Mode::Minor);
     let mapped = other.map(16, Mode::Minor);
@@ -334,16 +314,13 @@ fn only_a_userfaultfd_is_adopted() {
 }
 
 #[test]
-fn a_userfaultfd_that_cannot_be_read_is_refused_and_no_reader_dies() {
-    if !has_userfaultfd() {
+fn a_userfaultfd_that_cannot_be_read_is_refused() {
+    let Some((pager, _readers, other, uffd)) = pager_and_child(&[]) else {
         return;
-    }
-    let pager = Pager::new().unwrap();
-    let _readers = serve(&pager);
-    let (other, uffd) = Other::start(&[]);
+    };
     let mapped = other.map(16, Mode::Missing);
     pager.add(config(&uffd, &mapped, AT)).unwrap();
-    // Without the handshake, which its owner has left out.
+    // Without the handshake, which its owner has omitted.
     let flags = rustix::mm::UserfaultfdFlags::CLOEXEC;
     // SAFETY: nothing is ever registered with it.
     let raw = unsafe { rustix::mm::userfaultfd(flags) }.unwrap();
@@ -354,10 +331,10 @@ fn a_userfaultfd_that_cannot_be_read_is_refused_and_no_reader_dies() {
     assert!(matches!(error, AddError::NotReady { .. }), "{error}");
     assert_eq!(pager.region_ids().len(), 1);
     assert_eq!(other.check(mapped.start, 16, AT), "right");
-    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&pager);
 }
 
-/// A region with a page in each state, and two threads of its process asleep.
+/// A region with a page in each state, and two sleeping threads in its process.
 fn half_way(pager: &Arc<Pager>, other: &Other, uffd: &Arc<Userfaultfd>) -> (Mapped, RegionId) {
     let mapped = other.map(16, Mode::Missing);
     let id = pager.add(config(uffd, &mapped, AT)).unwrap();
@@ -371,7 +348,7 @@ fn half_way(pager: &Arc<Pager>, other: &Other, uffd: &Arc<Userfaultfd>) -> (Mapp
     pager.push(id, single(5), Content::Poisoned).unwrap();
     other.tell(format!("munmap {} 1", mapped.start + 6 * PAGE));
     assert_eq!(pager.push(id, single(6), Content::Zero).unwrap(), 0);
-    // Nobody serves the pager: they sleep.
+    // No thread serves the pager: they sleep.
     other.check_later(mapped.start + 8 * PAGE, 1, above(AT, 8));
     other.check_later(mapped.start + 12 * PAGE, 4, above(AT, 12));
     (mapped, id)
@@ -392,7 +369,7 @@ fn expect_half_way(exported: &Exported, mapped: &Mapped) {
     assert_eq!(exported.parts[0].pages, PageRange::new(PageIndex(0), 16));
 }
 
-/// The memory is as it should be, and whoever slept has woken.
+/// Checks that the memory has its content, and that the sleeping threads have woken.
 fn expect_whole(other: &Other, mapped: &Mapped) {
     assert_eq!(other.tell("join"), "right");
     assert_eq!(other.tell("join"), "right");
@@ -413,7 +390,7 @@ fn expect_whole(other: &Other, mapped: &Mapped) {
 }
 
 #[test]
-fn a_second_pager_goes_on_where_the_first_ended() {
+fn a_second_pager_continues_where_the_first_ended() {
     if !has_userfaultfd() || !can_poison() {
         return;
     }
@@ -431,8 +408,8 @@ fn a_second_pager_goes_on_where_the_first_ended() {
         matches!(error, DiscardError::NoSuchRegion { .. }),
         "{error}"
     );
-    // The first one goes on serving what it has: nothing.
-    let _readers = serve(&first);
+    // The first one continues to serve its regions: none.
+    let _readers = two_readers(&first);
 
     let second = Pager::new().unwrap();
     let small = PageMap::new(8).unwrap().image();
@@ -446,13 +423,13 @@ fn a_second_pager_goes_on_where_the_first_ended() {
     let config = config(&exported.uffd, &mapped, AT).resume_from(exported.image);
     let id = second.add(config).unwrap();
     assert_eq!(states(&second, id, 8)[5], PageState::Poisoned);
-    let _readers = serve(&second);
+    let _readers = two_readers(&second);
     expect_whole(&other, &mapped);
-    assert_eq!(second.trouble().map(|notice| notice.to_string()), None);
+    assert_no_trouble(&second);
 }
 
 #[test]
-fn a_pager_in_another_process_goes_on_where_the_first_ended() {
+fn a_pager_in_another_process_continues_where_the_first_ended() {
     if !has_userfaultfd() || !can_poison() {
         return;
     }
@@ -481,7 +458,7 @@ fn regions_that_share_a_userfaultfd_move_together() {
         return;
     }
     let pagers = [Pager::new().unwrap(), Pager::new().unwrap()];
-    let _readers = pagers.each_ref().map(serve);
+    let _readers = pagers.each_ref().map(two_readers);
     let (other, uffd) = Other::start(&[]);
     let mapped = [
         other.map(2000, Mode::Missing),
@@ -505,7 +482,7 @@ fn regions_that_share_a_userfaultfd_move_together() {
             config(&uffd, &mapped[index], gpas[index]).resume_from(exported.image)
         });
         ids = configs.map(|config| to.add(config).unwrap()).collect();
-        // So that some faults come in between.
+        // So that some faults occur in between.
         thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(other.tell("join"), "right");

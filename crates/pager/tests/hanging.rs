@@ -1,25 +1,24 @@
-//! Sources that hang: everything else goes on, and everything can be ended.
+//! Sources that hang: everything else continues, and everything can be ended.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[path = "support/desk.rs"]
-mod desk;
+mod support;
 
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use desk::*;
 use pagetide_memory::{Backing, GuestRange, PageState, Region};
 use pagetide_pager::{
     Contents, Filled, Mode, Pager, Pool, PoolConfig, Prefetch, PrefetchConfig, ReadAt,
     ReaderConfig, Readers, RegionConfig, RegionId, ResolveError, Source, Urgency,
 };
+use support::manual::*;
 
 /// How a source hangs.
 #[derive(Clone, Copy, Debug)]
 enum Hang {
-    /// It keeps its requests.
+    /// It holds its requests.
     Keeps,
     /// All threads of a pool are in a read that does not return.
     Blocks,
@@ -29,17 +28,17 @@ const HANGS: [Hang; 2] = [Hang::Keeps, Hang::Blocks];
 
 /// A source that hangs until the test ends.
 struct Hanging {
-    desk: Arc<Desk>,
+    manual: Arc<ManualSource>,
     gate: Arc<Gate>,
     source: Arc<dyn Source>,
 }
 
 impl Hanging {
     fn new(how: Hang) -> Self {
-        let (desk, gate) = (Desk::new(), Gate::new());
+        let (manual, gate) = (ManualSource::new(), Gate::new());
         let at_gate = Arc::clone(&gate);
         let source: Arc<dyn Source> = match how {
-            Hang::Keeps => desk.source(),
+            Hang::Keeps => manual.source(),
             Hang::Blocks => Pool::new(
                 ReadFn(move |at: ReadAt, buffer: &mut [u8]| {
                     at_gate.pass();
@@ -53,13 +52,17 @@ impl Hanging {
             )
             .unwrap(),
         };
-        Self { desk, gate, source }
+        Self {
+            manual,
+            gate,
+            source,
+        }
     }
 
-    /// Waits until it hangs in so many requests.
+    /// Waits until it hangs in `requests` requests.
     fn wait_for(&self, how: Hang, requests: usize) {
         match how {
-            Hang::Keeps => self.desk.wait_for_waiting(requests),
+            Hang::Keeps => self.manual.wait_for_waiting(requests),
             Hang::Blocks => self.gate.wait_for(requests.min(2)),
         }
     }
@@ -71,7 +74,7 @@ impl Drop for Hanging {
     }
 }
 
-/// A pager whose source hangs with one exit, one sleeping thread and prefetch waiting for it.
+/// A pager whose source hangs while an exit, a sleeping thread and prefetch wait for it.
 struct Stuck {
     region: Arc<Region>,
     pager: Arc<Pager>,
@@ -122,41 +125,31 @@ fn stuck(how: Hang) -> Option<Stuck> {
 }
 
 #[test]
-fn stopping_what_waits_for_a_source_that_hangs_returns() {
+fn stopping_returns_while_a_source_hangs() {
     for how in HANGS {
         let Some(stuck) = stuck(how) else { return };
         within_patience("stopping", move || {
-            let Stuck {
-                region,
-                pager,
-                id,
-                readers,
-                ahead,
-                waiting,
-                touching,
-                hanging,
-            } = stuck;
-            // A memory error in a page that is on its way, and in one that is not.
+            // A memory error in a page whose request is in flight, and in another one.
             let lost = GuestRange::new(gpa(30), 2 * PAGE).unwrap();
-            assert_eq!(pager.record_poison(lost), 2);
-            assert_eq!(state(&pager, 30), PageState::Poisoned);
-            readers.stop();
-            assert!(!ahead.stop().unwrap().is_complete);
-            assert_eq!(state(&pager, 40), PageState::Absent);
-            pager.stop();
-            let stopped = join("the exit", waiting).unwrap_err();
+            assert_eq!(stuck.pager.record_poison(lost), 2);
+            assert_eq!(state(&stuck.pager, 30), PageState::Poisoned);
+            stuck.readers.stop();
+            assert!(!stuck.ahead.stop().unwrap().is_complete);
+            assert_eq!(state(&stuck.pager, 40), PageState::Absent);
+            stuck.pager.stop();
+            let stopped = join("the exit", stuck.waiting).unwrap_err();
             assert!(matches!(stopped, ResolveError::Stopped { .. }));
-            pager.remove(id).unwrap();
-            join("the toucher", touching);
-            drop(pager);
-            (0..64).for_each(|page| assert_lost(&region, page));
-            drop(hanging);
+            stuck.pager.remove(stuck.id).unwrap();
+            join("the toucher", stuck.touching);
+            drop(stuck.pager);
+            (0..64).for_each(|page| assert_lost(&stuck.region, page));
+            drop(stuck.hanging);
         });
     }
 }
 
 #[test]
-fn removing_a_region_whose_source_hangs_lets_everybody_go() {
+fn removing_a_region_whose_source_hangs_ends_all_waits() {
     for how in HANGS {
         let Some(stuck) = stuck(how) else { return };
         within_patience("removing", move || {
@@ -164,7 +157,7 @@ fn removing_a_region_whose_source_hangs_lets_everybody_go() {
             let removed = join("the exit", stuck.waiting).unwrap_err();
             assert!(matches!(removed, ResolveError::Removed { .. }));
             join("the toucher", stuck.touching);
-            // Nothing is left to bring in.
+            // No page is missing any more.
             assert!(stuck.ahead.finish().unwrap().is_complete);
             drop(stuck.readers);
             assert_eq!(Arc::strong_count(&stuck.pager), 1);
@@ -173,35 +166,25 @@ fn removing_a_region_whose_source_hangs_lets_everybody_go() {
 }
 
 #[test]
-fn dropping_everything_while_a_source_hangs_returns() {
+fn dropping_returns_while_a_source_hangs() {
     for how in HANGS {
         let Some(stuck) = stuck(how) else { return };
         within_patience("dropping", move || {
-            let Stuck {
-                region,
-                pager,
-                readers,
-                ahead,
-                waiting,
-                touching,
-                hanging,
-                ..
-            } = stuck;
-            drop((readers, ahead));
-            pager.stop();
-            join("the exit", waiting).unwrap_err();
-            drop(pager);
-            join("the toucher", touching);
-            (0..64).for_each(|page| assert_lost(&region, page));
-            // Its answers find nobody.
-            drop(hanging);
-            assert_lost(&region, 3);
+            drop((stuck.readers, stuck.ahead));
+            stuck.pager.stop();
+            join("the exit", stuck.waiting).unwrap_err();
+            drop(stuck.pager);
+            join("the toucher", stuck.touching);
+            (0..64).for_each(|page| assert_lost(&stuck.region, page));
+            // Its later answers have no effect.
+            drop(stuck.hanging);
+            assert_lost(&stuck.region, 3);
         });
     }
 }
 
 #[test]
-fn no_urgent_request_waits_for_threads_that_hang_in_bulk_requests() {
+fn urgent_requests_do_not_wait_for_bulk_requests_that_hang() {
     let Some(region) = region(256, Backing::Shmem) else {
         return;
     };
@@ -229,7 +212,7 @@ fn no_urgent_request_waits_for_threads_that_hang_in_bulk_requests() {
     )
     .unwrap();
     gate.wait_for(3);
-    // Pages that hang in a read, that wait in the pool, and by either delivery.
+    // Pages in a read that hangs and pages that wait in the pool, by either delivery.
     for page in (0..250).step_by(5) {
         let _ = join("an exit", exit(&pager, page)).unwrap();
         let touched = Arc::clone(&region);
@@ -246,7 +229,7 @@ fn no_urgent_request_waits_for_threads_that_hang_in_bulk_requests() {
 }
 
 #[test]
-fn a_read_that_outlasts_its_deadline_is_asked_of_another_thread() {
+fn a_read_beyond_its_deadline_is_repeated_by_another_thread() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -273,7 +256,7 @@ fn a_read_that_outlasts_its_deadline_is_asked_of_another_thread() {
 }
 
 #[test]
-fn a_pool_that_is_dropped_gives_its_requests_back() {
+fn a_dropped_pool_fails_its_requests() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
     };
@@ -313,9 +296,9 @@ fn a_slow_page_delays_no_other_message_of_a_readers_batch() {
         let Some(region) = region(8, backing) else {
             return;
         };
-        let desk = Desk::new();
-        let (pager, _) = serve(&region, mode, desk.source(), PERSISTENT);
-        // All eight messages are there before the one reader reads.
+        let manual = ManualSource::new();
+        let (pager, _) = serve(&region, mode, manual.source(), PERSISTENT);
+        // All eight messages are present before the only reader reads.
         let (sent, done) = mpsc::channel();
         let touching: Vec<_> = (0..8)
             .map(|page| {
@@ -331,11 +314,11 @@ fn a_slow_page_delays_no_other_message_of_a_readers_batch() {
             messages_per_read: 8,
         };
         let readers = Readers::spawn(&pager, config).unwrap();
-        // All are asked for before any is answered. The first is the slow one.
-        desk.wait_for_waiting(8);
-        let slow = desk.next();
+        // All pages are requested before any answer. The first is the slow one.
+        manual.wait_for_waiting(8);
+        let slow = manual.next();
         for _ in 0..7 {
-            complete(desk.next());
+            complete(manual.next());
         }
         let mut others: Vec<u64> = (0..7)
             .map(|_| done.recv_timeout(PATIENCE).unwrap())
@@ -365,7 +348,7 @@ fn a_pool_needs_a_thread_for_bulk_requests() {
 }
 
 #[test]
-fn a_hanging_source_of_one_region_leaves_the_others_alone() {
+fn a_hanging_source_of_one_region_does_not_affect_others() {
     let Some(stuck) = stuck(Hang::Blocks) else {
         return;
     };

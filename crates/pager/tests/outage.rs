@@ -1,36 +1,35 @@
-//! A source that is gone for a while, under a guest that touches its memory: the guest stalls, goes
-//! on, and every page has its content.
+//! A source that is unreachable for a while, under a guest that touches its memory: the guest stalls,
+//! continues, and every page has its content.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[path = "support/desk.rs"]
-mod desk;
+mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use desk::*;
 use pagetide_memory::{Access, Backing, Region};
 use pagetide_pager::{
     Contents, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers, RegionConfig,
     RegionId, Request, RetryPolicy, Source,
 };
+use support::manual::*;
 
 const PAGES: u64 = 512;
 
-/// How the owner ends the outage.
+/// The owner's way to end the outage.
 #[derive(Clone, Copy, Debug)]
 enum Ends {
     Resume,
     Replace,
 }
 
-/// What a source does while it is gone.
+/// The behaviour of a source during an outage.
 #[derive(Clone, Copy, Debug)]
 enum Gone {
     Fails,
-    /// It says nothing: only deadlines tell.
+    /// It does not answer: only deadlines detect that.
     Silent,
 }
 
@@ -39,8 +38,8 @@ struct Line {
     is_up: AtomicBool,
     gone: Gone,
     answered: AtomicU64,
-    /// Requests from during the outage, kept until the end.
-    kept: Desk,
+    /// Requests made during the outage, held until its end.
+    kept: ManualSource,
 }
 
 impl Line {
@@ -49,11 +48,11 @@ impl Line {
             is_up: AtomicBool::new(true),
             gone,
             answered: AtomicU64::new(0),
-            kept: Desk::default(),
+            kept: ManualSource::default(),
         })
     }
 
-    /// From now on, or again.
+    /// Begins or ends an outage.
     fn set_up(&self, is_up: bool) {
         self.is_up.store(is_up, Ordering::Release);
     }
@@ -109,8 +108,8 @@ impl Guest {
     }
 }
 
-/// The line is cut as soon as the guest has touched some pages, for `outage`, over and over with the
-/// owner's help until the guest has all its memory.
+/// Repeated outages of length `outage`, each as soon as the guest has touched some pages; the owner
+/// ends each of them, until the guest has all its memory.
 fn outage(mode: Mode, backing: Backing, gone: Gone, ends: Ends, outage: Duration) -> Option<()> {
     let what = format!("{mode:?} {backing} {gone:?} {ends:?}");
     let region = region(PAGES, backing)?;
@@ -132,7 +131,7 @@ fn outage(mode: Mode, backing: Backing, gone: Gone, ends: Ends, outage: Duration
     let id = pager.add(config).unwrap();
     let told = notices(&pager);
     let readers = Readers::spawn(&pager, ReaderConfig::new(2)).unwrap();
-    // It goes away after a few answers, before the guest can have everything.
+    // The outage begins after a few answers, before the guest can have all pages.
     line.set_up(false);
     let guest = Guest::run(&pager, &region);
     let is_stalled = |notice: &Notice| matches!(notice, Notice::Stalled { .. });
@@ -146,7 +145,7 @@ fn outage(mode: Mode, backing: Backing, gone: Gone, ends: Ends, outage: Duration
     )
     .unwrap();
 
-    // Nothing comes, and nothing ends. (Only the long version takes its time.)
+    // No page arrives, and no wait ends. (Only the long version waits for long.)
     let until = Instant::now() + outage;
     loop {
         assert_eq!(guest.touched(), 0, "{what}");
@@ -159,7 +158,7 @@ fn outage(mode: Mode, backing: Backing, gone: Gone, ends: Ends, outage: Duration
         if Instant::now() >= until {
             break;
         }
-        // An owner who is too early is told again.
+        // An owner that resumes too early receives the notice again.
         if outage > Duration::ZERO {
             pager.resume(id).unwrap();
             told.recv_timeout(PATIENCE).unwrap();
@@ -204,7 +203,7 @@ fn go_on(pager: &Pager, id: RegionId, line: &Line, ends: Ends) {
 }
 
 #[test]
-fn a_guest_survives_a_source_that_is_gone_for_a_while() {
+fn a_guest_survives_an_outage_of_its_source() {
     for (mode, backing) in WAYS {
         for gone in [Gone::Fails, Gone::Silent] {
             for ends in [Ends::Resume, Ends::Replace] {
@@ -216,10 +215,10 @@ fn a_guest_survives_a_source_that_is_gone_for_a_while() {
     }
 }
 
-/// Longer than any timeout on the way: 5c4fc1e gave up after 30 s.
+/// Longer than any time limit on the way: revision 5c4fc1e gave up after 30 s.
 #[test]
 #[ignore = "takes two minutes"]
-fn a_source_that_is_gone_for_a_minute() {
+fn an_outage_of_a_minute() {
     for (gone, ends) in [(Gone::Fails, Ends::Resume), (Gone::Silent, Ends::Replace)] {
         let minute = Duration::from_secs(60);
         if outage(Mode::Minor, Backing::Shmem, gone, ends, minute).is_none() {
@@ -229,7 +228,7 @@ fn a_source_that_is_gone_for_a_minute() {
 }
 
 #[test]
-fn outages_come_and_go() {
+fn outages_recur() {
     let Some(region) = region(PAGES, Backing::Shmem) else {
         return;
     };
@@ -239,7 +238,7 @@ fn outages_come_and_go() {
     let guest = Guest::run(&pager, &region);
     let done = |guest: &Guest| guest.threads.iter().all(thread::JoinHandle::is_finished);
     let begun = Instant::now();
-    // Cut after every few answers, for as long as it takes to be noticed.
+    // Interrupted after every few answers, until the interruption is detected.
     while !done(&guest) {
         assert!(begun.elapsed() < PATIENCE, "the guest: never");
         let answered = line.answered.load(Ordering::Acquire);

@@ -1,5 +1,4 @@
-//! Poison as a state of pages, from where it comes from to whoever touches it. At no step does anybody
-//! read zeroes.
+//! Poison as a state of pages, from its origin to the access. In no step does an access read zeroes.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -24,7 +23,7 @@ fn map(ranges: &[GuestRange]) -> PoisonMap {
     map
 }
 
-/// Gives the pattern, but for one page that is lost.
+/// Delivers the pattern, except for one page that is lost.
 fn without(lost: u64) -> Contents {
     let lost = GPA.0 + lost * PAGE;
     local(LocalFn(move |gpa: GuestAddress, buffer: &mut [u8]| {
@@ -41,7 +40,7 @@ fn prefetch(paged: &Paged) -> pagetide_pager::PrefetchEnd {
 }
 
 #[test]
-fn what_was_lost_before_is_poisoned_from_the_start() {
+fn earlier_losses_are_poisoned_from_the_start() {
     if !can_poison() {
         return;
     }
@@ -75,7 +74,7 @@ fn what_was_lost_before_is_poisoned_from_the_start() {
                 .filter(|page| !is_lost(page))
                 .for_each(|page| check_page(&region, page));
             readers.stop();
-            // Poison outlives the pager: nothing turns into zeroes when the userfaultfd is closed.
+            // Poison outlives the pager: closing the userfaultfd turns no page into zeroes.
             drop(paged);
             (0..8)
                 .filter(is_lost)
@@ -85,7 +84,7 @@ fn what_was_lost_before_is_poisoned_from_the_start() {
 }
 
 #[test]
-fn what_was_lost_may_have_been_poisoned_before() {
+fn earlier_losses_may_already_be_marked() {
     if !can_poison() {
         return;
     }
@@ -93,7 +92,7 @@ fn what_was_lost_may_have_been_poisoned_before() {
         let Some(region) = region(4, backing) else {
             return;
         };
-        // The second time the marks of the first are still there.
+        // The second time the markers of the first are still present.
         for time in ["first", "second"] {
             let lost = map(&[gpas(1, 2)]);
             let set = |config: RegionConfig| config.poison(lost).trust_existing_pages();
@@ -107,7 +106,7 @@ fn what_was_lost_may_have_been_poisoned_before() {
 }
 
 #[test]
-fn lost_content_is_gone_even_if_it_is_mapped() {
+fn lost_content_is_removed_even_if_it_is_mapped() {
     if !can_poison() {
         return;
     }
@@ -127,7 +126,7 @@ fn lost_content_is_gone_even_if_it_is_mapped() {
 }
 
 #[test]
-fn what_a_local_source_has_lost_is_lost_for_good() {
+fn lost_content_of_a_local_source_is_lost_for_good() {
     if !can_poison() {
         return;
     }
@@ -136,7 +135,7 @@ fn what_a_local_source_has_lost_is_lost_for_good() {
             return;
         };
         let paged = Paged::new(&region, mode, without(3));
-        // By an exit, which needs nobody to be woken.
+        // By an exit, which needs no wake-up.
         let mut resolver = paged.resolver();
         for _ in 0..2 {
             let resolution = exit(&mut resolver, &region, 3, Access::Read).unwrap();
@@ -145,7 +144,7 @@ fn what_a_local_source_has_lost_is_lost_for_good() {
             assert_lost(&region, 3);
         }
         assert_eq!(resolver.counters().poisoned, 1);
-        // Prefetch leaves it alone.
+        // Prefetch skips it.
         let end = prefetch(&paged);
         assert!(end.is_complete);
         assert_eq!((end.counters.pages, end.counters.poisoned), (7, 0));
@@ -154,7 +153,7 @@ fn what_a_local_source_has_lost_is_lost_for_good() {
     }
 }
 
-/// Poison for more pages than one is asked again, until it is known which page it is.
+/// If several pages are reported as lost, smaller requests identify the lost page.
 #[test]
 fn a_source_that_has_lost_one_page_of_many_loses_no_other() {
     if !can_poison() {
@@ -164,7 +163,7 @@ fn a_source_that_has_lost_one_page_of_many_loses_no_other() {
         let Some(region) = region(16, backing) else {
             return;
         };
-        let source = HeldSource::new();
+        let source = ManualSource::new();
         let set = |config: RegionConfig| config.fault_around(16);
         let paged = Paged::with(&region, mode, source.contents(), set);
         let readers = Readers::spawn(&paged.pager, ReaderConfig::new(1)).unwrap();
@@ -196,7 +195,7 @@ fn a_source_that_has_lost_one_page_of_many_loses_no_other() {
             .collect();
         assert_eq!(poisoned, [6], "{mode:?} {backing}");
         readers.stop();
-        assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+        assert_no_trouble(&paged.pager);
     }
 }
 
@@ -209,7 +208,7 @@ fn poison_is_pushed_page_by_page() {
         let Some(region) = region(4, backing) else {
             return;
         };
-        let paged = Paged::new(&region, mode, HeldSource::new().contents());
+        let paged = Paged::new(&region, mode, ManualSource::new().contents());
         let push = |first, count| {
             let pages = PageRange::new(PageIndex(first), count);
             paged.pager.push(paged.id, pages, Content::Poisoned)
@@ -223,7 +222,7 @@ fn poison_is_pushed_page_by_page() {
 }
 
 #[test]
-fn prefetch_counts_what_it_finds_lost() {
+fn prefetch_counts_lost_pages() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
     };
@@ -233,7 +232,7 @@ fn prefetch_counts_what_it_finds_lost() {
 }
 
 #[test]
-fn errors_that_the_vmm_learns_of_are_recorded() {
+fn errors_that_the_vmm_reports_are_recorded() {
     if !can_poison() {
         return;
     }
@@ -244,12 +243,12 @@ fn errors_that_the_vmm_learns_of_are_recorded() {
         let paged = Paged::new(&region, mode, pattern());
         let pager = &paged.pager;
         let its = Arc::clone(&region);
-        // Whoever sleeps there is woken.
+        // A thread that sleeps there is woken.
         let toucher = spawn_asleep("a touch", move || expect_poison(&its, 1));
         assert_eq!(pager.record_poison(gpas(1, 2)), 2);
         join("the touch", toucher);
         assert_eq!(pager.record_poison(gpas(2, 2)), 1);
-        // Not of this pager, in part or at all.
+        // Outside of this pager's regions, in part or as a whole.
         assert_eq!(pager.record_poison(gpas(7, 3)), 1);
         assert_eq!(pager.record_poison(gpas(8, 3)), 0);
         assert_eq!(pager.counted().poisoned, 4);
@@ -259,7 +258,7 @@ fn errors_that_the_vmm_learns_of_are_recorded() {
         for page in [1, 2, 3, 7] {
             assert_lost(&region, page);
         }
-        // Discarding does not make zeroes of it.
+        // Discarding does not turn it into zeroes.
         pager.discard(paged.id, region.all_pages()).unwrap();
         assert_eq!(paged.state(3), PageState::Poisoned);
         assert_eq!(paged.read_exit(3), Resolution::Poisoned);
@@ -297,7 +296,7 @@ fn a_part_of_a_huge_page_is_not_the_page() {
         return;
     };
     let paged = Paged::new(&region, Mode::Minor, pattern());
-    // As with the policy to keep what is good.
+    // As with the policy that preserves the rest of the page.
     assert_eq!(paged.pager.record_poison(gpas(5, 1)), 0);
     assert_eq!(paged.pager.record_poison(gpas(512, 512)), 1);
     assert_eq!(paged.state(0), PageState::Absent);

@@ -1,5 +1,4 @@
-//! What was installed is handed to the population of stage 2, and whatever happens to that, paging goes
-//! on.
+//! Installed pages are passed to the mapper, and paging continues whatever the mapper does.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -15,12 +14,11 @@ use pagetide_pager::{
     Content, Contents, Holes, Mapper, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig,
     Readers, RegionConfig, Request, Resolution, Source, UffdLayout,
 };
-use rustix::mm::Advice;
 use support::*;
 
 type SinkResult = Result<u64, Box<dyn Error + Send + Sync>>;
 
-/// A sink made of a function.
+/// A mapper made from a function.
 struct SinkFn<F>(F);
 
 impl<F: Fn(GuestRange) -> SinkResult + Send + Sync> Mapper for SinkFn<F> {
@@ -29,7 +27,8 @@ impl<F: Fn(GuestRange) -> SinkResult + Send + Sync> Mapper for SinkFn<F> {
     }
 }
 
-/// Remembers which pages it was given; each must be mapped and new, and present or about to be.
+/// Records the pages that it receives; each must be mapped in the guest mapping, new, and present or
+/// about to be.
 #[derive(Clone)]
 struct Seen {
     pages: Arc<Mutex<BTreeSet<u64>>>,
@@ -66,7 +65,7 @@ impl Seen {
         self.pages.lock().unwrap().iter().copied().collect()
     }
 
-    /// A pager that hands on what it installs.
+    /// A pager that passes installed pages to the mapper.
     fn paged(&self, region: &Arc<Region>, mode: Mode, contents: Contents, around: u64) -> Paged {
         let sink = self.sink(region);
         let paged = Paged::with(region, mode, contents, |config| {
@@ -90,7 +89,7 @@ fn prefetch(paged: &Paged) -> Prefetch {
 }
 
 #[test]
-fn what_prefetch_brings_in_is_populated_once() {
+fn prefetched_pages_are_populated_once() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(1024, backing) else {
             return;
@@ -101,7 +100,7 @@ fn what_prefetch_brings_in_is_populated_once() {
             let counters = prefetch(&paged).finish().unwrap().counters;
             assert_eq!(seen.pages(), (0..1024).collect::<Vec<_>>());
             assert_eq!(counters.populated_bytes, region.bytes());
-            assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+            assert_no_trouble(&paged.pager);
         });
     }
 }
@@ -133,14 +132,14 @@ fn vcpus_fault_while_prefetch_and_population_work() {
             let all = paged.pager.counted();
             assert_eq!((all.pages, all.exists), (1024, 0), "{all:?}");
             assert_eq!(seen.pages().len() as u64, ahead.pages);
-            assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+            assert_no_trouble(&paged.pager);
         });
     }
 }
 
 #[test]
-fn neighbours_of_exits_are_handed_over_from_the_least_number_on() {
-    // The page that faulted is one of them.
+fn runs_of_exits_are_populated_from_the_minimum_on() {
+    // The faulting page is one of them.
     for (around, expected) in [(1, 0..0), (2, 0..0), (4, 16..20), (8, 16..24)] {
         let Some(region) = region(64, Backing::Shmem) else {
             return;
@@ -153,14 +152,14 @@ fn neighbours_of_exits_are_handed_over_from_the_least_number_on() {
 }
 
 #[test]
-fn readers_hand_over_what_is_more_than_the_page_itself() {
+fn readers_populate_runs_of_several_pages() {
     for (around, expected) in [(1, 0..0), (2, 18..20), (8, 16..24)] {
         for from_source in [false, true] {
             let Some(region) = region(64, Backing::Shmem) else {
                 return;
             };
             let seen = Seen::new();
-            let source = HeldSource::new();
+            let source = ManualSource::new();
             let contents = if from_source {
                 source.contents()
             } else {
@@ -182,7 +181,7 @@ fn readers_hand_over_what_is_more_than_the_page_itself() {
 }
 
 #[test]
-fn what_prefetch_brings_in_is_present_only_when_it_is_populated() {
+fn prefetched_pages_become_present_after_population() {
     let Some(region) = region(16, Backing::Shmem) else {
         return;
     };
@@ -199,7 +198,7 @@ fn what_prefetch_brings_in_is_present_only_when_it_is_populated() {
         let paged = Paged::with(&region, Mode::Minor, pattern(), set);
         let running = prefetch(&paged);
         assert_eq!(has_entered.recv().unwrap().bytes(), region.bytes());
-        // Whoever faults in userspace need not wait: the pages are mapped there.
+        // A fault in userspace need not wait: the pages are mapped there.
         check_page(&region, 3);
         assert_eq!(paged.state(3), PageState::Installing);
         let (mut resolver, its) = (paged.resolver(), Arc::clone(&region));
@@ -214,7 +213,7 @@ fn what_prefetch_brings_in_is_present_only_when_it_is_populated() {
 }
 
 #[test]
-fn a_sink_that_fails_ends_the_population_and_not_the_paging() {
+fn a_mapper_that_fails_ends_the_population_and_not_the_paging() {
     type Fail = fn(GuestRange) -> SinkResult;
     let fails: [(Fail, &str); 2] = [
         (|_| Err("KVM is gone".into()), "KVM is gone"),
@@ -245,7 +244,7 @@ fn a_sink_that_fails_ends_the_population_and_not_the_paging() {
             assert!(ended.is_complete);
             (0..1024).for_each(|page| check_page(&region, page));
             assert_eq!(ended.counters.populated_bytes, region.bytes() / 2);
-            // Once, and nobody has to act.
+            // Only once, and the owner need not act.
             let notices: Vec<_> = notices.try_iter().collect();
             let [Notice::Population { region: id, source }] = &notices[..] else {
                 panic!("{notices:?}")
@@ -257,7 +256,7 @@ fn a_sink_that_fails_ends_the_population_and_not_the_paging() {
     }
 }
 
-/// Where pages come from that are installed ahead of faults.
+/// The origin of pages that are installed ahead of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ahead {
     Local,
@@ -266,7 +265,7 @@ enum Ahead {
     Pushed,
 }
 
-/// Answers requests as they come.
+/// Answers requests immediately.
 struct AtOnce;
 
 impl Source for AtOnce {
@@ -275,24 +274,9 @@ impl Source for AtOnce {
     }
 }
 
-/// Gives pages up behind the pager's back. The kernel has whoever does so wait until the event was
-/// read.
-fn give_up(region: &Region, first: u64, count: u64) {
-    let pages = PageRange::new(PageIndex(first), count);
-    let range = region.guest_range(pages).unwrap();
-    let advice = if region.backing().has_file() {
-        Advice::LinuxRemove
-    } else {
-        Advice::LinuxDontNeed
-    };
-    let at = std::ptr::with_exposed_provenance_mut(range.start().0);
-    // SAFETY: the range is the region's, and its content is given up on purpose.
-    unsafe { rustix::mm::madvise(at, range.bytes(), advice) }.unwrap();
-}
-
-/// Population may wait for a slot update, and that for memory that is being given up.
+/// Population may wait for a slot update, which may wait for memory that is being discarded.
 #[test]
-fn a_sink_may_wait_for_memory_to_be_given_up() {
+fn a_mapper_may_wait_for_memory_to_be_discarded() {
     use Ahead::{Answered, Local, PageCache, Pushed};
     for (mode, backing) in SMALL_WAYS {
         for from in [Local, PageCache, Answered, Pushed] {
@@ -310,13 +294,13 @@ fn a_sink_may_wait_for_memory_to_be_given_up() {
                         Contents::PageCache(Holes::AreMissing)
                     }
                     Answered => Contents::Source(Arc::new(AtOnce)),
-                    Pushed => HeldSource::new().contents(),
+                    Pushed => ManualSource::new().contents(),
                 };
                 let (its, populated) = (Arc::clone(&region), Arc::new(AtomicU64::new(0)));
                 let count = Arc::clone(&populated);
                 let sink = Arc::new(SinkFn(move |range: GuestRange| {
                     let given_up = thread::scope(|scope| {
-                        let giving_up = scope.spawn(|| give_up(&its, 63, 1));
+                        let giving_up = scope.spawn(|| advise_away(&its, 63, 1));
                         giving_up.join()
                     });
                     given_up.map_err(|_| "madvise failed")?;
@@ -341,16 +325,16 @@ fn a_sink_may_wait_for_memory_to_be_given_up() {
                 check_zeroes(&region, 63);
                 assert_eq!(paged.state(63), PageState::Removed);
                 assert_eq!(populated.load(Ordering::Relaxed), 63);
-                assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+                assert_no_trouble(&paged.pager);
             });
         }
     }
 }
 
-/// Nothing is mapped there, so there is nothing to map in stage 2: a sink that is asked for it fails,
-/// and that would be the end of the region's population.
+/// The page is unmapped on the host, so it cannot be mapped in stage 2: a mapper that receives it
+/// fails, which would end the region's population.
 #[test]
-fn a_page_that_is_lost_is_not_populated() {
+fn a_lost_page_is_not_populated() {
     for layout in [UffdLayout::Single, UffdLayout::WithEvents] {
         let Some(region) = region(8, Backing::Shmem) else {
             return;
@@ -362,7 +346,7 @@ fn a_page_that_is_lost_is_not_populated() {
         let sink = seen.sink(&region);
         let what = format!("{layout:?}");
         let set = |config: RegionConfig| config.userfaultfds(layout).populate(sink, 1);
-        let paged = Paged::with(&region, Mode::Minor, HeldSource::new().contents(), set);
+        let paged = Paged::with(&region, Mode::Minor, ManualSource::new().contents(), set);
         let push = |page, content: Content<'_>| {
             let page = PageRange::single(PageIndex(page));
             assert_eq!(paged.pager.push(paged.id, page, content).unwrap(), 1);

@@ -1,37 +1,31 @@
-//! Pages that come before anybody asks for them, alone and while others fault on the same pages.
+//! Pages that arrive before first touch, alone and while other threads fault on the same pages.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[path = "support/desk.rs"]
-mod desk;
-#[path = "support/hugepages.rs"]
-#[allow(unreachable_pub, reason = "other test binaries export it")]
-mod hugepages;
+mod support;
 
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use desk::*;
-use hugepages::HugePages;
-use pagetide_memory::{
-    Access, Backing, GuestAddress, GuestRange, PageIndex, PageState, Region, RegionError,
-};
+use pagetide_memory::{Access, Backing, GuestAddress, GuestRange, PageIndex, PageState, Region};
 use pagetide_pager::{
     Contents, Counters, Filled, Holes, Mode, Pager, PatternSource, Prefetch, PrefetchConfig,
     Progress, ReaderConfig, Readers, RegionConfig, RegionId, UffdLayout, Urgency,
 };
+use support::manual::*;
+use support::{HugePages, pool_for};
 
-/// Where the content is.
+/// The origin of the content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Where {
     Computed,
     PageCache,
     AtOnce,
-    /// With threads that answer whenever they get to it.
+    /// Threads answer with a delay.
     Elsewhere,
 }
 
-/// One way to page a region in.
+/// A way to page a region in.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     mode: Mode,
@@ -51,7 +45,7 @@ const PLAIN: Way = Way {
     batch_bytes: 16 * PAGE,
 };
 
-/// With huge pages last: they may have to be skipped.
+/// Huge pages come last, because they may have to be skipped.
 const WAYS: [Way; 13] = [
     PLAIN,
     Way {
@@ -124,30 +118,19 @@ fn computed() -> Contents {
 }
 
 impl Way {
-    /// Huge pages for its region, if it needs some.
+    /// Huge pages for its region, if needed.
     fn pool(self) -> Option<HugePages> {
-        (self.backing == Backing::Hugetlb2M).then(|| HugePages::reserve(2))
+        pool_for(2, self.backing)
     }
 
     fn region(self) -> Option<Arc<Region>> {
-        // Small enough for a software CPU, which computes the content of all of it.
+        // Small enough for a software CPU, which computes all of its content.
         let pages = match self.backing {
             Backing::Hugetlb2M | Backing::Hugetlb1G => 2,
             Backing::Thp => 512,
             Backing::Shmem | Backing::Anonymous => 256,
         };
-        match Region::new(GPA, pages * self.backing.page_size().bytes(), self.backing) {
-            Ok(region) => Some(Arc::new(region)),
-            Err(
-                error @ (RegionError::HugepagesNotReserved { .. }
-                | RegionError::NoHugepagePool { .. }
-                | RegionError::NoTransparentHugepages),
-            ) => {
-                println!("SKIP: {}: {error}", self.backing);
-                None
-            }
-            Err(error) => panic!("{self:?}: {error}"),
-        }
+        region(pages, self.backing)
     }
 
     fn pager(self, region: &Arc<Region>) -> (Arc<Pager>, RegionId) {
@@ -202,7 +185,7 @@ fn page_by_page(pager: &Arc<Pager>) -> Prefetch {
 }
 
 #[test]
-fn everything_comes_without_a_fault() {
+fn every_page_arrives_without_a_fault() {
     for way in WAYS {
         let _pool = way.pool();
         let Some(region) = way.region() else { continue };
@@ -235,7 +218,8 @@ fn everything_comes_without_a_fault() {
                 ..nothing
             };
             assert_eq!(pager.progress(), all);
-            // A mapping may get lost at any time, as when khugepaged makes a huge one of many.
+            // A mapping may get lost at any time, for example if khugepaged replaces many by a huge
+            // one.
             let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
             (0..total).for_each(|page| check(&region, page));
             readers.stop();
@@ -247,7 +231,7 @@ fn everything_comes_without_a_fault() {
 }
 
 #[test]
-fn faults_and_prefetch_meet_on_the_same_pages() {
+fn faults_and_prefetch_share_the_same_pages() {
     for way in WAYS {
         let _pool = way.pool();
         let Some(region) = way.region() else { continue };
@@ -257,7 +241,8 @@ fn faults_and_prefetch_meet_on_the_same_pages() {
                 let readers = Readers::spawn(&pager, ReaderConfig::new(2)).unwrap();
                 let prefetch = way.prefetch(&pager);
                 thread::scope(|scope| {
-                    // The same way as prefetch, so that they meet; the other way; and by exit.
+                    // In the same direction as prefetch, so that they meet; in the other direction; and
+                    // by exits.
                     scope.spawn(|| (0..region.pages()).for_each(|page| check(&region, page)));
                     let backwards = (0..region.pages()).rev();
                     scope.spawn(|| backwards.for_each(|page| check(&region, page)));
@@ -315,23 +300,23 @@ fn all_regions_are_walked() {
 }
 
 #[test]
-fn it_goes_on_from_the_last_fault() {
+fn it_continues_at_the_last_fault() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, _) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+    let manual = ManualSource::new();
+    let (pager, _) = serve(&region, Mode::Minor, manual.source(), PERSISTENT);
     let waiting = exit(&pager, 40);
-    complete(desk.next());
+    complete(manual.next());
     let _ = join("the exit", waiting).unwrap();
     let ahead = page_by_page(&pager);
     eventually("prefetch", || {
-        if let Some(request) = desk.take_if(|_| true) {
+        if let Some(request) = manual.take_if(|_| true) {
             complete(request);
         }
         ahead.is_finished()
     });
-    let asked = desk.log().into_iter();
+    let asked = manual.log().into_iter();
     let asked: Vec<_> = asked
         .map(|asked| (asked.pages.first().0, asked.urgency))
         .collect();
@@ -342,21 +327,21 @@ fn it_goes_on_from_the_last_fault() {
 }
 
 #[test]
-fn those_who_sleep_on_pages_of_a_batch_are_woken_with_it() {
+fn threads_that_sleep_on_pages_of_a_batch_are_woken_with_it() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, _) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+    let manual = ManualSource::new();
+    let (pager, _) = serve(&region, Mode::Minor, manual.source(), PERSISTENT);
     let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
     let ahead = PLAIN.prefetch(&pager);
-    let bulk = desk.next_bulk();
+    let bulk = manual.next_bulk();
     let touchers = [1, 7, 15].map(|page| {
         let region = Arc::clone(&region);
         thread::spawn(move || check_page(&region, page))
     });
-    // The urgent requests are on the desk, and stay there.
-    let _kept = [(); 3].map(|()| desk.next_urgent());
+    // The source holds the urgent requests without an answer.
+    let _kept = [(); 3].map(|()| manual.next_urgent());
     complete(bulk);
     for toucher in touchers {
         join("a toucher", toucher);
@@ -370,7 +355,7 @@ fn those_who_sleep_on_pages_of_a_batch_are_woken_with_it() {
 }
 
 #[test]
-fn what_the_guest_gave_up_is_left_alone() {
+fn discarded_pages_are_not_fetched() {
     let Some((region, pager, id)) = local(64, Mode::Minor, |gpa, buffer| {
         fill(gpa, buffer);
         Ok(Filled::Bytes)
@@ -389,9 +374,8 @@ fn what_the_guest_gave_up_is_left_alone() {
 }
 
 #[test]
-fn prefetch_gives_way_to_faults_and_gets_there_all_the_same() {
-    // Slow for those who can wait: 1000 pages a second. Faults have to come fast, so nothing is
-    // computed.
+fn prefetch_pauses_for_faults_and_still_completes() {
+    // Bulk requests are slow: 1000 pages a second. Faults must be fast, so no content is computed.
     let Some((region, pager, _)) = local(4096, Mode::Minor, |_, _| {
         if thread::current().name() == Some("pt-prefetch") {
             thread::sleep(Duration::from_millis(1));
@@ -403,7 +387,8 @@ fn prefetch_gives_way_to_faults_and_gets_there_all_the_same() {
     within_patience("prefetch", move || {
         let prefetch = page_by_page(&pager);
         let mut resolver = pager.resolver(Some(0)).unwrap();
-        // Downwards, so that prefetch does not run ahead of it; the last few are left to prefetch.
+        // Downwards, so that prefetch does not run ahead of it; the last few pages are left to
+        // prefetch.
         for page in (32..region.pages()).rev() {
             let _ = resolver.resolve_exit(gpa(page), Access::Read).unwrap();
         }

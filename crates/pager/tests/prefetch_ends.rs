@@ -1,20 +1,19 @@
-//! How prefetch ends before everything is there, and what it does about content that is lost.
+//! The ends of prefetch before every page is present, and its treatment of lost content.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[path = "support/desk.rs"]
-mod desk;
+mod support;
 
 use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use desk::*;
 use pagetide_memory::{Backing, GuestAddress, PageState};
 use pagetide_pager::{
     Contents, Filled, Mode, Notice, Pager, PatternSource, Prefetch, PrefetchConfig, PrefetchError,
     RegionConfig,
 };
+use support::manual::*;
 
 fn prefetch(pager: &Arc<Pager>) -> Prefetch {
     let batch_bytes = 8 * PAGE;
@@ -26,7 +25,7 @@ fn last_cause(error: &dyn Error) -> String {
 }
 
 #[test]
-fn it_stops_in_the_middle_and_another_goes_on() {
+fn it_stops_in_the_middle_and_another_continues() {
     for is_local in [true, false] {
         let Some(region) = region(512, Backing::Shmem) else {
             return;
@@ -34,7 +33,7 @@ fn it_stops_in_the_middle_and_another_goes_on() {
         let gate = Gate::new();
         let passed = Arc::new(AtomicU64::new(0));
         let (at_gate, counter) = (Arc::clone(&gate), Arc::clone(&passed));
-        // From the tenth batch on it is held up.
+        // From the tenth batch on it is blocked.
         let hold = move || {
             if counter.fetch_add(1, Ordering::AcqRel) >= 10 {
                 at_gate.pass();
@@ -69,7 +68,7 @@ fn it_stops_in_the_middle_and_another_goes_on() {
         let opening = Arc::clone(&gate);
         let stopping = thread::spawn(move || running.stop());
         if is_local {
-            // It ends after the batch at hand.
+            // It ends after the current batch.
             opening.open();
         }
         let ended = join("stopping", stopping).unwrap();
@@ -94,13 +93,13 @@ fn it_ends_with_the_pager_and_while_it_waits() {
         let Some(region) = region(64, Backing::Shmem) else {
             return;
         };
-        let desk = Desk::new();
-        let (pager, id) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+        let manual = ManualSource::new();
+        let (pager, id) = serve(&region, Mode::Minor, manual.source(), PERSISTENT);
         let waiting = exit(&pager, 5);
-        let urgent = desk.next_urgent();
+        let urgent = manual.next_urgent();
         let ahead = prefetch(&pager);
         eventually("the rest", || {
-            if let Some(request) = desk.take_if(|_| true) {
+            if let Some(request) = manual.take_if(|_| true) {
                 complete(request);
             }
             pager.counts(id).unwrap().present == 63
@@ -132,7 +131,7 @@ fn it_ends_with_the_pager_and_while_it_waits() {
 }
 
 #[test]
-fn local_content_that_cannot_be_had_ends_it_with_its_cause() {
+fn unavailable_local_content_ends_it_with_its_cause() {
     for mode in [Mode::Minor, Mode::Missing] {
         for panics in [false, true] {
             let Some((region, pager, id)) = local(256, mode, move |gpa, buffer| {
@@ -158,7 +157,7 @@ fn local_content_that_cannot_be_had_ends_it_with_its_cause() {
             assert_eq!(cause, expected);
             let notice = told.recv_timeout(PATIENCE).unwrap();
             assert!(matches!(notice, Notice::Prefetch(_)) && notice.needs_action());
-            // What could be had came, one by one at the end. The pager goes on.
+            // All available content was installed, at the end page by page. The pager continues.
             for page in 0..region.pages() {
                 let there = state(&pager, page) == PageState::Present;
                 assert_eq!(there, page < 100, "page {page}");

@@ -1,27 +1,26 @@
-//! Content that nobody asked for, or that nobody needs any more.
+//! Content that was not requested, or is not needed any more.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[path = "support/desk.rs"]
-mod desk;
+mod support;
 
-use desk::*;
 use pagetide_memory::{Backing, PageState};
 use pagetide_pager::{Content, InstallFailure, Mode, Prefetch, PrefetchConfig, PushError};
+use support::manual::*;
 
 #[test]
-fn what_nobody_asked_for_is_installed_if_it_is_missing() {
+fn unrequested_pages_are_installed_if_they_are_missing() {
     for (mode, backing) in WAYS {
         let Some(region) = region(8, backing) else {
             return;
         };
-        let desk = Desk::new();
-        let (pager, id) = serve(&region, mode, desk.source(), PERSISTENT);
+        let manual = ManualSource::new();
+        let (pager, id) = serve(&region, mode, manual.source(), PERSISTENT);
         let waiting = exit(&pager, 2);
-        let asked = desk.next();
+        let asked = manual.next();
         let pushed = pager.push(id, range(0, 4), Content::Bytes(&content_of(range(0, 4))));
         assert_eq!(pushed.unwrap(), 4);
         let _ = join("the exit", waiting).unwrap();
-        // The request was overtaken; its answer changes nothing, nor does a second push.
+        // The push came before the answer; neither the answer nor a second push changes anything.
         let wrong = vec![0xee; 5 * 4096];
         asked.complete(Content::Bytes(&wrong[..4096]));
         let pushed = pager.push(id, range(0, 4), Content::Bytes(&wrong[..4 * 4096]));
@@ -40,8 +39,8 @@ fn pushes_of_the_wrong_size_or_place_are_refused() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, id) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+    let manual = ManualSource::new();
+    let (pager, id) = serve(&region, Mode::Minor, manual.source(), PERSISTENT);
     let page = content_of(range(0, 1));
     let push = |first, count, content| pager.push(id, range(first, count), content);
     for (first, count) in [(0, 0), (8, 1), (7, 2), (u64::MAX - 1, 1), (0, u64::MAX)] {
@@ -74,15 +73,15 @@ fn pushes_of_the_wrong_size_or_place_are_refused() {
 }
 
 #[test]
-fn what_comes_for_a_page_that_was_given_up_is_dropped() {
+fn content_for_a_discarded_page_is_dropped() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, id) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+    let manual = ManualSource::new();
+    let (pager, id) = serve(&region, Mode::Minor, manual.source(), PERSISTENT);
     let batch_bytes = 8 * PAGE;
     let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
-    let bulk = desk.next_bulk();
+    let bulk = manual.next_bulk();
     assert_eq!(pager.discard(id, range(2, 3)).unwrap(), 3);
     complete(bulk);
     assert!(
@@ -94,18 +93,18 @@ fn what_comes_for_a_page_that_was_given_up_is_dropped() {
     assert!((2..5).all(|page| state(&pager, page) == PageState::Removed));
 }
 
-/// The request for such a page may have been answered while the push was installing it, for nothing:
-/// so nobody may go on waiting for that request.
+/// The request for such a page may have been answered without effect while the push was installing it:
+/// so no thread may continue to wait for that request.
 #[test]
 fn a_push_that_cannot_be_installed_leaves_no_page_requested() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, id) = serve(&region, Mode::Missing, desk.source(), PERSISTENT);
+    let manual = ManualSource::new();
+    let (pager, id) = serve(&region, Mode::Missing, manual.source(), PERSISTENT);
     let waiting = exit(&pager, 3);
-    let asked = desk.next();
-    // Something else puts a page there, behind the pager's back.
+    let asked = manual.next();
+    // Other code maps a page there without the pager.
     let file = region.file().unwrap();
     rustix::io::pwrite(file, &[7; 4096], 2 * PAGE).unwrap();
     let bytes = content_of(range(2, 4));
@@ -114,8 +113,8 @@ fn a_push_that_cannot_be_installed_leaves_no_page_requested() {
         panic!("{pushed:?}")
     };
     assert_eq!(*page, range(2, 1).first());
-    // Whoever waits asks anew, and the former answer is not needed.
-    let again = desk.next();
+    // Waiting threads request the page again, and the earlier answer is not needed.
+    let again = manual.next();
     assert_eq!(again.pages(), range(3, 1));
     complete(again);
     let _ = join("the exit", waiting).unwrap();
@@ -125,6 +124,6 @@ fn a_push_that_cannot_be_installed_leaves_no_page_requested() {
     for page in [2, 4, 5] {
         assert_eq!(state(&pager, page), PageState::Absent, "page {page}");
     }
-    // A push does not stall: its sender is told.
+    // A push does not stall: its caller gets the error.
     assert!(!pager.source_status(id).unwrap().is_stalled);
 }

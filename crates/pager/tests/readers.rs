@@ -1,4 +1,4 @@
-//! Faults that come as userfaultfd messages and are resolved by reader threads, alone and together
+//! Faults that are delivered as userfaultfd messages and resolved by reader threads, alone and together
 //! with exits on the same pages.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -26,7 +26,7 @@ enum From {
     Source,
 }
 
-/// One way to page a region in.
+/// A way to page a region in.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     mode: Mode,
@@ -54,7 +54,7 @@ impl BlockingSource for FromPool {
     }
 }
 
-/// Every backing, mode and supply, with numbers that vary.
+/// Every backing, mode and supply, with varying numbers.
 fn ways() -> Vec<Way> {
     let mut ways = vec![PLAIN];
     for (index, (mode, backing)) in WAYS.into_iter().enumerate() {
@@ -129,7 +129,7 @@ fn touch_all(region: &Region, threads: u64) {
 }
 
 #[test]
-fn touched_pages_come_with_their_content() {
+fn touched_pages_have_their_content() {
     for way in ways() {
         let _pool = pool_for(way.pages(), way.backing);
         let Some(region) = region(way.pages(), way.backing) else {
@@ -146,15 +146,15 @@ fn touched_pages_come_with_their_content() {
             assert_eq!(all.pages, region.pages(), "{way:?}: each page once");
             assert_eq!((all.exists, all.faults), (0, all.messages), "{way:?}");
             assert!(read.reads > 0 && read.messages > 0);
-            // What readers counted is part of what the pager counted.
+            // The readers' counts are part of the pager's counts.
             all.add(&read);
-            assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+            assert_no_trouble(&paged.pager);
         });
     }
 }
 
 #[test]
-fn exits_and_messages_meet_on_the_same_pages() {
+fn exits_and_messages_share_the_same_pages() {
     for way in ways() {
         let _pool = pool_for(way.pages(), way.backing);
         let Some(region) = region(way.pages(), way.backing) else {
@@ -189,12 +189,12 @@ fn exits_and_messages_meet_on_the_same_pages() {
 }
 
 #[test]
-fn a_sleeper_is_woken_by_whoever_installs_its_page() {
+fn a_sleeping_thread_is_woken_by_the_installer_of_its_page() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(4, backing) else {
             return;
         };
-        let source = HeldSource::new();
+        let source = ManualSource::new();
         let paged = Paged::new(&region, mode, source.contents());
         let readers = readers(&paged, 1);
         let mut resolver = paged.resolver();
@@ -203,7 +203,7 @@ fn a_sleeper_is_woken_by_whoever_installs_its_page() {
         let request = source.next();
         let touched = Arc::clone(&region);
         let toucher = spawn_asleep("toucher", move || check_page(&touched, 1));
-        // The reader has left the wake to the installer.
+        // The reader has left the wake-up to the installing thread.
         let lost_claims = || paged.pager.counted().lost_claims;
         assert!(!toucher.is_finished());
         let urgent = PageState::Requested(pagetide_pager::Urgency::Urgent);
@@ -218,15 +218,15 @@ fn a_sleeper_is_woken_by_whoever_installs_its_page() {
 }
 
 #[test]
-fn a_sleeper_on_a_page_that_came_without_a_wake_is_woken() {
+fn a_thread_that_sleeps_on_a_page_installed_without_a_wake_is_woken() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(4, backing) else {
             return;
         };
         let paged = Paged::new(&region, mode, pattern());
         let touched = Arc::clone(&region);
-        // Asleep before any reader runs, so that the exit finds the page absent and installs it
-        // without a wake.
+        // The thread sleeps before any reader runs, so that the exit finds the page absent and installs
+        // it without a wake-up.
         let toucher = spawn_asleep("toucher", move || check_page(&touched, 1));
         let _ = paged.read_exit(1);
         let readers = readers(&paged, 1);
@@ -238,7 +238,7 @@ fn a_sleeper_on_a_page_that_came_without_a_wake_is_woken() {
 }
 
 #[test]
-fn a_mapping_that_was_lost_is_made_again() {
+fn a_lost_mapping_is_restored() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -247,7 +247,7 @@ fn a_mapping_that_was_lost_is_made_again() {
     within_patience("touching", move || {
         region.write_guest(PageIndex(2), 0, &[0x77]).unwrap();
         region.zap_guest(region.all_pages()).unwrap();
-        // The guest's own write, not the source's content.
+        // The guest's own write is preserved; the source's content does not replace it.
         assert_eq!(first_byte(&region, 2), 0x77);
         let counters = readers.stop();
         let counted = (counters.installs, counters.reinstalls);
@@ -256,7 +256,7 @@ fn a_mapping_that_was_lost_is_made_again() {
 }
 
 #[test]
-fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
+fn a_present_page_punched_without_the_pager_reads_as_zeroes() {
     for (mode, backing) in SMALL_WAYS {
         let Some(region) = region(4, backing) else {
             return;
@@ -273,7 +273,7 @@ fn a_present_page_that_was_punched_behind_the_pagers_back_reads_as_zeroes() {
             }
             check_page(&region, 2);
             readers.stop();
-            assert_eq!(paged.pager.trouble().map(|notice| notice.to_string()), None);
+            assert_no_trouble(&paged.pager);
         });
     }
 }
@@ -297,7 +297,7 @@ fn the_zero_page_can_be_written_to() {
 }
 
 #[test]
-fn pages_of_the_page_cache_that_are_mapped_already_are_taken_as_they_are() {
+fn mapped_pages_of_the_page_cache_are_accepted() {
     let Some(region) = region(16, Backing::Shmem) else {
         return;
     };
@@ -315,7 +315,8 @@ fn pages_of_the_page_cache_that_are_mapped_already_are_taken_as_they_are() {
     join("the toucher", toucher);
     let counters = readers.stop();
     let counted = (counters.exists, counters.pages, counters.wakes);
-    // Each page that was there is woken by itself: its sleepers are not the installing call's.
+    // Each page that was mapped before is woken separately, because the installing call does not wake
+    // its sleeping threads.
     assert_eq!(counted, (2, 14, 2), "{counters:?}");
     for page in 0..16 {
         assert_eq!(paged.state(page), PageState::Present);
@@ -324,7 +325,7 @@ fn pages_of_the_page_cache_that_are_mapped_already_are_taken_as_they_are() {
 }
 
 #[test]
-fn lost_content_is_an_error_to_whoever_waits_for_it() {
+fn lost_content_is_an_error_for_waiting_threads() {
     if !can_poison() {
         return;
     }
@@ -348,10 +349,10 @@ fn lost_content_is_an_error_to_whoever_waits_for_it() {
     }
 }
 
-/// A fault whose content cannot be had is a notice, and its thread sleeps on: until the page comes by
-/// any way at all.
+/// A fault whose content is unavailable causes a notice, and its thread stays asleep until the page is
+/// delivered in any way.
 #[test]
-fn a_sleeper_whose_fault_failed_is_woken_when_its_page_comes() {
+fn a_thread_whose_fault_failed_is_woken_when_its_page_arrives() {
     for panics in [false, true] {
         for (mode, backing) in SMALL_WAYS {
             let Some(region) = region(4, backing) else {
@@ -382,9 +383,9 @@ fn a_sleeper_whose_fault_failed_is_woken_when_its_page_comes() {
     }
 }
 
-/// A page that comes while a thread sleeps on it, with the exit's own source panicking in between.
+/// A page arrives for a sleeping thread, while the source of an exit panics.
 #[test]
-fn an_exit_whose_source_panics_holds_nobody_up() {
+fn an_exit_whose_source_panics_blocks_no_other_thread() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
@@ -404,7 +405,7 @@ fn an_exit_whose_source_panics_holds_nobody_up() {
     let panicking = spawn_asleep("the exit", move || {
         exit(&mut resolver, &its, 1, Access::Read).map(drop)
     });
-    // Its page is not its own before it has the content.
+    // The page is not claimed before its content is available.
     let its = Arc::clone(&region);
     within_patience("the touch", move || check_page(&its, 1));
     gate.wait();
@@ -413,7 +414,7 @@ fn an_exit_whose_source_panics_holds_nobody_up() {
 }
 
 #[test]
-fn readers_stop_when_nothing_happens() {
+fn idle_readers_stop() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };

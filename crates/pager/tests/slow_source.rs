@@ -1,10 +1,8 @@
-//! A source that is far away: every answer takes its time, and any number of them are on their way.
-//! What a fault waits for is that time and little more, whatever prefetch does; and prefetch keeps its
-//! rate, whatever faults do.
+//! A source with a long latency and any number of requests in flight. A fault waits for little more
+//! than that latency, whatever prefetch does; and prefetch maintains its rate, whatever faults do.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[path = "support/desk.rs"]
-mod desk;
+mod support;
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -12,21 +10,21 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use desk::*;
 use pagetide_memory::{Access, Backing};
 use pagetide_pager::{
     Contents, InFlightLimits, Mode, Pager, Prefetch, PrefetchConfig, RegionConfig, Request, Source,
     Urgency,
 };
+use support::manual::*;
 
-/// A fault's request may be followed by others at any time, but it passes every bulk request that is
-/// not submitted yet, and no bulk request in flight takes its room.
+/// Other requests may follow a fault's request at any time, but it passes every bulk request that is
+/// not yet submitted, and bulk requests in flight do not use up its limit.
 #[test]
-fn urgent_requests_pass_all_that_prefetch_wants() {
+fn urgent_requests_pass_all_bulk_requests() {
     let Some(region) = region(1024, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
+    let manual = ManualSource::new();
     let pager = Pager::new().unwrap();
     let limits = InFlightLimits {
         urgent_bytes: 16 * PAGE,
@@ -35,7 +33,7 @@ fn urgent_requests_pass_all_that_prefetch_wants() {
     let config = RegionConfig::local(
         Arc::clone(&region),
         Mode::Minor,
-        Contents::Source(desk.source()),
+        Contents::Source(manual.source()),
     )
     .retry_policy(PERSISTENT)
     .in_flight_limits(limits);
@@ -47,39 +45,39 @@ fn urgent_requests_pass_all_that_prefetch_wants() {
         },
     )
     .unwrap();
-    desk.wait_for_waiting(4);
-    // Bulk is at its limit, and nobody answers. Each fault is asked for at once all the same: those
-    // on pages that are requested in bulk, and those on others.
+    manual.wait_for_waiting(4);
+    // The bulk limit is reached, and there is no answer. Each fault's page is requested at once
+    // nevertheless: pages that are requested in bulk, and others.
     let mut waiting = Vec::new();
     for page in [3, 1000, 17, 999, 40, 998, 63, 997] {
         waiting.push(exit(&pager, page));
-        let urgent = desk.next_urgent();
+        let urgent = manual.next_urgent();
         assert_eq!(urgent.pages(), range(page, 1));
         complete(urgent);
         let _ = join("the exit", waiting.pop().unwrap()).unwrap();
     }
-    assert_eq!(desk.waiting(), 4);
-    let is_bulk = |asked: &Asked| asked.urgency == Urgency::Bulk;
-    let log = desk.log();
+    assert_eq!(manual.waiting(), 4);
+    let is_bulk = |asked: &Requested| asked.urgency == Urgency::Bulk;
+    let log = manual.log();
     assert!(log[..4].iter().all(is_bulk) && !log[4..].iter().any(is_bulk));
 
-    // More faults than there is room for: all of them go before the bulk requests that the answers
-    // to bulk requests make room for.
+    // More faults than the limit permits: all of them are submitted before the bulk requests that bulk
+    // answers make room for.
     let faults: Vec<_> = (500..540).map(|page| exit(&pager, page)).collect();
-    desk.wait_for_waiting(4 + 16);
+    manual.wait_for_waiting(4 + 16);
     eventually("the others", || {
         pager.source_status(id).unwrap().waiting_requests == 24
     });
-    let before = desk.log().len();
-    (0..4).for_each(|_| complete(desk.next_bulk()));
-    (0..40).for_each(|_| complete(desk.next_urgent()));
+    let before = manual.log().len();
+    (0..4).for_each(|_| complete(manual.next_bulk()));
+    (0..40).for_each(|_| complete(manual.next_urgent()));
     for fault in faults {
         let _ = join("an exit", fault).unwrap();
     }
-    let log = desk.log();
+    let log = manual.log();
     assert!(!log[before..before + 24].iter().any(is_bulk), "{log:?}");
     eventually("prefetch", || {
-        if let Some(request) = desk.take_if(|_| true) {
+        if let Some(request) = manual.take_if(|_| true) {
             complete(request);
         }
         ahead.is_finished()
@@ -91,8 +89,8 @@ fn urgent_requests_pass_all_that_prefetch_wants() {
 const LATENCY: Duration = Duration::from_millis(5);
 const REGION_BYTES: u64 = 64 << 20;
 
-/// A request and when its answer arrives; urgent ones first of those that arrive together, as in any
-/// source that has two queues.
+/// A request and the time of its answer; of simultaneous answers, urgent ones come first, as in any
+/// source with two queues.
 struct Due {
     at: Instant,
     request: Request,
@@ -194,8 +192,8 @@ impl Source for Far {
     }
 }
 
-/// A region is prefetched; with a thread that faults on random pages meanwhile, if `faults`. Returns
-/// prefetch's rate in pages a second, and how long each fault took that had to wait.
+/// Prefetches a region; if `faults`, a thread faults on random pages meanwhile. Returns prefetch's rate
+/// in pages a second, and the duration of each fault that had to wait.
 fn run(bulk_bytes: u64, faults: bool) -> Option<(f64, Vec<Duration>)> {
     let region = region(REGION_BYTES / PAGE, Backing::Shmem)?;
     let (far, answering) = Far::new();
@@ -229,7 +227,7 @@ fn run(bulk_bytes: u64, faults: bool) -> Option<(f64, Vec<Duration>)> {
     }
     assert!(ahead.finish().unwrap().is_complete);
     let seconds = begun.elapsed().as_secs_f64();
-    // With the pages that faults brought, which prefetch did not have to.
+    // Includes the pages of faults, which prefetch did not have to fetch.
     let pages = region.pages() as f64;
     far.end();
     join("answering", answering);
@@ -250,8 +248,8 @@ fn percentile(sorted: &[Duration], percent: usize) -> f64 {
 /// Prints one JSON object: interleaved runs with and without faults, in rounds.
 #[test]
 #[ignore = "a measurement: cargo test --release --test slow_source -- --ignored --nocapture"]
-fn faults_and_prefetch_beside_each_other() {
-    // A run with a higher limit is over sooner, and has fewer faults.
+fn faults_during_prefetch() {
+    // A run with a higher limit ends sooner, and has fewer faults.
     for (bulk_bytes, rounds) in [(1 << 20, 5), (InFlightLimits::default().bulk_bytes, 15)] {
         let (mut alone, mut beside, mut took) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..rounds {

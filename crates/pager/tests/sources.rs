@@ -1,21 +1,20 @@
-//! Sources that answer twice, late, wrongly, elsewhere, never, or by a panic: nothing wrong is
-//! installed, nothing is lost, and what can be had comes.
+//! Sources that answer twice, late, wrongly, on another thread, never, or by a panic: nothing wrong is
+//! installed, no page is lost, and all available content arrives.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[path = "support/desk.rs"]
-mod desk;
+mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-use desk::*;
 use pagetide_memory::{Backing, GuestAddress, PageState};
 use pagetide_pager::{
     Content, Contents, Filled, InFlightLimits, Mode, Pager, Pool, PoolConfig, Prefetch,
     PrefetchConfig, ReaderConfig, Readers, RegionConfig, RegionId, Request, RequestId, Resolution,
     Source, SourceError, Urgency,
 };
+use support::manual::*;
 
 fn prefetch(pager: &Arc<Pager>, batch_pages: u64) -> Prefetch {
     let batch_bytes = batch_pages * PAGE;
@@ -23,13 +22,13 @@ fn prefetch(pager: &Arc<Pager>, batch_pages: u64) -> Prefetch {
 }
 
 #[test]
-fn answers_come_in_any_order_from_many_threads() {
+fn answers_arrive_in_any_order_from_many_threads() {
     for (mode, backing) in WAYS {
         let Some(region) = region(256, backing) else {
             return;
         };
-        let desk = Desk::new();
-        let (pager, id) = serve(&region, mode, desk.source(), PERSISTENT);
+        let manual = ManualSource::new();
+        let (pager, id) = serve(&region, mode, manual.source(), PERSISTENT);
         let running = prefetch(&pager, 8);
         let exits: Vec<_> = (0..256)
             .step_by(50)
@@ -37,13 +36,13 @@ fn answers_come_in_any_order_from_many_threads() {
             .collect();
         let answering: Vec<_> = (0..4)
             .map(|index| {
-                let (desk, pager) = (Arc::clone(&desk), Arc::clone(&pager));
+                let (manual, pager) = (Arc::clone(&manual), Arc::clone(&pager));
                 thread::spawn(move || {
                     while pager.counts(id).unwrap().present < 256 {
                         let request = match index {
-                            0 => desk.take_if(|request| request.urgency() == Urgency::Bulk),
-                            1 => desk.take_if(|_| true),
-                            _ => desk.take_last(),
+                            0 => manual.take_if(|request| request.urgency() == Urgency::Bulk),
+                            1 => manual.take_if(|_| true),
+                            _ => manual.take_last(),
                         };
                         request.map_or_else(thread::yield_now, complete);
                     }
@@ -73,15 +72,15 @@ fn of_two_answers_for_a_page_the_first_is_installed() {
             let Some(region) = region(8, backing) else {
                 return;
             };
-            let desk = Desk::new();
-            let (pager, _) = serve(&region, mode, desk.source(), PERSISTENT);
+            let manual = ManualSource::new();
+            let (pager, _) = serve(&region, mode, manual.source(), PERSISTENT);
             let running = prefetch(&pager, 8);
-            let bulk = desk.next_bulk();
+            let bulk = manual.next_bulk();
             assert_eq!(bulk.pages(), range(0, 8));
             let waiting = exit(&pager, 3);
-            // Prefetch has asked for the page already: now it is asked for again, and is not delayed
-            // by a request that nobody answers yet.
-            let urgent = desk.next_urgent();
+            // Prefetch has requested the page: now it is requested again, and a request without an
+            // answer does not delay it.
+            let urgent = manual.next_urgent();
             assert_eq!(urgent.pages(), range(3, 1));
             let wrong = vec![0xee; 8 * 4096];
             if urgent_first {
@@ -106,24 +105,24 @@ fn of_two_answers_for_a_page_the_first_is_installed() {
 }
 
 #[test]
-fn a_fault_on_a_page_that_prefetch_asked_for_is_not_delayed_by_it() {
+fn a_fault_on_a_prefetched_page_is_not_delayed() {
     let Some(region) = region(64, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, _) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+    let manual = ManualSource::new();
+    let (pager, _) = serve(&region, Mode::Minor, manual.source(), PERSISTENT);
     let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
     let running = prefetch(&pager, 64);
     // Never answered.
-    let bulk = desk.next_bulk();
+    let bulk = manual.next_bulk();
     for page in 0..32 {
         let waiting = exit(&pager, page);
-        complete(desk.next_urgent());
+        complete(manual.next_urgent());
         let _ = join("the exit", waiting).unwrap();
     }
     let touched = Arc::clone(&region);
     let touching = thread::spawn(move || check_page(&touched, 40));
-    complete(desk.next_urgent());
+    complete(manual.next_urgent());
     join("the toucher", touching);
     assert_eq!(state(&pager, 50), PageState::Requested(Urgency::Bulk));
     assert!(
@@ -145,17 +144,17 @@ fn a_late_answer_is_dropped() {
         let Some(region) = region(4, backing) else {
             return;
         };
-        let desk = Desk::new();
-        let (pager, _) = serve(&region, mode, desk.source(), IMPATIENT);
+        let manual = ManualSource::new();
+        let (pager, _) = serve(&region, mode, manual.source(), IMPATIENT);
         let waiting = exit(&pager, 1);
-        let late = desk.next();
-        // The exit's own thread sees to deadlines: nobody serves the pager's descriptor.
-        desk.wait_for_cancelled(late.id());
+        let late = manual.next();
+        // The exit's own thread handles deadlines: no thread serves the pager's descriptor.
+        manual.wait_for_cancelled(late.id());
         let wrong = vec![0xee; 4096];
         late.complete(Content::Bytes(&wrong));
         assert_eq!(pager.counted().late_answers, 1);
         assert_ne!(state(&pager, 1), PageState::Present);
-        answer_until_done(&desk, &waiting);
+        answer_until_done(&manual, &waiting);
         let _ = join("the exit", waiting).unwrap();
         check_page(&region, 1);
         assert!(pager.counted().failed_requests >= 1);
@@ -163,11 +162,11 @@ fn a_late_answer_is_dropped() {
     }
 }
 
-/// Answers whatever comes until the thread is done: on a busy machine a short deadline may pass more
+/// Answers all requests until the thread has finished: on a busy machine a short deadline may pass more
 /// than once.
-fn answer_until_done<T>(desk: &Desk, waiting: &thread::JoinHandle<T>) {
+fn answer_until_done<T>(manual: &ManualSource, waiting: &thread::JoinHandle<T>) {
     eventually("the exit", || {
-        if let Some(request) = desk.take_if(|_| true) {
+        if let Some(request) = manual.take_if(|_| true) {
             complete(request);
         }
         waiting.is_finished()
@@ -175,29 +174,29 @@ fn answer_until_done<T>(desk: &Desk, waiting: &thread::JoinHandle<T>) {
 }
 
 #[test]
-fn a_request_that_is_never_answered_is_cancelled_and_asked_again() {
+fn a_request_without_an_answer_is_cancelled_and_repeated() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, id) = serve(&region, Mode::Minor, desk.source(), IMPATIENT);
-    // Readers see to deadlines as well: the thread that touches memory sleeps in the kernel.
+    let manual = ManualSource::new();
+    let (pager, id) = serve(&region, Mode::Minor, manual.source(), IMPATIENT);
+    // Readers handle deadlines too: the thread that touches memory sleeps in the kernel.
     let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
     let touched = Arc::clone(&region);
     let touching = thread::spawn(move || check_page(&touched, 2));
-    let kept: Vec<_> = (0..3).map(|_| desk.next()).collect();
+    let kept: Vec<_> = (0..3).map(|_| manual.next()).collect();
     for pair in kept.windows(2) {
         assert!(pair[0].id() < pair[1].id());
-        desk.wait_for_cancelled(pair[0].id());
+        manual.wait_for_cancelled(pair[0].id());
     }
     assert!(!pager.source_status(id).unwrap().is_stalled);
-    answer_until_done(&desk, &touching);
+    answer_until_done(&manual, &touching);
     join("the toucher", touching);
     readers.stop();
     drop(kept);
 }
 
-/// Answers the first request by `wrongly`, and the others as it should.
+/// Answers the first request by `wrongly`, and the others correctly.
 fn wrong_once(wrongly: impl Fn(Request) + Send + Sync + 'static) -> Arc<dyn Source> {
     let was_wrong = AtomicBool::new(false);
     Arc::new(SubmitFn(move |request| {
@@ -227,7 +226,7 @@ fn is_survived(what: &'static str, wrongly: fn(Request)) {
             let counted = pager.counted();
             assert_eq!(counted.failed_requests, 1, "{what}");
             assert_eq!((counted.pages, counted.answers), (1, 1), "{what}");
-            // The neighbours are asked for anew.
+            // The neighbours are requested again.
             assert_eq!(state(&pager, 4), PageState::Absent, "{what}");
             assert!(pager.trouble().is_none(), "{what}");
         }
@@ -235,7 +234,7 @@ fn is_survived(what: &'static str, wrongly: fn(Request)) {
 }
 
 #[test]
-fn wrong_answers_install_nothing_and_are_asked_again() {
+fn wrong_answers_install_nothing_and_their_requests_are_repeated() {
     is_survived("a short answer", |request| {
         let bytes = content(request.gpa(), request.bytes() - 1);
         request.complete(Content::Bytes(&bytes));
@@ -249,12 +248,12 @@ fn wrong_answers_install_nothing_and_are_asked_again() {
     });
     is_survived("a failure", |request| request.fail(unavailable("not now")));
     is_survived("a dropped request", drop);
-    is_survived("a panic", |_request| panic!("out of luck"));
+    is_survived("a panic", |_request| panic!("intended"));
     is_survived("a late panic", |request| {
-        // On another thread, with the request in its hands.
+        // On another thread, which owns the request.
         let panicking = thread::spawn(move || {
             let _request = request;
-            panic!("out of luck, elsewhere");
+            panic!("intended, elsewhere");
         });
         panicking.join().unwrap_err();
     });
@@ -278,8 +277,8 @@ fn a_source_that_answers_and_then_panics_has_answered() {
     assert_eq!(pager.counted().failed_requests, 0);
 }
 
-/// Keeps requests, and panics when one is cancelled.
-struct PanicsInCancel(Desk);
+/// Holds requests, and panics when one is cancelled.
+struct PanicsInCancel(ManualSource);
 
 impl Source for PanicsInCancel {
     fn submit(&self, request: Request) {
@@ -293,11 +292,11 @@ impl Source for PanicsInCancel {
 }
 
 #[test]
-fn a_source_that_panics_in_cancel_harms_nobody() {
+fn a_source_that_panics_in_cancel_does_no_harm() {
     let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let source = Arc::new(PanicsInCancel(Desk::default()));
+    let source = Arc::new(PanicsInCancel(ManualSource::default()));
     let (pager, id) = serve(&region, Mode::Minor, Arc::clone(&source) as _, IMPATIENT);
     let waiting = exit(&pager, 0);
     let kept = source.0.next();
@@ -315,7 +314,7 @@ fn a_source_that_panics_in_cancel_harms_nobody() {
 }
 
 #[test]
-fn a_source_that_fails_a_few_times_is_asked_until_it_works() {
+fn requests_are_repeated_until_a_failing_source_works() {
     for (mode, backing) in WAYS {
         let Some(region) = region(16, backing) else {
             return;
@@ -323,7 +322,7 @@ fn a_source_that_fails_a_few_times_is_asked_until_it_works() {
         let asked = AtomicU64::new(0);
         let source = Arc::new(SubmitFn(move |request: Request| {
             match asked.fetch_add(1, Ordering::Relaxed) {
-                // A bulk request is halved each time: with these it comes in pieces.
+                // A bulk request is halved after each failure, so it arrives in pieces.
                 0..4 => request.fail(unavailable("not yet")),
                 _ => complete(request),
             }
@@ -347,7 +346,7 @@ fn a_source_that_answers_inside_submit_answers_all_without_recursion() {
         let Some(region) = region(2048, backing) else {
             return;
         };
-        // On a thread with little stack: each answer submits the next request.
+        // On a thread with a small stack: each answer submits the next request.
         let source = Arc::new(SubmitFn(complete));
         let pager = Pager::new().unwrap();
         let config = RegionConfig::local(Arc::clone(&region), mode, Contents::Source(source));
@@ -373,7 +372,7 @@ fn a_source_that_answers_inside_submit_answers_all_without_recursion() {
 }
 
 #[test]
-fn zeroes_are_content() {
+fn zeroes_count_as_content() {
     for (mode, backing) in WAYS {
         let Some(region) = region(8, backing) else {
             return;
@@ -399,7 +398,7 @@ fn zeroes_are_content() {
 }
 
 #[test]
-fn poison_of_a_run_is_found_page_by_page() {
+fn poison_of_a_run_is_identified_page_by_page() {
     for lost in [0, 1, 31, 63] {
         for by_fault in [true, false] {
             let Some(region) = region(64, Backing::Shmem) else {
@@ -442,7 +441,7 @@ fn poison_of_a_run_is_found_page_by_page() {
 }
 
 #[test]
-fn a_pools_reads_fail_panic_and_say_zero_or_poison() {
+fn a_pools_reads_fail_panic_and_return_zero_or_poison() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
@@ -455,7 +454,7 @@ fn a_pools_reads_fail_panic_and_say_zero_or_poison() {
         }
         match asked.fetch_add(1, Ordering::Relaxed) {
             0 => return Err(unavailable("not now")),
-            1 => panic!("out of luck"),
+            1 => panic!("intended"),
             _ => fill(at.gpa, buffer),
         }
         Ok(Filled::Bytes)
@@ -479,39 +478,39 @@ fn pages_in_flight_never_exceed_the_limits() {
     let Some(region) = region(256, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
+    let manual = ManualSource::new();
     let pager = Pager::new().unwrap();
     let limits = InFlightLimits {
         urgent_bytes: 4 * PAGE,
         bulk_bytes: 16 * PAGE,
     };
-    let contents = Contents::Source(desk.source());
+    let contents = Contents::Source(manual.source());
     let config = RegionConfig::local(Arc::clone(&region), Mode::Minor, contents)
         .retry_policy(PERSISTENT)
         .in_flight_limits(limits);
     let id = pager.add(config).unwrap();
     let running = prefetch(&pager, 8);
-    desk.wait_for_waiting(2);
+    manual.wait_for_waiting(2);
     let exits: Vec<_> = (100..108).map(|page| exit(&pager, page)).collect();
-    desk.wait_for_waiting(6);
+    manual.wait_for_waiting(6);
     eventually("what has no room", || {
         pager.source_status(id).unwrap().waiting_requests == 4
     });
     assert_eq!(pager.source_status(id).unwrap().in_flight_bytes, 20 * PAGE);
-    // No bulk request gets the room that a bulk answer leaves: urgent ones wait.
-    complete(desk.next_bulk());
-    assert_eq!(desk.waiting(), 5);
+    // No bulk request takes the room that a bulk answer leaves, because urgent requests wait.
+    complete(manual.next_bulk());
+    assert_eq!(manual.waiting(), 5);
     for _ in 0..4 {
-        complete(desk.next_urgent());
+        complete(manual.next_urgent());
     }
     for _ in 0..4 {
-        complete(desk.next_urgent());
+        complete(manual.next_urgent());
     }
     for exit in exits {
         let _ = join("an exit", exit).unwrap();
     }
     eventually("prefetch", || {
-        if let Some(request) = desk.take_if(|_| true) {
+        if let Some(request) = manual.take_if(|_| true) {
             complete(request);
         }
         assert!(pager.source_status(id).unwrap().in_flight_bytes <= 20 * PAGE);
@@ -522,14 +521,14 @@ fn pages_in_flight_never_exceed_the_limits() {
 }
 
 #[test]
-fn a_request_says_what_it_is_for() {
+fn a_request_describes_its_pages() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, id) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+    let manual = ManualSource::new();
+    let (pager, id) = serve(&region, Mode::Minor, manual.source(), PERSISTENT);
     let waiting = exit(&pager, 5);
-    let request = desk.next();
+    let request = manual.next();
     assert_eq!(request.region(), id);
     assert_eq!(
         (request.pages(), request.urgency()),
@@ -538,7 +537,7 @@ fn a_request_says_what_it_is_for() {
     assert_eq!((request.offset_bytes(), request.bytes()), (5 * PAGE, PAGE));
     assert_eq!(request.gpa(), GuestAddress(GPA.0 + 5 * PAGE));
     assert!(format!("{request:?}").contains("Urgent"));
-    // An answer after the pager is gone finds nobody.
+    // An answer after the end of the pager has no effect.
     pager.stop();
     join("the exit", waiting).unwrap_err();
     drop(pager);

@@ -1,5 +1,5 @@
-//! Memory that one range of addresses is, but several mappings for the kernel, as after `madvise` on a
-//! part of it: the kernel installs within one mapping at a time.
+//! One range of addresses that consists of several kernel mappings, as after `madvise` on a part of it:
+//! the kernel installs within one mapping at a time.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
@@ -14,14 +14,14 @@ use support::*;
 
 const PAGES: u64 = 32;
 
-/// A region of 32 pages that is three mappings and more: pages 5 and 6 are their own.
+/// A region of 32 pages in three mappings or more: pages 5 and 6 have a separate mapping.
 fn split_region(backing: Backing) -> Option<Arc<Region>> {
     let region = region(PAGES, backing)?;
     for (first, count) in [(5, 2), (16, 1)] {
         let pages = PageRange::new(PageIndex(first), count);
         let range = region.guest_range(pages).unwrap();
         let start = std::ptr::with_exposed_provenance_mut(range.start().0);
-        // SAFETY: madvise requires nothing; whether a core dump has the memory is nobody's concern.
+        // SAFETY: madvise has no requirements here; the advice only concerns core dumps.
         let advised = unsafe { libc::madvise(start, range.bytes(), libc::MADV_DONTDUMP) };
         assert_eq!(advised, 0);
     }
@@ -32,26 +32,31 @@ fn around(config: RegionConfig) -> RegionConfig {
     config.fault_around(PAGES)
 }
 
-/// Every page has its content, and none was given up.
+/// Checks that every page has its content, and that none was removed.
 fn check(paged: &Paged) {
     (0..PAGES).for_each(|page| check_page(&paged.region, page));
     assert_eq!(paged.pager.counts(paged.id).unwrap().present, PAGES);
 }
 
+/// Resolves an exit on page `first`, and then exits on all pages.
+fn check_exits(paged: &Paged, first: u64) {
+    let _ = paged.read_exit(first);
+    check_page(&paged.region, first);
+    (0..PAGES).for_each(|page| {
+        let _ = paged.read_exit(page);
+    });
+    check(paged);
+}
+
 #[test]
-fn faults_bring_in_what_lies_in_several_mappings() {
+fn faults_install_in_several_mappings() {
     for (mode, backing) in SMALL_WAYS {
         for faulting in [0, 4, 5, 7, 16, 31] {
             let Some(region) = split_region(backing) else {
                 return;
             };
             let paged = Paged::with(&region, mode, pattern(), around);
-            let _ = paged.read_exit(faulting);
-            check_page(&region, faulting);
-            (0..PAGES).for_each(|page| {
-                let _ = paged.read_exit(page);
-            });
-            check(&paged);
+            check_exits(&paged, faulting);
         }
     }
 }
@@ -65,12 +70,7 @@ fn a_page_cache_in_several_mappings_is_mapped() {
         fill_page_cache(&region);
         let contents = Contents::PageCache(Holes::AreMissing);
         let paged = Paged::with(&region, Mode::Minor, contents, around);
-        let _ = paged.read_exit(faulting);
-        check_page(&region, faulting);
-        (0..PAGES).for_each(|page| {
-            let _ = paged.read_exit(page);
-        });
-        check(&paged);
+        check_exits(&paged, faulting);
     }
 }
 
@@ -80,7 +80,7 @@ fn arrivals_are_installed_in_several_mappings() {
         let Some(region) = split_region(backing) else {
             return;
         };
-        let source = HeldSource::new();
+        let source = ManualSource::new();
         let paged = Paged::with(&region, mode, source.contents(), around);
         let readers = Readers::spawn(&paged.pager, ReaderConfig::new(1)).unwrap();
         let its = Arc::clone(&region);
@@ -99,7 +99,7 @@ fn pushes_are_installed_in_several_mappings() {
         let Some(region) = split_region(backing) else {
             return;
         };
-        let paged = Paged::new(&region, mode, HeldSource::new().contents());
+        let paged = Paged::new(&region, mode, ManualSource::new().contents());
         let bytes = content(GPA, region.bytes());
         let pushed = paged
             .pager
@@ -124,7 +124,7 @@ fn prefetch_installs_in_several_mappings() {
 }
 
 #[test]
-fn what_is_missing_in_several_mappings_is_lost() {
+fn missing_pages_in_several_mappings_are_lost() {
     if !can_poison() {
         return;
     }

@@ -1,9 +1,8 @@
-//! A source that is gone stalls its region and nothing else: whoever touches a missing page waits, and
-//! the owner goes on with the same source, with another, or without.
+//! A source that is unreachable stalls its region and nothing else: a thread that touches a missing
+//! page waits, and the owner continues with the same source, with another, or without one.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[path = "support/desk.rs"]
-mod desk;
+mod support;
 
 use std::error::Error;
 use std::sync::Arc;
@@ -11,13 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use desk::*;
 use pagetide_memory::{Backing, GuestAddress, PageState, Region};
 use pagetide_pager::{
     Content, Contents, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
     RegionChangeError, RegionConfig, RegionId, Request, ResolveError, RetryPolicy, SourceError,
     SourceStatus, Urgency,
 };
+use support::manual::*;
 
 /// A source that works while its switch is on.
 fn switched() -> (
@@ -52,7 +51,7 @@ fn touch(region: &Arc<Region>, page: u64) -> thread::JoinHandle<()> {
 }
 
 #[test]
-fn a_stalled_region_waits_and_goes_on_when_it_is_resumed() {
+fn a_stalled_region_waits_until_it_is_resumed() {
     for (mode, backing) in WAYS {
         let Some(region) = region(64, backing) else {
             return;
@@ -79,7 +78,7 @@ fn a_stalled_region_waits_and_goes_on_when_it_is_resumed() {
         };
         assert_eq!(pager.source_status(id).unwrap(), expected);
 
-        // Whoever comes now waits as well, and nothing more is asked.
+        // A later thread waits as well, and nothing more is requested.
         let waiting = exit(&pager, 8);
         let ahead = prefetch(&pager);
         eventually("the exit", || {
@@ -89,7 +88,7 @@ fn a_stalled_region_waits_and_goes_on_when_it_is_resumed() {
         assert_eq!(pager.counted().failed_requests, 3);
         assert!(!touching.is_finished() && !waiting.is_finished() && !ahead.is_finished());
 
-        // Too early: it is said again.
+        // Too early: the notice is repeated.
         pager.resume(id).unwrap();
         stalled(&told, id);
         on.store(true, Ordering::Release);
@@ -110,7 +109,7 @@ fn a_stalled_region_waits_and_goes_on_when_it_is_resumed() {
     }
 }
 
-/// Two regions in one pager: the first one's source is gone, the second one's is not.
+/// Two regions in one pager: the first one's source is unreachable, the second one's is not.
 struct Half {
     pager: Arc<Pager>,
     regions: [Arc<Region>; 2],
@@ -142,7 +141,7 @@ fn half_stalled() -> Option<Half> {
 }
 
 #[test]
-fn other_regions_go_on() {
+fn other_regions_continue() {
     let Some(Half {
         pager,
         regions,
@@ -165,7 +164,7 @@ fn other_regions_go_on() {
 }
 
 #[test]
-fn prefetch_goes_on_in_other_regions() {
+fn prefetch_continues_in_other_regions() {
     let Some(Half {
         pager,
         regions,
@@ -177,7 +176,7 @@ fn prefetch_goes_on_in_other_regions() {
         return;
     };
     let [first, second] = regions;
-    // Whichever region it starts in.
+    // In whichever region it starts.
     let ahead = prefetch(&pager);
     eventually("the other region", || {
         pager.counts(there).unwrap().present == 64
@@ -195,14 +194,14 @@ fn prefetch_goes_on_in_other_regions() {
 }
 
 #[test]
-fn prefetch_goes_on_in_other_regions_when_a_source_hangs() {
+fn prefetch_continues_in_other_regions_when_a_source_hangs() {
     let Some(first) = region(64, Backing::Shmem) else {
         return;
     };
     let Some(second) = region_at(GuestAddress(GPA.0 + 64 * PAGE), 64, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
+    let manual = ManualSource::new();
     let pager = Pager::new().unwrap();
     let limits = pagetide_pager::InFlightLimits {
         bulk_bytes: 16 * PAGE,
@@ -214,16 +213,16 @@ fn prefetch_goes_on_in_other_regions_when_a_source_hangs() {
             .retry_policy(PERSISTENT);
         pager.add(config).unwrap()
     };
-    let hanging = add(&first, Contents::Source(desk.source()));
+    let hanging = add(&first, Contents::Source(manual.source()));
     let there = add(&second, Contents::Source(Arc::new(SubmitFn(complete))));
     let ahead = prefetch(&pager);
     eventually("the other region", || {
         pager.counts(there).unwrap().present == 64
     });
     assert_eq!(pager.counts(hanging).unwrap().requested, 16);
-    assert_eq!(desk.log().len(), 2);
+    assert_eq!(manual.log().len(), 2);
     eventually("the first region", || {
-        if let Some(request) = desk.take_if(|_| true) {
+        if let Some(request) = manual.take_if(|_| true) {
             complete(request);
         }
         ahead.is_finished()
@@ -258,12 +257,12 @@ fn another_source_takes_over_while_the_region_is_stalled() {
 }
 
 #[test]
-fn another_source_takes_over_what_is_in_flight() {
+fn another_source_takes_over_requests_in_flight() {
     for (mode, backing) in WAYS {
         let Some(region) = region(16, backing) else {
             return;
         };
-        let (former, next) = (Desk::new(), Desk::new());
+        let (former, next) = (ManualSource::new(), ManualSource::new());
         let (pager, id) = serve(&region, mode, former.source(), PERSISTENT);
         let ahead = prefetch(&pager);
         former.wait_for_waiting(2);
@@ -294,24 +293,24 @@ fn another_source_takes_over_what_is_in_flight() {
 }
 
 #[test]
-fn what_is_abandoned_is_lost_and_not_zero() {
+fn abandoned_pages_are_lost_and_not_zero() {
     for (mode, backing) in WAYS {
         for is_stalled in [true, false] {
             let Some(region) = region(16, backing) else {
                 return;
             };
-            let desk = Desk::new();
-            let (pager, id) = serve(&region, mode, desk.source(), ONE_ATTEMPT);
+            let manual = ManualSource::new();
+            let (pager, id) = serve(&region, mode, manual.source(), ONE_ATTEMPT);
             let told = notices(&pager);
             let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
             let there = exit(&pager, 0);
-            complete(desk.next());
+            complete(manual.next());
             let _ = join("the exit", there).unwrap();
             let touched = Arc::clone(&region);
             let touching = thread::spawn(move || assert_lost(&touched, 3));
-            let kept = desk.next();
+            let kept = manual.next();
             let waiting = exit(&pager, 5);
-            let other = desk.next();
+            let other = manual.next();
             if is_stalled {
                 other.fail(unavailable("gone for good"));
                 stalled(&told, id);
@@ -320,7 +319,7 @@ fn what_is_abandoned_is_lost_and_not_zero() {
             join("the toucher", touching);
             let resolved = join("the exit", waiting).unwrap();
             assert_eq!(resolved, pagetide_pager::Resolution::Poisoned);
-            // An answer that comes now changes nothing.
+            // A late answer changes nothing.
             complete(kept);
             assert_eq!(pager.counts(id).unwrap().poisoned, 15);
             check_page(&region, 0);
@@ -343,12 +342,12 @@ fn content_that_cannot_be_installed_stalls_its_region_only() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, id) = serve(&region, Mode::Missing, desk.source(), PERSISTENT);
+    let manual = ManualSource::new();
+    let (pager, id) = serve(&region, Mode::Missing, manual.source(), PERSISTENT);
     let told = notices(&pager);
     let waiting = exit(&pager, 3);
-    let request = desk.next();
-    // Something else puts a page there, behind the pager's back.
+    let request = manual.next();
+    // Other code maps a page there without the pager.
     let file = region.file().unwrap();
     rustix::io::pwrite(file, &[7; 4096], 3 * PAGE).unwrap();
     complete(request);
@@ -356,30 +355,33 @@ fn content_that_cannot_be_installed_stalls_its_region_only() {
         Notice::NotInstalled { region, .. } => assert_eq!(region, id),
         other => panic!("{other}"),
     }
-    assert!(!waiting.is_finished(), "nobody may see what was put there");
+    assert!(
+        !waiting.is_finished(),
+        "no thread may read the foreign page"
+    );
     assert!(pager.source_status(id).unwrap().is_stalled);
-    // The owner takes it away again.
+    // The owner removes it again.
     region.punch(range(3, 1)).unwrap();
     pager.resume(id).unwrap();
-    complete(desk.next());
+    complete(manual.next());
     let _ = join("the exit", waiting).unwrap();
     check_page(&region, 3);
 }
 
-/// What prefetch had requested is not asked for again by itself: a page of it may be waited for by
-/// somebody who must not depend on prefetch.
+/// Bulk requests of prefetch are not repeated automatically: a thread that does not depend on prefetch
+/// may wait for one of their pages.
 #[test]
 fn bulk_content_that_cannot_be_installed_leaves_no_page_requested() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, id) = serve(&region, Mode::Missing, desk.source(), PERSISTENT);
+    let manual = ManualSource::new();
+    let (pager, id) = serve(&region, Mode::Missing, manual.source(), PERSISTENT);
     let told = notices(&pager);
     let ahead = prefetch(&pager);
-    let bulk = desk.next_bulk();
+    let bulk = manual.next_bulk();
     assert_eq!(bulk.pages(), range(0, 8));
-    // Something else puts a page there, behind the pager's back.
+    // Other code maps a page there without the pager.
     let file = region.file().unwrap();
     rustix::io::pwrite(file, &[7; 4096], 2 * PAGE).unwrap();
     complete(bulk);
@@ -408,40 +410,40 @@ fn bulk_content_that_cannot_be_installed_leaves_no_page_requested() {
     let _ = within_patience("prefetch", || ahead.stop()).unwrap();
     region.punch(range(2, 1)).unwrap();
     pager.resume(id).unwrap();
-    let urgent = desk.next();
+    let urgent = manual.next();
     assert_eq!(urgent.pages(), range(5, 1));
     complete(urgent);
     let _ = join("the exit", waiting).unwrap();
     check_page(&region, 5);
 }
 
-/// Waits without an end are said by the longest time that there is.
+/// Infinite waits are represented by the longest duration.
 #[test]
-fn deadlines_and_waits_may_be_as_long_as_one_likes() {
+fn deadlines_and_pauses_may_be_of_any_length() {
     for long in [Duration::MAX, Duration::from_secs(1 << 62)] {
         let Some(region) = region(8, Backing::Shmem) else {
             return;
         };
-        let desk = Desk::new();
+        let manual = ManualSource::new();
         let policy = RetryPolicy {
             deadline: long,
             attempts: 3,
             first_backoff: long,
             longest_backoff: long,
         };
-        let (pager, id) = serve(&region, Mode::Minor, desk.source(), policy);
+        let (pager, id) = serve(&region, Mode::Minor, manual.source(), policy);
         let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
         let touching = touch(&region, 3);
-        complete(desk.next());
+        complete(manual.next());
         join("the touch", touching);
-        // And after a failure, until the owner wants it sooner.
+        // Also after a failure, until the owner resumes it.
         let waiting = exit(&pager, 5);
-        desk.next().fail(unavailable("not yet"));
+        manual.next().fail(unavailable("not yet"));
         pager.tick();
-        assert_eq!(desk.waiting(), 0);
+        assert_eq!(manual.waiting(), 0);
         assert_eq!(pager.source_status(id).unwrap().waiting_requests, 1);
         pager.resume(id).unwrap();
-        complete(desk.next());
+        complete(manual.next());
         let _ = join("the exit", waiting).unwrap();
         check_page(&region, 5);
         readers.stop();
@@ -450,15 +452,15 @@ fn deadlines_and_waits_may_be_as_long_as_one_likes() {
 }
 
 #[test]
-fn an_exit_that_waits_is_let_go_by_stop_and_by_removal() {
+fn a_waiting_exit_ends_by_stop_and_by_removal() {
     for stop in [true, false] {
         let Some(region) = region(8, Backing::Shmem) else {
             return;
         };
-        let desk = Desk::new();
-        let (pager, id) = serve(&region, Mode::Minor, desk.source(), PERSISTENT);
+        let manual = ManualSource::new();
+        let (pager, id) = serve(&region, Mode::Minor, manual.source(), PERSISTENT);
         let waiting = exit(&pager, 3);
-        let request = desk.next();
+        let request = manual.next();
         if stop {
             pager.stop();
         } else {
@@ -470,7 +472,7 @@ fn an_exit_that_waits_is_let_go_by_stop_and_by_removal() {
             other => panic!("{other}"),
         }
         if stop {
-            // The VM goes on later: what was asked for is still on its way.
+            // The VM continues later: its requests are still in flight.
             pager.restart();
             let waiting = exit(&pager, 3);
             complete(request);
@@ -493,7 +495,10 @@ fn only_regions_with_a_source_can_be_stalled() {
     assert_eq!(pager.resume(id), Err(none));
     assert_eq!(pager.abandon(id), Err(none));
     assert_eq!(pager.source_status(id), Err(none));
-    assert_eq!(pager.replace_source(id, Desk::new().source()), Err(none));
+    assert_eq!(
+        pager.replace_source(id, ManualSource::new().source()),
+        Err(none)
+    );
     pager.remove(id).unwrap();
     let gone = RegionChangeError::NoSuchRegion { region: id };
     assert_eq!(pager.resume(id), Err(gone));
@@ -502,14 +507,14 @@ fn only_regions_with_a_source_can_be_stalled() {
 }
 
 #[test]
-fn a_request_for_pages_that_came_another_way_is_no_failure() {
+fn a_request_for_pages_delivered_otherwise_is_no_failure() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
-    let desk = Desk::new();
-    let (pager, id) = serve(&region, Mode::Minor, desk.source(), ONE_ATTEMPT);
+    let manual = ManualSource::new();
+    let (pager, id) = serve(&region, Mode::Minor, manual.source(), ONE_ATTEMPT);
     let waiting = exit(&pager, 3);
-    let request = desk.next();
+    let request = manual.next();
     pager
         .push(id, range(3, 1), Content::Bytes(&content_of(range(3, 1))))
         .unwrap();

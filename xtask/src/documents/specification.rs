@@ -283,7 +283,7 @@ mod tests {
     use super::*;
 
     const TEST: &str = "`crates/vmm/tests/pool.rs::a_stop_ends_vcpus_that_run`";
-    const IGNORED: &str = "`crates/pager/tests/outage.rs::a_source_that_is_gone_for_a_minute`";
+    const IGNORED: &str = "`crates/pager/tests/outage.rs::an_outage_of_a_minute`";
     const VM: &str = "`cargo xtask vm --cpus 1 -- pagetide probe`";
 
     /// What is wrong with a row, without its place.

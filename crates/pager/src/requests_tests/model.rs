@@ -1,4 +1,4 @@
-//! Requests beside a model of the page map: nothing is lost.
+//! Requests compared with a model of the page map: no page is lost.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use super::*;
 
 const PAGES: u64 = 24;
 
-/// What the page map would say.
+/// The state of a page in the page map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Absent,
@@ -51,7 +51,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..120)
 }
 
-/// The state machine beside a page map, and what must hold of both.
+/// The state machine and a page map, with their common invariants.
 struct Model {
     requests: Requests,
     map: Vec<State>,
@@ -76,7 +76,7 @@ impl Model {
         &mut self.map[usize::try_from(page).unwrap()]
     }
 
-    /// The connected pages around `page` in `window` that are Absent become `to`.
+    /// Changes the Absent pages of `window` that form a run with `page` to `to`.
     fn request(&mut self, page: u64, window: PageRange, to: State) -> PageRange {
         let window = window.intersection(run(0, PAGES));
         let (mut first, mut end) = (page, page + 1);
@@ -218,7 +218,7 @@ impl Model {
         self.check()
     }
 
-    /// Nothing is lost, and the limits and sums hold.
+    /// Checks that no page is lost, and the limits and sums.
     fn check(&mut self) -> Result<(), TestCaseError> {
         let requests = &self.requests;
         let flying: Vec<_> = requests
@@ -263,10 +263,10 @@ impl Model {
 }
 
 proptest! {
-    /// Whatever happens, a page that is wanted waits, is in flight, has come or was withdrawn; and
-    /// when the source answers at last, everything comes.
+    /// In every history, a requested page waits, is in flight, has arrived or was withdrawn; and when
+    /// the source finally answers, every page arrives.
     #[test]
-    fn nothing_is_lost(steps in steps()) {
+    fn no_page_is_lost(steps in steps()) {
         let mut model = Model::new();
         for step in steps {
             model.step(step)?;

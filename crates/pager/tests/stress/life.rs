@@ -16,7 +16,7 @@ use crate::rng::Rng;
 use crate::source::{Blocking, Local, Workers, fill, word_at};
 use crate::tally::{Op, Tally};
 
-/// What every life shares.
+/// The state that all lives share.
 pub struct World {
     pub seed: u64,
     /// Regions begin in the first, and some are handed to the second.
@@ -26,14 +26,14 @@ pub struct World {
     pub lives: AtomicU64,
 }
 
-/// What the test knows of a page.
+/// The expected state of a page.
 #[derive(Default)]
 struct Page {
-    /// Discards that have begun, and that have ended.
+    /// The number of discards that have begun, and that have ended.
     begun: AtomicU32,
     ended: AtomicU32,
-    /// What was written into the first word since the last discard. Held by whoever writes or
-    /// discards, and by nobody who reads the other words.
+    /// The data written to the first word since the last discard. Locked by threads that write or
+    /// discard, but not by those that read the other words.
     written: Mutex<Option<u64>>,
 }
 
@@ -54,7 +54,7 @@ struct Life {
     way: Way,
     memory: Memory,
     pages: Vec<Page>,
-    /// Who pages it now, and under which number.
+    /// The pager that serves the region now, and the region's number there.
     at: Mutex<(usize, RegionId)>,
     is_over: AtomicBool,
 }
@@ -175,7 +175,7 @@ impl Way {
         };
         config
             .fault_around(self.around)
-            // Exits come here without a guest, for pages that are there too, as often as chance has it.
+            // Exits occur here without a guest, at random, and also for present pages.
             .no_progress_limit(std::num::NonZeroU32::MAX)
             .in_flight_limits(InFlightLimits {
                 urgent_bytes: 256 << 10,
@@ -194,7 +194,7 @@ impl Way {
 pub fn live(world: &Arc<World>) {
     let number = world.lives.fetch_add(1, Ordering::Relaxed);
     let mut rng = Rng::new(world.seed, number);
-    // Lives are apart, so that nobody takes one's content for another's.
+    // The gpas of lives are disjoint, so that the content of one is never mistaken for another's.
     let way = choose(&mut rng, (number + 1) << 32);
     let Some(memory) = way.memory() else {
         return;
@@ -222,7 +222,7 @@ pub fn live(world: &Arc<World>) {
                 let mut resolver = None;
                 while !life.is_over.load(Ordering::Acquire) {
                     if rng.one_in(32) {
-                        // Most pages are there by now, and the others are here to change that.
+                        // Most pages are present by now; the other operations change that.
                         thread::sleep(Duration::from_micros(rng.below(400)));
                     }
                     let page = rng.below(life.way.pages);
@@ -361,7 +361,7 @@ impl Life {
         }
     }
 
-    /// Something that only the region's owner does.
+    /// An operation of the region's owner.
     fn operate(&self, world: &World, rng: &mut Rng) {
         let first = rng.below(self.way.pages);
         let count = (1 + rng.below(8)).min(self.way.pages - first);
@@ -370,7 +370,7 @@ impl Life {
             0..6 => self.discard(world, rng, pages),
             6..9 => self.push(world, pages),
             9..11 if self.way.backing.is_none() => self.hand_over(world),
-            // Others come to work.
+            // Lets other threads run.
             _ => thread::sleep(Duration::from_micros(rng.below(1000))),
         }
     }
@@ -387,7 +387,7 @@ impl Life {
             (&self.memory, self.way.mode),
             (Memory::Local(_), _) | (Memory::Own(_), Mode::Minor)
         );
-        // What nobody is told of may only concern pages that are there.
+        // Discards without the pager may only affect present pages.
         let is_there = |page: PageIndex| {
             let state = pager.page_state(id, page);
             matches!(
@@ -427,7 +427,7 @@ impl Life {
         world.tally.count_many(Op::Push, pushed);
     }
 
-    /// To the other pager, while threads sleep on missing pages.
+    /// Hands the region to the other pager while threads sleep on missing pages.
     fn hand_over(&self, world: &World) {
         let mut at = self.lock();
         let exported = world.pagers[at.0].export(at.1).unwrap();
@@ -442,7 +442,7 @@ impl Life {
         world.tally.count(Op::Export);
     }
 
-    /// Everything that the region holds, missing pages included.
+    /// Checks the whole content of the region, including missing pages.
     fn verify(&self, world: &World) {
         let words = self.memory.page_size().bytes() / 8;
         let step = (words / 512).max(1);

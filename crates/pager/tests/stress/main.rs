@@ -1,9 +1,9 @@
-//! Everything at once, by chance: regions of every kind come and go while threads touch their pages
-//! and resolve exits, pages are discarded, pushed and prefetched, sources fail, and regions are
-//! handed from one pager to another. Every word that is read is checked, every wait has an end, and
-//! at the end nothing is left over.
+//! All operations at once, at random: regions of every kind are added and removed while threads touch
+//! their pages and resolve exits, pages are discarded, pushed and prefetched, sources fail, and regions
+//! are handed from one pager to another. Every word that is read is checked, every wait ends, and at
+//! the end no resource is left over.
 //!
-//! `PAGETIDE_STRESS_SECONDS` says for how long (5), `PAGETIDE_STRESS_SEED` which chances.
+//! `PAGETIDE_STRESS_SECONDS` sets the duration (5), `PAGETIDE_STRESS_SEED` the random seed.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 #![allow(unreachable_pub, reason = "a test's modules")]
 
@@ -30,7 +30,7 @@ use rng::Rng;
 use source::Workers;
 use tally::{Op, Tally};
 
-/// How long anything may take.
+/// The time limit of any operation.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Regions that live at the same time.
@@ -40,7 +40,7 @@ fn from_environment<T: FromStr>(name: &str) -> Option<T> {
     std::env::var(name).ok()?.parse().ok()
 }
 
-/// What a process has that must be given back.
+/// The resources of a process that must be released.
 #[derive(Debug, PartialEq, Eq)]
 struct Holdings {
     descriptors: usize,
@@ -78,14 +78,14 @@ fn release_huge_pages() {
     *HUGE_PAGES.lock().unwrap() = None;
 }
 
-/// Ends the process: threads that are stuck cannot be waited for.
+/// Ends the process: threads that are stuck cannot be joined.
 fn give_up() -> ! {
     release_huge_pages();
     std::process::exit(101)
 }
 
 #[test]
-fn everything_at_once() {
+fn all_operations_at_once() {
     if let Err(error) = Userfaultfd::available() {
         println!("SKIP: {error}");
         return;
@@ -116,7 +116,7 @@ fn everything_at_once() {
         before,
         "something is left over (left), of what there was (right)"
     );
-    // The allocator keeps some for each of the threads that there were.
+    // The allocator retains some for each thread that existed.
     let kept = all_mappings().saturating_sub(mappings_before);
     assert!(kept < 200, "{kept} mappings are left over");
 
@@ -155,13 +155,13 @@ fn run(seed: u64, length: Duration, tally: &Arc<Tally>) {
         .collect();
     let end = Instant::now() + length;
     thread::scope(|scope| {
-        // The owner of the regions, who has stalled ones go on.
+        // The owner of the regions, which resumes stalled ones.
         let owner = {
             let world = &world;
             scope.spawn(move || {
                 for (turn, (pager, region)) in stalled.into_iter().enumerate() {
                     let pager = &world.pagers[pager];
-                    // The region may be gone.
+                    // The region may have been removed.
                     if turn % 2 == 0 {
                         let _ = pager.resume(region);
                         tally.count(Op::Resume);
@@ -184,7 +184,7 @@ fn run(seed: u64, length: Duration, tally: &Arc<Tally>) {
         for thread in others {
             let result = thread.join();
             if let Err(panic) = result {
-                // Whoever waits for the rest would wait for ever.
+                // A thread that waits for the rest would wait forever.
                 eprintln!("{:?}", panic.downcast_ref::<String>());
                 give_up();
             }

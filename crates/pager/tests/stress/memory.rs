@@ -1,5 +1,5 @@
-//! Memory that is paged: a region of ours, or memory that was mapped and registered as another
-//! process would.
+//! Memory that is paged: a region of this process, or memory that was mapped and registered as by
+//! another process.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
-/// Memory as a process maps it that hands its userfaultfd over.
+/// Memory as mapped by a process that hands over its userfaultfd.
 pub struct Own {
     start: *mut u8,
     bytes: usize,
@@ -43,7 +43,7 @@ impl Own {
                 (start.unwrap(), Some(file))
             }
         };
-        // SAFETY: the range was just mapped, and is ours.
+        // SAFETY: the range was just mapped and belongs to this function.
         unsafe { madvise(start, bytes, Advice::LinuxNoHugepage) }.unwrap();
         let mut features = match mode {
             Mode::Missing => Features::POISON,
@@ -57,7 +57,8 @@ impl Own {
             start: start.addr() as u64,
             bytes: bytes as u64,
         };
-        // SAFETY: it stays mapped until the userfaultfd is closed (Drop), and nobody relies on zeroes.
+        // SAFETY: it stays mapped until the userfaultfd is closed (Drop), and no code relies on its
+        // zeroes.
         unsafe { uffd.register(range, mode) }.unwrap();
         Self {
             start: start.cast(),
@@ -82,9 +83,9 @@ impl Own {
 
 impl Drop for Own {
     fn drop(&mut self) {
-        // Before the mapping: an UNMAP or REMOVE event would be waited for.
+        // Before unmapping, which would otherwise wait for an UNMAP or REMOVE event to be read.
         self.uffd = None;
-        // SAFETY: nobody uses the mapping any more.
+        // SAFETY: no thread uses the mapping any more.
         unsafe { munmap(self.start.cast(), self.bytes) }.unwrap();
     }
 }
@@ -129,7 +130,7 @@ impl Memory {
         unsafe { AtomicU64::from_ptr(at) }
     }
 
-    /// Touches it, as a guest would.
+    /// Reads it, as a guest would.
     pub fn load(&self, page: u64, word: u64) -> u64 {
         self.word(page, word).load(Ordering::Relaxed)
     }
@@ -138,7 +139,7 @@ impl Memory {
         self.word(page, word).store(value, Ordering::Relaxed);
     }
 
-    /// Gives pages up as their owner does who tells no pager: by madvise.
+    /// Discards pages without informing a pager: by madvise.
     pub fn advise_away(&self, pages: PageRange) {
         let bytes = usize::try_from(pages.count() << self.page_size().shift()).unwrap();
         let has_file = match self {
@@ -151,12 +152,12 @@ impl Memory {
             Advice::LinuxDontNeed
         };
         let at = self.pointer(pages.first().0);
-        // SAFETY: madvise drops the content of a range that is ours, and that is accessed by atomic
+        // SAFETY: madvise drops the content of a range of this process, which is accessed by atomic
         // operations only.
         unsafe { madvise(at.cast(), bytes, advice) }.unwrap();
     }
 
-    /// The same by a hole in the file, where there is one.
+    /// The same by a hole in the file, if there is one.
     pub fn punch(&self, pages: PageRange) {
         match self {
             Self::Local(region) => region.punch(pages).unwrap(),
@@ -183,7 +184,7 @@ pub fn fill_page_cache(region: &Region) {
 
 pub fn local(gpa: u64, pages: u64, backing: Backing) -> Option<Arc<Region>> {
     let bytes = pages * backing.page_size().bytes();
-    // Huge pages may be taken by another life at this moment.
+    // Another life may have taken the huge pages at this moment.
     let region = Region::new(GuestAddress(gpa), bytes, backing).ok()?;
     Some(Arc::new(region))
 }

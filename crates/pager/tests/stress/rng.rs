@@ -1,4 +1,4 @@
-//! Chance that can be had again: by its seed.
+//! Random numbers that can be reproduced from their seed.
 
 /// splitmix64.
 pub struct Rng(u64);
@@ -20,7 +20,7 @@ impl Rng {
         mix(self.0)
     }
 
-    /// A number from 0 to `end`, without the end.
+    /// A number from 0 to `end`, exclusive.
     pub fn below(&mut self, end: u64) -> u64 {
         self.next() % end
     }

@@ -1,4 +1,4 @@
-//! What memory should hold, and sources that answer well, late, wrongly or not at all.
+//! The expected content of memory, and sources that answer correctly, late, wrongly or not at all.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -66,7 +66,7 @@ fn unavailable() -> SourceError {
     SourceError::Unavailable("by chance".into())
 }
 
-/// How a request is answered by another thread.
+/// The answer to a request by another thread.
 enum Later {
     Well(Request),
     Slowly(Request),
@@ -116,7 +116,7 @@ impl Workers {
         })
     }
 
-    /// After every source is gone.
+    /// Call this after all sources were dropped.
     pub fn join(self) {
         drop(self.sender);
         for thread in self.threads {
@@ -134,12 +134,12 @@ fn answer(request: Request) {
     }
 }
 
-/// Answers at once, later, wrongly, never, or with a failure.
+/// Answers immediately, later, wrongly, never, or with a failure.
 pub struct Moody {
     seed: u64,
     calls: AtomicU64,
     later: mpsc::Sender<Later>,
-    /// Requests that are answered when they are cancelled, if at all.
+    /// Requests that are answered on cancellation, if at all.
     hanging: Mutex<HashMap<(RegionId, RequestId), Request>>,
     tally: Arc<Tally>,
 }
@@ -188,7 +188,7 @@ impl Source for Moody {
         let cancelled = self.hanging.lock().unwrap().remove(&(region, id));
         if let Some(request) = cancelled {
             self.tally.count(Op::Cancelled);
-            // Too late; it must be dropped.
+            // Too late: the answer must be dropped.
             answer(request);
         }
     }

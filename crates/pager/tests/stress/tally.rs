@@ -1,4 +1,4 @@
-//! What was done, and how long the longest operation has been going on.
+//! Counts operations, and measures how long the longest current one has been running.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What one thread does now.
+/// The current operation of one thread.
 type Doing = (u64, String, Instant, Arc<dyn Fn() -> String + Send + Sync>);
 
 macro_rules! ops {
@@ -44,7 +44,7 @@ impl Tally {
         self.counts.lock().unwrap().get(&op).copied().unwrap_or(0)
     }
 
-    /// Does `work`, under the eyes of the watchdog, which calls `dump` if it takes too long.
+    /// Performs `work` under the watchdog, which calls `dump` if the work takes too long.
     pub fn watch<T>(
         &self,
         what: impl Into<String>,
@@ -63,7 +63,7 @@ impl Tally {
         result
     }
 
-    /// Ends the process if anything takes longer than `limit`.
+    /// Ends the process if any operation takes longer than `limit`.
     pub fn guard(&self, limit: Duration) {
         while !self.is_over.load(Ordering::Acquire) {
             thread::sleep(Duration::from_millis(200));

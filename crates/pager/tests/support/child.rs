@@ -1,5 +1,5 @@
-//! Another process: it maps memory, registers it with a userfaultfd, hands that over, and then does
-//! what it is told. It is this test program once more, in its test `child`.
+//! Another process: it maps memory, registers it with a userfaultfd, hands that over, and then executes
+//! commands. It is this test program, started again in its test `child`.
 
 #![allow(
     dead_code,
@@ -30,18 +30,18 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use crate::support::{PAGE, PATIENCE, fill, pattern};
+use crate::support::{PAGE, PATIENCE, fill, has_userfaultfd, pattern};
 
 const SOCKET: &str = "PAGETIDE_TEST_CHILD";
 /// The longest message in bytes.
 const LONGEST: usize = 60_000;
 
-/// Whether this process is the child; then it has done all that it was told.
+/// Whether this process is the child; if so, it has executed all commands.
 pub fn be_child() -> bool {
     let Ok(number) = std::env::var(SOCKET) else {
         return false;
     };
-    // SAFETY: the parent has left this descriptor open for us, and nobody else knows of it.
+    // SAFETY: the parent has left this descriptor open for the child, and no other code uses it.
     let socket = unsafe { UnixDatagram::from_raw_fd(number.parse().unwrap()) };
     let mut memory = Memory::default();
     loop {
@@ -64,7 +64,7 @@ fn send(socket: &UnixDatagram, text: &str, descriptors: &[BorrowedFd<'_>]) {
     sendmsg(socket, &text, &mut control, SendFlags::NOSIGNAL).unwrap();
 }
 
-/// Nothing but an empty text if the peer has gone.
+/// Returns an empty text if the peer has exited.
 fn receive(socket: &UnixDatagram) -> (String, Vec<OwnedFd>) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -87,7 +87,7 @@ fn receive(socket: &UnixDatagram) -> (String, Vec<OwnedFd>) {
     (String::from_utf8(text).unwrap(), descriptors)
 }
 
-/// A child, which ends when this is dropped.
+/// A child process, which ends when this value is dropped.
 pub struct Other {
     child: Child,
     socket: UnixDatagram,
@@ -112,7 +112,7 @@ impl Other {
     pub fn start(events: &[Features]) -> (Self, Arc<Userfaultfd>) {
         let (ours, theirs) = UnixDatagram::pair().unwrap();
         ours.set_read_timeout(Some(PATIENCE)).unwrap();
-        // A child inherits the duplicate.
+        // The child inherits the duplicate.
         let theirs = rustix::io::dup(&theirs).unwrap();
         let number = std::os::fd::AsRawFd::as_raw_fd(&theirs).to_string();
         let child = Command::new(std::env::current_exe().unwrap())
@@ -141,7 +141,7 @@ impl Other {
         answer
     }
 
-    /// Tells the child to do something, and returns what it answers.
+    /// Sends the child a command, and returns its answer.
     pub fn tell(&self, text: impl AsRef<str>) -> String {
         self.ask(text.as_ref(), &[]).0
     }
@@ -151,7 +151,7 @@ impl Other {
         self.ask(text.as_ref(), descriptors).0
     }
 
-    /// Memory of 4 KiB pages, registered: anonymous for MISSING mode, a memfd for MINOR.
+    /// Maps and registers memory of 4 KiB pages: anonymous for MISSING mode, a memfd for MINOR.
     pub fn map(&self, pages: u64, mode: Mode) -> Mapped {
         let (answer, mut descriptors) = self.ask(&format!("map {pages} {mode:?}"), &[]);
         Mapped {
@@ -161,25 +161,25 @@ impl Other {
         }
     }
 
-    /// Has the child check that pages have the content of these gpas; the text is "right" if so.
+    /// Makes the child check that pages have the content of these gpas; the result is "right" if so.
     pub fn check(&self, start: u64, pages: u64, gpa: GuestAddress) -> String {
         self.tell(format!("check {start} {pages} {}", gpa.0))
     }
 
-    /// The same on a thread of its own; `join` gives the answer.
+    /// The same on a separate thread; the command `join` returns the answer.
     pub fn check_later(&self, start: u64, pages: u64, gpa: GuestAddress) {
         self.tell(format!("later check {start} {pages} {}", gpa.0));
     }
 
-    /// Where the child has memory, as the kernel says.
+    /// Whether the child has a mapping there, by `/proc`.
     fn has_mapping_at(&self, start: u64) -> bool {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.child.id())).unwrap();
         maps.lines()
             .any(|line| line.starts_with(&format!("{start:x}-")))
     }
 
-    /// Waits until the mapping that starts there is gone. Whoever takes it away goes on only when its
-    /// userfaultfd was read.
+    /// Waits until the mapping that starts there is gone. The thread that unmaps it continues only
+    /// after its userfaultfd was read.
     pub fn wait_for_end_of(&self, mapped: &Mapped) {
         crate::support::eventually("the end of a mapping", || {
             !self.has_mapping_at(mapped.start)
@@ -200,7 +200,30 @@ impl Drop for Other {
     }
 }
 
-/// What a child has.
+/// A pager with two readers, and a child with a userfaultfd that has `events`. Where userfaultfd is
+/// unusable, prints the reason and returns `None`.
+pub fn pager_and_child(
+    events: &[Features],
+) -> Option<(Arc<Pager>, Readers, Other, Arc<Userfaultfd>)> {
+    if !has_userfaultfd() {
+        return None;
+    }
+    let pager = Pager::new().unwrap();
+    let readers = two_readers(&pager);
+    let (other, uffd) = Other::start(events);
+    Some((pager, readers, other, uffd))
+}
+
+pub fn two_readers(pager: &Arc<Pager>) -> Readers {
+    Readers::spawn(pager, ReaderConfig::new(2)).unwrap()
+}
+
+/// The gpa `pages` small pages above `gpa`.
+pub fn above(gpa: GuestAddress, pages: u64) -> GuestAddress {
+    GuestAddress(gpa.0 + pages * PAGE)
+}
+
+/// The state of a child.
 #[derive(Default)]
 struct Memory {
     uffd: Option<Userfaultfd>,
@@ -280,7 +303,7 @@ impl Memory {
             bytes: bytes as u64,
         };
         let mode = if is_file { Mode::Minor } else { Mode::Missing };
-        // SAFETY: nobody relies on its zeroes, and what is unmapped later is not used any more.
+        // SAFETY: no code relies on its zeroes, and unmapped memory is not used any more.
         unsafe { self.uffd.as_ref().unwrap().register(range, mode) }.unwrap();
         let handed = file.as_ref().map(|file| file.try_clone().unwrap());
         if let Some(file) = file {
@@ -315,7 +338,7 @@ impl Memory {
     }
 }
 
-/// What any thread of the child can do.
+/// The commands that any thread of the child can execute.
 fn touch(words: &[&str]) -> String {
     match *words {
         ["check", start, pages, gpa] => {
@@ -355,11 +378,11 @@ fn touch(words: &[&str]) -> String {
         ["dontneed", start, pages] => advise(start, pages, Advice::LinuxDontNeed),
         ["remove", start, pages] => advise(start, pages, Advice::LinuxRemove),
         ["munmap", start, pages] => {
-            // SAFETY: nobody uses the range any more.
+            // SAFETY: no thread uses the range any more.
             unsafe { rustix::mm::munmap(pointer(number(start)), length(pages)) }.unwrap();
         }
         ["mremap", start, pages] => {
-            // To where there is room: between two mappings that are there.
+            // To an address with room: between two existing mappings.
             let (from, bytes) = (pointer(number(start)), length(pages));
             // SAFETY: null without MAP_FIXED replaces nothing.
             let room = unsafe {
@@ -371,7 +394,8 @@ fn touch(words: &[&str]) -> String {
                 )
             }
             .unwrap();
-            // SAFETY: what is replaced was just mapped, and nobody uses the former place any more.
+            // SAFETY: the replaced range was just mapped, and no thread uses the previous address any
+            // more.
             let to =
                 unsafe { rustix::mm::mremap_fixed(from, bytes, bytes, MremapFlags::MAYMOVE, room) }
                     .unwrap();
@@ -381,11 +405,11 @@ fn touch(words: &[&str]) -> String {
             // SAFETY: the child calls nothing but _exit.
             let forked = unsafe { libc::fork() };
             if forked == 0 {
-                // SAFETY: it has no requirements.
+                // SAFETY: the call has no requirements.
                 unsafe { libc::_exit(0) };
             }
             let mut status = 0;
-            // SAFETY: the status is written to a variable of ours.
+            // SAFETY: the status is written to a local variable.
             let waited = unsafe { libc::waitpid(forked, &raw mut status, 0) };
             assert_eq!((waited, status), (forked, 0));
         }
@@ -395,7 +419,7 @@ fn touch(words: &[&str]) -> String {
 }
 
 fn advise(start: &str, pages: &str, advice: Advice) {
-    // SAFETY: the range is the test's, and its content is given up on purpose.
+    // SAFETY: the range is the test's, and its content is discarded on purpose.
     unsafe { rustix::mm::madvise(pointer(number(start)), length(pages), advice) }.unwrap();
 }
 

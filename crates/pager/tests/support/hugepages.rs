@@ -1,4 +1,4 @@
-//! Huge pages for the length of a test.
+//! Huge pages for the duration of a test.
 
 use std::fs::{self, File, OpenOptions};
 
@@ -6,10 +6,10 @@ use rustix::fs::{FlockOperation, flock};
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 
-/// So many more 2 MiB pages in the host's pool, until this is dropped. If the host has no room or
-/// this process no right, there are fewer, and regions that need them are not to be had.
+/// Adds 2 MiB pages to the host's pool until this value is dropped. If the host lacks memory or this
+/// process permission, there are fewer, and regions that need them cannot be created.
 ///
-/// One test at a time has some, in whatever process.
+/// One test at a time holds such pages, across all processes.
 pub struct HugePages {
     before: Option<u64>,
     _lock: Option<File>,

@@ -1,4 +1,4 @@
-//! What the pager's tests share: regions, content, and waiting that fails instead of hanging.
+//! Common code of the pager's tests: regions, content, and waits that fail instead of hanging.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -12,6 +12,7 @@
 )]
 
 pub mod hugepages;
+pub mod manual;
 pub mod poison;
 pub mod sources;
 
@@ -29,20 +30,22 @@ use pagetide_pager::{
     AddError, Contents, LocalSource, Mode, Pager, PatternSource, RegionConfig, RegionId,
     Resolution, ResolveError, Resolver,
 };
-use pagetide_uapi::userfaultfd::{OpenError, Userfaultfd};
+use pagetide_uapi::userfaultfd::{Features, OpenError, UserRange, Userfaultfd, Wake};
+use rustix::mm::Advice;
 
 pub use hugepages::HugePages;
+pub use manual::ManualSource;
 pub use poison::{assert_lost, can_poison, expect_poison, handle_sigbus};
-pub use sources::{HeldSource, LocalFn};
+pub use sources::LocalFn;
 
-/// Where [`region`] puts regions.
+/// The gpa of regions made by [`region`].
 pub const GPA: GuestAddress = GuestAddress(4 << 30);
 pub const PAGE: u64 = 4096;
 
-/// How long anything may take before a test calls it a hang. Only a failure reaches it.
+/// The time after which a test counts as hanging. Only a failure reaches it.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What can be served how.
+/// All supported combinations of mode and backing.
 pub const WAYS: [(Mode, Backing); 6] = [
     (Mode::Minor, Backing::Shmem),
     (Mode::Minor, Backing::Thp),
@@ -59,7 +62,7 @@ pub const SMALL_WAYS: [(Mode, Backing); 3] = [
     (Mode::Missing, Backing::Anonymous),
 ];
 
-/// Whether userfaultfd can be used here; says why not.
+/// Whether userfaultfd is usable here; prints the reason if not.
 pub fn has_userfaultfd() -> bool {
     match Userfaultfd::available() {
         Ok(_) => true,
@@ -71,12 +74,13 @@ pub fn has_userfaultfd() -> bool {
     }
 }
 
-/// A region of that many pages of its backing at [`GPA`], or `None` after saying why there is none.
+/// A region of `pages` pages of its backing at [`GPA`]; where that is impossible, prints the reason and
+/// returns `None`.
 pub fn region(pages: u64, backing: Backing) -> Option<Arc<Region>> {
     region_at(GPA, pages, backing)
 }
 
-/// The same, elsewhere.
+/// The same at `gpa`.
 pub fn region_at(gpa: GuestAddress, pages: u64, backing: Backing) -> Option<Arc<Region>> {
     if !has_userfaultfd() {
         return None;
@@ -95,19 +99,19 @@ pub fn region_at(gpa: GuestAddress, pages: u64, backing: Backing) -> Option<Arc<
     }
 }
 
-/// Huge pages for a region of that many pages, if its backing needs some.
+/// Huge pages for a region of `pages` pages, if its backing needs some.
 pub fn pool_for(pages: u64, backing: Backing) -> Option<HugePages> {
     (backing == Backing::Hugetlb2M).then(|| HugePages::reserve(pages))
 }
 
-/// The content that every page should have: its words are their own addresses, inverted.
+/// The expected content of every page: each word is its own address, inverted.
 pub fn fill(gpa: GuestAddress, bytes: &mut [u8]) {
     for (offset, word) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
         *word = (!(gpa.0 + 8 * offset as u64)).to_le_bytes();
     }
 }
 
-/// The content of whole pages, for sources that answer with bytes.
+/// The content of whole pages.
 pub fn content(gpa: GuestAddress, bytes: u64) -> Vec<u8> {
     let mut content = vec![0; usize::try_from(bytes).unwrap()];
     fill(gpa, &mut content);
@@ -124,7 +128,7 @@ pub fn local(source: impl LocalSource + 'static) -> Contents {
     Contents::Local(Arc::new(source))
 }
 
-/// Puts the pattern into the page cache.
+/// Writes the pattern to the page cache.
 pub fn fill_page_cache(region: &Region) {
     let mut piece = [0; 4096];
     for offset in (0..region.bytes()).step_by(4096) {
@@ -147,7 +151,7 @@ pub fn check_page(region: &Region, page: u64) {
     }
 }
 
-/// Reads a page as the guest would, which may fault: it is all zeroes.
+/// Reads a page as the guest would, which may fault, and checks that it is all zeroes.
 pub fn check_zeroes(region: &Region, page: u64) {
     let mut seen = [1; 4096];
     for offset in (0..region.page_size().bytes()).step_by(4096) {
@@ -157,7 +161,7 @@ pub fn check_zeroes(region: &Region, page: u64) {
     }
 }
 
-/// The first byte of a page, as the guest sees it.
+/// The first byte of a page, read as the guest would.
 pub fn first_byte(region: &Region, page: u64) -> u8 {
     let mut seen = [0];
     region.read_guest(PageIndex(page), 0, &mut seen).unwrap();
@@ -174,6 +178,33 @@ pub fn is_mapped(region: &Region, page: u64) -> bool {
     let at = hva.as_u64() / PAGE * 8;
     pagemap.read_exact_at(&mut entry, at).unwrap();
     u64::from_le_bytes(entry) >> 63 == 1
+}
+
+/// Discards pages without informing the pager: by madvise, as a guest's memory manager does. With events
+/// the kernel makes the discarding thread wait until the event was read.
+pub fn advise_away(region: &Region, first: u64, count: u64) {
+    let pages = PageRange::new(PageIndex(first), count);
+    let range = region.guest_range(pages).unwrap();
+    let advice = if region.backing().has_file() {
+        Advice::LinuxRemove
+    } else {
+        Advice::LinuxDontNeed
+    };
+    let at = std::ptr::with_exposed_provenance_mut(range.start().0);
+    // SAFETY: the range is the region's, and the test discards its content on purpose.
+    unsafe { rustix::mm::madvise(at, range.bytes(), advice) }.unwrap();
+}
+
+/// Maps pages of the page cache without the pager, with another userfaultfd.
+pub fn map_without_pager(region: &Region, pages: PageRange) {
+    let uffd = Userfaultfd::open(Features::NONE).unwrap();
+    let range = UserRange::from(region.guest_range(pages).unwrap());
+    uffd.continue_pages(range, Wake::DontWake).unwrap();
+}
+
+/// Fails if a notice needed action.
+pub fn assert_no_trouble(pager: &Pager) {
+    assert_eq!(pager.trouble().map(|notice| notice.to_string()), None);
 }
 
 /// The gpas of 4 KiB pages from [`GPA`] on.
@@ -224,18 +255,18 @@ impl Paged {
         self.pager.page_state(self.id, PageIndex(page)).unwrap()
     }
 
-    /// An exit on a page, resolved by a resolver of its own.
+    /// An exit on a page, resolved by a new resolver.
     pub fn exit(&self, page: u64, access: Access) -> Result<Resolution, ResolveError> {
         exit(&mut self.resolver(), &self.region, page, access)
     }
 
-    /// A read that is expected to be resolved.
+    /// A read exit; fails the test if it is not resolved.
     pub fn read_exit(&self, page: u64) -> Resolution {
         self.exit(page, Access::Read).unwrap()
     }
 }
 
-/// The exit that a touch of a page would be.
+/// Resolves the exit of an access to a page.
 pub fn exit(
     resolver: &mut Resolver,
     region: &Region,
@@ -246,18 +277,19 @@ pub fn exit(
     resolver.resolve_exit(GuestAddress(region.gpa().0 + page * bytes), access)
 }
 
-/// What an installation of that many pages is.
+/// The resolution for an installation of `count` pages.
 pub fn installed(first: u64, count: u64) -> Resolution {
     let pages = PageRange::new(PageIndex(first), count);
     Resolution::Installed { pages }
 }
 
-/// Runs `work` on another thread and waits for its end, but not for ever.
+/// Runs `work` on another thread, and fails if it takes longer than [`PATIENCE`].
 pub fn within_patience<T: Send + 'static>(
     what: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> T {
-    // Whoever is asleep when a test fails gets SIGBUS as its pager is dropped: that must not hide why.
+    // When a test fails, dropping its pager sends SIGBUS to sleeping threads, which must not hide the
+    // cause.
     handle_sigbus();
     let (send, receive) = mpsc::channel();
     let thread = thread::spawn(move || send.send(work()));
@@ -274,7 +306,7 @@ pub fn within_patience<T: Send + 'static>(
     }
 }
 
-/// The result of a thread, which is expected to end by itself.
+/// The result of a thread that ends by itself; fails if it takes longer than [`PATIENCE`].
 pub fn join<T: Send + 'static>(what: &str, thread: JoinHandle<T>) -> T {
     eventually(what, || thread.is_finished());
     match thread.join() {
@@ -302,7 +334,7 @@ pub fn spawn_asleep<T: Send + 'static>(
         let state = stat.rsplit(')').next().unwrap().trim_start();
         state.starts_with(['S', 'D'])
     };
-    // Several looks in a row: a thread may doze for a moment on its way.
+    // Several checks in a row, because a thread may sleep briefly on its way.
     let looks = [(); 5];
     eventually(what, || {
         assert!(!thread.is_finished(), "{what}: did not fall asleep");

@@ -1,11 +1,11 @@
-//! Pages whose content is lost: nobody gets anything out of them.
+//! Helpers for pages whose content is lost: no access may succeed.
 
 use pagetide_memory::{AccessError, FaultInAccess, FaultInError, PageIndex, PageRange, Region};
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 use super::is_mapped;
 
-/// Whether poison can be put into the guest mapping here; says why not.
+/// Whether poison can be installed in the guest mapping here; prints the reason if not.
 pub fn can_poison() -> bool {
     let can = Userfaultfd::available().is_ok_and(|features| features.contains(Features::POISON));
     if !can {
@@ -14,7 +14,7 @@ pub fn can_poison() -> bool {
     can
 }
 
-/// Nobody gets anything out of that page: neither the kernel nor a touch.
+/// Checks that the page is inaccessible: to the kernel and to a direct access.
 pub fn assert_lost(region: &Region, page: u64) {
     let pages = PageRange::single(PageIndex(page));
     let populated = region.fault_in(pages, FaultInAccess::Read);
@@ -23,7 +23,7 @@ pub fn assert_lost(region: &Region, page: u64) {
     expect_poison(region, page);
 }
 
-/// A touch of the page is SIGBUS, now or after a sleep in the userfaultfd.
+/// Checks that an access to the page raises SIGBUS, at once or after a sleep in the userfaultfd.
 pub fn expect_poison(region: &Region, page: u64) {
     handle_sigbus();
     let mut seen = [7; 8];
@@ -35,7 +35,7 @@ pub fn expect_poison(region: &Region, page: u64) {
     assert_eq!(seen, [7; 8], "nothing was read");
 }
 
-/// Has guarded copies fail where they meet SIGBUS; any other SIGBUS ends the process.
+/// Makes guarded copies fail where they raise SIGBUS; any other SIGBUS ends the process.
 pub fn handle_sigbus() {
     static INSTALL: std::sync::Once = std::sync::Once::new();
     INSTALL.call_once(|| {
@@ -43,7 +43,7 @@ pub fn handle_sigbus() {
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         action.sa_sigaction = leave_copy as *const () as usize;
         action.sa_flags = libc::SA_SIGINFO;
-        // SAFETY: the handler is async-signal-safe: it touches nothing but its arguments.
+        // SAFETY: the handler is async-signal-safe: it accesses only its arguments.
         let result =
             unsafe { libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) };
         assert_eq!(result, 0);
@@ -57,9 +57,9 @@ extern "C" fn leave_copy(
 ) {
     // SAFETY: installed with SA_SIGINFO, so that `info` is valid.
     let info = unsafe { &*info };
-    // SAFETY: the kernel has filled in the address, as for every SIGBUS by an access.
+    // SAFETY: the kernel has set the address, as for every SIGBUS caused by an access.
     let at = unsafe { info.si_addr() }.addr() as u64;
-    // SAFETY: the kernel has put a ucontext_t there, which is the handler's to change.
+    // SAFETY: the kernel has put a ucontext_t there, which the handler may change.
     let context = unsafe { &mut *context.cast::<libc::ucontext_t>() };
     if !set_result(context, at) {
         std::process::abort();

@@ -1,14 +1,4 @@
-//! A source that a test answers by hand, and waiting that fails instead of hanging.
-#![allow(
-    dead_code,
-    unreachable_pub,
-    reason = "each test binary uses a part of this"
-)]
-#![allow(
-    clippy::unwrap_used,
-    clippy::panic,
-    reason = "a test helper that fails is a test that fails"
-)]
+//! A source that a test answers by hand, and a pager with one region to go with it.
 
 use std::collections::VecDeque;
 use std::sync::mpsc;
@@ -21,20 +11,18 @@ use pagetide_memory::{
     Region,
 };
 use pagetide_pager::{
-    BlockingSource, Content, Contents, Filled, LocalSource, Mode, Notice, Pager, ReadAt,
-    RegionConfig, RegionId, Request, RequestId, Resolution, ResolveError, RetryPolicy, Source,
-    SourceError, Urgency,
+    BlockingSource, Contents, Filled, Mode, Notice, Pager, ReadAt, RegionConfig, RegionId, Request,
+    RequestId, Resolution, ResolveError, RetryPolicy, Source, SourceError, Urgency,
 };
-use pagetide_uapi::userfaultfd::{OpenError, Userfaultfd};
 
-/// Where [`region`] puts regions.
-pub const GPA: GuestAddress = GuestAddress(4 << 30);
-pub const PAGE: u64 = 4096;
+pub use super::SMALL_WAYS as WAYS;
+pub use super::sources::{LocalFn, complete, unavailable};
+pub use super::{
+    GPA, PAGE, PATIENCE, check_page, content, eventually, fill, join, region, region_at,
+    within_patience,
+};
 
-/// How long anything may take before a test calls it a hang. Only a failure reaches it.
-pub const PATIENCE: Duration = Duration::from_secs(30);
-
-/// Fails once and is stalled, and never expires by itself.
+/// Stalls after one failure, and has no effective deadline.
 pub const ONE_ATTEMPT: RetryPolicy = RetryPolicy {
     deadline: Duration::from_secs(3600),
     attempts: 1,
@@ -42,54 +30,17 @@ pub const ONE_ATTEMPT: RetryPolicy = RetryPolicy {
     longest_backoff: Duration::from_millis(1),
 };
 
-/// Asks again and again, at once, and never expires by itself.
+/// Retries many times without a pause, and has no effective deadline.
 pub const PERSISTENT: RetryPolicy = RetryPolicy {
     attempts: 1000,
     ..ONE_ATTEMPT
 };
 
-/// The same with a deadline that passes soon.
+/// The same with a short deadline.
 pub const IMPATIENT: RetryPolicy = RetryPolicy {
     deadline: Duration::from_millis(20),
     ..PERSISTENT
 };
-
-/// The modes and backings that most tests go through.
-pub const WAYS: [(Mode, Backing); 3] = [
-    (Mode::Minor, Backing::Shmem),
-    (Mode::Missing, Backing::Shmem),
-    (Mode::Missing, Backing::Anonymous),
-];
-
-/// A region of that many small pages, or `None` after saying why there is none.
-pub fn region_at(gpa: GuestAddress, pages: u64, backing: Backing) -> Option<Arc<Region>> {
-    match Userfaultfd::available() {
-        Ok(_) => Some(Arc::new(Region::new(gpa, pages * PAGE, backing).unwrap())),
-        Err(error @ (OpenError::NotSupported | OpenError::NoPermission { .. })) => {
-            println!("SKIP: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
-}
-
-/// The same at [`GPA`].
-pub fn region(pages: u64, backing: Backing) -> Option<Arc<Region>> {
-    region_at(GPA, pages, backing)
-}
-
-/// The content that every page should have: its words are their own addresses, inverted.
-pub fn fill(gpa: GuestAddress, bytes: &mut [u8]) {
-    for (offset, word) in bytes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-        *word = (!(gpa.0 + 8 * offset as u64)).to_le_bytes();
-    }
-}
-
-pub fn content(gpa: GuestAddress, bytes: u64) -> Vec<u8> {
-    let mut content = vec![0; usize::try_from(bytes).unwrap()];
-    fill(gpa, &mut content);
-    content
-}
 
 /// The content of these pages of a region at [`GPA`].
 pub fn content_of(pages: PageRange) -> Vec<u8> {
@@ -99,24 +50,12 @@ pub fn content_of(pages: PageRange) -> Vec<u8> {
     )
 }
 
-/// Reads a page as the guest would, which may fault, and compares it with the pattern.
-pub fn check_page(region: &Region, page: u64) {
-    let mut seen = [0; 4096];
-    region.read_guest(PageIndex(page), 0, &mut seen).unwrap();
-    let gpa = GuestAddress(region.gpa().0 + page * PAGE);
-    let start = &seen[..16];
-    assert!(
-        seen[..] == content(gpa, PAGE)[..],
-        "page {page}: {start:x?}"
-    );
-}
-
 pub fn check_all(region: &Region) {
     (0..region.pages()).for_each(|page| check_page(region, page));
 }
 
-/// Whoever touches the page learns that it is lost, and reads nothing: the kernel says what it would
-/// tell a thread by SIGBUS. Sleeps in the userfaultfd if the page is missing.
+/// Checks that the page is lost: the kernel returns the error for which an access would raise SIGBUS.
+/// Sleeps in the userfaultfd if the page is missing.
 pub fn assert_lost(region: &Region, page: u64) {
     let pages = range(page, 1);
     let touched = region.fault_in(pages, FaultInAccess::Read);
@@ -127,7 +66,7 @@ pub fn range(first: u64, count: u64) -> PageRange {
     PageRange::new(PageIndex(first), count)
 }
 
-/// A pager with that region, and the region's number.
+/// A pager that serves `region`, and the region's number.
 pub fn serve(
     region: &Arc<Region>,
     mode: Mode,
@@ -156,33 +95,7 @@ pub fn exit(pager: &Arc<Pager>, page: u64) -> JoinHandle<Result<Resolution, Reso
     thread::spawn(move || resolver.resolve_exit(gpa(page), Access::Read))
 }
 
-/// Waits for a thread, but not for ever.
-pub fn join<T>(what: &str, thread: JoinHandle<T>) -> T {
-    eventually(what, || thread.is_finished());
-    match thread.join() {
-        Ok(result) => result,
-        Err(panic) => std::panic::resume_unwind(panic),
-    }
-}
-
-/// Runs `work` on another thread and waits for its end, but not for ever.
-pub fn within_patience<T: Send + 'static>(
-    what: &str,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> T {
-    join(what, thread::spawn(work))
-}
-
-/// Waits until `condition` holds.
-pub fn eventually(what: &str, condition: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !condition() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: never");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// The notices of a pager from now on.
+/// Receives a pager's later notices.
 pub fn notices(pager: &Pager) -> mpsc::Receiver<Notice> {
     let (send, receive) = mpsc::channel();
     pager.on_notice(move |notice| {
@@ -191,7 +104,7 @@ pub fn notices(pager: &Pager) -> mpsc::Receiver<Notice> {
     receive
 }
 
-/// Waits for a region to be stalled; what was the last failure.
+/// Waits until a region is stalled; returns the last failure.
 pub fn stalled(notices: &mpsc::Receiver<Notice>, id: RegionId) -> Arc<SourceError> {
     match notices.recv_timeout(PATIENCE).unwrap() {
         Notice::Stalled { region, last } if region == id => last,
@@ -199,38 +112,28 @@ pub fn stalled(notices: &mpsc::Receiver<Notice>, id: RegionId) -> Arc<SourceErro
     }
 }
 
-pub fn unavailable(reason: &'static str) -> SourceError {
-    SourceError::Unavailable(reason.into())
-}
-
-/// Answers with the pattern.
-pub fn complete(request: Request) {
-    let bytes = content(request.gpa(), request.bytes());
-    request.complete(Content::Bytes(&bytes));
-}
-
-/// What was asked of a source.
+/// A request that was made to a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asked {
+pub struct Requested {
     pub pages: PageRange,
     pub urgency: Urgency,
 }
 
-/// A source whose requests lie on a desk until the test answers them.
+/// A source that holds its requests until the test answers them.
 #[derive(Default)]
-pub struct Desk {
-    papers: Mutex<Papers>,
+pub struct ManualSource {
+    state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Papers {
+struct State {
     waiting: VecDeque<Request>,
-    log: Vec<Asked>,
+    log: Vec<Requested>,
     cancelled: Vec<RequestId>,
 }
 
-impl Desk {
+impl ManualSource {
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
@@ -239,25 +142,29 @@ impl Desk {
         Arc::clone(self) as _
     }
 
-    /// The next request of that kind, which is expected to come.
+    pub fn contents(self: &Arc<Self>) -> Contents {
+        Contents::Source(self.source())
+    }
+
+    /// The next request that fulfils `is_it`; fails the test if none arrives.
     pub fn next_if(&self, what: &str, is_it: impl Fn(&Request) -> bool) -> Request {
         let mut found = None;
-        self.wait_for(what, |papers| {
-            let index = papers.waiting.iter().position(&is_it);
-            found = index.and_then(|index| papers.waiting.remove(index));
+        self.wait_for(what, |state| {
+            let index = state.waiting.iter().position(&is_it);
+            found = index.and_then(|index| state.waiting.remove(index));
             found.is_some()
         });
         found.unwrap()
     }
 
-    /// The oldest request of that kind, if there is one.
+    /// The oldest request that fulfils `is_it`, if any.
     pub fn take_if(&self, is_it: impl Fn(&Request) -> bool) -> Option<Request> {
-        let mut papers = self.lock();
-        let index = papers.waiting.iter().position(is_it)?;
-        papers.waiting.remove(index)
+        let mut state = self.lock();
+        let index = state.waiting.iter().position(is_it)?;
+        state.waiting.remove(index)
     }
 
-    /// The newest.
+    /// The newest request.
     pub fn take_last(&self) -> Option<Request> {
         self.lock().waiting.pop_back()
     }
@@ -278,50 +185,52 @@ impl Desk {
         })
     }
 
-    /// Waits until so many requests lie there.
+    /// Waits until `count` requests are waiting.
     pub fn wait_for_waiting(&self, count: usize) {
-        self.wait_for("requests", |papers| papers.waiting.len() >= count);
+        self.wait_for("requests", |state| state.waiting.len() >= count);
     }
 
     pub fn wait_for_cancelled(&self, id: RequestId) {
-        self.wait_for("a cancelled request", |papers| {
-            papers.cancelled.contains(&id)
-        });
+        self.wait_for("a cancelled request", |state| state.cancelled.contains(&id));
     }
 
     pub fn waiting(&self) -> usize {
         self.lock().waiting.len()
     }
 
-    /// Everything that was ever asked, in order.
-    pub fn log(&self) -> Vec<Asked> {
+    pub fn cancelled(&self) -> Vec<RequestId> {
+        self.lock().cancelled.clone()
+    }
+
+    /// All requests so far, in order.
+    pub fn log(&self) -> Vec<Requested> {
         self.lock().log.clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Papers> {
-        self.papers.lock().unwrap()
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
     }
 
-    fn wait_for(&self, what: &str, mut condition: impl FnMut(&mut Papers) -> bool) {
+    fn wait_for(&self, what: &str, mut condition: impl FnMut(&mut State) -> bool) {
         let deadline = Instant::now() + PATIENCE;
-        let mut papers = self.lock();
-        while !condition(&mut papers) {
+        let mut state = self.lock();
+        while !condition(&mut state) {
             let left = deadline.saturating_duration_since(Instant::now());
             assert!(!left.is_zero(), "{what}: never");
-            papers = self.changed.wait_timeout(papers, left).unwrap().0;
+            state = self.changed.wait_timeout(state, left).unwrap().0;
         }
     }
 }
 
-impl Source for Desk {
+impl Source for ManualSource {
     fn submit(&self, request: Request) {
-        let mut papers = self.lock();
-        papers.log.push(Asked {
+        let mut state = self.lock();
+        state.log.push(Requested {
             pages: request.pages(),
             urgency: request.urgency(),
         });
-        papers.waiting.push_back(request);
-        drop(papers);
+        state.waiting.push_back(request);
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -331,7 +240,7 @@ impl Source for Desk {
     }
 }
 
-/// A source made of a function, which is called inside `submit`.
+/// A source made from a function, which `submit` calls.
 pub struct SubmitFn<F>(pub F);
 
 impl<F: Fn(Request) + Send + Sync> Source for SubmitFn<F> {
@@ -340,7 +249,7 @@ impl<F: Fn(Request) + Send + Sync> Source for SubmitFn<F> {
     }
 }
 
-/// A blocking source made of a function.
+/// A blocking source made from a function.
 pub struct ReadFn<F>(pub F);
 
 impl<F> BlockingSource for ReadFn<F>
@@ -352,19 +261,7 @@ where
     }
 }
 
-/// A local source made of a function.
-pub struct LocalFn<F>(pub F);
-
-impl<F> LocalSource for LocalFn<F>
-where
-    F: Fn(GuestAddress, &mut [u8]) -> Result<Filled, SourceError> + Send + Sync,
-{
-    fn fill(&self, gpa: GuestAddress, buffer: &mut [u8]) -> Result<Filled, SourceError> {
-        (self.0)(gpa, buffer)
-    }
-}
-
-/// A pager with one small region whose local content is made by `fill`.
+/// A pager with one small region whose local content `fill` computes.
 pub fn local<F>(pages: u64, mode: Mode, fill: F) -> Option<(Arc<Region>, Arc<Pager>, RegionId)>
 where
     F: Fn(GuestAddress, &mut [u8]) -> Result<Filled, SourceError> + Send + Sync + 'static,
@@ -377,7 +274,7 @@ where
     Some((region, pager, id))
 }
 
-/// Lets threads wait until the test opens it. Open for good once it is.
+/// Blocks threads until the test opens it. It stays open.
 #[derive(Default)]
 pub struct Gate {
     is_open: Mutex<(bool, usize)>,
@@ -404,7 +301,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// Waits until so many threads wait at it.
+    /// Waits until `threads` threads wait at it.
     pub fn wait_for(&self, threads: usize) {
         let gate = self.is_open.lock().unwrap();
         let few = |gate: &mut (bool, usize)| gate.1 < threads;
