@@ -140,7 +140,7 @@ fn fingerprint(variant: Variant, series: &Series, version: &str, paths: &Paths) 
         RECIPE.to_owned(),
         Base::read(paths)?.package().to_owned(),
         version.to_owned(),
-        series.digest(),
+        series.code_digest(),
         config::merged(&config::fragments(variant, paths))?,
         selftests::list_text(paths)?,
         toolchain(variant.arch)?,

@@ -140,18 +140,23 @@ impl<'a> Check<'a> {
     /// is remembered.
     fn patch(&self, prefix: &Series, ends_topic: bool) -> Result<()> {
         let patch = prefix.patches.last().context("no patch")?;
+        let style = self.memory(["style".to_owned(), patch.digest()]);
+        if self.again || !style.exists() {
+            self.checkpatch(patch)?;
+            remember(&style, patch)?;
+        }
         let memory = |quick: bool| {
-            let mut parts = vec![self.context.clone(), prefix.digest()];
-            if quick {
-                parts.push(format!("quick, ends a topic: {ends_topic}"));
-            }
-            self.paths.cache().join("checked").join(digest(parts))
+            let what = if quick {
+                format!("quick, ends a topic: {ends_topic}")
+            } else {
+                String::new()
+            };
+            self.memory([what, prefix.code_digest()])
         };
         let passed = memory(false).exists() || self.quick && memory(true).exists();
         if passed && !self.again {
             return Ok(());
         }
-        self.checkpatch(patch)?;
         self.tree.apply(prefix)?;
         let touched = touched_files(patch);
         if touched.iter().any(|file| file.contains("Kconfig")) {
@@ -166,11 +171,13 @@ impl<'a> Check<'a> {
             self.kernel(arch, patch, &files)?;
             self.selftests(arch, patch, &files)?;
         }
-        let memory = memory(self.quick);
-        if let Some(dir) = memory.parent() {
-            fs::create_dir_all(dir)?;
-        }
-        Ok(fs::write(&memory, &patch.name)?)
+        remember(&memory(self.quick), patch)
+    }
+
+    /// The file whose existence says that something passed.
+    fn memory(&self, what: [String; 2]) -> PathBuf {
+        let parts = [self.context.clone()].into_iter().chain(what);
+        self.paths.cache().join("checked").join(digest(parts))
     }
 
     fn checkpatch(&self, patch: &Patch) -> Result<()> {
@@ -268,6 +275,14 @@ impl<'a> Check<'a> {
         }
         Ok(())
     }
+}
+
+/// Notes that something passed, see `Check::memory`.
+fn remember(memory: &Path, patch: &Patch) -> Result<()> {
+    if let Some(dir) = memory.parent() {
+        fs::create_dir_all(dir)?;
+    }
+    Ok(fs::write(memory, &patch.name)?)
 }
 
 /// The content of everything in the checkout, but the series, that the results depend on.

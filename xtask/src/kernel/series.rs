@@ -39,11 +39,15 @@ impl Series {
         Ok(Self { patches })
     }
 
-    /// A digest of names and contents.
-    pub(crate) fn digest(&self) -> String {
+    /// A digest of everything in the patches that a build depends on: equal for two series that
+    /// differ only in messages, names and documents.
+    pub(crate) fn code_digest(&self) -> String {
         let mut hash = Sha256::new();
         for patch in &self.patches {
-            hash.update(patch.digest());
+            for diff in patch.code() {
+                hash.update(diff.len().to_le_bytes());
+                hash.update(diff);
+            }
         }
         hex(&hash.finalize())
     }
@@ -57,6 +61,16 @@ impl Patch {
         hash.update(&self.name);
         hash.update(&self.content);
         hex(&hash.finalize())
+    }
+
+    /// The diffs of the files that a build reads, without the message and without documents.
+    fn code(&self) -> Vec<String> {
+        String::from_utf8_lossy(&self.content)
+            .split("\ndiff --git ")
+            .skip(1)
+            .filter(|diff| !diff.starts_with("a/Documentation/"))
+            .map(str::to_owned)
+            .collect()
     }
 
     /// `NN-topic`.
@@ -149,6 +163,25 @@ mod tests {
             assert!(parse(bad).is_err(), "{bad}");
         }
         assert!(parse("01-a/0001-b.patch\n01-a/0001-b.patch\n").is_err());
+    }
+
+    #[test]
+    fn builds_depend_on_code_alone() {
+        let series = |name: &str, message: &str, document: &str, code: &str| Series {
+            patches: vec![Patch {
+                name: name.to_owned(),
+                content: format!(
+                    "Subject: {message}\n\ndiff --git a/Documentation/a.rst b/Documentation/a.rst\n\
+                     +{document}\ndiff --git a/mm/a.c b/mm/a.c\n+{code}\n"
+                )
+                .into_bytes(),
+            }],
+        };
+        let digest = series("01-a/0001-b.patch", "b", "text", "code").code_digest();
+        let reworded = series("01-a/0001-c.patch", "c", "other text", "code");
+        assert_eq!(reworded.code_digest(), digest);
+        let changed = series("01-a/0001-b.patch", "b", "text", "other code");
+        assert_ne!(changed.code_digest(), digest);
     }
 
     #[test]
