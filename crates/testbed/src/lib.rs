@@ -51,6 +51,7 @@ pub use machine::Machine;
 pub use order::{Order, Permutation};
 pub use outcome::{FailureCause, LatencyLog, RunFailure, RunOutcome, VcpuOutcome, VcpuState};
 pub use pattern::Seed;
+pub use run::next_touch;
 pub use stage_two::StageTwo;
 pub use verify::{Content, Expected, Verified, VerifyError};
 pub use walkers::{Hole, MAX_WALK, MAX_WALKERS, Walkers, WalkersConfig, Walking};

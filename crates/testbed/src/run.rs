@@ -18,6 +18,13 @@ use crate::pattern;
 use crate::walk::{Walk, Walked};
 use crate::workload::{Touch, Workload};
 
+/// The page that a vCPU touches when it is entered again, after an exit of a [`Touch::Step`] walk; None
+/// if its registers cannot be read.
+#[must_use]
+pub fn next_touch(vcpu: &Vcpu) -> Option<GuestAddress> {
+    arch::position(vcpu).map(|(_, gpa)| GuestAddress(gpa))
+}
+
 impl Machine {
     /// Runs a workload on every vCPU, each on a thread of its own (`vcpuN`), and waits for the
     /// end. vCPUs start from the beginning whatever an earlier run left behind; the content of the
@@ -106,6 +113,7 @@ impl Machine {
     fn set_parameters(&self, vcpu: u32, workload: &Workload) -> Result<(), MachineError> {
         let (mode, seed, multiplier) = match workload.touch {
             Touch::ReadPattern(seed) => (Mode::Read, seed.get(), pattern::MULTIPLIER),
+            Touch::Step(seed) => (Mode::Step, seed.get(), pattern::MULTIPLIER),
             Touch::ReadZero => (Mode::Read, 0, 0),
             Touch::Write(seed) => (Mode::Write, seed.get(), pattern::MULTIPLIER),
             Touch::Spin => (Mode::Spin, 0, 0),

@@ -200,6 +200,7 @@ impl VcpuHooks for Walk {
                 Ok(Next::Enter)
             }
             Some(Report::Done) if self.end(vcpu) => Ok(Next::Leave),
+            Some(Report::Step) => self.caller.on_exit(vcpu, exit),
             Some(Report::Exception) => Err(self.exception(vcpu.id())?.into()),
             _ => Ok(Next::Unexpected),
         }

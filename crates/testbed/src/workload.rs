@@ -10,6 +10,10 @@ use crate::pattern::Seed;
 pub enum Touch {
     /// Reads the page's first 8 bytes and compares them with [`pattern::word`](crate::pattern::word).
     ReadPattern(Seed),
+    /// As [`Touch::ReadPattern`], with an exit before each access, which goes to
+    /// [`VcpuHooks::on_exit`](pagetide_vmm::VcpuHooks::on_exit) of the run's hooks;
+    /// [`next_touch`](crate::next_touch) is the page. For tests of what a single access costs.
+    Step(Seed),
     /// Reads the page's first 8 bytes, which must be zero.
     ReadZero,
     /// Writes [`pattern::word`](crate::pattern::word) to the page's first 8 bytes.

@@ -19,11 +19,13 @@ pub(crate) enum Report {
     Done = 2,
     /// The processor raised an exception, which the guest never expects.
     Exception = 3,
+    /// The page whose address is in rsi is touched when the vCPU is entered again.
+    Step = 4,
 }
 
 impl Report {
     pub(crate) fn decode(data: u32) -> Option<Self> {
-        [Report::Ready, Report::Done, Report::Exception]
+        [Report::Ready, Report::Done, Report::Exception, Report::Step]
             .into_iter()
             .find(|report| *report as u32 == data)
     }
@@ -36,6 +38,7 @@ pub(crate) enum Mode {
     Read = 0,
     Write = 1,
     Spin = 2,
+    Step = 3,
 }
 
 /// The words of a vCPU's parameter page, by position; each has 8 bytes.

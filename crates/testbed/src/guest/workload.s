@@ -48,6 +48,8 @@ pagetide_guest_start:
     je write_next
     cmp rax, {MODE_SPIN}
     je spin
+    cmp rax, {MODE_STEP}
+    je step_next
 
 # rsi = the address of this step's page; steps outside the range go to \skip.
     .macro pagetide_next_page skip
@@ -108,6 +110,25 @@ read_skip:
     jbe read_next
     jmp done
 
+step_next:                                  # as read_next, with an exit before each access
+    pagetide_next_page step_skip
+    mov edx, {PORT}
+    mov eax, {STEP}
+    out dx, eax                             # the host finds the address in rsi
+    pagetide_start_clock
+    mov r13, [rsi]
+    pagetide_log_cycles
+    mov rax, rsi
+    xor rax, rbx
+    imul rax, [rdi + {PATTERN_MULTIPLIER}]
+    cmp rax, r13
+    jne mismatch
+step_skip:
+    inc r8
+    cmp r8, r12
+    jbe step_next
+    jmp done
+
 write_next:
     pagetide_next_page write_skip
     mov r13, rsi
@@ -135,6 +156,8 @@ mismatch:                                   # keeps the first, counts all
     mov [rdi + {BAD_FOUND}], r13
     mov [rdi + {BAD_EXPECTED}], rax
 7:  inc qword ptr [rdi + {MISMATCHES}]
+    cmp qword ptr [rdi + {MODE}], {MODE_STEP}
+    je step_skip
     jmp read_skip
 
 spin:
