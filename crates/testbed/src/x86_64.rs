@@ -1,11 +1,11 @@
 //! The state in which vCPUs enter the guest: long mode, flat segments, interrupts off.
 
 use kvm_bindings::{
-    KVM_MP_STATE_RUNNABLE, Msrs, kvm_dtable, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_vcpu_events,
+    KVM_MP_STATE_RUNNABLE, Msrs, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_vcpu_events,
 };
 use pagetide_kvm::Vcpu;
 use pagetide_vmm::SetupError;
-use pagetide_vmm::x86_64::{CODE_DESCRIPTOR, DATA_DESCRIPTOR, LongMode, RFLAGS};
+use pagetide_vmm::x86_64::{CODE_DESCRIPTOR, DATA_DESCRIPTOR, LongMode};
 
 use crate::error::MachineError;
 use crate::guest;
@@ -37,34 +37,22 @@ fn interrupt_gate(handler: u64) -> [u64; 2] {
 pub(crate) fn reset(vcpu: &Vcpu, layout: &Layout) -> Result<(), MachineError> {
     let id = vcpu.id();
     let fd = vcpu.fd();
-    let mut sregs = fd
-        .get_sregs()
-        .map_err(SetupError::on_vcpu(id, "KVM_GET_SREGS"))?;
-    LongMode {
+    let mode = LongMode {
         code: CODE_SELECTOR,
         data: DATA_SELECTOR,
         gdt: GDT,
         gdt_entries: 3,
+        idt: IDT,
+        idt_entries: 32,
         tables: TABLES,
-    }
-    .put_into(&mut sregs);
-    sregs.idt = kvm_dtable {
-        base: IDT,
-        limit: 32 * 16 - 1,
-        ..kvm_dtable::default()
     };
-    sregs.interrupt_bitmap = [0; 4];
-    fd.set_sregs(&sregs)
-        .map_err(SetupError::on_vcpu(id, "KVM_SET_SREGS"))?;
     let regs = kvm_regs {
         rip: CODE,
         rsp: layout.stack_end(id.into()),
         rdi: layout.params(id.into()),
-        rflags: RFLAGS,
         ..kvm_regs::default()
     };
-    fd.set_regs(&regs)
-        .map_err(SetupError::on_vcpu(id, "KVM_SET_REGS"))?;
+    mode.enter(vcpu, regs)?;
     // Whatever a failed run left pending.
     fd.set_vcpu_events(&kvm_vcpu_events::default())
         .map_err(SetupError::on_vcpu(id, "KVM_SET_VCPU_EVENTS"))?;

@@ -1,4 +1,4 @@
-//! What the threads of a pool share: the first failure, the end, and who may bring it about.
+//! State that the threads of a pool share: the first failure, the stop, and the handle that stops.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -18,17 +18,11 @@ struct State {
     failure: Option<PoolFailure>,
 }
 
-impl State {
-    fn is_over(&self) -> bool {
-        self.stopped || self.ended == self.threads
-    }
-}
-
-/// One pool's shared state.
+/// The shared state of one pool.
 pub(crate) struct Control {
-    hooks: Arc<dyn VcpuHooks>,
+    pub(crate) hooks: Arc<dyn VcpuHooks>,
     kicks: Vec<VcpuKick>,
-    /// Each vCPU's exits so far, for watch-dogs. Its thread counts them on the hot path.
+    /// Each vCPU's exits so far, for watchdogs. Its thread counts them on the hot path.
     exits: Vec<CachePadded<AtomicU64>>,
     stopped: AtomicBool,
     state: Mutex<State>,
@@ -50,11 +44,7 @@ impl Control {
         }
     }
 
-    pub(crate) fn hooks(&self) -> &dyn VcpuHooks {
-        &*self.hooks
-    }
-
-    /// Counts an exit of the vCPU at this place. Only its own thread does.
+    /// Counts an exit of the vCPU at this place, on the vCPU's own thread.
     pub(crate) fn count_exit(&self, place: usize) {
         if let Some(count) = self.exits.get(place) {
             // One writer: a plain increment, not a locked one.
@@ -67,14 +57,15 @@ impl Control {
         counts.map(|count| count.load(Ordering::Relaxed)).sum()
     }
 
-    /// Whether the vCPUs are to come back. Kicked ones ask.
+    /// Whether the vCPUs' threads should end. A thread looks at this after each exit.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::SeqCst)
     }
 
-    /// Ends the pool, as a failure or not. The first cause is kept; later ones are its consequences.
+    /// Stops the pool, with a failure or without. The first failure is kept; later ones are its
+    /// consequences.
     pub(crate) fn finish(&self, failure: Option<PoolFailure>) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if state.stopped {
             drop(state);
             if let Some(failure) = failure {
@@ -92,24 +83,23 @@ impl Control {
     }
 
     pub(crate) fn kick_all(&self) {
-        for kick in &self.kicks {
-            kick.kick();
-        }
+        self.kicks.iter().for_each(VcpuKick::kick);
     }
 
-    /// A vCPU's thread is about to return, or is never started.
+    /// A vCPU's thread is about to return, or will not be started.
     pub(crate) fn thread_ended(&self) {
-        self.state().ended += 1;
+        lock(&self.state).ended += 1;
         self.changed.notify_all();
     }
 
-    /// Waits until the pool is stopped or all threads have ended, at most for `timeout`; whether that
-    /// is so.
+    /// Waits at most `timeout` until the pool is stopped or all threads have ended; whether that is so.
     pub(crate) fn wait_until_over(&self, timeout: Duration) -> bool {
-        self.wait(timeout, State::is_over)
+        self.wait(timeout, |state| {
+            state.stopped || state.ended == state.threads
+        })
     }
 
-    /// Waits until all threads have ended, at most for `timeout`; whether they have.
+    /// Waits at most `timeout` until all threads have ended; whether they have.
     pub(crate) fn wait_for_ends(&self, timeout: Duration) -> bool {
         self.wait(timeout, |state| state.ended == state.threads)
     }
@@ -117,17 +107,13 @@ impl Control {
     fn wait(&self, timeout: Duration, done: impl Fn(&State) -> bool) -> bool {
         let (state, _) = self
             .changed
-            .wait_timeout_while(self.state(), timeout, |state| !done(state))
+            .wait_timeout_while(lock(&self.state), timeout, |state| !done(state))
             .unwrap_or_else(PoisonError::into_inner);
         done(&state)
     }
 
     pub(crate) fn take_failure(&self) -> Option<PoolFailure> {
-        self.state().failure.take()
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        lock(&self.state).failure.take()
     }
 }
 
@@ -137,62 +123,59 @@ impl std::fmt::Debug for Control {
     }
 }
 
-/// A panic elsewhere is no reason to stop here: what is guarded is whole between any two statements.
+/// Locks a mutex also after another thread panicked with it: each statement leaves what these mutexes
+/// guard in a consistent state.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What [`Stopper`]s act on.
+/// The pool that a [`Stopper`] stops.
 #[derive(Debug, Default)]
 struct Target {
     pool: Option<Arc<Control>>,
-    /// For the next pool: the cause, if it is one.
+    /// A stop that came before the pool, and its cause.
     pending: Option<Option<HookError>>,
 }
 
-/// Stops a machine's vCPUs from outside: for page readers and the like, without which the guest
-/// would wait for ever, and for whoever has seen enough. Any thread may hold one.
+/// Stops a machine's vCPUs from outside: for page readers, without which a guest would wait for ever,
+/// and for watchdogs. Any thread may hold one.
 #[derive(Clone, Debug, Default)]
 pub struct Stopper {
     target: Arc<Mutex<Target>>,
 }
 
 impl Stopper {
-    /// Ends the present run as a failure with this cause; without a run, the next one ends at its
-    /// start.
+    /// Ends the present run as a failure with this cause. Without a run, the next one ends when it
+    /// starts.
     pub fn stop(&self, cause: impl Into<HookError>) {
         self.finish(Some(cause.into()));
     }
 
-    /// Ends the present run, or the next one at its start, without a failure.
+    /// Ends the present run, or the next one when it starts, without a failure.
     pub fn end(&self) {
         self.finish(None);
     }
 
     fn finish(&self, cause: Option<HookError>) {
-        let mut target = self.lock();
-        match target.pool.clone() {
-            Some(pool) => {
-                drop(target);
-                pool.finish(cause.map(PoolFailure::Stopped));
-            }
-            None => {
-                target.pending.get_or_insert(cause);
-            }
-        }
+        let mut target = lock(&self.target);
+        let Some(pool) = target.pool.clone() else {
+            target.pending.get_or_insert(cause);
+            return;
+        };
+        drop(target);
+        pool.finish(cause.map(PoolFailure::Stopped));
     }
 
-    /// The failure of the present run, once: whoever takes it deals with it, and the pool's end has
-    /// none any more.
+    /// Takes the failure of the present run. The pool's end does not report it again.
     #[must_use]
     pub fn take_failure(&self) -> Option<PoolFailure> {
-        let pool = self.lock().pool.clone();
+        let pool = lock(&self.target).pool.clone();
         pool?.take_failure()
     }
 
-    /// A run begins, and ends at once if a stop is pending.
+    /// A run begins. It ends at once if a stop is pending.
     pub(crate) fn begin(&self, control: &Arc<Control>) {
-        let mut target = self.lock();
+        let mut target = lock(&self.target);
         target.pool = Some(Arc::clone(control));
         let pending = target.pending.take();
         drop(target);
@@ -202,10 +185,6 @@ impl Stopper {
     }
 
     pub(crate) fn forget(&self) {
-        self.lock().pool = None;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Target> {
-        lock(&self.target)
+        lock(&self.target).pool = None;
     }
 }

@@ -1,4 +1,4 @@
-//! Why vCPUs could not be set up, or why their pool failed.
+//! Why a pool of vCPUs failed.
 
 use std::error::Error;
 use std::io;
@@ -7,52 +7,16 @@ use pagetide_kvm::{BindError, Exit, RunError};
 
 use crate::hooks::HookError;
 
-/// A KVM operation of a VM's or a vCPU's set-up failed.
-#[derive(Debug, thiserror::Error)]
-#[error("{}{operation} failed", vcpu.map_or_else(String::new, |vcpu| format!("vCPU {vcpu}: ")))]
-pub struct SetupError {
-    /// The vCPU, if it was an operation on one.
-    pub vcpu: Option<u32>,
-    /// The ioctl.
-    pub operation: &'static str,
-    /// The kernel's answer.
-    #[source]
-    pub source: io::Error,
-}
-
-impl SetupError {
-    /// For `map_err`, of an operation on a VM.
-    pub fn on_vm<E: Into<io::Error>>(operation: &'static str) -> impl FnOnce(E) -> Self {
-        Self::on(None, operation)
-    }
-
-    /// For `map_err`, of an operation on a vCPU.
-    pub fn on_vcpu<E: Into<io::Error>>(id: u32, operation: &'static str) -> impl FnOnce(E) -> Self {
-        Self::on(Some(id), operation)
-    }
-
-    fn on<E: Into<io::Error>>(
-        vcpu: Option<u32>,
-        operation: &'static str,
-    ) -> impl FnOnce(E) -> Self {
-        move |source| Self {
-            vcpu,
-            operation,
-            source: source.into(),
-        }
-    }
-}
-
-/// The first thing that went wrong in a pool; it stopped all vCPUs.
+/// The first failure in a pool, which stopped all of its vCPUs.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolFailure {
-    /// No vCPU was given.
+    /// The pool was given no vCPU.
     #[error("a pool needs at least 1 vCPU")]
     NoVcpus,
-    /// Somebody outside stopped the pool, see [`Stopper::stop`](crate::Stopper::stop).
+    /// A [`Stopper`](crate::Stopper) stopped the pool with this cause.
     #[error("the run was stopped")]
     Stopped(#[source] HookError),
-    /// A vCPU's thread could not be started.
+    /// A vCPU's thread cannot be started.
     #[error("vCPU {vcpu}: cannot start its thread")]
     Spawn {
         /// The vCPU.
@@ -61,7 +25,7 @@ pub enum PoolFailure {
         #[source]
         source: io::Error,
     },
-    /// A vCPU's thread could not be pinned.
+    /// A vCPU's thread cannot be pinned.
     #[error("vCPU {vcpu}: cannot pin its thread to host CPU {cpu}")]
     Pin {
         /// The vCPU.
@@ -72,32 +36,32 @@ pub enum PoolFailure {
         #[source]
         source: io::Error,
     },
-    /// A vCPU could not be bound to its thread.
-    #[error("vCPU {vcpu}: cannot be bound to its thread")]
+    /// A vCPU cannot be bound to its thread.
+    #[error("vCPU {vcpu}: cannot bind it to its thread")]
     Bind {
         /// The vCPU.
         vcpu: u32,
-        /// Why.
+        /// The reason.
         #[source]
         source: BindError,
     },
     /// KVM_RUN failed.
-    #[error("the guest cannot be entered")]
+    #[error("cannot enter the guest")]
     Run(#[source] RunError),
-    /// A hook refused to go on.
+    /// A hook returned an error.
     #[error("vCPU {vcpu}: cannot resolve {}{}", what(*exit), at_rip(*rip))]
     Hook {
         /// The vCPU.
         vcpu: u32,
-        /// The exit that it was called for; None at the thread's start.
+        /// The exit that the hook handled; None at the thread's start.
         exit: Option<Exit>,
         /// The guest's instruction pointer, if it could be read.
         rip: Option<u64>,
-        /// What the hook says.
+        /// The hook's error.
         #[source]
         source: HookError,
     },
-    /// The guest left for a reason that the hooks do not know.
+    /// The hooks do not handle this exit.
     #[error("vCPU {vcpu}: unexpected exit: {exit}{}", at_rip(*rip))]
     UnexpectedExit {
         /// The vCPU.
@@ -112,11 +76,11 @@ pub enum PoolFailure {
     Panicked {
         /// The vCPU.
         vcpu: u32,
-        /// What the panic said.
+        /// The panic's message.
         message: String,
     },
-    /// A vCPU's thread did not come back, or not with its vCPU.
-    #[error("vCPU {vcpu}: its thread did not come back")]
+    /// A vCPU's thread did not end in time, or ended without its vCPU.
+    #[error("vCPU {vcpu}: its thread did not end")]
     Lost {
         /// The vCPU.
         vcpu: u32,
@@ -124,8 +88,8 @@ pub enum PoolFailure {
 }
 
 impl PoolFailure {
-    /// The failure in the terms of whoever gave the pool its hooks: an error of type `E` that a hook
-    /// or a stopper brought up comes back as it was, any other failure by `From`.
+    /// Converts the failure into the error type of the pool's user: an error of type `E` that a hook or
+    /// a stopper gave is returned as it is, any other failure is converted by `From`.
     pub fn into_own<E: Error + From<Self> + 'static>(self) -> E {
         match self {
             Self::Stopped(source) | Self::Hook { source, .. } if source.is::<E>() => source

@@ -1,4 +1,4 @@
-//! What happens on the vCPUs' own threads.
+//! The interface between a pool and its user: what happens at a vCPU's exits.
 
 use std::error::Error;
 
@@ -7,37 +7,37 @@ use pagetide_memory::GuestRange;
 
 use crate::pool::PoolVcpu;
 
-/// Why a hook cannot go on; it ends the pool.
+/// Why a hook failed; the error ends the pool.
 pub type HookError = Box<dyn Error + Send + Sync>;
 
-/// What to do after a memory fault was handled.
+/// What follows a memory fault that was handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Handled {
-    /// Enter the guest again, which repeats the access.
+    /// The vCPU enters the guest, which repeats the access.
     Retry,
-    /// First fill the stage-2 tables for this range (KVM_PRE_FAULT_MEMORY on this vCPU): pages
-    /// around the fault that were installed with it, so that their first touches do not exit. It
-    /// is an optimisation: what cannot be filled is left to the guest's own faults, and counted.
+    /// The vCPU first maps this range in stage 2 (KVM_PRE_FAULT_MEMORY): pages around the fault that
+    /// were installed with it, so that their first touches do not exit. This is an optimisation: what
+    /// cannot be mapped is counted, and left to the guest's own faults.
     PreFaultThenRetry(GuestRange),
 }
 
 /// What a vCPU does after an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Enters the guest again.
+    /// It enters the guest again.
     Enter,
-    /// Is done. The other vCPUs go on.
+    /// It ends. The other vCPUs continue.
     Leave,
-    /// All vCPUs are done.
+    /// All vCPUs end.
     End,
-    /// Nobody here knows this exit: the pool fails with
+    /// The hook does not handle this exit: the pool fails with
     /// [`PoolFailure::UnexpectedExit`](crate::PoolFailure::UnexpectedExit).
     Unexpected,
 }
 
-/// What a pool does with its vCPUs' exits. Each method but [`VcpuHooks::on_stop`] is called on the
-/// thread of the vCPU that it is about, and from many of these threads at once. Any error, and any
-/// panic, ends the pool: the guest stops, it never reads something else instead.
+/// What a pool does at its vCPUs' exits. The pool calls each method but [`VcpuHooks::on_stop`] on the
+/// thread of the vCPU in question, and on many of these threads at the same time. An error or a panic
+/// ends the pool: no guest continues with wrong memory.
 pub trait VcpuHooks: Send + Sync {
     /// The vCPU is bound to its thread, and has not entered the guest yet.
     ///
@@ -48,10 +48,9 @@ pub trait VcpuHooks: Send + Sync {
         Ok(())
     }
 
-    /// A memory access of the guest failed. After Ok it is repeated, unless what was done to the
-    /// vCPU takes the guest elsewhere. Of a fault that is not resolvable
-    /// ([`FaultExit::is_resolvable`]) a repetition makes nothing better: it wants an error, or to be
-    /// told to the guest.
+    /// A memory access of the guest failed. After Ok the guest repeats it, unless the hook has changed
+    /// the vCPU's registers. Repetition does not help a fault that is not resolvable
+    /// ([`FaultExit::is_resolvable`]): the hook returns an error, or injects an exception.
     ///
     /// # Errors
     /// End the pool.
@@ -60,8 +59,8 @@ pub trait VcpuHooks: Send + Sync {
         Err(UnexpectedFault(fault).into())
     }
 
-    /// A signal made the vCPU leave the guest: a kick, which may be one of the pool's owner
-    /// ([`VcpuPool::kick_all`](crate::VcpuPool::kick_all)). Not called once the pool is stopped.
+    /// A signal interrupted the vCPU: a kick, perhaps by [`VcpuPool::kick_all`](crate::VcpuPool::kick_all).
+    /// Not called once the pool is stopped.
     ///
     /// # Errors
     /// End the pool.
@@ -79,18 +78,18 @@ pub trait VcpuHooks: Send + Sync {
         Ok(Next::Unexpected)
     }
 
-    /// The pool was stopped or has failed: hooks that wait for something must come back soon. Called
-    /// from any thread, at most once a pool.
+    /// The pool was stopped or has failed: hooks that wait must return soon. Called on any thread, at
+    /// most once for a pool.
     fn on_stop(&self) {}
 }
 
-/// For guests whose memory faults never leave them: any fault is an error.
+/// Hooks of guests whose memory faults never exit: any fault is an error.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoFaults;
 
 impl VcpuHooks for NoFaults {}
 
-/// A fault left the guest although nobody was to handle one.
+/// A memory fault exited, and the hooks handle none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no handler for faults: {0}")]
 pub struct UnexpectedFault(pub FaultExit);

@@ -1,9 +1,9 @@
 //! The small VMM: threads that run vCPUs, and what a guest needs around them.
 //!
-//! A [`VcpuPool`] runs each vCPU on a thread of its own until it leaves by itself, until somebody
-//! stops the pool ([`Stopper`]), or until something fails: the first cause stops all of them. What
-//! happens at an exit is up to the pool's [`VcpuHooks`]. [`Paging`] is the hooks that have a pager
-//! resolve memory faults, the only place where an exit becomes a fault of the pager's.
+//! A [`VcpuPool`] runs each vCPU on a thread of its own until the vCPU leaves, until a [`Stopper`] stops
+//! the pool, or until something fails: the first failure stops all vCPUs. [`VcpuHooks`] say what happens at
+//! an exit. [`Paging`] is the implementation that resolves memory faults by a pager, and the only place
+//! where an exit of KVM becomes a fault of the pager. [`linux`] boots a Linux guest.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -18,7 +18,7 @@
 //! pool.wait(Duration::from_secs(1));
 //! stopper.end();
 //! let end = pool.join(Duration::from_secs(10));
-//! println!("{} vCPUs came back", end.vcpus.len());
+//! println!("{} vCPUs have ended", end.vcpus.len());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -30,11 +30,13 @@ pub mod linux;
 pub mod page_tables;
 mod paging;
 mod pool;
+mod setup;
 #[cfg(target_arch = "x86_64")]
 pub mod x86_64;
 
 pub use control::Stopper;
-pub use failure::{PoolFailure, SetupError};
+pub use failure::PoolFailure;
 pub use hooks::{Handled, HookError, Next, NoFaults, UnexpectedFault, VcpuHooks};
 pub use paging::{Paging, StageTwo, UnresolvableExit, stop_when_in_trouble};
 pub use pool::{PoolConfig, PoolEnd, PoolVcpu, VcpuCounts, VcpuPool};
+pub use setup::{SetupError, SizeError};

@@ -1,8 +1,8 @@
-//! Page tables for guests without firmware: identity, 2 MiB pages, for some gigabytes.
+//! Page tables for guests without firmware: an identity mapping of some gigabytes by 2 MiB pages.
 //!
-//! Accessed and dirty bits are set from the start, so that the processor's page walks only read
-//! the tables: a walk that wrote them would cost the first touch of every 2 MiB something that
-//! has nothing to do with the memory under test.
+//! Accessed and dirty bits are set from the start, so that the processor's page walks only read the
+//! tables. A walk that wrote them would add a cost to the first touch of every 2 MiB, which has nothing to
+//! do with the memory under test.
 
 use std::ops::Range;
 
@@ -18,8 +18,8 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const LARGE: u64 = 1 << 7;
 
-/// How many bytes the tables for these gigabytes (ascending, by number) take: one PML4, then pointer
-/// tables, then page directories. None if one PML4 cannot hold them.
+/// The size in bytes of the tables for these gigabytes (ascending, by number): one PML4, then pointer
+/// tables, then page directories. None if one PML4 cannot map them.
 #[must_use]
 pub fn bytes(gigabytes: &[Range<u64>]) -> Option<u64> {
     let end = gigabytes.last().map_or(0, |last| last.end);
@@ -27,7 +27,7 @@ pub fn bytes(gigabytes: &[Range<u64>]) -> Option<u64> {
     (end <= MOST_GIGABYTES).then(|| (1 + end.div_ceil(ENTRIES) + directories) * PAGE)
 }
 
-/// The tables as they lie in memory at `at`, as 64-bit entries. None as for [`bytes`].
+/// The tables for memory at `at`, as 64-bit entries. None as for [`bytes`].
 #[must_use]
 pub fn build(at: u64, gigabytes: &[Range<u64>]) -> Option<Vec<u64>> {
     let mut tables = vec![0; usize::try_from(bytes(gigabytes)? / 8).ok()?];
@@ -62,7 +62,7 @@ mod tests {
 
     const AT: u64 = 0x1_0000;
 
-    /// Walks the tables as the processor would.
+    /// Walks the tables as the processor does.
     fn translate(tables: &[u64], address: u64) -> Option<u64> {
         let entry = |table: u64, index: u64| {
             let position = (table - AT) / 8 + index;
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_canonical_does_not_fit() {
+    fn addresses_that_are_not_canonical_are_refused() {
         assert!(bytes(&[0..1, 4..MOST_GIGABYTES]).is_some());
         assert_eq!(bytes(&[0..1, 4..MOST_GIGABYTES + 1]), None);
         assert_eq!(build(AT, &[0..1, 4..MOST_GIGABYTES + 1]), None);

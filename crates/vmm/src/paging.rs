@@ -1,4 +1,4 @@
-//! Where an exit becomes a fault of the pager's, and an installed page a mapping in stage 2.
+//! The connection of KVM and the pager: exits become faults, and installed pages mappings in stage 2.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -12,32 +12,32 @@ use crate::control::Stopper;
 use crate::hooks::{Handled, HookError, VcpuHooks};
 use crate::pool::PoolVcpu;
 
-/// Has a pager resolve memory faults, each on the thread of the vCPU that faulted. It allocates
-/// nothing and takes no lock that another thread takes.
+/// Hooks that resolve memory faults by a pager, each on the thread of the vCPU that faulted. They
+/// allocate nothing, and take no lock that another thread takes.
 #[derive(Debug)]
 pub struct Paging {
     pager: Arc<Pager>,
-    /// One for each vCPU, which its own thread alone uses while the guest runs.
+    /// One for each vCPU, which only the vCPU's thread uses while the guest runs.
     resolvers: Box<[CachePadded<Exclusive<Resolver>>]>,
     pre_fault: bool,
-    /// Whose slots say where a gpa's memory is at home; None while every region is.
+    /// The VM whose slots translate gpas to the regions' own; None if these are the same.
     slots: Option<Arc<Vm>>,
 }
 
-/// An exit that paging cannot resolve.
+/// A memory fault that paging cannot resolve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnresolvableExit {
-    /// A page's content is lost: there is nothing to show the guest.
+    /// The page's content is lost.
     #[error("the page at gpa {0} has an uncorrected memory error")]
     Poisoned(GuestAddress),
     /// The memory is not mapped on the host any more.
     #[error("the page at gpa {0} is not mapped on the host any more")]
     Unmapped(GuestAddress),
-    /// KVM does not say that making the page present would help.
+    /// A present page would not help: the exit is not about an absent one.
     #[error("not a fault on an absent page: {0}")]
     NotAbsent(FaultExit),
-    /// The paging was made for fewer vCPUs.
-    #[error("vCPU {0} is none of those that are paged for")]
+    /// [`Paging::new`] was given fewer vCPUs.
+    #[error("paging was set up for fewer vCPUs than {0}")]
     UnknownVcpu(u32),
 }
 
@@ -56,26 +56,25 @@ impl Paging {
         }
     }
 
-    /// For a VM whose slot transactions put memory elsewhere than at its region's own gpa: each fault
-    /// is the fault of the page that the guest sees there at that moment. The pager knows pages by
-    /// their regions' own gpas.
+    /// For a VM in which slot transactions move memory away from its region's own gpa. Each fault is
+    /// then translated by the slots of that moment; the pager knows pages by their regions' own gpas.
     #[must_use]
     pub fn with_slots_of(mut self, vm: &Arc<Vm>) -> Self {
         self.slots = Some(Arc::clone(vm));
         self
     }
 
-    /// Whether what a fault installed is also mapped in stage 2 before the guest goes on
-    /// (KVM_PRE_FAULT_MEMORY). Not for a VM whose slots put memory elsewhere
-    /// ([`Self::with_slots_of`]): what lies beside a page there may be something else.
+    /// Whether the pages that a fault installed are mapped in stage 2 before the vCPU enters the guest
+    /// (KVM_PRE_FAULT_MEMORY). Ignored with [`Self::with_slots_of`]: the page's neighbours may belong to
+    /// another region there.
     #[must_use]
     pub fn pre_fault(mut self, pre_fault: bool) -> Self {
         self.pre_fault = pre_fault;
         self
     }
 
-    /// What the vCPUs' threads counted so far, together. Waits while one of them resolves a fault: for
-    /// as long as a source is silent, if a vCPU waits for it. So rather ask when the vCPUs have stopped.
+    /// The sum of the vCPUs' counters. Waits while a vCPU's thread resolves a fault, which may wait for
+    /// a source: best called when the vCPUs have stopped.
     #[must_use]
     pub fn counters(&self) -> Counters {
         let mut sum = Counters::default();
@@ -90,10 +89,10 @@ impl Paging {
         sum
     }
 
-    /// Resolves an exit of vCPU `vcpu`, on its thread.
+    /// Resolves a memory fault of vCPU `vcpu`, on the vCPU's thread.
     ///
     /// # Errors
-    /// [`UnresolvableExit`], and what the pager says; the guest must not be entered again.
+    /// [`UnresolvableExit`] and the pager's errors; the vCPU must not enter the guest again.
     #[inline]
     pub fn resolve(&self, vcpu: u32, exit: &FaultExit) -> Result<Resolution, HookError> {
         if !exit.is_resolvable() || exit.private {
@@ -107,7 +106,7 @@ impl Paging {
             None => exit.gpa,
             Some(vm) => match vm.home_of(exit.gpa) {
                 Some(home) => home.gpa,
-                // The slot has gone since: the access is repeated under the new layout.
+                // The slot is gone: the guest repeats the access under the new layout.
                 None => return Ok(Resolution::AlreadyPresent),
             },
         };
@@ -136,33 +135,32 @@ impl VcpuHooks for Paging {
     }
 }
 
-/// Maps what has arrived in the stage-2 tables that all vCPUs share (KVM_POPULATE_MEMORY, gated by
+/// A mapper of installed pages in the stage-2 tables that all vCPUs share (KVM_POPULATE_MEMORY, gated by
 /// KVM_CAP_POPULATE_MEMORY: without it, the first call fails and population ends). For VMs whose slots
-/// have each region at its own gpa; elsewhere it may map other memory ahead, which does no harm and no
-/// good.
+/// have each region at its own gpa; in other VMs it may map other memory, which is useless and harmless.
 #[derive(Clone, Debug)]
 pub struct StageTwo(pub Arc<Vm>);
 
 impl Mapper for StageTwo {
     fn populate(&self, range: GuestRange) -> Result<u64, Box<dyn Error + Send + Sync>> {
-        // Not for writing: mappings are writable anyhow if the host's are, and with that flag the zero
-        // page would count as absent.
+        // Without the flag for writing, mappings are writable if the host's are; with it the zero page
+        // would count as absent.
         let flags = PopulateFlags {
             write: false,
             present_only: true,
         };
-        // Beside slot transactions, not under their gate, as nothing here waits for a fault: a slot that
-        // goes meanwhile ends the call.
+        // Not under the gate of slot transactions, because nothing here waits for a fault: a slot that is
+        // deleted meanwhile ends the call.
         match populate_vm(self.0.fd(), range, flags, || false) {
             Ok(populated) => Ok(populated.mapped_bytes),
-            // The memory is not, or no longer, the guest's: there is nothing to save it from.
+            // The memory is not the guest's, or no longer: there is nothing to map.
             Err(PopulateError::NoSlot { unfinished, .. }) => Ok(unfinished.done.mapped_bytes),
             Err(error) => Err(error.into()),
         }
     }
 }
 
-/// Has trouble of the pager stop the run, which would wait for its pages for ever.
+/// Stops the run when the pager reports trouble: the guest would wait for its pages for ever.
 pub fn stop_when_in_trouble(pager: &Pager, stopper: &Stopper) {
     let stopper = stopper.clone();
     pager.on_notice(move |notice: &Notice| {

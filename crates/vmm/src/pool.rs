@@ -1,4 +1,4 @@
-//! The pool: a thread for each vCPU, which enters the guest and hands its exits to the hooks.
+//! The pool: one thread for each vCPU, which enters the guest and passes its exits to the hooks.
 
 use std::any::Any;
 use std::io;
@@ -16,17 +16,17 @@ use crate::control::{Control, Stopper};
 use crate::failure::PoolFailure;
 use crate::hooks::{Handled, HookError, Next, VcpuHooks};
 
-/// How often the threads of a stopped pool are kicked until they have come back.
+/// How often the threads of a stopped pool are kicked until they have ended.
 const KICK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How a pool runs its threads.
 #[derive(Clone, Debug, Default)]
 pub struct PoolConfig {
-    /// Host CPUs to which the threads are pinned, in turn; empty if they are not.
+    /// Host CPUs to which the threads are pinned, in turn; empty for no pinning.
     pub cpus: Vec<usize>,
 }
 
-/// What a pool counts of a vCPU.
+/// Counts of one vCPU in a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VcpuCounts {
     /// Exits from KVM_RUN, of any kind.
@@ -35,14 +35,14 @@ pub struct VcpuCounts {
     pub faults: u64,
     /// Exits because of signals.
     pub interruptions: u64,
-    /// Bytes that KVM_PRE_FAULT_MEMORY handled.
+    /// Bytes that KVM_PRE_FAULT_MEMORY mapped.
     pub pre_faulted_bytes: u64,
-    /// Calls of KVM_PRE_FAULT_MEMORY that handled less than asked for, which is no error.
+    /// Calls of KVM_PRE_FAULT_MEMORY that mapped less than asked for, which is no error.
     pub pre_fault_failures: u64,
 }
 
 impl VcpuCounts {
-    /// What was counted since `before`.
+    /// The counts since `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self {
@@ -55,7 +55,7 @@ impl VcpuCounts {
     }
 }
 
-/// A vCPU on its thread, as hooks see it.
+/// A vCPU on its thread, for hooks.
 #[derive(Debug)]
 pub struct PoolVcpu<'vcpu> {
     bound: BoundVcpu<'vcpu>,
@@ -63,7 +63,7 @@ pub struct PoolVcpu<'vcpu> {
 }
 
 impl PoolVcpu<'_> {
-    /// What was counted of this vCPU up to now, the present exit included.
+    /// The counts of this vCPU, the present exit included.
     #[must_use]
     pub fn counts(&self) -> VcpuCounts {
         self.counts
@@ -79,6 +79,15 @@ impl PoolVcpu<'_> {
                 tracing::debug!("{error}");
                 self.counts.pre_fault_failures += 1;
             }
+        }
+    }
+
+    fn hook_failed(&self, exit: Option<Exit>, source: HookError) -> PoolFailure {
+        PoolFailure::Hook {
+            vcpu: self.id(),
+            exit,
+            rip: self.rip(),
+            source,
         }
     }
 }
@@ -97,13 +106,13 @@ impl DerefMut for PoolVcpu<'_> {
     }
 }
 
-/// vCPUs that run. Dropping it stops them, without waiting for them.
+/// Running vCPUs. Dropping the pool stops them, and does not wait for them.
 #[derive(Debug)]
 pub struct VcpuPool {
     control: Arc<Control>,
     stopper: Stopper,
     threads: Vec<(u32, JoinHandle<Vcpu>)>,
-    /// Those that got no thread, because the pool was stopped first.
+    /// vCPUs without a thread, because the pool was stopped first.
     idle: Vec<Vcpu>,
     lost: Vec<u32>,
 }
@@ -111,19 +120,18 @@ pub struct VcpuPool {
 /// How a pool ended.
 #[derive(Debug)]
 pub struct PoolEnd {
-    /// The vCPUs whose threads came back, in the order in which they were given.
+    /// The vCPUs whose threads have ended, in the order in which the pool was given them.
     pub vcpus: Vec<Vcpu>,
-    /// The numbers of the others. Their threads may still run.
+    /// The numbers of the other vCPUs. Their threads may still run.
     pub lost: Vec<u32>,
-    /// What went wrong first, unless somebody has taken it ([`Stopper::take_failure`]). A lost vCPU
-    /// is a failure, too.
+    /// The first failure, unless [`Stopper::take_failure`] has taken it. A lost vCPU is a failure, too.
     pub failure: Option<PoolFailure>,
 }
 
 impl VcpuPool {
-    /// Starts a thread for each vCPU (`vcpuN`). From now on `stopper` stops this pool; one that was
-    /// asked before has it stopped already, and no guest is entered. Kicks that the vCPUs have not
-    /// noticed yet are forgotten. A thread that cannot be started fails the pool.
+    /// Starts a thread for each vCPU (`vcpuN`). `stopper` stops this pool from now on; if it was used
+    /// before, the pool starts stopped and enters no guest. Kicks that the vCPUs have not noticed yet
+    /// are dropped. A thread that cannot be started fails the pool.
     ///
     /// # Errors
     /// [`PoolFailure::NoVcpus`].
@@ -169,7 +177,7 @@ impl VcpuPool {
         };
         match thread::Builder::new().name(format!("vcpu{id}")).spawn(body) {
             Ok(thread) => self.threads.push((id, thread)),
-            // The vCPU went with the closure.
+            // The closure had the vCPU, which is dropped with it.
             Err(source) => {
                 self.lost.push(id);
                 self.control.thread_ended();
@@ -179,32 +187,32 @@ impl VcpuPool {
         }
     }
 
-    /// Waits until the pool is stopped, has failed or all vCPUs have left, at most for `timeout`;
-    /// whether that is so.
+    /// Waits at most `timeout` until the pool is stopped, has failed, or all vCPUs have left; whether
+    /// that is so.
     pub fn wait(&self, timeout: Duration) -> bool {
         self.control.wait_until_over(timeout)
     }
 
-    /// All vCPUs' exits so far: a number that moves as long as guests come out.
+    /// The exits of all vCPUs so far.
     #[must_use]
     pub fn exits(&self) -> u64 {
         self.control.exits()
     }
 
-    /// Makes every vCPU leave the guest once ([`VcpuHooks::on_interrupted`]).
+    /// Interrupts every vCPU once ([`VcpuHooks::on_interrupted`]).
     pub fn kick_all(&self) {
         self.control.kick_all();
     }
 
-    /// Waits for the threads, at most for `grace`; those of a stopped pool are kicked until they come
-    /// back. The pool is over then: vCPUs that have not come back are lost, and leave when they can.
+    /// Waits at most `grace` for the threads, and kicks those of a stopped pool until they end. vCPUs
+    /// whose threads have not ended by then are lost; their threads end when they can.
     #[must_use]
     pub fn join(mut self, grace: Duration) -> PoolEnd {
         let start = Instant::now();
         let mut all_ended = false;
         while !all_ended && start.elapsed() < grace {
             all_ended = self.control.wait_for_ends(KICK_INTERVAL.min(grace));
-            // A signal that a hook's own waiting swallowed does not come twice by itself.
+            // A hook that waits in the kernel may have consumed the signal of the first kick.
             if !all_ended && self.control.is_stopped() {
                 self.control.kick_all();
             }
@@ -213,16 +221,11 @@ impl VcpuPool {
         vcpus.append(&mut self.idle);
         self.lost.extend(lost);
         let lost = std::mem::take(&mut self.lost);
-        let told = self.control.take_failure();
-        let failure = told.or_else(|| {
-            Some(PoolFailure::Lost {
-                vcpu: *lost.first()?,
-            })
-        });
+        let first_lost = lost.first().map(|&vcpu| PoolFailure::Lost { vcpu });
         PoolEnd {
             vcpus,
             lost,
-            failure,
+            failure: self.control.take_failure().or(first_lost),
         }
     }
 }
@@ -236,24 +239,24 @@ impl Drop for VcpuPool {
     }
 }
 
-/// Joins the threads that have ended, and names those that have not.
+/// Joins the threads that have ended, and returns the numbers of the others.
 fn collect(threads: Vec<(u32, JoinHandle<Vcpu>)>, all_ended: bool) -> (Vec<Vcpu>, Vec<u32>) {
     let (mut vcpus, mut lost) = (Vec::new(), Vec::new());
     for (id, thread) in threads {
-        // Where all have said that they end, joining waits for an instant at most.
+        // If all threads have reported their end, a join takes an instant at most.
         let ended = (all_ended || thread.is_finished()).then(|| thread.join());
         match ended {
             Some(Ok(vcpu)) => vcpus.push(vcpu),
-            // Still running; or a panic outside the guarded part, and the vCPU went with it.
+            // Still running; or a panic outside the guarded part, which dropped the vCPU.
             None | Some(Err(_)) => lost.push(id),
         }
     }
     (vcpus, lost)
 }
 
-/// A thread's whole life.
+/// A thread from its start to its end.
 fn run_thread(vcpu: &mut Vcpu, control: &Control, place: usize, cpu: Option<usize>) {
-    // Counted also if something below panics outside catch_unwind, so that nobody waits for ever.
+    // Reports the end also after a panic outside catch_unwind, for which join() would wait for ever.
     struct EndGuard<'control>(&'control Control);
     impl Drop for EndGuard<'_> {
         fn drop(&mut self) {
@@ -263,7 +266,7 @@ fn run_thread(vcpu: &mut Vcpu, control: &Control, place: usize, cpu: Option<usiz
     let _guard = EndGuard(control);
 
     let id = vcpu.id();
-    // Unwind safe: after a panic the vCPU is only asked for registers and set afresh.
+    // Unwind safe: after a panic the vCPU's registers are only read, or all set again.
     match catch_unwind(AssertUnwindSafe(|| drive(vcpu, control, place, cpu))) {
         Ok(Ok(Next::End)) => control.finish(None),
         Ok(Ok(_)) => {}
@@ -304,8 +307,8 @@ fn drive(
         counts: VcpuCounts::default(),
     };
     let result = enter_until_left(&mut vcpu, control, place);
-    // The guest's last exit may be an OUT that KVM completes at the next entry: do it now, while
-    // nothing depends on the registers.
+    // The guest's last exit may be an OUT that KVM completes at the next entry. Complete it now, before
+    // the registers are set again.
     match vcpu.bound.complete_io() {
         Err(error) if result.is_ok() => Err(PoolFailure::Run(error)),
         _ => result,
@@ -323,10 +326,11 @@ fn enter_until_left(
     control: &Control,
     place: usize,
 ) -> Result<Next, PoolFailure> {
-    let hooks = control.hooks();
-    let started = hooks.on_thread_start(vcpu);
-    started.map_err(|source| refused(vcpu, None, source))?;
-    // Asked after each exit: hooks may have swallowed the signal of a kick.
+    let hooks = &*control.hooks;
+    hooks
+        .on_thread_start(vcpu)
+        .map_err(|source| vcpu.hook_failed(None, source))?;
+    // After each exit: a hook that waits may have consumed the signal of a kick.
     while !control.is_stopped() {
         let exit = vcpu.bound.run().map_err(PoolFailure::Run)?;
         vcpu.counts.exits += 1;
@@ -350,7 +354,7 @@ fn enter_until_left(
             }
             exit => hooks.on_exit(vcpu, exit),
         };
-        match next.map_err(|source| refused(vcpu, Some(exit), source))? {
+        match next.map_err(|source| vcpu.hook_failed(Some(exit), source))? {
             Next::Enter => {}
             end @ (Next::Leave | Next::End) => return Ok(end),
             Next::Unexpected => {
@@ -365,21 +369,12 @@ fn enter_until_left(
     Ok(Next::Leave)
 }
 
-fn refused(vcpu: &PoolVcpu<'_>, exit: Option<Exit>, source: HookError) -> PoolFailure {
-    PoolFailure::Hook {
-        vcpu: vcpu.id(),
-        exit,
-        rip: vcpu.rip(),
-        source,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_gives_nothing_back_is_lost() {
+    fn a_thread_that_returns_no_vcpu_is_lost() {
         let thread = thread::spawn(|| -> Vcpu { std::panic::resume_unwind(Box::new("gone")) });
         let (vcpus, lost) = collect(vec![(3, thread)], true);
         assert!(vcpus.is_empty());

@@ -1,4 +1,4 @@
-//! A real Linux as the guest: it boots, sees all its processors, and ends in every way that there is.
+//! A Linux guest: it boots, finds all its processors, and ends in every possible way.
 //!
 //! Needs the lab's kernel (`cargo xtask kernel build`) and the guests' initramfs (`cargo xtask
 //! guest`).
@@ -24,7 +24,7 @@ use pagetide_vmm::linux::{
 use pagetide_vmm::{NoFaults, Paging, VcpuHooks, stop_when_in_trouble};
 use support::{chain, pager, skip_or_panic, virtualises};
 
-/// Much longer than a boot takes in a software CPU: what is not over by then hangs.
+/// Much longer than a boot takes in a software CPU: a guest that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// A guest that runs `command`, or None with the reason printed where this host cannot have one.
@@ -52,7 +52,7 @@ fn config(vcpus: u32, command: &str) -> Option<LinuxConfig> {
     })
 }
 
-/// What the guest has said so far.
+/// The console's output so far.
 #[derive(Clone, Default)]
 struct Screen(Arc<(Mutex<Vec<u8>>, Condvar)>);
 
@@ -77,16 +77,16 @@ impl Screen {
         String::from_utf8_lossy(&self.0.0.lock().expect("as above")).into_owned()
     }
 
-    /// Waits for a text, and for the end of its line; what stands between.
+    /// Waits for a text and the end of its line; returns what is between them.
     fn wait_for(&self, text: &str) -> String {
         let started = Instant::now();
         loop {
-            let said = self.text();
-            let rest = said.split_once(text).map(|(_, rest)| rest);
+            let output = self.text();
+            let rest = output.split_once(text).map(|(_, rest)| rest);
             if let Some((found, _)) = rest.and_then(|rest| rest.split_once('\n')) {
                 return found.trim().to_owned();
             }
-            assert!(started.elapsed() < LIMIT, "no {text:?} in\n{said}");
+            assert!(started.elapsed() < LIMIT, "no {text:?} in\n{output}");
             let guard = self.0.0.lock().expect("as above");
             let _ = self.0.1.wait_timeout(guard, Duration::from_millis(100));
         }
@@ -97,7 +97,7 @@ fn machine(config: &LinuxConfig) -> LinuxMachine {
     LinuxMachine::new(config).unwrap_or_else(|error| panic!("{}", chain(&error)))
 }
 
-/// Runs a guest to its end; how it ended, and what it said.
+/// Runs a guest to its end; returns how it ended, and its output.
 fn run(config: &LinuxConfig) -> (LinuxEnd, String) {
     let screen = Screen::default();
     let console = LinuxConsole::output(screen.clone());
@@ -107,7 +107,7 @@ fn run(config: &LinuxConfig) -> (LinuxEnd, String) {
     (outcome.end, screen.text())
 }
 
-// A boot takes a software CPU ten seconds and more: each of them shows several things.
+// A boot takes ten seconds and more in a software CPU: each test checks several things.
 
 #[test]
 fn a_bzimage_boots_and_ends_with_its_status() {
@@ -115,21 +115,21 @@ fn a_bzimage_boots_and_ends_with_its_status() {
         return;
     };
     config.kernel.set_file_name("bzImage");
-    let (end, said) = run(&config);
-    assert_eq!(end, LinuxEnd::Status(37), "{said}");
+    let (end, output) = run(&config);
+    assert_eq!(end, LinuxEnd::Status(37), "{output}");
     assert!(
-        said.contains("CPUs 0 online") && said.contains("\nhello\r\n"),
-        "{said}"
+        output.contains("CPUs 0 online") && output.contains("\nhello\r\n"),
+        "{output}"
     );
 }
 
 #[test]
-fn the_kernel_finds_what_the_machine_has() {
+fn the_kernel_finds_the_machines_devices() {
     let Some(config) = config(2, "-- memcycler 2 4M 1") else {
         return;
     };
-    let (end, said) = run(&config);
-    assert_eq!(end, LinuxEnd::Status(0), "{said}");
+    let (end, output) = run(&config);
+    assert_eq!(end, LinuxEnd::Status(0), "{output}");
     for wanted in [
         "CPUs 0-1 online",
         "found SMP MP-table",
@@ -138,15 +138,15 @@ fn the_kernel_finds_what_the_machine_has() {
         "ttyS1 at I/O 0x2f8 (irq = 3",
         "every word right",
     ] {
-        assert!(said.contains(wanted), "{wanted} in\n{said}");
+        assert!(output.contains(wanted), "{wanted} in\n{output}");
     }
     for complaint in ["WARNING:", "BUG:", "detected stall"] {
-        assert!(!said.contains(complaint), "{complaint} in\n{said}");
+        assert!(!output.contains(complaint), "{complaint} in\n{output}");
     }
 }
 
 #[test]
-fn every_end_has_a_name_whatever_the_memory_is() {
+fn every_end_has_a_name_with_any_backing() {
     for (command, wanted, backing) in [
         ("quiet -- reboot -f", LinuxEnd::Reset, Backing::Anonymous),
         ("quiet -- poweroff -f", LinuxEnd::Halted, Backing::Thp),
@@ -176,26 +176,26 @@ fn every_end_has_a_name_whatever_the_memory_is() {
             Err(error) => panic!("{}", chain(&error)),
             Ok(_) => {}
         }
-        let (end, said) = run(&config);
-        assert_eq!(end, wanted, "{command} in {backing}\n{said}");
+        let (end, output) = run(&config);
+        assert_eq!(end, wanted, "{command} in {backing}\n{output}");
     }
 }
 
 #[test]
-fn a_crash_tells_its_message() {
+fn a_panics_message_is_reported() {
     let crash = r#"quiet -- sh -c "echo c > /proc/sysrq-trigger""#;
     let Some(config) = config(1, crash) else {
         return;
     };
-    let (end, said) = run(&config);
+    let (end, output) = run(&config);
     let LinuxEnd::Panicked { message } = end else {
-        panic!("{end}\n{said}");
+        panic!("{end}\n{output}");
     };
     assert!(message.contains("sysrq triggered crash"), "{message}");
 }
 
 #[test]
-fn what_is_typed_arrives_and_a_stop_stops() {
+fn input_reaches_the_guest() {
     let Some(config) = config(1, "quiet") else {
         return;
     };
@@ -223,7 +223,7 @@ fn type_in(keys: &mut PipeWriter, text: &str) {
 }
 
 #[test]
-fn a_guest_that_does_not_end_is_ended() {
+fn a_stopper_and_the_time_limit_end_a_guest() {
     let Some(mut config) = config(2, "quiet -- sleep 1000") else {
         return;
     };
@@ -249,7 +249,7 @@ fn a_guest_that_does_not_end_is_ended() {
 }
 
 #[test]
-fn a_guest_boots_while_its_memory_arrives() {
+fn a_guest_boots_while_its_memory_is_installed() {
     for exits in [false, true] {
         let Some(config) = config(2, "-- memcycler 2 4M 1") else {
             return;
@@ -277,10 +277,10 @@ fn a_guest_boots_while_its_memory_arrives() {
         let screen = Screen::default();
         let hooks: Arc<dyn VcpuHooks> = Arc::<Paging>::clone(&paging);
         let outcome = machine.run(LinuxConsole::output(screen.clone()), hooks);
-        let said = screen.text();
-        let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{said}", chain(&error)));
-        assert_eq!(outcome.end, LinuxEnd::Status(0), "{said}");
-        assert!(said.contains("every word right"), "{said}");
+        let output = screen.text();
+        let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{output}", chain(&error)));
+        assert_eq!(outcome.end, LinuxEnd::Status(0), "{output}");
+        assert!(output.contains("every word right"), "{output}");
         let read = readers.stop();
         assert!(pager.trouble().is_none(), "{:?}", pager.trouble());
         let (by_exit, present) = (paging.counters(), pager.progress().present);
@@ -306,19 +306,22 @@ fn paged_in_from_a_file(delivery: Delivery, prefetch: bool) {
         Err(error) => return skip_or_panic(&error),
     };
     let screen = Screen::default();
-    let checks = MachineChecks::new(&machine).expect("errors are told of");
+    let checks = MachineChecks::new(&machine).expect("errors are reported");
     let hooks = Arc::new(checks.other_faults_to(paging.hooks()));
     let outcome = machine.run(LinuxConsole::output(screen.clone()), hooks);
-    let (said, seen) = (screen.text(), paging.end());
-    let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{said}", chain(&error)));
-    assert_eq!(outcome.end, LinuxEnd::Status(0), "{said}");
-    assert_eq!(said.matches("every word right").count(), 3, "{said}");
+    let (output, seen) = (screen.text(), paging.end());
+    let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{output}", chain(&error)));
+    assert_eq!(outcome.end, LinuxEnd::Status(0), "{output}");
+    assert_eq!(output.matches("every word right").count(), 3, "{output}");
     println!(
         "{delivery:?}, prefetch {prefetch}, {:?}: {seen}; {seen:?}",
         outcome.elapsed
     );
     // Two rounds, in each of which every other run of eight pages of 2 MiB is given up.
-    assert!(said.contains("512 pages given up in 2 rounds"), "{said}");
+    assert!(
+        output.contains("512 pages given up in 2 rounds"),
+        "{output}"
+    );
     assert_eq!(seen.discarded, 512);
     assert!(seen.by_fault > 0 && seen.zero > 0, "{seen:?}");
     assert_eq!(seen.by_prefetch > 0, prefetch, "{seen:?}");
@@ -353,8 +356,7 @@ fn an_uncorrected_error_kills_only_the_process_that_consumed_it() {
     let Some(mut config) = config(1, command) else {
         return;
     };
-    // With keep the page stays mapped, and it is the memory that fails a guest's access. Simulated errors
-    // don't.
+    // With keep the page stays mapped, and the memory itself fails an access. A simulated error does not.
     config.policy = Some(FailurePolicy::KernelDefault);
     let (screen, (reader, mut keys)) = (Screen::default(), io::pipe().expect("a pipe"));
     let console = LinuxConsole::output(screen.clone()).input(reader.into());
@@ -363,7 +365,7 @@ fn an_uncorrected_error_kills_only_the_process_that_consumed_it() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let file = directory.path().join("poison");
     let checks = MachineChecks::with_map(&machine, PoisonMap::new(), Some(file.clone()));
-    let checks = Arc::new(checks.expect("errors are told of"));
+    let checks = Arc::new(checks.expect("errors are reported"));
     let hooks: Arc<dyn VcpuHooks> = checks.clone();
     let stopper = machine.stopper();
     let runner = std::thread::spawn(move || machine.run(console, hooks));
@@ -382,18 +384,18 @@ fn an_uncorrected_error_kills_only_the_process_that_consumed_it() {
     }
     type_in(&mut keys, "\n");
     let outcome = runner.join().expect("no panic");
-    let said = screen.text();
-    let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{said}", chain(&error)));
-    assert_eq!(outcome.end, LinuxEnd::Status(0), "{said}");
+    let output = screen.text();
+    let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{output}", chain(&error)));
+    assert_eq!(outcome.end, LinuxEnd::Status(0), "{output}");
     // BUS_MCEERR_AR is 4, and 135 is a death of SIGBUS.
     for wanted in [
         "consume: SIGBUS code 4",
         "it ended with 135",
         "every word right",
     ] {
-        assert!(said.contains(wanted), "{wanted} in\n{said}");
+        assert!(output.contains(wanted), "{wanted} in\n{output}");
     }
-    assert!(!said.contains("consume: read"), "{said}");
+    assert!(!output.contains("consume: read"), "{output}");
     assert_eq!(checks.lost_bytes(), 4096);
     let kept = PoisonMap::load(&file).expect("it was saved");
     assert!(kept.bytes() == 4096 && kept.contains(GuestAddress(gpa)));

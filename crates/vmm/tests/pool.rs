@@ -1,4 +1,4 @@
-//! The pool on a real KVM: whatever goes wrong or is asked for ends all of it, and is told.
+//! The pool on a real KVM: every failure and every stop ends all vCPUs, and is reported.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -13,19 +13,19 @@ use std::time::{Duration, Instant};
 use kvm_bindings::kvm_regs;
 use pagetide_kvm::{Exit, Kvm, OpenError, Signals, SlotFlags, Vcpu, Vm};
 use pagetide_memory::{Backing, GuestAddress, PageIndex, Region};
-use pagetide_vmm::x86_64::{LongMode, Platform, RFLAGS};
+use pagetide_vmm::x86_64::{LongMode, Platform};
 use pagetide_vmm::{
     HookError, Next, NoFaults, PoolConfig, PoolEnd, PoolFailure, PoolVcpu, Stopper, VcpuHooks,
     VcpuPool,
 };
 
 const TABLES: u64 = 0x2000;
-/// How long threads may take to come back: a loaded host is slow.
+/// How long threads may take to end: a loaded host is slow.
 const GRACE: Duration = Duration::from_secs(60);
 /// The port that [`Code::Report`] writes to.
 const PORT: u16 = 0x10;
 
-/// What a vCPU runs, by its address.
+/// The code of a vCPU, by its address.
 #[derive(Clone, Copy)]
 enum Code {
     /// `jmp .`
@@ -72,28 +72,24 @@ fn vcpus(codes: &[Code]) -> Option<(Vm, Vec<Vcpu>)> {
 }
 
 fn start_at(vcpu: &Vcpu, code: Code) {
-    let mut sregs = vcpu.sregs().expect("registers");
     let mode = LongMode {
         code: 8,
         data: 16,
-        gdt: 0,
         gdt_entries: 1,
         tables: TABLES,
+        ..LongMode::default()
     };
-    mode.put_into(&mut sregs);
-    vcpu.set_sregs(&sregs).expect("registers");
     let regs = kvm_regs {
         rip: code as u64,
-        rflags: RFLAGS,
         ..kvm_regs::default()
     };
-    vcpu.set_regs(&regs).expect("registers");
+    mode.enter(vcpu, regs).expect("registers");
     let running = kvm_bindings::kvm_mp_state { mp_state: 0 };
     vcpu.fd().set_mp_state(running).expect("the state");
 }
 
-/// Hooks that count, and do what they are told at a report.
-struct Told {
+/// Hooks that count, and call `at_report` at a report.
+struct Counting {
     at_report: fn(&mut PoolVcpu<'_>) -> Result<Next, HookError>,
     at_start: fn(u32) -> Result<(), HookError>,
     started: AtomicU32,
@@ -101,7 +97,7 @@ struct Told {
     stops: AtomicU32,
 }
 
-impl Told {
+impl Counting {
     fn new(at_report: fn(&mut PoolVcpu<'_>) -> Result<Next, HookError>) -> Arc<Self> {
         Arc::new(Self {
             at_report,
@@ -113,7 +109,7 @@ impl Told {
     }
 }
 
-impl VcpuHooks for Told {
+impl VcpuHooks for Counting {
     fn on_thread_start(&self, vcpu: &mut PoolVcpu<'_>) -> Result<(), HookError> {
         self.started.fetch_add(1, Ordering::SeqCst);
         (self.at_start)(vcpu.id())
@@ -134,12 +130,12 @@ impl VcpuHooks for Told {
     }
 }
 
-fn start(vcpus: Vec<Vcpu>, hooks: &Arc<Told>, stopper: &Stopper) -> VcpuPool {
-    let hooks: Arc<dyn VcpuHooks> = Arc::<Told>::clone(hooks);
+fn start(vcpus: Vec<Vcpu>, hooks: &Arc<Counting>, stopper: &Stopper) -> VcpuPool {
+    let hooks: Arc<dyn VcpuHooks> = Arc::<Counting>::clone(hooks);
     VcpuPool::start(vcpus, hooks, stopper, &PoolConfig::default()).expect("there are vCPUs")
 }
 
-/// Ends a pool whose vCPUs must all come back.
+/// Ends a pool, none of whose vCPUs may be lost.
 fn join(pool: VcpuPool, vcpus: usize) -> PoolEnd {
     let end = pool.join(GRACE);
     assert!(end.lost.is_empty(), "{end:?}");
@@ -154,7 +150,7 @@ fn join(pool: VcpuPool, vcpus: usize) -> PoolEnd {
     end
 }
 
-/// Waits until something is so.
+/// Waits for a condition.
 fn await_that(what: impl Fn() -> bool) {
     let start = Instant::now();
     while !what() {
@@ -174,7 +170,7 @@ fn a_stop_ends_vcpus_that_run() {
     let Some((_vm, mut vcpus)) = vcpus(&[Code::Spin, Code::Report]) else {
         return;
     };
-    let hooks = Told::new(|_| Ok(Next::Enter));
+    let hooks = Counting::new(|_| Ok(Next::Enter));
     let stopper = Stopper::default();
     for round in 1..=10 {
         let pool = start(vcpus, &hooks, &stopper);
@@ -199,7 +195,7 @@ fn an_end_from_outside_is_no_failure() {
     let Some((_vm, vcpus)) = vcpus(&[Code::Spin, Code::Spin]) else {
         return;
     };
-    let (hooks, stopper) = (Told::new(|_| Ok(Next::Enter)), Stopper::default());
+    let (hooks, stopper) = (Counting::new(|_| Ok(Next::Enter)), Stopper::default());
     let pool = start(vcpus, &hooks, &stopper);
     assert!(!pool.wait(Duration::from_millis(20)));
     stopper.end();
@@ -212,7 +208,7 @@ fn a_stop_before_the_start_enters_no_guest() {
     let Some((_vm, vcpus)) = vcpus(&[Code::Report, Code::Spin]) else {
         return;
     };
-    let (hooks, stopper) = (Told::new(|_| Ok(Next::Enter)), Stopper::default());
+    let (hooks, stopper) = (Counting::new(|_| Ok(Next::Enter)), Stopper::default());
     stopper.stop("too early");
     let pool = start(vcpus, &hooks, &stopper);
     assert!(pool.wait(Duration::ZERO));
@@ -220,7 +216,7 @@ fn a_stop_before_the_start_enters_no_guest() {
     let end = join(pool, 2);
     assert_eq!(cause(&end.failure.expect("a failure")), "too early");
     assert_eq!(hooks.started.load(Ordering::SeqCst), 0);
-    // It is used up.
+    // The stop is used up.
     let pool = start(end.vcpus, &hooks, &stopper);
     await_that(|| pool.exits() > 0);
     stopper.end();
@@ -232,7 +228,7 @@ fn a_hooks_error_stops_all() {
     let Some((_vm, vcpus)) = vcpus(&[Code::Spin, Code::Report, Code::Spin]) else {
         return;
     };
-    let hooks = Told::new(|_| Err("no such page".into()));
+    let hooks = Counting::new(|_| Err("no such page".into()));
     let pool = start(vcpus, &hooks, &Stopper::default());
     assert!(pool.wait(GRACE));
     let failure = join(pool, 3).failure.expect("a failure");
@@ -254,7 +250,7 @@ fn an_error_before_the_first_entry_stops_all() {
     let Some((_vm, vcpus)) = vcpus(&[Code::Spin, Code::Spin]) else {
         return;
     };
-    let mut hooks = Told::new(|_| Ok(Next::Enter));
+    let mut hooks = Counting::new(|_| Ok(Next::Enter));
     let only = Arc::get_mut(&mut hooks).expect("nobody else has it");
     only.at_start = |vcpu| {
         if vcpu == 1 {
@@ -284,7 +280,7 @@ fn a_panicking_hook_stops_all_and_is_reported() {
     let Some((_vm, vcpus)) = vcpus(&[Code::Report, Code::Spin]) else {
         return;
     };
-    let hooks = Told::new(|vcpu| panic!("out of ideas on {}", vcpu.id()));
+    let hooks = Counting::new(|vcpu| panic!("out of ideas on {}", vcpu.id()));
     let pool = start(vcpus, &hooks, &Stopper::default());
     assert!(pool.wait(GRACE));
     let end = join(pool, 2);
@@ -292,8 +288,8 @@ fn a_panicking_hook_stops_all_and_is_reported() {
         panic!("{:?}", end.failure)
     };
     assert_eq!(message, "out of ideas on 0");
-    // The vCPU is as good as before.
-    let (hooks, stopper) = (Told::new(|_| Ok(Next::End)), Stopper::default());
+    // The vCPU can still be used.
+    let (hooks, stopper) = (Counting::new(|_| Ok(Next::End)), Stopper::default());
     let pool = start(end.vcpus, &hooks, &stopper);
     assert!(pool.wait(GRACE));
     assert!(join(pool, 2).failure.is_none());
@@ -311,7 +307,7 @@ fn no_vcpus_are_refused() {
 }
 
 #[test]
-fn an_exit_that_no_hook_knows_is_named() {
+fn an_exit_that_no_hook_handles_is_named() {
     let Some((_vm, vcpus)) = vcpus(&[Code::Spin, Code::Report]) else {
         return;
     };
@@ -319,7 +315,7 @@ fn an_exit_that_no_hook_knows_is_named() {
     let pool = VcpuPool::start(vcpus, Arc::new(NoFaults), &stopper, &PoolConfig::default());
     let pool = pool.expect("there are vCPUs");
     assert!(pool.wait(GRACE));
-    // Whoever takes the failure deals with it.
+    // The pool's end does not report a failure that was taken.
     let failure = stopper.take_failure().expect("a failure");
     assert!(
         matches!(
@@ -348,16 +344,16 @@ fn vcpus_leave_one_by_one_or_all_at_once() {
             Next::Enter
         })
     };
-    let (hooks, stopper) = (Told::new(leave), Stopper::default());
+    let (hooks, stopper) = (Counting::new(leave), Stopper::default());
     let pool = start(vcpus, &hooks, &stopper);
     assert!(pool.wait(GRACE));
     assert_eq!(pool.exits(), 6);
     let end = join(pool, 2);
     assert!(end.failure.is_none());
-    assert_eq!(hooks.stops.load(Ordering::SeqCst), 0, "nobody was stopped");
+    assert_eq!(hooks.stops.load(Ordering::SeqCst), 0, "no vCPU was stopped");
 
     start_at(&end.vcpus[0], Code::Spin);
-    let hooks = Told::new(|_| Ok(Next::End));
+    let hooks = Counting::new(|_| Ok(Next::End));
     let pool = start(end.vcpus, &hooks, &stopper);
     assert!(pool.wait(GRACE));
     assert!(join(pool, 2).failure.is_none());
@@ -365,11 +361,11 @@ fn vcpus_leave_one_by_one_or_all_at_once() {
 }
 
 #[test]
-fn kicks_come_out_on_every_vcpu_and_stop_nobody() {
+fn kicks_interrupt_every_vcpu_and_stop_none() {
     let Some((_vm, vcpus)) = vcpus(&[Code::Spin, Code::Spin]) else {
         return;
     };
-    let (hooks, stopper) = (Told::new(|_| Ok(Next::Enter)), Stopper::default());
+    let (hooks, stopper) = (Counting::new(|_| Ok(Next::Enter)), Stopper::default());
     let pool = start(vcpus, &hooks, &stopper);
     for round in 1..=3 {
         pool.kick_all();
@@ -385,15 +381,15 @@ fn a_dropped_pool_stops() {
     let Some((_vm, vcpus)) = vcpus(&[Code::Spin, Code::Report]) else {
         return;
     };
-    let hooks = Told::new(|_| Ok(Next::Enter));
+    let hooks = Counting::new(|_| Ok(Next::Enter));
     let pool = start(vcpus, &hooks, &Stopper::default());
     await_that(|| pool.exits() > 0);
     drop(pool);
-    // The threads let go of them.
+    // The threads drop the hooks.
     await_that(|| Arc::strong_count(&hooks) == 1);
 }
 
-/// A hook that waits until somebody lets it go, and does not care for a stop.
+/// A hook that waits for a message, and ignores a stop.
 struct Stuck {
     entered: AtomicBool,
     wake: Mutex<Receiver<()>>,
@@ -431,7 +427,7 @@ fn a_vcpu_that_does_not_come_back_is_lost_and_named() {
     await_that(|| Arc::strong_count(&stuck) == 1);
 }
 
-/// An error of whoever gave the hooks.
+/// The error type of the pool's user.
 #[derive(Debug, thiserror::Error)]
 enum Own {
     #[error("the guest said {0}")]
@@ -441,13 +437,13 @@ enum Own {
 }
 
 #[test]
-fn a_hooks_own_error_comes_back_as_it_was() {
+fn a_hooks_own_error_is_returned_as_it_was() {
     let Some((_vm, mut vcpus)) = vcpus(&[Code::Report]) else {
         return;
     };
     let stopper = Stopper::default();
-    let own = Told::new(|_| Err(Own::Said(7).into()));
-    let other = Told::new(|_| Err("something else".into()));
+    let own = Counting::new(|_| Err(Own::Said(7).into()));
+    let other = Counting::new(|_| Err("something else".into()));
     for hooks in [own, other] {
         let pool = start(vcpus, &hooks, &stopper);
         assert!(pool.wait(GRACE));
@@ -460,7 +456,7 @@ fn a_hooks_own_error_comes_back_as_it_was() {
         vcpus = end.vcpus;
     }
     stopper.stop(Own::Said(8));
-    let hooks = Told::new(|_| Ok(Next::Enter));
+    let hooks = Counting::new(|_| Ok(Next::Enter));
     let failure = join(start(vcpus, &hooks, &stopper), 1).failure;
     assert!(matches!(
         failure.expect("a failure").into_own(),

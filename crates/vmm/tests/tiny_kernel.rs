@@ -1,4 +1,4 @@
-//! The Linux machine with a kernel of a few instructions, which also runs where no Linux does.
+//! The Linux machine with a kernel of a few instructions, which also runs on KVMs that boot no Linux.
 
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -17,7 +17,7 @@ use pagetide_vmm::linux::{
     ContentFile, LinuxConfig, LinuxConfigError, LinuxConsole, LinuxEnd, LinuxError, LinuxMachine,
     LinuxOutcome, LinuxPaging, LinuxPagingError, LinuxRunError, MachineChecks, PagedIn,
 };
-use pagetide_vmm::{NoFaults, Paging, PoolFailure, VcpuHooks, stop_when_in_trouble};
+use pagetide_vmm::{NoFaults, Paging, PoolFailure, SetupError, VcpuHooks, stop_when_in_trouble};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 use support::{chain, pager, skip_or_panic};
@@ -29,9 +29,9 @@ const PAGES: u64 = 64 * MIB / 4096;
 /// Where the kernel lies and is entered.
 const KERNEL: u64 = 16 * MIB;
 
-/// Makes itself a stack where nothing was loaded, writes the first three bytes of the initrd, whose
-/// address is in the boot parameters (rsi), to ttyS1, and halts.
-const SAY_INITRD: &[u8] = &[
+/// Pushes to a stack where nothing was loaded, writes the first three bytes of the initrd, whose address is in
+/// the boot parameters (rsi), to ttyS1, and halts.
+const WRITE_INITRD: &[u8] = &[
     0xbc, 0x00, 0x00, 0x00, 0x02, 0x50, // mov esp, 32 MiB; push rax
     0x8b, 0xb6, 0x18, 0x02, 0x00, 0x00, // mov esi, [rsi + 0x218]
     0xba, 0xf8, 0x02, 0x00, 0x00, // mov edx, 0x2f8
@@ -50,9 +50,9 @@ const GIVE_UP: &[u8] = &[
     0x8a, 0x07, 0x04, 0x30, 0xee, // mov al, [rdi]; add al, '0'; out dx, al
     0xb0, 0x0a, 0xee, 0xf4, // mov al, '\n'; out dx, al; hlt
 ];
-/// What gives the page up.
+/// The line that gives the page up.
 const GIVEN_UP: &str = "discard 0x02000000 0x00001000\n";
-/// Reads every page from 64 MiB down to 32 MiB, against the way of prefetch, and says 7 on ttyS1.
+/// Reads every page from 64 MiB down to 32 MiB, in the opposite order of prefetch, and writes 7 to ttyS1.
 const READ_DOWN: &[u8] = &[
     0xbe, 0x00, 0x00, 0x00, 0x04, // mov esi, 64 MiB
     0x81, 0xee, 0x00, 0x10, 0x00, 0x00, // 1: sub esi, 4096
@@ -62,9 +62,9 @@ const READ_DOWN: &[u8] = &[
     0xba, 0xf8, 0x02, 0x00, 0x00, 0xb0, 0x37, 0xee, // mov edx, 0x2f8; mov al, '7'; out dx, al
     0xb0, 0x0a, 0xee, 0xf4, // mov al, '\n'; out dx, al; hlt
 ];
-/// Sends itself 20 interrupts, and says on ttyS1 whether one came with interrupts off, in the handler of another
-/// (1), or none (0). The handler takes 3 million instructions, and ends its interrupt first of all, with an exit,
-/// unless KVM_FEATURE_PV_EOI spares a guest such exits.
+/// Sends itself 20 interrupts, and writes to ttyS1 whether one came with interrupts off, in the handler of another
+/// (1), or none (0). The handler takes 3 million instructions. It ends its interrupt first, with an exit, unless
+/// KVM_FEATURE_PV_EOI avoids such exits.
 const INTERRUPT_ITSELF: &[u8] = &[
     0xbc, 0x00, 0x00, 0x00, 0x02, // mov esp, 32 MiB
     0xb8, 0x01, 0x00, 0x00, 0x40, 0x0f, 0xa2, // mov eax, 0x40000001; cpuid
@@ -98,7 +98,7 @@ const SPIN: &[u8] = &[0xeb, 0xfe];
 const HALT: &[u8] = &[0xf4];
 /// To the keyboard controller.
 const RESET: &[u8] = &[0xb0, 0xfe, 0xe6, 0x64];
-/// An invalid instruction, and no table that says what to do about it.
+/// An invalid instruction, without a handler for the exception.
 const TRIPLE_FAULT: &[u8] = &[0x0f, 0x0b];
 
 /// A machine's configuration, and its files.
@@ -154,7 +154,9 @@ fn tiny_with(code: &[u8], initrd: &[u8]) -> Tiny {
 fn made(result: Result<LinuxMachine, LinuxError>) -> Option<LinuxMachine> {
     match result {
         Ok(machine) => Some(machine),
-        Err(LinuxError::Kvm(error @ (OpenError::Missing(_) | OpenError::Permission(_)))) => {
+        Err(LinuxError::Setup(SetupError::Kvm(
+            error @ (OpenError::Missing(_) | OpenError::Permission(_)),
+        ))) => {
             println!("SKIP: {error}");
             None
         }
@@ -169,7 +171,7 @@ fn run(machine: LinuxMachine, hooks: Arc<dyn VcpuHooks>) -> Result<LinuxOutcome,
 #[test]
 fn every_end_has_a_name() {
     for (code, wanted) in [
-        (SAY_INITRD, LinuxEnd::Status(42)),
+        (WRITE_INITRD, LinuxEnd::Status(42)),
         (HALT, LinuxEnd::Halted),
         (RESET, LinuxEnd::Reset),
         (TRIPLE_FAULT, LinuxEnd::TripleFault),
@@ -184,7 +186,7 @@ fn every_end_has_a_name() {
     }
 }
 
-/// What a kernel relies on when it takes a lock with interrupts off.
+/// A kernel that takes a lock with interrupts off relies on this.
 #[test]
 fn no_interrupt_comes_with_interrupts_off() {
     let tiny = tiny(INTERRUPT_ITSELF);
@@ -197,7 +199,7 @@ fn no_interrupt_comes_with_interrupts_off() {
 }
 
 #[test]
-fn a_stop_with_a_cause_is_a_failure_and_one_without_an_end() {
+fn a_stop_with_a_cause_is_a_failure_and_one_without_is_an_end() {
     let mut tiny = tiny(SPIN);
     tiny.config.vcpus = 2;
     for cause in [None, Some("the page reader died")] {
@@ -221,7 +223,7 @@ fn a_stop_with_a_cause_is_a_failure_and_one_without_an_end() {
 }
 
 #[test]
-fn a_guest_without_end_is_ended_when_its_time_is_up() {
+fn a_guest_is_ended_at_its_time_limit() {
     let mut tiny = tiny(SPIN);
     tiny.config.time_limit = Some(Duration::from_millis(200));
     let Some(machine) = made(LinuxMachine::new(&tiny.config)) else {
@@ -234,9 +236,9 @@ fn a_guest_without_end_is_ended_when_its_time_is_up() {
 }
 
 #[test]
-fn the_callers_pager_brings_in_what_was_loaded() {
+fn the_callers_pager_installs_what_was_loaded() {
     for exits in [false, true] {
-        let tiny = tiny(SAY_INITRD);
+        let tiny = tiny(WRITE_INITRD);
         let regions = tiny.config.regions().expect("64 MiB");
         let Some(machine) = made(LinuxMachine::with_regions(&tiny.config, regions.clone())) else {
             return;
@@ -256,7 +258,7 @@ fn the_callers_pager_brings_in_what_was_loaded() {
         stop_when_in_trouble(&pager, &machine.stopper());
         let readers = Readers::spawn(&pager, ReaderConfig::new(1)).expect("threads");
         let paging = Arc::new(Paging::new(&pager, 1));
-        let checks = MachineChecks::new(&machine).expect("errors are told of");
+        let checks = MachineChecks::new(&machine).expect("errors are reported");
         let faults: Arc<dyn VcpuHooks> = Arc::<Paging>::clone(&paging);
         let outcome = run(machine, Arc::new(checks.other_faults_to(faults)));
         let outcome = outcome.unwrap_or_else(|error| panic!("{}", chain(&error)));
@@ -283,12 +285,12 @@ fn regions_elsewhere_are_refused() {
     let regions = larger.regions().expect("65 MiB");
     match LinuxMachine::with_regions(&tiny.config, regions) {
         Err(LinuxError::Config(LinuxConfigError::WrongRegions { .. })) => {}
-        Err(LinuxError::Kvm(error)) => println!("SKIP: {error}"),
+        Err(LinuxError::Setup(SetupError::Kvm(error))) => println!("SKIP: {error}"),
         other => panic!("{other:?}"),
     }
 }
 
-/// None, with the reason printed, where it cannot be had.
+/// None, with the reason printed, where this host cannot page a guest's memory.
 fn paged(
     config: &LinuxConfig,
     delivery: Delivery,
@@ -308,7 +310,7 @@ fn paged(
     }
 }
 
-/// Runs the machine, and says how it ended and what was paged in.
+/// Runs the machine; returns how it ended, and the counts of its pages.
 fn run_paged((machine, paging): (LinuxMachine, LinuxPaging)) -> (LinuxEnd, PagedIn) {
     let outcome = run(machine, paging.hooks());
     let outcome = outcome.unwrap_or_else(|error| panic!("{}", chain(&error)));
@@ -320,8 +322,8 @@ fn content() -> ContentFile {
 }
 
 #[test]
-fn all_memory_comes_from_the_file_as_the_guest_runs() {
-    let tiny = tiny(SAY_INITRD);
+fn all_memory_comes_from_the_file_while_the_guest_runs() {
+    let tiny = tiny(WRITE_INITRD);
     for delivery in [Delivery::Uffd, Delivery::Exit] {
         let Some(paged) = paged(&tiny.config, delivery, false, content()) else {
             continue;
@@ -340,8 +342,8 @@ fn all_memory_comes_from_the_file_as_the_guest_runs() {
 }
 
 #[test]
-fn prefetch_brings_in_what_nobody_has_touched() {
-    let tiny = tiny(SAY_INITRD);
+fn prefetch_fetches_untouched_pages() {
+    let tiny = tiny(WRITE_INITRD);
     for delivery in [Delivery::Uffd, Delivery::Exit] {
         let Some(paged) = paged(&tiny.config, delivery, true, content()) else {
             continue;
@@ -362,7 +364,7 @@ fn prefetch_brings_in_what_nobody_has_touched() {
 }
 
 #[test]
-fn the_guest_and_prefetch_meet() {
+fn the_guest_and_prefetch_touch_the_same_pages() {
     let tiny = tiny(READ_DOWN);
     for delivery in [Delivery::Uffd, Delivery::Exit] {
         let Some(paged) = paged(&tiny.config, delivery, true, content()) else {
@@ -393,7 +395,7 @@ fn what_the_guest_gives_up_reads_as_zeroes() {
 }
 
 #[test]
-fn what_is_not_the_guests_memory_is_not_given_up() {
+fn ranges_that_are_not_memory_cannot_be_given_up() {
     for line in [
         "discard 0xf2000000 0x00001000\n",
         "discard 0x02000000 0xf0000000\n",
@@ -410,14 +412,14 @@ fn what_is_not_the_guests_memory_is_not_given_up() {
 
 #[test]
 fn a_content_file_that_fails_ends_the_run() {
-    let tiny = tiny(SAY_INITRD);
+    let tiny = tiny(WRITE_INITRD);
     let files = tempfile::tempdir().expect("a temporary directory");
     let path = files.path().join("content");
     let kept = ContentFile::kept(&path, tiny.config.memory_bytes).expect("room for it");
     let Some((machine, paging)) = paged(&tiny.config, Delivery::Uffd, false, kept) else {
         return;
     };
-    std::fs::File::create(&path).expect("it can be cut off");
+    std::fs::File::create(&path).expect("it can be truncated");
     match run(machine, paging.hooks()) {
         Err(error) => assert!(chain(&error).contains("end of file"), "{}", chain(&error)),
         Ok(outcome) => panic!("{}", outcome.end),
@@ -430,7 +432,7 @@ fn a_content_file_is_for_one_guest() {
     let files = tempfile::tempdir().expect("a temporary directory");
     let path = files.path().join("content");
     let kept = |path: &Path, config: &LinuxConfig| ContentFile::kept(path, config.memory_bytes);
-    let first = tiny(SAY_INITRD);
+    let first = tiny(WRITE_INITRD);
     for _ in 0..2 {
         let content = kept(&path, &first.config).expect("room for it");
         let Some(paged) = paged(&first.config, Delivery::Uffd, false, content) else {
@@ -439,7 +441,7 @@ fn a_content_file_is_for_one_guest() {
         assert_eq!(run_paged(paged).0, LinuxEnd::Status(42));
     }
     let before = std::fs::read(&path).expect("it is kept");
-    for other in [tiny(HALT), tiny_with(SAY_INITRD, b"43\n")] {
+    for other in [tiny(HALT), tiny_with(WRITE_INITRD, b"43\n")] {
         let content = kept(&path, &other.config).expect("it has the size");
         match LinuxPaging::start(&other.config, Delivery::Uffd, false, content) {
             Err(LinuxPagingError::Machine(error)) => {
@@ -459,17 +461,17 @@ fn a_content_file_is_for_one_guest() {
 }
 
 #[test]
-fn without_exits_nothing_is_made_and_userfaultfd_is_named() {
-    let tiny = tiny(SAY_INITRD);
+fn a_kernel_without_exits_is_refused_and_the_error_names_userfaultfd() {
+    let tiny = tiny(WRITE_INITRD);
     let files = tempfile::tempdir().expect("a temporary directory");
     let path = files.path().join("content");
     let content = ContentFile::kept(&path, tiny.config.memory_bytes).expect("room for it");
     match LinuxPaging::start(&tiny.config, Delivery::Exit, false, content) {
         Err(error @ LinuxPagingError::NoExits) => {
-            let told = error.to_string();
+            let message = error.to_string();
             assert!(
-                told.contains("KVM_CAP_ABSENT_MAPPING_FAULT") && told.contains("uffd"),
-                "{told}"
+                message.contains("KVM_CAP_ABSENT_MAPPING_FAULT") && message.contains("uffd"),
+                "{message}"
             );
             assert!(!path.exists());
         }

@@ -1,4 +1,4 @@
-//! What a Linux guest is to be.
+//! The configuration of a Linux guest.
 
 use std::ffi::CString;
 use std::path::PathBuf;
@@ -8,22 +8,24 @@ use std::time::Duration;
 use linux_loader::cmdline::{self, Cmdline};
 use pagetide_memory::{Backing, FailurePolicy, GuestRange, Region};
 
+use crate::setup::SizeError;
+
 use super::error::LinuxError;
 use super::layout::RamLayout;
-use super::memory::Ram;
+use super::memory;
 use super::mp_table::MAX_PROCESSORS;
 
-/// What the kernel is always told: where its console is, and that a panic and a reboot go through
-/// the keyboard controller, which ends the run. What a caller adds comes later, and wins.
+/// Parameters that each kernel gets: the console's device, and that a panic and a reboot go through the
+/// keyboard controller, which ends the run. The caller's parameters follow, and take precedence.
 pub const DEFAULT_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1";
 
-/// Less than this starts no Linux.
+/// The least memory in bytes; no Linux boots with less.
 pub const MIN_MEMORY_BYTES: u64 = 32 << 20;
 
 /// COMMAND_LINE_SIZE of Linux on x86, the NUL included.
 const CMDLINE_CAPACITY: usize = 2048;
 
-/// What a Linux guest is to be. [`LinuxConfig::new`] gives the usual values.
+/// The configuration of a Linux guest. [`LinuxConfig::new`] gives the usual values.
 #[derive(Clone, Debug)]
 pub struct LinuxConfig {
     /// The kernel: an x86-64 vmlinux (ELF) or a bzImage.
@@ -36,14 +38,14 @@ pub struct LinuxConfig {
     pub memory_bytes: u64,
     /// Number of vCPUs, at least 1.
     pub vcpus: u32,
-    /// What the memory is made of.
+    /// The backing of the memory.
     pub backing: Backing,
-    /// What an uncorrected error takes from the guest; None: as little as this kernel can
+    /// What an uncorrected error takes from the guest; None: as little as this kernel supports
     /// ([`FailurePolicy::best_for`]).
     pub policy: Option<FailurePolicy>,
-    /// A guest that has not ended after this long is ended; None: it may run for ever.
+    /// The run fails if the guest has not ended after this long; None: no limit.
     pub time_limit: Option<Duration>,
-    /// How long vCPUs' threads have to come back at the end before they are given up as lost.
+    /// How long the vCPUs' threads have to end before they count as lost.
     pub stop_grace: Duration,
 }
 
@@ -64,58 +66,43 @@ impl LinuxConfig {
         }
     }
 
-    /// The policy, chosen or not.
+    /// The policy: the configured one, or the best.
     #[must_use]
     pub fn policy(&self) -> FailurePolicy {
         self.policy
             .unwrap_or_else(|| FailurePolicy::best_for(self.backing))
     }
 
-    /// Sets aside memory as this configuration wants it: one region, or two, the second from 4 GiB on.
-    /// Nothing of it is present.
+    /// Allocates memory for this configuration: one region, or two, the second at 4 GiB. Nothing of it
+    /// is present.
     ///
     /// # Errors
-    /// The configuration cannot be, or the memory cannot be had.
+    /// The configuration is impossible, or the memory cannot be allocated.
     pub fn regions(&self) -> Result<Vec<Arc<Region>>, LinuxError> {
-        Ram::set_aside(self.layout()?, self.backing, self.policy()).map_err(LinuxError::Memory)
+        memory::allocate(self.layout()?, self.backing, self.policy()).map_err(LinuxError::Memory)
     }
 
     /// Checks what can be checked without KVM and files.
     pub(super) fn layout(&self) -> Result<RamLayout, LinuxConfigError> {
-        let page = self.backing.page_size().bytes();
-        if self.vcpus == 0 {
-            return Err(LinuxConfigError::NoVcpus);
+        SizeError::check_vcpus(self.vcpus, MAX_PROCESSORS.into())?;
+        let bytes = self.memory_bytes;
+        if bytes < MIN_MEMORY_BYTES {
+            return Err(LinuxConfigError::TooLittleMemory { bytes });
         }
-        self.check_vcpus(u32::from(MAX_PROCESSORS))?;
-        if self.memory_bytes < MIN_MEMORY_BYTES {
-            return Err(LinuxConfigError::TooLittleMemory {
-                bytes: self.memory_bytes,
-            });
-        }
-        if !self.memory_bytes.is_multiple_of(page) {
-            return Err(LinuxConfigError::NotPageMultiple {
-                bytes: self.memory_bytes,
-                backing: self.backing,
-                page,
-            });
-        }
-        Ok(RamLayout::new(self.memory_bytes))
+        SizeError::check_pages(bytes, self.backing)?;
+        Ok(RamLayout::new(bytes))
     }
 
-    pub(super) fn check_vcpus(&self, max: u32) -> Result<(), LinuxConfigError> {
-        if self.vcpus > max {
-            let asked = self.vcpus;
-            return Err(LinuxConfigError::TooManyVcpus { asked, max });
-        }
-        Ok(())
-    }
-
-    pub(super) fn check_end(&self, layout: RamLayout, limit: u64) -> Result<(), LinuxConfigError> {
-        if layout.end().is_none_or(|end| end > limit) {
-            let bytes = self.memory_bytes;
-            return Err(LinuxConfigError::TooMuchMemory { bytes, limit });
-        }
-        Ok(())
+    /// Checks the limits of KVM.
+    pub(super) fn check_limits(
+        &self,
+        max_vcpus: usize,
+        gpa_limit: u64,
+    ) -> Result<(), LinuxConfigError> {
+        let max_vcpus = u32::try_from(max_vcpus).unwrap_or(u32::MAX);
+        SizeError::check_vcpus(self.vcpus, max_vcpus)?;
+        let end = self.layout()?.end();
+        Ok(SizeError::check_end(self.memory_bytes, end, gpa_limit)?)
     }
 
     /// The whole command line.
@@ -130,56 +117,30 @@ impl LinuxConfig {
     }
 }
 
-/// Why a configuration cannot be; each message names the limit.
+/// Why a configuration is impossible.
 #[derive(Debug, thiserror::Error)]
 pub enum LinuxConfigError {
-    /// No vCPUs.
-    #[error("a guest needs at least 1 vCPU")]
-    NoVcpus,
-    /// More vCPUs than the MP table or KVM has.
-    #[error("{asked} vCPUs: there can be at most {max}")]
-    TooManyVcpus {
-        /// vCPUs asked for.
-        asked: u32,
-        /// The limit.
-        max: u32,
-    },
+    /// The number of vCPUs or the size of memory.
+    #[error(transparent)]
+    Size(#[from] SizeError),
     /// Too little memory for any Linux.
     #[error("{bytes} bytes of memory: Linux needs at least {MIN_MEMORY_BYTES}")]
     TooLittleMemory {
         /// Bytes asked for.
         bytes: u64,
     },
-    /// The memory is not a number of pages.
-    #[error("{bytes} bytes of memory are no multiple of the page size of {backing}, {page}")]
-    NotPageMultiple {
-        /// Bytes asked for.
-        bytes: u64,
-        /// What the memory is made of.
-        backing: Backing,
-        /// Its page size in bytes.
-        page: u64,
-    },
-    /// The memory ends past what the guest's processor can address.
-    #[error("{bytes} bytes of memory end above the guest's address limit, {limit:#x}")]
-    TooMuchMemory {
-        /// Bytes asked for.
-        bytes: u64,
-        /// First gpa that cannot be addressed.
-        limit: u64,
-    },
-    /// The regions that the caller made are not the memory that the guest is to have.
-    #[error("the guest's memory is to be {needed:?}, and the regions are {found:?}")]
+    /// The caller's regions are not where the guest's memory is.
+    #[error("the guest's memory is at {needed:?}, and the regions are at {found:?}")]
     WrongRegions {
         /// Where the regions are.
         found: Vec<GuestRange>,
         /// Where they should be.
         needed: Vec<GuestRange>,
     },
-    /// The command line is too long, or holds characters that a kernel's must not.
+    /// The command line is too long, or has characters that a kernel's must not have.
     #[error("the kernel's command line (at most {} bytes)", CMDLINE_CAPACITY - 1)]
     Cmdline {
-        /// What is wrong with it.
+        /// The reason.
         #[source]
         source: cmdline::Error,
     },
@@ -194,20 +155,20 @@ mod tests {
     }
 
     #[test]
-    fn the_usual_values_are_good() {
+    fn the_usual_values_are_valid() {
         assert!(config().layout().is_ok());
         let line = config().command_line().unwrap();
         assert_eq!(line.to_str(), Ok(DEFAULT_CMDLINE));
     }
 
     #[test]
-    fn what_cannot_be_is_refused_with_the_limit() {
+    fn impossible_values_are_refused_with_the_limit() {
         let refused = |change: fn(&mut LinuxConfig)| {
             let mut config = config();
             change(&mut config);
             config.layout().unwrap_err().to_string()
         };
-        for (told, wanted) in [
+        for (message, expected) in [
             (refused(|c| c.vcpus = 0), "at least 1"),
             (refused(|c| c.vcpus = 255), "at most 254"),
             (refused(|c| c.memory_bytes = 4096), "at least 33554432"),
@@ -217,20 +178,18 @@ mod tests {
                 "page size of hugetlb-1g",
             ),
         ] {
-            assert!(told.contains(wanted), "{told}");
+            assert!(message.contains(expected), "{message}");
         }
         let mut config = config();
         config.memory_bytes = 1 << 40;
-        let layout = config.layout().unwrap();
-        assert!(config.check_end(layout, 1 << 40).is_err());
-        assert!(config.check_end(layout, 1 << 41).is_ok());
+        assert!(config.check_limits(1, 1 << 40).is_err());
+        assert!(config.check_limits(1, 1 << 41).is_ok());
         config.memory_bytes = u64::MAX - 4095;
-        let layout = config.layout().unwrap();
-        assert!(config.check_end(layout, 1 << 48).is_err());
+        assert!(config.check_limits(1, 1 << 48).is_err());
     }
 
     #[test]
-    fn the_command_line_has_an_end() {
+    fn the_command_line_is_limited() {
         let mut config = config();
         config.cmdline = "quiet -- memcycler 2".into();
         let line = config.command_line().unwrap();

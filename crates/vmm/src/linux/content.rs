@@ -1,5 +1,5 @@
-//! What guest memory holds when the guest starts, in a file: the guest's memory byte for byte, its
-//! regions one after the other, with holes where nothing was loaded.
+//! A guest's initial memory in a file: the guest's memory byte for byte, its regions one after the other, with
+//! holes where nothing was loaded.
 
 use std::fs::File;
 use std::io;
@@ -12,181 +12,161 @@ use pagetide_pager::{BlockingSource, Filled, ReadAt, SourceError};
 use rustix::fs::SeekFrom;
 use tempfile::{NamedTempFile, TempPath};
 
+use super::image::is_zero;
 use super::layout::RamLayout;
 
-/// Why a content file cannot be had or used.
+/// A content file cannot be made or used.
 #[derive(Debug, thiserror::Error)]
-pub enum ContentError {
-    /// No file for content that is not kept.
-    #[error("no temporary file in {} for what guest memory holds", directory.display())]
-    Temporary {
-        /// Where temporary files are made.
-        directory: PathBuf,
-        /// What the system says.
-        #[source]
-        source: io::Error,
-    },
-    /// The file cannot be opened, made or read.
-    #[error("content file {}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// What the system says.
-        #[source]
-        source: io::Error,
-    },
-    /// There is something else.
-    #[error("content file {} is not a regular file", path.display())]
-    NotAFile {
-        /// The file.
-        path: PathBuf,
-    },
-    /// It was made for a guest with other memory.
-    #[error(
-        "content file {} has {found} bytes, and the guest's memory {wanted}: it was made for another guest",
-        path.display()
-    )]
+#[error("content file {}", path.display())]
+pub struct ContentError {
+    /// The file, or the directory for a temporary one.
+    pub path: PathBuf,
+    /// The reason.
+    #[source]
+    pub problem: ContentProblem,
+}
+
+/// Why a content file cannot be made or used.
+#[derive(Debug, thiserror::Error)]
+pub enum ContentProblem {
+    /// The file cannot be opened, made, read or written.
+    #[error(transparent)]
+    File(io::Error),
+    /// It is no regular file.
+    #[error("not a regular file")]
+    NotAFile,
+    /// It has another size than the guest's memory.
+    #[error("{found} bytes, and the guest's memory has {wanted}: it was made for another guest")]
     WrongSize {
-        /// The file.
-        path: PathBuf,
         /// Its size in bytes.
         found: u64,
         /// The memory's size in bytes.
         wanted: u64,
     },
-    /// It was made for another kernel, initrd, command line or number of processors.
+    /// It was made with another kernel, initrd, command line or number of processors.
     #[error(
-        "content file {} holds something else at gpa {gpa} than this kernel, initrd and command line: \
-         it was made for another guest",
-        path.display()
+        "what it holds at gpa {gpa} is not this kernel, initrd and command line: it was made for another \
+         guest"
     )]
     Differs {
-        /// The file.
-        path: PathBuf,
-        /// Where the piece begins that differs.
+        /// Where the first piece begins that differs.
         gpa: GuestAddress,
     },
 }
 
-/// The file with what guest memory holds when the guest starts.
+/// The file with a guest's initial memory.
 #[derive(Debug)]
 pub struct ContentFile {
     file: Arc<File>,
     path: PathBuf,
-    fate: Fate,
+    kind: Kind,
 }
 
-/// What is done with a content file.
+/// How a content file is used.
 #[derive(Debug)]
-enum Fate {
-    /// It is written, and gone when nobody has it open any more.
+enum Kind {
+    /// Written, and deleted when it is closed.
     Temporary,
-    /// It is written, and gets its name when it is whole.
-    Kept { unfinished: TempPath },
-    /// It was there: what would be written is compared.
-    Compared,
+    /// Written, and renamed to its path when it is complete.
+    New { unfinished: TempPath },
+    /// It was there: compared with what would be written.
+    Existing,
 }
 
 impl ContentFile {
-    /// A file that is gone when the guest is.
+    /// A file that is deleted when the guest has ended.
     ///
     /// # Errors
-    /// [`ContentError::Temporary`].
+    /// No temporary file can be made.
     pub fn temporary() -> Result<Self, ContentError> {
         let directory = std::env::temp_dir();
-        match tempfile::tempfile() {
-            Ok(file) => Ok(Self::new(file, &directory, Fate::Temporary)),
-            Err(source) => Err(ContentError::Temporary { directory, source }),
-        }
+        let file = tempfile::tempfile().map_err(failed(&directory))?;
+        Ok(Self::new(file, &directory, Kind::Temporary))
     }
 
-    /// A file that is kept. If it is missing it is made, whole or not at all; if it is there it is used as
-    /// it is, for a guest with `memory_bytes` of memory.
+    /// A file that is kept, for a guest with `memory_bytes` of memory. A missing file is made, completely or
+    /// not at all; an existing one is used as it is.
     ///
     /// # Errors
-    /// [`ContentError`]; of a file that is there, also that its size is not that of the memory.
+    /// See [`ContentError`].
     pub fn kept(path: &Path, memory_bytes: u64) -> Result<Self, ContentError> {
-        let failed = |source| {
+        let refused = |problem| {
             let path = path.to_owned();
-            ContentError::File { path, source }
+            ContentError { path, problem }
         };
-        match std::fs::metadata(path) {
-            Ok(found) if !found.is_file() => {
-                let path = path.to_owned();
-                return Err(ContentError::NotAFile { path });
-            }
-            Ok(_) => {}
+        // Before it is opened: to open a FIFO would wait for a writer.
+        let metadata = match std::fs::metadata(path) {
+            Ok(metadata) => metadata,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let directory = match path.parent() {
                     Some(parent) if !parent.as_os_str().is_empty() => parent,
                     _ => Path::new("."),
                 };
-                let made = NamedTempFile::new_in(directory).map_err(failed)?;
+                let made = NamedTempFile::new_in(directory).map_err(failed(path))?;
                 let (file, unfinished) = made.into_parts();
-                return Ok(Self::new(file, path, Fate::Kept { unfinished }));
+                return Ok(Self::new(file, path, Kind::New { unfinished }));
             }
-            Err(error) => return Err(failed(error)),
+            Err(error) => return Err(failed(path)(error)),
+        };
+        if !metadata.is_file() {
+            return Err(refused(ContentProblem::NotAFile));
         }
-        let file = File::open(path).map_err(failed)?;
-        let found = file.metadata().map_err(failed)?.len();
-        if found != memory_bytes {
-            let (path, wanted) = (path.to_owned(), memory_bytes);
-            return Err(ContentError::WrongSize {
-                path,
-                found,
-                wanted,
-            });
+        let file = File::open(path).map_err(failed(path))?;
+        let (found, wanted) = (metadata.len(), memory_bytes);
+        if found != wanted {
+            return Err(refused(ContentProblem::WrongSize { found, wanted }));
         }
-        Ok(Self::new(file, path, Fate::Compared))
+        Ok(Self::new(file, path, Kind::Existing))
     }
 
-    fn new(file: File, path: &Path, fate: Fate) -> Self {
+    fn new(file: File, path: &Path, kind: Kind) -> Self {
         Self {
             file: Arc::new(file),
             path: path.to_owned(),
-            fate,
+            kind,
         }
     }
 
-    fn failed(&self, source: io::Error) -> ContentError {
-        let path = self.path.clone();
-        ContentError::File { path, source }
-    }
-
-    /// Loads `bytes` at a gpa below the first region's end. In a file that was there they must be already.
+    /// Loads `bytes` at a gpa below the first region's end. An existing file must have them already.
     pub(super) fn load(&self, gpa: u64, bytes: &[u8]) -> Result<(), ContentError> {
-        if !matches!(self.fate, Fate::Compared) {
-            return self
-                .file
-                .write_all_at(bytes, gpa)
-                .map_err(|source| self.failed(source));
+        let failed = failed(&self.path);
+        if !matches!(self.kind, Kind::Existing) {
+            // Zeroes stay a hole.
+            if is_zero(bytes) {
+                return Ok(());
+            }
+            return self.file.write_all_at(bytes, gpa).map_err(failed);
         }
         let mut found = vec![0; bytes.len()];
-        self.file
-            .read_exact_at(&mut found, gpa)
-            .map_err(|source| self.failed(source))?;
-        if found != bytes {
-            let (path, gpa) = (self.path.clone(), GuestAddress(gpa));
-            return Err(ContentError::Differs { path, gpa });
+        self.file.read_exact_at(&mut found, gpa).map_err(failed)?;
+        if found == bytes {
+            return Ok(());
         }
-        Ok(())
+        let (path, gpa) = (self.path.clone(), GuestAddress(gpa));
+        let problem = ContentProblem::Differs { gpa };
+        Err(ContentError { path, problem })
     }
 
-    /// Everything is loaded: makes the file as large as the memory, and gives one that is kept its name.
+    /// Everything is loaded: makes the file as large as the memory, and renames a new one to its path.
     pub(super) fn finish(self, layout: RamLayout) -> Result<Content, ContentError> {
-        if !matches!(self.fate, Fate::Compared) {
-            self.file
-                .set_len(layout.bytes())
-                .map_err(|source| self.failed(source))?;
+        let Self { file, path, kind } = self;
+        if !matches!(kind, Kind::Existing) {
+            file.set_len(layout.bytes()).map_err(failed(&path))?;
         }
-        let Self { file, path, fate } = self;
-        if let Fate::Kept { unfinished } = fate {
-            unfinished.persist_noclobber(&path).map_err(|error| {
-                let source = error.error;
-                ContentError::File { path, source }
-            })?;
+        if let Kind::New { unfinished } = kind {
+            let named = unfinished.persist_noclobber(&path);
+            named.map_err(|error| failed(&path)(error.error))?;
         }
         Ok(Content { file, layout })
+    }
+}
+
+/// For `map_err`, of an operation on the file.
+fn failed(path: &Path) -> impl Fn(io::Error) -> ContentError + use<> {
+    let path = path.to_owned();
+    move |source| ContentError {
+        path: path.clone(),
+        problem: ContentProblem::File(source),
     }
 }
 
@@ -204,7 +184,7 @@ impl Content {
         let end = offset + buffer.len() as u64;
         let is_hole = match rustix::fs::seek(&*self.file, SeekFrom::Data(offset)) {
             Ok(data) => data >= end,
-            // No more data up to the end of the file, wherever that is by now.
+            // No more data up to the present end of the file.
             Err(rustix::io::Errno::NXIO) => true,
             Err(errno) => return Err(errno.into()),
         };
@@ -234,7 +214,7 @@ mod tests {
     const LOW: u64 = 3 << 30;
 
     #[test]
-    fn what_was_loaded_is_read_and_the_rest_is_zero() {
+    fn loaded_memory_is_read_and_the_rest_is_zero() {
         let layout = RamLayout::new(LOW + MIB);
         let file = ContentFile::temporary().unwrap();
         file.load(0x5000, b"loaded").unwrap();
@@ -245,7 +225,7 @@ mod tests {
             Filled::Bytes
         );
         assert_eq!((&page[..6], &page[6..8]), (&b"loaded"[..], &[0, 0][..]));
-        // Memory goes on at 4 GiB, and the file where the first part ends.
+        // Memory continues at 4 GiB, and the file where the first part ends.
         content.file.write_all_at(b"high", LOW).unwrap();
         assert_eq!(
             content.fill(GuestAddress(4 << 30), &mut page).unwrap(),
@@ -265,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_cut_off_is_no_hole() {
+    fn a_file_that_was_truncated_is_no_hole() {
         let content = ContentFile::temporary()
             .unwrap()
             .finish(RamLayout::new(MIB))
@@ -280,45 +260,49 @@ mod tests {
     }
 
     #[test]
-    fn a_kept_file_is_made_whole_and_used_again() {
+    fn a_kept_file_is_made_completely_and_used_again() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("content");
         let made = ContentFile::kept(&path, MIB).unwrap();
         made.load(0x1000, b"kernel").unwrap();
-        assert!(!path.exists(), "it is not whole yet");
+        assert!(!path.exists(), "it is not complete yet");
         made.finish(RamLayout::new(MIB)).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB);
 
         let used = ContentFile::kept(&path, MIB).unwrap();
         used.load(0x1000, b"kernel").unwrap();
-        let differs = used.load(0x1000, b"Kernel");
-        assert!(matches!(
-            differs,
-            Err(ContentError::Differs {
-                gpa: GuestAddress(0x1000),
-                ..
-            })
-        ));
-        used.finish(RamLayout::new(MIB)).unwrap();
-        let wrong = ContentFile::kept(&path, 2 * MIB);
+        let problem = |result: Result<_, ContentError>| result.err().map(|error| error.problem);
+        let differs = problem(used.load(0x1000, b"Kernel"));
         assert!(
-            matches!(wrong, Err(ContentError::WrongSize { found: MIB, .. })),
+            matches!(
+                differs,
+                Some(ContentProblem::Differs {
+                    gpa: GuestAddress(0x1000)
+                })
+            ),
+            "{differs:?}"
+        );
+        used.finish(RamLayout::new(MIB)).unwrap();
+        let kept = |path: &Path, bytes| problem(ContentFile::kept(path, bytes).map(|_| ()));
+        let wrong = kept(&path, 2 * MIB);
+        assert!(
+            matches!(wrong, Some(ContentProblem::WrongSize { found: MIB, .. })),
             "{wrong:?}"
         );
-        let no_file = ContentFile::kept(directory.path(), MIB);
+        let no_file = kept(directory.path(), MIB);
         assert!(
-            matches!(no_file, Err(ContentError::NotAFile { .. })),
+            matches!(no_file, Some(ContentProblem::NotAFile)),
             "{no_file:?}"
         );
-        let nowhere = ContentFile::kept(&directory.path().join("no/file"), MIB);
+        let nowhere = kept(&directory.path().join("no/file"), MIB);
         assert!(
-            matches!(nowhere, Err(ContentError::File { .. })),
+            matches!(nowhere, Some(ContentProblem::File(_))),
             "{nowhere:?}"
         );
     }
 
     #[test]
-    fn what_was_not_finished_leaves_no_file() {
+    fn an_unfinished_file_is_deleted() {
         let directory = tempfile::tempdir().unwrap();
         let made = ContentFile::kept(&directory.path().join("content"), MIB).unwrap();
         made.load(0, b"some").unwrap();

@@ -1,5 +1,5 @@
-//! What the guest's processors say of themselves: KVM's answer, with each one's own number and a
-//! topology of single processors.
+//! CPUID of the guest's processors: the entries that KVM supports, with each processor's number and a topology
+//! of single processors.
 
 use std::arch::x86_64::__cpuid;
 
@@ -12,12 +12,12 @@ const ECX_TSC_DEADLINE: u32 = 1 << 24;
 const ECX_HYPERVISOR: u32 = 1 << 31;
 const EDX_HYPER_THREADS: u32 = 1 << 28;
 
-/// What a host can do, beside what its KVM says in KVM_GET_SUPPORTED_CPUID.
+/// Properties of the host that KVM_GET_SUPPORTED_CPUID does not report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Host {
     /// KVM_CAP_TSC_DEADLINE_TIMER, with the in-kernel interrupt controller.
     pub(super) tsc_deadline: bool,
-    /// The processor may deliver an interrupt that KVM injected once more until the guest exits.
+    /// The processor may deliver an injected interrupt a second time, until the guest exits.
     pub(super) repeats_interrupts: bool,
 }
 
@@ -48,11 +48,11 @@ fn adapt(entry: &mut kvm_cpuid_entry2, id: u32, host: Host) {
             }
             entry.edx &= !EDX_HYPER_THREADS;
         }
-        // Without it a guest's handlers exit at their beginning, before they take a lock.
+        // Without it, interrupt handlers of the guest exit at their start, before they take a lock.
         KVM_FEATURES if host.repeats_interrupts => entry.eax &= !EAX_PV_EOI,
-        // Caches: shared by nobody; one core in the package.
+        // Caches: not shared; one core in the package.
         4 => entry.eax &= 0x3fff,
-        // Extended topology: no level is valid, only the x2APIC ID.
+        // Extended topology: no valid level, and the x2APIC ID.
         0xb | 0x1f => {
             (entry.eax, entry.ebx) = (0, 0);
             entry.ecx = entry.index;
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_processor_knows_its_number_and_is_alone_in_its_package() {
+    fn each_processor_has_its_number_and_a_package_of_its_own() {
         let leaf = adapted(1, 5);
         assert_eq!((leaf.ebx >> 24, (leaf.ebx >> 16) & 0xff), (5, 1));
         assert_eq!(leaf.edx & EDX_HYPER_THREADS, 0);
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_a_hypervisor_and_the_timer_that_kvm_has() {
+    fn the_hypervisor_and_kvms_timer_are_reported() {
         for tsc_deadline in [false, true] {
             let mut leaf = kvm_cpuid_entry2 {
                 function: 1,
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_of_interrupts_exit_where_interrupts_may_come_twice() {
+    fn ends_of_interrupts_exit_if_interrupts_may_come_twice() {
         let mut leaf = entry(KVM_FEATURES);
         let host = Host {
             repeats_interrupts: true,
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn other_leaves_stay() {
+    fn other_leaves_are_unchanged() {
         assert_eq!(adapted(7, 5), entry(7));
         assert_eq!(adapted(0x4000_0001, 5), entry(0x4000_0001));
     }

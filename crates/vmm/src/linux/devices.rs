@@ -1,14 +1,14 @@
-//! The devices of a Linux guest: two serial ports, and what is left of a PC's keyboard and clock.
+//! The devices of a Linux guest: two serial ports, and remains of a PC's keyboard controller and clock.
 //!
 //! | ports | what | effect |
 //! |---|---|---|
 //! | 0x3f8 to 0x3ff, IRQ 4 | ttyS0 | the console |
-//! | 0x2f8 to 0x2ff, IRQ 3 | ttyS1 | a line that is a number from 0 to 255 ends the run with that status; `discard GPA BYTES`, both hexadecimal, gives memory up |
+//! | 0x2f8 to 0x2ff, IRQ 3 | ttyS1 | a line that is a number from 0 to 255 ends the run with that status; `discard GPA BYTES`, both hexadecimal, gives up memory |
 //! | 0x64 | keyboard controller | 0xfe resets |
 //! | 0xcf9 | reset control | bit 2 resets |
-//! | 0x70, 0x71 | clock and CMOS | reads as 0, so that nobody waits for it |
+//! | 0x70, 0x71 | clock and CMOS | reads as 0, so that the guest does not wait for it |
 //!
-//! Any other port reads as all ones, as where there is no device.
+//! Any other port reads as all ones, as if there was no device.
 
 use std::io::{self, Write};
 
@@ -16,7 +16,7 @@ use pagetide_memory::GuestRange;
 use vm_superio::serial::{Error as SerialError, NoEvents};
 use vm_superio::{Serial, Trigger};
 
-use super::balloon;
+use super::discard;
 
 /// The console's interrupt line.
 pub(super) const CONSOLE_IRQ: u32 = 4;
@@ -32,9 +32,9 @@ const CMOS: [u16; 2] = [0x70, 0x71];
 const RESET_CONTROL: u16 = 0xcf9;
 const RESET_BIT: u32 = 1 << 2;
 
-/// What Linux says first when it gives up.
+/// The start of Linux's message when it panics.
 const PANIC: &str = "Kernel panic - not syncing";
-/// As much of a line as is kept.
+/// How much of a line is kept.
 const LINE_BYTES: usize = 256;
 
 /// A device failed on the host's side.
@@ -43,7 +43,7 @@ pub enum DeviceError {
     /// The console's output cannot be written.
     #[error("cannot write the guest's console")]
     Console(#[source] io::Error),
-    /// KVM does not take an interrupt.
+    /// KVM refuses an interrupt.
     #[error("cannot raise the interrupt of a serial port")]
     Interrupt(#[source] io::Error),
 }
@@ -53,22 +53,22 @@ impl From<SerialError<io::Error>> for DeviceError {
         match error {
             SerialError::Trigger(source) => Self::Interrupt(source),
             SerialError::IOError(source) => Self::Console(source),
-            // Only of input for which there is no room, and that is asked before.
+            // Only input without room fails like this, and `input` looks at the room first.
             SerialError::FullFifo => Self::Console(io::ErrorKind::StorageFull.into()),
         }
     }
 }
 
-/// What a guest wants with a write to a port.
+/// What a guest requests with a write to a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Wish {
+pub(super) enum Request {
     Reset,
     Exit(u8),
-    /// It does not want the content of this memory any more.
+    /// It gives up this memory.
     Discard(GuestRange),
 }
 
-/// All of them.
+/// All devices of a guest.
 pub(super) struct Devices<T: Trigger<E = io::Error>> {
     console: Serial<T, NoEvents, Console>,
     status: Serial<T, NoEvents, StatusLine>,
@@ -89,17 +89,17 @@ impl<T: Trigger<E = io::Error>> Devices<T> {
     }
 
     /// The guest writes an element of up to 4 bytes.
-    pub(super) fn write(&mut self, port: u16, value: u32) -> Result<Option<Wish>, DeviceError> {
+    pub(super) fn write(&mut self, port: u16, value: u32) -> Result<Option<Request>, DeviceError> {
         let [byte, ..] = value.to_le_bytes();
         if let Some(register) = register(port, CONSOLE) {
             self.console.write(register, byte)?;
         } else if let Some(register) = register(port, STATUS) {
             self.status.write(register, byte)?;
-            return Ok(self.status.writer_mut().said.take());
+            return Ok(self.status.writer_mut().request.take());
         }
         let reset = (port == KEYBOARD && value == KEYBOARD_RESET)
             || (port == RESET_CONTROL && value & RESET_BIT != 0);
-        Ok(reset.then_some(Wish::Reset))
+        Ok(reset.then_some(Request::Reset))
     }
 
     /// The guest reads an element of up to 4 bytes.
@@ -117,8 +117,8 @@ impl<T: Trigger<E = io::Error>> Devices<T> {
         }
     }
 
-    /// Puts input into the console, as much as there is room for; how many bytes that was.
-    pub(super) fn type_in(&mut self, input: &[u8]) -> Result<usize, DeviceError> {
+    /// Puts as much input into the console as there is room for; returns how many bytes that was.
+    pub(super) fn input(&mut self, input: &[u8]) -> Result<usize, DeviceError> {
         let room = self.console.fifo_capacity().min(input.len());
         if room == 0 {
             return Ok(0);
@@ -126,24 +126,24 @@ impl<T: Trigger<E = io::Error>> Devices<T> {
         Ok(self.console.enqueue_raw_bytes(&input[..room])?)
     }
 
-    /// What the kernel said when it panicked, if it did.
+    /// The kernel's panic message, if it panicked.
     pub(super) fn panic_message(&self) -> Option<&str> {
         self.console.writer().panic.as_deref()
     }
 }
 
-/// The register of a serial port, if it has that port.
+/// The register that a port is, if it is one of the serial port's.
 fn register(port: u16, first: u16) -> Option<u8> {
     let register = port.checked_sub(first).filter(|n| *n < SERIAL_PORTS)?;
     u8::try_from(register).ok()
 }
 
-/// The beginning of the line that is being written.
+/// The start of the line that the guest is writing.
 #[derive(Default)]
 struct Line(Vec<u8>);
 
 impl Line {
-    /// Takes a byte; the line, if that was its end.
+    /// Adds a byte; returns the line if it ends with that byte.
     fn push(&mut self, byte: u8) -> Option<String> {
         if byte != b'\n' {
             if self.0.len() < LINE_BYTES {
@@ -157,7 +157,7 @@ impl Line {
     }
 }
 
-/// Passes the console's output on, and watches for a panic.
+/// Forwards the console's output, and looks for a panic.
 struct Console {
     output: Box<dyn Write + Send>,
     line: Line,
@@ -180,20 +180,20 @@ impl Write for Console {
     }
 }
 
-/// Waits for a line with a number, or with memory to be discarded.
+/// Parses the lines on `ttyS1`: a status, or memory to discard.
 #[derive(Default)]
 struct StatusLine {
     line: Line,
-    said: Option<Wish>,
+    request: Option<Request>,
 }
 
 impl Write for StatusLine {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         for line in bytes.iter().filter_map(|byte| self.line.push(*byte)) {
-            let status = line.parse().ok().map(Wish::Exit);
-            self.said = status.or_else(|| balloon::parse(&line).map(Wish::Discard));
-            if self.said.is_none() {
-                tracing::warn!("the guest wrote {line:?} to ttyS1, which means nothing");
+            let status = line.parse().ok().map(Request::Exit);
+            self.request = status.or_else(|| discard::parse(&line).map(Request::Discard));
+            if self.request.is_none() {
+                tracing::warn!("the guest wrote {line:?} to ttyS1, which is no request");
             }
         }
         Ok(bytes.len())
@@ -245,25 +245,25 @@ mod tests {
         (devices, screen, count)
     }
 
-    fn say(devices: &mut Devices<Count>, port: u16, text: &str) -> Vec<Wish> {
+    fn say(devices: &mut Devices<Count>, port: u16, text: &str) -> Vec<Request> {
         text.bytes()
             .filter_map(|byte| devices.write(port, byte.into()).unwrap())
             .collect()
     }
 
     #[test]
-    fn the_console_goes_out_and_comes_in() {
+    fn the_console_has_output_and_input() {
         let (mut devices, screen, count) = devices();
         assert_eq!(say(&mut devices, CONSOLE, "hello\n7\n"), []);
         assert_eq!(*screen.0.lock().unwrap(), b"hello\n7\n");
         // Interrupts come once the driver has enabled them.
         devices.write(CONSOLE + 1, 1).unwrap();
         let before = count.0.get();
-        assert_eq!(devices.type_in(&[b'x'; 100]).unwrap(), 64);
+        assert_eq!(devices.input(&[b'x'; 100]).unwrap(), 64);
         assert!(count.0.get() > before);
-        assert_eq!(devices.type_in(b"y").unwrap(), 0);
+        assert_eq!(devices.input(b"y").unwrap(), 0);
         assert_eq!(devices.read(CONSOLE), 0xffff_ff00 | u32::from(b'x'));
-        assert_eq!(devices.type_in(b"y").unwrap(), 1);
+        assert_eq!(devices.input(b"y").unwrap(), 1);
     }
 
     #[test]
@@ -271,11 +271,11 @@ mod tests {
         let (mut devices, screen, _) = devices();
         for (text, wanted) in [
             ("3", vec![]),
-            ("7\r\n", vec![Wish::Exit(37)]),
-            ("0\n", vec![Wish::Exit(0)]),
+            ("7\r\n", vec![Request::Exit(37)]),
+            ("0\n", vec![Request::Exit(0)]),
             ("256\n-1\nok\n\n", vec![]),
             (&"1".repeat(10_000), vec![]),
-            ("\n255\n", vec![Wish::Exit(255)]),
+            ("\n255\n", vec![Request::Exit(255)]),
         ] {
             assert_eq!(say(&mut devices, STATUS, text), wanted, "{text:?}");
         }
@@ -283,23 +283,23 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_given_up_in_a_line() {
+    fn a_line_gives_up_memory() {
         let (mut devices, ..) = devices();
         let range = GuestRange::new(GuestAddress(0x5000), 0x2000).unwrap();
         let said = say(&mut devices, STATUS, "discard 0x5000 0x2000\r\n7\n");
-        assert_eq!(said, [Wish::Discard(range), Wish::Exit(7)]);
+        assert_eq!(said, [Request::Discard(range), Request::Exit(7)]);
         let refused = "discard\ndiscard 0x5000\ndiscard 0x5000 0\ndiscard ffffffffffffffff 2\n\
                        discard 0x5000 0x1000 0x1000\ndiscard -1 1\ngive 0x5000 0x1000\n";
         assert_eq!(say(&mut devices, STATUS, refused), []);
     }
 
     #[test]
-    fn a_reset_is_asked_for_in_two_ways() {
+    fn two_ports_reset() {
         let (mut devices, ..) = devices();
         for (port, value, wanted) in [
-            (KEYBOARD, 0xfe, Some(Wish::Reset)),
+            (KEYBOARD, 0xfe, Some(Request::Reset)),
             (KEYBOARD, 0xd1, None),
-            (RESET_CONTROL, 0x06, Some(Wish::Reset)),
+            (RESET_CONTROL, 0x06, Some(Request::Reset)),
             (RESET_CONTROL, 0x02, None),
             (0x80, 0xfe, None),
             (0xcfc, 0xffff_ffff, None),
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_noticed_once() {
+    fn the_first_panic_message_is_kept() {
         let (mut devices, ..) = devices();
         assert_eq!(devices.panic_message(), None);
         let text =
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn an_output_that_fails_is_an_error() {
+    fn output_that_fails_is_an_error() {
         struct Closed;
         impl Write for Closed {
             fn write(&mut self, _: &[u8]) -> io::Result<usize> {

@@ -1,87 +1,87 @@
-//! Why a Linux guest could not be made, or why its run failed.
+//! Why a Linux guest cannot be made, or why its run failed.
 
 use std::io;
 use std::time::Duration;
 
 use pagetide_kvm::poison::{CpuidFull, MachineCheckError};
-use pagetide_kvm::{CreateVcpuError, CreateVmError, OpenError, SlotError};
-use pagetide_memory::RegionError;
+use pagetide_memory::{AccessError, GuestAddress, RegionError};
+use vm_memory::GuestMemoryError;
+use vm_memory::mmap::FromRangesError;
 
-use crate::failure::{PoolFailure, SetupError};
+use crate::failure::PoolFailure;
+use crate::setup::SetupError;
 
 use super::config::LinuxConfigError;
+use super::content::ContentError;
 use super::devices::DeviceError;
-use super::image::KernelError;
-use super::initrd::InitrdError;
-use super::memory::RamError;
+use super::image::LoadError;
 
-/// Why a Linux guest could not be made. Nothing ran.
+/// Why a Linux guest cannot be made. Nothing ran.
 #[derive(Debug, thiserror::Error)]
 pub enum LinuxError {
-    /// The configuration cannot be.
+    /// The configuration is impossible.
     #[error(transparent)]
     Config(#[from] LinuxConfigError),
-    /// No kernel.
+    /// The kernel or the initrd cannot be loaded.
     #[error(transparent)]
-    Kernel(#[from] KernelError),
-    /// No initrd.
+    Load(#[from] LoadError),
+    /// The content file cannot be written, or is another guest's.
     #[error(transparent)]
-    Initrd(#[from] InitrdError),
-    /// /dev/kvm cannot be used.
-    #[error(transparent)]
-    Kvm(#[from] OpenError),
-    /// No VM.
-    #[error(transparent)]
-    CreateVm(#[from] CreateVmError),
-    /// No vCPU.
-    #[error(transparent)]
-    CreateVcpu(#[from] CreateVcpuError),
-    /// The memory cannot be had.
-    #[error("memory of the guest")]
-    Memory(#[source] RegionError),
-    /// The memory cannot be filled.
-    #[error(transparent)]
-    Ram(#[from] RamError),
-    /// A memory slot was refused.
-    #[error(transparent)]
-    Slot(#[from] SlotError),
-    /// KVM refused a part of the set-up.
+    Content(#[from] ContentError),
+    /// There is no address space for a scratch mapping, in which the kernel is loaded.
+    #[error("scratch memory for the kernel")]
+    NoScratch(#[from] FromRangesError),
+    /// The scratch mapping cannot be accessed, which would be an error in the layout.
+    #[error("scratch memory of the kernel")]
+    Scratch(#[from] GuestMemoryError),
+    /// KVM cannot be used, or refused a part of the set-up.
     #[error(transparent)]
     Setup(#[from] SetupError),
-    /// The guest cannot be told that machine checks can be survived.
+    /// The guest's memory cannot be allocated.
+    #[error("memory of the guest")]
+    Memory(#[source] RegionError),
+    /// The guest's memory cannot be written.
+    #[error("cannot write guest memory at {gpa}")]
+    Write {
+        /// Where.
+        gpa: GuestAddress,
+        /// The region's error.
+        #[source]
+        source: AccessError,
+    },
+    /// CPUID has no room for the entries about machine checks.
     #[error(transparent)]
     Cpuid(#[from] CpuidFull),
-    /// A vCPU cannot have registers for machine checks.
+    /// A vCPU's registers for machine checks cannot be set up.
     #[error(transparent)]
     MachineChecks(#[from] MachineCheckError),
 }
 
-/// Why the run of a Linux guest failed; what a guest does by itself is a
-/// [`LinuxEnd`](super::LinuxEnd).
+/// Why the run of a Linux guest failed. How a guest ends by itself is a [`LinuxEnd`](super::LinuxEnd).
 #[derive(Debug, thiserror::Error)]
 pub enum LinuxRunError {
-    /// A vCPU or one of its hooks failed, or somebody stopped the run with a cause.
+    /// A vCPU or a hook failed, or a [`Stopper`](crate::Stopper) stopped the run with a cause.
     #[error(transparent)]
     Vcpus(#[from] PoolFailure),
     /// A device failed on the host's side.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// The guest had not ended when its time was up.
+    /// The guest had not ended within its time limit.
     #[error("the guest had not ended after {limit:?}; instruction pointers: {rips:#x?}")]
     TimeLimit {
         /// The limit.
         limit: Duration,
-        /// Where the vCPUs were, by number, for those whose threads came back.
+        /// The instruction pointers of the vCPUs whose threads have ended, by vCPU number.
         rips: Vec<u64>,
     },
-    /// The console's input cannot be watched.
-    #[error("cannot watch the console's input")]
+    /// The console's input cannot be read.
+    #[error("cannot read the console's input")]
     Input(#[source] io::Error),
-    /// The thread of the console's input could not be started.
+    /// The thread of the console's input cannot be started.
     #[error("cannot start a thread for the console's input")]
     InputThread(#[source] io::Error),
-    /// Threads did not come back from KVM_RUN.
-    #[error("{threads} threads of vCPUs did not come back within {grace:?}")]
+    /// Threads did not return from KVM_RUN.
+    #[error("{threads} threads of vCPUs did not end within {grace:?}")]
     Lost {
         /// How many.
         threads: usize,

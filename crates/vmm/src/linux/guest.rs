@@ -1,4 +1,4 @@
-//! What happens when a vCPU of a Linux guest leaves it: devices answer, and the rest is the caller's.
+//! The hooks of a Linux guest: devices answer its exits, and the caller's hooks get the others.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -11,17 +11,17 @@ use crate::control::lock;
 use crate::hooks::{Handled, HookError, Next, VcpuHooks};
 use crate::pool::PoolVcpu;
 
-use super::balloon::OnGivenUp;
-use super::devices::{Devices, Wish};
+use super::devices::{Devices, Request};
+use super::discard::OnDiscard;
 use super::error::LinuxRunError;
 use super::outcome::LinuxEnd;
 use super::vcpu;
 
-const NOT_ASKED: u8 = 0;
+const UNKNOWN: u8 = 0;
 const ALIVE: u8 = 1;
 const DEAD: u8 = 2;
 
-/// An interrupt line of KVM's controllers, which Linux takes as edge-triggered.
+/// An interrupt line of KVM's controllers, which Linux configures as edge-triggered.
 pub(super) struct Line {
     pub(super) vm: Arc<Vm>,
     pub(super) number: u32,
@@ -37,13 +37,13 @@ impl Trigger for Line {
     }
 }
 
-/// One run's hooks.
+/// The hooks of one run.
 pub(super) struct Guest {
     devices: Mutex<Devices<Line>>,
     caller: Arc<dyn VcpuHooks>,
-    on_given_up: OnGivenUp,
-    /// By the vCPU's number: whether it lived when it was kicked last.
-    looks: Vec<AtomicU8>,
+    on_discard: OnDiscard,
+    /// By vCPU number: whether the vCPU could still run when it was kicked last.
+    states: Vec<AtomicU8>,
     stopped: AtomicBool,
     end: Mutex<Option<LinuxEnd>>,
 }
@@ -52,14 +52,14 @@ impl Guest {
     pub(super) fn new(
         devices: Devices<Line>,
         caller: Arc<dyn VcpuHooks>,
-        on_given_up: OnGivenUp,
+        on_discard: OnDiscard,
         vcpus: usize,
     ) -> Self {
         Self {
             devices: Mutex::new(devices),
             caller,
-            on_given_up,
-            looks: (0..vcpus).map(|_| AtomicU8::new(NOT_ASKED)).collect(),
+            on_discard,
+            states: (0..vcpus).map(|_| AtomicU8::new(UNKNOWN)).collect(),
             stopped: AtomicBool::new(false),
             end: Mutex::default(),
         }
@@ -74,7 +74,7 @@ impl Guest {
         self.stopped.load(Ordering::SeqCst)
     }
 
-    /// The guest has ended; of several ends the first is kept. A panic is told from an end without.
+    /// Records how the guest ended; the first end is kept. An end after a panic is recorded as the panic.
     pub(super) fn note_end(&self, end: LinuxEnd) {
         use LinuxEnd::{Halted, Reset, TripleFault};
         let panic = match end {
@@ -89,24 +89,24 @@ impl Guest {
         lock(&self.end).take()
     }
 
-    /// Whether every vCPU has been asked since the last time, and none lives.
+    /// Whether every vCPU was kicked since the last call, and none will run again by itself.
     pub(super) fn all_dead(&self) -> bool {
-        let asked = self.looks.iter();
-        let found = asked.map(|look| look.swap(NOT_ASKED, Ordering::SeqCst));
-        found.filter(|look| *look != DEAD).count() == 0
+        let states = self.states.iter();
+        let found = states.map(|state| state.swap(UNKNOWN, Ordering::SeqCst));
+        found.filter(|state| *state != DEAD).count() == 0
     }
 
     fn out(&self, vcpu: &PoolVcpu<'_>, port: u16) -> Result<Option<LinuxEnd>, HookError> {
         for element in vcpu.out_elements() {
-            // The other vCPUs' devices answer while memory is discarded.
-            let wish = self
+            // The lock is not held while memory is discarded: other vCPUs need the devices.
+            let request = self
                 .devices()
                 .write(port, element)
                 .map_err(LinuxRunError::from)?;
-            match wish {
-                Some(Wish::Reset) => return Ok(Some(LinuxEnd::Reset)),
-                Some(Wish::Exit(status)) => return Ok(Some(LinuxEnd::Status(status))),
-                Some(Wish::Discard(range)) => self.on_given_up.call(range)?,
+            match request {
+                Some(Request::Reset) => return Ok(Some(LinuxEnd::Reset)),
+                Some(Request::Exit(status)) => return Ok(Some(LinuxEnd::Status(status))),
+                Some(Request::Discard(range)) => (self.on_discard)(range)?,
                 None => {}
             }
         }
@@ -123,11 +123,11 @@ impl VcpuHooks for Guest {
         self.caller.on_fault(vcpu, fault)
     }
 
-    /// It was kicked: tells whether it lives.
+    /// A kick: finds out whether the vCPU can still run.
     fn on_interrupted(&self, vcpu: &mut PoolVcpu<'_>) -> Result<(), HookError> {
-        if let Some(look) = self.looks.get(vcpu.id() as usize) {
+        if let Some(state) = self.states.get(vcpu.id() as usize) {
             let found = if vcpu::is_dead(vcpu)? { DEAD } else { ALIVE };
-            look.store(found, Ordering::SeqCst);
+            state.store(found, Ordering::SeqCst);
         }
         self.caller.on_interrupted(vcpu)
     }
@@ -140,7 +140,7 @@ impl VcpuHooks for Guest {
                 vcpu.answer_in(|| devices.read(port));
                 None
             }
-            // Nothing is there: reads are all ones.
+            // No device: reads are all ones.
             Exit::Mmio { write, .. } => {
                 if !write {
                     vcpu.answer_mmio(u64::MAX);

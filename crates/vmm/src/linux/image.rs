@@ -1,198 +1,302 @@
-//! The kernel's file: an ELF vmlinux or a bzImage, as the crate `linux-loader` reads them.
+//! What a guest's memory holds when the guest starts: the kernel, its initrd, and the data that the
+//! 64-bit boot protocol asks for (Documentation/arch/x86/boot.rst and zero-page.rst of Linux).
 //!
-//! The loader writes to a scratch mapping in the form of memory that it knows; what it wrote is
-//! copied to the guest's region. So guest memory is touched in one way only, and it may be of any
-//! backing.
+//! All of it is put into a scratch mapping first, in the form of memory that the crates `linux-loader` and
+//! `vm-memory` know, and is copied from there. So guest memory is written in one way only, and may have
+//! any backing.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
+use std::ops::Range;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use linux_loader::loader::bootparam::setup_header;
+use linux_loader::loader::bootparam::{boot_e820_entry, boot_params, setup_header};
 use linux_loader::loader::{self, BzImage, Elf, KernelLoader};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use pagetide_memory::PageSize;
+use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 
-use super::layout::{RamLayout, UPPER_START};
-use super::memory::{Ram, RamError};
+use crate::page_tables;
+
+use super::config::LinuxConfig;
+use super::error::LinuxError;
+use super::layout::{
+    BOOT_PARAMS, COMMAND_LINE, GDT, MAPPED_GIGABYTES, MP_TABLE, RamLayout, TABLES, UPPER_START,
+};
+use super::{mp_table, vcpu};
 
 /// The 64-bit entry point of a bzImage lies so many bytes after its start.
 const BZIMAGE_ENTRY: u64 = 0x200;
-/// Boot protocol 2.12: the first that knows of 64-bit entry points.
+/// Boot protocol 2.12, the first with 64-bit entry points.
 const PROTOCOL_2_12: u16 = 0x20c;
 /// A bit of `xloadflags`: there is a 64-bit entry point.
 const XLF_KERNEL_64: u16 = 1;
-const CHUNK: usize = 64 << 10;
+/// The boot protocol's limit of an initrd, unless a bzImage has another one.
+const LAST_ADDRESS: u32 = 0x7fff_ffff;
+const CHUNK: u64 = 64 << 10;
 
-/// Why a kernel was not loaded.
+const BOOT_FLAG: u16 = 0xaa55;
+const HEADER_MAGIC: u32 = 0x5372_6448; // "HdrS"
+/// A boot loader without a number.
+const LOADER_UNDEFINED: u8 = 0xff;
+const KERNEL_ALIGNMENT: u32 = 2 << 20;
+
+/// A kernel or an initrd cannot be loaded.
 #[derive(Debug, thiserror::Error)]
-pub enum KernelError {
+#[error("{file} {}", path.display())]
+pub struct LoadError {
+    /// `kernel` or `initrd`.
+    pub file: &'static str,
+    /// Its path.
+    pub path: PathBuf,
+    /// The reason.
+    #[source]
+    pub problem: LoadProblem,
+}
+
+/// Why a kernel or an initrd cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadProblem {
     /// The file cannot be read.
-    #[error("kernel {}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system says.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Read(io::Error),
     /// The file is something else.
-    #[error(
-        "{} is no kernel for this: wanted is an x86-64 vmlinux (ELF) or a bzImage",
-        path.display()
-    )]
-    NotAKernel {
-        /// The file.
-        path: PathBuf,
-    },
-    /// Part of the kernel belongs where the bootloader's data are.
-    #[error("{} has a segment below 1 MiB, where the boot parameters are", path.display())]
-    TooLow {
-        /// The file.
-        path: PathBuf,
-    },
+    #[error("neither an x86-64 vmlinux (ELF) nor a bzImage")]
+    NotAKernel,
+    /// A segment of the kernel lies where the boot parameters are.
+    #[error("a segment lies below 1 MiB, where the boot parameters are")]
+    TooLow,
     /// The bzImage has no 64-bit entry point.
-    #[error("{} has no 64-bit entry point (boot protocol 2.12, XLF_KERNEL_64)", path.display())]
-    No64BitEntry {
-        /// The file.
-        path: PathBuf,
-    },
+    #[error("no 64-bit entry point (boot protocol 2.12, XLF_KERNEL_64)")]
+    No64BitEntry,
     /// The file looks like a kernel, and cannot be loaded.
-    #[error("{} is damaged", path.display())]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What the loader says.
-        #[source]
-        source: loader::Error,
-    },
+    #[error("damaged")]
+    Damaged(#[source] loader::Error),
     /// The kernel needs more memory than there is.
-    #[error(
-        "{} needs the first {end} bytes of memory, and there are {memory_bytes}", path.display()
-    )]
+    #[error("it needs the first {end} bytes of memory, and there are {memory_bytes}")]
     DoesNotFit {
-        /// The file.
-        path: PathBuf,
         /// Where the kernel ends.
         end: u64,
-        /// Where the guest's memory ends, or its first part.
+        /// Where the guest's memory, or its first part, ends.
         memory_bytes: u64,
     },
-    /// No address space for reading it.
-    #[error("no address space to load {}", path.display())]
-    Scratch {
-        /// The file.
-        path: PathBuf,
-        /// What the mapping said.
-        #[source]
-        source: vm_memory::mmap::FromRangesError,
+    /// The initrd is a directory, a pipe, or empty.
+    #[error("not a regular file with content")]
+    NotAFile,
+    /// Kernel and initrd together need more memory than there is.
+    #[error("its {bytes} bytes do not fit: {room_bytes} are left beside the kernel")]
+    NoRoom {
+        /// The initrd's size.
+        bytes: u64,
+        /// The room for it.
+        room_bytes: u64,
     },
+    /// The file cannot be copied to the scratch mapping.
+    #[error("it cannot be read into memory")]
+    Copy(#[source] GuestMemoryError),
 }
 
-/// A kernel that was read, and is still to be copied.
-pub(super) struct Kernel {
+/// A guest's initial memory.
+pub(super) struct Image {
     scratch: GuestMemoryMmap<()>,
-    /// Where the file's part of it ends.
-    loaded_end: u64,
-    /// The gpa at which it is entered.
+    /// What was put there.
+    loaded: Vec<Range<u64>>,
+    /// The gpa at which the kernel is entered.
     pub(super) entry: u64,
-    /// The end of what it uses before it looks at the memory map.
-    pub(super) end: u64,
-    /// A bzImage's own header.
-    pub(super) header: Option<setup_header>,
 }
 
-impl Kernel {
-    /// Reads a kernel for a guest with memory like that.
-    pub(super) fn read(path: &Path, layout: RamLayout) -> Result<Self, KernelError> {
-        let path = || path.to_owned();
-        let failed = |source| KernelError::Read {
-            path: path(),
-            source,
-        };
-        let damaged = |source| KernelError::Damaged {
-            path: path(),
-            source,
-        };
-        let mut file = open(&path()).map_err(failed)?;
-        let kind = Kind::of(&mut file).map_err(failed)?;
-        let kind = kind.ok_or_else(|| KernelError::NotAKernel { path: path() })?;
-        // As much as a guest can have, so that a kernel which is too large for this one is told
-        // from a damaged one. Only what is written takes memory.
+impl Image {
+    /// Loads everything that the configuration names. The guest has this memory.
+    pub(super) fn load(config: &LinuxConfig, layout: RamLayout) -> Result<Self, LinuxError> {
+        let command_line = config.command_line()?;
+        // As much as any guest can have, so that a kernel that is too large for this guest is told from a
+        // damaged one. Only what is written takes memory.
         let most = RamLayout::new(u64::MAX).low_end();
         let size = usize::try_from(most).unwrap_or(usize::MAX);
-        let scratch =
-            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), size)]).map_err(|source| {
-                KernelError::Scratch {
-                    path: path(),
-                    source,
-                }
-            })?;
+        let mut image = Self {
+            scratch: GuestMemoryMmap::from_ranges(&[(GuestAddress(0), size)])?,
+            loaded: Vec::new(),
+            entry: 0,
+        };
+        let failed = |file, path: &Path| {
+            let path = path.to_owned();
+            move |problem| LoadError {
+                file,
+                path,
+                problem,
+            }
+        };
+        let kernel = image
+            .load_kernel(&config.kernel, layout)
+            .map_err(failed("kernel", &config.kernel))?;
+        image.entry = kernel.entry;
+        let mut params = parameters(kernel.header, layout);
+        params.hdr.cmdline_size = u32::try_from(command_line.as_bytes().len()).unwrap_or(0);
+        if let Some(path) = &config.initrd {
+            let place = image
+                .load_initrd(path, &kernel, layout)
+                .map_err(failed("initrd", path))?;
+            (params.hdr.ramdisk_image, params.hdr.ramdisk_size) = place;
+        }
+        let words = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let tables = page_tables::build(TABLES, &MAPPED_GIGABYTES).unwrap_or_default();
+        // The configuration was checked.
+        let processors = u8::try_from(config.vcpus).unwrap_or(mp_table::MAX_PROCESSORS);
+        let data: [(u64, Vec<u8>); 5] = [
+            (GDT, words(&vcpu::descriptors())),
+            (TABLES, words(&tables)),
+            (BOOT_PARAMS, params.as_slice().to_vec()),
+            (COMMAND_LINE, command_line.into_bytes_with_nul()),
+            (MP_TABLE, mp_table::build(processors)),
+        ];
+        for (gpa, bytes) in data {
+            image.scratch.write_slice(&bytes, GuestAddress(gpa))?;
+            image.loaded.push(gpa..gpa + bytes.len() as u64);
+        }
+        Ok(image)
+    }
+
+    fn load_kernel(&mut self, path: &Path, layout: RamLayout) -> Result<Kernel, LoadProblem> {
+        let mut file = open(path).map_err(LoadProblem::Read)?;
+        let kind = Kind::of(&mut file).map_err(LoadProblem::Read)?;
         let lowest = Some(GuestAddress(UPPER_START));
-        let kernel = match kind {
+        let (loaded, kernel) = match kind.ok_or(LoadProblem::NotAKernel)? {
             Kind::Elf => {
-                let loaded = Elf::load(&scratch, None, &mut file, lowest).map_err(damaged)?;
-                Self {
-                    scratch,
-                    loaded_end: loaded.kernel_end,
+                let loaded = Elf::load(&self.scratch, None, &mut file, lowest)
+                    .map_err(LoadProblem::Damaged)?;
+                let kernel = Kernel {
                     entry: loaded.kernel_load.0,
                     end: loaded.kernel_end,
                     header: None,
-                }
+                };
+                (loaded, kernel)
             }
             Kind::BzImage => {
-                let loaded = BzImage::load(&scratch, None, &mut file, lowest).map_err(damaged)?;
+                let loaded = BzImage::load(&self.scratch, None, &mut file, lowest)
+                    .map_err(LoadProblem::Damaged)?;
                 let header = loaded.setup_header.unwrap_or_default();
                 if header.version < PROTOCOL_2_12 || header.xloadflags & XLF_KERNEL_64 == 0 {
-                    return Err(KernelError::No64BitEntry { path: path() });
+                    return Err(LoadProblem::No64BitEntry);
                 }
                 let unpacked = header.pref_address.saturating_add(header.init_size.into());
-                Self {
-                    scratch,
-                    loaded_end: loaded.kernel_end,
+                let kernel = Kernel {
                     entry: loaded.kernel_load.0.saturating_add(BZIMAGE_ENTRY),
                     end: loaded.kernel_end.max(unpacked),
                     header: Some(header),
-                }
+                };
+                (loaded, kernel)
             }
         };
         let mut low = vec![0; usize::try_from(UPPER_START).unwrap_or(0)];
-        let read = kernel.scratch.read_slice(&mut low, GuestAddress(0));
-        if read.is_err() || low.iter().any(|byte| *byte != 0) {
-            return Err(KernelError::TooLow { path: path() });
+        self.scratch
+            .read_slice(&mut low, GuestAddress(0))
+            .map_err(LoadProblem::Copy)?;
+        if !is_zero(&low) {
+            return Err(LoadProblem::TooLow);
         }
-        if kernel.end > layout.low_end() || kernel.entry >= kernel.end {
-            return Err(KernelError::DoesNotFit {
-                path: path(),
-                end: kernel.end.max(kernel.entry),
-                memory_bytes: layout.low_end(),
-            });
+        let (end, memory_bytes) = (kernel.end.max(kernel.entry), layout.low_end());
+        if end > memory_bytes || kernel.entry >= kernel.end {
+            return Err(LoadProblem::DoesNotFit { end, memory_bytes });
         }
+        self.loaded.push(UPPER_START..loaded.kernel_end);
         Ok(kernel)
     }
 
-    /// Copies what was loaded. Memory that stays zero is not touched.
-    pub(super) fn copy_to(&self, ram: &Ram) -> Result<(), RamError> {
-        let mut chunk = vec![0; CHUNK];
-        let mut gpa = UPPER_START;
-        while gpa < self.loaded_end {
-            let left = usize::try_from(self.loaded_end - gpa).unwrap_or(usize::MAX);
-            let part = &mut chunk[..left.min(CHUNK)];
-            // The scratch mapping covers all that a kernel can be loaded to, and this was.
-            if self.scratch.read_slice(part, GuestAddress(gpa)).is_err() {
-                return Err(RamError::Outside { gpa });
+    /// Loads an initrd as high as possible, so that the kernel has room to grow. Returns its address and
+    /// size.
+    fn load_initrd(
+        &mut self,
+        path: &Path,
+        kernel: &Kernel,
+        layout: RamLayout,
+    ) -> Result<(u32, u32), LoadProblem> {
+        let mut file = open(path).map_err(LoadProblem::Read)?;
+        let metadata = file.metadata().map_err(LoadProblem::Read)?;
+        let bytes = metadata.len();
+        if !metadata.is_file() || bytes == 0 {
+            return Err(LoadProblem::NotAFile);
+        }
+        let last = kernel.header.map_or(0, |header| header.initrd_addr_max);
+        let last = if last == 0 { LAST_ADDRESS } else { last };
+        let end = layout.low_end().min(u64::from(last) + 1);
+        let page = PageSize::Size4K.bytes();
+        let start = kernel.end.next_multiple_of(page);
+        let gpa = end.checked_sub(bytes).map(|gpa| gpa / page * page);
+        let gpa = gpa.filter(|gpa| *gpa >= start);
+        let place = gpa.and_then(|gpa| Some((gpa.try_into().ok()?, bytes.try_into().ok()?)));
+        let room_bytes = end.saturating_sub(start);
+        let (gpa, size): (u32, u32) = place.ok_or(LoadProblem::NoRoom { bytes, room_bytes })?;
+        let at = GuestAddress(gpa.into());
+        // Fails if the file has become shorter.
+        self.scratch
+            .read_exact_volatile_from(at, &mut file, size as usize)
+            .map_err(LoadProblem::Copy)?;
+        self.loaded.push(at.0..at.0 + bytes);
+        Ok((gpa, size))
+    }
+
+    /// Passes everything that was loaded to `write`, in pieces, with their gpas.
+    pub(super) fn copy(
+        &self,
+        mut write: impl FnMut(u64, &[u8]) -> Result<(), LinuxError>,
+    ) -> Result<(), LinuxError> {
+        let mut chunk = Vec::new();
+        for range in &self.loaded {
+            let mut gpa = range.start;
+            while gpa < range.end {
+                let bytes = CHUNK.min(range.end - gpa);
+                chunk.resize(usize::try_from(bytes).unwrap_or(0), 0);
+                self.scratch.read_slice(&mut chunk, GuestAddress(gpa))?;
+                write(gpa, &chunk)?;
+                gpa += bytes;
             }
-            if part.iter().any(|byte| *byte != 0) {
-                ram.write(gpa, part)?;
-            }
-            gpa += CHUNK as u64;
         }
         Ok(())
     }
 }
 
-/// Opens a file, and nothing that somebody else would have to write to first.
-pub(super) fn open(path: &Path) -> io::Result<File> {
+/// A kernel that was loaded.
+struct Kernel {
+    /// The gpa at which it is entered.
+    entry: u64,
+    /// The end of the memory that it uses before it reads the memory map.
+    end: u64,
+    /// The header of a bzImage; a vmlinux has none.
+    header: Option<setup_header>,
+}
+
+/// The boot parameters, but for the command line's length and the initrd.
+fn parameters(header: Option<setup_header>, layout: RamLayout) -> boot_params {
+    let mut params = boot_params {
+        hdr: header.unwrap_or(setup_header {
+            boot_flag: BOOT_FLAG,
+            header: HEADER_MAGIC,
+            kernel_alignment: KERNEL_ALIGNMENT,
+            ..setup_header::default()
+        }),
+        ..boot_params::default()
+    };
+    params.hdr.type_of_loader = LOADER_UNDEFINED;
+    params.hdr.cmd_line_ptr = u32::try_from(COMMAND_LINE).unwrap_or(u32::MAX);
+    let map = layout.e820();
+    params.e820_entries = u8::try_from(map.len()).unwrap_or(u8::MAX);
+    for (entry, (range, kind)) in params.e820_table.iter_mut().zip(map) {
+        *entry = boot_e820_entry {
+            addr: range.start,
+            size: range.end - range.start,
+            r#type: kind,
+        };
+    }
+    params
+}
+
+/// Whether there is nothing to write: guest memory is zero at first.
+pub(super) fn is_zero(bytes: &[u8]) -> bool {
+    bytes.iter().all(|byte| *byte == 0)
+}
+
+/// Opens a file, but for a FIFO: it would wait for a writer, and cannot be read twice.
+fn open(path: &Path) -> io::Result<File> {
     if std::fs::metadata(path)?.file_type().is_fifo() {
         let what = "it is a FIFO, and has to be read twice";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
@@ -200,8 +304,7 @@ pub(super) fn open(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// What kind of file it is, by its first bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The kind of a kernel's file, by its first bytes.
 enum Kind {
     Elf,
     BzImage,
@@ -212,149 +315,18 @@ impl Kind {
         let mut start = Vec::new();
         file.take(0x206).read_to_end(&mut start)?;
         file.rewind()?;
-        Ok(Self::of_bytes(&start))
-    }
-
-    fn of_bytes(start: &[u8]) -> Option<Self> {
         // 64 bits, little endian, an executable (not position-independent) for x86-64.
         let is_elf = start.starts_with(b"\x7fELF\x02\x01")
             && start.get(16..20) == Some(&[0x02, 0x00, 0x3e, 0x00]);
         let is_bzimage = start.get(0x202..0x206) == Some(b"HdrS");
-        if is_elf {
-            Some(Self::Elf)
-        } else {
-            is_bzimage.then_some(Self::BzImage)
-        }
+        Ok(match (is_elf, is_bzimage) {
+            (true, _) => Some(Self::Elf),
+            (false, true) => Some(Self::BzImage),
+            (false, false) => None,
+        })
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A vmlinux with one segment of `content` at `gpa` that takes `memory_bytes`.
-    fn elf(gpa: u64, content: &[u8], memory_bytes: u64) -> Vec<u8> {
-        let mut file = Vec::new();
-        file.extend_from_slice(b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0");
-        file.extend_from_slice(&[0x02, 0, 0x3e, 0, 1, 0, 0, 0]);
-        for word in [gpa, 64, 0] {
-            file.extend_from_slice(&u64::to_le_bytes(word));
-        }
-        file.extend_from_slice(&[0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
-        file.extend_from_slice(&[1, 0, 0, 0, 5, 0, 0, 0]);
-        let bytes = content.len() as u64;
-        for word in [64 + 56, gpa, gpa, bytes, memory_bytes, 0x1000] {
-            file.extend_from_slice(&u64::to_le_bytes(word));
-        }
-        file.extend_from_slice(content);
-        file
-    }
-
-    fn read(content: &[u8], memory_bytes: u64) -> Result<Kernel, KernelError> {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), content).unwrap();
-        Kernel::read(file.path(), RamLayout::new(memory_bytes))
-    }
-
-    #[test]
-    fn a_vmlinux_is_found_in_memory() {
-        let kernel = read(&elf(16 << 20, b"code", 4096), 32 << 20).unwrap();
-        assert_eq!((kernel.entry, kernel.end), (16 << 20, (16 << 20) + 4096));
-        let mut found = [0; 4];
-        let at = GuestAddress(16 << 20);
-        kernel.scratch.read_slice(&mut found, at).unwrap();
-        assert_eq!(&found, b"code");
-    }
-
-    #[test]
-    fn a_kernel_larger_than_memory_is_told_so() {
-        let error = read(&elf(16 << 20, b"code", 64 << 20), 32 << 20).err();
-        assert!(
-            matches!(error, Some(KernelError::DoesNotFit { end, .. }) if end == 80 << 20),
-            "{error:?}"
-        );
-        let error = read(&elf(16 << 20, b"code", u64::MAX), 32 << 20).err();
-        assert!(
-            matches!(error, Some(KernelError::Damaged { .. })),
-            "{error:?}"
-        );
-    }
-
-    #[test]
-    fn files_that_are_no_kernels_are_refused() {
-        let mut other_machine = elf(16 << 20, b"code", 4096);
-        other_machine[18] = 0xb7;
-        for content in [&b""[..], b"#!/bin/sh\n", &[0; 8192], &other_machine] {
-            let error = read(content, 32 << 20).err();
-            assert!(
-                matches!(error, Some(KernelError::NotAKernel { .. })),
-                "{error:?}"
-            );
-        }
-        let cut = elf(16 << 20, b"code", 4096);
-        let error = read(&cut[..cut.len() - 2], 32 << 20).err();
-        assert!(
-            matches!(error, Some(KernelError::Damaged { .. })),
-            "{error:?}"
-        );
-        let low = elf(0x1000, b"code", 4096);
-        assert!(matches!(
-            read(&low, 32 << 20).err(),
-            Some(KernelError::Damaged { .. })
-        ));
-    }
-
-    #[test]
-    fn a_bzimage_without_a_64_bit_entry_is_refused() {
-        let mut image = vec![0; 8192];
-        image[0x1f1] = 1; // setup sectors
-        image[0x202..0x206].copy_from_slice(b"HdrS");
-        image[0x206..0x208].copy_from_slice(&[0x0f, 0x02]);
-        image[0x211] = 1; // loaded high
-        image[0x214..0x218].copy_from_slice(&0x10_0000_u32.to_le_bytes());
-        let error = read(&image, 32 << 20).err();
-        assert!(
-            matches!(error, Some(KernelError::No64BitEntry { .. })),
-            "{error:?}"
-        );
-        image[0x236] = 1; // xloadflags
-        let kernel = read(&image, 32 << 20).unwrap();
-        assert_eq!(kernel.entry, 0x10_0200);
-        assert_eq!(kernel.end, 0x10_0000 + 8192 - 1024);
-    }
-
-    #[test]
-    fn nothing_is_loaded_over_the_boot_parameters() {
-        // A second segment, of four bytes at 64 KiB.
-        let mut file = elf(16 << 20, b"code", 4096);
-        file[56] = 2;
-        let header: Vec<u8> = file[64..120].to_vec();
-        file.splice(120..120, header);
-        for (segment, gpa) in [(64, 16_u64 << 20), (120, 64 << 10)] {
-            file[segment + 8..segment + 16].copy_from_slice(&u64::to_le_bytes(64 + 2 * 56));
-            file[segment + 24..segment + 32].copy_from_slice(&u64::to_le_bytes(gpa));
-        }
-        let error = read(&file, 32 << 20).err();
-        assert!(
-            matches!(error, Some(KernelError::TooLow { .. })),
-            "{error:?}"
-        );
-    }
-
-    #[test]
-    fn a_fifo_is_not_waited_for() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("fifo");
-        let mode = rustix::fs::Mode::from_raw_mode(0o600);
-        rustix::fs::mkfifoat(rustix::fs::CWD, &path, mode).unwrap();
-        let error = Kernel::read(&path, RamLayout::new(1 << 30)).err();
-        assert!(matches!(error, Some(KernelError::Read { .. })), "{error:?}");
-    }
-
-    #[test]
-    fn a_directory_is_no_kernel() {
-        let path = std::env::temp_dir();
-        let error = Kernel::read(&path, RamLayout::new(1 << 30)).err();
-        assert!(matches!(error, Some(KernelError::Read { .. })), "{error:?}");
-    }
-}
+#[path = "image_tests.rs"]
+mod tests;

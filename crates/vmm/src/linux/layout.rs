@@ -1,7 +1,7 @@
-//! Where things are in the guest's physical memory.
+//! Addresses in the guest's physical memory.
 //!
-//! The first megabyte is laid out as a PC's is, because that is where Linux looks for its MP table
-//! and puts its processors' start-up code; what the VMM leaves there is only read during the boot.
+//! The first megabyte is that of a PC: Linux looks for its MP table there, and puts its processors'
+//! start-up code there. What the VMM writes there is read during the boot only.
 
 use std::ops::Range;
 
@@ -11,41 +11,37 @@ use pagetide_memory::{GuestAddress, GuestRange, RangeError};
 pub(super) const GDT: u64 = 0x500;
 /// `struct boot_params`, the "zero page" of the boot protocol.
 pub(super) const BOOT_PARAMS: u64 = 0x7000;
-/// The page tables with which the kernel is entered.
+/// The page tables at the kernel's entry.
 pub(super) const TABLES: u64 = 0x9000;
-/// What they map: low memory and the interrupt controllers. The boot protocol asks for the kernel, its
-/// parameters and its command line; Linux makes tables of its own at once.
+/// The gigabytes that these tables map: low memory and the interrupt controllers. The boot protocol asks for
+/// the kernel, its parameters and its command line; Linux makes its own tables at once.
 pub(super) const MAPPED_GIGABYTES: [Range<u64>; 2] = [0..3, 3..4];
 /// The kernel's command line.
 pub(super) const COMMAND_LINE: u64 = 0x2_0000;
-/// Where memory ends that Linux may use of the first megabyte.
+/// The end of the memory in the first megabyte that Linux may use.
 const LOWER_END: u64 = 0x9_f000;
 /// The MP table, in the last 64 KiB below 1 MiB, where Linux looks for it.
 pub(super) const MP_TABLE: u64 = 0xf_0000;
 /// 1 MiB: kernels lie above.
 pub(super) const UPPER_START: u64 = 0x10_0000;
 
-/// Memory ends here, and goes on at [`HIGH_START`]; between are the interrupt controllers.
+/// Memory ends here, and continues at [`HIGH_START`]; the interrupt controllers are between them.
 const LOW_LIMIT: u64 = 3 << 30;
 const HIGH_START: u64 = 4 << 30;
 
-/// Address of the processors' local interrupt controllers.
+/// The address of the processors' local interrupt controllers.
 pub(super) const LOCAL_APIC: u32 = 0xfee0_0000;
-/// Address of the interrupt controller of the devices.
+/// The address of the devices' interrupt controller.
 pub(super) const IO_APIC: u32 = 0xfec0_0000;
 
-/// What of the guest's physical addresses is memory.
+// Kinds of memory in the map for the kernel.
+const E820_RAM: u32 = 1;
+const E820_RESERVED: u32 = 2;
+
+/// The guest's physical addresses that are memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RamLayout {
     bytes: u64,
-}
-
-/// A range of addresses as firmware would describe it to the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct E820 {
-    pub(super) start: u64,
-    pub(super) bytes: u64,
-    pub(super) usable: bool,
 }
 
 impl RamLayout {
@@ -59,7 +55,7 @@ impl RamLayout {
         self.bytes
     }
 
-    /// How many bytes of memory lie below a gpa that is memory.
+    /// The bytes of memory below a gpa; None if there is no memory at the gpa.
     pub(super) fn offset_of(self, GuestAddress(gpa): GuestAddress) -> Option<u64> {
         let offset = match gpa.checked_sub(HIGH_START) {
             None => Some(gpa).filter(|gpa| *gpa < self.low_end()),
@@ -68,7 +64,7 @@ impl RamLayout {
         offset.filter(|offset| *offset < self.bytes)
     }
 
-    /// The end of the memory below the interrupt controllers, which holds all that is loaded.
+    /// The end of the memory below the interrupt controllers, which holds everything that is loaded.
     pub(super) fn low_end(self) -> u64 {
         self.bytes.min(LOW_LIMIT)
     }
@@ -91,20 +87,15 @@ impl RamLayout {
         Ok(ranges)
     }
 
-    /// The map that the kernel is given.
-    pub(super) fn e820(self) -> Vec<E820> {
-        let range = |start, end, usable| E820 {
-            start,
-            bytes: end - start,
-            usable,
-        };
+    /// The memory map for the kernel, as firmware would give it: ranges and their kinds.
+    pub(super) fn e820(self) -> Vec<(Range<u64>, u32)> {
         let mut map = vec![
-            range(0, LOWER_END, true),
-            range(LOWER_END, UPPER_START, false),
-            range(UPPER_START, self.low_end(), true),
+            (0..LOWER_END, E820_RAM),
+            (LOWER_END..UPPER_START, E820_RESERVED),
+            (UPPER_START..self.low_end(), E820_RAM),
         ];
         if let Some(end) = self.end().filter(|end| *end > HIGH_START) {
-            map.push(range(HIGH_START, end, true));
+            map.push((HIGH_START..end, E820_RAM));
         }
         map
     }
@@ -115,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_leaves_the_interrupt_controllers_out() {
+    fn no_memory_lies_over_the_interrupt_controllers() {
         for (bytes, end) in [
             (64 << 20, 64 << 20),
             (3 << 30, 3 << 30),
@@ -147,16 +138,17 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_map_is_all_memory_but_the_firmwares_place() {
+    fn the_kernels_map_is_all_memory_but_the_firmwares() {
         let layout = RamLayout::new(4 << 30);
         let map = layout.e820();
         for pair in map.windows(2) {
-            assert!(pair[0].start + pair[0].bytes <= pair[1].start, "{map:?}");
+            assert!(pair[0].0.end <= pair[1].0.start, "{map:?}");
         }
-        let usable: u64 = map.iter().filter(|e| e.usable).map(|e| e.bytes).sum();
+        let usable = map.iter().filter(|(_, kind)| *kind == E820_RAM);
+        let usable: u64 = usable.map(|(range, _)| range.end - range.start).sum();
         assert_eq!(usable, (4 << 30) - (UPPER_START - LOWER_END));
-        let reserved = map.iter().find(|entry| !entry.usable).unwrap();
-        assert!(reserved.start <= MP_TABLE && MP_TABLE < reserved.start + reserved.bytes);
+        let reserved = map.iter().find(|(_, kind)| *kind == E820_RESERVED);
+        assert!(reserved.unwrap().0.contains(&MP_TABLE));
         assert_eq!(RamLayout::new(1 << 30).e820().len(), 3);
     }
 }

@@ -1,60 +1,55 @@
 //! A Linux guest before it runs.
 
+use std::fmt;
 use std::sync::Arc;
 
 use kvm_bindings::{KVM_CAP_TSC_DEADLINE_TIMER, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
 use pagetide_kvm::poison::{MachineCheckForm, prepare_cpuid};
 use pagetide_kvm::{Kvm, SlotError, SlotFlags, Vcpu, Vm};
-use pagetide_memory::{GuestRange, Region};
+use pagetide_memory::{GuestAddress, GuestRange, Region};
 
 use crate::control::Stopper;
-use crate::failure::SetupError;
 use crate::hooks::HookError;
-use crate::page_tables;
+use crate::setup::SetupError;
 use crate::x86_64::Platform;
 
-use super::balloon::{self, OnGivenUp};
-use super::boot_params::{self, Boot};
 use super::config::LinuxConfig;
 use super::content::ContentFile;
 use super::cpuid::{self, Host};
+use super::discard::{OnDiscard, punch};
 use super::error::LinuxError;
-use super::image::Kernel;
-use super::initrd::Initrd;
-use super::layout::{BOOT_PARAMS, COMMAND_LINE, GDT, MAPPED_GIGABYTES, MP_TABLE, TABLES};
-use super::memory::Ram;
-use super::{mp_table, vcpu};
+use super::image::Image;
+use super::{memory, mp_table, vcpu};
 
 /// A VM with a kernel in its memory, ready to run once.
-#[derive(Debug)]
 pub struct LinuxMachine {
     pub(super) config: LinuxConfig,
     pub(super) vcpus: Vec<Vcpu>,
     pub(super) vm: Arc<Vm>,
     machine_checks: MachineCheckForm,
-    pub(super) ram: Ram,
-    pub(super) on_given_up: OnGivenUp,
+    regions: Vec<Arc<Region>>,
+    pub(super) on_discard: OnDiscard,
     pub(super) stopper: Stopper,
 }
 
 impl LinuxMachine {
-    /// Makes the VM, and its memory as [`LinuxConfig::regions`] does, and loads kernel and initrd.
+    /// Creates the VM, allocates its memory as [`LinuxConfig::regions`] does, and loads kernel and initrd.
+    /// The configuration and the files are checked before KVM is used.
     ///
     /// # Errors
-    /// [`LinuxError`] says what is missing or cannot be. What the caller gave is checked before KVM
-    /// is asked for anything.
+    /// See [`LinuxError`].
     pub fn new(config: &LinuxConfig) -> Result<Self, LinuxError> {
         Self::build(config, None, None)
     }
 
     /// As [`LinuxMachine::new`], over regions that the caller made, with [`LinuxConfig::regions`] for
-    /// instance. Kernel, initrd and boot data are written through the service mapping of a region
-    /// that has one, and nothing has to be present for the guest when it starts: a pager over the
-    /// regions may bring in these pages like any other.
+    /// instance. Kernel, initrd and boot data are written through the service mapping of a region that
+    /// has one, and nothing has to be present for the guest when it starts: a pager over the regions may
+    /// install these pages like any others.
     ///
     /// # Errors
-    /// As [`LinuxMachine::new`], and [`LinuxConfigError::WrongRegions`](super::LinuxConfigError) if
-    /// the regions are not where the guest's memory is.
+    /// As [`LinuxMachine::new`], and [`LinuxConfigError::WrongRegions`](super::LinuxConfigError) if the
+    /// regions are not where the guest's memory is.
     pub fn with_regions(
         config: &LinuxConfig,
         regions: Vec<Arc<Region>>,
@@ -62,57 +57,46 @@ impl LinuxMachine {
         Self::build(config, Some(regions), None)
     }
 
+    /// With `content`, the guest's initial memory goes to that file, and nothing of it to memory.
     pub(super) fn build(
         config: &LinuxConfig,
         regions: Option<Vec<Arc<Region>>>,
-        content: Option<ContentFile>,
+        content: Option<&ContentFile>,
     ) -> Result<Self, LinuxError> {
         let layout = config.layout()?;
-        let command_line = config.command_line()?;
-        let kernel = Kernel::read(&config.kernel, layout)?;
-        let last_address = kernel.header.map(|header| header.initrd_addr_max);
-        let initrd = config
-            .initrd
-            .as_ref()
-            .map(|path| Initrd::open(path, kernel.end, last_address, layout))
-            .transpose()?;
-
-        let kvm = Kvm::open()?;
-        config.check_vcpus(u32::try_from(kvm.max_vcpus()).unwrap_or(u32::MAX))?;
-        let vm = kvm.create_vm_with_signals()?;
+        let image = Image::load(config, layout)?;
+        let kvm = Kvm::open().map_err(SetupError::from)?;
+        let vm = kvm.create_vm_with_signals().map_err(SetupError::from)?;
         let platform = Platform::new(&kvm, &vm)?;
-        config.check_end(layout, platform.gpa_limit())?;
+        config.check_limits(kvm.max_vcpus(), platform.gpa_limit())?;
         create_timer(&vm)?;
 
-        let ram = Ram::new(layout, regions.map_or_else(|| config.regions(), Ok)?)?;
-        let ram = ram.loaded_into(content);
-        kernel.copy_to(&ram)?;
-        let boot = Boot {
-            layout,
-            header: kernel.header,
-            command_line_bytes: u32::try_from(command_line.as_bytes().len()).unwrap_or(0),
-            initrd: initrd.as_ref().map(Initrd::place),
-        };
-        if let Some(initrd) = initrd {
-            initrd.copy_to(&ram)?;
+        let regions = regions.map_or_else(|| config.regions(), Ok)?;
+        memory::check(layout, &regions)?;
+        image.copy(|gpa, bytes| match content {
+            Some(content) => Ok(content.load(gpa, bytes)?),
+            None => memory::write(&regions, gpa, bytes).map_err(|source| LinuxError::Write {
+                gpa: GuestAddress(gpa),
+                source,
+            }),
+        })?;
+        for (slot, region) in (0..).zip(&regions) {
+            vm.add_region(slot, Arc::clone(region), SlotFlags::default())
+                .map_err(SetupError::from)?;
         }
-        write_boot_data(&ram, &boot, command_line.as_bytes_with_nul(), config.vcpus)?;
-        for (slot, region) in (0..).zip(ram.regions()) {
-            vm.add_region(slot, Arc::clone(region), SlotFlags::default())?;
-        }
-        let (vcpus, machine_checks) = create_vcpus(&vm, &platform, config.vcpus, kernel.entry)?;
+        let (vcpus, machine_checks) = create_vcpus(&vm, &platform, config.vcpus, image.entry)?;
         Ok(Self {
             config: config.clone(),
             vcpus,
             vm: Arc::new(vm),
             machine_checks,
-            on_given_up: balloon::punched(ram.regions()),
-            ram,
+            on_discard: punch(&regions),
+            regions,
             stopper: Stopper::default(),
         })
     }
 
-    /// The virtual machine itself, for what works on its memory from other threads.
+    /// The VM, for threads that work on its memory.
     #[must_use]
     pub fn vm(&self) -> &Arc<Vm> {
         &self.vm
@@ -121,79 +105,69 @@ impl LinuxMachine {
     /// Its memory, by address: slot 0, and above 4 GiB slot 1.
     #[must_use]
     pub fn regions(&self) -> &[Arc<Region>] {
-        self.ram.regions()
+        &self.regions
     }
 
-    /// Changes the flags of all its memory slots, which does not touch what the guest has mapped.
+    /// Changes the flags of all memory slots, which does not unmap anything.
     ///
     /// # Errors
-    /// See [`SlotError`]; the flags of the slot that was refused, and of those after it, stay.
+    /// See [`SlotError`]. The slot that KVM refused and those after it keep their flags.
     pub fn set_slot_flags(&self, flags: SlotFlags) -> Result<(), SlotError> {
-        let mut slots = (0..).zip(self.regions());
+        let mut slots = (0..).zip(&self.regions);
         slots.try_for_each(|(slot, _)| self.vm.set_slot_flags(slot, flags))
     }
 
-    /// The vCPUs, in the order of their numbers.
+    /// The vCPUs, by number.
     #[must_use]
     pub fn vcpus(&self) -> &[Vcpu] {
         &self.vcpus
     }
 
-    /// Has `discard` called with memory that the guest has given up (a line `discard GPA BYTES` on
-    /// `ttyS1`), on the thread of the vCPU that said so, which goes on afterwards. The range is whatever the
-    /// guest said. An error ends the run. Unless this is called, what is whole pages of a region is given
-    /// back to the host, pages with an uncorrected error too: they read as zeroes then, and the guest has
-    /// given them up. A VMM whose pager serves the regions must have this call the pager's `discard`,
-    /// which would not know of it otherwise.
+    /// Calls `discard` with memory that the guest gives up (a line `discard GPA BYTES` on `ttyS1`), on the
+    /// thread of the vCPU that wrote the line, which waits for it. The range is what the guest wrote, and
+    /// may be no memory at all. An error ends the run. By default, the whole pages of a region are
+    /// returned to the host, poisoned ones too, and read as zeroes. If a pager serves the regions, `discard`
+    /// must call the pager's `discard`, which does not notice otherwise.
     pub fn on_given_up(
         &mut self,
         discard: impl Fn(GuestRange) -> Result<(), HookError> + Send + Sync + 'static,
     ) {
-        self.on_given_up = Arc::new(discard).into();
+        self.on_discard = Box::new(discard);
     }
 
-    /// Whose processors' machine checks the guest expects.
+    /// The kind of machine checks that the guest's processor has.
     #[must_use]
     pub fn machine_checks(&self) -> MachineCheckForm {
         self.machine_checks
     }
 
-    /// A handle that ends the run from outside: with [`LinuxEnd::Stopped`](super::LinuxEnd), or, if it
-    /// gives a cause, as a failure.
+    /// A handle that ends the run from outside: with [`LinuxEnd::Stopped`](super::LinuxEnd), or with a
+    /// cause as a failure.
     #[must_use]
     pub fn stopper(&self) -> Stopper {
         self.stopper.clone()
     }
 }
 
-/// The PC's timer, for kernels that look for it before they find KVM's clock.
+impl fmt::Debug for LinuxMachine {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut machine = formatter.debug_struct("LinuxMachine");
+        machine
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The PC's timer, which kernels look for before they find KVM's clock.
 fn create_timer(vm: &Vm) -> Result<(), SetupError> {
     let config = kvm_pit_config {
-        // Port 0x61 answers in the kernel, too.
+        // Port 0x61 is answered by KVM, too.
         flags: KVM_PIT_SPEAKER_DUMMY,
         ..kvm_pit_config::default()
     };
     vm.fd()
         .create_pit2(config)
         .map_err(SetupError::on_vm("KVM_CREATE_PIT2"))
-}
-
-/// What the kernel finds in the first megabyte.
-fn write_boot_data(
-    ram: &Ram,
-    boot: &Boot,
-    command_line: &[u8],
-    vcpus: u32,
-) -> Result<(), LinuxError> {
-    ram.write_words(GDT, &vcpu::descriptors())?;
-    let tables = page_tables::build(TABLES, &MAPPED_GIGABYTES).unwrap_or_default();
-    ram.write_words(TABLES, &tables)?;
-    ram.write(BOOT_PARAMS, &boot_params::build(boot))?;
-    ram.write(COMMAND_LINE, command_line)?;
-    // More were refused.
-    let processors = u8::try_from(vcpus).unwrap_or(mp_table::MAX_PROCESSORS);
-    ram.write(MP_TABLE, &mp_table::build(processors))?;
-    Ok(())
 }
 
 fn create_vcpus(
@@ -213,8 +187,8 @@ fn create_vcpus(
     let form = prepare_cpuid(&mut supported)?;
     let mut vcpus = Vec::new();
     for id in 0..count {
-        let vcpu = vm.create_vcpu(id)?;
-        // More were refused.
+        let vcpu = vm.create_vcpu(id).map_err(SetupError::from)?;
+        // The configuration was checked.
         let number = u8::try_from(id).unwrap_or(mp_table::MAX_PROCESSORS);
         let cpuid = cpuid::of(&supported, number, host);
         vcpu.fd()

@@ -1,4 +1,4 @@
-//! Uncorrected memory errors, passed on to a Linux guest as machine checks.
+//! Uncorrected memory errors, forwarded to a Linux guest as machine checks.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -18,42 +18,42 @@ use crate::pool::PoolVcpu;
 
 use super::machine::LinuxMachine;
 
-/// Memory with an error lies in no slot of the VM.
+/// An uncorrected error lies in no memory slot of the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("an uncorrected error at gpa {0}, which is no memory of the guest")]
 pub struct NotItsMemory(pub GuestAddress);
 
-/// Tells the guest of every uncorrected error in its memory, by a machine check: on the vCPU that ran
-/// into it, and Linux kills the process whose memory it was, or panics if it was the kernel's; or, of
-/// an error that nobody has touched yet, on the first vCPU, and Linux stops using the page. Any other
-/// fault ends the run, unless somebody else is to have it ([`MachineChecks::other_faults_to`]).
+/// Hooks that inject a machine check for every uncorrected error in the guest's memory. If a vCPU touched
+/// the memory, that vCPU gets it: Linux kills the process whose memory it was, or panics if it was the
+/// kernel's. If none has touched it yet, the first vCPU gets it, and Linux stops using the page. Any other
+/// fault ends the run, unless other hooks resolve it ([`MachineChecks::other_faults_to`]).
 pub struct MachineChecks {
-    told: Arc<Told>,
+    errors: Arc<Errors>,
     vm: Arc<Vm>,
     form: MachineCheckForm,
     others: Arc<dyn VcpuHooks>,
     kicks: Vec<VcpuKick>,
-    /// By vCPU: whether it is to be told of another one's error.
-    bystanders: Vec<AtomicBool>,
+    /// By vCPU: whether it joins another vCPU's machine check at its next kick.
+    joins: Vec<AtomicBool>,
     _watch: ErrorWatch,
 }
 
-/// What the kernel has told of.
+/// The errors that the kernel reported.
 #[derive(Debug, Default)]
-struct Told {
+struct Errors {
     lost: Mutex<PoisonMap>,
-    /// Where that is saved.
+    /// The file that `lost` is saved to.
     file: Option<PathBuf>,
-    /// Errors that nobody has touched, and that the guest does not know of.
-    found: Mutex<VecDeque<MemoryError>>,
+    /// Errors that no vCPU has touched, and that were not injected yet.
+    untouched: Mutex<VecDeque<MemoryError>>,
 }
 
-impl Told {
+impl Errors {
     fn record(&self, error: &MemoryError) -> Result<(), HookError> {
         tracing::info!("{error}");
         let mut lost = lock(&self.lost);
         lost.insert(error.lost)?;
-        // No reason to end the guest: what is lost is lost in its memory, too, as long as it lives.
+        // No reason to end the guest: its memory is poisoned, and stays so while it runs.
         if let Some(Err(failure)) = self.file.as_ref().map(|file| lost.save(file)) {
             tracing::warn!(error = &failure as &dyn std::error::Error, "{error}");
         }
@@ -65,87 +65,87 @@ impl MachineChecks {
     /// For the vCPUs of one machine.
     ///
     /// # Errors
-    /// The kernel does not tell of errors.
+    /// This kernel does not report errors.
     pub fn new(machine: &LinuxMachine) -> Result<Self, WatchError> {
         Self::with_map(machine, PoisonMap::default(), None)
     }
 
-    /// Adds what is lost to `lost`, and saves that to `file` with each error, for whoever restores the guest.
-    /// A file that cannot be written is a warning.
+    /// Adds lost memory to `lost`, and saves that to `file` after each error, from which a restored guest's
+    /// memory can be poisoned again. A file that cannot be written is a warning.
     ///
     /// # Errors
-    /// The kernel does not tell of errors.
+    /// This kernel does not report errors.
     pub fn with_map(
         machine: &LinuxMachine,
         lost: PoisonMap,
         file: Option<PathBuf>,
     ) -> Result<Self, WatchError> {
-        let told = Arc::new(Told {
+        let errors = Arc::new(Errors {
             lost: Mutex::new(lost),
             file,
-            found: Mutex::default(),
+            untouched: Mutex::default(),
         });
         let vcpus = machine.vcpus();
         let kicks: Vec<_> = vcpus.iter().map(Vcpu::kick_handle).collect();
-        let (its, first) = (Arc::clone(&told), kicks.first().cloned());
+        let (reported, first) = (Arc::clone(&errors), kicks.first().cloned());
         let watch = ErrorWatch::start(machine.vm(), move |error| {
-            if let Err(failure) = its.record(&error) {
+            if let Err(failure) = reported.record(&error) {
                 tracing::warn!(error = &*failure as &dyn std::error::Error, "{error}");
             }
-            // The same error may be told of again: no more wait than there are pages.
-            let mut found = lock(&its.found);
-            if !found.contains(&error) {
-                found.push_back(error);
+            // The kernel may report an error again. Without duplicates the queue is bounded.
+            let mut untouched = lock(&reported.untouched);
+            if !untouched.contains(&error) {
+                untouched.push_back(error);
             }
-            drop(found);
+            drop(untouched);
             if let Some(first) = &first {
                 first.kick();
             }
         })?;
         Ok(Self {
-            told,
+            errors,
             vm: Arc::clone(machine.vm()),
             form: machine.machine_checks(),
             others: Arc::new(NoFaults),
             kicks,
-            bystanders: vcpus.iter().map(|_| AtomicBool::new(false)).collect(),
+            joins: vcpus.iter().map(|_| AtomicBool::new(false)).collect(),
             _watch: watch,
         })
     }
 
-    /// Has `hooks` resolve the faults that are no memory errors; without this they end the run.
+    /// Passes the faults that are no memory errors to `hooks`; without this they end the run.
     #[must_use]
     pub fn other_faults_to(mut self, hooks: Arc<dyn VcpuHooks>) -> Self {
         self.others = hooks;
         self
     }
 
-    /// Bytes of guest memory that are lost so far, by the host's policy.
+    /// The bytes of guest memory lost so far, which depend on the host's policy.
     #[must_use]
     pub fn lost_bytes(&self) -> u64 {
-        lock(&self.told.lost).bytes()
+        lock(&self.errors.lost).bytes()
     }
 
-    /// Linux on Intel's processors waits until every one of them is in its machine check.
-    fn call_bystanders(&self, but: u32) {
+    /// Has the other vCPUs join a machine check: on Intel's processors Linux waits for all of them.
+    fn broadcast(&self, from: u32) {
         if self.form != MachineCheckForm::Intel {
             return;
         }
-        let others = (0..).zip(self.bystanders.iter().zip(&self.kicks));
-        for (_, (wanted, kick)) in others.filter(|(id, _)| *id != but) {
-            wanted.store(true, Ordering::SeqCst);
+        let others = (0..).zip(self.joins.iter().zip(&self.kicks));
+        for (_, (joins, kick)) in others.filter(|(id, _)| *id != from) {
+            joins.store(true, Ordering::SeqCst);
             kick.kick();
         }
     }
 
-    /// Tells of an error that nobody has touched, if there is one. The next is told of when the guest is done
-    /// with this one, or by whoever touches it.
-    fn tell_found(&self, vcpu: &mut PoolVcpu<'_>) -> Result<(), HookError> {
-        let Some(error) = lock(&self.told.found).pop_front() else {
+    /// Injects one error that no vCPU has touched, if there is one. The others follow at later kicks, or
+    /// when a vCPU touches them.
+    fn inject_untouched(&self, vcpu: &mut PoolVcpu<'_>) -> Result<(), HookError> {
+        let Some(error) = lock(&self.errors.untouched).pop_front() else {
             return Ok(());
         };
         match vcpu.inject_machine_check(&MachineCheck::new(self.form, error.severity, error.gpa)) {
-            Ok(Injected::Exception) => self.call_bystanders(vcpu.id()),
+            Ok(Injected::Exception) => self.broadcast(vcpu.id()),
             Ok(Injected::Logged) | Err(MachineCheckError::NotReady { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -166,22 +166,22 @@ impl VcpuHooks for MachineChecks {
             .vm
             .error_of(fault.gpa, PageSize::Size4K)
             .ok_or(NotItsMemory(fault.gpa))?;
-        self.told.record(&error)?;
+        self.errors.record(&error)?;
         vcpu.inject_machine_check(&MachineCheck::new(self.form, error.severity, error.gpa))?;
-        self.call_bystanders(vcpu.id());
+        self.broadcast(vcpu.id());
         Ok(Handled::Retry)
     }
 
     fn on_interrupted(&self, vcpu: &mut PoolVcpu<'_>) -> Result<(), HookError> {
         if vcpu.id() == 0 {
-            self.tell_found(vcpu)?;
+            self.inject_untouched(vcpu)?;
         }
-        let wanted = self.bystanders.get(vcpu.id() as usize);
-        if !wanted.is_some_and(|wanted| wanted.swap(false, Ordering::SeqCst)) {
+        let joins = self.joins.get(vcpu.id() as usize);
+        if !joins.is_some_and(|joins| joins.swap(false, Ordering::SeqCst)) {
             return Ok(());
         }
         match vcpu.inject_machine_check(&MachineCheck::bystander()) {
-            // It was not started yet, or has an error of its own: then it need not be told.
+            // A vCPU that was not started yet, or that has an error of its own, need not join.
             Err(MachineCheckError::NotReady { .. }) | Ok(_) => Ok(()),
             Err(error) => Err(error.into()),
         }

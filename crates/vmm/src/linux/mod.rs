@@ -1,12 +1,12 @@
-//! A real Linux as the guest: booted by its 64-bit boot protocol, without firmware.
+//! A Linux guest, booted by Linux's 64-bit boot protocol, without firmware.
 //!
-//! A [`LinuxMachine`] has memory in one or two slots, vCPUs, KVM's own interrupt controllers, clock
-//! and timer, and two serial ports. `ttyS0` is the console. A line with a number from 0 to 255 on
-//! `ttyS1` ends the run with that status: `echo 3 > /dev/ttyS1`. How a run can end besides is a
-//! [`LinuxEnd`]. Its memory is there when it starts, or comes in as it runs ([`LinuxPaging`]).
+//! A [`LinuxMachine`] has memory in one or two slots, vCPUs, KVM's own interrupt controllers, clock and
+//! timer, and two serial ports. `ttyS0` is the console. A line with a number from 0 to 255 on `ttyS1` ends
+//! the run with that status: `echo 3 > /dev/ttyS1`. [`LinuxEnd`] lists the other ends. All memory is present
+//! at the start, or a pager installs it while the guest runs ([`LinuxPaging`]).
 //!
-//! There is no ACPI, no PCI and no disk: processors are told by an MP table (CONFIG_X86_MPPARSE), and
-//! the root file system is the initrd. `docs/design/linux-guest.md` has the details.
+//! There is no ACPI, no PCI and no disk: an MP table lists the processors (CONFIG_X86_MPPARSE), and the root
+//! file system is the initrd. `docs/design/linux-guest.md` has the details.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -22,17 +22,15 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod balloon;
-mod boot_params;
 mod config;
+mod console;
 mod content;
 mod cpuid;
 mod devices;
+mod discard;
 mod error;
 mod guest;
 mod image;
-mod initrd;
-mod input;
 mod layout;
 mod machine;
 mod machine_checks;
@@ -44,14 +42,12 @@ mod run;
 mod vcpu;
 
 pub use config::{DEFAULT_CMDLINE, LinuxConfig, LinuxConfigError, MIN_MEMORY_BYTES};
-pub use content::{ContentError, ContentFile};
+pub use console::LinuxConsole;
+pub use content::{ContentError, ContentFile, ContentProblem};
 pub use devices::DeviceError;
 pub use error::{LinuxError, LinuxRunError};
-pub use image::KernelError;
-pub use initrd::InitrdError;
-pub use input::LinuxConsole;
+pub use image::{LoadError, LoadProblem};
 pub use machine::LinuxMachine;
 pub use machine_checks::{MachineChecks, NotItsMemory};
-pub use memory::RamError;
 pub use outcome::{LinuxEnd, LinuxOutcome};
 pub use paged::{LinuxPaging, LinuxPagingError, PagedIn};

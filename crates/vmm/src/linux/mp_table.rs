@@ -1,10 +1,10 @@
-//! The MP table: how Linux learns of its processors and of the interrupt controllers' wires where
-//! there is no ACPI. Intel's MultiProcessor Specification, version 1.4, chapter 4.
+//! The MP table, by which Linux finds its processors and the wiring of the interrupt controllers without ACPI:
+//! Intel's MultiProcessor Specification, version 1.4, chapter 4.
 
 use super::layout::{IO_APIC, LOCAL_APIC, MP_TABLE};
 
 const SPECIFICATION_1_4: u8 = 4;
-/// What KVM's controllers call themselves.
+/// The versions that KVM's controllers report.
 const LOCAL_APIC_VERSION: u8 = 0x14;
 const IO_APIC_VERSION: u8 = 0x11;
 const ISA_BUS: u8 = 0;
@@ -21,15 +21,15 @@ const VECTORED: u8 = 0;
 const NMI: u8 = 1;
 const EXTERNAL: u8 = 3;
 
-/// The largest number of processors: APIC IDs have 8 bits, 255 means all, and the devices'
-/// controller wants one, too.
+/// The largest number of processors: APIC IDs have 8 bits, 255 means all, and the devices' controller needs
+/// one, too.
 pub(super) const MAX_PROCESSORS: u8 = 254;
 
 const POINTER_BYTES: u32 = 16;
 const HEADER_BYTES: u16 = 44;
 
-/// The table for processors 0 up to `processors`, as it lies in memory at [`MP_TABLE`]: first the
-/// floating pointer, then the configuration table.
+/// The table for `processors` processors, for memory at [`MP_TABLE`]: the floating pointer, then the
+/// configuration table.
 pub(super) fn build(processors: u8) -> Vec<u8> {
     let io_apic = processors;
     let mut body = Vec::new();
@@ -39,7 +39,7 @@ pub(super) fn build(processors: u8) -> Vec<u8> {
         entries += 1;
     };
     for id in 0..processors {
-        // Enabled; the first one boots. Signature and feature flags: Linux asks CPUID.
+        // Enabled; the first one boots. Linux reads signature and feature flags from CPUID.
         let flags = if id == 0 { 0b11 } else { 0b01 };
         let mut bytes = [0; 20];
         bytes[..4].copy_from_slice(&[PROCESSOR, id, LOCAL_APIC_VERSION, flags]);
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_are_zero_and_lengths_right() {
+    fn checksums_and_lengths_are_right() {
         for processors in [1, 2, 64, MAX_PROCESSORS] {
             let table = build(processors);
             let (pointer, config) = table.split_at(16);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_are_all_there_in_ascending_kinds() {
+    fn all_entries_are_there_in_ascending_kinds() {
         let table = build(3);
         let config = &table[16..];
         let announced = u16::from_le_bytes([config[34], config[35]]);

@@ -3,25 +3,24 @@
 use std::fmt;
 use std::time::Duration;
 
-/// How a Linux guest ended by itself, or was ended by a
-/// [`Stopper`](crate::Stopper).
+/// How a Linux guest ended by itself, or by a [`Stopper`](crate::Stopper).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinuxEnd {
     /// It wrote this status to `ttyS1`.
     Status(u8),
     /// It reset the machine, by the keyboard controller or port 0xcf9: `reboot`.
     Reset,
-    /// Every vCPU waits for ever: halted with interrupts off, or never started. That is what
-    /// `poweroff` and `halt` leave where there is no ACPI.
+    /// No vCPU will run again: each is halted with interrupts off, or was never started. Without ACPI,
+    /// `poweroff` and `halt` end like this.
     Halted,
-    /// A vCPU met a fault while it delivered a fault that it met while delivering a fault.
+    /// A vCPU met a triple fault.
     TripleFault,
     /// The kernel panicked, and then reset, halted or met a triple fault.
     Panicked {
-        /// The first line that it said of it.
+        /// The first line of its message.
         message: String,
     },
-    /// Somebody ended it from outside.
+    /// A stopper ended it from outside.
     Stopped,
 }
 
@@ -43,6 +42,6 @@ impl fmt::Display for LinuxEnd {
 pub struct LinuxOutcome {
     /// How it ended.
     pub end: LinuxEnd,
-    /// From the first vCPU's start to that end.
+    /// From the start of the first vCPU to that end.
     pub elapsed: Duration,
 }

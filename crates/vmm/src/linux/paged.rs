@@ -1,11 +1,11 @@
-//! A Linux guest whose memory comes in as it runs: kernel, initrd and boot data too.
+//! A Linux guest whose memory a pager installs while it runs, its kernel, initrd and boot data included.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 
-use pagetide_kvm::{SlotError, SlotFlags};
+use pagetide_kvm::SlotFlags;
 use pagetide_memory::GuestRange;
 use pagetide_pager::{
     AddError, Contents, Delivery, Mode, Notice, Pager, Pool, PoolConfig, Prefetch, PrefetchConfig,
@@ -15,17 +15,18 @@ use pagetide_pager::{
 use crate::control::Stopper;
 use crate::hooks::{HookError, VcpuHooks};
 use crate::paging::Paging;
+use crate::setup::SetupError;
 
-use super::balloon::whole_pages;
 use super::config::LinuxConfig;
-use super::content::{ContentError, ContentFile};
+use super::content::ContentFile;
+use super::discard::whole_pages;
 use super::error::LinuxError;
 use super::machine::LinuxMachine;
 
 /// Why a guest's memory cannot be paged in. Nothing ran.
 #[derive(Debug, thiserror::Error)]
 pub enum LinuxPagingError {
-    /// No machine.
+    /// The machine cannot be made.
     #[error(transparent)]
     Machine(#[from] LinuxError),
     /// This kernel's vCPUs do not exit for absent memory.
@@ -34,12 +35,6 @@ pub enum LinuxPagingError {
          userfaultfd works without it (uffd)"
     )]
     NoExits,
-    /// The slots' flag was refused all the same.
-    #[error(transparent)]
-    Slot(#[from] SlotError),
-    /// The content file.
-    #[error(transparent)]
-    Content(#[from] ContentError),
     /// The pager cannot serve the guest's memory.
     #[error("memory of the guest cannot be paged")]
     Region(#[from] AddError),
@@ -48,8 +43,8 @@ pub enum LinuxPagingError {
     Serve(#[from] ServeError),
 }
 
-/// What pages in the memory of a running Linux guest, from a [`ContentFile`]. Nothing of it is in
-/// memory when the guest starts.
+/// The paging of a Linux guest, from a [`ContentFile`]. None of the guest's pages is present when the guest
+/// starts.
 #[derive(Debug)]
 pub struct LinuxPaging {
     pager: Arc<Pager>,
@@ -59,22 +54,22 @@ pub struct LinuxPaging {
     discarded: Arc<AtomicU64>,
 }
 
-/// What was paged in, in pages of the backing's size.
+/// Counts of a guest's pages, which have the backing's size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PagedIn {
-    /// All that there are.
+    /// All pages.
     pub total: u64,
-    /// Installed because a vCPU, or the kernel for it, touched them.
+    /// Pages that a fault of a vCPU, or of the kernel for it, installed.
     pub by_fault: u64,
-    /// Installed before that.
+    /// Pages that prefetch installed.
     pub by_prefetch: u64,
-    /// How many of both were holes of the content file.
+    /// Pages of either kind that were holes of the content file.
     pub zero: u64,
-    /// Given up by the guest and discarded by the host.
+    /// Pages that the guest gave up, and the host discarded.
     pub discarded: u64,
-    /// Faults that came as exits of KVM_RUN.
+    /// Faults delivered as exits of KVM_RUN.
     pub exits: u64,
-    /// Faults that came as messages of a userfaultfd.
+    /// Faults delivered as messages of a userfaultfd.
     pub messages: u64,
 }
 
@@ -98,45 +93,43 @@ impl fmt::Display for PagedIn {
 }
 
 impl LinuxPaging {
-    /// Makes a machine as [`LinuxMachine::new`] does, and pages its memory in from `content` from its
-    /// first instruction on. With [`Delivery::Exit`] vCPUs' own threads resolve their faults, which
-    /// KVM_CAP_ABSENT_MAPPING_FAULT gates, and a userfaultfd only those of the kernel; with
-    /// [`Delivery::Uffd`] it has all of them. With `prefetch` the rest comes in meanwhile.
+    /// Makes a machine as [`LinuxMachine::new`] does, and pages its memory in from `content`, from its first
+    /// instruction on. With [`Delivery::Exit`] each vCPU's thread resolves the vCPU's faults, which
+    /// KVM_CAP_ABSENT_MAPPING_FAULT gates, and a userfaultfd delivers those of the kernel; with
+    /// [`Delivery::Uffd`] it delivers all faults. With `prefetch` the other pages are fetched meanwhile.
     ///
-    /// A content file that cannot be read any more ends the run as a failure.
+    /// The run fails if the content file cannot be read any more.
     ///
     /// # Errors
-    /// [`LinuxPagingError`]. A content file that was to be made is whole if it is there then, and can be
-    /// used the next time.
+    /// [`LinuxPagingError`]. A new content file is complete if it exists then, and can be used the next time.
     pub fn start(
         config: &LinuxConfig,
         delivery: Delivery,
         prefetch: bool,
         content: ContentFile,
     ) -> Result<(LinuxMachine, Self), LinuxPagingError> {
-        let mut machine = LinuxMachine::build(config, None, Some(content))?;
+        let mut machine = LinuxMachine::build(config, None, Some(&content))?;
         if delivery == Delivery::Exit {
             if !machine.vm().capabilities().absent_mapping_fault {
                 return Err(LinuxPagingError::NoExits);
             }
-            machine.set_slot_flags(SlotFlags {
+            let flags = SlotFlags {
                 absent_mapping_fault: true,
                 ..SlotFlags::default()
-            })?;
+            };
+            let refused = |error| LinuxError::from(SetupError::Slot(error));
+            machine.set_slot_flags(flags).map_err(refused)?;
         }
         let pager = Pager::new()?;
-        if let Some(content) = machine.ram.finish_content()? {
-            let source = Pool::new(content, PoolConfig::default())?;
-            for region in machine.regions() {
-                let contents = Contents::Source(Arc::<Pool>::clone(&source));
-                pager.add(RegionConfig::local(
-                    Arc::clone(region),
-                    Mode::Minor,
-                    contents,
-                ))?;
-            }
+        let layout = config.layout().map_err(LinuxError::from)?;
+        let content = content.finish(layout).map_err(LinuxError::from)?;
+        let source = Pool::new(content, PoolConfig::default())?;
+        for region in machine.regions() {
+            let contents = Contents::Source(Arc::<Pool>::clone(&source));
+            let region = Arc::clone(region);
+            pager.add(RegionConfig::local(region, Mode::Minor, contents))?;
         }
-        give_up_when_in_trouble(&pager, &machine.stopper());
+        abandon_when_in_trouble(&pager, &machine.stopper());
         let readers = Readers::spawn(&pager, ReaderConfig::new(1))?;
         let prefetch = prefetch.then(|| Prefetch::spawn(&pager, PrefetchConfig::default()));
         let discarded = Arc::new(AtomicU64::new(0));
@@ -157,23 +150,23 @@ impl LinuxPaging {
         Ok((machine, paging))
     }
 
-    /// The hooks to run the machine with, or to hand other faults to
-    /// ([`MachineChecks::other_faults_to`](super::MachineChecks::other_faults_to)).
+    /// The hooks to run the machine with, perhaps through
+    /// [`MachineChecks::other_faults_to`](super::MachineChecks::other_faults_to).
     #[must_use]
     pub fn hooks(&self) -> Arc<dyn VcpuHooks> {
         Arc::<Paging>::clone(&self.paging)
     }
 
-    /// The pager, for those who watch or change what it does.
+    /// The pager.
     #[must_use]
     pub fn pager(&self) -> &Arc<Pager> {
         &self.pager
     }
 
-    /// The run is over: ends the threads, and says what was paged in.
+    /// Ends the paging's threads after the run, and returns the counts.
     #[must_use]
     pub fn end(self) -> PagedIn {
-        // Trouble has stopped the run already, which says so.
+        // A failure of prefetch has stopped the run, which reports it.
         let _ = self.prefetch.map(Prefetch::stop);
         self.readers.stop();
         let mut counted = self.pager.counted();
@@ -191,9 +184,9 @@ impl LinuxPaging {
     }
 }
 
-/// Has trouble of the pager stop the run. vCPUs that sleep in a userfaultfd come back once their pages are
-/// poisoned, and not before.
-fn give_up_when_in_trouble(pager: &Arc<Pager>, stopper: &Stopper) {
+/// Stops the run when the pager reports trouble, and abandons the regions: vCPUs that sleep in a userfaultfd
+/// return only when their pages are poisoned.
+fn abandon_when_in_trouble(pager: &Arc<Pager>, stopper: &Stopper) {
     let (stopper, weak) = (stopper.clone(), Arc::downgrade(pager));
     pager.on_notice(move |notice: &Notice| {
         if !notice.needs_action() {
@@ -201,21 +194,21 @@ fn give_up_when_in_trouble(pager: &Arc<Pager>, stopper: &Stopper) {
         }
         stopper.stop(notice.clone());
         let pager = Weak::clone(&weak);
-        // Not on the thread of a notice, which may hold what this needs. Without a thread the run ends all the
-        // same, and says that vCPUs were lost.
+        // Not on the thread of the notice, which may hold locks that this needs. Without a thread, the run
+        // ends with lost vCPUs.
         let _ = thread::Builder::new()
             .name("pt-abandon".into())
             .spawn(move || {
                 let Some(pager) = pager.upgrade() else { return };
                 for region in pager.region_ids() {
-                    // It has a source.
+                    // Only regions without a source refuse this.
                     let _ = pager.abandon(region);
                 }
             });
     });
 }
 
-/// Discards the whole pages of `range`, and returns how many. What is no memory of the guest stays as it is.
+/// Discards the whole pages of `range`, and returns how many. A range that is not the guest's memory has none.
 fn discard(pager: &Pager, range: GuestRange) -> Result<u64, HookError> {
     let Some((id, _)) = pager.locate(range.start()) else {
         return Ok(0);

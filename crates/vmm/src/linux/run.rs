@@ -1,4 +1,4 @@
-//! A Linux guest's run: the pool, a thread for the console's input, and the caller's, which watches.
+//! A Linux guest's run: the pool, a thread for the console's input, and the caller's thread, which watches.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,25 +10,24 @@ use crate::failure::PoolFailure;
 use crate::hooks::VcpuHooks;
 use crate::pool::{PoolConfig, PoolEnd, VcpuPool};
 
+use super::console::{InputThread, LinuxConsole};
 use super::devices::{CONSOLE_IRQ, Devices, STATUS_IRQ};
 use super::error::LinuxRunError;
 use super::guest::{Guest, Line};
-use super::input::{LinuxConsole, Typist};
 use super::machine::LinuxMachine;
 use super::outcome::{LinuxEnd, LinuxOutcome};
 
-/// How often the vCPUs are asked whether they live.
+/// How often the vCPUs are kicked to find out whether any of them can still run.
 const LOOK: Duration = Duration::from_millis(500);
-/// Answers in which all are dead before it is believed: between two vCPUs' answers the one could
-/// have started the other.
-const BELIEVED: u32 = 2;
+/// How many times in a row all vCPUs must be found dead: one could have started another in between.
+const DEAD_LOOKS: u32 = 2;
 
 impl LinuxMachine {
     /// Runs the guest to its end. `hooks` get its memory faults, and the exits that no device answers.
     ///
     /// # Errors
-    /// What failed on the host's side, and a guest that has not ended in its time. However a guest
-    /// ends by itself is no error.
+    /// A failure on the host's side, or the time limit. A guest that ends by itself is no error, however it
+    /// ends.
     pub fn run(
         self,
         console: LinuxConsole,
@@ -39,16 +38,12 @@ impl LinuxMachine {
             number,
         };
         let devices = Devices::new(line(CONSOLE_IRQ), line(STATUS_IRQ), console.output);
-        let guest = Arc::new(Guest::new(
-            devices,
-            hooks,
-            self.on_given_up,
-            self.vcpus.len(),
-        ));
+        let vcpus = self.vcpus.len();
+        let guest = Arc::new(Guest::new(devices, hooks, self.on_discard, vcpus));
         let stopper = self.stopper;
-        let typist = console
+        let input = console
             .input
-            .map(|input| Typist::start(input, Arc::clone(&guest), stopper.clone()))
+            .map(|input| InputThread::start(input, Arc::clone(&guest), stopper.clone()))
             .transpose()?;
 
         let started = Instant::now();
@@ -63,12 +58,12 @@ impl LinuxMachine {
             failure,
         } = pool.join(grace);
         if !lost.is_empty() {
-            // The typist waits with them if nobody reads what the guest says.
+            // The input's thread may wait with them, if nobody reads the guest's output.
             let threads = lost.len();
             return Err(LinuxRunError::Lost { threads, grace });
         }
-        if let Some(typist) = typist {
-            typist.end();
+        if let Some(input) = input {
+            input.end();
         }
         match failure.map(PoolFailure::into_own) {
             None => {
@@ -84,7 +79,7 @@ impl LinuxMachine {
     }
 }
 
-/// Waits until the run is over, and ends it when its time is up or when nobody lives.
+/// Waits until the run is over, and ends it at the time limit or when no vCPU will run again.
 fn watch(
     pool: &VcpuPool,
     guest: &Guest,
@@ -99,12 +94,12 @@ fn watch(
             return;
         }
         if let Some(limit) = limit.filter(|limit| started.elapsed() >= *limit) {
-            // Who was where is found out when the threads are back.
+            // The instruction pointers are read when the threads have ended.
             let rips = Vec::new();
             return stopper.stop(LinuxRunError::TimeLimit { limit, rips });
         }
         all_dead = if guest.all_dead() { all_dead + 1 } else { 0 };
-        if all_dead == BELIEVED {
+        if all_dead == DEAD_LOOKS {
             guest.note_end(LinuxEnd::Halted);
             return stopper.end();
         }

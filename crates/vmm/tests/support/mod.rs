@@ -1,4 +1,4 @@
-//! What the tests with Linux machines share.
+//! Helpers of the tests with Linux machines.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
@@ -15,7 +15,7 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
-/// Whether the processor has what KVM normally runs on.
+/// Whether the processor has hardware virtualisation.
 pub(crate) fn virtualises() -> bool {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     cpuinfo
@@ -23,7 +23,7 @@ pub(crate) fn virtualises() -> bool {
         .any(|flag| flag == "svm" || flag == "vmx")
 }
 
-/// Says why nothing can be paged here; fails if it could be.
+/// Prints why this host cannot page memory; fails for any other error.
 pub(crate) fn skip_or_panic(error: &LinuxPagingError) {
     match error {
         LinuxPagingError::NoExits
@@ -41,7 +41,7 @@ pub(crate) fn skip_or_panic(error: &LinuxPagingError) {
 pub(crate) fn pager(regions: &[Arc<Region>]) -> Option<Arc<Pager>> {
     let pager = Pager::new().expect("descriptors can be had");
     for region in regions {
-        // What the machine did not write is zero.
+        // The machine wrote what is not zero.
         let contents = Contents::PageCache(Holes::AreZero);
         match pager.add(RegionConfig::local(
             Arc::clone(region),

@@ -1,37 +1,15 @@
-//! Memory that a guest gives up while it runs, as with a balloon.
+//! Memory that a running guest gives up, as with a balloon.
 
-use std::fmt;
 use std::sync::Arc;
 
 use pagetide_memory::{GuestAddress, GuestRange, PageIndex, PageRange, PageSize, Region};
 
 use crate::hooks::HookError;
 
-/// What is done with memory that the guest has given up.
-#[derive(Clone)]
-pub(super) struct OnGivenUp(Arc<dyn Fn(GuestRange) -> Result<(), HookError> + Send + Sync>);
+/// What the host does with memory that the guest gives up.
+pub(super) type OnDiscard = Box<dyn Fn(GuestRange) -> Result<(), HookError> + Send + Sync>;
 
-impl OnGivenUp {
-    pub(super) fn call(&self, range: GuestRange) -> Result<(), HookError> {
-        (self.0)(range)
-    }
-}
-
-impl<F: Fn(GuestRange) -> Result<(), HookError> + Send + Sync + 'static> From<Arc<F>>
-    for OnGivenUp
-{
-    fn from(discard: Arc<F>) -> Self {
-        Self(discard)
-    }
-}
-
-impl fmt::Debug for OnGivenUp {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_tuple("OnGivenUp").finish_non_exhaustive()
-    }
-}
-
-/// What a line on `ttyS1` gives up: `discard GPA BYTES`, both hexadecimal.
+/// The range of a line on `ttyS1`: `discard GPA BYTES`, both hexadecimal.
 pub(super) fn parse(line: &str) -> Option<GuestRange> {
     let number = |word: &str| {
         let digits = word.strip_prefix("0x").unwrap_or(word);
@@ -58,18 +36,17 @@ fn whole_pages_of(region: GuestRange, size: PageSize, range: GuestRange) -> Opti
     (first < end).then(|| PageRange::new(PageIndex(first), end - first))
 }
 
-/// Gives pages back to the host; what is no memory stays.
-pub(super) fn punched(regions: &[Arc<Region>]) -> OnGivenUp {
+/// Returns the pages to the host. Ranges that are not memory are ignored.
+pub(super) fn punch(regions: &[Arc<Region>]) -> OnDiscard {
     let regions = regions.to_vec();
-    let discard = move |range| {
+    Box::new(move |range| {
         for region in &regions {
             if let Some(pages) = whole_pages(region, range) {
                 region.punch(pages)?;
             }
         }
         Ok(())
-    };
-    Arc::new(discard).into()
+    })
 }
 
 #[cfg(test)]

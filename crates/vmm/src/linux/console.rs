@@ -1,6 +1,6 @@
-//! The console's two ends on the host.
+//! The host's ends of the console.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -24,7 +24,7 @@ pub struct LinuxConsole {
 }
 
 impl LinuxConsole {
-    /// A console that is only listened to.
+    /// A console without input.
     pub fn output(output: impl Write + Send + 'static) -> Self {
         Self {
             output: Box::new(output),
@@ -32,7 +32,7 @@ impl LinuxConsole {
         }
     }
 
-    /// Types in what can be read from a descriptor, until its end.
+    /// Reads the console's input from a descriptor, until its end.
     #[must_use]
     pub fn input(mut self, input: OwnedFd) -> Self {
         self.input = Some(input);
@@ -47,42 +47,36 @@ impl std::fmt::Debug for LinuxConsole {
     }
 }
 
-/// The thread that types in. Dropping it ends it without waiting for it.
-pub(super) struct Typist {
+/// The thread that passes input to the guest. Dropping it ends the thread, and does not wait for it.
+pub(super) struct InputThread {
     wake: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Typist {
+impl InputThread {
     pub(super) fn start(
         input: OwnedFd,
         guest: Arc<Guest>,
         stopper: Stopper,
     ) -> Result<Self, LinuxRunError> {
-        let flags = EventfdFlags::CLOEXEC;
-        let wake = eventfd(0, flags).map_err(|errno| LinuxRunError::Input(errno.into()))?;
-        let wake = Arc::new(wake);
+        let wake = eventfd(0, EventfdFlags::CLOEXEC);
+        let wake = Arc::new(wake.map_err(|errno| LinuxRunError::Input(errno.into()))?);
         let woken = Arc::clone(&wake);
-        let thread = thread::Builder::new()
-            .name("console-input".into())
-            .spawn(move || {
-                if let Err(error) = type_in(&input, &woken, &guest) {
-                    stopper.stop(error);
-                }
-            })
-            .map_err(LinuxRunError::InputThread)?;
-        Ok(Self {
-            wake,
-            thread: Some(thread),
-        })
+        let body = move || {
+            if let Err(error) = copy_input(&input, &woken, &guest) {
+                stopper.stop(error);
+            }
+        };
+        let thread = thread::Builder::new().name("console-input".into());
+        let thread = Some(thread.spawn(body).map_err(LinuxRunError::InputThread)?);
+        Ok(Self { wake, thread })
     }
 
-    /// Ends it, once the run is stopped.
+    /// Ends the thread, once the run is stopped.
     pub(super) fn end(mut self) {
         self.wake();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
+        let ended = self.thread.take().map(JoinHandle::join);
+        if let Some(Err(_)) = ended {
             tracing::warn!("the thread of the console's input panicked");
         }
     }
@@ -93,28 +87,28 @@ impl Typist {
     }
 }
 
-impl Drop for Typist {
+impl Drop for InputThread {
     fn drop(&mut self) {
         self.wake();
     }
 }
 
-fn type_in(input: &OwnedFd, wake: &OwnedFd, guest: &Guest) -> Result<(), LinuxRunError> {
+fn copy_input(input: &OwnedFd, wake: &OwnedFd, guest: &Guest) -> Result<(), LinuxRunError> {
     let mut bytes = [0; 64];
     while wait(input, wake).map_err(|errno| LinuxRunError::Input(errno.into()))? {
         let count = match rustix::io::read(input, &mut bytes) {
             Ok(0) => return Ok(()),
             Ok(count) => count,
             Err(Errno::INTR | Errno::AGAIN) => continue,
-            Err(errno) => return Err(LinuxRunError::Input(io::Error::from(errno))),
+            Err(errno) => return Err(LinuxRunError::Input(errno.into())),
         };
         let mut rest = &bytes[..count];
         while !rest.is_empty() {
             if guest.is_stopped() {
                 return Ok(());
             }
-            let typed = guest.devices().type_in(rest)?;
-            rest = &rest[typed..];
+            let taken = guest.devices().input(rest)?;
+            rest = &rest[taken..];
             if !rest.is_empty() {
                 thread::sleep(FULL_WAIT);
             }
@@ -123,7 +117,7 @@ fn type_in(input: &OwnedFd, wake: &OwnedFd, guest: &Guest) -> Result<(), LinuxRu
     Ok(())
 }
 
-/// Waits for input; false if it was woken instead.
+/// Waits for input; false if the thread was woken to end.
 fn wait(input: &OwnedFd, wake: &OwnedFd) -> Result<bool, Errno> {
     loop {
         let mut fds = [
