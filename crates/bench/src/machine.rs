@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pagetide_kvm::Exit;
 use pagetide_memory::{AccessError, Backing, GuestAddress, PageIndex, Region};
-use pagetide_testbed::{self as testbed, EndlessError, FailureCause, Seed, pattern};
+use pagetide_testbed::{self as testbed, GuestError, Seed, pattern};
 use pagetide_vmm::PoolFailure;
 
 use crate::benchmark::RunFailure;
@@ -41,8 +41,8 @@ impl Seeds {
 pub(crate) fn run_failure(failure: testbed::RunFailure) -> RunFailure {
     match *failure.cause {
         _ if !failure.lost.is_empty() => RunFailure::failed(failure),
-        FailureCause::Stalled { .. }
-        | FailureCause::Vcpus(PoolFailure::UnexpectedExit {
+        GuestError::Stalled { .. }
+        | GuestError::Vcpus(PoolFailure::UnexpectedExit {
             exit: Exit::Shutdown,
             ..
         }) => RunFailure::Lost(Box::new(failure)),
@@ -51,11 +51,11 @@ pub(crate) fn run_failure(failure: testbed::RunFailure) -> RunFailure {
 }
 
 /// The same of vCPUs that run until they are told to end, of which no thread is left behind.
-pub(crate) fn is_loss(error: &EndlessError) -> bool {
+pub(crate) fn is_loss(error: &GuestError) -> bool {
     matches!(
         error,
-        EndlessError::Stalled { .. }
-            | EndlessError::Vcpus(
+        GuestError::Stalled { .. }
+            | GuestError::Vcpus(
                 PoolFailure::Lost { .. }
                     | PoolFailure::UnexpectedExit {
                         exit: Exit::Shutdown,
@@ -93,7 +93,8 @@ mod tests {
     #[test]
     fn a_run_that_left_a_thread_behind_is_not_repeated() {
         let stalled = |lost| testbed::RunFailure {
-            cause: Box::new(FailureCause::Stalled {
+            cause: Box::new(GuestError::Stalled {
+                vcpu: None,
                 timeout: Duration::from_secs(20),
             }),
             vcpus: Vec::new(),

@@ -1,69 +1,51 @@
-//! What a machine is to be.
+//! The configuration of a bare machine.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
 
 use pagetide_kvm::SlotFlags;
 use pagetide_memory::{Backing, GuestAddress, GuestRange, Region, RegionError};
+use pagetide_vmm::SizeError;
 
 use crate::layout::{DATA_GPA, Layout};
 
-/// What a machine is to be. [`MachineConfig::new`] gives the usual values.
+/// The configuration of a bare machine. [`MachineConfig::new`] gives the usual values.
 #[derive(Clone, Debug)]
 pub struct MachineConfig {
     /// Number of vCPUs, at least 1.
     pub vcpus: u32,
     /// Bytes of data memory for each vCPU, a multiple of the backing's page size.
     pub per_vcpu_bytes: u64,
-    /// What the data memory is made of.
+    /// The backing of the data memory.
     pub backing: Backing,
-    /// Whether every vCPU walks all of the data memory (`vcpus * per_vcpu_bytes`) instead of its
-    /// own share, so that vCPUs meet at the same pages.
+    /// Whether every vCPU walks all of the data memory (`vcpus * per_vcpu_bytes`) instead of its own
+    /// share, so that vCPUs touch the same pages.
     pub overlap: bool,
-    /// Leaves room for workloads in which the first vCPU walks all of the data region
+    /// Makes room for workloads in which the first vCPU walks all of the data region
     /// ([`Workload::alone`](crate::Workload::alone)).
     pub alone: bool,
-    /// Bytes from one touched page to the next; None for the backing's page size. A multiple of 8
-    /// that divides the walked range.
+    /// Bytes from one touched page to the next; None for the backing's page size. A multiple of 8 that
+    /// divides the walked range.
     pub stride_bytes: Option<u64>,
-    /// Whether each vCPU's thread stays on one host CPU, in turn among those that this thread may
-    /// use.
+    /// Whether each vCPU's thread is pinned to one host CPU, in turn among those that this thread may use.
     pub pin: bool,
     /// Flags of the data slot.
     pub slot_flags: SlotFlags,
-    /// A run in which no vCPU touches a page, exits or finishes for this long is ended as stalled.
+    /// A run fails as stalled if no vCPU touches a page, exits or ends for this long.
     pub stall_timeout: Duration,
-    /// How long the threads of a failed run have to come back before they are given up as lost.
+    /// How long the threads of a failed run have to end before they count as lost.
     pub stop_grace: Duration,
 }
 
-/// Why a configuration cannot be; each message names the limit.
+/// Why a configuration is impossible.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// No vCPUs.
-    #[error("a machine needs at least 1 vCPU")]
-    NoVcpus,
-    /// More vCPUs than KVM has.
-    #[error("{asked} vCPUs: this kernel's KVM has at most {max}")]
-    TooManyVcpus {
-        /// vCPUs asked for.
-        asked: u32,
-        /// KVM_CAP_MAX_VCPUS.
-        max: u32,
-    },
+    /// The number of vCPUs or the size of memory.
+    #[error(transparent)]
+    Size(#[from] SizeError),
     /// No data memory.
     #[error("a machine needs at least one page of data memory for each vCPU")]
     NoMemory,
-    /// The memory of a vCPU is not a number of pages.
-    #[error("{bytes} bytes for each vCPU are no multiple of the page size of {backing}, {page}")]
-    NotPageMultiple {
-        /// Bytes asked for.
-        bytes: u64,
-        /// What the memory is made of.
-        backing: Backing,
-        /// Its page size in bytes.
-        page: u64,
-    },
     /// The stride is 0, unaligned or does not divide the range.
     #[error("a stride of {stride_bytes} bytes does not divide {range_bytes} bytes in 8-byte words")]
     BadStride {
@@ -71,14 +53,6 @@ pub enum ConfigError {
         stride_bytes: u64,
         /// The range that a vCPU walks.
         range_bytes: u64,
-    },
-    /// The data memory ends past what the guest's processor can address.
-    #[error("{bytes} bytes of data memory end above the guest's address limit, {limit:#x}")]
-    TooMuchMemory {
-        /// Bytes of data memory.
-        bytes: u64,
-        /// First gpa that cannot be addressed.
-        limit: u64,
     },
     /// The latency logs and page tables would take more than 1 GiB.
     #[error(
@@ -91,7 +65,7 @@ pub enum ConfigError {
         /// vCPUs.
         vcpus: u32,
     },
-    /// A data region from outside is not what the configuration asks for.
+    /// The caller's data region is not the one that the configuration needs.
     #[error(
         "the data region has {bytes} bytes of {backing} at {gpa}; needed are {needed_bytes} bytes \
          of {needed_backing} at {DATA_GPA:#x}"
@@ -101,18 +75,30 @@ pub enum ConfigError {
         gpa: GuestAddress,
         /// Its size.
         bytes: u64,
-        /// What it is made of.
+        /// Its backing.
         backing: Backing,
-        /// The size that the configuration asks for.
+        /// The size that the configuration needs.
         needed_bytes: u64,
-        /// The backing that the configuration asks for.
+        /// The backing that the configuration needs.
         needed_backing: Backing,
     },
 }
 
+impl ConfigError {
+    pub(crate) fn wrong_region(found: &Region, needed_bytes: u64, needed_backing: Backing) -> Self {
+        Self::WrongRegion {
+            gpa: found.gpa(),
+            bytes: found.bytes(),
+            backing: found.backing(),
+            needed_bytes,
+            needed_backing,
+        }
+    }
+}
+
 impl MachineConfig {
-    /// One share of shmem for each of `vcpus` vCPUs, no slot flags, threads not pinned, stalled
-    /// after 60 s, lost after 10 s.
+    /// One share of shmem for each of `vcpus` vCPUs, no slot flags, threads not pinned, stalled after
+    /// 60 s, lost after 10 s.
     #[must_use]
     pub fn new(vcpus: u32, per_vcpu_bytes: u64) -> Self {
         Self {
@@ -135,20 +121,17 @@ impl MachineConfig {
         self.per_vcpu_bytes.checked_mul(self.vcpus.into())
     }
 
-    /// A data region as this configuration wants it.
+    /// A data region for this configuration.
     ///
     /// # Errors
-    /// [`RegionError`] says what is missing.
+    /// See [`RegionError`].
     pub fn data_region(&self) -> Result<Region, RegionError> {
-        Region::new(
-            GuestAddress(DATA_GPA),
-            self.data_bytes().unwrap_or(u64::MAX),
-            self.backing,
-        )
+        let bytes = self.data_bytes().unwrap_or(u64::MAX);
+        Region::new(GuestAddress(DATA_GPA), bytes, self.backing)
     }
 
-    /// The part of the data region that belongs to a vCPU, for registering each part by itself.
-    /// With `overlap`, the others walk it, too. None if there is no such vCPU or part.
+    /// The part of the data region that belongs to a vCPU, to register each part by itself. With
+    /// `overlap`, other vCPUs walk it, too. None if there is no such vCPU or part.
     #[must_use]
     pub fn vcpu_range(&self, vcpu: u32) -> Option<GuestRange> {
         let offset = self.per_vcpu_bytes.checked_mul(vcpu.into())?;
@@ -158,7 +141,7 @@ impl MachineConfig {
         GuestRange::new(start, self.per_vcpu_bytes).ok()
     }
 
-    /// What a vCPU walks.
+    /// The walk of a vCPU.
     pub(crate) fn walk(&self, vcpu: u32) -> Walk {
         if self.overlap {
             return self.walk_alone();
@@ -167,16 +150,13 @@ impl MachineConfig {
         self.walk_over(offset, self.per_vcpu_bytes)
     }
 
-    /// What a vCPU walks that walks everything.
+    /// The walk of a vCPU over all of the data region.
     pub(crate) fn walk_alone(&self) -> Walk {
         self.walk_over(0, self.per_vcpu_bytes * u64::from(self.vcpus))
     }
 
     fn walk_over(&self, offset: u64, bytes: u64) -> Walk {
-        let stride_bytes = self
-            .stride_bytes
-            .unwrap_or(self.backing.page_size().bytes())
-            .max(1);
+        let stride_bytes = self.stride_bytes().max(1);
         let pages = NonZeroU64::new(bytes / stride_bytes).unwrap_or(NonZeroU64::MIN);
         Walk {
             base: DATA_GPA + offset,
@@ -185,59 +165,48 @@ impl MachineConfig {
         }
     }
 
-    /// Checks everything that can be checked before anything is allocated.
+    fn stride_bytes(&self) -> u64 {
+        self.stride_bytes
+            .unwrap_or(self.backing.page_size().bytes())
+    }
+
+    /// Checks everything that can be checked before memory is allocated.
     pub(crate) fn layout(&self, max_vcpus: u32, gpa_limit: u64) -> Result<Layout, ConfigError> {
         if self.per_vcpu_bytes == 0 {
             return Err(ConfigError::NoMemory);
         }
-        let page = self.backing.page_size();
-        if !page.divides(self.per_vcpu_bytes) {
-            let (bytes, backing) = (self.per_vcpu_bytes, self.backing);
-            return Err(ConfigError::NotPageMultiple {
-                bytes,
-                backing,
-                page: page.bytes(),
-            });
-        }
+        SizeError::check_pages(self.per_vcpu_bytes, self.backing)?;
         let bytes = self.data_bytes().unwrap_or(u64::MAX);
-        check(self.vcpus, max_vcpus, bytes, gpa_limit)?;
-        let range_bytes = if self.overlap || self.alone {
-            bytes
-        } else {
-            self.per_vcpu_bytes
+        SizeError::check_end(bytes, DATA_GPA.checked_add(bytes), gpa_limit)?;
+        let range_bytes = match self.overlap || self.alone {
+            true => bytes,
+            false => self.per_vcpu_bytes,
         };
-        let stride_bytes = self.stride_bytes.unwrap_or(page.bytes());
-        if stride_bytes == 0
-            || !stride_bytes.is_multiple_of(8)
-            || !range_bytes.is_multiple_of(stride_bytes)
-        {
+        let stride_bytes = self.stride_bytes();
+        let is_words = stride_bytes != 0 && stride_bytes.is_multiple_of(8);
+        if !is_words || !range_bytes.is_multiple_of(stride_bytes) {
             return Err(ConfigError::BadStride {
                 stride_bytes,
                 range_bytes,
             });
         }
         let touches = range_bytes / stride_bytes;
-        Layout::new(self.vcpus, bytes, touches).ok_or(ConfigError::LogTooLarge {
-            touches,
-            vcpus: self.vcpus,
-        })
+        layout(self.vcpus, bytes, touches, max_vcpus, gpa_limit)
     }
 }
 
-/// Whether there can be so many vCPUs, and so many bytes of data memory.
-pub(crate) fn check(vcpus: u32, max: u32, bytes: u64, limit: u64) -> Result<(), ConfigError> {
-    if vcpus == 0 {
-        return Err(ConfigError::NoVcpus);
-    }
-    if vcpus > max {
-        let asked = vcpus;
-        return Err(ConfigError::TooManyVcpus { asked, max });
-    }
-    let end = DATA_GPA.checked_add(bytes);
-    if end.is_none_or(|end| end > limit) {
-        return Err(ConfigError::TooMuchMemory { bytes, limit });
-    }
-    Ok(())
+/// The layout for vCPUs with tables of so many entries, and so many bytes of data memory, on a KVM with these
+/// limits.
+pub(crate) fn layout(
+    vcpus: u32,
+    bytes: u64,
+    touches: u64,
+    max_vcpus: u32,
+    gpa_limit: u64,
+) -> Result<Layout, ConfigError> {
+    SizeError::check_vcpus(vcpus, max_vcpus)?;
+    SizeError::check_end(bytes, DATA_GPA.checked_add(bytes), gpa_limit)?;
+    Layout::new(vcpus, bytes, touches).ok_or(ConfigError::LogTooLarge { touches, vcpus })
 }
 
 /// The pages that a vCPU touches: every `stride_bytes` from `base` on.
@@ -265,10 +234,13 @@ mod tests {
     #[test]
     fn each_bad_value_has_its_error() {
         assert!(MachineConfig::new(2, 4 * MIB).layout(16, 1 << 40).is_ok());
-        assert_eq!(refusal(|config| config.vcpus = 0), ConfigError::NoVcpus);
+        assert_eq!(
+            refusal(|config| config.vcpus = 0),
+            SizeError::NoVcpus.into()
+        );
         assert_eq!(
             refusal(|config| config.vcpus = 17),
-            ConfigError::TooManyVcpus { asked: 17, max: 16 }
+            SizeError::TooManyVcpus { asked: 17, max: 16 }.into()
         );
         assert_eq!(
             refusal(|config| config.per_vcpu_bytes = 0),
@@ -276,25 +248,28 @@ mod tests {
         );
         assert_eq!(
             refusal(|config| config.per_vcpu_bytes = 5000),
-            ConfigError::NotPageMultiple {
+            SizeError::NotPageMultiple {
                 bytes: 5000,
                 backing: Backing::Shmem,
                 page: 4096
             }
+            .into()
         );
         assert_eq!(
             refusal(|config| config.per_vcpu_bytes = 1 << 40),
-            ConfigError::TooMuchMemory {
+            SizeError::TooMuchMemory {
                 bytes: 1 << 41,
                 limit: 1 << 40
             }
+            .into()
         );
         assert_eq!(
             refusal(|config| config.per_vcpu_bytes = u64::MAX - 4095),
-            ConfigError::TooMuchMemory {
+            SizeError::TooMuchMemory {
                 bytes: u64::MAX,
                 limit: 1 << 40
             }
+            .into()
         );
         for stride_bytes in [0, 4, 3 * 4096] {
             assert_eq!(

@@ -1,10 +1,12 @@
-//! Where things are in guest-physical memory.
+//! Addresses in guest-physical memory.
 //!
 //! ```text
-//! 0x0000_1000  code                 4 pages
+//! 0x0000_1000  workload.s           4 pages
 //! 0x0000_5000  GDT, IDT             1 page each
+//! 0x0000_7000  control page
+//! 0x0000_8000  another payload      8 pages
 //! 0x0001_0000  page tables          1 PML4, then PDPTs, then page directories
-//!              per vCPU: parameter page, stack page, latency log
+//!              per vCPU: parameter page, stack page, table
 //! 0x1_0000_0000 (4 GiB) data        one region, in per-vCPU ranges or shared
 //! ```
 //!
@@ -29,35 +31,39 @@ pub(crate) const CODE: u64 = 0x1000;
 pub(crate) const GDT: u64 = 0x5000;
 #[cfg(target_arch = "x86_64")]
 pub(crate) const IDT: u64 = 0x6000;
+/// The page that all vCPUs read and the host writes.
+pub(crate) const CONTROL: u64 = 0x7000;
+/// The code of the walkers or cyclers.
+pub(crate) const PAYLOAD: u64 = 0x8000;
 /// The page tables, whose first page is the root (CR3).
 pub(crate) const TABLES: u64 = 0x1_0000;
 
-/// Low memory ends below this: well clear of the local APIC and what KVM itself puts below 4 GiB.
+/// The limit of low memory, well below the local APIC and KVM's own memory below 4 GiB.
 const LOW_LIMIT: u64 = GIB;
 const GIB: u64 = 1 << 30;
 
-/// The addresses that depend on a machine's size.
+/// Addresses that depend on a machine's size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
     data_bytes: u64,
     vcpus: u64,
-    log_bytes: u64,
+    table_bytes: u64,
     first_vcpu: u64,
 }
 
 impl Layout {
-    /// The layout for that many vCPUs with logs of `log_entries` touches each; None if low memory
+    /// The layout for these vCPUs, each with a table of `entries` entries of 4 bytes; None if low memory
     /// would be too large.
-    pub(crate) fn new(vcpus: u32, data_bytes: u64, log_entries: u64) -> Option<Self> {
-        let log_bytes = log_entries.checked_mul(4)?.checked_next_multiple_of(PAGE)?;
+    pub(crate) fn new(vcpus: u32, data_bytes: u64, entries: u64) -> Option<Self> {
+        let table_bytes = entries.checked_mul(4)?.checked_next_multiple_of(PAGE)?;
         let first_vcpu = TABLES.checked_add(page_tables::bytes(&gigabytes(data_bytes)?)?)?;
         let layout = Self {
             data_bytes,
             vcpus: vcpus.into(),
-            log_bytes,
+            table_bytes,
             first_vcpu,
         };
-        let per_vcpu = log_bytes.checked_add(2 * PAGE)?;
+        let per_vcpu = table_bytes.checked_add(2 * PAGE)?;
         let end = first_vcpu.checked_add(per_vcpu.checked_mul(layout.vcpus)?)?;
         (end.checked_next_multiple_of(LARGE_PAGE)? <= LOW_LIMIT).then_some(layout)
     }
@@ -66,7 +72,7 @@ impl Layout {
     pub(crate) fn tables(&self) -> Vec<u64> {
         let gigabytes = gigabytes(self.data_bytes);
         let tables = gigabytes.and_then(|gigabytes| page_tables::build(TABLES, &gigabytes));
-        // There is room for them, or there would be no layout.
+        // Without room for them there is no layout.
         tables.unwrap_or_default()
     }
 
@@ -85,7 +91,7 @@ impl Layout {
 
     /// A vCPU's parameter page.
     pub(crate) fn params(&self, vcpu: u64) -> u64 {
-        self.first_vcpu + vcpu * (2 * PAGE + self.log_bytes)
+        self.first_vcpu + vcpu * (2 * PAGE + self.table_bytes)
     }
 
     /// The end of a vCPU's stack, which grows down.
@@ -94,17 +100,17 @@ impl Layout {
         self.params(vcpu) + 2 * PAGE
     }
 
-    /// A vCPU's latency log: one u32 a touch, in TSC cycles.
-    pub(crate) fn log(&self, vcpu: u64) -> u64 {
+    /// A vCPU's table; in a walk of a machine the latency log, one u32 a touch, in TSC cycles.
+    pub(crate) fn table(&self, vcpu: u64) -> u64 {
         self.params(vcpu) + 2 * PAGE
     }
 
-    pub(crate) fn log_bytes(&self) -> u64 {
-        self.log_bytes
+    pub(crate) fn table_bytes(&self) -> u64 {
+        self.table_bytes
     }
 }
 
-/// What is mapped: low memory's gigabyte and the gigabytes of the data region.
+/// The gigabytes that the page tables map: low memory's and the data region's.
 fn gigabytes(data_bytes: u64) -> Option<[Range<u64>; 2]> {
     let end = DATA_GPA.checked_add(data_bytes)?;
     Some([0..1, DATA_GPA / GIB..end.div_ceil(GIB)])
@@ -119,10 +125,10 @@ mod tests {
         let layout = Layout::new(8, 8 * (64 << 20), 16384).expect("fits");
         assert_eq!(TABLES + layout.tables_bytes(), layout.params(0));
         for vcpu in 0..8 {
-            assert_eq!(layout.log(vcpu), layout.params(vcpu) + 2 * PAGE);
+            assert_eq!(layout.table(vcpu), layout.params(vcpu) + 2 * PAGE);
             assert_eq!(
                 layout.params(vcpu + 1),
-                layout.log(vcpu) + layout.log_bytes()
+                layout.table(vcpu) + layout.table_bytes()
             );
         }
         assert!(layout.params(8) <= layout.low_bytes());
@@ -130,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_none_not_a_wrap() {
+    fn sizes_that_are_too_large_do_not_wrap() {
         assert_eq!(Layout::new(1, 4096, u64::MAX), None);
         assert_eq!(Layout::new(1, u64::MAX, 1), None);
         assert_eq!(Layout::new(u32::MAX, 4096, 1 << 20), None);

@@ -1,12 +1,11 @@
-//! Bare guests on the small VMM ([`pagetide_vmm`]), which exercise every path: a guest that touches
-//! every page of its memory, measures each touch and checks what it reads, and guests that work on
-//! their memory until they are told to end.
+//! Bare guests on the small VMM ([`pagetide_vmm`]): a guest that touches every page of its memory, measures each
+//! touch and checks what it reads ([`Machine`]), and guests that work on their memory until the host stops them
+//! ([`Walkers`], [`Cycler`]).
 //!
-//! A [`Machine`] is built once and runs many times. Faults that leave the guest go to the caller's
-//! [`VcpuHooks`](pagetide_vmm::VcpuHooks) on the thread of the vCPU that faulted; faults that a
-//! userfaultfd serves never come here. Whatever fails, a vCPU, a hook or something outside
-//! ([`Stopper`](pagetide_vmm::Stopper)), ends the run with the first cause, and a run in which
-//! nothing moves is ended, too.
+//! A [`Machine`] is made once and runs any number of times. Faults that exit go to the caller's
+//! [`VcpuHooks`](pagetide_vmm::VcpuHooks), on the thread of the vCPU that faulted; faults that a userfaultfd
+//! delivers do not exit. The first failure of a vCPU, a hook or the user of a [`Stopper`](pagetide_vmm::Stopper)
+//! ends the run, and so does a lack of progress.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -21,17 +20,18 @@
 //! ```
 
 mod arch;
+mod bare;
 mod config;
 mod cycler;
 mod endless;
 mod error;
-mod guest;
 mod layout;
 mod low_memory;
 mod machine;
 mod order;
 mod outcome;
 pub mod pattern;
+mod payload;
 mod run;
 mod stage_two;
 mod verify;
@@ -44,12 +44,11 @@ mod x86_64;
 
 pub use config::{ConfigError, MachineConfig};
 pub use cycler::{Cycler, CyclerConfig, Cycling};
-pub use endless::EndlessError;
-pub use error::MachineError;
+pub use error::{GuestError, MachineError};
 pub use layout::{DATA_GPA, DATA_SLOT, LOW_SLOT};
 pub use machine::Machine;
 pub use order::{Order, Permutation};
-pub use outcome::{FailureCause, LatencyLog, RunFailure, RunOutcome, VcpuOutcome, VcpuState};
+pub use outcome::{LatencyLog, RunFailure, RunOutcome, VcpuOutcome, VcpuState};
 pub use pattern::Seed;
 pub use run::next_touch;
 pub use stage_two::StageTwo;

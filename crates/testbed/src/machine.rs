@@ -1,104 +1,85 @@
-//! A virtual machine that can be run again and again.
+//! A bare machine that can run any number of walks.
 
 use std::io;
 use std::sync::Arc;
 
-use pagetide_kvm::{Capabilities, Kvm, Populator, SlotError, SlotFlags, StatsError, Vcpu, Vm};
+use pagetide_kvm::{Capabilities, Populator, SlotError, SlotFlags, StatsError, Vcpu, Vm};
 use pagetide_memory::{GuestAddress, Region};
 use pagetide_vmm::{PoolConfig, Stopper};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::arch;
+use crate::bare::Bare;
 use crate::config::{ConfigError, MachineConfig};
 use crate::error::MachineError;
-use crate::layout::{DATA_GPA, DATA_SLOT, LOW_SLOT};
-use crate::low_memory::LowMemory;
+use crate::layout::{DATA_GPA, DATA_SLOT};
 use crate::stage_two::StageTwo;
 
 /// A VM with its memory and vCPUs.
 #[derive(Debug)]
 pub struct Machine {
     pub(crate) config: MachineConfig,
-    // None while a thread has it, and for ever if the thread did not come back.
+    pub(crate) bare: Bare,
+    // None while the vCPU's thread has it, and for ever if the thread did not end.
     pub(crate) vcpus: Vec<Option<Vcpu>>,
-    vm: Arc<Vm>,
-    pub(crate) low: Arc<LowMemory>,
-    data: Arc<Region>,
     pub(crate) tsc_khz: u32,
     pub(crate) pool: PoolConfig,
-    pub(crate) stopper: Stopper,
 }
 
 impl Machine {
     /// A machine with a data region of its own.
     ///
     /// # Errors
-    /// [`MachineError`] says what is missing or cannot be.
+    /// See [`MachineError`].
     pub fn new(config: MachineConfig) -> Result<Self, MachineError> {
         Self::build(config, None)
     }
 
-    /// A machine over a data region that the caller made, with
-    /// [`MachineConfig::data_region`] for instance.
+    /// A machine over a data region that the caller made, with [`MachineConfig::data_region`] for
+    /// instance.
     ///
     /// # Errors
-    /// As [`Machine::new`], and [`ConfigError::WrongRegion`] if address or size do not fit.
+    /// As [`Machine::new`], and [`ConfigError::WrongRegion`] if address, size or backing differ.
     pub fn with_region(config: MachineConfig, data: Arc<Region>) -> Result<Self, MachineError> {
         Self::build(config, Some(data))
     }
 
     fn build(config: MachineConfig, data: Option<Arc<Region>>) -> Result<Self, MachineError> {
-        arch::check()?;
-        let kvm = Kvm::open()?;
-        let vm = kvm.create_vm_with_signals()?;
-        let platform = arch::Platform::new(&kvm, &vm)?;
-        let max_vcpus = u32::try_from(kvm.max_vcpus()).unwrap_or(u32::MAX);
-        let layout = config.layout(max_vcpus, platform.gpa_limit())?;
-        let data = match data {
-            Some(region) => region,
-            None => Arc::new(config.data_region().map_err(MachineError::Data)?),
-        };
-        let found = (data.gpa(), data.bytes(), data.backing());
-        if found != (GuestAddress(DATA_GPA), layout.data_bytes(), config.backing) {
-            let (gpa, bytes, backing) = found;
-            return Err(MachineError::Config(ConfigError::WrongRegion {
-                gpa,
-                bytes,
-                backing,
-                needed_bytes: layout.data_bytes(),
-                needed_backing: config.backing,
-            }));
-        }
-
-        let low = LowMemory::new(layout)?;
-        arch::write_code(&low)?;
-        vm.add_region(LOW_SLOT, Arc::clone(low.region()), SlotFlags::default())?;
-        vm.add_region(DATA_SLOT, Arc::clone(&data), config.slot_flags)?;
-        let mut vcpus = Vec::new();
-        for id in 0..config.vcpus {
-            let vcpu = vm.create_vcpu(id)?;
-            platform.prepare(&vcpu)?;
-            vcpus.push(vcpu);
-        }
+        let (bare, vcpus) = Bare::new(
+            config.vcpus,
+            |max_vcpus, gpa_limit| config.layout(max_vcpus, gpa_limit),
+            |layout| {
+                let Some(data) = data else {
+                    return config
+                        .data_region()
+                        .map(Arc::new)
+                        .map_err(MachineError::Data);
+                };
+                let found = (data.gpa(), data.bytes(), data.backing());
+                let bytes = layout.data_bytes();
+                if found == (GuestAddress(DATA_GPA), bytes, config.backing) {
+                    return Ok(data);
+                }
+                Err(ConfigError::wrong_region(&data, bytes, config.backing).into())
+            },
+            config.slot_flags,
+            &[],
+        )?;
         let tsc_khz = vcpus.first().map_or(Ok(0), arch::tsc_khz)?;
-        let cpus = if config.pin {
-            allowed_cpus()?
-        } else {
-            Vec::new()
+        let cpus = match config.pin {
+            true => allowed_cpus()?,
+            false => Vec::new(),
         };
         Ok(Self {
             config,
+            bare,
             vcpus: vcpus.into_iter().map(Some).collect(),
-            vm: Arc::new(vm),
-            low: Arc::new(low),
-            data,
             tsc_khz,
             pool: PoolConfig { cpus },
-            stopper: Stopper::default(),
         })
     }
 
-    /// The configuration that it was made with.
+    /// The configuration.
     #[must_use]
     pub fn config(&self) -> &MachineConfig {
         &self.config
@@ -107,52 +88,52 @@ impl Machine {
     /// The data region.
     #[must_use]
     pub fn data(&self) -> &Arc<Region> {
-        &self.data
+        &self.bare.data
     }
 
-    /// The virtual machine itself, for what works on its memory from other threads.
+    /// The VM, for threads that work on its memory.
     #[must_use]
     pub fn vm(&self) -> &Arc<Vm> {
-        &self.vm
+        &self.bare.vm
     }
 
-    /// The vCPUs, in the order of their numbers, but for those that a failed run has lost.
+    /// The vCPUs, by number, but for those that a failed run has lost.
     pub fn vcpus(&self) -> impl Iterator<Item = &Vcpu> {
         self.vcpus.iter().flatten()
     }
 
-    /// What this kernel has for the machine.
+    /// The capabilities of this kernel's KVM.
     #[must_use]
     pub fn capabilities(&self) -> &Capabilities {
-        self.vm.capabilities()
+        self.bare.vm.capabilities()
     }
 
-    /// What populates this machine's memory; its vCPUs are idle between runs.
+    /// A populator of this machine's memory; its vCPUs are idle between runs.
     #[must_use]
     pub fn populator(&mut self) -> Populator<'_> {
-        Populator::new(&self.vm).idle_vcpus(self.vcpus.iter_mut().flatten())
+        Populator::new(&self.bare.vm).idle_vcpus(self.vcpus.iter_mut().flatten())
     }
 
-    /// What KVM counts of this machine's stage-2 tables.
+    /// KVM's counts of this machine's stage-2 tables.
     ///
     /// # Errors
-    /// KVM's statistics cannot be had.
+    /// KVM's statistics cannot be read.
     pub fn stage_two(&self) -> Result<StageTwo, StatsError> {
-        StageTwo::read(&self.vm, self.vcpus.iter().flatten())
+        StageTwo::read(&self.bare.vm, self.vcpus())
     }
 
     /// A handle that stops this machine's runs from outside.
     #[must_use]
     pub fn stopper(&self) -> Stopper {
-        self.stopper.clone()
+        self.bare.stopper.clone()
     }
 
-    /// Changes the flags of the data slot, which does not touch what the guest has mapped.
+    /// Changes the flags of the data slot, which does not unmap anything.
     ///
     /// # Errors
-    /// See [`SlotError`]; the flags stay as they were.
+    /// See [`SlotError`]; the slot keeps its flags.
     pub fn set_slot_flags(&self, flags: SlotFlags) -> Result<(), SlotError> {
-        self.vm.set_slot_flags(DATA_SLOT, flags)
+        self.bare.vm.set_slot_flags(DATA_SLOT, flags)
     }
 }
 

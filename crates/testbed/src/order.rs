@@ -1,18 +1,18 @@
 //! The order in which a vCPU touches its pages.
 //!
-//! Both orders are one formula, so that the guest has a single loop: page `i` of the walk is
+//! One formula gives both orders, so that the guest has a single loop: page `i` of the walk is
 //!
 //! ```text
 //! x = (i * a) mod 2^k;  x ^= x >> s;  x = (x * b) mod 2^k;  x ^= x >> s
 //! with 2^k >= pages, a and b odd, s about k / 2
 //! ```
 //!
-//! and results at or above the page count are skipped. Each of the steps is a bijection on
-//! k-bit numbers (multiplication by an odd number, xor with the own upper half), so every page
-//! comes exactly once, for any page count; at most every second step is a skip, outside the timed
-//! part. An additive step that is coprime to the page count would need no skips, but its pages
-//! keep a constant distance, which fault-around and prefetchers would either always or never hit.
-//! Sequential order is `a = b = 1` with a shift that leaves nothing.
+//! and results at or above the page count are skipped. Each step is a bijection on k-bit numbers
+//! (multiplication by an odd number, xor with the number's upper half), so every page comes exactly once, for
+//! any page count; at most every second step is a skip, outside the timed part. An additive step that is
+//! coprime to the page count would need no skips, but a constant distance between pages, which fault-around
+//! and prefetchers would hit always or never. Sequential order is `a = b = 1` with a shift that leaves
+//! nothing.
 
 use std::num::NonZeroU64;
 
@@ -21,16 +21,14 @@ use std::num::NonZeroU64;
 pub enum Order {
     /// Ascending addresses.
     Sequential,
-    /// A pseudo-random permutation; the same seed gives the same one on every machine.
+    /// A pseudo-random permutation, the same one on every machine for the same seed.
     Random {
         /// Selects the permutation.
         seed: u64,
     },
 }
 
-/// The numbers of an order for one page count, as the guest gets them.
-///
-/// Iterating yields every page index below the page count exactly once.
+/// The parameters of an order for one page count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Permutation {
     pub(crate) pages: u64,
@@ -41,8 +39,8 @@ pub struct Permutation {
 }
 
 impl Order {
-    /// The permutation of `pages` pages; `lane` (a vCPU number) selects one of many permutations
-    /// of the same seed, so that vCPUs that share a range do not walk in step.
+    /// The permutation of `pages` pages. `lane` (a vCPU number) selects one of many permutations of the same
+    /// seed, so that vCPUs that share a range touch different pages at a time.
     #[must_use]
     pub fn permutation(self, pages: NonZeroU64, lane: u32) -> Permutation {
         let pages = pages.get();
@@ -84,7 +82,7 @@ impl Permutation {
         (page < self.pages).then_some(page)
     }
 
-    /// All page indices in the order in which the guest touches them.
+    /// All page indices, each exactly once, in the order in which the guest touches them.
     pub fn iter(self) -> impl Iterator<Item = u64> {
         (0..=self.mask).filter_map(move |step| self.page_at(step))
     }

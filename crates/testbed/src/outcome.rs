@@ -1,15 +1,15 @@
-//! What a run brought, or why it failed.
+//! The outcome of a run, or its failure.
 
 use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
 use pagetide_memory::GuestAddress;
-use pagetide_vmm::{PoolFailure, VcpuCounts};
+use pagetide_vmm::VcpuCounts;
 
-use crate::error::MachineError;
+use crate::error::GuestError;
 
-/// The latencies that a vCPU measured, in the order of its touches.
+/// A vCPU's latencies, in the order of its touches.
 #[derive(Clone, Debug)]
 pub struct LatencyLog {
     pub(crate) cycles: Vec<u32>,
@@ -17,20 +17,20 @@ pub struct LatencyLog {
 }
 
 impl LatencyLog {
-    /// How many touches were measured.
+    /// The number of measured touches.
     #[must_use]
     pub fn len(&self) -> usize {
         self.cycles.len()
     }
 
-    /// Whether nothing was measured.
+    /// Whether no touch was measured.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.cycles.is_empty()
     }
 
-    /// Time stamp counter cycles from just before a touch to just after it, as the guest read
-    /// them. `u32::MAX` stands for everything from there on, and for a clock that went backwards.
+    /// Time stamp counter cycles from just before a touch to just after it, as the guest read them.
+    /// `u32::MAX` stands for any larger number, and for a clock that went backwards.
     #[must_use]
     pub fn cycles(&self) -> &[u32] {
         &self.cycles
@@ -59,14 +59,14 @@ impl LatencyLog {
 pub struct VcpuOutcome {
     /// From the common start until this vCPU had touched its last page.
     pub elapsed: Duration,
-    /// Pages touched, which is every page of its walk.
+    /// Pages touched: every page of its walk.
     pub touches: u64,
-    /// What was counted of it after the start.
+    /// Its counts after the start.
     pub counts: VcpuCounts,
-    /// The touches that exited as memory faults, by their number in the order of touches, ascending. One touch
-    /// may fault more than once, so they may be fewer than `counts.faults`.
+    /// The touches that exited as memory faults, by their numbers in the order of touches, ascending. One touch
+    /// may fault more than once, so there may be fewer than `counts.faults`.
     pub faulted: Vec<u32>,
-    /// What each touch took.
+    /// The latency of each touch.
     pub latencies: LatencyLog,
 }
 
@@ -81,7 +81,7 @@ impl VcpuOutcome {
     }
 }
 
-/// A run in which every vCPU touched every page of its walk and read what it should.
+/// A run in which every vCPU touched every page of its walk, and read what it should.
 #[derive(Clone, Debug)]
 pub struct RunOutcome {
     /// From the common start until the last vCPU had touched its last page.
@@ -103,7 +103,7 @@ pub struct VcpuState {
     pub touched: u64,
     /// Pages that it was to touch.
     pub pages: u64,
-    /// Whether it had reached its end.
+    /// Whether it had finished.
     pub done: bool,
 }
 
@@ -129,83 +129,21 @@ impl fmt::Display for VcpuState {
     }
 }
 
-/// The first thing that went wrong in a run.
-#[derive(Debug, thiserror::Error)]
-pub enum FailureCause {
-    /// A vCPU, a hook or somebody outside ended it.
-    #[error(transparent)]
-    Vcpus(#[from] PoolFailure),
-    /// The processor raised an exception in the guest.
-    #[error(
-        "vCPU {vcpu}: exception {vector} in the guest, error code {error_code:#x}, rip {rip:#x}, \
-         cr2 {cr2:#x}"
-    )]
-    Exception {
-        /// The vCPU.
-        vcpu: u32,
-        /// The exception's vector.
-        vector: u64,
-        /// Its error code, 0 if it has none.
-        error_code: u64,
-        /// The instruction.
-        rip: u64,
-        /// The address of the last page fault.
-        cr2: u64,
-    },
-    /// The guest read something else than it should have.
-    #[error(
-        "vCPU {vcpu} read wrong content from {count} pages, first at gpa {gpa}: found {found:#x}, \
-         expected {expected:#x}"
-    )]
-    Mismatch {
-        /// The vCPU.
-        vcpu: u32,
-        /// How many pages were wrong.
-        count: u64,
-        /// The first of them.
-        gpa: GuestAddress,
-        /// The 8 bytes read there.
-        found: u64,
-        /// What they should have been.
-        expected: u64,
-    },
-    /// A vCPU says that it is done, but has not touched every page.
-    #[error("vCPU {vcpu} touched {touched} of {pages} pages and said that it was done")]
-    Incomplete {
-        /// The vCPU.
-        vcpu: u32,
-        /// Pages touched.
-        touched: u64,
-        /// Pages of its walk.
-        pages: u64,
-    },
-    /// No vCPU touched a page, exited or finished for too long.
-    #[error("no vCPU made progress for {} s", timeout.as_secs_f64())]
-    Stalled {
-        /// For how long.
-        timeout: Duration,
-    },
-    /// The machine could not be made ready, or its low memory not be read.
-    #[error("the machine is not ready")]
-    Machine(#[from] MachineError),
-}
-
-/// A run that failed: the first cause, and where every vCPU was when it was stopped.
+/// A run that failed: the first failure, and where every vCPU was when it was stopped.
 #[derive(Debug)]
 pub struct RunFailure {
-    /// What went wrong first.
-    pub cause: Box<FailureCause>,
-    /// The vCPUs whose threads came back, by number; empty if the run did not start.
+    /// The first failure.
+    pub cause: Box<GuestError>,
+    /// The vCPUs whose threads have ended, by number; empty if the run did not start.
     pub vcpus: Vec<VcpuState>,
-    /// The vCPUs whose threads did not come back within the time given to them. The machine
-    /// cannot be used any more.
+    /// The vCPUs whose threads did not end in time. The machine cannot be used any more.
     pub lost: Vec<u32>,
 }
 
 impl RunFailure {
-    pub(crate) fn before_start(cause: FailureCause) -> Self {
+    pub(crate) fn before_start(cause: impl Into<GuestError>) -> Self {
         Self {
-            cause: Box::new(cause),
+            cause: Box::new(cause.into()),
             vcpus: Vec::new(),
             lost: Vec::new(),
         }
@@ -223,11 +161,7 @@ impl fmt::Display for RunFailure {
             write!(formatter, "; and {more} more")?;
         }
         if !self.lost.is_empty() {
-            write!(
-                formatter,
-                "; threads of vCPUs {:?} did not come back",
-                self.lost
-            )?;
+            write!(formatter, "; threads of vCPUs {:?} did not end", self.lost)?;
         }
         Ok(())
     }
@@ -241,6 +175,8 @@ impl Error for RunFailure {
 
 #[cfg(test)]
 mod tests {
+    use pagetide_vmm::PoolFailure;
+
     use super::*;
 
     #[test]
@@ -263,7 +199,7 @@ mod tests {
             counts: VcpuCounts::default(),
             faulted: vec![0, 2],
             latencies: LatencyLog {
-                // The longest touch did not fault: its vCPU had to wait for a host CPU.
+                // The longest touch did not fault: its vCPU waited for a host CPU.
                 cycles: vec![500, 9000, 700, 40],
                 tsc_khz: 1_000_000,
             },
@@ -289,7 +225,7 @@ mod tests {
         assert_eq!(
             failure.to_string(),
             "the run was stopped; vCPU 1 3/4 pages, rip 0x1000, gpa 0x100000000; threads of vCPUs \
-             [2] did not come back"
+             [2] did not end"
         );
         assert_eq!(
             failure.source().expect("chained").to_string(),

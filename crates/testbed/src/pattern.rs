@@ -1,5 +1,5 @@
-//! What memory holds: a word that depends on its own address, so that a page in the wrong place,
-//! a page of zeroes and a page of another run are all told apart.
+//! The content of memory: words that depend on their own address, so that a page in the wrong place, a page of
+//! zeroes and a page of another run differ from the right page.
 //!
 //! The word at guest-physical address `gpa` (8-byte aligned, little endian) is
 //!
@@ -7,8 +7,8 @@
 //! word(gpa, seed) = ((gpa ^ seed) * 0x9e3779b97f4a7c15) mod 2^64
 //! ```
 //!
-//! which costs the guest two instructions and a constant. The factor is odd, so different
-//! addresses have different words; a [`Seed`] is odd and `gpa` is a multiple of 8, so no word is 0.
+//! which takes the guest two instructions and a constant. The factor is odd, so different addresses have
+//! different words; a [`Seed`] is odd and `gpa` is a multiple of 8, so no word is 0.
 
 use pagetide_memory::GuestAddress;
 
@@ -33,14 +33,14 @@ impl Seed {
     }
 }
 
-/// The 8 bytes at `gpa`, which is a multiple of 8.
+/// The word at `gpa`, a multiple of 8.
 #[must_use]
 pub const fn word(gpa: u64, seed: Seed) -> u64 {
     (gpa ^ seed.0).wrapping_mul(MULTIPLIER)
 }
 
-/// Fills `bytes`, which start at `gpa`, with their words. `gpa` and the length are multiples of 8;
-/// a rest of fewer than 8 bytes is left as it is.
+/// Fills `bytes`, which start at `gpa`, with their words. `gpa` and the length are multiples of 8; a rest of
+/// fewer than 8 bytes is not written.
 pub fn fill(gpa: GuestAddress, seed: Seed, bytes: &mut [u8]) {
     let mut address = gpa.0;
     for chunk in bytes.as_chunks_mut::<8>().0 {
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn words_tell_pages_and_runs_apart() {
+    fn words_differ_between_pages_and_runs() {
         let seed = Seed::new(5);
         assert_ne!(word(0x1_0000_0000, seed), word(0x1_0000_1000, seed));
         assert_ne!(word(0x1_0000_0000, seed), word(0x1_0000_0000, Seed::new(7)));

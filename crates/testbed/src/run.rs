@@ -1,4 +1,4 @@
-//! One run of a machine: the pool, the watch-dog, the result.
+//! One run of a machine: the pool, the watchdog, the result.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,12 +9,12 @@ use pagetide_vmm::{PoolEnd, VcpuHooks, VcpuPool};
 
 use crate::arch;
 use crate::config;
-use crate::error::MachineError;
-use crate::guest::{Field, Mode};
+use crate::error::{GuestError, MachineError};
 use crate::layout::TABLES;
 use crate::machine::Machine;
-use crate::outcome::{FailureCause, LatencyLog, RunFailure, RunOutcome, VcpuOutcome, VcpuState};
+use crate::outcome::{LatencyLog, RunFailure, RunOutcome, VcpuOutcome, VcpuState};
 use crate::pattern;
+use crate::payload::{Mode, Word};
 use crate::walk::{Walk, Walked};
 use crate::workload::{Touch, Workload};
 
@@ -26,29 +26,27 @@ pub fn next_touch(vcpu: &Vcpu) -> Option<GuestAddress> {
 }
 
 impl Machine {
-    /// Runs a workload on every vCPU, each on a thread of its own (`vcpuN`), and waits for the
-    /// end. vCPUs start from the beginning whatever an earlier run left behind; the content of the
-    /// data region and what is mapped of it stay as they are. `hooks` get all exits but the guest's
-    /// reports.
+    /// Runs a workload on every vCPU, each on a thread of its own (`vcpuN`), and waits for the end. vCPUs
+    /// start from the beginning, whatever an earlier run has left; the content of the data region and its
+    /// mappings stay as they are. `hooks` get all exits but the guest's reports.
     ///
     /// # Errors
-    /// [`RunFailure`] has the first cause; all other vCPUs were stopped because of it. Does not
-    /// hang: a run without progress is ended after the configured time.
+    /// [`RunFailure`] has the first failure, which stopped all vCPUs. The call does not hang: a run without
+    /// progress ends after the configured time.
     pub fn run(
         &mut self,
         workload: &Workload,
         hooks: Arc<dyn VcpuHooks>,
     ) -> Result<RunOutcome, RunFailure> {
-        self.reset(workload)
-            .map_err(|error| RunFailure::before_start(error.into()))?;
-        let walkers = if workload.alone { 1 } else { self.vcpus.len() };
+        self.reset(workload).map_err(RunFailure::before_start)?;
+        let count = if workload.alone { 1 } else { self.vcpus.len() };
         let pages = self.walk(0, workload).pages.get();
-        let walk = Arc::new(Walk::new(hooks, Arc::clone(&self.low), walkers, pages));
-        let seats = self.vcpus.iter_mut().take(walkers);
-        let vcpus = seats.filter_map(Option::take).collect();
+        let walk = Arc::new(Walk::new(hooks, Arc::clone(&self.bare.low), count, pages));
+        let vcpus = self.vcpus.iter_mut().take(count);
+        let vcpus = vcpus.filter_map(Option::take).collect();
         let hooks: Arc<dyn VcpuHooks> = Arc::<Walk>::clone(&walk);
-        let pool = VcpuPool::start(vcpus, hooks, &self.stopper, &self.pool)
-            .map_err(|failure| RunFailure::before_start(failure.into()))?;
+        let pool = VcpuPool::start(vcpus, hooks, &self.bare.stopper, &self.pool)
+            .map_err(RunFailure::before_start)?;
         self.supervise(&pool);
         let PoolEnd {
             vcpus,
@@ -63,8 +61,8 @@ impl Machine {
             .map(|(vcpu, walked)| self.state_of(vcpu, pages, walked.is_some()))
             .collect();
         for vcpu in vcpus {
-            if let Some(seat) = self.vcpus.get_mut(vcpu.id() as usize) {
-                *seat = Some(vcpu);
+            if let Some(place) = self.vcpus.get_mut(vcpu.id() as usize) {
+                *place = Some(vcpu);
             }
         }
         let result = match failure {
@@ -84,22 +82,23 @@ impl Machine {
             vcpu: vcpu.id(),
             rip: position.map(|(rip, _)| rip),
             gpa: position.map(|(_, gpa)| GuestAddress(gpa)),
-            touched: self.low.field(vcpu.id(), Field::Touched).unwrap_or(0),
+            touched: self.bare.low.word(vcpu.id(), Word::Steps).unwrap_or(0),
             pages,
             done,
         }
     }
 
-    /// Puts vCPUs and parameter pages back to the start.
+    /// Sets vCPUs and parameter pages to the start.
     fn reset(&self, workload: &Workload) -> Result<(), MachineError> {
-        for (id, vcpu) in (0..).zip(&self.vcpus) {
-            let vcpu = vcpu.as_ref().ok_or(MachineError::LostVcpu { vcpu: id })?;
-            arch::reset(vcpu, self.low.layout())?;
-        }
         if workload.alone && !self.config.alone {
             return Err(MachineError::NoRoomAlone);
         }
-        (0..self.config.vcpus).try_for_each(|vcpu| self.set_parameters(vcpu, workload))
+        for (id, vcpu) in (0..).zip(&self.vcpus) {
+            let vcpu = vcpu.as_ref().ok_or(MachineError::LostVcpu { vcpu: id })?;
+            arch::reset(vcpu, &self.bare.low.layout, arch::WORKLOAD)?;
+            self.set_parameters(id, workload)?;
+        }
+        Ok(())
     }
 
     fn walk(&self, vcpu: u32, workload: &Workload) -> config::Walk {
@@ -120,122 +119,85 @@ impl Machine {
         };
         let walk = self.walk(vcpu, workload);
         let permutation = workload.order.permutation(walk.pages, vcpu);
-        let layout = self.low.layout();
-        let fields = [
-            (
-                Field::Base,
-                workload.elsewhere.map_or(walk.base, |gpa| gpa.0),
-            ),
-            (Field::Pages, walk.pages.get()),
-            (Field::StrideBytes, walk.stride_bytes),
-            (Field::Mask, permutation.mask),
-            (Field::MultiplierA, permutation.multiplier_a),
-            (Field::Shift, permutation.shift),
-            (Field::MultiplierB, permutation.multiplier_b),
-            (Field::Mode, mode as u64),
-            (Field::Seed, seed),
-            (Field::PatternMultiplier, multiplier),
-            (Field::Log, layout.log(vcpu.into())),
-            (Field::LogBytes, layout.log_bytes()),
-            (Field::Tables, TABLES),
-            (Field::TablesBytes, layout.tables_bytes()),
-            (Field::Touched, 0),
-            (Field::Mismatches, 0),
+        let layout = &self.bare.low.layout;
+        let base = workload.elsewhere.map_or(walk.base, |gpa| gpa.0);
+        let words = [
+            (Word::Base, base),
+            (Word::Pages, walk.pages.get()),
+            (Word::StrideBytes, walk.stride_bytes),
+            (Word::Mask, permutation.mask),
+            (Word::MultiplierA, permutation.multiplier_a),
+            (Word::Shift, permutation.shift),
+            (Word::MultiplierB, permutation.multiplier_b),
+            (Word::Mode, mode as u64),
+            (Word::Seed, seed),
+            (Word::PatternMultiplier, multiplier),
+            (Word::Tables, TABLES),
+            (Word::TablesBytes, layout.tables_bytes()),
+            (Word::Table, layout.table(vcpu.into())),
+            (Word::TableBytes, layout.table_bytes()),
+            (Word::Steps, 0),
+            (Word::Wrong, 0),
         ];
-        fields
-            .into_iter()
-            .try_for_each(|(field, value)| self.low.set_field(vcpu, field, value))
+        self.bare.low.set(vcpu, &words)
     }
 
-    /// Waits until the run is over, and ends it if nothing moves any more.
+    /// Waits until the run is over, and stops it if there is no progress.
     fn supervise(&self, pool: &VcpuPool) {
         let timeout = self.config.stall_timeout;
         let interval = (timeout / 4).clamp(Duration::from_millis(10), Duration::from_secs(1));
-        let mut progress = self.progress(pool);
-        let mut moved = Instant::now();
+        // Touches and exits: faults that a userfaultfd delivers are no exits.
+        let progress = || {
+            let touches = self.bare.sum(Word::Steps).unwrap_or(0);
+            pool.exits().wrapping_add(touches)
+        };
+        let (mut last, mut moved) = (progress(), Instant::now());
         while !pool.wait(interval) {
-            let now = self.progress(pool);
-            if now != progress {
-                (progress, moved) = (now, Instant::now());
+            let now = progress();
+            if now != last {
+                (last, moved) = (now, Instant::now());
             } else if moved.elapsed() >= timeout {
-                self.stopper.stop(FailureCause::Stalled { timeout });
+                let stalled = GuestError::Stalled {
+                    vcpu: None,
+                    timeout,
+                };
+                self.bare.stopper.stop(stalled);
             }
         }
     }
 
-    /// A number that changes whenever a vCPU exits or touches a page. Exits alone would not do:
-    /// faults that a userfaultfd serves are none.
-    fn progress(&self, pool: &VcpuPool) -> u64 {
-        (0..self.config.vcpus)
-            .filter_map(|vcpu| self.low.field(vcpu, Field::Touched).ok())
-            .fold(pool.exits(), u64::wrapping_add)
-    }
-
-    /// The outcome of a run that nobody stopped, if every vCPU did and read what it should.
+    /// The outcome of a run without a failure, if every vCPU did and read what it should.
     fn conclude(
         &self,
         states: &[VcpuState],
         walked: Vec<Option<Walked>>,
-    ) -> Result<RunOutcome, FailureCause> {
+    ) -> Result<RunOutcome, GuestError> {
         let mut vcpus = Vec::new();
         for (state, walked) in states.iter().zip(walked) {
-            self.check(state)?;
             let (vcpu, touched, pages) = (state.vcpu, state.touched, state.pages);
-            let walked = walked.ok_or(FailureCause::Incomplete {
+            self.bare.check_words(vcpu)?;
+            let walked = walked.filter(|_| touched == pages);
+            let walked = walked.ok_or(GuestError::Incomplete {
                 vcpu,
                 touched,
                 pages,
             })?;
-            vcpus.push(self.vcpu_outcome(state, walked)?);
-        }
-        let elapsed = vcpus
-            .iter()
-            .map(|vcpu| vcpu.elapsed)
-            .max()
-            .unwrap_or_default();
-        Ok(RunOutcome { elapsed, vcpus })
-    }
-
-    fn check(&self, state: &VcpuState) -> Result<(), FailureCause> {
-        let VcpuState {
-            vcpu,
-            touched,
-            pages,
-            done,
-            ..
-        } = *state;
-        let field = |field| self.low.field(vcpu, field);
-        let count = field(Field::Mismatches)?;
-        if count > 0 {
-            return Err(FailureCause::Mismatch {
-                vcpu,
-                count,
-                gpa: GuestAddress(field(Field::BadGpa)?),
-                found: field(Field::BadFound)?,
-                expected: field(Field::BadExpected)?,
-            });
-        }
-        if touched != pages || !done {
-            return Err(FailureCause::Incomplete {
-                vcpu,
-                touched,
-                pages,
-            });
-        }
-        Ok(())
-    }
-
-    fn vcpu_outcome(&self, state: &VcpuState, walked: Walked) -> Result<VcpuOutcome, MachineError> {
-        let cycles = self.low.log(state.vcpu, state.touched)?;
-        Ok(VcpuOutcome {
-            elapsed: walked.elapsed,
-            touches: state.touched,
-            counts: walked.counts,
-            faulted: walked.faulted,
-            latencies: LatencyLog {
-                cycles,
+            let latencies = LatencyLog {
+                cycles: self.bare.low.log(vcpu, touched)?,
                 tsc_khz: self.tsc_khz,
-            },
+            };
+            vcpus.push(VcpuOutcome {
+                elapsed: walked.elapsed,
+                touches: touched,
+                counts: walked.counts,
+                faulted: walked.faulted,
+                latencies,
+            });
+        }
+        let elapsed = vcpus.iter().map(|vcpu| vcpu.elapsed).max();
+        Ok(RunOutcome {
+            elapsed: elapsed.unwrap_or_default(),
+            vcpus,
         })
     }
 }

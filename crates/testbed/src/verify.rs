@@ -1,7 +1,8 @@
-//! Checking from the host that memory holds what it should, every byte of it.
+//! Verification by the host that memory holds what it should, every byte of it.
 
 use pagetide_memory::{AccessError, GuestAddress, PageIndex, Region};
 
+use crate::layout::PAGE;
 use crate::machine::Machine;
 use crate::pattern::{self, Seed};
 
@@ -43,14 +44,14 @@ impl Expected {
     }
 }
 
-/// What was checked.
+/// The result of a verification without errors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Verified {
-    /// Bytes, all of which were as expected.
+    /// Bytes that were compared.
     pub bytes: u64,
 }
 
-/// The data region is not as expected.
+/// Memory does not hold what it should, or cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum VerifyError {
     /// At least one word is wrong.
@@ -68,68 +69,69 @@ pub enum VerifyError {
         /// What it should hold.
         expected: u64,
     },
-    /// A page of anonymous memory is not there; reading it would wait for a page that nobody
-    /// brings.
+    /// A page of anonymous memory is absent; to read it would wait for ever.
     #[error("the page at gpa {gpa} is not present")]
     Absent {
         /// The page.
         gpa: GuestAddress,
     },
-    /// Whether anonymous memory is present cannot be found out.
+    /// The system does not report whether anonymous memory is present.
     #[error("mincore of the data region failed")]
     Residency(#[source] std::io::Error),
-    /// The region could not be read.
+    /// The region cannot be read.
     #[error("the data region cannot be read at gpa {gpa}")]
     Access {
         /// Where.
         gpa: GuestAddress,
-        /// Why.
+        /// The region's error.
         #[source]
         source: AccessError,
     },
 }
 
-const CHUNK: usize = 64 << 10;
-const PAGE: usize = 4096;
-
 impl Machine {
-    /// Reads the whole data region and compares it with what is expected. Memory with a file
-    /// behind it is read through the service mapping, anonymous memory through the guest's, where
-    /// an absent page is an error. No vCPU may be running, which `&mut self` of a run ensures.
+    /// Reads the whole data region and compares it with the expected content. Memory with a file is read
+    /// through the service mapping, anonymous memory through the guest's, where an absent page is an error.
+    /// No vCPU may be running, which `&mut self` of a run ensures.
     ///
     /// # Errors
     /// See [`VerifyError`].
     pub fn verify(&self, expected: Expected) -> Result<Verified, VerifyError> {
         let stride_bytes = self.config.walk(0).stride_bytes;
-        verify_region(self.data(), expected, stride_bytes)
+        let base = self.data().gpa().0;
+        let word = |gpa: u64| match (gpa - base).is_multiple_of(stride_bytes) {
+            true => expected.touched.word(gpa),
+            false => expected.rest.word(gpa),
+        };
+        verify(self.data(), |_| false, word)
     }
 }
 
-fn verify_region(
+/// Compares each word of a region with `word` of its gpa, but for the 4 KiB pages that `skip` selects by
+/// their gpas.
+pub(crate) fn verify(
     region: &Region,
-    expected: Expected,
-    stride_bytes: u64,
+    skip: impl Fn(u64) -> bool,
+    word: impl Fn(u64) -> u64,
 ) -> Result<Verified, VerifyError> {
-    let mut buffer = vec![0; CHUNK];
-    let mut wrong_pages = 0;
-    let mut first = None;
-    let mut offset = 0;
-    while offset < region.bytes() {
-        let rest = usize::try_from(region.bytes() - offset).unwrap_or(usize::MAX);
-        let chunk = &mut buffer[..rest.min(CHUNK)];
-        read(region, offset, chunk)?;
-        for page in chunk.chunks(PAGE) {
-            let gpa = region.gpa().0 + offset;
-            let wrong = first_wrong_word(page, gpa, region.gpa().0, expected, stride_bytes);
-            if let Some(wrong) = wrong {
-                wrong_pages += 1;
-                first.get_or_insert(wrong);
-            }
-            offset += page.len() as u64;
+    let mut page = vec![0; usize::try_from(PAGE).unwrap_or(0)];
+    let (mut bytes, mut wrong_pages, mut first) = (0, 0, None);
+    let range = region.range();
+    for gpa in (range.start().0..range.end().0).step_by(page.len()) {
+        if skip(gpa) {
+            continue;
+        }
+        read(region, gpa, &mut page)?;
+        bytes += PAGE;
+        let words = (gpa..).step_by(8).zip(page.as_chunks::<8>().0);
+        let mut words = words.map(|(gpa, found)| (gpa, u64::from_le_bytes(*found), word(gpa)));
+        if let Some(wrong) = words.find(|(_, found, expected)| found != expected) {
+            wrong_pages += 1;
+            first.get_or_insert(wrong);
         }
     }
     match first {
-        None => Ok(Verified { bytes: offset }),
+        None => Ok(Verified { bytes }),
         Some((gpa, found, expected)) => Err(VerifyError::Mismatch {
             wrong_pages,
             gpa: GuestAddress(gpa),
@@ -139,62 +141,38 @@ fn verify_region(
     }
 }
 
-/// The first word of `page`, which is at `gpa`, that is wrong: (gpa, found, expected).
-fn first_wrong_word(
-    page: &[u8],
-    gpa: u64,
-    base: u64,
-    expected: Expected,
-    stride_bytes: u64,
-) -> Option<(u64, u64, u64)> {
-    // The next touched word at or after this page's start.
-    let mut touched = base + (gpa - base).next_multiple_of(stride_bytes);
-    let mut address = gpa;
-    for word in page.as_chunks::<8>().0 {
-        let content = if address == touched {
-            touched += stride_bytes;
-            expected.touched
-        } else {
-            expected.rest
-        };
-        let (found, wanted) = (u64::from_le_bytes(*word), content.word(address));
-        if found != wanted {
-            return Some((address, found, wanted));
-        }
-        address += 8;
-    }
-    None
+/// The page of the backing that has a gpa, and the offset in it.
+pub(crate) fn place(region: &Region, gpa: u64) -> (PageIndex, u64) {
+    let (offset, page) = (gpa - region.gpa().0, region.page_size().bytes());
+    (PageIndex(offset / page), offset % page)
 }
 
-fn read(region: &Region, offset: u64, bytes: &mut [u8]) -> Result<(), VerifyError> {
-    let gpa = GuestAddress(region.gpa().0 + offset);
-    let page_bytes = region.page_size().bytes();
-    let (page, within) = (PageIndex(offset / page_bytes), offset % page_bytes);
+fn read(region: &Region, gpa: u64, bytes: &mut [u8]) -> Result<(), VerifyError> {
+    let (page, offset) = place(region, gpa);
     let result = if region.service().is_some() {
-        region.read_service(page, within, bytes)
+        region.read_service(page, offset, bytes)
     } else {
-        check_present(region, offset, bytes.len())?;
-        region.read_guest(page, within, bytes)
+        check_present(region, gpa)?;
+        region.read_guest(page, offset, bytes)
     };
+    let gpa = GuestAddress(gpa);
     result.map_err(|source| VerifyError::Access { gpa, source })
 }
 
-/// Anonymous memory: `mincore` looks at the page tables, without touching anything.
-fn check_present(region: &Region, offset: u64, len: usize) -> Result<(), VerifyError> {
-    let mut present = vec![0_u8; len.div_ceil(PAGE)];
-    let start = region.guest().start().as_u64() + offset;
-    let start = usize::try_from(start).unwrap_or(usize::MAX);
-    // SAFETY: mincore requires a page-aligned start, which multiples of CHUNK in a page-aligned
-    // mapping are, and one byte of room for each page of the length; it reads no memory there.
-    let status = unsafe { libc::mincore(start as *mut libc::c_void, len, present.as_mut_ptr()) };
+/// Anonymous memory: `mincore` looks at the page tables, and touches nothing.
+fn check_present(region: &Region, gpa: u64) -> Result<(), VerifyError> {
+    let mut present = 0_u8;
+    let start = region.guest().start().as_u64() + (gpa - region.gpa().0);
+    let start = usize::try_from(start).unwrap_or(usize::MAX) as *mut libc::c_void;
+    // SAFETY: mincore requires a page-aligned start, which a multiple of 4 KiB in a page-aligned mapping
+    // is, and one byte of room for the page; it reads no memory there.
+    let status = unsafe { libc::mincore(start, 4096, &raw mut present) };
     if status != 0 {
         return Err(VerifyError::Residency(std::io::Error::last_os_error()));
     }
-    match present.iter().position(|page| page & 1 == 0) {
-        None => Ok(()),
-        Some(index) => {
-            let gpa = GuestAddress(region.gpa().0 + offset + (index * PAGE) as u64);
-            Err(VerifyError::Absent { gpa })
-        }
+    if present & 1 == 0 {
+        let gpa = GuestAddress(gpa);
+        return Err(VerifyError::Absent { gpa });
     }
+    Ok(())
 }

@@ -1,4 +1,4 @@
-//! What happens when a vCPU leaves a walk: reports are counted, faults are the caller's.
+//! The hooks of a machine's walk: they count reports, and pass faults to the caller's hooks.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -6,31 +6,24 @@ use std::time::{Duration, Instant};
 
 use crossbeam_utils::CachePadded;
 use pagetide_kvm::{Exit, FaultExit};
-use pagetide_memory::{Exclusive, PageIndex};
+use pagetide_memory::Exclusive;
 use pagetide_vmm::{Handled, HookError, Next, PoolVcpu, VcpuCounts, VcpuHooks};
 
-use crate::guest::{Field, PORT, Report};
+use crate::bare::exception;
 use crate::low_memory::LowMemory;
-use crate::outcome::FailureCause;
+use crate::payload::{PORT, Report, Word};
 use crate::window;
 
-/// What a vCPU did from the start until it was done.
+/// A vCPU's walk, from the start until it was done.
 #[derive(Clone, Debug)]
 pub(crate) struct Walked {
     pub(crate) elapsed: Duration,
     pub(crate) counts: VcpuCounts,
-    /// The touches that left the guest as faults, by their number, ascending.
+    /// The touches that exited as faults, by their numbers, ascending.
     pub(crate) faulted: Vec<u32>,
 }
 
-/// How far a vCPU is. Only its own thread uses it as long as it runs.
-#[derive(Debug)]
-struct Seat {
-    progress: Exclusive<Progress>,
-    /// Where the guest counts its touches.
-    touched: (PageIndex, u64),
-}
-
+/// A vCPU's progress, which only its thread uses while it runs.
 #[derive(Debug, Default)]
 struct Progress {
     start: Option<(Instant, VcpuCounts)>,
@@ -39,8 +32,8 @@ struct Progress {
 }
 
 impl Progress {
-    /// Notes which touch a fault belongs to: the guest has counted those before it. One touch may
-    /// fault more than once.
+    /// Records the touch that faulted: the guest has counted those before it. One touch may fault more than
+    /// once.
     fn note_touch(&mut self, touch: u64) {
         // A log has at most 2^28 entries.
         if let Ok(touch) = u32::try_from(touch)
@@ -59,13 +52,13 @@ struct Start {
     stopped: bool,
 }
 
-/// One run's hooks: all vCPUs start together, and the caller's hooks get what is not a report.
+/// The hooks of one run: all vCPUs start together, and the caller's hooks get what is not a report.
 pub(crate) struct Walk {
     caller: Arc<dyn VcpuHooks>,
     low: Arc<LowMemory>,
-    /// Of each walk.
+    /// Pages of each walk.
     pages: u64,
-    seats: Vec<CachePadded<Seat>>,
+    progress: Vec<CachePadded<Exclusive<Progress>>>,
     start: Mutex<Start>,
     changed: Condvar,
 }
@@ -74,44 +67,35 @@ impl Walk {
     pub(crate) fn new(
         caller: Arc<dyn VcpuHooks>,
         low: Arc<LowMemory>,
-        walkers: usize,
+        vcpus: usize,
         pages: u64,
     ) -> Self {
-        let seat = |vcpu| {
-            CachePadded::new(Seat {
-                progress: Exclusive::default(),
-                touched: low.place_of(vcpu, Field::Touched),
-            })
-        };
-        let seats = (0..).take(walkers).map(seat).collect();
         Self {
             caller,
             low,
             pages,
-            seats,
+            progress: (0..vcpus).map(|_| CachePadded::default()).collect(),
             start: Mutex::default(),
             changed: Condvar::new(),
         }
     }
 
-    /// What a vCPU did, if it was done; once.
+    /// A vCPU's walk, if it was done; once.
     pub(crate) fn take(&self, vcpu: u32) -> Option<Walked> {
-        self.seats
-            .get(vcpu as usize)?
-            .progress
-            .with(|progress| progress.walked.take())
+        self.with(vcpu, |progress| progress.walked.take()).flatten()
     }
 
-    fn seat(&self, vcpu: &PoolVcpu<'_>) -> Option<&Seat> {
-        self.seats.get(vcpu.id() as usize).map(|seat| &**seat)
+    fn with<R>(&self, vcpu: u32, work: impl FnOnce(&mut Progress) -> R) -> Option<R> {
+        let progress = self.progress.get(vcpu as usize)?;
+        Some(progress.with(work))
     }
 
-    /// Waits until every vCPU has come here; the last one releases all. Returns the common start,
-    /// or None if the run was stopped.
+    /// Waits until every vCPU is ready; the last one releases all. Returns the common start, or None if
+    /// the run was stopped.
     fn wait_for_start(&self) -> Option<Instant> {
-        let mut start = lock(&self.start);
+        let mut start = self.lock_start();
         start.ready += 1;
-        if start.ready == self.seats.len() && !start.stopped {
+        if start.ready == self.progress.len() && !start.stopped {
             start.released = Some(Instant::now());
             window::begin();
             self.changed.notify_all();
@@ -122,13 +106,16 @@ impl Walk {
         start.released.filter(|_| !start.stopped)
     }
 
+    fn lock_start(&self) -> MutexGuard<'_, Start> {
+        self.start.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn begin(&self, vcpu: &PoolVcpu<'_>) {
-        // With room for all of them, so that none is made while the clock runs.
+        // With room for all touches, so that nothing is allocated while the clock runs.
         let faulted = Vec::with_capacity(usize::try_from(self.pages).unwrap_or(0));
-        // None: the pool is stopped, and sees to it that the guest is not entered again.
-        let start = self.wait_for_start();
-        if let (Some(seat), Some(start)) = (self.seat(vcpu), start) {
-            seat.progress.with(|progress| {
+        // None: the pool is stopped, and does not enter the guest again.
+        if let Some(start) = self.wait_for_start() {
+            self.with(vcpu.id(), |progress| {
                 progress.faulted = faulted;
                 progress.start = Some((start, vcpu.counts()));
             });
@@ -137,35 +124,18 @@ impl Walk {
 
     /// Whether the vCPU had begun.
     fn end(&self, vcpu: &PoolVcpu<'_>) -> bool {
-        let end = |progress: &mut Progress| {
-            let Some((start, before)) = progress.start else {
-                return false;
-            };
+        let ended = self.with(vcpu.id(), |progress| {
+            let (start, before) = progress.start?;
             window::end();
             progress.walked = Some(Walked {
                 elapsed: start.elapsed(),
                 counts: vcpu.counts().since(before),
                 faulted: std::mem::take(&mut progress.faulted),
             });
-            true
-        };
-        self.seat(vcpu).is_some_and(|seat| seat.progress.with(end))
+            Some(())
+        });
+        ended.flatten().is_some()
     }
-
-    fn exception(&self, vcpu: u32) -> Result<FailureCause, FailureCause> {
-        let field = |field| self.low.field(vcpu, field);
-        Ok(FailureCause::Exception {
-            vcpu,
-            vector: field(Field::ExceptionVector)?,
-            error_code: field(Field::ExceptionErrorCode)?,
-            rip: field(Field::ExceptionRip)?,
-            cr2: field(Field::ExceptionCr2)?,
-        })
-    }
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl VcpuHooks for Walk {
@@ -174,11 +144,9 @@ impl VcpuHooks for Walk {
     }
 
     fn on_fault(&self, vcpu: &mut PoolVcpu<'_>, fault: FaultExit) -> Result<Handled, HookError> {
-        if let Some(seat) = self.seat(vcpu)
-            && let Some(touched) = self.low.word_at(seat.touched)
-        {
+        if let Some(touched) = self.low.atomic(vcpu.id(), Word::Steps) {
             let touch = touched.load(Ordering::Relaxed);
-            seat.progress.with(|progress| progress.note_touch(touch));
+            self.with(vcpu.id(), |progress| progress.note_touch(touch));
         }
         self.caller.on_fault(vcpu, fault)
     }
@@ -191,23 +159,21 @@ impl VcpuHooks for Walk {
         let Exit::IoOut { port: PORT, data } = exit else {
             return self.caller.on_exit(vcpu, exit);
         };
-        let began = self
-            .seat(vcpu)
-            .is_some_and(|seat| seat.progress.with(|progress| progress.start.is_some()));
+        let began = self.with(vcpu.id(), |progress| progress.start.is_some());
         match Report::decode(data) {
-            Some(Report::Ready) if !began => {
+            Some(Report::Ready) if began == Some(false) => {
                 self.begin(vcpu);
                 Ok(Next::Enter)
             }
             Some(Report::Done) if self.end(vcpu) => Ok(Next::Leave),
             Some(Report::Step) => self.caller.on_exit(vcpu, exit),
-            Some(Report::Exception) => Err(self.exception(vcpu.id())?.into()),
+            Some(Report::Exception) => Err(exception(&self.low, vcpu.id()).into()),
             _ => Ok(Next::Unexpected),
         }
     }
 
     fn on_stop(&self) {
-        lock(&self.start).stopped = true;
+        self.lock_start().stopped = true;
         self.changed.notify_all();
         self.caller.on_stop();
     }
@@ -218,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_touch_that_faults_twice_is_noted_once() {
+    fn a_touch_that_faults_twice_is_recorded_once() {
         let mut progress = Progress::default();
         progress.note_touch(5);
         assert!(progress.faulted.is_empty(), "before the start");

@@ -1,11 +1,11 @@
-//! Marks the measured time for whoever looks at the processor from outside.
+//! Marks the measured time for a profiler outside of the VM.
 //!
-//! `cargo xtask profile` counts a software CPU's instructions, and must count those that the clock
-//! measures and no others: not boot, not the memory's reset, not the check of its content. It
-//! recognises two instructions that change nothing and that no compiler emits. They are executed where
-//! the clock is read; without somebody who looks they cost one instruction each.
+//! `cargo xtask profile` counts a software CPU's instructions, and must count those that the clock measures
+//! and no others: not the boot, the memory's reset or the verification. It recognises two instructions that
+//! change nothing and that no compiler emits, executed where the clock is read. They cost one instruction
+//! each.
 
-/// Right behind the clock's start.
+/// Right after the clock starts.
 #[inline]
 pub(crate) fn begin() {
     #[cfg(target_arch = "x86_64")]
@@ -15,7 +15,7 @@ pub(crate) fn begin() {
     }
 }
 
-/// Right before the clock's end; of several vCPUs' the last one counts.
+/// Right before the clock ends; of several vCPUs' the last one counts.
 #[inline]
 pub(crate) fn end() {
     #[cfg(target_arch = "x86_64")]

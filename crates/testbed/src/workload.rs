@@ -18,7 +18,7 @@ pub enum Touch {
     ReadZero,
     /// Writes [`pattern::word`](crate::pattern::word) to the page's first 8 bytes.
     Write(Seed),
-    /// Touches nothing and never ends, until it is kicked: for tests of kicks and watch-dogs.
+    /// Touches nothing, and does not end until it is kicked: for tests of kicks and watchdogs.
     Spin,
 }
 
@@ -29,11 +29,11 @@ pub struct Workload {
     pub touch: Touch,
     /// In which order.
     pub order: Order,
-    /// Where all vCPUs walk instead of in the data region, for tests of what happens where there
-    /// is no memory (MMIO) or no page table entry (an exception).
+    /// Where all vCPUs walk instead of in the data region: for tests of addresses without memory (MMIO)
+    /// or without a page table entry (an exception).
     pub elsewhere: Option<GuestAddress>,
-    /// Only the first vCPU walks, and it walks all of the data region; the machine must have been
-    /// made for that ([`MachineConfig::alone`](crate::MachineConfig::alone)).
+    /// Only the first vCPU walks, and it walks all of the data region; needs a machine with
+    /// [`MachineConfig::alone`](crate::MachineConfig::alone).
     pub alone: bool,
 }
 
@@ -49,7 +49,7 @@ impl Workload {
         }
     }
 
-    /// The same walk by the first vCPU, over everything.
+    /// The same walk by the first vCPU, over all of the data region.
     #[must_use]
     pub const fn alone(self) -> Self {
         Self {

@@ -1,4 +1,4 @@
-//! The state in which vCPUs enter the guest: long mode, flat segments, interrupts off.
+//! The state in which vCPUs enter a payload: 64-bit mode, flat segments, interrupts off.
 
 use kvm_bindings::{
     KVM_MP_STATE_RUNNABLE, Msrs, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_vcpu_events,
@@ -8,19 +8,25 @@ use pagetide_vmm::SetupError;
 use pagetide_vmm::x86_64::{CODE_DESCRIPTOR, DATA_DESCRIPTOR, LongMode};
 
 use crate::error::MachineError;
-use crate::guest;
-use crate::layout::{CODE, GDT, IDT, Layout, TABLES};
+use crate::layout::{CODE, GDT, IDT, Layout, PAYLOAD, TABLES};
+use crate::low_memory::LowMemory;
+use crate::payload::workload;
+
+/// Where the workload is entered.
+pub(crate) const WORKLOAD: u64 = CODE;
 
 const CODE_SELECTOR: u16 = 0x08;
 const DATA_SELECTOR: u16 = 0x10;
+const VECTORS: u16 = 32;
 
-/// The GDT and the IDT, as (gpa, content) to be written to low memory.
-pub(crate) fn descriptor_tables() -> [(u64, Vec<u64>); 2] {
-    let gdt = vec![0, CODE_DESCRIPTOR, DATA_DESCRIPTOR];
-    let idt = (0..32)
-        .flat_map(|vector| interrupt_gate(CODE + guest::vectors_offset() + vector * 16))
-        .collect();
-    [(GDT, gdt), (IDT, idt)]
+/// Copies the workload with its exception handlers, a payload, and the descriptor tables to low memory.
+pub(crate) fn write_code(low: &LowMemory, payload: &[u8]) -> Result<(), MachineError> {
+    low.write(CODE, workload::code())?;
+    low.write(PAYLOAD, payload)?;
+    low.write_words(GDT, &[0, CODE_DESCRIPTOR, DATA_DESCRIPTOR])?;
+    let stubs = CODE + workload::vectors();
+    let gates = (0..VECTORS).flat_map(|vector| interrupt_gate(stubs + u64::from(vector) * 16));
+    low.write_words(IDT, &gates.collect::<Vec<_>>())
 }
 
 /// A present 64-bit interrupt gate to `handler`.
@@ -33,52 +39,50 @@ fn interrupt_gate(handler: u64) -> [u64; 2] {
     [low, handler >> 32]
 }
 
-/// Puts a vCPU at the start of the workload.
-pub(crate) fn reset(vcpu: &Vcpu, layout: &Layout) -> Result<(), MachineError> {
+/// Puts a vCPU at the start of the code at `rip`.
+pub(crate) fn reset(vcpu: &Vcpu, layout: &Layout, rip: u64) -> Result<(), MachineError> {
     let id = vcpu.id();
-    let fd = vcpu.fd();
     let mode = LongMode {
         code: CODE_SELECTOR,
         data: DATA_SELECTOR,
         gdt: GDT,
         gdt_entries: 3,
         idt: IDT,
-        idt_entries: 32,
+        idt_entries: VECTORS,
         tables: TABLES,
     };
     let regs = kvm_regs {
-        rip: CODE,
+        rip,
         rsp: layout.stack_end(id.into()),
         rdi: layout.params(id.into()),
         ..kvm_regs::default()
     };
     mode.enter(vcpu, regs)?;
-    // Whatever a failed run left pending.
-    fd.set_vcpu_events(&kvm_vcpu_events::default())
+    // A failed run may have left events pending.
+    vcpu.fd()
+        .set_vcpu_events(&kvm_vcpu_events::default())
         .map_err(SetupError::on_vcpu(id, "KVM_SET_VCPU_EVENTS"))?;
     // With an in-kernel interrupt controller all but vCPU 0 would wait for a start-up IPI.
-    fd.set_mp_state(kvm_mp_state {
+    let runnable = kvm_mp_state {
         mp_state: KVM_MP_STATE_RUNNABLE,
-    })
-    .map_err(SetupError::on_vcpu(id, "KVM_SET_MP_STATE"))?;
-    Ok(())
+    };
+    let set = vcpu.fd().set_mp_state(runnable);
+    Ok(set.map_err(SetupError::on_vcpu(id, "KVM_SET_MP_STATE"))?)
 }
 
-/// Lets a vCPU that was [`reset`] enter at another address.
+/// Continues a vCPU at another address.
 pub(crate) fn enter_at(vcpu: &Vcpu, rip: u64) -> Result<(), MachineError> {
     let id = vcpu.id();
-    let mut regs = vcpu
+    let regs = vcpu
         .regs()
         .map_err(SetupError::on_vcpu(id, "KVM_GET_REGS"))?;
-    regs.rip = rip;
-    vcpu.set_regs(&regs)
-        .map_err(SetupError::on_vcpu(id, "KVM_SET_REGS"))?;
-    Ok(())
+    let set = vcpu.set_regs(&kvm_regs { rip, ..regs });
+    Ok(set.map_err(SetupError::on_vcpu(id, "KVM_SET_REGS"))?)
 }
 
-/// Has KVM write the time stolen from a vCPU to `gpa`, a multiple of 64 (MSR_KVM_STEAL_TIME, as
-/// the guest itself would); false if this KVM does not.
-pub(crate) fn tell_steal_time(vcpu: &Vcpu, gpa: u64) -> Result<bool, MachineError> {
+/// Enables KVM's steal time structure of a vCPU at `gpa`, a multiple of 64 (MSR_KVM_STEAL_TIME, as the
+/// guest itself would); false if this KVM has none.
+pub(crate) fn enable_steal_time(vcpu: &Vcpu, gpa: u64) -> Result<bool, MachineError> {
     const MSR_KVM_STEAL_TIME: u32 = 0x4b56_4d03;
     const ENABLED: u64 = 1;
     let entry = kvm_msr_entry {
@@ -89,18 +93,15 @@ pub(crate) fn tell_steal_time(vcpu: &Vcpu, gpa: u64) -> Result<bool, MachineErro
     let Ok(msrs) = Msrs::from_entries(&[entry]) else {
         return Ok(false);
     };
-    let set = vcpu
-        .set_msrs(&msrs)
-        .map_err(SetupError::on_vcpu(vcpu.id(), "KVM_SET_MSRS"))?;
+    let set = vcpu.set_msrs(&msrs);
+    let set = set.map_err(SetupError::on_vcpu(vcpu.id(), "KVM_SET_MSRS"))?;
     Ok(set == 1)
 }
 
 /// The frequency of the guest's time stamp counter, in kHz.
 pub(crate) fn tsc_khz(vcpu: &Vcpu) -> Result<u32, MachineError> {
-    Ok(vcpu
-        .fd()
-        .get_tsc_khz()
-        .map_err(SetupError::on_vcpu(vcpu.id(), "KVM_GET_TSC_KHZ"))?)
+    let khz = vcpu.fd().get_tsc_khz();
+    Ok(khz.map_err(SetupError::on_vcpu(vcpu.id(), "KVM_GET_TSC_KHZ"))?)
 }
 
 /// The instruction pointer, and the address of the page that the workload touches or touched last

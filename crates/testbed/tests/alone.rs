@@ -1,4 +1,4 @@
-//! One vCPU walks everything, and what KVM counts meanwhile.
+//! One vCPU walks all of memory, and KVM counts its stage-2 faults.
 
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use pagetide_kvm::{PopulationError, PopulatorMethod};
 use pagetide_testbed::{
-    Content, Expected, FailureCause, Machine, MachineConfig, MachineError, Order, Touch, Workload,
+    Content, Expected, GuestError, Machine, MachineConfig, MachineError, Order, Touch, Workload,
 };
 use pagetide_vmm::NoFaults;
 use support::{SEED, chain, fill, machine};
@@ -45,7 +45,7 @@ fn read(machine: &mut Machine, alone: bool) {
 }
 
 #[test]
-fn one_vcpu_walks_everything_and_then_all_do() {
+fn one_vcpu_walks_all_memory_and_then_all_vcpus_do() {
     let Some(mut machine) = filled() else { return };
     for alone in [true, false, true] {
         read(&mut machine, alone);
@@ -56,7 +56,7 @@ fn one_vcpu_walks_everything_and_then_all_do() {
 }
 
 #[test]
-fn a_machine_without_room_for_it_refuses() {
+fn a_machine_without_room_for_the_log_refuses() {
     let Some(mut machine) = machine(config(false)) else {
         return;
     };
@@ -67,14 +67,14 @@ fn a_machine_without_room_for_it_refuses() {
     assert!(
         matches!(
             *failure.cause,
-            FailureCause::Machine(MachineError::NoRoomAlone)
+            GuestError::Machine(MachineError::NoRoomAlone)
         ),
         "{failure}"
     );
 }
 
 #[test]
-fn population_leaves_vcpus_nothing_to_fault_on() {
+fn populated_memory_costs_no_stage_2_fault() {
     let Some(mut machine) = filled() else { return };
     let populator = machine.populator().method(PopulatorMethod::Populate);
     match populator.run(|_| ControlFlow::Continue(())) {

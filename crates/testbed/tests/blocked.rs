@@ -1,5 +1,5 @@
-//! vCPUs that wait inside KVM for a userfaultfd nobody serves: they can be stopped, and the page
-//! that they wait for is named. No guest ever reads zeroes instead.
+//! vCPUs that wait in KVM for a userfaultfd that no thread serves: they can be stopped, and the failure names the
+//! page. No guest reads zeroes instead.
 
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use pagetide_memory::{Backing, GuestAddress};
 use pagetide_testbed::{
-    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, Order, Touch, VerifyError,
+    Content, DATA_GPA, Expected, GuestError, Machine, MachineConfig, Order, Touch, VerifyError,
     Workload,
 };
 use pagetide_uapi::userfaultfd::{Features, Mode, UserRange, Userfaultfd};
@@ -45,7 +45,7 @@ fn registered(config: MachineConfig) -> Option<(Machine, Userfaultfd)> {
 }
 
 #[test]
-fn a_stalled_run_names_the_page_and_leaves_nobody_behind() {
+fn a_stalled_run_names_the_page_and_leaves_no_thread() {
     for backing in [Backing::Anonymous, Backing::Shmem] {
         let stall_timeout = Duration::from_millis(500);
         let config = MachineConfig {
@@ -58,9 +58,9 @@ fn a_stalled_run_names_the_page_and_leaves_nobody_behind() {
         };
         let failure = machine
             .run(&READ, Arc::new(NoFaults))
-            .expect_err("nobody serves");
+            .expect_err("no thread serves the userfaultfd");
         assert!(
-            matches!(*failure.cause, FailureCause::Stalled { .. }),
+            matches!(*failure.cause, GuestError::Stalled { .. }),
             "{failure}"
         );
         if deaf_to_signals(&failure) {
@@ -84,8 +84,8 @@ fn a_stalled_run_names_the_page_and_leaves_nobody_behind() {
             assert!(matches!(error, VerifyError::Absent { .. }), "{error}");
         }
         drop(uffd);
-        fill(machine.data(), SEED).expect("nothing is registered any more");
-        // A machine of its own: a loaded host may well stand still for half a second.
+        fill(machine.data(), SEED).expect("the memory is not registered any more");
+        // Another machine, with a longer timeout: a loaded host may stand still for half a second.
         let config = MachineConfig {
             backing,
             ..MachineConfig::new(2, MIB)
@@ -110,10 +110,10 @@ fn a_waiting_run_can_be_stopped_from_outside() {
         });
         let failure = machine
             .run(&READ, Arc::new(NoFaults))
-            .expect_err("nobody serves");
+            .expect_err("no thread serves the userfaultfd");
         outside.join().expect("no panic");
         assert!(
-            matches!(*failure.cause, FailureCause::Vcpus(PoolFailure::Stopped(_))),
+            matches!(*failure.cause, GuestError::Vcpus(PoolFailure::Stopped(_))),
             "{failure}"
         );
         if deaf_to_signals(&failure) {

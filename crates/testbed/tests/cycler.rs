@@ -10,12 +10,13 @@ use std::time::Duration;
 
 use pagetide_kvm::OpenError as KvmError;
 use pagetide_memory::{Backing, GuestAddress, PageIndex, Region};
-use pagetide_testbed::{Cycler, CyclerConfig, DATA_GPA, EndlessError, MachineError};
+use pagetide_testbed::{Cycler, CyclerConfig, DATA_GPA, GuestError, MachineError};
+use pagetide_vmm::SetupError;
 use support::chain;
 
 const BYTES: u64 = 256 << 10;
 
-/// None, and a word why, where there is no KVM.
+/// None, with the reason printed, where there is no KVM.
 fn cycler(vcpus: u32) -> Option<(Arc<Cycler>, Arc<Region>)> {
     let data = Region::new(GuestAddress(DATA_GPA), BYTES, Backing::Shmem).expect("256 KiB");
     let data = Arc::new(data);
@@ -25,7 +26,11 @@ fn cycler(vcpus: u32) -> Option<(Arc<Cycler>, Arc<Region>)> {
     };
     match Cycler::new(config, Arc::clone(&data)) {
         Ok(cycler) => Some((Arc::new(cycler), data)),
-        Err(error @ MachineError::Kvm(KvmError::Missing(_) | KvmError::Permission(_))) => {
+        Err(
+            error @ MachineError::Setup(SetupError::Kvm(
+                KvmError::Missing(_) | KvmError::Permission(_),
+            )),
+        ) => {
             println!("SKIP: {}", chain(&error));
             None
         }
@@ -41,8 +46,11 @@ fn all_memory_is_written_again_and_again() {
         };
         let cycling = cycler.start().expect("they start");
         let before = cycler.words().expect("words");
-        assert!(before >= BYTES / 8, "everybody has been round: {before}");
-        cycler.await_round().expect("they go on");
+        assert!(
+            before >= BYTES / 8,
+            "each vCPU has completed a round: {before}"
+        );
+        cycler.await_round().expect("they continue");
         assert!(cycler.words().expect("words") >= before + BYTES / 8);
         assert_eq!(cycler.lost_bytes().expect("marks"), 0);
         cycling
@@ -59,9 +67,9 @@ fn a_word_that_changes_is_found_by_the_guest() {
     let cycling = cycler.start().expect("they start");
     data.write_service(PageIndex(43), 16, &7u64.to_le_bytes())
         .expect("in memory");
-    cycler.await_round().expect("they go on");
+    cycler.await_round().expect("they continue");
     match cycling.end(&|_| false) {
-        Err(EndlessError::WrongWord { gpa, found: 7, .. }) => {
+        Err(GuestError::WrongWord { gpa, found: 7, .. }) => {
             assert_eq!(gpa, GuestAddress(DATA_GPA + 43 * 4096 + 16));
         }
         other => unreachable!("{other:?}"),

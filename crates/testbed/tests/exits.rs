@@ -1,4 +1,4 @@
-//! Absent memory leaves the guest, and the vCPU's own thread makes it present.
+//! A vCPU exits for absent memory, and its thread makes the memory present.
 
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use pagetide_kvm::{Access, Exit, FaultExit, SlotError, SlotFlags};
 use pagetide_memory::{Backing, FaultInAccess, GuestRange, PageIndex, PageRange, Region};
 use pagetide_testbed::{
-    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, Order, RunOutcome, Seed,
+    Content, DATA_GPA, Expected, GuestError, Machine, MachineConfig, Order, RunOutcome, Seed,
     Touch, Workload,
 };
 use pagetide_vmm::{Handled, HookError, NoFaults, PoolFailure, PoolVcpu, VcpuHooks};
@@ -65,14 +65,13 @@ fn exiting_machine(config: MachineConfig) -> Option<Machine> {
     Some(machine)
 }
 
-/// Makes the page of each fault present, and the pages around it that share its multiple of
-/// `window` pages.
+/// Hooks that make the page of each fault present, and the aligned window of `window` pages around it.
 struct Populate {
     region: Arc<Region>,
     access: FaultInAccess,
     window: u64,
     pre_fault: bool,
-    /// After so many faults, everything is taken away again while the guest runs; 0 for never.
+    /// After so many faults all pages are unmapped again while the guest runs; 0 for never.
     zap_every: u64,
     reads: AtomicU64,
     writes: AtomicU64,
@@ -183,7 +182,7 @@ fn every_page_faults_once_and_is_resolved_by_the_vcpu() {
 }
 
 #[test]
-fn neighbours_that_came_along_do_not_exit() {
+fn pages_made_present_with_a_neighbour_do_not_exit() {
     let Some(mut machine) = exiting_machine(MachineConfig::new(2, MIB)) else {
         return;
     };
@@ -213,7 +212,7 @@ fn neighbours_that_came_along_do_not_exit() {
 }
 
 #[test]
-fn reading_what_is_present_read_only_is_no_exit_and_writing_it_is() {
+fn pages_present_read_only_exit_for_writes_and_not_for_reads() {
     let config = MachineConfig {
         backing: Backing::Anonymous,
         ..MachineConfig::new(1, MIB)
@@ -224,7 +223,7 @@ fn reading_what_is_present_read_only_is_no_exit_and_writing_it_is() {
     if !exits(&machine) {
         return;
     }
-    // The page of zeroes, mapped read-only 256 times, before the guest looks.
+    // The page of zeroes, mapped read-only 256 times, before the guest runs.
     let pages = machine.data().all_pages();
     machine
         .data()
@@ -248,7 +247,7 @@ fn reading_what_is_present_read_only_is_no_exit_and_writing_it_is() {
 }
 
 #[test]
-fn pages_that_vanish_under_the_guest_come_back() {
+fn pages_unmapped_under_the_guest_are_made_present_again() {
     let config = MachineConfig {
         overlap: true,
         ..MachineConfig::new(2, 2 * MIB)
@@ -271,14 +270,14 @@ fn pages_that_vanish_under_the_guest_come_back() {
         );
         faults += handler.faults();
     }
-    assert!(faults > 1024, "{faults} faults: nothing vanished");
+    assert!(faults > 1024, "{faults} faults: no page was unmapped");
     machine
         .verify(Expected::all(Content::Pattern(SEED)))
         .expect("content stayed");
 }
 
 #[test]
-fn the_flag_can_be_toggled_on_a_live_slot() {
+fn the_slots_flag_can_change_between_runs() {
     let config = MachineConfig {
         overlap: true,
         ..MachineConfig::new(2, 2 * MIB)
@@ -304,7 +303,7 @@ fn the_flag_can_be_toggled_on_a_live_slot() {
     }
 }
 
-/// Fails after some faults, while others wait for ever.
+/// Hooks that fail after some faults, while other vCPUs wait until they are stopped.
 struct Failing {
     good: Populate,
     waiting: (Mutex<bool>, Condvar),
@@ -352,8 +351,8 @@ fn a_handlers_error_ends_the_run_with_its_cause() {
     });
     let failure = machine
         .run(&READ, Arc::<Failing>::clone(&handler))
-        .expect_err("a page lacks");
-    let FailureCause::Vcpus(PoolFailure::Hook {
+        .expect_err("a page is missing");
+    let GuestError::Vcpus(PoolFailure::Hook {
         vcpu: 0,
         exit: Some(Exit::Fault(fault)),
         rip: Some(_),
@@ -400,7 +399,7 @@ fn a_panic_in_the_handler_ends_the_run_with_its_message() {
     let failure = machine
         .run(&READ, Arc::new(Panicking))
         .expect_err("it panics");
-    let FailureCause::Vcpus(PoolFailure::Panicked { message, .. }) = &*failure.cause else {
+    let GuestError::Vcpus(PoolFailure::Panicked { message, .. }) = &*failure.cause else {
         panic!("{failure}")
     };
     assert_eq!(message, "out of ideas");

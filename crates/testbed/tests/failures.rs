@@ -1,4 +1,4 @@
-//! Whatever goes wrong ends the run with its cause, and the machine can be run again.
+//! A failure ends the run with its cause, and the machine can be run again.
 
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
@@ -11,10 +11,9 @@ use std::time::{Duration, Instant};
 use pagetide_kvm::Exit;
 use pagetide_memory::GuestAddress;
 use pagetide_testbed::{
-    ConfigError, DATA_GPA, FailureCause, Machine, MachineConfig, MachineError, Order, Touch,
-    Workload,
+    ConfigError, DATA_GPA, GuestError, Machine, MachineConfig, MachineError, Order, Touch, Workload,
 };
-use pagetide_vmm::{NoFaults, PoolFailure};
+use pagetide_vmm::{NoFaults, PoolFailure, SizeError};
 use support::{SEED, chain, fill, machine};
 
 const MIB: u64 = 1 << 20;
@@ -45,7 +44,7 @@ fn a_guest_that_spins_is_stopped_from_outside() {
             .expect_err("spinning never ends");
         outside.join().expect("no panic");
         assert!(
-            matches!(*failure.cause, FailureCause::Vcpus(PoolFailure::Stopped(_))),
+            matches!(*failure.cause, GuestError::Vcpus(PoolFailure::Stopped(_))),
             "{failure}"
         );
         assert!(
@@ -73,14 +72,14 @@ fn a_stop_before_the_run_ends_it_at_once() {
         .run(&SPIN, Arc::new(NoFaults))
         .expect_err("stopped before");
     assert!(
-        matches!(*failure.cause, FailureCause::Vcpus(PoolFailure::Stopped(_))),
+        matches!(*failure.cause, GuestError::Vcpus(PoolFailure::Stopped(_))),
         "{failure}"
     );
     reads_well(&mut machine);
 }
 
 #[test]
-fn a_run_without_progress_is_ended_with_the_registers() {
+fn a_run_without_progress_ends_with_the_registers() {
     let stall_timeout = Duration::from_millis(400);
     let config = MachineConfig {
         stall_timeout,
@@ -94,7 +93,7 @@ fn a_run_without_progress_is_ended_with_the_registers() {
         .run(&SPIN, Arc::new(NoFaults))
         .expect_err("spinning never ends");
     assert!(
-        matches!(*failure.cause, FailureCause::Stalled { .. }),
+        matches!(*failure.cause, GuestError::Stalled { .. }),
         "{failure}"
     );
     assert!(started.elapsed() >= stall_timeout);
@@ -104,7 +103,7 @@ fn a_run_without_progress_is_ended_with_the_registers() {
         assert!((0x1000..0x5000).contains(&rip), "{state}");
         assert_eq!((state.touched, state.pages, state.done), (0, 256, false));
     }
-    // A machine of its own: a loaded host may well stand still for 400 ms.
+    // Another machine, with a longer timeout: a loaded host may stand still for 400 ms.
     let config = MachineConfig::new(2, MIB);
     reads_well(&mut Machine::with_region(config, Arc::clone(machine.data())).expect("another"));
 }
@@ -114,7 +113,7 @@ fn an_exception_in_the_guest_is_named() {
     let Some(mut machine) = machine(MachineConfig::new(2, MIB)) else {
         return;
     };
-    // Identity mapping ends with the gigabyte of the data.
+    // The identity mapping ends with the gigabyte of the data.
     let workload = Workload {
         elsewhere: Some(GuestAddress(0x20_0000_0000)),
         ..READ
@@ -122,7 +121,7 @@ fn an_exception_in_the_guest_is_named() {
     let failure = machine
         .run(&workload, Arc::new(NoFaults))
         .expect_err("not mapped");
-    let FailureCause::Exception {
+    let GuestError::Exception {
         vector, cr2, rip, ..
     } = *failure.cause
     else {
@@ -150,7 +149,7 @@ fn an_access_outside_all_memory_is_named() {
     assert!(
         matches!(
             *failure.cause,
-            FailureCause::Vcpus(PoolFailure::UnexpectedExit {
+            GuestError::Vcpus(PoolFailure::UnexpectedExit {
                 exit: Exit::Mmio { gpa, write: false, .. }, ..
             })
                 if gpa == outside
@@ -168,14 +167,17 @@ fn impossible_machines_are_refused() {
     let refused = |config| Machine::new(config).expect_err("impossible");
     let error = refused(MachineConfig::new(0, MIB));
     assert!(
-        matches!(error, MachineError::Config(ConfigError::NoVcpus)),
+        matches!(
+            error,
+            MachineError::Config(ConfigError::Size(SizeError::NoVcpus))
+        ),
         "{error}"
     );
     let error = refused(MachineConfig::new(1 << 20, 4096));
     assert!(
         matches!(
             error,
-            MachineError::Config(ConfigError::TooManyVcpus { .. })
+            MachineError::Config(ConfigError::Size(SizeError::TooManyVcpus { .. }))
         ),
         "{error}"
     );
@@ -183,7 +185,7 @@ fn impossible_machines_are_refused() {
     assert!(
         matches!(
             error,
-            MachineError::Config(ConfigError::TooMuchMemory { .. })
+            MachineError::Config(ConfigError::Size(SizeError::TooMuchMemory { .. }))
         ),
         "{error}"
     );

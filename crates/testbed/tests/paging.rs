@@ -1,4 +1,4 @@
-//! A pager brings a guest's memory in: both deliveries, both modes, and whatever its source says.
+//! A pager installs a guest's memory: both deliveries, both modes, and a source that fails.
 
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
@@ -14,7 +14,7 @@ use pagetide_pager::{
     Readers, RegionConfig, SourceError, UffdLayout,
 };
 use pagetide_testbed::{
-    Content, Expected, FailureCause, Machine, MachineConfig, Order, RunFailure, RunOutcome, Touch,
+    Content, Expected, GuestError, Machine, MachineConfig, Order, RunFailure, RunOutcome, Touch,
     Workload, pattern,
 };
 use pagetide_vmm::{Paging, PoolFailure, stop_when_in_trouble};
@@ -54,7 +54,7 @@ fn local(source: impl LocalSource + 'static) -> Contents {
     Contents::Local(Arc::new(source))
 }
 
-/// A run with everything that a pager needs around it.
+/// A pager and its readers, for one run.
 struct Rig {
     pager: Arc<Pager>,
     readers: Readers,
@@ -141,7 +141,7 @@ fn every_delivery_mode_and_backing_brings_the_right_content() {
 }
 
 #[test]
-fn one_machine_runs_again_and_again_over_its_page_cache() {
+fn one_machine_runs_many_times_over_its_page_cache() {
     let config = MachineConfig {
         overlap: true,
         ..MachineConfig::new(4, MIB)
@@ -166,7 +166,7 @@ fn one_machine_runs_again_and_again_over_its_page_cache() {
     }
 }
 
-/// Gives pages until one that it has not got.
+/// A source that lacks one page.
 struct Failing(GuestAddress);
 
 impl LocalSource for Failing {
@@ -197,7 +197,7 @@ fn a_source_that_fails_stops_every_vcpu_and_is_the_cause() {
         };
         let failure = rig
             .run(&mut machine, &RANDOM)
-            .expect_err("page 100 is not to be had");
+            .expect_err("page 100 is missing");
         assert!(
             chain(&failure).ends_with("the snapshot file is gone"),
             "{}",
@@ -205,7 +205,7 @@ fn a_source_that_fails_stops_every_vcpu_and_is_the_cause() {
         );
         match delivery {
             Delivery::Exit => {
-                let FailureCause::Vcpus(PoolFailure::Hook {
+                let GuestError::Vcpus(PoolFailure::Hook {
                     vcpu: 0,
                     exit: Some(Exit::Fault(fault)),
                     ..
@@ -220,7 +220,7 @@ fn a_source_that_fails_stops_every_vcpu_and_is_the_cause() {
             }
             Delivery::Uffd => {
                 assert!(
-                    matches!(*failure.cause, FailureCause::Vcpus(PoolFailure::Stopped(_))),
+                    matches!(*failure.cause, GuestError::Vcpus(PoolFailure::Stopped(_))),
                     "{failure}"
                 );
             }

@@ -368,7 +368,7 @@ fn pages_that_become_present_while_the_guest_runs_cost_no_stage_2_fault() {
                 accesses.to_present + accesses.to_others,
                 machine.data().pages()
             );
-            assert!(accesses.to_present >= 500, "prefetch did little");
+            assert!(accesses.to_present >= 100, "prefetch did little");
             assert_eq!(accesses.faults_on_present, 0);
         }
     }
@@ -398,7 +398,7 @@ fn few_accesses_come_between_installation_and_population() {
             "{order:?}: {delivered} pages delivered, {exits} exits, \
              {between} stage-2 faults on installed pages that were not populated yet"
         );
-        assert!(delivered >= 500, "prefetch did little: {delivered}");
+        assert!(delivered >= 100, "prefetch did little: {delivered}");
         // Up to a batch each time that the host turns away from prefetch in between. Where turns follow
         // no clock (function timing) 15 % has been seen; without population it is all of them.
         assert!(between < delivered / 2, "{between} of {delivered}");

@@ -1,4 +1,4 @@
-//! A guest touches every page once, and wrong content never goes unnoticed.
+//! A guest touches every page once, and wrong content is always found.
 
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use pagetide_memory::{Backing, GuestAddress, PageIndex};
 use pagetide_testbed::{
-    Content, DATA_GPA, Expected, FailureCause, Machine, MachineConfig, Order, RunOutcome, Seed,
+    Content, DATA_GPA, Expected, GuestError, Machine, MachineConfig, Order, RunOutcome, Seed,
     Touch, VerifyError, Workload, pattern,
 };
 use pagetide_vmm::NoFaults;
@@ -65,7 +65,7 @@ fn every_backing_is_read_and_verified() {
 }
 
 #[test]
-fn writes_arrive_and_touch_nothing_else() {
+fn writes_change_the_touched_words_only() {
     let Some(mut machine) = machine(MachineConfig::new(3, MIB)) else {
         return;
     };
@@ -114,7 +114,7 @@ fn a_wrong_page_is_reported_with_its_gpa_by_guest_and_host() {
         let failure = machine
             .run(&workload, Arc::new(NoFaults))
             .expect_err("a page is wrong");
-        let FailureCause::Mismatch {
+        let GuestError::WrongWord {
             vcpu,
             count,
             gpa: bad,
@@ -141,7 +141,7 @@ fn a_wrong_page_is_reported_with_its_gpa_by_guest_and_host() {
     };
     assert_eq!((wrong_pages, bad), (1, gpa));
 
-    // A single wrong byte at the page's end is beyond the guest's look, not beyond the host's.
+    // The guest does not read the page's end, and the host does.
     fill(machine.data(), SEED).expect("the data region is there");
     machine
         .data()
@@ -158,7 +158,7 @@ fn a_wrong_page_is_reported_with_its_gpa_by_guest_and_host() {
 }
 
 #[test]
-fn zeroes_are_zeroes_and_never_a_pattern() {
+fn a_guest_that_expects_a_pattern_refuses_zeroes() {
     let Some(mut machine) = machine(MachineConfig::new(1, MIB)) else {
         return;
     };
@@ -169,11 +169,11 @@ fn zeroes_are_zeroes_and_never_a_pattern() {
     let workload = Workload::new(Touch::ReadPattern(SEED), Order::Sequential);
     let failure = machine
         .run(&workload, Arc::new(NoFaults))
-        .expect_err("nobody filled it");
+        .expect_err("it was not filled");
     assert!(
         matches!(
             *failure.cause,
-            FailureCause::Mismatch {
+            GuestError::WrongWord {
                 count: 256,
                 found: 0,
                 ..
@@ -196,7 +196,7 @@ fn overlapping_vcpus_walk_all_of_the_memory() {
         };
         fill(machine.data(), SEED).expect("the data region is there");
         for seed in 0..3 {
-            // New page table entries for everybody to race for.
+            // New page table entries, for which the vCPUs race.
             let pages = machine.data().all_pages();
             machine
                 .data()
@@ -230,7 +230,7 @@ fn strides_touch_parts_of_large_pages() {
 }
 
 #[test]
-fn absent_anonymous_pages_are_named_not_waited_for() {
+fn absent_anonymous_pages_are_an_error_of_verification() {
     let config = MachineConfig {
         backing: Backing::Anonymous,
         ..MachineConfig::new(1, MIB)

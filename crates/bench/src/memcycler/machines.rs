@@ -9,7 +9,7 @@ use pagetide_kvm::poison::{SimulateError, Simulated, simulate_error};
 use pagetide_kvm::{Kvm, StatsError};
 use pagetide_memory::{AccessError, FailurePolicy, GuestAddress, Region, RegionError};
 use pagetide_testbed::{
-    Cycler, CyclerConfig, Cycling, DATA_GPA, EndlessError, MachineError, StageTwo,
+    Cycler, CyclerConfig, Cycling, DATA_GPA, GuestError, MachineError, StageTwo,
 };
 use pagetide_vmm::PoolFailure;
 
@@ -44,7 +44,7 @@ enum Wrong {
     #[error(transparent)]
     Machine(#[from] MachineError),
     #[error(transparent)]
-    Cycle(#[from] EndlessError),
+    Cycle(#[from] GuestError),
     #[error(transparent)]
     Stats(#[from] StatsError),
     #[error(transparent)]
@@ -162,12 +162,12 @@ impl Machines {
 
     /// Whether a guest that had errors ended because of them, and not because we or the software CPU
     /// cannot go on.
-    fn is_death(&self, error: &EndlessError) -> bool {
+    fn is_death(&self, error: &GuestError) -> bool {
         let of_guest = matches!(
             error,
-            EndlessError::UnexpectedLoss { .. }
-                | EndlessError::Exception { .. }
-                | EndlessError::Vcpus(
+            GuestError::UnexpectedLoss { .. }
+                | GuestError::Exception { .. }
+                | GuestError::Vcpus(
                     PoolFailure::UnexpectedExit { .. }
                         | PoolFailure::Hook { .. }
                         | PoolFailure::Run(_)

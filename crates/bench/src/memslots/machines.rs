@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::{CommitError, Kvm, Signals};
 use pagetide_memory::{Backing, GuestAddress, Region, RegionError};
-use pagetide_testbed::{DATA_GPA, EndlessError, MachineError, Walkers, WalkersConfig, Walking};
+use pagetide_testbed::{DATA_GPA, GuestError, MachineError, Walkers, WalkersConfig, Walking};
 
 use super::changes::{self, BAR_FIRST, BAR_PAGES, DATA_PAGES, Memory, NoSuchSlot, Step};
 use super::metronome::Metronome;
@@ -48,7 +48,7 @@ enum Wrong {
     #[error("devices' memory")]
     Bars(#[from] RegionError),
     #[error(transparent)]
-    Walk(#[from] EndlessError),
+    Walk(#[from] GuestError),
     #[error(transparent)]
     Change(#[from] NoSuchSlot),
     #[error("commit {number}")]

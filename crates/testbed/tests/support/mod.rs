@@ -1,4 +1,4 @@
-//! What the tests of a machine share.
+//! Helpers of the tests of a machine.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
@@ -9,22 +9,25 @@ use pagetide_kvm::OpenError as KvmError;
 use pagetide_memory::{AccessError, PageIndex, Region, RegionError};
 use pagetide_testbed::{Machine, MachineConfig, MachineError, RunFailure, Seed, pattern};
 use pagetide_uapi::userfaultfd::OpenError;
+use pagetide_vmm::SetupError;
 
-/// The seed of the content that tests fill in.
+/// The seed of the tests' content.
 pub(crate) const SEED: Seed = Seed::new(0x5eed);
 
-/// A machine, or None with the reason printed where this host cannot have one for lack of KVM or of
-/// huge pages. Any other error fails the test.
+/// A machine; None, with the reason printed, where this host has no KVM or no huge pages. Any other error fails
+/// the test.
 pub(crate) fn machine(mut config: MachineConfig) -> Option<Machine> {
     if !virtualises() {
-        // See deaf_to_signals(): there, nobody comes back for waiting longer.
+        // See deaf_to_signals(): there, a longer wait does not help.
         config.stop_grace = Duration::from_secs(2);
     }
     match Machine::new(config) {
         Ok(machine) => Some(machine),
         Err(
             error @ (MachineError::UnsupportedArchitecture
-            | MachineError::Kvm(KvmError::Missing(_) | KvmError::Permission(_))
+            | MachineError::Setup(SetupError::Kvm(
+                KvmError::Missing(_) | KvmError::Permission(_),
+            ))
             | MachineError::Data(
                 RegionError::HugepagesNotReserved { .. }
                 | RegionError::NoHugepagePool { .. }
@@ -75,8 +78,8 @@ pub(crate) fn write(region: &Region, page: PageIndex, bytes: &[u8]) -> Result<()
     }
 }
 
-/// Whether the vCPUs' threads did not come back because this /dev/kvm emulates the processor: seen
-/// there, signals do not end its waiting for a userfaultfd. Elsewhere it is a failure.
+/// Whether the vCPUs' threads did not end because this /dev/kvm emulates the processor: there, signals do not end
+/// a wait for a userfaultfd. Elsewhere it is a failure.
 pub(crate) fn deaf_to_signals(failure: &RunFailure) -> bool {
     if failure.lost.is_empty() {
         return false;
@@ -88,7 +91,7 @@ pub(crate) fn deaf_to_signals(failure: &RunFailure) -> bool {
     true
 }
 
-/// Whether the processor has what KVM normally runs on.
+/// Whether the processor has hardware virtualisation.
 pub(crate) fn virtualises() -> bool {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     cpuinfo

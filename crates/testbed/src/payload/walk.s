@@ -3,10 +3,10 @@
 # Entered as workload.s is: long mode, interrupts off, rdi = this vCPU's parameter page, which
 # never changes (the exception handler, workload.s's, relies on it). Memory is identity mapped.
 #
-# It goes round and round over the pages of a table. On each page it compares the first word, which
-# is the page's own address and which nobody writes, and this vCPU's own word, which holds the
-# number of the last round; then it writes the number of this one. After each page it works out how
-# long it was kept since the page before: time that passed less time that was stolen.
+# It walks the pages of a table, again and again. On each page it compares the first word, which is the
+# page's own address and is never written, and this vCPU's own word, which holds the number of the last
+# round; then it writes the number of this round. After each page it computes its stall since the page
+# before: the time that passed less the time that was stolen.
 
     .section .rodata.pagetide_walker, "a", @progbits
     .balign 16
@@ -43,8 +43,8 @@ walker_write:
     lea rax, [r14 + 1]
     mov [rsi + r15], rax
 
-# The time stamp and the stolen time belong together if no time was stolen in between: KVM brings
-# the stolen time up to date before it lets the guest go on.
+# The time stamp and the stolen time belong together if no time was stolen in between: KVM updates the
+# stolen time before it enters the guest.
 walker_clock:
     mov r8, [rdi + {STEAL}]
     lfence
@@ -61,7 +61,7 @@ walker_clock:
     mov rcx, r8
     sub rcx, rbp
     mov rbp, r8
-    sub rax, rcx                            # kept = passed - stolen, at least 0
+    sub rax, rcx                            # stall = passed - stolen, at least 0
     jnc 1f
     mov eax, 0
 1:  mov rcx, [r11 + {WINDOW}]               # a new window begins with this stretch
@@ -86,7 +86,7 @@ walker_clock:
 4:  hlt                                     # the host does not enter again
     jmp 4b
 
-# rsi = page, rax = found, rcx = expected: keeps the first, counts all.
+# rsi = page, rax = found, rcx = expected: records the first, counts all.
     .macro pagetide_wrong back
     cmp qword ptr [rdi + {WRONG}], 0
     jne 5f

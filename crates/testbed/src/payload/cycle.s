@@ -3,11 +3,11 @@
 # Entered as workload.s is: long mode, interrupts off, rdi = this vCPU's parameter page, which never
 # changes (the exception handler, workload.s's, relies on it). Memory is identity mapped.
 #
-# It goes round and round over the words of its part of memory. Each holds its own address, with the
-# number of the round in the upper 16 bits; it reads the word, compares it and writes the next number.
-# A table has a byte for each page: not 0 means that the page is lost, and it is left out. When the
-# host finds that the access under way has lost its memory, it marks the page and lets the vCPU go on
-# at cycler_lost; at no other place does the code touch data memory.
+# It cycles through the words of its part of memory. Each word holds its own address, with the number of
+# the round in the upper 16 bits: the payload reads the word, compares it and writes the next number.
+# A table has a byte for each page: not 0 means that the page is lost, and is skipped. When the host finds
+# that the access under way has lost its memory, it marks the page and continues the vCPU at cycler_lost;
+# no other instruction touches data memory.
 
     .section .rodata.pagetide_cycler, "a", @progbits
     .balign 16
@@ -61,7 +61,7 @@ cycler_next:
     inc qword ptr [rdi + {ROUNDS}]
     jmp cycler_round
 
-# The page of this round that comes next is in PAGE; all before it have this round's number.
+# PAGE is the next page of this round; all pages before it have this round's number.
 cycler_stop:
     mov edx, {PORT}
     mov eax, {DONE}
@@ -69,7 +69,7 @@ cycler_stop:
 4:  hlt                                     # the host does not enter again
     jmp 4b
 
-# Keeps the first, counts all.
+# Records the first, counts all.
 cycler_wrong:
     cmp qword ptr [rdi + {WRONG}], 0
     jne 5f

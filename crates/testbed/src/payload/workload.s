@@ -1,15 +1,15 @@
-# The guest: a bare 64-bit payload, position independent, copied into low memory.
+# The workload: a bare 64-bit payload, position independent, copied into low memory.
 #
-# Entered in long mode with interrupts off, flat segments, rdi = the gpa of this vCPU's Params
-# page and rsp = the end of its stack. rdi never changes: the exception handler relies on it.
-# Memory is identity mapped. Field offsets and port numbers come from Rust (params.rs).
+# Entered in long mode with interrupts off, flat segments, rdi = the gpa of this vCPU's parameter page
+# and rsp = the end of its stack. rdi never changes: the exception handler relies on it.
+# Memory is identity mapped. Offsets of words and port numbers come from Rust (payload.rs).
 
     .section .rodata.pagetide_guest, "a", @progbits
     .balign 4096
     .globl pagetide_guest_start
 pagetide_guest_start:
 
-# Warm-up: everything but the data pages is touched once, so that no timed access pays for it.
+# Warm-up: everything but the data pages is touched once, so that no timed access faults on it.
     mov rsi, [rdi + {LOG}]                  # the latency log, one write a page
     mov rax, [rdi + {LOG_BYTES}]
     add rax, rsi
@@ -91,7 +91,7 @@ pagetide_guest_start:
     cmova rax, rdx
     mov [r15], eax
     add r15, 4
-    inc qword ptr [rdi + {TOUCHED}]         # the host's watch-dog reads it
+    inc qword ptr [rdi + {TOUCHED}]         # the host's watchdog reads it
     .endm
 
 read_next:
@@ -149,13 +149,13 @@ done:
 6:  hlt                                     # the host does not enter again
     jmp 6b
 
-mismatch:                                   # keeps the first, counts all
-    cmp qword ptr [rdi + {MISMATCHES}], 0
+mismatch:                                   # records the first, counts all
+    cmp qword ptr [rdi + {WRONG}], 0
     jne 7f
-    mov [rdi + {BAD_GPA}], rsi
-    mov [rdi + {BAD_FOUND}], r13
-    mov [rdi + {BAD_EXPECTED}], rax
-7:  inc qword ptr [rdi + {MISMATCHES}]
+    mov [rdi + {WRONG_GPA}], rsi
+    mov [rdi + {WRONG_FOUND}], r13
+    mov [rdi + {WRONG_EXPECTED}], rax
+7:  inc qword ptr [rdi + {WRONG}]
     cmp qword ptr [rdi + {MODE}], {MODE_STEP}
     je step_skip
     jmp read_skip
