@@ -5,6 +5,7 @@ pub(crate) use crate::x86_64::*;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use pagetide_vmm::x86_64::Platform;
 
+/// No payload exists for other architectures: [`Platform::create_vm`] fails, and nothing else is called.
 #[cfg(not(target_arch = "x86_64"))]
 mod other {
     use pagetide_kvm::{Kvm, Vcpu, Vm};
@@ -15,43 +16,34 @@ mod other {
 
     pub(crate) const WORKLOAD: u64 = 0;
 
-    const UNSUPPORTED: MachineError = MachineError::UnsupportedArchitecture;
-
     #[derive(Debug)]
     pub(crate) struct Platform;
 
-    impl Platform {
-        pub(crate) fn new(_kvm: &Kvm, _vm: &Vm) -> Result<Self, MachineError> {
-            Err(UNSUPPORTED)
-        }
+    macro_rules! unsupported {
+        ($($name:ident($($argument:ty),*) -> $result:ty;)*) => {
+            $(pub(crate) fn $name($(_: $argument),*) -> Result<$result, MachineError> {
+                Err(MachineError::UnsupportedArchitecture)
+            })*
+        };
+    }
 
+    impl Platform {
         pub(crate) fn gpa_limit(&self) -> u64 {
             0
         }
 
-        pub(crate) fn prepare(&self, _vcpu: &Vcpu) -> Result<(), MachineError> {
-            Err(UNSUPPORTED)
+        unsupported! {
+            create_vm() -> (Kvm, Vm, Platform);
+            prepare(&Self, &Vcpu) -> ();
         }
     }
 
-    pub(crate) fn write_code(_low: &LowMemory, _payload: &[u8]) -> Result<(), MachineError> {
-        Err(UNSUPPORTED)
-    }
-
-    pub(crate) fn reset(_vcpu: &Vcpu, _layout: &Layout, _rip: u64) -> Result<(), MachineError> {
-        Err(UNSUPPORTED)
-    }
-
-    pub(crate) fn tsc_khz(_vcpu: &Vcpu) -> Result<u32, MachineError> {
-        Err(UNSUPPORTED)
-    }
-
-    pub(crate) fn enter_at(_vcpu: &Vcpu, _rip: u64) -> Result<(), MachineError> {
-        Err(UNSUPPORTED)
-    }
-
-    pub(crate) fn enable_steal_time(_vcpu: &Vcpu, _gpa: u64) -> Result<bool, MachineError> {
-        Err(UNSUPPORTED)
+    unsupported! {
+        write_code(&LowMemory, &[u8]) -> ();
+        reset(&Vcpu, &Layout, u64) -> ();
+        tsc_khz(&Vcpu) -> u32;
+        enter_at(&Vcpu, u64) -> ();
+        enable_steal_time(&Vcpu, u64) -> bool;
     }
 
     pub(crate) fn position(_vcpu: &Vcpu) -> Option<(u64, u64)> {

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use pagetide_kvm::{Kvm, SlotFlags, Vcpu, Vm};
+use pagetide_kvm::{SlotFlags, Vcpu, Vm};
 use pagetide_memory::{GuestAddress, Region};
-use pagetide_vmm::Stopper;
+use pagetide_vmm::{SetupError, Stopper};
 
 use crate::arch;
 use crate::config::ConfigError;
@@ -34,22 +34,23 @@ impl Bare {
         slot_flags: SlotFlags,
         payload: &[u8],
     ) -> Result<(Self, Vec<Vcpu>), MachineError> {
-        if cfg!(not(target_arch = "x86_64")) {
-            return Err(MachineError::UnsupportedArchitecture);
-        }
-        let kvm = Kvm::open()?;
-        let vm = kvm.create_vm_with_signals()?;
-        let platform = arch::Platform::new(&kvm, &vm)?;
+        let (kvm, vm, platform) = arch::Platform::create_vm()?;
         let max_vcpus = u32::try_from(kvm.max_vcpus()).unwrap_or(u32::MAX);
         let layout = layout(max_vcpus, platform.gpa_limit())?;
         let data = data(&layout)?;
         let low = LowMemory::new(layout)?;
         arch::write_code(&low, payload)?;
-        vm.add_region(LOW_SLOT, Arc::clone(&low.region), SlotFlags::default())?;
-        vm.add_region(DATA_SLOT, Arc::clone(&data), slot_flags)?;
+        let slots = [
+            (LOW_SLOT, &low.region, SlotFlags::default()),
+            (DATA_SLOT, &data, slot_flags),
+        ];
+        for (slot, region, flags) in slots {
+            vm.add_region(slot, Arc::clone(region), flags)
+                .map_err(SetupError::from)?;
+        }
         let mut vcpus = Vec::new();
         for id in 0..count {
-            let vcpu = vm.create_vcpu(id)?;
+            let vcpu = vm.create_vcpu(id).map_err(SetupError::from)?;
             platform.prepare(&vcpu)?;
             vcpus.push(vcpu);
         }

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use pagetide_kvm::{Exit, FaultExit, StatsError};
 use pagetide_memory::{GuestAddress, PageSize, PopulateAccess, Region};
-use pagetide_vmm::{Handled, HookError, Next, PoolVcpu, UnexpectedFault, VcpuHooks};
+use pagetide_vmm::{Handled, HookError, Next, PoolVcpu, UnexpectedFault, VcpuHooks, VcpuPool};
 
 use crate::arch;
 use crate::config::ConfigError;
-use crate::endless::{Endless, Payload, Running};
+use crate::endless::Endless;
 use crate::error::{GuestError, MachineError};
 use crate::layout::{DATA_GPA, PAGE, PAYLOAD};
 use crate::payload::{Word, cycle, cycler_touches};
@@ -43,7 +43,10 @@ pub struct Cycler {
 
 /// vCPUs that cycle. Dropping it stops them.
 #[derive(Debug)]
-pub struct Cycling(Running<Cycler>);
+pub struct Cycling {
+    cycler: Arc<Cycler>,
+    pool: VcpuPool,
+}
 
 impl Cycler {
     /// Makes the machine over `data`, which is at [`DATA_GPA`], has a multiple of 4 KiB for each vCPU, and
@@ -84,7 +87,9 @@ impl Cycler {
     /// # Errors
     /// A thread cannot be started, or a vCPU makes no progress.
     pub fn start(self: &Arc<Self>) -> Result<Cycling, GuestError> {
-        Running::start(self).map(Cycling)
+        let cycler = Arc::clone(self);
+        let pool = self.endless.start(cycler.clone())?;
+        Ok(Cycling { cycler, pool })
     }
 
     /// Words of 64 bits that all vCPUs have read, compared and written so far.
@@ -197,12 +202,6 @@ impl Cycler {
     }
 }
 
-impl Payload for Cycler {
-    fn endless(&self) -> &Endless {
-        &self.endless
-    }
-}
-
 impl VcpuHooks for Cycler {
     /// A vCPU that has lost the memory under its access continues with the next page.
     fn on_fault(&self, vcpu: &mut PoolVcpu<'_>, fault: FaultExit) -> Result<Handled, HookError> {
@@ -234,7 +233,8 @@ impl Cycling {
     /// # Errors
     /// A vCPU failed or found wrong words, or memory does not hold what it should.
     pub fn end(self, skip: &dyn Fn(GuestAddress) -> bool) -> Result<(), GuestError> {
-        let cycler = self.0.stop()?;
+        let Self { cycler, pool } = self;
+        cycler.endless.stop(pool)?;
         let bare = &cycler.endless.bare;
         (0..bare.count).try_for_each(|vcpu| bare.check_words(vcpu))?;
         cycler.verify(skip)

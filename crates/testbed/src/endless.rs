@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use pagetide_kvm::{Exit, SlotFlags, Vcpu};
 use pagetide_memory::Region;
-use pagetide_vmm::{HookError, Next, PoolConfig, PoolFailure, PoolVcpu, VcpuHooks, VcpuPool};
+use pagetide_vmm::{HookError, Next, PoolConfig, PoolVcpu, VcpuHooks, VcpuPool};
 
 use crate::arch;
 use crate::bare::{Bare, exception};
@@ -56,6 +56,23 @@ impl Endless {
         })
     }
 
+    /// Starts a thread for each vCPU, and waits until each has completed a round. `hooks` leave reports to
+    /// [`Endless::report`]. Fails the second time, because there are no vCPUs left.
+    pub(crate) fn start(&self, hooks: Arc<dyn VcpuHooks>) -> Result<VcpuPool, GuestError> {
+        let vcpus = &mut *self.vcpus.lock().unwrap_or_else(PoisonError::into_inner);
+        let (vcpus, config) = (std::mem::take(vcpus), PoolConfig::default());
+        let pool = VcpuPool::start(vcpus, hooks, &self.bare.stopper, &config)?;
+        self.await_each(Word::Rounds, 1)?;
+        Ok(pool)
+    }
+
+    /// Stops the vCPUs, and waits until their threads have ended.
+    pub(crate) fn stop(&self, pool: VcpuPool) -> Result<(), GuestError> {
+        self.bare.low.set_control(Control::Stop, 1)?;
+        let failure = pool.join(GRACE).failure;
+        failure.map_or(Ok(()), |failure| Err(failure.into_own()))
+    }
+
     /// Waits until a word of each vCPU has grown by `more`.
     pub(crate) fn await_each(&self, word: Word, more: u64) -> Result<(), GuestError> {
         let read = |vcpu, word| self.bare.low.word(vcpu, word);
@@ -86,7 +103,7 @@ impl Endless {
     /// Returns the first failure of a vCPU, once.
     pub(crate) fn check(&self) -> Result<(), GuestError> {
         let failure = self.bare.stopper.take_failure();
-        failure.map_or(Ok(()), |failure| Err(PoolFailure::into_own(failure)))
+        failure.map_or(Ok(()), |failure| Err(failure.into_own()))
     }
 
     /// Handles a report of the guest; no other exit is expected.
@@ -98,50 +115,6 @@ impl Endless {
             Some(Report::Done) => Ok(Next::Leave),
             Some(Report::Exception) => Err(exception(&self.bare.low, vcpu.id()).into()),
             _ => Ok(Next::Unexpected),
-        }
-    }
-}
-
-/// Hooks of vCPUs that run until they are stopped. They leave reports to [`Endless::report`].
-pub(crate) trait Payload: VcpuHooks + 'static {
-    fn endless(&self) -> &Endless;
-}
-
-/// Running vCPUs. Dropping it stops them.
-#[derive(Debug)]
-pub(crate) struct Running<P: Payload> {
-    payload: Arc<P>,
-    pool: VcpuPool,
-}
-
-impl<P: Payload> Running<P> {
-    /// Starts a thread for each vCPU, and waits until each has completed a round. Fails the second time,
-    /// because there are no vCPUs left.
-    pub(crate) fn start(payload: &Arc<P>) -> Result<Self, GuestError> {
-        let endless = payload.endless();
-        let vcpus = &mut *endless.vcpus.lock().unwrap_or_else(PoisonError::into_inner);
-        let vcpus = std::mem::take(vcpus);
-        let hooks: Arc<dyn VcpuHooks> = Arc::<P>::clone(payload);
-        let stopper = &endless.bare.stopper;
-        let running = Self {
-            payload: Arc::clone(payload),
-            pool: VcpuPool::start(vcpus, hooks, stopper, &PoolConfig::default())?,
-        };
-        endless.await_each(Word::Rounds, 1)?;
-        Ok(running)
-    }
-
-    pub(crate) fn payload(&self) -> &P {
-        &self.payload
-    }
-
-    /// Stops the vCPUs, and waits until their threads have ended.
-    pub(crate) fn stop(self) -> Result<Arc<P>, GuestError> {
-        let low = &self.payload.endless().bare.low;
-        low.set_control(Control::Stop, 1)?;
-        match self.pool.join(GRACE).failure {
-            None => Ok(self.payload),
-            Some(failure) => Err(failure.into_own()),
         }
     }
 }

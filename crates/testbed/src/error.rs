@@ -3,7 +3,6 @@
 use std::io;
 use std::time::Duration;
 
-use pagetide_kvm::{CreateVcpuError, CreateVmError, OpenError, SlotError};
 use pagetide_memory::{AccessError, GuestAddress, PopulateError, RegionError};
 use pagetide_vmm::{PoolFailure, SetupError};
 
@@ -64,18 +63,6 @@ impl MachineError {
         move |source| Self::Access { gpa, source }
     }
 }
-
-macro_rules! setup_errors {
-    ($($source:ty),*) => {
-        $(impl From<$source> for MachineError {
-            fn from(source: $source) -> Self {
-                Self::Setup(source.into())
-            }
-        })*
-    };
-}
-
-setup_errors!(OpenError, CreateVmError, CreateVcpuError, SlotError);
 
 /// The first failure of a run, or what a guest did to memory.
 #[derive(Debug, thiserror::Error)]

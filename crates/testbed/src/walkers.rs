@@ -14,11 +14,11 @@ use std::time::Duration;
 
 use pagetide_kvm::{Exit, Vcpu, Vm};
 use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
-use pagetide_vmm::{HookError, Next, PoolVcpu, VcpuHooks};
+use pagetide_vmm::{HookError, Next, PoolVcpu, VcpuHooks, VcpuPool};
 
 use crate::arch;
 use crate::bare::Bare;
-use crate::endless::{Endless, Payload, Running};
+use crate::endless::Endless;
 use crate::error::{GuestError, MachineError};
 use crate::layout::{DATA_GPA, PAGE};
 use crate::payload::{Control, Word, walk};
@@ -69,7 +69,10 @@ pub struct Walkers {
 
 /// vCPUs that walk. Dropping it stops them.
 #[derive(Debug)]
-pub struct Walking(Running<Walkers>);
+pub struct Walking {
+    walkers: Arc<Walkers>,
+    pool: VcpuPool,
+}
 
 impl Walkers {
     /// Makes the machine; memory is present and holds its own addresses.
@@ -102,7 +105,9 @@ impl Walkers {
     /// # Errors
     /// A thread cannot be started, or a vCPU does not walk.
     pub fn start(self: &Arc<Self>) -> Result<Walking, GuestError> {
-        Running::start(self).map(Walking)
+        let walkers = Arc::clone(self);
+        let pool = self.endless.start(walkers.clone())?;
+        Ok(Walking { walkers, pool })
     }
 
     /// The VM, whose slots may change as long as the walked pages stay where they are.
@@ -211,12 +216,6 @@ fn prepare(bare: &Bare, vcpu: &Vcpu, config: &WalkersConfig) -> Result<bool, Mac
     arch::enable_steal_time(vcpu, bare.low.gpa(id, Word::Steal))
 }
 
-impl Payload for Walkers {
-    fn endless(&self) -> &Endless {
-        &self.endless
-    }
-}
-
 impl VcpuHooks for Walkers {
     fn on_exit(&self, vcpu: &mut PoolVcpu<'_>, exit: Exit) -> Result<Next, HookError> {
         let Exit::Mmio { gpa, write, .. } = exit else {
@@ -237,8 +236,9 @@ impl Walking {
     /// # Errors
     /// A vCPU failed or found wrong words, or memory does not hold what it should.
     pub fn end(self) -> Result<Option<Hole>, GuestError> {
-        self.0.payload().await_round()?;
-        let walkers = self.0.stop()?;
+        let Self { walkers, pool } = self;
+        walkers.await_round()?;
+        walkers.endless.stop(pool)?;
         let bare = &walkers.endless.bare;
         if bare.sum(Word::Wrong)? > walkers.holes() {
             (0..bare.count).try_for_each(|vcpu| bare.check_words(vcpu))?;

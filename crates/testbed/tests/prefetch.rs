@@ -307,7 +307,7 @@ fn a_present_page_costs_one_stage_2_fault_and_a_populated_one_none() {
             (Mode::Minor, Backing::Shmem),
             (Mode::Missing, Backing::Anonymous),
         ] {
-            for (populates, vcpus) in [(false, 1), (true, 1), (true, 2)] {
+            for (populates, vcpus) in [(false, 1), (true, 2)] {
                 let Some((mut machine, pager, region)) =
                     paged(16 * MIB, vcpus, kind, delivery, populates)
                 else {
@@ -350,7 +350,7 @@ fn pages_that_become_present_while_the_guest_runs_cost_no_stage_2_fault() {
     for delivery in DELIVERIES {
         for order in [Order::Sequential, AT_RANDOM] {
             let kind = (Mode::Minor, Backing::Shmem);
-            let Some((mut machine, pager, _)) = paged(32 * MIB, 2, kind, delivery, true) else {
+            let Some((mut machine, pager, _)) = paged(16 * MIB, 2, kind, delivery, true) else {
                 return;
             };
             let readers = Readers::spawn(&pager, ReaderConfig::new(1)).expect("threads");

@@ -16,22 +16,16 @@ pub enum PoolFailure {
     /// A [`Stopper`](crate::Stopper) stopped the pool with this cause.
     #[error("the run was stopped")]
     Stopped(#[source] HookError),
-    /// A vCPU's thread cannot be started.
-    #[error("vCPU {vcpu}: cannot start its thread")]
-    Spawn {
+    /// A vCPU's thread cannot be started, or cannot be pinned.
+    #[error("vCPU {vcpu}: cannot {}", cpu.map_or_else(
+        || "start its thread".to_owned(),
+        |cpu| format!("pin its thread to host CPU {cpu}")
+    ))]
+    Thread {
         /// The vCPU.
         vcpu: u32,
-        /// The system's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// A vCPU's thread cannot be pinned.
-    #[error("vCPU {vcpu}: cannot pin its thread to host CPU {cpu}")]
-    Pin {
-        /// The vCPU.
-        vcpu: u32,
-        /// The host CPU.
-        cpu: usize,
+        /// The host CPU that it should be pinned to.
+        cpu: Option<usize>,
         /// The system's answer.
         #[source]
         source: io::Error,

@@ -181,8 +181,9 @@ impl VcpuPool {
             Err(source) => {
                 self.lost.push(id);
                 self.control.thread_ended();
-                self.control
-                    .finish(Some(PoolFailure::Spawn { vcpu: id, source }));
+                let (vcpu, cpu) = (id, None);
+                let failure = PoolFailure::Thread { vcpu, cpu, source };
+                self.control.finish(Some(failure));
             }
         }
     }
@@ -292,13 +293,12 @@ fn drive(
     cpu: Option<usize>,
 ) -> Result<Next, PoolFailure> {
     let id = vcpu.id();
-    if let Some(cpu) = cpu {
-        pin(cpu).map_err(|source| PoolFailure::Pin {
-            vcpu: id,
-            cpu,
-            source,
-        })?;
-    }
+    let pinned = cpu.map_or(Ok(()), pin);
+    pinned.map_err(|source| PoolFailure::Thread {
+        vcpu: id,
+        cpu,
+        source,
+    })?;
     let bound = vcpu
         .bind()
         .map_err(|source| PoolFailure::Bind { vcpu: id, source })?;

@@ -33,6 +33,17 @@ pub struct Platform {
 }
 
 impl Platform {
+    /// Creates a VM with the signals that kick vCPUs, and its interrupt controllers.
+    ///
+    /// # Errors
+    /// KVM cannot be used, or refuses an ioctl.
+    pub fn create_vm() -> Result<(Kvm, Vm, Self), SetupError> {
+        let kvm = Kvm::open()?;
+        let vm = kvm.create_vm_with_signals()?;
+        let platform = Self::new(&kvm, &vm)?;
+        Ok((kvm, vm, platform))
+    }
+
     /// Reads what KVM supports, and creates the VM's interrupt controllers.
     ///
     /// # Errors

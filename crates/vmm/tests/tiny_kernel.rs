@@ -15,7 +15,7 @@ use pagetide_kvm::{OpenError, SlotFlags};
 use pagetide_pager::{Delivery, ReaderConfig, Readers};
 use pagetide_vmm::linux::{
     ContentFile, LinuxConfig, LinuxConfigError, LinuxConsole, LinuxEnd, LinuxError, LinuxMachine,
-    LinuxOutcome, LinuxPaging, LinuxPagingError, LinuxRunError, MachineChecks, PagedIn,
+    LinuxOutcome, LinuxPaging, LinuxRunError, MachineChecks, PagedIn,
 };
 use pagetide_vmm::{NoFaults, Paging, PoolFailure, SetupError, VcpuHooks, stop_when_in_trouble};
 use rustix::fs::SeekFrom;
@@ -299,7 +299,7 @@ fn paged(
 ) -> Option<(LinuxMachine, LinuxPaging)> {
     match LinuxPaging::start(config, delivery, prefetch, content) {
         Ok(paged) => Some(paged),
-        Err(LinuxPagingError::Machine(error)) => {
+        Err(error @ LinuxError::Setup(_)) => {
             made(Err(error));
             None
         }
@@ -444,7 +444,7 @@ fn a_content_file_is_for_one_guest() {
     for other in [tiny(HALT), tiny_with(WRITE_INITRD, b"43\n")] {
         let content = kept(&path, &other.config).expect("it has the size");
         match LinuxPaging::start(&other.config, Delivery::Uffd, false, content) {
-            Err(LinuxPagingError::Machine(error)) => {
+            Err(error @ LinuxError::Content(_)) => {
                 assert!(
                     chain(&error).contains("made for another guest"),
                     "{}",
@@ -467,7 +467,7 @@ fn a_kernel_without_exits_is_refused_and_the_error_names_userfaultfd() {
     let path = files.path().join("content");
     let content = ContentFile::kept(&path, tiny.config.memory_bytes).expect("room for it");
     match LinuxPaging::start(&tiny.config, Delivery::Exit, false, content) {
-        Err(error @ LinuxPagingError::NoExits) => {
+        Err(error @ LinuxError::NoExits) => {
             let message = error.to_string();
             assert!(
                 message.contains("KVM_CAP_ABSENT_MAPPING_FAULT") && message.contains("uffd"),
@@ -476,7 +476,6 @@ fn a_kernel_without_exits_is_refused_and_the_error_names_userfaultfd() {
             assert!(!path.exists());
         }
         Ok(_) => println!("SKIP: this kernel has KVM_CAP_ABSENT_MAPPING_FAULT"),
-        Err(LinuxPagingError::Machine(error)) => drop(made(Err(error))),
-        Err(error) => panic!("{}", chain(&error)),
+        Err(error) => drop(made(Err(error))),
     }
 }

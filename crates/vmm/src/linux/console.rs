@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::control::Stopper;
@@ -16,6 +16,11 @@ use super::guest::Guest;
 
 /// How long input waits when the serial port has no room for it.
 const FULL_WAIT: Duration = Duration::from_millis(5);
+/// How often the thread looks whether the run was stopped.
+const STOP_WAIT: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 50_000_000,
+};
 
 /// Where the guest's console goes, and where its input comes from.
 pub struct LinuxConsole {
@@ -47,66 +52,38 @@ impl std::fmt::Debug for LinuxConsole {
     }
 }
 
-/// The thread that passes input to the guest. Dropping it ends the thread, and does not wait for it.
-pub(super) struct InputThread {
-    wake: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl InputThread {
-    pub(super) fn start(
-        input: OwnedFd,
-        guest: Arc<Guest>,
-        stopper: Stopper,
-    ) -> Result<Self, LinuxRunError> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC);
-        let wake = Arc::new(wake.map_err(|errno| LinuxRunError::Input(errno.into()))?);
-        let woken = Arc::clone(&wake);
-        let body = move || {
-            if let Err(error) = copy_input(&input, &woken, &guest) {
-                stopper.stop(error);
-            }
-        };
-        let thread = thread::Builder::new().name("console-input".into());
-        let thread = Some(thread.spawn(body).map_err(LinuxRunError::InputThread)?);
-        Ok(Self { wake, thread })
-    }
-
-    /// Ends the thread, once the run is stopped.
-    pub(super) fn end(mut self) {
-        self.wake();
-        let ended = self.thread.take().map(JoinHandle::join);
-        if let Some(Err(_)) = ended {
-            tracing::warn!("the thread of the console's input panicked");
+/// Starts the thread that passes input to the guest, until the run is stopped. A failure stops the run.
+pub(super) fn start_input(
+    input: OwnedFd,
+    guest: Arc<Guest>,
+    stopper: Stopper,
+) -> Result<JoinHandle<()>, LinuxRunError> {
+    let body = move || {
+        if let Err(error) = copy_input(&input, &guest) {
+            stopper.stop(error);
         }
-    }
-
-    fn wake(&self) {
-        // An eventfd takes 8 bytes unless it is full, and then it wakes as well.
-        let _ = rustix::io::write(&*self.wake, &1_u64.to_ne_bytes());
-    }
+    };
+    let thread = thread::Builder::new().name("console-input".into());
+    thread.spawn(body).map_err(LinuxRunError::InputThread)
 }
 
-impl Drop for InputThread {
-    fn drop(&mut self) {
-        self.wake();
-    }
-}
-
-fn copy_input(input: &OwnedFd, wake: &OwnedFd, guest: &Guest) -> Result<(), LinuxRunError> {
+fn copy_input(input: &OwnedFd, guest: &Guest) -> Result<(), LinuxRunError> {
     let mut bytes = [0; 64];
-    while wait(input, wake).map_err(|errno| LinuxRunError::Input(errno.into()))? {
-        let count = match rustix::io::read(input, &mut bytes) {
+    while !guest.is_stopped() {
+        let mut fds = [PollFd::from_borrowed_fd(input.as_fd(), PollFlags::IN)];
+        let read = match poll(&mut fds, Some(&STOP_WAIT)) {
+            Ok(0) => continue,
+            Ok(_) => rustix::io::read(input, &mut bytes),
+            Err(errno) => Err(errno),
+        };
+        let count = match read {
             Ok(0) => return Ok(()),
             Ok(count) => count,
             Err(Errno::INTR | Errno::AGAIN) => continue,
             Err(errno) => return Err(LinuxRunError::Input(errno.into())),
         };
         let mut rest = &bytes[..count];
-        while !rest.is_empty() {
-            if guest.is_stopped() {
-                return Ok(());
-            }
+        while !rest.is_empty() && !guest.is_stopped() {
             let taken = guest.devices().input(rest)?;
             rest = &rest[taken..];
             if !rest.is_empty() {
@@ -115,19 +92,4 @@ fn copy_input(input: &OwnedFd, wake: &OwnedFd, guest: &Guest) -> Result<(), Linu
         }
     }
     Ok(())
-}
-
-/// Waits for input; false if the thread was woken to end.
-fn wait(input: &OwnedFd, wake: &OwnedFd) -> Result<bool, Errno> {
-    loop {
-        let mut fds = [
-            PollFd::from_borrowed_fd(input.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN),
-        ];
-        match poll(&mut fds, None) {
-            Ok(_) => return Ok(fds[1].revents().is_empty()),
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno),
-        }
-    }
 }

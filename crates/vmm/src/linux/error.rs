@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use pagetide_kvm::poison::{CpuidFull, MachineCheckError};
 use pagetide_memory::{AccessError, GuestAddress, RegionError};
+use pagetide_pager::{AddError, ServeError};
 use vm_memory::GuestMemoryError;
 use vm_memory::mmap::FromRangesError;
 
@@ -49,6 +50,18 @@ pub enum LinuxError {
         #[source]
         source: AccessError,
     },
+    /// This kernel's vCPUs do not exit for absent memory.
+    #[error(
+        "this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT, with which vCPUs exit for absent memory; \
+         userfaultfd works without it (uffd)"
+    )]
+    NoExits,
+    /// The pager cannot serve the guest's memory.
+    #[error("memory of the guest cannot be paged")]
+    Region(#[from] AddError),
+    /// The pager cannot run.
+    #[error("the pager cannot run")]
+    Serve(#[from] ServeError),
     /// CPUID has no room for the entries about machine checks.
     #[error(transparent)]
     Cpuid(#[from] CpuidFull),

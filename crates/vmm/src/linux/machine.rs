@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvm_bindings::{KVM_CAP_TSC_DEADLINE_TIMER, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
 use pagetide_kvm::poison::{MachineCheckForm, prepare_cpuid};
-use pagetide_kvm::{Kvm, SlotError, SlotFlags, Vcpu, Vm};
+use pagetide_kvm::{SlotError, SlotFlags, Vcpu, Vm};
 use pagetide_memory::{GuestAddress, GuestRange, Region};
 
 use crate::control::Stopper;
@@ -65,9 +65,7 @@ impl LinuxMachine {
     ) -> Result<Self, LinuxError> {
         let layout = config.layout()?;
         let image = Image::load(config, layout)?;
-        let kvm = Kvm::open().map_err(SetupError::from)?;
-        let vm = kvm.create_vm_with_signals().map_err(SetupError::from)?;
-        let platform = Platform::new(&kvm, &vm)?;
+        let (kvm, vm, platform) = Platform::create_vm()?;
         config.check_limits(kvm.max_vcpus(), platform.gpa_limit())?;
         create_timer(&vm)?;
 

@@ -50,4 +50,4 @@ pub use image::{LoadError, LoadProblem};
 pub use machine::LinuxMachine;
 pub use machine_checks::{MachineChecks, NotItsMemory};
 pub use outcome::{LinuxEnd, LinuxOutcome};
-pub use paged::{LinuxPaging, LinuxPagingError, PagedIn};
+pub use paged::{LinuxPaging, PagedIn};

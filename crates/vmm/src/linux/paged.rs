@@ -8,8 +8,8 @@ use std::thread;
 use pagetide_kvm::SlotFlags;
 use pagetide_memory::GuestRange;
 use pagetide_pager::{
-    AddError, Contents, Delivery, Mode, Notice, Pager, Pool, PoolConfig, Prefetch, PrefetchConfig,
-    ReaderConfig, Readers, RegionConfig, ServeError,
+    Contents, Delivery, Mode, Notice, Pager, Pool, PoolConfig, Prefetch, PrefetchConfig,
+    ReaderConfig, Readers, RegionConfig,
 };
 
 use crate::control::Stopper;
@@ -22,26 +22,6 @@ use super::content::ContentFile;
 use super::discard::whole_pages;
 use super::error::LinuxError;
 use super::machine::LinuxMachine;
-
-/// Why a guest's memory cannot be paged in. Nothing ran.
-#[derive(Debug, thiserror::Error)]
-pub enum LinuxPagingError {
-    /// The machine cannot be made.
-    #[error(transparent)]
-    Machine(#[from] LinuxError),
-    /// This kernel's vCPUs do not exit for absent memory.
-    #[error(
-        "this kernel lacks KVM_CAP_ABSENT_MAPPING_FAULT, with which vCPUs exit for absent memory; \
-         userfaultfd works without it (uffd)"
-    )]
-    NoExits,
-    /// The pager cannot serve the guest's memory.
-    #[error("memory of the guest cannot be paged")]
-    Region(#[from] AddError),
-    /// The pager cannot run.
-    #[error("the pager cannot run")]
-    Serve(#[from] ServeError),
-}
 
 /// The paging of a Linux guest, from a [`ContentFile`]. None of the guest's pages is present when the guest
 /// starts.
@@ -75,19 +55,13 @@ pub struct PagedIn {
 
 impl fmt::Display for PagedIn {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            total,
-            by_fault,
-            by_prefetch,
-            zero,
-            discarded,
-            ..
-        } = self;
-        let present = by_fault + by_prefetch;
+        let (by_fault, by_prefetch) = (self.by_fault, self.by_prefetch);
+        let (present, total) = (by_fault + by_prefetch, self.total);
         write!(
             formatter,
             "{present} of {total} pages were paged in: {by_fault} by fault, {by_prefetch} by prefetch \
-             ({zero} of them zero); the host discarded {discarded}"
+             ({} of them zero); the host discarded {}",
+            self.zero, self.discarded
         )
     }
 }
@@ -101,28 +75,26 @@ impl LinuxPaging {
     /// The run fails if the content file cannot be read any more.
     ///
     /// # Errors
-    /// [`LinuxPagingError`]. A new content file is complete if it exists then, and can be used the next time.
+    /// [`LinuxError`]. A new content file is complete if it exists then, and can be used the next time.
     pub fn start(
         config: &LinuxConfig,
         delivery: Delivery,
         prefetch: bool,
         content: ContentFile,
-    ) -> Result<(LinuxMachine, Self), LinuxPagingError> {
+    ) -> Result<(LinuxMachine, Self), LinuxError> {
         let mut machine = LinuxMachine::build(config, None, Some(&content))?;
         if delivery == Delivery::Exit {
             if !machine.vm().capabilities().absent_mapping_fault {
-                return Err(LinuxPagingError::NoExits);
+                return Err(LinuxError::NoExits);
             }
             let flags = SlotFlags {
                 absent_mapping_fault: true,
                 ..SlotFlags::default()
             };
-            let refused = |error| LinuxError::from(SetupError::Slot(error));
-            machine.set_slot_flags(flags).map_err(refused)?;
+            machine.set_slot_flags(flags).map_err(SetupError::from)?;
         }
         let pager = Pager::new()?;
-        let layout = config.layout().map_err(LinuxError::from)?;
-        let content = content.finish(layout).map_err(LinuxError::from)?;
+        let content = content.finish(config.layout()?)?;
         let source = Pool::new(content, PoolConfig::default())?;
         for region in machine.regions() {
             let contents = Contents::Source(Arc::<Pool>::clone(&source));

@@ -1,6 +1,7 @@
 //! A Linux guest's run: the pool, a thread for the console's input, and the caller's thread, which watches.
 
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use pagetide_kvm::Vcpu;
@@ -10,7 +11,7 @@ use crate::failure::PoolFailure;
 use crate::hooks::VcpuHooks;
 use crate::pool::{PoolConfig, PoolEnd, VcpuPool};
 
-use super::console::{InputThread, LinuxConsole};
+use super::console::{LinuxConsole, start_input};
 use super::devices::{CONSOLE_IRQ, Devices, STATUS_IRQ};
 use super::error::LinuxRunError;
 use super::guest::{Guest, Line};
@@ -41,14 +42,13 @@ impl LinuxMachine {
         let vcpus = self.vcpus.len();
         let guest = Arc::new(Guest::new(devices, hooks, self.on_discard, vcpus));
         let stopper = self.stopper;
-        let input = console
-            .input
-            .map(|input| InputThread::start(input, Arc::clone(&guest), stopper.clone()))
-            .transpose()?;
-
         let started = Instant::now();
         let hooks: Arc<dyn VcpuHooks> = Arc::<Guest>::clone(&guest);
         let pool = VcpuPool::start(self.vcpus, hooks, &stopper, &PoolConfig::default())?;
+        let input = console
+            .input
+            .map(|input| start_input(input, Arc::clone(&guest), stopper.clone()))
+            .transpose()?;
         watch(&pool, &guest, &stopper, started, self.config.time_limit);
         let elapsed = started.elapsed();
         let grace = self.config.stop_grace;
@@ -62,8 +62,8 @@ impl LinuxMachine {
             let threads = lost.len();
             return Err(LinuxRunError::Lost { threads, grace });
         }
-        if let Some(input) = input {
-            input.end();
+        if let Some(Err(_)) = input.map(JoinHandle::join) {
+            tracing::warn!("the thread of the console's input panicked");
         }
         match failure.map(PoolFailure::into_own) {
             None => {

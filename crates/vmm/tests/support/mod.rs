@@ -7,7 +7,7 @@ use std::sync::Arc;
 use pagetide_memory::Region;
 use pagetide_pager::{AddError, Contents, Holes, Pager, RegionConfig};
 use pagetide_uapi::userfaultfd::{Mode, OpenError};
-use pagetide_vmm::linux::LinuxPagingError;
+use pagetide_vmm::linux::LinuxError;
 
 /// An error with all its causes.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
@@ -24,10 +24,10 @@ pub(crate) fn virtualises() -> bool {
 }
 
 /// Prints why this host cannot page memory; fails for any other error.
-pub(crate) fn skip_or_panic(error: &LinuxPagingError) {
+pub(crate) fn skip_or_panic(error: &LinuxError) {
     match error {
-        LinuxPagingError::NoExits
-        | LinuxPagingError::Region(AddError::Open(
+        LinuxError::NoExits
+        | LinuxError::Region(AddError::Open(
             OpenError::NotSupported
             | OpenError::NoPermission { .. }
             | OpenError::MissingFeatures { .. },
