@@ -32,10 +32,11 @@ mod other {
             0
         }
 
-        unsupported! {
-            create_vm() -> (Kvm, Vm, Platform);
-            prepare(&Self, &Vcpu) -> ();
+        pub(crate) fn prepare(&self, _: &Vcpu) -> Result<(), MachineError> {
+            Err(MachineError::UnsupportedArchitecture)
         }
+
+        unsupported! { create_vm() -> (Kvm, Vm, Platform); }
     }
 
     unsupported! {

@@ -1,14 +1,14 @@
 //! A machine whose vCPUs cycle through their memory until they are stopped: each reads a word, compares it and
 //! writes the next number, in an equal part of memory. For memory that changes under a guest, errors above all.
 //!
-//! A vCPU skips memory that it has lost (an exit that says that it is poisoned). How much is lost is found by
-//! trial: the host reads around the address, in steps of 4 KiB within the same 2 MiB, and of 2 MiB beyond.
+//! A vCPU skips memory that it has lost (an exit for poisoned memory). The host finds out by trial how much is
+//! lost: it reads around the address, in steps of 4 KiB within the same 2 MiB, and of 2 MiB beyond.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use pagetide_kvm::{Exit, FaultExit, StatsError};
-use pagetide_memory::{GuestAddress, PageSize, PopulateAccess, Region};
+use pagetide_memory::{FaultInAccess, GuestAddress, PageSize, Region};
 use pagetide_vmm::{Handled, HookError, Next, PoolVcpu, UnexpectedFault, VcpuHooks, VcpuPool};
 
 use crate::arch;
@@ -250,6 +250,6 @@ fn fill(data: &Region) -> Result<(), MachineError> {
         data.write_service(page, offset, &words.collect::<Vec<_>>())
             .map_err(MachineError::access(gpa))?;
     }
-    data.populate(data.all_pages(), PopulateAccess::Write)
+    data.fault_in(data.all_pages(), FaultInAccess::Write)
         .map_err(MachineError::Populate)
 }

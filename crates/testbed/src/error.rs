@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use pagetide_memory::{AccessError, GuestAddress, PopulateError, RegionError};
+use pagetide_memory::{AccessError, FaultInError, GuestAddress, RegionError};
 use pagetide_vmm::{PoolFailure, SetupError};
 
 use crate::config::ConfigError;
@@ -35,7 +35,7 @@ pub enum MachineError {
     LowMemory(#[source] RegionError),
     /// Memory cannot be made present.
     #[error("the guest's memory cannot be made present")]
-    Populate(#[source] PopulateError),
+    Populate(#[source] FaultInError),
     /// The host cannot access the guest's memory, which would be an error in the layout.
     #[error("the guest's memory at {gpa}")]
     Access {

@@ -22,7 +22,7 @@ impl LowMemory {
         let region = Region::new(GuestAddress(0), layout.low_bytes(), Backing::Shmem)
             .map_err(MachineError::LowMemory)?;
         region
-            .populate(region.all_pages(), FaultInAccess::Write)
+            .fault_in(region.all_pages(), FaultInAccess::Write)
             .map_err(MachineError::Populate)?;
         let low = Self {
             region: Arc::new(region),

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     fn walk(order: Order, pages: u64, lane: u32) -> Vec<u64> {
-        let pages = NonZeroU64::new(pages).expect("tests ask for at least one page");
+        let pages = NonZeroU64::new(pages).expect("tests use at least one page");
         order.permutation(pages, lane).iter().collect()
     }
 

@@ -109,23 +109,15 @@ pub struct VcpuState {
 
 impl fmt::Display for VcpuState {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            vcpu,
-            rip,
-            gpa,
-            touched,
-            pages,
-            done,
-        } = self;
-        write!(formatter, "vCPU {vcpu} {touched}/{pages} pages")?;
-        if *done {
-            return formatter.write_str(", done");
+        let (touched, pages) = (self.touched, self.pages);
+        write!(formatter, "vCPU {} {touched}/{pages} pages", self.vcpu)?;
+        match (self.done, self.rip) {
+            (true, _) => return formatter.write_str(", done"),
+            (false, Some(rip)) => write!(formatter, ", rip {rip:#x}")?,
+            (false, None) => formatter.write_str(", registers unknown")?,
         }
-        match rip {
-            Some(rip) => write!(formatter, ", rip {rip:#x}")?,
-            None => formatter.write_str(", registers unknown")?,
-        }
-        gpa.map_or(Ok(()), |gpa| write!(formatter, ", gpa {gpa}"))
+        self.gpa
+            .map_or(Ok(()), |gpa| write!(formatter, ", gpa {gpa}"))
     }
 }
 

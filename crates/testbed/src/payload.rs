@@ -192,6 +192,7 @@ macro_rules! payload {
     };
 }
 
+#[cfg(target_arch = "x86_64")]
 payload! {
     /// The walk of a [`Machine`](crate::Machine), and the exception handler of all payloads.
     workload from "payload/workload.s",

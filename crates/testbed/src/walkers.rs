@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use pagetide_kvm::{Exit, Vcpu, Vm};
-use pagetide_memory::{Backing, GuestAddress, PageIndex, PopulateAccess, Region};
+use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, Region};
 use pagetide_vmm::{HookError, Next, PoolVcpu, VcpuHooks, VcpuPool};
 
 use crate::arch;
@@ -254,7 +254,7 @@ fn gpa_of(page: PageIndex) -> u64 {
 
 /// Makes all pages present and writes each one's address to its start.
 fn fill(data: &Region) -> Result<(), MachineError> {
-    data.populate(data.all_pages(), PopulateAccess::Write)
+    data.fault_in(data.all_pages(), FaultInAccess::Write)
         .map_err(MachineError::Populate)?;
     for page in data.all_pages().iter() {
         let gpa = gpa_of(page);

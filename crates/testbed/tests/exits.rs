@@ -319,18 +319,18 @@ impl VcpuHooks for Failing {
             return Err("no such page".into());
         }
         let (stopped, changed) = &self.waiting;
-        let guard = stopped.lock().expect("nobody panics");
+        let guard = stopped.lock().expect("no thread panics");
         drop(
             changed
                 .wait_while(guard, |stopped| !*stopped)
-                .expect("nobody panics"),
+                .expect("no thread panics"),
         );
         Err("stopped".into())
     }
 
     fn on_stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
-        *self.waiting.0.lock().expect("nobody panics") = true;
+        *self.waiting.0.lock().expect("no thread panics") = true;
         self.waiting.1.notify_all();
     }
 }

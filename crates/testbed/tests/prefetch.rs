@@ -109,7 +109,7 @@ fn guests_run_while_prefetch_fetches_their_memory() {
     }
 }
 
-/// As [`machine`]; also None, with the reason printed, if exits are asked for and there are none.
+/// As [`machine`]; also None, with the reason printed, if the flags need exits and this kernel has none.
 fn machine_with_exits(mut config: MachineConfig) -> Option<Machine> {
     let flags = std::mem::take(&mut config.slot_flags);
     let machine = machine(config)?;
@@ -126,7 +126,7 @@ fn machine_with_exits(mut config: MachineConfig) -> Option<Machine> {
 /// What accesses to data memory cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Accesses {
-    /// Accesses to pages that the page map said were Present when the vCPU entered the guest for them.
+    /// Accesses to pages that were Present in the page map when the vCPU entered the guest for them.
     to_present: u64,
     /// Stage-2 faults of these accesses.
     faults_on_present: u64,

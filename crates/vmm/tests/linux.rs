@@ -130,7 +130,7 @@ fn the_kernel_finds_the_machines_devices() {
     };
     let (end, output) = run(&config);
     assert_eq!(end, LinuxEnd::Status(0), "{output}");
-    for wanted in [
+    for expected in [
         "CPUs 0-1 online",
         "found SMP MP-table",
         "Hypervisor detected: KVM",
@@ -138,7 +138,7 @@ fn the_kernel_finds_the_machines_devices() {
         "ttyS1 at I/O 0x2f8 (irq = 3",
         "every word right",
     ] {
-        assert!(output.contains(wanted), "{wanted} in\n{output}");
+        assert!(output.contains(expected), "{expected} in\n{output}");
     }
     for complaint in ["WARNING:", "BUG:", "detected stall"] {
         assert!(!output.contains(complaint), "{complaint} in\n{output}");
@@ -147,7 +147,7 @@ fn the_kernel_finds_the_machines_devices() {
 
 #[test]
 fn every_end_has_a_name_with_any_backing() {
-    for (command, wanted, backing) in [
+    for (command, expected, backing) in [
         ("quiet -- reboot -f", LinuxEnd::Reset, Backing::Anonymous),
         ("quiet -- poweroff -f", LinuxEnd::Halted, Backing::Thp),
         (
@@ -177,7 +177,7 @@ fn every_end_has_a_name_with_any_backing() {
             Ok(_) => {}
         }
         let (end, output) = run(&config);
-        assert_eq!(end, wanted, "{command} in {backing}\n{output}");
+        assert_eq!(end, expected, "{command} in {backing}\n{output}");
     }
 }
 
@@ -388,12 +388,12 @@ fn an_uncorrected_error_kills_only_the_process_that_consumed_it() {
     let outcome = outcome.unwrap_or_else(|error| panic!("{}\n{output}", chain(&error)));
     assert_eq!(outcome.end, LinuxEnd::Status(0), "{output}");
     // BUS_MCEERR_AR is 4, and 135 is a death of SIGBUS.
-    for wanted in [
+    for expected in [
         "consume: SIGBUS code 4",
         "it ended with 135",
         "every word right",
     ] {
-        assert!(output.contains(wanted), "{wanted} in\n{output}");
+        assert!(output.contains(expected), "{expected} in\n{output}");
     }
     assert!(!output.contains("consume: read"), "{output}");
     assert_eq!(checks.lost_bytes(), 4096);

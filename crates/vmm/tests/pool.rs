@@ -251,7 +251,7 @@ fn an_error_before_the_first_entry_stops_all() {
         return;
     };
     let mut hooks = Counting::new(|_| Ok(Next::Enter));
-    let only = Arc::get_mut(&mut hooks).expect("nobody else has it");
+    let only = Arc::get_mut(&mut hooks).expect("there is no other handle");
     only.at_start = |vcpu| {
         if vcpu == 1 {
             Err("not ready".into())

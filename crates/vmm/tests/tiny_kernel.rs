@@ -170,7 +170,7 @@ fn run(machine: LinuxMachine, hooks: Arc<dyn VcpuHooks>) -> Result<LinuxOutcome,
 
 #[test]
 fn every_end_has_a_name() {
-    for (code, wanted) in [
+    for (code, expected) in [
         (WRITE_INITRD, LinuxEnd::Status(42)),
         (HALT, LinuxEnd::Halted),
         (RESET, LinuxEnd::Reset),
@@ -181,8 +181,8 @@ fn every_end_has_a_name() {
             return;
         };
         let outcome = run(machine, Arc::new(NoFaults));
-        let outcome = outcome.unwrap_or_else(|error| panic!("{wanted}: {}", chain(&error)));
-        assert_eq!(outcome.end, wanted);
+        let outcome = outcome.unwrap_or_else(|error| panic!("{expected}: {}", chain(&error)));
+        assert_eq!(outcome.end, expected);
     }
 }
 

@@ -245,7 +245,7 @@ mod tests {
         (devices, screen, count)
     }
 
-    fn say(devices: &mut Devices<Count>, port: u16, text: &str) -> Vec<Request> {
+    fn print(devices: &mut Devices<Count>, port: u16, text: &str) -> Vec<Request> {
         text.bytes()
             .filter_map(|byte| devices.write(port, byte.into()).unwrap())
             .collect()
@@ -254,7 +254,7 @@ mod tests {
     #[test]
     fn the_console_has_output_and_input() {
         let (mut devices, screen, count) = devices();
-        assert_eq!(say(&mut devices, CONSOLE, "hello\n7\n"), []);
+        assert_eq!(print(&mut devices, CONSOLE, "hello\n7\n"), []);
         assert_eq!(*screen.0.lock().unwrap(), b"hello\n7\n");
         // Interrupts come once the driver has enabled them.
         devices.write(CONSOLE + 1, 1).unwrap();
@@ -269,7 +269,7 @@ mod tests {
     #[test]
     fn only_a_number_on_a_line_is_a_status() {
         let (mut devices, screen, _) = devices();
-        for (text, wanted) in [
+        for (text, expected) in [
             ("3", vec![]),
             ("7\r\n", vec![Request::Exit(37)]),
             ("0\n", vec![Request::Exit(0)]),
@@ -277,7 +277,7 @@ mod tests {
             (&"1".repeat(10_000), vec![]),
             ("\n255\n", vec![Request::Exit(255)]),
         ] {
-            assert_eq!(say(&mut devices, STATUS, text), wanted, "{text:?}");
+            assert_eq!(print(&mut devices, STATUS, text), expected, "{text:?}");
         }
         assert!(screen.0.lock().unwrap().is_empty());
     }
@@ -286,17 +286,17 @@ mod tests {
     fn a_line_gives_up_memory() {
         let (mut devices, ..) = devices();
         let range = GuestRange::new(GuestAddress(0x5000), 0x2000).unwrap();
-        let said = say(&mut devices, STATUS, "discard 0x5000 0x2000\r\n7\n");
-        assert_eq!(said, [Request::Discard(range), Request::Exit(7)]);
+        let requests = print(&mut devices, STATUS, "discard 0x5000 0x2000\r\n7\n");
+        assert_eq!(requests, [Request::Discard(range), Request::Exit(7)]);
         let refused = "discard\ndiscard 0x5000\ndiscard 0x5000 0\ndiscard ffffffffffffffff 2\n\
                        discard 0x5000 0x1000 0x1000\ndiscard -1 1\ngive 0x5000 0x1000\n";
-        assert_eq!(say(&mut devices, STATUS, refused), []);
+        assert_eq!(print(&mut devices, STATUS, refused), []);
     }
 
     #[test]
     fn two_ports_reset() {
         let (mut devices, ..) = devices();
-        for (port, value, wanted) in [
+        for (port, value, expected) in [
             (KEYBOARD, 0xfe, Some(Request::Reset)),
             (KEYBOARD, 0xd1, None),
             (RESET_CONTROL, 0x06, Some(Request::Reset)),
@@ -304,7 +304,7 @@ mod tests {
             (0x80, 0xfe, None),
             (0xcfc, 0xffff_ffff, None),
         ] {
-            assert_eq!(devices.write(port, value).unwrap(), wanted, "{port:#x}");
+            assert_eq!(devices.write(port, value).unwrap(), expected, "{port:#x}");
         }
         assert_eq!(devices.read(KEYBOARD) & 0xff, 0);
         assert_eq!(devices.read(0xcf8), u32::MAX);
@@ -316,9 +316,9 @@ mod tests {
         assert_eq!(devices.panic_message(), None);
         let text =
             "[    1.5] Kernel panic - not syncing: VFS: no root\r\nKernel panic - not syncing: x\n";
-        say(&mut devices, CONSOLE, text);
-        let wanted = "Kernel panic - not syncing: VFS: no root";
-        assert_eq!(devices.panic_message(), Some(wanted));
+        print(&mut devices, CONSOLE, text);
+        let expected = "Kernel panic - not syncing: VFS: no root";
+        assert_eq!(devices.panic_message(), Some(expected));
     }
 
     #[test]

@@ -158,35 +158,35 @@ impl Image {
 
     fn load_kernel(&mut self, path: &Path, layout: RamLayout) -> Result<Kernel, LoadProblem> {
         let mut file = open(path).map_err(LoadProblem::Read)?;
-        let kind = Kind::of(&mut file).map_err(LoadProblem::Read)?;
+        let mut start = Vec::new();
+        let read = (&file).take(0x206).read_to_end(&mut start);
+        read.and_then(|_| file.rewind())
+            .map_err(LoadProblem::Read)?;
+        // 64 bits, little endian, an executable (not position-independent) for x86-64.
+        let is_elf = start.starts_with(b"\x7fELF\x02\x01")
+            && start.get(16..20) == Some(&[0x02, 0x00, 0x3e, 0x00]);
         let lowest = Some(GuestAddress(UPPER_START));
-        let (loaded, kernel) = match kind.ok_or(LoadProblem::NotAKernel)? {
-            Kind::Elf => {
-                let loaded = Elf::load(&self.scratch, None, &mut file, lowest)
-                    .map_err(LoadProblem::Damaged)?;
-                let kernel = Kernel {
-                    entry: loaded.kernel_load.0,
-                    end: loaded.kernel_end,
-                    header: None,
-                };
-                (loaded, kernel)
-            }
-            Kind::BzImage => {
-                let loaded = BzImage::load(&self.scratch, None, &mut file, lowest)
-                    .map_err(LoadProblem::Damaged)?;
-                let header = loaded.setup_header.unwrap_or_default();
-                if header.version < PROTOCOL_2_12 || header.xloadflags & XLF_KERNEL_64 == 0 {
-                    return Err(LoadProblem::No64BitEntry);
-                }
-                let unpacked = header.pref_address.saturating_add(header.init_size.into());
-                let kernel = Kernel {
-                    entry: loaded.kernel_load.0.saturating_add(BZIMAGE_ENTRY),
-                    end: loaded.kernel_end.max(unpacked),
-                    header: Some(header),
-                };
-                (loaded, kernel)
-            }
+        let loaded = if is_elf {
+            Elf::load(&self.scratch, None, &mut file, lowest)
+        } else if start.get(0x202..0x206) == Some(b"HdrS") {
+            BzImage::load(&self.scratch, None, &mut file, lowest)
+        } else {
+            return Err(LoadProblem::NotAKernel);
         };
+        let loaded = loaded.map_err(LoadProblem::Damaged)?;
+        let mut kernel = Kernel {
+            entry: loaded.kernel_load.0,
+            end: loaded.kernel_end,
+            header: loaded.setup_header,
+        };
+        if let Some(header) = kernel.header {
+            if header.version < PROTOCOL_2_12 || header.xloadflags & XLF_KERNEL_64 == 0 {
+                return Err(LoadProblem::No64BitEntry);
+            }
+            let unpacked = header.pref_address.saturating_add(header.init_size.into());
+            kernel.entry = kernel.entry.saturating_add(BZIMAGE_ENTRY);
+            kernel.end = kernel.end.max(unpacked);
+        }
         let mut low = vec![0; usize::try_from(UPPER_START).unwrap_or(0)];
         self.scratch
             .read_slice(&mut low, GuestAddress(0))
@@ -302,29 +302,6 @@ fn open(path: &Path) -> io::Result<File> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
     File::open(path)
-}
-
-/// The kind of a kernel's file, by its first bytes.
-enum Kind {
-    Elf,
-    BzImage,
-}
-
-impl Kind {
-    fn of(file: &mut File) -> io::Result<Option<Self>> {
-        let mut start = Vec::new();
-        file.take(0x206).read_to_end(&mut start)?;
-        file.rewind()?;
-        // 64 bits, little endian, an executable (not position-independent) for x86-64.
-        let is_elf = start.starts_with(b"\x7fELF\x02\x01")
-            && start.get(16..20) == Some(&[0x02, 0x00, 0x3e, 0x00]);
-        let is_bzimage = start.get(0x202..0x206) == Some(b"HdrS");
-        Ok(match (is_elf, is_bzimage) {
-            (true, _) => Some(Self::Elf),
-            (false, true) => Some(Self::BzImage),
-            (false, false) => None,
-        })
-    }
 }
 
 #[cfg(test)]
