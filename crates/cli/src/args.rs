@@ -1,10 +1,12 @@
 //! The command line: what it takes, and what it says about it.
 
 use std::fmt::Display;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
+use clap_complete::Shell;
 use pagetide_memory::{Backing, FailurePolicy};
 
 use crate::measuring::ShowArguments;
@@ -41,6 +43,12 @@ pub(crate) enum Command {
     /// Measure something
     #[command(subcommand)]
     Bench(Bench),
+    /// Print a shell's completion script for this command
+    #[command(after_long_help = crate::generated::EXAMPLES)]
+    Completions(CompletionsArguments),
+    /// Write the manual pages, one per verb, into a directory
+    #[command(hide = true)]
+    Man(ManArguments),
 }
 
 #[derive(Debug, Args)]
@@ -48,6 +56,20 @@ pub(crate) struct ProbeArguments {
     /// Print JSON instead of a table
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CompletionsArguments {
+    /// The shell
+    #[arg(value_name = "SHELL")]
+    pub(crate) shell: Shell,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ManArguments {
+    /// The directory; the command creates it if it is missing
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
 }
 
 #[derive(Debug, Subcommand)]

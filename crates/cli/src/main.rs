@@ -8,6 +8,7 @@ mod args;
 #[cfg(all(test, target_arch = "x86_64"))]
 mod documents;
 mod failure;
+mod generated;
 mod measuring;
 mod memcycler;
 mod memslots;
@@ -66,6 +67,8 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Memcycler(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Show(arguments)) => measuring::open(arguments)?,
+        Command::Completions(arguments) => generated::completions(arguments)?,
+        Command::Man(arguments) => generated::manual(arguments)?,
     }
     Ok(ExitCode::SUCCESS)
 }
