@@ -10,6 +10,7 @@ mod files;
 mod guest;
 mod initramfs;
 mod kernel;
+mod package;
 mod paths;
 mod profile;
 mod progress;
@@ -52,6 +53,8 @@ enum Verb {
     Guest,
     /// Generate crates/uapi's constants and structures from the patched kernel's headers
     Uapi(uapi::UapiArgs),
+    /// Build the Debian package of the `pagetide` command; prints its place
+    Package,
     /// Everything that must hold: code, kernels, patches, and behaviour in VMs
     ///
     /// The last line is `N passed, N failed, N skipped`.
@@ -76,6 +79,7 @@ fn main() -> ExitCode {
         Verb::Kernel(verb) => kernel::run(verb, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Vm(args) => vm::run(args, &paths),
         Verb::Guest => guest::run(&paths).map(|()| ExitCode::SUCCESS),
+        Verb::Package => package::run(&paths).map(|()| ExitCode::SUCCESS),
         Verb::Demo => bench::demo(&paths),
         Verb::Bench => bench::bench(&paths),
         Verb::Profile(args) => profile::run(args, &paths),

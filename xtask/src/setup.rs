@@ -76,6 +76,18 @@ pub(crate) fn kernel_tools(arch: Arch) -> Vec<Need> {
     KERNEL.iter().chain(cross).copied().collect()
 }
 
+const PACKAGE: [Need; 4] = [
+    program("dpkg-shlibdeps", "dpkg-dev"),
+    program("strip", "binutils"),
+    program("xz", "xz-utils"),
+    program("mmdebstrap", "mmdebstrap"),
+];
+
+/// What making and testing the Debian package takes.
+pub(crate) fn package_tools() -> [Need; 4] {
+    PACKAGE
+}
+
 /// What compiling a program of guest/ takes.
 pub(crate) fn compiler() -> [Need; 2] {
     [
@@ -103,6 +115,7 @@ fn everything() -> Vec<Need> {
     needs.extend(vm_tools(Arch::X86_64));
     needs.extend(vm_tools(Arch::Arm64));
     needs.extend(bindgen_tools());
+    needs.extend(package_tools());
     needs
 }
 

@@ -1,10 +1,12 @@
 //! `cargo xtask test`: everything that must hold before a change is taken.
 
+mod clean_root;
 mod host;
 mod kunit;
 mod lab;
 mod libtest;
 mod loom;
+mod package;
 mod schedule;
 mod tally;
 
@@ -74,6 +76,8 @@ enum Step {
     Linux,
     /// Selftests that shadow paging makes a difference to, with shadow paging
     Shadow,
+    /// The Debian package, installed in a clean root, and `cargo install`
+    Package,
     /// Selftests on a kernel that checks locks, RCU and memory (only if asked for: about an hour
     /// with its build)
     Debug,
@@ -208,6 +212,7 @@ impl Testing<'_> {
             Step::Selftests => lab::selftests(self.paths, &mut self.tally),
             Step::Stock => lab::stock(self.paths, &mut self.tally),
             Step::Arm64 => lab::arm64(self.paths, &mut self.tally),
+            Step::Package => package::run(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),
         }
     }

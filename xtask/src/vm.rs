@@ -223,7 +223,13 @@ pub(crate) fn boot(
     qemu::run(&machine, output, paths)
 }
 
-fn build_pagetide(paths: &Paths) -> Result<()> {
+/// The optimised `pagetide`, once built.
+pub(crate) fn pagetide(paths: &Paths) -> PathBuf {
+    paths.target().join("release/pagetide")
+}
+
+/// Builds the optimised `pagetide`.
+pub(crate) fn build_pagetide(paths: &Paths) -> Result<()> {
     let log = paths.target().join("vm/build.log");
     files::remove(&log)?;
     let compiles = |line: &str| line.trim_start().starts_with("Compiling ");

@@ -1,0 +1,251 @@
+//! `cargo xtask package`: the Debian package of the `pagetide` command.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::command::Run;
+use crate::files::unique;
+use crate::kernel::lock;
+use crate::paths::Paths;
+use crate::progress::Progress;
+use crate::{setup, vm};
+
+/// The package of the workspace that has the command.
+const CRATE: &str = "pagetide-cli";
+
+/// The version of cargo-deb. Versions differ in how they read the settings in crates/cli/Cargo.toml.
+const CARGO_DEB: &str = "3.8.0";
+
+/// The shells whose completion scripts are in the package.
+const SHELLS: [&str; 3] = ["bash", "zsh", "fish"];
+
+/// Runs the verb.
+pub(crate) fn run(paths: &Paths) -> Result<()> {
+    println!("{}", build(paths)?.display());
+    Ok(())
+}
+
+/// Makes the package and returns its place.
+pub(crate) fn build(paths: &Paths) -> Result<PathBuf> {
+    setup::require(&setup::package_tools())?;
+    vm::build_pagetide(paths)?;
+    stage(paths)?;
+    let cargo_deb = cargo_deb(paths)?;
+    let progress = Progress::spinner("cargo deb");
+    let manifest = paths.in_root("crates/cli/Cargo.toml");
+    let place = Run::new(cargo_deb)
+        .args(["--no-build", "--locked", "--strip", "--compress-system"])
+        .arg("--quiet")
+        .arg("--manifest-path")
+        .arg(manifest)
+        .env("CARGO_TARGET_DIR", paths.target())
+        .dir(paths.root())
+        .text()?;
+    progress.done();
+    let place = PathBuf::from(place);
+    ensure!(place.exists(), "cargo deb named {}", place.display());
+    Ok(place)
+}
+
+/// Where the package's generated files are. cargo-deb finds target/release wherever it is.
+fn staging(paths: &Paths) -> PathBuf {
+    paths.target().join("release/package")
+}
+
+/// The directory of the compressed manual pages of the package that [`build`] made last.
+pub(crate) fn manual_pages(paths: &Paths) -> PathBuf {
+    staging(paths).join("man")
+}
+
+/// Generates the files of the package that cargo does not build.
+fn stage(paths: &Paths) -> Result<()> {
+    let staging = staging(paths);
+    // A page of a verb that no longer exists must not stay.
+    match std::fs::remove_dir_all(&staging) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(error).with_context(|| format!("remove {}", staging.display()));
+        }
+        _ => {}
+    }
+    let completions = staging.join("completions");
+    std::fs::create_dir_all(&completions)
+        .with_context(|| format!("create {}", completions.display()))?;
+    for shell in SHELLS {
+        let script = Run::new(vm::pagetide(paths))
+            .args(["completions", shell])
+            .output()?;
+        write(&completions.join(format!("pagetide.{shell}")), &script)?;
+    }
+    let manual = manual_pages(paths);
+    Run::new(vm::pagetide(paths))
+        .arg("man")
+        .arg(&manual)
+        .output()?;
+    // cargo-deb compresses no file from target/release.
+    Run::new("gzip")
+        .args(["-9", "--no-name", "--recursive"])
+        .arg(&manual)
+        .output()?;
+    write(&staging.join("THIRD-PARTY"), third_party(paths)?.as_bytes())
+}
+
+fn write(file: &Path, content: &[u8]) -> Result<()> {
+    std::fs::write(file, content).with_context(|| format!("write {}", file.display()))
+}
+
+/// cargo-deb, compiled once and kept in the cache.
+fn cargo_deb(paths: &Paths) -> Result<PathBuf> {
+    let tools = paths.cache().join("tools");
+    let home = tools.join(format!("cargo-deb-{CARGO_DEB}"));
+    let program = home.join("bin/cargo-deb");
+    if program.exists() {
+        return Ok(program);
+    }
+    let _lock = lock::take(&tools)?;
+    if program.exists() {
+        return Ok(program);
+    }
+    let build = tools.join(format!("build-{}", unique()));
+    let compiles = |line: &str| line.trim_start().starts_with("Compiling ");
+    let progress = Progress::start("building cargo-deb", None, compiles);
+    let installed = Run::new("cargo")
+        .args(["install", "cargo-deb", "--locked", "--no-default-features"])
+        .args(["--version", CARGO_DEB, "--root"])
+        .arg(&home)
+        .arg("--target-dir")
+        .arg(&build)
+        // It runs for a few seconds: its compile time counts.
+        .env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1")
+        .env("CARGO_PROFILE_RELEASE_LTO", "off")
+        .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")
+        .logged(&tools.join("cargo-deb.log"), &progress);
+    // The objects have no further use; a leftover takes space and does no other harm.
+    let _ = std::fs::remove_dir_all(&build);
+    installed?;
+    progress.done();
+    Ok(program)
+}
+
+/// The libraries that are linked into the command, with their licences and notices.
+fn third_party(paths: &Paths) -> Result<String> {
+    let cargo = |words: &[&str]| Run::new("cargo").args(words).dir(paths.root());
+    let tree = cargo(&["tree", "--locked", "--package", CRATE, "--prefix", "none"])
+        .args(["--edges", "normal,no-proc-macro", "--format", "{p}"])
+        .text()?;
+    let linked: BTreeSet<_> = tree.lines().filter_map(name_and_version).collect();
+    let metadata = cargo(&["metadata", "--locked", "--format-version=1"]).output()?;
+    let metadata: Value = serde_json::from_slice(&metadata).context("cargo metadata")?;
+    let mut libraries = BTreeMap::new();
+    for package in metadata["packages"].as_array().into_iter().flatten() {
+        let text = |field: &str| package[field].as_str();
+        let (Some(name), Some(version), Some(manifest)) =
+            (text("name"), text("version"), text("manifest_path"))
+        else {
+            continue;
+        };
+        // Packages of the workspace have no source.
+        if package["source"].is_null() || !linked.contains(&(name, version)) {
+            continue;
+        }
+        let licence = text("license").unwrap_or("see its notices");
+        let directory = Path::new(manifest).parent().context("a manifest's place")?;
+        let heading = format!("{name} {version}: {licence}");
+        libraries.insert(heading, notices(directory)?);
+    }
+    ensure!(!libraries.is_empty(), "no library is linked");
+    Ok(third_party_text(&libraries))
+}
+
+/// The name and the version in a line of `cargo tree`, `NAME vVERSION` and more.
+fn name_and_version(line: &str) -> Option<(&str, &str)> {
+    let mut words = line.split(' ');
+    Some((words.next()?, words.next()?.strip_prefix('v')?))
+}
+
+/// The licences and notices in a package's directory, but for the text of the Apache License, which
+/// every Debian system has.
+fn notices(directory: &Path) -> Result<BTreeSet<String>> {
+    const NAMES: [&str; 5] = ["COPYING", "COPYRIGHT", "LICENCE", "LICENSE", "NOTICE"];
+    let mut notices = BTreeSet::new();
+    let entries = std::fs::read_dir(directory);
+    for entry in entries.with_context(|| format!("read {}", directory.display()))? {
+        let file = entry?.path();
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        if !NAMES.iter().any(|wanted| name.starts_with(wanted)) || !file.is_file() {
+            continue;
+        }
+        let text = std::fs::read(&file).with_context(|| format!("read {}", file.display()))?;
+        let text = String::from_utf8_lossy(&text).trim_end().to_owned();
+        if !text.trim_start().starts_with("Apache License") {
+            notices.insert(text);
+        }
+    }
+    Ok(notices)
+}
+
+/// Each library with its licence, then each notice once.
+fn third_party_text(libraries: &BTreeMap<String, BTreeSet<String>>) -> String {
+    let mut text = "Libraries in /usr/bin/pagetide, each with its licence. The Apache License, version 2.0, is\n\
+                    in /usr/share/common-licenses/Apache-2.0. The notices of the libraries follow.\n\n"
+        .to_owned();
+    let mut owners: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (library, notices) in libraries {
+        text += &format!("{library}\n");
+        for notice in notices {
+            let name = library.split(':').next().unwrap_or(library);
+            owners.entry(notice).or_default().push(name);
+        }
+    }
+    for (notice, libraries) in owners {
+        text += &format!("\n---- {}\n\n{notice}\n", libraries.join(", "));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_cargo_tree_is_read() {
+        assert_eq!(name_and_version("clap v4.6.7"), Some(("clap", "4.6.7")));
+        let local = "pagetide-cli v0.1.0 (/x/crates/cli)";
+        assert_eq!(name_and_version(local), Some(("pagetide-cli", "0.1.0")));
+        assert_eq!(name_and_version(""), None);
+    }
+
+    #[test]
+    fn notices_are_kept_once_and_the_apache_license_is_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in [
+            ("LICENSE-MIT", "Copyright (c) A\n"),
+            ("LICENSE-APACHE", "        Apache License\n   Version 2.0"),
+            ("README.md", "about"),
+        ] {
+            std::fs::write(dir.path().join(name), text).unwrap();
+        }
+        let notices = notices(dir.path()).unwrap();
+        assert_eq!(notices, BTreeSet::from(["Copyright (c) A".to_owned()]));
+        let libraries = ["a 1: MIT", "b 2: MIT"].map(|name| (name.to_owned(), notices.clone()));
+        let text = third_party_text(&BTreeMap::from(libraries));
+        assert!(
+            text.ends_with("a 1: MIT\nb 2: MIT\n\n---- a 1, b 2\n\nCopyright (c) A\n"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn libraries_are_named_and_ours_are_not() {
+        let text = third_party(&Paths::find().unwrap()).unwrap();
+        assert!(text.contains("\nclap 4."), "{text}");
+        assert!(text.contains("Permission is hereby granted"), "{text}");
+        assert!(
+            !text.contains("pagetide-") && !text.contains("clap_derive"),
+            "{text}"
+        );
+    }
+}
