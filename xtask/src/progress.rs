@@ -1,12 +1,20 @@
 //! Progress of long steps: a bar on a terminal, a plain line now and then elsewhere.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 /// How often a step reports when nobody watches a terminal.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(15);
+
+/// The bars of all steps, a line each, on standard error.
+static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
+
+/// Prints a line to standard output, above the bars of all steps.
+pub(crate) fn print(line: &str) {
+    BARS.suspend(|| println!("{line}"));
+}
 
 /// One long step. Finish it with [`Progress::done`]; dropping it says nothing.
 #[derive(Debug)]
@@ -32,6 +40,7 @@ impl Progress {
                 (ProgressBar::new_spinner(), template)
             }
         };
+        let bar = BARS.add(bar);
         if bar.is_hidden() {
             eprintln!("{what} ...");
         } else {
@@ -74,11 +83,6 @@ impl Progress {
         }
     }
 
-    /// Prints a line to standard output, beside the bar if there is one.
-    pub(crate) fn say(&self, line: &str) {
-        self.bar.suspend(|| println!("{line}"));
-    }
-
     /// How much was counted.
     pub(crate) fn objects(&self) -> u64 {
         self.bar.position()
@@ -88,7 +92,7 @@ impl Progress {
     pub(crate) fn done(self) {
         let seconds = self.bar.elapsed().as_secs_f64();
         self.bar.finish_and_clear();
-        eprintln!("{}: done in {seconds:.1} s", self.what);
+        BARS.suspend(|| eprintln!("{}: done in {seconds:.1} s", self.what));
     }
 
     /// Takes the bar away so that an error stands alone.

@@ -16,7 +16,7 @@ use crate::guest;
 use crate::kernel::selftests::{self, Selftest};
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
-use crate::progress::Progress;
+use crate::progress::{self, Progress};
 use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, Pagetide, Timing, VmArgs};
 
 /// The same on a kernel that checks everything.
@@ -288,7 +288,7 @@ fn run(
             .get(number)
             .map_or_else(String::new, |(kind, _)| kind.name());
         let seconds = time.as_secs_f64();
-        progress.say(&format!("{lane}: {name}: {ended} after {seconds:.1} s"));
+        progress::print(&format!("{lane}: {name}: {ended} after {seconds:.1} s"));
     };
     let outcome = vm::boot(args, &list, Output::Keep(&mut tell), paths)?;
     progress.done();
