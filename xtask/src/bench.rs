@@ -1,4 +1,4 @@
-//! `cargo xtask demo`, `bench` and `report`: the benchmark in the lab, and where its pages are.
+//! `cargo xtask bench` and `report`: the benchmarks in the lab, and where their pages are.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -14,38 +14,27 @@ use crate::vm::{self, Job, LOST, Output, Timing, VmArgs};
 const TRIES: u32 = 4;
 
 /// A run of `pagetide bench` in a VM.
-struct Measurement {
+pub(crate) struct Measurement {
     /// Which benchmark.
-    benchmark: &'static str,
+    pub(crate) benchmark: &'static str,
     /// Its directory below target/pagetide; empty for that directory itself.
-    name: &'static str,
-    timing: Timing,
-    arguments: &'static str,
+    pub(crate) name: &'static str,
+    pub(crate) timing: Timing,
+    pub(crate) arguments: &'static str,
     /// For the VM.
-    seconds: u64,
-    huge_pages: Option<HugePages>,
+    pub(crate) seconds: u64,
+    pub(crate) huge_pages: Option<HugePages>,
 }
 
 /// What a measurement with huge pages needs of its VM: transparent ones for shmem, and so many in the pool
 /// of 2M pages.
-struct HugePages {
+pub(crate) struct HugePages {
     pool: u32,
 }
 
 /// Runs its arguments with transparent huge pages for shmem.
 const WITH_THP: &str =
     "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled && exec \"$@\"";
-
-/// A few minutes: what the README shows.
-const DEMO: Measurement = Measurement {
-    benchmark: "paging",
-    name: "",
-    timing: Timing::Parallel,
-    arguments: "--vcpus 1,2 --per-vcpu 16M --delivery uffd,exit --fault-around 1,16 \
-                --backing shmem --mode minor --uffds single --readers 1 --runs 7",
-    seconds: 900,
-    huge_pages: None,
-};
 
 /// What SPECIFICATION.md promises.
 const SPECIFICATION: [Measurement; 7] = [
@@ -112,17 +101,16 @@ const SPECIFICATION: [Measurement; 7] = [
 ];
 
 impl Measurement {
+    /// Where its page, drawing and data are.
+    pub(crate) fn out(&self, paths: &Paths) -> PathBuf {
+        paths.target().join("pagetide").join(self.name)
+    }
+
     /// Kernel parameters of its VM.
     fn parameters(&self) -> Option<String> {
         let huge = self.huge_pages.as_ref()?;
         Some(format!("hugepages={}", huge.pool))
     }
-}
-
-/// Builds the kernel if need be, boots it, and shows the table and the page.
-pub(crate) fn demo(paths: &Paths) -> Result<ExitCode> {
-    setup::run()?;
-    measure(&DEMO, paths)
 }
 
 /// Takes the measurements of SPECIFICATION.md.
@@ -179,12 +167,14 @@ fn find_pages(dir: &Path, pages: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-fn measure(measurement: &Measurement, paths: &Paths) -> Result<ExitCode> {
+/// Takes a measurement in a VM of the lab; its table goes to standard output, its files to
+/// [`Measurement::out`].
+pub(crate) fn measure(measurement: &Measurement, paths: &Paths) -> Result<ExitCode> {
     let mut args = VmArgs::new(Variant::patched(Arch::X86_64));
     args.timing = measurement.timing;
     args.timeout = measurement.seconds;
     args.append.extend(measurement.parameters());
-    let out = paths.target().join("pagetide").join(measurement.name);
+    let out = measurement.out(paths);
     for lost in 0..TRIES {
         let job = job(measurement, lost, &out, paths);
         let code = vm::show(&vm::boot(&args, &[job], Output::Pass, paths)?);
@@ -249,7 +239,7 @@ mod tests {
     #[test]
     fn a_repeated_measurement_says_how_often() {
         let paths = Paths::find().unwrap();
-        let job = job(&DEMO, 2, Path::new("/out"), &paths);
+        let job = job(&SPECIFICATION[0], 2, Path::new("/out"), &paths);
         let words: Vec<_> = job.command.iter().map(|w| w.to_string_lossy()).collect();
         assert!(
             words.windows(2).any(|pair| pair == ["--lost-runs", "2"]),

@@ -4,6 +4,7 @@ mod bench;
 mod command;
 mod compile;
 mod debian;
+mod demo;
 #[cfg(test)]
 mod documents;
 mod files;
@@ -60,6 +61,8 @@ enum Verb {
     /// The last line is `N passed, N failed, N skipped`.
     Test(test::TestArgs),
     /// The main job in a few minutes: page memory in with and without exits, show table and page
+    ///
+    /// While the kernel builds, it pages memory in on this machine's own kernel.
     Demo,
     /// Take the measurements that SPECIFICATION.md promises figures for
     Bench,
@@ -80,7 +83,7 @@ fn main() -> ExitCode {
         Verb::Vm(args) => vm::run(args, &paths),
         Verb::Guest => guest::run(&paths).map(|()| ExitCode::SUCCESS),
         Verb::Package => package::run(&paths).map(|()| ExitCode::SUCCESS),
-        Verb::Demo => bench::demo(&paths),
+        Verb::Demo => demo::run(&paths),
         Verb::Bench => bench::bench(&paths),
         Verb::Profile(args) => profile::run(args, &paths),
         Verb::Report => bench::report(&paths),
