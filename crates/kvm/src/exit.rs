@@ -29,8 +29,9 @@ pub enum Exit {
         /// Bytes per element.
         size_bytes: u8,
     },
-    /// An access outside every memory slot; for a read, the caller supplies the value
-    /// ([`BoundVcpu::answer_mmio`](crate::BoundVcpu::answer_mmio)).
+    /// An access outside every memory slot: to a read, the answer is the caller's
+    /// ([`BoundVcpu::answer_mmio`](crate::BoundVcpu::answer_mmio)); what was written,
+    /// [`BoundVcpu::written_mmio`](crate::BoundVcpu::written_mmio) returns.
     Mmio {
         /// The address.
         gpa: GuestAddress,

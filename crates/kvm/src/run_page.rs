@@ -225,8 +225,20 @@ impl RunPage {
         unsafe { data.write_volatile(answer.to_le_bytes()) };
     }
 
-    /// The first element of an OUT, little endian, zero-extended. Out-of-range offsets, which no kernel
-    /// produces, read as 0.
+    /// The write outside all memory that KVM_RUN returned for, little endian, zero-extended.
+    pub(crate) fn written_mmio(&self) -> Option<u64> {
+        if self.exit_reason() != kvm_bindings::KVM_EXIT_MMIO {
+            return None;
+        }
+        let mmio = read!(self, __bindgen_anon_1.mmio);
+        let mut data = [0; 8];
+        let len = data.len().min(usize::try_from(mmio.len).ok()?);
+        data[..len].copy_from_slice(&mmio.data[..len]);
+        (mmio.is_write != 0).then_some(u64::from_le_bytes(data))
+    }
+
+    /// The first element of an OUT, little endian, zero-extended. Out-of-range offsets, which no
+    /// kernel sends, read as 0.
     fn io_data(&self, offset: u64, size: u8) -> u32 {
         let size = usize::from(size.min(4));
         let Ok(offset) = usize::try_from(offset) else {

@@ -11,11 +11,8 @@ use crate::vm::{CreateVmError, Vm};
 /// Why /dev/kvm cannot be used; each message names the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The device does not exist.
-    #[error(
-        "no /dev/kvm: load the kvm_intel or kvm_amd module, or switch on virtualisation in the \
-         firmware or for this virtual machine"
-    )]
+    /// There is no such device.
+    #[error("no /dev/kvm: {}", how_to_get_kvm())]
     Missing(#[source] io::Error),
     /// The device exists, but this user may not open it.
     #[error("/dev/kvm: permission denied: add this user to the group kvm, or run as root")]
@@ -29,6 +26,15 @@ pub enum OpenError {
         /// What KVM_GET_API_VERSION returned.
         found: i32,
     },
+}
+
+const fn how_to_get_kvm() -> &'static str {
+    if cfg!(target_arch = "x86_64") {
+        "load the kvm_intel or kvm_amd module, or switch on virtualisation in the firmware or for \
+         this virtual machine"
+    } else {
+        "the kernel needs CONFIG_KVM, and a machine that starts it at EL2"
+    }
 }
 
 /// An open /dev/kvm.

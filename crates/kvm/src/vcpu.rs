@@ -83,7 +83,12 @@ pub enum RunError {
 }
 
 fn at_rip(rip: Option<u64>) -> String {
-    rip.map_or_else(String::new, |rip| format!(" (rip {rip:#x})"))
+    let name = if cfg!(target_arch = "x86_64") {
+        "rip"
+    } else {
+        "pc"
+    };
+    rip.map_or_else(String::new, |rip| format!(" ({name} {rip:#x})"))
 }
 
 /// Why a vCPU could not be bound to a thread.
@@ -347,8 +352,15 @@ impl BoundVcpu<'_> {
         self.vcpu.kick.page.answer_mmio(answer);
     }
 
-    /// Completes the I/O instruction of the last exit without running the guest further, so that
-    /// registers can be set afterwards. Pending kicks stay pending.
+    /// What the guest wrote outside all memory ([`Exit::Mmio`]), little endian and zero-extended;
+    /// None unless [`BoundVcpu::run`] returned for such a write.
+    #[must_use]
+    pub fn written_mmio(&self) -> Option<u64> {
+        self.vcpu.kick.page.written_mmio()
+    }
+
+    /// Completes the I/O instruction of the last exit without running the guest any further, so
+    /// that registers can be set afresh. Kicks that are pending stay so.
     ///
     /// # Errors
     /// As [`BoundVcpu::run`].

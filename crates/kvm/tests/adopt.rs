@@ -1,6 +1,5 @@
 //! VMs and vCPUs that the program created itself, with kvm-ioctls.
 
-#![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
 mod guest;
@@ -8,7 +7,7 @@ mod guest;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
-use guest::{DATA, DATA_PAGES, DATA_SLOT, Machine, PAGE, ROUND, Word, toggle, wait_until};
+use guest::{DATA, DATA_PAGES, DATA_SLOT, Machine, PAGE, Word, is_round, toggle, wait_until};
 use guest::{LOW_SLOT, Limited};
 use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use pagetide_kvm::{AdoptError, Capabilities, Exit, FaultExit, Kvm, Method, PopulateFlags};
@@ -42,7 +41,7 @@ fn an_adopted_vcpu_runs_and_is_kicked() {
     machine.set(0, Word::Report, 1);
     let mut here = vcpu.bind().expect("signals work");
     let exit = here.run().expect("no failure");
-    assert!(matches!(exit, Exit::IoOut { data: ROUND, .. }), "{exit}");
+    assert!(is_round(&exit), "{exit}");
     machine.set(0, Word::Report, 0);
     let kick = here.kick_handle();
     let rounds = machine.get(0, Word::Rounds);
@@ -56,7 +55,7 @@ fn an_adopted_vcpu_runs_and_is_kicked() {
     // The program's vCPU is unchanged, also after the adopted one was dropped.
     drop(here);
     drop((vcpu, vm));
-    assert!(theirs.fd().get_regs().is_ok());
+    assert!(theirs.rip().is_some());
 }
 
 #[test]
@@ -92,7 +91,7 @@ fn slots_that_the_program_set_can_be_changed() {
     }
     machine.set(0, Word::Report, 1);
     let exit = exit.join();
-    assert!(matches!(exit, Exit::IoOut { data: ROUND, .. }), "{exit}");
+    assert!(is_round(&exit), "{exit}");
 }
 
 #[test]
@@ -234,5 +233,6 @@ fn a_fault_of_kvm_ioctls_is_decoded() {
     populated.expect("memory");
     machine.set(0, Word::Report, 1);
     let exit = vcpu.run().expect("no failure");
-    assert!(matches!(exit, VcpuExit::IoOut(..)), "{exit:?}");
+    let is_report = matches!(exit, VcpuExit::IoOut(..) | VcpuExit::MmioWrite(..));
+    assert!(is_report, "{exit:?}");
 }

@@ -1,6 +1,5 @@
 //! The memory at a guest-physical address after transactions have moved slots.
 
-#![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
 mod guest;

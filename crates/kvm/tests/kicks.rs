@@ -1,7 +1,8 @@
 //! Kicks end KVM_RUN at any time.
 //!
-//! The vCPU has no memory and only the state that KVM initialises; without an in-kernel interrupt
-//! controller it is runnable from the start, and immediate_exit prevents it from entering the guest.
+//! The vCPU has no memory and no state but what KVM gives it; without an in-kernel interrupt
+//! controller it is runnable from the start (on arm64, once it has a kind of processor), and
+//! immediate_exit keeps it out of the guest.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -24,7 +25,19 @@ fn vcpu() -> Option<(Vm, Vcpu)> {
         }
     };
     let vcpu = vm.create_vcpu(0).expect("one vCPU");
+    make_runnable(&vm, &vcpu);
     Some((vm, vcpu))
+}
+
+/// KVM_RUN refuses an arm64 vCPU that nobody gave a kind of processor.
+fn make_runnable(_vm: &Vm, _vcpu: &Vcpu) {
+    #[cfg(target_arch = "aarch64")]
+    {
+        let mut kind = kvm_bindings::kvm_vcpu_init::default();
+        let target = _vm.fd().get_preferred_target(&mut kind);
+        target.expect("a processor that KVM knows");
+        _vcpu.fd().vcpu_init(&kind).expect("a new vCPU");
+    }
 }
 
 #[test]

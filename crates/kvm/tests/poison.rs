@@ -11,7 +11,8 @@ use std::io::{PipeReader, PipeWriter, pipe};
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, mpsc};
 
-use guest::{DATA, DATA_PAGES, LIMIT, Limited, Machine, PAGE, PEEKED};
+use guest::x86_64::PEEKED;
+use guest::{DATA, DATA_PAGES, LIMIT, Limited, Machine, PAGE};
 use pagetide_kvm::poison::{
     ErrorWatch, Injected, MachineCheck, MachineCheckError, NotReady, Severity, Simulated,
     simulate_error,

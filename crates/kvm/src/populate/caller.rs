@@ -106,14 +106,23 @@ impl Drop for BoundCaller<'_> {
     }
 }
 
-/// KVM_POPULATE_MEMORY, gated by KVM_CAP_POPULATE_MEMORY; a kernel without it returns ENOTTY.
+/// KVM_POPULATE_MEMORY, gated by KVM_CAP_POPULATE_MEMORY; ENOTTY from a kernel without it. Such a kernel
+/// returns ENOTTY itself on x86-64 and EINVAL on arm64, so the capability decides.
 pub(super) fn populate_memory(vm: &VmFd, request: &mut abi::kvm_populate_memory) -> io::Result<()> {
     // SAFETY: a VM's descriptor and the structure that this ioctl takes; the kernel writes only to that
     // structure, and maps the memory of the VM's slots, which the owner of each slot keeps mapped.
     match unsafe { ioctl_with_mut_ref(vm, abi::KVM_POPULATE_MEMORY.into(), request) } {
         0 => Ok(()),
-        // Immediately, because later calls may change errno.
-        _ => Err(io::Error::last_os_error()),
+        _ => {
+            // At once: what follows may change errno.
+            let error = io::Error::last_os_error();
+            let is_unknown = error.raw_os_error() == Some(libc::EINVAL)
+                && vm.check_extension_raw(abi::KVM_CAP_POPULATE_MEMORY.into()) <= 0;
+            Err(match is_unknown {
+                true => io::Error::from_raw_os_error(libc::ENOTTY),
+                false => error,
+            })
+        }
     }
 }
 

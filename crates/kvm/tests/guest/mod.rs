@@ -2,10 +2,13 @@
 //! transactions.
 //!
 //! ```text
-//! 0x1000  code      0x2000  page tables (identity, the first GiB in 2 MiB pages)
+//! 0x1000  code      0x2000  page tables (identity)
 //! 0x8000  one page of parameters per vCPU
 //! 256 MiB data: slot 1, 64 pages; the first word of each page is the page's number
 //! ```
+//!
+//! The guest's code, and how it reports, are the architecture's: OUT on x86-64, a write outside all
+//! memory on arm64.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -16,9 +19,17 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment};
 use pagetide_kvm::{BoundVcpu, Exit, Kvm, Method, Signals, SlotFlags, Vcpu, Vm};
 use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, Region};
+
+#[cfg(target_arch = "aarch64")]
+mod aarch64;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod x86_64;
+#[cfg(target_arch = "aarch64")]
+use aarch64 as arch;
+#[cfg(target_arch = "x86_64")]
+use x86_64 as arch;
 
 pub(crate) const PAGE: u64 = 4096;
 pub(crate) const DATA: u64 = 256 << 20;
@@ -32,14 +43,6 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 const CODE: u64 = 0x1000;
 const TABLES: u64 = 0x2000;
 const PARAMETERS: u64 = 0x8000;
-
-/// The guest's port, and the values that it writes there.
-pub(crate) const REPORT: u16 = 0x10;
-pub(crate) const PEEKED: u16 = 0x11;
-/// A round is complete, and the host has requested reports.
-pub(crate) const ROUND: u32 = 1;
-/// A page does not contain its number.
-pub(crate) const WRONG: u32 = 2;
 
 /// A vCPU's parameters, as words from the start of its page.
 #[derive(Clone, Copy)]
@@ -58,40 +61,6 @@ pub(crate) enum Word {
     /// The word of each page to which the guest writes.
     Column,
 }
-
-// The guest. rdi: its parameters, which do not change.
-core::arch::global_asm!(
-    ".pushsection .rodata.kvm_test_guest, \"a\", @progbits",
-    ".globl kvm_test_guest_start, kvm_test_guest_peek, kvm_test_guest_end",
-    "kvm_test_guest_start:",
-    "2: mov rsi, [rdi]",
-    "   mov rcx, [rdi + 8]",
-    "   mov rbx, [rdi + 16]",
-    "   mov rdx, [rdi + 40]",
-    "3: cmp [rsi], rbx",
-    "   jne 6f",
-    "4: mov [rsi + rdx], rbx",
-    "   add rsi, 4096",
-    "   inc rbx",
-    "   dec rcx",
-    "   jnz 3b",
-    "   inc qword ptr [rdi + 24]",
-    "   cmp qword ptr [rdi + 32], 0",
-    "   je 2b",
-    "   mov eax, 1",
-    "   out 0x10, eax",
-    "   jmp 2b",
-    "6: mov eax, 2",
-    "   out 0x10, eax",
-    "   jmp 4b",
-    // One word, at rsi.
-    "kvm_test_guest_peek:",
-    "   mov eax, [rsi]",
-    "   out 0x11, eax",
-    "   jmp kvm_test_guest_peek",
-    "kvm_test_guest_end:",
-    ".popsection",
-);
 
 unsafe extern "C" {
     static kvm_test_guest_start: u8;
@@ -133,8 +102,7 @@ impl Machine {
             .map_err(Into::into)
             .and_then(|kvm| kvm.create_vm(signals).map_err(Into::into));
         let vm = vm.inspect_err(|error| println!("SKIP: {error}")).ok()?;
-        // Some processors need memory for KVM's own use; where they do not, the call may be refused.
-        let _ = vm.fd().set_tss_address(0xfffb_d000);
+        arch::prepare(&vm);
         let low = Region::new(GuestAddress(0), LOW_BYTES, Backing::Shmem).expect("2 MiB");
         let data = Region::new(GuestAddress(DATA), DATA_PAGES * PAGE, backing).expect("64 pages");
         let machine = Self {
@@ -143,11 +111,8 @@ impl Machine {
             data: Arc::new(data),
         };
         machine.write(CODE, code());
-        let entry = |at: u64, value: u64| machine.write(at, &value.to_le_bytes());
-        entry(TABLES, (TABLES + PAGE) | 0x23);
-        entry(TABLES + PAGE, (TABLES + 2 * PAGE) | 0x23);
-        for index in 0..512 {
-            entry(TABLES + 2 * PAGE + index * 8, (index << 21) | 0xe3);
+        for (at, value) in arch::page_tables() {
+            machine.write(at, &value.to_le_bytes());
         }
         if backing == Backing::Shmem {
             number_pages(&machine.data, 0);
@@ -168,13 +133,13 @@ impl Machine {
     }
 
     pub(crate) fn set(&self, vcpu: u32, word: Word, value: u64) {
-        let gpa = PARAMETERS + u64::from(vcpu) * PAGE + word as u64 * 8;
+        let gpa = parameters(vcpu) + word as u64 * 8;
         self.write(gpa, &value.to_le_bytes());
     }
 
     pub(crate) fn get(&self, vcpu: u32, word: Word) -> u64 {
         let mut bytes = [0; 8];
-        let page = PageIndex(PARAMETERS / PAGE + u64::from(vcpu));
+        let page = PageIndex(parameters(vcpu) / PAGE);
         self.low
             .read_service(page, word as u64 * 8, &mut bytes)
             .expect("low memory");
@@ -184,51 +149,21 @@ impl Machine {
     /// A vCPU that walks `count` pages from page `first` of the data on, forever.
     pub(crate) fn vcpu(&self, id: u32, first: u64, count: u64) -> Vcpu {
         let vcpu = self.vm.create_vcpu(id).expect("a vCPU");
-        let kvm = Kvm::open().expect("it was there");
-        let cpuid = kvm.fd().get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
-        vcpu.fd()
-            .set_cpuid2(&cpuid.expect("some"))
-            .expect("its own");
         self.set(id, Word::Base, DATA + first * PAGE);
         self.set(id, Word::Pages, count);
         self.set(id, Word::First, first);
         self.set(id, Word::Column, 8 * (1 + u64::from(id)));
-        let mut sregs = vcpu.sregs().expect("registers");
-        let segment = |selector, type_, long: bool| kvm_segment {
-            limit: u32::MAX,
-            selector,
-            type_,
-            present: 1,
-            db: u8::from(!long),
-            s: 1,
-            l: u8::from(long),
-            g: 1,
-            ..kvm_segment::default()
-        };
-        sregs.cs = segment(8, 0xb, true);
-        let data = segment(16, 3, false);
-        (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
-        sregs.tr = kvm_segment {
-            s: 0,
-            g: 0,
-            db: 0,
-            limit: 0xffff,
-            ..segment(0, 0xb, false)
-        };
-        (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (0x8001_0033, TABLES, 0x20, 0x500);
-        vcpu.set_sregs(&sregs).expect("long mode");
-        start(&vcpu, id, CODE, 0);
+        arch::set_up(&self.vm, &vcpu);
+        arch::start(&vcpu, CODE, parameters(id), 0);
         vcpu
     }
 
     /// The word that a vCPU reads at `gpa`, or the exit that occurs instead.
     pub(crate) fn peek(&self, vcpu: &mut BoundVcpu<'_>, gpa: u64) -> Result<u32, Exit> {
-        vcpu.complete_io().expect("at most an OUT");
-        start(vcpu, vcpu.id(), peek_address(), gpa);
-        match vcpu.run().expect("no failure") {
-            Exit::IoOut { port: PEEKED, data } => Ok(data),
-            exit => Err(exit),
-        }
+        vcpu.complete_io().expect("at most a report");
+        arch::start(vcpu, peek_address(), parameters(vcpu.id()), gpa);
+        let exit = vcpu.run().expect("no failure");
+        arch::peeked(vcpu, &exit).ok_or(exit)
     }
 }
 
@@ -243,15 +178,19 @@ pub(crate) fn number_pages(region: &Region, first: u64) {
     }
 }
 
-fn start(vcpu: &Vcpu, id: u32, rip: u64, rsi: u64) {
-    let regs = kvm_regs {
-        rip,
-        rsi,
-        rdi: PARAMETERS + u64::from(id) * PAGE,
-        rflags: 2,
-        ..kvm_regs::default()
-    };
-    vcpu.set_regs(&regs).expect("registers");
+/// Where a vCPU's parameters are.
+fn parameters(id: u32) -> u64 {
+    PARAMETERS + u64::from(id) * PAGE
+}
+
+/// Whether the guest reports that a round is over.
+pub(crate) fn is_round(exit: &Exit) -> bool {
+    arch::is_round(exit)
+}
+
+/// Whether the guest reports that a page does not have its number.
+pub(crate) fn is_wrong(exit: &Exit) -> bool {
+    arch::is_wrong(exit)
 }
 
 /// The methods without an intermediate layout; omits those that this kernel lacks, after printing the

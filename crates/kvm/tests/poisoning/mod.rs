@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+#[cfg(target_arch = "x86_64")]
 pub(crate) mod checks;
 
 use std::fs::File;
