@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use pagetide_uapi::host::available_bytes;
+use pagetide_uapi::host::{available_bytes, check_page_size};
 use pagetide_uapi::memory_failure::KEEP_UE_MAPPED;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 use rustix::io::Errno;
@@ -98,6 +98,7 @@ impl Region {
             },
             RangeError::Wraps { .. } => RegionError::Wraps { gpa, bytes },
         })?;
+        check_page_size()?;
         check_room(bytes, backing)?;
 
         let mapped = to_usize(bytes);

@@ -7,6 +7,7 @@ use pagetide_memory::{
     Backing, GuestAddress, GuestRange, PageIndex, PageMap, PageRange, PageSize, PageState, Region,
     ServiceAccess,
 };
+use pagetide_uapi::host::check_page_size;
 use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, UserRange, Userfaultfd};
 
 use crate::channel::{Channel, Span};
@@ -34,6 +35,7 @@ impl Pager {
     /// # Errors
     /// [`AddError`]; nothing has changed then.
     pub fn add(&self, config: RegionConfig) -> Result<RegionId, AddError> {
+        check_page_size()?;
         check(&config)?;
         let _edit = self.lock_edit();
         let table = self.table();

@@ -7,6 +7,7 @@ use pagetide_memory::{
     AccessError, ContentError, FaultInError, FileAccessError, FileViewError, GuestAddress,
     GuestRange, ImportError, PageIndex, PageMapError, PageRange, RegionError,
 };
+use pagetide_uapi::host::PageSizeError;
 use pagetide_uapi::userfaultfd::{InstallError, OpenError, ReadError, RegisterError};
 use rustix::io::Errno;
 use thiserror::Error;
@@ -112,6 +113,9 @@ pub enum InstallFailure {
 /// Why a region could not be added.
 #[derive(Debug, Error)]
 pub enum AddError {
+    /// The host's pages are not of 4 KiB.
+    #[error(transparent)]
+    PageSize(#[from] PageSizeError),
     /// The region's range of gpas overlaps another region's.
     #[error("the regions {first} and {second} overlap")]
     Overlap {

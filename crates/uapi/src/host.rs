@@ -1,5 +1,5 @@
-//! The memory that this host can still provide. A check before guest memory is created gives a clear
-//! error; without it, the kernel's OOM killer or a later SIGBUS would report the shortage.
+//! The memory that this host can still provide, and in which pages. A check before guest memory is created
+//! gives a clear error; without it, the kernel's OOM killer or a later SIGBUS would report the shortage.
 
 use std::fs;
 use std::path::PathBuf;
@@ -45,6 +45,34 @@ impl HugepagePool {
     }
 }
 
+/// The kernel's pages are not of the one size that Pagetide works with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "this kernel's pages have {bytes} bytes, and {PAGE_BYTES} are needed (on arm64: CONFIG_ARM64_4K_PAGES)"
+)]
+pub struct PageSizeError {
+    /// The size of this kernel's pages.
+    pub bytes: usize,
+}
+
+/// The size of the smallest pages that guest memory comes in.
+const PAGE_BYTES: usize = 4096;
+
+/// Checks that this kernel's pages have 4 KiB: on arm64, kernels with pages of 16 or 64 KiB exist.
+///
+/// # Errors
+/// [`PageSizeError`] with the size that they have.
+pub fn check_page_size() -> Result<(), PageSizeError> {
+    checked_page_size(rustix::param::page_size())
+}
+
+fn checked_page_size(bytes: usize) -> Result<(), PageSizeError> {
+    match bytes {
+        PAGE_BYTES => Ok(()),
+        _ => Err(PageSizeError { bytes }),
+    }
+}
+
 /// Bytes of ordinary memory that the host can provide without evicting other programs: `MemAvailable`
 /// plus `SwapFree` of `/proc/meminfo`. `None` if the file has no such figures.
 pub fn available_bytes() -> Option<u64> {
@@ -74,6 +102,17 @@ mod tests {
         assert_eq!(parse_meminfo("MemAvailable: 1 kB\n"), Some(1 << 10));
         assert_eq!(parse_meminfo("MemAvailable: x kB\n"), None);
         assert_eq!(parse_meminfo(""), None);
+    }
+
+    #[test]
+    fn pages_of_another_size_are_refused() {
+        assert_eq!(check_page_size(), Ok(()));
+        let error = checked_page_size(1 << 16).unwrap_err();
+        assert_eq!(error, PageSizeError { bytes: 65536 });
+        assert!(
+            error.to_string().contains("65536 bytes, and 4096 are"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -188,8 +188,11 @@ fn check_extension(kvm: &Kvm, vm: Option<&VmFd>, number: u32) -> i64 {
 
 fn explain_kvm(error: &io::Error) -> String {
     match error.kind() {
-        io::ErrorKind::NotFound => {
+        io::ErrorKind::NotFound if cfg!(target_arch = "x86_64") => {
             "missing: load kvm_intel or kvm_amd, or turn on (nested) virtualisation".to_owned()
+        }
+        io::ErrorKind::NotFound => {
+            "missing: the kernel needs CONFIG_KVM, and a machine that starts it at EL2".to_owned()
         }
         io::ErrorKind::PermissionDenied => {
             "no permission: run as root or join the group kvm".to_owned()

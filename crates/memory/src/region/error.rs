@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use pagetide_uapi::host::PageSizeError;
 use rustix::io::Errno;
 use thiserror::Error;
 
@@ -37,6 +38,9 @@ pub enum RegionError {
         /// Its size in bytes.
         bytes: u64,
     },
+    /// The host's pages are not of 4 KiB.
+    #[error(transparent)]
+    PageSize(#[from] PageSizeError),
     /// The hugetlb pool has too few free pages.
     #[error(
         "{wanted} free huge pages of {page_size} are needed and {free} are free: \
