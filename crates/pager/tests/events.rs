@@ -306,7 +306,7 @@ fn another_process_unmaps_and_moves_memory() {
 /// any more (an access would raise SIGSEGV; here the kernel returns ENOMEM).
 #[test]
 fn threads_that_sleep_in_unmapped_or_moved_memory_are_woken() {
-    if !has_userfaultfd() {
+    if !Other::can_start() {
         return;
     }
     // If UNMAP events are enabled, a move also reports its previous address by UNMAP.
@@ -375,7 +375,7 @@ fn a_region_in_parts_is_exported_with_their_addresses() {
 
 #[test]
 fn a_fork_is_reported_and_leaks_no_descriptor() {
-    if !has_userfaultfd() {
+    if !Other::can_start() {
         return;
     }
     let pager = Pager::new().unwrap();

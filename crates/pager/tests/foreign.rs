@@ -92,7 +92,7 @@ fn memory_of_another_process_is_served_by_readers() {
 
 #[test]
 fn memory_of_another_process_is_served_from_an_event_loop() {
-    if !has_userfaultfd() {
+    if !Other::can_start() {
         return;
     }
     let pager = Pager::new().unwrap();
@@ -122,7 +122,7 @@ fn memory_of_another_process_is_served_from_an_event_loop() {
 
 #[test]
 fn killing_a_process_ends_only_its_own_regions() {
-    if !has_userfaultfd() {
+    if !Other::can_start() {
         return;
     }
     let pager = Pager::new().unwrap();
@@ -270,7 +270,7 @@ fn a_range_with_another_registration_is_dropped_and_others_continue() {
 
 #[test]
 fn a_file_that_is_truncated_fails_its_own_region_only() {
-    if !has_userfaultfd() {
+    if !Other::can_start() {
         return;
     }
     handle_sigbus();
@@ -304,6 +304,9 @@ fn only_a_userfaultfd_is_adopted() {
             matches!(error, AdoptError::NotUserfaultfd { .. }),
             "{error}"
         );
+    }
+    if !has_unix_sockets() {
+        return;
     }
     let socket = std::os::unix::net::UnixDatagram::unbound().unwrap();
     let error = Userfaultfd::adopt(OwnedFd::from(socket), Features::NONE).unwrap_err();
@@ -391,7 +394,7 @@ fn expect_whole(other: &Other, mapped: &Mapped) {
 
 #[test]
 fn a_second_pager_continues_where_the_first_ended() {
-    if !has_userfaultfd() || !can_poison() {
+    if !Other::can_start() || !can_poison() {
         return;
     }
     let first = Pager::new().unwrap();
@@ -430,7 +433,7 @@ fn a_second_pager_continues_where_the_first_ended() {
 
 #[test]
 fn a_pager_in_another_process_continues_where_the_first_ended() {
-    if !has_userfaultfd() || !can_poison() {
+    if !Other::can_start() || !can_poison() {
         return;
     }
     let first = Pager::new().unwrap();
@@ -454,7 +457,7 @@ fn a_pager_in_another_process_continues_where_the_first_ended() {
 /// Two regions of one userfaultfd move together, back and forth, under a thread that touches both.
 #[test]
 fn regions_that_share_a_userfaultfd_move_together() {
-    if !has_userfaultfd() {
+    if !Other::can_start() {
         return;
     }
     let pagers = [Pager::new().unwrap(), Pager::new().unwrap()];

@@ -30,7 +30,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use crate::support::{PAGE, PATIENCE, fill, has_userfaultfd, pattern};
+use crate::support::{PAGE, PATIENCE, fill, has_unix_sockets, has_userfaultfd, pattern};
 
 const SOCKET: &str = "PAGETIDE_TEST_CHILD";
 /// The longest message in bytes.
@@ -108,6 +108,11 @@ impl Mapped {
 }
 
 impl Other {
+    /// Whether this kernel has what it takes; says what it lacks.
+    pub fn can_start() -> bool {
+        has_userfaultfd() && has_unix_sockets()
+    }
+
     /// With a userfaultfd that has `events`; several mappings share it.
     pub fn start(events: &[Features]) -> (Self, Arc<Userfaultfd>) {
         let (ours, theirs) = UnixDatagram::pair().unwrap();
@@ -205,7 +210,7 @@ impl Drop for Other {
 pub fn pager_and_child(
     events: &[Features],
 ) -> Option<(Arc<Pager>, Readers, Other, Arc<Userfaultfd>)> {
-    if !has_userfaultfd() {
+    if !Other::can_start() {
         return None;
     }
     let pager = Pager::new().unwrap();

@@ -74,6 +74,18 @@ pub fn has_userfaultfd() -> bool {
     }
 }
 
+/// Whether this kernel has sockets for the processes of a machine (CONFIG_UNIX); says if not.
+pub fn has_unix_sockets() -> bool {
+    match std::os::unix::net::UnixDatagram::unbound() {
+        Ok(_) => true,
+        Err(error) if error.kind() == std::io::ErrorKind::Unsupported => {
+            println!("SKIP: no Unix sockets: {error}");
+            false
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
 /// A region of `pages` pages of its backing at [`GPA`]; where that is impossible, prints the reason and
 /// returns `None`.
 pub fn region(pages: u64, backing: Backing) -> Option<Arc<Region>> {
