@@ -118,6 +118,16 @@ fn set_memory(vm: &VmFd, slot: u32, memory: &GuestMemoryMmap, flags: u32) -> any
     set.with_context(|| format!("setting memory slot {slot}"))
 }
 
+/// The guest's code is for x86-64. All else here is the same on arm64.
+#[cfg(not(target_arch = "x86_64"))]
+fn set_registers(_: &VcpuFd) -> anyhow::Result<()> {
+    bail!(
+        "this example's guest is not available on {}",
+        std::env::consts::ARCH
+    )
+}
+
+#[cfg(target_arch = "x86_64")]
 fn set_registers(vcpu: &VcpuFd) -> anyhow::Result<()> {
     let mut sregs = vcpu.get_sregs()?;
     (sregs.cs.base, sregs.cs.selector) = (0, 0);

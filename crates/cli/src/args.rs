@@ -37,7 +37,6 @@ pub(crate) enum Command {
     /// The guest has processors, memory, KVM's clock and two serial ports, and nothing else: no
     /// firmware, disk or network. Any x86-64 Linux with a serial console, an MP table
     /// (CONFIG_X86_MPPARSE) and an initrd boots.
-    #[cfg(target_arch = "x86_64")]
     #[command(after_long_help = crate::run::EXAMPLES)]
     Run(crate::run::RunArguments),
     /// Measure something

@@ -17,6 +17,9 @@ mod populate;
 mod probe;
 #[cfg(target_arch = "x86_64")]
 mod run;
+#[cfg(not(target_arch = "x86_64"))]
+#[path = "run_unavailable.rs"]
+mod run;
 #[cfg(target_arch = "x86_64")]
 mod terminal;
 
@@ -60,7 +63,6 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     match &arguments.command {
         Command::Probe(arguments) => probe::run(arguments)?,
-        #[cfg(target_arch = "x86_64")]
         Command::Run(arguments) => return run::run(arguments),
         Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments)?,

@@ -1,5 +1,7 @@
 //! `pagetide run`: what it refuses. Guests that boot are in the tests of vmm.
 
+#![cfg(target_arch = "x86_64")]
+
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};

@@ -14,7 +14,7 @@ use crate::verify::VerifyError;
 pub enum MachineError {
     /// The payloads are machine code for x86-64.
     #[error(
-        "the test guest exists for x86_64 only, not for {}",
+        "the test guests, which are x86-64 code, are not available on {}",
         std::env::consts::ARCH
     )]
     UnsupportedArchitecture,
