@@ -3,6 +3,7 @@
 mod bench;
 mod command;
 mod compile;
+mod cross;
 mod debian;
 mod demo;
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::{Result, bail};
 
 use crate::command::{Run, on_path};
+use crate::cross;
 use crate::kernel::Arch;
 use crate::progress::Progress;
 
@@ -20,6 +21,8 @@ enum What {
     Program(&'static str),
     File(&'static str),
     Libclang,
+    /// A Rust compiler that has arm64's standard library, Debian's or another.
+    CrossRust,
 }
 
 const fn program(name: &'static str, package: &'static str) -> Need {
@@ -63,6 +66,18 @@ const CROSS: [Need; 2] = [
     file("/usr/aarch64-linux-gnu/lib/libc.a", "libc6-dev-arm64-cross"),
 ];
 
+/// The compiler, and its standard library for arm64.
+const CROSS_RUST: [Need; 2] = [
+    Need {
+        what: What::CrossRust,
+        package: "rustc-web",
+    },
+    Need {
+        what: What::CrossRust,
+        package: "libstd-rust-web-dev:arm64",
+    },
+];
+
 const QEMU_X86: Need = program("qemu-system-x86_64", "qemu-system-x86");
 const QEMU_ARM: Need = program("qemu-system-aarch64", "qemu-system-arm");
 const LIBCLANG: Need = Need {
@@ -104,6 +119,11 @@ pub(crate) fn vm_tools(arch: Arch) -> Vec<Need> {
     }
 }
 
+/// What compiling the workspace for arm64 takes.
+pub(crate) fn cross_tools() -> Vec<Need> {
+    CROSS.into_iter().chain(CROSS_RUST).collect()
+}
+
 /// What bindgen takes.
 pub(crate) fn bindgen_tools() -> Vec<Need> {
     vec![LIBCLANG]
@@ -112,6 +132,7 @@ pub(crate) fn bindgen_tools() -> Vec<Need> {
 /// Every Debian package's need.
 fn everything() -> Vec<Need> {
     let mut needs = kernel_tools(Arch::Arm64);
+    needs.extend(cross_tools());
     needs.extend(vm_tools(Arch::X86_64));
     needs.extend(vm_tools(Arch::Arm64));
     needs.extend(bindgen_tools());
@@ -125,6 +146,7 @@ impl Need {
             What::Program(name) => on_path(name),
             What::File(path) => Path::new(path).exists(),
             What::Libclang => has_libclang(),
+            What::CrossRust => cross::rustc().is_some(),
         }
     }
 }
@@ -182,6 +204,16 @@ pub(crate) fn run() -> Result<()> {
     install(&missing)
 }
 
+/// The architectures that packages are named with, which dpkg has to know before apt finds them.
+fn foreign<'a>(packages: &[&'a str]) -> Vec<&'a str> {
+    let named = packages
+        .iter()
+        .filter_map(|package| package.split_once(':'));
+    let mut architectures: Vec<_> = named.map(|(_, architecture)| architecture).collect();
+    architectures.dedup();
+    architectures
+}
+
 /// Installs packages with apt, as root or through sudo.
 fn install(packages: &[&str]) -> Result<()> {
     let list = packages.join(" ");
@@ -193,17 +225,22 @@ fn install(packages: &[&str]) -> Result<()> {
     if !root && !sudo {
         bail!("not root, and no sudo without a password: run `apt-get install {list}` as root");
     }
-    let apt = || {
-        let run = if root {
+    let as_root = || {
+        if root {
             Run::new("env")
         } else {
             Run::new("sudo").args(["-n", "env"])
-        };
-        run.args(["DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-y"])
+        }
     };
+    let apt = || as_root().args(["DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-y"]);
     eprintln!("installing {list}");
     let progress = Progress::spinner("apt-get");
     let log = std::env::temp_dir().join(format!("pagetide-apt-{}.log", std::process::id()));
+    for architecture in foreign(packages) {
+        as_root()
+            .args(["dpkg", "--add-architecture", architecture])
+            .logged(&log, &progress)?;
+    }
     apt().arg("update").logged(&log, &progress)?;
     apt()
         .args(["install", "--no-install-recommends"])
@@ -213,4 +250,15 @@ fn install(packages: &[&str]) -> Result<()> {
     // A log that nobody needs any more; a leftover does no harm.
     let _ = std::fs::remove_file(&log);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packages_of_another_architecture_are_seen() {
+        assert_eq!(foreign(&["git", "a:arm64", "b:arm64"]), ["arm64"]);
+        assert!(foreign(&["git", "make"]).is_empty());
+    }
 }

@@ -18,7 +18,7 @@ use crate::command::Run;
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::{files, setup};
+use crate::{cross, files, setup};
 
 pub(crate) use agent::{Ended, Finished, Job};
 pub(crate) use qemu::{JobOutcome, Outcome, Output};
@@ -52,6 +52,12 @@ pub(crate) struct VmArgs {
     /// Which `pagetide` is on the PATH
     #[arg(skip)]
     pub(crate) pagetide: Pagetide,
+    /// Programs for /bin of an arm64 VM, which has no other way to get at them
+    #[arg(skip)]
+    pub(crate) programs: Vec<PathBuf>,
+    /// What the commands' environment has in addition
+    #[arg(skip)]
+    pub(crate) environment: Vec<(&'static str, OsString)>,
     /// A plugin of the software CPU with its options, as QEMU's `-plugin` takes them
     #[arg(long, value_name = "PLUGIN", hide = true)]
     pub(crate) plugin: Option<OsString>,
@@ -60,7 +66,8 @@ pub(crate) struct VmArgs {
 /// A `pagetide` command.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Pagetide {
-    /// Optimised, for measurements; built if it is not there.
+    /// Optimised, for measurements; built if it is not there. On arm64 there is nothing to measure
+    /// yet, and it is that of the tests.
     #[default]
     Release,
     /// With the tests' checks. Who asks for it has had the tests compiled, and this with them.
@@ -89,7 +96,8 @@ pub(crate) struct VerbArgs {
     /// What to run, as root, in the current directory; `pagetide` is on the PATH
     ///
     /// Only target/ of this checkout keeps what is written to it; /tmp can be written too. On arm64
-    /// there is no shared file system: the directory is /, and there are only selftests/.
+    /// there is no shared file system: the directory is /, and there are only `pagetide`, without
+    /// optimisation, and the selftests.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
@@ -136,6 +144,8 @@ impl VmArgs {
             timeout: 900,
             no_build: false,
             pagetide: Pagetide::Release,
+            programs: Vec::new(),
+            environment: Vec::new(),
             plugin: None,
         }
     }
@@ -202,8 +212,13 @@ pub(crate) fn boot(
     setup::require(&setup::vm_tools(variant.arch))?;
     if !args.no_build {
         build::ensure_any(variant, paths)?;
-        if variant.arch == Arch::X86_64 && args.pagetide == Pagetide::Release {
-            build_pagetide(paths)?;
+        match (variant.arch, args.pagetide) {
+            (Arch::X86_64, Pagetide::Release) => build_pagetide(paths)?,
+            (Arch::Arm64, Pagetide::Release | Pagetide::Tested) => {
+                setup::require(&setup::cross_tools())?;
+                cross::build_pagetide(&paths.target().join("vm/build-arm64.log"), paths)?;
+            }
+            (Arch::X86_64, Pagetide::Tested) | (_, Pagetide::None) => {}
         }
     }
     let image = variant.image(paths);

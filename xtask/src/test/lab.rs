@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use fs_err as fs;
 
+use super::arm64;
 use super::host::{self, TestProgram};
 use super::kunit;
 use super::libtest::Report;
@@ -26,7 +27,7 @@ const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(1200);
 const LINUX_JOB_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// For a whole VM.
-const VM_TIMEOUT: u64 = 2400;
+pub(super) const VM_TIMEOUT: u64 = 2400;
 
 /// The same on a kernel that checks everything.
 const DEBUG_VM_TIMEOUT: u64 = 7200;
@@ -36,7 +37,7 @@ const KSFT_SKIP: u8 = 4;
 
 /// Huge pages for the tests that need them. None of 1G: a software CPU takes minutes to fill a few. Tests
 /// of mm get one while they run, if memory still has room for it, and skip what needs it otherwise.
-const HUGE_PAGES: &str = "hugepages=256";
+pub(super) const HUGE_PAGES: &str = "hugepages=256";
 
 /// A benchmark of paging that is only long enough to take every path, on any kernel.
 const PAGING: &str = "pagetide bench paging --vcpus 1,2 --per-vcpu 1M --runs 1 --delivery uffd \
@@ -65,11 +66,13 @@ const RUN_PAGED: &str = "pagetide run --kernel target/kernel/x86_64/vmlinux \
                          --paging exit --prefetch --cmdline";
 
 /// What one job of a VM is.
-enum Kind {
+pub(super) enum Kind {
     Selftest(Selftest),
     Program(TestProgram),
     /// Passes if it exits with 0.
     Command(&'static str),
+    /// A command that passes if it says that it is not available on this architecture.
+    Refusal(&'static str),
 }
 
 /// Test programs with tests that only a kernel without our series can run: what it refuses.
@@ -209,17 +212,6 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
     run("stock", &args, &jobs, paths, tally).map(drop)
 }
 
-/// The patched kernel on arm64: selftests.
-pub(super) fn arm64(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let variant = Variant::patched(Arch::Arm64);
-    kernel(variant, paths, tally);
-    let jobs = selftest_jobs(variant, paths)?;
-    let mut args = VmArgs::new(variant);
-    args.timeout = VM_TIMEOUT;
-    args.append.push(HUGE_PAGES.into());
-    run("arm64", &args, &jobs, paths, tally).map(drop)
-}
-
 /// The patched kernel with lockdep, PROVE_RCU and KASAN: selftests, which take several times as long, and the
 /// series' KUnit suite.
 pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
@@ -251,7 +243,7 @@ fn machine(variant: Variant, pagetide: Pagetide, memory: &str) -> VmArgs {
     }
 }
 
-fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
+pub(super) fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
     let directory = match variant.arch {
         Arch::X86_64 => selftests::directory(variant, paths),
         Arch::Arm64 => PathBuf::from("/selftests"),
@@ -267,13 +259,13 @@ fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
 }
 
 /// A command of several words, and an argument with spaces in it.
-fn command(paths: &Paths, name: &'static str, words: &str, last: Option<&str>) -> (Kind, Job) {
+pub(super) fn command(paths: &Paths, name: &'static str, words: &str, last: Option<&str>) -> (Kind, Job) {
     let command = words.split(' ').chain(last).map(OsString::from).collect();
     (Kind::Command(name), Job::new(command, paths.root()))
 }
 
 /// Boots one VM for all jobs and counts what became of them. Returns the console's log.
-fn run(
+pub(super) fn run(
     lane: &str,
     args: &VmArgs,
     jobs: &[(Kind, Job)],
@@ -288,6 +280,7 @@ fn run(
             .get(number)
             .map_or_else(String::new, |(kind, _)| kind.name());
         let seconds = time.as_secs_f64();
+        let name = name.strip_prefix(&format!("{lane} ")).unwrap_or(&name);
         progress::print(&format!("{lane}: {name}: {ended} after {seconds:.1} s"));
     };
     let outcome = vm::boot(args, &list, Output::Keep(&mut tell), paths)?;
@@ -313,7 +306,7 @@ impl Kind {
         match self {
             Self::Selftest(test) => test.label(),
             Self::Program(program) => program.group.clone(),
-            Self::Command(name) => (*name).to_owned(),
+            Self::Command(name) | Self::Refusal(name) => (*name).to_owned(),
         }
     }
 
@@ -328,7 +321,15 @@ impl Kind {
         match self {
             Self::Program(program) => {
                 let cause = (ended != Ended::Exit(0)).then(|| ended.to_string());
-                Report::parse(&stdout).count(&program.group, cause.as_deref(), tally);
+                let report = Report::parse(&stdout);
+                // A file of tests that are all another architecture's has to be named as such.
+                let none = (lane == arm64::LANE && report.is_empty())
+                    .then(|| "no test of it is compiled for arm64".to_owned());
+                report.count(&program.group, cause.or(none).as_deref(), tally);
+            }
+            Self::Refusal(_) => {
+                let text = format!("{stdout}{}", String::from_utf8_lossy(&result.stderr));
+                tally.add(lane, &format!("{name} refuses"), refusal(ended, &text));
             }
             Self::Selftest(_) | Self::Command(_) => {
                 let text = format!("{stdout}{}", String::from_utf8_lossy(&result.stderr));
@@ -336,6 +337,15 @@ impl Kind {
                 tally.add(lane, &name, verdict(ended, &text, selftest));
             }
         }
+    }
+}
+
+/// What the end of a command means that is not available on this architecture.
+fn refusal(ended: Ended, text: &str) -> Verdict {
+    if ended == Ended::Exit(2) && text.contains("not available on ") {
+        Verdict::Passed
+    } else {
+        Verdict::Failed(format!("{ended}\n  {text}"))
     }
 }
 

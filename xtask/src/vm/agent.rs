@@ -156,7 +156,7 @@ fn environment(args: &VmArgs, run_dir: &Path, paths: &Paths) -> Vec<(&'static st
             let home = std::env::var_os("HOME").unwrap_or_else(|| "/root".into());
             (path(args.pagetide.directory(paths).as_deref()), home)
         }
-        Arch::Arm64 => ("/selftests".into(), "/".into()),
+        Arch::Arm64 => ("/bin:/selftests".into(), "/".into()),
     };
     let mut list = vec![
         ("PAGETIDE_TIMING", args.timing.name().into()),
@@ -166,6 +166,7 @@ fn environment(args: &VmArgs, run_dir: &Path, paths: &Paths) -> Vec<(&'static st
         ("PATH", path),
         ("HOME", home),
     ];
+    list.extend(args.environment.iter().cloned());
     let inherited = ["TERM", "RUST_LOG", "RUST_BACKTRACE"].into_iter();
     list.extend(inherited.filter_map(|name| Some((name, std::env::var_os(name)?))));
     list

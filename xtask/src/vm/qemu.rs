@@ -21,8 +21,9 @@ use rustix::io::{FdFlags, fcntl_setfd};
 
 use super::agent::{Finished, TARGET_TAG, parse_status};
 use super::host_load::HostLoad;
-use super::{Timing, VmArgs, console};
+use super::{Pagetide, Timing, VmArgs, console};
 use crate::command::{Run, tail};
+use crate::cross;
 use crate::initramfs::Initramfs;
 use crate::kernel::{Arch, selftests};
 use crate::paths::Paths;
@@ -241,12 +242,12 @@ fn x86_64(run: Run, machine: &Machine<'_>, spec: &Path, paths: &Paths) -> Result
         .args(["-append", &parameters.join(" ")]))
 }
 
-/// An initramfs with the agent and the selftests, and nothing shared.
+/// An initramfs with the agent, the selftests and programs of ours, and nothing shared.
 fn arm64(run: Run, machine: &Machine<'_>, paths: &Paths) -> Result<Run> {
     let read =
         |file: &Path| std::fs::read(file).with_context(|| format!("read {}", file.display()));
     let mut archive = Initramfs::default();
-    for directory in ["dev", "proc", "sys", "tmp", "selftests"] {
+    for directory in ["bin", "dev", "proc", "sys", "tmp", "selftests"] {
         archive.directory(directory)?;
     }
     archive.device("dev/console", 5, 1)?;
@@ -257,6 +258,13 @@ fn arm64(run: Run, machine: &Machine<'_>, paths: &Paths) -> Result<Run> {
         if file.exists() {
             archive.file(&format!("selftests/{}", test.name()), &read(&file)?)?;
         }
+    }
+    let pagetide = cross::pagetide(paths);
+    let has_pagetide = machine.args.pagetide != Pagetide::None && pagetide.exists();
+    let programs = machine.args.programs.iter();
+    for file in programs.chain(has_pagetide.then_some(&pagetide)) {
+        let name = file.file_name().context("a program without a name")?;
+        archive.file(&format!("bin/{}", name.to_string_lossy()), &read(file)?)?;
     }
     let file = machine.run_dir.join("initramfs");
     std::fs::write(&file, archive.finish()?)

@@ -1,0 +1,177 @@
+//! arm64: the whole workspace compiled, and what of its tests runs there.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use super::host::{self, TestProgram};
+use super::lab::{self, Kind};
+use super::log_file;
+use super::tally::{Tally, Verdict};
+use crate::cross;
+use crate::kernel::{Arch, Variant};
+use crate::paths::Paths;
+use crate::progress::Progress;
+use crate::vm::{Job, Pagetide, VmArgs};
+
+/// The step's name in the tally.
+pub(super) const LANE: &str = "arm64";
+
+/// The packages whose tests run on arm64.
+const TESTED: [&str; 4] = [
+    "pagetide-uapi",
+    "pagetide-memory",
+    "pagetide-pager",
+    "pagetide-kvm",
+];
+
+/// Packages that are compiled for arm64 and not run there.
+const COMPILED: [(&str, &str); 6] = [
+    ("bench", "it measures testbed's guests"),
+    ("cli", "its benchmarks run testbed's guests; probe runs"),
+    ("examples", "they show the same calls on x86_64"),
+    ("testbed", "its guests are x86-64 code"),
+    ("vmm", "its guests and its Linux machine are x86-64's"),
+    ("xtask", "the lab runs on x86_64"),
+];
+
+/// Test programs that do not run on arm64.
+const LEFT_OUT: [(&str, &str); 1] = [(
+    "kvm/poison",
+    "it tests machine checks, which are x86's; kvm/poisoned_exit has the exits",
+)];
+
+/// Tests that take a software CPU a quarter of a minute or more, and say nothing about an architecture
+/// that others do not say as well.
+const LONG: [(&str, &str, &str); 3] = [
+    (
+        "memory (lib)",
+        "poison_map::tests::a_full_map_takes_only_what_touches_its_ranges",
+        "takes long, and is arithmetic",
+    ),
+    (
+        "pager/readers",
+        "exits_and_messages_meet_on_the_same_pages",
+        "takes long; pager/exits_again has exits and messages on one page",
+    ),
+    (
+        "pager/readers",
+        "touched_pages_come_with_their_content",
+        "takes long; pager/event_loop serves every way of paging",
+    ),
+];
+
+/// How much some tests do there, and how much they do on x86_64, for the same reason: cases of a property
+/// test, commits of kvm/stress.
+const LESS: [(&str, &str, &str); 2] = [
+    ("PROPTEST_CASES", "32", "256"),
+    ("PAGETIDE_COMMITS", "50", "200"),
+];
+
+/// Commands that say what is not available on arm64.
+const REFUSED: [(&str, &str); 2] = [
+    ("pagetide run", "pagetide run --kernel vmlinux"),
+    ("pagetide bench paging", "pagetide bench paging --delivery uffd"),
+];
+
+/// Compiles the whole workspace for arm64, tests included, and builds what the lab's VM runs. A warning is
+/// a failure.
+pub(super) fn compile(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let log = log_file(paths, "cross")?;
+    let progress = Progress::spinner("compiling the workspace for arm64");
+    cross::cargo("check")?
+        .args(["--workspace", "--all-targets", "--target-dir"])
+        .arg(cross::target(paths))
+        .dir(paths.root())
+        .logged(&log, &progress)?;
+    progress.done();
+    tally.add("cross", "the workspace compiles for arm64", Verdict::Passed);
+    cross::build_pagetide(&log, paths)?;
+    tally.add("cross", "pagetide for arm64", Verdict::Passed);
+    programs(paths).map(drop)
+}
+
+/// The test programs.
+fn programs(paths: &Paths) -> Result<Vec<TestProgram>> {
+    let progress = Progress::spinner("compiling the tests for arm64");
+    let packages = TESTED.iter().flat_map(|name| ["--package", name]);
+    let test = cross::cargo("test")?.args(packages);
+    let programs = host::compile(test, &cross::target(paths), paths)?;
+    progress.done();
+    Ok(programs)
+}
+
+/// The patched kernel on arm64: the crates' tests, the command, and selftests.
+pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let variant = Variant::patched(Arch::Arm64);
+    lab::kernel(variant, paths, tally);
+    for (package, reason) in COMPILED {
+        let reason = format!("compiled for arm64, not run there: {reason}");
+        tally.add(&group(package), "all tests", Verdict::Skipped(reason));
+    }
+    let mut programs = programs(paths)?;
+    for (name, reason) in LEFT_OUT {
+        let at = programs.iter().position(|program| program.group == name);
+        programs.remove(at.with_context(|| format!("there are no tests {name}"))?);
+        tally.add(&group(name), "all tests", Verdict::Skipped(reason.into()));
+    }
+    for (name, test, reason) in LONG {
+        let is_there = programs.iter().any(|program| program.group == name);
+        ensure!(is_there, "there are no tests {name}");
+        tally.add(&group(name), test, Verdict::Skipped(reason.into()));
+    }
+    let mut args = VmArgs::new(variant);
+    args.pagetide = Pagetide::Tested;
+    args.timeout = lab::VM_TIMEOUT;
+    args.append.push(lab::HUGE_PAGES.into());
+    for (variable, here, elsewhere) in LESS {
+        println!("{LANE}: {variable}={here} ({elsewhere} on x86_64)");
+        args.environment.push((variable, here.into()));
+    }
+    args.programs = programs
+        .iter()
+        .map(|program| program.executable.clone())
+        .collect();
+    let mut jobs: Vec<_> = programs
+        .into_iter()
+        .map(test_program)
+        .collect::<Result<_>>()?;
+    jobs.push(lab::command(
+        paths,
+        "pagetide probe",
+        "pagetide probe",
+        None,
+    ));
+    for (name, words) in REFUSED {
+        let (_, job) = lab::command(paths, name, words, None);
+        jobs.push((Kind::Refusal(name), job));
+    }
+    jobs.extend(lab::selftest_jobs(variant, paths)?);
+    lab::run(LANE, &args, &jobs, paths, tally).map(drop)
+}
+
+/// A test counts on each architecture by itself.
+fn group(name: &str) -> String {
+    format!("{LANE} {name}")
+}
+
+/// A test program, which is in the VM's /bin.
+fn test_program(program: TestProgram) -> Result<(Kind, Job)> {
+    let file = Path::new(&program.executable).file_name();
+    let file = file.context("a test program without a name")?;
+    let program_file = PathBuf::from("/bin").join(file);
+    let mut command: Vec<OsString> = vec![program_file.into(), "--show-output".into()];
+    let long = LONG.iter().filter(|(name, ..)| *name == program.group);
+    let skipped: Vec<_> = long.flat_map(|(_, test, _)| ["--skip", test]).collect();
+    if !skipped.is_empty() {
+        command.push("--exact".into());
+        command.extend(skipped.into_iter().map(OsString::from));
+    }
+    let job = Job::new(command, Path::new("/"));
+    let program = TestProgram {
+        group: group(&program.group),
+        ..program
+    };
+    Ok((Kind::Program(program), job))
+}
