@@ -25,6 +25,9 @@ pub const HOST_LOAD_VARIABLE: &str = "PAGETIDE_HOST_LOAD";
 /// A run is marked if others took more than this share of the CPUs.
 const BUSY: f64 = 0.1;
 
+/// A run of fewer ticks of `/proc/stat` says nothing: one tick of each CPU more or less would mark it.
+const LEAST_TICKS: f64 = 10.0;
+
 /// A reading of the machine's clocks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Reading {
@@ -60,10 +63,10 @@ impl Watch {
             return sample;
         };
         let wall = end.wall_ns - start.wall_ns;
-        if wall <= 0.0 {
+        let Some(share) = share_of_others(start, end) else {
             return sample;
-        }
-        let sample = sample.value(CPU_BY_OTHERS, share_of_others(start, end));
+        };
+        let sample = sample.value(CPU_BY_OTHERS, share);
         match (start.waiting_ns, end.waiting_ns) {
             (Some(before), Some(after)) => {
                 sample.value(CPU_PRESSURE, ((after - before) / wall).clamp(0.0, 1.0))
@@ -73,12 +76,12 @@ impl Watch {
     }
 }
 
-/// The share of the CPUs that others took between two readings, wall time apart. `/proc/stat` advances in
-/// ticks: a run of less than a tick may see one on each CPU, so that one per CPU does not count.
-fn share_of_others(start: Reading, end: Reading) -> f64 {
+/// The share of the CPUs that others took between two readings; `None` if there was too little time
+/// between them.
+fn share_of_others(start: Reading, end: Reading) -> Option<f64> {
     let wall_ns = end.wall_ns - start.wall_ns;
-    let others_ns = end.others_ns - start.others_ns - ticks_ns(end.cpus);
-    (others_ns / (wall_ns * end.cpus)).clamp(0.0, 1.0)
+    let share = (end.others_ns - start.others_ns) / (wall_ns * end.cpus);
+    (wall_ns >= ticks_ns(LEAST_TICKS)).then(|| share.clamp(0.0, 1.0))
 }
 
 fn read(timing: Timing, clock: Instant) -> Option<Reading> {
@@ -230,23 +233,23 @@ mod tests {
     }
 
     #[test]
-    fn a_tick_of_each_cpu_says_nothing_of_a_run() {
-        let at = |wall_ns, ticks| Reading {
-            wall_ns,
-            others_ns: ticks_ns(ticks),
+    fn a_run_of_few_ticks_is_not_judged() {
+        let at = |ticks, others| Reading {
+            wall_ns: ticks_ns(ticks),
+            others_ns: ticks_ns(others),
             waiting_ns: None,
             cpus: 2.0,
         };
-        let share = |wall_ns, ticks| share_of_others(at(7.0, 100.0), at(7.0 + wall_ns, ticks));
-        assert_eq!(share(50_000.0, 102.0), 0.0, "a run of 50 µs");
-        let second = ticks_ns(float(rustix::param::clock_ticks_per_second()));
-        let half = share(second, 100.0 + second / ticks_ns(1.0));
-        assert!((0.48..=0.5).contains(&half), "one of two CPUs: {half}");
-        assert_eq!(
-            share(second, 90.0),
-            0.0,
-            "this process took more than it seemed"
-        );
+        let share =
+            |ticks, others| share_of_others(at(7.0, 100.0), at(7.0 + ticks, 100.0 + others));
+        assert_eq!(share(0.0, 2.0), None);
+        assert_eq!(share(9.0, 2.0), None);
+        // A tick of each CPU does not mark the shortest run that is judged.
+        assert!(share(10.5, 2.0).is_some_and(|share| share <= BUSY));
+        let half = share(100.0, 100.0).unwrap();
+        assert!((half - 0.5).abs() < 1e-9, "one of two CPUs: {half}");
+        // This process took more than /proc/stat had counted.
+        assert_eq!(share(100.0, -3.0), Some(0.0));
     }
 
     #[test]
