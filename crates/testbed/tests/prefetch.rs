@@ -374,33 +374,39 @@ fn pages_that_become_present_while_the_guest_runs_cost_no_stage_2_fault() {
     }
 }
 
-/// The same at full speed, where an access may meet a page between its installation and its population,
-/// before it is Present. KVM's vCPUs exit for pages that are not installed: all other faults met such
-/// pages.
+/// Faults on pages between their installation and their population, before they are Present, while the
+/// guest runs at full speed; None, with the reason printed, where this host cannot. vCPUs exit for pages
+/// that are not installed: all other faults are on such pages.
+fn faults_before_population(order: Order) -> Option<(u64, u64)> {
+    let kind = (Mode::Minor, Backing::Shmem);
+    let (mut machine, pager, _) = paged(64 * MIB, 2, kind, Delivery::Exit, true)?;
+    let before = machine.stage_two().expect("binary statistics");
+    let prefetch = prefetch(&pager);
+    let paging = Arc::new(Paging::new(&pager, 2));
+    let exits = walk(&mut machine, READ, order, paging);
+    let after = machine.stage_two().expect("binary statistics");
+    let ended = prefetch.finish();
+    let ended = ended.unwrap_or_else(|failure| panic!("{}", chain(&failure)));
+    assert!(pager.trouble().is_none(), "{:?}", pager.trouble());
+    let delivered = ended.counters.pages;
+    let faults = after.faults_taken - before.faults_taken - exits;
+    println!(
+        "{order:?}: {delivered} pages delivered, {exits} exits, \
+         {faults} stage-2 faults on installed pages that were not populated yet"
+    );
+    assert!(delivered >= 100, "prefetch did little: {delivered}");
+    Some((faults, delivered))
+}
+
+/// The host may suspend prefetch between the two, and the guest then reads up to a batch of pages. How often
+/// that happens is chance: the least of five runs counts. Without population there is a fault on each page.
 #[test]
 fn few_accesses_come_between_installation_and_population() {
     for order in [Order::Sequential, AT_RANDOM] {
-        let kind = (Mode::Minor, Backing::Shmem);
-        let Some((mut machine, pager, _)) = paged(64 * MIB, 2, kind, Delivery::Exit, true) else {
-            return;
-        };
-        let before = machine.stage_two().expect("binary statistics");
-        let prefetch = prefetch(&pager);
-        let paging = Arc::new(Paging::new(&pager, 2));
-        let exits = walk(&mut machine, READ, order, paging);
-        let after = machine.stage_two().expect("binary statistics");
-        let ended = prefetch.finish();
-        let ended = ended.unwrap_or_else(|failure| panic!("{}", chain(&failure)));
-        assert!(pager.trouble().is_none(), "{:?}", pager.trouble());
-        let delivered = ended.counters.pages;
-        let between = after.faults_taken - before.faults_taken - exits;
-        println!(
-            "{order:?}: {delivered} pages delivered, {exits} exits, \
-             {between} stage-2 faults on installed pages that were not populated yet"
-        );
-        assert!(delivered >= 100, "prefetch did little: {delivered}");
-        // Up to a batch each time that the host turns away from prefetch in between. Where turns follow
-        // no clock (function timing) 15 % has been seen; without population it is all of them.
-        assert!(between < delivered / 2, "{between} of {delivered}");
+        let is_few = (0..5).any(|_| match faults_before_population(order) {
+            Some((faults, delivered)) => faults * 20 < delivered,
+            None => true,
+        });
+        assert!(is_few, "{order:?}: never under 5 %");
     }
 }
