@@ -46,8 +46,9 @@ impl TestArgs {
     }
 }
 
-/// The steps. As many are taken at a time as there are processors, in this order, each after those that
-/// it needs: what fails quickly comes first, then what others wait for, then what takes longest.
+/// The steps. As many run at a time as there are processors, in this order, each after those that it
+/// needs: first the steps that fail quickly, then those that others wait for, then the longest. A long
+/// step that starts last would run alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum)]
 enum Step {
     /// rustfmt
@@ -58,25 +59,25 @@ enum Step {
     Clippy,
     /// Every crate's tests, on this machine
     Host,
-    /// The tests that loom takes through every order of their threads' steps
-    Loom,
-    /// The whole workspace compiles for arm64, tests included, with warnings denied
-    Cross,
     /// The generated constants are the patched headers'
     Uapi,
+    /// The tests that loom takes through every order of their threads' steps
+    Loom,
+    /// Linux guests on the patched kernel, in a VM with one CPU
+    Linux,
     /// The crates' tests on the patched kernel
     Lab,
+    /// Selftests on the patched kernel
+    Selftests,
+    /// The whole workspace compiles for arm64, tests included, with warnings denied
+    Cross,
+    /// On arm64: the tests of uapi, memory, pager and kvm, `pagetide probe`, and selftests
+    Arm64,
     /// The tests of what a kernel without the series refuses, and short benchmarks, on the stock
     /// kernel
     Stock,
-    /// Selftests on the patched kernel
-    Selftests,
-    /// On arm64: the tests of uapi, memory, pager and kvm, `pagetide probe`, and selftests
-    Arm64,
     /// Each patch of the series by itself (`kernel check --quick`)
     Patches,
-    /// Linux guests on the patched kernel, in a VM with one CPU
-    Linux,
     /// Selftests that shadow paging makes a difference to, with shadow paging
     Shadow,
     /// The Debian package, installed in a clean root, and `cargo install`

@@ -35,9 +35,10 @@ fn problems(paths: &Paths) -> Vec<String> {
     found
 }
 
-/// Files that people wrote, relative to the checkout. Patches are text of the kernel's.
+/// Files that people wrote, relative to the checkout. Patches are text of the kernel's, and fixtures are
+/// the output of former versions.
 fn collect(root: &Path, directory: &Path, files: &mut Vec<PathBuf>) {
-    const SKIPPED: [&str; 3] = ["target", ".git", "patches"];
+    const SKIPPED: [&str; 4] = ["target", ".git", "patches", "fixtures"];
     let Ok(entries) = std::fs::read_dir(directory) else {
         return;
     };

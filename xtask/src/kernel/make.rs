@@ -9,6 +9,9 @@ use super::{Arch, lock};
 use crate::command::{Run, on_path};
 use crate::paths::Paths;
 
+/// The directory of a checkout's locks, beside those of its kernel trees.
+pub(super) const LOCKS: &str = "locks";
+
 /// ccache's limit: room for about four kernels.
 const CCACHE_SIZE: &str = "5G";
 
@@ -87,7 +90,7 @@ pub(super) fn no_warnings(log: &Path, from: usize) -> Result<()> {
 
 /// Keeps every other user of this checkout off the kernel tree of that name.
 pub(crate) fn lock_tree(paths: &Paths, name: &str) -> Result<lock::Lock> {
-    lock::take(&paths.work().join("locks").join(name))
+    lock::take(&paths.work().join(LOCKS).join(name))
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use fs_err as fs;
 
 use super::git::git;
+use super::make::LOCKS;
 use super::prune;
 use super::series::{Patch, Series};
 use super::source::{self, BASE_BRANCH, Source};
@@ -269,16 +270,19 @@ pub(super) fn has_unexported(dir: &Path) -> bool {
     let Ok(versions) = std::fs::read_dir(dir) else {
         return true;
     };
-    versions.flatten().any(|version| {
-        let path = version.path().join("patched");
-        let unknown = String::new();
-        let source = Source {
-            version: unknown.clone(),
-            wanted: unknown,
-            git: path.clone(),
-        };
-        path.exists() && Tree { path, source }.refuse_unexported().is_err()
-    })
+    let versions = versions.flatten().map(|version| version.path());
+    versions
+        .filter(|path| !path.ends_with(LOCKS))
+        .any(|version| {
+            let path = version.join("patched");
+            let unknown = String::new();
+            let source = Source {
+                version: unknown.clone(),
+                wanted: unknown,
+                git: path.clone(),
+            };
+            path.exists() && Tree { path, source }.refuse_unexported().is_err()
+        })
 }
 
 /// What a person needs to mend a patch that does not apply.

@@ -72,7 +72,10 @@ const LESS: [(&str, &str, &str); 2] = [
 /// Commands that say what is not available on arm64.
 const REFUSED: [(&str, &str); 2] = [
     ("pagetide run", "pagetide run --kernel vmlinux"),
-    ("pagetide bench paging", "pagetide bench paging --delivery uffd"),
+    (
+        "pagetide bench paging",
+        "pagetide bench paging --delivery uffd",
+    ),
 ];
 
 /// Compiles the whole workspace for arm64, tests included, and builds what the lab's VM runs. A warning is

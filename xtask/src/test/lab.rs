@@ -259,7 +259,12 @@ pub(super) fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind
 }
 
 /// A command of several words, and an argument with spaces in it.
-pub(super) fn command(paths: &Paths, name: &'static str, words: &str, last: Option<&str>) -> (Kind, Job) {
+pub(super) fn command(
+    paths: &Paths,
+    name: &'static str,
+    words: &str,
+    last: Option<&str>,
+) -> (Kind, Job) {
     let command = words.split(' ').chain(last).map(OsString::from).collect();
     (Kind::Command(name), Job::new(command, paths.root()))
 }

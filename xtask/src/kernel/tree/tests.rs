@@ -137,3 +137,18 @@ fn unexported_work_is_refused() {
     let error = tree.refuse_unexported().unwrap_err().to_string();
     assert!(error.contains("commits that differ"), "{error}");
 }
+
+#[test]
+fn only_a_tree_has_work_that_was_never_exported() {
+    let dir = tempfile::tempdir().unwrap();
+    let version = dir.path().join("6.12");
+    std::fs::create_dir(&version).unwrap();
+    std::fs::create_dir_all(dir.path().join(LOCKS).join("patched")).unwrap();
+    assert!(!has_unexported(dir.path()));
+    let tree = tree(&version);
+    std::fs::rename(&tree.path, version.join("patched")).unwrap();
+    assert!(!has_unexported(dir.path()));
+    std::fs::write(version.join("patched/a.c"), "mine\n").unwrap();
+    assert!(has_unexported(dir.path()));
+    assert!(has_unexported(&dir.path().join("none")));
+}
