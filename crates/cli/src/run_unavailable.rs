@@ -9,7 +9,7 @@ use crate::failure::Failure;
 
 pub(crate) const EXAMPLES: &str = "Not available on this architecture.";
 
-/// Whatever the command line says, the answer is the same.
+/// Any arguments.
 #[derive(Debug, Args)]
 pub(crate) struct RunArguments {
     #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
@@ -24,7 +24,7 @@ pub(crate) struct RunArguments {
 )]
 struct NotAvailable;
 
-/// Refuses.
+/// Ends with the error.
 pub(crate) fn run(_: &RunArguments) -> Result<ExitCode, Failure> {
     Err(Failure::bad_input(NotAvailable))
 }

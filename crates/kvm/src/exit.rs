@@ -29,9 +29,9 @@ pub enum Exit {
         /// Bytes per element.
         size_bytes: u8,
     },
-    /// An access outside every memory slot: to a read, the answer is the caller's
-    /// ([`BoundVcpu::answer_mmio`](crate::BoundVcpu::answer_mmio)); what was written,
-    /// [`BoundVcpu::written_mmio`](crate::BoundVcpu::written_mmio) returns.
+    /// An access outside every memory slot. For a read, the caller supplies the value
+    /// ([`BoundVcpu::answer_mmio`](crate::BoundVcpu::answer_mmio)); of a write,
+    /// [`BoundVcpu::written_mmio`](crate::BoundVcpu::written_mmio) returns the value.
     Mmio {
         /// The address.
         gpa: GuestAddress,

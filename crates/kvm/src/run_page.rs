@@ -237,8 +237,8 @@ impl RunPage {
         (mmio.is_write != 0).then_some(u64::from_le_bytes(data))
     }
 
-    /// The first element of an OUT, little endian, zero-extended. Out-of-range offsets, which no
-    /// kernel sends, read as 0.
+    /// The first element of an OUT, little endian, zero-extended. Out-of-range offsets, which no kernel
+    /// produces, read as 0.
     fn io_data(&self, offset: u64, size: u8) -> u32 {
         let size = usize::from(size.min(4));
         let Ok(offset) = usize::try_from(offset) else {

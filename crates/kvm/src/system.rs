@@ -11,7 +11,7 @@ use crate::vm::{CreateVmError, Vm};
 /// Why /dev/kvm cannot be used; each message names the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// There is no such device.
+    /// The device does not exist.
     #[error("no /dev/kvm: {}", how_to_get_kvm())]
     Missing(#[source] io::Error),
     /// The device exists, but this user may not open it.

@@ -359,8 +359,8 @@ impl BoundVcpu<'_> {
         self.vcpu.kick.page.written_mmio()
     }
 
-    /// Completes the I/O instruction of the last exit without running the guest any further, so
-    /// that registers can be set afresh. Kicks that are pending stay so.
+    /// Completes the I/O instruction of the last exit without running the guest further, so that
+    /// registers can be set afterwards. Pending kicks stay pending.
     ///
     /// # Errors
     /// As [`BoundVcpu::run`].

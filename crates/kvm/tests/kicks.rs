@@ -1,8 +1,8 @@
 //! Kicks end KVM_RUN at any time.
 //!
-//! The vCPU has no memory and no state but what KVM gives it; without an in-kernel interrupt
-//! controller it is runnable from the start (on arm64, once it has a kind of processor), and
-//! immediate_exit keeps it out of the guest.
+//! The vCPU has no memory and only the state that KVM initialises; without an in-kernel interrupt
+//! controller it is runnable from the start (on arm64, after KVM_ARM_VCPU_INIT), and immediate_exit
+//! prevents it from entering the guest.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -29,7 +29,7 @@ fn vcpu() -> Option<(Vm, Vcpu)> {
     Some((vm, vcpu))
 }
 
-/// KVM_RUN refuses an arm64 vCPU that nobody gave a kind of processor.
+/// Initialises an arm64 vCPU; KVM_RUN fails without (KVM_ARM_VCPU_INIT).
 fn make_runnable(_vm: &Vm, _vcpu: &Vcpu) {
     #[cfg(target_arch = "aarch64")]
     {

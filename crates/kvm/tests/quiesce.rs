@@ -156,7 +156,7 @@ fn kicks_are_neither_lost_nor_spurious() {
         let mut here = vcpu.bind().expect("signals work");
         loop {
             match here.run().expect("no failure") {
-                Exit::Interrupted => noticed.send(()).expect("somebody listens"),
+                Exit::Interrupted => noticed.send(()).expect("a receiver"),
                 exit if is_round(&exit) => return,
                 exit => panic!("{exit}"),
             }

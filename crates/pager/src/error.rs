@@ -113,7 +113,7 @@ pub enum InstallFailure {
 /// Why a region could not be added.
 #[derive(Debug, Error)]
 pub enum AddError {
-    /// The host's pages are not of 4 KiB.
+    /// The host's pages are not 4 KiB each.
     #[error(transparent)]
     PageSize(#[from] PageSizeError),
     /// The region's range of gpas overlaps another region's.

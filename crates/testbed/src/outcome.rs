@@ -36,12 +36,6 @@ impl LatencyLog {
         &self.cycles
     }
 
-    /// The frequency of the guest's time stamp counter, in kHz.
-    #[must_use]
-    pub fn tsc_khz(&self) -> u32 {
-        self.tsc_khz
-    }
-
     /// The latencies in nanoseconds.
     pub fn nanoseconds(&self) -> impl Iterator<Item = u64> {
         self.cycles

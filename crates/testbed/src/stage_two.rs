@@ -7,8 +7,6 @@ use pagetide_kvm::{Stats, StatsError, Vcpu, Vm};
 pub struct StageTwo {
     /// Stage-2 faults of vCPUs, of all kinds (`pf_taken`).
     pub faults_taken: u64,
-    /// Those that mapped something (`pf_fixed`).
-    pub faults_fixed: u64,
     /// Present mappings of 4 KiB.
     pub mappings_4k: u64,
     /// Present mappings of 2 MiB.
@@ -34,7 +32,6 @@ impl StageTwo {
         for vcpu in vcpus {
             let stats = Stats::of_vcpu(vcpu)?;
             counts.faults_taken += value(&stats, "pf_taken")?;
-            counts.faults_fixed += value(&stats, "pf_fixed")?;
         }
         Ok(counts)
     }

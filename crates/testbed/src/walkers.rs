@@ -14,10 +14,11 @@ use std::time::Duration;
 
 use pagetide_kvm::{Exit, Vcpu, Vm};
 use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, Region};
-use pagetide_vmm::{HookError, Next, PoolVcpu, VcpuHooks, VcpuPool};
+use pagetide_vmm::{HookError, Next, PoolVcpu, SizeError, VcpuHooks, VcpuPool};
 
 use crate::arch;
 use crate::bare::Bare;
+use crate::config::ConfigError;
 use crate::endless::Endless;
 use crate::error::{GuestError, MachineError};
 use crate::layout::{DATA_GPA, PAGE};
@@ -80,6 +81,7 @@ impl Walkers {
     /// # Errors
     /// See [`MachineError`].
     pub fn new(config: WalkersConfig) -> Result<Self, MachineError> {
+        SizeError::check_vcpus(config.vcpus, MAX_WALKERS).map_err(ConfigError::from)?;
         let data = Region::new(GuestAddress(DATA_GPA), config.data_bytes, Backing::Shmem)
             .map_err(MachineError::Data)?;
         fill(&data)?;
@@ -262,4 +264,22 @@ fn fill(data: &Region) -> Result<(), MachineError> {
             .map_err(MachineError::access(gpa))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_vcpus_than_words_in_a_page_are_refused() {
+        let config = WalkersConfig {
+            vcpus: MAX_WALKERS + 1,
+            data_bytes: PAGE,
+            walk: vec![PageIndex(0)],
+            touch: true,
+            stall_timeout: Duration::from_secs(60),
+        };
+        let error = Walkers::new(config).expect_err("each vCPU has a word in each page");
+        assert_eq!(error.to_string(), "512 vCPUs: there can be at most 511");
+    }
 }

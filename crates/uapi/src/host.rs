@@ -1,5 +1,6 @@
-//! The memory that this host can still provide, and in which pages. A check before guest memory is created
-//! gives a clear error; without it, the kernel's OOM killer or a later SIGBUS would report the shortage.
+//! The memory that this host can still provide, and the size of its pages. A check before guest memory
+//! is created gives a clear error; without it, the kernel's OOM killer or a later SIGBUS would report the
+//! shortage.
 
 use std::fs;
 use std::path::PathBuf;
@@ -45,23 +46,23 @@ impl HugepagePool {
     }
 }
 
-/// The kernel's pages are not of the one size that Pagetide works with.
+/// The kernel's pages are not 4 KiB each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "this kernel's pages have {bytes} bytes, and {PAGE_BYTES} are needed (on arm64: CONFIG_ARM64_4K_PAGES)"
+    "this kernel's pages are {bytes} bytes each; Pagetide needs {PAGE_BYTES} (on arm64: CONFIG_ARM64_4K_PAGES)"
 )]
 pub struct PageSizeError {
     /// The size of this kernel's pages.
     pub bytes: usize,
 }
 
-/// The size of the smallest pages that guest memory comes in.
+/// The smallest page of guest memory.
 const PAGE_BYTES: usize = 4096;
 
-/// Checks that this kernel's pages have 4 KiB: on arm64, kernels with pages of 16 or 64 KiB exist.
+/// Checks that this kernel's pages are 4 KiB each. arm64 kernels with pages of 16 or 64 KiB exist.
 ///
 /// # Errors
-/// [`PageSizeError`] with the size that they have.
+/// [`PageSizeError`] has the size of this kernel's pages.
 pub fn check_page_size() -> Result<(), PageSizeError> {
     checked_page_size(rustix::param::page_size())
 }
@@ -110,7 +111,9 @@ mod tests {
         let error = checked_page_size(1 << 16).unwrap_err();
         assert_eq!(error, PageSizeError { bytes: 65536 });
         assert!(
-            error.to_string().contains("65536 bytes, and 4096 are"),
+            error
+                .to_string()
+                .contains("65536 bytes each; Pagetide needs 4096"),
             "{error}"
         );
     }

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
 use super::host::{self, TestProgram};
 use super::lab::{self, Kind};
@@ -13,7 +13,7 @@ use crate::cross;
 use crate::kernel::{Arch, Variant};
 use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::vm::{Job, Pagetide, VmArgs};
+use crate::vm::{Job, Pagetide};
 
 /// The step's name in the tally.
 pub(super) const LANE: &str = "arm64";
@@ -42,34 +42,52 @@ const LEFT_OUT: [(&str, &str); 1] = [(
     "it tests machine checks, which are x86's; kvm/poisoned_exit has the exits",
 )];
 
-/// Tests that take a software CPU a quarter of a minute or more, and say nothing about an architecture
-/// that others do not say as well.
-const LONG: [(&str, &str, &str); 3] = [
-    (
-        "memory (lib)",
-        "poison_map::tests::a_full_map_takes_only_what_touches_its_ranges",
-        "takes long, and is arithmetic",
-    ),
-    (
-        "pager/readers",
-        "exits_and_messages_meet_on_the_same_pages",
-        "takes long; pager/exits_again has exits and messages on one page",
-    ),
-    (
-        "pager/readers",
-        "touched_pages_come_with_their_content",
-        "takes long; pager/event_loop serves every way of paging",
-    ),
+/// Tests that take a software CPU a quarter of a minute or more, and that add little on a second
+/// architecture.
+const LONG: [Long; 3] = [
+    Long {
+        group: "memory (lib)",
+        test: "poison_map::tests::a_full_map_accepts_only_ranges_adjacent_to_its_own",
+        #[cfg(test)]
+        source: "crates/memory/src/poison_map/tests.rs",
+        reason: "takes long, and is arithmetic",
+    },
+    Long {
+        group: "pager/readers",
+        test: "exits_and_messages_share_the_same_pages",
+        #[cfg(test)]
+        source: "crates/pager/tests/readers.rs",
+        reason: "takes long; pager/exits_again has exits and messages on one page",
+    },
+    Long {
+        group: "pager/readers",
+        test: "touched_pages_have_their_content",
+        #[cfg(test)]
+        source: "crates/pager/tests/readers.rs",
+        reason: "takes long; pager/event_loop serves every way of paging",
+    },
 ];
 
-/// How much some tests do there, and how much they do on x86_64, for the same reason: cases of a property
-/// test, commits of kvm/stress.
+/// A test that does not run on arm64.
+struct Long {
+    /// Its program.
+    group: &'static str,
+    /// Its name there.
+    test: &'static str,
+    /// The file that it is in.
+    #[cfg(test)]
+    source: &'static str,
+    /// Why it does not run.
+    reason: &'static str,
+}
+
+/// The sizes of tests on arm64 and on x86_64: cases of a property test, commits of kvm/stress.
 const LESS: [(&str, &str, &str); 2] = [
     ("PROPTEST_CASES", "32", "256"),
     ("PAGETIDE_COMMITS", "50", "200"),
 ];
 
-/// Commands that say what is not available on arm64.
+/// Commands that are not available on arm64, and end with an error.
 const REFUSED: [(&str, &str); 2] = [
     ("pagetide run", "pagetide run --kernel vmlinux"),
     (
@@ -119,15 +137,11 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
         programs.remove(at.with_context(|| format!("there are no tests {name}"))?);
         tally.add(&group(name), "all tests", Verdict::Skipped(reason.into()));
     }
-    for (name, test, reason) in LONG {
-        let is_there = programs.iter().any(|program| program.group == name);
-        ensure!(is_there, "there are no tests {name}");
-        tally.add(&group(name), test, Verdict::Skipped(reason.into()));
+    for long in LONG {
+        let reason = Verdict::Skipped(long.reason.into());
+        tally.add(&group(long.group), long.test, reason);
     }
-    let mut args = VmArgs::new(variant);
-    args.pagetide = Pagetide::Tested;
-    args.timeout = lab::VM_TIMEOUT;
-    args.append.push(lab::HUGE_PAGES.into());
+    let mut args = lab::machine(variant, Pagetide::Tested, "2G");
     for (variable, here, elsewhere) in LESS {
         println!("{LANE}: {variable}={here} ({elsewhere} on x86_64)");
         args.environment.push((variable, here.into()));
@@ -140,12 +154,8 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
         .into_iter()
         .map(test_program)
         .collect::<Result<_>>()?;
-    jobs.push(lab::command(
-        paths,
-        "pagetide probe",
-        "pagetide probe",
-        None,
-    ));
+    let probe = "pagetide probe";
+    jobs.push(lab::command(paths, probe, probe, None));
     for (name, words) in REFUSED {
         let (_, job) = lab::command(paths, name, words, None);
         jobs.push((Kind::Refusal(name), job));
@@ -165,8 +175,8 @@ fn test_program(program: TestProgram) -> Result<(Kind, Job)> {
     let file = file.context("a test program without a name")?;
     let program_file = PathBuf::from("/bin").join(file);
     let mut command: Vec<OsString> = vec![program_file.into(), "--show-output".into()];
-    let long = LONG.iter().filter(|(name, ..)| *name == program.group);
-    let skipped: Vec<_> = long.flat_map(|(_, test, _)| ["--skip", test]).collect();
+    let long = LONG.iter().filter(|long| long.group == program.group);
+    let skipped: Vec<_> = long.flat_map(|long| ["--skip", long.test]).collect();
     if !skipped.is_empty() {
         command.push("--exact".into());
         command.extend(skipped.into_iter().map(OsString::from));
@@ -177,4 +187,19 @@ fn test_program(program: TestProgram) -> Result<(Kind, Job)> {
         ..program
     };
     Ok((Kind::Program(program), job))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tests_that_take_long_exist() {
+        let paths = Paths::find().unwrap();
+        for Long { test, source, .. } in LONG {
+            let text = std::fs::read_to_string(paths.in_root(source)).unwrap();
+            let name = test.rsplit("::").next().unwrap();
+            assert!(text.contains(&format!("fn {name}(")), "{test}");
+        }
+    }
 }

@@ -27,7 +27,7 @@ const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(1200);
 const LINUX_JOB_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// For a whole VM.
-pub(super) const VM_TIMEOUT: u64 = 2400;
+const VM_TIMEOUT: u64 = 2400;
 
 /// The same on a kernel that checks everything.
 const DEBUG_VM_TIMEOUT: u64 = 7200;
@@ -37,7 +37,7 @@ const KSFT_SKIP: u8 = 4;
 
 /// Huge pages for the tests that need them. None of 1G: a software CPU takes minutes to fill a few. Tests
 /// of mm get one while they run, if memory still has room for it, and skip what needs it otherwise.
-pub(super) const HUGE_PAGES: &str = "hugepages=256";
+const HUGE_PAGES: &str = "hugepages=256";
 
 /// A benchmark of paging that is only long enough to take every path, on any kernel.
 const PAGING: &str = "pagetide bench paging --vcpus 1,2 --per-vcpu 1M --runs 1 --delivery uffd \
@@ -71,7 +71,7 @@ pub(super) enum Kind {
     Program(TestProgram),
     /// Passes if it exits with 0.
     Command(&'static str),
-    /// A command that passes if it says that it is not available on this architecture.
+    /// Passes if it ends with the error that names what this architecture does not have.
     Refusal(&'static str),
 }
 
@@ -233,7 +233,7 @@ pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
 }
 
 /// A VM for tests: with huge pages, and time for many jobs.
-fn machine(variant: Variant, pagetide: Pagetide, memory: &str) -> VmArgs {
+pub(super) fn machine(variant: Variant, pagetide: Pagetide, memory: &str) -> VmArgs {
     VmArgs {
         pagetide,
         timeout: VM_TIMEOUT,
@@ -327,7 +327,7 @@ impl Kind {
             Self::Program(program) => {
                 let cause = (ended != Ended::Exit(0)).then(|| ended.to_string());
                 let report = Report::parse(&stdout);
-                // A file of tests that are all another architecture's has to be named as such.
+                // A file with tests for another architecture alone belongs in the list of what is left out.
                 let none = (lane == arm64::LANE && report.is_empty())
                     .then(|| "no test of it is compiled for arm64".to_owned());
                 report.count(&program.group, cause.or(none).as_deref(), tally);
@@ -345,7 +345,7 @@ impl Kind {
     }
 }
 
-/// What the end of a command means that is not available on this architecture.
+/// The verdict on a command that is not available on this architecture.
 fn refusal(ended: Ended, text: &str) -> Verdict {
     if ended == Ended::Exit(2) && text.contains("not available on ") {
         Verdict::Passed

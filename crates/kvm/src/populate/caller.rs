@@ -106,15 +106,15 @@ impl Drop for BoundCaller<'_> {
     }
 }
 
-/// KVM_POPULATE_MEMORY, gated by KVM_CAP_POPULATE_MEMORY; ENOTTY from a kernel without it. Such a kernel
-/// returns ENOTTY itself on x86-64 and EINVAL on arm64, so the capability decides.
+/// KVM_POPULATE_MEMORY, gated by KVM_CAP_POPULATE_MEMORY. On a kernel without the capability the result
+/// is ENOTTY; KVM itself returns ENOTTY on x86-64 and EINVAL on arm64 then.
 pub(super) fn populate_memory(vm: &VmFd, request: &mut abi::kvm_populate_memory) -> io::Result<()> {
     // SAFETY: a VM's descriptor and the structure that this ioctl takes; the kernel writes only to that
     // structure, and maps the memory of the VM's slots, which the owner of each slot keeps mapped.
     match unsafe { ioctl_with_mut_ref(vm, abi::KVM_POPULATE_MEMORY.into(), request) } {
         0 => Ok(()),
         _ => {
-            // At once: what follows may change errno.
+            // Immediately, because later calls may change errno.
             let error = io::Error::last_os_error();
             let is_unknown = error.raw_os_error() == Some(libc::EINVAL)
                 && vm.check_extension_raw(abi::KVM_CAP_POPULATE_MEMORY.into()) <= 0;

@@ -7,8 +7,8 @@
 //! 256 MiB data: slot 1, 64 pages; the first word of each page is the page's number
 //! ```
 //!
-//! The guest's code, and how it reports, are the architecture's: OUT on x86-64, a write outside all
-//! memory on arm64.
+//! Each architecture has its own code for the guest. It reports by OUT on x86-64, and by writes outside
+//! all memory on arm64.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::panic, reason = "a failed helper fails its test")]
@@ -178,17 +178,17 @@ pub(crate) fn number_pages(region: &Region, first: u64) {
     }
 }
 
-/// Where a vCPU's parameters are.
+/// The address of a vCPU's parameters.
 fn parameters(id: u32) -> u64 {
     PARAMETERS + u64::from(id) * PAGE
 }
 
-/// Whether the guest reports that a round is over.
+/// Whether the guest reports that a round is complete.
 pub(crate) fn is_round(exit: &Exit) -> bool {
     arch::is_round(exit)
 }
 
-/// Whether the guest reports that a page does not have its number.
+/// Whether the guest reports that a page does not contain its number.
 pub(crate) fn is_wrong(exit: &Exit) -> bool {
     arch::is_wrong(exit)
 }

@@ -38,7 +38,7 @@ pub enum RegionError {
         /// Its size in bytes.
         bytes: u64,
     },
-    /// The host's pages are not of 4 KiB.
+    /// The host's pages are not 4 KiB each.
     #[error(transparent)]
     PageSize(#[from] PageSizeError),
     /// The hugetlb pool has too few free pages.

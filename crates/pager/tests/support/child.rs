@@ -108,7 +108,7 @@ impl Mapped {
 }
 
 impl Other {
-    /// Whether this kernel has what it takes; says what it lacks.
+    /// Whether another process can be started and hand over its userfaultfd; prints the reason if not.
     pub fn can_start() -> bool {
         has_userfaultfd() && has_unix_sockets()
     }
@@ -205,8 +205,8 @@ impl Drop for Other {
     }
 }
 
-/// A pager with two readers, and a child with a userfaultfd that has `events`. Where userfaultfd is
-/// unusable, prints the reason and returns `None`.
+/// A pager with two readers, and a child with a userfaultfd that has `events`. Where that is
+/// impossible, prints the reason and returns `None`.
 pub fn pager_and_child(
     events: &[Features],
 ) -> Option<(Arc<Pager>, Readers, Other, Arc<Userfaultfd>)> {

@@ -74,7 +74,7 @@ pub fn has_userfaultfd() -> bool {
     }
 }
 
-/// Whether this kernel has sockets for the processes of a machine (CONFIG_UNIX); says if not.
+/// Whether this kernel has Unix sockets (CONFIG_UNIX); prints the reason if not.
 pub fn has_unix_sockets() -> bool {
     match std::os::unix::net::UnixDatagram::unbound() {
         Ok(_) => true,
