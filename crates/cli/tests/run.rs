@@ -66,20 +66,20 @@ fn what_cannot_be_is_refused_in_one_line() {
             &["--kernel", &missing],
             "missing: No such file or directory",
         ),
-        (&["--kernel", &text], "text is no kernel for this"),
+        (&["--kernel", &text], "text: neither an x86-64 vmlinux (ELF) nor a bzImage"),
         (&["--kernel", "/"], "kernel /: Is a directory"),
         (&["--kernel", &good, "--initrd", &missing], "initrd"),
         (
             &["--kernel", &good, "--initrd", &empty],
-            "is not a file with something in it",
+            "not a regular file with content",
         ),
         (
             &["--kernel", &good, "--initrd", "/"],
-            "is not a file with something in it",
+            "not a regular file with content",
         ),
         (
             &["--kernel", &good, "--initrd", &large],
-            "large has 314572800 bytes, and 251654144 are left beside the kernel",
+            "large: its 314572800 bytes do not fit: 251654144 are left beside the kernel",
         ),
         (
             &["--kernel", &good, "--memory", "16M"],
@@ -136,11 +136,11 @@ fn what_cannot_be_is_refused_in_one_line() {
         ),
         (
             &["--kernel", &good, "--paging", "uffd", "--content", &empty],
-            "has 0 bytes, and the guest's memory 268435456",
+            "0 bytes, and the guest's memory has 268435456",
         ),
         (
             &["--kernel", &good, "--paging", "exit", "--content", "/"],
-            "content file / is not a regular file",
+            "content file /: not a regular file",
         ),
         (
             &[
