@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
+use fs_err as fs;
 use serde_json::Value;
 
 use crate::bench::{self, Measurement};
@@ -73,8 +74,7 @@ fn measure(measurement: &Measurement, meaning: &str, paths: &Paths) -> Result<Ex
 /// The headline of the measurement by instructions.
 fn headline(paths: &Paths) -> Result<String> {
     let report = INSTRUCTIONS.out(paths).join("paging.json");
-    let text =
-        std::fs::read_to_string(&report).with_context(|| format!("read {}", report.display()))?;
+    let text = fs::read_to_string(&report)?;
     let costs = serde_json::from_str(&text)
         .ok()
         .and_then(|report| Costs::of(&report));
@@ -106,7 +106,7 @@ impl Native {
             .args(["probe", "--json"])
             .output()?;
         let probe = serde_json::from_slice(&probe).context("pagetide probe --json")?;
-        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").context("read /proc/cpuinfo")?;
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo")?;
         Ok(Self::of(&probe, &cpuinfo))
     }
 
@@ -224,18 +224,20 @@ struct Costs {
 }
 
 impl Costs {
-    /// Reads a report of `pagetide bench paging`.
+    /// Reads a report of `pagetide bench paging` (docs/design/reports.md).
     fn of(report: &Value) -> Option<Self> {
-        let points = report["points"].as_array()?;
+        let records = report["records"].as_array()?;
         let cost = |delivery: &str, around: u32| {
-            let wanted = |point: &&Value| {
-                let series = &point["series"];
-                point["vcpus"] == 1
-                    && series["delivery"] == delivery
-                    && series["fault_around"] == around
-                    && series["populate"] != true
+            let wanted = |record: &&Value| {
+                let axes = &record["axes"];
+                record["quantity"] == "instructions_per_page"
+                    && record["over_runs"] == "median"
+                    && axes["vcpus"] == 1
+                    && axes["delivery"] == delivery
+                    && axes["fault_around"] == around
+                    && axes["populate"] != true
             };
-            points.iter().find(wanted)?["instructions_per_page"]["median"].as_f64()
+            records.iter().find(wanted)?["value"].as_f64()
         };
         Some(Self {
             uffd: cost("uffd", 1)?,
@@ -319,35 +321,54 @@ mod tests {
         assert_eq!(nothing, Native::Nothing { reason });
     }
 
-    fn point(vcpus: u32, series: &Value, median: f64) -> Value {
-        json!({"vcpus": vcpus, "series": series, "instructions_per_page": {"median": median}})
+    /// A record of a cost of a page: over the runs, or of one.
+    fn record(over_runs: Option<&str>, axes: &Value, value: f64) -> Value {
+        json!({
+            "quantity": "instructions_per_page",
+            "over_runs": over_runs,
+            "axes": axes,
+            "value": value,
+        })
+    }
+
+    fn axes(vcpus: u32, delivery: &str, around: u32) -> Value {
+        json!({"vcpus": vcpus, "delivery": delivery, "fault_around": around})
     }
 
     #[test]
-    fn the_headline_is_from_instructions_at_one_vcpu() {
-        let series =
-            |delivery: &str, around: u32| json!({"delivery": delivery, "fault_around": around});
-        let populated = json!({"delivery": "exit", "fault_around": 16, "populate": true});
-        let report = json!({"points": [
-            point(2, &series("uffd", 1), 1.0),
-            point(1, &series("uffd", 1), 19260.4),
-            point(1, &series("exit", 1), 7122.0),
-            point(1, &populated, 1565.0),
-            point(1, &series("exit", 16), 4086.0),
+    fn the_headline_is_from_medians_of_instructions_at_one_vcpu() {
+        let mut populated = axes(1, "exit", 16);
+        populated["populate"] = true.into();
+        let median = |axes, value| record(Some("median"), &axes, value);
+        let report = json!({"records": [
+            {"quantity": "rate_kpages_per_s", "over_runs": "median",
+             "axes": axes(1, "uffd", 1), "value": 2.0},
+            record(None, &axes(1, "uffd", 1), 3.0),
+            record(Some("max"), &axes(1, "uffd", 1), 4.0),
+            median(axes(2, "uffd", 1), 5.0),
+            median(axes(1, "uffd", 1), 19260.4),
+            median(axes(1, "exit", 1), 7122.0),
+            median(populated, 1565.0),
+            median(axes(1, "exit", 16), 4086.0),
         ]});
         let costs = Costs::of(&report).unwrap();
         assert_eq!(
             costs.headline(),
             "At 1 vCPU a page brought in costs 19260 instructions through userfaultfd and 7122 through \
-             an exit:\n2.7 times fewer. With 16 pages around each exit a page costs 4086: 4.7 times fewer."
+             an exit:\n2.7 times fewer. With 16 pages around each exit a page costs 4086: 4.7 times \
+             fewer."
         );
     }
 
     #[test]
     fn a_report_without_instructions_has_no_headline() {
-        let series = json!({"delivery": "uffd", "fault_around": 1});
-        let point = json!({"vcpus": 1, "series": series, "instructions_per_page": null});
-        assert_eq!(Costs::of(&json!({"points": [point]})), None);
+        let rate = json!({
+            "quantity": "rate_kpages_per_s",
+            "over_runs": "median",
+            "axes": axes(1, "uffd", 1),
+            "value": 2.0,
+        });
+        assert_eq!(Costs::of(&json!({"records": [rate]})), None);
         assert_eq!(Costs::of(&json!({})), None);
     }
 }
