@@ -1,18 +1,17 @@
 //! `cargo xtask package`: the Debian package of the `pagetide` command.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use fs_err as fs;
 use serde_json::Value;
 
 use crate::command::Run;
-use crate::files::unique;
 use crate::kernel::lock;
 use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::{setup, vm};
+use crate::{files, setup, vm};
 
 /// The package of the workspace that has the command.
 const CRATE: &str = "pagetide-cli";
@@ -38,9 +37,7 @@ pub(crate) fn build(paths: &Paths) -> Result<PathBuf> {
     let progress = Progress::spinner("cargo deb");
     let manifest = paths.in_root("crates/cli/Cargo.toml");
     let place = Run::new(cargo_deb)
-        .args(["--no-build", "--locked", "--strip", "--compress-system"])
-        .arg("--quiet")
-        .arg("--manifest-path")
+        .words("--no-build --locked --strip --compress-system --quiet --manifest-path")
         .arg(manifest)
         .env("CARGO_TARGET_DIR", paths.target())
         .dir(paths.root())
@@ -65,20 +62,14 @@ pub(crate) fn manual_pages(paths: &Paths) -> PathBuf {
 fn stage(paths: &Paths) -> Result<()> {
     let staging = staging(paths);
     // A page of a verb that no longer exists must not stay.
-    match std::fs::remove_dir_all(&staging) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            return Err(error).with_context(|| format!("remove {}", staging.display()));
-        }
-        _ => {}
-    }
+    files::fresh_dir(&staging)?;
     let completions = staging.join("completions");
-    std::fs::create_dir_all(&completions)
-        .with_context(|| format!("create {}", completions.display()))?;
+    fs::create_dir(&completions)?;
     for shell in SHELLS {
         let script = Run::new(vm::pagetide(paths))
             .args(["completions", shell])
             .output()?;
-        write(&completions.join(format!("pagetide.{shell}")), &script)?;
+        fs::write(completions.join(format!("pagetide.{shell}")), script)?;
     }
     let manual = manual_pages(paths);
     Run::new(vm::pagetide(paths))
@@ -90,11 +81,8 @@ fn stage(paths: &Paths) -> Result<()> {
         .args(["-9", "--no-name", "--recursive"])
         .arg(&manual)
         .output()?;
-    write(&staging.join("THIRD-PARTY"), third_party(paths)?.as_bytes())
-}
-
-fn write(file: &Path, content: &[u8]) -> Result<()> {
-    std::fs::write(file, content).with_context(|| format!("write {}", file.display()))
+    fs::write(staging.join("THIRD-PARTY"), third_party(paths)?)?;
+    Ok(())
 }
 
 /// cargo-deb, compiled once and kept in the cache.
@@ -109,7 +97,7 @@ fn cargo_deb(paths: &Paths) -> Result<PathBuf> {
     if program.exists() {
         return Ok(program);
     }
-    let build = tools.join(format!("build-{}", unique()));
+    let build = tools.join(format!("build-{}", files::unique()));
     let compiles = |line: &str| line.trim_start().starts_with("Compiling ");
     let progress = Progress::start("building cargo-deb", None, compiles);
     let installed = Run::new("cargo")
@@ -124,7 +112,7 @@ fn cargo_deb(paths: &Paths) -> Result<PathBuf> {
         .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")
         .logged(&tools.join("cargo-deb.log"), &progress);
     // The objects have no further use; a leftover takes space and does no other harm.
-    let _ = std::fs::remove_dir_all(&build);
+    let _ = files::remove(&build);
     installed?;
     progress.done();
     Ok(program)
@@ -171,14 +159,13 @@ fn name_and_version(line: &str) -> Option<(&str, &str)> {
 fn notices(directory: &Path) -> Result<BTreeSet<String>> {
     const NAMES: [&str; 5] = ["COPYING", "COPYRIGHT", "LICENCE", "LICENSE", "NOTICE"];
     let mut notices = BTreeSet::new();
-    let entries = std::fs::read_dir(directory);
-    for entry in entries.with_context(|| format!("read {}", directory.display()))? {
+    for entry in fs::read_dir(directory)? {
         let file = entry?.path();
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         if !NAMES.iter().any(|wanted| name.starts_with(wanted)) || !file.is_file() {
             continue;
         }
-        let text = std::fs::read(&file).with_context(|| format!("read {}", file.display()))?;
+        let text = fs::read(&file)?;
         let text = String::from_utf8_lossy(&text).trim_end().to_owned();
         if !text.trim_start().starts_with("Apache License") {
             notices.insert(text);
@@ -226,7 +213,7 @@ mod tests {
             ("LICENSE-APACHE", "        Apache License\n   Version 2.0"),
             ("README.md", "about"),
         ] {
-            std::fs::write(dir.path().join(name), text).unwrap();
+            fs::write(dir.path().join(name), text).unwrap();
         }
         let notices = notices(dir.path()).unwrap();
         assert_eq!(notices, BTreeSet::from(["Copyright (c) A".to_owned()]));

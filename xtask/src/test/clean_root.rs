@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use fs_err as fs;
 
 use crate::command::Run;
-use crate::files::unique;
+use crate::files;
 use crate::kernel::lock;
 use crate::paths::Paths;
 use crate::progress::Progress;
@@ -41,7 +42,7 @@ impl CleanRoot {
         let directory = paths
             .target()
             .join("test")
-            .join(format!("root-{}", unique()));
+            .join(format!("root-{}", files::unique()));
         let root = Self { directory };
         Run::new("cp")
             .args(["-a", "--reflink=auto"])
@@ -55,7 +56,7 @@ impl CleanRoot {
     pub(super) fn copy_in(&self, file: &Path) -> Result<PathBuf> {
         let name = file.file_name().context("a file without a name")?;
         let to = self.directory.join(name);
-        std::fs::copy(file, &to).with_context(|| format!("create {}", to.display()))?;
+        fs::copy(file, &to)?;
         Ok(Path::new("/").join(name))
     }
 
@@ -89,12 +90,12 @@ impl CleanRoot {
 impl Drop for CleanRoot {
     fn drop(&mut self) {
         // A leftover takes space and does no other harm.
-        let _ = std::fs::remove_dir_all(&self.directory);
+        let _ = files::remove(&self.directory);
     }
 }
 
 fn os_release() -> Result<String> {
-    std::fs::read_to_string("/etc/os-release").context("read /etc/os-release")
+    Ok(fs::read_to_string("/etc/os-release")?)
 }
 
 /// The code name of a release of Debian, in the text of /etc/os-release.
@@ -118,18 +119,15 @@ fn original(codename: &str, paths: &Paths) -> Result<PathBuf> {
     if directory.exists() {
         return Ok(directory);
     }
-    let new = roots.join(format!("new-{}", unique()));
+    let new = roots.join(format!("new-{}", files::unique()));
     let progress = Progress::spinner("making a clean root");
     let made = Run::new("mmdebstrap")
         .args(["--mode=root", "--variant=essential", codename])
         .arg(&new)
         .logged(&roots.join("mmdebstrap.log"), &progress)
-        .and_then(|()| {
-            std::fs::rename(&new, &directory)
-                .with_context(|| format!("create {}", directory.display()))
-        });
+        .and_then(|()| Ok(fs::rename(&new, &directory)?));
     if made.is_err() {
-        let _ = std::fs::remove_dir_all(&new);
+        let _ = files::remove(&new);
     }
     made?;
     progress.done();

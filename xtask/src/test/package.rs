@@ -4,14 +4,14 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use fs_err as fs;
 
 use super::clean_root::{self, CleanRoot};
 use super::tally::{Tally, Verdict};
 use crate::command::Run;
-use crate::files::unique;
-use crate::package;
 use crate::paths::Paths;
 use crate::progress::Progress;
+use crate::{files, package};
 
 const GROUP: &str = "package";
 
@@ -101,7 +101,7 @@ fn cargo_install(paths: &Paths) -> Result<()> {
     let home = paths
         .target()
         .join("test")
-        .join(format!("install-{}", unique()));
+        .join(format!("install-{}", files::unique()));
     let progress = Progress::spinner("cargo install");
     let installed = Run::new("cargo")
         .args([
@@ -120,7 +120,7 @@ fn cargo_install(paths: &Paths) -> Result<()> {
         .output()
         .and_then(|_| Run::new(home.join("bin/pagetide")).arg("--version").text());
     // A leftover takes space and does no other harm.
-    let _ = std::fs::remove_dir_all(&home);
+    let _ = files::remove(&home);
     progress.done();
     is_version(&installed?)
 }
@@ -166,8 +166,7 @@ fn files(root: &CleanRoot) -> Result<()> {
 
 /// Every generated page is there, compressed.
 fn manual(root: &CleanRoot, paths: &Paths) -> Result<()> {
-    let wanted: BTreeSet<_> = std::fs::read_dir(package::manual_pages(paths))
-        .context("read the generated pages")?
+    let wanted: BTreeSet<_> = fs::read_dir(package::manual_pages(paths))?
         .map(|entry| Ok(format!("{MAN}/{}", entry?.file_name().to_string_lossy())))
         .collect::<Result<_>>()?;
     ensure!(
