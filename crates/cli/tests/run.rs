@@ -66,7 +66,10 @@ fn what_cannot_be_is_refused_in_one_line() {
             &["--kernel", &missing],
             "missing: No such file or directory",
         ),
-        (&["--kernel", &text], "text: neither an x86-64 vmlinux (ELF) nor a bzImage"),
+        (
+            &["--kernel", &text],
+            "text: neither an x86-64 vmlinux (ELF) nor a bzImage",
+        ),
         (&["--kernel", "/"], "kernel /: Is a directory"),
         (&["--kernel", &good, "--initrd", &missing], "initrd"),
         (
