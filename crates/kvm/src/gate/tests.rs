@@ -136,7 +136,8 @@ fn a_thread_that_stays_is_kicked_again() {
         }));
         kicks
     });
-    assert_eq!(kicks, 3);
+    // More if the vCPU's thread did not get the processor before the next pause ended.
+    assert!(kicks >= 3, "{kicks} kicks");
     assert!(vcpu.join().expect("no panic"), "leaving reports the kick");
 }
 
