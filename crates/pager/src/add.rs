@@ -109,6 +109,7 @@ impl Pager {
             can_poison,
             trusts_existing: config.trusts_existing,
             mapper: config.mapper,
+            observer: config.observer,
             lost: config.poison,
             target,
         }));

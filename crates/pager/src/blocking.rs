@@ -19,6 +19,12 @@ pub trait BlockingSource: Send + Sync {
     /// # Errors
     /// The engine retries by the region's [`crate::RetryPolicy`].
     fn read(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError>;
+
+    /// Fills `buffer` if that needs no waiting, see [`Source::fill_now`].
+    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+        let _ = (at, buffer);
+        None
+    }
 }
 
 /// The requested bytes.
@@ -185,6 +191,10 @@ impl Source for Pool {
         // All threads, because a single notification might wake a thread that does not serve this
         // class.
         self.shared.more.notify_all();
+    }
+
+    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+        self.shared.source.fill_now(at, buffer)
     }
 
     fn cancel(&self, region: RegionId, id: RequestId) {

@@ -340,6 +340,7 @@ mod tests {
             can_poison,
             trusts_existing: false,
             mapper: None,
+            observer: None,
             lost: PoisonMap::new(),
             target: Target::Local(Arc::new(memory)),
         });

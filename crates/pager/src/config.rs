@@ -9,6 +9,7 @@ use pagetide_memory::{
 };
 use pagetide_uapi::userfaultfd::{Mode, Userfaultfd};
 
+use crate::fault::Fault;
 use crate::populate::Mapper;
 use crate::source::{LocalSource, Source};
 use crate::target::Memfd;
@@ -135,6 +136,24 @@ pub struct RegionConfig {
     pub(crate) resume_from: Option<PageMapImage>,
     pub(crate) trusts_existing: bool,
     pub(crate) mapper: Option<MapperConfig>,
+    pub(crate) observer: Option<ObserverConfig>,
+}
+
+/// Sees the faults of a region, for example to record its working set.
+pub trait Observer: Send + Sync {
+    /// A thread has touched a missing page. Called on the thread that resolves the fault, before the
+    /// page is installed; must not block. The same page may be reported more than once.
+    fn touched(&self, fault: &Fault);
+}
+
+/// The observer of a region.
+#[derive(Clone)]
+pub(crate) struct ObserverConfig(pub(crate) Arc<dyn Observer>);
+
+impl std::fmt::Debug for ObserverConfig {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Observer")
+    }
 }
 
 /// The mapper for installed pages, and the smallest run that a vCPU's thread passes to it.
@@ -166,6 +185,7 @@ impl RegionConfig {
             resume_from: None,
             trusts_existing: false,
             mapper: None,
+            observer: None,
         }
     }
 
@@ -319,6 +339,13 @@ impl RegionConfig {
             mapper,
             least_exit_pages,
         });
+        self
+    }
+
+    /// Reports each fault on a missing page to `observer`.
+    #[must_use]
+    pub fn observe(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = Some(ObserverConfig(observer));
         self
     }
 }

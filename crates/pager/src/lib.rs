@@ -87,7 +87,9 @@ mod walk;
 
 pub use blocking::{BlockingSource, Pool, PoolConfig, ReadAt};
 pub use close::{Exported, ExportedPart};
-pub use config::{Contents, Holes, InFlightLimits, RegionConfig, RetryPolicy, UffdLayout};
+pub use config::{
+    Contents, Holes, InFlightLimits, Observer, RegionConfig, RetryPolicy, UffdLayout,
+};
 pub use counters::Counters;
 pub use dispatch::SourceStatus;
 pub use error::{

@@ -22,7 +22,7 @@ use crate::pace::Pace;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Requesting, Served, Supply};
 use crate::requests::Wanted;
-use crate::resolver::fill_buffer;
+use crate::resolver::{content_of, fill_buffer, fill_buffer_now};
 use crate::source::{Filled, LocalSource};
 use crate::walk::{Step, Walk};
 
@@ -330,7 +330,12 @@ impl Ahead<'_> {
                 let all = self.fill(region, page, window, &**source)?;
                 Ok(if all { Fetched::All } else { Fetched::Part })
             }
-            Supply::Source(requesting) => Ok(self.request(region, requesting, page, window)),
+            Supply::Source(requesting) => {
+                if self.fill_now(region, requesting, page, window)? {
+                    return Ok(Fetched::All);
+                }
+                Ok(self.request(region, requesting, page, window))
+            }
         }
     }
 
@@ -401,7 +406,7 @@ impl Ahead<'_> {
             return Ok(true);
         }
         let content = match fill_buffer(region, source, pages, &mut self.buffer) {
-            Ok(Filled::Bytes) => Body::Bytes(&self.buffer),
+            Ok(Filled::Bytes) => content_of(region, pages, &self.buffer),
             Ok(Filled::Zero) => Body::Zero,
             Ok(Filled::Poisoned) if count == 1 => Body::Poisoned,
             // Page by page, because it is unknown which of them failed.
@@ -429,6 +434,34 @@ impl Ahead<'_> {
             Purpose::Ahead,
         );
         arrived.map_err(|source| self.failed(region, page, source))?;
+        Ok(true)
+    }
+
+    /// Installs a batch if the source has its content without waiting. False: it has to be requested.
+    fn fill_now(
+        &mut self,
+        region: &PagedRegion,
+        requesting: &Requesting,
+        page: PageIndex,
+        window: PageRange,
+    ) -> Result<bool, PrefetchError> {
+        let source = requesting.source();
+        let is_absent = |&page: &PageIndex| region.map.state(page) == Some(PageState::Absent);
+        let count = window.iter().take_while(is_absent).count() as u64;
+        let pages = PageRange::new(page, count);
+        if pages.is_empty() {
+            return Ok(true);
+        }
+        let filled = fill_buffer_now(region, &*source, pages, Urgency::Bulk, &mut self.buffer);
+        let content = match filled {
+            Some(Filled::Bytes) => content_of(region, pages, &self.buffer),
+            Some(Filled::Zero) => Body::Zero,
+            Some(Filled::Poisoned) | None => return Ok(false),
+        };
+        let pager = &self.shared.pager;
+        let counters = &mut self.counters;
+        arrive(pager, region, counters, pages, content, Purpose::Ahead)
+            .map_err(|source| self.failed(region, page, source))?;
         Ok(true)
     }
 

@@ -9,7 +9,7 @@ use pagetide_memory::{GuestAddress, GuestRange, PageIndex, PageMap, PageRange, P
 use pagetide_uapi::userfaultfd::{Mode, UserRange, Userfaultfd};
 
 use crate::channel::{Channel, InstallLock};
-use crate::config::{Holes, MapperConfig};
+use crate::config::{Holes, MapperConfig, ObserverConfig};
 use crate::fault::RegionId;
 use crate::populate::Mapper;
 use crate::requests::Requests;
@@ -92,6 +92,10 @@ impl Requesting {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(crate) fn source(&self) -> Arc<dyn Source> {
+        Arc::clone(&self.lock().source)
+    }
+
     pub(crate) fn notify(&self) {
         self.changes.notify();
     }
@@ -144,6 +148,7 @@ pub(crate) struct Parts {
     pub(crate) can_poison: bool,
     pub(crate) trusts_existing: bool,
     pub(crate) mapper: Option<MapperConfig>,
+    pub(crate) observer: Option<ObserverConfig>,
     /// The memory that was lost before the region was added.
     pub(crate) lost: PoisonMap,
     pub(crate) target: Target,

@@ -6,7 +6,8 @@
 //!        └─ ResolverState::attempt   by the origin of the content:
 //!             page cache        claim the run ─────────────────────► ResolverState::install
 //!             local source      fill the buffer ─► arrival::arrive: claim ─► Installer::install
-//!             source            request the run, then wait or leave the wake to the installer
+//!             source            available now: as a local source; otherwise request the run, then wait
+//!                               or leave the wake to the installer
 //!             not missing       wait; or settled.rs: wake, zero, map again, poison
 //! ```
 
@@ -21,6 +22,7 @@ use pagetide_uapi::userfaultfd::InstallError;
 
 use crate::activity::ShardIndex;
 use crate::arrival::{Arrived, Purpose, arrive};
+use crate::blocking::ReadAt;
 use crate::channel::InstallLock;
 use crate::config::Holes;
 use crate::counters::Counters;
@@ -31,7 +33,7 @@ use crate::pager::Pager;
 use crate::region::{PagedRegion, Served, Supply};
 use crate::requests::Wanted;
 use crate::settled::is_poison;
-use crate::source::{Filled, LocalSource, SourceError};
+use crate::source::{Filled, LocalSource, Source, SourceError};
 use crate::table::Table;
 use crate::tracker::Tracker;
 
@@ -242,7 +244,13 @@ impl ResolverState {
                 }
             }
             Supply::Local(source) => self.fill(site, fault, &**source),
-            Supply::Source(_) => self.request(site, fault),
+            Supply::Source(requesting) => {
+                let source = requesting.source();
+                match self.fill_now(site, fault, &*source)? {
+                    Some(resolution) => Ok(Some(resolution)),
+                    None => self.request(site, fault),
+                }
+            }
         }
     }
 
@@ -256,10 +264,7 @@ impl ResolverState {
         claim: ClaimGuard<'_>,
         holes: Holes,
     ) -> Result<Option<Resolution>, Failure> {
-        self.tracker.progress();
-        site.pager
-            .activity
-            .record(&self.shard, fault.region, fault.page);
+        self.begin(site, fault);
         let mut installer = Installer {
             region: site.region,
             served: site.served,
@@ -344,10 +349,7 @@ impl ResolverState {
             PageState::Absent => {}
             state => return self.not_missing(site, fault, state),
         }
-        self.tracker.progress();
-        site.pager
-            .activity
-            .record(&self.shard, fault.region, fault.page);
+        self.begin(site, fault);
         let window = site.region.window(site.served, fault.page);
         let mut pages = absent_run(site.region, fault.page, window);
         let mut buffer = std::mem::take(&mut self.buffer);
@@ -361,7 +363,10 @@ impl ResolverState {
             break filled;
         };
         let result = match filled {
-            Ok(Filled::Bytes) => self.arrive(site, fault, pages, Body::Bytes(&buffer)),
+            Ok(Filled::Bytes) => {
+                let content = content_of(site.region, pages, &buffer);
+                self.arrive(site, fault, pages, content)
+            }
             Ok(Filled::Zero) => self.arrive(site, fault, pages, Body::Zero),
             Ok(Filled::Poisoned) => self.arrive(site, fault, pages, Body::Poisoned),
             Err(source) => Err(ResolveError::Content {
@@ -372,6 +377,55 @@ impl ResolverState {
         };
         self.buffer = buffer;
         result
+    }
+
+    /// Installs the absent pages around the fault if the source has their content without waiting.
+    /// `None`: it has to be requested.
+    fn fill_now(
+        &mut self,
+        site: &Site<'_>,
+        fault: &Fault,
+        source: &dyn Source,
+    ) -> Result<Option<Resolution>, Failure> {
+        let region = site.region;
+        if region.map.state(fault.page) != Some(PageState::Absent) {
+            return Ok(None);
+        }
+        let window = region.window(site.served, fault.page);
+        let mut pages = absent_run(region, fault.page, window);
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let mut filled = fill_buffer_now(region, source, pages, Urgency::Urgent, &mut buffer);
+        if filled.is_none() && pages.count() > 1 {
+            // The source may lack only a neighbour.
+            pages = PageRange::single(fault.page);
+            filled = fill_buffer_now(region, source, pages, Urgency::Urgent, &mut buffer);
+        }
+        let content = match filled {
+            Some(Filled::Bytes) => Some(content_of(region, pages, &buffer)),
+            Some(Filled::Zero) => Some(Body::Zero),
+            Some(Filled::Poisoned) | None => None,
+        };
+        let result = match content {
+            Some(content) => {
+                self.begin(site, fault);
+                self.arrive(site, fault, pages, content)
+            }
+            None => Ok(None),
+        };
+        self.buffer = buffer;
+        result
+    }
+
+    /// Records a fault on a missing page.
+    #[inline]
+    fn begin(&mut self, site: &Site<'_>, fault: &Fault) {
+        self.tracker.progress();
+        site.pager
+            .activity
+            .record(&self.shard, fault.region, fault.page);
+        if let Some(observer) = &site.region.observer {
+            observer.0.touched(fault);
+        }
     }
 
     /// Claims those of `pages` that are still missing, and installs them.
@@ -413,10 +467,7 @@ impl ResolverState {
             Request::Lost(state) => return self.not_missing(site, fault, state),
             Request::Outside => return Err(ResolveError::Outside { gpa: fault.gpa }.into()),
         };
-        self.tracker.progress();
-        site.pager
-            .activity
-            .record(&self.shard, fault.region, fault.page);
+        self.begin(site, fault);
         self.counters.requests += 1;
         if fault.delivery == Delivery::Uffd {
             // Before the request is submitted, because the source may answer at once.
@@ -512,25 +563,61 @@ fn absent_run(region: &PagedRegion, page: PageIndex, window: PageRange) -> PageR
     PageRange::new(PageIndex(first), end - first)
 }
 
-/// Fills `buffer` with the content of `pages` from a local source.
+/// Fills the first bytes of `buffer` with the content of `pages` from a local source.
 pub(crate) fn fill_buffer(
     region: &PagedRegion,
     source: &dyn LocalSource,
     pages: PageRange,
     buffer: &mut Vec<u8>,
 ) -> Result<Filled, SourceError> {
+    let room = room_for(region, pages, buffer)?;
+    // A panic of the source is caught: the thread's other faults must not be lost.
+    let gpa = region.gpa_of(pages.first());
+    catch_unwind(AssertUnwindSafe(|| source.fill(gpa, room))).unwrap_or_else(|panic| {
+        let message = message_of(&*panic);
+        Err(SourceError::Panicked { message })
+    })
+}
+
+/// Fills the first bytes of `buffer` with the content of `pages`, if the source has it without waiting.
+pub(crate) fn fill_buffer_now(
+    region: &PagedRegion,
+    source: &dyn Source,
+    pages: PageRange,
+    urgency: Urgency,
+    buffer: &mut Vec<u8>,
+) -> Option<Filled> {
+    let room = room_for(region, pages, buffer).ok()?;
+    let at = ReadAt {
+        region: region.id,
+        offset_bytes: pages.first().0 << region.page_shift(),
+        gpa: region.gpa_of(pages.first()),
+        urgency,
+    };
+    // The request that follows a panic will report it.
+    catch_unwind(AssertUnwindSafe(|| source.fill_now(at, room))).unwrap_or_default()
+}
+
+/// The content of `pages` in the first bytes of `buffer`.
+pub(crate) fn content_of<'b>(region: &PagedRegion, pages: PageRange, buffer: &'b [u8]) -> Body<'b> {
+    Body::Bytes(buffer).part(0, region.bytes_of(pages))
+}
+
+/// The first bytes of `buffer`, as many as `pages` have. The buffer never shrinks, because growing it
+/// again would fill it with zeroes again.
+fn room_for<'b>(
+    region: &PagedRegion,
+    pages: PageRange,
+    buffer: &'b mut Vec<u8>,
+) -> Result<&'b mut [u8], SourceError> {
     let wanted = region.bytes_of(pages);
+    let too_many = SourceError::WrongSize { given: 0, wanted };
     let bytes = usize::try_from(wanted).map_err(|_| SourceError::WrongSize { given: 0, wanted })?;
     if buffer.len() < bytes {
         let more = bytes - buffer.len();
         let reserved = buffer.try_reserve_exact(more);
         reserved.map_err(|error| SourceError::Unavailable(Box::new(error)))?;
+        buffer.resize(bytes, 0);
     }
-    buffer.resize(bytes, 0);
-    // A panic of the source is caught: the thread's other faults must not be lost.
-    let gpa = region.gpa_of(pages.first());
-    catch_unwind(AssertUnwindSafe(|| source.fill(gpa, buffer))).unwrap_or_else(|panic| {
-        let message = message_of(&*panic);
-        Err(SourceError::Panicked { message })
-    })
+    buffer.get_mut(..bytes).ok_or(too_many)
 }

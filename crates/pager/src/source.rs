@@ -8,6 +8,7 @@ use std::time::Instant;
 use pagetide_memory::{GuestAddress, PageRange, Urgency};
 use thiserror::Error;
 
+use crate::blocking::ReadAt;
 use crate::fault::RegionId;
 use crate::pager::Pager;
 use crate::requests::RequestId;
@@ -62,6 +63,16 @@ pub trait Source: Send + Sync {
     /// Begins to fetch the content of `request`. Must not block, because a fault's thread calls it. May
     /// answer before it returns.
     fn submit(&self, request: Request);
+
+    /// Fills `buffer`, whole pages of the region, if their content is available without waiting: it is
+    /// in memory, or in the page cache. `None` otherwise, and after an error; the engine then makes a
+    /// request. [`Filled::Poisoned`] also leads to a request.
+    ///
+    /// A fault's own thread calls it before it claims the pages, and prefetch does so for its batches.
+    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+        let _ = (at, buffer);
+        None
+    }
 
     /// The request was cancelled: its deadline has passed, or its pages were delivered otherwise. A
     /// hint; a later answer is dropped.

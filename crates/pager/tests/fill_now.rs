@@ -1,0 +1,182 @@
+//! Content that a source has without waiting is installed without a request; and observers see each touch
+//! of a missing page.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::sync::{Arc, Mutex};
+
+use pagetide_memory::{Access, GuestAddress};
+use pagetide_pager::{
+    Contents, Fault, Filled, Observer, Pager, Prefetch, PrefetchConfig, ReadAt, RegionConfig,
+    Request, Source,
+};
+use support::manual::*;
+
+/// Has the pages for which `is_local` holds; answers requests for the others at once.
+struct Half {
+    is_local: fn(u64) -> bool,
+    is_broken: bool,
+    filled: Mutex<Vec<u64>>,
+    requested: Mutex<Vec<u64>>,
+}
+
+impl Half {
+    fn new(is_local: fn(u64) -> bool) -> Arc<Self> {
+        Arc::new(Self {
+            is_local,
+            is_broken: false,
+            filled: Mutex::default(),
+            requested: Mutex::default(),
+        })
+    }
+
+    fn requested(&self) -> Vec<u64> {
+        let mut pages = self.requested.lock().unwrap().clone();
+        pages.sort_unstable();
+        pages
+    }
+}
+
+impl Source for Half {
+    fn submit(&self, request: Request) {
+        let pages = request.pages().iter().map(|page| page.0);
+        self.requested.lock().unwrap().extend(pages);
+        complete(request);
+    }
+
+    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+        assert!(!self.is_broken, "a broken source");
+        let first = at.offset_bytes / PAGE;
+        let pages = first..first + buffer.len() as u64 / PAGE;
+        assert_eq!(at.gpa, GuestAddress(GPA.0 + at.offset_bytes));
+        if !pages.clone().all(self.is_local) {
+            return None;
+        }
+        self.filled.lock().unwrap().extend(pages);
+        fill(at.gpa, buffer);
+        Some(Filled::Bytes)
+    }
+}
+
+fn serve_around(
+    region: &Arc<pagetide_memory::Region>,
+    half: &Arc<Half>,
+    around: u64,
+) -> Arc<Pager> {
+    let pager = Pager::new().unwrap();
+    let source: Arc<dyn Source> = Arc::<Half>::clone(half);
+    let contents = Contents::Source(source);
+    let config = RegionConfig::local(Arc::clone(region), pagetide_pager::Mode::Missing, contents);
+    pager.add(config.fault_around(around)).unwrap();
+    pager
+}
+
+#[test]
+fn content_that_needs_no_waiting_is_not_requested() {
+    for (mode, backing) in WAYS {
+        let Some(region) = region(16, backing) else {
+            return;
+        };
+        let half = Half::new(|page| page % 2 == 0);
+        let (pager, _) = serve(&region, mode, Arc::<Half>::clone(&half), PERSISTENT);
+        for page in 0..16 {
+            let _ = join("an exit", exit(&pager, page)).unwrap();
+        }
+        check_all(&region);
+        let odd: Vec<u64> = (1..16).step_by(2).collect();
+        assert_eq!(half.requested(), odd);
+        assert_eq!(pager.counted().requests, 8);
+    }
+}
+
+/// A neighbour whose content would have to be fetched does not delay a page whose content is there.
+#[test]
+fn a_neighbour_that_has_to_be_requested_is_left_out() {
+    let Some(region) = region(16, pagetide_memory::Backing::Shmem) else {
+        return;
+    };
+    let half = Half::new(|page| page != 5);
+    let pager = serve_around(&region, &half, 8);
+    let _ = join("an exit", exit(&pager, 2)).unwrap();
+    assert_eq!(*half.filled.lock().unwrap(), [2]);
+    let _ = join("an exit", exit(&pager, 9)).unwrap();
+    assert_eq!(pager.counted().requests, 0);
+    assert_eq!(
+        *half.filled.lock().unwrap(),
+        [2, 8, 9, 10, 11, 12, 13, 14, 15]
+    );
+}
+
+#[test]
+fn prefetch_installs_what_is_there_and_requests_the_rest() {
+    for (mode, backing) in WAYS {
+        let Some(region) = region(64, backing) else {
+            return;
+        };
+        let half = Half::new(|page| page < 40);
+        let (pager, _) = serve(&region, mode, Arc::<Half>::clone(&half), PERSISTENT);
+        let batch_bytes = 8 * PAGE;
+        let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
+        assert!(running.finish().unwrap().is_complete);
+        check_all(&region);
+        assert_eq!(half.requested(), (40..64).collect::<Vec<u64>>());
+        assert_eq!(pager.counted().ahead_pages, 64);
+    }
+}
+
+#[test]
+fn a_source_that_panics_without_waiting_is_asked_by_a_request() {
+    let Some(region) = region(4, pagetide_memory::Backing::Shmem) else {
+        return;
+    };
+    let mut half = Half::new(|_| true);
+    Arc::get_mut(&mut half).unwrap().is_broken = true;
+    let mode = pagetide_pager::Mode::Missing;
+    let (pager, _) = serve(&region, mode, Arc::<Half>::clone(&half), PERSISTENT);
+    let _ = join("an exit", exit(&pager, 1)).unwrap();
+    assert_eq!(half.requested(), [1]);
+}
+
+#[derive(Default)]
+struct Seen(Mutex<Vec<(u64, Access)>>);
+
+impl Observer for Seen {
+    fn touched(&self, fault: &Fault) {
+        self.0.lock().unwrap().push((fault.page.0, fault.access));
+    }
+}
+
+/// Pages that came ahead, or by fault-around, are not touched.
+#[test]
+fn an_observer_sees_each_touch_of_a_missing_page() {
+    let Some(region) = region(32, pagetide_memory::Backing::Shmem) else {
+        return;
+    };
+    let mode = pagetide_pager::Mode::Missing;
+    for contents in [
+        Contents::Source(Half::new(|page| page % 3 != 0) as Arc<dyn Source>),
+        support::pattern(),
+    ] {
+        let seen = Arc::new(Seen::default());
+        let pager = Pager::new().unwrap();
+        let observer: Arc<dyn Observer> = Arc::<Seen>::clone(&seen);
+        let config = RegionConfig::local(Arc::clone(&region), mode, contents);
+        let id = pager.add(config.fault_around(4).observe(observer)).unwrap();
+        for page in [17, 3, 18, 3, 30] {
+            let _ = join("an exit", exit(&pager, page)).unwrap();
+        }
+        let read = |&(page, access): &(u64, Access)| {
+            assert_eq!(access, Access::Read);
+            page
+        };
+        let pages: Vec<u64> = seen.0.lock().unwrap().iter().map(read).collect();
+        assert!(
+            pages == [17, 3, 30] || pages == [17, 3, 18, 30],
+            "{pages:?}"
+        );
+        pager.remove(id).unwrap();
+        drop(pager);
+        region.punch(region.all_pages()).unwrap();
+    }
+}
