@@ -78,7 +78,9 @@ pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Opti
     let name = "check";
     let _lock = lock_tree(paths, name)?;
     let series = Series::read(paths)?;
-    let check = Check::new(args, paths, Tree::open(paths, &source, name)?)?;
+    let tree = Tree::open(paths, &source, name)?;
+    tree.drop_unfinished()?;
+    let check = Check::new(args, paths, tree)?;
     let mut results = Vec::new();
     let mut applies = true;
     for (index, patch) in series.patches.iter().enumerate() {

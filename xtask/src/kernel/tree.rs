@@ -146,6 +146,25 @@ impl Tree {
         );
     }
 
+    /// For a tree that nobody edits: ends what a run that was killed has left unfinished, so that the tree
+    /// is as it was after the last series that was applied.
+    pub(super) fn drop_unfinished(&self) -> Result<()> {
+        for left in ["index.lock", "rebase-apply", "rebase-merge"] {
+            let left = self.path.join(".git").join(left);
+            match left.symlink_metadata() {
+                Ok(status) if status.is_dir() => fs::remove_dir_all(&left)?,
+                Ok(_) => fs::remove_file(&left)?,
+                Err(_) => {}
+            }
+        }
+        let expected = self.expected_head()?;
+        if self.commit("HEAD")? != expected || !self.edited()?.is_empty() {
+            self.git(["reset", "--quiet", "--hard", &expected])
+                .output()?;
+        }
+        Ok(())
+    }
+
     /// Files of the source that were edited and not committed.
     pub(super) fn edited(&self) -> Result<Vec<String>> {
         let status = self.git(["status", "--porcelain", "--untracked-files=no"]);

@@ -152,3 +152,24 @@ fn only_a_tree_has_work_that_was_never_exported() {
     assert!(has_unexported(dir.path()));
     assert!(has_unexported(&dir.path().join("none")));
 }
+
+#[test]
+fn what_a_killed_run_left_in_a_tree_of_its_own_is_dropped() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree(dir.path());
+    let series = series(&[("01-a/0001-b.patch", PATCH)]);
+    tree.apply(&series).unwrap();
+    let before = tree.commits().unwrap();
+    // As after `git am` was killed: a commit that is not noted, an edited file, and a lock.
+    std::fs::write(tree.path.join("a.c"), "half\n").unwrap();
+    tree.git(["commit", "--quiet", "-a", "-m", "half"])
+        .output()
+        .unwrap();
+    std::fs::write(tree.path.join("b.c"), "half\n").unwrap();
+    std::fs::create_dir(tree.path.join(".git/rebase-apply")).unwrap();
+    std::fs::write(tree.path.join(".git/index.lock"), "").unwrap();
+    tree.refuse_unexported().unwrap_err();
+    tree.drop_unfinished().unwrap();
+    tree.refuse_unexported().unwrap();
+    assert_eq!(tree.commits().unwrap(), before);
+}
