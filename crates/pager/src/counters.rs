@@ -14,6 +14,12 @@ macro_rules! counters {
                 $(self.$name += other.$name;)*
             }
 
+            /// The counts since `before`, an earlier value of the same thread.
+            #[must_use]
+            pub(crate) fn since(&self, before: &Self) -> Self {
+                Self { $($name: self.$name.wrapping_sub(before.$name),)* }
+            }
+
             /// Every count, with its name.
             pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name)),*].into_iter()

@@ -102,7 +102,7 @@ pub use pager::{Pager, Progress};
 pub use pagetide_memory::{Access, Urgency};
 pub use pagetide_uapi::userfaultfd::Mode;
 pub use populate::Mapper;
-pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd};
+pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd, PrefetchPlan};
 pub use requests::RequestId;
 pub use resolver::Resolver;
 pub use serving::{ReaderConfig, Readers, Serving};

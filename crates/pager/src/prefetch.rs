@@ -15,7 +15,7 @@ use crate::counters::Counters;
 use crate::error::{
     InstallFailure, PrefetchError, ResolveError, ServeError, WAIT_SLICE, message_of,
 };
-use crate::fault::{Delivery, Fault};
+use crate::fault::{Delivery, Fault, RegionId};
 use crate::install::{Body, Installed, Installer, Sleepers};
 use crate::notice::Notice;
 use crate::pace::Pace;
@@ -42,6 +42,15 @@ impl Default for PrefetchConfig {
             batch_bytes: 256 << 10,
         }
     }
+}
+
+/// What a prefetch fetches, and in which order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PrefetchPlan {
+    /// These pages first, in this order: a recorded working set.
+    pub first: Vec<(RegionId, PageRange)>,
+    /// Then all missing pages of these regions.
+    pub then: Vec<RegionId>,
 }
 
 /// The result of a prefetch.
@@ -73,7 +82,12 @@ pub struct Prefetch {
 #[derive(Debug)]
 struct Shared {
     pager: Arc<Pager>,
+    /// The pages to fetch first.
+    first: Vec<(Arc<PagedRegion>, PageRange)>,
+    /// The regions to fetch wholly.
     regions: Vec<Arc<PagedRegion>>,
+    /// The regions of both.
+    every: Vec<Arc<PagedRegion>>,
     stopping: AtomicBool,
     /// Set by the thread at its end.
     ended: Mutex<Option<Result<PrefetchEnd, Arc<PrefetchError>>>>,
@@ -88,9 +102,38 @@ impl Prefetch {
     /// # Errors
     /// [`ServeError::Thread`] if the thread could not be started.
     pub fn spawn(pager: &Arc<Pager>, config: PrefetchConfig) -> Result<Self, ServeError> {
+        let then = pager.region_ids();
+        let first = Vec::new();
+        Self::spawn_plan(pager, config, PrefetchPlan { first, then })
+    }
+
+    /// Starts to fetch pages in the order of a plan. Parts of the plan that are in no region are
+    /// skipped. [`PrefetchEnd::is_complete`] then says that every page of the plan was fetched, requested
+    /// or found.
+    ///
+    /// # Errors
+    /// As [`Self::spawn`].
+    pub fn spawn_plan(
+        pager: &Arc<Pager>,
+        config: PrefetchConfig,
+        plan: PrefetchPlan,
+    ) -> Result<Self, ServeError> {
+        let table = pager.table();
+        let region_of = |id: RegionId| table.iter().find(|region| region.id == id).map(Arc::clone);
+        let part_of = |(id, pages): (RegionId, PageRange)| {
+            let region = region_of(id)?;
+            let pages = pages.intersection(region.all_pages());
+            Some((region, pages))
+        };
+        let is_planned = |region: &&Arc<PagedRegion>| {
+            plan.then.contains(&region.id) || plan.first.iter().any(|(id, _)| *id == region.id)
+        };
+        let every = table.iter().filter(is_planned).map(Arc::clone).collect();
         let shared = Arc::new(Shared {
             pager: Arc::clone(pager),
-            regions: pager.table().iter().map(Arc::clone).collect(),
+            every,
+            first: plan.first.into_iter().filter_map(part_of).collect(),
+            regions: plan.then.into_iter().filter_map(region_of).collect(),
             stopping: AtomicBool::new(false),
             ended: Mutex::new(None),
         });
@@ -146,7 +189,7 @@ impl Prefetch {
 impl Shared {
     fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
-        for region in &self.regions {
+        for region in &self.every {
             region.map.notify_all();
         }
         self.pager.changes.notify();
@@ -169,13 +212,14 @@ fn run(shared: &Shared, config: PrefetchConfig) {
         shared,
         batch_bytes: config.batch_bytes,
         counters: Counters::default(),
+        reported: Counters::default(),
         buffer: Vec::new(),
         requested_pages: 0,
     };
     // Its counters and buffer are valid after a panic.
-    let walked = catch_unwind(AssertUnwindSafe(|| ahead.walk()));
+    let walked = catch_unwind(AssertUnwindSafe(|| Ok(ahead.first()? && ahead.walk()?)));
+    ahead.report();
     let counters = ahead.counters;
-    pager.count(&counters);
     let result = match walked {
         Ok(Ok(is_complete)) => Ok(PrefetchEnd {
             counters,
@@ -187,7 +231,7 @@ fn run(shared: &Shared, config: PrefetchConfig) {
         })),
     };
     if !matches!(&result, Ok(end) if end.is_complete) {
-        for region in &shared.regions {
+        for region in &shared.every {
             pager.withdraw_bulk(region);
         }
     }
@@ -202,6 +246,8 @@ struct Ahead<'s> {
     shared: &'s Shared,
     batch_bytes: u64,
     counters: Counters,
+    /// Those of `counters` that the pager has.
+    reported: Counters,
     buffer: Vec<u8>,
     /// Pages that were requested from sources.
     requested_pages: u64,
@@ -219,6 +265,51 @@ enum Fetched {
 }
 
 impl Ahead<'_> {
+    /// Adds what was counted since the last call to the pager's counts, which others may watch.
+    fn report(&mut self) {
+        let since = self.counters.since(&self.reported);
+        self.shared.pager.count(&since);
+        self.reported = self.counters;
+    }
+
+    /// Fetches the plan's first pages in their order (true), unless it is stopped (false).
+    fn first(&mut self) -> Result<bool, PrefetchError> {
+        let Shared { pager, first, .. } = self.shared;
+        let mut pace = Pace::new();
+        for (region, pages) in first {
+            let batch = region.pages_in(self.batch_bytes).max(1);
+            let mut rest = *pages;
+            while let Some(page) = region.map.next_absent(rest).filter(|_| !rest.is_empty()) {
+                if self.shared.stopping.load(Ordering::Acquire) || pager.is_stopped() {
+                    return Ok(false);
+                }
+                if region.is_closed() {
+                    break;
+                }
+                let done = self.counters.pages + self.requested_pages;
+                if let Some(pause) = pace.pause(pager.activity.served(), done) {
+                    self.counters.yields += 1;
+                    thread::sleep(pause);
+                }
+                let seen_changes = pager.changes.count();
+                let left = rest.end().0 - page.0;
+                let fetched = pace.batch(|| self.fetch(region, page, batch.min(left)))?;
+                self.report();
+                match fetched {
+                    Fetched::NoRoom => {
+                        pager.changes.wait(seen_changes, WAIT_SLICE);
+                        pager.tick();
+                    }
+                    // The pages after it that the batch covered are not Absent any more.
+                    Fetched::All | Fetched::Part => {
+                        rest = PageRange::new(PageIndex(page.0 + 1), left - 1);
+                    }
+                }
+            }
+        }
+        Ok(true)
+    }
+
     /// Fetches pages until none is missing (true) or it is stopped (false).
     fn walk(&mut self) -> Result<bool, PrefetchError> {
         let Shared { pager, regions, .. } = self.shared;
@@ -276,7 +367,9 @@ impl Ahead<'_> {
                 match step {
                     Step::Absent(page) => {
                         most = most.min(region.pages_in(self.batch_bytes).max(1));
-                        match pace.batch(|| self.fetch(region, page, most))? {
+                        let fetched = pace.batch(|| self.fetch(region, page, most))?;
+                        self.report();
+                        match fetched {
                             Fetched::All => most = most.saturating_mul(2),
                             Fetched::Part => most = 1,
                             Fetched::NoRoom => {

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagetide_memory::{Access, PageIndex, PageRange, PageState};
 use pagetide_uapi::userfaultfd::{EventBuffer, PageFault};
@@ -40,7 +40,11 @@ pub struct Serving {
     /// Channels that may have more messages.
     ready: VecDeque<Arc<Channel>>,
     faults: Vec<PageFault>,
+    on_resolved: Option<OnResolved>,
 }
+
+/// The callback for resolved faults.
+type OnResolved = Box<dyn FnMut(Duration) + Send>;
 
 impl Serving {
     /// Creates the state to serve `pager`; one read takes at most `messages_per_read` messages (at
@@ -53,7 +57,14 @@ impl Serving {
             events: Vec::with_capacity(READY_AT_ONCE),
             ready: VecDeque::new(),
             faults: Vec::new(),
+            on_resolved: None,
         }
+    }
+
+    /// Calls `callback` for each fault that was resolved here, or whose page was requested from a
+    /// source, with the time since its message was read. Costs a reading of the clock for each fault.
+    pub fn on_resolved(&mut self, callback: impl FnMut(Duration) + Send + 'static) {
+        self.on_resolved = Some(Box::new(callback));
     }
 
     /// The counts so far.
@@ -157,8 +168,12 @@ impl Serving {
         let result = match read {
             Ok(batch) => {
                 self.resolver.count_read(faults.len(), batch.messages == 0);
+                let read_at = self.on_resolved.is_some().then(Instant::now);
                 for message in &faults {
                     self.resolve(&pager, channel, message);
+                    if let Some((callback, read_at)) = self.on_resolved.as_mut().zip(read_at) {
+                        callback(read_at.elapsed());
+                    }
                 }
                 Ok((faults.len(), batch.is_full))
             }
