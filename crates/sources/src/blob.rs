@@ -1,0 +1,150 @@
+//! Bytes of a fixed length that can be read at any offset: a file, or an object in a store.
+
+use std::fmt;
+use std::io;
+use std::ops::Range;
+
+use pagetide_memory::Urgency;
+use thiserror::Error;
+
+/// Why bytes could not be read.
+#[derive(Debug, Error)]
+pub enum BlobError {
+    /// There is no such file or object.
+    #[error("{name} does not exist")]
+    NotFound {
+        /// The file or object.
+        name: String,
+    },
+    /// Access was refused.
+    #[error("access to {name} was refused")]
+    Forbidden {
+        /// The file or object.
+        name: String,
+        /// The store's or the kernel's error.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A read beyond the end.
+    #[error("{name} has {bytes} bytes, and bytes {}..{} were requested", range.start, range.end)]
+    Outside {
+        /// The file or object.
+        name: String,
+        /// Its length.
+        bytes: u64,
+        /// The requested bytes.
+        range: Range<u64>,
+    },
+    /// The read ended early: the file was truncated, or the store sent too little.
+    #[error("{name} delivered {given} of {wanted} bytes at offset {offset}")]
+    Short {
+        /// The file or object.
+        name: String,
+        /// The offset of the read.
+        offset: u64,
+        /// Delivered bytes.
+        given: u64,
+        /// Requested bytes.
+        wanted: u64,
+    },
+    /// The object was replaced after it was opened.
+    #[error("{name} has changed since it was opened")]
+    Changed {
+        /// The file or object.
+        name: String,
+    },
+    /// The store did not answer in time.
+    #[error("{name} did not answer within {limit_ms} ms")]
+    Late {
+        /// The object.
+        name: String,
+        /// The time limit.
+        limit_ms: u64,
+    },
+    /// Any other failure of the store.
+    #[error("reading {name}")]
+    Failed {
+        /// The file or object.
+        name: String,
+        /// The store's or the kernel's error.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+impl BlobError {
+    /// Sorts an error of the kernel.
+    pub(crate) fn io(name: String, error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::NotFound => Self::NotFound { name },
+            io::ErrorKind::PermissionDenied => {
+                let source = Box::new(error);
+                Self::Forbidden { name, source }
+            }
+            _ => {
+                let source = Box::new(error);
+                Self::Failed { name, source }
+            }
+        }
+    }
+
+    /// Whether another attempt cannot succeed either.
+    pub fn is_permanent(&self) -> bool {
+        match self {
+            Self::NotFound { .. }
+            | Self::Forbidden { .. }
+            | Self::Outside { .. }
+            | Self::Changed { .. } => true,
+            Self::Short { .. } | Self::Late { .. } | Self::Failed { .. } => false,
+        }
+    }
+
+    /// A short name for metrics: what kind of failure it was.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::NotFound { .. } => "not_found",
+            Self::Forbidden { .. } => "forbidden",
+            Self::Outside { .. } => "outside",
+            Self::Short { .. } => "short",
+            Self::Changed { .. } => "changed",
+            Self::Late { .. } => "late",
+            Self::Failed { .. } => "failed",
+        }
+    }
+}
+
+/// Bytes of a fixed length that can be read at any offset, from any thread.
+pub trait Blob: Send + Sync + fmt::Debug {
+    /// Its name for messages: a path or a URL, without credentials.
+    fn name(&self) -> &str;
+
+    /// Its length when it was opened.
+    fn bytes(&self) -> u64;
+
+    /// Fills `buffer` with the bytes from `offset` on. May wait. Urgent reads, for which a guest waits,
+    /// precede bulk reads.
+    ///
+    /// # Errors
+    /// [`BlobError`]; the buffer's content is then undefined.
+    fn read_at(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Result<(), BlobError>;
+
+    /// Fills `buffer` if that needs no waiting; false otherwise, and after an error.
+    fn read_now(&self, offset: u64, buffer: &mut [u8]) -> bool {
+        let _ = (offset, buffer);
+        false
+    }
+
+    /// The ranges that contain data, in ascending order; everything else reads as zeroes.
+    ///
+    /// # Errors
+    /// [`BlobError`].
+    fn data(&self) -> Result<Vec<Range<u64>>, BlobError> {
+        let all = std::iter::once(0..self.bytes());
+        Ok(all.filter(|range| !range.is_empty()).collect())
+    }
+
+    /// Text that changes when the content is replaced, if the store has one (an ETag).
+    fn version(&self) -> Option<&str> {
+        None
+    }
+}

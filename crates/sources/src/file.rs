@@ -1,0 +1,128 @@
+//! A local file.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use fs_err::File;
+use pagetide_memory::Urgency;
+use rustix::fs::{SeekFrom, fstatfs, seek};
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
+
+use crate::blob::{Blob, BlobError};
+
+/// f_type of tmpfs and ramfs, whose content is in memory.
+const IN_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
+
+/// The maximal number of ranges of data that are told apart. A file with more holes is read as one
+/// range.
+const MOST_RANGES: usize = 1 << 20;
+
+/// A local file, opened for reading.
+#[derive(Debug)]
+pub struct FileBlob {
+    file: File,
+    name: String,
+    bytes: u64,
+    is_in_memory: bool,
+}
+
+impl FileBlob {
+    /// Opens a regular file.
+    ///
+    /// # Errors
+    /// [`BlobError::NotFound`], [`BlobError::Forbidden`]; [`BlobError::Failed`] if it is no regular file.
+    pub fn open(path: &Path) -> Result<Self, BlobError> {
+        let name = path.display().to_string();
+        let failed = |error| BlobError::io(path.display().to_string(), error);
+        let file = File::open(path).map_err(failed)?;
+        let status = file.metadata().map_err(failed)?;
+        if !status.is_file() {
+            let what = io::Error::other("it is not a regular file");
+            return Err(BlobError::io(name, what));
+        }
+        let is_in_memory = fstatfs(&file).is_ok_and(|system| {
+            u32::try_from(system.f_type).is_ok_and(|kind| IN_MEMORY.contains(&kind))
+        });
+        Ok(Self {
+            bytes: status.len(),
+            file,
+            name,
+            is_in_memory,
+        })
+    }
+
+    fn whole(&self) -> Vec<Range<u64>> {
+        std::iter::once(0..self.bytes).collect()
+    }
+
+    fn failed(&self, error: io::Error) -> BlobError {
+        BlobError::io(self.name.clone(), error)
+    }
+}
+
+impl Blob for FileBlob {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8], _: Urgency) -> Result<(), BlobError> {
+        let wanted = buffer.len() as u64;
+        let mut given = 0;
+        while let Some(rest) = buffer.get_mut(given..).filter(|rest| !rest.is_empty()) {
+            match self.file.file().read_at(rest, offset + given as u64) {
+                Ok(0) => {
+                    return Err(BlobError::Short {
+                        name: self.name.clone(),
+                        offset,
+                        given: given as u64,
+                        wanted,
+                    });
+                }
+                Ok(bytes) => given += bytes,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.failed(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Content in the page cache, or of a file system in memory.
+    fn read_now(&self, offset: u64, buffer: &mut [u8]) -> bool {
+        let flags = match self.is_in_memory {
+            true => ReadWriteFlags::empty(),
+            false => ReadWriteFlags::NOWAIT,
+        };
+        let wanted = buffer.len();
+        let mut parts = [io::IoSliceMut::new(buffer)];
+        // Part of it in the cache: the rest would have to be waited for.
+        matches!(preadv2(self.file.as_fd(), &mut parts, offset, flags), Ok(bytes) if bytes == wanted)
+    }
+
+    fn data(&self) -> Result<Vec<Range<u64>>, BlobError> {
+        let mut ranges = Vec::new();
+        let mut at = 0;
+        while at < self.bytes {
+            let start = match seek(&self.file, SeekFrom::Data(at)) {
+                Ok(start) => start,
+                // Only a hole is left.
+                Err(Errno::NXIO) => break,
+                Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(self.whole()),
+                Err(errno) => return Err(self.failed(errno.into())),
+            };
+            let end = seek(&self.file, SeekFrom::Hole(start)).map_err(|e| self.failed(e.into()))?;
+            ranges.push(start..end.min(self.bytes));
+            if end <= start || ranges.len() == MOST_RANGES {
+                return Ok(self.whole());
+            }
+            at = end;
+        }
+        Ok(ranges)
+    }
+}

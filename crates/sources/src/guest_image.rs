@@ -1,0 +1,114 @@
+//! Guest memory as an image: its content by offset.
+
+use std::fmt;
+use std::sync::Arc;
+
+use pagetide_memory::Urgency;
+use pagetide_pager::Filled;
+use thiserror::Error;
+
+use crate::blob::BlobError;
+use crate::digest::Digest;
+
+/// Why an image did not deliver content.
+#[derive(Debug, Error)]
+pub enum ImageError {
+    /// The image has no such page: the offset lies at or beyond its end, or it ends inside the page.
+    #[error(
+        "no such page: the image has {image_bytes} bytes, and {bytes} at offset {offset} were requested"
+    )]
+    NoSuchPage {
+        /// The first requested byte.
+        offset: u64,
+        /// The number of requested bytes.
+        bytes: u64,
+        /// The image's length.
+        image_bytes: u64,
+    },
+    /// The file or object could not be read.
+    #[error(transparent)]
+    Blob(#[from] BlobError),
+    /// A part of the image differs from its checksum.
+    #[error(
+        "{name}: chunk {chunk}, at offset {offset} of the file, differs from its checksum: the image is damaged"
+    )]
+    Damaged {
+        /// The file or object.
+        name: String,
+        /// The number of the damaged chunk.
+        chunk: u64,
+        /// Its offset in the file.
+        offset: u64,
+    },
+    /// A part of the image has its checksum, and cannot be decompressed.
+    #[error("{name}: chunk {chunk}, at offset {offset} of the file, cannot be decompressed")]
+    Undecodable {
+        /// The file or object.
+        name: String,
+        /// The number of the chunk.
+        chunk: u64,
+        /// Its offset in the file.
+        offset: u64,
+        /// The decompressor's error.
+        #[source]
+        source: Arc<std::io::Error>,
+    },
+}
+
+impl ImageError {
+    /// Whether another attempt cannot succeed either.
+    pub fn is_permanent(&self) -> bool {
+        match self {
+            Self::NoSuchPage { .. } | Self::Damaged { .. } | Self::Undecodable { .. } => true,
+            Self::Blob(error) => error.is_permanent(),
+        }
+    }
+
+    /// A short name for metrics.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::NoSuchPage { .. } => "no_such_page",
+            Self::Damaged { .. } => "damaged",
+            Self::Undecodable { .. } => "undecodable",
+            Self::Blob(error) => error.kind(),
+        }
+    }
+}
+
+/// The memory of a guest, as a snapshot has it. All VMs that were restored from it share one.
+pub trait GuestImage: Send + Sync + fmt::Debug {
+    /// Its name for messages: a path or a URL, without credentials.
+    fn name(&self) -> &str;
+
+    /// Its length. Firecracker's regions are at offsets of one file.
+    fn bytes(&self) -> u64;
+
+    /// Its identity: working sets and layers name it.
+    fn digest(&self) -> Digest;
+
+    /// Fills `buffer` with the content from `offset` on, or returns [`Filled::Zero`] and leaves the
+    /// buffer undefined. May wait.
+    ///
+    /// # Errors
+    /// [`ImageError`]; the buffer is then undefined.
+    fn read(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Result<Filled, ImageError>;
+
+    /// The same if it needs no waiting; `None` otherwise, and after an error.
+    fn read_now(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Option<Filled> {
+        let _ = (offset, buffer, urgency);
+        None
+    }
+}
+
+/// Checks that an image of `image_bytes` bytes has `bytes` bytes at `offset`.
+pub(crate) fn check_inside(offset: u64, bytes: usize, image_bytes: u64) -> Result<(), ImageError> {
+    let bytes = bytes as u64;
+    match offset.checked_add(bytes) {
+        Some(end) if end <= image_bytes => Ok(()),
+        _ => Err(ImageError::NoSuchPage {
+            offset,
+            bytes,
+            image_bytes,
+        }),
+    }
+}

@@ -1,0 +1,30 @@
+//! Sources of guest memory: where the content of a snapshot's pages is read from.
+//!
+//! ```text
+//!   serve, migrate: one VM, its regions and faults
+//!         │  pagetide_pager::Source
+//!   ImageSource        a pool of threads; content that needs no waiting is delivered by the fault's thread
+//!         │  GuestImage: guest memory by offset, zero runs named as such
+//!   RawImage           a memory file as Firecracker writes it; holes are zeroes
+//!         │  Blob: bytes by offset
+//!   FileBlob           a local file: pread, and RWF_NOWAIT for content in the page cache
+//! ```
+//!
+//! An image never delivers zeroes for bytes that it does not have: a read beyond the end, a file that
+//! was truncated since, or a damaged part is an error.
+
+mod blob;
+mod digest;
+mod file;
+mod guest_image;
+mod open;
+mod raw;
+mod source;
+
+pub use blob::{Blob, BlobError};
+pub use digest::{Digest, ParseDigestError};
+pub use file::FileBlob;
+pub use guest_image::{GuestImage, ImageError};
+pub use open::{Location, OpenError, OpenOptions, ParseLocationError, open};
+pub use raw::RawImage;
+pub use source::ImageSource;

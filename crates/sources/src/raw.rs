@@ -1,0 +1,96 @@
+//! A raw memory file: guest memory as it is, at the offsets that the VMM reports.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use pagetide_memory::Urgency;
+use pagetide_pager::Filled;
+
+use crate::blob::{Blob, BlobError};
+use crate::digest::Digest;
+use crate::guest_image::{GuestImage, ImageError, check_inside};
+
+/// The number of pages that a raw image's digest samples.
+const SAMPLES: u64 = 64;
+const SAMPLE_BYTES: usize = 4096;
+
+/// A raw memory file, as Firecracker's snapshots have. Holes of the file are zero pages.
+#[derive(Debug)]
+pub struct RawImage {
+    blob: Arc<dyn Blob>,
+    /// In ascending order; all else is zeroes.
+    data: Vec<Range<u64>>,
+    digest: Digest,
+}
+
+impl RawImage {
+    /// Uses `blob` as guest memory.
+    ///
+    /// The digest of a raw image is that of its length and of 64 pages spread over it, or, if the store
+    /// has one, of its version (an ETag): reading all of a snapshot at each start would cost more than
+    /// the paging saves. A working set that an equal digest assigns to another image costs time, and
+    /// never content.
+    ///
+    /// # Errors
+    /// [`BlobError`].
+    pub fn new(blob: Arc<dyn Blob>) -> Result<Self, BlobError> {
+        let data = blob.data()?;
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(b"pagetide raw image 1");
+        hasher.update(&blob.bytes().to_le_bytes());
+        if let Some(version) = blob.version() {
+            hasher.update(version.as_bytes());
+        } else {
+            let mut page = [0; SAMPLE_BYTES];
+            let pages = blob.bytes() / SAMPLE_BYTES as u64;
+            let samples = SAMPLES.min(pages);
+            for index in 0..samples {
+                // Evenly spread. No product overflows: a file has less than 2^51 pages.
+                let offset = index * pages / samples * SAMPLE_BYTES as u64;
+                blob.read_at(offset, &mut page, Urgency::Urgent)?;
+                hasher.update(&page);
+            }
+        }
+        let digest = hasher.finalize().into();
+        Ok(Self { blob, data, digest })
+    }
+
+    /// Whether these bytes lie in a hole.
+    fn is_hole(&self, range: &Range<u64>) -> bool {
+        let next = self.data.partition_point(|data| data.end <= range.start);
+        self.data
+            .get(next)
+            .is_none_or(|data| data.start >= range.end)
+    }
+}
+
+impl GuestImage for RawImage {
+    fn name(&self) -> &str {
+        self.blob.name()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.blob.bytes()
+    }
+
+    fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Result<Filled, ImageError> {
+        check_inside(offset, buffer.len(), self.bytes())?;
+        if self.is_hole(&(offset..offset + buffer.len() as u64)) {
+            return Ok(Filled::Zero);
+        }
+        self.blob.read_at(offset, buffer, urgency)?;
+        Ok(Filled::Bytes)
+    }
+
+    fn read_now(&self, offset: u64, buffer: &mut [u8], _: Urgency) -> Option<Filled> {
+        check_inside(offset, buffer.len(), self.bytes()).ok()?;
+        if self.is_hole(&(offset..offset + buffer.len() as u64)) {
+            return Some(Filled::Zero);
+        }
+        self.blob.read_now(offset, buffer).then_some(Filled::Bytes)
+    }
+}

@@ -1,0 +1,58 @@
+//! An image as the pager's source.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pagetide_memory::GuestAddress;
+use pagetide_pager::{
+    BlockingSource, Filled, Pool, PoolConfig, ReadAt, ServeError, Source, SourceError,
+};
+
+use crate::guest_image::{GuestImage, ImageError};
+
+/// Reads an image for the pager. The regions' home gpas are offsets in the image
+/// ([`pagetide_pager::RegionConfig::gpa`]). One serves any number of regions and VMs.
+pub struct ImageSource {
+    image: Arc<dyn GuestImage>,
+    on_read: Box<dyn Fn(Duration) + Send + Sync>,
+    on_error: Box<dyn Fn(&ImageError) + Send + Sync>,
+}
+
+impl ImageSource {
+    /// Starts the threads that read. `on_read` sees the duration of each read, and `on_error` each failed
+    /// read, on the thread that has read.
+    ///
+    /// # Errors
+    /// As [`Pool::new`].
+    pub fn start(
+        image: Arc<dyn GuestImage>,
+        config: PoolConfig,
+        on_read: impl Fn(Duration) + Send + Sync + 'static,
+        on_error: impl Fn(&ImageError) + Send + Sync + 'static,
+    ) -> Result<Arc<dyn Source>, ServeError> {
+        let source = Self {
+            image,
+            on_read: Box::new(on_read),
+            on_error: Box::new(on_error),
+        };
+        Ok(Pool::new(source, config)?)
+    }
+}
+
+impl BlockingSource for ImageSource {
+    fn read(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError> {
+        let GuestAddress(offset) = at.gpa;
+        let begun = Instant::now();
+        let read = self.image.read(offset, buffer, at.urgency);
+        (self.on_read)(begun.elapsed());
+        read.map_err(|error| {
+            (self.on_error)(&error);
+            SourceError::Unavailable(Box::new(error))
+        })
+    }
+
+    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+        let GuestAddress(offset) = at.gpa;
+        self.image.read_now(offset, buffer, at.urgency)
+    }
+}
