@@ -60,6 +60,9 @@ const LINUX: &str = "vmm/linux";
 /// Small guests on the same machine, one of which shows there that no interrupt comes twice.
 const TINY: &str = "vmm/tiny_kernel";
 
+/// The tests with a real Firecracker, which run beside the Linux guests.
+const FIRECRACKER: &str = "serve/real_firecracker";
+
 /// A guest with two processors. The last argument says what it does before it ends by itself.
 const RUN: &str = "pagetide run --kernel target/kernel/x86_64/vmlinux \
                    --initrd target/guest/initramfs.cpio --vcpus 2 --timeout 120 --cmdline";
@@ -107,7 +110,7 @@ pub(super) fn kernel(variant: Variant, paths: &Paths, tally: &mut Tally) {
 pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Result<()> {
     let mut jobs = Vec::new();
     for program in host::programs(paths)? {
-        if program.package == "xtask" || program.group == LINUX {
+        if program.package == "xtask" || [LINUX, FIRECRACKER].contains(&program.group.as_str()) {
             continue;
         }
         let left = left_for_lab(&program, host_ran, tally);
@@ -134,12 +137,19 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
 /// since a guest's timers would take all of a slow machine's time.
 pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
     guest::build(paths)?;
-    let programs = host::programs(paths)?.into_iter();
-    let mut jobs: Vec<_> = programs
-        .filter(|program| [LINUX, TINY].contains(&program.group.as_str()))
-        .map(test_program)
-        .collect();
-    anyhow::ensure!(!jobs.is_empty(), "there are no tests {LINUX}");
+    let programs = host::programs(paths)?;
+    let mut jobs = Vec::new();
+    for group in [LINUX, TINY, FIRECRACKER] {
+        let program = programs.iter().find(|program| program.group == group);
+        let program = program.with_context(|| format!("there are no tests {group}"))?;
+        jobs.push(test_program(program.clone()));
+    }
+    if let Some((_, job)) = jobs.last_mut() {
+        job.command = firecracker_environment(paths)
+            .into_iter()
+            .chain(job.command.drain(..))
+            .collect();
+    }
     jobs.push(command(paths, "pagetide run", RUN, Some("-- nproc")));
     let paged = r#"-- sh -c "memcycler 2 4M 1 && balloon 1M""#;
     let (name, paged) = ("pagetide run --paging", Some(paged));
@@ -150,9 +160,28 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let args = VmArgs {
         cpus: Some(1),
         timing: Timing::Instructions,
-        ..machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "2G")
+        ..machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "3G")
     };
     run("linux", &args, &jobs, paths, tally).map(drop)
+}
+
+/// The start of a command that has what the tests with a real Firecracker need. Without PAGETIDE_FIRECRACKER
+/// they look for one on PATH, and otherwise print SKIP.
+fn firecracker_environment(paths: &Paths) -> Vec<OsString> {
+    let mut words: Vec<OsString> = vec!["env".into()];
+    let mut set = |name: &str, value: &std::ffi::OsStr| {
+        let mut word = OsString::from(format!("{name}="));
+        word.push(value);
+        words.push(word);
+    };
+    if let Some(program) = std::env::var_os("PAGETIDE_FIRECRACKER") {
+        set("PAGETIDE_FIRECRACKER", &program);
+    }
+    let kernel = paths.target().join("kernel/x86_64/vmlinux");
+    set("PAGETIDE_GUEST_KERNEL", kernel.as_os_str());
+    let initrd = paths.target().join("guest/initramfs.cpio");
+    set("PAGETIDE_GUEST_INITRD", initrd.as_os_str());
+    words
 }
 
 /// The patched kernel: selftests.

@@ -1,0 +1,180 @@
+//! An image that is served, and its working set.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pagetide_pager::{PoolConfig, ServeError, Source};
+use pagetide_sources::{GuestImage, ImageSource, Location};
+
+use crate::metrics::Metrics;
+use crate::options::{Options, WorkingSetMode};
+use crate::recorder::RECORDED;
+use crate::working_set::{Touch, WorkingSet, WorkingSetError};
+
+/// An image that is open, with the threads that read it.
+pub(crate) struct ServedImage {
+    pub(crate) image: Arc<dyn GuestImage>,
+    pub(crate) source: Arc<dyn Source>,
+    working_set: WorkingSetFile,
+}
+
+struct WorkingSetFile {
+    mode: WorkingSetMode,
+    path: Option<PathBuf>,
+    /// Held while the file is read, merged and written.
+    access: Mutex<()>,
+}
+
+/// What a VM does with its working set.
+#[derive(Debug)]
+pub(crate) enum WorkingSetPlan {
+    /// Neither replay nor record.
+    Nothing,
+    /// Record its touches.
+    Record,
+    /// Fetch these pages first.
+    Replay(WorkingSet),
+}
+
+impl ServedImage {
+    /// Starts the threads that read `image`.
+    pub(crate) fn start(
+        image: Arc<dyn GuestImage>,
+        location: &Location,
+        options: &Options,
+        metrics: &Metrics,
+    ) -> Result<Self, ServeError> {
+        let path = match (&options.working_set_file, location) {
+            (Some(path), _) => Some(path.clone()),
+            (None, Location::Path(path)) => Some(beside(path)),
+            (None, Location::Url(_)) => None,
+        };
+        if path.is_none() && options.working_set != WorkingSetMode::Off {
+            tracing::warn!(
+                image = image.name(),
+                "no working set: an image at a URL needs --working-set-file"
+            );
+        }
+        let counted = metrics.clone();
+        let name = image.name().to_owned();
+        let source = ImageSource::start(
+            Arc::clone(&image),
+            PoolConfig::default(),
+            move |duration| counted.source_read(duration),
+            {
+                let counted = metrics.clone();
+                move |error| {
+                    counted.source_error(error.kind());
+                    tracing::warn!(
+                        image = name,
+                        error = error as &dyn std::error::Error,
+                        "a read failed"
+                    );
+                }
+            },
+        )?;
+        Ok(Self {
+            image,
+            source,
+            working_set: WorkingSetFile {
+                mode: options.working_set,
+                path,
+                access: Mutex::new(()),
+            },
+        })
+    }
+
+    /// What a VM that starts now does.
+    pub(crate) fn working_set_plan(&self) -> WorkingSetPlan {
+        let WorkingSetFile { mode, path, .. } = &self.working_set;
+        let Some(path) = path else {
+            return WorkingSetPlan::Nothing;
+        };
+        match mode {
+            WorkingSetMode::Off => WorkingSetPlan::Nothing,
+            WorkingSetMode::Record => WorkingSetPlan::Record,
+            WorkingSetMode::Auto | WorkingSetMode::Replay => match self.load(path) {
+                Some(set) => WorkingSetPlan::Replay(set),
+                None if *mode == WorkingSetMode::Auto => WorkingSetPlan::Record,
+                None => {
+                    tracing::error!(path = %path.display(), "there is no working set of this image to replay");
+                    WorkingSetPlan::Nothing
+                }
+            },
+        }
+    }
+
+    /// The working set in the file, if it is one of this image.
+    fn load(&self, path: &Path) -> Option<WorkingSet> {
+        let _access = self
+            .working_set
+            .access
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        match WorkingSet::load(path) {
+            Ok(Some(set)) if set.is_of(self.image.digest(), self.image.bytes()) => Some(set),
+            Ok(Some(_)) => {
+                tracing::warn!(path = %path.display(), "the working set is of another image and is not used");
+                None
+            }
+            Ok(None) => None,
+            Err(error) => {
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "the working set is not used"
+                );
+                None
+            }
+        }
+    }
+
+    /// Merges a VM's touches into the file. Returns the number of its pages afterwards; `None` if there
+    /// is no file to write.
+    pub(crate) fn save(&self, touches: Vec<Touch>) -> Result<Option<usize>, WorkingSetError> {
+        let Some(path) = &self.working_set.path else {
+            return Ok(None);
+        };
+        if touches.is_empty() {
+            return Ok(None);
+        }
+        let mut set = WorkingSet {
+            image: self.image.digest(),
+            image_bytes: self.image.bytes(),
+            page_size: RECORDED,
+            recordings: 0,
+            touches: Vec::new(),
+        };
+        let recorded = WorkingSet {
+            recordings: 1,
+            touches,
+            ..set.clone()
+        };
+        let before = self.load(path);
+        let _access = self
+            .working_set
+            .access
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(before) = before {
+            set = before;
+        }
+        set.merge(&recorded);
+        set.save(path)?;
+        Ok(Some(set.touches.len()))
+    }
+}
+
+/// The path of the working set of an image that is a file.
+fn beside(image: &Path) -> PathBuf {
+    let mut name = image.as_os_str().to_owned();
+    name.push(".working-set");
+    name.into()
+}
+
+impl std::fmt::Debug for ServedImage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ServedImage")
+            .field("image", &self.image)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,44 @@
+//! Restores the VMs of other processes from snapshots: a userfaultfd handler for Firecracker, and for
+//! VMMs that speak its protocol.
+//!
+//! ```text
+//!  Firecracker ── Unix socket ──► Server: accepts, one thread for each VM
+//!    regions (JSON) + userfaultfd      │
+//!                                      ▼
+//!                        Vm: handshake ─► Pager with the VM's regions
+//!                         │ faults, REMOVE events          │ requests
+//!                         ▼                                ▼
+//!                      Serving, Prefetch            ImageSource, shared by the VMs of one image
+//!                         │ first touches                  │
+//!                         ▼                                ▼
+//!                      Recorder ─► working set      crates/sources: a file, an image, an object
+//! ```
+//!
+//! - [`Server`] binds the sockets, and serves until it is stopped.
+//! - [`handshake`] parses Firecracker's message; [`WorkingSet`] is the file of a working set.
+//! - [`Metrics`] counts, in Prometheus' text format.
+//!
+//! No access of a guest ever reads zeroes in place of content. If a page's content is unavailable, the
+//! thread that touches it waits, or the VMM is killed ([`OnFailure`]). When the server ends, it poisons
+//! the missing pages: an access raises SIGBUS.
+
+mod exporter;
+pub mod handshake;
+mod image;
+mod listener;
+mod metrics;
+mod options;
+mod peer;
+mod receive;
+mod recorder;
+mod server;
+mod vm;
+mod working_set;
+
+pub use exporter::{Exporter, ExporterError, MetricsAddress, ParseMetricsAddressError};
+pub use listener::ListenError;
+pub use metrics::{Metrics, Totals};
+pub use options::{Binding, OnFailure, Options, ParseBindingError, WorkingSetMode};
+pub use receive::ReceiveError;
+pub use server::{Server, StartError, Stopper};
+pub use working_set::{FormatError, Touch, WorkingSet, WorkingSetError};

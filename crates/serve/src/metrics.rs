@@ -1,0 +1,281 @@
+//! Counts for Prometheus.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
+
+macro_rules! metrics {
+    (
+        counters { $($(#[$counter_doc:meta])* $counter:ident = $counter_help:literal,)* }
+        gauges { $($(#[$gauge_doc:meta])* $gauge:ident = $gauge_help:literal,)* }
+    ) => {
+        /// The counts of a server at one moment.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct Totals {
+            $($(#[$counter_doc])* pub $counter: u64,)*
+            $($(#[$gauge_doc])* pub $gauge: u64,)*
+        }
+
+        #[derive(Debug, Default)]
+        struct Cells {
+            $($counter: AtomicU64,)*
+            $($gauge: AtomicU64,)*
+        }
+
+        impl Cells {
+            fn totals(&self) -> Totals {
+                Totals {
+                    $($counter: self.$counter.load(Ordering::Relaxed),)*
+                    $($gauge: self.$gauge.load(Ordering::Relaxed),)*
+                }
+            }
+
+            /// Adds what has changed from `before` to `now`.
+            fn add(&self, before: &Totals, now: &Totals) {
+                $(self.$counter.fetch_add(now.$counter.wrapping_sub(before.$counter), Ordering::Relaxed);)*
+                $(self.$gauge.fetch_add(now.$gauge.wrapping_sub(before.$gauge), Ordering::Relaxed);)*
+            }
+        }
+
+        impl Totals {
+            fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+                $(counter(encoder, stringify!($counter), $counter_help, self.$counter)?;)*
+                $(gauge(encoder, stringify!($gauge), $gauge_help, self.$gauge)?;)*
+                Ok(())
+            }
+        }
+    };
+}
+
+metrics! {
+    counters {
+    /// VMs that were accepted.
+    vms_accepted = "VMs that have connected",
+    /// VMs whose message or descriptor was refused.
+    vms_refused = "VMs whose message or descriptor was refused",
+    /// VMs that were killed because their content was unavailable.
+    vms_killed = "VMs that were killed because content was unavailable",
+    /// Faults of guests.
+    faults = "Faults that were read from userfaultfds",
+    /// Pages installed for faults.
+    pages_for_faults = "Pages installed for faults, with their neighbours",
+    /// Pages installed before their first touch.
+    pages_ahead = "Pages installed before their first touch, by prefetch and replay",
+    /// Pages requested from a source because a guest waits.
+    requests = "Requests to sources for which a guest waits",
+    /// Answers with content.
+    answers = "Answers of sources with content",
+    /// Requests that failed or were not answered in time.
+    failed_requests = "Requests to sources that failed or were not answered in time",
+    /// Faults on pages that were discarded by a balloon.
+    faults_on_removed = "Faults on pages that the guest had discarded, which read as zeroes",
+    /// Pages that were found mapped.
+    pages_found = "Pages that were already mapped when their content was to be installed",
+    /// Installing calls that the kernel ended early.
+    again = "Installing calls that the kernel ended early, as while a REMOVE event is unread",
+    /// Failed reads of images.
+    source_errors = "Failed reads of images",
+    /// Regions that have stalled.
+    stalls = "Times that a region has stalled because its source failed",
+    /// Pages of working sets that were to be replayed.
+    replayed_pages = "Pages of working sets that were replayed",
+    /// Touches of pages that were not in the replayed working set, or not yet installed.
+    replay_misses = "Faults of VMs with a replayed working set",
+    /// Pages that were recorded.
+    recorded_pages = "Pages in the working sets that were recorded",
+    }
+    gauges {
+    /// VMs that are being served.
+    vms = "VMs that are being served",
+    /// Bytes of memory of these VMs.
+    memory_bytes = "Bytes of memory of the VMs that are being served",
+    }
+}
+
+/// Upper bounds of the latency histogram's buckets, in microseconds.
+const BOUNDS_US: [u64; 16] = [
+    2, 4, 8, 16, 32, 64, 128, 256, 512, 1_000, 2_000, 5_000, 10_000, 50_000, 250_000, 1_000_000,
+];
+
+/// A histogram of durations with fixed buckets, which any thread may write to.
+#[derive(Debug, Default)]
+struct Histogram {
+    /// One more than there are bounds, for longer durations.
+    buckets: [AtomicU64; BOUNDS_US.len() + 1],
+    sum_ns: AtomicU64,
+}
+
+impl Histogram {
+    fn record(&self, duration: Duration) {
+        let us = duration.as_micros();
+        let bucket = BOUNDS_US.partition_point(|&bound| u128::from(bound) < us);
+        if let Some(bucket) = self.buckets.get(bucket) {
+            bucket.fetch_add(1, Ordering::Relaxed);
+        }
+        let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
+    }
+
+    fn encode(&self, mut encoder: MetricEncoder<'_>) -> fmt::Result {
+        let mut count = 0;
+        let bounds = BOUNDS_US
+            .iter()
+            .map(|&bound| Duration::from_micros(bound).as_secs_f64());
+        let bounds = bounds.chain([f64::INFINITY]);
+        let buckets: Vec<(f64, u64)> = bounds
+            .zip(&self.buckets)
+            .map(|(bound, bucket)| {
+                let inside = bucket.load(Ordering::Relaxed);
+                count += inside;
+                (bound, inside)
+            })
+            .collect();
+        let sum = Duration::from_nanos(self.sum_ns.load(Ordering::Relaxed)).as_secs_f64();
+        encoder.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
+    }
+}
+
+/// The counts of a server, shared by its threads.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    cells: Cells,
+    /// Times from the reading of a fault's message to its resolution on that thread.
+    resolve: Histogram,
+    /// Times of reads of images.
+    read: Histogram,
+    /// Failed reads by kind.
+    errors: Mutex<Vec<(&'static str, u64)>>,
+}
+
+impl Metrics {
+    /// The counts at this moment.
+    pub fn totals(&self) -> Totals {
+        self.0.cells.totals()
+    }
+
+    /// Adds what one thread has counted since it reported `before`.
+    pub(crate) fn add(&self, before: &Totals, now: &Totals) {
+        self.0.cells.add(before, now);
+    }
+
+    pub(crate) fn count(&self, what: impl FnOnce(&mut Totals)) {
+        let mut now = Totals::default();
+        what(&mut now);
+        self.add(&Totals::default(), &now);
+    }
+
+    pub(crate) fn resolved(&self, duration: Duration) {
+        self.0.resolve.record(duration);
+    }
+
+    pub(crate) fn source_read(&self, duration: Duration) {
+        self.0.read.record(duration);
+    }
+
+    pub(crate) fn source_error(&self, kind: &'static str) {
+        self.count(|totals| totals.source_errors = 1);
+        let mut errors = self.lock_errors();
+        match errors.iter_mut().find(|(known, _)| *known == kind) {
+            Some((_, count)) => *count += 1,
+            None => errors.push((kind, 1)),
+        }
+    }
+
+    fn lock_errors(&self) -> std::sync::MutexGuard<'_, Vec<(&'static str, u64)>> {
+        self.0.errors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The counts in the text format of Prometheus (OpenMetrics).
+    pub fn text(&self) -> String {
+        let mut registry = Registry::with_prefix("pagetide");
+        registry.register_collector(Box::new(self.clone()));
+        let mut text = String::new();
+        // Writing into a String does not fail.
+        let _ = prometheus_client::encoding::text::encode(&mut text, &registry);
+        text
+    }
+}
+
+impl Collector for Metrics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        self.totals().encode(&mut encoder)?;
+        let help = "Time from the reading of a fault's message until it was resolved, or its page requested";
+        let described = encoder.encode_descriptor(
+            "fault_resolve_seconds",
+            help,
+            None,
+            MetricType::Histogram,
+        )?;
+        self.0.resolve.encode(described)?;
+        let help = "Time of a read of an image that had to wait, or to decompress";
+        let described =
+            encoder.encode_descriptor("source_read_seconds", help, None, MetricType::Histogram)?;
+        self.0.read.encode(described)?;
+        let errors = self.lock_errors().clone();
+        let help = "Failed reads of images by kind";
+        let mut described =
+            encoder.encode_descriptor("source_errors_by_kind", help, None, MetricType::Counter)?;
+        for (kind, count) in errors {
+            let label = [("kind", kind)];
+            described
+                .encode_family(&label)?
+                .encode_counter::<NoLabelSet, u64, u64>(&count, None)?;
+        }
+        Ok(())
+    }
+}
+
+fn counter(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: u64) -> fmt::Result {
+    use prometheus_client::metrics::counter::ConstCounter;
+    let metric = ConstCounter::new(value);
+    let described = encoder.encode_descriptor(name, help, None, metric.metric_type())?;
+    metric.encode(described)
+}
+
+fn gauge(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: u64) -> fmt::Result {
+    use prometheus_client::metrics::gauge::ConstGauge;
+    let metric = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
+    let described = encoder.encode_descriptor(name, help, None, metric.metric_type())?;
+    metric.encode(described)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_has_every_count_and_both_histograms() {
+        let metrics = Metrics::default();
+        metrics.count(|totals| totals.faults = 3);
+        let before = Totals {
+            vms: 2,
+            ..Totals::default()
+        };
+        metrics.add(&Totals::default(), &before);
+        metrics.add(&before, &Totals { vms: 1, ..before });
+        metrics.resolved(Duration::from_micros(7));
+        metrics.resolved(Duration::from_secs(3));
+        metrics.source_error("late");
+        metrics.source_error("late");
+        let text = metrics.text();
+        for line in [
+            "pagetide_faults_total 3",
+            "pagetide_vms 1",
+            "pagetide_source_errors_by_kind_total{kind=\"late\"} 2",
+            "pagetide_fault_resolve_seconds_count 2",
+            "pagetide_fault_resolve_seconds_bucket{le=\"+Inf\"} 2",
+            "pagetide_fault_resolve_seconds_bucket{le=\"0.000008\"} 1",
+        ] {
+            assert!(text.contains(line), "{line} is missing in:\n{text}");
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! What a server does.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use pagetide_sources::{Location, OpenOptions, ParseLocationError};
+use thiserror::Error;
+
+/// A Unix socket, and the image of the VMs that connect to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Binding {
+    /// The socket's path.
+    pub socket: PathBuf,
+    /// The image.
+    pub image: Location,
+}
+
+/// A text that is no `SOCKET=IMAGE`.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ParseBindingError {
+    /// There is no `=`, or nothing before it.
+    #[error("{text:?} is not SOCKET=IMAGE")]
+    NoSocket {
+        /// The text.
+        text: String,
+    },
+    /// No image.
+    #[error(transparent)]
+    Image(#[from] ParseLocationError),
+}
+
+impl FromStr for Binding {
+    type Err = ParseBindingError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let found = text
+            .split_once('=')
+            .filter(|(socket, _)| !socket.is_empty());
+        let (socket, image) =
+            found.ok_or_else(|| ParseBindingError::NoSocket { text: text.into() })?;
+        Ok(Self {
+            socket: socket.into(),
+            image: image.parse()?,
+        })
+    }
+}
+
+/// Whether working sets are recorded and replayed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WorkingSetMode {
+    /// Replay if there is one of the image, and record otherwise.
+    #[default]
+    Auto,
+    /// Record, and merge with the one that is there.
+    Record,
+    /// Replay; without a working set of the image this is an error of the VM, which is served
+    /// nevertheless.
+    Replay,
+    /// Neither.
+    Off,
+}
+
+/// What happens to a VM whose content is unavailable.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnFailure {
+    /// A thread that touches a missing page waits. The server keeps trying.
+    #[default]
+    Stall,
+    /// The VMM's process is killed.
+    Kill,
+}
+
+/// What a server does.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The sockets and their images.
+    pub bindings: Vec<Binding>,
+    /// Recording and replay.
+    pub working_set: WorkingSetMode,
+    /// The file of the working set; beside the image by default.
+    pub working_set_file: Option<PathBuf>,
+    /// Whether all missing pages are fetched while the guest runs.
+    pub prefetch: bool,
+    /// What happens to a VM whose content is unavailable.
+    pub on_failure: OnFailure,
+    /// Whether the server ends when its last VM has gone.
+    pub once: bool,
+    /// The most pages that one fault installs; a power of two up to 512.
+    pub fault_around_pages: u64,
+    /// The permissions of the sockets.
+    pub socket_mode: u32,
+    /// The owner of the sockets: user and group.
+    pub socket_owner: Option<(u32, u32)>,
+    /// The most VMs at one time.
+    pub max_vms: usize,
+    /// The time in which a VMM must send its message.
+    pub handshake_limit: Duration,
+    /// How images are opened.
+    pub images: OpenOptions,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            bindings: Vec::new(),
+            working_set: WorkingSetMode::Auto,
+            working_set_file: None,
+            prefetch: true,
+            on_failure: OnFailure::Stall,
+            once: false,
+            fault_around_pages: 1,
+            socket_mode: 0o600,
+            socket_owner: None,
+            max_vms: 4096,
+            handshake_limit: Duration::from_secs(10),
+            images: OpenOptions::default(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_binding_is_split_at_its_first_equals_sign() {
+        let binding: Binding = "/run/a.sock=/images/a=b.mem".parse().unwrap();
+        assert_eq!(binding.socket, PathBuf::from("/run/a.sock"));
+        assert_eq!(binding.image, Location::Path("/images/a=b.mem".into()));
+        for bad in ["", "socket", "=image", "socket=", "socket=ftp://host/x"] {
+            assert!(bad.parse::<Binding>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! The server: sockets, images, and a thread for each VM.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use pagetide_pager::ServeError;
+use pagetide_sources::{Location, OpenError, open};
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+use thiserror::Error;
+
+use crate::image::ServedImage;
+use crate::listener::{ListenError, Listener};
+use crate::metrics::Metrics;
+use crate::options::Options;
+use crate::vm::{Common, run};
+
+/// The time in which guests are still drained after a stop. A server ends within 5 s of SIGTERM, and the
+/// rest is for poisoning what is missing.
+const DRAIN: Duration = Duration::from_millis(3500);
+
+/// Why a server did not start.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// No socket was named.
+    #[error("no socket to serve")]
+    NoBindings,
+    /// An image could not be opened.
+    #[error("opening the image {location}")]
+    Image {
+        /// The image.
+        location: Location,
+        /// The reason.
+        #[source]
+        source: OpenError,
+    },
+    /// The threads that read an image could not be started.
+    #[error("starting to read the image {location}")]
+    Readers {
+        /// The image.
+        location: Location,
+        /// The reason.
+        #[source]
+        source: ServeError,
+    },
+    /// A socket could not be bound.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// The kernel refused a descriptor.
+    #[error("creating the server's descriptors")]
+    Descriptor(#[source] Errno),
+}
+
+/// Ends a server, from any thread. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Stopper(Arc<StopState>);
+
+#[derive(Debug)]
+struct StopState {
+    event: OwnedFd,
+    is_stopping: AtomicBool,
+    deadline: Mutex<Option<Instant>>,
+}
+
+impl Stopper {
+    fn new() -> Result<Self, Errno> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Self(Arc::new(StopState {
+            event: eventfd(0, flags)?,
+            is_stopping: AtomicBool::new(false),
+            deadline: Mutex::new(None),
+        })))
+    }
+
+    /// Begins the end: no VM is accepted any more, and those that are there are drained for at most
+    /// 3.5 s. The second call ends the drain.
+    pub fn stop(&self) {
+        let now = Instant::now();
+        let mut deadline = self
+            .0
+            .deadline
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *deadline = Some(match *deadline {
+            None => now + DRAIN,
+            Some(_) => now,
+        });
+        drop(deadline);
+        self.0.is_stopping.store(true, Ordering::Release);
+        // It fails only if the counter is full, and then it is readable.
+        let _ = rustix::io::write(&self.0.event, &1_u64.to_ne_bytes());
+    }
+
+    /// Whether [`Self::stop`] was called.
+    pub fn is_stopping(&self) -> bool {
+        self.0.is_stopping.load(Ordering::Acquire)
+    }
+
+    /// When draining ends.
+    pub(crate) fn deadline(&self) -> Instant {
+        let deadline = self
+            .0
+            .deadline
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        deadline.unwrap_or_else(Instant::now)
+    }
+}
+
+impl AsFd for Stopper {
+    /// Readable once [`Self::stop`] was called.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.event.as_fd()
+    }
+}
+
+/// A socket, and the image of its VMs.
+#[derive(Debug)]
+struct Bound {
+    listener: Listener,
+    image: Arc<ServedImage>,
+}
+
+/// A server whose sockets accept connections.
+pub struct Server {
+    common: Arc<Common>,
+    bound: Vec<Bound>,
+    vms: Arc<AtomicUsize>,
+    /// Notified when a VM has ended.
+    ended: OwnedFd,
+}
+
+impl Server {
+    /// Opens the images and binds the sockets.
+    ///
+    /// # Errors
+    /// [`StartError`]; then nothing is left behind.
+    pub fn bind(options: Options) -> Result<Self, StartError> {
+        if options.bindings.is_empty() {
+            return Err(StartError::NoBindings);
+        }
+        let metrics = Metrics::default();
+        let mut images: HashMap<Location, Arc<ServedImage>> = HashMap::new();
+        let mut bound = Vec::with_capacity(options.bindings.len());
+        for binding in &options.bindings {
+            let location = &binding.image;
+            let image = match images.get(location) {
+                Some(image) => Arc::clone(image),
+                None => {
+                    let opened = open(location, &options.images);
+                    let opened = opened.map_err(|source| StartError::Image {
+                        location: location.clone(),
+                        source,
+                    })?;
+                    let started = ServedImage::start(opened, location, &options, &metrics);
+                    let image = Arc::new(started.map_err(|source| StartError::Readers {
+                        location: location.clone(),
+                        source,
+                    })?);
+                    images.insert(location.clone(), Arc::clone(&image));
+                    image
+                }
+            };
+            let listener =
+                Listener::bind(&binding.socket, options.socket_mode, options.socket_owner)?;
+            bound.push(Bound { listener, image });
+        }
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let ended = eventfd(0, flags).map_err(StartError::Descriptor)?;
+        let stopper = Stopper::new().map_err(StartError::Descriptor)?;
+        Ok(Self {
+            common: Arc::new(Common {
+                options,
+                metrics,
+                stopper,
+            }),
+            bound,
+            vms: Arc::default(),
+            ended,
+        })
+    }
+
+    /// Ends the server.
+    pub fn stopper(&self) -> Stopper {
+        self.common.stopper.clone()
+    }
+
+    /// Its counts.
+    pub fn metrics(&self) -> Metrics {
+        self.common.metrics.clone()
+    }
+
+    /// Serves until the server is stopped, or, with [`Options::once`], until its last VM has gone.
+    ///
+    /// # Errors
+    /// The kernel's error, if waiting for connections fails. The VMs that are there have then ended.
+    pub fn run(mut self) -> io::Result<()> {
+        let mut threads = Vec::new();
+        let result = self.accept_all(&mut threads);
+        if !self.common.stopper.is_stopping() {
+            self.common.stopper.stop();
+        }
+        // Nobody new connects while the VMs end.
+        self.bound.clear();
+        for thread in threads {
+            let thread: JoinHandle<()> = thread;
+            // A panic was logged by the thread.
+            let _ = thread.join();
+        }
+        result
+    }
+
+    fn accept_all(&self, threads: &mut Vec<JoinHandle<()>>) -> io::Result<()> {
+        const STOP: u64 = u64::MAX;
+        const ENDED: u64 = u64::MAX - 1;
+        let poll = epoll::create(CreateFlags::CLOEXEC)?;
+        epoll::add(
+            &poll,
+            &self.common.stopper,
+            EventData::new_u64(STOP),
+            EventFlags::IN,
+        )?;
+        epoll::add(
+            &poll,
+            &self.ended,
+            EventData::new_u64(ENDED),
+            EventFlags::IN,
+        )?;
+        for (index, bound) in self.bound.iter().enumerate() {
+            let token = EventData::new_u64(index as u64);
+            epoll::add(&poll, &bound.listener.socket, token, EventFlags::IN)?;
+        }
+        let mut events = Vec::with_capacity(64);
+        let mut accepted = 0;
+        loop {
+            match epoll::wait(&poll, rustix::buffer::spare_capacity(&mut events), None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+            for event in events.drain(..) {
+                match event.data.u64() {
+                    STOP => return Ok(()),
+                    ENDED => {
+                        let _ = rustix::io::read(&self.ended, &mut [0; 8]);
+                        threads.retain(|thread| !thread.is_finished());
+                    }
+                    index => {
+                        let bound = usize::try_from(index)
+                            .ok()
+                            .and_then(|index| self.bound.get(index));
+                        if let Some(bound) = bound {
+                            self.accept(bound, &mut accepted, threads);
+                        }
+                    }
+                }
+            }
+            let is_last = accepted > 0 && self.vms.load(Ordering::Acquire) == 0;
+            if self.common.options.once && is_last {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Accepts one connection, and starts its thread.
+    fn accept(&self, bound: &Bound, accepted: &mut u64, threads: &mut Vec<JoinHandle<()>>) {
+        let socket = bound.listener.path().display().to_string();
+        let stream: UnixStream = match bound.listener.socket.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => {
+                tracing::error!(socket, %error, "a connection was not accepted");
+                // Out of descriptors: the connection stays, and a wait would return at once.
+                std::thread::sleep(Duration::from_millis(50));
+                return;
+            }
+        };
+        let limit = self.common.options.max_vms;
+        if self.vms.load(Ordering::Acquire) >= limit {
+            tracing::error!(socket, limit, "VM refused: too many VMs");
+            self.common.metrics.count(|totals| totals.vms_refused = 1);
+            return;
+        }
+        *accepted += 1;
+        let number = *accepted;
+        self.common.metrics.count(|totals| totals.vms_accepted = 1);
+        self.vms.fetch_add(1, Ordering::AcqRel);
+        let (common, image) = (Arc::clone(&self.common), Arc::clone(&bound.image));
+        let ending = Ending {
+            vms: Arc::clone(&self.vms),
+            ended: self.ended.try_clone().ok(),
+        };
+        let thread = Builder::new()
+            .name(format!("pt-vm-{number}"))
+            .spawn(move || {
+                let _ending = ending;
+                run(&common, &image, &socket, number, &stream);
+            });
+        match thread {
+            Ok(thread) => threads.push(thread),
+            Err(error) => tracing::error!(%error, "VM refused: its thread was not started"),
+        }
+    }
+}
+
+/// Counts a VM's end, however its thread ends.
+struct Ending {
+    vms: Arc<AtomicUsize>,
+    ended: Option<OwnedFd>,
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.vms.fetch_sub(1, Ordering::AcqRel);
+        if let Some(ended) = &self.ended {
+            let _ = rustix::io::write(ended, &1_u64.to_ne_bytes());
+        }
+    }
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server")
+            .field("bound", &self.bound)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,427 @@
+//! Working sets: the pages that a guest touched after its start, in order, with times.
+//!
+//! # The file
+//!
+//! All numbers are little-endian. `docs/design/working-sets.md` describes its use.
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | `PTWORKST` |
+//! | 8 | 4 | version, 1 |
+//! | 12 | 4 | log2 of the page size in bytes, 12 to 30 |
+//! | 16 | 32 | digest of the image |
+//! | 48 | 8 | bytes of the image |
+//! | 56 | 8 | number of entries, at most one for each page of the image |
+//! | 64 | 4 | number of recordings that were merged |
+//! | 68 | 4 | 0 |
+//! | 72 | | entries, in the order of first touch |
+//! | end - 32 | 32 | BLAKE3 digest of everything before |
+//!
+//! An entry has two LEB128 numbers: the difference of its page's number to that of the entry before
+//! (from 0), zigzag-encoded; and the microseconds since the entry before (from the start).
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use pagetide_memory::{PageIndex, PageRange, PageSize};
+use pagetide_sources::Digest;
+use thiserror::Error;
+
+const MAGIC: [u8; 8] = *b"PTWORKST";
+const VERSION: u32 = 1;
+const HEADER_BYTES: usize = 72;
+const DIGEST_BYTES: usize = 32;
+
+/// Pages that lie at most this far apart, and were touched within [`NEAR_MICROSECONDS`], are replayed by
+/// one range.
+const NEAR_MICROSECONDS: u64 = 10_000;
+
+/// A touched page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Touch {
+    /// The page's number in the image.
+    pub page: PageIndex,
+    /// Microseconds from the start to its first touch.
+    pub at_us: u64,
+}
+
+/// The working set of the guests of one image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkingSet {
+    /// The image's digest.
+    pub image: Digest,
+    /// The image's length.
+    pub image_bytes: u64,
+    /// The page size of the entries.
+    pub page_size: PageSize,
+    /// How many recordings it was merged from.
+    pub recordings: u32,
+    /// In the order of first touch, each page once.
+    pub touches: Vec<Touch>,
+}
+
+/// Why bytes are no working set.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum FormatError {
+    /// Another kind of file.
+    #[error("it is no working set: it does not begin with PTWORKST")]
+    Magic,
+    /// A version that this program does not know.
+    #[error("it has version {found} of the format, and this program knows version {VERSION}")]
+    Version {
+        /// The file's version.
+        found: u32,
+    },
+    /// It ends early, or has more than its header says.
+    #[error("it is cut or has more than its header says")]
+    Length,
+    /// The checksum differs.
+    #[error("it differs from its checksum")]
+    Checksum,
+    /// A field has no valid value.
+    #[error("{field} has no valid value")]
+    Field {
+        /// The field.
+        field: &'static str,
+    },
+}
+
+/// Why a working set was not read or written.
+#[derive(Debug, Error)]
+pub enum WorkingSetError {
+    /// The file could not be read or written.
+    #[error("the working set {}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The file is no working set.
+    #[error("the working set {} cannot be used", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        #[source]
+        source: FormatError,
+    },
+}
+
+impl WorkingSet {
+    /// The set as a file's bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + DIGEST_BYTES + self.touches.len() * 4);
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(self.page_size.shift().to_le_bytes());
+        bytes.extend(self.image.0);
+        bytes.extend(self.image_bytes.to_le_bytes());
+        bytes.extend((self.touches.len() as u64).to_le_bytes());
+        bytes.extend(self.recordings.to_le_bytes());
+        bytes.extend(0_u32.to_le_bytes());
+        let (mut page, mut time) = (0, 0);
+        for touch in &self.touches {
+            put_number(&mut bytes, zigzag(touch.page.0.wrapping_sub(page)));
+            put_number(&mut bytes, touch.at_us.saturating_sub(time));
+            (page, time) = (touch.page.0, touch.at_us.max(time));
+        }
+        let digest = Digest::of(&bytes);
+        bytes.extend(digest.0);
+        bytes
+    }
+
+    /// Reads a file's bytes.
+    ///
+    /// # Errors
+    /// [`FormatError`]. Nothing is allocated beyond a small multiple of the bytes' length.
+    pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
+        if !bytes.starts_with(&MAGIC) {
+            return Err(FormatError::Magic);
+        }
+        let found = number_at(bytes, 8).ok_or(FormatError::Length)?;
+        if found != VERSION {
+            return Err(FormatError::Version { found });
+        }
+        let body_end = bytes
+            .len()
+            .checked_sub(DIGEST_BYTES)
+            .filter(|&end| end >= HEADER_BYTES)
+            .ok_or(FormatError::Length)?;
+        let (body, digest) = bytes.split_at(body_end);
+        if Digest::of(body).0 != *digest {
+            return Err(FormatError::Checksum);
+        }
+        let (header, mut entries) = body.split_at(HEADER_BYTES);
+        let field = |field| FormatError::Field { field };
+        let shift = number_at(header, 12).ok_or(FormatError::Length)?;
+        let sizes = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
+        let page_size = sizes.into_iter().find(|size| size.shift() == shift);
+        let page_size = page_size.ok_or(field("the page size"))?;
+        let image = header.get(16..48).and_then(|part| part.try_into().ok());
+        let image = Digest(image.ok_or(FormatError::Length)?);
+        let image_bytes = long_at(header, 48).ok_or(FormatError::Length)?;
+        let count = long_at(header, 56).ok_or(FormatError::Length)?;
+        let recordings = number_at(header, 64).ok_or(FormatError::Length)?;
+        let pages = image_bytes >> shift;
+        // An entry has at least two bytes.
+        if count > pages || count > entries.len() as u64 / 2 {
+            return Err(field("the number of entries"));
+        }
+        let mut touches = Vec::with_capacity(usize::try_from(count).unwrap_or(0));
+        let (mut page, mut at_us) = (0_u64, 0_u64);
+        for _ in 0..count {
+            let step = take_number(&mut entries).ok_or(FormatError::Length)?;
+            let later = take_number(&mut entries).ok_or(FormatError::Length)?;
+            page = page.wrapping_add(unzigzag(step));
+            if page >= pages {
+                return Err(field("an entry's page"));
+            }
+            at_us = at_us.checked_add(later).ok_or(field("an entry's time"))?;
+            touches.push(Touch {
+                page: PageIndex(page),
+                at_us,
+            });
+        }
+        if !entries.is_empty() {
+            return Err(FormatError::Length);
+        }
+        Ok(Self {
+            image,
+            image_bytes,
+            page_size,
+            recordings,
+            touches,
+        })
+    }
+
+    /// Reads a file; `None` if there is none.
+    ///
+    /// # Errors
+    /// [`WorkingSetError`].
+    pub fn load(path: &Path) -> Result<Option<Self>, WorkingSetError> {
+        let bytes = match fs_err::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => {
+                let path = path.into();
+                return Err(WorkingSetError::Io { path, source });
+            }
+        };
+        Self::decode(&bytes)
+            .map(Some)
+            .map_err(|source| WorkingSetError::Format {
+                path: path.into(),
+                source,
+            })
+    }
+
+    /// Writes a file. The file is complete or, after a crash, as before.
+    ///
+    /// # Errors
+    /// [`WorkingSetError::Io`].
+    pub fn save(&self, path: &Path) -> Result<(), WorkingSetError> {
+        let failed = |source| WorkingSetError::Io {
+            path: path.into(),
+            source,
+        };
+        let directory = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        let mut file = tempfile::NamedTempFile::new_in(directory).map_err(failed)?;
+        file.write_all(&self.encode()).map_err(failed)?;
+        file.as_file().sync_data().map_err(failed)?;
+        let written = file.persist(path);
+        written.map_err(|error| failed(error.error))?;
+        Ok(())
+    }
+
+    /// Whether the set was recorded from this image.
+    pub fn is_of(&self, image: Digest, image_bytes: u64) -> bool {
+        self.image == image && self.image_bytes == image_bytes
+    }
+
+    /// Adds another recording of the same image: all pages of both, each at its earlier time.
+    pub fn merge(&mut self, other: &Self) {
+        let shift = self.page_size.shift();
+        let other_shift = other.page_size.shift();
+        let in_own_pages = |touch: &Touch| Touch {
+            page: PageIndex((touch.page.0 << other_shift) >> shift),
+            ..*touch
+        };
+        self.touches.extend(other.touches.iter().map(in_own_pages));
+        self.recordings = self.recordings.saturating_add(other.recordings);
+        // Of one page's touches the earliest comes first, and stays.
+        self.touches.sort_by_key(|touch| (touch.page, touch.at_us));
+        self.touches.dedup_by_key(|touch| touch.page);
+        self.touches.sort_by_key(|touch| touch.at_us);
+    }
+
+    /// The runs of pages to fetch, earliest first: pages that were touched at about the same time are
+    /// fetched in the order of their addresses, and neighbours together.
+    pub fn runs(&self) -> Vec<PageRange> {
+        let mut runs: Vec<PageRange> = Vec::new();
+        let mut rest = &self.touches[..];
+        while let Some(first) = rest.first() {
+            let end = first.at_us.saturating_add(NEAR_MICROSECONDS);
+            let count = rest.partition_point(|touch| touch.at_us < end).max(1);
+            let (group, later) = rest.split_at(count);
+            rest = later;
+            let mut pages: Vec<u64> = group.iter().map(|touch| touch.page.0).collect();
+            pages.sort_unstable();
+            for page in pages {
+                match runs.last_mut() {
+                    Some(run) if run.end().0 == page => {
+                        *run = PageRange::new(run.first(), run.count() + 1);
+                    }
+                    _ => runs.push(PageRange::single(PageIndex(page))),
+                }
+            }
+        }
+        runs
+    }
+}
+
+fn zigzag(difference: u64) -> u64 {
+    let signed = difference.cast_signed();
+    ((signed << 1) ^ (signed >> 63)).cast_unsigned()
+}
+
+fn unzigzag(number: u64) -> u64 {
+    (number >> 1) ^ (number & 1).wrapping_neg()
+}
+
+fn put_number(bytes: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        bytes.push((number & 0x7f) as u8 | 0x80);
+        number >>= 7;
+    }
+    bytes.push((number & 0x7f) as u8);
+}
+
+/// The number at the start of `bytes`, which is removed; `None` if it is cut or longer than 64 bits.
+fn take_number(bytes: &mut &[u8]) -> Option<u64> {
+    let mut number = 0_u64;
+    for shift in (0..64).step_by(7) {
+        let (&byte, rest) = bytes.split_first()?;
+        *bytes = rest;
+        let part = u64::from(byte & 0x7f);
+        if part << shift >> shift != part {
+            return None;
+        }
+        number |= part << shift;
+        if byte & 0x80 == 0 {
+            return Some(number);
+        }
+    }
+    None
+}
+
+fn number_at(bytes: &[u8], offset: usize) -> Option<u32> {
+    let part = bytes.get(offset..offset + 4)?;
+    Some(u32::from_le_bytes(part.try_into().ok()?))
+}
+
+fn long_at(bytes: &[u8], offset: usize) -> Option<u64> {
+    let part = bytes.get(offset..offset + 8)?;
+    Some(u64::from_le_bytes(part.try_into().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn set(touches: &[(u64, u64)]) -> WorkingSet {
+        let touch = |&(page, at_us): &(u64, u64)| Touch {
+            page: PageIndex(page),
+            at_us,
+        };
+        WorkingSet {
+            image: Digest::of(b"image"),
+            image_bytes: 1 << 30,
+            page_size: PageSize::Size4K,
+            recordings: 1,
+            touches: touches.iter().map(touch).collect(),
+        }
+    }
+
+    #[test]
+    fn a_set_survives_its_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("set");
+        assert_eq!(WorkingSet::load(&path).unwrap(), None);
+        let set = set(&[(7, 0), (3, 1), (262_143, 1), (0, 900_000)]);
+        set.save(&path).unwrap();
+        assert_eq!(WorkingSet::load(&path).unwrap(), Some(set));
+    }
+
+    #[test]
+    fn a_changed_byte_or_a_cut_is_found() {
+        let bytes = set(&[(7, 0), (3, 1), (100_000, 70_000)]).encode();
+        for index in 0..bytes.len() {
+            let mut changed = bytes.clone();
+            changed[index] ^= 0x41;
+            assert!(WorkingSet::decode(&changed).is_err(), "{index}");
+            assert!(WorkingSet::decode(&bytes[..index]).is_err(), "{index}");
+        }
+    }
+
+    /// A file with a right checksum, written by another program.
+    #[test]
+    fn fields_without_a_valid_value_are_refused() {
+        let good = set(&[(7, 0), (3, 1)]);
+        let mut many = good.encode();
+        many[56] = 200;
+        let mut size = good.encode();
+        size[12] = 13;
+        let mut outside = good.clone();
+        outside.image_bytes = 7 << 12;
+        for bytes in [many, size, outside.encode()] {
+            let body = bytes.len() - DIGEST_BYTES;
+            let mut sealed = bytes[..body].to_vec();
+            sealed.extend(Digest::of(&bytes[..body]).0);
+            assert!(matches!(
+                WorkingSet::decode(&sealed),
+                Err(FormatError::Field { .. })
+            ));
+        }
+    }
+
+    #[test]
+    fn merging_keeps_each_page_at_its_earlier_time() {
+        let mut first = set(&[(1, 0), (2, 10), (3, 20)]);
+        first.merge(&set(&[(3, 5), (4, 6), (1, 7)]));
+        let merged: Vec<_> = first.touches.iter().map(|t| (t.page.0, t.at_us)).collect();
+        assert_eq!(merged, [(1, 0), (3, 5), (4, 6), (2, 10)]);
+        assert_eq!(first.recordings, 2);
+    }
+
+    #[test]
+    fn neighbours_of_one_moment_are_one_run_and_earlier_runs_come_first() {
+        let runs = set(&[(9, 0), (8, 1), (20, 2), (7, 3), (6, 500_000)]).runs();
+        let run = |first, count| PageRange::new(PageIndex(first), count);
+        assert_eq!(runs, [run(7, 3), run(20, 1), run(6, 1)]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_touches_survive(touches in proptest::collection::vec((0_u64..1 << 18, 0_u64..1 << 40), 0..200)) {
+            let mut all = set(&touches);
+            all.touches.sort_by_key(|touch| touch.at_us);
+            prop_assert_eq!(WorkingSet::decode(&all.encode()), Ok(all));
+        }
+
+        #[test]
+        fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = WorkingSet::decode(&bytes);
+            let mut sealed = MAGIC.to_vec();
+            sealed.extend(VERSION.to_le_bytes());
+            sealed.extend(&bytes);
+            sealed.extend(Digest::of(&sealed).0);
+            let _ = WorkingSet::decode(&sealed);
+        }
+    }
+}

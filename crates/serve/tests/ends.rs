@@ -1,0 +1,147 @@
+//! VMMs that die, content that fails, and servers that end: nobody reads zeroes, and others go on.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::thread;
+use std::time::Duration;
+
+use pagetide_serve::{OnFailure, Options};
+use support::child::{Vmm, run_as_child};
+use support::*;
+
+const SIGBUS: i32 = 7;
+const SIGKILL: i32 = 9;
+
+fn first_word(page: usize) -> u64 {
+    u64::from_le_bytes(content(page)[..8].try_into().unwrap())
+}
+
+/// The VMM's process, when it was started by another test.
+#[test]
+fn vmm() {
+    run_as_child();
+}
+
+#[test]
+fn a_vmm_that_is_killed_does_not_disturb_others() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(256);
+    let running = Running::start(Options {
+        prefetch: true,
+        ..place.options()
+    });
+    let mut survivor = Vmm::start("vmm", &place.socket(), 256);
+    for round in 0..8 {
+        let mut vmm = Vmm::start("vmm", &place.socket(), 256);
+        if round % 2 == 0 {
+            assert_eq!(vmm.read(round), first_word(round));
+        }
+        vmm.kill();
+    }
+    eventually("the VMs' end", || running.metrics.totals().vms == 1);
+    assert_eq!(survivor.read(255), first_word(255));
+    assert!(survivor.is_running());
+}
+
+/// With `OnFailure::Kill`, a VMM that needs content which does not exist is killed.
+#[test]
+fn a_vmm_without_content_is_killed_if_that_is_the_policy() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(8);
+    let running = Running::start(Options {
+        on_failure: OnFailure::Kill,
+        ..place.options()
+    });
+    let mut vmm = Vmm::start("vmm", &place.socket(), 16);
+    assert_eq!(vmm.read(7), first_word(7));
+    vmm.begin_to_read(8);
+    assert_eq!(vmm.signal(), Some(SIGKILL));
+    assert_eq!(running.metrics.totals().vms_killed, 1);
+}
+
+/// With `OnFailure::Stall`, it waits; when the server ends, it gets SIGBUS instead of zeroes.
+#[test]
+fn a_vmm_without_content_waits_and_never_reads_zeroes() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(8);
+    let running = Running::start(place.options());
+    let mut vmm = Vmm::start("vmm", &place.socket(), 16);
+    vmm.begin_to_read(8);
+    eventually("the stall", || running.metrics.totals().stalls == 1);
+    thread::sleep(A_WHILE);
+    assert!(vmm.is_running() && vmm.is_silent());
+    running.stop();
+    assert_eq!(vmm.signal(), Some(SIGBUS));
+}
+
+/// An image that was truncated while it is served: what was read is right, and the rest fails.
+#[test]
+fn a_truncated_image_stalls_its_vm_until_it_is_whole_again() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let running = Running::start(place.options());
+    let mut vmm = Vmm::start("vmm", &place.socket(), 64);
+    assert_eq!(vmm.read(1), first_word(1));
+    let bytes = std::fs::read(place.image()).unwrap();
+    let file = std::fs::File::options()
+        .write(true)
+        .open(place.image())
+        .unwrap();
+    file.set_len(32 * PAGE as u64).unwrap();
+    assert_eq!(vmm.read(31), first_word(31));
+    vmm.begin_to_read(40);
+    eventually("the stall", || running.metrics.totals().stalls == 1);
+    assert!(vmm.is_silent());
+    std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
+    assert_eq!(vmm.has_read(), Some(first_word(40)));
+}
+
+/// A server that ends drains its guests: what they had not touched is there afterwards.
+#[test]
+fn a_vmm_outlives_its_server() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(4096);
+    let running = Running::start(place.options());
+    let mut vmm = Vmm::start("vmm", &place.socket(), 4096);
+    assert_eq!(vmm.read(4000), first_word(4000));
+    running.stop();
+    for page in [0, 17, 4095] {
+        assert_eq!(vmm.read(page), first_word(page));
+    }
+}
+
+/// The handshake limit counts from the connection, however slowly bytes come.
+#[test]
+fn a_client_that_sends_byte_by_byte_is_refused_in_time() {
+    let place = Place::new(1);
+    let running = Running::start(Options {
+        handshake_limit: Duration::from_millis(300),
+        ..place.options()
+    });
+    let stream = std::os::unix::net::UnixStream::connect(place.socket()).unwrap();
+    let sender = stream.try_clone().unwrap();
+    let sending = thread::spawn(move || {
+        for _ in 0..10_000 {
+            if std::io::Write::write_all(&mut &sender, b" ").is_err() {
+                break;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    });
+    wait_for_end(&stream);
+    assert_eq!(running.metrics.totals().vms_refused, 1);
+    drop(stream);
+    drop(running);
+    within_patience("the sender", move || sending.join().unwrap());
+}

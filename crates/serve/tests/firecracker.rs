@@ -1,0 +1,401 @@
+//! VMs that speak Firecracker's protocol are served: every page has its content.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use pagetide_serve::{OnFailure, Options, Server, StartError, WorkingSetMode};
+use rustix::net::Shutdown;
+use support::*;
+
+#[test]
+fn every_page_of_every_region_has_its_content() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let running = Running::start(place.options());
+    let guest = Guest::new(64);
+    // As above 3 GiB of guest memory: several regions, at offsets of one file.
+    let regions = [
+        guest.region(0, 20, 44),
+        guest.region(20, 4, 0),
+        guest.region(24, 40, 4),
+    ];
+    let stream = UnixStream::connect(place.socket()).unwrap();
+    let message = format!("[{}]", regions.join(","));
+    send(&stream, message.as_bytes(), &[guest.uffd.as_fd()]);
+    for page in (0..64).rev() {
+        let image_page = match page {
+            0..20 => page + 44,
+            20..24 => page - 20,
+            _ => page - 20,
+        };
+        guest.check(page, &content(image_page));
+    }
+    eventually("the counts", || running.metrics.totals().faults == 64);
+    drop(stream);
+    eventually("the VM's end", || running.metrics.totals().vms == 0);
+    running.stop();
+}
+
+#[test]
+fn a_message_may_come_in_parts_and_be_long() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(2000);
+    let running = Running::start(place.options());
+    let guest = Guest::new(2000);
+    // Longer than one read of the server: a region for each page.
+    let regions: Vec<String> = (0..2000).map(|page| guest.region(page, 1, page)).collect();
+    let message = format!("[{}]", regions.join(","));
+    assert!(message.len() > 200_000);
+    let stream = UnixStream::connect(place.socket()).unwrap();
+    let (first, rest) = message.split_at(7);
+    send(&stream, first.as_bytes(), &[]);
+    thread::sleep(Duration::from_millis(50));
+    send(&stream, rest.as_bytes(), &[guest.uffd.as_fd()]);
+    for page in [1999, 0, 1000] {
+        guest.check(page, &content(page));
+    }
+    drop(running);
+}
+
+#[test]
+fn any_number_of_vms_share_an_image() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let running = Running::start(Options {
+        prefetch: true,
+        ..place.options()
+    });
+    let guests: Vec<Arc<Guest>> = (0..8).map(|_| shared(64)).collect();
+    let streams: Vec<_> = guests
+        .iter()
+        .map(|guest| guest.connect(&place.socket()))
+        .collect();
+    let threads: Vec<_> = guests
+        .iter()
+        .enumerate()
+        .map(|(index, guest)| {
+            let guest = Arc::clone(guest);
+            thread::spawn(move || {
+                for page in 0..64 {
+                    let page = (page * 11 + index * 5) % 64;
+                    guest.check(page, &content(page));
+                    guest.write(page, 0xee);
+                    assert_eq!(guest.read(page)[0], 0xee);
+                }
+            })
+        })
+        .collect();
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    eventually("the VMs", || running.metrics.totals().vms == 8);
+    drop(streams);
+    eventually("the VMs' end", || running.metrics.totals().vms == 0);
+    // Each write went into the guest's own memory.
+    assert_eq!(std::fs::read(place.image()).unwrap()[..PAGE], content(0));
+}
+
+#[test]
+fn prefetch_brings_in_everything() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(512);
+    let running = Running::start(Options {
+        prefetch: true,
+        ..place.options()
+    });
+    let guest = Guest::new(512);
+    let _stream = guest.connect(&place.socket());
+    eventually("prefetch", || guest.resident() == 512);
+    (0..512).for_each(|page| assert!(guest.read(page) == content(page), "{page}"));
+    eventually("the counts", || running.metrics.totals().faults == 0);
+}
+
+/// The file backend of a sparse file reads holes as zeroes.
+#[test]
+fn holes_of_the_image_are_zeroes() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(4);
+    let file = std::fs::File::options()
+        .write(true)
+        .open(place.image())
+        .unwrap();
+    file.set_len(16 * PAGE as u64).unwrap();
+    let _running = Running::start(place.options());
+    let guest = Guest::new(16);
+    let _stream = guest.connect(&place.socket());
+    guest.check(3, &content(3));
+    guest.check(9, &[0; PAGE]);
+}
+
+#[test]
+fn discarded_pages_are_zeroes_and_never_the_images_again() {
+    if !has_userfaultfd() {
+        return;
+    }
+    for prefetch in [false, true] {
+        let place = Place::new(256);
+        let _running = Running::start(Options {
+            prefetch,
+            ..place.options()
+        });
+        let guest = shared(256);
+        let _stream = guest.connect(&place.socket());
+        let balloon = Arc::clone(&guest);
+        within_patience("the balloon", move || {
+            (0..64).for_each(|index| balloon.discard(index * 4, 2));
+        });
+        for page in 0..256 {
+            let wanted = match page % 4 {
+                0 | 1 => vec![0; PAGE],
+                _ => content(page),
+            };
+            guest.check(page, &wanted);
+        }
+        // Touched, discarded, touched.
+        let balloon = Arc::clone(&guest);
+        within_patience("the balloon", move || balloon.discard(3, 1));
+        guest.check(3, &[0; PAGE]);
+    }
+}
+
+#[test]
+fn huge_pages_are_installed_whole() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let Some(guest) = Guest::huge(4 << 20) else {
+        return;
+    };
+    let place = Place::new(1024);
+    let running = Running::start(place.options());
+    let _stream = guest.connect(&place.socket());
+    for page in [700, 3, 1023] {
+        guest.check(page, &content(page));
+    }
+    eventually("the counts", || running.metrics.totals().faults == 2);
+}
+
+/// Never zeroes in place of content that does not exist.
+#[test]
+fn pages_beyond_the_end_of_the_image_are_never_there() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(8);
+    let file = std::fs::File::options()
+        .write(true)
+        .open(place.image())
+        .unwrap();
+    file.set_len(6 * PAGE as u64 + 100).unwrap();
+    let running = Running::start(Options {
+        prefetch: true,
+        ..place.options()
+    });
+    let guest = Guest::new(16);
+    let stream = guest.connect(&place.socket());
+    guest.check(5, &content(5));
+    let half = guest.touch(6);
+    eventually("the stall", || running.metrics.totals().stalls == 1);
+    let beyond = guest.touch(12);
+    thread::sleep(A_WHILE);
+    assert!(!half.is_finished() && !beyond.is_finished());
+    guest.check(0, &content(0));
+    // The other VM does not notice.
+    let other = Guest::new(6);
+    let _other_stream = other.connect(&place.socket());
+    other.check(5, &content(5));
+    // At its end the server poisons these pages, and SIGBUS would end this process.
+    std::mem::forget((guest, running, stream));
+}
+
+fn refused(place: &Place, message: &[u8], descriptors: &[std::os::fd::BorrowedFd<'_>]) {
+    let stream = UnixStream::connect(place.socket()).unwrap();
+    send(&stream, message, descriptors);
+    wait_for_end(&stream);
+}
+
+#[test]
+fn clients_that_make_no_sense_are_refused_and_others_are_served() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(16);
+    let running = Running::start(Options {
+        handshake_limit: Duration::from_millis(500),
+        ..place.options()
+    });
+    let served = Guest::new(16);
+    let _stream = served.connect(&place.socket());
+    served.check(1, &content(1));
+    let guest = Guest::new(16);
+    let uffd = guest.uffd.as_fd();
+    let file = std::fs::File::open("/dev/null").unwrap();
+    let message = guest.message();
+    refused(&place, b"{}", &[uffd]);
+    refused(&place, b"[]", &[uffd]);
+    refused(&place, message.as_bytes(), &[]);
+    refused(&place, message.as_bytes(), &[uffd, uffd]);
+    refused(&place, message.as_bytes(), &[file.as_fd()]);
+    let twice = format!("[{},{}]", guest.region(0, 2, 0), guest.region(1, 2, 4));
+    refused(&place, twice.as_bytes(), &[uffd]);
+    // A client that sends a part and then nothing.
+    refused(&place, &message.as_bytes()[..20], &[uffd]);
+    // And one that leaves.
+    let stream = UnixStream::connect(place.socket()).unwrap();
+    send(&stream, &message.as_bytes()[..20], &[uffd]);
+    rustix::net::shutdown(&stream, Shutdown::Write).unwrap();
+    wait_for_end(&stream);
+    eventually("the counts", || running.metrics.totals().vms_refused == 8);
+    served.check(2, &content(2));
+    // A refused guest reads no zeroes even though the client has no other copy of the descriptor.
+    let _stream = guest.connect(&place.socket());
+    guest.check(3, &content(3));
+}
+
+#[test]
+fn a_server_ends_once_its_last_vm_has_gone() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(4);
+    let running = Running::start(Options {
+        once: true,
+        ..place.options()
+    });
+    let guest = Guest::new(4);
+    let stream = guest.connect(&place.socket());
+    guest.check(0, &content(0));
+    drop(stream);
+    running.wait();
+    assert!(!place.socket().exists());
+}
+
+/// What guests may still need is fetched before the server ends.
+#[test]
+fn a_stopped_server_leaves_complete_guests_behind() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(256);
+    let running = Running::start(place.options());
+    let guest = shared(256);
+    let _stream = guest.connect(&place.socket());
+    guest.check(7, &content(7));
+    let balloon = Arc::clone(&guest);
+    within_patience("the balloon", move || balloon.discard(8, 1));
+    running.stop();
+    for page in 0..256 {
+        let wanted = if page == 8 {
+            vec![0; PAGE]
+        } else {
+            content(page)
+        };
+        assert!(guest.read(page) == wanted, "{page}");
+    }
+    // The VMM has kept its copy of the userfaultfd: its balloon must not wait for a reader of events.
+    let balloon = Arc::clone(&guest);
+    within_patience("the balloon", move || balloon.discard(9, 4));
+    assert!(guest.read(9) == [0; PAGE]);
+}
+
+#[test]
+fn a_working_set_is_recorded_and_replayed() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(1024);
+    let options = || Options {
+        working_set: WorkingSetMode::Auto,
+        ..place.options()
+    };
+    let touched: Vec<usize> = (0..200).map(|index| index * 37 % 1024).collect();
+    let run = |expect_faults: bool| {
+        let running = Running::start(options());
+        let guest = Guest::new(1024);
+        let stream = guest.connect(&place.socket());
+        if !expect_faults {
+            eventually("the replay", || guest.resident() == 200);
+        }
+        touched
+            .iter()
+            .for_each(|&page| guest.check(page, &content(page)));
+        drop(stream);
+        eventually("the VM's end", || running.metrics.totals().vms == 0);
+        let totals = running.metrics.totals();
+        running.stop();
+        totals
+    };
+    let first = run(true);
+    assert_eq!((first.faults, first.recorded_pages), (200, 200));
+    let set = pagetide_serve::WorkingSet::load(&place.working_set())
+        .unwrap()
+        .unwrap();
+    let pages: Vec<usize> = set
+        .touches
+        .iter()
+        .map(|touch| touch.page.0 as usize)
+        .collect();
+    assert_eq!(pages, touched, "in the order of their touches");
+    let second = run(false);
+    assert_eq!(
+        (second.faults, second.replayed_pages, second.pages_ahead),
+        (0, 200, 200)
+    );
+    // Of another image: not used, and recorded anew.
+    let mut bytes = std::fs::read(place.image()).unwrap();
+    bytes[..PAGE].fill(1);
+    std::fs::write(place.image(), bytes).unwrap();
+    let guest = Guest::new(1024);
+    let running = Running::start(options());
+    let stream = guest.connect(&place.socket());
+    guest.check(0, &[1; PAGE]);
+    drop(stream);
+    eventually("the recording", || {
+        running.metrics.totals().recorded_pages == 1
+    });
+}
+
+#[test]
+fn a_server_that_cannot_start_leaves_nothing_behind() {
+    let place = Place::new(1);
+    std::fs::write(place.socket(), "a file").unwrap();
+    assert!(matches!(
+        Server::bind(place.options()),
+        Err(StartError::Listen(_))
+    ));
+    assert_eq!(std::fs::read(place.socket()).unwrap(), b"a file");
+    std::fs::remove_file(place.socket()).unwrap();
+    let running = Running::start(place.options());
+    assert!(matches!(
+        Server::bind(place.options()),
+        Err(StartError::Listen(_))
+    ));
+    running.stop();
+    std::fs::remove_file(place.image()).unwrap();
+    assert!(matches!(
+        Server::bind(place.options()),
+        Err(StartError::Image { .. })
+    ));
+    assert!(!place.socket().exists());
+    assert!(matches!(
+        Server::bind(Options::default()),
+        Err(StartError::NoBindings)
+    ));
+    assert_eq!(Options::default().on_failure, OnFailure::Stall);
+}

@@ -1,0 +1,267 @@
+//! A real Firecracker: a Linux guest that verifies its memory is snapshotted, and restored through the
+//! server.
+//!
+//! Needs hardware virtualisation or the lab, a Firecracker (PAGETIDE_FIRECRACKER, or on PATH), and a guest
+//! (PAGETIDE_GUEST_KERNEL, PAGETIDE_GUEST_INITRD; `cargo xtask test --only firecracker` sets all of them).
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagetide_serve::{Binding, Options, WorkingSetMode};
+use pagetide_sources::Location;
+use serde_json::{Value, json};
+use support::{Running, eventually};
+use tempfile::TempDir;
+
+/// For one step of a guest in a software CPU, by the host's clock as far as the lab's own allows.
+const LONG: Duration = Duration::from_secs(600);
+
+const MEMORY_MIB: u64 = 128;
+
+/// What the guest runs: two threads that write and verify 16 MiB, for ever.
+const WORKLOAD: &str = "memcycler 2 16M 100000";
+
+/// What a test needs beside this repository.
+struct Needs {
+    firecracker: PathBuf,
+    kernel: PathBuf,
+    initrd: PathBuf,
+}
+
+impl Needs {
+    /// `None`, with the reason, if something is missing.
+    fn find() -> Option<Self> {
+        let named = |variable: &str| std::env::var_os(variable).map(PathBuf::from);
+        let on_path = || {
+            let path = std::env::var_os("PATH")?;
+            std::env::split_paths(&path)
+                .map(|directory| directory.join("firecracker"))
+                .find(|program| program.is_file())
+        };
+        let missing = |what: &str| println!("SKIP: {what}");
+        let Some(firecracker) = named("PAGETIDE_FIRECRACKER").or_else(on_path) else {
+            missing("no firecracker: set PAGETIDE_FIRECRACKER, or put it on PATH");
+            return None;
+        };
+        let guest = named("PAGETIDE_GUEST_KERNEL").zip(named("PAGETIDE_GUEST_INITRD"));
+        let Some((kernel, initrd)) = guest else {
+            missing("no guest: set PAGETIDE_GUEST_KERNEL and PAGETIDE_GUEST_INITRD");
+            return None;
+        };
+        let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+        if !Path::new("/dev/kvm").exists() || !(cpu.contains(" svm ") || cpu.contains(" vmx ")) {
+            missing("no hardware virtualisation: /dev/kvm, and svm or vmx in /proc/cpuinfo");
+            return None;
+        }
+        Some(Self {
+            firecracker,
+            kernel,
+            initrd,
+        })
+    }
+}
+
+/// A Firecracker process. It is killed when it is dropped.
+struct Firecracker {
+    child: Child,
+    api: PathBuf,
+    lines: Receiver<String>,
+}
+
+impl Firecracker {
+    fn start(needs: &Needs, directory: &Path, name: &str) -> Self {
+        let api = directory.join(format!("{name}.api"));
+        let mut child = Command::new(&needs.firecracker)
+            .args(["--no-seccomp", "--id", name, "--api-sock"])
+            .arg(&api)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let output = child.stdout.take().unwrap();
+        let (send, lines) = mpsc::channel();
+        let name = name.to_owned();
+        thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                println!("{name}: {line}");
+                let _ = send.send(line);
+            }
+        });
+        let at = api.clone();
+        eventually("Firecracker's socket", || at.exists());
+        Self { child, api, lines }
+    }
+
+    fn call(&self, method: &str, path: &str, body: &Value) {
+        let body = body.to_string();
+        let mut stream = UnixStream::connect(&self.api).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n\
+             Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        )
+        .unwrap();
+        let mut answer = Vec::new();
+        let mut buffer = [0; 4096];
+        while !answer.windows(4).any(|end| end == b"\r\n\r\n") {
+            let read = stream.read(&mut buffer).unwrap();
+            assert!(read > 0, "{path}: no answer");
+            answer.extend_from_slice(&buffer[..read]);
+        }
+        let answer = String::from_utf8_lossy(&answer);
+        assert!(
+            answer.starts_with("HTTP/1.1 20"),
+            "{method} {path} {body}: {answer}"
+        );
+    }
+
+    /// Waits for a line with this text.
+    fn wait_for(&self, text: &str) -> String {
+        let end = Instant::now() + LONG;
+        while Instant::now() < end {
+            match self.lines.recv_timeout(Duration::from_secs(1)) {
+                Ok(line) if line.contains(text) => return line,
+                Ok(line) => assert!(!line.contains("holds"), "the guest's memory: {line}"),
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Err(mpsc::RecvTimeoutError::Disconnected) => {
+                    panic!("Firecracker ended, and {text:?} did not come")
+                }
+            }
+        }
+        panic!("{text:?} did not come within {LONG:?}");
+    }
+
+    /// Waits until the guest has verified its memory this many times since.
+    fn verifies(&self, times: usize) {
+        while self.lines.try_recv().is_ok() {}
+        for _ in 0..times {
+            self.wait_for("words/us");
+        }
+    }
+}
+
+impl Drop for Firecracker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A snapshot of a guest that verifies its memory.
+struct Snapshot {
+    directory: TempDir,
+}
+
+impl Snapshot {
+    fn take(needs: &Needs) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let vm = Firecracker::start(needs, directory.path(), "origin");
+        let arguments = format!("console=ttyS0 reboot=k panic=1 no-kvmapf quiet -- {WORKLOAD}");
+        let boot = json!({
+            "kernel_image_path": needs.kernel,
+            "initrd_path": needs.initrd,
+            "boot_args": arguments,
+        });
+        let machine = json!({ "vcpu_count": 2, "mem_size_mib": MEMORY_MIB });
+        vm.call("PUT", "/machine-config", &machine);
+        vm.call("PUT", "/boot-source", &boot);
+        vm.call(
+            "PUT",
+            "/actions",
+            &json!({ "action_type": "InstanceStart" }),
+        );
+        vm.verifies(2);
+        vm.call("PATCH", "/vm", &json!({ "state": "Paused" }));
+        let snapshot = Self { directory };
+        let create = json!({
+            "snapshot_type": "Full",
+            "snapshot_path": snapshot.state(),
+            "mem_file_path": snapshot.memory(),
+        });
+        vm.call("PUT", "/snapshot/create", &create);
+        assert_eq!(
+            File::open(snapshot.memory())
+                .unwrap()
+                .metadata()
+                .unwrap()
+                .len(),
+            MEMORY_MIB << 20
+        );
+        snapshot
+    }
+
+    fn state(&self) -> PathBuf {
+        self.directory.path().join("state")
+    }
+
+    fn memory(&self) -> PathBuf {
+        self.directory.path().join("memory")
+    }
+
+    fn options(&self) -> Options {
+        Options {
+            bindings: vec![Binding {
+                socket: self.directory.path().join("server.sock"),
+                image: Location::Path(self.memory()),
+            }],
+            ..Options::default()
+        }
+    }
+
+    /// A VM that was restored through the server.
+    fn restore(&self, needs: &Needs, name: &str) -> Firecracker {
+        let vm = Firecracker::start(needs, self.directory.path(), name);
+        let socket = self.directory.path().join("server.sock");
+        let load = json!({
+            "snapshot_path": self.state(),
+            "mem_backend": { "backend_type": "Uffd", "backend_path": socket },
+            "resume_vm": true,
+        });
+        vm.call("PUT", "/snapshot/load", &load);
+        vm
+    }
+}
+
+#[test]
+fn a_restored_guest_finds_its_memory_as_it_was() {
+    let Some(needs) = Needs::find() else {
+        return;
+    };
+    let snapshot = Snapshot::take(&needs);
+    let mut faults = Vec::new();
+    for (round, working_set) in [WorkingSetMode::Auto, WorkingSetMode::Auto]
+        .into_iter()
+        .enumerate()
+    {
+        let running = Running::start(Options {
+            working_set,
+            prefetch: false,
+            ..snapshot.options()
+        });
+        let vm = snapshot.restore(&needs, &format!("restored-{round}"));
+        vm.verifies(3);
+        drop(vm);
+        eventually("the VM's end", || running.metrics.totals().vms == 0);
+        faults.push(running.metrics.totals());
+        running.stop();
+    }
+    let [recorded, replayed] = &faults[..] else {
+        panic!("two rounds");
+    };
+    println!("recorded: {recorded:?}\nreplayed: {replayed:?}");
+    assert!(recorded.recorded_pages > 0);
+    assert_eq!(replayed.replayed_pages, recorded.recorded_pages);
+    assert!(replayed.faults < recorded.faults);
+    assert_eq!(recorded.stalls + replayed.stalls, 0);
+}

@@ -1,0 +1,120 @@
+//! A VMM as a process of its own: this test binary, started again.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+
+use super::{Guest, PATIENCE, eventually};
+
+const SOCKET: &str = "PAGETIDE_TEST_SOCKET";
+const PAGES: &str = "PAGETIDE_TEST_PAGES";
+
+/// A VMM in another process.
+pub struct Vmm {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Vmm {
+    /// Starts a VMM with this many pages of memory, which connects to `socket`. `test` is the name of
+    /// the test that calls [`run_as_child`].
+    pub fn start(test: &str, socket: &Path, pages: usize) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .env(SOCKET, socket)
+            .env(PAGES, pages.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let output = child.stdout.take().unwrap();
+        let (send, lines) = mpsc::channel();
+        thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                let _ = send.send(line);
+            }
+        });
+        let vmm = Self { child, lines };
+        vmm.wait_for("connected");
+        vmm
+    }
+
+    fn wait_for(&self, wanted: &str) {
+        while !self.lines.recv_timeout(PATIENCE).unwrap().contains(wanted) {}
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Has it read a page, and waits for its content's first word.
+    pub fn read(&mut self, page: usize) -> u64 {
+        self.begin_to_read(page);
+        self.has_read().expect("the page arrives")
+    }
+
+    pub fn begin_to_read(&mut self, page: usize) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{page}").unwrap();
+    }
+
+    /// The first word of the page that it was told to read; `None` if it does not come.
+    pub fn has_read(&self) -> Option<u64> {
+        loop {
+            let line = self.lines.recv_timeout(PATIENCE).ok()?;
+            if let Some(word) = line.strip_prefix("word ") {
+                return Some(word.parse().unwrap());
+            }
+        }
+    }
+
+    /// Whether it has said anything since.
+    pub fn is_silent(&self) -> bool {
+        self.lines.try_recv().is_err()
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// The signal that ends it.
+    pub fn signal(&mut self) -> Option<i32> {
+        let mut ended: Option<ExitStatus> = None;
+        let child = std::cell::RefCell::new(&mut self.child);
+        eventually("the VMM's end", || {
+            child.borrow_mut().try_wait().unwrap().is_some()
+        });
+        ended = ended.or(self.child.try_wait().unwrap());
+        ended.unwrap().signal()
+    }
+
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// The VMM's process: reads the pages that it is told to. Returns at once in the test itself.
+pub fn run_as_child() {
+    let Ok(socket) = std::env::var(SOCKET) else {
+        return;
+    };
+    let pages = std::env::var(PAGES).unwrap().parse().unwrap();
+    let guest = Guest::new(pages);
+    let _stream = guest.connect(Path::new(&socket));
+    println!("\nconnected");
+    for line in std::io::stdin().lines() {
+        let page: usize = line.unwrap().parse().unwrap();
+        let word = u64::from_le_bytes(guest.read(page)[..8].try_into().unwrap());
+        println!("\nword {word}");
+    }
+    std::process::exit(0);
+}

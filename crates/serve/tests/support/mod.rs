@@ -1,0 +1,336 @@
+//! Common code of the server's tests: a server in this process, and guests that touch their memory.
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "each test binary uses a part of this"
+)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test helper that fails is a test that fails"
+)]
+
+pub mod child;
+
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use pagetide_serve::{Binding, Metrics, Options, Server, Stopper};
+use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, UserRange, Userfaultfd};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use tempfile::TempDir;
+
+pub const PAGE: usize = 4096;
+
+/// The time after which a test counts as hanging. Only a failure reaches it.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Long enough for what must not happen to happen.
+pub const A_WHILE: Duration = Duration::from_millis(300);
+
+/// Whether userfaultfd is usable here; prints the reason if not.
+pub fn has_userfaultfd() -> bool {
+    match Userfaultfd::available() {
+        Ok(_) => true,
+        Err(error @ (OpenError::NotSupported | OpenError::NoPermission { .. })) => {
+            println!("SKIP: {error}");
+            false
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// The content of page `page` of an image.
+pub fn content(page: usize) -> Vec<u8> {
+    let word = |index: usize| (page * 1_000_003 + index * 7 + 1).to_le_bytes();
+    (0..PAGE / 8).flat_map(word).collect()
+}
+
+/// A directory with an image of `pages` pages.
+pub struct Place {
+    pub directory: TempDir,
+}
+
+impl Place {
+    pub fn new(pages: usize) -> Self {
+        let place = Self {
+            directory: tempfile::tempdir().unwrap(),
+        };
+        let bytes: Vec<u8> = (0..pages).flat_map(content).collect();
+        std::fs::write(place.image(), bytes).unwrap();
+        place
+    }
+
+    pub fn image(&self) -> PathBuf {
+        self.directory.path().join("guest.mem")
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.directory.path().join("guest.sock")
+    }
+
+    pub fn working_set(&self) -> PathBuf {
+        self.directory.path().join("guest.mem.working-set")
+    }
+
+    pub fn options(&self) -> Options {
+        Options {
+            bindings: vec![Binding {
+                socket: self.socket(),
+                image: pagetide_sources::Location::Path(self.image()),
+            }],
+            prefetch: false,
+            working_set: pagetide_serve::WorkingSetMode::Off,
+            ..Options::default()
+        }
+    }
+}
+
+/// A server in this process. It is stopped when it is dropped.
+pub struct Running {
+    pub stopper: Stopper,
+    pub metrics: Metrics,
+    thread: Option<JoinHandle<std::io::Result<()>>>,
+}
+
+impl Running {
+    pub fn start(options: Options) -> Self {
+        let server = Server::bind(options).unwrap();
+        Self {
+            stopper: server.stopper(),
+            metrics: server.metrics(),
+            thread: Some(thread::spawn(move || server.run())),
+        }
+    }
+
+    /// Waits until the server ends by itself.
+    pub fn wait(mut self) {
+        let thread = self.thread.take().unwrap();
+        within_patience("the server's end", move || thread.join().unwrap().unwrap());
+    }
+
+    pub fn stop(self) {
+        self.stopper.stop();
+        self.wait();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            self.stopper.stop();
+            self.stopper.stop();
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Runs `work` on a thread, and fails the test if it does not end.
+pub fn within_patience<T: Send + 'static>(
+    what: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    let (send, receive) = mpsc::channel();
+    let thread = thread::spawn(move || {
+        let _ = send.send(work());
+    });
+    match receive.recv_timeout(PATIENCE) {
+        Ok(value) => value,
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("{what}: not within {PATIENCE:?}"),
+        Err(mpsc::RecvTimeoutError::Disconnected) => {
+            thread.join().unwrap();
+            unreachable!("{what}: no value");
+        }
+    }
+}
+
+/// Waits until `condition` holds.
+pub fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < end, "{what}: not within {PATIENCE:?}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Memory of a guest, registered with a userfaultfd, as a VMM has it.
+///
+/// It stays mapped when the guest is dropped: the server may still be poisoning what is missing, and the
+/// kernel lets one userfaultfd of a process install in memory of another, at addresses that were used again.
+pub struct Guest {
+    pub uffd: Userfaultfd,
+    start: usize,
+    bytes: usize,
+    page_bytes: usize,
+}
+
+impl Guest {
+    pub fn new(pages: usize) -> Self {
+        Self::with(pages * PAGE, PAGE, MapFlags::PRIVATE).unwrap()
+    }
+
+    /// Memory of huge pages; `None` if there are none.
+    pub fn huge(bytes: usize) -> Option<Self> {
+        let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
+        Self::with(bytes, 2 << 20, flags)
+    }
+
+    fn with(bytes: usize, page_bytes: usize, flags: MapFlags) -> Option<Self> {
+        let null = std::ptr::null_mut();
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: mmap without MAP_FIXED replaces no other mapping.
+        let start = match unsafe { mmap_anonymous(null, bytes, prot, flags) } {
+            Ok(start) => start as usize,
+            Err(error) => {
+                println!("SKIP: no memory of pages of {page_bytes} bytes: {error}");
+                return None;
+            }
+        };
+        let uffd = Userfaultfd::open(Features::EVENT_REMOVE).unwrap();
+        let range = UserRange {
+            start: start as u64,
+            bytes: bytes as u64,
+        };
+        // SAFETY: the memory is new, belongs to this guest, and stays mapped as long as it; no code
+        // relies on its zeroes.
+        unsafe { uffd.register(range, Mode::Missing) }.unwrap();
+        Some(Self {
+            uffd,
+            start,
+            bytes,
+            page_bytes,
+        })
+    }
+
+    pub fn pages(&self) -> usize {
+        self.bytes / PAGE
+    }
+
+    pub fn address(&self, page: usize) -> usize {
+        self.start + page * PAGE
+    }
+
+    /// The region object of `count` pages from `first` on, at this page of the image.
+    pub fn region(&self, first: usize, count: usize, image_page: usize) -> String {
+        format!(
+            r#"{{"base_host_virt_addr":{},"size":{},"offset":{},"page_size":{},"page_size_kib":{}}}"#,
+            self.address(first),
+            count * PAGE,
+            image_page * PAGE,
+            self.page_bytes,
+            self.page_bytes,
+        )
+    }
+
+    /// Firecracker's message for the whole memory, at the start of the image.
+    pub fn message(&self) -> String {
+        format!("[{}]", self.region(0, self.pages(), 0))
+    }
+
+    /// Connects, and sends the whole message.
+    pub fn connect(&self, socket: &Path) -> UnixStream {
+        let stream = UnixStream::connect(socket).unwrap();
+        send(&stream, self.message().as_bytes(), &[self.uffd.as_fd()]);
+        stream
+    }
+
+    /// Reads a page. Waits as long as the page is missing.
+    pub fn read(&self, page: usize) -> Vec<u8> {
+        read_at(self.address(page))
+    }
+
+    /// Reads a page on a thread, and fails the test if it does not arrive.
+    pub fn check(&self, page: usize, wanted: &[u8]) {
+        let address = self.address(page);
+        let found = within_patience("a page", move || read_at(address));
+        assert!(
+            found == wanted,
+            "page {page} has other content: {:?}",
+            &found[..16]
+        );
+    }
+
+    /// Writes one byte of a page. Waits as long as the page is missing.
+    pub fn write(&self, page: usize, value: u8) {
+        let at = std::ptr::with_exposed_provenance_mut::<u8>(self.address(page));
+        // SAFETY: the page lies in this guest's mapping, which no reference points into.
+        unsafe { at.write_volatile(value) };
+    }
+
+    /// Reads a page on a thread that may never end.
+    pub fn touch(&self, page: usize) -> JoinHandle<Vec<u8>> {
+        let address = self.address(page);
+        thread::spawn(move || read_at(address))
+    }
+
+    /// As a balloon does.
+    pub fn discard(&self, first: usize, count: usize) {
+        let start = std::ptr::with_exposed_provenance_mut(self.address(first));
+        // SAFETY: the pages lie in this guest's mapping, whose content nobody relies on.
+        unsafe { madvise(start, count * PAGE, Advice::LinuxDontNeed) }.unwrap();
+    }
+
+    /// How many of the pages are mapped.
+    pub fn resident(&self) -> usize {
+        let mut map = std::fs::File::open("/proc/self/pagemap").unwrap();
+        let mut entries = vec![0; self.pages() * 8];
+        std::io::Seek::seek(
+            &mut map,
+            std::io::SeekFrom::Start((self.start / PAGE * 8) as u64),
+        )
+        .unwrap();
+        map.read_exact(&mut entries).unwrap();
+        let present = |entry: &[u8]| entry[7] & 0x80 != 0;
+        entries.chunks(8).filter(|entry| present(entry)).count()
+    }
+}
+
+fn read_at(address: usize) -> Vec<u8> {
+    let start = std::ptr::with_exposed_provenance::<u64>(address);
+    let word = |index| {
+        // SAFETY: the page lies in a guest's mapping, which tests keep until their threads have read.
+        unsafe { start.add(index).read_volatile() }.to_ne_bytes()
+    };
+    (0..PAGE / 8).flat_map(word).collect()
+}
+
+/// Sends bytes with descriptors.
+pub fn send(stream: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(descriptors)));
+    }
+    let sent = sendmsg(
+        stream,
+        &[IoSlice::new(bytes)],
+        &mut ancillary,
+        SendFlags::empty(),
+    )
+    .unwrap();
+    (&*stream).write_all(&bytes[sent..]).unwrap();
+}
+
+/// Waits until the server has closed its end.
+pub fn wait_for_end(stream: &UnixStream) {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut buffer = [0; 16];
+    assert_eq!(
+        (&*stream).read(&mut buffer).unwrap(),
+        0,
+        "the server sent something"
+    );
+}
+
+/// Shares a guest with threads.
+pub fn shared(pages: usize) -> Arc<Guest> {
+    Arc::new(Guest::new(pages))
+}
