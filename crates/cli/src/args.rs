@@ -39,6 +39,15 @@ pub(crate) enum Command {
     /// (CONFIG_X86_MPPARSE) and an initrd boots.
     #[command(after_long_help = crate::run::EXAMPLES)]
     Run(crate::run::RunArguments),
+    /// Restore the VMs of Firecracker, and of VMMs that speak its protocol, from snapshots
+    ///
+    /// Listens at Unix sockets. Each VMM that connects sends its memory regions and a userfaultfd; its
+    /// guest runs at once, and each page that it touches is read from the image of that socket. The
+    /// pages that a guest touched are recorded, and fetched ahead of the next guest. Needs neither KVM
+    /// nor a patched kernel, and no privilege beyond reading the images. No guest ever reads zeroes in
+    /// place of content.
+    #[command(after_long_help = crate::serve::EXAMPLES)]
+    Serve(crate::serve::ServeArguments),
     /// Measure something
     #[command(subcommand)]
     Bench(Bench),

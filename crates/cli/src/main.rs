@@ -20,6 +20,7 @@ mod run;
 #[cfg(not(target_arch = "x86_64"))]
 #[path = "run_unavailable.rs"]
 mod run;
+mod serve;
 #[cfg(target_arch = "x86_64")]
 mod terminal;
 
@@ -27,17 +28,14 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
+use indicatif::ProgressBar;
 use tracing_subscriber::EnvFilter;
 
 use args::{Arguments, Bench, Command};
 use failure::{Failure, Unparsable};
+use serve::{AboveLine, LogFormat};
 
 fn main() -> ExitCode {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .init();
     match Arguments::try_parse() {
         Ok(arguments) => run(&arguments).unwrap_or_else(|failure| failure.tell()),
         // Help and the version come this way as well; they are no failures.
@@ -61,7 +59,13 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let line = match &arguments.command {
+        Command::Serve(_) => serve::line(),
+        _ => ProgressBar::hidden(),
+    };
+    log(&arguments.command, &line);
     match &arguments.command {
+        Command::Serve(arguments) => return serve::run(arguments, &line),
         Command::Probe(arguments) => probe::run(arguments)?,
         Command::Run(arguments) => return run::run(arguments),
         Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments)?,
@@ -73,6 +77,23 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Command::Man(arguments) => generated::manual(arguments)?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Sends messages to standard error. A server's life is its messages; other verbs only warn.
+fn log(command: &Command, line: &ProgressBar) {
+    let (level, is_json) = match command {
+        Command::Serve(arguments) => ("info", arguments.log == LogFormat::Json),
+        _ => ("warn", false),
+    };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(AboveLine(line.clone()));
+    if is_json {
+        subscriber.json().flatten_event(true).init();
+    } else {
+        subscriber.init();
+    }
 }
 
 /// Prints to standard output. A reader that has seen enough (`| head`) is no failure.

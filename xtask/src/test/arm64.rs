@@ -31,8 +31,14 @@ const COMPILED: [(&str, &str); 8] = [
     ("bench", "it measures testbed's guests"),
     ("cli", "its benchmarks run testbed's guests; probe runs"),
     ("examples", "they show the same calls on x86_64"),
-    ("serve", "it has nothing of an architecture but its pager, whose tests run"),
-    ("sources", "it reads files, and has nothing of an architecture"),
+    (
+        "serve",
+        "it has nothing of an architecture but its pager, whose tests run",
+    ),
+    (
+        "sources",
+        "it reads files, and has nothing of an architecture",
+    ),
     ("testbed", "its guests are x86-64 code"),
     ("vmm", "its guests and its Linux machine are x86-64's"),
     ("xtask", "the lab runs on x86_64"),

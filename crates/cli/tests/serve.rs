@@ -1,0 +1,224 @@
+//! `pagetide serve` as a process: what it refuses, and how it ends. What it serves is tested by crates/serve.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// Only a failure reaches it.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+struct Place {
+    directory: TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let place = Self {
+            directory: tempfile::tempdir().expect("a temporary directory"),
+        };
+        fs::write(place.path("image"), vec![7; 8192]).expect("a temporary file");
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// `SOCKET=IMAGE`.
+    fn binding(&self) -> String {
+        format!(
+            "{}={}",
+            self.path("socket").display(),
+            self.path("image").display()
+        )
+    }
+
+    fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pagetide"));
+        command
+            .current_dir(self.directory.path())
+            .env_remove("RUST_LOG")
+            .arg("serve")
+            .args(words)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    fn start(&self, words: &[&str]) -> Child {
+        let binding = self.binding();
+        let words = [&[binding.as_str()], words].concat();
+        let child = self.command(&words).spawn().expect("it starts");
+        let socket = self.path("socket");
+        eventually("the socket", || socket.exists());
+        child
+    }
+}
+
+fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < end, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn ended(child: &mut Child) -> ExitStatus {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(status) = child.try_wait().expect("it is a child") {
+            return status;
+        }
+        assert!(Instant::now() < end, "it does not end");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn signal(child: &Child, name: &str) {
+    let pid = child.id().to_string();
+    let sent = Command::new("kill").args(["-s", name, &pid]).status();
+    assert!(sent.expect("kill is there").success());
+}
+
+fn assert_refused(output: &Output, wanted: &str) {
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!(message.contains(wanted), "{wanted:?} is not in {message:?}");
+    assert!(
+        message.starts_with("pagetide: ") && message.lines().count() == 1,
+        "{message:?}"
+    );
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_in_one_line() {
+    let place = Place::new();
+    let binding = place.binding();
+    let missing = format!("{}=/no/such/image", place.path("other").display());
+    let nowhere = format!(
+        "/no/such/directory/socket={}",
+        place.path("image").display()
+    );
+    let cases: [(&[&str], &str); 12] = [
+        (&[], "SOCKET=IMAGE"),
+        (&["socket"], "is not SOCKET=IMAGE"),
+        (
+            &["socket=ftp://host/image"],
+            "no image can be read from ftp://",
+        ),
+        (&[&missing], "/no/such/image does not exist"),
+        (&[&nowhere], "listening at /no/such/directory/socket"),
+        (&[&binding, "--working-set", "maybe"], "--working-set"),
+        (&[&binding, "--prefetch", "yes"], "--prefetch"),
+        (&[&binding, "--on-failure", "panic"], "--on-failure"),
+        (&[&binding, "--fault-around", "3"], "a power of two"),
+        (&[&binding, "--socket-mode", "888"], "a mode such as 660"),
+        (&[&binding, "--metrics", "localhost"], "unix:PATH"),
+        (&[&binding, "--socket-owner", "root"], "UID:GID"),
+    ];
+    for (words, wanted) in cases {
+        let output = place.command(words).output().expect("it starts");
+        assert_refused(&output, wanted);
+        assert!(!place.path("socket").exists(), "{words:?}");
+    }
+}
+
+#[test]
+fn sigterm_ends_it_with_0_and_removes_the_socket() {
+    let place = Place::new();
+    for name in ["TERM", "INT"] {
+        let mut child = place.start(&["--log", "json"]);
+        signal(&child, name);
+        assert_eq!(ended(&mut child).code(), Some(0));
+        assert!(!place.path("socket").exists());
+        let mut messages = String::new();
+        child
+            .stderr
+            .take()
+            .expect("it is piped")
+            .read_to_string(&mut messages)
+            .expect("UTF-8");
+        for line in messages.lines() {
+            let line: serde_json::Value = serde_json::from_str(line).expect("a JSON object");
+            assert!(line["message"].is_string(), "{line}");
+        }
+        assert!(messages.contains("listening"), "{messages}");
+    }
+}
+
+#[test]
+fn a_socket_that_a_killed_server_left_is_used_again() {
+    let place = Place::new();
+    let mut child = place.start(&[]);
+    child.kill().expect("it runs");
+    assert!(!ended(&mut child).success());
+    assert!(place.path("socket").exists());
+    let mut child = place.start(&["--socket-mode", "660"]);
+    eventually("the new socket", || {
+        UnixStream::connect(place.path("socket")).is_ok()
+    });
+    let mode = fs::metadata(place.path("socket"))
+        .expect("it is there")
+        .permissions()
+        .mode();
+    assert_eq!(mode & 0o777, 0o660);
+    // A second server at the same socket.
+    let second = place
+        .command(&[&place.binding()])
+        .output()
+        .expect("it starts");
+    assert_refused(&second, "another process listens");
+    signal(&child, "TERM");
+    assert_eq!(ended(&mut child).code(), Some(0));
+}
+
+fn get(mut stream: impl Read + Write, path: &str) -> String {
+    write!(
+        stream,
+        "GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    )
+    .expect("it listens");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("UTF-8");
+    answer
+}
+
+fn unix(path: &Path) -> UnixStream {
+    eventually("the metrics", || UnixStream::connect(path).is_ok());
+    UnixStream::connect(path).expect("it listens")
+}
+
+#[test]
+fn metrics_are_served_at_a_unix_socket_and_at_a_port() {
+    let place = Place::new();
+    let path = place.path("metrics");
+    let mut child = place.start(&["--metrics", &format!("unix:{}", path.display())]);
+    let answer = get(unix(&path), "/metrics");
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains("pagetide_vms 0"),
+        "{answer}"
+    );
+    assert!(get(unix(&path), "/health").contains("ok"));
+    assert!(get(unix(&path), "/else").starts_with("HTTP/1.1 404"));
+    signal(&child, "TERM");
+    assert_eq!(ended(&mut child).code(), Some(0));
+    assert!(!path.exists());
+
+    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = port.local_addr().expect("it is bound");
+    drop(port);
+    let mut child = place.start(&["--metrics", &address.to_string()]);
+    eventually("the metrics", || TcpStream::connect(address).is_ok());
+    let answer = get(TcpStream::connect(address).expect("it listens"), "/metrics");
+    assert!(answer.contains("pagetide_faults_total 0"), "{answer}");
+    signal(&child, "TERM");
+    assert_eq!(ended(&mut child).code(), Some(0));
+}
