@@ -296,8 +296,9 @@ impl Guest {
 fn read_at(address: usize) -> Vec<u8> {
     let start = std::ptr::with_exposed_provenance::<u64>(address);
     let word = |index| {
-        // SAFETY: the page lies in a guest's mapping, which tests keep until their threads have read.
-        unsafe { start.add(index).read_volatile() }.to_ne_bytes()
+        let at = start.wrapping_add(index);
+        // SAFETY: the page lies in a guest's mapping, which stays until the process ends.
+        unsafe { at.read_volatile() }.to_ne_bytes()
     };
     (0..PAGE / 8).flat_map(word).collect()
 }
