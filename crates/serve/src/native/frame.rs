@@ -109,6 +109,25 @@ impl Decoder {
         self.bytes.len() - self.taken
     }
 
+    /// Whether [`Self::next_frame`] returns a frame or an error without further bytes.
+    pub fn has_frame(&self) -> bool {
+        let rest = self.bytes.get(self.taken..).unwrap_or_default();
+        let mut header = 0;
+        if !self.has_begun {
+            header = MAGIC.len();
+            let here = rest.len().min(header);
+            if rest.get(..here) != MAGIC.get(..here) {
+                return true;
+            }
+        }
+        let Some((length, _)) = rest.get(header..).and_then(<[u8]>::split_first_chunk) else {
+            return false;
+        };
+        let length = usize::try_from(u32::from_le_bytes(*length)).unwrap_or(usize::MAX);
+        let whole = header + HEADER_BYTES + length.min(MAX_PAYLOAD_BYTES);
+        length > MAX_PAYLOAD_BYTES || rest.len() >= whole
+    }
+
     /// Takes the next frame; `None` if it has not arrived as a whole.
     ///
     /// # Errors
@@ -232,9 +251,12 @@ mod tests {
             let mut found = Vec::new();
             for part in bytes_of(&frames).chunks(step) {
                 decoder.push(part);
+                let has_frame = decoder.has_frame();
+                let before = found.len();
                 while let Some(frame) = decoder.next_frame().unwrap() {
                     found.push(frame);
                 }
+                prop_assert_eq!(has_frame, found.len() > before);
             }
             prop_assert_eq!(found, frames);
             prop_assert_eq!(decoder.buffered(), 0);

@@ -1,11 +1,17 @@
 //! Pagetide's own handler protocol, beside Firecracker's at the same sockets.
 //!
 //! `docs/design/native-protocol.md` specifies it. [`frame`] and [`message`] encode and decode, without
-//! I/O.
+//! I/O; [`client`] is a blocking client for VMMs.
 
+pub(crate) mod attach;
+mod attach_error;
+pub mod client;
 mod coding;
 pub mod frame;
 pub mod message;
+pub(crate) mod session;
+pub(crate) mod share;
+mod socket;
 mod wire;
 
 /// The highest version of the protocol that this program knows.

@@ -1,0 +1,204 @@
+//! A connection, from its first byte to the VM's end.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+
+use super::control::Control;
+use super::{Common, End, Link, TICK, Vm, VmError, chain, kill};
+use crate::handshake::VmRegion;
+use crate::image::ServedImage;
+use crate::metrics::Totals;
+use crate::native::attach::{AttachError, AttachedRegion, Beginning, Memory};
+use crate::native::message::{MAX_DESCRIPTORS, Message};
+use crate::native::session::{Session, SessionError};
+use crate::options::OnFailure;
+use crate::peer::Peer;
+use crate::receive::{First, ReceiveError, Received};
+
+/// Serves the VM at the other end of `stream` until it has gone, or the server ends. Logs its life in one
+/// line.
+pub(crate) fn run(
+    common: &Common,
+    image: &Arc<ServedImage>,
+    socket: &str,
+    number: u64,
+    stream: &UnixStream,
+) {
+    let begun = Instant::now();
+    let peer = match Peer::of(stream) {
+        Ok(peer) => peer,
+        Err(error) => {
+            tracing::error!(vm = number, socket, %error, "the VMM's process is unknown: refused");
+            return;
+        }
+    };
+    let mut received = Received::default();
+    let served = serve(common, image, &peer, stream, &mut received);
+    let seconds = begun.elapsed().as_secs_f64();
+    let (pid, uid, name) = (peer.pid, peer.uid, image.image.name());
+    match served {
+        Ok((end, totals, memory_bytes)) => tracing::info!(
+            vm = number,
+            socket,
+            pid,
+            uid,
+            image = name,
+            memory_bytes,
+            seconds,
+            faults = totals.faults,
+            pages_for_faults = totals.pages_for_faults,
+            pages_ahead = totals.pages_ahead,
+            requests = totals.requests,
+            failed_requests = totals.failed_requests,
+            %end,
+            "VM ended"
+        ),
+        Err(
+            VmError::Receive(ReceiveError::Ended { bytes: 0 }) | VmError::Attach(AttachError::Left),
+        ) => {
+            tracing::debug!(vm = number, socket, pid, "a client connected and left");
+        }
+        Err(error) => {
+            common.metrics.count(|totals| totals.vms_refused = 1);
+            tracing::error!(
+                vm = number,
+                socket,
+                pid,
+                uid,
+                image = name,
+                error = &error as &dyn std::error::Error,
+                "VM refused"
+            );
+            refuse(common, &peer, stream);
+        }
+    }
+    // Only now: the descriptor may be the last one, and the guest's missing pages must not read as zeroes.
+    drop(received);
+}
+
+/// Tells the VMM that it is not served, and keeps its descriptor open until it has gone.
+fn refuse(common: &Common, peer: &Peer, stream: &UnixStream) {
+    if common.options.on_failure == OnFailure::Kill {
+        kill(common, peer);
+    }
+    let _ = stream.shutdown(std::net::Shutdown::Write);
+    let _ = stream.set_nonblocking(true);
+    while !common.stopper.is_stopping() && !is_closed(stream) {
+        let timeout = rustix::event::Timespec::try_from(TICK).ok();
+        let mut polled = [rustix::event::PollFd::new(
+            stream,
+            rustix::event::PollFlags::IN,
+        )];
+        if rustix::event::poll(&mut polled, timeout.as_ref()).is_err() {
+            return;
+        }
+    }
+}
+
+/// Whether the VMM has closed its end. What it sends is dropped: the protocol has nothing after the first
+/// message.
+pub(super) fn is_closed(stream: &UnixStream) -> bool {
+    use std::io::Read;
+    let mut dropped = [0; 4096];
+    // Not for ever, if it keeps sending.
+    for _ in 0..16 {
+        match (&*stream).read(&mut dropped) {
+            Ok(0) => return true,
+            Ok(_) => {}
+            Err(error) => {
+                return !matches!(
+                    error.kind(),
+                    std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted
+                );
+            }
+        }
+    }
+    false
+}
+
+fn serve(
+    common: &Common,
+    image: &Arc<ServedImage>,
+    peer: &Peer,
+    stream: &UnixStream,
+    received: &mut Received,
+) -> Result<(End, Totals, u64), VmError> {
+    let stopping = || common.stopper.is_stopping();
+    let first = received.receive(stream, common.options.handshake_limit, stopping)?;
+    let described = match first {
+        First::Native => return serve_native(common, image, peer, stream, received),
+        First::Firecracker(described) => described,
+    };
+    let descriptor = received.descriptors.first().map(OwnedFd::try_clone);
+    let Some(Ok(descriptor)) = descriptor else {
+        return Err(ReceiveError::Descriptors { count: 0 }.into());
+    };
+    // The VMM's own features are unknown. Events that it did not ask for never come, and being ready for
+    // them costs a lock.
+    let features = Features::EVENT_REMOVE
+        | Features::EVENT_UNMAP
+        | Features::EVENT_REMAP
+        | Features::EVENT_FORK
+        | Features::POISON;
+    let uffd = Arc::new(Userfaultfd::adopt(descriptor, features).map_err(ReceiveError::from)?);
+    let attach = |region: VmRegion| AttachedRegion {
+        region,
+        memory: Memory::Missing,
+        uffd: Arc::clone(&uffd),
+        maps: Vec::new(),
+    };
+    let attached = described.into_iter().map(attach).collect();
+    let mut vm = Vm::new(common, image, peer, attached, false)?;
+    let end = vm.run(&mut Link::Plain(stream))?;
+    let (totals, bytes) = (vm.end(end)?, vm.memory_bytes);
+    Ok((end, totals, bytes))
+}
+
+/// The same for a VMM that speaks the native protocol.
+fn serve_native(
+    common: &Common,
+    image: &Arc<ServedImage>,
+    peer: &Peer,
+    stream: &UnixStream,
+    received: &mut Received,
+) -> Result<(End, Totals, u64), VmError> {
+    let arrived = std::mem::take(&mut received.descriptors);
+    let is_too_many = received.is_cut || arrived.len() > MAX_DESCRIPTORS;
+    let mut session = Session::new(stream, &received.message, arrived);
+    let kept = &mut received.descriptors;
+    let beginning = Beginning::new(&mut session, image, &common.metrics, kept);
+    let attached = match is_too_many {
+        true => beginning.refuse(SessionError::Descriptors),
+        false => beginning.attach(common.options.handshake_limit, || {
+            common.stopper.is_stopping()
+        }),
+    }?;
+    let (id, count) = (attached.id, attached.regions.len());
+    let mut vm = match Vm::new(common, image, peer, attached.regions, true) {
+        Ok(vm) => vm,
+        Err(error) => {
+            let (code, text) = (error.code(), chain(&error));
+            session.answer(id, &Message::Refused { code, text });
+            session.flush();
+            return Err(error);
+        }
+    };
+    let mut control = Box::new(Control::new(session, attached.shared));
+    control.attached(id, count, &vm);
+    let mut link = Link::Native(control);
+    let end = vm.run(&mut link)?;
+    if end != End::Complete && link.is_drained() {
+        vm.release();
+    }
+    let (totals, bytes) = (vm.end(end)?, vm.memory_bytes);
+    drop(vm);
+    received.descriptors.clear();
+    if let Link::Native(mut control) = link {
+        control.leave();
+    }
+    Ok((end, totals, bytes))
+}
