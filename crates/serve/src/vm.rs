@@ -308,6 +308,11 @@ impl Vm<'_> {
                 self.report(serving.counters());
                 return Ok(end);
             }
+            if let Link::Native(control) = link
+                && control.is_busy()
+            {
+                next_tick = next_tick.min(Instant::now() + control::SOON);
+            }
             if Instant::now() >= next_tick {
                 self.report(serving.counters());
                 let now = Instant::now();
@@ -318,10 +323,8 @@ impl Vm<'_> {
                 }
                 self.prefetch_when_quiet()?;
                 next_tick = Instant::now() + TICK;
-                if let Link::Native(control) = link
-                    && let Some(soon) = control.tick(self)?
-                {
-                    next_tick = Instant::now() + soon;
+                if let Link::Native(control) = link {
+                    control.tick(self)?;
                 }
                 if let Some(deadline) = drain_until {
                     next_tick = Instant::now() + Duration::from_millis(20);

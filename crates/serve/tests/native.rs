@@ -88,6 +88,34 @@ fn a_drained_guest_is_complete_without_its_server() {
     assert_eq!(guest.read(3), vec![0; PAGE]);
 }
 
+/// Until content is there, a drain goes on.
+#[test]
+fn a_drain_waits_for_content_that_is_unavailable() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let running = Running::start(place.options());
+    let guest = Guest::new(64);
+    let mut client = attached(&guest, &place.socket());
+    let bytes = std::fs::read(place.image()).unwrap();
+    let file = std::fs::File::options().write(true).open(place.image());
+    let file = file.unwrap();
+    file.set_len(32 * PAGE as u64).unwrap();
+    let draining = std::thread::spawn(move || {
+        let mut seen = Vec::new();
+        let drained = client.drain(|present, _| seen.push(present)).unwrap();
+        (drained, seen)
+    });
+    eventually("the stall", || running.metrics.totals().stalls > 0);
+    assert!(!draining.is_finished());
+    file.write_all_at(&bytes, 0).unwrap();
+    let (drained, seen) = within_patience("the drain", move || draining.join().unwrap());
+    assert_eq!(drained.present, 64);
+    assert!(seen.contains(&32), "{seen:?}");
+    assert_eq!(guest.resident(), 64);
+}
+
 #[test]
 fn a_working_set_is_recorded_saved_and_replayed_on_request() {
     if !has_userfaultfd() {
@@ -201,7 +229,7 @@ fn memfds_that_endanger_the_server_are_refused() {
     let attach = attach_of(&guest, vec![huge]);
     let result = connect(&place.socket()).attach(&attach, &descriptors);
     assert_eq!(code(result), RefusedCode::Unsupported);
-    assert_eq!(running.metrics.totals().vms_refused, 7);
+    eventually("the count", || running.metrics.totals().vms_refused == 7);
 }
 
 /// 16 clones that only read have one copy of the image, in the memfd.
@@ -425,7 +453,10 @@ fn page_maps_that_do_not_fit_are_refused() {
         let sent = client.resume_from(parts);
         let attach = attach_of(&guest, vec![region(&guest)]);
         let result = sent.and_then(|()| client.attach(&attach, &[guest.uffd.as_fd()]));
+        let text = result.as_ref().unwrap_err().to_string();
         assert_eq!(code(result), RefusedCode::PageMap, "maps {index}");
+        let is_bound = text.contains("more than 16777216 bytes");
+        assert_eq!(is_bound, index == 4, "{text}");
     }
 }
 

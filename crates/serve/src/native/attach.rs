@@ -88,18 +88,18 @@ impl<'s, 'a> Beginning<'s, 'a> {
         }
     }
 
-    /// Serves the connection until it attaches, for at most `limit`. An error was answered; `id` is then
-    /// the last request's.
+    /// Serves the connection until it attaches, for at most `limit` since `begun`. An error was answered.
     ///
     /// # Errors
     /// [`AttachError`].
     pub(crate) fn attach(
         mut self,
+        begun: Instant,
         limit: Duration,
         stopping: impl Fn() -> bool,
     ) -> Result<Attachment, AttachError> {
         let mut id = 0;
-        let attached = self.run(limit, stopping, &mut id);
+        let attached = self.run(begun, limit, stopping, &mut id);
         if let Err(error) = &attached {
             // The userfaultfds that have arrived stay open until the client has gone.
             let arrived = self.session.take_descriptors();
@@ -128,11 +128,12 @@ impl<'s, 'a> Beginning<'s, 'a> {
 
     fn run(
         &mut self,
+        begun: Instant,
         limit: Duration,
         stopping: impl Fn() -> bool,
         id: &mut u32,
     ) -> Result<Attachment, AttachError> {
-        let end = Instant::now() + limit;
+        let end = begun + limit;
         loop {
             while let Some(arrived) = self.session.next()? {
                 *id = arrived.id;

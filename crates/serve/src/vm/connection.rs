@@ -128,9 +128,10 @@ fn serve(
     received: &mut Received,
 ) -> Result<(End, Totals, u64), VmError> {
     let stopping = || common.stopper.is_stopping();
+    let begun = Instant::now();
     let first = received.receive(stream, common.options.handshake_limit, stopping)?;
     let described = match first {
-        First::Native => return serve_native(common, image, peer, stream, received),
+        First::Native => return serve_native(common, image, peer, stream, received, begun),
         First::Firecracker(described) => described,
     };
     let descriptor = received.descriptors.first().map(OwnedFd::try_clone);
@@ -165,6 +166,7 @@ fn serve_native(
     peer: &Peer,
     stream: &UnixStream,
     received: &mut Received,
+    begun: Instant,
 ) -> Result<(End, Totals, u64), VmError> {
     let arrived = std::mem::take(&mut received.descriptors);
     let is_too_many = received.is_cut || arrived.len() > MAX_DESCRIPTORS;
@@ -173,7 +175,8 @@ fn serve_native(
     let beginning = Beginning::new(&mut session, image, &common.metrics, kept);
     let attached = match is_too_many {
         true => beginning.refuse(SessionError::Descriptors),
-        false => beginning.attach(common.options.handshake_limit, || {
+        // From the connection on, however slowly its first bytes have come.
+        false => beginning.attach(begun, common.options.handshake_limit, || {
             common.stopper.is_stopping()
         }),
     }?;

@@ -21,7 +21,7 @@ use crate::working_set::{WorkingSet, WorkingSetError};
 const REQUESTS_AT_ONCE: usize = 16;
 
 /// The time between two looks at a drain, or at work on another thread.
-const SOON: Duration = Duration::from_millis(20);
+pub(super) const SOON: Duration = Duration::from_millis(20);
 
 /// The least time between two reports of a drain's progress.
 const PROGRESS: Duration = Duration::from_millis(100);
@@ -366,8 +366,13 @@ impl<'a> Control<'a> {
         Ok(None)
     }
 
-    /// Looks at what was left to do. Returns when to look again, if sooner than usual.
-    pub(super) fn tick(&mut self, vm: &mut Vm<'_>) -> Result<Option<Duration>, VmError> {
+    /// Whether something was left to do, at which to look soon.
+    pub(super) fn is_busy(&self) -> bool {
+        self.work.is_some() || self.drain.is_some()
+    }
+
+    /// Looks at what was left to do.
+    pub(super) fn tick(&mut self, vm: &mut Vm<'_>) -> Result<(), VmError> {
         self.end_work(vm)?;
         if let Some(drain) = &mut self.drain {
             let Progress {
@@ -389,8 +394,7 @@ impl<'a> Control<'a> {
             }
         }
         self.session.flush();
-        let is_waiting = self.work.is_some() || self.drain.is_some();
-        Ok(is_waiting.then_some(SOON))
+        Ok(())
     }
 
     fn end_work(&mut self, vm: &mut Vm<'_>) -> Result<(), VmError> {
