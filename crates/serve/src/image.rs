@@ -19,7 +19,6 @@ pub(crate) struct ServedImage {
 }
 
 struct WorkingSetFile {
-    mode: WorkingSetMode,
     path: Option<PathBuf>,
     /// Held while the file is read, merged and written.
     access: Mutex<()>,
@@ -77,7 +76,6 @@ impl ServedImage {
             image,
             source,
             working_set: WorkingSetFile {
-                mode: options.working_set,
                 path,
                 access: Mutex::new(()),
             },
@@ -85,9 +83,8 @@ impl ServedImage {
     }
 
     /// What a VM that starts now does.
-    pub(crate) fn working_set_plan(&self) -> WorkingSetPlan {
-        let WorkingSetFile { mode, path, .. } = &self.working_set;
-        let Some(path) = path else {
+    pub(crate) fn working_set_plan(&self, mode: WorkingSetMode) -> WorkingSetPlan {
+        let Some(path) = &self.working_set.path else {
             return WorkingSetPlan::Nothing;
         };
         match mode {
@@ -95,7 +92,7 @@ impl ServedImage {
             WorkingSetMode::Record => WorkingSetPlan::Record,
             WorkingSetMode::Auto | WorkingSetMode::Replay => match self.load(path) {
                 Some(set) => WorkingSetPlan::Replay(set),
-                None if *mode == WorkingSetMode::Auto => WorkingSetPlan::Record,
+                None if mode == WorkingSetMode::Auto => WorkingSetPlan::Record,
                 None => {
                     tracing::error!(path = %path.display(), "there is no working set of this image to replay");
                     WorkingSetPlan::Nothing

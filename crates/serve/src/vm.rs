@@ -93,7 +93,7 @@ impl fmt::Display for End {
 
 /// What all VMs of a server share.
 pub(crate) struct Common {
-    pub(crate) options: Options,
+    pub(crate) options: Arc<Options>,
     pub(crate) metrics: Metrics,
     pub(crate) stopper: Stopper,
 }
@@ -298,7 +298,7 @@ impl<'a> Vm<'a> {
         pager.on_notice(move |notice| {
             let _ = send.send(notice.clone());
         });
-        let plan = image.working_set_plan();
+        let plan = image.working_set_plan(common.options.working_set);
         let recorder = match plan {
             WorkingSetPlan::Record => Some(Arc::new(Recorder::new())),
             WorkingSetPlan::Nothing | WorkingSetPlan::Replay(_) => None,

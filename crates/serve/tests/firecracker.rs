@@ -349,7 +349,7 @@ fn a_working_set_is_recorded_and_replayed() {
     let pages: Vec<usize> = set
         .touches
         .iter()
-        .map(|touch| touch.page.0 as usize)
+        .map(|touch| usize::try_from(touch.page.0).unwrap())
         .collect();
     assert_eq!(pages, touched, "in the order of their touches");
     let second = run(false);
