@@ -1,5 +1,6 @@
 //! Adding a region. All refusals happen here, before a guest runs on the region.
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -76,7 +77,10 @@ impl Pager {
                 return Err(AddError::PoisonOutside { range: lost });
             }
         }
-        let map = PageMap::new(pages)?;
+        let map = match &config.map_file {
+            Some(kept) => PageMap::in_file(kept.file.as_fd(), kept.offset_bytes, pages)?,
+            None => PageMap::new(pages)?,
+        };
         if let Some(image) = &config.resume_from {
             map.import(image)?;
         }

@@ -1,6 +1,7 @@
 //! The configuration of a region that is added to a pager.
 
 use std::num::NonZeroU32;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -122,6 +123,13 @@ pub(crate) enum Memory {
     },
 }
 
+/// The bytes of a file that hold a page map.
+#[derive(Debug)]
+pub(crate) struct MapFile {
+    pub(crate) file: Arc<OwnedFd>,
+    pub(crate) offset_bytes: u64,
+}
+
 /// A region of memory to page, and its options.
 #[derive(Debug)]
 pub struct RegionConfig {
@@ -134,6 +142,7 @@ pub struct RegionConfig {
     pub(crate) retry: RetryPolicy,
     pub(crate) poison: PoisonMap,
     pub(crate) resume_from: Option<PageMapImage>,
+    pub(crate) map_file: Option<MapFile>,
     pub(crate) trusts_existing: bool,
     pub(crate) mapper: Option<MapperConfig>,
     pub(crate) observer: Option<ObserverConfig>,
@@ -183,6 +192,7 @@ impl RegionConfig {
             retry: RetryPolicy::default(),
             poison: PoisonMap::new(),
             resume_from: None,
+            map_file: None,
             trusts_existing: false,
             mapper: None,
             observer: None,
@@ -318,6 +328,16 @@ impl RegionConfig {
     #[must_use]
     pub fn resume_from(mut self, image: PageMapImage) -> Self {
         self.resume_from = Some(image);
+        self
+    }
+
+    /// Keeps the page map in a memfd, from `offset_bytes` on (a multiple of 4096), one byte for each page,
+    /// so that a successor can continue if this process dies ([`PageMap::in_file`]).
+    ///
+    /// [`PageMap::in_file`]: pagetide_memory::PageMap::in_file
+    #[must_use]
+    pub fn page_map_in(mut self, file: Arc<OwnedFd>, offset_bytes: u64) -> Self {
+        self.map_file = Some(MapFile { file, offset_bytes });
         self
     }
 
