@@ -123,11 +123,11 @@ pub(crate) enum Memory {
     },
 }
 
-/// The bytes of a file that hold a page map.
+/// The file that keeps messages and page maps for a successor.
 #[derive(Debug)]
 pub(crate) struct MapFile {
     pub(crate) file: Arc<OwnedFd>,
-    pub(crate) offset_bytes: u64,
+    pub(crate) map_offset: u64,
 }
 
 /// A region of memory to page, and its options.
@@ -331,13 +331,19 @@ impl RegionConfig {
         self
     }
 
-    /// Keeps the page map in a memfd, from `offset_bytes` on (a multiple of 4096), one byte for each page,
-    /// so that a successor can continue if this process dies ([`PageMap::in_file`]).
+    /// Keeps what a successor needs if this process dies in a memfd that is sealed against shrinking:
+    /// the messages of a foreign region's userfaultfd in the first 4096 bytes
+    /// ([`EventBuffer::in_file`]), which the regions of one userfaultfd share, and the region's page map
+    /// from `map_offset` on (a multiple of 4096, at least 4096), one byte for each page
+    /// ([`PageMap::in_file`]).
     ///
+    /// A successor adds its regions with the same file, and calls [`crate::Pager::recover`].
+    ///
+    /// [`EventBuffer::in_file`]: pagetide_uapi::userfaultfd::EventBuffer::in_file
     /// [`PageMap::in_file`]: pagetide_memory::PageMap::in_file
     #[must_use]
-    pub fn page_map_in(mut self, file: Arc<OwnedFd>, offset_bytes: u64) -> Self {
-        self.map_file = Some(MapFile { file, offset_bytes });
+    pub fn kept_in(mut self, file: Arc<OwnedFd>, map_offset: u64) -> Self {
+        self.map_file = Some(MapFile { file, map_offset });
         self
     }
 
