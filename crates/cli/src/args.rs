@@ -48,6 +48,9 @@ pub(crate) enum Command {
     /// place of content.
     #[command(after_long_help = crate::serve::EXAMPLES)]
     Serve(crate::serve::ServeArguments),
+    /// Keep VMs for `pagetide serve --state`, which starts this
+    #[command(hide = true)]
+    Keep(crate::serve::KeepArguments),
     /// Measure something
     #[command(subcommand)]
     Bench(Bench),

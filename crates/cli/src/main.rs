@@ -66,6 +66,7 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     log(&arguments.command, &line);
     match &arguments.command {
         Command::Serve(arguments) => return serve::run(arguments, &line),
+        Command::Keep(arguments) => serve::keep(arguments)?,
         Command::Probe(arguments) => probe::run(arguments)?,
         Command::Run(arguments) => return run::run(arguments),
         Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments)?,

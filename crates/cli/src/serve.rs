@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use pagetide_serve::{
-    Binding, Exporter, Metrics, MetricsAddress, OnFailure, Options, Server, StartError, Stopper,
-    WorkingSetMode,
+    Binding, Exporter, Metrics, MetricsAddress, OnFailure, Options, Server, StartError,
+    StateOptions, Stopper, WorkingSetMode,
 };
 use sd_notify::NotifyState;
 use serde::{Deserialize, Deserializer};
@@ -154,6 +154,11 @@ struct Settings {
     #[serde(deserialize_with = "from_text")]
     socket_owner: Option<SocketOwner>,
 
+    /// Keep VMs for a successor in this directory: after SIGTERM or `kill -9`, a server that starts with the
+    /// same directory goes on with them. Until then, guests that touch missing pages wait
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
+
     /// VMs at one time at most [default: 4096]
     #[arg(long, value_name = "COUNT")]
     max_vms: Option<usize>,
@@ -238,6 +243,7 @@ impl Settings {
             on_failure: mine.on_failure.or(other.on_failure),
             socket_mode: mine.socket_mode.or(other.socket_mode),
             socket_owner: mine.socket_owner.or(other.socket_owner),
+            state: mine.state.or(other.state),
             max_vms: mine.max_vms.or(other.max_vms),
             sockets: other.sockets,
         }
@@ -278,6 +284,9 @@ impl ServeArguments {
             }
         };
         let mut options = settings.options();
+        if let Some(directory) = &settings.state {
+            options.state = Some(state(directory).map_err(Failure::failed)?);
+        }
         options.once = self.once;
         options.bindings.clone_from(&self.bindings);
         for (socket, image) in &settings.sockets {
@@ -289,6 +298,27 @@ impl ServeArguments {
         check(&options).map_err(Failure::bad_input)?;
         Ok((options, settings.metrics))
     }
+}
+
+/// The keeper is this program, with another verb.
+fn state(directory: &Path) -> io::Result<StateOptions> {
+    let program = std::env::current_exe()?;
+    Ok(StateOptions {
+        directory: directory.into(),
+        keeper: vec![program.into(), "keep".into(), directory.into()],
+    })
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct KeepArguments {
+    /// The directory of the state
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+}
+
+/// The keeper's process.
+pub(crate) fn keep(arguments: &KeepArguments) -> Result<(), Failure> {
+    pagetide_serve::keep(&arguments.directory).map_err(Failure::failed)
 }
 
 fn check(options: &Options) -> Result<(), NotA> {
@@ -364,7 +394,7 @@ fn obey_signals(mut signals: Signals, arguments: &ServeArguments, stopper: &Stop
         match arguments.options() {
             Ok((options, _)) => stopper.reload(options),
             Err(failure) => {
-                tracing::error!(error = %failure, "SIGHUP: the options stay as they are")
+                tracing::error!(error = %failure, "SIGHUP: the options stay as they are");
             }
         }
     }

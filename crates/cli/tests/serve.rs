@@ -200,7 +200,7 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
     let (first, second) = (place.path("first"), place.path("second"));
     let image = place.path("image");
     let sockets = |sockets: &[&Path]| {
-        let line = |socket: &&Path| format!("{:?} = {:?}\n", socket, image);
+        let line = |socket: &&Path| format!("{socket:?} = {image:?}\n");
         format!(
             "[sockets]\n{}",
             sockets.iter().map(line).collect::<String>()

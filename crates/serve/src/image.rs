@@ -13,6 +13,7 @@ use crate::working_set::{Touch, WorkingSet, WorkingSetError};
 
 /// An image that is open, with the threads that read it.
 pub(crate) struct ServedImage {
+    pub(crate) location: Location,
     pub(crate) image: Arc<dyn GuestImage>,
     pub(crate) source: Arc<dyn Source>,
     working_set: WorkingSetFile,
@@ -73,6 +74,7 @@ impl ServedImage {
             },
         )?;
         Ok(Self {
+            location: location.clone(),
             image,
             source,
             working_set: WorkingSetFile {

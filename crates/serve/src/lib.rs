@@ -32,6 +32,7 @@ mod peer;
 mod receive;
 mod recorder;
 mod server;
+mod state;
 mod vm;
 mod working_set;
 
@@ -41,4 +42,5 @@ pub use metrics::{Metrics, Totals};
 pub use options::{Binding, OnFailure, Options, ParseBindingError, WorkingSetMode};
 pub use receive::ReceiveError;
 pub use server::{Server, StartError, Stopper};
+pub use state::{StateError, StateOptions, keep};
 pub use working_set::{FormatError, Touch, WorkingSet, WorkingSetError};

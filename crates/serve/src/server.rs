@@ -20,7 +20,8 @@ use crate::image::ServedImage;
 use crate::listener::{ListenError, Listener};
 use crate::metrics::Metrics;
 use crate::options::Options;
-use crate::vm::{Common, run};
+use crate::state::{KeptVm, State, StateError};
+use crate::vm::{Client, Common, run};
 
 /// The time in which guests are still drained after a stop. A server ends within 5 s of SIGTERM, and the
 /// rest is for poisoning what is missing.
@@ -53,6 +54,9 @@ pub enum StartError {
     /// A socket could not be bound.
     #[error(transparent)]
     Listen(#[from] ListenError),
+    /// The VMs of a former server cannot be taken over.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// The kernel refused a descriptor.
     #[error("creating the server's descriptors")]
     Descriptor(#[source] Errno),
@@ -164,6 +168,10 @@ pub struct Server {
     vms: Arc<AtomicUsize>,
     /// Notified when a VM has ended.
     ended: OwnedFd,
+    /// VMs that a former server has left.
+    kept: Vec<KeptVm>,
+    /// The greatest number of these.
+    first_number: u64,
 }
 
 impl Server {
@@ -184,10 +192,18 @@ impl Server {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ended = eventfd(0, flags).map_err(StartError::Descriptor)?;
         let stopper = Stopper::new().map_err(StartError::Descriptor)?;
+        let (state, kept) = match &options.state {
+            None => (None, Vec::new()),
+            Some(state) => {
+                let (state, kept) = State::open(state)?;
+                (Some(Arc::new(state)), kept)
+            }
+        };
         let common = Common {
             options: Arc::default(),
             metrics: Metrics::default(),
             stopper,
+            state,
         };
         let mut server = Self {
             common: Arc::new(common),
@@ -195,6 +211,8 @@ impl Server {
             bound: Vec::new(),
             vms: Arc::default(),
             ended,
+            first_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
+            kept,
         };
         let inherited = inherited
             .into_iter()
@@ -254,6 +272,7 @@ impl Server {
             options: Arc::new(options),
             metrics: self.common.metrics.clone(),
             stopper: self.common.stopper.clone(),
+            state: self.common.state.clone(),
         });
         Ok(())
     }
@@ -274,6 +293,7 @@ impl Server {
     /// The kernel's error, if waiting for connections fails. The VMs that are there have then ended.
     pub fn run(mut self) -> io::Result<()> {
         let mut threads = Vec::new();
+        self.resume_kept(&mut threads);
         let result = self.accept_all(&mut threads);
         if !self.common.stopper.is_stopping() {
             self.common.stopper.stop();
@@ -285,7 +305,55 @@ impl Server {
             // A panic was logged by the thread.
             let _ = thread.join();
         }
+        if let Some(state) = &self.common.state {
+            state.end();
+        }
         result
+    }
+
+    /// Goes on with the VMs of a former server.
+    fn resume_kept(&mut self, threads: &mut Vec<JoinHandle<()>>) {
+        for kept in std::mem::take(&mut self.kept) {
+            let image = self.image_of(&kept);
+            let (vm, socket) = (kept.id, kept.description.socket.clone());
+            match image {
+                Ok(image) => {
+                    tracing::info!(vm, socket, "going on with a VM of a former server");
+                    let stream = kept.stream.try_clone();
+                    match stream {
+                        Ok(stream) => {
+                            let kept = Some(kept);
+                            let client = Client {
+                                number: vm,
+                                socket,
+                                stream,
+                                kept,
+                            };
+                            self.start(image, client, threads);
+                        }
+                        Err(error) => {
+                            tracing::error!(vm, %error, "a VM of a former server stays asleep");
+                        }
+                    }
+                }
+                Err(error) => tracing::error!(
+                    vm,
+                    socket,
+                    error = &*error,
+                    "a VM of a former server stays asleep"
+                ),
+            }
+        }
+    }
+
+    fn image_of(&mut self, kept: &KeptVm) -> Result<Arc<ServedImage>, Box<dyn std::error::Error>> {
+        let location: Location = kept.description.image.parse()?;
+        if let Some(image) = self.images.get(&location) {
+            return Ok(Arc::clone(image));
+        }
+        let image = open_image(&location, &self.common.options, &self.common.metrics)?;
+        self.images.insert(location, Arc::clone(&image));
+        Ok(image)
     }
 
     fn accept_all(&mut self, threads: &mut Vec<JoinHandle<()>>) -> io::Result<()> {
@@ -377,19 +445,31 @@ impl Server {
             return;
         }
         *accepted += 1;
-        let number = *accepted;
+        // Not the number of a VM that a former server has left.
+        let number = *accepted + self.first_number;
         self.common.metrics.count(|totals| totals.vms_accepted = 1);
+        let client = Client {
+            number,
+            socket,
+            stream,
+            kept: None,
+        };
+        self.start(Arc::clone(&bound.image), client, threads);
+    }
+
+    /// Starts a VM's thread.
+    fn start(&self, image: Arc<ServedImage>, client: Client, threads: &mut Vec<JoinHandle<()>>) {
         self.vms.fetch_add(1, Ordering::AcqRel);
-        let (common, image) = (Arc::clone(&self.common), Arc::clone(&bound.image));
+        let common = Arc::clone(&self.common);
         let ending = Ending {
             vms: Arc::clone(&self.vms),
             ended: self.ended.try_clone().ok(),
         };
         let thread = Builder::new()
-            .name(format!("pt-vm-{number}"))
+            .name(format!("pt-vm-{}", client.number))
             .spawn(move || {
                 let _ending = ending;
-                run(&common, &image, &socket, number, &stream);
+                run(&common, &image, client);
             });
         match thread {
             Ok(thread) => threads.push(thread),

@@ -1,6 +1,7 @@
 //! One VM: from the connection of its VMM to its end, on a thread of its own.
 
 use std::fmt;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ use crate::peer::Peer;
 use crate::receive::{ReceiveError, Received};
 use crate::recorder::Recorder;
 use crate::server::Stopper;
+use crate::state::{Description, KeptRegion, KeptVm, State, map_file};
 
 /// The longest time between two looks at deadlines and counts.
 const TICK: Duration = Duration::from_millis(500);
@@ -62,6 +64,18 @@ pub(crate) enum VmError {
     /// The descriptors of the pager failed.
     #[error(transparent)]
     Serve(#[from] ServeError),
+    /// The VM could not be kept for a successor.
+    #[error("keeping the VM for a successor of this server")]
+    Keep(#[source] io::Error),
+    /// The image is another one than the VM was restored from.
+    #[error("the image {image} is another one than the VM was restored from")]
+    OtherImage {
+        /// The image.
+        image: String,
+    },
+    /// What a former server has left makes no sense.
+    #[error("a former server has left a VM whose regions make no sense")]
+    OtherState,
     /// Waiting for the VM's descriptors failed.
     #[error("waiting for the VM's descriptors")]
     Wait(#[source] Errno),
@@ -78,6 +92,8 @@ pub(crate) enum End {
     FailedClosed,
     /// The VMM was killed because content was unavailable.
     Killed,
+    /// The server ends, and a successor may go on.
+    HandedOver,
 }
 
 impl fmt::Display for End {
@@ -87,6 +103,7 @@ impl fmt::Display for End {
             Self::Complete => "complete",
             Self::FailedClosed => "failed closed",
             Self::Killed => "killed",
+            Self::HandedOver => "handed over",
         })
     }
 }
@@ -96,6 +113,8 @@ pub(crate) struct Common {
     pub(crate) options: Arc<Options>,
     pub(crate) metrics: Metrics,
     pub(crate) stopper: Stopper,
+    /// Where VMs are kept for a successor.
+    pub(crate) state: Option<Arc<State>>,
 }
 
 /// The content beyond the end of an image: there is none.
@@ -135,6 +154,7 @@ struct Vm<'a> {
     stalled: Vec<(RegionId, Instant)>,
     replayed_pages: u64,
     reported: Totals,
+    keeping: Option<Keeping>,
 }
 
 /// A region of the pager, and its place in the image.
@@ -146,16 +166,27 @@ struct PagedRange {
     page_size: PageSize,
 }
 
-/// Serves the VM at the other end of `stream` until it has gone, or the server ends. Logs its life in one
-/// line.
-pub(crate) fn run(
-    common: &Common,
-    image: &ServedImage,
-    socket: &str,
-    number: u64,
-    stream: &UnixStream,
-) {
+/// A VM's connection.
+pub(crate) struct Client {
+    pub(crate) number: u64,
+    /// The socket's path.
+    pub(crate) socket: String,
+    pub(crate) stream: UnixStream,
+    /// What a former server has left of the VM.
+    pub(crate) kept: Option<KeptVm>,
+}
+
+/// Serves a VM until it has gone, or the server ends. Logs its life in one line.
+pub(crate) fn run(common: &Common, image: &ServedImage, mut client: Client) {
     let begun = Instant::now();
+    let kept = client.kept.take();
+    let Client {
+        number,
+        socket,
+        stream,
+        ..
+    } = &client;
+    let (number, socket) = (*number, socket.as_str());
     let peer = match Peer::of(stream) {
         Ok(peer) => peer,
         Err(error) => {
@@ -164,7 +195,10 @@ pub(crate) fn run(
         }
     };
     let mut received = Received::default();
-    let served = serve(common, image, &peer, stream, &mut received);
+    let served = match kept {
+        None => serve(common, image, &peer, &client, &mut received),
+        Some(kept) => resume(common, image, &peer, stream, kept),
+    };
     let seconds = begun.elapsed().as_secs_f64();
     let (pid, uid, name) = (peer.pid, peer.uid, image.image.name());
     match served {
@@ -250,7 +284,7 @@ fn is_closed(stream: &UnixStream) -> bool {
             Err(error) => {
                 return !matches!(
                     error.kind(),
-                    std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
                 );
             }
         }
@@ -262,27 +296,114 @@ fn serve(
     common: &Common,
     image: &ServedImage,
     peer: &Peer,
-    stream: &UnixStream,
+    client: &Client,
     received: &mut Received,
 ) -> Result<(End, Totals, u64), VmError> {
     let stopping = || common.stopper.is_stopping();
+    let stream = &client.stream;
     let described = received.receive(stream, common.options.handshake_limit, stopping)?;
     let descriptor = received.descriptors.first().map(OwnedFd::try_clone);
     let Some(Ok(descriptor)) = descriptor else {
         return Err(ReceiveError::Descriptors { count: 0 }.into());
     };
-    // The VMM's own features are unknown. Events that it did not ask for never come, and being ready for
-    // them costs a lock.
-    let features = Features::EVENT_REMOVE
-        | Features::EVENT_UNMAP
-        | Features::EVENT_REMAP
-        | Features::EVENT_FORK
-        | Features::POISON;
-    let uffd = Arc::new(Userfaultfd::adopt(descriptor, features).map_err(ReceiveError::from)?);
-    let mut vm = Vm::new(common, image, peer, &uffd, &described)?;
-    let end = vm.run(stream)?;
-    let (totals, bytes) = (vm.end(end)?, vm.memory_bytes);
-    Ok((end, totals, bytes))
+    let keeping = match (&common.state, received.descriptors.first()) {
+        (Some(state), Some(uffd)) => Some(Keeping::begin(state, image, client, uffd, &described)?),
+        _ => None,
+    };
+    let uffd = Arc::new(Userfaultfd::adopt(descriptor, EVENTS).map_err(ReceiveError::from)?);
+    let vm = Vm::new(common, image, peer, &uffd, &described, keeping, true)?;
+    vm.live(stream)
+}
+
+/// Goes on where a former server was killed, or has ended.
+fn resume(
+    common: &Common,
+    image: &ServedImage,
+    peer: &Peer,
+    stream: &UnixStream,
+    kept: KeptVm,
+) -> Result<(End, Totals, u64), VmError> {
+    let described = kept.description.vm_regions().ok_or(VmError::OtherState)?;
+    if kept.description.digest != image.image.digest().to_string() {
+        return Err(VmError::OtherImage {
+            image: kept.description.image,
+        });
+    }
+    let uffd = Arc::new(Userfaultfd::adopt(kept.uffd, EVENTS).map_err(ReceiveError::from)?);
+    let keeping = common.state.as_ref().map(|state| Keeping {
+        state: Arc::clone(state),
+        id: kept.id,
+        maps: kept.maps,
+        is_handed_over: false,
+    });
+    let vm = Vm::new(common, image, peer, &uffd, &described, keeping, false)?;
+    vm.pager.recover();
+    // The former server may have read the messages of threads that sleep: they fault again.
+    for region in &described {
+        let _ = uffd.wake(UserRange::from(region.range));
+    }
+    vm.live(stream)
+}
+
+/// The VMM's own features are unknown. Events that it did not ask for never come, and being ready for them
+/// costs a lock.
+const EVENTS: Features = Features::from_bits(
+    Features::EVENT_REMOVE.bits()
+        | Features::EVENT_UNMAP.bits()
+        | Features::EVENT_REMAP.bits()
+        | Features::EVENT_FORK.bits()
+        | Features::POISON.bits(),
+);
+
+/// A VM at the keeper, and its page maps. The keeper forgets the VM when this is dropped, unless a successor
+/// is to go on with it.
+struct Keeping {
+    state: Arc<State>,
+    id: u64,
+    maps: Arc<OwnedFd>,
+    is_handed_over: bool,
+}
+
+impl Drop for Keeping {
+    fn drop(&mut self) {
+        if !self.is_handed_over {
+            self.state.forget(self.id);
+        }
+    }
+}
+
+impl Keeping {
+    fn begin(
+        state: &Arc<State>,
+        image: &ServedImage,
+        client: &Client,
+        uffd: &OwnedFd,
+        described: &[VmRegion],
+    ) -> Result<Self, VmError> {
+        let bytes = PageSize::Size4K.bytes() + described.iter().map(map_bytes).sum::<u64>();
+        let maps = map_file(bytes).map_err(VmError::Keep)?;
+        let description = Description {
+            socket: client.socket.clone(),
+            image: image.location.to_string(),
+            digest: image.image.digest().to_string(),
+            regions: described.iter().map(KeptRegion::from).collect(),
+        };
+        let id = state.keep(uffd, &client.stream, &maps, &description);
+        Ok(Self {
+            state: Arc::clone(state),
+            id: id.map_err(VmError::Keep)?,
+            maps,
+            is_handed_over: false,
+        })
+    }
+}
+
+/// The bytes of the page maps of a region, of which a part may lie beyond the end of the image: each map
+/// begins at a multiple of a page.
+fn map_bytes(region: &VmRegion) -> u64 {
+    let pages = region.bytes() >> region.page_size.shift();
+    let page = PageSize::Size4K.bytes();
+    (pages.div_ceil(page) + 1) * page
 }
 
 impl<'a> Vm<'a> {
@@ -292,13 +413,19 @@ impl<'a> Vm<'a> {
         peer: &'a Peer,
         uffd: &Arc<Userfaultfd>,
         described: &[VmRegion],
+        keeping: Option<Keeping>,
+        is_new: bool,
     ) -> Result<Self, VmError> {
         let pager = Pager::new()?;
         let (send, notices) = mpsc::channel();
         pager.on_notice(move |notice| {
             let _ = send.send(notice.clone());
         });
-        let plan = image.working_set_plan(common.options.working_set);
+        // A guest that runs already has touched its working set.
+        let plan = match is_new {
+            true => image.working_set_plan(common.options.working_set),
+            false => WorkingSetPlan::Nothing,
+        };
         let recorder = match plan {
             WorkingSetPlan::Record => Some(Arc::new(Recorder::new())),
             WorkingSetPlan::Nothing | WorkingSetPlan::Replay(_) => None,
@@ -319,10 +446,14 @@ impl<'a> Vm<'a> {
             stalled: Vec::new(),
             replayed_pages: 0,
             reported: Totals::default(),
+            keeping,
         };
+        // The first page has the messages that were read.
+        let mut map_offset = PageSize::Size4K.bytes();
         for (index, region) in described.iter().enumerate() {
-            vm.add(uffd, region)
+            vm.add(uffd, region, map_offset)
                 .map_err(|source| VmError::Add { index, source })?;
+            map_offset += map_bytes(region);
         }
         vm.start_prefetch(&plan)?;
         vm.report(&Counters::default());
@@ -330,7 +461,12 @@ impl<'a> Vm<'a> {
     }
 
     /// Adds a region: the part whose content the image has, and the part beyond its end.
-    fn add(&mut self, uffd: &Arc<Userfaultfd>, region: &VmRegion) -> Result<(), AddError> {
+    fn add(
+        &mut self,
+        uffd: &Arc<Userfaultfd>,
+        region: &VmRegion,
+        map_offset: u64,
+    ) -> Result<(), AddError> {
         let image_bytes = self.image.image.bytes();
         let page_bytes = region.page_size.bytes();
         let here = image_bytes
@@ -339,6 +475,10 @@ impl<'a> Vm<'a> {
         // A page of which the image has a part is missing as a whole.
         let here = here / page_bytes * page_bytes;
         let start = region.range.start().as_u64();
+        let maps = self
+            .keeping
+            .as_ref()
+            .map(|keeping| Arc::clone(&keeping.maps));
         let part = |skip: u64, bytes: u64, contents| -> Result<RegionConfig, AddError> {
             let bad = |_| AddError::BadRange {
                 gpa: GuestAddress(region.offset),
@@ -351,9 +491,19 @@ impl<'a> Vm<'a> {
                 RegionConfig::foreign(uffd, range, region.page_size, Mode::Missing, contents);
             // EEXIST is normal: the VMM may have written pages itself, and a second message of one fault
             // may follow the first.
-            Ok(config
+            let config = config
                 .gpa(GuestAddress(region.offset + skip))
-                .trust_existing_pages())
+                .trust_existing_pages();
+            Ok(match &maps {
+                None => config,
+                Some(maps) => {
+                    // The second part's map begins at the page after that of the first.
+                    let page = PageSize::Size4K.bytes();
+                    let pages_before = skip >> region.page_size.shift();
+                    let offset = map_offset + pages_before.div_ceil(page) * page;
+                    config.kept_in(Arc::clone(maps), offset)
+                }
+            })
         };
         if here > 0 {
             let contents = Contents::Source(Arc::clone(&self.image.source));
@@ -453,6 +603,13 @@ impl<'a> Vm<'a> {
         }
     }
 
+    /// Serves until the end, and cleans up.
+    fn live(mut self, stream: &UnixStream) -> Result<(End, Totals, u64), VmError> {
+        let end = self.run(stream)?;
+        let totals = self.end(end)?;
+        Ok((end, totals, self.memory_bytes))
+    }
+
     /// Serves until the VM or the server ends.
     fn run(&mut self, stream: &UnixStream) -> Result<End, VmError> {
         const PAGER: u64 = 0;
@@ -493,6 +650,10 @@ impl<'a> Vm<'a> {
                     STREAM if is_closed(stream) => {
                         self.report(serving.counters());
                         return Ok(End::Gone);
+                    }
+                    STOP if self.keeping.is_some() => {
+                        self.report(serving.counters());
+                        return Ok(End::HandedOver);
                     }
                     STOP if drain_until.is_none() => {
                         // It stays readable; from now on the deadline is looked at.
@@ -665,9 +826,17 @@ impl<'a> Vm<'a> {
                 ),
             }
         }
-        // Missing pages are poisoned before the descriptor is closed.
         for id in self.pager.region_ids() {
-            let _ = self.pager.remove(id);
+            if end == End::HandedOver {
+                // Nothing is poisoned; threads that sleep fault again, and the successor reads that.
+                let _ = self.pager.export(id);
+            } else {
+                // Missing pages are poisoned before the descriptor is closed.
+                let _ = self.pager.remove(id);
+            }
+        }
+        if let Some(mut keeping) = self.keeping.take() {
+            keeping.is_handed_over = end == End::HandedOver;
         }
         self.report(&Counters::default());
         let totals = self.reported;
