@@ -40,7 +40,7 @@ impl FileBlob {
         let file = File::open(path).map_err(failed)?;
         let status = file.metadata().map_err(failed)?;
         if !status.is_file() {
-            let what = io::Error::other("it is not a regular file");
+            let what = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
             return Err(BlobError::io(name, what));
         }
         let is_in_memory = fstatfs(&file).is_ok_and(|system| {

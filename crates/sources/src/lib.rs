@@ -6,6 +6,7 @@
 //!   ImageSource        a pool of threads; content that needs no waiting is delivered by the fault's thread
 //!         │  GuestImage: guest memory by offset, zero runs named as such
 //!   RawImage           a memory file as Firecracker writes it; holes are zeroes
+//!   PagetideImage      compressed chunks with checksums, in layers (module image)
 //!         │  Blob: bytes by offset
 //!   FileBlob           a local file: pread, and RWF_NOWAIT for content in the page cache
 //! ```
@@ -17,6 +18,7 @@ mod blob;
 mod digest;
 mod file;
 mod guest_image;
+pub mod image;
 mod open;
 mod raw;
 mod source;
@@ -25,6 +27,7 @@ pub use blob::{Blob, BlobError};
 pub use digest::{Digest, ParseDigestError};
 pub use file::FileBlob;
 pub use guest_image::{GuestImage, ImageError};
-pub use open::{Location, OpenError, OpenOptions, ParseLocationError, open};
+pub use image::PagetideImage;
+pub use open::{DEFAULT_CACHE_BYTES, Location, OpenError, OpenOptions, ParseLocationError, open};
 pub use raw::RawImage;
 pub use source::ImageSource;
