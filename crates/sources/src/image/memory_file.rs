@@ -14,8 +14,8 @@ use crate::blob::{Blob, BlobError};
 use crate::file::FileBlob;
 use crate::open::OpenError;
 
-/// A file that occupies less than its length, by at least so much, has holes.
-const LEAST_HOLE: u64 = 64 << 10;
+/// The bytes of the smallest hole: a page.
+const LEAST_HOLE: u64 = 4096;
 
 /// A raw memory file. Each thread has one of its own: a search for holes moves the file's offset.
 #[derive(Debug)]
@@ -49,14 +49,17 @@ impl MemoryFile {
         BlobError::io(self.blob.name().to_owned(), error)
     }
 
-    /// Its length and the time of its last change: equal as long as nobody writes to it.
+    /// Which file it is, its length and the time of its last change: equal as long as nobody writes to it.
     ///
     /// # Errors
     /// [`BlobError`].
     pub(crate) fn state(&self) -> Result<impl PartialEq + use<>, BlobError> {
         let status = self.seekable.metadata();
         let status = status.map_err(|error| self.failed(error))?;
-        Ok((status.len(), status.mtime(), status.mtime_nsec()))
+        Ok((
+            (status.dev(), status.ino(), status.len()),
+            (status.mtime(), status.mtime_nsec()),
+        ))
     }
 
     /// Whether the file occupies less than its length and the file system names no hole: nobody can tell
@@ -67,15 +70,14 @@ impl MemoryFile {
     pub(crate) fn hides_holes(&self) -> Result<bool, BlobError> {
         let status = self.seekable.metadata();
         let status = status.map_err(|error| self.failed(error))?;
-        let occupied = status.blocks().saturating_mul(512);
-        if occupied.saturating_add(LEAST_HOLE) > status.len() {
-            return Ok(false);
-        }
-        match seek(&self.seekable, SeekFrom::Hole(0)) {
-            Ok(hole) => Ok(hole >= status.len()),
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(true),
-            Err(errno) => Err(self.failed(errno.into())),
-        }
+        let first = match seek(&self.seekable, SeekFrom::Hole(0)) {
+            Ok(hole) => hole,
+            // An empty file.
+            Err(Errno::NXIO) => 0,
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => status.len(),
+            Err(errno) => return Err(self.failed(errno.into())),
+        };
+        Ok(are_hidden(status.len(), status.blocks(), first))
     }
 
     /// Fills the buffer from `offset` on, holes with zeroes; puts the ranges of the buffer that are data
@@ -114,5 +116,41 @@ impl MemoryFile {
             false => self.blob.read_at(offset, buffer, Urgency::Bulk)?,
         }
         Ok(())
+    }
+}
+
+/// Whether a file of `bytes` bytes, which occupies `blocks` blocks of 512 bytes, has holes although the
+/// first that its file system names is its end.
+fn are_hidden(bytes: u64, blocks: u64, first: u64) -> bool {
+    let occupied = blocks.saturating_mul(512);
+    occupied.saturating_add(LEAST_HOLE) <= bytes && first >= bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hidden_holes_are_noticed() {
+        let cases = [
+            // Bytes, blocks, the first hole: without holes, with a named hole, with a hidden one.
+            (1 << 20, 2048, 1 << 20, false),
+            (1 << 20, 2056, 1 << 20, false),
+            ((1 << 20) - 100, 2048, (1 << 20) - 100, false),
+            (1 << 20, 1024, 8192, false),
+            (1 << 20, 0, 0, false),
+            (0, 0, 0, false),
+            (100, 0, 100, false),
+            (1 << 20, 1024, 1 << 20, true),
+            (1 << 20, 2040, 1 << 20, true),
+            (1 << 20, 0, 1 << 20, true),
+        ];
+        for (bytes, blocks, first, wanted) in cases {
+            assert_eq!(
+                are_hidden(bytes, blocks, first),
+                wanted,
+                "{bytes} {blocks} {first}"
+            );
+        }
     }
 }

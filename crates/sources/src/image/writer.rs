@@ -184,6 +184,10 @@ pub fn create(
         return Err(CreateError::HiddenHoles { path });
     }
     let before = memory.state().map_err(CreateError::Raw)?;
+    let changed = || {
+        let name = raw.display().to_string();
+        CreateError::Raw(BlobError::Changed { name })
+    };
     let target = Target::begin(image, options.may_replace)?;
     let mut writer = Writer::new(&target, memory.bytes(), options.chunk_bytes, reference);
     let source = ChunkSource {
@@ -196,7 +200,13 @@ pub fn create(
     in_order(
         memory.bytes().div_ceil(source.job_bytes()),
         options.threads,
-        || Worker::new(raw),
+        || {
+            let worker = Worker::new(raw)?;
+            match worker.memory.state().map_err(CreateError::Raw)? == before {
+                true => Ok(worker),
+                false => Err(changed()),
+            }
+        },
         |worker, job| source.job(worker, job),
         |chunks| {
             for chunk in chunks {
@@ -208,8 +218,7 @@ pub fn create(
     )?;
     // A file that was truncated meanwhile has ended in a hole.
     if memory.state().map_err(CreateError::Raw)? != before {
-        let name = raw.display().to_string();
-        return Err(CreateError::Raw(BlobError::Changed { name }));
+        return Err(changed());
     }
     let info = writer.finish(&image.display().to_string())?;
     target.finish()?;

@@ -3,3 +3,4 @@
 mod common;
 mod content;
 mod damage;
+mod speed;
