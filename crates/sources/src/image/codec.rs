@@ -4,7 +4,7 @@ use std::io;
 
 use zstd::bulk::{Compressor, Decompressor};
 
-use super::format::{Encoding, StoredChunk};
+use super::index::{Encoding, StoredChunk};
 
 /// zstd's level: its own default. Decompression takes the same time at every level.
 const LEVEL: i32 = 3;

@@ -1,6 +1,8 @@
 use proptest::prelude::*;
 
+use super::super::index::{Encoding, Entry, Index, StoredChunk};
 use super::*;
+use crate::open::Location;
 
 /// An index of `map`, whose stored chunks have these lengths in the file.
 fn index(map: &[Entry], lengths: &[u32]) -> Index {
@@ -37,7 +39,7 @@ fn header(memory_bytes: u64, index: &Index, base: Option<BaseReference>) -> Head
     let mut header = Header {
         memory_bytes,
         chunk_bytes: 4096,
-        stored_chunks: u32::try_from(index.stored.len()).expect("few"),
+        stored_chunks: u32::try_from(index.stored().len()).expect("few"),
         index_offset: end,
         digest: Digest([0; 32]),
         base,
@@ -217,7 +219,7 @@ fn an_index_with_a_digest_and_impossible_values_is_refused() {
         &[Stored(0), Stored(1), Stored(3), Stored(2)],
         &[Stored(1), Stored(0), Stored(2)],
         &[Stored(0), Stored(1), Stored(2), Stored(RESERVED)],
-        &[Stored(0), Stored(1), Stored(2), Stored(ZERO - 2)],
+        &[Stored(0), Stored(1), Stored(2), Stored(0xffff_fffd)],
     ];
     for map in maps {
         let error = refused(map, &nothing, None);

@@ -1,6 +1,8 @@
 //! What an image is, from its header and index alone.
 
-use super::format::{BaseReference, Header, Index, VERSION};
+use super::base::BaseReference;
+use super::format::{Header, VERSION};
+use super::index::Index;
 use super::layers::{Head, Layer};
 use crate::digest::Digest;
 use crate::open::{Location, OpenError, OpenOptions, open_blob};

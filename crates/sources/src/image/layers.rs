@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use pagetide_memory::Urgency;
 
-use super::format::{BaseReference, Entry, FormatError, HEADER_BYTES, Header, Index, resembles};
+use super::base::BaseReference;
+use super::format::{FormatError, HEADER_BYTES, Header, resembles};
+use super::index::{Entry, Index};
 use crate::blob::Blob;
 use crate::open::{Location, OpenError, OpenOptions, open_blob};
 

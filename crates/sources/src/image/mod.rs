@@ -1,10 +1,12 @@
 //! The Pagetide image: guest memory in compressed chunks with checksums, in layers.
 //! docs/design/image-format.md describes the format.
 
+mod base;
 mod cache;
 mod codec;
 mod extract;
 mod format;
+mod index;
 mod info;
 mod layers;
 mod memory_file;
@@ -17,10 +19,11 @@ mod writer;
 #[cfg(test)]
 mod tests;
 
+pub use base::{BasePlace, BaseReference};
 pub use extract::{ExtractError, ExtractOptions, extract};
 pub use format::{
-    BasePlace, BaseReference, DEFAULT_CHUNK_BYTES, FormatError, LEAST_CHUNK_BYTES, MOST_BASE_BYTES,
-    MOST_CHUNK_BYTES, MOST_MEMORY_BYTES, VERSION,
+    DEFAULT_CHUNK_BYTES, FormatError, LEAST_CHUNK_BYTES, MOST_BASE_BYTES, MOST_CHUNK_BYTES,
+    MOST_MEMORY_BYTES, VERSION,
 };
 pub use info::ImageInfo;
 pub(crate) use layers::Head;

@@ -8,7 +8,7 @@ use pagetide_pager::Filled;
 
 use super::cache::{ChunkCache, Key};
 use super::codec::{DecodeError, Decoder};
-use super::format::{Entry, StoredChunk};
+use super::index::{Entry, StoredChunk};
 use super::layers::{Head, Layer, open_layers};
 use crate::blob::Blob;
 use crate::digest::Digest;

@@ -2,9 +2,8 @@
 
 use std::path::Path;
 
-use super::format::{
-    BasePlace, BaseReference, Encoding, Entry, HEADER_BYTES, Header, Index, StoredChunk,
-};
+use super::format::{HEADER_BYTES, Header};
+use super::index::{Encoding, Entry, Index, StoredChunk};
 use super::*;
 use crate::{Digest, GuestImage, ImageError, Location, OpenError, OpenOptions, open};
 use pagetide_memory::Urgency;

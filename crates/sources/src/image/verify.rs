@@ -5,7 +5,8 @@ use std::num::NonZeroUsize;
 use pagetide_memory::Urgency;
 
 use super::codec::Decoder;
-use super::format::{HEADER_BYTES, StoredChunk};
+use super::format::HEADER_BYTES;
+use super::index::StoredChunk;
 use super::layers::Layer;
 use super::parallel::{default_threads, in_order};
 use super::reader::PagetideImage;

@@ -11,12 +11,13 @@ use pagetide_memory::Urgency;
 use pagetide_pager::Filled;
 use thiserror::Error;
 
+use super::base::{BasePlace, BaseReference, fits, place_in};
 use super::codec::{Encoded, Encoder, is_zero};
 use super::format::{
-    BasePlace, BaseReference, DEFAULT_CHUNK_BYTES, Encoding, Entry, FormatError, HEADER_BYTES,
-    Header, Index, MOST_BASE_BYTES, StoredChunk, check_chunk_bytes, check_memory_bytes, fits,
-    place_in,
+    DEFAULT_CHUNK_BYTES, FormatError, HEADER_BYTES, Header, MOST_BASE_BYTES, check_chunk_bytes,
+    check_memory_bytes,
 };
+use super::index::{Encoding, Entry, Index, StoredChunk};
 use super::info::ImageInfo;
 use super::layers::MOST_LAYERS;
 use super::memory_file::MemoryFile;

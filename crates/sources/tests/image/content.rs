@@ -13,7 +13,7 @@ use pagetide_sources::image::{
     BasePlace, CreateError, CreateOptions, ExtractError, ExtractOptions, FormatError, Holes,
     ImageInfo, TargetError, VerifyOptions, extract, verify,
 };
-use pagetide_sources::{GuestImage, ImageError, Location, OpenError, OpenOptions, open};
+use pagetide_sources::{BlobError, GuestImage, ImageError, Location, OpenError, OpenOptions, open};
 
 fn sound(place: &Place, name: &str) {
     let found = verify(&place.open(name), &VerifyOptions::default(), &mut |_, _| {});
@@ -183,7 +183,8 @@ fn layers_have_the_newest_content() {
 #[test]
 fn holes_of_a_diff_are_as_in_the_base() {
     let place = Place::new();
-    let mut content = memory(9, 640, 0);
+    // The base ends inside a page, and inside a chunk.
+    let mut content = memory(9, 635, 77);
     // The base ends with content.
     let end = content.len();
     content[end - 70_000..].copy_from_slice(&Random(2).bytes(70_000));
@@ -192,11 +193,12 @@ fn holes_of_a_diff_are_as_in_the_base() {
     place.create("raw", "base", &CreateOptions::default());
 
     let mut random = Random(10);
-    let longer = end as u64 + 150_000;
-    let mut merged = [content.clone(), vec![0; 150_000]].concat();
+    let longer = 2_771_440;
+    let mut merged = content.clone();
+    merged.resize(2_771_440, 0);
     let mut alone = vec![0; merged.len()];
     let mut parts = Vec::new();
-    for page in [0, 1, 17, 100, 101, 333, 639, 641] {
+    for page in [0, 1, 17, 100, 101, 333, 650, 651] {
         let page_content = match page {
             100 => vec![0; 4096],
             _ => random.bytes(4096),
@@ -386,23 +388,31 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
 #[test]
 fn memory_that_changes_meanwhile_is_no_image() {
     let place = Place::new();
-    let raw = place.write("raw", &memory(31, 2000, 0));
-    let mut is_cut = false;
-    let cut = &mut |_, _| {
-        if !std::mem::replace(&mut is_cut, true) {
-            let file = fs::File::options()
-                .write(true)
-                .open(&raw)
-                .expect("it is there");
-            file.set_len(4096).expect("it is cut");
-        }
-    };
-    let usual = CreateOptions::default();
-    let error = pagetide_sources::image::create(&raw, &place.path("image"), &usual, cut);
-    let error = error.expect_err("the memory is gone");
-    assert!(matches!(error, CreateError::Raw(_)), "{error}");
-    assert!(!error.is_refusal());
-    assert_eq!(place.names(), ["raw"]);
+    let raw = place.path("raw");
+    // Before any of it is read, and when a part is.
+    for wait in [0, 1] {
+        place.write("raw", &memory(31, 2000, 0));
+        let mut calls = 0;
+        let cut = &mut |_, _| {
+            if calls == wait {
+                let file = fs::File::options().write(true).open(&raw);
+                let file = file.expect("it is there");
+                // The rest is a hole.
+                file.set_len(4096).expect("it is cut");
+                file.set_len(2000 * 4096).expect("it is extended");
+            }
+            calls += 1;
+        };
+        let usual = CreateOptions::default();
+        let error = pagetide_sources::image::create(&raw, &place.path("image"), &usual, cut);
+        let error = error.expect_err("the memory has changed");
+        let CreateError::Raw(source) = &error else {
+            panic!("{error}");
+        };
+        assert!(matches!(source, BlobError::Changed { .. }), "{source}");
+        assert!(!error.is_refusal());
+        assert_eq!(place.names(), ["raw"]);
+    }
 }
 
 #[test]

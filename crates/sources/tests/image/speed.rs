@@ -22,10 +22,10 @@ fn write_memory(place: &Place) {
         while content.len() < 1 << 20 {
             let number = random.next();
             match number % 8 {
-                0 => content.extend(random.bytes(16)),
+                0 => content.extend(random.bytes(8)),
                 1 | 2 => content.extend([0; 24]),
                 _ => {
-                    let word = usize::try_from(number >> 8 & 0xfff).expect("few");
+                    let word = usize::try_from(number >> 8 & 0x7f).expect("few");
                     content.extend(words[word]);
                 }
             }
