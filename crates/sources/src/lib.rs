@@ -9,25 +9,30 @@
 //!   PagetideImage      compressed chunks with checksums, in layers (module image)
 //!         │  Blob: bytes by offset
 //!   FileBlob           a local file: pread, and RWF_NOWAIT for content in the page cache
+//!   ObjectBlob         an object of a store: GETs of ranges, blocks in memory and in a disk cache
 //! ```
 //!
 //! An image never delivers zeroes for bytes that it does not have: a read beyond the end, a file that
 //! was truncated since, or a damaged part is an error.
 
 mod blob;
+mod cache;
 mod digest;
 mod file;
 mod guest_image;
 pub mod image;
+mod object;
 mod open;
 mod raw;
 mod source;
 
 pub use blob::{Blob, BlobError};
+pub use cache::{CacheError, CacheOptions};
 pub use digest::{Digest, ParseDigestError};
 pub use file::FileBlob;
 pub use guest_image::{GuestImage, ImageError};
 pub use image::PagetideImage;
+pub use object::{ObjectBlob, ObjectCounters, ObjectOptions, ObjectOptionsError, OpenObjectError};
 pub use open::{DEFAULT_CACHE_BYTES, Location, OpenError, OpenOptions, ParseLocationError, open};
 pub use raw::RawImage;
 pub use source::ImageSource;

@@ -8,10 +8,12 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use crate::blob::{Blob, BlobError};
+use crate::cache::{CacheError, CacheOptions};
 use crate::digest::Digest;
 use crate::file::FileBlob;
 use crate::guest_image::GuestImage;
 use crate::image::{FormatError, Head, MOST_LAYERS, PagetideImage};
+use crate::object::{ObjectBlob, ObjectOptions, ObjectOptionsError, OpenObjectError, shown};
 use crate::raw::RawImage;
 
 /// The schemes of URLs that name an object.
@@ -70,11 +72,12 @@ impl FromStr for Location {
     }
 }
 
+/// Without credentials and query strings.
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Path(path) => write!(f, "{}", path.display()),
-            Self::Url(url) => f.write_str(url),
+            Self::Url(url) => f.write_str(&shown(url)),
         }
     }
 }
@@ -97,12 +100,18 @@ pub const DEFAULT_CACHE_BYTES: usize = 32 << 20;
 pub struct OpenOptions {
     /// Bytes of decompressed chunks that a Pagetide image keeps for all its users; 0 keeps none.
     pub cache_bytes: usize,
+    /// How objects of a store are read.
+    pub object: ObjectOptions,
+    /// Where blocks of objects are cached on disk; `None` for nowhere. Local files are never cached.
+    pub cache: Option<CacheOptions>,
 }
 
 impl Default for OpenOptions {
     fn default() -> Self {
         Self {
             cache_bytes: DEFAULT_CACHE_BYTES,
+            object: ObjectOptions::default(),
+            cache: None,
         }
     }
 }
@@ -159,6 +168,22 @@ pub enum OpenError {
         /// The file or object.
         name: String,
     },
+    /// The disk cache cannot be used.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// The options cannot be used.
+    #[error(transparent)]
+    Options(#[from] ObjectOptionsError),
+}
+
+impl From<OpenObjectError> for OpenError {
+    fn from(error: OpenObjectError) -> Self {
+        match error {
+            OpenObjectError::Blob(error) => Self::Blob(error),
+            OpenObjectError::Cache(error) => Self::Cache(error),
+            OpenObjectError::Options(error) => Self::Options(error),
+        }
+    }
 }
 
 impl OpenError {
@@ -171,6 +196,7 @@ impl OpenError {
                 kernels.is_some_and(|error| error.kind() == std::io::ErrorKind::InvalidInput)
             }
             Self::Format { source, .. } => !source.is_damage(),
+            Self::Cache(_) | Self::Options(_) => true,
             _ => false,
         }
     }
@@ -193,13 +219,16 @@ pub fn open(location: &Location, options: &OpenOptions) -> Result<Arc<dyn GuestI
 /// Opens the file or object at `location`.
 ///
 /// # Errors
-/// [`OpenError::Blob`].
+/// [`OpenError::Blob`], [`OpenError::Cache`], [`OpenError::Options`].
 pub(crate) fn open_blob(
     location: &Location,
-    _options: &OpenOptions,
+    options: &OpenOptions,
 ) -> Result<Arc<dyn Blob>, OpenError> {
     match location {
         Location::Path(path) => Ok(Arc::new(FileBlob::open(path)?)),
-        Location::Url(url) => Err(BlobError::NotFound { name: url.clone() }.into()),
+        Location::Url(url) => {
+            let blob = ObjectBlob::open(url, &options.object, options.cache.as_ref())?;
+            Ok(Arc::new(blob))
+        }
     }
 }
