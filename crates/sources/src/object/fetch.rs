@@ -25,7 +25,6 @@ use super::store::Place;
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
 
 /// An object, as it was when it was opened.
-#[derive(Debug)]
 pub(super) struct Remote {
     store: Arc<dyn ObjectStore>,
     path: Path,

@@ -12,6 +12,7 @@ mod runtime;
 mod store;
 
 use std::collections::HashMap;
+use std::fmt;
 use std::future::Future;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -61,7 +62,6 @@ pub enum OpenObjectError {
 ///
 /// [`Blob::read_at`] waits for requests on a runtime of its own: it panics if it is called by a task of
 /// an asynchronous runtime.
-#[derive(Debug)]
 pub struct ObjectBlob {
     name: String,
     handle: Handle,
@@ -69,7 +69,6 @@ pub struct ObjectBlob {
 }
 
 /// What the blob and its requests share.
-#[derive(Debug)]
 struct Shared {
     remote: Remote,
     block_bytes: u64,
@@ -342,6 +341,17 @@ impl Blob for ObjectBlob {
 
     fn counters(&self) -> Option<ObjectCounters> {
         Some(self.counters())
+    }
+}
+
+/// Without the store's client, which would show a URL with its credentials.
+impl fmt::Debug for ObjectBlob {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut fields = f.debug_struct("ObjectBlob");
+        fields.field("name", &self.name);
+        fields.field("bytes", &self.bytes());
+        fields.field("version", &self.version());
+        fields.finish_non_exhaustive()
     }
 }
 

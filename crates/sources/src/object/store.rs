@@ -17,8 +17,10 @@ use super::client::Connector;
 use super::failure::{Report, Secrets};
 use super::options::ObjectOptions;
 
+/// A part of a URL that is shorter, in bytes, is no secret: removing it would garble messages.
+const LEAST_SECRET: usize = 4;
+
 /// An object of a store.
-#[derive(Debug)]
 pub(super) struct Place {
     pub(super) store: Arc<dyn ObjectStore>,
     pub(super) path: Path,
@@ -74,13 +76,21 @@ impl<'a> Parts<'a> {
     }
 
     pub(super) fn secrets(&self) -> Secrets {
-        let mut secrets = Vec::new();
+        let mut secrets: Vec<&str> = Vec::new();
         if let Some(user) = self.user {
-            secrets.push(user.to_owned());
+            secrets.push(user);
+            secrets.extend(user.split(':'));
         }
         if let Some(query) = self.query {
-            secrets.push(query.to_owned());
+            secrets.push(query);
+            // A store's error may repeat one field, such as the signature that it refuses.
+            let fields = query.split('&').filter_map(|field| field.split_once('='));
+            secrets.extend(fields.map(|(_, value)| value));
         }
+        secrets.retain(|secret| secret.len() >= LEAST_SECRET);
+        // A secret that contains another one is removed first.
+        secrets.sort_unstable_by_key(|secret| std::cmp::Reverse(secret.len()));
+        let secrets = secrets.into_iter().map(str::to_owned).collect();
         Secrets(secrets)
     }
 
@@ -285,11 +295,11 @@ mod tests {
 
     #[test]
     fn secrets_are_removed_from_a_stores_text() {
-        let parts = Parts::of("http://me:word@host/a?X-Sig=77").unwrap();
-        let text = parts
-            .secrets()
-            .report("GET http://me:word@host/a?X-Sig=77 failed");
-        assert_eq!(text.to_string(), "GET http://[...]@host/a?[...] failed");
+        let parts = Parts::of("http://me:word@host/a?X-Sig=7777").unwrap();
+        let text = "GET http://me:word@host/a?X-Sig=7777 failed: signature 7777 of me";
+        let shown = parts.secrets().report(text);
+        let expected = "GET http://[...]@host/a?[...] failed: signature [...] of me";
+        assert_eq!(shown.to_string(), expected);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use pagetide_sources::ObjectOptions;
 
 /// What the server does with one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Act {
+pub(crate) enum Act {
     Well,
     /// Answers after this time.
     Slow(Duration),
@@ -42,25 +42,25 @@ pub enum Act {
 }
 
 #[derive(Clone, Debug)]
-pub struct Request {
-    pub method: String,
-    pub path: String,
-    pub range: Option<Range<u64>>,
-    pub if_match: Option<String>,
-    pub authorization: Option<String>,
+pub(crate) struct Request {
+    pub(crate) method: String,
+    pub(crate) path: String,
+    pub(crate) range: Option<Range<u64>>,
+    pub(crate) if_match: Option<String>,
+    pub(crate) authorization: Option<String>,
 }
 
-pub type Acting = Box<dyn FnMut(&Request) -> Act + Send>;
+pub(crate) type Acting = Box<dyn FnMut(&Request) -> Act + Send>;
 
-pub struct Site {
-    pub content: Vec<u8>,
-    pub etag: Option<String>,
-    pub modified: Option<&'static str>,
-    pub heeds_if_match: bool,
+pub(crate) struct Site {
+    pub(crate) content: Vec<u8>,
+    pub(crate) etag: Option<String>,
+    pub(crate) modified: Option<&'static str>,
+    pub(crate) heeds_if_match: bool,
 }
 
-pub struct Server {
-    pub url: String,
+pub(crate) struct Server {
+    pub(crate) url: String,
     shared: Arc<Shared>,
 }
 
@@ -76,7 +76,7 @@ struct Shared {
 }
 
 /// Content in which each eight bytes differ.
-pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
+pub(crate) fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
     let words = (0..bytes.div_ceil(8) as u64).map(|word| {
         let mixed = (word + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seed.rotate_left(17);
         (mixed ^ mixed >> 29).to_le_bytes()
@@ -87,7 +87,7 @@ pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
 }
 
 /// Small blocks and short limits. Nothing is hedged.
-pub fn options() -> ObjectOptions {
+pub(crate) fn options() -> ObjectOptions {
     ObjectOptions {
         block_bytes: 16 << 10,
         get_bytes: 64 << 10,
@@ -98,16 +98,19 @@ pub fn options() -> ObjectOptions {
     }
 }
 
-pub fn soon(mut is_true: impl FnMut() -> bool) {
+pub(crate) fn soon(mut is_true: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !is_true() {
-        assert!(begun.elapsed() < Duration::from_secs(20), "it never became true");
+        assert!(
+            begun.elapsed() < Duration::from_secs(20),
+            "it never became true"
+        );
         thread::sleep(Duration::from_millis(5));
     }
 }
 
 impl Server {
-    pub fn start(bytes: usize) -> Self {
+    pub(crate) fn start(bytes: usize) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let shared = Arc::new(Shared {
@@ -141,45 +144,45 @@ impl Server {
     }
 
     /// The content that the server has now.
-    pub fn content(&self) -> Vec<u8> {
+    pub(crate) fn content(&self) -> Vec<u8> {
         self.shared.site.lock().unwrap().content.clone()
     }
 
-    pub fn change(&self, change: impl FnOnce(&mut Site)) {
+    pub(crate) fn change(&self, change: impl FnOnce(&mut Site)) {
         change(&mut self.shared.site.lock().unwrap());
     }
 
-    pub fn behave(&self, act: impl FnMut(&Request) -> Act + Send + 'static) {
+    pub(crate) fn behave(&self, act: impl FnMut(&Request) -> Act + Send + 'static) {
         *self.shared.act.lock().unwrap() = Box::new(act);
     }
 
     /// Every request gets this.
-    pub fn always(&self, act: Act) {
+    pub(crate) fn always(&self, act: Act) {
         self.behave(move |_| act.clone());
     }
 
     /// The next request gets this.
-    pub fn once(&self, act: Act) {
+    pub(crate) fn once(&self, act: Act) {
         let mut act = Some(act);
         self.behave(move |_| act.take().unwrap_or(Act::Well));
     }
 
-    pub fn gets(&self) -> Vec<Request> {
+    pub(crate) fn gets(&self) -> Vec<Request> {
         let requests = self.shared.requests.lock().unwrap();
         let gets = requests.iter().filter(|request| request.method == "GET");
         gets.cloned().collect()
     }
 
-    pub fn requests(&self) -> Vec<Request> {
+    pub(crate) fn requests(&self) -> Vec<Request> {
         self.shared.requests.lock().unwrap().clone()
     }
 
-    pub fn given_up(&self) -> usize {
+    pub(crate) fn given_up(&self) -> usize {
         self.shared.given_up.load(Ordering::SeqCst)
     }
 
     /// The largest number of requests that were being answered at one time.
-    pub fn most_flying(&self) -> usize {
+    pub(crate) fn most_flying(&self) -> usize {
         self.shared.most_flying.load(Ordering::SeqCst)
     }
 }
@@ -234,13 +237,18 @@ impl Shared {
         if let Act::Status(status) = act {
             let text = "an error that names http://me:word@host/?X-Sig=secret";
             let body = if request.method == "HEAD" { "" } else { text };
-            let head = format!("HTTP/1.1 {status} Error\r\nContent-Length: {}\r\n\r\n", body.len());
+            let head = format!(
+                "HTTP/1.1 {status} Error\r\nContent-Length: {}\r\n\r\n",
+                body.len()
+            );
             return stream.write_all((head + body).as_bytes()).is_ok();
         }
         let site = self.site.lock().unwrap();
         let is_other = request.if_match.is_some() && request.if_match != site.etag;
         if is_other && site.heeds_if_match {
-            return stream.write_all(b"HTTP/1.1 412 Changed\r\nContent-Length: 0\r\n\r\n").is_ok();
+            return stream
+                .write_all(b"HTTP/1.1 412 Changed\r\nContent-Length: 0\r\n\r\n")
+                .is_ok();
         }
         let bytes = site.content.len() as u64;
         let mut head = String::new();
@@ -315,7 +323,11 @@ fn read_request(stream: &mut TcpStream) -> Option<Request> {
         field.map(|(_, value)| value.trim().to_owned())
     };
     let range = header("range").map(|range| {
-        let (start, last) = range.strip_prefix("bytes=").unwrap().split_once('-').unwrap();
+        let (start, last) = range
+            .strip_prefix("bytes=")
+            .unwrap()
+            .split_once('-')
+            .unwrap();
         start.parse().unwrap()..last.parse::<u64>().unwrap() + 1
     });
     Some(Request {
