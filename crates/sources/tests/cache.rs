@@ -1,5 +1,7 @@
 //! Objects with a disk cache.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "test code")]
+
 mod support;
 
 use std::fs;

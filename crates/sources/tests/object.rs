@@ -1,5 +1,7 @@
 //! Reading objects from a server that misbehaves.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "test code")]
+
 mod support;
 
 use std::error::Error;

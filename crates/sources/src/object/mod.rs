@@ -36,7 +36,8 @@ pub use options::{ObjectOptions, ObjectOptionsError};
 use store::Parts;
 pub(crate) use store::shown;
 
-/// A read starts at most this many GETs at once, so that memory is bounded whatever its length.
+/// A read requests at most as much as this many GETs at once, so that memory is bounded whatever its
+/// length.
 const GETS_OF_A_READ: usize = 4;
 
 /// Why an object could not be opened.

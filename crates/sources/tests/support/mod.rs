@@ -1,6 +1,10 @@
 //! An HTTP server that misbehaves on demand.
 
-#![allow(dead_code, missing_docs, reason = "each test uses a part of it")]
+#![allow(
+    dead_code,
+    clippy::unwrap_used,
+    reason = "test code, of which each test uses a part"
+)]
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
