@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 use pagetide_memory::{Backing, FailurePolicy};
 
+use crate::image::{CreateArguments, ExtractArguments, InfoArguments, VerifyArguments};
 use crate::measuring::ShowArguments;
 use crate::memcycler::MemcyclerArguments;
 use crate::memslots::MemslotsArguments;
@@ -48,6 +49,12 @@ pub(crate) enum Command {
     /// place of content.
     #[command(after_long_help = crate::serve::EXAMPLES)]
     Serve(crate::serve::ServeArguments),
+    /// Keep VMs for `pagetide serve --state`, which starts this
+    #[command(hide = true)]
+    Keep(crate::serve::KeepArguments),
+    /// Create, describe, verify and extract Pagetide images of guest memory
+    #[command(subcommand)]
+    Image(Image),
     /// Measure something
     #[command(subcommand)]
     Bench(Bench),
@@ -78,6 +85,25 @@ pub(crate) struct ManArguments {
     /// The directory; the command creates it if it is missing
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Image {
+    /// Make an image of a raw memory file, such as a Firecracker snapshot's
+    ///
+    /// The image has the memory in chunks: compressed, each with a checksum, equal chunks once, zero
+    /// chunks not at all. With --base it stores only what differs from another image, and a hole of
+    /// the memory file means "as in the base", as in Firecracker's diff snapshots. IMAGE gets its name
+    /// when it is complete; a run that fails or is interrupted leaves no IMAGE.
+    #[command(after_long_help = crate::image::EXAMPLES)]
+    Create(CreateArguments),
+    /// Show what an image is: sizes, chunks, digest, base
+    Info(InfoArguments),
+    /// Read all of an image and of the images below it, and name what is damaged
+    #[command(after_long_help = crate::image::VERIFY_NOTES)]
+    Verify(VerifyArguments),
+    /// Write the guest memory of an image as a raw file, with holes for zeroes
+    Extract(ExtractArguments),
 }
 
 #[derive(Debug, Subcommand)]

@@ -36,6 +36,13 @@ impl Failure {
     }
 }
 
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Self::BadInput(error) | Self::Failed(error)) = self;
+        f.write_str(&one_line(&**error))
+    }
+}
+
 /// What the parser of the command line says, in one line.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]

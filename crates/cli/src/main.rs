@@ -9,6 +9,7 @@ mod args;
 mod documents;
 mod failure;
 mod generated;
+mod image;
 mod measuring;
 mod memcycler;
 mod memslots;
@@ -31,7 +32,7 @@ use clap::Parser;
 use indicatif::ProgressBar;
 use tracing_subscriber::EnvFilter;
 
-use args::{Arguments, Bench, Command};
+use args::{Arguments, Bench, Command, Image};
 use failure::{Failure, Unparsable};
 use serve::{AboveLine, LogFormat};
 
@@ -66,8 +67,13 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     log(&arguments.command, &line);
     match &arguments.command {
         Command::Serve(arguments) => return serve::run(arguments, &line),
+        Command::Keep(arguments) => serve::keep(arguments)?,
         Command::Probe(arguments) => probe::run(arguments)?,
         Command::Run(arguments) => return run::run(arguments),
+        Command::Image(Image::Create(arguments)) => image::create(arguments)?,
+        Command::Image(Image::Info(arguments)) => image::info(arguments)?,
+        Command::Image(Image::Verify(arguments)) => image::verify(arguments)?,
+        Command::Image(Image::Extract(arguments)) => image::extract(arguments)?,
         Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments)?,

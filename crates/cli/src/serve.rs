@@ -1,18 +1,25 @@
 //! `pagetide serve`.
 
+use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
-use std::path::PathBuf;
+use std::os::fd::FromRawFd;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use pagetide_serve::{
-    Binding, Exporter, Metrics, MetricsAddress, OnFailure, Options, Server, StartError, Stopper,
-    WorkingSetMode,
+    Binding, Exporter, Metrics, MetricsAddress, OnFailure, Options, Server, StartError,
+    StateOptions, Stopper, WorkingSetMode,
 };
-use signal_hook::consts::{SIGINT, SIGTERM};
+use sd_notify::NotifyState;
+use serde::{Deserialize, Deserializer};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -31,11 +38,19 @@ Examples:
   Serve one VM, record what it touches, and end with it:
     pagetide serve web.sock=web.mem --working-set record --once
 
+  A fleet's host, whose images change at SIGHUP:
+    pagetide serve --config /etc/pagetide/serve.toml
+    # on-failure = \"kill\"
+    # metrics = \"127.0.0.1:9409\"
+    # [sockets]
+    # \"/run/pagetide/web.sock\" = \"/snapshots/web.mem\"
+
 Exit status: 0 after SIGTERM or SIGINT, or with --once when the last VM has gone; 1 if serving failed;
-2 if the command line makes no sense, an image cannot be read or a socket cannot be bound.";
+2 if the command line or the file makes no sense, an image cannot be read or a socket cannot be bound.";
 
 /// What is done with working sets.
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 enum WorkingSet {
     /// Replay the image's working set if there is one; record one otherwise
     Auto,
@@ -47,7 +62,8 @@ enum WorkingSet {
     Off,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 enum Switch {
     /// Fetch all missing pages while the guest runs; faults come first
     On,
@@ -55,7 +71,8 @@ enum Switch {
     Off,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 enum Failing {
     /// The guest's thread waits, and the server keeps trying
     Stall,
@@ -76,53 +93,126 @@ pub(crate) enum LogFormat {
 pub(crate) struct ServeArguments {
     /// A Unix socket to listen at, and the image of the VMs that connect to it: a raw memory file, as
     /// Firecracker's snapshots have
-    #[arg(value_name = "SOCKET=IMAGE", required = true)]
+    #[arg(value_name = "SOCKET=IMAGE", required_unless_present = "config")]
     bindings: Vec<Binding>,
 
-    /// Whether the pages that guests touch are recorded, and fetched ahead of the next guest
-    #[arg(long, value_enum, value_name = "MODE", default_value = "auto")]
-    working_set: WorkingSet,
+    /// Read options from this TOML file, and again at SIGHUP: the long options without their dashes as
+    /// keys, and the images in a table [sockets]. Options of the command line precede the file's
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    #[command(flatten)]
+    settings: Settings,
+
+    /// End when the last VM has gone, with exit status 0
+    #[arg(long)]
+    once: bool,
+
+    /// How messages are written on standard error; RUST_LOG chooses which
+    #[arg(long, value_enum, value_name = "FORMAT", default_value = "text")]
+    pub(crate) log: LogFormat,
+}
+
+/// The options that the command line and the file have in common.
+#[derive(Clone, Debug, Default, Args, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+struct Settings {
+    /// Whether the pages that guests touch are recorded, and fetched ahead of the next guest [default:
+    /// auto]
+    #[arg(long, value_enum, value_name = "MODE")]
+    working_set: Option<WorkingSet>,
 
     /// The file of the working set, if there is one image [default: IMAGE.working-set]
     #[arg(long, value_name = "FILE")]
     working_set_file: Option<PathBuf>,
 
     /// Whether all missing pages are fetched while the guest runs. While a working set is recorded, this
-    /// begins when the guest has touched no missing page for a second
-    #[arg(long, value_enum, value_name = "SWITCH", default_value = "on")]
-    prefetch: Switch,
+    /// begins when the guest has touched no missing page for a second [default: on]
+    #[arg(long, value_enum, value_name = "SWITCH")]
+    prefetch: Option<Switch>,
 
-    /// The pages of 4 KiB that one fault installs at most: a power of two up to 512
-    #[arg(long, value_name = "PAGES", default_value_t = 1)]
-    fault_around: u64,
+    /// The pages of 4 KiB that one fault installs at most: a power of two up to 512 [default: 1]
+    #[arg(long, value_name = "PAGES")]
+    fault_around: Option<u64>,
 
     /// Serve metrics in Prometheus' format at this IP address and port, or at a Unix socket
     #[arg(long, value_name = "ADDRESS:PORT|unix:PATH")]
+    #[serde(deserialize_with = "from_text")]
     metrics: Option<MetricsAddress>,
 
-    /// What happens to a VM whose content cannot be read
-    #[arg(long, value_enum, value_name = "POLICY", default_value = "stall")]
-    on_failure: Failing,
+    /// What happens to a VM whose content cannot be read [default: stall]
+    #[arg(long, value_enum, value_name = "POLICY")]
+    on_failure: Option<Failing>,
 
-    /// End when the last VM has gone, with exit status 0
-    #[arg(long)]
-    once: bool,
-
-    /// Permissions of the sockets, in octal
-    #[arg(long, value_name = "MODE", default_value = "600", value_parser = octal)]
-    socket_mode: u32,
+    /// Permissions of the sockets, in octal [default: 600]
+    #[arg(long, value_name = "MODE")]
+    #[serde(deserialize_with = "from_text")]
+    socket_mode: Option<SocketMode>,
 
     /// Owner of the sockets, as for a VMM in a jailer
-    #[arg(long, value_name = "UID:GID", value_parser = owner)]
-    socket_owner: Option<(u32, u32)>,
+    #[arg(long, value_name = "UID:GID")]
+    #[serde(deserialize_with = "from_text")]
+    socket_owner: Option<SocketOwner>,
 
-    /// VMs at one time at most
-    #[arg(long, value_name = "COUNT", default_value_t = Options::default().max_vms)]
-    max_vms: usize,
+    /// Keep VMs for a successor in this directory: after SIGTERM or `kill -9`, a server that starts with the
+    /// same directory goes on with them. Until then, guests that touch missing pages wait
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
 
-    /// How messages are written on standard error; RUST_LOG chooses which
-    #[arg(long, value_enum, value_name = "FORMAT", default_value = "text")]
-    pub(crate) log: LogFormat,
+    /// VMs at one time at most [default: 4096]
+    #[arg(long, value_name = "COUNT")]
+    max_vms: Option<usize>,
+
+    /// The images: SOCKET = IMAGE
+    #[arg(skip)]
+    sockets: BTreeMap<PathBuf, String>,
+}
+
+/// A value that the file has as text.
+fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: Display>>(
+    text: D,
+) -> Result<Option<T>, D::Error> {
+    let text = String::deserialize(text)?;
+    text.parse().map(Some).map_err(serde::de::Error::custom)
+}
+
+/// Permissions of a socket.
+#[derive(Clone, Copy, Debug)]
+struct SocketMode(u32);
+
+impl FromStr for SocketMode {
+    type Err = NotA;
+
+    fn from_str(text: &str) -> Result<Self, NotA> {
+        let mode = u32::from_str_radix(text, 8);
+        let mode = mode.ok().filter(|&mode| mode <= 0o777);
+        mode.map(Self)
+            .ok_or_else(|| NotA(text.into(), "a mode such as 660"))
+    }
+}
+
+/// The owner of a socket: user and group.
+#[derive(Clone, Copy, Debug)]
+struct SocketOwner(u32, u32);
+
+impl FromStr for SocketOwner {
+    type Err = NotA;
+
+    fn from_str(text: &str) -> Result<Self, NotA> {
+        let parsed = text
+            .split_once(':')
+            .and_then(|(uid, gid)| Some(Self(uid.parse().ok()?, gid.parse().ok()?)));
+        parsed.ok_or_else(|| NotA(text.into(), "UID:GID, two numbers"))
+    }
+}
+
+/// Why the file with the options is not used.
+#[derive(Debug, thiserror::Error)]
+#[error("the configuration {}", path.display())]
+struct ConfigError {
+    path: PathBuf,
+    #[source]
+    source: Box<dyn std::error::Error>,
 }
 
 /// A text that has no number where one is needed.
@@ -130,71 +220,138 @@ pub(crate) struct ServeArguments {
 #[error("{0:?} is not {1}")]
 struct NotA(String, &'static str);
 
-fn octal(text: &str) -> Result<u32, NotA> {
-    let mode = u32::from_str_radix(text, 8);
-    let mode = mode.ok().filter(|&mode| mode <= 0o777);
-    mode.ok_or_else(|| NotA(text.into(), "a mode such as 660"))
-}
+impl Settings {
+    /// Reads a file.
+    fn load(path: &Path) -> Result<Self, ConfigError> {
+        let failed = |source| ConfigError {
+            path: path.into(),
+            source,
+        };
+        let text = std::fs::read_to_string(path).map_err(|error| failed(error.into()))?;
+        toml::from_str(&text).map_err(|error| failed(error.into()))
+    }
 
-fn owner(text: &str) -> Result<(u32, u32), NotA> {
-    let parsed = text
-        .split_once(':')
-        .and_then(|(uid, gid)| Some((uid.parse().ok()?, gid.parse().ok()?)));
-    parsed.ok_or_else(|| NotA(text.into(), "UID:GID, two numbers"))
-}
+    /// These options, and `other`'s where these have none.
+    fn or(&self, other: Self) -> Self {
+        let mine = self.clone();
+        Self {
+            working_set: mine.working_set.or(other.working_set),
+            working_set_file: mine.working_set_file.or(other.working_set_file),
+            prefetch: mine.prefetch.or(other.prefetch),
+            fault_around: mine.fault_around.or(other.fault_around),
+            metrics: mine.metrics.or(other.metrics),
+            on_failure: mine.on_failure.or(other.on_failure),
+            socket_mode: mine.socket_mode.or(other.socket_mode),
+            socket_owner: mine.socket_owner.or(other.socket_owner),
+            state: mine.state.or(other.state),
+            max_vms: mine.max_vms.or(other.max_vms),
+            sockets: other.sockets,
+        }
+    }
 
-impl ServeArguments {
     fn options(&self) -> Options {
+        let default = Options::default();
         Options {
-            bindings: self.bindings.clone(),
-            working_set: match self.working_set {
+            working_set: match self.working_set.unwrap_or(WorkingSet::Auto) {
                 WorkingSet::Auto => WorkingSetMode::Auto,
                 WorkingSet::Record => WorkingSetMode::Record,
                 WorkingSet::Replay => WorkingSetMode::Replay,
                 WorkingSet::Off => WorkingSetMode::Off,
             },
             working_set_file: self.working_set_file.clone(),
-            prefetch: matches!(self.prefetch, Switch::On),
-            on_failure: match self.on_failure {
+            prefetch: matches!(self.prefetch, None | Some(Switch::On)),
+            on_failure: match self.on_failure.unwrap_or(Failing::Stall) {
                 Failing::Stall => OnFailure::Stall,
                 Failing::Kill => OnFailure::Kill,
             },
-            once: self.once,
-            fault_around_pages: self.fault_around,
-            socket_mode: self.socket_mode,
-            socket_owner: self.socket_owner,
-            max_vms: self.max_vms,
-            ..Options::default()
+            fault_around_pages: self.fault_around.unwrap_or(default.fault_around_pages),
+            socket_mode: self.socket_mode.map_or(default.socket_mode, |mode| mode.0),
+            socket_owner: self.socket_owner.map(|owner| (owner.0, owner.1)),
+            max_vms: self.max_vms.unwrap_or(default.max_vms),
+            ..default
         }
     }
+}
 
-    fn check(&self) -> Result<(), NotA> {
-        let around = self.fault_around;
-        if !around.is_power_of_two() || around > 512 {
-            let what = "a power of two up to 512, as --fault-around needs";
-            return Err(NotA(around.to_string(), what));
+impl ServeArguments {
+    /// The options of the command line and of the file, and where the metrics are served.
+    fn options(&self) -> Result<(Options, Option<MetricsAddress>), Failure> {
+        let settings = match &self.config {
+            None => self.settings.clone(),
+            Some(path) => {
+                let file = Settings::load(path).map_err(Failure::bad_input)?;
+                self.settings.or(file)
+            }
+        };
+        let mut options = settings.options();
+        if let Some(directory) = &settings.state {
+            options.state = Some(state(directory).map_err(Failure::failed)?);
         }
-        let mut images: Vec<_> = self.bindings.iter().map(|binding| &binding.image).collect();
-        images.sort_by_key(ToString::to_string);
-        images.dedup();
-        if let (Some(file), [_, _, ..]) = (&self.working_set_file, &images[..]) {
-            let what = "the working set of several images: --working-set-file is for one";
-            return Err(NotA(file.display().to_string(), what));
+        options.once = self.once;
+        options.bindings.clone_from(&self.bindings);
+        for (socket, image) in &settings.sockets {
+            options.bindings.push(Binding {
+                socket: socket.clone(),
+                image: image.parse().map_err(Failure::bad_input)?,
+            });
         }
-        Ok(())
+        check(&options).map_err(Failure::bad_input)?;
+        Ok((options, settings.metrics))
     }
+}
+
+/// The keeper is this program, with another verb.
+fn state(directory: &Path) -> io::Result<StateOptions> {
+    let program = std::env::current_exe()?;
+    Ok(StateOptions {
+        directory: directory.into(),
+        keeper: vec![program.into(), "keep".into(), directory.into()],
+    })
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct KeepArguments {
+    /// The directory of the state
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+}
+
+/// The keeper's process.
+pub(crate) fn keep(arguments: &KeepArguments) -> Result<(), Failure> {
+    pagetide_serve::keep(&arguments.directory).map_err(Failure::failed)
+}
+
+fn check(options: &Options) -> Result<(), NotA> {
+    let around = options.fault_around_pages;
+    if !around.is_power_of_two() || around > 512 {
+        let what = "a power of two up to 512, as --fault-around needs";
+        return Err(NotA(around.to_string(), what));
+    }
+    let mut images: Vec<_> = options
+        .bindings
+        .iter()
+        .map(|binding| &binding.image)
+        .collect();
+    images.sort_by_key(ToString::to_string);
+    images.dedup();
+    if let (Some(file), [_, _, ..]) = (&options.working_set_file, &images[..]) {
+        let what = "the working set of several images: --working-set-file is for one";
+        return Err(NotA(file.display().to_string(), what));
+    }
+    Ok(())
 }
 
 /// Serves until a signal, or with --once until the last VM has gone.
 pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<ExitCode, Failure> {
-    arguments.check().map_err(Failure::bad_input)?;
+    let (options, metrics) = arguments.options()?;
     // From here on, a signal ends the server and not the process.
-    let signals = Signals::new([SIGTERM, SIGINT]).map_err(Failure::failed)?;
-    let server = Server::bind(arguments.options()).map_err(|error| match error {
+    let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(Failure::failed)?;
+    let bindings = options.bindings.clone();
+    let server = Server::bind_with(options, inherited()).map_err(|error| match error {
         StartError::Descriptor(_) | StartError::Readers { .. } => Failure::failed(error),
         error => Failure::bad_input(error),
     })?;
-    let exporter = match &arguments.metrics {
+    let exporter = match &metrics {
         None => None,
         Some(address) => {
             let started = Exporter::start(address, server.metrics());
@@ -204,34 +361,67 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
     if let Some(address) = exporter.as_ref().and_then(Exporter::address) {
         tracing::info!(%address, "metrics");
     }
-    for Binding { socket, image } in &arguments.bindings {
+    for Binding { socket, image } in &bindings {
         tracing::info!(socket = %socket.display(), %image, "listening");
     }
+    tell_service_manager(NotifyState::Ready);
     let handle = signals.handle();
-    let listening = listen_for_signals(signals, server.stopper());
     let showing = show(server.metrics(), server.stopper(), line);
-    let result = server.run();
-    handle.close();
-    for thread in [listening, showing].into_iter().flatten() {
-        // Neither panics.
-        let _ = thread.join();
+    let stopper = server.stopper();
+    let result = thread::scope(|scope| {
+        scope.spawn(|| obey_signals(signals, arguments, &stopper));
+        let result = server.run();
+        handle.close();
+        result
+    });
+    if let Some(showing) = showing {
+        // It does not panic.
+        let _ = showing.join();
     }
     line.finish_and_clear();
     result.map_err(Failure::failed)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn listen_for_signals(mut signals: Signals, stopper: Stopper) -> Option<thread::JoinHandle<()>> {
-    let listen = move || {
-        for signal in signals.forever() {
+fn obey_signals(mut signals: Signals, arguments: &ServeArguments, stopper: &Stopper) {
+    for signal in signals.forever() {
+        if signal != SIGHUP {
             tracing::info!(signal, "ending");
+            tell_service_manager(NotifyState::Stopping);
             stopper.stop();
+            continue;
+        }
+        match arguments.options() {
+            Ok((options, _)) => stopper.reload(options),
+            Err(failure) => {
+                tracing::error!(error = %failure, "SIGHUP: the options stay as they are");
+            }
+        }
+    }
+}
+
+/// Tells systemd, if it has started the process and asks to be told.
+fn tell_service_manager(state: NotifyState<'_>) {
+    if let Err(error) = sd_notify::notify(&[state]) {
+        tracing::warn!(%error, "the service manager was not told");
+    }
+}
+
+/// The listening sockets that systemd has opened.
+fn inherited() -> Vec<UnixListener> {
+    let descriptors = match sd_notify::listen_fds() {
+        Ok(descriptors) => descriptors,
+        Err(error) => {
+            tracing::warn!(%error, "the service manager's sockets are not used");
+            return Vec::new();
         }
     };
-    thread::Builder::new()
-        .name("pt-signals".into())
-        .spawn(listen)
-        .ok()
+    let adopt = |descriptor| {
+        // SAFETY: from_raw_fd requires an open descriptor without another owner: systemd has opened it
+        // for this process (LISTEN_PID), and nothing else in this program looks at LISTEN_FDS.
+        unsafe { UnixListener::from_raw_fd(descriptor) }
+    };
+    descriptors.map(adopt).collect()
 }
 
 /// Shows one line on a terminal, which is refreshed while the server runs.

@@ -48,7 +48,7 @@ fn run(program: &str, words: &[&str]) -> Option<Output> {
 
 #[test]
 fn every_shell_has_a_script_that_names_every_verb() {
-    let verbs = [verbs(&[]), verbs(&["bench"])].concat();
+    let verbs = [verbs(&[]), verbs(&["bench"]), verbs(&["image"])].concat();
     assert!(verbs.contains(&"probe".into()) && verbs.contains(&"paging".into()));
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = printed(&["completions", shell]);
@@ -117,11 +117,14 @@ fn every_verb_has_a_manual_page() {
     printed(&["man", pages.to_str().expect("UTF-8")]);
     let mut wanted = BTreeSet::from(["pagetide.1".to_owned()]);
     wanted.extend(verbs(&[]).iter().map(|verb| format!("pagetide-{verb}.1")));
-    wanted.extend(
-        verbs(&["bench"])
-            .iter()
-            .map(|verb| format!("pagetide-bench-{verb}.1")),
-    );
+    for group in ["bench", "image"] {
+        let verbs = verbs(&[group]);
+        wanted.extend(
+            verbs
+                .iter()
+                .map(|verb| format!("pagetide-{group}-{verb}.1")),
+        );
+    }
     let entries = std::fs::read_dir(&pages).expect("the directory is there");
     let names = entries.map(|entry| entry.expect("an entry").file_name());
     let written: BTreeSet<_> = names

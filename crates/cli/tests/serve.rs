@@ -180,6 +180,134 @@ fn a_socket_that_a_killed_server_left_is_used_again() {
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 
+/// Connects, and sends what no VMM sends: a server that listens there ends the stream.
+fn is_served(socket: &Path) -> bool {
+    let Ok(mut stream) = UnixStream::connect(socket) else {
+        return false;
+    };
+    stream.write_all(b"{}").expect("it accepts");
+    stream
+        .set_read_timeout(Some(PATIENCE))
+        .expect("a time limit");
+    matches!(stream.read(&mut [0; 1]), Ok(0))
+}
+
+#[test]
+fn a_file_has_the_options_and_is_read_again_at_sighup() {
+    let place = Place::new();
+    let config = place.path("serve.toml");
+    let write = |text: &str| fs::write(&config, text).expect("a temporary file");
+    let (first, second) = (place.path("first"), place.path("second"));
+    let image = place.path("image");
+    let sockets = |sockets: &[&Path]| {
+        let line = |socket: &&Path| format!("{socket:?} = {image:?}\n");
+        format!(
+            "[sockets]\n{}",
+            sockets.iter().map(line).collect::<String>()
+        )
+    };
+    write(&format!(
+        "prefetch = \"off\"\nsocket-mode = \"640\"\n{}",
+        sockets(&[&first])
+    ));
+    let mut child = place
+        .command(&["--config", "serve.toml"])
+        .spawn()
+        .expect("it starts");
+    eventually("the socket", || first.exists());
+    assert!(is_served(&first));
+    let mode = fs::metadata(&first)
+        .expect("it is there")
+        .permissions()
+        .mode();
+    assert_eq!(mode & 0o777, 0o640);
+
+    write(&sockets(&[&first, &second]));
+    signal(&child, "HUP");
+    eventually("the second socket", || second.exists());
+    assert!(is_served(&first) && is_served(&second));
+
+    // Neither changes anything.
+    for bad in ["prefetch = 7", "[sockets]\n\"third\" = \"/no/such/image\""] {
+        write(bad);
+        signal(&child, "HUP");
+    }
+    write(&sockets(&[&second]));
+    signal(&child, "HUP");
+    eventually("the first socket's end", || !first.exists());
+    assert!(is_served(&second) && !place.path("third").exists());
+    signal(&child, "TERM");
+    assert_eq!(ended(&mut child).code(), Some(0));
+    let mut messages = String::new();
+    child
+        .stderr
+        .take()
+        .expect("it is piped")
+        .read_to_string(&mut messages)
+        .expect("UTF-8");
+    assert!(
+        messages.contains("/no/such/image does not exist"),
+        "{messages}"
+    );
+
+    for (bad, wanted) in [
+        ("prefetch = 7", "wanted string"),
+        ("no-such-option = 1", "unknown field"),
+        ("socket-mode = \"999\"", "a mode such as 660"),
+        (
+            "[sockets]\na = \"ftp://x/y\"",
+            "no image can be read from ftp://",
+        ),
+        ("", "no socket to serve"),
+        ("= 1", "serve.toml"),
+    ] {
+        write(bad);
+        let output = place
+            .command(&["--config", "serve.toml"])
+            .output()
+            .expect("it starts");
+        assert_refused(&output, wanted);
+    }
+    let output = place
+        .command(&["--config", "missing.toml"])
+        .output()
+        .expect("it starts");
+    assert_refused(&output, "missing.toml");
+}
+
+/// As systemd does: the socket is descriptor 3, and a message is expected when the server is ready.
+#[test]
+fn a_service_managers_socket_is_used_and_it_is_told() {
+    let place = Place::new();
+    let socket = place.path("socket");
+    let listener = std::os::unix::net::UnixListener::bind(&socket).expect("it binds");
+    let notify = place.path("notify");
+    let messages = std::os::unix::net::UnixDatagram::bind(&notify).expect("it binds");
+    messages
+        .set_read_timeout(Some(PATIENCE))
+        .expect("a time limit");
+    let next = || {
+        let mut buffer = [0; 256];
+        let bytes = messages.recv(&mut buffer).expect("a message");
+        String::from_utf8_lossy(&buffer[..bytes]).into_owned()
+    };
+    let mut child = Command::new("sh")
+        .args(["-c", "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" \"$@\" 3<&0"])
+        .args([env!("CARGO_BIN_EXE_pagetide"), "serve", &place.binding()])
+        .env("NOTIFY_SOCKET", &notify)
+        .stdin(std::os::fd::OwnedFd::from(listener))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts");
+    assert!(next().contains("READY=1"));
+    assert!(is_served(&socket));
+    signal(&child, "TERM");
+    assert!(next().contains("STOPPING=1"));
+    assert_eq!(ended(&mut child).code(), Some(0));
+    assert!(socket.exists(), "it is the service manager's");
+}
+
 fn get(mut stream: impl Read + Write, path: &str) -> String {
     write!(
         stream,

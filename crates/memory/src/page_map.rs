@@ -2,18 +2,20 @@
 
 mod answers;
 mod cell;
+mod cells;
 mod claim;
 mod image;
 mod parking;
 
 use std::time::{Duration, Instant};
 
-use crate::convert::{to_u64, to_usize};
+use crate::convert::to_u64;
 use crate::page::{PageIndex, PageRange};
 use crate::sync::{AtomicU8, Ordering};
 use cell::{
     ABSENT, FLAGS, INSTALLING, POISONED, REMOVED, REQUESTED_BULK, WAITERS, WAKE_WANTED, update,
 };
+use cells::Cells;
 use parking::Parking;
 
 pub use answers::{Claim, PageMapError, Removal, Request, ResetError, StateCounts};
@@ -66,20 +68,37 @@ pub use image::{ImportError, PageMapImage};
 /// So each wake-up that is wanted is either returned to one caller or still recorded on its page.
 #[derive(Debug)]
 pub struct PageMap {
-    cells: Box<[AtomicU8]>,
+    cells: Cells,
     parking: Parking,
 }
 
 impl PageMap {
     /// Creates a map of `pages` pages, all Absent. Takes one byte per page.
     pub fn new(pages: u64) -> Result<Self, PageMapError> {
-        let mut cells = Vec::new();
-        cells
-            .try_reserve_exact(to_usize(pages))
-            .map_err(|source| PageMapError::OutOfMemory { pages, source })?;
-        cells.resize_with(to_usize(pages), || AtomicU8::new(ABSENT));
         Ok(Self {
-            cells: cells.into_boxed_slice(),
+            cells: Cells::new(pages)?,
+            parking: Parking::default(),
+        })
+    }
+
+    /// Uses `pages` bytes of a memfd, from `offset_bytes` on (a multiple of 4096), as the map, so that it
+    /// outlives this process. Pages that the file has as settled (Present, Zero, Removed, Poisoned) stay
+    /// so; all others become Absent, because whoever requested or installed them has gone. A new file is
+    /// a map of Absent pages.
+    ///
+    /// One map at a time may use the bytes.
+    ///
+    /// # Errors
+    /// [`PageMapError`]: the file is not sealed against shrinking (`F_SEAL_SHRINK`), is too short, cannot
+    /// be mapped, or has a byte that is no state.
+    #[cfg(not(loom))]
+    pub fn in_file(
+        file: std::os::fd::BorrowedFd<'_>,
+        offset_bytes: u64,
+        pages: u64,
+    ) -> Result<Self, PageMapError> {
+        Ok(Self {
+            cells: Cells::in_file(file, offset_bytes, pages)?,
             parking: Parking::default(),
         })
     }
@@ -363,7 +382,7 @@ impl PageMap {
     /// sum belongs to no single moment.
     pub fn counts(&self) -> StateCounts {
         let mut counts = StateCounts::default();
-        for cell in &self.cells {
+        for cell in self.cells.iter() {
             counts.add(PageState::of(cell.load(Ordering::Relaxed)));
         }
         counts

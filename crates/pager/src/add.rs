@@ -1,5 +1,6 @@
 //! Adding a region. All refusals happen here, before a guest runs on the region.
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,10 +9,10 @@ use pagetide_memory::{
     ServiceAccess,
 };
 use pagetide_uapi::host::check_page_size;
-use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, UserRange, Userfaultfd};
+use pagetide_uapi::userfaultfd::{EventBuffer, Features, Mode, OpenError, UserRange, Userfaultfd};
 
 use crate::channel::{Channel, Span};
-use crate::config::{Contents, Holes, Memory, RegionConfig, UffdLayout};
+use crate::config::{Contents, Holes, MapFile, Memory, RegionConfig, UffdLayout};
 use crate::error::AddError;
 use crate::fault::RegionId;
 use crate::pager::Pager;
@@ -78,14 +79,23 @@ impl Pager {
                 return Err(AddError::PoisonOutside { range: lost });
             }
         }
-        let map = PageMap::new(pages)?;
+        let map = match &config.map_file {
+            Some(kept) => PageMap::in_file(kept.file.as_fd(), kept.map_offset, pages)?,
+            None => PageMap::new(pages)?,
+        };
         if let Some(image) = &config.resume_from {
             map.import(image)?;
         }
 
         let (served, can_poison) = match &uffd {
             None => self.open_channels(&target, config.mode, &layout)?,
-            Some(uffd) => (vec![self.adopt_channel(&table, uffd, pages)], true),
+            Some(uffd) => {
+                let journal = config.map_file.as_ref();
+                (
+                    vec![self.adopt_channel(&table, uffd, pages, journal)?],
+                    true,
+                )
+            }
         };
         let page_bytes = page_size.bytes();
         let supply = match config.contents {
@@ -183,15 +193,35 @@ impl Pager {
     }
 
     /// The channel of a userfaultfd that another process handed over; several regions may share it.
-    fn adopt_channel(&self, table: &Table, uffd: &Arc<Userfaultfd>, pages: u64) -> Served {
+    fn adopt_channel(
+        &self,
+        table: &Table,
+        uffd: &Arc<Userfaultfd>,
+        pages: u64,
+        kept: Option<&MapFile>,
+    ) -> Result<Served, AddError> {
         let is_same = |channel: &&Arc<Channel>| Arc::ptr_eq(&channel.uffd, uffd);
-        let known = table.channels().iter().find(is_same);
-        let channel = known.map_or_else(
-            || Arc::new(Channel::new(Arc::clone(uffd), self.poller.next_token())),
-            Arc::clone,
-        );
+        let channel = match table.channels().iter().find(is_same) {
+            Some(channel) => Arc::clone(channel),
+            None => {
+                let in_file = |kept: &MapFile| EventBuffer::in_file(kept.file.as_fd(), 0);
+                let journal = kept.map(in_file).transpose().map_err(AddError::Journal)?;
+                let (uffd, token) = (Arc::clone(uffd), self.poller.next_token());
+                Arc::new(Channel::with_journal(uffd, token, journal))
+            }
+        };
         let pages = PageRange::new(PageIndex(0), pages);
-        Served { pages, channel }
+        Ok(Served { pages, channel })
+    }
+
+    /// Applies what a predecessor that died has read from the userfaultfds and may not have applied:
+    /// pages that the process had discarded read as zeroes. Call it after all regions of a predecessor
+    /// were added ([`RegionConfig::kept_in`]) and before their faults are served, and then wake the
+    /// threads that sleep there (`UFFDIO_WAKE`): the predecessor may have read their messages, too.
+    pub fn recover(&self) {
+        for channel in self.table().channels() {
+            channel.recover(|spans, event| self.apply(channel, spans, event));
+        }
     }
 
     /// Makes the region's missing pages fault.

@@ -80,6 +80,8 @@ pub(crate) struct Channel {
     spans: RwLock<Vec<Span>>,
     /// Faults that a thread read while it looked for events.
     pending: Mutex<VecDeque<PageFault>>,
+    /// Messages are read into this buffer, which outlives the process, in place of the reader's own.
+    journal: Option<Mutex<EventBuffer>>,
     /// A successor reads the messages. Held for reading while a thread reads messages.
     is_handed_over: RwLock<bool>,
 }
@@ -106,6 +108,15 @@ impl InstallLock<'_> {
 
 impl Channel {
     pub(crate) fn new(uffd: Arc<Userfaultfd>, token: u64) -> Self {
+        Self::with_journal(uffd, token, None)
+    }
+
+    /// A channel whose messages outlive this process until they are handled, if it has events.
+    pub(crate) fn with_journal(
+        uffd: Arc<Userfaultfd>,
+        token: u64,
+        journal: Option<EventBuffer>,
+    ) -> Self {
         let events = [
             Features::EVENT_REMOVE,
             Features::EVENT_UNMAP,
@@ -119,6 +130,7 @@ impl Channel {
             has_events,
             spans: RwLock::default(),
             pending: Mutex::default(),
+            journal: journal.map(Mutex::new),
             is_handed_over: RwLock::new(false),
         }
     }
@@ -214,6 +226,9 @@ impl Channel {
         }
         let mut spans = self.lock_spans();
         faults.extend(self.lock_pending().drain(..));
+        // One thread at a time, because it holds the spans for writing.
+        let mut journal = self.journal.as_ref().map(lock_journal);
+        let buffer = journal.as_deref_mut().unwrap_or(buffer);
         let events = self.uffd.read_events(buffer)?;
         let messages = events.len();
         for event in events {
@@ -223,7 +238,25 @@ impl Channel {
             }
         }
         let is_full = messages == buffer.capacity();
+        if let Some(mut journal) = journal {
+            journal.clear();
+        }
         Ok(Batch { messages, is_full })
+    }
+
+    /// Applies the events that a predecessor has read and may not have applied, which is harmless for
+    /// those that it has. Its faults do not matter: their threads are woken.
+    pub(crate) fn recover(&self, mut apply: impl FnMut(&mut Vec<Span>, Event)) {
+        let mut spans = self.lock_spans();
+        let Some(mut journal) = self.journal.as_ref().map(lock_journal) else {
+            return;
+        };
+        for event in journal.unhandled() {
+            if matches!(event, Event::Remove { .. } | Event::Unmap { .. }) {
+                apply(&mut spans, event);
+            }
+        }
+        journal.clear();
     }
 
     /// Stores faults for the next reader.
@@ -235,6 +268,10 @@ impl Channel {
     pub(crate) fn has_deferred(&self) -> bool {
         self.has_events && !self.lock_pending().is_empty()
     }
+}
+
+fn lock_journal(journal: &Mutex<EventBuffer>) -> MutexGuard<'_, EventBuffer> {
+    journal.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

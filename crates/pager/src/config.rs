@@ -1,6 +1,7 @@
 //! The configuration of a region that is added to a pager.
 
 use std::num::NonZeroU32;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -123,6 +124,13 @@ pub(crate) enum Memory {
     },
 }
 
+/// The file that keeps messages and page maps for a successor.
+#[derive(Debug)]
+pub(crate) struct MapFile {
+    pub(crate) file: Arc<OwnedFd>,
+    pub(crate) map_offset: u64,
+}
+
 /// A region of memory to page, and its options.
 #[derive(Debug)]
 pub struct RegionConfig {
@@ -135,6 +143,7 @@ pub struct RegionConfig {
     pub(crate) retry: RetryPolicy,
     pub(crate) poison: PoisonMap,
     pub(crate) resume_from: Option<PageMapImage>,
+    pub(crate) map_file: Option<MapFile>,
     pub(crate) trusts_existing: bool,
     pub(crate) mapper: Option<MapperConfig>,
     pub(crate) observer: Option<ObserverConfig>,
@@ -184,6 +193,7 @@ impl RegionConfig {
             retry: RetryPolicy::default(),
             poison: PoisonMap::new(),
             resume_from: None,
+            map_file: None,
             trusts_existing: false,
             mapper: None,
             observer: None,
@@ -335,6 +345,22 @@ impl RegionConfig {
     #[must_use]
     pub fn resume_from(mut self, image: PageMapImage) -> Self {
         self.resume_from = Some(image);
+        self
+    }
+
+    /// Keeps what a successor needs if this process dies in a memfd that is sealed against shrinking:
+    /// the messages of a foreign region's userfaultfd in the first 4096 bytes
+    /// ([`EventBuffer::in_file`]), which the regions of one userfaultfd share, and the region's page map
+    /// from `map_offset` on (a multiple of 4096, at least 4096), one byte for each page
+    /// ([`PageMap::in_file`]).
+    ///
+    /// A successor adds its regions with the same file, and calls [`crate::Pager::recover`].
+    ///
+    /// [`EventBuffer::in_file`]: pagetide_uapi::userfaultfd::EventBuffer::in_file
+    /// [`PageMap::in_file`]: pagetide_memory::PageMap::in_file
+    #[must_use]
+    pub fn kept_in(mut self, file: Arc<OwnedFd>, map_offset: u64) -> Self {
+        self.map_file = Some(MapFile { file, map_offset });
         self
     }
 

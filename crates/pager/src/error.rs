@@ -113,6 +113,10 @@ pub enum InstallFailure {
 /// Why a region could not be added.
 #[derive(Debug, Error)]
 pub enum AddError {
+    /// The file that keeps messages for a successor cannot be used: it is not sealed against shrinking, is
+    /// too short, or cannot be mapped.
+    #[error("the file that keeps messages for a successor")]
+    Journal(#[source] Errno),
     /// The host's pages are not 4 KiB each.
     #[error(transparent)]
     PageSize(#[from] PageSizeError),

@@ -30,14 +30,15 @@ impl Source for Noting {
     }
 }
 
-fn served(
-    pages: u64,
-) -> Option<(
-    Arc<pagetide_memory::Region>,
-    Arc<Pager>,
-    RegionId,
-    Arc<Noting>,
-)> {
+/// A pager with one region.
+struct Served {
+    region: Arc<pagetide_memory::Region>,
+    pager: Arc<Pager>,
+    id: RegionId,
+    noting: Arc<Noting>,
+}
+
+fn served(pages: u64) -> Option<Served> {
     let region = region(pages, Backing::Anonymous)?;
     let noting = Arc::new(Noting::default());
     let source: Arc<dyn Source> = Arc::<Noting>::clone(&noting);
@@ -45,7 +46,12 @@ fn served(
     let contents = Contents::Source(source);
     let config = RegionConfig::local(Arc::clone(&region), Mode::Missing, contents);
     let id = pager.add(config).unwrap();
-    Some((region, pager, id, noting))
+    Some(Served {
+        region,
+        pager,
+        id,
+        noting,
+    })
 }
 
 const BATCH: PrefetchConfig = PrefetchConfig {
@@ -54,7 +60,10 @@ const BATCH: PrefetchConfig = PrefetchConfig {
 
 #[test]
 fn the_first_pages_come_in_their_order_and_nothing_else_comes() {
-    let Some((_region, pager, id, noting)) = served(64) else {
+    let Some(Served {
+        pager, id, noting, ..
+    }) = served(64)
+    else {
         return;
     };
     let first = vec![
@@ -87,7 +96,10 @@ fn the_first_pages_come_in_their_order_and_nothing_else_comes() {
 
 #[test]
 fn the_regions_that_follow_are_fetched_wholly_and_others_are_not() {
-    let Some((region, pager, id, _)) = served(16) else {
+    let Some(Served {
+        region, pager, id, ..
+    }) = served(16)
+    else {
         return;
     };
     let far = pagetide_memory::GuestAddress(GPA.0 + (1 << 30));
@@ -147,7 +159,10 @@ fn a_plan_waits_for_its_source() {
 /// A server shows the progress of a prefetch before it ends.
 #[test]
 fn counts_are_visible_while_it_runs() {
-    let Some((_region, pager, id, noting)) = served(64) else {
+    let Some(Served {
+        pager, id, noting, ..
+    }) = served(64)
+    else {
         return;
     };
     let held = noting.0.lock().unwrap();
@@ -162,7 +177,7 @@ fn counts_are_visible_while_it_runs() {
 
 #[test]
 fn the_time_of_each_resolved_fault_is_reported() {
-    let Some((region, pager, _, _)) = served(8) else {
+    let Some(Served { region, pager, .. }) = served(8) else {
         return;
     };
     let (send, times) = std::sync::mpsc::channel();

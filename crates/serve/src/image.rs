@@ -14,6 +14,7 @@ use crate::working_set::{Touch, WorkingSet, WorkingSetError};
 
 /// An image that is open, with the threads that read it.
 pub(crate) struct ServedImage {
+    pub(crate) location: Location,
     pub(crate) image: Arc<dyn GuestImage>,
     pub(crate) source: Arc<dyn Source>,
     working_set: WorkingSetFile,
@@ -22,7 +23,6 @@ pub(crate) struct ServedImage {
 }
 
 struct WorkingSetFile {
-    mode: WorkingSetMode,
     path: Option<PathBuf>,
     /// Held while the file is read, merged and written.
     access: Mutex<()>,
@@ -77,10 +77,10 @@ impl ServedImage {
             },
         )?;
         Ok(Self {
+            location: location.clone(),
             image,
             source,
             working_set: WorkingSetFile {
-                mode: options.working_set,
                 path,
                 access: Mutex::new(()),
             },
@@ -105,9 +105,8 @@ impl ServedImage {
     }
 
     /// What a VM that starts now does.
-    pub(crate) fn working_set_plan(&self) -> WorkingSetPlan {
-        let WorkingSetFile { mode, path, .. } = &self.working_set;
-        let Some(path) = path else {
+    pub(crate) fn working_set_plan(&self, mode: WorkingSetMode) -> WorkingSetPlan {
+        let Some(path) = &self.working_set.path else {
             return WorkingSetPlan::Nothing;
         };
         match mode {
@@ -115,7 +114,7 @@ impl ServedImage {
             WorkingSetMode::Record => WorkingSetPlan::Record,
             WorkingSetMode::Auto | WorkingSetMode::Replay => match self.load(path) {
                 Some(set) => WorkingSetPlan::Replay(set),
-                None if *mode == WorkingSetMode::Auto => WorkingSetPlan::Record,
+                None if mode == WorkingSetMode::Auto => WorkingSetPlan::Record,
                 None => {
                     tracing::error!(path = %path.display(), "there is no working set of this image to replay");
                     WorkingSetPlan::Nothing

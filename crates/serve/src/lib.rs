@@ -33,6 +33,7 @@ mod peer;
 mod receive;
 mod recorder;
 mod server;
+mod state;
 mod vm;
 mod working_set;
 
@@ -42,4 +43,5 @@ pub use metrics::{Metrics, Totals};
 pub use options::{Binding, OnFailure, Options, ParseBindingError, WorkingSetMode};
 pub use receive::ReceiveError;
 pub use server::{Server, StartError, Stopper};
+pub use state::{StateError, StateOptions, keep};
 pub use working_set::{FormatError, Touch, WorkingSet, WorkingSetError};

@@ -34,11 +34,12 @@ pub enum ListenError {
     },
 }
 
-/// A listening socket. Its file is removed when it is dropped.
+/// A listening socket. Its file is removed when it is dropped, unless a service manager has made it.
 #[derive(Debug)]
 pub(crate) struct Listener {
     pub(crate) socket: UnixListener,
     path: PathBuf,
+    is_inherited: bool,
 }
 
 impl Listener {
@@ -67,6 +68,18 @@ impl Listener {
         Ok(Self {
             socket,
             path: path.into(),
+            is_inherited: false,
+        })
+    }
+
+    /// A socket that a service manager has opened; `None` if it has no path.
+    pub(crate) fn inherited(socket: UnixListener) -> Option<Self> {
+        let path = socket.local_addr().ok()?.as_pathname()?.to_owned();
+        socket.set_nonblocking(true).ok()?;
+        Some(Self {
+            socket,
+            path,
+            is_inherited: true,
         })
     }
 
@@ -122,6 +135,9 @@ pub(crate) fn remove_stale(path: &Path) -> io::Result<()> {
 
 impl Drop for Listener {
     fn drop(&mut self) {
+        if self.is_inherited {
+            return;
+        }
         let _ = std::fs::remove_file(&self.path);
     }
 }

@@ -7,6 +7,8 @@ use std::time::Duration;
 use pagetide_sources::{Location, OpenOptions, ParseLocationError};
 use thiserror::Error;
 
+use crate::state::StateOptions;
+
 /// A Unix socket, and the image of the VMs that connect to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Binding {
@@ -96,6 +98,8 @@ pub struct Options {
     pub max_vms: usize,
     /// The time in which a VMM must send its message.
     pub handshake_limit: Duration,
+    /// Where VMs are kept for a successor of this server.
+    pub state: Option<StateOptions>,
     /// How images are opened.
     pub images: OpenOptions,
 }
@@ -114,6 +118,7 @@ impl Default for Options {
             socket_owner: None,
             max_vms: 4096,
             handshake_limit: Duration::from_secs(10),
+            state: None,
             images: OpenOptions::default(),
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
@@ -20,7 +20,8 @@ use crate::image::ServedImage;
 use crate::listener::{ListenError, Listener};
 use crate::metrics::Metrics;
 use crate::options::Options;
-use crate::vm::{Common, run};
+use crate::state::{KeptVm, State, StateError};
+use crate::vm::{Client, Common, run};
 
 /// The time in which guests are still drained after a stop. A server ends within 5 s of SIGTERM, and the
 /// rest is for poisoning what is missing.
@@ -53,6 +54,9 @@ pub enum StartError {
     /// A socket could not be bound.
     #[error(transparent)]
     Listen(#[from] ListenError),
+    /// The VMs of a former server cannot be taken over.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// The kernel refused a descriptor.
     #[error("creating the server's descriptors")]
     Descriptor(#[source] Errno),
@@ -65,6 +69,9 @@ pub struct Stopper(Arc<StopState>);
 #[derive(Debug)]
 struct StopState {
     event: OwnedFd,
+    /// Written to when there are new options.
+    reload: OwnedFd,
+    options: Mutex<Option<Options>>,
     is_stopping: AtomicBool,
     deadline: Mutex<Option<Instant>>,
 }
@@ -74,6 +81,8 @@ impl Stopper {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         Ok(Self(Arc::new(StopState {
             event: eventfd(0, flags)?,
+            reload: eventfd(0, flags)?,
+            options: Mutex::new(None),
             is_stopping: AtomicBool::new(false),
             deadline: Mutex::new(None),
         })))
@@ -96,6 +105,29 @@ impl Stopper {
         self.0.is_stopping.store(true, Ordering::Release);
         // It fails only if the counter is full, and then it is readable.
         let _ = rustix::io::write(&self.0.event, &1_u64.to_ne_bytes());
+    }
+
+    /// Uses other options for VMs that connect from now on. Sockets that are not among the bindings any
+    /// more are closed, and new ones are opened; VMs that are being served go on. If an image or a socket
+    /// cannot be opened, an error is logged, and everything stays as it was.
+    pub fn reload(&self, options: Options) {
+        let mut waiting = self
+            .0
+            .options
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *waiting = Some(options);
+        drop(waiting);
+        let _ = rustix::io::write(&self.0.reload, &1_u64.to_ne_bytes());
+    }
+
+    fn take_options(&self) -> Option<Options> {
+        let _ = rustix::io::read(&self.0.reload, &mut [0; 8]);
+        self.0
+            .options
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
     }
 
     /// Whether [`Self::stop`] was called.
@@ -131,10 +163,15 @@ struct Bound {
 /// A server whose sockets accept connections.
 pub struct Server {
     common: Arc<Common>,
+    images: HashMap<Location, Arc<ServedImage>>,
     bound: Vec<Bound>,
     vms: Arc<AtomicUsize>,
     /// Notified when a VM has ended.
     ended: OwnedFd,
+    /// VMs that a former server has left.
+    kept: Vec<KeptVm>,
+    /// The greatest number of these.
+    first_number: u64,
 }
 
 impl Server {
@@ -143,48 +180,101 @@ impl Server {
     /// # Errors
     /// [`StartError`]; then nothing is left behind.
     pub fn bind(options: Options) -> Result<Self, StartError> {
-        if options.bindings.is_empty() {
-            return Err(StartError::NoBindings);
-        }
-        let metrics = Metrics::default();
-        let mut images: HashMap<Location, Arc<ServedImage>> = HashMap::new();
-        let mut bound = Vec::with_capacity(options.bindings.len());
-        for binding in &options.bindings {
-            let location = &binding.image;
-            let image = match images.get(location) {
-                Some(image) => Arc::clone(image),
-                None => {
-                    let opened = open(location, &options.images);
-                    let opened = opened.map_err(|source| StartError::Image {
-                        location: location.clone(),
-                        source,
-                    })?;
-                    let started = ServedImage::start(opened, location, &options, &metrics);
-                    let image = Arc::new(started.map_err(|source| StartError::Readers {
-                        location: location.clone(),
-                        source,
-                    })?);
-                    images.insert(location.clone(), Arc::clone(&image));
-                    image
-                }
-            };
-            let listener =
-                Listener::bind(&binding.socket, options.socket_mode, options.socket_owner)?;
-            bound.push(Bound { listener, image });
-        }
+        Self::bind_with(options, Vec::new())
+    }
+
+    /// The same with sockets that a service manager has opened: each is used for the binding of its
+    /// path.
+    ///
+    /// # Errors
+    /// As [`Self::bind`].
+    pub fn bind_with(options: Options, inherited: Vec<UnixListener>) -> Result<Self, StartError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ended = eventfd(0, flags).map_err(StartError::Descriptor)?;
         let stopper = Stopper::new().map_err(StartError::Descriptor)?;
-        Ok(Self {
-            common: Arc::new(Common {
-                options,
-                metrics,
-                stopper,
-            }),
-            bound,
+        let (state, kept) = match &options.state {
+            None => (None, Vec::new()),
+            Some(state) => {
+                let (state, kept) = State::open(state)?;
+                (Some(Arc::new(state)), kept)
+            }
+        };
+        let common = Common {
+            options: Arc::default(),
+            metrics: Metrics::default(),
+            stopper,
+            state,
+        };
+        let mut server = Self {
+            common: Arc::new(common),
+            images: HashMap::new(),
+            bound: Vec::new(),
             vms: Arc::default(),
             ended,
-        })
+            first_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
+            kept,
+        };
+        let inherited = inherited
+            .into_iter()
+            .filter_map(Listener::inherited)
+            .collect();
+        server.apply(options, inherited)?;
+        Ok(server)
+    }
+
+    /// Opens what `options` have and the server has not, and closes what the options have not.
+    fn apply(&mut self, options: Options, mut inherited: Vec<Listener>) -> Result<(), StartError> {
+        if options.bindings.is_empty() {
+            return Err(StartError::NoBindings);
+        }
+        let mut images = HashMap::new();
+        let mut opened = Vec::new();
+        for binding in &options.bindings {
+            let location = &binding.image;
+            if !images.contains_key(location) {
+                let image = match self.images.get(location) {
+                    Some(image) => Arc::clone(image),
+                    None => open_image(location, &options, &self.common.metrics)?,
+                };
+                images.insert(location.clone(), image);
+            }
+            let is_open = |bound: &Bound| bound.listener.path() == binding.socket;
+            if self.bound.iter().any(is_open)
+                || opened
+                    .iter()
+                    .any(|open: &Listener| open.path() == binding.socket)
+            {
+                continue;
+            }
+            let given = inherited
+                .iter()
+                .position(|given| given.path() == binding.socket);
+            opened.push(match given {
+                Some(index) => inherited.swap_remove(index),
+                None => Listener::bind(&binding.socket, options.socket_mode, options.socket_owner)?,
+            });
+        }
+        // Nothing fails from here on.
+        let mut listeners: Vec<Listener> =
+            self.bound.drain(..).map(|bound| bound.listener).collect();
+        listeners.append(&mut opened);
+        for binding in &options.bindings {
+            let found = listeners
+                .iter()
+                .position(|open| open.path() == binding.socket);
+            if let (Some(index), Some(image)) = (found, images.get(&binding.image)) {
+                let (listener, image) = (listeners.swap_remove(index), Arc::clone(image));
+                self.bound.push(Bound { listener, image });
+            }
+        }
+        self.images = images;
+        self.common = Arc::new(Common {
+            options: Arc::new(options),
+            metrics: self.common.metrics.clone(),
+            stopper: self.common.stopper.clone(),
+            state: self.common.state.clone(),
+        });
+        Ok(())
     }
 
     /// Ends the server.
@@ -203,6 +293,7 @@ impl Server {
     /// The kernel's error, if waiting for connections fails. The VMs that are there have then ended.
     pub fn run(mut self) -> io::Result<()> {
         let mut threads = Vec::new();
+        self.resume_kept(&mut threads);
         let result = self.accept_all(&mut threads);
         if !self.common.stopper.is_stopping() {
             self.common.stopper.stop();
@@ -214,31 +305,96 @@ impl Server {
             // A panic was logged by the thread.
             let _ = thread.join();
         }
+        if let Some(state) = &self.common.state {
+            state.end();
+        }
         result
     }
 
-    fn accept_all(&self, threads: &mut Vec<JoinHandle<()>>) -> io::Result<()> {
+    /// Goes on with the VMs of a former server.
+    fn resume_kept(&mut self, threads: &mut Vec<JoinHandle<()>>) {
+        for kept in std::mem::take(&mut self.kept) {
+            let image = self.image_of(&kept);
+            let (vm, socket) = (kept.id, kept.description.socket.clone());
+            match image {
+                Ok(image) => {
+                    tracing::info!(vm, socket, "going on with a VM of a former server");
+                    let stream = kept.stream.try_clone();
+                    match stream {
+                        Ok(stream) => {
+                            let kept = Some(kept);
+                            let client = Client {
+                                number: vm,
+                                socket,
+                                stream,
+                                kept,
+                            };
+                            self.start(image, client, threads);
+                        }
+                        Err(error) => {
+                            tracing::error!(vm, %error, "a VM of a former server stays asleep");
+                        }
+                    }
+                }
+                Err(error) => tracing::error!(
+                    vm,
+                    socket,
+                    error = &*error,
+                    "a VM of a former server stays asleep"
+                ),
+            }
+        }
+    }
+
+    fn image_of(&mut self, kept: &KeptVm) -> Result<Arc<ServedImage>, Box<dyn std::error::Error>> {
+        let location: Location = kept.description.image.parse()?;
+        if let Some(image) = self.images.get(&location) {
+            return Ok(Arc::clone(image));
+        }
+        let image = open_image(&location, &self.common.options, &self.common.metrics)?;
+        self.images.insert(location, Arc::clone(&image));
+        Ok(image)
+    }
+
+    fn accept_all(&mut self, threads: &mut Vec<JoinHandle<()>>) -> io::Result<()> {
+        let mut accepted = 0;
+        while self.accept_until_reload(&mut accepted, threads)? {
+            let Some(options) = self.common.stopper.take_options() else {
+                continue;
+            };
+            match self.apply(options, Vec::new()) {
+                Ok(()) => tracing::info!(sockets = self.bound.len(), "new options are used"),
+                Err(error) => tracing::error!(
+                    error = &error as &dyn std::error::Error,
+                    "the options stay as they are"
+                ),
+            }
+        }
+        Ok(())
+    }
+
+    /// Accepts VMs until there are new options (true), or the server ends (false).
+    fn accept_until_reload(
+        &self,
+        accepted: &mut u64,
+        threads: &mut Vec<JoinHandle<()>>,
+    ) -> io::Result<bool> {
         const STOP: u64 = u64::MAX;
         const ENDED: u64 = u64::MAX - 1;
+        const RELOAD: u64 = u64::MAX - 2;
+        let stopper = &self.common.stopper;
         let poll = epoll::create(CreateFlags::CLOEXEC)?;
-        epoll::add(
-            &poll,
-            &self.common.stopper,
-            EventData::new_u64(STOP),
-            EventFlags::IN,
-        )?;
-        epoll::add(
-            &poll,
-            &self.ended,
-            EventData::new_u64(ENDED),
-            EventFlags::IN,
-        )?;
+        let add = |fd: BorrowedFd<'_>, token| {
+            epoll::add(&poll, fd, EventData::new_u64(token), EventFlags::IN)
+        };
+        add(stopper.as_fd(), STOP)?;
+        add(stopper.0.reload.as_fd(), RELOAD)?;
+        add(self.ended.as_fd(), ENDED)?;
         for (index, bound) in self.bound.iter().enumerate() {
             let token = EventData::new_u64(index as u64);
             epoll::add(&poll, &bound.listener.socket, token, EventFlags::IN)?;
         }
         let mut events = Vec::with_capacity(64);
-        let mut accepted = 0;
         loop {
             match epoll::wait(&poll, rustix::buffer::spare_capacity(&mut events), None) {
                 Ok(_) | Err(Errno::INTR) => {}
@@ -246,7 +402,8 @@ impl Server {
             }
             for event in events.drain(..) {
                 match event.data.u64() {
-                    STOP => return Ok(()),
+                    STOP => return Ok(false),
+                    RELOAD => return Ok(true),
                     ENDED => {
                         let _ = rustix::io::read(&self.ended, &mut [0; 8]);
                         threads.retain(|thread| !thread.is_finished());
@@ -256,14 +413,14 @@ impl Server {
                             .ok()
                             .and_then(|index| self.bound.get(index));
                         if let Some(bound) = bound {
-                            self.accept(bound, &mut accepted, threads);
+                            self.accept(bound, accepted, threads);
                         }
                     }
                 }
             }
-            let is_last = accepted > 0 && self.vms.load(Ordering::Acquire) == 0;
+            let is_last = *accepted > 0 && self.vms.load(Ordering::Acquire) == 0;
             if self.common.options.once && is_last {
-                return Ok(());
+                return Ok(false);
             }
         }
     }
@@ -288,25 +445,54 @@ impl Server {
             return;
         }
         *accepted += 1;
-        let number = *accepted;
+        // Not the number of a VM that a former server has left.
+        let number = *accepted + self.first_number;
         self.common.metrics.count(|totals| totals.vms_accepted = 1);
+        let client = Client {
+            number,
+            socket,
+            stream,
+            kept: None,
+        };
+        self.start(Arc::clone(&bound.image), client, threads);
+    }
+
+    /// Starts a VM's thread.
+    fn start(&self, image: Arc<ServedImage>, client: Client, threads: &mut Vec<JoinHandle<()>>) {
         self.vms.fetch_add(1, Ordering::AcqRel);
-        let (common, image) = (Arc::clone(&self.common), Arc::clone(&bound.image));
+        let common = Arc::clone(&self.common);
         let ending = Ending {
             vms: Arc::clone(&self.vms),
             ended: self.ended.try_clone().ok(),
         };
         let thread = Builder::new()
-            .name(format!("pt-vm-{number}"))
+            .name(format!("pt-vm-{}", client.number))
             .spawn(move || {
                 let _ending = ending;
-                run(&common, &image, &socket, number, &stream);
+                run(&common, &image, client);
             });
         match thread {
             Ok(thread) => threads.push(thread),
             Err(error) => tracing::error!(%error, "VM refused: its thread was not started"),
         }
     }
+}
+
+fn open_image(
+    location: &Location,
+    options: &Options,
+    metrics: &Metrics,
+) -> Result<Arc<ServedImage>, StartError> {
+    let image = open(location, &options.images).map_err(|source| StartError::Image {
+        location: location.clone(),
+        source,
+    })?;
+    let started = ServedImage::start(image, location, options, metrics);
+    let started = started.map_err(|source| StartError::Readers {
+        location: location.clone(),
+        source,
+    })?;
+    Ok(Arc::new(started))
 }
 
 /// Counts a VM's end, however its thread ends.

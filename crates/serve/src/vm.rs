@@ -2,9 +2,11 @@
 
 mod connection;
 mod control;
+mod keeping;
 mod start;
 
 use std::fmt;
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -29,9 +31,11 @@ use crate::peer::Peer;
 use crate::receive::ReceiveError;
 use crate::recorder::Recorder;
 use crate::server::Stopper;
+use crate::state::{KeptVm, State};
 use connection::is_closed;
 pub(crate) use connection::run;
 use control::Control;
+use keeping::Keeping;
 
 /// The longest time between two looks at deadlines and counts.
 const TICK: Duration = Duration::from_millis(500);
@@ -75,6 +79,18 @@ pub(crate) enum VmError {
     /// The descriptors of the pager failed.
     #[error(transparent)]
     Serve(#[from] ServeError),
+    /// The VM could not be kept for a successor.
+    #[error("keeping the VM for a successor of this server")]
+    Keep(#[source] io::Error),
+    /// The image is another one than the VM was restored from.
+    #[error("the image {image} is another one than the VM was restored from")]
+    OtherImage {
+        /// The image.
+        image: String,
+    },
+    /// What a former server has left makes no sense.
+    #[error("a former server has left a VM whose regions make no sense")]
+    OtherState,
     /// Waiting for the VM's descriptors failed.
     #[error("waiting for the VM's descriptors")]
     Wait(#[source] Errno),
@@ -108,6 +124,8 @@ pub(crate) enum End {
     Killed,
     /// The VMM has left, by the native protocol.
     Left,
+    /// The server ends, and a successor may go on.
+    HandedOver,
 }
 
 impl fmt::Display for End {
@@ -118,15 +136,28 @@ impl fmt::Display for End {
             Self::FailedClosed => "failed closed",
             Self::Killed => "killed",
             Self::Left => "left",
+            Self::HandedOver => "handed over",
         })
     }
 }
 
 /// What all VMs of a server share.
 pub(crate) struct Common {
-    pub(crate) options: Options,
+    pub(crate) options: Arc<Options>,
     pub(crate) metrics: Metrics,
     pub(crate) stopper: Stopper,
+    /// Where VMs are kept for a successor.
+    pub(crate) state: Option<Arc<State>>,
+}
+
+/// A VM's connection.
+pub(crate) struct Client {
+    pub(crate) number: u64,
+    /// The socket's path.
+    pub(crate) socket: String,
+    pub(crate) stream: UnixStream,
+    /// What a former server has left of the VM.
+    pub(crate) kept: Option<KeptVm>,
 }
 
 /// A VM that is being served.
@@ -156,6 +187,7 @@ struct Vm<'a> {
     reported: Totals,
     /// The last error, as text.
     last_error: String,
+    keeping: Option<Keeping>,
 }
 
 /// A region of the pager, and its place in a region of the VMM.
@@ -283,7 +315,7 @@ impl Vm<'_> {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => return Err(VmError::Wait(errno)),
             }
-            let mut ready = EventFlags::empty();
+            let (mut ready, mut is_handed_over) = (EventFlags::empty(), false);
             for event in events.drain(..) {
                 match event.data.u64() {
                     PAGER => {
@@ -291,6 +323,8 @@ impl Vm<'_> {
                     }
                     // After the faults.
                     STREAM => ready = event.flags,
+                    // Unless the VMM has gone.
+                    STOP if self.keeping.is_some() => is_handed_over = true,
                     STOP if drain_until.is_none() => {
                         // It stays readable; from now on the deadline is looked at.
                         let _ = epoll::delete(&poll, self.common.stopper.as_fd());
@@ -304,7 +338,8 @@ impl Vm<'_> {
                 }
             }
             let ended = self.connection_ready(link, &serving, ready)?;
-            if let Some(end) = ended.or_else(|| self.act_on_notices(link)) {
+            let ended = ended.or_else(|| self.act_on_notices(link));
+            if let Some(end) = ended.or(is_handed_over.then_some(End::HandedOver)) {
                 self.report(serving.counters());
                 return Ok(end);
             }
@@ -505,9 +540,17 @@ impl Vm<'_> {
                 ),
             }
         }
-        // Missing pages are poisoned before the descriptor is closed.
         for id in self.pager.region_ids() {
-            let _ = self.pager.remove(id);
+            if end == End::HandedOver {
+                // Nothing is poisoned; threads that sleep fault again, and the successor reads that.
+                let _ = self.pager.export(id);
+            } else {
+                // Missing pages are poisoned before the descriptor is closed.
+                let _ = self.pager.remove(id);
+            }
+        }
+        if let Some(mut keeping) = self.keeping.take() {
+            keeping.is_handed_over = end == End::HandedOver;
         }
         self.report(&Counters::default());
         let totals = self.reported;

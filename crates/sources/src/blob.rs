@@ -7,6 +7,8 @@ use std::ops::Range;
 use pagetide_memory::Urgency;
 use thiserror::Error;
 
+use crate::object::ObjectCounters;
+
 /// Why bytes could not be read.
 #[derive(Debug, Error)]
 pub enum BlobError {
@@ -145,6 +147,11 @@ pub trait Blob: Send + Sync + fmt::Debug {
 
     /// Text that changes when the content is replaced, if the store has one (an ETag).
     fn version(&self) -> Option<&str> {
+        None
+    }
+
+    /// What reading has cost so far, if it is an object of a store.
+    fn counters(&self) -> Option<ObjectCounters> {
         None
     }
 }

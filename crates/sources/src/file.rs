@@ -14,7 +14,7 @@ use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use crate::blob::{Blob, BlobError};
 
 /// f_type of tmpfs and ramfs, whose content is in memory.
-const IN_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
+pub(crate) const IN_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
 
 /// The maximal number of ranges of data that are told apart. A file with more holes is read as one
 /// range.
@@ -40,7 +40,7 @@ impl FileBlob {
         let file = File::open(path).map_err(failed)?;
         let status = file.metadata().map_err(failed)?;
         if !status.is_file() {
-            let what = io::Error::other("it is not a regular file");
+            let what = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
             return Err(BlobError::io(name, what));
         }
         let is_in_memory = fstatfs(&file).is_ok_and(|system| {

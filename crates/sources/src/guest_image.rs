@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use crate::blob::BlobError;
 use crate::digest::Digest;
+use crate::object::ObjectCounters;
 
 /// Why an image did not deliver content.
 #[derive(Debug, Error)]
@@ -96,6 +97,11 @@ pub trait GuestImage: Send + Sync + fmt::Debug {
     /// The same if it needs no waiting; `None` otherwise, and after an error.
     fn read_now(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Option<Filled> {
         let _ = (offset, buffer, urgency);
+        None
+    }
+
+    /// What reading has cost so far, if the image is an object of a store.
+    fn counters(&self) -> Option<ObjectCounters> {
         None
     }
 }

@@ -6,25 +6,33 @@
 //!   ImageSource        a pool of threads; content that needs no waiting is delivered by the fault's thread
 //!         │  GuestImage: guest memory by offset, zero runs named as such
 //!   RawImage           a memory file as Firecracker writes it; holes are zeroes
+//!   PagetideImage      compressed chunks with checksums, in layers (module image)
 //!         │  Blob: bytes by offset
 //!   FileBlob           a local file: pread, and RWF_NOWAIT for content in the page cache
+//!   ObjectBlob         an object of a store: GETs of ranges, blocks in memory and in a disk cache
 //! ```
 //!
 //! An image never delivers zeroes for bytes that it does not have: a read beyond the end, a file that
 //! was truncated since, or a damaged part is an error.
 
 mod blob;
+mod cache;
 mod digest;
 mod file;
 mod guest_image;
+pub mod image;
+mod object;
 mod open;
 mod raw;
 mod source;
 
 pub use blob::{Blob, BlobError};
+pub use cache::{CacheError, CacheOptions};
 pub use digest::{Digest, ParseDigestError};
 pub use file::FileBlob;
 pub use guest_image::{GuestImage, ImageError};
-pub use open::{Location, OpenError, OpenOptions, ParseLocationError, open};
+pub use image::PagetideImage;
+pub use object::{ObjectBlob, ObjectCounters, ObjectOptions, ObjectOptionsError, OpenObjectError};
+pub use open::{DEFAULT_CACHE_BYTES, Location, OpenError, OpenOptions, ParseLocationError, open};
 pub use raw::RawImage;
 pub use source::ImageSource;

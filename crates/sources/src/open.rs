@@ -8,8 +8,12 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use crate::blob::{Blob, BlobError};
+use crate::cache::{CacheError, CacheOptions};
+use crate::digest::Digest;
 use crate::file::FileBlob;
 use crate::guest_image::GuestImage;
+use crate::image::{FormatError, Head, MOST_LAYERS, PagetideImage};
+use crate::object::{ObjectBlob, ObjectOptions, ObjectOptionsError, OpenObjectError, shown};
 use crate::raw::RawImage;
 
 /// The schemes of URLs that name an object.
@@ -68,11 +72,12 @@ impl FromStr for Location {
     }
 }
 
+/// Without credentials and query strings.
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Path(path) => write!(f, "{}", path.display()),
-            Self::Url(url) => f.write_str(url),
+            Self::Url(url) => f.write_str(&shown(url)),
         }
     }
 }
@@ -87,9 +92,29 @@ impl Location {
     }
 }
 
+/// Bytes of decompressed chunks that an image keeps, unless the caller says otherwise.
+pub const DEFAULT_CACHE_BYTES: usize = 32 << 20;
+
 /// How images are opened.
-#[derive(Clone, Debug, Default)]
-pub struct OpenOptions {}
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// Bytes of decompressed chunks that a Pagetide image keeps for all its users; 0 keeps none.
+    pub cache_bytes: usize,
+    /// How objects of a store are read.
+    pub object: ObjectOptions,
+    /// Where blocks of objects are cached on disk; `None` for nowhere. Local files are never cached.
+    pub cache: Option<CacheOptions>,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self {
+            cache_bytes: DEFAULT_CACHE_BYTES,
+            object: ObjectOptions::default(),
+            cache: None,
+        }
+    }
+}
 
 /// Why an image could not be opened.
 #[derive(Debug, Error)]
@@ -97,20 +122,113 @@ pub enum OpenError {
     /// The file or object could not be read.
     #[error(transparent)]
     Blob(#[from] BlobError),
+    /// It is no Pagetide image that this program reads.
+    #[error("cannot use {name}")]
+    Format {
+        /// The file or object.
+        name: String,
+        /// What is wrong.
+        #[source]
+        source: FormatError,
+    },
+    /// An image below the image cannot be opened.
+    #[error("cannot open {base}, the base of {image}")]
+    Base {
+        /// The image.
+        image: String,
+        /// Its base.
+        base: String,
+        /// Why.
+        #[source]
+        source: Box<OpenError>,
+    },
+    /// The base is not the one that the image was made with.
+    #[error(
+        "{base} is not the base that {image} was made with: its digest is {found}, and the image names {wanted}"
+    )]
+    BaseChanged {
+        /// The image.
+        image: String,
+        /// Its base.
+        base: String,
+        /// The digest that the image names.
+        wanted: Digest,
+        /// The base's digest.
+        found: Digest,
+    },
+    /// More layers than an image may have.
+    #[error("{name} has more than {MOST_LAYERS} layers")]
+    TooManyLayers {
+        /// The file or object.
+        name: String,
+    },
+    /// An image that is, through its base, its own base.
+    #[error("{name} names as its base an image that is above it")]
+    Cycle {
+        /// The file or object.
+        name: String,
+    },
+    /// The disk cache cannot be used.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// The options cannot be used.
+    #[error(transparent)]
+    Options(#[from] ObjectOptionsError),
 }
 
-/// Opens the image at `location`.
+impl From<OpenObjectError> for OpenError {
+    fn from(error: OpenObjectError) -> Self {
+        match error {
+            OpenObjectError::Blob(error) => Self::Blob(error),
+            OpenObjectError::Cache(error) => Self::Cache(error),
+            OpenObjectError::Options(error) => Self::Options(error),
+        }
+    }
+}
+
+impl OpenError {
+    /// Whether the location names no image, rather than one that is damaged or cannot be read now.
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            Self::Blob(BlobError::NotFound { .. } | BlobError::Forbidden { .. }) => true,
+            Self::Blob(BlobError::Failed { source, .. }) => {
+                let kernels = source.downcast_ref::<std::io::Error>();
+                kernels.is_some_and(|error| error.kind() == std::io::ErrorKind::InvalidInput)
+            }
+            Self::Format { source, .. } => !source.is_damage(),
+            Self::Cache(_) | Self::Options(_) => true,
+            _ => false,
+        }
+    }
+}
+
+/// Opens the image at `location`: a Pagetide image, which its first bytes tell, or raw memory.
 ///
 /// # Errors
 /// [`OpenError`].
-pub fn open(location: &Location, _options: &OpenOptions) -> Result<Arc<dyn GuestImage>, OpenError> {
-    let blob = open_blob(location)?;
+pub fn open(location: &Location, options: &OpenOptions) -> Result<Arc<dyn GuestImage>, OpenError> {
+    let blob = open_blob(location, options)?;
+    let head = Head::read(&*blob)?;
+    if head.is_image() {
+        let image = PagetideImage::with_head(blob, &head, location, options)?;
+        return Ok(Arc::new(image));
+    }
     Ok(Arc::new(RawImage::new(blob)?))
 }
 
-fn open_blob(location: &Location) -> Result<Arc<dyn Blob>, OpenError> {
+/// Opens the file or object at `location`.
+///
+/// # Errors
+/// [`OpenError::Blob`], [`OpenError::Cache`], [`OpenError::Options`].
+pub(crate) fn open_blob(
+    location: &Location,
+    options: &OpenOptions,
+) -> Result<Arc<dyn Blob>, OpenError> {
     match location {
         Location::Path(path) => Ok(Arc::new(FileBlob::open(path)?)),
-        Location::Url(url) => Err(BlobError::NotFound { name: url.clone() }.into()),
+        Location::Url(url) => {
+            let blob = ObjectBlob::open(url, &options.object, options.cache.as_ref())?;
+            Ok(Arc::new(blob))
+        }
     }
 }

@@ -9,6 +9,7 @@ use pagetide_pager::Filled;
 use crate::blob::{Blob, BlobError};
 use crate::digest::Digest;
 use crate::guest_image::{GuestImage, ImageError, check_inside};
+use crate::object::ObjectCounters;
 
 /// The number of pages that a raw image's digest samples.
 const SAMPLES: u64 = 64;
@@ -92,5 +93,8 @@ impl GuestImage for RawImage {
             return Some(Filled::Zero);
         }
         self.blob.read_now(offset, buffer).then_some(Filled::Bytes)
+    }
+    fn counters(&self) -> Option<ObjectCounters> {
+        self.blob.counters()
     }
 }

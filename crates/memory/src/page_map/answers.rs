@@ -67,6 +67,36 @@ pub enum PageMapError {
         #[source]
         source: TryReserveError,
     },
+    /// The file of the map may shrink, and an access would then raise SIGBUS.
+    #[error("the file of a page map is not sealed against shrinking")]
+    NotSealed,
+    /// The file of the map has fewer bytes.
+    #[error(
+        "the file of a page map has {file_bytes} bytes, and {pages} at {offset_bytes} are needed"
+    )]
+    OutsideFile {
+        /// The offset of the map's first byte.
+        offset_bytes: u64,
+        /// The number of pages of the map, which is its number of bytes.
+        pages: u64,
+        /// The file's length.
+        file_bytes: u64,
+    },
+    /// The file of the map could not be mapped.
+    #[error("mapping the file of a page map")]
+    Map {
+        /// The kernel's error.
+        #[source]
+        errno: rustix::io::Errno,
+    },
+    /// The file has a byte that is no state of a page.
+    #[error("the file of a page map has the byte {byte:#04x} for page {page}")]
+    BadState {
+        /// The page.
+        page: PageIndex,
+        /// The byte.
+        byte: u8,
+    },
 }
 
 /// A reset was refused because a page is still being installed.

@@ -203,7 +203,7 @@ impl PageMap {
             pages: 0,
             runs: Vec::new(),
         };
-        for cell in &self.cells {
+        for cell in self.cells.iter() {
             let byte = cell.load(Ordering::Acquire);
             let settled = PageState::of(byte).is_settled();
             image.push(1, if settled { byte & STATE } else { ABSENT });

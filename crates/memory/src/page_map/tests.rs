@@ -1,3 +1,4 @@
+mod in_file;
 mod model;
 mod racing;
 
@@ -5,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::thread;
 
 use super::*;
+use crate::convert::to_usize;
 
 const PAGE: PageIndex = PageIndex(3);
 const LONG: Duration = Duration::from_secs(60);

@@ -5,10 +5,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
 
-use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
 
 use super::control::Control;
-use super::{Common, End, Link, TICK, Vm, VmError, chain, kill};
+use super::keeping::Keeping;
+use super::start::Start;
+use super::{Client, Common, End, Link, TICK, Vm, VmError, chain, kill};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
 use crate::metrics::Totals;
@@ -18,17 +20,19 @@ use crate::native::session::{Session, SessionError};
 use crate::options::OnFailure;
 use crate::peer::Peer;
 use crate::receive::{First, ReceiveError, Received};
+use crate::state::KeptVm;
 
-/// Serves the VM at the other end of `stream` until it has gone, or the server ends. Logs its life in one
-/// line.
-pub(crate) fn run(
-    common: &Common,
-    image: &Arc<ServedImage>,
-    socket: &str,
-    number: u64,
-    stream: &UnixStream,
-) {
+/// Serves a VM until it has gone, or the server ends. Logs its life in one line.
+pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client) {
     let begun = Instant::now();
+    let kept = client.kept.take();
+    let Client {
+        number,
+        socket,
+        stream,
+        ..
+    } = &client;
+    let (number, socket) = (*number, socket.as_str());
     let peer = match Peer::of(stream) {
         Ok(peer) => peer,
         Err(error) => {
@@ -37,7 +41,10 @@ pub(crate) fn run(
         }
     };
     let mut received = Received::default();
-    let served = serve(common, image, &peer, stream, &mut received);
+    let served = match kept {
+        None => serve(common, image, &peer, &client, &mut received),
+        Some(kept) => resume(common, image, &peer, stream, kept),
+    };
     let seconds = begun.elapsed().as_secs_f64();
     let (pid, uid, name) = (peer.pid, peer.uid, image.image.name());
     match served {
@@ -124,10 +131,11 @@ fn serve(
     common: &Common,
     image: &Arc<ServedImage>,
     peer: &Peer,
-    stream: &UnixStream,
+    client: &Client,
     received: &mut Received,
 ) -> Result<(End, Totals, u64), VmError> {
     let stopping = || common.stopper.is_stopping();
+    let stream = &client.stream;
     let begun = Instant::now();
     let first = received.receive(stream, common.options.handshake_limit, stopping)?;
     let described = match first {
@@ -138,25 +146,80 @@ fn serve(
     let Some(Ok(descriptor)) = descriptor else {
         return Err(ReceiveError::Descriptors { count: 0 }.into());
     };
-    // The VMM's own features are unknown. Events that it did not ask for never come, and being ready for
-    // them costs a lock.
-    let features = Features::EVENT_REMOVE
-        | Features::EVENT_UNMAP
-        | Features::EVENT_REMAP
-        | Features::EVENT_FORK
-        | Features::POISON;
-    let uffd = Arc::new(Userfaultfd::adopt(descriptor, features).map_err(ReceiveError::from)?);
+    let keeping = match (&common.state, received.descriptors.first()) {
+        (Some(state), Some(uffd)) => Some(Keeping::begin(state, image, client, uffd, &described)?),
+        _ => None,
+    };
+    let uffd = Arc::new(Userfaultfd::adopt(descriptor, EVENTS).map_err(ReceiveError::from)?);
+    let start = Start {
+        keeping,
+        ..Start::default()
+    };
+    let vm = Vm::new(common, image, peer, attached(&uffd, described), start)?;
+    live(vm, stream)
+}
+
+/// Goes on where a former server was killed, or has ended.
+fn resume(
+    common: &Common,
+    image: &Arc<ServedImage>,
+    peer: &Peer,
+    stream: &UnixStream,
+    kept: KeptVm,
+) -> Result<(End, Totals, u64), VmError> {
+    let described = kept.description.vm_regions().ok_or(VmError::OtherState)?;
+    if kept.description.digest != image.image.digest().to_string() {
+        return Err(VmError::OtherImage {
+            image: kept.description.image,
+        });
+    }
+    let uffd = Arc::new(Userfaultfd::adopt(kept.uffd, EVENTS).map_err(ReceiveError::from)?);
+    let keeping = common.state.as_ref().map(|state| Keeping {
+        state: Arc::clone(state),
+        id: kept.id,
+        maps: kept.maps,
+        is_handed_over: false,
+    });
+    let start = Start {
+        keeping,
+        is_running: true,
+        ..Start::default()
+    };
+    let vm = Vm::new(common, image, peer, attached(&uffd, described), start)?;
+    vm.pager.recover();
+    // The former server may have read the messages of threads that sleep: they fault again.
+    for (uffd, range) in &vm.addresses {
+        let _ = uffd.wake(UserRange::from(*range));
+    }
+    live(vm, stream)
+}
+
+/// The VMM's own features are unknown. Events that it did not ask for never come, and being ready for them
+/// costs a lock.
+const EVENTS: Features = Features::from_bits(
+    Features::EVENT_REMOVE.bits()
+        | Features::EVENT_UNMAP.bits()
+        | Features::EVENT_REMAP.bits()
+        | Features::EVENT_FORK.bits()
+        | Features::POISON.bits(),
+);
+
+/// The regions of a VMM that speaks Firecracker's protocol.
+fn attached(uffd: &Arc<Userfaultfd>, described: Vec<VmRegion>) -> Vec<AttachedRegion> {
     let attach = |region: VmRegion| AttachedRegion {
         region,
         memory: Memory::Missing,
-        uffd: Arc::clone(&uffd),
+        uffd: Arc::clone(uffd),
         maps: Vec::new(),
     };
-    let attached = described.into_iter().map(attach).collect();
-    let mut vm = Vm::new(common, image, peer, attached, false)?;
+    described.into_iter().map(attach).collect()
+}
+
+/// Serves until the end, and cleans up.
+fn live(mut vm: Vm<'_>, stream: &UnixStream) -> Result<(End, Totals, u64), VmError> {
     let end = vm.run(&mut Link::Plain(stream))?;
-    let (totals, bytes) = (vm.end(end)?, vm.memory_bytes);
-    Ok((end, totals, bytes))
+    let totals = vm.end(end)?;
+    Ok((end, totals, vm.memory_bytes))
 }
 
 /// The same for a VMM that speaks the native protocol.
@@ -181,7 +244,16 @@ fn serve_native(
         }),
     }?;
     let (id, count) = (attached.id, attached.regions.len());
-    let mut vm = match Vm::new(common, image, peer, attached.regions, true) {
+    let start = Start {
+        is_native: true,
+        // A predecessor has served it.
+        is_running: attached
+            .regions
+            .iter()
+            .any(|region| !region.maps.is_empty()),
+        keeping: None,
+    };
+    let mut vm = match Vm::new(common, image, peer, attached.regions, start) {
         Ok(vm) => vm,
         Err(error) => {
             let (code, text) = (error.code(), chain(&error));

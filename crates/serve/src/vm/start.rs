@@ -11,6 +11,7 @@ use pagetide_pager::{
 };
 use pagetide_sources::ImageError;
 
+use super::keeping::{Keeping, map_bytes};
 use super::{Common, PagedRange, Part, Vm, VmError};
 use crate::handshake::VmRegion;
 use crate::image::{ServedImage, WorkingSetPlan};
@@ -64,21 +65,36 @@ fn part_of(
         .trust_existing_pages())
 }
 
+/// How a VM begins.
+#[derive(Default)]
+pub(super) struct Start {
+    /// Its working set can be controlled later.
+    pub(super) is_native: bool,
+    /// It runs already: another server has served it.
+    pub(super) is_running: bool,
+    /// It is kept for a successor.
+    pub(super) keeping: Option<Keeping>,
+}
+
 impl<'a> Vm<'a> {
-    /// Adds the regions of a VM. With `is_native`, its working set can be controlled later.
+    /// Adds the regions of a VM.
     pub(super) fn new(
         common: &'a Common,
         image: &'a Arc<ServedImage>,
         peer: &'a Peer,
         attached: Vec<AttachedRegion>,
-        is_native: bool,
+        start: Start,
     ) -> Result<Self, VmError> {
         let pager = Pager::new()?;
         let (send, notices) = mpsc::channel();
         pager.on_notice(move |notice| {
             let _ = send.send(notice.clone());
         });
-        let plan = image.working_set_plan();
+        // A guest that runs already has touched its working set.
+        let plan = match start.is_running {
+            false => image.working_set_plan(common.options.working_set),
+            true => WorkingSetPlan::Nothing,
+        };
         let recorder = match plan {
             WorkingSetPlan::Record => Some(Arc::new(Recorder::new())),
             WorkingSetPlan::Nothing | WorkingSetPlan::Replay(_) => None,
@@ -88,7 +104,7 @@ impl<'a> Vm<'a> {
             recorder.stop();
             Arc::new(recorder)
         };
-        let observer = match (&recorder, is_native) {
+        let observer = match (&recorder, start.is_native) {
             (Some(recorder), _) => Some(Arc::clone(recorder)),
             (None, true) => Some(idle()),
             (None, false) => None,
@@ -116,9 +132,14 @@ impl<'a> Vm<'a> {
             replayed_pages: 0,
             reported: Totals::default(),
             last_error: String::new(),
+            keeping: start.keeping,
         };
+        // The first page has the messages that were read.
+        let mut map_offset = PageSize::Size4K.bytes();
         for (index, attached) in attached.into_iter().enumerate() {
-            vm.add(index, attached)?;
+            let bytes = map_bytes(&attached.region);
+            vm.add(index, attached, map_offset)?;
+            map_offset += bytes;
         }
         vm.start_prefetch(&plan)?;
         vm.report(&Counters::default());
@@ -126,7 +147,12 @@ impl<'a> Vm<'a> {
     }
 
     /// Adds a region: the part whose content the image has, and the part beyond its end.
-    fn add(&mut self, index: usize, mut attached: AttachedRegion) -> Result<(), VmError> {
+    fn add(
+        &mut self,
+        index: usize,
+        mut attached: AttachedRegion,
+        map_offset: u64,
+    ) -> Result<(), VmError> {
         let add_error = |source| VmError::Add { index, source };
         let region = attached.region;
         let image_bytes = self.image.image.bytes();
@@ -164,7 +190,7 @@ impl<'a> Vm<'a> {
                 Memory::Clone(_) => config.filled_by_source(),
             };
             let limits = InFlightLimits::default();
-            let config = config.in_flight_limits(limits);
+            let config = self.keep_map(config.in_flight_limits(limits), map_offset);
             let id = self.add_part(index, &mut attached, 0, config)?;
             self.regions.push(PagedRange {
                 id,
@@ -191,12 +217,23 @@ impl<'a> Vm<'a> {
             let config = part_of(&attached, here, missing, Mode::Missing, contents);
             let config = config.map_err(add_error)?.retry_policy(once);
             let first_page = here / page_bytes;
+            // The second part's map begins at the page after that of the first.
+            let page = PageSize::Size4K.bytes();
+            let config = self.keep_map(config, map_offset + first_page.div_ceil(page) * page);
             let id = self.add_part(index, &mut attached, first_page, config)?;
             self.without_content.push(id);
         }
         match attached.maps.first() {
             None => Ok(()),
             Some(&(first_page, _)) => Err(VmError::Map { index, first_page }),
+        }
+    }
+
+    /// Keeps the page map of a region for a successor of this server.
+    fn keep_map(&self, config: RegionConfig, offset: u64) -> RegionConfig {
+        match &self.keeping {
+            None => config,
+            Some(keeping) => config.kept_in(Arc::clone(&keeping.maps), offset),
         }
     }
 

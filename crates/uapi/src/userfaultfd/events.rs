@@ -1,9 +1,13 @@
 //! The messages of a userfaultfd.
 
 use std::io::IoSliceMut;
-use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{Ordering, fence};
 
+use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::io::{Errno, ReadWriteFlags};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use thiserror::Error;
 
 use super::Userfaultfd;
@@ -127,37 +131,146 @@ pub enum ReadError {
     Read(#[source] Errno),
 }
 
+/// What a buffer has where no message was written.
+const NO_MESSAGE: abi::uffd_msg = abi::uffd_msg {
+    event: 0,
+    reserved1: 0,
+    reserved2: 0,
+    reserved3: 0,
+    arg: abi::uffd_msg__bindgen_ty_1 {
+        reserved: abi::uffd_msg__bindgen_ty_1__bindgen_ty_5 {
+            reserved1: 0,
+            reserved2: 0,
+            reserved3: 0,
+        },
+    },
+};
+
 /// A buffer for the messages of one read.
+#[derive(Debug)]
 pub struct EventBuffer {
-    messages: Box<[MaybeUninit<abi::uffd_msg>]>,
+    start: NonNull<abi::uffd_msg>,
+    messages: usize,
+    is_in_file: bool,
 }
 
+// SAFETY: the messages are integers, and belong to this value alone until it is dropped. What a buffer in a
+// file shares with another process is written by one of them at a time (EventBuffer::in_file).
+unsafe impl Send for EventBuffer {}
+
 impl EventBuffer {
+    /// The bytes of a buffer in a file.
+    pub const FILE_BYTES: usize = 4096;
+
     /// A buffer for `messages` messages (at least one).
     pub fn new(messages: usize) -> Self {
+        let messages = vec![NO_MESSAGE; messages.max(1)].into_boxed_slice();
+        let count = messages.len();
         Self {
-            messages: vec![MaybeUninit::zeroed(); messages.max(1)].into_boxed_slice(),
+            start: NonNull::from(Box::leak(messages)).cast(),
+            messages: count,
+            is_in_file: false,
         }
+    }
+
+    /// A buffer in a memfd, [`Self::FILE_BYTES`] bytes from `offset` on (a multiple of 4096). The kernel
+    /// writes messages there directly, so that they outlive a process that dies before it has handled
+    /// them: its successor finds them by [`Self::unhandled`].
+    ///
+    /// One process at a time may use the bytes.
+    ///
+    /// # Errors
+    /// `EINVAL` if the file is not sealed against shrinking (`F_SEAL_SHRINK`) or is too short; the kernel's
+    /// error if it cannot be mapped.
+    pub fn in_file(file: BorrowedFd<'_>, offset: u64) -> Result<Self, Errno> {
+        let seals = fcntl_get_seals(file)?;
+        let bytes = u64::try_from(fstat(file)?.st_size).unwrap_or(0);
+        let end = offset.checked_add(Self::FILE_BYTES as u64);
+        if !seals.contains(SealFlags::SHRINK) || end.is_none_or(|end| end > bytes) {
+            return Err(Errno::INVAL);
+        }
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let hint = std::ptr::null_mut();
+        // SAFETY: mmap without MAP_FIXED replaces no memory in use.
+        let start = unsafe {
+            mmap(
+                hint,
+                Self::FILE_BYTES,
+                access,
+                MapFlags::SHARED,
+                file,
+                offset,
+            )
+        }?;
+        Ok(Self {
+            start: NonNull::new(start.cast()).ok_or(Errno::NOMEM)?,
+            messages: Self::FILE_BYTES / size_of::<abi::uffd_msg>(),
+            is_in_file: true,
+        })
     }
 
     /// The number of messages that fit.
     pub fn capacity(&self) -> usize {
-        self.messages.len()
+        self.messages
+    }
+
+    /// The messages that were read into a cleared buffer, and not cleared since.
+    pub fn unhandled(&self) -> Events<'_> {
+        let messages = self.messages();
+        let count = messages.iter().take_while(|message| message.event != 0);
+        let count = count.count();
+        Events {
+            messages: messages.get(..count).unwrap_or_default().iter(),
+        }
+    }
+
+    /// Records that all messages were handled.
+    pub fn clear(&mut self) {
+        // What handles a message must come first, also for a process that looks after a kill.
+        fence(Ordering::SeqCst);
+        let used = self.unhandled().len();
+        let used = used * size_of::<abi::uffd_msg>();
+        if let Some(used) = self.bytes().get_mut(..used) {
+            used.fill(0);
+        }
+        fence(Ordering::SeqCst);
+    }
+
+    fn messages(&self) -> &[abi::uffd_msg] {
+        // SAFETY: from_raw_parts requires that many initialised messages, valid for the lifetime of the
+        // result: `new` made them and `in_file` mapped them, whose bytes are always initialised; every
+        // combination of bytes is a valid message. The file cannot shrink, as its seal says.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.messages) }
     }
 
     /// The buffer as bytes.
     fn bytes(&mut self) -> &mut [u8] {
-        let bytes = size_of_val(&*self.messages);
+        let bytes = self.messages * size_of::<abi::uffd_msg>();
         // SAFETY: from_raw_parts_mut requires that many initialised bytes of memory that is borrowed
-        // mutably: the messages' own memory, zeroed at first and then written by the kernel only.
-        unsafe { std::slice::from_raw_parts_mut(self.messages.as_mut_ptr().cast(), bytes) }
+        // mutably: as in `messages`, and self is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().cast(), bytes) }
+    }
+}
+
+impl Drop for EventBuffer {
+    fn drop(&mut self) {
+        if self.is_in_file {
+            // SAFETY: munmap requires that nobody uses the mapping any more: no reference into it outlives
+            // self. Fails only for an invalid range.
+            let _ = unsafe { munmap(self.start.as_ptr().cast(), Self::FILE_BYTES) };
+            return;
+        }
+        let messages = NonNull::slice_from_raw_parts(self.start, self.messages);
+        // SAFETY: from_raw requires a pointer that leak returned, once: `new` leaked a boxed slice of this
+        // length.
+        drop(unsafe { Box::from_raw(messages.as_ptr()) });
     }
 }
 
 /// The messages of one read, oldest first.
 #[derive(Clone)]
 pub struct Events<'buffer> {
-    messages: std::slice::Iter<'buffer, MaybeUninit<abi::uffd_msg>>,
+    messages: std::slice::Iter<'buffer, abi::uffd_msg>,
 }
 
 impl Iterator for Events<'_> {
@@ -165,10 +278,7 @@ impl Iterator for Events<'_> {
 
     #[inline]
     fn next(&mut self) -> Option<Event> {
-        let message = self.messages.next()?;
-        // SAFETY: assume_init_ref requires an initialised value: read_events limits Events to the
-        // messages that the kernel has written.
-        Some(Event::decode(unsafe { message.assume_init_ref() }))
+        Some(Event::decode(self.messages.next()?))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
@@ -199,7 +309,7 @@ impl Userfaultfd {
         }
         let messages = bytes / size_of::<abi::uffd_msg>();
         let read = buffer
-            .messages
+            .messages()
             .get(..messages)
             .ok_or(ReadError::Partial { bytes })?;
         Ok(Events {
@@ -298,6 +408,39 @@ mod tests {
         for (event, argument, expected) in cases {
             assert_eq!(Event::decode(&message(event, argument)), expected);
         }
+    }
+
+    #[test]
+    fn messages_in_a_file_outlive_their_reader_until_they_are_cleared() {
+        use std::os::fd::AsFd;
+
+        use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
+        let file = memfd_create("events", MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, 8192).unwrap();
+        let unsealed = EventBuffer::in_file(file.as_fd(), 4096);
+        assert_eq!(unsealed.err(), Some(Errno::INVAL));
+        fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+        for offset in [8192, 1, u64::MAX] {
+            assert_eq!(
+                EventBuffer::in_file(file.as_fd(), offset).err(),
+                Some(Errno::INVAL)
+            );
+        }
+        let mut buffer = EventBuffer::in_file(file.as_fd(), 4096).unwrap();
+        assert_eq!((buffer.capacity(), buffer.unhandled().len()), (128, 0));
+        for (index, start) in [7_u8, 9].into_iter().enumerate() {
+            let at = index * 32;
+            buffer.bytes()[at] = u8::try_from(abi::UFFD_EVENT_REMOVE).unwrap();
+            buffer.bytes()[at + 8] = start;
+        }
+        drop(buffer);
+        let mut buffer = EventBuffer::in_file(file.as_fd(), 4096).unwrap();
+        let left: Vec<_> = buffer.unhandled().collect();
+        let remove = |start| Event::Remove { start, end: 0 };
+        assert_eq!(left, [remove(7), remove(9)]);
+        buffer.clear();
+        assert_eq!(buffer.unhandled().len(), 0);
+        assert!(buffer.bytes().iter().all(|&byte| byte == 0));
     }
 
     #[test]

@@ -1,0 +1,441 @@
+//! `pagetide image`.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use pagetide_bench::units::{ByteSize, decimal, float};
+use pagetide_sources::image::{
+    self, CreateOptions, Created, DEFAULT_CHUNK_BYTES, ExtractOptions, Holes, ImageInfo,
+    VerifyOptions,
+};
+use pagetide_sources::{GuestImage, Location, OpenError, OpenOptions, PagetideImage};
+use serde::Serialize;
+
+use crate::failure::Failure;
+use crate::print;
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  An image of a full snapshot, and one of a diff snapshot above it:
+    pagetide image create snapshot.mem -o base.img
+    pagetide image create diff.mem -o today.img --base base.img
+
+  A diff of two full snapshots, the second of which is sparse:
+    pagetide image create later.mem -o later.img --base base.img --holes zero
+
+The image names its base by the file name if both are in one directory, so that both can be moved or
+uploaded together, and by the absolute path otherwise. A base that has changed is refused.
+
+Exit status: 0; 1 if reading or writing failed; 2 if the command line or its files make no sense.";
+
+pub(crate) const VERIFY_NOTES: &str = "\
+The images below are read as well: a guest needs all of them. The first 20 damaged chunks are named.
+
+Exit status: 0 if all is as it was written; 1 if not; 2 if there is no such image.";
+
+#[derive(Debug, Args)]
+pub(crate) struct CreateArguments {
+    /// The raw memory file
+    #[arg(value_name = "RAW")]
+    raw: PathBuf,
+
+    /// The new image
+    #[arg(long, short, value_name = "IMAGE")]
+    output: PathBuf,
+
+    /// The image, a file or a URL, whose content is not stored again
+    #[arg(long, value_name = "IMAGE")]
+    base: Option<Location>,
+
+    /// Guest memory in a chunk: a power of two from 4K to 4M. One fault decompresses one chunk; larger
+    /// chunks compress better
+    #[arg(long, value_name = "SIZE", default_value_t = ByteSize(DEFAULT_CHUNK_BYTES.into()))]
+    chunk: ByteSize,
+
+    /// What a hole of RAW means: the base's content, or zeroes [default: base with --base, else zero]
+    #[arg(long, value_name = "WHAT", value_enum)]
+    holes: Option<HolesArgument>,
+
+    /// Replace an existing IMAGE
+    #[arg(long)]
+    force: bool,
+
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+
+    /// Show no progress
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum HolesArgument {
+    Base,
+    Zero,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InfoArguments {
+    /// The image: a file or a URL
+    #[arg(value_name = "IMAGE")]
+    image: Location,
+
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct VerifyArguments {
+    /// The image: a file or a URL
+    #[arg(value_name = "IMAGE")]
+    image: Location,
+
+    /// Show no progress
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ExtractArguments {
+    /// The image: a file or a URL
+    #[arg(value_name = "IMAGE")]
+    image: Location,
+
+    /// The new raw file
+    #[arg(long, short, value_name = "RAW")]
+    output: PathBuf,
+
+    /// Replace an existing RAW
+    #[arg(long)]
+    force: bool,
+
+    /// Show no progress
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+/// A request that makes no sense.
+#[derive(Debug, thiserror::Error)]
+enum BadRequest {
+    #[error("--chunk {0}: the size must be a power of two from 4K to 4M")]
+    Chunk(ByteSize),
+    #[error("--holes base needs --base")]
+    HolesWithoutBase,
+}
+
+/// Verification has found damage.
+#[derive(Debug, thiserror::Error)]
+#[error("{name}: {damaged} of {chunks} stored chunks are damaged")]
+struct DamageFound {
+    name: String,
+    damaged: u64,
+    chunks: u64,
+}
+
+/// Sorts an error: a request that made no sense, or a failure.
+fn sorted(error: impl std::error::Error + 'static, is_refusal: bool) -> Failure {
+    match is_refusal {
+        true => Failure::bad_input(error),
+        false => Failure::failed(error),
+    }
+}
+
+fn open(location: &Location) -> Result<PagetideImage, Failure> {
+    let opened = PagetideImage::open(location, &OpenOptions::default());
+    opened.map_err(unopened)
+}
+
+fn unopened(error: OpenError) -> Failure {
+    let is_refusal = error.is_refusal();
+    sorted(error, is_refusal)
+}
+
+/// `pagetide image create`.
+pub(crate) fn create(arguments: &CreateArguments) -> Result<(), Failure> {
+    let options = create_options(arguments).map_err(Failure::bad_input)?;
+    let bar = Bar::new(arguments.quiet);
+    let created = image::create(
+        &arguments.raw,
+        &arguments.output,
+        &options,
+        &mut |done, all| bar.show(done, all),
+    );
+    drop(bar);
+    let created = created.map_err(|error| {
+        let is_refusal = error.is_refusal();
+        sorted(error, is_refusal)
+    })?;
+    let text = match arguments.json {
+        true => json(&Document::created(&created))?,
+        false => summary(&created),
+    };
+    print(&text)
+}
+
+fn create_options(arguments: &CreateArguments) -> Result<CreateOptions, BadRequest> {
+    let chunk = arguments.chunk;
+    let chunk_bytes = u32::try_from(chunk.0).map_err(|_| BadRequest::Chunk(chunk))?;
+    let bounds = image::LEAST_CHUNK_BYTES..=image::MOST_CHUNK_BYTES;
+    if !chunk_bytes.is_power_of_two() || !bounds.contains(&chunk_bytes) {
+        return Err(BadRequest::Chunk(chunk));
+    }
+    let holes = match (arguments.holes, &arguments.base) {
+        (Some(HolesArgument::Base), None) => return Err(BadRequest::HolesWithoutBase),
+        (Some(HolesArgument::Zero), _) => Holes::Zero,
+        (Some(HolesArgument::Base) | None, _) => Holes::Base,
+    };
+    Ok(CreateOptions {
+        chunk_bytes,
+        base: arguments.base.clone(),
+        holes,
+        may_replace: arguments.force,
+        ..CreateOptions::default()
+    })
+}
+
+/// `pagetide image info`.
+pub(crate) fn info(arguments: &InfoArguments) -> Result<(), Failure> {
+    let info = ImageInfo::read(&arguments.image, &OpenOptions::default()).map_err(unopened)?;
+    let text = match arguments.json {
+        true => json(&Document::new(&info))?,
+        false => lines(&rows(&info)),
+    };
+    print(&text)
+}
+
+/// `pagetide image verify`.
+pub(crate) fn verify(arguments: &VerifyArguments) -> Result<(), Failure> {
+    let opened = open(&arguments.image)?;
+    let bar = Bar::new(arguments.quiet);
+    let found = image::verify(&opened, &VerifyOptions::default(), &mut |done, all| {
+        bar.show(done, all);
+    });
+    drop(bar);
+    let mut text = String::new();
+    for damage in &found.damage {
+        text.push_str(&pagetide_bench::one_line(damage));
+        text.push('\n');
+    }
+    if found.is_sound() {
+        let layers = match found.layers {
+            1 => String::new(),
+            layers => format!(" in {layers} layers"),
+        };
+        let stored = ByteSize(found.stored_bytes).about();
+        let (name, chunks) = (opened.name(), found.chunks);
+        let _ = writeln!(
+            text,
+            "{name}: {chunks} stored chunks{layers}, {stored}: all sound"
+        );
+    }
+    print(&text)?;
+    match found.is_sound() {
+        true => Ok(()),
+        false => Err(Failure::failed(DamageFound {
+            name: opened.name().to_owned(),
+            damaged: found.damaged_chunks,
+            chunks: found.chunks,
+        })),
+    }
+}
+
+/// `pagetide image extract`.
+pub(crate) fn extract(arguments: &ExtractArguments) -> Result<(), Failure> {
+    let opened = open(&arguments.image)?;
+    let options = ExtractOptions {
+        may_replace: arguments.force,
+        ..ExtractOptions::default()
+    };
+    let bar = Bar::new(arguments.quiet);
+    let written = image::extract(&opened, &arguments.output, &options, &mut |done, all| {
+        bar.show(done, all);
+    });
+    drop(bar);
+    let written = written.map_err(|error| {
+        let is_refusal = error.is_refusal();
+        sorted(error, is_refusal)
+    })?;
+    print(&format!(
+        "{}: {} of guest memory, {} of it in holes\n",
+        arguments.output.display(),
+        ByteSize(opened.bytes()).about(),
+        ByteSize(opened.bytes() - written).about()
+    ))
+}
+
+/// What `--json` prints. Under one version of the program no field changes its meaning; sizes are in
+/// bytes.
+#[derive(Debug, Serialize)]
+struct Document {
+    image: String,
+    version: u32,
+    guest_bytes: u64,
+    chunk_bytes: u32,
+    chunks: u64,
+    stored_chunks: u64,
+    zero_chunks: u64,
+    base_chunks: u64,
+    duplicate_chunks: u64,
+    zero_percent: f64,
+    stored_bytes: u64,
+    file_bytes: u64,
+    /// Guest memory to the file's length.
+    ratio: f64,
+    digest: String,
+    base: Option<String>,
+    base_digest: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seconds: Option<f64>,
+}
+
+impl Document {
+    fn new(info: &ImageInfo) -> Self {
+        let base = info.base.as_ref();
+        Self {
+            image: info.name.clone(),
+            version: info.version,
+            guest_bytes: info.memory_bytes,
+            chunk_bytes: info.chunk_bytes,
+            chunks: info.chunks,
+            stored_chunks: info.stored_chunks,
+            zero_chunks: info.zero_chunks,
+            base_chunks: info.base_chunks,
+            duplicate_chunks: info.duplicate_chunks,
+            zero_percent: percent(info.zero_chunks, info.chunks),
+            stored_bytes: info.stored_bytes,
+            file_bytes: info.file_bytes,
+            ratio: ratio(info),
+            digest: info.digest.to_string(),
+            base: base.map(|base| base.place.to_string()),
+            base_digest: base.map(|base| base.digest.to_string()),
+            seconds: None,
+        }
+    }
+
+    fn created(created: &Created) -> Self {
+        Self {
+            seconds: Some(created.elapsed.as_secs_f64()),
+            ..Self::new(&created.info)
+        }
+    }
+}
+
+fn json(document: &Document) -> Result<String, Failure> {
+    let text = serde_json::to_string_pretty(document);
+    Ok(text.map_err(Failure::failed)? + "\n")
+}
+
+fn ratio(info: &ImageInfo) -> f64 {
+    float(info.memory_bytes) / float(info.file_bytes)
+}
+
+fn percent(part: u64, all: u64) -> f64 {
+    match all {
+        0 => 0.0,
+        all => 100.0 * float(part) / float(all),
+    }
+}
+
+/// A size to read and to compute with.
+fn size(bytes: u64) -> String {
+    match bytes {
+        0..1024 => format!("{bytes} bytes"),
+        _ => format!("{} ({bytes} bytes)", ByteSize(bytes).about()),
+    }
+}
+
+type Row = (&'static str, String);
+
+fn rows(info: &ImageInfo) -> Vec<Row> {
+    let share = |chunks| format!("{chunks} ({} %)", decimal(percent(chunks, info.chunks), 1));
+    let mut rows = vec![
+        ("image", info.name.clone()),
+        ("version", info.version.to_string()),
+        ("guest memory", size(info.memory_bytes)),
+        ("chunk size", ByteSize(info.chunk_bytes.into()).to_string()),
+        ("chunks", info.chunks.to_string()),
+        ("  stored", share(info.stored_chunks)),
+        ("  zero", share(info.zero_chunks)),
+        ("  as in the base", share(info.base_chunks)),
+        ("  duplicates", share(info.duplicate_chunks)),
+        ("stored", size(info.stored_bytes)),
+        ("file", size(info.file_bytes)),
+        ("ratio", format!("{} to 1", decimal(ratio(info), 2))),
+        ("digest", info.digest.to_string()),
+    ];
+    match &info.base {
+        None => rows.push(("base", "none".to_owned())),
+        Some(base) => {
+            rows.push(("base", base.place.to_string()));
+            rows.push(("base digest", base.digest.to_string()));
+        }
+    }
+    rows
+}
+
+fn summary(created: &Created) -> String {
+    let mut rows = rows(&created.info);
+    let seconds = created.elapsed.as_secs_f64();
+    let rate = float(created.info.memory_bytes) / float(1 << 30) / seconds;
+    rows.push((
+        "time",
+        format!("{} s, {} GiB/s", decimal(seconds, 2), decimal(rate, 2)),
+    ));
+    lines(&rows)
+}
+
+fn lines(rows: &[Row]) -> String {
+    let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    rows.iter().fold(String::new(), |mut text, (name, value)| {
+        let _ = writeln!(text, "{name:width$}  {value}");
+        text
+    })
+}
+
+/// A progress bar on standard error, if that is a terminal.
+struct Bar(ProgressBar);
+
+const TEMPLATE: &str = "{bar:20} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} to go";
+
+impl Bar {
+    fn new(is_quiet: bool) -> Self {
+        if is_quiet {
+            return Self(ProgressBar::hidden());
+        }
+        // Elsewhere than on a terminal it draws nothing.
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        // The template is a constant that a test renders; a bad one falls back to the default bar.
+        if let Ok(style) = ProgressStyle::with_template(TEMPLATE) {
+            bar.set_style(style.progress_chars("━╸─"));
+        }
+        bar.enable_steady_tick(Duration::from_millis(250));
+        Self(bar)
+    }
+
+    fn show(&self, done: u64, all: u64) {
+        self.0.set_length(all);
+        self.0.set_position(done);
+    }
+}
+
+impl Drop for Bar {
+    /// Nothing of it stays, also after an error.
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_template_is_valid() {
+        assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
+    }
+}

@@ -1,0 +1,134 @@
+//! The bytes of a page map: this process's own, or in a file that outlives the process.
+
+use std::ops::Deref;
+use std::ptr::NonNull;
+
+use super::answers::PageMapError;
+use super::cell::ABSENT;
+use crate::convert::to_usize;
+use crate::sync::AtomicU8;
+
+/// One byte for each page.
+#[derive(Debug)]
+pub(super) struct Cells {
+    start: NonNull<AtomicU8>,
+    len: usize,
+    #[cfg(not(loom))]
+    is_in_file: bool,
+}
+
+// SAFETY: the cells are atomic, and belong to this value alone until it is dropped.
+unsafe impl Send for Cells {}
+// SAFETY: as above; a shared reference gives access to atomics only.
+unsafe impl Sync for Cells {}
+
+impl Cells {
+    /// Cells of pages that are all Absent.
+    pub(super) fn new(pages: u64) -> Result<Self, PageMapError> {
+        let mut cells = Vec::new();
+        cells
+            .try_reserve_exact(to_usize(pages))
+            .map_err(|source| PageMapError::OutOfMemory { pages, source })?;
+        cells.resize_with(to_usize(pages), || AtomicU8::new(ABSENT));
+        let cells = NonNull::from(Box::leak(cells.into_boxed_slice()));
+        Ok(Self {
+            start: cells.cast(),
+            len: cells.len(),
+            #[cfg(not(loom))]
+            is_in_file: false,
+        })
+    }
+}
+
+impl Deref for Cells {
+    type Target = [AtomicU8];
+
+    #[inline]
+    fn deref(&self) -> &[AtomicU8] {
+        // SAFETY: from_raw_parts requires `len` initialised cells at `start`, valid for the lifetime of
+        // the result: both constructors made them, and they are freed when self is dropped. A file's
+        // bytes are always initialised, and it cannot shrink (its seal was checked).
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Cells {
+    fn drop(&mut self) {
+        #[cfg(not(loom))]
+        if self.is_in_file {
+            // SAFETY: munmap requires that nobody uses the mapping any more: no reference into it outlives
+            // self. Fails only for an invalid range.
+            let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
+            return;
+        }
+        let cells = NonNull::slice_from_raw_parts(self.start, self.len);
+        // SAFETY: from_raw requires a pointer that into_raw or leak returned, once: `new` leaked a boxed
+        // slice of this length.
+        drop(unsafe { Box::from_raw(cells.as_ptr()) });
+    }
+}
+
+#[cfg(not(loom))]
+mod file {
+    use std::os::fd::BorrowedFd;
+    use std::sync::atomic::Ordering;
+
+    use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+    use rustix::mm::{MapFlags, ProtFlags, mmap};
+
+    use super::super::cell::{FLAGS, PageState};
+    use super::*;
+    use crate::convert::to_u64;
+    use crate::page::PageIndex;
+
+    impl Cells {
+        /// The cells in a file: settled pages stay as they are, and all others become Absent.
+        pub(in super::super) fn in_file(
+            file: BorrowedFd<'_>,
+            offset_bytes: u64,
+            pages: u64,
+        ) -> Result<Self, PageMapError> {
+            let failed = |errno| PageMapError::Map { errno };
+            let seals = fcntl_get_seals(file).unwrap_or(SealFlags::empty());
+            if !seals.contains(SealFlags::SHRINK) {
+                return Err(PageMapError::NotSealed);
+            }
+            let file_bytes = u64::try_from(fstat(file).map_err(failed)?.st_size).unwrap_or(0);
+            let end = offset_bytes.checked_add(pages);
+            if pages == 0 || end.is_none_or(|end| end > file_bytes) {
+                return Err(PageMapError::OutsideFile {
+                    offset_bytes,
+                    pages,
+                    file_bytes,
+                });
+            }
+            let len = to_usize(pages);
+            let access = ProtFlags::READ | ProtFlags::WRITE;
+            let hint = std::ptr::null_mut();
+            // SAFETY: mmap without MAP_FIXED replaces no memory in use.
+            let start = unsafe { mmap(hint, len, access, MapFlags::SHARED, file, offset_bytes) };
+            let start = NonNull::new(start.map_err(failed)?.cast());
+            let cells = Self {
+                start: start.ok_or(failed(rustix::io::Errno::NOMEM))?,
+                len,
+                is_in_file: true,
+            };
+            for (index, cell) in cells.iter().enumerate() {
+                let byte = cell.load(Ordering::Relaxed);
+                let state = PageState::of(byte & !FLAGS);
+                let settled = match state.is_settled() {
+                    true => byte & !FLAGS,
+                    false => ABSENT,
+                };
+                if settled > super::super::cell::POISONED {
+                    let page = PageIndex(to_u64(index));
+                    return Err(PageMapError::BadState { page, byte });
+                }
+                if byte != settled {
+                    cell.store(settled, Ordering::Relaxed);
+                }
+            }
+            Ok(cells)
+        }
+    }
+}

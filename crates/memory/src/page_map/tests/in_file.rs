@@ -1,0 +1,92 @@
+//! Maps in a file, which a process that dies leaves to its successor.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::pwrite;
+
+use super::super::cell::{INSTALLING, WAITERS, WAKE_WANTED};
+use super::super::*;
+
+fn file(bytes: u64) -> OwnedFd {
+    let file = memfd_create("map", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&file, bytes).unwrap();
+    file
+}
+
+fn sealed(bytes: u64) -> OwnedFd {
+    let file = file(bytes);
+    fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+    file
+}
+
+#[test]
+fn settled_pages_outlive_the_map_and_pending_ones_are_absent() {
+    let file = sealed(8192);
+    let map = PageMap::in_file(file.as_fd(), 4096, 8).unwrap();
+    assert_eq!(map.counts().absent, 8);
+    let run = |first, count| PageRange::new(PageIndex(first), count);
+    let Claim::Won(claim) = map.claim_run(PageIndex(0), run(0, 2)) else {
+        panic!("nobody else is here");
+    };
+    let _ = claim.finish(Settled::Present);
+    let _ = map.remove(PageIndex(2));
+    let _ = map.poison(PageIndex(3));
+    let _ = map.request_run(PageIndex(4), run(4, 1), Urgency::Urgent);
+    let _ = map.want_wake(PageIndex(4));
+    let Claim::Won(installing) = map.claim_run(PageIndex(5), run(5, 1)) else {
+        panic!("nobody else is here");
+    };
+    // The process dies while it installs.
+    std::mem::forget(installing);
+    drop(map);
+    let map = PageMap::in_file(file.as_fd(), 4096, 8).unwrap();
+    let states: Vec<_> = (0..8)
+        .map(|page| map.state(PageIndex(page)).unwrap())
+        .collect();
+    use PageState::*;
+    assert_eq!(
+        states,
+        [
+            Present, Present, Removed, Poisoned, Absent, Absent, Absent, Absent
+        ]
+    );
+    assert!(!map.is_wake_wanted(PageIndex(4)));
+}
+
+#[test]
+fn flags_of_settled_pages_are_dropped() {
+    let file = sealed(4096);
+    pwrite(&file, &[1 | WAITERS, 2 | WAKE_WANTED, 1 | INSTALLING], 0).unwrap();
+    let map = PageMap::in_file(file.as_fd(), 0, 3).unwrap();
+    let states: Vec<_> = (0..3)
+        .map(|page| map.state(PageIndex(page)).unwrap())
+        .collect();
+    assert_eq!(
+        states,
+        [PageState::Present, PageState::Zero, PageState::Absent]
+    );
+}
+
+#[test]
+fn files_that_hold_no_map_are_refused() {
+    use PageMapError as E;
+    let map =
+        |file: &OwnedFd, offset, pages| PageMap::in_file(file.as_fd(), offset, pages).unwrap_err();
+    assert!(matches!(map(&file(4096), 0, 1), E::NotSealed));
+    let file = sealed(8192);
+    assert!(matches!(map(&file, 4096, 4097), E::OutsideFile { .. }));
+    assert!(matches!(map(&file, u64::MAX, 2), E::OutsideFile { .. }));
+    assert!(matches!(map(&file, 0, 0), E::OutsideFile { .. }));
+    assert!(matches!(map(&file, 1, 2), E::Map { .. }));
+    pwrite(&file, &[7], 3).unwrap();
+    assert!(matches!(
+        map(&file, 0, 8),
+        E::BadState {
+            page: PageIndex(3),
+            byte: 7
+        }
+    ));
+    pwrite(&file, &[0x41], 3).unwrap();
+    assert!(matches!(map(&file, 0, 8), E::BadState { byte: 0x41, .. }));
+}

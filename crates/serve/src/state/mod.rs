@@ -1,0 +1,308 @@
+//! VMs that outlive their server: a keeper process holds what a successor needs.
+//!
+//! The keeper ([`keep`]) is a small process of its own that survives `kill -9` of the server. For each VM
+//! it holds the userfaultfd, the connection, and two memfds: the page maps, which the server has mapped, and
+//! the VM's description. A server that starts with the same directory receives all of them, and goes on.
+//! `docs/design/serve.md` describes why nothing is lost.
+
+mod keeper;
+mod wire;
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use pagetide_memory::{HostAddress, HostRange, PageSize};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::handshake::VmRegion;
+
+pub use keeper::keep;
+use wire::{Message, connect, receive, send};
+
+/// The name of the keeper's socket in the state's directory.
+const SOCKET: &str = "keeper.sock";
+
+/// The time in which a keeper must start.
+const START_LIMIT: Duration = Duration::from_secs(5);
+
+/// The longest description of a VM.
+const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
+
+/// Where a server keeps its VMs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateOptions {
+    /// The directory of the keeper's socket. It is made if it is missing, for its owner only.
+    pub directory: PathBuf,
+    /// The command of the keeper: a program that calls [`keep`] with that directory, and its arguments.
+    pub keeper: Vec<OsString>,
+}
+
+/// Why the state cannot be used.
+#[derive(Debug, Error)]
+pub enum StateError {
+    /// The directory cannot be used.
+    #[error("the state directory {}", directory.display())]
+    Directory {
+        /// The directory.
+        directory: PathBuf,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The keeper did not start.
+    #[error("the keeper of {} did not start", directory.display())]
+    Keeper {
+        /// The directory.
+        directory: PathBuf,
+        /// The last error.
+        #[source]
+        source: io::Error,
+    },
+    /// Another server uses the directory.
+    #[error("another server uses the state directory {}", directory.display())]
+    InUse {
+        /// The directory.
+        directory: PathBuf,
+    },
+}
+
+/// A region of a kept VM, as its VMM has described it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct KeptRegion {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    pub(crate) page_bytes: u64,
+    pub(crate) offset: u64,
+}
+
+impl From<&VmRegion> for KeptRegion {
+    fn from(region: &VmRegion) -> Self {
+        Self {
+            address: region.range.start().as_u64(),
+            bytes: region.bytes(),
+            page_bytes: region.page_size.bytes(),
+            offset: region.offset,
+        }
+    }
+}
+
+impl KeptRegion {
+    fn vm_region(&self) -> Option<VmRegion> {
+        let sizes = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
+        let start = HostAddress(usize::try_from(self.address).ok()?);
+        Some(VmRegion {
+            range: HostRange::new(start, usize::try_from(self.bytes).ok()?).ok()?,
+            page_size: sizes
+                .into_iter()
+                .find(|size| size.bytes() == self.page_bytes)?,
+            offset: self.offset,
+        })
+    }
+}
+
+/// What a successor has to know of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Description {
+    pub(crate) socket: String,
+    pub(crate) image: String,
+    pub(crate) digest: String,
+    pub(crate) regions: Vec<KeptRegion>,
+}
+
+impl Description {
+    /// The regions; `None` if one makes no sense.
+    pub(crate) fn vm_regions(&self) -> Option<Vec<VmRegion>> {
+        self.regions.iter().map(KeptRegion::vm_region).collect()
+    }
+}
+
+/// A VM that a former server has left.
+#[derive(Debug)]
+pub(crate) struct KeptVm {
+    pub(crate) id: u64,
+    pub(crate) uffd: OwnedFd,
+    pub(crate) stream: UnixStream,
+    pub(crate) maps: Arc<OwnedFd>,
+    pub(crate) description: Description,
+}
+
+/// The connection to the keeper.
+#[derive(Debug)]
+pub(crate) struct State {
+    socket: Mutex<OwnedFd>,
+    next_id: AtomicU64,
+}
+
+impl State {
+    /// Connects to the directory's keeper, or starts it. Returns the VMs that a former server has left.
+    pub(crate) fn open(options: &StateOptions) -> Result<(Self, Vec<KeptVm>), StateError> {
+        let directory = &options.directory;
+        let failed = |source: io::Error| StateError::Directory {
+            directory: directory.clone(),
+            source,
+        };
+        make_directory(directory).map_err(failed)?;
+        let path = directory.join(SOCKET);
+        let socket = match connect(&path) {
+            Ok(socket) => socket,
+            Err(_) => start_keeper(options, &path)?,
+        };
+        let mut vms = Vec::new();
+        loop {
+            let received = receive(socket.as_fd()).map_err(failed)?;
+            match received {
+                None => {
+                    return Err(StateError::InUse {
+                        directory: directory.clone(),
+                    });
+                }
+                Some((Message::Kept { id }, descriptors)) => match kept_vm(id, descriptors) {
+                    Ok(vm) => vms.push(vm),
+                    Err(error) => {
+                        tracing::error!(vm = id, %error, "a VM of a former server is lost");
+                    }
+                },
+                Some((Message::Done, _)) => break,
+                Some(_) => {}
+            }
+        }
+        let next_id = vms.iter().map(|vm| vm.id + 1).max().unwrap_or(1);
+        Ok((
+            Self {
+                socket: Mutex::new(socket),
+                next_id: AtomicU64::new(next_id),
+            },
+            vms,
+        ))
+    }
+
+    /// Keeps a VM. Returns its number at the keeper.
+    pub(crate) fn keep(
+        &self,
+        uffd: &OwnedFd,
+        stream: &UnixStream,
+        maps: &OwnedFd,
+        description: &Description,
+    ) -> io::Result<u64> {
+        let text = serde_json::to_vec(description)?;
+        let file = memfd_create(
+            "pagetide-vm",
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+        )?;
+        let mut written = 0;
+        while let Some(rest) = text.get(written..).filter(|rest| !rest.is_empty()) {
+            written += rustix::io::write(&file, rest)?;
+        }
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let descriptors = [uffd.as_fd(), stream.as_fd(), maps.as_fd(), file.as_fd()];
+        send(self.lock().as_fd(), &Message::Keep { id }, &descriptors)?;
+        Ok(id)
+    }
+
+    /// Gives a VM up: it has gone, or needs no server any more.
+    pub(crate) fn forget(&self, id: u64) {
+        self.tell(&Message::Forget { id });
+    }
+
+    /// Ends the keeper, if it keeps nothing.
+    pub(crate) fn end(&self) {
+        self.tell(&Message::End);
+    }
+
+    fn tell(&self, message: &Message) {
+        if let Err(error) = send(self.lock().as_fd(), message, &[]) {
+            tracing::error!(%error, "the keeper does not answer: VMs do not outlive this server");
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, OwnedFd> {
+        self.socket.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn make_directory(directory: &Path) -> io::Result<()> {
+    use std::os::unix::fs::DirBuilderExt;
+    if !directory.is_dir() {
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(directory)?;
+    }
+    Ok(())
+}
+
+/// Starts the keeper as a process that a signal to this one's group does not reach.
+fn start_keeper(options: &StateOptions, path: &Path) -> Result<OwnedFd, StateError> {
+    let failed = |source| StateError::Keeper {
+        directory: options.directory.clone(),
+        source,
+    };
+    let Some((program, arguments)) = options.keeper.split_first() else {
+        return Err(failed(io::Error::other("no command for it")));
+    };
+    let mut child = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .process_group(0)
+        .spawn()
+        .map_err(failed)?;
+    let end = Instant::now() + START_LIMIT;
+    loop {
+        match connect(path) {
+            Ok(socket) => {
+                // Reaped if it ends before this process.
+                let reaping = std::thread::Builder::new().name("pt-keeper".into());
+                let _ = reaping.spawn(move || child.wait());
+                return Ok(socket);
+            }
+            Err(error) if Instant::now() >= end => return Err(failed(error)),
+            Err(_) => {}
+        }
+        if let Ok(Some(status)) = child.try_wait() {
+            return Err(failed(io::Error::other(format!("it ended: {status}"))));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn kept_vm(id: u64, descriptors: Vec<OwnedFd>) -> io::Result<KeptVm> {
+    let wrong = || io::Error::other("the keeper sent other descriptors");
+    let [uffd, stream, maps, file]: [OwnedFd; 4] = descriptors.try_into().map_err(|_| wrong())?;
+    let bytes = u64::try_from(rustix::fs::fstat(&file)?.st_size).unwrap_or(u64::MAX);
+    if bytes > MAX_DESCRIPTION_BYTES {
+        return Err(wrong());
+    }
+    let mut text = vec![0; usize::try_from(bytes).unwrap_or(0)];
+    let read = rustix::io::pread(&file, &mut text, 0)?;
+    let description = serde_json::from_slice(text.get(..read).unwrap_or_default())?;
+    Ok(KeptVm {
+        id,
+        uffd,
+        stream: UnixStream::from(stream),
+        maps: Arc::new(maps),
+        description,
+    })
+}
+
+/// A memfd for page maps of `bytes` bytes together.
+pub(crate) fn map_file(bytes: u64) -> io::Result<Arc<OwnedFd>> {
+    let file = memfd_create(
+        "pagetide-maps",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )?;
+    ftruncate(&file, bytes)?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
+    Ok(Arc::new(file))
+}

@@ -1,0 +1,211 @@
+//! Servers that are killed, and successors that go on: no page is lost, none is wrong, and a discarded page
+//! stays zero.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::thread;
+
+use pagetide_serve::{Options, Server, StateOptions, WorkingSetMode, keep};
+use support::*;
+
+const DIRECTORY: &str = "PAGETIDE_TEST_STATE";
+const PREFETCH: &str = "PAGETIDE_TEST_PREFETCH";
+
+/// The keeper's process, when a server has started it.
+#[test]
+fn keeper() {
+    if let Some(directory) = std::env::var_os(DIRECTORY) {
+        keep(Path::new(&directory).join("state").as_path()).unwrap();
+    }
+}
+
+/// The server's process, when another test has started it.
+#[test]
+fn server() {
+    let Some(directory) = std::env::var_os(DIRECTORY).map(PathBuf::from) else {
+        return;
+    };
+    let word = |word: &str| word.into();
+    let keeper = vec![
+        std::env::current_exe().unwrap().into_os_string(),
+        word("--exact"),
+        word("keeper"),
+    ];
+    let options = Options {
+        bindings: vec![pagetide_serve::Binding {
+            socket: directory.join("guest.sock"),
+            image: pagetide_sources::Location::Path(directory.join("guest.mem")),
+        }],
+        prefetch: std::env::var_os(PREFETCH).is_some(),
+        working_set: WorkingSetMode::Off,
+        state: Some(StateOptions {
+            directory: directory.join("state"),
+            keeper,
+        }),
+        ..Options::default()
+    };
+    let server = Server::bind(options).unwrap();
+    let stopper = server.stopper();
+    // The test closes standard input to stop it.
+    thread::spawn(move || {
+        let _ = std::io::stdin().lines().count();
+        stopper.stop();
+    });
+    std::fs::write(directory.join("ready"), "").unwrap();
+    server.run().unwrap();
+}
+
+/// A server in a process of its own.
+struct Serving(Child);
+
+impl Serving {
+    fn start(place: &Place, prefetch: bool) -> Self {
+        let ready = place.directory.path().join("ready");
+        let _ = std::fs::remove_file(&ready);
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "server"])
+            .env(DIRECTORY, place.directory.path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null());
+        if prefetch {
+            command.env(PREFETCH, "1");
+        }
+        let child = command.spawn().unwrap();
+        eventually("the server", || ready.exists());
+        Self(child)
+    }
+
+    fn kill(mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+
+    fn stop(mut self) {
+        drop(self.0.stdin.take());
+        assert!(self.0.wait().unwrap().success());
+    }
+}
+
+fn discard(guest: &Arc<Guest>, first: usize, count: usize) {
+    let balloon = Arc::clone(guest);
+    within_patience("the balloon", move || balloon.discard(first, count));
+}
+
+#[test]
+fn a_successor_of_a_killed_server_goes_on() {
+    if !has_userfaultfd() {
+        return;
+    }
+    for prefetch in [false, true] {
+        let place = Place::new(512);
+        let serving = Serving::start(&place, prefetch);
+        let guest = shared(512);
+        let _stream = guest.connect(&place.socket());
+        (0..64).for_each(|page| guest.check(page, &content(page)));
+        guest.write(5, 0xee);
+        discard(&guest, 10, 4);
+        discard(&guest, 300, 4);
+        serving.kill();
+
+        // A thread that touches a missing page sleeps until there is a successor.
+        let asleep = guest.touch(400);
+        if !prefetch {
+            thread::sleep(A_WHILE);
+            assert!(!asleep.is_finished());
+        }
+        let serving = Serving::start(&place, prefetch);
+        let found = within_patience("the page", move || asleep.join().unwrap());
+        assert!(found == content(400));
+        for page in (0..512).rev() {
+            let mut wanted = match page {
+                10..14 | 300..304 => vec![0; PAGE],
+                _ => content(page),
+            };
+            if page == 5 {
+                wanted[0] = 0xee;
+            }
+            guest.check(page, &wanted);
+        }
+        discard(&guest, 20, 1);
+        guest.check(20, &[0; PAGE]);
+        serving.kill();
+    }
+}
+
+#[test]
+fn a_server_that_is_stopped_hands_its_vms_over() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(256);
+    let guest = shared(256);
+    let mut serving = Serving::start(&place, false);
+    let stream = guest.connect(&place.socket());
+    for round in 0..5 {
+        guest.check(round * 3, &content(round * 3));
+        discard(&guest, 100 + round, 1);
+        serving.stop();
+        let asleep = guest.touch(200 + round);
+        serving = Serving::start(&place, false);
+        let found = within_patience("the page", move || asleep.join().unwrap());
+        assert!(found == content(200 + round));
+    }
+    (100..105).for_each(|page| guest.check(page, &[0; PAGE]));
+    // The keeper ends with its last VM.
+    drop(stream);
+    serving.stop();
+    let socket = place.directory.path().join("state/keeper.sock");
+    eventually("the keeper's end", || !socket.exists());
+}
+
+/// Faults, discards and kills all the time: no page is ever wrong.
+#[test]
+fn kills_at_any_moment_lose_nothing() {
+    if !has_userfaultfd() {
+        return;
+    }
+    const PAGES: usize = 2048;
+    let place = Place::new(PAGES);
+    let guest = shared(PAGES);
+    let mut serving = Serving::start(&place, true);
+    let _stream = guest.connect(&place.socket());
+    // A server that is killed before it has read the message has nothing to leave.
+    guest.check(0, &content(0));
+    let touching = {
+        let guest = Arc::clone(&guest);
+        thread::spawn(move || {
+            for index in 0..PAGES {
+                let page = index * 677 % PAGES;
+                assert!(guest.read(page) == content(page), "page {page}");
+                if page.is_multiple_of(5) {
+                    guest.discard(page, 1);
+                    assert!(guest.read(page) == [0; PAGE], "page {page} was discarded");
+                }
+                thread::sleep(std::time::Duration::from_micros(300));
+            }
+        })
+    };
+    let mut kills = 0;
+    while !touching.is_finished() && kills < 12 {
+        serving.kill();
+        kills += 1;
+        serving = Serving::start(&place, kills % 2 == 0);
+        thread::sleep(std::time::Duration::from_millis(17));
+    }
+    within_patience("the guest", move || touching.join().unwrap());
+    assert!(kills > 2);
+    for page in 0..PAGES {
+        let wanted = if page % 5 == 0 {
+            vec![0; PAGE]
+        } else {
+            content(page)
+        };
+        guest.check(page, &wanted);
+    }
+    serving.kill();
+}

@@ -1,0 +1,139 @@
+//! Writing an image's guest memory as a raw file.
+
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use pagetide_memory::Urgency;
+use pagetide_pager::Filled;
+use thiserror::Error;
+
+use super::parallel::{default_threads, in_order};
+use super::reader::PagetideImage;
+use super::target::{Target, TargetError};
+use crate::guest_image::{GuestImage, ImageError};
+
+/// Guest memory of one job, in bytes.
+const JOB_BYTES: u64 = 4 << 20;
+
+/// How an image is extracted.
+#[derive(Clone, Debug)]
+pub struct ExtractOptions {
+    /// Whether an existing file is replaced.
+    pub may_replace: bool,
+    /// Threads that read, decompress and write.
+    pub threads: NonZeroUsize,
+}
+
+impl Default for ExtractOptions {
+    fn default() -> Self {
+        Self {
+            may_replace: false,
+            threads: default_threads(),
+        }
+    }
+}
+
+/// Why guest memory was not written. No file has its name then.
+#[derive(Debug, Error)]
+pub enum ExtractError {
+    /// The file would replace the image or one of its layers.
+    #[error("{} is read, and cannot be the new file as well", path.display())]
+    SameFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The image could not be read.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The file could not be written.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+}
+
+impl ExtractError {
+    /// Whether the request made no sense, so that nothing was tried.
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            Self::SameFile { .. } => true,
+            Self::Image(_) => false,
+            Self::Target(error) => !matches!(error, TargetError::Write { .. }),
+        }
+    }
+}
+
+/// Writes the guest memory of `image` into the file `raw`; zero chunks become holes. `progress` is told how
+/// many bytes are done, of how many. Returns how many bytes of guest memory are no holes.
+///
+/// # Errors
+/// [`ExtractError`]; what was at `raw` before is then still there.
+pub fn extract(
+    image: &PagetideImage,
+    raw: &Path,
+    options: &ExtractOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<u64, ExtractError> {
+    let target_path = raw.canonicalize().ok();
+    let is_layer =
+        |name: &str| target_path.is_some() && Path::new(name).canonicalize().ok() == target_path;
+    if image.layers.iter().any(|layer| is_layer(layer.blob.name())) {
+        let path = raw.to_owned();
+        return Err(ExtractError::SameFile { path });
+    }
+    let target = Target::begin(raw, options.may_replace)?;
+    target.set_bytes(image.bytes())?;
+    let (mut done, mut written) = (0, 0);
+    progress(0, image.bytes());
+    in_order(
+        image.bytes().div_ceil(JOB_BYTES),
+        options.threads,
+        || Ok(Vec::new()),
+        |buffer, job| {
+            let offset = job * JOB_BYTES;
+            let bytes = (image.bytes() - offset).min(JOB_BYTES);
+            Ok((bytes, copy(image, &target, offset, bytes, buffer)?))
+        },
+        |(bytes, data)| {
+            done += bytes;
+            written += data;
+            progress(done, image.bytes());
+            Ok::<_, ExtractError>(())
+        },
+    )?;
+    target.finish()?;
+    Ok(written)
+}
+
+/// Copies a job's bytes, runs of chunks that are not zero; returns how many these are.
+fn copy(
+    image: &PagetideImage,
+    target: &Target,
+    offset: u64,
+    bytes: u64,
+    buffer: &mut Vec<u8>,
+) -> Result<u64, ExtractError> {
+    let length = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+    let chunk_bytes = u64::from(image.chunk_bytes());
+    let end = offset + bytes;
+    let mut written = 0;
+    let mut begin = offset;
+    let mut at = offset;
+    // A run ends at a zero chunk and at the end.
+    while begin < end {
+        let next = (at + chunk_bytes).min(end);
+        let is_hole = at < end && image.is_zero(at, length(next - at));
+        if at < end && !is_hole {
+            at = next;
+            continue;
+        }
+        if begin < at {
+            buffer.resize(length(at - begin), 0);
+            if image.read(begin, buffer, Urgency::Bulk)? != Filled::Zero {
+                target.write_at(begin, buffer)?;
+                written += at - begin;
+            }
+        }
+        at = next;
+        begin = next;
+    }
+    Ok(written)
+}

@@ -1,0 +1,293 @@
+//! A file that appears under its name when it is complete, and not before.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{
+    AtFlags, CWD, Mode, OFlags, RenameFlags, fsync, linkat, openat, renameat, renameat_with,
+    unlinkat,
+};
+use rustix::io::Errno;
+use thiserror::Error;
+
+/// Why a file could not be written.
+#[derive(Debug, Error)]
+pub enum TargetError {
+    /// Something has its name, and may not be replaced.
+    #[error("{} exists", path.display())]
+    Exists {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The path ends with no file name.
+    #[error("{} names no file", path.display())]
+    NoName {
+        /// The path.
+        path: PathBuf,
+    },
+    /// No file can be made in the directory.
+    #[error("cannot write to the directory {}", directory.display())]
+    Directory {
+        /// The directory.
+        directory: PathBuf,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The file could not be written, or given its name.
+    #[error("cannot write {}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A file that is being written. Without [`Target::finish`] nothing of it stays; a process that is killed
+/// leaves nothing either, where the file system has files without a name.
+#[derive(Debug)]
+pub(crate) struct Target {
+    file: std::fs::File,
+    directory: OwnedFd,
+    path: PathBuf,
+    name: OsString,
+    /// Its name so far, if it has one.
+    temporary: Option<OsString>,
+    may_replace: bool,
+}
+
+/// The directory of a file.
+pub(crate) fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    }
+}
+
+impl Target {
+    /// Begins the file that will be at `path`.
+    ///
+    /// # Errors
+    /// [`TargetError`].
+    pub(crate) fn begin(path: &Path, may_replace: bool) -> Result<Self, TargetError> {
+        let path = path.to_owned();
+        let Some(name) = path.file_name().map(OsStr::to_owned) else {
+            return Err(TargetError::NoName { path });
+        };
+        // Also a link that leads nowhere has the name.
+        match path.symlink_metadata() {
+            Ok(found) if !may_replace || found.is_dir() => {
+                return Err(TargetError::Exists { path });
+            }
+            _ => {}
+        }
+        let failed = |errno: Errno| TargetError::Directory {
+            directory: directory_of(&path).to_owned(),
+            source: errno.into(),
+        };
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = openat(CWD, directory_of(&path), flags, Mode::empty()).map_err(failed)?;
+        let (file, temporary) = match unnamed(&directory) {
+            Some(file) => (file, None),
+            None => {
+                let temporary = part_of(&name);
+                let file = named(&directory, &temporary).map_err(failed)?;
+                (file, Some(temporary))
+            }
+        };
+        Ok(Self {
+            file: file.into(),
+            directory,
+            path,
+            name,
+            temporary,
+            may_replace,
+        })
+    }
+
+    fn failed(&self, source: io::Error) -> TargetError {
+        let path = self.path.clone();
+        TargetError::Write { path, source }
+    }
+
+    /// Writes bytes at an offset.
+    ///
+    /// # Errors
+    /// [`TargetError::Write`].
+    pub(crate) fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), TargetError> {
+        let written = self.file.write_all_at(bytes, offset);
+        written.map_err(|error| self.failed(error))
+    }
+
+    /// Gives the file a length; what was not written is a hole.
+    ///
+    /// # Errors
+    /// [`TargetError::Write`].
+    pub(crate) fn set_bytes(&self, bytes: u64) -> Result<(), TargetError> {
+        self.file.set_len(bytes).map_err(|error| self.failed(error))
+    }
+
+    /// Writes the content to the disk, and gives the file its name.
+    ///
+    /// # Errors
+    /// [`TargetError::Write`]; [`TargetError::Exists`] if something has got the name meanwhile.
+    pub(crate) fn finish(mut self) -> Result<(), TargetError> {
+        let synced = self.file.sync_all();
+        synced.map_err(|error| self.failed(error))?;
+        let named = self.give_name();
+        named.map_err(|errno| match errno {
+            Errno::EXIST if !self.may_replace => TargetError::Exists {
+                path: self.path.clone(),
+            },
+            errno => self.failed(errno.into()),
+        })?;
+        // The name is in the directory; the directory must reach the disk as well.
+        fsync(&self.directory).map_err(|errno| self.failed(errno.into()))
+    }
+
+    fn give_name(&mut self) -> Result<(), Errno> {
+        let directory = &self.directory;
+        if self.temporary.is_none() {
+            let name = match self.may_replace {
+                false => &self.name,
+                // A link cannot replace a name; a rename can.
+                true => &*self.temporary.insert(part_of(&self.name)),
+            };
+            let file = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+            linkat(CWD, file, directory, name, AtFlags::SYMLINK_FOLLOW)?;
+        }
+        let Some(temporary) = &self.temporary else {
+            return Ok(());
+        };
+        match self.may_replace {
+            true => renameat(directory, temporary, directory, &self.name)?,
+            false => {
+                let flags = RenameFlags::NOREPLACE;
+                renameat_with(directory, temporary, directory, &self.name, flags)?;
+            }
+        }
+        self.temporary = None;
+        Ok(())
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if let Some(temporary) = &self.temporary {
+            // The error to report is another one.
+            let _ = unlinkat(&self.directory, temporary, AtFlags::empty());
+        }
+    }
+}
+
+/// A name beside `name` that no other process uses.
+fn part_of(name: &OsStr) -> OsString {
+    let mut part = OsString::from(".");
+    part.push(name);
+    part.push(format!(".{}.part", std::process::id()));
+    part
+}
+
+/// Read and write for all, less the process's umask.
+fn mode() -> Mode {
+    Mode::from_raw_mode(0o666)
+}
+
+/// A file without a name, if the file system has such files and /proc can give them one.
+fn unnamed(directory: &OwnedFd) -> Option<OwnedFd> {
+    let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
+    let file = openat(directory, ".", flags, mode()).ok()?;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Path::new(&path).symlink_metadata().is_ok().then_some(file)
+}
+
+/// A new file with a name of its own. One that a killed process of the same number left is removed.
+fn named(directory: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match openat(directory, name, flags, mode()) {
+        Err(Errno::EXIST) => {
+            unlinkat(directory, name, AtFlags::empty())?;
+            openat(directory, name, flags, mode())
+        }
+        opened => opened,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(directory: &Path) -> Vec<OsString> {
+        let entries = std::fs::read_dir(directory).expect("it is there");
+        let mut names: Vec<_> = entries
+            .map(|entry| entry.expect("an entry").file_name())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// A target as on a file system without unnamed files.
+    fn with_name(path: &Path, may_replace: bool) -> Target {
+        let mut target = Target::begin(path, may_replace).expect("it begins");
+        let temporary = part_of(&target.name);
+        target.file = named(&target.directory, &temporary).expect("a file").into();
+        target.temporary = Some(temporary);
+        target
+    }
+
+    #[test]
+    fn nothing_has_the_name_before_the_end() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("file");
+        for begin in [with_name, |path: &Path, replace| {
+            Target::begin(path, replace).expect("it begins")
+        }] {
+            let target = begin(&path, false);
+            target.write_at(3, b"content").expect("it is written");
+            assert!(!path.exists());
+            drop(target);
+            assert_eq!(names(directory.path()), [""; 0]);
+
+            for replace in [false, true] {
+                let target = begin(&path, replace);
+                target.write_at(3, b"content").expect("it is written");
+                target.finish().expect("it is named");
+                assert_eq!(std::fs::read(&path).expect("it is there"), b"\0\0\0content");
+                assert_eq!(names(directory.path()), ["file"]);
+            }
+            std::fs::remove_file(&path).expect("it is there");
+
+            // The name is taken meanwhile.
+            let target = begin(&path, false);
+            std::fs::write(&path, "another's").expect("it is written");
+            assert!(matches!(target.finish(), Err(TargetError::Exists { .. })));
+            assert_eq!(std::fs::read(&path).expect("it is there"), b"another's");
+            assert_eq!(names(directory.path()), ["file"]);
+            std::fs::remove_file(&path).expect("it is there");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_refused_at_once() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let begin = |path: &Path, replace| Target::begin(path, replace).expect_err("refused");
+        let within = |name: &str| directory.path().join(name);
+        std::fs::write(within("file"), "").expect("it is written");
+        std::os::unix::fs::symlink("nowhere", within("link")).expect("a link");
+        for name in ["file", "link"] {
+            let error = begin(&within(name), false);
+            assert!(matches!(error, TargetError::Exists { .. }), "{error}");
+        }
+        let error = begin(directory.path(), true);
+        assert!(matches!(error, TargetError::Exists { .. }), "{error}");
+        let error = begin(&within("none/file"), false);
+        assert!(matches!(error, TargetError::Directory { .. }), "{error}");
+        let error = begin(Path::new("/"), false);
+        assert!(matches!(error, TargetError::NoName { .. }), "{error}");
+    }
+}

@@ -1,0 +1,64 @@
+//! What reading an object has cost.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Totals of one open object since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ObjectCounters {
+    /// GETs that were sent, hedges and retries included.
+    pub gets: u64,
+    /// GETs that were sent because an earlier one had not answered yet.
+    pub hedges: u64,
+    /// Hedges that answered first.
+    pub hedges_won: u64,
+    /// Attempts after a failed one.
+    pub retries: u64,
+    /// Bytes of bodies that were received, also of answers that were not used.
+    pub bytes: u64,
+    /// Blocks that were found in memory.
+    pub memory_hits: u64,
+    /// Blocks that were found in the disk cache.
+    pub disk_hits: u64,
+    /// Blocks that were neither in memory nor in the disk cache.
+    pub misses: u64,
+    /// Files of the disk cache that were damaged, and removed.
+    pub disk_damaged: u64,
+    /// Blocks that were not written to the disk cache, because the disk was slow, full or read-only.
+    pub disk_skipped: u64,
+}
+
+/// The totals while they grow.
+#[derive(Debug, Default)]
+pub(crate) struct Counting {
+    pub(crate) gets: AtomicU64,
+    pub(crate) hedges: AtomicU64,
+    pub(crate) hedges_won: AtomicU64,
+    pub(crate) retries: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+    pub(crate) memory_hits: AtomicU64,
+    pub(crate) disk_hits: AtomicU64,
+    pub(crate) misses: AtomicU64,
+    pub(crate) disk_damaged: AtomicU64,
+    pub(crate) disk_skipped: AtomicU64,
+}
+
+impl Counting {
+    pub(crate) fn add(counter: &AtomicU64, number: u64) {
+        counter.fetch_add(number, Relaxed);
+    }
+
+    pub(crate) fn totals(&self) -> ObjectCounters {
+        ObjectCounters {
+            gets: self.gets.load(Relaxed),
+            hedges: self.hedges.load(Relaxed),
+            hedges_won: self.hedges_won.load(Relaxed),
+            retries: self.retries.load(Relaxed),
+            bytes: self.bytes.load(Relaxed),
+            memory_hits: self.memory_hits.load(Relaxed),
+            disk_hits: self.disk_hits.load(Relaxed),
+            misses: self.misses.load(Relaxed),
+            disk_damaged: self.disk_damaged.load(Relaxed),
+            disk_skipped: self.disk_skipped.load(Relaxed),
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! A failed request: sorted, shared by all readers of a block, and without secrets.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use object_store::Error as StoreError;
+use thiserror::Error;
+
+use crate::blob::BlobError;
+
+/// The maximal length of a store's text in a message, in characters.
+const MOST_TEXT: usize = 500;
+
+/// What a store or its client reported, without credentials and query strings.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{text}")]
+pub(crate) struct Report {
+    text: Arc<str>,
+}
+
+impl Report {
+    pub(crate) fn new(text: &str) -> Self {
+        Self { text: text.into() }
+    }
+}
+
+/// Why a request failed. Every reader that waited for it gets a copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// As [`BlobError::NotFound`].
+    NotFound,
+    /// As [`BlobError::Forbidden`].
+    Forbidden(Report),
+    /// As [`BlobError::Changed`].
+    Changed,
+    /// As [`BlobError::Late`].
+    Late(Duration),
+    /// As [`BlobError::Short`].
+    Short {
+        /// The offset of the GET.
+        offset: u64,
+        /// Received bytes.
+        given: u64,
+        /// Requested bytes.
+        wanted: u64,
+    },
+    /// A failure that another attempt may not see.
+    Transient(Report),
+    /// A failure that another attempt sees, too.
+    Permanent(Report),
+}
+
+impl Failure {
+    /// Whether another attempt may succeed.
+    pub(crate) fn is_transient(&self) -> bool {
+        match self {
+            Self::Late(_) | Self::Short { .. } | Self::Transient(_) => true,
+            Self::NotFound | Self::Forbidden(_) | Self::Changed | Self::Permanent(_) => false,
+        }
+    }
+
+    /// The error of a read of the object called `name`.
+    pub(crate) fn into_error(self, name: &str) -> BlobError {
+        let name = name.to_owned();
+        match self {
+            Self::NotFound => BlobError::NotFound { name },
+            Self::Forbidden(report) => {
+                let source = Box::new(report);
+                BlobError::Forbidden { name, source }
+            }
+            Self::Changed => BlobError::Changed { name },
+            Self::Late(limit) => BlobError::Late {
+                name,
+                limit_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
+            },
+            Self::Short {
+                offset,
+                given,
+                wanted,
+            } => BlobError::Short {
+                name,
+                offset,
+                given,
+                wanted,
+            },
+            Self::Transient(report) | Self::Permanent(report) => {
+                let source = Box::new(report);
+                BlobError::Failed { name, source }
+            }
+        }
+    }
+
+    /// Sorts an error of the store. `status` is the HTTP status of the answer, 0 without one.
+    pub(crate) fn sort(error: &StoreError, status: u16, secrets: &Secrets) -> Self {
+        let report = secrets.report(&error.to_string());
+        match (error, status) {
+            (StoreError::NotFound { .. }, _) | (_, 404 | 410) => Self::NotFound,
+            (StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. }, _)
+            | (_, 401 | 403) => Self::Forbidden(report),
+            // 416: the object ends before the range, and it did not when it was opened.
+            (StoreError::Precondition { .. }, _) | (_, 412 | 416) => Self::Changed,
+            (_, 408 | 429) => Self::Transient(report),
+            (_, 400..=499) | (StoreError::NotSupported { .. }, _) => Self::Permanent(report),
+            _ => Self::Transient(report),
+        }
+    }
+}
+
+/// Parts of a URL that no message shows.
+#[derive(Clone, Default)]
+pub(crate) struct Secrets(pub(crate) Vec<String>);
+
+impl Secrets {
+    /// The text of an error as a message may show it.
+    pub(crate) fn report(&self, text: &str) -> Report {
+        let mut text = text.to_owned();
+        for secret in self.0.iter().filter(|secret| !secret.is_empty()) {
+            text = text.replace(secret.as_str(), "[...]");
+        }
+        let shown: String = text.chars().take(MOST_TEXT).collect();
+        Report::new(&shown)
+    }
+}
+
+impl std::fmt::Debug for Secrets {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Secrets({})", self.0.len())
+    }
+}

@@ -1,0 +1,318 @@
+//! From a URL to a store and a key.
+
+use std::sync::Arc;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::http::HttpBuilder;
+use object_store::path::Path;
+use object_store::{
+    ClientConfigKey, ClientOptions, HeaderMap, HeaderValue, ObjectStore, RetryConfig,
+};
+
+use super::client::Connector;
+use super::failure::{Report, Secrets};
+use super::options::ObjectOptions;
+
+/// A part of a URL that is shorter, in bytes, is no secret: removing it would garble messages.
+const LEAST_SECRET: usize = 4;
+
+/// An object of a store.
+pub(super) struct Place {
+    pub(super) store: Arc<dyn ObjectStore>,
+    pub(super) path: Path,
+    /// What tells this object from others: its name, its store, and its query without a signature.
+    pub(super) identity: String,
+    /// Whether the URL is of HTTP and has a query: such a URL may be signed for GET alone.
+    pub(super) is_signed: bool,
+}
+
+/// A URL, taken apart. No part of it is decoded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Parts<'a> {
+    scheme: &'a str,
+    user: Option<&'a str>,
+    host: &'a str,
+    path: &'a str,
+    query: Option<&'a str>,
+}
+
+impl<'a> Parts<'a> {
+    /// `None` if the URL lacks a scheme, a host or bucket, or a path or key.
+    pub(super) fn of(url: &'a str) -> Option<Self> {
+        let (scheme, rest) = url.split_once("://")?;
+        let is_http = matches!(scheme, "http" | "https");
+        // A key may contain `?` and `#`, and a user may contain `@`.
+        let (rest, query) = match is_http {
+            true => {
+                let rest = rest.split('#').next().unwrap_or(rest);
+                rest.split_once('?')
+                    .map_or((rest, None), |(rest, query)| (rest, Some(query)))
+            }
+            false => (rest, None),
+        };
+        let (authority, path) = rest.split_once('/')?;
+        let (user, host) = authority
+            .rsplit_once('@')
+            .map_or((None, authority), |(user, host)| (Some(user), host));
+        (!host.is_empty() && !path.is_empty()).then_some(Self {
+            scheme,
+            user,
+            host,
+            path,
+            query,
+        })
+    }
+
+    /// The URL without credentials, query and fragment.
+    pub(super) fn name(&self) -> String {
+        let Self {
+            scheme, host, path, ..
+        } = self;
+        format!("{scheme}://{host}/{path}")
+    }
+
+    pub(super) fn secrets(&self) -> Secrets {
+        let mut secrets: Vec<&str> = Vec::new();
+        if let Some(user) = self.user {
+            secrets.push(user);
+            secrets.extend(user.split(':'));
+        }
+        if let Some(query) = self.query {
+            secrets.push(query);
+            // A store's error may repeat one field, such as the signature that it refuses.
+            let fields = query.split('&').filter_map(|field| field.split_once('='));
+            secrets.extend(fields.map(|(_, value)| value));
+        }
+        secrets.retain(|secret| secret.len() >= LEAST_SECRET);
+        // A secret that contains another one is removed first.
+        secrets.sort_unstable_by_key(|secret| std::cmp::Reverse(secret.len()));
+        let secrets = secrets.into_iter().map(str::to_owned).collect();
+        Secrets(secrets)
+    }
+
+    /// Builds the store from the environment. Nothing is sent.
+    pub(super) fn place(&self, options: &ObjectOptions) -> Result<Place, Report> {
+        let secrets = self.secrets();
+        let failed = |error: object_store::Error| secrets.report(&error.to_string());
+        let invalid = |error: object_store::path::Error| secrets.report(&error.to_string());
+        // Attempts are limited and repeated here, where they are counted.
+        let retry = RetryConfig {
+            max_retries: 0,
+            ..RetryConfig::default()
+        };
+        let limit = format!("{} ms", options.limit.as_millis().saturating_mul(2).max(1));
+        let timeout = ClientConfigKey::Timeout;
+        let is_http = matches!(self.scheme, "http" | "https");
+        if self.user.is_some() && !is_http {
+            return Err(Report::new(
+                "credentials of a store come from the environment, not from the URL",
+            ));
+        }
+        let mut identity = vec![self.name()];
+        let store: Arc<dyn ObjectStore> = match self.scheme {
+            "s3" => {
+                let builder = AmazonS3Builder::from_env()
+                    .with_bucket_name(self.host)
+                    .with_config(AmazonS3ConfigKey::Client(timeout), limit)
+                    .with_retry(retry)
+                    .with_http_connector(Connector);
+                let keys = [AmazonS3ConfigKey::Endpoint, AmazonS3ConfigKey::S3Endpoint];
+                identity.extend(keys.iter().filter_map(|key| builder.get_config_value(key)));
+                Arc::new(builder.build().map_err(failed)?)
+            }
+            "gs" => {
+                let builder = GoogleCloudStorageBuilder::from_env()
+                    .with_bucket_name(self.host)
+                    .with_config(GoogleConfigKey::Client(timeout), limit)
+                    .with_retry(retry)
+                    .with_http_connector(Connector);
+                identity.extend(builder.get_config_value(&GoogleConfigKey::BaseUrl));
+                Arc::new(builder.build().map_err(failed)?)
+            }
+            "az" => {
+                let builder = MicrosoftAzureBuilder::from_env()
+                    .with_container_name(self.host)
+                    .with_config(AzureConfigKey::Client(timeout), limit)
+                    .with_retry(retry)
+                    .with_http_connector(Connector);
+                let keys = [AzureConfigKey::AccountName, AzureConfigKey::Endpoint];
+                identity.extend(keys.iter().filter_map(|key| builder.get_config_value(key)));
+                Arc::new(builder.build().map_err(failed)?)
+            }
+            "http" | "https" => {
+                let client = ClientOptions::new()
+                    .with_config(timeout, limit)
+                    .with_allow_http(self.scheme == "http")
+                    .with_default_headers(self.headers()?);
+                let fields = self.query.unwrap_or_default().split('&');
+                identity.extend(
+                    fields
+                        .filter(|field| !is_of_signature(field))
+                        .map(str::to_owned),
+                );
+                let query = self.query.map(|query| format!("?{query}"));
+                let base = format!(
+                    "{}://{}/{}",
+                    self.scheme,
+                    self.host,
+                    query.unwrap_or_default()
+                );
+                Arc::new(
+                    HttpBuilder::new()
+                        .with_url(base)
+                        .with_client_options(client)
+                        .with_retry(retry)
+                        .with_http_connector(Connector)
+                        .build()
+                        .map_err(failed)?,
+                )
+            }
+            _ => return Err(Report::new("its scheme is unknown")),
+        };
+        let path = match is_http {
+            true => Path::from_url_path(self.path),
+            false => Path::parse(self.path),
+        };
+        Ok(Place {
+            store,
+            path: path.map_err(invalid)?,
+            identity: identity.join("\n"),
+            is_signed: is_http && self.query.is_some(),
+        })
+    }
+
+    /// What each request over HTTP carries: `USER:PASSWORD@` of the URL as basic authentication, and
+    /// the demand that a server does not compress, since ranges are those of the bytes as they are stored.
+    fn headers(&self) -> Result<HeaderMap, Report> {
+        let mut headers = HeaderMap::new();
+        headers.insert("accept-encoding", HeaderValue::from_static("identity"));
+        if let Some(user) = self.user {
+            let user = decoded(user).ok_or_else(|| Report::new("its credentials are malformed"))?;
+            let text = format!("Basic {}", STANDARD.encode(user));
+            let mut value = HeaderValue::try_from(text)
+                .map_err(|_| Report::new("its credentials are malformed"))?;
+            value.set_sensitive(true);
+            headers.insert("authorization", value);
+        }
+        Ok(headers)
+    }
+}
+
+/// Whether a field of a query signs the request: it differs between two URLs of one object.
+fn is_of_signature(field: &str) -> bool {
+    /// Fields of signatures in lower case: of S3's older kind, and of Azure's shared access.
+    const FIELDS: [&str; 16] = [
+        "",
+        "awsaccesskeyid",
+        "signature",
+        "expires",
+        "googleaccessid",
+        "sig",
+        "se",
+        "st",
+        "sp",
+        "sv",
+        "sr",
+        "spr",
+        "sip",
+        "skoid",
+        "token",
+        "access_token",
+    ];
+    let name = field
+        .split('=')
+        .next()
+        .unwrap_or(field)
+        .to_ascii_lowercase();
+    FIELDS.contains(&name.as_str()) || name.starts_with("x-amz-") || name.starts_with("x-goog-")
+}
+
+/// The name of an object for messages, also of a text that is no URL.
+pub(crate) fn shown(url: &str) -> String {
+    Parts::of(url).map_or_else(
+        || {
+            // Not taken apart: whatever could be a secret is left out.
+            let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
+            let end = rest.find(['?', '#']).unwrap_or(rest.len());
+            let rest = rest.get(..end).unwrap_or_default();
+            let rest = rest.rsplit('@').next().unwrap_or(rest);
+            format!("{scheme}://{rest}")
+        },
+        |parts| parts.name(),
+    )
+}
+
+/// The bytes of a text with `%41` for `A`.
+fn decoded(text: &str) -> Option<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, tail @ ..] = rest {
+        if *first == b'%' {
+            let (digits, tail) = tail.split_at_checked(2)?;
+            let digits = str::from_utf8(digits).ok()?;
+            bytes.push(u8::from_str_radix(digits, 16).ok()?);
+            rest = tail;
+        } else {
+            bytes.push(*first);
+            rest = tail;
+        }
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_has_neither_credentials_nor_a_query() {
+        for (url, name) in [
+            ("http://u:p@host:80/a/b?X-Sig=1#f", "http://host:80/a/b"),
+            ("https://host/a", "https://host/a"),
+            ("s3://bucket/a?b#c", "s3://bucket/a?b#c"),
+            ("http://user:secret@host?token=1", "http://host"),
+        ] {
+            assert_eq!(shown(url), name);
+        }
+    }
+
+    #[test]
+    fn a_url_without_a_host_or_a_key_is_none() {
+        for url in [
+            "http://host",
+            "http://host/",
+            "http:///a",
+            "s3://bucket",
+            "a/b",
+        ] {
+            assert_eq!(Parts::of(url), None, "{url}");
+        }
+    }
+
+    #[test]
+    fn secrets_are_removed_from_a_stores_text() {
+        let parts = Parts::of("http://me:word@host/a?X-Sig=7777").unwrap();
+        let text = "GET http://me:word@host/a?X-Sig=7777 failed: signature 7777 of me";
+        let shown = parts.secrets().report(text);
+        let expected = "GET http://[...]@host/a?[...] failed: signature [...] of me";
+        assert_eq!(shown.to_string(), expected);
+    }
+
+    #[test]
+    fn credentials_in_a_url_of_a_store_are_refused() {
+        let parts = Parts::of("s3://key:secret@bucket/a").unwrap();
+        assert!(parts.place(&ObjectOptions::default()).is_err());
+    }
+
+    #[test]
+    fn credentials_are_decoded() {
+        assert_eq!(decoded("a%3Ab%40").as_deref(), Some(b"a:b@".as_slice()));
+        for bad in ["%", "%4", "%zz", "%é"] {
+            assert_eq!(decoded(bad), None);
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! Images as files: what is written is read, or an error says why not.
+
+mod common;
+mod content;
+mod damage;
+mod speed;
