@@ -384,7 +384,7 @@ impl Keeping {
         let maps = map_file(bytes).map_err(VmError::Keep)?;
         let description = Description {
             socket: client.socket.clone(),
-            image: image.location.to_string(),
+            image: image.location.as_given().into_owned(),
             digest: image.image.digest().to_string(),
             regions: described.iter().map(KeptRegion::from).collect(),
         };

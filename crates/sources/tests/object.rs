@@ -474,7 +474,7 @@ fn an_image_is_opened_by_its_url() {
     let content = server.content();
     let options = OpenOptions {
         object: options(),
-        cache: None,
+        ..OpenOptions::default()
     };
     let location: Location = server.url.parse().unwrap();
     let image = open(&location, &options).unwrap();
@@ -496,7 +496,7 @@ fn an_image_is_opened_by_its_url() {
         &location,
         &OpenOptions {
             object: bad,
-            cache: None,
+            ..OpenOptions::default()
         },
     );
     assert!(matches!(refused, Err(OpenError::Options(_))));
