@@ -16,7 +16,6 @@ use pagetide_pager::{
 };
 use pagetide_sources::ImageError;
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
-use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 use thiserror::Error;
 
@@ -612,64 +611,43 @@ impl<'a> Vm<'a> {
 
     /// Serves until the VM or the server ends.
     fn run(&mut self, stream: &UnixStream) -> Result<End, VmError> {
-        const PAGER: u64 = 0;
-        const STREAM: u64 = 1;
-        const STOP: u64 = 2;
+        const STREAM: u32 = 0;
+        const STOP: u32 = 1;
         let mut serving = Serving::new(&self.pager, MESSAGES_PER_READ);
         let metrics = self.common.metrics.clone();
         serving.on_resolved(move |duration| metrics.resolved(duration));
-        let poll = epoll::create(CreateFlags::CLOEXEC).map_err(VmError::Wait)?;
-        let add = |fd: std::os::fd::BorrowedFd<'_>, token| {
-            epoll::add(&poll, fd, EventData::new_u64(token), EventFlags::IN).map_err(VmError::Wait)
-        };
         stream
             .set_nonblocking(true)
             .map_err(|error| VmError::Wait(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
-        add(serving.as_fd(), PAGER)?;
-        add(stream.as_fd(), STREAM)?;
-        add(self.common.stopper.as_fd(), STOP)?;
-        let mut events = Vec::with_capacity(4);
+        serving.watch(stream.as_fd(), STREAM)?;
+        serving.watch(self.common.stopper.as_fd(), STOP)?;
         let mut drain_until = None;
-        let mut next_tick = Instant::now() + TICK;
+        let mut now = Instant::now();
+        let mut next_tick = now + TICK;
         loop {
-            let left = next_tick.saturating_duration_since(Instant::now());
-            let timeout = rustix::event::Timespec::try_from(left).ok();
-            match epoll::wait(
-                &poll,
-                rustix::buffer::spare_capacity(&mut events),
-                timeout.as_ref(),
-            ) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(errno) => return Err(VmError::Wait(errno)),
+            let readable = serving.serve_for(next_tick.saturating_duration_since(now))?;
+            let (of_stream, stops) = (readable.contains(&STREAM), readable.contains(&STOP));
+            if of_stream && is_closed(stream) {
+                self.report(serving.counters());
+                return Ok(End::Gone);
             }
-            for event in events.drain(..) {
-                match event.data.u64() {
-                    PAGER => {
-                        serving.process_ready()?;
-                    }
-                    STREAM if is_closed(stream) => {
-                        self.report(serving.counters());
-                        return Ok(End::Gone);
-                    }
-                    STOP if self.keeping.is_some() => {
-                        self.report(serving.counters());
-                        return Ok(End::HandedOver);
-                    }
-                    STOP if drain_until.is_none() => {
-                        // It stays readable; from now on the deadline is looked at.
-                        let _ = epoll::delete(&poll, self.common.stopper.as_fd());
-                        drain_until = Some(self.common.stopper.deadline());
-                        self.drain()?;
-                        next_tick = Instant::now();
-                    }
-                    _ => {}
-                }
+            if stops && self.keeping.is_some() {
+                self.report(serving.counters());
+                return Ok(End::HandedOver);
+            }
+            if stops && drain_until.is_none() {
+                // It stays readable; from now on the deadline is looked at.
+                serving.unwatch(self.common.stopper.as_fd());
+                drain_until = Some(self.common.stopper.deadline());
+                self.drain()?;
+                next_tick = Instant::now();
             }
             if let Some(end) = self.act_on_notices() {
                 self.report(serving.counters());
                 return Ok(end);
             }
-            if Instant::now() >= next_tick {
+            now = Instant::now();
+            if now >= next_tick {
                 self.report(serving.counters());
                 self.resume_stalled();
                 self.prefetch_when_quiet()?;
