@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use rustix::fs::{Advice, fadvise};
 use rustix::io::{ReadWriteFlags, preadv2};
@@ -47,11 +47,6 @@ impl Image {
     /// The path of the file, or of another one beside it.
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
-    }
-
-    /// Where the file is, for messages.
-    pub(super) fn place(&self) -> &Path {
-        self.directory.path()
     }
 
     /// Its length in bytes.

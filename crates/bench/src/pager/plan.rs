@@ -130,7 +130,7 @@ impl fmt::Display for Series {
             (part, _) => part.to_string(),
         };
         let mut add = |word: Option<String>| {
-            for word in word {
+            if let Some(word) = word {
                 text.push(' ');
                 text.push_str(&word);
             }

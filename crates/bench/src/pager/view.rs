@@ -322,7 +322,7 @@ impl Shown for Plan {
                  depends on which CPUs they run on.",
             ),
             has(Part::Replay).then_some(
-                "replay: 10 000 touches of random pages, each with four passes over the page, from before \
+                "replay: 10 000 touches of random pages, each with twelve passes over the page, from before \
                  the VM connects; no other prefetch. cold: the file was taken out of the page cache.",
             ),
         ];
@@ -450,3 +450,7 @@ fn comparison(view: &View<'_, Plan>) -> Option<Grid> {
         .ratio("time, of map", &TIME_OF_MAP, cells)
         .if_any()
 }
+
+#[cfg(test)]
+#[path = "view_tests.rs"]
+mod tests;
