@@ -100,15 +100,15 @@ impl Serving {
         self.resolver.pager().poller.remove_other(fd);
     }
 
-    /// As [`Self::process_ready`], but waits until something is ready, for at most `timeout`: a VMM whose
-    /// event loop has little else to do needs one call less for each fault. Returns the numbers of the
+    /// As [`Self::process_ready`], but waits until something is ready, for at most `timeout` (`None`: for
+    /// ever): a VMM whose event loop has little else to do needs one call less for each fault. Returns the numbers of the
     /// watched descriptors that are readable.
     ///
     /// # Errors
     /// As [`Self::process_ready`].
-    pub fn serve_for(&mut self, timeout: Duration) -> Result<&[u32], ServeError> {
+    pub fn serve_for(&mut self, timeout: Option<Duration>) -> Result<&[u32], ServeError> {
         self.others.clear();
-        self.serve(Some(timeout), || false)?;
+        self.serve(timeout, || false)?;
         Ok(&self.others)
     }
 

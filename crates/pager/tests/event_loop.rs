@@ -371,14 +371,14 @@ fn a_watched_descriptor_is_reported_as_long_as_it_is_readable() {
     serving.watch(loud.as_fd(), u32::MAX).unwrap();
     assert!(serving.watch(loud.as_fd(), 1).is_err());
     for _ in 0..2 {
-        assert_eq!(serving.serve_for(PATIENCE).unwrap(), [u32::MAX]);
+        assert_eq!(serving.serve_for(None).unwrap(), [u32::MAX]);
     }
     serving.unwatch(loud.as_fd());
-    assert!(serving.serve_for(Duration::ZERO).unwrap().is_empty());
+    assert!(serving.serve_for(Some(Duration::ZERO)).unwrap().is_empty());
     thread::scope(|scope| {
         let reading = scope.spawn(|| check_page(&region, 2));
         while !reading.is_finished() {
-            let watched = serving.serve_for(Duration::from_millis(5)).unwrap();
+            let watched = serving.serve_for(Some(Duration::from_millis(5))).unwrap();
             assert!(watched.is_empty());
         }
     });

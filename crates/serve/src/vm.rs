@@ -17,6 +17,10 @@ use pagetide_pager::{
 use pagetide_sources::ImageError;
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
 use rustix::io::Errno;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
+};
 use thiserror::Error;
 
 use crate::handshake::VmRegion;
@@ -31,6 +35,9 @@ use crate::state::{Description, KeptRegion, KeptVm, State, map_file};
 
 /// The longest time between two looks at deadlines and counts.
 const TICK: Duration = Duration::from_millis(500);
+
+/// The same while the server ends.
+const DRAIN_TICK: Duration = Duration::from_millis(20);
 
 /// How long a guest must not touch a missing page before everything else is prefetched, while its
 /// working set is being recorded: pages that come ahead are not recorded.
@@ -129,6 +136,34 @@ impl Source for NoContent {
             image_bytes: self.image_bytes,
         };
         request.fail(SourceError::Unavailable(Box::new(error)));
+    }
+}
+
+/// A descriptor that becomes readable at intervals.
+struct Ticks(OwnedFd);
+
+impl Ticks {
+    fn every(interval: Duration) -> Result<Self, VmError> {
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let ticks = Self(timerfd_create(TimerfdClockId::Monotonic, flags).map_err(VmError::Wait)?);
+        ticks.set(interval)?;
+        Ok(ticks)
+    }
+
+    fn set(&self, interval: Duration) -> Result<(), VmError> {
+        let interval = Timespec::try_from(interval).map_err(|_| VmError::Wait(Errno::INVAL))?;
+        let when = Itimerspec {
+            it_interval: interval,
+            it_value: interval,
+        };
+        let set = timerfd_settime(&self.0, TimerfdTimerFlags::empty(), &when);
+        set.map(drop).map_err(VmError::Wait)
+    }
+
+    /// Makes it unreadable until the next tick.
+    fn take(&self) {
+        // Fails if there was no tick.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 }
 
@@ -246,7 +281,7 @@ fn refuse(common: &Common, peer: &Peer, stream: &UnixStream) {
     let _ = stream.shutdown(std::net::Shutdown::Write);
     let _ = stream.set_nonblocking(true);
     while !common.stopper.is_stopping() && !is_closed(stream) {
-        let timeout = rustix::event::Timespec::try_from(TICK).ok();
+        let timeout = Timespec::try_from(TICK).ok();
         let mut polled = [rustix::event::PollFd::new(
             stream,
             rustix::event::PollFlags::IN,
@@ -613,6 +648,9 @@ impl<'a> Vm<'a> {
     fn run(&mut self, stream: &UnixStream) -> Result<End, VmError> {
         const STREAM: u32 = 0;
         const STOP: u32 = 1;
+        const TICKS: u32 = 2;
+        // A timeout of each wait would set a timer for each fault.
+        let ticks = Ticks::every(TICK)?;
         let mut serving = Serving::new(&self.pager, MESSAGES_PER_READ);
         let metrics = self.common.metrics.clone();
         serving.on_resolved(move |duration| metrics.resolved(duration));
@@ -621,12 +659,12 @@ impl<'a> Vm<'a> {
             .map_err(|error| VmError::Wait(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
         serving.watch(stream.as_fd(), STREAM)?;
         serving.watch(self.common.stopper.as_fd(), STOP)?;
+        serving.watch(ticks.0.as_fd(), TICKS)?;
         let mut drain_until = None;
-        let mut now = Instant::now();
-        let mut next_tick = now + TICK;
         loop {
-            let readable = serving.serve_for(next_tick.saturating_duration_since(now))?;
-            let (of_stream, stops) = (readable.contains(&STREAM), readable.contains(&STOP));
+            let readable = serving.serve_for(None)?;
+            let [of_stream, stops, mut is_tick] =
+                [STREAM, STOP, TICKS].map(|number| readable.contains(&number));
             if of_stream && is_closed(stream) {
                 self.report(serving.counters());
                 return Ok(End::Gone);
@@ -640,20 +678,19 @@ impl<'a> Vm<'a> {
                 serving.unwatch(self.common.stopper.as_fd());
                 drain_until = Some(self.common.stopper.deadline());
                 self.drain()?;
-                next_tick = Instant::now();
+                ticks.set(DRAIN_TICK)?;
+                is_tick = true;
             }
             if let Some(end) = self.act_on_notices() {
                 self.report(serving.counters());
                 return Ok(end);
             }
-            now = Instant::now();
-            if now >= next_tick {
+            if is_tick {
+                ticks.take();
                 self.report(serving.counters());
                 self.resume_stalled();
                 self.prefetch_when_quiet()?;
-                next_tick = Instant::now() + TICK;
                 if let Some(deadline) = drain_until {
-                    next_tick = Instant::now() + Duration::from_millis(20);
                     if self.is_complete() {
                         self.release(&mut serving)?;
                         return Ok(End::Complete);

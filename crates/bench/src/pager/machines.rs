@@ -24,9 +24,8 @@ use crate::units::ByteSize;
 const AREA_BYTES: u64 = 64 << 20;
 /// Touches of the recorded workload.
 const WORKLOAD_PAGES: usize = 10_000;
-/// How often the workload goes through each page that it touches: about 10 microseconds of work, so that
-/// all of it would take 100 ms without faults.
-const PASSES: u32 = 12;
+/// How often the workload goes through each page that it touches: about 5 microseconds of work.
+const PASSES: u32 = 6;
 
 /// A file to page from.
 #[derive(Debug)]

@@ -322,7 +322,7 @@ impl Shown for Plan {
                  depends on which CPUs they run on.",
             ),
             has(Part::Replay).then_some(
-                "replay: 10 000 touches of random pages, each with twelve passes over the page, from before \
+                "replay: 10 000 touches of random pages, each with six passes over the page, from before \
                  the VM connects; no other prefetch. cold: the file was taken out of the page cache.",
             ),
         ];
