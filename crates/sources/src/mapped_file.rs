@@ -20,7 +20,10 @@ use rustix::time::{ClockId, clock_gettime};
 const CHUNK_BYTES: u64 = 512 << 10;
 
 /// The smallest page.
-const PAGE_BYTES: u64 = 4096;
+const PAGE_BYTES: usize = 4096;
+
+/// The most pages of a chunk.
+const CHUNK_PAGES: usize = (512 << 10) / PAGE_BYTES;
 
 /// How long a look at a chunk is good for, in milliseconds.
 const GOOD_FOR_MS: u64 = 1000;
@@ -93,10 +96,10 @@ impl MappedFile {
             return false;
         };
         let start = std::ptr::with_exposed_provenance_mut::<libc::c_void>(start);
-        let mut pages = [0_u8; (CHUNK_BYTES / PAGE_BYTES) as usize];
+        let mut pages = [0_u8; CHUNK_PAGES];
         // SAFETY: mincore writes a byte for each page of the range, and `pages` has as many.
         let result = unsafe { libc::mincore(start, length, pages.as_mut_ptr()) };
-        let count = length.div_ceil(PAGE_BYTES as usize);
+        let count = length.div_ceil(PAGE_BYTES);
         let mut looked_at = pages.iter().take(count);
         result == 0 && looked_at.all(|page| page & 1 != 0)
     }

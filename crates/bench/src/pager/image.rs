@@ -57,7 +57,7 @@ impl Image {
     /// Takes the file out of the page cache; false if that cannot be done here.
     pub(super) fn drop_cache(&self) -> io::Result<bool> {
         fadvise(&self.file, 0, None, Advice::DontNeed)?;
-        let mut page = [0; PAGE as usize];
+        let mut page = [0; 4096];
         let mut parts = [io::IoSliceMut::new(&mut page)];
         let read = preadv2(self.file.as_fd(), &mut parts, 0, ReadWriteFlags::NOWAIT);
         Ok(read.is_err())

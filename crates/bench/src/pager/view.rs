@@ -361,7 +361,8 @@ impl Shown for Plan {
         type Show = fn(f64) -> String;
         let kpages: Show = |rate| format!("{} thousand pages/s", figure(rate));
         let from_zero = Axis::FromZero { at_least: 0.0 };
-        let charts: [(&str, &[Part], Column, Axis, Show, Show); 3] = [
+        type Panel = (&'static str, &'static [Part], Column, Axis, Show, Show);
+        let charts: [Panel; 3] = [
             (
                 "The median touch",
                 &[Part::Random],
