@@ -205,7 +205,7 @@ fn mapped_content_is_installed_from_where_it_is() {
     let running = Prefetch::spawn(&pager, PrefetchConfig::default()).unwrap();
     assert!(running.finish().unwrap().is_complete);
     check_all(&region);
-    assert_eq!(*mapped.requested.lock().unwrap(), []);
+    assert!(mapped.requested.lock().unwrap().is_empty());
     assert_eq!(pager.counted().ahead_pages, 63);
 }
 
