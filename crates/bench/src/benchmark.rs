@@ -53,6 +53,12 @@ pub trait Benchmark: Serialize + DeserializeOwned + Clone + PartialEq + fmt::Deb
     /// The lines of the result, in their order.
     fn series(&self) -> Vec<Self::Series>;
 
+    /// Whether a series is measured at a number of vCPUs.
+    fn is_measured(&self, vcpus: u32, series: Self::Series) -> bool {
+        let _ = (vcpus, series);
+        true
+    }
+
     /// Measured rounds, after one that warms up.
     fn runs(&self) -> u32;
 
@@ -210,8 +216,11 @@ pub fn run<B: Shown>(
     progress: &mut dyn Progress,
 ) -> Result<Report<B>, BenchError> {
     let (vcpus, series) = (plan.vcpus(), plan.series());
-    let steps = || schedule::schedule(vcpus.len(), series.len(), plan.runs());
-    progress.begin(schedule::length(vcpus.len(), series.len(), plan.runs()));
+    let steps = || {
+        let all = schedule::schedule(vcpus.len(), series.len(), plan.runs());
+        all.filter(|step| plan.is_measured(vcpus[step.vcpus], series[step.series]))
+    };
+    progress.begin(steps().map(|_| 1).sum());
     let mut collected = vec![Collected::default(); vcpus.len() * series.len()];
     for (seed, step) in (1u64..).zip(steps()) {
         let job = Job {
@@ -242,6 +251,9 @@ pub fn run<B: Shown>(
         .iter()
         .flat_map(|&vcpus| series.iter().map(move |one| (vcpus, one)));
     for ((vcpus, one), cell) in cells.zip(&collected) {
+        if !plan.is_measured(vcpus, *one) {
+            continue;
+        }
         records.extend(cell.records(&one.to_string(), &axes(vcpus, one)?));
     }
     let lost = collected.iter().map(|cell| cell.lost_runs).sum();

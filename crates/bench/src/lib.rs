@@ -5,6 +5,7 @@
 //! - [`populate`]: what it brings to fill the second-stage tables before vCPUs ask.
 //! - [`benchmark`]: what each of them is to those who run it; [`prepare`]: what it may lack here.
 //! - [`memcycler`]: what memory errors take from a guest's speed and memory.
+//! - [`pager`]: what the demand-paging engine and the server add to the shortest loop that pages.
 //! - [`model`]: what all benchmarks have in common as data: quantities, columns, comparisons, records.
 //! - [`report`]: a result as a terminal table, JSON, SVG and one self-contained HTML page.
 //! - [`noise`]: how busy others kept the machine meanwhile.
@@ -24,6 +25,7 @@ pub mod memslots;
 pub mod model;
 pub mod noise;
 pub mod options;
+pub mod pager;
 pub mod paging;
 pub mod populate;
 pub mod prepare;

@@ -93,6 +93,15 @@ pub enum PrepareError {
         /// What is in the way, and what to do about it.
         what: &'static str,
     },
+    /// The file to measure with cannot be written.
+    #[error("{}: no file of --memory can be written there; name another directory in TMPDIR", .directory.display())]
+    Scratch {
+        /// The directory for temporary files.
+        directory: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
     /// KVM does not say what it counts.
     #[error(transparent)]
     Stats(#[from] StatsError),

@@ -29,13 +29,6 @@ pub(crate) fn schedule(vcpus: usize, series: usize, rounds: u32) -> impl Iterato
     })
 }
 
-/// How many steps [`schedule`] gives.
-#[must_use]
-pub(crate) fn length(vcpus: usize, series: usize, rounds: u32) -> u64 {
-    let per_round = u64::try_from(vcpus.saturating_mul(series)).unwrap_or(u64::MAX);
-    per_round.saturating_mul(u64::from(rounds).saturating_add(1))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -51,7 +44,6 @@ mod tests {
     fn every_round_has_every_run_once() {
         let steps: Vec<_> = schedule(2, 3, 5).collect();
         assert_eq!(steps.len(), 2 * 3 * 6);
-        assert_eq!(length(2, 3, 5), 36);
         for round in 0..=5 {
             for vcpus in [0, 1] {
                 let mut series = round_of(&steps, round, vcpus);

@@ -13,6 +13,7 @@ use crate::image::{CreateArguments, ExtractArguments, InfoArguments, VerifyArgum
 use crate::measuring::ShowArguments;
 use crate::memcycler::MemcyclerArguments;
 use crate::memslots::MemslotsArguments;
+use crate::pager::PagerArguments;
 use crate::paging::PagingArguments;
 use crate::populate::PopulateArguments;
 
@@ -150,6 +151,17 @@ pub(crate) enum Bench {
     /// standard output, and a page, a drawing and the data in files.
     #[command(after_long_help = crate::memcycler::EXAMPLES)]
     Memcycler(MemcyclerArguments),
+    /// What the pager and its server add to the shortest loop that pages from a file
+    ///
+    /// Threads of this process touch memory whose content is in a file, and wait in a userfaultfd for
+    /// it; there is no virtual machine, and KVM is not needed. Measured are the latency and rate of
+    /// faults, fault-around, the time until all of memory is there, and a workload with its working set
+    /// replayed, by the engine, by the whole server over its socket, and by a loop in this program that
+    /// does nothing else. All series run interleaved, several times; the content of memory is verified
+    /// after every run. The result is a table on standard output, and a page, a drawing and the data in
+    /// files.
+    #[command(after_long_help = crate::pager::EXAMPLES)]
+    Pager(PagerArguments),
     /// Show the report of an earlier benchmark
     ///
     /// Prints the table of a report, from the JSON that a benchmark left in its --out directory; with

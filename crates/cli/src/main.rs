@@ -13,6 +13,7 @@ mod image;
 mod measuring;
 mod memcycler;
 mod memslots;
+mod pager;
 mod paging;
 mod populate;
 mod probe;
@@ -78,6 +79,7 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Memcycler(arguments)) => measuring::run(arguments)?,
+        Command::Bench(Bench::Pager(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Show(arguments)) => measuring::open(arguments)?,
         Command::Completions(arguments) => generated::completions(arguments)?,
         Command::Man(arguments) => generated::manual(arguments)?,

@@ -7,7 +7,7 @@ use pagetide_bench::benchmark::{self, Benchmark};
 use pagetide_bench::progress::{self, Progress, Quiet};
 use pagetide_bench::report::{Environment, OutDir, Report, Shown, benchmark_of, terminal_width};
 use pagetide_bench::timing::Timing;
-use pagetide_bench::{memcycler, memslots, paging, populate};
+use pagetide_bench::{memcycler, memslots, pager, paging, populate};
 
 use crate::failure::Failure;
 use crate::print;
@@ -123,6 +123,7 @@ pub(crate) fn open(arguments: &ShowArguments) -> Result<(), Failure> {
         memslots::Plan::NAME => open_as::<memslots::Plan>(&text, arguments),
         populate::Plan::NAME => open_as::<populate::Plan>(&text, arguments),
         memcycler::Plan::NAME => open_as::<memcycler::Plan>(&text, arguments),
+        pager::Plan::NAME => open_as::<pager::Plan>(&text, arguments),
         // Whatever else it is, its error says so.
         _ => open_as::<paging::Plan>(&text, arguments),
     }

@@ -13,10 +13,12 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
+use pagetide_bench::units::ByteSize;
 use pagetide_serve::{
     Binding, Exporter, Metrics, MetricsAddress, OnFailure, Options, Server, StartError,
     StateOptions, Stopper, WorkingSetMode,
 };
+use pagetide_sources::{CacheOptions, OpenOptions};
 use sd_notify::NotifyState;
 use serde::{Deserialize, Deserializer};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -92,7 +94,8 @@ pub(crate) enum LogFormat {
 #[derive(Debug, Args)]
 pub(crate) struct ServeArguments {
     /// A Unix socket to listen at, and the image of the VMs that connect to it: a raw memory file, as
-    /// Firecracker's snapshots have
+    /// Firecracker's snapshots have; a Pagetide image (pagetide image create); or the URL of either
+    /// (file://, s3://, gs://, az://, http://, https://)
     #[arg(value_name = "SOCKET=IMAGE", required_unless_present = "config")]
     bindings: Vec<Binding>,
 
@@ -154,6 +157,15 @@ struct Settings {
     #[serde(deserialize_with = "from_text")]
     socket_owner: Option<SocketOwner>,
 
+    /// Cache objects of a store in this directory, which any number of processes may share
+    #[arg(long, value_name = "DIR")]
+    cache: Option<PathBuf>,
+
+    /// The size of the cache at most: bytes, or a number with K, M, G or T [default: 10G]
+    #[arg(long, value_name = "SIZE")]
+    #[serde(deserialize_with = "from_text")]
+    cache_size: Option<ByteSize>,
+
     /// Keep VMs for a successor in this directory: after SIGTERM or `kill -9`, a server that starts with the
     /// same directory goes on with them. Until then, guests that touch missing pages wait
     #[arg(long, value_name = "DIR")]
@@ -167,6 +179,9 @@ struct Settings {
     #[arg(skip)]
     sockets: BTreeMap<PathBuf, String>,
 }
+
+/// The size of the disk cache.
+const CACHE_BYTES: u64 = 10 << 30;
 
 /// A value that the file has as text.
 fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: Display>>(
@@ -243,6 +258,8 @@ impl Settings {
             on_failure: mine.on_failure.or(other.on_failure),
             socket_mode: mine.socket_mode.or(other.socket_mode),
             socket_owner: mine.socket_owner.or(other.socket_owner),
+            cache: mine.cache.or(other.cache),
+            cache_size: mine.cache_size.or(other.cache_size),
             state: mine.state.or(other.state),
             max_vms: mine.max_vms.or(other.max_vms),
             sockets: other.sockets,
@@ -268,6 +285,13 @@ impl Settings {
             socket_mode: self.socket_mode.map_or(default.socket_mode, |mode| mode.0),
             socket_owner: self.socket_owner.map(|owner| (owner.0, owner.1)),
             max_vms: self.max_vms.unwrap_or(default.max_vms),
+            images: OpenOptions {
+                cache: self.cache.as_ref().map(|directory| CacheOptions {
+                    directory: directory.clone(),
+                    bytes: self.cache_size.map_or(CACHE_BYTES, |size| size.0),
+                }),
+                ..default.images
+            },
             ..default
         }
     }
@@ -296,6 +320,10 @@ impl ServeArguments {
             });
         }
         check(&options).map_err(Failure::bad_input)?;
+        if let (None, Some(size)) = (&settings.cache, settings.cache_size) {
+            let what = "the size of a cache: there is no --cache";
+            return Err(Failure::bad_input(NotA(size.to_string(), what)));
+        }
         Ok((options, settings.metrics))
     }
 }

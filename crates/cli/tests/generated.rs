@@ -95,7 +95,7 @@ fn bash_completes_verbs_options_and_values() {
     std::fs::write(&script, printed(&["completions", "bash"])).expect("it is written");
     let cases: [(&[&str], &str); 4] = [
         (&["pagetide", "pr"], "probe"),
-        (&["pagetide", "bench", "pag"], "paging"),
+        (&["pagetide", "bench", "pagi"], "paging"),
         (&["pagetide", "bench", "paging", "--per"], "--per-vcpu"),
         (
             &["pagetide", "bench", "paging", "--backing", "hugetlb-1"],

@@ -107,7 +107,7 @@ fn what_makes_no_sense_is_refused_in_one_line() {
         "/no/such/directory/socket={}",
         place.path("image").display()
     );
-    let cases: [(&[&str], &str); 12] = [
+    let cases: [(&[&str], &str); 14] = [
         (&[], "SOCKET=IMAGE"),
         (&["socket"], "is not SOCKET=IMAGE"),
         (
@@ -123,6 +123,8 @@ fn what_makes_no_sense_is_refused_in_one_line() {
         (&[&binding, "--socket-mode", "888"], "a mode such as 660"),
         (&[&binding, "--metrics", "localhost"], "unix:PATH"),
         (&[&binding, "--socket-owner", "root"], "UID:GID"),
+        (&[&binding, "--cache-size", "1G"], "there is no --cache"),
+        (&[&binding, "--cache-size", "much"], "is not a size"),
     ];
     for (words, wanted) in cases {
         let output = place.command(words).output().expect("it starts");

@@ -43,6 +43,28 @@ pub(crate) struct Activity {
 #[derive(Debug, Default)]
 pub(crate) struct Seen([u64; SHARDS]);
 
+/// The most pages between two positions of one run of accesses: 2 MiB of small pages.
+const NEAR_PAGES: u64 = 512;
+
+/// Tells positions that follow each other from scattered ones. To fetch the pages after a random access
+/// fetches nothing that is needed soon, and leaves small gaps everywhere, each of which takes a call.
+#[derive(Debug, Default)]
+pub(crate) struct Locality(Option<(RegionId, PageIndex)>);
+
+impl Locality {
+    /// The position, if it is near the one before, or the first one.
+    pub(crate) fn follow(
+        &mut self,
+        position: Option<(RegionId, PageIndex)>,
+    ) -> Option<(RegionId, PageIndex)> {
+        let (region, page) = position?;
+        let before = self.0.replace((region, page));
+        before
+            .is_none_or(|(its, last)| its == region && page.0.abs_diff(last.0) <= NEAR_PAGES)
+            .then_some((region, page))
+    }
+}
+
 impl Activity {
     /// Records that a thread is about to install or request `page` because of a fault.
     #[inline]
@@ -101,6 +123,20 @@ mod tests {
             Some((RegionId(0), PageIndex(8)))
         );
         assert_eq!(activity.served(), 4);
+    }
+
+    #[test]
+    fn only_positions_near_each_other_are_followed() {
+        let mut locality = Locality::default();
+        let at = |region, page| Some((RegionId(region), PageIndex(page)));
+        let mut follow = |region, page| locality.follow(at(region, page)).is_some();
+        assert!(follow(0, 100_000), "nothing better is known");
+        assert!(follow(0, 100_001) && follow(0, 100_001 + NEAR_PAGES) && follow(0, 100_001));
+        assert!(!follow(1, 100_000), "another region");
+        assert!(!follow(1, 0) && !follow(1, 5000) && !follow(1, 90_000));
+        assert!(follow(1, 90_000 - NEAR_PAGES));
+        assert_eq!(locality.follow(None), None);
+        assert_eq!(locality.follow(at(1, 90_001)), None, "just too far");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
-use pagetide_memory::{GuestAddress, Urgency};
+use pagetide_memory::{GuestAddress, HostRange, Urgency};
 
 use crate::error::{ServeError, message_of};
 use crate::fault::RegionId;
@@ -23,6 +23,12 @@ pub trait BlockingSource: Send + Sync {
     /// Fills `buffer` if that needs no waiting, see [`Source::fill_now`].
     fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
         let _ = (at, buffer);
+        None
+    }
+
+    /// The addresses of `bytes` bytes of content, see [`Source::mapped_now`].
+    fn mapped_now(&self, at: ReadAt, bytes: u64) -> Option<HostRange> {
+        let _ = (at, bytes);
         None
     }
 }
@@ -195,6 +201,10 @@ impl Source for Pool {
 
     fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
         self.shared.source.fill_now(at, buffer)
+    }
+
+    fn mapped_now(&self, at: ReadAt, bytes: u64) -> Option<HostRange> {
+        self.shared.source.mapped_now(at, bytes)
     }
 
     fn cancel(&self, region: RegionId, id: RequestId) {

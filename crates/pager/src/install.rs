@@ -26,6 +26,9 @@ pub(crate) enum Body<'a> {
     PageCache,
     /// These bytes, exactly as many as the pages have.
     Bytes(&'a [u8]),
+    /// The bytes at these addresses of this process, exactly as many as the pages have: only the kernel
+    /// reads them. Not in MINOR mode.
+    Mapped(UserRange),
     /// Zeroes.
     Zero,
     /// None: the content is lost.
@@ -42,6 +45,13 @@ impl<'a> Body<'a> {
         match self {
             // For a missing part the slice is empty, and the kernel refuses to copy nothing.
             Self::Bytes(content) => Self::Bytes(slice(content).unwrap_or_default()),
+            Self::Mapped(from) => {
+                let skip = skip.min(from.bytes);
+                Self::Mapped(UserRange {
+                    start: from.start + skip,
+                    bytes: bytes.min(from.bytes - skip),
+                })
+            }
             other => other,
         }
     }
@@ -167,6 +177,7 @@ impl<'a> Installer<'a> {
                 self.region.target.zero(pages)?;
                 Ok(Body::PageCache)
             }
+            (Mode::Minor, Body::Mapped(_)) => Err(InstallError::NoContent.into()),
             (_, content) => Ok(content),
         }
     }
@@ -180,6 +191,7 @@ impl<'a> Installer<'a> {
         match body {
             Body::PageCache => place.uffd.continue_pages(place.range, wake),
             Body::Bytes(bytes) => place.uffd.copy_pages(place.range.start, bytes, wake),
+            Body::Mapped(from) => place.uffd.copy_pages_from(place.range.start, from, wake),
             Body::Zero => zero_pages(self.region, place.uffd, place.range, wake),
             Body::Poisoned => Err(InstallError::NoContent),
         }

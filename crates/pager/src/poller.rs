@@ -21,6 +21,19 @@ pub(crate) const TIMER: u64 = u64::MAX - 1;
 /// The token for faults that a thread has stored for the threads that serve.
 pub(crate) const DEFERRED: u64 = u64::MAX - 2;
 
+/// The token of the first descriptor of other code; those after it have lower ones.
+const OTHERS: u64 = u64::MAX - 3;
+
+/// The token of another descriptor, by the number that its owner gave it.
+pub(crate) fn token_of_other(number: u32) -> u64 {
+    OTHERS - u64::from(number)
+}
+
+/// The number of another descriptor, by its token.
+pub(crate) fn other(token: u64) -> Option<u32> {
+    u32::try_from(OTHERS.checked_sub(token)?).ok()
+}
+
 /// A descriptor that is readable when there is work.
 ///
 /// Userfaultfds are edge-triggered: each arrival of messages is reported once, to one of the waiting
@@ -85,6 +98,17 @@ impl Poller {
             Ok(()) | Err(Errno::EXIST) => Ok(()),
             Err(errno) => Err(errno),
         }
+    }
+
+    /// Adds a descriptor of other code, which is reported as long as it is readable.
+    pub(crate) fn add_other(&self, fd: BorrowedFd<'_>, number: u32) -> Result<(), Errno> {
+        let data = EventData::new_u64(token_of_other(number));
+        epoll::add(&self.epoll, fd, data, EventFlags::IN)
+    }
+
+    pub(crate) fn remove_other(&self, fd: BorrowedFd<'_>) {
+        // Fails if it was never added.
+        let _ = epoll::delete(&self.epoll, fd);
     }
 
     pub(crate) fn remove(&self, channel: &Channel) {

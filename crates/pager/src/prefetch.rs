@@ -8,7 +8,7 @@ use std::thread::{self, Builder, JoinHandle};
 use pagetide_memory::{Claim, PageIndex, PageRange, PageState, Request, Urgency};
 use pagetide_uapi::userfaultfd::InstallError;
 
-use crate::activity::Seen;
+use crate::activity::{Locality, Seen};
 use crate::arrival::{Purpose, arrive};
 use crate::config::Holes;
 use crate::counters::Counters;
@@ -22,7 +22,7 @@ use crate::pace::Pace;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Requesting, Served, Supply};
 use crate::requests::Wanted;
-use crate::resolver::{content_of, fill_buffer, fill_buffer_now};
+use crate::resolver::{content_of, fill_buffer, fill_buffer_now, is_gone, mapped_now};
 use crate::source::{Filled, LocalSource};
 use crate::walk::{Step, Walk};
 
@@ -65,7 +65,8 @@ pub struct PrefetchEnd {
 /// A thread that fetches the missing pages of all regions that the pager had when the thread was
 /// started, and ends when no page is missing.
 ///
-/// It works upwards from the position of the latest faults. It installs local content itself, in
+/// It works upwards, from the position of the latest faults if they are near each other (faults at random
+/// places say nothing about the next one). It installs local content itself, in
 /// batches that it claims like a fault. From sources it requests batches within the region's bulk
 /// limit; the thread that delivers an answer installs it, and a fault on a page that is already
 /// requested repeats the request with urgency. Discarded pages are skipped. Prefetch pauses in favour
@@ -318,7 +319,7 @@ impl Ahead<'_> {
         // The current region. The others follow in turn when it has no work.
         let mut current = 0;
         let mut pace = Pace::new();
-        let mut seen = Seen::default();
+        let (mut seen, mut locality) = (Seen::default(), Locality::default());
         // After a failure in a run, the next runs have one page, then two, and so on: a page whose
         // content is lost affects its neighbours for few calls, and is identified.
         let mut most = u64::MAX;
@@ -333,7 +334,7 @@ impl Ahead<'_> {
             }
             // Before the checks below, so that a later change ends the wait.
             let seen_changes = pager.changes.count();
-            let busiest = pager.activity.busiest(&mut seen);
+            let busiest = locality.follow(pager.activity.busiest(&mut seen));
             let slot = |id| regions.iter().position(|region| region.id == id);
             if let Some((slot, page)) = busiest.and_then(|(id, page)| Some((slot(id)?, page)))
                 && let Some((walk, pending)) = walks.get_mut(slot)
@@ -545,17 +546,24 @@ impl Ahead<'_> {
         if pages.is_empty() {
             return Ok(true);
         }
-        let filled = fill_buffer_now(region, &*source, pages, Urgency::Bulk, &mut self.buffer);
-        let content = match filled {
-            Some(Filled::Bytes) => content_of(region, pages, &self.buffer),
-            Some(Filled::Zero) => Body::Zero,
-            Some(Filled::Poisoned) | None => return Ok(false),
+        let content = match mapped_now(region, &*source, pages, Urgency::Bulk) {
+            Some(content) => content,
+            None => {
+                let buffer = &mut self.buffer;
+                match fill_buffer_now(region, &*source, pages, Urgency::Bulk, buffer) {
+                    Some(Filled::Bytes) => content_of(region, pages, buffer),
+                    Some(Filled::Zero) => Body::Zero,
+                    Some(Filled::Poisoned) | None => return Ok(false),
+                }
+            }
         };
         let pager = &self.shared.pager;
         let counters = &mut self.counters;
-        arrive(pager, region, counters, pages, content, Purpose::Ahead)
-            .map_err(|source| self.failed(region, page, source))?;
-        Ok(true)
+        match arrive(pager, region, counters, pages, content, Purpose::Ahead) {
+            Ok(_) => Ok(true),
+            Err(failure) if is_gone(&failure, content) => Ok(false),
+            Err(failure) => Err(self.failed(region, page, failure)),
+        }
     }
 
     /// Requests a batch if the bulk limit permits it.

@@ -18,7 +18,7 @@ use pagetide_memory::{
     Access, Claim, ClaimGuard, GuestAddress, Hold, PageIndex, PageRange, PageState, Request,
     Urgency,
 };
-use pagetide_uapi::userfaultfd::InstallError;
+use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange};
 
 use crate::activity::ShardIndex;
 use crate::arrival::{Arrived, Purpose, arrive};
@@ -393,6 +393,10 @@ impl ResolverState {
         }
         let window = region.window(site.served, fault.page);
         let mut pages = absent_run(region, fault.page, window);
+        if let Some(content) = mapped_now(region, source, pages, Urgency::Urgent) {
+            self.begin(site, fault);
+            return self.arrive(site, fault, pages, content);
+        }
         let mut buffer = std::mem::take(&mut self.buffer);
         let mut filled = fill_buffer_now(region, source, pages, Urgency::Urgent, &mut buffer);
         if filled.is_none() && pages.count() > 1 {
@@ -449,6 +453,8 @@ impl ResolverState {
             Ok(Arrived::Wanted(installed)) => self.installed(site, fault, installed),
             // Another thread has settled the page.
             Ok(Arrived::Others) => Ok(None),
+            // The content has gone since the source found it: a request reports why.
+            Err(source) if is_gone(&source, content) => Ok(None),
             Err(source) => Err(ResolveError::Install {
                 fault: *fault,
                 source,
@@ -588,14 +594,41 @@ pub(crate) fn fill_buffer_now(
     buffer: &mut Vec<u8>,
 ) -> Option<Filled> {
     let room = room_for(region, pages, buffer).ok()?;
-    let at = ReadAt {
+    let at = read_at(region, pages, urgency);
+    // The request that follows a panic will report it.
+    catch_unwind(AssertUnwindSafe(|| source.fill_now(at, room))).unwrap_or_default()
+}
+
+/// The content of `pages`, if the source has it mapped and available without waiting.
+pub(crate) fn mapped_now(
+    region: &PagedRegion,
+    source: &dyn Source,
+    pages: PageRange,
+    urgency: Urgency,
+) -> Option<Body<'static>> {
+    if region.mode != Mode::Missing {
+        return None;
+    }
+    let bytes = region.bytes_of(pages);
+    let at = read_at(region, pages, urgency);
+    let mapped = catch_unwind(AssertUnwindSafe(|| source.mapped_now(at, bytes)));
+    let from = UserRange::from(mapped.unwrap_or_default()?);
+    (from.bytes == bytes).then_some(Body::Mapped(from))
+}
+
+/// Whether mapped content could not be installed because it is not there any more.
+pub(crate) fn is_gone(failure: &InstallFailure, content: Body<'_>) -> bool {
+    matches!(content, Body::Mapped(_))
+        && matches!(failure, InstallFailure::Kernel(InstallError::NoContent))
+}
+
+fn read_at(region: &PagedRegion, pages: PageRange, urgency: Urgency) -> ReadAt {
+    ReadAt {
         region: region.id,
         offset_bytes: pages.first().0 << region.page_shift(),
         gpa: region.gpa_of(pages.first()),
         urgency,
-    };
-    // The request that follows a panic will report it.
-    catch_unwind(AssertUnwindSafe(|| source.fill_now(at, room))).unwrap_or_default()
+    }
 }
 
 /// The content of `pages` in the first bytes of `buffer`.

@@ -19,7 +19,7 @@ use crate::fault::RegionId;
 use crate::install::wake;
 use crate::notice::Notice;
 use crate::pager::Pager;
-use crate::poller::{DEFERRED, INTERRUPT, TIMER};
+use crate::poller::{DEFERRED, INTERRUPT, TIMER, other};
 use crate::resolver::Resolver;
 
 /// The maximal number of descriptors that one wait reports.
@@ -40,6 +40,8 @@ pub struct Serving {
     /// Channels that may have more messages.
     ready: VecDeque<Arc<Channel>>,
     faults: Vec<PageFault>,
+    /// The numbers of watched descriptors that are readable.
+    others: Vec<u32>,
     on_resolved: Option<OnResolved>,
 }
 
@@ -57,6 +59,7 @@ impl Serving {
             events: Vec::with_capacity(READY_AT_ONCE),
             ready: VecDeque::new(),
             faults: Vec::new(),
+            others: Vec::new(),
             on_resolved: None,
         }
     }
@@ -80,6 +83,33 @@ impl Serving {
     /// [`ServeError::Wait`] and [`ServeError::Read`], if the descriptors themselves fail.
     pub fn process_ready(&mut self) -> Result<usize, ServeError> {
         self.serve(Some(Duration::ZERO), || false)
+    }
+
+    /// Also waits for `fd` in [`Self::serve_for`], which reports it by `number` as long as it is readable.
+    /// Only one thread may serve a pager that watches descriptors: a report goes to one of them.
+    ///
+    /// # Errors
+    /// [`ServeError::Wait`], if the kernel refuses, as for a descriptor that is watched already.
+    pub fn watch(&self, fd: BorrowedFd<'_>, number: u32) -> Result<(), ServeError> {
+        let poller = &self.resolver.pager().poller;
+        poller.add_other(fd, number).map_err(ServeError::Wait)
+    }
+
+    /// Ends watching a descriptor.
+    pub fn unwatch(&self, fd: BorrowedFd<'_>) {
+        self.resolver.pager().poller.remove_other(fd);
+    }
+
+    /// As [`Self::process_ready`], but waits until something is ready, for at most `timeout` (`None`: for
+    /// ever): a VMM whose event loop has little else to do needs one call less for each fault. Returns the numbers of the
+    /// watched descriptors that are readable.
+    ///
+    /// # Errors
+    /// As [`Self::process_ready`].
+    pub fn serve_for(&mut self, timeout: Option<Duration>) -> Result<&[u32], ServeError> {
+        self.others.clear();
+        self.serve(timeout, || false)?;
+        Ok(&self.others)
     }
 
     /// Serves what becomes ready within `timeout`; returns after the first ready descriptors were
@@ -130,6 +160,7 @@ impl Serving {
             resolver,
             events,
             ready,
+            others,
             ..
         } = self;
         let pager = resolver.pager();
@@ -150,7 +181,10 @@ impl Serving {
                         .filter(|channel| channel.has_deferred());
                     ready.extend(kept.cloned());
                 }
-                token => ready.extend(table.channel(token).cloned()),
+                token => match other(token) {
+                    Some(number) => others.push(number),
+                    None => ready.extend(table.channel(token).cloned()),
+                },
             }
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Weak;
 use std::time::Instant;
 
-use pagetide_memory::{GuestAddress, PageRange, Urgency};
+use pagetide_memory::{GuestAddress, HostRange, PageRange, Urgency};
 use thiserror::Error;
 
 use crate::blocking::ReadAt;
@@ -71,6 +71,17 @@ pub trait Source: Send + Sync {
     /// A fault's own thread calls it before it claims the pages, and prefetch does so for its batches.
     fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
         let _ = (at, buffer);
+        None
+    }
+
+    /// The addresses of `bytes` bytes of content, whole pages of the region, if this process has it mapped
+    /// and it is available without waiting: they are installed from there. The addresses stay mapped as
+    /// long as the source exists. `None` otherwise; the engine then tries [`Self::fill_now`].
+    ///
+    /// Only the kernel reads there. If it finds no content after all (the file was truncated), the engine
+    /// makes a request.
+    fn mapped_now(&self, at: ReadAt, bytes: u64) -> Option<HostRange> {
+        let _ = (at, bytes);
         None
     }
 

@@ -1,8 +1,8 @@
 //! The order in which prefetch fetches a region's pages.
 //!
 //! It walks upwards, in laps: from its position to the last page, then from the first page back to its
-//! start. A fault elsewhere starts a new lap there, because the pages after a recently needed page are
-//! likely to be needed next. A lap without work is the last one; after a lap that met pages of other
+//! start. Faults near each other start a new lap there, because the pages after recently needed pages are
+//! likely to be needed next; faults at random places do not. A lap without work is the last one; after a lap that met pages of other
 //! threads another follows, because their owners may fail and give them back.
 //!
 //! A settled page stays settled. The walk therefore records which stretches are settled as a whole, and

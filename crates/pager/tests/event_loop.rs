@@ -15,7 +15,7 @@ use pagetide_pager::{
     UffdLayout,
 };
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use support::*;
 
 /// Whether the pager's descriptor becomes readable within `timeout`.
@@ -355,4 +355,32 @@ fn endless_messages_do_not_block_a_loop() {
         join("a touch", toucher);
     }
     assert!(!is_ready(&serving, Duration::ZERO));
+}
+
+/// A loop that has little else to do waits for its other descriptors together with the faults.
+#[test]
+fn a_watched_descriptor_is_reported_as_long_as_it_is_readable() {
+    let Some(region) = region(4, Backing::Anonymous) else {
+        return;
+    };
+    let paged = Paged::with(&region, Mode::Missing, pattern(), |config| config);
+    let mut serving = Serving::new(&paged.pager, 4);
+    let flags = EventfdFlags::empty();
+    let (quiet, loud) = (eventfd(0, flags).unwrap(), eventfd(1, flags).unwrap());
+    serving.watch(quiet.as_fd(), 0).unwrap();
+    serving.watch(loud.as_fd(), u32::MAX).unwrap();
+    assert!(serving.watch(loud.as_fd(), 1).is_err());
+    for _ in 0..2 {
+        assert_eq!(serving.serve_for(None).unwrap(), [u32::MAX]);
+    }
+    serving.unwatch(loud.as_fd());
+    assert!(serving.serve_for(Some(Duration::ZERO)).unwrap().is_empty());
+    thread::scope(|scope| {
+        let reading = scope.spawn(|| check_page(&region, 2));
+        while !reading.is_finished() {
+            let watched = serving.serve_for(Some(Duration::from_millis(5))).unwrap();
+            assert!(watched.is_empty());
+        }
+    });
+    assert_eq!(serving.counters().messages, 1);
 }

@@ -6,7 +6,7 @@ mod support;
 
 use std::sync::{Arc, Mutex};
 
-use pagetide_memory::{Access, GuestAddress};
+use pagetide_memory::{Access, GuestAddress, HostAddress, HostRange};
 use pagetide_pager::{
     Contents, Fault, Filled, Observer, Pager, Prefetch, PrefetchConfig, ReadAt, RegionConfig,
     Request, Source,
@@ -136,6 +136,109 @@ fn a_source_that_panics_without_waiting_is_asked_by_a_request() {
     let (pager, _) = serve(&region, mode, Arc::<Half>::clone(&half), PERSISTENT);
     let _ = join("an exit", exit(&pager, 1)).unwrap();
     assert_eq!(half.requested(), [1]);
+}
+
+/// Has its content in its own memory, as far as that reaches; the kernel finds nothing after it.
+struct Mapped {
+    content: Vec<u8>,
+    /// The offset of the first whole page in it, and the number of pages from there on.
+    start: usize,
+    pages: u64,
+    /// The addresses that it says it has.
+    claimed_pages: u64,
+    requested: Mutex<Vec<u64>>,
+}
+
+impl Mapped {
+    fn new(pages: u64, claimed_pages: u64) -> Arc<Self> {
+        let mut content = vec![0; usize::try_from((pages + 1) * PAGE).unwrap()];
+        let start = content
+            .as_ptr()
+            .align_offset(usize::try_from(PAGE).unwrap());
+        let bytes = usize::try_from(pages * PAGE).unwrap();
+        fill(GPA, &mut content[start..start + bytes]);
+        Arc::new(Self {
+            content,
+            start,
+            pages,
+            claimed_pages,
+            requested: Mutex::default(),
+        })
+    }
+}
+
+impl Source for Mapped {
+    fn submit(&self, request: Request) {
+        let pages = request.pages().iter().map(|page| page.0);
+        self.requested.lock().unwrap().extend(pages);
+        complete(request);
+    }
+
+    fn mapped_now(&self, at: ReadAt, bytes: u64) -> Option<HostRange> {
+        let end = at.offset_bytes + bytes;
+        if end > self.claimed_pages * PAGE {
+            return None;
+        }
+        // Addresses of nothing: the kernel finds no content there.
+        let start = match end <= self.pages * PAGE {
+            true => {
+                let offset = usize::try_from(at.offset_bytes).unwrap();
+                self.content[self.start + offset..]
+                    .as_ptr()
+                    .expose_provenance()
+            }
+            false => 1 << 46,
+        };
+        HostRange::new(HostAddress(start), usize::try_from(bytes).unwrap()).ok()
+    }
+}
+
+#[test]
+fn mapped_content_is_installed_from_where_it_is() {
+    let Some(region) = region(64, pagetide_memory::Backing::Anonymous) else {
+        return;
+    };
+    let mode = pagetide_pager::Mode::Missing;
+    let mapped = Mapped::new(64, 64);
+    let (pager, _) = serve(&region, mode, Arc::<Mapped>::clone(&mapped), PERSISTENT);
+    let _ = join("an exit", exit(&pager, 7)).unwrap();
+    let running = Prefetch::spawn(&pager, PrefetchConfig::default()).unwrap();
+    assert!(running.finish().unwrap().is_complete);
+    check_all(&region);
+    assert!(mapped.requested.lock().unwrap().is_empty());
+    assert_eq!(pager.counted().ahead_pages, 63);
+}
+
+/// A file may be truncated after its source has found the content: no page reads as zeroes.
+#[test]
+fn mapped_content_that_has_gone_is_requested() {
+    let Some(region) = region(16, pagetide_memory::Backing::Anonymous) else {
+        return;
+    };
+    let mode = pagetide_pager::Mode::Missing;
+    let mapped = Mapped::new(8, 12);
+    let (pager, _) = serve(&region, mode, Arc::<Mapped>::clone(&mapped), PERSISTENT);
+    for page in [3, 9, 14] {
+        let _ = join("an exit", exit(&pager, page)).unwrap();
+    }
+    assert_eq!(*mapped.requested.lock().unwrap(), [9, 14]);
+    let batch_bytes = 4 * PAGE;
+    let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
+    assert!(running.finish().unwrap().is_complete);
+    check_all(&region);
+}
+
+/// In MINOR mode this process would have to read it, which a truncated file would end by a signal.
+#[test]
+fn mapped_content_is_not_read_by_this_process() {
+    let Some(region) = region(4, pagetide_memory::Backing::Shmem) else {
+        return;
+    };
+    let mode = pagetide_pager::Mode::Minor;
+    let mapped = Mapped::new(0, 4);
+    let (pager, _) = serve(&region, mode, Arc::<Mapped>::clone(&mapped), PERSISTENT);
+    let _ = join("an exit", exit(&pager, 1)).unwrap();
+    assert_eq!(*mapped.requested.lock().unwrap(), [1]);
 }
 
 #[derive(Default)]

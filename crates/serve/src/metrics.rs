@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use pagetide_sources::{GuestImage, ObjectCounters};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
@@ -154,6 +155,14 @@ struct Shared {
     read: Histogram,
     /// Failed reads by kind.
     errors: Mutex<Vec<(&'static str, u64)>>,
+    /// The images that are served, and the counts of those that are not any more.
+    images: Mutex<Images>,
+}
+
+#[derive(Debug, Default)]
+struct Images {
+    served: Vec<Arc<dyn GuestImage>>,
+    ended: ObjectCounters,
 }
 
 impl Metrics {
@@ -190,6 +199,30 @@ impl Metrics {
         }
     }
 
+    /// Includes the counts of these images' stores from now on.
+    pub(crate) fn watch(&self, images: Vec<Arc<dyn GuestImage>>) {
+        let mut watched = self.lock_images();
+        let is_served = |old: &&Arc<dyn GuestImage>| images.iter().any(|new| Arc::ptr_eq(old, new));
+        let gone = watched.served.iter().filter(|old| !is_served(old));
+        let gone = gone.filter_map(|image| image.counters());
+        let ended = gone.fold(watched.ended, ObjectCounters::plus);
+        *watched = Images {
+            served: images,
+            ended,
+        };
+    }
+
+    /// The counts of the stores of all images.
+    fn stores(&self) -> ObjectCounters {
+        let images = self.lock_images();
+        let counted = images.served.iter().filter_map(|image| image.counters());
+        counted.fold(images.ended, ObjectCounters::plus)
+    }
+
+    fn lock_images(&self) -> std::sync::MutexGuard<'_, Images> {
+        self.0.images.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn lock_errors(&self) -> std::sync::MutexGuard<'_, Vec<(&'static str, u64)>> {
         self.0.errors.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -220,6 +253,52 @@ impl Collector for Metrics {
         let described =
             encoder.encode_descriptor("source_read_seconds", help, None, MetricType::Histogram)?;
         self.0.read.encode(described)?;
+        let stores = self.stores();
+        let counts = [
+            (
+                "store_gets",
+                "GETs to object stores, hedges and retries included",
+                stores.gets,
+            ),
+            (
+                "store_hedges",
+                "GETs that were sent because an earlier one was slow",
+                stores.hedges,
+            ),
+            (
+                "store_retries",
+                "Attempts after a failed GET",
+                stores.retries,
+            ),
+            (
+                "store_bytes",
+                "Bytes that object stores have sent",
+                stores.bytes,
+            ),
+            (
+                "store_memory_hits",
+                "Blocks of objects that were found in memory",
+                stores.memory_hits,
+            ),
+            (
+                "store_disk_hits",
+                "Blocks of objects that were found in the disk cache",
+                stores.disk_hits,
+            ),
+            (
+                "store_misses",
+                "Blocks of objects that were in neither",
+                stores.misses,
+            ),
+            (
+                "store_disk_damaged",
+                "Files of the disk cache that were damaged",
+                stores.disk_damaged,
+            ),
+        ];
+        for (name, help, value) in counts {
+            counter(&mut encoder, name, help, value)?;
+        }
         let errors = self.lock_errors().clone();
         let help = "Failed reads of images by kind";
         let mut described =

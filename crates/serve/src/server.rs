@@ -40,7 +40,7 @@ pub enum StartError {
         location: Location,
         /// The reason.
         #[source]
-        source: OpenError,
+        source: Box<OpenError>,
     },
     /// The threads that read an image could not be started.
     #[error("starting to read the image {location}")]
@@ -268,6 +268,8 @@ impl Server {
             }
         }
         self.images = images;
+        let served = self.images.values().map(|image| Arc::clone(&image.image));
+        self.common.metrics.watch(served.collect());
         self.common = Arc::new(Common {
             options: Arc::new(options),
             metrics: self.common.metrics.clone(),
@@ -485,7 +487,7 @@ fn open_image(
 ) -> Result<Arc<ServedImage>, StartError> {
     let image = open(location, &options.images).map_err(|source| StartError::Image {
         location: location.clone(),
-        source,
+        source: Box::new(source),
     })?;
     let started = ServedImage::start(image, location, options, metrics);
     let started = started.map_err(|source| StartError::Readers {

@@ -4,6 +4,7 @@ mod connection;
 mod control;
 mod keeping;
 mod start;
+mod waiting;
 
 use std::fmt;
 use std::io;
@@ -18,7 +19,7 @@ use pagetide_pager::{
     AddError, Counters, Notice, Pager, Prefetch, PrefetchPlan, RegionId, ServeError, Serving,
 };
 use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
-use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use thiserror::Error;
 
@@ -36,6 +37,7 @@ use connection::is_closed;
 pub(crate) use connection::run;
 use control::Control;
 use keeping::Keeping;
+use waiting::{Ticks, Watched};
 
 /// The longest time between two looks at deadlines and counts.
 const TICK: Duration = Duration::from_millis(500);
@@ -208,7 +210,7 @@ enum Link<'a> {
     Native(Box<Control<'a>>),
 }
 
-impl Link<'_> {
+impl<'a> Link<'a> {
     fn notify(&mut self, notice: impl FnOnce() -> Message) {
         if let Self::Native(control) = self {
             control.notify(&notice());
@@ -221,6 +223,18 @@ impl Link<'_> {
             Self::Plain(_) => EventFlags::IN,
             Self::Native(control) => control.interest(),
         }
+    }
+
+    fn stream(&self) -> &'a UnixStream {
+        match self {
+            Self::Plain(stream) => stream,
+            Self::Native(control) => control.stream(),
+        }
+    }
+
+    /// Whether work on another thread, or a drain, is looked at often.
+    fn is_busy(&self) -> bool {
+        matches!(self, Self::Native(control) if control.is_busy())
     }
 
     /// Whether requests wait that have arrived.
@@ -271,71 +285,41 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
 impl Vm<'_> {
     /// Serves until the VM or the server ends.
     fn run(&mut self, link: &mut Link<'_>) -> Result<End, VmError> {
-        const PAGER: u64 = 0;
-        const STREAM: u64 = 1;
-        const STOP: u64 = 2;
+        const STREAM: u32 = 0;
+        const STOP: u32 = 1;
+        const TICKS: u32 = 2;
+        // A timeout of each wait would set a timer for each fault.
+        let ticks = Ticks::every(TICK)?;
+        let mut interval = TICK;
+        let mut connection = Watched::new(link.stream())?;
         let mut serving = Serving::new(&self.pager, MESSAGES_PER_READ);
         let metrics = self.common.metrics.clone();
         serving.on_resolved(move |duration| metrics.resolved(duration));
-        let poll = epoll::create(CreateFlags::CLOEXEC).map_err(VmError::Wait)?;
-        let add = |fd: std::os::fd::BorrowedFd<'_>, token| {
-            epoll::add(&poll, fd, EventData::new_u64(token), EventFlags::IN).map_err(VmError::Wait)
-        };
-        let stream = match link {
-            Link::Plain(stream) => stream,
-            Link::Native(control) => control.stream(),
-        };
-        stream
-            .set_nonblocking(true)
-            .map_err(|error| VmError::Wait(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
-        add(serving.as_fd(), PAGER)?;
-        add(stream.as_fd(), STREAM)?;
-        add(self.common.stopper.as_fd(), STOP)?;
-        let mut interest = EventFlags::IN;
-        let mut events = Vec::with_capacity(4);
+        serving.watch(connection.poll.as_fd(), STREAM)?;
+        serving.watch(self.common.stopper.as_fd(), STOP)?;
+        serving.watch(ticks.0.as_fd(), TICKS)?;
         let mut drain_until = None;
-        let mut next_tick = Instant::now() + TICK;
         loop {
-            let wanted = link.interest();
-            if wanted != interest {
-                let token = EventData::new_u64(STREAM);
-                epoll::modify(&poll, stream, token, wanted).map_err(VmError::Wait)?;
-                interest = wanted;
-            }
-            let left = match link.has_more() {
-                true => Duration::ZERO,
-                false => next_tick.saturating_duration_since(Instant::now()),
+            connection.set_interest(link.interest())?;
+            let timeout = link.has_more().then_some(Duration::ZERO);
+            let readable = serving.serve_for(timeout)?;
+            let [of_stream, stops, mut is_tick] =
+                [STREAM, STOP, TICKS].map(|number| readable.contains(&number));
+            // After the faults.
+            let ready = match of_stream {
+                true => connection.ready()?,
+                false => EventFlags::empty(),
             };
-            let timeout = rustix::event::Timespec::try_from(left).ok();
-            match epoll::wait(
-                &poll,
-                rustix::buffer::spare_capacity(&mut events),
-                timeout.as_ref(),
-            ) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(errno) => return Err(VmError::Wait(errno)),
-            }
-            let (mut ready, mut is_handed_over) = (EventFlags::empty(), false);
-            for event in events.drain(..) {
-                match event.data.u64() {
-                    PAGER => {
-                        serving.process_ready()?;
-                    }
-                    // After the faults.
-                    STREAM => ready = event.flags,
-                    // Unless the VMM has gone.
-                    STOP if self.keeping.is_some() => is_handed_over = true,
-                    STOP if drain_until.is_none() => {
-                        // It stays readable; from now on the deadline is looked at.
-                        let _ = epoll::delete(&poll, self.common.stopper.as_fd());
-                        let deadline = self.common.stopper.deadline();
-                        drain_until = Some(deadline);
-                        link.notify(|| going_away(deadline));
-                        self.drain()?;
-                        next_tick = Instant::now();
-                    }
-                    _ => {}
-                }
+            // Unless the VMM has gone.
+            let is_handed_over = stops && self.keeping.is_some();
+            if stops && !is_handed_over && drain_until.is_none() {
+                // It stays readable; from now on the deadline is looked at.
+                serving.unwatch(self.common.stopper.as_fd());
+                let deadline = self.common.stopper.deadline();
+                drain_until = Some(deadline);
+                link.notify(|| going_away(deadline));
+                self.drain()?;
+                is_tick = true;
             }
             let ended = self.connection_ready(link, &serving, ready)?;
             let ended = ended.or_else(|| self.act_on_notices(link));
@@ -343,12 +327,16 @@ impl Vm<'_> {
                 self.report(serving.counters());
                 return Ok(end);
             }
-            if let Link::Native(control) = link
-                && control.is_busy()
-            {
-                next_tick = next_tick.min(Instant::now() + control::SOON);
+            let wanted = match drain_until.is_some() || link.is_busy() {
+                true => control::SOON,
+                false => TICK,
+            };
+            if wanted != interval {
+                ticks.set(wanted)?;
+                interval = wanted;
             }
-            if Instant::now() >= next_tick {
+            if is_tick {
+                ticks.take();
                 self.report(serving.counters());
                 let now = Instant::now();
                 let resumed = self.resume(|at| now >= at);
@@ -357,12 +345,10 @@ impl Vm<'_> {
                     link.notify(|| Message::Resumed { regions });
                 }
                 self.prefetch_when_quiet()?;
-                next_tick = Instant::now() + TICK;
                 if let Link::Native(control) = link {
                     control.tick(self)?;
                 }
                 if let Some(deadline) = drain_until {
-                    next_tick = Instant::now() + Duration::from_millis(20);
                     if self.is_complete() {
                         self.release();
                         // A thread of the VMM may still wait for an event to be read.

@@ -4,12 +4,14 @@
 mod support;
 
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use pagetide_serve::{OnFailure, Options, Server, StartError, WorkingSetMode};
+use pagetide_sources::Location;
 use rustix::net::Shutdown;
 use support::*;
 
@@ -141,6 +143,103 @@ fn holes_of_the_image_are_zeroes() {
     let _stream = guest.connect(&place.socket());
     guest.check(3, &content(3));
     guest.check(9, &[0; PAGE]);
+}
+
+/// A compressed image, and a difference above it, of which the file has holes where nothing has changed.
+#[test]
+fn images_and_their_layers_are_served() {
+    use pagetide_sources::image::{CreateOptions, create};
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(300);
+    let path = |name: &str| place.directory.path().join(name);
+    let make = |raw: &str, image: &str, base: Option<Location>| {
+        let options = CreateOptions {
+            base,
+            ..CreateOptions::default()
+        };
+        create(&path(raw), &path(image), &options, &mut |_, _| {}).unwrap();
+    };
+    let full = std::fs::File::options()
+        .write(true)
+        .open(place.image())
+        .unwrap();
+    full.set_len(512 * PAGE as u64).unwrap();
+    make("guest.mem", "base.image", None);
+    let diff = std::fs::File::create(path("diff.mem")).unwrap();
+    diff.set_len(512 * PAGE as u64).unwrap();
+    for page in [3, 299, 400] {
+        diff.write_all_at(&content(page + 1000), (page * PAGE) as u64)
+            .unwrap();
+    }
+    make(
+        "diff.mem",
+        "diff.image",
+        Some(Location::Path(path("base.image"))),
+    );
+
+    for (image, is_diff) in [("base.image", false), ("diff.image", true)] {
+        for prefetch in [false, true] {
+            let mut options = place.options();
+            options.bindings[0].image = Location::Path(path(image));
+            options.prefetch = prefetch;
+            let running = Running::start(options);
+            let guest = Guest::new(512);
+            let stream = guest.connect(&place.socket());
+            for index in 0..512 {
+                let page = index * 101 % 512;
+                let wanted = match page {
+                    3 | 299 | 400 if is_diff => content(page + 1000),
+                    300.. => vec![0; PAGE],
+                    _ => content(page),
+                };
+                guest.check(page, &wanted);
+            }
+            drop(stream);
+            running.stop();
+        }
+    }
+}
+
+/// A byte of the image is changed: the guest that needs it waits, and all others go on.
+#[test]
+fn a_damaged_image_never_gives_wrong_pages() {
+    use pagetide_sources::image::{CreateOptions, create};
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let image = place.directory.path().join("image");
+    create(
+        &place.image(),
+        &image,
+        &CreateOptions::default(),
+        &mut |_, _| {},
+    )
+    .unwrap();
+    let mut options = place.options();
+    options.bindings[0].image = Location::Path(image.clone());
+    let running = Running::start(options);
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(&image)
+        .unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, 5000).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], 5000).unwrap();
+    let guest = Guest::new(64);
+    let stream = guest.connect(&place.socket());
+    let waiting = guest.touch(0);
+    eventually("the stall", || running.metrics.totals().stalls > 0);
+    assert!(!waiting.is_finished());
+    // Another chunk.
+    guest.check(40, &content(40));
+    file.write_all_at(&byte, 5000).unwrap();
+    let found = within_patience("the page", move || waiting.join().unwrap());
+    assert!(found == content(0));
+    drop((stream, running));
 }
 
 #[test]

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use pagetide_serve::{Binding, Options, WorkingSetMode};
 use pagetide_sources::Location;
+use pagetide_sources::image::{CreateOptions, create};
 use serde_json::{Value, json};
 use support::{Running, eventually};
 use tempfile::TempDir;
@@ -165,6 +166,11 @@ struct Snapshot {
 
 impl Snapshot {
     fn take(needs: &Needs) -> Self {
+        Self::take_with(needs, false)
+    }
+
+    /// With a balloon, if that is wanted.
+    fn take_with(needs: &Needs, balloon: bool) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let vm = Firecracker::start(needs, directory.path(), "origin");
         let arguments = format!("console=ttyS0 reboot=k panic=1 no-kvmapf quiet -- {WORKLOAD}");
@@ -176,6 +182,13 @@ impl Snapshot {
         let machine = json!({ "vcpu_count": 2, "mem_size_mib": MEMORY_MIB });
         vm.call("PUT", "/machine-config", &machine);
         vm.call("PUT", "/boot-source", &boot);
+        if balloon {
+            vm.call(
+                "PUT",
+                "/balloon",
+                &json!({ "amount_mib": 0, "deflate_on_oom": false }),
+            );
+        }
         vm.call(
             "PUT",
             "/actions",
@@ -201,8 +214,12 @@ impl Snapshot {
         snapshot
     }
 
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
     fn state(&self) -> PathBuf {
-        self.directory.path().join("state")
+        self.path("state")
     }
 
     fn memory(&self) -> PathBuf {
@@ -221,11 +238,17 @@ impl Snapshot {
 
     /// A VM that was restored through the server.
     fn restore(&self, needs: &Needs, name: &str) -> Firecracker {
+        self.restore_state(needs, name, &self.state())
+    }
+
+    /// The same from another state file.
+    fn restore_state(&self, needs: &Needs, name: &str, state: &Path) -> Firecracker {
         let vm = Firecracker::start(needs, self.directory.path(), name);
-        let socket = self.directory.path().join("server.sock");
+        let socket = self.path("server.sock");
         let load = json!({
-            "snapshot_path": self.state(),
+            "snapshot_path": state,
             "mem_backend": { "backend_type": "Uffd", "backend_path": socket },
+            "track_dirty_pages": true,
             "resume_vm": true,
         });
         vm.call("PUT", "/snapshot/load", &load);
@@ -264,4 +287,96 @@ fn a_restored_guest_finds_its_memory_as_it_was() {
     assert_eq!(replayed.replayed_pages, recorded.recorded_pages);
     assert!(replayed.faults < recorded.faults);
     assert_eq!(recorded.stalls + replayed.stalls, 0);
+}
+
+/// Restores from a compressed image; takes a diff snapshot of that VM; and restores from the diff above the
+/// image.
+#[test]
+#[ignore = "takes minutes in a software CPU"]
+fn an_image_and_a_diff_snapshot_above_it_are_restored() {
+    let Some(needs) = Needs::find() else {
+        return;
+    };
+    let snapshot = Snapshot::take(&needs);
+    let make = |raw: &str, image: &str, base: Option<Location>| {
+        let options = CreateOptions {
+            base,
+            ..CreateOptions::default()
+        };
+        create(
+            &snapshot.path(raw),
+            &snapshot.path(image),
+            &options,
+            &mut |_, _| {},
+        )
+        .unwrap();
+    };
+    let serve = |image: &str| {
+        let mut options = snapshot.options();
+        options.bindings[0].image = Location::Path(snapshot.path(image));
+        Running::start(options)
+    };
+    make("memory", "base.image", None);
+    let running = serve("base.image");
+    let vm = snapshot.restore(&needs, "from-image");
+    vm.verifies(3);
+    vm.call("PATCH", "/vm", &json!({ "state": "Paused" }));
+    let diff = json!({
+        "snapshot_type": "Diff",
+        "snapshot_path": snapshot.path("diff-state"),
+        "mem_file_path": snapshot.path("diff"),
+    });
+    vm.call("PUT", "/snapshot/create", &diff);
+    drop(vm);
+    running.stop();
+
+    make(
+        "diff",
+        "diff.image",
+        Some(Location::Path(snapshot.path("base.image"))),
+    );
+    let running = serve("diff.image");
+    let vm = snapshot.restore_state(&needs, "from-diff", &snapshot.path("diff-state"));
+    vm.verifies(3);
+    println!("diff: {:?}", running.metrics.totals());
+    assert_eq!(running.metrics.totals().stalls, 0);
+}
+
+#[test]
+#[ignore = "takes minutes in a software CPU"]
+fn a_balloon_takes_memory_and_gives_it_back() {
+    let Some(needs) = Needs::find() else {
+        return;
+    };
+    let snapshot = Snapshot::take_with(&needs, true);
+    let running = Running::start(Options {
+        prefetch: false,
+        ..snapshot.options()
+    });
+    let vm = snapshot.restore(&needs, "balloon");
+    vm.verifies(1);
+    vm.call("PATCH", "/balloon", &json!({ "amount_mib": 24 }));
+    vm.verifies(3);
+    vm.call("PATCH", "/balloon", &json!({ "amount_mib": 0 }));
+    vm.verifies(3);
+    let totals = running.metrics.totals();
+    println!("balloon: {totals:?}");
+    assert_eq!(totals.stalls, 0);
+}
+
+#[test]
+#[ignore = "takes minutes in a software CPU"]
+fn eight_are_restored_at_the_same_time() {
+    let Some(needs) = Needs::find() else {
+        return;
+    };
+    let snapshot = Snapshot::take(&needs);
+    let running = Running::start(snapshot.options());
+    let vms: Vec<Firecracker> = (0..8)
+        .map(|index| snapshot.restore(&needs, &format!("vm-{index}")))
+        .collect();
+    vms.iter().for_each(|vm| vm.verifies(2));
+    assert_eq!(running.metrics.totals().vms, 8);
+    assert_eq!(running.metrics.totals().stalls, 0);
+    println!("eight: {:?}", running.metrics.totals());
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 
-use pagetide_memory::Urgency;
+use pagetide_memory::{HostRange, Urgency};
 use thiserror::Error;
 
 use crate::object::ObjectCounters;
@@ -134,6 +134,14 @@ pub trait Blob: Send + Sync + fmt::Debug {
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> bool {
         let _ = (offset, buffer);
         false
+    }
+
+    /// The addresses of `bytes` bytes from `offset` on, if they are mapped in this process and reading
+    /// them needs no waiting. They stay mapped as long as the blob. Only the kernel may read there: another
+    /// process may truncate the file.
+    fn mapped(&self, offset: u64, bytes: u64) -> Option<HostRange> {
+        let _ = (offset, bytes);
+        None
     }
 
     /// The ranges that contain data, in ascending order; everything else reads as zeroes.

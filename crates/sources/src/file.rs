@@ -7,11 +7,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use fs_err::File;
-use pagetide_memory::Urgency;
+use pagetide_memory::{HostRange, Urgency};
 use rustix::fs::{SeekFrom, fstatfs, seek};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use crate::blob::{Blob, BlobError};
+use crate::mapped_file::MappedFile;
 
 /// f_type of tmpfs and ramfs, whose content is in memory.
 pub(crate) const IN_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
@@ -27,6 +28,7 @@ pub struct FileBlob {
     name: String,
     bytes: u64,
     is_in_memory: bool,
+    mapped: Option<MappedFile>,
 }
 
 impl FileBlob {
@@ -48,6 +50,7 @@ impl FileBlob {
         });
         Ok(Self {
             bytes: status.len(),
+            mapped: MappedFile::new(file.file(), status.len()),
             file,
             name,
             is_in_memory,
@@ -103,6 +106,10 @@ impl Blob for FileBlob {
         let mut parts = [io::IoSliceMut::new(buffer)];
         // Part of it in the cache: the rest would have to be waited for.
         matches!(preadv2(self.file.as_fd(), &mut parts, offset, flags), Ok(bytes) if bytes == wanted)
+    }
+
+    fn mapped(&self, offset: u64, bytes: u64) -> Option<HostRange> {
+        self.mapped.as_ref()?.find(offset, bytes)
     }
 
     fn data(&self) -> Result<Vec<Range<u64>>, BlobError> {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use pagetide_memory::Urgency;
+use pagetide_memory::{HostRange, Urgency};
 use pagetide_pager::Filled;
 use thiserror::Error;
 
@@ -102,6 +102,12 @@ pub trait GuestImage: Send + Sync + fmt::Debug {
 
     /// What reading has cost so far, if the image is an object of a store.
     fn counters(&self) -> Option<ObjectCounters> {
+        None
+    }
+
+    /// The addresses of `bytes` bytes of content from `offset` on, see [`crate::Blob::mapped`].
+    fn mapped(&self, offset: u64, bytes: u64) -> Option<HostRange> {
+        let _ = (offset, bytes);
         None
     }
 }

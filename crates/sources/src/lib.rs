@@ -8,7 +8,7 @@
 //!   RawImage           a memory file as Firecracker writes it; holes are zeroes
 //!   PagetideImage      compressed chunks with checksums, in layers (module image)
 //!         │  Blob: bytes by offset
-//!   FileBlob           a local file: pread, and RWF_NOWAIT for content in the page cache
+//!   FileBlob           a local file: pread; a mapping, or RWF_NOWAIT, for content in the page cache
 //!   ObjectBlob         an object of a store: GETs of ranges, blocks in memory and in a disk cache
 //! ```
 //!
@@ -21,6 +21,7 @@ mod digest;
 mod file;
 mod guest_image;
 pub mod image;
+mod mapped_file;
 mod object;
 mod open;
 mod raw;

@@ -83,6 +83,14 @@ impl fmt::Display for Location {
 }
 
 impl Location {
+    /// The location as it was given, a URL with its credentials.
+    pub fn as_given(&self) -> std::borrow::Cow<'_, str> {
+        match self {
+            Self::Path(path) => path.to_string_lossy(),
+            Self::Url(url) => url.into(),
+        }
+    }
+
     /// The path of a local file.
     pub fn path(&self) -> Option<&Path> {
         match self {

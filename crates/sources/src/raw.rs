@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use pagetide_memory::Urgency;
+use pagetide_memory::{HostRange, Urgency};
 use pagetide_pager::Filled;
 
 use crate::blob::{Blob, BlobError};
@@ -96,5 +96,12 @@ impl GuestImage for RawImage {
     }
     fn counters(&self) -> Option<ObjectCounters> {
         self.blob.counters()
+    }
+
+    fn mapped(&self, offset: u64, bytes: u64) -> Option<HostRange> {
+        let end = offset.checked_add(bytes)?;
+        // Holes are zero pages, which need no memory.
+        (end <= self.bytes() && !self.is_hole(&(offset..end)))
+            .then(|| self.blob.mapped(offset, bytes))?
     }
 }

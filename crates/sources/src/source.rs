@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pagetide_memory::GuestAddress;
+use pagetide_memory::{GuestAddress, HostRange};
 use pagetide_pager::{
     BlockingSource, Filled, Pool, PoolConfig, ReadAt, ServeError, Source, SourceError,
 };
@@ -54,5 +54,10 @@ impl BlockingSource for ImageSource {
     fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
         let GuestAddress(offset) = at.gpa;
         self.image.read_now(offset, buffer, at.urgency)
+    }
+
+    fn mapped_now(&self, at: ReadAt, bytes: u64) -> Option<HostRange> {
+        let GuestAddress(offset) = at.gpa;
+        self.image.mapped(offset, bytes)
     }
 }

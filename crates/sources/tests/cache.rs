@@ -211,6 +211,7 @@ fn a_directory_that_others_can_write_to_is_refused() {
         &OpenOptions {
             object: options(),
             cache: Some(cache),
+            ..OpenOptions::default()
         },
     );
     assert!(matches!(refused, Err(OpenError::Cache(_))));

@@ -40,6 +40,29 @@ fn chain(error: &dyn Error) -> String {
     text
 }
 
+/// TLS begins: the peer gets a ClientHello, and what it answers instead is an error.
+#[test]
+fn https_begins_with_a_handshake() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("https://{}/object", listener.local_addr().unwrap());
+    let peer = thread::spawn(move || {
+        use std::io::{Read, Write};
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut first = [0; 3];
+        stream.read_exact(&mut first).unwrap();
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n");
+        first
+    });
+    let once = ObjectOptions {
+        attempts: 1,
+        ..options()
+    };
+    let error = ObjectBlob::open(&url, &once, None).unwrap_err();
+    assert!(chain(&error).contains("127.0.0.1"), "{}", chain(&error));
+    // A handshake record, TLS 1.0 as its legacy version.
+    assert_eq!(peer.join().unwrap(), [0x16, 3, 1]);
+}
+
 #[test]
 fn adjacent_blocks_are_one_get_and_are_kept() {
     let server = Server::start(40 * BLOCK + 5);
@@ -474,7 +497,7 @@ fn an_image_is_opened_by_its_url() {
     let content = server.content();
     let options = OpenOptions {
         object: options(),
-        cache: None,
+        ..OpenOptions::default()
     };
     let location: Location = server.url.parse().unwrap();
     let image = open(&location, &options).unwrap();
@@ -496,7 +519,7 @@ fn an_image_is_opened_by_its_url() {
         &location,
         &OpenOptions {
             object: bad,
-            cache: None,
+            ..OpenOptions::default()
         },
     );
     assert!(matches!(refused, Err(OpenError::Options(_))));

@@ -155,7 +155,7 @@ fn is_documented<B: Shown>(logs: &[Quantity]) {
 
 #[test]
 fn every_quantity_is_documented() {
-    use crate::{memcycler, memslots, populate};
+    use crate::{memcycler, memslots, pager, populate};
     is_documented::<Plan>(&[paging::LATENCY]);
     let logs = [
         memslots::view::COMMIT,
@@ -166,6 +166,7 @@ fn every_quantity_is_documented() {
     is_documented::<memslots::Plan>(&logs);
     is_documented::<populate::Plan>(&[]);
     is_documented::<memcycler::Plan>(&[]);
+    is_documented::<pager::Plan>(&[pager::view::LATENCY]);
 }
 
 /// The same runs, during which others took a share of the CPUs.

@@ -13,6 +13,7 @@ use super::layers::{Head, Layer, open_layers};
 use crate::blob::Blob;
 use crate::digest::Digest;
 use crate::guest_image::{GuestImage, ImageError, check_inside};
+use crate::object::ObjectCounters;
 use crate::open::{Location, OpenError, OpenOptions, open_blob};
 
 /// Stored bytes of adjacent chunks that one read takes, at most; one chunk may have more.
@@ -428,6 +429,12 @@ impl GuestImage for PagetideImage {
 
     fn digest(&self) -> Digest {
         self.layers[0].header.digest
+    }
+
+    /// Of all layers together.
+    fn counters(&self) -> Option<ObjectCounters> {
+        let counted = self.layers.iter().filter_map(|layer| layer.blob.counters());
+        counted.reduce(ObjectCounters::plus)
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Result<Filled, ImageError> {

@@ -27,6 +27,25 @@ pub struct ObjectCounters {
     pub disk_skipped: u64,
 }
 
+impl ObjectCounters {
+    /// The sum of both.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            gets: self.gets + other.gets,
+            hedges: self.hedges + other.hedges,
+            hedges_won: self.hedges_won + other.hedges_won,
+            retries: self.retries + other.retries,
+            bytes: self.bytes + other.bytes,
+            memory_hits: self.memory_hits + other.memory_hits,
+            disk_hits: self.disk_hits + other.disk_hits,
+            misses: self.misses + other.misses,
+            disk_damaged: self.disk_damaged + other.disk_damaged,
+            disk_skipped: self.disk_skipped + other.disk_skipped,
+        }
+    }
+}
+
 /// The totals while they grow.
 #[derive(Debug, Default)]
 pub(crate) struct Counting {

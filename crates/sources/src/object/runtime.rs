@@ -33,3 +33,9 @@ pub(super) fn handle() -> io::Result<Handle> {
         .build()?;
     Ok(RUNTIME.get_or_init(|| runtime).handle().clone())
 }
+
+/// Chooses the process' provider of cryptography, which every client needs. If the program has chosen one
+/// before, that one stays.
+pub(super) fn provide_tls() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+}

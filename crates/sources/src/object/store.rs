@@ -16,6 +16,7 @@ use object_store::{
 use super::client::Connector;
 use super::failure::{Report, Secrets};
 use super::options::ObjectOptions;
+use super::runtime::provide_tls;
 
 /// A part of a URL that is shorter, in bytes, is no secret: removing it would garble messages.
 const LEAST_SECRET: usize = 4;
@@ -106,6 +107,7 @@ impl<'a> Parts<'a> {
         };
         let limit = format!("{} ms", options.limit.as_millis().saturating_mul(2).max(1));
         let timeout = ClientConfigKey::Timeout;
+        provide_tls();
         let is_http = matches!(self.scheme, "http" | "https");
         if self.user.is_some() && !is_http {
             return Err(Report::new(

@@ -432,6 +432,7 @@ fn threads_share_an_image() {
     let options = OpenOptions {
         // Room for a few chunks only, so that they are evicted all the time.
         cache_bytes: 1 << 20,
+        ..OpenOptions::default()
     };
     let location = Location::Path(place.path("image"));
     let image = open(&location, &options).expect("it opens");

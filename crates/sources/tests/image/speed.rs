@@ -42,7 +42,14 @@ fn write_memory(place: &Place) {
 
 fn open(place: &Place, cache_bytes: usize) -> PagetideImage {
     let location = Location::Path(place.path("image"));
-    PagetideImage::open(&location, &OpenOptions { cache_bytes }).expect("it opens")
+    PagetideImage::open(
+        &location,
+        &OpenOptions {
+            cache_bytes,
+            ..OpenOptions::default()
+        },
+    )
+    .expect("it opens")
 }
 
 /// Reads pages at random by `read_now`; prints the median and the 99th percentile.

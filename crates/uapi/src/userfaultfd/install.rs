@@ -115,6 +115,27 @@ impl Userfaultfd {
             .map_err(|errno| InstallError::parse(errno, argument.copy))
     }
 
+    /// As [`Self::copy_pages`], with the content at any addresses of this process. Only the kernel reads
+    /// them: [`InstallError::NoContent`] if they are not mapped, or have no content (a truncated file).
+    pub fn copy_pages_from(
+        &self,
+        to: u64,
+        from: UserRange,
+        wake: Wake,
+    ) -> Result<(), InstallError> {
+        let mut argument = abi::uffdio_copy {
+            dst: to,
+            src: from.start,
+            len: from.bytes,
+            mode: wake.mode(abi::UFFDIO_COPY_MODE_DONTWAKE),
+            copy: 0,
+        };
+        // SAFETY: the kernel only reads at `from`, and refuses what is not mapped; `to` is in registered
+        // memory or refused.
+        unsafe { update::<{ abi::UFFDIO_COPY }, _>(self.as_fd(), &mut argument) }
+            .map_err(|errno| InstallError::parse(errno, argument.copy))
+    }
+
     /// Makes `range` read as zeroes (`UFFDIO_ZEROPAGE`). Not for hugetlb memory.
     pub fn zero_pages(&self, range: UserRange, wake: Wake) -> Result<(), InstallError> {
         let mut argument = abi::uffdio_zeropage {

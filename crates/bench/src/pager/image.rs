@@ -1,0 +1,111 @@
+//! The file that memory comes from, and mappings of it.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+
+use rustix::fs::{Advice, fadvise};
+use rustix::io::{ReadWriteFlags, preadv2};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use tempfile::TempDir;
+
+use super::plan::PAGE;
+
+/// Words of a page.
+const WORDS: u64 = PAGE / 8;
+
+/// A file in a directory of its own, which goes with it. No two pages of it are alike.
+#[derive(Debug)]
+pub(super) struct Image {
+    directory: TempDir,
+    file: File,
+    bytes: usize,
+}
+
+impl Image {
+    /// Writes a file to the directory for temporary files.
+    pub(super) fn write(bytes: u64) -> io::Result<Self> {
+        let directory = tempfile::tempdir()?;
+        let path = directory.path().join("memory");
+        let mut out = BufWriter::with_capacity(1 << 20, File::create_new(&path)?);
+        for word in 0..bytes / 8 {
+            // Odd, and different for each page and place.
+            let value = (word / WORDS * 1_000_003 + word % WORDS * 7) << 1 | 1;
+            out.write_all(&value.to_ne_bytes())?;
+        }
+        let file = out.into_inner()?;
+        // Only what is on the disk can leave the page cache.
+        file.sync_all()?;
+        Ok(Self {
+            file: File::open(path)?,
+            directory,
+            bytes: usize::try_from(bytes).map_err(io::Error::other)?,
+        })
+    }
+
+    /// The path of the file, or of another one beside it.
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Its length in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Takes the file out of the page cache; false if that cannot be done here.
+    pub(super) fn drop_cache(&self) -> io::Result<bool> {
+        fadvise(&self.file, 0, None, Advice::DontNeed)?;
+        let mut page = [0; 4096];
+        let mut parts = [io::IoSliceMut::new(&mut page)];
+        let read = preadv2(self.file.as_fd(), &mut parts, 0, ReadWriteFlags::NOWAIT);
+        Ok(read.is_err())
+    }
+
+    /// Maps the file for reading, all of it populated, or private and nothing of it populated.
+    pub(super) fn map(&self, is_private: bool) -> io::Result<Mapping> {
+        let (flags, prot) = match is_private {
+            true => (MapFlags::PRIVATE, ProtFlags::READ | ProtFlags::WRITE),
+            false => (MapFlags::SHARED | MapFlags::POPULATE, ProtFlags::READ),
+        };
+        let (none, bytes) = (std::ptr::null_mut(), self.bytes);
+        // SAFETY: mmap without MAP_FIXED replaces no other mapping.
+        let start = unsafe { mmap(none, bytes, prot, flags, self.file.as_fd(), 0) }?;
+        Ok(Mapping {
+            start: start.cast(),
+            bytes,
+        })
+    }
+}
+
+/// A mapping of the whole file.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    start: *const u8,
+    bytes: usize,
+}
+
+// SAFETY: the mapping may be read from any thread: nobody writes to it or to the file.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Its content.
+    pub(super) fn content(&self) -> &[u8] {
+        // SAFETY: from_raw_parts requires that many readable bytes that nobody changes as long as the
+        // slice lives: the mapping lives as long as its borrow, and nobody writes to the file, which has
+        // no name outside this process's own directory.
+        unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: munmap requires that nothing uses the mapping any more: references to its content
+        // borrow it.
+        let unmapped = unsafe { munmap(self.start.cast_mut().cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok());
+    }
+}

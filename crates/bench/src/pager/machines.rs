@@ -1,0 +1,356 @@
+//! Runs: memory, what pages it in, and threads that touch it.
+
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagetide_memory::{Backing, GuestAddress, PageIndex, Region};
+use pagetide_serve::WorkingSetMode;
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+
+use super::image::Image;
+use super::paging::Prepared;
+use super::plan::{Cache, Order, PAGE, Part, Plan, Series, Via, Way};
+use super::view;
+use crate::benchmark::{Job, Rig, RunFailure};
+use crate::latency::{LatencyLog, LatencyLogError};
+use crate::model::Sample;
+use crate::prepare::{Gate, PrepareError, check_room, leave_out};
+use crate::progress::Progress;
+use crate::units::ByteSize;
+
+/// Most memory whose faults are measured one page at a time.
+const AREA_BYTES: u64 = 64 << 20;
+/// Touches of the recorded workload.
+const WORKLOAD_PAGES: usize = 10_000;
+/// How often the workload goes through each page that it touches: about 5 microseconds of work.
+const PASSES: u32 = 6;
+
+/// A file to page from.
+#[derive(Debug)]
+pub struct Machines {
+    image: Image,
+    has_working_set: bool,
+}
+
+/// Memory holds something else than the file.
+#[derive(Debug, thiserror::Error)]
+#[error("page {page} differs from the file")]
+struct Differs {
+    page: usize,
+}
+
+/// The file could not be taken out of the page cache: something else uses it.
+#[derive(Debug, thiserror::Error)]
+#[error("the file stays in the page cache")]
+struct StaysCached;
+
+impl Machines {
+    /// See [`crate::benchmark::Benchmark::prepare`].
+    pub(super) fn prepare(
+        plan: &mut Plan,
+        caches_asked: bool,
+    ) -> Result<(Self, Vec<String>), PrepareError> {
+        let features = Userfaultfd::available()?;
+        if plan.parts.contains(&Part::Around) && !features.contains(Features::MINOR_SHMEM) {
+            return Err(PrepareError::Lacks {
+                option: "--part around".to_owned(),
+                needs: "userfaultfd's minor faults for shmem",
+                advice: "they are in Linux 5.14 and later",
+            });
+        }
+        // The file in the page cache, and the memory.
+        check_room(Backing::Shmem, ByteSize(plan.memory.0.saturating_mul(2)))?;
+        let scratch = |source| PrepareError::Scratch {
+            directory: std::env::temp_dir(),
+            source,
+        };
+        let image = Image::write(plan.memory.0).map_err(scratch)?;
+        let mut warnings = Vec::new();
+        if plan.parts.contains(&Part::Replay) {
+            let gate = Gate {
+                method: Cache::Cold,
+                present: image.drop_cache().map_err(scratch)?,
+                needs: "a way to take the file of --memory out of the page cache",
+                advice: "name a directory of a disk's file system in TMPDIR",
+            };
+            let caches = &mut plan.caches;
+            warnings = leave_out("--cache", caches, caches_asked, [gate])?;
+        }
+        Ok((
+            Self {
+                image,
+                has_working_set: false,
+            },
+            warnings,
+        ))
+    }
+
+    /// Bytes of memory that a series touches.
+    fn bytes(&self, series: Series) -> u64 {
+        let all = self.image.bytes() as u64;
+        match series.part {
+            Part::Random => all.min(AREA_BYTES),
+            Part::Around if series.around == Some(1) => all.min(AREA_BYTES),
+            _ => all,
+        }
+    }
+
+    /// Memory for a series, nothing of which is there.
+    fn region(&self, series: Series) -> Result<Arc<Region>, RunFailure> {
+        let bytes = self.bytes(series);
+        let backing = match series.via {
+            Some(Via::Continue) => Backing::Shmem,
+            _ => Backing::Anonymous,
+        };
+        let region = Region::new(GuestAddress(0), bytes, backing).map_err(RunFailure::failed)?;
+        if backing == Backing::Shmem {
+            let content = self.image.map(false).map_err(RunFailure::failed)?;
+            let content = content
+                .content()
+                .get(..self.image.bytes().min(to_usize(bytes)));
+            region
+                .write_service(PageIndex(0), 0, content.unwrap_or_default())
+                .map_err(RunFailure::failed)?;
+        }
+        Ok(Arc::new(region))
+    }
+
+    /// The pages that the threads of a series touch, each thread's own.
+    fn touches(&self, series: Series, threads: u32) -> Vec<Vec<u64>> {
+        let pages = self.bytes(series) / PAGE;
+        let is_random = match series.part {
+            Part::Random => series.order == Some(Order::Random),
+            Part::Around | Part::Fill => false,
+            Part::Reader | Part::Replay => true,
+        };
+        let mut order: Vec<u64> = (0..pages).collect();
+        if is_random {
+            shuffle(&mut order);
+        }
+        match series.part {
+            Part::Fill => order.clear(),
+            Part::Replay => order.truncate(WORKLOAD_PAGES),
+            _ => {}
+        }
+        let mut each = vec![Vec::new(); to_usize(threads.max(1).into())];
+        for (index, page) in order.into_iter().enumerate() {
+            let thread = index % each.len();
+            each[thread].push(page);
+        }
+        each
+    }
+
+    /// Lets a server record the workload, if that has not been done yet.
+    fn record(&mut self, series: Series) -> Result<(), RunFailure> {
+        if self.has_working_set {
+            return Ok(());
+        }
+        let region = self.region(series)?;
+        let server = Prepared::server(&self.image, WorkingSetMode::Record, false)?;
+        let paging = server.begin(&region, series)?;
+        walk(
+            region.guest().start().as_u64(),
+            &self.touches(series, 1),
+            series,
+        )?;
+        paging.end()?;
+        self.has_working_set = true;
+        Ok(())
+    }
+
+    /// Compares pages with the file; all of `bytes` if none are named.
+    fn verify(&self, start: u64, bytes: u64, pages: &[Vec<u64>]) -> Result<(), RunFailure> {
+        let file = self.image.map(false).map_err(RunFailure::failed)?;
+        let start = std::ptr::with_exposed_provenance::<u8>(to_usize(start));
+        let is_same = |page: usize| {
+            let at = page * to_usize(PAGE);
+            let wanted = file.content().get(at..at + to_usize(PAGE));
+            // SAFETY: from_raw_parts requires a readable page that nobody changes meanwhile: it is one of
+            // the memory that the caller holds, its content is there, and no thread writes to it.
+            let found =
+                unsafe { std::slice::from_raw_parts(start.wrapping_add(at), to_usize(PAGE)) };
+            wanted == Some(found)
+        };
+        let touched = pages.iter().flatten().map(|&page| to_usize(page));
+        let all = 0..to_usize(bytes / PAGE);
+        let differs = match pages.iter().all(Vec::is_empty) {
+            true => all.into_iter().find(|&page| !is_same(page)),
+            false => touched.into_iter().find(|&page| !is_same(page)),
+        };
+        match differs {
+            None => Ok(()),
+            Some(page) => Err(RunFailure::failed(Differs { page })),
+        }
+    }
+}
+
+impl Rig<Plan> for Machines {
+    fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
+        let series = job.series;
+        let touches = self.touches(series, job.vcpus);
+        if series.part == Part::Replay {
+            self.record(series)?;
+        }
+        if series.way == Way::Map {
+            return self.run_mapped(series, &touches);
+        }
+        let region = self.region(series)?;
+        let prepared = Prepared::new(&self.image, series)?;
+        self.set_cache(series)?;
+        let (start, bytes) = (region.guest().start().as_u64(), region.bytes());
+        let mut begun = Instant::now();
+        let mut paging = prepared.begin(&region, series)?;
+        if matches!(series.part, Part::Random | Part::Around) {
+            begun = Instant::now();
+        }
+        let log = if series.part == Part::Fill {
+            paging.fill(bytes, || is_there(start, bytes))?;
+            LatencyLog::new().map_err(RunFailure::failed)?
+        } else {
+            walk(start, &touches, series)?
+        };
+        let elapsed = begun.elapsed();
+        self.verify(start, bytes, &touches)?;
+        let faults = paging.end()?;
+        Ok(sample(series, elapsed, bytes, &touches, log).count(view::FAULTS, faults))
+    }
+}
+
+impl Machines {
+    /// The workload on a private mapping of the file, which the kernel pages in.
+    fn run_mapped(&self, series: Series, touches: &[Vec<u64>]) -> Result<Sample, RunFailure> {
+        self.set_cache(series)?;
+        let begun = Instant::now();
+        let mapping = self.image.map(true).map_err(RunFailure::failed)?;
+        let start = mapping.content().as_ptr().expose_provenance() as u64;
+        let log = walk(start, touches, series)?;
+        let elapsed = begun.elapsed();
+        let bytes = self.bytes(series);
+        self.verify(start, bytes, touches)?;
+        Ok(sample(series, elapsed, bytes, touches, log))
+    }
+
+    /// Takes the file out of the page cache, or puts it there.
+    fn set_cache(&self, series: Series) -> Result<(), RunFailure> {
+        match series.cache {
+            Some(Cache::Cold) => match self.image.drop_cache().map_err(RunFailure::failed)? {
+                true => Ok(()),
+                false => Err(RunFailure::failed(StaysCached)),
+            },
+            _ => {
+                // Populating a mapping reads what is not cached.
+                self.image.map(false).map(drop).map_err(RunFailure::failed)
+            }
+        }
+    }
+}
+
+fn sample(
+    series: Series,
+    elapsed: Duration,
+    bytes: u64,
+    touches: &[Vec<u64>],
+    log: LatencyLog,
+) -> Sample {
+    let touched: usize = touches.iter().map(Vec::len).sum();
+    let pages = match series.part {
+        Part::Fill => bytes / PAGE,
+        _ => touched as u64,
+    };
+    let mut sample = Sample::default()
+        .time(view::ELAPSED, elapsed)
+        .count(view::PAGES, pages);
+    if let Some(latency) = log.summary() {
+        sample = sample
+            .count(view::P50, latency.p50_ns)
+            .count(view::P99, latency.p99_ns)
+            .count(view::P999, latency.p999_ns);
+    }
+    sample.log(view::LATENCY, log)
+}
+
+/// Touches the pages of each list on a thread of its own. Where faults are measured one by one, the log
+/// has the time of each touch.
+fn walk(start: u64, lists: &[Vec<u64>], series: Series) -> Result<LatencyLog, RunFailure> {
+    let passes = match series.part {
+        Part::Replay => PASSES,
+        _ => 0,
+    };
+    let is_timed = series.part == Part::Random;
+    let walk_one = |pages: &[u64]| -> Result<LatencyLog, LatencyLogError> {
+        let mut log = LatencyLog::new()?;
+        let mut sum = 0;
+        for &page in pages {
+            let begun = is_timed.then(Instant::now);
+            sum ^= word(start, page, 0);
+            if let Some(begun) = begun {
+                log.record(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX));
+            }
+            for _ in 0..passes {
+                // Each step needs the one before: some work, which is the same everywhere.
+                for index in 0..PAGE / 8 {
+                    sum = (sum ^ word(start, page, index)).wrapping_mul(0x100_0000_01b3);
+                }
+            }
+        }
+        std::hint::black_box(sum);
+        Ok(log)
+    };
+    let mut all = LatencyLog::new().map_err(RunFailure::failed)?;
+    thread::scope(|scope| {
+        let threads: Vec<_> = lists
+            .iter()
+            .map(|pages| scope.spawn(|| walk_one(pages)))
+            .collect();
+        for thread in threads {
+            let log = thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            all.merge(&log);
+        }
+        Ok(())
+    })
+    .map_err(|error: LatencyLogError| RunFailure::failed(error))?;
+    Ok(all)
+}
+
+/// Reads a word of a page. Waits as long as the page is missing.
+fn word(start: u64, page: u64, index: u64) -> u64 {
+    let at = std::ptr::with_exposed_provenance::<u64>(to_usize(start + page * PAGE + index * 8));
+    // SAFETY: read_volatile requires a mapped, aligned word: the pages lie in memory that the run holds,
+    // at a multiple of the page size, and the index is less than the words of a page.
+    unsafe { at.read_volatile() }
+}
+
+/// Whether all of this process's memory there is mapped.
+fn is_there(start: u64, bytes: u64) -> Result<bool, RunFailure> {
+    let map = std::fs::File::open("/proc/self/pagemap").map_err(RunFailure::failed)?;
+    let are_present = |first: u64, pages: u64| {
+        let mut entries = vec![0; to_usize(pages * 8)];
+        map.read_exact_at(&mut entries, (start / PAGE + first) * 8)?;
+        Ok::<_, std::io::Error>(entries.chunks(8).all(|entry| entry[7] & 0x80 != 0))
+    };
+    let pages = bytes / PAGE;
+    // The last one first: to look at all of them takes time.
+    let is_last = are_present(pages - 1, 1).map_err(RunFailure::failed)?;
+    Ok(is_last && are_present(0, pages).map_err(RunFailure::failed)?)
+}
+
+/// The same permutation each time.
+fn shuffle(pages: &mut [u64]) {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    for last in (1..pages.len()).rev() {
+        // xorshift64*, whose upper half is even enough for this.
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        let random = state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32;
+        pages.swap(last, to_usize(random) % (last + 1));
+    }
+}
+
+fn to_usize(value: u64) -> usize {
+    usize::try_from(value).unwrap_or(usize::MAX)
+}
