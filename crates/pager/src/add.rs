@@ -52,6 +52,7 @@ impl Pager {
                 gpa,
                 memfd,
                 is_mapped_here,
+                source_fills_file,
             } => {
                 let view = memfd.map(|memfd| memfd.map(range, page_size)).transpose()?;
                 let foreign = Foreign {
@@ -60,6 +61,7 @@ impl Pager {
                     page_size,
                     view,
                     is_mapped_here,
+                    source_fills_file,
                 };
                 (Target::Foreign(foreign), UffdLayout::Single, Some(uffd))
             }
@@ -347,9 +349,14 @@ fn check(config: &RegionConfig) -> Result<(), AddError> {
         (Memory::Local { region, .. }, Mode::Minor) if !region.backing().has_file() => {
             Err(AddError::MinorWithoutFile)
         }
-        (Memory::Foreign { memfd: None, .. }, Mode::Minor) if !in_page_cache => {
-            Err(AddError::MinorWithoutFile)
-        }
+        (
+            Memory::Foreign {
+                memfd: None,
+                source_fills_file: false,
+                ..
+            },
+            Mode::Minor,
+        ) if !in_page_cache => Err(AddError::MinorWithoutFile),
         _ => Ok(()),
     }
 }

@@ -120,6 +120,7 @@ pub(crate) enum Memory {
         gpa: GuestAddress,
         memfd: Option<Memfd>,
         is_mapped_here: bool,
+        source_fills_file: bool,
     },
 }
 
@@ -223,6 +224,7 @@ impl RegionConfig {
             gpa: GuestAddress(0),
             memfd: None,
             is_mapped_here: false,
+            source_fills_file: false,
         };
         Self::new(memory, mode, contents)
     }
@@ -271,6 +273,21 @@ impl RegionConfig {
     pub fn memfd(mut self, file: Memfd) -> Self {
         if let Memory::Foreign { memfd, .. } = &mut self.memory {
             *memfd = Some(file);
+        }
+        self
+    }
+
+    /// Declares that the source of a foreign MINOR region writes content to the region's file before it
+    /// answers, and that the region is a private mapping of that file: several regions may share one
+    /// file. The pager then maps the file's pages and writes none of them. Pages of zeroes, and pages
+    /// that were discarded, become the shared zero page.
+    #[must_use]
+    pub fn filled_by_source(mut self) -> Self {
+        if let Memory::Foreign {
+            source_fills_file, ..
+        } = &mut self.memory
+        {
+            *source_fills_file = true;
         }
         self
     }

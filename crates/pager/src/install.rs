@@ -165,6 +165,10 @@ impl<'a> Installer<'a> {
     #[inline]
     fn fill<'b>(&self, pages: PageRange, content: Body<'b>) -> Result<Body<'b>, InstallFailure> {
         match (self.region.mode, content) {
+            (Mode::Minor, Body::Bytes(_)) if self.region.target.is_filled_by_source() => {
+                Ok(Body::PageCache)
+            }
+            (Mode::Minor, Body::Zero) if self.region.target.is_filled_by_source() => Ok(Body::Zero),
             (Mode::Minor, Body::Bytes(bytes)) => {
                 self.region.target.write(pages.first(), bytes)?;
                 Ok(Body::PageCache)

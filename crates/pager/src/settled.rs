@@ -106,8 +106,9 @@ impl ResolverState {
             Delivery::Uffd => Wake::Wake,
         };
         // The guest may have written to the page since: its data is in the page cache, and must be
-        // preserved.
+        // preserved. The file of a private mapping has the content from before, and none of its data.
         let continued = match site.region.mode {
+            Mode::Minor if site.region.target.is_filled_by_source() => Err(InstallError::NoContent),
             Mode::Minor => place.uffd.continue_pages(place.range, wake_rule),
             Mode::Missing => Err(InstallError::NoContent),
         };

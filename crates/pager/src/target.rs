@@ -42,6 +42,8 @@ pub(crate) struct Foreign {
     pub(crate) view: Option<FileView>,
     /// Whether it is this process's own memory, mapped for as long as the region is paged.
     pub(crate) is_mapped_here: bool,
+    /// Whether it is a private mapping of a file to which the source writes.
+    pub(crate) source_fills_file: bool,
 }
 
 impl Target {
@@ -85,6 +87,12 @@ impl Target {
     /// Whether the pages belong to a hugetlb pool, which has no zero page.
     pub(crate) fn is_hugetlb(&self) -> bool {
         self.page_size() != PageSize::Size4K
+    }
+
+    /// Whether content is in the page cache before it arrives here. Other regions may have mapped the
+    /// same file, so a page of zeroes must not be written there.
+    pub(crate) fn is_filled_by_source(&self) -> bool {
+        matches!(self, Self::Foreign(foreign) if foreign.source_fills_file)
     }
 
     /// Writes content to the page cache, which causes no fault.

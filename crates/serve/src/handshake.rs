@@ -168,13 +168,36 @@ pub fn parse(message: &[u8]) -> Result<Parsed, HandshakeError> {
     for (index, described) in described.iter().enumerate() {
         regions.push(region(index, described)?);
     }
-    check_total(&regions)?;
-    let by_address = |region: &VmRegion| (region.range.start().as_u64(), region.bytes());
-    check_overlap(&regions, "the address space", by_address)?;
-    check_overlap(&regions, "the image", |region| {
-        (region.offset, region.bytes())
-    })?;
+    check_together(&regions)?;
     Ok(Parsed::Complete(regions, taken))
+}
+
+/// A region of another protocol, checked as one of Firecracker's. `index` is its number in the message.
+pub(crate) fn checked_region(
+    index: usize,
+    address: u64,
+    bytes: u64,
+    offset: u64,
+    page_size: PageSize,
+) -> Result<VmRegion, HandshakeError> {
+    let described = Described {
+        base_host_virt_addr: address,
+        size: bytes,
+        offset,
+        page_size: Some(page_size.bytes()),
+        page_size_kib: None,
+    };
+    region(index, &described)
+}
+
+/// Checks the regions of one VM against each other.
+pub(crate) fn check_together(regions: &[VmRegion]) -> Result<(), HandshakeError> {
+    check_total(regions)?;
+    let by_address = |region: &VmRegion| (region.range.start().as_u64(), region.bytes());
+    check_overlap(regions, "the address space", by_address)?;
+    check_overlap(regions, "the image", |region| {
+        (region.offset, region.bytes())
+    })
 }
 
 fn incomplete(message: &[u8]) -> Result<Parsed, HandshakeError> {

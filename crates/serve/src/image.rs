@@ -1,12 +1,13 @@
 //! An image that is served, and its working set.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use pagetide_pager::{PoolConfig, ServeError, Source};
 use pagetide_sources::{GuestImage, ImageSource, Location};
 
 use crate::metrics::Metrics;
+use crate::native::share::{ShareError, SharedImage};
 use crate::options::{Options, WorkingSetMode};
 use crate::recorder::RECORDED;
 use crate::working_set::{Touch, WorkingSet, WorkingSetError};
@@ -17,6 +18,8 @@ pub(crate) struct ServedImage {
     pub(crate) image: Arc<dyn GuestImage>,
     pub(crate) source: Arc<dyn Source>,
     working_set: WorkingSetFile,
+    /// The memfd that clones share, as long as one of them is there.
+    shared: Mutex<Weak<SharedImage>>,
 }
 
 struct WorkingSetFile {
@@ -81,7 +84,24 @@ impl ServedImage {
                 path,
                 access: Mutex::new(()),
             },
+            shared: Mutex::default(),
         })
+    }
+
+    /// The image in a memfd, which all VMs that ask for it share.
+    pub(crate) fn share(&self, metrics: &Metrics) -> Result<Arc<SharedImage>, ShareError> {
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(there) = shared.upgrade() {
+            return Ok(there);
+        }
+        let created = Arc::new(SharedImage::create(&self.image, metrics)?);
+        *shared = Arc::downgrade(&created);
+        Ok(created)
+    }
+
+    /// The working set in the file, whatever the server's mode.
+    pub(crate) fn saved_working_set(&self) -> Option<WorkingSet> {
+        self.load(self.working_set.path.as_deref()?)
     }
 
     /// What a VM that starts now does.

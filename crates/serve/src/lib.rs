@@ -27,6 +27,7 @@ pub mod handshake;
 mod image;
 mod listener;
 mod metrics;
+pub mod native;
 mod options;
 mod peer;
 mod receive;

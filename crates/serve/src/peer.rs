@@ -1,15 +1,16 @@
 //! The process at the other end of a connection.
 
-use std::os::fd::OwnedFd;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 /// A VMM's process.
 #[derive(Debug)]
 pub(crate) struct Peer {
+    /// 0 if the process is outside this process' pid namespace.
     pub(crate) pid: i32,
     pub(crate) uid: u32,
     /// Names the process even if its pid is used again.
@@ -17,14 +18,23 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// The process that connected `stream`, by SO_PEERCRED.
+    /// The process that connected `stream`, by SO_PEERCRED and, from Linux 6.5 on, SO_PEERPIDFD.
     pub(crate) fn of(stream: &UnixStream) -> Result<Self, Errno> {
-        let credentials = socket_peercred(stream)?;
-        let pid: Pid = credentials.pid;
+        // SAFETY: get requires a type that is valid for whatever the option writes: three integers.
+        // (Not rustix's UCred, whose pid may not be 0.)
+        let credentials: libc::ucred = unsafe { get(stream, libc::SO_PEERCRED) }?;
+        // SAFETY: as above, an integer.
+        let pidfd = match unsafe { get::<i32>(stream, libc::SO_PEERPIDFD) } {
+            // SAFETY: from_raw_fd requires an open descriptor without another owner: the kernel has just
+            // made it for this call.
+            Ok(descriptor) => Some(unsafe { OwnedFd::from_raw_fd(descriptor) }),
+            Err(_) => Pid::from_raw(credentials.pid)
+                .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()),
+        };
         Ok(Self {
-            pid: pid.as_raw_nonzero().get(),
-            uid: credentials.uid.as_raw(),
-            pidfd: pidfd_open(pid, PidfdFlags::empty()).ok(),
+            pid: credentials.pid,
+            uid: credentials.uid,
+            pidfd,
         })
     }
 
@@ -32,5 +42,55 @@ impl Peer {
     pub(crate) fn kill(&self) -> Result<(), Errno> {
         let pidfd = self.pidfd.as_ref().ok_or(Errno::SRCH)?;
         pidfd_send_signal(pidfd, Signal::KILL)
+    }
+}
+
+/// An option of a socket.
+///
+/// # Safety
+///
+/// Every value that the kernel writes for this option is a valid `T`.
+unsafe fn get<T>(stream: &UnixStream, option: i32) -> Result<T, Errno> {
+    let mut value = MaybeUninit::<T>::zeroed();
+    let mut bytes = libc::socklen_t::try_from(size_of::<T>()).map_err(|_| Errno::INVAL)?;
+    // SAFETY: getsockopt requires an open socket and `bytes` writable bytes at the pointer: both live in
+    // this function's frame.
+    let got = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            value.as_mut_ptr().cast(),
+            &raw mut bytes,
+        )
+    };
+    if got != 0 {
+        let error = std::io::Error::last_os_error();
+        return Err(Errno::from_io_error(&error).unwrap_or(Errno::IO));
+    }
+    if usize::try_from(bytes) != Ok(size_of::<T>()) {
+        return Err(Errno::INVAL);
+    }
+    // SAFETY: the kernel has written all bytes, and the caller has promised that they are a valid T.
+    Ok(unsafe { value.assume_init() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_is_this_process_if_it_connected() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let peer = Peer::of(&one).unwrap();
+        assert_eq!(peer.pid.cast_unsigned(), std::process::id());
+        assert_eq!(peer.uid, rustix::process::getuid().as_raw());
+        assert!(peer.pidfd.is_some());
+    }
+
+    #[test]
+    fn another_kind_of_descriptor_is_refused() {
+        let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        assert!(Peer::of(&UnixStream::from(file)).is_err());
     }
 }

@@ -13,9 +13,10 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 use thiserror::Error;
 
 use crate::handshake::{HandshakeError, Parsed, VmRegion, parse};
+use crate::native::frame::MAGIC;
 
 /// The most descriptors that one read takes. The kernel closes more, and reports that it did.
-const MAX_DESCRIPTORS: usize = 8;
+const MAX_DESCRIPTORS: usize = 16;
 
 /// The size of one read.
 const READ_BYTES: usize = 64 << 10;
@@ -43,7 +44,7 @@ pub enum ReceiveError {
     /// Not exactly one descriptor.
     #[error("the message came with {count} descriptors: a VMM sends one, its userfaultfd")]
     Descriptors {
-        /// Their number; of more than eight, the kernel drops the rest.
+        /// Their number; of more than sixteen, the kernel drops the rest.
         count: usize,
     },
     /// The descriptor is no userfaultfd.
@@ -57,15 +58,24 @@ pub enum ReceiveError {
     Stopping,
 }
 
+/// The protocol that a VMM speaks.
+#[derive(Debug)]
+pub(crate) enum First {
+    /// Firecracker's, with its regions.
+    Firecracker(Vec<VmRegion>),
+    /// Pagetide's own. What has arrived stays in [`Received`].
+    Native,
+}
+
 /// What a VMM has sent. The descriptor stays open even if the message is refused: it may be the last one,
 /// and closing that would let the guest read zeroes.
 #[derive(Debug, Default)]
 pub(crate) struct Received {
     /// The descriptors, in their order.
     pub(crate) descriptors: Vec<OwnedFd>,
-    /// There were more than eight; the kernel has closed the rest.
+    /// There were more than sixteen; the kernel has closed the rest.
     pub(crate) is_cut: bool,
-    message: Vec<u8>,
+    pub(crate) message: Vec<u8>,
     /// The length of the message when it was parsed last.
     parsed: usize,
 }
@@ -80,7 +90,7 @@ impl Received {
         stream: &UnixStream,
         limit: Duration,
         stopping: impl Fn() -> bool,
-    ) -> Result<Vec<VmRegion>, ReceiveError> {
+    ) -> Result<First, ReceiveError> {
         let end = Instant::now() + limit;
         loop {
             if stopping() {
@@ -98,6 +108,9 @@ impl Received {
                 let bytes = self.message.len();
                 return Err(ReceiveError::Ended { bytes });
             }
+            if self.message.first() == MAGIC.first() {
+                return Ok(First::Native);
+            }
             let count = self.descriptors.len() + usize::from(self.is_cut);
             if count > 1 {
                 return Err(ReceiveError::Descriptors { count });
@@ -106,7 +119,7 @@ impl Received {
                 && let Parsed::Complete(regions, _) = parse(&self.message)?
             {
                 return match count {
-                    1 => Ok(regions),
+                    1 => Ok(First::Firecracker(regions)),
                     _ => Err(ReceiveError::Descriptors { count }),
                 };
             }

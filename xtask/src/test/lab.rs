@@ -50,9 +50,19 @@ const POPULATE: &str = "pagetide bench populate --vcpus 1,2 --memory 4M --runs 1
 /// The unit tests that the series adds to the kernel.
 const KUNIT_SUITE: &str = "memory-failure";
 
-/// Integration tests that no kernel makes a difference to: what opens reports, and what is generated from the
-/// command line. What this machine ran need not run twice.
-const KERNEL_BLIND: [&str; 2] = ["cli/generated", "cli/show"];
+/// Integration tests that no kernel makes a difference to: what opens reports, what is generated from the
+/// command line, and what reads images. What this machine ran need not run twice.
+const KERNEL_BLIND: [&str; 9] = [
+    "cli/generated",
+    "cli/image",
+    "cli/serve",
+    "cli/show",
+    "serve/dashboard",
+    "sources/cache",
+    "sources/image",
+    "sources/object",
+    "sources/s3",
+];
 
 /// The tests with Linux guests, which have a VM of their own.
 const LINUX: &str = "vmm/linux";

@@ -11,6 +11,7 @@
 )]
 
 pub mod child;
+pub mod native;
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use pagetide_serve::{Binding, Metrics, Options, Server, Stopper};
 use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, UserRange, Userfaultfd};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tempfile::TempDir;
 
@@ -35,6 +36,11 @@ pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Long enough for what must not happen to happen.
 pub const A_WHILE: Duration = Duration::from_millis(300);
+
+/// The features of the userfaultfd of memory with a file.
+pub const FILE_FEATURES: Features = Features::from_bits(
+    Features::EVENT_REMOVE.bits() | Features::MINOR_SHMEM.bits() | Features::MISSING_SHMEM.bits(),
+);
 
 /// Whether userfaultfd is usable here; prints the reason if not.
 pub fn has_userfaultfd() -> bool {
@@ -208,6 +214,50 @@ impl Guest {
             bytes,
             page_bytes,
         })
+    }
+
+    /// Memory of a file from its start on, registered for MISSING and MINOR.
+    pub fn of_file(file: BorrowedFd<'_>, pages: usize, flags: MapFlags) -> Self {
+        let bytes = pages * PAGE;
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: mmap without MAP_FIXED replaces no other mapping.
+        let start = unsafe { mmap(std::ptr::null_mut(), bytes, prot, flags, file, 0) }.unwrap();
+        let guest = Self {
+            uffd: Userfaultfd::open(FILE_FEATURES).unwrap(),
+            start: start as usize,
+            bytes,
+            page_bytes: PAGE,
+        };
+        // SAFETY: the memory is new, belongs to this guest, and stays mapped; no code relies on zeroes.
+        unsafe { guest.uffd.register(guest.range(), Mode::Minor) }.unwrap();
+        guest
+    }
+
+    fn range(&self) -> UserRange {
+        UserRange {
+            start: self.start as u64,
+            bytes: self.bytes as u64,
+        }
+    }
+
+    /// Bytes of its memory by a field of `/proc/self/smaps`.
+    pub fn smaps(&self, field: &str) -> u64 {
+        let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut is_ours = false;
+        let mut kib = 0;
+        for line in text.lines() {
+            let first = line.split(' ').next().unwrap();
+            if let Some((from, to)) = first.split_once('-')
+                && let Ok(from) = usize::from_str_radix(from, 16)
+                && let Ok(to) = usize::from_str_radix(to, 16)
+            {
+                is_ours = from >= self.start && to <= self.start + self.bytes;
+            } else if is_ours && first.trim_end_matches(':') == field {
+                let value = line.split_whitespace().nth(1).unwrap();
+                kib += value.parse::<u64>().unwrap();
+            }
+        }
+        kib * 1024
     }
 
     pub fn pages(&self) -> usize {

@@ -1,0 +1,36 @@
+//! Pagetide's own handler protocol, beside Firecracker's at the same sockets.
+//!
+//! `docs/design/native-protocol.md` specifies it. [`frame`] and [`message`] encode and decode, without
+//! I/O; [`client`] is a blocking client for VMMs.
+
+pub(crate) mod attach;
+mod attach_error;
+pub mod client;
+mod coding;
+pub mod frame;
+pub mod message;
+pub(crate) mod session;
+pub(crate) mod share;
+mod socket;
+mod wire;
+
+/// The highest version of the protocol that this program knows.
+pub const VERSION: u16 = 1;
+
+/// The lowest version of the protocol that this program knows.
+pub const LOWEST_VERSION: u16 = 1;
+
+/// The server offers a memfd of the image to clones.
+pub const FEATURE_SHARE: u64 = 1;
+
+/// The server hands a VM to a successor, and takes one over.
+pub const FEATURE_HAND_OVER: u64 = 2;
+
+/// The server serves memfds of VMMs in MINOR mode.
+pub const FEATURE_MINOR: u64 = 4;
+
+/// All features that this program knows.
+pub const FEATURES: u64 = FEATURE_SHARE | FEATURE_HAND_OVER | FEATURE_MINOR;
+
+/// The most bytes of page maps that a successor takes before attach.
+pub const MAX_MAP_BYTES: usize = 16 << 20;

@@ -1,0 +1,279 @@
+//! A connection, from its first byte to the VM's end.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
+
+use super::control::Control;
+use super::keeping::Keeping;
+use super::start::Start;
+use super::{Client, Common, End, Link, TICK, Vm, VmError, chain, kill};
+use crate::handshake::VmRegion;
+use crate::image::ServedImage;
+use crate::metrics::Totals;
+use crate::native::attach::{AttachError, AttachedRegion, Beginning, Memory};
+use crate::native::message::{MAX_DESCRIPTORS, Message};
+use crate::native::session::{Session, SessionError};
+use crate::options::OnFailure;
+use crate::peer::Peer;
+use crate::receive::{First, ReceiveError, Received};
+use crate::state::KeptVm;
+
+/// Serves a VM until it has gone, or the server ends. Logs its life in one line.
+pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client) {
+    let begun = Instant::now();
+    let kept = client.kept.take();
+    let Client {
+        number,
+        socket,
+        stream,
+        ..
+    } = &client;
+    let (number, socket) = (*number, socket.as_str());
+    let peer = match Peer::of(stream) {
+        Ok(peer) => peer,
+        Err(error) => {
+            tracing::error!(vm = number, socket, %error, "the VMM's process is unknown: refused");
+            return;
+        }
+    };
+    let mut received = Received::default();
+    let served = match kept {
+        None => serve(common, image, &peer, &client, &mut received),
+        Some(kept) => resume(common, image, &peer, stream, kept),
+    };
+    let seconds = begun.elapsed().as_secs_f64();
+    let (pid, uid, name) = (peer.pid, peer.uid, image.image.name());
+    match served {
+        Ok((end, totals, memory_bytes)) => tracing::info!(
+            vm = number,
+            socket,
+            pid,
+            uid,
+            image = name,
+            memory_bytes,
+            seconds,
+            faults = totals.faults,
+            pages_for_faults = totals.pages_for_faults,
+            pages_ahead = totals.pages_ahead,
+            requests = totals.requests,
+            failed_requests = totals.failed_requests,
+            %end,
+            "VM ended"
+        ),
+        Err(
+            VmError::Receive(ReceiveError::Ended { bytes: 0 }) | VmError::Attach(AttachError::Left),
+        ) => {
+            tracing::debug!(vm = number, socket, pid, "a client connected and left");
+        }
+        Err(error) => {
+            common.metrics.count(|totals| totals.vms_refused = 1);
+            tracing::error!(
+                vm = number,
+                socket,
+                pid,
+                uid,
+                image = name,
+                error = &error as &dyn std::error::Error,
+                "VM refused"
+            );
+            refuse(common, &peer, stream);
+        }
+    }
+    // Only now: the descriptor may be the last one, and the guest's missing pages must not read as zeroes.
+    drop(received);
+}
+
+/// Tells the VMM that it is not served, and keeps its descriptor open until it has gone.
+fn refuse(common: &Common, peer: &Peer, stream: &UnixStream) {
+    if common.options.on_failure == OnFailure::Kill {
+        kill(common, peer);
+    }
+    let _ = stream.shutdown(std::net::Shutdown::Write);
+    let _ = stream.set_nonblocking(true);
+    while !common.stopper.is_stopping() && !is_closed(stream) {
+        let timeout = rustix::event::Timespec::try_from(TICK).ok();
+        let mut polled = [rustix::event::PollFd::new(
+            stream,
+            rustix::event::PollFlags::IN,
+        )];
+        if rustix::event::poll(&mut polled, timeout.as_ref()).is_err() {
+            return;
+        }
+    }
+}
+
+/// Whether the VMM has closed its end. What it sends is dropped: the protocol has nothing after the first
+/// message.
+pub(super) fn is_closed(stream: &UnixStream) -> bool {
+    use std::io::Read;
+    let mut dropped = [0; 4096];
+    // Not for ever, if it keeps sending.
+    for _ in 0..16 {
+        match (&*stream).read(&mut dropped) {
+            Ok(0) => return true,
+            Ok(_) => {}
+            Err(error) => {
+                return !matches!(
+                    error.kind(),
+                    std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted
+                );
+            }
+        }
+    }
+    false
+}
+
+fn serve(
+    common: &Common,
+    image: &Arc<ServedImage>,
+    peer: &Peer,
+    client: &Client,
+    received: &mut Received,
+) -> Result<(End, Totals, u64), VmError> {
+    let stopping = || common.stopper.is_stopping();
+    let stream = &client.stream;
+    let begun = Instant::now();
+    let first = received.receive(stream, common.options.handshake_limit, stopping)?;
+    let described = match first {
+        First::Native => return serve_native(common, image, peer, stream, received, begun),
+        First::Firecracker(described) => described,
+    };
+    let descriptor = received.descriptors.first().map(OwnedFd::try_clone);
+    let Some(Ok(descriptor)) = descriptor else {
+        return Err(ReceiveError::Descriptors { count: 0 }.into());
+    };
+    let keeping = match (&common.state, received.descriptors.first()) {
+        (Some(state), Some(uffd)) => Some(Keeping::begin(state, image, client, uffd, &described)?),
+        _ => None,
+    };
+    let uffd = Arc::new(Userfaultfd::adopt(descriptor, EVENTS).map_err(ReceiveError::from)?);
+    let start = Start {
+        keeping,
+        ..Start::default()
+    };
+    let vm = Vm::new(common, image, peer, attached(&uffd, described), start)?;
+    live(vm, stream)
+}
+
+/// Goes on where a former server was killed, or has ended.
+fn resume(
+    common: &Common,
+    image: &Arc<ServedImage>,
+    peer: &Peer,
+    stream: &UnixStream,
+    kept: KeptVm,
+) -> Result<(End, Totals, u64), VmError> {
+    let described = kept.description.vm_regions().ok_or(VmError::OtherState)?;
+    if kept.description.digest != image.image.digest().to_string() {
+        return Err(VmError::OtherImage {
+            image: kept.description.image,
+        });
+    }
+    let uffd = Arc::new(Userfaultfd::adopt(kept.uffd, EVENTS).map_err(ReceiveError::from)?);
+    let keeping = common.state.as_ref().map(|state| Keeping {
+        state: Arc::clone(state),
+        id: kept.id,
+        maps: kept.maps,
+        is_handed_over: false,
+    });
+    let start = Start {
+        keeping,
+        is_running: true,
+        ..Start::default()
+    };
+    let vm = Vm::new(common, image, peer, attached(&uffd, described), start)?;
+    vm.pager.recover();
+    // The former server may have read the messages of threads that sleep: they fault again.
+    for (uffd, range) in &vm.addresses {
+        let _ = uffd.wake(UserRange::from(*range));
+    }
+    live(vm, stream)
+}
+
+/// The VMM's own features are unknown. Events that it did not ask for never come, and being ready for them
+/// costs a lock.
+const EVENTS: Features = Features::from_bits(
+    Features::EVENT_REMOVE.bits()
+        | Features::EVENT_UNMAP.bits()
+        | Features::EVENT_REMAP.bits()
+        | Features::EVENT_FORK.bits()
+        | Features::POISON.bits(),
+);
+
+/// The regions of a VMM that speaks Firecracker's protocol.
+fn attached(uffd: &Arc<Userfaultfd>, described: Vec<VmRegion>) -> Vec<AttachedRegion> {
+    let attach = |region: VmRegion| AttachedRegion {
+        region,
+        memory: Memory::Missing,
+        uffd: Arc::clone(uffd),
+        maps: Vec::new(),
+    };
+    described.into_iter().map(attach).collect()
+}
+
+/// Serves until the end, and cleans up.
+fn live(mut vm: Vm<'_>, stream: &UnixStream) -> Result<(End, Totals, u64), VmError> {
+    let end = vm.run(&mut Link::Plain(stream))?;
+    let totals = vm.end(end)?;
+    Ok((end, totals, vm.memory_bytes))
+}
+
+/// The same for a VMM that speaks the native protocol.
+fn serve_native(
+    common: &Common,
+    image: &Arc<ServedImage>,
+    peer: &Peer,
+    stream: &UnixStream,
+    received: &mut Received,
+    begun: Instant,
+) -> Result<(End, Totals, u64), VmError> {
+    let arrived = std::mem::take(&mut received.descriptors);
+    let is_too_many = received.is_cut || arrived.len() > MAX_DESCRIPTORS;
+    let mut session = Session::new(stream, &received.message, arrived);
+    let kept = &mut received.descriptors;
+    let beginning = Beginning::new(&mut session, image, &common.metrics, kept);
+    let attached = match is_too_many {
+        true => beginning.refuse(SessionError::Descriptors),
+        // From the connection on, however slowly its first bytes have come.
+        false => beginning.attach(begun, common.options.handshake_limit, || {
+            common.stopper.is_stopping()
+        }),
+    }?;
+    let (id, count) = (attached.id, attached.regions.len());
+    let start = Start {
+        is_native: true,
+        // A predecessor has served it.
+        is_running: attached
+            .regions
+            .iter()
+            .any(|region| !region.maps.is_empty()),
+        keeping: None,
+    };
+    let mut vm = match Vm::new(common, image, peer, attached.regions, start) {
+        Ok(vm) => vm,
+        Err(error) => {
+            let (code, text) = (error.code(), chain(&error));
+            session.answer(id, &Message::Refused { code, text });
+            session.flush();
+            return Err(error);
+        }
+    };
+    let mut control = Box::new(Control::new(session, attached.shared));
+    control.attached(id, count, &vm);
+    let mut link = Link::Native(control);
+    let end = vm.run(&mut link)?;
+    if end != End::Complete && link.is_drained() {
+        vm.release();
+    }
+    let (totals, bytes) = (vm.end(end)?, vm.memory_bytes);
+    drop(vm);
+    received.descriptors.clear();
+    if let Link::Native(mut control) = link {
+        control.leave();
+    }
+    Ok((end, totals, bytes))
+}

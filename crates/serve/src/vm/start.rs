@@ -1,0 +1,337 @@
+//! The beginning of a VM: its regions, and what is fetched first.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use pagetide_memory::{GuestAddress, HostAddress, HostRange, PageIndex, PageRange, PageSize};
+use pagetide_pager::{
+    AddError, Contents, Counters, InFlightLimits, Memfd, Mode, Observer, Pager, Prefetch,
+    PrefetchConfig, PrefetchPlan, RegionConfig, RegionId, Request, RetryPolicy, ServeError, Source,
+    SourceError,
+};
+use pagetide_sources::ImageError;
+
+use super::keeping::{Keeping, map_bytes};
+use super::{Common, PagedRange, Part, Vm, VmError};
+use crate::handshake::VmRegion;
+use crate::image::{ServedImage, WorkingSetPlan};
+use crate::metrics::Totals;
+use crate::native::attach::{AttachedRegion, Memory};
+use crate::peer::Peer;
+use crate::recorder::Recorder;
+use crate::working_set::WorkingSet;
+
+/// A batch of prefetch: a fault on a page of a batch that is being installed waits for the whole batch.
+const BATCH_BYTES: u64 = 256 << 10;
+
+/// The content beyond the end of an image: there is none.
+struct NoContent {
+    image_bytes: u64,
+}
+
+impl Source for NoContent {
+    fn submit(&self, request: Request) {
+        let error = ImageError::NoSuchPage {
+            offset: request.gpa().0,
+            bytes: request.bytes(),
+            image_bytes: self.image_bytes,
+        };
+        request.fail(SourceError::Unavailable(Box::new(error)));
+    }
+}
+
+/// The part of a region from `skip` on, `bytes` bytes long.
+fn part_of(
+    attached: &AttachedRegion,
+    skip: u64,
+    bytes: u64,
+    mode: Mode,
+    contents: Contents,
+) -> Result<RegionConfig, AddError> {
+    let region: &VmRegion = &attached.region;
+    let bad = |_| AddError::BadRange {
+        gpa: GuestAddress(region.offset),
+        bytes,
+    };
+    let to_usize = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
+    let start = region.range.start().as_u64();
+    let range = HostRange::new(HostAddress(to_usize(start + skip)), to_usize(bytes));
+    let range = range.map_err(bad)?;
+    let config = RegionConfig::foreign(&attached.uffd, range, region.page_size, mode, contents);
+    // EEXIST is normal: the VMM may have written pages itself, and a second message of one fault may
+    // follow the first.
+    Ok(config
+        .gpa(GuestAddress(region.offset + skip))
+        .trust_existing_pages())
+}
+
+/// How a VM begins.
+#[derive(Default)]
+pub(super) struct Start {
+    /// Its working set can be controlled later.
+    pub(super) is_native: bool,
+    /// It runs already: another server has served it.
+    pub(super) is_running: bool,
+    /// It is kept for a successor.
+    pub(super) keeping: Option<Keeping>,
+}
+
+impl<'a> Vm<'a> {
+    /// Adds the regions of a VM.
+    pub(super) fn new(
+        common: &'a Common,
+        image: &'a Arc<ServedImage>,
+        peer: &'a Peer,
+        attached: Vec<AttachedRegion>,
+        start: Start,
+    ) -> Result<Self, VmError> {
+        let pager = Pager::new()?;
+        let (send, notices) = mpsc::channel();
+        pager.on_notice(move |notice| {
+            let _ = send.send(notice.clone());
+        });
+        // A guest that runs already has touched its working set.
+        let plan = match start.is_running {
+            false => image.working_set_plan(common.options.working_set),
+            true => WorkingSetPlan::Nothing,
+        };
+        let recorder = match plan {
+            WorkingSetPlan::Record => Some(Arc::new(Recorder::new())),
+            WorkingSetPlan::Nothing | WorkingSetPlan::Replay(_) => None,
+        };
+        let idle = || {
+            let recorder = Recorder::new();
+            recorder.stop();
+            Arc::new(recorder)
+        };
+        let observer = match (&recorder, start.is_native) {
+            (Some(recorder), _) => Some(Arc::clone(recorder)),
+            (None, true) => Some(idle()),
+            (None, false) => None,
+        };
+        let regions = attached.iter().map(|attached| &attached.region);
+        let memory_bytes = regions.map(VmRegion::bytes).sum();
+        let mut vm = Self {
+            common,
+            image,
+            peer,
+            pager,
+            addresses: attached
+                .iter()
+                .map(|attached| (Arc::clone(&attached.uffd), attached.region.range))
+                .collect(),
+            regions: Vec::new(),
+            parts: Vec::new(),
+            memory_bytes,
+            notices,
+            recorder,
+            observer,
+            prefetch: None,
+            without_content: Vec::new(),
+            stalled: Vec::new(),
+            replayed_pages: 0,
+            reported: Totals::default(),
+            last_error: String::new(),
+            keeping: start.keeping,
+        };
+        // The first page has the messages that were read.
+        let mut map_offset = PageSize::Size4K.bytes();
+        for (index, attached) in attached.into_iter().enumerate() {
+            let bytes = map_bytes(&attached.region);
+            vm.add(index, attached, map_offset)?;
+            map_offset += bytes;
+        }
+        vm.start_prefetch(&plan)?;
+        vm.report(&Counters::default());
+        Ok(vm)
+    }
+
+    /// Adds a region: the part whose content the image has, and the part beyond its end.
+    fn add(
+        &mut self,
+        index: usize,
+        mut attached: AttachedRegion,
+        map_offset: u64,
+    ) -> Result<(), VmError> {
+        let add_error = |source| VmError::Add { index, source };
+        let region = attached.region;
+        let image_bytes = self.image.image.bytes();
+        let page_bytes = region.page_size.bytes();
+        let here = image_bytes
+            .saturating_sub(region.offset)
+            .min(region.bytes());
+        // A page of which the image has a part is missing as a whole.
+        let here = here / page_bytes * page_bytes;
+        if here > 0 {
+            let source = match &attached.memory {
+                Memory::Clone(shared) => Arc::clone(&shared.source),
+                Memory::Missing | Memory::Minor(..) => Arc::clone(&self.image.source),
+            };
+            let around = match region.page_size {
+                PageSize::Size4K if self.recorder.is_none() => {
+                    self.common.options.fault_around_pages
+                }
+                _ => 1,
+            };
+            let mode = match attached.memory {
+                Memory::Missing => Mode::Missing,
+                Memory::Minor(..) | Memory::Clone(_) => Mode::Minor,
+            };
+            let contents = Contents::Source(source);
+            let config = part_of(&attached, 0, here, mode, contents).map_err(add_error)?;
+            let mut config = config.fault_around(around);
+            if let Some(observer) = &self.observer {
+                let observer: Arc<dyn Observer> = Arc::<Recorder>::clone(observer);
+                config = config.observe(observer);
+            }
+            config = match std::mem::replace(&mut attached.memory, Memory::Missing) {
+                Memory::Missing => config,
+                Memory::Minor(file, offset_bytes) => config.memfd(Memfd { file, offset_bytes }),
+                Memory::Clone(_) => config.filled_by_source(),
+            };
+            let limits = InFlightLimits::default();
+            let config = self.keep_map(config.in_flight_limits(limits), map_offset);
+            let id = self.add_part(index, &mut attached, 0, config)?;
+            self.regions.push(PagedRange {
+                id,
+                offset: region.offset,
+                bytes: here,
+                page_size: region.page_size,
+            });
+        }
+        if here < region.bytes() {
+            let missing = region.bytes() - here;
+            tracing::error!(
+                image = self.image.image.name(),
+                image_bytes,
+                region_offset = region.offset,
+                region_bytes = region.bytes(),
+                "the image ends inside the VM's memory: it has no such page for {missing} bytes, and a \
+                 guest that touches them is stalled or killed"
+            );
+            let contents = Contents::Source(Arc::new(NoContent { image_bytes }));
+            let once = RetryPolicy {
+                attempts: 1,
+                ..RetryPolicy::default()
+            };
+            let config = part_of(&attached, here, missing, Mode::Missing, contents);
+            let config = config.map_err(add_error)?.retry_policy(once);
+            let first_page = here / page_bytes;
+            // The second part's map begins at the page after that of the first.
+            let page = PageSize::Size4K.bytes();
+            let config = self.keep_map(config, map_offset + first_page.div_ceil(page) * page);
+            let id = self.add_part(index, &mut attached, first_page, config)?;
+            self.without_content.push(id);
+        }
+        match attached.maps.first() {
+            None => Ok(()),
+            Some(&(first_page, _)) => Err(VmError::Map { index, first_page }),
+        }
+    }
+
+    /// Keeps the page map of a region for a successor of this server.
+    fn keep_map(&self, config: RegionConfig, offset: u64) -> RegionConfig {
+        match &self.keeping {
+            None => config,
+            Some(keeping) => config.kept_in(Arc::clone(&keeping.maps), offset),
+        }
+    }
+
+    /// Adds a part of a region, which continues from the predecessor's page map if there is one.
+    fn add_part(
+        &mut self,
+        index: usize,
+        attached: &mut AttachedRegion,
+        first_page: u64,
+        mut config: RegionConfig,
+    ) -> Result<RegionId, VmError> {
+        let found = attached.maps.iter().position(|(at, _)| *at == first_page);
+        if let Some(found) = found {
+            let (_, map) = attached.maps.swap_remove(found);
+            config = config.resume_from(map);
+        }
+        let added = self.pager.add(config);
+        let id = added.map_err(|source| VmError::Add { index, source })?;
+        self.parts.push(Part {
+            id,
+            region: u32::try_from(index).unwrap_or(u32::MAX),
+            first_page,
+        });
+        Ok(id)
+    }
+
+    fn start_prefetch(&mut self, plan: &WorkingSetPlan) -> Result<(), ServeError> {
+        let first = match plan {
+            WorkingSetPlan::Replay(set) => self.plan_replay(set),
+            WorkingSetPlan::Nothing | WorkingSetPlan::Record => Vec::new(),
+        };
+        self.start_plan(first)
+    }
+
+    /// The pages of a working set, in its order.
+    fn plan_replay(&mut self, set: &WorkingSet) -> Vec<(RegionId, PageRange)> {
+        let mut first = Vec::new();
+        for run in set.runs() {
+            let shift = set.page_size.shift();
+            self.locate(run.first().0 << shift, run.count() << shift, &mut first);
+        }
+        self.replayed_pages = first.iter().map(|(_, pages)| pages.count()).sum();
+        let pages = self.replayed_pages;
+        self.common
+            .metrics
+            .count(|totals| totals.replayed_pages = pages);
+        first
+    }
+
+    /// Fetches the pages of a working set now, in its order, and then what is prefetched anyway. Returns
+    /// the number of its pages.
+    pub(super) fn replay(&mut self, set: &WorkingSet) -> Result<u64, ServeError> {
+        self.prefetch = None;
+        let first = self.plan_replay(set);
+        self.start_plan(first)?;
+        Ok(self.replayed_pages)
+    }
+
+    fn start_plan(&mut self, first: Vec<(RegionId, PageRange)>) -> Result<(), ServeError> {
+        // A page that comes ahead is not recorded: while recording, the rest waits for a quiet moment.
+        let then = match self.common.options.prefetch && self.recorder.is_none() {
+            true => self.ids(),
+            false => Vec::new(),
+        };
+        if !first.is_empty() || !then.is_empty() {
+            self.fetch(PrefetchPlan { first, then })?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn fetch(&mut self, plan: PrefetchPlan) -> Result<(), ServeError> {
+        let config = PrefetchConfig {
+            batch_bytes: BATCH_BYTES,
+        };
+        self.prefetch = Some(Prefetch::spawn_plan(&self.pager, config, plan)?);
+        Ok(())
+    }
+
+    pub(super) fn ids(&self) -> Vec<RegionId> {
+        self.regions.iter().map(|region| region.id).collect()
+    }
+
+    /// The pages of regions in `bytes` bytes of the image from `offset` on.
+    fn locate(&self, offset: u64, bytes: u64, found: &mut Vec<(RegionId, PageRange)>) {
+        let end = offset.saturating_add(bytes);
+        for region in &self.regions {
+            let from = offset.max(region.offset);
+            let to = end.min(region.offset + region.bytes);
+            if from < to {
+                let shift = region.page_size.shift();
+                let first = (from - region.offset) >> shift;
+                let last = (to - 1 - region.offset) >> shift;
+                let pages = PageRange::new(PageIndex(first), last + 1 - first);
+                // Small pages of one huge page name it once.
+                if found.last() != Some(&(region.id, pages)) {
+                    found.push((region.id, pages));
+                }
+            }
+        }
+    }
+}
