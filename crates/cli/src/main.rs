@@ -26,7 +26,7 @@ mod serve;
 #[cfg(target_arch = "x86_64")]
 mod terminal;
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -96,6 +96,7 @@ fn log(command: &Command, line: &ProgressBar) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_writer(AboveLine(line.clone()));
     if is_json {
         subscriber.json().flatten_event(true).init();
