@@ -11,7 +11,7 @@ use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagetide_memory::{HostAddress, HostRange};
-use rustix::fs::{Access, accessat};
+use rustix::fs::{Access, accessat, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::process::geteuid;
 use rustix::time::{ClockId, clock_gettime};
@@ -31,6 +31,7 @@ const GOOD_FOR_MS: u64 = 1000;
 /// A mapping of a whole file that only the kernel reads.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
+    file: File,
     range: HostRange,
     /// What was seen of each chunk, as [`seen`] encodes it; 0 if nothing was.
     chunks: Box<[AtomicU64]>,
@@ -55,6 +56,7 @@ impl MappedFile {
         let chunks = (0..bytes.div_ceil(CHUNK_BYTES)).map(|_| AtomicU64::new(0));
         let range = HostRange::new(HostAddress(start.expose_provenance()), length);
         Some(Self {
+            file: file.try_clone().ok()?,
             range: range.ok()?,
             chunks: chunks.collect(),
         })
@@ -63,6 +65,9 @@ impl MappedFile {
     /// The addresses of a part of the file, if the page cache has it.
     pub(crate) fn find(&self, offset: u64, bytes: u64) -> Option<HostRange> {
         let last = offset.checked_add(bytes)?.checked_sub(1)?;
+        if self.is_cut() {
+            return None;
+        }
         let now_ms = now_ms();
         for chunk in offset / CHUNK_BYTES..=last / CHUNK_BYTES {
             let cell = self.chunks.get(usize::try_from(chunk).ok()?)?;
@@ -82,6 +87,13 @@ impl MappedFile {
         let (offset, bytes) = (usize::try_from(offset).ok()?, usize::try_from(bytes).ok()?);
         let start = self.range.start().checked_add(offset)?;
         HostRange::new(start, bytes).ok()
+    }
+
+    /// Whether the file has been truncated. A copy from beyond its end fails; but from the page in which it
+    /// ends, the kernel copies zeroes for what is missing.
+    fn is_cut(&self) -> bool {
+        let bytes = fstat(&self.file).map(|status| u64::try_from(status.st_size).unwrap_or(0));
+        bytes.is_ok_and(|bytes| bytes < self.range.bytes() as u64) || bytes.is_err()
     }
 
     /// Whether the page cache has the whole chunk at `offset`. A chunk with holes does not count: to read
@@ -179,6 +191,16 @@ mod tests {
         let long_ago = now_ms().saturating_sub(GOOD_FOR_MS + 1);
         mapped.chunks[1].store(seen(long_ago, false), Ordering::Relaxed);
         assert!(mapped.find(CHUNK_BYTES, 4096).is_some());
+    }
+
+    /// The look at the page cache is still good then.
+    #[test]
+    fn a_file_that_was_cut_inside_a_page_is_not_found() {
+        let file = file(1);
+        let mapped = MappedFile::new(&file, CHUNK_BYTES).unwrap();
+        assert!(mapped.find(0, 8192).is_some());
+        file.set_len(4096 + 100).unwrap();
+        assert_eq!(mapped.find(4096, 4096), None);
     }
 
     #[test]
