@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{Advice, fadvise};
 use rustix::io::{ReadWriteFlags, preadv2};
@@ -14,6 +16,8 @@ use super::plan::PAGE;
 
 /// Words of a page.
 const WORDS: u64 = PAGE / 8;
+/// How long a file may take to leave the page cache.
+const LONGEST_DROP: Duration = Duration::from_secs(2);
 
 /// A file in a directory of its own, which goes with it. No two pages of it are alike.
 #[derive(Debug)]
@@ -55,12 +59,24 @@ impl Image {
     }
 
     /// Takes the file out of the page cache; false if that cannot be done here.
+    ///
+    /// Mapped pages stay in the page cache, and the threads of a dropped source's pool unmap the file
+    /// when they end, which is a moment later. The attempt is therefore repeated for a while.
     pub(super) fn drop_cache(&self) -> io::Result<bool> {
-        fadvise(&self.file, 0, None, Advice::DontNeed)?;
-        let mut page = [0; 4096];
-        let mut parts = [io::IoSliceMut::new(&mut page)];
-        let read = preadv2(self.file.as_fd(), &mut parts, 0, ReadWriteFlags::NOWAIT);
-        Ok(read.is_err())
+        let begun = Instant::now();
+        loop {
+            fadvise(&self.file, 0, None, Advice::DontNeed)?;
+            let mut page = [0; 4096];
+            let mut parts = [io::IoSliceMut::new(&mut page)];
+            let read = preadv2(self.file.as_fd(), &mut parts, 0, ReadWriteFlags::NOWAIT);
+            if read.is_err() {
+                return Ok(true);
+            }
+            if begun.elapsed() > LONGEST_DROP {
+                return Ok(false);
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Maps the file for reading, all of it populated, or private and nothing of it populated.
@@ -107,5 +123,26 @@ impl Drop for Mapping {
         // borrow it.
         let unmapped = unsafe { munmap(self.start.cast_mut().cast(), self.bytes) };
         debug_assert!(unmapped.is_ok());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_leaves_the_page_cache_once_another_thread_has_unmapped_it() {
+        let image = Image::write(1 << 20).unwrap();
+        if !image.drop_cache().unwrap() {
+            println!("SKIP: files of this directory stay in the page cache");
+            return;
+        }
+        let mapping = image.map(false).unwrap();
+        let holder = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            drop(mapping);
+        });
+        assert!(image.drop_cache().unwrap());
+        holder.join().unwrap();
     }
 }
