@@ -33,7 +33,7 @@ use tally::{Tally, Verdict};
 /// The verb's arguments.
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Only these steps (may be given several times) [default: all but debug]
+    /// Only these steps (may be given several times) [default: all but thorough and debug]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
 }
@@ -82,6 +82,9 @@ enum Step {
     Shadow,
     /// The Debian package, installed in a clean root, and `cargo install`
     Package,
+    /// In the lab, what Lab and Linux leave to this machine: every command line and kind of Linux guest
+    /// (only if asked for: about ten minutes)
+    Thorough,
     /// Selftests on a kernel that checks locks, RCU and memory (only if asked for: about an hour
     /// with its build)
     Debug,
@@ -96,7 +99,7 @@ impl Step {
             Self::Uapi | Self::Selftests | Self::Shadow => &[Self::Kernel],
             // They are built in the same tree, one after the other, and many wait for Kernel.
             Self::Arm64 => &[Self::Kernel, Self::Cross],
-            Self::Debug => &[Self::Kernel],
+            Self::Debug | Self::Thorough => &[Self::Kernel],
             Self::Stock => &[Self::Host],
             _ => &[],
         }
@@ -104,7 +107,7 @@ impl Step {
 
     /// Whether the step is taken if none is named.
     fn is_default(self) -> bool {
-        self != Self::Debug
+        !matches!(self, Self::Debug | Self::Thorough)
     }
 
     fn name(self) -> String {
@@ -219,6 +222,7 @@ impl Testing<'_> {
             Step::Cross => arm64::compile(self.paths, &mut self.tally),
             Step::Arm64 => arm64::run(self.paths, &mut self.tally),
             Step::Package => package::run(self.paths, &mut self.tally),
+            Step::Thorough => lab::thorough(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),
         }
     }

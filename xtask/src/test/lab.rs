@@ -50,18 +50,38 @@ const POPULATE: &str = "pagetide bench populate --vcpus 1,2 --memory 4M --runs 1
 /// The unit tests that the series adds to the kernel.
 const KUNIT_SUITE: &str = "memory-failure";
 
-/// Integration tests that no kernel makes a difference to: what opens reports, what is generated from the
-/// command line, and what reads images. What this machine ran need not run twice.
-const KERNEL_BLIND: [&str; 9] = [
+/// Integration tests that no kernel of the lab makes a difference to: what opens reports, what is generated
+/// from the command line, what reads images, and what serves any kernel's userfaultfds. What this machine
+/// ran need not run twice.
+const KERNEL_BLIND: [&str; 15] = [
     "cli/generated",
     "cli/image",
+    "cli/pager",
     "cli/serve",
     "cli/show",
     "serve/dashboard",
+    "serve/ends",
+    "serve/firecracker",
+    "serve/hostile",
+    "serve/native",
+    "serve/state",
     "sources/cache",
     "sources/image",
     "sources/object",
     "sources/s3",
+];
+
+/// What the lab runs wholly only in the step `thorough`: the command lines of what other tests call. Of what
+/// this machine ran on its own kernel, the step `lab` repeats nothing.
+const THOROUGH: [&str; 4] = ["cli/command", "cli/memcycler", "cli/memslots", "cli/run"];
+
+/// The same, of the tests with Linux guests: others boot the same machine.
+const THOROUGH_LINUX: [&str; 5] = [
+    "a_bzimage_boots_and_ends_with_its_status",
+    "a_guest_runs_from_a_file_by_exits_with_prefetch",
+    "a_guest_runs_from_a_file_by_userfaultfd",
+    "every_end_has_a_name_with_any_backing",
+    "input_reaches_the_guest",
 ];
 
 /// The tests with Linux guests, which have a VM of their own.
@@ -120,7 +140,8 @@ pub(super) fn kernel(variant: Variant, paths: &Paths, tally: &mut Tally) {
 pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Result<()> {
     let mut jobs = Vec::new();
     for program in host::programs(paths)? {
-        if program.package == "xtask" || [LINUX, FIRECRACKER].contains(&program.group.as_str()) {
+        let is_elsewhere = [LINUX, TINY, FIRECRACKER].contains(&program.group.as_str());
+        if program.package == "xtask" || is_elsewhere {
             continue;
         }
         let left = left_for_lab(&program, host_ran, tally);
@@ -147,23 +168,32 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
 /// since a guest's timers would take all of a slow machine's time.
 pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
     guest::build(paths)?;
-    let programs = host::programs(paths)?;
-    let mut jobs = Vec::new();
-    for group in [LINUX, TINY, FIRECRACKER] {
-        let program = programs.iter().find(|program| program.group == group);
-        let program = program.with_context(|| format!("there are no tests {group}"))?;
-        jobs.push(test_program(program.clone()));
-    }
-    if let Some((_, job)) = jobs.last_mut() {
-        job.command = firecracker_environment(paths)
+    let mut jobs = programs_named(&[LINUX, TINY, FIRECRACKER], paths)?;
+    if let [(_, linux), _, (_, firecracker)] = &mut jobs[..] {
+        linux.command.push("--exact".into());
+        let skipped = THOROUGH_LINUX.iter().flat_map(|test| ["--skip", test]);
+        linux.command.extend(skipped.map(OsString::from));
+        firecracker.command = firecracker_environment(paths)
             .into_iter()
-            .chain(job.command.drain(..))
+            .chain(firecracker.command.drain(..))
             .collect();
+        // What a VM that was lost had printed is in the log.
+        firecracker.command.push("--nocapture".into());
     }
     jobs.push(command(paths, "pagetide run", RUN, Some("-- nproc")));
     let paged = r#"-- sh -c "memcycler 2 4M 1 && balloon 1M""#;
     let (name, paged) = ("pagetide run --paging", Some(paged));
     jobs.push(command(paths, name, RUN_PAGED, paged));
+    run_linux("linux", jobs, paths, tally)
+}
+
+/// Jobs with Linux guests, in a VM for them.
+fn run_linux(
+    lane: &str,
+    mut jobs: Vec<(Kind, Job)>,
+    paths: &Paths,
+    tally: &mut Tally,
+) -> Result<()> {
     for (_, job) in &mut jobs {
         job.timeout = Some(LINUX_JOB_TIMEOUT);
     }
@@ -172,7 +202,32 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
         timing: Timing::Instructions,
         ..machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "3G")
     };
-    run("linux", &args, &jobs, paths, tally).map(drop)
+    run(lane, &args, &jobs, paths, tally).map(drop)
+}
+
+/// The patched kernel: what the steps `lab` and `linux` leave out.
+pub(super) fn thorough(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let jobs = programs_named(&THOROUGH, paths)?;
+    let args = machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "4G");
+    run("thorough", &args, &jobs, paths, tally)?;
+    guest::build(paths)?;
+    let mut jobs = programs_named(&[LINUX], paths)?;
+    for (_, job) in &mut jobs {
+        job.command.push("--exact".into());
+        job.command.extend(THOROUGH_LINUX.map(OsString::from));
+    }
+    run_linux("thorough-linux", jobs, paths, tally)
+}
+
+/// The test programs with these names.
+fn programs_named(groups: &[&str], paths: &Paths) -> Result<Vec<(Kind, Job)>> {
+    let programs = host::programs(paths)?;
+    let find = |group: &&str| {
+        let program = programs.iter().find(|program| program.group == *group);
+        let program = program.with_context(|| format!("there are no tests {group}"))?;
+        Ok(test_program(program.clone()))
+    };
+    groups.iter().map(find).collect()
 }
 
 /// The start of a command that has what the tests with a real Firecracker need. Without PAGETIDE_FIRECRACKER
@@ -217,15 +272,16 @@ fn run_shadow(lane: &str, variant: Variant, paths: &Paths, tally: &mut Tally) ->
     run(lane, &args, &jobs, paths, tally).map(drop)
 }
 
-/// The tests of a program that the lab is to run; `None` for all of them. Unit tests that a machine
-/// without our kernel can run as well, and has run, need not run twice.
+/// The tests of a program that the lab is to run; `None` for all of them. What a machine without our kernel
+/// can run as well, and has run, need not run twice.
 fn left_for_lab<'a>(
     program: &TestProgram,
     host_ran: bool,
     tally: &'a Tally,
 ) -> Option<Vec<&'a str>> {
-    let is_blind = !program.integration || KERNEL_BLIND.contains(&program.group.as_str());
-    (host_ran && is_blind).then(|| tally.skipped(&program.group))
+    let group = program.group.as_str();
+    let is_left = KERNEL_BLIND.contains(&group) || THOROUGH.contains(&group);
+    (host_ran && (is_left || !program.integration)).then(|| tally.skipped(&program.group))
 }
 
 fn test_program(program: TestProgram) -> (Kind, Job) {
@@ -242,12 +298,7 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
     };
     kernel(variant, paths, tally);
     let mut jobs = vec![command(paths, "pagetide probe", "pagetide probe", None)];
-    let programs = host::programs(paths)?;
-    for group in REFUSALS {
-        let program = programs.iter().find(|program| program.group == group);
-        let program = program.with_context(|| format!("there are no tests {group}"))?;
-        jobs.push(test_program(program.clone()));
-    }
+    jobs.extend(programs_named(&REFUSALS, paths)?);
     jobs.push(command(paths, "pagetide bench paging", PAGING, None));
     jobs.push(command(paths, "pagetide bench populate", POPULATE, None));
     // As users have it: optimised.
@@ -457,6 +508,15 @@ mod tests {
         };
         assert_eq!(left_for_lab(&blind, true, &tally), Some(vec![]));
         assert_eq!(left_for_lab(&blind, false, &tally), None);
+    }
+
+    #[test]
+    fn the_thorough_tests_exist() {
+        let paths = Paths::find().unwrap();
+        let linux = std::fs::read_to_string(paths.in_root("crates/vmm/tests/linux.rs")).unwrap();
+        for test in THOROUGH_LINUX {
+            assert!(linux.contains(&format!("fn {test}(")), "{test}");
+        }
     }
 
     #[test]
