@@ -5,7 +5,8 @@
 //! - Over the last [`WINDOW`], the number of faults that installed or requested a page is compared with
 //!   the number of pages that the activity itself processed (prefetch: installed or requested).
 //! - If there were more faults than pages, and at least [`QUIET_FAULTS_PER_SECOND`], the activity
-//!   pauses before its next batch for as long as its last batch took, at most [`LONGEST_PAUSE`]: it
+//!   pauses before its next batch for as long as its last batch took, at most [`LONGEST_PAUSE`] (pauses
+//!   below [`SHORTEST_PAUSE`] are added up): it
 //!   then uses half of the time and of the other resources that it used before. A longer pause would be
 //!   counterproductive: the slower prefetch is, the more the vCPUs fault.
 //! - After a pause the activity always processes one batch. It therefore progresses at any rate of
@@ -23,6 +24,10 @@ const SPACING: Duration = Duration::from_millis(10);
 
 /// The longest pause of an activity. During a pause it does not notice that it is to stop.
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+
+/// Shorter pauses are added up until they are this long: a timer makes a pause of microseconds many times
+/// as long.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(500);
 
 /// At a lower rate of faults, concurrent work does not affect them noticeably.
 const QUIET_FAULTS_PER_SECOND: u64 = 1000;
@@ -53,6 +58,8 @@ pub(crate) struct Pace {
     begun: Instant,
     samples: VecDeque<Sample>,
     last_batch: Duration,
+    /// Pauses that were too short to make.
+    owed: Duration,
 }
 
 impl Pace {
@@ -61,6 +68,7 @@ impl Pace {
             begun: Instant::now(),
             samples: VecDeque::new(),
             last_batch: Duration::ZERO,
+            owed: Duration::ZERO,
         }
     }
 
@@ -76,8 +84,13 @@ impl Pace {
     pub(crate) fn pause(&mut self, faults: u64, pages: u64) -> Option<Duration> {
         let at = self.begun.elapsed();
         let now = Sample { at, faults, pages };
-        let pause = self.last_batch.min(LONGEST_PAUSE);
-        self.must_pause_at(now).then_some(pause)
+        if self.must_pause_at(now) {
+            self.owed += self.last_batch.min(LONGEST_PAUSE);
+        }
+        if self.owed < SHORTEST_PAUSE {
+            return None;
+        }
+        Some(std::mem::take(&mut self.owed))
     }
 
     fn must_pause_at(&mut self, now: Sample) -> bool {
@@ -162,6 +175,17 @@ mod tests {
         }
         assert_eq!(pace.batch(|| 7), 7);
         assert!(pace.last_batch < Duration::from_millis(500));
+    }
+
+    #[test]
+    fn short_pauses_are_added_up() {
+        let mut pace = Pace::new();
+        assert_eq!(pace.pause(0, 0), None);
+        std::thread::sleep(SPACING);
+        pace.last_batch = SHORTEST_PAUSE / 4;
+        let pauses: Vec<_> = (0..8).map(|_| pace.pause(u64::MAX, 0)).collect();
+        let wanted = [None, None, None, Some(SHORTEST_PAUSE)];
+        assert_eq!(pauses, [wanted, wanted].concat());
     }
 
     proptest! {

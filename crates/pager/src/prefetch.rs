@@ -1,5 +1,7 @@
 //! Prefetch: fetches pages before first touch.
 
+mod in_order;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -218,7 +220,7 @@ fn run(shared: &Shared, config: PrefetchConfig) {
         requested_pages: 0,
     };
     // Its counters and buffer are valid after a panic.
-    let walked = catch_unwind(AssertUnwindSafe(|| Ok(ahead.first()? && ahead.walk()?)));
+    let walked = catch_unwind(AssertUnwindSafe(|| Ok(ahead.in_order()? && ahead.walk()?)));
     ahead.report();
     let counters = ahead.counters;
     let result = match walked {
@@ -271,44 +273,6 @@ impl Ahead<'_> {
         let since = self.counters.since(&self.reported);
         self.shared.pager.count(&since);
         self.reported = self.counters;
-    }
-
-    /// Fetches the plan's first pages in their order (true), unless it is stopped (false).
-    fn first(&mut self) -> Result<bool, PrefetchError> {
-        let Shared { pager, first, .. } = self.shared;
-        let mut pace = Pace::new();
-        for (region, pages) in first {
-            let batch = region.pages_in(self.batch_bytes).max(1);
-            let mut rest = *pages;
-            while let Some(page) = region.map.next_absent(rest).filter(|_| !rest.is_empty()) {
-                if self.shared.stopping.load(Ordering::Acquire) || pager.is_stopped() {
-                    return Ok(false);
-                }
-                if region.is_closed() {
-                    break;
-                }
-                let done = self.counters.pages + self.requested_pages;
-                if let Some(pause) = pace.pause(pager.activity.served(), done) {
-                    self.counters.yields += 1;
-                    thread::sleep(pause);
-                }
-                let seen_changes = pager.changes.count();
-                let left = rest.end().0 - page.0;
-                let fetched = pace.batch(|| self.fetch(region, page, batch.min(left)))?;
-                self.report();
-                match fetched {
-                    Fetched::NoRoom => {
-                        pager.changes.wait(seen_changes, WAIT_SLICE);
-                        pager.tick();
-                    }
-                    // The pages after it that the batch covered are not Absent any more.
-                    Fetched::All | Fetched::Part => {
-                        rest = PageRange::new(PageIndex(page.0 + 1), left - 1);
-                    }
-                }
-            }
-        }
-        Ok(true)
     }
 
     /// Fetches pages until none is missing (true) or it is stopped (false).
