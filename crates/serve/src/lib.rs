@@ -32,6 +32,7 @@ mod options;
 mod peer;
 mod receive;
 mod recorder;
+mod sample;
 mod server;
 mod state;
 mod vm;

@@ -60,6 +60,8 @@ metrics! {
     vms_accepted = "VMs that have connected",
     /// VMs whose message or descriptor was refused.
     vms_refused = "VMs whose message or descriptor was refused",
+    /// VMs that were served and have gone.
+    vms_ended = "VMs that were served and have gone",
     /// VMs that were killed because their content was unavailable.
     vms_killed = "VMs that were killed because content was unavailable",
     /// Faults of guests.
@@ -88,6 +90,10 @@ metrics! {
     replayed_pages = "Pages of working sets that were replayed",
     /// Touches of pages that were not in the replayed working set, or not yet installed.
     replay_misses = "Faults of VMs with a replayed working set",
+    /// Pages of working sets that were left out of their replay, to see whether guests touch them.
+    sampled_pages = "Pages of working sets that were left out of their replay, to see whether guests touch them",
+    /// Those that guests have touched.
+    sampled_pages_touched = "Pages left out of a replay that the guest has touched",
     /// Pages that were recorded.
     recorded_pages = "Pages in the working sets that were recorded",
     }

@@ -31,6 +31,7 @@ use crate::options::{OnFailure, Options};
 use crate::peer::Peer;
 use crate::receive::ReceiveError;
 use crate::recorder::Recorder;
+use crate::sample::Sample;
 use crate::server::Stopper;
 use crate::state::{KeptVm, State};
 use connection::is_closed;
@@ -180,6 +181,8 @@ struct Vm<'a> {
     recorder: Option<Arc<Recorder>>,
     /// The recorder that sees the faults, if there is one.
     observer: Option<Arc<Recorder>>,
+    /// The pages that its replay left out.
+    sample: Option<Arc<Sample>>,
     prefetch: Option<Prefetch>,
     /// The regions beyond the end of the image.
     without_content: Vec<RegionId>,
@@ -497,6 +500,8 @@ impl Vm<'_> {
                 0 => 0,
                 _ => all.messages,
             },
+            sampled_pages: self.sample.as_ref().map_or(0, |sample| sample.pages()),
+            sampled_pages_touched: self.sample.as_ref().map_or(0, |sample| sample.touched()),
             vms: 1,
             memory_bytes: self.memory_bytes,
             ..Totals::default()
@@ -543,6 +548,7 @@ impl Vm<'_> {
         let none = Totals {
             vms: 0,
             memory_bytes: 0,
+            vms_ended: 1,
             ..totals
         };
         self.common.metrics.add(&totals, &none);

@@ -413,6 +413,41 @@ fn a_stopped_server_leaves_complete_guests_behind() {
     assert!(guest.read(9) == [0; PAGE]);
 }
 
+/// A guest that needs half of what an earlier one touched shows that by the pages left out of the replay.
+#[test]
+fn the_waste_of_a_replay_is_estimated() {
+    if !has_userfaultfd() {
+        return;
+    }
+    const PAGES: usize = 8192;
+    let place = Place::new(PAGES);
+    let run = |touched: std::ops::Range<usize>| {
+        let running = Running::start(Options {
+            working_set: WorkingSetMode::Auto,
+            prefetch: false,
+            ..place.options()
+        });
+        let guest = Guest::new(PAGES);
+        let stream = guest.connect(&place.socket());
+        touched.for_each(|page| guest.check(page, &content(page)));
+        drop(stream);
+        eventually("the VM's end", || running.metrics.totals().vms_ended == 1);
+        let totals = running.metrics.totals();
+        running.stop();
+        totals
+    };
+    let recorded = run(0..PAGES);
+    assert_eq!((recorded.recorded_pages, recorded.sampled_pages), (8192, 0));
+    let replayed = run(0..PAGES / 2);
+    let (sampled, touched) = (replayed.sampled_pages, replayed.sampled_pages_touched);
+    assert_eq!(replayed.replayed_pages + sampled, 8192);
+    assert!((90..170).contains(&sampled), "{replayed:?}");
+    assert!(
+        (sampled / 4..sampled * 3 / 4).contains(&touched),
+        "{replayed:?}"
+    );
+}
+
 #[test]
 fn a_working_set_is_recorded_and_replayed() {
     if !has_userfaultfd() {

@@ -18,7 +18,8 @@ use crate::image::{ServedImage, WorkingSetPlan};
 use crate::metrics::Totals;
 use crate::native::attach::{AttachedRegion, Memory};
 use crate::peer::Peer;
-use crate::recorder::Recorder;
+use crate::recorder::{RECORDED, Recorder};
+use crate::sample::Sample;
 use crate::working_set::WorkingSet;
 
 /// A batch of prefetch: a fault on a page of a batch that is being installed waits for the whole batch.
@@ -110,7 +111,16 @@ impl<'a> Vm<'a> {
             (None, false) => None,
         };
         let regions = attached.iter().map(|attached| &attached.region);
-        let memory_bytes = regions.map(VmRegion::bytes).sum();
+        let memory_bytes = regions.clone().map(VmRegion::bytes).sum();
+        // With prefetch the pages of the sample would come, too; a huge page has no part that is left out.
+        let is_sampled = !common.options.prefetch && observer.is_none() && { regions }
+            .all(|region| region.page_size == RECORDED);
+        let sample = match &plan {
+            WorkingSetPlan::Replay(set) if is_sampled => {
+                Sample::choose(&set.runs(), common.metrics.totals().vms_accepted)
+            }
+            _ => None,
+        };
         let mut vm = Self {
             common,
             image,
@@ -126,6 +136,7 @@ impl<'a> Vm<'a> {
             notices,
             recorder,
             observer,
+            sample: sample.map(Arc::new),
             prefetch: None,
             without_content: Vec::new(),
             stalled: Vec::new(),
@@ -182,6 +193,9 @@ impl<'a> Vm<'a> {
             let mut config = config.fault_around(around);
             if let Some(observer) = &self.observer {
                 let observer: Arc<dyn Observer> = Arc::<Recorder>::clone(observer);
+                config = config.observe(observer);
+            } else if let Some(sample) = &self.sample {
+                let observer: Arc<dyn Observer> = Arc::<Sample>::clone(sample);
                 config = config.observe(observer);
             }
             config = match std::mem::replace(&mut attached.memory, Memory::Missing) {
@@ -271,7 +285,14 @@ impl<'a> Vm<'a> {
     /// The pages of a working set, in its order.
     fn plan_replay(&mut self, set: &WorkingSet) -> Vec<(RegionId, PageRange)> {
         let mut first = Vec::new();
-        for run in set.runs() {
+        let mut runs = set.runs();
+        if let Some(sample) = &self.sample {
+            runs = runs
+                .into_iter()
+                .flat_map(|run| sample.rest_of(run))
+                .collect();
+        }
+        for run in runs {
             let shift = set.page_size.shift();
             self.locate(run.first().0 << shift, run.count() << shift, &mut first);
         }
