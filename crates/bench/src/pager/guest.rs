@@ -4,10 +4,12 @@ use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use pagetide_memory::Region;
-use pagetide_serve::{Binding, Metrics, Options, Server, WorkingSetMode};
+use pagetide_serve::{Binding, Metrics, Options, Server, Stopper, Totals, WorkingSetMode};
 use pagetide_sources::Location;
 use pagetide_uapi::userfaultfd::{Features, Mode, Userfaultfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -16,10 +18,12 @@ use super::image::Image;
 use super::raw::register;
 use crate::benchmark::RunFailure;
 
-/// A server for one VM.
+/// A server that runs, for one VM after the other.
 pub(super) struct Ready {
-    server: Server,
-    socket: std::path::PathBuf,
+    socket: PathBuf,
+    metrics: Metrics,
+    stopper: Stopper,
+    thread: Option<JoinHandle<io::Result<()>>>,
 }
 
 /// A VM that is being served.
@@ -27,22 +31,30 @@ pub(super) struct Guest {
     stream: UnixStream,
     _uffd: Userfaultfd,
     metrics: Metrics,
-    thread: JoinHandle<io::Result<()>>,
+    before: Totals,
 }
 
-/// The server's thread panicked.
+/// How long a server may take to notice the end of a VM.
+const LONGEST_END: Duration = Duration::from_secs(30);
+
+/// The server did not serve the VM to its end.
 #[derive(Debug, thiserror::Error)]
-#[error("the server panicked")]
-struct Panicked;
+enum ServerFailed {
+    #[error("the server refused the VM: its log has the reason")]
+    Refused,
+    #[error("the server did not notice the end of the VM within {LONGEST_END:?}")]
+    StillServed,
+}
 
 impl Ready {
-    /// Opens the image; `prefetch` says whether everything is fetched while the guest runs.
-    pub(super) fn bind(
+    /// Opens the image and starts the server; `prefetch` says whether everything is fetched while the guest
+    /// runs.
+    pub(super) fn start(
         image: &Image,
         working_set: WorkingSetMode,
         prefetch: bool,
     ) -> Result<Self, RunFailure> {
-        let socket = image.path("socket");
+        let socket = image.path(&format!("{working_set:?}-{prefetch}.socket"));
         let options = Options {
             bindings: vec![Binding {
                 socket: socket.clone(),
@@ -50,26 +62,27 @@ impl Ready {
             }],
             working_set,
             prefetch,
-            once: true,
             ..Options::default()
         };
         let server = Server::bind(options).map_err(RunFailure::failed)?;
-        Ok(Self { server, socket })
+        Ok(Self {
+            socket,
+            metrics: server.metrics(),
+            stopper: server.stopper(),
+            thread: Some(thread::spawn(move || server.run())),
+        })
     }
 
-    /// Starts the server, and hands it the memory of `region`.
-    pub(super) fn connect(self, region: &Region) -> Result<Guest, RunFailure> {
-        let Self { server, socket } = self;
-        let metrics = server.metrics();
-        let thread = thread::spawn(move || server.run());
-        // As Firecracker does.
+    /// Hands the server the memory of `region`, as Firecracker does.
+    pub(super) fn connect(&self, region: &Region) -> Result<Guest, RunFailure> {
+        let before = self.metrics.totals();
         let uffd = register(region, Mode::Missing, Features::EVENT_REMOVE)?;
         let message = format!(
             r#"[{{"base_host_virt_addr":{},"size":{},"offset":0,"page_size":4096,"page_size_kib":4096}}]"#,
             region.guest().start().as_u64(),
             region.bytes(),
         );
-        let stream = UnixStream::connect(socket).map_err(RunFailure::failed)?;
+        let stream = UnixStream::connect(&self.socket).map_err(RunFailure::failed)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         let descriptors = [uffd.as_fd()];
@@ -80,22 +93,41 @@ impl Ready {
         Ok(Guest {
             stream,
             _uffd: uffd,
-            metrics,
-            thread,
+            metrics: self.metrics.clone(),
+            before,
         })
     }
 }
 
+impl Drop for Ready {
+    fn drop(&mut self) {
+        self.stopper.stop();
+        if let Some(thread) = self.thread.take() {
+            // No VM is left, and a failure to accept one was seen as a refusal.
+            let _ = thread.join();
+        }
+    }
+}
+
 impl Guest {
-    /// Leaves the server, which ends, and returns the number of faults. The memory may go then.
+    /// Leaves the server, and returns the number of faults. The memory may go then.
     pub(super) fn end(self) -> Result<u64, RunFailure> {
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         drop(self.stream);
-        let ended = self
-            .thread
-            .join()
-            .map_err(|_| RunFailure::failed(Panicked))?;
-        ended.map_err(RunFailure::failed)?;
-        Ok(self.metrics.totals().faults)
+        let begun = Instant::now();
+        loop {
+            let now = self.metrics.totals();
+            if now.vms_refused > self.before.vms_refused {
+                return Err(RunFailure::failed(ServerFailed::Refused));
+            }
+            if now.vms_accepted > self.before.vms_accepted && now.vms_ended > self.before.vms_ended
+            {
+                return Ok(now.faults - self.before.faults);
+            }
+            if begun.elapsed() > LONGEST_END {
+                return Err(RunFailure::failed(ServerFailed::StillServed));
+            }
+            thread::sleep(Duration::from_micros(100));
+        }
     }
 }

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_memory::{Backing, GuestAddress, PageIndex, Region};
+use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, Region};
 use pagetide_serve::WorkingSetMode;
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
+use super::guest::Ready;
 use super::image::Image;
-use super::paging::Prepared;
+use super::paging::{Opened, Paging, working_set};
 use super::plan::{Cache, Order, PAGE, Part, Plan, Series, Via, Way};
 use super::view;
 use crate::benchmark::{Job, Rig, RunFailure};
@@ -27,11 +28,19 @@ const WORKLOAD_PAGES: usize = 10_000;
 /// How often the workload goes through each page that it touches: about 5 microseconds of work.
 const PASSES: u32 = 6;
 
-/// A file to page from.
-#[derive(Debug)]
+/// Files to page from.
 pub struct Machines {
-    image: Image,
-    has_working_set: bool,
+    /// One that stays in the page cache.
+    warm: Arc<Image>,
+    opened: Option<Opened>,
+    /// One that is taken out of the page cache before each run.
+    cold: Option<Image>,
+}
+
+impl std::fmt::Debug for Machines {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Machines").finish_non_exhaustive()
+    }
 }
 
 /// Memory holds something else than the file.
@@ -60,15 +69,21 @@ impl Machines {
                 advice: "they are in Linux 5.14 and later",
             });
         }
-        // The file in the page cache, and the memory.
-        check_room(Backing::Shmem, ByteSize(plan.memory.0.saturating_mul(2)))?;
+        // The files in the page cache, and the memory.
+        let replays = plan.parts.contains(&Part::Replay);
+        let files = if replays { 2 } else { 1 };
+        check_room(
+            Backing::Shmem,
+            ByteSize(plan.memory.0.saturating_mul(1 + files)),
+        )?;
         let scratch = |source| PrepareError::Scratch {
             directory: std::env::temp_dir(),
             source,
         };
-        let image = Image::write(plan.memory.0).map_err(scratch)?;
+        let mut cold = None;
         let mut warnings = Vec::new();
-        if plan.parts.contains(&Part::Replay) {
+        if replays && plan.caches.contains(&Cache::Cold) {
+            let image = Image::write(plan.memory.0).map_err(scratch)?;
             let gate = Gate {
                 method: Cache::Cold,
                 present: image.drop_cache().map_err(scratch)?,
@@ -77,19 +92,16 @@ impl Machines {
             };
             let caches = &mut plan.caches;
             warnings = leave_out("--cache", caches, caches_asked, [gate])?;
+            cold = Some(image);
         }
-        Ok((
-            Self {
-                image,
-                has_working_set: false,
-            },
-            warnings,
-        ))
+        let warm = Image::write(plan.memory.0).map_err(scratch)?;
+        let (warm, opened) = (Arc::new(warm), None);
+        Ok((Self { warm, opened, cold }, warnings))
     }
 
     /// Bytes of memory that a series touches.
     fn bytes(&self, series: Series) -> u64 {
-        let all = self.image.bytes() as u64;
+        let all = self.warm.bytes() as u64;
         match series.part {
             Part::Random => all.min(AREA_BYTES),
             Part::Around if series.around == Some(1) => all.min(AREA_BYTES),
@@ -106,10 +118,10 @@ impl Machines {
         };
         let region = Region::new(GuestAddress(0), bytes, backing).map_err(RunFailure::failed)?;
         if backing == Backing::Shmem {
-            let content = self.image.map(false).map_err(RunFailure::failed)?;
+            let content = self.warm.map(false).map_err(RunFailure::failed)?;
             let content = content
                 .content()
-                .get(..self.image.bytes().min(to_usize(bytes)));
+                .get(..self.warm.bytes().min(to_usize(bytes)));
             region
                 .write_service(PageIndex(0), 0, content.unwrap_or_default())
                 .map_err(RunFailure::failed)?;
@@ -143,26 +155,24 @@ impl Machines {
     }
 
     /// Lets a server record the workload, if that has not been done yet.
-    fn record(&mut self, series: Series) -> Result<(), RunFailure> {
-        if self.has_working_set {
+    fn record(&self, image: &Image, series: Series) -> Result<(), RunFailure> {
+        if image.path("memory.working-set").exists() {
             return Ok(());
         }
         let region = self.region(series)?;
-        let server = Prepared::server(&self.image, WorkingSetMode::Record, false)?;
-        let paging = server.begin(&region, series)?;
+        let server = Ready::start(image, WorkingSetMode::Record, false)?;
+        let guest = server.connect(&region)?;
         walk(
             region.guest().start().as_u64(),
             &self.touches(series, 1),
             series,
         )?;
-        paging.end()?;
-        self.has_working_set = true;
-        Ok(())
+        guest.end().map(drop)
     }
 
     /// Compares pages with the file; all of `bytes` if none are named.
     fn verify(&self, start: u64, bytes: u64, pages: &[Vec<u64>]) -> Result<(), RunFailure> {
-        let file = self.image.map(false).map_err(RunFailure::failed)?;
+        let file = self.warm.map(false).map_err(RunFailure::failed)?;
         let start = std::ptr::with_exposed_provenance::<u8>(to_usize(start));
         let is_same = |page: usize| {
             let at = page * to_usize(PAGE);
@@ -190,18 +200,33 @@ impl Rig<Plan> for Machines {
     fn run(&mut self, job: &Job<'_, Plan>, _: &mut dyn Progress) -> Result<Sample, RunFailure> {
         let series = job.series;
         let touches = self.touches(series, job.vcpus);
+        let image = match series.cache {
+            Some(Cache::Cold) => self.cold.as_ref().unwrap_or(&self.warm),
+            _ => &self.warm,
+        };
         if series.part == Part::Replay {
-            self.record(series)?;
+            self.record(image, series)?;
         }
         if series.way == Way::Map {
-            return self.run_mapped(series, &touches);
+            return self.run_mapped(image, series, &touches);
         }
         let region = self.region(series)?;
-        let prepared = Prepared::new(&self.image, series)?;
-        self.set_cache(series)?;
         let (start, bytes) = (region.guest().start().as_u64(), region.bytes());
+        warm_memory(bytes)?;
+        // A server that has no page of the image yet.
+        let cold_server = match series.cache {
+            Some(Cache::Cold) => {
+                let server = Ready::start(image, working_set(series), false)?;
+                drop_cache(image)?;
+                Some(server)
+            }
+            _ => None,
+        };
         let mut begun = Instant::now();
-        let mut paging = prepared.begin(&region, series)?;
+        let mut paging = match &cold_server {
+            Some(server) => Paging::Server(server.connect(&region)?),
+            None => self.opened()?.begin(&region, series)?,
+        };
         if matches!(series.part, Part::Random | Part::Around) {
             begun = Instant::now();
         }
@@ -219,11 +244,26 @@ impl Rig<Plan> for Machines {
 }
 
 impl Machines {
+    /// What has the file open that stays in the page cache.
+    fn opened(&mut self) -> Result<&mut Opened, RunFailure> {
+        match &mut self.opened {
+            Some(opened) => Ok(opened),
+            none => Ok(none.insert(Opened::open(&self.warm)?)),
+        }
+    }
+
     /// The workload on a private mapping of the file, which the kernel pages in.
-    fn run_mapped(&self, series: Series, touches: &[Vec<u64>]) -> Result<Sample, RunFailure> {
-        self.set_cache(series)?;
+    fn run_mapped(
+        &self,
+        image: &Image,
+        series: Series,
+        touches: &[Vec<u64>],
+    ) -> Result<Sample, RunFailure> {
+        if series.cache == Some(Cache::Cold) {
+            drop_cache(image)?;
+        }
         let begun = Instant::now();
-        let mapping = self.image.map(true).map_err(RunFailure::failed)?;
+        let mapping = image.map(true).map_err(RunFailure::failed)?;
         let start = mapping.content().as_ptr().expose_provenance() as u64;
         let log = walk(start, touches, series)?;
         let elapsed = begun.elapsed();
@@ -231,20 +271,24 @@ impl Machines {
         self.verify(start, bytes, touches)?;
         Ok(sample(series, elapsed, bytes, touches, log))
     }
+}
 
-    /// Takes the file out of the page cache, or puts it there.
-    fn set_cache(&self, series: Series) -> Result<(), RunFailure> {
-        match series.cache {
-            Some(Cache::Cold) => match self.image.drop_cache().map_err(RunFailure::failed)? {
-                true => Ok(()),
-                false => Err(RunFailure::failed(StaysCached)),
-            },
-            _ => {
-                // Populating a mapping reads what is not cached.
-                self.image.map(false).map(drop).map_err(RunFailure::failed)
-            }
-        }
+/// Takes the file out of the page cache.
+fn drop_cache(image: &Image) -> Result<(), RunFailure> {
+    match image.drop_cache().map_err(RunFailure::failed)? {
+        true => Ok(()),
+        false => Err(RunFailure::failed(StaysCached)),
     }
+}
+
+/// Touches as much new memory as the run will, and frees it. A hypervisor below takes memory back that its
+/// guest does not use for a while; the first touch after that costs what no pager has a part in.
+fn warm_memory(bytes: u64) -> Result<(), RunFailure> {
+    let region = Region::new(GuestAddress(0), bytes, Backing::Anonymous);
+    let region = region.map_err(RunFailure::failed)?;
+    region
+        .fault_in(region.all_pages(), FaultInAccess::Write)
+        .map_err(RunFailure::failed)
 }
 
 fn sample(

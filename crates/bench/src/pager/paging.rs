@@ -17,11 +17,13 @@ use super::plan::{Part, Series, Via, Way};
 use super::raw::Loops;
 use crate::benchmark::RunFailure;
 
-/// What is made before a run's time begins.
-pub(super) enum Prepared {
-    Raw(Mapping),
-    Engine(Arc<dyn Source>),
-    Server(Ready),
+/// What has a file open that is paged from. As in a server that has served VMs of an image before, all of it
+/// stays open from one run to the next.
+pub(super) struct Opened {
+    image: Arc<Image>,
+    mapping: Arc<Mapping>,
+    source: Arc<dyn Source>,
+    servers: Vec<((WorkingSetMode, bool), Ready)>,
 }
 
 /// What resolves faults.
@@ -35,51 +37,71 @@ pub(super) enum Paging {
     Server(Guest),
 }
 
+/// What a series' server does with working sets.
+pub(super) fn working_set(series: Series) -> WorkingSetMode {
+    match series.way {
+        Way::Replay => WorkingSetMode::Replay,
+        _ => WorkingSetMode::Off,
+    }
+}
+
 /// Whether pages are installed before they are touched.
 fn fetches(series: Series) -> bool {
     matches!(series.part, Part::Fill | Part::Reader)
 }
 
-impl Prepared {
-    /// Opens the image as the series needs it.
-    pub(super) fn new(image: &Image, series: Series) -> Result<Self, RunFailure> {
-        Ok(match series.way {
-            Way::Raw | Way::Map => Self::Raw(image.map(false).map_err(RunFailure::failed)?),
-            Way::Engine => {
-                let blob = FileBlob::open(&image.path("memory")).map_err(RunFailure::failed)?;
-                let image = RawImage::new(Arc::new(blob)).map_err(RunFailure::failed)?;
-                let config = PoolConfig::default();
-                let source = ImageSource::start(Arc::new(image), config, |_| (), |_| ());
-                Self::Engine(source.map_err(RunFailure::failed)?)
-            }
-            Way::Server => Self::server(image, WorkingSetMode::Off, fetches(series))?,
-            Way::Replay => Self::server(image, WorkingSetMode::Replay, false)?,
+impl Opened {
+    /// Opens the image, and reads all of it into the page cache.
+    pub(super) fn open(image: &Arc<Image>) -> Result<Self, RunFailure> {
+        let blob = FileBlob::open(&image.path("memory")).map_err(RunFailure::failed)?;
+        let raw = RawImage::new(Arc::new(blob)).map_err(RunFailure::failed)?;
+        let source = ImageSource::start(Arc::new(raw), PoolConfig::default(), |_| (), |_| ());
+        Ok(Self {
+            image: Arc::clone(image),
+            mapping: Arc::new(image.map(false).map_err(RunFailure::failed)?),
+            source: source.map_err(RunFailure::failed)?,
+            servers: Vec::new(),
         })
     }
 
-    /// A server with this working set.
-    pub(super) fn server(
-        image: &Image,
-        mode: WorkingSetMode,
-        prefetch: bool,
-    ) -> Result<Self, RunFailure> {
-        Ok(Self::Server(Ready::bind(image, mode, prefetch)?))
+    /// The server with this working set, which is started at its first use.
+    fn server(&mut self, mode: WorkingSetMode, prefetch: bool) -> Result<&Ready, RunFailure> {
+        let wanted = (mode, prefetch);
+        let found = self.servers.iter().position(|(has, _)| *has == wanted);
+        let index = match found {
+            Some(index) => index,
+            None => {
+                let ready = Ready::start(&self.image, mode, prefetch)?;
+                self.servers.push((wanted, ready));
+                self.servers.len() - 1
+            }
+        };
+        Ok(&self.servers[index].1)
     }
 
     /// Begins to serve the faults of `region`.
-    pub(super) fn begin(self, region: &Arc<Region>, series: Series) -> Result<Paging, RunFailure> {
+    pub(super) fn begin(
+        &mut self,
+        region: &Arc<Region>,
+        series: Series,
+    ) -> Result<Paging, RunFailure> {
         let via = series.via.unwrap_or(Via::Copy);
         let around = series.around.unwrap_or(1);
         let readers = series.readers.and_then(NonZeroU32::new);
         let readers = readers.unwrap_or(NonZeroU32::MIN);
-        match self {
-            Self::Raw(content) => {
+        match series.way {
+            Way::Raw | Way::Map => {
+                let content = Arc::clone(&self.mapping);
                 let fills = series.part == Part::Reader;
                 let loops = Loops::begin(region, content, via, around, readers, fills)?;
                 Ok(Paging::Raw(loops))
             }
-            Self::Server(ready) => Ok(Paging::Server(ready.connect(region)?)),
-            Self::Engine(source) => {
+            Way::Server | Way::Replay => {
+                let server = self.server(working_set(series), fetches(series))?;
+                Ok(Paging::Server(server.connect(region)?))
+            }
+            Way::Engine => {
+                let source = Arc::clone(&self.source);
                 let (mode, contents) = match via {
                     Via::Copy => (Mode::Missing, Contents::Source(source)),
                     Via::Continue => (Mode::Minor, Contents::PageCache(Holes::AreMissing)),

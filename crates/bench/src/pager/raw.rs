@@ -31,7 +31,7 @@ struct Shared {
     uffd: Userfaultfd,
     stop: rustix::fd::OwnedFd,
     start: u64,
-    content: Mapping,
+    content: Arc<Mapping>,
     via: Via,
     window_bytes: u64,
     stopping: AtomicBool,
@@ -69,7 +69,7 @@ impl Loops {
     /// block of `around` pages. With `fills`, the thread also installs everything else.
     pub(super) fn begin(
         region: &Region,
-        content: Mapping,
+        content: Arc<Mapping>,
         via: Via,
         around: u32,
         readers: NonZeroU32,
