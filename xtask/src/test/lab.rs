@@ -51,13 +51,15 @@ const POPULATE: &str = "pagetide bench populate --vcpus 1,2 --memory 4M --runs 1
 const KUNIT_SUITE: &str = "memory-failure";
 
 /// Integration tests that no kernel makes a difference to: what opens reports, what is generated from the
-/// command line, and what reads images. What this machine ran need not run twice.
-const KERNEL_BLIND: [&str; 9] = [
+/// command line, what reads images, and what starts a server in Python, which a software CPU takes minutes
+/// for. What this machine ran need not run twice.
+const KERNEL_BLIND: [&str; 10] = [
     "cli/generated",
     "cli/image",
     "cli/serve",
     "cli/show",
     "serve/dashboard",
+    "serve/s3",
     "sources/cache",
     "sources/image",
     "sources/object",
