@@ -12,6 +12,7 @@ mod files;
 mod guest;
 mod initramfs;
 mod kernel;
+mod moto;
 mod package;
 mod paths;
 mod profile;
@@ -40,7 +41,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Install what the other verbs need (Debian packages; as root or through sudo)
+    /// Install what the other verbs need (Debian packages, as root or through sudo; an S3 server for tests)
     Setup,
     /// Build, edit and check the patched kernel
     #[command(subcommand)]
@@ -79,7 +80,13 @@ enum Verb {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = Paths::find().and_then(|paths| match &cli.verb {
-        Verb::Setup => setup::run().map(|()| ExitCode::SUCCESS),
+        Verb::Setup => {
+            setup::run()?;
+            if let Err(error) = moto::install(&paths) {
+                eprintln!("without an S3 server, whose tests will be skipped: {error:#}");
+            }
+            Ok(ExitCode::SUCCESS)
+        }
         Verb::Kernel(verb) => kernel::run(verb, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Vm(args) => vm::run(args, &paths),
         Verb::Guest => guest::run(&paths).map(|()| ExitCode::SUCCESS),

@@ -23,6 +23,8 @@ enum What {
     Libclang,
     /// A Rust compiler that has arm64's standard library, Debian's or another.
     CrossRust,
+    /// The parts of Python that make virtual environments, which Debian has in a package of their own.
+    PythonVenv,
 }
 
 const fn program(name: &'static str, package: &'static str) -> Need {
@@ -129,6 +131,15 @@ pub(crate) fn bindgen_tools() -> Vec<Need> {
     vec![LIBCLANG]
 }
 
+/// What the S3 server of the tests takes.
+const MOTO: [Need; 2] = [
+    program("python3", "python3"),
+    Need {
+        what: What::PythonVenv,
+        package: "python3-venv",
+    },
+];
+
 /// Every Debian package's need.
 fn everything() -> Vec<Need> {
     let mut needs = kernel_tools(Arch::Arm64);
@@ -137,6 +148,7 @@ fn everything() -> Vec<Need> {
     needs.extend(vm_tools(Arch::Arm64));
     needs.extend(bindgen_tools());
     needs.extend(package_tools());
+    needs.extend(MOTO);
     needs
 }
 
@@ -147,6 +159,7 @@ impl Need {
             What::File(path) => Path::new(path).exists(),
             What::Libclang => has_libclang(),
             What::CrossRust => cross::rustc().is_some(),
+            What::PythonVenv => has_python_venv(),
         }
     }
 }
@@ -154,6 +167,11 @@ impl Need {
 /// libclang.so, libclang-14.so.1 and the like; not libclang-cpp, which bindgen cannot use.
 fn is_libclang(file_name: &str) -> bool {
     file_name.starts_with("libclang") && !file_name.starts_with("libclang-cpp")
+}
+
+fn has_python_venv() -> bool {
+    let python = Run::new("python3").args(["-c", "import ensurepip, venv"]);
+    python.succeeds().unwrap_or(false)
 }
 
 /// Any version does: bindgen finds it where Debian puts it.

@@ -15,10 +15,10 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use pagetide_bench::units::ByteSize;
 use pagetide_serve::{
-    Binding, Exporter, Metrics, MetricsAddress, OnFailure, Options, Server, StartError,
-    StateOptions, Stopper, WorkingSetMode,
+    Binding, Exporter, Metrics, MetricsAddress, OnFailure, Options, Seccomp, SeccompMode, Server,
+    StartError, StateOptions, Stopper, WorkingSetMode,
 };
-use pagetide_sources::{CacheOptions, OpenOptions};
+use pagetide_sources::{CacheOptions, Location, OpenOptions};
 use sd_notify::NotifyState;
 use serde::{Deserialize, Deserializer};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -80,6 +80,18 @@ enum Failing {
     Stall,
     /// The VMM's process is killed
     Kill,
+}
+
+/// What happens to system calls that the server does not need.
+#[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+enum Filter {
+    /// They fail; those that only foreign code makes, such as execve, end the server
+    On,
+    /// The kernel logs and makes them
+    Log,
+    /// The kernel makes them
+    Off,
 }
 
 /// How messages are written.
@@ -175,6 +187,10 @@ struct Settings {
     #[arg(long, value_name = "COUNT")]
     max_vms: Option<usize>,
 
+    /// What happens to system calls that the server does not need, once it listens (seccomp) [default: on]
+    #[arg(long, value_enum, value_name = "ACTION")]
+    seccomp: Option<Filter>,
+
     /// The images: SOCKET = IMAGE
     #[arg(skip)]
     sockets: BTreeMap<PathBuf, String>,
@@ -262,7 +278,16 @@ impl Settings {
             cache_size: mine.cache_size.or(other.cache_size),
             state: mine.state.or(other.state),
             max_vms: mine.max_vms.or(other.max_vms),
+            seccomp: mine.seccomp.or(other.seccomp),
             sockets: other.sockets,
+        }
+    }
+
+    fn seccomp(&self) -> SeccompMode {
+        match self.seccomp.unwrap_or(Filter::On) {
+            Filter::On => SeccompMode::On,
+            Filter::Log => SeccompMode::Log,
+            Filter::Off => SeccompMode::Off,
         }
     }
 
@@ -298,8 +323,8 @@ impl Settings {
 }
 
 impl ServeArguments {
-    /// The options of the command line and of the file, and where the metrics are served.
-    fn options(&self) -> Result<(Options, Option<MetricsAddress>), Failure> {
+    /// The options of the command line and of the file; and both together, for what only the start uses.
+    fn options(&self) -> Result<(Options, Settings), Failure> {
         let settings = match &self.config {
             None => self.settings.clone(),
             Some(path) => {
@@ -324,7 +349,7 @@ impl ServeArguments {
             let what = "the size of a cache: there is no --cache";
             return Err(Failure::bad_input(NotA(size.to_string(), what)));
         }
-        Ok((options, settings.metrics))
+        Ok((options, settings))
     }
 }
 
@@ -371,7 +396,9 @@ fn check(options: &Options) -> Result<(), NotA> {
 
 /// Serves until a signal, or with --once until the last VM has gone.
 pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<ExitCode, Failure> {
-    let (options, metrics) = arguments.options()?;
+    let (options, settings) = arguments.options()?;
+    // A write to a memfd for which the kernel has no page is then an error of one VM.
+    pagetide_kvm::poison::install_sigbus_handler().map_err(Failure::failed)?;
     // From here on, a signal ends the server and not the process.
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(Failure::failed)?;
     let bindings = options.bindings.clone();
@@ -379,7 +406,7 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
         StartError::Descriptor(_) | StartError::Readers { .. } => Failure::failed(error),
         error => Failure::bad_input(error),
     })?;
-    let exporter = match &metrics {
+    let exporter = match &settings.metrics {
         None => None,
         Some(address) => {
             let started = Exporter::start(address, server.metrics());
@@ -392,12 +419,14 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
     for Binding { socket, image } in &bindings {
         tracing::info!(socket = %socket.display(), %image, "listening");
     }
+    let seccomp = Seccomp::new(settings.seccomp(), server.uses_network());
+    seccomp.confine_process().map_err(Failure::failed)?;
     tell_service_manager(NotifyState::Ready);
     let handle = signals.handle();
     let showing = show(server.metrics(), server.stopper(), line);
     let stopper = server.stopper();
     let result = thread::scope(|scope| {
-        scope.spawn(|| obey_signals(signals, arguments, &stopper));
+        scope.spawn(|| obey_signals(signals, arguments, &stopper, seccomp));
         let result = server.run();
         handle.close();
         result
@@ -411,7 +440,12 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
     Ok(ExitCode::SUCCESS)
 }
 
-fn obey_signals(mut signals: Signals, arguments: &ServeArguments, stopper: &Stopper) {
+fn obey_signals(
+    mut signals: Signals,
+    arguments: &ServeArguments,
+    stopper: &Stopper,
+    seccomp: Seccomp,
+) {
     for signal in signals.forever() {
         if signal != SIGHUP {
             tracing::info!(signal, "ending");
@@ -420,12 +454,21 @@ fn obey_signals(mut signals: Signals, arguments: &ServeArguments, stopper: &Stop
             continue;
         }
         match arguments.options() {
+            Ok((options, _)) if !seccomp.allows_network() && has_url(&options) => tracing::error!(
+                "SIGHUP: the options stay as they are: the filter of system calls has no network, since no \
+                 image was at a URL when the server started; restart it"
+            ),
             Ok((options, _)) => stopper.reload(options),
             Err(failure) => {
                 tracing::error!(error = %failure, "SIGHUP: the options stay as they are");
             }
         }
     }
+}
+
+fn has_url(options: &Options) -> bool {
+    let is_url = |binding: &Binding| matches!(binding.image, Location::Url(_));
+    options.bindings.iter().any(is_url)
 }
 
 /// Tells systemd, if it has started the process and asks to be told.

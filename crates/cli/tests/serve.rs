@@ -107,7 +107,7 @@ fn what_makes_no_sense_is_refused_in_one_line() {
         "/no/such/directory/socket={}",
         place.path("image").display()
     );
-    let cases: [(&[&str], &str); 14] = [
+    let cases: [(&[&str], &str); 15] = [
         (&[], "SOCKET=IMAGE"),
         (&["socket"], "is not SOCKET=IMAGE"),
         (
@@ -123,6 +123,7 @@ fn what_makes_no_sense_is_refused_in_one_line() {
         (&[&binding, "--socket-mode", "888"], "a mode such as 660"),
         (&[&binding, "--metrics", "localhost"], "unix:PATH"),
         (&[&binding, "--socket-owner", "root"], "UID:GID"),
+        (&[&binding, "--seccomp", "maybe"], "--seccomp"),
         (&[&binding, "--cache-size", "1G"], "there is no --cache"),
         (&[&binding, "--cache-size", "much"], "is not a size"),
     ];
@@ -237,6 +238,10 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
             "[sockets]\n\"third\" = \"/no/such/image\"",
             "/no/such/image does not exist",
         ),
+        (
+            "[sockets]\n\"third\" = \"s3://bucket/image\"",
+            "no image was at a URL",
+        ),
     ] {
         write(bad);
         signal(&child, "HUP");
@@ -349,4 +354,47 @@ fn metrics_are_served_at_a_unix_socket_and_at_a_port() {
     assert!(answer.contains("pagetide_faults_total 0"), "{answer}");
     signal(&child, "TERM");
     assert_eq!(ended(&mut child).code(), Some(0));
+}
+
+/// `Seccomp:` of each thread of a process: 2 is a filter.
+fn filters(child: &Child) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", child.id())).expect("it runs");
+    let status = |task: fs::DirEntry| fs::read_to_string(task.path().join("status")).ok();
+    let texts = tasks.filter_map(|task| status(task.ok()?));
+    texts
+        .flat_map(|text| {
+            let lines = text
+                .lines()
+                .filter_map(|line| line.strip_prefix("Seccomp:"));
+            lines.map(|mode| mode.trim().to_owned()).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+#[test]
+fn system_calls_are_filtered_on_all_threads_unless_that_is_off() {
+    let own = fs::read_to_string("/proc/self/status").expect("/proc is mounted");
+    if !own.contains("Seccomp:") {
+        println!("SKIP: the kernel has no seccomp");
+        return;
+    }
+    let place = Place::new();
+    fs::write(place.path("serve.toml"), "seccomp = \"off\"\n").expect("a temporary file");
+    for (words, wanted) in [
+        (&[][..], "2"),
+        (&["--seccomp", "on"], "2"),
+        (&["--seccomp", "log"], "2"),
+        (&["--seccomp", "off"], "0"),
+        (&["--config", "serve.toml"], "0"),
+        (&["--config", "serve.toml", "--seccomp", "on"], "2"),
+    ] {
+        let mut child = place.start(words);
+        eventually("the filter", || {
+            let filters = filters(&child);
+            filters.len() > 1 && filters.iter().all(|mode| mode == wanted)
+        });
+        assert!(is_served(&place.path("socket")));
+        signal(&child, "TERM");
+        assert_eq!(ended(&mut child).code(), Some(0));
+    }
 }

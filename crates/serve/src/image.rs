@@ -62,7 +62,7 @@ impl ServedImage {
         let name = image.name().to_owned();
         let source = ImageSource::start(
             Arc::clone(&image),
-            PoolConfig::default(),
+            pool(&*image, options),
             move |duration| counted.source_read(duration),
             {
                 let counted = metrics.clone();
@@ -180,6 +180,19 @@ impl ServedImage {
         set.merge(&recorded);
         set.save(path)?;
         Ok(Some(set.touches.len()))
+    }
+}
+
+/// The threads that read an image. Those of an object only wait: there are as many as requests that the store
+/// gets at one time.
+fn pool(image: &dyn GuestImage, options: &Options) -> PoolConfig {
+    if image.counters().is_none() {
+        return PoolConfig::default();
+    }
+    let object = &options.images.object;
+    PoolConfig {
+        shared_threads: object.bulk_gets,
+        urgent_threads: object.gets.saturating_sub(object.bulk_gets),
     }
 }
 

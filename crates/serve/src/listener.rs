@@ -1,11 +1,12 @@
 //! The sockets at which VMs connect.
 
 use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Gid, Uid};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, fstat};
 use thiserror::Error;
 
 /// Why a socket could not be bound.
@@ -22,6 +23,22 @@ pub enum ListenError {
     NotASocket {
         /// The path.
         path: PathBuf,
+    },
+    /// The socket could not be given to its owner.
+    #[error(
+        "{}: only a process with CAP_CHOWN, such as root's, can give this socket to {uid}:{gid}",
+        path.display()
+    )]
+    Owner {
+        /// The path.
+        path: PathBuf,
+        /// The user.
+        uid: u32,
+        /// The group.
+        gid: u32,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
     },
     /// Any other error.
     #[error("listening at {}", path.display())]
@@ -60,10 +77,13 @@ impl Listener {
         let new = PathBuf::from(name);
         let _ = std::fs::remove_file(&new);
         let socket = UnixListener::bind(&new).map_err(failed)?;
-        let placed = place(&socket, &new, path, mode, owner);
+        let placed = place(&socket, &new, mode)
+            .map_err(failed)
+            .and_then(|node| give(&node, path, owner))
+            .and_then(|()| std::fs::rename(&new, path).map_err(failed));
         if let Err(error) = placed {
             let _ = std::fs::remove_file(&new);
-            return Err(failed(error));
+            return Err(error);
         }
         Ok(Self {
             socket,
@@ -88,20 +108,37 @@ impl Listener {
     }
 }
 
-fn place(
-    socket: &UnixListener,
-    new: &Path,
-    path: &Path,
-    mode: u32,
-    owner: Option<(u32, u32)>,
-) -> io::Result<()> {
+/// Gives a new socket its permissions. Returns its file.
+///
+/// The directory may belong to the user of a jail, who may put a link into the socket's place at any time: what
+/// is changed is the file that was opened, and it is a socket.
+fn place(socket: &UnixListener, new: &Path, mode: u32) -> io::Result<OwnedFd> {
     socket.set_nonblocking(true)?;
-    std::fs::set_permissions(new, std::fs::Permissions::from_mode(mode))?;
-    if let Some((uid, gid)) = owner {
-        let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
-        rustix::fs::chown(new, Some(uid), Some(gid))?;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let node = rustix::fs::open(new, flags, Mode::empty())?;
+    if FileType::from_raw_mode(fstat(&node)?.st_mode) != FileType::Socket {
+        return Err(io::Error::other(
+            "another file was put in the socket's place",
+        ));
     }
-    std::fs::rename(new, path)
+    let link = format!("/proc/self/fd/{}", node.as_raw_fd());
+    std::fs::set_permissions(link, std::fs::Permissions::from_mode(mode))?;
+    Ok(node)
+}
+
+/// Gives a socket to its owner.
+fn give(node: &OwnedFd, path: &Path, owner: Option<(u32, u32)>) -> Result<(), ListenError> {
+    let Some((uid, gid)) = owner else {
+        return Ok(());
+    };
+    let (user, group) = (Uid::from_raw(uid), Gid::from_raw(gid));
+    let given = rustix::fs::chownat(node, "", Some(user), Some(group), AtFlags::EMPTY_PATH);
+    given.map_err(|errno| ListenError::Owner {
+        path: path.into(),
+        uid,
+        gid,
+        source: errno.into(),
+    })
 }
 
 fn check_free(path: &Path) -> Result<(), ListenError> {
@@ -139,5 +176,34 @@ impl Drop for Listener {
             return;
         }
         let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whoever owns the directory can put a link into the place of the new socket at any time.
+    #[test]
+    fn a_link_in_the_sockets_place_changes_no_other_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let (new, secret) = (
+            directory.path().join("new"),
+            directory.path().join("secret"),
+        );
+        let socket = UnixListener::bind(&new).unwrap();
+        let node = place(&socket, &new, 0o660).unwrap();
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&new), 0o660);
+        std::fs::write(&secret, "").unwrap();
+        std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(0o600)).unwrap();
+        std::fs::remove_file(&new).unwrap();
+        std::os::unix::fs::symlink(&secret, &new).unwrap();
+        assert!(place(&socket, &new, 0o666).is_err());
+        assert_eq!(mode(&secret), 0o600);
+        // The owner is that of the file which was opened.
+        let uid = rustix::process::geteuid().as_raw();
+        let gid = rustix::process::getegid().as_raw();
+        give(&node, &new, Some((uid, gid))).unwrap();
     }
 }

@@ -10,8 +10,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 /// A VMM's process.
 #[derive(Debug)]
 pub(crate) struct Peer {
-    /// 0 if the process is outside this process' pid namespace.
-    pub(crate) pid: i32,
+    /// `None` if the process is outside this process' pid namespace. Then nobody here can signal it.
+    pub(crate) pid: Option<i32>,
     pub(crate) uid: u32,
     /// Names the process even if its pid is used again.
     pidfd: Option<OwnedFd>,
@@ -32,7 +32,7 @@ impl Peer {
                 .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()),
         };
         Ok(Self {
-            pid: credentials.pid,
+            pid: Some(credentials.pid).filter(|&pid| pid != 0),
             uid: credentials.uid,
             pidfd,
         })
@@ -83,7 +83,7 @@ mod tests {
     fn a_peer_is_this_process_if_it_connected() {
         let (one, _other) = UnixStream::pair().unwrap();
         let peer = Peer::of(&one).unwrap();
-        assert_eq!(peer.pid.cast_unsigned(), std::process::id());
+        assert_eq!(peer.pid.map(i32::cast_unsigned), Some(std::process::id()));
         assert_eq!(peer.uid, rustix::process::getuid().as_raw());
         assert!(peer.pidfd.is_some());
     }

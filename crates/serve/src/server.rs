@@ -284,6 +284,17 @@ impl Server {
         self.common.stopper.clone()
     }
 
+    /// Whether it reads objects of a store: an image, a layer of one, or the image of a VM that a former
+    /// server has left.
+    pub fn uses_network(&self) -> bool {
+        let is_url = |kept: &KeptVm| {
+            let location = kept.description.image.parse();
+            matches!(location, Ok(Location::Url(_)))
+        };
+        let mut images = self.images.values();
+        images.any(|image| image.image.counters().is_some()) || self.kept.iter().any(is_url)
+    }
+
     /// Its counts.
     pub fn metrics(&self) -> Metrics {
         self.common.metrics.clone()

@@ -269,7 +269,12 @@ fn kill(common: &Common, peer: &Peer) {
                 "the VMM was killed: its content is unavailable"
             );
         }
-        Err(error) => tracing::error!(pid = peer.pid, %error, "the VMM could not be killed"),
+        Err(error) => tracing::error!(
+            pid = peer.pid,
+            uid = peer.uid,
+            %error,
+            "the VMM could not be killed: an access to a missing page raises SIGBUS"
+        ),
     }
 }
 
@@ -327,6 +332,12 @@ impl Vm<'_> {
             let ended = self.connection_ready(link, &serving, ready)?;
             let ended = ended.or_else(|| self.act_on_notices(link));
             if let Some(end) = ended.or(is_handed_over.then_some(End::HandedOver)) {
+                if end == End::HandedOver {
+                    // Nothing is poisoned: a successor goes on.
+                    link.notify(|| Message::GoingAway {
+                        within_ms: u32::MAX,
+                    });
+                }
                 self.report(serving.counters());
                 return Ok(end);
             }

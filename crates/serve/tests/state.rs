@@ -4,12 +4,14 @@
 
 mod support;
 
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::thread;
 
 use pagetide_serve::{Options, Server, StateOptions, WorkingSetMode, keep};
+use support::native::*;
 use support::*;
 
 const DIRECTORY: &str = "PAGETIDE_TEST_STATE";
@@ -49,6 +51,7 @@ fn server() {
         ..Options::default()
     };
     let server = Server::bind(options).unwrap();
+    confine_process(&server);
     let stopper = server.stopper();
     // The test closes standard input to stop it.
     thread::spawn(move || {
@@ -161,6 +164,90 @@ fn a_server_that_is_stopped_hands_its_vms_over() {
     serving.stop();
     let socket = place.directory.path().join("state/keeper.sock");
     eventually("the keeper's end", || !socket.exists());
+}
+
+/// VMMs that speak the native protocol: their memory is served on, and they learn that nobody answers any more.
+#[test]
+fn native_vms_outlive_their_server() {
+    if !has_userfaultfd() || !has_minor() {
+        return;
+    }
+    let place = Place::new(256);
+    let serving = Serving::start(&place, false);
+    let guest = shared(256);
+    let mut client = attached(&guest, &place.socket());
+    let (clone, mut cloning, _file) = cloned(&place.socket(), 256);
+    let clone = Arc::new(clone);
+    for guest in [&guest, &clone] {
+        (0..32).for_each(|page| guest.check(page, &content(page)));
+        guest.write(5, 0xee);
+        discard(guest, 10, 4);
+        discard(guest, 100, 4);
+    }
+    serving.kill();
+    let asleep = [guest.touch(200), clone.touch(201)];
+    let serving = Serving::start(&place, false);
+    for (page, thread) in (200..).zip(asleep) {
+        let found = within_patience("the page", move || thread.join().unwrap());
+        assert!(found == content(page));
+    }
+    assert!(client.health().is_err() && cloning.health().is_err());
+    // And handed over without a kill.
+    serving.stop();
+    let serving = Serving::start(&place, false);
+    for guest in [&guest, &clone] {
+        for page in (0..256).rev() {
+            let mut wanted = match page {
+                10..14 | 100..104 => vec![0; PAGE],
+                _ => content(page),
+            };
+            if page == 5 {
+                wanted[0] = 0xee;
+            }
+            guest.check(page, &wanted);
+        }
+        discard(guest, 20, 1);
+        guest.check(20, &[0; PAGE]);
+    }
+    drop((client, cloning));
+    serving.stop();
+    let socket = place.directory.path().join("state/keeper.sock");
+    eventually("the keeper's end", || !socket.exists());
+}
+
+/// A VM whose VMM has handed it over itself is not the keeper's any more. Memory whose file the server writes is
+/// not kept: such a VM is drained.
+#[test]
+fn a_vm_that_the_keeper_must_not_have_is_drained_or_left_alone() {
+    if !has_userfaultfd() || !has_minor() {
+        return;
+    }
+    let place = Place::new(64);
+    let serving = Serving::start(&place, false);
+    let left = shared(64);
+    let mut leaving = attached(&left, &place.socket());
+    left.check(1, &content(1));
+    let parts = leaving.hand_over().unwrap();
+    let file = memfd(64, rustix::fs::SealFlags::SHRINK);
+    let guest = Guest::of_file(file.as_fd(), 64, rustix::mm::MapFlags::SHARED);
+    let mut client = connect(&place.socket());
+    let attach = attach_of(&guest, vec![region(&guest).minor(1, 0)]);
+    let descriptors = [guest.uffd.as_fd(), file.as_fd()];
+    client.attach(&attach, &descriptors).unwrap();
+    guest.check(1, &content(1));
+    serving.stop();
+    (0..64).for_each(|page| assert!(guest.read(page) == content(page), "page {page}"));
+    // A server that starts now has no VM to go on with.
+    let serving = Serving::start(&place, true);
+    thread::sleep(A_WHILE);
+    assert_eq!(left.resident(), 1);
+    let mut taken = connect(&place.socket());
+    taken.resume_from(&parts).unwrap();
+    let attach = attach_of(&left, vec![region(&left)]);
+    taken.attach(&attach, &[left.uffd.as_fd()]).unwrap();
+    (0..64).for_each(|page| left.check(page, &content(page)));
+    taken.goodbye().unwrap();
+    serving.stop();
 }
 
 /// Faults, discards and kills all the time: no page is ever wrong.

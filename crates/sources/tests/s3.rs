@@ -1,22 +1,14 @@
-//! Objects of a server that speaks S3: moto, from PyPI, in a virtual environment below `target/`.
-//!
-//! The environment takes half a minute to install, so the test does not: without it, it is skipped.
-//!
-//! ```text
-//! python3 -m venv target/moto && target/moto/bin/pip install 'moto[server]'
-//! ```
+//! Objects of a server that speaks S3.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "test code")]
 
+#[path = "support/moto.rs"]
+mod moto;
 mod support;
 
-use std::io::{Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::Command;
 
+use moto::{Moto, put, use_server};
 use pagetide_memory::Urgency::{Bulk, Urgent};
 use pagetide_sources::{Blob, BlobError, CacheOptions, ObjectBlob, ObjectOptions, OpenObjectError};
 use support::pattern;
@@ -25,75 +17,18 @@ const BLOCK: usize = 16 << 10;
 /// The server's port, for the child process that has the environment of an S3 client.
 const CHILD: &str = "PAGETIDE_TEST_S3";
 
-struct Moto(Child);
-
-impl Drop for Moto {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn moto() -> Option<PathBuf> {
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent()?;
-    Some(target.join("moto/bin/moto_server")).filter(|path| path.exists())
-}
-
-/// Sends a request that moto does not authenticate.
-fn put(port: u16, path: &str, body: &[u8]) {
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    let head = format!(
-        "PUT {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {}\r\nConnection: close\r\nAuthorization: AWS4-HMAC-SHA256 Credential=key/20261102/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0\r\n\r\n",
-        body.len()
-    );
-    stream.write_all(&[head.as_bytes(), body].concat()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-}
-
 #[test]
 fn an_object_of_s3_is_read() {
-    let Some(server) = moto() else {
-        println!(
-            "SKIP: no target/moto: python3 -m venv target/moto && target/moto/bin/pip install 'moto[server]'"
-        );
+    let Some(moto) = Moto::start() else {
         return;
     };
-    let free = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port();
-    drop(free);
-    let mut command = Command::new(server);
-    command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
-    let started = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-    let mut running = match started {
-        Ok(child) => Moto(child),
-        Err(error) => {
-            println!("SKIP: moto does not start: {error}");
-            return;
-        }
-    };
-    let begun = Instant::now();
-    while TcpStream::connect(("127.0.0.1", port)).is_err() {
-        let ended = running.0.try_wait().unwrap();
-        if ended.is_some() || begun.elapsed() > Duration::from_secs(20) {
-            println!("SKIP: moto does not listen: {ended:?}");
-            return;
-        }
-        thread::sleep(Duration::from_millis(50));
-    }
-    // The environment of this process is not changed: other threads read it.
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "child", "--nocapture"]);
-    child.env(CHILD, port.to_string());
-    child
-        .env("AWS_ACCESS_KEY_ID", "key")
-        .env("AWS_SECRET_ACCESS_KEY", "word");
-    child
-        .env("AWS_DEFAULT_REGION", "us-east-1")
-        .env("AWS_ALLOW_HTTP", "true");
-    child.env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{port}"));
-    assert!(child.status().unwrap().success());
+    child.env(CHILD, moto.port.to_string());
+    use_server(&mut child, moto.port);
+    let output = child.output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}: {errors}", output.status);
 }
 
 #[test]

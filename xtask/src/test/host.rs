@@ -9,8 +9,9 @@ use serde_json::Value;
 
 use super::libtest::Report;
 use super::log_file;
-use super::tally::Tally;
+use super::tally::{Tally, Verdict};
 use crate::command::Run;
+use crate::moto;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
@@ -35,6 +36,12 @@ pub(super) struct TestProgram {
 
 /// Runs every test of the workspace here.
 pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    if let Err(error) = moto::install(paths) {
+        // The tests say that they are skipped; this says why.
+        let text = error.to_string();
+        let reason = text.lines().next().unwrap_or_default().to_owned();
+        tally.add("host", "moto from PyPI", Verdict::Skipped(reason));
+    }
     let programs = programs(paths)?;
     let log = log_file(paths, "host")?;
     for program in &programs {

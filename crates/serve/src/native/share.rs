@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagetide_memory::{FileView, FileViewError, PageSize, Urgency};
 use pagetide_pager::{Filled, PoolConfig, ServeError, Source};
-use pagetide_sources::{Digest, GuestImage, ImageError, ImageSource};
+use pagetide_sources::{BlobError, Digest, GuestImage, ImageError, ImageSource};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 use thiserror::Error;
@@ -156,14 +156,12 @@ impl Filling {
             if self.is_filled(page) {
                 continue;
             }
-            // The view covers the image, and nobody can truncate the file.
-            if self.view.write(page * PAGE, content).is_err() {
-                return Err(ImageError::NoSuchPage {
-                    offset: page * PAGE,
-                    bytes: PAGE,
-                    image_bytes: self.image.bytes(),
-                });
-            }
+            // Nobody can truncate the file: the kernel has no memory for the page, or the page has an error.
+            self.view.write(page * PAGE, content).map_err(|error| {
+                let name = format!("the memfd of {}", self.image.name());
+                let source = Box::new(error);
+                ImageError::Blob(BlobError::Failed { name, source })
+            })?;
             if let Some((word, bit)) = self.bit(page) {
                 word.fetch_or(bit, Ordering::AcqRel);
             }

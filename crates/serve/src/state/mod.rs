@@ -10,7 +10,7 @@ mod wire;
 
 use std::ffi::OsString;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -117,6 +117,9 @@ pub(crate) struct Description {
     pub(crate) image: String,
     pub(crate) digest: String,
     pub(crate) regions: Vec<KeptRegion>,
+    /// Its VMM speaks the native protocol.
+    #[serde(default)]
+    pub(crate) is_native: bool,
 }
 
 impl Description {
@@ -189,7 +192,7 @@ impl State {
     /// Keeps a VM. Returns its number at the keeper.
     pub(crate) fn keep(
         &self,
-        uffd: &OwnedFd,
+        uffd: BorrowedFd<'_>,
         stream: &UnixStream,
         maps: &OwnedFd,
         description: &Description,
@@ -204,7 +207,7 @@ impl State {
             written += rustix::io::write(&file, rest)?;
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let descriptors = [uffd.as_fd(), stream.as_fd(), maps.as_fd(), file.as_fd()];
+        let descriptors = [uffd, stream.as_fd(), maps.as_fd(), file.as_fd()];
         send(self.lock().as_fd(), &Message::Keep { id }, &descriptors)?;
         Ok(id)
     }

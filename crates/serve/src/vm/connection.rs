@@ -40,6 +40,14 @@ pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client)
             return;
         }
     };
+    if peer.pid.is_none() && common.options.on_failure == OnFailure::Kill {
+        tracing::warn!(
+            vm = number,
+            socket,
+            uid = peer.uid,
+            "the VMM is in another pid namespace: instead of being killed, it will get SIGBUS"
+        );
+    }
     let mut received = Received::default();
     let served = match kept {
         None => serve(common, image, &peer, &client, &mut received),
@@ -139,24 +147,35 @@ fn serve(
     let begun = Instant::now();
     let first = received.receive(stream, common.options.handshake_limit, stopping)?;
     let described = match first {
-        First::Native => return serve_native(common, image, peer, stream, received, begun),
+        First::Native => return serve_native(common, image, peer, client, received, begun),
         First::Firecracker(described) => described,
     };
     let descriptor = received.descriptors.first().map(OwnedFd::try_clone);
     let Some(Ok(descriptor)) = descriptor else {
         return Err(ReceiveError::Descriptors { count: 0 }.into());
     };
-    let keeping = match (&common.state, received.descriptors.first()) {
-        (Some(state), Some(uffd)) => Some(Keeping::begin(state, image, client, uffd, &described)?),
-        _ => None,
-    };
     let uffd = Arc::new(Userfaultfd::adopt(descriptor, EVENTS).map_err(ReceiveError::from)?);
+    let attached = attached(&uffd, described);
     let start = Start {
-        keeping,
+        keeping: keep(common, image, client, &attached, false)?,
         ..Start::default()
     };
-    let vm = Vm::new(common, image, peer, attached(&uffd, described), start)?;
+    let vm = Vm::new(common, image, peer, attached, start)?;
     live(vm, stream)
+}
+
+/// Keeps a VM for a successor of this server, if there is a keeper, and the VM can be kept.
+fn keep(
+    common: &Common,
+    image: &ServedImage,
+    client: &Client,
+    attached: &[AttachedRegion],
+    is_native: bool,
+) -> Result<Option<Keeping>, VmError> {
+    match &common.state {
+        Some(state) => Keeping::begin(state, image, client, attached, is_native),
+        None => Ok(None),
+    }
 }
 
 /// Goes on where a former server was killed, or has ended.
@@ -172,6 +191,11 @@ fn resume(
         return Err(VmError::OtherImage {
             image: kept.description.image,
         });
+    }
+    if kept.description.is_native {
+        // Requests and answers were cut anywhere: the VMM learns that nothing more is answered. Its memory is
+        // served as long as it keeps its end open.
+        let _ = stream.shutdown(std::net::Shutdown::Write);
     }
     let uffd = Arc::new(Userfaultfd::adopt(kept.uffd, EVENTS).map_err(ReceiveError::from)?);
     let keeping = common.state.as_ref().map(|state| Keeping {
@@ -227,10 +251,11 @@ fn serve_native(
     common: &Common,
     image: &Arc<ServedImage>,
     peer: &Peer,
-    stream: &UnixStream,
+    client: &Client,
     received: &mut Received,
     begun: Instant,
 ) -> Result<(End, Totals, u64), VmError> {
+    let stream = &client.stream;
     let arrived = std::mem::take(&mut received.descriptors);
     let is_too_many = received.is_cut || arrived.len() > MAX_DESCRIPTORS;
     let mut session = Session::new(stream, &received.message, arrived);
@@ -244,16 +269,16 @@ fn serve_native(
         }),
     }?;
     let (id, count) = (attached.id, attached.regions.len());
-    let start = Start {
+    let regions = attached.regions;
+    // A predecessor has served it.
+    let is_running = regions.iter().any(|region| !region.maps.is_empty());
+    let start = keep(common, image, client, &regions, true).map(|keeping| Start {
         is_native: true,
-        // A predecessor has served it.
-        is_running: attached
-            .regions
-            .iter()
-            .any(|region| !region.maps.is_empty()),
-        keeping: None,
-    };
-    let mut vm = match Vm::new(common, image, peer, attached.regions, start) {
+        is_running,
+        keeping,
+    });
+    let made = start.and_then(|start| Vm::new(common, image, peer, regions, start));
+    let mut vm = match made {
         Ok(vm) => vm,
         Err(error) => {
             let (code, text) = (error.code(), chain(&error));

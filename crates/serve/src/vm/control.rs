@@ -360,6 +360,10 @@ impl<'a> Control<'a> {
             });
         }
         self.is_handed_over = true;
+        // The VMM has a successor for this server: nobody else goes on with the VM, and the registration of
+        // its memory is the successor's.
+        vm.keeping = None;
+        vm.addresses.clear();
         let count = u32::try_from(parts.len()).unwrap_or(u32::MAX);
         let after = Message::HandedOver { parts: count };
         self.session.send_maps(id, parts, after);

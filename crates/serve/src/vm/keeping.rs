@@ -1,6 +1,6 @@
 //! A VM that is kept for a successor of this server.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use pagetide_memory::PageSize;
@@ -8,6 +8,7 @@ use pagetide_memory::PageSize;
 use super::{Client, VmError};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
+use crate::native::attach::{AttachedRegion, Memory};
 use crate::state::{Description, KeptRegion, State, map_file};
 
 /// A VM at the keeper, and its page maps. The keeper forgets the VM when this is dropped, unless a successor
@@ -28,29 +29,49 @@ impl Drop for Keeping {
 }
 
 impl Keeping {
+    /// Keeps a VM, if it can be kept ([`can_be_kept`]).
     pub(super) fn begin(
         state: &Arc<State>,
         image: &ServedImage,
         client: &Client,
-        uffd: &OwnedFd,
-        described: &[VmRegion],
-    ) -> Result<Self, VmError> {
-        let bytes = PageSize::Size4K.bytes() + described.iter().map(map_bytes).sum::<u64>();
+        attached: &[AttachedRegion],
+        is_native: bool,
+    ) -> Result<Option<Self>, VmError> {
+        let Some(first) = attached.first().filter(|_| can_be_kept(attached)) else {
+            return Ok(None);
+        };
+        let described = || attached.iter().map(|attached| &attached.region);
+        let bytes = PageSize::Size4K.bytes() + described().map(map_bytes).sum::<u64>();
         let maps = map_file(bytes).map_err(VmError::Keep)?;
         let description = Description {
             socket: client.socket.clone(),
             image: image.location.to_string(),
             digest: image.image.digest().to_string(),
-            regions: described.iter().map(KeptRegion::from).collect(),
+            regions: described().map(KeptRegion::from).collect(),
+            is_native,
         };
-        let id = state.keep(uffd, &client.stream, &maps, &description);
-        Ok(Self {
+        let id = state.keep(first.uffd.as_fd(), &client.stream, &maps, &description);
+        Ok(Some(Self {
             state: Arc::clone(state),
             id: id.map_err(VmError::Keep)?,
             maps,
             is_handed_over: false,
-        })
+        }))
     }
+}
+
+/// Whether a successor can go on after `kill -9`.
+///
+/// Not with several userfaultfds: the messages that were read last are kept for one. And not with memory
+/// whose file the server writes: a page may be mapped, and written by the guest, before the page map says so,
+/// and a second write of its content would not fail as a second copy does.
+fn can_be_kept(attached: &[AttachedRegion]) -> bool {
+    let Some(first) = attached.first() else {
+        return false;
+    };
+    attached.iter().all(|region| {
+        Arc::ptr_eq(&region.uffd, &first.uffd) && !matches!(region.memory, Memory::Minor(..))
+    })
 }
 
 /// The bytes of the page maps of a region, of which a part may lie beyond the end of the image: each map

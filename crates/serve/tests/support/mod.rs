@@ -23,7 +23,7 @@ use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use pagetide_serve::{Binding, Metrics, Options, Server, Stopper};
+use pagetide_serve::{Binding, Metrics, Options, Seccomp, SeccompMode, Server, Stopper};
 use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, UserRange, Userfaultfd};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -108,12 +108,23 @@ pub struct Running {
 }
 
 impl Running {
+    /// Starts a server whose threads may make the system calls that `pagetide serve` permits.
     pub fn start(options: Options) -> Self {
-        let server = Server::bind(options).unwrap();
+        let (send, started) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            // With a state's directory it starts a process, as it does before `pagetide serve` filters.
+            if options.state.is_none() {
+                confine_thread(options.bindings.iter().any(is_url));
+            }
+            let server = Server::bind(options).unwrap();
+            send.send((server.stopper(), server.metrics())).unwrap();
+            server.run()
+        });
+        let (stopper, metrics) = started.recv().expect("the server starts");
         Self {
-            stopper: server.stopper(),
-            metrics: server.metrics(),
-            thread: Some(thread::spawn(move || server.run())),
+            stopper,
+            metrics,
+            thread: Some(thread),
         }
     }
 
@@ -136,6 +147,25 @@ impl Drop for Running {
             self.stopper.stop();
             let _ = thread.join();
         }
+    }
+}
+
+fn is_url(binding: &Binding) -> bool {
+    matches!(binding.image, pagetide_sources::Location::Url(_))
+}
+
+/// A kernel may have no seccomp.
+fn confine_thread(network: bool) {
+    if let Err(error) = Seccomp::new(SeccompMode::On, network).confine_thread() {
+        println!("the server's system calls are not filtered: {error}");
+    }
+}
+
+/// The same for a server in a process of its own.
+pub fn confine_process(server: &Server) {
+    let seccomp = Seccomp::new(SeccompMode::On, server.uses_network());
+    if let Err(error) = seccomp.confine_process() {
+        println!("the server's system calls are not filtered: {error}");
     }
 }
 
