@@ -15,8 +15,8 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use pagetide_bench::units::ByteSize;
 use pagetide_serve::{
-    Binding, Exporter, Metrics, MetricsAddress, OnFailure, Options, Seccomp, SeccompMode, Server,
-    StartError, StateOptions, Stopper, WorkingSetMode,
+    Binding, Exporter, Metrics, MetricsAddress, OnFailure, Options, Seccomp, SeccompError,
+    SeccompMode, Server, StartError, StateOptions, Stopper, WorkingSetMode,
 };
 use pagetide_sources::{CacheOptions, Location, OpenOptions};
 use sd_notify::NotifyState;
@@ -187,7 +187,8 @@ struct Settings {
     #[arg(long, value_name = "COUNT")]
     max_vms: Option<usize>,
 
-    /// What happens to system calls that the server does not need, once it listens (seccomp) [default: on]
+    /// What happens to system calls that the server does not need, once it listens (seccomp) [default: on,
+    /// where the kernel has seccomp]
     #[arg(long, value_enum, value_name = "ACTION")]
     seccomp: Option<Filter>,
 
@@ -420,7 +421,16 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
         tracing::info!(socket = %socket.display(), %image, "listening");
     }
     let seccomp = Seccomp::new(settings.seccomp(), server.uses_network());
-    seccomp.confine_process().map_err(Failure::failed)?;
+    if let Err(error) = seccomp.confine_process() {
+        // Who asked for a filter does not run without.
+        if settings.seccomp.is_some() || !error.is_lack_of_support() {
+            return Err(Failure::failed(error));
+        }
+        tracing::warn!(
+            error = &error as &dyn std::error::Error,
+            "the server runs without a filter of its system calls"
+        );
+    }
     tell_service_manager(NotifyState::Ready);
     let handle = signals.handle();
     let showing = show(server.metrics(), server.stopper(), line);

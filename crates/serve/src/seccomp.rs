@@ -41,6 +41,17 @@ pub enum SeccompError {
     Install(#[source] seccompiler::Error),
 }
 
+impl SeccompError {
+    /// Whether the kernel was built without seccomp, or takes no filters.
+    #[must_use]
+    pub fn is_lack_of_support(&self) -> bool {
+        let Self::Install(seccompiler::Error::Seccomp(error)) = self else {
+            return false;
+        };
+        matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL))
+    }
+}
+
 /// A filter for a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seccomp {
@@ -399,7 +410,20 @@ fn allowed(network: bool) -> Result<Rules, seccompiler::BackendError> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::io::Errno;
+
     use super::*;
+
+    #[test]
+    fn a_kernel_without_seccomp_is_told_from_a_refusal() {
+        let refused = |errno: Errno| {
+            let error = std::io::Error::from_raw_os_error(errno.raw_os_error());
+            SeccompError::Install(seccompiler::Error::Seccomp(error)).is_lack_of_support()
+        };
+        assert!(refused(Errno::NOSYS) && refused(Errno::INVAL));
+        assert!(!refused(Errno::ACCESS));
+        assert!(!SeccompError::Architecture.is_lack_of_support());
+    }
 
     #[test]
     fn a_filter_is_compiled_and_nothing_is_allowed_and_fatal() {
