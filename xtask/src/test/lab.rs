@@ -51,13 +51,15 @@ const POPULATE: &str = "pagetide bench populate --vcpus 1,2 --memory 4M --runs 1
 const KUNIT_SUITE: &str = "memory-failure";
 
 /// Integration tests that no kernel makes a difference to: what opens reports, what is generated from the
-/// command line, and what reads images. What this machine ran need not run twice.
-const KERNEL_BLIND: [&str; 9] = [
+/// command line, and what reads images; and the server's stress, whose parts other tests show there. What
+/// this machine ran need not run twice.
+const KERNEL_BLIND: [&str; 10] = [
     "cli/generated",
     "cli/image",
     "cli/serve",
     "cli/show",
     "serve/dashboard",
+    "serve/stress",
     "sources/cache",
     "sources/image",
     "sources/object",
