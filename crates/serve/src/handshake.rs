@@ -211,8 +211,11 @@ pub(crate) fn check_together(regions: &[VmRegion]) -> Result<(), HandshakeError>
 /// that a number without digits.
 fn is_cut_number(message: &[u8], error: &serde_json::Error) -> bool {
     let is_open = matches!(message.last(), Some(b'-' | b'+' | b'.' | b'e' | b'E'));
-    let last_line = message.rsplit(|&byte| byte == b'\n').next();
-    is_open && error.is_syntax() && error.column() >= last_line.map_or(0, <[u8]>::len)
+    // The place of the error is its end.
+    let mut lines = message.rsplit(|&byte| byte == b'\n');
+    let last_line = lines.next().map_or(0, <[u8]>::len);
+    let is_at_end = error.line() == lines.count() + 1 && error.column() == last_line;
+    is_open && error.is_syntax() && is_at_end
 }
 
 fn incomplete(message: &[u8]) -> Result<Parsed, HandshakeError> {
@@ -496,6 +499,7 @@ mod tests {
             "[]",
             "null",
             "[{\"size\":-1}]",
+            "[1.x\n\ne",
             "\u{0}",
         ] {
             let _ = refused(message);
