@@ -147,7 +147,7 @@ pub fn parse(message: &[u8]) -> Result<Parsed, HandshakeError> {
     let described = match values.next() {
         None => return incomplete(message),
         Some(Ok(described)) => described,
-        Some(Err(error)) if error.is_eof() || is_cut_number(message, &error) => {
+        Some(Err(error)) if error.is_eof() || is_cut_number(message) => {
             return incomplete(message);
         }
         Some(Err(error)) => {
@@ -207,15 +207,15 @@ pub(crate) fn check_together(regions: &[VmRegion]) -> Result<(), HandshakeError>
     })
 }
 
-/// Whether the message ends inside a number of a field that this program does not know: the parser calls
-/// that a number without digits.
-fn is_cut_number(message: &[u8], error: &serde_json::Error) -> bool {
+/// Whether the message ends inside a number of a field that this program does not know, where a digit is
+/// missing: the parser calls such a number invalid, and not unfinished.
+fn is_cut_number(message: &[u8]) -> bool {
     let is_open = matches!(message.last(), Some(b'-' | b'+' | b'.' | b'e' | b'E'));
-    // The place of the error is its end.
-    let mut lines = message.rsplit(|&byte| byte == b'\n');
-    let last_line = lines.next().map_or(0, <[u8]>::len);
-    let is_at_end = error.line() == lines.count() + 1 && error.column() == last_line;
-    is_open && error.is_syntax() && is_at_end
+    is_open && {
+        let longer = [message, b"0"].concat();
+        let parsed = serde_json::from_slice::<Vec<Described>>(&longer);
+        parsed.is_err_and(|error| error.is_eof())
+    }
 }
 
 fn incomplete(message: &[u8]) -> Result<Parsed, HandshakeError> {
