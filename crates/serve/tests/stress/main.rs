@@ -174,11 +174,16 @@ fn everything_at_once() {
 /// The kinds of memory that this machine has.
 fn kinds() -> Vec<Kind> {
     let mut kinds = vec![Kind::Small, Kind::Transparent, Kind::Native];
-    match memory::Memory::new(Kind::Huge, 512) {
-        Some(_) => kinds.push(Kind::Huge),
-        None => {
-            println!("SKIP: memory of 2M pages: no such page is free (/proc/sys/vm/nr_hugepages)")
-        }
+    let memory = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let mut lines = memory.lines();
+    let free = lines.find_map(|line| line.strip_prefix("HugePages_Free:"));
+    match free.and_then(|free| free.trim().parse::<u64>().ok()) {
+        Some(HUGE_PAGES..) => kinds.push(Kind::Huge),
+        free => println!(
+            "SKIP: memory of 2M pages: {HUGE_PAGES} pages are needed, and {} are free \
+             (/proc/sys/vm/nr_hugepages)",
+            free.unwrap_or(0)
+        ),
     }
     let minor = Features::MINOR_SHMEM.bits() | Features::MISSING_SHMEM.bits();
     match Userfaultfd::open(Features::from_bits(minor | Features::EVENT_REMOVE.bits())) {

@@ -225,7 +225,7 @@ pub fn run() {
         for index in 0..THREADS {
             let world = &world;
             scope.spawn(move || {
-                use_memory(world, memory, Rng::new(plan.seed, index as u64), index, end)
+                use_memory(world, memory, Rng::new(plan.seed, index as u64), index, end);
             });
         }
         if let Link::Native(client) = &mut link {
@@ -443,11 +443,11 @@ fn use_memory(world: &World, memory: &Memory, mut rng: Rng, thread: usize, end: 
                 // Some pages in order, or one.
                 let first = any(&mut rng, memory.pages());
                 let count = if rng.one_in(16) { 32 } else { 1 };
-                for page in first..(first + count).min(memory.pages()) {
+                let end = (first + count).min(memory.pages());
+                for (page, &stamp) in (first..).zip(&stamps[first..end]) {
                     let checked = match owner(page / unit_pages) {
                         None => world.watched(thread, Access::Read, page, || memory.check(page)),
                         Some(owner) if owner == thread => {
-                            let stamp = stamps[page];
                             world.watched(thread, Access::Read, page, || {
                                 memory.check_stamp(page, stamp)
                             })
