@@ -9,6 +9,7 @@ mod demo;
 #[cfg(test)]
 mod documents;
 mod files;
+mod fuzz;
 mod guest;
 mod initramfs;
 mod kernel;
@@ -62,6 +63,11 @@ enum Verb {
     ///
     /// The last line is `N passed, N failed, N skipped`.
     Test(test::TestArgs),
+    /// Run the parsers of hostile input under a fuzzer that coverage guides
+    ///
+    /// An input on which a property fails is written to target/fuzz/failures, and printed. What the fuzzer
+    /// learns stays in target/fuzz/corpus for the next run.
+    Fuzz(fuzz::FuzzArgs),
     /// The main job in a few minutes: page memory in with and without exits, show table and page
     ///
     /// While the kernel builds, it pages memory in on this machine's own kernel.
@@ -96,6 +102,7 @@ fn main() -> ExitCode {
         Verb::Profile(args) => profile::run(args, &paths),
         Verb::Report => bench::report(&paths),
         Verb::Test(args) => test::run(args, &paths),
+        Verb::Fuzz(args) => fuzz::run(args, &paths),
         Verb::Uapi(args) => uapi::run(args, &paths).map(|()| ExitCode::SUCCESS),
     });
     match result {

@@ -105,6 +105,11 @@ pub(crate) fn package_tools() -> [Need; 4] {
     PACKAGE
 }
 
+/// What compiling the fuzzer takes.
+pub(crate) fn fuzz_tools() -> [Need; 1] {
+    [program("g++", "g++")]
+}
+
 /// What compiling a program of guest/ takes.
 pub(crate) fn compiler() -> [Need; 2] {
     [
@@ -149,6 +154,7 @@ fn everything() -> Vec<Need> {
     needs.extend(bindgen_tools());
     needs.extend(package_tools());
     needs.extend(MOTO);
+    needs.extend(fuzz_tools());
     needs
 }
 

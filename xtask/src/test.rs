@@ -2,6 +2,7 @@
 
 mod arm64;
 mod clean_root;
+mod fuzz;
 mod host;
 mod kunit;
 mod lab;
@@ -63,6 +64,8 @@ enum Step {
     Uapi,
     /// The tests that loom takes through every order of their threads' steps
     Loom,
+    /// The parsers of hostile input under a fuzzer, 20 s each
+    Fuzz,
     /// Linux guests on the patched kernel, in a VM with one CPU
     Linux,
     /// The crates' tests on the patched kernel
@@ -185,7 +188,12 @@ impl Testing<'_> {
 
     fn step(&mut self, step: Step) -> Result<()> {
         match step {
-            Step::Format => self.cargo("format", &["fmt", "--all", "--check"]),
+            Step::Format => {
+                self.cargo("format", &["fmt", "--all", "--check"])?;
+                let fuzzer = "fuzz/libfuzzer/Cargo.toml";
+                let arguments = ["fmt", "--check", "--manifest-path", fuzzer];
+                self.cargo("format of the fuzzer", &arguments)
+            }
             Step::Clippy => self.cargo(
                 "clippy",
                 &[
@@ -203,6 +211,7 @@ impl Testing<'_> {
                 Ok(())
             }
             Step::Loom => loom::run(self.paths, &mut self.tally),
+            Step::Fuzz => fuzz::run(self.paths, &mut self.tally),
             Step::Kernel => {
                 lab::kernel(Variant::patched(Arch::X86_64), self.paths, &mut self.tally);
                 Ok(())

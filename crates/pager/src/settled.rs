@@ -69,8 +69,7 @@ impl ResolverState {
             }
             (Err(InstallError::Again { .. }), _) => {
                 drop(lock);
-                self.counters.again += 1;
-                site.pager.read_events(&site.served.channel);
+                self.wait_for_change(site);
                 if is_exit {
                     return Ok(Some(Resolution::AlreadyPresent));
                 }
@@ -140,8 +139,7 @@ impl ResolverState {
             }
             Err(InstallError::Again { .. }) => {
                 drop(lock);
-                self.counters.again += 1;
-                site.pager.read_events(&site.served.channel);
+                self.wait_for_change(site);
                 std::thread::yield_now();
                 Ok(None)
             }
@@ -156,6 +154,14 @@ impl ResolverState {
             }
             .into()),
         }
+    }
+
+    /// The process is changing its address space, and continues once its events were read. That may take
+    /// as long as another thread keeps it from its processor: it is no lack of progress of this fault.
+    fn wait_for_change(&mut self, site: &Site<'_>) {
+        self.counters.again += 1;
+        self.tracker.progress();
+        site.pager.read_events(&site.served.channel);
     }
 
     /// Counts a fault on a settled page; too many repetitions are an error.

@@ -6,6 +6,7 @@ mod child_process;
 mod support;
 
 use std::fs::read_dir;
+use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
@@ -105,6 +106,38 @@ fn an_installer_reads_the_events_that_block_it() {
         let _readers = two_readers(&pager);
         (0..8).for_each(|page| check_zeroes(&region, page));
         (8..64).for_each(|page| check_page(&region, page));
+    }
+}
+
+/// A process that has been told of its discard may take long to continue, on a busy machine. Until then the
+/// kernel refuses to install, which is no lack of progress.
+#[test]
+fn a_fault_on_a_discarded_page_waits_for_another_discard() {
+    for (mode, backing) in WAYS_WITH_EVENTS {
+        let Some(region) = region(64, backing) else {
+            return;
+        };
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(&region), mode, pattern());
+        let config = config.userfaultfds(UffdLayout::WithEvents);
+        pager
+            .add(config.no_progress_limit(NonZeroU32::MIN))
+            .unwrap();
+        for (first, page) in [(0, 20), (8, 3)] {
+            let discarding = {
+                let region = Arc::clone(&region);
+                spawn_asleep("the discard", move || advise_away(&region, first, 8))
+            };
+            let mut resolver = pager.resolver(Some(0)).unwrap();
+            let resolved = within_patience("an exit", move || {
+                resolver.resolve_exit(above(GPA, page), pagetide_memory::Access::Read)
+            });
+            assert!(resolved.is_ok(), "{mode:?} {backing}: {resolved:?}");
+            join("the discard", discarding);
+        }
+        let _readers = two_readers(&pager);
+        (0..16).for_each(|page| check_zeroes(&region, page));
+        (16..64).for_each(|page| check_page(&region, page));
     }
 }
 

@@ -147,7 +147,9 @@ pub fn parse(message: &[u8]) -> Result<Parsed, HandshakeError> {
     let described = match values.next() {
         None => return incomplete(message),
         Some(Ok(described)) => described,
-        Some(Err(error)) if error.is_eof() => return incomplete(message),
+        Some(Err(error)) if error.is_eof() || is_cut_number(message) => {
+            return incomplete(message);
+        }
         Some(Err(error)) => {
             return Err(HandshakeError::NotRegions {
                 reason: error.to_string(),
@@ -155,6 +157,11 @@ pub fn parse(message: &[u8]) -> Result<Parsed, HandshakeError> {
         }
     };
     let taken = values.byte_offset();
+    if taken > MAX_MESSAGE_BYTES {
+        return Err(HandshakeError::TooLong {
+            limit: MAX_MESSAGE_BYTES,
+        });
+    }
     if described.is_empty() {
         return Err(HandshakeError::NoRegions);
     }
@@ -198,6 +205,17 @@ pub(crate) fn check_together(regions: &[VmRegion]) -> Result<(), HandshakeError>
     check_overlap(regions, "the image", |region| {
         (region.offset, region.bytes())
     })
+}
+
+/// Whether the message ends inside a number of a field that this program does not know, where a digit is
+/// missing: the parser calls such a number invalid, and not unfinished.
+fn is_cut_number(message: &[u8]) -> bool {
+    let is_open = matches!(message.last(), Some(b'-' | b'+' | b'.' | b'e' | b'E'));
+    is_open && {
+        let longer = [message, b"0"].concat();
+        let parsed = serde_json::from_slice::<Vec<Described>>(&longer);
+        parsed.is_err_and(|error| error.is_eof())
+    }
 }
 
 fn incomplete(message: &[u8]) -> Result<Parsed, HandshakeError> {
@@ -356,6 +374,22 @@ mod tests {
         }
     }
 
+    /// Also inside a field that this program does not know.
+    #[test]
+    fn every_part_of_a_message_of_the_future_is_incomplete() {
+        let message = concat!(
+            r#"[{"base_host_virt_addr":4096,"size":4096,"new":[-1,-2.5,3E+7,4e-1,0.0,"#,
+            r#""a\"\u00e4\ud83d\ude00",true,false,null,{"x":{}}]}]"#
+        );
+        for end in 0..message.len() {
+            let part = &message.as_bytes()[..end];
+            let found = parse(part);
+            assert!(matches!(found, Ok(Parsed::Incomplete)), "{end}: {found:?}");
+        }
+        assert_eq!(complete(message).len(), 1);
+        let _ = refused(r#"[{"base_host_virt_addr":4096,"size":4096,"new":-x}]"#);
+    }
+
     #[test]
     fn older_messages_have_small_pages() {
         let base = r#""base_host_virt_addr":8192,"size":8192,"offset":4096"#;
@@ -465,6 +499,7 @@ mod tests {
             "[]",
             "null",
             "[{\"size\":-1}]",
+            "[1.x\n\ne",
             "\u{0}",
         ] {
             let _ = refused(message);
@@ -473,6 +508,8 @@ mod tests {
         let _ = refused(&deep);
         let endless = " ".repeat(MAX_MESSAGE_BYTES);
         assert!(matches!(refused(&endless), HandshakeError::TooLong { .. }));
+        let padded = format!("[{}{endless}]", one(4096, 4096, 0, 4096));
+        assert!(matches!(refused(&padded), HandshakeError::TooLong { .. }));
         let many = format!(
             "[{}]",
             vec![one(4096, 4096, 0, 4096); MAX_REGIONS + 1].join(",")

@@ -23,6 +23,8 @@
 //! the missing pages: an access raises SIGBUS.
 
 mod exporter;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod handshake;
 mod image;
 mod listener;

@@ -164,6 +164,9 @@ impl WorkingSet {
         let image_bytes = long_at(header, 48).ok_or(FormatError::Length)?;
         let count = long_at(header, 56).ok_or(FormatError::Length)?;
         let recordings = number_at(header, 64).ok_or(FormatError::Length)?;
+        if number_at(header, 68) != Some(0) {
+            return Err(field("a reserved word"));
+        }
         let pages = image_bytes >> shift;
         // An entry has at least two bytes.
         if count > pages || count > entries.len() as u64 / 2 {
@@ -186,6 +189,11 @@ impl WorkingSet {
         }
         if !entries.is_empty() {
             return Err(FormatError::Length);
+        }
+        let mut touched: Vec<u64> = touches.iter().map(|touch| touch.page.0).collect();
+        touched.sort_unstable();
+        if touched.windows(2).any(|pair| pair.first() == pair.last()) {
+            return Err(field("an entry's page, which another entry has"));
         }
         Ok(Self {
             image,
@@ -379,7 +387,10 @@ mod tests {
         size[12] = 13;
         let mut outside = good.clone();
         outside.image_bytes = 7 << 12;
-        for bytes in [many, size, outside.encode()] {
+        let mut reserved = good.encode();
+        reserved[71] = 1;
+        let twice = set(&[(7, 0), (3, 1), (7, 2)]);
+        for bytes in [many, size, outside.encode(), reserved, twice.encode()] {
             let body = bytes.len() - DIGEST_BYTES;
             let mut sealed = bytes[..body].to_vec();
             sealed.extend(Digest::of(&bytes[..body]).0);
@@ -410,6 +421,8 @@ mod tests {
         #[test]
         fn any_touches_survive(touches in proptest::collection::vec((0_u64..1 << 18, 0_u64..1 << 40), 0..200)) {
             let mut all = set(&touches);
+            all.touches.sort_by_key(|touch| touch.page);
+            all.touches.dedup_by_key(|touch| touch.page);
             all.touches.sort_by_key(|touch| touch.at_us);
             prop_assert_eq!(WorkingSet::decode(&all.encode()), Ok(all));
         }

@@ -28,7 +28,7 @@ const CHUNK_PAGES: usize = (512 << 10) / PAGE_BYTES;
 /// How long a look at a chunk is good for, in milliseconds.
 const GOOD_FOR_MS: u64 = 1000;
 
-/// A mapping of a whole file that only the kernel reads.
+/// A mapping of a file's whole pages that only the kernel reads.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
     file: File,
@@ -43,29 +43,33 @@ fn seen(at_ms: u64, is_cached: bool) -> u64 {
 }
 
 impl MappedFile {
-    /// Maps `file`. `None` if the kernel refuses, or would not say what is in the page cache.
+    /// Maps the whole pages of `file`. `None` if there are none, if the kernel refuses, or would not say what
+    /// is in the page cache.
     pub(crate) fn new(file: &File, bytes: u64) -> Option<Self> {
         if !may_look(file) {
             return None;
         }
+        let bytes = bytes / PAGE_BYTES as u64 * PAGE_BYTES as u64;
         let length = usize::try_from(bytes).ok().filter(|&length| length > 0)?;
+        let chunks = (0..bytes.div_ceil(CHUNK_BYTES)).map(|_| AtomicU64::new(0));
+        let (chunks, file) = (chunks.collect(), file.try_clone().ok()?);
         let (none, flags) = (std::ptr::null_mut(), MapFlags::SHARED | MapFlags::NORESERVE);
         // SAFETY: mmap without MAP_FIXED replaces no other mapping. Nothing of this process refers to the
         // mapping's content, so it does not matter that others may change it.
-        let start = unsafe { mmap(none, length, ProtFlags::READ, flags, file, 0) }.ok()?;
-        let chunks = (0..bytes.div_ceil(CHUNK_BYTES)).map(|_| AtomicU64::new(0));
-        let range = HostRange::new(HostAddress(start.expose_provenance()), length);
+        let start = unsafe { mmap(none, length, ProtFlags::READ, flags, &file, 0) }.ok()?;
+        // The kernel maps whole pages, below the end of the address space.
+        let range = HostRange::new(HostAddress(start.expose_provenance()), length).ok()?;
         Some(Self {
-            file: file.try_clone().ok()?,
-            range: range.ok()?,
-            chunks: chunks.collect(),
+            file,
+            range,
+            chunks,
         })
     }
 
     /// The addresses of a part of the file, if the page cache has it.
     pub(crate) fn find(&self, offset: u64, bytes: u64) -> Option<HostRange> {
         let last = offset.checked_add(bytes)?.checked_sub(1)?;
-        if self.is_cut() {
+        if last >= self.range.bytes() as u64 || self.is_cut() {
             return None;
         }
         let now_ms = now_ms();
@@ -201,6 +205,27 @@ mod tests {
         assert!(mapped.find(0, 8192).is_some());
         file.set_len(4096 + 100).unwrap();
         assert_eq!(mapped.find(4096, 4096), None);
+    }
+
+    #[test]
+    fn a_file_that_ends_inside_a_page_is_mapped_up_to_there_and_unmapped_again() {
+        use std::os::unix::fs::MetadataExt;
+        for bytes in [CHUNK_BYTES + 100, CHUNK_BYTES, 4095] {
+            let file = file(1);
+            file.set_len(bytes).unwrap();
+            let mapped = MappedFile::new(&file, bytes);
+            assert_eq!(mapped.is_some(), bytes > 4095);
+            if let Some(mapped) = &mapped {
+                assert!(mapped.find(CHUNK_BYTES - 8192, 8192).is_some());
+                assert_eq!(mapped.find(CHUNK_BYTES, 4096), None);
+                assert_eq!(mapped.find(CHUNK_BYTES - 4096, 8192), None);
+            }
+            drop(mapped);
+            let inode = file.metadata().unwrap().ino().to_string();
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            let is_ours = |line: &str| line.split_whitespace().nth(4) == Some(&inode);
+            assert!(!maps.lines().any(is_ours), "{bytes} bytes stay mapped");
+        }
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::progress::Progress;
 /// After which a test program that hangs is killed.
 const TIMEOUT_SECONDS: &str = "600";
 
-/// For how long the pager's stress test runs.
+/// For how long each stress test runs, the pager's and the server's.
 const STRESS_SECONDS: &str = "30";
 
 /// A compiled test program.

@@ -53,7 +53,7 @@ const KUNIT_SUITE: &str = "memory-failure";
 /// Integration tests that no kernel of the lab makes a difference to: what opens reports, what is generated
 /// from the command line, what reads images, what serves any kernel's userfaultfds, and what starts a
 /// server in Python, for which a software CPU takes minutes. What this machine ran need not run twice.
-const KERNEL_BLIND: [&str; 16] = [
+const KERNEL_BLIND: [&str; 17] = [
     "cli/generated",
     "cli/image",
     "cli/pager",
@@ -66,6 +66,7 @@ const KERNEL_BLIND: [&str; 16] = [
     "serve/native",
     "serve/s3",
     "serve/state",
+    "serve/stress",
     "sources/cache",
     "sources/image",
     "sources/object",

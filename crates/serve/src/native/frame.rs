@@ -111,66 +111,79 @@ impl Decoder {
 
     /// Whether [`Self::next_frame`] returns a frame or an error without further bytes.
     pub fn has_frame(&self) -> bool {
-        let rest = self.bytes.get(self.taken..).unwrap_or_default();
-        let mut header = 0;
-        if !self.has_begun {
-            header = MAGIC.len();
-            let here = rest.len().min(header);
-            if rest.get(..here) != MAGIC.get(..here) {
-                return true;
-            }
-        }
-        let Some((length, _)) = rest.get(header..).and_then(<[u8]>::split_first_chunk) else {
-            return false;
-        };
-        let length = usize::try_from(u32::from_le_bytes(*length)).unwrap_or(usize::MAX);
-        let whole = header + HEADER_BYTES + length.min(MAX_PAYLOAD_BYTES);
-        length > MAX_PAYLOAD_BYTES || rest.len() >= whole
+        !matches!(self.ahead(), Ok(None))
     }
 
-    /// Takes the next frame; `None` if it has not arrived as a whole.
+    /// Takes the next frame; `None` if it has not arrived as a whole. A header is refused at the first of
+    /// its fields that has no valid value.
     ///
     /// # Errors
     /// [`FrameError`]; every further call returns it too.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
+        let rest = self.bytes.get(self.taken..).unwrap_or_default();
+        if !self.has_begun && rest.starts_with(&MAGIC) {
+            self.has_begun = true;
+            self.taken += MAGIC.len();
+        }
+        let Some((frame, bytes)) = self.ahead()? else {
+            return Ok(None);
+        };
+        let frame = Frame {
+            kind: frame.kind,
+            flags: frame.flags,
+            id: frame.id,
+            payload: frame.payload.to_vec(),
+        };
+        self.taken += bytes;
+        Ok(Some(frame))
+    }
+
+    /// The next frame, and its bytes with those before it; `None` if it has not arrived as a whole.
+    fn ahead(&self) -> Result<Option<(Ahead<'_>, usize)>, FrameError> {
         let mut rest = self.bytes.get(self.taken..).unwrap_or_default();
+        let before = rest.len();
         if !self.has_begun {
             let here = rest.len().min(MAGIC.len());
             if rest.get(..here) != MAGIC.get(..here) {
                 return Err(FrameError::Magic);
             }
-            if here < MAGIC.len() {
-                return Ok(None);
-            }
-            self.has_begun = true;
-            self.taken += MAGIC.len();
-            rest = rest.get(MAGIC.len()..).unwrap_or_default();
+            rest = rest.get(here..).unwrap_or_default();
         }
-        let Some((header, rest)) = rest.split_first_chunk::<HEADER_BYTES>() else {
+        let Some((length, _)) = rest.split_first_chunk() else {
             return Ok(None);
         };
-        let [l0, l1, l2, l3, k0, k1, f0, f1, i0, i1, i2, i3] = *header;
-        let length = u32::from_le_bytes([l0, l1, l2, l3]);
-        let flags = u16::from_le_bytes([f0, f1]);
+        let length = u32::from_le_bytes(*length);
         let wanted = usize::try_from(length).unwrap_or(usize::MAX);
         if wanted > MAX_PAYLOAD_BYTES {
             return Err(FrameError::TooLong { bytes: length });
         }
+        let Some((header, rest)) = rest.split_first_chunk::<HEADER_BYTES>() else {
+            return Ok(None);
+        };
+        let [_, _, _, _, k0, k1, f0, f1, i0, i1, i2, i3] = *header;
+        let flags = u16::from_le_bytes([f0, f1]);
         if flags & !(FLAG_OPTIONAL | FLAG_MORE) != 0 {
             return Err(FrameError::Flags { flags });
         }
-        let Some(payload) = rest.get(..wanted) else {
+        let Some((payload, rest)) = rest.split_at_checked(wanted) else {
             return Ok(None);
         };
-        let frame = Frame {
+        let frame = Ahead {
             kind: u16::from_le_bytes([k0, k1]),
             flags,
             id: u32::from_le_bytes([i0, i1, i2, i3]),
-            payload: payload.to_vec(),
+            payload,
         };
-        self.taken += HEADER_BYTES + wanted;
-        Ok(Some(frame))
+        Ok(Some((frame, before - rest.len())))
     }
+}
+
+/// A frame whose payload is still in the decoder's bytes.
+struct Ahead<'a> {
+    kind: u16,
+    flags: u16,
+    id: u32,
+    payload: &'a [u8],
 }
 
 #[cfg(test)]
@@ -229,6 +242,37 @@ mod tests {
         let mut decoder = Decoder::new();
         decoder.push(b"PTNAT");
         assert_eq!(decoder.next_frame(), Ok(None));
+    }
+
+    /// The server takes frames again and again as long as there is one: an error that is announced and does
+    /// not come would keep it busy.
+    #[test]
+    fn what_is_announced_comes_after_every_byte() {
+        let header = |length: u32, flags: u16| {
+            let mut bytes = MAGIC.to_vec();
+            bytes.extend(length.to_le_bytes());
+            bytes.extend(4_u16.to_le_bytes());
+            bytes.extend(flags.to_le_bytes());
+            bytes.extend([0; 4]);
+            bytes
+        };
+        let longest = u32::try_from(MAX_PAYLOAD_BYTES).unwrap();
+        for bytes in [
+            header(longest + 1, 0),
+            header(u32::MAX, 1),
+            header(longest, 0),
+            header(9, 8),
+            header(0, 1),
+            b"PTNATIVF".to_vec(),
+        ] {
+            let mut decoder = Decoder::new();
+            for (at, byte) in bytes.iter().enumerate() {
+                decoder.push(&[*byte]);
+                let is_announced = decoder.has_frame();
+                let next = decoder.next_frame();
+                assert_eq!(is_announced, next != Ok(None), "{at}: {bytes:x?}");
+            }
+        }
     }
 
     #[test]

@@ -19,12 +19,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pagetide_memory::{HostAddress, HostRange, PageSize};
+use pagetide_memory::PageSize;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::handshake::VmRegion;
+use crate::handshake::{MAX_REGIONS, VmRegion, check_together, checked_region};
 
 pub use keeper::keep;
 use wire::{Message, connect, receive, send};
@@ -97,16 +97,13 @@ impl From<&VmRegion> for KeptRegion {
 }
 
 impl KeptRegion {
-    fn vm_region(&self) -> Option<VmRegion> {
+    /// The region, with the bounds of the handshake. `index` is its number.
+    fn vm_region(&self, index: usize) -> Option<VmRegion> {
         let sizes = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
-        let start = HostAddress(usize::try_from(self.address).ok()?);
-        Some(VmRegion {
-            range: HostRange::new(start, usize::try_from(self.bytes).ok()?).ok()?,
-            page_size: sizes
-                .into_iter()
-                .find(|size| size.bytes() == self.page_bytes)?,
-            offset: self.offset,
-        })
+        let page_size = sizes
+            .into_iter()
+            .find(|size| size.bytes() == self.page_bytes)?;
+        checked_region(index, self.address, self.bytes, self.offset, page_size).ok()
     }
 }
 
@@ -123,9 +120,16 @@ pub(crate) struct Description {
 }
 
 impl Description {
-    /// The regions; `None` if one makes no sense.
+    /// The regions; `None` if no VMM could have sent them.
     pub(crate) fn vm_regions(&self) -> Option<Vec<VmRegion>> {
-        self.regions.iter().map(KeptRegion::vm_region).collect()
+        if self.regions.is_empty() || self.regions.len() > MAX_REGIONS {
+            return None;
+        }
+        let numbered = self.regions.iter().enumerate();
+        let regions: Option<Vec<_>> = numbered
+            .map(|(index, kept)| kept.vm_region(index))
+            .collect();
+        regions.filter(|regions| check_together(regions).is_ok())
     }
 }
 
@@ -308,4 +312,54 @@ pub(crate) fn map_file(bytes: u64) -> io::Result<Arc<OwnedFd>> {
     ftruncate(&file, bytes)?;
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
     Ok(Arc::new(file))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn description(regions: &[(u64, u64, u64, u64)]) -> Description {
+        let kept = |&(address, bytes, page_bytes, offset): &_| KeptRegion {
+            address,
+            bytes,
+            page_bytes,
+            offset,
+        };
+        Description {
+            socket: "a.sock".into(),
+            image: "a.mem".into(),
+            digest: String::new(),
+            is_native: false,
+            regions: regions.iter().map(kept).collect(),
+        }
+    }
+
+    /// Nothing that a VMM could not send is taken over, whoever wrote it.
+    #[test]
+    fn a_description_has_the_bounds_of_the_handshake() {
+        const HUGE: u64 = 2 << 20;
+        let sound = [(4096, 8192, 4096, 4096), (HUGE, HUGE, HUGE, HUGE)];
+        let found = description(&sound).vm_regions().unwrap();
+        assert_eq!(found.len(), 2);
+        assert_eq!((found[0].bytes(), found[1].offset), (8192, HUGE));
+        let unsound: [&[(u64, u64, u64, u64)]; 9] = [
+            &[],
+            &[(4096, 8192, 512, 0)],
+            &[(4097, 8192, 4096, 0)],
+            &[(4096, 8191, 4096, 0)],
+            &[(4096, 0, 4096, 0)],
+            &[(4096, 8192, 4096, 1)],
+            &[(4096, 8192, 4096, u64::MAX - 4095)],
+            &[(4096, 8 << 40, 4096, 0)],
+            &[(4096, 8192, 4096, 0), (8192, 4096, 4096, 8192)],
+        ];
+        for regions in unsound {
+            assert_eq!(description(regions).vm_regions(), None, "{regions:?}");
+        }
+        let many: Vec<_> = (1..=MAX_REGIONS as u64 + 1)
+            .map(|page| (page << 12, 4096, 4096, page << 12))
+            .collect();
+        assert_eq!(description(&many).vm_regions(), None);
+        assert!(description(&many[1..]).vm_regions().is_some());
+    }
 }
