@@ -95,7 +95,10 @@ impl Paging {
     /// [`UnresolvableExit`] and the pager's errors; the vCPU must not enter the guest again.
     #[inline]
     pub fn resolve(&self, vcpu: u32, exit: &FaultExit) -> Result<Resolution, HookError> {
-        if !exit.is_resolvable() || exit.private {
+        // In slots with exits, the kernel reports poison by an exit, too. The pager's map of the pages
+        // then notes the loss, or has content again that replaces it. SIGBUS has no flags.
+        let poison = exit.poisoned && exit.flags != 0;
+        if !(exit.is_resolvable() || poison) || exit.private {
             return Err(UnresolvableExit::NotAbsent(*exit).into());
         }
         let index = usize::try_from(vcpu).ok();

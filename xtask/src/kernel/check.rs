@@ -24,9 +24,10 @@ const RECIPE: &str = "1";
 /// How checkpatch.pl is called. Errors, warnings and checks all count.
 ///
 /// Ignored: `FILE_PATH_CHANGES` asks whether MAINTAINERS needs an update for each new file, and
-/// the files here are below directories that it covers.
+/// the files here are below directories that it covers. `UNKNOWN_COMMIT_ID` looks for the commit that a
+/// `Fixes:` line names in the tree's history, and Debian's source has none.
 const CHECKPATCH: &str = "--strict --no-summary --show-types --color=never \
-                          --max-line-length=100 --ignore=FILE_PATH_CHANGES";
+                          --max-line-length=100 --ignore=FILE_PATH_CHANGES,UNKNOWN_COMMIT_ID";
 
 /// The verb's arguments.
 #[derive(Debug, Default, Args)]
