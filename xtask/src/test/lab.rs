@@ -92,7 +92,8 @@ const LINUX: &str = "vmm/linux";
 /// Small guests on the same machine, one of which shows there that no interrupt comes twice.
 const TINY: &str = "vmm/tiny_kernel";
 
-/// The tests with a real Firecracker, which run beside the Linux guests.
+/// The tests with a real Firecracker, which run beside the Linux guests of the step `thorough`: two of 26 runs
+/// hung after a restore, one vCPU busy, for a reason that is not known yet.
 const FIRECRACKER: &str = "serve/real_firecracker";
 
 /// A guest with two processors. The last argument says what it does before it ends by itself.
@@ -170,17 +171,11 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
 /// since a guest's timers would take all of a slow machine's time.
 pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
     guest::build(paths)?;
-    let mut jobs = programs_named(&[LINUX, TINY, FIRECRACKER], paths)?;
-    if let [(_, linux), _, (_, firecracker)] = &mut jobs[..] {
+    let mut jobs = programs_named(&[LINUX, TINY], paths)?;
+    if let [(_, linux), ..] = &mut jobs[..] {
         linux.command.push("--exact".into());
         let skipped = THOROUGH_LINUX.iter().flat_map(|test| ["--skip", test]);
         linux.command.extend(skipped.map(OsString::from));
-        firecracker.command = firecracker_environment(paths)
-            .into_iter()
-            .chain(firecracker.command.drain(..))
-            .collect();
-        // What a VM that was lost had printed is in the log.
-        firecracker.command.push("--nocapture".into());
     }
     jobs.push(command(paths, "pagetide run", RUN, Some("-- nproc")));
     let paged = r#"-- sh -c "memcycler 2 4M 1 && balloon 1M""#;
@@ -213,10 +208,16 @@ pub(super) fn thorough(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let args = machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "4G");
     run("thorough", &args, &jobs, paths, tally)?;
     guest::build(paths)?;
-    let mut jobs = programs_named(&[LINUX], paths)?;
-    for (_, job) in &mut jobs {
-        job.command.push("--exact".into());
-        job.command.extend(THOROUGH_LINUX.map(OsString::from));
+    let mut jobs = programs_named(&[LINUX, FIRECRACKER], paths)?;
+    if let [(_, linux), (_, firecracker)] = &mut jobs[..] {
+        linux.command.push("--exact".into());
+        linux.command.extend(THOROUGH_LINUX.map(OsString::from));
+        firecracker.command = firecracker_environment(paths)
+            .into_iter()
+            .chain(firecracker.command.drain(..))
+            .collect();
+        // What a VM that was lost had printed is in the log.
+        firecracker.command.push("--nocapture".into());
     }
     run_linux("thorough-linux", jobs, paths, tally)
 }
