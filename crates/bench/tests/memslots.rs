@@ -78,9 +78,7 @@ fn only_delete_create_shows_a_hole() {
 
 #[test]
 fn a_boot_and_a_guest_that_spins() {
-    // One vCPU: in a software CPU each more takes time from the thread that commits.
     let report = measure(|plan| {
-        plan.vcpus = vec![1];
         plan.ops = vec![Op::Boot];
         plan.commits = 1;
         // Falling into holes takes a software CPU long, and is the other test's matter.
@@ -99,7 +97,6 @@ fn a_boot_and_a_guest_that_spins() {
     );
     assert!(report.html().expect("a page").contains("</html>"));
     let report = measure(|plan| {
-        plan.vcpus = vec![1];
         plan.guest = Guest::Spin;
         plan.ops = vec![Op::Merge, Op::Resize, Op::Flags];
         plan.methods

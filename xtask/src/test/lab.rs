@@ -77,6 +77,9 @@ const KERNEL_BLIND: [&str; 17] = [
 /// this machine ran on its own kernel, the step `lab` repeats nothing.
 const THOROUGH: [&str; 4] = ["cli/command", "cli/memcycler", "cli/memslots", "cli/run"];
 
+/// A test of a benchmark that makes hundreds of commits.
+const THOROUGH_TEST: (&str, &str) = ("bench/memslots", "a_boot_and_a_guest_that_spins");
+
 /// The same, of the tests with Linux guests: others boot the same machine.
 const THOROUGH_LINUX: [&str; 5] = [
     "a_bzimage_boots_and_ends_with_its_status",
@@ -156,7 +159,16 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
                 job.command.extend(names.iter().map(OsString::from));
                 jobs.push((kind, job));
             }
-            None => jobs.push(test_program(program)),
+            None => {
+                let (group, test) = THOROUGH_TEST;
+                let is_thorough = program.group == group;
+                let (kind, mut job) = test_program(program);
+                if is_thorough {
+                    job.command
+                        .extend(["--exact", "--skip", test].map(OsString::from));
+                }
+                jobs.push((kind, job));
+            }
         }
     }
     jobs.push(command(paths, "pagetide probe", "pagetide probe", None));
@@ -204,7 +216,12 @@ fn run_linux(
 
 /// The patched kernel: what the steps `lab` and `linux` leave out.
 pub(super) fn thorough(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let jobs = programs_named(&THOROUGH, paths)?;
+    let mut jobs = programs_named(&THOROUGH, paths)?;
+    let (group, test) = THOROUGH_TEST;
+    for (kind, mut job) in programs_named(&[group], paths)? {
+        job.command.extend(["--exact", test].map(OsString::from));
+        jobs.push((kind, job));
+    }
     let args = machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "4G");
     run("thorough", &args, &jobs, paths, tally)?;
     guest::build(paths)?;
@@ -520,6 +537,9 @@ mod tests {
         for test in THOROUGH_LINUX {
             assert!(linux.contains(&format!("fn {test}(")), "{test}");
         }
+        let memslots = paths.in_root("crates/bench/tests/memslots.rs");
+        let memslots = std::fs::read_to_string(memslots).unwrap();
+        assert!(memslots.contains(&format!("fn {}(", THOROUGH_TEST.1)));
     }
 
     #[test]
