@@ -26,7 +26,8 @@ pub(crate) fn run(input: &[u8]) -> bool {
         return false;
     };
     // A TOML document is a tree, whose nodes are larger than the text of the shortest; errors quote it.
-    let limit = 400 * text.len() + (64 << 10);
+    // Keys of many dots take the most: 700 bytes of memory for each byte.
+    let limit = 2000 * text.len() + (64 << 10);
     let parsed = bounded(limit, || Settings::parse(text));
     let commented = Settings::parse(&format!("{text}\n# last"));
     let Ok(settings) = parsed else {
