@@ -13,8 +13,8 @@ pub(crate) fn run(input: &[u8]) -> bool {
     let _ = WorkingSet::decode(input);
     let mut file = input.to_vec();
     file.extend(Digest::of(input).0);
-    // An entry takes at least two bytes, and 16 in memory.
-    let decoded = bounded(8 * file.len() + 1024, || WorkingSet::decode(&file));
+    // An entry takes at least two bytes; in memory 16, and 8 more while its page is looked for twice.
+    let decoded = bounded(12 * file.len() + 1024, || WorkingSet::decode(&file));
     let Ok(set) = decoded else {
         return false;
     };
@@ -75,5 +75,10 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
             &[(7, 0), (8, 1), (3, 70_000), (262_143, 1 << 40)],
         ),
         file(PageSize::Size2M, &[(511, 5), (0, 5)]),
+        // The shortest entries, which take the most memory for each byte.
+        file(
+            PageSize::Size4K,
+            &(1..400).map(|page| (page, 0)).collect::<Vec<_>>(),
+        ),
     ]
 }

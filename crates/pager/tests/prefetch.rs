@@ -13,7 +13,7 @@ use pagetide_pager::{
     Progress, ReaderConfig, Readers, RegionConfig, RegionId, UffdLayout, Urgency,
 };
 use support::manual::*;
-use support::{HugePages, pool_for};
+use support::{HugePages, eventually, pool_for};
 
 /// The origin of the content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,6 +199,10 @@ fn every_page_arrives_without_a_fault() {
             assert_eq!(pager.progress(), nothing);
             let ended = way.prefetch(&pager).finish().unwrap();
             assert!(ended.is_complete);
+            // The thread of an answer counts it after its pages have become present.
+            eventually("the counts of the last answer", || {
+                pager.counted().pages >= total
+            });
             let counted = pager.counted();
             let expected = Counters {
                 pages: total,
@@ -387,9 +391,15 @@ fn prefetch_pauses_for_faults_and_still_completes() {
     within_patience("prefetch", move || {
         let prefetch = page_by_page(&pager);
         let mut resolver = pager.resolver(Some(0)).unwrap();
+        // The thread of prefetch may begin late.
+        eventually("prefetch's first page", || pager.progress().present > 0);
         // Downwards, so that prefetch does not run ahead of it; the last few pages are left to
-        // prefetch.
+        // prefetch. The faults last for tens of its batches.
+        let batch = Duration::from_millis(1);
         for page in (32..region.pages()).rev() {
+            if page.is_multiple_of(64) {
+                thread::sleep(batch);
+            }
             let _ = resolver.resolve_exit(gpa(page), Access::Read).unwrap();
         }
         let ended = prefetch.finish().unwrap();
