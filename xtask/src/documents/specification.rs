@@ -7,6 +7,7 @@ use std::path::Path;
 use clap::Parser;
 
 use super::markdown;
+use crate::kernel::selftests::Runs;
 use crate::kernel::{Arch, selftests};
 use crate::paths::Paths;
 use crate::{Cli, Verb};
@@ -41,7 +42,7 @@ impl<'a> Named<'a> {
         for arch in [Arch::X86_64, Arch::Arm64] {
             for test in selftests::list(arch, paths).unwrap() {
                 named.programs.insert(test.name().to_owned());
-                if test.run {
+                if test.runs == Runs::Always {
                     let archs = named.selftests.entry(test.label()).or_default();
                     archs.insert(arch.name());
                 }

@@ -42,6 +42,17 @@ impl Suite {
     }
 }
 
+/// Which steps of `cargo xtask test` run a selftest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Runs {
+    /// All that run selftests.
+    Always,
+    /// `debug`: it takes long.
+    Debug,
+    /// None.
+    Never,
+}
+
 /// One line of kernel/selftests.list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Selftest {
@@ -51,8 +62,7 @@ pub(crate) struct Selftest {
     pub(crate) source: String,
     /// Only for this architecture.
     pub(crate) arch: Option<Arch>,
-    /// Whether `cargo xtask test` runs it.
-    pub(crate) run: bool,
+    pub(crate) runs: Runs,
     /// Whether it runs once more with shadow paging, i.e. without nested page tables.
     pub(crate) shadow: bool,
     /// Whether it comes with the series, so that the stock tree lacks it.
@@ -107,7 +117,7 @@ impl Selftest {
             suite,
             source: source.to_owned(),
             arch: None,
-            run: true,
+            runs: Runs::Always,
             shadow: false,
             ours: false,
             arguments: Vec::new(),
@@ -116,7 +126,8 @@ impl Selftest {
             match word {
                 "arch=x86_64" => test.arch = Some(Arch::X86_64),
                 "arch=arm64" => test.arch = Some(Arch::Arm64),
-                "run=no" => test.run = false,
+                "run=no" => test.runs = Runs::Never,
+                "run=debug" => test.runs = Runs::Debug,
                 "shadow" => test.shadow = true,
                 "series" => test.ours = true,
                 _ => bail!("{word:?} is not known"),
@@ -241,13 +252,14 @@ mod tests {
         let tests =
             parse("# x\na_test\nx86_64/b_test arch=x86_64 run=no -- -v 2\nc series\n").unwrap();
         assert_eq!(tests.len(), 3);
-        assert_eq!((tests[0].name(), tests[0].run), ("a_test", true));
+        assert_eq!((tests[0].name(), tests[0].runs), ("a_test", Runs::Always));
         assert_eq!(
             (tests[1].name(), tests[1].arch),
             ("b_test", Some(Arch::X86_64))
         );
         assert_eq!(tests[1].arguments, ["-v", "2"]);
-        assert!(!tests[1].run && tests[2].ours);
+        assert!(tests[1].runs == Runs::Never && tests[2].ours);
+        assert_eq!(parse("d run=debug\n").unwrap()[0].runs, Runs::Debug);
         assert!(parse("a_test arch=riscv\n").is_err());
     }
 

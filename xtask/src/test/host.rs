@@ -18,8 +18,13 @@ use crate::progress::Progress;
 /// After which a test program that hangs is killed.
 const TIMEOUT_SECONDS: &str = "600";
 
-/// For how long each stress test runs, the pager's and the server's.
-const STRESS_SECONDS: &str = "30";
+/// For how long a stress test runs: the server's, under which the pager is, and the others.
+fn stress_seconds(group: &str) -> &'static str {
+    match group {
+        "serve/stress" => "30",
+        _ => "10",
+    }
+}
 
 /// A compiled test program.
 #[derive(Debug, Clone)]
@@ -65,7 +70,7 @@ pub(super) fn run_program(
         .args(filter)
         .dir(&program.directory)
         .env("CARGO_MANIFEST_DIR", &program.directory)
-        .env("PAGETIDE_STRESS_SECONDS", STRESS_SECONDS)
+        .env("PAGETIDE_STRESS_SECONDS", stress_seconds(&program.group))
         .result()?;
     progress.done();
     append(log, &program.group, &[&output.stdout, &output.stderr])?;

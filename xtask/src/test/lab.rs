@@ -14,7 +14,7 @@ use super::libtest::Report;
 use super::log_file;
 use super::tally::{Tally, Verdict};
 use crate::guest;
-use crate::kernel::selftests::{self, Selftest};
+use crate::kernel::selftests::{self, Runs, Selftest};
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::progress::{self, Progress};
@@ -81,12 +81,13 @@ const THOROUGH: [&str; 4] = ["cli/command", "cli/memcycler", "cli/memslots", "cl
 const THOROUGH_TEST: (&str, &str) = ("bench/memslots", "a_boot_and_a_guest_that_spins");
 
 /// The same, of the tests with Linux guests: others boot the same machine.
-const THOROUGH_LINUX: [&str; 5] = [
+const THOROUGH_LINUX: [&str; 6] = [
     "a_bzimage_boots_and_ends_with_its_status",
     "a_guest_runs_from_a_file_by_exits_with_prefetch",
     "a_guest_runs_from_a_file_by_userfaultfd",
     "every_end_has_a_name_with_any_backing",
     "input_reaches_the_guest",
+    "the_kernel_finds_the_machines_devices",
 ];
 
 /// The tests with Linux guests, which have a VM of their own.
@@ -189,7 +190,6 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
         let skipped = THOROUGH_LINUX.iter().flat_map(|test| ["--skip", test]);
         linux.command.extend(skipped.map(OsString::from));
     }
-    jobs.push(command(paths, "pagetide run", RUN, Some("-- nproc")));
     let paged = r#"-- sh -c "memcycler 2 4M 1 && balloon 1M""#;
     let (name, paged) = ("pagetide run --paging", Some(paged));
     jobs.push(command(paths, name, RUN_PAGED, paged));
@@ -236,6 +236,7 @@ pub(super) fn thorough(paths: &Paths, tally: &mut Tally) -> Result<()> {
         // What a VM that was lost had printed is in the log.
         firecracker.command.push("--nocapture".into());
     }
+    jobs.push(command(paths, "pagetide run", RUN, Some("-- nproc")));
     run_linux("thorough-linux", jobs, paths, tally)
 }
 
@@ -364,7 +365,11 @@ pub(super) fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind
         Arch::Arm64 => PathBuf::from("/selftests"),
     };
     let mut tests = selftests::list(variant.arch, paths)?;
-    tests.retain(|test| test.run);
+    tests.retain(|test| match test.runs {
+        Runs::Always => true,
+        Runs::Debug => variant.debug,
+        Runs::Never => false,
+    });
     let job = |test: Selftest| {
         let mut command: Vec<OsString> = vec![directory.join(test.name()).into()];
         command.extend(test.arguments.iter().map(OsString::from));
