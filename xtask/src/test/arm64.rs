@@ -53,21 +53,7 @@ const LEFT_OUT: [(&str, &str); 1] = [(
 
 /// Tests that take a software CPU a quarter of a minute or more, and that add little on a second
 /// architecture.
-const LONG: [Long; 5] = [
-    Long {
-        group: "memory (lib)",
-        test: "page_map::tests::racing::a_waiter_is_always_woken",
-        #[cfg(test)]
-        source: "crates/memory/src/page_map/tests/racing.rs",
-        reason: RACES,
-    },
-    Long {
-        group: "memory (lib)",
-        test: "page_map::tests::racing::racing_threads_install_each_page_once_and_issue_each_wake",
-        #[cfg(test)]
-        source: "crates/memory/src/page_map/tests/racing.rs",
-        reason: RACES,
-    },
+const LONG: [Long; 3] = [
     Long {
         group: "memory (lib)",
         test: "poison_map::tests::a_full_map_accepts_only_ranges_adjacent_to_its_own",
@@ -90,10 +76,6 @@ const LONG: [Long; 5] = [
         reason: "takes long; pager/event_loop serves every way of paging",
     },
 ];
-
-/// Why threads do not race there.
-const RACES: &str =
-    "takes long, and the software CPU keeps the order of x86's memory accesses; loom has arm64's";
 
 /// A test that does not run on arm64.
 struct Long {

@@ -81,10 +81,13 @@ const THOROUGH: [&str; 4] = ["cli/command", "cli/memcycler", "cli/memslots", "cl
 const THOROUGH_TEST: (&str, &str) = ("bench/memslots", "a_boot_and_a_guest_that_spins");
 
 /// The same, of the tests with Linux guests: others boot the same machine.
-const THOROUGH_LINUX: [&str; 6] = [
+const THOROUGH_LINUX: [&str; 9] = [
     "a_bzimage_boots_and_ends_with_its_status",
+    "a_guest_boots_while_its_memory_is_installed",
     "a_guest_runs_from_a_file_by_exits_with_prefetch",
     "a_guest_runs_from_a_file_by_userfaultfd",
+    "a_panics_message_is_reported",
+    "a_stopper_and_the_time_limit_end_a_guest",
     "every_end_has_a_name_with_any_backing",
     "input_reaches_the_guest",
     "the_kernel_finds_the_machines_devices",

@@ -208,10 +208,12 @@ fn closing_waits_for_copies_in_progress() {
                         Ok(()) | Err(AccessError::ServiceClosed) => {}
                         Err(error) => panic!("{error}"),
                     }
+                    // Otherwise the other thread gets the lock only when this one's time is up.
+                    thread::yield_now();
                 }
             });
         }
-        for _ in 0..300 {
+        for _ in 0..3000 {
             region.begin_paging(ServiceAccess::Closed).unwrap();
             thread::yield_now();
             region.end_paging();
