@@ -11,6 +11,7 @@ use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 use super::guest::Ready;
 use super::image::Image;
+use super::one_cpu::OneCpu;
 use super::paging::{Opened, Paging, working_set};
 use super::plan::{Cache, Order, PAGE, Part, Plan, Series, Via, Way};
 use super::view;
@@ -213,6 +214,11 @@ impl Rig<Plan> for Machines {
         let region = self.region(series)?;
         let (start, bytes) = (region.guest().start().as_u64(), region.bytes());
         warm_memory(bytes)?;
+        let is_pinned = matches!(series.part, Part::Random | Part::Around) && touches.len() == 1;
+        let _one_cpu = match is_pinned {
+            true => Some(OneCpu::begin().map_err(RunFailure::failed)?),
+            false => None,
+        };
         // A server that has no page of the image yet.
         let cold_server = match series.cache {
             Some(Cache::Cold) => {

@@ -4,6 +4,7 @@
 mod guest;
 mod image;
 mod machines;
+mod one_cpu;
 mod paging;
 mod plan;
 mod raw;

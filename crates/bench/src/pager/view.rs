@@ -318,8 +318,9 @@ impl Shown for Plan {
             ),
             (has(Part::Random) || has(Part::Around)).then_some(
                 "random, and around with 1 page: at most 64 MiB of memory, each page of which is touched \
-                 once, by one of the threads. The median touch includes waking two threads, whose cost \
-                 depends on which CPUs they run on.",
+                 once, by one of the threads. One thread that faults, and the thread that resolves its \
+                 faults, share one CPU: the median touch includes waking both, which costs several \
+                 times as much across CPUs.",
             ),
             has(Part::Replay).then_some(
                 "replay: 10 000 touches of random pages, each with six passes over the page, from before \
