@@ -29,10 +29,11 @@ pub(crate) struct PagerArguments {
     /// random: faults of threads that touch one page each time. around: faults of one thread that walks
     /// upwards, with fault-around, by UFFDIO_COPY and by UFFDIO_CONTINUE. fill: the time to install all
     /// of memory. reader: a thread that reads all of memory in random order meanwhile. replay: a
-    /// workload whose touches were recorded and are fetched ahead.
+    /// workload whose touches were recorded and are fetched ahead. image: faults on one page of each chunk
+    /// of a compressed image. unpack: the time to install all of it.
     #[arg(
         long, value_name = "LIST", value_delimiter = ',',
-        default_value = "random,around,fill,reader,replay",
+        default_value = "random,around,fill,reader,replay,image,unpack",
         value_parser = one_of::<Part>(Part::NAMES),
     )]
     part: Vec<Part>,

@@ -72,5 +72,5 @@ fn a_run_prints_a_table_and_leaves_three_files() {
         "--runs",
         "1",
     ];
-    assert_measures(BENCHMARK, &words, "thp, default, 0 %");
+    assert_measures(BENCHMARK, &words, &["thp, default, 0 %"]);
 }

@@ -60,5 +60,5 @@ fn a_run_prints_a_table_and_leaves_three_files() {
         "--runs",
         "1",
     ];
-    assert_measures(BENCHMARK, &words, "split by quiesce");
+    assert_measures(BENCHMARK, &words, &["split by quiesce"]);
 }

@@ -48,5 +48,5 @@ fn a_run_prints_a_table_and_leaves_three_files() {
         return;
     }
     let words = ["--vcpus", "1,2", "--memory", "1M", "--runs", "1"];
-    assert_measures(BENCHMARK, &words, "shmem, one-reader");
+    assert_measures(BENCHMARK, &words, &["shmem, one-reader"]);
 }

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagetide_memory::{HostAddress, HostRange};
-use rustix::fs::{Access, accessat, fstat};
+use rustix::fs::{Access, SeekFrom, accessat, seek};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::process::geteuid;
 use rustix::time::{ClockId, clock_gettime};
@@ -94,10 +94,11 @@ impl MappedFile {
     }
 
     /// Whether the file has been truncated. A copy from beyond its end fails; but from the page in which it
-    /// ends, the kernel copies zeroes for what is missing.
+    /// ends, the kernel copies zeroes for what is missing. Asked before each copy, so by the call that takes
+    /// least: lseek() takes a third of the time of fstat(). Nobody uses the file's position.
     fn is_cut(&self) -> bool {
-        let bytes = fstat(&self.file).map(|status| u64::try_from(status.st_size).unwrap_or(0));
-        bytes.is_ok_and(|bytes| bytes < self.range.bytes() as u64) || bytes.is_err()
+        let bytes = seek(&self.file, SeekFrom::End(0));
+        bytes.is_err() || bytes.is_ok_and(|bytes| bytes < self.range.bytes() as u64)
     }
 
     /// Whether the page cache has the whole chunk at `offset`. A chunk with holes does not count: to read

@@ -47,18 +47,19 @@ enum ServerFailed {
 }
 
 impl Ready {
-    /// Opens the image and starts the server; `prefetch` says whether everything is fetched while the guest
+    /// Opens a file of the image's directory and starts the server; `prefetch` says whether everything is fetched while the guest
     /// runs.
     pub(super) fn start(
         image: &Image,
+        file: &str,
         working_set: WorkingSetMode,
         prefetch: bool,
     ) -> Result<Self, RunFailure> {
-        let socket = image.path(&format!("{working_set:?}-{prefetch}.socket"));
+        let socket = image.path(&format!("{file}-{working_set:?}-{prefetch}.socket"));
         let options = Options {
             bindings: vec![Binding {
                 socket: socket.clone(),
-                image: Location::Path(image.path("memory")),
+                image: Location::Path(image.path(file)),
             }],
             working_set,
             prefetch,

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use pagetide_sources::image::{CreateOptions, create};
 use rustix::fs::{Advice, fadvise};
 use rustix::io::{ReadWriteFlags, preadv2};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -14,12 +15,19 @@ use tempfile::TempDir;
 
 use super::plan::PAGE;
 
+/// The name of the compressed image, in the file's directory.
+pub(super) const COMPRESSED: &str = "memory.image";
 /// Words of a page.
 const WORDS: u64 = PAGE / 8;
 /// How long a file may take to leave the page cache.
 const LONGEST_DROP: Duration = Duration::from_secs(2);
 
-/// A file in a directory of its own, which goes with it. No two pages of it are alike.
+/// Bytes of a chunk of a compressed image.
+pub(super) const CHUNK_BYTES: u64 = 64 << 10;
+/// Random bytes in each run of bytes of a chunk that has any: what zstd cannot compress.
+const RANDOM_OF: (usize, usize) = (8, 24);
+
+/// A file in a directory of its own, which goes with it. No two pages of it are alike, but for those of zeroes.
 #[derive(Debug)]
 pub(super) struct Image {
     directory: TempDir,
@@ -30,14 +38,57 @@ pub(super) struct Image {
 impl Image {
     /// Writes a file to the directory for temporary files.
     pub(super) fn write(bytes: u64) -> io::Result<Self> {
+        Self::write_words(bytes, |out| {
+            for word in 0..bytes / 8 {
+                // Odd, and different for each page and place.
+                let value = (word / WORDS * 1_000_003 + word % WORDS * 7) << 1 | 1;
+                out.write_all(&value.to_ne_bytes())?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Writes such a file with a compressed image of it beside it: every other chunk is zeroes, and the
+    /// others compress 3 to 1.
+    pub(super) fn write_compressed(bytes: u64) -> io::Result<Self> {
+        let zeroes = vec![0; to_usize(CHUNK_BYTES)];
+        let image = Self::write_words(bytes, |out| {
+            let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+            for chunk in 0..bytes / CHUNK_BYTES {
+                if !is_data(chunk) {
+                    out.write_all(&zeroes)?;
+                    continue;
+                }
+                let mut data = zeroes.clone();
+                for run in data.chunks_mut(RANDOM_OF.1) {
+                    state ^= state << 13;
+                    state ^= state >> 7;
+                    state ^= state << 17;
+                    let random = state.to_ne_bytes();
+                    let length = run.len().min(RANDOM_OF.0);
+                    run[..length].copy_from_slice(&random[..length]);
+                }
+                out.write_all(&data)?;
+            }
+            Ok(())
+        })?;
+        let options = CreateOptions {
+            chunk_bytes: u32::try_from(CHUNK_BYTES).unwrap_or(u32::MAX),
+            ..CreateOptions::default()
+        };
+        let (from, to) = (image.path("memory"), image.path(COMPRESSED));
+        create(&from, &to, &options, &mut |_, _| {}).map_err(io::Error::other)?;
+        Ok(image)
+    }
+
+    fn write_words(
+        bytes: u64,
+        content: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
+    ) -> io::Result<Self> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("memory");
         let mut out = BufWriter::with_capacity(1 << 20, File::create_new(&path)?);
-        for word in 0..bytes / 8 {
-            // Odd, and different for each page and place.
-            let value = (word / WORDS * 1_000_003 + word % WORDS * 7) << 1 | 1;
-            out.write_all(&value.to_ne_bytes())?;
-        }
+        content(&mut out)?;
         let file = out.into_inner()?;
         // Only what is on the disk can leave the page cache.
         file.sync_all()?;
@@ -95,6 +146,15 @@ impl Image {
     }
 }
 
+/// Whether a chunk of the compressed image has anything but zeroes.
+pub(super) fn is_data(chunk: u64) -> bool {
+    chunk.is_multiple_of(2)
+}
+
+fn to_usize(value: u64) -> usize {
+    usize::try_from(value).unwrap_or(usize::MAX)
+}
+
 /// A mapping of the whole file.
 #[derive(Debug)]
 pub(super) struct Mapping {
@@ -129,6 +189,20 @@ impl Drop for Mapping {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_compressed_image_is_half_zeroes_and_the_rest_compresses_3_to_1() {
+        let bytes = 8 << 20;
+        let image = Image::write_compressed(bytes).unwrap();
+        let mapping = image.map(false).unwrap();
+        for (chunk, content) in mapping.content().chunks(to_usize(CHUNK_BYTES)).enumerate() {
+            let has_data = content.iter().any(|&byte| byte != 0);
+            assert_eq!(has_data, is_data(chunk as u64), "chunk {chunk}");
+        }
+        let compressed = std::fs::metadata(image.path(COMPRESSED)).unwrap().len();
+        let ratio = (bytes / 2) as f64 / compressed as f64;
+        assert!((2.5..3.5).contains(&ratio), "{ratio}");
+    }
 
     #[test]
     fn a_file_leaves_the_page_cache_once_another_thread_has_unmapped_it() {

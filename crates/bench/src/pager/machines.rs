@@ -10,9 +10,9 @@ use pagetide_serve::WorkingSetMode;
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 use super::guest::Ready;
-use super::image::Image;
+use super::image::{CHUNK_BYTES, COMPRESSED, Image, is_data};
 use super::one_cpu::OneCpu;
-use super::paging::{Opened, Paging, working_set};
+use super::paging::{Opened, Paging, fetches, working_set};
 use super::plan::{Cache, Order, PAGE, Part, Plan, Series, Via, Way};
 use super::view;
 use crate::benchmark::{Job, Rig, RunFailure};
@@ -36,6 +36,8 @@ pub struct Machines {
     opened: Option<Opened>,
     /// One that is taken out of the page cache before each run.
     cold: Option<Image>,
+    /// One that is beside a compressed image of it.
+    compressed: Option<Image>,
 }
 
 impl std::fmt::Debug for Machines {
@@ -72,7 +74,9 @@ impl Machines {
         }
         // The files in the page cache, and the memory.
         let replays = plan.parts.contains(&Part::Replay);
-        let files = if replays { 2 } else { 1 };
+        let is_compressed = |part: &Part| matches!(part, Part::Image | Part::Unpack);
+        let has_compressed = plan.parts.iter().any(is_compressed);
+        let files = 1 + u64::from(replays) + u64::from(has_compressed);
         check_room(
             Backing::Shmem,
             ByteSize(plan.memory.0.saturating_mul(1 + files)),
@@ -96,8 +100,14 @@ impl Machines {
             cold = Some(image);
         }
         let warm = Image::write(plan.memory.0).map_err(scratch)?;
-        let (warm, opened) = (Arc::new(warm), None);
-        Ok((Self { warm, opened, cold }, warnings))
+        let compressed = has_compressed.then(|| Image::write_compressed(plan.memory.0));
+        let machines = Self {
+            warm: Arc::new(warm),
+            opened: None,
+            cold,
+            compressed: compressed.transpose().map_err(scratch)?,
+        };
+        Ok((machines, warnings))
     }
 
     /// Bytes of memory that a series touches.
@@ -135,15 +145,20 @@ impl Machines {
         let pages = self.bytes(series) / PAGE;
         let is_random = match series.part {
             Part::Random => series.order == Some(Order::Random),
-            Part::Around | Part::Fill => false,
-            Part::Reader | Part::Replay => true,
+            Part::Around | Part::Fill | Part::Unpack => false,
+            Part::Reader | Part::Replay | Part::Image => true,
         };
         let mut order: Vec<u64> = (0..pages).collect();
+        if series.part == Part::Image {
+            // The last page of each chunk that is not zeroes.
+            let of_chunk = CHUNK_BYTES / PAGE;
+            order.retain(|page| (page + 1).is_multiple_of(of_chunk) && is_data(page / of_chunk));
+        }
         if is_random {
             shuffle(&mut order);
         }
         match series.part {
-            Part::Fill => order.clear(),
+            Part::Fill | Part::Unpack => order.clear(),
             Part::Replay => order.truncate(WORKLOAD_PAGES),
             _ => {}
         }
@@ -161,7 +176,7 @@ impl Machines {
             return Ok(());
         }
         let region = self.region(series)?;
-        let server = Ready::start(image, WorkingSetMode::Record, false)?;
+        let server = Ready::start(image, "memory", WorkingSetMode::Record, false)?;
         let guest = server.connect(&region)?;
         walk(
             region.guest().start().as_u64(),
@@ -172,8 +187,8 @@ impl Machines {
     }
 
     /// Compares pages with the file; all of `bytes` if none are named.
-    fn verify(&self, start: u64, bytes: u64, pages: &[Vec<u64>]) -> Result<(), RunFailure> {
-        let file = self.warm.map(false).map_err(RunFailure::failed)?;
+    fn verify(image: &Image, start: u64, bytes: u64, pages: &[Vec<u64>]) -> Result<(), RunFailure> {
+        let file = image.map(false).map_err(RunFailure::failed)?;
         let start = std::ptr::with_exposed_provenance::<u8>(to_usize(start));
         let is_same = |page: usize| {
             let at = page * to_usize(PAGE);
@@ -203,7 +218,10 @@ impl Rig<Plan> for Machines {
         let touches = self.touches(series, job.vcpus);
         let image = match series.cache {
             Some(Cache::Cold) => self.cold.as_ref().unwrap_or(&self.warm),
-            _ => &self.warm,
+            _ => match series.part {
+                Part::Image | Part::Unpack => self.compressed.as_ref().unwrap_or(&self.warm),
+                _ => &self.warm,
+            },
         };
         if series.part == Part::Replay {
             self.record(image, series)?;
@@ -211,6 +229,10 @@ impl Rig<Plan> for Machines {
         if series.way == Way::Map {
             return self.run_mapped(image, series, &touches);
         }
+        let content = match series.part {
+            Part::Image | Part::Unpack => image,
+            _ => &self.warm,
+        };
         let region = self.region(series)?;
         let (start, bytes) = (region.guest().start().as_u64(), region.bytes());
         warm_memory(bytes)?;
@@ -219,45 +241,46 @@ impl Rig<Plan> for Machines {
             true => Some(OneCpu::begin().map_err(RunFailure::failed)?),
             false => None,
         };
-        // A server that has no page of the image yet.
-        let cold_server = match series.cache {
-            Some(Cache::Cold) => {
-                let server = Ready::start(image, working_set(series), false)?;
+        // A server that has no page, and no chunk, of the image yet.
+        let new_server = match (series.cache, series.part) {
+            (Some(Cache::Cold), _) => {
+                let server = Ready::start(image, "memory", working_set(series), false)?;
                 drop_cache(image)?;
                 Some(server)
+            }
+            (_, Part::Image | Part::Unpack) => {
+                let fetches = fetches(series);
+                Some(Ready::start(
+                    image,
+                    COMPRESSED,
+                    working_set(series),
+                    fetches,
+                )?)
             }
             _ => None,
         };
         let mut begun = Instant::now();
-        let mut paging = match &cold_server {
+        let mut paging = match &new_server {
             Some(server) => Paging::Server(server.connect(&region)?),
-            None => self.opened()?.begin(&region, series)?,
+            None => opened(&mut self.opened, &self.warm)?.begin(&region, series)?,
         };
-        if matches!(series.part, Part::Random | Part::Around) {
+        if matches!(series.part, Part::Random | Part::Around | Part::Image) {
             begun = Instant::now();
         }
-        let log = if series.part == Part::Fill {
+        let log = if matches!(series.part, Part::Fill | Part::Unpack) {
             paging.fill(bytes, || is_there(start, bytes))?;
             LatencyLog::new().map_err(RunFailure::failed)?
         } else {
             walk(start, &touches, series)?
         };
         let elapsed = begun.elapsed();
-        self.verify(start, bytes, &touches)?;
+        Self::verify(content, start, bytes, &touches)?;
         let faults = paging.end()?;
         Ok(sample(series, elapsed, bytes, &touches, log).count(view::FAULTS, faults))
     }
 }
 
 impl Machines {
-    /// What has the file open that stays in the page cache.
-    fn opened(&mut self) -> Result<&mut Opened, RunFailure> {
-        match &mut self.opened {
-            Some(opened) => Ok(opened),
-            none => Ok(none.insert(Opened::open(&self.warm)?)),
-        }
-    }
-
     /// The workload on a private mapping of the file, which the kernel pages in.
     fn run_mapped(
         &self,
@@ -274,8 +297,19 @@ impl Machines {
         let log = walk(start, touches, series)?;
         let elapsed = begun.elapsed();
         let bytes = self.bytes(series);
-        self.verify(start, bytes, touches)?;
+        Self::verify(&self.warm, start, bytes, touches)?;
         Ok(sample(series, elapsed, bytes, touches, log))
+    }
+}
+
+/// What has the file open that stays in the page cache.
+fn opened<'o>(
+    opened: &'o mut Option<Opened>,
+    image: &Arc<Image>,
+) -> Result<&'o mut Opened, RunFailure> {
+    match opened {
+        Some(opened) => Ok(opened),
+        none => Ok(none.insert(Opened::open(image)?)),
     }
 }
 
@@ -306,7 +340,7 @@ fn sample(
 ) -> Sample {
     let touched: usize = touches.iter().map(Vec::len).sum();
     let pages = match series.part {
-        Part::Fill => bytes / PAGE,
+        Part::Fill | Part::Unpack => bytes / PAGE,
         _ => touched as u64,
     };
     let mut sample = Sample::default()
@@ -328,7 +362,7 @@ fn walk(start: u64, lists: &[Vec<u64>], series: Series) -> Result<LatencyLog, Ru
         Part::Replay => PASSES,
         _ => 0,
     };
-    let is_timed = series.part == Part::Random;
+    let is_timed = matches!(series.part, Part::Random | Part::Image);
     let walk_one = |pages: &[u64]| -> Result<LatencyLog, LatencyLogError> {
         let mut log = LatencyLog::new()?;
         let mut sum = 0;

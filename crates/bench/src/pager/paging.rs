@@ -46,8 +46,8 @@ pub(super) fn working_set(series: Series) -> WorkingSetMode {
 }
 
 /// Whether pages are installed before they are touched.
-fn fetches(series: Series) -> bool {
-    matches!(series.part, Part::Fill | Part::Reader)
+pub(super) fn fetches(series: Series) -> bool {
+    matches!(series.part, Part::Fill | Part::Reader | Part::Unpack)
 }
 
 impl Opened {
@@ -71,7 +71,7 @@ impl Opened {
         let index = match found {
             Some(index) => index,
             None => {
-                let ready = Ready::start(&self.image, mode, prefetch)?;
+                let ready = Ready::start(&self.image, "memory", mode, prefetch)?;
                 self.servers.push((wanted, ready));
                 self.servers.len() - 1
             }

@@ -36,6 +36,10 @@ pub enum Part {
     Reader,
     /// A recorded workload, with its working set replayed.
     Replay,
+    /// Faults on one page of each chunk of a compressed image.
+    Image,
+    /// The time to install all of a compressed image.
+    Unpack,
 }
 
 /// What resolves faults.
@@ -91,6 +95,8 @@ named! {
         Fill => "fill",
         Reader => "reader",
         Replay => "replay",
+        Image => "image",
+        Unpack => "unpack",
     }
     Way {
         Raw => "raw",
@@ -176,6 +182,8 @@ impl Default for Plan {
                 Part::Fill,
                 Part::Reader,
                 Part::Replay,
+                Part::Image,
+                Part::Unpack,
             ],
             threads: vec![1, 8],
             memory: ByteSize(512 << 20),
@@ -231,6 +239,7 @@ impl Plan {
                 }
             }
             Part::Fill | Part::Reader => all.extend(three),
+            Part::Image | Part::Unpack => all.push(one(Way::Server)),
             Part::Replay => {
                 for &cache in &self.caches {
                     let ways = [Way::Map, Way::Server, Way::Replay].map(one);
@@ -383,6 +392,8 @@ mod tests {
             "replay cold \u{2013} map",
             "replay cold \u{2013} server",
             "replay cold \u{2013} replay",
+            "image \u{2013} server",
+            "unpack \u{2013} server",
         ];
         assert_eq!(names, wanted);
     }
@@ -394,7 +405,7 @@ mod tests {
             let all = plan.series().into_iter();
             all.filter(|&one| plan.is_measured(threads, one)).count()
         };
-        assert_eq!((measured(1), measured(8)), (23, 3));
+        assert_eq!((measured(1), measured(8)), (25, 3));
     }
 
     #[test]

@@ -27,7 +27,7 @@ fn sample(job: &Job<'_, Plan>) -> Sample {
         .count(PAGES, pages)
         .count(FAULTS, faults);
     match job.series.part {
-        Part::Random => {
+        Part::Random | Part::Image => {
             log.record(percent * 100);
             sample.count(P50, percent * 100).log(LATENCY, log)
         }
@@ -53,7 +53,7 @@ fn assert_near(found: Option<f64>, wanted: f64) {
 fn each_way_is_compared_with_the_one_below_it() {
     let report = measure(|_| {});
     let view = report.view().unwrap();
-    assert_eq!(view.cells.len(), 23 + 3);
+    assert_eq!(view.cells.len(), 25 + 3);
     let ratio = |threads, series: Series, comparison: &Comparison<Series>| {
         let cell = view.cell(threads, series).expect("it was measured");
         Some(comparison.of(cell, &view.cells)?.paired.median)

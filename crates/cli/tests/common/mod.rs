@@ -29,15 +29,14 @@ pub(crate) fn assert_refused(benchmark: &str, words: &[&str], wanted: &str) {
 }
 
 /// It prints a table with a line for `series`, and leaves a page, a drawing and the data.
-pub(crate) fn assert_measures(benchmark: &str, words: &[&str], series: &str) {
+pub(crate) fn assert_measures(benchmark: &str, words: &[&str], series: &[&str]) {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let output = bench(benchmark, directory.path(), words);
     let (table, message) = (text(&output.stdout), text(&output.stderr));
     assert_eq!(output.status.code(), Some(0), "{message}");
-    assert!(
-        table.contains(series) && table.contains("Page: "),
-        "{table}"
-    );
+    for text in [series, &["Page: "]].concat() {
+        assert!(table.contains(text), "{text}\n{table}");
+    }
     for ending in ["html", "svg", "json"] {
         let file = directory.path().join(format!("out/{benchmark}.{ending}"));
         assert!(file.metadata().expect("a file").len() > 1000, "{ending}");
