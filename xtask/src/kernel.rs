@@ -5,6 +5,7 @@ pub(crate) mod check;
 pub(crate) mod config;
 pub(crate) mod export;
 mod git;
+mod letters;
 pub(crate) mod lock;
 pub(crate) mod make;
 mod prune;
@@ -25,9 +26,11 @@ use crate::paths::Paths;
 pub(crate) enum Verb {
     /// Fetch the source, apply the series, build; does nothing when nothing changed
     Build(BuildArgs),
-    /// Write the work tree's commits back to kernel/patches and kernel/series
+    /// Write the work tree's commits back to kernel/patches and kernel/series, and the lists of patches and
+    /// files in the topics' cover letters
     Export,
-    /// Check that each patch applies, builds alone, passes checkpatch and survives a round trip
+    /// Check that each patch applies, builds alone, passes checkpatch and survives a round trip, and that
+    /// each topic has a cover letter that names its patches
     Check(check::CheckArgs),
     /// Print the work tree in which the series can be edited (made if it is not there yet)
     Path,
