@@ -81,6 +81,19 @@ impl Patch {
             .collect()
     }
 
+    /// The diffs of what runs in a kernel: without documents, tools and their likes.
+    pub(crate) fn running_code(&self) -> Vec<String> {
+        const INERT: [&str; 3] = ["a/Documentation/", "a/tools/", "a/MAINTAINERS"];
+        let mut diffs = self.code();
+        diffs.retain(|diff| !INERT.iter().any(|start| diff.starts_with(start)));
+        diffs
+    }
+
+    /// Whether it changes what runs in a kernel.
+    pub(crate) fn is_functional(&self) -> bool {
+        !self.running_code().is_empty()
+    }
+
     /// `NN-topic`.
     pub(crate) fn topic(&self) -> &str {
         self.name.split_once('/').map_or("", |(topic, _)| topic)
