@@ -5,8 +5,10 @@ pub(crate) mod check;
 pub(crate) mod config;
 pub(crate) mod export;
 mod git;
+mod letters;
 pub(crate) mod lock;
 pub(crate) mod make;
+mod mutate;
 mod prune;
 pub(crate) mod selftests;
 pub(crate) mod series;
@@ -25,10 +27,17 @@ use crate::paths::Paths;
 pub(crate) enum Verb {
     /// Fetch the source, apply the series, build; does nothing when nothing changed
     Build(BuildArgs),
-    /// Write the work tree's commits back to kernel/patches and kernel/series
+    /// Write the work tree's commits back to kernel/patches and kernel/series, and the lists of patches and
+    /// files in the topics' cover letters
     Export,
-    /// Check that each patch applies, builds alone, passes checkpatch and survives a round trip
+    /// Check that each patch applies, builds alone, passes checkpatch and survives a round trip, and that
+    /// each topic has a cover letter that names its patches
     Check(check::CheckArgs),
+    /// Undo parts of the series, one by one, and show that a test fails each time
+    ///
+    /// kernel/mutations.list names the parts and their tests. Results are written to kernel/mutations.json and
+    /// kernel/README.md. A mutation takes a build and a VM, some minutes; all of them take hours.
+    Mutate(mutate::MutateArgs),
     /// Print the work tree in which the series can be edited (made if it is not there yet)
     Path,
 }
@@ -144,6 +153,7 @@ pub(crate) fn run(verb: &Verb, paths: &Paths) -> Result<()> {
         Verb::Build(args) => build::run(args, paths),
         Verb::Export => export::run(paths),
         Verb::Check(args) => check::run(args, paths),
+        Verb::Mutate(args) => mutate::run(args, paths),
         Verb::Path => {
             println!("{}", tree::developers(paths)?.path().display());
             Ok(())

@@ -4,7 +4,7 @@ mod arm64;
 mod clean_root;
 mod fuzz;
 mod host;
-mod kunit;
+pub(crate) mod kunit;
 mod lab;
 mod libtest;
 mod loom;

@@ -49,6 +49,9 @@ pub(crate) struct VmArgs {
     /// Use the kernel and the `pagetide` command as they were built last
     #[arg(long)]
     pub(crate) no_build: bool,
+    /// Another kernel image than the variant's; nothing of the kernel is built
+    #[arg(skip)]
+    pub(crate) image: Option<PathBuf>,
     /// Which `pagetide` is on the PATH
     #[arg(skip)]
     pub(crate) pagetide: Pagetide,
@@ -143,6 +146,7 @@ impl VmArgs {
             timing: Timing::Function,
             timeout: 900,
             no_build: false,
+            image: None,
             pagetide: Pagetide::Release,
             programs: Vec::new(),
             environment: Vec::new(),
@@ -211,7 +215,9 @@ pub(crate) fn boot(
     }
     setup::require(&setup::vm_tools(variant.arch))?;
     if !args.no_build {
-        build::ensure_any(variant, paths)?;
+        if args.image.is_none() {
+            build::ensure_any(variant, paths)?;
+        }
         match (variant.arch, args.pagetide) {
             (Arch::X86_64, Pagetide::Release) => build_pagetide(paths)?,
             (Arch::Arm64, Pagetide::Release | Pagetide::Tested) => {
@@ -221,7 +227,7 @@ pub(crate) fn boot(
             (Arch::X86_64, Pagetide::Tested) | (_, Pagetide::None) => {}
         }
     }
-    let image = variant.image(paths);
+    let image = args.image.clone().unwrap_or_else(|| variant.image(paths));
     if !image.exists() {
         bail!("{} is missing: leave out --no-build", image.display());
     }

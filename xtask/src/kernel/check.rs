@@ -11,7 +11,7 @@ use super::build::{configure, toolchain};
 use super::make::{is_object, lock_tree, make, no_warnings};
 use super::series::{Patch, Series, patches_dir};
 use super::tree::Tree;
-use super::{Arch, Variant, config, export, selftests, source};
+use super::{Arch, Variant, config, export, letters, mutate, selftests, source};
 use crate::command::Run;
 use crate::files::digest;
 use crate::paths::Paths;
@@ -101,6 +101,12 @@ pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Opti
     }
     let round_trip = check.round_trip(&series, &patches_dir(paths));
     results.push(("round trip".to_owned(), failure(round_trip)));
+    let mutations = check.mutations(&series);
+    results.push(("mutations apply".to_owned(), failure(mutations)));
+    for topic in series.topics() {
+        let letter = check.letter(&series, topic);
+        results.push((letters::name(topic), failure(letter)));
+    }
     Ok(results)
 }
 
@@ -272,11 +278,23 @@ impl<'a> Check<'a> {
         }
         for file in patch_files(dir)? {
             let is_it = |patch: &Patch| dir.join(&patch.name) == file;
-            if !series.patches.iter().any(is_it) {
+            if !series.patches.iter().any(is_it) && !letters::is_letter(&file, series) {
                 bail!("{} is not in kernel/series", file.display());
             }
         }
         Ok(())
+    }
+
+    /// What `kernel mutate` would do to the series.
+    fn mutations(&self, series: &Series) -> Result<()> {
+        self.tree.apply(series)?;
+        mutate::check(&self.tree, series, self.paths)
+    }
+
+    /// A topic's cover letter.
+    fn letter(&self, series: &Series, topic: &str) -> Result<()> {
+        self.tree.apply(series)?;
+        letters::check(&patches_dir(self.paths), &self.tree, series, topic)
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use anyhow::{Context, Result, bail};
 use fs_err as fs;
 
+use super::letters;
 use super::make::lock_tree;
 use super::series::{Patch, Series, patches_dir};
 use super::tree::{self, Tree};
@@ -29,6 +30,7 @@ pub(crate) fn run(paths: &Paths) -> Result<()> {
     let old = Series::read(paths)?;
     let new = from_tree(&tree, &old)?;
     write(paths, &old, &new)?;
+    letters::refresh(&patches_dir(paths), &tree, &new)?;
     tree.note_series(&new)
 }
 

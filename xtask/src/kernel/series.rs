@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use fs_err as fs;
 use sha2::{Digest, Sha256};
 
+use super::letters;
 use crate::files::{self, hex};
 use crate::paths::Paths;
 
@@ -37,6 +38,13 @@ impl Series {
             patches.push(Patch { name, content });
         }
         Ok(Self { patches })
+    }
+
+    /// The topics, in their order.
+    pub(crate) fn topics(&self) -> Vec<&str> {
+        let mut topics: Vec<_> = self.patches.iter().map(Patch::topic).collect();
+        topics.dedup();
+        topics
     }
 
     /// A digest of everything in the patches that a build depends on: equal for two series that
@@ -73,6 +81,19 @@ impl Patch {
             .collect()
     }
 
+    /// The diffs of what runs in a kernel: without documents, tools and their likes.
+    pub(crate) fn running_code(&self) -> Vec<String> {
+        const INERT: [&str; 3] = ["a/Documentation/", "a/tools/", "a/MAINTAINERS"];
+        let mut diffs = self.code();
+        diffs.retain(|diff| !INERT.iter().any(|start| diff.starts_with(start)));
+        diffs
+    }
+
+    /// Whether it changes what runs in a kernel.
+    pub(crate) fn is_functional(&self) -> bool {
+        !self.running_code().is_empty()
+    }
+
     /// `NN-topic`.
     pub(crate) fn topic(&self) -> &str {
         self.name.split_once('/').map_or("", |(topic, _)| topic)
@@ -95,6 +116,9 @@ fn parse(text: &str) -> Result<Vec<String>> {
     for line in files::lines(text) {
         if !well_formed(line) {
             bail!("{line:?} is not of the form NN-topic/NNNN-subject.patch");
+        }
+        if line.ends_with(&format!("/{}", letters::FILE)) {
+            bail!("{line:?} is a cover letter, which is not applied");
         }
         if names.iter().any(|name| name == line) {
             bail!("{line:?} is named twice");
@@ -159,6 +183,7 @@ mod tests {
             "1-a/0001-b.patch",
             "01-a/../0001-b.patch",
             "01-a/0001-b.diff",
+            "01-a/0000-cover-letter.patch",
         ] {
             assert!(parse(bad).is_err(), "{bad}");
         }

@@ -3,11 +3,19 @@
 use super::tally::Verdict;
 
 /// The options that make a debug kernel run a suite, and only that.
-pub(super) fn append(suite: &str) -> [String; 2] {
+pub(crate) fn append(suite: &str) -> [String; 2] {
     [
         "kunit.enable=1".to_owned(),
         format!("kunit.filter_glob={suite}"),
     ]
+}
+
+/// What a suite's line of totals says, unless the whole suite ran and passed.
+pub(crate) fn failure(console: &str, suite: &str) -> Option<String> {
+    match verdict(console, suite) {
+        Verdict::Passed => None,
+        Verdict::Failed(what) | Verdict::Skipped(what) => Some(what),
+    }
 }
 
 /// What became of a suite, by its line of totals: `# suite: pass:8 fail:0 skip:0 total:8`.
