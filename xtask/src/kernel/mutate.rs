@@ -34,8 +34,12 @@ use report::{Key, Results};
 /// The exit status with which a kernel selftest says that it could not run.
 const KSFT_SKIP: u8 = 4;
 
-/// For one test. Many mutations make a test hang.
-const TEST_TIMEOUT: Duration = Duration::from_secs(240);
+/// For one test on the series itself.
+const TEST_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// How many times as long as on the series itself a test may take on a mutation, and how much longer than that.
+/// Many mutations make a test hang.
+const SLOWER: (u32, Duration) = (4, Duration::from_secs(20));
 
 /// For a test on a kernel that checks everything.
 const DEBUG_TEST_TIMEOUT: Duration = Duration::from_secs(1200);
@@ -214,7 +218,11 @@ fn mutate(
     let tree = Tree::open(paths, &source::ensure(paths)?, name)?;
     tree.drop_unfinished()?;
     tree.apply(series)?;
-    let lab = Lab { paths, tree: &tree };
+    let mut lab = Lab {
+        paths,
+        tree: &tree,
+        limits: Vec::new(),
+    };
     for variant in variants {
         let all = planned.iter().filter(|p| p.variant() == variant);
         lab.baseline(variant, all.flat_map(|p| &p.mutation.tests))?;
@@ -251,6 +259,8 @@ fn mutate(
 struct Lab<'a> {
     paths: &'a Paths,
     tree: &'a Tree,
+    /// How long a mutation's test may take, by the test's label.
+    limits: Vec<(Variant, String, Duration)>,
 }
 
 impl Lab<'_> {
@@ -260,7 +270,11 @@ impl Lab<'_> {
     }
 
     /// The series itself passes every test, or a failure would say nothing.
-    fn baseline<'b>(&self, variant: Variant, tests: impl Iterator<Item = &'b Test>) -> Result<()> {
+    fn baseline<'b>(
+        &mut self,
+        variant: Variant,
+        tests: impl Iterator<Item = &'b Test>,
+    ) -> Result<()> {
         let mut unique: Vec<&Test> = Vec::new();
         for test in tests {
             if !unique.contains(&test) {
@@ -268,7 +282,13 @@ impl Lab<'_> {
             }
         }
         let image = self.build(variant, "the series without a mutation")?;
-        let verdicts = self.tests(variant, &image, &unique)?;
+        let (verdicts, times): (Vec<_>, Vec<_>) =
+            self.tests(variant, &image, &unique)?.into_iter().unzip();
+        let (factor, more) = SLOWER;
+        for (test, time) in unique.iter().zip(times) {
+            let limit = time * factor + more;
+            self.limits.push((variant, test.label(), limit));
+        }
         let failed = unique.iter().zip(verdicts);
         let failed = failed.filter(|(_, verdict)| *verdict != Verdict::Green);
         let failed: Vec<_> = failed
@@ -290,7 +310,7 @@ impl Lab<'_> {
         let tests: Vec<_> = planned.mutation.tests.iter().collect();
         let verdicts = image.and_then(|image| self.tests(planned.variant(), &image, &tests));
         applied.restore()?;
-        verdicts
+        Ok(verdicts?.into_iter().map(|(verdict, _)| verdict).collect())
     }
 
     /// Builds the tree as it is; returns the image.
@@ -311,7 +331,12 @@ impl Lab<'_> {
     }
 
     /// Runs tests on a kernel, in a VM for each set of kernel parameters.
-    fn tests(&self, variant: Variant, image: &Path, tests: &[&Test]) -> Result<Vec<Verdict>> {
+    fn tests(
+        &self,
+        variant: Variant,
+        image: &Path,
+        tests: &[&Test],
+    ) -> Result<Vec<(Verdict, Duration)>> {
         let mut machines: BTreeMap<&[String], Vec<usize>> = BTreeMap::new();
         for (index, test) in tests.iter().enumerate() {
             machines
@@ -319,7 +344,8 @@ impl Lab<'_> {
                 .or_default()
                 .push(index);
         }
-        let mut verdicts = vec![Verdict::Nothing("it was not run".into()); tests.len()];
+        let not_run = (Verdict::Nothing("it was not run".into()), Duration::ZERO);
+        let mut verdicts = vec![not_run; tests.len()];
         for (parameters, indices) in machines {
             let group: Vec<_> = indices.iter().map(|&index| tests[index]).collect();
             let found = self.machine(variant, image, parameters, &group)?;
@@ -336,7 +362,7 @@ impl Lab<'_> {
         image: &Path,
         parameters: &[String],
         tests: &[&Test],
-    ) -> Result<Vec<Verdict>> {
+    ) -> Result<Vec<(Verdict, Duration)>> {
         let mut args = VmArgs {
             pagetide: Pagetide::None,
             timeout: VM_TIMEOUT,
@@ -374,13 +400,14 @@ impl Lab<'_> {
                     Verdict::Nothing(format!("the VM was lost: {reason}"))
                 }
             };
-            verdicts.push(verdict);
+            // Whichever of them made the kernel complain.
+            let verdict = verdict.of_complaints(&outcome.complaints);
+            let time = job
+                .finished
+                .map_or(Duration::ZERO, |finished| finished.time);
+            verdicts.push((verdict, time));
         }
-        // Whichever of them made the kernel complain.
-        Ok(verdicts
-            .into_iter()
-            .map(|verdict| verdict.of_complaints(&outcome.complaints))
-            .collect())
+        Ok(verdicts)
     }
 
     fn job(&self, variant: Variant, test: &Test) -> Job {
@@ -395,10 +422,13 @@ impl Lab<'_> {
         let arguments = test.arguments.iter().filter(|_| test.kunit().is_none());
         let mut command: Vec<OsString> = vec![program];
         command.extend(arguments.map(OsString::from));
-        let timeout = if variant.debug {
-            DEBUG_TEST_TIMEOUT
-        } else {
-            TEST_TIMEOUT
+        let label = test.label();
+        let mut limits = self.limits.iter();
+        let limit = limits.find(|(of, name, _)| *of == variant && *name == label);
+        let timeout = match limit {
+            Some((_, _, limit)) => *limit,
+            None if variant.debug => DEBUG_TEST_TIMEOUT,
+            None => TEST_TIMEOUT,
         };
         Job {
             timeout: Some(timeout),

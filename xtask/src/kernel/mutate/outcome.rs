@@ -54,8 +54,10 @@ fn failures(ended: Ended, text: &str) -> String {
         Ended::Exit(_) => None,
     };
     let mut found: Vec<String> = text.lines().filter_map(subtest).collect();
+    let place = place(text);
     if found.is_empty() {
-        found.extend(assertion(text));
+        // The test ended there, without a name.
+        found.extend(assertion(text).map(|what| format!("{what}{place}")));
     }
     let more = found.len().saturating_sub(TOLD);
     found.truncate(TOLD);
@@ -66,10 +68,7 @@ fn failures(ended: Ended, text: &str) -> String {
     match (end, told.is_empty()) {
         (None, true) => last_line(text),
         (None, false) => told,
-        (Some(end), true) => match text.lines().rev().find_map(passed) {
-            Some(last) => format!("{end} after {last:?}"),
-            None => end,
-        },
+        (Some(end), true) => format!("{end}{place}"),
         (Some(end), false) => format!("{told}; {end}"),
     }
 }
@@ -92,6 +91,20 @@ fn numbered(rest: &str) -> Option<String> {
     let name = rest.split(" # ").next()?.trim();
     let name = name.strip_prefix("- ").unwrap_or(name);
     (!name.is_empty()).then(|| name.to_owned())
+}
+
+/// Where a test was: in the subtest that it announced last ("# name"), or after the one that passed last.
+fn place(text: &str) -> String {
+    let announced = |line: &str| {
+        let name = line.strip_prefix("# ")?.trim();
+        (!name.starts_with("Totals")).then(|| format!(", in {name:?}"))
+    };
+    let after = || {
+        let last = text.lines().rev().find_map(passed)?;
+        Some(format!(", after {last:?}"))
+    };
+    let last = text.lines().rev().find_map(announced).or_else(after);
+    last.unwrap_or_default()
 }
 
 /// What stands below the head of KVM's assertions: "  file.c:12: expression".
@@ -125,7 +138,9 @@ mod tests {
         let text = "ok 1 a\nnot ok 2 KVM.zero page\n# x\nnot ok 3 - c # TODO\nnot ok 4 d\n";
         assert_eq!(red(Ended::Exit(1), text), "KVM.zero page; c; 1 more");
         let text = "ok 1 a\n==== Test Assertion Failure ====\n  x.c:7: a == b\n  pid=1\n";
-        assert_eq!(red(Ended::Exit(254), text), "x.c:7: a == b");
+        assert_eq!(red(Ended::Exit(254), text), "x.c:7: a == b, after \"a\"");
+        let text = "# a\nok 1 a\n# b\n==== Test Assertion Failure ====\n  x.c:7: no\n# Totals: 1\n";
+        assert_eq!(red(Ended::Exit(254), text), "x.c:7: no, in \"b\"");
         assert_eq!(red(Ended::Exit(1), "a\nbad: 3\n\n"), "bad: 3");
         assert_eq!(red(Ended::Exit(1), ""), "it printed nothing");
     }
@@ -135,7 +150,7 @@ mod tests {
         let text = "ok 1 first part\n";
         assert_eq!(
             red(Ended::Timeout, text),
-            "did not end after \"first part\""
+            "did not end, after \"first part\""
         );
         assert_eq!(red(Ended::Timeout, ""), "did not end");
         assert_eq!(red(Ended::Signal(6), "not ok 1 a"), "a; killed by signal 6");

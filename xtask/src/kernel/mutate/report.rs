@@ -98,7 +98,7 @@ impl Results {
             "| patch | what is undone | test | what fails then |\n|---|---|---|---|\n",
         );
         let (mut untested, mut preparations) = (String::new(), String::new());
-        let (mut red, mut count) = (0, 0);
+        let (mut red, mut ran, mut count) = (0, 0, 0);
         for entry in entries {
             let patch = cell(&entry.patch);
             for line in &entry.lines {
@@ -113,6 +113,7 @@ impl Results {
                             let verdict = self.records.iter().find(|record| key.is_of(record));
                             let verdict = verdict.map(|record| &record.verdict);
                             count += 1;
+                            ran += usize::from(verdict.is_some());
                             red += usize::from(verdict.is_some_and(Verdict::is_red));
                             rows += &format!(
                                 "| {patch} | {} | `{}` | {} |\n",
@@ -132,7 +133,7 @@ impl Results {
             }
         }
         format!(
-            "\n{red} of {count} tests failed as they should.\n\n{rows}\n\
+            "\nOf {count} tests, {ran} were run, and {red} of these failed as they should.\n\n{rows}\n\
              Without a test that fails:\n\n| patch | why |\n|---|---|\n{untested}\n\
              Without a change of behavior:\n\n| patch | for what |\n|---|---|\n{preparations}\n"
         )
@@ -247,7 +248,7 @@ mod tests {
 
         let text = std::fs::read_to_string(&readme).unwrap();
         for part in [
-            "1 of 2 tests failed as they should.\n",
+            "Of 2 tests, 2 were run, and 1 of these failed as they should.\n",
             "| 01-a/b | mutations/c.patch | `a_test` | a &lt; b |\n",
             "| 01-a/b | mutations/c.patch | `b_test` | **nothing** |\n",
             "| 01-a/b | a \\| race |\n",
