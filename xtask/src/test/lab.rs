@@ -99,8 +99,9 @@ const LINUX: &str = "vmm/linux";
 /// Small guests on the same machine, one of which shows there that no interrupt comes twice.
 const TINY: &str = "vmm/tiny_kernel";
 
-/// The tests with a real Firecracker, which run beside the Linux guests of the step `thorough`: two of 26 runs
-/// hung after a restore, one vCPU busy, for a reason that is not known yet.
+/// The tests with a real Firecracker, which run beside the Linux guests of the step `thorough`: in the software
+/// CPU a guest hangs now and then after a restore, one vCPU busy, and so does one that Firecracker restores from
+/// a file without any server.
 const FIRECRACKER: &str = "serve/real_firecracker";
 
 /// A guest with two processors. The last argument says what it does before it ends by itself.
