@@ -1,6 +1,7 @@
 //! Regions whose pages are installed one by one, with a real userfaultfd.
 
 use std::thread;
+use std::time::Duration;
 
 use pagetide_uapi::userfaultfd::{EventBuffer, Features, Mode, UserRange, Userfaultfd, Wake};
 
@@ -208,12 +209,13 @@ fn closing_waits_for_copies_in_progress() {
                         Ok(()) | Err(AccessError::ServiceClosed) => {}
                         Err(error) => panic!("{error}"),
                     }
-                    // Otherwise the other thread gets the lock only when this one's time is up.
-                    thread::yield_now();
+                    // A thread that never sleeps keeps the lock from the other for all of its time slice; in
+                    // a software CPU also if it yields.
+                    thread::sleep(Duration::from_micros(50));
                 }
             });
         }
-        for _ in 0..3000 {
+        for _ in 0..1000 {
             region.begin_paging(ServiceAccess::Closed).unwrap();
             thread::yield_now();
             region.end_paging();
