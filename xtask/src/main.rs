@@ -18,6 +18,7 @@ mod package;
 mod paths;
 mod profile;
 mod progress;
+mod qemu;
 mod setup;
 mod test;
 mod uapi;

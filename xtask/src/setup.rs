@@ -126,6 +126,26 @@ pub(crate) fn vm_tools(arch: Arch) -> Vec<Need> {
     }
 }
 
+const QEMU_BUILD: [Need; 12] = [
+    program("gcc", "gcc"),
+    program("python3", "python3"),
+    program("patch", "patch"),
+    program("dpkg-source", "dpkg-dev"),
+    program("ninja", "ninja-build"),
+    program("meson", "meson"),
+    program("pkg-config", "pkg-config"),
+    file("/usr/include/glib-2.0/glib.h", "libglib2.0-dev"),
+    file("/usr/include/pixman-1/pixman.h", "libpixman-1-dev"),
+    file("/usr/include/attr/libattr.h", "libattr1-dev"),
+    file("/usr/include/cap-ng.h", "libcap-ng-dev"),
+    file("/usr/include/libfdt.h", "libfdt-dev"),
+];
+
+/// What building the x86_64 lab's QEMU takes.
+pub(crate) fn qemu_tools() -> [Need; 12] {
+    QEMU_BUILD
+}
+
 /// What compiling the workspace for arm64 takes.
 pub(crate) fn cross_tools() -> Vec<Need> {
     CROSS.into_iter().chain(CROSS_RUST).collect()
@@ -151,6 +171,7 @@ fn everything() -> Vec<Need> {
     needs.extend(cross_tools());
     needs.extend(vm_tools(Arch::X86_64));
     needs.extend(vm_tools(Arch::Arm64));
+    needs.extend(qemu_tools());
     needs.extend(bindgen_tools());
     needs.extend(package_tools());
     needs.extend(MOTO);

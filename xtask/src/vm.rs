@@ -18,6 +18,7 @@ use crate::command::Run;
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::progress::Progress;
+use crate::qemu::Qemu;
 use crate::{cross, files, setup};
 
 pub(crate) use agent::{Ended, Finished, Job};
@@ -64,6 +65,10 @@ pub(crate) struct VmArgs {
     /// A plugin of the software CPU with its options, as QEMU's `-plugin` takes them
     #[arg(long, value_name = "PLUGIN", hide = true)]
     pub(crate) plugin: Option<OsString>,
+    /// Whether to build the lab's own QEMU if it is not in the cache. Guests that take no interrupts do
+    /// without it.
+    #[arg(skip = true)]
+    pub(crate) builds_qemu: bool,
 }
 
 /// A `pagetide` command.
@@ -151,6 +156,7 @@ impl VmArgs {
             programs: Vec::new(),
             environment: Vec::new(),
             plugin: None,
+            builds_qemu: true,
         }
     }
 
@@ -232,8 +238,14 @@ pub(crate) fn boot(
         bail!("{} is missing: leave out --no-build", image.display());
     }
     let run_dir = new_run_dir(paths)?;
+    let software_cpu = Qemu::find(variant.arch, args.builds_qemu, paths);
+    let mut args = args.clone();
+    args.environment
+        .push(("PAGETIDE_QEMU", software_cpu.name.into()));
+    let args = &args;
     let machine = qemu::Machine {
         args,
+        qemu: software_cpu,
         image,
         agent: agent::build(variant.arch, paths)?,
         spec: agent::spec(args, jobs, &run_dir, paths)?,

@@ -27,6 +27,7 @@ use crate::cross;
 use crate::initramfs::Initramfs;
 use crate::kernel::{Arch, selftests};
 use crate::paths::Paths;
+use crate::qemu::Qemu;
 
 /// How long QEMU may take to end after the agent's last word.
 const POWER_OFF: Duration = Duration::from_secs(20);
@@ -41,6 +42,7 @@ const P9_OPTIONS: &str = "version=9p2000.L,trans=virtio,access=any,msize=512000"
 #[derive(Debug)]
 pub(super) struct Machine<'a> {
     pub(super) args: &'a VmArgs,
+    pub(super) qemu: Qemu,
     pub(super) image: PathBuf,
     pub(super) agent: PathBuf,
     pub(super) spec: Vec<u8>,
@@ -191,15 +193,13 @@ pub(super) fn run(machine: &Machine<'_>, output: Output<'_>, paths: &Paths) -> R
 /// What every VM has.
 fn common(machine: &Machine<'_>, console: &Path) -> Run {
     let args = machine.args;
-    let program = match args.variant.arch {
-        Arch::X86_64 => "qemu-system-x86_64",
-        Arch::Arm64 => "qemu-system-aarch64",
-    };
+    let mut program = machine.qemu.command.iter();
     let accel = match args.timing {
         Timing::Function | Timing::Instructions => "tcg,thread=single",
         Timing::Parallel => "tcg,thread=multi",
     };
-    let mut run = Run::new(program)
+    let mut run = Run::new(program.next().map_or("".as_ref(), OsString::as_os_str))
+        .args(program)
         .words("-nodefaults -no-user-config -display none -no-reboot")
         .args(["-cpu", "max", "-accel", accel])
         .args(["-smp", &args.cpu_count().to_string(), "-m", &args.memory])

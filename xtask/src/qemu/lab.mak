@@ -1,0 +1,6 @@
+# The devices of the lab's VMs: see vm/qemu.rs.
+CONFIG_Q35=y
+CONFIG_SERIAL_ISA=y
+CONFIG_VIRTIO_PCI=y
+CONFIG_VIRTIO_9P=y
+CONFIG_VIRTIO_SERIAL=y
