@@ -5,6 +5,8 @@
 //! (PAGETIDE_GUEST_KERNEL, PAGETIDE_GUEST_INITRD; `cargo xtask test --only firecracker` sets all of them).
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+#[path = "../../sources/tests/support/moto.rs"]
+mod moto;
 mod support;
 
 use std::fs::File;
@@ -16,6 +18,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::Duration;
 
+use moto::{Moto, put, use_server};
 use pagetide_serve::{Binding, Options, WorkingSetMode};
 use pagetide_sources::Location;
 use pagetide_sources::image::{CreateOptions, create};
@@ -201,7 +204,7 @@ impl Snapshot {
     fn take_with(needs: &Needs, balloon: bool) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let vm = Firecracker::start(needs, directory.path(), "origin");
-        let arguments = format!("console=ttyS0 reboot=k panic=1 no-kvmapf quiet -- {WORKLOAD}");
+        let arguments = format!("console=ttyS0 reboot=k panic=1 quiet -- {WORKLOAD}");
         let boot = json!({
             "kernel_image_path": needs.kernel,
             "initrd_path": needs.initrd,
@@ -332,7 +335,6 @@ fn a_restored_guest_finds_its_memory_as_it_was() {
 /// Restores from a compressed image; takes a diff snapshot of that VM; and restores from the diff above the
 /// image.
 #[test]
-#[ignore = "takes minutes in a software CPU"]
 fn an_image_and_a_diff_snapshot_above_it_are_restored() {
     let Some(needs) = Needs::find() else {
         return;
@@ -382,8 +384,55 @@ fn an_image_and_a_diff_snapshot_above_it_are_restored() {
     assert_eq!(running.metrics.totals().stalls, 0);
 }
 
+/// Moto's port, for a child process, which has the environment of an S3 client.
+const S3_PORT: &str = "PAGETIDE_TEST_S3_PORT";
+
+/// Restores from a compressed image in S3.
 #[test]
-#[ignore = "takes minutes in a software CPU"]
+fn a_guest_is_restored_from_s3() {
+    let Some(needs) = Needs::find() else {
+        return;
+    };
+    let Ok(port) = std::env::var(S3_PORT) else {
+        let Some(moto) = Moto::start() else {
+            return;
+        };
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["a_guest_is_restored_from_s3", "--exact"]);
+        child.args(["--nocapture", "--test-threads=1"]);
+        child.env(S3_PORT, moto.port.to_string());
+        use_server(&mut child, moto.port);
+        assert!(child.status().unwrap().success());
+        return;
+    };
+    let port = port.parse().unwrap();
+    let snapshot = Snapshot::take(&needs);
+    let image = snapshot.path("image");
+    let created = create(
+        &snapshot.memory(),
+        &image,
+        &CreateOptions::default(),
+        &mut |_, _| {},
+    );
+    created.unwrap();
+    put(port, "/snapshots", b"");
+    put(port, "/snapshots/image", &std::fs::read(&image).unwrap());
+    // Nothing but the store has the guest's memory.
+    std::fs::remove_file(image).unwrap();
+    std::fs::remove_file(snapshot.memory()).unwrap();
+
+    let mut options = snapshot.options();
+    options.bindings[0].image = Location::Url("s3://snapshots/image".into());
+    options.images.object.limit = LONG;
+    options.images.object.hedge_after = LONG..=LONG;
+    let running = Running::start(options);
+    let vm = snapshot.restore(&needs, "from-s3");
+    vm.verifies(3);
+    println!("S3: {:?}", running.metrics.totals());
+    assert_eq!(running.metrics.totals().stalls, 0);
+}
+
+#[test]
 fn a_balloon_takes_memory_and_gives_it_back() {
     let Some(needs) = Needs::find() else {
         return;
@@ -405,7 +454,6 @@ fn a_balloon_takes_memory_and_gives_it_back() {
 }
 
 #[test]
-#[ignore = "takes minutes in a software CPU"]
 fn eight_are_restored_at_the_same_time() {
     let Some(needs) = Needs::find() else {
         return;
