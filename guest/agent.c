@@ -11,6 +11,7 @@
  *	"9p" TAG DIRECTORY		mounts the host's share of that name
  *	"dir" DIRECTORY			where the commands that follow run
  *	"env" "NAME=VALUE"		added to their environment, which is otherwise empty
+ *	"write" FILE TEXT		into a file of /proc or /sys, before the command that follows
  *	"timeout" SECONDS		for each of them; 0: none
  *	"run" COUNT ARGUMENT...		a command
  *
@@ -249,7 +250,7 @@ static int count_commands(struct spec spec)
 		if (!strcmp(key, "run")) {
 			strings = atol(need(&spec));
 			commands++;
-		} else if (!strcmp(key, "9p")) {
+		} else if (!strcmp(key, "9p") || !strcmp(key, "write")) {
 			strings = 2;
 		}
 		while (strings-- > 0)
@@ -431,6 +432,8 @@ static void obey(struct spec *spec, const char *key)
 		overlay(word);
 	} else if (!strcmp(key, "9p")) {
 		share(word, need(spec));
+	} else if (!strcmp(key, "write")) {
+		write_file(word, need(spec));
 	} else if (!strcmp(key, "dir")) {
 		if (chdir(word))
 			give_up("chdir to", word);

@@ -211,9 +211,8 @@ fn job(measurement: &Measurement, lost: u32, out: &Path, paths: &Paths) -> Job {
         out.into(),
     ]);
     Job {
-        command,
-        directory: paths.root().to_owned(),
         timeout: None,
+        ..Job::new(command, paths.root())
     }
 }
 

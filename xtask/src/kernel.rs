@@ -36,7 +36,7 @@ pub(crate) enum Verb {
     /// Undo parts of the series, one by one, and show that a test fails each time
     ///
     /// kernel/mutations.list names the parts and their tests. Results are written to kernel/mutations.json and
-    /// kernel/README.md. A mutation takes a build and a VM, some minutes; all of them take hours.
+    /// kernel/README.md. A mutation takes a build and a VM, one to three minutes; all of them take hours.
     Mutate(mutate::MutateArgs),
     /// Print the work tree in which the series can be edited (made if it is not there yet)
     Path,
@@ -64,6 +64,9 @@ pub(crate) struct Variant {
     /// With lockdep, KASAN and the other checks of kernel/config/debug.config (slow)
     #[arg(long)]
     pub(crate) debug: bool,
+    /// With what the kernel's own tests need (kernel/config/upstream.config)
+    #[arg(long)]
+    pub(crate) upstream: bool,
 }
 
 impl Variant {
@@ -73,6 +76,7 @@ impl Variant {
             arch,
             stock: false,
             debug: false,
+            upstream: false,
         }
     }
 
@@ -80,7 +84,8 @@ impl Variant {
     pub(crate) fn name(self) -> String {
         let stock = if self.stock { "-stock" } else { "" };
         let debug = if self.debug { "-debug" } else { "" };
-        format!("{}{stock}{debug}", self.arch.name())
+        let upstream = if self.upstream { "-upstream" } else { "" };
+        format!("{}{stock}{debug}{upstream}", self.arch.name())
     }
 
     /// Where its image, headers and selftests are put.

@@ -118,6 +118,17 @@ pub(crate) fn compiler() -> [Need; 2] {
     ]
 }
 
+const UPSTREAM: [Need; 3] = [
+    file("/usr/include/numa.h", "libnuma-dev"),
+    file("/usr/include/sys/capability.h", "libcap-dev"),
+    file("/usr/include/liburing.h", "liburing-dev"),
+];
+
+/// What compiling the kernel's own tests takes.
+pub(crate) fn upstream_tools() -> [Need; 3] {
+    UPSTREAM
+}
+
 /// What booting a VM takes, beside the kernel.
 pub(crate) fn vm_tools(arch: Arch) -> Vec<Need> {
     match arch {
@@ -176,6 +187,7 @@ fn everything() -> Vec<Need> {
     needs.extend(package_tools());
     needs.extend(MOTO);
     needs.extend(fuzz_tools());
+    needs.extend(upstream_tools());
     needs
 }
 

@@ -11,6 +11,7 @@ mod loom;
 mod package;
 mod schedule;
 mod tally;
+mod upstream;
 
 use std::num::NonZero;
 use std::process::ExitCode;
@@ -34,7 +35,7 @@ use tally::{Tally, Verdict};
 /// The verb's arguments.
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Only these steps (may be given several times) [default: all but thorough and debug]
+    /// Only these steps (may be given several times) [default: all but thorough, debug and upstream]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
 }
@@ -79,6 +80,8 @@ enum Step {
     /// The tests of what a kernel without the series refuses, and short benchmarks, on the stock
     /// kernel
     Stock,
+    /// A few quick ones of the kernel's own tests, unmodified, on the stock kernel and on the series: see upstream
+    UpstreamQuick,
     /// Each patch of the series by itself (`kernel check --quick`)
     Patches,
     /// Selftests that shadow paging makes a difference to, with shadow paging
@@ -91,6 +94,9 @@ enum Step {
     /// Selftests on a kernel that checks locks, RCU and memory (only if asked for: about an hour
     /// with its build)
     Debug,
+    /// The kernel's own tests, unmodified, on the stock kernel and on the series: none may fail on the series that
+    /// passes on the stock kernel (only if asked for: about an hour with two kernels' builds)
+    Upstream,
 }
 
 impl Step {
@@ -104,13 +110,16 @@ impl Step {
             Self::Arm64 => &[Self::Kernel, Self::Cross],
             Self::Debug | Self::Thorough => &[Self::Kernel],
             Self::Stock => &[Self::Host],
+            // It builds the stock kernel.
+            Self::UpstreamQuick => &[Self::Kernel, Self::Stock],
             _ => &[],
         }
     }
 
     /// Whether the step is taken if none is named.
     fn is_default(self) -> bool {
-        !matches!(self, Self::Debug | Self::Thorough)
+        let asked = [Self::Debug, Self::Thorough, Self::Upstream];
+        !asked.contains(&self)
     }
 
     fn name(self) -> String {
@@ -228,11 +237,13 @@ impl Testing<'_> {
             Step::Shadow => lab::shadow(self.paths, &mut self.tally),
             Step::Selftests => lab::selftests(self.paths, &mut self.tally),
             Step::Stock => lab::stock(self.paths, &mut self.tally),
+            Step::UpstreamQuick => upstream::quick(self.paths, &mut self.tally),
             Step::Cross => arm64::compile(self.paths, &mut self.tally),
             Step::Arm64 => arm64::run(self.paths, &mut self.tally),
             Step::Package => package::run(self.paths, &mut self.tally),
             Step::Thorough => lab::thorough(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),
+            Step::Upstream => upstream::run(self.paths, &mut self.tally),
         }
     }
 

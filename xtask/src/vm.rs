@@ -47,6 +47,9 @@ pub(crate) struct VmArgs {
     /// End the VM, as lost, after so many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 900)]
     pub(crate) timeout: u64,
+    /// End the VM, as lost, if a command has not ended so long after its own time
+    #[arg(skip)]
+    pub(crate) stall: Option<Duration>,
     /// Use the kernel and the `pagetide` command as they were built last
     #[arg(long)]
     pub(crate) no_build: bool,
@@ -150,6 +153,7 @@ impl VmArgs {
             append: Vec::new(),
             timing: Timing::Function,
             timeout: 900,
+            stall: None,
             no_build: false,
             image: None,
             pagetide: Pagetide::Release,
@@ -175,9 +179,8 @@ impl VmArgs {
 pub(crate) fn run(args: &VerbArgs, paths: &Paths) -> Result<ExitCode> {
     let directory = std::env::current_dir().context("the current directory")?;
     let job = Job {
-        command: args.command.clone(),
-        directory,
         timeout: None,
+        ..Job::new(args.command.clone(), &directory)
     };
     let outcome = boot(&args.vm, &[job], Output::Pass, paths)?;
     Ok(ExitCode::from(show(&outcome)))
@@ -249,7 +252,7 @@ pub(crate) fn boot(
         image,
         agent: agent::build(variant.arch, paths)?,
         spec: agent::spec(args, jobs, &run_dir, paths)?,
-        job_count: jobs.len(),
+        limits: jobs.iter().map(|job| job.timeout).collect(),
         run_dir,
         timeout: Duration::from_secs(args.timeout),
     };

@@ -255,9 +255,15 @@ impl<'a> Check<'a> {
         let what = format!("{}: building the selftests for {}", patch.name, arch.name());
         let progress = Progress::start(&what, None, |line| line.contains("gcc "));
         let before = size(&log);
-        selftests::compile(
-            arch, self.paths, &self.tree, &build, &tests, &log, &progress,
-        )?;
+        let run = selftests::Compile {
+            arch,
+            tree: &self.tree,
+            build: &build,
+            headers: &build.join(selftests::HEADERS),
+            settings: &[selftests::LIBRARIES],
+            log: &log,
+        };
+        run.tests(&tests, self.paths, &progress)?;
         progress.done();
         no_warnings(&log, before)
     }

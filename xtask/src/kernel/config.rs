@@ -14,12 +14,19 @@ type Options = BTreeMap<String, Option<String>>;
 
 /// The fragments of a kernel, in the order in which they are applied.
 pub(crate) fn fragments(variant: Variant, paths: &Paths) -> Vec<PathBuf> {
-    let mut names = vec!["common", variant.arch.name()];
+    let arch = variant.arch.name();
+    let mut names = vec!["common".to_owned(), arch.to_owned()];
     if variant.debug {
-        names.push("debug");
+        names.push("debug".to_owned());
     }
-    let file = |name| paths.in_root(&format!("kernel/config/{name}.config"));
-    names.into_iter().map(file).collect()
+    if variant.upstream {
+        names.push("upstream".to_owned());
+        names.push(format!("upstream-{arch}"));
+    }
+    let file = |name: String| paths.in_root(&format!("kernel/config/{name}.config"));
+    let files = names.into_iter().map(file);
+    // An architecture may have nothing of its own.
+    files.filter(|file| file.exists()).collect()
 }
 
 /// The fragments' text, one after the other.

@@ -8,7 +8,7 @@ use fs_err as fs;
 
 use super::make::{self, is_object};
 use super::tree::Tree;
-use super::{Arch, Variant, build};
+use super::{Arch, Variant, build, source};
 use crate::files;
 use crate::paths::Paths;
 use crate::progress::Progress;
@@ -20,16 +20,19 @@ pub(crate) enum Suite {
     Kvm,
     /// Those of memory management
     Mm,
+    /// Those of memfd
+    Memfd,
 }
 
 impl Suite {
-    const ALL: [Self; 2] = [Self::Kvm, Self::Mm];
+    const ALL: [Self; 3] = [Self::Kvm, Self::Mm, Self::Memfd];
 
     /// Where the tests are in the source.
-    pub(super) fn directory(self) -> &'static str {
+    pub(crate) fn directory(self) -> &'static str {
         match self {
             Self::Kvm => "tools/testing/selftests/kvm",
             Self::Mm => "tools/testing/selftests/mm",
+            Self::Memfd => "tools/testing/selftests/memfd",
         }
     }
 
@@ -38,6 +41,16 @@ impl Suite {
         match self {
             Self::Kvm => "selftests-kvm",
             Self::Mm => "selftests-mm",
+            Self::Memfd => "selftests-memfd",
+        }
+    }
+
+    /// What the lists of tests begin its tests' names with.
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Kvm => "",
+            Self::Mm => "mm/",
+            Self::Memfd => "memfd/",
         }
     }
 }
@@ -67,11 +80,18 @@ pub(crate) struct Selftest {
     pub(crate) shadow: bool,
     /// Whether it comes with the series, so that the stock tree lacks it.
     pub(crate) ours: bool,
+    /// How many huge pages there are while it runs, if it needs a certain number.
+    pub(crate) huge_pages: Option<u32>,
     /// What it is run with.
     pub(crate) arguments: Vec<String>,
 }
 
 impl Selftest {
+    /// Its source, as the lists of tests name it.
+    pub(crate) fn listed(&self) -> String {
+        format!("{}{}", self.suite.prefix(), self.source)
+    }
+
     /// The program's name.
     pub(crate) fn name(&self) -> &str {
         self.source
@@ -105,14 +125,15 @@ impl Selftest {
         build.join(self.suite.output()).join(&self.source)
     }
 
-    fn parse(line: &str) -> Result<Self> {
+    pub(crate) fn parse(line: &str) -> Result<Self> {
         let (head, arguments) = line.split_once(" -- ").unwrap_or((line, ""));
         let mut words = head.split_whitespace();
         let named = words.next().context("no test named")?;
-        let (suite, source) = match named.strip_prefix("mm/") {
-            Some(source) => (Suite::Mm, source),
-            None => (Suite::Kvm, named),
-        };
+        let others = [Suite::Mm, Suite::Memfd];
+        let found = others
+            .into_iter()
+            .find_map(|suite| Some((suite, named.strip_prefix(suite.prefix())?)));
+        let (suite, source) = found.unwrap_or((Suite::Kvm, named));
         let mut test = Self {
             suite,
             source: source.to_owned(),
@@ -120,6 +141,7 @@ impl Selftest {
             runs: Runs::Always,
             shadow: false,
             ours: false,
+            huge_pages: None,
             arguments: Vec::new(),
         };
         for word in words {
@@ -130,7 +152,10 @@ impl Selftest {
                 "run=debug" => test.runs = Runs::Debug,
                 "shadow" => test.shadow = true,
                 "series" => test.ours = true,
-                _ => bail!("{word:?} is not known"),
+                _ => match word.strip_prefix("huge_pages=").map(str::parse) {
+                    Some(Ok(count)) => test.huge_pages = Some(count),
+                    _ => bail!("{word:?} is not known"),
+                },
             }
         }
         test.arguments = arguments.split_whitespace().map(str::to_owned).collect();
@@ -192,8 +217,15 @@ pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) 
     }
     let what = format!("building the {} selftests", variant.name());
     let progress = Progress::start(&what, None, is_compile);
-    let log = build::log(variant, paths);
-    compile(variant.arch, paths, tree, build, &tests, &log, &progress)?;
+    let run = Compile {
+        arch: variant.arch,
+        tree,
+        build,
+        headers: &build.join(HEADERS),
+        settings: &[LIBRARIES],
+        log: &build::log(variant, paths),
+    };
+    run.tests(&tests, paths, &progress)?;
     progress.done();
     for test in &tests {
         fs::copy(test.program(build), out.join(test.name()))?;
@@ -201,41 +233,95 @@ pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) 
     Ok(())
 }
 
-/// Compiles tests in a build directory, static so that an initramfs can hold them, with the headers
-/// that are installed there.
-pub(super) fn compile(
-    arch: Arch,
+/// Where a build directory has the headers for userspace.
+pub(super) const HEADERS: &str = "usr/include";
+
+/// What is linked.
+pub(super) const LIBRARIES: &str = "LDLIBS=-static -ldl -pthread";
+
+/// The same for what only the kernel's own tests of memory management call.
+const MORE_LIBRARIES: &str = "LDLIBS=-static -lnuma -lcap -luring -lrt -lm -ldl -pthread";
+
+/// khugepaged.c of 6.12.117 does not include the header that has it.
+const SKIP: &str = "EXTRA_CFLAGS=-DKSFT_SKIP=4";
+
+/// Builds tests of the tree of a kernel that has been built, which `tests` chooses. Returns them, and where their
+/// programs are.
+pub(crate) fn build_upstream(
+    variant: Variant,
     paths: &Paths,
-    tree: &Tree,
-    build: &Path,
-    tests: &[Selftest],
-    log: &Path,
-    progress: &Progress,
-) -> Result<()> {
-    for suite in Suite::ALL {
-        // A test may be listed more than once, with other arguments.
-        let programs: BTreeSet<_> = tests
-            .iter()
-            .filter(|test| test.suite == suite)
-            .map(|test| test.program(build))
-            .collect();
-        if programs.is_empty() {
-            continue;
-        }
-        let output = build.join(suite.output());
-        fs::create_dir_all(&output)?;
-        let run = make::in_directory(&tree.path().join(suite.directory()));
-        make::settings(run, paths, arch, tree.path())
-            .arg(format!("OUTPUT={}", output.display()))
-            .arg(format!(
-                "KHDR_INCLUDES=-isystem {}/usr/include",
-                build.display()
-            ))
-            .arg("LDLIBS=-static -ldl -pthread")
-            .args(programs)
-            .logged(log, progress)?;
+    tests: impl FnOnce(&Path) -> Result<Vec<Selftest>>,
+) -> Result<(Vec<Selftest>, PathBuf)> {
+    let name = if variant.stock { "stock" } else { "patched" };
+    let _lock = make::lock_tree(paths, name)?;
+    let tree = Tree::open(paths, &source::ensure(paths)?, name)?;
+    let tests = tests(tree.path())?;
+    let out = variant.out(paths).join("upstream");
+    files::fresh_dir(&out)?;
+    let log = variant.out(paths).join("upstream.log");
+    files::remove(&log)?;
+    let build = tree.path().join(format!("build-{}", variant.name()));
+    let progress = Progress::start("building the kernel's own tests", None, is_compile);
+    let run = Compile {
+        arch: variant.arch,
+        tree: &tree,
+        build: &build,
+        // The build directory may be gone.
+        headers: &variant.out(paths).join(HEADERS),
+        settings: &[MORE_LIBRARIES, SKIP],
+        log: &log,
+    };
+    run.tests(&tests, paths, &progress)?;
+    progress.done();
+    for test in &tests {
+        fs::copy(test.program(&build), out.join(test.name()))?;
     }
-    Ok(())
+    Ok((tests, out))
+}
+
+/// How tests are compiled: in a build directory, static so that an initramfs can hold them.
+pub(super) struct Compile<'a> {
+    pub(super) arch: Arch,
+    pub(super) tree: &'a Tree,
+    pub(super) build: &'a Path,
+    /// The kernel's headers.
+    pub(super) headers: &'a Path,
+    /// Variables of the makefile: what is linked, for example.
+    pub(super) settings: &'a [&'a str],
+    pub(super) log: &'a Path,
+}
+
+impl Compile<'_> {
+    /// Compiles these.
+    pub(super) fn tests(
+        &self,
+        tests: &[Selftest],
+        paths: &Paths,
+        progress: &Progress,
+    ) -> Result<()> {
+        let (tree, build) = (self.tree.path(), self.build);
+        for suite in Suite::ALL {
+            // A test may be listed more than once, with other arguments.
+            let programs: BTreeSet<_> = tests
+                .iter()
+                .filter(|test| test.suite == suite)
+                .map(|test| test.program(build))
+                .collect();
+            if programs.is_empty() {
+                continue;
+            }
+            let output = build.join(suite.output());
+            fs::create_dir_all(&output)?;
+            let run = make::in_directory(&tree.join(suite.directory()));
+            make::settings(run, paths, self.arch, tree)
+                .arg(format!("OUTPUT={}", output.display()))
+                .arg(format!("KHDR_INCLUDES=-isystem {}", self.headers.display()))
+                .args(self.settings)
+                .args(programs)
+                .logged(self.log, progress)?;
+        }
+        Ok(())
+    }
 }
 
 /// KVM's makefile prints whole command lines.
@@ -274,6 +360,10 @@ mod tests {
         );
         let build = Path::new("/b");
         assert_eq!(tests[0].program(build), Path::new("/b/selftests-mm/a-b"));
+        assert_eq!(tests[0].listed(), "mm/a-b");
+        let test = Selftest::parse("memfd/memfd_test huge_pages=8 -- hugetlbfs").unwrap();
+        assert_eq!((test.suite, test.huge_pages), (Suite::Memfd, Some(8)));
+        assert!(Selftest::parse("mm/a huge_pages=x").is_err());
         assert!(tests[0].is_near(&["tools/testing/selftests/mm/Makefile".into()]));
         assert!(!tests[0].is_near(&["tools/testing/selftests/mm_other/a".into()]));
         assert!(!tests[0].is_near(&["tools/testing/selftests/kvm/Makefile".into()]));

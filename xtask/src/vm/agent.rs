@@ -25,6 +25,8 @@ pub(crate) struct Job {
     pub(crate) directory: PathBuf,
     /// After which it is killed, and the next one is run.
     pub(crate) timeout: Option<Duration>,
+    /// Files of /proc and /sys, and what is written to them before.
+    pub(crate) settings: Vec<(&'static str, String)>,
 }
 
 impl Job {
@@ -34,6 +36,7 @@ impl Job {
             command,
             directory: directory.to_owned(),
             timeout: Some(Duration::from_secs(600)),
+            settings: Vec::new(),
         }
     }
 }
@@ -131,6 +134,9 @@ pub(super) fn spec(args: &VmArgs, jobs: &[Job], run_dir: &Path, paths: &Paths) -
         }
         let seconds = job.timeout.map_or(0, |timeout| timeout.as_secs());
         push(&mut spec, ["timeout", &seconds.to_string()])?;
+        for (file, text) in &job.settings {
+            push(&mut spec, ["write", file, text])?;
+        }
         push(&mut spec, ["run", &job.command.len().to_string()])?;
         push(&mut spec, &job.command)?;
     }

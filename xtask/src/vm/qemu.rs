@@ -46,7 +46,8 @@ pub(super) struct Machine<'a> {
     pub(super) image: PathBuf,
     pub(super) agent: PathBuf,
     pub(super) spec: Vec<u8>,
-    pub(super) job_count: usize,
+    /// Of each job: after what time it is killed.
+    pub(super) limits: Vec<Option<Duration>>,
     pub(super) run_dir: PathBuf,
     pub(super) timeout: Duration,
 }
@@ -159,7 +160,7 @@ pub(super) fn run(machine: &Machine<'_>, output: Output<'_>, paths: &Paths) -> R
         },
     };
     let load = HostLoad::new(child.id(), &machine.run_dir);
-    let ending = watch(&mut child, machine.timeout, &mut told, &load)?;
+    let ending = watch(&mut child, machine, &mut told, &load)?;
     for relay in relays {
         let read = relay.join().ok();
         let read = read.context("the thread that passes a VM's output on panicked")?;
@@ -172,6 +173,9 @@ pub(super) fn run(machine: &Machine<'_>, output: Output<'_>, paths: &Paths) -> R
             let seconds = machine.timeout.as_secs();
             Some(format!("it had not ended after {seconds} s"))
         }
+        Ending::Stalled => {
+            Some("its command did not end, and was not killed after its time".into())
+        }
         Ending::Ended => match tail(&qemu_log, 5) {
             said if said.is_empty() => Some("it ended before its commands had".to_owned()),
             said => Some(format!("QEMU said:\n{said}")),
@@ -180,7 +184,7 @@ pub(super) fn run(machine: &Machine<'_>, output: Output<'_>, paths: &Paths) -> R
     let text = fs::read(&console).unwrap_or_default();
     let [stdout, stderr] = [stdout, stderr].map(|kept| std::mem::take(&mut *lock(&kept)));
     Ok(Outcome {
-        job_count: machine.job_count,
+        job_count: machine.limits.len(),
         finished: told.finished,
         lost,
         stdout,
@@ -390,17 +394,21 @@ fn split(bytes: &[u8], count: usize) -> Vec<Vec<u8>> {
 enum Ending {
     Ended,
     TimedOut,
+    /// A command's time was over long ago.
+    Stalled,
 }
 
 /// Waits for QEMU, and ends it when its time is over.
 fn watch(
     child: &mut Child,
-    timeout: Duration,
+    machine: &Machine<'_>,
     told: &mut Told<'_>,
     load: &HostLoad,
 ) -> Result<Ending> {
-    let deadline = Instant::now() + timeout;
+    let deadline = Instant::now() + machine.timeout;
     let mut power_off = None;
+    // How many commands have ended, and since when.
+    let mut progress = (0, Instant::now());
     loop {
         if child.try_wait().context("wait for QEMU")?.is_some() {
             return Ok(Ending::Ended);
@@ -410,10 +418,21 @@ fn watch(
         if told.update() {
             power_off.get_or_insert(now + POWER_OFF);
         }
-        if now >= deadline || power_off.is_some_and(|limit| now >= limit) {
+        let ended = told.finished.len();
+        if ended != progress.0 {
+            progress = (ended, now);
+        }
+        let limit = machine.limits.get(ended).copied().flatten();
+        let stall = limit.zip(machine.args.stall);
+        let is_stalled = stall.is_some_and(|(limit, more)| now >= progress.1 + limit + more);
+        if now >= deadline || is_stalled || power_off.is_some_and(|limit| now >= limit) {
             child.kill().context("end QEMU")?;
             child.wait().context("wait for QEMU")?;
-            return Ok(Ending::TimedOut);
+            return Ok(if is_stalled {
+                Ending::Stalled
+            } else {
+                Ending::TimedOut
+            });
         }
         std::thread::sleep(Duration::from_millis(20));
     }

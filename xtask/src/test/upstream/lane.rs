@@ -1,0 +1,170 @@
+//! The kernel's own tests on one kernel.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Result;
+use fs_err as fs;
+
+use super::super::{host, log_file};
+use super::compare::Ran;
+use crate::kernel::Variant;
+use crate::kernel::selftests::Selftest;
+use crate::paths::Paths;
+use crate::progress::{self, Progress};
+use crate::vm::{self, Finished, Job, JobOutcome, Output, Pagetide, VmArgs};
+
+/// For one VM, all tests of a kernel in the best case.
+const VM_TIMEOUT: u64 = 4 * 3600;
+
+/// How long after its time a test may still run.
+const STALL: Duration = Duration::from_secs(120);
+
+/// How many VMs a kernel's tests may lose.
+const LOST: usize = 10;
+
+/// The test of migration wants three threads.
+const CPUS: u32 = 4;
+
+/// A second node for the tests of migration.
+const NODES: &str = "numa=fake=2";
+
+/// Huge pages for the tests that need them, unless the list says how many a test needs.
+const HUGE_PAGES: u32 = 256;
+
+/// Where a kernel is told how many there are to be.
+const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
+
+/// No heap at a random address: khugepaged fails if its heap is where it wants its test's memory.
+const HEAP: (&str, &str) = ("/proc/sys/kernel/randomize_va_space", "1");
+
+/// Where the tests run, and make files: in the VM's memory.
+const SCRATCH: &str = "/tmp";
+
+/// Something to swap to.
+const SWAP: &str = "mkswap /dev/ram0 && swapon /dev/ram0";
+
+/// What became of all tests on a kernel.
+#[derive(Default)]
+pub(super) struct OnKernel {
+    pub(super) ran: Vec<Ran>,
+    /// What each one printed.
+    pub(super) printed: Vec<String>,
+    pub(super) complaints: Vec<String>,
+}
+
+/// All tests on a kernel.
+pub(super) struct Lane<'a> {
+    /// In messages and names of files.
+    pub(super) name: String,
+    pub(super) variant: Variant,
+    /// For one test.
+    pub(super) limit: Duration,
+    pub(super) tests: &'a [Selftest],
+    /// Where their programs are.
+    pub(super) directory: &'a Path,
+    pub(super) paths: &'a Paths,
+}
+
+impl Lane<'_> {
+    /// Runs the tests, in one VM, and in a new one after each VM that is lost.
+    pub(super) fn run(&self) -> Result<OnKernel> {
+        let log = log_file(self.paths, &self.name)?;
+        let args = self.machine();
+        let before = self.before();
+        let mut all = OnKernel::default();
+        let mut lost = 0;
+        while all.ran.len() < self.tests.len() && lost < LOST {
+            let left = &self.tests[all.ran.len()..];
+            let jobs = left.iter().map(|test| self.job(test));
+            let jobs: Vec<Job> = before.iter().cloned().chain(jobs).collect();
+            let progress = Progress::spinner(&format!("{} tests in a VM", left.len()));
+            let mut tell = |number: usize, Finished { ended, time }: Finished| {
+                let test = number.checked_sub(before.len());
+                let name = test.and_then(|number| left.get(number));
+                let name = name.map_or_else(|| "swap".into(), Selftest::label);
+                let seconds = time.as_secs_f64();
+                progress::print(&format!(
+                    "{}: {name}: {ended} after {seconds:.1} s",
+                    self.name
+                ));
+            };
+            let outcome = vm::boot(&args, &jobs, Output::Keep(&mut tell), self.paths)?;
+            progress.done();
+            all.complaints.extend(outcome.complaints.iter().cloned());
+            let jobs = outcome.jobs();
+            for (test, job) in left.iter().zip(jobs.into_iter().skip(before.len())) {
+                host::append(&log, &test.label(), &[&job.stdout, &job.stderr])?;
+                let ended = job.finished.is_some();
+                let reason = outcome.lost.as_deref().unwrap_or("it ended early");
+                all.add(&job, reason);
+                if !ended {
+                    progress::print(&format!("{}: {}: lost: {reason}", self.name, test.label()));
+                    lost += 1;
+                    break;
+                }
+            }
+        }
+        while all.ran.len() < self.tests.len() {
+            let reason = "not run: too many VMs were lost before it".to_owned();
+            all.ran.push(Ran::lost(reason));
+            all.printed.push(String::new());
+        }
+        fs::write(log.with_extension("complaints"), all.complaints.join("\n"))?;
+        Ok(all)
+    }
+
+    fn machine(&self) -> VmArgs {
+        let mut args = VmArgs {
+            pagetide: Pagetide::None,
+            timeout: VM_TIMEOUT,
+            stall: Some(STALL),
+            memory: "6G".into(),
+            cpus: Some(CPUS),
+            ..VmArgs::new(self.variant)
+        };
+        args.append.push(format!("hugepages={HUGE_PAGES}"));
+        if self.variant.upstream {
+            args.append.push(NODES.into());
+        }
+        args
+    }
+
+    /// What a VM does before the tests.
+    fn before(&self) -> Vec<Job> {
+        if self.variant.upstream {
+            let command = ["sh", "-c", SWAP].map(OsString::from);
+            vec![Job::new(command.into(), self.directory)]
+        } else {
+            Vec::new()
+        }
+    }
+
+    fn job(&self, test: &Selftest) -> Job {
+        let program = self.directory.join(test.name());
+        let mut command = vec![program.into_os_string()];
+        command.extend(test.arguments.iter().map(OsString::from));
+        let pages = test.huge_pages.unwrap_or(HUGE_PAGES);
+        Job {
+            timeout: Some(self.limit),
+            settings: vec![
+                (NR_HUGEPAGES, pages.to_string()),
+                (HEAP.0, HEAP.1.to_owned()),
+            ],
+            ..Job::new(command, Path::new(SCRATCH))
+        }
+    }
+}
+
+impl OnKernel {
+    fn add(&mut self, job: &JobOutcome, lost: &str) {
+        let [out, err] = [&job.stdout, &job.stderr].map(|b| String::from_utf8_lossy(b));
+        let text = format!("{out}{err}");
+        self.ran.push(match job.finished {
+            Some(finished) => Ran::of(finished.ended, &text),
+            None => Ran::lost(format!("the VM was lost: {lost}")),
+        });
+        self.printed.push(text);
+    }
+}
