@@ -236,7 +236,8 @@ impl Rig<Plan> for Machines {
         let region = self.region(series)?;
         let (start, bytes) = (region.guest().start().as_u64(), region.bytes());
         warm_memory(bytes)?;
-        let is_pinned = matches!(series.part, Part::Random | Part::Around) && touches.len() == 1;
+        let is_pinned =
+            matches!(series.part, Part::Random | Part::Around | Part::Image) && touches.len() == 1;
         let _one_cpu = match is_pinned {
             true => Some(OneCpu::begin().map_err(RunFailure::failed)?),
             false => None,
