@@ -53,7 +53,7 @@ const KUNIT_SUITE: &str = "memory-failure";
 /// Integration tests that no kernel of the lab makes a difference to: what opens reports, what is generated
 /// from the command line, what reads images, what serves any kernel's userfaultfds, and what starts a
 /// server in Python, for which a software CPU takes minutes. What this machine ran need not run twice.
-const KERNEL_BLIND: [&str; 17] = [
+const KERNEL_BLIND: [&str; 18] = [
     "cli/generated",
     "cli/image",
     "cli/pager",
@@ -67,6 +67,7 @@ const KERNEL_BLIND: [&str; 17] = [
     "serve/s3",
     "serve/state",
     "serve/stress",
+    "serve/truncated",
     "sources/cache",
     "sources/image",
     "sources/object",
@@ -75,10 +76,14 @@ const KERNEL_BLIND: [&str; 17] = [
 
 /// What the lab runs wholly only in the step `thorough`: the command lines of what other tests call. Of what
 /// this machine ran on its own kernel, the step `lab` repeats nothing.
-const THOROUGH: [&str; 4] = ["cli/command", "cli/memcycler", "cli/memslots", "cli/run"];
-
-/// A test of a benchmark that makes hundreds of commits.
-const THOROUGH_TEST: (&str, &str) = ("bench/memslots", "a_boot_and_a_guest_that_spins");
+const THOROUGH: [&str; 6] = [
+    "bench/memcycler",
+    "bench/memslots",
+    "cli/command",
+    "cli/memcycler",
+    "cli/memslots",
+    "cli/run",
+];
 
 /// The same, of the tests with Linux guests: others boot the same machine.
 const THOROUGH_LINUX: [&str; 9] = [
@@ -99,9 +104,7 @@ const LINUX: &str = "vmm/linux";
 /// Small guests on the same machine, one of which shows there that no interrupt comes twice.
 const TINY: &str = "vmm/tiny_kernel";
 
-/// The tests with a real Firecracker, which run beside the Linux guests of the step `thorough`: in the software
-/// CPU a guest hangs now and then after a restore, one vCPU busy, and so does one that Firecracker restores from
-/// a file without any server.
+/// The tests with a real Firecracker, which run beside the Linux guests of the step `thorough`.
 const FIRECRACKER: &str = "serve/real_firecracker";
 
 /// A guest with two processors. The last argument says what it does before it ends by itself.
@@ -164,16 +167,7 @@ pub(super) fn patched(paths: &Paths, host_ran: bool, tally: &mut Tally) -> Resul
                 job.command.extend(names.iter().map(OsString::from));
                 jobs.push((kind, job));
             }
-            None => {
-                let (group, test) = THOROUGH_TEST;
-                let is_thorough = program.group == group;
-                let (kind, mut job) = test_program(program);
-                if is_thorough {
-                    job.command
-                        .extend(["--exact", "--skip", test].map(OsString::from));
-                }
-                jobs.push((kind, job));
-            }
+            None => jobs.push(test_program(program)),
         }
     }
     jobs.push(command(paths, "pagetide probe", "pagetide probe", None));
@@ -194,9 +188,6 @@ pub(super) fn linux(paths: &Paths, tally: &mut Tally) -> Result<()> {
         let skipped = THOROUGH_LINUX.iter().flat_map(|test| ["--skip", test]);
         linux.command.extend(skipped.map(OsString::from));
     }
-    let paged = r#"-- sh -c "memcycler 2 4M 1 && balloon 1M""#;
-    let (name, paged) = ("pagetide run --paging", Some(paged));
-    jobs.push(command(paths, name, RUN_PAGED, paged));
     run_linux("linux", jobs, paths, tally)
 }
 
@@ -220,12 +211,7 @@ fn run_linux(
 
 /// The patched kernel: what the steps `lab` and `linux` leave out.
 pub(super) fn thorough(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let mut jobs = programs_named(&THOROUGH, paths)?;
-    let (group, test) = THOROUGH_TEST;
-    for (kind, mut job) in programs_named(&[group], paths)? {
-        job.command.extend(["--exact", test].map(OsString::from));
-        jobs.push((kind, job));
-    }
+    let jobs = programs_named(&THOROUGH, paths)?;
     let args = machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "4G");
     run("thorough", &args, &jobs, paths, tally)?;
     guest::build(paths)?;
@@ -241,6 +227,9 @@ pub(super) fn thorough(paths: &Paths, tally: &mut Tally) -> Result<()> {
         firecracker.command.push("--nocapture".into());
     }
     jobs.push(command(paths, "pagetide run", RUN, Some("-- nproc")));
+    let paged = r#"-- sh -c "memcycler 2 4M 1 && balloon 1M""#;
+    let (name, paged) = ("pagetide run --paging", Some(paged));
+    jobs.push(command(paths, name, RUN_PAGED, paged));
     run_linux("thorough-linux", jobs, paths, tally)
 }
 
@@ -546,9 +535,6 @@ mod tests {
         for test in THOROUGH_LINUX {
             assert!(linux.contains(&format!("fn {test}(")), "{test}");
         }
-        let memslots = paths.in_root("crates/bench/tests/memslots.rs");
-        let memslots = std::fs::read_to_string(memslots).unwrap();
-        assert!(memslots.contains(&format!("fn {}(", THOROUGH_TEST.1)));
     }
 
     #[test]
