@@ -1,8 +1,8 @@
 //! QEMU for the x86_64 lab: Debian's source with one mend (qemu/interrupt-once.patch), built in the cache.
 //!
 //! Without the mend, a guest of a guest sometimes gets an interrupt twice and hangs. What the lab boots are
-//! VMMs with guests, so Debian's own program loses about one of thirty boots of a small Linux guest. If the
-//! mended one cannot be built, the lab warns and uses Debian's.
+//! VMMs with guests, so with Debian's own program it now and then loses one. If the mended one cannot be built, the
+//! lab warns and uses Debian's.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

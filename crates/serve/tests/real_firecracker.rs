@@ -204,7 +204,7 @@ impl Snapshot {
     fn take_with(needs: &Needs, balloon: bool) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let vm = Firecracker::start(needs, directory.path(), "origin");
-        let arguments = format!("console=ttyS0 reboot=k panic=1 quiet -- {WORKLOAD}");
+        let arguments = format!("console=ttyS0 reboot=k panic=1 no-kvmapf quiet -- {WORKLOAD}");
         let boot = json!({
             "kernel_image_path": needs.kernel,
             "initrd_path": needs.initrd,
