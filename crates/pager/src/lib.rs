@@ -58,6 +58,7 @@ mod blocking;
 mod channel;
 mod close;
 mod config;
+mod content;
 mod counters;
 mod discard;
 mod dispatch;

@@ -13,6 +13,7 @@ use pagetide_uapi::userfaultfd::InstallError;
 use crate::activity::{Locality, Seen};
 use crate::arrival::{Purpose, arrive};
 use crate::config::Holes;
+use crate::content::{content_of, fill_buffer, fill_buffer_now, is_gone, mapped_now};
 use crate::counters::Counters;
 use crate::error::{
     InstallFailure, PrefetchError, ResolveError, ServeError, WAIT_SLICE, message_of,
@@ -24,7 +25,6 @@ use crate::pace::Pace;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Requesting, Served, Supply};
 use crate::requests::Wanted;
-use crate::resolver::{content_of, fill_buffer, fill_buffer_now, is_gone, mapped_now};
 use crate::source::{Filled, LocalSource};
 use crate::walk::{Step, Walk};
 
