@@ -1,4 +1,4 @@
-//! The server in this process, and a guest that speaks Firecracker's protocol to it.
+//! The server in this process, and guests that speak Firecracker's protocol and the native one to it.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -9,17 +9,21 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pagetide_memory::Region;
+use pagetide_serve::native::client::Client;
+use pagetide_serve::native::message::{Attach, Region as NativeRegion};
 use pagetide_serve::{Binding, Metrics, Options, Server, Stopper, Totals, WorkingSetMode};
 use pagetide_sources::Location;
-use pagetide_uapi::userfaultfd::{Features, Mode, Userfaultfd};
+use pagetide_uapi::userfaultfd::{Features, Mode, UserRange, Userfaultfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use super::image::Image;
+use super::image::{Image, Mapping};
 use super::raw::register;
 use crate::benchmark::RunFailure;
 
 /// A server that runs, for one VM after the other.
 pub(super) struct Ready {
+    /// A clone that has all of the image, and keeps it in memory for the next ones.
+    first_clone: Option<Guest>,
     socket: PathBuf,
     metrics: Metrics,
     stopper: Stopper,
@@ -28,11 +32,22 @@ pub(super) struct Ready {
 
 /// A VM that is being served.
 pub(super) struct Guest {
-    stream: UnixStream,
+    connection: Connection,
     _uffd: Userfaultfd,
+    clone: Option<Mapping>,
     metrics: Metrics,
     before: Totals,
 }
+
+enum Connection {
+    Firecracker(UnixStream),
+    Native(Client),
+}
+
+/// The features that a clone's userfaultfd needs.
+const CLONE_FEATURES: Features = Features::from_bits(
+    Features::EVENT_REMOVE.bits() | Features::MINOR_SHMEM.bits() | Features::MISSING_SHMEM.bits(),
+);
 
 /// How long a server may take to notice the end of a VM.
 const LONGEST_END: Duration = Duration::from_secs(30);
@@ -67,6 +82,7 @@ impl Ready {
         };
         let server = Server::bind(options).map_err(RunFailure::failed)?;
         Ok(Self {
+            first_clone: None,
             socket,
             metrics: server.metrics(),
             stopper: server.stopper(),
@@ -92,16 +108,60 @@ impl Ready {
         sendmsg(&stream, &message, &mut ancillary, SendFlags::empty())
             .map_err(RunFailure::failed)?;
         Ok(Guest {
-            stream,
+            connection: Connection::Firecracker(stream),
             _uffd: uffd,
+            clone: None,
             metrics: self.metrics.clone(),
             before,
         })
+    }
+
+    /// Maps the first `bytes` bytes of the memfd that clones share, and attaches them.
+    pub(super) fn connect_clone(&self, bytes: u64) -> Result<Guest, RunFailure> {
+        let before = self.metrics.totals();
+        let mut client = Client::connect(&self.socket).map_err(RunFailure::failed)?;
+        let shared = client.share().map_err(RunFailure::failed)?;
+        let memory = Mapping::of_clone(shared.file.as_fd(), bytes).map_err(RunFailure::failed)?;
+        let uffd = Userfaultfd::open(CLONE_FEATURES).map_err(RunFailure::failed)?;
+        let range = UserRange {
+            start: memory.start(),
+            bytes,
+        };
+        // SAFETY: the mapping is new and outlives the userfaultfd's users; nobody relies on its zeroes.
+        unsafe { uffd.register(range, Mode::Minor) }.map_err(RunFailure::failed)?;
+        let attach = Attach {
+            uffd_features: uffd.features().bits(),
+            regions: vec![NativeRegion::missing(memory.start(), bytes, 0).cloned_image()],
+        };
+        client
+            .attach(&attach, &[uffd.as_fd()])
+            .map_err(RunFailure::failed)?;
+        Ok(Guest {
+            connection: Connection::Native(client),
+            _uffd: uffd,
+            clone: Some(memory),
+            metrics: self.metrics.clone(),
+            before,
+        })
+    }
+
+    /// Lets a clone fetch all of the image and stay, if there is none: the next ones find it in memory.
+    pub(super) fn keep_a_clone(&mut self, bytes: u64) -> Result<(), RunFailure> {
+        if self.first_clone.is_some() {
+            return Ok(());
+        }
+        let mut guest = self.connect_clone(bytes)?;
+        if let Connection::Native(client) = &mut guest.connection {
+            client.drain(|_, _| {}).map_err(RunFailure::failed)?;
+        }
+        self.first_clone = Some(guest);
+        Ok(())
     }
 }
 
 impl Drop for Ready {
     fn drop(&mut self) {
+        drop(self.first_clone.take());
         self.stopper.stop();
         if let Some(thread) = self.thread.take() {
             // No VM is left, and a failure to accept one was seen as a refusal.
@@ -111,10 +171,17 @@ impl Drop for Ready {
 }
 
 impl Guest {
+    /// Where a clone's memory begins.
+    pub(super) fn start(&self) -> Option<u64> {
+        self.clone.as_ref().map(Mapping::start)
+    }
+
     /// Leaves the server, and returns the number of faults. The memory may go then.
     pub(super) fn end(self) -> Result<u64, RunFailure> {
-        let _ = self.stream.shutdown(std::net::Shutdown::Both);
-        drop(self.stream);
+        match self.connection {
+            Connection::Firecracker(stream) => drop(stream),
+            Connection::Native(client) => client.goodbye().map_err(RunFailure::failed)?,
+        }
         let begun = Instant::now();
         loop {
             let now = self.metrics.totals();

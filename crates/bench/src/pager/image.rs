@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -136,13 +136,7 @@ impl Image {
             true => (MapFlags::PRIVATE, ProtFlags::READ | ProtFlags::WRITE),
             false => (MapFlags::SHARED | MapFlags::POPULATE, ProtFlags::READ),
         };
-        let (none, bytes) = (std::ptr::null_mut(), self.bytes);
-        // SAFETY: mmap without MAP_FIXED replaces no other mapping.
-        let start = unsafe { mmap(none, bytes, prot, flags, self.file.as_fd(), 0) }?;
-        Ok(Mapping {
-            start: start.cast(),
-            bytes,
-        })
+        Mapping::new(self.file.as_fd(), self.bytes, flags, prot)
     }
 }
 
@@ -155,7 +149,7 @@ fn to_usize(value: u64) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX)
 }
 
-/// A mapping of the whole file.
+/// A mapping of a whole file.
 #[derive(Debug)]
 pub(super) struct Mapping {
     start: *const u8,
@@ -168,6 +162,32 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
+    fn new(
+        file: BorrowedFd<'_>,
+        bytes: usize,
+        flags: MapFlags,
+        prot: ProtFlags,
+    ) -> io::Result<Self> {
+        let none = std::ptr::null_mut();
+        // SAFETY: mmap without MAP_FIXED replaces no other mapping.
+        let start = unsafe { mmap(none, bytes, prot, flags, file, 0) }?;
+        Ok(Self {
+            start: start.cast(),
+            bytes,
+        })
+    }
+
+    /// Maps the memfd of an image as the memory of a clone, none of which is there.
+    pub(super) fn of_clone(file: BorrowedFd<'_>, bytes: u64) -> io::Result<Self> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        Self::new(file, to_usize(bytes), MapFlags::PRIVATE, prot)
+    }
+
+    /// Its address.
+    pub(super) fn start(&self) -> u64 {
+        self.start.expose_provenance() as u64
+    }
+
     /// Its content.
     pub(super) fn content(&self) -> &[u8] {
         // SAFETY: from_raw_parts requires that many readable bytes that nobody changes as long as the

@@ -65,9 +65,11 @@ impl Machines {
         caches_asked: bool,
     ) -> Result<(Self, Vec<String>), PrepareError> {
         let features = Userfaultfd::available()?;
-        if plan.parts.contains(&Part::Around) && !features.contains(Features::MINOR_SHMEM) {
+        let needs_minor = |part: &&Part| matches!(part, Part::Around | Part::Replay);
+        let part = plan.parts.iter().find(needs_minor);
+        if let Some(part) = part.filter(|_| !features.contains(Features::MINOR_SHMEM)) {
             return Err(PrepareError::Lacks {
-                option: "--part around".to_owned(),
+                option: format!("--part {part}"),
                 needs: "userfaultfd's minor faults for shmem",
                 advice: "they are in Linux 5.14 and later",
             });
@@ -233,8 +235,7 @@ impl Rig<Plan> for Machines {
             Part::Image | Part::Unpack => image,
             _ => &self.warm,
         };
-        let region = self.region(series)?;
-        let (start, bytes) = (region.guest().start().as_u64(), region.bytes());
+        let (region, bytes) = (self.region(series)?, self.bytes(series));
         warm_memory(bytes)?;
         let is_pinned =
             matches!(series.part, Part::Random | Part::Around | Part::Image) && touches.len() == 1;
@@ -262,12 +263,17 @@ impl Rig<Plan> for Machines {
         };
         let mut begun = Instant::now();
         let mut paging = match &new_server {
-            Some(server) => Paging::Server(server.connect(&region)?),
+            Some(server) if series.way == Way::Clone => {
+                Paging::Server(Box::new(server.connect_clone(bytes)?))
+            }
+            Some(server) => Paging::Server(Box::new(server.connect(&region)?)),
             None => opened(&mut self.opened, &self.warm)?.begin(&region, series)?,
         };
         if matches!(series.part, Part::Random | Part::Around | Part::Image) {
             begun = Instant::now();
         }
+        let own = region.guest().start().as_u64();
+        let start = paging.start().unwrap_or(own);
         let log = if matches!(series.part, Part::Fill | Part::Unpack) {
             paging.fill(bytes, || is_there(start, bytes))?;
             LatencyLog::new().map_err(RunFailure::failed)?

@@ -34,13 +34,13 @@ pub(super) enum Paging {
         readers: Readers,
         prefetch: Option<Prefetch>,
     },
-    Server(Guest),
+    Server(Box<Guest>),
 }
 
 /// What a series' server does with working sets.
 pub(super) fn working_set(series: Series) -> WorkingSetMode {
     match series.way {
-        Way::Replay => WorkingSetMode::Replay,
+        Way::Replay | Way::Clone => WorkingSetMode::Replay,
         _ => WorkingSetMode::Off,
     }
 }
@@ -65,7 +65,7 @@ impl Opened {
     }
 
     /// The server with this working set, which is started at its first use.
-    fn server(&mut self, mode: WorkingSetMode, prefetch: bool) -> Result<&Ready, RunFailure> {
+    fn server(&mut self, mode: WorkingSetMode, prefetch: bool) -> Result<&mut Ready, RunFailure> {
         let wanted = (mode, prefetch);
         let found = self.servers.iter().position(|(has, _)| *has == wanted);
         let index = match found {
@@ -76,7 +76,14 @@ impl Opened {
                 self.servers.len() - 1
             }
         };
-        Ok(&self.servers[index].1)
+        Ok(&mut self.servers[index].1)
+    }
+
+    /// Begins to serve a clone of an image that another clone has brought into memory.
+    pub(super) fn begin_clone(&mut self, bytes: u64) -> Result<Paging, RunFailure> {
+        let server = self.server(WorkingSetMode::Replay, false)?;
+        server.keep_a_clone(bytes)?;
+        Ok(Paging::Server(Box::new(server.connect_clone(bytes)?)))
     }
 
     /// Begins to serve the faults of `region`.
@@ -96,9 +103,10 @@ impl Opened {
                 let loops = Loops::begin(region, content, via, around, readers, fills)?;
                 Ok(Paging::Raw(loops))
             }
+            Way::Clone => self.begin_clone(region.bytes()),
             Way::Server | Way::Replay => {
                 let server = self.server(working_set(series), fetches(series))?;
-                Ok(Paging::Server(server.connect(region)?))
+                Ok(Paging::Server(Box::new(server.connect(region)?)))
             }
             Way::Engine => {
                 let source = Arc::clone(&self.source);
@@ -128,6 +136,14 @@ impl Opened {
 }
 
 impl Paging {
+    /// Where the memory begins, if it is a clone's own.
+    pub(super) fn start(&self) -> Option<u64> {
+        match self {
+            Self::Server(guest) => guest.start(),
+            Self::Raw(_) | Self::Engine { .. } => None,
+        }
+    }
+
     /// Installs everything, or waits until everything is installed. `is_there` says so of the memory.
     pub(super) fn fill(
         &mut self,

@@ -54,6 +54,8 @@ pub enum Way {
     Server,
     /// The whole server, which replays a working set.
     Replay,
+    /// The same for a clone by the native protocol: warm, another clone has brought the image into memory.
+    Clone,
     /// The kernel: a private mapping of the file.
     Map,
 }
@@ -103,6 +105,7 @@ named! {
         Engine => "engine",
         Server => "server",
         Replay => "replay",
+        Clone => "clone",
         Map => "map",
     }
     Via { Copy => "copy", Continue => "continue" }
@@ -242,7 +245,7 @@ impl Plan {
             Part::Image | Part::Unpack => all.push(one(Way::Server)),
             Part::Replay => {
                 for &cache in &self.caches {
-                    let ways = [Way::Map, Way::Server, Way::Replay].map(one);
+                    let ways = [Way::Map, Way::Server, Way::Replay, Way::Clone].map(one);
                     let cache = Some(cache);
                     all.extend(ways.map(|one| Series { cache, ..one }));
                 }
@@ -389,9 +392,11 @@ mod tests {
             "replay warm \u{2013} map",
             "replay warm \u{2013} server",
             "replay warm \u{2013} replay",
+            "replay warm \u{2013} clone",
             "replay cold \u{2013} map",
             "replay cold \u{2013} server",
             "replay cold \u{2013} replay",
+            "replay cold \u{2013} clone",
             "image \u{2013} server",
             "unpack \u{2013} server",
         ];
@@ -405,7 +410,7 @@ mod tests {
             let all = plan.series().into_iter();
             all.filter(|&one| plan.is_measured(threads, one)).count()
         };
-        assert_eq!((measured(1), measured(8)), (25, 3));
+        assert_eq!((measured(1), measured(8)), (27, 3));
     }
 
     #[test]

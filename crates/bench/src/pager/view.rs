@@ -83,7 +83,7 @@ fn under<'c>(
 }
 
 fn no_replay<'c>(cell: &'c Cell<Series>, cells: &'c [Cell<Series>]) -> Option<&'c Cell<Series>> {
-    under(cell, cells, Way::Server).filter(|_| cell.series.way == Way::Replay)
+    under(cell, cells, Way::Server).filter(|_| matches!(cell.series.way, Way::Replay | Way::Clone))
 }
 
 /// A figure that the project wants.
@@ -133,14 +133,14 @@ const fn around_64(via: Via) -> Series {
     }
 }
 
-const fn replay(cache: Cache) -> Series {
+const fn replay(cache: Cache, way: Way) -> Series {
     Series {
         cache: Some(cache),
-        ..of(Part::Replay, Way::Replay)
+        ..of(Part::Replay, way)
     }
 }
 
-const TARGETS: [Target; 14] = {
+const TARGETS: [Target; 16] = {
     use Wanted::{AtLeast, AtMost, MedianMicroseconds, Seconds};
     const fn target(
         what: &'static str,
@@ -158,7 +158,14 @@ const TARGETS: [Target; 14] = {
         }
     }
     let (copy, more) = (around_64(Via::Copy), around_64(Via::Continue));
-    let (warm, cold) = (replay(Cache::Warm), replay(Cache::Cold));
+    let (warm, cold) = (
+        replay(Cache::Warm, Way::Replay),
+        replay(Cache::Cold, Way::Replay),
+    );
+    let (warm_clone, cold_clone) = (
+        replay(Cache::Warm, Way::Clone),
+        replay(Cache::Cold, Way::Clone),
+    );
     [
         target(
             "median touch, of raw",
@@ -233,6 +240,20 @@ const TARGETS: [Target; 14] = {
             0.7,
         ),
         target(
+            "time, of a private mapping",
+            warm_clone,
+            1,
+            AtMost(&TIME_OF_MAP),
+            1.1,
+        ),
+        target(
+            "time, of a private mapping",
+            cold_clone,
+            1,
+            AtMost(&TIME_OF_MAP),
+            0.7,
+        ),
+        target(
             "median touch, \u{b5}s",
             of(Part::Image, Way::Server),
             1,
@@ -301,7 +322,8 @@ impl Shown for Plan {
         <b>server</b> all of <code>pagetide serve</code> in this process. <b>fill</b> is the time to \
         install all of memory, <b>reader</b> that of a thread that reads all of it in random order \
         meanwhile. <b>replay</b> is a workload whose first touches were recorded and are fetched ahead, \
-        beside the same without (<b>server</b>) and a private mapping of the file (<b>map</b>). \
+        beside the same without (<b>server</b>), for a clone by the native protocol (<b>clone</b>), and a \
+        private mapping of the file (<b>map</b>). \
         <b>image</b> are faults on one page of each chunk of a compressed image, and <b>unpack</b> is the \
         time to install all of it.";
 
@@ -346,7 +368,9 @@ impl Shown for Plan {
             ),
             has(Part::Replay).then_some(
                 "replay: 10 000 touches of random pages, each with six passes over the page, from before \
-                 the VM connects; no other prefetch. cold: the file was taken out of the page cache.",
+                 the VM connects; no other prefetch. cold: the file was taken out of the page cache. clone: \
+                 the memory is a private mapping of the server's memfd, which another clone has filled \
+                 (warm) or nobody (cold).",
             ),
             (has(Part::Image) || has(Part::Unpack)).then_some(
                 "image, unpack: chunks of 64 KiB, every other one zeroes, the others compressed 3 to 1, the \
@@ -364,6 +388,7 @@ impl Shown for Plan {
             Way::Server => 2,
             Way::Replay => 3,
             Way::Map => 4,
+            Way::Clone => 5,
         })
     }
 

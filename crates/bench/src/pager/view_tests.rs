@@ -15,10 +15,11 @@ fn sample(job: &Job<'_, Plan>) -> Sample {
         Way::Engine => 102,
         Way::Server => 110,
         Way::Replay => 20,
+        Way::Clone => 10,
     };
     let pages = 1000;
     let faults = match job.series.way {
-        Way::Replay => pages / 100,
+        Way::Replay | Way::Clone => pages / 100,
         _ => pages,
     };
     let mut log = LatencyLog::new().unwrap();
@@ -53,7 +54,7 @@ fn assert_near(found: Option<f64>, wanted: f64) {
 fn each_way_is_compared_with_the_one_below_it() {
     let report = measure(|_| {});
     let view = report.view().unwrap();
-    assert_eq!(view.cells.len(), 25 + 3);
+    assert_eq!(view.cells.len(), 27 + 3);
     let ratio = |threads, series: Series, comparison: &Comparison<Series>| {
         let cell = view.cell(threads, series).expect("it was measured");
         Some(comparison.of(cell, &view.cells)?.paired.median)
@@ -71,7 +72,7 @@ fn each_way_is_compared_with_the_one_below_it() {
         1.0 / 1.02,
     );
     assert_near(ratio(1, of(Part::Fill, Way::Server), &TIME_OF_RAW), 1.1);
-    let cold = replay(Cache::Cold);
+    let cold = replay(Cache::Cold, Way::Replay);
     assert_near(ratio(1, cold, &FAULTS_OF_NO_REPLAY), 0.01);
     assert_near(ratio(1, cold, &SPEED_OVER_NO_REPLAY), 5.5);
     assert_near(ratio(1, cold, &TIME_OF_MAP), 0.2);
