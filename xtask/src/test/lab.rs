@@ -85,6 +85,14 @@ const THOROUGH: [&str; 6] = [
     "cli/run",
 ];
 
+/// Of these, what a machine without KVM leaves to the lab, and still only the step `thorough` runs: the longest
+/// measurements, whose short ones the step `lab` runs.
+const THOROUGH_TESTS: [&str; 3] = [
+    "a_boot_and_a_guest_that_spins",
+    "a_page_of_a_pool_is_lost_as_a_whole_by_default",
+    "a_transparent_huge_page_loses_a_page_and_its_mapping",
+];
+
 /// The same, of the tests with Linux guests: others boot the same machine.
 const THOROUGH_LINUX: [&str; 9] = [
     "a_bzimage_boots_and_ends_with_its_status",
@@ -295,7 +303,11 @@ fn left_for_lab<'a>(
 ) -> Option<Vec<&'a str>> {
     let group = program.group.as_str();
     let is_left = KERNEL_BLIND.contains(&group) || THOROUGH.contains(&group);
-    (host_ran && (is_left || !program.integration)).then(|| tally.skipped(&program.group))
+    (host_ran && (is_left || !program.integration)).then(|| {
+        let mut left = tally.skipped(&program.group);
+        left.retain(|test| !THOROUGH_TESTS.contains(test));
+        left
+    })
 }
 
 fn test_program(program: TestProgram) -> (Kind, Job) {
@@ -525,6 +537,11 @@ mod tests {
             ..program
         };
         assert_eq!(left_for_lab(&blind, true, &tally), Some(vec![]));
+        let long = Verdict::Skipped("no KVM".into());
+        tally.add(&blind.group, THOROUGH_TESTS[0], long.clone());
+        assert_eq!(left_for_lab(&blind, true, &tally), Some(vec![]));
+        tally.add(&blind.group, "short", long);
+        assert_eq!(left_for_lab(&blind, true, &tally), Some(vec!["short"]));
         assert_eq!(left_for_lab(&blind, false, &tally), None);
     }
 
@@ -534,6 +551,14 @@ mod tests {
         let linux = std::fs::read_to_string(paths.in_root("crates/vmm/tests/linux.rs")).unwrap();
         for test in THOROUGH_LINUX {
             assert!(linux.contains(&format!("fn {test}(")), "{test}");
+        }
+        let benches = ["memcycler", "memslots"].map(|name| {
+            let path = paths.in_root(&format!("crates/bench/tests/{name}.rs"));
+            std::fs::read_to_string(path).unwrap()
+        });
+        for test in THOROUGH_TESTS {
+            let is_there = |text: &String| text.contains(&format!("fn {test}("));
+            assert!(benches.iter().any(is_there), "{test}");
         }
     }
 
