@@ -61,6 +61,9 @@ pub enum CreateVcpuError {
 pub struct Capabilities {
     /// KVM_CAP_MEMORY_FAULT_INFO: failed accesses report their address.
     pub memory_fault_info: bool,
+    /// The same capability's bit KVM_MEMORY_FAULT_INFO_ACCESS: they also report whether it was a read, a
+    /// write or a fetch. Without it, the access is [`Access::Unstated`](crate::Access::Unstated).
+    pub memory_fault_access: bool,
     /// KVM_CAP_ABSENT_MAPPING_FAULT: slots can enable exits instead of blocking.
     pub absent_mapping_fault: bool,
     /// KVM_CAP_PRE_FAULT_MEMORY: a vCPU can fill its stage-2 tables ahead of the guest.
@@ -83,8 +86,11 @@ impl Capabilities {
     pub fn of(vm: &VmFd) -> Self {
         let value = |number: u32| vm.check_extension_raw(number.into());
         let has = |number| value(number) > 0;
+        // A mask of bits; a kernel without any of them returns 0.
+        let fault_info = u32::try_from(value(abi::KVM_CAP_MEMORY_FAULT_INFO)).unwrap_or(0);
         Self {
-            memory_fault_info: has(abi::KVM_CAP_MEMORY_FAULT_INFO),
+            memory_fault_info: fault_info & abi::KVM_MEMORY_FAULT_INFO_ANNOTATED != 0,
+            memory_fault_access: fault_info & abi::KVM_MEMORY_FAULT_INFO_ACCESS != 0,
             absent_mapping_fault: has(abi::KVM_CAP_ABSENT_MAPPING_FAULT),
             pre_fault_memory: has(abi::KVM_CAP_PRE_FAULT_MEMORY),
             user_memory2: has(abi::KVM_CAP_USER_MEMORY2),

@@ -102,6 +102,15 @@ fn each_refusal_has_its_error() {
     );
 }
 
+/// A stock kernel annotates faults without the access.
+#[test]
+fn accesses_are_reported_by_kernels_with_the_series() {
+    let Some(vm) = vm() else { return };
+    let has = vm.capabilities();
+    assert_eq!(has.memory_fault_access, has.absent_mapping_fault);
+    assert!(has.memory_fault_info || !has.memory_fault_access);
+}
+
 #[test]
 fn the_absent_flag_needs_its_capability_and_no_readonly() {
     let Some(vm) = vm() else { return };

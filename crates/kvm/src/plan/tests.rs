@@ -34,6 +34,7 @@ const EXITS: SlotFlags = SlotFlags {
 };
 const ALL: Capabilities = Capabilities {
     memory_fault_info: true,
+    memory_fault_access: true,
     absent_mapping_fault: true,
     pre_fault_memory: true,
     user_memory2: true,
