@@ -16,6 +16,7 @@ use crate::memslots::MemslotsArguments;
 use crate::pager::PagerArguments;
 use crate::paging::PagingArguments;
 use crate::populate::PopulateArguments;
+use crate::working_set::{CaptureArguments, WorkingSetInfoArguments};
 
 /// Page the memory of KVM virtual machines in, and measure it.
 #[derive(Debug, Parser)]
@@ -56,6 +57,9 @@ pub(crate) enum Command {
     /// Create, describe, verify and extract Pagetide images of guest memory
     #[command(subcommand)]
     Image(Image),
+    /// Describe working sets, and make them from memory that is present
+    #[command(subcommand)]
+    WorkingSet(WorkingSet),
     /// Measure something
     #[command(subcommand)]
     Bench(Bench),
@@ -105,6 +109,19 @@ pub(crate) enum Image {
     Verify(VerifyArguments),
     /// Write the guest memory of an image as a raw file, with holes for zeroes
     Extract(ExtractArguments),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum WorkingSet {
+    /// Take the pages of a memory file that are present as the working set of its guests
+    ///
+    /// For VMs that `pagetide serve` has not restored, and so has not recorded: a VMM that maps the memory
+    /// file privately, such as Firecracker with its File backend. The set is merged into the file that
+    /// `pagetide serve` replays. It has no order: pages are replayed by their addresses.
+    #[command(after_long_help = crate::working_set::EXAMPLES)]
+    Capture(CaptureArguments),
+    /// Show what a working set is: its image, pages, ranges and recordings
+    Info(WorkingSetInfoArguments),
 }
 
 #[derive(Debug, Subcommand)]

@@ -138,7 +138,7 @@ struct DamageFound {
 }
 
 /// Sorts an error: a request that made no sense, or a failure.
-fn sorted(error: impl std::error::Error + 'static, is_refusal: bool) -> Failure {
+pub(crate) fn sorted(error: impl std::error::Error + 'static, is_refusal: bool) -> Failure {
     match is_refusal {
         true => Failure::bad_input(error),
         false => Failure::failed(error),
@@ -150,7 +150,7 @@ fn open(location: &Location) -> Result<PagetideImage, Failure> {
     opened.map_err(unopened)
 }
 
-fn unopened(error: OpenError) -> Failure {
+pub(crate) fn unopened(error: OpenError) -> Failure {
     let is_refusal = error.is_refusal();
     sorted(error, is_refusal)
 }
@@ -325,7 +325,7 @@ impl Document {
     }
 }
 
-fn json(document: &Document) -> Result<String, Failure> {
+pub(crate) fn json(document: &impl Serialize) -> Result<String, Failure> {
     let text = serde_json::to_string_pretty(document);
     Ok(text.map_err(Failure::failed)? + "\n")
 }
@@ -334,7 +334,7 @@ fn ratio(info: &ImageInfo) -> f64 {
     float(info.memory_bytes) / float(info.file_bytes)
 }
 
-fn percent(part: u64, all: u64) -> f64 {
+pub(crate) fn percent(part: u64, all: u64) -> f64 {
     match all {
         0 => 0.0,
         all => 100.0 * float(part) / float(all),
@@ -342,14 +342,14 @@ fn percent(part: u64, all: u64) -> f64 {
 }
 
 /// A size to read and to compute with.
-fn size(bytes: u64) -> String {
+pub(crate) fn size(bytes: u64) -> String {
     match bytes {
         0..1024 => format!("{bytes} bytes"),
         _ => format!("{} ({bytes} bytes)", ByteSize(bytes).about()),
     }
 }
 
-type Row = (&'static str, String);
+pub(crate) type Row = (&'static str, String);
 
 fn rows(info: &ImageInfo) -> Vec<Row> {
     let share = |chunks| format!("{chunks} ({} %)", decimal(percent(chunks, info.chunks), 1));
@@ -389,7 +389,7 @@ fn summary(created: &Created) -> String {
     lines(&rows)
 }
 
-fn lines(rows: &[Row]) -> String {
+pub(crate) fn lines(rows: &[Row]) -> String {
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     rows.iter().fold(String::new(), |mut text, (name, value)| {
         let _ = writeln!(text, "{name:width$}  {value}");

@@ -25,6 +25,7 @@ mod run;
 mod serve;
 #[cfg(target_arch = "x86_64")]
 mod terminal;
+mod working_set;
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -33,7 +34,7 @@ use clap::Parser;
 use indicatif::ProgressBar;
 use tracing_subscriber::EnvFilter;
 
-use args::{Arguments, Bench, Command, Image};
+use args::{Arguments, Bench, Command, Image, WorkingSet};
 use failure::{Failure, Unparsable};
 use serve::{AboveLine, LogFormat};
 
@@ -75,6 +76,8 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Command::Image(Image::Info(arguments)) => image::info(arguments)?,
         Command::Image(Image::Verify(arguments)) => image::verify(arguments)?,
         Command::Image(Image::Extract(arguments)) => image::extract(arguments)?,
+        Command::WorkingSet(WorkingSet::Capture(arguments)) => working_set::capture(arguments)?,
+        Command::WorkingSet(WorkingSet::Info(arguments)) => working_set::info(arguments)?,
         Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments)?,
         Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments)?,

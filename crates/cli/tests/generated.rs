@@ -117,7 +117,7 @@ fn every_verb_has_a_manual_page() {
     printed(&["man", pages.to_str().expect("UTF-8")]);
     let mut wanted = BTreeSet::from(["pagetide.1".to_owned()]);
     wanted.extend(verbs(&[]).iter().map(|verb| format!("pagetide-{verb}.1")));
-    for group in ["bench", "image"] {
+    for group in ["bench", "image", "working-set"] {
         let verbs = verbs(&[group]);
         wanted.extend(
             verbs

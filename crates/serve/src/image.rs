@@ -197,7 +197,7 @@ fn pool(image: &dyn GuestImage, options: &Options) -> PoolConfig {
 }
 
 /// The path of the working set of an image that is a file.
-fn beside(image: &Path) -> PathBuf {
+pub(crate) fn beside(image: &Path) -> PathBuf {
     let mut name = image.as_os_str().to_owned();
     name.push(".working-set");
     name.into()

@@ -22,6 +22,7 @@
 //! thread that touches it waits, or the VMM is killed ([`OnFailure`]). When the server ends, it poisons
 //! the missing pages: an access raises SIGBUS.
 
+mod capture;
 mod exporter;
 #[doc(hidden)]
 pub mod fuzzing;
@@ -41,6 +42,7 @@ mod state;
 mod vm;
 mod working_set;
 
+pub use capture::{CaptureError, Present, present_pages};
 pub use exporter::{Exporter, ExporterError, MetricsAddress, ParseMetricsAddressError};
 pub use listener::ListenError;
 pub use metrics::{Metrics, Totals};

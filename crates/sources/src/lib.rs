@@ -33,6 +33,7 @@ pub use digest::{Digest, ParseDigestError};
 pub use file::FileBlob;
 pub use guest_image::{GuestImage, ImageError};
 pub use image::PagetideImage;
+pub use mapped_file::cached_pages;
 pub use object::{ObjectBlob, ObjectCounters, ObjectOptions, ObjectOptionsError, OpenObjectError};
 pub use open::{DEFAULT_CACHE_BYTES, Location, OpenError, OpenOptions, ParseLocationError, open};
 pub use raw::RawImage;

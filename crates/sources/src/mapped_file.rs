@@ -104,22 +104,51 @@ impl MappedFile {
     /// Whether the page cache has the whole chunk at `offset`. A chunk with holes does not count: to read
     /// them would give them memory on tmpfs.
     fn look(&self, offset: u64) -> bool {
-        let length = self.range.bytes() as u64 - offset;
-        let Ok(length) = usize::try_from(length.min(CHUNK_BYTES)) else {
-            return false;
-        };
-        let start = self.range.start().as_u64() + offset;
-        let Ok(start) = usize::try_from(start) else {
-            return false;
-        };
-        let start = std::ptr::with_exposed_provenance_mut::<libc::c_void>(start);
         let mut pages = [0_u8; CHUNK_PAGES];
+        let looked_at = self.pages_of_chunk(offset, &mut pages);
+        looked_at.is_some_and(|pages| pages.iter().all(|page| page & 1 != 0))
+    }
+
+    /// What mincore() says of the chunk at `offset`: bit 0 of a page's byte if the page cache has it.
+    fn pages_of_chunk<'p>(
+        &self,
+        offset: u64,
+        pages: &'p mut [u8; CHUNK_PAGES],
+    ) -> Option<&'p [u8]> {
+        let length = (self.range.bytes() as u64).checked_sub(offset)?;
+        let length = usize::try_from(length.min(CHUNK_BYTES)).ok()?;
+        let start = self.range.start().as_u64() + offset;
+        let start =
+            std::ptr::with_exposed_provenance_mut::<libc::c_void>(usize::try_from(start).ok()?);
         // SAFETY: mincore writes a byte for each page of the range, and `pages` has as many.
         let result = unsafe { libc::mincore(start, length, pages.as_mut_ptr()) };
-        let count = length.div_ceil(PAGE_BYTES);
-        let mut looked_at = pages.iter().take(count);
-        result == 0 && looked_at.all(|page| page & 1 != 0)
+        pages
+            .get(..length.div_ceil(PAGE_BYTES))
+            .filter(|_| result == 0)
     }
+}
+
+/// The numbers of the 4 KiB pages of a file that the page cache has, in order. `None` if the kernel does not say: it
+/// tells only the file's owner and those who may write to it.
+pub fn cached_pages(file: &File) -> Option<Vec<u64>> {
+    let bytes = file.metadata().ok()?.len();
+    if bytes < PAGE_BYTES as u64 {
+        return may_look(file).then(Vec::new);
+    }
+    let mapped = MappedFile::new(file, bytes)?;
+    let mut cached = Vec::new();
+    let mut pages = [0_u8; CHUNK_PAGES];
+    for offset in (0..mapped.range.bytes() as u64).step_by(CHUNK_PAGES * PAGE_BYTES) {
+        let first = offset / PAGE_BYTES as u64;
+        let chunk = mapped.pages_of_chunk(offset, &mut pages)?;
+        let numbered = (first..).zip(chunk);
+        cached.extend(
+            numbered
+                .filter(|(_, page)| **page & 1 != 0)
+                .map(|(page, _)| page),
+        );
+    }
+    Some(cached)
 }
 
 impl Drop for MappedFile {
@@ -183,6 +212,18 @@ mod tests {
         assert!(mapped.find(0, CHUNK_BYTES).is_some());
         assert_eq!(mapped.find(CHUNK_BYTES, 4096), None);
         assert_eq!(mapped.find(CHUNK_BYTES - 4096, 8192), None);
+    }
+
+    #[test]
+    fn the_cached_pages_of_a_file_are_named() {
+        let file = file(2);
+        file.set_len(3 * CHUNK_BYTES).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &[1], 3 * CHUNK_BYTES - 1).unwrap();
+        let pages = CHUNK_PAGES as u64;
+        let wanted: Vec<u64> = (0..2 * pages).chain([3 * pages - 1]).collect();
+        assert_eq!(cached_pages(&file), Some(wanted));
+        file.set_len(100).unwrap();
+        assert_eq!(cached_pages(&file), Some(vec![]));
     }
 
     #[test]
