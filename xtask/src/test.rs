@@ -35,7 +35,8 @@ use tally::{Tally, Verdict};
 /// The verb's arguments.
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Only these steps (may be given several times) [default: all but thorough, debug and upstream]
+    /// Only these steps (may be given several times) [default: all but thorough, debug, upstream
+    /// and upstream-arm64]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
 }
@@ -97,6 +98,8 @@ enum Step {
     /// The kernel's own tests, unmodified, on the stock kernel and on the series: none may fail on the series that
     /// passes on the stock kernel (only if asked for: about an hour with two kernels' builds)
     Upstream,
+    /// The same on arm64 (only if asked for: about an hour with the stock kernel's build)
+    UpstreamArm64,
 }
 
 impl Step {
@@ -118,7 +121,12 @@ impl Step {
 
     /// Whether the step is taken if none is named.
     fn is_default(self) -> bool {
-        let asked = [Self::Debug, Self::Thorough, Self::Upstream];
+        let asked = [
+            Self::Debug,
+            Self::Thorough,
+            Self::Upstream,
+            Self::UpstreamArm64,
+        ];
         !asked.contains(&self)
     }
 
@@ -243,7 +251,8 @@ impl Testing<'_> {
             Step::Package => package::run(self.paths, &mut self.tally),
             Step::Thorough => lab::thorough(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),
-            Step::Upstream => upstream::run(self.paths, &mut self.tally),
+            Step::Upstream => upstream::run(Arch::X86_64, self.paths, &mut self.tally),
+            Step::UpstreamArm64 => upstream::run(Arch::Arm64, self.paths, &mut self.tally),
         }
     }
 

@@ -1,12 +1,12 @@
-//! The steps `upstream` and `upstream-quick`: the kernel's own tests, built unmodified from the unpatched source, on
-//! the stock kernel and on the series. What passes on the stock kernel has to pass on the series.
+//! The steps `upstream`, `upstream-arm64` and `upstream-quick`: the kernel's own tests, built unmodified from the
+//! unpatched source, on the stock kernel and on the series. What passes on the stock kernel has to pass on the series.
 
 mod compare;
 mod lane;
 mod list;
 mod parts;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, anyhow};
@@ -36,50 +36,33 @@ const AGAIN: usize = 3;
 /// If more tests are worse, something else is wrong.
 const MANY: usize = 20;
 
-/// Takes the step `upstream`.
-pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    setup::require(&setup::upstream_tools())?;
-    let list = List::read(Arch::X86_64, paths)?;
-    let variant = Variant {
-        upstream: true,
-        ..Variant::patched(Arch::X86_64)
+/// Takes the step `upstream` or `upstream-arm64`.
+pub(super) fn run(arch: Arch, paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let list = List::read(arch, paths)?;
+    let group = match arch {
+        Arch::X86_64 => "upstream",
+        Arch::Arm64 => "upstream-arm64",
     };
-    lab::kernel(stock(variant), paths, tally);
-    lab::kernel(variant, paths, tally);
-    let (tests, directory) =
-        selftests::build_upstream(stock(variant), paths, |tree| list.tests(tree))?;
-    let group = "upstream".to_owned();
     for (source, reason) in list.left_out() {
-        tally.add(&group, source, Verdict::Skipped(reason.to_owned()));
+        tally.add(group, source, Verdict::Skipped(reason.to_owned()));
     }
-    let comparison = Comparison {
-        group,
-        variant,
-        list: &list,
-        tests,
-        directory,
-        paths,
+    // What upstream.config adds has nothing of an architecture. On arm64 the step does without, so that a stock kernel
+    // is all that it builds beside those of other steps.
+    let variant = Variant {
+        upstream: arch == Arch::X86_64,
+        ..Variant::patched(arch)
     };
-    comparison.run(tally)
+    let tests = |tree: &Path| list.tests(tree);
+    Comparison::build(group, variant, &list, tests, paths, tally)?.run(tally)
 }
 
 /// The short form: a few tests, on kernels that other steps build as well.
 pub(super) fn quick(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let list = List::read(Arch::X86_64, paths)?;
-    let variant = Variant::patched(Arch::X86_64);
-    lab::kernel(stock(variant), paths, tally);
-    lab::kernel(variant, paths, tally);
-    let quick = list.quick().to_vec();
-    let (tests, directory) = selftests::build_upstream(stock(variant), paths, |_| Ok(quick))?;
-    let comparison = Comparison {
-        group: "upstream-quick".into(),
-        variant,
-        list: &list,
-        tests,
-        directory,
-        paths,
-    };
-    comparison.run(tally)
+    let arch = Arch::X86_64;
+    let list = List::read(arch, paths)?;
+    let tests = |_: &Path| Ok(list.quick().to_vec());
+    let variant = Variant::patched(arch);
+    Comparison::build("upstream-quick", variant, &list, tests, paths, tally)?.run(tally)
 }
 
 /// The same kernel without the series.
@@ -93,7 +76,7 @@ fn stock(variant: Variant) -> Variant {
 /// Tests to be run on two kernels.
 struct Comparison<'a> {
     /// The step's name in the tally.
-    group: String,
+    group: &'static str,
     /// The series' kernel.
     variant: Variant,
     list: &'a List,
@@ -109,7 +92,30 @@ struct Both {
     series: OnKernel,
 }
 
-impl Comparison<'_> {
+impl<'a> Comparison<'a> {
+    /// Builds both kernels, and those of the stock kernel's own tests that `tests` chooses.
+    fn build(
+        group: &'static str,
+        variant: Variant,
+        list: &'a List,
+        tests: impl FnOnce(&Path) -> Result<Vec<Selftest>>,
+        paths: &'a Paths,
+        tally: &mut Tally,
+    ) -> Result<Self> {
+        setup::require(setup::upstream_tools(variant.arch))?;
+        lab::kernel(stock(variant), paths, tally);
+        lab::kernel(variant, paths, tally);
+        let (tests, directory) = selftests::build_upstream(stock(variant), paths, tests)?;
+        Ok(Self {
+            group,
+            variant,
+            list,
+            tests,
+            directory,
+            paths,
+        })
+    }
+
     fn run(&self, tally: &mut Tally) -> Result<()> {
         let mut both = self.on_both(&self.tests, "")?;
         let mut verdicts = self.verdicts(&both);
@@ -123,13 +129,13 @@ impl Comparison<'_> {
         }
         self.report(&both, &verdicts)?;
         for (test, verdict) in self.tests.iter().zip(verdicts) {
-            tally.add(&self.group, &test.label(), verdict);
+            tally.add(self.group, &test.label(), verdict);
         }
         let verdict = match new_complaints(&both).join("\n  ") {
             lines if lines.is_empty() => Verdict::Passed,
             lines => Verdict::Failed(lines),
         };
-        tally.add(&self.group, "no new complaint of the kernel", verdict);
+        tally.add(self.group, "no new complaint of the kernel", verdict);
         Ok(())
     }
 
@@ -215,9 +221,9 @@ impl Comparison<'_> {
             let (stock, series) = (stock.told(), series.told());
             table += &format!("{}\t{stock}\t{series}\t{verdict}\n", test.label());
         }
-        let file = log_file(self.paths, &self.group)?.with_extension("tsv");
+        let file = log_file(self.paths, self.group)?.with_extension("tsv");
         fs::write(&file, table)?;
-        let group = &self.group;
+        let group = self.group;
         println!("{group}: {alike} tests with {parts} parts pass on both kernels");
         println!("{group}: {} has each test", file.display());
         Ok(())

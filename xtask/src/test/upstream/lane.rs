@@ -1,7 +1,8 @@
 //! The kernel's own tests on one kernel.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -9,8 +10,8 @@ use fs_err as fs;
 
 use super::super::{host, log_file};
 use super::compare::Ran;
-use crate::kernel::Variant;
 use crate::kernel::selftests::Selftest;
+use crate::kernel::{Arch, Variant};
 use crate::paths::Paths;
 use crate::progress::{self, Progress};
 use crate::vm::{self, Finished, Job, JobOutcome, Output, Pagetide, VmArgs};
@@ -39,7 +40,7 @@ const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 /// No heap at a random address: khugepaged fails if its heap is where it wants its test's memory.
 const HEAP: (&str, &str) = ("/proc/sys/kernel/randomize_va_space", "1");
 
-/// Where the tests run, and make files: in the VM's memory.
+/// Where the tests run, and make files: in the VM's memory, as all of an arm64 VM's directories are.
 const SCRATCH: &str = "/tmp";
 
 /// Something to swap to.
@@ -122,6 +123,7 @@ impl Lane<'_> {
             stall: Some(STALL),
             memory: "6G".into(),
             cpus: Some(CPUS),
+            programs: self.programs(),
             ..VmArgs::new(self.variant)
         };
         args.append.push(format!("hugepages={HUGE_PAGES}"));
@@ -129,6 +131,16 @@ impl Lane<'_> {
             args.append.push(NODES.into());
         }
         args
+    }
+
+    /// What an arm64 VM's initramfs has in /bin: each program once, whatever it is run with.
+    fn programs(&self) -> Vec<PathBuf> {
+        let names = match self.variant.arch {
+            Arch::X86_64 => BTreeSet::new(),
+            Arch::Arm64 => self.tests.iter().map(Selftest::name).collect(),
+        };
+        let files = names.into_iter().map(|name| self.directory.join(name));
+        files.collect()
     }
 
     /// What a VM does before the tests.
@@ -142,7 +154,10 @@ impl Lane<'_> {
     }
 
     fn job(&self, test: &Selftest) -> Job {
-        let program = self.directory.join(test.name());
+        let program = match self.variant.arch {
+            Arch::X86_64 => self.directory.join(test.name()),
+            Arch::Arm64 => Path::new("/bin").join(test.name()),
+        };
         let mut command = vec![program.into_os_string()];
         command.extend(test.arguments.iter().map(OsString::from));
         let pages = test.huge_pages.unwrap_or(HUGE_PAGES);
@@ -166,5 +181,51 @@ impl OnKernel {
             None => Ran::lost(format!("the VM was lost: {lost}")),
         });
         self.printed.push(text);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lane<'a>(arch: Arch, tests: &'a [Selftest], paths: &'a Paths) -> Lane<'a> {
+        Lane {
+            name: "a".into(),
+            variant: Variant {
+                upstream: arch == Arch::X86_64,
+                ..Variant::patched(arch)
+            },
+            limit: Duration::from_secs(7),
+            tests,
+            directory: Path::new("/out"),
+            paths,
+        }
+    }
+
+    #[test]
+    fn an_arm64_vm_gets_each_program_once_and_finds_it_in_bin() {
+        let paths = Paths::at(Path::new("/nonexistent"));
+        let tests = ["aarch64/a_test", "b_test -- -i 1", "b_test -- -i 2"];
+        let tests = tests.map(|line| Selftest::parse(line).unwrap());
+        let lane = lane(Arch::Arm64, &tests, &paths);
+        let programs = ["/out/a_test", "/out/b_test"].map(PathBuf::from);
+        assert_eq!(lane.machine().programs, programs);
+        let commands: Vec<_> = tests.iter().map(|test| lane.job(test).command).collect();
+        assert_eq!(commands[0], ["/bin/a_test"]);
+        assert_eq!(commands[2], ["/bin/b_test", "-i", "2"]);
+        assert!(lane.before().is_empty());
+    }
+
+    #[test]
+    fn an_x86_64_vm_has_this_machines_files_and_swap() {
+        let paths = Paths::at(Path::new("/nonexistent"));
+        let tests = [Selftest::parse("x86_64/a_test huge_pages=3").unwrap()];
+        let lane = lane(Arch::X86_64, &tests, &paths);
+        assert!(lane.machine().programs.is_empty());
+        let job = lane.job(&tests[0]);
+        assert_eq!(job.command, ["/out/a_test"]);
+        assert_eq!(job.timeout, Some(Duration::from_secs(7)));
+        assert!(job.settings.contains(&(NR_HUGEPAGES, "3".to_owned())));
+        assert_eq!(lane.before().len(), 1);
     }
 }

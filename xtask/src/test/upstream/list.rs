@@ -1,9 +1,9 @@
 //! kernel/upstream.list, and what KVM's makefile adds to it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use fs_err as fs;
 
 use crate::files;
@@ -83,7 +83,7 @@ impl List {
     /// All tests that a tree has, as far as this list does not leave them out.
     pub(super) fn tests(&self, tree: &Path) -> Result<Vec<Selftest>> {
         let makefile = tree.join(Suite::Kvm.directory()).join("Makefile");
-        Ok(self.with(&fs::read_to_string(makefile)?))
+        self.with(&fs::read_to_string(makefile)?)
     }
 
     /// Those that are run each time.
@@ -91,14 +91,31 @@ impl List {
         &self.quick
     }
 
-    fn with(&self, makefile: &str) -> Vec<Selftest> {
+    fn with(&self, makefile: &str) -> Result<Vec<Selftest>> {
+        let built: BTreeSet<_> = of_makefile(makefile, self.arch).collect();
+        for source in self.of_kvm() {
+            let arch = self.arch.name();
+            ensure!(
+                built.contains(source.as_str()),
+                "kernel/upstream.list names {source}, which KVM's makefile does not build for {arch}"
+            );
+        }
         let listed = |source: &str| self.tests.iter().any(|test| test.listed() == source);
         let others = of_makefile(makefile, self.arch)
             .filter(|source| !listed(source))
             .filter_map(|source| Selftest::parse(source).ok());
         let all = others.chain(self.tests.iter().cloned());
-        all.filter(|test| !self.left_out.contains_key(&test.listed()))
-            .collect()
+        let all = all.filter(|test| !self.left_out.contains_key(&test.listed()));
+        Ok(all.collect())
+    }
+
+    /// All of KVM's tests that the list names.
+    fn of_kvm(&self) -> impl Iterator<Item = String> {
+        let left_out = self.left_out.keys();
+        let left_out = left_out.filter_map(|source| Selftest::parse(source).ok());
+        let all = left_out.chain(self.tests.iter().chain(&self.quick).cloned());
+        let of_kvm = all.filter(|test| test.suite == Suite::Kvm);
+        of_kvm.map(|test| test.listed())
     }
 
     /// How a test fails on the series.
@@ -159,7 +176,7 @@ quick b_test
     #[test]
     fn the_makefiles_tests_are_all_there_but_those_left_out() {
         let list = List::parse(LIST, Arch::X86_64).unwrap();
-        let tests = list.with(MAKEFILE);
+        let tests = list.with(MAKEFILE).unwrap();
         assert_eq!(
             labels(&tests),
             ["a_test", "d_test", "b_test -i 1", "b_test -i 2", "cow"]
@@ -176,9 +193,22 @@ quick b_test
     #[test]
     fn another_architecture_has_other_tests() {
         let list = List::parse(LIST, Arch::Arm64).unwrap();
-        let tests = list.with(MAKEFILE);
+        let tests = list.with(MAKEFILE).unwrap();
         assert_eq!(labels(&tests), ["e_test", "b_test -i 1", "b_test -i 2"]);
         assert_eq!(list.left_out().count(), 3);
+    }
+
+    #[test]
+    fn a_test_that_is_not_built_is_an_error() {
+        for line in ["x86_64/a_test -- -i 1", "x86_64/d_test left out: slow"] {
+            let list = |line: &str, arch| List::parse(line, arch).unwrap().with(MAKEFILE);
+            assert!(list(line, Arch::X86_64).is_ok());
+            let error = list(line, Arch::Arm64).unwrap_err().to_string();
+            assert!(error.contains("does not build for arm64"), "{error}");
+            let (source, rest) = line.split_once(' ').unwrap();
+            let line = format!("{source} arch=x86_64 {rest}");
+            assert!(list(&line, Arch::Arm64).is_ok());
+        }
     }
 
     #[test]
