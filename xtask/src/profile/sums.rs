@@ -33,23 +33,38 @@ pub(super) struct Reported {
 }
 
 impl Reported {
-    /// Reads the benchmark's JSON, which must have one point.
+    /// Reads the benchmark's JSON, which must have one series. A record of a run has its number.
     pub(super) fn parse(text: &str) -> Result<Self> {
         let report: Value = serde_json::from_str(text)?;
-        let points = report["points"].as_array().context("no points")?;
-        let [point] = points.as_slice() else {
-            bail!("{} points, not one", points.len());
+        let records = report["records"].as_array().context("no records")?;
+        let of_runs = || records.iter().filter(|record| record["run"].is_u64());
+        let Some(first) = of_runs().next() else {
+            bail!("no record of a run");
         };
-        let mut sums = Self {
-            runs: 0,
-            pages: 0,
-            nanoseconds: 0,
-        };
-        for run in point["runs"].as_array().context("no runs")? {
-            sums.runs += 1;
-            sums.pages += run["pages"].as_u64().context("no pages")?;
-            sums.nanoseconds += run["elapsed_ns"].as_u64().context("no elapsed_ns")?;
+        if of_runs().any(|record| record["axes"] != first["axes"]) {
+            bail!("runs of several series, not of one");
         }
+        // Whole numbers, which the report has as fractions. How many runs have them, and their sum.
+        let sum = |quantity: &str| {
+            of_runs()
+                .filter(|record| record["quantity"] == quantity)
+                .map(|record| record["value"].as_f64())
+                .try_fold((0, 0), |(runs, sum), value| {
+                    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+                    value.map(|value| (runs + 1, sum + value.round() as u64))
+                })
+                .with_context(|| format!("a {quantity} that is no number"))
+        };
+        let (runs, pages) = sum("pages")?;
+        let (timed, nanoseconds) = sum("elapsed_ns")?;
+        if runs != timed {
+            bail!("{runs} runs have pages, and {timed} have elapsed_ns");
+        }
+        let sums = Self {
+            runs,
+            pages,
+            nanoseconds,
+        };
         if sums.pages == 0 {
             bail!("no page was made present");
         }

@@ -50,24 +50,57 @@ fn a_series_without_a_boot_is_an_error() {
     assert!(Column::new("uffd", &[], &groups()).is_err());
 }
 
+/// A report in the form of `pagetide bench`: records of runs, of all runs, and of what was published.
+fn report(records: &[(&str, &str, &str, f64)]) -> String {
+    let records: Vec<_> = records
+        .iter()
+        .map(|&(kind, delivery, quantity, value)| {
+            let (key, of) = kind.split_once(' ').unwrap();
+            let of = of
+                .parse()
+                .map_or_else(|_| of.into(), |run: u64| serde_json::json!(run));
+            let mut record = serde_json::json!({
+                "axes": {"delivery": delivery, "vcpus": 1}, "quantity": quantity, "value": value
+            });
+            record[key] = of;
+            record
+        })
+        .collect();
+    serde_json::json!({ "schema": "pagetide.report/2", "records": records }).to_string()
+}
+
 #[test]
 fn the_benchmarks_runs_are_added() {
-    let text = r#"{"points": [{"runs": [
-        {"pages": 4096, "elapsed_ns": 100, "round": 1},
-        {"pages": 4096, "elapsed_ns": 200, "round": 2}]}]}"#;
+    let both = [
+        ("run 1", "exit", "elapsed_ns", 100.0),
+        ("run 1", "exit", "pages", 4096.0),
+        ("run 1", "exit", "exits", 4096.0),
+        ("run 2", "exit", "elapsed_ns", 200.0),
+        ("run 2", "exit", "pages", 4096.0),
+        ("over_runs median", "exit", "elapsed_ns", 150.0),
+        ("over_runs median", "exit", "pages", 4096.0),
+    ];
     let expected = Reported {
         runs: 2,
         pages: 8192,
         nanoseconds: 300,
     };
-    assert_eq!(Reported::parse(text).unwrap(), expected);
+    assert_eq!(Reported::parse(&report(&both)).unwrap(), expected);
+    let of_another = [both.as_slice(), &[("run 1", "uffd", "pages", 1.0)]].concat();
     for bad in [
-        "{}",
-        r#"{"points": []}"#,
-        r#"{"points": [{"runs": []}]}"#,
-        r#"{"points": [{"runs": [{"pages": 1}]}]}"#,
+        "{}".to_owned(),
+        report(&[]),
+        report(&both[5..]),
+        report(&both[..1]),
+        report(&both[1..3]),
+        report(&both[..4]),
+        report(&of_another),
+        report(&[
+            ("run 1", "exit", "pages", 0.0),
+            ("run 1", "exit", "elapsed_ns", 1.0),
+        ]),
     ] {
-        assert!(Reported::parse(bad).is_err(), "{bad}");
+        assert!(Reported::parse(&bad).is_err(), "{bad}");
     }
 }
 
