@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use pagetide_bench::units::{ByteSize, decimal};
 use pagetide_serve::{CaptureError, Present, WorkingSet, WorkingSetError, present_pages};
 use pagetide_sources::{Location, OpenOptions};
@@ -35,18 +35,23 @@ and has an order.
 Exit status: 0; 1 if reading or writing failed; 2 if the command line or its files make no sense.";
 
 #[derive(Debug, Args)]
-#[group(id = "present", required = true, multiple = false, args = ["pid", "page_cache"])]
+#[command(group = ArgGroup::new("present").required(true).multiple(false))]
 pub(crate) struct CaptureArguments {
     /// The raw memory file that the VMM maps
     #[arg(value_name = "RAW")]
     raw: PathBuf,
 
     /// Take the pages that are in the page tables of this process
-    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
+    #[arg(
+        long,
+        value_name = "PID",
+        group = "present",
+        value_parser = clap::value_parser!(i32).range(1..)
+    )]
     pid: Option<i32>,
 
     /// Take the pages that are in the page cache
-    #[arg(long)]
+    #[arg(long, group = "present")]
     page_cache: bool,
 
     /// The image that has the same memory, and is served: a file or a URL [default: RAW]

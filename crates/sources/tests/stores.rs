@@ -8,7 +8,7 @@
 mod support;
 
 use object_store::path::Path;
-use object_store::{ObjectStore, ObjectStoreExt as _, PutPayload};
+use object_store::{ObjectStoreExt as _, PutPayload};
 use pagetide_memory::Urgency::{Bulk, Urgent};
 use pagetide_sources::{Blob, BlobError, CacheOptions, ObjectBlob, ObjectOptions, OpenObjectError};
 use support::pattern;
