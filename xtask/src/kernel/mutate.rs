@@ -8,9 +8,10 @@ mod report;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use fs_err as fs;
 
@@ -228,31 +229,62 @@ fn mutate(
         lab.baseline(variant, all.flat_map(|p| &p.mutation.tests))?;
     }
     let mut wrong = Vec::new();
-    for (index, mutation) in planned.iter().enumerate() {
-        let name = mutation.name();
-        let count = planned.len();
-        progress::print(&format!("mutation {} of {count}: {name}", index + 1));
-        match lab.mutation(mutation) {
-            Err(error) => {
-                progress::print(&format!("  {error:#}"));
-                wrong.push(format!("{name}: {error:#}"));
-            }
-            Ok(verdicts) => {
-                for (test, verdict) in mutation.mutation.tests.iter().zip(verdicts) {
-                    let told = format!("{}: {verdict:?}", test.label());
-                    progress::print(&format!("  {told}"));
-                    if !verdict.is_red() {
-                        wrong.push(format!("{name}: {told}"));
-                    }
-                    results.add(&mutation.key(test), &mutation.digest(test), verdict);
-                }
+    let lab = &lab;
+    thread::scope(|scope| {
+        // One mutation is built while the tests of the one before run: a VM keeps a single processor busy.
+        let mut running: Option<(&Planned<'_>, ScopedJoinHandle<'_, Result<Vec<Verdict>>>)> = None;
+        let mut next = planned.iter().enumerate();
+        loop {
+            let built = next.next().map(|(index, mutation)| {
+                let (number, count, name) = (index + 1, planned.len(), mutation.name());
+                progress::print(&format!("mutation {number} of {count}: {name}"));
+                (mutation, lab.mutant(mutation, index % 2))
+            });
+            if let Some((mutation, tests)) = running.take() {
+                let verdicts = tests.join().unwrap_or_else(|_| Err(anyhow!("a panic")));
+                record(mutation, verdicts, results, &mut wrong);
                 // What takes hours shall not be lost with a run that is ended.
                 results.sort(entries);
                 results.write(entries, paths)?;
             }
+            match built {
+                Some((mutation, Ok(image))) => {
+                    let tests = scope.spawn(move || lab.verdicts(mutation, &image));
+                    running = Some((mutation, tests));
+                }
+                Some((mutation, Err(error))) => {
+                    record(mutation, Err(error), results, &mut wrong);
+                }
+                None => return Ok(wrong),
+            }
+        }
+    })
+}
+
+/// Notes what the tests of a mutation said. What is as it should not be is added to `wrong`.
+fn record(
+    mutation: &Planned<'_>,
+    verdicts: Result<Vec<Verdict>>,
+    results: &mut Results,
+    wrong: &mut Vec<String>,
+) {
+    let name = mutation.name();
+    match verdicts {
+        Err(error) => {
+            progress::print(&format!("  {name}: {error:#}"));
+            wrong.push(format!("{name}: {error:#}"));
+        }
+        Ok(verdicts) => {
+            for (test, verdict) in mutation.mutation.tests.iter().zip(verdicts) {
+                let told = format!("{name}: {}: {verdict:?}", test.label());
+                progress::print(&format!("  {told}"));
+                if !verdict.is_red() {
+                    wrong.push(told);
+                }
+                results.add(&mutation.key(test), &mutation.digest(test), verdict);
+            }
         }
     }
-    Ok(wrong)
 }
 
 /// The tree in which mutations are built.
@@ -281,7 +313,7 @@ impl Lab<'_> {
                 unique.push(test);
             }
         }
-        let image = self.build(variant, "the series without a mutation")?;
+        let image = self.build(variant, "the series without a mutation", 0)?;
         let (verdicts, times): (Vec<_>, Vec<_>) =
             self.tests(variant, &image, &unique)?.into_iter().unzip();
         let (factor, more) = SLOWER;
@@ -303,18 +335,23 @@ impl Lab<'_> {
         Ok(())
     }
 
-    /// The verdicts of the mutation's tests. The tree is restored in any case.
-    fn mutation(&self, planned: &Planned<'_>) -> Result<Vec<Verdict>> {
+    /// The image of a kernel with a mutation. The tree is restored in any case.
+    fn mutant(&self, planned: &Planned<'_>, number: usize) -> Result<PathBuf> {
         let applied = planned.diff.apply(self.tree)?;
-        let image = self.build(planned.variant(), &planned.name());
-        let tests: Vec<_> = planned.mutation.tests.iter().collect();
-        let verdicts = image.and_then(|image| self.tests(planned.variant(), &image, &tests));
+        let image = self.build(planned.variant(), &planned.name(), number);
         applied.restore()?;
-        Ok(verdicts?.into_iter().map(|(verdict, _)| verdict).collect())
+        image
     }
 
-    /// Builds the tree as it is; returns the image.
-    fn build(&self, variant: Variant, what: &str) -> Result<PathBuf> {
+    /// The verdicts of the mutation's tests.
+    fn verdicts(&self, planned: &Planned<'_>, image: &Path) -> Result<Vec<Verdict>> {
+        let tests: Vec<_> = planned.mutation.tests.iter().collect();
+        let verdicts = self.tests(planned.variant(), image, &tests)?;
+        Ok(verdicts.into_iter().map(|(verdict, _)| verdict).collect())
+    }
+
+    /// Builds the tree as it is; returns a copy of the image that the next build with another number keeps.
+    fn build(&self, variant: Variant, what: &str, number: usize) -> Result<PathBuf> {
         let (log, output) = (self.log(variant), format!("build-{}", variant.name()));
         let tree = self.tree.path();
         files::remove(&log)?;
@@ -325,7 +362,7 @@ impl Lab<'_> {
             .logged(&log, &progress)?;
         progress.done();
         // The next build must not change the image of a VM that runs.
-        let copy = log.with_extension("image");
+        let copy = log.with_extension(format!("image-{number}"));
         fs::copy(tree.join(&output).join(variant.arch.image_path()), &copy)?;
         Ok(copy)
     }
