@@ -10,8 +10,8 @@ use std::process::Command;
 
 use moto::{Moto, put, use_server};
 use pagetide_memory::Urgency::{Bulk, Urgent};
-use pagetide_sources::{Blob, BlobError, CacheOptions, ObjectBlob, ObjectOptions, OpenObjectError};
-use support::pattern;
+use pagetide_sources::{Blob, BlobError, ObjectBlob, OpenObjectError};
+use support::{blocks_of, cache_in, pattern};
 
 const BLOCK: usize = 16 << 10;
 /// The server's port, for the child process that has the environment of an S3 client.
@@ -41,15 +41,8 @@ fn child() {
     put(port, "/images", b"");
     put(port, "/images/vm/memory%201", &content);
     let directory = tempfile::tempdir().unwrap();
-    let cache = CacheOptions {
-        directory: directory.path().into(),
-        bytes: 1 << 30,
-    };
-    let options = ObjectOptions {
-        block_bytes: BLOCK,
-        get_bytes: 4 * BLOCK,
-        ..ObjectOptions::default()
-    };
+    let cache = cache_in(directory.path());
+    let options = blocks_of(BLOCK);
     let open = |url: &str| ObjectBlob::open(url, &options, Some(&cache));
     let url = "s3://images/vm/memory 1";
     let blob = open(url).unwrap();

@@ -10,8 +10,8 @@ mod support;
 use object_store::path::Path;
 use object_store::{ObjectStoreExt as _, PutPayload};
 use pagetide_memory::Urgency::{Bulk, Urgent};
-use pagetide_sources::{Blob, BlobError, CacheOptions, ObjectBlob, ObjectOptions, OpenObjectError};
-use support::pattern;
+use pagetide_sources::{Blob, BlobError, ObjectBlob, OpenObjectError};
+use support::{blocks_of, cache_in, pattern};
 
 const BLOCK: usize = 16 << 10;
 
@@ -39,15 +39,8 @@ fn an_object_of_the_named_store_is_read() {
     let content = pattern(20 * BLOCK + 77, 3);
     put(&content);
     let directory = tempfile::tempdir().unwrap();
-    let cache = CacheOptions {
-        directory: directory.path().into(),
-        bytes: 1 << 30,
-    };
-    let options = ObjectOptions {
-        block_bytes: BLOCK,
-        get_bytes: 4 * BLOCK,
-        ..ObjectOptions::default()
-    };
+    let cache = cache_in(directory.path());
+    let options = blocks_of(BLOCK);
     let url = format!("{bucket}/vm/memory 1");
     let blob = ObjectBlob::open(&url, &options, Some(&cache)).unwrap();
     assert_eq!((blob.name(), blob.bytes()), (&*url, content.len() as u64));

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_sources::ObjectOptions;
+use pagetide_sources::{CacheOptions, ObjectOptions};
 
 /// What the server does with one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -341,4 +341,21 @@ fn read_request(stream: &mut TcpStream) -> Option<Request> {
         if_match: header("if-match"),
         authorization: header("authorization"),
     })
+}
+
+/// A disk cache with room for everything.
+pub(crate) fn cache_in(directory: &std::path::Path) -> CacheOptions {
+    CacheOptions {
+        directory: directory.into(),
+        bytes: 1 << 30,
+    }
+}
+
+/// Small blocks, of which one request takes four.
+pub(crate) fn blocks_of(block_bytes: usize) -> ObjectOptions {
+    ObjectOptions {
+        block_bytes,
+        get_bytes: 4 * block_bytes,
+        ..ObjectOptions::default()
+    }
 }
