@@ -53,12 +53,14 @@ const KUNIT_SUITE: &str = "memory-failure";
 /// Integration tests that no kernel of the lab makes a difference to: what opens reports, what is generated
 /// from the command line, what reads images, what serves any kernel's userfaultfds, and what starts a
 /// server in Python, for which a software CPU takes minutes. What this machine ran need not run twice.
-const KERNEL_BLIND: [&str; 18] = [
+const KERNEL_BLIND: [&str; 21] = [
     "cli/generated",
     "cli/image",
     "cli/pager",
     "cli/serve",
     "cli/show",
+    "cli/working_set",
+    "serve/capture",
     "serve/dashboard",
     "serve/ends",
     "serve/firecracker",
@@ -72,6 +74,7 @@ const KERNEL_BLIND: [&str; 18] = [
     "sources/image",
     "sources/object",
     "sources/s3",
+    "sources/stores",
 ];
 
 /// What the lab runs wholly only in the step `thorough`: the command lines of what other tests call. Of what
