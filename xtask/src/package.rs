@@ -24,20 +24,49 @@ const SHELLS: [&str; 3] = ["bash", "zsh", "fish"];
 
 /// Runs the verb.
 pub(crate) fn run(paths: &Paths) -> Result<()> {
-    println!("{}", build(paths)?.display());
+    vm::build_pagetide(paths)?;
+    println!("{}", build(Profile::Release, paths)?.display());
     Ok(())
 }
 
-/// Makes the package and returns its place.
-pub(crate) fn build(paths: &Paths) -> Result<PathBuf> {
+/// Which `pagetide` is packaged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Profile {
+    /// The optimised one, for users.
+    Release,
+    /// The one that the tests call.
+    Dev,
+}
+
+impl Profile {
+    /// cargo's name of the profile.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Release => "release",
+            Self::Dev => "dev",
+        }
+    }
+
+    /// Where cargo has the command.
+    fn directory(self, paths: &Paths) -> PathBuf {
+        paths.target().join(match self {
+            Self::Release => "release",
+            Self::Dev => "debug",
+        })
+    }
+}
+
+/// Makes the package of a command that has been compiled, and returns the package's place.
+pub(crate) fn build(profile: Profile, paths: &Paths) -> Result<PathBuf> {
     setup::require(&setup::package_tools())?;
-    vm::build_pagetide(paths)?;
-    stage(paths)?;
+    stage(profile, paths)?;
     let cargo_deb = cargo_deb(paths)?;
     let progress = Progress::spinner("cargo deb");
     let manifest = paths.in_root("crates/cli/Cargo.toml");
     let place = Run::new(cargo_deb)
-        .words("--no-build --locked --strip --compress-system --quiet --manifest-path")
+        .words("--no-build --locked --strip --compress-system --quiet --profile")
+        .arg(profile.name())
+        .arg("--manifest-path")
         .arg(manifest)
         .env("CARGO_TARGET_DIR", paths.target())
         .dir(paths.root())
@@ -48,35 +77,32 @@ pub(crate) fn build(paths: &Paths) -> Result<PathBuf> {
     Ok(place)
 }
 
-/// Where the package's generated files are. cargo-deb finds target/release wherever it is.
-fn staging(paths: &Paths) -> PathBuf {
-    paths.target().join("release/package")
+/// Where the package's generated files are. What crates/cli/Cargo.toml calls target/release is for cargo-deb the
+/// directory of the profile, wherever that is.
+fn staging(profile: Profile, paths: &Paths) -> PathBuf {
+    profile.directory(paths).join("package")
 }
 
 /// The directory of the compressed manual pages of the package that [`build`] made last.
-pub(crate) fn manual_pages(paths: &Paths) -> PathBuf {
-    staging(paths).join("man")
+pub(crate) fn manual_pages(profile: Profile, paths: &Paths) -> PathBuf {
+    staging(profile, paths).join("man")
 }
 
 /// Generates the files of the package that cargo does not build.
-fn stage(paths: &Paths) -> Result<()> {
-    let staging = staging(paths);
+fn stage(profile: Profile, paths: &Paths) -> Result<()> {
+    let staging = staging(profile, paths);
+    let pagetide = profile.directory(paths).join("pagetide");
     // A page of a verb that no longer exists must not stay.
     files::fresh_dir(&staging)?;
     let completions = staging.join("completions");
     fs::create_dir(&completions)?;
     for shell in SHELLS {
-        let script = Run::new(vm::pagetide(paths))
-            .args(["completions", shell])
-            .output()?;
+        let script = Run::new(&pagetide).args(["completions", shell]).output()?;
         fs::write(completions.join(format!("pagetide.{shell}")), script)?;
     }
-    let manual = manual_pages(paths);
-    Run::new(vm::pagetide(paths))
-        .arg("man")
-        .arg(&manual)
-        .output()?;
-    // cargo-deb compresses no file from target/release.
+    let manual = manual_pages(profile, paths);
+    Run::new(&pagetide).arg("man").arg(&manual).output()?;
+    // cargo-deb compresses no file from there.
     Run::new("gzip")
         .args(["-9", "--no-name", "--recursive"])
         .arg(&manual)

@@ -28,7 +28,7 @@ const PACKAGE: &str = "qemu-system-x86";
 /// What the lab needs and nothing else, which builds in minutes.
 const OPTIONS: &str = "--target-list=x86_64-softmmu --without-default-features --without-default-devices \
     --with-devices-x86_64=lab --enable-tcg --enable-virtfs --enable-attr --enable-cap-ng \
-    --enable-fdt=system --enable-plugins --enable-trace-backends=nop --disable-werror";
+    --enable-fdt=system --enable-plugins --enable-trace-backends=nop --disable-debug-info --disable-werror";
 
 /// Where Debian's packages put the firmware that QEMU loads.
 const FIRMWARE: [&str; 3] = [

@@ -66,7 +66,7 @@ enum Step {
     Uapi,
     /// The tests that loom takes through every order of their threads' steps
     Loom,
-    /// The parsers of hostile input under a fuzzer, 20 s each
+    /// The parsers of hostile input under a fuzzer, 5 s each
     Fuzz,
     /// Linux guests on the patched kernel, in a VM with one CPU
     Linux,
@@ -87,10 +87,10 @@ enum Step {
     Patches,
     /// Selftests that shadow paging makes a difference to, with shadow paging
     Shadow,
-    /// The Debian package, installed in a clean root, and `cargo install`
+    /// The Debian package, with the command that the tests call, installed in a clean root
     Package,
-    /// In the lab, what Lab and Linux leave to this machine: every command line and kind of Linux guest
-    /// (only if asked for: about ten minutes)
+    /// In the lab, what Lab and Linux leave to this machine: every command line and kind of Linux guest. Then the
+    /// Debian package with the optimised command, and `cargo install` (only if asked for: about a quarter of an hour)
     Thorough,
     /// Selftests on a kernel that checks locks, RCU and memory (only if asked for: about an hour
     /// with its build)
@@ -112,7 +112,7 @@ impl Step {
             // They are built in the same tree, one after the other, and many wait for Kernel.
             Self::Arm64 => &[Self::Kernel, Self::Cross],
             Self::Debug | Self::Thorough => &[Self::Kernel],
-            Self::Stock => &[Self::Host],
+            Self::Stock | Self::Package => &[Self::Host],
             // It builds the stock kernel.
             Self::UpstreamQuick => &[Self::Kernel, Self::Stock],
             _ => &[],
@@ -249,7 +249,10 @@ impl Testing<'_> {
             Step::Cross => arm64::compile(self.paths, &mut self.tally),
             Step::Arm64 => arm64::run(self.paths, &mut self.tally),
             Step::Package => package::run(self.paths, &mut self.tally),
-            Step::Thorough => lab::thorough(self.paths, &mut self.tally),
+            Step::Thorough => {
+                lab::thorough(self.paths, &mut self.tally)?;
+                package::optimised(self.paths, &mut self.tally)
+            }
             Step::Debug => lab::debug(self.paths, &mut self.tally),
             Step::Upstream => upstream::run(Arch::X86_64, self.paths, &mut self.tally),
             Step::UpstreamArm64 => upstream::run(Arch::Arm64, self.paths, &mut self.tally),

@@ -229,11 +229,11 @@ pub(crate) fn boot(
         }
         match (variant.arch, args.pagetide) {
             (Arch::X86_64, Pagetide::Release) => build_pagetide(paths)?,
-            (Arch::Arm64, Pagetide::Release | Pagetide::Tested) => {
+            (Arch::Arm64, Pagetide::Release) => {
                 setup::require(&setup::cross_tools())?;
                 cross::build_pagetide(&paths.target().join("vm/build-arm64.log"), paths)?;
             }
-            (Arch::X86_64, Pagetide::Tested) | (_, Pagetide::None) => {}
+            (_, Pagetide::Tested | Pagetide::None) => {}
         }
     }
     let image = args.image.clone().unwrap_or_else(|| variant.image(paths));

@@ -330,9 +330,11 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
     jobs.extend(programs_named(&REFUSALS, paths)?);
     jobs.push(command(paths, "pagetide bench paging", PAGING, None));
     jobs.push(command(paths, "pagetide bench populate", POPULATE, None));
-    // As users have it: optimised.
-    let mut args = VmArgs::new(variant);
-    args.timeout = VM_TIMEOUT;
+    let args = VmArgs {
+        pagetide: Pagetide::Tested,
+        timeout: VM_TIMEOUT,
+        ..VmArgs::new(variant)
+    };
     run("stock", &args, &jobs, paths, tally).map(drop)
 }
 

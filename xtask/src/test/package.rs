@@ -7,11 +7,13 @@ use anyhow::{Context, Result, ensure};
 use fs_err as fs;
 
 use super::clean_root::{self, CleanRoot};
+use super::host;
 use super::tally::{Tally, Verdict};
 use crate::command::Run;
+use crate::package::Profile;
 use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::{files, package};
+use crate::{files, package, vm};
 
 const GROUP: &str = "package";
 
@@ -29,37 +31,52 @@ const FILES: [&str; 7] = [
 /// Where manual pages are.
 const MAN: &str = "/usr/share/man/man1";
 
-/// Builds the package, installs it in a clean root, uses it and purges it; installs by cargo.
+/// Makes the package of the command that the tests call, installs it in a clean root, uses it and purges it.
 pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let package = package::build(paths)?;
-    count(tally, "control fields", control(&package));
-    count(tally, "cargo install", cargo_install(paths));
-    match clean_root::unavailable()? {
-        Some(reason) => tally.add(GROUP, "clean root", Verdict::Skipped(reason)),
-        None => in_clean_root(&package, paths, tally)?,
-    }
-    Ok(())
+    // The command is compiled with the tests.
+    host::programs(paths)?;
+    in_clean_root(Profile::Dev, GROUP, paths, tally)
 }
 
-fn count(tally: &mut Tally, name: &str, result: Result<()>) {
+/// The same with the optimised command, as users have it, and `cargo install`. To optimise the command takes minutes.
+pub(super) fn optimised(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    vm::build_pagetide(paths)?;
+    let group = "package (optimised)";
+    count(tally, group, "cargo install", cargo_install(paths));
+    in_clean_root(Profile::Release, group, paths, tally)
+}
+
+fn count(tally: &mut Tally, group: &str, name: &str, result: Result<()>) {
     let verdict = match result {
         Ok(()) => Verdict::Passed,
         Err(error) => Verdict::Failed(format!("{error:#}")),
     };
-    tally.add(GROUP, name, verdict);
+    tally.add(group, name, verdict);
 }
 
-fn in_clean_root(package: &Path, paths: &Paths, tally: &mut Tally) -> Result<()> {
+fn in_clean_root(
+    profile: Profile,
+    group: &'static str,
+    paths: &Paths,
+    tally: &mut Tally,
+) -> Result<()> {
+    let package = package::build(profile, paths)?;
+    let mut count = |name, result| count(tally, group, name, result);
+    count("control fields", control(&package));
+    if let Some(reason) = clean_root::unavailable()? {
+        tally.add(group, "clean root", Verdict::Skipped(reason));
+        return Ok(());
+    }
     let progress = Progress::spinner("installing the package in a clean root");
     let root = CleanRoot::new(paths)?;
-    let file = root.copy_in(package)?;
+    let file = root.copy_in(&package)?;
     let before = root.paths()?;
     root.run("dpkg").arg("--install").arg(file).output()?;
-    count(tally, "commands", commands(&root));
-    count(tally, "files", files(&root));
-    count(tally, "manual pages", manual(&root, paths));
-    count(tally, "completions", completions(&root));
-    count(tally, "purge", purge(&root, &before));
+    count("commands", commands(&root));
+    count("files", files(&root));
+    count("manual pages", manual(profile, &root, paths));
+    count("completions", completions(&root));
+    count("purge", purge(&root, &before));
     progress.done();
     Ok(())
 }
@@ -165,8 +182,8 @@ fn files(root: &CleanRoot) -> Result<()> {
 }
 
 /// Every generated page is there, compressed.
-fn manual(root: &CleanRoot, paths: &Paths) -> Result<()> {
-    let wanted: BTreeSet<_> = fs::read_dir(package::manual_pages(paths))?
+fn manual(profile: Profile, root: &CleanRoot, paths: &Paths) -> Result<()> {
+    let wanted: BTreeSet<_> = fs::read_dir(package::manual_pages(profile, paths))?
         .map(|entry| Ok(format!("{MAN}/{}", entry?.file_name().to_string_lossy())))
         .collect::<Result<_>>()?;
     ensure!(
