@@ -25,7 +25,7 @@ use clap::{Args, ValueEnum};
 use fs_err as fs;
 
 use crate::command::Run;
-use crate::kernel::{Arch, Variant, check};
+use crate::kernel::{Arch, check};
 use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::{setup, uapi};
@@ -35,8 +35,8 @@ use tally::{Tally, Verdict};
 /// The verb's arguments.
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Only these steps (may be given several times) [default: all but thorough, debug, upstream
-    /// and upstream-arm64]
+    /// Only these steps (may be given several times) [default: all but fuzz, thorough, debug,
+    /// upstream and upstream-arm64]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
 }
@@ -50,32 +50,34 @@ impl TestArgs {
 }
 
 /// The steps. As many run at a time as there are processors, in this order, each after those that it
-/// needs: first the steps that fail quickly, then those that others wait for, then the longest. A long
-/// step that starts last would run alone.
+/// needs: first the steps that fail quickly and those that compile, then the longest. A long step that
+/// starts last would run alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum)]
 enum Step {
     /// rustfmt
     Format,
-    /// Build the patched kernel for x86_64; the steps that need others build them
+    /// Build the kernels of the steps below, and the lab's QEMU
     Kernel,
     /// clippy, with warnings denied
     Clippy,
     /// Every crate's tests, on this machine
     Host,
+    /// The Debian package, with the command that the tests call, installed in a clean root
+    Package,
     /// The generated constants are the patched headers'
     Uapi,
     /// The tests that loom takes through every order of their threads' steps
     Loom,
-    /// The parsers of hostile input under a fuzzer, 5 s each
-    Fuzz,
+    /// The whole workspace compiles for arm64, tests included, with warnings denied
+    Cross,
+    /// Each patch of the series by itself (`kernel check --quick`)
+    Patches,
     /// Linux guests on the patched kernel, in a VM with one CPU
     Linux,
     /// The crates' tests on the patched kernel
     Lab,
     /// Selftests on the patched kernel
     Selftests,
-    /// The whole workspace compiles for arm64, tests included, with warnings denied
-    Cross,
     /// On arm64: the tests of uapi, memory, pager and kvm, `pagetide probe`, and selftests
     Arm64,
     /// The tests of what a kernel without the series refuses, and short benchmarks, on the stock
@@ -83,12 +85,10 @@ enum Step {
     Stock,
     /// A few quick ones of the kernel's own tests, unmodified, on the stock kernel and on the series: see upstream
     UpstreamQuick,
-    /// Each patch of the series by itself (`kernel check --quick`)
-    Patches,
     /// Selftests that shadow paging makes a difference to, with shadow paging
     Shadow,
-    /// The Debian package, with the command that the tests call, installed in a clean root
-    Package,
+    /// The parsers of hostile input under a fuzzer, 20 s each (only if asked for: about seven minutes with its build)
+    Fuzz,
     /// In the lab, what Lab and Linux leave to this machine: every command line and kind of Linux guest. Then the
     /// Debian package with the optimised command, and `cargo install` (only if asked for: about a quarter of an hour)
     Thorough,
@@ -102,19 +102,27 @@ enum Step {
     UpstreamArm64,
 }
 
+/// The steps that compile for minutes in a first run, after which VMs run: beside compilers a VM takes many times
+/// as long, since its CPUs spin for one that waits for a processor.
+const COMPILE: &[Step] = &[Step::Kernel, Step::Clippy, Step::Cross, Step::Patches];
+
 impl Step {
     /// What must have ended before. A step whose needs went wrong fails by itself.
     fn needs(self) -> &'static [Step] {
         match self {
-            // Its tests, and which of them could not run on this machine.
-            Self::Lab | Self::Linux => &[Self::Kernel, Self::Host],
-            Self::Uapi | Self::Selftests | Self::Shadow => &[Self::Kernel],
-            // They are built in the same tree, one after the other, and many wait for Kernel.
-            Self::Arm64 => &[Self::Kernel, Self::Cross],
-            Self::Debug | Self::Thorough => &[Self::Kernel],
-            Self::Stock | Self::Package => &[Self::Host],
-            // It builds the stock kernel.
-            Self::UpstreamQuick => &[Self::Kernel, Self::Stock],
+            Self::Selftests | Self::Shadow | Self::Arm64 | Self::Stock | Self::UpstreamQuick => {
+                COMPILE
+            }
+            // Which tests this machine could not run.
+            Self::Lab | Self::Linux => &[
+                Self::Kernel,
+                Self::Clippy,
+                Self::Cross,
+                Self::Patches,
+                Self::Host,
+            ],
+            Self::Package => &[Self::Host],
+            Self::Uapi | Self::Debug | Self::Thorough => &[Self::Kernel],
             _ => &[],
         }
     }
@@ -122,6 +130,7 @@ impl Step {
     /// Whether the step is taken if none is named.
     fn is_default(self) -> bool {
         let asked = [
+            Self::Fuzz,
             Self::Debug,
             Self::Thorough,
             Self::Upstream,
@@ -230,7 +239,7 @@ impl Testing<'_> {
             Step::Loom => loom::run(self.paths, &mut self.tally),
             Step::Fuzz => fuzz::run(self.paths, &mut self.tally),
             Step::Kernel => {
-                lab::kernel(Variant::patched(Arch::X86_64), self.paths, &mut self.tally);
+                lab::build(self.paths, &mut self.tally);
                 Ok(())
             }
             Step::Uapi => {

@@ -32,8 +32,8 @@ const CHECKPATCH: &str = "--strict --no-summary --show-types --color=never \
 /// The verb's arguments.
 #[derive(Debug, Default, Args)]
 pub(crate) struct CheckArgs {
-    /// Build only the last patch of each topic, with all that the topic changes, and leave out that
-    /// of the last topic, which is the kernel that `kernel build` builds. What `cargo xtask test` does
+    /// Build only the last patch of each topic, with all that the topic changes, for x86_64, and leave
+    /// out that of the last topic, which is the kernel that `kernel build` builds. What `cargo xtask test` does
     #[arg(long, conflicts_with = "whole")]
     quick: bool,
     /// Check again what passed before, unchanged, on this machine
@@ -176,7 +176,11 @@ impl<'a> Check<'a> {
             (true, true) => touched_by_topic(prefix, patch.topic()),
             (true, false) => Vec::new(),
         };
-        for arch in [Arch::X86_64, Arch::Arm64] {
+        let architectures: &[Arch] = match self.quick {
+            true => &[Arch::X86_64],
+            false => &[Arch::X86_64, Arch::Arm64],
+        };
+        for &arch in architectures {
             self.kernel(arch, patch, &files)?;
             self.selftests(arch, patch, &files)?;
         }

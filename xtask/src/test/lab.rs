@@ -18,6 +18,7 @@ use crate::kernel::selftests::{self, Runs, Selftest};
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::progress::{self, Progress};
+use crate::qemu::Qemu;
 use crate::vm::{self, Ended, Finished, Job, JobOutcome, Output, Pagetide, Timing, VmArgs};
 
 /// The same on a kernel that checks everything.
@@ -145,6 +146,19 @@ const REFUSALS: [&str; 5] = [
     "kvm/slots",
     "testbed/exits",
 ];
+
+/// Builds what the lab boots without being asked for more: the kernels, and its QEMU.
+pub(super) fn build(paths: &Paths, tally: &mut Tally) {
+    let patched = Variant::patched(Arch::X86_64);
+    let stock = Variant {
+        stock: true,
+        ..patched
+    };
+    for variant in [patched, stock, Variant::patched(Arch::Arm64)] {
+        kernel(variant, paths, tally);
+    }
+    Qemu::find(Arch::X86_64, true, paths);
+}
 
 /// Builds a kernel and counts that; a warning in ours is a failure. A step that needs the kernel and cannot
 /// have it fails by itself.
