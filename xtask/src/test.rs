@@ -35,8 +35,8 @@ use tally::{Tally, Verdict};
 /// The verb's arguments.
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Only these steps (may be given several times) [default: all but fuzz, thorough, debug,
-    /// upstream and upstream-arm64]
+    /// Only these steps (may be given several times) [default: all but fuzz, thorough, nodes,
+    /// debug, upstream and upstream-arm64]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
 }
@@ -92,8 +92,10 @@ enum Step {
     /// In the lab, what Lab and Linux leave to this machine: every command line and kind of Linux guest. Then the
     /// Debian package with the optimised command, and `cargo install` (only if asked for: about a quarter of an hour)
     Thorough,
-    /// Selftests on a kernel that checks locks, RCU and memory (only if asked for: about an hour
-    /// with its build)
+    /// Selftests on a kernel with two NUMA nodes, swap and guest_memfd (only if asked for: about a quarter of an
+    /// hour with its build)
+    Nodes,
+    /// The same on a kernel that also checks locks, RCU and memory (only if asked for: about an hour with its build)
     Debug,
     /// The kernel's own tests, unmodified, on the stock kernel and on the series: none may fail on the series that
     /// passes on the stock kernel (only if asked for: about an hour with two kernels' builds)
@@ -122,7 +124,7 @@ impl Step {
                 Self::Host,
             ],
             Self::Package => &[Self::Host],
-            Self::Uapi | Self::Debug | Self::Thorough => &[Self::Kernel],
+            Self::Uapi | Self::Nodes | Self::Debug | Self::Thorough => &[Self::Kernel],
             _ => &[],
         }
     }
@@ -262,6 +264,7 @@ impl Testing<'_> {
                 lab::thorough(self.paths, &mut self.tally)?;
                 package::optimised(self.paths, &mut self.tally)
             }
+            Step::Nodes => lab::nodes(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),
             Step::Upstream => upstream::run(Arch::X86_64, self.paths, &mut self.tally),
             Step::UpstreamArm64 => upstream::run(Arch::Arm64, self.paths, &mut self.tally),

@@ -110,6 +110,7 @@ impl Planned<'_> {
     fn variant(&self) -> Variant {
         Variant {
             debug: self.mutation.is_debug(),
+            upstream: self.mutation.needs_nodes(),
             ..Variant::patched(self.mutation.arch)
         }
     }

@@ -40,6 +40,12 @@ const KSFT_SKIP: u8 = 4;
 /// of mm get one while they run, if memory still has room for it, and skip what needs it otherwise.
 const HUGE_PAGES: &str = "hugepages=256";
 
+/// A second node, for tests of migration, on a kernel with upstream.config.
+pub(super) const NODES: &str = "numa=fake=2";
+
+/// Something to swap to, on the same kernel.
+pub(super) const SWAP: &str = "mkswap /dev/ram0 && swapon /dev/ram0";
+
 /// A benchmark of paging that is only long enough to take every path, on any kernel.
 const PAGING: &str = "pagetide bench paging --vcpus 1,2 --per-vcpu 1M --runs 1 --delivery uffd \
                       --out target/pagetide/smoke-stock";
@@ -353,23 +359,42 @@ pub(super) fn stock(paths: &Paths, tally: &mut Tally) -> Result<()> {
 }
 
 /// The patched kernel with lockdep, PROVE_RCU and KASAN: selftests, which take several times as long, and the
-/// series' KUnit suite.
+/// series' KUnit suite. With two nodes and swap, so that no selftest has to leave a part out for lack of them.
 pub(super) fn debug(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant {
         debug: true,
+        upstream: true,
         ..Variant::patched(Arch::X86_64)
     };
-    let mut jobs = selftest_jobs(variant, paths)?;
+    let (mut args, mut jobs) = with_nodes_and_swap(variant, paths)?;
     for (_, job) in &mut jobs {
         job.timeout = Some(DEBUG_JOB_TIMEOUT);
     }
-    let mut args = machine(variant, Pagetide::None, "6G");
     args.timeout = DEBUG_VM_TIMEOUT;
     args.append.extend(kunit::append(KUNIT_SUITE));
     let said = fs::read(run("debug", &args, &jobs, paths, tally)?)?;
     let verdict = kunit::verdict(&String::from_utf8_lossy(&said), KUNIT_SUITE);
     tally.add("debug", &format!("KUnit {KUNIT_SUITE}"), verdict);
     run_shadow("debug-shadow", variant, paths, tally)
+}
+
+/// The series' selftests on a kernel with upstream.config, which the step `upstream` builds.
+pub(super) fn nodes(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let variant = Variant {
+        upstream: true,
+        ..Variant::patched(Arch::X86_64)
+    };
+    let (args, jobs) = with_nodes_and_swap(variant, paths)?;
+    run("nodes", &args, &jobs, paths, tally).map(drop)
+}
+
+/// A VM with two nodes and swap, and the selftests in it.
+fn with_nodes_and_swap(variant: Variant, paths: &Paths) -> Result<(VmArgs, Vec<(Kind, Job)>)> {
+    let mut jobs = vec![command(paths, "swap", "sh -c", Some(SWAP))];
+    jobs.extend(selftest_jobs(variant, paths)?);
+    let mut args = machine(variant, Pagetide::None, "6G");
+    args.append.push(NODES.into());
+    Ok((args, jobs))
 }
 
 /// A VM for tests: with huge pages, and time for many jobs.

@@ -99,6 +99,13 @@ impl Mutation {
         self.tests.iter().any(|test| test.kunit().is_some())
     }
 
+    /// Whether it needs the kernel that has NUMA nodes, which is configured by upstream.config.
+    pub(crate) fn needs_nodes(&self) -> bool {
+        let parameters = self.tests.iter().flat_map(|test| &test.parameters);
+        let mut names = parameters.filter_map(|parameter| parameter.split_once('='));
+        names.any(|(name, _)| name == "numa")
+    }
+
     fn parse(arch: Arch, what: &str, tests: &str) -> Result<Self> {
         let words: Vec<_> = what.split_whitespace().collect();
         let change = match words.as_slice() {
@@ -247,6 +254,7 @@ mod tests {
     revert: x_test, kvm_amd.npt=0 y_test -t 1
     revert mm/a.c 2: KUnit memory-failure
     arm64 patch c: x_test
+    revert mm/a.c: numa=fake=2 x_test
     untested: the error path
 01-a/d
     preparation: for e
@@ -273,7 +281,8 @@ mod tests {
             [
                 "reverted",
                 "mm/a.c, hunk 2, reverted",
-                "arm64: mutations/c.patch"
+                "arm64: mutations/c.patch",
+                "mm/a.c reverted"
             ]
         );
         let second = &mutations[0].tests[1];
@@ -282,7 +291,8 @@ mod tests {
         assert_eq!(second.label(), "kvm_amd.npt=0 y_test -t 1");
         assert!(mutations[1].is_debug() && !mutations[0].is_debug());
         assert_eq!(mutations[1].tests[0].kunit(), Some("memory-failure"));
-        assert_eq!(entries[0].lines[3], Line::Untested("the error path".into()));
+        assert!(mutations[3].needs_nodes() && !mutations[0].needs_nodes());
+        assert_eq!(entries[0].lines[4], Line::Untested("the error path".into()));
         assert_eq!(entries[1].lines, [Line::Preparation("for e".into())]);
     }
 

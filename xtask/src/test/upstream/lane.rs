@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::Result;
 use fs_err as fs;
 
+use super::super::lab::{NODES, SWAP};
 use super::super::{host, log_file};
 use super::compare::Ran;
 use crate::kernel::selftests::Selftest;
@@ -28,9 +29,6 @@ const LOST: usize = 10;
 /// The test of migration wants three threads.
 const CPUS: u32 = 4;
 
-/// A second node for the tests of migration.
-const NODES: &str = "numa=fake=2";
-
 /// Huge pages for the tests that need them, unless the list says how many a test needs.
 const HUGE_PAGES: u32 = 256;
 
@@ -42,9 +40,6 @@ const HEAP: (&str, &str) = ("/proc/sys/kernel/randomize_va_space", "1");
 
 /// Where the tests run, and make files: in the VM's memory, as all of an arm64 VM's directories are.
 const SCRATCH: &str = "/tmp";
-
-/// Something to swap to.
-const SWAP: &str = "mkswap /dev/ram0 && swapon /dev/ram0";
 
 /// What became of all tests on a kernel.
 #[derive(Default)]
