@@ -17,7 +17,7 @@ use crate::progress::Progress;
 use crate::setup;
 
 /// Changes when the way a kernel is built changes, so that everyone builds again.
-const RECIPE: &str = "1";
+const RECIPE: &str = "2";
 
 /// What the stamp says of a kernel that `--from-tree` built.
 const FROM_TREE: &str = "from-tree";

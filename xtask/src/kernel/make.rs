@@ -15,6 +15,9 @@ pub(super) const LOCKS: &str = "locks";
 /// ccache's limit: room for about four kernels.
 const CCACHE_SIZE: &str = "5G";
 
+/// What is put before a compiler's name to use ccache.
+const CACHED_COMPILER: &str = "xtask/src/kernel/cached-compiler.sh";
+
 /// Headers are compared by content; a fresh tree's are all new.
 const SLOPPINESS: &str = "include_file_mtime,include_file_ctime,time_macros";
 
@@ -44,11 +47,15 @@ pub(super) fn in_directory(directory: &Path) -> Run {
 /// Compiler and cache for any makefile of the tree.
 pub(crate) fn settings(run: Run, paths: &Paths, arch: Arch, tree: &Path) -> Run {
     let cross = arch.cross_compile();
-    let ccache = if on_path("ccache") { "ccache " } else { "" };
+    let cached = if on_path("ccache") {
+        format!("{} ", paths.in_root(CACHED_COMPILER).display())
+    } else {
+        String::new()
+    };
     run.arg(format!("ARCH={}", arch.name()))
         .arg(format!("CROSS_COMPILE={cross}"))
-        .arg(format!("CC={ccache}{cross}gcc"))
-        .arg(format!("HOSTCC={ccache}gcc"))
+        .arg(format!("CC={cached}{cross}gcc"))
+        .arg(format!("HOSTCC={cached}gcc"))
         .env("CCACHE_DIR", paths.cache().join("ccache"))
         .env("CCACHE_MAXSIZE", CCACHE_SIZE)
         .env("CCACHE_BASEDIR", tree)
@@ -108,6 +115,29 @@ mod tests {
         assert!(error.contains("unused variable"), "{error}");
         no_warnings(&log, old.len()).unwrap();
         assert!(no_warnings(&dir.path().join("none"), 0).is_err());
+    }
+
+    #[test]
+    fn a_file_that_is_included_as_it_is_is_never_an_older_one() {
+        if !on_path("ccache") || !on_path("gcc") {
+            println!("SKIP: there is no ccache, or no gcc");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let paths = Paths::find().unwrap();
+        std::fs::write(dir.path().join("a.S"), ".incbin \"included\"\n").unwrap();
+        let compile = |content: &str| {
+            std::fs::write(dir.path().join("included"), content).unwrap();
+            let status = std::process::Command::new(paths.in_root(CACHED_COMPILER))
+                .args(["gcc", "-MMD", "-c", "a.S"])
+                .current_dir(dir.path())
+                .env("CCACHE_DIR", dir.path().join("cache"))
+                .env("CCACHE_DEPEND", "1")
+                .status();
+            assert!(status.unwrap().success());
+            std::fs::read(dir.path().join("a.o")).unwrap()
+        };
+        assert_ne!(compile("one"), compile("two"));
     }
 
     #[test]
