@@ -402,7 +402,13 @@ fn a_guest_is_restored_from_s3() {
         child.args(["--nocapture", "--test-threads=1"]);
         child.env(S3_PORT, moto.port.to_string());
         use_server(&mut child, moto.port);
-        assert!(child.status().unwrap().success());
+        let output = child.output().unwrap();
+        // Indented: the lines of the child's test harness must not be taken for this process'.
+        for text in [&output.stdout, &output.stderr] {
+            let text = String::from_utf8_lossy(text);
+            text.lines().for_each(|line| println!("  {line}"));
+        }
+        assert!(output.status.success(), "{}", output.status);
         return;
     };
     let port = port.parse().unwrap();

@@ -254,8 +254,6 @@ pub(super) fn thorough(paths: &Paths, tally: &mut Tally) -> Result<()> {
             .into_iter()
             .chain(firecracker.command.drain(..))
             .collect();
-        // What a VM that was lost had printed is in the log.
-        firecracker.command.push("--nocapture".into());
     }
     jobs.push(command(paths, "pagetide run", RUN, Some("-- nproc")));
     let paged = r#"-- sh -c "memcycler 2 4M 1 && balloon 1M""#;
