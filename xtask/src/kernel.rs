@@ -64,7 +64,7 @@ pub(crate) struct Variant {
     /// With lockdep, KASAN and the other checks of kernel/config/debug.config (slow)
     #[arg(long)]
     pub(crate) debug: bool,
-    /// With what the kernel's own tests need (kernel/config/upstream.config)
+    /// With what the kernel's own tests, and tests of NUMA nodes and swap need (kernel/config/upstream.config)
     #[arg(long)]
     pub(crate) upstream: bool,
 }

@@ -110,7 +110,7 @@ impl Planned<'_> {
     fn variant(&self) -> Variant {
         Variant {
             debug: self.mutation.is_debug(),
-            upstream: self.mutation.needs_nodes(),
+            upstream: self.mutation.needs_upstream_config(),
             ..Variant::patched(self.mutation.arch)
         }
     }

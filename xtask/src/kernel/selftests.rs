@@ -266,8 +266,8 @@ pub(crate) fn build_upstream(
     files::remove(&log)?;
     let build = tree.path().join(format!("build-{}", variant.name()));
     let progress = Progress::start("building the kernel's own tests", None, is_compile);
-    // The script notes whether tests have liburing. The makefile calls it with the first word of CC, which is ccache,
-    // and so has none: tests leave out what io_uring pins. A compiler for arm64 finds the headers, but no library.
+    // The script notes whether tests have liburing. The makefile calls it with the first word of CC, which is no
+    // compiler, and so has none: tests leave out what io_uring pins. A compiler for arm64 finds the headers, but no library.
     let (libraries, compiler) = match variant.arch {
         Arch::X86_64 => (MORE_LIBRARIES, "gcc"),
         Arch::Arm64 => (FEWER_LIBRARIES, "false"),

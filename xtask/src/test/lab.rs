@@ -312,6 +312,10 @@ fn run_shadow(lane: &str, variant: Variant, paths: &Paths, tally: &mut Tally) ->
     jobs.retain(|(kind, _)| matches!(kind, Kind::Selftest(test) if test.shadow));
     let mut args = machine(variant, Pagetide::None, "2G");
     args.append.push("kvm_amd.npt=0".into());
+    if variant.upstream {
+        args.append.push(NODES.into());
+        jobs.insert(0, swap(paths));
+    }
     run(lane, &args, &jobs, paths, tally).map(drop)
 }
 
@@ -386,9 +390,14 @@ pub(super) fn nodes(paths: &Paths, tally: &mut Tally) -> Result<()> {
     run("nodes", &args, &jobs, paths, tally).map(drop)
 }
 
+/// Turns swap on.
+fn swap(paths: &Paths) -> (Kind, Job) {
+    command(paths, "swap", "sh -c", Some(SWAP))
+}
+
 /// A VM with two nodes and swap, and the selftests in it.
 fn with_nodes_and_swap(variant: Variant, paths: &Paths) -> Result<(VmArgs, Vec<(Kind, Job)>)> {
-    let mut jobs = vec![command(paths, "swap", "sh -c", Some(SWAP))];
+    let mut jobs = vec![swap(paths)];
     jobs.extend(selftest_jobs(variant, paths)?);
     let mut args = machine(variant, Pagetide::None, "6G");
     args.append.push(NODES.into());

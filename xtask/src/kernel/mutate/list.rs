@@ -99,8 +99,8 @@ impl Mutation {
         self.tests.iter().any(|test| test.kunit().is_some())
     }
 
-    /// Whether it needs the kernel that has NUMA nodes, which is configured by upstream.config.
-    pub(crate) fn needs_nodes(&self) -> bool {
+    /// Whether it needs the kernel with upstream.config, which has NUMA nodes and more.
+    pub(crate) fn needs_upstream_config(&self) -> bool {
         let parameters = self.tests.iter().flat_map(|test| &test.parameters);
         let mut names = parameters.filter_map(|parameter| parameter.split_once('='));
         names.any(|(name, _)| name == "numa")
@@ -291,7 +291,7 @@ mod tests {
         assert_eq!(second.label(), "kvm_amd.npt=0 y_test -t 1");
         assert!(mutations[1].is_debug() && !mutations[0].is_debug());
         assert_eq!(mutations[1].tests[0].kunit(), Some("memory-failure"));
-        assert!(mutations[3].needs_nodes() && !mutations[0].needs_nodes());
+        assert!(mutations[3].needs_upstream_config() && !mutations[0].needs_upstream_config());
         assert_eq!(entries[0].lines[4], Line::Untested("the error path".into()));
         assert_eq!(entries[1].lines, [Line::Preparation("for e".into())]);
     }
