@@ -133,8 +133,9 @@ impl Step {
     fn is_default(self) -> bool {
         let asked = [
             Self::Fuzz,
-            Self::Debug,
             Self::Thorough,
+            Self::Nodes,
+            Self::Debug,
             Self::Upstream,
             Self::UpstreamArm64,
         ];
@@ -304,4 +305,19 @@ fn log_file(paths: &Paths, name: &str) -> Result<std::path::PathBuf> {
     let file = dir.join(format!("{name}.log"));
     fs::write(&file, "")?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_says_that_it_runs_only_if_asked_for() {
+        for step in Step::value_variants() {
+            let value = step.to_possible_value().unwrap();
+            let help = value.get_help().unwrap().to_string();
+            let asked = help.contains("only if asked for");
+            assert_eq!(asked, !step.is_default(), "{}", value.get_name());
+        }
+    }
 }
