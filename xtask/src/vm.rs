@@ -15,7 +15,7 @@ use clap::{Args, ValueEnum};
 use fs_err as fs;
 
 use crate::command::Run;
-use crate::kernel::{Arch, Variant, build};
+use crate::kernel::{Arch, Variant, build, selftests};
 use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::qemu::Qemu;
@@ -106,6 +106,7 @@ pub(crate) struct VerbArgs {
     vm: VmArgs,
     /// What to run, as root, in the current directory; `pagetide` is on the PATH
     ///
+    /// The name of a selftest runs the one that was built with the kernel.
     /// Only target/ of this checkout keeps what is written to it; /tmp can be written too. On arm64
     /// there is no shared file system: the directory is /, and there are only `pagetide`, without
     /// optimisation, and the selftests.
@@ -113,11 +114,27 @@ pub(crate) struct VerbArgs {
     command: Vec<OsString>,
 }
 
-#[cfg(test)]
 impl VerbArgs {
     /// What runs in the VM.
+    #[cfg(test)]
     pub(crate) fn command(&self) -> &[OsString] {
         &self.command
+    }
+
+    /// The same, with the path of a selftest in place of its name: a selftest opens itself by what it was called.
+    fn resolved(&self, paths: &Paths) -> Result<Vec<OsString>> {
+        let variant = self.vm.variant;
+        let mut command = self.command.clone();
+        if let Some(program) = command.first_mut()
+            && selftests::list(variant.arch, paths)?
+                .iter()
+                .any(|test| *program == *test.name())
+        {
+            *program = selftests::directory_in_vm(variant, paths)
+                .join(&*program)
+                .into();
+        }
+        Ok(command)
     }
 }
 
@@ -180,7 +197,7 @@ pub(crate) fn run(args: &VerbArgs, paths: &Paths) -> Result<ExitCode> {
     let directory = std::env::current_dir().context("the current directory")?;
     let job = Job {
         timeout: None,
-        ..Job::new(args.command.clone(), &directory)
+        ..Job::new(args.resolved(paths)?, &directory)
     };
     let outcome = boot(&args.vm, &[job], Output::Pass, paths)?;
     Ok(ExitCode::from(show(&outcome)))
@@ -298,4 +315,35 @@ fn new_run_dir(paths: &Paths) -> Result<PathBuf> {
     let dir = all.join(format!("run-{}-{}", now.as_millis(), files::unique()));
     fs::create_dir(&dir)?;
     Ok(dir)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: VerbArgs,
+    }
+
+    #[test]
+    fn the_name_of_a_selftest_stands_for_its_path() {
+        let paths = Paths::find().unwrap();
+        let resolved = |line: &str| {
+            let line = Line::parse_from(line.split(' '));
+            line.args.resolved(&paths).unwrap()
+        };
+        let built =
+            selftests::directory(Variant::patched(Arch::X86_64), &paths).join("kick_vcpus_test");
+        assert_eq!(
+            resolved("vm -- kick_vcpus_test -h")[..],
+            [built.as_os_str(), "-h".as_ref()]
+        );
+        let arm64 = resolved("vm --arch arm64 -- kick_vcpus_test");
+        assert_eq!(arm64, ["/selftests/kick_vcpus_test"]);
+        assert_eq!(resolved("vm -- echo kick_vcpus_test")[0], "echo");
+    }
 }

@@ -449,10 +449,7 @@ impl Lab<'_> {
     }
 
     fn job(&self, variant: Variant, test: &Test) -> Job {
-        let directory = match variant.arch {
-            Arch::X86_64 => selftests::directory(variant, self.paths),
-            Arch::Arm64 => PathBuf::from("/selftests"),
-        };
+        let directory = selftests::directory_in_vm(variant, self.paths);
         let program = match test.kunit() {
             Some(_) => "true".into(),
             None => directory.join(&test.program).into_os_string(),

@@ -204,6 +204,14 @@ pub(crate) fn directory(variant: Variant, paths: &Paths) -> PathBuf {
     variant.out(paths).join("selftests")
 }
 
+/// Where a VM has them.
+pub(crate) fn directory_in_vm(variant: Variant, paths: &Paths) -> PathBuf {
+    match variant.arch {
+        Arch::X86_64 => directory(variant, paths),
+        Arch::Arm64 => PathBuf::from("/selftests"),
+    }
+}
+
 /// Builds the listed tests and puts them where [`directory`] says.
 pub(super) fn build(variant: Variant, paths: &Paths, tree: &Tree, build: &Path) -> Result<()> {
     let out = directory(variant, paths);

@@ -416,10 +416,7 @@ pub(super) fn machine(variant: Variant, pagetide: Pagetide, memory: &str) -> VmA
 }
 
 pub(super) fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
-    let directory = match variant.arch {
-        Arch::X86_64 => selftests::directory(variant, paths),
-        Arch::Arm64 => PathBuf::from("/selftests"),
-    };
+    let directory = selftests::directory_in_vm(variant, paths);
     let mut tests = selftests::list(variant.arch, paths)?;
     tests.retain(|test| match test.runs {
         Runs::Always => true,
