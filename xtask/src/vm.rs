@@ -4,6 +4,7 @@ mod agent;
 mod console;
 mod host_load;
 mod qemu;
+mod tsc;
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -21,7 +21,7 @@ use rustix::io::{FdFlags, fcntl_setfd};
 
 use super::agent::{Finished, TARGET_TAG, parse_status};
 use super::host_load::HostLoad;
-use super::{Pagetide, Timing, VmArgs, console};
+use super::{Pagetide, Timing, VmArgs, console, tsc};
 use crate::command::{Run, tail};
 use crate::cross;
 use crate::initramfs::Initramfs;
@@ -231,6 +231,7 @@ fn parameters(machine: &Machine<'_>, tty: &str) -> Vec<String> {
 /// This machine's file system over 9p, read-only but for target/ and what lies over /tmp.
 fn x86_64(run: Run, machine: &Machine<'_>, spec: &Path, paths: &Paths) -> Result<Run> {
     let mut parameters = parameters(machine, "ttyS0");
+    parameters.extend(tsc::parameter(machine.args.timing));
     parameters.push(format!("rootfstype=9p rootflags={P9_OPTIONS} ro"));
     // What follows `--` is for the init.
     let (init, spec) = (utf8(&machine.agent)?, utf8(spec)?);

@@ -38,6 +38,10 @@ const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 /// No heap at a random address: khugepaged fails if its heap is where it wants its test's memory.
 const HEAP: (&str, &str) = ("/proc/sys/kernel/randomize_va_space", "1");
 
+/// Waits until the kernel has chosen its clock source, which takes two seconds: before, tests of clocks are skipped.
+const CLOCK: &str = "for i in $(seq 100); do \
+    grep -q tsc-early /sys/devices/system/clocksource/clocksource0/current_clocksource || exit 0; sleep 0.1; done; exit 1";
+
 /// Where the tests run, and make files: in the VM's memory, as all of an arm64 VM's directories are.
 const SCRATCH: &str = "/tmp";
 
@@ -79,7 +83,7 @@ impl Lane<'_> {
             let mut tell = |number: usize, Finished { ended, time }: Finished| {
                 let test = number.checked_sub(before.len());
                 let name = test.and_then(|number| left.get(number));
-                let name = name.map_or_else(|| "swap".into(), Selftest::label);
+                let name = name.map_or_else(|| "preparation".into(), Selftest::label);
                 let seconds = time.as_secs_f64();
                 progress::print(&format!(
                     "{}: {name}: {ended} after {seconds:.1} s",
@@ -138,14 +142,16 @@ impl Lane<'_> {
         files.collect()
     }
 
-    /// What a VM does before the tests.
+    /// What a VM does before the tests. An arm64 VM has no shell, and one clock source.
     fn before(&self) -> Vec<Job> {
-        if self.variant.upstream {
-            let command = ["sh", "-c", SWAP].map(OsString::from);
-            vec![Job::new(command.into(), self.directory)]
-        } else {
-            Vec::new()
-        }
+        let clock = (self.variant.arch == Arch::X86_64).then_some(CLOCK);
+        let swap = self.variant.upstream.then_some(SWAP);
+        let scripts = clock.into_iter().chain(swap);
+        let job = |script: &str| {
+            let command = ["sh", "-c", script].map(OsString::from);
+            Job::new(command.into(), self.directory)
+        };
+        scripts.map(job).collect()
     }
 
     fn job(&self, test: &Selftest) -> Job {
@@ -212,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn an_x86_64_vm_has_this_machines_files_and_swap() {
+    fn an_x86_64_vm_has_this_machines_files_a_clock_source_and_swap() {
         let paths = Paths::at(Path::new("/nonexistent"));
         let tests = [Selftest::parse("x86_64/a_test huge_pages=3").unwrap()];
         let lane = lane(Arch::X86_64, &tests, &paths);
@@ -221,6 +227,11 @@ mod tests {
         assert_eq!(job.command, ["/out/a_test"]);
         assert_eq!(job.timeout, Some(Duration::from_secs(7)));
         assert!(job.settings.contains(&(NR_HUGEPAGES, "3".to_owned())));
-        assert_eq!(lane.before().len(), 1);
+        let before = lane.before();
+        let scripts: Vec<_> = before.iter().map(|job| job.command.last()).collect();
+        assert_eq!(
+            scripts,
+            [CLOCK, SWAP].map(OsString::from).each_ref().map(Some)
+        );
     }
 }
