@@ -12,9 +12,6 @@ use super::Timing;
 /// How long the counter is watched. Reading both clocks takes less than a microsecond, so the error is below 20 ppm.
 const WATCHED: Duration = Duration::from_millis(50);
 
-/// How many times both clocks are read, to find a reading that nothing interrupted.
-const READINGS: u32 = 64;
-
 /// The kernel parameter, if the VM's counter runs as this machine's does.
 pub(super) fn parameter(timing: Timing) -> Option<String> {
     match timing {
@@ -41,6 +38,8 @@ fn khz() -> Option<u64> {
 #[cfg(target_arch = "x86_64")]
 fn now_and_counter() -> Option<(std::time::Instant, u64)> {
     use std::time::Instant;
+    /// How many times both clocks are read, to find a reading that nothing interrupted.
+    const READINGS: u32 = 64;
     let reading = |_| {
         let before = Instant::now();
         // SAFETY: RDTSC reads a register and nothing else; Linux permits it unless a process forbids it to itself.
