@@ -70,7 +70,7 @@ enum Step {
     Loom,
     /// The whole workspace compiles for arm64, tests included, with warnings denied
     Cross,
-    /// Each patch of the series by itself (`kernel check --quick`)
+    /// Each patch of the series applies and passes checkpatch.pl (`kernel check --quick`)
     Patches,
     /// Linux guests on the patched kernel, in a VM with one CPU
     Linux,

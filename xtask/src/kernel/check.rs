@@ -32,8 +32,8 @@ const CHECKPATCH: &str = "--strict --no-summary --show-types --color=never \
 /// The verb's arguments.
 #[derive(Debug, Default, Args)]
 pub(crate) struct CheckArgs {
-    /// Build only the last patch of each topic, with all that the topic changes, for x86_64, and leave
-    /// out that of the last topic, which is the kernel that `kernel build` builds. What `cargo xtask test` does
+    /// Build nothing: the patches apply, pass checkpatch.pl, and come back from an export as they were. What
+    /// `cargo xtask test` does, which builds the whole series
     #[arg(long, conflicts_with = "whole")]
     quick: bool,
     /// Check again what passed before, unchanged, on this machine
@@ -88,10 +88,8 @@ pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Opti
         let prefix = Series {
             patches: series.patches[..=index].to_vec(),
         };
-        let next = series.patches.get(index + 1);
-        let ends_topic = next.is_some_and(|next| next.topic() != patch.topic());
         let failure = if applies {
-            failure(check.patch(&prefix, ends_topic))
+            failure(check.patch(&prefix))
         } else {
             Some("not checked: a patch before it does not apply".to_owned())
         };
@@ -147,44 +145,32 @@ impl<'a> Check<'a> {
 
     /// Checks the last patch of a prefix of the series. What passed once with everything the same
     /// is remembered.
-    fn patch(&self, prefix: &Series, ends_topic: bool) -> Result<()> {
+    fn patch(&self, prefix: &Series) -> Result<()> {
         let patch = prefix.patches.last().context("no patch")?;
         let style = self.memory(["style".to_owned(), patch.digest()]);
         if self.again || !style.exists() {
             self.checkpatch(patch)?;
             remember(&style, patch)?;
         }
-        let memory = |quick: bool| {
-            let what = if quick {
-                format!("quick, ends a topic: {ends_topic}")
-            } else {
-                String::new()
-            };
-            self.memory([what, prefix.code_digest()])
-        };
-        let passed = memory(false).exists() || self.quick && memory(true).exists();
+        let memory = |what: &str| self.memory([what.to_owned(), prefix.code_digest()]);
+        let (applied, built) = (memory("applied"), memory(""));
+        let passed = built.exists() || self.quick && applied.exists();
         if passed && !self.again {
             return Ok(());
         }
         self.tree.apply(prefix)?;
+        if self.quick {
+            return remember(&applied, patch);
+        }
         let touched = touched_files(patch);
         if touched.iter().any(|file| file.contains("Kconfig")) {
             self.configured.borrow_mut().clear();
         }
-        let files = match (self.quick, ends_topic) {
-            (false, _) => touched,
-            (true, true) => touched_by_topic(prefix, patch.topic()),
-            (true, false) => Vec::new(),
-        };
-        let architectures: &[Arch] = match self.quick {
-            true => &[Arch::X86_64],
-            false => &[Arch::X86_64, Arch::Arm64],
-        };
-        for &arch in architectures {
-            self.kernel(arch, patch, &files)?;
-            self.selftests(arch, patch, &files)?;
+        for arch in [Arch::X86_64, Arch::Arm64] {
+            self.kernel(arch, patch, &touched)?;
+            self.selftests(arch, patch, &touched)?;
         }
-        remember(&memory(self.quick), patch)
+        remember(&built, patch)
     }
 
     /// The file whose existence says that something passed.
@@ -326,12 +312,6 @@ fn inputs(paths: &Paths) -> Result<Vec<String>> {
     Ok(files)
 }
 
-/// The files that a topic's patches change.
-fn touched_by_topic(series: &Series, topic: &str) -> Vec<String> {
-    let patches = series.patches.iter().filter(|p| p.topic() == topic);
-    patches.flat_map(touched_files).collect()
-}
-
 /// What to make so that a patch's compile errors and warnings show: on each architecture all of KVM
 /// and the directories of the files that it changes; mm as well, or with `whole` everything, if it
 /// changes a header that others include too. (Whether all that include it still compile, the build
@@ -460,23 +440,6 @@ mod tests {
             ["arch/arm64/kvm/", "fs/hugetlbfs/", "mm/"]
         );
         assert_eq!(targets(Arch::Arm64, &header, true), ["vmlinux"]);
-    }
-
-    #[test]
-    fn what_a_topic_changes_is_what_its_patches_do() {
-        let patch = |name: &str, file: &str| Patch {
-            name: name.into(),
-            content: format!("diff --git a/{file} b/{file}\n").into_bytes(),
-        };
-        let series = Series {
-            patches: vec![
-                patch("01-a/0001-a.patch", "mm/a.c"),
-                patch("02-b/0001-b.patch", "virt/kvm/b.c"),
-                patch("02-b/0002-c.patch", "tools/c.c"),
-            ],
-        };
-        let files = touched_by_topic(&series, "02-b");
-        assert_eq!(files, ["virt/kvm/b.c", "tools/c.c"]);
     }
 
     #[test]
