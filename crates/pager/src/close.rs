@@ -37,7 +37,9 @@ pub struct ExportedPart {
 impl Pager {
     /// Ends the paging of a region. Threads that wait for one of its pages resume: an exit with an
     /// error, a thread in the userfaultfd with SIGBUS, because missing pages are poisoned first. Stop
-    /// the VM before this call unless all pages are present.
+    /// the VM before this call unless all pages are present. A foreign region's memory is registered no
+    /// longer then, unless a missing page could not be poisoned: its process discards memory without a
+    /// reader of events.
     ///
     /// The region's memory stays mapped until the last thread that works on it has finished.
     ///
@@ -123,6 +125,9 @@ impl Pager {
             self.wake_all(region);
         }
         let all_marked = self.all_marked(region);
+        if all_marked && region.target.local().is_none() {
+            self.end_registration(region);
+        }
         self.leave_channels(region);
         if !all_marked {
             // This kernel cannot mark some pages as lost, or refused to. While the userfaultfds are
@@ -171,6 +176,24 @@ impl Pager {
             );
         }
         self.count(&counters);
+    }
+
+    /// Ends the registration of a foreign region without missing pages. Its process may keep a copy of the
+    /// userfaultfd, which nobody reads any more: a discard would wait for ever, and so would an access to a
+    /// page that was discarded.
+    fn end_registration(&self, region: &PagedRegion) {
+        for served in &region.served {
+            for span in served.channel.spans_of(region.id) {
+                let range = UserRange {
+                    start: span.start,
+                    bytes: span.bytes(),
+                };
+                // Fails if the process has gone, or has unmapped a part, which then faults no more.
+                let _ = served.channel.uffd.unregister(range);
+            }
+            // A thread of the process may still wait for an event to be read.
+            self.read_events(&served.channel);
+        }
     }
 
     fn leave_channels(&self, region: &PagedRegion) {

@@ -81,6 +81,27 @@ fn a_vmm_without_content_waits_and_never_reads_zeroes() {
     assert_eq!(vmm.signal(), Some(SIGBUS));
 }
 
+/// A server that ends without the content of all pages leaves a guest whose balloon needs no reader, and whose
+/// discarded pages read as zeroes.
+#[test]
+fn a_balloon_outlives_a_server_that_lacks_content() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(8);
+    let running = Running::start(place.options());
+    let mut vmm = Vmm::start("vmm", &place.socket(), 16);
+    assert_eq!(vmm.read(1), first_word(1));
+    vmm.discard(2);
+    running.stop();
+    assert_eq!(vmm.read(2), 0);
+    vmm.discard(1);
+    assert_eq!(vmm.read(1), 0);
+    assert_eq!(vmm.read(7), first_word(7));
+    vmm.begin_to_read(8);
+    assert_eq!(vmm.signal(), Some(SIGBUS));
+}
+
 /// An image that was truncated while it is served: what was read is right, and the rest fails.
 #[test]
 fn a_truncated_image_stalls_its_vm_until_it_is_whole_again() {

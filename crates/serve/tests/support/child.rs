@@ -60,6 +60,12 @@ impl Vmm {
         writeln!(self.child.stdin.as_mut().unwrap(), "{page}").unwrap();
     }
 
+    /// Has it discard a page, and waits until it has.
+    pub fn discard(&mut self, page: usize) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "discard {page}").unwrap();
+        self.wait_for("discarded");
+    }
+
     /// The first word of the page that it was told to read; `None` if it does not come.
     pub fn has_read(&self) -> Option<u64> {
         loop {
@@ -112,7 +118,13 @@ pub fn run_as_child() {
     let _stream = guest.connect(Path::new(&socket));
     println!("\nconnected");
     for line in std::io::stdin().lines() {
-        let page: usize = line.unwrap().parse().unwrap();
+        let line = line.unwrap();
+        if let Some(page) = line.strip_prefix("discard ") {
+            guest.discard(page.parse().unwrap(), 1);
+            println!("\ndiscarded");
+            continue;
+        }
+        let page: usize = line.parse().unwrap();
         let word = u64::from_le_bytes(guest.read(page)[..8].try_into().unwrap());
         println!("\nword {word}");
     }
