@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use thiserror::Error;
+use url::Url;
 
 use crate::blob::{Blob, BlobError};
 use crate::cache::{CacheError, CacheOptions};
@@ -41,6 +42,14 @@ pub enum ParseLocationError {
         /// Its scheme.
         scheme: String,
     },
+    /// A URL of a file that names no file of this machine.
+    #[error(
+        "{text:?}: a URL of a file has an absolute path after file://, with %3F for ? and %23 for #, and no host but localhost"
+    )]
+    File {
+        /// The whole location.
+        text: String,
+    },
     /// No path, or no host.
     #[error("{text:?} names no image")]
     Empty {
@@ -62,7 +71,10 @@ impl FromStr for Location {
         };
         match scheme {
             _ if rest.is_empty() => Err(empty()),
-            "file" => Ok(Self::Path(rest.into())),
+            "file" => match local_file(text) {
+                Some(path) => Ok(Self::Path(path)),
+                None => Err(ParseLocationError::File { text: text.into() }),
+            },
             _ if SCHEMES.contains(&scheme) => Ok(Self::Url(text.into())),
             _ => Err(ParseLocationError::Scheme {
                 text: text.into(),
@@ -70,6 +82,16 @@ impl FromStr for Location {
             }),
         }
     }
+}
+
+/// The path that a `file://` URL names, if it is one of this machine.
+fn local_file(text: &str) -> Option<PathBuf> {
+    let url = Url::parse(text).ok()?;
+    // An unescaped ? or # is more likely a part of the file's name than anything else, and would be cut off.
+    if url.query().is_some() || url.fragment().is_some() {
+        return None;
+    }
+    url.to_file_path().ok()
 }
 
 /// Without credentials and query strings.
@@ -238,5 +260,32 @@ pub(crate) fn open_blob(
             let blob = ObjectBlob::open(url, &options.object, options.cache.as_ref())?;
             Ok(Arc::new(blob))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_url_of_a_file_is_decoded() {
+        for (text, path) in [
+            ("/a b.mem", "/a b.mem"),
+            ("a%20b.mem", "a%20b.mem"),
+            ("file:///a.mem", "/a.mem"),
+            ("file:///a%20b%3F.mem", "/a b?.mem"),
+            ("file://localhost/a.mem", "/a.mem"),
+        ] {
+            assert_eq!(text.parse(), Ok(Location::Path(path.into())), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_url_of_a_file_elsewhere_is_refused() {
+        for text in ["file://host/a.mem", "file:///a?b.mem", "file:///a#b.mem"] {
+            let file = ParseLocationError::File { text: text.into() };
+            assert_eq!(text.parse::<Location>(), Err(file), "{text}");
+        }
+        assert!("file://".parse::<Location>().is_err());
     }
 }
