@@ -1,7 +1,7 @@
 //! An image that is served, and its working set.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use pagetide_pager::{PoolConfig, ServeError, Source};
 use pagetide_sources::{GuestImage, ImageSource, Location};
@@ -125,11 +125,17 @@ impl ServedImage {
 
     /// The working set in the file, if it is one of this image.
     fn load(&self, path: &Path) -> Option<WorkingSet> {
-        let _access = self
-            .working_set
-            .access
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let _access = self.access_working_set();
+        self.load_alone(path)
+    }
+
+    fn access_working_set(&self) -> MutexGuard<'_, ()> {
+        let access = &self.working_set.access;
+        access.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// [`Self::load`] for who has access.
+    fn load_alone(&self, path: &Path) -> Option<WorkingSet> {
         match WorkingSet::load(path) {
             Ok(Some(set)) if set.is_of(self.image.digest(), self.image.bytes()) => Some(set),
             Ok(Some(_)) => {
@@ -168,13 +174,9 @@ impl ServedImage {
             touches,
             ..set.clone()
         };
-        let before = self.load(path);
-        let _access = self
-            .working_set
-            .access
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(before) = before {
+        // VMs that end at the same time would each merge what was there before both.
+        let _access = self.access_working_set();
+        if let Some(before) = self.load_alone(path) {
             set = before;
         }
         set.merge(&recorded);

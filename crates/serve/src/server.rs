@@ -21,7 +21,7 @@ use crate::listener::{ListenError, Listener};
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::state::{KeptVm, State, StateError};
-use crate::vm::{Client, Common, run};
+use crate::vm::{Client, Common, run, turn_away};
 
 /// The time in which guests are still drained after a stop. A server ends within 5 s of SIGTERM, and the
 /// rest is for poisoning what is missing.
@@ -166,6 +166,8 @@ pub struct Server {
     images: HashMap<Location, Arc<ServedImage>>,
     bound: Vec<Bound>,
     vms: Arc<AtomicUsize>,
+    /// Whether one of them has ended that was more than a connection without a byte.
+    had_vm: Arc<AtomicBool>,
     /// Notified when a VM has ended.
     ended: OwnedFd,
     /// VMs that a former server has left.
@@ -210,6 +212,7 @@ impl Server {
             images: HashMap::new(),
             bound: Vec::new(),
             vms: Arc::default(),
+            had_vm: Arc::default(),
             ended,
             first_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
             kept,
@@ -431,7 +434,8 @@ impl Server {
                     }
                 }
             }
-            let is_last = *accepted > 0 && self.vms.load(Ordering::Acquire) == 0;
+            let is_last =
+                self.vms.load(Ordering::Acquire) == 0 && self.had_vm.load(Ordering::Acquire);
             if self.common.options.once && is_last {
                 return Ok(false);
             }
@@ -455,6 +459,7 @@ impl Server {
         if self.vms.load(Ordering::Acquire) >= limit {
             tracing::error!(socket, limit, "VM refused: too many VMs");
             self.common.metrics.count(|totals| totals.vms_refused = 1);
+            turn_away(&self.common, &stream);
             return;
         }
         *accepted += 1;
@@ -476,13 +481,15 @@ impl Server {
         let common = Arc::clone(&self.common);
         let ending = Ending {
             vms: Arc::clone(&self.vms),
+            had_vm: Arc::clone(&self.had_vm),
+            is_vm: true,
             ended: self.ended.try_clone().ok(),
         };
         let thread = Builder::new()
             .name(format!("pt-vm-{}", client.number))
             .spawn(move || {
-                let _ending = ending;
-                run(&common, &image, client);
+                let mut ending = ending;
+                ending.is_vm = run(&common, &image, client);
             });
         match thread {
             Ok(thread) => threads.push(thread),
@@ -511,11 +518,16 @@ fn open_image(
 /// Counts a VM's end, however its thread ends.
 struct Ending {
     vms: Arc<AtomicUsize>,
+    had_vm: Arc<AtomicBool>,
+    is_vm: bool,
     ended: Option<OwnedFd>,
 }
 
 impl Drop for Ending {
     fn drop(&mut self) {
+        if self.is_vm {
+            self.had_vm.store(true, Ordering::Release);
+        }
         self.vms.fetch_sub(1, Ordering::AcqRel);
         if let Some(ended) = &self.ended {
             let _ = rustix::io::write(ended, &1_u64.to_ne_bytes());

@@ -27,7 +27,7 @@ use crate::image::ServedImage;
 use crate::metrics::{Metrics, Totals};
 use crate::native::attach::AttachError;
 use crate::native::message::{Message, RefusedCode};
-use crate::options::{OnFailure, Options};
+use crate::options::{OnFailure, Options, WorkingSetMode};
 use crate::peer::Peer;
 use crate::receive::ReceiveError;
 use crate::recorder::Recorder;
@@ -35,7 +35,7 @@ use crate::sample::Sample;
 use crate::server::Stopper;
 use crate::state::{KeptVm, State};
 use connection::is_closed;
-pub(crate) use connection::run;
+pub(crate) use connection::{run, turn_away};
 use control::Control;
 use keeping::Keeping;
 use waiting::{Ticks, Watched};
@@ -291,7 +291,16 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
 }
 
 impl Vm<'_> {
-    /// Serves until the VM or the server ends.
+    /// Serves until the VM or the server ends. After an error, nothing more is served, and the VM has ended.
+    fn serve(&mut self, link: &mut Link<'_>) -> Result<End, VmError> {
+        let end = self.run(link);
+        if end.is_err() {
+            // As one that has gone: what is to happen to a refused VMM is its caller's business.
+            self.end(End::Gone)?;
+        }
+        end
+    }
+
     fn run(&mut self, link: &mut Link<'_>) -> Result<End, VmError> {
         const STREAM: u32 = 0;
         const STOP: u32 = 1;
@@ -420,7 +429,9 @@ impl Vm<'_> {
         let Some(recorder) = &self.recorder else {
             return Ok(());
         };
+        // Who asks for a recording gets a whole one: a guest that rests before its workload begins is quiet, too.
         if self.common.options.prefetch
+            && self.common.options.working_set != WorkingSetMode::Record
             && self.prefetch.is_none()
             && recorder.quiet_ms() >= QUIET_MS
         {

@@ -377,6 +377,11 @@ fn a_server_ends_once_its_last_vm_has_gone() {
         once: true,
         ..place.options()
     });
+    // As who looks whether somebody listens.
+    let probe = UnixStream::connect(place.socket()).unwrap();
+    eventually("the probe", || running.metrics.totals().vms_accepted == 1);
+    drop(probe);
+    thread::sleep(A_WHILE);
     let guest = Guest::new(4);
     let stream = guest.connect(&place.socket());
     guest.check(0, &content(0));

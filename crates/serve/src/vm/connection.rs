@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
 
-use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 use super::control::Control;
 use super::keeping::Keeping;
@@ -22,8 +22,9 @@ use crate::peer::Peer;
 use crate::receive::{First, ReceiveError, Received};
 use crate::state::KeptVm;
 
-/// Serves a VM until it has gone, or the server ends. Logs its life in one line.
-pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client) {
+/// Serves a VM until it has gone, or the server ends. Logs its life in one line. Returns whether the client
+/// was more than a connection without a byte, as programs make that look whether somebody listens.
+pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client) -> bool {
     let begun = Instant::now();
     let kept = client.kept.take();
     let Client {
@@ -37,7 +38,7 @@ pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client)
         Ok(peer) => peer,
         Err(error) => {
             tracing::error!(vm = number, socket, %error, "the VMM's process is unknown: refused");
-            return;
+            return true;
         }
     };
     if peer.pid.is_none() && common.options.on_failure == OnFailure::Kill {
@@ -76,6 +77,7 @@ pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client)
             VmError::Receive(ReceiveError::Ended { bytes: 0 }) | VmError::Attach(AttachError::Left),
         ) => {
             tracing::debug!(vm = number, socket, pid, "a client connected and left");
+            return false;
         }
         Err(error) => {
             common.metrics.count(|totals| totals.vms_refused = 1);
@@ -93,6 +95,18 @@ pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client)
     }
     // Only now: the descriptor may be the last one, and the guest's missing pages must not read as zeroes.
     drop(received);
+    true
+}
+
+/// Refuses a VMM without a thread for it. What it sends is not received, so that its guest waits, or is killed
+/// if that is the policy.
+pub(crate) fn turn_away(common: &Common, stream: &UnixStream) {
+    if common.options.on_failure == OnFailure::Kill {
+        match Peer::of(stream) {
+            Ok(peer) => kill(common, &peer),
+            Err(error) => tracing::error!(%error, "the VMM's process is unknown: it is not killed"),
+        }
+    }
 }
 
 /// Tells the VMM that it is not served, and keeps its descriptor open until it has gone.
@@ -210,11 +224,6 @@ fn resume(
         ..Start::default()
     };
     let vm = Vm::new(common, image, peer, attached(&uffd, described), start)?;
-    vm.pager.recover();
-    // The former server may have read the messages of threads that sleep: they fault again.
-    for (uffd, range) in &vm.addresses {
-        let _ = uffd.wake(UserRange::from(*range));
-    }
     live(vm, stream)
 }
 
@@ -241,7 +250,7 @@ fn attached(uffd: &Arc<Userfaultfd>, described: Vec<VmRegion>) -> Vec<AttachedRe
 
 /// Serves until the end, and cleans up.
 fn live(mut vm: Vm<'_>, stream: &UnixStream) -> Result<(End, Totals, u64), VmError> {
-    let end = vm.run(&mut Link::Plain(stream))?;
+    let end = vm.serve(&mut Link::Plain(stream))?;
     let totals = vm.end(end)?;
     Ok((end, totals, vm.memory_bytes))
 }
@@ -290,7 +299,7 @@ fn serve_native(
     let mut control = Box::new(Control::new(session, attached.shared));
     control.attached(id, count, &vm);
     let mut link = Link::Native(control);
-    let end = vm.run(&mut link)?;
+    let end = vm.serve(&mut link)?;
     if end != End::Complete && link.is_drained() {
         vm.release();
     }

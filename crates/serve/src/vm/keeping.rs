@@ -45,7 +45,8 @@ impl Keeping {
         let maps = map_file(bytes).map_err(VmError::Keep)?;
         let description = Description {
             socket: client.socket.clone(),
-            image: image.location.to_string(),
+            // With its credentials, which the successor needs as well.
+            image: image.location.as_given().into_owned(),
             digest: image.image.digest().to_string(),
             regions: described().map(KeptRegion::from).collect(),
             is_native,

@@ -10,6 +10,7 @@ use pagetide_pager::{
     SourceError,
 };
 use pagetide_sources::ImageError;
+use pagetide_uapi::userfaultfd::UserRange;
 
 use super::keeping::{Keeping, map_bytes};
 use super::{Common, PagedRange, Part, Vm, VmError};
@@ -151,6 +152,14 @@ impl<'a> Vm<'a> {
             let bytes = map_bytes(&attached.region);
             vm.add(index, attached, map_offset)?;
             map_offset += bytes;
+        }
+        if start.is_running {
+            // Before anything is fetched: pages that the guest has discarded would get the image's content.
+            vm.pager.recover();
+            // The former server may have read the messages of threads that sleep: they fault again.
+            for (uffd, range) in &vm.addresses {
+                let _ = uffd.wake(UserRange::from(*range));
+            }
         }
         vm.start_prefetch(&plan)?;
         vm.report(&Counters::default());
