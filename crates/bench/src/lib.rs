@@ -18,7 +18,7 @@ pub mod benchmark;
 pub mod draw;
 pub mod facts;
 pub mod latency;
-mod limits;
+pub mod limits;
 mod machine;
 pub mod memcycler;
 pub mod memslots;

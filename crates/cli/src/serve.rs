@@ -7,11 +7,14 @@ use std::os::fd::FromRawFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
+use pagetide_bench::limits::raise_descriptors;
 use pagetide_bench::units::ByteSize;
 use pagetide_serve::{
     Binding, Exporter, Metrics, Options, Seccomp, Server, StartError, StateOptions, Stopper,
@@ -24,6 +27,9 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use crate::failure::Failure;
 use settings::Settings;
+
+/// A server ends within 5 s of SIGTERM. Guests are drained for 3.5 s, and what is missing then is poisoned.
+const END: Duration = Duration::from_millis(4800);
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -120,21 +126,32 @@ pub(crate) struct KeepArguments {
 
 /// The keeper's process.
 pub(crate) fn keep(arguments: &KeepArguments) -> Result<(), Failure> {
+    // It holds four descriptors of each VM.
+    let _ = raise_descriptors();
     pagetide_serve::keep(&arguments.directory).map_err(Failure::failed)
 }
 
 /// Serves until a signal, or with --once until the last VM has gone.
 pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<ExitCode, Failure> {
     let (options, settings) = arguments.options()?;
+    // A VM takes about a dozen. A service manager's soft limit is 1024, for programs that use select().
+    let _ = raise_descriptors();
     // A write to a memfd for which the kernel has no page is then an error of one VM.
     pagetide_kvm::poison::install_sigbus_handler().map_err(Failure::failed)?;
-    // From here on, a signal ends the server and not the process.
+    let is_starting = Arc::new(AtomicBool::new(true));
+    for signal in [SIGTERM, SIGINT] {
+        // A store may be silent while an image is opened, and no VM is served yet.
+        signal_hook::flag::register_conditional_shutdown(signal, 0, Arc::clone(&is_starting))
+            .map_err(Failure::failed)?;
+    }
+    // Later, a signal ends the server and not the process.
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(Failure::failed)?;
     let bindings = options.bindings.clone();
     let server = Server::bind_with(options, inherited()).map_err(|error| match error {
         StartError::Descriptor(_) | StartError::Readers { .. } => Failure::failed(error),
         error => Failure::bad_input(error),
     })?;
+    is_starting.store(false, Ordering::Release);
     let exporter = match &settings.metrics {
         None => None,
         Some(address) => {
@@ -162,9 +179,9 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
     tell_service_manager(NotifyState::Ready);
     let handle = signals.handle();
     let showing = show(server.metrics(), server.stopper(), line);
-    let stopper = server.stopper();
+    let (stopper, metrics) = (server.stopper(), server.metrics());
     let result = thread::scope(|scope| {
-        scope.spawn(|| obey_signals(signals, arguments, &stopper, seccomp));
+        scope.spawn(|| obey_signals(signals, arguments, &stopper, &metrics, seccomp));
         let result = server.run();
         handle.close();
         result
@@ -182,12 +199,16 @@ fn obey_signals(
     mut signals: Signals,
     arguments: &ServeArguments,
     stopper: &Stopper,
+    metrics: &Metrics,
     seccomp: Seccomp,
 ) {
     for signal in signals.forever() {
         if signal != SIGHUP {
             tracing::info!(signal, "ending");
             tell_service_manager(NotifyState::Stopping);
+            if !stopper.is_stopping() {
+                end_in_time(metrics.clone());
+            }
             stopper.stop();
             continue;
         }
@@ -201,6 +222,24 @@ fn obey_signals(
                 tracing::error!(error = %failure, "SIGHUP: the options stay as they are");
             }
         }
+    }
+}
+
+/// Ends the process if the server has not ended in time: while the options are read again, an image may be
+/// opened from a store that is silent, and a client may read its metrics slowly. Not before the last VM has
+/// ended: a missing page that is not poisoned yet could read as zeroes.
+fn end_in_time(metrics: Metrics) {
+    let wait = move || {
+        thread::sleep(END);
+        while metrics.totals().vms > 0 {
+            thread::sleep(Duration::from_millis(50));
+        }
+        tracing::error!("the server had not ended in time: the process ends without it");
+        std::process::exit(0);
+    };
+    let started = thread::Builder::new().name("pt-end".into()).spawn(wait);
+    if let Err(error) = started {
+        tracing::warn!(%error, "nothing limits the time in which the server ends");
     }
 }
 

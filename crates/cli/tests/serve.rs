@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -155,6 +155,19 @@ fn sigterm_ends_it_with_0_and_removes_the_socket() {
         }
         assert!(messages.contains("listening"), "{messages}");
     }
+}
+
+/// The end does not wait for the store, which would make it an error of the image.
+#[test]
+fn sigterm_ends_a_server_that_waits_for_a_silent_store() {
+    let place = Place::new();
+    let store = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = store.local_addr().expect("bound");
+    let binding = format!("{}=http://{address}/image", place.path("socket").display());
+    let mut child = place.command(&[&binding]).spawn().expect("it starts");
+    let (_silent, _) = store.accept().expect("a request");
+    signal(&child, "TERM");
+    assert_eq!(ended(&mut child).code(), Some(0));
 }
 
 #[test]
@@ -345,7 +358,7 @@ fn metrics_are_served_at_a_unix_socket_and_at_a_port() {
     assert_eq!(ended(&mut child).code(), Some(0));
     assert!(!path.exists());
 
-    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = port.local_addr().expect("it is bound");
     drop(port);
     let mut child = place.start(&["--metrics", &address.to_string()]);

@@ -70,7 +70,8 @@ pub(super) struct Settings {
     working_set_file: Option<PathBuf>,
 
     /// Whether all missing pages are fetched while the guest runs. While a working set is recorded, this
-    /// begins when the guest has touched no missing page for a second [default: on]
+    /// begins when the guest has touched no missing page for a second, and with --working-set record it does
+    /// not begin [default: on]
     #[arg(long, value_enum, value_name = "SWITCH")]
     prefetch: Option<Switch>,
 
