@@ -9,13 +9,13 @@ endif
 demo:    ## page a VM's memory in with and without exits; a table and a page
 	@cargo xtask demo
 
-test:    ## all tests; the last line counts
+test:    ## what every change must pass; the last line counts
 	@cargo xtask test
 
 kernel:  ## build the patched kernel
 	@cargo xtask kernel build
 
-bench:   ## take the measurements of SPECIFICATION.md
+bench:   ## take the main measurements of SPECIFICATION.md
 	@cargo xtask bench
 
 report:  ## print the places of the measurements' pages
