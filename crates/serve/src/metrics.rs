@@ -102,6 +102,12 @@ metrics! {
     vms = "VMs that are being served",
     /// Bytes of memory of these VMs.
     memory_bytes = "Bytes of memory of the VMs that are being served",
+    /// Requests that wait to be submitted to a source.
+    waiting_requests = "Requests that wait to be submitted to a source",
+    /// Bytes that were requested from sources and not yet answered.
+    in_flight_bytes = "Bytes that were requested from sources and not yet answered",
+    /// Regions that are stalled.
+    stalled_regions = "Regions that are stalled because their source failed",
     }
 }
 

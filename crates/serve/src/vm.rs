@@ -508,6 +508,9 @@ impl Vm<'_> {
     fn report(&mut self, serving: &Counters) {
         let mut all = self.pager.counted();
         all.add(serving);
+        let of_region = |part: &Part| self.pager.source_status(part.id).ok();
+        // None after the end.
+        let queues: Vec<_> = self.parts.iter().filter_map(of_region).collect();
         let now = Totals {
             faults: all.messages,
             pages_for_faults: all.pages.saturating_sub(all.ahead_pages),
@@ -526,6 +529,12 @@ impl Vm<'_> {
             sampled_pages_touched: self.sample.as_ref().map_or(0, |sample| sample.touched()),
             vms: 1,
             memory_bytes: self.memory_bytes,
+            waiting_requests: queues
+                .iter()
+                .map(|queue| queue.waiting_requests as u64)
+                .sum(),
+            in_flight_bytes: queues.iter().map(|queue| queue.in_flight_bytes).sum(),
+            stalled_regions: queues.iter().filter(|queue| queue.is_stalled).count() as u64,
             ..Totals::default()
         };
         self.common.metrics.add(&self.reported, &now);

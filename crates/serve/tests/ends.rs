@@ -74,11 +74,21 @@ fn a_vmm_without_content_waits_and_never_reads_zeroes() {
     let running = Running::start(place.options());
     let mut vmm = Vmm::start("vmm", &place.socket(), 16);
     vmm.begin_to_read(8);
-    eventually("the stall", || running.metrics.totals().stalls == 1);
+    let metrics = running.metrics.clone();
+    eventually("the stall", || metrics.totals().stalls == 1);
+    eventually("the gauge", || metrics.totals().stalled_regions == 1);
     thread::sleep(A_WHILE);
     assert!(vmm.is_running() && vmm.is_silent());
     running.stop();
     assert_eq!(vmm.signal(), Some(SIGBUS));
+    let after = metrics.totals();
+    let left = [
+        after.stalled_regions,
+        after.waiting_requests,
+        after.in_flight_bytes,
+        after.vms,
+    ];
+    assert_eq!(left, [0; 4]);
 }
 
 /// A server that ends without the content of all pages leaves a guest whose balloon needs no reader, and whose
