@@ -104,8 +104,8 @@ enum Step {
     UpstreamArm64,
 }
 
-/// The steps that compile, or call git and perl, for minutes in a first run, after which VMs run: beside compilers a VM takes many times
-/// as long, since its CPUs spin for one that waits for a processor.
+/// The steps that compile, or call git and perl, for minutes in a first run, after which VMs run: beside compilers a
+/// VM takes many times as long, since its CPUs spin for one that waits for a processor.
 const COMPILE: &[Step] = &[Step::Kernel, Step::Clippy, Step::Cross, Step::Patches];
 
 impl Step {

@@ -37,9 +37,9 @@ pub struct ExportedPart {
 impl Pager {
     /// Ends the paging of a region. Threads that wait for one of its pages resume: an exit with an
     /// error, a thread in the userfaultfd with SIGBUS, because missing pages are poisoned first. Stop
-    /// the VM before this call unless all pages are present. A foreign region's memory is registered no
-    /// longer then, unless a missing page could not be poisoned: its process discards memory without a
-    /// reader of events.
+    /// the VM before this call unless all pages are present. The memory of a foreign region is then
+    /// unregistered, so that its process can discard memory although nobody reads its events; it stays
+    /// registered if a missing page could not be poisoned.
     ///
     /// The region's memory stays mapped until the last thread that works on it has finished.
     ///

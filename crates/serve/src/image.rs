@@ -134,7 +134,7 @@ impl ServedImage {
         access.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// [`Self::load`] for who has access.
+    /// [`Self::load`] for a caller that holds the lock.
     fn load_alone(&self, path: &Path) -> Option<WorkingSet> {
         match WorkingSet::load(path) {
             Ok(Some(set)) if set.is_of(self.image.digest(), self.image.bytes()) => Some(set),

@@ -377,7 +377,7 @@ fn a_server_ends_once_its_last_vm_has_gone() {
         once: true,
         ..place.options()
     });
-    // As who looks whether somebody listens.
+    // A connection without a byte, as a program makes that checks for a listener.
     let probe = UnixStream::connect(place.socket()).unwrap();
     eventually("the probe", || running.metrics.totals().vms_accepted == 1);
     drop(probe);
