@@ -67,6 +67,8 @@ counters! {
     late_answers,
     /// Requests that failed, or were not answered in time.
     failed_requests,
+    /// Pages that prefetch set aside, because their source failed to deliver them.
+    set_aside,
     /// Calls that mapped installed pages in stage 2.
     populations,
     /// Bytes that these calls mapped.

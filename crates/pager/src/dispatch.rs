@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use pagetide_memory::{PageRange, Urgency};
+use pagetide_memory::{PageIndex, PageRange, Urgency};
 
 use crate::arrival::{Purpose, arrive};
 use crate::counters::Counters;
@@ -17,7 +17,7 @@ use crate::install::{Body, wake};
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Requesting};
-use crate::requests::{AfterFailure, Miss, RequestId, Submission, Wanted};
+use crate::requests::{Miss, RequestId, Submission, Wanted};
 use crate::source::{Content, Request, Source, SourceError};
 
 /// The state of a region's requests.
@@ -30,6 +30,12 @@ pub struct SourceStatus {
     pub in_flight_bytes: u64,
     /// Requests that wait to be submitted.
     pub waiting_requests: usize,
+    /// Missing pages that prefetch leaves out, because the source failed to deliver them as often as the
+    /// [`RetryPolicy`](crate::RetryPolicy) allows. A thread that touches one requests it.
+    pub set_aside_pages: u64,
+    /// The source answers nothing, and no thread waits for it: prefetch requests one batch at a time,
+    /// until there is an answer.
+    pub is_held: bool,
 }
 
 impl Pager {
@@ -114,6 +120,7 @@ impl Pager {
         match content {
             Ok(Content::Poisoned) if request.pages.count() > 1 => {
                 let error = SourceError::Dropped;
+                requesting.lock().requests.answered();
                 self.missed(
                     region,
                     requesting,
@@ -123,7 +130,10 @@ impl Pager {
                 );
             }
             Ok(content) => {
-                let finished = requesting.lock().requests.finish(request.id);
+                let mut state = requesting.lock();
+                state.requests.answered();
+                let finished = state.requests.finish(request.id);
+                drop(state);
                 match finished {
                     Some(wanted) => self.arrived(region, requesting, wanted, content),
                     None => self.count(&Counters {
@@ -210,33 +220,69 @@ impl Pager {
         error: SourceError,
     ) {
         let mut state = requesting.lock();
-        let pages = state.requests.pages_of(id);
-        if pages.is_some_and(|pages| region.map.next_unsettled(pages).is_none()) {
+        let Some(wanted) = state.requests.wanted_by(id) else {
+            return;
+        };
+        if region.map.next_unsettled(wanted.pages).is_none() {
             // The pages were delivered otherwise, so the missing answer is not a failure.
             state.requests.finish(id);
             return;
         }
         let after = state.requests.miss(id, miss, Instant::now());
         drop(state);
-        let Some(AfterFailure { withdraw, stalled }) = after else {
+        let Some(after) = after else {
             return;
         };
         if miss == Miss::Failed {
-            tracing::warn!(region = region.id.0, %error, "a request failed");
+            match wanted.urgency() {
+                Urgency::Urgent => tracing::warn!(region = region.id.0, %error, "a request failed"),
+                // The last failure of a page is logged below.
+                Urgency::Bulk => tracing::debug!(region = region.id.0, %error, "a request failed"),
+            }
             self.count(&Counters {
                 failed_requests: 1,
                 ..Counters::default()
             });
         }
-        for pages in withdraw.into_iter().flatten() {
+        for pages in after.withdraw.into_iter().flatten() {
             self.withdraw(region, pages);
         }
-        if stalled {
+        if !after.set_aside.is_empty() {
+            self.set_aside(region, &after.set_aside, &error);
+        }
+        if after.held {
+            tracing::warn!(
+                region = region.id.0,
+                %error,
+                "the source answers nothing: prefetch waits for it"
+            );
+        }
+        if after.stalled {
             self.notify(Notice::Stalled {
                 region: region.id,
                 last: Arc::new(error),
             });
         }
+    }
+
+    /// Withdraws the bulk requests for pages that their source does not deliver.
+    fn set_aside(&self, region: &PagedRegion, runs: &[PageRange], error: &SourceError) {
+        // A thread may have begun to wait for some of them: its own request decides about those.
+        let withdrawn = runs.iter().map(|&pages| region.map.withdraw(pages)).sum();
+        if withdrawn == 0 {
+            return;
+        }
+        self.count(&Counters {
+            set_aside: withdrawn,
+            ..Counters::default()
+        });
+        tracing::warn!(
+            region = region.id.0,
+            gpa = runs.first().map(|pages| region.gpa_of(pages.first()).0),
+            pages = withdrawn,
+            error = error as &dyn std::error::Error,
+            "prefetch leaves out what the source does not deliver"
+        );
     }
 
     /// Withdraws the requests for pages; threads that wait for them retry.
@@ -308,10 +354,24 @@ impl Pager {
             .requesting()
             .ok_or(RegionChangeError::NoSource { region: id })?;
         let state = requesting.lock();
-        Ok(SourceStatus {
+        let status = SourceStatus {
             is_stalled: state.requests.is_stalled(),
             in_flight_bytes: state.requests.in_flight_bytes(),
             waiting_requests: state.requests.waiting(),
+            set_aside_pages: 0,
+            is_held: state.requests.is_held(),
+        };
+        let set_aside: Vec<_> = state.requests.set_aside().runs().collect();
+        drop(state);
+        // Some have been delivered since, to a thread that has touched them.
+        let is_missing = |page: &PageIndex| {
+            let state = region.map.state(*page);
+            state.is_some_and(|state| !state.is_settled())
+        };
+        let missing = set_aside.iter().flat_map(|run| run.iter());
+        Ok(SourceStatus {
+            set_aside_pages: missing.filter(is_missing).count() as u64,
+            ..status
         })
     }
 
@@ -345,6 +405,7 @@ impl Pager {
             let former = std::mem::replace(&mut state.source, source);
             let recalled = state.requests.recall();
             state.requests.resume();
+            state.requests.forget_set_aside();
             drop(state);
             for id in recalled {
                 cancel(&*former, region.id, id);

@@ -1,6 +1,7 @@
 //! Prefetch: fetches pages before first touch.
 
 mod in_order;
+mod place;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +27,8 @@ use crate::pager::Pager;
 use crate::region::{PagedRegion, Requesting, Served, Supply};
 use crate::requests::Wanted;
 use crate::source::{Filled, LocalSource};
-use crate::walk::{Step, Walk};
+use crate::walk::Step;
+use place::Place;
 
 /// The configuration of prefetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,12 +62,18 @@ pub struct PrefetchPlan {
 pub struct PrefetchEnd {
     /// The counts of its thread. [`Pager::counted`] has those of answers from sources.
     pub counters: Counters,
-    /// Whether every page is settled: present, discarded, or poisoned.
+    /// Whether every page is settled: present, discarded, or poisoned. If not, the prefetch was stopped, or
+    /// has left out pages that their source failed to deliver
+    /// ([`SourceStatus::set_aside_pages`](crate::SourceStatus::set_aside_pages)).
     pub is_complete: bool,
 }
 
 /// A thread that fetches the missing pages of all regions that the pager had when the thread was
 /// started, and ends when no page is missing.
+///
+/// A page that a source fails to deliver as often as the [`RetryPolicy`](crate::RetryPolicy) allows is left
+/// out, for the first thread that touches it. The prefetch goes on with the rest, ends, and is not complete.
+/// The next one tries the page again.
 ///
 /// It works upwards, from the position of the latest faults if they are near each other (faults at random
 /// places say nothing about the next one). It installs local content itself, in
@@ -112,7 +120,7 @@ impl Prefetch {
 
     /// Starts to fetch pages in the order of a plan. Parts of the plan that are in no region are
     /// skipped. [`PrefetchEnd::is_complete`] then says that every page of the plan was fetched, requested
-    /// or found.
+    /// or found; what was requested may still be set aside.
     ///
     /// # Errors
     /// As [`Self::spawn`].
@@ -131,7 +139,10 @@ impl Prefetch {
         let is_planned = |region: &&Arc<PagedRegion>| {
             plan.then.contains(&region.id) || plan.first.iter().any(|(id, _)| *id == region.id)
         };
-        let every = table.iter().filter(is_planned).map(Arc::clone).collect();
+        let every: Vec<_> = table.iter().filter(is_planned).map(Arc::clone).collect();
+        for requesting in every.iter().filter_map(|region| region.requesting()) {
+            requesting.lock().requests.forget_set_aside();
+        }
         let shared = Arc::new(Shared {
             pager: Arc::clone(pager),
             every,
@@ -218,22 +229,25 @@ fn run(shared: &Shared, config: PrefetchConfig) {
         reported: Counters::default(),
         buffer: Vec::new(),
         requested_pages: 0,
+        left_out: Vec::new(),
     };
     // Its counters and buffer are valid after a panic.
     let walked = catch_unwind(AssertUnwindSafe(|| Ok(ahead.in_order()? && ahead.walk()?)));
     ahead.report();
     let counters = ahead.counters;
+    let is_through = matches!(&walked, Ok(Ok(true)));
     let result = match walked {
-        Ok(Ok(is_complete)) => Ok(PrefetchEnd {
+        Ok(Ok(_)) => Ok(PrefetchEnd {
             counters,
-            is_complete,
+            is_complete: is_through && ahead.has_everything(),
         }),
         Ok(Err(error)) => Err(Arc::new(error)),
         Err(panic) => Err(Arc::new(PrefetchError::Panicked {
             message: message_of(&*panic),
         })),
     };
-    if !matches!(&result, Ok(end) if end.is_complete) {
+    // What a plan has requested last may still be on its way.
+    if !is_through {
         for region in &shared.every {
             pager.withdraw_bulk(region);
         }
@@ -254,6 +268,8 @@ struct Ahead<'s> {
     buffer: Vec<u8>,
     /// Pages that were requested from sources.
     requested_pages: u64,
+    /// Pages that were set aside when they were due.
+    left_out: Vec<(&'s PagedRegion, PageRange)>,
 }
 
 /// The result of fetching a run of pages.
@@ -275,11 +291,18 @@ impl Ahead<'_> {
         self.reported = self.counters;
     }
 
-    /// Fetches pages until none is missing (true) or it is stopped (false).
+    /// Whether no page is missing that was left out.
+    fn has_everything(&self) -> bool {
+        let is_there = |(region, pages): &(&PagedRegion, PageRange)| {
+            region.map.next_unsettled(*pages).is_none()
+        };
+        self.left_out.iter().all(is_there)
+    }
+
+    /// Fetches pages until none is missing but those that were set aside (true), or it is stopped (false).
     fn walk(&mut self) -> Result<bool, PrefetchError> {
         let Shared { pager, regions, .. } = self.shared;
-        let new_walk = |region: &Arc<PagedRegion>| (Walk::new(region.map.pages()), None);
-        let mut walks: Vec<(Walk, Option<PageIndex>)> = regions.iter().map(new_walk).collect();
+        let mut places: Vec<Place> = regions.iter().map(|region| Place::new(region)).collect();
         // The current region. The others follow in turn when it has no work.
         let mut current = 0;
         let mut pace = Pace::new();
@@ -301,34 +324,23 @@ impl Ahead<'_> {
             let busiest = locality.follow(pager.activity.busiest(&mut seen));
             let slot = |id| regions.iter().position(|region| region.id == id);
             if let Some((slot, page)) = busiest.and_then(|(id, page)| Some((slot(id)?, page)))
-                && let Some((walk, pending)) = walks.get_mut(slot)
+                && let Some(place) = places.get_mut(slot)
             {
-                walk.go_to(page);
-                (current, *pending) = (slot, None);
+                place.walk.go_to(page);
+                (current, place.pending) = (slot, None);
             }
             let mut goes_on = false;
             let mut waits_for_source = false;
             let mut waits_for = None;
             let in_turn = (current..regions.len()).chain(0..current);
             for slot in in_turn {
-                let (Some(region), Some((walk, pending))) =
-                    (regions.get(slot), walks.get_mut(slot))
-                else {
+                let (Some(region), Some(place)) = (regions.get(slot), places.get_mut(slot)) else {
                     continue;
                 };
                 if region.is_closed() {
                     continue;
                 }
-                let is_pending = |&page: &PageIndex| {
-                    let state = region.map.state(page);
-                    matches!(state, Some(PageState::Requested(_) | PageState::Installing))
-                };
-                // A whole lap found no other work, so that another lap is not needed yet.
-                let step = match pending.filter(is_pending) {
-                    Some(page) => Step::Pending(page),
-                    None => walk.step(|pages| region.map.next_unsettled(pages)),
-                };
-                *pending = None;
+                let step = place.step(region);
                 match step {
                     Step::Absent(page) => {
                         most = most.min(region.pages_in(self.batch_bytes).max(1));
@@ -346,7 +358,7 @@ impl Ahead<'_> {
                         break;
                     }
                     Step::Pending(page) => {
-                        *pending = Some(page);
+                        place.pending = Some(page);
                         waits_for_source |= region.requesting().is_some();
                         waits_for.get_or_insert((region, page));
                     }
@@ -359,7 +371,13 @@ impl Ahead<'_> {
                 Some((region, page)) => {
                     region.map.wait(page, WAIT_SLICE);
                 }
-                None => return Ok(true),
+                None => {
+                    let walked = regions.iter().zip(&places);
+                    let left_out = walked.filter(|(_, place)| place.walk.has_left_out());
+                    let all = left_out.map(|(region, _)| (&**region, region.all_pages()));
+                    self.left_out.extend(all);
+                    return Ok(true);
+                }
             }
             if !goes_on {
                 pager.tick();
@@ -389,6 +407,7 @@ impl Ahead<'_> {
                 Ok(if all { Fetched::All } else { Fetched::Part })
             }
             Supply::Source(requesting) => {
+                let window = requesting.lock().requests.set_aside().before(window);
                 if self.fill_now(region, requesting, page, window)? {
                     return Ok(Fetched::All);
                 }

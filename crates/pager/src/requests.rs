@@ -10,6 +10,12 @@
 //!   submission, except for those that pause after a failure.
 //! - **Bytes in flight are bounded**, each class by its own limit. A single request may be larger than
 //!   its limit; then it is the only one of its class in flight.
+//!
+//! No thread waits for a bulk request, so its failure stalls nothing: it is halved down to the pages that
+//! fail, and a page that fails as often as the policy allows is set aside. A source that answers nothing may be
+//! unreachable, and then its pages are not to blame: after [`SILENT_FAILURES`] in a row without an answer, bulk
+//! requests are held. One at a time is made, each after the longest pause, until the source answers. What has
+//! failed meanwhile is set aside until then.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -17,6 +23,7 @@ use std::time::{Duration, Instant};
 use pagetide_memory::{PageIndex, PageRange, Urgency};
 
 use crate::config::{InFlightLimits, RetryPolicy};
+use crate::set_aside::SetAside;
 
 /// The number of a request; unique in a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -50,12 +57,16 @@ pub(crate) struct Submission {
 }
 
 /// The actions after a failure.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct AfterFailure {
     /// Neighbours whose request is withdrawn: Absent again.
     pub(crate) withdraw: [Option<PageRange>; 2],
     /// The region has just stalled.
     pub(crate) stalled: bool,
+    /// Pages that no bulk request asks for any more: Absent again, unless a thread waits for them.
+    pub(crate) set_aside: Vec<PageRange>,
+    /// Bulk requests were held just now.
+    pub(crate) held: bool,
 }
 
 /// Why a request was not answered with content.
@@ -68,6 +79,10 @@ pub(crate) enum Miss {
     PoisonedAmongOthers,
 }
 
+/// So many failures of bulk requests in a row, without an answer of the source in between, mean that the source
+/// may be unreachable.
+const SILENT_FAILURES: u32 = 64;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Job {
     wanted: Wanted,
@@ -75,6 +90,15 @@ struct Job {
     failures: u32,
     /// The end of its pause after a failure.
     not_before: Option<Instant>,
+}
+
+/// Bulk requests are held.
+#[derive(Clone, Copy, Debug)]
+struct Hold {
+    /// The time of the next one.
+    until: Instant,
+    /// The failures since it began.
+    failures: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -131,6 +155,12 @@ pub(crate) struct Requests {
     /// In the order of their submission, and thus of their deadlines.
     in_flight: BTreeMap<RequestId, InFlight>,
     is_stalled: bool,
+    set_aside: SetAside,
+    /// The failures of bulk requests since the source's last answer.
+    silent_failures: u32,
+    /// Pages that were set aside since then.
+    silent_pages: Vec<PageRange>,
+    hold: Option<Hold>,
 }
 
 impl Requests {
@@ -144,6 +174,10 @@ impl Requests {
             bulk: Class::default(),
             in_flight: BTreeMap::new(),
             is_stalled: false,
+            set_aside: SetAside::default(),
+            silent_failures: 0,
+            silent_pages: Vec::new(),
+            hold: None,
         }
     }
 
@@ -168,7 +202,10 @@ impl Requests {
     /// that, so that its requests do not age in a queue.
     pub(crate) fn has_bulk_room(&self, pages: u64) -> bool {
         let asked = self.bulk.in_flight_pages + self.bulk.waiting_pages;
-        let limit = self.limits.bulk_bytes / self.page_bytes;
+        let limit = match self.hold {
+            Some(_) => 0,
+            None => self.limits.bulk_bytes / self.page_bytes,
+        };
         !self.is_stalled && (asked == 0 || asked.saturating_add(pages) <= limit)
     }
 
@@ -178,11 +215,16 @@ impl Requests {
             return None;
         }
         let urgent_limit = self.limits.urgent_bytes / self.page_bytes;
-        let bulk_limit = self.limits.bulk_bytes / self.page_bytes;
+        let bulk_limit = match self.hold {
+            // One at a time.
+            Some(_) => 0,
+            None => self.limits.bulk_bytes / self.page_bytes,
+        };
+        let is_held = self.hold.is_some_and(|hold| now < hold.until);
         let job = match self.urgent.take(now, urgent_limit) {
             Some(job) => job,
             // Urgent requests wait for the limit: bulk requests must not occupy the source meanwhile.
-            None if self.urgent.is_ready(now) => return None,
+            None if self.urgent.is_ready(now) || is_held => return None,
             None => self.bulk.take(now, bulk_limit)?,
         };
         let id = RequestId(self.next_id);
@@ -204,8 +246,13 @@ impl Requests {
     }
 
     /// The pages of a request in flight.
-    pub(crate) fn pages_of(&self, id: RequestId) -> Option<PageRange> {
-        Some(self.in_flight.get(&id)?.job.wanted.pages)
+    pub(crate) fn wanted_by(&self, id: RequestId) -> Option<Wanted> {
+        Some(self.in_flight.get(&id)?.job.wanted)
+    }
+
+    /// Records that the source has answered: it is reachable.
+    pub(crate) fn answered(&mut self) {
+        self.end_hold();
     }
 
     fn take_in_flight(&mut self, id: RequestId) -> Option<Job> {
@@ -217,6 +264,13 @@ impl Requests {
     /// Ends a request that was not answered with content. `None` if it is not in flight.
     pub(crate) fn miss(&mut self, id: RequestId, miss: Miss, now: Instant) -> Option<AfterFailure> {
         let job = self.take_in_flight(id)?;
+        Some(match job.wanted.fault {
+            Some(page) => self.miss_urgent(job, page, miss, now),
+            None => self.miss_bulk(job, miss, now),
+        })
+    }
+
+    fn miss_urgent(&mut self, job: Job, page: PageIndex, miss: Miss, now: Instant) -> AfterFailure {
         let mut after = AfterFailure::default();
         let failures = match miss {
             Miss::Failed => job.failures + 1,
@@ -228,32 +282,113 @@ impl Requests {
         }
         // A stalled region starts afresh when it is resumed.
         let failures = if self.is_stalled { 0 } else { failures };
-        let not_before = (failures > 0).then(|| later(now, self.policy.backoff(failures)));
-        let again = |pages, fault| Job {
-            wanted: Wanted { pages, fault },
-            failures,
-            not_before,
-        };
         let pages = job.wanted.pages;
-        match job.wanted.fault {
+        if pages.count() > 1 {
             // Only one page is urgent: a neighbour's failure must not affect this fault.
-            Some(page) if pages.count() > 1 => {
-                let (before, rest) = pages.split_at(page.0.saturating_sub(pages.first().0));
-                let (_, behind) = rest.split_at(1);
-                after.withdraw = [before, behind].map(|some| (!some.is_empty()).then_some(some));
-                self.urgent
-                    .push_back(again(PageRange::single(page), Some(page)));
-            }
-            None if pages.count() > 1 => {
-                let (head, tail) = pages.split_at(pages.count() / 2);
-                self.bulk.push_back(again(head, None));
-                self.bulk.push_back(again(tail, None));
-            }
-            fault => self
-                .class(job.wanted.urgency())
-                .push_back(again(pages, fault)),
+            let (before, rest) = pages.split_at(page.0.saturating_sub(pages.first().0));
+            let (_, behind) = rest.split_at(1);
+            after.withdraw = [before, behind].map(|some| (!some.is_empty()).then_some(some));
         }
-        Some(after)
+        self.urgent.push_back(Job {
+            wanted: Wanted {
+                pages: PageRange::single(page),
+                fault: Some(page),
+            },
+            failures,
+            not_before: (failures > 0).then(|| later(now, self.policy.backoff(failures))),
+        });
+        after
+    }
+
+    fn miss_bulk(&mut self, mut job: Job, miss: Miss, now: Instant) -> AfterFailure {
+        let mut after = AfterFailure::default();
+        let pages = job.wanted.pages;
+        let has_failed = miss == Miss::Failed && !self.is_stalled;
+        if has_failed && let Some(hold) = &mut self.hold {
+            // Otherwise it was in flight before.
+            if hold.until <= now {
+                hold.until = later(now, self.policy.longest_backoff);
+                hold.failures = hold.failures.saturating_add(1);
+            }
+            self.bulk.push_back(job);
+            if hold.failures >= self.policy.attempts {
+                // No answer may ever come: whoever waits for prefetch must not wait for ever.
+                let given_up = std::mem::take(&mut self.bulk.waiting);
+                self.bulk.waiting_pages = 0;
+                after.set_aside = given_up.iter().map(|job| job.wanted.pages).collect();
+                for &pages in &after.set_aside {
+                    self.set_aside.insert(pages);
+                    self.set_aside.doubt(pages);
+                }
+            }
+            return after;
+        }
+        job.not_before = has_failed.then(|| later(now, self.policy.backoff(job.failures + 1)));
+        if pages.count() > 1 {
+            // Which page has failed is unknown. Halves use up no attempt of the others.
+            let (head, tail) = pages.split_at(pages.count() / 2);
+            for pages in [head, tail] {
+                let wanted = Wanted { pages, fault: None };
+                self.bulk.push_back(Job { wanted, ..job });
+            }
+        } else {
+            job.failures += u32::from(has_failed);
+            if job.failures < self.policy.attempts {
+                self.bulk.push_back(job);
+            } else {
+                self.set_aside.insert(pages);
+                self.silent_pages.push(pages);
+                after.set_aside.push(pages);
+            }
+        }
+        if has_failed {
+            self.silent_failures += 1;
+        }
+        if self.silent_failures >= SILENT_FAILURES {
+            after.held = true;
+            self.hold = Some(Hold {
+                until: later(now, self.policy.longest_backoff),
+                failures: 0,
+            });
+            for pages in self.silent_pages.drain(..) {
+                self.set_aside.doubt(pages);
+            }
+            self.start_bulk_afresh();
+        }
+        after
+    }
+
+    fn end_hold(&mut self) {
+        self.hold = None;
+        self.silent_failures = 0;
+        self.silent_pages.clear();
+        self.set_aside.reconsider();
+    }
+
+    /// Gives bulk requests all of their attempts again.
+    fn start_bulk_afresh(&mut self) {
+        let flying = self.in_flight.values_mut().map(|request| &mut request.job);
+        let flying = flying.filter(|job| job.wanted.fault.is_none());
+        for job in self.bulk.waiting.iter_mut().chain(flying) {
+            (job.failures, job.not_before) = (0, None);
+        }
+    }
+
+    /// The pages that bulk work leaves out.
+    pub(crate) fn set_aside(&self) -> &SetAside {
+        &self.set_aside
+    }
+
+    /// Asks for all pages again that were set aside, as when prefetch begins anew.
+    pub(crate) fn forget_set_aside(&mut self) {
+        // A hold of an earlier prefetch would give the first failure of this one all its weight.
+        self.end_hold();
+        self.set_aside.clear();
+    }
+
+    /// Whether bulk requests are held, because the source answers nothing.
+    pub(crate) fn is_held(&self) -> bool {
+        self.hold.is_some()
     }
 
     /// The next request in flight whose deadline has passed.
@@ -264,8 +399,13 @@ impl Requests {
 
     /// The time of the next action without further input: a deadline, or the end of a pause.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        let waits = [&self.urgent, &self.bulk].into_iter();
-        let waits = waits.flat_map(|class| class.waiting.iter().filter_map(|job| job.not_before));
+        let pauses = |class: &Class| class.waiting.iter().filter_map(|job| job.not_before).min();
+        let bulk = match self.hold {
+            Some(_) if self.bulk.waiting.is_empty() || self.bulk.in_flight_pages > 0 => None,
+            Some(hold) => Some(hold.until),
+            None => pauses(&self.bulk),
+        };
+        let waits = [pauses(&self.urgent), bulk].into_iter().flatten();
         let waits = (!self.is_stalled).then_some(waits).into_iter().flatten();
         let first = self.in_flight.values().next();
         waits.chain(first.map(|request| request.deadline)).min()
@@ -284,14 +424,14 @@ impl Requests {
     /// their attempts again, including those in flight, which were made before as well and may be lost.
     pub(crate) fn resume(&mut self) {
         self.is_stalled = false;
+        self.end_hold();
         for request in self.in_flight.values_mut() {
             request.job.failures = 0;
         }
-        for class in [&mut self.urgent, &mut self.bulk] {
-            for job in &mut class.waiting {
-                (job.failures, job.not_before) = (0, None);
-            }
+        for job in &mut self.urgent.waiting {
+            (job.failures, job.not_before) = (0, None);
         }
+        self.start_bulk_afresh();
     }
 
     /// Returns every request in flight to the queue, to be submitted again, as when the source is

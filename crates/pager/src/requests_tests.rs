@@ -241,6 +241,156 @@ fn lost_pages_are_identified_without_counting_as_failures() {
     assert!(!requests.is_stalled());
 }
 
+/// Submits everything until nothing is left to do. A request that has a page of `bad` fails, or is late; any
+/// other is answered. Returns the failures, and the pages that were set aside.
+fn fetch(
+    requests: &mut Requests,
+    now: &mut Instant,
+    bad: impl Fn(u64) -> bool,
+) -> (u32, Vec<PageRange>) {
+    let (mut failures, mut set_aside) = (0, Vec::new());
+    loop {
+        while let Some(submission) = requests.next_submission(*now) {
+            if !submission.pages.iter().any(|page| bad(page.0)) {
+                requests.answered();
+                requests.finish(submission.id).unwrap();
+                continue;
+            }
+            let after = requests.miss(submission.id, Miss::Failed, *now).unwrap();
+            assert!(!after.stalled);
+            failures += 1;
+            set_aside.extend(after.set_aside);
+        }
+        match requests.next_deadline() {
+            Some(next) => *now = next,
+            None => return (failures, set_aside),
+        }
+    }
+}
+
+#[test]
+fn one_bad_page_of_a_bulk_request_is_set_aside_and_the_rest_arrives() {
+    for page in [0, 7, 15] {
+        let mut now = Instant::now();
+        let mut requests = requests();
+        requests.want(bulk(0, 16));
+        requests.want(bulk(16, 16));
+        let (failures, set_aside) = fetch(&mut requests, &mut now, |at| at == page);
+        // Four halvings take none of the page's attempts.
+        assert_eq!(failures, 4 + POLICY.attempts, "page {page}");
+        assert_eq!(set_aside, [run(page, 1)]);
+        assert!(!requests.is_stalled() && !requests.is_held());
+        assert_eq!((requests.waiting(), requests.in_flight_bytes()), (0, 0));
+        assert!(requests.set_aside().runs().eq([run(page, 1)]));
+        // A thread that touches it has all attempts, and then stalls the region.
+        stall(&mut requests, page, now);
+        // Another prefetch tries it again.
+        requests.resume();
+        assert!(requests.set_aside().runs().eq([run(page, 1)]));
+        requests.forget_set_aside();
+        assert_eq!(requests.set_aside().runs().count(), 0);
+    }
+}
+
+#[test]
+fn a_source_that_answers_nothing_is_asked_seldom_and_gets_its_pages_back() {
+    let mut now = Instant::now();
+    let mut requests = requests();
+    for first in (0..64).step_by(16) {
+        requests.want(bulk(first, 16));
+    }
+    let mut asked = 0;
+    while !requests.is_held() {
+        while let Some(submission) = requests.next_submission(now) {
+            asked += 1;
+            requests.miss(submission.id, Miss::Failed, now).unwrap();
+        }
+        now = requests.next_deadline().unwrap();
+    }
+    assert_eq!(asked, SILENT_FAILURES);
+    assert!(!requests.is_stalled());
+    assert!(!requests.has_bulk_room(1));
+    // One at a time.
+    let begun = now;
+    let first = requests.next_submission(now).unwrap();
+    assert_eq!(requests.next_submission(now), None);
+    assert_eq!(requests.next_deadline(), Some(first.deadline));
+    let waiting = requests.waiting() + 1;
+    // Urgent requests are not held.
+    requests.want(urgent(100));
+    let other = requests.next_submission(now).unwrap();
+    assert_eq!(other.pages, run(100, 1));
+    requests.want(urgent(101));
+    requests.miss(first.id, Miss::Failed, now).unwrap();
+    let pause = requests.next_submission(now).unwrap();
+    assert_eq!(pause.pages, run(101, 1));
+    assert_eq!(requests.next_submission(now), None);
+    now += POLICY.longest_backoff;
+    let probe = requests.next_submission(now).unwrap();
+    assert_eq!(requests.waiting(), waiting - 1);
+    // An answer to anything ends the hold: everything is asked for again, also what was set aside.
+    requests.answered();
+    requests.finish(other.id).unwrap();
+    assert!(!requests.is_held());
+    assert_eq!(requests.set_aside().runs().count(), 0);
+    assert!(requests.next_submission(now).is_some());
+    assert_eq!(
+        requests.wanted_by(probe.id).unwrap().urgency(),
+        Urgency::Bulk
+    );
+    assert!(now - begun < POLICY.deadline);
+}
+
+/// Requests of a source that has never answered.
+fn requests_that_are_held() -> Requests {
+    let mut requests = requests();
+    for first in (0..64).step_by(16) {
+        requests.want(bulk(first, 16));
+    }
+    fetch(&mut requests, &mut Instant::now(), |_| true);
+    assert!(requests.is_held());
+    requests
+}
+
+#[test]
+fn a_source_that_never_answers_ends_the_bulk_work() {
+    let mut now = Instant::now();
+    let begun = now;
+    let mut requests = requests();
+    for first in (0..64).step_by(16) {
+        requests.want(bulk(first, 16));
+    }
+    let (failures, set_aside) = fetch(&mut requests, &mut now, |_| true);
+    assert!(requests.is_held() && !requests.is_stalled());
+    let mut pages: Vec<_> = set_aside
+        .iter()
+        .flat_map(|run| run.iter())
+        .map(|page| page.0)
+        .collect();
+    pages.sort_unstable();
+    assert_eq!(pages, (0..64).collect::<Vec<_>>());
+    assert!(requests.set_aside().runs().eq([run(0, 64)]));
+    assert_eq!((requests.waiting(), requests.in_flight_bytes()), (0, 0));
+    assert!(
+        failures < 64 * POLICY.attempts && now - begun < POLICY.deadline,
+        "{failures}"
+    );
+    // What comes later is tried once.
+    assert!(requests.has_bulk_room(16));
+    requests.want(bulk(100, 8));
+    let (failures, set_aside) = fetch(&mut requests, &mut now, |_| true);
+    assert_eq!((failures, set_aside), (1, vec![run(100, 8)]));
+    // Another prefetch has all attempts again.
+    let mut another = requests_that_are_held();
+    another.forget_set_aside();
+    assert!(!another.is_held() && another.set_aside().runs().count() == 0);
+    // Then the source answers.
+    requests.want(bulk(108, 8));
+    let (failures, _) = fetch(&mut requests, &mut now, |_| false);
+    assert_eq!(failures, 0);
+    assert_eq!(requests.set_aside().runs().count(), 0);
+}
+
 /// Fails a request until the region is stalled; returns the time of the stall.
 fn stall(requests: &mut Requests, page: u64, mut now: Instant) -> Instant {
     requests.want(urgent(page));

@@ -20,7 +20,7 @@ pub(crate) enum Step {
     Absent(PageIndex),
     /// No page is absent, but this page is requested or being installed: wait for it, then continue.
     Pending(PageIndex),
-    /// Every page is settled.
+    /// Every page is settled, except for those that were left out.
     Done,
 }
 
@@ -36,6 +36,8 @@ pub(crate) struct Walk {
     settled: Vec<bool>,
     /// A page that was requested or being installed when this lap visited it.
     pending: Option<PageIndex>,
+    /// Whether this lap has left pages out.
+    has_left_out: bool,
 }
 
 impl Walk {
@@ -48,12 +50,31 @@ impl Walk {
             left: pages,
             settled: vec![false; stretches],
             pending: None,
+            has_left_out: false,
         }
     }
 
     fn start_lap(&mut self) {
         self.left = self.pages;
         self.pending = None;
+        self.has_left_out = false;
+    }
+
+    /// Leaves out the pages before `end`, of which the last step has returned the first as Absent.
+    pub(crate) fn leave_out(&mut self, end: PageIndex) {
+        let end = end.0.min(self.pages);
+        if end > self.page {
+            self.has_left_out = true;
+            self.advance_to(end);
+        }
+        if self.page >= self.pages {
+            self.page = 0;
+        }
+    }
+
+    /// Whether the lap that [`Step::Done`] has ended left pages out.
+    pub(crate) fn has_left_out(&self) -> bool {
+        self.has_left_out
     }
 
     /// Starts a lap at `page`, if there is such a page.

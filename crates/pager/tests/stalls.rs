@@ -75,6 +75,8 @@ fn a_stalled_region_waits_until_it_is_resumed() {
             is_stalled: true,
             in_flight_bytes: 0,
             waiting_requests: 1,
+            set_aside_pages: 0,
+            is_held: false,
         };
         assert_eq!(pager.source_status(id).unwrap(), expected);
 
@@ -393,6 +395,8 @@ fn bulk_content_that_cannot_be_installed_leaves_no_page_requested() {
         is_stalled: true,
         in_flight_bytes: 0,
         waiting_requests: 0,
+        set_aside_pages: 0,
+        is_held: false,
     };
     assert_eq!(pager.source_status(id).unwrap(), expected);
     for page in 0..8 {

@@ -76,6 +76,8 @@ metrics! {
     answers = "Answers of sources with content",
     /// Requests that failed or were not answered in time.
     failed_requests = "Requests to sources that failed or were not answered in time",
+    /// Pages that prefetch has set aside.
+    pages_set_aside = "Pages that prefetch has left out because their source failed to deliver them",
     /// Faults on pages that were discarded by a balloon.
     faults_on_removed = "Faults on pages that the guest had discarded, which read as zeroes",
     /// Pages that were found mapped.

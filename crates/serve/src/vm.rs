@@ -518,6 +518,7 @@ impl Vm<'_> {
             requests: all.requests,
             answers: all.answers,
             failed_requests: all.failed_requests,
+            pages_set_aside: all.set_aside,
             faults_on_removed: all.zeroed,
             pages_found: all.exists,
             again: all.again,

@@ -64,6 +64,36 @@ fn a_vmm_without_content_is_killed_if_that_is_the_policy() {
     assert_eq!(running.metrics.totals().vms_killed, 1);
 }
 
+/// A page that cannot be read kills no VMM that does not need it, and keeps no other page away.
+#[test]
+fn a_bad_page_that_only_prefetch_meets_kills_nobody() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(1024);
+    let running = Running::start(Options {
+        prefetch: true,
+        on_failure: OnFailure::Kill,
+        ..place.options()
+    });
+    // After the server has opened the image.
+    let file = std::fs::File::options().write(true).open(place.image());
+    file.unwrap().set_len(1023 * PAGE as u64).unwrap();
+    let mut vmm = Vmm::start("vmm", &place.socket(), 1024);
+    eventually("the end of prefetch", || {
+        running.metrics.totals().pages_set_aside == 1
+    });
+    assert!(vmm.is_running());
+    for page in [0, 500, 1022] {
+        assert_eq!(vmm.read(page), first_word(page));
+    }
+    let totals = running.metrics.totals();
+    assert_eq!((totals.stalls, totals.vms_killed), (0, 0));
+    vmm.begin_to_read(1023);
+    assert_eq!(vmm.signal(), Some(SIGKILL));
+    assert_eq!(running.metrics.totals().stalls, 1);
+}
+
 /// With `OnFailure::Stall`, it waits; when the server ends, it gets SIGBUS instead of zeroes.
 #[test]
 fn a_vmm_without_content_waits_and_never_reads_zeroes() {

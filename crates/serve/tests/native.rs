@@ -6,6 +6,7 @@ mod support;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagetide_memory::{PageIndex, PageMapImage, PageState};
 use pagetide_serve::native::client::Client;
@@ -102,18 +103,49 @@ fn a_drain_waits_for_content_that_is_unavailable() {
     let file = std::fs::File::options().write(true).open(place.image());
     let file = file.unwrap();
     file.set_len(32 * PAGE as u64).unwrap();
+    let seen = Arc::new(AtomicU64::new(0));
+    let progress = Arc::clone(&seen);
     let draining = std::thread::spawn(move || {
-        let mut seen = Vec::new();
-        let drained = client.drain(|present, _| seen.push(present)).unwrap();
-        (drained, seen)
+        let seen = |present, _| progress.store(present, Ordering::Release);
+        client.drain(seen).unwrap()
     });
-    eventually("the stall", || running.metrics.totals().stalls > 0);
+    eventually("a half", || seen.load(Ordering::Acquire) == 32);
+    eventually("a failure", || running.metrics.totals().failed_requests > 0);
     assert!(!draining.is_finished());
     file.write_all_at(&bytes, 0).unwrap();
-    let (drained, seen) = within_patience("the drain", move || draining.join().unwrap());
+    let drained = within_patience("the drain", move || draining.join().unwrap());
     assert_eq!(drained.present, 64);
-    assert!(seen.contains(&32), "{seen:?}");
     assert_eq!(guest.resident(), 64);
+}
+
+/// A page that cannot be read neither keeps a drain for ever, nor is the memory said to be complete.
+#[test]
+fn a_drain_is_refused_if_a_page_cannot_be_read() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let running = Running::start(place.options());
+    let bytes = std::fs::read(place.image()).unwrap();
+    let file = std::fs::File::options().write(true).open(place.image());
+    let file = file.unwrap();
+    file.set_len(63 * PAGE as u64).unwrap();
+    let guest = Guest::new(64);
+    let mut client = attached(&guest, &place.socket());
+    let (drained, mut client) =
+        within_patience("the drain", move || (client.drain(|_, _| {}), client));
+    assert_eq!(code(drained), RefusedCode::NoContent);
+    let health = client.health().unwrap();
+    assert_eq!((health.state, health.present), (VmState::Serving, 63));
+    eventually("the count", || {
+        running.metrics.totals().pages_set_aside == 1
+    });
+    assert_eq!(running.metrics.totals().stalls, 0);
+    // The next one tries again.
+    file.write_all_at(&bytes, 0).unwrap();
+    assert_eq!(client.drain(|_, _| {}).unwrap().present, 64);
+    guest.check(63, &content(63));
+    client.goodbye().unwrap();
 }
 
 #[test]

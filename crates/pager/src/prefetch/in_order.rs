@@ -7,6 +7,7 @@ use std::thread;
 
 use pagetide_memory::{PageIndex, PageRange};
 
+use super::place::set_aside;
 use super::{Ahead, Fetched, Shared};
 use crate::error::{PrefetchError, WAIT_SLICE};
 use crate::pace::Pace;
@@ -35,6 +36,12 @@ impl Ahead<'_> {
                 }
                 if region.is_closed() {
                     break;
+                }
+                if let Some(run) = set_aside(region, page) {
+                    let run = run.intersection(rest);
+                    self.left_out.push((region, run));
+                    rest = PageRange::new(run.end(), rest.end().0 - run.end().0);
+                    continue;
                 }
                 is_there = false;
                 let done = self.counters.pages + self.requested_pages;

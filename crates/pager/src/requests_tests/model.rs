@@ -120,6 +120,7 @@ impl Model {
 
     fn finish(&mut self, id: RequestId) -> Result<(), TestCaseError> {
         let wanted = self.flying.remove(&id);
+        self.requests.answered();
         prop_assert_eq!(self.requests.finish(id), wanted);
         prop_assert_eq!(self.requests.finish(id), None);
         for page in wanted.iter().flat_map(|wanted| wanted.pages.iter()) {
@@ -135,6 +136,12 @@ impl Model {
         prop_assert_eq!(after.stalled, !was_stalled && self.requests.is_stalled());
         for pages in after.withdraw.into_iter().flatten() {
             self.withdraw(pages, true);
+        }
+        for pages in after.set_aside {
+            for page in pages.iter() {
+                prop_assert!(self.requests.set_aside().run_of(page).is_some());
+            }
+            self.withdraw(pages, false);
         }
         Ok(())
     }

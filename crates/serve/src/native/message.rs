@@ -89,7 +89,7 @@ numbers! {
         File = 8,
         /// The region cannot be paged.
         Paging = 9,
-        /// The image ends before the end of the memory.
+        /// The image ends before the end of the memory, or some of its pages could not be read.
         NoContent = 10,
         /// The same request is still being answered.
         Busy = 11,

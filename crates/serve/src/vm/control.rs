@@ -5,7 +5,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pagetide_memory::{GuestAddress, GuestRange, PageSize};
-use pagetide_pager::{Pager, PrefetchPlan, Progress, Serving};
+use pagetide_pager::{Pager, Prefetch, PrefetchPlan, Progress, Serving};
 use rustix::event::epoll::EventFlags;
 
 use super::{End, Vm, VmError, chain};
@@ -379,6 +379,11 @@ impl<'a> Control<'a> {
     pub(super) fn tick(&mut self, vm: &mut Vm<'_>) -> Result<(), VmError> {
         self.end_work(vm)?;
         if let Some(drain) = &mut self.drain {
+            // Before the pages are counted: what it has fetched is then among them.
+            let has_ended = vm.prefetch.as_ref().is_none_or(Prefetch::is_finished);
+            if has_ended {
+                self.counted = Counted::default();
+            }
             let Progress {
                 present,
                 poisoned,
@@ -389,6 +394,13 @@ impl<'a> Control<'a> {
                 let answer = Message::Drained(Drained { present, lost });
                 self.session.answer(drain.id, &answer);
                 self.is_drained = true;
+                self.drain = None;
+            } else if has_ended {
+                let missing = total - present - poisoned;
+                let text = format!("{missing} pages could not be fetched: they stay missing");
+                let code = RefusedCode::NoContent;
+                let refused = Message::Refused { code, text };
+                self.session.answer(drain.id, &refused);
                 self.drain = None;
             } else if drain.reported.elapsed() >= PROGRESS {
                 drain.reported = Instant::now();
