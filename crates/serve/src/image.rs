@@ -9,8 +9,8 @@ use pagetide_sources::{GuestImage, ImageSource, Location};
 use crate::metrics::Metrics;
 use crate::native::share::{ShareError, SharedImage};
 use crate::options::{Options, WorkingSetMode};
-use crate::recorder::RECORDED;
-use crate::working_set::{Touch, WorkingSet, WorkingSetError};
+use crate::recorder::{RECORDED, Recorder};
+use crate::working_set::{WorkingSet, WorkingSetError};
 
 /// An image that is open, with the threads that read it.
 pub(crate) struct ServedImage {
@@ -153,12 +153,18 @@ impl ServedImage {
         }
     }
 
-    /// Merges a VM's touches into the file. Returns the number of its pages afterwards; `None` if there
-    /// is no file to write.
-    pub(crate) fn save(&self, touches: Vec<Touch>) -> Result<Option<usize>, WorkingSetError> {
+    /// Whether recordings have a file.
+    pub(crate) fn has_working_set_file(&self) -> bool {
+        self.working_set.path.is_some()
+    }
+
+    /// Merges what was recorded of a VM so far into the file. Returns the number of its pages afterwards;
+    /// `None` if there is no file to write.
+    pub(crate) fn save(&self, recorder: &Recorder) -> Result<Option<usize>, WorkingSetError> {
         let Some(path) = &self.working_set.path else {
             return Ok(None);
         };
+        let touches = recorder.touches();
         if touches.is_empty() {
             return Ok(None);
         }
@@ -170,7 +176,8 @@ impl ServedImage {
             touches: Vec::new(),
         };
         let recorded = WorkingSet {
-            recordings: 1,
+            // A VM counts once, however often its recording is written.
+            recordings: u32::from(recorder.is_counted_now()),
             touches,
             ..set.clone()
         };
@@ -180,6 +187,8 @@ impl ServedImage {
             set = before;
         }
         set.merge(&recorded);
+        // Its first part may be lost with a file that was removed.
+        set.recordings = set.recordings.max(1);
         set.save(path)?;
         Ok(Some(set.touches.len()))
     }

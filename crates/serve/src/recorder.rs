@@ -2,10 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pagetide_memory::{PageIndex, PageSize};
 use pagetide_pager::{Fault, Observer};
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::working_set::Touch;
 
@@ -26,6 +27,16 @@ pub(crate) struct Recorder {
     is_on: AtomicBool,
     /// Microseconds from `begun` to the start of the recording.
     start_us: AtomicU64,
+    /// Whether a file counts this recording.
+    is_counted: AtomicBool,
+}
+
+/// Microseconds of the clock that all processes have in common, until the machine restarts.
+fn clock_us() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+    let nanoseconds = u64::try_from(now.tv_nsec).unwrap_or(0);
+    seconds * 1_000_000 + nanoseconds / 1000
 }
 
 impl Recorder {
@@ -36,7 +47,31 @@ impl Recorder {
             last_us: AtomicU64::new(0),
             is_on: AtomicBool::new(true),
             start_us: AtomicU64::new(0),
+            is_counted: AtomicBool::new(false),
         }
+    }
+
+    /// Goes on with the recording of a former server that has begun at this [`Self::since_us`].
+    pub(crate) fn continued(since_us: u64) -> Self {
+        let before = Duration::from_micros(clock_us().saturating_sub(since_us));
+        let new = Self::new();
+        let begun = new.begun.checked_sub(before).unwrap_or(new.begun);
+        let continued = Self { begun, ..new };
+        continued
+            .last_us
+            .store(continued.now_us(), Ordering::Relaxed);
+        continued.is_counted.store(true, Ordering::Relaxed);
+        continued
+    }
+
+    /// When it has begun, by the clock that all processes have in common.
+    pub(crate) fn since_us(&self) -> u64 {
+        clock_us().saturating_sub(self.now_us())
+    }
+
+    /// Whether a file that is written now counts this recording: the first one does.
+    pub(crate) fn is_counted_now(&self) -> bool {
+        !self.is_counted.swap(true, Ordering::Relaxed)
     }
 
     /// Begins a recording from nothing.
@@ -46,6 +81,7 @@ impl Recorder {
         self.last_us.store(now, Ordering::Relaxed);
         let touches = self.touches.lock();
         touches.unwrap_or_else(PoisonError::into_inner).clear();
+        self.is_counted.store(false, Ordering::Relaxed);
         self.is_on.store(true, Ordering::Release);
     }
 
@@ -64,10 +100,16 @@ impl Recorder {
         touches.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Milliseconds since the last touch, or since the start.
-    pub(crate) fn quiet_ms(&self) -> u64 {
-        let now = self.now_us();
-        now.saturating_sub(self.last_us.load(Ordering::Relaxed)) / 1000
+    /// The number of these touches.
+    pub(crate) fn count(&self) -> usize {
+        let touches = self.touches.lock();
+        touches.unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    /// The time since the last touch, or since the start.
+    pub(crate) fn quiet(&self) -> Duration {
+        let last = self.last_us.load(Ordering::Relaxed);
+        Duration::from_micros(self.now_us().saturating_sub(last))
     }
 }
 

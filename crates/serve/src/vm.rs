@@ -3,6 +3,7 @@
 mod connection;
 mod control;
 mod keeping;
+mod recording;
 mod start;
 mod waiting;
 
@@ -27,7 +28,7 @@ use crate::image::ServedImage;
 use crate::metrics::{Metrics, Totals};
 use crate::native::attach::AttachError;
 use crate::native::message::{Message, RefusedCode};
-use crate::options::{OnFailure, Options, WorkingSetMode};
+use crate::options::{OnFailure, Options};
 use crate::peer::Peer;
 use crate::receive::ReceiveError;
 use crate::recorder::Recorder;
@@ -38,14 +39,11 @@ use connection::is_closed;
 pub(crate) use connection::{run, turn_away};
 use control::Control;
 use keeping::Keeping;
+use recording::Checkpoint;
 use waiting::{Ticks, Watched};
 
 /// The longest time between two looks at deadlines and counts.
 const TICK: Duration = Duration::from_millis(500);
-
-/// How long a guest must not touch a missing page before everything else is prefetched, while its
-/// working set is being recorded: pages that come ahead are not recorded.
-const QUIET_MS: u64 = 1000;
 
 /// The pause before a stalled region is tried again.
 const RESUME_AFTER: Duration = Duration::from_secs(2);
@@ -179,6 +177,8 @@ struct Vm<'a> {
     notices: Receiver<Notice>,
     /// The recorder, while it records.
     recorder: Option<Arc<Recorder>>,
+    /// When what it has recorded is written.
+    checkpoint: Checkpoint,
     /// The recorder that sees the faults, if there is one.
     observer: Option<Arc<Recorder>>,
     /// The pages that its replay left out.
@@ -367,7 +367,7 @@ impl Vm<'_> {
                     let regions = u32::try_from(resumed).unwrap_or(u32::MAX);
                     link.notify(|| Message::Resumed { regions });
                 }
-                self.prefetch_when_quiet()?;
+                self.save_when_quiet();
                 if let Link::Native(control) = link {
                     control.tick(self)?;
                 }
@@ -422,23 +422,6 @@ impl Vm<'_> {
     fn is_complete(&self) -> bool {
         let progress = self.pager.progress();
         progress.present + progress.poisoned == progress.total
-    }
-
-    /// While a working set is recorded, the rest of memory is fetched when the guest has been quiet.
-    fn prefetch_when_quiet(&mut self) -> Result<(), ServeError> {
-        let Some(recorder) = &self.recorder else {
-            return Ok(());
-        };
-        // Who asks for a recording gets a whole one: a guest that rests before its workload begins is quiet, too.
-        if self.common.options.prefetch
-            && self.common.options.working_set != WorkingSetMode::Record
-            && self.prefetch.is_none()
-            && recorder.quiet_ms() >= QUIET_MS
-        {
-            let (first, then) = (Vec::new(), self.ids());
-            self.fetch(PrefetchPlan { first, then })?;
-        }
-        Ok(())
     }
 
     /// Handles what the pager reports.
@@ -549,20 +532,7 @@ impl Vm<'_> {
         }
         // Its counts come with its end.
         self.prefetch = None;
-        if let Some(recorder) = self.recorder.take() {
-            match self.image.save(recorder.touches()) {
-                Ok(None) => {}
-                Ok(Some(pages)) => {
-                    self.common
-                        .metrics
-                        .count(|totals| totals.recorded_pages = pages as u64);
-                }
-                Err(error) => tracing::error!(
-                    error = &error as &dyn std::error::Error,
-                    "the working set was not saved"
-                ),
-            }
-        }
+        self.save_recording();
         for id in self.pager.region_ids() {
             if end == End::HandedOver {
                 // Nothing is poisoned; threads that sleep fault again, and the successor reads that.

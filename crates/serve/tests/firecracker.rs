@@ -453,6 +453,50 @@ fn the_waste_of_a_replay_is_estimated() {
     );
 }
 
+/// What a guest does after a rest belongs to its working set, too: nothing comes ahead of it, and what it did
+/// before is there for the next guest meanwhile.
+#[test]
+fn a_guest_that_rests_before_its_workload_is_recorded_whole() {
+    if !has_userfaultfd() {
+        return;
+    }
+    for mode in [WorkingSetMode::Auto, WorkingSetMode::Record] {
+        let place = Place::new(64);
+        let running = Running::start(Options {
+            working_set: mode,
+            prefetch: true,
+            ..place.options()
+        });
+        let saved = || pagetide_serve::WorkingSet::load(&place.working_set()).unwrap();
+        let guest = Guest::new(64);
+        let stream = guest.connect(&place.socket());
+        [9, 3]
+            .into_iter()
+            .for_each(|page| guest.check(page, &content(page)));
+        eventually("a part", || saved().is_some());
+        // More than a second after its last touch.
+        thread::sleep(A_WHILE);
+        assert_eq!(guest.resident(), 2, "{mode:?}");
+        assert_eq!(saved().unwrap().touches.len(), 2);
+        if mode == WorkingSetMode::Auto {
+            let next = Guest::new(64);
+            let stream = next.connect(&place.socket());
+            eventually("prefetch", || next.resident() == 64);
+            assert_eq!(running.metrics.totals().replayed_pages, 2);
+            drop(stream);
+        }
+        [40, 5]
+            .into_iter()
+            .for_each(|page| guest.check(page, &content(page)));
+        drop(stream);
+        eventually("the VMs' end", || running.metrics.totals().vms == 0);
+        let set = saved().unwrap();
+        let pages: Vec<u64> = set.touches.iter().map(|touch| touch.page.0).collect();
+        assert_eq!(pages, [9, 3, 40, 5], "{mode:?}");
+        assert_eq!(set.recordings, 1);
+    }
+}
+
 #[test]
 fn a_working_set_is_recorded_and_replayed() {
     if !has_userfaultfd() {

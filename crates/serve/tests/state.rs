@@ -10,12 +10,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::thread;
 
-use pagetide_serve::{Options, Server, StateOptions, WorkingSetMode, keep};
+use pagetide_serve::{Options, Server, StateOptions, WorkingSet, WorkingSetMode, keep};
 use support::native::*;
 use support::*;
 
 const DIRECTORY: &str = "PAGETIDE_TEST_STATE";
 const PREFETCH: &str = "PAGETIDE_TEST_PREFETCH";
+const RECORDS: &str = "PAGETIDE_TEST_RECORDS";
 
 /// The keeper's process, when a server has started it.
 #[test]
@@ -43,7 +44,10 @@ fn server() {
             image: pagetide_sources::Location::Path(directory.join("guest.mem")),
         }],
         prefetch: std::env::var_os(PREFETCH).is_some(),
-        working_set: WorkingSetMode::Off,
+        working_set: match std::env::var_os(RECORDS) {
+            Some(_) => WorkingSetMode::Auto,
+            None => WorkingSetMode::Off,
+        },
         state: Some(StateOptions {
             directory: directory.join("state"),
             keeper,
@@ -67,6 +71,12 @@ struct Serving(Child);
 
 impl Serving {
     fn start(place: &Place, prefetch: bool) -> Self {
+        let variables: &[&str] = if prefetch { &[PREFETCH] } else { &[] };
+        Self::with(place, variables)
+    }
+
+    /// With these variables set.
+    fn with(place: &Place, variables: &[&str]) -> Self {
         let ready = place.directory.path().join("ready");
         let _ = std::fs::remove_file(&ready);
         let mut command = Command::new(std::env::current_exe().unwrap());
@@ -75,9 +85,7 @@ impl Serving {
             .env(DIRECTORY, place.directory.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::null());
-        if prefetch {
-            command.env(PREFETCH, "1");
-        }
+        command.envs(variables.iter().map(|name| (name, "1")));
         let child = command.spawn().unwrap();
         eventually("the server", || ready.exists());
         Self(child)
@@ -164,6 +172,49 @@ fn a_server_that_is_stopped_hands_its_vms_over() {
     serving.stop();
     let socket = place.directory.path().join("state/keeper.sock");
     eventually("the keeper's end", || !socket.exists());
+}
+
+/// A recording goes on in a successor, and counts as one. After a kill, what the guest did in the last moment is
+/// missing.
+#[test]
+fn a_recording_goes_on_in_a_successor() {
+    if !has_userfaultfd() {
+        return;
+    }
+    for is_killed in [false, true] {
+        let place = Place::new(64);
+        let saved = || {
+            let set = WorkingSet::load(&place.working_set()).unwrap();
+            let of = |set: WorkingSet| {
+                let pages: Vec<u64> = set.touches.iter().map(|touch| touch.page.0).collect();
+                (pages, set.recordings)
+            };
+            set.map(of)
+        };
+        let variables = [PREFETCH, RECORDS];
+        let serving = Serving::with(&place, &variables);
+        let guest = shared(64);
+        let stream = guest.connect(&place.socket());
+        [30, 7]
+            .into_iter()
+            .for_each(|page| guest.check(page, &content(page)));
+        match is_killed {
+            false => serving.stop(),
+            true => {
+                eventually("a part", || saved().is_some());
+                serving.kill();
+            }
+        }
+        assert_eq!(saved(), Some((vec![30, 7], 1)));
+        let serving = Serving::with(&place, &variables);
+        [50, 2]
+            .into_iter()
+            .for_each(|page| guest.check(page, &content(page)));
+        assert_eq!(guest.resident(), 4);
+        drop(stream);
+        eventually("the rest", || saved() == Some((vec![30, 7, 50, 2], 1)));
+        serving.stop();
+    }
 }
 
 /// VMMs that speak the native protocol: their memory is served on, and they learn that nobody answers any more.

@@ -69,9 +69,8 @@ pub(super) struct Settings {
     #[arg(long, value_name = "FILE")]
     working_set_file: Option<PathBuf>,
 
-    /// Whether all missing pages are fetched while the guest runs. While a working set is recorded, this
-    /// begins when the guest has touched no missing page for a second, and with --working-set record it does
-    /// not begin [default: on]
+    /// Whether all missing pages are fetched while the guest runs. Not while the working set of a guest is
+    /// recorded, which ends with the VM [default: on]
     #[arg(long, value_enum, value_name = "SWITCH")]
     prefetch: Option<Switch>,
 

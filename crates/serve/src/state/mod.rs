@@ -117,6 +117,9 @@ pub(crate) struct Description {
     /// Its VMM speaks the native protocol.
     #[serde(default)]
     pub(crate) is_native: bool,
+    /// When the recording of its working set has begun, if it is recorded: microseconds of CLOCK_MONOTONIC.
+    #[serde(default)]
+    pub(crate) recording_since_us: Option<u64>,
 }
 
 impl Description {
@@ -330,6 +333,7 @@ mod tests {
             image: "a.mem".into(),
             digest: String::new(),
             is_native: false,
+            recording_since_us: None,
             regions: regions.iter().map(kept).collect(),
         }
     }

@@ -8,8 +8,8 @@ use std::time::Instant;
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 use super::control::Control;
-use super::keeping::Keeping;
-use super::start::Start;
+use super::keeping::{Keeping, Kind};
+use super::start::{Plan, Start};
 use super::{Client, Common, End, Link, TICK, Vm, VmError, chain, kill};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
@@ -170,8 +170,14 @@ fn serve(
     };
     let uffd = Arc::new(Userfaultfd::adopt(descriptor, EVENTS).map_err(ReceiveError::from)?);
     let attached = attached(&uffd, described);
+    let plan = Plan::new(common, image);
+    let kind = Kind {
+        is_native: false,
+        recording_since_us: plan.recording_since_us(),
+    };
     let start = Start {
-        keeping: keep(common, image, client, &attached, false)?,
+        keeping: keep(common, image, client, &attached, kind)?,
+        plan,
         ..Start::default()
     };
     let vm = Vm::new(common, image, peer, attached, start)?;
@@ -184,10 +190,10 @@ fn keep(
     image: &ServedImage,
     client: &Client,
     attached: &[AttachedRegion],
-    is_native: bool,
+    kind: Kind,
 ) -> Result<Option<Keeping>, VmError> {
     match &common.state {
-        Some(state) => Keeping::begin(state, image, client, attached, is_native),
+        Some(state) => Keeping::begin(state, image, client, attached, kind),
         None => Ok(None),
     }
 }
@@ -211,6 +217,7 @@ fn resume(
         // served as long as it keeps its end open.
         let _ = stream.shutdown(std::net::Shutdown::Write);
     }
+    let since_us = kept.description.recording_since_us;
     let uffd = Arc::new(Userfaultfd::adopt(kept.uffd, EVENTS).map_err(ReceiveError::from)?);
     let keeping = common.state.as_ref().map(|state| Keeping {
         state: Arc::clone(state),
@@ -221,6 +228,7 @@ fn resume(
     let start = Start {
         keeping,
         is_running: true,
+        plan: Plan::go_on(common, image, since_us),
         ..Start::default()
     };
     let vm = Vm::new(common, image, peer, attached(&uffd, described), start)?;
@@ -281,10 +289,20 @@ fn serve_native(
     let regions = attached.regions;
     // A predecessor has served it.
     let is_running = regions.iter().any(|region| !region.maps.is_empty());
-    let start = keep(common, image, client, &regions, true).map(|keeping| Start {
+    // A VMM may end its recording at any time: a successor would not know.
+    let kind = Kind {
+        is_native: true,
+        recording_since_us: None,
+    };
+    let start = keep(common, image, client, &regions, kind).map(|keeping| Start {
         is_native: true,
         is_running,
         keeping,
+        // A guest that runs already has touched its working set.
+        plan: match is_running {
+            false => Plan::new(common, image),
+            true => Plan::Nothing,
+        },
     });
     let made = start.and_then(|start| Vm::new(common, image, peer, regions, start));
     let mut vm = match made {

@@ -319,7 +319,7 @@ impl<'a> Control<'a> {
                 let recorder = vm.stop_recording();
                 let recorder = recorder.ok_or_else(|| refusal(RefusedCode::WorkingSet, text))?;
                 let image = Arc::clone(vm.image);
-                self.start(id, move || Work::Saved(image.save(recorder.touches())))
+                self.start(id, move || Work::Saved(image.save(&recorder)))
             }
             WorkingSetAction::Replay => {
                 let image = Arc::clone(vm.image);
@@ -478,7 +478,7 @@ impl Vm<'_> {
         {
             observer.restart();
             self.recorder = Some(Arc::clone(observer));
-            // What comes ahead is not recorded. The rest is fetched when the guest is quiet.
+            // What comes ahead is not recorded. The rest is fetched when the recording has ended.
             self.prefetch = None;
         }
     }

@@ -20,6 +20,14 @@ pub(super) struct Keeping {
     pub(super) is_handed_over: bool,
 }
 
+/// What else a successor has to know.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kind {
+    pub(super) is_native: bool,
+    /// When the recording of its working set has begun, if a successor goes on with it.
+    pub(super) recording_since_us: Option<u64>,
+}
+
 impl Drop for Keeping {
     fn drop(&mut self) {
         if !self.is_handed_over {
@@ -35,7 +43,7 @@ impl Keeping {
         image: &ServedImage,
         client: &Client,
         attached: &[AttachedRegion],
-        is_native: bool,
+        kind: Kind,
     ) -> Result<Option<Self>, VmError> {
         let Some(first) = attached.first().filter(|_| can_be_kept(attached)) else {
             return Ok(None);
@@ -49,7 +57,8 @@ impl Keeping {
             image: image.location.as_given().into_owned(),
             digest: image.image.digest().to_string(),
             regions: described().map(KeptRegion::from).collect(),
-            is_native,
+            is_native: kind.is_native,
+            recording_since_us: kind.recording_since_us,
         };
         let id = state.keep(first.uffd.as_fd(), &client.stream, &maps, &description);
         Ok(Some(Self {

@@ -13,11 +13,13 @@ use pagetide_sources::ImageError;
 use pagetide_uapi::userfaultfd::UserRange;
 
 use super::keeping::{Keeping, map_bytes};
+use super::recording::Checkpoint;
 use super::{Common, PagedRange, Part, Vm, VmError};
 use crate::handshake::VmRegion;
 use crate::image::{ServedImage, WorkingSetPlan};
 use crate::metrics::Totals;
 use crate::native::attach::{AttachedRegion, Memory};
+use crate::options::WorkingSetMode;
 use crate::peer::Peer;
 use crate::recorder::{RECORDED, Recorder};
 use crate::sample::Sample;
@@ -67,6 +69,45 @@ fn part_of(
         .trust_existing_pages())
 }
 
+/// What a VM does with its working set.
+#[derive(Debug, Default)]
+pub(super) enum Plan {
+    #[default]
+    Nothing,
+    Record(Arc<Recorder>),
+    Replay(WorkingSet),
+}
+
+impl Plan {
+    /// The plan of a VM that starts now.
+    pub(super) fn new(common: &Common, image: &ServedImage) -> Self {
+        match image.working_set_plan(common.options.working_set) {
+            WorkingSetPlan::Nothing => Self::Nothing,
+            WorkingSetPlan::Record => Self::Record(Arc::new(Recorder::new())),
+            WorkingSetPlan::Replay(set) => Self::Replay(set),
+        }
+    }
+
+    /// The plan of a VM that a former server has recorded since then, if it did. The guest has touched what a
+    /// replay would fetch.
+    pub(super) fn go_on(common: &Common, image: &ServedImage, since_us: Option<u64>) -> Self {
+        let mode = common.options.working_set;
+        let records = matches!(mode, WorkingSetMode::Auto | WorkingSetMode::Record);
+        match since_us.filter(|_| records && image.has_working_set_file()) {
+            Some(since_us) => Self::Record(Arc::new(Recorder::continued(since_us))),
+            None => Self::Nothing,
+        }
+    }
+
+    /// When its recording has begun, if it records.
+    pub(super) fn recording_since_us(&self) -> Option<u64> {
+        match self {
+            Self::Record(recorder) => Some(recorder.since_us()),
+            Self::Nothing | Self::Replay(_) => None,
+        }
+    }
+}
+
 /// How a VM begins.
 #[derive(Default)]
 pub(super) struct Start {
@@ -74,6 +115,8 @@ pub(super) struct Start {
     pub(super) is_native: bool,
     /// It runs already: another server has served it.
     pub(super) is_running: bool,
+    /// What it does with its working set.
+    pub(super) plan: Plan,
     /// It is kept for a successor.
     pub(super) keeping: Option<Keeping>,
 }
@@ -92,14 +135,10 @@ impl<'a> Vm<'a> {
         pager.on_notice(move |notice| {
             let _ = send.send(notice.clone());
         });
-        // A guest that runs already has touched its working set.
-        let plan = match start.is_running {
-            false => image.working_set_plan(common.options.working_set),
-            true => WorkingSetPlan::Nothing,
-        };
-        let recorder = match plan {
-            WorkingSetPlan::Record => Some(Arc::new(Recorder::new())),
-            WorkingSetPlan::Nothing | WorkingSetPlan::Replay(_) => None,
+        let plan = start.plan;
+        let recorder = match &plan {
+            Plan::Record(recorder) => Some(Arc::clone(recorder)),
+            Plan::Nothing | Plan::Replay(_) => None,
         };
         let idle = || {
             let recorder = Recorder::new();
@@ -117,7 +156,7 @@ impl<'a> Vm<'a> {
         let is_sampled = !common.options.prefetch && observer.is_none() && { regions }
             .all(|region| region.page_size == RECORDED);
         let sample = match &plan {
-            WorkingSetPlan::Replay(set) if is_sampled => {
+            Plan::Replay(set) if is_sampled => {
                 Sample::choose(&set.runs(), common.metrics.totals().vms_accepted)
             }
             _ => None,
@@ -136,6 +175,7 @@ impl<'a> Vm<'a> {
             memory_bytes,
             notices,
             recorder,
+            checkpoint: Checkpoint::new(),
             observer,
             sample: sample.map(Arc::new),
             prefetch: None,
@@ -283,10 +323,10 @@ impl<'a> Vm<'a> {
         Ok(id)
     }
 
-    fn start_prefetch(&mut self, plan: &WorkingSetPlan) -> Result<(), ServeError> {
+    fn start_prefetch(&mut self, plan: &Plan) -> Result<(), ServeError> {
         let first = match plan {
-            WorkingSetPlan::Replay(set) => self.plan_replay(set),
-            WorkingSetPlan::Nothing | WorkingSetPlan::Record => Vec::new(),
+            Plan::Replay(set) => self.plan_replay(set),
+            Plan::Nothing | Plan::Record(_) => Vec::new(),
         };
         self.start_plan(first)
     }
@@ -323,7 +363,7 @@ impl<'a> Vm<'a> {
     }
 
     fn start_plan(&mut self, first: Vec<(RegionId, PageRange)>) -> Result<(), ServeError> {
-        // A page that comes ahead is not recorded: while recording, the rest waits for a quiet moment.
+        // A page that comes ahead is not recorded.
         let then = match self.common.options.prefetch && self.recorder.is_none() {
             true => self.ids(),
             false => Vec::new(),
