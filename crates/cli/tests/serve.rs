@@ -170,6 +170,36 @@ fn sigterm_ends_a_server_that_waits_for_a_silent_store() {
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 
+/// Options that are read again open an image, and the store is silent for as long as it likes.
+#[test]
+fn sigterm_ends_a_server_that_waits_for_a_silent_store_at_sighup() {
+    let place = Place::new();
+    let store = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = store.local_addr().expect("bound");
+    let config = place.path("serve.toml");
+    let sockets = |more: &str| {
+        let (socket, image) = (place.path("socket"), place.path("image"));
+        let text = format!("seccomp = \"off\"\n[sockets]\n{socket:?} = {image:?}\n{more}");
+        fs::write(&config, text).expect("a temporary file");
+    };
+    sockets("");
+    let mut child = place
+        .command(&["--config", "serve.toml"])
+        .spawn()
+        .expect("it starts");
+    let socket = place.path("socket");
+    eventually("the socket", || socket.exists());
+    sockets(&format!("\"other\" = \"http://{address}/image\"\n"));
+    signal(&child, "HUP");
+    let (_silent, _) = store.accept().expect("a request");
+    let asked = Instant::now();
+    signal(&child, "TERM");
+    assert_eq!(ended(&mut child).code(), Some(0));
+    // The store would be given up after 20 s.
+    let took = asked.elapsed();
+    assert!(took < Duration::from_secs(15), "{took:?}");
+}
+
 #[test]
 fn a_socket_that_a_killed_server_left_is_used_again() {
     let place = Place::new();

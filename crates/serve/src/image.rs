@@ -221,3 +221,50 @@ impl std::fmt::Debug for ServedImage {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::thread;
+
+    use pagetide_memory::GuestAddress;
+    use pagetide_sources::{OpenOptions, open};
+
+    use super::*;
+
+    fn recorder_of(page: u64) -> Recorder {
+        let recorder = Recorder::new();
+        recorder.record(GuestAddress(page << RECORDED.shift()));
+        recorder
+    }
+
+    /// Each of them reads the file, merges, and writes: no other may do so in between.
+    #[test]
+    fn vms_that_end_together_lose_no_recording() {
+        const VMS: u64 = 8;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("guest.mem");
+        fs_err::write(&path, vec![1; 4096 * usize::try_from(VMS).unwrap()]).unwrap();
+        let location = Location::Path(path.clone());
+        let options = Options::default();
+        let opened = open(&location, &OpenOptions::default()).unwrap();
+        let image = ServedImage::start(opened, &location, &options, &Metrics::default()).unwrap();
+        for round in 0..16 {
+            let _ = fs_err::remove_file(beside(&path));
+            let together = Barrier::new(usize::try_from(VMS).unwrap());
+            thread::scope(|scope| {
+                for vm in 0..VMS {
+                    let (image, together) = (&image, &together);
+                    scope.spawn(move || {
+                        let recorder = recorder_of(vm);
+                        together.wait();
+                        image.save(&recorder).unwrap();
+                    });
+                }
+            });
+            let set = image.saved_working_set().unwrap();
+            assert_eq!(set.touches.len() as u64, VMS, "round {round}");
+            assert_eq!(u64::from(set.recordings), VMS);
+        }
+    }
+}

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use pagetide_memory::{PageIndex, PageSize};
+use pagetide_memory::{GuestAddress, PageIndex, PageSize};
 use pagetide_pager::{Fault, Observer};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -111,10 +111,9 @@ impl Recorder {
         let last = self.last_us.load(Ordering::Relaxed);
         Duration::from_micros(self.now_us().saturating_sub(last))
     }
-}
 
-impl Observer for Recorder {
-    fn touched(&self, fault: &Fault) {
+    /// Records a touch.
+    pub(crate) fn record(&self, gpa: GuestAddress) {
         if !self.is_on.load(Ordering::Acquire) {
             return;
         }
@@ -123,8 +122,14 @@ impl Observer for Recorder {
         let at_us = now.saturating_sub(self.start_us.load(Ordering::Relaxed));
         let mut touches = self.touches.lock().unwrap_or_else(PoisonError::into_inner);
         if touches.len() < MOST_TOUCHES {
-            let page = PageIndex(fault.gpa.0 >> RECORDED.shift());
+            let page = PageIndex(gpa.0 >> RECORDED.shift());
             touches.push(Touch { page, at_us });
         }
+    }
+}
+
+impl Observer for Recorder {
+    fn touched(&self, fault: &Fault) {
+        self.record(fault.gpa);
     }
 }

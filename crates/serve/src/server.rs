@@ -77,7 +77,7 @@ struct StopState {
 }
 
 impl Stopper {
-    fn new() -> Result<Self, Errno> {
+    pub(crate) fn new() -> Result<Self, Errno> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         Ok(Self(Arc::new(StopState {
             event: eventfd(0, flags)?,

@@ -64,6 +64,27 @@ fn a_vmm_without_content_is_killed_if_that_is_the_policy() {
     assert_eq!(running.metrics.totals().vms_killed, 1);
 }
 
+/// A VMM for which there is no room has no server, and so no content.
+#[test]
+fn a_vmm_above_the_limit_is_killed_if_that_is_the_policy() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(8);
+    let running = Running::start(Options {
+        on_failure: OnFailure::Kill,
+        max_vms: 1,
+        ..place.options()
+    });
+    let mut first = Vmm::start("vmm", &place.socket(), 8);
+    assert_eq!(first.read(1), first_word(1));
+    let mut second = Vmm::spawn("vmm", &place.socket(), 8);
+    assert_eq!(second.signal(), Some(SIGKILL));
+    let totals = running.metrics.totals();
+    assert_eq!((totals.vms_refused, totals.vms_killed), (1, 1));
+    assert_eq!(first.read(2), first_word(2));
+}
+
 /// A page that cannot be read kills no VMM that does not need it, and keeps no other page away.
 #[test]
 fn a_bad_page_that_only_prefetch_meets_kills_nobody() {

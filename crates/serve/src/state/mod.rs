@@ -196,6 +196,16 @@ impl State {
         ))
     }
 
+    /// One without a keeper.
+    #[cfg(test)]
+    pub(crate) fn unattended() -> Self {
+        let (socket, _) = UnixStream::pair().unwrap();
+        Self {
+            socket: Mutex::new(socket.into()),
+            next_id: AtomicU64::new(1),
+        }
+    }
+
     /// Keeps a VM. Returns its number at the keeper.
     pub(crate) fn keep(
         &self,

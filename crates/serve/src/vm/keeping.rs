@@ -48,18 +48,10 @@ impl Keeping {
         let Some(first) = attached.first().filter(|_| can_be_kept(attached)) else {
             return Ok(None);
         };
-        let described = || attached.iter().map(|attached| &attached.region);
-        let bytes = PageSize::Size4K.bytes() + described().map(map_bytes).sum::<u64>();
+        let described = attached.iter().map(|attached| &attached.region);
+        let bytes = PageSize::Size4K.bytes() + described.map(map_bytes).sum::<u64>();
         let maps = map_file(bytes).map_err(VmError::Keep)?;
-        let description = Description {
-            socket: client.socket.clone(),
-            // With its credentials, which the successor needs as well.
-            image: image.location.as_given().into_owned(),
-            digest: image.image.digest().to_string(),
-            regions: described().map(KeptRegion::from).collect(),
-            is_native: kind.is_native,
-            recording_since_us: kind.recording_since_us,
-        };
+        let description = describe(image, &client.socket, attached, kind);
         let id = state.keep(first.uffd.as_fd(), &client.stream, &maps, &description);
         Ok(Some(Self {
             state: Arc::clone(state),
@@ -67,6 +59,24 @@ impl Keeping {
             maps,
             is_handed_over: false,
         }))
+    }
+}
+
+fn describe(
+    image: &ServedImage,
+    socket: &str,
+    attached: &[AttachedRegion],
+    kind: Kind,
+) -> Description {
+    let regions = attached.iter().map(|attached| &attached.region);
+    Description {
+        socket: socket.to_owned(),
+        // With its credentials, which the successor needs as well.
+        image: image.location.as_given().into_owned(),
+        digest: image.image.digest().to_string(),
+        regions: regions.map(KeptRegion::from).collect(),
+        is_native: kind.is_native,
+        recording_since_us: kind.recording_since_us,
     }
 }
 
@@ -90,4 +100,34 @@ pub(super) fn map_bytes(region: &VmRegion) -> u64 {
     let pages = region.bytes() >> region.page_size.shift();
     let page = PageSize::Size4K.bytes();
     (pages.div_ceil(page) + 1) * page
+}
+
+#[cfg(test)]
+mod tests {
+    use pagetide_sources::{Location, OpenOptions, open};
+
+    use super::*;
+    use crate::metrics::Metrics;
+    use crate::options::Options;
+
+    /// A successor opens the image by what the keeper has. Messages show the location without credentials.
+    #[test]
+    fn a_successor_gets_the_credentials_of_the_images_url() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("guest.mem");
+        fs_err::write(&path, [1; 4096]).unwrap();
+        let image = open(&Location::Path(path), &OpenOptions::default()).unwrap();
+        let url = "https://user:secret@store.example/guest.mem?token=1";
+        let location: Location = url.parse().unwrap();
+        let options = Options::default();
+        let image = ServedImage::start(image, &location, &options, &Metrics::default()).unwrap();
+        let kind = Kind {
+            is_native: false,
+            recording_since_us: None,
+        };
+        let description = describe(&image, "a.sock", &[], kind);
+        let successors: Location = description.image.parse().unwrap();
+        assert_eq!(successors, location);
+        assert!(!successors.to_string().contains("secret"));
+    }
 }

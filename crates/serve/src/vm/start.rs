@@ -405,3 +405,7 @@ impl<'a> Vm<'a> {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "start_tests.rs"]
+mod tests;

@@ -22,6 +22,13 @@ impl Vmm {
     /// Starts a VMM with this many pages of memory, which connects to `socket`. `test` is the name of
     /// the test that calls [`run_as_child`].
     pub fn start(test: &str, socket: &Path, pages: usize) -> Self {
+        let vmm = Self::spawn(test, socket, pages);
+        vmm.wait_for("connected");
+        vmm
+    }
+
+    /// The same for one that may not live to say that it has connected.
+    pub fn spawn(test: &str, socket: &Path, pages: usize) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(SOCKET, socket)
@@ -37,9 +44,7 @@ impl Vmm {
                 let _ = send.send(line);
             }
         });
-        let vmm = Self { child, lines };
-        vmm.wait_for("connected");
-        vmm
+        Self { child, lines }
     }
 
     fn wait_for(&self, wanted: &str) {

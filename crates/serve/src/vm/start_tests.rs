@@ -1,0 +1,156 @@
+//! The beginning of a VM that a former server has left.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use pagetide_memory::{HostAddress, HostRange};
+use pagetide_pager::{Content, Mode};
+use pagetide_sources::{Location, OpenOptions, open};
+use pagetide_uapi::userfaultfd::{Event, EventBuffer, Features, OpenError, UserRange, Userfaultfd};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+
+use super::*;
+use crate::metrics::Metrics;
+use crate::options::Options;
+use crate::server::Stopper;
+use crate::state::{State, map_file};
+use crate::vm::End;
+
+/// Marking so many pages takes longer than it takes prefetch to ask for some of them.
+const PAGES: usize = 1 << 23;
+const PAGE: usize = 4096;
+
+/// Memory of a guest that is registered with a userfaultfd. It stays mapped until the process ends.
+fn registered() -> Option<(Arc<Userfaultfd>, UserRange)> {
+    let uffd = match Userfaultfd::open(Features::EVENT_REMOVE) {
+        Ok(uffd) => Arc::new(uffd),
+        Err(error @ (OpenError::NotSupported | OpenError::NoPermission { .. })) => {
+            println!("SKIP: {error}");
+            return None;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    let (access, flags) = (
+        ProtFlags::READ | ProtFlags::WRITE,
+        MapFlags::PRIVATE | MapFlags::NORESERVE,
+    );
+    // SAFETY: mmap without MAP_FIXED replaces no other mapping.
+    let start = unsafe { mmap_anonymous(std::ptr::null_mut(), PAGES * PAGE, access, flags) };
+    let range = UserRange {
+        start: start.unwrap() as u64,
+        bytes: (PAGES * PAGE) as u64,
+    };
+    // SAFETY: the memory is new, stays mapped, and no code relies on its zeroes.
+    unsafe { uffd.register(range, Mode::Missing) }.unwrap();
+    Some((uffd, range))
+}
+
+/// The number of its pages that are mapped.
+fn resident(range: UserRange) -> usize {
+    use std::os::unix::fs::FileExt;
+    let map = fs_err::File::open("/proc/self/pagemap").unwrap();
+    let mut entries = vec![0; PAGES * 8];
+    let at = range.start / PAGE as u64 * 8;
+    map.file().read_exact_at(&mut entries, at).unwrap();
+    let is_there = |entry: &&[u8]| entry[7] & 0x80 != 0;
+    entries.chunks(8).filter(is_there).count()
+}
+
+/// A source that sees whether what a predecessor has read was applied before it is asked.
+struct Watching {
+    maps: Arc<OwnedFd>,
+    is_early: Arc<AtomicBool>,
+}
+
+impl Source for Watching {
+    fn submit(&self, request: Request) {
+        let mut first = [0; 8];
+        rustix::io::pread(&self.maps, &mut first, 0).unwrap();
+        if first != [0; 8] {
+            self.is_early.store(true, Ordering::Release);
+        }
+        request.complete(Content::Zero);
+    }
+}
+
+/// A predecessor has read that the guest discarded its memory, and was killed before it marked the pages. The
+/// guest went on then, so that nothing else says so.
+#[test]
+fn what_a_predecessor_has_read_is_applied_before_anything_is_fetched() {
+    let Some((uffd, range)) = registered() else {
+        return;
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("guest.mem");
+    let file = fs_err::File::create(&path).unwrap();
+    file.set_len((PAGES * PAGE) as u64).unwrap();
+    let maps = map_file(((PAGES / PAGE + 4) * PAGE) as u64).unwrap();
+
+    let mut journal = EventBuffer::in_file(maps.as_fd(), 0).unwrap();
+    let balloon = thread::spawn(move || {
+        let start = std::ptr::with_exposed_provenance_mut(usize::try_from(range.start).unwrap());
+        // SAFETY: the pages are those of `registered`, whose content nobody relies on.
+        unsafe { madvise(start, PAGES * PAGE, Advice::LinuxDontNeed) }.unwrap();
+    });
+    let mut polled = [PollFd::new(&uffd, PollFlags::IN)];
+    assert_eq!(poll(&mut polled, None).unwrap(), 1);
+    let events: Vec<_> = uffd.read_events(&mut journal).unwrap().collect();
+    assert!(matches!(events[..], [Event::Remove { .. }]), "{events:?}");
+    balloon.join().unwrap();
+    // Not cleared, as after a kill.
+    drop(journal);
+
+    let options = Options {
+        prefetch: true,
+        ..Options::default()
+    };
+    let location = Location::Path(path);
+    let metrics = Metrics::default();
+    let image = open(&location, &OpenOptions::default()).unwrap();
+    let mut image = ServedImage::start(image, &location, &options, &metrics).unwrap();
+    let is_early = Arc::new(AtomicBool::new(false));
+    image.source = Arc::new(Watching {
+        maps: Arc::clone(&maps),
+        is_early: Arc::clone(&is_early),
+    });
+    let image = Arc::new(image);
+    let common = Common {
+        options: Arc::new(options),
+        metrics,
+        stopper: Stopper::new().unwrap(),
+        state: None,
+    };
+    let (stream, _other) = UnixStream::pair().unwrap();
+    let peer = Peer::of(&stream).unwrap();
+    let start = HostAddress(usize::try_from(range.start).unwrap());
+    let attached = AttachedRegion {
+        region: VmRegion {
+            range: HostRange::new(start, PAGES * PAGE).unwrap(),
+            offset: 0,
+            page_size: PageSize::Size4K,
+        },
+        memory: Memory::Missing,
+        uffd,
+        maps: Vec::new(),
+    };
+    let start = Start {
+        is_running: true,
+        keeping: Some(Keeping {
+            state: Arc::new(State::unattended()),
+            id: 1,
+            maps,
+            is_handed_over: false,
+        }),
+        ..Start::default()
+    };
+    let mut vm = Vm::new(&common, &image, &peer, vec![attached], start).unwrap();
+    let ended = vm.prefetch.take().unwrap().finish().unwrap();
+    assert!(ended.is_complete);
+    assert!(!is_early.load(Ordering::Acquire), "fetched before");
+    assert_eq!(resident(range), 0, "discarded pages have content");
+    let _ = vm.end(End::Gone).unwrap();
+}
