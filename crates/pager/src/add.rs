@@ -374,7 +374,7 @@ fn check_place(
     if !page_size.divides(bytes) {
         return Err(AddError::BadRange { gpa, bytes });
     }
-    for other in table.iter() {
+    for other in table.neighbours(gpa) {
         let first = GuestRange::new(other.gpa, other.gpa_end().0 - other.gpa.0).map_err(bad)?;
         if first.overlaps(range) {
             let (first, second) = if first.start() < range.start() {

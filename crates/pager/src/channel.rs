@@ -19,6 +19,8 @@
 //! and the lock, reads the event itself, and retries.
 
 use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use pagetide_memory::{PageIndex, PageRange};
@@ -78,6 +80,8 @@ pub(crate) struct Channel {
     pub(crate) has_events: bool,
     /// Sorted by address, without overlap.
     spans: RwLock<Vec<Span>>,
+    /// Whether the process has moved a part of its memory. Set with the spans locked for writing.
+    has_moved: AtomicBool,
     /// Faults that a thread read while it looked for events.
     pending: Mutex<VecDeque<PageFault>>,
     /// Messages are read into this buffer, which outlives the process, in place of the reader's own.
@@ -95,11 +99,19 @@ pub(crate) struct InstallLock<'c> {
 impl InstallLock<'_> {
     /// The address of the first of `pages`, and the pages that follow it contiguously. `None` if the
     /// first is not mapped.
-    pub(crate) fn find(&self, region: RegionId, pages: PageRange) -> Option<(u64, PageRange)> {
+    ///
+    /// `home` is the first one's address if it was not moved.
+    pub(crate) fn find(
+        &self,
+        region: RegionId,
+        pages: PageRange,
+        home: u64,
+    ) -> Option<(u64, PageRange)> {
         let spans = self.spans.as_ref()?;
-        let span = spans
-            .iter()
-            .find(|span| span.region == region && span.pages.contains(pages.first()))?;
+        let is_it = |span: &&Span| span.region == region && span.pages.contains(pages.first());
+        let after = spans.partition_point(|span| span.start <= home);
+        let at_home = after.checked_sub(1).and_then(|index| spans.get(index));
+        let span = at_home.filter(is_it).or_else(|| spans.iter().find(is_it))?;
         let skip = pages.first().0 - span.pages.first().0;
         let start = span.start + (skip << span.shift);
         Some((start, pages.intersection(span.pages)))
@@ -129,6 +141,7 @@ impl Channel {
             token,
             has_events,
             spans: RwLock::default(),
+            has_moved: AtomicBool::new(false),
             pending: Mutex::default(),
             journal: journal.map(Mutex::new),
             is_handed_over: RwLock::new(false),
@@ -139,21 +152,44 @@ impl Channel {
     /// Calls `begin` before any thread can find the span.
     pub(crate) fn add(&self, span: Span, begin: impl FnOnce()) -> Result<(), u64> {
         let mut spans = self.lock_spans();
-        let overlaps = |other: &&Span| other.start < span.end() && span.start < other.end();
-        if let Some(other) = spans.iter().find(overlaps) {
+        // They do not overlap each other: the first that ends behind the span's start decides.
+        let at = spans.partition_point(|other| other.end() <= span.start);
+        if let Some(other) = spans.get(at).filter(|other| other.start < span.end()) {
             return Err(other.start.max(span.start));
         }
         begin();
-        let at = spans.partition_point(|other| other.start < span.start);
         spans.insert(at, span);
         Ok(())
     }
 
-    /// Removes the spans of `region`. Returns whether other spans remain.
-    pub(crate) fn remove(&self, region: RegionId) -> bool {
+    /// Removes the spans of `region`, which was added at these addresses. Returns whether other spans remain.
+    pub(crate) fn remove(&self, region: RegionId, home: &Range<u64>) -> bool {
         let mut spans = self.lock_spans();
-        spans.retain(|span| span.region != region);
+        let place = self.place_of(&spans, home);
+        let others = spans.get(place.clone()).unwrap_or_default().iter();
+        let others: Vec<_> = others
+            .filter(|span| span.region != region)
+            .copied()
+            .collect();
+        spans.splice(place, others);
         !spans.is_empty()
+    }
+
+    /// Where the spans of a region are that was added at these addresses.
+    fn place_of(&self, spans: &[Span], home: &Range<u64>) -> Range<usize> {
+        if self.has_moved.load(Ordering::Acquire) {
+            return 0..spans.len();
+        }
+        let first = spans.partition_point(|span| span.end() <= home.start);
+        first
+            ..spans
+                .partition_point(|span| span.start < home.end)
+                .max(first)
+    }
+
+    /// Records that some span is not where it was added.
+    pub(crate) fn note_moved(&self) {
+        self.has_moved.store(true, Ordering::Release);
     }
 
     /// Leaves the messages to a successor, or reverts that. Afterwards no thread here reads a message,
@@ -163,10 +199,11 @@ impl Channel {
         *locked.unwrap_or_else(PoisonError::into_inner) = is_handed_over;
     }
 
-    /// The current addresses of `region`'s pages.
-    pub(crate) fn spans_of(&self, region: RegionId) -> Vec<Span> {
+    /// The current addresses of the pages of `region`, which was added at the addresses `home`.
+    pub(crate) fn spans_of(&self, region: RegionId, home: &Range<u64>) -> Vec<Span> {
         let spans = self.spans.read().unwrap_or_else(PoisonError::into_inner);
-        let of_region = spans.iter().filter(|span| span.region == region);
+        let near = spans.get(self.place_of(&spans, home)).unwrap_or_default();
+        let of_region = near.iter().filter(|span| span.region == region);
         of_region.copied().collect()
     }
 
@@ -356,7 +393,7 @@ mod tests {
             };
             let added = channel.add(other, || panic!("begun"));
             assert_eq!(added, Err(at));
-            assert_eq!(channel.spans_of(region), []);
+            assert_eq!(channel.spans_of(region, &(0..u64::MAX)), []);
         }
         let behind = Span {
             start: SPAN.end(),

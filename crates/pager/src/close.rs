@@ -84,7 +84,7 @@ impl Pager {
         self.cancel_all(region);
         self.set_table(table.without(id));
         let uffd = Arc::clone(&served.channel.uffd);
-        let spans = served.channel.spans_of(id);
+        let spans = served.channel.spans_of(id, &region.home_of(served));
         self.leave_channels(region);
         // Installations in progress are finished: after this no page changes any more.
         self.withdraw(region, region.all_pages());
@@ -183,7 +183,7 @@ impl Pager {
     /// page that was discarded.
     fn end_registration(&self, region: &PagedRegion) {
         for served in &region.served {
-            for span in served.channel.spans_of(region.id) {
+            for span in served.channel.spans_of(region.id, &region.home_of(served)) {
                 let range = UserRange {
                     start: span.start,
                     bytes: span.bytes(),
@@ -198,7 +198,7 @@ impl Pager {
 
     fn leave_channels(&self, region: &PagedRegion) {
         for served in &region.served {
-            if !served.channel.remove(region.id) {
+            if !served.channel.remove(region.id, &region.home_of(served)) {
                 self.poller.remove(&served.channel);
             }
         }

@@ -95,6 +95,9 @@ impl Pager {
                 for part in replaced {
                     self.discarded(channel, &part);
                 }
+                if !moved.is_empty() {
+                    channel.note_moved();
+                }
                 for part in moved {
                     let offset = part.start.saturating_sub(from);
                     let start = to.saturating_add(offset);

@@ -57,6 +57,7 @@ mod add;
 mod arrival;
 mod blocking;
 mod channel;
+mod chunks;
 mod close;
 mod config;
 mod content;

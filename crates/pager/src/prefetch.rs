@@ -3,6 +3,7 @@
 mod in_order;
 mod place;
 
+use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -130,15 +131,15 @@ impl Prefetch {
         plan: PrefetchPlan,
     ) -> Result<Self, ServeError> {
         let table = pager.table();
-        let region_of = |id: RegionId| table.iter().find(|region| region.id == id).map(Arc::clone);
+        let region_of = |id: RegionId| table.region(id).map(Arc::clone);
         let part_of = |(id, pages): (RegionId, PageRange)| {
             let region = region_of(id)?;
             let pages = pages.intersection(region.all_pages());
             Some((region, pages))
         };
-        let is_planned = |region: &&Arc<PagedRegion>| {
-            plan.then.contains(&region.id) || plan.first.iter().any(|(id, _)| *id == region.id)
-        };
+        let first = plan.first.iter().map(|(id, _)| *id);
+        let planned: HashSet<RegionId> = first.chain(plan.then.iter().copied()).collect();
+        let is_planned = |region: &&Arc<PagedRegion>| planned.contains(&region.id);
         let every: Vec<_> = table.iter().filter(is_planned).map(Arc::clone).collect();
         for requesting in every.iter().filter_map(|region| region.requesting()) {
             requesting.lock().requests.forget_set_aside();

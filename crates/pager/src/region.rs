@@ -1,6 +1,7 @@
 //! The pager's state of a region.
 
 use std::ops::Deref;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -249,6 +250,12 @@ impl PagedRegion {
         }
     }
 
+    /// The addresses at which `served` was added.
+    pub(crate) fn home_of(&self, served: &Served) -> Range<u64> {
+        let start = self.hva + (served.pages.first().0 << self.shift);
+        start..start + (served.pages.count() << self.shift)
+    }
+
     /// The address of `pages`, or of as many of them, from the first on, as are contiguous. `None` if
     /// the first is not mapped any more.
     #[inline]
@@ -258,10 +265,11 @@ impl PagedRegion {
         lock: &InstallLock<'_>,
         pages: PageRange,
     ) -> Option<Place<'a>> {
+        let home = self.hva + (pages.first().0 << self.shift);
         let (start, pages) = if served.channel.has_events {
-            lock.find(self.id, pages)?
+            lock.find(self.id, pages, home)?
         } else {
-            (self.hva + (pages.first().0 << self.shift), pages)
+            (home, pages)
         };
         let bytes = pages.count() << self.shift;
         Some(Place {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use pagetide_memory::{GuestAddress, PageIndex};
 
 use crate::channel::Channel;
+use crate::chunks::{Order, Slots};
 use crate::fault::RegionId;
 use crate::region::PagedRegion;
 
@@ -13,10 +14,12 @@ use crate::region::PagedRegion;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
     /// By number; numbers are not reused.
-    regions: Vec<Option<Arc<PagedRegion>>>,
+    regions: Slots<Option<Arc<PagedRegion>>>,
     /// The numbers of the regions in the order of their home gpas.
-    by_gpa: Vec<usize>,
+    by_gpa: Order,
     channels: Vec<Arc<Channel>>,
+    /// How often regions name each of these.
+    users: Vec<usize>,
 }
 
 impl Table {
@@ -27,25 +30,26 @@ impl Table {
 
     /// The regions, in the order of their home gpas.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<PagedRegion>> {
-        self.by_gpa
-            .iter()
-            .filter_map(|&index| self.regions.get(index)?.as_ref())
+        let region = |number| self.regions.get(number)?.as_ref();
+        self.by_gpa.iter().filter_map(region)
     }
 
     /// The region and page of a home gpa.
     #[inline]
     pub(crate) fn locate(&self, gpa: GuestAddress) -> Option<(&Arc<PagedRegion>, PageIndex)> {
-        let gpa_of = |&index: &usize| self.regions.get(index)?.as_ref();
-        let index = match self.by_gpa.as_slice() {
-            [only] => *only,
-            many => {
-                let after = many
-                    .partition_point(|index| gpa_of(index).is_some_and(|region| region.gpa <= gpa));
-                *many.get(after.checked_sub(1)?)?
-            }
-        };
-        let region = gpa_of(&index)?;
+        let number = self.by_gpa.at_or_before(gpa.0)?;
+        let region = self.regions.get(number)?.as_ref()?;
         Some((region, region.page_at(gpa.offset_from(region.gpa)?)?))
+    }
+
+    /// The regions before and behind the place of a region at `gpa`: no other could overlap it.
+    pub(crate) fn neighbours(&self, gpa: GuestAddress) -> impl Iterator<Item = &Arc<PagedRegion>> {
+        // A single region is before and behind every place.
+        let before = self.by_gpa.at_or_before(gpa.0);
+        let behind = self.by_gpa.after(gpa.0);
+        let numbers = [before, behind.filter(|_| before != behind)];
+        let region = |number| self.regions.get(number)?.as_ref();
+        numbers.into_iter().flatten().filter_map(region)
     }
 
     pub(crate) fn channels(&self) -> &[Arc<Channel>] {
@@ -70,30 +74,42 @@ impl Table {
     pub(crate) fn with(&self, region: Arc<PagedRegion>) -> Self {
         let mut table = self.clone();
         for served in &region.served {
-            let is_known = |channel: &Arc<Channel>| Arc::ptr_eq(channel, &served.channel);
-            if !table.channels.iter().any(is_known) {
-                table.channels.push(Arc::clone(&served.channel));
+            match table.users_of(&served.channel) {
+                Some(users) => *users += 1,
+                None => {
+                    table.channels.push(Arc::clone(&served.channel));
+                    table.users.push(1);
+                }
             }
         }
-        let index = table.regions.len();
-        let at = self.iter().filter(|other| other.gpa <= region.gpa).count();
+        table.by_gpa.insert(region.gpa.0, table.regions.len());
         table.regions.push(Some(region));
-        table.by_gpa.insert(at, index);
         table
+    }
+
+    fn users_of(&mut self, channel: &Arc<Channel>) -> Option<&mut usize> {
+        let is_it = |known: &Arc<Channel>| Arc::ptr_eq(known, channel);
+        let found = self.channels.iter().position(is_it)?;
+        self.users.get_mut(found)
     }
 
     /// The table without region `id`, and without the channels that serve no other region.
     pub(crate) fn without(&self, id: RegionId) -> Self {
         let mut table = self.clone();
-        if let Some(slot) = table.regions.get_mut(id.0) {
-            *slot = None;
+        let Some(region) = table.regions.get_mut(id.0).and_then(Option::take) else {
+            return table;
+        };
+        table.by_gpa.remove(region.gpa.0);
+        for served in &region.served {
+            if let Some(users) = table.users_of(&served.channel) {
+                *users = users.saturating_sub(1);
+            }
         }
-        table.by_gpa.retain(|&index| index != id.0);
-        let regions = &table.regions;
-        table.channels.retain(|channel| {
-            let mut served = regions.iter().flatten().flat_map(|region| &region.served);
-            served.any(|served| Arc::ptr_eq(&served.channel, channel))
-        });
+        let mut users = table.users.iter();
+        table
+            .channels
+            .retain(|_| users.next().is_some_and(|&users| users > 0));
+        table.users.retain(|&users| users > 0);
         table
     }
 }
