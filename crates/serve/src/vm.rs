@@ -19,6 +19,7 @@ use pagetide_memory::{HostRange, ImportError, PageSize};
 use pagetide_pager::{
     AddError, Counters, Notice, Pager, Prefetch, PrefetchPlan, RegionId, ServeError, Serving,
 };
+use pagetide_sources::FileIdentity;
 use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
@@ -88,6 +89,18 @@ pub(crate) enum VmError {
     OtherImage {
         /// The image.
         image: String,
+    },
+    /// The file of the image is another one, or was written to.
+    #[error(
+        "the image {image} was replaced or written to since the VM was restored from it: it had {before}, and has {now}"
+    )]
+    ReplacedImage {
+        /// The image.
+        image: String,
+        /// The file that the VM was restored from.
+        before: FileIdentity,
+        /// The file that is there now.
+        now: FileIdentity,
     },
     /// What a former server has left makes no sense.
     #[error("a former server has left a VM whose regions make no sense")]

@@ -4,7 +4,9 @@
 
 mod support;
 
+use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -172,6 +174,56 @@ fn a_server_that_is_stopped_hands_its_vms_over() {
     serving.stop();
     let socket = place.directory.path().join("state/keeper.sock");
     eventually("the keeper's end", || !socket.exists());
+}
+
+/// The digest of a raw image is that of some pages. A file that was replaced, or written to, between two servers
+/// has the content of another guest in the others: the VM waits for its own image.
+#[test]
+fn an_image_that_was_replaced_is_refused() {
+    if !has_userfaultfd() {
+        return;
+    }
+    for is_written in [false, true] {
+        let place = Place::new(256);
+        let original = place.directory.path().join("original");
+        let serving = Serving::start(&place, false);
+        let guest = shared(256);
+        let _stream = guest.connect(&place.socket());
+        guest.check(0, &content(0));
+        serving.kill();
+        // No page that the digest samples.
+        let other = [0xee; PAGE];
+        let status = std::fs::metadata(place.image()).unwrap();
+        if is_written {
+            let file = File::options().write(true).open(place.image()).unwrap();
+            file.write_all_at(&other, PAGE as u64).unwrap();
+        } else {
+            std::fs::rename(place.image(), &original).unwrap();
+            let mut bytes = std::fs::read(&original).unwrap();
+            bytes[PAGE..2 * PAGE].copy_from_slice(&other);
+            std::fs::write(place.image(), bytes).unwrap();
+            // As `cp --preserve=timestamps` does.
+            let file = File::options().write(true).open(place.image()).unwrap();
+            file.set_modified(status.modified().unwrap()).unwrap();
+        }
+        let serving = Serving::start(&place, true);
+        let asleep = guest.touch(1);
+        thread::sleep(A_WHILE);
+        assert!(!asleep.is_finished() && guest.resident() == 1);
+        serving.kill();
+        if is_written {
+            let file = File::options().write(true).open(place.image()).unwrap();
+            file.write_all_at(&content(1), PAGE as u64).unwrap();
+            file.set_modified(status.modified().unwrap()).unwrap();
+        } else {
+            std::fs::rename(&original, place.image()).unwrap();
+        }
+        let serving = Serving::start(&place, true);
+        let found = within_patience("the page", move || asleep.join().unwrap());
+        assert!(found == content(1));
+        (0..256).for_each(|page| guest.check(page, &content(page)));
+        serving.kill();
+    }
 }
 
 /// A recording goes on in a successor, and counts as one. After a kill, what the guest did in the last moment is

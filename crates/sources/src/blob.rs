@@ -7,6 +7,7 @@ use std::ops::Range;
 use pagetide_memory::{HostRange, Urgency};
 use thiserror::Error;
 
+use crate::file::FileIdentity;
 use crate::object::ObjectCounters;
 
 /// Why bytes could not be read.
@@ -151,6 +152,11 @@ pub trait Blob: Send + Sync + fmt::Debug {
     fn data(&self) -> Result<Vec<Range<u64>>, BlobError> {
         let all = std::iter::once(0..self.bytes());
         Ok(all.filter(|range| !range.is_empty()).collect())
+    }
+
+    /// What tells whether a file of the same name is still this one; `None` if it is no file.
+    fn file_identity(&self) -> Option<FileIdentity> {
+        None
     }
 
     /// Text that changes when the content is replaced, if the store has one (an ETag).

@@ -1,9 +1,11 @@
 //! A local file.
 
+use std::fmt;
+use std::fs::Metadata;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use fs_err::File;
@@ -21,12 +23,58 @@ pub(crate) const IN_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
 /// range.
 const MOST_RANGES: usize = 1 << 20;
 
+/// What a file is known by that was neither replaced nor written to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileIdentity {
+    /// The number of its device; 0 if the kernel makes one up for each mount (overlayfs, NFS, tmpfs).
+    pub device: u64,
+    /// Its number in the file system.
+    pub inode: u64,
+    /// Its length.
+    pub bytes: u64,
+    /// Seconds of its last modification.
+    pub modified_s: i64,
+    /// Nanoseconds of that second.
+    pub modified_ns: i64,
+}
+
+impl FileIdentity {
+    fn of(status: &Metadata) -> Self {
+        let device = status.dev();
+        let is_made_up = rustix::fs::major(device) == 0;
+        Self {
+            device: if is_made_up { 0 } else { device },
+            inode: status.ino(),
+            bytes: status.len(),
+            modified_s: status.mtime(),
+            modified_ns: status.mtime_nsec(),
+        }
+    }
+}
+
+impl fmt::Display for FileIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            device,
+            inode,
+            bytes,
+            modified_s,
+            modified_ns,
+        } = self;
+        write!(
+            f,
+            "{bytes} bytes, modified at {modified_s}.{modified_ns:09}, inode {inode} of device {device:#x}"
+        )
+    }
+}
+
 /// A local file, opened for reading.
 #[derive(Debug)]
 pub struct FileBlob {
     file: File,
     name: String,
     bytes: u64,
+    identity: FileIdentity,
     is_in_memory: bool,
     mapped: Option<MappedFile>,
 }
@@ -50,6 +98,7 @@ impl FileBlob {
         });
         Ok(Self {
             bytes: status.len(),
+            identity: FileIdentity::of(&status),
             mapped: MappedFile::new(file.file(), status.len()),
             file,
             name,
@@ -106,6 +155,10 @@ impl Blob for FileBlob {
         let mut parts = [io::IoSliceMut::new(buffer)];
         // Part of it in the cache: the rest would have to be waited for.
         matches!(preadv2(self.file.as_fd(), &mut parts, offset, flags), Ok(bytes) if bytes == wanted)
+    }
+
+    fn file_identity(&self) -> Option<FileIdentity> {
+        Some(self.identity)
     }
 
     fn mapped(&self, offset: u64, bytes: u64) -> Option<HostRange> {

@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use crate::blob::BlobError;
 use crate::digest::Digest;
+use crate::file::FileIdentity;
 use crate::object::ObjectCounters;
 
 /// Why an image did not deliver content.
@@ -86,6 +87,12 @@ pub trait GuestImage: Send + Sync + fmt::Debug {
 
     /// Its identity: working sets and layers name it.
     fn digest(&self) -> Digest;
+
+    /// What tells beside the digest whether an image that is opened again is this one: the file, if the digest
+    /// does not cover all of the content. It is not the same for a copy of the image.
+    fn file_identity(&self) -> Option<FileIdentity> {
+        None
+    }
 
     /// Fills `buffer` with the content from `offset` on, or returns [`Filled::Zero`] and leaves the
     /// buffer undefined. May wait.

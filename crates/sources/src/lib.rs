@@ -30,7 +30,7 @@ mod source;
 pub use blob::{Blob, BlobError};
 pub use cache::{CacheError, CacheOptions};
 pub use digest::{Digest, ParseDigestError};
-pub use file::FileBlob;
+pub use file::{FileBlob, FileIdentity};
 pub use guest_image::{GuestImage, ImageError};
 pub use image::PagetideImage;
 pub use mapped_file::cached_pages;

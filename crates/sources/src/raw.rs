@@ -8,6 +8,7 @@ use pagetide_pager::Filled;
 
 use crate::blob::{Blob, BlobError};
 use crate::digest::Digest;
+use crate::file::FileIdentity;
 use crate::guest_image::{GuestImage, ImageError, check_inside};
 use crate::object::ObjectCounters;
 
@@ -76,6 +77,10 @@ impl GuestImage for RawImage {
 
     fn digest(&self) -> Digest {
         self.digest
+    }
+
+    fn file_identity(&self) -> Option<FileIdentity> {
+        self.blob.file_identity()
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Result<Filled, ImageError> {

@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pagetide_memory::PageSize;
+use pagetide_sources::FileIdentity;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -107,12 +108,63 @@ impl KeptRegion {
     }
 }
 
+/// The file of a VM's image, see [`FileIdentity`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct KeptFile {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    modified_s: i64,
+    modified_ns: i64,
+}
+
+impl From<FileIdentity> for KeptFile {
+    fn from(file: FileIdentity) -> Self {
+        let FileIdentity {
+            device,
+            inode,
+            bytes,
+            modified_s,
+            modified_ns,
+        } = file;
+        Self {
+            device,
+            inode,
+            bytes,
+            modified_s,
+            modified_ns,
+        }
+    }
+}
+
+impl From<KeptFile> for FileIdentity {
+    fn from(file: KeptFile) -> Self {
+        let KeptFile {
+            device,
+            inode,
+            bytes,
+            modified_s,
+            modified_ns,
+        } = file;
+        Self {
+            device,
+            inode,
+            bytes,
+            modified_s,
+            modified_ns,
+        }
+    }
+}
+
 /// What a successor has to know of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Description {
     pub(crate) socket: String,
     pub(crate) image: String,
     pub(crate) digest: String,
+    /// The image's file, if the digest does not cover all of its content.
+    #[serde(default)]
+    pub(crate) file: Option<KeptFile>,
     pub(crate) regions: Vec<KeptRegion>,
     /// Its VMM speaks the native protocol.
     #[serde(default)]
@@ -342,6 +394,7 @@ mod tests {
             socket: "a.sock".into(),
             image: "a.mem".into(),
             digest: String::new(),
+            file: None,
             is_native: false,
             recording_since_us: None,
             regions: regions.iter().map(kept).collect(),

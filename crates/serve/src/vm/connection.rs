@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
 
+use pagetide_sources::FileIdentity;
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 use super::control::Control;
@@ -210,6 +211,17 @@ fn resume(
     if kept.description.digest != image.image.digest().to_string() {
         return Err(VmError::OtherImage {
             image: kept.description.image,
+        });
+    }
+    let before = kept.description.file.map(FileIdentity::from);
+    if let (Some(before), Some(now)) = (before, image.image.file_identity())
+        && before != now
+    {
+        return Err(VmError::ReplacedImage {
+            // Without credentials: it is a file.
+            image: kept.description.image,
+            before,
+            now,
         });
     }
     if kept.description.is_native {

@@ -74,6 +74,7 @@ fn describe(
         // With its credentials, which the successor needs as well.
         image: image.location.as_given().into_owned(),
         digest: image.image.digest().to_string(),
+        file: image.image.file_identity().map(Into::into),
         regions: regions.map(KeptRegion::from).collect(),
         is_native: kind.is_native,
         recording_since_us: kind.recording_since_us,
@@ -109,6 +110,30 @@ mod tests {
     use super::*;
     use crate::metrics::Metrics;
     use crate::options::Options;
+
+    /// Whoever reads the log has to find out which file is the right one.
+    #[test]
+    fn the_error_of_a_replaced_image_names_both_files() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("guest.mem");
+        let identity = || {
+            let image = open(&Location::Path(path.clone()), &OpenOptions::default());
+            image.unwrap().file_identity().unwrap()
+        };
+        fs_err::write(&path, [1; 4096]).unwrap();
+        let before = identity();
+        assert_eq!(identity(), before);
+        fs_err::write(&path, [1; 8192]).unwrap();
+        let now = identity();
+        let image = "guest.mem".to_owned();
+        let text = VmError::ReplacedImage { image, before, now }.to_string();
+        let start = "the image guest.mem was replaced or written to since the VM was restored from it: it had 4096 bytes, modified at ";
+        assert!(text.starts_with(start), "{text}");
+        assert!(
+            text.contains(", and has 8192 bytes, modified at "),
+            "{text}"
+        );
+    }
 
     /// A successor opens the image by what the keeper has. Messages show the location without credentials.
     #[test]
