@@ -261,6 +261,8 @@ fn faults_and_prefetch_share_the_same_pages() {
                 });
                 assert!(prefetch.finish().unwrap().is_complete);
                 readers.stop();
+                // The thread that delivers the last answer counts after its pages are there.
+                eventually("the last count", || pager.counted().pages >= region.pages());
                 let counted = pager.counted();
                 assert_eq!(counted.pages, region.pages(), "{way:?}: each page once");
                 assert_eq!(counted.exists, 0, "{way:?}");
