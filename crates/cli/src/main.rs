@@ -93,7 +93,7 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 /// Sends messages to standard error. A server's life is its messages; other verbs only warn.
 fn log(command: &Command, line: &ProgressBar) {
     let (level, is_json) = match command {
-        Command::Serve(arguments) => ("info", arguments.log == LogFormat::Json),
+        Command::Serve(arguments) => ("info", arguments.log() == LogFormat::Json),
         _ => ("warn", false),
     };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));

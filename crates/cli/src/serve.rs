@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use pagetide_bench::limits::raise_descriptors;
 use pagetide_bench::units::ByteSize;
@@ -26,6 +26,7 @@ use signal_hook::iterator::Signals;
 use tracing_subscriber::fmt::MakeWriter;
 
 use crate::failure::Failure;
+pub(crate) use settings::LogFormat;
 use settings::Settings;
 
 /// A server ends within 5 s of SIGTERM. Guests are drained for 3.5 s, and what is missing then is poisoned.
@@ -54,15 +55,6 @@ Examples:
 Exit status: 0 after SIGTERM or SIGINT, or with --once when the last VM has gone; 1 if serving failed;
 2 if the command line or the file makes no sense, an image cannot be read or a socket cannot be bound.";
 
-/// How messages are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum LogFormat {
-    /// For people
-    Text,
-    /// One JSON object a line
-    Json,
-}
-
 #[derive(Debug, Args)]
 pub(crate) struct ServeArguments {
     /// A Unix socket to listen at, and the image of the VMs that connect to it: a raw memory file, as
@@ -78,17 +70,15 @@ pub(crate) struct ServeArguments {
 
     #[command(flatten)]
     settings: Settings,
-
-    /// End when the last VM has gone, with exit status 0
-    #[arg(long)]
-    once: bool,
-
-    /// How messages are written on standard error; RUST_LOG chooses which
-    #[arg(long, value_enum, value_name = "FORMAT", default_value = "text")]
-    pub(crate) log: LogFormat,
 }
 
 impl ServeArguments {
+    /// How messages are written. An error of the file is reported later, when all options are read.
+    pub(crate) fn log(&self) -> LogFormat {
+        let file = || Settings::load(self.config.as_deref()?).ok()?.log;
+        self.settings.log.or_else(file).unwrap_or(LogFormat::Text)
+    }
+
     /// The options of the command line and of the file; and both together, for what only the start uses.
     fn options(&self) -> Result<(Options, Settings), Failure> {
         let settings = match &self.config {
@@ -103,7 +93,6 @@ impl ServeArguments {
         if let Some(directory) = &settings.state {
             options.state = Some(state(directory).map_err(Failure::failed)?);
         }
-        options.once = self.once;
         Ok((options, settings))
     }
 }
@@ -181,7 +170,7 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
     let showing = show(server.metrics(), server.stopper(), line);
     let (stopper, metrics) = (server.stopper(), server.metrics());
     let result = thread::scope(|scope| {
-        scope.spawn(|| obey_signals(signals, arguments, &stopper, &metrics, seccomp));
+        scope.spawn(|| obey_signals(signals, arguments, &settings, &stopper, &metrics, seccomp));
         let result = server.run();
         handle.close();
         result
@@ -198,6 +187,7 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
 fn obey_signals(
     mut signals: Signals,
     arguments: &ServeArguments,
+    started: &Settings,
     stopper: &Stopper,
     metrics: &Metrics,
     seccomp: Seccomp,
@@ -217,7 +207,16 @@ fn obey_signals(
                 "SIGHUP: the options stay as they are: the filter of system calls has no network, since no \
                  image was at a URL when the server started; restart it"
             ),
-            Ok((options, _)) => stopper.reload(options),
+            Ok((options, settings)) => {
+                let names = settings.needs_restart(started);
+                if !names.is_empty() {
+                    tracing::warn!(
+                        options = names.join(", "),
+                        "SIGHUP: changes of these options need a restart of the server"
+                    );
+                }
+                stopper.reload(options);
+            }
             Err(failure) => {
                 tracing::error!(error = %failure, "SIGHUP: the options stay as they are");
             }

@@ -107,7 +107,14 @@ fn what_makes_no_sense_is_refused_in_one_line() {
         "/no/such/directory/socket={}",
         place.path("image").display()
     );
-    let cases: [(&[&str], &str); 15] = [
+    let again = format!(
+        "{}={}",
+        place.path("./socket").display(),
+        place.path("other-image").display()
+    );
+    fs::write(place.path("other-image"), vec![8; 8192]).expect("a temporary file");
+    let cases: [(&[&str], &str); 16] = [
+        (&[&binding, &again], "the socket is named twice, for "),
         (&[], "SOCKET=IMAGE"),
         (&["socket"], "is not SOCKET=IMAGE"),
         (
@@ -273,8 +280,16 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
     eventually("the second socket", || second.exists());
     assert!(is_served(&first) && is_served(&second));
 
-    // Neither changes anything.
     let logged = || fs::read_to_string(&log).expect("UTF-8");
+    write(&format!(
+        "prefetch = \"off\"\nsocket-mode = \"600\"\nmetrics = \"localhost:0\"\n{}",
+        sockets(&[&first, &second])
+    ));
+    signal(&child, "HUP");
+    let ignored = "metrics, socket-mode (of open sockets)";
+    eventually("a warning", || logged().contains(ignored));
+
+    // None of these changes anything.
     for (bad, wanted) in [
         ("prefetch = 7", "wanted string"),
         (
@@ -321,6 +336,43 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
         .output()
         .expect("it starts");
     assert_refused(&output, "missing.toml");
+}
+
+/// The options of the command line that are flags or numbers there.
+#[test]
+fn a_file_has_once_the_log_and_a_size_in_bytes() {
+    let place = Place::new();
+    let (socket, image) = (place.path("socket"), place.path("image"));
+    let text = format!(
+        "once = true\nlog = \"json\"\ncache = \"cache\"\ncache-size = 1048576\n\
+         metrics = \"localhost:0\"\n[sockets]\n{socket:?} = {image:?}\n"
+    );
+    fs::write(place.path("serve.toml"), text).expect("a temporary file");
+    let mut child = place
+        .command(&["--config", "serve.toml"])
+        .spawn()
+        .expect("it starts");
+    eventually("the socket", || socket.exists());
+    // A VM that ends, as bad ones do.
+    let mut stream = UnixStream::connect(&socket).expect("it listens");
+    stream.write_all(b"no handshake").expect("it reads");
+    drop(stream);
+    assert_eq!(ended(&mut child).code(), Some(0));
+    let mut messages = String::new();
+    let mut stderr = child.stderr.take().expect("it is piped");
+    stderr.read_to_string(&mut messages).expect("UTF-8");
+    for line in messages.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).expect("a JSON object");
+        assert!(line["message"].is_string(), "{line}");
+    }
+    assert!(messages.contains("\"metrics\""), "{messages}");
+
+    fs::write(place.path("serve.toml"), "cache-size = true").expect("a temporary file");
+    let output = place
+        .command(&["--config", "serve.toml"])
+        .output()
+        .expect("it starts");
+    assert_refused(&output, "a number of bytes, or a text such as");
 }
 
 /// As systemd does: the socket is descriptor 3, and a message is expected when the server is ready.

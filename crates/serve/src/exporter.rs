@@ -17,13 +17,15 @@ use crate::metrics::Metrics;
 pub enum MetricsAddress {
     /// `ADDRESS:PORT`.
     Tcp(SocketAddr),
+    /// `NAME:PORT`, of which the name is looked up when the server starts.
+    Named(String),
     /// `unix:PATH`.
     Unix(PathBuf),
 }
 
 /// A text that is no address of metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{text:?} is neither ADDRESS:PORT (an IP address) nor unix:PATH")]
+#[error("{text:?} is neither ADDRESS:PORT (an IP address or a host's name) nor unix:PATH")]
 pub struct ParseMetricsAddressError {
     text: String,
 }
@@ -36,9 +38,22 @@ impl FromStr for MetricsAddress {
         match text.strip_prefix("unix:") {
             Some("") => Err(wrong()),
             Some(path) => Ok(Self::Unix(path.into())),
-            None => text.parse().map(Self::Tcp).map_err(|_| wrong()),
+            None => match (text.parse(), text.rsplit_once(':')) {
+                (Ok(address), _) => Ok(Self::Tcp(address)),
+                (_, Some((name, port))) if is_name(name) && port.parse::<u16>().is_ok() => {
+                    Ok(Self::Named(text.into()))
+                }
+                _ => Err(wrong()),
+            },
         }
     }
+}
+
+fn is_name(text: &str) -> bool {
+    let is_part = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    // The last part of a name is no number: that would be an IP address which is none.
+    let last = text.rsplit('.').next().unwrap_or_default();
+    !last.is_empty() && text.chars().all(is_part) && !last.chars().all(|c| c.is_ascii_digit())
 }
 
 /// Why the metrics are not served.
@@ -72,6 +87,7 @@ impl Exporter {
             |error: Box<dyn std::error::Error + Send + Sync>| failed(io::Error::other(error));
         let (server, socket) = match address {
             MetricsAddress::Tcp(at) => (tiny_http::Server::http(at).map_err(other)?, None),
+            MetricsAddress::Named(at) => (tiny_http::Server::http(at).map_err(other)?, None),
             MetricsAddress::Unix(path) => {
                 crate::listener::remove_stale(path).map_err(failed)?;
                 let server = tiny_http::Server::http_unix(path).map_err(other)?;
@@ -134,5 +150,29 @@ impl std::fmt::Debug for Exporter {
         f.debug_struct("Exporter")
             .field("address", &self.address)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hosts_name_is_an_address_of_metrics() {
+        let address: MetricsAddress = "localhost:0".parse().unwrap();
+        let exporter = Exporter::start(&address, Metrics::default()).unwrap();
+        let at = exporter.address().unwrap();
+        assert!(at.ip().is_loopback());
+        for text in [
+            "localhost",
+            ":9409",
+            "localhost:",
+            "127.0.0.300:9409",
+            "a b:1",
+            "localhost:65536",
+            "unix:",
+        ] {
+            assert!(text.parse::<MetricsAddress>().is_err(), "{text:?}");
+        }
     }
 }

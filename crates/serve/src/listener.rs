@@ -72,9 +72,13 @@ impl Listener {
             source,
         };
         check_free(path)?;
-        let mut name = path.as_os_str().to_owned();
-        name.push(format!(".{}", std::process::id()));
-        let new = PathBuf::from(name);
+        let directory = open_directory(path).map_err(failed)?;
+        // A path of a socket has at most 107 bytes, which the new name beside a long path would exceed.
+        let new = PathBuf::from(format!(
+            "/proc/self/fd/{}/.pagetide.{}",
+            directory.as_raw_fd(),
+            std::process::id()
+        ));
         let _ = std::fs::remove_file(&new);
         let socket = UnixListener::bind(&new).map_err(failed)?;
         let placed = place(&socket, &new, mode)
@@ -106,6 +110,16 @@ impl Listener {
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// Opens the directory of a path.
+fn open_directory(path: &Path) -> io::Result<OwnedFd> {
+    let directory = match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(directory, flags, Mode::empty())?)
 }
 
 /// Gives a new socket its permissions. Returns its file.
@@ -182,6 +196,20 @@ impl Drop for Listener {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Any path at which a client can connect is one at which a server can listen.
+    #[test]
+    fn a_path_may_be_as_long_as_a_sockets_address() {
+        const LONGEST: usize = 107;
+        let directory = tempfile::tempdir().unwrap();
+        let before = directory.path().as_os_str().len() + 1;
+        let path = directory.path().join("s".repeat(LONGEST - before));
+        let listener = Listener::bind(&path, 0o600, None).unwrap();
+        UnixStream::connect(&path).unwrap();
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+        drop(listener);
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
 
     /// Whoever owns the directory can put a link into the place of the new socket at any time.
     #[test]

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
@@ -19,7 +20,7 @@ use thiserror::Error;
 use crate::image::ServedImage;
 use crate::listener::{ListenError, Listener};
 use crate::metrics::Metrics;
-use crate::options::Options;
+use crate::options::{Binding, Options};
 use crate::state::{KeptVm, State, StateError};
 use crate::vm::{Client, Common, run, turn_away};
 
@@ -33,6 +34,16 @@ pub enum StartError {
     /// No socket was named.
     #[error("no socket to serve")]
     NoBindings,
+    /// Two images at one socket.
+    #[error("{}: the socket is named twice, for {first} and for {second}", socket.display())]
+    TwoImages {
+        /// The socket.
+        socket: PathBuf,
+        /// The image of its first binding.
+        first: Location,
+        /// The image of its second binding.
+        second: Location,
+    },
     /// An image could not be opened.
     #[error("opening the image {location}")]
     Image {
@@ -153,6 +164,22 @@ impl AsFd for Stopper {
     }
 }
 
+/// A socket has one image. Paths are compared without what leads nowhere, such as `./`.
+fn check_sockets(bindings: &[Binding]) -> Result<(), StartError> {
+    let mut first: HashMap<PathBuf, &Location> = HashMap::new();
+    for Binding { socket, image } in bindings {
+        let absolute = std::path::absolute(socket).unwrap_or_else(|_| socket.clone());
+        if let Some(earlier) = first.insert(absolute, image) {
+            return Err(StartError::TwoImages {
+                socket: socket.clone(),
+                first: earlier.clone(),
+                second: image.clone(),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// A socket, and the image of its VMs.
 #[derive(Debug)]
 struct Bound {
@@ -230,6 +257,7 @@ impl Server {
         if options.bindings.is_empty() {
             return Err(StartError::NoBindings);
         }
+        check_sockets(&options.bindings)?;
         let mut images = HashMap::new();
         let mut opened = Vec::new();
         for binding in &options.bindings {
@@ -242,11 +270,7 @@ impl Server {
                 images.insert(location.clone(), image);
             }
             let is_open = |bound: &Bound| bound.listener.path() == binding.socket;
-            if self.bound.iter().any(is_open)
-                || opened
-                    .iter()
-                    .any(|open: &Listener| open.path() == binding.socket)
-            {
+            if self.bound.iter().any(is_open) {
                 continue;
             }
             let given = inherited

@@ -44,8 +44,18 @@ enum Failing {
     Kill,
 }
 
+/// How messages are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum LogFormat {
+    /// For people
+    Text,
+    /// One JSON object a line
+    Json,
+}
+
 /// What happens to system calls that the server does not need.
-#[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Filter {
     /// They fail; those that only foreign code makes, such as execve, end the server
@@ -78,7 +88,7 @@ pub(super) struct Settings {
     #[arg(long, value_name = "PAGES")]
     fault_around: Option<u64>,
 
-    /// Serve metrics in Prometheus' format at this IP address and port, or at a Unix socket
+    /// Serve metrics in Prometheus' format at this IP address or host name and port, or at a Unix socket
     #[arg(long, value_name = "ADDRESS:PORT|unix:PATH")]
     #[serde(deserialize_with = "from_text")]
     pub(super) metrics: Option<MetricsAddress>,
@@ -103,7 +113,7 @@ pub(super) struct Settings {
 
     /// The size of the cache at most: bytes, or a number with K, M, G or T [default: 10G]
     #[arg(long, value_name = "SIZE")]
-    #[serde(deserialize_with = "from_text")]
+    #[serde(deserialize_with = "size")]
     cache_size: Option<ByteSize>,
 
     /// Keep VMs for a successor in this directory: after SIGTERM or `kill -9`, a server that starts with the
@@ -114,6 +124,14 @@ pub(super) struct Settings {
     /// VMs at one time at most [default: 4096]
     #[arg(long, value_name = "COUNT")]
     max_vms: Option<usize>,
+
+    /// End when the last VM has gone, with exit status 0
+    #[arg(long)]
+    pub(super) once: bool,
+
+    /// How messages are written on standard error; RUST_LOG chooses which [default: text]
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub(super) log: Option<LogFormat>,
 
     /// What happens to system calls that the server does not need, once it listens (seccomp) [default: on,
     /// where the kernel has seccomp]
@@ -136,8 +154,23 @@ fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: Display>>(
     text.parse().map(Some).map_err(serde::de::Error::custom)
 }
 
+/// A size, which the file has as text or as a number of bytes.
+fn size<'de, D: Deserializer<'de>>(value: D) -> Result<Option<ByteSize>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "a number of bytes, or a text such as \"10G\"")]
+    enum Size {
+        Bytes(u64),
+        Text(String),
+    }
+    let text = match Size::deserialize(value)? {
+        Size::Bytes(bytes) => return Ok(Some(ByteSize(bytes))),
+        Size::Text(text) => text,
+    };
+    text.parse().map(Some).map_err(serde::de::Error::custom)
+}
+
 /// Permissions of a socket.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SocketMode(u32);
 
 impl FromStr for SocketMode {
@@ -152,7 +185,7 @@ impl FromStr for SocketMode {
 }
 
 /// The owner of a socket: user and group.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SocketOwner(u32, u32);
 
 impl FromStr for SocketOwner {
@@ -222,9 +255,39 @@ impl Settings {
             cache_size: mine.cache_size.or(other.cache_size),
             state: mine.state.or(other.state),
             max_vms: mine.max_vms.or(other.max_vms),
+            once: mine.once || other.once,
+            log: mine.log.or(other.log),
             seccomp: mine.seccomp.or(other.seccomp),
             sockets: other.sockets,
         }
+    }
+
+    /// What a running server does not take from these options, in place of `before`.
+    pub(super) fn needs_restart(&self, before: &Self) -> Vec<&'static str> {
+        let size = |settings: &Self| settings.cache_size.map(|size| size.0);
+        let changed = [
+            ("metrics", self.metrics != before.metrics),
+            ("state", self.state != before.state),
+            ("seccomp", self.seccomp != before.seccomp),
+            ("log", self.log != before.log),
+            ("once", self.once != before.once),
+            (
+                "socket-mode (of open sockets)",
+                self.socket_mode != before.socket_mode,
+            ),
+            (
+                "socket-owner (of open sockets)",
+                self.socket_owner != before.socket_owner,
+            ),
+            ("cache (of open images)", self.cache != before.cache),
+            ("cache-size (of open images)", size(self) != size(before)),
+            (
+                "working-set-file (of open images)",
+                self.working_set_file != before.working_set_file,
+            ),
+        ];
+        let changed = changed.into_iter().filter(|(_, is_changed)| *is_changed);
+        changed.map(|(name, _)| name).collect()
     }
 
     /// Whether the server's system calls are filtered.
@@ -241,6 +304,10 @@ impl Settings {
         let mut options = self.unbound();
         options.bindings.extend_from_slice(bindings);
         for (socket, image) in &self.sockets {
+            // The command line precedes the file.
+            if bindings.iter().any(|binding| binding.socket == *socket) {
+                continue;
+            }
             options.bindings.push(Binding {
                 socket: socket.clone(),
                 image: image.parse()?,
@@ -274,6 +341,7 @@ impl Settings {
             socket_mode: self.socket_mode.map_or(default.socket_mode, |mode| mode.0),
             socket_owner: self.socket_owner.map(|owner| (owner.0, owner.1)),
             max_vms: self.max_vms.unwrap_or(default.max_vms),
+            once: self.once,
             images: OpenOptions {
                 cache: self.cache.as_ref().map(|directory| CacheOptions {
                     directory: directory.clone(),
