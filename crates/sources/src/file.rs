@@ -12,6 +12,7 @@ use fs_err::File;
 use pagetide_memory::{HostRange, Urgency};
 use rustix::fs::{SeekFrom, fstatfs, seek};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use serde::{Deserialize, Serialize};
 
 use crate::blob::{Blob, BlobError};
 use crate::mapped_file::MappedFile;
@@ -24,7 +25,7 @@ pub(crate) const IN_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
 const MOST_RANGES: usize = 1 << 20;
 
 /// What a file is known by that was neither replaced nor written to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity {
     /// The number of its device; 0 if the kernel makes one up for each mount (overlayfs, NFS, tmpfs).
     pub device: u64,

@@ -108,54 +108,6 @@ impl KeptRegion {
     }
 }
 
-/// The file of a VM's image, see [`FileIdentity`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct KeptFile {
-    device: u64,
-    inode: u64,
-    bytes: u64,
-    modified_s: i64,
-    modified_ns: i64,
-}
-
-impl From<FileIdentity> for KeptFile {
-    fn from(file: FileIdentity) -> Self {
-        let FileIdentity {
-            device,
-            inode,
-            bytes,
-            modified_s,
-            modified_ns,
-        } = file;
-        Self {
-            device,
-            inode,
-            bytes,
-            modified_s,
-            modified_ns,
-        }
-    }
-}
-
-impl From<KeptFile> for FileIdentity {
-    fn from(file: KeptFile) -> Self {
-        let KeptFile {
-            device,
-            inode,
-            bytes,
-            modified_s,
-            modified_ns,
-        } = file;
-        Self {
-            device,
-            inode,
-            bytes,
-            modified_s,
-            modified_ns,
-        }
-    }
-}
-
 /// What a successor has to know of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Description {
@@ -164,7 +116,7 @@ pub(crate) struct Description {
     pub(crate) digest: String,
     /// The image's file, if the digest does not cover all of its content.
     #[serde(default)]
-    pub(crate) file: Option<KeptFile>,
+    pub(crate) file: Option<FileIdentity>,
     pub(crate) regions: Vec<KeptRegion>,
     /// Its VMM speaks the native protocol.
     #[serde(default)]

@@ -5,7 +5,6 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
 
-use pagetide_sources::FileIdentity;
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 use super::control::Control;
@@ -213,7 +212,7 @@ fn resume(
             image: kept.description.image,
         });
     }
-    let before = kept.description.file.map(FileIdentity::from);
+    let before = kept.description.file;
     if let (Some(before), Some(now)) = (before, image.image.file_identity())
         && before != now
     {

@@ -74,7 +74,7 @@ fn describe(
         // With its credentials, which the successor needs as well.
         image: image.location.as_given().into_owned(),
         digest: image.image.digest().to_string(),
-        file: image.image.file_identity().map(Into::into),
+        file: image.image.file_identity(),
         regions: regions.map(KeptRegion::from).collect(),
         is_native: kind.is_native,
         recording_since_us: kind.recording_since_us,
