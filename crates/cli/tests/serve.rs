@@ -344,19 +344,24 @@ fn a_file_has_once_the_log_and_a_size_in_bytes() {
     let place = Place::new();
     let (socket, image) = (place.path("socket"), place.path("image"));
     let text = format!(
-        "once = true\nlog = \"json\"\ncache = \"cache\"\ncache-size = 1048576\n\
+        "log = \"json\"\ncache = \"cache\"\ncache-size = 1048576\n\
          metrics = \"localhost:0\"\n[sockets]\n{socket:?} = {image:?}\n"
     );
-    fs::write(place.path("serve.toml"), text).expect("a temporary file");
+    fs::write(place.path("serve.toml"), &text).expect("a temporary file");
     let mut child = place
         .command(&["--config", "serve.toml"])
         .spawn()
         .expect("it starts");
     eventually("the socket", || socket.exists());
-    // A VM that ends, as bad ones do.
-    let mut stream = UnixStream::connect(&socket).expect("it listens");
-    stream.write_all(b"no handshake").expect("it reads");
-    drop(stream);
+    let once = format!("once = true\n{text}");
+    fs::write(place.path("serve.toml"), once).expect("a temporary file");
+    signal(&child, "HUP");
+    // The last VM ends the server when the file was read; a bad message ends a VM.
+    eventually("the server's end", || {
+        let connected = UnixStream::connect(&socket);
+        let _ = connected.and_then(|mut stream| stream.write_all(b"no handshake"));
+        !socket.exists()
+    });
     assert_eq!(ended(&mut child).code(), Some(0));
     let mut messages = String::new();
     let mut stderr = child.stderr.take().expect("it is piped");

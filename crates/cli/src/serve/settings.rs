@@ -270,7 +270,6 @@ impl Settings {
             ("state", self.state != before.state),
             ("seccomp", self.seccomp != before.seccomp),
             ("log", self.log != before.log),
-            ("once", self.once != before.once),
             (
                 "socket-mode (of open sockets)",
                 self.socket_mode != before.socket_mode,
