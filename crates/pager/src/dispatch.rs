@@ -375,7 +375,8 @@ impl Pager {
         })
     }
 
-    /// Resumes a stalled region: requests everything from its source again that threads wait for.
+    /// Resumes a stalled region: requests everything from its source again that threads wait for, and
+    /// wakes the threads that sleep, so that a fault that could not be resolved is delivered again.
     ///
     /// # Errors
     /// The region does not exist, or has no source.
@@ -386,6 +387,7 @@ impl Pager {
             requesting.notify();
             self.submit(&region, requesting);
         }
+        self.wake_all(&region);
         Ok(())
     }
 

@@ -24,10 +24,11 @@ pub enum Notice {
         last: Arc<SourceError>,
     },
     /// A fault from a userfaultfd could not be resolved. The faulting thread stays asleep until the
-    /// page is delivered otherwise, or the region is removed.
+    /// page is delivered otherwise, or the region is resumed or removed.
     #[error("a fault that came by a userfaultfd could not be resolved")]
     Unresolved(#[source] Arc<ResolveError>),
-    /// Content that arrived could not be installed. Threads that wait for the page continue to wait.
+    /// Content that arrived could not be installed. The region is stalled: threads that wait for the page
+    /// continue to wait until the owner resumes it.
     #[error("content that arrived for region {region:?} could not be installed")]
     NotInstalled {
         /// The region.
@@ -72,6 +73,20 @@ pub enum Notice {
 }
 
 impl Notice {
+    /// The region whose waiting threads [`Pager::resume`](crate::Pager::resume) lets try again.
+    pub fn resumable(&self) -> Option<RegionId> {
+        match self {
+            Self::Stalled { region, .. } | Self::NotInstalled { region, .. } => Some(*region),
+            Self::Unresolved(error) => match &**error {
+                ResolveError::Content { fault, .. } | ResolveError::Install { fault, .. } => {
+                    Some(fault.region)
+                }
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
     /// Whether a vCPU or another thread may be asleep until the owner acts.
     pub fn needs_action(&self) -> bool {
         match self {

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use pagetide_memory::{Backing, GuestAddress, PageState, Region};
 use pagetide_pager::{
-    Content, Contents, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
-    RegionChangeError, RegionConfig, RegionId, Request, ResolveError, RetryPolicy, SourceError,
-    SourceStatus, Urgency,
+    Content, Contents, Filled, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReadAt, ReaderConfig,
+    Readers, RegionChangeError, RegionConfig, RegionId, Request, ResolveError, RetryPolicy, Source,
+    SourceError, SourceStatus, Urgency,
 };
 use support::manual::*;
 
@@ -368,6 +368,53 @@ fn content_that_cannot_be_installed_stalls_its_region_only() {
     complete(manual.next());
     let _ = join("the exit", waiting).unwrap();
     check_page(&region, 3);
+}
+
+/// Has all content at once, and spoils page 3 of the memory's file before it says so.
+struct Spoiler {
+    region: Arc<Region>,
+    spoils: AtomicBool,
+}
+
+impl Source for Spoiler {
+    fn submit(&self, request: Request) {
+        complete(request);
+    }
+
+    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+        if self.spoils.load(Ordering::Acquire) {
+            let file = self.region.file().unwrap();
+            rustix::io::pwrite(file, &[7; 4096], 3 * PAGE).unwrap();
+        }
+        fill(at.gpa, buffer);
+        Some(Filled::Bytes)
+    }
+}
+
+#[test]
+fn a_thread_that_was_left_asleep_faults_again_when_its_region_is_resumed() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let spoiler = Arc::new(Spoiler {
+        region: Arc::clone(&region),
+        spoils: AtomicBool::new(true),
+    });
+    let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&spoiler);
+    let (pager, id) = serve(&region, Mode::Missing, source, PERSISTENT);
+    let told = notices(&pager);
+    let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    let touched = Arc::clone(&region);
+    let touching = thread::spawn(move || check_page(&touched, 3));
+    let notice = told.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(notice, Notice::Unresolved(_)), "{notice}");
+    assert_eq!(notice.resumable(), Some(id));
+    assert!(!touching.is_finished());
+    spoiler.spoils.store(false, Ordering::Release);
+    region.punch(range(3, 1)).unwrap();
+    assert!(!touching.is_finished());
+    pager.resume(id).unwrap();
+    join("the toucher", touching);
 }
 
 /// Bulk requests of prefetch are not repeated automatically: a thread that does not depend on prefetch

@@ -444,34 +444,30 @@ impl Vm<'_> {
             let pid = self.peer.pid;
             match &notice {
                 Notice::ProcessGone { .. } => end = end.or(Some(End::Gone)),
-                Notice::Stalled { region, .. } => {
-                    self.common.metrics.count(|totals| totals.stalls = 1);
+                Notice::Stalled { .. } | Notice::NotInstalled { .. } | Notice::Unresolved(_) => {
+                    self.last_error = chain(&notice);
+                    if let Some(region) = notice.resumable() {
+                        if self.stalled.iter().any(|(stalled, _)| *stalled == region) {
+                            continue;
+                        }
+                        self.common.metrics.count(|totals| totals.stalls = 1);
+                        let text = self.last_error.clone();
+                        link.notify(|| Message::Stalled { regions: 1, text });
+                        // Content that does not exist will not come.
+                        if !self.without_content.contains(&region) {
+                            self.stalled.push((region, Instant::now() + RESUME_AFTER));
+                        }
+                    }
                     tracing::error!(pid, error = &notice as &dyn std::error::Error, "VM stalled");
-                    self.last_error = chain(&notice);
-                    let text = self.last_error.clone();
-                    link.notify(|| Message::Stalled { regions: 1, text });
-                    // Content that does not exist will not come.
-                    if !self.without_content.contains(region) {
-                        self.stalled.push((*region, Instant::now() + RESUME_AFTER));
-                    }
-                    if self.common.options.on_failure == OnFailure::Kill {
-                        self.kill(link);
-                        end = Some(End::Killed);
-                    }
-                }
-                Notice::Unresolved(_) | Notice::NotInstalled { .. } => {
-                    tracing::error!(
-                        pid,
-                        error = &notice as &dyn std::error::Error,
-                        "a page was not installed"
-                    );
-                    self.last_error = chain(&notice);
                     if self.common.options.on_failure == OnFailure::Kill {
                         self.kill(link);
                         end = Some(End::Killed);
                     }
                 }
                 other => {
+                    if other.needs_action() {
+                        self.last_error = chain(other);
+                    }
                     tracing::warn!(pid, error = other as &dyn std::error::Error, "notice");
                 }
             }

@@ -118,6 +118,33 @@ fn a_drain_waits_for_content_that_is_unavailable() {
     assert_eq!(guest.resident(), 64);
 }
 
+/// Memory that takes no content for a while, here because its file ends before it: the VMM hears of the
+/// stall, and the drain goes on by itself.
+#[test]
+fn a_drain_waits_for_memory_that_cannot_be_written() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let running = Running::start(place.options());
+    let file = memfd(64, SealFlags::empty());
+    let guest = Guest::of_file(file.as_fd(), 64, MapFlags::SHARED);
+    ftruncate(&file, 60 * PAGE as u64).unwrap();
+    let mut client = attached(&guest, &place.socket());
+    let draining = std::thread::spawn(move || (client.drain(|_, _| {}), client));
+    eventually("the stall", || running.metrics.totals().stalls > 0);
+    assert!(!draining.is_finished());
+    ftruncate(&file, 64 * PAGE as u64).unwrap();
+    let (drained, mut client) = within_patience("the drain", move || draining.join().unwrap());
+    assert_eq!(drained.unwrap().present, 64);
+    let stalled = client.notice().unwrap();
+    assert!(
+        matches!(&stalled, Some(Message::Stalled { text, .. }) if text.contains("install")),
+        "{stalled:?}"
+    );
+    (0..64).for_each(|page| guest.check(page, &content(page)));
+}
+
 /// A page that cannot be read neither keeps a drain for ever, nor is the memory said to be complete.
 #[test]
 fn a_drain_is_refused_if_a_page_cannot_be_read() {
