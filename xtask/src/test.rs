@@ -4,6 +4,7 @@ mod arm64;
 mod clean_root;
 mod fuzz;
 mod host;
+mod jobs;
 pub(crate) mod kunit;
 mod lab;
 mod libtest;

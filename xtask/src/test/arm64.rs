@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 use super::host::{self, TestProgram};
-use super::lab::{self, Kind};
+use super::jobs::{self, Kind};
+use super::lab;
 use super::tally::{Tally, Verdict};
 use crate::cross;
 use crate::kernel::{Arch, Variant};
@@ -162,7 +163,7 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
         jobs.push((Kind::Refusal(name), job));
     }
     jobs.extend(lab::selftest_jobs(variant, paths)?);
-    lab::run(LANE, &args, &jobs, paths, tally).map(drop)
+    jobs::run(LANE, &args, &jobs, paths, tally).map(drop)
 }
 
 /// A test counts on each architecture by itself.
