@@ -1,16 +1,37 @@
 //! The metrics over HTTP.
 
+use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::time::Duration;
 
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
 use thiserror::Error;
-use tiny_http::{Header, Response};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::runtime::{self, Runtime};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{sleep, timeout};
 
 use crate::metrics::Metrics;
+
+/// The most connections at once.
+const CONNECTIONS: usize = 32;
+
+/// The longest time that a connection takes. It has one request.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// The pause after a connection could not be accepted, for example because no descriptor was free.
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// Where the metrics are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,8 +88,7 @@ pub struct ExporterError {
 
 /// Serves the metrics until it is dropped.
 pub struct Exporter {
-    server: Arc<tiny_http::Server>,
-    thread: Option<JoinHandle<()>>,
+    runtime: Option<Runtime>,
     socket: Option<PathBuf>,
     address: Option<SocketAddr>,
 }
@@ -83,27 +103,28 @@ impl Exporter {
             address: address.clone(),
             source,
         };
-        let other =
-            |error: Box<dyn std::error::Error + Send + Sync>| failed(io::Error::other(error));
-        let (server, socket) = match address {
-            MetricsAddress::Tcp(at) => (tiny_http::Server::http(at).map_err(other)?, None),
-            MetricsAddress::Named(at) => (tiny_http::Server::http(at).map_err(other)?, None),
-            MetricsAddress::Unix(path) => {
-                crate::listener::remove_stale(path).map_err(failed)?;
-                let server = tiny_http::Server::http_unix(path).map_err(other)?;
-                (server, Some(path.clone()))
-            }
-        };
-        let address = server.server_addr().to_ip();
-        let server = Arc::new(server);
-        let its = Arc::clone(&server);
-        let thread = std::thread::Builder::new()
-            .name("pt-metrics".into())
-            .spawn(move || answer(&its, &metrics))
+        if let MetricsAddress::Unix(path) = address {
+            crate::listener::remove_stale(path).map_err(failed)?;
+        }
+        let runtime = runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("pt-metrics")
+            .enable_io()
+            .enable_time()
+            .build()
             .map_err(failed)?;
+        let listener = runtime.block_on(bind(address)).map_err(failed)?;
+        let socket = match address {
+            MetricsAddress::Unix(path) => Some(path.clone()),
+            MetricsAddress::Tcp(_) | MetricsAddress::Named(_) => None,
+        };
+        let address = match &listener {
+            Listener::Tcp(listener) => listener.local_addr().ok(),
+            Listener::Unix(_) => None,
+        };
+        runtime.spawn(accept(listener, metrics));
         Ok(Self {
-            server,
-            thread: Some(thread),
+            runtime: Some(runtime),
             socket,
             address,
         })
@@ -115,29 +136,77 @@ impl Exporter {
     }
 }
 
-fn answer(server: &tiny_http::Server, metrics: &Metrics) {
-    const TEXT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    for request in server.incoming_requests() {
-        let response = match request.url() {
-            "/metrics" | "/" => Response::from_string(metrics.text()),
-            "/health" => Response::from_string("ok\n"),
-            _ => Response::from_string("GET /metrics or /health\n").with_status_code(404),
+enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+async fn bind(address: &MetricsAddress) -> io::Result<Listener> {
+    Ok(match address {
+        MetricsAddress::Tcp(at) => Listener::Tcp(TcpListener::bind(at).await?),
+        MetricsAddress::Named(at) => Listener::Tcp(TcpListener::bind(at).await?),
+        MetricsAddress::Unix(path) => Listener::Unix(UnixListener::bind(path)?),
+    })
+}
+
+async fn accept(listener: Listener, metrics: Metrics) {
+    let free = Arc::new(Semaphore::new(CONNECTIONS));
+    // The semaphore is never closed.
+    while let Ok(permit) = Arc::clone(&free).acquire_owned().await {
+        let metrics = metrics.clone();
+        let accepted = match &listener {
+            Listener::Tcp(listener) => listener.accept().await.map(|(stream, _)| {
+                tokio::spawn(connection(stream, metrics, permit));
+            }),
+            Listener::Unix(listener) => listener.accept().await.map(|(stream, _)| {
+                tokio::spawn(connection(stream, metrics, permit));
+            }),
         };
-        let kind = Header::from_bytes("Content-Type", TEXT);
-        let response = match kind {
-            Ok(kind) => response.with_header(kind),
-            Err(()) => response,
-        };
-        // A client that has gone is its own affair.
-        let _ = request.respond(response);
+        if let Err(error) = accepted {
+            tracing::warn!(%error, "a connection for the metrics was not accepted");
+            sleep(PAUSE).await;
+        }
     }
+}
+
+async fn connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    metrics: Metrics,
+    _permit: OwnedSemaphorePermit,
+) {
+    let service = service_fn(|request: Request<Incoming>| {
+        let response = answer(request.uri().path(), &metrics);
+        async move { Ok::<_, Infallible>(response) }
+    });
+    let served = http1::Builder::new()
+        .keep_alive(false)
+        .serve_connection(TokioIo::new(stream), service);
+    // A client that has gone, or is slow, is its own affair.
+    let _ = timeout(LIMIT, served).await;
+}
+
+fn answer(path: &str, metrics: &Metrics) -> Response<Full<Bytes>> {
+    const METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    const TEXT: &str = "text/plain; charset=utf-8";
+    let (status, kind, text) = match path {
+        "/metrics" | "/" => (StatusCode::OK, METRICS, metrics.text()),
+        "/health" => (StatusCode::OK, TEXT, "ok\n".to_owned()),
+        _ => {
+            let text = "GET /metrics or /health\n".to_owned();
+            (StatusCode::NOT_FOUND, TEXT, text)
+        }
+    };
+    let mut response = Response::new(Full::from(text));
+    *response.status_mut() = status;
+    let kind = HeaderValue::from_static(kind);
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
 }
 
 impl Drop for Exporter {
     fn drop(&mut self) {
-        self.server.unblock();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_timeout(LIMIT);
         }
         if let Some(socket) = &self.socket {
             let _ = fs_err::remove_file(socket);

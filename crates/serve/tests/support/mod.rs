@@ -189,7 +189,7 @@ pub fn within_patience<T: Send + 'static>(
 }
 
 /// Waits until `condition` holds.
-pub fn eventually(what: &str, condition: impl Fn() -> bool) {
+pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;
     while !condition() {
         assert!(Instant::now() < end, "{what}: not within {PATIENCE:?}");
