@@ -2,7 +2,7 @@
 //!
 //! - [`paging`]: how fast absent guest memory comes in, through userfaultfd and through KVM exits.
 //! - [`memslots`]: what a change of memory slots costs running vCPUs, by the method of the change.
-//! - [`populate`]: what it brings to fill the second-stage tables before vCPUs ask.
+//! - [`populate`]: what it saves to fill the stage-2 tables before vCPUs fault.
 //! - [`benchmark`]: what each of them is to those who run it; [`prepare`]: what it may lack here.
 //! - [`memcycler`]: what memory errors take from a guest's speed and memory.
 //! - [`pager`]: what the demand-paging engine and the server add to the shortest loop that pages.

@@ -58,8 +58,8 @@ pub(crate) struct PopulateArguments {
     /// none: nothing, each vCPU faults. pre-fault: KVM_PRE_FAULT_MEMORY on idle vCPUs, each on a
     /// thread of its own. populate: KVM_POPULATE_MEMORY; needs a kernel with
     /// KVM_CAP_POPULATE_MEMORY. one-reader: one vCPU reads everything first. prefetch: nothing, and
-    /// memory itself comes in by a pager's prefetch while the vCPUs write. prefetch-populate: that,
-    /// and what it brings in is mapped as it arrives. [default: all of them, without what the kernel
+    /// a pager's prefetch installs the memory while the vCPUs write. prefetch-populate: the same,
+    /// and each page is mapped as it is installed. [default: all of them, without what the kernel
     /// lacks]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = one_of::<Method>(Method::NAMES))]
     method: Option<Vec<Method>>,

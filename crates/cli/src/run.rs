@@ -96,21 +96,21 @@ pub(crate) struct RunArguments {
     #[arg(long, value_name = "FILE")]
     poison_map: Option<PathBuf>,
 
-    /// How the guest's memory comes in: all of it, kernel and initrd included, as the guest touches it
+    /// How the guest's memory is paged in: all of it, kernel and initrd included, as the guest touches it
     ///
-    /// uffd: through a userfaultfd. exit: vCPUs exit for absent memory, and their threads bring it in;
-    /// needs a kernel with the Pagetide series (KVM_CAP_ABSENT_MAPPING_FAULT). off: it is there from the
-    /// start. At the end standard error says how many pages came in which way. Needs shmem, thp or
+    /// uffd: by a userfaultfd. exit: vCPUs exit for absent pages, and their threads install them;
+    /// needs a kernel with the Pagetide series (KVM_CAP_ABSENT_MAPPING_FAULT). off: all memory is present
+    /// from the start. At the end standard error says how many pages came in which way. Needs shmem, thp or
     /// hugetlb memory.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = PagingChoice::Off)]
     paging: PagingChoice,
 
-    /// With --paging: bring in what nobody has touched yet, too
+    /// With --paging: also fetch pages before the guest touches them
     #[arg(long)]
     prefetch: bool,
 
-    /// With --paging: the file that memory comes from. If it is missing it is made and kept; if it is there
-    /// it is used, and must be of a guest with the same kernel, initrd, command line, memory and vCPUs
+    /// With --paging: the file that has the content of the memory. A missing file is made and kept; an
+    /// existing one is used, and must be of a guest with the same kernel, initrd, command line, memory and vCPUs
     /// [default: a temporary file]
     #[arg(long, value_name = "FILE")]
     content: Option<PathBuf>,

@@ -30,7 +30,7 @@ pub const MAX_FAULT_AROUND: u32 = 512;
 #[serde(rename_all = "lowercase")]
 pub enum Delivery {
     /// No fault to resolve: the memory is present on the host before the guest touches it, and only
-    /// the second-stage tables are filled. The floor under the other two.
+    /// the stage-2 tables are filled. The floor under the other two.
     None,
     /// A userfaultfd message to a reader thread while the vCPU sleeps in the kernel.
     Uffd,
@@ -139,7 +139,7 @@ pub struct Plan {
     pub order: Order,
     /// What a touch is.
     pub access: Access,
-    /// After installing, fill the second-stage tables with KVM_PRE_FAULT_MEMORY; exits only.
+    /// After installing, fill the stage-2 tables with KVM_PRE_FAULT_MEMORY; exits only.
     pub pre_fault: bool,
     /// Measure each fault-around above 1 also with what an exit installed mapped in stage 2 at once.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

@@ -65,7 +65,7 @@ pub enum Missing {
          Pagetide series (cargo xtask vm -- COMMAND does), or measure --delivery uffd"
     )]
     AbsentMappingFault,
-    /// The kernel cannot fill second-stage tables ahead.
+    /// The kernel cannot fill stage-2 tables ahead.
     #[error(
         "--pre-fault: this kernel lacks KVM_CAP_PRE_FAULT_MEMORY (Linux 6.11 and later, x86 with \
          two-dimensional paging); leave --pre-fault out"

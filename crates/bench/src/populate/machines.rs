@@ -1,4 +1,4 @@
-//! Runs on real machines: KVM, a guest, its memory, and what fills its second-stage tables.
+//! Runs on real machines: KVM, a guest, its memory, and what fills its stage-2 tables.
 
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
@@ -129,7 +129,7 @@ impl Machines {
         }
     }
 
-    /// Fills second-stage tables by threads of the host.
+    /// Fills stage-2 tables by threads of the host.
     fn populate(
         &self,
         machine: &mut Machine,

@@ -19,7 +19,7 @@ pub const MAX_VCPUS: u32 = 256;
 /// Most threads that populate.
 pub const MAX_THREADS: u32 = 256;
 
-/// How second-stage tables are filled before the guest's vCPUs write to all of memory.
+/// How stage-2 tables are filled before the guest's vCPUs write to all of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
@@ -68,7 +68,7 @@ pub struct Series {
     /// What guest memory is made of.
     #[serde(with = "by_name")]
     pub backing: Backing,
-    /// How second-stage tables are filled.
+    /// How stage-2 tables are filled.
     pub method: Method,
     /// By how many threads; `None` if the method has none.
     pub threads: Option<u32>,
@@ -98,7 +98,7 @@ pub struct Plan {
     /// What the memory is made of; one series for each.
     #[serde(with = "by_name::all")]
     pub backings: Vec<Backing>,
-    /// How second-stage tables are filled.
+    /// How stage-2 tables are filled.
     pub methods: Vec<Method>,
     /// Threads that fill them; one series for each.
     pub threads: Vec<u32>,
