@@ -3,6 +3,7 @@
 //! [`crate::requests`] decides, and this module acts. While it holds the lock of a region's requests,
 //! it calls no source and installs nothing.
 
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
@@ -306,6 +307,25 @@ impl Pager {
         self.count(&counters);
     }
 
+    /// Wakes threads that were left asleep, so that they fault again.
+    fn wake_pages(&self, region: &PagedRegion, pages: BTreeSet<PageIndex>) {
+        let mut counters = Counters::default();
+        for page in pages {
+            let Some(served) = region.served(page) else {
+                continue;
+            };
+            let lock = served.channel.lock_installs();
+            wake(
+                region,
+                served,
+                &lock,
+                &mut counters,
+                PageRange::single(page),
+            );
+        }
+        self.count(&counters);
+    }
+
     /// Performs the actions that are due: cancels requests past their deadline, which then count as
     /// failed, and submits requests again whose pause is over. Called by threads that serve the pager's
     /// descriptor, and by vCPUs' threads that wait.
@@ -375,19 +395,23 @@ impl Pager {
         })
     }
 
-    /// Resumes a stalled region: requests everything from its source again that threads wait for, and
-    /// wakes the threads that sleep, so that a fault that could not be resolved is delivered again.
+    /// Resumes a stalled region: requests everything from its source again that threads wait for. Threads
+    /// whose faults could not be resolved are woken, and fault again, unless other code than the pager has
+    /// mapped their page.
     ///
     /// # Errors
     /// The region does not exist, or has no source.
     pub fn resume(&self, id: RegionId) -> Result<(), RegionChangeError> {
         let region = self.requesting_region(id)?;
         if let Some(requesting) = region.requesting() {
-            requesting.lock().requests.resume();
+            let mut state = requesting.lock();
+            state.requests.resume();
+            let asleep = std::mem::take(&mut state.asleep);
+            drop(state);
             requesting.notify();
             self.submit(&region, requesting);
+            self.wake_pages(&region, asleep);
         }
-        self.wake_all(&region);
         Ok(())
     }
 
@@ -408,12 +432,14 @@ impl Pager {
             let recalled = state.requests.recall();
             state.requests.resume();
             state.requests.forget_set_aside();
+            let asleep = std::mem::take(&mut state.asleep);
             drop(state);
             for id in recalled {
                 cancel(&*former, region.id, id);
             }
             requesting.notify();
             self.submit(&region, requesting);
+            self.wake_pages(&region, asleep);
         }
         Ok(())
     }

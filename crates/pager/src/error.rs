@@ -80,6 +80,18 @@ pub enum ResolveError {
     },
 }
 
+impl ResolveError {
+    /// Whether the same fault may be resolved later. A thread that sleeps on a page that other code has
+    /// mapped must never be woken: it would read that page.
+    pub(crate) fn may_pass(&self) -> bool {
+        match self {
+            Self::Content { .. } => true,
+            Self::Install { source, .. } => !matches!(source, InstallFailure::Unexpected { .. }),
+            _ => false,
+        }
+    }
+}
+
 /// An error during a fault: one word, so that the result of a successful fault stays small.
 pub(crate) type Failure = Box<ResolveError>;
 

@@ -73,13 +73,14 @@ pub enum Notice {
 }
 
 impl Notice {
-    /// The region whose waiting threads [`Pager::resume`](crate::Pager::resume) lets try again.
+    /// The region whose waiting threads [`Pager::resume`](crate::Pager::resume) lets try again, if the
+    /// region has a source. None for a fault on a page that other code than the pager has mapped.
     pub fn resumable(&self) -> Option<RegionId> {
         match self {
             Self::Stalled { region, .. } | Self::NotInstalled { region, .. } => Some(*region),
             Self::Unresolved(error) => match &**error {
                 ResolveError::Content { fault, .. } | ResolveError::Install { fault, .. } => {
-                    Some(fault.region)
+                    error.may_pass().then_some(fault.region)
                 }
                 _ => None,
             },

@@ -1,5 +1,6 @@
 //! The pager's state of a region.
 
+use std::collections::BTreeSet;
 use std::ops::Deref;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
@@ -69,6 +70,8 @@ pub(crate) struct RequestState {
     pub(crate) source: Arc<dyn Source>,
     /// A thread is submitting; other threads leave their requests to it.
     pub(crate) is_submitting: bool,
+    /// Pages at which threads were left asleep, and may fault again when the region is resumed.
+    pub(crate) asleep: BTreeSet<PageIndex>,
 }
 
 impl Requesting {
@@ -81,6 +84,7 @@ impl Requesting {
             requests,
             source,
             is_submitting: false,
+            asleep: BTreeSet::new(),
         };
         Self {
             state: Mutex::new(state),

@@ -240,7 +240,7 @@ impl Serving {
                     error,
                     ResolveError::Content { .. } | ResolveError::Install { .. }
                 ) {
-                    leave_asleep(pager, region, page);
+                    leave_asleep(pager, region, page, error.may_pass());
                 }
                 pager.notify(Notice::Unresolved(Arc::new(error)));
             }
@@ -248,12 +248,16 @@ impl Serving {
     }
 }
 
-/// The fault's page is still missing. Its thread stays asleep until the page is delivered otherwise.
-fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex) {
+/// The fault's page is still missing. Its thread stays asleep until the page is delivered otherwise, or, if
+/// the failure may pass, until the region is resumed.
+fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, may_pass: bool) {
     let table = pager.table();
     let Some(region) = table.region(region) else {
         return;
     };
+    if let Some(requesting) = region.requesting().filter(|_| may_pass) {
+        requesting.lock().asleep.insert(page);
+    }
     let left = region.map.leave_wake(page);
     if left.is_some_and(PageState::is_settled)
         && let Some(served) = region.served(page)

@@ -370,10 +370,12 @@ fn content_that_cannot_be_installed_stalls_its_region_only() {
     check_page(&region, 3);
 }
 
-/// Has all content at once, and spoils page 3 of the memory's file before it says so.
+/// Has all content at once. While it spoils, it cuts the memory's file before page 3, or has other code
+/// than the pager write that page.
 struct Spoiler {
     region: Arc<Region>,
     spoils: AtomicBool,
+    writes: bool,
 }
 
 impl Source for Spoiler {
@@ -384,7 +386,11 @@ impl Source for Spoiler {
     fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
         if self.spoils.load(Ordering::Acquire) {
             let file = self.region.file().unwrap();
-            rustix::io::pwrite(file, &[7; 4096], 3 * PAGE).unwrap();
+            if self.writes {
+                rustix::io::pwrite(file, &[7; 4096], 3 * PAGE).unwrap();
+            } else {
+                rustix::fs::ftruncate(file, 3 * PAGE).unwrap();
+            }
         }
         fill(at.gpa, buffer);
         Some(Filled::Bytes)
@@ -399,6 +405,7 @@ fn a_thread_that_was_left_asleep_faults_again_when_its_region_is_resumed() {
     let spoiler = Arc::new(Spoiler {
         region: Arc::clone(&region),
         spoils: AtomicBool::new(true),
+        writes: false,
     });
     let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&spoiler);
     let (pager, id) = serve(&region, Mode::Missing, source, PERSISTENT);
@@ -411,9 +418,38 @@ fn a_thread_that_was_left_asleep_faults_again_when_its_region_is_resumed() {
     assert_eq!(notice.resumable(), Some(id));
     assert!(!touching.is_finished());
     spoiler.spoils.store(false, Ordering::Release);
-    region.punch(range(3, 1)).unwrap();
+    rustix::fs::ftruncate(region.file().unwrap(), 8 * PAGE).unwrap();
     assert!(!touching.is_finished());
     pager.resume(id).unwrap();
+    join("the toucher", touching);
+}
+
+#[test]
+fn a_resumed_region_leaves_threads_asleep_on_foreign_pages() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let spoiler = Arc::new(Spoiler {
+        region: Arc::clone(&region),
+        spoils: AtomicBool::new(true),
+        writes: true,
+    });
+    let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&spoiler);
+    let (pager, id) = serve(&region, Mode::Missing, source, PERSISTENT);
+    let told = notices(&pager);
+    let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    let touched = Arc::clone(&region);
+    let touching = thread::spawn(move || assert_lost(&touched, 3));
+    let notice = told.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(notice.resumable(), None, "{notice}");
+    spoiler.spoils.store(false, Ordering::Release);
+    let wakes = pager.counted().wakes;
+    pager.resume(id).unwrap();
+    assert_eq!(pager.counted().wakes, wakes);
+    assert!(!touching.is_finished());
+    // The owner takes the page away, and gives the rest up.
+    region.punch(range(3, 1)).unwrap();
+    pager.abandon(id).unwrap();
     join("the toucher", touching);
 }
 

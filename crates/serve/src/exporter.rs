@@ -205,11 +205,12 @@ fn answer(path: &str, metrics: &Metrics) -> Response<Full<Bytes>> {
 
 impl Drop for Exporter {
     fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_timeout(LIMIT);
-        }
+        // While it still listens: later the file may be another server's.
         if let Some(socket) = &self.socket {
             let _ = fs_err::remove_file(socket);
+        }
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_timeout(LIMIT);
         }
     }
 }

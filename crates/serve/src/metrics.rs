@@ -87,7 +87,7 @@ metrics! {
     /// Failed reads of images.
     source_errors = "Failed reads of images",
     /// Regions that have stalled.
-    stalls = "Times that a region has stalled because its source failed",
+    stalls = "Times that a region has stalled because its source failed, or its memory took no content",
     /// Pages of working sets that were to be replayed.
     replayed_pages = "Pages of working sets that were replayed",
     /// Touches of pages that were not in the replayed working set, or not yet installed.
@@ -109,7 +109,7 @@ metrics! {
     /// Bytes that were requested from sources and not yet answered.
     in_flight_bytes = "Bytes that were requested from sources and not yet answered",
     /// Regions that are stalled.
-    stalled_regions = "Regions that are stalled because their source failed",
+    stalled_regions = "Regions that are stalled because their source failed, or their memory took no content",
     }
 }
 

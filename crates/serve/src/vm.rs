@@ -454,7 +454,9 @@ impl Vm<'_> {
                         let text = self.last_error.clone();
                         link.notify(|| Message::Stalled { regions: 1, text });
                         // Content that does not exist will not come.
-                        if !self.without_content.contains(&region) {
+                        let is_endless = matches!(notice, Notice::Stalled { .. })
+                            && self.without_content.contains(&region);
+                        if !is_endless {
                             self.stalled.push((region, Instant::now() + RESUME_AFTER));
                         }
                     }

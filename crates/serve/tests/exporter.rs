@@ -29,7 +29,9 @@ fn metrics_are_served_again_when_descriptors_are_free() {
     let address: MetricsAddress = "127.0.0.1:0".parse().unwrap();
     let exporter = Exporter::start(&address, Metrics::default()).unwrap();
     let at = exporter.address().unwrap();
-    assert!(health(at).unwrap().ends_with("ok\n"));
+    eventually("an answer", || {
+        health(at).is_ok_and(|text| text.ends_with("ok\n"))
+    });
     let client = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     let before = getrlimit(Resource::Nofile);
     let few = Rlimit {
