@@ -1,8 +1,8 @@
 //! Compiling the workspace for arm64, on this x86_64 machine.
 //!
 //! The programs are static, since an arm64 VM of the lab has no libraries, and without debug
-//! information, since nobody measures them. LLD links them where rustup has installed it: there are many,
-//! and GNU ld takes a fifth of their compile time.
+//! information, since nobody measures them. If rustup has installed LLD, LLD links them: GNU ld would take a
+//! fifth of the compile time.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

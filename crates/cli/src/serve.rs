@@ -225,7 +225,8 @@ fn obey_signals(
 }
 
 /// Ends the process if the server has not ended in time: while the options are read again, an image may be
-/// opened from a store that is silent. Not before the last VM has ended: a missing page that is not poisoned yet could read as zeroes.
+/// opened from a store that is silent. Not before the last VM has ended: a missing page that is not poisoned
+/// yet could read as zeroes.
 fn end_in_time(metrics: Metrics) {
     let wait = move || {
         thread::sleep(END);

@@ -1,12 +1,13 @@
 //! Content that has arrived: claimed, installed and settled, as far as its pages are still missing.
 
-use pagetide_memory::{PageIndex, PageRange, Removal};
+use pagetide_memory::{PageIndex, PageRange, PageState, Removal};
 
+use crate::channel::InstallLock;
 use crate::counters::Counters;
 use crate::error::InstallFailure;
 use crate::install::{Body, Installed, Installer, MAX_TRIES, Sleepers, wake};
 use crate::pager::Pager;
-use crate::region::PagedRegion;
+use crate::region::{PagedRegion, Served};
 
 /// The result of an arrival.
 #[derive(Debug)]
@@ -75,8 +76,7 @@ pub(crate) fn arrive(
         let installed = installer.install(claim, body, wanted);
         let failed = !matches!(installed, Ok(Installed::Piece(_)));
         if failed && is_left {
-            // Issue the wake-ups that were left to this claim: sleeping threads fault again.
-            wake(region, served, &lock, counters, run);
+            wake_left(region, served, &lock, counters, run);
         }
         drop(lock);
         // A lost page is not mapped.
@@ -113,6 +113,45 @@ pub(crate) fn arrive(
         (_, rest) = rest.split_at(done);
     }
     Ok(result)
+}
+
+/// Issues the wake-ups that were left to a claim that failed: sleeping threads fault again. But not those
+/// that an earlier failure has left asleep until the region is resumed: they would wake each other for ever.
+#[cold]
+fn wake_left(
+    region: &PagedRegion,
+    served: &Served,
+    lock: &InstallLock<'_>,
+    counters: &mut Counters,
+    run: PageRange,
+) {
+    let asleep: Vec<_> = region.requesting().map_or_else(Vec::new, |requesting| {
+        let state = requesting.lock();
+        state
+            .asleep
+            .range(run.first()..run.end())
+            .copied()
+            .collect()
+    });
+    let mut rest = run;
+    for page in asleep {
+        let (before, from) = rest.split_at(page.0 - rest.first().0);
+        let (one, behind) = from.split_at(1);
+        if !before.is_empty() {
+            wake(region, served, lock, counters, before);
+        }
+        if region
+            .map
+            .leave_wake(page)
+            .is_some_and(PageState::is_settled)
+        {
+            wake(region, served, lock, counters, one);
+        }
+        rest = behind;
+    }
+    if !rest.is_empty() {
+        wake(region, served, lock, counters, rest);
+    }
 }
 
 impl Pager {

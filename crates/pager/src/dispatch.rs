@@ -310,18 +310,16 @@ impl Pager {
     /// Wakes threads that were left asleep, so that they fault again.
     fn wake_pages(&self, region: &PagedRegion, pages: BTreeSet<PageIndex>) {
         let mut counters = Counters::default();
-        for page in pages {
-            let Some(served) = region.served(page) else {
+        for page in pages.into_iter().map(PageRange::single) {
+            let Some(served) = region.served(page.first()) else {
                 continue;
             };
             let lock = served.channel.lock_installs();
-            wake(
-                region,
-                served,
-                &lock,
-                &mut counters,
-                PageRange::single(page),
-            );
+            // The wake-up is issued now, and not left to an installer any more.
+            if let Some(claim) = region.map.claim_arrived(page) {
+                let _ = claim.abandon();
+            }
+            wake(region, served, &lock, &mut counters, page);
         }
         self.count(&counters);
     }

@@ -14,7 +14,7 @@ use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
-use hyper_util::rt::TokioIo;
+use hyper_util::rt::{TokioIo, TokioTimer};
 use thiserror::Error;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
@@ -29,6 +29,9 @@ const CONNECTIONS: usize = 32;
 
 /// The longest time that a connection takes. It has one request.
 const LIMIT: Duration = Duration::from_secs(10);
+
+/// The longest time until a connection's request is there.
+const HEADER_LIMIT: Duration = Duration::from_secs(2);
 
 /// The pause after a connection could not be accepted, for example because no descriptor was free.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -180,6 +183,9 @@ async fn connection(
     });
     let served = http1::Builder::new()
         .keep_alive(false)
+        .half_close(true)
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_LIMIT)
         .serve_connection(TokioIo::new(stream), service);
     // A client that has gone, or is slow, is its own affair.
     let _ = timeout(LIMIT, served).await;

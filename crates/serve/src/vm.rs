@@ -460,7 +460,11 @@ impl Vm<'_> {
                             self.stalled.push((region, Instant::now() + RESUME_AFTER));
                         }
                     }
-                    tracing::error!(pid, error = &notice as &dyn std::error::Error, "VM stalled");
+                    let what = match notice.resumable() {
+                        Some(_) => "VM stalled",
+                        None => "a page was not installed",
+                    };
+                    tracing::error!(pid, error = &notice as &dyn std::error::Error, "{what}");
                     if self.common.options.on_failure == OnFailure::Kill {
                         self.kill(link);
                         end = Some(End::Killed);
@@ -475,6 +479,17 @@ impl Vm<'_> {
             }
         }
         end
+    }
+
+    /// The regions of which some threads wait, for their source or for memory that takes no content.
+    fn stalled_regions(&self) -> u64 {
+        let is_stalled = |part: &&Part| {
+            let is_tried_later = || self.stalled.iter().any(|(region, _)| *region == part.id);
+            // None after the end.
+            let status = self.pager.source_status(part.id);
+            status.is_ok_and(|status| status.is_stalled || is_tried_later())
+        };
+        self.parts.iter().filter(is_stalled).count() as u64
     }
 
     fn kill(&self, link: &mut Link<'_>) {
@@ -529,7 +544,7 @@ impl Vm<'_> {
                 .map(|queue| queue.waiting_requests as u64)
                 .sum(),
             in_flight_bytes: queues.iter().map(|queue| queue.in_flight_bytes).sum(),
-            stalled_regions: queues.iter().filter(|queue| queue.is_stalled).count() as u64,
+            stalled_regions: self.stalled_regions(),
             ..Totals::default()
         };
         self.common.metrics.add(&self.reported, &now);
