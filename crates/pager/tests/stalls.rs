@@ -6,19 +6,17 @@ mod support;
 
 use std::error::Error;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::Receiver;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use pagetide_memory::{Backing, GuestAddress, PageState, Region};
 use pagetide_pager::{
-    Content, Contents, Filled, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReadAt, ReaderConfig,
-    Readers, RegionChangeError, RegionConfig, RegionId, Request, ResolveError, RetryPolicy, Source,
-    SourceError, SourceStatus, Urgency,
+    Content, Contents, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
+    RegionChangeError, RegionConfig, RegionId, Request, ResolveError, RetryPolicy, SourceError,
+    SourceStatus, Urgency,
 };
 use support::manual::*;
-use support::spawn_asleep;
 
 /// A source that works while its switch is on.
 fn switched() -> (
@@ -370,135 +368,6 @@ fn content_that_cannot_be_installed_stalls_its_region_only() {
     complete(manual.next());
     let _ = join("the exit", waiting).unwrap();
     check_page(&region, 3);
-}
-
-/// Has all content at once. While it spoils, it cuts the memory's file before page 3, or has other code
-/// than the pager write that page.
-struct Spoiler {
-    region: Arc<Region>,
-    spoils: AtomicBool,
-    writes: bool,
-    calls: AtomicU64,
-}
-
-impl Spoiler {
-    fn new(region: &Arc<Region>, writes: bool) -> Arc<Self> {
-        Arc::new(Self {
-            region: Arc::clone(region),
-            spoils: AtomicBool::new(true),
-            writes,
-            calls: AtomicU64::new(0),
-        })
-    }
-}
-
-impl Source for Spoiler {
-    fn submit(&self, request: Request) {
-        complete(request);
-    }
-
-    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
-        self.calls.fetch_add(1, Ordering::AcqRel);
-        if self.spoils.load(Ordering::Acquire) {
-            let file = self.region.file().unwrap();
-            if self.writes {
-                rustix::io::pwrite(file, &[7; 4096], 3 * PAGE).unwrap();
-            } else {
-                rustix::fs::ftruncate(file, 3 * PAGE).unwrap();
-            }
-        }
-        fill(at.gpa, buffer);
-        Some(Filled::Bytes)
-    }
-}
-
-/// Receives the notices of so many faults, and no further one. No thread may wake another, nor itself: each
-/// would fault again at once, and for ever.
-fn unresolved(told: &Receiver<Notice>, id: RegionId, faults: usize) {
-    for _ in 0..faults {
-        let notice = told.recv_timeout(PATIENCE).unwrap();
-        assert!(matches!(notice, Notice::Unresolved(_)), "{notice}");
-        assert_eq!(notice.resumable(), Some(id));
-    }
-    let further = told.recv_timeout(Duration::from_millis(100));
-    assert!(further.is_err(), "{further:?}");
-}
-
-fn set_pages(region: &Region, pages: u64) {
-    rustix::fs::ftruncate(region.file().unwrap(), pages * PAGE).unwrap();
-}
-
-#[test]
-fn a_thread_that_was_left_asleep_faults_again_when_its_region_is_resumed() {
-    let Some(region) = region(8, Backing::Shmem) else {
-        return;
-    };
-    let spoiler = Spoiler::new(&region, false);
-    let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&spoiler);
-    let (pager, id) = serve(&region, Mode::Missing, source, PERSISTENT);
-    let told = notices(&pager);
-    let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-    let touched = Arc::clone(&region);
-    let touching = thread::spawn(move || check_page(&touched, 3));
-    for attempts in 1..=3 {
-        unresolved(&told, id, 1);
-        assert_eq!(spoiler.calls.load(Ordering::Acquire), attempts);
-        // Beyond the file's end the thread would get SIGBUS.
-        set_pages(&region, 8);
-        spoiler.spoils.store(attempts < 3, Ordering::Release);
-        assert!(!touching.is_finished());
-        pager.resume(id).unwrap();
-    }
-    join("the toucher", touching);
-}
-
-#[test]
-fn threads_that_were_left_asleep_do_not_wake_each_other() {
-    let Some(region) = region(8, Backing::Shmem) else {
-        return;
-    };
-    let spoiler = Spoiler::new(&region, false);
-    let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&spoiler);
-    let (pager, id) = serve(&region, Mode::Missing, source, PERSISTENT);
-    let told = notices(&pager);
-    let touching = [3, 3, 4, 3].map(|page| {
-        let touched = Arc::clone(&region);
-        spawn_asleep("a toucher", move || check_page(&touched, page))
-    });
-    let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-    unresolved(&told, id, 4);
-    assert_eq!(spoiler.calls.load(Ordering::Acquire), 4);
-    set_pages(&region, 8);
-    spoiler.spoils.store(false, Ordering::Release);
-    pager.resume(id).unwrap();
-    for thread in touching {
-        join("a toucher", thread);
-    }
-}
-
-#[test]
-fn a_resumed_region_leaves_threads_asleep_on_foreign_pages() {
-    let Some(region) = region(8, Backing::Shmem) else {
-        return;
-    };
-    let spoiler = Spoiler::new(&region, true);
-    let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&spoiler);
-    let (pager, id) = serve(&region, Mode::Missing, source, PERSISTENT);
-    let told = notices(&pager);
-    let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
-    let touched = Arc::clone(&region);
-    let touching = thread::spawn(move || assert_lost(&touched, 3));
-    let notice = told.recv_timeout(PATIENCE).unwrap();
-    assert_eq!(notice.resumable(), None, "{notice}");
-    spoiler.spoils.store(false, Ordering::Release);
-    let wakes = pager.counted().wakes;
-    pager.resume(id).unwrap();
-    assert_eq!(pager.counted().wakes, wakes);
-    assert!(!touching.is_finished());
-    // The owner takes the page away, and gives the rest up.
-    region.punch(range(3, 1)).unwrap();
-    pager.abandon(id).unwrap();
-    join("the toucher", touching);
 }
 
 /// Bulk requests of prefetch are not repeated automatically: a thread that does not depend on prefetch

@@ -1,0 +1,177 @@
+//! A userfaultfd thread whose fault cannot be resolved stays asleep until the region's owner resumes
+//! it. No failed fault may wake a thread: the thread would fault again at once, and for ever.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::Receiver;
+use std::thread;
+use std::time::Duration;
+
+use pagetide_memory::{Backing, Region};
+use pagetide_pager::{
+    Filled, Mode, Notice, Pager, ReadAt, ReaderConfig, Readers, RegionId, Request, Source,
+};
+use support::manual::*;
+use support::spawn_asleep;
+
+/// What becomes of the memory while a [`Spoiler`] reads.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Spoils {
+    /// The memory's file ends before page 3.
+    Cuts,
+    /// Other code than the pager writes page 3.
+    Writes,
+}
+
+/// Has all content at once. While it spoils, no content can be installed.
+struct Spoiler {
+    region: Arc<Region>,
+    how: Spoils,
+    spoils: AtomicBool,
+    calls: AtomicU64,
+}
+
+impl Source for Spoiler {
+    fn submit(&self, request: Request) {
+        complete(request);
+    }
+
+    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+        self.calls.fetch_add(1, Ordering::AcqRel);
+        if self.spoils.load(Ordering::Acquire) {
+            let file = self.region.file().unwrap();
+            match self.how {
+                Spoils::Cuts => rustix::fs::ftruncate(file, 3 * PAGE).unwrap(),
+                Spoils::Writes => {
+                    rustix::io::pwrite(file, &[7; 4096], 3 * PAGE).unwrap();
+                }
+            }
+        }
+        fill(at.gpa, buffer);
+        Some(Filled::Bytes)
+    }
+}
+
+/// Eight pages below a source that spoils them. No thread reads faults yet.
+struct Spoiled {
+    region: Arc<Region>,
+    spoiler: Arc<Spoiler>,
+    pager: Arc<Pager>,
+    id: RegionId,
+    told: Receiver<Notice>,
+}
+
+impl Spoiled {
+    fn new(how: Spoils) -> Option<Self> {
+        let region = region(8, Backing::Shmem)?;
+        let spoiler = Arc::new(Spoiler {
+            region: Arc::clone(&region),
+            how,
+            spoils: AtomicBool::new(true),
+            calls: AtomicU64::new(0),
+        });
+        let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&spoiler);
+        let (pager, id) = serve(&region, Mode::Missing, source, PERSISTENT);
+        Some(Self {
+            told: notices(&pager),
+            region,
+            spoiler,
+            pager,
+            id,
+        })
+    }
+
+    fn readers(&self) -> Readers {
+        Readers::spawn(&self.pager, ReaderConfig::new(1)).unwrap()
+    }
+
+    fn touch(&self, page: u64) -> thread::JoinHandle<()> {
+        let touched = Arc::clone(&self.region);
+        spawn_asleep("a toucher", move || check_page(&touched, page))
+    }
+
+    fn calls(&self) -> u64 {
+        self.spoiler.calls.load(Ordering::Acquire)
+    }
+
+    /// Receives the notices of so many faults, and no further one.
+    fn unresolved(&self, faults: usize) {
+        for _ in 0..faults {
+            let notice = self.told.recv_timeout(PATIENCE).unwrap();
+            assert!(matches!(notice, Notice::Unresolved(_)), "{notice}");
+            assert_eq!(notice.resumable(), Some(self.id));
+        }
+        let further = self.told.recv_timeout(Duration::from_millis(100));
+        assert!(further.is_err(), "{further:?}");
+    }
+
+    /// Gives the file its length again: beyond a file's end, a woken thread would get SIGBUS.
+    fn lengthen(&self) {
+        rustix::fs::ftruncate(self.region.file().unwrap(), 8 * PAGE).unwrap();
+    }
+
+    fn spoil_no_more(&self) {
+        self.spoiler.spoils.store(false, Ordering::Release);
+    }
+}
+
+#[test]
+fn a_thread_that_was_left_asleep_faults_again_when_its_region_is_resumed() {
+    let Some(memory) = Spoiled::new(Spoils::Cuts) else {
+        return;
+    };
+    let touching = memory.touch(3);
+    let _readers = memory.readers();
+    for attempts in 1..=3 {
+        memory.unresolved(1);
+        assert_eq!(memory.calls(), attempts);
+        memory.lengthen();
+        if attempts == 3 {
+            memory.spoil_no_more();
+        }
+        assert!(!touching.is_finished());
+        memory.pager.resume(memory.id).unwrap();
+    }
+    join("the toucher", touching);
+}
+
+#[test]
+fn threads_that_were_left_asleep_do_not_wake_each_other() {
+    let Some(memory) = Spoiled::new(Spoils::Cuts) else {
+        return;
+    };
+    let touching = [3, 3, 4, 3].map(|page| memory.touch(page));
+    let _readers = memory.readers();
+    memory.unresolved(4);
+    assert_eq!(memory.calls(), 4);
+    memory.lengthen();
+    memory.spoil_no_more();
+    memory.pager.resume(memory.id).unwrap();
+    for thread in touching {
+        join("a toucher", thread);
+    }
+}
+
+#[test]
+fn a_resumed_region_leaves_threads_asleep_on_foreign_pages() {
+    let Some(memory) = Spoiled::new(Spoils::Writes) else {
+        return;
+    };
+    let touched = Arc::clone(&memory.region);
+    let touching = spawn_asleep("a toucher", move || assert_lost(&touched, 3));
+    let _readers = memory.readers();
+    let notice = memory.told.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(notice.resumable(), None, "{notice}");
+    memory.spoil_no_more();
+    let wakes = memory.pager.counted().wakes;
+    memory.pager.resume(memory.id).unwrap();
+    assert_eq!(memory.pager.counted().wakes, wakes);
+    assert!(!touching.is_finished());
+    // The owner takes the page away, and gives the rest up.
+    memory.region.punch(range(3, 1)).unwrap();
+    memory.pager.abandon(memory.id).unwrap();
+    join("the toucher", touching);
+}

@@ -1,0 +1,144 @@
+//! Drains by the native protocol: a VMM that asked for one has complete memory, or hears why not.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use pagetide_serve::native::message::{Message, RefusedCode, VmState};
+use rustix::fs::{SealFlags, ftruncate};
+use rustix::mm::MapFlags;
+use support::native::*;
+use support::*;
+
+#[test]
+fn a_drained_guest_is_complete_without_its_server() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(4096);
+    let running = Running::start(place.options());
+    let guest = Guest::new(4096);
+    let mut client = attached(&guest, &place.socket());
+    guest.check(4000, &content(4000));
+    let health = client.health().unwrap();
+    assert_eq!(health.state, VmState::Serving);
+    assert_eq!((health.pages, health.lost, health.faults), (4096, 0, 1));
+    assert!(health.present <= 1 && health.last_error.is_empty());
+    let drained = client.drain(|_, pages| assert_eq!(pages, 4096)).unwrap();
+    assert_eq!((drained.present, drained.lost), (4096, 0));
+    client.goodbye().unwrap();
+    // The server's part is over: nothing is missing, and discarding memory waits for nobody.
+    running.stop();
+    assert_eq!(guest.resident(), 4096);
+    (0..4096).for_each(|page| assert!(guest.read(page) == content(page), "{page}"));
+    let guest = Arc::new(guest);
+    let discarded = Arc::clone(&guest);
+    within_patience("a balloon", move || discarded.discard(0, 8));
+    assert_eq!(guest.read(3), vec![0; PAGE]);
+}
+
+/// Until content is there, a drain goes on.
+#[test]
+fn a_drain_waits_for_content_that_is_unavailable() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let running = Running::start(place.options());
+    let guest = Guest::new(64);
+    let mut client = attached(&guest, &place.socket());
+    let bytes = std::fs::read(place.image()).unwrap();
+    let file = std::fs::File::options().write(true).open(place.image());
+    let file = file.unwrap();
+    file.set_len(32 * PAGE as u64).unwrap();
+    let seen = Arc::new(AtomicU64::new(0));
+    let progress = Arc::clone(&seen);
+    let draining = std::thread::spawn(move || {
+        let seen = |present, _| progress.store(present, Ordering::Release);
+        client.drain(seen).unwrap()
+    });
+    eventually("a half", || seen.load(Ordering::Acquire) == 32);
+    eventually("a failure", || running.metrics.totals().failed_requests > 0);
+    assert!(!draining.is_finished());
+    file.write_all_at(&bytes, 0).unwrap();
+    let drained = within_patience("the drain", move || draining.join().unwrap());
+    assert_eq!(drained.present, 64);
+    assert_eq!(guest.resident(), 64);
+}
+
+/// Memory that takes no content for a while, here because its file ends before it: the VMM hears of the
+/// stall, and the drain goes on by itself.
+#[test]
+fn a_drain_waits_for_memory_that_cannot_be_written() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let running = Running::start(place.options());
+    let file = memfd(64, SealFlags::empty());
+    let guest = Guest::of_file(file.as_fd(), 64, MapFlags::SHARED);
+    ftruncate(&file, 60 * PAGE as u64).unwrap();
+    let mut client = attached(&guest, &place.socket());
+    let draining = std::thread::spawn(move || (client.drain(|_, _| {}), client));
+    eventually("the stall", || running.metrics.totals().stalls > 0);
+    assert!(!draining.is_finished());
+    ftruncate(&file, 64 * PAGE as u64).unwrap();
+    let (drained, mut client) = within_patience("the drain", move || draining.join().unwrap());
+    assert_eq!(drained.unwrap().present, 64);
+    let stalled = client.notice().unwrap();
+    assert!(
+        matches!(&stalled, Some(Message::Stalled { text, .. }) if text.contains("install")),
+        "{stalled:?}"
+    );
+    (0..64).for_each(|page| guest.check(page, &content(page)));
+}
+
+/// A page that cannot be read neither keeps a drain for ever, nor is the memory said to be complete.
+#[test]
+fn a_drain_is_refused_if_a_page_cannot_be_read() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let running = Running::start(place.options());
+    let bytes = std::fs::read(place.image()).unwrap();
+    let file = std::fs::File::options().write(true).open(place.image());
+    let file = file.unwrap();
+    file.set_len(63 * PAGE as u64).unwrap();
+    let guest = Guest::new(64);
+    let mut client = attached(&guest, &place.socket());
+    let (drained, mut client) =
+        within_patience("the drain", move || (client.drain(|_, _| {}), client));
+    assert_eq!(code(drained), RefusedCode::NoContent);
+    let health = client.health().unwrap();
+    assert_eq!((health.state, health.present), (VmState::Serving, 63));
+    eventually("the count", || {
+        running.metrics.totals().pages_set_aside == 1
+    });
+    assert_eq!(running.metrics.totals().stalls, 0);
+    // The next one tries again.
+    file.write_all_at(&bytes, 0).unwrap();
+    assert_eq!(client.drain(|_, _| {}).unwrap().present, 64);
+    guest.check(63, &content(63));
+    client.goodbye().unwrap();
+}
+
+#[test]
+fn a_drain_of_memory_without_content_is_refused() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(8);
+    let _running = Running::start(place.options());
+    let guest = Guest::new(16);
+    let mut client = attached(&guest, &place.socket());
+    assert_eq!(code(client.drain(|_, _| {})), RefusedCode::NoContent);
+    guest.check(7, &content(7));
+    let parts = client.hand_over().unwrap();
+    let first_pages: Vec<u64> = parts.iter().map(|part| part.first_page).collect();
+    assert_eq!(first_pages, [0, 8]);
+}
