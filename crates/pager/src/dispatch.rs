@@ -18,14 +18,14 @@ use crate::install::{Body, wake};
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Requesting};
-use crate::requests::{Miss, RequestId, Submission, Wanted};
+use crate::requests::{Job, Miss, RequestId, Submission, Wanted};
 use crate::source::{Content, Request, Source, SourceError};
 
 /// The state of a region's requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SourceStatus {
-    /// The source has failed too often: nothing is requested until [`Pager::resume`],
-    /// [`Pager::replace_source`] or [`Pager::abandon`].
+    /// The source has failed too often, or an answer could not be installed: nothing is requested until
+    /// [`Pager::resume`], [`Pager::replace_source`] or [`Pager::abandon`].
     pub is_stalled: bool,
     /// Bytes that were requested and not yet answered.
     pub in_flight_bytes: u64,
@@ -136,7 +136,7 @@ impl Pager {
                 let finished = state.requests.finish(request.id);
                 drop(state);
                 match finished {
-                    Some(wanted) => self.arrived(region, requesting, wanted, content),
+                    Some(job) => self.arrived(region, requesting, job, content),
                     None => self.count(&Counters {
                         late_answers: 1,
                         ..Counters::default()
@@ -153,9 +153,10 @@ impl Pager {
         &self,
         region: &PagedRegion,
         requesting: &Requesting,
-        wanted: Wanted,
+        job: Job,
         content: Content<'_>,
     ) {
+        let wanted = job.wanted;
         let mut counters = Counters {
             answers: 1,
             ..Counters::default()
@@ -168,12 +169,38 @@ impl Pager {
             wanted.urgency(),
         );
         self.count(&counters);
-        if let Err(failure) = result {
-            // Waiting threads retry, and then wait until the owner acts. (The request itself cannot be
-            // repeated as it is: one of its pages may have become urgent.)
-            requesting.lock().requests.stall();
-            self.withdraw(region, wanted.pages);
-            self.notify(Notice::NotInstalled {
+        let Err(failure) = result else {
+            return;
+        };
+        match wanted.urgency() {
+            Urgency::Urgent => {
+                // Waiting threads retry, and then wait until the owner acts. (The request itself cannot be
+                // repeated as it is: one of its pages may have become urgent.)
+                requesting.lock().requests.stall();
+                self.withdraw(region, wanted.pages);
+                self.notify(Notice::NotInstalled {
+                    region: region.id,
+                    source: Arc::new(failure),
+                });
+            }
+            Urgency::Bulk => {
+                let now = Instant::now();
+                let after = requesting.lock().requests.not_installed(job, now);
+                self.set_aside(region, &after.set_aside, &failure);
+                self.not_prefetched(region, requesting, failure);
+            }
+        }
+    }
+
+    /// Reports that content of prefetch could not be installed, once for each prefetch.
+    fn not_prefetched(
+        &self,
+        region: &PagedRegion,
+        requesting: &Requesting,
+        failure: InstallFailure,
+    ) {
+        if requesting.lock().requests.is_first_not_installed() {
+            self.notify(Notice::NotPrefetched {
                 region: region.id,
                 source: Arc::new(failure),
             });
@@ -248,9 +275,7 @@ impl Pager {
         for pages in after.withdraw.into_iter().flatten() {
             self.withdraw(region, pages);
         }
-        if !after.set_aside.is_empty() {
-            self.set_aside(region, &after.set_aside, &error);
-        }
+        self.set_aside(region, &after.set_aside, &error);
         if after.held {
             tracing::warn!(
                 region = region.id.0,
@@ -266,8 +291,13 @@ impl Pager {
         }
     }
 
-    /// Withdraws the bulk requests for pages that their source does not deliver.
-    fn set_aside(&self, region: &PagedRegion, runs: &[PageRange], error: &SourceError) {
+    /// Withdraws the bulk requests for pages that cannot be fetched.
+    fn set_aside(
+        &self,
+        region: &PagedRegion,
+        runs: &[PageRange],
+        error: &(dyn std::error::Error + 'static),
+    ) {
         // A thread may have begun to wait for some of them: its own request decides about those.
         let withdrawn = runs.iter().map(|&pages| region.map.withdraw(pages)).sum();
         if withdrawn == 0 {
@@ -281,8 +311,8 @@ impl Pager {
             region = region.id.0,
             gpa = runs.first().map(|pages| region.gpa_of(pages.first()).0),
             pages = withdrawn,
-            error = error as &dyn std::error::Error,
-            "prefetch leaves out what the source does not deliver"
+            error,
+            "prefetch leaves out what it cannot fetch"
         );
     }
 

@@ -27,10 +27,20 @@ pub enum Notice {
     /// page is delivered otherwise, or the region is resumed or removed.
     #[error("a fault that came by a userfaultfd could not be resolved")]
     Unresolved(#[source] Arc<ResolveError>),
-    /// Content that arrived could not be installed. The region is stalled: threads that wait for the page
-    /// continue to wait until the owner resumes it.
+    /// Content for which a thread waits has arrived, and could not be installed. The region is stalled:
+    /// threads that wait for the page continue to wait until the owner resumes it.
     #[error("content that arrived for region {region:?} could not be installed")]
     NotInstalled {
+        /// The region.
+        region: RegionId,
+        /// The error.
+        #[source]
+        source: Arc<crate::error::InstallFailure>,
+    },
+    /// Content of prefetch could not be installed. No thread waits for it: prefetch tries again, and at last
+    /// leaves the page out. Once for each region and prefetch.
+    #[error("content that prefetch has fetched for region {region:?} could not be installed")]
+    NotPrefetched {
         /// The region.
         region: RegionId,
         /// The error.
@@ -97,7 +107,10 @@ impl Notice {
             | Self::Reader(_)
             | Self::ReaderPanicked { .. }
             | Self::Prefetch(_) => true,
-            Self::ProcessGone { .. } | Self::Population { .. } | Self::Forked { .. } => false,
+            Self::NotPrefetched { .. }
+            | Self::ProcessGone { .. }
+            | Self::Population { .. }
+            | Self::Forked { .. } => false,
         }
     }
 }

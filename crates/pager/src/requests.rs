@@ -77,6 +77,8 @@ pub(crate) enum Miss {
     /// The content of one of several pages is lost. The source reports this for the whole request, so
     /// the pages are requested again in smaller requests.
     PoisonedAmongOthers,
+    /// The source has answered a bulk request, and the memory did not take the content.
+    NotInstalled,
 }
 
 /// So many failures of bulk requests in a row, without an answer of the source in between, mean that the source
@@ -84,8 +86,8 @@ pub(crate) enum Miss {
 const SILENT_FAILURES: u32 = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Job {
-    wanted: Wanted,
+pub(crate) struct Job {
+    pub(crate) wanted: Wanted,
     /// The number of failures.
     failures: u32,
     /// The end of its pause after a failure.
@@ -161,6 +163,8 @@ pub(crate) struct Requests {
     /// Pages that were set aside since then.
     silent_pages: Vec<PageRange>,
     hold: Option<Hold>,
+    /// Whether content that prefetch asked for could not be installed.
+    has_not_installed: bool,
 }
 
 impl Requests {
@@ -178,6 +182,7 @@ impl Requests {
             silent_failures: 0,
             silent_pages: Vec::new(),
             hold: None,
+            has_not_installed: false,
         }
     }
 
@@ -241,8 +246,18 @@ impl Requests {
 
     /// Ends a request that was answered with content, zeroes or poison. `None` if it is not in flight:
     /// it was cancelled, or answered before.
-    pub(crate) fn finish(&mut self, id: RequestId) -> Option<Wanted> {
-        Some(self.take_in_flight(id)?.wanted)
+    pub(crate) fn finish(&mut self, id: RequestId) -> Option<Job> {
+        self.take_in_flight(id)
+    }
+
+    /// Asks again for the pages of a finished bulk request, whose content could not be installed.
+    pub(crate) fn not_installed(&mut self, job: Job, now: Instant) -> AfterFailure {
+        self.miss_bulk(job, Miss::NotInstalled, now)
+    }
+
+    /// Whether content that prefetch asked for could not be installed for the first time.
+    pub(crate) fn is_first_not_installed(&mut self) -> bool {
+        !std::mem::replace(&mut self.has_not_installed, true)
     }
 
     /// The pages of a request in flight.
@@ -274,7 +289,7 @@ impl Requests {
         let mut after = AfterFailure::default();
         let failures = match miss {
             Miss::Failed => job.failures + 1,
-            Miss::PoisonedAmongOthers => job.failures,
+            Miss::PoisonedAmongOthers | Miss::NotInstalled => job.failures,
         };
         if failures >= self.policy.attempts && !self.is_stalled {
             self.is_stalled = true;
@@ -303,8 +318,9 @@ impl Requests {
     fn miss_bulk(&mut self, mut job: Job, miss: Miss, now: Instant) -> AfterFailure {
         let mut after = AfterFailure::default();
         let pages = job.wanted.pages;
-        let has_failed = miss == Miss::Failed && !self.is_stalled;
-        if has_failed && let Some(hold) = &mut self.hold {
+        let has_failed = miss != Miss::PoisonedAmongOthers && !self.is_stalled;
+        let is_silent = has_failed && miss == Miss::Failed;
+        if is_silent && let Some(hold) = &mut self.hold {
             // Otherwise it was in flight before.
             if hold.until <= now {
                 hold.until = later(now, self.policy.longest_backoff);
@@ -337,11 +353,13 @@ impl Requests {
                 self.bulk.push_back(job);
             } else {
                 self.set_aside.insert(pages);
-                self.silent_pages.push(pages);
+                if is_silent {
+                    self.silent_pages.push(pages);
+                }
                 after.set_aside.push(pages);
             }
         }
-        if has_failed {
+        if is_silent {
             self.silent_failures += 1;
         }
         if self.silent_failures >= SILENT_FAILURES {
@@ -384,6 +402,7 @@ impl Requests {
         // A hold of an earlier prefetch would give the first failure of this one all its weight.
         self.end_hold();
         self.set_aside.clear();
+        self.has_not_installed = false;
     }
 
     /// Whether bulk requests are held, because the source answers nothing.

@@ -190,7 +190,7 @@ fn a_failed_run_is_narrowed_to_the_urgent_page() {
             assert_eq!((after.withdraw, after.stalled), (withdraw, false));
             let wait = match miss {
                 Miss::Failed => POLICY.first_backoff,
-                Miss::PoisonedAmongOthers => Duration::ZERO,
+                _ => Duration::ZERO,
             };
             let again = requests.next_submission(now + wait).unwrap();
             assert_eq!(
@@ -391,6 +391,39 @@ fn a_source_that_never_answers_ends_the_bulk_work() {
     assert_eq!(requests.set_aside().runs().count(), 0);
 }
 
+/// A page whose content the memory does not take is found and set aside. The source answers, so nothing is
+/// held, and the page is not tried again because of a further answer.
+#[test]
+fn bulk_content_that_cannot_be_installed_is_asked_for_again_and_set_aside() {
+    let mut now = Instant::now();
+    let mut requests = requests();
+    requests.want(bulk(0, 8));
+    let mut set_aside = Vec::new();
+    let mut failures = 0;
+    while let Some(submission) = requests.next_submission(now) {
+        requests.answered();
+        let job = requests.finish(submission.id).unwrap();
+        if job.wanted.pages.contains(PageIndex(5)) {
+            failures += 1;
+            let after = requests.not_installed(job, now);
+            assert!(!after.stalled && !after.held && after.withdraw == [None, None]);
+            set_aside.extend(after.set_aside);
+        }
+        now = requests.next_deadline().unwrap_or(now);
+    }
+    assert_eq!(
+        (failures, set_aside),
+        (3 + POLICY.attempts, vec![run(5, 1)])
+    );
+    assert!(requests.set_aside().runs().eq([run(5, 1)]));
+    requests.answered();
+    assert!(requests.set_aside().runs().eq([run(5, 1)]));
+    assert!(requests.is_first_not_installed() && !requests.is_first_not_installed());
+    requests.forget_set_aside();
+    assert_eq!(requests.set_aside().runs().count(), 0);
+    assert!(requests.is_first_not_installed());
+}
+
 /// Fails a request until the region is stalled; returns the time of the stall.
 fn stall(requests: &mut Requests, page: u64, mut now: Instant) -> Instant {
     requests.want(urgent(page));
@@ -487,7 +520,10 @@ fn bulk_requests_are_dropped_and_urgent_ones_stay() {
     assert_eq!(requests.in_flight_bytes(), PAGE);
     assert_eq!(requests.waiting(), 1);
     assert!(requests.has_bulk_room(16));
-    assert_eq!(requests.finish(flying[0].id), Some(urgent(1)));
+    assert_eq!(
+        requests.finish(flying[0].id).map(|job| job.wanted),
+        Some(urgent(1))
+    );
 }
 
 #[test]

@@ -370,15 +370,18 @@ fn content_that_cannot_be_installed_stalls_its_region_only() {
     check_page(&region, 3);
 }
 
-/// Bulk requests of prefetch are not repeated automatically: a thread that does not depend on prefetch
-/// may wait for one of their pages.
+/// No thread waits for it: the page is left out, and the region does not stall.
 #[test]
-fn bulk_content_that_cannot_be_installed_leaves_no_page_requested() {
+fn bulk_content_that_cannot_be_installed_stalls_nothing() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
     let manual = ManualSource::new();
-    let (pager, id) = serve(&region, Mode::Missing, manual.source(), PERSISTENT);
+    let policy = RetryPolicy {
+        attempts: 3,
+        ..PERSISTENT
+    };
+    let (pager, id) = serve(&region, Mode::Missing, manual.source(), policy);
     let told = notices(&pager);
     let ahead = prefetch(&pager);
     let bulk = manual.next_bulk();
@@ -387,38 +390,33 @@ fn bulk_content_that_cannot_be_installed_leaves_no_page_requested() {
     let file = region.file().unwrap();
     rustix::io::pwrite(file, &[7; 4096], 2 * PAGE).unwrap();
     complete(bulk);
-    match told.recv_timeout(PATIENCE).unwrap() {
-        Notice::NotInstalled { region, .. } => assert_eq!(region, id),
-        other => panic!("{other}"),
-    }
+    let others = || pager.progress().present == 7;
+    eventually("the others", || {
+        manual.take_if(|_| true).into_iter().for_each(complete);
+        others() && pager.source_status(id).unwrap().set_aside_pages == 1
+    });
+    let ended = within_patience("prefetch", || ahead.finish()).unwrap();
+    assert!(!ended.is_complete);
     let expected = SourceStatus {
-        is_stalled: true,
+        is_stalled: false,
         in_flight_bytes: 0,
         waiting_requests: 0,
-        set_aside_pages: 0,
+        set_aside_pages: 1,
         is_held: false,
     };
     assert_eq!(pager.source_status(id).unwrap(), expected);
-    for page in 0..8 {
-        let wanted = if page < 2 {
-            PageState::Present
-        } else {
-            PageState::Absent
-        };
-        assert_eq!(state(&pager, page), wanted, "page {page}");
+    assert_eq!(state(&pager, 2), PageState::Absent);
+    match told.recv_timeout(PATIENCE).unwrap() {
+        Notice::NotPrefetched { region, .. } => assert_eq!(region, id),
+        other => panic!("{other}"),
     }
-    let waiting = exit(&pager, 5);
-    eventually("the exit waits", || {
-        pager.source_status(id).unwrap().waiting_requests == 1
-    });
-    let _ = within_patience("prefetch", || ahead.stop()).unwrap();
+    assert!(told.try_recv().is_err(), "one notice");
+    // The owner removes the page, and a thread touches it.
     region.punch(range(2, 1)).unwrap();
-    pager.resume(id).unwrap();
-    let urgent = manual.next();
-    assert_eq!(urgent.pages(), range(5, 1));
-    complete(urgent);
+    let waiting = exit(&pager, 2);
+    complete(manual.next_urgent());
     let _ = join("the exit", waiting).unwrap();
-    check_page(&region, 5);
+    check_all(&region);
 }
 
 /// Infinite waits are represented by the longest duration.

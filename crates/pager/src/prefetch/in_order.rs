@@ -7,8 +7,9 @@ use std::thread;
 
 use pagetide_memory::{PageIndex, PageRange};
 
+use super::fetch::Fetched;
 use super::place::set_aside;
-use super::{Ahead, Fetched, Shared};
+use super::{Ahead, Shared};
 use crate::error::{PrefetchError, WAIT_SLICE};
 use crate::pace::Pace;
 

@@ -26,6 +26,8 @@ enum Step {
     /// The request with this number, of those in flight.
     Finish(usize),
     Miss(usize, bool),
+    /// The same for a bulk request whose content the memory does not take.
+    NotInstalled(usize),
     Wait(u64),
     Expire,
     Resume,
@@ -41,6 +43,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         8 => Just(Step::Submit),
         3 => (0..20usize).prop_map(Step::Finish),
         4 => (0..20usize, any::<bool>()).prop_map(|(index, poisoned)| Step::Miss(index, poisoned)),
+        2 => (0..20usize).prop_map(Step::NotInstalled),
         3 => (0..400u64).prop_map(Step::Wait),
         1 => Just(Step::Expire),
         1 => Just(Step::Resume),
@@ -121,7 +124,7 @@ impl Model {
     fn finish(&mut self, id: RequestId) -> Result<(), TestCaseError> {
         let wanted = self.flying.remove(&id);
         self.requests.answered();
-        prop_assert_eq!(self.requests.finish(id), wanted);
+        prop_assert_eq!(self.requests.finish(id).map(|job| job.wanted), wanted);
         prop_assert_eq!(self.requests.finish(id), None);
         for page in wanted.iter().flat_map(|wanted| wanted.pages.iter()) {
             *self.state(page.0) = State::Settled;
@@ -132,7 +135,14 @@ impl Model {
     fn miss(&mut self, id: RequestId, miss: Miss) -> Result<(), TestCaseError> {
         let was_stalled = self.requests.is_stalled();
         self.flying.remove(&id);
-        let after = self.requests.miss(id, miss, self.now).unwrap();
+        let after = match miss {
+            Miss::NotInstalled => {
+                self.requests.answered();
+                let job = self.requests.finish(id).unwrap();
+                self.requests.not_installed(job, self.now)
+            }
+            _ => self.requests.miss(id, miss, self.now).unwrap(),
+        };
         prop_assert_eq!(after.stalled, !was_stalled && self.requests.is_stalled());
         for pages in after.withdraw.into_iter().flatten() {
             self.withdraw(pages, true);
@@ -191,6 +201,12 @@ impl Model {
                 }
                 Some((id, _)) => self.miss(id, Miss::Failed)?,
                 None => {}
+            },
+            Step::NotInstalled(index) => match self.flying(index) {
+                Some((id, wanted)) if wanted.urgency() == Urgency::Bulk => {
+                    self.miss(id, Miss::NotInstalled)?;
+                }
+                _ => {}
             },
             Step::Wait(ms) => self.now += Duration::from_millis(ms),
             Step::Expire => {

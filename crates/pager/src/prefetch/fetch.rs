@@ -1,0 +1,232 @@
+//! How prefetch fetches a run of pages, by the origin of their content.
+
+use pagetide_memory::{Claim, PageIndex, PageRange, PageState, Request, Urgency};
+use pagetide_uapi::userfaultfd::InstallError;
+
+use super::Ahead;
+use crate::arrival::{Purpose, arrive};
+use crate::config::Holes;
+use crate::content::{content_of, fill_buffer, fill_buffer_now, mapped_now};
+use crate::counters::Counters;
+use crate::error::{InstallFailure, PrefetchError, ResolveError};
+use crate::fault::{Delivery, Fault};
+use crate::install::{Body, Installed, Installer, Sleepers};
+use crate::region::{PagedRegion, Requesting, Served, Supply};
+use crate::requests::Wanted;
+use crate::source::{Filled, LocalSource};
+
+/// The result of fetching a run of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fetched {
+    /// All pages are installed or requested, by this thread or another.
+    All,
+    /// Some pages failed, or the run was not contiguous.
+    Part,
+    /// Nothing was done: the region's source is stalled, or its bulk limit is reached.
+    NoRoom,
+}
+
+impl Ahead<'_> {
+    /// Fetches `page` and the absent pages after it, at most `most` pages, unless another thread has
+    /// claimed or requested it.
+    pub(super) fn fetch(
+        &mut self,
+        region: &PagedRegion,
+        page: PageIndex,
+        most: u64,
+    ) -> Result<Fetched, PrefetchError> {
+        let Some(served) = region.served(page) else {
+            return Ok(Fetched::All);
+        };
+        let window = PageRange::new(page, most).intersection(served.pages);
+        match &region.supply {
+            Supply::PageCache(holes) => {
+                let all = self.install(region, served, page, window, *holes)?;
+                Ok(if all { Fetched::All } else { Fetched::Part })
+            }
+            Supply::Local(source) => {
+                let all = self.fill(region, page, window, &**source)?;
+                Ok(if all { Fetched::All } else { Fetched::Part })
+            }
+            Supply::Source(requesting) => {
+                let window = requesting.lock().requests.set_aside().before(window);
+                if self.fill_now(region, requesting, window) {
+                    return Ok(Fetched::All);
+                }
+                Ok(self.request(region, requesting, page, window))
+            }
+        }
+    }
+
+    fn install(
+        &mut self,
+        region: &PagedRegion,
+        served: &Served,
+        page: PageIndex,
+        window: PageRange,
+        holes: Holes,
+    ) -> Result<bool, PrefetchError> {
+        let pager = &*self.shared.pager;
+        let lock = served.channel.lock_installs();
+        let Claim::Won(claim) = region.map.claim_run(page, window) else {
+            self.counters.lost_claims += 1;
+            return Ok(true);
+        };
+        let claimed = claim.pages();
+        let settled = |counters: &Counters| counters.pages + counters.exists + counters.poisoned;
+        let before = settled(&self.counters);
+        let mut installer = Installer {
+            region,
+            served,
+            lock: &lock,
+            counters: &mut self.counters,
+            // Wake before populating: population may wait for a slot update, which may wait for a
+            // thread that sleeps here.
+            sleepers: Sleepers::Some,
+            ahead: Some(pager),
+        };
+        let installed = installer.install(claim, Body::PageCache, Some(page));
+        drop(lock);
+        if let (Ok(Installed::Piece(pages)), true) = (&installed, served.channel.has_events) {
+            pager.populate(region, *pages, &mut self.counters);
+        }
+        match installed {
+            Ok(Installed::EventsFirst) => pager.read_events(&served.channel),
+            Ok(Installed::Unmapped { page, is_gone }) => pager.unmapped(region, page, is_gone),
+            Ok(_) => {}
+            Err(InstallFailure::Kernel(InstallError::NoContent)) if holes == Holes::AreZero => {
+                let hole = PageRange::single(page);
+                arrive(
+                    pager,
+                    region,
+                    &mut self.counters,
+                    hole,
+                    Body::Zero,
+                    Purpose::Ahead,
+                )
+                .map_err(|source| self.failed(region, page, source))?;
+            }
+            Err(source) => return Err(self.failed(region, page, source)),
+        }
+        Ok(settled(&self.counters) - before == claimed.count())
+    }
+
+    fn fill(
+        &mut self,
+        region: &PagedRegion,
+        page: PageIndex,
+        window: PageRange,
+        source: &dyn LocalSource,
+    ) -> Result<bool, PrefetchError> {
+        let is_absent = |&page: &PageIndex| region.map.state(page) == Some(PageState::Absent);
+        let count = window.iter().take_while(is_absent).count() as u64;
+        let pages = PageRange::new(page, count);
+        if pages.is_empty() {
+            return Ok(true);
+        }
+        let content = match fill_buffer(region, source, pages, &mut self.buffer) {
+            Ok(Filled::Bytes) => content_of(region, pages, &self.buffer),
+            Ok(Filled::Zero) => Body::Zero,
+            Ok(Filled::Poisoned) if count == 1 => Body::Poisoned,
+            // Page by page, because it is unknown which of them failed.
+            Ok(Filled::Poisoned) | Err(_) if count > 1 => {
+                return self
+                    .fill(region, page, PageRange::single(page), source)
+                    .map(|_| false);
+            }
+            Ok(Filled::Poisoned) => return Ok(false),
+            Err(source) => {
+                let fault = fault(region, page);
+                return Err(PrefetchError::Resolve(ResolveError::Content {
+                    fault,
+                    source,
+                }));
+            }
+        };
+        let pager = &self.shared.pager;
+        let arrived = arrive(
+            pager,
+            region,
+            &mut self.counters,
+            pages,
+            content,
+            Purpose::Ahead,
+        );
+        arrived.map_err(|source| self.failed(region, page, source))?;
+        Ok(true)
+    }
+
+    /// Installs a batch if the source has its content without waiting. False: it has to be requested, and
+    /// what cannot be installed is then treated like what the source fails to deliver.
+    fn fill_now(
+        &mut self,
+        region: &PagedRegion,
+        requesting: &Requesting,
+        window: PageRange,
+    ) -> bool {
+        let source = requesting.source();
+        let is_absent = |&page: &PageIndex| region.map.state(page) == Some(PageState::Absent);
+        let count = window.iter().take_while(is_absent).count() as u64;
+        let pages = PageRange::new(window.first(), count);
+        if pages.is_empty() {
+            return true;
+        }
+        let content = match mapped_now(region, &*source, pages, Urgency::Bulk) {
+            Some(content) => content,
+            None => {
+                let buffer = &mut self.buffer;
+                match fill_buffer_now(region, &*source, pages, Urgency::Bulk, buffer) {
+                    Some(Filled::Bytes) => content_of(region, pages, buffer),
+                    Some(Filled::Zero) => Body::Zero,
+                    Some(Filled::Poisoned) | None => return false,
+                }
+            }
+        };
+        let pager = &self.shared.pager;
+        let counters = &mut self.counters;
+        arrive(pager, region, counters, pages, content, Purpose::Ahead).is_ok()
+    }
+
+    /// Requests a batch if the bulk limit permits it.
+    fn request(
+        &mut self,
+        region: &PagedRegion,
+        requesting: &Requesting,
+        page: PageIndex,
+        window: PageRange,
+    ) -> Fetched {
+        if !requesting.lock().requests.has_bulk_room(window.count()) {
+            return Fetched::NoRoom;
+        }
+        if let Request::Made(pages) = region.map.request_run(page, window, Urgency::Bulk) {
+            self.requested_pages += pages.count();
+            self.shared
+                .pager
+                .want(region, Wanted { pages, fault: None });
+        }
+        Fetched::All
+    }
+
+    fn failed(
+        &self,
+        region: &PagedRegion,
+        page: PageIndex,
+        source: InstallFailure,
+    ) -> PrefetchError {
+        let fault = fault(region, page);
+        PrefetchError::Resolve(ResolveError::Install { fault, source })
+    }
+}
+
+/// The fault in an error message: no thread has touched the page, but an access to it would fail in
+/// this way.
+fn fault(region: &PagedRegion, page: PageIndex) -> Fault {
+    Fault {
+        region: region.id,
+        page,
+        gpa: region.gpa_of(page),
+        access: pagetide_memory::Access::Read,
+        vcpu: None,
+        delivery: Delivery::Uffd,
+    }
+}
