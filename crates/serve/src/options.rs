@@ -63,7 +63,7 @@ pub enum WorkingSetMode {
     Off,
 }
 
-/// What happens to a VM whose content is unavailable.
+/// What happens to a VM whose content is unavailable, or whose memory takes no content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnFailure {
     /// A thread that touches a missing page waits. The server keeps trying.
@@ -84,7 +84,7 @@ pub struct Options {
     pub working_set_file: Option<PathBuf>,
     /// Whether all missing pages are fetched while the guest runs.
     pub prefetch: bool,
-    /// What happens to a VM whose content is unavailable.
+    /// What happens to a VM whose content is unavailable, or whose memory takes none.
     pub on_failure: OnFailure,
     /// Whether the server ends when its last VM has gone.
     pub once: bool,

@@ -4,6 +4,7 @@ mod connection;
 mod control;
 mod keeping;
 mod recording;
+mod stalls;
 mod start;
 mod waiting;
 
@@ -45,9 +46,6 @@ use waiting::{Ticks, Watched};
 
 /// The longest time between two looks at deadlines and counts.
 const TICK: Duration = Duration::from_millis(500);
-
-/// The pause before a stalled region is tried again.
-const RESUME_AFTER: Duration = Duration::from_secs(2);
 
 /// Messages that one read of a userfaultfd takes.
 const MESSAGES_PER_READ: usize = 32;
@@ -328,7 +326,8 @@ impl Vm<'_> {
         serving.watch(connection.poll.as_fd(), STREAM)?;
         serving.watch(self.common.stopper.as_fd(), STOP)?;
         serving.watch(ticks.0.as_fd(), TICKS)?;
-        let mut drain_until = None;
+        // When a drain fetches again what could not be fetched.
+        let mut drain_again = None;
         loop {
             connection.set_interest(link.interest())?;
             let timeout = link.has_more().then_some(Duration::ZERO);
@@ -342,12 +341,11 @@ impl Vm<'_> {
             };
             // Unless the VMM has gone.
             let is_handed_over = stops && self.keeping.is_some();
-            if stops && !is_handed_over && drain_until.is_none() {
+            if stops && !is_handed_over && drain_again.is_none() {
                 // It stays readable; from now on the deadline is looked at.
                 serving.unwatch(self.common.stopper.as_fd());
-                let deadline = self.common.stopper.deadline();
-                drain_until = Some(deadline);
-                link.notify(|| going_away(deadline));
+                drain_again = Some(Instant::now() + TICK);
+                link.notify(|| going_away(self.common.stopper.deadline()));
                 self.drain()?;
                 is_tick = true;
             }
@@ -363,7 +361,7 @@ impl Vm<'_> {
                 self.report(serving.counters());
                 return Ok(end);
             }
-            let wanted = match drain_until.is_some() || link.is_busy() {
+            let wanted = match drain_again.is_some() || link.is_busy() {
                 true => control::SOON,
                 false => TICK,
             };
@@ -384,15 +382,21 @@ impl Vm<'_> {
                 if let Link::Native(control) = link {
                     control.tick(self)?;
                 }
-                if let Some(deadline) = drain_until {
+                if let Some(again) = drain_again {
                     if self.is_complete() {
                         self.release();
                         // A thread of the VMM may still wait for an event to be read.
                         serving.process_ready()?;
                         return Ok(End::Complete);
                     }
-                    if Instant::now() >= deadline {
+                    let now = Instant::now();
+                    // A second signal may have moved it.
+                    if now >= self.common.stopper.deadline() {
                         return Ok(End::FailedClosed);
+                    }
+                    if now >= again && self.prefetch.as_ref().is_none_or(Prefetch::is_finished) {
+                        self.drain()?;
+                        drain_again = Some(now + TICK);
                     }
                 }
             }
@@ -435,82 +439,6 @@ impl Vm<'_> {
     fn is_complete(&self) -> bool {
         let progress = self.pager.progress();
         progress.present + progress.poisoned == progress.total
-    }
-
-    /// Handles what the pager reports.
-    fn act_on_notices(&mut self, link: &mut Link<'_>) -> Option<End> {
-        let mut end = None;
-        while let Ok(notice) = self.notices.try_recv() {
-            let pid = self.peer.pid;
-            match &notice {
-                Notice::ProcessGone { .. } => end = end.or(Some(End::Gone)),
-                Notice::Stalled { .. } | Notice::NotInstalled { .. } | Notice::Unresolved(_) => {
-                    self.last_error = chain(&notice);
-                    if let Some(region) = notice.resumable() {
-                        if self.stalled.iter().any(|(stalled, _)| *stalled == region) {
-                            continue;
-                        }
-                        self.common.metrics.count(|totals| totals.stalls = 1);
-                        let text = self.last_error.clone();
-                        link.notify(|| Message::Stalled { regions: 1, text });
-                        // Content that does not exist will not come.
-                        let is_endless = matches!(notice, Notice::Stalled { .. })
-                            && self.without_content.contains(&region);
-                        if !is_endless {
-                            self.stalled.push((region, Instant::now() + RESUME_AFTER));
-                        }
-                    }
-                    let what = match notice.resumable() {
-                        Some(_) => "VM stalled",
-                        None => "a page was not installed",
-                    };
-                    tracing::error!(pid, error = &notice as &dyn std::error::Error, "{what}");
-                    if self.common.options.on_failure == OnFailure::Kill {
-                        self.kill(link);
-                        end = Some(End::Killed);
-                    }
-                }
-                other => {
-                    if other.needs_action() {
-                        self.last_error = chain(other);
-                    }
-                    tracing::warn!(pid, error = other as &dyn std::error::Error, "notice");
-                }
-            }
-        }
-        end
-    }
-
-    /// The regions of which some threads wait, for their source or for memory that takes no content.
-    fn stalled_regions(&self) -> u64 {
-        let is_stalled = |part: &&Part| {
-            let is_tried_later = || self.stalled.iter().any(|(region, _)| *region == part.id);
-            // None after the end.
-            let status = self.pager.source_status(part.id);
-            status.is_ok_and(|status| status.is_stalled || is_tried_later())
-        };
-        self.parts.iter().filter(is_stalled).count() as u64
-    }
-
-    fn kill(&self, link: &mut Link<'_>) {
-        link.notify(|| Message::Killed {
-            text: self.last_error.clone(),
-        });
-        kill(self.common, self.peer);
-    }
-
-    /// Tries stalled regions again whose time is due. Returns their number.
-    fn resume(&mut self, is_due: impl Fn(Instant) -> bool) -> usize {
-        let before = self.stalled.len();
-        self.stalled.retain(|(region, at)| {
-            let is_due = is_due(*at);
-            if is_due {
-                // A region that stalls again is reported again.
-                let _ = self.pager.resume(*region);
-            }
-            !is_due
-        });
-        before - self.stalled.len()
     }
 
     /// Adds what was counted since the last report.

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pagetide_serve::native::message::{Message, RefusedCode, VmState};
+use pagetide_serve::native::message::{RefusedCode, VmState};
 use rustix::fs::{SealFlags, ftruncate};
 use rustix::mm::MapFlags;
 use support::native::*;
@@ -70,10 +70,9 @@ fn a_drain_waits_for_content_that_is_unavailable() {
     assert_eq!(guest.resident(), 64);
 }
 
-/// Memory that takes no content for a while, here because its file ends before it: the VMM hears of the
-/// stall, and the drain goes on by itself.
+/// Memory that takes no content, here because its file ends before it.
 #[test]
-fn a_drain_waits_for_memory_that_cannot_be_written() {
+fn a_drain_is_refused_if_memory_cannot_be_written() {
     if !has_userfaultfd() {
         return;
     }
@@ -83,17 +82,20 @@ fn a_drain_waits_for_memory_that_cannot_be_written() {
     let guest = Guest::of_file(file.as_fd(), 64, MapFlags::SHARED);
     ftruncate(&file, 60 * PAGE as u64).unwrap();
     let mut client = attached(&guest, &place.socket());
-    let draining = std::thread::spawn(move || (client.drain(|_, _| {}), client));
-    eventually("the stall", || running.metrics.totals().stalls > 0);
-    assert!(!draining.is_finished());
-    ftruncate(&file, 64 * PAGE as u64).unwrap();
-    let (drained, mut client) = within_patience("the drain", move || draining.join().unwrap());
-    assert_eq!(drained.unwrap().present, 64);
-    let stalled = client.notice().unwrap();
+    let (drained, mut client) =
+        within_patience("the drain", move || (client.drain(|_, _| {}), client));
+    assert_eq!(code(drained), RefusedCode::NoContent);
+    let health = client.health().unwrap();
+    assert_eq!((health.state, health.present), (VmState::Serving, 60));
     assert!(
-        matches!(&stalled, Some(Message::Stalled { text, .. }) if text.contains("install")),
-        "{stalled:?}"
+        health.last_error.contains("could not be installed"),
+        "{}",
+        health.last_error
     );
+    assert_eq!(running.metrics.totals().stalls, 0);
+    // The next one tries again.
+    ftruncate(&file, 64 * PAGE as u64).unwrap();
+    assert_eq!(client.drain(|_, _| {}).unwrap().present, 64);
     (0..64).for_each(|page| guest.check(page, &content(page)));
 }
 
@@ -141,4 +143,50 @@ fn a_drain_of_memory_without_content_is_refused() {
     let parts = client.hand_over().unwrap();
     let first_pages: Vec<u64> = parts.iter().map(|part| part.first_page).collect();
     assert_eq!(first_pages, [0, 8]);
+}
+
+/// An image whose last page cannot be read for a while, and a VM that has touched nothing.
+fn without_last_page() -> (Place, Running, Guest, std::os::unix::net::UnixStream) {
+    let place = Place::new(64);
+    let file = std::fs::File::options().write(true).open(place.image());
+    let guest = Guest::new(64);
+    let running = Running::start(place.options());
+    let stream = guest.connect(&place.socket());
+    guest.check(0, &content(0));
+    file.unwrap().set_len(63 * PAGE as u64).unwrap();
+    (place, running, guest, stream)
+}
+
+#[test]
+fn a_server_that_ends_tries_again_what_it_could_not_fetch() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let (place, running, guest, _stream) = without_last_page();
+    running.stopper.stop();
+    eventually("the rest", || running.metrics.totals().pages_set_aside == 1);
+    let file = std::fs::File::options().write(true).open(place.image());
+    file.unwrap()
+        .write_all_at(&content(63), 63 * PAGE as u64)
+        .unwrap();
+    running.wait();
+    assert_eq!(guest.resident(), 64);
+    (0..64).for_each(|page| assert!(guest.read(page) == content(page), "{page}"));
+}
+
+/// The drain then ends before the page that it lacks was tried as often as it is otherwise.
+#[test]
+fn a_second_signal_ends_the_drain() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let (_place, running, guest, stream) = without_last_page();
+    running.stopper.stop();
+    eventually("the rest", || guest.resident() == 63);
+    running.stopper.stop();
+    wait_for_end(&stream);
+    let metrics = running.metrics.clone();
+    running.wait();
+    assert_eq!(metrics.totals().pages_set_aside, 0);
+    (0..63).for_each(|page| assert!(guest.read(page) == content(page), "{page}"));
 }

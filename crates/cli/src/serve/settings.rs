@@ -93,7 +93,7 @@ pub(super) struct Settings {
     #[serde(deserialize_with = "from_text")]
     pub(super) metrics: Option<MetricsAddress>,
 
-    /// What happens to a VM whose content cannot be read [default: stall]
+    /// What happens to a VM whose content cannot be read, or whose memory takes no content [default: stall]
     #[arg(long, value_enum, value_name = "POLICY")]
     on_failure: Option<Failing>,
 

@@ -145,7 +145,7 @@ numbers! {
     VmState: u32 {
         /// Faults are served.
         Serving = 1,
-        /// Content is unavailable at the moment: threads that touch missing pages wait.
+        /// Content is unavailable, or memory takes none, at the moment: threads that touch missing pages wait.
         Stalled = 2,
         /// Every missing page is being fetched.
         Draining = 3,

@@ -1,0 +1,94 @@
+//! What a pager reports of a VM: regions that stall are tried again, and the VMM hears of it.
+
+use std::time::{Duration, Instant};
+
+use pagetide_pager::Notice;
+
+use super::{End, Link, Part, Vm, chain, kill};
+use crate::native::message::Message;
+use crate::options::OnFailure;
+
+/// The pause before a stalled region is tried again.
+const RESUME_AFTER: Duration = Duration::from_secs(2);
+
+impl Vm<'_> {
+    /// Handles what the pager reports.
+    pub(super) fn act_on_notices(&mut self, link: &mut Link<'_>) -> Option<End> {
+        let mut end = None;
+        while let Ok(notice) = self.notices.try_recv() {
+            let pid = self.peer.pid;
+            match &notice {
+                Notice::ProcessGone { .. } => end = end.or(Some(End::Gone)),
+                Notice::Stalled { .. } | Notice::NotInstalled { .. } | Notice::Unresolved(_) => {
+                    self.last_error = chain(&notice);
+                    if let Some(region) = notice.resumable() {
+                        // It was handed over meanwhile: what becomes of it is its successor's business.
+                        if !self.pager.region_ids().contains(&region) {
+                            continue;
+                        }
+                        if self.stalled.iter().any(|(stalled, _)| *stalled == region) {
+                            continue;
+                        }
+                        self.common.metrics.count(|totals| totals.stalls = 1);
+                        let text = self.last_error.clone();
+                        link.notify(|| Message::Stalled { regions: 1, text });
+                        // Content that does not exist will not come.
+                        let is_endless = matches!(notice, Notice::Stalled { .. })
+                            && self.without_content.contains(&region);
+                        if !is_endless {
+                            self.stalled.push((region, Instant::now() + RESUME_AFTER));
+                        }
+                    }
+                    let what = match notice.resumable() {
+                        Some(_) => "VM stalled",
+                        None => "a page was not installed",
+                    };
+                    tracing::error!(pid, error = &notice as &dyn std::error::Error, "{what}");
+                    if self.common.options.on_failure == OnFailure::Kill {
+                        self.kill(link);
+                        end = Some(End::Killed);
+                    }
+                }
+                other => {
+                    if other.needs_action() || matches!(other, Notice::NotPrefetched { .. }) {
+                        self.last_error = chain(other);
+                    }
+                    tracing::warn!(pid, error = other as &dyn std::error::Error, "notice");
+                }
+            }
+        }
+        end
+    }
+
+    /// The regions of which some threads wait, for their source or for memory that takes no content.
+    pub(super) fn stalled_regions(&self) -> u64 {
+        let is_stalled = |part: &&Part| {
+            let is_tried_later = || self.stalled.iter().any(|(region, _)| *region == part.id);
+            // None after the end.
+            let status = self.pager.source_status(part.id);
+            status.is_ok_and(|status| status.is_stalled || is_tried_later())
+        };
+        self.parts.iter().filter(is_stalled).count() as u64
+    }
+
+    fn kill(&self, link: &mut Link<'_>) {
+        link.notify(|| Message::Killed {
+            text: self.last_error.clone(),
+        });
+        kill(self.common, self.peer);
+    }
+
+    /// Tries stalled regions again whose time is due. Returns their number.
+    pub(super) fn resume(&mut self, is_due: impl Fn(Instant) -> bool) -> usize {
+        let mut resumed = 0;
+        self.stalled.retain(|(region, at)| {
+            let is_due = is_due(*at);
+            if is_due {
+                // A region that stalls again is reported again.
+                resumed += usize::from(self.pager.resume(*region).is_ok());
+            }
+            !is_due
+        });
+        resumed
+    }
+}
