@@ -43,6 +43,15 @@ pub enum ResolveError {
         #[source]
         source: InstallFailure,
     },
+    /// The kernel refused to map a page that needs no content: it was discarded, or its mapping was lost.
+    #[error("{fault}: the page needs no content, and cannot be mapped")]
+    Remap {
+        /// The fault.
+        fault: Fault,
+        /// The kernel's error.
+        #[source]
+        source: InstallError,
+    },
     /// The page is mapped, but could not be faulted in for the access.
     #[error("{fault}: the page cannot be faulted in")]
     FaultIn {
@@ -85,7 +94,7 @@ impl ResolveError {
     /// mapped must never be woken: it would read that page.
     pub(crate) fn may_pass(&self) -> bool {
         match self {
-            Self::Content { .. } => true,
+            Self::Content { .. } | Self::Remap { .. } => true,
             Self::Install { source, .. } => !matches!(source, InstallFailure::Unexpected { .. }),
             _ => false,
         }

@@ -89,9 +89,9 @@ impl Notice {
         match self {
             Self::Stalled { region, .. } | Self::NotInstalled { region, .. } => Some(*region),
             Self::Unresolved(error) => match &**error {
-                ResolveError::Content { fault, .. } | ResolveError::Install { fault, .. } => {
-                    error.may_pass().then_some(fault.region)
-                }
+                ResolveError::Content { fault, .. }
+                | ResolveError::Install { fault, .. }
+                | ResolveError::Remap { fault, .. } => error.may_pass().then_some(fault.region),
                 _ => None,
             },
             _ => None,

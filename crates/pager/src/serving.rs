@@ -238,9 +238,11 @@ impl Serving {
             Err(error) => {
                 if matches!(
                     error,
-                    ResolveError::Content { .. } | ResolveError::Install { .. }
+                    ResolveError::Content { .. }
+                        | ResolveError::Install { .. }
+                        | ResolveError::Remap { .. }
                 ) {
-                    leave_asleep(pager, region, page, error.may_pass());
+                    leave_asleep(pager, region, page, &error);
                 }
                 pager.notify(Notice::Unresolved(Arc::new(error)));
             }
@@ -248,15 +250,19 @@ impl Serving {
     }
 }
 
-/// The fault's page is still missing. Its thread stays asleep until the page is delivered otherwise, or, if
+/// The fault's page is still missing, or not mapped. Its thread stays asleep until the page is delivered otherwise, or, if
 /// the failure may pass, until the region is resumed.
-fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, may_pass: bool) {
+fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, error: &ResolveError) {
     let table = pager.table();
     let Some(region) = table.region(region) else {
         return;
     };
-    if let Some(requesting) = region.requesting().filter(|_| may_pass) {
+    if let Some(requesting) = region.requesting().filter(|_| error.may_pass()) {
         requesting.lock().asleep.insert(page);
+        // The page was settled before: the thread would fail again at once.
+        if matches!(error, ResolveError::Remap { .. }) {
+            return;
+        }
     }
     let left = region.map.leave_wake(page);
     if left.is_some_and(PageState::is_settled)

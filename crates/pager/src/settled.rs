@@ -78,9 +78,9 @@ impl ResolverState {
             (Err(InstallError::NoMapping | InstallError::Gone), _) => {
                 Ok(Some(Resolution::Unmapped))
             }
-            (Err(source), _) => Err(ResolveError::Install {
+            (Err(source), _) => Err(ResolveError::Remap {
                 fault: *fault,
-                source: source.into(),
+                source,
             }
             .into()),
         }
@@ -148,9 +148,9 @@ impl ResolverState {
                 drop(lock);
                 self.lost_since(site, fault).map(Some)
             }
-            Err(source) => Err(ResolveError::Install {
+            Err(source) => Err(ResolveError::Remap {
                 fault: *fault,
-                source: source.into(),
+                source,
             }
             .into()),
         }
@@ -244,6 +244,9 @@ pub(crate) fn is_poison(error: &ResolveError) -> bool {
             ..
         } | ResolveError::Install {
             source: InstallFailure::Kernel(InstallError::Poisoned),
+            ..
+        } | ResolveError::Remap {
+            source: InstallError::Poisoned,
             ..
         }
     )

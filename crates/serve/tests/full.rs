@@ -44,8 +44,12 @@ impl Full {
             filler: create("filler"),
         };
         ftruncate(&full.memory, (PAGES * PAGE) as u64).unwrap();
-        while pwrite(&full.filler, &[1; PAGE], length(&full.filler)).is_ok_and(|bytes| bytes > 0) {}
+        full.take_room();
         Some(full)
+    }
+
+    fn take_room(&self) {
+        while pwrite(&self.filler, &[1; PAGE], length(&self.filler)).is_ok_and(|bytes| bytes > 0) {}
     }
 
     fn make_room(&self) {
@@ -96,6 +100,34 @@ fn a_thread_waits_for_room_and_goes_on() {
     eventually("the gauge", || {
         running.metrics.totals().stalled_regions == 0
     });
+}
+
+/// A page that the guest has given up needs no content, but a page of memory.
+#[test]
+fn a_thread_waits_for_room_for_a_discarded_page() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let Some(full) = Full::new() else {
+        return;
+    };
+    let place = Place::new(PAGES);
+    let running = Running::start(place.options());
+    let guest = Guest::of_file(full.memory.as_fd(), PAGES, MapFlags::SHARED);
+    let mut client = attached(&guest, &place.socket());
+    full.make_room();
+    guest.check(5, &content(5));
+    guest.punch(5, 1);
+    full.take_room();
+    let waiting = guest.touch(5);
+    eventually("the stall", || running.metrics.totals().stalls > 0);
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    let faults = client.health().unwrap().faults;
+    assert_eq!(faults, 2, "a failed fault must not wake its thread");
+    assert!(!waiting.is_finished());
+    full.make_room();
+    let found = within_patience("the page", move || waiting.join().unwrap());
+    assert_eq!(found, vec![0; PAGE]);
 }
 
 /// No thread waits: the VMM neither stalls nor is killed.

@@ -358,6 +358,13 @@ impl Guest {
         unsafe { madvise(start, count * PAGE, Advice::LinuxDontNeed) }.unwrap();
     }
 
+    /// The same for memory of a file, which loses the pages.
+    pub fn punch(&self, first: usize, count: usize) {
+        let start = std::ptr::with_exposed_provenance_mut(self.address(first));
+        // SAFETY: as above.
+        unsafe { madvise(start, count * PAGE, Advice::LinuxRemove) }.unwrap();
+    }
+
     /// How many of the pages are mapped.
     pub fn resident(&self) -> usize {
         let mut map = std::fs::File::open("/proc/self/pagemap").unwrap();
