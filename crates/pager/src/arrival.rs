@@ -1,5 +1,7 @@
 //! Content that has arrived: claimed, installed and settled, as far as its pages are still missing.
 
+use std::collections::BTreeSet;
+
 use pagetide_memory::{PageIndex, PageRange, PageState, Removal};
 
 use crate::channel::InstallLock;
@@ -115,10 +117,11 @@ pub(crate) fn arrive(
     Ok(result)
 }
 
-/// Issues the wake-ups that were left to a claim that failed: sleeping threads fault again. But not those
-/// that an earlier failure has left asleep until the region is resumed: they would wake each other for ever.
+/// Issues the wake-ups that were left to a claim or a request that failed: sleeping threads fault again. But
+/// not those that an earlier failure has left asleep: they would wake each other for ever, or read a page that
+/// other code has mapped.
 #[cold]
-fn wake_left(
+pub(crate) fn wake_left(
     region: &PagedRegion,
     served: &Served,
     lock: &InstallLock<'_>,
@@ -127,11 +130,12 @@ fn wake_left(
 ) {
     let asleep: Vec<_> = region.requesting().map_or_else(Vec::new, |requesting| {
         let state = requesting.lock();
-        state
-            .asleep
-            .range(run.first()..run.end())
-            .copied()
-            .collect()
+        let in_run = |pages: &BTreeSet<PageIndex>| {
+            let pages = pages.range(run.first()..run.end());
+            pages.copied().collect::<BTreeSet<_>>()
+        };
+        let asleep = &in_run(&state.asleep) | &in_run(&state.asleep_for_good);
+        asleep.into_iter().collect()
     });
     let mut rest = run;
     for page in asleep {

@@ -8,9 +8,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use pagetide_memory::{PageIndex, PageRange, Urgency};
+use pagetide_memory::{PageIndex, PageRange, PageState, Urgency};
 
-use crate::arrival::{Purpose, arrive};
+use crate::arrival::{Purpose, arrive, wake_left};
 use crate::counters::Counters;
 use crate::error::{InstallFailure, RegionChangeError, message_of};
 use crate::fault::RegionId;
@@ -31,11 +31,11 @@ pub struct SourceStatus {
     pub in_flight_bytes: u64,
     /// Requests that wait to be submitted.
     pub waiting_requests: usize,
-    /// Missing pages that prefetch leaves out, because the source failed to deliver them as often as the
-    /// [`RetryPolicy`](crate::RetryPolicy) allows. A thread that touches one requests it.
+    /// Missing pages that prefetch leaves out, because the source failed to deliver them, or their content
+    /// could not be installed, as often as the [`RetryPolicy`](crate::RetryPolicy) allows. A thread that touches one requests it.
     pub set_aside_pages: u64,
-    /// The source answers nothing, and no thread waits for it: prefetch requests one batch at a time,
-    /// until there is an answer.
+    /// The source answers nothing, or the memory takes nothing, and no thread waits for it: prefetch requests
+    /// one batch at a time, until there is an answer, or until content is installed.
     pub is_held: bool,
 }
 
@@ -170,6 +170,9 @@ impl Pager {
         );
         self.count(&counters);
         let Err(failure) = result else {
+            if wanted.urgency() == Urgency::Bulk && counters.pages > 0 {
+                requesting.lock().requests.installed();
+            }
             return;
         };
         match wanted.urgency() {
@@ -186,10 +189,45 @@ impl Pager {
             Urgency::Bulk => {
                 let now = Instant::now();
                 let after = requesting.lock().requests.not_installed(job, now);
+                for pages in after.withdraw.into_iter().flatten() {
+                    region.map.withdraw(pages);
+                }
                 self.set_aside(region, &after.set_aside, &failure);
+                if after.held {
+                    tracing::warn!(
+                        region = region.id.0,
+                        error = &failure as &dyn std::error::Error,
+                        "the memory takes no content: prefetch waits for it"
+                    );
+                }
                 self.not_prefetched(region, requesting, failure);
+                self.request_orphans(region, requesting, wanted.pages);
             }
         }
+    }
+
+    /// Requests pages that are Requested and have no request. An answer that comes while another claim has its
+    /// pages is dropped, and ends its request. If that claim then fails, the pages are Requested again.
+    pub(crate) fn request_orphans(
+        &self,
+        region: &PagedRegion,
+        requesting: &Requesting,
+        pages: PageRange,
+    ) {
+        let mut state = requesting.lock();
+        for page in pages.iter() {
+            let Some(PageState::Requested(urgency)) = region.map.state(page) else {
+                continue;
+            };
+            if state.requests.has(page, urgency) {
+                continue;
+            }
+            let fault = (urgency == Urgency::Urgent).then_some(page);
+            let pages = PageRange::single(page);
+            state.requests.want(Wanted { pages, fault });
+        }
+        drop(state);
+        self.submit(region, requesting);
     }
 
     /// Reports that content of prefetch could not be installed, once for each prefetch.
@@ -325,13 +363,9 @@ impl Pager {
         let mut rest = pages;
         while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
             let part = rest.intersection(served.pages);
-            wake(
-                region,
-                served,
-                &served.channel.lock_installs(),
-                &mut counters,
-                part,
-            );
+            let lock = served.channel.lock_installs();
+            wake_left(region, served, &lock, &mut counters, part);
+            drop(lock);
             (_, rest) = rest.split_at(part.count());
         }
         self.count(&counters);
@@ -531,3 +565,7 @@ fn cancel(source: &dyn Source, region: RegionId, id: RequestId) {
         );
     }
 }
+
+#[cfg(test)]
+#[path = "dispatch_tests.rs"]
+mod tests;

@@ -90,6 +90,21 @@ pub enum ResolveError {
 }
 
 impl ResolveError {
+    /// The region of the fault.
+    pub(crate) fn region(&self) -> Option<RegionId> {
+        match self {
+            Self::Outside { .. } => None,
+            Self::Content { fault, .. }
+            | Self::Install { fault, .. }
+            | Self::Remap { fault, .. }
+            | Self::FaultIn { fault, .. }
+            | Self::CannotPoison { fault }
+            | Self::NoProgress { fault, .. }
+            | Self::Stopped { fault }
+            | Self::Removed { fault } => Some(fault.region),
+        }
+    }
+
     /// Whether the same fault may be resolved later. A thread that sleeps on a page that other code has
     /// mapped must never be woken: it would read that page.
     pub(crate) fn may_pass(&self) -> bool {

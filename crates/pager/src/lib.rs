@@ -30,9 +30,9 @@
 //!
 //! # Fail closed
 //!
-//! If a page's content is unavailable, nothing is installed. A source that fails stalls its region:
-//! threads that touch a missing page wait until the owner resumes the region, replaces its source or
-//! abandons it ([`Notice::Stalled`]). A page that only prefetch has asked for stalls nothing: it is set
+//! If a page's content is unavailable, nothing is installed. A source that fails, and memory that takes no
+//! content, stall their region: threads that touch a missing page wait until the owner resumes the region,
+//! replaces its source or abandons it ([`Notice::Stalled`], [`Notice::NotInstalled`]). A page that only prefetch has asked for stalls nothing: it is set
 //! aside, and the first thread that touches it requests it. When a pager is dropped or a region removed, the missing pages
 //! are poisoned first, so that no access ever reads zeroes in place of content.
 //!

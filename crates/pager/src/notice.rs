@@ -83,6 +83,20 @@ pub enum Notice {
 }
 
 impl Notice {
+    /// The region that it is about, if it is about one.
+    pub fn region(&self) -> Option<RegionId> {
+        match self {
+            Self::Stalled { region, .. }
+            | Self::NotInstalled { region, .. }
+            | Self::NotPrefetched { region, .. }
+            | Self::ProcessGone { region }
+            | Self::Population { region, .. }
+            | Self::Forked { region } => Some(*region),
+            Self::Unresolved(error) => error.region(),
+            Self::Reader(_) | Self::ReaderPanicked { .. } | Self::Prefetch(_) => None,
+        }
+    }
+
     /// The region whose waiting threads [`Pager::resume`](crate::Pager::resume) lets try again, if the
     /// region has a source. None for a fault on a page that other code than the pager has mapped.
     pub fn resumable(&self) -> Option<RegionId> {

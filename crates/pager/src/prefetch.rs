@@ -57,7 +57,7 @@ pub struct PrefetchEnd {
     /// The counts of its thread. [`Pager::counted`] has those of answers from sources.
     pub counters: Counters,
     /// Whether every page is settled: present, discarded, or poisoned. If not, the prefetch was stopped, or
-    /// has left out pages that their source failed to deliver
+    /// has left out pages that could not be fetched or installed
     /// ([`SourceStatus::set_aside_pages`](crate::SourceStatus::set_aside_pages)).
     pub is_complete: bool,
 }

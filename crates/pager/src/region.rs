@@ -72,6 +72,9 @@ pub(crate) struct RequestState {
     pub(crate) is_submitting: bool,
     /// Pages at which threads were left asleep, and may fault again when the region is resumed.
     pub(crate) asleep: BTreeSet<PageIndex>,
+    /// The same for pages that other code than the pager has mapped: a thread that is woken there reads what
+    /// that code has written.
+    pub(crate) asleep_for_good: BTreeSet<PageIndex>,
 }
 
 impl Requesting {
@@ -85,6 +88,7 @@ impl Requesting {
             source,
             is_submitting: false,
             asleep: BTreeSet::new(),
+            asleep_for_good: BTreeSet::new(),
         };
         Self {
             state: Mutex::new(state),

@@ -12,10 +12,11 @@
 //!   its limit; then it is the only one of its class in flight.
 //!
 //! No thread waits for a bulk request, so its failure stalls nothing: it is halved down to the pages that
-//! fail, and a page that fails as often as the policy allows is set aside. A source that answers nothing may be
-//! unreachable, and then its pages are not to blame: after [`SILENT_FAILURES`] in a row without an answer, bulk
-//! requests are held. One at a time is made, each after the longest pause, until the source answers. What has
-//! failed meanwhile is set aside until then.
+//! fail, and a page that fails as often as the policy allows is set aside. The same holds for content that the
+//! memory does not take. A source that answers nothing may be unreachable, and memory that takes nothing may be
+//! all that the host has, and then the pages are not to blame: after [`FAILURES_IN_A_ROW`], bulk requests are
+//! held. One at a time is made, each after the longest pause, until the source answers, or the memory takes
+//! content. What has failed meanwhile is set aside until then.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -82,8 +83,8 @@ pub(crate) enum Miss {
 }
 
 /// So many failures of bulk requests in a row, without an answer of the source in between, mean that the source
-/// may be unreachable.
-const SILENT_FAILURES: u32 = 64;
+/// may be unreachable. So many answers in a row that could not be installed mean that there is no memory.
+const FAILURES_IN_A_ROW: u32 = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Job {
@@ -92,11 +93,33 @@ pub(crate) struct Job {
     failures: u32,
     /// The end of its pause after a failure.
     not_before: Option<Instant>,
+    /// [`Requests::bulk_epoch`] when it was made.
+    bulk_epoch: u64,
+}
+
+/// Why bulk requests are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// The source answers nothing.
+    Silence,
+    /// The memory takes nothing.
+    NoMemory,
+}
+
+impl Cause {
+    fn of(miss: Miss) -> Option<Self> {
+        match miss {
+            Miss::Failed => Some(Self::Silence),
+            Miss::NotInstalled => Some(Self::NoMemory),
+            Miss::PoisonedAmongOthers => None,
+        }
+    }
 }
 
 /// Bulk requests are held.
 #[derive(Clone, Copy, Debug)]
 struct Hold {
+    cause: Cause,
     /// The time of the next one.
     until: Instant,
     /// The failures since it began.
@@ -159,12 +182,29 @@ pub(crate) struct Requests {
     is_stalled: bool,
     set_aside: SetAside,
     /// The failures of bulk requests since the source's last answer.
-    silent_failures: u32,
-    /// Pages that were set aside since then.
-    silent_pages: Vec<PageRange>,
+    silent: InARow,
+    /// Content of bulk requests that could not be installed, since some could.
+    not_installed: InARow,
     hold: Option<Hold>,
     /// Whether content that prefetch asked for could not be installed.
     has_not_installed: bool,
+    /// How often all bulk requests were dropped.
+    bulk_epoch: u64,
+}
+
+/// Failures in a row.
+#[derive(Debug, Default)]
+struct InARow {
+    failures: u32,
+    /// Pages that were set aside meanwhile.
+    set_aside: Vec<PageRange>,
+}
+
+impl InARow {
+    fn end(&mut self) {
+        self.failures = 0;
+        self.set_aside.clear();
+    }
 }
 
 impl Requests {
@@ -179,10 +219,11 @@ impl Requests {
             in_flight: BTreeMap::new(),
             is_stalled: false,
             set_aside: SetAside::default(),
-            silent_failures: 0,
-            silent_pages: Vec::new(),
+            silent: InARow::default(),
+            not_installed: InARow::default(),
             hold: None,
             has_not_installed: false,
+            bulk_epoch: 0,
         }
     }
 
@@ -199,6 +240,7 @@ impl Requests {
             wanted,
             failures: 0,
             not_before: None,
+            bulk_epoch: self.bulk_epoch,
         };
         self.class(wanted.urgency()).push_back(job);
     }
@@ -250,9 +292,35 @@ impl Requests {
         self.take_in_flight(id)
     }
 
-    /// Asks again for the pages of a finished bulk request, whose content could not be installed.
+    /// Asks again for the pages of a finished bulk request, whose content could not be installed. If all bulk
+    /// requests were dropped meanwhile, this one's pages are withdrawn as well.
     pub(crate) fn not_installed(&mut self, job: Job, now: Instant) -> AfterFailure {
-        self.miss_bulk(job, Miss::NotInstalled, now)
+        if job.bulk_epoch == self.bulk_epoch {
+            return self.miss_bulk(job, Miss::NotInstalled, now);
+        }
+        AfterFailure {
+            withdraw: [Some(job.wanted.pages), None],
+            ..AfterFailure::default()
+        }
+    }
+
+    /// Records that the memory has taken content of prefetch.
+    pub(crate) fn installed(&mut self) {
+        self.not_installed.end();
+        self.end_hold_for(Cause::NoMemory);
+    }
+
+    /// Whether a request of this urgency for the page waits or is in flight.
+    pub(crate) fn has(&self, page: PageIndex, urgency: Urgency) -> bool {
+        let waiting = match urgency {
+            Urgency::Urgent => &self.urgent.waiting,
+            Urgency::Bulk => &self.bulk.waiting,
+        };
+        let in_flight = self.in_flight.values().map(|request| &request.job);
+        waiting
+            .iter()
+            .chain(in_flight)
+            .any(|job| job.wanted.urgency() == urgency && job.wanted.pages.contains(page))
     }
 
     /// Whether content that prefetch asked for could not be installed for the first time.
@@ -267,7 +335,8 @@ impl Requests {
 
     /// Records that the source has answered: it is reachable.
     pub(crate) fn answered(&mut self) {
-        self.end_hold();
+        self.silent.end();
+        self.end_hold_for(Cause::Silence);
     }
 
     fn take_in_flight(&mut self, id: RequestId) -> Option<Job> {
@@ -311,6 +380,7 @@ impl Requests {
             },
             failures,
             not_before: (failures > 0).then(|| later(now, self.policy.backoff(failures))),
+            bulk_epoch: self.bulk_epoch,
         });
         after
     }
@@ -318,9 +388,11 @@ impl Requests {
     fn miss_bulk(&mut self, mut job: Job, miss: Miss, now: Instant) -> AfterFailure {
         let mut after = AfterFailure::default();
         let pages = job.wanted.pages;
-        let has_failed = miss != Miss::PoisonedAmongOthers && !self.is_stalled;
-        let is_silent = has_failed && miss == Miss::Failed;
-        if is_silent && let Some(hold) = &mut self.hold {
+        let cause = Cause::of(miss).filter(|_| !self.is_stalled);
+        let has_failed = cause.is_some();
+        if let Some(cause) = cause
+            && let Some(hold) = self.hold.as_mut().filter(|hold| hold.cause == cause)
+        {
             // Otherwise it was in flight before.
             if hold.until <= now {
                 hold.until = later(now, self.policy.longest_backoff);
@@ -353,33 +425,44 @@ impl Requests {
                 self.bulk.push_back(job);
             } else {
                 self.set_aside.insert(pages);
-                if is_silent {
-                    self.silent_pages.push(pages);
-                }
                 after.set_aside.push(pages);
             }
         }
-        if is_silent {
-            self.silent_failures += 1;
-        }
-        if self.silent_failures >= SILENT_FAILURES {
+        let Some(cause) = cause else {
+            return after;
+        };
+        let in_a_row = match cause {
+            Cause::Silence => &mut self.silent,
+            Cause::NoMemory => &mut self.not_installed,
+        };
+        in_a_row.failures += 1;
+        in_a_row.set_aside.extend(&after.set_aside);
+        if in_a_row.failures >= FAILURES_IN_A_ROW {
+            for pages in in_a_row.set_aside.drain(..) {
+                self.set_aside.doubt(pages);
+            }
             after.held = true;
             self.hold = Some(Hold {
+                cause,
                 until: later(now, self.policy.longest_backoff),
                 failures: 0,
             });
-            for pages in self.silent_pages.drain(..) {
-                self.set_aside.doubt(pages);
-            }
             self.start_bulk_afresh();
         }
         after
     }
 
+    fn end_hold_for(&mut self, cause: Cause) {
+        if self.hold.is_none_or(|hold| hold.cause == cause) {
+            self.hold = None;
+            self.set_aside.reconsider();
+        }
+    }
+
     fn end_hold(&mut self) {
         self.hold = None;
-        self.silent_failures = 0;
-        self.silent_pages.clear();
+        self.silent.end();
+        self.not_installed.end();
         self.set_aside.reconsider();
     }
 
@@ -405,7 +488,7 @@ impl Requests {
         self.has_not_installed = false;
     }
 
-    /// Whether bulk requests are held, because the source answers nothing.
+    /// Whether bulk requests are held, because the source answers nothing, or the memory takes nothing.
     pub(crate) fn is_held(&self) -> bool {
         self.hold.is_some()
     }
@@ -486,6 +569,7 @@ impl Requests {
         let taken = ids.iter().filter_map(|&id| self.in_flight.remove(&id));
         pages.extend(taken.map(|request| request.job.wanted.pages));
         self.bulk.in_flight_pages = 0;
+        self.bulk_epoch += 1;
         (ids, pages)
     }
 
@@ -494,6 +578,7 @@ impl Requests {
         let ids = std::mem::take(&mut self.in_flight).into_keys().collect();
         self.urgent = Class::default();
         self.bulk = Class::default();
+        self.bulk_epoch += 1;
         ids
     }
 

@@ -307,7 +307,7 @@ fn a_source_that_answers_nothing_is_asked_seldom_and_gets_its_pages_back() {
         }
         now = requests.next_deadline().unwrap();
     }
-    assert_eq!(asked, SILENT_FAILURES);
+    assert_eq!(asked, FAILURES_IN_A_ROW);
     assert!(!requests.is_stalled());
     assert!(!requests.has_bulk_room(1));
     // One at a time.
@@ -422,6 +422,73 @@ fn bulk_content_that_cannot_be_installed_is_asked_for_again_and_set_aside() {
     requests.forget_set_aside();
     assert_eq!(requests.set_aside().runs().count(), 0);
     assert!(requests.is_first_not_installed());
+}
+
+/// Prefetch goes on seldom, and wholly when the memory takes content again.
+#[test]
+fn memory_that_takes_nothing_is_tried_seldom_and_gets_its_pages_back() {
+    let mut now = Instant::now();
+    let mut requests = requests();
+    for first in (0..64).step_by(16) {
+        requests.want(bulk(first, 16));
+    }
+    let mut tried = 0;
+    let mut try_all = |requests: &mut Requests, now: Instant| {
+        let mut set_aside = 0;
+        while let Some(submission) = requests.next_submission(now) {
+            tried += 1;
+            requests.answered();
+            let job = requests.finish(submission.id).unwrap();
+            let after = requests.not_installed(job, now);
+            set_aside += after.set_aside.iter().map(|run| run.count()).sum::<u64>();
+        }
+        (tried, set_aside)
+    };
+    while !requests.is_held() {
+        try_all(&mut requests, now);
+        now = requests.next_deadline().unwrap();
+    }
+    let (before, _) = try_all(&mut requests, now - POLICY.longest_backoff);
+    assert_eq!(before, FAILURES_IN_A_ROW);
+    // An urgent request is not held, and an answer to it does not end the hold.
+    requests.want(urgent(100));
+    let urgent = requests
+        .next_submission(now - POLICY.longest_backoff)
+        .unwrap();
+    requests.answered();
+    requests.finish(urgent.id).unwrap();
+    assert!(requests.is_held() && !requests.has_bulk_room(1));
+    for probe in 1..=POLICY.attempts {
+        let (tried, set_aside) = try_all(&mut requests, now);
+        assert_eq!(tried, before + probe);
+        assert_eq!(set_aside > 0, probe == POLICY.attempts);
+        now += POLICY.longest_backoff;
+    }
+    assert_eq!((requests.waiting(), requests.in_flight_bytes()), (0, 0));
+    assert!(requests.set_aside().runs().eq([run(0, 64)]));
+    requests.installed();
+    assert!(!requests.is_held());
+    assert_eq!(requests.set_aside().runs().count(), 0);
+}
+
+/// A request that was dropped while its content was being installed does not come back.
+#[test]
+fn dropped_bulk_requests_are_not_tried_again() {
+    let now = Instant::now();
+    for clears in [false, true] {
+        let mut requests = requests();
+        requests.want(bulk(0, 8));
+        let submission = requests.next_submission(now).unwrap();
+        let job = requests.finish(submission.id).unwrap();
+        if clears {
+            requests.clear();
+        } else {
+            requests.drop_bulk();
+        }
+        let after = requests.not_installed(job, now);
+        assert_eq!(after.withdraw, [Some(run(0, 8)), None]);
+        assert_eq!(requests.waiting(), 0);
+    }
 }
 
 /// Fails a request until the region is stalled; returns the time of the stall.

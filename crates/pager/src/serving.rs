@@ -257,8 +257,13 @@ fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, error: &Resolv
     let Some(region) = table.region(region) else {
         return;
     };
-    if let Some(requesting) = region.requesting().filter(|_| error.may_pass()) {
-        requesting.lock().asleep.insert(page);
+    if let Some(requesting) = region.requesting() {
+        let mut state = requesting.lock();
+        match error.may_pass() {
+            true => state.asleep.insert(page),
+            false => state.asleep_for_good.insert(page),
+        };
+        drop(state);
         // The page was settled before: the thread would fail again at once.
         if matches!(error, ResolveError::Remap { .. }) {
             return;

@@ -1,4 +1,5 @@
-//! The pages of a region that bulk work leaves out, because their source has failed to deliver them.
+//! The pages of a region that bulk work leaves out, because their source has failed to deliver them, or the
+//! memory to take them.
 //!
 //! They are Absent: a thread that touches one requests it as any other page.
 
@@ -11,7 +12,7 @@ use pagetide_memory::{PageIndex, PageRange};
 pub(crate) struct SetAside {
     /// The page behind each run, by its first page. No two runs touch.
     runs: BTreeMap<u64, u64>,
-    /// Those that the source may have: it was not reachable.
+    /// Those that are not to blame: nothing could be fetched, or nothing installed.
     doubtful: Vec<PageRange>,
     /// How often pages were taken out again.
     reconsidered: u64,
@@ -34,7 +35,7 @@ impl SetAside {
         self.runs.insert(first, end);
     }
 
-    /// Takes these pages out again when the source answers.
+    /// Takes these pages out again at [`Self::reconsider`].
     pub(crate) fn doubt(&mut self, pages: PageRange) {
         self.doubtful.push(pages);
     }

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use pagetide_memory::{Backing, Region};
 use pagetide_pager::{
-    Filled, Mode, Notice, Pager, ReadAt, ReaderConfig, Readers, RegionId, Request, Source,
+    Filled, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReadAt, ReaderConfig, Readers, RegionId,
+    Request, RetryPolicy, Source,
 };
 use support::manual::*;
 use support::spawn_asleep;
@@ -74,7 +75,11 @@ impl Spoiled {
             calls: AtomicU64::new(0),
         });
         let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&spoiler);
-        let (pager, id) = serve(&region, Mode::Missing, source, PERSISTENT);
+        let policy = RetryPolicy {
+            attempts: 5,
+            ..PERSISTENT
+        };
+        let (pager, id) = serve(&region, Mode::Missing, source, policy);
         Some(Self {
             told: notices(&pager),
             region,
@@ -155,8 +160,9 @@ fn threads_that_were_left_asleep_do_not_wake_each_other() {
     }
 }
 
+/// Such a thread would read the foreign page.
 #[test]
-fn a_resumed_region_leaves_threads_asleep_on_foreign_pages() {
+fn threads_stay_asleep_on_foreign_pages() {
     let Some(memory) = Spoiled::new(Spoils::Writes) else {
         return;
     };
@@ -169,6 +175,11 @@ fn a_resumed_region_leaves_threads_asleep_on_foreign_pages() {
     let wakes = memory.pager.counted().wakes;
     memory.pager.resume(memory.id).unwrap();
     assert_eq!(memory.pager.counted().wakes, wakes);
+    // Prefetch cannot install the page either.
+    let batch_bytes = 8 * PAGE;
+    let ahead = Prefetch::spawn(&memory.pager, PrefetchConfig { batch_bytes }).unwrap();
+    let ended = within_patience("prefetch", || ahead.finish()).unwrap();
+    assert!(!ended.is_complete);
     assert!(!touching.is_finished());
     // The owner takes the page away, and gives the rest up.
     memory.region.punch(range(3, 1)).unwrap();

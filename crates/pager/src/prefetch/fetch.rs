@@ -49,7 +49,13 @@ impl Ahead<'_> {
                 Ok(if all { Fetched::All } else { Fetched::Part })
             }
             Supply::Source(requesting) => {
-                let window = requesting.lock().requests.set_aside().before(window);
+                let state = requesting.lock();
+                let requests = &state.requests;
+                let window = requests.set_aside().before(window);
+                if requests.is_held() && !requests.has_bulk_room(window.count()) {
+                    return Ok(Fetched::NoRoom);
+                }
+                drop(state);
                 if self.fill_now(region, requesting, window) {
                     return Ok(Fetched::All);
                 }
@@ -184,7 +190,12 @@ impl Ahead<'_> {
         };
         let pager = &self.shared.pager;
         let counters = &mut self.counters;
-        arrive(pager, region, counters, pages, content, Purpose::Ahead).is_ok()
+        let arrived = arrive(pager, region, counters, pages, content, Purpose::Ahead);
+        match &arrived {
+            Ok(_) => requesting.lock().requests.installed(),
+            Err(_) => pager.request_orphans(region, requesting, pages),
+        }
+        arrived.is_ok()
     }
 
     /// Requests a batch if the bulk limit permits it.
