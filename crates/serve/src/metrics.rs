@@ -77,7 +77,7 @@ metrics! {
     /// Requests that failed or were not answered in time.
     failed_requests = "Requests to sources that failed or were not answered in time",
     /// Pages that prefetch has set aside.
-    pages_set_aside = "Pages that prefetch has left out because their source failed to deliver them",
+    pages_set_aside = "Pages that prefetch has left out because they could not be read or installed",
     /// Faults on pages that were discarded by a balloon.
     faults_on_removed = "Faults on pages that the guest had discarded, which read as zeroes",
     /// Pages that were found mapped.

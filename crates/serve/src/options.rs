@@ -86,6 +86,9 @@ pub struct Options {
     pub prefetch: bool,
     /// What happens to a VM whose content is unavailable, or whose memory takes none.
     pub on_failure: OnFailure,
+    /// How long the drain of a VM of the native protocol goes on in which no further page becomes present. Then
+    /// it is refused.
+    pub drain_patience: Duration,
     /// Whether the server ends when its last VM has gone.
     pub once: bool,
     /// The most pages that one fault installs; a power of two up to 512.
@@ -118,6 +121,7 @@ impl Default for Options {
             socket_owner: None,
             max_vms: 4096,
             handshake_limit: Duration::from_secs(10),
+            drain_patience: Duration::from_secs(30),
             state: None,
             images: OpenOptions::default(),
         }

@@ -328,6 +328,8 @@ impl Vm<'_> {
         serving.watch(ticks.0.as_fd(), TICKS)?;
         // When a drain fetches again what could not be fetched.
         let mut drain_again = None;
+        // The deadline of that drain, when the VMM was told.
+        let mut announced = None;
         loop {
             connection.set_interest(link.interest())?;
             let timeout = link.has_more().then_some(Duration::ZERO);
@@ -345,7 +347,9 @@ impl Vm<'_> {
                 // It stays readable; from now on the deadline is looked at.
                 serving.unwatch(self.common.stopper.as_fd());
                 drain_again = Some(Instant::now() + TICK);
-                link.notify(|| going_away(self.common.stopper.deadline()));
+                let deadline = self.common.stopper.deadline();
+                link.notify(|| going_away(deadline));
+                announced = Some(deadline);
                 self.drain()?;
                 is_tick = true;
             }
@@ -390,12 +394,22 @@ impl Vm<'_> {
                         return Ok(End::Complete);
                     }
                     let now = Instant::now();
-                    // A second signal may have moved it.
-                    if now >= self.common.stopper.deadline() {
+                    // A second signal moves it.
+                    let deadline = self.common.stopper.deadline();
+                    if announced != Some(deadline) {
+                        link.notify(|| going_away(deadline));
+                        announced = Some(deadline);
+                    }
+                    if now >= deadline {
                         return Ok(End::FailedClosed);
                     }
                     if now >= again && self.prefetch.as_ref().is_none_or(Prefetch::is_finished) {
-                        self.drain()?;
+                        if let Err(error) = self.drain() {
+                            tracing::warn!(
+                                error = &error as &dyn std::error::Error,
+                                "what is missing is not fetched yet"
+                            );
+                        }
                         drain_again = Some(now + TICK);
                     }
                 }

@@ -7,6 +7,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use pagetide_serve::native::message::{RefusedCode, VmState};
 use rustix::fs::{SealFlags, ftruncate};
@@ -99,6 +100,33 @@ fn a_drain_is_refused_if_memory_cannot_be_written() {
     (0..64).for_each(|page| guest.check(page, &content(page)));
 }
 
+/// Here a guest waits for content, and its region has stalled: no attempt of prefetch counts.
+#[test]
+fn a_drain_without_progress_is_refused() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let mut options = place.options();
+    options.drain_patience = Duration::from_millis(300);
+    let running = Running::start(options);
+    let guest = Guest::new(64);
+    let mut client = attached(&guest, &place.socket());
+    let bytes = std::fs::read(place.image()).unwrap();
+    let file = std::fs::File::options().write(true).open(place.image());
+    let file = file.unwrap();
+    file.set_len(32 * PAGE as u64).unwrap();
+    let waiting = guest.touch(40);
+    eventually("the stall", || running.metrics.totals().stalls > 0);
+    let (drained, mut client) =
+        within_patience("the drain", move || (client.drain(|_, _| {}), client));
+    assert_eq!(code(drained), RefusedCode::NoContent);
+    assert!(!waiting.is_finished());
+    file.write_all_at(&bytes, 0).unwrap();
+    eventually("the page", || waiting.is_finished());
+    assert_eq!(client.drain(|_, _| {}).unwrap().present, 64);
+}
+
 /// A page that cannot be read neither keeps a drain for ever, nor is the memory said to be complete.
 #[test]
 fn a_drain_is_refused_if_a_page_cannot_be_read() {
@@ -164,7 +192,7 @@ fn a_server_that_ends_tries_again_what_it_could_not_fetch() {
     }
     let (place, running, guest, _stream) = without_last_page();
     running.stopper.stop();
-    eventually("the rest", || running.metrics.totals().pages_set_aside == 1);
+    eventually("the rest", || running.metrics.totals().pages_set_aside > 0);
     let file = std::fs::File::options().write(true).open(place.image());
     file.unwrap()
         .write_all_at(&content(63), 63 * PAGE as u64)

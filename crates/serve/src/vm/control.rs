@@ -61,6 +61,8 @@ impl Counted {
 struct Drain {
     id: u32,
     reported: Instant,
+    /// The pages that were there when there were more than before, and that time.
+    settled: (u64, Instant),
 }
 
 /// The connection of a VMM that speaks the native protocol, after attach.
@@ -287,9 +289,11 @@ impl<'a> Control<'a> {
             return Ok(Err(refusal(RefusedCode::NoContent, text)));
         }
         vm.drain()?;
+        let now = Instant::now();
         self.drain = Some(Drain {
             id,
-            reported: Instant::now(),
+            reported: now,
+            settled: (0, now),
         });
         Ok(Ok(None))
     }
@@ -389,14 +393,19 @@ impl<'a> Control<'a> {
                 poisoned,
                 total,
             } = self.counted.progress(&vm.pager);
-            if present + poisoned == total {
+            let settled = present + poisoned;
+            if settled > drain.settled.0 {
+                drain.settled = (settled, Instant::now());
+            }
+            let has_waited = drain.settled.1.elapsed() >= vm.common.options.drain_patience;
+            if settled == total {
                 let lost = poisoned;
                 let answer = Message::Drained(Drained { present, lost });
                 self.session.answer(drain.id, &answer);
                 self.is_drained = true;
                 self.drain = None;
-            } else if has_ended {
-                let missing = total - present - poisoned;
+            } else if has_ended || has_waited {
+                let missing = total - settled;
                 let text = format!("{missing} pages could not be fetched: they stay missing");
                 let code = RefusedCode::NoContent;
                 let refused = Message::Refused { code, text };

@@ -17,15 +17,16 @@ impl Vm<'_> {
         let mut end = None;
         while let Ok(notice) = self.notices.try_recv() {
             let pid = self.peer.pid;
+            let is_gone = |region| !self.pager.region_ids().contains(&region);
+            if notice.region().is_some_and(is_gone) {
+                // Handed over: what becomes of it is its successor's business.
+                continue;
+            }
             match &notice {
                 Notice::ProcessGone { .. } => end = end.or(Some(End::Gone)),
                 Notice::Stalled { .. } | Notice::NotInstalled { .. } | Notice::Unresolved(_) => {
                     self.last_error = chain(&notice);
                     if let Some(region) = notice.resumable() {
-                        // It was handed over meanwhile: what becomes of it is its successor's business.
-                        if !self.pager.region_ids().contains(&region) {
-                            continue;
-                        }
                         if self.stalled.iter().any(|(stalled, _)| *stalled == region) {
                             continue;
                         }
