@@ -18,13 +18,19 @@
 //! held. One at a time is made, each after the longest pause, until the source answers, or the memory takes
 //! content. What has failed meanwhile is set aside until then.
 
-use std::collections::{BTreeMap, VecDeque};
+mod class;
+mod hold;
+
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use pagetide_memory::{PageIndex, PageRange, Urgency};
 
 use crate::config::{InFlightLimits, RetryPolicy};
 use crate::set_aside::SetAside;
+use class::Class;
+pub(crate) use class::Job;
+use hold::{Cause, Hold, InARow};
 
 /// The number of a request; unique in a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -86,86 +92,10 @@ pub(crate) enum Miss {
 /// may be unreachable. So many answers in a row that could not be installed mean that there is no memory.
 const FAILURES_IN_A_ROW: u32 = 64;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Job {
-    pub(crate) wanted: Wanted,
-    /// The number of failures.
-    failures: u32,
-    /// The end of its pause after a failure.
-    not_before: Option<Instant>,
-    /// [`Requests::bulk_epoch`] when it was made.
-    bulk_epoch: u64,
-}
-
-/// Why bulk requests are held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Cause {
-    /// The source answers nothing.
-    Silence,
-    /// The memory takes nothing.
-    NoMemory,
-}
-
-impl Cause {
-    fn of(miss: Miss) -> Option<Self> {
-        match miss {
-            Miss::Failed => Some(Self::Silence),
-            Miss::NotInstalled => Some(Self::NoMemory),
-            Miss::PoisonedAmongOthers => None,
-        }
-    }
-}
-
-/// Bulk requests are held.
-#[derive(Clone, Copy, Debug)]
-struct Hold {
-    cause: Cause,
-    /// The time of the next one.
-    until: Instant,
-    /// The failures since it began.
-    failures: u32,
-}
-
 #[derive(Clone, Copy, Debug)]
 struct InFlight {
     job: Job,
     deadline: Instant,
-}
-
-/// One class of requests.
-#[derive(Debug, Default)]
-struct Class {
-    waiting: VecDeque<Job>,
-    waiting_pages: u64,
-    in_flight_pages: u64,
-}
-
-impl Class {
-    fn push_back(&mut self, job: Job) {
-        self.waiting_pages += job.wanted.pages.count();
-        self.waiting.push_back(job);
-    }
-
-    /// The first job that may be submitted now and fits `limit_pages`.
-    fn take(&mut self, now: Instant, limit_pages: u64) -> Option<Job> {
-        let ready = |job: &Job| job.not_before.is_none_or(|at| at <= now);
-        let index = self.waiting.iter().position(ready)?;
-        let pages = self.waiting.get(index)?.wanted.pages.count();
-        let fits = self.in_flight_pages.saturating_add(pages) <= limit_pages;
-        if !fits && self.in_flight_pages > 0 {
-            return None;
-        }
-        let job = self.waiting.remove(index)?;
-        self.waiting_pages -= pages;
-        self.in_flight_pages += pages;
-        Some(job)
-    }
-
-    /// Whether a job could be submitted if the limit permitted it.
-    fn is_ready(&self, now: Instant) -> bool {
-        let ready = |job: &Job| job.not_before.is_none_or(|at| at <= now);
-        self.waiting.iter().any(ready)
-    }
 }
 
 /// The requests of one region.
@@ -190,21 +120,6 @@ pub(crate) struct Requests {
     has_not_installed: bool,
     /// How often all bulk requests were dropped.
     bulk_epoch: u64,
-}
-
-/// Failures in a row.
-#[derive(Debug, Default)]
-struct InARow {
-    failures: u32,
-    /// Pages that were set aside meanwhile.
-    set_aside: Vec<PageRange>,
-}
-
-impl InARow {
-    fn end(&mut self) {
-        self.failures = 0;
-        self.set_aside.clear();
-    }
 }
 
 impl Requests {
