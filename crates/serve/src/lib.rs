@@ -29,6 +29,7 @@ pub mod fuzzing;
 pub mod handshake;
 mod image;
 mod listener;
+mod log_limit;
 mod metrics;
 pub mod native;
 mod options;

@@ -19,6 +19,7 @@ use thiserror::Error;
 
 use crate::image::ServedImage;
 use crate::listener::{ListenError, Listener};
+use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::options::{Binding, Options};
 use crate::state::{KeptVm, State, StateError};
@@ -197,6 +198,8 @@ pub struct Server {
     had_vm: Arc<AtomicBool>,
     /// Notified when a VM has ended.
     ended: OwnedFd,
+    /// Connections that were not accepted, or not served.
+    turned_away: LogLimit,
     /// VMs that a former server has left.
     kept: Vec<KeptVm>,
     /// The greatest number of these.
@@ -241,6 +244,7 @@ impl Server {
             vms: Arc::default(),
             had_vm: Arc::default(),
             ended,
+            turned_away: LogLimit::default(),
             first_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
             kept,
         };
@@ -280,6 +284,10 @@ impl Server {
                 Some(index) => inherited.swap_remove(index),
                 None => Listener::bind(&binding.socket, options.socket_mode, options.socket_owner)?,
             });
+        }
+        for unused in &inherited {
+            let socket = unused.path().display().to_string();
+            tracing::warn!(socket, "a socket of the service manager has no binding");
         }
         // Nothing fails from here on.
         let mut listeners: Vec<Listener> =
@@ -473,7 +481,9 @@ impl Server {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
-                tracing::error!(socket, %error, "a connection was not accepted");
+                if let Some(dropped) = self.turned_away.pass() {
+                    tracing::error!(socket, dropped, %error, "a connection was not accepted");
+                }
                 // Out of descriptors: the connection stays, and a wait would return at once.
                 std::thread::sleep(Duration::from_millis(50));
                 return;
@@ -481,7 +491,9 @@ impl Server {
         };
         let limit = self.common.options.max_vms;
         if self.vms.load(Ordering::Acquire) >= limit {
-            tracing::error!(socket, limit, "VM refused: too many VMs");
+            if let Some(dropped) = self.turned_away.pass() {
+                tracing::error!(socket, limit, dropped, "VM refused: too many VMs");
+            }
             self.common.metrics.count(|totals| totals.vms_refused = 1);
             turn_away(&self.common, &stream);
             return;

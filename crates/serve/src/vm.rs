@@ -27,6 +27,7 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::image::ServedImage;
+use crate::log_limit::LogLimit;
 use crate::metrics::{Metrics, Totals};
 use crate::native::attach::AttachError;
 use crate::native::message::{Message, RefusedCode};
@@ -186,6 +187,8 @@ struct Vm<'a> {
     parts: Vec<Part>,
     memory_bytes: u64,
     notices: Receiver<Notice>,
+    /// A VMM can cause any number of notices.
+    notices_logged: LogLimit,
     /// The recorder, while it records.
     recorder: Option<Arc<Recorder>>,
     /// When what it has recorded is written.

@@ -44,7 +44,10 @@ impl Vm<'_> {
                         Some(_) => "VM stalled",
                         None => "a page was not installed",
                     };
-                    tracing::error!(pid, error = &notice as &dyn std::error::Error, "{what}");
+                    if let Some(dropped) = self.notices_logged.pass() {
+                        let error = &notice as &dyn std::error::Error;
+                        tracing::error!(pid, dropped, error, "{what}");
+                    }
                     if self.common.options.on_failure == OnFailure::Kill {
                         self.kill(link);
                         end = Some(End::Killed);
@@ -54,7 +57,10 @@ impl Vm<'_> {
                     if other.needs_action() || matches!(other, Notice::NotPrefetched { .. }) {
                         self.last_error = chain(other);
                     }
-                    tracing::warn!(pid, error = other as &dyn std::error::Error, "notice");
+                    if let Some(dropped) = self.notices_logged.pass() {
+                        let error = other as &dyn std::error::Error;
+                        tracing::warn!(pid, dropped, error, "notice");
+                    }
                 }
             }
         }

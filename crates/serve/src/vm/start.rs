@@ -17,6 +17,7 @@ use super::recording::Checkpoint;
 use super::{Common, PagedRange, Part, Vm, VmError};
 use crate::handshake::VmRegion;
 use crate::image::{ServedImage, WorkingSetPlan};
+use crate::log_limit::LogLimit;
 use crate::metrics::Totals;
 use crate::native::attach::{AttachedRegion, Memory};
 use crate::options::WorkingSetMode;
@@ -174,6 +175,7 @@ impl<'a> Vm<'a> {
             parts: Vec::new(),
             memory_bytes,
             notices,
+            notices_logged: LogLimit::default(),
             recorder,
             checkpoint: Checkpoint::new(),
             observer,
