@@ -381,6 +381,38 @@ fn a_file_has_once_the_log_and_a_size_in_bytes() {
 }
 
 /// As systemd does: the socket is descriptor 3, and a message is expected when the server is ready.
+/// The command as a service manager starts it that has opened a socket.
+fn activated(place: &Place, listener: std::os::unix::net::UnixListener) -> Command {
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" \"$@\" 3<&0"])
+        .args([env!("CARGO_BIN_EXE_pagetide"), "serve", &place.binding()])
+        .stdin(std::os::fd::OwnedFd::from(listener));
+    command
+}
+
+#[test]
+fn a_service_managers_socket_without_a_binding_is_named() {
+    let place = Place::new();
+    let other = place.path("other");
+    let listener = std::os::unix::net::UnixListener::bind(&other).expect("it binds");
+    let mut child = activated(&place, listener)
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    eventually("the server", || is_served(&place.path("socket")));
+    signal(&child, "TERM");
+    let mut log = String::new();
+    let stderr = child.stderr.as_mut().expect("it is piped");
+    stderr.read_to_string(&mut log).expect("UTF-8");
+    assert_eq!(ended(&mut child).code(), Some(0));
+    let line = log.lines().find(|line| line.contains("has no binding"));
+    assert!(
+        line.is_some_and(|line| line.contains(&other.display().to_string())),
+        "{log}"
+    );
+}
+
 #[test]
 fn a_service_managers_socket_is_used_and_it_is_told() {
     let place = Place::new();
@@ -396,11 +428,8 @@ fn a_service_managers_socket_is_used_and_it_is_told() {
         let bytes = messages.recv(&mut buffer).expect("a message");
         String::from_utf8_lossy(&buffer[..bytes]).into_owned()
     };
-    let mut child = Command::new("sh")
-        .args(["-c", "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" \"$@\" 3<&0"])
-        .args([env!("CARGO_BIN_EXE_pagetide"), "serve", &place.binding()])
+    let mut child = activated(&place, listener)
         .env("NOTIFY_SOCKET", &notify)
-        .stdin(std::os::fd::OwnedFd::from(listener))
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()

@@ -18,8 +18,10 @@ use crate::{files, package, vm};
 const GROUP: &str = "package";
 
 /// Files that the package must have, beside its manual pages.
-const FILES: [&str; 7] = [
+const FILES: [&str; 9] = [
     "/usr/bin/pagetide",
+    "/usr/lib/systemd/system/pagetide.service",
+    "/usr/lib/systemd/system/pagetide.socket",
     "/usr/share/bash-completion/completions/pagetide",
     "/usr/share/zsh/vendor-completions/_pagetide",
     "/usr/share/fish/vendor_completions.d/pagetide.fish",
