@@ -169,7 +169,9 @@ impl State {
         let path = directory.join(SOCKET);
         let socket = match connect(&path) {
             Ok(socket) => socket,
-            Err(_) => start_keeper(options, &path)?,
+            Err(error) if has_no_keeper(&error) => start_keeper(options, &path)?,
+            // There may be a keeper, with VMs that another one would lose.
+            Err(error) => return Err(failed(error)),
         };
         let mut vms = Vec::new();
         loop {
@@ -252,6 +254,14 @@ impl State {
     fn lock(&self) -> MutexGuard<'_, OwnedFd> {
         self.socket.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether a failed connection means that nobody listens.
+fn has_no_keeper(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+    )
 }
 
 fn make_directory(directory: &Path) -> io::Result<()> {
@@ -351,6 +361,30 @@ mod tests {
             recording_since_us: None,
             regions: regions.iter().map(kept).collect(),
         }
+    }
+
+    /// It may keep VMs.
+    #[test]
+    fn a_keeper_that_cannot_be_reached_is_not_replaced() {
+        use std::os::unix::net::UnixDatagram;
+        let directory = tempfile::tempdir().unwrap();
+        // Connecting fails, and not because nobody is there.
+        let path = directory.path().join(SOCKET);
+        let _socket = UnixDatagram::bind(&path).unwrap();
+        let replaced = directory.path().join("replaced");
+        let options = StateOptions {
+            directory: directory.path().to_owned(),
+            keeper: vec!["touch".into(), replaced.clone().into()],
+        };
+        let error = State::open(&options).unwrap_err();
+        assert!(matches!(error, StateError::Directory { .. }), "{error}");
+        assert!(path.exists() && !replaced.exists());
+        // A socket that a killed keeper has left.
+        std::fs::remove_file(&path).unwrap();
+        drop(wire::listen_at(&path).unwrap());
+        let error = State::open(&options).unwrap_err();
+        assert!(matches!(error, StateError::Keeper { .. }), "{error}");
+        assert!(replaced.exists());
     }
 
     /// Nothing that a VMM could not send is taken over, whoever wrote it.
