@@ -77,7 +77,9 @@ pub(crate) fn arrive(
         };
         let installed = installer.install(claim, body, wanted);
         let failed = !matches!(installed, Ok(Installed::Piece(_)));
-        if failed && is_left {
+        // A fault does not fail with its neighbours.
+        let has_given_back = || run.count() > 1 && region.map.next_unsettled(run).is_some();
+        if is_left && (failed || has_given_back()) {
             wake_left(region, served, &lock, counters, run);
         }
         drop(lock);

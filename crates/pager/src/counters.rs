@@ -67,7 +67,7 @@ counters! {
     late_answers,
     /// Requests that failed, or were not answered in time.
     failed_requests,
-    /// Pages that prefetch set aside, because their source failed to deliver them.
+    /// Pages that prefetch set aside, because they could not be fetched or installed.
     set_aside,
     /// Calls that mapped installed pages in stage 2.
     populations,

@@ -57,7 +57,11 @@ impl Pager {
             return;
         }
         state.is_submitting = true;
-        while let Some(submission) = state.requests.next_submission(Instant::now()) {
+        let now = loop {
+            let now = Instant::now();
+            let Some(submission) = state.requests.next_submission(now) else {
+                break now;
+            };
             if region.map.next_unsettled(submission.pages).is_none() {
                 // The pages were delivered otherwise while the request waited.
                 state.requests.finish(submission.id);
@@ -73,9 +77,9 @@ impl Pager {
                 self.missed(region, requesting, submission.id, Miss::Failed, miss);
             }
             state = requesting.lock();
-        }
+        };
         state.is_submitting = false;
-        let deadline = state.requests.next_deadline();
+        let deadline = state.requests.next_deadline(now);
         drop(state);
         if let Some(deadline) = deadline {
             self.wake_at(deadline);
@@ -169,10 +173,10 @@ impl Pager {
             wanted.urgency(),
         );
         self.count(&counters);
+        if wanted.urgency() == Urgency::Bulk && counters.pages > 0 {
+            requesting.lock().requests.installed();
+        }
         let Err(failure) = result else {
-            if wanted.urgency() == Urgency::Bulk && counters.pages > 0 {
-                requesting.lock().requests.installed();
-            }
             return;
         };
         match wanted.urgency() {
@@ -188,7 +192,13 @@ impl Pager {
             }
             Urgency::Bulk => {
                 let now = Instant::now();
-                let after = requesting.lock().requests.not_installed(job, now);
+                let mut state = requesting.lock();
+                if !matches!(failure, InstallFailure::Kernel(_)) {
+                    // Something else than a lack of memory.
+                    state.requests.installed();
+                }
+                let after = state.requests.not_installed(job, now);
+                drop(state);
                 for pages in after.withdraw.into_iter().flatten() {
                     region.map.withdraw(pages);
                 }
@@ -206,8 +216,9 @@ impl Pager {
         }
     }
 
-    /// Requests pages that are Requested and have no request. An answer that comes while another claim has its
-    /// pages is dropped, and ends its request. If that claim then fails, the pages are Requested again.
+    /// Requests pages for which threads wait and that have no request. An answer that comes while another claim
+    /// has its pages is dropped, and ends its request. If that claim then gives pages back, they are Requested
+    /// again. For pages that only prefetch has requested, prefetch asks again.
     pub(crate) fn request_orphans(
         &self,
         region: &PagedRegion,
@@ -222,11 +233,19 @@ impl Pager {
             if state.requests.has(page, urgency) {
                 continue;
             }
-            let fault = (urgency == Urgency::Urgent).then_some(page);
             let pages = PageRange::single(page);
-            state.requests.want(Wanted { pages, fault });
+            match urgency {
+                Urgency::Urgent => state.requests.want(Wanted {
+                    pages,
+                    fault: Some(page),
+                }),
+                Urgency::Bulk => {
+                    region.map.withdraw(pages);
+                }
+            }
         }
         drop(state);
+        requesting.notify();
         self.submit(region, requesting);
     }
 
@@ -384,6 +403,10 @@ impl Pager {
                 let _ = claim.abandon();
             }
             wake(region, served, &lock, &mut counters, page);
+            drop(lock);
+            if let Some(requesting) = region.requesting() {
+                self.request_orphans(region, requesting, page);
+            }
         }
         self.count(&counters);
     }

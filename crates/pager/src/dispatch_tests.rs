@@ -89,3 +89,62 @@ fn a_page_whose_answer_came_during_a_claim_that_failed_is_requested_again() {
     complete(source.next(Urgency::Urgent));
     let _ = waiting.join().unwrap().unwrap();
 }
+
+/// Has all content at once. Meanwhile, prefetch asks for the next page, and gets an answer that is dropped; other
+/// code maps that page.
+struct Racing {
+    memory: Arc<Region>,
+    pager: Mutex<Option<(Arc<Pager>, RegionId)>>,
+}
+
+impl Source for Racing {
+    fn submit(&self, request: Request) {
+        complete(request);
+    }
+
+    fn fill_now(&self, _: crate::ReadAt, buffer: &mut [u8]) -> Option<crate::Filled> {
+        let pager = self.pager.lock().unwrap_or_else(PoisonError::into_inner);
+        let (pager, id) = pager.as_ref()?;
+        let next = PageRange::new(PageIndex(6), 1);
+        let table = pager.table();
+        let map = &table.region(*id)?.map;
+        let _ = map.request_run(next.first(), next, Urgency::Bulk);
+        rustix::io::pwrite(self.memory.file()?, &[7; 4096], 6 * PAGE).ok()?;
+        buffer.fill(1);
+        Some(crate::Filled::Bytes)
+    }
+}
+
+/// A fault succeeds although a neighbour cannot be installed, and leaves no page Requested without a request.
+#[test]
+fn a_fault_that_gives_a_neighbour_back_leaves_no_page_without_a_request() {
+    if let Err(error) = Userfaultfd::available() {
+        println!("SKIP: {error}");
+        return;
+    }
+    let memory = Region::new(GuestAddress(0), 8 * PAGE, Backing::Shmem).unwrap();
+    let memory = Arc::new(memory);
+    let source = Arc::new(Racing {
+        memory: Arc::clone(&memory),
+        pager: Mutex::new(None),
+    });
+    let pager = Pager::new().unwrap();
+    let contents = Contents::Source(Arc::<Racing>::clone(&source));
+    let config = RegionConfig::local(memory, Mode::Missing, contents);
+    let id = pager.add(config.fault_around(4)).unwrap();
+    *source.pager.lock().unwrap() = Some((Arc::clone(&pager), id));
+    let mut resolver = pager.resolver(Some(0)).unwrap();
+    let resolved = resolver.resolve_exit(GuestAddress(5 * PAGE), Access::Read);
+    assert!(resolved.is_ok(), "{resolved:?}");
+    let table = pager.table();
+    let map = &table.region(id).unwrap().map;
+    let states: Vec<_> = (4..8)
+        .filter_map(|page| map.state(PageIndex(page)))
+        .collect();
+    let [before, wanted, neighbour, after] = states[..] else {
+        panic!("{states:?}");
+    };
+    assert!(before.is_settled() && wanted.is_settled() && after.is_settled());
+    assert_eq!(neighbour, PageState::Absent);
+    *source.pager.lock().unwrap() = None;
+}

@@ -305,9 +305,7 @@ impl Requests {
         let pages = job.wanted.pages;
         let cause = Cause::of(miss).filter(|_| !self.is_stalled);
         let has_failed = cause.is_some();
-        if let Some(cause) = cause
-            && let Some(hold) = self.hold.as_mut().filter(|hold| hold.cause == cause)
-        {
+        if has_failed && let Some(hold) = &mut self.hold {
             // Otherwise it was in flight before.
             if hold.until <= now {
                 hold.until = later(now, self.policy.longest_backoff);
@@ -414,13 +412,17 @@ impl Requests {
         (first.deadline <= now).then_some(id)
     }
 
-    /// The time of the next action without further input: a deadline, or the end of a pause.
-    pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        let pauses = |class: &Class| class.waiting.iter().filter_map(|job| job.not_before).min();
+    /// The time of the next action without further input: a deadline, or the end of a pause. What could be
+    /// submitted at `now`, and was not, waits for an answer and not for a time.
+    pub(crate) fn next_deadline(&self, now: Instant) -> Option<Instant> {
+        let pauses = |class: &Class| {
+            let pauses = class.waiting.iter().filter_map(|job| job.not_before);
+            pauses.filter(|at| *at > now).min()
+        };
         let bulk = match self.hold {
             Some(_) if self.bulk.waiting.is_empty() || self.bulk.in_flight_pages > 0 => None,
-            Some(hold) => Some(hold.until),
-            None => pauses(&self.bulk),
+            Some(hold) if hold.until > now => Some(hold.until),
+            _ => pauses(&self.bulk),
         };
         let waits = [pauses(&self.urgent), bulk].into_iter().flatten();
         let waits = (!self.is_stalled).then_some(waits).into_iter().flatten();

@@ -157,10 +157,10 @@ fn pauses_double_up_to_the_longest() {
     for wait in [100, 200, 300, 300] {
         let wait = Duration::from_millis(wait);
         let submission = requests.next_submission(now).unwrap();
-        assert_eq!(requests.next_deadline(), Some(now + POLICY.deadline));
+        assert_eq!(requests.next_deadline(now), Some(now + POLICY.deadline));
         let after = requests.miss(submission.id, Miss::Failed, now).unwrap();
         assert_eq!(after, AfterFailure::default());
-        assert_eq!(requests.next_deadline(), Some(now + wait));
+        assert_eq!(requests.next_deadline(now), Some(now + wait));
         let almost = now + wait - Duration::from_nanos(1);
         assert_eq!(requests.next_submission(almost), None);
         now += wait;
@@ -261,7 +261,7 @@ fn fetch(
             failures += 1;
             set_aside.extend(after.set_aside);
         }
-        match requests.next_deadline() {
+        match requests.next_deadline(*now) {
             Some(next) => *now = next,
             None => return (failures, set_aside),
         }
@@ -305,7 +305,7 @@ fn a_source_that_answers_nothing_is_asked_seldom_and_gets_its_pages_back() {
             asked += 1;
             requests.miss(submission.id, Miss::Failed, now).unwrap();
         }
-        now = requests.next_deadline().unwrap();
+        now = requests.next_deadline(now).unwrap();
     }
     assert_eq!(asked, FAILURES_IN_A_ROW);
     assert!(!requests.is_stalled());
@@ -314,7 +314,7 @@ fn a_source_that_answers_nothing_is_asked_seldom_and_gets_its_pages_back() {
     let begun = now;
     let first = requests.next_submission(now).unwrap();
     assert_eq!(requests.next_submission(now), None);
-    assert_eq!(requests.next_deadline(), Some(first.deadline));
+    assert_eq!(requests.next_deadline(now), Some(first.deadline));
     let waiting = requests.waiting() + 1;
     // Urgent requests are not held.
     requests.want(urgent(100));
@@ -409,7 +409,7 @@ fn bulk_content_that_cannot_be_installed_is_asked_for_again_and_set_aside() {
             assert!(!after.stalled && !after.held && after.withdraw == [None, None]);
             set_aside.extend(after.set_aside);
         }
-        now = requests.next_deadline().unwrap_or(now);
+        now = requests.next_deadline(now).unwrap_or(now);
     }
     assert_eq!(
         (failures, set_aside),
@@ -446,7 +446,7 @@ fn memory_that_takes_nothing_is_tried_seldom_and_gets_its_pages_back() {
     };
     while !requests.is_held() {
         try_all(&mut requests, now);
-        now = requests.next_deadline().unwrap();
+        now = requests.next_deadline(now).unwrap();
     }
     let (before, _) = try_all(&mut requests, now - POLICY.longest_backoff);
     assert_eq!(before, FAILURES_IN_A_ROW);
@@ -469,6 +469,31 @@ fn memory_that_takes_nothing_is_tried_seldom_and_gets_its_pages_back() {
     requests.installed();
     assert!(!requests.is_held());
     assert_eq!(requests.set_aside().runs().count(), 0);
+}
+
+/// A source that fails while the memory takes nothing: the pauses stay, and no timer is set for the past.
+#[test]
+fn failures_of_both_kinds_keep_the_pauses_of_a_hold() {
+    let mut now = Instant::now();
+    let mut requests = requests();
+    requests.want(bulk(0, 64));
+    while !requests.is_held() {
+        while let Some(submission) = requests.next_submission(now) {
+            requests.answered();
+            let job = requests.finish(submission.id).unwrap();
+            requests.not_installed(job, now);
+        }
+        now = requests.next_deadline(now).unwrap();
+    }
+    for _ in 1..POLICY.attempts {
+        let probe = requests.next_submission(now).unwrap();
+        requests.miss(probe.id, Miss::Failed, now).unwrap();
+        assert_eq!(requests.next_submission(now), None);
+        let next = requests.next_deadline(now).unwrap();
+        assert_eq!(next, now + POLICY.longest_backoff);
+        now = next;
+    }
+    assert!(requests.is_held());
 }
 
 /// A request that was dropped while its content was being installed does not come back.
@@ -519,10 +544,10 @@ fn after_the_last_attempt_nothing_is_requested_until_it_is_resumed() {
     assert_eq!(requests.waiting(), 3);
     // The stall is reported once; a request in flight still has its deadline, and then there is no
     // further pause.
-    assert_eq!(requests.next_deadline(), Some(other.deadline));
+    assert_eq!(requests.next_deadline(now), Some(other.deadline));
     let after = requests.miss(other.id, Miss::Failed, now).unwrap();
     assert_eq!(after, AfterFailure::default());
-    assert_eq!(requests.next_deadline(), None);
+    assert_eq!(requests.next_deadline(now), None);
 
     requests.resume();
     let expected = [run(1, 1), run(2, 1), run(10, 4), run(50, 1), run(51, 1)];
@@ -603,7 +628,7 @@ fn clearing_keeps_only_the_numbers() {
     let flying = submissions(&mut requests, now);
     assert_eq!(requests.clear(), [flying[0].id, flying[1].id]);
     assert_eq!((requests.in_flight_bytes(), requests.waiting()), (0, 0));
-    assert_eq!(requests.next_deadline(), None);
+    assert_eq!(requests.next_deadline(now), None);
     requests.want(urgent(1));
     assert!(requests.next_submission(now).unwrap().id > flying[1].id);
 }
@@ -624,7 +649,7 @@ fn deadlines_expire_one_by_one() {
     assert_eq!(requests.next_expired(second.deadline), Some(first.id));
     requests.finish(first.id).unwrap();
     assert_eq!(requests.next_expired(first.deadline), None);
-    assert_eq!(requests.next_deadline(), Some(second.deadline));
+    assert_eq!(requests.next_deadline(now), Some(second.deadline));
     assert_eq!(requests.next_expired(second.deadline), Some(second.id));
 }
 
@@ -661,7 +686,7 @@ fn times_that_overflow_are_far_in_the_future() {
         assert_eq!(requests.next_expired(soon), None);
         requests.miss(first.id, Miss::Failed, now).unwrap();
         assert_eq!(requests.next_submission(soon), None);
-        assert!(requests.next_deadline().unwrap() > soon);
+        assert!(requests.next_deadline(now).unwrap() > soon);
         // The pause does not bind the owner, who can resume at any time.
         requests.resume();
         assert_eq!(pages(&mut requests, now), [run(7, 1)]);

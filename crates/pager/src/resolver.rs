@@ -448,25 +448,24 @@ impl ResolverState {
             content,
             Purpose::Fault(fault.page, sleepers(fault)),
         );
+        if (arrived.is_err() || pages.count() > 1)
+            && site.region.map.next_unsettled(pages).is_some()
+            && let Some(requesting) = site.region.requesting()
+        {
+            let pager = site.pager;
+            pager.request_orphans(site.region, requesting, pages);
+        }
         match arrived {
             Ok(Arrived::Wanted(installed)) => self.installed(site, fault, installed),
             // Another thread has settled the page.
             Ok(Arrived::Others) => Ok(None),
-            Err(source) => {
-                if let Some(requesting) = site.region.requesting() {
-                    let pager = site.pager;
-                    pager.request_orphans(site.region, requesting, pages);
-                }
-                // The content has gone since the source found it: a request reports why.
-                if is_gone(&source, content) {
-                    return Ok(None);
-                }
-                Err(ResolveError::Install {
-                    fault: *fault,
-                    source,
-                }
-                .into())
+            // The content has gone since the source found it: a request reports why.
+            Err(source) if is_gone(&source, content) => Ok(None),
+            Err(source) => Err(ResolveError::Install {
+                fault: *fault,
+                source,
             }
+            .into()),
         }
     }
 

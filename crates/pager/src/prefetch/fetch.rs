@@ -190,10 +190,13 @@ impl Ahead<'_> {
         };
         let pager = &self.shared.pager;
         let counters = &mut self.counters;
+        let before = counters.pages;
         let arrived = arrive(pager, region, counters, pages, content, Purpose::Ahead);
-        match &arrived {
-            Ok(_) => requesting.lock().requests.installed(),
-            Err(_) => pager.request_orphans(region, requesting, pages),
+        if counters.pages > before {
+            requesting.lock().requests.installed();
+        }
+        if arrived.is_err() {
+            pager.request_orphans(region, requesting, pages);
         }
         arrived.is_ok()
     }
