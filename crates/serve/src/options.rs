@@ -121,7 +121,8 @@ impl Default for Options {
             socket_owner: None,
             max_vms: 4096,
             handshake_limit: Duration::from_secs(10),
-            drain_patience: Duration::from_secs(30),
+            // Longer than a source that answers nothing holds prefetch up.
+            drain_patience: Duration::from_secs(60),
             state: None,
             images: OpenOptions::default(),
         }

@@ -388,6 +388,11 @@ impl<'a> Control<'a> {
             if has_ended {
                 self.counted = Counted::default();
             }
+            let patience = vm.common.options.drain_patience;
+            if drain.settled.1.elapsed() >= patience {
+                // Counts of much memory may be old.
+                self.counted = Counted::default();
+            }
             let Progress {
                 present,
                 poisoned,
@@ -397,7 +402,7 @@ impl<'a> Control<'a> {
             if settled > drain.settled.0 {
                 drain.settled = (settled, Instant::now());
             }
-            let has_waited = drain.settled.1.elapsed() >= vm.common.options.drain_patience;
+            let has_waited = drain.settled.1.elapsed() >= patience;
             if settled == total {
                 let lost = poisoned;
                 let answer = Message::Drained(Drained { present, lost });
@@ -406,7 +411,15 @@ impl<'a> Control<'a> {
                 self.drain = None;
             } else if has_ended || has_waited {
                 let missing = total - settled;
-                let text = format!("{missing} pages could not be fetched: they stay missing");
+                let text = match has_ended {
+                    true => format!("{missing} pages could not be fetched: they stay missing"),
+                    false => {
+                        format!("no page became present for {patience:?}, {missing} are missing")
+                    }
+                };
+                if !has_ended && !vm.common.options.prefetch {
+                    vm.prefetch = None;
+                }
                 let code = RefusedCode::NoContent;
                 let refused = Message::Refused { code, text };
                 self.session.answer(drain.id, &refused);
