@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use pagetide_serve::native::message::{RefusedCode, VmState};
+use pagetide_serve::native::client::Client;
+use pagetide_serve::native::message::{Message, RefusedCode, VmState};
 use rustix::fs::{SealFlags, ftruncate};
 use rustix::mm::MapFlags;
 use support::native::*;
@@ -174,15 +175,15 @@ fn a_drain_of_memory_without_content_is_refused() {
 }
 
 /// An image whose last page cannot be read for a while, and a VM that has touched nothing.
-fn without_last_page() -> (Place, Running, Guest, std::os::unix::net::UnixStream) {
+fn without_last_page() -> (Place, Running, Guest, Client) {
     let place = Place::new(64);
     let file = std::fs::File::options().write(true).open(place.image());
     let guest = Guest::new(64);
     let running = Running::start(place.options());
-    let stream = guest.connect(&place.socket());
+    let client = attached(&guest, &place.socket());
     guest.check(0, &content(0));
     file.unwrap().set_len(63 * PAGE as u64).unwrap();
-    (place, running, guest, stream)
+    (place, running, guest, client)
 }
 
 #[test]
@@ -190,7 +191,7 @@ fn a_server_that_ends_tries_again_what_it_could_not_fetch() {
     if !has_userfaultfd() {
         return;
     }
-    let (place, running, guest, _stream) = without_last_page();
+    let (place, running, guest, _client) = without_last_page();
     running.stopper.stop();
     eventually("the rest", || running.metrics.totals().pages_set_aside > 0);
     let file = std::fs::File::options().write(true).open(place.image());
@@ -208,11 +209,27 @@ fn a_second_signal_ends_the_drain() {
     if !has_userfaultfd() {
         return;
     }
-    let (_place, running, guest, stream) = without_last_page();
+    let (_place, running, guest, mut client) = without_last_page();
     running.stopper.stop();
     eventually("the rest", || guest.resident() == 63);
     running.stopper.stop();
-    wait_for_end(&stream);
+    let mut notices = Vec::new();
+    // Until the connection's end.
+    eventually("the end", || match client.notice() {
+        Ok(notice) => {
+            notices.extend(notice);
+            false
+        }
+        Err(_) => true,
+    });
+    let [
+        Message::GoingAway { within_ms: first },
+        Message::GoingAway { within_ms: then },
+    ] = notices[..]
+    else {
+        panic!("{notices:?}");
+    };
+    assert!(first > 0 && then == 0);
     let metrics = running.metrics.clone();
     running.wait();
     assert_eq!(metrics.totals().pages_set_aside, 0);
