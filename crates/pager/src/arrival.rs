@@ -77,9 +77,12 @@ pub(crate) fn arrive(
         };
         let installed = installer.install(claim, body, wanted);
         let failed = !matches!(installed, Ok(Installed::Piece(_)));
-        // A fault does not fail with its neighbours.
-        let has_given_back = || run.count() > 1 && region.map.next_unsettled(run).is_some();
-        if is_left && (failed || has_given_back()) {
+        // A fault does not fail with its neighbours, which it gives back.
+        let is_whole = match &installed {
+            Ok(Installed::Piece(pages)) => wanted.is_none() || *pages == run,
+            _ => false,
+        };
+        if is_left && !is_whole {
             wake_left(region, served, &lock, counters, run);
         }
         drop(lock);

@@ -193,11 +193,7 @@ impl Pager {
             Urgency::Bulk => {
                 let now = Instant::now();
                 let mut state = requesting.lock();
-                if !matches!(failure, InstallFailure::Kernel(_)) {
-                    // Something else than a lack of memory.
-                    state.requests.installed();
-                }
-                let after = state.requests.not_installed(job, now);
+                let after = state.requests.not_installed(job, is_lack(&failure), now);
                 drop(state);
                 for pages in after.withdraw.into_iter().flatten() {
                     region.map.withdraw(pages);
@@ -211,42 +207,34 @@ impl Pager {
                     );
                 }
                 self.not_prefetched(region, requesting, failure);
-                self.request_orphans(region, requesting, wanted.pages);
+                self.withdraw_orphans(region, requesting, wanted.pages);
             }
         }
     }
 
-    /// Requests pages for which threads wait and that have no request. An answer that comes while another claim
-    /// has its pages is dropped, and ends its request. If that claim then gives pages back, they are Requested
-    /// again. For pages that only prefetch has requested, prefetch asks again.
-    pub(crate) fn request_orphans(
+    /// Withdraws pages that are Requested and have no request: threads that wait for them, and prefetch, ask
+    /// again. An answer that comes while another claim has its pages is dropped, and ends its request. If that
+    /// claim then gives pages back, they are Requested again.
+    pub(crate) fn withdraw_orphans(
         &self,
         region: &PagedRegion,
         requesting: &Requesting,
         pages: PageRange,
     ) {
-        let mut state = requesting.lock();
-        for page in pages.iter() {
-            let Some(PageState::Requested(urgency)) = region.map.state(page) else {
-                continue;
-            };
-            if state.requests.has(page, urgency) {
-                continue;
-            }
-            let pages = PageRange::single(page);
-            match urgency {
-                Urgency::Urgent => state.requests.want(Wanted {
-                    pages,
-                    fault: Some(page),
-                }),
-                Urgency::Bulk => {
-                    region.map.withdraw(pages);
-                }
-            }
-        }
+        let state = requesting.lock();
+        let is_orphan = |page: &PageIndex| match region.map.state(*page) {
+            Some(PageState::Requested(urgency)) => !state.requests.has(*page, urgency),
+            _ => false,
+        };
+        let orphans: Vec<_> = pages.iter().filter(is_orphan).collect();
         drop(state);
+        if orphans.is_empty() {
+            return;
+        }
+        for page in orphans {
+            self.withdraw(region, PageRange::single(page));
+        }
         requesting.notify();
-        self.submit(region, requesting);
     }
 
     /// Reports that content of prefetch could not be installed, once for each prefetch.
@@ -405,7 +393,7 @@ impl Pager {
             wake(region, served, &lock, &mut counters, page);
             drop(lock);
             if let Some(requesting) = region.requesting() {
-                self.request_orphans(region, requesting, page);
+                self.withdraw_orphans(region, requesting, page);
             }
         }
         self.count(&counters);
@@ -566,6 +554,14 @@ impl Pager {
             cancel_requests(region, requesting);
             requesting.notify();
         }
+    }
+}
+
+/// Whether a failure may be due to a lack of memory: the kernel's errors do not say.
+fn is_lack(failure: &InstallFailure) -> bool {
+    match failure {
+        InstallFailure::Kernel(_) | InstallFailure::Write(_) | InstallFailure::WriteView(_) => true,
+        InstallFailure::Unexpected { .. } | InstallFailure::Busy { .. } => false,
     }
 }
 

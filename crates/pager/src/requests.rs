@@ -85,7 +85,10 @@ pub(crate) enum Miss {
     /// the pages are requested again in smaller requests.
     PoisonedAmongOthers,
     /// The source has answered a bulk request, and the memory did not take the content.
-    NotInstalled,
+    NotInstalled {
+        /// There may be no memory.
+        is_lack: bool,
+    },
 }
 
 /// So many failures of bulk requests in a row, without an answer of the source in between, mean that the source
@@ -209,9 +212,9 @@ impl Requests {
 
     /// Asks again for the pages of a finished bulk request, whose content could not be installed. If all bulk
     /// requests were dropped meanwhile, this one's pages are withdrawn as well.
-    pub(crate) fn not_installed(&mut self, job: Job, now: Instant) -> AfterFailure {
+    pub(crate) fn not_installed(&mut self, job: Job, is_lack: bool, now: Instant) -> AfterFailure {
         if job.bulk_epoch == self.bulk_epoch {
-            return self.miss_bulk(job, Miss::NotInstalled, now);
+            return self.miss_bulk(job, Miss::NotInstalled { is_lack }, now);
         }
         AfterFailure {
             withdraw: [Some(job.wanted.pages), None],
@@ -273,7 +276,7 @@ impl Requests {
         let mut after = AfterFailure::default();
         let failures = match miss {
             Miss::Failed => job.failures + 1,
-            Miss::PoisonedAmongOthers | Miss::NotInstalled => job.failures,
+            Miss::PoisonedAmongOthers | Miss::NotInstalled { .. } => job.failures,
         };
         if failures >= self.policy.attempts && !self.is_stalled {
             self.is_stalled = true;
@@ -303,15 +306,21 @@ impl Requests {
     fn miss_bulk(&mut self, mut job: Job, miss: Miss, now: Instant) -> AfterFailure {
         let mut after = AfterFailure::default();
         let pages = job.wanted.pages;
-        let cause = Cause::of(miss).filter(|_| !self.is_stalled);
-        let has_failed = cause.is_some();
-        if has_failed && let Some(hold) = &mut self.hold {
+        let has_failed = miss != Miss::PoisonedAmongOthers && !self.is_stalled;
+        let cause = Cause::of(miss).filter(|_| has_failed);
+        if let Some(cause) = cause
+            && let Some(hold) = &mut self.hold
+        {
             // Otherwise it was in flight before.
             if hold.until <= now {
                 hold.until = later(now, self.policy.longest_backoff);
                 hold.failures = hold.failures.saturating_add(1);
             }
-            self.bulk.push_back(job);
+            if hold.cause == cause || pages.count() == 1 {
+                self.bulk.push_back(job);
+            } else {
+                self.bulk.push_halves(job);
+            }
             if hold.failures >= self.policy.attempts {
                 // No answer may ever come: whoever waits for prefetch must not wait for ever.
                 let given_up = std::mem::take(&mut self.bulk.waiting);
@@ -326,12 +335,7 @@ impl Requests {
         }
         job.not_before = has_failed.then(|| later(now, self.policy.backoff(job.failures + 1)));
         if pages.count() > 1 {
-            // Which page has failed is unknown. Halves use up no attempt of the others.
-            let (head, tail) = pages.split_at(pages.count() / 2);
-            for pages in [head, tail] {
-                let wanted = Wanted { pages, fault: None };
-                self.bulk.push_back(Job { wanted, ..job });
-            }
+            self.bulk.push_halves(job);
         } else {
             job.failures += u32::from(has_failed);
             if job.failures < self.policy.attempts {

@@ -405,7 +405,7 @@ fn bulk_content_that_cannot_be_installed_is_asked_for_again_and_set_aside() {
         let job = requests.finish(submission.id).unwrap();
         if job.wanted.pages.contains(PageIndex(5)) {
             failures += 1;
-            let after = requests.not_installed(job, now);
+            let after = requests.not_installed(job, true, now);
             assert!(!after.stalled && !after.held && after.withdraw == [None, None]);
             set_aside.extend(after.set_aside);
         }
@@ -439,7 +439,7 @@ fn memory_that_takes_nothing_is_tried_seldom_and_gets_its_pages_back() {
             tried += 1;
             requests.answered();
             let job = requests.finish(submission.id).unwrap();
-            let after = requests.not_installed(job, now);
+            let after = requests.not_installed(job, true, now);
             set_aside += after.set_aside.iter().map(|run| run.count()).sum::<u64>();
         }
         (tried, set_aside)
@@ -471,6 +471,29 @@ fn memory_that_takes_nothing_is_tried_seldom_and_gets_its_pages_back() {
     assert_eq!(requests.set_aside().runs().count(), 0);
 }
 
+/// Pages that other code has mapped say nothing of the memory for others.
+#[test]
+fn failures_that_are_no_lack_of_memory_hold_nothing() {
+    let mut now = Instant::now();
+    let mut requests = requests();
+    requests.want(bulk(0, 64));
+    let mut tried = 0;
+    loop {
+        while let Some(submission) = requests.next_submission(now) {
+            tried += 1;
+            requests.answered();
+            let job = requests.finish(submission.id).unwrap();
+            assert!(!requests.not_installed(job, false, now).held);
+        }
+        let Some(next) = requests.next_deadline(now) else {
+            break;
+        };
+        now = next;
+    }
+    assert_eq!(tried, 63 + 64 * POLICY.attempts);
+    assert!(requests.set_aside().runs().eq([run(0, 64)]));
+}
+
 /// A source that fails while the memory takes nothing: the pauses stay, and no timer is set for the past.
 #[test]
 fn failures_of_both_kinds_keep_the_pauses_of_a_hold() {
@@ -481,7 +504,7 @@ fn failures_of_both_kinds_keep_the_pauses_of_a_hold() {
         while let Some(submission) = requests.next_submission(now) {
             requests.answered();
             let job = requests.finish(submission.id).unwrap();
-            requests.not_installed(job, now);
+            requests.not_installed(job, true, now);
         }
         now = requests.next_deadline(now).unwrap();
     }
@@ -510,7 +533,7 @@ fn dropped_bulk_requests_are_not_tried_again() {
         } else {
             requests.drop_bulk();
         }
-        let after = requests.not_installed(job, now);
+        let after = requests.not_installed(job, true, now);
         assert_eq!(after.withdraw, [Some(run(0, 8)), None]);
         assert_eq!(requests.waiting(), 0);
     }

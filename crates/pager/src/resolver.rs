@@ -453,7 +453,7 @@ impl ResolverState {
             && let Some(requesting) = site.region.requesting()
         {
             let pager = site.pager;
-            pager.request_orphans(site.region, requesting, pages);
+            pager.withdraw_orphans(site.region, requesting, pages);
         }
         match arrived {
             Ok(Arrived::Wanted(installed)) => self.installed(site, fault, installed),

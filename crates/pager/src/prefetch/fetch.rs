@@ -196,7 +196,7 @@ impl Ahead<'_> {
             requesting.lock().requests.installed();
         }
         if arrived.is_err() {
-            pager.request_orphans(region, requesting, pages);
+            pager.withdraw_orphans(region, requesting, pages);
         }
         arrived.is_ok()
     }

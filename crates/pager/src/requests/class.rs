@@ -31,6 +31,16 @@ impl Class {
         self.waiting.push_back(job);
     }
 
+    /// Which page of a bulk request has failed is unknown. Halves use up no attempt of the others.
+    pub(super) fn push_halves(&mut self, job: Job) {
+        let pages = job.wanted.pages;
+        let (head, tail) = pages.split_at(pages.count() / 2);
+        for pages in [head, tail] {
+            let wanted = Wanted { pages, fault: None };
+            self.push_back(Job { wanted, ..job });
+        }
+    }
+
     /// The first job that may be submitted now and fits `limit_pages`.
     pub(super) fn take(&mut self, now: Instant, limit_pages: u64) -> Option<Job> {
         let ready = |job: &Job| job.not_before.is_none_or(|at| at <= now);

@@ -19,8 +19,8 @@ impl Cause {
     pub(super) fn of(miss: Miss) -> Option<Self> {
         match miss {
             Miss::Failed => Some(Self::Silence),
-            Miss::NotInstalled => Some(Self::NoMemory),
-            Miss::PoisonedAmongOthers => None,
+            Miss::NotInstalled { is_lack: true } => Some(Self::NoMemory),
+            Miss::NotInstalled { is_lack: false } | Miss::PoisonedAmongOthers => None,
         }
     }
 }

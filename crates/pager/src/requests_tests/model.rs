@@ -136,10 +136,10 @@ impl Model {
         let was_stalled = self.requests.is_stalled();
         self.flying.remove(&id);
         let after = match miss {
-            Miss::NotInstalled => {
+            Miss::NotInstalled { is_lack } => {
                 self.requests.answered();
                 let job = self.requests.finish(id).unwrap();
-                self.requests.not_installed(job, self.now)
+                self.requests.not_installed(job, is_lack, self.now)
             }
             _ => self.requests.miss(id, miss, self.now).unwrap(),
         };
@@ -204,7 +204,8 @@ impl Model {
             },
             Step::NotInstalled(index) => match self.flying(index) {
                 Some((id, wanted)) if wanted.urgency() == Urgency::Bulk => {
-                    self.miss(id, Miss::NotInstalled)?;
+                    let is_lack = index % 2 == 0;
+                    self.miss(id, Miss::NotInstalled { is_lack })?;
                 }
                 _ => {}
             },
