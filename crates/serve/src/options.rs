@@ -121,8 +121,8 @@ impl Default for Options {
             socket_owner: None,
             max_vms: 4096,
             handshake_limit: Duration::from_secs(10),
-            // Longer than a source that answers nothing holds prefetch up.
-            drain_patience: Duration::from_secs(60),
+            // A source that answers nothing holds prefetch up for 95 s.
+            drain_patience: Duration::from_secs(120),
             state: None,
             images: OpenOptions::default(),
         }

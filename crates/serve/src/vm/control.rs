@@ -417,7 +417,7 @@ impl<'a> Control<'a> {
                         format!("no page became present for {patience:?}, {missing} are missing")
                     }
                 };
-                if !has_ended && !vm.common.options.prefetch {
+                if !(vm.common.options.prefetch && vm.recorder.is_none()) {
                     vm.prefetch = None;
                 }
                 let code = RefusedCode::NoContent;
