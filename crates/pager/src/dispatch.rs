@@ -32,7 +32,8 @@ pub struct SourceStatus {
     /// Requests that wait to be submitted.
     pub waiting_requests: usize,
     /// Missing pages that prefetch leaves out, because the source failed to deliver them, or their content
-    /// could not be installed, as often as the [`RetryPolicy`](crate::RetryPolicy) allows. A thread that touches one requests it.
+    /// could not be installed, as often as the [`RetryPolicy`](crate::RetryPolicy) allows. A thread that
+    /// touches one requests it.
     pub set_aside_pages: u64,
     /// The source answers nothing, or the memory takes nothing, and no thread waits for it: prefetch requests
     /// one batch at a time, until there is an answer, or until content is installed.
