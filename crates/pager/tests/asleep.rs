@@ -144,6 +144,22 @@ fn a_thread_that_was_left_asleep_faults_again_when_its_region_is_resumed() {
 }
 
 #[test]
+fn a_thread_that_was_left_asleep_faults_again_when_its_region_has_another_source() {
+    let Some(memory) = Spoiled::new(Spoils::Cuts) else {
+        return;
+    };
+    let touching = memory.touch(3);
+    let _readers = memory.readers();
+    memory.unresolved(1);
+    memory.lengthen();
+    memory.spoil_no_more();
+    assert!(!touching.is_finished());
+    let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&memory.spoiler);
+    memory.pager.replace_source(memory.id, source).unwrap();
+    join("the toucher", touching);
+}
+
+#[test]
 fn threads_that_were_left_asleep_do_not_wake_each_other() {
     let Some(memory) = Spoiled::new(Spoils::Cuts) else {
         return;

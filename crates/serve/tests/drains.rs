@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -54,9 +55,7 @@ fn a_drain_waits_for_content_that_is_unavailable() {
     let guest = Guest::new(64);
     let mut client = attached(&guest, &place.socket());
     let bytes = std::fs::read(place.image()).unwrap();
-    let file = std::fs::File::options().write(true).open(place.image());
-    let file = file.unwrap();
-    file.set_len(32 * PAGE as u64).unwrap();
+    let file = place.cut(32);
     let seen = Arc::new(AtomicU64::new(0));
     let progress = Arc::clone(&seen);
     let draining = std::thread::spawn(move || {
@@ -114,9 +113,7 @@ fn a_drain_without_progress_is_refused() {
     let guest = Guest::new(64);
     let mut client = attached(&guest, &place.socket());
     let bytes = std::fs::read(place.image()).unwrap();
-    let file = std::fs::File::options().write(true).open(place.image());
-    let file = file.unwrap();
-    file.set_len(32 * PAGE as u64).unwrap();
+    let file = place.cut(32);
     let waiting = guest.touch(40);
     eventually("the stall", || running.metrics.totals().stalls > 0);
     let (drained, mut client) =
@@ -137,9 +134,7 @@ fn a_drain_is_refused_if_a_page_cannot_be_read() {
     let place = Place::new(64);
     let running = Running::start(place.options());
     let bytes = std::fs::read(place.image()).unwrap();
-    let file = std::fs::File::options().write(true).open(place.image());
-    let file = file.unwrap();
-    file.set_len(63 * PAGE as u64).unwrap();
+    let file = place.cut(63);
     let guest = Guest::new(64);
     let mut client = attached(&guest, &place.socket());
     let (drained, mut client) =
@@ -177,12 +172,11 @@ fn a_drain_of_memory_without_content_is_refused() {
 /// An image whose last page cannot be read for a while, and a VM that has touched nothing.
 fn without_last_page() -> (Place, Running, Guest, Client) {
     let place = Place::new(64);
-    let file = std::fs::File::options().write(true).open(place.image());
     let guest = Guest::new(64);
     let running = Running::start(place.options());
     let client = attached(&guest, &place.socket());
     guest.check(0, &content(0));
-    file.unwrap().set_len(63 * PAGE as u64).unwrap();
+    place.cut(63);
     (place, running, guest, client)
 }
 
@@ -194,7 +188,7 @@ fn a_server_that_ends_tries_again_what_it_could_not_fetch() {
     let (place, running, guest, _client) = without_last_page();
     running.stopper.stop();
     eventually("the rest", || running.metrics.totals().pages_set_aside > 0);
-    let file = std::fs::File::options().write(true).open(place.image());
+    let file = File::options().write(true).open(place.image());
     file.unwrap()
         .write_all_at(&content(63), 63 * PAGE as u64)
         .unwrap();

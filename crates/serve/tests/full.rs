@@ -6,8 +6,9 @@ mod support;
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use pagetide_serve::OnFailure;
+use pagetide_serve::native::client::Client;
 use pagetide_serve::native::message::{Message, VmState};
+use pagetide_serve::{OnFailure, Options};
 use rustix::fs::{Mode, OFlags, ftruncate, open, openat};
 use rustix::io::pwrite;
 use rustix::mm::MapFlags;
@@ -61,18 +62,24 @@ fn length(file: &OwnedFd) -> u64 {
     u64::try_from(rustix::fs::fstat(file).unwrap().st_size).unwrap()
 }
 
+/// A server, and a VM whose memory has no room.
+fn vm(place: &Place, options: Options) -> Option<(Full, Running, Guest, Client)> {
+    if !has_userfaultfd() {
+        return None;
+    }
+    let full = Full::new()?;
+    let running = Running::start(options);
+    let guest = Guest::of_file(full.memory.as_fd(), PAGES, MapFlags::SHARED);
+    let client = attached(&guest, &place.socket());
+    Some((full, running, guest, client))
+}
+
 #[test]
 fn a_thread_waits_for_room_and_goes_on() {
-    if !has_userfaultfd() {
-        return;
-    }
-    let Some(full) = Full::new() else {
+    let place = Place::new(PAGES);
+    let Some((full, running, guest, mut client)) = vm(&place, place.options()) else {
         return;
     };
-    let place = Place::new(PAGES);
-    let running = Running::start(place.options());
-    let guest = Guest::of_file(full.memory.as_fd(), PAGES, MapFlags::SHARED);
-    let mut client = attached(&guest, &place.socket());
     let waiting = guest.touch(5);
     eventually("the stall", || running.metrics.totals().stalls > 0);
     let health = client.health().unwrap();
@@ -105,16 +112,10 @@ fn a_thread_waits_for_room_and_goes_on() {
 /// A page that the guest has given up needs no content, but a page of memory.
 #[test]
 fn a_thread_waits_for_room_for_a_discarded_page() {
-    if !has_userfaultfd() {
-        return;
-    }
-    let Some(full) = Full::new() else {
+    let place = Place::new(PAGES);
+    let Some((full, running, guest, mut client)) = vm(&place, place.options()) else {
         return;
     };
-    let place = Place::new(PAGES);
-    let running = Running::start(place.options());
-    let guest = Guest::of_file(full.memory.as_fd(), PAGES, MapFlags::SHARED);
-    let mut client = attached(&guest, &place.socket());
     full.make_room();
     guest.check(5, &content(5));
     guest.punch(5, 1);
@@ -133,19 +134,13 @@ fn a_thread_waits_for_room_for_a_discarded_page() {
 /// No thread waits: the VMM neither stalls nor is killed.
 #[test]
 fn prefetch_without_room_harms_nobody() {
-    if !has_userfaultfd() {
-        return;
-    }
-    let Some(full) = Full::new() else {
-        return;
-    };
     let place = Place::new(PAGES);
     let mut options = place.options();
     options.prefetch = true;
     options.on_failure = OnFailure::Kill;
-    let running = Running::start(options);
-    let guest = Guest::of_file(full.memory.as_fd(), PAGES, MapFlags::SHARED);
-    let mut client = attached(&guest, &place.socket());
+    let Some((full, running, guest, mut client)) = vm(&place, options) else {
+        return;
+    };
     eventually("the error", || {
         client.health().unwrap().last_error.contains("prefetch")
     });

@@ -439,9 +439,7 @@ fn a_stall_is_reported_and_resumed_on_request() {
     let guest = Guest::new(64);
     let mut client = attached(&guest, &place.socket());
     let bytes = std::fs::read(place.image()).unwrap();
-    let file = std::fs::File::options().write(true).open(place.image());
-    let file = file.unwrap();
-    file.set_len(32 * PAGE as u64).unwrap();
+    let file = place.cut(32);
     let waiting = guest.touch(40);
     eventually("the stall", || running.metrics.totals().stalls > 0);
     let health = client.health().unwrap();

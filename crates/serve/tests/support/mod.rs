@@ -79,6 +79,14 @@ impl Place {
         self.directory.path().join("guest.mem")
     }
 
+    /// Cuts the image after so many pages.
+    pub fn cut(&self, pages: u64) -> std::fs::File {
+        let image = std::fs::File::options().write(true).open(self.image());
+        let image = image.unwrap();
+        image.set_len(pages * PAGE as u64).unwrap();
+        image
+    }
+
     pub fn socket(&self) -> PathBuf {
         self.directory.path().join("guest.sock")
     }
