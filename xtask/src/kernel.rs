@@ -1,5 +1,6 @@
 //! `cargo xtask kernel`: the patched kernel, from Debian's source package to an image.
 
+mod ahead;
 pub(crate) mod build;
 pub(crate) mod check;
 pub(crate) mod config;
@@ -67,6 +68,9 @@ pub(crate) struct Variant {
     /// With what the kernel's own tests, and tests of NUMA nodes and swap need (kernel/config/upstream.config)
     #[arg(long)]
     pub(crate) upstream: bool,
+    /// With KVM as modules, as distributions have it (kernel/config/modules.config, x86_64 only)
+    #[arg(long)]
+    pub(crate) modules: bool,
 }
 
 impl Variant {
@@ -77,6 +81,7 @@ impl Variant {
             stock: false,
             debug: false,
             upstream: false,
+            modules: false,
         }
     }
 
@@ -85,12 +90,18 @@ impl Variant {
         let stock = if self.stock { "-stock" } else { "" };
         let debug = if self.debug { "-debug" } else { "" };
         let upstream = if self.upstream { "-upstream" } else { "" };
-        format!("{}{stock}{debug}{upstream}", self.arch.name())
+        let modules = if self.modules { "-modules" } else { "" };
+        format!("{}{stock}{debug}{upstream}{modules}", self.arch.name())
     }
 
     /// Where its image, headers and selftests are put.
     pub(crate) fn out(self, paths: &Paths) -> PathBuf {
         paths.target().join("kernel").join(self.name())
+    }
+
+    /// Where its modules are put, as modprobe's `--dirname` takes it.
+    pub(crate) fn module_directory(self, paths: &Paths) -> PathBuf {
+        self.out(paths).join("modules")
     }
 
     /// The bootable image, once built.

@@ -1,5 +1,6 @@
 //! The project's tooling: `cargo xtask VERB`. One file a verb.
 
+mod apt;
 mod bench;
 mod command;
 mod compile;
@@ -106,6 +107,11 @@ fn main() -> ExitCode {
         Verb::Fuzz(args) => fuzz::run(args, &paths),
         Verb::Uapi(args) => uapi::run(args, &paths).map(|()| ExitCode::SUCCESS),
     });
+    // `test` says it in its last line.
+    let notice = kernel::source::notice().filter(|_| !matches!(cli.verb, Verb::Test(_)));
+    if let Some(notice) = notice {
+        eprintln!("this was {notice}");
+    }
     match result {
         Ok(code) => code,
         Err(error) => {

@@ -11,6 +11,7 @@ use std::sync::OnceLock;
 use anyhow::{Context, Result, bail};
 use fs_err as fs;
 
+use crate::apt::{self, Archive, Kind, Lists, Suite};
 use crate::command::Run;
 use crate::files;
 use crate::kernel::{Arch, lock};
@@ -36,14 +37,6 @@ const FIRMWARE: [&str; 3] = [
     "/usr/share/seabios",
     "/usr/lib/ipxe/qemu",
 ];
-
-/// Debian's archives that have sources of a release.
-const ARCHIVES: [(&str, &str); 3] = [
-    ("debian", ""),
-    ("debian", "-updates"),
-    ("debian-security", "-security"),
-];
-const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// A QEMU of the lab.
 #[derive(Debug, Clone)]
@@ -146,60 +139,33 @@ fn installed_version() -> Result<String> {
     query.text().context("the version of Debian's QEMU")
 }
 
-/// Downloads and unpacks Debian's source, its patches applied. apt checks the signatures, with a list of
-/// archives of its own: those of this machine rarely include sources.
+/// Downloads and unpacks Debian's source, its patches applied.
 fn fetch(build: &Path, version: &str, log: &Path) -> Result<PathBuf> {
     let progress = Progress::spinner("downloading QEMU's source");
-    let lists = build.join("lists");
-    fs::create_dir_all(lists.join("partial"))?;
-    let archives = build.join("sources.list");
-    fs::write(&archives, sources_list(&release()?))?;
-    let apt = || {
-        let option = |name: &str, value: &Path| format!("{name}={}", value.display());
-        Run::new("apt-get")
-            .words("-q -o APT::Sandbox::User=root -o Dir::Cache::srcpkgcache= -o Dir::Cache::pkgcache=")
-            .words("-o Dir::Etc::SourceParts=/dev/null")
-            .args(["-o", &option("Dir::Etc::SourceList", &archives)])
-            .args(["-o", &option("Dir::State::Lists", &lists)])
-            .dir(build)
-    };
-    apt().arg("update").logged(log, &progress)?;
-    apt()
-        .args(["source", "--download-only"])
-        .arg(format!("qemu={version}"))
-        .logged(log, &progress)?;
-    let description = fs::read_dir(build)?
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .find(|file| file.extension().is_some_and(|extension| extension == "dsc"));
+    let lists = Lists::fetch(
+        &build.join("apt"),
+        Kind::Sources,
+        suites(&apt::release()?),
+        &progress,
+    )?;
+    let description = lists.source("qemu", version, build, &progress)?;
     let source = build.join("source");
     Run::new("dpkg-source")
         .args(["--no-check", "-x"])
-        .arg(description.context("apt-get source left no .dsc file")?)
+        .arg(description)
         .arg(&source)
         .logged(log, &progress)?;
     progress.done();
     Ok(source)
 }
 
-/// The code name of this machine's Debian.
-fn release() -> Result<String> {
-    let text = fs::read_to_string("/etc/os-release")?;
-    code_name(&text).context("/etc/os-release has no VERSION_CODENAME: is this Debian?")
-}
-
-fn code_name(os_release: &str) -> Option<String> {
-    let mut lines = os_release.lines();
-    let name = lines.find_map(|line| line.strip_prefix("VERSION_CODENAME="))?;
-    Some(name.trim_matches('"').to_owned())
-}
-
-fn sources_list(release: &str) -> String {
-    let line = |(archive, suffix): (&str, &str)| {
-        format!(
-            "deb-src [signed-by={KEYRING}] http://deb.debian.org/{archive} {release}{suffix} main\n"
-        )
-    };
-    ARCHIVES.into_iter().map(line).collect()
+/// The suites that have sources of a release.
+fn suites(release: &str) -> Vec<Suite> {
+    vec![
+        Suite::new(Archive::Main, release),
+        Suite::new(Archive::Main, format!("{release}-updates")),
+        Suite::new(Archive::Security, format!("{release}-security")),
+    ]
 }
 
 /// Applies the mend and builds the one program.
@@ -236,19 +202,6 @@ fn make(source: &Path, build: &Path, log: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_archives_are_those_of_the_release() {
-        let name = code_name("ID=debian\nVERSION_CODENAME=bookworm\n").unwrap();
-        let list = sources_list(&name);
-        assert_eq!(list.lines().count(), ARCHIVES.len());
-        assert!(list.contains("/debian bookworm main\n"), "{list}");
-        assert!(
-            list.contains("/debian-security bookworm-security main\n"),
-            "{list}"
-        );
-        assert_eq!(code_name("ID=arch\n"), None);
-    }
 
     #[test]
     fn arm64_has_debians_program() {

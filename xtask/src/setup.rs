@@ -84,7 +84,7 @@ const QEMU_X86: Need = program("qemu-system-x86_64", "qemu-system-x86");
 const QEMU_ARM: Need = program("qemu-system-aarch64", "qemu-system-arm");
 const LIBCLANG: Need = Need {
     what: What::Libclang,
-    package: "libclang1-14",
+    package: "libclang1",
 };
 
 /// What building a kernel takes.

@@ -10,6 +10,7 @@ mod lab;
 mod libtest;
 mod loom;
 mod package;
+mod roots;
 mod schedule;
 mod tally;
 mod upstream;
@@ -26,7 +27,7 @@ use clap::{Args, ValueEnum};
 use fs_err as fs;
 
 use crate::command::Run;
-use crate::kernel::{Arch, check};
+use crate::kernel::{Arch, check, source};
 use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::{setup, uapi};
@@ -37,7 +38,7 @@ use tally::{Tally, Verdict};
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
     /// Only these steps (may be given several times) [default: all but fuzz, thorough, nodes,
-    /// debug, upstream and upstream-arm64]
+    /// debug, modules, roots, upstream and upstream-arm64]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
 }
@@ -98,6 +99,12 @@ enum Step {
     Nodes,
     /// The same on a kernel that also checks locks, RCU and memory (only if asked for: about an hour with its build)
     Debug,
+    /// Selftests with KVM as modules, as distributions have it (only if asked for: about a quarter of an hour with its
+    /// build)
+    Modules,
+    /// In a fresh Debian 12 and a fresh Debian 13, what README says up to the built kernel (only if asked for: about
+    /// half an hour)
+    Roots,
     /// The kernel's own tests, unmodified, on the stock kernel and on the series: none may fail on the series that
     /// passes on the stock kernel (only if asked for: about an hour with two kernels' builds)
     Upstream,
@@ -125,7 +132,9 @@ impl Step {
                 Self::Host,
             ],
             Self::Package => &[Self::Host],
-            Self::Uapi | Self::Nodes | Self::Debug | Self::Thorough => &[Self::Kernel],
+            Self::Uapi | Self::Nodes | Self::Debug | Self::Modules | Self::Thorough => {
+                &[Self::Kernel]
+            }
             _ => &[],
         }
     }
@@ -137,6 +146,8 @@ impl Step {
             Self::Thorough,
             Self::Nodes,
             Self::Debug,
+            Self::Modules,
+            Self::Roots,
             Self::Upstream,
             Self::UpstreamArm64,
         ];
@@ -157,7 +168,8 @@ struct Testing<'a> {
     host_ran: bool,
 }
 
-/// Runs the verb. The last line that it prints is `N passed, N failed, N skipped`.
+/// Runs the verb. The last line that it prints is `N passed, N failed, N skipped`, and, if the kernel's source is not
+/// the one that kernel/BASE names, which one it is.
 pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
     setup::run()?;
     let started = Instant::now();
@@ -186,7 +198,8 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
     let tally = lock(&whole);
     print!("{}", tally.details());
     println!("tested in {:.0} s", started.elapsed().as_secs_f64());
-    println!("{}", tally.closing_line());
+    let notice = source::notice().map_or_else(String::new, |notice| format!(" ({notice})"));
+    println!("{}{notice}", tally.closing_line());
     Ok(if tally.ok() {
         ExitCode::SUCCESS
     } else {
@@ -268,6 +281,8 @@ impl Testing<'_> {
             }
             Step::Nodes => lab::nodes(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),
+            Step::Modules => lab::modules(self.paths, &mut self.tally),
+            Step::Roots => roots::run(self.paths, &mut self.tally),
             Step::Upstream => upstream::run(Arch::X86_64, self.paths, &mut self.tally),
             Step::UpstreamArm64 => upstream::run(Arch::Arm64, self.paths, &mut self.tally),
         }

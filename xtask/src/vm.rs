@@ -135,8 +135,34 @@ impl VerbArgs {
                 .join(&*program)
                 .into();
         }
-        Ok(command)
+        Ok(match variant.modules {
+            true => after_modules(variant, command, paths),
+            false => command,
+        })
     }
+}
+
+/// Loads KVM's modules.
+pub(crate) fn load_modules(variant: Variant, paths: &Paths) -> Vec<OsString> {
+    let directory = variant.module_directory(paths).into_os_string();
+    let mut command: Vec<OsString> = ["modprobe", "--dirname"].map(Into::into).into();
+    command.extend([directory, "kvm-amd".into()]);
+    command
+}
+
+/// A command that begins once KVM's modules are loaded.
+fn after_modules(variant: Variant, command: Vec<OsString>, paths: &Paths) -> Vec<OsString> {
+    let load = load_modules(variant, paths);
+    // The shell's own arguments are those of modprobe, which it drops, and the command.
+    let script = format!(
+        "\"$0\" \"$1\" \"$2\" \"$3\" && shift {} && exec \"$@\"",
+        load.len() - 1
+    );
+    let mut all: Vec<OsString> = ["sh", "-c"].map(Into::into).into();
+    all.push(script.into());
+    all.extend(load);
+    all.extend(command);
+    all
 }
 
 /// How QEMU's software CPU runs.
@@ -346,5 +372,30 @@ mod tests {
         let arm64 = resolved("vm --arch arm64 -- kick_vcpus_test");
         assert_eq!(arm64, ["/selftests/kick_vcpus_test"]);
         assert_eq!(resolved("vm -- echo kick_vcpus_test")[0], "echo");
+    }
+
+    #[test]
+    fn with_modules_a_command_begins_once_they_are_loaded() {
+        let dir = tempfile::tempdir().unwrap();
+        let modprobe = dir.path().join("modprobe");
+        std::fs::write(&modprobe, "#!/bin/sh\necho loads \"$3\"\nexit $STATUS\n").unwrap();
+        Run::new("chmod").arg("+x").arg(&modprobe).output().unwrap();
+        let variant = Variant {
+            modules: true,
+            ..Variant::patched(Arch::X86_64)
+        };
+        let command = ["echo", "a b", "c"].map(OsString::from).to_vec();
+        let command = after_modules(variant, command, &Paths::at(dir.path()));
+        let run = |status: &str| {
+            let path = format!("{}:/usr/bin:/bin", dir.path().display());
+            let run = Run::new("env").arg(format!("PATH={path}"));
+            run.arg(format!("STATUS={status}"))
+                .args(&command)
+                .result()
+                .unwrap()
+        };
+        assert_eq!(run("0").stdout, b"loads kvm-amd\na b c\n");
+        assert_eq!(run("1").stdout, b"loads kvm-amd\n");
+        assert!(!run("1").status.success());
     }
 }

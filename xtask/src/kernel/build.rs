@@ -2,12 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use fs_err as fs;
 
 use super::make::{is_object, lock_tree, make};
 use super::series::Series;
-use super::source::{self, Base};
+use super::source::{self, Source};
 use super::tree::Tree;
 use super::{Arch, BuildArgs, Variant, config, selftests};
 use crate::command::Run;
@@ -17,7 +17,7 @@ use crate::progress::Progress;
 use crate::setup;
 
 /// Changes when the way a kernel is built changes, so that everyone builds again.
-const RECIPE: &str = "2";
+const RECIPE: &str = "3";
 
 /// What the stamp says of a kernel that `--from-tree` built.
 const FROM_TREE: &str = "from-tree";
@@ -54,6 +54,9 @@ pub(crate) fn ensure_any(variant: Variant, paths: &Paths) -> Result<()> {
 }
 
 fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
+    if variant.modules && variant.arch != Arch::X86_64 {
+        bail!("KVM cannot be a module on {}", variant.arch.name());
+    }
     let source = source::ensure(paths)?;
     let name = if variant.stock { "stock" } else { "patched" };
     let _lock = lock_tree(paths, name)?;
@@ -70,7 +73,7 @@ fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
 
     let out = variant.out(paths);
     fs::create_dir_all(&out)?;
-    let fingerprint = fingerprint(variant, &series, &source.version, paths)?;
+    let fingerprint = fingerprint(variant, &series, &source, paths)?;
     let stamp = stamp(variant, paths);
     // From here on the results are not what the stamp says.
     files::remove(&stamp)?;
@@ -112,7 +115,7 @@ fn is_current(variant: Variant, paths: &Paths) -> Result<bool> {
         return Ok(false);
     }
     let (series, source) = (series(variant, paths)?, source::ensure(paths)?);
-    Ok(found == fingerprint(variant, &series, &source.version, paths)?)
+    Ok(found == fingerprint(variant, &series, &source, paths)?)
 }
 
 /// Whether every result is there, for a checkout whose target directory lost some.
@@ -122,6 +125,7 @@ fn is_complete(variant: Variant, paths: &Paths) -> bool {
         && out.join("vmlinux").exists()
         && out.join("usr/include").exists()
         && selftests::directory(variant, paths).exists()
+        && (!variant.modules || variant.module_directory(paths).exists())
 }
 
 /// An error if the last build of a kernel and its selftests told of warnings.
@@ -135,11 +139,15 @@ pub(super) fn log(variant: Variant, paths: &Paths) -> PathBuf {
 }
 
 /// Everything that the results depend on, as one digest.
-fn fingerprint(variant: Variant, series: &Series, version: &str, paths: &Paths) -> Result<String> {
+fn fingerprint(
+    variant: Variant,
+    series: &Series,
+    source: &Source,
+    paths: &Paths,
+) -> Result<String> {
     let parts = [
         RECIPE.to_owned(),
-        Base::read(paths)?.package().to_owned(),
-        version.to_owned(),
+        source.tree.clone(),
         series.code_digest(),
         config::merged(&config::fragments(variant, paths))?,
         selftests::list_text(paths)?,
@@ -212,8 +220,10 @@ impl Build<'_> {
         let what = format!("building the {} kernel", self.variant.name());
         let progress = Progress::start(&what, expected, is_object);
         let (arch, tree) = (self.variant.arch, self.tree.path());
+        let modules = self.variant.modules.then_some("modules");
         make(self.paths, arch, tree, &self.output())
             .args([arch.image_name(), "headers"])
+            .args(modules)
             .logged(&log(self.variant, self.paths), &progress)?;
         if cold {
             fs::write(&count_file, progress.objects().to_string())?;
@@ -233,12 +243,33 @@ impl Build<'_> {
             let copy = |new: &Path| Ok(fs::copy(directory.join(from), new).map(drop)?);
             files::replace(&self.out.join(to), copy)?;
         }
+        if self.variant.modules {
+            self.install_modules()?;
+        }
         let headers = self.out.join("usr/include");
         fs::create_dir_all(&headers)?;
         let copy = Run::new("rsync")
             .words("-a --delete --exclude=.* --include=*/ --include=*.h --exclude=*");
         let copy = copy.arg(directory.join("usr/include/")).arg(&headers);
         copy.output().map(drop)
+    }
+
+    /// Puts the modules where modprobe finds them, with their dependencies.
+    fn install_modules(&self) -> Result<()> {
+        let into = self.variant.module_directory(self.paths);
+        files::fresh_dir(&into)?;
+        let progress = Progress::spinner("installing the modules");
+        make(
+            self.paths,
+            self.variant.arch,
+            self.tree.path(),
+            &self.output(),
+        )
+        .arg(format!("INSTALL_MOD_PATH={}", into.display()))
+        .arg("modules_install")
+        .logged(&log(self.variant, self.paths), &progress)?;
+        progress.done();
+        Ok(())
     }
 }
 

@@ -11,7 +11,7 @@ use super::build::{configure, toolchain};
 use super::make::{is_object, lock_tree, make, no_warnings};
 use super::series::{Patch, Series, patches_dir};
 use super::tree::Tree;
-use super::{Arch, Variant, config, export, letters, mutate, selftests, source};
+use super::{Arch, Variant, ahead, build, config, export, letters, mutate, selftests, source};
 use crate::command::Run;
 use crate::files::digest;
 use crate::paths::Paths;
@@ -19,7 +19,7 @@ use crate::progress::Progress;
 use crate::setup;
 
 /// Changes when the checks change, so that everything is checked again.
-const RECIPE: &str = "1";
+const RECIPE: &str = "2";
 
 /// How checkpatch.pl is called. Errors, warnings and checks all count.
 ///
@@ -43,6 +43,9 @@ pub(crate) struct CheckArgs {
     /// mm and the directories of its files; check everything again
     #[arg(long)]
     whole: bool,
+    /// Only a look ahead: whether the series applies, as text, to this source; some minutes
+    #[arg(long, value_enum, value_name = "SOURCE", conflicts_with_all = ["quick", "again", "whole"])]
+    base: Option<ahead::Ahead>,
 }
 
 impl CheckArgs {
@@ -57,6 +60,9 @@ impl CheckArgs {
 
 /// Runs the verb.
 pub(crate) fn run(args: &CheckArgs, paths: &Paths) -> Result<()> {
+    if let Some(ahead::Ahead::Newest) = args.base {
+        return ahead::run(paths);
+    }
     let results = check(args, paths)?;
     let failures = results.iter().filter(|(_, failure)| failure.is_some());
     let failed = failures.count();
@@ -101,11 +107,24 @@ pub(crate) fn check(args: &CheckArgs, paths: &Paths) -> Result<Vec<(String, Opti
     results.push(("round trip".to_owned(), failure(round_trip)));
     let mutations = check.mutations(&series);
     results.push(("mutations apply".to_owned(), failure(mutations)));
+    if !args.quick {
+        results.push(("KVM as modules".to_owned(), failure(modules(paths))));
+    }
     for topic in series.topics() {
         let letter = check.letter(&series, topic);
         results.push((letters::name(topic), failure(letter)));
     }
     Ok(results)
+}
+
+/// The whole series links with KVM as modules: no patch calls what is not exported.
+fn modules(paths: &Paths) -> Result<()> {
+    let variant = Variant {
+        modules: true,
+        ..Variant::patched(Arch::X86_64)
+    };
+    build::ensure(variant, paths)?;
+    build::no_warnings(variant, paths)
 }
 
 fn failure(result: Result<()>) -> Option<String> {
@@ -126,7 +145,7 @@ struct Check<'a> {
 
 impl<'a> Check<'a> {
     fn new(args: &CheckArgs, paths: &'a Paths, tree: Tree) -> Result<Self> {
-        let mut parts = vec![RECIPE.to_owned(), tree.source().version.clone()];
+        let mut parts = vec![RECIPE.to_owned(), tree.source().tree.clone()];
         parts.extend(CHECKPATCH.split(' ').map(str::to_owned));
         parts.extend(inputs(paths)?);
         for arch in [Arch::X86_64, Arch::Arm64] {

@@ -23,6 +23,9 @@ pub(crate) fn fragments(variant: Variant, paths: &Paths) -> Vec<PathBuf> {
         names.push("upstream".to_owned());
         names.push(format!("upstream-{arch}"));
     }
+    if variant.modules {
+        names.push("modules".to_owned());
+    }
     let file = |name: String| paths.in_root(&format!("kernel/config/{name}.config"));
     let files = names.into_iter().map(file);
     // An architecture may have nothing of its own.

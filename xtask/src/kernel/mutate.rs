@@ -76,8 +76,18 @@ pub(crate) fn run(args: &MutateArgs, paths: &Paths) -> Result<()> {
     let series = Series::read(paths)?;
     let entries = list::read(paths, &series)?;
     let mut results = Results::read(paths)?;
-    let planned = plan(args, &entries, &series, &results, paths)?;
-    let wrong = if args.table || planned.is_empty() {
+    // What was run on another base says nothing of this one.
+    let base = if args.table {
+        String::new()
+    } else {
+        source::ensure(paths)?.tree
+    };
+    let planned = if args.table {
+        Vec::new()
+    } else {
+        plan(args, &entries, &series, &results, &base, paths)?
+    };
+    let wrong = if planned.is_empty() {
         eprintln!("nothing is run");
         Vec::new()
     } else {
@@ -104,6 +114,8 @@ struct Planned<'a> {
     entry: &'a Entry,
     mutation: &'a Mutation,
     diff: Diff,
+    /// The tree of the source below the series.
+    base: &'a str,
 }
 
 impl Planned<'_> {
@@ -128,8 +140,13 @@ impl Planned<'_> {
     }
 
     fn digest(&self, test: &Test) -> String {
-        files::digest([self.diff.digest(), test.label()])
+        digest(self.base, &self.diff, test)
     }
+}
+
+/// Equal as long as a result is current: for equal changes of the same base, and the same call of a test.
+fn digest(base: &str, diff: &Diff, test: &Test) -> String {
+    files::digest([base.to_owned(), diff.digest(), test.label()])
 }
 
 fn plan<'a>(
@@ -137,6 +154,7 @@ fn plan<'a>(
     entries: &'a [Entry],
     series: &Series,
     results: &Results,
+    base: &'a str,
     paths: &Paths,
 ) -> Result<Vec<Planned<'a>>> {
     let mut planned = Vec::new();
@@ -151,6 +169,7 @@ fn plan<'a>(
                 entry,
                 mutation,
                 diff: diff(entry, mutation, patch, paths)?,
+                base,
             };
             let is_known = |test: &Test| {
                 let known = results.current(&mutation.key(test), &mutation.digest(test));
@@ -469,5 +488,34 @@ impl Lab<'_> {
             timeout: Some(timeout),
             ..Job::new(command, &directory)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_result_is_of_one_base() {
+        let patch = Patch {
+            name: "01-a/0001-b.patch".into(),
+            content: b"Subject: b\n\ndiff --git a/a.c b/a.c\n@@ -1 +1 @@\n-a\n+b\n".to_vec(),
+        };
+        let test = Test {
+            parameters: Vec::new(),
+            program: "a_test".into(),
+            arguments: Vec::new(),
+        };
+        let mutation = Mutation {
+            arch: Arch::X86_64,
+            change: list::Change::Revert {
+                file: None,
+                hunk: None,
+            },
+            tests: vec![test.clone()],
+        };
+        let diff = Diff::of(&mutation, &patch, &Paths::find().unwrap()).unwrap();
+        assert_eq!(digest("1", &diff, &test), digest("1", &diff, &test));
+        assert_ne!(digest("1", &diff, &test), digest("2", &diff, &test));
     }
 }

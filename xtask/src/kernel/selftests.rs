@@ -254,7 +254,7 @@ const MORE_LIBRARIES: &str = "LDLIBS=-static -lnuma -lcap -luring -lrt -lm -ldl 
 /// The same for arm64, where there are only the C library's.
 const FEWER_LIBRARIES: &str = "LDLIBS=-static -lrt -lm -ldl -pthread";
 
-/// khugepaged.c of 6.12.117 does not include the header that has it.
+/// khugepaged.c of 6.12.118 does not include the header that has it.
 const SKIP: &str = "EXTRA_CFLAGS=-DKSFT_SKIP=4";
 
 /// Builds tests of the tree of a kernel that has been built, which `tests` chooses. Returns them, and where their

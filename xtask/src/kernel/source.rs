@@ -1,45 +1,84 @@
-//! The pristine source: Debian's package, as a git repository with one commit.
+//! The pristine source, as a git repository with one commit.
+//!
+//! It is the tree that kernel/BASE names, from whichever suite of Debian serves one of its versions, unless:
+//!
+//! - Debian serves none of them any more: then it is the newest source of the same series, a *substitute*. Every run
+//!   says so, and the archive is asked again after a day.
+//! - `PAGETIDE_KERNEL_SOURCE` names another: a tarball, a directory or a git repository.
+//!
+//! The cache has a directory for each, which gets its name when it is whole.
 
-use std::io::{BufWriter, Write};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::PermissionsExt;
+mod given;
+mod import;
+
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use fs_err as fs;
 
 use super::{git::git, lock};
-use crate::command::Run;
+use crate::apt::{self, Archive, Kind, Lists, Suite};
+use crate::files;
 use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::{debian, files};
+
+use import::Import;
 
 /// The branch of the one commit.
 pub(super) const BASE_BRANCH: &str = "base";
+
+/// What names another source.
+const GIVEN: &str = "PAGETIDE_KERNEL_SOURCE";
+
+/// After how long the archive is asked again whether it serves the base.
+const ASKED_AGAIN: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// What kernel/BASE names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Base {
     package: String,
-    version: String,
+    /// Of the package: all of them are one and the same tree.
+    versions: Vec<String>,
+    /// The tree's hash in git.
+    tree: String,
 }
 
 /// A source that is in the cache.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Source {
-    /// The package's version.
+    /// Its version, for people.
     pub(crate) version: String,
-    /// The version in kernel/BASE; differs when Debian no longer serves that one.
-    pub(crate) wanted: String,
+    /// The tree's hash in git.
+    pub(crate) tree: String,
+    pub(crate) origin: Origin,
+    /// The name of its directories.
+    pub(super) key: String,
     /// The repository.
     pub(super) git: PathBuf,
 }
 
+/// Why it is this source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// kernel/BASE names it, and its tree is the one named there.
+    Base,
+    /// Debian serves no version that kernel/BASE names any more.
+    Substitute {
+        /// The first of these versions.
+        base: String,
+    },
+    /// `PAGETIDE_KERNEL_SOURCE` names this place.
+    Given(PathBuf),
+    /// A look ahead was asked for.
+    Newest,
+}
+
 impl Base {
-    /// The package.
-    pub(crate) fn package(&self) -> &str {
-        &self.package
+    /// The version that messages name.
+    pub(crate) fn version(&self) -> &str {
+        self.versions.first().map_or("", String::as_str)
     }
 
     /// Reads kernel/BASE.
@@ -50,203 +89,311 @@ impl Base {
     }
 
     fn parse(text: &str) -> Result<Self> {
-        let (mut package, mut version) = (None, None);
+        let (mut packages, mut trees, mut versions) = (Vec::new(), Vec::new(), Vec::new());
         for line in files::lines(text) {
-            match line.split_once(' ') {
-                Some(("package", value)) => package = Some(value.trim().to_owned()),
-                Some(("version", value)) => version = Some(value.trim().to_owned()),
-                _ => bail!("expected \"package NAME\" or \"version VERSION\", found {line:?}"),
+            let (word, value) = line.split_once(' ').unwrap_or((line, ""));
+            match word {
+                "package" => packages.push(value.trim().to_owned()),
+                "version" => versions.push(value.trim().to_owned()),
+                "tree" => trees.push(value.trim().to_owned()),
+                _ => bail!(
+                    "expected \"package NAME\", \"version VERSION\" or \"tree HASH\", found {line:?}"
+                ),
             }
         }
-        Ok(Self {
-            package: package.context("no package line")?,
-            version: version.context("no version line")?,
-        })
+        let one = |what: &str, mut values: Vec<String>| match values.len() {
+            1 => Ok(values.remove(0)),
+            count => bail!("there are {count} lines \"{what} …\", where there has to be one"),
+        };
+        let base = Self {
+            package: one("package", packages)?,
+            tree: one("tree", trees)?,
+            versions,
+        };
+        ensure!(!base.versions.is_empty(), "there is no line \"version …\"");
+        let is_hash = base.tree.len() == 40 && base.tree.bytes().all(|b| b.is_ascii_hexdigit());
+        ensure!(is_hash, "{:?} is not the hash of a tree", base.tree);
+        Ok(base)
+    }
+
+    /// An error unless a tree is the one that kernel/BASE names.
+    fn check(&self, version: &str, tree: &str) -> Result<()> {
+        ensure!(
+            tree == self.tree,
+            "{} {version} is not the source that kernel/BASE names: its tree is {tree}, and should be {}. If the \
+             package is what you want, look at what has changed in it, and then write its tree into kernel/BASE; \
+             otherwise the mirror, or the cache, has another content: remove it and try again",
+            self.package,
+            self.tree
+        );
+        Ok(())
+    }
+
+    /// The series of stable releases that the package is of: "6.12." for linux-source-6.12.
+    fn stable_series(&self) -> String {
+        let name = self.package.rsplit('-').next().unwrap_or_default();
+        format!("{name}.")
     }
 }
 
-/// The source that is in the cache, fetched first if it is not there.
+impl Source {
+    /// What every run has to say of a source that is not the base.
+    pub(crate) fn notice(&self, base: &Base) -> Option<String> {
+        let version = &self.version;
+        match &self.origin {
+            Origin::Base => None,
+            Origin::Substitute { base } => Some(format!(
+                "on the substitute {version}, whose tree was not checked: Debian serves the base {base} no longer"
+            )),
+            Origin::Given(place) if self.tree == base.tree => Some(format!(
+                "on {GIVEN}={}, whose tree is the base's",
+                place.display()
+            )),
+            Origin::Given(place) => Some(format!(
+                "on {GIVEN}={}, {version}, whose tree was not checked: it is not the base's",
+                place.display()
+            )),
+            Origin::Newest => Some(format!("on the newest version, {version}")),
+        }
+    }
+
+    /// A source in a directory of the cache, if it is there.
+    fn cached(dir: &Path, key: &str, version: &str, origin: Origin) -> Result<Option<Self>> {
+        let repository = dir.join(key).join("git");
+        if !repository.exists() {
+            return Ok(None);
+        }
+        let tree = git(&repository, ["rev-parse", "--verify"])
+            .arg(format!("{BASE_BRANCH}^{{tree}}"))
+            .text()
+            .with_context(|| {
+                let place = dir.join(key);
+                format!(
+                    "the source in the cache is damaged: remove {}",
+                    place.display()
+                )
+            })?;
+        Ok(Some(Self {
+            version: version.to_owned(),
+            tree,
+            origin,
+            key: key.to_owned(),
+            git: repository,
+        }))
+    }
+}
+
+/// What [`ensure`] has found: one source serves a whole run.
+static FOUND: Mutex<Option<(Source, Option<String>)>> = Mutex::new(None);
+
+/// The source, fetched first if it is not in the cache.
 pub(crate) fn ensure(paths: &Paths) -> Result<Source> {
+    let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((source, _)) = &*found {
+        return Ok(source.clone());
+    }
+    let base = Base::read(paths)?;
+    let source = find(&paths.cache().join("source"), &base)?;
+    let notice = source.notice(&base);
+    if let Some(notice) = &notice {
+        eprintln!("WARNING: {notice}");
+    }
+    *found = Some((source.clone(), notice));
+    Ok(source)
+}
+
+/// What the last line of a run has to say of its source, if it was not the base.
+pub(crate) fn notice() -> Option<String> {
+    let found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
+    found.as_ref().and_then(|(_, notice)| notice.clone())
+}
+
+fn find(dir: &Path, base: &Base) -> Result<Source> {
+    if let Some(place) = std::env::var_os(GIVEN).filter(|place| !place.is_empty()) {
+        let place = std::path::absolute(place).context(GIVEN)?;
+        let _lock = lock::take(dir)?;
+        return given::ensure(dir, &place)
+            .with_context(|| format!("{GIVEN} is {}", place.display()));
+    }
+    if let Some(source) = cached(dir, base)? {
+        return Ok(source);
+    }
+    let _lock = lock::take(dir)?;
+    if let Some(source) = cached(dir, base)? {
+        return Ok(source);
+    }
+    let served = Archives::ask(dir, base)?;
+    match served.choice(base)? {
+        Choice::Base(version) => {
+            served.import(dir, base, version, Some(base))?;
+            cached(dir, base)?.context("the source that was just imported is not in the cache")
+        }
+        Choice::Substitute(version) => {
+            if Source::cached(dir, version, version, Origin::Newest)?.is_none() {
+                served.import(dir, base, version, None)?;
+            }
+            fs::write(substitute_note(dir, base), version)?;
+            cached(dir, base)?.context("the source that was just imported is not in the cache")
+        }
+    }
+}
+
+/// The newest source of the base's series that Debian serves, for a look ahead.
+pub(crate) fn newest(paths: &Paths) -> Result<Source> {
     let base = Base::read(paths)?;
     let dir = paths.cache().join("source");
-    if let Some(source) = cached(&dir, &base) {
-        return Ok(source);
-    }
     let _lock = lock::take(&dir)?;
-    if let Some(source) = cached(&dir, &base) {
-        return Ok(source);
+    let served = Archives::ask(&dir, &base)?;
+    let version = served.newest(&base)?;
+    let cached = || Source::cached(&dir, version, version, Origin::Newest);
+    if cached()?.is_none() {
+        let checked = base.versions.iter().any(|named| named == version);
+        served.import(&dir, &base, version, checked.then_some(&base))?;
     }
-    let package = fetch(paths, &base)?;
-    let field = Run::new("dpkg-deb").arg("-f").arg(&package).arg("Version");
-    let version = field.text()?;
-    if !dir.join(&version).exists() {
-        import(&dir, &base.package, &version, &package)?;
-    }
-    if version != base.version {
-        fs::write(substitute_marker(&dir, &base), &version)?;
-    }
-    cached(&dir, &base).context("the source that was just imported is not in the cache")
+    cached()?.context("the source that was just imported is not in the cache")
 }
 
-/// Where it is noted which version was found instead of the wanted one.
-fn substitute_marker(dir: &Path, base: &Base) -> PathBuf {
-    dir.join(format!("instead-of-{}", base.version))
+/// Where it is noted which version was taken in place of the base.
+fn substitute_note(dir: &Path, base: &Base) -> PathBuf {
+    dir.join(format!("substitute-for-{}", base.version()))
 }
 
-fn cached(dir: &Path, base: &Base) -> Option<Source> {
-    let source = |version: &str| Source {
-        version: version.to_owned(),
-        wanted: base.version.clone(),
-        git: dir.join(version).join("git"),
-    };
-    let exact = source(&base.version);
-    if exact.git.exists() {
-        return Some(exact);
-    }
-    let found = fs::read_to_string(substitute_marker(dir, base)).ok()?;
-    let found = source(found.trim());
-    if !found.git.exists() {
-        return None;
-    }
-    eprintln!(
-        "WARNING: {} {} is not served any more; using {}",
-        base.package, base.version, found.version
-    );
-    Some(found)
-}
-
-/// Downloads the package: the wanted version, or else the one that Debian serves now.
-fn fetch(paths: &Paths, base: &Base) -> Result<PathBuf> {
-    let dir = paths.cache().join("dl");
-    let name = &base.package;
-    if let Some(file) = debian::downloaded(&dir, name, Some(&base.version))? {
-        return Ok(file);
-    }
-    if debian::download(&dir, name, Some(&base.version)).is_err() {
-        debian::download(&dir, name, None).with_context(|| not_downloaded(base))?;
-    }
-    match debian::downloaded(&dir, name, Some(&base.version))? {
-        Some(file) => Ok(file),
-        None => debian::downloaded(&dir, name, None)?.context("apt-get download left no file"),
-    }
-}
-
-/// What to look at. Debian 12 has the package in its security suite only.
-fn not_downloaded(base: &Base) -> String {
-    let suite = if base.version.contains("~deb12") {
-        "bookworm-security"
-    } else {
-        "the suite of the version in kernel/BASE"
-    };
-    format!(
-        "the kernel source {} {} could not be downloaded: is there a network, is {suite} among \
-         apt's sources, and did `apt-get update` run?",
-        base.package, base.version
-    )
-}
-
-/// Unpacks the package and makes the repository, in a directory that gets its name at the end.
-fn import(dir: &Path, package: &str, version: &str, file: &Path) -> Result<()> {
-    let temporary = dir.join(format!("{version}.new"));
-    let unpacked = temporary.join("unpacked");
-    files::fresh_dir(&temporary)?;
-    fs::create_dir(&unpacked)?;
-    let log = temporary.join("import.log");
-
-    let progress = Progress::spinner(&format!("unpacking {package} {version}"));
-    let unpack = Run::new("dpkg-deb").arg("-x").arg(file).arg(&unpacked);
-    unpack.logged(&log, &progress)?;
-    let archive = format!("usr/src/{package}.tar.xz");
-    let unpack = Run::new("tar").args(["-xf", &archive]).dir(&unpacked);
-    unpack.logged(&log, &progress)?;
-    progress.done();
-
-    let progress = Progress::spinner("making the source's git repository");
-    let git_dir = temporary.join("git");
-    let init = Run::new("git").words("init --quiet --bare");
-    init.arg(&git_dir).output()?;
-    // Nothing here ever changes, so nothing is worth packing better.
-    for setting in ["gc.auto 0", "pack.compression 1", "core.compression 1"] {
-        git(&git_dir, ["config"]).words(setting).output()?;
-    }
-    let top = unpacked.join(package);
-    fast_import(&git_dir, &top, package, version, &progress)?;
-    progress.done();
-
-    fs::remove_dir_all(&unpacked)?;
-    Ok(fs::rename(&temporary, dir.join(version))?)
-}
-
-/// Feeds a directory to `git fast-import` as one commit. Far quicker than `git add`: one pack is
-/// written and no object file.
-fn fast_import(
-    git_dir: &Path,
-    top: &Path,
-    package: &str,
-    version: &str,
-    progress: &Progress,
-) -> Result<()> {
-    let mut child = git(git_dir, ["fast-import", "--quiet", "--depth=0"])
-        .command()
-        .stdin(Stdio::piped())
-        .spawn()
-        .context("start git fast-import")?;
-    let stdin = child.stdin.take().context("git fast-import has no input")?;
-    let mut stream = BufWriter::with_capacity(1 << 20, stdin);
-    let written = (|| -> Result<()> {
-        let message = format!("{package} {version}\n");
-        writeln!(stream, "commit refs/heads/{BASE_BRANCH}")?;
-        writeln!(stream, "committer Pagetide <pagetide@localhost> 0 +0000")?;
-        write!(stream, "data {}\n{message}", message.len())?;
-        write_directory(&mut stream, top, Path::new(""), progress)?;
-        writeln!(stream, "done")?;
-        stream.flush()?;
-        Ok(())
-    })();
-    drop(stream);
-    let status = child.wait().context("wait for git fast-import")?;
-    if !status.success() {
-        bail!("git fast-import failed ({status})");
-    }
-    written.context("feed git fast-import")?;
-    let branch = format!("refs/heads/{BASE_BRANCH}");
-    let head = git(git_dir, ["symbolic-ref", "HEAD", &branch]);
-    head.output().map(drop)
-}
-
-fn write_directory(
-    stream: &mut impl Write,
-    top: &Path,
-    relative: &Path,
-    progress: &Progress,
-) -> Result<()> {
-    let mut names: Vec<_> = fs::read_dir(top.join(relative))?
-        .map(|entry| entry.map(|e| e.file_name()))
-        .collect::<Result<_, _>>()?;
-    names.sort();
-    for name in names {
-        let path = relative.join(&name);
-        let file = top.join(&path);
-        let kind = fs::symlink_metadata(&file)?;
-        if kind.is_dir() {
-            write_directory(stream, top, &path, progress)?;
-            continue;
+/// The base, or a substitute of which the archive has not to be asked again yet.
+fn cached(dir: &Path, base: &Base) -> Result<Option<Source>> {
+    for version in &base.versions {
+        if let Some(source) = Source::cached(dir, version, version, Origin::Base)? {
+            base.check(version, &source.tree)
+                .with_context(|| format!("in {}", dir.join(version).display()))?;
+            return Ok(Some(source));
         }
-        let (mode, content) = if kind.is_symlink() {
-            ("120000", fs::read_link(&file)?.into_os_string().into_vec())
-        } else {
-            let executable = kind.permissions().mode() & 0o100 != 0;
-            let mode = if executable { "100755" } else { "100644" };
-            (mode, fs::read(&file)?)
-        };
-        write!(stream, "M {mode} inline ")?;
-        stream.write_all(path.as_os_str().as_bytes())?;
-        write!(stream, "\ndata {}\n", content.len())?;
-        stream.write_all(&content)?;
-        stream.write_all(b"\n")?;
-        progress.advance(1);
     }
-    Ok(())
+    let note = substitute_note(dir, base);
+    let age = fs::metadata(&note)
+        .and_then(|note| note.modified())
+        .ok()
+        .and_then(|written| written.elapsed().ok());
+    if age.is_none_or(|age| age > ASKED_AGAIN) {
+        return Ok(None);
+    }
+    let version = fs::read_to_string(&note)?;
+    let origin = Origin::Substitute {
+        base: base.version().to_owned(),
+    };
+    Source::cached(dir, version.trim(), version.trim(), origin)
+}
+
+/// What Debian serves now.
+#[derive(Debug)]
+struct Archives {
+    lists: Option<Lists>,
+    /// The versions of the package, the newest first.
+    versions: Vec<String>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Choice<'a> {
+    Base(&'a str),
+    Substitute(&'a str),
+}
+
+impl Archives {
+    /// Fetches the lists of all suites that ever serve the package.
+    fn ask(dir: &Path, base: &Base) -> Result<Self> {
+        let suites = vec![
+            Suite::new(Archive::Security, "bookworm-security"),
+            Suite::new(Archive::Security, "trixie-security"),
+            Suite::new(Archive::Main, "trixie"),
+        ];
+        let progress = Progress::spinner(&format!("asking Debian for {}", base.package));
+        let help = || {
+            format!(
+                "the kernel's source, {} {}, is wanted. {GIVEN} can name a tarball, a directory or a git repository \
+                 that has it",
+                base.package,
+                base.version()
+            )
+        };
+        let lists =
+            Lists::fetch(&dir.join("apt"), Kind::Binaries, suites, &progress).with_context(help)?;
+        let versions = lists.versions(&base.package).with_context(help)?;
+        progress.done();
+        Ok(Self {
+            lists: Some(lists),
+            versions: versions.into_iter().map(|served| served.version).collect(),
+        })
+    }
+
+    /// The newest version of the base's series.
+    fn newest(&self, base: &Base) -> Result<&str> {
+        let series = base.stable_series();
+        let mut versions = self.versions.iter();
+        let newest = versions.find(|version| version.starts_with(&series));
+        newest.map(String::as_str).with_context(|| {
+            format!(
+                "Debian serves no {} at all: is the mirror whole? {GIVEN} can name another source",
+                base.package
+            )
+        })
+    }
+
+    /// A version that kernel/BASE names, or, if Debian serves none of them any more, the newest one.
+    fn choice(&self, base: &Base) -> Result<Choice<'_>> {
+        let named = |version: &&String| base.versions.contains(version);
+        if let Some(version) = self.versions.iter().find(named) {
+            return Ok(Choice::Base(version));
+        }
+        let newest = self.newest(base)?;
+        for version in &base.versions {
+            ensure!(
+                apt::compare(version, newest)?.is_lt(),
+                "kernel/BASE names {} {version}, and the newest that Debian serves is {newest}: the version is not \
+                 there yet, or the mirror is old. Correct kernel/BASE, wait for the mirror, or name the source by \
+                 {GIVEN}",
+                base.package
+            );
+        }
+        Ok(Choice::Substitute(newest))
+    }
+
+    /// Downloads a version and makes its repository. Its tree has to be `checked`'s, if given.
+    fn import(
+        &self,
+        dir: &Path,
+        base: &Base,
+        version: &str,
+        checked: Option<&Base>,
+    ) -> Result<()> {
+        let imported = self.try_import(dir, base, version, checked);
+        imported.with_context(|| {
+            format!(
+                "{} {version} is wanted in {}, and nothing of it was kept there. {}",
+                base.package,
+                dir.display(),
+                import::room(dir)
+            )
+        })
+    }
+
+    fn try_import(
+        &self,
+        dir: &Path,
+        base: &Base,
+        version: &str,
+        checked: Option<&Base>,
+    ) -> Result<()> {
+        let lists = self.lists.as_ref().context("there are no lists")?;
+        let import = Import::begin(dir, version)?;
+        let package = &base.package;
+        let progress = Progress::spinner(&format!("downloading {package} {version}"));
+        let file = lists.download(package, version, &import.place("dl"), &progress)?;
+        progress.done();
+        let top = import.unpack_package(package, version, &file)?;
+        import.directory(&top, &format!("{package} {version}"))?;
+        if let Some(base) = checked {
+            base.check(version, &import.tree()?)?;
+        }
+        import.finish()
+    }
 }
 
 /// Notes in a file which source a result was made from.
@@ -255,62 +402,4 @@ pub(super) fn describe(source: &Source, file: &Path) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn base_names_package_and_version() {
-        let base = Base::parse("# why\npackage linux-source-6.12\nversion 6.12.1-1\n").unwrap();
-        assert_eq!(
-            base,
-            Base {
-                package: "linux-source-6.12".into(),
-                version: "6.12.1-1".into()
-            }
-        );
-    }
-
-    #[test]
-    fn a_failed_download_names_the_suite() {
-        let base = Base::parse("package linux-source-6.12\nversion 6.12.1-1~deb12u1\n").unwrap();
-        let told = not_downloaded(&base);
-        assert!(
-            told.contains("linux-source-6.12 6.12.1-1~deb12u1")
-                && told.contains("bookworm-security"),
-            "{told}"
-        );
-    }
-
-    #[test]
-    fn base_refuses_what_it_does_not_know() {
-        assert!(Base::parse("package a\nversion 1\nbranch x\n").is_err());
-        assert!(Base::parse("package a\n").is_err());
-    }
-
-    #[test]
-    fn a_directory_becomes_one_commit() {
-        let dir = tempfile::tempdir().unwrap();
-        let (top, repository) = (dir.path().join("top"), dir.path().join("git"));
-        std::fs::create_dir_all(top.join("a b")).unwrap();
-        std::fs::write(top.join("a b/file"), "text\n").unwrap();
-        std::os::unix::fs::symlink("a b/file", top.join("link")).unwrap();
-        Run::new("git")
-            .args(["init", "--quiet", "--bare"])
-            .arg(&repository)
-            .output()
-            .unwrap();
-        fast_import(
-            &repository,
-            &top,
-            "package",
-            "1",
-            &Progress::spinner("a test"),
-        )
-        .unwrap();
-        let list = git(
-            &repository,
-            ["ls-tree", "-r", "--format=%(objectmode) %(path)", "base"],
-        );
-        assert_eq!(list.text().unwrap(), "100644 a b/file\n120000 link");
-    }
-}
+mod tests;

@@ -9,7 +9,7 @@ use super::git::git;
 use super::make::LOCKS;
 use super::prune;
 use super::series::{Patch, Series};
-use super::source::{self, BASE_BRANCH, Source};
+use super::source::{self, BASE_BRANCH, Origin, Source};
 use crate::command::Run;
 use crate::files;
 use crate::paths::Paths;
@@ -48,8 +48,8 @@ pub(crate) fn developers(paths: &Paths) -> Result<Tree> {
 impl Tree {
     fn place(paths: &Paths, source: &Source, name: &str) -> PathBuf {
         // ~ and : mean something to make
-        let version = source.version.replace(['~', ':'], "-");
-        paths.work().join(version).join(name)
+        let key = source.key.replace(['~', ':'], "-");
+        paths.work().join(key).join(name)
     }
 
     /// Opens this checkout's tree of that name, at the pristine source if it is new.
@@ -65,6 +65,19 @@ impl Tree {
                 .with_context(|| format!("make the work tree {}", tree.path.display()))?;
         }
         Ok(tree)
+    }
+
+    /// A tree that is there, of a source that is not known.
+    fn unknown(path: PathBuf) -> Self {
+        let unknown = String::new();
+        let source = Source {
+            version: unknown.clone(),
+            tree: unknown.clone(),
+            origin: Origin::Base,
+            key: unknown,
+            git: path.clone(),
+        };
+        Self { path, source }
     }
 
     fn create(&self) -> Result<()> {
@@ -294,13 +307,7 @@ pub(super) fn has_unexported(dir: &Path) -> bool {
         .filter(|path| !path.ends_with(LOCKS))
         .any(|version| {
             let path = version.join("patched");
-            let unknown = String::new();
-            let source = Source {
-                version: unknown.clone(),
-                wanted: unknown,
-                git: path.clone(),
-            };
-            path.exists() && Tree { path, source }.refuse_unexported().is_err()
+            path.exists() && Tree::unknown(path).refuse_unexported().is_err()
         })
 }
 
@@ -309,8 +316,8 @@ fn describe_failure(patch: &Patch, output: &str, source: &Source) -> String {
     let text = String::from_utf8_lossy(&patch.content);
     let (name, version) = (&patch.name, &source.version);
     let mut message = format!("kernel/patches/{name} does not apply to {version}");
-    if *version != source.wanted {
-        message += &format!(" (kernel/BASE says {})", source.wanted);
+    if let Origin::Substitute { base } = &source.origin {
+        message += &format!(" (kernel/BASE says {base}, which Debian serves no longer)");
     }
     let failures = failed_hunks(output);
     for (file, line) in &failures {

@@ -38,7 +38,16 @@ impl CleanRoot {
     pub(super) fn new(paths: &Paths) -> Result<Self> {
         let release = os_release()?;
         let codename = codename(&release).context("/etc/os-release names no release of Debian")?;
-        let original = original(codename, paths)?;
+        let original = original(codename, Variant::Essential, paths)?;
+        Self::copy_of(&original, paths)
+    }
+
+    /// Makes a system of a release that has apt.
+    pub(super) fn with_apt(codename: &str, paths: &Paths) -> Result<Self> {
+        Self::copy_of(&original(codename, Variant::Apt, paths)?, paths)
+    }
+
+    fn copy_of(original: &Path, paths: &Paths) -> Result<Self> {
         let directory = paths
             .target()
             .join("test")
@@ -46,10 +55,15 @@ impl CleanRoot {
         let root = Self { directory };
         Run::new("cp")
             .args(["-a", "--reflink=auto"])
-            .arg(&original)
+            .arg(original)
             .arg(&root.directory)
             .output()?;
         Ok(root)
+    }
+
+    /// The directory that is the system's `/`.
+    pub(super) fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// Copies a file into the system's top directory.
@@ -94,6 +108,24 @@ impl Drop for CleanRoot {
     }
 }
 
+/// What a clean root has, as mmdebstrap calls it.
+#[derive(Debug, Clone, Copy)]
+enum Variant {
+    /// What every Debian system has.
+    Essential,
+    /// And apt.
+    Apt,
+}
+
+impl Variant {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Essential => "essential",
+            Self::Apt => "apt",
+        }
+    }
+}
+
 fn os_release() -> Result<String> {
     Ok(fs::read_to_string("/etc/os-release")?)
 }
@@ -109,9 +141,10 @@ fn codename(os_release: &str) -> Option<&str> {
 }
 
 /// The system that every clean root is a copy of.
-fn original(codename: &str, paths: &Paths) -> Result<PathBuf> {
+fn original(codename: &str, variant: Variant, paths: &Paths) -> Result<PathBuf> {
     let roots = paths.cache().join("roots");
-    let directory = roots.join(format!("{codename}-essential"));
+    let variant = variant.name();
+    let directory = roots.join(format!("{codename}-{variant}"));
     if directory.exists() {
         return Ok(directory);
     }
@@ -122,7 +155,9 @@ fn original(codename: &str, paths: &Paths) -> Result<PathBuf> {
     let new = roots.join(format!("new-{}", files::unique()));
     let progress = Progress::spinner("making a clean root");
     let made = Run::new("mmdebstrap")
-        .args(["--mode=root", "--variant=essential", codename])
+        .arg("--mode=root")
+        .arg(format!("--variant={variant}"))
+        .arg(codename)
         .arg(&new)
         .logged(&roots.join("mmdebstrap.log"), &progress)
         .and_then(|()| Ok(fs::rename(&new, &directory)?));

@@ -15,7 +15,7 @@ use crate::kernel::selftests::{self, Runs, Selftest};
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::qemu::Qemu;
-use crate::vm::{Job, Pagetide, Timing, VmArgs};
+use crate::vm::{Job, Pagetide, Timing, VmArgs, load_modules};
 
 /// The longest time of one job on a kernel that checks everything.
 const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(1200);
@@ -371,6 +371,20 @@ pub(super) fn nodes(paths: &Paths, tally: &mut Tally) -> Result<()> {
     };
     let (args, jobs) = with_nodes_and_swap(variant, paths)?;
     run("nodes", &args, &jobs, paths, tally).map(drop)
+}
+
+/// The patched kernel with KVM as modules, as distributions have it: selftests.
+pub(super) fn modules(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let variant = Variant {
+        modules: true,
+        ..Variant::patched(Arch::X86_64)
+    };
+    kernel(variant, paths, tally);
+    let load = Job::new(load_modules(variant, paths), paths.root());
+    let mut jobs = vec![(Kind::Command("KVM's modules are loaded"), load)];
+    jobs.extend(selftest_jobs(variant, paths)?);
+    let args = machine(variant, Pagetide::None, "6G");
+    run("modules", &args, &jobs, paths, tally).map(drop)
 }
 
 /// Turns swap on.

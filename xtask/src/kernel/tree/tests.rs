@@ -77,12 +77,10 @@ pub(crate) fn tree(dir: &Path) -> Tree {
         .output()
         .unwrap();
     git(&path, ["tag", BASE_BRANCH]).output().unwrap();
-    let source = Source {
-        version: "2".into(),
-        wanted: "1".into(),
-        git: path.clone(),
-    };
-    Tree { path, source }
+    let mut tree = Tree::unknown(path);
+    tree.source.version = "2".into();
+    tree.source.origin = Origin::Substitute { base: "1".into() };
+    tree
 }
 
 #[test]

@@ -1,0 +1,356 @@
+//! apt with lists of its own: packages of suites that this system's apt need not know of.
+//!
+//! The lists are fetched anew, signed by Debian's keyring, so that what they do not name does not exist. The
+//! archive's address is that of this system's apt, as are its proxies. Nothing takes root, and nothing is installed.
+
+use std::cmp::Ordering;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use fs_err as fs;
+
+use crate::command::Run;
+use crate::files;
+use crate::progress::Progress;
+
+const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+
+/// What an archive's address is if this system's apt has none of Debian's.
+const DEFAULT: &str = "http://deb.debian.org";
+
+/// What apt does differently here: it asks for what the lists are used for, and takes a list that it could not fetch
+/// for an error, not for a reason to go on without.
+const SETTINGS: &str = "-q -o APT::Sandbox::User=root -o Dir::Cache::srcpkgcache= -o Dir::Cache::pkgcache= \
+    -o Dir::Etc::SourceParts=/dev/null -o APT::Update::Error-Mode=any -o Acquire::Languages=none \
+    -o Acquire::Retries=3";
+
+/// One of Debian's archives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Archive {
+    Main,
+    Security,
+}
+
+/// What is asked for in an archive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Binaries,
+    Sources,
+}
+
+/// A suite of an archive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Suite {
+    pub(crate) archive: Archive,
+    pub(crate) name: String,
+}
+
+/// A package as an archive has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Served {
+    pub(crate) version: String,
+}
+
+/// Lists that were just fetched, in a directory that goes with them.
+#[derive(Debug)]
+pub(crate) struct Lists {
+    directory: PathBuf,
+    log: PathBuf,
+    suites: Vec<Suite>,
+}
+
+impl Suite {
+    pub(crate) fn new(archive: Archive, name: impl Into<String>) -> Self {
+        Self {
+            archive,
+            name: name.into(),
+        }
+    }
+}
+
+impl Lists {
+    /// Fetches the lists of `suites` into `directory`, which is emptied first.
+    pub(crate) fn fetch(
+        directory: &Path,
+        kind: Kind,
+        suites: Vec<Suite>,
+        progress: &Progress,
+    ) -> Result<Self> {
+        files::fresh_dir(directory)?;
+        fs::create_dir_all(directory.join("lists/partial"))?;
+        let lists = Self {
+            directory: directory.to_owned(),
+            log: directory.join("apt.log"),
+            suites,
+        };
+        let text = sources_list(kind, &lists.suites, &targets()?);
+        fs::write(directory.join("sources.list"), text)?;
+        let update = lists.run("apt-get").arg("update");
+        update.logged(&lists.log, progress).with_context(|| {
+            format!(
+                "the lists of {} could not be fetched: is there a network, and a proxy if it takes one (apt's \
+                 Acquire::http::Proxy)? Does the mirror have these suites?",
+                lists.names()
+            )
+        })?;
+        Ok(lists)
+    }
+
+    /// The suites, for people.
+    pub(crate) fn names(&self) -> String {
+        let names: Vec<_> = self.suites.iter().map(|s| s.name.as_str()).collect();
+        names.join(", ")
+    }
+
+    /// Every version of a binary package, the newest first.
+    pub(crate) fn versions(&self, package: &str) -> Result<Vec<Served>> {
+        let text = self.run("apt-cache").args(["madison", package]).text()?;
+        let mut versions = madison(&text);
+        let mut failure = None;
+        versions.sort_by(|a, b| {
+            compare(&b.version, &a.version).unwrap_or_else(|error| {
+                failure = Some(error);
+                Ordering::Equal
+            })
+        });
+        versions.dedup();
+        failure.map_or(Ok(versions), Err)
+    }
+
+    /// Downloads a binary package into a directory, and compares it with the list. A file that is cut or another one is
+    /// an error.
+    pub(crate) fn download(
+        &self,
+        package: &str,
+        version: &str,
+        into: &Path,
+        progress: &Progress,
+    ) -> Result<PathBuf> {
+        fs::create_dir_all(into)?;
+        let what = format!("{package}={version}");
+        self.run("apt-get")
+            .args(["download", &what])
+            .dir(into)
+            .logged(&self.log, progress)
+            .with_context(|| {
+                format!(
+                    "{what}, which {} list, could not be downloaded whole: is the network there? If the mirror is being \
+                     updated, try again later",
+                    self.names()
+                )
+            })?;
+        let only = fs::read_dir(into)?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .find(|file| file.extension().is_some_and(|extension| extension == "deb"));
+        only.context("apt-get download left no file")
+    }
+
+    /// Downloads a source package into a directory. Returns its description.
+    pub(crate) fn source(
+        &self,
+        package: &str,
+        version: &str,
+        into: &Path,
+        progress: &Progress,
+    ) -> Result<PathBuf> {
+        fs::create_dir_all(into)?;
+        self.run("apt-get")
+            .args(["source", "--download-only"])
+            .arg(format!("{package}={version}"))
+            .dir(into)
+            .logged(&self.log, progress)?;
+        let description = fs::read_dir(into)?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .find(|file| file.extension().is_some_and(|extension| extension == "dsc"));
+        description.context("apt-get source left no .dsc file")
+    }
+
+    fn run(&self, program: &str) -> Run {
+        let option = |name: &str, file: &str| {
+            let value = self.directory.join(file);
+            ["-o".to_owned(), format!("{name}={}", value.display())]
+        };
+        Run::new(program)
+            .words(SETTINGS)
+            .args(option("Dir::Etc::SourceList", "sources.list"))
+            .args(option("Dir::State::Lists", "lists"))
+            // This system may have other architectures, whose lists nobody needs.
+            .args([
+                "-o",
+                "APT::Architectures=amd64",
+                "-o",
+                "APT::Architecture=amd64",
+            ])
+    }
+}
+
+/// How Debian's versions are ordered, which dpkg knows.
+pub(crate) fn compare(a: &str, b: &str) -> Result<Ordering> {
+    let is = |relation: &str| {
+        Run::new("dpkg")
+            .args(["--compare-versions", a, relation, b])
+            .succeeds()
+    };
+    Ok(if is("lt")? {
+        Ordering::Less
+    } else if is("gt")? {
+        Ordering::Greater
+    } else {
+        Ordering::Equal
+    })
+}
+
+/// The code name of this machine's Debian.
+pub(crate) fn release() -> Result<String> {
+    let text = fs::read_to_string("/etc/os-release")?;
+    match code_name(&text) {
+        Some(name) => Ok(name),
+        None => bail!("/etc/os-release has no VERSION_CODENAME: is this Debian?"),
+    }
+}
+
+fn code_name(os_release: &str) -> Option<String> {
+    let mut lines = os_release.lines();
+    let name = lines.find_map(|line| line.strip_prefix("VERSION_CODENAME="))?;
+    Some(name.trim_matches('"').to_owned())
+}
+
+/// What this system's apt knows of archives: a line `ORIGIN|RELEASE|ADDRESS` for each. The origin is empty where no list
+/// was fetched yet.
+fn targets() -> Result<String> {
+    let format = "$(ORIGIN)|$(RELEASE)|$(REPO_URI)";
+    let asked = Run::new("apt-get")
+        .args(["indextargets", "--no-release-info", "--format", format])
+        .arg("Created-By: Packages");
+    let known = Run::new("apt-get")
+        .args(["indextargets", "--format", format])
+        .arg("Created-By: Packages");
+    // What was fetched first: there, the origin is signed.
+    Ok(format!("{}\n{}", known.text()?, asked.text()?))
+}
+
+/// The address from which this system takes one of Debian's archives.
+fn address(archive: Archive, targets: &str) -> String {
+    let directory = match archive {
+        Archive::Main => "/debian",
+        Archive::Security => "/debian-security",
+    };
+    let is_it = |line: &&str| {
+        let mut fields = line.split('|');
+        let (Some(origin), Some(release), Some(address)) =
+            (fields.next(), fields.next(), fields.next())
+        else {
+            return false;
+        };
+        let is_debians = match origin {
+            "Debian" => true,
+            origin if origin.is_empty() || origin.starts_with('$') => {
+                address.trim_end_matches('/').ends_with(directory)
+            }
+            _ => false,
+        };
+        is_debians && release.ends_with("-security") == (archive == Archive::Security)
+    };
+    let line = targets.lines().find(is_it);
+    let known = line.and_then(|line| line.rsplit('|').next());
+    known.map_or_else(
+        || format!("{DEFAULT}{directory}"),
+        |address| address.trim_end_matches('/').to_owned(),
+    )
+}
+
+fn sources_list(kind: Kind, suites: &[Suite], targets: &str) -> String {
+    let word = match kind {
+        Kind::Binaries => "deb",
+        Kind::Sources => "deb-src",
+    };
+    let line = |Suite { archive, name }: &Suite| {
+        let address = address(*archive, targets);
+        format!("{word} [signed-by={KEYRING}] {address} {name} main\n")
+    };
+    suites.iter().map(line).collect()
+}
+
+/// The versions in what `apt-cache madison` prints: `PACKAGE | VERSION | WHERE`.
+fn madison(text: &str) -> Vec<Served> {
+    let version = |line: &str| Some(line.split('|').nth(1)?.trim().to_owned());
+    text.lines()
+        .filter_map(version)
+        .map(|version| Served { version })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HERE: &str = "Debian|bookworm|http://mirror.example/debian/\n\
+                        Docker|bookworm|https://download.docker.example/linux/debian/\n\
+                        Debian|bookworm-security|http://mirror.example/security/\n";
+
+    #[test]
+    fn an_archives_address_is_this_systems() {
+        assert_eq!(address(Archive::Main, HERE), "http://mirror.example/debian");
+        assert_eq!(
+            address(Archive::Security, HERE),
+            "http://mirror.example/security"
+        );
+    }
+
+    #[test]
+    fn without_lists_the_directory_tells() {
+        let fresh = "|bookworm|https://packages.example/apt/\n\
+                     $(ORIGIN)|trixie|http://deb.example/debian\n\
+                     $(ORIGIN)|trixie-security|http://deb.example/debian-security/\n";
+        assert_eq!(address(Archive::Main, fresh), "http://deb.example/debian");
+        assert_eq!(
+            address(Archive::Security, fresh),
+            "http://deb.example/debian-security"
+        );
+        assert_eq!(address(Archive::Main, ""), "http://deb.debian.org/debian");
+        let other = "Ubuntu|noble|http://archive.example/debian/\n";
+        assert_eq!(
+            address(Archive::Security, other),
+            "http://deb.debian.org/debian-security"
+        );
+    }
+
+    #[test]
+    fn a_line_for_each_suite_names_the_keyring() {
+        let suites = [
+            Suite::new(Archive::Security, "trixie-security"),
+            Suite::new(Archive::Main, "trixie"),
+        ];
+        assert_eq!(
+            sources_list(Kind::Sources, &suites, HERE),
+            format!(
+                "deb-src [signed-by={KEYRING}] http://mirror.example/security trixie-security main\n\
+                 deb-src [signed-by={KEYRING}] http://mirror.example/debian trixie main\n"
+            )
+        );
+    }
+
+    #[test]
+    fn only_debian_has_a_code_name() {
+        let name = code_name("ID=debian\nVERSION_CODENAME=bookworm\n").unwrap();
+        assert_eq!(name, "bookworm");
+        assert_eq!(code_name("ID=arch\n"), None);
+    }
+
+    #[test]
+    fn versions_are_read_and_ordered_as_dpkg_does() {
+        let text =
+            "pkg | 6.12.9-1 | http://a b/main\n pkg | 6.12.118-1~deb12u1 | http://c d/main\n";
+        let found = madison(text);
+        assert_eq!(found[1].version, "6.12.118-1~deb12u1");
+        assert_eq!(
+            compare("6.12.118-1~deb12u1", "6.12.118-1").unwrap(),
+            Ordering::Less
+        );
+        assert_eq!(
+            compare("6.12.118-1", "6.12.9-1").unwrap(),
+            Ordering::Greater
+        );
+        assert_eq!(compare("6.12.9-1", "6.12.9-1").unwrap(), Ordering::Equal);
+    }
+}

@@ -1,0 +1,120 @@
+//! Fresh Debian systems in which the set-up runs that README describes, up to the built kernel.
+//!
+//! Each is a root of its own with apt and nothing else. What README takes for granted is there: a Rust toolchain (this
+//! machine's, bound in), a C compiler and make. The checkout is a copy; downloads and compilers' results are the root's
+//! own.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use fs_err as fs;
+
+use super::clean_root::{self, CleanRoot};
+use super::tally::{Tally, Verdict};
+use crate::command::Run;
+use crate::paths::Paths;
+use crate::progress::Progress;
+
+const GROUP: &str = "roots";
+
+/// Debian 12 and 13.
+const RELEASES: [&str; 2] = ["bookworm", "trixie"];
+
+/// What README's reader has: with a Rust toolchain comes a C compiler, which links.
+const TAKEN_FOR_GRANTED: &str = "gcc libc6-dev make";
+
+/// Where the checkout is in a root.
+const CHECKOUT: &str = "/pagetide";
+
+pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    if let Some(reason) = clean_root::unavailable()? {
+        for release in RELEASES {
+            tally.add(GROUP, release, Verdict::Skipped(reason.clone()));
+        }
+        return Ok(());
+    }
+    for release in RELEASES {
+        let verdict = match set_up(release, paths) {
+            Ok(()) => Verdict::Passed,
+            Err(error) => Verdict::Failed(format!("{error:#}")),
+        };
+        tally.add(GROUP, release, verdict);
+    }
+    Ok(())
+}
+
+/// Makes the root, runs the set-up, and looks whether the kernel is there.
+fn set_up(release: &str, paths: &Paths) -> Result<()> {
+    let log = super::log_file(paths, &format!("{GROUP}-{release}"))?;
+    let root = CleanRoot::with_apt(release, paths)?;
+    let inside = |path: &str| root.directory().join(path.trim_start_matches('/'));
+    copy_checkout(&inside(CHECKOUT), paths)?;
+    let (toolchain, home) = (toolchain()?, cargo_home()?);
+    let script = format!(
+        "set -e
+        apt-get -q update
+        apt-get -q -y install --no-install-recommends {TAKEN_FOR_GRANTED}
+        cd {CHECKOUT}
+        cargo xtask setup
+        make kernel"
+    );
+    let bound = [toolchain.as_path(), home.as_path()];
+    for directory in bound {
+        fs::create_dir_all(inside(&directory.to_string_lossy()))?;
+    }
+    // In mounts of its own, which end with it.
+    let enter = "root=$1; shift
+        mount -t proc proc \"$root/proc\"
+        mount --rbind /dev \"$root/dev\"
+        for directory do mount --bind \"$directory\" \"$root$directory\"; done
+        cp /etc/resolv.conf \"$root/etc/resolv.conf\" 2>/dev/null
+        exec chroot \"$root\" /usr/bin/env -i HOME=/root LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
+        \"CARGO_HOME=$CARGO_HOME\" \"PATH=$RUST_BIN:/usr/sbin:/usr/bin:/sbin:/bin\" sh -c \"$SCRIPT\"";
+    let what = format!("setting up a fresh {release}");
+    let progress = Progress::spinner(&what);
+    Run::new("unshare")
+        .args([
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            enter,
+            "sh",
+        ])
+        .arg(root.directory())
+        .args(bound)
+        .env("CARGO_HOME", &home)
+        .env("RUST_BIN", toolchain.join("bin"))
+        .env("SCRIPT", script)
+        .logged(&log, &progress)?;
+    progress.done();
+    let image = inside(CHECKOUT).join("target/kernel/x86_64/bzImage");
+    ensure!(image.exists(), "there is no {}", image.display());
+    Ok(())
+}
+
+/// Everything that git would list, with changes that are not committed.
+fn copy_checkout(to: &Path, paths: &Paths) -> Result<()> {
+    Run::new("rsync")
+        .args(["-a", "--exclude=/target", "--exclude=/.git"])
+        .arg(format!("{}/", paths.root().display()))
+        .arg(to)
+        .output()
+        .map(drop)
+}
+
+/// The directory of this machine's Rust toolchain.
+fn toolchain() -> Result<PathBuf> {
+    let sysroot = Run::new("rustc").args(["--print", "sysroot"]).text()?;
+    Ok(PathBuf::from(sysroot))
+}
+
+/// Where cargo keeps what it has downloaded.
+fn cargo_home() -> Result<PathBuf> {
+    if let Some(home) = std::env::var_os("CARGO_HOME").filter(|home| !home.is_empty()) {
+        return Ok(PathBuf::from(home));
+    }
+    let home = std::env::var_os("HOME").context("no HOME, and no CARGO_HOME")?;
+    Ok(PathBuf::from(home).join(".cargo"))
+}
