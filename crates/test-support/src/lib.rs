@@ -1,0 +1,22 @@
+//! What the tests of all crates share, so that no clock and no luck decides them.
+//!
+//! - [`eventually`] waits for a state, and says what it saw if the state never comes.
+//! - [`Sleeper`] is a thread of which a test can tell that it is asleep, and that nobody has woken it since.
+//! - [`seed`] is where all random numbers of a test begin: it is printed, and `PAGETIDE_SEED` gives it back.
+//!
+//! Tests depend on this crate, and nothing else does (docs/decisions/0026-test-support.md).
+#![allow(
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test helper that fails is a test that fails"
+)]
+
+mod random;
+mod sleeper;
+mod socket;
+mod wait;
+
+pub use random::{Rng, mix, seed};
+pub use sleeper::{Sleeper, Task};
+pub use socket::unread_by_peer;
+pub use wait::{Look, PATIENCE, equals, eventually, within_patience};

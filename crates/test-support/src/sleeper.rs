@@ -1,0 +1,163 @@
+//! Threads that are asleep, and that nobody wakes.
+
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
+
+use crate::wait::{eventually, within_patience};
+
+/// A thread of this process, or of another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Task {
+    pid: i32,
+    tid: i32,
+}
+
+/// How often a task has to be found asleep, without having run in between: it may sleep for a moment on its way.
+const LOOKS: usize = 20;
+
+impl Task {
+    /// The calling thread.
+    pub fn this() -> Self {
+        Self {
+            pid: rustix::process::getpid().as_raw_nonzero().get(),
+            tid: rustix::thread::gettid().as_raw_nonzero().get(),
+        }
+    }
+
+    /// The first thread of a process.
+    pub fn of_process(pid: u32) -> Self {
+        let pid = i32::try_from(pid).unwrap();
+        Self { pid, tid: pid }
+    }
+
+    /// Its state as the kernel names it (`R`, `S`, `D`, ...), and how often it has gone to sleep so far; `None`
+    /// once it is gone.
+    pub fn state(self) -> Option<(char, u64)> {
+        let file = format!("/proc/{}/task/{}/status", self.pid, self.tid);
+        let status = std::fs::read_to_string(file).ok()?;
+        let value = |name: &str| {
+            let mut lines = status.lines();
+            lines
+                .find_map(|line| line.strip_prefix(name))
+                .map(str::trim)
+        };
+        let state = value("State:")?.chars().next()?;
+        let sleeps = value("voluntary_ctxt_switches:")?.parse().ok()?;
+        Some((state, sleeps))
+    }
+
+    /// How often it had gone to sleep when it was found asleep, which it has been for a while.
+    ///
+    /// # Panics
+    ///
+    /// If it ends, or never falls asleep.
+    pub fn asleep(self, what: &str) -> u64 {
+        let mut found = None;
+        let mut looks = 0;
+        eventually(&format!("{what} is asleep"), || {
+            let Some((state, sleeps)) = self.state() else {
+                panic!("{what} has ended, and should have fallen asleep");
+            };
+            let is_same = found == Some(sleeps) && matches!(state, 'S' | 'D');
+            looks = if is_same { looks + 1 } else { 0 };
+            found = Some(sleeps);
+            if looks >= LOOKS {
+                Ok(sleeps)
+            } else {
+                Err(format!("state {state} after {sleeps} sleeps"))
+            }
+        })
+    }
+
+    /// Whether it has slept without a break since it had gone to sleep so often.
+    pub fn has_slept_since(self, sleeps: u64) -> bool {
+        matches!(self.state(), Some(('S' | 'D', now)) if now == sleeps)
+    }
+}
+
+/// A thread that was found asleep. Nothing wakes it by accident: if it has woken since, even to fall asleep again,
+/// [`Sleeper::is_undisturbed`] tells.
+#[derive(Debug)]
+pub struct Sleeper<T> {
+    what: String,
+    task: Task,
+    sleeps: u64,
+    thread: JoinHandle<T>,
+}
+
+impl<T: Send + 'static> Sleeper<T> {
+    /// Starts `work` on another thread, and returns when that thread has fallen asleep in it.
+    ///
+    /// # Panics
+    ///
+    /// If it ends, or never falls asleep.
+    pub fn spawn(what: &str, work: impl FnOnce() -> T + Send + 'static) -> Self {
+        let (send, receive) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            send.send(Task::this()).unwrap();
+            work()
+        });
+        let task = receive.recv().unwrap();
+        Self {
+            what: what.into(),
+            task,
+            sleeps: task.asleep(what),
+            thread,
+        }
+    }
+
+    /// Whether it has slept ever since it was found asleep.
+    ///
+    /// Ask after an event that comes after what might have woken it: the kernel counts a wake-up once the thread
+    /// sleeps again, and shows the thread as runnable until then.
+    pub fn is_undisturbed(&self) -> bool {
+        self.task.has_slept_since(self.sleeps)
+    }
+
+    /// Whether it has ended.
+    pub fn is_finished(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// What it gives, once it is woken.
+    ///
+    /// # Panics
+    ///
+    /// As it does, or if it does not end.
+    pub fn join(self) -> T {
+        let Self { what, thread, .. } = self;
+        match within_patience(&what, move || thread.join()) {
+            Ok(value) => value,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sleeper_is_undisturbed_until_it_is_woken() {
+        let (wake, woken) = mpsc::channel::<u32>();
+        let sleeper = Sleeper::spawn("a receiver", move || {
+            let first = woken.recv().unwrap();
+            first + woken.recv().unwrap()
+        });
+        assert!(sleeper.is_undisturbed());
+        wake.send(1).unwrap();
+        // It falls asleep again, which is not what it was.
+        sleeper.task.asleep("the receiver");
+        assert!(!sleeper.is_undisturbed() && !sleeper.is_finished());
+        wake.send(2).unwrap();
+        assert_eq!(sleeper.join(), 3);
+    }
+
+    #[test]
+    fn a_thread_that_ends_is_no_sleeper() {
+        let spawned = std::panic::catch_unwind(|| Sleeper::spawn("a sum", || 2 + 2));
+        let panic = spawned.unwrap_err();
+        let message = panic.downcast_ref::<String>().unwrap();
+        assert!(message.contains("a sum has ended"), "{message}");
+    }
+}
