@@ -356,13 +356,7 @@ impl Archives {
     }
 
     /// Downloads a version and makes its repository. Its tree has to be `checked`'s, if given.
-    fn import(
-        &self,
-        dir: &Path,
-        base: &Base,
-        version: &str,
-        checked: Option<&Base>,
-    ) -> Result<()> {
+    fn import(&self, dir: &Path, base: &Base, version: &str, checked: Option<&Base>) -> Result<()> {
         let imported = self.try_import(dir, base, version, checked);
         imported.with_context(|| {
             format!(

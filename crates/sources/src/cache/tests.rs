@@ -4,7 +4,9 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use pagetide_test_support::eventually;
 
 use super::*;
 
@@ -60,17 +62,6 @@ fn file_of(directory: &Path, object: u64, index: u64) -> PathBuf {
     directory.join(block_name(&key(object).to_string(), index))
 }
 
-fn soon(mut is_true: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !is_true() {
-        assert!(
-            begun.elapsed() < Duration::from_secs(20),
-            "it never became true"
-        );
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
 #[test]
 fn a_block_is_found_by_another_handle() {
     let directory = temporary();
@@ -79,8 +70,12 @@ fn a_block_is_found_by_another_handle() {
     assert_eq!(read(&first, 3), Found::Absent);
     assert!(first.offer(3, Arc::new(content(1, 3))));
     let second = opened(&path, 1, 1 << 20);
-    soon(|| read(&second, 3) == Found::Block(content(1, 3)));
-    soon(|| second.read_now(3, BLOCK as u64) == Some(content(1, 3)));
+    eventually("the block", || {
+        read(&second, 3) == Found::Block(content(1, 3))
+    });
+    eventually("the block in the page cache", || {
+        second.read_now(3, BLOCK as u64) == Some(content(1, 3))
+    });
     // Other blocks, objects and versions have files of their own.
     assert_eq!(read(&second, 4), Found::Absent);
     assert_eq!(second.read_now(4, BLOCK as u64), None);

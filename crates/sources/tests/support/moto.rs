@@ -6,7 +6,7 @@
     unreachable_pub,
     reason = "test code, of which each test uses a part"
 )]
-#![allow(clippy::unwrap_used, reason = "test code")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "test code")]
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -15,10 +15,13 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The time in which it must listen. Python compiles its modules at the first start.
-const START_LIMIT: Duration = Duration::from_secs(60);
+/// After which it counts as hanging. Python compiles its modules at the first start.
+const START_LIMIT: Duration = Duration::from_secs(180);
 /// The same in the lab, whose clock jumps while a file is read from its host.
 const START_LIMIT_IN_LAB: Duration = Duration::from_secs(1200);
+
+/// How many ports are tried.
+const PORTS: usize = 5;
 
 /// A running server, which ends when it is dropped.
 pub struct Moto {
@@ -45,35 +48,53 @@ impl Moto {
             println!("SKIP: no target/moto: cargo xtask setup installs it from PyPI");
             return None;
         };
-        let free = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = free.local_addr().unwrap().port();
+        let limit = match std::env::var_os("PAGETIDE_TIMING") {
+            Some(_) => START_LIMIT_IN_LAB,
+            None => START_LIMIT,
+        };
+        // Between a look for a free port and its use, somebody else may take the port.
+        for _ in 0..PORTS {
+            let moto = match Self::start_at_a_free_port(&program) {
+                Ok(moto) => moto,
+                Err(error) => {
+                    println!("SKIP: moto does not start: {error}");
+                    return None;
+                }
+            };
+            if let Some(moto) = moto.listening(limit) {
+                return Some(moto);
+            }
+        }
+        panic!("moto ended {PORTS} times before it listened: run {program:?} by hand");
+    }
+
+    fn start_at_a_free_port(program: &Path) -> std::io::Result<Self> {
+        let free = TcpListener::bind("127.0.0.1:0")?;
+        let port = free.local_addr()?.port();
         drop(free);
         let mut command = Command::new(program);
         command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
-        let started = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        let mut moto = match started {
-            Ok(child) => Self { child, port },
-            Err(error) => {
-                println!("SKIP: moto does not start: {error}");
-                return None;
-            }
-        };
-        let in_lab = std::env::var_os("PAGETIDE_TIMING").is_some();
-        let limit = if in_lab {
-            START_LIMIT_IN_LAB
-        } else {
-            START_LIMIT
-        };
+        let child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()?;
+        Ok(Self { child, port })
+    }
+
+    /// The server once it listens; `None` if it has ended.
+    fn listening(mut self, limit: Duration) -> Option<Self> {
         let begun = Instant::now();
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            let ended = moto.child.try_wait().unwrap();
-            if ended.is_some() || begun.elapsed() > limit {
-                println!("SKIP: moto does not listen: {ended:?}");
+        while TcpStream::connect(("127.0.0.1", self.port)).is_err() {
+            if self.child.try_wait().unwrap().is_some() {
                 return None;
             }
+            assert!(
+                begun.elapsed() < limit,
+                "moto does not listen within {limit:?}"
+            );
             thread::sleep(Duration::from_millis(50));
         }
-        Some(moto)
+        Some(self)
     }
 }
 
