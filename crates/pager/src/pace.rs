@@ -12,6 +12,8 @@
 //! - After a pause the activity always processes one batch. It therefore progresses at any rate of
 //!   faults, and returns to full speed once it is faster than they are.
 //! - After an idle period the window is empty: having been idle does not count as being slow.
+//!
+//! The rule reads no clock: its callers say what time it is.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -52,7 +54,7 @@ pub(crate) fn gives_way(since: Sample, now: Sample) -> bool {
     window >= SPACING && faults > pages && u128::from(faults) * 1_000_000_000 >= quiet
 }
 
-/// An activity's window.
+/// An activity's window. All times are passed in.
 #[derive(Debug)]
 pub(crate) struct Pace {
     begun: Instant,
@@ -63,26 +65,24 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    pub(crate) fn new() -> Self {
+    /// Of an activity that begins now.
+    pub(crate) fn new(now: Instant) -> Self {
         Self {
-            begun: Instant::now(),
+            begun: now,
             samples: VecDeque::new(),
             last_batch: Duration::ZERO,
             owed: Duration::ZERO,
         }
     }
 
-    /// Processes a batch, and measures its duration.
-    pub(crate) fn batch<T>(&mut self, work: impl FnOnce() -> T) -> T {
-        let begun = Instant::now();
-        let result = work();
-        self.last_batch = begun.elapsed();
-        result
+    /// Call after a batch, with its duration.
+    pub(crate) fn batch_took(&mut self, duration: Duration) {
+        self.last_batch = duration;
     }
 
     /// Call before a batch: returns the pause before it, if any. Takes the current counts.
-    pub(crate) fn pause(&mut self, faults: u64, pages: u64) -> Option<Duration> {
-        let at = self.begun.elapsed();
+    pub(crate) fn pause(&mut self, now: Instant, faults: u64, pages: u64) -> Option<Duration> {
+        let at = now.saturating_duration_since(self.begun);
         let now = Sample { at, faults, pages };
         if self.must_pause_at(now) {
             self.owed += self.last_batch.min(LONGEST_PAUSE);
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn the_window_slides() {
-        let mut pace = Pace::new();
+        let mut pace = Pace::new(Instant::now());
         assert!(!pace.must_pause_at(START));
         assert!(pace.must_pause_at(sample(50, 1000, 10)));
         assert!(pace.must_pause_at(sample(90, 2000, 20)));
@@ -158,34 +158,45 @@ mod tests {
 
     #[test]
     fn having_been_idle_causes_no_pause() {
-        let mut pace = Pace::new();
+        let mut pace = Pace::new(Instant::now());
         assert!(!pace.must_pause_at(START));
         assert!(!pace.must_pause_at(sample(10_000, 1_000_000, 1)));
     }
 
+    /// A pace that begins, and the moment so many milliseconds later.
+    fn begun() -> (Pace, impl Fn(u64) -> Instant) {
+        let begun = Instant::now();
+        let at = move |ms| begun + Duration::from_millis(ms);
+        (Pace::new(begun), at)
+    }
+
     #[test]
     fn a_pause_is_as_long_as_the_last_batch() {
-        let mut pace = Pace::new();
-        assert_eq!(pace.pause(0, 0), None);
-        for (took, pause) in [(12, 12), (500, 50)] {
-            pace.batch(|| std::thread::sleep(Duration::from_millis(12)));
-            pace.last_batch = Duration::from_millis(took);
+        let (mut pace, at) = begun();
+        assert_eq!(pace.pause(at(0), 0, 0), None);
+        for (now, took, pause) in [(12, 12, 12), (24, 500, 50)] {
+            pace.batch_took(Duration::from_millis(took));
             let pause = Duration::from_millis(pause);
-            assert_eq!(pace.pause(u64::MAX, 0), Some(pause));
+            assert_eq!(pace.pause(at(now), u64::MAX, 0), Some(pause));
         }
-        assert_eq!(pace.batch(|| 7), 7);
-        assert!(pace.last_batch < Duration::from_millis(500));
     }
 
     #[test]
     fn short_pauses_are_added_up() {
-        let mut pace = Pace::new();
-        assert_eq!(pace.pause(0, 0), None);
-        std::thread::sleep(SPACING);
-        pace.last_batch = SHORTEST_PAUSE / 4;
-        let pauses: Vec<_> = (0..8).map(|_| pace.pause(u64::MAX, 0)).collect();
+        let (mut pace, at) = begun();
+        assert_eq!(pace.pause(at(0), 0, 0), None);
+        pace.batch_took(SHORTEST_PAUSE / 4);
+        let pauses: Vec<_> = (10..18).map(|ms| pace.pause(at(ms), u64::MAX, 0)).collect();
         let wanted = [None, None, None, Some(SHORTEST_PAUSE)];
         assert_eq!(pauses, [wanted, wanted].concat());
+    }
+
+    #[test]
+    fn what_was_before_the_window_causes_no_pause() {
+        let (mut pace, at) = begun();
+        assert_eq!(pace.pause(at(0), 0, 0), None);
+        pace.batch_took(Duration::from_millis(12));
+        assert_eq!(pace.pause(at(101), u64::MAX, 0), None);
     }
 
     proptest! {
@@ -193,7 +204,7 @@ mod tests {
         /// pauses.
         #[test]
         fn an_activity_ahead_of_the_faults_never_pauses(steps in prop::collection::vec((0u64..50, 0u64..500, 0u64..500), 1..200)) {
-            let mut pace = Pace::new();
+            let mut pace = Pace::new(Instant::now());
             let mut now = START;
             for (ms, faults, more) in steps {
                 now.at += Duration::from_millis(ms);

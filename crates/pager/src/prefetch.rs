@@ -9,6 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Builder, JoinHandle};
+use std::time::Instant;
 
 use pagetide_memory::PageRange;
 
@@ -288,7 +289,7 @@ impl Ahead<'_> {
         let mut places: Vec<Place> = regions.iter().map(|region| Place::new(region)).collect();
         // The current region. The others follow in turn when it has no work.
         let mut current = 0;
-        let mut pace = Pace::new();
+        let mut pace = Pace::new(Instant::now());
         let (mut seen, mut locality) = (Seen::default(), Locality::default());
         // After a failure in a run, the next runs have one page, then two, and so on: a page whose
         // content is lost affects its neighbours for few calls, and is identified.
@@ -298,7 +299,7 @@ impl Ahead<'_> {
                 return Ok(false);
             }
             let done = self.counters.pages + self.requested_pages;
-            if let Some(pause) = pace.pause(pager.activity.served(), done) {
+            if let Some(pause) = pace.pause(Instant::now(), pager.activity.served(), done) {
                 self.counters.yields += 1;
                 thread::sleep(pause);
             }
@@ -327,7 +328,9 @@ impl Ahead<'_> {
                 match step {
                     Step::Absent(page) => {
                         most = most.min(region.pages_in(self.batch_bytes).max(1));
-                        let fetched = pace.batch(|| self.fetch(region, page, most))?;
+                        let begun = Instant::now();
+                        let fetched = self.fetch(region, page, most)?;
+                        pace.batch_took(begun.elapsed());
                         self.report();
                         match fetched {
                             Fetched::All => most = most.saturating_mul(2),

@@ -7,7 +7,6 @@ mod support;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
-use std::thread;
 use std::time::Duration;
 
 use pagetide_memory::{Backing, Region};
@@ -15,6 +14,7 @@ use pagetide_pager::{
     Filled, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReadAt, ReaderConfig, Readers, RegionId,
     Request, RetryPolicy, Source,
 };
+use pagetide_test_support::Sleeper;
 use support::manual::*;
 use support::spawn_asleep;
 
@@ -93,7 +93,7 @@ impl Spoiled {
         Readers::spawn(&self.pager, ReaderConfig::new(1)).unwrap()
     }
 
-    fn touch(&self, page: u64) -> thread::JoinHandle<()> {
+    fn touch(&self, page: u64) -> Sleeper<()> {
         let touched = Arc::clone(&self.region);
         spawn_asleep("a toucher", move || check_page(&touched, page))
     }
@@ -140,7 +140,7 @@ fn a_thread_that_was_left_asleep_faults_again_when_its_region_is_resumed() {
         assert!(!touching.is_finished());
         memory.pager.resume(memory.id).unwrap();
     }
-    join("the toucher", touching);
+    touching.join();
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn a_thread_that_was_left_asleep_faults_again_when_its_region_has_another_source
     assert!(!touching.is_finished());
     let source: Arc<dyn Source> = Arc::<Spoiler>::clone(&memory.spoiler);
     memory.pager.replace_source(memory.id, source).unwrap();
-    join("the toucher", touching);
+    touching.join();
 }
 
 #[test]
@@ -200,5 +200,5 @@ fn threads_stay_asleep_on_foreign_pages() {
     // The owner takes the page away, and gives the rest up.
     memory.region.punch(range(3, 1)).unwrap();
     memory.pager.abandon(memory.id).unwrap();
-    join("the toucher", touching);
+    touching.join();
 }

@@ -143,7 +143,7 @@ fn a_discard_waits_for_an_installation_in_progress() {
         assert_eq!(state(&pager, id, 3), PageState::Installing);
         release.send(()).unwrap();
         assert_eq!(join("the installation", installer), 1);
-        assert_eq!(join("the discard", discarding), 4);
+        assert_eq!(discarding.join(), 4);
         drop(release);
         let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
         (2..6).for_each(|page| check_zeroes(&region, page));

@@ -6,7 +6,7 @@ mod support;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use pagetide_memory::{Access, Backing, PageSize, Region};
@@ -14,6 +14,7 @@ use pagetide_pager::{
     Contents, Counters, Mode, Pager, ReaderConfig, Readers, RegionConfig, RetryPolicy, Serving,
     UffdLayout,
 };
+use pagetide_test_support::Sleeper;
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use support::*;
@@ -167,7 +168,7 @@ fn messages_that_a_reader_leaves_are_read_by_the_next() {
     let read = join("the end", stopping);
     assert_eq!(read.messages, 1, "{read:?}");
     let mut serving = Serving::new(&paged.pager, 1);
-    let all_read = || touchers.iter().all(JoinHandle::is_finished);
+    let all_read = || touchers.iter().all(Sleeper::is_finished);
     assert_eq!(serve(&mut serving, all_read), 7);
     for toucher in touchers {
         join("a touch", toucher);

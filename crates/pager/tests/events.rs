@@ -90,7 +90,7 @@ fn an_installer_reads_the_events_that_block_it() {
             8,
             "{mode:?} {backing}"
         );
-        join("the discard", discarding);
+        discarding.join();
         for page in 0..16 {
             let wanted = if page < 8 {
                 PageState::Removed
@@ -133,7 +133,7 @@ fn a_fault_on_a_discarded_page_waits_for_another_discard() {
                 resolver.resolve_exit(above(GPA, page), pagetide_memory::Access::Read)
             });
             assert!(resolved.is_ok(), "{mode:?} {backing}: {resolved:?}");
-            join("the discard", discarding);
+            discarding.join();
         }
         let _readers = two_readers(&pager);
         (0..16).for_each(|page| check_zeroes(&region, page));
@@ -163,7 +163,7 @@ fn a_fault_reads_the_events_that_block_it() {
         resolver.resolve_exit(above(GPA, 20), pagetide_memory::Access::Read)
     });
     let _ = resolved.unwrap();
-    join("the discard", discarding);
+    discarding.join();
     assert_eq!(state(&pager, id, 3), PageState::Removed);
     assert_eq!(state(&pager, id, 20), PageState::Present);
     let _readers = two_readers(&pager);

@@ -4,7 +4,6 @@
 mod support;
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use pagetide_memory::{
     Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState, PoisonMap,
@@ -13,6 +12,7 @@ use pagetide_pager::{
     Content, Contents, Filled, Holes, Mode, Prefetch, PrefetchConfig, Progress, PushError,
     ReaderConfig, Readers, RegionConfig, Resolution,
 };
+use pagetide_test_support::Sleeper;
 use support::*;
 
 fn map(ranges: &[GuestRange]) -> PoisonMap {
@@ -175,7 +175,7 @@ fn a_source_that_has_lost_one_page_of_many_loses_no_other() {
             })
         };
         let touchers = [touch(6, true), touch(7, false), touch(0, false)];
-        while !touchers.iter().all(JoinHandle::is_finished) {
+        while !touchers.iter().all(Sleeper::is_finished) {
             if source.waiting() == 0 {
                 std::thread::yield_now();
                 continue;

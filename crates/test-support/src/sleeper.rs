@@ -12,8 +12,12 @@ pub struct Task {
     tid: i32,
 }
 
-/// How often a task has to be found asleep, without having run in between: it may sleep for a moment on its way.
-const LOOKS: usize = 20;
+/// How often in a row a task has to be found asleep, without having run in between: it may sleep for a moment on its way.
+const LOOKS: u32 = 8;
+
+/// How often in a row it has to be found asleep if it wakes in between, since it waits with a time limit and then looks
+/// again.
+const LOOKS_AT_POLLING: u32 = 20;
 
 impl Task {
     /// The calling thread.
@@ -46,22 +50,23 @@ impl Task {
         Some((state, sleeps))
     }
 
-    /// How often it had gone to sleep when it was found asleep, which it has been for a while.
+    /// Waits until it is asleep, and has been for a while. Returns how often it has gone to sleep so far.
     ///
     /// # Panics
     ///
     /// If it ends, or never falls asleep.
     pub fn asleep(self, what: &str) -> u64 {
-        let mut found = None;
-        let mut looks = 0;
+        let (mut undisturbed, mut asleep) = (0, 0);
+        let mut before = None;
         eventually(&format!("{what} is asleep"), || {
             let Some((state, sleeps)) = self.state() else {
                 panic!("{what} has ended, and should have fallen asleep");
             };
-            let is_same = found == Some(sleeps) && matches!(state, 'S' | 'D');
-            looks = if is_same { looks + 1 } else { 0 };
-            found = Some(sleeps);
-            if looks >= LOOKS {
+            let is_asleep = matches!(state, 'S' | 'D');
+            asleep = if is_asleep { asleep + 1 } else { 0 };
+            let is_same = is_asleep && before.replace(sleeps) == Some(sleeps);
+            undisturbed = if is_same { undisturbed + 1 } else { 0 };
+            if undisturbed >= LOOKS || asleep >= LOOKS_AT_POLLING {
                 Ok(sleeps)
             } else {
                 Err(format!("state {state} after {sleeps} sleeps"))
@@ -135,6 +140,8 @@ impl<T: Send + 'static> Sleeper<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -151,6 +158,18 @@ mod tests {
         assert!(!sleeper.is_undisturbed() && !sleeper.is_finished());
         wake.send(2).unwrap();
         assert_eq!(sleeper.join(), 3);
+    }
+
+    #[test]
+    fn a_thread_that_waits_with_a_limit_and_looks_again_is_asleep() {
+        let (wake, woken) = mpsc::channel::<()>();
+        let sleeper = Sleeper::spawn("a thread that polls", move || {
+            while woken.try_recv().is_err() {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        wake.send(()).unwrap();
+        sleeper.join();
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::thread;
+use std::time::Instant;
 
 use pagetide_memory::{PageIndex, PageRange};
 
@@ -22,7 +23,7 @@ impl Ahead<'_> {
     /// Fetches the plan's first pages in their order (true), unless it is stopped (false).
     pub(super) fn in_order(&mut self) -> Result<bool, PrefetchError> {
         let Shared { pager, first, .. } = self.shared;
-        let mut pace = Pace::new();
+        let mut pace = Pace::new(Instant::now());
         let mut places = Places::new(first.len());
         while let Some(place) = places.next() {
             let Some((region, pages)) = first.get(place) else {
@@ -46,13 +47,15 @@ impl Ahead<'_> {
                 }
                 is_there = false;
                 let done = self.counters.pages + self.requested_pages;
-                if let Some(pause) = pace.pause(pager.activity.served(), done) {
+                if let Some(pause) = pace.pause(Instant::now(), pager.activity.served(), done) {
                     self.counters.yields += 1;
                     thread::sleep(pause);
                 }
                 let seen_changes = pager.changes.count();
                 let left = rest.end().0 - page.0;
-                let fetched = pace.batch(|| self.fetch(region, page, batch.min(left)))?;
+                let begun = Instant::now();
+                let fetched = self.fetch(region, page, batch.min(left))?;
+                pace.batch_took(begun.elapsed());
                 self.report();
                 match fetched {
                     Fetched::NoRoom => {

@@ -12,9 +12,9 @@ use pagetide_pager::{
 };
 
 use crate::memory::{Memory, Own, fill_page_cache, local};
-use crate::rng::Rng;
 use crate::source::{Blocking, Local, Workers, fill, word_at};
 use crate::tally::{Op, Tally};
+use pagetide_test_support::Rng;
 
 /// The state that all lives share.
 pub struct World {

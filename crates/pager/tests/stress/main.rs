@@ -3,7 +3,7 @@
 //! are handed from one pager to another. Every word that is read is checked, every wait ends, and at
 //! the end no resource is left over.
 //!
-//! `PAGETIDE_STRESS_SECONDS` sets the duration (5), `PAGETIDE_STRESS_SEED` the random seed.
+//! `PAGETIDE_STRESS_SECONDS` sets the duration (5), `PAGETIDE_SEED` the random seed.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 #![allow(unreachable_pub, reason = "a test's modules")]
 
@@ -11,7 +11,6 @@
 mod hugepages;
 mod life;
 mod memory;
-mod rng;
 mod source;
 mod tally;
 
@@ -20,18 +19,15 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use hugepages::HugePages;
 use life::World;
 use pagetide_pager::{Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers};
+use pagetide_test_support::{PATIENCE, Rng, equals, eventually, seed};
 use pagetide_uapi::userfaultfd::Userfaultfd;
-use rng::Rng;
 use source::Workers;
 use tally::{Op, Tally};
-
-/// The time limit of any operation.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Regions that live at the same time.
 const SLOTS: usize = 4;
@@ -91,11 +87,7 @@ fn all_operations_at_once() {
         return;
     }
     let seconds = from_environment("PAGETIDE_STRESS_SECONDS").unwrap_or(5);
-    let now = SystemTime::now()
-        .duration_since(SystemTime::UNIX_EPOCH)
-        .unwrap();
-    let seed = from_environment("PAGETIDE_STRESS_SEED").unwrap_or(now.as_secs());
-    println!("PAGETIDE_STRESS_SEED={seed} PAGETIDE_STRESS_SECONDS={seconds}");
+    let seed = seed();
     *HUGE_PAGES.lock().unwrap() = Some(HugePages::reserve(4 * SLOTS as u64));
     let tally = Arc::new(Tally::default());
     let watchdog = {
@@ -107,15 +99,7 @@ fn all_operations_at_once() {
     let mappings_before = all_mappings();
     run(seed, Duration::from_secs(seconds), &tally);
     // Threads of pools end by themselves.
-    let deadline = Instant::now() + PATIENCE;
-    while holdings() != before && Instant::now() < deadline {
-        thread::sleep(Duration::from_millis(50));
-    }
-    assert_eq!(
-        holdings(),
-        before,
-        "something is left over (left), of what there was (right)"
-    );
+    eventually("nothing is left over", || equals(holdings(), &before));
     // The allocator retains some for each thread that existed.
     let kept = all_mappings().saturating_sub(mappings_before);
     assert!(kept < 200, "{kept} mappings are left over");

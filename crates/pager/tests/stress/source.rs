@@ -12,8 +12,8 @@ use pagetide_pager::{
     SourceError,
 };
 
-use crate::rng::mix;
 use crate::tally::{Op, Tally};
+use pagetide_test_support::mix;
 
 /// The word at `gpa`, a multiple of 8. Every sixteenth 4 KiB are zeroes.
 pub fn word_at(gpa: u64) -> u64 {

@@ -30,20 +30,19 @@ use pagetide_pager::{
     AddError, Contents, LocalSource, Mode, Pager, PatternSource, RegionConfig, RegionId,
     Resolution, ResolveError, Resolver,
 };
+use pagetide_test_support::Sleeper;
 use pagetide_uapi::userfaultfd::{Features, OpenError, UserRange, Userfaultfd, Wake};
 use rustix::mm::Advice;
 
 pub use hugepages::HugePages;
 pub use manual::ManualSource;
+pub use pagetide_test_support::{PATIENCE, equals, eventually};
 pub use poison::{assert_lost, can_poison, expect_poison, handle_sigbus};
 pub use sources::LocalFn;
 
 /// The gpa of regions made by [`region`].
 pub const GPA: GuestAddress = GuestAddress(4 << 30);
 pub const PAGE: u64 = 4096;
-
-/// The time after which a test counts as hanging. Only a failure reaches it.
-pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// All supported combinations of mode and backing.
 pub const WAYS: [(Mode, Backing); 6] = [
@@ -303,28 +302,39 @@ pub fn within_patience<T: Send + 'static>(
     // When a test fails, dropping its pager sends SIGBUS to sleeping threads, which must not hide the
     // cause.
     handle_sigbus();
-    let (send, receive) = mpsc::channel();
-    let thread = thread::spawn(move || send.send(work()));
-    match receive.recv_timeout(PATIENCE) {
-        Ok(result) => {
-            let _ = thread.join();
-            result
-        }
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("{what}: hangs"),
-        Err(mpsc::RecvTimeoutError::Disconnected) => match thread.join() {
+    pagetide_test_support::within_patience(what, work)
+}
+
+/// A thread that ends by itself.
+pub trait Ends {
+    type Value;
+
+    /// What it gives; fails if it takes longer than [`PATIENCE`].
+    fn ended(self, what: &str) -> Self::Value;
+}
+
+impl<T: Send + 'static> Ends for JoinHandle<T> {
+    type Value = T;
+
+    fn ended(self, what: &str) -> T {
+        match within_patience(what, move || self.join()) {
+            Ok(value) => value,
             Err(panic) => std::panic::resume_unwind(panic),
-            Ok(_) => panic!("{what}: no result"),
-        },
+        }
     }
 }
 
-/// The result of a thread that ends by itself; fails if it takes longer than [`PATIENCE`].
-pub fn join<T: Send + 'static>(what: &str, thread: JoinHandle<T>) -> T {
-    eventually(what, || thread.is_finished());
-    match thread.join() {
-        Ok(result) => result,
-        Err(panic) => std::panic::resume_unwind(panic),
+impl<T: Send + 'static> Ends for Sleeper<T> {
+    type Value = T;
+
+    fn ended(self, _: &str) -> T {
+        self.join()
     }
+}
+
+/// The result of a thread that ends by itself.
+pub fn join<E: Ends>(what: &str, thread: E) -> E::Value {
+    thread.ended(what)
 }
 
 /// Starts `work` on another thread, and returns when that thread has fallen asleep in it: in the
@@ -332,37 +342,7 @@ pub fn join<T: Send + 'static>(what: &str, thread: JoinHandle<T>) -> T {
 pub fn spawn_asleep<T: Send + 'static>(
     what: &str,
     work: impl FnOnce() -> T + Send + 'static,
-) -> JoinHandle<T> {
+) -> Sleeper<T> {
     handle_sigbus();
-    let (send, receive) = mpsc::channel();
-    let thread = thread::spawn(move || {
-        send.send(rustix::thread::gettid()).unwrap();
-        work()
-    });
-    let tid = receive.recv().unwrap().as_raw_nonzero();
-    let is_asleep = || {
-        let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat"));
-        let Ok(stat) = stat else { return false };
-        let state = stat.rsplit(')').next().unwrap().trim_start();
-        state.starts_with(['S', 'D'])
-    };
-    // Several checks in a row, because a thread may sleep briefly on its way.
-    let looks = [(); 5];
-    eventually(what, || {
-        assert!(!thread.is_finished(), "{what}: did not fall asleep");
-        looks.iter().all(|()| {
-            thread::sleep(Duration::from_millis(2));
-            is_asleep()
-        })
-    });
-    thread
-}
-
-/// Waits until `condition` holds.
-pub fn eventually(what: &str, condition: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !condition() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: never");
-        thread::sleep(Duration::from_millis(1));
-    }
+    Sleeper::spawn(what, work)
 }
