@@ -201,6 +201,8 @@ impl Busy {
 
 #[cfg(test)]
 mod tests {
+    use pagetide_test_support::eventually;
+
     use super::*;
 
     #[test]
@@ -259,7 +261,14 @@ mod tests {
             .args(["-c", "while :; do :; done"])
             .spawn()
             .unwrap();
-        std::thread::sleep(std::time::Duration::from_millis(500));
+        // Once it has had a processor for a while.
+        let stat = format!("/proc/{}/stat", other.id());
+        eventually("a busy process", || {
+            let stat = fs::read_to_string(&stat).unwrap();
+            let user = stat.rsplit(')').next().unwrap().split(' ').nth(12).unwrap();
+            let ticks: u64 = user.parse().unwrap();
+            if ticks >= 40 { Ok(()) } else { Err(ticks) }
+        });
         let sample = watch.end(Sample::default());
         other.kill().unwrap();
         other.wait().unwrap();

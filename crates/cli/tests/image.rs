@@ -3,8 +3,9 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output};
 
+use pagetide_test_support::eventually;
 use serde_json::Value;
 
 /// A directory in which the commands run.
@@ -380,6 +381,23 @@ fn bad_input_is_refused_in_one_line() {
     }
 }
 
+/// Whether a process has a file without a name, or with a hidden one, in a directory open, and has written to it.
+fn part_of_an_image(process: &Child, place: &Place) -> bool {
+    let Ok(descriptors) = fs::read_dir(format!("/proc/{}/fd", process.id())) else {
+        return false;
+    };
+    let top = place.0.path().canonicalize().expect("it is there");
+    let is_part = |file: &Path| {
+        let name = file.strip_prefix(&top).ok().and_then(Path::to_str);
+        name.is_some_and(|name| name.starts_with('.') || name.ends_with(" (deleted)"))
+    };
+    descriptors.flatten().any(|descriptor| {
+        let file = fs::read_link(descriptor.path());
+        let bytes = fs::metadata(descriptor.path()).map_or(0, |status| status.len());
+        file.is_ok_and(|file| is_part(&file)) && bytes > 0
+    })
+}
+
 #[test]
 fn an_interrupted_run_leaves_nothing() {
     let place = Place::new();
@@ -398,13 +416,11 @@ fn an_interrupted_run_leaves_nothing() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pagetide"));
     let command = command.args(["image", "create", "raw", "-o", "image"]);
     let mut running = command.current_dir(&place.0).spawn().expect("it starts");
-    std::thread::sleep(std::time::Duration::from_millis(150));
+    // As soon as it has begun to write, long before it has read 256 MiB.
+    eventually("a part of the image", || part_of_an_image(&running, &place));
     running.kill().expect("it is there");
     let status = running.wait().expect("it has ended");
-    if status.success() {
-        println!("SKIP: it had ended before it was interrupted");
-        return;
-    }
+    assert!(!status.success(), "it had ended before it was interrupted");
     let left = names(place.0.path());
     let hidden = left.iter().filter(|name| name.starts_with('.')).count();
     // A file system without unnamed files keeps a hidden one.

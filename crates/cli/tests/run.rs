@@ -5,9 +5,8 @@
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
 
+use pagetide_test_support::eventually;
 use pagetide_uapi::probe::Probe;
 
 fn run(words: &[&str]) -> Output {
@@ -223,17 +222,7 @@ fn the_time_is_up_even_if_nobody_reads() {
         .expect("it starts");
     let mut keys = child.stdin.take().expect("a pipe");
     keys.write_all(&[b'x'; 1000]).expect("somebody types it in");
-    let started = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().expect("it is our child") {
-            break status;
-        }
-        if started.elapsed() > Duration::from_secs(60) {
-            child.kill().expect("it is our child");
-            unreachable!("it hangs");
-        }
-        sleep(Duration::from_millis(50));
-    };
+    let status = eventually("its end", || child.try_wait().expect("it is our child"));
     assert_eq!(status.code(), Some(1));
 }
 

@@ -7,7 +7,7 @@ mod guest;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
-use guest::{DATA, DATA_PAGES, DATA_SLOT, Machine, PAGE, Word, is_round, toggle, wait_until};
+use guest::{DATA, DATA_PAGES, DATA_SLOT, Machine, PAGE, Word, eventually, is_round, toggle};
 use guest::{LOW_SLOT, Limited};
 use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use pagetide_kvm::{AdoptError, Capabilities, Exit, FaultExit, Kvm, Method, PopulateFlags};
@@ -47,7 +47,7 @@ fn an_adopted_vcpu_runs_and_is_kicked() {
     let rounds = machine.get(0, Word::Rounds);
     let kicking = Arc::clone(&machine);
     let kicker = Limited::spawn("a kick", move || {
-        wait_until("a round", || kicking.get(0, Word::Rounds) > rounds);
+        eventually("a round", || kicking.get(0, Word::Rounds) > rounds);
         kick.kick();
     });
     assert_eq!(here.run().expect("no failure"), Exit::Interrupted);
@@ -77,7 +77,7 @@ fn slots_that_the_program_set_can_be_changed() {
         drop(running);
         exit
     });
-    wait_until("a round", || machine.get(0, Word::Rounds) > 0);
+    eventually("a round", || machine.get(0, Word::Rounds) > 0);
     let adopted = Machine {
         vm,
         low: Arc::clone(&machine.low),
@@ -87,7 +87,7 @@ fn slots_that_the_program_set_can_be_changed() {
     for _ in 0..20 {
         slots = toggle(&adopted, Method::Quiesce, &slots);
         let rounds = machine.get(0, Word::Rounds);
-        wait_until("a round", || machine.get(0, Word::Rounds) > rounds);
+        eventually("a round", || machine.get(0, Word::Rounds) > rounds);
     }
     machine.set(0, Word::Report, 1);
     let exit = exit.join();

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fake_sigbus::send_sigbus;
-use guest::{DATA, DATA_PAGES, Limited, Machine, PAGE, Word, is_round, wait_until};
+use guest::{DATA, DATA_PAGES, Limited, Machine, PAGE, Word, eventually, is_round};
 use kvm_bindings::KVMIO;
 use pagetide_kvm::{BoundVcpu, Exit, Vcpu};
 use pagetide_memory::GuestAddress;
@@ -82,7 +82,7 @@ fn with_a_late_report(page: u64, test: impl FnOnce(&Machine, BoundVcpu<'_>, Exit
     let reporting = Arc::clone(&machine);
     let mut here = vcpu.bind().expect("signals work");
     let reporter = Limited::spawn("a report", move || {
-        wait_until("a round", || reporting.get(0, Word::Rounds) > 1);
+        eventually("a round", || reporting.get(0, Word::Rounds) > 1);
         // SAFETY: the thread exists, because it waits for this one.
         let status = unsafe { libc::pthread_kill(this_thread, PROMPT) };
         // In any case, so that the vCPU does not run forever.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use guest::{
-    DATA, DATA_PAGES, DATA_SLOT, Limited, Machine, PAGE, Word, is_round, toggle, wait_until,
+    DATA, DATA_PAGES, DATA_SLOT, Limited, Machine, PAGE, Word, eventually, is_round, toggle,
     whole_methods,
 };
 use pagetide_kvm::{Exit, Method, PopulateError, PopulateFlags, Populated, SlotFlags, Stats};
@@ -87,7 +87,7 @@ fn trap(machine: &Machine) -> Option<Userfaultfd> {
 }
 
 fn wait_for_fault(uffd: &Userfaultfd) {
-    wait_until("a message", || {
+    eventually("a message", || {
         let mut buffer = EventBuffer::new(4);
         let mut events = uffd.read_events(&mut buffer).expect("readable");
         events.any(|event| matches!(event, Event::PageFault(_)))
@@ -326,7 +326,7 @@ fn slots_change_while_memory_is_populated() {
             slots = toggle(&machine, method, &slots);
             longest = longest.max(before.elapsed());
         }
-        wait_until("a population", || populations.load(Ordering::Relaxed) > 0);
+        eventually("a population", || populations.load(Ordering::Relaxed) > 0);
         over.store(true, Ordering::Relaxed);
         threads.into_iter().for_each(Limited::join);
         kick.kick();

@@ -7,7 +7,6 @@ mod guest;
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use guest::{DATA_PAGES, LOW_BYTES, Limited, Machine, PAGE};
 use pagetide_kvm::{
@@ -169,17 +168,15 @@ fn it_can_be_stopped_while_workers_wait() {
                 .idle_vcpus(&mut vcpus)
                 .flags(PopulateFlags::default())
                 .method(method);
-            // After all other work has been done for a while.
-            let mut waiting = None;
+            // All other work has been done, and further looks find no more.
+            let mut looks_left = 10;
             populator.run(|progress| {
-                if progress.bytes < LOW_BYTES {
-                    return ControlFlow::Continue(());
+                if progress.bytes >= LOW_BYTES {
+                    looks_left -= 1;
                 }
-                let since: &mut Instant = waiting.get_or_insert_with(Instant::now);
-                if since.elapsed() < Duration::from_millis(200) {
-                    ControlFlow::Continue(())
-                } else {
-                    ControlFlow::Break(())
+                match looks_left {
+                    0 => ControlFlow::Break(()),
+                    _ => ControlFlow::Continue(()),
                 }
             })
         });

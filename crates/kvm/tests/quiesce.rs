@@ -4,13 +4,13 @@
 
 mod guest;
 
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use guest::{
-    DATA, DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, Word, is_round, toggle, wait_until,
+    DATA, DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, Word, eventually, is_round, toggle,
     whole_methods,
 };
 use pagetide_kvm::{Exit, Method, PreFaultError, SlotFlags, Vcpu};
@@ -117,7 +117,7 @@ fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
         let mut here = vcpu.bind().expect("signals work");
         peeking.peek(&mut here, DATA + 3 * PAGE)
     });
-    wait_until("a message", || {
+    eventually("a message", || {
         let mut buffer = EventBuffer::new(4);
         let mut events = uffd.read_events(&mut buffer).expect("readable");
         events.any(|event| matches!(event, Event::PageFault(_)))
@@ -128,7 +128,7 @@ fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
         transaction.split(DATA_SLOT, 2 * PAGE);
         transaction.commit_with(Method::Quiesce).expect("it works")
     });
-    if commit.is_done_after(Duration::from_millis(300)) {
+    if commit.is_done_or_asleep() {
         println!("the kick ended the waiting");
     } else {
         println!("the commit waits for the page");
@@ -146,6 +146,7 @@ fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
 #[test]
 fn kicks_are_neither_lost_nor_spurious() {
     const KICKS: u64 = 200;
+    const COMMITS: u64 = 50;
     let Some(machine) = Machine::new() else {
         return;
     };
@@ -164,28 +165,38 @@ fn kicks_are_neither_lost_nor_spurious() {
     });
     let (over, is_over) = mpsc::channel::<()>();
     let committing = Arc::clone(&machine);
-    let commits = Limited::spawn("committing", move || {
+    let commits = Arc::new(AtomicU64::new(0));
+    let counting = Arc::clone(&commits);
+    let committer = Limited::spawn("committing", move || {
         let mut slots = vec![DATA_SLOT];
-        let mut kicked = 0;
         while is_over.try_recv() == Err(mpsc::TryRecvError::Empty) {
             slots = toggle(&committing, Method::Quiesce, &slots);
-            kicked += 1;
+            counting.fetch_add(1, Ordering::Relaxed);
         }
-        kicked
     });
+    // Each commit makes the vCPU leave the guest, and enter again before the next one.
+    let committed = |more: u64| {
+        let target = commits.load(Ordering::Relaxed) + more;
+        eventually("commits", || {
+            let done = commits.load(Ordering::Relaxed);
+            if done >= target { Ok(()) } else { Err(done) }
+        });
+    };
     // None without a kick.
-    assert!(notices.recv_timeout(Duration::from_millis(300)).is_err());
+    committed(COMMITS);
+    assert_eq!(notices.try_recv(), Err(mpsc::TryRecvError::Empty));
     let mut extra = 0;
     for _ in 0..KICKS {
         kick.kick();
         notices.recv_timeout(LIMIT).expect("no kick is lost");
         // A kick may count twice: its flag and its signal may interrupt one KVM_RUN each.
-        thread::sleep(Duration::from_millis(1));
+        committed(2);
         extra += notices.try_iter().count();
     }
-    assert!(notices.recv_timeout(Duration::from_millis(300)).is_err());
+    committed(COMMITS);
+    assert_eq!(notices.try_recv(), Err(mpsc::TryRecvError::Empty));
     drop(over);
-    let commits = commits.join();
+    committer.join();
     println!("{KICKS} kicks, {extra} counted twice, {commits:?} commits");
     machine.set(0, Word::Report, 1);
     vcpu.join();

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, mpsc};
 
 use fake_sigbus::send_sigbus;
-use guest::{DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, Word, wait_until};
+use guest::{DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, Word, eventually};
 use libc::siginfo_t;
 use pagetide_kvm::poison::{ErrorWatch, WatchError, handle_sigbus};
 use pagetide_kvm::{BindError, CommitError, Exit, Method, PopulateFlags, Signals, SignalsError};
@@ -96,7 +96,7 @@ fn walk(signals: Signals) -> Option<Walk> {
         here.run().expect("no failure")
     });
     let thread = threads.recv_timeout(LIMIT).expect("it is bound");
-    wait_until("a round", || machine.get(0, Word::Rounds) > 0);
+    eventually("a round", || machine.get(0, Word::Rounds) > 0);
     Some(Walk {
         machine,
         kick,

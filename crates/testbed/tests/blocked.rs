@@ -47,7 +47,8 @@ fn registered(config: MachineConfig) -> Option<(Machine, Userfaultfd)> {
 #[test]
 fn a_stalled_run_names_the_page_and_leaves_no_thread() {
     for backing in [Backing::Anonymous, Backing::Shmem] {
-        let stall_timeout = Duration::from_millis(500);
+        // In this time both vCPUs have to come to their first page.
+        let stall_timeout = Duration::from_secs(2);
         let config = MachineConfig {
             backing,
             stall_timeout,

@@ -34,11 +34,10 @@ fn a_guest_that_spins_is_stopped_from_outside() {
     for round in 0..20 {
         let stopper = machine.stopper();
         let outside = thread::spawn(move || {
-            // Before, at and after the guests' start.
+            // Before, at and after the guests' start: what is expected is the same each time.
             thread::sleep(Duration::from_millis(round));
             stopper.stop("the page reader died");
         });
-        let started = Instant::now();
         let failure = machine
             .run(&SPIN, Arc::new(NoFaults))
             .expect_err("spinning never ends");
@@ -53,11 +52,6 @@ fn a_guest_that_spins_is_stopped_from_outside() {
             chain(&failure)
         );
         assert!(failure.lost.is_empty(), "{failure}");
-        assert!(
-            started.elapsed() < Duration::from_secs(8),
-            "kicks took {:?}",
-            started.elapsed()
-        );
     }
     reads_well(&mut machine);
 }
@@ -96,6 +90,7 @@ fn a_run_without_progress_ends_with_the_registers() {
         matches!(*failure.cause, GuestError::Stalled { .. }),
         "{failure}"
     );
+    // Not earlier, which no machine is too slow for.
     assert!(started.elapsed() >= stall_timeout);
     assert_eq!(failure.vcpus.len(), 2);
     for state in &failure.vcpus {

@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvm_bindings::kvm_regs;
 use pagetide_kvm::{Exit, Kvm, OpenError, Signals, SlotFlags, Vcpu, Vm};
 use pagetide_memory::{Backing, GuestAddress, PageIndex, Region};
+use pagetide_test_support::eventually;
 use pagetide_vmm::x86_64::{LongMode, Platform};
 use pagetide_vmm::{
     HookError, Next, NoFaults, PoolConfig, PoolEnd, PoolFailure, PoolVcpu, Stopper, VcpuHooks,
@@ -150,15 +151,6 @@ fn join(pool: VcpuPool, vcpus: usize) -> PoolEnd {
     end
 }
 
-/// Waits for a condition.
-fn await_that(what: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !what() {
-        assert!(start.elapsed() < GRACE, "it did not come");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
 fn cause(failure: &PoolFailure) -> String {
     failure
         .source()
@@ -176,7 +168,7 @@ fn a_stop_ends_vcpus_that_run() {
         let pool = start(vcpus, &hooks, &stopper);
         // Before, at and after the guests' start.
         if round > 3 {
-            await_that(|| pool.exits() > u64::from(round));
+            eventually("exits", || pool.exits() > u64::from(round));
         }
         stopper.stop("the page reader died");
         stopper.stop("a consequence");
@@ -197,7 +189,7 @@ fn an_end_from_outside_is_no_failure() {
     };
     let (hooks, stopper) = (Counting::new(|_| Ok(Next::Enter)), Stopper::default());
     let pool = start(vcpus, &hooks, &stopper);
-    assert!(!pool.wait(Duration::from_millis(20)));
+    assert!(!pool.wait(Duration::ZERO));
     stopper.end();
     assert!(join(pool, 2).failure.is_none());
     assert_eq!(hooks.stops.load(Ordering::SeqCst), 1);
@@ -218,7 +210,7 @@ fn a_stop_before_the_start_enters_no_guest() {
     assert_eq!(hooks.started.load(Ordering::SeqCst), 0);
     // The stop is used up.
     let pool = start(end.vcpus, &hooks, &stopper);
-    await_that(|| pool.exits() > 0);
+    eventually("exits", || pool.exits() > 0);
     stopper.end();
     assert!(join(pool, 2).failure.is_none());
 }
@@ -369,7 +361,9 @@ fn kicks_interrupt_every_vcpu_and_stop_none() {
     let pool = start(vcpus, &hooks, &stopper);
     for round in 1..=3 {
         pool.kick_all();
-        await_that(|| hooks.interrupted.load(Ordering::SeqCst) >= 2 * round);
+        eventually("interruptions", || {
+            hooks.interrupted.load(Ordering::SeqCst) >= 2 * round
+        });
     }
     assert!(!pool.wait(Duration::ZERO));
     stopper.end();
@@ -383,10 +377,10 @@ fn a_dropped_pool_stops() {
     };
     let hooks = Counting::new(|_| Ok(Next::Enter));
     let pool = start(vcpus, &hooks, &Stopper::default());
-    await_that(|| pool.exits() > 0);
+    eventually("exits", || pool.exits() > 0);
     drop(pool);
     // The threads drop the hooks.
-    await_that(|| Arc::strong_count(&hooks) == 1);
+    eventually("its end", || Arc::strong_count(&hooks) == 1);
 }
 
 /// A hook that waits for a message, and ignores a stop.
@@ -415,8 +409,9 @@ fn a_vcpu_that_does_not_come_back_is_lost_and_named() {
     });
     let (hooks, stopper) = (Arc::<Stuck>::clone(&stuck), Stopper::default());
     let pool = VcpuPool::start(vcpus, hooks, &stopper, &PoolConfig::default()).expect("vCPUs");
-    await_that(|| stuck.entered.load(Ordering::SeqCst));
+    eventually("the stuck vCPU", || stuck.entered.load(Ordering::SeqCst));
     stopper.end();
+    // However long: it does not come back before it is let go.
     let end = pool.join(Duration::from_millis(100));
     assert_eq!(end.lost, [0], "{end:?}");
     assert!(
@@ -424,7 +419,7 @@ fn a_vcpu_that_does_not_come_back_is_lost_and_named() {
         "{end:?}"
     );
     drop(let_go);
-    await_that(|| Arc::strong_count(&stuck) == 1);
+    eventually("its end", || Arc::strong_count(&stuck) == 1);
 }
 
 /// The error type of the pool's user.

@@ -233,6 +233,7 @@ mod tests {
         }
         let mapping = image.map(false).unwrap();
         let holder = thread::spawn(move || {
+            // So that the file is still mapped when it is to leave; if not, the test shows less.
             thread::sleep(Duration::from_millis(100));
             drop(mapping);
         });

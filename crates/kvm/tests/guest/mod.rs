@@ -17,10 +17,13 @@ use std::error::Error;
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pagetide_kvm::{BoundVcpu, Exit, Kvm, Method, Signals, SlotFlags, Vcpu, Vm};
 use pagetide_memory::{Backing, FaultInAccess, GuestAddress, PageIndex, Region};
+use pagetide_test_support::{PATIENCE, Task};
+
+pub(crate) use pagetide_test_support::eventually;
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
@@ -38,7 +41,7 @@ pub(crate) const LOW_SLOT: u32 = 0;
 pub(crate) const DATA_SLOT: u32 = 1;
 pub(crate) const LOW_BYTES: u64 = 2 << 20;
 /// The time limit of any step; a software CPU is slow.
-pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+pub(crate) const LIMIT: Duration = PATIENCE;
 
 const CODE: u64 = 0x1000;
 const TABLES: u64 = 0x2000;
@@ -225,39 +228,40 @@ pub(crate) fn toggle(machine: &Machine, method: Method, slots: &[u32]) -> Vec<u3
         .collect()
 }
 
-/// Waits until a condition holds.
-pub(crate) fn wait_until(what: &str, is: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !is() {
-        assert!(start.elapsed() < LIMIT, "{what} takes too long");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
 /// Runs `work` in a separate thread.
 pub(crate) struct Limited<T> {
     what: &'static str,
     result: mpsc::Receiver<T>,
+    task: Task,
     thread: JoinHandle<()>,
 }
 
 impl<T: Send + 'static> Limited<T> {
     pub(crate) fn spawn(what: &'static str, work: impl FnOnce() -> T + Send + 'static) -> Self {
         let (sender, result) = mpsc::channel();
+        let (begin, begun) = mpsc::channel();
         let thread = thread::spawn(move || {
+            let _ = begin.send(Task::this());
             let _ = sender.send(work());
         });
         Self {
             what,
             result,
+            task: begun.recv().expect("it begins"),
             thread,
         }
     }
 
-    /// Whether it has finished after `time`.
-    pub(crate) fn is_done_after(&self, time: Duration) -> bool {
-        thread::sleep(time);
-        self.thread.is_finished()
+    /// Waits until it is asleep, or has finished. Whether it has.
+    pub(crate) fn is_done_or_asleep(&self) -> bool {
+        eventually(self.what, || {
+            let state = self.task.state().map(|(state, _)| state);
+            match state {
+                _ if self.thread.is_finished() => Ok(true),
+                Some('S' | 'D') => Ok(false),
+                other => Err(other),
+            }
+        })
     }
 
     /// Waits for the end; exceeding the limit is a failure, and so is a panic.
