@@ -11,6 +11,7 @@ use fs_err as fs;
 
 use crate::command::Run;
 use crate::files;
+use crate::outside::Service;
 use crate::progress::Progress;
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
@@ -85,14 +86,18 @@ impl Lists {
         };
         let text = sources_list(kind, &lists.suites, &targets()?);
         fs::write(directory.join("sources.list"), text)?;
-        let update = lists.run("apt-get").arg("update");
-        update.logged(&lists.log, progress).with_context(|| {
-            format!(
-                "the lists of {} could not be fetched: is there a network, and a proxy if it takes one (apt's \
-                 Acquire::http::Proxy)? Does the mirror have these suites?",
-                lists.names()
-            )
-        })?;
+        let update = || {
+            let update = lists.run("apt-get").arg("update");
+            update.logged(&lists.log, progress)
+        };
+        Service::Debian
+            .again("fetching Debian's lists", update)
+            .with_context(|| {
+                format!(
+                    "the lists of {} could not be fetched: does the mirror have these suites?",
+                    lists.names()
+                )
+            })?;
         Ok(lists)
     }
 
@@ -128,14 +133,15 @@ impl Lists {
     ) -> Result<PathBuf> {
         fs::create_dir_all(into)?;
         let what = format!("{package}={version}");
-        self.run("apt-get")
-            .args(["download", &what])
-            .dir(into)
-            .logged(&self.log, progress)
+        let download = || {
+            let download = self.run("apt-get").args(["download", &what]);
+            download.dir(into).logged(&self.log, progress)
+        };
+        Service::Debian
+            .again(&format!("downloading {package}"), download)
             .with_context(|| {
                 format!(
-                    "{what}, which {} list, could not be downloaded whole: is the network there? If the mirror is being \
-                     updated, try again later",
+                    "{what}, which {} list, could not be downloaded whole",
                     self.names()
                 )
             })?;
@@ -154,11 +160,13 @@ impl Lists {
         progress: &Progress,
     ) -> Result<PathBuf> {
         fs::create_dir_all(into)?;
-        self.run("apt-get")
-            .args(["source", "--download-only"])
-            .arg(format!("{package}={version}"))
-            .dir(into)
-            .logged(&self.log, progress)?;
+        Service::Debian.again(&format!("downloading {package}'s source"), || {
+            self.run("apt-get")
+                .args(["source", "--download-only"])
+                .arg(format!("{package}={version}"))
+                .dir(into)
+                .logged(&self.log, progress)
+        })?;
         let description = fs::read_dir(into)?
             .filter_map(|entry| Some(entry.ok()?.path()))
             .find(|file| file.extension().is_some_and(|extension| extension == "dsc"));

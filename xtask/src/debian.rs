@@ -6,6 +6,7 @@ use anyhow::Result;
 use fs_err as fs;
 
 use crate::command::Run;
+use crate::outside::Service;
 use crate::progress::Progress;
 
 /// Downloads a package into `dir`: one version, or else what Debian serves now.
@@ -16,11 +17,13 @@ pub(crate) fn download(dir: &Path, package: &str, version: Option<&str>) -> Resu
         None => package.to_owned(),
     };
     let progress = Progress::spinner(&format!("downloading {package}"));
-    Run::new("apt-get")
-        .words("-o APT::Sandbox::User=root download")
-        .arg(&what)
-        .dir(dir)
-        .logged(&dir.join("apt.log"), &progress)?;
+    Service::Debian.again(&format!("downloading {package}"), || {
+        Run::new("apt-get")
+            .words("-o APT::Sandbox::User=root download")
+            .arg(&what)
+            .dir(dir)
+            .logged(&dir.join("apt.log"), &progress)
+    })?;
     progress.done();
     Ok(())
 }

@@ -56,8 +56,7 @@ pub(crate) fn build(paths: &Paths) -> Result<PathBuf> {
 fn busybox(paths: &Paths) -> Result<PathBuf> {
     let downloads = paths.cache().join("dl");
     if debian::downloaded(&downloads, BUSYBOX, None)?.is_none() {
-        debian::download(&downloads, BUSYBOX, None)
-            .context("is there a network, and did `apt-get update` run?")?;
+        debian::download(&downloads, BUSYBOX, None)?;
     }
     let package =
         debian::downloaded(&downloads, BUSYBOX, None)?.context("apt-get download left no file")?;

@@ -15,6 +15,7 @@ mod guest;
 mod initramfs;
 mod kernel;
 mod moto;
+mod outside;
 mod package;
 mod paths;
 mod profile;
@@ -115,7 +116,11 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            let text = format!("{error:#}");
+            eprintln!("error: {text}");
+            if let Some(advice) = outside::disk_full(&text) {
+                eprintln!("{advice}");
+            }
             ExitCode::from(2)
         }
     }

@@ -13,6 +13,7 @@ use sha2::{Digest, Sha256};
 use crate::command::Run;
 use crate::files::{self, hex};
 use crate::kernel::lock;
+use crate::outside::Service;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
@@ -63,11 +64,13 @@ fn make(directory: &Path, log: &Path) -> Result<()> {
         .logged(log, &progress)?;
     let requirements = directory.join("moto.txt");
     fs::write(&requirements, REQUIREMENTS)?;
-    Run::new(directory.join("bin/python3"))
-        .words("-m pip install --quiet --disable-pip-version-check --no-input --retries 1")
-        .words("--only-binary :all: --no-deps --require-hashes --requirement")
-        .arg(&requirements)
-        .logged(log, &progress)?;
+    Service::PyPi.again("installing the S3 server of the tests", || {
+        Run::new(directory.join("bin/python3"))
+            .words("-m pip install --quiet --disable-pip-version-check --no-input --retries 1")
+            .words("--only-binary :all: --no-deps --require-hashes --requirement")
+            .arg(&requirements)
+            .logged(log, &progress)
+    })?;
     let server = directory.join("bin/moto_server");
     if !server.exists() {
         bail!("pip has installed no {}", server.display());

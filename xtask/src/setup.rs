@@ -7,6 +7,7 @@ use anyhow::{Result, bail};
 use crate::command::{Run, on_path};
 use crate::cross;
 use crate::kernel::Arch;
+use crate::outside::Service;
 use crate::progress::Progress;
 
 /// Something that must be there, and the Debian package that has it.
@@ -302,11 +303,14 @@ fn install(packages: &[&str]) -> Result<()> {
             .args(["dpkg", "--add-architecture", architecture])
             .logged(&log, &progress)?;
     }
-    apt().arg("update").logged(&log, &progress)?;
-    apt()
-        .args(["install", "--no-install-recommends"])
-        .args(packages)
-        .logged(&log, &progress)?;
+    // A package that a list names and the mirror no longer has is found again with new lists.
+    Service::Debian.again("installing Debian's packages", || {
+        apt().arg("update").logged(&log, &progress)?;
+        apt()
+            .args(["install", "--no-install-recommends"])
+            .args(packages)
+            .logged(&log, &progress)
+    })?;
     progress.done();
     // A log that nobody needs any more; a leftover does no harm.
     let _ = std::fs::remove_file(&log);

@@ -9,6 +9,7 @@ use fs_err as fs;
 use crate::command::Run;
 use crate::files;
 use crate::kernel::lock;
+use crate::outside::Service;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
@@ -154,12 +155,18 @@ fn original(codename: &str, variant: Variant, paths: &Paths) -> Result<PathBuf> 
     }
     let new = roots.join(format!("new-{}", files::unique()));
     let progress = Progress::spinner("making a clean root");
-    let made = Run::new("mmdebstrap")
-        .arg("--mode=root")
-        .arg(format!("--variant={variant}"))
-        .arg(codename)
-        .arg(&new)
-        .logged(&roots.join("mmdebstrap.log"), &progress)
+    let make = || {
+        // What a failed try has left.
+        files::remove(&new)?;
+        Run::new("mmdebstrap")
+            .arg("--mode=root")
+            .arg(format!("--variant={variant}"))
+            .arg(codename)
+            .arg(&new)
+            .logged(&roots.join("mmdebstrap.log"), &progress)
+    };
+    let made = Service::Debian
+        .again("making a clean root", make)
         .and_then(|()| Ok(fs::rename(&new, &directory)?));
     if made.is_err() {
         let _ = files::remove(&new);
