@@ -55,6 +55,14 @@ impl Run {
         self
     }
 
+    pub(crate) fn envs<N: AsRef<OsStr>, V: AsRef<OsStr>>(
+        mut self,
+        variables: impl IntoIterator<Item = (N, V)>,
+    ) -> Self {
+        self.0.envs(variables);
+        self
+    }
+
     /// The command as a person would type it, for messages.
     pub(crate) fn shown(&self) -> String {
         let words = self.0.get_args().skip(SETPRIV.len() - 1);

@@ -1,7 +1,7 @@
 //! Files and directories: what comes to its name only when it is whole, and what may be gone already.
 
 use std::io::{ErrorKind, Result};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use fs_err as fs;
@@ -42,6 +42,26 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
 pub(crate) fn fresh_dir(dir: &Path) -> Result<()> {
     remove(dir)?;
     fs::create_dir_all(dir)
+}
+
+/// Makes a directory among others of its kind, whose names begin with `prefix` and end with the time. The oldest ones go,
+/// but for `kept`.
+pub(crate) fn one_of_many(all: &Path, prefix: &str, kept: usize) -> Result<PathBuf> {
+    fs::create_dir_all(all)?;
+    let mut old: Vec<_> = fs::read_dir(all)?
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix))
+        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+        .collect();
+    old.sort();
+    for (_, dir) in old.iter().rev().skip(kept) {
+        // Another xtask may be faster; what is left is removed the next time.
+        let _ = fs::remove_dir_all(dir);
+    }
+    let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let dir = all.join(format!("{prefix}{}-{}", now.as_millis(), unique()));
+    fs::create_dir(&dir)?;
+    Ok(dir)
 }
 
 /// A text file; empty if there is none.
@@ -91,6 +111,19 @@ mod tests {
         remove(&tree).unwrap();
         assert!(!tree.exists());
         remove(&tree).unwrap();
+    }
+
+    #[test]
+    fn of_many_directories_the_oldest_go() {
+        let all = tempfile::tempdir().unwrap();
+        let other = all.path().join("other");
+        fs::create_dir(&other).unwrap();
+        let made: Vec<_> = (0..5)
+            .map(|_| one_of_many(all.path(), "run-", 2).unwrap())
+            .collect();
+        // Before the last one was made, two were kept.
+        let left = made.iter().filter(|dir| dir.exists()).count();
+        assert!(left == 3 && made[4].exists() && other.exists());
     }
 
     #[test]

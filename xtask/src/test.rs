@@ -2,6 +2,8 @@
 
 mod arm64;
 mod clean_root;
+mod closing;
+mod failed;
 mod fuzz;
 mod host;
 mod jobs;
@@ -12,6 +14,7 @@ mod loom;
 mod package;
 mod roots;
 mod schedule;
+mod seed;
 mod tally;
 mod upstream;
 
@@ -20,9 +23,9 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use fs_err as fs;
 
@@ -32,6 +35,7 @@ use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::{setup, uapi};
 
+use closing::Costs;
 use tally::{Tally, Verdict};
 
 /// The verb's arguments.
@@ -41,6 +45,12 @@ pub(crate) struct TestArgs {
     /// debug, modules, roots, upstream and upstream-arm64]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
+    /// Take the steps so often, until something fails; each time with a new seed, unless PAGETIDE_SEED is set
+    #[arg(long, value_name = "N", requires = "only")]
+    repeat: Option<NonZero<u32>>,
+    /// Of host, only the test programs whose names begin so, as `serve/ends`, and no documentation
+    #[arg(long, value_name = "NAME", requires = "only")]
+    program: Option<String>,
 }
 
 #[cfg(test)]
@@ -154,6 +164,11 @@ impl Step {
         !asked.contains(&self)
     }
 
+    /// Whether the step runs test programs, among which `--program` can choose.
+    fn takes_programs(self) -> bool {
+        self == Self::Host
+    }
+
     fn name(self) -> String {
         self.to_possible_value()
             .map_or_else(String::new, |value| value.get_name().to_owned())
@@ -163,6 +178,8 @@ impl Step {
 /// One step of the run.
 struct Testing<'a> {
     paths: &'a Paths,
+    /// With what the names of the test programs begin that are taken.
+    program: Option<&'a str>,
     /// What the steps before it gave, and it gives.
     tally: Tally,
     host_ran: bool,
@@ -182,21 +199,32 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
         .copied()
         .filter(wanted)
         .collect();
-    let whole = Mutex::new(Tally::default());
-    let host_ran = AtomicBool::new(false);
-    let workers = thread::available_parallelism().map_or(1, NonZero::get);
-    schedule::run(&steps, workers, Step::needs, |step| {
-        let mut testing = Testing {
-            paths,
-            tally: lock(&whole).clone(),
-            host_ran: host_ran.load(Ordering::Relaxed),
-        };
-        testing.timed(step);
-        host_ran.fetch_or(testing.host_ran, Ordering::Relaxed);
-        lock(&whole).merge(testing.tally);
-    });
-    let tally = lock(&whole);
+    if args.program.is_some()
+        && let Some(step) = steps.iter().find(|step| !step.takes_programs())
+    {
+        bail!(
+            "--program chooses among test programs, which {} does not",
+            step.name()
+        );
+    }
+    let rounds = args.repeat.map_or(1, NonZero::get);
+    let Rounds { last, done } = rounds_of(rounds, seed::draw, || {
+        take_all(&steps, args.program.as_deref(), paths)
+    })?;
+    let Done { tally, costs } = done;
+    print!("{}", costs.table());
+    print!("{}", closing::slowest(tally.times()));
     print!("{}", tally.details());
+    if rounds > 1 {
+        println!("rounds: {last} of {rounds}");
+    }
+    println!("seed: {}", seed::assignment());
+    for folder in tally.kept() {
+        println!("kept: {} has what failed", folder.display());
+    }
+    if let Some(advice) = tally.disk_full() {
+        println!("{advice}");
+    }
     println!("tested in {:.0} s", started.elapsed().as_secs_f64());
     let notice = source::notice().map_or_else(String::new, |notice| format!(" ({notice})"));
     println!("{}{notice}", tally.closing_line());
@@ -207,13 +235,71 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
     })
 }
 
-fn lock(tally: &Mutex<Tally>) -> MutexGuard<'_, Tally> {
-    tally.lock().unwrap_or_else(PoisonError::into_inner)
+/// What has come of steps.
+#[derive(Default)]
+struct Done {
+    tally: Tally,
+    costs: Costs,
+}
+
+/// What has come of the rounds of a run.
+struct Rounds {
+    /// The number of the last one, from 1.
+    last: u32,
+    /// Of all rounds.
+    done: Done,
+}
+
+/// Takes rounds, each begun by `begin`, until one has a failure or all were taken.
+fn rounds_of(
+    rounds: u32,
+    begin: impl Fn() -> Result<()>,
+    take: impl Fn() -> Done,
+) -> Result<Rounds> {
+    let mut all = Done::default();
+    let mut last = 0;
+    while last < rounds && !all.tally.has_failed() {
+        begin()?;
+        last += 1;
+        if rounds > 1 {
+            println!("== round {last} of {rounds}: {}", seed::assignment());
+        }
+        // A round knows nothing of those before it: what one left out, the next one does again.
+        let Done { tally, costs } = take();
+        all.tally.merge(tally);
+        all.costs.merge(costs);
+    }
+    Ok(Rounds { last, done: all })
+}
+
+/// Takes each step once.
+fn take_all(steps: &[Step], program: Option<&str>, paths: &Paths) -> Done {
+    let done = Mutex::new(Done::default());
+    let host_ran = AtomicBool::new(false);
+    let workers = thread::available_parallelism().map_or(1, NonZero::get);
+    schedule::run(steps, workers, Step::needs, |step| {
+        let mut testing = Testing {
+            paths,
+            program,
+            tally: lock(&done).tally.for_step(),
+            host_ran: host_ran.load(Ordering::Relaxed),
+        };
+        let cost = testing.timed(step);
+        host_ran.fetch_or(testing.host_ran, Ordering::Relaxed);
+        let mut done = lock(&done);
+        done.tally.merge(testing.tally);
+        done.costs.add(&step.name(), cost);
+    });
+    done.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn lock(done: &Mutex<Done>) -> MutexGuard<'_, Done> {
+    done.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Testing<'_> {
-    /// Takes the step. What keeps it from being taken is a failure.
-    fn timed(&mut self, step: Step) {
+    /// Takes the step, and returns what that cost. What keeps it from being taken is a failure.
+    fn timed(&mut self, step: Step) -> Duration {
         let name = step.name();
         println!("== {name}");
         let start = Instant::now();
@@ -222,11 +308,17 @@ impl Testing<'_> {
             self.tally
                 .add(&name, "step", Verdict::Failed(format!("{error:#}")));
         }
+        if !self.tally.failures().is_empty() {
+            match failed::keep(&name, &self.tally, self.paths) {
+                Ok(folder) => self.tally.kept_in(folder),
+                // The failure itself counts, and was printed.
+                Err(error) => eprintln!("the logs of {name} could not be kept: {error:#}"),
+            }
+        }
         let counts = self.tally.since(&before);
-        println!(
-            "== {name}: {counts} in {:.0} s",
-            start.elapsed().as_secs_f64()
-        );
+        let cost = start.elapsed();
+        println!("== {name}: {counts} in {:.0} s", cost.as_secs_f64());
+        cost
     }
 
     fn step(&mut self, step: Step) -> Result<()> {
@@ -249,8 +341,8 @@ impl Testing<'_> {
                 ],
             ),
             Step::Host => {
-                host::run(self.paths, &mut self.tally)?;
-                self.host_ran = true;
+                host::run(self.program, self.paths, &mut self.tally)?;
+                self.host_ran = self.program.is_none();
                 Ok(())
             }
             Step::Loom => loom::run(self.paths, &mut self.tally),
@@ -291,6 +383,7 @@ impl Testing<'_> {
     /// A cargo command that passes or fails as a whole.
     fn cargo(&mut self, name: &str, arguments: &[&str]) -> Result<()> {
         let log = log_file(self.paths, name)?;
+        self.tally.leaves(name, "output.log", &log);
         let progress = Progress::spinner(&format!("cargo {}", arguments[0]));
         Run::new("cargo")
             .args(arguments)
@@ -325,7 +418,65 @@ fn log_file(paths: &Paths, name: &str) -> Result<std::path::PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
+    use clap::Parser;
+
     use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: TestArgs,
+    }
+
+    /// What the rounds come to if the test of one of them fails.
+    fn rounds(count: u32, failing: u32) -> (u32, String) {
+        let begun = Cell::new(0);
+        let begin = || {
+            begun.set(begun.get() + 1);
+            Ok(())
+        };
+        let take = || {
+            let mut done = Done::default();
+            let verdict = match begun.get() == failing {
+                true => Verdict::Failed("on purpose".into()),
+                false => Verdict::Passed,
+            };
+            done.tally.add("a", "1", verdict);
+            done.costs.add("host", Duration::from_secs(2));
+            done
+        };
+        let Rounds { last, done } = rounds_of(count, begin, take).unwrap();
+        assert_eq!(last, begun.get());
+        let seconds = format!("{:7}  host", 2 * last);
+        assert!(done.costs.table().contains(&seconds), "{seconds}");
+        (last, done.tally.closing_line())
+    }
+
+    #[test]
+    fn rounds_end_with_the_first_that_fails() {
+        assert_eq!(rounds(5, 3), (3, "0 passed, 1 failed, 0 skipped".into()));
+        assert_eq!(rounds(5, 9), (5, "1 passed, 0 failed, 0 skipped".into()));
+        assert_eq!(rounds(1, 1).0, 1);
+    }
+
+    #[test]
+    fn to_repeat_takes_a_step_and_a_number() {
+        let parse = |line: &str| Line::try_parse_from(line.split(' '));
+        let args = parse("test --only host --repeat 20 --program serve/")
+            .unwrap()
+            .args;
+        assert_eq!(args.repeat.map(NonZero::get), Some(20));
+        assert_eq!(args.program.as_deref(), Some("serve/"));
+        for wrong in [
+            "test --repeat 2",
+            "test --program serve/",
+            "test --only host --repeat 0",
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn a_step_says_that_it_runs_only_if_asked_for() {

@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use fs_err as fs;
 
 use crate::command::Run;
 use crate::kernel::{Arch, Variant, build, selftests};
@@ -327,21 +326,7 @@ pub(crate) fn build_pagetide(paths: &Paths) -> Result<()> {
 fn new_run_dir(paths: &Paths) -> Result<PathBuf> {
     const KEPT: usize = 20;
     let all = paths.target().join("vm");
-    fs::create_dir_all(&all)?;
-    let mut old: Vec<_> = fs::read_dir(&all)?
-        .flatten()
-        .filter(|entry| entry.file_name().to_string_lossy().starts_with("run-"))
-        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
-        .collect();
-    old.sort();
-    for (_, dir) in old.iter().rev().skip(KEPT) {
-        // Another xtask may be faster; what is left is removed the next time.
-        let _ = fs::remove_dir_all(dir);
-    }
-    let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
-    let dir = all.join(format!("run-{}-{}", now.as_millis(), files::unique()));
-    fs::create_dir(&dir)?;
-    Ok(dir)
+    Ok(files::one_of_many(&all, "run-", KEPT)?)
 }
 
 #[cfg(test)]
@@ -378,8 +363,12 @@ mod tests {
     fn with_modules_a_command_begins_once_they_are_loaded() {
         let dir = tempfile::tempdir().unwrap();
         let modprobe = dir.path().join("modprobe");
-        std::fs::write(&modprobe, "#!/bin/sh\necho loads \"$3\"\nexit $STATUS\n").unwrap();
-        Run::new("chmod").arg("+x").arg(&modprobe).output().unwrap();
+        let text = "#!/bin/sh\necho loads \"$3\"\nexit $STATUS\n";
+        // By a shell: had this process written the file, a child of another thread might still have it open, and it
+        // could not be executed.
+        let write = "printf %s \"$1\" >\"$0\" && chmod +x \"$0\"";
+        let write = Run::new("sh").args(["-c", write]).arg(&modprobe).arg(text);
+        write.output().unwrap();
         let variant = Variant {
             modules: true,
             ..Variant::patched(Arch::X86_64)

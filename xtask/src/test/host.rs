@@ -2,13 +2,15 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use fs_err as fs;
 use serde_json::Value;
 
-use super::libtest::Report;
+use super::libtest::{self, Report};
 use super::log_file;
+use super::seed;
 use super::tally::{Tally, Verdict};
 use crate::command::Run;
 use crate::moto;
@@ -16,7 +18,7 @@ use crate::paths::Paths;
 use crate::progress::Progress;
 
 /// After which a test program that hangs is killed.
-const TIMEOUT_SECONDS: &str = "600";
+pub(super) const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// For how long a stress test runs: the server's, under which the pager is, and the others.
 fn stress_seconds(group: &str) -> &'static str {
@@ -39,48 +41,142 @@ pub(super) struct TestProgram {
     pub(super) integration: bool,
 }
 
-/// Runs every test of the workspace here.
-pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
+/// Runs every test of the workspace here, or those of the test programs whose names begin with `program`.
+pub(super) fn run(program: Option<&str>, paths: &Paths, tally: &mut Tally) -> Result<()> {
+    install_moto("host", paths, tally);
+    let programs = chosen(program, programs(paths)?)?;
+    let log = log_file(paths, "host")?;
+    tally.leaves("host", "output.log", &log);
+    for program in &programs {
+        run_program(program, &How::default(), &log, tally)?;
+    }
+    match program {
+        Some(_) => Ok(()),
+        None => doc_tests(paths, tally),
+    }
+}
+
+/// Installs the S3 server of the tests.
+fn install_moto(group: &str, paths: &Paths, tally: &mut Tally) {
     if let Err(error) = moto::install(paths) {
         // The tests say that they are skipped; this says why.
         let text = error.to_string();
         let reason = text.lines().next().unwrap_or_default().to_owned();
-        tally.add("host", "moto from PyPI", Verdict::Skipped(reason));
+        tally.add(group, "moto from PyPI", Verdict::Skipped(reason));
     }
-    let programs = programs(paths)?;
-    let log = log_file(paths, "host")?;
-    for program in &programs {
-        run_program(program, None, &log, tally)?;
-    }
-    doc_tests(paths, tally)
 }
 
-/// Runs one program's tests, or those whose names contain `filter`. With a filter there must be one.
+/// The programs whose names begin so. There must be one.
+fn chosen(name: Option<&str>, mut programs: Vec<TestProgram>) -> Result<Vec<TestProgram>> {
+    let Some(name) = name else {
+        return Ok(programs);
+    };
+    let all: Vec<_> = programs
+        .iter()
+        .map(|program| program.group.clone())
+        .collect();
+    programs.retain(|program| program.group.starts_with(name));
+    if programs.is_empty() {
+        bail!(
+            "no test program's name begins with {name}. There are: {}",
+            all.join(", ")
+        );
+    }
+    Ok(programs)
+}
+
+/// How a program's tests are run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct How<'a> {
+    /// Before the group's name in the tally, if the tests also run in other ways.
+    pub(super) part: Option<&'a str>,
+    /// What starts the program: another program with its arguments, or nothing.
+    pub(super) starter: &'a [String],
+    /// More arguments of the program.
+    pub(super) arguments: &'a [String],
+    /// Only tests whose names contain this. There must be one.
+    pub(super) filter: Option<&'a str>,
+    /// After what time the program is killed, which is a failure.
+    pub(super) timeout: Duration,
+    /// When the time of the whole step is over. A program that has not ended then is killed, and has not failed.
+    pub(super) deadline: Option<Instant>,
+}
+
+impl Default for How<'_> {
+    fn default() -> Self {
+        Self {
+            part: None,
+            starter: &[],
+            arguments: &[],
+            filter: None,
+            timeout: TIMEOUT,
+            deadline: None,
+        }
+    }
+}
+
+impl How<'_> {
+    /// What a program is called in the tally.
+    pub(super) fn group(&self, program: &TestProgram) -> String {
+        match self.part {
+            Some(part) => format!("{part} {}", program.group),
+            None => program.group.clone(),
+        }
+    }
+}
+
+/// Runs one program's tests. Returns how long each took.
 pub(super) fn run_program(
     program: &TestProgram,
-    filter: Option<&str>,
+    how: &How<'_>,
     log: &Path,
     tally: &mut Tally,
-) -> Result<()> {
-    let progress = Progress::spinner(&program.group);
+) -> Result<Vec<(String, Duration)>> {
+    let group = how.group(program);
+    let begun = Instant::now();
+    let left = how.deadline.map(|end| end.saturating_duration_since(begun));
+    let limit = left.map_or(how.timeout, |left| left.min(how.timeout));
+    let unfinished = |tally: &mut Tally, when: &str| {
+        let reason = format!("the time of the step was over {when}");
+        tally.add(&group, "the test program", Verdict::Skipped(reason));
+    };
+    // For timeout(1), no time is no limit.
+    if limit.is_zero() {
+        unfinished(tally, "before it began");
+        return Ok(Vec::new());
+    }
+    let progress = Progress::spinner(&group);
     let output = Run::new("timeout")
-        .args(["--foreground", "--signal=KILL", TIMEOUT_SECONDS])
+        .args(["--foreground", "--signal=KILL"])
+        .arg(format!("{:.3}", limit.as_secs_f64()))
+        .args(how.starter)
         .arg(&program.executable)
-        .arg("--show-output")
-        .args(filter)
+        .args(libtest::ARGUMENTS)
+        .args(how.arguments)
+        .args(how.filter)
         .dir(&program.directory)
         .env("CARGO_MANIFEST_DIR", &program.directory)
         .env("PAGETIDE_STRESS_SECONDS", stress_seconds(&program.group))
+        .env(libtest::UNSTABLE.0, libtest::UNSTABLE.1)
+        .envs(seed::environment())
         .result()?;
     progress.done();
-    append(log, &program.group, &[&output.stdout, &output.stderr])?;
-    let ended = (!output.status.success()).then(|| output.status.to_string());
+    append(log, &group, &[&output.stdout, &output.stderr])?;
     let report = Report::parse(&String::from_utf8_lossy(&output.stdout));
-    let none = filter
+    let times = report.times().to_vec();
+    let is_cut = limit < how.timeout && begun.elapsed() >= limit && !output.status.success();
+    if is_cut {
+        report.count_results(&group, tally);
+        unfinished(tally, "before it ended");
+        return Ok(times);
+    }
+    let ended = (!output.status.success()).then(|| output.status.to_string());
+    let none = how
+        .filter
         .filter(|_| report.is_empty())
         .map(|filter| format!("no test is called {filter}"));
-    report.count(&program.group, ended.or(none).as_deref(), tally);
-    Ok(())
+    report.count(&group, ended.or(none).as_deref(), tally);
+    Ok(times)
 }
 
 /// Runs the tests in the documentation, which alone have a line in their names.
@@ -94,6 +190,7 @@ fn doc_tests(paths: &Paths, tally: &mut Tally) -> Result<()> {
         .arg(paths.target())
         .args(["--", "--show-output", "--format=pretty", "(line "])
         .dir(paths.root())
+        .envs(seed::environment())
         .result()?;
     progress.done();
     let ended = (!output.status.success()).then(|| {
@@ -185,6 +282,99 @@ pub(super) fn append(log: &Path, title: &str, parts: &[&[u8]]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A test program that is a script, which a shell starts: a file that another thread's child still has open from
+    /// when it was written cannot be executed.
+    fn script(directory: &Path, text: &str) -> TestProgram {
+        let executable = directory.join("program");
+        std::fs::write(&executable, text).unwrap();
+        TestProgram {
+            group: "a/b".into(),
+            package: "a".into(),
+            executable,
+            directory: directory.to_owned(),
+            integration: true,
+        }
+    }
+
+    /// What comes of a script that is run so.
+    fn ran(text: &str, how: &How<'_>) -> (Tally, Vec<(String, Duration)>, String) {
+        let directory = tempfile::tempdir().unwrap();
+        let program = script(directory.path(), text);
+        let log = directory.path().join("log");
+        std::fs::write(&log, "").unwrap();
+        let mut tally = Tally::default();
+        let times = run_program(&program, how, &log, &mut tally).unwrap();
+        (tally, times, std::fs::read_to_string(log).unwrap())
+    }
+
+    #[test]
+    fn a_program_has_the_seed_and_tells_times() {
+        let text = "echo \"$PART seeds $PAGETIDE_SEED $PROPTEST_RNG_SEED, $*\"\n\
+                    echo 'test t ... ok <0.250s>'\n\
+                    echo 'test result: ok. 1 passed; 0 failed'";
+        let how = How {
+            part: Some("busy load"),
+            starter: &["env".into(), "PART=7".into(), "sh".into()],
+            arguments: &["--test-threads=2".into()],
+            ..How::default()
+        };
+        let (tally, times, log) = ran(text, &how);
+        assert_eq!(tally.closing_line(), "1 passed, 0 failed, 0 skipped");
+        assert_eq!(times, [("t".to_owned(), Duration::from_millis(250))]);
+        let group = tally.times().next().unwrap().0;
+        assert_eq!(group, "busy load a/b");
+        let seed = seed::current();
+        assert!(log.contains(&format!("7 seeds {seed} {seed}, ")), "{log}");
+        assert!(log.contains("--report-time --test-threads=2"), "{log}");
+    }
+
+    #[test]
+    fn a_program_that_hangs_has_failed_unless_the_steps_time_was_over() {
+        let short = Duration::from_millis(200);
+        let hang = "exec sleep 1000";
+        let starter = &["sh".to_owned()];
+        let hanging = How {
+            starter,
+            timeout: short,
+            ..How::default()
+        };
+        let (tally, ..) = ran(hang, &hanging);
+        assert_eq!(tally.closing_line(), "0 passed, 1 failed, 0 skipped");
+        for (left, when) in [
+            (short, "before it ended"),
+            (Duration::ZERO, "before it began"),
+        ] {
+            let how = How {
+                starter,
+                deadline: Some(Instant::now() + left),
+                ..How::default()
+            };
+            let (tally, ..) = ran(hang, &how);
+            let details = tally.details();
+            assert!(
+                details.starts_with("SKIP a/b: the test program"),
+                "{details}"
+            );
+            assert!(
+                details.contains("the time of the step was over"),
+                "{details}"
+            );
+            // A thread that was held up may find even the longer time over before the program began.
+            assert!(details.contains(when) || !left.is_zero(), "{details}");
+        }
+    }
+
+    #[test]
+    fn programs_are_chosen_by_how_their_names_begin() {
+        let directory = tempfile::tempdir().unwrap();
+        let program = script(directory.path(), "");
+        let names = |name| -> Result<usize> { Ok(chosen(name, vec![program.clone()])?.len()) };
+        assert_eq!(names(None).unwrap(), 1);
+        assert_eq!(names(Some("a/")).unwrap(), 1);
+        let error = names(Some("b")).unwrap_err().to_string();
+        assert!(error.ends_with("There are: a/b"), "{error}");
+    }
 
     #[test]
     fn test_programs_are_found_in_cargos_messages() {

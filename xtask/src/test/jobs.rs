@@ -8,6 +8,7 @@ use super::arm64;
 use super::host::{self, TestProgram};
 use super::libtest::Report;
 use super::log_file;
+use super::seed;
 use super::tally::{Tally, Verdict};
 use crate::kernel::selftests::Selftest;
 use crate::paths::Paths;
@@ -36,6 +37,10 @@ pub(super) fn run(
     tally: &mut Tally,
 ) -> Result<PathBuf> {
     let log = log_file(paths, lane)?;
+    tally.leaves(lane, "output.log", &log);
+    let mut args = args.clone();
+    let seed = seed::environment().map(|(name, value)| (name, value.into()));
+    args.environment.extend(seed);
     let list: Vec<Job> = jobs.iter().map(|(_, job)| job.clone()).collect();
     let progress = Progress::spinner(&format!("{} jobs in a VM", jobs.len()));
     let mut tell = |number: usize, Finished { ended, time }: Finished| {
@@ -46,10 +51,14 @@ pub(super) fn run(
         let name = name.strip_prefix(&format!("{lane} ")).unwrap_or(&name);
         progress::print(&format!("{lane}: {name}: {ended} after {seconds:.1} s"));
     };
-    let outcome = vm::boot(args, &list, Output::Keep(&mut tell), paths)?;
+    let outcome = vm::boot(&args, &list, Output::Keep(&mut tell), paths)?;
     progress.done();
+    tally.leaves(lane, "console.log", &outcome.console);
     for (kind, result) in jobs.iter().map(|(kind, _)| kind).zip(outcome.jobs()) {
         host::append(&log, &kind.name(), &[&result.stdout, &result.stderr])?;
+        if let Some(Finished { time, .. }) = result.finished {
+            tally.time(lane, &kind.name(), time);
+        }
         kind.count(lane, &result, tally);
     }
     if let Some(reason) = &outcome.lost {

@@ -1,6 +1,7 @@
 //! Reading what a Rust test binary prints (docs/decisions/0013-libtests-text.md).
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use super::tally::{Tally, Verdict};
 
@@ -9,6 +10,8 @@ use super::tally::{Tally, Verdict};
 pub(super) struct Report {
     /// Name and verdict.
     tests: Vec<(String, Verdict)>,
+    /// Name and time, if the binary told times.
+    times: Vec<(String, Duration)>,
     /// How many tests the `test result:` lines speak of; `None` if the binary did not get there.
     total: Option<usize>,
 }
@@ -20,7 +23,8 @@ impl Report {
         let mut printed: BTreeMap<&str, String> = BTreeMap::new();
         let mut section = None;
         for line in output.lines() {
-            if let Some((name, verdict)) = result_line(line) {
+            if let Some((name, verdict, time)) = result_line(line) {
+                report.times.extend(time.map(|time| (name.clone(), time)));
                 report.tests.push((name, verdict));
                 section = None;
             } else if let Some(totals) = line.strip_prefix("test result: ") {
@@ -56,15 +60,29 @@ impl Report {
         self.tests.is_empty()
     }
 
+    /// How long each test took, if the binary told.
+    pub(super) fn times(&self) -> &[(String, Duration)] {
+        &self.times
+    }
+
+    /// Counts the tests that came to a result under a group's name, with their times.
+    pub(super) fn count_results(self, group: &str, tally: &mut Tally) {
+        for (name, time) in self.times {
+            tally.time(group, &name, time);
+        }
+        for (name, verdict) in self.tests {
+            tally.add(group, &name, verdict);
+        }
+    }
+
     /// Counts the tests under a group's name. `ended` is why the binary did not end well, if it
     /// did not; a binary that died before its end is a failure of its own.
     pub(super) fn count(self, group: &str, ended: Option<&str>, tally: &mut Tally) {
         let is_failed = |(_, verdict): &(String, Verdict)| matches!(verdict, Verdict::Failed(_));
         let (read, explained) = (self.tests.len(), self.tests.iter().any(is_failed));
-        for (name, verdict) in self.tests {
-            tally.add(group, &name, verdict);
-        }
-        let cause = match (self.total, ended) {
+        let total = self.total;
+        self.count_results(group, tally);
+        let cause = match (total, ended) {
             (None, ended) => ended.unwrap_or("it told no result").to_owned(),
             (Some(_), Some(ended)) if !explained => ended.to_owned(),
             // Something else in its output hid a line.
@@ -77,9 +95,22 @@ impl Report {
     }
 }
 
-/// `test NAME ... ok` and its like. Another thread's output may stand between name and result.
-fn result_line(line: &str) -> Option<(String, Verdict)> {
+/// Arguments with which a test binary shows what its tests print, and tells their times. The latter is unstable, and
+/// takes [`UNSTABLE`].
+pub(super) const ARGUMENTS: [&str; 4] =
+    ["--show-output", "-Z", "unstable-options", "--report-time"];
+
+/// The variable with which a stable toolchain's test binaries take unstable options.
+pub(super) const UNSTABLE: (&str, &str) = ("RUSTC_BOOTSTRAP", "1");
+
+/// `test NAME ... ok` and its like, with the time if there is one: `ok <0.012s>`. Another thread's output may stand
+/// between name and result.
+fn result_line(line: &str) -> Option<(String, Verdict, Option<Duration>)> {
     let (name, result) = line.strip_prefix("test ")?.rsplit_once(" ... ")?;
+    let (result, time) = match timed(result) {
+        Some((result, time)) => (result, Some(time)),
+        None => (result, None),
+    };
     let name = name
         .strip_suffix(" - should panic")
         .unwrap_or(name)
@@ -99,7 +130,14 @@ fn result_line(line: &str) -> Option<(String, Verdict)> {
         }
         _ => return None,
     };
-    Some((name, verdict))
+    Some((name, verdict, time))
+}
+
+/// A result and its time. A reason of an ignored test may look like a time, but such a test has none.
+fn timed(result: &str) -> Option<(&str, Duration)> {
+    let (result, time) = result.strip_suffix("s>")?.rsplit_once(" <")?;
+    let time = Duration::try_from_secs_f64(time.parse().ok()?).ok()?;
+    (result == "ok" || result == "FAILED").then_some((result, time))
 }
 
 /// How many tests there were by the rest of a `test result:` line, but for those that were filtered out:
@@ -201,6 +239,25 @@ test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out
         };
         assert!(cause.contains("boom") && !cause.contains("SKIP"), "{cause}");
         assert!(!cause.contains("rust_begin_unwind"), "{cause}");
+    }
+
+    #[test]
+    fn times_are_read_and_change_no_verdict() {
+        let output = OUTPUT
+            .replace("passes ... ok", "passes ... ok <0.012s>")
+            .replace("c ... FAILED", "c ... FAILED <61.500s>")
+            .replace("too slow", "too slow <9.000s>");
+        let report = Report::parse(&output);
+        let times = [("a::passes", 12), ("c", 61_500)];
+        let times = times.map(|(name, time)| (name.to_owned(), Duration::from_millis(time)));
+        assert_eq!(report.times(), times);
+        let mut tally = Tally::default();
+        report.count("g", Some("exit status 101"), &mut tally);
+        assert_eq!(tally.closing_line(), "1 passed, 1 failed, 2 skipped");
+        assert!(tally.details().contains("too slow <9.000s>"));
+        assert_eq!(tally.times().count(), 2);
+        assert_eq!(timed("ok <-1.0s>"), None);
+        assert_eq!(timed("ok <s>"), None);
     }
 
     #[test]

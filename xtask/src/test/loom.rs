@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::host;
+use super::host::{self, How};
 use super::log_file;
 use super::tally::Tally;
 use crate::command::Run;
@@ -28,9 +28,14 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let programs = host::compile(compile, &paths.target().join("loom"), paths)?;
     progress.done();
     let log = log_file(paths, "loom")?;
+    tally.leaves("loom", "output.log", &log);
+    let how = How {
+        filter: Some(FILTER),
+        ..How::default()
+    };
     for mut program in programs {
         program.group = format!("{} (loom)", program.package);
-        host::run_program(&program, Some(FILTER), &log, tally)?;
+        host::run_program(&program, &how, &log, tally)?;
     }
     Ok(())
 }

@@ -34,7 +34,9 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
         return Ok(());
     }
     for release in RELEASES {
-        let verdict = match set_up(release, paths) {
+        let log = super::log_file(paths, &format!("{GROUP}-{release}"))?;
+        tally.leaves(&format!("{GROUP}-{release}"), "output.log", &log);
+        let verdict = match set_up(release, &log, paths) {
             Ok(()) => Verdict::Passed,
             Err(error) => Verdict::Failed(format!("{error:#}")),
         };
@@ -44,8 +46,7 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
 }
 
 /// Makes the root, runs the set-up, and looks whether the kernel is there.
-fn set_up(release: &str, paths: &Paths) -> Result<()> {
-    let log = super::log_file(paths, &format!("{GROUP}-{release}"))?;
+fn set_up(release: &str, log: &Path, paths: &Paths) -> Result<()> {
     let root = CleanRoot::with_apt(release, paths)?;
     let inside = |path: &str| root.directory().join(path.trim_start_matches('/'));
     copy_checkout(&inside(CHECKOUT), paths)?;
@@ -87,7 +88,7 @@ fn set_up(release: &str, paths: &Paths) -> Result<()> {
         .env("CARGO_HOME", &home)
         .env("RUST_BIN", toolchain.join("bin"))
         .env("SCRIPT", script)
-        .logged(&log, &progress)?;
+        .logged(log, &progress)?;
     progress.done();
     let image = inside(CHECKOUT).join("target/kernel/x86_64/bzImage");
     ensure!(image.exists(), "there is no {}", image.display());

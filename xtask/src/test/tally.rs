@@ -1,6 +1,10 @@
 //! Counting tests.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::outside;
 
 /// What became of a test.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,6 +23,14 @@ pub(super) enum Verdict {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Tally {
     tests: BTreeMap<(String, String), Verdict>,
+    /// How long tests took, by the same names, and jobs of VMs, by their lanes and names.
+    times: BTreeMap<(String, String), Duration>,
+    /// Folders in which failures were kept.
+    kept: Vec<PathBuf>,
+    /// Of this step: the files that tell of it, by the names that they have in such a folder.
+    evidence: BTreeMap<String, PathBuf>,
+    /// Of this step: each failure with its whole cause.
+    failures: Vec<String>,
 }
 
 /// How many tests there were of each kind.
@@ -40,19 +52,83 @@ impl std::fmt::Display for Counts {
 }
 
 impl Tally {
+    /// What a step begins with: the verdicts of the steps before it, and nothing else of them.
+    pub(super) fn for_step(&self) -> Self {
+        Self {
+            tests: self.tests.clone(),
+            ..Self::default()
+        }
+    }
+
     /// Adds a test.
     pub(super) fn add(&mut self, group: &str, name: &str, verdict: Verdict) {
         if let Verdict::Failed(cause) = &verdict {
             println!("FAILED {group}: {name}: {cause}");
+            self.failures.push(format!("{group}: {name}: {cause}"));
         }
         self.count((group.to_owned(), name.to_owned()), verdict);
     }
 
-    /// Adds what another tally has; who made it has told of its failures.
+    /// Adds how long a test took, or a job of a VM. Of several times the longest counts.
+    pub(super) fn time(&mut self, group: &str, name: &str, time: Duration) {
+        self.longest((group.to_owned(), name.to_owned()), time);
+    }
+
+    fn longest(&mut self, key: (String, String), time: Duration) {
+        let longest = self.times.entry(key).or_default();
+        *longest = time.max(*longest);
+    }
+
+    /// Adds a folder in which a failure was kept.
+    pub(super) fn kept_in(&mut self, folder: PathBuf) {
+        self.kept.push(folder);
+    }
+
+    /// Notes a file that tells of what this step does, in case something fails. `lane` is the step's name, or longer.
+    pub(super) fn leaves(&mut self, lane: &str, name: &str, file: &Path) {
+        self.evidence
+            .insert(format!("{lane}-{name}"), file.to_owned());
+    }
+
+    /// The files that tell of this step.
+    pub(super) fn evidence(&self) -> impl Iterator<Item = (&str, &Path)> {
+        let files = self.evidence.iter();
+        files.map(|(name, file)| (name.as_str(), file.as_path()))
+    }
+
+    /// This step's failures, each with its whole cause.
+    pub(super) fn failures(&self) -> &[String] {
+        &self.failures
+    }
+
+    /// Adds what a step's tally has, but for what belongs to the step alone; who made it has told of its failures.
     pub(super) fn merge(&mut self, other: Self) {
         for (key, verdict) in other.tests {
             self.count(key, verdict);
         }
+        for (key, time) in other.times {
+            self.longest(key, time);
+        }
+        self.kept.extend(other.kept);
+    }
+
+    /// How long tests took, and jobs of VMs: group, name and time.
+    pub(super) fn times(&self) -> impl Iterator<Item = (&str, &str, Duration)> {
+        let times = self.times.iter();
+        times.map(|((group, name), time)| (group.as_str(), name.as_str(), *time))
+    }
+
+    /// Where failures were kept.
+    pub(super) fn kept(&self) -> &[PathBuf] {
+        &self.kept
+    }
+
+    /// Whether a test failed because the disk is full, and what to do.
+    pub(super) fn disk_full(&self) -> Option<&'static str> {
+        self.tests.values().find_map(|verdict| match verdict {
+            Verdict::Failed(cause) => outside::disk_full(cause),
+            Verdict::Passed | Verdict::Skipped(_) => None,
+        })
     }
 
     fn count(&mut self, key: (String, String), verdict: Verdict) {
@@ -91,8 +167,14 @@ impl Tally {
             .filter(|(key, verdict)| before.tests.get(*key) != Some(*verdict));
         Self {
             tests: changed.map(|(k, v)| (k.clone(), v.clone())).collect(),
+            ..Self::default()
         }
         .counts()
+    }
+
+    /// Whether something failed.
+    pub(super) fn has_failed(&self) -> bool {
+        self.counts().failed > 0
     }
 
     /// Whether nothing failed and something ran.
@@ -150,6 +232,37 @@ mod tests {
         stock.add("b", "1", Verdict::Failed("why".into()));
         lab.merge(stock);
         assert_eq!(lab.closing_line(), "1 passed, 1 failed, 0 skipped");
+    }
+
+    #[test]
+    fn a_step_leaves_times_and_folders_to_the_run() {
+        let mut run = Tally::default();
+        run.add("a", "1", Verdict::Passed);
+        run.time("a", "1", Duration::from_secs(2));
+        let mut step = run.for_step();
+        assert_eq!(step.times().count(), 0);
+        let longer = Duration::from_secs(3);
+        step.time("a", "1", longer);
+        step.time("a", "1", Duration::from_secs(1));
+        step.leaves("lab", "output.log", Path::new("/log"));
+        step.add("a", "2", Verdict::Failed("why".into()));
+        step.kept_in(PathBuf::from("/folder"));
+        run.merge(step);
+        assert_eq!(run.times().collect::<Vec<_>>(), [("a", "1", longer)]);
+        assert_eq!(run.kept(), [PathBuf::from("/folder")]);
+        // They have been told of, and copied.
+        assert_eq!(run.evidence().count() + run.failures().len(), 0);
+        assert!(run.has_failed());
+    }
+
+    #[test]
+    fn a_full_disk_is_found_among_the_causes() {
+        let mut tally = Tally::default();
+        tally.add("a", "1", Verdict::Failed("panicked: why".into()));
+        assert_eq!(tally.disk_full(), None);
+        let full = "write: No space left on device (os error 28)";
+        tally.add("a", "2", Verdict::Failed(full.into()));
+        assert!(tally.disk_full().is_some());
     }
 
     #[test]

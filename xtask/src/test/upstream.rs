@@ -117,13 +117,13 @@ impl<'a> Comparison<'a> {
     }
 
     fn run(&self, tally: &mut Tally) -> Result<()> {
-        let mut both = self.on_both(&self.tests, "")?;
+        let mut both = self.on_both(&self.tests, "", tally)?;
         let mut verdicts = self.verdicts(&both);
         let failed = verdicts.iter().enumerate();
         let failed = failed.filter(|(_, verdict)| matches!(verdict, Verdict::Failed(_)));
         let failed: Vec<usize> = failed.map(|(number, _)| number).collect();
         if (1..=MANY).contains(&failed.len()) {
-            let more = self.again(&failed, &both, &mut verdicts)?;
+            let more = self.again(&failed, &both, &mut verdicts, tally)?;
             both.stock.complaints.extend(more.stock.complaints);
             both.series.complaints.extend(more.series.complaints);
         }
@@ -140,7 +140,7 @@ impl<'a> Comparison<'a> {
     }
 
     /// Runs tests on both kernels, side by side.
-    fn on_both(&self, tests: &[Selftest], suffix: &str) -> Result<Both> {
+    fn on_both(&self, tests: &[Selftest], suffix: &str, tally: &mut Tally) -> Result<Both> {
         let lane = |kernel: &str, variant, limit| Lane {
             name: format!("{}-{kernel}{suffix}", self.group),
             limit,
@@ -158,6 +158,8 @@ impl<'a> Comparison<'a> {
             (stock.join().unwrap_or_else(|_| panicked()), series)
         });
         let (stock, series) = (stock?, series?);
+        stock.tell(&on_stock.name, tally);
+        series.tell(&on_series.name, tally);
         Ok(Both { stock, series })
     }
 
@@ -181,13 +183,19 @@ impl<'a> Comparison<'a> {
 
     /// Runs tests that are worse on the series a few times more, and takes those out that are as bad on the stock
     /// kernel now and then.
-    fn again(&self, failed: &[usize], first: &Both, verdicts: &mut [Verdict]) -> Result<Both> {
+    fn again(
+        &self,
+        failed: &[usize],
+        first: &Both,
+        verdicts: &mut [Verdict],
+        tally: &mut Tally,
+    ) -> Result<Both> {
         let tests = failed.iter().flat_map(|number| {
             let test = self.tests.get(*number);
             std::iter::repeat_n(test, AGAIN).flatten().cloned()
         });
         let tests: Vec<Selftest> = tests.collect();
-        let more = self.on_both(&tests, "-again")?;
+        let more = self.on_both(&tests, "-again", tally)?;
         let stock = more.stock.ran.chunks(AGAIN);
         let runs = stock.zip(more.series.ran.chunks(AGAIN));
         for (&number, (stock, series)) in failed.iter().zip(runs) {

@@ -9,6 +9,7 @@ use anyhow::Result;
 use fs_err as fs;
 
 use super::super::lab::{NODES, SWAP};
+use super::super::tally::Tally;
 use super::super::{host, log_file};
 use super::compare::Ran;
 use crate::kernel::selftests::Selftest;
@@ -52,6 +53,25 @@ pub(super) struct OnKernel {
     /// What each one printed.
     pub(super) printed: Vec<String>,
     pub(super) complaints: Vec<String>,
+    /// How long each one ran.
+    times: Vec<(String, Duration)>,
+    /// What all have printed.
+    log: PathBuf,
+    /// The console of each VM.
+    consoles: Vec<PathBuf>,
+}
+
+impl OnKernel {
+    /// Adds the times to the tally, and where the VMs' logs are, in case a test has failed.
+    pub(super) fn tell(&self, lane: &str, tally: &mut Tally) {
+        for (test, time) in &self.times {
+            tally.time(lane, test, *time);
+        }
+        tally.leaves(lane, "output.log", &self.log);
+        for (number, console) in (1..).zip(&self.consoles) {
+            tally.leaves(lane, &format!("console-{number}.log"), console);
+        }
+    }
 }
 
 /// All tests on a kernel.
@@ -73,7 +93,10 @@ impl Lane<'_> {
         let log = log_file(self.paths, &self.name)?;
         let args = self.machine();
         let before = self.before();
-        let mut all = OnKernel::default();
+        let mut all = OnKernel {
+            log: log.clone(),
+            ..OnKernel::default()
+        };
         let mut lost = 0;
         while all.ran.len() < self.tests.len() && lost < LOST {
             let left = &self.tests[all.ran.len()..];
@@ -93,10 +116,13 @@ impl Lane<'_> {
             let outcome = vm::boot(&args, &jobs, Output::Keep(&mut tell), self.paths)?;
             progress.done();
             all.complaints.extend(outcome.complaints.iter().cloned());
+            all.consoles.push(outcome.console.clone());
             let jobs = outcome.jobs();
             for (test, job) in left.iter().zip(jobs.into_iter().skip(before.len())) {
                 host::append(&log, &test.label(), &[&job.stdout, &job.stderr])?;
                 let ended = job.finished.is_some();
+                let time = job.finished.map(|finished| finished.time);
+                all.times.extend(time.map(|time| (test.label(), time)));
                 let reason = outcome.lost.as_deref().unwrap_or("it ended early");
                 all.add(&job, reason);
                 if !ended {
