@@ -50,7 +50,7 @@ pub(crate) fn one_of_many(all: &Path, prefix: &str, kept: usize) -> Result<PathB
     fs::create_dir_all(all)?;
     let mut old: Vec<_> = fs::read_dir(all)?
         .flatten()
-        .filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix))
+        .filter(|entry| is_one(&entry.file_name().to_string_lossy(), prefix))
         .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
         .collect();
     old.sort();
@@ -62,6 +62,12 @@ pub(crate) fn one_of_many(all: &Path, prefix: &str, kept: usize) -> Result<PathB
     let dir = all.join(format!("{prefix}{}-{}", now.as_millis(), unique()));
     fs::create_dir(&dir)?;
     Ok(dir)
+}
+
+/// Whether a directory is one of those that begin with `prefix`, and not with a longer one.
+fn is_one(name: &str, prefix: &str) -> bool {
+    let time = name.strip_prefix(prefix);
+    time.is_some_and(|time| time.starts_with(|c: char| c.is_ascii_digit()))
 }
 
 /// A text file; empty if there is none.
@@ -116,7 +122,7 @@ mod tests {
     #[test]
     fn of_many_directories_the_oldest_go() {
         let all = tempfile::tempdir().unwrap();
-        let other = all.path().join("other");
+        let other = all.path().join("run-other-1");
         fs::create_dir(&other).unwrap();
         let made: Vec<_> = (0..5)
             .map(|_| one_of_many(all.path(), "run-", 2).unwrap())

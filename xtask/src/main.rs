@@ -14,6 +14,7 @@ mod fuzz;
 mod guest;
 mod initramfs;
 mod kernel;
+mod load;
 mod moto;
 mod outside;
 mod package;
@@ -82,6 +83,9 @@ enum Verb {
     /// Boots a VM for each delivery several times over; about ten minutes. docs/design/cost-of-a-fault.md
     /// shows the result.
     Profile(profile::ProfileArgs),
+    /// Hold memory until it is ended: the load of `test --only busy`
+    #[command(hide = true)]
+    HoldMemory(load::HoldArgs),
     /// Tell where the pages of the measurements are
     Report,
 }
@@ -105,6 +109,7 @@ fn main() -> ExitCode {
         Verb::Profile(args) => profile::run(args, &paths),
         Verb::Report => bench::report(&paths),
         Verb::Test(args) => test::run(args, &paths),
+        Verb::HoldMemory(args) => load::hold(args).map(|()| ExitCode::SUCCESS),
         Verb::Fuzz(args) => fuzz::run(args, &paths),
         Verb::Uapi(args) => uapi::run(args, &paths).map(|()| ExitCode::SUCCESS),
     });

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Error, Result};
 
+use crate::progress;
+
 /// What is waited before a download is tried again.
 const PAUSES: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(8)];
 
@@ -149,7 +151,9 @@ impl Service {
                 return Err(self.explained(error, cause, what, tries));
             };
             let seconds = pause.as_secs();
-            eprintln!("{what} failed; trying again in {seconds} s: {error:#}");
+            progress::warn(&format!(
+                "{what} failed; trying again in {seconds} s: {error:#}"
+            ));
             // The outside tells nobody when it is well again.
             thread::sleep(pause);
         }

@@ -16,6 +16,11 @@ pub(crate) fn print(line: &str) {
     BARS.suspend(|| println!("{line}"));
 }
 
+/// Prints a line to standard error, above the bars of all steps.
+pub(crate) fn warn(line: &str) {
+    BARS.suspend(|| eprintln!("{line}"));
+}
+
 /// One long step. Finish it with [`Progress::done`]; dropping it says nothing.
 #[derive(Debug)]
 pub(crate) struct Progress {

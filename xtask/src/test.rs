@@ -1,6 +1,7 @@
 //! `cargo xtask test`: everything that must hold before a change is taken.
 
 mod arm64;
+mod busy;
 mod clean_root;
 mod closing;
 mod failed;
@@ -42,13 +43,13 @@ use tally::{Tally, Verdict};
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
     /// Only these steps (may be given several times) [default: all but fuzz, thorough, nodes,
-    /// debug, modules, roots, upstream and upstream-arm64]
+    /// debug, modules, roots, upstream, upstream-arm64 and busy]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
     /// Take the steps so often, until something fails; each time with a new seed, unless PAGETIDE_SEED is set
     #[arg(long, value_name = "N", requires = "only")]
     repeat: Option<NonZero<u32>>,
-    /// Of host, only the test programs whose names begin so, as `serve/ends`, and no documentation
+    /// Of host and busy, only the test programs whose names begin so, as `serve/ends`, and no documentation
     #[arg(long, value_name = "NAME", requires = "only")]
     program: Option<String>,
 }
@@ -120,6 +121,9 @@ enum Step {
     Upstream,
     /// The same on arm64 (only if asked for: about an hour with the stock kernel's build)
     UpstreamArm64,
+    /// The crates' tests on this machine under load, on one processor, and in random order, compared with how long they
+    /// take alone (only if asked for: at most 45 minutes, and after all other steps)
+    Busy,
 }
 
 /// The steps that compile, or call git and perl, for minutes in a first run, after which VMs run: beside compilers a
@@ -145,6 +149,11 @@ impl Step {
             Self::Uapi | Self::Nodes | Self::Debug | Self::Modules | Self::Thorough => {
                 &[Self::Kernel]
             }
+            // It measures, and its load would disturb the others. The last of all steps, it needs the others to have ended.
+            Self::Busy => {
+                let all = Self::value_variants().split_last();
+                all.map_or(&[], |(_, others)| others)
+            }
             _ => &[],
         }
     }
@@ -160,13 +169,14 @@ impl Step {
             Self::Roots,
             Self::Upstream,
             Self::UpstreamArm64,
+            Self::Busy,
         ];
         !asked.contains(&self)
     }
 
     /// Whether the step runs test programs, among which `--program` can choose.
     fn takes_programs(self) -> bool {
-        self == Self::Host
+        matches!(self, Self::Host | Self::Busy)
     }
 
     fn name(self) -> String {
@@ -215,6 +225,9 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
     print!("{}", costs.table());
     print!("{}", closing::slowest(tally.times()));
     print!("{}", tally.details());
+    for line in tally.notes() {
+        println!("{line}");
+    }
     if rounds > 1 {
         println!("rounds: {last} of {rounds}");
     }
@@ -345,6 +358,7 @@ impl Testing<'_> {
                 self.host_ran = self.program.is_none();
                 Ok(())
             }
+            Step::Busy => busy::run(self.program, self.paths, &mut self.tally),
             Step::Loom => loom::run(self.paths, &mut self.tally),
             Step::Fuzz => fuzz::run(self.paths, &mut self.tally),
             Step::Kernel => {
@@ -476,6 +490,13 @@ mod tests {
         ] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn busy_begins_when_all_others_have_ended() {
+        let others = Step::Busy.needs();
+        assert_eq!(others.len(), Step::value_variants().len() - 1);
+        assert!(!others.contains(&Step::Busy));
     }
 
     #[test]

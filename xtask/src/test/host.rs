@@ -57,7 +57,7 @@ pub(super) fn run(program: Option<&str>, paths: &Paths, tally: &mut Tally) -> Re
 }
 
 /// Installs the S3 server of the tests.
-fn install_moto(group: &str, paths: &Paths, tally: &mut Tally) {
+pub(super) fn install_moto(group: &str, paths: &Paths, tally: &mut Tally) {
     if let Err(error) = moto::install(paths) {
         // The tests say that they are skipped; this says why.
         let text = error.to_string();
@@ -67,7 +67,10 @@ fn install_moto(group: &str, paths: &Paths, tally: &mut Tally) {
 }
 
 /// The programs whose names begin so. There must be one.
-fn chosen(name: Option<&str>, mut programs: Vec<TestProgram>) -> Result<Vec<TestProgram>> {
+pub(super) fn chosen(
+    name: Option<&str>,
+    mut programs: Vec<TestProgram>,
+) -> Result<Vec<TestProgram>> {
     let Some(name) = name else {
         return Ok(programs);
     };
@@ -145,10 +148,11 @@ pub(super) fn run_program(
         unfinished(tally, "before it began");
         return Ok(Vec::new());
     }
+    let millis = limit.as_millis() + 1;
     let progress = Progress::spinner(&group);
     let output = Run::new("timeout")
         .args(["--foreground", "--signal=KILL"])
-        .arg(format!("{:.3}", limit.as_secs_f64()))
+        .arg(format!("{}.{:03}", millis / 1000, millis % 1000))
         .args(how.starter)
         .arg(&program.executable)
         .args(libtest::ARGUMENTS)

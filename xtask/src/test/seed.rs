@@ -47,9 +47,51 @@ pub(super) fn assignment() -> String {
     format!("{VARIABLE}={}", current())
 }
 
+/// Puts lists into an order that looks random, the same for the same seed (splitmix64).
+#[derive(Debug, Clone)]
+pub(super) struct Shuffle(u64);
+
+impl Shuffle {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub(super) fn shuffle<T>(&mut self, list: &mut [T]) {
+        for (end, count) in (1..list.len()).zip(2..) {
+            // Less than the list's length.
+            let other = usize::try_from(self.next() % count).unwrap_or(end);
+            list.swap(end, other);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_seed_gives_the_same_order_again() {
+        let order = |seed| {
+            let mut list: Vec<u32> = (0..50).collect();
+            Shuffle::new(seed).shuffle(&mut list);
+            list
+        };
+        assert_eq!(order(7), order(7));
+        assert_ne!(order(7), order(8));
+        let mut sorted = order(7);
+        assert_ne!(sorted, (0..50).collect::<Vec<_>>());
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..50).collect::<Vec<_>>());
+        Shuffle::new(7).shuffle::<u32>(&mut []);
+    }
 
     #[test]
     fn a_seed_is_drawn_or_given_back() {

@@ -25,6 +25,8 @@ pub(super) struct Tally {
     tests: BTreeMap<(String, String), Verdict>,
     /// How long tests took, by the same names, and jobs of VMs, by their lanes and names.
     times: BTreeMap<(String, String), Duration>,
+    /// What is said at the end of the run.
+    notes: Vec<String>,
     /// Folders in which failures were kept.
     kept: Vec<PathBuf>,
     /// Of this step: the files that tell of it, by the names that they have in such a folder.
@@ -79,6 +81,11 @@ impl Tally {
         *longest = time.max(*longest);
     }
 
+    /// Adds a line for the end of the run.
+    pub(super) fn note(&mut self, line: String) {
+        self.notes.push(line);
+    }
+
     /// Adds a folder in which a failure was kept.
     pub(super) fn kept_in(&mut self, folder: PathBuf) {
         self.kept.push(folder);
@@ -109,6 +116,7 @@ impl Tally {
         for (key, time) in other.times {
             self.longest(key, time);
         }
+        self.notes.extend(other.notes);
         self.kept.extend(other.kept);
     }
 
@@ -116,6 +124,11 @@ impl Tally {
     pub(super) fn times(&self) -> impl Iterator<Item = (&str, &str, Duration)> {
         let times = self.times.iter();
         times.map(|((group, name), time)| (group.as_str(), name.as_str(), *time))
+    }
+
+    /// The lines for the end of the run.
+    pub(super) fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// Where failures were kept.
@@ -235,20 +248,23 @@ mod tests {
     }
 
     #[test]
-    fn a_step_leaves_times_and_folders_to_the_run() {
+    fn a_step_leaves_times_notes_and_folders_to_the_run() {
         let mut run = Tally::default();
         run.add("a", "1", Verdict::Passed);
         run.time("a", "1", Duration::from_secs(2));
+        run.note("before".into());
         let mut step = run.for_step();
-        assert_eq!(step.times().count(), 0);
+        assert_eq!(step.times().count() + step.notes().len(), 0);
         let longer = Duration::from_secs(3);
         step.time("a", "1", longer);
         step.time("a", "1", Duration::from_secs(1));
+        step.note("slow".into());
         step.leaves("lab", "output.log", Path::new("/log"));
         step.add("a", "2", Verdict::Failed("why".into()));
         step.kept_in(PathBuf::from("/folder"));
         run.merge(step);
         assert_eq!(run.times().collect::<Vec<_>>(), [("a", "1", longer)]);
+        assert_eq!(run.notes(), ["before", "slow"]);
         assert_eq!(run.kept(), [PathBuf::from("/folder")]);
         // They have been told of, and copied.
         assert_eq!(run.evidence().count() + run.failures().len(), 0);
