@@ -44,8 +44,8 @@ pub(crate) fn fresh_dir(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir)
 }
 
-/// Makes a directory among others of its kind, whose names begin with `prefix` and end with the time. The oldest ones go,
-/// but for `kept`.
+/// Makes a directory among others of its kind, whose names begin with `prefix` and end with the time. The oldest ones
+/// go, but for `kept`.
 pub(crate) fn one_of_many(all: &Path, prefix: &str, kept: usize) -> Result<PathBuf> {
     fs::create_dir_all(all)?;
     let mut old: Vec<_> = fs::read_dir(all)?

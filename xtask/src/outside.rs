@@ -110,8 +110,8 @@ impl Cause {
 }
 
 /// What to do about a full disk.
-const DISK_FULL: &str = "the disk is full, and that is the cause. `df -h` says which; most is in the checkout's target/ \
-     and in the cache (~/.cache/pagetide, or PAGETIDE_CACHE). Free some of it, or put the cache elsewhere";
+const DISK_FULL: &str = "the disk is full, and that is the cause. `df -h` says which; most is in the checkout's \
+     target/ and in the cache (~/.cache/pagetide, or PAGETIDE_CACHE). Free some of it, or put the cache elsewhere";
 
 /// The output of the last command of a log: lines before `$ COMMAND` belong to another one.
 fn last_command(text: &str) -> &str {

@@ -36,7 +36,7 @@ use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::{setup, uapi};
 
-use closing::Costs;
+use closing::{Done, End};
 use tally::{Tally, Verdict};
 
 /// The verb's arguments.
@@ -149,7 +149,7 @@ impl Step {
             Self::Uapi | Self::Nodes | Self::Debug | Self::Modules | Self::Thorough => {
                 &[Self::Kernel]
             }
-            // It measures, and its load would disturb the others. The last of all steps, it needs the others to have ended.
+            // It measures, and its load would disturb the others. It is the last of them.
             Self::Busy => {
                 let all = Self::value_variants().split_last();
                 all.map_or(&[], |(_, others)| others)
@@ -221,38 +221,17 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
     let Rounds { last, done } = rounds_of(rounds, seed::draw, || {
         take_all(&steps, args.program.as_deref(), paths)
     })?;
-    let Done { tally, costs } = done;
-    print!("{}", costs.table());
-    print!("{}", closing::slowest(tally.times()));
-    print!("{}", tally.details());
-    for line in tally.notes() {
-        println!("{line}");
-    }
-    if rounds > 1 {
-        println!("rounds: {last} of {rounds}");
-    }
-    println!("seed: {}", seed::assignment());
-    for folder in tally.kept() {
-        println!("kept: {} has what failed", folder.display());
-    }
-    if let Some(advice) = tally.disk_full() {
-        println!("{advice}");
-    }
-    println!("tested in {:.0} s", started.elapsed().as_secs_f64());
-    let notice = source::notice().map_or_else(String::new, |notice| format!(" ({notice})"));
-    println!("{}{notice}", tally.closing_line());
-    Ok(if tally.ok() {
+    let end = End {
+        rounds: (rounds > 1).then_some((last, rounds)),
+        took: started.elapsed(),
+        notice: source::notice(),
+    };
+    print!("{}", done.closing(&end));
+    Ok(if done.tally.ok() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
-}
-
-/// What has come of steps.
-#[derive(Default)]
-struct Done {
-    tally: Tally,
-    costs: Costs,
 }
 
 /// What has come of the rounds of a run.

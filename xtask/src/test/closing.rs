@@ -1,9 +1,55 @@
-//! The tables at the end of a run: what each step cost, and which tests were the slowest.
+//! The end of a run: what each step cost, which tests were the slowest, and what came of them.
 
 use std::time::Duration;
 
+use super::seed;
+use super::tally::Tally;
+
 /// How many of the slowest tests are shown.
 const SLOWEST: usize = 10;
+
+/// What has come of steps.
+#[derive(Default)]
+pub(super) struct Done {
+    pub(super) tally: Tally,
+    pub(super) costs: Costs,
+}
+
+/// What else the last lines of a run say.
+pub(super) struct End {
+    /// Which round was the last, and how many there were to be, if not just one.
+    pub(super) rounds: Option<(u32, u32)>,
+    pub(super) took: Duration,
+    /// What is special about the kernel's source.
+    pub(super) notice: Option<String>,
+}
+
+impl Done {
+    /// The last lines of a run. The very last one is `N passed, N failed, N skipped`, and the notice.
+    pub(super) fn closing(&self, end: &End) -> String {
+        let tally = &self.tally;
+        let mut text = self.costs.table() + &slowest(tally.times()) + &tally.details();
+        let mut line = |line: String| text += &(line + "\n");
+        for note in tally.notes() {
+            line(note.clone());
+        }
+        if let Some((last, all)) = end.rounds {
+            line(format!("rounds: {last} of {all}"));
+        }
+        line(format!("seed: {}", seed::assignment()));
+        for folder in tally.kept() {
+            line(format!("kept: {} has what failed", folder.display()));
+        }
+        if let Some(advice) = tally.disk_full() {
+            line(advice.to_owned());
+        }
+        line(format!("tested in {:.0} s", end.took.as_secs_f64()));
+        let notice = end.notice.iter();
+        let notice: String = notice.map(|notice| format!(" ({notice})")).collect();
+        line(format!("{}{notice}", tally.closing_line()));
+        text
+    }
+}
 
 /// What the steps of a run cost, in the order in which they first ended.
 #[derive(Debug, Clone, Default)]
@@ -53,7 +99,53 @@ pub(super) fn slowest<'a>(times: impl Iterator<Item = (&'a str, &'a str, Duratio
 
 #[cfg(test)]
 mod tests {
+    use super::super::tally::Verdict;
     use super::*;
+
+    #[test]
+    fn the_last_line_counts_and_the_folder_comes_before_it() {
+        let mut done = Done::default();
+        done.costs.add("lab", Duration::from_secs(3));
+        let tally = &mut done.tally;
+        tally.time("a", "1", Duration::from_secs(2));
+        tally.add("a", "1", Verdict::Failed("No space left on device".into()));
+        tally.note("a note".into());
+        tally.kept_in("/folder".into());
+        let mut end = End {
+            rounds: Some((2, 5)),
+            took: Duration::from_millis(4400),
+            notice: Some("a substitute".into()),
+        };
+        let text = done.closing(&end);
+        let seed = format!("seed: {}", seed::assignment());
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(
+            lines[..8],
+            [
+                "seconds  step",
+                "      3  lab",
+                "seconds  slowest tests, and jobs of VMs",
+                "    2.0  a: 1",
+                "FAILED a: 1: No space left on device",
+                "a note",
+                "rounds: 2 of 5",
+                seed.as_str(),
+            ]
+        );
+        assert_eq!(lines[8], "kept: /folder has what failed");
+        assert!(lines[9].starts_with("the disk is full"), "{}", lines[9]);
+        assert_eq!(lines[10], "tested in 4 s");
+        assert_eq!(
+            lines[11..],
+            ["0 passed, 1 failed, 0 skipped (a substitute)"]
+        );
+        end.notice = None;
+        let text = done.closing(&end);
+        assert!(
+            text.ends_with("\n0 passed, 1 failed, 0 skipped\n"),
+            "{text}"
+        );
+    }
 
     #[test]
     fn the_dearest_step_comes_first() {
