@@ -82,24 +82,26 @@ impl Cause {
             Service::Debian => (
                 "Debian's mirror",
                 "apt's Acquire::http::Proxy",
-                "run `apt-get update`; if the mirror is being updated, try again later, or name another one in \
-                 /etc/apt",
+                "`apt-get update` tells whether its lists can be had; if it is being updated, try again later, or \
+                 name another mirror in /etc/apt",
             ),
             Service::PyPi => (
                 "PyPI",
                 "HTTPS_PROXY, or pip's option `proxy`",
-                "try again later; if an index other than pypi.org is set (pip's option `index-url`), it has to serve \
+                "Try again later; if an index other than pypi.org is set (pip's option `index-url`), it has to serve \
                  this file",
             ),
         };
         match self {
-            Self::DiskFull => DISK_FULL.to_owned(),
+            Self::DiskFull => format!("the disk is full, and that is the cause. {MAKE_ROOM}"),
             Self::Network => format!(
                 "the network is the cause: {name} cannot be reached. Is there a network, and a proxy if it takes one \
                  ({proxy})?"
             ),
             Self::Answer => {
-                format!("{name} is the cause: it does not serve what was asked for. {stale}")
+                format!(
+                    "{name} is the cause, or the way to it: what was asked for did not come. {stale}"
+                )
             }
             Self::Locked => {
                 "another program that installs packages is the cause: try again when it has ended"
@@ -110,17 +112,18 @@ impl Cause {
 }
 
 /// What to do about a full disk.
-const DISK_FULL: &str = "the disk is full, and that is the cause. `df -h` says which; most is in the checkout's \
-     target/ and in the cache (~/.cache/pagetide, or PAGETIDE_CACHE). Free some of it, or put the cache elsewhere";
+const MAKE_ROOM: &str = "`df -h` says which disk is full; most is in the checkout's target/ and in the cache \
+     (~/.cache/pagetide, or PAGETIDE_CACHE). Free some of it, or put the cache elsewhere";
 
 /// The output of the last command of a log: lines before `$ COMMAND` belong to another one.
 fn last_command(text: &str) -> &str {
     text.rfind("\n  $ ").map_or(text, |start| &text[start..])
 }
 
-/// What to do, if a text says that the disk is full and not yet what to do: any program may find the disk full.
-pub(crate) fn disk_full(text: &str) -> Option<&'static str> {
-    (Cause::of(text) == Some(Cause::DiskFull) && !text.contains(DISK_FULL)).then_some(DISK_FULL)
+/// What to do, if a text tells of a full disk and not yet what to do: any program may find one.
+pub(crate) fn disk_full(text: &str) -> Option<String> {
+    let is_it = Cause::of(text) == Some(Cause::DiskFull) && !text.contains(MAKE_ROOM);
+    is_it.then(|| format!("a disk is full, unless it is one that a test has filled. {MAKE_ROOM}"))
 }
 
 impl Service {

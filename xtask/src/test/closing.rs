@@ -41,7 +41,7 @@ impl Done {
             line(format!("kept: {} has what failed", folder.display()));
         }
         if let Some(advice) = tally.disk_full() {
-            line(advice.to_owned());
+            line(advice);
         }
         line(format!("tested in {:.0} s", end.took.as_secs_f64()));
         let notice = end.notice.iter();
@@ -133,7 +133,7 @@ mod tests {
             ]
         );
         assert_eq!(lines[8], "kept: /folder has what failed");
-        assert!(lines[9].starts_with("the disk is full"), "{}", lines[9]);
+        assert!(lines[9].starts_with("a disk is full"), "{}", lines[9]);
         assert_eq!(lines[10], "tested in 4 s");
         assert_eq!(
             lines[11..],

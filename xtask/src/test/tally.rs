@@ -136,8 +136,8 @@ impl Tally {
         &self.kept
     }
 
-    /// Whether a test failed because the disk is full, and what to do.
-    pub(super) fn disk_full(&self) -> Option<&'static str> {
+    /// What to do, if a failure tells of a full disk.
+    pub(super) fn disk_full(&self) -> Option<String> {
         self.tests.values().find_map(|verdict| match verdict {
             Verdict::Failed(cause) => outside::disk_full(cause),
             Verdict::Passed | Verdict::Skipped(_) => None,
