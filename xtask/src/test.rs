@@ -122,7 +122,7 @@ enum Step {
     /// The same on arm64 (only if asked for: about an hour with the stock kernel's build)
     UpstreamArm64,
     /// The crates' tests on this machine under load, on one processor, and in random order, compared with how long they
-    /// take alone (only if asked for: at most 45 minutes, and after all other steps)
+    /// take alone (only if asked for: at most 45 minutes beside compiling, after all other steps)
     Busy,
 }
 

@@ -18,7 +18,7 @@ use super::tally::{Tally, Verdict};
 use crate::load::{self, Load};
 use crate::paths::Paths;
 
-/// For the whole step. What has not run then is skipped.
+/// For the whole step, once the tests are compiled. What has not run then is skipped.
 const LIMIT: Duration = Duration::from_secs(45 * 60);
 
 /// After which a program that hangs is killed: under load each takes several times as long.
@@ -41,7 +41,6 @@ const SHUFFLED: &str = "busy shuffled";
 
 /// Runs the tests of all programs, or of those whose names begin with `program`.
 pub(super) fn run(program: Option<&str>, paths: &Paths, tally: &mut Tally) -> Result<()> {
-    let deadline = Instant::now() + LIMIT;
     host::install_moto("busy", paths, tally);
     let programs = host::chosen(program, host::programs(paths)?)?;
     let log = log_file(paths, "busy")?;
@@ -51,7 +50,7 @@ pub(super) fn run(program: Option<&str>, paths: &Paths, tally: &mut Tally) -> Re
         filter: None,
         held: load::holdable()?,
         log,
-        deadline,
+        deadline: Instant::now() + LIMIT,
     };
     busy.run(tally)
 }
