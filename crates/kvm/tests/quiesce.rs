@@ -6,8 +6,6 @@ mod guest;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
-use std::thread;
-use std::time::Duration;
 
 use guest::{
     DATA, DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, Word, eventually, is_round, toggle,

@@ -161,7 +161,6 @@ fn host_range(region: &impl GuestMemoryRegion) -> Result<HostRange, RangeError> 
 mod tests {
     use std::sync::mpsc;
     use std::thread;
-    use std::time::Duration;
 
     use vm_memory::Bytes;
 
@@ -232,7 +231,7 @@ mod tests {
         let its = Arc::clone(&other);
         let reading =
             thread::spawn(move || send.send([AT + PAGE, 2 * AT].map(|gpa| first_byte(&its, gpa))));
-        let seen = receive.recv_timeout(Duration::from_secs(30));
+        let seen = receive.recv_timeout(pagetide_test_support::PATIENCE);
         assert_eq!(seen.expect("a read of memory hangs"), [0, 0]);
         reading.join().unwrap().unwrap();
         // The first region is served.
@@ -275,7 +274,7 @@ mod tests {
         let (send, receive) = mpsc::channel();
         let its = Arc::clone(&there);
         thread::spawn(move || send.send([0, PAGE].map(|gpa| first_byte(&its, gpa))));
-        let seen = receive.recv_timeout(Duration::from_secs(30));
+        let seen = receive.recv_timeout(pagetide_test_support::PATIENCE);
         assert_eq!(seen.expect("a read of memory hangs"), [7, 9]);
         assert_eq!(pager.progress().present, 2);
     }

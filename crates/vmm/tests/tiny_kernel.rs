@@ -9,7 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pagetide_kvm::{OpenError, SlotFlags};
 use pagetide_pager::{Delivery, ReaderConfig, Readers};

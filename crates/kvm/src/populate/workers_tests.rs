@@ -11,7 +11,7 @@ use crate::gate::{InFlight, Participant};
 use crate::kick::KickedThread;
 use crate::signals::Signals;
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = pagetide_test_support::PATIENCE;
 
 /// A worker's thread, and the number of signals sent to it.
 #[derive(Debug, Default)]

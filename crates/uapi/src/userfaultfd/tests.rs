@@ -6,6 +6,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use pagetide_test_support::Task;
 use rustix::io::ReadWriteFlags;
 use rustix::mm::{self, MapFlags, ProtFlags};
 
@@ -139,11 +140,18 @@ fn installing_without_waking_wakes_no_thread() {
         return;
     };
     thread::scope(|scope| {
-        let toucher = scope.spawn(|| memory.touch(0));
+        let (send, begun) = mpsc::channel();
+        let touched = &memory;
+        let toucher = scope.spawn(move || {
+            send.send(Task::this()).unwrap();
+            touched.touch(0)
+        });
         let fault = next_fault(&fd);
+        let task = begun.recv().unwrap();
+        let sleeps = task.asleep("the toucher");
         fd.zero_pages(memory.range(0, 1), Wake::DontWake).unwrap();
-        thread::sleep(Duration::from_millis(50));
-        assert!(!toucher.is_finished());
+        // A thread that is woken can run from then on.
+        assert!(task.has_slept_since(sleeps));
         fd.wake(memory.range(0, 1)).unwrap();
         assert_eq!(toucher.join().unwrap(), 0);
         assert_eq!(fault.address, memory.range(0, 1).start);
