@@ -25,10 +25,6 @@ use crate::options::{Binding, Options};
 use crate::state::{KeptVm, State, StateError};
 use crate::vm::{Client, Common, run, turn_away};
 
-/// The time in which guests are still drained after a stop. A server ends within 5 s of SIGTERM, and the
-/// rest is for poisoning what is missing.
-const DRAIN: Duration = Duration::from_millis(3500);
-
 /// Why a server did not start.
 #[derive(Debug, Error)]
 pub enum StartError {
@@ -85,23 +81,26 @@ struct StopState {
     reload: OwnedFd,
     options: Mutex<Option<Options>>,
     is_stopping: AtomicBool,
+    /// [`Options::stop_limit`] of the options with which the server was bound.
+    limit: Duration,
     deadline: Mutex<Option<Instant>>,
 }
 
 impl Stopper {
-    pub(crate) fn new() -> Result<Self, Errno> {
+    pub(crate) fn new(limit: Duration) -> Result<Self, Errno> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         Ok(Self(Arc::new(StopState {
             event: eventfd(0, flags)?,
             reload: eventfd(0, flags)?,
             options: Mutex::new(None),
             is_stopping: AtomicBool::new(false),
+            limit,
             deadline: Mutex::new(None),
         })))
     }
 
     /// Begins the end: no VM is accepted any more, and those that are there are drained for at most
-    /// 3.5 s. The second call ends the drain.
+    /// [`Options::stop_limit`]. The second call ends the drain.
     pub fn stop(&self) {
         let now = Instant::now();
         let mut deadline = self
@@ -110,7 +109,7 @@ impl Stopper {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         *deadline = Some(match *deadline {
-            None => now + DRAIN,
+            None => now + self.0.limit,
             Some(_) => now,
         });
         drop(deadline);
@@ -223,7 +222,7 @@ impl Server {
     pub fn bind_with(options: Options, inherited: Vec<UnixListener>) -> Result<Self, StartError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ended = eventfd(0, flags).map_err(StartError::Descriptor)?;
-        let stopper = Stopper::new().map_err(StartError::Descriptor)?;
+        let stopper = Stopper::new(options.stop_limit).map_err(StartError::Descriptor)?;
         let (state, kept) = match &options.state {
             None => (None, Vec::new()),
             Some(state) => {

@@ -41,7 +41,10 @@ fn a_vmm_that_is_killed_does_not_disturb_others() {
         }
         vmm.kill();
     }
-    eventually("the VMs' end", || running.metrics.totals().vms == 1);
+    eventually("the VMs' end", || {
+        let totals = running.metrics.totals();
+        equals((totals.vms_ended + totals.vms_refused, totals.vms), &(8, 1))
+    });
     assert_eq!(survivor.read(255), first_word(255));
     assert!(survivor.is_running());
 }
@@ -61,7 +64,9 @@ fn a_vmm_without_content_is_killed_if_that_is_the_policy() {
     assert_eq!(vmm.read(7), first_word(7));
     vmm.begin_to_read(8);
     assert_eq!(vmm.signal(), Some(SIGKILL));
-    assert_eq!(running.metrics.totals().vms_killed, 1);
+    eventually("the count", || {
+        equals(running.metrics.totals().vms_killed, &1)
+    });
 }
 
 /// A VMM for which there is no room has no server, and so no content.
@@ -80,8 +85,10 @@ fn a_vmm_above_the_limit_is_killed_if_that_is_the_policy() {
     assert_eq!(first.read(1), first_word(1));
     let mut second = Vmm::spawn("vmm", &place.socket(), 8);
     assert_eq!(second.signal(), Some(SIGKILL));
-    let totals = running.metrics.totals();
-    assert_eq!((totals.vms_refused, totals.vms_killed), (1, 1));
+    eventually("the counts", || {
+        let totals = running.metrics.totals();
+        equals((totals.vms_refused, totals.vms_killed), &(1, 1))
+    });
     assert_eq!(first.read(2), first_word(2));
 }
 
@@ -102,7 +109,7 @@ fn a_bad_page_that_only_prefetch_meets_kills_nobody() {
     file.unwrap().set_len(1023 * PAGE as u64).unwrap();
     let mut vmm = Vmm::start("vmm", &place.socket(), 1024);
     eventually("the end of prefetch", || {
-        running.metrics.totals().pages_set_aside == 1
+        equals(running.metrics.totals().pages_set_aside, &1)
     });
     assert!(vmm.is_running());
     for page in [0, 500, 1022] {
@@ -126,9 +133,13 @@ fn a_vmm_without_content_waits_and_never_reads_zeroes() {
     let mut vmm = Vmm::start("vmm", &place.socket(), 16);
     vmm.begin_to_read(8);
     let metrics = running.metrics.clone();
-    eventually("the stall", || metrics.totals().stalls == 1);
-    eventually("the gauge", || metrics.totals().stalled_regions == 1);
-    thread::sleep(A_WHILE);
+    eventually("the stall", || equals(metrics.totals().stalls, &1));
+    eventually("the gauge", || equals(metrics.totals().stalled_regions, &1));
+    let (reader, sleeps) = vmm.asleep();
+    // A drain, which fetches whatever there is, comes later.
+    running.stopper.stop();
+    eventually("the drain", || equals(metrics.totals().pages_ahead, &8));
+    assert!(reader.has_slept_since(sleeps));
     assert!(vmm.is_running() && vmm.is_silent());
     running.stop();
     assert_eq!(vmm.signal(), Some(SIGBUS));
@@ -154,6 +165,11 @@ fn a_balloon_outlives_a_server_that_lacks_content() {
     let mut vmm = Vmm::start("vmm", &place.socket(), 16);
     assert_eq!(vmm.read(1), first_word(1));
     vmm.discard(2);
+    running.stopper.stop();
+    // All other pages of the image.
+    eventually("the drain", || {
+        equals(running.metrics.totals().pages_ahead, &6)
+    });
     running.stop();
     assert_eq!(vmm.read(2), 0);
     vmm.discard(1);
@@ -182,8 +198,12 @@ fn a_truncated_image_stalls_its_vm_until_it_is_whole_again() {
     file.set_len(32 * PAGE as u64 + 100).unwrap();
     assert_eq!(vmm.read(31), first_word(31));
     vmm.begin_to_read(32);
-    eventually("the stall", || running.metrics.totals().stalls == 1);
-    assert!(vmm.is_silent());
+    eventually("the stall", || equals(running.metrics.totals().stalls, &1));
+    let (reader, sleeps) = vmm.asleep();
+    let other = Guest::new(64);
+    let _stream = other.connect(&place.socket());
+    other.check(31, &content(31));
+    assert!(reader.has_slept_since(sleeps) && vmm.is_silent());
     std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
     assert_eq!(vmm.has_read(), Some(first_word(32)));
 }
@@ -209,16 +229,16 @@ fn a_vmm_outlives_its_server() {
 fn a_client_that_sends_byte_by_byte_is_refused_in_time() {
     let place = Place::new(1);
     let running = Running::start(Options {
+        // The limit that this test reaches.
         handshake_limit: Duration::from_millis(300),
         ..place.options()
     });
     let stream = std::os::unix::net::UnixStream::connect(place.socket()).unwrap();
     let sender = stream.try_clone().unwrap();
     let sending = thread::spawn(move || {
-        for _ in 0..10_000 {
-            if std::io::Write::write_all(&mut &sender, b" ").is_err() {
-                break;
-            }
+        // Until the server has closed its end.
+        while std::io::Write::write_all(&mut &sender, b" ").is_ok() {
+            // So often that a limit which counts from the last byte is never reached.
             thread::sleep(Duration::from_millis(10));
         }
     });

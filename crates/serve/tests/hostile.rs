@@ -7,7 +7,6 @@ use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use pagetide_serve::Options;
@@ -219,34 +218,55 @@ fn clients_that_make_no_sense_are_refused_by_name_and_others_are_served() {
     let sigbus = of(&Message::Attach(sigbus));
     check("SIGBUS", later(&sigbus, &[uffd]), RefusedCode::Descriptors);
     eventually("the counts", || {
-        running.metrics.totals().vms_refused == refused as u64
+        let totals = running.metrics.totals();
+        equals((totals.vms_refused, totals.vms), &(refused as u64, 1))
     });
-    assert_eq!(running.metrics.totals().vms, 1);
-    eventually("their end", || running.metrics.totals().vms == 1);
 }
 
 #[test]
 fn clients_that_leave_or_wait_are_forgotten() {
-    let place = Place::new(1);
-    let running = Running::start(Options {
-        handshake_limit: Duration::from_millis(300),
-        ..place.options()
-    });
     // In the middle of the magic, of a header, of a payload.
-    for bytes in [
+    let parts = [
         &b"PTNA"[..],
         b"PTNATIVE\x10\0",
         b"PTNATIVE\x40\0\0\0\x01\0\0\0\x01\0\0\0abc",
-    ] {
+    ];
+    let place = Place::new(1);
+    let running = Running::start(Options {
+        max_vms: 1,
+        ..place.options()
+    });
+    let mut all_turned_away = 0;
+    // Each leaves; the last one comes after the end of all others.
+    for bytes in parts.into_iter().chain([&b""[..]]) {
+        let (stream, turned_away) = running.connect_next(|| {
+            let stream = UnixStream::connect(place.socket()).unwrap();
+            // It may have been turned away already.
+            let _ = (&stream).write_all(bytes);
+            stream
+        });
+        all_turned_away += turned_away;
+        if bytes.is_empty() {
+            assert_eq!(running.metrics.totals().vms_refused, all_turned_away);
+        }
+        drop(stream);
+    }
+    drop(running);
+
+    let running = Running::start(Options {
+        // The limit that these clients reach.
+        handshake_limit: Duration::from_millis(100),
+        ..place.options()
+    });
+    for bytes in parts {
         let mut raw = Raw::connect(&place);
-        raw.send(bytes, &[]);
-        drop(raw);
-        raw = Raw::connect(&place);
         raw.send(bytes, &[]);
         assert_eq!(raw.refusal(), RefusedCode::Order, "late");
         assert_eq!(raw.next(), None);
     }
-    eventually("the count", || running.metrics.totals().vms_refused == 3);
+    eventually("the count", || {
+        equals(running.metrics.totals().vms_refused, &3)
+    });
 }
 
 /// After attach, a stream without meaning ends the requests and not the guest.
@@ -298,6 +318,28 @@ fn a_guest_survives_the_nonsense_of_its_vmm() {
     assert_eq!(running.metrics.totals().vms_refused, 0);
 }
 
+/// Sends requests, of which nobody reads the answers, until the server reads none of them any more. Returns the
+/// number of bytes.
+fn flood(stream: &UnixStream, guest: &Guest) -> usize {
+    // The server turns to its guest at least once between any two looks: were the client to be read from, its
+    // socket had taken more.
+    const LOOKS: usize = 20;
+    let requests = bytes_of(&Message::HealthRequest.frame(7, false)).repeat(4096);
+    stream.set_nonblocking(true).unwrap();
+    let (mut sent, mut looks) = (0, 0);
+    eventually("the server reads no more", || {
+        let before = sent;
+        // From the middle of a request on, if the last was cut.
+        while let Ok(count) = (&*stream).write(&requests[sent % 12..]) {
+            sent += count;
+            assert!(sent < 64 << 20, "the server reads without end");
+        }
+        looks = if sent == before { looks + 1 } else { 0 };
+        guest.go_round(0);
+        if looks < LOOKS { Err(sent) } else { Ok(sent) }
+    })
+}
+
 /// A client that sends requests and reads nothing is served no further request. Its guest is served.
 #[test]
 fn a_flood_of_requests_blocks_nobody() {
@@ -310,15 +352,9 @@ fn a_flood_of_requests_blocks_nobody() {
     let mut raw = Raw::attached(&place, &flooded);
     let _client = attached(&other, &place.socket());
     let sender = raw.stream.try_clone().unwrap();
-    let health = bytes_of(&Message::HealthRequest.frame(7, false)).repeat(4096);
-    // Until the socket takes no more, for a while.
-    sender.set_write_timeout(Some(A_WHILE)).unwrap();
-    let mut sent = 0;
-    while let Ok(count) = (&sender).write(&health) {
-        sent += count;
-        assert!(sent < 64 << 20, "the server reads without end");
-    }
-    for page in 0..256 {
+    let sent = flood(&sender, &flooded);
+    sender.set_nonblocking(false).unwrap();
+    for page in 1..256 {
         flooded.check(page, &content(page));
         other.check(page, &content(page));
     }
@@ -328,7 +364,7 @@ fn a_flood_of_requests_blocks_nobody() {
         assert!(matches!(raw.next(), Some(Message::Health(_))));
     }
     drop((raw, sender));
-    eventually("its end", || running.metrics.totals().vms == 1);
+    eventually("its end", || equals(running.metrics.totals().vms_ended, &1));
 }
 
 /// A client that has left everything unread and goes is noticed.
@@ -341,19 +377,8 @@ fn a_client_that_reads_nothing_may_still_go() {
     let running = Running::start(place.options());
     let guest = Arc::new(Guest::new(16));
     let raw = Raw::attached(&place, &guest);
-    raw.stream.set_nonblocking(true).unwrap();
-    let health = bytes_of(&Message::HealthRequest.frame(7, false)).repeat(1000);
-    let mut full = 0;
-    while full < 20 {
-        match (&raw.stream).write(&health) {
-            Ok(sent) if sent > 0 => full = 0,
-            _ => {
-                full += 1;
-                thread::sleep(Duration::from_millis(5));
-            }
-        }
-    }
-    (0..16).for_each(|page| guest.check(page, &content(page)));
+    flood(&raw.stream, &guest);
+    (1..16).for_each(|page| guest.check(page, &content(page)));
     drop(raw);
-    eventually("its end", || running.metrics.totals().vms == 0);
+    running.ended(1);
 }

@@ -10,7 +10,9 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use pagetide_serve::{Options, Server, StateOptions, WorkingSet, WorkingSetMode, keep};
 use support::native::*;
@@ -34,6 +36,14 @@ fn server() {
     let Some(directory) = std::env::var_os(DIRECTORY).map(PathBuf::from) else {
         return;
     };
+    let log = File::options()
+        .create(true)
+        .append(true)
+        .open(directory.join("log"));
+    tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(log.unwrap())
+        .init();
     let word = |word: &str| word.into();
     let keeper = vec![
         std::env::current_exe().unwrap().into_os_string(),
@@ -54,6 +64,8 @@ fn server() {
             directory: directory.join("state"),
             keeper,
         }),
+        stop_limit: NEVER,
+        handshake_limit: NEVER,
         ..Options::default()
     };
     let server = Server::bind(options).unwrap();
@@ -104,6 +116,11 @@ impl Serving {
     }
 }
 
+/// What the servers of a place have logged.
+fn log(place: &Place) -> String {
+    std::fs::read_to_string(place.directory.path().join("log")).unwrap()
+}
+
 fn discard(guest: &Arc<Guest>, first: usize, count: usize) {
     let balloon = Arc::clone(guest);
     within_patience("the balloon", move || balloon.discard(first, count));
@@ -126,14 +143,11 @@ fn a_successor_of_a_killed_server_goes_on() {
         serving.kill();
 
         // A thread that touches a missing page sleeps until there is a successor.
-        let asleep = guest.touch(400);
-        if !prefetch {
-            thread::sleep(A_WHILE);
-            assert!(!asleep.is_finished());
-        }
+        let asleep = (!prefetch).then(|| guest.touch(400));
         let serving = Serving::start(&place, prefetch);
-        let found = within_patience("the page", move || asleep.join().unwrap());
-        assert!(found == content(400));
+        if let Some(asleep) = asleep {
+            assert!(asleep.join() == content(400));
+        }
         for page in (0..512).rev() {
             let mut wanted = match page {
                 10..14 | 300..304 => vec![0; PAGE],
@@ -165,8 +179,7 @@ fn a_server_that_is_stopped_hands_its_vms_over() {
         serving.stop();
         let asleep = guest.touch(200 + round);
         serving = Serving::start(&place, false);
-        let found = within_patience("the page", move || asleep.join().unwrap());
-        assert!(found == content(200 + round));
+        assert!(asleep.join() == content(200 + round));
     }
     (100..105).for_each(|page| guest.check(page, &[0; PAGE]));
     // The keeper ends with its last VM.
@@ -208,8 +221,18 @@ fn an_image_that_was_replaced_is_refused() {
         }
         let serving = Serving::start(&place, true);
         let asleep = guest.touch(1);
-        thread::sleep(A_WHILE);
-        assert!(!asleep.is_finished() && guest.resident() == 1);
+        eventually("the refusal", || {
+            let log = log(&place);
+            let is_refused = log.lines().any(|line| line.contains("VM refused"));
+            if is_refused { Ok(()) } else { Err(log) }
+        });
+        // A VM that comes later is served.
+        let next = Guest::new(256);
+        let next_stream = next.connect(&place.socket());
+        eventually("prefetch", || equals(next.resident(), &256));
+        drop(next_stream);
+        assert!(asleep.is_undisturbed());
+        assert_eq!(guest.residents(), [0]);
         serving.kill();
         if is_written {
             let file = File::options().write(true).open(place.image()).unwrap();
@@ -219,8 +242,7 @@ fn an_image_that_was_replaced_is_refused() {
             std::fs::rename(&original, place.image()).unwrap();
         }
         let serving = Serving::start(&place, true);
-        let found = within_patience("the page", move || asleep.join().unwrap());
-        assert!(found == content(1));
+        assert!(asleep.join() == content(1));
         (0..256).for_each(|page| guest.check(page, &content(page)));
         serving.kill();
     }
@@ -253,7 +275,8 @@ fn a_recording_goes_on_in_a_successor() {
         match is_killed {
             false => serving.stop(),
             true => {
-                eventually("a part", || saved().is_some());
+                let all = Some((vec![30, 7], 1));
+                eventually("a part", || equals(saved(), &all));
                 serving.kill();
             }
         }
@@ -264,7 +287,8 @@ fn a_recording_goes_on_in_a_successor() {
             .for_each(|page| guest.check(page, &content(page)));
         assert_eq!(guest.resident(), 4);
         drop(stream);
-        eventually("the rest", || saved() == Some((vec![30, 7, 50, 2], 1)));
+        let all = Some((vec![30, 7, 50, 2], 1));
+        eventually("the rest", || equals(saved(), &all));
         serving.stop();
     }
 }
@@ -291,8 +315,7 @@ fn native_vms_outlive_their_server() {
     let asleep = [guest.touch(200), clone.touch(201)];
     let serving = Serving::start(&place, false);
     for (page, thread) in (200..).zip(asleep) {
-        let found = within_patience("the page", move || thread.join().unwrap());
-        assert!(found == content(page));
+        assert!(thread.join() == content(page));
     }
     assert!(client.health().is_err() && cloning.health().is_err());
     // And handed over without a kill.
@@ -342,8 +365,17 @@ fn a_vm_that_the_keeper_must_not_have_is_drained_or_left_alone() {
     (0..64).for_each(|page| assert!(guest.read(page) == content(page), "page {page}"));
     // A server that starts now has no VM to go on with.
     let serving = Serving::start(&place, true);
-    thread::sleep(A_WHILE);
-    assert_eq!(left.resident(), 1);
+    let next = Guest::new(64);
+    let next_stream = next.connect(&place.socket());
+    eventually("prefetch", || equals(next.resident(), &64));
+    drop(next_stream);
+    // It goes on with the VMs of a former server before it accepts others.
+    assert!(
+        !log(&place).contains("going on with a VM"),
+        "{}",
+        log(&place)
+    );
+    assert_eq!(left.residents(), [1]);
     let mut taken = connect(&place.socket());
     taken.resume_from(&parts).unwrap();
     let attach = attach_of(&left, vec![region(&left)]);
@@ -360,35 +392,44 @@ fn kills_at_any_moment_lose_nothing() {
         return;
     }
     const PAGES: usize = 2048;
+    const KILLS: usize = 12;
     let place = Place::new(PAGES);
     let guest = shared(PAGES);
     let mut serving = Serving::start(&place, true);
     let _stream = guest.connect(&place.socket());
     // A server that is killed before it has read the message has nothing to leave.
     guest.check(0, &content(0));
+    let is_over = Arc::new(AtomicBool::new(false));
     let touching = {
-        let guest = Arc::clone(&guest);
+        let (guest, is_over) = (Arc::clone(&guest), Arc::clone(&is_over));
         thread::spawn(move || {
-            for index in 0..PAGES {
+            // Once round, and then for as long as servers are killed.
+            let goes_on = |index: &usize| *index < PAGES || !is_over.load(Ordering::Acquire);
+            for index in (0..).take_while(goes_on) {
                 let page = index * 677 % PAGES;
-                assert!(guest.read(page) == content(page), "page {page}");
-                if page.is_multiple_of(5) {
+                let is_discarded = page.is_multiple_of(5);
+                let wanted = match is_discarded && index >= PAGES {
+                    true => vec![0; PAGE],
+                    false => content(page),
+                };
+                assert!(guest.read(page) == wanted, "page {page}");
+                if is_discarded {
                     guest.discard(page, 1);
                     assert!(guest.read(page) == [0; PAGE], "page {page} was discarded");
                 }
-                thread::sleep(std::time::Duration::from_micros(300));
+                // So slowly that the kills come during the first round.
+                thread::sleep(Duration::from_micros(300));
             }
         })
     };
-    let mut kills = 0;
-    while !touching.is_finished() && kills < 12 {
+    for kill in 1..=KILLS {
         serving.kill();
-        kills += 1;
-        serving = Serving::start(&place, kills % 2 == 0);
-        thread::sleep(std::time::Duration::from_millis(17));
+        serving = Serving::start(&place, kill % 2 == 0);
+        // A server lives for a while; when exactly it is killed does not matter.
+        thread::sleep(Duration::from_millis(17));
     }
+    is_over.store(true, Ordering::Release);
     within_patience("the guest", move || touching.join().unwrap());
-    assert!(kills > 2);
     for page in 0..PAGES {
         let wanted = if page % 5 == 0 {
             vec![0; PAGE]

@@ -1,15 +1,12 @@
 //! What a pager reports of a VM: regions that stall are tried again, and the VMM hears of it.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pagetide_pager::Notice;
 
 use super::{End, Link, Part, Vm, chain, kill};
 use crate::native::message::Message;
 use crate::options::OnFailure;
-
-/// The pause before a stalled region is tried again.
-const RESUME_AFTER: Duration = Duration::from_secs(2);
 
 impl Vm<'_> {
     /// Handles what the pager reports.
@@ -37,7 +34,8 @@ impl Vm<'_> {
                         let is_endless = matches!(notice, Notice::Stalled { .. })
                             && self.without_content.contains(&region);
                         if !is_endless {
-                            self.stalled.push((region, Instant::now() + RESUME_AFTER));
+                            let again = Instant::now() + self.common.options.resume_after;
+                            self.stalled.push((region, again));
                         }
                     }
                     let what = match notice.resumable() {

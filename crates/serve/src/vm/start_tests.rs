@@ -121,7 +121,7 @@ fn what_a_predecessor_has_read_is_applied_before_anything_is_fetched() {
     let common = Common {
         options: Arc::new(options),
         metrics,
-        stopper: Stopper::new().unwrap(),
+        stopper: Stopper::new(Options::default().stop_limit).unwrap(),
         state: None,
     };
     let (stream, _other) = UnixStream::pair().unwrap();

@@ -3,11 +3,11 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 
-use super::{Guest, PATIENCE, eventually};
+use super::{Guest, PATIENCE, Task, eventually};
 
 const SOCKET: &str = "PAGETIDE_TEST_SOCKET";
 const PAGES: &str = "PAGETIDE_TEST_PAGES";
@@ -81,6 +81,12 @@ impl Vmm {
         }
     }
 
+    /// Its thread, which does what it is told, and how often that had gone to sleep when it was found asleep.
+    pub fn asleep(&self) -> (Task, u64) {
+        let task = Task::of_process(self.child.id());
+        (task, task.asleep("the VMM"))
+    }
+
     /// Whether it has said anything since.
     pub fn is_silent(&self) -> bool {
         self.lines.try_recv().is_err()
@@ -92,13 +98,7 @@ impl Vmm {
 
     /// The signal that ends it.
     pub fn signal(&mut self) -> Option<i32> {
-        let mut ended: Option<ExitStatus> = None;
-        let child = std::cell::RefCell::new(&mut self.child);
-        eventually("the VMM's end", || {
-            child.borrow_mut().try_wait().unwrap().is_some()
-        });
-        ended = ended.or(self.child.try_wait().unwrap());
-        ended.unwrap().signal()
+        eventually("the VMM's end", || self.child.try_wait().unwrap()).signal()
     }
 
     pub fn kill(&mut self) {

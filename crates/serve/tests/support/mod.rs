@@ -21,9 +21,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use pagetide_serve::{Binding, Metrics, Options, Seccomp, SeccompMode, Server, Stopper};
+use pagetide_serve::{Binding, Metrics, Options, Seccomp, SeccompMode, Server, Stopper, Totals};
+#[allow(unused_imports, reason = "each test binary uses a part of this")]
+pub use pagetide_test_support::{
+    PATIENCE, Sleeper, Task, equals, eventually, unread_by_peer, within_patience,
+};
 use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, UserRange, Userfaultfd};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -31,11 +35,8 @@ use tempfile::TempDir;
 
 pub const PAGE: usize = 4096;
 
-/// The time after which a test counts as hanging. Only a failure reaches it.
-pub const PATIENCE: Duration = Duration::from_secs(30);
-
-/// Long enough for what must not happen to happen.
-pub const A_WHILE: Duration = Duration::from_millis(300);
+/// A limit of the server that no test is to reach.
+pub const NEVER: Duration = Duration::from_secs(24 * 3600);
 
 /// The features of the userfaultfd of memory with a file.
 pub const FILE_FEATURES: Features = Features::from_bits(
@@ -103,6 +104,8 @@ impl Place {
             }],
             prefetch: false,
             working_set: pagetide_serve::WorkingSetMode::Off,
+            stop_limit: NEVER,
+            handshake_limit: NEVER,
             ..Options::default()
         }
     }
@@ -146,6 +149,35 @@ impl Running {
         self.stopper.stop();
         self.wait();
     }
+
+    /// Connects to a server of one VM at a time ([`Options::max_vms`]) until it accepts: then the last VM has ended.
+    /// Returns how often it did not. Nobody else connects.
+    pub fn connect_next(&self, connect: impl Fn() -> UnixStream) -> (UnixStream, u64) {
+        let answered = |totals: Totals| totals.vms_accepted + totals.vms_refused;
+        let mut turned_away = 0;
+        let stream = eventually("the last VM's end", || {
+            let before = self.metrics.totals();
+            let stream = connect();
+            eventually("an answer", || {
+                answered(self.metrics.totals()) > answered(before)
+            });
+            let is_accepted = self.metrics.totals().vms_accepted > before.vms_accepted;
+            turned_away += u64::from(!is_accepted);
+            is_accepted.then_some(stream)
+        });
+        (stream, turned_away)
+    }
+
+    /// Waits until so many VMs have ended, and returns the counts, which have all of these VMs.
+    pub fn ended(&self, vms: u64) -> Totals {
+        eventually("the VMs' end", || {
+            let totals = self.metrics.totals();
+            match totals.vms_ended == vms && totals.vms == 0 {
+                true => Ok(totals),
+                false => Err(format!("{totals:?}")),
+            }
+        })
+    }
 }
 
 impl Drop for Running {
@@ -174,34 +206,6 @@ pub fn confine_process(server: &Server) {
     let seccomp = Seccomp::new(SeccompMode::On, server.uses_network());
     if let Err(error) = seccomp.confine_process() {
         println!("the server's system calls are not filtered: {error}");
-    }
-}
-
-/// Runs `work` on a thread, and fails the test if it does not end.
-pub fn within_patience<T: Send + 'static>(
-    what: &str,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> T {
-    let (send, receive) = mpsc::channel();
-    let thread = thread::spawn(move || {
-        let _ = send.send(work());
-    });
-    match receive.recv_timeout(PATIENCE) {
-        Ok(value) => value,
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("{what}: not within {PATIENCE:?}"),
-        Err(mpsc::RecvTimeoutError::Disconnected) => {
-            thread.join().unwrap();
-            unreachable!("{what}: no value");
-        }
-    }
-}
-
-/// Waits until `condition` holds.
-pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !condition() {
-        assert!(Instant::now() < end, "{what}: not within {PATIENCE:?}");
-        thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -353,17 +357,33 @@ impl Guest {
         unsafe { at.write_volatile(value) };
     }
 
-    /// Reads a page on a thread that may never end.
-    pub fn touch(&self, page: usize) -> JoinHandle<Vec<u8>> {
+    /// Reads a page that is missing on a thread, which falls asleep.
+    pub fn touch(&self, page: usize) -> Sleeper<Vec<u8>> {
+        let address = self.address(page);
+        Sleeper::spawn(&format!("the reader of page {page}"), move || {
+            read_at(address)
+        })
+    }
+
+    /// Reads a page that may be there on a thread.
+    pub fn begin_to_read(&self, page: usize) -> JoinHandle<Vec<u8>> {
         let address = self.address(page);
         thread::spawn(move || read_at(address))
     }
 
+    /// Has the guest give up a page and touch it: the thread that serves it has done all of its work that came
+    /// before. The kernel hands faults out in the order in which they came, and before the events.
+    pub fn go_round(&self, page: usize) {
+        let start = self.address(page);
+        within_patience("a page that was given up", move || {
+            discard_at(start, 1);
+            assert!(read_at(start) == [0; PAGE], "it has other content");
+        });
+    }
+
     /// As a balloon does.
     pub fn discard(&self, first: usize, count: usize) {
-        let start = std::ptr::with_exposed_provenance_mut(self.address(first));
-        // SAFETY: the pages lie in this guest's mapping, whose content nobody relies on.
-        unsafe { madvise(start, count * PAGE, Advice::LinuxDontNeed) }.unwrap();
+        discard_at(self.address(first), count);
     }
 
     /// The same for memory of a file, which loses the pages.
@@ -375,6 +395,11 @@ impl Guest {
 
     /// How many of the pages are mapped.
     pub fn resident(&self) -> usize {
+        self.residents().len()
+    }
+
+    /// The pages that are mapped.
+    pub fn residents(&self) -> Vec<usize> {
         let mut map = std::fs::File::open("/proc/self/pagemap").unwrap();
         let mut entries = vec![0; self.pages() * 8];
         std::io::Seek::seek(
@@ -383,9 +408,17 @@ impl Guest {
         )
         .unwrap();
         map.read_exact(&mut entries).unwrap();
-        let present = |entry: &[u8]| entry[7] & 0x80 != 0;
-        entries.chunks(8).filter(|entry| present(entry)).count()
+        let is_present = |entry: &[u8]| entry[7] & 0x80 != 0;
+        let entries = entries.chunks(8).enumerate();
+        let present = entries.filter(|(_, entry)| is_present(entry));
+        present.map(|(page, _)| page).collect()
     }
+}
+
+fn discard_at(address: usize, count: usize) {
+    let start = std::ptr::with_exposed_provenance_mut(address);
+    // SAFETY: the pages lie in a guest's mapping, whose content nobody relies on.
+    unsafe { madvise(start, count * PAGE, Advice::LinuxDontNeed) }.unwrap();
 }
 
 fn read_at(address: usize) -> Vec<u8> {
