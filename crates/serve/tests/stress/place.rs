@@ -1,13 +1,11 @@
 //! The directory of one run: images, sockets, the state, and the store.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use pagetide_sources::image::{CreateOptions, create};
+use pagetide_test_support::{eventually, mix};
 use tempfile::TempDir;
 
-use crate::eventually;
-use crate::rng::mix;
 use crate::servers::{Holdings, Serving};
 use crate::store;
 use crate::vmms::Socket;
@@ -67,7 +65,6 @@ impl Place {
 
     /// The keeper's process, which outlives the servers.
     pub fn keeper(&self) -> u32 {
-        let mut found = None;
         eventually("the keeper", || {
             let processes = std::fs::read_dir("/proc").unwrap().flatten();
             let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -79,17 +76,26 @@ impl Place {
                 let directory = self.directory.path().as_os_str().as_encoded_bytes();
                 has("cmdline", b"keeper_process") && has("environ", directory)
             });
-            found = pids.next();
-            found.is_some()
-        });
-        found.unwrap()
+            pids.next()
+        })
     }
 
     /// Waits until no VM is left at a server, nor a client that it refused.
     pub fn wait_for_idle(&self, server: &Serving) {
         let pid = server.pid();
-        eventually("idle servers", || Holdings::vm_threads(pid) == 0);
+        eventually("idle servers", || {
+            let threads = Holdings::vm_threads(pid);
+            if threads == 0 { Ok(()) } else { Err(threads) }
+        });
         // The thread's end comes before that of what it has.
-        std::thread::sleep(Duration::from_millis(300));
+        const LOOKS: usize = 30;
+        let mut seen = Holdings::of(pid);
+        let mut looks = 0;
+        eventually("an idle server changes nothing", || {
+            let now = Holdings::of(pid);
+            looks = if now == seen { looks + 1 } else { 0 };
+            seen = now;
+            if looks < LOOKS { Err(looks) } else { Ok(()) }
+        });
     }
 }

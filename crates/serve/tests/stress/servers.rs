@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use pagetide_serve::{Binding, Options, Server, StateOptions, WorkingSetMode, keep};
 use pagetide_sources::{Location, ObjectOptions, OpenOptions};
+use pagetide_test_support::eventually;
 
 use crate::place::Place;
 use crate::vmms::Socket;
-use crate::{KEPT_BYTES, eventually};
+use crate::{KEPT_BYTES, NEVER};
 
 const DIRECTORY: &str = "PAGETIDE_STRESS_DIRECTORY";
 const SERVER: &str = "PAGETIDE_STRESS_SERVER";
@@ -60,7 +61,8 @@ pub fn run_server() {
             false => WorkingSetMode::Auto,
         },
         fault_around_pages: if is_kept { 1 } else { 16 },
-        handshake_limit: Duration::from_secs(2),
+        handshake_limit: NEVER,
+        stop_limit: NEVER,
         state: is_kept.then(|| StateOptions {
             directory: directory.join("state"),
             keeper,
@@ -77,7 +79,8 @@ pub fn run_server() {
         },
         ..Options::default()
     };
-    let server = bind(&options);
+    // The store may fail while its image is opened, too: a service manager starts the server again.
+    let server = eventually("a server", || Server::bind(options.clone()));
     let stopper = server.stopper();
     // The test closes standard input to stop it.
     thread::spawn(move || {
@@ -86,18 +89,6 @@ pub fn run_server() {
     });
     std::fs::write(directory.join(format!("{name}.ready")), "").unwrap();
     server.run().unwrap();
-}
-
-/// The store may fail while its image is opened, too: a service manager starts the server again.
-fn bind(options: &Options) -> Server {
-    let mut attempts = 0;
-    loop {
-        match Server::bind(options.clone()) {
-            Ok(server) => return server,
-            Err(error) if attempts == 20 => panic!("{error:?}"),
-            Err(_) => attempts += 1,
-        }
-    }
 }
 
 /// A server in a process of its own.
@@ -170,7 +161,7 @@ impl Drop for Serving {
 }
 
 /// The resources of a process that VMs must leave behind as they were.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holdings {
     /// All but connections to the store, which a pool keeps open for a while.
     descriptors: usize,

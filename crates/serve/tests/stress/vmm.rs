@@ -11,13 +11,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pagetide_serve::native::client::{Client, ClientError};
-use pagetide_serve::native::message::{Attach, Region, WorkingSetAction};
+use pagetide_serve::native::message::{Attach, RefusedCode, Region, WorkingSetAction};
+use pagetide_test_support::{PATIENCE, Rng, eventually};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use crate::PATIENCE;
 use crate::memory::{Memory, Stamp, Wrong};
 use crate::place::PAGE;
-use crate::rng::Rng;
 
 pub const PLAN: &str = "PAGETIDE_STRESS_VMM";
 pub const SOCKET: &str = "PAGETIDE_STRESS_SOCKET";
@@ -138,6 +137,10 @@ struct World {
     doing: [Doing; THREADS + 1],
     counts: [AtomicU64; WORDS.len()],
     hand_overs: AtomicU64,
+    drains: AtomicU64,
+    refused_drains: AtomicU64,
+    working_sets: AtomicU64,
+    healths: AtomicU64,
     attempts: AtomicU64,
 }
 
@@ -212,6 +215,10 @@ pub fn run() {
         doing: Default::default(),
         counts: Default::default(),
         hand_overs: AtomicU64::new(0),
+        drains: AtomicU64::new(0),
+        refused_drains: AtomicU64::new(0),
+        working_sets: AtomicU64::new(0),
+        healths: AtomicU64::new(0),
         attempts: AtomicU64::new(0),
     });
     {
@@ -238,12 +245,17 @@ pub fn run() {
     }
     let count = |access: Access| world.counts[access as usize].load(Ordering::Relaxed);
     println!(
-        "\ndone {} reads, {} writes, {} discards, {} holes, {} hand-overs by clients, {} other attempts",
+        "\ndone {} reads, {} writes, {} discards, {} holes, {} hand-overs by clients, {} drains, {} refused drains, \
+         {} requests about working sets, {} health requests, {} other attempts",
         count(Access::Read),
         count(Access::Write),
         count(Access::Discard),
         count(Access::Hole),
         world.hand_overs.load(Ordering::Relaxed),
+        world.drains.load(Ordering::Relaxed),
+        world.refused_drains.load(Ordering::Relaxed),
+        world.working_sets.load(Ordering::Relaxed),
+        world.healths.load(Ordering::Relaxed),
         world.attempts.load(Ordering::Relaxed),
     );
     std::process::exit(0);
@@ -279,6 +291,7 @@ fn begin(world: &Arc<World>, plan: Plan, socket: &Path) -> (Arc<Memory>, Link) {
                 let (world, memory) = (Arc::clone(world), Arc::clone(&memory));
                 thread::spawn(move || world.watched(0, Access::First, 0, || memory.check(0)))
             };
+            // The time between two looks.
             stream
                 .set_read_timeout(Some(Duration::from_millis(20)))
                 .unwrap();
@@ -309,14 +322,9 @@ fn begin(world: &Arc<World>, plan: Plan, socket: &Path) -> (Arc<Memory>, Link) {
 
 /// A server may be between two lives.
 fn stream(socket: &Path) -> UnixStream {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        match UnixStream::connect(socket) {
-            Ok(stream) => return stream,
-            Err(error) => assert!(Instant::now() < end, "{}: {error}", socket.display()),
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
+    eventually(&socket.display().to_string(), || {
+        UnixStream::connect(socket)
+    })
 }
 
 fn send(stream: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> std::io::Result<()> {
@@ -361,18 +369,32 @@ fn control(
     end: Instant,
 ) {
     let mut rng = Rng::new(plan.seed, 5);
+    let has_store = socket.ends_with("steady-store.sock");
     loop {
         let pause = Duration::from_millis(50 + rng.below(400));
         if Instant::now() + pause >= end {
             return;
         }
+        // Its guest uses its memory meanwhile.
         thread::sleep(pause);
+        let count = |what: &AtomicU64| what.fetch_add(1, Ordering::Relaxed);
         match rng.below(6) {
-            0 => {
-                let drained = client.drain(|_, _| {}).unwrap();
-                assert_eq!((drained.present, drained.lost), (memory.pages() as u64, 0));
-            }
+            0 => match client.drain(|_, _| {}) {
+                Ok(drained) => {
+                    assert_eq!((drained.present, drained.lost), (memory.pages() as u64, 0));
+                    count(&world.drains);
+                }
+                // The store has failed as often as it was asked.
+                Err(ClientError::Refused {
+                    code: RefusedCode::NoContent,
+                    ..
+                }) if has_store => {
+                    count(&world.refused_drains);
+                }
+                Err(error) => panic!("{error:?}"),
+            },
             1 => {
+                count(&world.working_sets);
                 let action = rng.pick(WorkingSetAction::ALL);
                 // There may be no file, or the same request may be running.
                 match client.working_set(action) {
@@ -380,7 +402,10 @@ fn control(
                     Err(error) => panic!("{action:?}: {error:?}"),
                 }
             }
-            2 => assert_eq!(client.health().unwrap().pages, memory.pages() as u64),
+            2 => {
+                assert_eq!(client.health().unwrap().pages, memory.pages() as u64);
+                count(&world.healths);
+            }
             _ => {
                 let mut successor = connected(socket);
                 let parts = match client.hand_over() {
@@ -392,7 +417,7 @@ fn control(
                 successor.resume_from(&parts).unwrap();
                 attach(&mut successor, memory).unwrap();
                 std::mem::replace(client, successor).goodbye().unwrap();
-                world.hand_overs.fetch_add(1, Ordering::Relaxed);
+                count(&world.hand_overs);
             }
         }
     }
@@ -438,6 +463,7 @@ fn use_memory(world: &World, memory: &Memory, mut rng: Rng, thread: usize, end: 
                     world.watched(thread, access, first, || memory.discard_shared(unit));
                 }
             }
+            // A guest does other things, too.
             20..24 => thread::sleep(Duration::from_micros(rng.below(2000))),
             _ => {
                 // Some pages in order, or one.

@@ -5,10 +5,11 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use pagetide_test_support::{PATIENCE, Rng};
+
 use crate::place::{IMAGE_PAGES, Place};
-use crate::rng::Rng;
 use crate::vmm::{Kind, NO_MEMORY, PLAN, Plan, SOCKET};
-use crate::{Failing, PATIENCE, Tally};
+use crate::{Failing, Tally};
 
 /// A socket of each server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
