@@ -23,7 +23,9 @@ use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use pagetide_serve::{Binding, Metrics, Options, Seccomp, SeccompMode, Server, Stopper, Totals};
+use pagetide_serve::{
+    Binding, Metrics, Options, Seccomp, SeccompMode, Server, StartError, Stopper, Totals,
+};
 #[allow(unused_imports, reason = "each test binary uses a part of this")]
 pub use pagetide_test_support::{
     PATIENCE, Sleeper, Task, equals, eventually, unread_by_peer, within_patience,
@@ -121,22 +123,36 @@ pub struct Running {
 impl Running {
     /// Starts a server whose threads may make the system calls that `pagetide serve` permits.
     pub fn start(options: Options) -> Self {
+        Self::try_start(options).unwrap()
+    }
+
+    /// The same for one that may not start.
+    pub fn try_start(options: Options) -> Result<Self, StartError> {
         let (send, started) = mpsc::channel();
         let thread = thread::spawn(move || {
             // With a state's directory it starts a process, as it does before `pagetide serve` filters.
             if options.state.is_none() {
                 confine_thread(options.bindings.iter().any(is_url));
             }
-            let server = Server::bind(options).unwrap();
-            send.send((server.stopper(), server.metrics())).unwrap();
-            server.run()
+            match Server::bind(options) {
+                Ok(server) => {
+                    send.send(Ok((server.stopper(), server.metrics()))).unwrap();
+                    server.run()
+                }
+                Err(error) => {
+                    send.send(Err(error)).unwrap();
+                    Ok(())
+                }
+            }
         });
-        let (stopper, metrics) = started.recv().expect("the server starts");
-        Self {
+        let (stopper, metrics) = started
+            .recv()
+            .expect("the server starts, or says why not")?;
+        Ok(Self {
             stopper,
             metrics,
             thread: Some(thread),
-        }
+        })
     }
 
     /// Waits until the server ends by itself.

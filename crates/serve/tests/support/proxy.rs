@@ -1,19 +1,20 @@
 //! A proxy in front of an object store: latency, faults, and a count of round trips.
 
 use std::collections::HashMap;
+use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// What happens to the GETs of one object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// The store's answer is this status.
     Status(u16),
-    /// The answer comes after this time.
-    Slow(Duration),
+    /// The answer comes when there is no such fault any more.
+    Held,
     /// The connection ends in the middle of the body.
     Cut,
 }
@@ -25,16 +26,22 @@ pub(crate) enum Pace {
     Free,
     /// After this time.
     Delayed(Duration),
-    /// With all others that wait, when none has come and none was answered for this time: one round trip.
+    /// With all others that wait, when no thread of this process has anything else to do: one round trip.
     /// The number of these does not depend on how fast this machine is.
-    InRounds(Duration),
+    InRounds,
 }
+
+/// How often all threads of the process have to be found asleep, without having run in between, before a round
+/// begins: they may sleep for a moment on their way.
+const LOOKS: usize = 10;
 
 pub(crate) struct Proxy(Arc<Shared>);
 
 struct Shared {
     upstream: u16,
     faults: Mutex<HashMap<String, Fault>>,
+    /// A fault has changed.
+    lifted: Condvar,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -47,8 +54,24 @@ struct State {
     held: usize,
     /// Requests that are being answered.
     answering: usize,
-    /// When a request has come or was answered.
-    heard: Instant,
+}
+
+/// How often each thread of this process but the calling one has gone to sleep; `None` if one of them is awake.
+fn sleeps() -> Option<Vec<(OsString, String)>> {
+    let own = rustix::thread::gettid().as_raw_nonzero().to_string();
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let others = tasks.filter(|task| task.file_name() != *own);
+    others
+        .map(|task| {
+            // A thread that has just ended is no thread at rest.
+            let status = std::fs::read_to_string(task.path().join("status")).ok()?;
+            let value = |name| status.lines().find_map(|line| line.strip_prefix(name));
+            let state = value("State:")?.trim_start();
+            let sleeps = value("voluntary_ctxt_switches:")?;
+            let is_asleep = state.starts_with(['S', 'D']);
+            is_asleep.then(|| (task.file_name(), sleeps.to_owned()))
+        })
+        .collect()
 }
 
 impl Proxy {
@@ -57,13 +80,13 @@ impl Proxy {
         let shared = Arc::new(Shared {
             upstream,
             faults: Mutex::default(),
+            lifted: Condvar::new(),
             state: Mutex::new(State {
                 pace: Pace::Free,
                 requests: 0,
                 rounds: 0,
                 held: 0,
                 answering: 0,
-                heard: Instant::now(),
             }),
             changed: Condvar::new(),
         });
@@ -74,13 +97,8 @@ impl Proxy {
                 thread::spawn(move || shared.serve(stream));
             }
         });
-        let clock = Arc::clone(&shared);
-        thread::spawn(move || {
-            loop {
-                thread::sleep(Duration::from_millis(1));
-                clock.begin_round();
-            }
-        });
+        let watching = Arc::clone(&shared);
+        thread::spawn(move || watching.begin_rounds());
         Self(shared)
     }
 
@@ -104,19 +122,33 @@ impl Proxy {
             Some(fault) => faults.insert(path.into(), fault),
             None => faults.remove(path),
         };
+        self.0.lifted.notify_all();
     }
 }
 
 impl Shared {
-    fn begin_round(&self) {
-        let mut state = self.state.lock().unwrap();
-        let Pace::InRounds(quiet) = state.pace else {
-            return;
-        };
-        if state.held > 0 && state.answering == 0 && state.heard.elapsed() >= quiet {
-            state.rounds += 1;
-            state.answering = std::mem::take(&mut state.held);
-            self.changed.notify_all();
+    fn begin_rounds(&self) {
+        let (mut seen, mut looks) = (None, 0);
+        loop {
+            // The time between two looks.
+            thread::sleep(Duration::from_millis(1));
+            let is_due = {
+                let state = self.state.lock().unwrap();
+                state.pace == Pace::InRounds && state.held > 0 && state.answering == 0
+            };
+            let now = if is_due { sleeps() } else { None };
+            looks = if now.is_some() && now == seen {
+                looks + 1
+            } else {
+                0
+            };
+            seen = now;
+            if looks == LOOKS {
+                let mut state = self.state.lock().unwrap();
+                state.rounds += 1;
+                state.answering = std::mem::take(&mut state.held);
+                self.changed.notify_all();
+            }
         }
     }
 
@@ -131,10 +163,9 @@ impl Shared {
                 thread::sleep(time);
                 false
             }
-            Pace::InRounds(_) => {
+            Pace::InRounds => {
                 let round = state.rounds;
                 state.held += 1;
-                state.heard = Instant::now();
                 while state.rounds == round {
                     state = self.changed.wait(state).unwrap();
                 }
@@ -151,7 +182,6 @@ impl Shared {
             if in_round {
                 let mut state = self.state.lock().unwrap();
                 state.answering -= 1;
-                state.heard = Instant::now();
             }
             if goes_on.is_none() {
                 return;
@@ -172,7 +202,11 @@ impl Shared {
                 let answer = format!("HTTP/1.1 {status} Injected\r\nContent-Length: 0\r\n\r\n");
                 return client.write_all(answer.as_bytes()).ok();
             }
-            Some(Fault::Slow(time)) => thread::sleep(time),
+            Some(Fault::Held) => {
+                let faults = self.faults.lock().unwrap();
+                let is_held = |faults: &mut HashMap<_, _>| faults.get(path) == Some(&Fault::Held);
+                drop(self.lifted.wait_while(faults, is_held).unwrap());
+            }
             Some(Fault::Cut) | None => {}
         }
         let mut upstream = TcpStream::connect(("127.0.0.1", self.upstream)).ok()?;
