@@ -127,15 +127,15 @@ fn a_working_set_brings_the_first_response_forward() {
             put(port, "/images", b"");
             put(port, "/images/guest.mem", &image(TOUCHES * BLOCK_PAGES));
             let place = Place::new(1);
-            // Without a working set, nothing else is fetched.
-            let options = |prefetch| Options {
+            // Nothing else is fetched ahead.
+            let options = || Options {
                 bindings: vec![Binding {
                     socket: place.socket(),
                     image: Location::Url("s3://images/guest.mem".into()),
                 }],
                 working_set: WorkingSetMode::Auto,
                 working_set_file: Some(place.working_set()),
-                prefetch,
+                prefetch: false,
                 images: OpenOptions {
                     object: object_options(),
                     ..OpenOptions::default()
@@ -144,9 +144,9 @@ fn a_working_set_brings_the_first_response_forward() {
             };
             for pace in [Pace::InRounds, Pace::Delayed(LATENCY)] {
                 let _ = std::fs::remove_file(place.working_set());
-                let without = respond(options(false), proxy, pace);
+                let without = respond(options(), proxy, pace);
                 assert!(place.working_set().exists());
-                let with = respond(options(true), proxy, pace);
+                let with = respond(options(), proxy, pace);
                 let ratio = without.time.as_secs_f64() / with.time.as_secs_f64();
                 println!(
                     "\nsaid: {pace:?}: first response without a working set {without:?}, with it {with:?}: {ratio:.1} times earlier"

@@ -125,6 +125,7 @@ impl Failing {
             if left.is_zero() {
                 return true;
             }
+            // The time between two looks.
             thread::sleep(left.min(Duration::from_millis(20)));
         }
         false

@@ -167,6 +167,7 @@ impl World {
     /// Ends the process if an access does not end: a wake-up was lost.
     fn guard(&self, memory: impl Fn(u64) -> String) {
         loop {
+            // The time between two looks.
             thread::sleep(Duration::from_millis(200));
             let now = u64::try_from(self.begun.elapsed().as_millis()).unwrap();
             for doing in &self.doing {

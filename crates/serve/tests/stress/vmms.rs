@@ -102,6 +102,7 @@ impl Vmms<'_> {
                     false => Err(format!("it runs after {age:?}")),
                 };
             }
+            // The time between two looks.
             thread::sleep(Duration::from_millis(4));
         }
         drop(input);

@@ -160,6 +160,7 @@ impl Shared {
             Pace::Free => false,
             Pace::Delayed(time) => {
                 drop(state);
+                // What is measured is how long a guest waits for a store as slow as that.
                 thread::sleep(time);
                 false
             }
