@@ -16,14 +16,18 @@ const PAGES: &str = "PAGETIDE_TEST_PAGES";
 pub struct Vmm {
     child: Child,
     lines: Receiver<String>,
+    /// The thread that does what it is told, once it has said so.
+    thread: Option<u32>,
 }
 
 impl Vmm {
     /// Starts a VMM with this many pages of memory, which connects to `socket`. `test` is the name of
     /// the test that calls [`run_as_child`].
     pub fn start(test: &str, socket: &Path, pages: usize) -> Self {
-        let vmm = Self::spawn(test, socket, pages);
-        vmm.wait_for("connected");
+        let mut vmm = Self::spawn(test, socket, pages);
+        let line = vmm.wait_for("connected ");
+        // A thread has a directory in /proc as a process has.
+        vmm.thread = line.strip_prefix("connected ").unwrap().parse().ok();
         vmm
     }
 
@@ -44,11 +48,20 @@ impl Vmm {
                 let _ = send.send(line);
             }
         });
-        Self { child, lines }
+        Self {
+            child,
+            lines,
+            thread: None,
+        }
     }
 
-    fn wait_for(&self, wanted: &str) {
-        while !self.lines.recv_timeout(PATIENCE).unwrap().contains(wanted) {}
+    fn wait_for(&self, wanted: &str) -> String {
+        loop {
+            let line = self.lines.recv_timeout(PATIENCE).unwrap();
+            if line.starts_with(wanted) {
+                return line;
+            }
+        }
     }
 
     pub fn pid(&self) -> u32 {
@@ -83,7 +96,7 @@ impl Vmm {
 
     /// Its thread, which does what it is told, and how often that had gone to sleep when it was found asleep.
     pub fn asleep(&self) -> (Task, u64) {
-        let task = Task::of_process(self.child.id());
+        let task = Task::of_process(self.thread.unwrap());
         (task, task.asleep("the VMM"))
     }
 
@@ -121,7 +134,7 @@ pub fn run_as_child() {
     let pages = std::env::var(PAGES).unwrap().parse().unwrap();
     let guest = Guest::new(pages);
     let _stream = guest.connect(Path::new(&socket));
-    println!("\nconnected");
+    println!("\nconnected {}", rustix::thread::gettid());
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         if let Some(page) = line.strip_prefix("discard ") {

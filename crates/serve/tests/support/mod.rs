@@ -18,8 +18,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::{Arc, Once, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -128,6 +127,7 @@ impl Running {
 
     /// The same for one that may not start.
     pub fn try_start(options: Options) -> Result<Self, StartError> {
+        print_failures_at_once();
         let (send, started) = mpsc::channel();
         let thread = thread::spawn(move || {
             // With a state's directory it starts a process, as it does before `pagetide serve` filters.
@@ -198,17 +198,25 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // At its end it poisons what is missing, and a thread that waits there would get SIGBUS: nobody would read
-        // why the test has failed.
-        if thread::panicking() {
-            return;
-        }
         if let Some(thread) = self.thread.take() {
             self.stopper.stop();
             self.stopper.stop();
             let _ = thread.join();
         }
     }
+}
+
+/// After a failure the server poisons what is missing, and a thread of the test that waits there gets SIGBUS: the
+/// process ends before the test harness prints what it has kept.
+fn print_failures_at_once() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            let _ = writeln!(std::io::stderr(), "{panic}");
+            before(panic);
+        }));
+    });
 }
 
 fn is_url(binding: &Binding) -> bool {
