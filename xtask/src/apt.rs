@@ -12,18 +12,18 @@ use fs_err as fs;
 use crate::command::Run;
 use crate::files;
 use crate::outside::Service;
-use crate::progress::Progress;
+use crate::progress::{self, Progress};
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// What an archive's address is if this system's apt has none of Debian's.
 const DEFAULT: &str = "http://deb.debian.org";
 
-/// What apt does differently here: it asks for what the lists are used for, and takes a list that it could not fetch
-/// for an error, not for a reason to go on without.
+/// What apt does differently here: it writes nothing into this system's caches, reads no other list of archives,
+/// prefers no release, and takes a list that it could not fetch for an error.
 const SETTINGS: &str = "-q -o APT::Sandbox::User=root -o Dir::Cache::srcpkgcache= -o Dir::Cache::pkgcache= \
-    -o Dir::Etc::SourceParts=/dev/null -o APT::Update::Error-Mode=any -o Acquire::Languages=none \
-    -o Acquire::Retries=3";
+    -o Dir::Etc::SourceParts=/dev/null -o APT::Default-Release= -o APT::Update::Error-Mode=any \
+    -o Acquire::Languages=none -o Acquire::Retries=3";
 
 /// One of Debian's archives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,8 +70,30 @@ impl Suite {
 }
 
 impl Lists {
-    /// Fetches the lists of `suites` into `directory`, which is emptied first.
+    /// Fetches the lists of `suites` into `directory`, which is emptied first. A mirror may have no sources: these are
+    /// then asked for where Debian has them.
     pub(crate) fn fetch(
+        directory: &Path,
+        kind: Kind,
+        suites: Vec<Suite>,
+        progress: &Progress,
+    ) -> Result<Self> {
+        let targets = targets()?;
+        let fetched = Self::fetch_from(&targets, directory, kind, suites.clone(), progress);
+        let is_there = suites
+            .iter()
+            .all(|suite| address(suite.archive, &targets) == address(suite.archive, ""));
+        match fetched {
+            Err(error) if kind == Kind::Sources && !is_there => {
+                progress::warn(&format!("trying {DEFAULT}: {error:#}"));
+                Self::fetch_from("", directory, kind, suites, progress)
+            }
+            fetched => fetched,
+        }
+    }
+
+    fn fetch_from(
+        targets: &str,
         directory: &Path,
         kind: Kind,
         suites: Vec<Suite>,
@@ -84,7 +106,7 @@ impl Lists {
             log: directory.join("apt.log"),
             suites,
         };
-        let text = sources_list(kind, &lists.suites, &targets()?);
+        let text = sources_list(kind, &lists.suites, targets);
         fs::write(directory.join("sources.list"), text)?;
         let update = || {
             let update = lists.run("apt-get").arg("update");
@@ -94,7 +116,8 @@ impl Lists {
             .again("fetching Debian's lists", update)
             .with_context(|| {
                 format!(
-                    "the lists of {} could not be fetched: does the mirror have these suites?",
+                    "the lists of {} could not be fetched: does the mirror have these suites, and does the package \
+                     debian-archive-keyring have their keys?",
                     lists.names()
                 )
             })?;
@@ -111,19 +134,12 @@ impl Lists {
     pub(crate) fn versions(&self, package: &str) -> Result<Vec<Served>> {
         let text = self.run("apt-cache").args(["madison", package]).text()?;
         let mut versions = madison(&text);
-        let mut failure = None;
-        versions.sort_by(|a, b| {
-            compare(&b.version, &a.version).unwrap_or_else(|error| {
-                failure = Some(error);
-                Ordering::Equal
-            })
-        });
+        newest_first(&mut versions, |served| &served.version)?;
         versions.dedup();
-        failure.map_or(Ok(versions), Err)
+        Ok(versions)
     }
 
-    /// Downloads a binary package into a directory, and compares it with the list. A file that is cut or another one is
-    /// an error.
+    /// Downloads a binary package into a directory, and compares it with the list. A cut or different file is an error.
     pub(crate) fn download(
         &self,
         package: &str,
@@ -208,6 +224,18 @@ pub(crate) fn compare(a: &str, b: &str) -> Result<Ordering> {
     })
 }
 
+/// Puts versions in order, the newest first.
+pub(crate) fn newest_first<T>(list: &mut [T], version: impl Fn(&T) -> &String) -> Result<()> {
+    let mut failure = None;
+    list.sort_by(|a, b| {
+        compare(version(b), version(a)).unwrap_or_else(|error| {
+            failure = Some(error);
+            Ordering::Equal
+        })
+    });
+    failure.map_or(Ok(()), Err)
+}
+
 /// The code name of this machine's Debian.
 pub(crate) fn release() -> Result<String> {
     let text = fs::read_to_string("/etc/os-release")?;
@@ -257,7 +285,11 @@ fn address(archive: Archive, targets: &str) -> String {
             }
             _ => false,
         };
-        is_debians && release.ends_with("-security") == (archive == Archive::Security)
+        let is_over_a_network = address.contains("://") && !address.starts_with("file:");
+        is_debians
+            && is_over_a_network
+            && !release.ends_with("-debug")
+            && release.ends_with("-security") == (archive == Archive::Security)
     };
     let line = targets.lines().find(is_it);
     let known = line.and_then(|line| line.rsplit('|').next());
@@ -292,7 +324,9 @@ fn madison(text: &str) -> Vec<Served> {
 mod tests {
     use super::*;
 
-    const HERE: &str = "Debian|bookworm|http://mirror.example/debian/\n\
+    const HERE: &str = "Debian|bookworm|cdrom:[Debian 12]/\n\
+                        Debian|bookworm-debug|http://mirror.example/debian-debug/\n\
+                        Debian|bookworm|http://mirror.example/debian/\n\
                         Docker|bookworm|https://download.docker.example/linux/debian/\n\
                         Debian|bookworm-security|http://mirror.example/security/\n";
 
@@ -351,6 +385,9 @@ mod tests {
             "pkg | 6.12.9-1 | http://a b/main\n pkg | 6.12.118-1~deb12u1 | http://c d/main\n";
         let found = madison(text);
         assert_eq!(found[1].version, "6.12.118-1~deb12u1");
+        let mut versions = ["6.12.9-1", "6.12.118-1~deb12u1", "6.12.118-1"].map(str::to_owned);
+        newest_first(&mut versions, |version| version).unwrap();
+        assert_eq!(versions, ["6.12.118-1", "6.12.118-1~deb12u1", "6.12.9-1"]);
         assert_eq!(
             compare("6.12.118-1~deb12u1", "6.12.118-1").unwrap(),
             Ordering::Less

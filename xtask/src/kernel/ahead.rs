@@ -46,6 +46,8 @@ pub(super) fn run(paths: &Paths) -> Result<()> {
 fn failures(tree: &Tree, series: &Series) -> Result<Vec<(String, String)>> {
     tree.drop_unfinished()?;
     tree.apply(&Series::default())?;
+    // What a patch that applied in part has added, in a run that was ended there.
+    tree.git(["clean", "-d", "--quiet", "--force"]).output()?;
     let mut failures = Vec::new();
     for patch in &series.patches {
         if let Err(error) = tree.am(std::slice::from_ref(patch)) {

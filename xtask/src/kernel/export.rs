@@ -8,6 +8,7 @@ use fs_err as fs;
 use super::letters;
 use super::make::lock_tree;
 use super::series::{Patch, Series, patches_dir};
+use super::source::Base;
 use super::tree::{self, Tree};
 use crate::files;
 use crate::paths::Paths;
@@ -21,6 +22,13 @@ const SERIES_HEADER: &str = "\
 /// Runs the verb.
 pub(crate) fn run(paths: &Paths) -> Result<()> {
     let tree = tree::developers(paths)?;
+    let base = Base::read(paths)?;
+    if !base.is_of(tree.source()) {
+        let (found, wanted) = (&tree.source().version, base.version());
+        bail!(
+            "the work tree is on {found}, and patches are made on {wanted}, which kernel/BASE names"
+        );
+    }
     let _lock = lock_tree(paths, "patched")?;
     let edited = tree.edited()?;
     if !edited.is_empty() {

@@ -18,8 +18,9 @@ use fs_err as fs;
 use super::build::{self, configure};
 use super::make::{is_object, lock_tree, make};
 use super::series::{Patch, Series};
+use super::source::{self, Base};
 use super::tree::Tree;
-use super::{Arch, Variant, selftests, source};
+use super::{Arch, Variant, selftests};
 use crate::files;
 use crate::paths::Paths;
 use crate::progress::{self, Progress};
@@ -30,7 +31,7 @@ use crate::vm::{self, Job, Output, Pagetide, VmArgs};
 use change::Diff;
 use list::{Entry, Mutation, Test};
 use outcome::Verdict;
-use report::{Key, Results};
+use report::{Digests, Key, Results};
 
 /// The exit status with which a kernel selftest says that it could not run.
 const KSFT_SKIP: u8 = 4;
@@ -76,29 +77,33 @@ pub(crate) fn run(args: &MutateArgs, paths: &Paths) -> Result<()> {
     let series = Series::read(paths)?;
     let entries = list::read(paths, &series)?;
     let mut results = Results::read(paths)?;
-    // What was run on another base says nothing of this one.
-    let base = if args.table {
-        String::new()
-    } else {
-        source::ensure(paths)?.tree
-    };
+    let base = Base::read(paths)?;
+    let current = digests(&entries, &series, base.tree(), paths)?;
     let planned = if args.table {
         Vec::new()
     } else {
-        plan(args, &entries, &series, &results, &base, paths)?
+        let source = source::ensure(paths)?;
+        if !base.is_of(&source) {
+            bail!(
+                "results are of the base, {}, and this is {}: they would be taken for its results",
+                base.version(),
+                source.version
+            );
+        }
+        plan(args, &entries, &series, &results, &current, paths)?
     };
     let wrong = if planned.is_empty() {
         eprintln!("nothing is run");
         Vec::new()
     } else {
-        mutate(&planned, &entries, &series, &mut results, paths)?
+        mutate(&planned, &entries, &series, &mut results, &current, paths)?
     };
     results.sort(&entries);
-    results.write(&entries, paths)?;
+    results.write(&entries, &current, paths)?;
     if args.json {
         print!("{}", results.json()?);
     } else {
-        print!("{}", results.table(&entries));
+        print!("{}", results.table(&entries, &current));
     }
     if !wrong.is_empty() {
         bail!(
@@ -114,8 +119,8 @@ struct Planned<'a> {
     entry: &'a Entry,
     mutation: &'a Mutation,
     diff: Diff,
-    /// The tree of the source below the series.
-    base: &'a str,
+    /// What results of it and of its tests have to have.
+    current: &'a Digests,
 }
 
 impl Planned<'_> {
@@ -139,9 +144,34 @@ impl Planned<'_> {
         }
     }
 
-    fn digest(&self, test: &Test) -> String {
-        digest(self.base, &self.diff, test)
+    fn digest(&self, test: &Test) -> &str {
+        self.current.of(&self.key(test))
     }
+}
+
+/// The digests that current results of all tests have.
+pub(super) fn digests(
+    entries: &[Entry],
+    series: &Series,
+    base: &str,
+    paths: &Paths,
+) -> Result<Digests> {
+    let mut digests = Digests::default();
+    for entry in entries {
+        let patch = patch_of(entry, series)?;
+        for mutation in entry.mutations() {
+            let diff = diff(entry, mutation, patch, paths)?;
+            for test in &mutation.tests {
+                let key = Key {
+                    entry,
+                    mutation,
+                    test,
+                };
+                digests.add(&key, digest(base, &diff, test));
+            }
+        }
+    }
+    Ok(digests)
 }
 
 /// Equal as long as a result is current: for equal changes of the same base, and the same call of a test.
@@ -154,7 +184,7 @@ fn plan<'a>(
     entries: &'a [Entry],
     series: &Series,
     results: &Results,
-    base: &'a str,
+    current: &'a Digests,
     paths: &Paths,
 ) -> Result<Vec<Planned<'a>>> {
     let mut planned = Vec::new();
@@ -169,10 +199,10 @@ fn plan<'a>(
                 entry,
                 mutation,
                 diff: diff(entry, mutation, patch, paths)?,
-                base,
+                current,
             };
             let is_known = |test: &Test| {
-                let known = results.current(&mutation.key(test), &mutation.digest(test));
+                let known = results.current(&mutation.key(test), mutation.digest(test));
                 known.is_some_and(Verdict::is_red)
             };
             if !(args.quick && mutation.mutation.tests.iter().all(is_known)) {
@@ -222,6 +252,7 @@ fn mutate(
     entries: &[Entry],
     series: &Series,
     results: &mut Results,
+    current: &Digests,
     paths: &Paths,
 ) -> Result<Vec<String>> {
     // Their selftests, which no mutation changes. (In the tree's own directory, and before it is locked.)
@@ -265,7 +296,7 @@ fn mutate(
                 record(mutation, verdicts, results, &mut wrong);
                 // What takes hours shall not be lost with a run that is ended.
                 results.sort(entries);
-                results.write(entries, paths)?;
+                results.write(entries, current, paths)?;
             }
             match built {
                 Some((mutation, Ok(image))) => {
@@ -301,7 +332,7 @@ fn record(
                 if !verdict.is_red() {
                     wrong.push(told);
                 }
-                results.add(&mutation.key(test), &mutation.digest(test), verdict);
+                results.add(&mutation.key(test), mutation.digest(test), verdict);
             }
         }
     }

@@ -1,6 +1,7 @@
 //! The pristine source, as a git repository with one commit.
 //!
-//! It is the tree that kernel/BASE names, from whichever suite of Debian serves one of its versions, unless:
+//! It is the tree that kernel/BASE names, from whichever suite of Debian serves one of its versions (or that version as
+//! another release names it: 6.12.118-1 is 6.12.118-1~deb12u1 in Debian 12), unless:
 //!
 //! - Debian serves none of them any more: then it is the newest source of the same series, a *substitute*. Every run
 //!   says so, and the archive is asked again after a day.
@@ -15,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Error, Result, bail, ensure};
 use fs_err as fs;
 
 use super::{git::git, lock};
@@ -81,6 +82,11 @@ impl Base {
         self.versions.first().map_or("", String::as_str)
     }
 
+    /// The tree's hash in git.
+    pub(crate) fn tree(&self) -> &str {
+        &self.tree
+    }
+
     /// Reads kernel/BASE.
     pub(crate) fn read(paths: &Paths) -> Result<Self> {
         let file = paths.in_root("kernel/BASE");
@@ -116,13 +122,25 @@ impl Base {
         Ok(base)
     }
 
-    /// An error unless a tree is the one that kernel/BASE names.
-    fn check(&self, version: &str, tree: &str) -> Result<()> {
+    /// Whether a version is one that kernel/BASE names, or what another release of Debian calls it.
+    fn has(&self, version: &str) -> bool {
+        let rest = |named: &String| version.strip_prefix(named.as_str());
+        let mut rests = self.versions.iter().filter_map(rest);
+        rests.any(|rest| rest.is_empty() || rest.starts_with("~deb"))
+    }
+
+    /// Whether a source is the one that kernel/BASE names.
+    pub(crate) fn is_of(&self, source: &Source) -> bool {
+        source.tree == self.tree
+    }
+
+    /// An error unless a tree is the one that kernel/BASE names; `otherwise` is what to do if BASE is right.
+    fn check(&self, version: &str, tree: &str, otherwise: &str) -> Result<()> {
         ensure!(
             tree == self.tree,
-            "{} {version} is not the source that kernel/BASE names: its tree is {tree}, and should be {}. If the \
-             package is what you want, look at what has changed in it, and then write its tree into kernel/BASE; \
-             otherwise the mirror, or the cache, has another content: remove it and try again",
+            "{} {version} is not the source that kernel/BASE names: its tree is {tree}, and should be {}. If this is \
+             the source that you want, look at what has changed in it, and then write its tree into kernel/BASE; \
+             otherwise {otherwise}",
             self.package,
             self.tree
         );
@@ -143,7 +161,8 @@ impl Source {
         match &self.origin {
             Origin::Base => None,
             Origin::Substitute { base } => Some(format!(
-                "on the substitute {version}, whose tree was not checked: Debian serves the base {base} no longer"
+                "on the substitute {version}, whose tree was not checked: Debian serves the base {base} no longer. Move \
+                 kernel/BASE, or name the base by {GIVEN}"
             )),
             Origin::Given(place) if self.tree == base.tree => Some(format!(
                 "on {GIVEN}={}, whose tree is the base's",
@@ -222,17 +241,19 @@ fn find(dir: &Path, base: &Base) -> Result<Source> {
     if let Some(source) = cached(dir, base)? {
         return Ok(source);
     }
-    let served = Archives::ask(dir, base)?;
+    let mut served = Archives::ask(dir, base)?;
     match served.choice(base)? {
-        Choice::Base(version) => {
-            served.import(dir, base, version, Some(base))?;
+        Choice::Base(version, lists) => {
+            served.import(dir, base, (&version, lists), Some(base))?;
             cached(dir, base)?.context("the source that was just imported is not in the cache")
         }
-        Choice::Substitute(version) => {
-            if Source::cached(dir, version, version, Origin::Newest)?.is_none() {
-                served.import(dir, base, version, None)?;
+        Choice::Substitute(version, lists) => {
+            if Source::cached(dir, &version, &version, Origin::Newest)?.is_none() {
+                served.import(dir, base, (&version, lists), None)?;
             }
-            fs::write(substitute_note(dir, base), version)?;
+            files::replace(&substitute_note(dir, base), |note| {
+                Ok(fs::write(note, &version)?)
+            })?;
             cached(dir, base)?.context("the source that was just imported is not in the cache")
         }
     }
@@ -243,12 +264,12 @@ pub(crate) fn newest(paths: &Paths) -> Result<Source> {
     let base = Base::read(paths)?;
     let dir = paths.cache().join("source");
     let _lock = lock::take(&dir)?;
-    let served = Archives::ask(&dir, &base)?;
-    let version = served.newest(&base)?;
-    let cached = || Source::cached(&dir, version, version, Origin::Newest);
+    let mut served = Archives::ask(&dir, &base)?;
+    let (version, lists) = served.newest(&base)?.clone();
+    let cached = || Source::cached(&dir, &version, &version, Origin::Newest);
     if cached()?.is_none() {
-        let checked = base.versions.iter().any(|named| named == version);
-        served.import(&dir, &base, version, checked.then_some(&base))?;
+        let checked = base.has(&version).then_some(&base);
+        served.import(&dir, &base, (&version, lists), checked)?;
     }
     cached()?.context("the source that was just imported is not in the cache")
 }
@@ -260,10 +281,10 @@ fn substitute_note(dir: &Path, base: &Base) -> PathBuf {
 
 /// The base, or a substitute of which the archive has not to be asked again yet.
 fn cached(dir: &Path, base: &Base) -> Result<Option<Source>> {
-    for version in &base.versions {
+    for version in versions_in(dir)?.iter().filter(|name| base.has(name)) {
         if let Some(source) = Source::cached(dir, version, version, Origin::Base)? {
-            base.check(version, &source.tree)
-                .with_context(|| format!("in {}", dir.join(version).display()))?;
+            let otherwise = format!("remove {}, and try again", dir.join(version).display());
+            base.check(version, &source.tree, &otherwise)?;
             return Ok(Some(source));
         }
     }
@@ -282,53 +303,87 @@ fn cached(dir: &Path, base: &Base) -> Result<Option<Source>> {
     Source::cached(dir, version.trim(), version.trim(), origin)
 }
 
-/// What Debian serves now.
-#[derive(Debug)]
-struct Archives {
-    lists: Option<Lists>,
-    /// The versions of the package, the newest first.
-    versions: Vec<String>,
+/// The names of a directory's entries, in their order.
+fn versions_in(dir: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    if dir.exists() {
+        for entry in fs::read_dir(dir)? {
+            names.push(entry?.file_name().to_string_lossy().into_owned());
+        }
+    }
+    names.sort();
+    Ok(names)
 }
 
+/// What Debian serves now.
+#[derive(Debug, Default)]
+struct Archives {
+    /// The lists of the suites that could be reached.
+    lists: Vec<Lists>,
+    /// The others, with the reason.
+    unreachable: Vec<(String, Error)>,
+    /// The versions of the package, the newest first, with the number of their lists.
+    versions: Vec<(String, usize)>,
+}
+
+/// A version, and the number of its lists.
 #[derive(Debug, PartialEq, Eq)]
-enum Choice<'a> {
-    Base(&'a str),
-    Substitute(&'a str),
+enum Choice {
+    Base(String, usize),
+    Substitute(String, usize),
 }
 
 impl Archives {
-    /// Fetches the lists of all suites that ever serve the package.
+    /// Fetches the lists of all suites that ever serve the package. One that cannot be reached matters only if the others
+    /// do not have the base.
     fn ask(dir: &Path, base: &Base) -> Result<Self> {
-        let suites = vec![
-            Suite::new(Archive::Security, "bookworm-security"),
-            Suite::new(Archive::Security, "trixie-security"),
-            Suite::new(Archive::Main, "trixie"),
-        ];
         let progress = Progress::spinner(&format!("asking Debian for {}", base.package));
-        let help = || {
-            format!(
-                "the kernel's source, {} {}, is wanted. {GIVEN} can name a tarball, a directory or a git repository \
-                 that has it",
-                base.package,
-                base.version()
-            )
-        };
-        let lists =
-            Lists::fetch(&dir.join("apt"), Kind::Binaries, suites, &progress).with_context(help)?;
-        let versions = lists.versions(&base.package).with_context(help)?;
+        let mut archives = Self::default();
+        for (archive, name) in [
+            (Archive::Security, "bookworm-security"),
+            (Archive::Security, "trixie-security"),
+            (Archive::Main, "trixie"),
+        ] {
+            let place = dir.join("apt").join(name);
+            let suites = vec![Suite::new(archive, name)];
+            let asked = Lists::fetch(&place, Kind::Binaries, suites, &progress)
+                .and_then(|lists| Ok((lists.versions(&base.package)?, lists)));
+            match asked {
+                Ok((versions, lists)) => {
+                    let number = archives.lists.len();
+                    let numbered = versions.into_iter().map(|served| (served.version, number));
+                    archives.versions.extend(numbered);
+                    archives.lists.push(lists);
+                }
+                Err(error) => archives.unreachable.push((name.into(), error)),
+            }
+        }
         progress.done();
-        Ok(Self {
-            lists: Some(lists),
-            versions: versions.into_iter().map(|served| served.version).collect(),
-        })
+        apt::newest_first(&mut archives.versions, |(version, _)| version)?;
+        Ok(archives)
+    }
+
+    /// An error that names a suite that could not be reached, if there is one: what it has is not known.
+    fn all_reached(&mut self, base: &Base) -> Result<()> {
+        if self.unreachable.is_empty() {
+            return Ok(());
+        }
+        let (name, error) = self.unreachable.swap_remove(0);
+        Err(error.context(format!(
+            "the kernel's source, {} {}, is wanted, and whether {name} has it is not known. {GIVEN} can name a tarball, \
+             a directory or a git repository that has it",
+            base.package,
+            base.version()
+        )))
     }
 
     /// The newest version of the base's series.
-    fn newest(&self, base: &Base) -> Result<&str> {
+    fn newest(&mut self, base: &Base) -> Result<&(String, usize)> {
+        self.all_reached(base)?;
         let series = base.stable_series();
         let mut versions = self.versions.iter();
-        let newest = versions.find(|version| version.starts_with(&series));
-        newest.map(String::as_str).with_context(|| {
+        let newest = versions.find(|(version, _)| version.starts_with(&series));
+        newest.with_context(|| {
             format!(
                 "Debian serves no {} at all: is the mirror whole? {GIVEN} can name another source",
                 base.package
@@ -337,12 +392,11 @@ impl Archives {
     }
 
     /// A version that kernel/BASE names, or, if Debian serves none of them any more, the newest one.
-    fn choice(&self, base: &Base) -> Result<Choice<'_>> {
-        let named = |version: &&String| base.versions.contains(version);
-        if let Some(version) = self.versions.iter().find(named) {
-            return Ok(Choice::Base(version));
+    fn choice(&mut self, base: &Base) -> Result<Choice> {
+        if let Some((version, lists)) = self.versions.iter().find(|(name, _)| base.has(name)) {
+            return Ok(Choice::Base(version.clone(), *lists));
         }
-        let newest = self.newest(base)?;
+        let (newest, lists) = self.newest(base)?;
         for version in &base.versions {
             ensure!(
                 apt::compare(version, newest)?.is_lt(),
@@ -352,42 +406,52 @@ impl Archives {
                 base.package
             );
         }
-        Ok(Choice::Substitute(newest))
+        Ok(Choice::Substitute(newest.clone(), *lists))
     }
 
     /// Downloads a version and makes its repository. Its tree has to be `checked`'s, if given.
-    fn import(&self, dir: &Path, base: &Base, version: &str, checked: Option<&Base>) -> Result<()> {
-        let imported = self.try_import(dir, base, version, checked);
-        imported.with_context(|| {
+    fn import(
+        &self,
+        dir: &Path,
+        base: &Base,
+        (version, lists): (&str, usize),
+        checked: Option<&Base>,
+    ) -> Result<()> {
+        let fetch = |into: &Path| {
+            let lists = self.lists.get(lists).context("there are no lists")?;
+            let progress = Progress::spinner(&format!("downloading {} {version}", base.package));
+            let file = lists.download(&base.package, version, into, &progress)?;
+            progress.done();
+            Ok(file)
+        };
+        import_package(dir, base, version, checked, fetch).with_context(|| {
             format!(
-                "{} {version} is wanted in {}, and nothing of it was kept there. {}",
+                "{} {version} is wanted in {}, and nothing of it was kept there{}",
                 base.package,
                 dir.display(),
                 import::room(dir)
             )
         })
     }
+}
 
-    fn try_import(
-        &self,
-        dir: &Path,
-        base: &Base,
-        version: &str,
-        checked: Option<&Base>,
-    ) -> Result<()> {
-        let lists = self.lists.as_ref().context("there are no lists")?;
-        let import = Import::begin(dir, version)?;
-        let package = &base.package;
-        let progress = Progress::spinner(&format!("downloading {package} {version}"));
-        let file = lists.download(package, version, &import.place("dl"), &progress)?;
-        progress.done();
-        let top = import.unpack_package(package, version, &file)?;
-        import.directory(&top, &format!("{package} {version}"))?;
-        if let Some(base) = checked {
-            base.check(version, &import.tree()?)?;
-        }
-        import.finish()
+/// Makes the repository of a package that `fetch` puts into a directory.
+fn import_package(
+    dir: &Path,
+    base: &Base,
+    version: &str,
+    checked: Option<&Base>,
+    fetch: impl FnOnce(&Path) -> Result<PathBuf>,
+) -> Result<()> {
+    let import = Import::begin(dir, version)?;
+    let file = fetch(&import.place("dl"))?;
+    let top = import.unpack_package(&base.package, version, &file)?;
+    import.directory(&top, &format!("{} {version}", base.package))?;
+    if let Some(base) = checked {
+        let otherwise = "the mirror has another content under this name: try another mirror";
+        base.check(version, &import.tree()?, otherwise)?;
     }
+    import.finish()
 }
 
 /// Notes in a file which source a result was made from.

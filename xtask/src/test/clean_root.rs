@@ -24,11 +24,11 @@ pub(super) fn unavailable() -> Result<Option<String>> {
     if codename(&os_release()?).is_none() {
         return Ok(Some("/etc/os-release names no release of Debian".into()));
     }
-    let changes_root = Run::new("chroot").args(["/", "true"]);
+    let changes_root = Run::new("unshare").args(["--mount", "chroot", "/", "true"]);
     Ok(if !rustix::process::geteuid().is_root() {
         Some("a clean root takes root".into())
     } else if !changes_root.succeeds()? {
-        Some("chroot is not permitted".into())
+        Some("chroot, with mounts of its own, is not permitted".into())
     } else {
         None
     })

@@ -1,8 +1,8 @@
 //! Fresh Debian systems in which the set-up runs that README describes, up to the built kernel.
 //!
 //! Each is a root of its own with apt and nothing else. What README takes for granted is there: a Rust toolchain (this
-//! machine's, bound in), a C compiler and make. The checkout is a copy; downloads and compilers' results are the root's
-//! own.
+//! machine's, bound in read-only, or Debian's), a C compiler and make. The checkout is a copy. Debian's packages, the
+//! kernel's source and what is compiled are the root's own; cargo's downloads are this machine's.
 
 use std::path::{Path, PathBuf};
 
@@ -50,27 +50,34 @@ fn set_up(release: &str, log: &Path, paths: &Paths) -> Result<()> {
     let root = CleanRoot::with_apt(release, paths)?;
     let inside = |path: &str| root.directory().join(path.trim_start_matches('/'));
     copy_checkout(&inside(CHECKOUT), paths)?;
-    let (toolchain, home) = (toolchain()?, cargo_home()?);
+    let (toolchain, home) = (Toolchain::find()?, cargo_home()?);
+    let packages = toolchain.packages();
     let script = format!(
         "set -e
         apt-get -q update
-        apt-get -q -y install --no-install-recommends {TAKEN_FOR_GRANTED}
+        apt-get -q -y install --no-install-recommends {TAKEN_FOR_GRANTED} {packages}
         cd {CHECKOUT}
         cargo xtask setup
         make kernel"
     );
-    let bound = [toolchain.as_path(), home.as_path()];
-    for directory in bound {
-        fs::create_dir_all(inside(&directory.to_string_lossy()))?;
+    // To write to what the root has would be to write to this machine's.
+    let bound = [Some(home.as_path()), toolchain.directory()];
+    for directory in bound.iter().flatten() {
+        let place = inside(&directory.to_string_lossy());
+        ensure!(!place.exists(), "a fresh root has {}", directory.display());
+        fs::create_dir_all(place)?;
     }
-    // In mounts of its own, which end with it.
-    let enter = "root=$1; shift
+    // In mounts of its own, which end with it. The toolchain comes last.
+    let enter = "set -e
+        root=$1; shift
         mount -t proc proc \"$root/proc\"
         mount --rbind /dev \"$root/dev\"
         for directory do mount --bind \"$directory\" \"$root$directory\"; done
-        cp /etc/resolv.conf \"$root/etc/resolv.conf\" 2>/dev/null
+        if [ -n \"$2\" ]; then mount -o remount,bind,ro \"$root$2\"; fi
+        cp /etc/resolv.conf \"$root/etc/resolv.conf\" || true
         exec chroot \"$root\" /usr/bin/env -i HOME=/root LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
-        \"CARGO_HOME=$CARGO_HOME\" \"PATH=$RUST_BIN:/usr/sbin:/usr/bin:/sbin:/bin\" sh -c \"$SCRIPT\"";
+        ${http_proxy:+\"http_proxy=$http_proxy\"} ${https_proxy:+\"https_proxy=$https_proxy\"} \
+        \"CARGO_HOME=$CARGO_HOME\" \"PATH=$RUST_BIN/usr/sbin:/usr/bin:/sbin:/bin\" sh -c \"$SCRIPT\"";
     let what = format!("setting up a fresh {release}");
     let progress = Progress::spinner(&what);
     Run::new("unshare")
@@ -84,9 +91,9 @@ fn set_up(release: &str, log: &Path, paths: &Paths) -> Result<()> {
             "sh",
         ])
         .arg(root.directory())
-        .args(bound)
+        .args(bound.iter().flatten())
         .env("CARGO_HOME", &home)
-        .env("RUST_BIN", toolchain.join("bin"))
+        .env("RUST_BIN", toolchain.path())
         .env("SCRIPT", script)
         .logged(log, &progress)?;
     progress.done();
@@ -95,7 +102,7 @@ fn set_up(release: &str, log: &Path, paths: &Paths) -> Result<()> {
     Ok(())
 }
 
-/// Everything that git would list, with changes that are not committed.
+/// Everything but what is built, with changes that are not committed.
 fn copy_checkout(to: &Path, paths: &Paths) -> Result<()> {
     Run::new("rsync")
         .args(["-a", "--exclude=/target", "--exclude=/.git"])
@@ -105,10 +112,51 @@ fn copy_checkout(to: &Path, paths: &Paths) -> Result<()> {
         .map(drop)
 }
 
-/// The directory of this machine's Rust toolchain.
-fn toolchain() -> Result<PathBuf> {
-    let sysroot = Run::new("rustc").args(["--print", "sysroot"]).text()?;
-    Ok(PathBuf::from(sysroot))
+/// Which Rust the roots have.
+#[derive(Debug, PartialEq, Eq)]
+enum Toolchain {
+    /// This machine's, in a directory of its own.
+    Here(PathBuf),
+    /// Debian's, where this machine's is Debian's, too: its directory is /usr.
+    Debian,
+}
+
+impl Toolchain {
+    fn find() -> Result<Self> {
+        let sysroot = Run::new("rustc").args(["--print", "sysroot"]).text()?;
+        Ok(Self::of(PathBuf::from(sysroot)))
+    }
+
+    fn of(sysroot: PathBuf) -> Self {
+        match sysroot.to_str() {
+            Some("/usr" | "/usr/local") => Self::Debian,
+            _ => Self::Here(sysroot),
+        }
+    }
+
+    /// What to install for it.
+    fn packages(&self) -> &'static str {
+        match self {
+            Self::Here(_) => "",
+            Self::Debian => "rustc-web cargo-web",
+        }
+    }
+
+    /// What to bind for it.
+    fn directory(&self) -> Option<&Path> {
+        match self {
+            Self::Here(directory) => Some(directory),
+            Self::Debian => None,
+        }
+    }
+
+    /// The beginning of PATH.
+    fn path(&self) -> String {
+        match self {
+            Self::Here(directory) => format!("{}/bin:", directory.display()),
+            Self::Debian => String::new(),
+        }
+    }
 }
 
 /// Where cargo keeps what it has downloaded.
@@ -118,4 +166,19 @@ fn cargo_home() -> Result<PathBuf> {
     }
     let home = std::env::var_os("HOME").context("no HOME, and no CARGO_HOME")?;
     Ok(PathBuf::from(home).join(".cargo"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_of_this_machines_usr_is_bound() {
+        let debian = Toolchain::of("/usr".into());
+        assert_eq!((debian.directory(), debian.path()), (None, String::new()));
+        assert_eq!(debian.packages(), "rustc-web cargo-web");
+        let here = Toolchain::of("/home/a/.rustup/toolchains/stable".into());
+        assert_eq!(here.packages(), "");
+        assert!(here.path().ends_with("/stable/bin:"), "{}", here.path());
+    }
 }

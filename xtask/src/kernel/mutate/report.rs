@@ -1,5 +1,6 @@
 //! Results: kernel/mutations.json, and the table in kernel/README.md that is made from them.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -24,6 +25,21 @@ pub(crate) struct Record {
     /// Of the change and of how the test is called: the result is current as long as it is the same.
     pub(crate) digest: String,
     pub(crate) verdict: Verdict,
+}
+
+/// The digests that results have to have, or they are of another change, another test or another base.
+#[derive(Debug, Default)]
+pub(crate) struct Digests(HashMap<[String; 3], String>);
+
+impl Digests {
+    pub(crate) fn add(&mut self, test: &Key<'_>, digest: String) {
+        self.0.insert(test.names(), digest);
+    }
+
+    /// Empty if there is no such test.
+    pub(crate) fn of(&self, test: &Key<'_>) -> &str {
+        self.0.get(&test.names()).map_or("", String::as_str)
+    }
 }
 
 /// All results, of this run and of those before.
@@ -83,17 +99,17 @@ impl Results {
     }
 
     /// Writes kernel/mutations.json, and the table in kernel/README.md.
-    pub(crate) fn write(&self, entries: &[Entry], paths: &Paths) -> Result<()> {
+    pub(crate) fn write(&self, entries: &[Entry], current: &Digests, paths: &Paths) -> Result<()> {
         fs::write(file(paths), self.json()?)?;
         let readme = paths.in_root("kernel/README.md");
         let text = fs::read_to_string(&readme)?;
-        let text = replaced(&text, &self.table(entries));
+        let text = replaced(&text, &self.table(entries, current));
         let text = text.with_context(|| readme.display().to_string())?;
         Ok(fs::write(&readme, text)?)
     }
 
-    /// What each patch's tests say, and of which patches no test fails.
-    pub(crate) fn table(&self, entries: &[Entry]) -> String {
+    /// What each patch's tests say, and of which patches no test fails. A result that is not current counts as none.
+    pub(crate) fn table(&self, entries: &[Entry], current: &Digests) -> String {
         let mut rows = String::from(
             "| patch | what is undone | test | what fails then |\n|---|---|---|---|\n",
         );
@@ -110,8 +126,7 @@ impl Results {
                                 mutation,
                                 test,
                             };
-                            let verdict = self.records.iter().find(|record| key.is_of(record));
-                            let verdict = verdict.map(|record| &record.verdict);
+                            let verdict = self.current(&key, current.of(&key));
                             count += 1;
                             ran += usize::from(verdict.is_some());
                             red += usize::from(verdict.is_some_and(Verdict::is_red));
@@ -133,7 +148,7 @@ impl Results {
             }
         }
         format!(
-            "\nOf {count} tests, {ran} were run, and {red} of these failed as they should.\n\n{rows}\n\
+            "\nOf {count} tests, {ran} were run on this base, and {red} of these failed as they should.\n\n{rows}\n\
              Without a test that fails:\n\n| patch | why |\n|---|---|\n{untested}\n\
              Without a change of behavior:\n\n| patch | for what |\n|---|---|\n{preparations}\n"
         )
@@ -149,6 +164,14 @@ pub(crate) struct Key<'a> {
 }
 
 impl Key<'_> {
+    fn names(&self) -> [String; 3] {
+        [
+            self.entry.patch.clone(),
+            self.mutation.change_label(),
+            self.test.label(),
+        ]
+    }
+
     fn is_of(&self, record: &Record) -> bool {
         record.patch == self.entry.patch
             && record.change == self.mutation.change_label()
@@ -175,7 +198,7 @@ fn told(verdict: Option<&Verdict>) -> String {
         Some(Verdict::Red(what)) => what.clone(),
         Some(Verdict::Green) => "**nothing**".to_owned(),
         Some(Verdict::Nothing(why)) => format!("**unknown**: {why}"),
-        None => "not run yet".to_owned(),
+        None => "not run yet on this base".to_owned(),
     }
 }
 
@@ -202,6 +225,7 @@ mod tests {
     use super::*;
     use crate::kernel::Arch;
     use crate::kernel::series::Series;
+    use crate::kernel::source::Base;
 
     fn entries() -> Vec<Entry> {
         let test = |program: &str| Test {
@@ -240,7 +264,11 @@ mod tests {
         results.add(&keys[0], "1", Verdict::Nothing("lost".into()));
         results.add(&keys[0], "2", Verdict::Red("a < b".into()));
         results.sort(&entries);
-        results.write(&entries, &paths).unwrap();
+        let mut current = Digests::default();
+        for (key, digest) in keys.iter().zip(["2", "1"]) {
+            current.add(key, digest.into());
+        }
+        results.write(&entries, &current, &paths).unwrap();
         let mut again = Results::read(&paths).unwrap();
         assert_eq!(again, results);
         assert!(again.current(&keys[0], "2").unwrap().is_red());
@@ -248,7 +276,7 @@ mod tests {
 
         let text = std::fs::read_to_string(&readme).unwrap();
         for part in [
-            "Of 2 tests, 2 were run, and 1 of these failed as they should.\n",
+            "Of 2 tests, 2 were run on this base, and 1 of these failed as they should.\n",
             "| 01-a/b | mutations/c.patch | `a_test` | a &lt; b |\n",
             "| 01-a/b | mutations/c.patch | `b_test` | **nothing** |\n",
             "| 01-a/b | a \\| race |\n",
@@ -257,8 +285,18 @@ mod tests {
         }
         assert!(text.starts_with("a\n") && text.ends_with(&format!("{END}\nb\n")));
         assert!(!text.contains("old"));
-        results.write(&entries, &paths).unwrap();
+        results.write(&entries, &current, &paths).unwrap();
         assert_eq!(std::fs::read_to_string(&readme).unwrap(), text);
+        // On another base.
+        let table = results.table(&entries, &Digests::default());
+        assert!(
+            table.contains("Of 2 tests, 0 were run on this base"),
+            "{table}"
+        );
+        assert!(
+            table.contains("| `a_test` | not run yet on this base |"),
+            "{table}"
+        );
         again.sort(&[]);
         assert_eq!(again, Results::default());
     }
@@ -273,14 +311,17 @@ mod tests {
     #[test]
     fn the_readme_is_current() {
         let paths = Paths::find().unwrap();
-        let entries = super::super::list::read(&paths, &Series::read(&paths).unwrap()).unwrap();
+        let series = Series::read(&paths).unwrap();
+        let entries = super::super::list::read(&paths, &series).unwrap();
+        let base = Base::read(&paths).unwrap();
+        let current = super::super::digests(&entries, &series, base.tree(), &paths).unwrap();
         let text = std::fs::read_to_string(paths.in_root("kernel/README.md")).unwrap();
         let mut results = Results::read(&paths).unwrap();
         let before = results.json().unwrap();
         results.sort(&entries);
         let sorted = results.json().unwrap();
         assert!(sorted == before, "run `cargo xtask kernel mutate --table`");
-        let table = replaced(&text, &results.table(&entries)).unwrap();
+        let table = replaced(&text, &results.table(&entries, &current)).unwrap();
         assert!(table == text, "run `cargo xtask kernel mutate --table`");
     }
 }

@@ -10,9 +10,9 @@ use fs_err as fs;
 use sha2::{Digest, Sha256};
 
 use super::super::git::git;
-use super::import::Import;
+use super::import::{self, Import};
 use super::{Origin, Source};
-use crate::files::hex;
+use crate::files::{self, hex};
 use crate::progress::Progress;
 
 /// What only a directory has in which a kernel was built.
@@ -20,6 +20,8 @@ const BUILT: [&str; 3] = [".config", "vmlinux", "include/generated"];
 
 /// The source in the cache, copied there first if it is not there. Nobody else uses the directory meanwhile.
 pub(super) fn ensure(dir: &Path, place: &Path) -> Result<Source> {
+    // What a link leads to may change while the link does not.
+    let place = &fs::canonicalize(place)?;
     let status = fs::metadata(place)?;
     let seen = if status.is_dir() {
         match is_repository(place)? {
@@ -58,7 +60,7 @@ pub(super) fn ensure(dir: &Path, place: &Path) -> Result<Source> {
     import.directory(&top, &format!("Linux {version}"))?;
     let key = key(&version, &import.tree()?);
     import.finish_as(dir.join(&key))?;
-    fs::write(&note, &key)?;
+    files::replace(&note, |file| Ok(fs::write(file, &key)?))?;
     cached(dir, &key, place)?.context("the source that was just imported is not in the cache")
 }
 
@@ -68,7 +70,11 @@ fn is_repository(place: &Path) -> Result<bool> {
 }
 
 fn from_repository(dir: &Path, place: &Path) -> Result<Source> {
-    let ask = |arguments: &str| git(place, arguments.split(' ')).text();
+    let settings = import::trusting(dir, place)?;
+    let ask = |arguments: &str| {
+        let run = git(place, arguments.split(' '));
+        run.env("GIT_CONFIG_GLOBAL", &settings).text()
+    };
     if ask("rev-parse --is-bare-repository")? == "false" {
         let changed = ask("status --porcelain --untracked-files=no")?;
         let files: Vec<_> = changed.lines().take(5).map(str::trim).collect();
@@ -79,7 +85,8 @@ fn from_repository(dir: &Path, place: &Path) -> Result<Source> {
         );
     }
     let (commit, tree) = (ask("rev-parse HEAD")?, ask("rev-parse HEAD^{tree}")?);
-    let version = version(&ask("show HEAD:Makefile")?)?;
+    let makefile = ask("show HEAD:Makefile").context("its commit has no Makefile")?;
+    let version = version(&makefile)?;
     let key = key(&version, &tree);
     if let Some(source) = cached(dir, &key, place)? {
         return Ok(source);

@@ -15,6 +15,9 @@ use crate::command::Run;
 use crate::files;
 use crate::progress::Progress;
 
+/// What the names of directories end with that are not finished.
+const UNFINISHED: &str = ".new";
+
 /// A repository that is being made.
 #[derive(Debug)]
 pub(super) struct Import {
@@ -30,16 +33,23 @@ impl Drop for Import {
 }
 
 impl Import {
-    /// Begins the source of that name in the cache's directory of sources.
+    /// Begins the source of that name in the cache's directory of sources, of which nobody else makes one meanwhile.
     pub(super) fn begin(dir: &Path, key: &str) -> Result<Self> {
+        for left in super::versions_in(dir)? {
+            // Of a run that was killed.
+            if left.ends_with(UNFINISHED) {
+                files::remove(&dir.join(left))?;
+            }
+        }
         let import = Self {
-            temporary: dir.join(format!("{key}.new")),
+            temporary: dir.join(format!("{key}{UNFINISHED}")),
             place: dir.join(key),
         };
         files::fresh_dir(&import.temporary)?;
         let repository = import.repository();
-        Run::new("git")
-            .words("init --quiet --bare")
+        // Trees have the same hashes whatever the user's git prefers.
+        git(&import.temporary, ["init", "--quiet", "--bare"])
+            .words("--object-format=sha1 --template=")
             .arg(&repository)
             .output()?;
         // Nothing here ever changes, so nothing is worth packing better.
@@ -115,9 +125,10 @@ impl Import {
     pub(super) fn repository_of(&self, other: &Path, commit: &str, message: &str) -> Result<()> {
         let progress = Progress::spinner("copying the source from its git repository");
         let repository = self.repository();
-        let url = format!("file://{}", other.display());
         git(&repository, ["fetch", "--quiet", "--depth=1", "--no-tags"])
-            .args([url.as_str(), commit])
+            .env("GIT_CONFIG_GLOBAL", trusting(&self.temporary, other)?)
+            .arg(other)
+            .arg(commit)
             .output()?;
         let made = git(&repository, ["commit-tree", "-m", message])
             .arg(format!("{commit}^{{tree}}"))
@@ -127,6 +138,11 @@ impl Import {
         let branch = format!("refs/heads/{BASE_BRANCH}");
         git(&repository, ["update-ref", &branch, &made]).output()?;
         git(&repository, ["symbolic-ref", "HEAD", &branch]).output()?;
+        // The commit that was fetched, and of which the parents are missing, is nobody's; work trees borrow objects of a
+        // repository only if it is whole.
+        for left in ["shallow", "FETCH_HEAD"] {
+            files::remove(&repository.join(left))?;
+        }
         progress.done();
         Ok(())
     }
@@ -140,13 +156,15 @@ impl Import {
     /// Gives the repository its name.
     pub(super) fn finish(self) -> Result<()> {
         files::remove(&self.temporary.join("work"))?;
+        // What has the name already is no source, or nobody would make one.
+        files::remove(&self.place)?;
         Ok(fs::rename(&self.temporary, &self.place)?)
     }
 
     /// The same with another name, which only the repository's content gives.
     pub(super) fn finish_as(mut self, place: PathBuf) -> Result<()> {
         self.place = place;
-        if self.place.exists() {
+        if self.place.join("git").exists() {
             return Ok(());
         }
         self.finish()
@@ -156,7 +174,17 @@ impl Import {
 /// How much room an import takes while it is made: the package, what is in it, and the repository.
 const ROOM_MIB: u64 = 3072;
 
-/// Whether a directory has room for an import, for people.
+/// git's settings for a repository that belongs to somebody else, which git refuses to read: whoever names it here has
+/// decided to read it.
+pub(super) fn trusting(dir: &Path, repository: &Path) -> Result<PathBuf> {
+    let file = dir.join("trusting.gitconfig");
+    let path = repository.display().to_string().replace('\\', "\\\\");
+    let path = path.replace('"', "\\\"");
+    fs::write(&file, format!("[safe]\n\tdirectory = \"{path}\"\n"))?;
+    Ok(file)
+}
+
+/// What is to be said if a directory has no room for an import.
 pub(super) fn room(dir: &Path) -> String {
     let Ok(status) = rustix::fs::statvfs(dir) else {
         return String::new();
@@ -166,7 +194,7 @@ pub(super) fn room(dir: &Path) -> String {
         return String::new();
     }
     format!(
-        "It takes about {ROOM_MIB} MiB, and {free_mib} MiB are free: make room, or set PAGETIDE_CACHE to another place"
+        ". It takes about {ROOM_MIB} MiB, and {free_mib} MiB are free: make room, or set PAGETIDE_CACHE to another place"
     )
 }
 

@@ -15,8 +15,11 @@ fn base(versions: &[&str]) -> Base {
 
 fn serving(versions: &[&str]) -> Archives {
     Archives {
-        lists: None,
-        versions: versions.iter().map(|&version| version.to_owned()).collect(),
+        versions: versions
+            .iter()
+            .map(|&version| (version.to_owned(), 0))
+            .collect(),
+        ..Archives::default()
     }
 }
 
@@ -61,27 +64,44 @@ fn base_refuses_what_it_does_not_know() {
 
 #[test]
 fn the_base_is_taken_from_whichever_suite_has_it() {
-    let base = base(&["6.12.118-1", "6.12.118-1~deb12u1"]);
-    let served = serving(&["6.12.119-1", "6.12.118-1~deb12u1", "6.12.117-1"]);
-    assert_eq!(
-        served.choice(&base).unwrap(),
-        Choice::Base("6.12.118-1~deb12u1")
-    );
+    let base = base(&["6.12.118-1"]);
+    for version in ["6.12.118-1", "6.12.118-1~deb12u1"] {
+        let mut served = serving(&["6.12.119-1", version, "6.12.117-1"]);
+        let choice = served.choice(&base).unwrap();
+        assert_eq!(choice, Choice::Base(version.into(), 0));
+    }
+    for other in ["6.12.118-10", "6.12.118-1+deb13u1", "6.12.118"] {
+        assert!(!base.has(other), "{other}");
+    }
 }
 
 #[test]
 fn a_base_that_is_gone_has_the_newest_of_its_series_as_substitute() {
-    let served = serving(&["6.13.2-1", "6.12.121-1", "6.12.120-1"]);
+    let mut served = serving(&["6.13.2-1", "6.12.121-1", "6.12.120-1"]);
+    let choice = served.choice(&base(&["6.12.118-1"])).unwrap();
+    assert_eq!(choice, Choice::Substitute("6.12.121-1".into(), 0));
+}
+
+#[test]
+fn a_suite_that_cannot_be_reached_matters_only_without_the_base() {
+    let partly = |versions: &[&str]| Archives {
+        unreachable: vec![("trixie".into(), anyhow::anyhow!("no route"))],
+        ..serving(versions)
+    };
     let base = base(&["6.12.118-1"]);
-    assert_eq!(
-        served.choice(&base).unwrap(),
-        Choice::Substitute("6.12.121-1")
-    );
+    assert!(partly(&["6.12.118-1"]).choice(&base).is_ok());
+    for versions in [&["6.12.121-1"][..], &[]] {
+        let error = format!("{:#}", partly(versions).choice(&base).unwrap_err());
+        for part in ["6.12.118-1", "trixie", "no route", GIVEN] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+    assert!(partly(&["6.12.121-1"]).newest(&base).is_err());
 }
 
 #[test]
 fn a_base_from_the_future_has_no_substitute() {
-    let served = serving(&["6.12.118-1", "6.12.117-1"]);
+    let mut served = serving(&["6.12.118-1", "6.12.117-1"]);
     let error = served
         .choice(&base(&["6.12.500-1"]))
         .unwrap_err()
@@ -94,6 +114,62 @@ fn a_base_from_the_future_has_no_substitute() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("no linux-source-6.12 at all"), "{error}");
+}
+
+/// A package as Debian makes it, with one file in the source.
+fn package(dir: &Path, content: &str) -> PathBuf {
+    let (root, top) = (dir.join("package"), dir.join("linux-source-6.12"));
+    for directory in [root.join("DEBIAN"), root.join("usr/src"), top.clone()] {
+        std::fs::create_dir_all(directory).unwrap();
+    }
+    std::fs::write(top.join("Makefile"), content).unwrap();
+    let control = "Package: linux-source-6.12\nVersion: 1\nArchitecture: all\nMaintainer: A <a@localhost>\n\
+                   Description: a test\n";
+    std::fs::write(root.join("DEBIAN/control"), control).unwrap();
+    let tarball = root.join("usr/src/linux-source-6.12.tar.xz");
+    let tar = Run::new("tar").arg("-cJf").arg(tarball).arg("-C").arg(dir);
+    tar.arg("linux-source-6.12").output().unwrap();
+    let file = dir.join("package.deb");
+    let build = Run::new("dpkg-deb").args(["--root-owner-group", "--build"]);
+    build.arg(&root).arg(&file).output().unwrap();
+    file
+}
+
+#[test]
+fn a_package_with_another_content_is_refused_and_leaves_nothing() {
+    let (here, cache) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = package(here.path(), "VERSION = 6\n");
+    let mut base = base(&["6.12.1-1"]);
+    let import = |base: &Base| {
+        let fetch = |_: &Path| Ok(file.clone());
+        import_package(cache.path(), base, "6.12.1-1", Some(base), fetch)
+    };
+    let error = format!("{:#}", import(&base).unwrap_err());
+    assert!(error.contains(TREE) && error.contains("mirror"), "{error}");
+    assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0);
+    let words = error.split([' ', ',']);
+    let is_tree = |word: &&str| word.len() == 40 && *word != TREE;
+    base.tree = words.into_iter().find(is_tree).unwrap().to_owned();
+    import(&base).unwrap();
+    assert_eq!(
+        cached(cache.path(), &base).unwrap().unwrap().origin,
+        Origin::Base
+    );
+}
+
+#[test]
+fn a_package_that_cannot_be_fetched_or_unpacked_leaves_nothing() {
+    let cache = tempfile::tempdir().unwrap();
+    let base = base(&["6.12.1-1"]);
+    let nothing = |_: &Path| bail!("no network");
+    let cut = |into: &Path| {
+        std::fs::create_dir_all(into).unwrap();
+        std::fs::write(into.join("cut.deb"), "!<arch>\n").unwrap();
+        Ok(into.join("cut.deb"))
+    };
+    assert!(import_package(cache.path(), &base, "6.12.1-1", None, nothing).is_err());
+    assert!(import_package(cache.path(), &base, "6.12.1-1", None, cut).is_err());
+    assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0);
 }
 
 #[test]
@@ -180,7 +256,10 @@ fn kernel(top: &Path) {
 #[test]
 fn a_tarball_a_directory_and_a_repository_are_one_source() {
     let dir = tempfile::tempdir().unwrap();
-    let (top, cache) = (dir.path().join("linux-6.12.7"), dir.path().join("cache"));
+    let (top, cache) = (
+        dir.path().join("linux-6.12.7 %20"),
+        dir.path().join("cache"),
+    );
     std::fs::create_dir(&cache).unwrap();
     kernel(&top);
     let tarball = dir.path().join("linux.tar");
@@ -189,14 +268,21 @@ fn a_tarball_a_directory_and_a_repository_are_one_source() {
         .arg(&tarball)
         .arg("-C")
         .arg(dir.path());
-    tar.arg("linux-6.12.7").output().unwrap();
-    let from_directory = given::ensure(&cache, &top).unwrap();
+    tar.arg("linux-6.12.7 %20").output().unwrap();
+    // Each in a cache of its own, so that each is made.
+    let imported = |name: &str, place: &Path| {
+        let cache = cache.join(name);
+        std::fs::create_dir(&cache).unwrap();
+        given::ensure(&cache, place).unwrap()
+    };
+    let from_directory = imported("directory", &top);
     assert_eq!(from_directory.version, "6.12.7");
-    let from_tarball = given::ensure(&cache, &tarball).unwrap();
+    let from_tarball = imported("tarball", &tarball);
     for arguments in ["init --quiet", "add .", "commit --quiet -m x"] {
         git(&top, arguments.split(' ')).output().unwrap();
     }
-    let from_repository = given::ensure(&cache, &top).unwrap();
+    let from_repository = imported("repository", &top);
+    assert!(!from_repository.git.join("shallow").exists());
     for other in [from_tarball, from_repository] {
         assert_eq!(
             (&other.tree, &other.key),
@@ -223,10 +309,25 @@ fn a_directory_that_has_changed_is_read_again() {
     let (top, cache) = (dir.path().join("linux"), dir.path().join("cache"));
     std::fs::create_dir(&cache).unwrap();
     kernel(&top);
-    let before = given::ensure(&cache, &top).unwrap();
-    assert_eq!(given::ensure(&cache, &top).unwrap(), before);
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&top, &link).unwrap();
+    let before = given::ensure(&cache, &link).unwrap();
+    // What was read once is not read again: no import would find the directory as it is.
+    let is_note = |name: &String| name.starts_with("given-as-");
+    let notes = || {
+        versions_in(&cache)
+            .unwrap()
+            .into_iter()
+            .filter(is_note)
+            .count()
+    };
+    assert_eq!(
+        (given::ensure(&cache, &link).unwrap(), notes()),
+        (before.clone(), 1)
+    );
     std::fs::write(top.join("file"), "more").unwrap();
-    assert_ne!(given::ensure(&cache, &top).unwrap().tree, before.tree);
+    let after = given::ensure(&cache, &link).unwrap();
+    assert_ne!((after.tree, notes()), (before.tree, 1));
 }
 
 #[test]
@@ -251,8 +352,8 @@ fn what_is_no_pristine_source_is_refused() {
     );
     let file = dir.path().join("cut.tar.xz");
     std::fs::write(&file, "no tarball").unwrap();
-    assert!(refused(&file).contains("tar"), "{}", refused(&file));
-    assert!(refused(&dir.path().join("nowhere")).contains("nowhere"));
+    assert!(refused(&file).contains("tar -xf"), "{}", refused(&file));
+    assert!(refused(&dir.path().join("nowhere")).contains("No such file"));
     let left = std::fs::read_dir(&cache).unwrap();
     assert_eq!(left.count(), 0, "the cache is left half made");
 }
