@@ -122,12 +122,13 @@ fn an_object_without_a_strong_etag_is_not_cached() {
         assert_eq!(read(&blob, 4 * BLOCK), server.content());
         drop(blob);
     }
-    // What is cached later is there, and nothing else.
+    // When all of a later object is cached, there is nothing else.
     let server = Server::start(4 * BLOCK);
-    let blob = opened(&server, &cache);
-    assert_eq!(read(&blob, 4 * BLOCK), server.content());
-    eventually("the cached blocks", || files(directory.path()).len() >= 4);
-    drop(blob);
+    eventually("the later object's blocks", || {
+        let blob = opened(&server, &cache);
+        assert_eq!(read(&blob, 4 * BLOCK), server.content());
+        equals(blob.counters().disk_hits, &4)
+    });
     assert_eq!(files(directory.path()).len(), 4);
 }
 
