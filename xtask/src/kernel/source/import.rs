@@ -253,6 +253,10 @@ fn write_directory(
             write_directory(stream, top, &path, progress)?;
             continue;
         }
+        if !kind.is_symlink() && !kind.is_file() {
+            // To read a pipe may take for ever.
+            bail!("{} is no file, directory or link", file.display());
+        }
         let (mode, content) = if kind.is_symlink() {
             ("120000", fs::read_link(&file)?.into_os_string().into_vec())
         } else {

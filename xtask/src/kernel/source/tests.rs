@@ -344,6 +344,11 @@ fn what_is_no_pristine_source_is_refused() {
         refused(&top)
     );
     std::fs::remove_file(top.join(".config")).unwrap();
+    let socket = std::os::unix::net::UnixListener::bind(top.join("socket")).unwrap();
+    let why = refused(&top);
+    assert!(why.contains("socket is no file"), "{why}");
+    drop(socket);
+    std::fs::remove_file(top.join("socket")).unwrap();
     std::fs::write(top.join("Makefile"), "all:\n").unwrap();
     assert!(
         refused(&top).contains("no kernel's source"),
