@@ -42,7 +42,7 @@ use tally::{Tally, Verdict};
 /// The verb's arguments.
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Only these steps (may be given several times) [default: all but fuzz, thorough, nodes,
+    /// Only these steps (may be given several times) [default: all but fuzz, thorough, stress, nodes,
     /// debug, modules, roots, upstream, upstream-arm64 and busy]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
@@ -105,6 +105,9 @@ enum Step {
     /// In the lab, what Lab and Linux leave to this machine: every command line and kind of Linux guest. Then the
     /// Debian package with the optimised command, and `cargo install` (only if asked for: about a quarter of an hour)
     Thorough,
+    /// The stress tests on this machine for ten minutes each, and loom's tests without a bound (only if asked for:
+    /// about half an hour)
+    Stress,
     /// Selftests on a kernel with two NUMA nodes, swap and guest_memfd (only if asked for: about a quarter of an
     /// hour with its build)
     Nodes,
@@ -163,6 +166,7 @@ impl Step {
         let asked = [
             Self::Fuzz,
             Self::Thorough,
+            Self::Stress,
             Self::Nodes,
             Self::Debug,
             Self::Modules,
@@ -338,7 +342,7 @@ impl Testing<'_> {
                 Ok(())
             }
             Step::Busy => busy::run(self.program, self.paths, &mut self.tally),
-            Step::Loom => loom::run(self.paths, &mut self.tally),
+            Step::Loom => loom::run(loom::Bound::AsWritten, self.paths, &mut self.tally),
             Step::Fuzz => fuzz::run(self.paths, &mut self.tally),
             Step::Kernel => {
                 lab::build(self.paths, &mut self.tally);
@@ -363,6 +367,10 @@ impl Testing<'_> {
             Step::Thorough => {
                 lab::thorough(self.paths, &mut self.tally)?;
                 package::optimised(self.paths, &mut self.tally)
+            }
+            Step::Stress => {
+                loom::run(loom::Bound::None, self.paths, &mut self.tally)?;
+                host::stress(self.paths, &mut self.tally)
             }
             Step::Nodes => lab::nodes(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),

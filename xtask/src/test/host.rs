@@ -20,13 +20,14 @@ use crate::progress::Progress;
 /// After which a test program that hangs is killed.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// For how long a stress test runs: the server's, under which the pager is, and the others.
-fn stress_seconds(group: &str) -> &'static str {
-    match group {
-        "serve/stress" => "30",
-        _ => "10",
-    }
-}
+/// For how long a stress test runs beside other tests.
+const SHORT_STRESS: (&str, &str) = ("PAGETIDE_STRESS_SECONDS", "10");
+
+/// For how long it runs in the step `stress`.
+const LONG_STRESS: (&str, &str) = (SHORT_STRESS.0, "600");
+
+/// How the names of the stress tests' programs end.
+const STRESS: &str = "/stress";
 
 /// A compiled test program.
 #[derive(Debug, Clone)]
@@ -54,6 +55,28 @@ pub(super) fn run(program: Option<&str>, paths: &Paths, tally: &mut Tally) -> Re
         Some(_) => Ok(()),
         None => doc_tests(paths, tally),
     }
+}
+
+/// Runs the stress tests here, each for ten minutes.
+pub(super) fn stress(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    install_moto("stress", paths, tally);
+    let mut programs = programs(paths)?;
+    programs.retain(|program| program.group.ends_with(STRESS));
+    if programs.is_empty() {
+        bail!("no test program's name ends with {STRESS}");
+    }
+    let log = log_file(paths, "stress")?;
+    tally.leaves("stress", "output.log", &log);
+    let how = How {
+        part: Some("long"),
+        timeout: 3 * TIMEOUT,
+        environment: Some(LONG_STRESS),
+        ..How::default()
+    };
+    for program in &programs {
+        run_program(program, &how, &log, tally)?;
+    }
+    Ok(())
 }
 
 /// Installs the S3 server of the tests.
@@ -103,6 +126,8 @@ pub(super) struct How<'a> {
     pub(super) timeout: Duration,
     /// When the time of the whole step is over. A program that has not ended then is killed, and has not failed.
     pub(super) deadline: Option<Instant>,
+    /// A variable that the tests find in their environment, in place of their default.
+    pub(super) environment: Option<(&'a str, &'a str)>,
 }
 
 impl Default for How<'_> {
@@ -114,6 +139,7 @@ impl Default for How<'_> {
             filter: None,
             timeout: TIMEOUT,
             deadline: None,
+            environment: None,
         }
     }
 }
@@ -160,7 +186,8 @@ pub(super) fn run_program(
         .args(how.filter)
         .dir(&program.directory)
         .env("CARGO_MANIFEST_DIR", &program.directory)
-        .env("PAGETIDE_STRESS_SECONDS", stress_seconds(&program.group))
+        .envs([SHORT_STRESS])
+        .envs(how.environment)
         .env(libtest::UNSTABLE.0, libtest::UNSTABLE.1)
         .envs(seed::environment())
         .result()?;

@@ -10,12 +10,48 @@ use crate::command::Run;
 use crate::paths::Paths;
 use crate::progress::Progress;
 
+/// How often threads are preempted in the orders that are tried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Bound {
+    /// As often as the test permits; most tests set no bound.
+    AsWritten,
+    /// In every order, whatever the test permits.
+    None,
+}
+
+impl Bound {
+    /// The step, which names the log.
+    fn step(self) -> &'static str {
+        match self {
+            Self::AsWritten => "loom",
+            Self::None => "loom-unbounded",
+        }
+    }
+
+    /// Before the groups' names.
+    fn part(self) -> Option<&'static str> {
+        match self {
+            Self::AsWritten => None,
+            Self::None => Some("unbounded"),
+        }
+    }
+
+    /// What loom reads.
+    fn environment(self) -> Option<(&'static str, &'static str)> {
+        match self {
+            Self::AsWritten => None,
+            // More often than in any order of any test.
+            Self::None => Some(("LOOM_MAX_PREEMPTIONS", "100")),
+        }
+    }
+}
+
 /// What is compiled in addition, and what the names of such tests contain.
 const FILTER: &str = "loom";
 
 /// Runs the loom tests of every crate that has any, each compiled for them: the primitives that
 /// threads meet at are loom's then, with which other tests cannot run.
-pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
+pub(super) fn run(bound: Bound, paths: &Paths, tally: &mut Tally) -> Result<()> {
     let packages = packages(paths)?;
     if packages.is_empty() {
         bail!("no crate of the workspace depends on loom");
@@ -27,10 +63,12 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
         .env("RUSTFLAGS", "--cfg loom");
     let programs = host::compile(compile, &paths.target().join("loom"), paths)?;
     progress.done();
-    let log = log_file(paths, "loom")?;
-    tally.leaves("loom", "output.log", &log);
+    let log = log_file(paths, bound.step())?;
+    tally.leaves(bound.step(), "output.log", &log);
     let how = How {
+        part: bound.part(),
         filter: Some(FILTER),
+        environment: bound.environment(),
         ..How::default()
     };
     for mut program in programs {
