@@ -5,7 +5,7 @@
 //! | the kernel's VM and vCPUs | shared by the program and the [`Vm`] and [`Vcpu`]s created here | until the last descriptor is closed |
 //! | the given descriptors | the program; this crate duplicates them | until the program closes them |
 //! | slots that the program has set, and their memory | the program, also after [`Vm::adopt_slot`] | decided by the program |
-//! | slots set through the [`Vm`] | the [`Vm`]; the memory stays mapped as long as the slot exists | until [`Vm::remove_slot`] or a transaction |
+//! | slots set through the [`Vm`] | the [`Vm`]; the memory stays mapped as long as the slot exists | until [`Vm::remove_slot`] or a transaction; those of a VM that [`Kvm::create_vm`] made, at the latest until the [`Vm`] and its vCPUs are dropped |
 //!
 //! The program's VM may outlive the [`Vm`]. If slots that were set through the [`Vm`] still exist when
 //! it is dropped, their memory stays mapped for the life of the process.
@@ -23,7 +23,8 @@ use crate::kick::KickTarget;
 use crate::os_error;
 use crate::run_page::RunPage;
 use crate::signals::Signals;
-use crate::slot::{Slot, SlotError};
+use crate::slot::{Slot, SlotError, SlotLayout};
+use crate::slot_calls::{Change, SlotCalls, SlotChange};
 use crate::system::Kvm;
 use crate::vcpu::Vcpu;
 use crate::vm::{Inner, Vm};
@@ -216,17 +217,42 @@ fn is_vcpu(fd: BorrowedFd<'_>) -> io::Result<()> {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let Some(foreign) = self.take_foreign() else {
-            // The descriptor, and with it the VM, is closed before the memory is unmapped.
+        let slots = std::mem::take(&mut *self.slots());
+        match self.take_foreign() {
+            None => self.empty(slots),
+            Some(foreign) => {
+                for (number, slot) in slots {
+                    let is_programs = foreign
+                        .get(&number)
+                        .is_some_and(|noted| noted.is_same_memory(&slot));
+                    if !is_programs {
+                        // The program's VM may still have the slot.
+                        std::mem::forget(Arc::clone(&slot.region));
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Inner {
+    /// Deletes the slots of the crate's own VM before their memory is unmapped. The VM ends with its last
+    /// descriptor, and that may be one of a vCPU or a device which the program has made through [`Vm::fd`]: a
+    /// guest must not find other memory of this process at the addresses then.
+    fn empty(&self, slots: SlotLayout) {
+        let changes = slots.into_iter().map(|(slot, state)| SlotChange {
+            slot,
+            change: Change::Delete,
+            state,
+        });
+        let changes: Vec<_> = changes.collect();
+        if self.capabilities().slot_list && self.set_list(&changes).is_ok() {
             return;
-        };
-        for (number, slot) in std::mem::take(&mut *self.slots()) {
-            let is_programs = foreign
-                .get(&number)
-                .is_some_and(|noted| noted.is_same_memory(&slot));
-            if !is_programs {
-                // The program's VM may still have the slot.
-                std::mem::forget(Arc::clone(&slot.region));
+        }
+        for SlotChange { slot, state, .. } in changes {
+            if self.set_one(slot, &state, Change::Delete).is_err() {
+                // The guest may still reach the memory, so it stays mapped.
+                std::mem::forget(Arc::clone(&state.region));
             }
         }
     }

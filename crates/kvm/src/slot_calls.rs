@@ -54,7 +54,8 @@ impl SlotCalls for Inner {
         let request = region2(slot, state, change);
         let result = if self.capabilities().user_memory2 {
             // SAFETY: KVM requires that the memory stays mapped while the slot uses it: the caller
-            // keeps the region in the VM's slots, which are dropped after the VM's descriptor. The
+            // keeps the region in the VM's slots, and each is deleted before its region is dropped, or else
+            // the region is never dropped (Inner::drop). The
             // guest may change the memory at any time: it is shared memory, to which Region returns no
             // references.
             unsafe { self.fd().set_user_memory_region2(request) }

@@ -300,7 +300,12 @@ impl Vm {
     }
 
     /// The `kvm-ioctls` handle, for everything that this crate does not wrap. Set slots only through
-    /// [`Vm`], which keeps their memory mapped.
+    /// [`Vm`], which keeps their memory mapped. When the last [`Vm`] and [`Vcpu`] of a VM that
+    /// [`Kvm::create_vm`] made are dropped, its slots are deleted: a vCPU or a device made here may live longer, and
+    /// then has no memory.
+    ///
+    /// [`Kvm::create_vm`]: crate::Kvm::create_vm
+    /// [`Vcpu`]: crate::Vcpu
     #[must_use]
     pub fn fd(&self) -> &VmFd {
         &self.inner.fd
