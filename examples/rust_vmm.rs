@@ -47,7 +47,7 @@ fn main() -> anyhow::Result<()> {
         |gpa: Gpa, piece: &mut [u8]| piece.fill(u8::try_from(gpa.0 >> 12).unwrap_or(u8::MAX));
     let contents = |_, _| Contents::Local(Arc::new(PatternSource::new(content)));
     // SAFETY: the memory is dropped after the pager, and no code relies on its content before.
-    unsafe { add_guest_memory(&pager, &data, Mode::Missing, contents) }?;
+    unsafe { add_guest_memory(&pager, &data, Mode::Missing, contents, |config| config) }?;
     let readers = Readers::spawn(&pager, ReaderConfig::new(1))?;
     let exits = Capabilities::of(&vm).absent_mapping_flag().unwrap_or(0);
 

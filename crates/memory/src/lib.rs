@@ -8,7 +8,7 @@
 //! - [`Backing`]: the kind of memory behind a region;
 //! - [`Region`]: a range of guest memory, its memfd and its two mappings;
 //! - [`Access`]: the kind of access that caused a fault;
-//! - [`FileView`]: a mapping of another process's memory file;
+//! - [`MemoryFile`]: a part of another process's memory file; [`FileView`]: a mapping of one;
 //! - [`PageMap`]: one atomic state per page, the single record of which pages are present, which were
 //!   requested from a source, and which a thread is installing; [`PageMapImage`]: the states as bytes;
 //! - [`PoisonMap`]: the memory lost to uncorrected errors, preserved across restarts;
@@ -23,6 +23,7 @@ mod exclusive;
 mod file_view;
 pub mod guard;
 mod mapping;
+mod memory_file;
 mod page;
 mod page_map;
 mod poison_map;
@@ -38,6 +39,7 @@ pub use address::{GuestAddress, HostAddress};
 pub use backing::{Backing, ParseBackingError};
 pub use exclusive::Exclusive;
 pub use file_view::{FileAccessError, FileView, FileViewError};
+pub use memory_file::{MemoryFile, MemoryFileAccessError, MemoryFileError};
 pub use page::{PageIndex, PageRange, PageSize};
 pub use page_map::{
     Claim, ClaimGuard, ImportError, PageMap, PageMapError, PageMapImage, PageState, Removal,

@@ -13,7 +13,8 @@ use crate::convert::to_u64;
 use crate::page::{PageIndex, PageRange};
 use crate::sync::{AtomicU8, Ordering};
 use cell::{
-    ABSENT, FLAGS, INSTALLING, POISONED, REMOVED, REQUESTED_BULK, WAITERS, WAKE_WANTED, update,
+    ABSENT, BEGUN, INSTALLING, POISONED, REMOVED, REQUESTED_BULK, STATE, WAITERS, WAKE_WANTED,
+    update,
 };
 use cells::Cells;
 use parking::Parking;
@@ -66,6 +67,10 @@ pub use image::{ImportError, PageMapImage};
 /// | [`Self::reset`] | cleared | cleared and notified |
 ///
 /// So each wake-up that is wanted is either returned to one caller or still recorded on its page.
+///
+/// One more bit of a missing page says that an owner died while it installed the page
+/// ([`Self::was_begun`]). Each edge between Absent, Requested and Installing retains it, and all others
+/// clear it.
 #[derive(Debug)]
 pub struct PageMap {
     cells: Cells,
@@ -83,8 +88,8 @@ impl PageMap {
 
     /// Uses `pages` bytes of a memfd, from `offset_bytes` on (a multiple of 4096), as the map, so that it
     /// outlives this process. Pages that the file has as settled (Present, Zero, Removed, Poisoned) stay
-    /// so; all others become Absent, because whoever requested or installed them has gone. A new file is
-    /// a map of Absent pages.
+    /// so; all others become Absent, because whoever requested or installed them has gone. Where somebody
+    /// was installing a page, [`Self::was_begun`] is true. A new file is a map of Absent pages.
     ///
     /// One map at a time may use the bytes.
     ///
@@ -131,6 +136,13 @@ impl PageMap {
     pub fn state(&self, page: PageIndex) -> Option<PageState> {
         // Acquire: a thread that sees Present also sees what the installer wrote before it.
         Some(PageState::of(self.cell(page)?.load(Ordering::Acquire)))
+    }
+
+    /// Whether a former owner of the map ([`Self::in_file`]) died while it installed `page`, and nobody has
+    /// settled the page since: its content may be there already.
+    pub fn was_begun(&self, page: PageIndex) -> bool {
+        self.cell(page)
+            .is_some_and(|cell| cell.load(Ordering::Relaxed) & BEGUN != 0)
     }
 
     /// The first of `pages` that is Absent, Requested or Installing, with its state: a page whose
@@ -188,11 +200,11 @@ impl PageMap {
             return Request::Outside;
         };
         let requested = move |seen: u8| {
-            (PageState::of(seen) == PageState::Absent).then_some(seen & FLAGS | urgency.byte())
+            (PageState::of(seen) == PageState::Absent).then_some(seen & !STATE | urgency.byte())
         };
         let upgraded = move |seen: u8| match PageState::of(seen) {
             PageState::Absent => requested(seen),
-            PageState::Requested(now) if now < urgency => Some(seen & FLAGS | urgency.byte()),
+            PageState::Requested(now) if now < urgency => Some(seen & !STATE | urgency.byte()),
             _ => None,
         };
         match update(cell, ABSENT, upgraded) {
@@ -234,8 +246,10 @@ impl PageMap {
     pub fn withdraw(&self, pages: PageRange) -> u64 {
         let mut withdrawn = 0;
         for (page, cell) in self.cells(pages) {
-            let next =
-                |seen: u8| (seen & !FLAGS == REQUESTED_BULK).then_some(ABSENT | seen & WAKE_WANTED);
+            let next = |seen: u8| {
+                let is_bulk = seen & (STATE | INSTALLING) == REQUESTED_BULK;
+                is_bulk.then_some(ABSENT | seen & (WAKE_WANTED | BEGUN))
+            };
             if let Ok(before) = update(cell, cell.load(Ordering::Relaxed), next) {
                 withdrawn += 1;
                 self.notify_if_parked(page, before);
@@ -251,8 +265,8 @@ impl PageMap {
         let mut wanted = false;
         for (page, cell) in self.cells(pages) {
             let next = |seen: u8| {
-                let given_up = PageState::of(seen).is_claimable() && seen != ABSENT;
-                given_up.then_some(ABSENT)
+                let given_up = PageState::of(seen).is_claimable() && seen & !BEGUN != ABSENT;
+                given_up.then_some(ABSENT | seen & BEGUN)
             };
             if let Ok(before) = update(cell, cell.load(Ordering::Relaxed), next) {
                 self.notify_if_parked(page, before);
@@ -417,7 +431,7 @@ impl PageMap {
         let retained = if origin == PageState::Requested(Urgency::Urgent) {
             !(INSTALLING | WAITERS)
         } else {
-            !(INSTALLING | FLAGS)
+            !(INSTALLING | WAITERS | WAKE_WANTED)
         };
         // As in settle_owned.
         let before = cell.fetch_and(retained, Ordering::AcqRel);

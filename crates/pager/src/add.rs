@@ -12,14 +12,16 @@ use pagetide_uapi::host::check_page_size;
 use pagetide_uapi::userfaultfd::{EventBuffer, Features, Mode, OpenError, UserRange, Userfaultfd};
 
 use crate::channel::{Channel, Span};
-use crate::config::{Contents, Holes, MapFile, Memory, RegionConfig, UffdLayout};
+use crate::config::{
+    Contents, Described, File, Holes, MapFile, Misplaced, RegionConfig, UffdLayout,
+};
 use crate::error::AddError;
 use crate::fault::RegionId;
+use crate::memory::{Foreign, ForeignClone, ForeignFile, Local, Memory, Shape};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Parts, Requesting, Served, Supply};
 use crate::requests::Requests;
 use crate::table::Table;
-use crate::target::{Foreign, Target};
 
 /// The maximal fault-around: the number of pages that one page table maps.
 const MAX_FAULT_AROUND_PAGES: u64 = 512;
@@ -30,8 +32,9 @@ impl Pager {
     ///
     /// A local region with a file first loses its guest mappings, including the poison markers of an
     /// earlier pager, so that the mappings agree with the page map, in which every page is missing; the
-    /// region's content in the page cache stays. In MISSING mode the region must have no content, and
-    /// its service mapping is closed while it is paged.
+    /// region's content in the page cache stays. A region whose content comes from elsewhere must have none,
+    /// unless the configuration trusts existing pages. In MISSING mode the service mapping is closed while the
+    /// region is paged.
     ///
     /// # Errors
     /// [`AddError`]; nothing has changed then.
@@ -43,37 +46,17 @@ impl Pager {
         let id = table.next_id();
         let limits = config.limits;
         let retry = config.retry;
-        let (target, layout, uffd) = match config.memory {
-            Memory::Local { region, layout } => (Target::Local(region), layout, None),
-            Memory::Foreign {
-                uffd,
-                range,
-                page_size,
-                gpa,
-                memfd,
-                is_mapped_here,
-                source_fills_file,
-            } => {
-                let view = memfd.map(|memfd| memfd.map(range, page_size)).transpose()?;
-                let foreign = Foreign {
-                    gpa,
-                    range,
-                    page_size,
-                    view,
-                    is_mapped_here,
-                    source_fills_file,
-                };
-                (Target::Foreign(foreign), UffdLayout::Single, Some(uffd))
-            }
-        };
-        let page_size = target.page_size();
-        let pages = target.range().bytes() as u64 >> page_size.shift();
-        let range = check_place(
-            &table,
-            target.gpa(),
-            target.range().bytes() as u64,
+        let (memory, layout, uffd) = memory_of(config.memory, config.mode)?;
+        check_file(&table, &*memory)?;
+        let Shape {
+            gpa,
+            range: addresses,
             page_size,
-        )?;
+            ..
+        } = memory.shape();
+        let bytes = addresses.bytes() as u64;
+        let pages = bytes >> page_size.shift();
+        let range = check_place(&table, gpa, bytes, page_size)?;
         for lost in config.poison.iter() {
             if lost.start() < range.start() || lost.end() > range.end() {
                 return Err(AddError::PoisonOutside { range: lost });
@@ -88,7 +71,7 @@ impl Pager {
         }
 
         let (served, can_poison) = match &uffd {
-            None => self.open_channels(&target, config.mode, &layout)?,
+            None => self.open_channels(&*memory, config.mode, &layout)?,
             Some(uffd) => {
                 let journal = config.map_file.as_ref();
                 (
@@ -113,7 +96,6 @@ impl Pager {
         let region = Arc::new(PagedRegion::new(Parts {
             id,
             map,
-            mode: config.mode,
             supply,
             served,
             fault_around_pages: config.fault_around_pages,
@@ -123,10 +105,10 @@ impl Pager {
             mapper: config.mapper,
             observer: config.observer,
             lost: config.poison,
-            target,
+            memory,
         }));
 
-        if let Some(local) = region.target.local() {
+        if let Some(local) = region.memory.local() {
             local.begin_paging(match config.mode {
                 Mode::Minor => ServiceAccess::ReadWrite,
                 Mode::Missing => ServiceAccess::Closed,
@@ -137,7 +119,7 @@ impl Pager {
             .begin(&table, &region, config.resume_from.is_some())
             .and_then(|()| {
                 // Before waiting for messages, because their addresses are looked up in the table.
-                if region.target.local().is_some() {
+                if region.memory.local().is_some() {
                     self.set_table(table.with(Arc::clone(&region)));
                 }
                 let mut channels = region.served.iter().map(|served| &served.channel);
@@ -150,7 +132,7 @@ impl Pager {
             self.undo(&region);
             return Err(error);
         }
-        if region.target.local().is_none() {
+        if region.memory.local().is_none() {
             // A fault that was read earlier may be lost: a reader found no region for it, or a
             // predecessor consumed it. The wake-up repeats it.
             self.wake_all(&region);
@@ -161,11 +143,11 @@ impl Pager {
     /// Opens one userfaultfd for each range of the layout.
     fn open_channels(
         &self,
-        target: &Target,
+        memory: &dyn Memory,
         mode: Mode,
         layout: &UffdLayout,
     ) -> Result<(Vec<Served>, bool), AddError> {
-        let Some(region) = target.local() else {
+        let Some(region) = memory.local() else {
             return Ok((Vec::new(), false));
         };
         let mut features = features(region.backing(), mode);
@@ -231,13 +213,9 @@ impl Pager {
         region: &Arc<PagedRegion>,
         is_resumed: bool,
     ) -> Result<(), AddError> {
-        let hva = region.target.range().start().as_u64();
+        let hva = region.memory.shape().range.start().as_u64();
         let shift = region.page_shift();
-        match region.target.local() {
-            Some(local) => check_content(region, local)?,
-            None if is_resumed => {}
-            None => check_file(region)?,
-        }
+        check_content(region, is_resumed)?;
         for served in &region.served {
             let span = Span {
                 start: hva + (served.pages.first().0 << shift),
@@ -245,7 +223,7 @@ impl Pager {
                 pages: served.pages,
                 shift,
             };
-            if region.target.local().is_none() {
+            if region.memory.local().is_none() {
                 let range = UserRange {
                     start: span.start,
                     bytes: span.bytes(),
@@ -257,13 +235,13 @@ impl Pager {
             let added = served.channel.add(span, || {
                 // If the userfaultfd already serves other regions, its messages may be read at any
                 // moment. They are looked up in the table, and an event reports each page only once.
-                if region.target.local().is_none() {
+                if region.memory.local().is_none() {
                     self.set_table(table.with(Arc::clone(region)));
                 }
             });
             added.map_err(|start| AddError::HostOverlap { start })?;
             served.channel.set_handed_over(false);
-            if region.target.local().is_some() {
+            if region.memory.local().is_some() {
                 let range = UserRange {
                     start: span.start,
                     bytes: span.bytes(),
@@ -277,7 +255,7 @@ impl Pager {
                 region.count_registered();
             }
         }
-        if let Some(local) = region.target.local()
+        if let Some(local) = region.memory.local()
             && local.backing().has_file()
         {
             let zapped = self.with_events_read(region, || local.zap_guest(local.all_pages()));
@@ -287,15 +265,62 @@ impl Pager {
     }
 }
 
-/// Checks that the existing content of this process's memory suits the mode.
-fn check_content(region: &PagedRegion, local: &Region) -> Result<(), AddError> {
-    match (region.mode, &region.supply) {
-        (Mode::Missing, _) if !region.trusts_existing => {
-            if let Some(page) = local.has_content().map_err(AddError::Content)? {
-                return Err(AddError::NotEmpty { page });
-            }
+/// The memory that a configuration describes, its layout, and the userfaultfd that was handed over.
+type Given = (Box<dyn Memory>, UffdLayout, Option<Arc<Userfaultfd>>);
+
+fn memory_of(described: Described, mode: Mode) -> Result<Given, AddError> {
+    Ok(match described {
+        Described::Local { region, layout } => (Box::new(Local { region, mode }), layout, None),
+        Described::Foreign {
+            uffd,
+            range,
+            page_size,
+            gpa,
+            file,
+            is_mapped_here,
+            is_inherited_again,
+        } => {
+            let shape = Shape {
+                gpa,
+                range,
+                page_size,
+                mode,
+            };
+            let memory = Foreign {
+                shape,
+                is_mapped_here,
+                is_inherited_again,
+            };
+            let memory: Box<dyn Memory> = match file {
+                File::Unknown => Box::new(memory),
+                File::FilledBySource => Box::new(ForeignClone { memory }),
+                File::Shared(memfd) => {
+                    let file = memfd.part(range, page_size)?;
+                    Box::new(ForeignFile { memory, file })
+                }
+            };
+            (memory, UffdLayout::Single, Some(uffd))
         }
-        (Mode::Minor, Supply::PageCache(Holes::AreMissing)) => {
+    })
+}
+
+/// Checks that no other region has pages of the same file.
+fn check_file(table: &Table, memory: &dyn Memory) -> Result<(), AddError> {
+    let Some(file) = memory.file() else {
+        return Ok(());
+    };
+    let mut regions = table.iter();
+    let same = regions.find(|other| other.memory.file().is_some_and(|its| its.overlaps(file)));
+    match same {
+        Some(other) => Err(AddError::SameFile { other: other.id }),
+        None => Ok(()),
+    }
+}
+
+/// Checks that the content that is in the memory already suits the region.
+fn check_content(region: &PagedRegion, is_resumed: bool) -> Result<(), AddError> {
+    match (&region.supply, region.memory.local()) {
+        (Supply::PageCache(Holes::AreMissing), Some(local)) => {
             let hole = local.first_hole().map_err(AddError::Content)?;
             // A page that was lost before needs no content.
             let is_lost = |page| {
@@ -307,29 +332,29 @@ fn check_content(region: &PagedRegion, local: &Region) -> Result<(), AddError> {
                 return Err(AddError::Hole { page });
             }
         }
-        _ => {}
+        (Supply::PageCache(_), _) => {}
+        _ if region.trusts_existing || is_resumed => {}
+        // (Reserved pages in a part of a file are not detected: the owner must not hand over such memory.)
+        _ => {
+            let is_missing = |pages: PageRange| {
+                let mut missing = pages.iter();
+                missing.find(|&page| {
+                    let state = region.map.state(page);
+                    state.is_some_and(|state| !state.is_settled()) && !region.map.was_begun(page)
+                })
+            };
+            if let Some(page) = region.memory.first_content(&is_missing)? {
+                return Err(AddError::NotEmpty { page });
+            }
+        }
     }
     Ok(())
 }
 
-/// Checks that the file of foreign memory lacks the pages that MISSING mode is to copy: pages in the
-/// file would never fault. (Reserved pages in a part of a file are not detected: the owner must not
-/// hand over such memory.)
-fn check_file(region: &PagedRegion) -> Result<(), AddError> {
-    if region.mode == Mode::Minor || region.trusts_existing {
-        return Ok(());
-    }
-    match region
-        .target
-        .find_in_file()
-        .map_err(AddError::FileContent)?
-    {
-        Some(page) => Err(AddError::NotEmpty { page }),
-        None => Ok(()),
-    }
-}
-
 fn check(config: &RegionConfig) -> Result<(), AddError> {
+    if let Some(Misplaced { setting, memory }) = config.misplaced {
+        return Err(AddError::Misplaced { setting, memory });
+    }
     let pages = config.fault_around_pages;
     if !pages.is_power_of_two() || pages > MAX_FAULT_AROUND_PAGES {
         let max = MAX_FAULT_AROUND_PAGES;
@@ -343,16 +368,15 @@ fn check(config: &RegionConfig) -> Result<(), AddError> {
         return Err(AddError::PageCacheNeedsMinor);
     }
     match (&config.memory, config.mode) {
-        (Memory::Local { region, .. }, Mode::Missing) if region.backing() == Backing::Thp => {
+        (Described::Local { region, .. }, Mode::Missing) if region.backing() == Backing::Thp => {
             Err(AddError::MissingOnThp)
         }
-        (Memory::Local { region, .. }, Mode::Minor) if !region.backing().has_file() => {
+        (Described::Local { region, .. }, Mode::Minor) if !region.backing().has_file() => {
             Err(AddError::MinorWithoutFile)
         }
         (
-            Memory::Foreign {
-                memfd: None,
-                source_fills_file: false,
+            Described::Foreign {
+                file: File::Unknown,
                 ..
             },
             Mode::Minor,

@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 
 use pagetide_memory::{PageIndex, PageRange, PageState, Removal};
 
+use crate::again::Again;
 use crate::channel::InstallLock;
 use crate::counters::Counters;
 use crate::error::InstallFailure;
-use crate::install::{Body, Installed, Installer, MAX_TRIES, Sleepers, wake};
+use crate::install::{Body, Installed, Installer, Sleepers, wake};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served};
 
@@ -35,7 +36,8 @@ pub(crate) enum Purpose {
 /// Installs `content` in those of `pages` that are Absent or Requested. Pages that are present, removed
 /// or poisoned stay unchanged.
 ///
-/// Returns at the first run that cannot be installed; the pages after it are unchanged.
+/// Returns at the first run that cannot be installed; the pages after it are unchanged. After
+/// [`InstallFailure::Busy`] the caller, or whoever waits, comes back later.
 pub(crate) fn arrive(
     pager: &Pager,
     region: &PagedRegion,
@@ -53,7 +55,7 @@ pub(crate) fn arrive(
     };
     let mut result = Arrived::Others;
     let mut rest = pages;
-    let mut put_off = 0;
+    let mut again = Again::for_a_turn();
     while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
         let lock = served.channel.lock_installs();
         let part = rest.intersection(served.pages);
@@ -93,13 +95,10 @@ pub(crate) fn arrive(
         }
         match installed? {
             Installed::EventsFirst => {
-                put_off += 1;
+                pager.read_events(&served.channel);
                 // A process that keeps discarding memory must not block the thread that delivers its
                 // content.
-                if put_off == MAX_TRIES {
-                    return Err(InstallFailure::Busy { tries: put_off });
-                }
-                pager.read_events(&served.channel);
+                again.pause()?;
                 continue;
             }
             Installed::Closed => return Ok(result),

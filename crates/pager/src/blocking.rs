@@ -10,7 +10,7 @@ use pagetide_memory::{GuestAddress, HostRange, Urgency};
 use crate::error::{ServeError, message_of};
 use crate::fault::RegionId;
 use crate::requests::RequestId;
-use crate::source::{Content, Filled, Request, Source, SourceError};
+use crate::source::{Content, Filled, Request, Room, Source, SourceError};
 
 /// A source whose reads block: a file, a network.
 pub trait BlockingSource: Send + Sync {
@@ -20,9 +20,9 @@ pub trait BlockingSource: Send + Sync {
     /// The engine retries by the region's [`crate::RetryPolicy`].
     fn read(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError>;
 
-    /// Fills `buffer` if that needs no waiting, see [`Source::fill_now`].
-    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
-        let _ = (at, buffer);
+    /// Fills the room if that needs no waiting, see [`Source::fill_now`].
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
+        let _ = (at, room);
         None
     }
 
@@ -199,8 +199,8 @@ impl Source for Pool {
         self.shared.more.notify_all();
     }
 
-    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
-        self.shared.source.fill_now(at, buffer)
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
+        self.shared.source.fill_now(at, room)
     }
 
     fn mapped_now(&self, at: ReadAt, bytes: u64) -> Option<HostRange> {

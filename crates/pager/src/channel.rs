@@ -76,14 +76,21 @@ pub(crate) struct Channel {
     pub(crate) uffd: Arc<Userfaultfd>,
     /// The channel's number at the poller.
     pub(crate) token: u64,
+    /// Whether it serves a forked child, which nobody pages.
+    pub(crate) is_child: bool,
     /// Whether it may report memory that is discarded, unmapped or moved.
     pub(crate) has_events: bool,
     /// Sorted by address, without overlap.
     spans: RwLock<Vec<Span>>,
     /// Whether the process has moved a part of its memory. Set with the spans locked for writing.
     has_moved: AtomicBool,
-    /// Faults that a thread read while it looked for events.
+    /// Faults that a thread has read and another one is to resolve, or the same one later.
     pending: Mutex<VecDeque<PageFault>>,
+    /// Whether there may be some.
+    has_pending: AtomicBool,
+    /// What the process has moved away from and kept (`MREMAP_DONTUNMAP`): it is still registered, has no
+    /// pages of a region, and reads as zeroes.
+    vacated: Mutex<Vec<Range<u64>>>,
     /// Messages are read into this buffer, which outlives the process, in place of the reader's own.
     journal: Option<Mutex<EventBuffer>>,
     /// A successor reads the messages. Held for reading while a thread reads messages.
@@ -139,13 +146,38 @@ impl Channel {
         Self {
             uffd,
             token,
+            is_child: false,
             has_events,
             spans: RwLock::default(),
             has_moved: AtomicBool::new(false),
             pending: Mutex::default(),
+            has_pending: AtomicBool::new(false),
+            vacated: Mutex::default(),
             journal: journal.map(Mutex::new),
             is_handed_over: RwLock::new(false),
         }
+    }
+
+    /// The channel of a child that was forked when its parent had these spans.
+    pub(crate) fn of_child(uffd: Arc<Userfaultfd>, token: u64, spans: Vec<Span>) -> Self {
+        Self {
+            is_child: true,
+            spans: RwLock::new(spans),
+            ..Self::new(uffd, token)
+        }
+    }
+
+    pub(crate) fn first_span(&self) -> Option<Span> {
+        let spans = self.spans.read().unwrap_or_else(PoisonError::into_inner);
+        spans.first().copied()
+    }
+
+    /// The page size at `address`, as a shift.
+    pub(crate) fn shift_at(&self, address: u64) -> Option<u32> {
+        let spans = self.spans.read().unwrap_or_else(PoisonError::into_inner);
+        let mut spans = spans.iter();
+        let span = spans.find(|span| (span.start..span.end()).contains(&address))?;
+        Some(span.shift)
     }
 
     /// Adds `span` to the channel; fails with the first shared address if it overlaps another span.
@@ -158,6 +190,7 @@ impl Channel {
             return Err(other.start.max(span.start));
         }
         begin();
+        self.forget_vacated(&(span.start..span.end()));
         spans.insert(at, span);
         Ok(())
     }
@@ -249,6 +282,11 @@ impl Channel {
         if *is_handed_over {
             return Ok(Batch::default());
         }
+        if self.has_deferred() {
+            let mut pending = self.lock_pending();
+            faults.extend(pending.drain(..));
+            self.has_pending.store(false, Ordering::Release);
+        }
         if !self.has_events {
             let events = self.uffd.read_events(buffer)?;
             let messages = events.len();
@@ -262,7 +300,6 @@ impl Channel {
             return Ok(Batch { messages, is_full });
         }
         let mut spans = self.lock_spans();
-        faults.extend(self.lock_pending().drain(..));
         // One thread at a time, because it holds the spans for writing.
         let mut journal = self.journal.as_ref().map(lock_journal);
         let buffer = journal.as_deref_mut().unwrap_or(buffer);
@@ -298,12 +335,45 @@ impl Channel {
 
     /// Stores faults for the next reader.
     pub(crate) fn defer(&self, faults: impl IntoIterator<Item = PageFault>) {
-        self.lock_pending().extend(faults);
+        let mut pending = self.lock_pending();
+        pending.extend(faults);
+        // Under the lock, as where the faults are taken.
+        self.has_pending
+            .store(!pending.is_empty(), Ordering::Release);
     }
 
     /// Whether there are stored faults.
+    #[inline]
     pub(crate) fn has_deferred(&self) -> bool {
-        self.has_events && !self.lock_pending().is_empty()
+        self.has_pending.load(Ordering::Acquire)
+    }
+
+    fn lock_vacated(&self) -> MutexGuard<'_, Vec<Range<u64>>> {
+        self.vacated.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records that the process has moved its memory away from these addresses. If they are not mapped any more,
+    /// an UNMAP event says so next.
+    pub(crate) fn vacate(&self, addresses: Range<u64>) {
+        if self.uffd.features().contains(Features::EVENT_UNMAP) {
+            self.lock_vacated().push(addresses);
+        }
+    }
+
+    /// Records that these addresses are not mapped any more, or have other memory.
+    pub(crate) fn forget_vacated(&self, addresses: &Range<u64>) {
+        let mut vacated = self.lock_vacated();
+        let parts = vacated.drain(..).flat_map(|one| {
+            let before = one.start..one.end.min(addresses.start);
+            let behind = one.start.max(addresses.end)..one.end;
+            [before, behind]
+        });
+        *vacated = parts.filter(|part| !part.is_empty()).collect();
+    }
+
+    /// Whether the process has moved its memory away from `address`.
+    pub(crate) fn is_vacated(&self, address: u64) -> bool {
+        self.lock_vacated().iter().any(|one| one.contains(&address))
     }
 }
 

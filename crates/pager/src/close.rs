@@ -5,10 +5,11 @@ use std::sync::Arc;
 use pagetide_memory::{PageIndex, PageMapImage, PageRange, PageState, Settled};
 use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 
+use crate::again::Again;
 use crate::counters::Counters;
 use crate::error::{ExportError, RegionChangeError};
 use crate::fault::RegionId;
-use crate::install::{MAX_TRIES, Mark, mark_poisoned, wake};
+use crate::install::{Mark, mark_poisoned, wake};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served};
 
@@ -71,7 +72,7 @@ impl Pager {
             .region(id)
             .filter(|region| !region.is_closed())
             .ok_or(no_region)?;
-        if region.target.local().is_some() {
+        if region.memory.local().is_some() {
             return Err(ExportError::IsLocal { region: id });
         }
         let [served] = &*region.served else {
@@ -119,13 +120,13 @@ impl Pager {
             self.poison_missing(region);
         }
         region.map.notify_all();
-        if region.target.local().is_none() {
+        if region.memory.local().is_none() {
             // Unregistering a local region wakes its sleeping threads. Here their messages may be
             // unread, and no thread will read them for this region.
             self.wake_all(region);
         }
         let all_marked = self.all_marked(region);
-        if all_marked && region.target.local().is_none() {
+        if all_marked && region.memory.local().is_none() {
             self.end_registration(region);
         }
         self.leave_channels(region);
@@ -142,12 +143,15 @@ impl Pager {
             }
             return;
         }
-        if let Some(local) = region.target.local() {
-            for (served, range) in local_ranges(region) {
-                // Fails if the memory is not mapped any more; then nothing is registered either.
-                let _ = served.channel.uffd.unregister(range);
-            }
-            local.end_paging();
+        self.unregister_local(region);
+        region.memory.end();
+    }
+
+    /// Ends the registrations that the pager has made.
+    fn unregister_local(&self, region: &PagedRegion) {
+        for (served, range) in local_ranges(region) {
+            // Fails if the memory is not mapped any more; then nothing is registered either.
+            let _ = served.channel.uffd.unregister(range);
         }
     }
 
@@ -155,12 +159,8 @@ impl Pager {
     pub(crate) fn undo(&self, region: &PagedRegion) {
         region.close();
         self.leave_channels(region);
-        if let Some(local) = region.target.local() {
-            for (served, range) in local_ranges(region) {
-                let _ = served.channel.uffd.unregister(range);
-            }
-            local.end_paging();
-        }
+        self.unregister_local(region);
+        region.memory.end();
     }
 
     /// Wakes all threads that sleep in a region, so that they fault again.
@@ -234,7 +234,7 @@ impl Pager {
     /// Removes mappings of missing pages that were not made by the pager: they do not have the pages'
     /// content, and UFFDIO_POISON marks only unmapped pages.
     fn evict(&self, region: &PagedRegion, pages: PageRange) {
-        let Some(local) = region.target.local().filter(|_| !region.may_exist()) else {
+        let Some(local) = region.memory.local().filter(|_| !region.may_exist()) else {
             return;
         };
         if let Err(error) = self.unmap(region, local, pages) {
@@ -256,7 +256,8 @@ impl Pager {
     }
 
     fn mark(&self, region: &PagedRegion, served: &Served, pages: PageRange) -> bool {
-        for _ in 0..MAX_TRIES {
+        let mut again = Again::with_patience();
+        loop {
             let lock = served.channel.lock_installs();
             let mark = mark_poisoned(region, served, &lock, pages);
             drop(lock);
@@ -265,8 +266,10 @@ impl Pager {
                 Mark::EventsFirst => self.read_events(&served.channel),
                 Mark::Failed => return false,
             }
+            if again.pause().is_err() {
+                return false;
+            }
         }
-        false
     }
 
     /// Retries to mark lost pages that could not be marked. Returns whether every lost page is now
@@ -287,7 +290,7 @@ impl Pager {
 
 /// The addresses that the pager has registered, with their channels.
 fn local_ranges(region: &PagedRegion) -> impl Iterator<Item = (&Served, UserRange)> {
-    let start = region.target.range().start().as_u64();
+    let start = region.memory.shape().range.start().as_u64();
     region.registered().iter().map(move |served| {
         let skip = served.pages.first().0 << region.page_shift();
         let range = UserRange {
@@ -311,8 +314,8 @@ mod tests {
     use crate::arrival::{Purpose, arrive};
     use crate::channel::{Channel, Span};
     use crate::install::Body;
+    use crate::memory::Local;
     use crate::region::{Parts, Supply};
-    use crate::target::Target;
 
     const PAGES: PageRange = PageRange::new(PageIndex(0), 4);
     const LOST: PageRange = PageRange::single(PageIndex(1));
@@ -352,7 +355,6 @@ mod tests {
         let region = PagedRegion::new(Parts {
             id: RegionId(0),
             map: PageMap::new(PAGES.count()).unwrap(),
-            mode: Mode::Missing,
             supply: Supply::Local(Arc::new(PatternSource::new(|_, _: &mut [u8]| {}))),
             served: vec![Served {
                 pages: PAGES,
@@ -365,7 +367,10 @@ mod tests {
             mapper: None,
             observer: None,
             lost: PoisonMap::new(),
-            target: Target::Local(Arc::new(memory)),
+            memory: Box::new(Local {
+                region: Arc::new(memory),
+                mode: Mode::Missing,
+            }),
         });
         region.count_registered();
         Some(region)
@@ -414,7 +419,7 @@ mod tests {
         let Some(region) = region(&pager, true) else {
             return;
         };
-        let memory = Arc::clone(region.target.local().unwrap());
+        let memory = Arc::clone(region.memory.local().unwrap());
         let _ = region.map.poison(LOST.first());
         region.note_unmarked();
         assert!(!is_open_after_close(&pager, region));

@@ -11,9 +11,9 @@ use pagetide_memory::{
 use pagetide_uapi::userfaultfd::{Mode, Userfaultfd};
 
 use crate::fault::Fault;
+use crate::memory::Memfd;
 use crate::populate::Mapper;
 use crate::source::{LocalSource, Source};
-use crate::target::Memfd;
 
 /// The number of userfaultfds of a region's memory. A reader thread serves all of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -106,9 +106,9 @@ impl Default for RetryPolicy {
     }
 }
 
-/// The memory of a region.
+/// The memory of a region, as its owner describes it.
 #[derive(Debug)]
-pub(crate) enum Memory {
+pub(crate) enum Described {
     Local {
         region: Arc<Region>,
         layout: UffdLayout,
@@ -118,11 +118,34 @@ pub(crate) enum Memory {
         range: HostRange,
         page_size: PageSize,
         gpa: GuestAddress,
-        memfd: Option<Memfd>,
+        file: File,
         is_mapped_here: bool,
-        source_fills_file: bool,
+        is_inherited_again: bool,
     },
 }
+
+/// What is known of the file of memory that other code has mapped.
+#[derive(Debug)]
+pub(crate) enum File {
+    /// Nothing.
+    Unknown,
+    /// The region is a shared mapping of it.
+    Shared(Memfd),
+    /// The region is a private mapping of it, and the source writes to it.
+    FilledBySource,
+}
+
+/// A setting that means nothing for the memory that it was made for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Misplaced {
+    pub(crate) setting: &'static str,
+    pub(crate) memory: &'static str,
+}
+
+/// What a region of [`RegionConfig::local`] is called in errors.
+const LOCAL: &str = "memory of this process that the pager registers";
+/// The same for the other constructors.
+const FOREIGN: &str = "memory that other code has registered";
 
 /// The file that keeps messages and page maps for a successor.
 #[derive(Debug)]
@@ -134,7 +157,7 @@ pub(crate) struct MapFile {
 /// A region of memory to page, and its options.
 #[derive(Debug)]
 pub struct RegionConfig {
-    pub(crate) memory: Memory,
+    pub(crate) memory: Described,
     pub(crate) mode: Mode,
     pub(crate) contents: Contents,
     pub(crate) fault_around_pages: u64,
@@ -147,6 +170,7 @@ pub struct RegionConfig {
     pub(crate) trusts_existing: bool,
     pub(crate) mapper: Option<MapperConfig>,
     pub(crate) observer: Option<ObserverConfig>,
+    pub(crate) misplaced: Option<Misplaced>,
 }
 
 /// Sees the faults of a region, for example to record its working set.
@@ -182,7 +206,7 @@ impl std::fmt::Debug for MapperConfig {
 }
 
 impl RegionConfig {
-    fn new(memory: Memory, mode: Mode, contents: Contents) -> Self {
+    fn new(memory: Described, mode: Mode, contents: Contents) -> Self {
         Self {
             memory,
             mode,
@@ -197,13 +221,19 @@ impl RegionConfig {
             trusts_existing: false,
             mapper: None,
             observer: None,
+            misplaced: None,
         }
+    }
+
+    /// Refuses a setting when the region is added.
+    fn misplace(&mut self, setting: &'static str, memory: &'static str) {
+        self.misplaced.get_or_insert(Misplaced { setting, memory });
     }
 
     /// Memory of this process that [`Region`] created. The pager opens the userfaultfds.
     pub fn local(region: Arc<Region>, mode: Mode, contents: Contents) -> Self {
         let layout = UffdLayout::Single;
-        Self::new(Memory::Local { region, layout }, mode, contents)
+        Self::new(Described::Local { region, layout }, mode, contents)
     }
 
     /// Memory of another process (or of this one, mapped and registered by other code): `range` is its
@@ -217,14 +247,14 @@ impl RegionConfig {
         mode: Mode,
         contents: Contents,
     ) -> Self {
-        let memory = Memory::Foreign {
+        let memory = Described::Foreign {
             uffd: Arc::clone(uffd),
             range,
             page_size,
             gpa: GuestAddress(0),
-            memfd: None,
+            file: File::Unknown,
             is_mapped_here: false,
-            source_fills_file: false,
+            is_inherited_again: false,
         };
         Self::new(memory, mode, contents)
     }
@@ -245,34 +275,45 @@ impl RegionConfig {
         contents: Contents,
     ) -> Self {
         let mut config = Self::foreign(uffd, range, page_size, mode, contents);
-        if let Memory::Foreign { is_mapped_here, .. } = &mut config.memory {
+        if let Described::Foreign { is_mapped_here, .. } = &mut config.memory {
             *is_mapped_here = true;
         }
         config
+    }
+
+    /// A child of this process inherits the memory again when paging has ended.
+    pub(crate) fn inherited_again(mut self) -> Self {
+        if let Described::Foreign {
+            is_inherited_again, ..
+        } = &mut self.memory
+        {
+            *is_inherited_again = true;
+        }
+        self
     }
 
     /// The gpa of a foreign region's first byte: its home gpa, by which [`crate::Pager::locate`] finds
     /// the region. A local region has its own.
     #[must_use]
     pub fn gpa(mut self, at: GuestAddress) -> Self {
-        if let Memory::Foreign { gpa, .. } = &mut self.memory {
-            *gpa = at;
+        match &mut self.memory {
+            Described::Foreign { gpa, .. } => *gpa = at,
+            Described::Local { .. } => self.misplace("a gpa", LOCAL),
         }
         self
     }
 
-    /// The file of a foreign region. MINOR mode needs it, because content is written there. In MISSING
-    /// mode the file must contain none of the region's pages, not even reserved ones (fallocate), which
-    /// read as zeroes and never fault.
+    /// The file of a foreign region, which is a shared mapping of it. MINOR mode needs it. The file must contain
+    /// none of the region's missing pages, not even reserved ones (fallocate), which read as zeroes; unless
+    /// existing pages are trusted.
     ///
-    /// Another owner of the file may truncate it, and then a write raises SIGBUS. In a process that
-    /// takes memory from others, install a handler that ends such copies ([`pagetide_memory::guard`];
-    /// `pagetide_kvm::Signals` has one): the write then fails and the region stalls. Without a handler
-    /// the process ends.
+    /// Another owner of the file may truncate it: content for the pages beyond its end cannot be installed then,
+    /// and the region stalls.
     #[must_use]
-    pub fn memfd(mut self, file: Memfd) -> Self {
-        if let Memory::Foreign { memfd, .. } = &mut self.memory {
-            *memfd = Some(file);
+    pub fn memfd(mut self, memfd: Memfd) -> Self {
+        match &mut self.memory {
+            Described::Foreign { file, .. } => *file = File::Shared(memfd),
+            Described::Local { .. } => self.misplace("a memfd", LOCAL),
         }
         self
     }
@@ -283,11 +324,9 @@ impl RegionConfig {
     /// that were discarded, become the shared zero page.
     #[must_use]
     pub fn filled_by_source(mut self) -> Self {
-        if let Memory::Foreign {
-            source_fills_file, ..
-        } = &mut self.memory
-        {
-            *source_fills_file = true;
+        match &mut self.memory {
+            Described::Foreign { file, .. } => *file = File::FilledBySource,
+            Described::Local { .. } => self.misplace("a source that fills the file", LOCAL),
         }
         self
     }
@@ -295,8 +334,9 @@ impl RegionConfig {
     /// The userfaultfds of a local region; one by default.
     #[must_use]
     pub fn userfaultfds(mut self, wanted: UffdLayout) -> Self {
-        if let Memory::Local { layout, .. } = &mut self.memory {
-            *layout = wanted;
+        match &mut self.memory {
+            Described::Local { layout, .. } => *layout = wanted,
+            Described::Foreign { .. } => self.misplace("a layout of userfaultfds", FOREIGN),
         }
         self
     }
@@ -361,12 +401,15 @@ impl RegionConfig {
     #[must_use]
     pub fn kept_in(mut self, file: Arc<OwnedFd>, map_offset: u64) -> Self {
         self.map_file = Some(MapFile { file, map_offset });
+        if matches!(self.memory, Described::Local { .. }) {
+            self.misplace("a file for a successor", LOCAL);
+        }
         self
     }
 
-    /// Trusts that a page which is mapped, but Absent in the page map, has its content. By default
-    /// the fault on such a page fails: other code put it there, and its content cannot be trusted (it
-    /// may be a forked child's zero page).
+    /// Trusts that a page which is missing in the page map has its content if it is mapped, or (in a region with
+    /// a file) if the file has it. By default the fault on such a page fails: other code put it there, and its
+    /// content cannot be trusted (it may be a forked child's zero page). The page stays as it is either way.
     #[must_use]
     pub fn trust_existing_pages(mut self) -> Self {
         self.trusts_existing = true;

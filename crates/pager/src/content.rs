@@ -3,13 +3,13 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use pagetide_memory::{PageIndex, PageRange, PageState, Urgency};
-use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange};
+use pagetide_uapi::userfaultfd::{InstallError, UserRange};
 
 use crate::blocking::ReadAt;
 use crate::error::{InstallFailure, message_of};
 use crate::install::Body;
 use crate::region::PagedRegion;
-use crate::source::{Filled, LocalSource, Source, SourceError};
+use crate::source::{Filled, LocalSource, Room, Source, SourceError};
 
 /// The run of absent pages around `page`, within `window`.
 pub(crate) fn absent_run(region: &PagedRegion, page: PageIndex, window: PageRange) -> PageRange {
@@ -32,7 +32,8 @@ pub(crate) fn fill_buffer(
     pages: PageRange,
     buffer: &mut Vec<u8>,
 ) -> Result<Filled, SourceError> {
-    let room = room_for(region, pages, buffer)?;
+    let mut room = Room::new(buffer, region.bytes_of(pages));
+    let room = room.buffer().ok_or(SourceError::NoMemory)?;
     // A panic of the source is caught: the thread's other faults must not be lost.
     let gpa = region.gpa_of(pages.first());
     catch_unwind(AssertUnwindSafe(|| source.fill(gpa, room))).unwrap_or_else(|panic| {
@@ -49,10 +50,10 @@ pub(crate) fn fill_buffer_now(
     urgency: Urgency,
     buffer: &mut Vec<u8>,
 ) -> Option<Filled> {
-    let room = room_for(region, pages, buffer).ok()?;
+    let mut room = Room::new(buffer, region.bytes_of(pages));
     let at = read_at(region, pages, urgency);
     // The request that follows a panic will report it.
-    catch_unwind(AssertUnwindSafe(|| source.fill_now(at, room))).unwrap_or_default()
+    catch_unwind(AssertUnwindSafe(|| source.fill_now(at, &mut room))).unwrap_or_default()
 }
 
 /// The content of `pages`, if the source has it mapped and available without waiting.
@@ -62,7 +63,7 @@ pub(crate) fn mapped_now(
     pages: PageRange,
     urgency: Urgency,
 ) -> Option<Body<'static>> {
-    if region.mode != Mode::Missing {
+    if !region.memory.takes_mapped() {
         return None;
     }
     let bytes = region.bytes_of(pages);
@@ -90,23 +91,4 @@ fn read_at(region: &PagedRegion, pages: PageRange, urgency: Urgency) -> ReadAt {
 /// The content of `pages` in the first bytes of `buffer`.
 pub(crate) fn content_of<'b>(region: &PagedRegion, pages: PageRange, buffer: &'b [u8]) -> Body<'b> {
     Body::Bytes(buffer).part(0, region.bytes_of(pages))
-}
-
-/// The first bytes of `buffer`, as many as `pages` have. The buffer never shrinks, because growing it
-/// again would fill it with zeroes again.
-fn room_for<'b>(
-    region: &PagedRegion,
-    pages: PageRange,
-    buffer: &'b mut Vec<u8>,
-) -> Result<&'b mut [u8], SourceError> {
-    let wanted = region.bytes_of(pages);
-    let too_many = SourceError::WrongSize { given: 0, wanted };
-    let bytes = usize::try_from(wanted).map_err(|_| SourceError::WrongSize { given: 0, wanted })?;
-    if buffer.len() < bytes {
-        let more = bytes - buffer.len();
-        let reserved = buffer.try_reserve_exact(more);
-        reserved.map_err(|error| SourceError::Unavailable(Box::new(error)))?;
-        buffer.resize(bytes, 0);
-    }
-    buffer.get_mut(..bytes).ok_or(too_many)
 }

@@ -27,7 +27,7 @@ impl Pager {
         if pages.is_empty() || pages.end().0 > region.map.pages() {
             return Err(DiscardError::NoSuchPages { pages });
         }
-        if !region.target.can_punch() {
+        if !region.memory.can_discard() {
             return Err(DiscardError::NotOurs);
         }
         let mut removed = 0;
@@ -65,12 +65,12 @@ impl Pager {
             }
             // Poisoned pages are not punched, because they would read as zeroes.
             if !run.is_empty() {
-                result = result.and(self.with_events_read(region, || region.target.punch(run)));
+                result = result.and(self.with_events_read(region, || region.memory.discard(run)));
             }
             run = PageRange::new(pagetide_memory::PageIndex(page.0 + 1), 0);
         }
         if !run.is_empty() {
-            result = result.and(self.with_events_read(region, || region.target.punch(run)));
+            result = result.and(self.with_events_read(region, || region.memory.discard(run)));
         }
         self.count(&counters);
         result.map(|()| removed)

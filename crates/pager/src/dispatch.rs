@@ -181,6 +181,10 @@ impl Pager {
             return;
         };
         match wanted.urgency() {
+            // No failure: threads that wait ask again, and so does prefetch.
+            _ if matches!(failure, InstallFailure::Busy { .. }) => {
+                self.withdraw(region, wanted.pages);
+            }
             Urgency::Urgent => {
                 // Waiting threads retry, and then wait until the owner acts. (The request itself cannot be
                 // repeated as it is: one of its pages may have become urgent.)
@@ -561,7 +565,7 @@ impl Pager {
 /// Whether a failure may be due to a lack of memory: the kernel's errors do not say.
 fn is_lack(failure: &InstallFailure) -> bool {
     match failure {
-        InstallFailure::Kernel(_) | InstallFailure::Write(_) | InstallFailure::WriteView(_) => true,
+        InstallFailure::Kernel(_) | InstallFailure::Write(_) => true,
         InstallFailure::Unexpected { .. } | InstallFailure::Busy { .. } => false,
     }
 }

@@ -102,7 +102,7 @@ impl Source for Racing {
         complete(request);
     }
 
-    fn fill_now(&self, _: crate::ReadAt, buffer: &mut [u8]) -> Option<crate::Filled> {
+    fn fill_now(&self, _: crate::ReadAt, room: &mut crate::Room<'_>) -> Option<crate::Filled> {
         let pager = self.pager.lock().unwrap_or_else(PoisonError::into_inner);
         let (pager, id) = pager.as_ref()?;
         let next = PageRange::new(PageIndex(6), 1);
@@ -110,7 +110,7 @@ impl Source for Racing {
         let map = &table.region(*id)?.map;
         let _ = map.request_run(next.first(), next, Urgency::Bulk);
         rustix::io::pwrite(self.memory.file()?, &[7; 4096], 6 * PAGE).ok()?;
-        buffer.fill(1);
+        room.buffer()?.fill(1);
         Some(crate::Filled::Bytes)
     }
 }

@@ -4,8 +4,8 @@ use std::any::Any;
 use std::time::Duration;
 
 use pagetide_memory::{
-    AccessError, ContentError, FaultInError, FileAccessError, FileViewError, GuestAddress,
-    GuestRange, ImportError, PageIndex, PageMapError, PageRange, RegionError,
+    AccessError, ContentError, FaultInError, GuestAddress, GuestRange, ImportError,
+    MemoryFileAccessError, MemoryFileError, PageIndex, PageMapError, PageRange, RegionError,
 };
 use pagetide_uapi::host::PageSizeError;
 use pagetide_uapi::userfaultfd::{InstallError, OpenError, ReadError, RegisterError};
@@ -128,21 +128,19 @@ pub enum InstallFailure {
     /// The content could not be written to the memory's file.
     #[error("writing the content to the memory's file")]
     Write(#[from] AccessError),
-    /// The same for a file that another process handed over.
-    #[error("writing the content to the memory's file")]
-    WriteView(#[from] FileAccessError),
-    /// A page was mapped that is absent in the page map: other code than the pager mapped it, and its
-    /// content cannot be trusted.
-    #[error("page {page} was mapped before its content arrived, by other code than the pager")]
+    /// A page that is missing in the page map has content: other code than the pager has put it there, and it
+    /// cannot be trusted. It stays as it is.
+    #[error("page {page} had content before its own arrived, from other code than the pager")]
     Unexpected {
         /// The page.
         page: PageIndex,
     },
-    /// The kernel returned EAGAIN too often.
-    #[error("the kernel deferred the installation {tries} times")]
+    /// The kernel returned EAGAIN for all of this time: the process that owns the memory has begun to change
+    /// its address space, and does not come to the end of it.
+    #[error("the process has been changing its address space for {waited:?}")]
     Busy {
-        /// The number of attempts.
-        tries: u32,
+        /// Since the first attempt.
+        waited: Duration,
     },
 }
 
@@ -198,9 +196,8 @@ pub enum AddError {
         /// The first such page.
         page: PageIndex,
     },
-    /// A page of a MISSING region already has content: it would never fault, and its content is not the
-    /// source's.
-    #[error("page {page} has content already, so it would never fault")]
+    /// A page has content already, which the source's would not replace.
+    #[error("page {page} has content already, and it is not the source's")]
     NotEmpty {
         /// The first such page.
         page: PageIndex,
@@ -237,9 +234,23 @@ pub enum AddError {
     /// The region could not be prepared for paging.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// The file of a foreign region cannot be mapped.
+    /// The file of a foreign region cannot be its memory.
     #[error(transparent)]
-    File(#[from] FileViewError),
+    File(#[from] MemoryFileError),
+    /// Another region has pages of the same file: what is at a page would be recorded twice, and differently.
+    #[error("region {other:?} has pages of the same file")]
+    SameFile {
+        /// The other region.
+        other: RegionId,
+    },
+    /// A setting means nothing for memory of this kind.
+    #[error("{setting} means nothing for {memory}")]
+    Misplaced {
+        /// The setting.
+        setting: &'static str,
+        /// The kind of memory.
+        memory: &'static str,
+    },
     /// A userfaultfd, or one with the needed features, could not be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
@@ -268,7 +279,7 @@ pub enum AddError {
     Content(#[source] ContentError),
     /// It is unknown which pages the file of a foreign region contains.
     #[error("determining the content of the memory's file")]
-    FileContent(#[source] FileAccessError),
+    FileContent(#[source] MemoryFileAccessError),
     /// Existing mappings could not be removed.
     #[error("removing the existing mappings of guest memory")]
     Zap(#[source] AccessError),
@@ -298,7 +309,7 @@ pub enum DiscardError {
     Punch(#[source] AccessError),
     /// The same for a file that another process handed over.
     #[error("returning memory to the host")]
-    PunchView(#[source] FileAccessError),
+    PunchFile(#[source] MemoryFileAccessError),
 }
 
 /// Why pushed content was not installed.

@@ -70,6 +70,9 @@ impl Pager {
     pub(crate) fn apply(&self, channel: &Channel, spans: &mut Vec<Span>, event: Event) {
         match event {
             Event::PageFault(_) => {}
+            // The page maps are not those of a child.
+            Event::Remove { .. } | Event::Unmap { .. } | Event::Remap { .. }
+                if channel.is_child => {}
             Event::Remove { start, end } => {
                 let parts: Vec<_> = spans
                     .iter()
@@ -83,6 +86,7 @@ impl Pager {
                 for part in take(spans, start, end) {
                     self.discarded(channel, &part);
                 }
+                channel.forget_vacated(&(start..end));
                 // Unmapping wakes no thread. A thread that sleeps there must fault again, and gets
                 // SIGSEGV.
                 wake_range(channel, start, end.saturating_sub(start));
@@ -95,8 +99,10 @@ impl Pager {
                 for part in replaced {
                     self.discarded(channel, &part);
                 }
+                channel.forget_vacated(&(to..to.saturating_add(bytes)));
                 if !moved.is_empty() {
                     channel.note_moved();
+                    channel.vacate(from..from.saturating_add(bytes));
                 }
                 for part in moved {
                     let offset = part.start.saturating_sub(from);
@@ -105,14 +111,17 @@ impl Pager {
                     spans.insert(at, Span { start, ..part });
                 }
                 // Moving wakes no thread either. A thread that sleeps at the previous address must
-                // fault again; normally nothing is mapped there, and it gets SIGSEGV.
+                // fault again; normally nothing is mapped there, and it gets SIGSEGV. One that sleeps at the
+                // new address may have had its message read before this event, when no page was there.
                 wake_range(channel, from, bytes);
+                wake_range(channel, to, bytes);
             }
             Event::Fork { descriptor } => {
                 if let Ok(raw) = RawFd::try_from(descriptor) {
                     // SAFETY: from_raw_fd requires an open descriptor without another owner: the kernel
                     // created it for the reader of this message, and the message is read once.
-                    drop(unsafe { OwnedFd::from_raw_fd(raw) });
+                    let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+                    self.adopt_child(channel, spans, fd);
                 }
                 let mut regions: Vec<RegionId> = spans.iter().map(|span| span.region).collect();
                 regions.dedup();

@@ -4,20 +4,14 @@
 //! source, and pushed pages.
 
 use pagetide_memory::{ClaimGuard, PageIndex, PageRange, Settled, WakeWanted};
-use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
+use pagetide_uapi::userfaultfd::{InstallError, UserRange, Wake};
 
+use crate::again::Again;
 use crate::channel::InstallLock;
 use crate::counters::Counters;
 use crate::error::InstallFailure;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Place, Served};
-
-/// The limit of consecutive EAGAIN results without an installed page. The kernel returns EAGAIN while
-/// another thread changes the address space, which takes microseconds.
-pub(crate) const MAX_TRIES: u32 = 10_000;
-
-/// The minimal page size of this process's own memory.
-const SMALLEST_PAGE_BYTES: usize = 4096;
 
 /// Content for claimed pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +21,7 @@ pub(crate) enum Body<'a> {
     /// These bytes, exactly as many as the pages have.
     Bytes(&'a [u8]),
     /// The bytes at these addresses of this process, exactly as many as the pages have: only the kernel
-    /// reads them. Not in MINOR mode.
+    /// reads them.
     Mapped(UserRange),
     /// Zeroes.
     Zero,
@@ -72,7 +66,7 @@ pub(crate) enum Installed {
     /// The faulting page is installed, with the others of this piece; without a faulting page, all
     /// pages are installed.
     Piece(PageRange),
-    /// The faulting page was already mapped, and the region trusts such pages.
+    /// The faulting page had content already, which the region trusts.
     Exists,
     /// The faulting page has an uncorrected error and is now poisoned.
     Poisoned,
@@ -130,70 +124,34 @@ impl<'a> Installer<'a> {
         if content == Body::Poisoned {
             return self.install_poison(claim, &place, wanted);
         }
-        let body = match self.fill(pages, content) {
-            Ok(body) => body,
-            Err(failure) => {
-                self.give_back(claim);
-                return Err(failure);
-            }
-        };
         if place.pages == pages {
-            match self.call(&place, body) {
+            match self.put(&place, content) {
                 Ok(()) => {
                     // Only when the claim is complete: population may wait for a slot update, which may
                     // wait for a thread that sleeps on another page of the claim.
                     if let Some(pager) = self.populates_ahead() {
                         pager.populate(self.region, pages, self.counters);
                     }
-                    self.settle(claim, body);
+                    self.settle(claim, content);
                     return Ok(Installed::Piece(pages));
                 }
-                Err(error) => return self.install_rest(claim, body, wanted, error),
+                Err(failure) => return self.install_rest(claim, content, wanted, failure),
             }
         }
         // The pages are not contiguous: `install_rest` looks up the first place again.
-        self.install_rest(
-            claim,
-            body,
-            wanted,
-            InstallError::Again { installed_bytes: 0 },
-        )
-    }
-
-    /// In MINOR mode, writes the content to the page cache first. Returns the content that remains to
-    /// be installed.
-    #[inline]
-    fn fill<'b>(&self, pages: PageRange, content: Body<'b>) -> Result<Body<'b>, InstallFailure> {
-        match (self.region.mode, content) {
-            (Mode::Minor, Body::Bytes(_)) if self.region.target.is_filled_by_source() => {
-                Ok(Body::PageCache)
-            }
-            (Mode::Minor, Body::Zero) if self.region.target.is_filled_by_source() => Ok(Body::Zero),
-            (Mode::Minor, Body::Bytes(bytes)) => {
-                self.region.target.write(pages.first(), bytes)?;
-                Ok(Body::PageCache)
-            }
-            (Mode::Minor, Body::Zero) => {
-                self.region.target.zero(pages)?;
-                Ok(Body::PageCache)
-            }
-            (Mode::Minor, Body::Mapped(_)) => Err(InstallError::NoContent.into()),
-            (_, content) => Ok(content),
-        }
+        let from_start = InstallError::Again { installed_bytes: 0 };
+        self.install_rest(claim, content, wanted, from_start.into())
     }
 
     #[inline]
-    fn call(&self, place: &Place<'_>, body: Body<'_>) -> Result<(), InstallError> {
-        let wake = match self.sleepers {
+    fn put(&self, place: &Place<'_>, content: Body<'_>) -> Result<(), InstallFailure> {
+        self.region.memory.put(place, content, self.wake_rule())
+    }
+
+    fn wake_rule(&self) -> Wake {
+        match self.sleepers {
             Sleepers::Some => Wake::Wake,
             Sleepers::Unlikely => Wake::DontWake,
-        };
-        match body {
-            Body::PageCache => place.uffd.continue_pages(place.range, wake),
-            Body::Bytes(bytes) => place.uffd.copy_pages(place.range.start, bytes, wake),
-            Body::Mapped(from) => place.uffd.copy_pages_from(place.range.start, from, wake),
-            Body::Zero => zero_pages(self.region, place.uffd, place.range, wake),
-            Body::Poisoned => Err(InstallError::NoContent),
         }
     }
 
@@ -206,7 +164,7 @@ impl<'a> Installer<'a> {
         if self.ahead.is_some() {
             self.counters.ahead_pages += pages.count();
         }
-        let zero = body == Body::Zero && self.region.target.may_share_zero_page();
+        let zero = body == Body::Zero && self.region.memory.may_share_zero_page();
         let settled = if zero {
             Settled::Zero
         } else {
@@ -242,29 +200,31 @@ impl<'a> Installer<'a> {
         }
     }
 
-    /// Continues after a call that ended early with `error`.
+    /// Continues after a call that ended early with `failure`.
     #[cold]
     fn install_rest(
         &mut self,
         mut claim: ClaimGuard<'_>,
         mut body: Body<'_>,
         wanted: Option<PageIndex>,
-        mut error: InstallError,
+        mut failure: InstallFailure,
     ) -> Result<Installed, InstallFailure> {
         let first = claim.pages().first();
         let mut result = None;
-        let mut tries = 0;
+        let mut again = Again::with_patience();
         // The number of pages of the last call, and the maximum for the next one.
         let mut tried = claim.pages().count();
         let mut most = u64::MAX;
         loop {
-            let installed_bytes = match error {
-                InstallError::Exists { installed_bytes }
-                | InstallError::Again { installed_bytes } => installed_bytes,
+            let installed_bytes = match failure {
+                InstallFailure::Kernel(
+                    InstallError::Exists { installed_bytes }
+                    | InstallError::Again { installed_bytes },
+                ) => installed_bytes,
                 _ => 0,
             };
             if installed_bytes > 0 {
-                tries = 0;
+                again.progress();
                 let (head, rest) = claim.split_at(self.region.pages_in(installed_bytes));
                 self.note(&mut result, wanted, head.pages());
                 body = body.part(installed_bytes, self.region.bytes_of(rest.pages()));
@@ -272,56 +232,66 @@ impl<'a> Installer<'a> {
                 self.settle(head, whole);
                 claim = rest;
             }
-            match error {
-                InstallError::Exists { .. } => {
-                    let (there, rest) = claim.split_at(1);
-                    let page = there.pages().first();
+            match failure {
+                InstallFailure::Kernel(InstallError::Exists { .. }) => {
+                    let page = claim.pages().first();
+                    let single = PageRange::single(page);
                     self.counters.exists += 1;
-                    if !self.region.may_exist() {
+                    let is_trusted = self.region.may_exist_at(page);
+                    if is_trusted && let Err(error) = self.take(single, body) {
+                        // Look again if what was there has gone.
+                        failure = match error {
+                            InstallError::NoContent => InstallError::Again { installed_bytes: 0 },
+                            error => error,
+                        }
+                        .into();
+                        continue;
+                    }
+                    let (there, rest) = claim.split_at(1);
+                    if is_trusted {
+                        self.finish(there, Settled::Present);
+                        // The call that found the page woke no thread.
+                        self.wake_if_asleep(single);
+                        if wanted == Some(page) {
+                            result = Some(Installed::Exists);
+                        }
+                    } else {
                         self.give_back(there);
                         if wanted.is_none_or(|wanted| wanted == page) {
                             self.give_back(rest);
                             return Err(InstallFailure::Unexpected { page });
                         }
-                    } else {
-                        self.finish(there, Settled::Present);
-                        // The call that found the page mapped woke no thread.
-                        self.wake_if_asleep(PageRange::single(page));
-                        if wanted == Some(page) {
-                            result = Some(Installed::Exists);
-                        }
                     }
                     body = body.part(
-                        self.region.bytes_of(PageRange::single(page)),
+                        self.region.bytes_of(single),
                         self.region.bytes_of(rest.pages()),
                     );
                     claim = rest;
                 }
-                InstallError::Again { .. } => {
+                InstallFailure::Kernel(InstallError::Again { .. }) => {
                     self.counters.again += 1;
-                    if self.served.channel.has_events && installed_bytes == 0 && tries > 0 {
+                    if self.served.channel.has_events && installed_bytes == 0 && again.tries() > 0 {
                         self.give_back(claim);
                         return Ok(result.unwrap_or(Installed::EventsFirst));
                     }
-                    tries += 1;
-                    if tries > MAX_TRIES {
+                    // After progress, the next call may well succeed.
+                    if installed_bytes == 0
+                        && let Err(busy) = again.pause()
+                    {
                         self.give_back(claim);
-                        return result.ok_or(InstallFailure::Busy { tries });
-                    }
-                    if installed_bytes == 0 && tries > 1 {
-                        std::thread::yield_now();
+                        return result.ok_or(busy);
                     }
                 }
                 // The kernel installs within one mapping only: it returns the same error for a run in
                 // two mappings as for one in none.
-                InstallError::NoMapping if tried > 1 => most = tried / 2,
-                InstallError::NoMapping | InstallError::Gone => {
+                InstallFailure::Kernel(InstallError::NoMapping) if tried > 1 => most = tried / 2,
+                InstallFailure::Kernel(error @ (InstallError::NoMapping | InstallError::Gone)) => {
                     let page = claim.pages().first();
                     self.give_back(claim);
                     let is_gone = error == InstallError::Gone;
                     return Ok(result.unwrap_or(Installed::Unmapped { page, is_gone }));
                 }
-                InstallError::Poisoned
+                InstallFailure::Kernel(InstallError::Poisoned)
                     if wanted.is_none_or(|page| page == claim.pages().first()) =>
                 {
                     let (lost, rest) = claim.split_at(1);
@@ -362,7 +332,7 @@ impl<'a> Installer<'a> {
                         }
                         _ => {
                             self.give_back(claim);
-                            return Err(source.into());
+                            return Err(source);
                         }
                     }
                 }
@@ -382,7 +352,7 @@ impl<'a> Installer<'a> {
             };
             let part = body.part(0, place.range.bytes);
             tried = place.pages.count();
-            match self.call(&place, part) {
+            match self.put(&place, part) {
                 Ok(()) if place.pages == claim.pages() => {
                     self.note(&mut result, wanted, place.pages);
                     self.settle(claim, part);
@@ -390,18 +360,31 @@ impl<'a> Installer<'a> {
                 }
                 // As if the kernel had ended the call at the end of the place.
                 Ok(()) => {
-                    error = InstallError::Again {
+                    failure = InstallError::Again {
                         installed_bytes: place.range.bytes,
-                    };
+                    }
+                    .into();
                 }
-                Err(next) => error = next,
+                Err(next) => failure = next,
             }
         }
         if wanted.is_none() {
             return Ok(Installed::Piece(PageRange::single(first)));
         }
         // The wanted page was in the claim, and each page of the claim was processed.
-        result.ok_or(InstallFailure::Busy { tries })
+        let page = wanted.unwrap_or(first);
+        result.ok_or(InstallFailure::Unexpected { page })
+    }
+
+    /// Maps what a page has already.
+    fn take(&self, page: PageRange, body: Body<'_>) -> Result<(), InstallError> {
+        // The page cache's content is there because it is mapped.
+        if body == Body::PageCache {
+            return Ok(());
+        }
+        let place = self.region.place(self.served, self.lock, page);
+        let place = place.ok_or(InstallError::NoMapping)?;
+        self.region.memory.take(&place, self.wake_rule())
     }
 
     fn note(&self, result: &mut Option<Installed>, wanted: Option<PageIndex>, pages: PageRange) {
@@ -443,45 +426,6 @@ impl<'a> Installer<'a> {
             wake(self.region, self.served, self.lock, self.counters, pages);
         }
     }
-}
-
-/// Installs zeroes in unmapped pages.
-pub(crate) fn zero_pages(
-    region: &PagedRegion,
-    uffd: &Userfaultfd,
-    range: UserRange,
-    wake: Wake,
-) -> Result<(), InstallError> {
-    if !region.target.is_hugetlb() {
-        return uffd.zero_pages(range, wake);
-    }
-    let page_bytes = 1_usize << region.page_shift();
-    let zeroes = vec![0_u8; page_bytes];
-    // Freshly allocated memory is unmapped, and the kernel first copies with faults disabled. If that
-    // copy fails, the kernel temporarily takes a second huge page, which the pool may lack. A read maps
-    // the zero page and allocates no memory.
-    let mapped = std::hint::black_box(&zeroes).iter();
-    for byte in mapped.step_by(SMALLEST_PAGE_BYTES) {
-        std::hint::black_box(*byte);
-    }
-    let mut done = 0;
-    while done < range.bytes {
-        match uffd.copy_pages(range.start + done, &zeroes, wake) {
-            Ok(()) => done += page_bytes as u64,
-            Err(InstallError::Exists { .. }) => {
-                return Err(InstallError::Exists {
-                    installed_bytes: done,
-                });
-            }
-            Err(InstallError::Again { .. }) => {
-                return Err(InstallError::Again {
-                    installed_bytes: done,
-                });
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
 }
 
 /// Wakes the threads that sleep on pages.
@@ -546,7 +490,7 @@ fn try_to_mark(
     }
     let shift = region.page_shift();
     let mut rest = pages;
-    let mut tries = 0;
+    let mut again = Again::with_patience();
     let mut most = u64::MAX;
     while let Some(place) = region.place(served, lock, rest.split_at(most.min(rest.count())).0) {
         most = u64::MAX;
@@ -562,12 +506,18 @@ fn try_to_mark(
                 let _ = place.uffd.wake(there);
                 done + 1
             }
-            Err(InstallError::Again { installed_bytes }) if tries < MAX_TRIES => {
-                if served.channel.has_events && tries > 0 {
+            Err(InstallError::Again { installed_bytes: 0 }) => {
+                if served.channel.has_events && again.tries() > 0 {
                     return Mark::EventsFirst;
                 }
-                tries += 1;
-                std::thread::yield_now();
+                if let Err(error) = again.pause() {
+                    tracing::error!(%error, range = %place.range, "UFFDIO_POISON");
+                    return Mark::Failed;
+                }
+                0
+            }
+            Err(InstallError::Again { installed_bytes }) => {
+                again.progress();
                 installed_bytes >> shift
             }
             // The pages may lie in more than one mapping.

@@ -54,9 +54,12 @@
 
 mod activity;
 mod add;
+mod adopt;
+mod again;
 mod arrival;
 mod blocking;
 mod channel;
+mod children;
 mod chunks;
 mod close;
 mod config;
@@ -68,6 +71,7 @@ mod error;
 mod events;
 mod fault;
 mod install;
+mod memory;
 mod notice;
 mod pace;
 mod pager;
@@ -83,12 +87,12 @@ mod set_aside;
 mod settled;
 mod source;
 mod table;
-mod target;
 mod tracker;
 #[cfg(feature = "vm-memory")]
 mod vm_memory;
 mod walk;
 
+pub use adopt::{AddMemoryError, MappedMemory, add_mapped_memory};
 pub use blocking::{BlockingSource, Pool, PoolConfig, ReadAt};
 pub use close::{Exported, ExportedPart};
 pub use config::{
@@ -101,6 +105,7 @@ pub use error::{
     RegionChangeError, ResolveError, ServeError,
 };
 pub use fault::{Delivery, Fault, RegionId, Resolution};
+pub use memory::Memfd;
 pub use notice::Notice;
 pub use pager::{Pager, Progress};
 pub use pagetide_memory::{Access, Urgency};
@@ -110,7 +115,6 @@ pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd, PrefetchPlan};
 pub use requests::RequestId;
 pub use resolver::Resolver;
 pub use serving::{ReaderConfig, Readers, Serving};
-pub use source::{Content, Filled, LocalSource, PatternSource, Request, Source, SourceError};
-pub use target::Memfd;
+pub use source::{Content, Filled, LocalSource, PatternSource, Request, Room, Source, SourceError};
 #[cfg(feature = "vm-memory")]
-pub use vm_memory::{AddMemoryError, add_guest_memory};
+pub use vm_memory::add_guest_memory;

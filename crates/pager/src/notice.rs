@@ -74,7 +74,8 @@ pub enum Notice {
         #[source]
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
-    /// The process forked. The child's memory is not paged: its descriptor was closed.
+    /// The process forked. The child's memory is not paged: what was missing then is poisoned when the child
+    /// touches it.
     #[error("the process that owns the memory of region {region:?} forked: the child is not paged")]
     Forked {
         /// The region.

@@ -13,8 +13,10 @@ use pagetide_memory::{
 };
 
 use crate::activity::Activity;
+use crate::again::Again;
+use crate::children::Children;
 use crate::counters::Counters;
-use crate::error::{PushError, ServeError, message_of};
+use crate::error::{InstallFailure, PushError, ServeError, message_of};
 use crate::fault::RegionId;
 use crate::notice::Notice;
 use crate::poller::Poller;
@@ -51,6 +53,7 @@ pub struct Pager {
     /// Held by a thread that changes the table.
     edit: Mutex<()>,
     pub(crate) poller: Poller,
+    pub(crate) children: Children,
     pub(crate) activity: Activity,
     pub(crate) changes: Arc<EventCount>,
     stopped: AtomicBool,
@@ -76,6 +79,7 @@ impl Pager {
             tables: Snapshots::default(),
             edit: Mutex::new(()),
             poller,
+            children: Children::default(),
             activity: Activity::default(),
             changes: Arc::default(),
             stopped: AtomicBool::new(false),
@@ -129,7 +133,7 @@ impl Pager {
 
     /// The memory of a local region.
     pub fn local_region(&self, id: RegionId) -> Option<Arc<Region>> {
-        self.table().region(id)?.target.local().cloned()
+        self.table().region(id)?.memory.local().cloned()
     }
 
     /// The number of pages of a region in each state. Reads one byte per page.
@@ -181,7 +185,17 @@ impl Pager {
             _ => {}
         }
         let mut counters = Counters::default();
-        let result = self.install_arrived(region, &mut counters, pages, content, Urgency::Bulk);
+        let mut again = Again::with_patience();
+        let result = loop {
+            let pushed = self.install_arrived(region, &mut counters, pages, content, Urgency::Bulk);
+            match pushed {
+                Err(InstallFailure::Busy { .. }) => match again.pause() {
+                    Ok(()) => {}
+                    busy => break busy,
+                },
+                result => break result,
+            }
+        };
         self.count(&counters);
         if let Err(failure) = result {
             // A request for these pages may have been answered meanwhile, and may have skipped them

@@ -58,7 +58,7 @@ impl Pager {
         region: &PagedRegion,
         is_resumed: bool,
     ) -> Result<(), AddError> {
-        let page_size = region.target.page_size();
+        let page_size = region.memory.shape().page_size;
         let range = region.gpa_range(region.all_pages());
         let lost = range
             .into_iter()
@@ -79,7 +79,7 @@ impl Pager {
                 });
             }
             let single = PageRange::single(page);
-            if let Some(local) = region.target.local() {
+            if let Some(local) = region.memory.local() {
                 // Existing mappings are removed first: content that a MISSING region should not have,
                 // or the marker of an earlier pager, which outlives that pager's userfaultfd.
                 self.unmap(region, local, single).map_err(AddError::Zap)?;

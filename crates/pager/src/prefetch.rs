@@ -263,7 +263,7 @@ struct Ahead<'s> {
     buffer: Vec<u8>,
     /// Pages that were requested from sources.
     requested_pages: u64,
-    /// Pages that were set aside when they were due.
+    /// Pages that were set aside, or whose region had been closed, when they were due.
     left_out: Vec<(&'s PagedRegion, PageRange)>,
 }
 
@@ -321,6 +321,7 @@ impl Ahead<'_> {
                 let (Some(region), Some(place)) = (regions.get(slot), places.get_mut(slot)) else {
                     continue;
                 };
+                // It is looked at again at the end.
                 if region.is_closed() {
                     continue;
                 }
@@ -359,7 +360,8 @@ impl Ahead<'_> {
                 }
                 None => {
                     let walked = regions.iter().zip(&places);
-                    let left_out = walked.filter(|(_, place)| place.walk.has_left_out());
+                    let left_out = walked
+                        .filter(|(region, place)| place.walk.has_left_out() || region.is_closed());
                     let all = left_out.map(|(region, _)| (&**region, region.all_pages()));
                     self.left_out.extend(all);
                     return Ok(true);

@@ -13,10 +13,10 @@ use pagetide_uapi::userfaultfd::{Mode, UserRange, Userfaultfd};
 use crate::channel::{Channel, InstallLock};
 use crate::config::{Holes, MapperConfig, ObserverConfig};
 use crate::fault::RegionId;
+use crate::memory::Memory;
 use crate::populate::Mapper;
 use crate::requests::Requests;
 use crate::source::{LocalSource, Source};
-use crate::target::Target;
 
 /// The origin of a region's content, in the engine's form.
 pub(crate) enum Supply {
@@ -134,6 +134,7 @@ pub(crate) struct PagedRegion {
     pub(crate) gpa: GuestAddress,
     hva: u64,
     shift: u32,
+    pub(crate) mode: Mode,
     population_ended: AtomicBool,
     /// A lost page could not be marked as poisoned.
     unmarked: AtomicBool,
@@ -148,7 +149,6 @@ pub(crate) struct PagedRegion {
 pub(crate) struct Parts {
     pub(crate) id: RegionId,
     pub(crate) map: PageMap,
-    pub(crate) mode: Mode,
     pub(crate) supply: Supply,
     /// In the order of their pages, without gaps.
     pub(crate) served: Vec<Served>,
@@ -160,7 +160,7 @@ pub(crate) struct Parts {
     pub(crate) observer: Option<ObserverConfig>,
     /// The memory that was lost before the region was added.
     pub(crate) lost: PoisonMap,
-    pub(crate) target: Target,
+    pub(crate) memory: Box<dyn Memory>,
 }
 
 impl Deref for PagedRegion {
@@ -182,10 +182,12 @@ pub(crate) struct Place<'a> {
 
 impl PagedRegion {
     pub(crate) fn new(parts: Parts) -> Self {
+        let shape = parts.memory.shape();
         Self {
-            gpa: parts.target.gpa(),
-            hva: parts.target.range().start().as_u64(),
-            shift: parts.target.page_size().shift(),
+            gpa: shape.gpa,
+            hva: shape.range.start().as_u64(),
+            shift: shape.page_size.shift(),
+            mode: shape.mode,
             parts,
             population_ended: AtomicBool::new(false),
             unmarked: AtomicBool::new(false),
@@ -295,10 +297,15 @@ impl PagedRegion {
         }
     }
 
-    /// Whether a page that is mapped before its installation counts as present: its content is the page
-    /// cache's own, or the region's owner has declared so.
+    /// Whether content that is there before its installation counts as the page's: it is the page cache's own,
+    /// or the region's owner has declared so.
     pub(crate) fn may_exist(&self) -> bool {
         matches!(self.supply, Supply::PageCache(_)) || self.trusts_existing
+    }
+
+    /// The same for one page, which a predecessor may have installed.
+    pub(crate) fn may_exist_at(&self, page: PageIndex) -> bool {
+        self.may_exist() || self.map.was_begun(page)
     }
 
     /// The mapper for installed pages, unless it has failed.
@@ -346,7 +353,7 @@ impl PagedRegion {
     pub(crate) fn is_closed_to_installers(&self) -> bool {
         // Installing into local memory while its region closes is harmless: no successor has the
         // memory.
-        if self.target.local().is_none() {
+        if self.memory.local().is_none() {
             fence(Ordering::SeqCst);
         }
         self.closed.load(Ordering::Relaxed)

@@ -11,6 +11,7 @@
 //!             not missing       wait; or settled.rs: wake, zero, map again, poison
 //! ```
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use pagetide_memory::{
@@ -20,6 +21,7 @@ use pagetide_memory::{
 use pagetide_uapi::userfaultfd::InstallError;
 
 use crate::activity::ShardIndex;
+use crate::again::Again;
 use crate::arrival::{Arrived, Purpose, arrive};
 use crate::channel::InstallLock;
 use crate::config::Holes;
@@ -27,12 +29,12 @@ use crate::content::{absent_run, content_of, fill_buffer, fill_buffer_now, is_go
 use crate::counters::Counters;
 use crate::error::{Failure, InstallFailure, ResolveError, WAIT_SLICE};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
-use crate::install::{Body, Installed, Installer, MAX_TRIES, Sleepers};
+use crate::install::{Body, Installed, Installer, Sleepers};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served, Supply};
 use crate::requests::Wanted;
 use crate::settled::is_poison;
-use crate::source::{Filled, LocalSource, Source};
+use crate::source::{Filled, LocalSource, Room, Source};
 use crate::table::Table;
 use crate::tracker::Tracker;
 
@@ -207,23 +209,26 @@ impl ResolverState {
     }
 
     /// Retries after the page has changed during an attempt, which normally happens a few times at
-    /// most. The limit keeps a process that only discards memory from blocking this thread.
+    /// most. The limit keeps a process that only discards memory from blocking this thread: a vCPU has
+    /// nothing else to do, and a thread that serves others sees to those and comes back.
     #[cold]
     fn attempt_again(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Resolution, Failure> {
-        for _ in 0..MAX_TRIES {
+        let mut again = match fault.delivery {
+            Delivery::Exit => Again::with_patience(),
+            Delivery::Uffd => Again::for_a_turn(),
+        };
+        loop {
             if site.region.is_closed() {
                 return Err(ResolveError::Removed { fault: *fault }.into());
             }
             if let Some(resolution) = self.attempt(site, fault)? {
                 return Ok(resolution);
             }
+            again.pause().map_err(|source| ResolveError::Install {
+                fault: *fault,
+                source,
+            })?;
         }
-        let source = InstallFailure::Busy { tries: MAX_TRIES };
-        Err(ResolveError::Install {
-            fault: *fault,
-            source,
-        }
-        .into())
     }
 
     /// One attempt. `None`: the page changed meanwhile, retry.
@@ -374,6 +379,7 @@ impl ResolverState {
             }
             .into()),
         };
+        Room::trim(&mut buffer);
         self.buffer = buffer;
         result
     }
@@ -415,6 +421,7 @@ impl ResolverState {
             }
             None => Ok(None),
         };
+        Room::trim(&mut buffer);
         self.buffer = buffer;
         result
     }
@@ -427,7 +434,11 @@ impl ResolverState {
             .activity
             .record(&self.shard, fault.region, fault.page);
         if let Some(observer) = &site.region.observer {
-            observer.0.touched(fault);
+            // The thread's other faults must not be lost.
+            let touched = catch_unwind(AssertUnwindSafe(|| observer.0.touched(fault)));
+            if touched.is_err() {
+                tracing::error!(%fault, "an observer panicked");
+            }
         }
     }
 

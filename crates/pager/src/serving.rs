@@ -5,16 +5,18 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::thread::{self, Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use pagetide_memory::{Access, PageIndex, PageRange, PageState};
-use pagetide_uapi::userfaultfd::{EventBuffer, PageFault};
+use pagetide_memory::{Access, PageIndex, PageRange, PageSize, PageState};
+use pagetide_uapi::userfaultfd::{EventBuffer, PageFault, ReadError, UserRange, Wake};
 use rustix::event::epoll::Event;
+use rustix::io::Errno;
 
 use crate::channel::Channel;
+use crate::children::poison_in_child;
 use crate::counters::Counters;
-use crate::error::{ResolveError, ServeError, message_of};
+use crate::error::{InstallFailure, ResolveError, ServeError, message_of};
 use crate::fault::RegionId;
 use crate::install::wake;
 use crate::notice::Notice;
@@ -27,6 +29,9 @@ const READY_AT_ONCE: usize = 64;
 
 /// The number of reads between two checks for other ready descriptors.
 const READS_AT_ONCE: usize = 256;
+
+/// The pause after a read for which this process has no descriptor or no memory.
+const LACK_PAUSE: Duration = Duration::from_millis(50);
 
 /// The per-thread state for serving a pager's descriptor.
 ///
@@ -133,7 +138,11 @@ impl Serving {
                 self.ready.push_front(channel);
                 break;
             }
-            let (faults, is_full) = self.serve_one(&channel)?;
+            let served = self.serve_one(&channel).inspect_err(|_| {
+                // An owner that polls is not told of them again.
+                self.hand_back();
+            });
+            let (faults, is_full) = served?;
             resolved += faults;
             if is_full {
                 self.ready.push_back(channel);
@@ -183,7 +192,10 @@ impl Serving {
                 }
                 token => match other(token) {
                     Some(number) => others.push(number),
-                    None => ready.extend(table.channel(token).cloned()),
+                    None => {
+                        let channel = table.channel(token).cloned();
+                        ready.extend(channel.or_else(|| pager.children.channel(token)));
+                    }
                 },
             }
         }
@@ -203,8 +215,14 @@ impl Serving {
             Ok(batch) => {
                 self.resolver.count_read(faults.len(), batch.messages == 0);
                 let read_at = self.on_resolved.is_some().then(Instant::now);
-                for message in &faults {
+                let mut rest = Rest {
+                    channel,
+                    pager: &pager,
+                    faults: &faults,
+                };
+                while let Some((message, behind)) = rest.faults.split_first() {
                     self.resolve(&pager, channel, message);
+                    rest.faults = behind;
                     if let Some((callback, read_at)) = self.on_resolved.as_mut().zip(read_at) {
                         callback(read_at.elapsed());
                     }
@@ -214,7 +232,16 @@ impl Serving {
             Err(error) => {
                 channel.defer(faults.drain(..));
                 pager.poller.report_deferred();
-                Err(ServeError::Read(error))
+                match error {
+                    // A fork's message carries a descriptor. It comes again.
+                    ReadError::Read(Errno::MFILE | Errno::NFILE | Errno::NOMEM) => {
+                        tracing::warn!(%error, "reading a userfaultfd: tried again");
+                        thread::sleep(LACK_PAUSE);
+                        pager.poller.report_again(channel);
+                        Ok((0, false))
+                    }
+                    error => Err(ServeError::Read(error)),
+                }
             }
         };
         faults.clear();
@@ -223,8 +250,14 @@ impl Serving {
     }
 
     fn resolve(&mut self, pager: &Pager, channel: &Channel, message: &PageFault) {
+        if channel.is_child {
+            return poison_in_child(channel, message.address);
+        }
         // If the page was unmapped or moved since, the faulting thread has left, or faults again.
         let Some((region, page)) = channel.locate(message.address) else {
+            if channel.is_vacated(message.address) {
+                fill_vacated(channel, message.address);
+            }
             return;
         };
         let access = if message.write {
@@ -235,6 +268,14 @@ impl Serving {
         match self.resolver.resolve_message(region, page, access) {
             // A region that is being removed wakes its sleeping threads itself.
             Ok(_) | Err(ResolveError::Removed { .. } | ResolveError::Outside { .. }) => {}
+            // No failure: it is its turn again after the other faults.
+            Err(ResolveError::Install {
+                source: InstallFailure::Busy { .. },
+                ..
+            }) => {
+                channel.defer([*message]);
+                pager.poller.report_deferred();
+            }
             Err(error) => {
                 if matches!(
                     error,
@@ -247,6 +288,19 @@ impl Serving {
                 pager.notify(Notice::Unresolved(Arc::new(error)));
             }
         }
+    }
+}
+
+/// Installs zeroes at an address from which the process has moved its memory away.
+fn fill_vacated(channel: &Channel, address: u64) {
+    let page_bytes = PageSize::Size4K.bytes();
+    let range = UserRange {
+        start: address & !(page_bytes - 1),
+        bytes: page_bytes,
+    };
+    // Fails where nothing is mapped any more, or where the pages are larger: then a wake-up is all there is.
+    if channel.uffd.zero_pages(range, Wake::Wake).is_err() {
+        let _ = channel.uffd.wake(range);
     }
 }
 
@@ -283,6 +337,23 @@ fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, error: &Resolv
             page,
         );
         pager.count(&counters);
+    }
+}
+
+/// Faults that were read and not yet resolved. If the thread unwinds, others resolve them: also the one during
+/// which it did, whose page may be missing.
+struct Rest<'a> {
+    channel: &'a Channel,
+    pager: &'a Pager,
+    faults: &'a [PageFault],
+}
+
+impl Drop for Rest<'_> {
+    fn drop(&mut self) {
+        if !self.faults.is_empty() {
+            self.channel.defer(self.faults.iter().copied());
+            self.pager.poller.report_deferred();
+        }
     }
 }
 

@@ -3,9 +3,10 @@
 use pagetide_memory::{Access, FaultInAccess, FaultInError, PageRange, PageState, Removal};
 use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
 
+use crate::again::Again;
 use crate::error::{Failure, InstallFailure, ResolveError};
 use crate::fault::{Delivery, Fault, Resolution};
-use crate::install::{MAX_TRIES, Mark, mark_poisoned, wake, zero_pages};
+use crate::install::{Mark, mark_poisoned, wake};
 use crate::resolver::{ResolverState, Site};
 
 impl ResolverState {
@@ -36,7 +37,7 @@ impl ResolverState {
         // Before faulting the page in, which would wait in the userfaultfd if the mapping was lost.
         let mapped = match site.region.mode {
             Mode::Minor => place.uffd.continue_pages(place.range, wake_rule),
-            Mode::Missing => zero_pages(site.region, place.uffd, place.range, wake_rule),
+            Mode::Missing => site.region.memory.zero(&place, wake_rule),
         };
         match (mapped, site.region.mode) {
             (Ok(()), Mode::Minor) => {
@@ -104,20 +105,7 @@ impl ResolverState {
             Delivery::Exit => Wake::DontWake,
             Delivery::Uffd => Wake::Wake,
         };
-        // The guest may have written to the page since: its data is in the page cache, and must be
-        // preserved. The file of a private mapping has the content from before, and none of its data.
-        let continued = match site.region.mode {
-            Mode::Minor if site.region.target.is_filled_by_source() => Err(InstallError::NoContent),
-            Mode::Minor => place.uffd.continue_pages(place.range, wake_rule),
-            Mode::Missing => Err(InstallError::NoContent),
-        };
-        let zeroed = match continued {
-            Err(InstallError::NoContent) => {
-                zero_pages(site.region, place.uffd, place.range, wake_rule)
-            }
-            other => other,
-        };
-        match zeroed {
+        match site.region.memory.zero(&place, wake_rule) {
             Ok(()) => {
                 self.counters.zeroed += 1;
                 // A page may be discarded and touched repeatedly; each time a page was mapped, which is
@@ -186,7 +174,7 @@ impl ResolverState {
             Access::Read | Access::Exec => FaultInAccess::Read,
             Access::Write | Access::Unstated => FaultInAccess::Write,
         };
-        match site.region.target.fault_in(fault.page, access) {
+        match site.region.memory.fault_in(fault.page, access) {
             // The exit recurs if necessary.
             None | Some(Ok(()) | Err(FaultInError::Interrupted { .. })) => Ok(()),
             Some(Err(source)) => Err(ResolveError::FaultIn {
@@ -217,7 +205,8 @@ impl ResolverState {
         fault: &Fault,
     ) -> Result<Resolution, Failure> {
         let page = PageRange::single(fault.page);
-        for _ in 0..MAX_TRIES {
+        let mut again = Again::with_patience();
+        loop {
             let lock = site.served.channel.lock_installs();
             let mark = mark_poisoned(site.region, site.served, &lock, page);
             drop(lock);
@@ -225,6 +214,9 @@ impl ResolverState {
                 Mark::Made => return Ok(Resolution::Poisoned),
                 Mark::EventsFirst => site.pager.read_events(&site.served.channel),
                 Mark::Failed => break,
+            }
+            if again.pause().is_err() {
+                break;
             }
         }
         match fault.delivery {

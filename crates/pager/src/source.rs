@@ -27,6 +27,9 @@ pub enum SourceError {
         /// Requested bytes.
         wanted: u64,
     },
+    /// There is no memory for the content.
+    #[error("there is no memory for the content")]
+    NoMemory,
     /// The source did not answer before the request's deadline.
     #[error("the source did not answer in time")]
     Late,
@@ -64,13 +67,14 @@ pub trait Source: Send + Sync {
     /// answer before it returns.
     fn submit(&self, request: Request);
 
-    /// Fills `buffer`, whole pages of the region, if their content is available without waiting: it is
+    /// Fills the room, whole pages of the region, if their content is available without waiting: it is
     /// in memory, or in the page cache. `None` otherwise, and after an error; the engine then makes a
     /// request. [`Filled::Poisoned`] also leads to a request.
     ///
-    /// A fault's own thread calls it before it claims the pages, and prefetch does so for its batches.
-    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
-        let _ = (at, buffer);
+    /// A fault's own thread calls it before it claims the pages, and prefetch does so for its batches. A
+    /// source that never has content at once does not touch the room, which then takes no memory.
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
+        let _ = (at, room);
         None
     }
 
@@ -89,6 +93,46 @@ pub trait Source: Send + Sync {
     /// hint; a later answer is dropped.
     fn cancel(&self, region: RegionId, id: RequestId) {
         let _ = (region, id);
+    }
+}
+
+/// Room for the content of whole pages, made when a source asks for it: with pages of 1 GiB it is large.
+#[derive(Debug)]
+pub struct Room<'r> {
+    buffer: &'r mut Vec<u8>,
+    bytes: u64,
+}
+
+/// A buffer that is larger is freed after its use, and not kept for the thread's next fault.
+const KEPT_BYTES: usize = 4 << 20;
+
+impl<'r> Room<'r> {
+    /// Room for `bytes` bytes in a buffer that the thread keeps.
+    pub(crate) fn new(buffer: &'r mut Vec<u8>, bytes: u64) -> Self {
+        Self { buffer, bytes }
+    }
+
+    /// Its length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The buffer, with any content. `None` if there is no memory for it.
+    pub fn buffer(&mut self) -> Option<&mut [u8]> {
+        let bytes = usize::try_from(self.bytes).ok()?;
+        if self.buffer.len() < bytes {
+            let more = bytes - self.buffer.len();
+            self.buffer.try_reserve_exact(more).ok()?;
+            self.buffer.resize(bytes, 0);
+        }
+        self.buffer.get_mut(..bytes)
+    }
+
+    /// Frees a large buffer.
+    pub(crate) fn trim(buffer: &mut Vec<u8>) {
+        if buffer.capacity() > KEPT_BYTES {
+            *buffer = Vec::new();
+        }
     }
 }
 
@@ -234,5 +278,53 @@ impl<Fill: Fn(GuestAddress, &mut [u8]) + Send + Sync> LocalSource for PatternSou
             (self.fill)(GuestAddress(gpa.0 + offset), piece);
         }
         Ok(Filled::Bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct NeverAtOnce;
+
+    impl Source for NeverAtOnce {
+        fn submit(&self, _: Request) {}
+    }
+
+    fn at() -> ReadAt {
+        ReadAt {
+            region: RegionId(0),
+            offset_bytes: 0,
+            gpa: GuestAddress(0),
+            urgency: Urgency::Urgent,
+        }
+    }
+
+    /// Each vCPU's thread and each reader would hold a gigabyte with pages of that size.
+    #[test]
+    fn a_source_that_never_has_content_at_once_costs_no_buffer() {
+        let mut buffer = Vec::new();
+        let mut room = Room::new(&mut buffer, 1 << 30);
+        assert_eq!(NeverAtOnce.fill_now(at(), &mut room), None);
+        assert_eq!(buffer.capacity(), 0);
+    }
+
+    #[test]
+    fn a_large_buffer_is_not_kept() {
+        let mut buffer = Vec::new();
+        for (bytes, is_kept) in [(4096, true), (4 << 20, true), (16 << 20, false)] {
+            let mut room = Room::new(&mut buffer, bytes);
+            let room = room.buffer().unwrap();
+            assert_eq!(room.len() as u64, bytes);
+            Room::trim(&mut buffer);
+            assert_eq!(buffer.capacity() > 0, is_kept, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn more_than_there_is_memory_for_is_refused() {
+        let mut buffer = Vec::new();
+        assert_eq!(Room::new(&mut buffer, u64::MAX).buffer(), None);
+        assert_eq!(Room::new(&mut buffer, i64::MAX as u64).buffer(), None);
     }
 }

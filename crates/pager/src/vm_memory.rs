@@ -1,67 +1,18 @@
 //! Guest memory of the crate vm-memory.
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 
-use pagetide_memory::{GuestAddress, HostAddress, HostRange, PageSize, RangeError};
-use pagetide_uapi::userfaultfd::{Features, Mode, OpenError, RegisterError, Userfaultfd};
-use rustix::io::Errno;
-use rustix::mm::Advice;
-use thiserror::Error;
-use vm_memory::{
-    Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MemoryRegionAddress,
-};
+use pagetide_memory::{GuestAddress, HostAddress, HostRange, RangeError};
+use pagetide_uapi::userfaultfd::Mode;
+use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
+use crate::adopt::{AddMemoryError, MappedMemory, add_mapped_memory};
 use crate::config::{Contents, RegionConfig};
-use crate::error::AddError;
 use crate::fault::RegionId;
+use crate::memory::Memfd;
 use crate::pager::Pager;
-use crate::target::Memfd;
 
-/// Why guest memory could not be added.
-#[derive(Debug, Error)]
-pub enum AddMemoryError {
-    /// A region of guest memory does not consist of whole pages.
-    #[error("the guest memory at gpa {gpa} does not consist of whole pages")]
-    Range {
-        /// Its first byte.
-        gpa: GuestAddress,
-        /// The reason.
-        #[source]
-        source: RangeError,
-    },
-    /// A userfaultfd could not be opened.
-    #[error(transparent)]
-    Open(#[from] OpenError),
-    /// The kernel refused to register the memory.
-    #[error(transparent)]
-    Register(#[from] RegisterError),
-    /// The memory could not be prepared.
-    #[error("preparing the guest memory at gpa {gpa}")]
-    Prepare {
-        /// Its first byte.
-        gpa: GuestAddress,
-        /// The kernel's error.
-        #[source]
-        errno: Errno,
-    },
-    /// The pager refused the region.
-    #[error("adding the guest memory at gpa {gpa}")]
-    Add {
-        /// Its first byte.
-        gpa: GuestAddress,
-        /// The reason.
-        #[source]
-        source: AddError,
-    },
-}
-
-/// Begins to page all of a VMM's guest memory, in 4 KiB pages: opens a userfaultfd for it, registers
-/// each region and adds it to the pager; `contents` returns each region's content, by the region's gpa
-/// and length in bytes. Returns the regions in the order of their gpas.
-///
-/// MINOR mode needs memory with a file; memory without a file needs MISSING mode. Existing content of
-/// anonymous memory is discarded.
+/// Begins to page all of a VMM's guest memory, with any bitmap: see [`add_mapped_memory`].
 ///
 /// # Safety
 ///
@@ -69,83 +20,35 @@ pub enum AddMemoryError {
 /// pager, or the pager was dropped.
 ///
 /// # Errors
-/// [`AddMemoryError`]; regions that were added before stay. Memory that another userfaultfd serves is
-/// refused, and retains its content. Other memory that is refused loses its content if it has no file.
+/// [`AddMemoryError`]; regions that were added before stay.
 pub unsafe fn add_guest_memory(
     pager: &Pager,
-    memory: &GuestMemoryMmap,
+    memory: &impl GuestMemoryBackend,
     mode: Mode,
-    mut contents: impl FnMut(GuestAddress, u64) -> Contents,
+    contents: impl FnMut(GuestAddress, u64) -> Contents,
+    set: impl FnMut(RegionConfig) -> RegionConfig,
 ) -> Result<Vec<RegionId>, AddMemoryError> {
-    let wanted = match mode {
-        Mode::Minor => Features::MISSING_SHMEM | Features::MINOR_SHMEM,
-        Mode::Missing => Features::MISSING_SHMEM,
-    };
-    let available = Userfaultfd::available()?;
-    let poison = if available.contains(Features::POISON) {
-        Features::POISON
-    } else {
-        Features::NONE
-    };
-    let uffd = Arc::new(Userfaultfd::open(wanted | poison)?);
-    let mut added = Vec::new();
-    for region in memory.iter() {
-        let gpa = GuestAddress(region.start_addr().raw_value());
-        let range = host_range(region).map_err(|source| AddMemoryError::Range { gpa, source })?;
-        let prepare = |errno| AddMemoryError::Prepare { gpa, errno };
-        let contents = contents(gpa, range.bytes() as u64);
-        // SAFETY: by this function's requirement.
-        let mut config =
-            unsafe { RegionConfig::mapped(&uffd, range, PageSize::Size4K, mode, contents) }
-                .gpa(gpa);
-        if let Some(file) = region.file_offset() {
-            let duplicate = rustix::io::fcntl_dupfd_cloexec(file.file().as_fd(), 3);
-            config = config.memfd(Memfd {
-                file: duplicate.map_err(prepare)?,
-                offset_bytes: file.start(),
-            });
-        }
-        // Before the content is discarded: memory that another userfaultfd serves is refused here.
-        // SAFETY: the memory stays mapped by this function's requirement; the region drops the
-        // userfaultfd.
-        unsafe { uffd.register(range.into(), mode) }?;
-        // SAFETY: no code relies on the content of missing pages, by this function's requirement.
-        let dropped = unsafe { drop_content(range) }.map_err(prepare);
-        let id = dropped.and_then(|()| {
-            let id = pager.add(config);
-            id.map_err(|source| AddMemoryError::Add { gpa, source })
-        });
-        let id = id.inspect_err(|_| {
-            // The earlier regions keep the userfaultfd open, but no thread would serve this range.
-            let _ = uffd.unregister(range.into());
-        });
-        added.push(id?);
-    }
-    Ok(added)
+    let parts: Result<Vec<_>, _> = memory.iter().map(part).collect();
+    // SAFETY: by this function's requirement.
+    unsafe { add_mapped_memory(pager, parts?, mode, contents, set) }
 }
 
-/// Makes every page of a range missing, and separately mapped: huge pages in the guest mapping would
-/// make the neighbours of an installed page present, and a forked child would create pages of zeroes.
-///
-/// # Safety
-///
-/// The range is this process's own, and no code relies on the content of its pages. (Content in a file
-/// stays in the file.)
-unsafe fn drop_content(range: HostRange) -> Result<(), Errno> {
-    for advice in [
-        Advice::LinuxNoHugepage,
-        Advice::LinuxDontFork,
-        Advice::LinuxDontNeed,
-    ] {
-        let start = std::ptr::with_exposed_provenance_mut(range.start().0);
-        // SAFETY: by this function's requirement.
-        match unsafe { rustix::mm::madvise(start, range.bytes(), advice) } {
-            // A kernel without transparent huge pages.
-            Err(Errno::INVAL) if advice == Advice::LinuxNoHugepage => {}
-            result => result?,
-        }
-    }
-    Ok(())
+fn part(region: &impl GuestMemoryRegion) -> Result<MappedMemory, AddMemoryError> {
+    let gpa = GuestAddress(region.start_addr().raw_value());
+    let range = host_range(region).map_err(|source| AddMemoryError::Range { gpa, source })?;
+    let file = region.file_offset().map(|file| {
+        let duplicate = rustix::io::fcntl_dupfd_cloexec(file.file().as_fd(), 3);
+        let duplicate = duplicate.map_err(|errno| AddMemoryError::Prepare { gpa, errno });
+        Ok::<_, AddMemoryError>(Memfd {
+            file: duplicate?,
+            offset_bytes: file.start(),
+        })
+    });
+    Ok(MappedMemory {
+        gpa,
+        range,
+        file: file.transpose()?,
+    })
 }
 
 fn host_range(region: &impl GuestMemoryRegion) -> Result<HostRange, RangeError> {
@@ -164,8 +67,13 @@ mod tests {
 
     use vm_memory::Bytes;
 
+    use std::sync::Arc;
+
+    use pagetide_uapi::userfaultfd::{Features, RegisterError, Userfaultfd};
+    use vm_memory::GuestMemoryMmap;
+
     use super::*;
-    use crate::PatternSource;
+    use crate::{AddError, PatternSource};
 
     const PAGE: u64 = 4096;
 
@@ -184,7 +92,7 @@ mod tests {
 
     fn add(pager: &Pager, memory: &GuestMemoryMmap) -> Result<Vec<RegionId>, AddMemoryError> {
         // SAFETY: the tests drop the pager first, and do not rely on the content of missing pages.
-        unsafe { add_guest_memory(pager, memory, Mode::Missing, sevens) }
+        unsafe { add_guest_memory(pager, memory, Mode::Missing, sevens, |config| config) }
     }
 
     fn first_byte(memory: &GuestMemoryMmap, gpa: u64) -> u8 {

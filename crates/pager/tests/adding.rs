@@ -447,9 +447,9 @@ fn a_region_that_was_not_added_is_unchanged() {
     assert_usable(&region, Mode::Minor);
 }
 
-/// Pages in the file never fault in MISSING mode: their data would count as the guest's content.
+/// The source's content would not replace it.
 #[test]
-fn a_file_of_foreign_memory_that_has_content_is_refused_in_missing_mode() {
+fn a_file_of_foreign_memory_that_has_content_is_refused() {
     let Some(region) = region(8, Backing::Shmem) else {
         return;
     };
@@ -469,19 +469,20 @@ fn a_file_of_foreign_memory_that_has_content_is_refused_in_missing_mode() {
     for page in [0, 7] {
         region.write_service(PageIndex(page), 0, b"text").unwrap();
     }
-    add(config(Mode::Missing)).unwrap();
-    region.write_service(PageIndex(5), 8, b"text").unwrap();
-    let pager = Pager::new().unwrap();
-    let error = pager.add(config(Mode::Missing)).unwrap_err();
-    assert!(
-        matches!(error, AddError::NotEmpty { page: PageIndex(3) }),
-        "{error}"
-    );
-    assert_eq!(pager.region_ids(), []);
-    // Existing content is accepted if it is mapped from the file, if the owner trusts it, or if an
-    // earlier pager installed it.
-    add(config(Mode::Minor)).unwrap();
-    add(config(Mode::Missing).trust_existing_pages()).unwrap();
-    let image = PageMap::new(4).unwrap().image();
-    add(config(Mode::Missing).resume_from(image)).unwrap();
+    for mode in [Mode::Missing, Mode::Minor] {
+        add(config(mode)).unwrap();
+        region.write_service(PageIndex(5), 8, b"text").unwrap();
+        let pager = Pager::new().unwrap();
+        let error = pager.add(config(mode)).unwrap_err();
+        assert!(
+            matches!(error, AddError::NotEmpty { page: PageIndex(3) }),
+            "{error}"
+        );
+        assert_eq!(pager.region_ids(), []);
+        // Existing content is accepted if the owner trusts it, or if an earlier pager installed it.
+        add(config(mode).trust_existing_pages()).unwrap();
+        let image = PageMap::new(4).unwrap().image();
+        add(config(mode).resume_from(image)).unwrap();
+        region.punch(PageRange::single(PageIndex(5))).unwrap();
+    }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use pagetide_memory::{Backing, Region};
 use pagetide_pager::{
     Filled, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReadAt, ReaderConfig, Readers, RegionId,
-    Request, RetryPolicy, Source,
+    Request, RetryPolicy, Room, Source,
 };
 use pagetide_test_support::Sleeper;
 use support::manual::*;
@@ -40,7 +40,7 @@ impl Source for Spoiler {
         complete(request);
     }
 
-    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
         self.calls.fetch_add(1, Ordering::AcqRel);
         if self.spoils.load(Ordering::Acquire) {
             let file = self.region.file().unwrap();
@@ -51,7 +51,7 @@ impl Source for Spoiler {
                 }
             }
         }
-        fill(at.gpa, buffer);
+        fill(at.gpa, room.buffer()?);
         Some(Filled::Bytes)
     }
 }

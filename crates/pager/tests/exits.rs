@@ -212,13 +212,6 @@ fn zeroes_of_a_source_are_installed() {
         let Some(region) = region(4, backing) else {
             continue;
         };
-        if mode == Mode::Minor {
-            // The page has old data, which must not become visible.
-            let old = vec![0xee; 4 * 4096];
-            region.write_service(PageIndex(0), 0, &old).unwrap();
-            let page_1 = region.write_service(PageIndex(1), 0, &old[..4096]);
-            page_1.unwrap();
-        }
         let contents = local(LocalFn(|_, _: &mut [u8]| Ok(Filled::Zero)));
         let paged = Paged::new(&region, mode, contents);
         let mut resolver = paged.resolver();

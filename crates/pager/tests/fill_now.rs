@@ -6,10 +6,10 @@ mod support;
 
 use std::sync::{Arc, Mutex};
 
-use pagetide_memory::{Access, GuestAddress, HostAddress, HostRange};
+use pagetide_memory::{Access, Backing, GuestAddress, HostAddress, HostRange};
 use pagetide_pager::{
-    Contents, Fault, Filled, Observer, Pager, Prefetch, PrefetchConfig, ReadAt, RegionConfig,
-    Request, Source,
+    Contents, Fault, Filled, Mode, Observer, Pager, Prefetch, PrefetchConfig, ReadAt, RegionConfig,
+    Request, Room, Source,
 };
 use support::manual::*;
 
@@ -45,16 +45,16 @@ impl Source for Half {
         complete(request);
     }
 
-    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
         assert!(!self.is_broken, "a broken source");
         let first = at.offset_bytes / PAGE;
-        let pages = first..first + buffer.len() as u64 / PAGE;
+        let pages = first..first + room.bytes() / PAGE;
         assert_eq!(at.gpa, GuestAddress(GPA.0 + at.offset_bytes));
         if !pages.clone().all(self.is_local) {
             return None;
         }
         self.filled.lock().unwrap().extend(pages);
-        fill(at.gpa, buffer);
+        fill(at.gpa, room.buffer()?);
         Some(Filled::Bytes)
     }
 }
@@ -67,7 +67,7 @@ fn serve_around(
     let pager = Pager::new().unwrap();
     let source: Arc<dyn Source> = Arc::<Half>::clone(half);
     let contents = Contents::Source(source);
-    let config = RegionConfig::local(Arc::clone(region), pagetide_pager::Mode::Missing, contents);
+    let config = RegionConfig::local(Arc::clone(region), Mode::Missing, contents);
     pager.add(config.fault_around(around)).unwrap();
     pager
 }
@@ -93,7 +93,7 @@ fn content_that_needs_no_waiting_is_not_requested() {
 /// A neighbour whose content would have to be fetched does not delay a page whose content is there.
 #[test]
 fn a_neighbour_that_has_to_be_requested_is_left_out() {
-    let Some(region) = region(16, pagetide_memory::Backing::Shmem) else {
+    let Some(region) = region(16, Backing::Shmem) else {
         return;
     };
     let half = Half::new(|page| page != 5);
@@ -127,12 +127,12 @@ fn prefetch_installs_what_is_there_and_requests_the_rest() {
 
 #[test]
 fn a_source_that_panics_without_waiting_is_asked_by_a_request() {
-    let Some(region) = region(4, pagetide_memory::Backing::Shmem) else {
+    let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
     let mut half = Half::new(|_| true);
     Arc::get_mut(&mut half).unwrap().is_broken = true;
-    let mode = pagetide_pager::Mode::Missing;
+    let mode = Mode::Missing;
     let (pager, _) = serve(&region, mode, Arc::<Half>::clone(&half), PERSISTENT);
     let _ = join("an exit", exit(&pager, 1)).unwrap();
     assert_eq!(half.requested(), [1]);
@@ -195,10 +195,10 @@ impl Source for Mapped {
 
 #[test]
 fn mapped_content_is_installed_from_where_it_is() {
-    let Some(region) = region(64, pagetide_memory::Backing::Anonymous) else {
+    let Some(region) = region(64, Backing::Anonymous) else {
         return;
     };
-    let mode = pagetide_pager::Mode::Missing;
+    let mode = Mode::Missing;
     let mapped = Mapped::new(64, 64);
     let (pager, _) = serve(&region, mode, Arc::<Mapped>::clone(&mapped), PERSISTENT);
     let _ = join("an exit", exit(&pager, 7)).unwrap();
@@ -212,10 +212,10 @@ fn mapped_content_is_installed_from_where_it_is() {
 /// A file may be truncated after its source has found the content: no page reads as zeroes.
 #[test]
 fn mapped_content_that_has_gone_is_requested() {
-    let Some(region) = region(16, pagetide_memory::Backing::Anonymous) else {
+    let Some(region) = region(16, Backing::Anonymous) else {
         return;
     };
-    let mode = pagetide_pager::Mode::Missing;
+    let mode = Mode::Missing;
     let mapped = Mapped::new(8, 12);
     let (pager, _) = serve(&region, mode, Arc::<Mapped>::clone(&mapped), PERSISTENT);
     for page in [3, 9, 14] {
@@ -231,10 +231,10 @@ fn mapped_content_that_has_gone_is_requested() {
 /// In MINOR mode this process would have to read it, which a truncated file would end by a signal.
 #[test]
 fn mapped_content_is_not_read_by_this_process() {
-    let Some(region) = region(4, pagetide_memory::Backing::Shmem) else {
+    let Some(region) = region(4, Backing::Shmem) else {
         return;
     };
-    let mode = pagetide_pager::Mode::Minor;
+    let mode = Mode::Minor;
     let mapped = Mapped::new(0, 4);
     let (pager, _) = serve(&region, mode, Arc::<Mapped>::clone(&mapped), PERSISTENT);
     let _ = join("an exit", exit(&pager, 1)).unwrap();
@@ -253,10 +253,10 @@ impl Observer for Seen {
 /// Pages that came ahead, or by fault-around, are not touched.
 #[test]
 fn an_observer_sees_each_touch_of_a_missing_page() {
-    let Some(region) = region(32, pagetide_memory::Backing::Shmem) else {
+    let Some(region) = region(32, Backing::Shmem) else {
         return;
     };
-    let mode = pagetide_pager::Mode::Missing;
+    let mode = Mode::Missing;
     for contents in [
         Contents::Source(Half::new(|page| page % 3 != 0) as Arc<dyn Source>),
         support::pattern(),

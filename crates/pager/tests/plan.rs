@@ -9,7 +9,7 @@ use std::time::Duration;
 use pagetide_memory::{Backing, PageRange, PageState};
 use pagetide_pager::{
     Contents, Filled, Mode, Pager, Prefetch, PrefetchConfig, PrefetchPlan, ReadAt, RegionConfig,
-    RegionId, Request, Serving, Source,
+    RegionId, Request, Room, Serving, Source,
 };
 use support::manual::*;
 
@@ -22,10 +22,10 @@ impl Source for Noting {
         panic!("{request:?}: everything is here");
     }
 
-    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
-        let pages = range(at.offset_bytes / PAGE, buffer.len() as u64 / PAGE);
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
+        let pages = range(at.offset_bytes / PAGE, room.bytes() / PAGE);
         self.0.lock().unwrap().push(pages);
-        fill(at.gpa, buffer);
+        fill(at.gpa, room.buffer()?);
         Some(Filled::Bytes)
     }
 }

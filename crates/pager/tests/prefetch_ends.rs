@@ -8,12 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use pagetide_memory::{Backing, GuestAddress, PageState};
+use pagetide_memory::{Backing, GuestAddress, PageIndex, PageRange, PageSize, PageState};
 use pagetide_pager::{
     Contents, Filled, Mode, Notice, Pager, PatternSource, Prefetch, PrefetchConfig, PrefetchError,
-    RegionConfig,
+    PrefetchPlan, RegionConfig,
 };
+use support::has_userfaultfd;
 use support::manual::*;
+use support::view::View;
 
 fn prefetch(pager: &Arc<Pager>) -> Prefetch {
     let batch_bytes = 8 * PAGE;
@@ -194,5 +196,40 @@ fn lost_pages_are_found_among_their_neighbours() {
         let others = (0..64).filter(|&page| page != lost);
         others.for_each(|page| check_page(&region, page));
         assert_lost(&region, lost);
+    }
+}
+
+/// Its pages are as missing as before.
+#[test]
+fn a_prefetch_of_a_region_that_is_handed_over_is_not_complete() {
+    if !has_userfaultfd() {
+        return;
+    }
+    for in_order in [false, true] {
+        let pages = 4096;
+        let memory = View::private(pages * PAGE);
+        let uffd = memory.register(Mode::Missing);
+        let source = ManualSource::new();
+        let (size, mode) = (PageSize::Size4K, Mode::Missing);
+        let config = RegionConfig::foreign(&uffd, memory.range(), size, mode, source.contents());
+        let pager = Pager::new().unwrap();
+        let id = pager.add(config.gpa(GPA)).unwrap();
+        let all = PageRange::new(PageIndex(0), pages);
+        let plan = match in_order {
+            true => PrefetchPlan {
+                first: vec![(id, all)],
+                then: Vec::new(),
+            },
+            false => PrefetchPlan {
+                first: Vec::new(),
+                then: vec![id],
+            },
+        };
+        let prefetch = Prefetch::spawn_plan(&pager, PrefetchConfig::default(), plan).unwrap();
+        let first = source.next_bulk();
+        pager.export(id).unwrap();
+        drop(first);
+        let end = within_patience("the prefetch", || prefetch.finish().unwrap());
+        assert!(!end.is_complete, "in order: {in_order}");
     }
 }

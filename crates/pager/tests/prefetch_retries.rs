@@ -11,7 +11,7 @@ use std::time::Duration;
 use pagetide_memory::{Backing, GuestAddress, Region};
 use pagetide_pager::{
     Contents, Filled, Mode, Notice, Pager, Prefetch, PrefetchConfig, PrefetchPlan, ReadAt,
-    RegionConfig, RegionId, Request, RetryPolicy, Source,
+    RegionConfig, RegionId, Request, RetryPolicy, Room, Source,
 };
 use support::manual::*;
 
@@ -30,9 +30,9 @@ impl Source for AtOnce {
         complete(request);
     }
 
-    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
         self.0.fetch_add(1, Ordering::AcqRel);
-        fill(at.gpa, buffer);
+        fill(at.gpa, room.buffer()?);
         Some(Filled::Bytes)
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use pagetide_memory::{GuestAddress, HostRange};
 use pagetide_pager::{
-    BlockingSource, Filled, Pool, PoolConfig, ReadAt, ServeError, Source, SourceError,
+    BlockingSource, Filled, Pool, PoolConfig, ReadAt, Room, ServeError, Source, SourceError,
 };
 
 use crate::guest_image::{GuestImage, ImageError};
@@ -51,9 +51,9 @@ impl BlockingSource for ImageSource {
         })
     }
 
-    fn fill_now(&self, at: ReadAt, buffer: &mut [u8]) -> Option<Filled> {
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
         let GuestAddress(offset) = at.gpa;
-        self.image.read_now(offset, buffer, at.urgency)
+        self.image.read_now(offset, room.buffer()?, at.urgency)
     }
 
     fn mapped_now(&self, at: ReadAt, bytes: u64) -> Option<HostRange> {

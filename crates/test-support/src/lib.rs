@@ -3,6 +3,7 @@
 //! - [`eventually`] waits for a state, and says what it saw if the state never comes.
 //! - [`Sleeper`] is a thread of which a test can tell that it is asleep, and that nobody has woken it since.
 //! - [`seed`] is where all random numbers of a test begin: it is printed, and `PAGETIDE_SEED` gives it back.
+//! - [`huge_memory_file`] is a memory file whose pages come from huge pages.
 //!
 //! Tests depend on this crate, and nothing else does (docs/decisions/0026-test-support.md).
 #![allow(
@@ -11,11 +12,13 @@
     reason = "a test helper that fails is a test that fails"
 )]
 
+mod huge;
 mod random;
 mod sleeper;
 mod socket;
 mod wait;
 
+pub use huge::huge_memory_file;
 pub use random::{Rng, mix, seed};
 pub use sleeper::{Sleeper, Task};
 pub use socket::unread_by_peer;

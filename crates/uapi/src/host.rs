@@ -74,6 +74,47 @@ fn checked_page_size(bytes: usize) -> Result<(), PageSizeError> {
     }
 }
 
+/// The size of the pages of this process's mapping at `address`, in bytes. `None` if nothing is mapped there.
+///
+/// # Errors
+/// `/proc` is not mounted, or cannot be read.
+pub fn mapping_page_bytes(address: u64) -> std::io::Result<Option<u64>> {
+    let maps = fs::read_to_string("/proc/self/maps")?;
+    let Some(mapping) = maps.lines().find(|line| covers(line, address)) else {
+        return Ok(None);
+    };
+    // Only memory of hugetlbfs has larger pages: MAP_HUGETLB maps a file of this name, and a memfd has one with a
+    // path of any name. The file below tells for certain, but counts the pages of each mapping first.
+    if !mapping.contains("/") {
+        return Ok(Some(PAGE_BYTES as u64));
+    }
+    let smaps = fs::read_to_string("/proc/self/smaps")?;
+    Ok(page_bytes_in(&smaps, address))
+}
+
+/// Whether a line begins with a range of addresses that has this one.
+fn covers(line: &str, address: u64) -> bool {
+    let range = line.split_whitespace().next().unwrap_or_default();
+    let parse = |text: &str| u64::from_str_radix(text, 16).ok();
+    let bounds = range.split_once('-');
+    let bounds = bounds.and_then(|(start, end)| Some(parse(start)?..parse(end)?));
+    bounds.is_some_and(|bounds| bounds.contains(&address))
+}
+
+/// The page size of the mapping at `address` in a text like that of `/proc/self/smaps`.
+fn page_bytes_in(smaps: &str, address: u64) -> Option<u64> {
+    let lines = smaps.lines().skip_while(|line| !covers(line, address));
+    let mut fields = lines.filter_map(|line| line.strip_prefix("KernelPageSize:"));
+    let kib: u64 = fields
+        .next()?
+        .trim()
+        .strip_suffix("kB")?
+        .trim()
+        .parse()
+        .ok()?;
+    kib.checked_mul(1 << 10)
+}
+
 /// Bytes of ordinary memory that the host can provide without evicting other programs: `MemAvailable`
 /// plus `SwapFree` of `/proc/meminfo`. `None` if the file has no such figures.
 pub fn available_bytes() -> Option<u64> {
@@ -103,6 +144,27 @@ mod tests {
         assert_eq!(parse_meminfo("MemAvailable: 1 kB\n"), Some(1 << 10));
         assert_eq!(parse_meminfo("MemAvailable: x kB\n"), None);
         assert_eq!(parse_meminfo(""), None);
+    }
+
+    #[test]
+    fn the_page_size_of_a_mapping_is_that_of_its_own_lines() {
+        let text = "1000-2000 rw-p 00000000 00:00 0\nSize: 4 kB\nKernelPageSize:        4 kB\n\
+                    200000-600000 rw-p 00000000 00:0f 7  /anon_hugepage (deleted)\n\
+                    KernelPageSize:     2048 kB\n";
+        assert_eq!(page_bytes_in(text, 0x1000), Some(4096));
+        assert_eq!(page_bytes_in(text, 0x2000), None);
+        assert_eq!(page_bytes_in(text, 0x20_0000), Some(2 << 20));
+        assert_eq!(page_bytes_in(text, 0x5f_ffff), Some(2 << 20));
+        assert_eq!(page_bytes_in(text, 0x60_0000), None);
+        assert_eq!(page_bytes_in("", 0), None);
+    }
+
+    #[test]
+    fn this_process_has_small_pages() {
+        let here = 0_u64;
+        let address = (&raw const here).addr() as u64;
+        assert_eq!(mapping_page_bytes(address).unwrap(), Some(4096));
+        assert_eq!(mapping_page_bytes(0).unwrap(), None);
     }
 
     #[test]

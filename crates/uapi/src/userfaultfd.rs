@@ -190,6 +190,16 @@ impl Userfaultfd {
         })
     }
 
+    /// The userfaultfd of a child of the process that this one serves, from the message of its fork
+    /// ([`Event::Fork`]). It has the same features and flags.
+    pub fn of_child(&self, fd: OwnedFd) -> Self {
+        Self {
+            fd,
+            features: self.features,
+            is_shared: self.is_shared,
+        }
+    }
+
     /// The features that this kernel has.
     pub fn available() -> Result<Features, OpenError> {
         let fd = Self::open_raw()?;

@@ -1,7 +1,9 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use std::os::fd::AsRawFd;
+
+use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 
 use super::*;
 
@@ -30,15 +32,6 @@ fn a_view_writes_to_its_part_of_the_file() {
     other.write_all_at(b"peer", PAGE).unwrap();
     view.read(0, &mut seen).unwrap();
     assert_eq!(&seen, b"peer\0\0");
-
-    let blocks = || fstat(&file).unwrap().st_blocks;
-    assert_eq!(blocks(), 16, "two pages of 8 blocks");
-    view.punch(PAGE, PAGE).unwrap();
-    assert_eq!(blocks(), 8);
-    view.zero(1, 2 * PAGE - 1).unwrap();
-    assert_eq!(blocks(), 16);
-    view.read(0, &mut seen).unwrap();
-    assert_eq!(&seen, b"p\0\0\0\0\0");
 }
 
 #[test]
@@ -58,52 +51,37 @@ fn accesses_outside_the_view_are_refused() {
         let mut bytes = vec![0; to_usize(len)];
         assert_eq!(view.write(offset, &bytes), expected);
         assert_eq!(view.read(offset, &mut bytes), expected);
-        assert_eq!(view.zero(offset, len), expected);
-        assert_eq!(view.punch(offset, len), expected);
     }
-    assert_eq!(view.zero(2 * PAGE, 0), Ok(()));
+    assert_eq!(view.write(2 * PAGE, &[]), Ok(()));
 }
 
 #[test]
-fn a_file_that_differs_from_its_description_is_refused() {
-    let map = |file: &OwnedFd, offset, bytes, page_size| {
-        FileView::map(file.try_clone().unwrap(), offset, bytes, page_size).unwrap_err()
-    };
+fn a_file_that_cannot_be_mapped_is_refused() {
+    let map = |file: OwnedFd, bytes| FileView::map(file, 0, bytes, PageSize::Size4K).unwrap_err();
     let file = memfd(4 * PAGE);
-    for (offset, bytes) in [(0, 0), (0, 1), (1, PAGE), (u64::MAX, PAGE)] {
-        let error = map(&file, offset, bytes, PageSize::Size4K);
-        assert!(
-            matches!(error, FileViewError::NotPageMultiple { .. }),
-            "{error}"
-        );
-    }
-    for (offset, bytes) in [
-        (0, 5 * PAGE),
-        (4 * PAGE, PAGE),
-        (0u64.wrapping_sub(PAGE), PAGE),
-    ] {
-        let expected = FileViewError::OutsideFile {
-            offset,
-            bytes,
-            file_bytes: 4 * PAGE,
-        };
-        assert_eq!(map(&file, offset, bytes, PageSize::Size4K), expected);
-    }
-    let expected = FileViewError::OtherPages {
-        page_size: PageSize::Size2M,
-        file_bytes: PAGE,
+    let outside = MemoryFileError::OutsideFile {
+        offset: 0,
+        bytes: 5 * PAGE,
+        file_bytes: 4 * PAGE,
     };
-    assert_eq!(map(&file, 0, PAGE, PageSize::Size2M), expected);
-
-    for path in ["/proc/self/status", "/dev/null", "/dev/zero", "/"] {
-        let file = OwnedFd::from(File::open(path).unwrap());
-        let error = map(&file, 0, PAGE, PageSize::Size4K);
-        assert_eq!(error, FileViewError::NotMemory, "{path}");
-    }
-    let readable =
-        OwnedFd::from(File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap());
-    let error = map(&readable, 0, PAGE, PageSize::Size4K);
+    let error = map(file.try_clone().unwrap(), 5 * PAGE);
+    assert_eq!(error, FileViewError::File(outside));
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let error = map(OwnedFd::from(File::open(path).unwrap()), PAGE);
     assert!(matches!(error, FileViewError::Map { .. }), "{error}");
+}
+
+/// One page with content, and 511 that would read as zeroes in place of the content that comes later.
+#[test]
+fn a_write_creates_no_huge_page() {
+    const HUGE: u64 = 2 << 20;
+    let Some(file) = pagetide_test_support::huge_memory_file(2 * HUGE) else {
+        return;
+    };
+    let view = view(&file, 0, 2 * HUGE);
+    view.write(HUGE, b"text").unwrap();
+    let blocks = fstat(&file).unwrap().st_blocks;
+    assert_eq!(blocks, 8, "one page");
 }
 
 /// A minimal SIGBUS handler that supports guarded copies.
@@ -154,7 +132,6 @@ fn a_truncated_file_is_an_error_and_the_process_survives() {
         "the part before the end has been read"
     );
     assert_eq!(view.write(0, &bytes), cut);
-    assert_eq!(view.zero(8, 2 * PAGE), cut);
     assert_eq!(view.read(0, &mut bytes[..4096]), Ok(()));
     // After the file grows again, the same addresses are memory again.
     ftruncate(&file, 4 * PAGE).unwrap();
@@ -172,53 +149,4 @@ fn a_child_does_not_inherit_the_view() {
         .unwrap();
     // "dc": do not copy on fork.
     assert!(flags.split_whitespace().any(|flag| flag == "dc"), "{flags}");
-}
-
-#[test]
-fn finding_content_leaves_the_file_position_unchanged() {
-    let file = memfd(8 * PAGE);
-    let view = view(&file, 2 * PAGE, 4 * PAGE);
-    let at = |position| seek(&file, SeekFrom::Start(position)).unwrap();
-    let position = || seek(&file, SeekFrom::Current(0)).unwrap();
-    let put = |page: u64| {
-        let other = File::from(file.try_clone().unwrap());
-        other.write_all_at(b"text", page * PAGE + 100).unwrap();
-    };
-    let first = || {
-        let before = position();
-        let first = view.find_content();
-        assert_eq!(position(), before, "other owners share the position");
-        first
-    };
-    at(4711);
-    assert_eq!(first(), Ok(None));
-    // Before the view, and after it.
-    put(1);
-    assert_eq!(first(), Ok(None));
-    put(6);
-    assert_eq!(first(), Ok(None));
-    at(0);
-    put(5);
-    assert_eq!(first(), Ok(Some(3 * PAGE)));
-    put(2);
-    assert_eq!(first(), Ok(Some(0)));
-    view.punch(0, PAGE).unwrap();
-    at(8 * PAGE);
-    assert_eq!(first(), Ok(Some(3 * PAGE)));
-    // The file's owner has truncated it since.
-    ftruncate(&file, PAGE).unwrap();
-    assert_eq!(first(), Ok(None));
-}
-
-#[test]
-fn reserved_pages_are_found_in_a_whole_file() {
-    let file = memfd(8 * PAGE);
-    let (whole, part) = (view(&file, 0, 8 * PAGE), view(&file, 2 * PAGE, 4 * PAGE));
-    assert_eq!(whole.find_content(), Ok(None));
-    fallocate(&file, FallocateFlags::empty(), 4 * PAGE, PAGE).unwrap();
-    assert_eq!(whole.find_content(), Ok(Some(0)));
-    // In a view of a part, the reserved pages may lie outside the view.
-    assert_eq!(part.find_content(), Ok(None));
-    whole.punch(4 * PAGE, PAGE).unwrap();
-    assert_eq!(whole.find_content(), Ok(None));
 }

@@ -10,8 +10,8 @@ pub(super) const INSTALLING: u8 = 0b0000_1000;
 pub(super) const WAKE_WANTED: u8 = 0b0001_0000;
 /// Threads are parked in [`PageMap::wait`](super::PageMap::wait).
 pub(super) const WAITERS: u8 = 0b0010_0000;
-/// Both bits for threads that wait.
-pub(super) const FLAGS: u8 = WAKE_WANTED | WAITERS;
+/// An owner of this missing page died while it installed the page: its content may be there already.
+pub(super) const BEGUN: u8 = 0b0100_0000;
 
 // Zero, so that a new map is memory that the kernel has already zeroed.
 pub(super) const ABSENT: u8 = 0;

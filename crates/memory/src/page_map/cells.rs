@@ -76,13 +76,14 @@ mod file {
     use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
     use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-    use super::super::cell::{FLAGS, PageState};
+    use super::super::cell::{BEGUN, INSTALLING, POISONED, PageState, WAITERS, WAKE_WANTED};
     use super::*;
     use crate::convert::to_u64;
     use crate::page::PageIndex;
 
     impl Cells {
-        /// The cells in a file: settled pages stay as they are, and all others become Absent.
+        /// The cells in a file: settled pages stay as they are, and all others become Absent. Those that
+        /// somebody was installing are marked.
         pub(in super::super) fn in_file(
             file: BorrowedFd<'_>,
             offset_bytes: u64,
@@ -115,17 +116,19 @@ mod file {
             };
             for (index, cell) in cells.iter().enumerate() {
                 let byte = cell.load(Ordering::Relaxed);
-                let state = PageState::of(byte & !FLAGS);
-                let settled = match state.is_settled() {
-                    true => byte & !FLAGS,
-                    false => ABSENT,
+                let kept = if PageState::of(byte).is_settled() {
+                    byte & !(WAITERS | WAKE_WANTED)
+                } else if byte & (INSTALLING | BEGUN) != 0 {
+                    ABSENT | BEGUN
+                } else {
+                    ABSENT
                 };
-                if settled > super::super::cell::POISONED {
+                if kept > POISONED && kept != ABSENT | BEGUN {
                     let page = PageIndex(to_u64(index));
                     return Err(PageMapError::BadState { page, byte });
                 }
-                if byte != settled {
-                    cell.store(settled, Ordering::Relaxed);
+                if byte != kept {
+                    cell.store(kept, Ordering::Relaxed);
                 }
             }
             Ok(cells)

@@ -100,6 +100,7 @@ impl Ahead<'_> {
             Ok(Installed::EventsFirst) => pager.read_events(&served.channel),
             Ok(Installed::Unmapped { page, is_gone }) => pager.unmapped(region, page, is_gone),
             Ok(_) => {}
+            Err(InstallFailure::Busy { .. }) => {}
             Err(InstallFailure::Kernel(InstallError::NoContent)) if holes == Holes::AreZero => {
                 let hole = PageRange::single(page);
                 arrive(
@@ -158,8 +159,12 @@ impl Ahead<'_> {
             content,
             Purpose::Ahead,
         );
-        arrived.map_err(|source| self.failed(region, page, source))?;
-        Ok(true)
+        match arrived {
+            // It comes back to it.
+            Err(InstallFailure::Busy { .. }) => Ok(false),
+            Err(source) => Err(self.failed(region, page, source)),
+            Ok(_) => Ok(true),
+        }
     }
 
     /// Installs a batch if the source has its content without waiting. False: it has to be requested, and

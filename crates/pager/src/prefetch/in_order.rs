@@ -37,6 +37,7 @@ impl Ahead<'_> {
                     return Ok(false);
                 }
                 if region.is_closed() {
+                    self.left_out.push((region, rest));
                     break;
                 }
                 if let Some(run) = set_aside(region, page) {

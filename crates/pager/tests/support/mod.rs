@@ -15,6 +15,7 @@ pub mod hugepages;
 pub mod manual;
 pub mod poison;
 pub mod sources;
+pub mod view;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -54,6 +54,67 @@ fn settled_pages_outlive_the_map_and_pending_ones_are_absent() {
     assert!(!map.is_wake_wanted(PageIndex(4)));
 }
 
+/// What a predecessor has put there already is the page's content, and the guest may have written to it since.
+#[test]
+fn a_page_that_somebody_died_installing_is_marked_until_it_is_settled() {
+    let file = sealed(4096);
+    let map = || PageMap::in_file(file.as_fd(), 0, 3).unwrap();
+    let (begun, other) = (PageIndex(1), PageIndex(2));
+    let first = map();
+    for page in [begun, other] {
+        let _ = first.request_run(page, PageRange::single(page), Urgency::Bulk);
+    }
+    std::mem::forget(first.claim_arrived(PageRange::single(begun)).unwrap());
+    drop(first);
+
+    // Nobody comes to install it in the second process either.
+    let second = map();
+    assert_eq!(second.state(begun), Some(PageState::Absent));
+    let marks = |map: &PageMap| [0, 1, 2].map(|page| map.was_begun(PageIndex(page)));
+    assert_eq!(marks(&second), [false, true, false]);
+    let all = PageRange::new(PageIndex(0), 3);
+    let each: [&dyn Fn(&PageMap); 6] = [
+        &|map| drop(map.claim_run(begun, all)),
+        &|map| {
+            assert!(matches!(
+                map.request_run(begun, all, Urgency::Bulk),
+                Request::Made(_)
+            ))
+        },
+        &|map| assert_eq!(map.withdraw(all), 3),
+        &|map| {
+            assert!(matches!(
+                map.request_run(begun, all, Urgency::Bulk),
+                Request::Made(_)
+            ))
+        },
+        &|map| {
+            assert_eq!(
+                map.request_run(begun, all, Urgency::Urgent),
+                Request::Upgraded
+            )
+        },
+        &|map| {
+            let _ = map.claim_arrived(all).unwrap().abandon();
+            let _ = map.withdraw_all(all);
+        },
+    ];
+    for (step, change) in each.iter().enumerate() {
+        change(&second);
+        assert_eq!(marks(&second), [false, true, false], "step {step}");
+    }
+    drop(second);
+
+    let third = map();
+    assert_eq!(marks(&third), [false, true, false]);
+    let _ = third.claim_arrived(all).unwrap().finish(Settled::Present);
+    assert_eq!(marks(&third), [false; 3]);
+    drop(third);
+    let fourth = map();
+    assert_eq!(marks(&fourth), [false; 3]);
+    assert_eq!(fourth.counts().present, 3);
+}
+
 #[test]
 fn flags_of_settled_pages_are_dropped() {
     let file = sealed(4096);

@@ -1,0 +1,124 @@
+//! EAGAIN: the kernel defers an installation while the process changes its address space.
+//!
+//! That is no failure. It normally passes within microseconds. But the process's thread may have to wait for a
+//! processor for as long as the host makes it wait: stolen time, a limit of its cgroup, a thread of higher
+//! priority. So tries are bounded by time, and made further and further apart.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::error::InstallFailure;
+
+/// For so long a thread tries again before it reports that the memory takes nothing.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// For so long a thread that serves other faults as well tries again before it sees to those first.
+const TURN: Duration = Duration::from_millis(20);
+
+/// Tries at first only let other threads run.
+const YIELDS: u32 = 32;
+/// The pause after those; it doubles with each try, ...
+const FIRST_PAUSE: Duration = Duration::from_micros(50);
+/// ... up to this.
+const LONGEST_PAUSE: Duration = Duration::from_millis(10);
+
+/// The tries of one installation, since its last progress.
+#[derive(Debug)]
+pub(crate) struct Again {
+    limit: Duration,
+    tries: u32,
+    since: Option<Instant>,
+}
+
+impl Again {
+    /// For a thread that has nothing else to do meanwhile.
+    pub(crate) fn with_patience() -> Self {
+        Self::new(PATIENCE)
+    }
+
+    /// For a thread that can come back later.
+    pub(crate) fn for_a_turn() -> Self {
+        Self::new(TURN)
+    }
+
+    fn new(limit: Duration) -> Self {
+        Self {
+            limit,
+            tries: 0,
+            since: None,
+        }
+    }
+
+    /// Something was installed: what follows is another installation.
+    pub(crate) fn progress(&mut self) {
+        (self.tries, self.since) = (0, None);
+    }
+
+    /// How often it was tried in vain.
+    pub(crate) fn tries(&self) -> u32 {
+        self.tries
+    }
+
+    /// Pauses before the next try.
+    ///
+    /// # Errors
+    /// [`InstallFailure::Busy`] after all of the time.
+    pub(crate) fn pause(&mut self) -> Result<(), InstallFailure> {
+        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
+        match pause(self.tries, waited, self.limit) {
+            None => return Err(InstallFailure::Busy { waited }),
+            Some(Duration::ZERO) => thread::yield_now(),
+            Some(pause) => thread::sleep(pause),
+        }
+        self.tries = self.tries.saturating_add(1);
+        Ok(())
+    }
+}
+
+/// The pause after `tries` tries, which took `waited`; zero for one that only lets other threads run. `None` after
+/// `limit`.
+fn pause(tries: u32, waited: Duration, limit: Duration) -> Option<Duration> {
+    if waited >= limit {
+        return None;
+    }
+    let Some(doublings) = tries.checked_sub(YIELDS) else {
+        return Some(Duration::ZERO);
+    };
+    let pause = FIRST_PAUSE.saturating_mul(1 << doublings.min(16));
+    Some(pause.min(LONGEST_PAUSE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Time is an argument: no clock decides.
+    #[test]
+    fn tries_are_bounded_by_time_and_become_rare() {
+        const SOON: Duration = Duration::from_micros(1);
+        let after = |tries, waited| pause(tries, waited, TURN);
+        assert_eq!(after(0, Duration::ZERO), Some(Duration::ZERO));
+        assert_eq!(after(YIELDS - 1, SOON), Some(Duration::ZERO));
+        assert_eq!(after(YIELDS, SOON), Some(FIRST_PAUSE));
+        assert_eq!(after(YIELDS + 1, SOON), Some(2 * FIRST_PAUSE));
+        assert_eq!(after(u32::MAX, SOON), Some(LONGEST_PAUSE));
+        // However few tries there were: a thread without a processor makes none.
+        assert_eq!(after(1, TURN), None);
+        // And however many.
+        assert_eq!(after(u32::MAX, TURN - SOON), Some(LONGEST_PAUSE));
+    }
+
+    #[test]
+    fn progress_begins_anew() {
+        let mut again = Again::new(Duration::ZERO);
+        assert!(matches!(again.pause(), Err(InstallFailure::Busy { .. })));
+        let mut again = Again::with_patience();
+        for tries in 0..5 {
+            assert_eq!(again.tries(), tries);
+            again.pause().unwrap();
+        }
+        again.progress();
+        assert_eq!(again.tries(), 0);
+        assert_eq!(again.since, None);
+    }
+}

@@ -1,0 +1,168 @@
+//! The memory that pages are installed in: what the engine asks of it, and its kinds.
+//!
+//! A page is installed by one call of the kernel, which puts content there only if there is none: neither a
+//! mapping, nor (in a file) a page. So content never replaces content, whoever has put it there, and a process
+//! that dies leaves a page with all of its content or with none. [`local`] has the one exception.
+
+mod foreign;
+mod local;
+
+use std::fmt;
+use std::sync::Arc;
+
+use pagetide_memory::{
+    FaultInAccess, FaultInError, GuestAddress, HostRange, MemoryFile, PageIndex, PageRange,
+    PageSize, Region,
+};
+use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Wake};
+
+use crate::error::{AddError, DiscardError, InstallFailure};
+use crate::install::Body;
+use crate::region::Place;
+
+pub use foreign::Memfd;
+pub(crate) use foreign::{Foreign, ForeignClone, ForeignFile};
+pub(crate) use local::Local;
+
+/// The minimal page size of this process's own memory.
+const SMALLEST_PAGE_BYTES: usize = 4096;
+
+/// What does not change as long as the memory is paged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    /// The home gpa of its first byte.
+    pub(crate) gpa: GuestAddress,
+    /// Its addresses when it was handed over. REMAP events move it.
+    pub(crate) range: HostRange,
+    pub(crate) page_size: PageSize,
+    /// How missing pages fault.
+    pub(crate) mode: Mode,
+}
+
+/// The memory of a region.
+pub(crate) trait Memory: fmt::Debug + Send + Sync {
+    fn shape(&self) -> Shape;
+
+    /// The first page that has content although it `is_missing`: content that the region's source would not
+    /// replace. `is_missing` returns the first such page of a run.
+    fn first_content(
+        &self,
+        is_missing: &dyn Fn(PageRange) -> Option<PageIndex>,
+    ) -> Result<Option<PageIndex>, AddError>;
+
+    /// Installs content in pages that have none. Where there is some, it stays, and the call ends with
+    /// [`InstallError::Exists`].
+    fn put(&self, place: &Place<'_>, content: Body<'_>, wake: Wake) -> Result<(), InstallFailure>;
+
+    /// Whether it takes content from where its source has it mapped.
+    fn takes_mapped(&self) -> bool;
+
+    /// Maps the content that a page has already. [`InstallError::NoContent`]: it has gone.
+    fn take(&self, place: &Place<'_>, wake: Wake) -> Result<(), InstallError> {
+        match self.shape().mode {
+            Mode::Minor => match place.uffd.continue_pages(place.range, wake) {
+                Err(InstallError::Exists { .. }) => Ok(()),
+                taken => taken,
+            },
+            // A page of the file that is not mapped does not fault.
+            Mode::Missing => Ok(()),
+        }
+    }
+
+    /// Installs zeroes in a page that was discarded, unless the guest has written to it since.
+    fn zero(&self, place: &Place<'_>, wake: Wake) -> Result<(), InstallError> {
+        let Shape {
+            mode, page_size, ..
+        } = self.shape();
+        if mode == Mode::Minor {
+            match place.uffd.continue_pages(place.range, wake) {
+                Err(InstallError::NoContent) => {}
+                mapped => return mapped,
+            }
+        }
+        zero_pages(page_size, place, wake)
+    }
+
+    /// Whether a page of zeroes may be the shared zero page, which a write replaces by another page.
+    fn may_share_zero_page(&self) -> bool;
+
+    /// Returns the memory of pages to the host.
+    fn discard(&self, pages: PageRange) -> Result<(), DiscardError>;
+
+    /// Whether this process can do that.
+    fn can_discard(&self) -> bool;
+
+    /// Faults a mapped page in for an access, as the access itself would. `None` if only the process
+    /// that owns the memory can.
+    fn fault_in(&self, page: PageIndex, access: FaultInAccess) -> Option<Result<(), FaultInError>>;
+
+    /// Undoes what was changed so that the memory could be paged.
+    fn end(&self);
+
+    /// The file, if another process has handed it over.
+    fn file(&self) -> Option<&MemoryFile>;
+
+    /// The memory that this process has mapped, whose userfaultfds the pager opens.
+    fn local(&self) -> Option<&Arc<Region>>;
+}
+
+/// Installs content as it is given.
+fn copy(
+    page_size: PageSize,
+    place: &Place<'_>,
+    content: Body<'_>,
+    wake: Wake,
+) -> Result<(), InstallError> {
+    match content {
+        Body::PageCache => place.uffd.continue_pages(place.range, wake),
+        Body::Bytes(bytes) => place.uffd.copy_pages(place.range.start, bytes, wake),
+        Body::Mapped(from) => place.uffd.copy_pages_from(place.range.start, from, wake),
+        Body::Zero => zero_pages(page_size, place, wake),
+        Body::Poisoned => Err(InstallError::NoContent),
+    }
+}
+
+/// Installs zeroes in pages without content.
+fn zero_pages(page_size: PageSize, place: &Place<'_>, wake: Wake) -> Result<(), InstallError> {
+    let (uffd, range) = (place.uffd, place.range);
+    if page_size == PageSize::Size4K {
+        return uffd.zero_pages(range, wake);
+    }
+    // A hugetlb pool has no zero page.
+    let page_bytes = page_size.bytes();
+    let zeroes = vec![0_u8; usize::try_from(page_bytes).unwrap_or(0)];
+    // Freshly allocated memory is unmapped, and the kernel first copies with faults disabled. If that
+    // copy fails, the kernel temporarily takes a second huge page, which the pool may lack. A read maps
+    // the zero page and allocates no memory.
+    let mapped = std::hint::black_box(&zeroes).iter();
+    for byte in mapped.step_by(SMALLEST_PAGE_BYTES) {
+        std::hint::black_box(*byte);
+    }
+    let mut done = 0;
+    while done < range.bytes {
+        match uffd.copy_pages(range.start + done, &zeroes, wake) {
+            Ok(()) => done += page_bytes,
+            Err(InstallError::Exists { .. }) => {
+                return Err(InstallError::Exists {
+                    installed_bytes: done,
+                });
+            }
+            Err(InstallError::Again { .. }) => {
+                return Err(InstallError::Again {
+                    installed_bytes: done,
+                });
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// The part of a range of pages that begins at the first of them, in bytes.
+fn span(page_size: PageSize, pages: PageRange) -> UserRange {
+    let shift = page_size.shift();
+    UserRange {
+        start: pages.first().0 << shift,
+        bytes: pages.count() << shift,
+    }
+}

@@ -1,0 +1,356 @@
+//! Threads that sleep in a userfaultfd while something else happens: a move, a panic, a process that comes to no
+//! processor, a fork. Each is woken in the end.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use pagetide_memory::{Backing, HostAddress, HostRange, PageIndex, PageSize, PageState};
+use pagetide_pager::{
+    Contents, Fault, Mode, Observer, Pager, ReaderConfig, Readers, RegionConfig, Serving,
+};
+use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap_fixed};
+use support::manual::SubmitFn;
+use support::*;
+
+/// The first word of a page.
+fn word_of(page: u64) -> u64 {
+    !(GPA.0 + page * PAGE)
+}
+
+/// Private memory as another process registers it, in this process. It stays for the life of the test program.
+#[derive(Clone, Copy)]
+struct Memory {
+    start: usize,
+    pages: u64,
+}
+
+impl Memory {
+    fn new(pages: u64) -> Self {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let bytes = usize::try_from(pages * PAGE).unwrap();
+        let hint = std::ptr::null_mut();
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let start = unsafe { mmap_anonymous(hint, bytes, access, MapFlags::PRIVATE) }.unwrap();
+        let start = start.expose_provenance();
+        Self { start, pages }
+    }
+
+    fn bytes(&self) -> usize {
+        usize::try_from(self.pages * PAGE).unwrap()
+    }
+
+    fn range(&self) -> HostRange {
+        HostRange::new(HostAddress(self.start), self.bytes()).unwrap()
+    }
+
+    /// Registers it with a new userfaultfd, and describes it to a pager.
+    fn config(&self, features: Features, contents: Contents) -> RegionConfig {
+        let uffd = Arc::new(Userfaultfd::open(features | Features::POISON).unwrap());
+        // SAFETY: mapped for the life of the process; no code relies on its zeroes.
+        unsafe { uffd.register(UserRange::from(self.range()), Mode::Missing) }.unwrap();
+        let size = PageSize::Size4K;
+        let mode = Mode::Missing;
+        RegionConfig::foreign(&uffd, self.range(), size, mode, contents).gpa(GPA)
+    }
+
+    fn at(&self, page: u64) -> usize {
+        self.start + usize::try_from(page * PAGE).unwrap()
+    }
+
+    /// The first word of a page, which may fault.
+    fn read(&self, page: u64) -> u64 {
+        let at = std::ptr::with_exposed_provenance::<u64>(self.at(page));
+        // SAFETY: mapped for the life of the process, or the read ends by a signal that fails the test.
+        unsafe { at.read_volatile() }
+    }
+
+    /// Moves all of it to other memory of the same size.
+    fn move_to(&self, to: &Self, flags: MremapFlags) {
+        let pointer = |memory: &Self| std::ptr::with_exposed_provenance_mut(memory.start);
+        let bytes = self.bytes();
+        // SAFETY: the test's own memory.
+        unsafe { mremap_fixed(pointer(self), bytes, bytes, flags, pointer(to)) }.unwrap();
+    }
+}
+
+/// Serves until `is_over`.
+fn serve_until(serving: &mut Serving, what: &str, mut is_over: impl FnMut() -> bool) {
+    eventually(what, || {
+        serving.process_ready().unwrap();
+        is_over()
+    });
+}
+
+/// The kernel moves first and reports then, and hands out faults before events: a reader that takes one message
+/// at a time sees the fault before it knows the address.
+#[test]
+fn a_fault_at_the_new_address_of_moved_memory_is_served() {
+    for messages in [1, 64] {
+        if !has_userfaultfd() {
+            return;
+        }
+        let (old, new) = (Memory::new(4), Memory::new(4));
+        let pager = Pager::new().unwrap();
+        let config = old.config(Features::EVENT_REMAP, pattern());
+        pager.add(config).unwrap();
+        let mover = spawn_asleep("a move", move || old.move_to(&new, MremapFlags::MAYMOVE));
+        // The memory has moved, and the mover waits until its event was read.
+        let read = spawn_asleep("a read", move || new.read(2));
+        let mut serving = Serving::new(&pager, messages);
+        serve_until(&mut serving, "the read", || read.is_finished());
+        assert_eq!(read.join(), word_of(2), "{messages} messages at a time");
+        mover.join();
+    }
+}
+
+/// The memory that was moved away from is mapped, registered, and nobody's.
+#[test]
+fn memory_that_was_moved_away_from_and_kept_reads_as_zeroes() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let (old, new) = (Memory::new(4), Memory::new(4));
+    let pager = Pager::new().unwrap();
+    let events = Features::EVENT_REMAP | Features::EVENT_UNMAP;
+    let id = pager.add(old.config(events, pattern())).unwrap();
+    let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
+    within_patience("a move", move || old.move_to(&new, flags));
+    assert_eq!(
+        within_patience("a read there", move || new.read(1)),
+        word_of(1)
+    );
+    assert_eq!(within_patience("a read here", move || old.read(1)), 0);
+    assert_eq!(within_patience("a read here", move || old.read(3)), 0);
+    assert_eq!(
+        within_patience("a read there", move || new.read(3)),
+        word_of(3)
+    );
+    assert_eq!(pager.page_state(id, PageIndex(2)), Some(PageState::Absent));
+    assert_no_trouble(&pager);
+}
+
+struct PanicsOnce(AtomicBool);
+
+impl Observer for PanicsOnce {
+    fn touched(&self, _: &Fault) {
+        assert!(self.0.swap(true, Ordering::SeqCst), "a defect of the VMM");
+    }
+}
+
+#[test]
+fn a_panic_of_an_observer_loses_no_fault() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(16, backing) else {
+            return;
+        };
+        if mode == Mode::Minor {
+            fill_page_cache(&region);
+        }
+        let contents = match mode {
+            Mode::Minor => Contents::PageCache(pagetide_pager::Holes::AreMissing),
+            Mode::Missing => pattern(),
+        };
+        let observer = Arc::new(PanicsOnce(AtomicBool::new(false)));
+        let set = |config: RegionConfig| config.observe(observer);
+        let paged = Paged::with(&region, mode, contents, set);
+        let reads: Vec<_> = (0..8)
+            .map(|page| {
+                let region = Arc::clone(&region);
+                spawn_asleep("a read", move || check_page(&region, page))
+            })
+            .collect();
+        let readers = Readers::spawn(&paged.pager, ReaderConfig::new(1)).unwrap();
+        for read in reads {
+            read.join();
+        }
+        // The thread lives.
+        check_page(&region, 9);
+        assert_no_trouble(&paged.pager);
+        readers.stop();
+    }
+}
+
+/// So does one of the owner's callback, which unwinds out of `process_ready`: the other faults of that read are
+/// resolved by the next call.
+#[test]
+fn a_panic_of_an_owners_callback_loses_no_fault() {
+    let Some(region) = region(16, Backing::Shmem) else {
+        return;
+    };
+    let paged = Paged::new(&region, Mode::Missing, pattern());
+    let reads: Vec<_> = (0..8)
+        .map(|page| {
+            let region = Arc::clone(&region);
+            spawn_asleep("a read", move || check_page(&region, page))
+        })
+        .collect();
+    let mut serving = Serving::new(&paged.pager, 32);
+    let panics = AtomicBool::new(true);
+    serving.on_resolved(move |_| assert!(!panics.swap(false, Ordering::SeqCst), "a defect"));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        serving.process_ready().unwrap();
+    }));
+    panicked.unwrap_err();
+    serve_until(&mut serving, "the reads", || {
+        reads.iter().all(|read| read.is_finished())
+    });
+    for read in reads {
+        read.join();
+    }
+}
+
+/// Keeps every other thread from a processor until told to stop, as a hypervisor or a more important process does.
+/// `None`, with the reason printed, if this process may not.
+fn take_processor(cpu: usize, stop: &Arc<AtomicBool>) -> Option<thread::JoinHandle<()>> {
+    let (send, receive) = std::sync::mpsc::channel();
+    let stop = Arc::clone(stop);
+    let taker = thread::spawn(move || {
+        pin(cpu);
+        let priority = libc::sched_param { sched_priority: 10 };
+        // SAFETY: reads the structure.
+        let set = unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const priority) };
+        send.send(set == 0).unwrap();
+        while set == 0 && !stop.load(Ordering::Acquire) {
+            std::hint::spin_loop();
+        }
+    });
+    if receive.recv().unwrap() {
+        return Some(taker);
+    }
+    println!("SKIP: SCHED_FIFO: {}", std::io::Error::last_os_error());
+    taker.join().unwrap();
+    None
+}
+
+/// Keeps this thread on one processor.
+fn pin(cpu: usize) {
+    let mut set = rustix::thread::CpuSet::new();
+    set.set(cpu);
+    rustix::thread::sched_setaffinity(None, &set).unwrap();
+}
+
+/// The processors that this thread may use.
+fn processors() -> Vec<usize> {
+    let set = rustix::thread::sched_getaffinity(None).unwrap();
+    (0..rustix::thread::CpuSet::MAX_CPU)
+        .filter(|&cpu| set.is_set(cpu))
+        .collect()
+}
+
+/// A thread that gives memory back has had its event read, and comes to no processor to go on: for as long the
+/// kernel refuses to install anything. That is nobody's failure.
+#[test]
+fn a_discard_that_takes_long_is_no_failure() {
+    let here = processors();
+    let [first, second, ..] = here[..] else {
+        println!("SKIP: this needs two processors");
+        return;
+    };
+    let at_once: fn() -> Contents = || Contents::Source(Arc::new(SubmitFn(sources::complete)));
+    let kinds: [fn() -> Contents; 2] = [pattern, at_once];
+    for contents in kinds {
+        if !has_userfaultfd() {
+            return;
+        }
+        let memory = Memory::new(16);
+        let pager = Pager::new().unwrap();
+        let config = memory.config(Features::EVENT_REMOVE, contents());
+        pager.add(config).unwrap();
+        let notices = Arc::new(Mutex::new(Vec::new()));
+        let its = Arc::clone(&notices);
+        pager.on_notice(move |notice| its.lock().unwrap().push(notice.to_string()));
+        let read = spawn_asleep("a read", move || memory.read(5));
+        let giver = spawn_asleep("a discard", move || {
+            pin(second);
+            let at = std::ptr::with_exposed_provenance_mut(memory.at(9));
+            let bytes = usize::try_from(PAGE).unwrap();
+            // SAFETY: the test's own memory. Waits until the event was read.
+            unsafe { madvise(at, bytes, Advice::LinuxDontNeed) }.unwrap();
+        });
+        let mut serving = Serving::new(&pager, 64);
+        let stop = Arc::new(AtomicBool::new(false));
+        let Some(taker) = take_processor(second, &stop) else {
+            serve_until(&mut serving, "the read", || read.is_finished());
+            return;
+        };
+        pin(first);
+        // Many turns, each many times as long as an EAGAIN normally lasts.
+        eventually("the fault has had many turns", || {
+            serving.process_ready().unwrap();
+            let has_failed = !notices.lock().unwrap().is_empty();
+            has_failed || read.is_finished() || serving.counters().faults >= 10
+        });
+        stop.store(true, Ordering::Release);
+        serve_until(&mut serving, "the read and the discard", || {
+            read.is_finished() && giver.is_finished()
+        });
+        taker.join().unwrap();
+        for_all(&here);
+        assert_eq!(read.join(), word_of(5));
+        giver.join();
+        assert_eq!(*notices.lock().unwrap(), Vec::<String>::new());
+    }
+}
+
+/// Lets this thread use all processors again.
+fn for_all(processors: &[usize]) {
+    let mut set = rustix::thread::CpuSet::new();
+    for &cpu in processors {
+        set.set(cpu);
+    }
+    rustix::thread::sched_setaffinity(None, &set).unwrap();
+}
+
+/// It executes another program, or exits; until then, none of its accesses reads zeroes.
+#[test]
+fn a_forked_child_reads_no_zeroes() {
+    /// What the child exits with.
+    const ZEROES: i32 = 42;
+    if !has_userfaultfd() || !can_poison() {
+        return;
+    }
+    let memory = Memory::new(4);
+    let pager = Pager::new().unwrap();
+    let config = memory.config(Features::EVENT_FORK, pattern());
+    pager.add(config).unwrap();
+    let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    assert_eq!(
+        within_patience("a read", move || memory.read(1)),
+        word_of(1)
+    );
+    for (page, expected) in [(0, libc::SIGBUS), (1, 0), (3, libc::SIGBUS)] {
+        // Not libc's fork, which holds the allocator's lock that the reader in this process needs.
+        // SAFETY: the child makes only async-signal-safe calls and a memory access.
+        let child = unsafe { libc::syscall(libc::SYS_fork) };
+        let child = i32::try_from(child).unwrap();
+        if child == 0 {
+            // SAFETY: async-signal-safe.
+            unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
+            let is_zero = memory.read(page) == 0;
+            // SAFETY: async-signal-safe.
+            unsafe { libc::_exit(if is_zero { ZEROES } else { 0 }) };
+        }
+        let status = within_patience("the child", move || {
+            let mut status = 0;
+            // SAFETY: requires room for the status.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            status
+        });
+        let ended = match libc::WIFSIGNALED(status) {
+            true => libc::WTERMSIG(status),
+            false => libc::WEXITSTATUS(status),
+        };
+        assert_eq!(ended, expected, "page {page}");
+    }
+    // The parent's own pages are as before.
+    assert_eq!(
+        within_patience("a read", move || memory.read(3)),
+        word_of(3)
+    );
+}
