@@ -126,7 +126,7 @@ fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
         transaction.split(DATA_SLOT, 2 * PAGE);
         transaction.commit_with(Method::Quiesce).expect("it works")
     });
-    if commit.is_done_or_asleep() {
+    if commit.is_done_or_waits_for_vcpus() {
         println!("the kick ended the waiting");
     } else {
         println!("the commit waits for the page");

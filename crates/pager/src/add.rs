@@ -183,6 +183,9 @@ impl Pager {
         kept: Option<&MapFile>,
     ) -> Result<Served, AddError> {
         let is_same = |channel: &&Arc<Channel>| Arc::ptr_eq(&channel.uffd, uffd);
+        if self.others.of_space(uffd).is_some() {
+            return Err(AddError::SpaceAttached);
+        }
         let channel = match table.channels().iter().find(is_same) {
             Some(channel) => Arc::clone(channel),
             None => {

@@ -11,6 +11,7 @@ use crate::error::InstallFailure;
 use crate::install::{Body, Installed, Installer, Sleepers, wake};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served};
+use crate::spaces::wake_spaces;
 
 /// The result of an arrival.
 #[derive(Debug)]
@@ -86,6 +87,9 @@ pub(crate) fn arrive(
         };
         if is_left && !is_whole {
             wake_left(region, served, &lock, counters, run);
+        } else if is_left {
+            // The call that installs wakes the threads of one address space.
+            wake_spaces(region, counters, run);
         }
         drop(lock);
         // A lost page is not mapped.

@@ -70,14 +70,24 @@ pub(crate) struct Batch {
     pub(crate) is_full: bool,
 }
 
+/// What an address space is to the regions that have pages there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// The regions' own.
+    Region,
+    /// One that shares their memory ([`crate::spaces`]).
+    Space,
+    /// A copy that a fork has made, which nobody pages ([`crate::children`]).
+    Child,
+}
+
 /// A userfaultfd and the pages that it serves.
 #[derive(Debug)]
 pub(crate) struct Channel {
     pub(crate) uffd: Arc<Userfaultfd>,
     /// The channel's number at the poller.
     pub(crate) token: u64,
-    /// Whether it serves a forked child, which nobody pages.
-    pub(crate) is_child: bool,
+    pub(crate) role: Role,
     /// Whether it may report memory that is discarded, unmapped or moved.
     pub(crate) has_events: bool,
     /// Sorted by address, without overlap.
@@ -146,7 +156,7 @@ impl Channel {
         Self {
             uffd,
             token,
-            is_child: false,
+            role: Role::Region,
             has_events,
             spans: RwLock::default(),
             has_moved: AtomicBool::new(false),
@@ -161,8 +171,14 @@ impl Channel {
     /// The channel of a child that was forked when its parent had these spans.
     pub(crate) fn of_child(uffd: Arc<Userfaultfd>, token: u64, spans: Vec<Span>) -> Self {
         Self {
-            is_child: true,
             spans: RwLock::new(spans),
+            ..Self::with_role(uffd, token, Role::Child)
+        }
+    }
+
+    pub(crate) fn with_role(uffd: Arc<Userfaultfd>, token: u64, role: Role) -> Self {
+        Self {
+            role,
             ..Self::new(uffd, token)
         }
     }

@@ -4,42 +4,16 @@
 //! it is closed, they read as zeroes. So the pager keeps it, and answers each fault with poison.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use pagetide_memory::PageSize;
 use pagetide_uapi::userfaultfd::{InstallError, UserRange, Wake};
 
-use crate::channel::{Channel, Span};
+use crate::channel::{Channel, Role, Span};
 use crate::pager::Pager;
 
-/// The children's channels.
-#[derive(Debug, Default)]
-pub(crate) struct Children {
-    list: Mutex<Vec<Arc<Channel>>>,
-}
-
-impl Children {
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Channel>>> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn channel(&self, token: u64) -> Option<Arc<Channel>> {
-        let list = self.lock();
-        list.iter().find(|child| child.token == token).cloned()
-    }
-}
-
-impl Drop for Children {
-    fn drop(&mut self) {
-        // A child that lives on would read zeroes: its userfaultfd stays open until this process ends.
-        for child in self.lock().drain(..).filter(|child| !is_gone(child)) {
-            std::mem::forget(child);
-        }
-    }
-}
-
 /// Whether the process has exited, or executes another program.
-fn is_gone(child: &Channel) -> bool {
+pub(crate) fn is_gone(child: &Channel) -> bool {
     let Some(span) = child.first_span() else {
         return false;
     };
@@ -58,16 +32,13 @@ impl Pager {
         let uffd = Arc::new(parent.uffd.of_child(fd));
         let token = self.poller.next_token();
         let child = Arc::new(Channel::of_child(uffd, token, spans.to_vec()));
-        let mut children = self.children.lock();
-        children.retain(|other| {
-            let is_gone = is_gone(other);
-            if is_gone {
-                self.poller.remove(other);
-            }
-            !is_gone
-        });
-        children.push(Arc::clone(&child));
-        drop(children);
+        for gone in self
+            .others
+            .take_if(|other| other.role == Role::Child && is_gone(other))
+        {
+            self.poller.remove(&gone);
+        }
+        self.others.add(&child);
         if let Err(error) = self.poller.add(&child) {
             // It is open, so that the child's accesses sleep.
             tracing::error!(%error, "polling the userfaultfd of a forked child");

@@ -24,6 +24,17 @@ pub struct Exported {
     /// The current addresses of the region's pages in the other process, which may have moved or
     /// unmapped some.
     pub parts: Vec<ExportedPart>,
+    /// The further address spaces that were attached ([`Pager::attach`]).
+    pub spaces: Vec<ExportedSpace>,
+}
+
+/// An attached address space that is handed to another pager.
+#[derive(Debug)]
+pub struct ExportedSpace {
+    /// The userfaultfd that serves it, for [`Pager::attach`].
+    pub uffd: Arc<Userfaultfd>,
+    /// The current addresses of the region's pages in it.
+    pub parts: Vec<ExportedPart>,
 }
 
 /// Pages that are contiguous in the other process.
@@ -82,6 +93,7 @@ impl Pager {
         // Messages that were read are applied, which needs the region in the table; and no thread
         // consumes a message that the successor needs.
         served.channel.set_handed_over(true);
+        let spaces = self.export_spaces(region);
         self.cancel_all(region);
         self.set_table(table.without(id));
         let uffd = Arc::clone(&served.channel.uffd);
@@ -105,7 +117,12 @@ impl Pager {
                 pages: span.pages,
             });
         }
-        Ok(Exported { image, uffd, parts })
+        Ok(Exported {
+            image,
+            uffd,
+            parts,
+            spaces,
+        })
     }
 
     /// Ends all activity in a region, and poisons the missing pages.
@@ -120,6 +137,9 @@ impl Pager {
             self.poison_missing(region);
         }
         region.map.notify_all();
+        for space in region.spaces.all() {
+            self.close_space(region, &space);
+        }
         if region.memory.local().is_none() {
             // Unregistering a local region wakes its sleeping threads. Here their messages may be
             // unread, and no thread will read them for this region.

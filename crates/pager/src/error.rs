@@ -243,6 +243,9 @@ pub enum AddError {
         /// The other region.
         other: RegionId,
     },
+    /// The userfaultfd serves an address space that was attached to another region.
+    #[error("the userfaultfd serves an address space that is attached to another region")]
+    SpaceAttached,
     /// A setting means nothing for memory of this kind.
     #[error("{setting} means nothing for {memory}")]
     Misplaced {
@@ -341,6 +344,53 @@ pub enum PushError {
     /// The content could not be installed.
     #[error(transparent)]
     Install(#[from] InstallFailure),
+}
+
+/// Why an address space could not be attached or detached.
+#[derive(Debug, Error)]
+pub enum AttachError {
+    /// The pager does not have the region, or no longer.
+    #[error("region {region:?} is not in the pager")]
+    NoSuchRegion {
+        /// The region.
+        region: RegionId,
+    },
+    /// The region has no such address space, or no longer.
+    #[error("no such address space is attached to the region")]
+    NoSuchSpace,
+    /// The region's memory has no file that another process could have mapped, or is a private mapping of it.
+    #[error("region {region:?} is not memory that processes share: it needs a memfd")]
+    NotShared {
+        /// The region.
+        region: RegionId,
+    },
+    /// The range is not as long as the region.
+    #[error("an address range of {bytes} bytes for a region of {wanted}")]
+    OtherSize {
+        /// The range's length in bytes.
+        bytes: u64,
+        /// The region's.
+        wanted: u64,
+    },
+    /// A region was added with the userfaultfd.
+    #[error("the userfaultfd serves a region's own address space")]
+    InUse,
+    /// The address range overlaps another one of the same userfaultfd.
+    #[error("the address range at {start:#x} is attached already")]
+    HostOverlap {
+        /// The first shared address.
+        start: u64,
+    },
+    /// The userfaultfd cannot be used: its owner has not negotiated its API, or does not map the addresses.
+    #[error("the userfaultfd that was handed over does not serve the addresses")]
+    NotReady {
+        /// The kernel's error for a wake-up of the range.
+        #[source]
+        source: InstallError,
+    },
+    /// The pager could not poll the userfaultfd.
+    #[error("polling a userfaultfd")]
+    Poll(#[source] Errno),
 }
 
 /// Why a region could not be handed over.

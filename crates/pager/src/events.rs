@@ -9,11 +9,13 @@ use std::thread;
 use pagetide_memory::Removal;
 use pagetide_uapi::userfaultfd::{Event, EventBuffer, UserRange};
 
-use crate::channel::{Channel, Span};
+use crate::channel::{Channel, Role, Span};
+use crate::counters::Counters;
 use crate::fault::RegionId;
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::region::PagedRegion;
+use crate::spaces::wake_spaces;
 
 /// The number of messages per read for a thread that only looks for events.
 const EVENTS_AT_ONCE: usize = 16;
@@ -70,9 +72,6 @@ impl Pager {
     pub(crate) fn apply(&self, channel: &Channel, spans: &mut Vec<Span>, event: Event) {
         match event {
             Event::PageFault(_) => {}
-            // The page maps are not those of a child.
-            Event::Remove { .. } | Event::Unmap { .. } | Event::Remap { .. }
-                if channel.is_child => {}
             Event::Remove { start, end } => {
                 let parts: Vec<_> = spans
                     .iter()
@@ -138,6 +137,10 @@ impl Pager {
     /// Marks pages as Removed that were discarded or are not mapped any more: content that arrives for
     /// them is dropped, and an access reads zeroes.
     fn discarded(&self, channel: &Channel, part: &Span) {
+        // What others do with their mappings changes nothing of the region's content.
+        if channel.role != Role::Region {
+            return;
+        }
         let table = self.table();
         let Some(region) = table.region(part.region) else {
             return;
@@ -156,6 +159,7 @@ impl Pager {
             let bytes = end - start;
             // Fails if the range is not mapped any more; then no thread sleeps there.
             let _ = channel.uffd.wake(UserRange { start, bytes });
+            wake_spaces(region, &mut Counters::default(), part.pages);
         }
     }
 }

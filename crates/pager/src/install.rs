@@ -12,6 +12,7 @@ use crate::counters::Counters;
 use crate::error::InstallFailure;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Place, Served};
+use crate::spaces::{poison_in_spaces, wake_spaces};
 
 /// Content for claimed pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -428,7 +429,7 @@ impl<'a> Installer<'a> {
     }
 }
 
-/// Wakes the threads that sleep on pages.
+/// Wakes the threads that sleep on pages, in every address space.
 pub(crate) fn wake(
     region: &PagedRegion,
     served: &Served,
@@ -448,6 +449,7 @@ pub(crate) fn wake(
             break;
         }
     }
+    wake_spaces(region, counters, pages);
 }
 
 /// The result of marking pages as poisoned.
@@ -473,6 +475,10 @@ pub(crate) fn mark_poisoned(
     pages: PageRange,
 ) -> Mark {
     let mark = try_to_mark(region, served, lock, pages);
+    let mark = match poison_in_spaces(region, pages) {
+        true => mark,
+        false => Mark::Failed,
+    };
     if mark != Mark::Made {
         region.note_unmarked();
     }

@@ -73,6 +73,7 @@ mod fault;
 mod install;
 mod memory;
 mod notice;
+mod others;
 mod pace;
 mod pager;
 mod poison;
@@ -86,6 +87,7 @@ mod serving;
 mod set_aside;
 mod settled;
 mod source;
+mod spaces;
 mod table;
 mod tracker;
 #[cfg(feature = "vm-memory")]
@@ -94,14 +96,14 @@ mod walk;
 
 pub use adopt::{AddMemoryError, MappedMemory, add_mapped_memory};
 pub use blocking::{BlockingSource, Pool, PoolConfig, ReadAt};
-pub use close::{Exported, ExportedPart};
+pub use close::{Exported, ExportedPart, ExportedSpace};
 pub use config::{
     Contents, Holes, InFlightLimits, Observer, RegionConfig, RetryPolicy, UffdLayout,
 };
 pub use counters::Counters;
 pub use dispatch::SourceStatus;
 pub use error::{
-    AddError, DiscardError, ExportError, InstallFailure, PrefetchError, PushError,
+    AddError, AttachError, DiscardError, ExportError, InstallFailure, PrefetchError, PushError,
     RegionChangeError, ResolveError, ServeError,
 };
 pub use fault::{Delivery, Fault, RegionId, Resolution};
@@ -116,5 +118,6 @@ pub use requests::RequestId;
 pub use resolver::Resolver;
 pub use serving::{ReaderConfig, Readers, Serving};
 pub use source::{Content, Filled, LocalSource, PatternSource, Request, Room, Source, SourceError};
+pub use spaces::AddressSpaceId;
 #[cfg(feature = "vm-memory")]
 pub use vm_memory::add_guest_memory;

@@ -86,6 +86,9 @@ pub(crate) trait Memory: fmt::Debug + Send + Sync {
     /// Whether a page of zeroes may be the shared zero page, which a write replaces by another page.
     fn may_share_zero_page(&self) -> bool;
 
+    /// Whether other processes may have mapped the same memory, shared.
+    fn is_shared(&self) -> bool;
+
     /// Returns the memory of pages to the host.
     fn discard(&self, pages: PageRange) -> Result<(), DiscardError>;
 

@@ -14,11 +14,11 @@ use pagetide_memory::{
 
 use crate::activity::Activity;
 use crate::again::Again;
-use crate::children::Children;
 use crate::counters::Counters;
 use crate::error::{InstallFailure, PushError, ServeError, message_of};
 use crate::fault::RegionId;
 use crate::notice::Notice;
+use crate::others::Others;
 use crate::poller::Poller;
 use crate::region::{EventCount, PagedRegion};
 use crate::resolver::Resolver;
@@ -53,7 +53,7 @@ pub struct Pager {
     /// Held by a thread that changes the table.
     edit: Mutex<()>,
     pub(crate) poller: Poller,
-    pub(crate) children: Children,
+    pub(crate) others: Others,
     pub(crate) activity: Activity,
     pub(crate) changes: Arc<EventCount>,
     stopped: AtomicBool,
@@ -79,7 +79,7 @@ impl Pager {
             tables: Snapshots::default(),
             edit: Mutex::new(()),
             poller,
-            children: Children::default(),
+            others: Others::default(),
             activity: Activity::default(),
             changes: Arc::default(),
             stopped: AtomicBool::new(false),

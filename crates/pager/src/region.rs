@@ -17,6 +17,7 @@ use crate::memory::Memory;
 use crate::populate::Mapper;
 use crate::requests::Requests;
 use crate::source::{LocalSource, Source};
+use crate::spaces::Spaces;
 
 /// The origin of a region's content, in the engine's form.
 pub(crate) enum Supply {
@@ -142,6 +143,8 @@ pub(crate) struct PagedRegion {
     /// userfaultfds.
     registered: AtomicUsize,
     closed: AtomicBool,
+    /// The address spaces of other processes that share the memory.
+    pub(crate) spaces: Spaces,
 }
 
 /// The parameters of a region.
@@ -193,6 +196,7 @@ impl PagedRegion {
             unmarked: AtomicBool::new(false),
             registered: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
+            spaces: Spaces::default(),
         }
     }
 

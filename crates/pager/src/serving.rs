@@ -13,16 +13,18 @@ use pagetide_uapi::userfaultfd::{EventBuffer, PageFault, ReadError, UserRange, W
 use rustix::event::epoll::Event;
 use rustix::io::Errno;
 
-use crate::channel::Channel;
+use crate::again::Again;
+use crate::channel::{Channel, Role};
 use crate::children::poison_in_child;
 use crate::counters::Counters;
 use crate::error::{InstallFailure, ResolveError, ServeError, message_of};
-use crate::fault::RegionId;
+use crate::fault::{Delivery, Fault, RegionId, Resolution};
 use crate::install::wake;
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::poller::{DEFERRED, INTERRUPT, TIMER, other};
 use crate::resolver::Resolver;
+use crate::spaces::{InSpace, map_in_space};
 
 /// The maximal number of descriptors that one wait reports.
 const READY_AT_ONCE: usize = 64;
@@ -189,12 +191,13 @@ impl Serving {
                         .iter()
                         .filter(|channel| channel.has_deferred());
                     ready.extend(kept.cloned());
+                    ready.extend(pager.others.deferred());
                 }
                 token => match other(token) {
                     Some(number) => others.push(number),
                     None => {
                         let channel = table.channel(token).cloned();
-                        ready.extend(channel.or_else(|| pager.children.channel(token)));
+                        ready.extend(channel.or_else(|| pager.others.channel(token)));
                     }
                 },
             }
@@ -250,7 +253,7 @@ impl Serving {
     }
 
     fn resolve(&mut self, pager: &Pager, channel: &Channel, message: &PageFault) {
-        if channel.is_child {
+        if channel.role == Role::Child {
             return poison_in_child(channel, message.address);
         }
         // If the page was unmapped or moved since, the faulting thread has left, or faults again.
@@ -265,7 +268,13 @@ impl Serving {
         } else {
             Access::Read
         };
-        match self.resolver.resolve_message(region, page, access) {
+        let resolved = match channel.role {
+            Role::Space => {
+                self.resolve_in_space(pager, channel, message.address, region, page, access)
+            }
+            Role::Region | Role::Child => self.resolver.resolve_message(region, page, access),
+        };
+        match resolved {
             // A region that is being removed wakes its sleeping threads itself.
             Ok(_) | Err(ResolveError::Removed { .. } | ResolveError::Outside { .. }) => {}
             // No failure: it is its turn again after the other faults.
@@ -287,6 +296,48 @@ impl Serving {
                 }
                 pager.notify(Notice::Unresolved(Arc::new(error)));
             }
+        }
+    }
+}
+
+impl Serving {
+    /// Resolves a fault of an address space that shares a region's memory: first in the region, and then there.
+    fn resolve_in_space(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        address: u64,
+        id: RegionId,
+        page: PageIndex,
+        access: Access,
+    ) -> Result<Resolution, ResolveError> {
+        let mut again = Again::for_a_turn();
+        loop {
+            let table = pager.table();
+            let found = table.region(id).filter(|region| !region.is_closed());
+            let Some(region) = found else {
+                return Ok(Resolution::Unmapped);
+            };
+            match map_in_space(pager, region, channel, address, page) {
+                InSpace::Done => return Ok(Resolution::AlreadyPresent),
+                InSpace::Missing => match self.resolver.resolve_message(id, page, access)? {
+                    // The installer wakes the threads of all address spaces.
+                    Resolution::LeftToInstaller => return Ok(Resolution::LeftToInstaller),
+                    _ => continue,
+                },
+                InSpace::Later => {}
+            }
+            again.pause().map_err(|source| ResolveError::Install {
+                fault: Fault {
+                    region: id,
+                    page,
+                    gpa: region.gpa_of(page),
+                    access,
+                    vcpu: None,
+                    delivery: Delivery::Uffd,
+                },
+                source,
+            })?;
         }
     }
 }

@@ -252,15 +252,17 @@ impl<T: Send + 'static> Limited<T> {
         }
     }
 
-    /// Waits until it is asleep, or has finished. Whether it has.
-    pub(crate) fn is_done_or_asleep(&self) -> bool {
-        eventually(self.what, || {
-            let state = self.task.state().map(|(state, _)| state);
-            match state {
-                _ if self.thread.is_finished() => Ok(true),
-                Some('S' | 'D') => Ok(false),
-                other => Err(other),
-            }
+    /// Waits until it has finished, or has slept again and again as a committer does that waits for a vCPU and
+    /// kicks it between its sleeps (`Gate::close`). A thread that sleeps once may wait for anything. Whether it
+    /// has finished.
+    pub(crate) fn is_done_or_waits_for_vcpus(&self) -> bool {
+        const SLEEPS: u64 = 6;
+        let sleeps = || self.task.state().map(|(_, sleeps)| sleeps);
+        let first = sleeps();
+        eventually(self.what, || match sleeps() {
+            _ if self.thread.is_finished() => Ok(true),
+            now if now >= first.map(|first| first + SLEEPS) => Ok(false),
+            now => Err((first, now)),
         })
     }
 

@@ -107,6 +107,10 @@ impl Memory for Foreign {
         true
     }
 
+    fn is_shared(&self) -> bool {
+        false
+    }
+
     fn discard(&self, pages: PageRange) -> Result<(), DiscardError> {
         let discarded = self.advise(pages, Advice::LinuxDontNeed);
         discarded
@@ -190,6 +194,10 @@ impl Memory for ForeignFile {
         false
     }
 
+    fn is_shared(&self) -> bool {
+        true
+    }
+
     fn discard(&self, pages: PageRange) -> Result<(), DiscardError> {
         let span = span(self.memory.shape.page_size, pages);
         let punched = self.file.punch(span.start, span.bytes);
@@ -250,6 +258,10 @@ impl Memory for ForeignClone {
 
     fn may_share_zero_page(&self) -> bool {
         true
+    }
+
+    fn is_shared(&self) -> bool {
+        false
     }
 
     fn discard(&self, pages: PageRange) -> Result<(), DiscardError> {

@@ -74,6 +74,10 @@ impl Memory for Local {
         self.region.backing() == Backing::Anonymous
     }
 
+    fn is_shared(&self) -> bool {
+        self.region.backing().has_file()
+    }
+
     fn discard(&self, pages: PageRange) -> Result<(), DiscardError> {
         self.region.punch(pages).map_err(DiscardError::Punch)
     }

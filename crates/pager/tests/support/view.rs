@@ -19,6 +19,16 @@ pub fn memfd(bytes: u64) -> OwnedFd {
     file
 }
 
+fn word_at(address: usize) -> u64 {
+    // SAFETY: all mappings of this module stay for the life of the process.
+    unsafe { std::ptr::with_exposed_provenance::<u64>(address).read_volatile() }
+}
+
+// SAFETY: an address and a length; all access is volatile and by one word.
+unsafe impl Send for View {}
+// SAFETY: as above.
+unsafe impl Sync for View {}
+
 /// A shared mapping of a file. It stays for the life of the test program: a thread may sleep in it.
 pub struct View {
     start: *mut u8,
@@ -78,8 +88,13 @@ impl View {
 
     /// Registers it with a new userfaultfd.
     pub fn register(&self, mode: Mode) -> Arc<Userfaultfd> {
+        self.register_with(mode, Features::NONE)
+    }
+
+    /// The same, with `events`.
+    pub fn register_with(&self, mode: Mode, events: Features) -> Arc<Userfaultfd> {
         let wanted = Features::MISSING_SHMEM | Features::MINOR_SHMEM | Features::POISON;
-        let uffd = Userfaultfd::open(wanted).unwrap();
+        let uffd = Userfaultfd::open(wanted | events).unwrap();
         // SAFETY: the mapping is never removed, and no code relies on its zeroes.
         unsafe { uffd.register(UserRange::from(self.range()), mode) }.unwrap();
         Arc::new(uffd)
@@ -93,10 +108,38 @@ impl View {
     /// Reads the first word of a page, on a thread of its own, which may fault.
     pub fn read(&self, page: u64) -> u64 {
         let at = self.at(page);
-        within_patience("a read", move || {
-            // SAFETY: mapped for the life of the process.
-            unsafe { std::ptr::with_exposed_provenance::<u64>(at).read_volatile() }
+        within_patience("a read", move || word_at(at))
+    }
+
+    /// The second word of a page.
+    pub fn read_second(&self, page: u64) -> u64 {
+        let at = self.at(page) + 8;
+        within_patience("a read", move || word_at(at))
+    }
+
+    /// The first word of a page, read on this thread.
+    pub fn read_here(&self, page: u64) -> u64 {
+        word_at(self.at(page))
+    }
+
+    /// Has the kernel read a page as an access would, which may fault.
+    pub fn populate(&self, page: u64) -> rustix::io::Result<()> {
+        let (at, bytes) = (self.at(page), usize::try_from(PAGE).unwrap());
+        within_patience("a read by the kernel", move || {
+            let at = std::ptr::with_exposed_provenance_mut(at);
+            // SAFETY: changes no content.
+            unsafe { madvise(at, bytes, Advice::LinuxPopulateRead) }
         })
+    }
+
+    /// Gives `count` pages up by madvise, on a thread of its own: with events, it waits until they were read.
+    pub fn drop_pages(&self, first: u64, count: u64, advice: Advice) {
+        let (at, bytes) = (self.at(first), usize::try_from(count * PAGE).unwrap());
+        within_patience("madvise", move || {
+            let at = std::ptr::with_exposed_provenance_mut(at);
+            // SAFETY: the test's own memory, whose content it drops on purpose.
+            unsafe { madvise(at, bytes, advice) }.unwrap();
+        });
     }
 
     /// Writes the first word of a page in the same way.

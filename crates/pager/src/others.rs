@@ -1,0 +1,71 @@
+//! The userfaultfds of address spaces that are not regions' own: of processes that share a region's memory, and of
+//! forked children.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pagetide_uapi::userfaultfd::Userfaultfd;
+
+use crate::channel::{Channel, Role};
+use crate::children::is_gone;
+
+/// Their channels.
+#[derive(Debug, Default)]
+pub(crate) struct Others {
+    list: Mutex<Vec<Arc<Channel>>>,
+}
+
+impl Others {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Channel>>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn channel(&self, token: u64) -> Option<Arc<Channel>> {
+        let list = self.lock();
+        list.iter().find(|other| other.token == token).cloned()
+    }
+
+    /// Those with stored faults.
+    pub(crate) fn deferred(&self) -> Vec<Arc<Channel>> {
+        let list = self.lock();
+        let deferred = list.iter().filter(|other| other.has_deferred());
+        deferred.cloned().collect()
+    }
+
+    /// The channel of an address space that is attached already.
+    pub(crate) fn of_space(&self, uffd: &Arc<Userfaultfd>) -> Option<Arc<Channel>> {
+        let list = self.lock();
+        let is_it =
+            |other: &&Arc<Channel>| other.role == Role::Space && Arc::ptr_eq(&other.uffd, uffd);
+        list.iter().find(is_it).cloned()
+    }
+
+    /// Adds a channel; does nothing if it is already there.
+    pub(crate) fn add(&self, channel: &Arc<Channel>) {
+        let mut list = self.lock();
+        if list.iter().all(|other| other.token != channel.token) {
+            list.push(Arc::clone(channel));
+        }
+    }
+
+    pub(crate) fn remove(&self, channel: &Channel) {
+        let _ = self.take_if(|other| other.token == channel.token);
+    }
+
+    /// Takes channels out.
+    pub(crate) fn take_if(&self, is_it: impl Fn(&Channel) -> bool) -> Vec<Arc<Channel>> {
+        let mut list = self.lock();
+        let (taken, left) = list.drain(..).partition(|other| is_it(other));
+        *list = left;
+        taken
+    }
+}
+
+impl Drop for Others {
+    fn drop(&mut self) {
+        // A child that lives on would read zeroes: its userfaultfd stays open until this process ends.
+        let is_child = |other: &Channel| other.role == Role::Child && !is_gone(other);
+        for child in self.take_if(is_child) {
+            std::mem::forget(child);
+        }
+    }
+}

@@ -1,0 +1,399 @@
+//! Further address spaces that share a region's memory: of vhost-user back ends, beside the VMM.
+//!
+//! A region has one page map and one content, in one file. Its own address space is the one that it was added
+//! with; content is installed there, which puts it into the file. A thread of another address space that faults
+//! on a missing page waits like any other; once the page is settled, its own address space maps what the file
+//! has. So whoever wakes threads wakes them in every address space.
+//!
+//! Events of such an address space change its own addresses only: a back end that drops or moves its mapping
+//! discards nothing of the VM's.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+
+use pagetide_memory::{HostRange, PageIndex, PageRange, PageState};
+use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
+
+use crate::again::Again;
+use crate::channel::{Channel, Role, Span};
+use crate::close::{ExportedPart, ExportedSpace};
+use crate::counters::Counters;
+use crate::error::AttachError;
+use crate::fault::RegionId;
+use crate::pager::Pager;
+use crate::region::{PagedRegion, Place};
+
+/// The number of an address space that was attached to a region; unique in the region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct AddressSpaceId(u64);
+
+/// One more address space of a region.
+#[derive(Debug)]
+pub(crate) struct AddressSpace {
+    id: AddressSpaceId,
+    pub(crate) channel: Arc<Channel>,
+    /// The addresses at which it was attached.
+    range: HostRange,
+}
+
+/// A region's further address spaces.
+#[derive(Debug, Default)]
+pub(crate) struct Spaces {
+    list: RwLock<Vec<Arc<AddressSpace>>>,
+    /// Whether there has been one: most regions have none, and look no further.
+    any: AtomicBool,
+    next: AtomicU64,
+}
+
+impl Spaces {
+    fn read(&self) -> RwLockReadGuard<'_, Vec<Arc<AddressSpace>>> {
+        self.list.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The address spaces at this moment.
+    #[inline]
+    pub(crate) fn all(&self) -> Vec<Arc<AddressSpace>> {
+        if !self.any.load(Ordering::Acquire) {
+            return Vec::new();
+        }
+        self.read().clone()
+    }
+
+    fn add(&self, space: Arc<AddressSpace>) {
+        let list = self.list.write();
+        list.unwrap_or_else(PoisonError::into_inner).push(space);
+        self.any.store(true, Ordering::Release);
+    }
+
+    fn take(&self, id: AddressSpaceId) -> Option<Arc<AddressSpace>> {
+        let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
+        let at = list.iter().position(|space| space.id == id)?;
+        Some(list.remove(at))
+    }
+
+    /// Takes the address spaces of a process that has gone.
+    fn take_of(&self, channel: &Channel) {
+        let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
+        list.retain(|space| space.channel.token != channel.token);
+    }
+}
+
+impl AddressSpace {
+    fn home(&self) -> std::ops::Range<u64> {
+        let start = self.range.start().as_u64();
+        start..start + self.range.bytes() as u64
+    }
+
+    /// Where pages of `region` are in it now.
+    fn parts(&self, region: &PagedRegion, pages: PageRange) -> Vec<UserRange> {
+        let spans = self.channel.spans_of(region.id, &self.home());
+        let parts = spans.into_iter().filter_map(|span| {
+            let part = span.pages.intersection(pages);
+            let skip = part.first().0.checked_sub(span.pages.first().0)?;
+            let range = UserRange {
+                start: span.start + (skip << span.shift),
+                bytes: part.count() << span.shift,
+            };
+            (!part.is_empty()).then_some(range)
+        });
+        parts.collect()
+    }
+}
+
+impl Pager {
+    /// Attaches a further address space to a region with a file: `range` is where another process has mapped the
+    /// same part of the same file, as long as the region, shared, and registered with `uffd` in the region's
+    /// mode (MINOR also for MISSING). Its threads get the region's content, and see what the VM writes.
+    ///
+    /// Several regions may share the userfaultfd, which no region may have been added with: pass clones of the
+    /// same `Arc`. The region's own process decides about discards; events of this one change its own addresses.
+    /// When the process has gone, its address spaces are detached.
+    ///
+    /// # Errors
+    /// [`AttachError`]; nothing has changed then.
+    pub fn attach(
+        &self,
+        id: RegionId,
+        uffd: &Arc<Userfaultfd>,
+        range: HostRange,
+    ) -> Result<AddressSpaceId, AttachError> {
+        let _edit = self.lock_edit();
+        let table = self.table();
+        let found = table.region(id).filter(|region| !region.is_closed());
+        let region = found.ok_or(AttachError::NoSuchRegion { region: id })?;
+        if !region.memory.is_shared() {
+            return Err(AttachError::NotShared { region: id });
+        }
+        let (bytes, wanted) = (range.bytes() as u64, region.bytes_of(region.all_pages()));
+        if bytes != wanted {
+            return Err(AttachError::OtherSize { bytes, wanted });
+        }
+        let mut used = table.channels().iter();
+        if used.any(|channel| Arc::ptr_eq(&channel.uffd, uffd)) {
+            return Err(AttachError::InUse);
+        }
+        // If this wake-up fails, other ioctls would fail as well.
+        let woken = uffd.wake(range.into());
+        woken.map_err(|source| AttachError::NotReady { source })?;
+        let channel = self.others.of_space(uffd).unwrap_or_else(|| {
+            let token = self.poller.next_token();
+            Arc::new(Channel::with_role(Arc::clone(uffd), token, Role::Space))
+        });
+        let span = Span {
+            start: range.start().as_u64(),
+            region: id,
+            pages: region.all_pages(),
+            shift: region.page_shift(),
+        };
+        let overlap = |start| AttachError::HostOverlap { start };
+        channel.add(span, || {}).map_err(overlap)?;
+        let space = Arc::new(AddressSpace {
+            id: AddressSpaceId(region.spaces.next.fetch_add(1, Ordering::Relaxed)),
+            channel: Arc::clone(&channel),
+            range,
+        });
+        region.spaces.add(Arc::clone(&space));
+        self.others.add(&channel);
+        if let Err(errno) = self.poller.add(&channel) {
+            self.forget_space(region, &space);
+            return Err(AttachError::Poll(errno));
+        }
+        // Lost memory reads as lost there, too. (A page that is lost meanwhile finds the address space.)
+        for page in region.all_pages().iter() {
+            if region.map.state(page) == Some(PageState::Poisoned) {
+                poison_in(region, &space, PageRange::single(page));
+            }
+        }
+        // A fault that was read before may have found no region.
+        let _ = uffd.wake(range.into());
+        Ok(space.id)
+    }
+
+    /// Detaches an address space. Its missing pages are poisoned there, and its registration ends, so that its
+    /// process needs no pager any more.
+    ///
+    /// # Errors
+    /// [`AttachError::NoSuchRegion`], [`AttachError::NoSuchSpace`].
+    pub fn detach(&self, id: RegionId, space: AddressSpaceId) -> Result<(), AttachError> {
+        let _edit = self.lock_edit();
+        let table = self.table();
+        let region = table.region(id);
+        let region = region.ok_or(AttachError::NoSuchRegion { region: id })?;
+        let taken = region.spaces.take(space);
+        let taken = taken.ok_or(AttachError::NoSuchSpace)?;
+        self.close_space(region, &taken);
+        Ok(())
+    }
+
+    /// Ends the paging of an address space.
+    pub(crate) fn close_space(&self, region: &PagedRegion, space: &AddressSpace) {
+        let mut is_safe = true;
+        let mut rest = region.all_pages();
+        while let Some((page, _)) = region.map.next_unsettled(rest) {
+            let behind = PageRange::new(page, rest.end().0 - page.0);
+            let mut missing = behind.iter();
+            let is_there =
+                |page: &PageIndex| region.map.state(*page).is_none_or(PageState::is_settled);
+            let end = missing.find(is_there).unwrap_or(behind.end());
+            let run = PageRange::new(page, end.0 - page.0);
+            is_safe &= poison_in(region, space, run);
+            rest = PageRange::new(end, rest.end().0 - end.0);
+            if rest.is_empty() {
+                break;
+            }
+        }
+        for range in space.parts(region, region.all_pages()) {
+            let _ = space.channel.uffd.wake(range);
+            if is_safe {
+                // Fails if the process has gone, or has unmapped a part, which then faults no more.
+                let _ = space.channel.uffd.unregister(range);
+            }
+        }
+        if !is_safe {
+            // While the userfaultfd is open, a thread that touches a missing page sleeps and reads no zeroes.
+            std::mem::forget(Arc::clone(&space.channel));
+        }
+        self.read_events(&space.channel);
+        self.forget_space(region, space);
+    }
+
+    /// Hands the address spaces of a region over to a successor.
+    pub(crate) fn export_spaces(&self, region: &PagedRegion) -> Vec<ExportedSpace> {
+        let spaces = region.spaces.all().into_iter().map(|space| {
+            // No thread consumes a message that the successor needs.
+            space.channel.set_handed_over(true);
+            let spans = space.channel.spans_of(region.id, &space.home());
+            self.forget_space(region, &space);
+            let parts = spans.into_iter().map(|span| ExportedPart {
+                start: span.start,
+                pages: span.pages,
+            });
+            let exported = ExportedSpace {
+                uffd: Arc::clone(&space.channel.uffd),
+                parts: parts.collect(),
+            };
+            for part in &exported.parts {
+                // Fails if the range is not mapped any more.
+                let _ = exported.uffd.wake(UserRange {
+                    start: part.start,
+                    bytes: region.bytes_of(part.pages),
+                });
+            }
+            exported
+        });
+        spaces.collect()
+    }
+
+    fn forget_space(&self, region: &PagedRegion, space: &AddressSpace) {
+        region.spaces.take(space.id);
+        if !space.channel.remove(region.id, &space.home()) {
+            self.poller.remove(&space.channel);
+            self.others.remove(&space.channel);
+        }
+    }
+
+    /// Forgets the address spaces of a process that has gone.
+    fn space_gone(&self, channel: &Channel) {
+        for region in self.table().iter() {
+            region.spaces.take_of(channel);
+        }
+        self.poller.remove(channel);
+        self.others.remove(channel);
+    }
+}
+
+/// Wakes the threads of a region's further address spaces that sleep on pages.
+#[inline]
+pub(crate) fn wake_spaces(region: &PagedRegion, counters: &mut Counters, pages: PageRange) {
+    if region.spaces.any.load(Ordering::Acquire) {
+        wake_all_spaces(region, counters, pages);
+    }
+}
+
+#[cold]
+fn wake_all_spaces(region: &PagedRegion, counters: &mut Counters, pages: PageRange) {
+    for space in region.spaces.all() {
+        for range in space.parts(region, pages) {
+            counters.wakes += 1;
+            // Fails if the range is not mapped any more, where no thread sleeps.
+            let _ = space.channel.uffd.wake(range);
+        }
+    }
+}
+
+/// Marks lost pages in a region's further address spaces.
+pub(crate) fn poison_in_spaces(region: &PagedRegion, pages: PageRange) -> bool {
+    let mut all_marked = true;
+    for space in region.spaces.all() {
+        all_marked &= poison_in(region, &space, pages);
+    }
+    all_marked
+}
+
+/// Marks lost pages in an address space, as far as they are not mapped there. Returns whether none of them reads as
+/// zeroes.
+fn poison_in(region: &PagedRegion, space: &AddressSpace, pages: PageRange) -> bool {
+    let page_bytes = 1_u64 << region.page_shift();
+    for mut range in space.parts(region, pages) {
+        let mut again = Again::with_patience();
+        while range.bytes > 0 {
+            let done = match space.channel.uffd.poison_pages(range, Wake::Wake) {
+                Ok(()) => range.bytes,
+                Err(InstallError::Exists { installed_bytes }) => {
+                    let there = UserRange {
+                        start: range.start + installed_bytes,
+                        bytes: page_bytes,
+                    };
+                    let _ = space.channel.uffd.wake(there);
+                    installed_bytes + page_bytes
+                }
+                Err(InstallError::Again { installed_bytes: 0 }) => match again.pause() {
+                    Ok(()) => 0,
+                    Err(_) => return false,
+                },
+                Err(InstallError::Again { installed_bytes }) => {
+                    again.progress();
+                    installed_bytes
+                }
+                // Not mapped, or gone: no thread can read zeroes there.
+                Err(InstallError::NoMapping | InstallError::Gone) => range.bytes,
+                Err(error) => {
+                    tracing::error!(%error, %range, "UFFDIO_POISON in an attached address space");
+                    return false;
+                }
+            };
+            range.start += done;
+            range.bytes -= done.min(range.bytes);
+        }
+    }
+    true
+}
+
+/// The end of an attempt to resolve a fault of a further address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum InSpace {
+    /// The thread was woken, or has gone.
+    Done,
+    /// The page is missing: it is to be resolved in the region.
+    Missing,
+    /// The process changes its address space: the fault comes again.
+    Later,
+}
+
+/// Maps a settled page where a thread of a further address space waits for it, and wakes the thread.
+pub(crate) fn map_in_space(
+    pager: &Pager,
+    region: &PagedRegion,
+    channel: &Channel,
+    address: u64,
+    page: PageIndex,
+) -> InSpace {
+    let bytes = 1_u64 << region.page_shift();
+    let place = Place {
+        uffd: &channel.uffd,
+        range: UserRange {
+            start: address & !(bytes - 1),
+            bytes,
+        },
+        pages: PageRange::single(page),
+    };
+    let state = region.map.state(page).unwrap_or(PageState::Removed);
+    let mapped = match (state, region.mode) {
+        (PageState::Absent | PageState::Requested(_) | PageState::Installing, _) => {
+            return InSpace::Missing;
+        }
+        (PageState::Poisoned, _) => place.uffd.poison_pages(place.range, Wake::Wake),
+        (PageState::Removed, _) => region.memory.zero(&place, Wake::Wake),
+        (PageState::Present | PageState::Zero, Mode::Minor) => {
+            place.uffd.continue_pages(place.range, Wake::Wake)
+        }
+        // What the file has does not fault here.
+        (PageState::Present | PageState::Zero, Mode::Missing) => {
+            Err(InstallError::Exists { installed_bytes: 0 })
+        }
+    };
+    match mapped {
+        Ok(()) => InSpace::Done,
+        Err(InstallError::Again { .. }) => {
+            pager.read_events(channel);
+            InSpace::Later
+        }
+        Err(InstallError::NoContent) => {
+            // Other code than the pager has discarded it.
+            let _ = region.map.remove(page);
+            InSpace::Later
+        }
+        Err(InstallError::Gone) => {
+            pager.space_gone(channel);
+            InSpace::Done
+        }
+        Err(InstallError::Exists { .. } | InstallError::NoMapping) => {
+            let _ = channel.uffd.wake(place.range);
+            InSpace::Done
+        }
+        Err(error) => {
+            tracing::error!(%error, %page, "mapping a page in an attached address space");
+            InSpace::Later
+        }
+    }
+}
