@@ -160,6 +160,13 @@ impl PageMap {
             .map(|(page, _)| page)
     }
 
+    /// The first of `pages` that a thread is installing. The result may be out of date on return.
+    pub fn next_installing(&self, pages: PageRange) -> Option<PageIndex> {
+        self.cells(pages)
+            .find(|(_, cell)| cell.load(Ordering::Relaxed) & INSTALLING != 0)
+            .map(|(page, _)| page)
+    }
+
     /// Claims `page`, whose content is available, if it is Absent or Requested, together with the
     /// Absent pages of `window` that form a run with it.
     #[inline]

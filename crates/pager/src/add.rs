@@ -189,7 +189,11 @@ impl Pager {
         let channel = match table.channels().iter().find(is_same) {
             Some(channel) => Arc::clone(channel),
             None => {
-                let in_file = |kept: &MapFile| EventBuffer::in_file(kept.file.as_fd(), 0);
+                // SAFETY: in_file requires that nothing else uses the bytes. The file's owner has promised
+                // that they are this userfaultfd's alone (RegionConfig::kept_in), and there is one channel
+                // for a userfaultfd.
+                let in_file =
+                    |kept: &MapFile| unsafe { EventBuffer::in_file(kept.file.as_fd(), 0) };
                 let journal = kept.map(in_file).transpose().map_err(AddError::Journal)?;
                 let (uffd, token) = (Arc::clone(uffd), self.poller.next_token());
                 Arc::new(Channel::with_journal(uffd, token, journal))

@@ -1,7 +1,5 @@
 //! Content that has arrived: claimed, installed and settled, as far as its pages are still missing.
 
-use std::collections::BTreeSet;
-
 use pagetide_memory::{PageIndex, PageRange, PageState, Removal};
 
 use crate::again::Again;
@@ -136,15 +134,7 @@ pub(crate) fn wake_left(
     counters: &mut Counters,
     run: PageRange,
 ) {
-    let asleep: Vec<_> = region.requesting().map_or_else(Vec::new, |requesting| {
-        let state = requesting.lock();
-        let in_run = |pages: &BTreeSet<PageIndex>| {
-            let pages = pages.range(run.first()..run.end());
-            pages.copied().collect::<BTreeSet<_>>()
-        };
-        let asleep = &in_run(&state.asleep) | &in_run(&state.asleep_for_good);
-        asleep.into_iter().collect()
-    });
+    let asleep = region.asleep().in_run(run);
     let mut rest = run;
     for page in asleep {
         let (before, from) = rest.split_at(page.0 - rest.first().0);

@@ -7,7 +7,7 @@ use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 
 use crate::again::Again;
 use crate::counters::Counters;
-use crate::error::{ExportError, RegionChangeError};
+use crate::error::{ExportError, RegionChangeError, WAIT_SLICE};
 use crate::fault::RegionId;
 use crate::install::{Mark, mark_poisoned, wake};
 use crate::pager::Pager;
@@ -226,8 +226,13 @@ impl Pager {
 
     /// Waits for installations in progress, which take a few system calls.
     fn settle_installing(&self, region: &PagedRegion) {
-        while region.map.counts().installing > 0 {
-            std::thread::yield_now();
+        let mut rest = region.all_pages();
+        // An installation that begins behind the place of this walk sees that the region is closed.
+        while let Some(page) = region.map.next_installing(rest) {
+            while region.map.state(page) == Some(PageState::Installing) {
+                region.map.wait(page, WAIT_SLICE);
+            }
+            rest = PageRange::new(page, rest.end().0 - page.0);
         }
     }
 

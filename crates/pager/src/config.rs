@@ -178,6 +178,13 @@ pub trait Observer: Send + Sync {
     /// A thread has touched a missing page. Called on the thread that resolves the fault, before the
     /// page is installed; must not block. The same page may be reported more than once.
     fn touched(&self, fault: &Fault);
+
+    /// A thread writes to a page that is protected against writing: the protection ends after this call, and the
+    /// thread goes on. For a VMM that tracks writes by `UFFDIO_WRITEPROTECT` on the userfaultfd of a foreign region.
+    /// Called on the thread that serves the pager's descriptor; must not block.
+    fn written(&self, fault: &Fault) {
+        let _ = fault;
+    }
 }
 
 /// The observer of a region.
@@ -396,10 +403,15 @@ impl RegionConfig {
     ///
     /// A successor adds its regions with the same file, and calls [`crate::Pager::recover`].
     ///
+    /// # Safety
+    ///
+    /// As long as a region of this userfaultfd is in the pager, nothing else uses the first 4096 bytes of the file: no
+    /// region of another userfaultfd, no other pager that still serves, and no other code.
+    ///
     /// [`EventBuffer::in_file`]: pagetide_uapi::userfaultfd::EventBuffer::in_file
     /// [`PageMap::in_file`]: pagetide_memory::PageMap::in_file
     #[must_use]
-    pub fn kept_in(mut self, file: Arc<OwnedFd>, map_offset: u64) -> Self {
+    pub unsafe fn kept_in(mut self, file: Arc<OwnedFd>, map_offset: u64) -> Self {
         self.map_file = Some(MapFile { file, map_offset });
         if matches!(self.memory, Described::Local { .. }) {
             self.misplace("a file for a successor", LOCAL);

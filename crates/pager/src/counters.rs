@@ -35,6 +35,8 @@ counters! {
     faults,
     /// Faults delivered by a userfaultfd.
     messages,
+    /// Writes to pages that the owner has protected against writing.
+    protected_writes,
     /// Calls that installed pages.
     installs,
     /// Pages installed.

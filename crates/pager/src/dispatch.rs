@@ -3,7 +3,6 @@
 //! [`crate::requests`] decides, and this module acts. While it holds the lock of a region's requests,
 //! it calls no source and installs nothing.
 
-use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
@@ -68,9 +67,9 @@ impl Pager {
                 state.requests.finish(submission.id);
                 continue;
             }
-            let source = Arc::clone(&state.source);
+            let (source, replaced) = (Arc::clone(&state.source), state.replaced);
             drop(state);
-            let request = self.request(region, &submission);
+            let request = self.request(region, &submission, replaced);
             let panicked = catch_unwind(AssertUnwindSafe(|| source.submit(request))).err();
             if let Some(panic) = panicked {
                 let message = message_of(&*panic);
@@ -87,7 +86,7 @@ impl Pager {
         }
     }
 
-    fn request(&self, region: &PagedRegion, submission: &Submission) -> Request {
+    fn request(&self, region: &PagedRegion, submission: &Submission, replaced: u64) -> Request {
         Request {
             pager: self.weak(),
             region: region.id,
@@ -97,6 +96,7 @@ impl Pager {
             deadline: submission.deadline,
             gpa: region.gpa,
             page_shift: region.page_shift(),
+            replaced,
             is_answered: false,
         }
     }
@@ -139,13 +139,11 @@ impl Pager {
                 let mut state = requesting.lock();
                 state.requests.answered();
                 let finished = state.requests.finish(request.id);
+                let is_former = request.replaced != state.replaced;
                 drop(state);
                 match finished {
                     Some(job) => self.arrived(region, requesting, job, content),
-                    None => self.count(&Counters {
-                        late_answers: 1,
-                        ..Counters::default()
-                    }),
+                    None => self.arrived_late(region, request, content, is_former),
                 }
             }
             Err(error) => self.missed(region, requesting, request.id, Miss::Failed, error),
@@ -215,6 +213,47 @@ impl Pager {
                 self.withdraw_orphans(region, requesting, wanted.pages);
             }
         }
+    }
+
+    /// Installs content that has come after its request was cancelled where it is still requested: a source that
+    /// is slower than the deadline would otherwise deliver nothing. The answers of a former source are dropped.
+    fn arrived_late(
+        &self,
+        region: &PagedRegion,
+        request: &Request,
+        content: Content<'_>,
+        is_former: bool,
+    ) {
+        let mut counters = Counters {
+            late_answers: 1,
+            ..Counters::default()
+        };
+        let mut rest = request.pages;
+        while let Some((page, state)) = region.map.next_unsettled(rest).filter(|_| !is_former) {
+            let single = PageRange::single(page);
+            if matches!(state, PageState::Requested(_)) {
+                let skip = region.bytes_of(PageRange::new(
+                    request.pages.first(),
+                    page.0 - request.pages.first().0,
+                ));
+                let part = part_of(content, skip, region.bytes_of(single));
+                let installed =
+                    self.install_arrived(region, &mut counters, single, part, Urgency::Urgent);
+                // The request that waits for the page reports a failure, if it fails as well.
+                if let Err(error) = installed {
+                    tracing::debug!(region = region.id.0, %error, "a late answer");
+                    if let Some(requesting) = region.requesting() {
+                        self.withdraw_orphans(region, requesting, single);
+                    }
+                }
+            }
+            let done = page.0 + 1 - rest.first().0;
+            (_, rest) = rest.split_at(done);
+            if rest.is_empty() {
+                break;
+            }
+        }
+        self.count(&counters);
     }
 
     /// Withdraws pages that are Requested and have no request: threads that wait for them, and prefetch, ask
@@ -384,9 +423,10 @@ impl Pager {
     }
 
     /// Wakes threads that were left asleep, so that they fault again.
-    fn wake_pages(&self, region: &PagedRegion, pages: BTreeSet<PageIndex>) {
+    fn wake_asleep(&self, region: &PagedRegion) {
+        let asleep = std::mem::take(&mut region.asleep().until_resumed);
         let mut counters = Counters::default();
-        for page in pages.into_iter().map(PageRange::single) {
+        for page in asleep.into_iter().map(PageRange::single) {
             let Some(served) = region.served(page.first()) else {
                 continue;
             };
@@ -431,13 +471,17 @@ impl Pager {
         }
     }
 
-    fn requesting_region(&self, id: RegionId) -> Result<Arc<PagedRegion>, RegionChangeError> {
+    fn region(&self, id: RegionId) -> Result<Arc<PagedRegion>, RegionChangeError> {
         let table = self.table();
-        let region = table
-            .region(id)
-            .ok_or(RegionChangeError::NoSuchRegion { region: id })?;
+        let region = table.region(id);
+        let region = region.ok_or(RegionChangeError::NoSuchRegion { region: id })?;
+        Ok(Arc::clone(region))
+    }
+
+    fn requesting_region(&self, id: RegionId) -> Result<Arc<PagedRegion>, RegionChangeError> {
+        let region = self.region(id)?;
         match region.requesting() {
-            Some(_) => Ok(Arc::clone(region)),
+            Some(_) => Ok(region),
             None => Err(RegionChangeError::NoSource { region: id }),
         }
     }
@@ -473,23 +517,20 @@ impl Pager {
         })
     }
 
-    /// Resumes a stalled region: requests everything from its source again that threads wait for. Threads
-    /// whose faults could not be resolved are woken, and fault again, unless other code than the pager has
-    /// mapped their page.
+    /// Resumes a region whose content could not be had or installed, whatever its content comes from: requests
+    /// everything from a source again that threads wait for. Threads whose faults could not be resolved are
+    /// woken, and fault again, unless other code than the pager has put content into their page.
     ///
     /// # Errors
-    /// The region does not exist, or has no source.
+    /// The region does not exist.
     pub fn resume(&self, id: RegionId) -> Result<(), RegionChangeError> {
-        let region = self.requesting_region(id)?;
+        let region = self.region(id)?;
         if let Some(requesting) = region.requesting() {
-            let mut state = requesting.lock();
-            state.requests.resume();
-            let asleep = std::mem::take(&mut state.asleep);
-            drop(state);
+            requesting.lock().requests.resume();
             requesting.notify();
             self.submit(&region, requesting);
-            self.wake_pages(&region, asleep);
         }
+        self.wake_asleep(&region);
         Ok(())
     }
 
@@ -510,14 +551,14 @@ impl Pager {
             let recalled = state.requests.recall();
             state.requests.resume();
             state.requests.forget_set_aside();
-            let asleep = std::mem::take(&mut state.asleep);
+            state.replaced += 1;
             drop(state);
             for id in recalled {
                 cancel(&*former, region.id, id);
             }
             requesting.notify();
             self.submit(&region, requesting);
-            self.wake_pages(&region, asleep);
+            self.wake_asleep(&region);
         }
         Ok(())
     }
@@ -526,13 +567,13 @@ impl Pager {
     /// or SIGBUS and never reads zeroes. Present pages stay.
     ///
     /// # Errors
-    /// The region does not exist, or has no source.
+    /// The region does not exist.
     pub fn abandon(&self, id: RegionId) -> Result<(), RegionChangeError> {
-        let region = self.requesting_region(id)?;
+        let region = self.region(id)?;
         if let Some(requesting) = region.requesting() {
             cancel_requests(&region, requesting);
-            self.poison_missing(&region);
         }
+        self.poison_missing(&region);
         Ok(())
     }
 
@@ -559,6 +600,19 @@ impl Pager {
             cancel_requests(region, requesting);
             requesting.notify();
         }
+    }
+}
+
+/// The content of a part of the pages.
+fn part_of(content: Content<'_>, skip: u64, bytes: u64) -> Content<'_> {
+    match content {
+        Content::Bytes(all) => {
+            let range = usize::try_from(skip).ok().zip(usize::try_from(bytes).ok());
+            let part = range.and_then(|(skip, bytes)| all.get(skip..)?.get(..bytes));
+            // For a missing part the slice is empty, and is refused.
+            Content::Bytes(part.unwrap_or_default())
+        }
+        other => other,
     }
 }
 

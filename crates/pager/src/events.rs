@@ -8,6 +8,7 @@ use std::thread;
 
 use pagetide_memory::Removal;
 use pagetide_uapi::userfaultfd::{Event, EventBuffer, UserRange};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::channel::{Channel, Role, Span};
 use crate::counters::Counters;
@@ -58,9 +59,16 @@ impl Pager {
         let Some(channel) = channels.find(|channel| channel.has_events) else {
             return act();
         };
+        // Readable when the helper has ended. Without a descriptor, this thread looks now and then.
+        let ended = eventfd(0, EventfdFlags::CLOEXEC).ok();
         thread::scope(|scope| {
-            let acting = scope.spawn(act);
+            let its = &ended;
+            let acting = scope.spawn(move || {
+                let _ending = Ending(its.as_ref());
+                act()
+            });
             while !acting.is_finished() {
+                wait_for_message(channel, ended.as_ref());
                 self.read_events(channel);
             }
             acting.join().unwrap_or_else(|panic| resume_unwind(panic))
@@ -162,6 +170,31 @@ impl Pager {
             wake_spaces(region, &mut Counters::default(), part.pages);
         }
     }
+}
+
+/// Reports the end of a thread, also if it unwinds.
+struct Ending<'e>(Option<&'e OwnedFd>);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        if let Some(ended) = self.0 {
+            // Fails only if the counter is at its maximum.
+            let _ = rustix::io::write(ended, &1_u64.to_ne_bytes());
+        }
+    }
+}
+
+/// Waits until the channel has a message, or `ended` is readable.
+fn wait_for_message(channel: &Channel, ended: Option<&OwnedFd>) {
+    /// Another thread may read the message first.
+    const LOOK_AGAIN: Timespec = Timespec {
+        tv_sec: 0,
+        tv_nsec: 10_000_000,
+    };
+    let mut ready = vec![PollFd::new(&*channel.uffd, PollFlags::IN)];
+    ready.extend(ended.map(|ended| PollFd::new(ended, PollFlags::IN)));
+    // A signal ends it early.
+    let _ = poll(&mut ready, Some(&LOOK_AGAIN));
 }
 
 fn wake_range(channel: &Channel, start: u64, bytes: u64) {

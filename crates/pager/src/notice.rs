@@ -98,8 +98,7 @@ impl Notice {
         }
     }
 
-    /// The region whose waiting threads [`Pager::resume`](crate::Pager::resume) lets try again, if the
-    /// region has a source. None for a fault on a page that other code than the pager has mapped.
+    /// The region whose waiting threads [`Pager::resume`](crate::Pager::resume) lets try again. None for a fault on a page that other code than the pager has mapped.
     pub fn resumable(&self) -> Option<RegionId> {
         match self {
             Self::Stalled { region, .. } | Self::NotInstalled { region, .. } => Some(*region),

@@ -71,11 +71,28 @@ pub(crate) struct RequestState {
     pub(crate) source: Arc<dyn Source>,
     /// A thread is submitting; other threads leave their requests to it.
     pub(crate) is_submitting: bool,
-    /// Pages at which threads were left asleep, and may fault again when the region is resumed.
-    pub(crate) asleep: BTreeSet<PageIndex>,
-    /// The same for pages that other code than the pager has mapped: a thread that is woken there reads what
-    /// that code has written.
-    pub(crate) asleep_for_good: BTreeSet<PageIndex>,
+    /// How often the source was replaced: the answers of a former one are dropped.
+    pub(crate) replaced: u64,
+}
+
+/// Pages at which threads were left asleep, because their faults could not be resolved.
+#[derive(Debug, Default)]
+pub(crate) struct Asleep {
+    /// They may fault again when the region is resumed.
+    pub(crate) until_resumed: BTreeSet<PageIndex>,
+    /// Other code than the pager has put content there, which a thread that is woken would read.
+    pub(crate) for_good: BTreeSet<PageIndex>,
+}
+
+impl Asleep {
+    /// All such pages of a run, in order.
+    pub(crate) fn in_run(&self, run: PageRange) -> Vec<PageIndex> {
+        let part = |pages: &BTreeSet<PageIndex>| -> BTreeSet<PageIndex> {
+            pages.range(run.first()..run.end()).copied().collect()
+        };
+        let both = &part(&self.until_resumed) | &part(&self.for_good);
+        both.into_iter().collect()
+    }
 }
 
 impl Requesting {
@@ -88,8 +105,7 @@ impl Requesting {
             requests,
             source,
             is_submitting: false,
-            asleep: BTreeSet::new(),
-            asleep_for_good: BTreeSet::new(),
+            replaced: 0,
         };
         Self {
             state: Mutex::new(state),
@@ -145,6 +161,7 @@ pub(crate) struct PagedRegion {
     closed: AtomicBool,
     /// The address spaces of other processes that share the memory.
     pub(crate) spaces: Spaces,
+    asleep: Mutex<Asleep>,
 }
 
 /// The parameters of a region.
@@ -197,6 +214,7 @@ impl PagedRegion {
             registered: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
             spaces: Spaces::default(),
+            asleep: Mutex::default(),
         }
     }
 
@@ -291,6 +309,10 @@ impl PagedRegion {
             range: UserRange { start, bytes },
             pages,
         })
+    }
+
+    pub(crate) fn asleep(&self) -> MutexGuard<'_, Asleep> {
+        self.asleep.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The requests, if the content comes from a source.

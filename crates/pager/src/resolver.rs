@@ -83,6 +83,11 @@ impl Resolver {
         &self.pager
     }
 
+    /// Counts a write to a protected page.
+    pub(crate) fn count_write(&mut self) {
+        self.state.counters.protected_writes += 1;
+    }
+
     /// Counts a read of a userfaultfd that returned `messages` faults.
     pub(crate) fn count_read(&mut self, messages: usize, is_empty: bool) {
         let counters = &mut self.state.counters;

@@ -9,7 +9,9 @@ use std::thread::{self, Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pagetide_memory::{Access, PageIndex, PageRange, PageSize, PageState};
-use pagetide_uapi::userfaultfd::{EventBuffer, PageFault, ReadError, UserRange, Wake};
+use pagetide_uapi::userfaultfd::{
+    EventBuffer, InstallError, PageFault, ReadError, UserRange, Wake,
+};
 use rustix::event::epoll::Event;
 use rustix::io::Errno;
 
@@ -268,6 +270,10 @@ impl Serving {
         } else {
             Access::Read
         };
+        if message.write_protected {
+            self.resolver.count_write();
+            return end_protection(pager, channel, message, region, page);
+        }
         let resolved = match channel.role {
             Role::Space => {
                 self.resolve_in_space(pager, channel, message.address, region, page, access)
@@ -342,6 +348,53 @@ impl Serving {
     }
 }
 
+/// A write to a page that is there and protected: the write goes on, and the owner is told of it.
+fn end_protection(
+    pager: &Pager,
+    channel: &Channel,
+    message: &PageFault,
+    id: RegionId,
+    page: PageIndex,
+) {
+    let table = pager.table();
+    let Some(region) = table.region(id) else {
+        return;
+    };
+    if let Some(observer) = &region.observer {
+        let fault = Fault {
+            region: id,
+            page,
+            gpa: region.gpa_of(page),
+            access: Access::Write,
+            vcpu: None,
+            delivery: Delivery::Uffd,
+        };
+        let observed = catch_unwind(AssertUnwindSafe(|| observer.0.written(&fault)));
+        if observed.is_err() {
+            tracing::error!(%fault, "an observer panicked");
+        }
+    }
+    let bytes = 1_u64 << region.page_shift();
+    let range = UserRange {
+        start: message.address & !(bytes - 1),
+        bytes,
+    };
+    match channel.uffd.unprotect(range) {
+        Ok(()) => {}
+        // The process changes its address space.
+        Err(InstallError::Again { .. }) => {
+            pager.read_events(channel);
+            channel.defer([*message]);
+            pager.poller.report_deferred();
+        }
+        // Not mapped any more, or gone.
+        Err(InstallError::NoMapping | InstallError::Gone) => {
+            let _ = channel.uffd.wake(range);
+        }
+        Err(error) => tracing::error!(%error, %range, "UFFDIO_WRITEPROTECT"),
+    }
+}
+
 /// Installs zeroes at an address from which the process has moved its memory away.
 fn fill_vacated(channel: &Channel, address: u64) {
     let page_bytes = PageSize::Size4K.bytes();
@@ -362,17 +415,15 @@ fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, error: &Resolv
     let Some(region) = table.region(region) else {
         return;
     };
-    if let Some(requesting) = region.requesting() {
-        let mut state = requesting.lock();
-        match error.may_pass() {
-            true => state.asleep.insert(page),
-            false => state.asleep_for_good.insert(page),
-        };
-        drop(state);
-        // The page was settled before: the thread would fail again at once.
-        if matches!(error, ResolveError::Remap { .. }) {
-            return;
-        }
+    let mut asleep = region.asleep();
+    match error.may_pass() {
+        true => asleep.until_resumed.insert(page),
+        false => asleep.for_good.insert(page),
+    };
+    drop(asleep);
+    // The page was settled before: the thread would fail again at once.
+    if matches!(error, ResolveError::Remap { .. }) {
+        return;
     }
     let left = region.map.leave_wake(page);
     if left.is_some_and(PageState::is_settled)
@@ -577,6 +628,7 @@ mod tests {
             address: memory.guest().start().as_u64(),
             write: false,
             minor: false,
+            write_protected: false,
             thread: 0,
         }]);
         pager.poller.report_deferred();

@@ -90,7 +90,7 @@ pub trait Source: Send + Sync {
     }
 
     /// The request was cancelled: its deadline has passed, or its pages were delivered otherwise. A
-    /// hint; a later answer is dropped.
+    /// hint. A later answer is used for pages that somebody still waits for, unless the source was replaced.
     fn cancel(&self, region: RegionId, id: RequestId) {
         let _ = (region, id);
     }
@@ -148,6 +148,8 @@ pub struct Request {
     pub(crate) deadline: Instant,
     pub(crate) gpa: GuestAddress,
     pub(crate) page_shift: u32,
+    /// How often the region's source had been replaced.
+    pub(crate) replaced: u64,
     pub(crate) is_answered: bool,
 }
 

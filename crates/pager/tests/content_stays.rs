@@ -187,7 +187,8 @@ fn what_a_killed_predecessor_had_installed_stays() {
             fcntl_add_seals(&kept, SealFlags::SHRINK).unwrap();
             let kept = Arc::new(kept);
             let config = || {
-                let config = it.config().kept_in(Arc::clone(&kept), 4096);
+                // SAFETY: the former pager is forgotten, and reads no more messages.
+                let config = unsafe { it.config().kept_in(Arc::clone(&kept), 4096) };
                 match is_trusted {
                     true => config.trust_existing_pages(),
                     false => config,
@@ -260,7 +261,8 @@ fn settings_of_another_kind_of_memory_are_refused() {
         (local().gpa(GPA), "a gpa"),
         (local().memfd(shared(&it.file)), "a memfd"),
         (local().filled_by_source(), "fills the file"),
-        (local().kept_in(kept, 4096), "successor"),
+        // SAFETY: refused, and never used.
+        (unsafe { local().kept_in(kept, 4096) }, "successor"),
         (it.config().userfaultfds(Default::default()), "layout"),
     ] {
         let refused = Pager::new().unwrap().add(config).unwrap_err();

@@ -6,7 +6,7 @@ mod support;
 
 use std::error::Error;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::thread;
 
@@ -16,6 +16,7 @@ use pagetide_pager::{
     ResolveError, ServeError, SourceError,
 };
 use support::manual::*;
+use support::{Paged, SMALL_WAYS, can_poison, expect_poison, spawn_asleep};
 
 fn chain(error: &dyn Error) -> Vec<String> {
     let mut words = vec![error.to_string()];
@@ -211,4 +212,41 @@ fn no_readers_are_refused() {
     let pager = Pager::new().unwrap();
     let refused = Readers::spawn(&pager, ReaderConfig::new(0));
     assert!(matches!(refused, Err(ServeError::NoReaders)));
+}
+
+/// Whatever the content comes from: the notice names the region to resume.
+#[test]
+fn a_failure_of_local_content_that_has_passed_is_resumed() {
+    for (mode, backing) in SMALL_WAYS {
+        let Some(region) = region(4, backing) else {
+            return;
+        };
+        let has_failed = Arc::new(AtomicBool::new(false));
+        let source = LocalFn(move |gpa: GuestAddress, buffer: &mut [u8]| {
+            if !has_failed.swap(true, Ordering::AcqRel) {
+                return Err(unavailable("a moment's lack of memory"));
+            }
+            fill(gpa, buffer);
+            Ok(Filled::Bytes)
+        });
+        let paged = Paged::new(&region, mode, support::local(source));
+        let (send, notices) = mpsc::channel();
+        paged.pager.on_notice(move |notice| {
+            let _ = send.send(notice.clone());
+        });
+        let _readers = Readers::spawn(&paged.pager, ReaderConfig::new(1)).unwrap();
+        let its = Arc::clone(&region);
+        let read = spawn_asleep("a read", move || check_page(&its, 1));
+        let notice = notices.recv_timeout(PATIENCE).unwrap();
+        assert!(read.is_undisturbed());
+        let id = notice.resumable().expect("the failure may pass");
+        paged.pager.resume(id).unwrap();
+        read.join();
+        // What is missing can be given up, too.
+        if can_poison() {
+            paged.pager.abandon(id).unwrap();
+            expect_poison(&region, 2);
+        }
+        check_page(&region, 1);
+    }
 }

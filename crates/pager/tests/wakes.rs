@@ -53,9 +53,13 @@ impl Memory {
         let uffd = Arc::new(Userfaultfd::open(features | Features::POISON).unwrap());
         // SAFETY: mapped for the life of the process; no code relies on its zeroes.
         unsafe { uffd.register(UserRange::from(self.range()), Mode::Missing) }.unwrap();
+        self.described(&uffd, contents)
+    }
+
+    fn described(&self, uffd: &Arc<Userfaultfd>, contents: Contents) -> RegionConfig {
         let size = PageSize::Size4K;
         let mode = Mode::Missing;
-        RegionConfig::foreign(&uffd, self.range(), size, mode, contents).gpa(GPA)
+        RegionConfig::foreign(uffd, self.range(), size, mode, contents).gpa(GPA)
     }
 
     fn at(&self, page: u64) -> usize {
@@ -67,6 +71,13 @@ impl Memory {
         let at = std::ptr::with_exposed_provenance::<u64>(self.at(page));
         // SAFETY: mapped for the life of the process, or the read ends by a signal that fails the test.
         unsafe { at.read_volatile() }
+    }
+
+    /// Writes the first word of a page, which may fault.
+    fn write(&self, page: u64, value: u64) {
+        let at = std::ptr::with_exposed_provenance_mut::<u64>(self.at(page));
+        // SAFETY: as above.
+        unsafe { at.write_volatile(value) };
     }
 
     /// Moves all of it to other memory of the same size.
@@ -132,6 +143,78 @@ fn memory_that_was_moved_away_from_and_kept_reads_as_zeroes() {
         word_of(3)
     );
     assert_eq!(pager.page_state(id, PageIndex(2)), Some(PageState::Absent));
+    assert_no_trouble(&pager);
+}
+
+/// Records the pages that were written to although they were protected.
+#[derive(Default)]
+struct Written(Mutex<Vec<u64>>);
+
+impl Observer for Written {
+    fn touched(&self, _: &Fault) {}
+
+    fn written(&self, fault: &Fault) {
+        self.0.lock().unwrap().push(fault.page.0);
+    }
+}
+
+/// A VMM that tracks writes by write protection on the same userfaultfd.
+#[test]
+fn writes_to_protected_pages_go_on_and_are_reported() {
+    /// More often than a fault may come again without progress.
+    const TIMES: u64 = 1100;
+    if !has_userfaultfd() {
+        return;
+    }
+    let memory = Memory::new(8);
+    let features = Features::WRITE_PROTECT | Features::POISON;
+    let uffd = match Userfaultfd::open(features) {
+        Ok(uffd) => Arc::new(uffd),
+        Err(error) => {
+            println!("SKIP: {error}");
+            return;
+        }
+    };
+    // SAFETY: mapped for the life of the process; no code relies on its zeroes.
+    let registered =
+        unsafe { uffd.register_with_protection(UserRange::from(memory.range()), Mode::Missing) };
+    registered.unwrap();
+    let written = Arc::new(Written::default());
+    let pager = Pager::new().unwrap();
+    let config = memory.described(&uffd, pattern());
+    pager
+        .add(config.observe(Arc::<Written>::clone(&written)))
+        .unwrap();
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    // A missing page is installed, whatever touches it.
+    within_patience("a write", move || memory.write(1, 1));
+    assert_eq!(
+        within_patience("a read", move || memory.read(2)),
+        word_of(2)
+    );
+    let page = |page: u64| UserRange {
+        start: memory.at(page) as u64,
+        bytes: PAGE,
+    };
+    for time in 0..TIMES {
+        uffd.protect(page(1)).unwrap();
+        within_patience("a write", move || memory.write(1, time));
+    }
+    assert_eq!(within_patience("a read", move || memory.read(1)), TIMES - 1);
+    uffd.protect(page(2)).unwrap();
+    // A read is no write.
+    assert_eq!(
+        within_patience("a read", move || memory.read(2)),
+        word_of(2)
+    );
+    within_patience("a write", move || memory.write(2, 2));
+    let pages = written.0.lock().unwrap().clone();
+    assert_eq!(
+        pages.iter().filter(|&&page| page == 1).count() as u64,
+        TIMES
+    );
+    assert_eq!(pages.last(), Some(&2));
+    assert_eq!(readers.stop().protected_writes, TIMES + 1);
     assert_no_trouble(&pager);
 }
 

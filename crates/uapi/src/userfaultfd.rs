@@ -265,6 +265,29 @@ impl Userfaultfd {
         }
     }
 
+    /// As [`Self::register`], and for writes to pages that [`Self::protect`] has protected.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Self::register`].
+    ///
+    /// # Errors
+    /// As for [`Self::register`].
+    pub unsafe fn register_with_protection(
+        &self,
+        range: UserRange,
+        mode: Mode,
+    ) -> Result<(), RegisterError> {
+        let mut register = abi::uffdio_register {
+            range: range.to_abi(),
+            mode: mode.bits() | u64::from(abi::UFFDIO_REGISTER_MODE_WP),
+            ..abi::uffdio_register::default()
+        };
+        // SAFETY: the kernel reads nothing else; the rest is this function's own requirement.
+        unsafe { update::<{ abi::UFFDIO_REGISTER }, _>(self.as_fd(), &mut register) }
+            .map_err(|errno| RegisterError::Register { range, errno })
+    }
+
     /// Ends the registration of `range` and wakes the threads that wait there.
     pub fn unregister(&self, range: UserRange) -> Result<(), RegisterError> {
         set::<{ abi::UFFDIO_UNREGISTER }, _>(self.as_fd(), range.to_abi())
@@ -344,6 +367,7 @@ arguments! {
     UFFDIO_CONTINUE => uffdio_continue,
     UFFDIO_ZEROPAGE => uffdio_zeropage,
     UFFDIO_POISON => uffdio_poison,
+    UFFDIO_WRITEPROTECT => uffdio_writeprotect,
 }
 
 /// An ioctl that reads its argument and writes results into it.

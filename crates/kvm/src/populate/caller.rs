@@ -4,6 +4,8 @@
 use std::io;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use kvm_ioctls::VmFd;
 use pagetide_memory::{GuestAddress, GuestRange};
@@ -135,6 +137,7 @@ pub(super) fn resume(
 ) -> Result<Populated, PopulateError> {
     let mut done = Populated::default();
     let mut left = range;
+    let mut tries = 0;
     loop {
         let unfinished = |done, rest| Unfinished { done, rest };
         if stop() {
@@ -164,7 +167,13 @@ pub(super) fn resume(
         left = next;
         let unfinished = unfinished(done, left);
         return Err(match source.raw_os_error() {
-            Some(libc::EINTR | libc::EAGAIN) => continue,
+            Some(libc::EINTR) => continue,
+            // A slot update is in progress.
+            Some(libc::EAGAIN) => {
+                pause(tries);
+                tries = tries.saturating_add(1);
+                continue;
+            }
             Some(libc::ENOENT) => PopulateError::NoSlot {
                 gpa,
                 unfinished,
@@ -181,6 +190,17 @@ pub(super) fn resume(
             },
             _ => PopulateError::Failed { unfinished, source },
         });
+    }
+}
+
+/// Lets a slot update go on, which may wait for the processor that this thread uses.
+fn pause(tries: u32) {
+    const YIELDS: u32 = 16;
+    const PAUSE: Duration = Duration::from_micros(100);
+    if tries < YIELDS {
+        thread::yield_now();
+    } else {
+        thread::sleep(PAUSE);
     }
 }
 

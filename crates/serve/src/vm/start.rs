@@ -298,7 +298,10 @@ impl<'a> Vm<'a> {
     fn keep_map(&self, config: RegionConfig, offset: u64) -> RegionConfig {
         match &self.keeping {
             None => config,
-            Some(keeping) => config.kept_in(Arc::clone(&keeping.maps), offset),
+            // SAFETY: kept_in requires that no other userfaultfd and no other pager uses the file's first page. The
+            // file was made for this VM, which has one userfaultfd (`Keeping`), and a successor gets it from the
+            // keeper when the server that used it has gone.
+            Some(keeping) => unsafe { config.kept_in(Arc::clone(&keeping.maps), offset) },
         }
     }
 

@@ -90,7 +90,8 @@ fn what_a_predecessor_has_read_is_applied_before_anything_is_fetched() {
     file.set_len((PAGES * PAGE) as u64).unwrap();
     let maps = map_file(((PAGES / PAGE + 4) * PAGE) as u64).unwrap();
 
-    let mut journal = EventBuffer::in_file(maps.as_fd(), 0).unwrap();
+    // SAFETY: nothing else uses the file now.
+    let mut journal = unsafe { EventBuffer::in_file(maps.as_fd(), 0) }.unwrap();
     let balloon = thread::spawn(move || {
         let start = std::ptr::with_exposed_provenance_mut(usize::try_from(range.start).unwrap());
         // SAFETY: the pages are those of `registered`, whose content nobody relies on.

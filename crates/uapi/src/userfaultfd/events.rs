@@ -23,6 +23,8 @@ pub struct PageFault {
     pub write: bool,
     /// Whether the page cache has the page, and only the mapping is missing.
     pub minor: bool,
+    /// Whether the page is there, and protected against writing (`UFFD_PAGEFAULT_FLAG_WP`).
+    pub write_protected: bool,
     /// The thread that waits; 0 unless the userfaultfd has [`super::Features::THREAD_ID`].
     pub thread: u32,
 }
@@ -83,6 +85,7 @@ impl Event {
                     address: fault.address,
                     write: has(abi::UFFD_PAGEFAULT_FLAG_WRITE),
                     minor: has(abi::UFFD_PAGEFAULT_FLAG_MINOR),
+                    write_protected: has(abi::UFFD_PAGEFAULT_FLAG_WP),
                     thread,
                 })
             }
@@ -177,12 +180,15 @@ impl EventBuffer {
     /// writes messages there directly, so that they outlive a process that dies before it has handled
     /// them: its successor finds them by [`Self::unhandled`].
     ///
-    /// One process at a time may use the bytes.
+    /// # Safety
+    ///
+    /// As long as the buffer exists, nothing else reads or writes these bytes: no other buffer, in this process or
+    /// another, and no other code.
     ///
     /// # Errors
     /// `EINVAL` if the file is not sealed against shrinking (`F_SEAL_SHRINK`) or is too short; the kernel's
     /// error if it cannot be mapped.
-    pub fn in_file(file: BorrowedFd<'_>, offset: u64) -> Result<Self, Errno> {
+    pub unsafe fn in_file(file: BorrowedFd<'_>, offset: u64) -> Result<Self, Errno> {
         let seals = fcntl_get_seals(file)?;
         let bytes = u64::try_from(fstat(file)?.st_size).unwrap_or(0);
         let end = offset.checked_add(Self::FILE_BYTES as u64);
@@ -361,6 +367,7 @@ mod tests {
             address: 0x7000,
             write: true,
             minor: true,
+            write_protected: false,
             thread: 42,
         };
         let cases = [
@@ -375,6 +382,7 @@ mod tests {
                 Event::PageFault(PageFault {
                     write: false,
                     minor: false,
+                    write_protected: false,
                     thread: 0,
                     ..fault
                 }),
@@ -417,16 +425,19 @@ mod tests {
         use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
         let file = memfd_create("events", MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&file, 8192).unwrap();
-        let unsealed = EventBuffer::in_file(file.as_fd(), 4096);
+        // SAFETY: here and below, nothing else uses the file meanwhile.
+        let unsealed = unsafe { EventBuffer::in_file(file.as_fd(), 4096) };
         assert_eq!(unsealed.err(), Some(Errno::INVAL));
         fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
         for offset in [8192, 1, u64::MAX] {
             assert_eq!(
-                EventBuffer::in_file(file.as_fd(), offset).err(),
+                // SAFETY: as above.
+                unsafe { EventBuffer::in_file(file.as_fd(), offset) }.err(),
                 Some(Errno::INVAL)
             );
         }
-        let mut buffer = EventBuffer::in_file(file.as_fd(), 4096).unwrap();
+        // SAFETY: as above.
+        let mut buffer = unsafe { EventBuffer::in_file(file.as_fd(), 4096) }.unwrap();
         assert_eq!((buffer.capacity(), buffer.unhandled().len()), (128, 0));
         for (index, start) in [7_u8, 9].into_iter().enumerate() {
             let at = index * 32;
@@ -434,7 +445,8 @@ mod tests {
             buffer.bytes()[at + 8] = start;
         }
         drop(buffer);
-        let mut buffer = EventBuffer::in_file(file.as_fd(), 4096).unwrap();
+        // SAFETY: as above.
+        let mut buffer = unsafe { EventBuffer::in_file(file.as_fd(), 4096) }.unwrap();
         let left: Vec<_> = buffer.unhandled().collect();
         let remove = |start| Event::Remove { start, end: 0 };
         assert_eq!(left, [remove(7), remove(9)]);

@@ -36,6 +36,10 @@ features! {
     THREAD_ID = UFFD_FEATURE_THREAD_ID,
     /// Supports marking pages as lost (`UFFDIO_POISON`).
     POISON = UFFD_FEATURE_POISON,
+    /// Reports writes to protected pages.
+    WRITE_PROTECT = UFFD_FEATURE_PAGEFAULT_FLAG_WP,
+    /// The same for shmem and hugetlb memory.
+    WRITE_PROTECT_FILES = UFFD_FEATURE_WP_HUGETLBFS_SHMEM,
     /// Reports pages discarded by `MADV_DONTNEED` or by a hole in the file.
     EVENT_REMOVE = UFFD_FEATURE_EVENT_REMOVE,
     /// Reports memory that is unmapped.

@@ -162,6 +162,27 @@ impl Userfaultfd {
             .map_err(|errno| InstallError::parse(errno, argument.updated))
     }
 
+    /// Protects the pages of `range` against writing (`UFFDIO_WRITEPROTECT`): a write waits, and is reported
+    /// ([`super::PageFault::write_protected`]). For memory of [`Userfaultfd::register_with_protection`].
+    pub fn protect(&self, range: UserRange) -> Result<(), InstallError> {
+        self.set_protection(range, abi::UFFDIO_WRITEPROTECT_MODE_WP)
+    }
+
+    /// Ends the protection of the pages of `range`, and wakes the threads that wait there.
+    pub fn unprotect(&self, range: UserRange) -> Result<(), InstallError> {
+        self.set_protection(range, 0)
+    }
+
+    fn set_protection(&self, range: UserRange, mode: u32) -> Result<(), InstallError> {
+        let mut argument = abi::uffdio_writeprotect {
+            range: range.to_abi(),
+            mode: u64::from(mode),
+        };
+        // SAFETY: the argument has only addresses of registered memory.
+        unsafe { update::<{ abi::UFFDIO_WRITEPROTECT }, _>(self.as_fd(), &mut argument) }
+            .map_err(|errno| InstallError::parse(errno, 0))
+    }
+
     /// Wakes the threads that wait for pages of `range`; they retry their accesses (`UFFDIO_WAKE`).
     pub fn wake(&self, range: UserRange) -> Result<(), InstallError> {
         set::<{ abi::UFFDIO_WAKE }, _>(self.as_fd(), range.to_abi()).map_err(InstallError::Io)
