@@ -95,8 +95,10 @@ impl FileView {
             file: file.as_fd(),
             offset,
         };
+        // Congruent to the file, so that its huge pages can be mapped as huge pages.
+        let alignment = page_size.max(PageSize::Size2M);
         let mapping =
-            Mapping::new(Some(part), to_usize(bytes), page_size, offset).map_err(no_mapping)?;
+            Mapping::new(Some(part), to_usize(bytes), alignment, offset).map_err(no_mapping)?;
         mapping
             .advise_all(Advice::LinuxDontFork)
             .map_err(no_mapping)?;

@@ -23,9 +23,11 @@ use crate::source::{Content, Request, Source, SourceError};
 /// The state of a region's requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SourceStatus {
-    /// The source has failed too often, or an answer could not be installed: nothing is requested until
-    /// [`Pager::resume`], [`Pager::replace_source`] or [`Pager::abandon`].
+    /// The source has failed too often, or an answer could not be installed, or the owner has suspended the
+    /// region: nothing is requested until [`Pager::resume`], [`Pager::replace_source`] or [`Pager::abandon`].
     pub is_stalled: bool,
+    /// The owner has suspended it ([`Pager::suspend`]).
+    pub is_suspended: bool,
     /// Bytes that were requested and not yet answered.
     pub in_flight_bytes: u64,
     /// Requests that wait to be submitted.
@@ -316,9 +318,6 @@ impl Pager {
             Urgency::Bulk => Purpose::Ahead,
         };
         let arrived = arrive(self, region, counters, pages, body, purpose);
-        if body == Body::Zero {
-            counters.zero_pages += counters.pages - before;
-        }
         arrived?;
         // For a single page, the waiting vCPU's own access is cheaper.
         if urgency == Urgency::Urgent && pages.count() > 1 && counters.pages > before {
@@ -498,6 +497,7 @@ impl Pager {
         let state = requesting.lock();
         let status = SourceStatus {
             is_stalled: state.requests.is_stalled(),
+            is_suspended: state.requests.is_suspended(),
             in_flight_bytes: state.requests.in_flight_bytes(),
             waiting_requests: state.requests.waiting(),
             set_aside_pages: 0,
@@ -515,6 +515,27 @@ impl Pager {
             set_aside_pages: missing.filter(is_missing).count() as u64,
             ..status
         })
+    }
+
+    /// Suspends the requests of a region, as when the link to its source is down and the owner makes another:
+    /// nothing is requested until [`Self::resume`] or [`Self::replace_source`]. Requests in flight are cancelled, and
+    /// made again then; that uses up none of their attempts. Threads wait meanwhile, and late answers are used.
+    ///
+    /// # Errors
+    /// The region does not exist, or has no source.
+    pub fn suspend(&self, id: RegionId) -> Result<(), RegionChangeError> {
+        let region = self.requesting_region(id)?;
+        if let Some(requesting) = region.requesting() {
+            let mut state = requesting.lock();
+            let source = Arc::clone(&state.source);
+            let recalled = state.requests.suspend();
+            drop(state);
+            for id in recalled {
+                cancel(&*source, region.id, id);
+            }
+            requesting.notify();
+        }
+        Ok(())
     }
 
     /// Resumes a region whose content could not be had or installed, whatever its content comes from: requests

@@ -162,6 +162,9 @@ impl<'a> Installer<'a> {
         let pages = claim.pages();
         self.counters.installs += 1;
         self.counters.pages += pages.count();
+        if body == Body::Zero {
+            self.counters.zero_pages += pages.count();
+        }
         if self.ahead.is_some() {
             self.counters.ahead_pages += pages.count();
         }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use arc_swap::Guard;
 use pagetide_memory::{
-    GuestAddress, GuestRange, PageIndex, PageRange, PageState, Region, Snapshots, StateCounts,
-    Urgency,
+    GuestAddress, GuestRange, PageIndex, PageMapImage, PageRange, PageState, Region, Snapshots,
+    StateCounts, Urgency,
 };
 
 use crate::activity::Activity;
@@ -144,6 +144,12 @@ impl Pager {
     /// The state of a page.
     pub fn page_state(&self, id: RegionId, page: PageIndex) -> Option<PageState> {
         self.table().region(id)?.map.state(page)
+    }
+
+    /// The states of a region's pages at this moment, without a hand-over: every page that is not settled is missing.
+    /// Settled pages stay settled, so a later image has at least those. Reads one byte per page.
+    pub fn image(&self, id: RegionId) -> Option<PageMapImage> {
+        Some(self.table().region(id)?.map.image())
     }
 
     /// The number of present pages of all regions. Reads one byte per page.

@@ -113,6 +113,8 @@ pub(crate) struct Requests {
     /// In the order of their submission, and thus of their deadlines.
     in_flight: BTreeMap<RequestId, InFlight>,
     is_stalled: bool,
+    /// The owner has asked for the stall.
+    is_suspended: bool,
     set_aside: SetAside,
     /// The failures of bulk requests since the source's last answer.
     silent: InARow,
@@ -136,6 +138,7 @@ impl Requests {
             bulk: Class::default(),
             in_flight: BTreeMap::new(),
             is_stalled: false,
+            is_suspended: false,
             set_aside: SetAside::default(),
             silent: InARow::default(),
             not_installed: InARow::default(),
@@ -447,6 +450,7 @@ impl Requests {
     /// their attempts again, including those in flight, which were made before as well and may be lost.
     pub(crate) fn resume(&mut self) {
         self.is_stalled = false;
+        self.is_suspended = false;
         self.end_hold();
         for request in self.in_flight.values_mut() {
             request.job.failures = 0;
@@ -455,6 +459,18 @@ impl Requests {
             (job.failures, job.not_before) = (0, None);
         }
         self.start_bulk_afresh();
+    }
+
+    /// Submits nothing more until [`Self::resume`], and returns every request in flight to the queue. That uses up
+    /// no attempt. Returns their numbers.
+    pub(crate) fn suspend(&mut self) -> Vec<RequestId> {
+        self.is_suspended = true;
+        self.is_stalled = true;
+        self.recall()
+    }
+
+    pub(crate) fn is_suspended(&self) -> bool {
+        self.is_suspended
     }
 
     /// Returns every request in flight to the queue, to be submitted again, as when the source is

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pagetide_memory::{
-    Backing, GuestAddress, GuestRange, HostAddress, HostRange, PageIndex, PageMap, PageRange,
-    PageSize, PoisonMap, Region, RegionError, ServiceAccess,
+    Backing, Claim, GuestAddress, GuestRange, HostAddress, HostRange, PageIndex, PageMap,
+    PageRange, PageSize, PageState, PoisonMap, Region, RegionError, ServiceAccess, Settled,
 };
 use pagetide_pager::{
     AddError, Contents, Holes, Memfd, Mode, Pager, RegionConfig, RetryPolicy, UffdLayout,
@@ -484,5 +484,39 @@ fn a_file_of_foreign_memory_that_has_content_is_refused() {
         let image = PageMap::new(4).unwrap().image();
         add(config(mode).resume_from(image)).unwrap();
         region.punch(PageRange::single(PageIndex(5))).unwrap();
+    }
+}
+
+/// As memory that a migration has filled before the VM runs here.
+#[test]
+fn what_a_resumed_map_has_as_settled_stays_mapped() {
+    for backing in [Backing::Shmem, Backing::Hugetlb2M] {
+        let _pool = pool_for(8, backing);
+        let Some(region) = region(8, backing) else {
+            continue;
+        };
+        let map = PageMap::new(8).unwrap();
+        for page in [0, 1, 4] {
+            let page = PageIndex(page);
+            region.write_guest(page, 0, &[7]).unwrap();
+            let Claim::Won(claim) = map.claim_run(page, PageRange::single(page)) else {
+                panic!("nobody else is here")
+            };
+            let _ = claim.finish(Settled::Present);
+        }
+        let set = |config: RegionConfig| config.resume_from(map.image());
+        let paged = Paged::with(&region, Mode::Minor, pattern(), set);
+        let mapped: Vec<_> = (0..8).map(|page| is_mapped(&region, page)).collect();
+        let wanted: Vec<_> = (0..8).map(|page| [0, 1, 4].contains(&page)).collect();
+        assert_eq!(mapped, wanted, "{backing}");
+        assert_eq!(first_byte(&region, 4), 7, "{backing}");
+        for page in [2, 3, 5] {
+            assert_eq!(paged.read_exit(page), installed(page, 1), "{backing}");
+            check_page(&region, page);
+        }
+        assert_eq!(paged.pager.image(paged.id).unwrap().pages(), 8);
+        let state = |page| paged.pager.image(paged.id).unwrap().state(PageIndex(page));
+        assert_eq!(state(5), Some(PageState::Present), "{backing}");
+        assert_eq!(state(6), Some(PageState::Absent), "{backing}");
     }
 }

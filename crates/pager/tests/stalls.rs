@@ -17,6 +17,7 @@ use pagetide_pager::{
     SourceStatus, Urgency,
 };
 use support::manual::*;
+use support::{equals, eventually};
 
 /// A source that works while its switch is on.
 fn switched() -> (
@@ -73,6 +74,7 @@ fn a_stalled_region_waits_until_it_is_resumed() {
         assert_eq!(last_cause(&notice), "the other side hung up");
         let expected = SourceStatus {
             is_stalled: true,
+            is_suspended: false,
             in_flight_bytes: 0,
             waiting_requests: 1,
             set_aside_pages: 0,
@@ -399,6 +401,7 @@ fn bulk_content_that_cannot_be_installed_stalls_nothing() {
     assert!(!ended.is_complete);
     let expected = SourceStatus {
         is_stalled: false,
+        is_suspended: false,
         in_flight_bytes: 0,
         waiting_requests: 0,
         set_aside_pages: 1,
@@ -525,4 +528,44 @@ fn a_request_for_pages_delivered_otherwise_is_no_failure() {
     let status = pager.source_status(id).unwrap();
     assert_eq!((status.is_stalled, status.in_flight_bytes), (false, 0));
     assert!(pager.trouble().is_none());
+}
+
+/// As when a link to a peer is down, and the owner makes another.
+#[test]
+fn a_suspended_region_asks_for_nothing_and_uses_up_no_attempt() {
+    for (mode, backing) in WAYS {
+        let Some(region) = region(8, backing) else {
+            return;
+        };
+        let manual = ManualSource::new();
+        let (pager, id) = serve(&region, mode, manual.source(), ONE_ATTEMPT);
+        let first = exit(&pager, 1);
+        let flying = manual.next();
+        pager.suspend(id).unwrap();
+        manual.wait_for_cancelled(flying.id());
+        let status = pager.source_status(id).unwrap();
+        assert!(status.is_stalled && status.is_suspended, "{status:?}");
+        assert_eq!((status.in_flight_bytes, status.waiting_requests), (0, 1));
+        // A thread that comes meanwhile waits, too.
+        let second = exit(&pager, 5);
+        eventually("its request", || {
+            equals(pager.source_status(id).unwrap().waiting_requests, &2)
+        });
+        assert_eq!(manual.waiting(), 0);
+        // What the link has delivered after all is used.
+        complete(flying);
+        let _ = join("the first exit", first).unwrap();
+        check_page(&region, 1);
+        pager.resume(id).unwrap();
+        // The page that has come is not asked for again.
+        let again = manual.next();
+        assert_eq!(again.pages(), range(5, 1));
+        complete(again);
+        let _ = join("the second exit", second).unwrap();
+        check_page(&region, 5);
+        let status = pager.source_status(id).unwrap();
+        assert!(!status.is_stalled && !status.is_suspended, "{status:?}");
+        assert!(pager.trouble().is_none());
+        assert_eq!(pager.counted().failed_requests, 0);
+    }
 }

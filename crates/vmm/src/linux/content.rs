@@ -2,14 +2,15 @@
 //! holes where nothing was loaded.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use pagetide_memory::GuestAddress;
-use pagetide_pager::{BlockingSource, Filled, ReadAt, SourceError};
+use pagetide_pager::{BlockingSource, Filled, ReadAt, Room, SourceError};
 use rustix::fs::SeekFrom;
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use tempfile::{NamedTempFile, TempPath};
 
 use super::image::is_zero;
@@ -179,17 +180,44 @@ pub(super) struct Content {
 
 impl Content {
     fn fill(&self, gpa: GuestAddress, buffer: &mut [u8]) -> io::Result<Filled> {
+        self.fill_by(gpa, buffer, |file, buffer, offset| {
+            file.read_exact_at(buffer, offset)
+        })
+    }
+
+    /// The same, if that needs no waiting for a disk.
+    fn fill_now(&self, gpa: GuestAddress, buffer: &mut [u8]) -> io::Result<Filled> {
+        self.fill_by(gpa, buffer, |file, buffer, offset| {
+            let wanted = buffer.len();
+            let mut part = [IoSliceMut::new(buffer)];
+            match preadv2(file, &mut part, offset, ReadWriteFlags::NOWAIT) {
+                Ok(bytes) if bytes == wanted => Ok(()),
+                // Part of it is in the page cache: the rest would have to be waited for.
+                Ok(_) => Err(Errno::AGAIN.into()),
+                // A file system that cannot tell, such as one in memory.
+                Err(Errno::OPNOTSUPP) => file.read_exact_at(buffer, offset),
+                Err(errno) => Err(errno.into()),
+            }
+        })
+    }
+
+    fn fill_by(
+        &self,
+        gpa: GuestAddress,
+        buffer: &mut [u8],
+        read: impl FnOnce(&File, &mut [u8], u64) -> io::Result<()>,
+    ) -> io::Result<Filled> {
         let outside = || io::Error::from(io::ErrorKind::UnexpectedEof);
         let offset = self.layout.offset_of(gpa).ok_or_else(outside)?;
         let end = offset + buffer.len() as u64;
         let is_hole = match rustix::fs::seek(&*self.file, SeekFrom::Data(offset)) {
             Ok(data) => data >= end,
             // No more data up to the present end of the file.
-            Err(rustix::io::Errno::NXIO) => true,
+            Err(Errno::NXIO) => true,
             Err(errno) => return Err(errno.into()),
         };
         if !is_hole {
-            self.file.read_exact_at(buffer, offset)?;
+            read(&self.file, buffer, offset)?;
             return Ok(Filled::Bytes);
         }
         if self.file.metadata()?.len() < end {
@@ -203,6 +231,11 @@ impl BlockingSource for Content {
     fn read(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError> {
         let unavailable = |error: io::Error| SourceError::Unavailable(error.into());
         self.fill(at.gpa, buffer).map_err(unavailable)
+    }
+
+    /// What the page cache has is installed by the thread that faults, with no other thread on the way.
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
+        Self::fill_now(self, at.gpa, room.buffer()?).ok()
     }
 }
 

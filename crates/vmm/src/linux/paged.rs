@@ -43,6 +43,8 @@ pub struct PagedIn {
     pub by_fault: u64,
     /// Pages that prefetch installed.
     pub by_prefetch: u64,
+    /// Requests to the threads that read the content file: faults on what the page cache did not have.
+    pub requests: u64,
     /// Pages of either kind that were holes of the content file.
     pub zero: u64,
     /// Pages that the guest gave up, and the host discarded.
@@ -148,6 +150,7 @@ impl LinuxPaging {
             total: self.pager.progress().total,
             by_fault: counted.pages - counted.ahead_pages,
             by_prefetch: counted.ahead_pages,
+            requests: counted.requests,
             zero: counted.zero_pages,
             discarded: self.discarded.load(Ordering::Relaxed),
             exits: by_exits.faults,
@@ -173,7 +176,7 @@ fn abandon_when_in_trouble(pager: &Arc<Pager>, stopper: &Stopper) {
             .spawn(move || {
                 let Some(pager) = pager.upgrade() else { return };
                 for region in pager.region_ids() {
-                    // Only regions without a source refuse this.
+                    // Fails only if the region has gone.
                     let _ = pager.abandon(region);
                 }
             });
