@@ -134,7 +134,7 @@ impl Vm {
         let fd = unsafe { self.fd().create_vcpu_from_rawfd(own) };
         let fd = fd.map_err(|errno| map(os_error(errno)))?;
         let page = RunPage::map(&fd, self.inner().run_bytes()).map_err(map)?;
-        Ok(Vcpu::new(id, fd, KickTarget::new(page), self.share()))
+        Ok(Vcpu::new(id, fd, KickTarget::new(id, page), self.share()))
     }
 
     /// Records a slot that the program set itself, so that transactions can change it and lookups of

@@ -35,7 +35,8 @@ pub enum Method {
     ///
     /// Waits for vCPUs that cannot leave KVM at once. The kick's signal interrupts a vCPU that waits in
     /// KVM_RUN for a userfaultfd on x86; on other architectures the commit waits until the page is
-    /// resolved. A thread that resolves faults must therefore not wait for a commit.
+    /// resolved. A thread that resolves faults must therefore not wait for a commit. If the page does not come,
+    /// the commit fails after a while ([`CommitError::VcpusStay`]).
     ///
     /// The kernel discards the dirty bits of slots that are created again ([`Committed::lost_dirty`])
     /// and all of their stage-2 mappings.
@@ -128,7 +129,7 @@ pub(crate) fn commit(
             if !can_kick(vm) {
                 return Err(CommitError::NoKick);
             }
-            let closed = quiesce(vm);
+            let closed = quiesce(vm)?;
             (done.kicked, done.waited) = (closed.found_inside, closed.since.elapsed());
             let result = one_by_one(vm, old, &plan.changes, calls, &mut done);
             // Before the gate opens: this thread may wait for a processor once vCPUs run again.
@@ -175,8 +176,9 @@ fn publish(vm: &Inner, layout: SlotLayout) {
 }
 
 /// Stops every vCPU outside its ioctls.
-fn quiesce(vm: &Inner) -> Closed<'_, dyn Kickable> {
-    vm.gate().close(|inside, before| {
+fn quiesce(vm: &Inner) -> Result<Closed<'_, dyn Kickable>, CommitError> {
+    let limit = vm.quiesce_limit();
+    let closed = vm.gate().close(limit, |inside, before| {
         // A vCPU that has passed the gate but not begun KVM_RUN sees this flag there.
         for target in inside {
             target.stop_early();
@@ -184,9 +186,16 @@ fn quiesce(vm: &Inner) -> Closed<'_, dyn Kickable> {
         let kicked = before == 0 && vm.capabilities().kick_vcpus && kick_vcpus(vm);
         // The ioctl is missing, or does not reach all: a thread may sleep in the kernel, or be in
         // another ioctl than KVM_RUN.
-        for target in inside.iter().filter(|target| !(kicked && target.is_vcpu())) {
+        for target in inside
+            .iter()
+            .filter(|target| !(kicked && target.vcpu().is_some()))
+        {
             target.signal();
         }
+    });
+    closed.map_err(|inside| CommitError::VcpusStay {
+        vcpus: inside.iter().filter_map(|target| target.vcpu()).collect(),
+        waited: limit,
     })
 }
 

@@ -3,8 +3,8 @@
 //!
 //! Each vCPU has one [`InFlight`], and so has each population ([`crate::populate`]), which the table
 //! below includes under vCPUs. An `InFlight` is one atomic word: the number of ioctls in flight, and
-//! one bit, CLOSED. The order of changes to that single word decides everything, and all threads agree
-//! on that order; no argument involves two variables.
+//! two bits, CLOSED and GIVEN_UP. The order of changes to that single word decides everything, and all threads
+//! agree on that order; no argument involves two variables.
 //!
 //! | thread | change | time |
 //! |---|---|---|
@@ -12,6 +12,8 @@
 //! | the same | n to n-1, preserving CLOSED; notifies if CLOSED was set and n is now 0 | after it |
 //! | a committer | sets CLOSED | when it closes the gate |
 //! | the same | clears CLOSED | when it opens the gate |
+//! | the same | clears CLOSED, and sets GIVEN_UP if an ioctl is in flight | when it gives up waiting for it |
+//! | a vCPU's thread | clears GIVEN_UP | when it leaves: it may have been kicked |
 //!
 //! *No ioctl overlaps an update.* Once CLOSED is set in a word, its count can only fall: entering is a
 //! compare-and-swap that expects CLOSED to be clear. The committer waits until it has read 0 in every
@@ -25,7 +27,8 @@
 //! waiting.
 //!
 //! *There is no deadlock.* A committer waits only for threads that are in an ioctl; an ioctl waits for
-//! no committer, and no callback runs between entering and leaving. A thread that waits at the gate, or
+//! no committer, and no callback runs between entering and leaving. An ioctl may wait for a page that never comes:
+//! the committer gives up, and what it has kicked knows so when it leaves. A thread that waits at the gate, or
 //! for its turn to commit, is not counted.
 //!
 //! *There is no starvation.* Threads that waited when the gate opened enter before it closes again.
@@ -41,8 +44,12 @@ use crossbeam_utils::CachePadded;
 
 use crate::sync::{AtomicU32, Condvar, Mutex, MutexGuard, Ordering};
 
-/// The bit that prevents new ioctls; the bits below it count the ioctls in flight.
+/// The bit that prevents new ioctls.
 const CLOSED: u32 = 1 << 31;
+/// A committer has kicked, and waits no more. The bits below it count the ioctls in flight.
+const GIVEN_UP: u32 = 1 << 30;
+/// Not the count.
+const BITS: u32 = CLOSED | GIVEN_UP;
 
 /// The first and the longest pause before threads that are still inside are kicked again. One kick
 /// suffices for KVM_RUN (see [`crate::kick`]); other ioctls have no `immediate_exit`.
@@ -73,12 +80,24 @@ impl InFlight {
 
     /// The number of ioctls in flight. Acquire: if it is 0, all of their effects are visible.
     fn inside(&self) -> u32 {
-        self.0.load(Ordering::Acquire) & !CLOSED
+        self.0.load(Ordering::Acquire) & !BITS
     }
 
     /// Prevents new ioctls; returns whether some are in flight.
     fn close(&self) -> bool {
-        self.0.fetch_or(CLOSED, Ordering::AcqRel) & !CLOSED != 0
+        self.0.fetch_or(CLOSED, Ordering::AcqRel) & !BITS != 0
+    }
+
+    /// Permits new ioctls again although some are in flight that were kicked.
+    fn give_up(&self) {
+        let next = |word: u32| match word & !BITS {
+            0 => Some(word & !CLOSED),
+            _ => Some(word & !CLOSED | GIVEN_UP),
+        };
+        // `next` never refuses.
+        let _ = self
+            .0
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
     }
 
     fn open(&self) {
@@ -180,10 +199,13 @@ impl<O: Participant + ?Sized> Gate<O> {
     #[inline]
     pub(crate) fn leave(&self, in_flight: &InFlight) -> bool {
         let word = in_flight.0.fetch_sub(1, Ordering::AcqRel);
-        if word & CLOSED == 0 {
+        if word & BITS == 0 {
             return false;
         }
-        if word == CLOSED | 1 {
+        if word & GIVEN_UP != 0 {
+            in_flight.0.fetch_and(!GIVEN_UP, Ordering::AcqRel);
+        }
+        if word & !GIVEN_UP == CLOSED | 1 {
             self.notify_committer();
         }
         true
@@ -200,7 +222,14 @@ impl<O: Participant + ?Sized> Gate<O> {
     /// inside and makes them leave; its second argument is the number of earlier calls.
     ///
     /// Calls must not overlap: [`crate::vm::Inner`] has a mutex for that.
-    pub(crate) fn close(&self, mut kick: impl FnMut(&[Arc<O>], u32)) -> Closed<'_, O> {
+    ///
+    /// # Errors
+    /// After `limit`, the participants that are still inside: the gate is open again.
+    pub(crate) fn close(
+        &self,
+        limit: Duration,
+        mut kick: impl FnMut(&[Arc<O>], u32),
+    ) -> Result<Closed<'_, O>, Vec<Arc<O>>> {
         let mut state = self.state();
         while state.admitted > 0 {
             state = wait(&self.left, state);
@@ -230,8 +259,16 @@ impl<O: Participant + ?Sized> Gate<O> {
             kicks += 1;
             state = self.wait_until_left(&mut inside, pause);
             pause = (pause * 2).min(LONGEST_PAUSE);
+            if !inside.is_empty() && closed.since.elapsed() >= limit {
+                for participant in &inside {
+                    participant.in_flight().give_up();
+                }
+                drop(state);
+                drop(closed);
+                return Err(inside);
+            }
         }
-        closed
+        Ok(closed)
     }
 
     /// Waits until the participants in `inside` have left, or until `limit` passes without any leaving;

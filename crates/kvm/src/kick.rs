@@ -27,9 +27,9 @@ pub(crate) trait Kickable: Participant + Debug {
     /// Makes the next KVM_RUN return at once; only for vCPUs.
     fn stop_early(&self) {}
 
-    /// Whether KVM_KICK_VCPUS reaches it.
-    fn is_vcpu(&self) -> bool {
-        false
+    /// The vCPU's number, if it is one: KVM_KICK_VCPUS reaches it.
+    fn vcpu(&self) -> Option<u32> {
+        None
     }
 
     /// Sends the signal if a thread is bound.
@@ -69,6 +69,7 @@ impl KickedThread {
 /// The state that a vCPU shares with the threads that kick it.
 #[derive(Debug)]
 pub(crate) struct KickTarget {
+    vcpu: u32,
     in_flight: InFlight,
     pub(crate) page: RunPage,
     /// A caller's kick for which no KVM_RUN has returned yet. Set before `immediate_exit` and read
@@ -89,8 +90,9 @@ impl Participant for KickTarget {
 }
 
 impl KickTarget {
-    pub(crate) fn new(page: RunPage) -> Self {
+    pub(crate) fn new(vcpu: u32, page: RunPage) -> Self {
         Self {
+            vcpu,
             in_flight: InFlight::default(),
             page,
             pending: AtomicBool::new(false),
@@ -137,8 +139,8 @@ impl Kickable for KickTarget {
         self.page.set_immediate_exit(true);
     }
 
-    fn is_vcpu(&self) -> bool {
-        true
+    fn vcpu(&self) -> Option<u32> {
+        Some(self.vcpu)
     }
 
     fn signal(&self) {

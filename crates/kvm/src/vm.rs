@@ -1,7 +1,9 @@
 //! VMs: capabilities, slots and vCPUs.
 
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use kvm_bindings::KVM_CAP_NR_MEMSLOTS;
 use kvm_ioctls::VmFd;
@@ -114,6 +116,13 @@ impl Capabilities {
     }
 }
 
+/// For how long a transaction waits for vCPUs, unless its owner says otherwise: longer than a page takes that comes.
+const QUIESCE_LIMIT: Duration = Duration::from_secs(10);
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
 /// The state that a VM and its vCPUs share. The descriptor comes first, so that the memory outlives it.
 ///
 /// Lock order: `updates`, then `slots` or the gate's own, then that of a vCPU's thread. A thread that
@@ -130,6 +139,8 @@ pub(crate) struct Inner {
     /// The kernel's layout. Changed only by the holder of `updates`.
     slots: Mutex<SlotLayout>,
     gate: Gate<dyn Kickable>,
+    /// For how long a transaction waits for a vCPU to leave KVM, in nanoseconds.
+    quiesce_limit: AtomicU64,
     /// For a VM that the program created and that may outlive this value: the slots that the program
     /// set itself.
     foreign: Option<Mutex<SlotLayout>>,
@@ -145,8 +156,13 @@ impl Inner {
             updates: Mutex::default(),
             slots: Mutex::default(),
             gate: Gate::default(),
+            quiesce_limit: AtomicU64::new(nanoseconds(QUIESCE_LIMIT)),
             foreign: None,
         }
+    }
+
+    pub(crate) fn quiesce_limit(&self) -> Duration {
+        Duration::from_nanos(self.quiesce_limit.load(Ordering::Relaxed))
     }
 
     pub(crate) fn adopted(fd: VmFd, run_bytes: usize, signals: Signals) -> Self {
@@ -299,6 +315,14 @@ impl Vm {
         self.inner.signals
     }
 
+    /// Sets for how long a transaction by [`Method::Quiesce`](crate::Method::Quiesce) waits for a vCPU that cannot
+    /// leave KVM, because it waits for a page; 10 s by default. Then it fails with
+    /// [`CommitError::VcpusStay`](crate::CommitError::VcpusStay).
+    pub fn set_quiesce_limit(&self, limit: Duration) {
+        let limit = nanoseconds(limit);
+        self.inner.quiesce_limit.store(limit, Ordering::Relaxed);
+    }
+
     /// The `kvm-ioctls` handle, for everything that this crate does not wrap. Set slots only through
     /// [`Vm`], which keeps their memory mapped. When the last [`Vm`] and [`Vcpu`] of a VM that
     /// [`Kvm::create_vm`] made are dropped, its slots are deleted: a vCPU or a device made here may live longer, and
@@ -329,7 +353,7 @@ impl Vm {
         Ok(Vcpu::new(
             id,
             fd,
-            KickTarget::new(page),
+            KickTarget::new(id.into(), page),
             Arc::clone(&self.inner),
         ))
     }

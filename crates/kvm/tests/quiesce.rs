@@ -6,12 +6,13 @@ mod guest;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use guest::{
     DATA, DATA_PAGES, DATA_SLOT, LIMIT, Limited, Machine, PAGE, Word, eventually, is_round, toggle,
     whole_methods,
 };
-use pagetide_kvm::{Exit, Method, PreFaultError, SlotFlags, Vcpu};
+use pagetide_kvm::{CommitError, Exit, Method, PreFaultError, Signals, SlotFlags, Vcpu};
 use pagetide_memory::Backing;
 use pagetide_uapi::userfaultfd::{
     Event, EventBuffer, Features, Mode, UserRange, Userfaultfd, Wake,
@@ -292,4 +293,76 @@ fn single_changes_take_turns_with_transactions() {
         assert_eq!(machine.vm.slot_flags(0), Some(flags));
     }
     commits.join();
+}
+
+/// The source of the page has an outage. Other transactions must not wait for its end.
+#[test]
+fn a_commit_gives_up_on_a_vcpu_whose_page_does_not_come() {
+    let uffd = match Userfaultfd::open(Features::NONE) {
+        Ok(uffd) => uffd,
+        Err(error) => {
+            println!("SKIP: {error}");
+            return;
+        }
+    };
+    // Without signals, the kernel's kick does not reach a vCPU that sleeps in the userfaultfd.
+    let Some(machine) = Machine::with_signals(Backing::Anonymous, Signals::none()) else {
+        return;
+    };
+    if !machine.vm.capabilities().kick_vcpus {
+        println!("SKIP: this kernel lacks KVM_CAP_KICK_VCPUS");
+        return;
+    }
+    let start = machine.data.guest().start().as_u64();
+    let range = UserRange {
+        start,
+        bytes: machine.data.bytes(),
+    };
+    // SAFETY: the machine keeps the region mapped until the end of this function, where the userfaultfd
+    // is dropped first; no code relies on absent pages reading as zeroes.
+    unsafe { uffd.register(range, Mode::Missing) }.expect("anonymous memory");
+    let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
+    let peeking = Arc::clone(&machine);
+    let peek = Limited::spawn("a vCPU that waits for a page", move || {
+        let mut here = vcpu.bind().expect("signals work");
+        [3, 4].map(|page| peeking.peek(&mut here, DATA + page * PAGE))
+    });
+    let asks_for = |page: u64| {
+        eventually("a message", || {
+            let mut buffer = EventBuffer::new(4);
+            let mut events = uffd.read_events(&mut buffer).expect("readable");
+            events.any(|event| {
+                matches!(event, Event::PageFault(fault) if fault.address == start + page * PAGE)
+            })
+        });
+    };
+    let answer = |page: u64, value: u64| {
+        let mut content = [0; 4096];
+        content[..8].copy_from_slice(&value.to_le_bytes());
+        uffd.copy_pages(start + page * PAGE, &content, Wake::Wake)
+            .expect("an absent page");
+    };
+    asks_for(3);
+    machine.vm.set_quiesce_limit(Duration::from_millis(20));
+    for at in [2, 5] {
+        let mut transaction = machine.vm.transaction();
+        transaction.split(DATA_SLOT, at * PAGE);
+        let refused = transaction
+            .commit_with(Method::Quiesce)
+            .expect_err("it stays");
+        assert!(
+            matches!(&refused, CommitError::VcpusStay { vcpus, .. } if vcpus[..] == [0]),
+            "{refused}"
+        );
+    }
+    // The vCPU goes on as if nothing had happened.
+    answer(3, 42);
+    asks_for(4);
+    answer(4, 43);
+    assert_eq!(peek.join(), [Ok(42), Ok(43)]);
+    let mut transaction = machine.vm.transaction();
+    transaction.split(DATA_SLOT, 2 * PAGE);
+    let committed = transaction.commit_with(Method::Quiesce).expect("it works");
+    assert_eq!(committed.kicked, 0);
+    drop(uffd);
 }

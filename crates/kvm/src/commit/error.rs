@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::time::Duration;
 
 use pagetide_memory::GuestRange;
 
@@ -36,6 +37,18 @@ pub enum CommitError {
         abi::KVM_CAP_KICK_VCPUS
     )]
     NoKick,
+    /// These vCPUs could not leave KVM: each waits for a page that does not come, as during an outage of its source.
+    /// Nothing has changed, and no other transaction is held up.
+    #[error(
+        "method Quiesce: {} did not leave KVM for {waited:?}, and may wait for a page",
+        Stayed(vcpus)
+    )]
+    VcpusStay {
+        /// The vCPUs; none if a thread that populates has stayed.
+        vcpus: Vec<u32>,
+        /// For how long the commit has waited.
+        waited: Duration,
+    },
     /// The kernel refused the list. Nothing has changed.
     #[error("the kernel refuses a list of {entries} slots{}", at_slot(refused.as_ref()))]
     List {
@@ -76,6 +89,20 @@ pub enum CommitError {
         /// The differences from the old layout.
         undone: Undone,
     },
+}
+
+/// Those that have stayed inside, for a message.
+struct Stayed<'v>(&'v [u32]);
+
+impl fmt::Display for Stayed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let numbers: Vec<_> = self.0.iter().map(ToString::to_string).collect();
+        match &numbers[..] {
+            [] => f.write_str("a thread that populates"),
+            [one] => write!(f, "vCPU {one}"),
+            all => write!(f, "the vCPUs {}", all.join(", ")),
+        }
+    }
 }
 
 fn at_slot(refused: Option<&(u32, GuestRange)>) -> String {

@@ -97,7 +97,7 @@ impl Machine {
 
     fn commit(&self) {
         let _turn = self.updates.lock().expect("no thread panics");
-        let closed = self.gate.close(|inside, _| {
+        let closed = self.gate.close(Duration::MAX, |inside, _| {
             for place in inside {
                 place.kicked.store(true, Ordering::Release);
             }
@@ -242,5 +242,34 @@ fn waiting_threads_enter_between_two_commits() {
         machine.commit();
         machine.commit();
         vcpu.join().expect("no overlap");
+    });
+}
+
+#[test]
+fn a_committer_that_gives_up_leaves_nothing_behind() {
+    in_every_order(|| {
+        let machine = Machine::new();
+        let place = machine.place();
+        let its = Arc::clone(&place);
+        let vcpu = spawn(&machine, move |machine| {
+            [machine.ioctl(&its), machine.ioctl(&its)]
+        });
+        let turn = machine.updates.lock().expect("no thread panics");
+        let closed = machine.gate.close(Duration::ZERO, |inside, _| {
+            for place in inside {
+                place.kicked.store(true, Ordering::Release);
+            }
+        });
+        drop(closed);
+        drop(turn);
+        let told = vcpu.join().expect("no overlap");
+        let was_kicked = place.kicked.load(Ordering::Relaxed);
+        assert!(
+            !was_kicked || told.contains(&true),
+            "leaving reports the kick"
+        );
+        // The gate is open, nobody is counted, and nobody is told of a kick that is over.
+        assert!(!machine.ioctl(&place));
+        assert_eq!(place.in_flight.inside(), 0);
     });
 }

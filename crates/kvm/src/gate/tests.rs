@@ -54,14 +54,14 @@ fn closing_does_not_wait_for_threads_outside() {
     let gate = Gate::default();
     let place = Arc::new(Place::default());
     gate.add(&place);
-    let closed = gate.close(|_, _| panic!("no ioctl is in flight"));
-    assert_eq!(closed.found_inside, 0);
+    let closed = gate.close(Duration::MAX, |_, _| panic!("no ioctl is in flight"));
+    assert_eq!(closed.expect("nobody stays").found_inside, 0);
 }
 
 #[test]
 fn a_participant_added_while_the_gate_is_closed_is_closed() {
     let gate = Arc::new(Gate::default());
-    let closed = gate.close(|_, _| panic!("no ioctl is in flight"));
+    let closed = gate.close(Duration::MAX, |_, _| panic!("no ioctl is in flight"));
     let place = Arc::new(Place::default());
     gate.add(&place);
     assert!(!place.in_flight.try_enter());
@@ -77,13 +77,48 @@ fn a_panic_of_the_committer_opens_the_gate() {
     let panicking = Arc::clone(&gate);
     within_limit("a panic", move || {
         thread::spawn(move || {
-            let _closed = panicking.close(|_, _| ());
+            let _closed = panicking.close(Duration::MAX, |_, _| ());
             panic!("on purpose");
         })
         .join()
         .expect_err("it panicked");
     });
     assert!(place.in_flight.try_enter());
+}
+
+/// As long as an outage lasts, no other transaction could begin either.
+#[test]
+fn a_committer_gives_up_on_a_thread_that_stays() {
+    let gate = Gate::default();
+    let (stays, leaves) = (Arc::new(Place::default()), Arc::new(Place::default()));
+    for place in [&stays, &leaves] {
+        gate.add(place);
+        gate.enter(&place.in_flight);
+    }
+    // The first is kicked, and cannot leave.
+    let inside = gate.close(Duration::ZERO, |_, kicks| {
+        if kicks == 0 {
+            assert!(gate.leave(&leaves.in_flight));
+        }
+    });
+    let inside = inside.map(drop).expect_err("one stays");
+    assert!(matches!(&inside[..], [one] if Arc::ptr_eq(one, &stays)));
+    // Others go on, and know of no kick.
+    gate.enter(&leaves.in_flight);
+    assert!(!gate.leave(&leaves.in_flight));
+    // The other one knows that it was kicked, once.
+    assert!(gate.leave(&stays.in_flight));
+    gate.enter(&stays.in_flight);
+    assert!(!gate.leave(&stays.in_flight));
+    // A later committer that finds it still inside waits for it, and not for a bit.
+    gate.enter(&stays.in_flight);
+    let inside = gate.close(Duration::ZERO, |_, _| ());
+    inside.map(drop).expect_err("it is inside again");
+    let closed = gate.close(Duration::MAX, |_, _| {
+        gate.leave(&stays.in_flight);
+    });
+    assert_eq!(closed.expect("it has left").found_inside, 1);
+    assert!(stays.in_flight.try_enter());
 }
 
 #[test]
@@ -97,10 +132,10 @@ fn several_ioctls_of_one_vcpu_are_counted() {
     let (done, dones) = mpsc::channel();
     let closing = Arc::clone(&gate);
     let committer = thread::spawn(move || {
-        let closed = closing.close(|_, _| {
+        let closed = closing.close(Duration::MAX, |_, _| {
             let _ = started.send(());
         });
-        let _ = done.send(closed.found_inside);
+        let _ = done.send(closed.expect("nobody stays").found_inside);
     });
     starts.recv_timeout(LIMIT).expect("both are inside");
     assert!(gate.leave(&place.in_flight));
@@ -131,7 +166,7 @@ fn a_thread_that_stays_is_kicked_again() {
     entries.recv_timeout(LIMIT).expect("it enters");
     let kicks = within_limit("the third kick", move || {
         let mut kicks = 0;
-        drop(gate.close(|inside, before| {
+        drop(gate.close(Duration::MAX, |inside, before| {
             kicks = before + 1;
             if before == 2 {
                 kick(inside);
@@ -183,7 +218,7 @@ fn committers_and_vcpus_exclude_each_other() {
             thread::spawn(move || {
                 for _ in 0..ROUNDS {
                     let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
-                    let _closed = gate.close(|inside, _| kick(inside));
+                    let _closed = gate.close(Duration::MAX, |inside, _| kick(inside));
                     layout.fetch_add(1, Ordering::Relaxed);
                     thread::yield_now();
                     layout.fetch_add(1, Ordering::Relaxed);
@@ -213,7 +248,7 @@ fn waiting_vcpus_are_admitted_between_commits() {
     let (inner_gate, inner_over) = (Arc::clone(&gate), Arc::clone(&over));
     let committer = thread::spawn(move || {
         while !inner_over.load(Ordering::SeqCst) {
-            drop(inner_gate.close(|inside, _| kick(inside)));
+            drop(inner_gate.close(Duration::MAX, |inside, _| kick(inside)));
         }
     });
     within_limit("100 entries", move || {
