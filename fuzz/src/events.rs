@@ -86,6 +86,7 @@ fn decoded(message: &[u8; MESSAGE_BYTES]) -> Event {
             address: second,
             write: first & 1 != 0,
             minor: first & 4 != 0,
+            write_protected: first & 2 != 0,
             thread: low(third),
         }),
         0x13 => Event::Fork {

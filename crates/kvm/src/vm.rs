@@ -353,7 +353,7 @@ impl Vm {
         Ok(Vcpu::new(
             id,
             fd,
-            KickTarget::new(id.into(), page),
+            KickTarget::new(id, page),
             Arc::clone(&self.inner),
         ))
     }

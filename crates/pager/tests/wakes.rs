@@ -12,6 +12,7 @@ use pagetide_memory::{Backing, HostAddress, HostRange, PageIndex, PageSize, Page
 use pagetide_pager::{
     Contents, Fault, Mode, Observer, Pager, ReaderConfig, Readers, RegionConfig, Serving,
 };
+use pagetide_test_support::Sleeper;
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap_fixed};
 use support::manual::SubmitFn;
@@ -281,7 +282,7 @@ fn a_panic_of_an_owners_callback_loses_no_fault() {
     }));
     panicked.unwrap_err();
     serve_until(&mut serving, "the reads", || {
-        reads.iter().all(|read| read.is_finished())
+        reads.iter().all(Sleeper::is_finished)
     });
     for read in reads {
         read.join();

@@ -79,20 +79,20 @@ fn a_page_that_somebody_died_installing_is_marked_until_it_is_settled() {
             assert!(matches!(
                 map.request_run(begun, all, Urgency::Bulk),
                 Request::Made(_)
-            ))
+            ));
         },
         &|map| assert_eq!(map.withdraw(all), 3),
         &|map| {
             assert!(matches!(
                 map.request_run(begun, all, Urgency::Bulk),
                 Request::Made(_)
-            ))
+            ));
         },
         &|map| {
             assert_eq!(
                 map.request_run(begun, all, Urgency::Urgent),
                 Request::Upgraded
-            )
+            );
         },
         &|map| {
             let _ = map.claim_arrived(all).unwrap().abandon();
