@@ -78,7 +78,7 @@ pub struct PageMap {
 }
 
 impl PageMap {
-    /// Creates a map of `pages` pages, all Absent. Takes one byte per page.
+    /// Creates a map of `pages` pages, all Absent. Takes one byte per page, where pages are touched.
     pub fn new(pages: u64) -> Result<Self, PageMapError> {
         Ok(Self {
             cells: Cells::new(pages)?,

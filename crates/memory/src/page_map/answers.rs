@@ -1,7 +1,5 @@
 //! Results of page map operations.
 
-use std::collections::TryReserveError;
-
 use thiserror::Error;
 
 use super::cell::PageState;
@@ -63,9 +61,6 @@ pub enum PageMapError {
     OutOfMemory {
         /// The number of pages of the map.
         pages: u64,
-        /// The allocator's error.
-        #[source]
-        source: TryReserveError,
     },
     /// The file of the map may shrink, and an access would then raise SIGBUS.
     #[error("the file of a page map is not sealed against shrinking")]

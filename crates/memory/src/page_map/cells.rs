@@ -1,5 +1,7 @@
 //! The bytes of a page map: this process's own, or in a file that outlives the process.
 
+#[cfg(not(loom))]
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Deref;
 use std::ptr::NonNull;
 
@@ -23,19 +25,37 @@ unsafe impl Send for Cells {}
 unsafe impl Sync for Cells {}
 
 impl Cells {
-    /// Cells of pages that are all Absent.
+    /// Cells of pages that are all Absent. The allocator hands out memory that is zero already, which costs
+    /// nothing where it is never touched.
+    #[cfg(not(loom))]
+    pub(super) fn new(pages: u64) -> Result<Self, PageMapError> {
+        const { assert!(ABSENT == 0) };
+        let none = PageMapError::OutOfMemory { pages };
+        let len = to_usize(pages);
+        let Ok(layout) = Layout::array::<AtomicU8>(len) else {
+            return Err(none);
+        };
+        let start = match len {
+            0 => NonNull::dangling(),
+            // SAFETY: alloc_zeroed requires a layout that is not empty.
+            _ => NonNull::new(unsafe { alloc_zeroed(layout) }.cast()).ok_or(none)?,
+        };
+        Ok(Self {
+            start,
+            len,
+            is_in_file: false,
+        })
+    }
+
+    /// Loom's cells have to be made one by one.
+    #[cfg(loom)]
     pub(super) fn new(pages: u64) -> Result<Self, PageMapError> {
         let mut cells = Vec::new();
-        cells
-            .try_reserve_exact(to_usize(pages))
-            .map_err(|source| PageMapError::OutOfMemory { pages, source })?;
         cells.resize_with(to_usize(pages), || AtomicU8::new(ABSENT));
         let cells = NonNull::from(Box::leak(cells.into_boxed_slice()));
         Ok(Self {
             start: cells.cast(),
             len: cells.len(),
-            #[cfg(not(loom))]
-            is_in_file: false,
         })
     }
 }
@@ -46,24 +66,35 @@ impl Deref for Cells {
     #[inline]
     fn deref(&self) -> &[AtomicU8] {
         // SAFETY: from_raw_parts requires `len` initialised cells at `start`, valid for the lifetime of
-        // the result: both constructors made them, and they are freed when self is dropped. A file's
+        // the result: the constructors made them, and they are freed when self is dropped. A file's
         // bytes are always initialised, and it cannot shrink (its seal was checked).
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl Drop for Cells {
+    #[cfg(not(loom))]
     fn drop(&mut self) {
-        #[cfg(not(loom))]
         if self.is_in_file {
             // SAFETY: munmap requires that nobody uses the mapping any more: no reference into it outlives
             // self. Fails only for an invalid range.
             let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
             return;
         }
+        if let Ok(layout) = Layout::array::<AtomicU8>(self.len)
+            && self.len > 0
+        {
+            // SAFETY: dealloc requires what alloc_zeroed returned for this layout, in `new`; atomics have
+            // nothing to drop.
+            unsafe { dealloc(self.start.as_ptr().cast(), layout) };
+        }
+    }
+
+    #[cfg(loom)]
+    fn drop(&mut self) {
         let cells = NonNull::slice_from_raw_parts(self.start, self.len);
-        // SAFETY: from_raw requires a pointer that into_raw or leak returned, once: `new` leaked a boxed
-        // slice of this length.
+        // SAFETY: from_raw requires a pointer that leak returned, once: `new` leaked a boxed slice of this
+        // length.
         drop(unsafe { Box::from_raw(cells.as_ptr()) });
     }
 }

@@ -545,3 +545,37 @@ fn waiting_ends_with_the_timeout() {
     assert!(start.elapsed() >= Duration::from_millis(20));
     assert_eq!(map.wait(PageIndex(0), LONG), Some(PageState::Absent));
 }
+
+/// Memory that is only claimed costs nothing: a client of a server may claim a lot.
+#[test]
+fn a_map_takes_memory_where_it_is_touched() {
+    // As for 1 TiB.
+    const PAGES: u64 = 256 << 20;
+    let before = resident_bytes();
+    let map = PageMap::new(PAGES).unwrap();
+    for page in [0, PAGES / 2, PAGES - 1].map(PageIndex) {
+        let _ = won(claim(&map, page)).finish(Settled::Present);
+        assert_eq!(map.state(page), Some(PageState::Present));
+    }
+    assert_eq!(map.state(PageIndex(PAGES / 3)), Some(PageState::Absent));
+    let grown = resident_bytes().saturating_sub(before);
+    assert!(grown < PAGES / 16, "{grown} bytes");
+    assert_eq!(PageMap::new(0).unwrap().pages(), 0);
+    assert!(matches!(
+        PageMap::new(u64::MAX),
+        Err(PageMapError::OutOfMemory { pages: u64::MAX })
+    ));
+}
+
+fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib: u64 = line
+        .unwrap()
+        .trim()
+        .strip_suffix(" kB")
+        .unwrap()
+        .parse()
+        .unwrap();
+    kib << 10
+}
