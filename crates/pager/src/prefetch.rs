@@ -59,7 +59,8 @@ pub struct PrefetchEnd {
     pub counters: Counters,
     /// Whether every page is settled: present, discarded, or poisoned. If not, the prefetch was stopped, or
     /// has left out pages that could not be fetched or installed
-    /// ([`SourceStatus::set_aside_pages`](crate::SourceStatus::set_aside_pages)).
+    /// ([`SourceStatus::set_aside_pages`](crate::SourceStatus::set_aside_pages)), or a region ended that
+    /// lacked pages.
     pub is_complete: bool,
 }
 
@@ -275,10 +276,13 @@ impl Ahead<'_> {
         self.reported = self.counters;
     }
 
-    /// Whether no page is missing that was left out.
+    /// Whether no page is missing that was left out, or was missing when its region ended: the end of a
+    /// region poisons such pages one after another.
     fn has_everything(&self) -> bool {
         let is_there = |(region, pages): &(&PagedRegion, PageRange)| {
-            region.map.next_unsettled(*pages).is_none()
+            let map = &region.map;
+            map.next_unsettled(*pages).is_none()
+                && !(region.is_closed() && map.counts().poisoned > 0)
         };
         self.left_out.iter().all(is_there)
     }
