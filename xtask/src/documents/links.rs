@@ -37,7 +37,7 @@ fn problems(paths: &Paths) -> Vec<String> {
 
 /// Files that people wrote, relative to the checkout. Patches are text of the kernel's, and fixtures are
 /// the output of former versions.
-fn collect(root: &Path, directory: &Path, files: &mut Vec<PathBuf>) {
+pub(super) fn collect(root: &Path, directory: &Path, files: &mut Vec<PathBuf>) {
     const SKIPPED: [&str; 4] = ["target", ".git", "patches", "fixtures"];
     let Ok(entries) = std::fs::read_dir(directory) else {
         return;

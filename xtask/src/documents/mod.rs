@@ -1,7 +1,8 @@
 //! Tests of the documents: every row of `SPECIFICATION.md` names a test or a command that exists, links lead
-//! to files, and commits say why.
+//! to files, members that the design documents name exist, and commits say why.
 
 mod commits;
 mod links;
 mod markdown;
+mod members;
 mod specification;
