@@ -48,6 +48,14 @@ fn an_event_loop_serves_another_process() {
 }
 
 #[test]
+fn two_processes_share_a_memory_that_is_not_there() {
+    let lacks = [NO_UFFD, "this kernel's userfaultfd lacks"];
+    if let Some(said) = run("vhost_back_end", &lacks) {
+        assert!(said.contains("2 pages were needed"), "{said}");
+    }
+}
+
+#[test]
 fn a_source_fails_and_comes_back() {
     if let Some(said) = run("custom_source", &[NO_UFFD]) {
         assert!(said.contains("is stalled"), "{said}");

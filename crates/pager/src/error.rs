@@ -355,9 +355,12 @@ pub enum AttachError {
         /// The region.
         region: RegionId,
     },
-    /// The region has no such address space, or no longer.
-    #[error("no such address space is attached to the region")]
+    /// There is no such address space, or no longer.
+    #[error("no such address space is attached")]
     NoSuchSpace,
+    /// An address space without a region.
+    #[error("the address space has none of the regions")]
+    NoRegions,
     /// The region's memory has no file that another process could have mapped, or is a private mapping of it.
     #[error("region {region:?} is not memory that processes share: it needs a memfd")]
     NotShared {
@@ -365,8 +368,10 @@ pub enum AttachError {
         region: RegionId,
     },
     /// The range is not as long as the region.
-    #[error("an address range of {bytes} bytes for a region of {wanted}")]
+    #[error("an address range of {bytes} bytes for region {region:?} of {wanted}")]
     OtherSize {
+        /// The region.
+        region: RegionId,
         /// The range's length in bytes.
         bytes: u64,
         /// The region's.

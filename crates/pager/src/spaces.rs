@@ -8,7 +8,7 @@
 //! Events of such an address space change its own addresses only: a back end that drops or moves its mapping
 //! discards nothing of the VM's.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use pagetide_memory::{HostRange, PageIndex, PageRange, PageState};
@@ -22,8 +22,9 @@ use crate::error::AttachError;
 use crate::fault::RegionId;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Place};
+use crate::table::Table;
 
-/// The number of an address space that was attached to a region; unique in the region.
+/// The number of an address space that was attached; unique in the pager.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AddressSpaceId(u64);
 
@@ -42,7 +43,6 @@ pub(crate) struct Spaces {
     list: RwLock<Vec<Arc<AddressSpace>>>,
     /// Whether there has been one: most regions have none, and look no further.
     any: AtomicBool,
-    next: AtomicU64,
 }
 
 impl Spaces {
@@ -65,10 +65,11 @@ impl Spaces {
         self.any.store(true, Ordering::Release);
     }
 
-    fn take(&self, id: AddressSpaceId) -> Option<Arc<AddressSpace>> {
+    fn take(&self, id: AddressSpaceId) -> Vec<Arc<AddressSpace>> {
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
-        let at = list.iter().position(|space| space.id == id)?;
-        Some(list.remove(at))
+        let (taken, left) = list.drain(..).partition(|space| space.id == id);
+        *list = left;
+        taken
     }
 
     /// Takes the address spaces of a process that has gone.
@@ -101,88 +102,94 @@ impl AddressSpace {
 }
 
 impl Pager {
-    /// Attaches a further address space to a region with a file: `range` is where another process has mapped the
-    /// same part of the same file, as long as the region, shared, and registered with `uffd` in the region's
-    /// mode (MINOR also for MISSING). Its threads get the region's content, and see what the VM writes.
+    /// Attaches a further address space: another process has mapped, at these addresses, the same parts of the same
+    /// files as regions of the pager, each as long as the region, shared, and registered with `uffd` in the region's
+    /// mode (MINOR also for MISSING). Its threads get the regions' content, and see what the VM writes.
     ///
-    /// Several regions may share the userfaultfd, which no region may have been added with: pass clones of the
-    /// same `Arc`. The region's own process decides about discards; events of this one change its own addresses.
-    /// When the process has gone, its address spaces are detached.
+    /// No region may have been added with the userfaultfd. The regions' own process decides about discards; events
+    /// of this one change its own addresses. When the process has gone, its address space is detached.
     ///
     /// # Errors
     /// [`AttachError`]; nothing has changed then.
     pub fn attach(
         &self,
-        id: RegionId,
         uffd: &Arc<Userfaultfd>,
-        range: HostRange,
+        parts: &[(RegionId, HostRange)],
     ) -> Result<AddressSpaceId, AttachError> {
         let _edit = self.lock_edit();
         let table = self.table();
-        let found = table.region(id).filter(|region| !region.is_closed());
-        let region = found.ok_or(AttachError::NoSuchRegion { region: id })?;
-        if !region.memory.is_shared() {
-            return Err(AttachError::NotShared { region: id });
-        }
-        let (bytes, wanted) = (range.bytes() as u64, region.bytes_of(region.all_pages()));
-        if bytes != wanted {
-            return Err(AttachError::OtherSize { bytes, wanted });
-        }
         let mut used = table.channels().iter();
         if used.any(|channel| Arc::ptr_eq(&channel.uffd, uffd)) {
             return Err(AttachError::InUse);
         }
-        // If this wake-up fails, other ioctls would fail as well.
-        let woken = uffd.wake(range.into());
-        woken.map_err(|source| AttachError::NotReady { source })?;
+        let mut checked = Vec::with_capacity(parts.len());
+        for &(region, range) in parts {
+            checked.push((check(&table, region, uffd, range)?, range));
+        }
+        if checked.is_empty() {
+            return Err(AttachError::NoRegions);
+        }
         let channel = self.others.of_space(uffd).unwrap_or_else(|| {
             let token = self.poller.next_token();
             Arc::new(Channel::with_role(Arc::clone(uffd), token, Role::Space))
         });
-        let span = Span {
-            start: range.start().as_u64(),
-            region: id,
-            pages: region.all_pages(),
-            shift: region.page_shift(),
-        };
-        let overlap = |start| AttachError::HostOverlap { start };
-        channel.add(span, || {}).map_err(overlap)?;
-        let space = Arc::new(AddressSpace {
-            id: AddressSpaceId(region.spaces.next.fetch_add(1, Ordering::Relaxed)),
-            channel: Arc::clone(&channel),
-            range,
-        });
-        region.spaces.add(Arc::clone(&space));
-        self.others.add(&channel);
-        if let Err(errno) = self.poller.add(&channel) {
-            self.forget_space(region, &space);
-            return Err(AttachError::Poll(errno));
-        }
-        // Lost memory reads as lost there, too. (A page that is lost meanwhile finds the address space.)
-        for page in region.all_pages().iter() {
-            if region.map.state(page) == Some(PageState::Poisoned) {
-                poison_in(region, &space, PageRange::single(page));
+        let id = AddressSpaceId(self.next_space.fetch_add(1, Ordering::Relaxed));
+        let mut added: Vec<(&Arc<PagedRegion>, Arc<AddressSpace>)> = Vec::new();
+        let polled = checked
+            .iter()
+            .try_for_each(|&(region, range)| {
+                let channel = Arc::clone(&channel);
+                let span = Span {
+                    start: range.start().as_u64(),
+                    region: region.id,
+                    pages: region.all_pages(),
+                    shift: region.page_shift(),
+                };
+                let overlap = |start| AttachError::HostOverlap { start };
+                channel.add(span, || {}).map_err(overlap)?;
+                let space = Arc::new(AddressSpace { id, channel, range });
+                region.spaces.add(Arc::clone(&space));
+                added.push((region, space));
+                Ok(())
+            })
+            .and_then(|()| {
+                self.others.add(&channel);
+                self.poller.add(&channel).map_err(AttachError::Poll)
+            });
+        if let Err(error) = polled {
+            for (region, space) in added {
+                self.forget_space(region, &space);
             }
+            return Err(error);
         }
-        // A fault that was read before may have found no region.
-        let _ = uffd.wake(range.into());
-        Ok(space.id)
+        for (region, space) in added {
+            // Lost memory reads as lost there, too. (A page that is lost meanwhile finds the address space.)
+            for page in region.all_pages().iter() {
+                if region.map.state(page) == Some(PageState::Poisoned) {
+                    poison_in(region, &space, PageRange::single(page));
+                }
+            }
+            // A fault that was read before may have found no region.
+            let _ = uffd.wake(space.range.into());
+        }
+        Ok(id)
     }
 
     /// Detaches an address space. Its missing pages are poisoned there, and its registration ends, so that its
     /// process needs no pager any more.
     ///
     /// # Errors
-    /// [`AttachError::NoSuchRegion`], [`AttachError::NoSuchSpace`].
-    pub fn detach(&self, id: RegionId, space: AddressSpaceId) -> Result<(), AttachError> {
+    /// [`AttachError::NoSuchSpace`].
+    pub fn detach(&self, id: AddressSpaceId) -> Result<(), AttachError> {
         let _edit = self.lock_edit();
-        let table = self.table();
-        let region = table.region(id);
-        let region = region.ok_or(AttachError::NoSuchRegion { region: id })?;
-        let taken = region.spaces.take(space);
-        let taken = taken.ok_or(AttachError::NoSuchSpace)?;
-        self.close_space(region, &taken);
-        Ok(())
+        let mut was_there = false;
+        for region in self.table().iter() {
+            for space in region.spaces.take(id) {
+                self.close_space(region, &space);
+                was_there = true;
+            }
+        }
+        was_there.then_some(()).ok_or(AttachError::NoSuchSpace)
     }
 
     /// Ends the paging of an address space.
@@ -245,7 +252,7 @@ impl Pager {
     }
 
     fn forget_space(&self, region: &PagedRegion, space: &AddressSpace) {
-        region.spaces.take(space.id);
+        let _ = region.spaces.take(space.id);
         if !space.channel.remove(region.id, &space.home()) {
             self.poller.remove(&space.channel);
             self.others.remove(&space.channel);
@@ -260,6 +267,33 @@ impl Pager {
         self.poller.remove(channel);
         self.others.remove(channel);
     }
+}
+
+/// The region that is to have a further address space, if the memory there can be its memory.
+fn check<'t>(
+    table: &'t Table,
+    id: RegionId,
+    uffd: &Userfaultfd,
+    range: HostRange,
+) -> Result<&'t Arc<PagedRegion>, AttachError> {
+    let found = table.region(id).filter(|region| !region.is_closed());
+    let region = found.ok_or(AttachError::NoSuchRegion { region: id })?;
+    if !region.memory.is_shared() {
+        return Err(AttachError::NotShared { region: id });
+    }
+    let (bytes, wanted) = (range.bytes() as u64, region.bytes_of(region.all_pages()));
+    if bytes != wanted {
+        let region = id;
+        return Err(AttachError::OtherSize {
+            region,
+            bytes,
+            wanted,
+        });
+    }
+    // If this wake-up fails, other ioctls would fail as well.
+    let woken = uffd.wake(range.into());
+    woken.map_err(|source| AttachError::NotReady { source })?;
+    Ok(region)
 }
 
 /// Wakes the threads of a region's further address spaces that sleep on pages.

@@ -58,7 +58,7 @@ impl Shared {
             .add(config(&vmm, &vmm.register(mode), mode, contents, &file))
             .unwrap();
         let uffd = back_end.register_with(mode, events);
-        let space = pager.attach(id, &uffd, back_end.range()).unwrap();
+        let space = pager.attach(&uffd, &[(id, back_end.range())]).unwrap();
         let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
         Some(Self {
             pager,
@@ -248,7 +248,7 @@ fn a_page_that_is_lost_is_lost_for_both() {
         // An address space that comes later, too.
         let third = View::new(&it.file, PAGES * PAGE);
         let uffd = third.register(it.mode);
-        it.pager.attach(it.id, &uffd, third.range()).unwrap();
+        it.pager.attach(&uffd, &[(it.id, third.range())]).unwrap();
         assert!(is_lost(&third, 2), "{mode:?}");
         assert_eq!(third.read(1), word_of(1), "{mode:?}");
     }
@@ -264,10 +264,10 @@ fn a_detached_address_space_reads_no_zeroes() {
             return;
         };
         assert_eq!(it.back_end.read(1), word_of(1));
-        it.pager.detach(it.id, it.space).unwrap();
+        it.pager.detach(it.space).unwrap();
         assert!(is_lost(&it.back_end, 2), "{mode:?}: was missing");
         assert_eq!(it.back_end.read(1), word_of(1), "{mode:?}: was there");
-        let again = it.pager.detach(it.id, it.space).unwrap_err();
+        let again = it.pager.detach(it.space).unwrap_err();
         assert!(matches!(again, AttachError::NoSuchSpace), "{again}");
         // The VMM goes on.
         assert_eq!(it.vmm.read(2), word_of(2), "{mode:?}");
@@ -308,7 +308,7 @@ fn a_successor_gets_all_address_spaces() {
         let successor = Pager::new().unwrap();
         let config = config(&it.vmm, &exported.uffd, mode, pattern(), &it.file);
         let id = successor.add(config.resume_from(exported.image)).unwrap();
-        let attached = successor.attach(id, &space.uffd, it.back_end.range());
+        let attached = successor.attach(&space.uffd, &[(id, it.back_end.range())]);
         attached.unwrap();
         let _readers = Readers::spawn(&successor, ReaderConfig::new(1)).unwrap();
         assert_eq!(it.vmm.read(1), 0x11, "{mode:?}");
@@ -325,7 +325,8 @@ fn what_cannot_be_attached_is_refused() {
     };
     let other = View::new(&it.file, PAGES * PAGE);
     let uffd = other.register(Mode::Minor);
-    let attach = |id, uffd: &Arc<Userfaultfd>, range| it.pager.attach(id, uffd, range).unwrap_err();
+    let attach =
+        |id, uffd: &Arc<Userfaultfd>, range| it.pager.attach(uffd, &[(id, range)]).unwrap_err();
     // Attached already.
     let error = attach(it.id, &it.uffd, it.back_end.range());
     assert!(matches!(error, AttachError::HostOverlap { .. }), "{error}");
@@ -342,6 +343,12 @@ fn what_cannot_be_attached_is_refused() {
     let id = it.pager.add(config.gpa(at)).unwrap();
     let error = attach(id, &uffd, other.range());
     assert!(matches!(error, AttachError::NotShared { .. }), "{error}");
+    // All or nothing: what was right is not attached, and not poisoned either.
+    let twice = [(it.id, other.range()), (it.id, other.range())];
+    let error = it.pager.attach(&uffd, &twice).unwrap_err();
+    assert!(matches!(error, AttachError::HostOverlap { .. }), "{error}");
+    let error = it.pager.attach(&uffd, &[]).unwrap_err();
+    assert!(matches!(error, AttachError::NoRegions), "{error}");
     // A userfaultfd of a region, and the other way round.
     let error = attach(it.id, &its, other.range());
     assert!(matches!(error, AttachError::InUse), "{error}");
@@ -355,6 +362,6 @@ fn what_cannot_be_attached_is_refused() {
     // None of this has changed anything.
     assert_eq!(it.back_end.read(1), word_of(1));
     assert_eq!(it.vmm.read(2), word_of(2));
-    it.pager.attach(it.id, &uffd, other.range()).unwrap();
+    it.pager.attach(&uffd, &[(it.id, other.range())]).unwrap();
     assert_eq!(other.read(3), word_of(3));
 }
