@@ -4,6 +4,7 @@ mod connection;
 mod control;
 mod keeping;
 mod recording;
+mod spaces;
 mod stalls;
 mod start;
 mod waiting;
@@ -43,6 +44,7 @@ pub(crate) use connection::{run, turn_away};
 use control::Control;
 use keeping::Keeping;
 use recording::Checkpoint;
+use spaces::Spaces;
 use waiting::{Ticks, Watched};
 
 /// The longest time between two looks at deadlines and counts.
@@ -198,6 +200,8 @@ struct Vm<'a> {
     /// The pages that its replay left out.
     sample: Option<Arc<Sample>>,
     prefetch: Option<Prefetch>,
+    /// Its further address spaces.
+    spaces: Spaces,
     /// The regions beyond the end of the image.
     without_content: Vec<RegionId>,
     /// Stalled regions, and when to try them again.

@@ -136,7 +136,7 @@ fn clients_that_make_no_sense_are_refused_by_name_and_others_are_served() {
     };
     let (raw, wanted) = early(Message::HealthRequest, RefusedCode::Order);
     check("no hello", raw, wanted);
-    let (raw, wanted) = early(hello(2, 9), RefusedCode::Version);
+    let (raw, wanted) = early(hello(3, 9), RefusedCode::Version);
     check("a later version", raw, wanted);
     let (raw, wanted) = early(hello(0, 0), RefusedCode::Version);
     check("an earlier version", raw, wanted);

@@ -17,7 +17,7 @@ use super::message::{
 };
 use super::session::{Session, SessionError};
 use super::share::{ShareError, SharedImage};
-use super::{FEATURES, LOWEST_VERSION, MAX_MAP_BYTES, VERSION, frame};
+use super::{LOWEST_VERSION, MAX_MAP_BYTES, VERSION, features_of, frame};
 use crate::handshake::{MAX_MEMORY_BYTES, VmRegion, check_together, checked_region};
 use crate::image::ServedImage;
 use crate::metrics::Metrics;
@@ -54,6 +54,8 @@ pub(crate) struct Attachment {
     pub(crate) regions: Vec<AttachedRegion>,
     /// The image's memfd, if the client has asked for it.
     pub(crate) shared: Option<Arc<SharedImage>>,
+    /// The features that were agreed.
+    pub(crate) features: u64,
 }
 
 /// The state of a connection before attach.
@@ -67,6 +69,8 @@ pub(crate) struct Beginning<'s, 'a> {
     maps: Vec<(PageMapPart, bool)>,
     map_bytes: usize,
     has_greeted: bool,
+    /// The features that were agreed.
+    features: u64,
 }
 
 impl<'s, 'a> Beginning<'s, 'a> {
@@ -85,6 +89,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
             maps: Vec::new(),
             map_bytes: 0,
             has_greeted: false,
+            features: 0,
         }
     }
 
@@ -194,7 +199,8 @@ impl<'s, 'a> Beginning<'s, 'a> {
                 if version < lowest.max(LOWEST_VERSION) {
                     return Err(AttachError::Version { lowest, highest });
                 }
-                self.session.answer(id, &self.welcome(version, features));
+                self.features = features_of(version, features);
+                self.session.answer(id, &self.welcome(version));
             }
             Message::Share if self.has_greeted => {
                 self.shared = Some(share(self.session, id, self.image, self.metrics)?);
@@ -206,6 +212,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
                     id,
                     regions,
                     shared: self.shared.take(),
+                    features: self.features,
                 }));
             }
             Message::Goodbye => {
@@ -218,7 +225,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
         Ok(None)
     }
 
-    fn welcome(&self, version: u16, features: u64) -> Message {
+    fn welcome(&self, version: u16) -> Message {
         let small = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         Message::Welcome(Welcome {
             version,
@@ -227,7 +234,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
             max_descriptors: small(MAX_DESCRIPTORS),
             max_memory_bytes: MAX_MEMORY_BYTES,
             max_map_bytes: MAX_MAP_BYTES as u64,
-            features: features & FEATURES,
+            features: self.features,
             image_bytes: self.image.image.bytes(),
             image: self.image.image.digest(),
         })
@@ -325,18 +332,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
 
     /// Adopts the descriptors that regions name as userfaultfds. The others are files.
     fn userfaultfds(&self, attach: &Attach) -> Result<Vec<Option<Arc<Userfaultfd>>>, AttachError> {
-        let features = Features::from_bits(attach.uffd_features);
-        if features.contains(Features::SIGBUS) {
-            return Err(AttachError::SigbusFeature);
-        }
-        // Events that the client has not asked for never come, and being ready for them costs a lock: a
-        // client that is wrong about its features does no harm.
-        let features = features
-            | Features::EVENT_REMOVE
-            | Features::EVENT_UNMAP
-            | Features::EVENT_REMAP
-            | Features::EVENT_FORK
-            | Features::POISON;
+        let features = served_features(attach.uffd_features)?;
         let count = self.kept.len();
         for (region, wanted) in attach.regions.iter().enumerate() {
             let missing = [Some(wanted.uffd), wanted.file]
@@ -431,6 +427,22 @@ impl<'s, 'a> Beginning<'s, 'a> {
         }
         Ok(())
     }
+}
+
+/// The features with which a client's userfaultfd is served.
+pub(crate) fn served_features(bits: u64) -> Result<Features, AttachError> {
+    let features = Features::from_bits(bits);
+    if features.contains(Features::SIGBUS) {
+        return Err(AttachError::SigbusFeature);
+    }
+    // Events that the client has not asked for never come, and being ready for them costs a lock: a
+    // client that is wrong about its features does no harm.
+    Ok(features
+        | Features::EVENT_REMOVE
+        | Features::EVENT_UNMAP
+        | Features::EVENT_REMAP
+        | Features::EVENT_FORK
+        | Features::POISON)
 }
 
 /// Answers *share*.

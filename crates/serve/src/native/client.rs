@@ -13,8 +13,8 @@ use thiserror::Error;
 
 use super::frame::{Decoder, Frame, FrameError, MAGIC};
 use super::message::{
-    Attach, DecodeError, Drained, Health, MAX_DESCRIPTORS, Message, PageMapPart, RefusedCode,
-    Welcome, WorkingSetAction, WorkingSetState,
+    Attach, AttachSpace, DecodeError, Drained, Health, MAX_DESCRIPTORS, Message, PageMapPart,
+    RefusedCode, Welcome, WorkingSetAction, WorkingSetState,
 };
 use super::{FEATURES, LOWEST_VERSION, MAX_MAP_BYTES, VERSION, socket};
 
@@ -274,6 +274,35 @@ impl Client {
                 bytes,
                 image,
             }),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Attaches a further address space of the VM's memory, such as a vhost-user back end's: `uffd` is its userfaultfd,
+    /// with which it has registered its shared mappings of the regions' memfds for MISSING and MINOR. Returns its
+    /// number. The server must have [`FEATURE_SPACES`](super::FEATURE_SPACES).
+    ///
+    /// # Errors
+    /// [`ClientError`]; the VM goes on.
+    pub fn attach_space(
+        &mut self,
+        space: &AttachSpace,
+        uffd: BorrowedFd<'_>,
+    ) -> Result<u32, ClientError> {
+        match self.request(&Message::AttachSpace(space.clone()), &[uffd])? {
+            Message::SpaceAttached { space } => Ok(space),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Ends the service of a further address space: its missing pages are poisoned there. Returns how many regions it
+    /// had.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn detach_space(&mut self, space: u32) -> Result<u64, ClientError> {
+        match self.request(&Message::DetachSpace { space }, &[])? {
+            Message::Done { count } => Ok(count),
             other => Err(unexpected(&other)),
         }
     }

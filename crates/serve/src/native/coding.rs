@@ -5,13 +5,17 @@ use pagetide_sources::Digest;
 
 use super::frame::{FLAG_MORE, FLAG_OPTIONAL, Frame};
 use super::message::{
-    Attach, DecodeError, Drained, Health, MAX_REGIONS, Message, PageMapPart, RefusedCode, Region,
-    RegionMode, VmState, Welcome, WorkingSetAction, WorkingSetState,
+    Attach, AttachSpace, DecodeError, Drained, Health, MAX_REGIONS, Message, PageMapPart,
+    RefusedCode, Region, RegionMode, SpaceRegion, VmState, Welcome, WorkingSetAction,
+    WorkingSetState,
 };
 use super::wire::{Reader, Writer};
 
 /// The bytes of a region in an attach.
 const REGION_BYTES: usize = 40;
+
+/// The bytes of a region in an attach-space.
+const SPACE_REGION_BYTES: usize = 16;
 
 /// The number of a file that is none.
 const NO_FILE: u8 = u8::MAX;
@@ -66,6 +70,20 @@ impl Message {
             | Self::HandOver
             | Self::Goodbye
             | Self::Left => {}
+            Self::AttachSpace(space) => {
+                out.long(space.uffd_features);
+                out.word(u32::try_from(space.regions.len()).unwrap_or(u32::MAX));
+                out.word(0);
+                for region in &space.regions {
+                    out.word(region.region);
+                    out.word(0);
+                    out.long(region.address);
+                }
+            }
+            Self::DetachSpace { space } | Self::SpaceAttached { space } => {
+                out.word(*space);
+                out.word(0);
+            }
             Self::WorkingSet(action) => out.word(action.number()),
             Self::Poison { offset, bytes } => {
                 out.long(*offset);
@@ -183,6 +201,12 @@ impl Message {
             9 => Self::HandOver,
             10 => Self::ResumeMap(take_part(from)?),
             11 => Self::Goodbye,
+            12 => Self::AttachSpace(take_space(from)?),
+            13 => {
+                let space = from.word()?;
+                from.zero()?;
+                Self::DetachSpace { space }
+            }
             0x8001 => Self::Welcome(take_welcome(from)?),
             0x8002 => Self::Attached {
                 regions: from.word()?,
@@ -222,6 +246,11 @@ impl Message {
                 Self::HandedOver { parts }
             }
             0x800c => Self::Left,
+            0x800d => {
+                let space = from.word()?;
+                from.zero()?;
+                Self::SpaceAttached { space }
+            }
             0x80ff => Self::Refused {
                 code: RefusedCode::of(from.word()?)?,
                 text: from.text()?,
@@ -292,6 +321,31 @@ fn take_attach(from: &mut Reader<'_>) -> Result<Attach, DecodeError> {
         });
     }
     Ok(Attach {
+        uffd_features,
+        regions,
+    })
+}
+
+fn take_space(from: &mut Reader<'_>) -> Result<AttachSpace, DecodeError> {
+    let uffd_features = from.long()?;
+    let count = usize::try_from(from.word()?).unwrap_or(usize::MAX);
+    from.zero()?;
+    if count == 0 || count > MAX_REGIONS {
+        let field = "the number of regions";
+        return Err(DecodeError::Field { field });
+    }
+    // The regions are there before anything is allocated for them.
+    if from.0.len() < count * SPACE_REGION_BYTES {
+        return Err(DecodeError::Short);
+    }
+    let mut regions = Vec::with_capacity(count);
+    for _ in 0..count {
+        let region = from.word()?;
+        from.zero()?;
+        let address = from.long()?;
+        regions.push(SpaceRegion { region, address });
+    }
+    Ok(AttachSpace {
         uffd_features,
         regions,
     })

@@ -63,6 +63,19 @@ fn message() -> impl Strategy<Value = Message> {
                 regions
             })
         ),
+        (
+            any::<u64>(),
+            proptest::collection::vec(any::<(u32, u64)>(), 1..9)
+        )
+            .prop_map(|(uffd_features, regions)| {
+                let regions = regions.into_iter();
+                let regions = regions.map(|(region, address)| SpaceRegion { region, address });
+                Message::AttachSpace(AttachSpace {
+                    uffd_features,
+                    regions: regions.collect(),
+                })
+            }),
+        any::<u32>().prop_map(|space| Message::DetachSpace { space }),
         any_of(WorkingSetAction::ALL).prop_map(Message::WorkingSet),
         any::<(u64, u64)>().prop_map(|(offset, bytes)| Message::Poison { offset, bytes }),
         part().prop_map(Message::ResumeMap),
@@ -113,6 +126,7 @@ fn message() -> impl Strategy<Value = Message> {
         any::<u64>().prop_map(|count| Message::Done { count }),
         part().prop_map(Message::PageMap),
         any::<u32>().prop_map(|parts| Message::HandedOver { parts }),
+        any::<u32>().prop_map(|space| Message::SpaceAttached { space }),
     ];
     let others = prop_oneof![
         (any_of(RefusedCode::ALL), text()).prop_map(|(code, text)| Message::Refused { code, text }),
@@ -220,7 +234,7 @@ fn fields_without_a_valid_value_are_refused() {
         let found = of(kind, payload.to_le_bytes().to_vec());
         assert!(matches!(found, Err(DecodeError::Field { .. })), "{kind}");
     }
-    assert_eq!(of(12, Vec::new()), Err(DecodeError::Unknown { kind: 12 }));
+    assert_eq!(of(14, Vec::new()), Err(DecodeError::Unknown { kind: 14 }));
 }
 
 #[test]

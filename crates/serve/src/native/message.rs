@@ -13,6 +13,9 @@ pub const MAX_REGIONS: usize = 16_384;
 /// The most descriptors of one attach.
 pub const MAX_DESCRIPTORS: usize = 16;
 
+/// The most further address spaces of a VM.
+pub const MAX_SPACES: usize = 64;
+
 /// Why a payload is no message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
@@ -222,6 +225,25 @@ pub struct Attach {
     pub regions: Vec<Region>,
 }
 
+/// Where a further address space has a region's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SpaceRegion {
+    /// The number of the region in attach.
+    pub region: u32,
+    /// The address of its first byte there.
+    pub address: u64,
+}
+
+/// A further address space of a VM's memory, as of a vhost-user back end. It has mapped the memfds of regions in mode
+/// [`RegionMode::Minor`], shared and each as a whole, and registered them for MISSING and MINOR.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AttachSpace {
+    /// The features that the userfaultfd was opened with (`UFFD_FEATURE_*`).
+    pub uffd_features: u64,
+    /// The regions that it has mapped, 1 to [`MAX_REGIONS`].
+    pub regions: Vec<SpaceRegion>,
+}
+
 /// What the server permits, and what it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Welcome {
@@ -340,6 +362,13 @@ messages! {
     ResumeMap(PageMapPart) = 10,
     /// The client leaves.
     Goodbye = 11,
+    /// A further address space, with its userfaultfd.
+    AttachSpace(AttachSpace) = 12,
+    /// A further address space is served no more.
+    DetachSpace {
+        /// Its number.
+        space: u32,
+    } = 13,
     /// The answer to [`Self::Hello`].
     Welcome(Welcome) = 0x8001,
     /// Faults are served from now on.
@@ -383,9 +412,9 @@ messages! {
         /// Pages that were not poisoned before.
         pages: u64,
     } = 0x8008,
-    /// The answer to [`Self::Resume`].
+    /// The answer to [`Self::Resume`] and [`Self::DetachSpace`].
     Done {
-        /// The number of regions that were resumed.
+        /// The number of regions that were resumed or detached.
         count: u64,
     } = 0x8009,
     /// A part of a page map.
@@ -397,6 +426,11 @@ messages! {
     } = 0x800b,
     /// The server has let go of the VM.
     Left = 0x800c,
+    /// The answer to [`Self::AttachSpace`]: its faults are served from now on.
+    SpaceAttached {
+        /// Its number.
+        space: u32,
+    } = 0x800d,
     /// The request was refused.
     Refused {
         /// Why.

@@ -15,7 +15,7 @@ mod socket;
 mod wire;
 
 /// The highest version of the protocol that this program knows.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// The lowest version of the protocol that this program knows.
 pub const LOWEST_VERSION: u16 = 1;
@@ -29,8 +29,19 @@ pub const FEATURE_HAND_OVER: u64 = 2;
 /// The server serves memfds of VMMs in MINOR mode.
 pub const FEATURE_MINOR: u64 = 4;
 
+/// The server serves further address spaces of a VM's memory. From version 2 on.
+pub const FEATURE_SPACES: u64 = 8;
+
 /// All features that this program knows.
-pub const FEATURES: u64 = FEATURE_SHARE | FEATURE_HAND_OVER | FEATURE_MINOR;
+pub const FEATURES: u64 = FEATURE_SHARE | FEATURE_HAND_OVER | FEATURE_MINOR | FEATURE_SPACES;
+
+/// The features among `features` that a version has.
+pub(crate) fn features_of(version: u16, features: u64) -> u64 {
+    match version {
+        ..2 => features & FEATURES & !FEATURE_SPACES,
+        _ => features & FEATURES,
+    }
+}
 
 /// The most bytes of page maps that a successor takes before attach.
 pub const MAX_MAP_BYTES: usize = 16 << 20;

@@ -37,7 +37,7 @@ pub(crate) enum SessionError {
     /// More descriptors than one message has.
     #[error("more than {MAX_DESCRIPTORS} descriptors")]
     Descriptors,
-    /// A descriptor after attach.
+    /// A descriptor after attach, for which no feature was agreed.
     #[error("a descriptor came with a message that takes none")]
     Unexpected,
 }
@@ -110,6 +110,16 @@ impl<'a> Session<'a> {
 
     pub(crate) fn stream(&self) -> &'a UnixStream {
         self.stream
+    }
+
+    /// Takes descriptors again: a message after attach may have one.
+    pub(crate) fn permit_descriptors(&mut self) {
+        self.takes_none = false;
+    }
+
+    /// The descriptor of the next message that has one.
+    pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        (!self.descriptors.is_empty()).then(|| self.descriptors.remove(0))
     }
 
     /// From now on a descriptor is an error. Returns those that have arrived.

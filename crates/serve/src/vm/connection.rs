@@ -14,6 +14,7 @@ use super::{Client, Common, End, Link, TICK, Vm, VmError, chain, kill};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
 use crate::metrics::Totals;
+use crate::native::FEATURE_SPACES;
 use crate::native::attach::{AttachError, AttachedRegion, Beginning, Memory};
 use crate::native::message::{MAX_DESCRIPTORS, Message};
 use crate::native::session::{Session, SessionError};
@@ -325,6 +326,9 @@ fn serve_native(
             return Err(error);
         }
     };
+    if attached.features & FEATURE_SPACES != 0 {
+        session.permit_descriptors();
+    }
     let mut control = Box::new(Control::new(session, attached.shared));
     control.attached(id, count, &vm);
     let mut link = Link::Native(control);

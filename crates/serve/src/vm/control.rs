@@ -1,5 +1,6 @@
 //! The requests of a VMM that speaks the native protocol.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -8,10 +9,12 @@ use pagetide_memory::{GuestAddress, GuestRange, PageSize};
 use pagetide_pager::{Pager, Prefetch, PrefetchPlan, Progress, Serving};
 use rustix::event::epoll::EventFlags;
 
+use super::spaces::SpaceError;
 use super::{End, Vm, VmError, chain};
 use crate::native::attach::share;
 use crate::native::message::{
-    Drained, Health, Message, PageMapPart, RefusedCode, VmState, WorkingSetAction, WorkingSetState,
+    AttachSpace, Drained, Health, MAX_SPACES, Message, PageMapPart, RefusedCode, VmState,
+    WorkingSetAction, WorkingSetState,
 };
 use crate::native::session::{Arrived, Session, SessionError};
 use crate::native::share::SharedImage;
@@ -74,6 +77,8 @@ pub(super) struct Control<'a> {
     counted: Counted,
     drain: Option<Drain>,
     work: Option<(u32, JoinHandle<Work>)>,
+    /// Userfaultfds that were refused. While they are open, what is missing there does not read as zeroes.
+    refused: Vec<OwnedFd>,
     /// The id of the request to leave.
     goodbye: Option<u32>,
     stalls: u64,
@@ -99,6 +104,7 @@ impl<'a> Control<'a> {
             counted: Counted::default(),
             drain: None,
             work: None,
+            refused: Vec::new(),
             goodbye: None,
             stalls: 0,
             is_drained: false,
@@ -233,6 +239,16 @@ impl<'a> Control<'a> {
                 count: vm.resume(|_| true) as u64,
             })),
             Message::HandOver => self.hand_over(vm, id),
+            Message::AttachSpace(space) => self.attach_space(vm, &space),
+            Message::DetachSpace { space } => match vm.detach_space(space) {
+                Some(regions) => Ok(Some(Message::Done {
+                    count: regions as u64,
+                })),
+                None => {
+                    let text = format!("there is no address space {space}");
+                    Err((RefusedCode::Regions, text))
+                }
+            },
             Message::Share => {
                 let (image, metrics) = (vm.image, &vm.common.metrics);
                 match share(&mut self.session, id, image, metrics) {
@@ -253,6 +269,28 @@ impl<'a> Control<'a> {
                 Err((RefusedCode::Order, text))
             }
         })
+    }
+
+    fn attach_space(
+        &mut self,
+        vm: &mut Vm<'_>,
+        space: &AttachSpace,
+    ) -> Result<Option<Message>, Refusal> {
+        let refuse = |error: SpaceError| (error.code(), chain(&error));
+        let descriptor = self.session.take_descriptor();
+        let descriptor = descriptor.ok_or_else(|| refuse(SpaceError::NoDescriptor))?;
+        let own = descriptor
+            .try_clone()
+            .map_err(|error| (RefusedCode::Internal, chain(&error)))?;
+        match vm.attach_space(space, own) {
+            Ok(space) => Ok(Some(Message::SpaceAttached { space })),
+            Err(error) => {
+                if self.refused.len() < MAX_SPACES {
+                    self.refused.push(descriptor);
+                }
+                Err(refuse(error))
+            }
+        }
     }
 
     fn health(&mut self, vm: &Vm<'_>, serving: &Serving) -> Health {

@@ -14,6 +14,7 @@ use pagetide_uapi::userfaultfd::UserRange;
 
 use super::keeping::{Keeping, map_bytes};
 use super::recording::Checkpoint;
+use super::spaces::Spaces;
 use super::{Common, PagedRange, Part, Vm, VmError};
 use crate::handshake::VmRegion;
 use crate::image::{ServedImage, WorkingSetPlan};
@@ -181,6 +182,7 @@ impl<'a> Vm<'a> {
             observer,
             sample: sample.map(Arc::new),
             prefetch: None,
+            spaces: Spaces::default(),
             without_content: Vec::new(),
             stalled: Vec::new(),
             replayed_pages: 0,

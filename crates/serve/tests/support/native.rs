@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
 use pagetide_serve::native::client::{Client, ClientError};
-use pagetide_serve::native::message::{Attach, RefusedCode, Region};
+use pagetide_serve::native::message::{Attach, AttachSpace, RefusedCode, Region, SpaceRegion};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::MapFlags;
 
@@ -26,6 +26,17 @@ pub fn attach_of(guest: &Guest, regions: Vec<Region>) -> Attach {
     Attach {
         uffd_features: guest.uffd.features().bits(),
         regions,
+    }
+}
+
+/// All of region 0, as another process has mapped it.
+pub fn space_of(back_end: &Guest) -> AttachSpace {
+    AttachSpace {
+        uffd_features: back_end.uffd.features().bits(),
+        regions: vec![SpaceRegion {
+            region: 0,
+            address: back_end.address(0) as u64,
+        }],
     }
 }
 
