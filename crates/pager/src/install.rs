@@ -14,6 +14,9 @@ use crate::pager::Pager;
 use crate::region::{PagedRegion, Place, Served};
 use crate::spaces::{poison_in_spaces, wake_spaces};
 
+/// The content that one call copies ahead of any access.
+const AHEAD_BYTES: u64 = 64 << 10;
+
 /// Content for claimed pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Body<'a> {
@@ -125,15 +128,13 @@ impl<'a> Installer<'a> {
         if content == Body::Poisoned {
             return self.install_poison(claim, &place, wanted);
         }
+        if place.pages == pages && wanted.is_none() && self.populates_ahead().is_some() {
+            return self.install_ahead(claim, content);
+        }
         if place.pages == pages {
             match self.put(&place, content) {
                 Ok(()) => {
-                    // Only when the claim is complete: population may wait for a slot update, which may
-                    // wait for a thread that sleeps on another page of the claim.
-                    if let Some(pager) = self.populates_ahead() {
-                        pager.populate(self.region, pages, self.counters);
-                    }
-                    self.settle(claim, content);
+                    self.settle_ahead(claim, content);
                     return Ok(Installed::Piece(pages));
                 }
                 Err(failure) => return self.install_rest(claim, content, wanted, failure),
@@ -142,6 +143,72 @@ impl<'a> Installer<'a> {
         // The pages are not contiguous: `install_rest` looks up the first place again.
         let from_start = InstallError::Again { installed_bytes: 0 };
         self.install_rest(claim, content, wanted, from_start.into())
+    }
+
+    /// Installs pages that no thread waits for, and maps them in stage 2. The kernel makes each page visible when
+    /// it has copied it. The pages are therefore copied from the last to the first, a few in each call: a guest
+    /// that reads upwards, faster than the kernel copies, waits for the first page, and does not fault in stage 2
+    /// on each page that is there and not populated.
+    fn install_ahead(
+        &mut self,
+        mut claim: ClaimGuard<'_>,
+        content: Body<'_>,
+    ) -> Result<Installed, InstallFailure> {
+        let pages = claim.pages();
+        let first = pages.first();
+        let most = match content {
+            Body::Bytes(_) | Body::Mapped(_) => self.region.pages_in(AHEAD_BYTES).max(1),
+            _ => u64::MAX,
+        };
+        let skipped = |page: PageIndex| {
+            self.region
+                .bytes_of(PageRange::new(first, page.0 - first.0))
+        };
+        let part =
+            |pages: PageRange| content.part(skipped(pages.first()), self.region.bytes_of(pages));
+        // The pages from here on are installed.
+        let mut from = pages.end();
+        while from > first {
+            let count = most.min(from.0 - first.0);
+            let piece = PageRange::new(PageIndex(from.0 - count), count);
+            let place = self.region.place(self.served, self.lock, piece);
+            let failure = match place.map(|place| self.put(&place, part(piece))) {
+                Some(Ok(())) => {
+                    from = piece.first();
+                    continue;
+                }
+                Some(Err(failure)) => failure,
+                None => InstallError::NoMapping.into(),
+            };
+            let (before, rest) = claim.split_at(piece.first().0 - first.0);
+            let (piece, behind) = rest.split_at(count);
+            self.settle_ahead(behind, content);
+            let body = part(piece.pages());
+            match self.install_rest(piece, body, None, failure) {
+                Ok(Installed::Piece(_)) => {}
+                other => {
+                    self.give_back(before);
+                    return other;
+                }
+            }
+            claim = before;
+            from = claim.pages().end();
+        }
+        self.settle_ahead(claim, content);
+        Ok(Installed::Piece(pages))
+    }
+
+    /// Populates and settles installed pages.
+    fn settle_ahead(&mut self, claim: ClaimGuard<'_>, content: Body<'_>) {
+        if claim.pages().is_empty() {
+            return;
+        }
+        // Only when the claim is complete: population may wait for a slot update, which may wait for a thread
+        // that sleeps on another page of the claim.
+        if let Some(pager) = self.populates_ahead() {
+            pager.populate(self.region, claim.pages(), self.counters);
+        }
+        self.settle(claim, content);
     }
 
     #[inline]
