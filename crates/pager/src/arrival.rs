@@ -159,8 +159,13 @@ pub(crate) fn wake_left(
 impl Pager {
     /// Records that a page is not mapped any more, so that content for it is dropped.
     pub(crate) fn unmapped(&self, region: &PagedRegion, page: PageIndex, is_gone: bool) {
-        if is_gone && region.close() {
-            self.notify(crate::Notice::ProcessGone { region: region.id });
+        if is_gone {
+            if region.close() {
+                self.notify(crate::Notice::ProcessGone { region: region.id });
+            }
+            // The page stays missing: a process that shares the memory may live on, and finds it lost.
+            region.map.notify_all();
+            return;
         }
         if let Removal::Done { wake: wanted, .. } = region.map.remove(page)
             && wanted.is_wanted()
@@ -210,6 +215,8 @@ mod tests {
         let pages = PageRange::new(PageIndex(2), 3);
         let purpose = Purpose::Waiters;
         arrive(&pager, region, &mut counters, pages, Body::Zero, purpose).unwrap();
+        // Nor does the end of the process make its pages zeroes for those who share them.
+        pager.unmapped(region, PageIndex(2), true);
         for page in pages.iter() {
             assert_eq!(region.map.state(page), Some(PageState::Absent));
         }

@@ -21,10 +21,14 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 
 use pagetide_memory::{PageIndex, PageRange};
-use pagetide_uapi::userfaultfd::{Event, EventBuffer, Features, PageFault, ReadError, Userfaultfd};
+use pagetide_uapi::userfaultfd::{
+    Event, EventBuffer, Features, InstallError, PageFault, ReadError, UserRange, Userfaultfd, Wake,
+};
 
 use crate::fault::RegionId;
 
@@ -92,6 +96,8 @@ pub(crate) struct Channel {
     pub(crate) has_events: bool,
     /// Sorted by address, without overlap.
     spans: RwLock<Vec<Span>>,
+    /// One of the pages that it had first, to ask whether its process has gone without the spans' lock.
+    probe: OnceLock<UserRange>,
     /// Whether the process has moved a part of its memory. Set with the spans locked for writing.
     has_moved: AtomicBool,
     /// Faults that a thread has read and another one is to resolve, or the same one later.
@@ -159,6 +165,7 @@ impl Channel {
             role: Role::Region,
             has_events,
             spans: RwLock::default(),
+            probe: OnceLock::new(),
             has_moved: AtomicBool::new(false),
             pending: Mutex::default(),
             has_pending: AtomicBool::new(false),
@@ -170,9 +177,13 @@ impl Channel {
 
     /// The channel of a child that was forked when its parent had these spans.
     pub(crate) fn of_child(uffd: Arc<Userfaultfd>, token: u64, spans: Vec<Span>) -> Self {
+        let child = Self::with_role(uffd, token, Role::Child);
+        if let Some(span) = spans.first() {
+            child.set_probe(span);
+        }
         Self {
             spans: RwLock::new(spans),
-            ..Self::with_role(uffd, token, Role::Child)
+            ..child
         }
     }
 
@@ -183,9 +194,25 @@ impl Channel {
         }
     }
 
-    pub(crate) fn first_span(&self) -> Option<Span> {
+    fn set_probe(&self, span: &Span) {
+        let _ = self.probe.set(UserRange {
+            start: span.start,
+            bytes: 1 << span.shift,
+        });
+    }
+
+    /// Whether the process has exited, or executes another program. Takes no lock: a thread may ask that has the
+    /// spans locked.
+    pub(crate) fn is_gone(&self) -> bool {
+        // Installs at most what the memory's file has, which is the page's content.
+        let ask = |page: &UserRange| self.uffd.continue_pages(*page, Wake::DontWake);
+        self.probe.get().map(ask) == Some(Err(InstallError::Gone))
+    }
+
+    /// All spans.
+    pub(crate) fn all_spans(&self) -> Vec<Span> {
         let spans = self.spans.read().unwrap_or_else(PoisonError::into_inner);
-        spans.first().copied()
+        spans.clone()
     }
 
     /// The page size at `address`, as a shift.
@@ -207,6 +234,7 @@ impl Channel {
         }
         begin();
         self.forget_vacated(&(span.start..span.end()));
+        self.set_probe(&span);
         spans.insert(at, span);
         Ok(())
     }

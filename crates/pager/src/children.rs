@@ -9,22 +9,14 @@ use std::sync::Arc;
 use pagetide_memory::PageSize;
 use pagetide_uapi::userfaultfd::{InstallError, UserRange, Wake};
 
+use crate::again::Again;
 use crate::channel::{Channel, Role, Span};
 use crate::pager::Pager;
+use crate::spaces::poison_range;
 
-/// Whether the process has exited, or executes another program.
-pub(crate) fn is_gone(child: &Channel) -> bool {
-    let Some(span) = child.first_span() else {
-        return false;
-    };
-    let page = UserRange {
-        start: span.start,
-        bytes: 1 << span.shift,
-    };
-    // Installs at most what the memory's file has, which is the page's content.
-    let asked = child.uffd.continue_pages(page, Wake::DontWake);
-    asked == Err(InstallError::Gone)
-}
+/// The children of one pager that live at once and have their missing pages poisoned one by one. Descriptors are
+/// few, and a client of a server decides how often it forks.
+const MAX_CHILDREN: usize = 16;
 
 impl Pager {
     /// Takes over a child that a process with these spans has forked.
@@ -32,11 +24,17 @@ impl Pager {
         let uffd = Arc::new(parent.uffd.of_child(fd));
         let token = self.poller.next_token();
         let child = Arc::new(Channel::of_child(uffd, token, spans.to_vec()));
-        for gone in self
-            .others
-            .take_if(|other| other.role == Role::Child && is_gone(other))
-        {
-            self.poller.remove(&gone);
+        let mut living = 0;
+        for other in self.others.of_role(Role::Child) {
+            if other.is_gone() {
+                self.poller.remove(&other);
+                self.others.remove(&other);
+            } else {
+                living += 1;
+            }
+        }
+        if living >= MAX_CHILDREN && end_child(&child) {
+            return;
         }
         self.others.add(&child);
         if let Err(error) = self.poller.add(&child) {
@@ -44,6 +42,21 @@ impl Pager {
             tracing::error!(%error, "polling the userfaultfd of a forked child");
         }
     }
+}
+
+/// Poisons all pages of a child that are not mapped there, so that its userfaultfd can be closed. Returns whether
+/// that was possible.
+pub(crate) fn end_child(child: &Channel) -> bool {
+    let mut again = Again::for_a_turn();
+    child.all_spans().into_iter().all(|span| {
+        let range = UserRange {
+            start: span.start,
+            bytes: span.bytes(),
+        };
+        poison_range(&child.uffd, range, 1 << span.shift, || {
+            again.pause().is_ok()
+        })
+    })
 }
 
 /// Answers a fault of a child: its page is lost there.

@@ -130,6 +130,10 @@ impl Pager {
         region.close();
         self.cancel_all(region);
         self.settle_installing(region);
+        // First, so that their missing pages are marked once.
+        for space in region.spaces.all() {
+            self.close_space(region, &space);
+        }
         // Repeated, in case an installation that began before it saw the end has given its pages back
         // since.
         while region.map.next_unsettled(region.all_pages()).is_some() {
@@ -137,9 +141,6 @@ impl Pager {
             self.poison_missing(region);
         }
         region.map.notify_all();
-        for space in region.spaces.all() {
-            self.close_space(region, &space);
-        }
         if region.memory.local().is_none() {
             // Unregistering a local region wakes its sleeping threads. Here their messages may be
             // unread, and no thread will read them for this region.

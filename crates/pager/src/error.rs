@@ -380,6 +380,18 @@ pub enum AttachError {
     /// A region was added with the userfaultfd.
     #[error("the userfaultfd serves a region's own address space")]
     InUse,
+    /// An address space has a region once.
+    #[error("region {region:?} is attached twice with one userfaultfd")]
+    Twice {
+        /// The region.
+        region: RegionId,
+    },
+    /// The address space is detached, but its kernel could not mark all of its missing pages as lost.
+    #[error(
+        "missing pages of the address space cannot be poisoned: its userfaultfd stays open, so that they do not \
+         read as zeroes"
+    )]
+    NotPoisoned,
     /// The address range overlaps another one of the same userfaultfd.
     #[error("the address range at {start:#x} is attached already")]
     HostOverlap {

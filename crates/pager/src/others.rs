@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pagetide_uapi::userfaultfd::Userfaultfd;
 
 use crate::channel::{Channel, Role};
-use crate::children::is_gone;
+use crate::children::end_child;
 
 /// Their channels.
 #[derive(Debug, Default)]
@@ -31,6 +31,12 @@ impl Others {
         deferred.cloned().collect()
     }
 
+    pub(crate) fn of_role(&self, role: Role) -> Vec<Arc<Channel>> {
+        let list = self.lock();
+        let those = list.iter().filter(|other| other.role == role);
+        those.cloned().collect()
+    }
+
     /// The channel of an address space that is attached already.
     pub(crate) fn of_space(&self, uffd: &Arc<Userfaultfd>) -> Option<Arc<Channel>> {
         let list = self.lock();
@@ -48,24 +54,18 @@ impl Others {
     }
 
     pub(crate) fn remove(&self, channel: &Channel) {
-        let _ = self.take_if(|other| other.token == channel.token);
-    }
-
-    /// Takes channels out.
-    pub(crate) fn take_if(&self, is_it: impl Fn(&Channel) -> bool) -> Vec<Arc<Channel>> {
         let mut list = self.lock();
-        let (taken, left) = list.drain(..).partition(|other| is_it(other));
-        *list = left;
-        taken
+        list.retain(|other| other.token != channel.token);
     }
 }
 
 impl Drop for Others {
     fn drop(&mut self) {
-        // A child that lives on would read zeroes: its userfaultfd stays open until this process ends.
-        let is_child = |other: &Channel| other.role == Role::Child && !is_gone(other);
-        for child in self.take_if(is_child) {
-            std::mem::forget(child);
+        for child in self.of_role(Role::Child) {
+            // A child that lives on would read zeroes: its userfaultfd stays open until this process ends.
+            if !child.is_gone() && !end_child(&child) {
+                std::mem::forget(child);
+            }
         }
     }
 }

@@ -324,6 +324,14 @@ impl Serving {
             let Some(region) = found else {
                 return Ok(Resolution::Unmapped);
             };
+            let fault = Fault {
+                region: id,
+                page,
+                gpa: region.gpa_of(page),
+                access,
+                vcpu: None,
+                delivery: Delivery::Uffd,
+            };
             match map_in_space(pager, region, channel, address, page) {
                 InSpace::Done => return Ok(Resolution::AlreadyPresent),
                 InSpace::Missing => match self.resolver.resolve_message(id, page, access)? {
@@ -331,19 +339,12 @@ impl Serving {
                     Resolution::LeftToInstaller => return Ok(Resolution::LeftToInstaller),
                     _ => continue,
                 },
-                InSpace::Later => {}
+                InSpace::Later => {
+                    let paused = again.pause();
+                    paused.map_err(|source| ResolveError::Install { fault, source })?;
+                }
+                InSpace::Refused(source) => return Err(ResolveError::Remap { fault, source }),
             }
-            again.pause().map_err(|source| ResolveError::Install {
-                fault: Fault {
-                    region: id,
-                    page,
-                    gpa: region.gpa_of(page),
-                    access,
-                    vcpu: None,
-                    delivery: Delivery::Uffd,
-                },
-                source,
-            })?;
         }
     }
 }

@@ -8,6 +8,7 @@
 //! Events of such an address space change its own addresses only: a back end that drops or moves its mapping
 //! discards nothing of the VM's.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
@@ -123,8 +124,15 @@ impl Pager {
             return Err(AttachError::InUse);
         }
         let mut checked = Vec::with_capacity(parts.len());
-        for &(region, range) in parts {
-            checked.push((check(&table, region, uffd, range)?, range));
+        let mut seen = BTreeSet::new();
+        for &(id, range) in parts {
+            let region = check(&table, id, uffd, range)?;
+            let spaces = region.spaces.all();
+            let mut uffds = spaces.iter().map(|space| &space.channel.uffd);
+            if !seen.insert(id) || uffds.any(|other| Arc::ptr_eq(other, uffd)) {
+                return Err(AttachError::Twice { region: id });
+            }
+            checked.push((region, range));
         }
         if checked.is_empty() {
             return Err(AttachError::NoRegions);
@@ -133,6 +141,8 @@ impl Pager {
             let token = self.poller.next_token();
             Arc::new(Channel::with_role(Arc::clone(uffd), token, Role::Space))
         });
+        // Another region's address space may have been handed over.
+        channel.set_handed_over(false);
         let id = AddressSpaceId(self.next_space.fetch_add(1, Ordering::Relaxed));
         let mut added: Vec<(&Arc<PagedRegion>, Arc<AddressSpace>)> = Vec::new();
         let polled = checked
@@ -163,12 +173,12 @@ impl Pager {
             return Err(error);
         }
         for (region, space) in added {
-            // Lost memory reads as lost there, too. (A page that is lost meanwhile finds the address space.)
-            for page in region.all_pages().iter() {
-                if region.map.state(page) == Some(PageState::Poisoned) {
-                    poison_in(region, &space, PageRange::single(page));
-                }
-            }
+            // Lost memory reads as lost there, too. (A page that is lost meanwhile finds the address space.) Where
+            // this fails, the fault of a thread marks the page.
+            let mut again = Again::for_a_turn();
+            let is_lost = |state| state == PageState::Poisoned;
+            let _ = runs(region, is_lost)
+                .all(|run| poison_in(region, &space, run, || self.goes_on(&space, &mut again)));
             // A fault that was read before may have found no region.
             let _ = uffd.wake(space.range.into());
         }
@@ -179,36 +189,51 @@ impl Pager {
     /// process needs no pager any more.
     ///
     /// # Errors
-    /// [`AttachError::NoSuchSpace`].
+    /// [`AttachError::NoSuchSpace`]; [`AttachError::NotPoisoned`] if its userfaultfd has to stay open until this
+    /// process ends.
     pub fn detach(&self, id: AddressSpaceId) -> Result<(), AttachError> {
         let _edit = self.lock_edit();
-        let mut was_there = false;
+        let (mut was_there, mut is_safe) = (false, true);
         for region in self.table().iter() {
             for space in region.spaces.take(id) {
-                self.close_space(region, &space);
+                is_safe &= self.close_space(region, &space);
                 was_there = true;
             }
         }
-        was_there.then_some(()).ok_or(AttachError::NoSuchSpace)
+        match (was_there, is_safe) {
+            (false, _) => Err(AttachError::NoSuchSpace),
+            (true, false) => Err(AttachError::NotPoisoned),
+            (true, true) => Ok(()),
+        }
     }
 
-    /// Ends the paging of an address space.
-    pub(crate) fn close_space(&self, region: &PagedRegion, space: &AddressSpace) {
-        let mut is_safe = true;
-        let mut rest = region.all_pages();
-        while let Some((page, _)) = region.map.next_unsettled(rest) {
-            let behind = PageRange::new(page, rest.end().0 - page.0);
-            let mut missing = behind.iter();
-            let is_there =
-                |page: &PageIndex| region.map.state(*page).is_none_or(PageState::is_settled);
-            let end = missing.find(is_there).unwrap_or(behind.end());
-            let run = PageRange::new(page, end.0 - page.0);
-            is_safe &= poison_in(region, space, run);
-            rest = PageRange::new(end, rest.end().0 - end.0);
-            if rest.is_empty() {
-                break;
+    /// Forgets the address spaces whose processes have gone, and returns the others.
+    pub fn spaces(&self) -> BTreeSet<AddressSpaceId> {
+        let _edit = self.lock_edit();
+        for channel in self.others.of_role(Role::Space) {
+            if channel.is_gone() {
+                self.space_gone(&channel);
             }
         }
+        let table = self.table();
+        let spaces = table.iter().flat_map(|region| region.spaces.all());
+        spaces.map(|space| space.id).collect()
+    }
+
+    /// Reads the events of an address space that the kernel waits for, and says whether to call again.
+    fn goes_on(&self, space: &AddressSpace, again: &mut Again) -> bool {
+        self.read_events(&space.channel);
+        again.pause().is_ok()
+    }
+
+    /// Ends the paging of an address space. Returns whether none of its pages reads as zeroes in place of content
+    /// once its userfaultfd is closed; if not, the userfaultfd stays open until this process ends.
+    pub(crate) fn close_space(&self, region: &PagedRegion, space: &AddressSpace) -> bool {
+        // Lost pages, too: it may not have been possible to mark some of them before.
+        let reads_zeroes = |state: PageState| !state.is_settled() || state == PageState::Poisoned;
+        let mut again = Again::with_patience();
+        let is_safe = runs(region, reads_zeroes)
+            .all(|run| poison_in(region, space, run, || self.goes_on(space, &mut again)));
         for range in space.parts(region, region.all_pages()) {
             let _ = space.channel.uffd.wake(range);
             if is_safe {
@@ -222,6 +247,7 @@ impl Pager {
         }
         self.read_events(&space.channel);
         self.forget_space(region, space);
+        is_safe
     }
 
     /// Hands the address spaces of a region over to a successor.
@@ -319,48 +345,93 @@ fn wake_all_spaces(region: &PagedRegion, counters: &mut Counters, pages: PageRan
 pub(crate) fn poison_in_spaces(region: &PagedRegion, pages: PageRange) -> bool {
     let mut all_marked = true;
     for space in region.spaces.all() {
-        all_marked &= poison_in(region, &space, pages);
+        // The caller may have the region's install lock: no events are read here. A thread that touches a page
+        // which was not marked sleeps, and its fault marks the page.
+        let mut again = Again::for_a_turn();
+        all_marked &= poison_in(region, &space, pages, || again.pause().is_ok());
     }
     all_marked
 }
 
 /// Marks lost pages in an address space, as far as they are not mapped there. Returns whether none of them reads as
-/// zeroes.
-fn poison_in(region: &PagedRegion, space: &AddressSpace, pages: PageRange) -> bool {
+/// zeroes. Before each repetition of a call that the kernel cannot serve now, `may_go_on` decides.
+fn poison_in(
+    region: &PagedRegion,
+    space: &AddressSpace,
+    pages: PageRange,
+    mut may_go_on: impl FnMut() -> bool,
+) -> bool {
     let page_bytes = 1_u64 << region.page_shift();
-    for mut range in space.parts(region, pages) {
-        let mut again = Again::with_patience();
-        while range.bytes > 0 {
-            let done = match space.channel.uffd.poison_pages(range, Wake::Wake) {
-                Ok(()) => range.bytes,
-                Err(InstallError::Exists { installed_bytes }) => {
-                    let there = UserRange {
-                        start: range.start + installed_bytes,
-                        bytes: page_bytes,
-                    };
-                    let _ = space.channel.uffd.wake(there);
-                    installed_bytes + page_bytes
-                }
-                Err(InstallError::Again { installed_bytes: 0 }) => match again.pause() {
-                    Ok(()) => 0,
-                    Err(_) => return false,
-                },
-                Err(InstallError::Again { installed_bytes }) => {
-                    again.progress();
-                    installed_bytes
-                }
-                // Not mapped, or gone: no thread can read zeroes there.
-                Err(InstallError::NoMapping | InstallError::Gone) => range.bytes,
-                Err(error) => {
-                    tracing::error!(%error, %range, "UFFDIO_POISON in an attached address space");
+    let mut parts = space.parts(region, pages).into_iter();
+    parts.all(|range| poison_range(&space.channel.uffd, range, page_bytes, &mut may_go_on))
+}
+
+/// Poisons the pages of a range that are not mapped, and wakes the threads that sleep there. Returns whether none of
+/// them reads as zeroes. Before each repetition of a call that the kernel cannot serve now, `may_go_on` decides.
+pub(crate) fn poison_range(
+    uffd: &Userfaultfd,
+    mut range: UserRange,
+    page_bytes: u64,
+    mut may_go_on: impl FnMut() -> bool,
+) -> bool {
+    let mut most = u64::MAX;
+    while range.bytes > 0 {
+        let piece = UserRange {
+            start: range.start,
+            bytes: range.bytes.min(most),
+        };
+        most = u64::MAX;
+        let done = match uffd.poison_pages(piece, Wake::Wake) {
+            Ok(()) => piece.bytes,
+            Err(InstallError::Exists { installed_bytes }) => {
+                let there = UserRange {
+                    start: range.start + installed_bytes,
+                    bytes: page_bytes,
+                };
+                let _ = uffd.wake(there);
+                installed_bytes + page_bytes
+            }
+            Err(InstallError::Again { installed_bytes: 0 }) => {
+                if !may_go_on() {
                     return false;
                 }
-            };
-            range.start += done;
-            range.bytes -= done.min(range.bytes);
-        }
+                0
+            }
+            Err(InstallError::Again { installed_bytes }) => installed_bytes,
+            // The kernel works in one mapping at a time, and a process may have several of one memory.
+            Err(InstallError::NoMapping) if piece.bytes > page_bytes => {
+                most = (piece.bytes / 2 / page_bytes * page_bytes).max(page_bytes);
+                0
+            }
+            // Not mapped: no thread can read zeroes there.
+            Err(InstallError::NoMapping) => page_bytes,
+            Err(InstallError::Gone) => return true,
+            Err(error) => {
+                tracing::error!(%error, %range, "UFFDIO_POISON in another address space");
+                return false;
+            }
+        };
+        range.start += done;
+        range.bytes -= done.min(range.bytes);
     }
     true
+}
+
+/// The runs of a region's pages whose states are such.
+fn runs(
+    region: &PagedRegion,
+    is_it: impl Fn(PageState) -> bool,
+) -> impl Iterator<Item = PageRange> {
+    let has = move |page: PageIndex| region.map.state(page).is_some_and(&is_it);
+    let all = region.all_pages();
+    let mut next = all.first();
+    std::iter::from_fn(move || {
+        let behind = PageRange::new(next, all.end().0 - next.0);
+        let first = behind.iter().find(|&page| has(page))?;
+        let rest = PageRange::new(first, all.end().0 - first.0);
+        next = rest.iter().find(|&page| !has(page)).unwrap_or(all.end());
+        Some(PageRange::new(first, next.0 - first.0))
+    })
 }
 
 /// The end of an attempt to resolve a fault of a further address space.
@@ -372,6 +443,8 @@ pub(crate) enum InSpace {
     Missing,
     /// The process changes its address space: the fault comes again.
     Later,
+    /// The kernel refuses to map the page there, and always will: the memory is not the region's.
+    Refused(InstallError),
 }
 
 /// Maps a settled page where a thread of a further address space waits for it, and wakes the thread.
@@ -425,9 +498,6 @@ pub(crate) fn map_in_space(
             let _ = channel.uffd.wake(place.range);
             InSpace::Done
         }
-        Err(error) => {
-            tracing::error!(%error, %page, "mapping a page in an attached address space");
-            InSpace::Later
-        }
+        Err(error) => InSpace::Refused(error),
     }
 }

@@ -275,6 +275,49 @@ fn a_detached_address_space_reads_no_zeroes() {
     }
 }
 
+/// The kernel poisons within one mapping at a time.
+#[test]
+fn an_address_space_of_several_mappings_reads_no_zeroes() {
+    if !can_poison() {
+        return;
+    }
+    for ends in [false, true] {
+        let Some(it) = Shared::new(Mode::Minor, pattern()) else {
+            return;
+        };
+        assert_eq!(it.back_end.read(1), word_of(1));
+        // Splits the mapping, and changes nothing else.
+        it.back_end.drop_pages(4, 3, Advice::LinuxDontDump);
+        assert_eq!(it.pager.spaces(), [it.space].into());
+        match ends {
+            true => it.pager.remove(it.id).unwrap(),
+            false => it.pager.detach(it.space).unwrap(),
+        }
+        assert_eq!(it.pager.spaces(), [].into());
+        for page in (0..PAGES).filter(|&page| page != 1) {
+            assert!(is_lost(&it.back_end, page), "{page}, ends: {ends}");
+        }
+        assert_eq!(it.back_end.read(1), word_of(1));
+    }
+}
+
+/// The kernel refuses to map the VM's pages there, each time: nothing is tried again.
+#[test]
+fn memory_that_is_not_the_vms_ends_in_a_notice() {
+    let Some(it) = Shared::new(Mode::Minor, pattern()) else {
+        return;
+    };
+    let other = View::private(PAGES * PAGE);
+    let uffd = other.register(Mode::Missing);
+    it.pager.attach(&uffd, &[(it.id, other.range())]).unwrap();
+    assert_eq!(it.vmm.read(1), word_of(1));
+    let sleeps = spawn_asleep("a read", move || other.read_here(1));
+    eventually("a notice", || it.pager.trouble().is_some());
+    // The only reader goes on, and has left the thread asleep.
+    assert_eq!(it.vmm.read(2), word_of(2));
+    assert!(sleeps.is_undisturbed());
+}
+
 #[test]
 fn when_paging_ends_missing_pages_are_lost_for_both() {
     if !can_poison() {
@@ -329,7 +372,7 @@ fn what_cannot_be_attached_is_refused() {
         |id, uffd: &Arc<Userfaultfd>, range| it.pager.attach(uffd, &[(id, range)]).unwrap_err();
     // Attached already.
     let error = attach(it.id, &it.uffd, it.back_end.range());
-    assert!(matches!(error, AttachError::HostOverlap { .. }), "{error}");
+    assert!(matches!(error, AttachError::Twice { .. }), "{error}");
     // A part of it.
     let short = View::new(&it.file, 4 * PAGE);
     let error = attach(it.id, &uffd, short.range());
@@ -346,7 +389,7 @@ fn what_cannot_be_attached_is_refused() {
     // All or nothing: what was right is not attached, and not poisoned either.
     let twice = [(it.id, other.range()), (it.id, other.range())];
     let error = it.pager.attach(&uffd, &twice).unwrap_err();
-    assert!(matches!(error, AttachError::HostOverlap { .. }), "{error}");
+    assert!(matches!(error, AttachError::Twice { .. }), "{error}");
     let error = it.pager.attach(&uffd, &[]).unwrap_err();
     assert!(matches!(error, AttachError::NoRegions), "{error}");
     // A userfaultfd of a region, and the other way round.

@@ -1,0 +1,134 @@
+//! Forked children of a process whose memory is paged: copies that nobody pages, and that read no zeroes.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::sync::Mutex;
+
+use pagetide_memory::PageSize;
+use pagetide_pager::{Mode, Pager, ReaderConfig, Readers, RegionConfig};
+use pagetide_uapi::userfaultfd::Features;
+use support::view::View;
+use support::*;
+
+/// One test at a time: each child has all userfaultfds of this process, and one test counts descriptors.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// The first word of a page's content.
+fn word_of(page: u64) -> u64 {
+    !(GPA.0 + page * PAGE)
+}
+
+fn config(memory: &View) -> RegionConfig {
+    let uffd = memory.register_with(Mode::Missing, Features::EVENT_FORK);
+    let (size, mode) = (PageSize::Size4K, Mode::Missing);
+    RegionConfig::foreign(&uffd, memory.range(), size, mode, pattern()).gpa(GPA)
+}
+
+/// What a forked child exits with that has read zeroes.
+const ZEROES: i32 = 42;
+
+/// Not libc's fork, which holds the allocator's lock that the reader in this process needs. And not the system call
+/// fork, which arm64 lacks.
+fn fork() -> i32 {
+    let signal = i64::from(libc::SIGCHLD);
+    // SAFETY: without a stack or flags, clone is fork. Callers make only async-signal-safe calls and memory accesses
+    // in the child.
+    let child = unsafe { libc::syscall(libc::SYS_clone, signal, 0_u64, 0_u64, 0_u64, 0_u64) };
+    i32::try_from(child).unwrap()
+}
+
+/// In a child: ends by the signal of the access, or with what it has read.
+fn read_and_exit(memory: &View, page: u64) -> ! {
+    // SAFETY: async-signal-safe.
+    unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
+    let is_zero = memory.read_here(page) == 0;
+    // SAFETY: async-signal-safe.
+    unsafe { libc::_exit(if is_zero { ZEROES } else { 0 }) }
+}
+
+/// The signal or the status that a child has ended with. Async-signal-safe.
+fn end_of(child: i32) -> i32 {
+    let mut status = 0;
+    // SAFETY: requires room for the status.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    match libc::WIFSIGNALED(status) {
+        true => libc::WTERMSIG(status),
+        false => libc::WEXITSTATUS(status),
+    }
+}
+
+/// It executes another program, or exits; until then, none of its accesses reads zeroes. Nor do those of its own
+/// children, whose userfaultfds come from a child's.
+#[test]
+fn a_forked_child_reads_no_zeroes() {
+    if !has_userfaultfd() || !can_poison() {
+        return;
+    }
+    let _alone = ALONE.lock().unwrap();
+    let memory = View::private(4 * PAGE);
+    let pager = Pager::new().unwrap();
+    pager.add(config(&memory)).unwrap();
+    let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    assert_eq!(memory.read(1), word_of(1));
+    for forks_again in [false, true] {
+        for (page, expected) in [(0, libc::SIGBUS), (1, 0), (3, libc::SIGBUS)] {
+            let child = fork();
+            if child == 0 {
+                if forks_again {
+                    let grandchild = fork();
+                    if grandchild != 0 {
+                        // SAFETY: async-signal-safe.
+                        unsafe { libc::_exit(end_of(grandchild)) };
+                    }
+                }
+                read_and_exit(&memory, page);
+            }
+            let ended = within_patience("the child", move || end_of(child));
+            assert_eq!(ended, expected, "page {page}, again: {forks_again}");
+        }
+    }
+    // The parent's own pages are as before.
+    assert_eq!(memory.read(3), word_of(3));
+}
+
+/// Each child has a userfaultfd, and a client decides how many children it has.
+#[test]
+fn many_children_cost_few_descriptors_and_none_after_the_end() {
+    if !has_userfaultfd() || !can_poison() {
+        return;
+    }
+    let _alone = ALONE.lock().unwrap();
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let memory = View::private(4 * PAGE);
+    let (go, starts) = std::io::pipe().unwrap();
+    let before = descriptors();
+    let pager = Pager::new().unwrap();
+    pager.add(config(&memory)).unwrap();
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    let alone = descriptors();
+    let children: Vec<i32> = (0..24)
+        .map(|page| {
+            let child = fork();
+            if child == 0 {
+                let mut byte = 0_u8;
+                let from = std::os::fd::AsRawFd::as_raw_fd(&go);
+                // SAFETY: async-signal-safe, with room for a byte.
+                unsafe { libc::read(from, (&raw mut byte).cast(), 1) };
+                read_and_exit(&memory, page % 4);
+            }
+            child
+        })
+        .collect();
+    // The parent reads after the last event was read.
+    assert_eq!(memory.read(1), word_of(1));
+    assert!(descriptors() - alone <= 16, "{}", descriptors() - alone);
+    readers.stop();
+    drop(pager);
+    assert!(descriptors() <= before, "{before}");
+    std::io::Write::write_all(&mut &starts, &[0; 24]).unwrap();
+    for child in children {
+        let ended = within_patience("a child", move || end_of(child));
+        assert_eq!(ended, libc::SIGBUS);
+    }
+}
