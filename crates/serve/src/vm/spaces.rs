@@ -72,6 +72,8 @@ impl SpaceError {
 pub(super) struct Spaces {
     list: BTreeMap<u32, (AddressSpaceId, usize)>,
     next: u32,
+    /// Detached ones whose userfaultfds had to stay open.
+    kept: usize,
 }
 
 impl Vm<'_> {
@@ -84,7 +86,9 @@ impl Vm<'_> {
         wanted: &AttachSpace,
         descriptor: OwnedFd,
     ) -> Result<u32, SpaceError> {
-        if self.spaces.list.len() >= MAX_SPACES {
+        let served = self.pager.spaces();
+        self.spaces.list.retain(|_, (id, _)| served.contains(id));
+        if self.spaces.list.len() + self.spaces.kept >= MAX_SPACES {
             return Err(SpaceError::TooMany);
         }
         let features = served_features(wanted.uffd_features)?;
@@ -92,8 +96,11 @@ impl Vm<'_> {
         let parts = wanted.regions.iter().map(|region| self.part_of(region));
         let parts: Vec<_> = parts.collect::<Result<_, _>>()?;
         let id = self.pager.attach(&uffd, &parts)?;
+        while self.spaces.list.contains_key(&self.spaces.next) {
+            self.spaces.next = self.spaces.next.wrapping_add(1);
+        }
         let number = self.spaces.next;
-        self.spaces.next += 1;
+        self.spaces.next = number.wrapping_add(1);
         self.spaces.list.insert(number, (id, parts.len()));
         Ok(number)
     }
@@ -123,8 +130,10 @@ impl Vm<'_> {
     /// `None` if there is no such address space.
     pub(super) fn detach_space(&mut self, number: u32) -> Option<usize> {
         let (id, regions) = self.spaces.list.remove(&number)?;
-        // Fails if the process has gone.
-        let _ = self.pager.detach(id);
+        // Otherwise the process has gone.
+        if let Err(PagerError::NotPoisoned) = self.pager.detach(id) {
+            self.spaces.kept += 1;
+        }
         Some(regions)
     }
 }
