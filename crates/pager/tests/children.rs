@@ -3,7 +3,8 @@
 
 mod support;
 
-use std::sync::Mutex;
+use std::os::fd::AsRawFd;
+use std::sync::{Mutex, PoisonError};
 
 use pagetide_memory::PageSize;
 use pagetide_pager::{Mode, Pager, ReaderConfig, Readers, RegionConfig};
@@ -65,7 +66,7 @@ fn a_forked_child_reads_no_zeroes() {
     if !has_userfaultfd() || !can_poison() {
         return;
     }
-    let _alone = ALONE.lock().unwrap();
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let memory = View::private(4 * PAGE);
     let pager = Pager::new().unwrap();
     pager.add(config(&memory)).unwrap();
@@ -98,7 +99,7 @@ fn many_children_cost_few_descriptors_and_none_after_the_end() {
     if !has_userfaultfd() || !can_poison() {
         return;
     }
-    let _alone = ALONE.lock().unwrap();
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let memory = View::private(4 * PAGE);
     let (go, starts) = std::io::pipe().unwrap();
@@ -112,7 +113,10 @@ fn many_children_cost_few_descriptors_and_none_after_the_end() {
             let child = fork();
             if child == 0 {
                 let mut byte = 0_u8;
-                let from = std::os::fd::AsRawFd::as_raw_fd(&go);
+                let from = go.as_raw_fd();
+                // If the test fails, the read ends with the parent.
+                // SAFETY: async-signal-safe; the child never uses it.
+                unsafe { libc::close(starts.as_raw_fd()) };
                 // SAFETY: async-signal-safe, with room for a byte.
                 unsafe { libc::read(from, (&raw mut byte).cast(), 1) };
                 read_and_exit(&memory, page % 4);
