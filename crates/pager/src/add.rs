@@ -32,9 +32,9 @@ impl Pager {
     ///
     /// A local region with a file first loses the guest mappings of its missing pages, including the poison
     /// markers of an earlier pager, so that the mappings agree with the page map. What a map to resume from
-    /// ([`RegionConfig::resume_from`]) has as settled stays mapped. The region's content in the page cache stays. A region whose content comes from elsewhere must have none,
-    /// unless the configuration trusts existing pages. In MISSING mode the service mapping is closed while the
-    /// region is paged.
+    /// ([`RegionConfig::resume_from`]) has as settled stays mapped. The region's content in the page cache stays.
+    /// A region whose content comes from elsewhere must have none, unless the configuration trusts existing pages.
+    /// In MISSING mode the service mapping is closed while the region is paged.
     ///
     /// # Errors
     /// [`AddError`]; nothing has changed then.
@@ -274,21 +274,9 @@ impl Pager {
 impl Pager {
     /// Removes the mappings of a local region's missing pages. Settled pages, of a map to resume from, keep theirs.
     fn zap_missing(&self, region: &PagedRegion, local: &Region) -> Result<(), AddError> {
-        let mut rest = region.all_pages();
-        while let Some((first, _)) = region.map.next_unsettled(rest) {
-            let behind = PageRange::new(first, rest.end().0 - first.0);
-            let is_settled = |page: &PageIndex| {
-                let state = region.map.state(*page);
-                state.is_some_and(PageState::is_settled)
-            };
-            let end = behind.iter().find(is_settled).unwrap_or(behind.end());
-            let missing = PageRange::new(first, end.0 - first.0);
+        for missing in region.runs(|state| !state.is_settled()) {
             let zapped = self.with_events_read(region, || local.zap_guest(missing));
             zapped.map_err(AddError::Zap)?;
-            rest = PageRange::new(end, rest.end().0 - end.0);
-            if rest.is_empty() {
-                break;
-            }
         }
         Ok(())
     }

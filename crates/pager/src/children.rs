@@ -11,8 +11,8 @@ use pagetide_uapi::userfaultfd::{InstallError, UserRange, Wake};
 
 use crate::again::Again;
 use crate::channel::{Channel, Role, Span};
+use crate::mark::{Mark, poison_range};
 use crate::pager::Pager;
-use crate::spaces::poison_range;
 
 /// The children of one pager that live at once and have their missing pages poisoned one by one. Descriptors are
 /// few, and a client of a server decides how often it forks.
@@ -53,9 +53,8 @@ pub(crate) fn end_child(child: &Channel) -> bool {
             start: span.start,
             bytes: span.bytes(),
         };
-        poison_range(&child.uffd, range, 1 << span.shift, || {
-            again.pause().is_ok()
-        })
+        let page_bytes = 1 << span.shift;
+        poison_range(&child.uffd, range, page_bytes, &mut again, |_| true) == Mark::Made
     })
 }
 

@@ -9,7 +9,8 @@ use crate::again::Again;
 use crate::counters::Counters;
 use crate::error::{ExportError, RegionChangeError, WAIT_SLICE};
 use crate::fault::RegionId;
-use crate::install::{Mark, mark_poisoned, wake};
+use crate::install::wake;
+use crate::mark::{Mark, mark_poisoned};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served};
 

@@ -11,7 +11,7 @@ use pagetide_memory::{PageIndex, PageRange, PageState, Urgency};
 
 use crate::arrival::{Purpose, arrive, wake_left};
 use crate::counters::Counters;
-use crate::error::{InstallFailure, RegionChangeError, message_of};
+use crate::error::{InstallFailure, message_of};
 use crate::fault::RegionId;
 use crate::install::{Body, wake};
 use crate::notice::Notice;
@@ -19,27 +19,6 @@ use crate::pager::Pager;
 use crate::region::{PagedRegion, Requesting};
 use crate::requests::{Job, Miss, RequestId, Submission, Wanted};
 use crate::source::{Content, Request, Source, SourceError};
-
-/// The state of a region's requests.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SourceStatus {
-    /// The source has failed too often, or an answer could not be installed, or the owner has suspended the
-    /// region: nothing is requested until [`Pager::resume`], [`Pager::replace_source`] or [`Pager::abandon`].
-    pub is_stalled: bool,
-    /// The owner has suspended it ([`Pager::suspend`]).
-    pub is_suspended: bool,
-    /// Bytes that were requested and not yet answered.
-    pub in_flight_bytes: u64,
-    /// Requests that wait to be submitted.
-    pub waiting_requests: usize,
-    /// Missing pages that prefetch leaves out, because the source failed to deliver them, or their content
-    /// could not be installed, as often as the [`RetryPolicy`](crate::RetryPolicy) allows. A thread that
-    /// touches one requests it.
-    pub set_aside_pages: u64,
-    /// The source answers nothing, or the memory takes nothing, and no thread waits for it: prefetch requests
-    /// one batch at a time, until there is an answer, or until content is installed.
-    pub is_held: bool,
-}
 
 impl Pager {
     /// Requests pages from the region's source that were made Requested.
@@ -230,29 +209,21 @@ impl Pager {
             late_answers: 1,
             ..Counters::default()
         };
-        let mut rest = request.pages;
-        while let Some((page, state)) = region.map.next_unsettled(rest).filter(|_| !is_former) {
+        let is_asked =
+            |page: &PageIndex| matches!(region.map.state(*page), Some(PageState::Requested(_)));
+        let still_asked = request.pages.iter().filter(is_asked);
+        for page in still_asked.take_while(|_| !is_former) {
             let single = PageRange::single(page);
-            if matches!(state, PageState::Requested(_)) {
-                let skip = region.bytes_of(PageRange::new(
-                    request.pages.first(),
-                    page.0 - request.pages.first().0,
-                ));
-                let part = part_of(content, skip, region.bytes_of(single));
-                let installed =
-                    self.install_arrived(region, &mut counters, single, part, Urgency::Urgent);
-                // The request that waits for the page reports a failure, if it fails as well.
-                if let Err(error) = installed {
-                    tracing::debug!(region = region.id.0, %error, "a late answer");
-                    if let Some(requesting) = region.requesting() {
-                        self.withdraw_orphans(region, requesting, single);
-                    }
+            let before = PageRange::new(request.pages.first(), page.0 - request.pages.first().0);
+            let part = part_of(content, region.bytes_of(before), region.bytes_of(single));
+            let installed =
+                self.install_arrived(region, &mut counters, single, part, Urgency::Urgent);
+            // The request that waits for the page reports a failure, if it fails as well.
+            if let Err(error) = installed {
+                tracing::debug!(region = region.id.0, %error, "a late answer");
+                if let Some(requesting) = region.requesting() {
+                    self.withdraw_orphans(region, requesting, single);
                 }
-            }
-            let done = page.0 + 1 - rest.first().0;
-            (_, rest) = rest.split_at(done);
-            if rest.is_empty() {
-                break;
             }
         }
         self.count(&counters);
@@ -422,7 +393,7 @@ impl Pager {
     }
 
     /// Wakes threads that were left asleep, so that they fault again.
-    fn wake_asleep(&self, region: &PagedRegion) {
+    pub(crate) fn wake_asleep(&self, region: &PagedRegion) {
         let asleep = std::mem::take(&mut region.asleep().until_resumed);
         let mut counters = Counters::default();
         for page in asleep.into_iter().map(PageRange::single) {
@@ -468,134 +439,6 @@ impl Pager {
             requesting.notify();
             self.submit(region, requesting);
         }
-    }
-
-    fn region(&self, id: RegionId) -> Result<Arc<PagedRegion>, RegionChangeError> {
-        let table = self.table();
-        let region = table.region(id);
-        let region = region.ok_or(RegionChangeError::NoSuchRegion { region: id })?;
-        Ok(Arc::clone(region))
-    }
-
-    fn requesting_region(&self, id: RegionId) -> Result<Arc<PagedRegion>, RegionChangeError> {
-        let region = self.region(id)?;
-        match region.requesting() {
-            Some(_) => Ok(region),
-            None => Err(RegionChangeError::NoSource { region: id }),
-        }
-    }
-
-    /// The state of a region's requests.
-    ///
-    /// # Errors
-    /// The region does not exist, or has no source.
-    pub fn source_status(&self, id: RegionId) -> Result<SourceStatus, RegionChangeError> {
-        let region = self.requesting_region(id)?;
-        let requesting = region
-            .requesting()
-            .ok_or(RegionChangeError::NoSource { region: id })?;
-        let state = requesting.lock();
-        let status = SourceStatus {
-            is_stalled: state.requests.is_stalled(),
-            is_suspended: state.requests.is_suspended(),
-            in_flight_bytes: state.requests.in_flight_bytes(),
-            waiting_requests: state.requests.waiting(),
-            set_aside_pages: 0,
-            is_held: state.requests.is_held(),
-        };
-        let set_aside: Vec<_> = state.requests.set_aside().runs().collect();
-        drop(state);
-        // Some have been delivered since, to a thread that has touched them.
-        let is_missing = |page: &PageIndex| {
-            let state = region.map.state(*page);
-            state.is_some_and(|state| !state.is_settled())
-        };
-        let missing = set_aside.iter().flat_map(|run| run.iter());
-        Ok(SourceStatus {
-            set_aside_pages: missing.filter(is_missing).count() as u64,
-            ..status
-        })
-    }
-
-    /// Suspends the requests of a region, as when the link to its source is down and the owner makes another:
-    /// nothing is requested until [`Self::resume`] or [`Self::replace_source`]. Requests in flight are cancelled, and
-    /// made again then; that uses up none of their attempts. Threads wait meanwhile, and late answers are used.
-    ///
-    /// # Errors
-    /// The region does not exist, or has no source.
-    pub fn suspend(&self, id: RegionId) -> Result<(), RegionChangeError> {
-        let region = self.requesting_region(id)?;
-        if let Some(requesting) = region.requesting() {
-            let mut state = requesting.lock();
-            let source = Arc::clone(&state.source);
-            let recalled = state.requests.suspend();
-            drop(state);
-            for id in recalled {
-                cancel(&*source, region.id, id);
-            }
-            requesting.notify();
-        }
-        Ok(())
-    }
-
-    /// Resumes a region whose content could not be had or installed, whatever its content comes from: requests
-    /// everything from a source again that threads wait for. Threads whose faults could not be resolved are
-    /// woken, and fault again, unless other code than the pager has put content into their page.
-    ///
-    /// # Errors
-    /// The region does not exist.
-    pub fn resume(&self, id: RegionId) -> Result<(), RegionChangeError> {
-        let region = self.region(id)?;
-        if let Some(requesting) = region.requesting() {
-            requesting.lock().requests.resume();
-            requesting.notify();
-            self.submit(&region, requesting);
-        }
-        self.wake_asleep(&region);
-        Ok(())
-    }
-
-    /// Replaces a region's source. Requests in flight at the previous source are cancelled and
-    /// repeated; its answers are dropped. A stalled region resumes.
-    ///
-    /// # Errors
-    /// The region does not exist, or has no source.
-    pub fn replace_source(
-        &self,
-        id: RegionId,
-        source: Arc<dyn Source>,
-    ) -> Result<(), RegionChangeError> {
-        let region = self.requesting_region(id)?;
-        if let Some(requesting) = region.requesting() {
-            let mut state = requesting.lock();
-            let former = std::mem::replace(&mut state.source, source);
-            let recalled = state.requests.recall();
-            state.requests.resume();
-            state.requests.forget_set_aside();
-            state.replaced += 1;
-            drop(state);
-            for id in recalled {
-                cancel(&*former, region.id, id);
-            }
-            requesting.notify();
-            self.submit(&region, requesting);
-            self.wake_asleep(&region);
-        }
-        Ok(())
-    }
-
-    /// Abandons a region's missing pages: they are poisoned, so that an access raises a machine check
-    /// or SIGBUS and never reads zeroes. Present pages stay.
-    ///
-    /// # Errors
-    /// The region does not exist.
-    pub fn abandon(&self, id: RegionId) -> Result<(), RegionChangeError> {
-        let region = self.region(id)?;
-        if let Some(requesting) = region.requesting() {
-            cancel_requests(&region, requesting);
-        }
-        self.poison_missing(&region);
-        Ok(())
     }
 
     /// Withdraws prefetch's requests that no thread waits for.
@@ -645,7 +488,7 @@ fn is_lack(failure: &InstallFailure) -> bool {
     }
 }
 
-fn cancel_requests(region: &PagedRegion, requesting: &Requesting) {
+pub(crate) fn cancel_requests(region: &PagedRegion, requesting: &Requesting) {
     let mut state = requesting.lock();
     let source = Arc::clone(&state.source);
     let cancelled = state.requests.clear();
@@ -656,7 +499,7 @@ fn cancel_requests(region: &PagedRegion, requesting: &Requesting) {
 }
 
 /// Cancels a request at its source; a panic of the source is caught.
-fn cancel(source: &dyn Source, region: RegionId, id: RequestId) {
+pub(crate) fn cancel(source: &dyn Source, region: RegionId, id: RequestId) {
     if catch_unwind(AssertUnwindSafe(|| source.cancel(region, id))).is_err() {
         tracing::error!(
             region = region.0,

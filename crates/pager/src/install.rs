@@ -10,9 +10,10 @@ use crate::again::Again;
 use crate::channel::InstallLock;
 use crate::counters::Counters;
 use crate::error::InstallFailure;
+use crate::mark::{Mark, mark_poisoned};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Place, Served};
-use crate::spaces::{poison_in_spaces, wake_spaces};
+use crate::spaces::wake_spaces;
 
 /// The content that one call copies ahead of any access.
 const AHEAD_BYTES: u64 = 64 << 10;
@@ -520,99 +521,4 @@ pub(crate) fn wake(
         }
     }
     wake_spaces(region, counters, pages);
-}
-
-/// The result of marking pages as poisoned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use]
-pub(crate) enum Mark {
-    /// None of the pages reads as zeroes any more: pages that are mapped in the address space and were
-    /// absent are marked.
-    Made,
-    /// The process discards memory: its events must be read first.
-    EventsFirst,
-    /// This kernel cannot mark pages, or refused to.
-    Failed,
-}
-
-/// UFFDIO_POISON, repeated while the address space changes. Present pages retain their mapping, which
-/// the hardware reports as lost. Pages that could not be marked are recorded: the userfaultfd must not
-/// be closed before they are.
-pub(crate) fn mark_poisoned(
-    region: &PagedRegion,
-    served: &Served,
-    lock: &InstallLock<'_>,
-    pages: PageRange,
-) -> Mark {
-    let mark = try_to_mark(region, served, lock, pages);
-    let mark = match poison_in_spaces(region, pages) {
-        true => mark,
-        false => Mark::Failed,
-    };
-    if mark != Mark::Made {
-        region.note_unmarked();
-    }
-    mark
-}
-
-fn try_to_mark(
-    region: &PagedRegion,
-    served: &Served,
-    lock: &InstallLock<'_>,
-    pages: PageRange,
-) -> Mark {
-    if !region.can_poison {
-        return Mark::Failed;
-    }
-    let shift = region.page_shift();
-    let mut rest = pages;
-    let mut again = Again::with_patience();
-    let mut most = u64::MAX;
-    while let Some(place) = region.place(served, lock, rest.split_at(most.min(rest.count())).0) {
-        most = u64::MAX;
-        let done = match place.uffd.poison_pages(place.range, Wake::Wake) {
-            Ok(()) => place.pages.count(),
-            Err(InstallError::Exists { installed_bytes }) => {
-                let done = installed_bytes >> shift;
-                let there = UserRange {
-                    start: place.range.start + installed_bytes,
-                    bytes: 1 << shift,
-                };
-                // A thread that sleeps there was not woken by the call that found the mapping.
-                let _ = place.uffd.wake(there);
-                done + 1
-            }
-            Err(InstallError::Again { installed_bytes: 0 }) => {
-                if served.channel.has_events && again.tries() > 0 {
-                    return Mark::EventsFirst;
-                }
-                if let Err(error) = again.pause() {
-                    tracing::error!(%error, range = %place.range, "UFFDIO_POISON");
-                    return Mark::Failed;
-                }
-                0
-            }
-            Err(InstallError::Again { installed_bytes }) => {
-                again.progress();
-                installed_bytes >> shift
-            }
-            // The pages may lie in more than one mapping.
-            Err(InstallError::NoMapping) if place.pages.count() > 1 => {
-                most = place.pages.count() / 2;
-                continue;
-            }
-            // The memory is unmapped or the process has exited: no thread can read zeroes there.
-            Err(InstallError::NoMapping) => 1,
-            Err(InstallError::Gone) => return Mark::Made,
-            Err(error) => {
-                tracing::error!(%error, range = %place.range, "UFFDIO_POISON");
-                return Mark::Failed;
-            }
-        };
-        (_, rest) = rest.split_at(done);
-        if rest.is_empty() {
-            break;
-        }
-    }
-    Mark::Made
 }

@@ -64,6 +64,7 @@ mod chunks;
 mod close;
 mod config;
 mod content;
+mod control;
 mod counters;
 mod discard;
 mod dispatch;
@@ -71,6 +72,7 @@ mod error;
 mod events;
 mod fault;
 mod install;
+mod mark;
 mod memory;
 mod notice;
 mod others;
@@ -100,8 +102,8 @@ pub use close::{Exported, ExportedPart, ExportedSpace};
 pub use config::{
     Contents, Holes, InFlightLimits, Observer, RegionConfig, RetryPolicy, UffdLayout,
 };
+pub use control::SourceStatus;
 pub use counters::Counters;
-pub use dispatch::SourceStatus;
 pub use error::{
     AddError, AttachError, DiscardError, ExportError, InstallFailure, PrefetchError, PushError,
     RegionChangeError, ResolveError, ServeError,

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use pagetide_memory::{GuestAddress, GuestRange, PageIndex, PageMap, PageRange, PoisonMap};
+use pagetide_memory::{
+    GuestAddress, GuestRange, PageIndex, PageMap, PageRange, PageState, PoisonMap,
+};
 use pagetide_uapi::userfaultfd::{Mode, UserRange, Userfaultfd};
 
 use crate::channel::{Channel, InstallLock};
@@ -221,6 +223,25 @@ impl PagedRegion {
     /// All pages.
     pub(crate) fn all_pages(&self) -> PageRange {
         PageRange::new(PageIndex(0), self.map.pages())
+    }
+
+    /// The runs of pages whose states are such, at the moment of the look.
+    pub(crate) fn runs(
+        &self,
+        is_it: impl Fn(PageState) -> bool,
+    ) -> impl Iterator<Item = PageRange> {
+        let has = move |&page: &PageIndex| self.map.state(page).is_some_and(&is_it);
+        let mut rest = self.all_pages();
+        std::iter::from_fn(move || {
+            let first = rest.iter().find(&has)?;
+            let behind = PageRange::new(first, rest.end().0 - first.0);
+            let end = behind
+                .iter()
+                .find(|page| !has(page))
+                .unwrap_or(behind.end());
+            rest = PageRange::new(end, behind.end().0 - end.0);
+            Some(PageRange::new(first, end.0 - first.0))
+        })
     }
 
     /// The end of its range of home gpas.

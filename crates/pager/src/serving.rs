@@ -1,5 +1,7 @@
 //! Serving a pager's descriptor: from a VMM's own event loop, or by threads.
 
+mod message;
+
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,25 +10,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use pagetide_memory::{Access, PageIndex, PageRange, PageSize, PageState};
-use pagetide_uapi::userfaultfd::{
-    EventBuffer, InstallError, PageFault, ReadError, UserRange, Wake,
-};
+use pagetide_uapi::userfaultfd::{EventBuffer, PageFault, ReadError};
 use rustix::event::epoll::Event;
 use rustix::io::Errno;
 
-use crate::again::Again;
-use crate::channel::{Channel, Role};
-use crate::children::poison_in_child;
+use crate::channel::Channel;
 use crate::counters::Counters;
-use crate::error::{InstallFailure, ResolveError, ServeError, message_of};
-use crate::fault::{Delivery, Fault, RegionId, Resolution};
-use crate::install::wake;
+use crate::error::{ServeError, message_of};
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::poller::{DEFERRED, INTERRUPT, TIMER, other};
 use crate::resolver::Resolver;
-use crate::spaces::{InSpace, map_in_space};
 
 /// The maximal number of descriptors that one wait reports.
 const READY_AT_ONCE: usize = 64;
@@ -252,194 +246,6 @@ impl Serving {
         faults.clear();
         self.faults = faults;
         result
-    }
-
-    fn resolve(&mut self, pager: &Pager, channel: &Channel, message: &PageFault) {
-        if channel.role == Role::Child {
-            return poison_in_child(channel, message.address);
-        }
-        // If the page was unmapped or moved since, the faulting thread has left, or faults again.
-        let Some((region, page)) = channel.locate(message.address) else {
-            if channel.is_vacated(message.address) {
-                fill_vacated(channel, message.address);
-            }
-            return;
-        };
-        let access = if message.write {
-            Access::Write
-        } else {
-            Access::Read
-        };
-        if message.write_protected {
-            self.resolver.count_write();
-            return end_protection(pager, channel, message, region, page);
-        }
-        let resolved = match channel.role {
-            Role::Space => {
-                self.resolve_in_space(pager, channel, message.address, region, page, access)
-            }
-            Role::Region | Role::Child => self.resolver.resolve_message(region, page, access),
-        };
-        match resolved {
-            // A region that is being removed wakes its sleeping threads itself.
-            Ok(_) | Err(ResolveError::Removed { .. } | ResolveError::Outside { .. }) => {}
-            // No failure: it is its turn again after the other faults.
-            Err(ResolveError::Install {
-                source: InstallFailure::Busy { .. },
-                ..
-            }) => {
-                channel.defer([*message]);
-                pager.poller.report_deferred();
-            }
-            Err(error) => {
-                if matches!(
-                    error,
-                    ResolveError::Content { .. }
-                        | ResolveError::Install { .. }
-                        | ResolveError::Remap { .. }
-                ) {
-                    leave_asleep(pager, region, page, &error);
-                }
-                pager.notify(Notice::Unresolved(Arc::new(error)));
-            }
-        }
-    }
-}
-
-impl Serving {
-    /// Resolves a fault of an address space that shares a region's memory: first in the region, and then there.
-    fn resolve_in_space(
-        &mut self,
-        pager: &Pager,
-        channel: &Channel,
-        address: u64,
-        id: RegionId,
-        page: PageIndex,
-        access: Access,
-    ) -> Result<Resolution, ResolveError> {
-        let mut again = Again::for_a_turn();
-        loop {
-            let table = pager.table();
-            let found = table.region(id).filter(|region| !region.is_closed());
-            let Some(region) = found else {
-                return Ok(Resolution::Unmapped);
-            };
-            let fault = Fault {
-                region: id,
-                page,
-                gpa: region.gpa_of(page),
-                access,
-                vcpu: None,
-                delivery: Delivery::Uffd,
-            };
-            match map_in_space(pager, region, channel, address, page) {
-                InSpace::Done => return Ok(Resolution::AlreadyPresent),
-                InSpace::Missing => match self.resolver.resolve_message(id, page, access)? {
-                    // The installer wakes the threads of all address spaces.
-                    Resolution::LeftToInstaller => return Ok(Resolution::LeftToInstaller),
-                    _ => continue,
-                },
-                InSpace::Later => {
-                    let paused = again.pause();
-                    paused.map_err(|source| ResolveError::Install { fault, source })?;
-                }
-                InSpace::Refused(source) => return Err(ResolveError::Remap { fault, source }),
-            }
-        }
-    }
-}
-
-/// A write to a page that is there and protected: the write goes on, and the owner is told of it.
-fn end_protection(
-    pager: &Pager,
-    channel: &Channel,
-    message: &PageFault,
-    id: RegionId,
-    page: PageIndex,
-) {
-    let table = pager.table();
-    let Some(region) = table.region(id) else {
-        return;
-    };
-    if let Some(observer) = &region.observer {
-        let fault = Fault {
-            region: id,
-            page,
-            gpa: region.gpa_of(page),
-            access: Access::Write,
-            vcpu: None,
-            delivery: Delivery::Uffd,
-        };
-        let observed = catch_unwind(AssertUnwindSafe(|| observer.0.written(&fault)));
-        if observed.is_err() {
-            tracing::error!(%fault, "an observer panicked");
-        }
-    }
-    let bytes = 1_u64 << region.page_shift();
-    let range = UserRange {
-        start: message.address & !(bytes - 1),
-        bytes,
-    };
-    match channel.uffd.unprotect(range) {
-        Ok(()) => {}
-        // The process changes its address space.
-        Err(InstallError::Again { .. }) => {
-            pager.read_events(channel);
-            channel.defer([*message]);
-            pager.poller.report_deferred();
-        }
-        // Not mapped any more, or gone.
-        Err(InstallError::NoMapping | InstallError::Gone) => {
-            let _ = channel.uffd.wake(range);
-        }
-        Err(error) => tracing::error!(%error, %range, "UFFDIO_WRITEPROTECT"),
-    }
-}
-
-/// Installs zeroes at an address from which the process has moved its memory away.
-fn fill_vacated(channel: &Channel, address: u64) {
-    let page_bytes = PageSize::Size4K.bytes();
-    let range = UserRange {
-        start: address & !(page_bytes - 1),
-        bytes: page_bytes,
-    };
-    // Fails where nothing is mapped any more, or where the pages are larger: then a wake-up is all there is.
-    if channel.uffd.zero_pages(range, Wake::Wake).is_err() {
-        let _ = channel.uffd.wake(range);
-    }
-}
-
-/// The fault's page is still missing, or not mapped. Its thread stays asleep until the page is delivered otherwise, or, if
-/// the failure may pass, until the region is resumed.
-fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, error: &ResolveError) {
-    let table = pager.table();
-    let Some(region) = table.region(region) else {
-        return;
-    };
-    let mut asleep = region.asleep();
-    match error.may_pass() {
-        true => asleep.until_resumed.insert(page),
-        false => asleep.for_good.insert(page),
-    };
-    drop(asleep);
-    // The page was settled before: the thread would fail again at once.
-    if matches!(error, ResolveError::Remap { .. }) {
-        return;
-    }
-    let left = region.map.leave_wake(page);
-    if left.is_some_and(PageState::is_settled)
-        && let Some(served) = region.served(page)
-    {
-        // The page was settled since, by a thread that did not see this wake-up.
-        let (page, mut counters) = (PageRange::single(page), Counters::default());
-        wake(
-            region,
-            served,
-            &served.channel.lock_installs(),
-            &mut counters,
-            page,
-        );
-        pager.count(&counters);
     }
 }
 

@@ -6,7 +6,8 @@ use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
 use crate::again::Again;
 use crate::error::{Failure, InstallFailure, ResolveError};
 use crate::fault::{Delivery, Fault, Resolution};
-use crate::install::{Mark, mark_poisoned, wake};
+use crate::install::wake;
+use crate::mark::{Mark, mark_poisoned};
 use crate::resolver::{ResolverState, Site};
 
 impl ResolverState {

@@ -21,6 +21,7 @@ use crate::close::{ExportedPart, ExportedSpace};
 use crate::counters::Counters;
 use crate::error::AttachError;
 use crate::fault::RegionId;
+use crate::mark::{Mark, poison_range};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Place};
 use crate::table::Table;
@@ -176,9 +177,9 @@ impl Pager {
             // Lost memory reads as lost there, too. (A page that is lost meanwhile finds the address space.) Where
             // this fails, the fault of a thread marks the page.
             let mut again = Again::for_a_turn();
-            let is_lost = |state| state == PageState::Poisoned;
-            let _ = runs(region, is_lost)
-                .all(|run| poison_in(region, &space, run, || self.goes_on(&space, &mut again)));
+            let _ = self.poison_where(region, &space, &mut again, |state| {
+                state == PageState::Poisoned
+            });
             // A fault that was read before may have found no region.
             let _ = uffd.wake(space.range.into());
         }
@@ -220,10 +221,21 @@ impl Pager {
         spaces.map(|space| space.id).collect()
     }
 
-    /// Reads the events of an address space that the kernel waits for, and says whether to call again.
-    fn goes_on(&self, space: &AddressSpace, again: &mut Again) -> bool {
-        self.read_events(&space.channel);
-        again.pause().is_ok()
+    /// Marks the pages whose states are such in an address space, and reads the events that the kernel waits for.
+    /// Returns whether none of them reads as zeroes.
+    fn poison_where(
+        &self,
+        region: &PagedRegion,
+        space: &AddressSpace,
+        again: &mut Again,
+        is_it: impl Fn(PageState) -> bool,
+    ) -> bool {
+        region.runs(is_it).all(|run| {
+            poison_in(region, space, run, again, |_| {
+                self.read_events(&space.channel);
+                true
+            })
+        })
     }
 
     /// Ends the paging of an address space. Returns whether none of its pages reads as zeroes in place of content
@@ -232,8 +244,7 @@ impl Pager {
         // Lost pages, too: it may not have been possible to mark some of them before.
         let reads_zeroes = |state: PageState| !state.is_settled() || state == PageState::Poisoned;
         let mut again = Again::with_patience();
-        let is_safe = runs(region, reads_zeroes)
-            .all(|run| poison_in(region, space, run, || self.goes_on(space, &mut again)));
+        let is_safe = self.poison_where(region, space, &mut again, reads_zeroes);
         for range in space.parts(region, region.all_pages()) {
             let _ = space.channel.uffd.wake(range);
             if is_safe {
@@ -348,89 +359,24 @@ pub(crate) fn poison_in_spaces(region: &PagedRegion, pages: PageRange) -> bool {
         // The caller may have the region's install lock: no events are read here. A thread that touches a page
         // which was not marked sleeps, and its fault marks the page.
         let mut again = Again::for_a_turn();
-        all_marked &= poison_in(region, &space, pages, || again.pause().is_ok());
+        all_marked &= poison_in(region, &space, pages, &mut again, |_| true);
     }
     all_marked
 }
 
-/// Marks lost pages in an address space, as far as they are not mapped there. Returns whether none of them reads as
-/// zeroes. Before each repetition of a call that the kernel cannot serve now, `may_go_on` decides.
+/// Marks lost pages in an address space. Returns whether none of them reads as zeroes.
 fn poison_in(
     region: &PagedRegion,
     space: &AddressSpace,
     pages: PageRange,
-    mut may_go_on: impl FnMut() -> bool,
+    again: &mut Again,
+    mut may_wait: impl FnMut(&Again) -> bool,
 ) -> bool {
-    let page_bytes = 1_u64 << region.page_shift();
+    let page_bytes = 1 << region.page_shift();
     let mut parts = space.parts(region, pages).into_iter();
-    parts.all(|range| poison_range(&space.channel.uffd, range, page_bytes, &mut may_go_on))
-}
-
-/// Poisons the pages of a range that are not mapped, and wakes the threads that sleep there. Returns whether none of
-/// them reads as zeroes. Before each repetition of a call that the kernel cannot serve now, `may_go_on` decides.
-pub(crate) fn poison_range(
-    uffd: &Userfaultfd,
-    mut range: UserRange,
-    page_bytes: u64,
-    mut may_go_on: impl FnMut() -> bool,
-) -> bool {
-    let mut most = u64::MAX;
-    while range.bytes > 0 {
-        let piece = UserRange {
-            start: range.start,
-            bytes: range.bytes.min(most),
-        };
-        most = u64::MAX;
-        let done = match uffd.poison_pages(piece, Wake::Wake) {
-            Ok(()) => piece.bytes,
-            Err(InstallError::Exists { installed_bytes }) => {
-                let there = UserRange {
-                    start: range.start + installed_bytes,
-                    bytes: page_bytes,
-                };
-                let _ = uffd.wake(there);
-                installed_bytes + page_bytes
-            }
-            Err(InstallError::Again { installed_bytes: 0 }) => {
-                if !may_go_on() {
-                    return false;
-                }
-                0
-            }
-            Err(InstallError::Again { installed_bytes }) => installed_bytes,
-            // The kernel works in one mapping at a time, and a process may have several of one memory.
-            Err(InstallError::NoMapping) if piece.bytes > page_bytes => {
-                most = (piece.bytes / 2 / page_bytes * page_bytes).max(page_bytes);
-                0
-            }
-            // Not mapped: no thread can read zeroes there.
-            Err(InstallError::NoMapping) => page_bytes,
-            Err(InstallError::Gone) => return true,
-            Err(error) => {
-                tracing::error!(%error, %range, "UFFDIO_POISON in another address space");
-                return false;
-            }
-        };
-        range.start += done;
-        range.bytes -= done.min(range.bytes);
-    }
-    true
-}
-
-/// The runs of a region's pages whose states are such.
-fn runs(
-    region: &PagedRegion,
-    is_it: impl Fn(PageState) -> bool,
-) -> impl Iterator<Item = PageRange> {
-    let has = move |page: PageIndex| region.map.state(page).is_some_and(&is_it);
-    let all = region.all_pages();
-    let mut next = all.first();
-    std::iter::from_fn(move || {
-        let behind = PageRange::new(next, all.end().0 - next.0);
-        let first = behind.iter().find(|&page| has(page))?;
-        let rest = PageRange::new(first, all.end().0 - first.0);
-        next = rest.iter().find(|&page| !has(page)).unwrap_or(all.end());
-        Some(PageRange::new(first, next.0 - first.0))
+    parts.all(|range| {
+        let uffd = &space.channel.uffd;
+        poison_range(uffd, range, page_bytes, again, &mut may_wait) == Mark::Made
     })
 }
 

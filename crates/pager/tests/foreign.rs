@@ -17,11 +17,13 @@ use pagetide_memory::{
     PageRange, PageSize, PageState,
 };
 use pagetide_pager::{
-    AddError, Content, DiscardError, ExportError, Exported, InstallFailure, Memfd, Mode, Notice,
-    Pager, PushError, RegionConfig, RegionId, Serving,
+    AddError, AttachError, Content, DiscardError, ExportError, Exported, InstallFailure, Memfd,
+    Mode, Notice, Pager, PushError, RegionConfig, RegionId, Serving,
 };
 use pagetide_uapi::userfaultfd::{AdoptError, Features, InstallError, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use support::view::View;
 use support::*;
 
 const AT: GuestAddress = GuestAddress(1 << 40);
@@ -154,6 +156,63 @@ fn killing_a_process_ends_only_its_own_regions() {
     assert!(matches!(error, PushError::NoSuchRegion { .. }), "{error}");
     assert_eq!(other.check(mapped.start, 16, above(AT, 100)), "right");
     pager.remove(gone_id).unwrap();
+    assert_no_trouble(&pager);
+}
+
+/// A mapping of a child's memory in this process: of a VMM and its back end, in either role.
+fn view_of(mapped: &Mapped) -> View {
+    let file = mapped.file.as_ref().unwrap();
+    View::new(file, mapped.pages * PAGE)
+}
+
+/// A page that could not be installed any more is missing, and not discarded.
+#[test]
+fn a_back_end_that_outlives_its_vmm_reads_no_zeroes() {
+    if !can_poison() {
+        return;
+    }
+    let Some((pager, _readers, vmm, uffd)) = pager_and_child(&[]) else {
+        return;
+    };
+    let mapped = vmm.map(16, Mode::Minor);
+    let id = pager.add(config(&uffd, &mapped, AT)).unwrap();
+    let back_end = view_of(&mapped);
+    let its = back_end.register(Mode::Minor);
+    pager.attach(&its, &[(id, back_end.range())]).unwrap();
+    assert_eq!(vmm.check(mapped.start, 4, AT), "right");
+    let content_of_9 = content(above(AT, 9), PAGE);
+    vmm.kill();
+    let page = PageRange::single(PageIndex(9));
+    let pushed = pager.push(id, page, Content::Bytes(&content_of_9));
+    assert_eq!(pushed.unwrap(), 0);
+    pager.remove(id).unwrap();
+    assert_eq!(back_end.read(3), !above(AT, 3).0);
+    for page in 4..16 {
+        assert_eq!(back_end.populate(page), Err(Errno::HWPOISON), "{page}");
+    }
+}
+
+/// Its userfaultfd reports nothing when it has gone.
+#[test]
+fn a_back_end_that_has_gone_is_forgotten() {
+    let Some((pager, _readers, back_end, its)) = pager_and_child(&[]) else {
+        return;
+    };
+    let mapped = back_end.map(16, Mode::Minor);
+    let vmm = view_of(&mapped);
+    let (size, mode) = (PageSize::Size4K, Mode::Minor);
+    let config = RegionConfig::foreign(&vmm.register(mode), vmm.range(), size, mode, pattern());
+    let config = config.gpa(AT).memfd(file_of(&mapped, 0).unwrap());
+    let id = pager.add(config).unwrap();
+    let space = pager.attach(&its, &[(id, mapped.range())]).unwrap();
+    assert_eq!(back_end.check(mapped.start, 4, AT), "right");
+    assert_eq!(pager.spaces(), [space].into());
+    back_end.kill();
+    assert_eq!(pager.spaces(), [].into());
+    let error = pager.detach(space).unwrap_err();
+    assert!(matches!(error, AttachError::NoSuchSpace), "{error}");
+    // The VMM goes on.
+    assert_eq!(vmm.read(9), !above(AT, 9).0);
     assert_no_trouble(&pager);
 }
 
@@ -378,10 +437,7 @@ fn expect_whole(other: &Other, mapped: &Mapped) {
         "right"
     );
     let poisoned = other.tell(format!("populate {} 1", mapped.start + 5 * PAGE));
-    assert_eq!(
-        poisoned,
-        format!("{:?}", Err::<(), _>(rustix::io::Errno::HWPOISON))
-    );
+    assert_eq!(poisoned, format!("{:?}", Err::<(), _>(Errno::HWPOISON)));
     assert_eq!(
         other.check(mapped.start + 7 * PAGE, 9, above(AT, 7)),
         "right"

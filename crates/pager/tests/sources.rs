@@ -165,6 +165,29 @@ fn a_late_answer_is_used_while_somebody_waits() {
     }
 }
 
+#[test]
+fn a_late_answer_of_the_wrong_size_installs_nothing() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    let manual = ManualSource::new();
+    let (pager, _) = serve(&region, Mode::Minor, manual.source(), IMPATIENT);
+    let waiting = exit(&pager, 1);
+    for bytes in [PAGE / 2, 2 * PAGE] {
+        let late = manual.next();
+        manual.wait_for_cancelled(late.id());
+        let wrong = vec![0xee; usize::try_from(bytes).unwrap()];
+        late.complete(Content::Bytes(&wrong));
+        assert!(matches!(
+            state(&pager, 1),
+            PageState::Requested(_) | PageState::Absent
+        ));
+    }
+    answer_until_done(&manual, &waiting);
+    let _ = join("the exit", waiting).unwrap();
+    check_page(&region, 1);
+}
+
 /// Answers all requests until the thread has finished: on a busy machine a short deadline may pass more
 /// than once.
 fn answer_until_done<T>(manual: &ManualSource, waiting: &thread::JoinHandle<T>) {

@@ -5,6 +5,7 @@ mod support;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::thread;
 
 use pagetide_memory::{PageIndex, PageRange, PageSize, PageState};
 use pagetide_pager::{
@@ -12,6 +13,7 @@ use pagetide_pager::{
     ReaderConfig, Readers, RegionConfig, RegionId,
 };
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 use support::view::{View, memfd};
@@ -35,7 +37,7 @@ struct Shared {
     space: AddressSpaceId,
     mode: Mode,
     file: OwnedFd,
-    _readers: Readers,
+    readers: Readers,
 }
 
 impl Shared {
@@ -69,7 +71,7 @@ impl Shared {
             space,
             mode,
             file,
-            _readers: readers,
+            readers,
         })
     }
 
@@ -273,6 +275,32 @@ fn a_detached_address_space_reads_no_zeroes() {
         assert_eq!(it.vmm.read(2), word_of(2), "{mode:?}");
         assert_no_trouble(&it.pager);
     }
+}
+
+/// Until the event of its madvise was read, the kernel marks no page there.
+#[test]
+fn an_address_space_that_is_inside_madvise_is_detached() {
+    if !can_poison() {
+        return;
+    }
+    let Some(it) = Shared::with(Mode::Minor, pattern(), Features::EVENT_REMOVE) else {
+        return;
+    };
+    assert_eq!(it.back_end.read(1), word_of(1));
+    it.readers.stop();
+    thread::scope(|scope| {
+        let dropping = scope.spawn(|| it.back_end.drop_pages(3, 1, Advice::LinuxDontNeed));
+        eventually("its event", || {
+            let mut ready = [PollFd::new(&it.uffd, PollFlags::IN)];
+            poll(&mut ready, Some(&Timespec::default())).unwrap() > 0
+        });
+        it.pager.detach(it.space).unwrap();
+        dropping.join().unwrap();
+    });
+    for page in 2..PAGES {
+        assert!(is_lost(&it.back_end, page), "{page}");
+    }
+    assert_eq!(it.back_end.read(1), word_of(1));
 }
 
 /// The kernel poisons within one mapping at a time.

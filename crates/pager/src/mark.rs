@@ -1,0 +1,131 @@
+//! Marking missing pages as lost: UFFDIO_POISON, in the address space of a region and in those that share it.
+//!
+//! A page that was marked raises SIGBUS or a machine check, also when the userfaultfd is closed; one that was not
+//! reads as zeroes then.
+
+use pagetide_memory::PageRange;
+use pagetide_uapi::userfaultfd::{InstallError, UserRange, Userfaultfd, Wake};
+
+use crate::again::Again;
+use crate::channel::InstallLock;
+use crate::region::{PagedRegion, Served};
+use crate::spaces::poison_in_spaces;
+
+/// The result of marking pages as poisoned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Mark {
+    /// None of the pages reads as zeroes any more: pages that are mapped in the address space and were
+    /// absent are marked.
+    Made,
+    /// The process changes its address space: its events must be read first.
+    EventsFirst,
+    /// This kernel cannot mark pages, or refused to.
+    Failed,
+}
+
+/// Marks pages in every address space of a region. Present pages retain their mapping, which the hardware reports
+/// as lost. Pages that could not be marked are recorded: the userfaultfd must not be closed before they are.
+pub(crate) fn mark_poisoned(
+    region: &PagedRegion,
+    served: &Served,
+    lock: &InstallLock<'_>,
+    pages: PageRange,
+) -> Mark {
+    let mark = mark_at_home(region, served, lock, pages);
+    let mark = match poison_in_spaces(region, pages) {
+        true => mark,
+        false => Mark::Failed,
+    };
+    if mark != Mark::Made {
+        region.note_unmarked();
+    }
+    mark
+}
+
+fn mark_at_home(
+    region: &PagedRegion,
+    served: &Served,
+    lock: &InstallLock<'_>,
+    pages: PageRange,
+) -> Mark {
+    if !region.can_poison {
+        return Mark::Failed;
+    }
+    let page_bytes = 1 << region.page_shift();
+    let has_events = served.channel.has_events;
+    let mut again = Again::with_patience();
+    let mut rest = pages;
+    while let Some(place) = region.place(served, lock, rest) {
+        let may_wait = |again: &Again| !has_events || again.tries() == 0;
+        match poison_range(place.uffd, place.range, page_bytes, &mut again, may_wait) {
+            Mark::Made => {}
+            other => return other,
+        }
+        (_, rest) = rest.split_at(place.pages.count());
+        if rest.is_empty() {
+            break;
+        }
+    }
+    Mark::Made
+}
+
+/// Marks the pages of a range that are not mapped, and wakes the threads that sleep there. Where the kernel cannot
+/// serve a call now, `may_wait` decides whether to wait and call again: [`Mark::EventsFirst`] if not.
+pub(crate) fn poison_range(
+    uffd: &Userfaultfd,
+    mut range: UserRange,
+    page_bytes: u64,
+    again: &mut Again,
+    mut may_wait: impl FnMut(&Again) -> bool,
+) -> Mark {
+    let mut most = u64::MAX;
+    while range.bytes > 0 {
+        let piece = UserRange {
+            start: range.start,
+            bytes: range.bytes.min(most),
+        };
+        most = u64::MAX;
+        let done = match uffd.poison_pages(piece, Wake::Wake) {
+            Ok(()) => piece.bytes,
+            Err(InstallError::Exists { installed_bytes }) => {
+                // A thread that sleeps there was not woken by the call that found the mapping.
+                let there = UserRange {
+                    start: range.start + installed_bytes,
+                    bytes: page_bytes,
+                };
+                let _ = uffd.wake(there);
+                installed_bytes + page_bytes
+            }
+            Err(InstallError::Again { installed_bytes: 0 }) => {
+                if !may_wait(again) {
+                    return Mark::EventsFirst;
+                }
+                if let Err(error) = again.pause() {
+                    tracing::error!(%error, %range, "UFFDIO_POISON");
+                    return Mark::Failed;
+                }
+                0
+            }
+            Err(InstallError::Again { installed_bytes }) => {
+                again.progress();
+                installed_bytes
+            }
+            // The kernel works in one mapping at a time, and a process may have several of one memory.
+            Err(InstallError::NoMapping) if piece.bytes > page_bytes => {
+                most = (piece.bytes / 2 / page_bytes * page_bytes).max(page_bytes);
+                0
+            }
+            // Not mapped, or the process has exited: no thread can read zeroes there.
+            Err(InstallError::NoMapping) => page_bytes,
+            Err(InstallError::Gone) => return Mark::Made,
+            Err(error) => {
+                tracing::error!(%error, %range, "UFFDIO_POISON");
+                return Mark::Failed;
+            }
+        };
+        range.start += done;
+        range.bytes -= done.min(range.bytes);
+    }
+    Mark::Made
+}
