@@ -6,8 +6,7 @@
 //! `epoll_handler [PAGES [AROUND]]`: the size of the memory in pages, and how many pages the pager installs
 //! for each fault. The other process prints how long its reads took.
 
-use std::io::{IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
@@ -15,14 +14,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
+use pagetide_examples::{receive, send};
 use pagetide_memory::{Backing, GuestAddress, HostAddress, HostRange, PageSize, Region};
 use pagetide_pager::{Contents, Mode, Pager, PatternSource, RegionConfig, Serving};
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
 
 const PAGES: u64 = 256;
 const AROUND: u64 = 16;
@@ -134,48 +130,4 @@ fn summary(mut times: Vec<Duration>) -> String {
         microseconds(50),
         microseconds(99)
     )
-}
-
-fn send(socket: &UnixStream, fd: std::os::fd::BorrowedFd<'_>, start: u64) -> anyhow::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let fds = [fd];
-    ensure!(
-        ancillary.push(SendAncillaryMessage::ScmRights(&fds)),
-        "no room for a descriptor"
-    );
-    let message = start.to_ne_bytes();
-    rustix::net::sendmsg(
-        socket,
-        &[IoSlice::new(&message)],
-        &mut ancillary,
-        SendFlags::empty(),
-    )?;
-    Ok(())
-}
-
-fn receive(socket: &UnixStream) -> anyhow::Result<(OwnedFd, u64)> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let mut message = [0; 8];
-    let received = rustix::net::recvmsg(
-        socket,
-        &mut [IoSliceMut::new(&mut message)],
-        &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC,
-    )?;
-    ensure!(
-        received.bytes == message.len(),
-        "the guest process sent {} bytes",
-        received.bytes
-    );
-    let mut fds = ancillary.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-        _ => None,
-    });
-    let fd = fds
-        .next()
-        .and_then(|mut fds| fds.next())
-        .context("no descriptor came")?;
-    Ok((fd, u64::from_ne_bytes(message)))
 }

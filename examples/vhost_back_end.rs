@@ -6,22 +6,18 @@
 //! a packet that the guest left before the snapshot and writes one into a buffer that nobody has touched since; the
 //! VMM sees the packet, and around it what the buffer had before.
 
-use std::io::{IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use anyhow::{Context, bail, ensure};
+use pagetide_examples::{receive, send};
 use pagetide_memory::{Backing, GuestAddress, HostAddress, HostRange, PageIndex, Region};
 use pagetide_pager::{Contents, Mode, Pager, PatternSource, ReaderConfig, Readers, RegionConfig};
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
 
 const PAGES: u64 = 64;
 const PAGE: u64 = 4096;
@@ -136,40 +132,4 @@ fn back_end() -> anyhow::Result<()> {
     }
     (&socket).write_all(b"d")?;
     Ok(())
-}
-
-fn send(socket: &UnixStream, fd: BorrowedFd<'_>, number: u64) -> anyhow::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let fds = [fd];
-    ensure!(
-        ancillary.push(SendAncillaryMessage::ScmRights(&fds)),
-        "no room for a descriptor"
-    );
-    let message = number.to_ne_bytes();
-    let parts = [IoSlice::new(&message)];
-    rustix::net::sendmsg(socket, &parts, &mut ancillary, SendFlags::empty())?;
-    Ok(())
-}
-
-fn receive(socket: &UnixStream) -> anyhow::Result<(OwnedFd, u64)> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let mut message = [0; 8];
-    let received = rustix::net::recvmsg(
-        socket,
-        &mut [IoSliceMut::new(&mut message)],
-        &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC,
-    )?;
-    ensure!(
-        received.bytes == message.len(),
-        "the other process has ended"
-    );
-    let descriptors = ancillary.drain().find_map(|part| match part {
-        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
-        _ => None,
-    });
-    let descriptor = descriptors.context("no descriptor has come")?;
-    Ok((descriptor, u64::from_ne_bytes(message)))
 }

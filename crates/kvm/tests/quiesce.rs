@@ -88,28 +88,31 @@ fn a_commit_does_not_wait_for_a_vcpu_outside() {
     assert!(is_round(&exit), "{exit}");
 }
 
-/// A vCPU waits in KVM_RUN for a page: on x86 the kick's signal ends the wait; otherwise the commit
-/// waits until the page is installed. The thread that installs the page must not wait for the commit.
-#[test]
-fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
-    let uffd = match Userfaultfd::open(Features::NONE) {
-        Ok(uffd) => uffd,
-        Err(error) => {
-            println!("SKIP: {error}");
-            return;
-        }
-    };
-    let Some(machine) = Machine::with(Backing::Anonymous) else {
-        return;
-    };
+/// A userfaultfd for the data memory of a machine, of which nothing is present, and the address of its first page.
+fn paged(machine: &Arc<Machine>) -> Option<(Userfaultfd, u64)> {
+    let opened = Userfaultfd::open(Features::NONE);
+    let uffd = opened.inspect_err(|error| println!("SKIP: {error}")).ok()?;
     let start = machine.data.guest().start().as_u64();
     let range = UserRange {
         start,
         bytes: machine.data.bytes(),
     };
-    // SAFETY: the machine keeps the region mapped until the end of this function, where the userfaultfd
-    // is dropped first; no code relies on absent pages reading as zeroes.
+    // SAFETY: the caller's machine keeps the region mapped, and is dropped after the userfaultfd; no code relies on
+    // absent pages reading as zeroes.
     unsafe { uffd.register(range, Mode::Missing) }.expect("anonymous memory");
+    Some((uffd, start))
+}
+
+/// A vCPU waits in KVM_RUN for a page: on x86 the kick's signal ends the wait; otherwise the commit
+/// waits until the page is installed. The thread that installs the page must not wait for the commit.
+#[test]
+fn a_commit_waits_for_a_vcpu_that_waits_for_a_page() {
+    let Some(machine) = Machine::with(Backing::Anonymous) else {
+        return;
+    };
+    let Some((uffd, start)) = paged(&machine) else {
+        return;
+    };
     let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
     let peeking = Arc::clone(&machine);
     let peek = Limited::spawn("a vCPU that waits for a page", move || {
@@ -298,13 +301,6 @@ fn single_changes_take_turns_with_transactions() {
 /// The source of the page has an outage. Other transactions must not wait for its end.
 #[test]
 fn a_commit_gives_up_on_a_vcpu_whose_page_does_not_come() {
-    let uffd = match Userfaultfd::open(Features::NONE) {
-        Ok(uffd) => uffd,
-        Err(error) => {
-            println!("SKIP: {error}");
-            return;
-        }
-    };
     // Without signals, the kernel's kick does not reach a vCPU that sleeps in the userfaultfd.
     let Some(machine) = Machine::with_signals(Backing::Anonymous, Signals::none()) else {
         return;
@@ -313,14 +309,9 @@ fn a_commit_gives_up_on_a_vcpu_whose_page_does_not_come() {
         println!("SKIP: this kernel lacks KVM_CAP_KICK_VCPUS");
         return;
     }
-    let start = machine.data.guest().start().as_u64();
-    let range = UserRange {
-        start,
-        bytes: machine.data.bytes(),
+    let Some((uffd, start)) = paged(&machine) else {
+        return;
     };
-    // SAFETY: the machine keeps the region mapped until the end of this function, where the userfaultfd
-    // is dropped first; no code relies on absent pages reading as zeroes.
-    unsafe { uffd.register(range, Mode::Missing) }.expect("anonymous memory");
     let mut vcpu = machine.vcpu(0, 0, DATA_PAGES);
     let peeking = Arc::clone(&machine);
     let peek = Limited::spawn("a vCPU that waits for a page", move || {

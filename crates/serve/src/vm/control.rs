@@ -136,6 +136,8 @@ impl<'a> Control<'a> {
 
     /// The last answer, after everything has been let go of.
     pub(super) fn leave(&mut self) {
+        self.refused.clear();
+        self.session.descriptors.clear();
         if let Some(id) = self.goodbye.take() {
             self.session.answer(id, &Message::Left);
         }
