@@ -9,8 +9,9 @@
 //! - [`Region`]: a range of guest memory, its memfd and its two mappings;
 //! - [`Access`]: the kind of access that caused a fault;
 //! - [`MemoryFile`]: a part of another process's memory file; [`FileView`]: a mapping of one;
-//! - [`PageMap`]: one atomic state per page, the single record of which pages are present, which were
-//!   requested from a source, and which a thread is installing; [`PageMapImage`]: the states as bytes;
+//! - [`PageMap`]: one atomic state per page, the single record of which pages are present, and which a thread is
+//!   installing; [`PageMapImage`]: the states as bytes;
+//! - [`MissingPages`]: the book of missing pages that somebody has asked for;
 //! - [`PoisonMap`]: the memory lost to uncorrected errors, preserved across restarts;
 //!   [`FailurePolicy`]: how much memory one error costs;
 //! - [`guard`]: support for SIGBUS handlers.
@@ -24,6 +25,7 @@ mod file_view;
 pub mod guard;
 mod mapping;
 mod memory_file;
+mod missing;
 mod page;
 mod page_map;
 mod poison_map;
@@ -40,10 +42,11 @@ pub use backing::{Backing, ParseBackingError};
 pub use exclusive::Exclusive;
 pub use file_view::{FileAccessError, FileView, FileViewError};
 pub use memory_file::{MemoryFile, MemoryFileAccessError, MemoryFileError};
+pub use missing::{Entry, MissingPages, Touch, Urgency, Wish, split_entries};
 pub use page::{PageIndex, PageRange, PageSize};
 pub use page_map::{
-    Claim, ClaimGuard, ImportError, PageMap, PageMapError, PageMapImage, PageState, Removal,
-    Request, ResetError, Settled, StateCounts, Urgency, WakeWanted,
+    Claim, ClaimGuard, ImportError, PageMap, PageMapError, PageMapImage, PageState, Pend, Removal,
+    Settled, StateCounts, WakeWanted,
 };
 pub use poison_map::{LoadError, ParsePoisonError, PoisonMap, PoisonMapFull, SaveError};
 pub use policy::{FailurePolicy, ParsePolicyError};

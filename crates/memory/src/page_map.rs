@@ -13,14 +13,13 @@ use crate::convert::to_u64;
 use crate::page::{PageIndex, PageRange};
 use crate::sync::{AtomicU8, Ordering};
 use cell::{
-    ABSENT, BEGUN, INSTALLING, POISONED, REMOVED, REQUESTED_BULK, STATE, WAITERS, WAKE_WANTED,
-    update,
+    ABSENT, BEGUN, INSTALLING, PENDING, POISONED, REMOVED, STATE, WAITERS, WAKE_WANTED, update,
 };
 use cells::Cells;
 use parking::Parking;
 
-pub use answers::{Claim, PageMapError, Removal, Request, ResetError, StateCounts};
-pub use cell::{PageState, Settled, Urgency};
+pub use answers::{Claim, PageMapError, Pend, Removal, StateCounts};
+pub use cell::{PageState, Settled};
 pub use claim::{ClaimGuard, WakeWanted};
 pub use image::{ImportError, PageMapImage};
 
@@ -28,49 +27,36 @@ pub use image::{ImportError, PageMapImage};
 ///
 /// | from | to | by | meaning |
 /// |---|---|---|---|
-/// | Absent | Requested | [`Self::request_run`] | the pager requests the content from a source |
-/// | Requested(Bulk) | Requested(Urgent) | [`Self::request_run`] | a thread now waits for the page: the request is repeated |
-/// | Requested(Bulk) | Absent | [`Self::withdraw`] | the request is withdrawn |
-/// | Requested | Absent | [`Self::withdraw_all`] | all requests of the region are withdrawn |
-/// | Absent, Requested | Installing | [`Self::claim_run`], [`Self::claim_arrived`] | one thread has the content and owns the page |
+/// | Absent | Pending | [`Self::pend_run`] | the book of missing pages has an entry for the page |
+/// | Pending, also below Installing | Absent | [`Self::unpend`] | the entry was withdrawn |
+/// | Absent, Pending | Installing | [`Self::claim_run`], [`Self::claim_arrived`] | one thread has the content and owns the page |
 /// | Installing | Present | [`ClaimGuard::finish`] | content is installed |
 /// | Installing | Zero | [`ClaimGuard::finish`] | the zero page is installed |
 /// | Installing | Poisoned | [`ClaimGuard::finish`] | the source reports that the content is lost |
-/// | Installing | Removed | [`ClaimGuard::finish_removed`] | the guest discarded the page meanwhile |
-/// | Installing | Absent or Requested, as claimed | [`ClaimGuard::abandon`], or dropping the guard | the owner failed; others may claim |
-/// | Absent, Requested, Present, Zero, Removed | Removed | [`Self::remove`] | the guest discarded the content |
-/// | Absent, Requested, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error destroyed the content, now or before the VM was restored |
+/// | Installing | Absent or Pending, as claimed | [`ClaimGuard::abandon`] | the owner failed; others may claim |
+/// | Installing | Pending | [`MissingPages::keep`](crate::MissingPages::keep) | the owner has ended without a result, and a thread sleeps on the page |
+/// | Absent, Pending, Present, Zero, Removed | Removed | [`Self::remove`] | the guest discarded the content |
+/// | Absent, Pending, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error destroyed the content, now or before the VM was restored |
 /// | Absent | Present, Zero, Removed, Poisoned | [`Self::import`] | a predecessor had settled the page |
-/// | any but Installing | Absent | [`Self::reset`] | the memory was emptied for another run |
 ///
 /// There is no other edge. Only the owner of an Installing page changes its state, so no other thread
-/// can take the page meanwhile. A request does not own its page: the thread that has the content first
-/// claims the page, and later content finds the page settled. A poisoned page stays poisoned until a
-/// reset. `docs/design/poison.md` describes when each edge to Poisoned is taken.
+/// can take the page meanwhile. An entry in the book does not own its page: the thread that has the content
+/// first claims the page, and later content finds the page settled. A poisoned page stays poisoned.
+/// `docs/design/poison.md` describes when each edge to Poisoned is taken.
 ///
-/// Requested and Installing pages have two more bits, set by threads that find the page in that state:
-/// *wake wanted* (a userfaultfd reader must not block, so it leaves its `UFFDIO_WAKE` to the thread
-/// that installs the page; an Absent page has this bit too if a reader failed to resolve a fault on it)
-/// and *waiters* (threads are parked in [`Self::wait`]). Both bits are in the same byte as the state. A
-/// claim and a finish are therefore one atomic operation each when no thread waits, and no bit can be
-/// set unnoticed between the owner's load and its store. Each edge treats the bits as follows:
+/// Who asks for a page, and what was done about it, is in the book ([`MissingPages`](crate::MissingPages)), and
+/// nowhere else. Pending says that the book, or the claim that has taken the page from it, has an entry. The edges
+/// between Absent and Pending are therefore taken under the lock of the book alone.
 ///
-/// | edge | wake wanted | waiters |
-/// |---|---|---|
-/// | to Requested, to Installing | retained | retained |
-/// | Installing to a settled state | cleared and returned | cleared and notified |
-/// | abandoned, to Absent or Requested(Bulk) | cleared and returned | cleared and notified |
-/// | abandoned, to Requested(Urgent) | retained: the request will deliver the page | cleared and notified |
-/// | guard dropped | retained, also on an Absent page | cleared and notified |
-/// | [`Self::withdraw`] | retained on the Absent page | cleared and notified |
-/// | [`Self::withdraw_all`], [`Self::remove`], [`Self::poison`] | cleared and returned | cleared and notified |
-/// | [`Self::reset`] | cleared | cleared and notified |
-///
-/// So each wake-up that is wanted is either returned to one caller or still recorded on its page.
+/// Two more bits are set by threads that find a page which somebody else is to deliver. *Wake wanted* is set on
+/// Installing pages only: a userfaultfd reader must not block, so it leaves its `UFFDIO_WAKE` to the page's owner,
+/// to whom each end of the claim returns the bit. *Waiters* is set on Pending and Installing pages: threads are
+/// parked in [`Self::wait`], and each edge to another state, and each end of a claim, notifies them. Both bits are
+/// in the same byte as the state. A claim and a finish are therefore one atomic operation each when no thread
+/// waits, and no bit can be set unnoticed between the owner's load and its store.
 ///
 /// One more bit of a missing page says that an owner died while it installed the page
-/// ([`Self::was_begun`]). Each edge between Absent, Requested and Installing retains it, and all others
-/// clear it.
+/// ([`Self::was_begun`]). Each edge between Absent, Pending and Installing retains it, and all others clear it.
 #[derive(Debug)]
 pub struct PageMap {
     cells: Cells,
@@ -145,7 +131,7 @@ impl PageMap {
             .is_some_and(|cell| cell.load(Ordering::Relaxed) & BEGUN != 0)
     }
 
-    /// The first of `pages` that is Absent, Requested or Installing, with its state: a page whose
+    /// The first of `pages` that is Absent, Pending or Installing, with its state: a page whose
     /// content is, or may become, missing. The result may be out of date on return.
     pub fn next_unsettled(&self, pages: PageRange) -> Option<(PageIndex, PageState)> {
         self.cells(pages)
@@ -167,7 +153,7 @@ impl PageMap {
             .map(|(page, _)| page)
     }
 
-    /// Claims `page`, whose content is available, if it is Absent or Requested, together with the
+    /// Claims `page`, whose content is available, if it is Absent or Pending, together with the
     /// Absent pages of `window` that form a run with it.
     #[inline]
     pub fn claim_run(&self, page: PageIndex, window: PageRange) -> Claim<'_> {
@@ -175,51 +161,46 @@ impl PageMap {
             return Claim::Outside;
         };
         match update(cell, ABSENT, claimed) {
-            Ok(_) => {
+            Ok(before) => {
                 let run = self.grow(page, window, claimed_absent);
-                Claim::Won(ClaimGuard::new(self, run))
+                Claim::Won(ClaimGuard::new(self, run, is_pending(before)))
             }
             Err(found) => Claim::Lost(PageState::of(found)),
         }
     }
 
-    /// Claims the first run of `pages` that is Absent or Requested, for content that has arrived.
+    /// Claims the first run of `pages` that is Absent or Pending, for content that has arrived.
     /// `None` if there is none. The caller installs the claimed run and continues after it.
     pub fn claim_arrived(&self, pages: PageRange) -> Option<ClaimGuard<'_>> {
         let mut first = None;
         let mut count = 0;
+        let mut has_pending = false;
         for (page, cell) in self.cells(pages) {
             let seen = cell.load(Ordering::Relaxed);
-            if update(cell, seen, claimed).is_ok() {
+            if let Ok(before) = update(cell, seen, claimed) {
                 first.get_or_insert(page);
                 count += 1;
+                has_pending |= is_pending(before);
             } else if first.is_some() {
                 break;
             }
         }
-        Some(ClaimGuard::new(self, PageRange::new(first?, count)))
+        let run = PageRange::new(first?, count);
+        Some(ClaimGuard::new(self, run, has_pending))
     }
 
-    /// Marks `page` as requested if it is Absent, together with the Absent pages of `window` that form
-    /// a run with it; or makes its request urgent.
-    pub fn request_run(&self, page: PageIndex, window: PageRange, urgency: Urgency) -> Request {
+    /// Makes `page` Pending if it is Absent, together with the Absent pages of `window` that form a run with it.
+    /// The caller has the book of missing pages locked, and enters them there before it unlocks it.
+    pub fn pend_run(&self, page: PageIndex, window: PageRange) -> Pend {
         let Some(cell) = self.cell(page) else {
-            return Request::Outside;
+            return Pend::Outside;
         };
-        let requested = move |seen: u8| {
-            (PageState::of(seen) == PageState::Absent).then_some(seen & !STATE | urgency.byte())
+        let pended = |seen: u8| {
+            (PageState::of(seen) == PageState::Absent).then_some(seen & !STATE | PENDING)
         };
-        let upgraded = move |seen: u8| match PageState::of(seen) {
-            PageState::Absent => requested(seen),
-            PageState::Requested(now) if now < urgency => Some(seen & !STATE | urgency.byte()),
-            _ => None,
-        };
-        match update(cell, ABSENT, upgraded) {
-            Ok(before) if PageState::of(before) == PageState::Absent => {
-                Request::Made(self.grow(page, window, requested))
-            }
-            Ok(_) => Request::Upgraded,
-            Err(found) => Request::Lost(PageState::of(found)),
+        match update(cell, ABSENT, pended) {
+            Ok(_) => Pend::Made(self.grow(page, window, pended)),
+            Err(found) => Pend::Lost(PageState::of(found)),
         }
     }
 
@@ -247,73 +228,44 @@ impl PageMap {
         PageRange::new(PageIndex(page.0 - below), below + 1 + to_u64(above.count()))
     }
 
-    /// Makes those of `pages` Absent that are requested in bulk, because their requests were withdrawn,
-    /// and returns their number. Parked threads resume and find the page Absent. A wanted wake-up stays
-    /// recorded on its page: the next owner issues it.
-    pub fn withdraw(&self, pages: PageRange) -> u64 {
-        let mut withdrawn = 0;
+    /// Makes those of `pages` Absent that are Pending. The caller has the book of missing pages locked, and has
+    /// taken their entries out. Parked threads resume and find the page Absent. A page that was claimed meanwhile, by
+    /// an owner who will not find the entry any more, returns to Absent if it is given back.
+    pub fn unpend(&self, pages: PageRange) {
         for (page, cell) in self.cells(pages) {
             let next = |seen: u8| {
-                let is_bulk = seen & (STATE | INSTALLING) == REQUESTED_BULK;
-                is_bulk.then_some(ABSENT | seen & (WAKE_WANTED | BEGUN))
+                let kept = match seen & INSTALLING {
+                    0 => BEGUN,
+                    _ => !STATE,
+                };
+                is_pending(seen).then_some(ABSENT | seen & kept)
             };
-            if let Ok(before) = update(cell, cell.load(Ordering::Relaxed), next) {
-                withdrawn += 1;
+            if let Ok(before) = update(cell, cell.load(Ordering::Relaxed), next)
+                && before & INSTALLING == 0
+            {
                 self.notify_if_parked(page, before);
             }
         }
-        withdrawn
-    }
-
-    /// Makes those of `pages` Absent that are requested, urgent or not, because the region withdraws
-    /// all of its requests. Reports whether threads sleep in a userfaultfd for any of them, or for a
-    /// page that was withdrawn before; the caller wakes them, so that they fault again.
-    pub fn withdraw_all(&self, pages: PageRange) -> WakeWanted {
-        let mut wanted = false;
-        for (page, cell) in self.cells(pages) {
-            let next = |seen: u8| {
-                let given_up = PageState::of(seen).is_claimable() && seen & !BEGUN != ABSENT;
-                given_up.then_some(ABSENT | seen & BEGUN)
-            };
-            if let Ok(before) = update(cell, cell.load(Ordering::Relaxed), next) {
-                self.notify_if_parked(page, before);
-                wanted |= before & WAKE_WANTED != 0;
-            }
-        }
-        WakeWanted::from(wanted)
     }
 
     /// Leaves the `UFFDIO_WAKE` for `page` to the thread that installs it. This succeeds if the
-    /// returned state is Requested or Installing. For any other state no thread will issue the wake-up,
-    /// and the caller must handle that state itself. A caller that finds the page Requested(Bulk) makes
-    /// the request urgent. `None` if there is no such page.
+    /// returned state is Installing. For any other state no thread will issue the wake-up, and the caller
+    /// must handle that state itself. `None` if there is no such page.
     pub fn want_wake(&self, page: PageIndex) -> Option<PageState> {
-        Some(flag(self.cell(page)?, WAKE_WANTED))
+        let is_owned = |state| state == PageState::Installing;
+        Some(flag(self.cell(page)?, WAKE_WANTED, is_owned))
     }
 
-    /// Leaves the `UFFDIO_WAKE` for `page` to the thread that installs it, whenever that is: for a
-    /// fault that could not be resolved and whose page may be Absent. If the returned state is settled,
-    /// no thread will issue the wake-up, as after [`Self::want_wake`]. `None` if there is no such page.
-    pub fn leave_wake(&self, page: PageIndex) -> Option<PageState> {
-        let cell = self.cell(page)?;
-        let next = |seen: u8| {
-            let is_missing = !PageState::of(seen).is_settled();
-            (is_missing && seen & WAKE_WANTED == 0).then_some(seen | WAKE_WANTED)
-        };
-        let (Ok(seen) | Err(seen)) = update(cell, cell.load(Ordering::Acquire), next);
-        Some(PageState::of(seen))
-    }
-
-    /// Whether a wake-up for `page` was left to its next installer and has not been issued. The result
-    /// may be out of date on return: for tests and for the diagnosis of a VM that hangs.
+    /// Whether a wake-up for `page` was left to its owner. The result may be out of date on return: for tests and
+    /// for the diagnosis of a VM that hangs.
     pub fn is_wake_wanted(&self, page: PageIndex) -> bool {
         self.cell(page)
             .is_some_and(|cell| cell.load(Ordering::Relaxed) & WAKE_WANTED != 0)
     }
 
-    /// Waits until `page` is neither Requested nor Installing, or `timeout` has passed, and returns its
+    /// Waits until `page` is neither Pending nor Installing, or `timeout` has passed, and returns its
     /// state. The wait ends early, with any state, when [`Self::notify_all`] wakes all threads and when
-    /// an owner gives a requested page back; callers therefore loop. `None` if there is no such page.
+    /// an owner gives a pending page back; callers therefore loop. `None` if there is no such page.
     pub fn wait(&self, page: PageIndex, timeout: Duration) -> Option<PageState> {
         self.wait_since(page, self.epoch(), timeout)
     }
@@ -327,6 +279,23 @@ impl PageMap {
     /// read. A thread that reads the epoch, then checks whether to stop, then waits, cannot miss a stop
     /// flag that is set before the notification.
     pub fn wait_since(&self, page: PageIndex, epoch: u64, timeout: Duration) -> Option<PageState> {
+        self.wait_while(page, epoch, timeout, PageState::is_pending)
+    }
+
+    /// Waits until nobody owns `page`, or `timeout` has passed, and returns its state: as [`Self::wait`], but not for a
+    /// page that is Pending.
+    pub fn wait_for_owner(&self, page: PageIndex, timeout: Duration) -> Option<PageState> {
+        let is_owned = |state| state == PageState::Installing;
+        self.wait_while(page, self.epoch(), timeout, is_owned)
+    }
+
+    fn wait_while(
+        &self,
+        page: PageIndex,
+        epoch: u64,
+        timeout: Duration,
+        is_it: impl Fn(PageState) -> bool,
+    ) -> Option<PageState> {
         let cell = self.cell(page)?;
         let deadline = Instant::now().checked_add(timeout);
         let mut shard = self.parking.lock(page);
@@ -335,9 +304,9 @@ impl PageMap {
             // The flag is set under the shard's lock, and a thread that clears it takes that lock
             // before it notifies: it finds this thread either without the flag or already asleep. The
             // same holds for the epoch.
-            let state = flag(cell, WAITERS);
+            let state = flag(cell, WAITERS, &is_it);
             let given_back = owned && state != PageState::Installing;
-            if !state.is_pending() || given_back || self.parking.epoch() != epoch {
+            if !is_it(state) || given_back || self.parking.epoch() != epoch {
                 return Some(state);
             }
             owned = state == PageState::Installing;
@@ -378,25 +347,11 @@ impl PageMap {
                 self.notify_if_parked(page, before);
                 Removal::Done {
                     before: PageState::of(before),
-                    wake: WakeWanted::from(before & WAKE_WANTED != 0),
                 }
             }
             Err(found) if found & INSTALLING != 0 => Removal::Installing,
             Err(_) => Removal::Poisoned,
         }
-    }
-
-    /// Makes every page Absent again, for another run over emptied memory. The caller has stopped
-    /// everything that resolves faults; if a page is Installing nevertheless, it and all later pages
-    /// keep their states.
-    pub fn reset(&self) -> Result<(), ResetError> {
-        for (page, cell) in self.cells(PageRange::new(PageIndex(0), self.pages())) {
-            let next = |seen: u8| (seen & INSTALLING == 0).then_some(ABSENT);
-            let before = update(cell, cell.load(Ordering::Acquire), next)
-                .map_err(|_| ResetError { page })?;
-            self.notify_if_parked(page, before);
-        }
-        Ok(())
     }
 
     /// The number of pages in each state. Reads one page after the other; in a map that is in use, the
@@ -427,37 +382,23 @@ impl PageMap {
         cells.fold(false, |wanted, (page, cell)| settle(page, cell) | wanted)
     }
 
-    /// The owner restores the state from before the claim. Returns whether a wake-up was left to the
-    /// owner that no other thread will issue.
-    fn give_back(&self, page: PageIndex) -> bool {
+    /// The owner restores the state from before the claim; but with `keeps`, a page on which a thread sleeps
+    /// becomes Pending. Returns the state, and whether a wake-up was left to the owner.
+    fn give_back(&self, page: PageIndex, keeps: bool) -> (PageState, bool) {
         let Some(cell) = self.cell(page) else {
-            return false;
+            return (PageState::Absent, false);
         };
-        // Only the owner changes the state bits of an Installing page.
-        let origin = PageState::of(cell.load(Ordering::Relaxed) & !INSTALLING);
-        let retained = if origin == PageState::Requested(Urgency::Urgent) {
-            !(INSTALLING | WAITERS)
-        } else {
-            !(INSTALLING | WAITERS | WAKE_WANTED)
+        let next = |seen: u8| {
+            let free = seen & !(INSTALLING | WAITERS | WAKE_WANTED);
+            match keeps && seen & WAKE_WANTED != 0 {
+                true => free & !STATE | PENDING,
+                false => free,
+            }
         };
-        // As in settle_owned.
-        let before = cell.fetch_and(retained, Ordering::AcqRel);
+        let guess = cell.load(Ordering::Relaxed);
+        let (Ok(before) | Err(before)) = update(cell, guess, |seen| Some(next(seen)));
         self.left(page, before);
-        before & !retained & WAKE_WANTED != 0
-    }
-
-    /// The owner ended without a result: the page returns to its state before the claim, and a wake-up
-    /// that was left to the owner is left to the next one.
-    fn give_back_quietly(&self, page: PageIndex) {
-        if let Some(cell) = self.cell(page) {
-            let before = cell.fetch_and(!(INSTALLING | WAITERS), Ordering::AcqRel);
-            self.left(page, before);
-        }
-    }
-
-    fn take_wake(&self, page: PageIndex) -> bool {
-        self.cell(page)
-            .is_some_and(|cell| cell.fetch_and(!WAKE_WANTED, Ordering::AcqRel) & WAKE_WANTED != 0)
+        (PageState::of(next(before)), before & WAKE_WANTED != 0)
     }
 
     /// The owner has left `page`, whose byte was `before`.
@@ -489,12 +430,15 @@ fn claimed_absent(seen: u8) -> Option<u8> {
     (PageState::of(seen) == PageState::Absent).then_some(seen | INSTALLING)
 }
 
-/// Sets `flag` if the page is Requested or Installing; returns the observed state.
-fn flag(cell: &AtomicU8, flag: u8) -> PageState {
-    let next = |seen: u8| {
-        let state = PageState::of(seen);
-        (state.is_pending() && seen & flag == 0).then_some(seen | flag)
-    };
+/// Whether a page was Pending before the claim, if it is claimed, or is Pending.
+#[inline]
+fn is_pending(byte: u8) -> bool {
+    byte & STATE == PENDING
+}
+
+/// Sets `flag` if the page is in such a state; returns the observed state.
+fn flag(cell: &AtomicU8, flag: u8, is_it: impl Fn(PageState) -> bool) -> PageState {
+    let next = |seen: u8| (is_it(PageState::of(seen)) && seen & flag == 0).then_some(seen | flag);
     let (Ok(seen) | Err(seen)) = update(cell, cell.load(Ordering::Acquire), next);
     PageState::of(seen)
 }

@@ -18,8 +18,9 @@ use crate::config::{
 use crate::error::AddError;
 use crate::fault::RegionId;
 use crate::memory::{Foreign, ForeignClone, ForeignFile, Local, Memory, Shape};
+use crate::missing::Missing;
 use crate::pager::Pager;
-use crate::region::{PagedRegion, Parts, Requesting, Served, Supply};
+use crate::region::{PagedRegion, Parts, Served, Supply};
 use crate::requests::Requests;
 use crate::table::Table;
 
@@ -81,19 +82,17 @@ impl Pager {
             }
         };
         let page_bytes = page_size.bytes();
+        let mut source = None;
         let supply = match config.contents {
             Contents::PageCache(holes) => Supply::PageCache(holes),
             Contents::Local(source) => Supply::Local(source),
-            Contents::Source(source) => {
-                let requests = Requests::new(limits, retry, page_bytes);
-                Supply::Source(Box::new(Requesting::new(
-                    requests,
-                    source,
-                    Arc::clone(&self.changes),
-                )))
+            Contents::Source(its) => {
+                source = Some(its);
+                Supply::Source
             }
         };
-        let region = Arc::new(PagedRegion::new(Parts {
+        let missing = Missing::new(Requests::new(limits, retry, page_bytes), source);
+        let parts = Parts {
             id,
             map,
             supply,
@@ -106,7 +105,8 @@ impl Pager {
             observer: config.observer,
             lost: config.poison,
             memory,
-        }));
+        };
+        let region = Arc::new(PagedRegion::new(parts, missing));
 
         if let Some(local) = region.memory.local() {
             local.begin_paging(match config.mode {

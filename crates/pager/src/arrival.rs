@@ -1,15 +1,14 @@
 //! Content that has arrived: claimed, installed and settled, as far as its pages are still missing.
 
-use pagetide_memory::{PageIndex, PageRange, PageState, Removal};
+use pagetide_memory::{PageIndex, PageRange};
 
 use crate::again::Again;
-use crate::channel::InstallLock;
+use crate::claim::Claim;
 use crate::counters::Counters;
 use crate::error::InstallFailure;
 use crate::install::{Body, Installed, Installer, Sleepers, wake};
 use crate::pager::Pager;
-use crate::region::{PagedRegion, Served};
-use crate::spaces::wake_spaces;
+use crate::region::PagedRegion;
 
 /// The result of an arrival.
 #[derive(Debug)]
@@ -32,7 +31,7 @@ pub(crate) enum Purpose {
     Ahead,
 }
 
-/// Installs `content` in those of `pages` that are Absent or Requested. Pages that are present, removed
+/// Installs `content` in those of `pages` that are Absent or Pending. Pages that are present, removed
 /// or poisoned stay unchanged.
 ///
 /// Returns at the first run that cannot be installed; the pages after it are unchanged. After
@@ -58,13 +57,16 @@ pub(crate) fn arrive(
     while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
         let lock = served.channel.lock_installs();
         let part = rest.intersection(served.pages);
-        let Some(claim) = region.map.claim_arrived(part) else {
+        let Some(guard) = region.map.claim_arrived(part) else {
             (_, rest) = rest.split_at(part.count());
             continue;
         };
+        let claim = Claim::new(region, guard);
         let run = claim.pages();
-        let is_left = claim.take_wake_wanted().is_wanted();
-        let sleepers = if is_left { Sleepers::Some } else { sleepers };
+        let sleepers = match claim.has_sleepers() {
+            true => Sleepers::Some,
+            false => sleepers,
+        };
         let skip = PageRange::new(pages.first(), run.first().0 - pages.first().0);
         let body = content.part(region.bytes_of(skip), region.bytes_of(run));
         let wanted = wanted.filter(|&page| run.contains(page));
@@ -78,18 +80,15 @@ pub(crate) fn arrive(
         };
         let installed = installer.install(claim, body, wanted);
         let failed = !matches!(installed, Ok(Installed::Piece(_)));
-        // A fault does not fail with its neighbours, which it gives back.
+        drop(lock);
+        // What was put back may have another request.
         let is_whole = match &installed {
             Ok(Installed::Piece(pages)) => wanted.is_none() || *pages == run,
             _ => false,
         };
-        if is_left && !is_whole {
-            wake_left(region, served, &lock, counters, run);
-        } else if is_left {
-            // The call that installs wakes the threads of one address space.
-            wake_spaces(region, counters, run);
+        if !is_whole && region.has_source() {
+            pager.submit(region);
         }
-        drop(lock);
         // A lost page is not mapped.
         let is_mapped = !failed && body != Body::Poisoned;
         if is_mapped && served.channel.has_events && matches!(purpose, Purpose::Ahead) {
@@ -123,39 +122,6 @@ pub(crate) fn arrive(
     Ok(result)
 }
 
-/// Issues the wake-ups that were left to a claim or a request that failed: sleeping threads fault again. But
-/// not those that an earlier failure has left asleep: they would wake each other for ever, or read a page that
-/// other code has mapped.
-#[cold]
-pub(crate) fn wake_left(
-    region: &PagedRegion,
-    served: &Served,
-    lock: &InstallLock<'_>,
-    counters: &mut Counters,
-    run: PageRange,
-) {
-    let asleep = region.asleep().in_run(run);
-    let mut rest = run;
-    for page in asleep {
-        let (before, from) = rest.split_at(page.0 - rest.first().0);
-        let (one, behind) = from.split_at(1);
-        if !before.is_empty() {
-            wake(region, served, lock, counters, before);
-        }
-        if region
-            .map
-            .leave_wake(page)
-            .is_some_and(PageState::is_settled)
-        {
-            wake(region, served, lock, counters, one);
-        }
-        rest = behind;
-    }
-    if !rest.is_empty() {
-        wake(region, served, lock, counters, rest);
-    }
-}
-
 impl Pager {
     /// Records that a page is not mapped any more, so that content for it is dropped.
     pub(crate) fn unmapped(&self, region: &PagedRegion, page: PageIndex, is_gone: bool) {
@@ -167,8 +133,8 @@ impl Pager {
             region.map.notify_all();
             return;
         }
-        if let Removal::Done { wake: wanted, .. } = region.map.remove(page)
-            && wanted.is_wanted()
+        let (_, wanted) = region.remove(page);
+        if wanted.is_wanted()
             && let Some(served) = region.served(page)
         {
             let lock = served.channel.lock_installs();

@@ -6,6 +6,7 @@ use pagetide_memory::{PageIndex, PageMapImage, PageRange, PageState, Settled};
 use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 
 use crate::again::Again;
+use crate::claim::Claim;
 use crate::counters::Counters;
 use crate::error::{ExportError, RegionChangeError, WAIT_SLICE};
 use crate::fault::RegionId;
@@ -100,9 +101,10 @@ impl Pager {
         let uffd = Arc::clone(&served.channel.uffd);
         let spans = served.channel.spans_of(id, &region.home_of(served));
         self.leave_channels(region);
-        // Installations in progress are finished: after this no page changes any more.
-        self.withdraw(region, region.all_pages());
+        // Installations in progress are finished: after this no page changes any more. They may have put entries
+        // back; the threads that sleep on those pages are woken below.
         self.settle_installing(region);
+        self.cancel_all(region);
         region.map.notify_all();
         let image = region.map.image();
         let mut parts = Vec::with_capacity(spans.len());
@@ -232,7 +234,7 @@ impl Pager {
         // An installation that begins behind the place of this walk sees that the region is closed.
         while let Some(page) = region.map.next_installing(rest) {
             while region.map.state(page) == Some(PageState::Installing) {
-                region.map.wait(page, WAIT_SLICE);
+                region.map.wait_for_owner(page, WAIT_SLICE);
             }
             rest = PageRange::new(page, rest.end().0 - page.0);
         }
@@ -243,10 +245,12 @@ impl Pager {
         let mut rest = region.all_pages();
         while let Some((page, _)) = region.map.next_unsettled(rest) {
             let behind = PageRange::new(page, rest.end().0 - page.0);
-            let Some(claim) = region.map.claim_arrived(behind) else {
+            let Some(guard) = region.map.claim_arrived(behind) else {
                 break;
             };
+            let claim = Claim::new(region, guard);
             let pages = claim.pages();
+            // Marking the pages wakes whoever sleeps there.
             let _ = claim.finish(Settled::Poisoned);
             self.evict(region, pages);
             let _ = self.poison_everywhere(region, pages);
@@ -340,9 +344,12 @@ mod tests {
     use crate::PatternSource;
     use crate::arrival::{Purpose, arrive};
     use crate::channel::{Channel, Span};
+    use crate::config::{InFlightLimits, RetryPolicy};
     use crate::install::Body;
     use crate::memory::Local;
+    use crate::missing::Missing;
     use crate::region::{Parts, Supply};
+    use crate::requests::Requests;
 
     const PAGES: PageRange = PageRange::new(PageIndex(0), 4);
     const LOST: PageRange = PageRange::single(PageIndex(1));
@@ -379,7 +386,9 @@ mod tests {
             shift: 12,
         };
         channel.add(span, || {}).unwrap();
-        let region = PagedRegion::new(Parts {
+        let limits = InFlightLimits::default();
+        let requests = Requests::new(limits, RetryPolicy::default(), 4096);
+        let parts = Parts {
             id: RegionId(0),
             map: PageMap::new(PAGES.count()).unwrap(),
             supply: Supply::Local(Arc::new(PatternSource::new(|_, _: &mut [u8]| {}))),
@@ -398,7 +407,8 @@ mod tests {
                 region: Arc::new(memory),
                 mode: Mode::Missing,
             }),
-        });
+        };
+        let region = PagedRegion::new(parts, Missing::new(requests, None));
         region.count_registered();
         Some(region)
     }
@@ -447,7 +457,7 @@ mod tests {
             return;
         };
         let memory = Arc::clone(region.memory.local().unwrap());
-        let _ = region.map.poison(LOST.first());
+        let _ = region.poison(LOST.first());
         region.note_unmarked();
         assert!(!is_open_after_close(&pager, region));
         let touched = memory.fault_in(LOST, FaultInAccess::Read);

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use pagetide_memory::PageIndex;
+use pagetide_memory::PageRange;
 
-use crate::dispatch::{cancel, cancel_requests};
+use crate::dispatch::cancel_each;
 use crate::error::RegionChangeError;
 use crate::fault::RegionId;
 use crate::pager::Pager;
@@ -42,9 +42,9 @@ impl Pager {
 
     fn requesting_region(&self, id: RegionId) -> Result<Arc<PagedRegion>, RegionChangeError> {
         let region = self.region(id)?;
-        match region.requesting() {
-            Some(_) => Ok(region),
-            None => Err(RegionChangeError::NoSource { region: id }),
+        match region.has_source() {
+            true => Ok(region),
+            false => Err(RegionChangeError::NoSource { region: id }),
         }
     }
 
@@ -54,29 +54,15 @@ impl Pager {
     /// The region does not exist, or has no source.
     pub fn source_status(&self, id: RegionId) -> Result<SourceStatus, RegionChangeError> {
         let region = self.requesting_region(id)?;
-        let requesting = region
-            .requesting()
-            .ok_or(RegionChangeError::NoSource { region: id })?;
-        let state = requesting.lock();
-        let status = SourceStatus {
-            is_stalled: state.requests.is_stalled(),
-            is_suspended: state.requests.is_suspended(),
-            in_flight_bytes: state.requests.in_flight_bytes(),
-            waiting_requests: state.requests.waiting(),
-            set_aside_pages: 0,
-            is_held: state.requests.is_held(),
-        };
-        let set_aside: Vec<_> = state.requests.set_aside().runs().collect();
-        drop(state);
-        // Some have been delivered since, to a thread that has touched them.
-        let is_missing = |page: &PageIndex| {
-            let state = region.map.state(*page);
-            state.is_some_and(|state| !state.is_settled())
-        };
-        let missing = set_aside.iter().flat_map(|run| run.iter());
+        let missing = region.missing();
+        let requests = &missing.requests;
         Ok(SourceStatus {
-            set_aside_pages: missing.filter(is_missing).count() as u64,
-            ..status
+            is_stalled: requests.is_stalled(),
+            is_suspended: requests.is_suspended(),
+            in_flight_bytes: requests.in_flight_bytes(),
+            waiting_requests: requests.waiting(),
+            set_aside_pages: missing.set_aside_runs().map(PageRange::count).sum(),
+            is_held: requests.breaker.is_open(),
         })
     }
 
@@ -88,16 +74,12 @@ impl Pager {
     /// The region does not exist, or has no source.
     pub fn suspend(&self, id: RegionId) -> Result<(), RegionChangeError> {
         let region = self.requesting_region(id)?;
-        if let Some(requesting) = region.requesting() {
-            let mut state = requesting.lock();
-            let source = Arc::clone(&state.source);
-            let recalled = state.requests.suspend();
-            drop(state);
-            for id in recalled {
-                cancel(&*source, region.id, id);
-            }
-            requesting.notify();
-        }
+        let mut missing = region.missing();
+        let recalled = missing.requests.suspend();
+        let source = missing.source.clone();
+        drop(missing);
+        cancel_each(source.as_ref(), region.id, recalled);
+        self.changes.notify();
         Ok(())
     }
 
@@ -109,11 +91,9 @@ impl Pager {
     /// The region does not exist.
     pub fn resume(&self, id: RegionId) -> Result<(), RegionChangeError> {
         let region = self.region(id)?;
-        if let Some(requesting) = region.requesting() {
-            requesting.lock().requests.resume();
-            requesting.notify();
-            self.submit(&region, requesting);
-        }
+        region.missing().restart(&region.map);
+        self.changes.notify();
+        self.submit(&region);
         self.wake_asleep(&region);
         Ok(())
     }
@@ -129,21 +109,17 @@ impl Pager {
         source: Arc<dyn Source>,
     ) -> Result<(), RegionChangeError> {
         let region = self.requesting_region(id)?;
-        if let Some(requesting) = region.requesting() {
-            let mut state = requesting.lock();
-            let former = std::mem::replace(&mut state.source, source);
-            let recalled = state.requests.recall();
-            state.requests.resume();
-            state.requests.forget_set_aside();
-            state.replaced += 1;
-            drop(state);
-            for id in recalled {
-                cancel(&*former, region.id, id);
-            }
-            requesting.notify();
-            self.submit(&region, requesting);
-            self.wake_asleep(&region);
-        }
+        let mut missing = region.missing();
+        let former = missing.source.replace(source);
+        let recalled = missing.requests.recall();
+        missing.restart(&region.map);
+        missing.begin_prefetch(&region.map);
+        missing.replaced += 1;
+        drop(missing);
+        cancel_each(former.as_ref(), region.id, recalled);
+        self.changes.notify();
+        self.submit(&region);
+        self.wake_asleep(&region);
         Ok(())
     }
 
@@ -154,9 +130,7 @@ impl Pager {
     /// The region does not exist.
     pub fn abandon(&self, id: RegionId) -> Result<(), RegionChangeError> {
         let region = self.region(id)?;
-        if let Some(requesting) = region.requesting() {
-            cancel_requests(&region, requesting);
-        }
+        self.cancel_all(&region);
         self.poison_missing(&region);
         Ok(())
     }

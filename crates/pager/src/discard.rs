@@ -36,8 +36,9 @@ impl Pager {
         let mut run = PageRange::new(pages.first(), 0);
         for page in pages.iter() {
             let is_removed = loop {
-                match region.map.remove(page) {
-                    Removal::Done { wake: wanted, .. } => {
+                let (removal, wanted) = region.remove(page);
+                match removal {
+                    Removal::Done { .. } => {
                         if wanted.is_wanted()
                             && let Some(served) = region.served(page)
                         {
@@ -53,7 +54,7 @@ impl Pager {
                         break true;
                     }
                     Removal::Installing => {
-                        region.map.wait(page, WAIT_SLICE);
+                        region.map.wait_for_owner(page, WAIT_SLICE);
                     }
                     Removal::Poisoned | Removal::Outside => break false,
                 }

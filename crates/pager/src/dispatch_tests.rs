@@ -2,10 +2,11 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use pagetide_memory::{Access, Backing, GuestAddress, Region, Request as Requested};
+use pagetide_memory::{Access, Backing, GuestAddress, Region};
 use pagetide_uapi::userfaultfd::{Mode, Userfaultfd};
 
 use super::*;
+use crate::claim::Claim;
 use crate::{Contents, RegionConfig, RetryPolicy};
 
 const PAGE: u64 = 4096;
@@ -70,16 +71,17 @@ fn a_page_whose_answer_came_during_a_claim_that_failed_is_requested_again() {
     let table = pager.table();
     let region = table.region(id).unwrap();
     let all = region.all_pages();
-    let Requested::Made(pages) = region.map.request_run(PageIndex(0), all, Urgency::Bulk) else {
-        panic!("the pages are absent");
-    };
-    pager.want(region, Wanted { pages, fault: None });
+    let requested = region
+        .missing()
+        .request_ahead(&region.map, PageIndex(0), all);
+    assert_eq!(requested, Some(all));
+    pager.submit(region);
     let bulk = source.next(Urgency::Bulk);
     let mut resolver = pager.resolver(Some(0)).unwrap();
     let page = GuestAddress(5 * PAGE);
     let waiting = thread::spawn(move || resolver.resolve_exit(page, Access::Read));
     let urgent = source.next(Urgency::Urgent);
-    let claim = region.map.claim_arrived(all).unwrap();
+    let claim = Claim::new(region, region.map.claim_arrived(all).unwrap());
     complete(urgent);
     drop(claim);
     assert!(!waiting.is_finished());
@@ -107,15 +109,18 @@ impl Source for Racing {
         let (pager, id) = pager.as_ref()?;
         let next = PageRange::new(PageIndex(6), 1);
         let table = pager.table();
-        let map = &table.region(*id)?.map;
-        let _ = map.request_run(next.first(), next, Urgency::Bulk);
+        let region = table.region(*id)?;
+        let mut missing = region.missing();
+        missing.request_ahead(&region.map, next.first(), next)?;
+        missing.requests.clear();
+        drop(missing);
         rustix::io::pwrite(self.memory.file()?, &[7; 4096], 6 * PAGE).ok()?;
         room.buffer()?.fill(1);
         Some(crate::Filled::Bytes)
     }
 }
 
-/// A fault succeeds although a neighbour cannot be installed, and leaves no page Requested without a request.
+/// A fault succeeds although a neighbour cannot be installed, and leaves no page Pending without a request.
 #[test]
 fn a_fault_that_gives_a_neighbour_back_leaves_no_page_without_a_request() {
     if let Err(error) = Userfaultfd::available() {

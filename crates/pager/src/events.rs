@@ -6,7 +6,6 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::panic::resume_unwind;
 use std::thread;
 
-use pagetide_memory::Removal;
 use pagetide_uapi::userfaultfd::{Event, EventBuffer, UserRange};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
@@ -155,9 +154,8 @@ impl Pager {
         };
         let mut wakes: Option<(u64, u64)> = None;
         for page in part.pages.iter() {
-            if let Removal::Done { wake, .. } = region.map.remove(page)
-                && wake.is_wanted()
-            {
+            let (_, wake) = region.remove(page);
+            if wake.is_wanted() {
                 let at = part.start + ((page.0 - part.pages.first().0) << part.shift);
                 let end = at + (1 << part.shift);
                 wakes = Some(wakes.map_or((at, end), |(start, _)| (start, end)));

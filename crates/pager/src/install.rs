@@ -3,11 +3,12 @@
 //! Every installation passes [`Installer::install`]: local content that a fault claimed, answers of a
 //! source, and pushed pages.
 
-use pagetide_memory::{ClaimGuard, PageIndex, PageRange, Settled, WakeWanted};
+use pagetide_memory::{PageIndex, PageRange, Settled, WakeWanted};
 use pagetide_uapi::userfaultfd::{InstallError, UserRange, Wake};
 
 use crate::again::Again;
 use crate::channel::InstallLock;
+use crate::claim::{Claim, Sleeping};
 use crate::counters::Counters;
 use crate::error::InstallFailure;
 use crate::mark::{Mark, mark_poisoned};
@@ -109,7 +110,7 @@ impl<'a> Installer<'a> {
     #[inline]
     pub(crate) fn install(
         &mut self,
-        claim: ClaimGuard<'_>,
+        claim: Claim<'_>,
         content: Body<'_>,
         wanted: Option<PageIndex>,
     ) -> Result<Installed, InstallFailure> {
@@ -152,7 +153,7 @@ impl<'a> Installer<'a> {
     /// on each page that is there and not populated.
     fn install_ahead(
         &mut self,
-        mut claim: ClaimGuard<'_>,
+        mut claim: Claim<'_>,
         content: Body<'_>,
     ) -> Result<Installed, InstallFailure> {
         let pages = claim.pages();
@@ -200,7 +201,7 @@ impl<'a> Installer<'a> {
     }
 
     /// Populates and settles installed pages.
-    fn settle_ahead(&mut self, claim: ClaimGuard<'_>, content: Body<'_>) {
+    fn settle_ahead(&mut self, claim: Claim<'_>, content: Body<'_>) {
         if claim.pages().is_empty() {
             return;
         }
@@ -226,7 +227,7 @@ impl<'a> Installer<'a> {
 
     /// Settles the pages of a claim that one call has installed.
     #[inline]
-    fn settle(&mut self, claim: ClaimGuard<'_>, body: Body<'_>) {
+    fn settle(&mut self, claim: Claim<'_>, body: Body<'_>) {
         let pages = claim.pages();
         self.counters.installs += 1;
         self.counters.pages += pages.count();
@@ -252,17 +253,22 @@ impl<'a> Installer<'a> {
     }
 
     #[inline]
-    fn finish(&mut self, claim: ClaimGuard<'_>, settled: Settled) {
+    fn finish(&mut self, claim: Claim<'_>, settled: Settled) {
         let pages = claim.pages();
-        let wanted = claim.finish(settled);
-        self.wake_wanted(pages, wanted);
+        let Sleeping { before, since } = claim.finish(settled);
+        if since || before && self.sleepers == Sleepers::Unlikely {
+            wake(self.region, self.served, self.lock, self.counters, pages);
+        } else if before {
+            // The call that has installed woke the threads of one address space.
+            wake_spaces(self.region, self.counters, pages);
+        }
     }
 
     /// Gives pages back in their previous states. Sleeping threads that were left to this claim fault
-    /// again, unless the pages are requested: then the answer wakes them.
-    pub(crate) fn give_back(&mut self, claim: ClaimGuard<'_>) {
+    /// again, unless the pages are in the book of missing pages: then whoever delivers them wakes the threads.
+    pub(crate) fn give_back(&mut self, claim: Claim<'_>) {
         let pages = claim.pages();
-        let wanted = claim.abandon();
+        let wanted = claim.give_back();
         self.wake_wanted(pages, wanted);
     }
 
@@ -276,7 +282,7 @@ impl<'a> Installer<'a> {
     #[cold]
     fn install_rest(
         &mut self,
-        mut claim: ClaimGuard<'_>,
+        mut claim: Claim<'_>,
         mut body: Body<'_>,
         wanted: Option<PageIndex>,
         mut failure: InstallFailure,
@@ -473,7 +479,7 @@ impl<'a> Installer<'a> {
 
     fn install_poison(
         &mut self,
-        claim: ClaimGuard<'_>,
+        claim: Claim<'_>,
         place: &Place<'_>,
         wanted: Option<PageIndex>,
     ) -> Result<Installed, InstallFailure> {
@@ -489,7 +495,7 @@ impl<'a> Installer<'a> {
     /// Settles pages as poisoned, and then marks them in the memory that faults: a thread that the mark
     /// wakes finds the page map up to date. Pages are marked even if no thread sleeps: after the
     /// userfaultfd is closed, they must not read as zeroes.
-    fn poison(&mut self, claim: ClaimGuard<'_>) {
+    fn poison(&mut self, claim: Claim<'_>) {
         let pages = claim.pages();
         self.counters.poisoned += pages.count();
         self.finish(claim, Settled::Poisoned);

@@ -7,7 +7,7 @@
 //!                                               ▼      ▼                              │
 //!         Resolver ─► PageMap ─ content is local? ── yes ─────────────────────────────┤
 //!                                   │ no                                              │
-//!                       Requested(urgent | bulk) ─► Source::submit                    │
+//!                       the book of missing pages ─► Source::submit                   │
 //!                                   └─────► Request::complete, in any order ──────────┤
 //!                                                                                     ▼
 //!                     arrival: claim ─► Installing ─► UFFDIO_CONTINUE or COPY ─► Present ─► wake
@@ -61,6 +61,7 @@ mod blocking;
 mod channel;
 mod children;
 mod chunks;
+mod claim;
 mod close;
 mod config;
 mod content;
@@ -74,6 +75,7 @@ mod fault;
 mod install;
 mod mark;
 mod memory;
+mod missing;
 mod notice;
 mod others;
 mod pace;
@@ -86,7 +88,6 @@ mod region;
 mod requests;
 mod resolver;
 mod serving;
-mod set_aside;
 mod settled;
 mod source;
 mod spaces;

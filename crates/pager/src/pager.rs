@@ -205,12 +205,7 @@ impl Pager {
             }
         };
         self.count(&counters);
-        if let Err(failure) = result {
-            // A request for these pages may have been answered meanwhile, and may have skipped them
-            // while they were Installing: waiting threads retry.
-            self.withdraw(region, pages);
-            return Err(failure.into());
-        }
+        result?;
         Ok(counters.pages + counters.poisoned)
     }
 

@@ -39,14 +39,15 @@ impl Pager {
     /// Poisons a page; returns whether it was not poisoned before.
     fn poison_page(&self, region: &PagedRegion, page: PageIndex) -> bool {
         loop {
-            match region.map.poison(page) {
+            // Marking wakes whoever sleeps there.
+            match region.poison(page).0 {
                 Removal::Done { .. } => {
                     let _ = self.poison_everywhere(region, PageRange::single(page));
                     return true;
                 }
                 Removal::Poisoned | Removal::Outside => return false,
                 Removal::Installing => {
-                    region.map.wait(page, WAIT_SLICE);
+                    region.map.wait_for_owner(page, WAIT_SLICE);
                 }
             }
         }
@@ -72,7 +73,7 @@ impl Pager {
             pages.extend(region.all_pages().iter().filter(is_poisoned));
         }
         for page in pages {
-            if let Removal::Done { .. } = region.map.poison(page) {
+            if let (Removal::Done { .. }, _) = region.poison(page) {
                 self.count(&Counters {
                     poisoned: 1,
                     ..Counters::default()

@@ -136,8 +136,8 @@ impl Prefetch {
         let planned: HashSet<RegionId> = first.chain(plan.then.iter().copied()).collect();
         let is_planned = |region: &&Arc<PagedRegion>| planned.contains(&region.id);
         let every: Vec<_> = table.iter().filter(is_planned).map(Arc::clone).collect();
-        for requesting in every.iter().filter_map(|region| region.requesting()) {
-            requesting.lock().requests.forget_set_aside();
+        for region in every.iter().filter(|region| region.has_source()) {
+            region.missing().begin_prefetch(&region.map);
         }
         let shared = Arc::new(Shared {
             pager: Arc::clone(pager),
@@ -350,7 +350,7 @@ impl Ahead<'_> {
                     }
                     Step::Pending(page) => {
                         place.pending = Some(page);
-                        waits_for_source |= region.requesting().is_some();
+                        waits_for_source |= region.has_source();
                         waits_for.get_or_insert((region, page));
                     }
                     Step::Done => {}

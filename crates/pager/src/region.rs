@@ -1,6 +1,5 @@
 //! The pager's state of a region.
 
-use std::collections::BTreeSet;
 use std::ops::Deref;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
@@ -8,7 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pagetide_memory::{
-    GuestAddress, GuestRange, PageIndex, PageMap, PageRange, PageState, PoisonMap,
+    GuestAddress, GuestRange, PageIndex, PageMap, PageRange, PageState, PoisonMap, Removal,
+    WakeWanted,
 };
 use pagetide_uapi::userfaultfd::{Mode, UserRange, Userfaultfd};
 
@@ -16,8 +16,8 @@ use crate::channel::{Channel, InstallLock};
 use crate::config::{Holes, MapperConfig, ObserverConfig};
 use crate::fault::RegionId;
 use crate::memory::Memory;
+use crate::missing::Missing;
 use crate::populate::Mapper;
-use crate::requests::Requests;
 use crate::source::{LocalSource, Source};
 use crate::spaces::Spaces;
 
@@ -25,13 +25,8 @@ use crate::spaces::Spaces;
 pub(crate) enum Supply {
     PageCache(Holes),
     Local(Arc<dyn LocalSource>),
-    Source(Box<Requesting>),
-}
-
-/// The requests of a region, and its source.
-pub(crate) struct Requesting {
-    state: Mutex<RequestState>,
-    changes: Arc<EventCount>,
+    /// The source is beside the requests to it ([`Missing`]).
+    Source,
 }
 
 /// An event count: incremented when a request was answered, or when something else permits prefetch to
@@ -68,73 +63,12 @@ impl EventCount {
     }
 }
 
-pub(crate) struct RequestState {
-    pub(crate) requests: Requests,
-    pub(crate) source: Arc<dyn Source>,
-    /// A thread is submitting; other threads leave their requests to it.
-    pub(crate) is_submitting: bool,
-    /// How often the source was replaced: the answers of a former one are dropped.
-    pub(crate) replaced: u64,
-}
-
-/// Pages at which threads were left asleep, because their faults could not be resolved.
-#[derive(Debug, Default)]
-pub(crate) struct Asleep {
-    /// They may fault again when the region is resumed.
-    pub(crate) until_resumed: BTreeSet<PageIndex>,
-    /// Other code than the pager has put content there, which a thread that is woken would read.
-    pub(crate) for_good: BTreeSet<PageIndex>,
-}
-
-impl Asleep {
-    /// All such pages of a run, in order.
-    pub(crate) fn in_run(&self, run: PageRange) -> Vec<PageIndex> {
-        let part = |pages: &BTreeSet<PageIndex>| -> BTreeSet<PageIndex> {
-            pages.range(run.first()..run.end()).copied().collect()
-        };
-        let both = &part(&self.until_resumed) | &part(&self.for_good);
-        both.into_iter().collect()
-    }
-}
-
-impl Requesting {
-    pub(crate) fn new(
-        requests: Requests,
-        source: Arc<dyn Source>,
-        changes: Arc<EventCount>,
-    ) -> Self {
-        let state = RequestState {
-            requests,
-            source,
-            is_submitting: false,
-            replaced: 0,
-        };
-        Self {
-            state: Mutex::new(state),
-            changes,
-        }
-    }
-
-    pub(crate) fn lock(&self) -> MutexGuard<'_, RequestState> {
-        // No source is called with the lock held, so no code panics under it.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn source(&self) -> Arc<dyn Source> {
-        Arc::clone(&self.lock().source)
-    }
-
-    pub(crate) fn notify(&self) {
-        self.changes.notify();
-    }
-}
-
 impl std::fmt::Debug for Supply {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::PageCache(_) => "PageCache",
             Self::Local(_) => "Local",
-            Self::Source(_) => "Source",
+            Self::Source => "Source",
         })
     }
 }
@@ -163,7 +97,7 @@ pub(crate) struct PagedRegion {
     closed: AtomicBool,
     /// The address spaces of other processes that share the memory.
     pub(crate) spaces: Spaces,
-    asleep: Mutex<Asleep>,
+    missing: Mutex<Missing>,
 }
 
 /// The parameters of a region.
@@ -203,7 +137,7 @@ pub(crate) struct Place<'a> {
 }
 
 impl PagedRegion {
-    pub(crate) fn new(parts: Parts) -> Self {
+    pub(crate) fn new(parts: Parts, missing: Missing) -> Self {
         let shape = parts.memory.shape();
         Self {
             gpa: shape.gpa,
@@ -216,7 +150,7 @@ impl PagedRegion {
             registered: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
             spaces: Spaces::default(),
-            asleep: Mutex::default(),
+            missing: Mutex::new(missing),
         }
     }
 
@@ -332,16 +266,44 @@ impl PagedRegion {
         })
     }
 
-    pub(crate) fn asleep(&self) -> MutexGuard<'_, Asleep> {
-        self.asleep.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The book of its missing pages.
+    pub(crate) fn missing(&self) -> MutexGuard<'_, Missing> {
+        // No foreign code runs with the lock held, so no code panics under it.
+        self.missing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The requests, if the content comes from a source.
-    pub(crate) fn requesting(&self) -> Option<&Requesting> {
-        match &self.supply {
-            Supply::Source(requesting) => Some(requesting),
-            Supply::PageCache(_) | Supply::Local(_) => None,
+    /// Whether the content is requested from a source.
+    pub(crate) fn has_source(&self) -> bool {
+        matches!(self.supply, Supply::Source)
+    }
+
+    /// The source, if the content comes from one.
+    pub(crate) fn source(&self) -> Option<Arc<dyn Source>> {
+        match self.has_source() {
+            true => self.missing().source.clone(),
+            false => None,
         }
+    }
+
+    /// Makes a page Removed. Returns whether that was possible, and whether threads that sleep on it are to be woken.
+    pub(crate) fn remove(&self, page: PageIndex) -> (Removal, WakeWanted) {
+        self.taken_out(page, self.map.remove(page))
+    }
+
+    /// Makes a page Poisoned, likewise.
+    pub(crate) fn poison(&self, page: PageIndex) -> (Removal, WakeWanted) {
+        self.taken_out(page, self.map.poison(page))
+    }
+
+    /// The entry of a page that was settled is taken out of the book.
+    fn taken_out(&self, page: PageIndex, removal: Removal) -> (Removal, WakeWanted) {
+        let before = PageState::Pending;
+        if removal != (Removal::Done { before }) {
+            return (removal, WakeWanted::No);
+        }
+        let taken = self.missing().take(PageRange::single(page));
+        let is_asleep = taken.iter().any(|entry| entry.wish.is_asleep());
+        (removal, WakeWanted::from(is_asleep))
     }
 
     /// Whether content that is there before its installation counts as the page's: it is the page cache's own,

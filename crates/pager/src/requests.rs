@@ -1,8 +1,8 @@
-//! The requests of one region: which are made to its source, in which order, and the reaction to
-//! failures of the source.
+//! The requests of one region: which are made to its source, and in which order.
 //!
 //! A pure state machine. It performs no I/O, takes no lock and reads no clock: each operation receives
-//! the time and returns the actions. [`crate::dispatch`] performs them.
+//! the time and returns the actions. [`crate::missing`] has it beside the pages that are asked for, and decides what
+//! a failure means for them; [`crate::dispatch`] performs the actions.
 //!
 //! Two rules always hold, and a test of this file fails if one of them is broken:
 //!
@@ -10,90 +10,32 @@
 //!   submission, except for those that pause after a failure.
 //! - **Bytes in flight are bounded**, each class by its own limit. A single request may be larger than
 //!   its limit; then it is the only one of its class in flight.
-//!
-//! No thread waits for a bulk request, so its failure stalls nothing: it is halved down to the pages that
-//! fail, and a page that fails as often as the policy allows is set aside. The same holds for content that the
-//! memory does not take. A source that answers nothing may be unreachable, and memory that takes nothing may be
-//! all that the host has, and then the pages are not to blame: after [`FAILURES_IN_A_ROW`], bulk requests are
-//! held. One at a time is made, each after the longest pause, until the source answers, or the memory takes
-//! content. What has failed meanwhile is set aside until then.
 
+mod breaker;
 mod class;
-mod hold;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use pagetide_memory::{PageIndex, PageRange, Urgency};
+use pagetide_memory::{PageRange, Urgency};
 
 use crate::config::{InFlightLimits, RetryPolicy};
-use crate::set_aside::SetAside;
+use breaker::Breaker;
 use class::Class;
-pub(crate) use class::Job;
-use hold::{Cause, Hold, InARow};
+pub(crate) use class::{Job, JobId};
 
 /// The number of a request; unique in a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub(crate) u64);
 
-/// Pages to be requested from a source.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Wanted {
-    pub(crate) pages: PageRange,
-    /// The page that a thread waits for; `None` for bulk requests.
-    pub(crate) fault: Option<PageIndex>,
-}
-
-impl Wanted {
-    pub(crate) fn urgency(&self) -> Urgency {
-        if self.fault.is_some() {
-            Urgency::Urgent
-        } else {
-            Urgency::Bulk
-        }
-    }
-}
-
 /// A request to submit now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Submission {
     pub(crate) id: RequestId,
+    pub(crate) job: JobId,
     pub(crate) pages: PageRange,
-    pub(crate) urgency: Urgency,
     pub(crate) deadline: Instant,
 }
-
-/// The actions after a failure.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct AfterFailure {
-    /// Neighbours whose request is withdrawn: Absent again.
-    pub(crate) withdraw: [Option<PageRange>; 2],
-    /// The region has just stalled.
-    pub(crate) stalled: bool,
-    /// Pages that no bulk request asks for any more: Absent again, unless a thread waits for them.
-    pub(crate) set_aside: Vec<PageRange>,
-    /// Bulk requests were held just now.
-    pub(crate) held: bool,
-}
-
-/// Why a request was not answered with content.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Miss {
-    /// The source failed, or did not answer in time.
-    Failed,
-    /// The content of one of several pages is lost. The source reports this for the whole request, so
-    /// the pages are requested again in smaller requests.
-    PoisonedAmongOthers,
-    /// The source has answered a bulk request, and the memory did not take the content.
-    NotInstalled {
-        /// There may be no memory.
-        is_lack: bool,
-    },
-}
-
-/// So many failures of bulk requests in a row, without an answer of the source in between, mean that the source
-/// may be unreachable. So many answers in a row that could not be installed mean that there is no memory.
-const FAILURES_IN_A_ROW: u32 = 64;
 
 #[derive(Clone, Copy, Debug)]
 struct InFlight {
@@ -105,6 +47,7 @@ struct InFlight {
 #[derive(Debug)]
 pub(crate) struct Requests {
     next_id: u64,
+    next_job: u64,
     limits: InFlightLimits,
     page_bytes: u64,
     policy: RetryPolicy,
@@ -112,39 +55,29 @@ pub(crate) struct Requests {
     bulk: Class,
     /// In the order of their submission, and thus of their deadlines.
     in_flight: BTreeMap<RequestId, InFlight>,
+    /// The jobs whose content has come and is being installed.
+    answered: Vec<JobId>,
     is_stalled: bool,
     /// The owner has asked for the stall.
     is_suspended: bool,
-    set_aside: SetAside,
-    /// The failures of bulk requests since the source's last answer.
-    silent: InARow,
-    /// Content of bulk requests that could not be installed, since some could.
-    not_installed: InARow,
-    hold: Option<Hold>,
-    /// Whether content that prefetch asked for could not be installed.
-    has_not_installed: bool,
-    /// How often all bulk requests were dropped.
-    bulk_epoch: u64,
+    pub(crate) breaker: Breaker,
 }
 
 impl Requests {
     pub(crate) fn new(limits: InFlightLimits, policy: RetryPolicy, page_bytes: u64) -> Self {
         Self {
             next_id: 0,
+            next_job: 0,
             limits,
             page_bytes,
             policy,
             urgent: Class::default(),
             bulk: Class::default(),
             in_flight: BTreeMap::new(),
+            answered: Vec::new(),
             is_stalled: false,
             is_suspended: false,
-            set_aside: SetAside::default(),
-            silent: InARow::default(),
-            not_installed: InARow::default(),
-            hold: None,
-            has_not_installed: false,
-            bulk_epoch: 0,
+            breaker: Breaker::default(),
         }
     }
 
@@ -155,26 +88,56 @@ impl Requests {
         }
     }
 
-    /// Adds pages that were made Requested, or whose request was made urgent.
-    pub(crate) fn want(&mut self, wanted: Wanted) {
-        let job = Job {
-            wanted,
-            failures: 0,
-            not_before: None,
-            bulk_epoch: self.bulk_epoch,
+    pub(crate) fn policy(&self) -> &RetryPolicy {
+        &self.policy
+    }
+
+    /// Adds a job.
+    pub(crate) fn want(&mut self, pages: PageRange, urgency: Urgency) -> JobId {
+        self.want_later(pages, urgency, 0, None)
+    }
+
+    /// Adds a job that takes the place of one that has failed.
+    pub(crate) fn want_later(
+        &mut self,
+        pages: PageRange,
+        urgency: Urgency,
+        failures: u32,
+        not_before: Option<Instant>,
+    ) -> JobId {
+        let id = JobId {
+            number: self.next_job,
+            urgency,
         };
-        self.class(wanted.urgency()).push_back(job);
+        self.next_job += 1;
+        self.again(Job {
+            id,
+            pages,
+            failures,
+            not_before,
+        });
+        id
+    }
+
+    /// Adds a job that was in flight.
+    pub(crate) fn again(&mut self, job: Job) {
+        self.class(job.id.urgency).push_back(job);
     }
 
     /// Whether a bulk request of `pages` pages would be submitted soon. Prefetch requests no more than
     /// that, so that its requests do not age in a queue.
     pub(crate) fn has_bulk_room(&self, pages: u64) -> bool {
         let asked = self.bulk.in_flight_pages + self.bulk.waiting_pages;
-        let limit = match self.hold {
-            Some(_) => 0,
-            None => self.limits.bulk_bytes / self.page_bytes,
-        };
-        !self.is_stalled && (asked == 0 || asked.saturating_add(pages) <= limit)
+        !self.is_stalled && (asked == 0 || asked.saturating_add(pages) <= self.bulk_limit())
+    }
+
+    /// The pages that bulk requests may have in flight.
+    fn bulk_limit(&self) -> u64 {
+        match self.breaker.is_open() {
+            // One at a time.
+            true => 0,
+            false => self.limits.bulk_bytes / self.page_bytes,
+        }
     }
 
     /// The next request to submit, if any.
@@ -183,12 +146,8 @@ impl Requests {
             return None;
         }
         let urgent_limit = self.limits.urgent_bytes / self.page_bytes;
-        let bulk_limit = match self.hold {
-            // One at a time.
-            Some(_) => 0,
-            None => self.limits.bulk_bytes / self.page_bytes,
-        };
-        let is_held = self.hold.is_some_and(|hold| now < hold.until);
+        let bulk_limit = self.bulk_limit();
+        let is_held = self.breaker.until().is_some_and(|until| now < until);
         let job = match self.urgent.take(now, urgent_limit) {
             Some(job) => job,
             // Urgent requests wait for the limit: bulk requests must not occupy the source meanwhile.
@@ -201,216 +160,51 @@ impl Requests {
         self.in_flight.insert(id, InFlight { job, deadline });
         Some(Submission {
             id,
-            pages: job.wanted.pages,
-            urgency: job.wanted.urgency(),
+            job: job.id,
+            pages: job.pages,
             deadline,
         })
     }
 
-    /// Ends a request that was answered with content, zeroes or poison. `None` if it is not in flight:
-    /// it was cancelled, or answered before.
+    /// Ends a request. `None` if it is not in flight: it was cancelled, or answered before.
     pub(crate) fn finish(&mut self, id: RequestId) -> Option<Job> {
-        self.take_in_flight(id)
-    }
-
-    /// Asks again for the pages of a finished bulk request, whose content could not be installed. If all bulk
-    /// requests were dropped meanwhile, this one's pages are withdrawn as well.
-    pub(crate) fn not_installed(&mut self, job: Job, is_lack: bool, now: Instant) -> AfterFailure {
-        if job.bulk_epoch == self.bulk_epoch {
-            return self.miss_bulk(job, Miss::NotInstalled { is_lack }, now);
-        }
-        AfterFailure {
-            withdraw: [Some(job.wanted.pages), None],
-            ..AfterFailure::default()
-        }
-    }
-
-    /// Records that the memory has taken content of prefetch.
-    pub(crate) fn installed(&mut self) {
-        self.not_installed.end();
-        self.end_hold_for(Cause::NoMemory);
-    }
-
-    /// Whether a request of this urgency for the page waits or is in flight.
-    pub(crate) fn has(&self, page: PageIndex, urgency: Urgency) -> bool {
-        let waiting = match urgency {
-            Urgency::Urgent => &self.urgent.waiting,
-            Urgency::Bulk => &self.bulk.waiting,
-        };
-        let in_flight = self.in_flight.values().map(|request| &request.job);
-        waiting
-            .iter()
-            .chain(in_flight)
-            .any(|job| job.wanted.urgency() == urgency && job.wanted.pages.contains(page))
-    }
-
-    /// Whether content that prefetch asked for could not be installed for the first time.
-    pub(crate) fn is_first_not_installed(&mut self) -> bool {
-        !std::mem::replace(&mut self.has_not_installed, true)
-    }
-
-    /// The pages of a request in flight.
-    pub(crate) fn wanted_by(&self, id: RequestId) -> Option<Wanted> {
-        Some(self.in_flight.get(&id)?.job.wanted)
-    }
-
-    /// Records that the source has answered: it is reachable.
-    pub(crate) fn answered(&mut self) {
-        self.silent.end();
-        self.end_hold_for(Cause::Silence);
-    }
-
-    fn take_in_flight(&mut self, id: RequestId) -> Option<Job> {
         let job = self.in_flight.remove(&id)?.job;
-        self.class(job.wanted.urgency()).in_flight_pages -= job.wanted.pages.count();
+        self.class(job.id.urgency).in_flight_pages -= job.pages.count();
         Some(job)
     }
 
-    /// Ends a request that was not answered with content. `None` if it is not in flight.
-    pub(crate) fn miss(&mut self, id: RequestId, miss: Miss, now: Instant) -> Option<AfterFailure> {
-        let job = self.take_in_flight(id)?;
-        Some(match job.wanted.fault {
-            Some(page) => self.miss_urgent(job, page, miss, now),
-            None => self.miss_bulk(job, miss, now),
-        })
+    /// Ends a request whose content has come. Its job ends when [`Self::end`] is called.
+    pub(crate) fn answer(&mut self, id: RequestId) -> Option<Job> {
+        let job = self.finish(id)?;
+        self.answered.push(job.id);
+        Some(job)
     }
 
-    fn miss_urgent(&mut self, job: Job, page: PageIndex, miss: Miss, now: Instant) -> AfterFailure {
-        let mut after = AfterFailure::default();
-        let failures = match miss {
-            Miss::Failed => job.failures + 1,
-            Miss::PoisonedAmongOthers | Miss::NotInstalled { .. } => job.failures,
+    /// Ends a job whose content was installed, or could not be. False if it was dropped meanwhile.
+    pub(crate) fn end(&mut self, job: JobId) -> bool {
+        let before = self.answered.len();
+        self.answered.retain(|&other| other != job);
+        self.answered.len() < before
+    }
+
+    /// Whether a job waits, is in flight, or is answered and has not ended.
+    pub(crate) fn is_alive(&self, job: JobId) -> bool {
+        let class = match job.urgency {
+            Urgency::Urgent => &self.urgent,
+            Urgency::Bulk => &self.bulk,
         };
-        if failures >= self.policy.attempts && !self.is_stalled {
-            self.is_stalled = true;
-            after.stalled = true;
-        }
-        // A stalled region starts afresh when it is resumed.
-        let failures = if self.is_stalled { 0 } else { failures };
-        let pages = job.wanted.pages;
-        if pages.count() > 1 {
-            // Only one page is urgent: a neighbour's failure must not affect this fault.
-            let (before, rest) = pages.split_at(page.0.saturating_sub(pages.first().0));
-            let (_, behind) = rest.split_at(1);
-            after.withdraw = [before, behind].map(|some| (!some.is_empty()).then_some(some));
-        }
-        self.urgent.push_back(Job {
-            wanted: Wanted {
-                pages: PageRange::single(page),
-                fault: Some(page),
-            },
-            failures,
-            not_before: (failures > 0).then(|| later(now, self.policy.backoff(failures))),
-            bulk_epoch: self.bulk_epoch,
-        });
-        after
-    }
-
-    fn miss_bulk(&mut self, mut job: Job, miss: Miss, now: Instant) -> AfterFailure {
-        let mut after = AfterFailure::default();
-        let pages = job.wanted.pages;
-        let has_failed = miss != Miss::PoisonedAmongOthers && !self.is_stalled;
-        let cause = Cause::of(miss).filter(|_| has_failed);
-        if let Some(cause) = cause
-            && let Some(hold) = &mut self.hold
-        {
-            // Otherwise it was in flight before.
-            if hold.until <= now {
-                hold.until = later(now, self.policy.longest_backoff);
-                hold.failures = hold.failures.saturating_add(1);
-            }
-            if hold.cause == cause || pages.count() == 1 {
-                self.bulk.push_back(job);
-            } else {
-                self.bulk.push_halves(job);
-            }
-            if hold.failures >= self.policy.attempts {
-                // No answer may ever come: whoever waits for prefetch must not wait for ever.
-                let given_up = std::mem::take(&mut self.bulk.waiting);
-                self.bulk.waiting_pages = 0;
-                after.set_aside = given_up.iter().map(|job| job.wanted.pages).collect();
-                for &pages in &after.set_aside {
-                    self.set_aside.insert(pages);
-                    self.set_aside.doubt(pages);
-                }
-            }
-            return after;
-        }
-        job.not_before = has_failed.then(|| later(now, self.policy.backoff(job.failures + 1)));
-        if pages.count() > 1 {
-            self.bulk.push_halves(job);
-        } else {
-            job.failures += u32::from(has_failed);
-            if job.failures < self.policy.attempts {
-                self.bulk.push_back(job);
-            } else {
-                self.set_aside.insert(pages);
-                after.set_aside.push(pages);
-            }
-        }
-        let Some(cause) = cause else {
-            return after;
-        };
-        let in_a_row = match cause {
-            Cause::Silence => &mut self.silent,
-            Cause::NoMemory => &mut self.not_installed,
-        };
-        in_a_row.failures += 1;
-        in_a_row.set_aside.extend(&after.set_aside);
-        if in_a_row.failures >= FAILURES_IN_A_ROW {
-            for pages in in_a_row.set_aside.drain(..) {
-                self.set_aside.doubt(pages);
-            }
-            after.held = true;
-            self.hold = Some(Hold {
-                cause,
-                until: later(now, self.policy.longest_backoff),
-                failures: 0,
-            });
-            self.start_bulk_afresh();
-        }
-        after
-    }
-
-    fn end_hold_for(&mut self, cause: Cause) {
-        if self.hold.is_none_or(|hold| hold.cause == cause) {
-            self.hold = None;
-            self.set_aside.reconsider();
-        }
-    }
-
-    fn end_hold(&mut self) {
-        self.hold = None;
-        self.silent.end();
-        self.not_installed.end();
-        self.set_aside.reconsider();
+        let flying = self.in_flight.values().map(|request| &request.job);
+        let mut ids = class.waiting.iter().chain(flying).map(|job| job.id);
+        self.answered.contains(&job) || ids.any(|id| id == job)
     }
 
     /// Gives bulk requests all of their attempts again.
-    fn start_bulk_afresh(&mut self) {
+    pub(crate) fn start_bulk_afresh(&mut self) {
         let flying = self.in_flight.values_mut().map(|request| &mut request.job);
-        let flying = flying.filter(|job| job.wanted.fault.is_none());
+        let flying = flying.filter(|job| job.id.urgency == Urgency::Bulk);
         for job in self.bulk.waiting.iter_mut().chain(flying) {
             (job.failures, job.not_before) = (0, None);
         }
-    }
-
-    /// The pages that bulk work leaves out.
-    pub(crate) fn set_aside(&self) -> &SetAside {
-        &self.set_aside
-    }
-
-    /// Asks for all pages again that were set aside, as when prefetch begins anew.
-    pub(crate) fn forget_set_aside(&mut self) {
-        // A hold of an earlier prefetch would give the first failure of this one all its weight.
-        self.end_hold();
-        self.set_aside.clear();
-        self.has_not_installed = false;
-    }
-
-    /// Whether bulk requests are held, because the source answers nothing, or the memory takes nothing.
-    pub(crate) fn is_held(&self) -> bool {
-        self.hold.is_some()
     }
 
     /// The next request in flight whose deadline has passed.
@@ -426,9 +220,9 @@ impl Requests {
             let pauses = class.waiting.iter().filter_map(|job| job.not_before);
             pauses.filter(|at| *at > now).min()
         };
-        let bulk = match self.hold {
+        let bulk = match self.breaker.until() {
             Some(_) if self.bulk.waiting.is_empty() || self.bulk.in_flight_pages > 0 => None,
-            Some(hold) if hold.until > now => Some(hold.until),
+            Some(until) if until > now => Some(until),
             _ => pauses(&self.bulk),
         };
         let waits = [pauses(&self.urgent), bulk].into_iter().flatten();
@@ -451,7 +245,6 @@ impl Requests {
     pub(crate) fn resume(&mut self) {
         self.is_stalled = false;
         self.is_suspended = false;
-        self.end_hold();
         for request in self.in_flight.values_mut() {
             request.job.failures = 0;
         }
@@ -478,44 +271,42 @@ impl Requests {
     pub(crate) fn recall(&mut self) -> Vec<RequestId> {
         let ids: Vec<_> = self.in_flight.keys().copied().collect();
         for &id in &ids {
-            if let Some(job) = self.take_in_flight(id) {
-                let fresh = Job {
+            if let Some(job) = self.finish(id) {
+                self.again(Job {
                     failures: 0,
                     not_before: None,
                     ..job
-                };
-                self.class(job.wanted.urgency()).push_back(fresh);
+                });
             }
         }
         ids
     }
 
-    /// Drops all bulk requests. Returns those in flight, which are to be cancelled, and the pages of
-    /// all of them, which are to be withdrawn.
-    pub(crate) fn drop_bulk(&mut self) -> (Vec<RequestId>, Vec<PageRange>) {
-        let is_bulk = |job: &Job| job.wanted.urgency() == Urgency::Bulk;
-        let flying = self.in_flight.iter().filter(|(_, at)| is_bulk(&at.job));
-        let ids: Vec<_> = flying.map(|(&id, _)| id).collect();
-        let mut pages: Vec<_> = self
-            .bulk
-            .waiting
-            .drain(..)
-            .map(|job| job.wanted.pages)
-            .collect();
-        self.bulk.waiting_pages = 0;
-        let taken = ids.iter().filter_map(|&id| self.in_flight.remove(&id));
-        pages.extend(taken.map(|request| request.job.wanted.pages));
-        self.bulk.in_flight_pages = 0;
-        self.bulk_epoch += 1;
-        (ids, pages)
+    /// Takes all bulk jobs out that wait.
+    pub(crate) fn take_waiting_bulk(&mut self) -> impl Iterator<Item = Job> + use<> {
+        self.bulk.take_waiting().into_iter()
     }
 
-    /// Drops all requests. Returns those in flight, which are to be cancelled.
+    /// Drops all bulk jobs. Returns the requests in flight, which are to be cancelled.
+    pub(crate) fn drop_bulk(&mut self) -> Vec<RequestId> {
+        let is_bulk = |request: &InFlight| request.job.id.urgency == Urgency::Bulk;
+        let flying = self
+            .in_flight
+            .iter()
+            .filter(|(_, request)| is_bulk(request));
+        let ids: Vec<_> = flying.map(|(&id, _)| id).collect();
+        self.in_flight.retain(|_, request| !is_bulk(request));
+        self.answered.retain(|job| job.urgency != Urgency::Bulk);
+        self.bulk = Class::default();
+        ids
+    }
+
+    /// Drops all jobs. Returns the requests in flight, which are to be cancelled.
     pub(crate) fn clear(&mut self) -> Vec<RequestId> {
         let ids = std::mem::take(&mut self.in_flight).into_keys().collect();
         self.urgent = Class::default();
         self.bulk = Class::default();
-        self.bulk_epoch += 1;
+        self.answered.clear();
         ids
     }
 
@@ -531,7 +322,7 @@ impl Requests {
 }
 
 /// `after` from now on, capped at a time in the far future.
-fn later(now: Instant, after: Duration) -> Instant {
+pub(crate) fn later(now: Instant, after: Duration) -> Instant {
     const FAR: Duration = Duration::from_secs(365 * 86_400);
     now.checked_add(after).unwrap_or(now + FAR)
 }
@@ -539,7 +330,7 @@ fn later(now: Instant, after: Duration) -> Instant {
 impl RetryPolicy {
     /// The pause after a request has failed `failures` times (at least once): doubled each time, up to
     /// the longest pause.
-    fn backoff(&self, failures: u32) -> Duration {
+    pub(crate) fn backoff(&self, failures: u32) -> Duration {
         let doublings = failures.saturating_sub(1).min(31);
         self.first_backoff
             .saturating_mul(1 << doublings)

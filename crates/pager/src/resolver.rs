@@ -15,8 +15,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use pagetide_memory::{
-    Access, Claim, ClaimGuard, GuestAddress, Hold, PageIndex, PageRange, PageState, Request,
-    Urgency,
+    Access, Claim as Claimed, GuestAddress, Hold, PageIndex, PageRange, PageState, Urgency, Wish,
 };
 use pagetide_uapi::userfaultfd::InstallError;
 
@@ -24,6 +23,7 @@ use crate::activity::ShardIndex;
 use crate::again::Again;
 use crate::arrival::{Arrived, Purpose, arrive};
 use crate::channel::InstallLock;
+use crate::claim::Claim;
 use crate::config::Holes;
 use crate::content::{absent_run, content_of, fill_buffer, fill_buffer_now, is_gone, mapped_now};
 use crate::counters::Counters;
@@ -32,7 +32,6 @@ use crate::fault::{Delivery, Fault, RegionId, Resolution};
 use crate::install::{Body, Installed, Installer, Sleepers};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served, Supply};
-use crate::requests::Wanted;
 use crate::settled::is_poison;
 use crate::source::{Filled, LocalSource, Room, Source};
 use crate::table::Table;
@@ -244,21 +243,25 @@ impl ResolverState {
                 let lock = site.served.channel.lock_installs();
                 let window = site.region.window(site.served, fault.page);
                 match site.region.map.claim_run(fault.page, window) {
-                    Claim::Won(claim) => self.install(site, fault, lock, claim, *holes),
-                    Claim::Lost(state) => {
+                    Claimed::Won(guard) => {
+                        let claim = Claim::new(site.region, guard);
+                        self.install(site, fault, lock, claim, *holes)
+                    }
+                    Claimed::Lost(state) => {
                         drop(lock);
                         self.not_missing(site, fault, state)
                     }
-                    Claim::Outside => Err(ResolveError::Outside { gpa: fault.gpa }.into()),
+                    Claimed::Outside => Err(ResolveError::Outside { gpa: fault.gpa }.into()),
                 }
             }
             Supply::Local(source) => self.fill(site, fault, &**source),
-            Supply::Source(requesting) => {
-                let source = requesting.source();
-                match self.fill_now(site, fault, &*source)? {
-                    Some(resolution) => Ok(Some(resolution)),
-                    None => self.request(site, fault),
+            Supply::Source => {
+                if let Some(source) = site.region.source()
+                    && let Some(resolution) = self.fill_now(site, fault, &*source)?
+                {
+                    return Ok(Some(resolution));
                 }
+                self.request(site, fault)
             }
         }
     }
@@ -270,7 +273,7 @@ impl ResolverState {
         site: &Site<'_>,
         fault: &Fault,
         lock: InstallLock<'_>,
-        claim: ClaimGuard<'_>,
+        claim: Claim<'_>,
         holes: Holes,
     ) -> Result<Option<Resolution>, Failure> {
         self.begin(site, fault);
@@ -355,7 +358,8 @@ impl ResolverState {
         let map = &site.region.map;
         let outside = || ResolveError::Outside { gpa: fault.gpa };
         match map.state(fault.page).ok_or_else(outside)? {
-            PageState::Absent => {}
+            // Pending: an earlier fault could not be resolved.
+            PageState::Absent | PageState::Pending => {}
             state => return self.not_missing(site, fault, state),
         }
         self.begin(site, fault);
@@ -398,7 +402,13 @@ impl ResolverState {
         source: &dyn Source,
     ) -> Result<Option<Resolution>, Failure> {
         let region = site.region;
-        if region.map.state(fault.page) != Some(PageState::Absent) {
+        let is_idle = match region.map.state(fault.page) {
+            Some(PageState::Absent) => true,
+            // An earlier fault could not be resolved, or prefetch has set the page aside.
+            Some(PageState::Pending) => region.missing().has_no_job(fault.page),
+            _ => false,
+        };
+        if !is_idle {
             return Ok(None);
         }
         let window = region.window(site.served, fault.page);
@@ -464,13 +474,6 @@ impl ResolverState {
             content,
             Purpose::Fault(fault.page, sleepers(fault)),
         );
-        if (arrived.is_err() || pages.count() > 1)
-            && site.region.map.next_unsettled(pages).is_some()
-            && let Some(requesting) = site.region.requesting()
-        {
-            let pager = site.pager;
-            pager.withdraw_orphans(site.region, requesting, pages);
-        }
         match arrived {
             Ok(Arrived::Wanted(installed)) => self.installed(site, fault, installed),
             // Another thread has settled the page.
@@ -485,28 +488,37 @@ impl ResolverState {
         }
     }
 
-    /// Requests the page and the absent pages around it, or makes its request urgent.
+    /// Requests the page and the absent pages around it, unless it is requested urgently already.
     fn request(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
-        let map = &site.region.map;
-        let window = site.region.window(site.served, fault.page);
-        let pages = match map.request_run(fault.page, window, Urgency::Urgent) {
-            Request::Made(pages) => pages,
-            Request::Upgraded => PageRange::single(fault.page),
-            Request::Lost(state) => return self.not_missing(site, fault, state),
-            Request::Outside => return Err(ResolveError::Outside { gpa: fault.gpa }.into()),
+        let is_new = match self.wish(site, fault) {
+            Ok(is_new) => is_new,
+            Err(PageState::Pending) => return Ok(None),
+            Err(state) => return self.not_missing(site, fault, state),
         };
-        self.begin(site, fault);
-        self.counters.requests += 1;
-        if fault.delivery == Delivery::Uffd {
-            // Before the request is submitted, because the source may answer at once.
-            map.want_wake(fault.page);
+        if is_new {
+            self.begin(site, fault);
+            self.counters.requests += 1;
+            site.pager.submit(site.region);
+        } else {
+            self.counters.lost_claims += 1;
         }
-        let wanted = Wanted {
-            pages,
-            fault: Some(fault.page),
+        match fault.delivery {
+            // Whoever installs the page wakes the thread.
+            Delivery::Uffd => Ok(Some(Resolution::LeftToInstaller)),
+            Delivery::Exit => self.wait(site, fault),
+        }
+    }
+
+    /// Enters in the book of missing pages that the fault's thread waits.
+    fn wish(&mut self, site: &Site<'_>, fault: &Fault) -> Result<bool, PageState> {
+        let wish = match fault.delivery {
+            Delivery::Exit => Wish::Touched,
+            Delivery::Uffd => Wish::Asleep,
         };
-        site.pager.want(site.region, wanted);
-        self.wait(site, fault)
+        let region = site.region;
+        let window = region.window(site.served, fault.page);
+        let mut missing = region.missing();
+        missing.request(&region.map, fault.page, window, wish)
     }
 
     /// Handles a page that is neither Absent nor to be requested. `None`: retry.
@@ -518,8 +530,8 @@ impl ResolverState {
         state: PageState,
     ) -> Result<Option<Resolution>, Failure> {
         match state {
-            PageState::Absent => Ok(None),
-            PageState::Requested(_) | PageState::Installing => {
+            PageState::Absent | PageState::Pending => Ok(None),
+            PageState::Installing => {
                 self.counters.lost_claims += 1;
                 self.wait(site, fault)
             }
@@ -535,26 +547,31 @@ impl ResolverState {
         }
     }
 
-    /// Another thread installs the page: an exit waits for that, a thread in the userfaultfd is woken
-    /// by it.
+    /// Another thread installs the page, or requests it: an exit waits for that, a thread in the userfaultfd is
+    /// woken by it.
     fn wait(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
         let map = &site.region.map;
         if fault.delivery == Delivery::Uffd {
             return Ok(match map.want_wake(fault.page) {
-                Some(PageState::Requested(Urgency::Urgent) | PageState::Installing) => {
-                    Some(Resolution::LeftToInstaller)
-                }
-                // Otherwise, for example if the page is only requested in bulk, retry.
+                Some(PageState::Installing) => Some(Resolution::LeftToInstaller),
+                // Its state has changed: retry.
                 _ => None,
             });
         }
         self.counters.waits += 1;
         loop {
             match map.wait(fault.page, WAIT_SLICE) {
-                Some(PageState::Requested(Urgency::Urgent) | PageState::Installing) => {}
+                Some(PageState::Installing) => {}
+                // Again, because the thread that installed it may have given it back to prefetch's request.
+                Some(PageState::Pending) if site.region.has_source() => {
+                    match self.wish(site, fault) {
+                        Ok(_) => site.pager.submit(site.region),
+                        Err(PageState::Installing) => {}
+                        Err(_) => return Ok(None),
+                    }
+                }
                 Some(PageState::Present | PageState::Zero) => return Ok(Some(Resolution::Waited)),
-                // The request was withdrawn, and prefetch may have made another one; or the page's
-                // state has changed: retry.
+                // The page's state has changed: retry.
                 Some(_) => return Ok(None),
                 None => return Err(ResolveError::Outside { gpa: fault.gpa }.into()),
             }

@@ -49,14 +49,14 @@ impl ResolverState {
             // Nothing was mapped there, and a MISSING region has no other copy of the content: other
             // code has discarded the page.
             (Ok(()), Mode::Missing) => {
-                let _ = site.region.map.remove(fault.page);
+                let _ = site.region.remove(fault.page);
                 self.tracker.progress();
                 Ok(Some(Resolution::Zeroed))
             }
             // The file has lost the page: likewise.
             (Err(InstallError::NoContent), Mode::Minor) => {
                 drop(lock);
-                let _ = site.region.map.remove(fault.page);
+                let _ = site.region.remove(fault.page);
                 Ok(None)
             }
             (Err(InstallError::Exists { .. }), _) if is_exit => {
@@ -192,7 +192,7 @@ impl ResolverState {
         site: &Site<'_>,
         fault: &Fault,
     ) -> Result<Resolution, Failure> {
-        if let Removal::Done { .. } = site.region.map.poison(fault.page) {
+        if let (Removal::Done { .. }, _) = site.region.poison(fault.page) {
             self.counters.poisoned += 1;
         }
         self.poisoned(site, fault)

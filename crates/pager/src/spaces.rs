@@ -412,7 +412,7 @@ pub(crate) fn map_in_space(
     };
     let state = region.map.state(page).unwrap_or(PageState::Removed);
     let mapped = match (state, region.mode) {
-        (PageState::Absent | PageState::Requested(_) | PageState::Installing, _) => {
+        (PageState::Absent | PageState::Pending | PageState::Installing, _) => {
             return InSpace::Missing;
         }
         (PageState::Poisoned, _) => place.uffd.poison_pages(place.range, Wake::Wake),
@@ -433,7 +433,7 @@ pub(crate) fn map_in_space(
         }
         Err(InstallError::NoContent) => {
             // Other code than the pager has discarded it.
-            let _ = region.map.remove(page);
+            let _ = region.remove(page);
             InSpace::Later
         }
         Err(InstallError::Gone) => {

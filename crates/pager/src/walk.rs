@@ -8,7 +8,7 @@
 //! A settled page stays settled. The walk therefore records which stretches are settled as a whole, and
 //! a lap over a terabyte of present pages takes microseconds.
 
-use pagetide_memory::{PageIndex, PageRange, PageState};
+use pagetide_memory::{PageIndex, PageRange};
 
 /// The number of pages in a stretch.
 const STRETCH: u64 = 4096;
@@ -22,6 +22,17 @@ pub(crate) enum Step {
     Pending(PageIndex),
     /// Every page is settled, except for those that were left out.
     Done,
+}
+
+/// The first page of a run that is not settled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// It is to be fetched.
+    Absent(PageIndex),
+    /// It is requested or being installed, as are the pages after it up to the second.
+    Pending(PageIndex, PageIndex),
+    /// It is left out in this lap, likewise.
+    LeftOut(PageIndex, PageIndex),
 }
 
 /// A walk over the pages of a region.
@@ -60,18 +71,6 @@ impl Walk {
         self.has_left_out = false;
     }
 
-    /// Leaves out the pages before `end`, of which the last step has returned the first as Absent.
-    pub(crate) fn leave_out(&mut self, end: PageIndex) {
-        let end = end.0.min(self.pages);
-        if end > self.page {
-            self.has_left_out = true;
-            self.advance_to(end);
-        }
-        if self.page >= self.pages {
-            self.page = 0;
-        }
-    }
-
     /// Whether the lap that [`Step::Done`] has ended left pages out.
     pub(crate) fn has_left_out(&self) -> bool {
         self.has_left_out
@@ -87,10 +86,7 @@ impl Walk {
 
     /// The next action. `find` returns the first page of a run that is not settled. The next step
     /// visits a returned page again, so no page is skipped, whatever happened to it.
-    pub(crate) fn step(
-        &mut self,
-        find: impl Fn(PageRange) -> Option<(PageIndex, PageState)>,
-    ) -> Step {
+    pub(crate) fn step(&mut self, find: impl Fn(PageRange) -> Option<Found>) -> Step {
         while self.left > 0 {
             let stretch_end = (self.page / STRETCH + 1) * STRETCH;
             let to = self.pages.min(stretch_end);
@@ -101,13 +97,17 @@ impl Walk {
                 find(PageRange::new(PageIndex(self.page), rest))
             };
             match found {
-                Some((page, PageState::Absent)) => {
+                Some(Found::Absent(page)) => {
                     self.advance_to(page.0);
                     return Step::Absent(page);
                 }
-                Some((page, _)) => {
+                Some(Found::Pending(page, end)) => {
                     self.pending.get_or_insert(page);
-                    self.advance_to(page.0 + 1);
+                    self.advance_to(end.0.clamp(page.0 + 1, to));
+                }
+                Some(Found::LeftOut(page, end)) => {
+                    self.has_left_out = true;
+                    self.advance_to(end.0.clamp(page.0 + 1, to));
                 }
                 None => {
                     if self.page.is_multiple_of(STRETCH) && self.page + rest == to {
@@ -154,6 +154,8 @@ mod tests {
 
     use proptest::prelude::*;
 
+    use pagetide_memory::PageState;
+
     use super::*;
 
     use PageState::{Absent, Present};
@@ -167,8 +169,12 @@ mod tests {
     fn step(walk: &mut Walk, map: &[PageState]) -> Step {
         walk.step(|pages| {
             let state = |page: PageIndex| map[usize::try_from(page.0).unwrap()];
-            let mut found = pages.iter().map(|page| (page, state(page)));
-            found.find(|&(_, state)| !state.is_settled())
+            let page = pages.iter().find(|&page| !state(page).is_settled())?;
+            Some(match state(page) {
+                Absent => Found::Absent(page),
+                PageState::Pending => Found::LeftOut(page, PageIndex(page.0 + 1)),
+                _ => Found::Pending(page, PageIndex(page.0 + 1)),
+            })
         })
     }
 
@@ -230,7 +236,9 @@ mod tests {
         let last = PageIndex(PAGES - 1);
         let looked_at = Cell::new(0);
         let find = |pages: PageRange| {
-            let found = pages.contains(last).then_some((last, PENDING));
+            let found = pages
+                .contains(last)
+                .then_some(Found::Pending(last, PageIndex(PAGES)));
             let seen = found.map_or(pages.count(), |_| last.0 - pages.first().0 + 1);
             looked_at.set(looked_at.get() + seen);
             found

@@ -279,7 +279,7 @@ fn a_reader_does_not_accept_a_foreign_page() {
         panic!("{error}")
     };
     assert!(is_unexpected(source, 1), "{source}");
-    assert_eq!(paged.state(1), PageState::Absent);
+    assert_eq!(paged.state(1), PageState::Pending);
     readers.stop();
     // A thread that sleeps there never reads it.
     assert!(!toucher.is_finished());

@@ -124,7 +124,7 @@ fn a_failure_or_a_panic_of_a_source_is_a_notice_and_readers_continue() {
             !unlucky.is_finished(),
             "a thread that waits for it stays asleep"
         );
-        assert_eq!(state(&pager, 2), PageState::Absent);
+        assert_eq!(state(&pager, 2), PageState::Pending);
         assert!(!pager.is_stopped());
         readers.stop();
 

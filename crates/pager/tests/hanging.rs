@@ -103,11 +103,11 @@ fn stuck(how: Hang) -> Option<Stuck> {
         },
     )
     .unwrap();
-    eventually("prefetch", || pager.counts(id).unwrap().requested == 64);
+    eventually("prefetch", || pager.counts(id).unwrap().pending == 64);
     let waiting = exit(&pager, 3);
     let touched = Arc::clone(&region);
     let touching = thread::spawn(move || assert_lost(&touched, 20));
-    let urgent = PageState::Requested(Urgency::Urgent);
+    let urgent = PageState::Pending;
     eventually("both faults", || {
         state(&pager, 3) == urgent && state(&pager, 20) == urgent
     });

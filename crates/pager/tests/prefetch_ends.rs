@@ -78,7 +78,7 @@ fn it_stops_in_the_middle_and_another_continues() {
         // A thread of the pool may have the content of the last batch just now.
         eventually("the last batch", || {
             let counts = pager.counts(id).unwrap();
-            (counts.requested, counts.installing) == (0, 0)
+            (counts.pending, counts.installing) == (0, 0)
         });
         let counts = pager.counts(id).unwrap();
         assert_eq!(ended.is_complete, counts.absent == 0);

@@ -210,7 +210,7 @@ fn a_sleeping_thread_is_woken_by_the_installer_of_its_page() {
         // The reader has left the wake-up to the installing thread.
         let lost_claims = || paged.pager.counted().lost_claims;
         assert!(!toucher.is_finished());
-        let urgent = PageState::Requested(pagetide_pager::Urgency::Urgent);
+        let urgent = PageState::Pending;
         assert_eq!(paged.state(1), urgent);
         readers.stop();
         assert_eq!(lost_claims(), 1);

@@ -78,7 +78,7 @@ fn a_bad_page_is_set_aside_and_the_thread_that_touches_it_decides() {
         let ended = fetch(&pager);
         assert!(!ended.is_complete);
         check_others(&region);
-        assert_eq!(state(&pager, BAD), PageState::Absent);
+        assert_eq!(state(&pager, BAD), PageState::Pending);
         assert_eq!(set_aside(&pager, id), 1);
         // Counted after it was set aside, by the thread that has delivered the failure.
         eventually("the count", || pager.counted().set_aside == 1);

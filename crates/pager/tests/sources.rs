@@ -124,7 +124,7 @@ fn a_fault_on_a_prefetched_page_is_not_delayed() {
     let touching = thread::spawn(move || check_page(&touched, 40));
     complete(manual.next_urgent());
     join("the toucher", touching);
-    assert_eq!(state(&pager, 50), PageState::Requested(Urgency::Bulk));
+    assert_eq!(state(&pager, 50), PageState::Pending);
     assert!(
         !within_patience("prefetch", || running.stop())
             .unwrap()
@@ -180,7 +180,7 @@ fn a_late_answer_of_the_wrong_size_installs_nothing() {
         late.complete(Content::Bytes(&wrong));
         assert!(matches!(
             state(&pager, 1),
-            PageState::Requested(_) | PageState::Absent
+            PageState::Pending | PageState::Absent
         ));
     }
     answer_until_done(&manual, &waiting);

@@ -14,7 +14,7 @@ use pagetide_memory::{Backing, GuestAddress, PageState, Region};
 use pagetide_pager::{
     Content, Contents, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
     RegionChangeError, RegionConfig, RegionId, Request, ResolveError, RetryPolicy, SourceError,
-    SourceStatus, Urgency,
+    SourceStatus,
 };
 use support::manual::*;
 use support::{equals, eventually};
@@ -88,7 +88,7 @@ fn a_stalled_region_waits_until_it_is_resumed() {
         eventually("the exit", || {
             pager.source_status(id).unwrap().waiting_requests == 2
         });
-        assert_eq!(state(&pager, 7), PageState::Requested(Urgency::Urgent));
+        assert_eq!(state(&pager, 7), PageState::Pending);
         assert_eq!(pager.counted().failed_requests, 3);
         assert!(!touching.is_finished() && !waiting.is_finished() && !ahead.is_finished());
 
@@ -223,7 +223,7 @@ fn prefetch_continues_in_other_regions_when_a_source_hangs() {
     eventually("the other region", || {
         pager.counts(there).unwrap().present == 64
     });
-    assert_eq!(pager.counts(hanging).unwrap().requested, 16);
+    assert_eq!(pager.counts(hanging).unwrap().pending, 16);
     assert_eq!(manual.log().len(), 2);
     eventually("the first region", || {
         if let Some(request) = manual.take_if(|_| true) {
@@ -284,7 +284,7 @@ fn another_source_takes_over_requests_in_flight() {
             late.complete(Content::Bytes(&wrong));
         }
         assert_eq!(pager.counted().late_answers, 3);
-        assert_eq!(pager.counts(id).unwrap().requested, 16);
+        assert_eq!(pager.counts(id).unwrap().pending, 16);
         (0..3).for_each(|_| complete(next.next()));
         let _ = join("the exit", waiting).unwrap();
         assert!(
@@ -408,7 +408,7 @@ fn bulk_content_that_cannot_be_installed_stalls_nothing() {
         is_held: false,
     };
     assert_eq!(pager.source_status(id).unwrap(), expected);
-    assert_eq!(state(&pager, 2), PageState::Absent);
+    assert_eq!(state(&pager, 2), PageState::Pending);
     match told.recv_timeout(PATIENCE).unwrap() {
         Notice::NotPrefetched { region, .. } => assert_eq!(region, id),
         other => panic!("{other}"),

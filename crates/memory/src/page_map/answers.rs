@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 use super::cell::PageState;
-use super::claim::{ClaimGuard, WakeWanted};
+use super::claim::ClaimGuard;
 use crate::page::{PageIndex, PageRange};
 
 /// The result of a claim.
@@ -17,17 +17,13 @@ pub enum Claim<'map> {
     Outside,
 }
 
-/// The result of a request.
-#[must_use = "pages that became Requested stay so until the caller requests them from the source"]
+/// The result of [`PageMap::pend_run`](super::PageMap::pend_run).
+#[must_use = "pages that became Pending stay so until they are taken out of the book"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Request {
-    /// These pages, including the given one, were Absent and are now Requested: request them from the
-    /// source.
+pub enum Pend {
+    /// These pages, including the given one, were Absent and are now Pending.
     Made(PageRange),
-    /// The page was requested in bulk and is now requested urgently: repeat the request for this page.
-    Upgraded,
-    /// No request is needed: the page's state at that moment. Requested means at least the given
-    /// urgency.
+    /// The page's state, in which it stays.
     Lost(PageState),
     /// The map has no such page.
     Outside,
@@ -39,10 +35,9 @@ pub enum Request {
 pub enum Removal {
     /// Done.
     Done {
-        /// The page's state before.
+        /// The page's state before. If it was Pending, the caller takes its entry out of the book, and wakes the
+        /// threads that sleep on it.
         before: PageState,
-        /// Whether threads sleep for it in a userfaultfd; the caller wakes them.
-        wake: WakeWanted,
     },
     /// A thread is installing the page. Wait for it ([`PageMap::wait`](super::PageMap::wait)) and try
     /// again.
@@ -94,21 +89,13 @@ pub enum PageMapError {
     },
 }
 
-/// A reset was refused because a page is still being installed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("page {page} is still being installed")]
-pub struct ResetError {
-    /// The first such page.
-    pub page: PageIndex,
-}
-
 /// The number of pages in each state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StateCounts {
-    /// Pages that are missing and were not requested.
+    /// Pages that are missing, and that nobody has asked for.
     pub absent: u64,
-    /// Pages that were requested from a source.
-    pub requested: u64,
+    /// Missing pages that are in the book of missing pages: requested from a source, or given up for now.
+    pub pending: u64,
     /// Pages that a thread is installing.
     pub installing: u64,
     /// Pages with their content.
@@ -125,7 +112,7 @@ impl StateCounts {
     pub(super) fn add(&mut self, state: PageState) {
         let count = match state {
             PageState::Absent => &mut self.absent,
-            PageState::Requested(_) => &mut self.requested,
+            PageState::Pending => &mut self.pending,
             PageState::Installing => &mut self.installing,
             PageState::Present => &mut self.present,
             PageState::Zero => &mut self.zero,

@@ -19,35 +19,19 @@ pub(super) const PRESENT: u8 = 1;
 pub(super) const ZERO: u8 = 2;
 pub(super) const REMOVED: u8 = 3;
 pub(super) const POISONED: u8 = 4;
-pub(super) const REQUESTED_BULK: u8 = 5;
-pub(super) const REQUESTED_URGENT: u8 = 6;
-
-/// How soon the content of a page is needed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Urgency {
-    /// No thread has touched the page: prefetch.
-    Bulk,
-    /// A thread waits for it.
-    Urgent,
-}
-
-impl Urgency {
-    #[inline]
-    pub(super) fn byte(self) -> u8 {
-        match self {
-            Self::Bulk => REQUESTED_BULK,
-            Self::Urgent => REQUESTED_URGENT,
-        }
-    }
-}
+pub(super) const PENDING: u8 = 5;
+/// What former versions stored for some of the pages that were requested from a source.
+#[cfg(not(loom))]
+pub(super) const FORMER_PENDING: u8 = 6;
 
 /// The state of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageState {
-    /// Missing, and not requested.
+    /// Missing, and not asked for.
     Absent,
-    /// Missing; its content was requested from a source.
-    Requested(Urgency),
+    /// Missing, and in the book of missing pages: its content was requested from a source, or could not be had or
+    /// installed so far.
+    Pending,
     /// A thread owns the page and is installing its content.
     Installing,
     /// Installed with its content.
@@ -68,8 +52,7 @@ impl PageState {
         }
         match byte & STATE {
             ABSENT => Self::Absent,
-            REQUESTED_BULK => Self::Requested(Urgency::Bulk),
-            REQUESTED_URGENT => Self::Requested(Urgency::Urgent),
+            PENDING => Self::Pending,
             PRESENT => Self::Present,
             ZERO => Self::Zero,
             REMOVED => Self::Removed,
@@ -87,16 +70,16 @@ impl PageState {
         )
     }
 
-    /// Whether a thread or a source is to deliver the page: Requested or Installing.
+    /// Whether a thread or a source is to deliver the page: Pending or Installing.
     #[inline]
     pub(super) const fn is_pending(self) -> bool {
-        matches!(self, Self::Requested(_) | Self::Installing)
+        matches!(self, Self::Pending | Self::Installing)
     }
 
-    /// Whether a thread that has the content may claim the page: Absent or Requested.
+    /// Whether a thread that has the content may claim the page: Absent or Pending.
     #[inline]
     pub(super) const fn is_claimable(self) -> bool {
-        matches!(self, Self::Absent | Self::Requested(_))
+        matches!(self, Self::Absent | Self::Pending)
     }
 }
 

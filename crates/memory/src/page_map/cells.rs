@@ -107,7 +107,9 @@ mod file {
     use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
     use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-    use super::super::cell::{BEGUN, INSTALLING, POISONED, PageState, WAITERS, WAKE_WANTED};
+    use super::super::cell::{
+        BEGUN, FORMER_PENDING, INSTALLING, POISONED, PageState, STATE, WAITERS, WAKE_WANTED,
+    };
     use super::*;
     use crate::convert::to_u64;
     use crate::page::PageIndex;
@@ -147,7 +149,8 @@ mod file {
             };
             for (index, cell) in cells.iter().enumerate() {
                 let byte = cell.load(Ordering::Relaxed);
-                let kept = if PageState::of(byte).is_settled() {
+                let is_former = byte & (STATE | INSTALLING) == FORMER_PENDING;
+                let kept = if PageState::of(byte).is_settled() && !is_former {
                     byte & !(WAITERS | WAKE_WANTED)
                 } else if byte & (INSTALLING | BEGUN) != 0 {
                     ABSENT | BEGUN

@@ -2,8 +2,8 @@
 
 use std::mem;
 
-use super::cell::{REMOVED, Settled};
-use super::{PageMap, PageRange};
+use super::cell::{PageState, REMOVED, Settled};
+use super::{PageIndex, PageMap, PageRange};
 
 /// Whether threads may sleep in a userfaultfd because their wake-up was left to the caller.
 #[must_use = "a thread may be asleep in a userfaultfd until UFFDIO_WAKE is issued for these pages"]
@@ -20,8 +20,10 @@ impl WakeWanted {
     pub const fn is_wanted(self) -> bool {
         matches!(self, Self::Yes)
     }
+}
 
-    pub(super) const fn from(wanted: bool) -> Self {
+impl From<bool> for WakeWanted {
+    fn from(wanted: bool) -> Self {
         if wanted { Self::Yes } else { Self::No }
     }
 }
@@ -29,23 +31,34 @@ impl WakeWanted {
 /// Proof that its holder, and no other thread, installs these pages: each page is Installing for as
 /// long as the guard lives.
 ///
-/// Dropping the guard, as when the owner panics, restores the pages' states from before the claim. A
-/// wake-up that was left to this owner then stays recorded on the page, for the page's next owner.
+/// Dropping the guard, as when the owner panics, restores the pages' states from before the claim, and loses a
+/// wake-up that was left to the owner: [`MissingPages::keep`](crate::MissingPages::keep) does not.
 #[derive(Debug)]
 pub struct ClaimGuard<'map> {
     map: &'map PageMap,
     pages: PageRange,
+    has_pending: bool,
 }
 
 impl<'map> ClaimGuard<'map> {
     #[inline]
-    pub(super) fn new(map: &'map PageMap, pages: PageRange) -> Self {
-        Self { map, pages }
+    pub(super) fn new(map: &'map PageMap, pages: PageRange, has_pending: bool) -> Self {
+        Self {
+            map,
+            pages,
+            has_pending,
+        }
     }
 
     /// The owned pages.
     pub fn pages(&self) -> PageRange {
         self.pages
+    }
+
+    /// Whether some of them were Pending: their entries are to be taken out of the book of missing pages. After a
+    /// split, both parts say so.
+    pub fn has_pending(&self) -> bool {
+        self.has_pending
     }
 
     /// Leaves the pages as `settled` and resumes the threads that wait for them.
@@ -59,35 +72,32 @@ impl<'map> ClaimGuard<'map> {
         self.settle(REMOVED)
     }
 
-    /// Restores each page's state from before the claim, Absent or Requested, and resumes parked
-    /// threads.
+    /// Restores each page's state from before the claim, and resumes parked threads. A wake-up that was left to the
+    /// owner is returned.
     ///
-    /// The result concerns the pages that have no urgent request (Absent, or Requested in bulk): the
-    /// threads that sleep for them must be woken, so that they fault again and the page is requested.
-    /// Threads that sleep for an urgently requested page continue to wait for its request.
+    /// For pages that were Pending call [`MissingPages::put_back`](crate::MissingPages::put_back) instead.
     pub fn abandon(self) -> WakeWanted {
         let mut wanted = false;
-        for page in self.pages.iter() {
-            wanted |= self.map.give_back(page);
-        }
-        mem::forget(self);
+        self.give_back(false, |_, _| wanted = true);
         WakeWanted::from(wanted)
     }
 
-    /// Takes over the wake-ups that were left to this owner so far: the caller issues `UFFDIO_WAKE` for
-    /// the pages now. Threads that arrive later record new wake-ups.
-    pub fn take_wake_wanted(&self) -> WakeWanted {
-        let mut wanted = false;
+    /// Gives the pages back, and calls `asleep` for each page on which a thread sleeps that has left its wake-up to
+    /// the owner, with the state to which the page has returned. With `keeps`, that state is Pending.
+    pub(crate) fn give_back(self, keeps: bool, mut asleep: impl FnMut(PageIndex, PageState)) {
         for page in self.pages.iter() {
-            wanted |= self.map.take_wake(page);
+            if let (state, true) = self.map.give_back(page, keeps) {
+                asleep(page, state);
+            }
         }
-        WakeWanted::from(wanted)
+        mem::forget(self);
     }
 
     /// Splits into the first `count` pages and the rest. Either may be empty.
     pub fn split_at(self, count: u64) -> (Self, Self) {
         let (head, tail) = self.pages.split_at(count);
-        let halves = (Self::new(self.map, head), Self::new(self.map, tail));
+        let part = |pages| Self::new(self.map, pages, self.has_pending);
+        let halves = (part(head), part(tail));
         // The halves own the pages now.
         mem::forget(self);
         halves
@@ -104,7 +114,7 @@ impl<'map> ClaimGuard<'map> {
 impl Drop for ClaimGuard<'_> {
     fn drop(&mut self) {
         for page in self.pages.iter() {
-            self.map.give_back_quietly(page);
+            let _ = self.map.give_back(page, false);
         }
     }
 }

@@ -13,8 +13,6 @@ use super::*;
 const PAGE: PageIndex = PageIndex(0);
 const ONE: PageRange = PageRange::single(PAGE);
 const LONG: Duration = Duration::from_secs(3600);
-const BULK: PageState = PageState::Requested(Urgency::Bulk);
-const URGENT: PageState = PageState::Requested(Urgency::Urgent);
 
 /// A map and the content of its pages: loom reports an access to the content that no edge of the map
 /// orders after the access before it.
@@ -61,7 +59,7 @@ impl World {
                 self.read();
                 false
             }
-            Some(state) => state.is_pending(),
+            Some(state) => state == PageState::Installing,
             None => panic!("the map has the page"),
         }
     }
@@ -87,8 +85,8 @@ fn won(claim: Claim<'_>) -> ClaimGuard<'_> {
     }
 }
 
-fn request(world: &World, urgency: Urgency) -> Request {
-    world.map.request_run(PAGE, ONE, urgency)
+fn pend(world: &World) {
+    assert_eq!(world.map.pend_run(PAGE, ONE), Pend::Made(ONE));
 }
 
 /// Runs `test` for every order of its threads' steps.
@@ -164,23 +162,10 @@ fn loom_a_wake_left_to_an_owner_is_issued() {
             spawn(&world, World::leave_wake),
             spawn(&world, World::leave_wake),
         ];
-        let given = world.install(ClaimGuard::new(&world.map, ONE));
+        let given = world.install(ClaimGuard::new(&world.map, ONE, false));
         let promised = readers.map(|reader| reader.join().unwrap());
         assert_eq!(given, promised[0] || promised[1]);
         assert!(!world.map.is_wake_wanted(PAGE));
-    });
-}
-
-#[test]
-fn loom_a_wake_is_taken_over_or_returned() {
-    model(|| {
-        let world = World::new(1);
-        let guard = won(claim(&world));
-        let reader = spawn(&world, World::leave_wake);
-        let taken = guard.take_wake_wanted().is_wanted();
-        let returned = world.install(guard);
-        assert!(!(taken && returned));
-        assert_eq!(taken || returned, reader.join().unwrap());
     });
 }
 
@@ -233,150 +218,33 @@ fn loom_a_waiter_takes_over_after_an_owner_abandons() {
 }
 
 #[test]
-fn loom_a_wake_left_to_an_owner_that_abandons_is_returned_or_recorded() {
-    for before in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
+fn loom_a_wake_left_to_an_owner_that_abandons_is_returned() {
+    for is_pending in [false, true] {
         model(move || {
             let world = World::new(1);
-            if let Some(urgency) = before {
-                let _ = request(&world, urgency);
+            if is_pending {
+                pend(&world);
             }
             let guard = won(claim(&world));
             let reader = spawn(&world, World::leave_wake);
             let given = guard.abandon().is_wanted();
-            let promised = reader.join().unwrap();
-            let kept = world.map.is_wake_wanted(PAGE);
-            assert_eq!(given || kept, promised);
-            assert!(!(given && kept));
-            // A recorded wake-up is returned when the page is settled.
-            assert_eq!(world.arrive(), Some(kept));
-        });
-    }
-}
-
-#[test]
-fn loom_a_wake_left_to_an_owner_that_panics_is_issued_by_the_next() {
-    for before in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
-        model(move || {
-            let world = World::new(1);
-            if let Some(urgency) = before {
-                let _ = request(&world, urgency);
-            }
-            let guard = won(claim(&world));
-            let reader = spawn(&world, World::leave_wake);
-            let next = spawn(&world, World::arrive);
-            drop(guard);
-            let promised = reader.join().unwrap();
-            let given = match next.join().unwrap() {
-                Some(given) => given || world.map.is_wake_wanted(PAGE),
-                None => world.arrive() == Some(true),
-            };
-            assert_eq!(given, promised);
+            assert_eq!(given, reader.join().unwrap());
             assert!(!world.map.is_wake_wanted(PAGE));
-        });
-    }
-}
-
-/// A fault on a page that comes from a source: requests it urgently, and leaves the wake-up to the
-/// thread that installs it. Returns whether that thread will issue the wake-up.
-fn fault(world: &World) -> bool {
-    match request(world, Urgency::Urgent) {
-        Request::Made(_) | Request::Upgraded | Request::Lost(_) => world.leave_wake(),
-        Request::Outside => panic!("the map has the page"),
-    }
-}
-
-#[test]
-fn loom_content_arrives_during_its_request() {
-    // Absent: a peer pushes the page. Bulk: the fault makes the request urgent.
-    for before in [None, Some(Urgency::Bulk)] {
-        model_in_part(move || {
-            let world = World::new(1);
-            if let Some(urgency) = before {
-                let _ = request(&world, urgency);
-            }
-            let reader = spawn(&world, fault);
-            let waiter = spawn(&world, |world| {
-                let asked = request(world, Urgency::Urgent);
-                assert_ne!(asked, Request::Lost(PageState::Absent));
-                while world.map.wait(PAGE, LONG) != Some(PageState::Present) {}
-                world.read();
-            });
-            // No other thread claims the page, so the claim succeeds.
-            let given = world.arrive();
-            assert_eq!(given, Some(reader.join().unwrap()));
-            waiter.join().unwrap();
-            assert_eq!(world.arrive(), None, "the second arrival is dropped");
+            assert_eq!(world.arrive(), Some(false));
         });
     }
 }
 
 #[test]
-fn loom_a_page_is_requested_once() {
+fn loom_a_waiter_sees_the_page_withdrawn() {
     model(|| {
         let world = World::new(1);
-        let bulk = spawn(&world, |world| request(world, Urgency::Bulk));
-        let first = spawn(&world, |world| request(world, Urgency::Urgent));
-        let second = request(&world, Urgency::Urgent);
-        let answers = [bulk.join().unwrap(), first.join().unwrap(), second];
-        let count = |answer| answers.iter().filter(|found| **found == answer).count();
-        assert_eq!(count(Request::Made(ONE)), 1);
-        assert_eq!(
-            count(Request::Upgraded) == 1,
-            answers[0] == Request::Made(ONE)
-        );
-        assert_eq!(world.map.state(PAGE), Some(URGENT));
-    });
-}
-
-#[test]
-fn loom_a_withdrawn_page_is_requested_again() {
-    model(|| {
-        let world = World::new(1);
-        let _ = request(&world, Urgency::Bulk);
-        let urgent = spawn(&world, |world| request(world, Urgency::Urgent));
-        let reader = spawn(&world, World::leave_wake);
-        let withdrawn = world.map.withdraw(ONE);
-        let expected = match urgent.join().unwrap() {
-            Request::Made(_) => 1,
-            Request::Upgraded => 0,
-            other => panic!("{other:?}"),
-        };
-        assert_eq!(withdrawn, expected);
-        assert_eq!(world.map.state(PAGE), Some(URGENT));
-        // The wake-up is still recorded on the page.
-        assert_eq!(world.arrive(), Some(reader.join().unwrap()));
-    });
-}
-
-#[test]
-fn loom_a_waiter_sees_the_request_withdrawn() {
-    for all in [false, true] {
-        model(move || {
-            let world = World::new(1);
-            let _ = request(&world, Urgency::Bulk);
-            let waiter = spawn(&world, |world| {
-                assert_eq!(world.map.wait(PAGE, LONG), Some(PageState::Absent));
-            });
-            if all {
-                assert_eq!(world.map.withdraw_all(ONE), WakeWanted::No);
-            } else {
-                assert_eq!(world.map.withdraw(ONE), 1);
-            }
-            waiter.join().unwrap();
+        pend(&world);
+        let waiter = spawn(&world, |world| {
+            assert_eq!(world.map.wait(PAGE, LONG), Some(PageState::Absent));
         });
-    }
-}
-
-#[test]
-fn loom_a_wake_left_to_a_withdrawn_request_is_returned() {
-    model(|| {
-        let world = World::new(1);
-        let _ = request(&world, Urgency::Urgent);
-        let reader = spawn(&world, World::leave_wake);
-        let given = world.map.withdraw_all(ONE).is_wanted();
-        assert_eq!(given, reader.join().unwrap());
-        assert!(!world.map.is_wake_wanted(PAGE));
-        assert_eq!(world.map.state(PAGE), Some(PageState::Absent));
+        world.map.unpend(ONE);
+        waiter.join().unwrap();
     });
 }
 
@@ -384,17 +252,13 @@ fn loom_a_wake_left_to_a_withdrawn_request_is_returned() {
 fn loom_a_removed_page_stays_removed() {
     model_in_part(|| {
         let world = World::new(1);
-        let _ = request(&world, Urgency::Urgent);
-        let reader = spawn(&world, |world| match world.map.want_wake(PAGE) {
-            Some(state) => state.is_pending(),
-            None => panic!("the map has the page"),
-        });
+        pend(&world);
         let arrival = spawn(&world, World::arrive);
-        let (before, wake) = loop {
+        let before = loop {
             match world.map.remove(PAGE) {
-                Removal::Done { before, wake } => break (before, wake.is_wanted()),
+                Removal::Done { before } => break before,
                 Removal::Installing => {
-                    world.map.wait(PAGE, LONG);
+                    world.map.wait_for_owner(PAGE, LONG);
                 }
                 other => panic!("{other:?}"),
             }
@@ -403,12 +267,11 @@ fn loom_a_removed_page_stays_removed() {
         match before {
             PageState::Present => {
                 world.read();
-                assert!(arrived.is_some() && !wake);
+                assert!(arrived.is_some());
             }
-            URGENT => assert_eq!(arrived, None),
+            PageState::Pending => assert_eq!(arrived, None),
             other => panic!("{other:?}"),
         }
-        assert_eq!(wake || arrived == Some(true), reader.join().unwrap());
         assert_eq!(world.map.state(PAGE), Some(PageState::Removed));
     });
 }
@@ -417,7 +280,7 @@ fn loom_a_removed_page_stays_removed() {
 fn loom_a_waiter_sees_the_page_removed() {
     model(|| {
         let world = World::new(1);
-        let _ = request(&world, Urgency::Urgent);
+        pend(&world);
         let waiter = spawn(&world, |world| {
             assert_eq!(world.map.wait(PAGE, LONG), Some(PageState::Removed));
         });
@@ -427,30 +290,10 @@ fn loom_a_waiter_sees_the_page_removed() {
 }
 
 #[test]
-fn loom_a_waiter_whose_page_is_given_back_makes_the_request_urgent_or_sees_it_settled() {
-    model(|| {
-        let world = World::new(1);
-        let _ = request(&world, Urgency::Bulk);
-        let guard = won(claim(&world));
-        let waiter = spawn(&world, |world| {
-            while world.map.state(PAGE) != Some(PageState::Present) {
-                let _ = request(world, Urgency::Urgent);
-                world.map.wait(PAGE, LONG);
-            }
-            world.read();
-        });
-        assert_eq!(guard.abandon(), WakeWanted::No);
-        assert_eq!(world.arrive(), Some(false));
-        waiter.join().unwrap();
-        assert_ne!(world.map.state(PAGE), Some(BULK));
-    });
-}
-
-#[test]
 fn loom_a_stop_is_not_missed() {
     model(|| {
         let world = World::new(1);
-        let _ = request(&world, Urgency::Urgent);
+        pend(&world);
         let stopping = Arc::new(AtomicBool::new(false));
         let is_stopping = Arc::clone(&stopping);
         let waiter = spawn(&world, move |world| {
@@ -460,7 +303,7 @@ fn loom_a_stop_is_not_missed() {
                     return;
                 }
                 let state = world.map.wait_since(PAGE, epoch, LONG);
-                assert_eq!(state, Some(URGENT));
+                assert_eq!(state, Some(PageState::Pending));
             }
         });
         stopping.store(true, Ordering::Release);

@@ -23,8 +23,8 @@ fn claim(map: &PageMap, page: PageIndex) -> Claim<'_> {
     map.claim_run(page, PageRange::single(page))
 }
 
-fn request(map: &PageMap, page: PageIndex, urgency: Urgency) -> Request {
-    map.request_run(page, PageRange::single(page), urgency)
+fn pend(map: &PageMap, page: PageIndex) -> Pend {
+    map.pend_run(page, PageRange::single(page))
 }
 
 fn won(claim: Claim<'_>) -> ClaimGuard<'_> {
@@ -41,12 +41,9 @@ fn lost(claim: Claim<'_>) -> PageState {
     }
 }
 
-fn done(before: PageState, wake: WakeWanted) -> Removal {
-    Removal::Done { before, wake }
+fn done(before: PageState) -> Removal {
+    Removal::Done { before }
 }
-
-const BULK: PageState = PageState::Requested(Urgency::Bulk);
-const URGENT: PageState = PageState::Requested(Urgency::Urgent);
 
 #[test]
 fn each_end_of_a_claim_has_its_state() {
@@ -72,30 +69,25 @@ fn each_end_of_a_claim_has_its_state() {
         ),
     ];
     for (end, settled) in ends {
-        for from in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
+        for is_pending in [false, true] {
             let map = map();
-            if let Some(urgency) = from {
-                assert_eq!(
-                    request(&map, PAGE, urgency),
-                    Request::Made(PageRange::single(PAGE))
-                );
+            if is_pending {
+                assert_eq!(pend(&map, PAGE), Pend::Made(PageRange::single(PAGE)));
             }
             let before = map.state(PAGE).unwrap();
-            assert_eq!(before, from.map_or(PageState::Absent, PageState::Requested));
+            assert_eq!(before == PageState::Pending, is_pending);
             let guard = won(claim(&map, PAGE));
             assert_eq!(map.state(PAGE), Some(PageState::Installing));
             assert_eq!(lost(claim(&map, PAGE)), PageState::Installing);
             assert!(map.claim_arrived(PageRange::single(PAGE)).is_none());
-            assert_eq!(
-                request(&map, PAGE, Urgency::Urgent),
-                Request::Lost(PageState::Installing)
-            );
+            assert_eq!(guard.has_pending(), is_pending);
+            assert_eq!(pend(&map, PAGE), Pend::Lost(PageState::Installing));
             assert_eq!(end(guard), WakeWanted::No);
             assert_eq!(map.state(PAGE), Some(settled.unwrap_or(before)));
             if let Some(state) = settled {
                 assert!(state.is_settled());
                 assert_eq!(lost(claim(&map, PAGE)), state);
-                assert_eq!(request(&map, PAGE, Urgency::Urgent), Request::Lost(state));
+                assert_eq!(pend(&map, PAGE), Pend::Lost(state));
             }
         }
     }
@@ -104,10 +96,10 @@ fn each_end_of_a_claim_has_its_state() {
 #[test]
 fn a_page_is_removed_and_poisoned_unless_it_has_an_owner() {
     let map = map();
-    assert_eq!(map.remove(PAGE), done(PageState::Absent, WakeWanted::No));
+    assert_eq!(map.remove(PAGE), done(PageState::Absent));
     assert_eq!(lost(claim(&map, PAGE)), PageState::Removed);
-    assert_eq!(map.remove(PAGE), done(PageState::Removed, WakeWanted::No));
-    assert_eq!(map.poison(PAGE), done(PageState::Removed, WakeWanted::No));
+    assert_eq!(map.remove(PAGE), done(PageState::Removed));
+    assert_eq!(map.poison(PAGE), done(PageState::Removed));
     assert_eq!(map.poison(PAGE), Removal::Poisoned);
     assert_eq!(map.remove(PAGE), Removal::Poisoned);
 
@@ -115,19 +107,14 @@ fn a_page_is_removed_and_poisoned_unless_it_has_an_owner() {
     let guard = won(claim(&map, other));
     assert_eq!(map.remove(other), Removal::Installing);
     assert_eq!(map.poison(other), Removal::Installing);
-    assert_eq!(map.reset(), Err(ResetError { page: other }));
     let _ = guard.finish(Settled::Present);
-    assert_eq!(map.remove(other), done(PageState::Present, WakeWanted::No));
+    assert_eq!(map.remove(other), done(PageState::Present));
 
-    // The request's content will find the page removed; sleeping threads must retry.
+    // The content will find the page removed.
     let asked = PageIndex(5);
-    let _ = request(&map, asked, Urgency::Urgent);
-    assert_eq!(map.want_wake(asked), Some(URGENT));
-    assert_eq!(map.remove(asked), done(URGENT, WakeWanted::Yes));
+    let _ = pend(&map, asked);
+    assert_eq!(map.remove(asked), done(PageState::Pending));
     assert!(map.claim_arrived(PageRange::single(asked)).is_none());
-    assert!(!map.is_wake_wanted(asked));
-    map.reset().unwrap();
-    assert_eq!(map.counts().absent, 8);
 }
 
 #[test]
@@ -135,14 +122,14 @@ fn pages_outside_the_map_are_refused() {
     let map = map();
     for page in [PageIndex(8), PageIndex(u64::MAX)] {
         assert!(matches!(claim(&map, page), Claim::Outside));
-        assert_eq!(request(&map, page, Urgency::Bulk), Request::Outside);
+        assert_eq!(pend(&map, page), Pend::Outside);
         assert_eq!(map.state(page), None);
         assert_eq!(map.want_wake(page), None);
         assert_eq!(map.wait(page, LONG), None);
         assert_eq!(map.remove(page), Removal::Outside);
         assert_eq!(map.poison(page), Removal::Outside);
         assert!(map.claim_arrived(PageRange::new(page, 3)).is_none());
-        assert_eq!(map.withdraw(PageRange::new(page, 3)), 0);
+        map.unpend(PageRange::new(page, 3));
         assert_eq!(map.next_absent(PageRange::new(page, 3)), None);
     }
     assert!(matches!(
@@ -153,12 +140,12 @@ fn pages_outside_the_map_are_refused() {
 
 #[test]
 fn a_run_stops_at_the_window_the_map_and_owned_pages() {
-    for by_request in [false, true] {
+    for by_entry in [false, true] {
         let map = PageMap::new(10).unwrap();
         let run = |page, window| {
-            if by_request {
-                match map.request_run(PageIndex(page), window, Urgency::Bulk) {
-                    Request::Made(pages) => pages,
+            if by_entry {
+                match map.pend_run(PageIndex(page), window) {
+                    Pend::Made(pages) => pages,
                     other => panic!("{other:?}"),
                 }
             } else {
@@ -173,46 +160,39 @@ fn a_run_stops_at_the_window_the_map_and_owned_pages() {
         assert_eq!(run(9, PageRange::window(PageIndex(9), 8)), range(8, 2));
         assert_eq!(run(0, range(5, 2)), range(0, 1));
         let counts = map.counts();
-        assert_eq!(counts.requested + counts.installing, 8);
+        assert_eq!(counts.pending + counts.installing, 8);
     }
 }
 
 #[test]
-fn requested_neighbours_are_not_claimed() {
+fn pending_neighbours_are_not_claimed() {
     let map = map();
-    let _ = map.request_run(PageIndex(4), range(4, 2), Urgency::Bulk);
+    let _ = map.pend_run(PageIndex(4), range(4, 2));
     let guard = won(map.claim_run(PageIndex(2), range(0, 8)));
-    assert_eq!(guard.pages(), range(0, 4));
-    // The page itself is claimed although it is requested: its content is available.
+    assert_eq!((guard.pages(), guard.has_pending()), (range(0, 4), false));
+    // The page itself is claimed although it is Pending: its content is available.
     let asked = won(map.claim_run(PageIndex(5), range(0, 8)));
-    assert_eq!(asked.pages(), range(5, 3));
-    assert_eq!(map.state(PageIndex(4)), Some(BULK));
+    assert_eq!((asked.pages(), asked.has_pending()), (range(5, 3), true));
+    assert_eq!(map.state(PageIndex(4)), Some(PageState::Pending));
     assert_eq!(asked.abandon(), WakeWanted::No);
-    assert_eq!(map.state(PageIndex(5)), Some(BULK));
+    assert_eq!(map.state(PageIndex(5)), Some(PageState::Pending));
     assert_eq!(map.state(PageIndex(6)), Some(PageState::Absent));
 }
 
 #[test]
-fn a_request_is_made_once_and_made_urgent_once() {
+fn a_page_becomes_pending_once() {
     let map = map();
-    let made = map.request_run(PAGE, range(2, 3), Urgency::Bulk);
-    assert_eq!(made, Request::Made(range(2, 3)));
-    assert_eq!(request(&map, PAGE, Urgency::Bulk), Request::Lost(BULK));
-    assert_eq!(request(&map, PAGE, Urgency::Urgent), Request::Upgraded);
-    assert_eq!(request(&map, PAGE, Urgency::Urgent), Request::Lost(URGENT));
-    assert_eq!(request(&map, PAGE, Urgency::Bulk), Request::Lost(URGENT));
-    // The window applies only to pages that were not requested.
-    let around = map.request_run(PageIndex(2), range(0, 8), Urgency::Urgent);
-    assert_eq!(around, Request::Upgraded);
-    let rest = map.request_run(PageIndex(7), range(0, 8), Urgency::Urgent);
-    assert_eq!(rest, Request::Made(range(5, 3)));
+    assert_eq!(map.pend_run(PAGE, range(2, 3)), Pend::Made(range(2, 3)));
+    assert_eq!(pend(&map, PAGE), Pend::Lost(PageState::Pending));
+    let rest = map.pend_run(PageIndex(7), range(0, 8));
+    assert_eq!(rest, Pend::Made(range(5, 3)));
 }
 
 #[test]
 fn content_that_arrives_is_claimed_where_it_is_missing() {
     let map = PageMap::new(12).unwrap();
-    let _ = map.request_run(PageIndex(1), range(1, 2), Urgency::Bulk);
-    let _ = request(&map, PageIndex(3), Urgency::Urgent);
+    let _ = map.pend_run(PageIndex(1), range(1, 2));
+    let _ = pend(&map, PageIndex(3));
     let _ = won(claim(&map, PageIndex(4))).finish(Settled::Present);
     let _ = map.remove(PageIndex(5));
     let owned = won(claim(&map, PageIndex(8)));
@@ -233,28 +213,21 @@ fn content_that_arrives_is_claimed_where_it_is_missing() {
 }
 
 #[test]
-fn withdrawn_pages_can_be_requested_again() {
+fn pages_that_are_withdrawn_can_become_pending_again() {
     let map = map();
-    let _ = map.request_run(PageIndex(0), range(0, 6), Urgency::Bulk);
-    assert_eq!(
-        request(&map, PageIndex(1), Urgency::Urgent),
-        Request::Upgraded
-    );
+    let _ = map.pend_run(PageIndex(0), range(0, 6));
     let arrived = won(claim(&map, PageIndex(2)));
-    assert_eq!(map.withdraw(range(0, 5)), 3);
+    map.unpend(range(0, 5));
     let states: Vec<_> = (0..6).map(|page| map.state(PageIndex(page))).collect();
     let absent = PageState::Absent;
-    let expected = [absent, URGENT, PageState::Installing, absent, absent, BULK];
+    let (owned, pending) = (PageState::Installing, PageState::Pending);
+    let expected = [absent, absent, owned, absent, absent, pending];
     assert_eq!(states, expected.map(Some));
     // Content that arrives nevertheless is installed.
     let late = map.claim_arrived(range(3, 2)).unwrap();
     assert_eq!(late.pages(), range(3, 2));
     drop((late, arrived));
-
-    assert_eq!(map.want_wake(PageIndex(1)), Some(URGENT));
-    assert_eq!(map.withdraw_all(range(0, 2)), WakeWanted::Yes);
-    assert_eq!(map.withdraw_all(map_range(&map)), WakeWanted::No);
-    assert_eq!(map.counts().absent, 8);
+    assert_eq!(pend(&map, PageIndex(0)), Pend::Made(range(0, 1)));
 }
 
 fn map_range(map: &PageMap) -> PageRange {
@@ -281,8 +254,8 @@ fn the_next_unsettled_page_is_found() {
     assert_eq!(map.next_absent(range(0, 8)), Some(PageIndex(5)));
     assert_eq!(guard.finish(Settled::Zero), WakeWanted::No);
     assert_eq!(next(range(0, 8)), absent(5));
-    let _ = request(&map, PageIndex(5), Urgency::Bulk);
-    assert_eq!(next(range(0, 8)), Some((PageIndex(5), BULK)));
+    let _ = pend(&map, PageIndex(5));
+    assert_eq!(next(range(0, 8)), Some((PageIndex(5), PageState::Pending)));
     assert_eq!(map.next_absent(range(0, 8)), Some(PageIndex(6)));
     assert_eq!(map.next_absent(range(0, 6)), None);
 }
@@ -307,123 +280,32 @@ fn the_parts_of_a_split_run_settle_separately() {
 }
 
 #[test]
-fn an_owner_and_a_request_accept_a_wake() {
+fn an_owner_accepts_a_wake() {
     let map = map();
-    assert_eq!(map.want_wake(PAGE), Some(PageState::Absent));
-    assert!(!map.is_wake_wanted(PAGE));
-    let guard = won(claim(&map, PAGE));
-    assert!(!map.is_wake_wanted(PAGE));
-    assert_eq!(map.want_wake(PAGE), Some(PageState::Installing));
-    assert_eq!(map.want_wake(PAGE), Some(PageState::Installing));
-    assert!(map.is_wake_wanted(PAGE));
-    assert_eq!(guard.finish(Settled::Present), WakeWanted::Yes);
-    assert!(!map.is_wake_wanted(PAGE));
-    assert_eq!(map.want_wake(PAGE), Some(PageState::Present));
-    assert!(!map.is_wake_wanted(PAGE));
-    // The wake-up was left to that owner only, not to the next.
-    map.reset().unwrap();
-    assert_eq!(
-        won(claim(&map, PAGE)).finish(Settled::Present),
-        WakeWanted::No
-    );
-
-    // A wake-up that is left to a request passes to the thread that installs the page.
-    let asked = PageIndex(5);
-    let _ = request(&map, asked, Urgency::Bulk);
-    assert_eq!(map.want_wake(asked), Some(BULK));
-    assert_eq!(request(&map, asked, Urgency::Urgent), Request::Upgraded);
-    assert!(map.is_wake_wanted(asked));
-    let arrived = map.claim_arrived(range(5, 1)).unwrap();
-    assert_eq!(arrived.finish(Settled::Present), WakeWanted::Yes);
-}
-
-#[test]
-fn a_wake_can_be_left_on_an_absent_page() {
-    let map = PageMap::new(2).unwrap();
-    let page = PageIndex(1);
-    assert_eq!(map.leave_wake(page), Some(PageState::Absent));
-    assert!(map.is_wake_wanted(page));
-    let Claim::Won(claim) = map.claim_run(page, PageRange::single(page)) else {
-        panic!("absent")
-    };
-    assert_eq!(map.leave_wake(page), Some(PageState::Installing));
-    assert!(claim.finish(Settled::Present).is_wanted());
-    // Too late: no thread will issue the wake-up.
-    assert_eq!(map.leave_wake(page), Some(PageState::Present));
-    assert!(!map.is_wake_wanted(page));
-    assert_eq!(map.leave_wake(PageIndex(2)), None);
-}
-
-#[test]
-fn an_owner_can_take_over_the_wakes_before_it_ends() {
-    let map = map();
-    let guard = won(map.claim_run(PAGE, range(2, 3)));
-    assert_eq!(guard.take_wake_wanted(), WakeWanted::No);
-    assert_eq!(map.want_wake(PageIndex(4)), Some(PageState::Installing));
-    assert_eq!(guard.take_wake_wanted(), WakeWanted::Yes);
-    assert!(!map.is_wake_wanted(PageIndex(4)));
-    assert_eq!(guard.take_wake_wanted(), WakeWanted::No);
-    assert_eq!(guard.finish(Settled::Present), WakeWanted::No);
-}
-
-#[test]
-fn an_abandoned_page_retains_a_wake_only_for_an_urgent_request() {
-    for (before, returned) in [
-        (None, true),
-        (Some(Urgency::Bulk), true),
-        (Some(Urgency::Urgent), false),
-    ] {
-        let map = map();
-        if let Some(urgency) = before {
-            let _ = request(&map, PAGE, urgency);
+    for is_pending in [false, true] {
+        let page = PageIndex(u64::from(is_pending));
+        if is_pending {
+            let _ = pend(&map, page);
         }
-        let guard = won(claim(&map, PAGE));
-        let _ = map.want_wake(PAGE);
-        assert_eq!(guard.abandon().is_wanted(), returned, "{before:?}");
-        assert_eq!(map.is_wake_wanted(PAGE), !returned, "{before:?}");
-        let next = won(claim(&map, PAGE));
-        assert_eq!(next.finish(Settled::Present).is_wanted(), !returned);
+        let before = map.state(page);
+        assert_eq!(map.want_wake(page), before);
+        assert!(!map.is_wake_wanted(page));
+        // Each end of the claim returns it.
+        for is_given_back in [true, false] {
+            let guard = won(claim(&map, page));
+            assert_eq!(map.want_wake(page), Some(PageState::Installing));
+            assert_eq!(map.want_wake(page), Some(PageState::Installing));
+            assert!(map.is_wake_wanted(page));
+            let wanted = match is_given_back {
+                true => guard.abandon(),
+                false => guard.finish(Settled::Present),
+            };
+            assert_eq!(wanted, WakeWanted::Yes);
+            assert!(!map.is_wake_wanted(page));
+        }
+        assert_eq!(map.want_wake(page), Some(PageState::Present));
+        assert!(!map.is_wake_wanted(page));
     }
-}
-
-#[test]
-fn a_sleeper_left_to_an_owner_that_panics_is_woken_by_the_next_owner() {
-    for before in [None, Some(Urgency::Bulk), Some(Urgency::Urgent)] {
-        let map = map();
-        if let Some(urgency) = before {
-            let _ = request(&map, PAGE, urgency);
-        }
-        let owner = thread::scope(|scope| {
-            let owner = scope.spawn(|| {
-                let _guard = won(claim(&map, PAGE));
-                assert_eq!(map.want_wake(PAGE), Some(PageState::Installing));
-                panic!("a source that panics");
-            });
-            owner.join()
-        });
-        assert!(owner.is_err());
-        assert!(map.is_wake_wanted(PAGE), "{before:?}");
-        // Then the page is delivered, in either way.
-        if before.is_none() {
-            let made = request(&map, PAGE, Urgency::Bulk);
-            assert_eq!(made, Request::Made(PageRange::single(PAGE)));
-            assert_eq!(map.withdraw(range(0, 8)), 1);
-        }
-        let next = won(map.claim_run(PageIndex(2), range(0, 8)));
-        let next = if next.pages().contains(PAGE) {
-            next
-        } else {
-            won(claim(&map, PAGE))
-        };
-        assert_eq!(next.finish(Settled::Present), WakeWanted::Yes, "{before:?}");
-    }
-    // Withdrawing the region's requests returns the wake-up too.
-    let map = map();
-    let guard = won(claim(&map, PAGE));
-    let _ = map.want_wake(PAGE);
-    drop(guard);
-    assert_eq!(map.withdraw_all(map_range(&map)), WakeWanted::Yes);
-    assert!(!map.is_wake_wanted(PAGE));
 }
 
 /// Waits until a thread has begun to wait for `page`: its wait cannot be ended before.
@@ -449,15 +331,15 @@ fn each_end_of_an_owner_ends_the_wait() {
         ),
     ];
     for (end, state) in ends {
-        for requested in [false, true] {
+        for is_pending in [false, true] {
             let map = map();
-            if requested {
-                let _ = request(&map, PAGE, Urgency::Bulk);
+            if is_pending {
+                let _ = pend(&map, PAGE);
             }
             let guard = won(claim(&map, PAGE));
             thread::scope(|scope| {
-                // A thread that comes later would wait for the request.
-                let count = if requested { 1 } else { 4 };
+                // A thread that comes later would wait on.
+                let count = if is_pending { 1 } else { 4 };
                 let waiters: Vec<_> = (0..count)
                     .map(|_| scope.spawn(|| map.wait(PAGE, LONG)))
                     .collect();
@@ -465,8 +347,8 @@ fn each_end_of_an_owner_ends_the_wait() {
                 let wake = end(guard);
                 assert_eq!(wake, WakeWanted::No, "a parked thread needs no UFFDIO_WAKE");
                 let state = match state {
-                    // A waiter checks again, because it may have to make the request urgent.
-                    PageState::Absent if requested => BULK,
+                    // A waiter checks again whether its wish is in the book.
+                    PageState::Absent if is_pending => PageState::Pending,
                     state => state,
                 };
                 for waiter in waiters {
@@ -478,9 +360,9 @@ fn each_end_of_an_owner_ends_the_wait() {
 }
 
 #[test]
-fn each_end_of_a_request_ends_the_wait() {
+fn each_end_of_an_entry_ends_the_wait() {
     type End = fn(&PageMap);
-    let ends: [(End, PageState); 6] = [
+    let ends: [(End, PageState); 4] = [
         (
             |map| {
                 let guard = map.claim_arrived(range(0, 8)).unwrap();
@@ -488,27 +370,19 @@ fn each_end_of_a_request_ends_the_wait() {
             },
             PageState::Present,
         ),
+        (|map| map.unpend(range(0, 8)), PageState::Absent),
         (
-            |map| assert_eq!(map.withdraw(range(0, 8)), 1),
-            PageState::Absent,
-        ),
-        (
-            |map| assert_eq!(map.withdraw_all(range(0, 8)), WakeWanted::No),
-            PageState::Absent,
-        ),
-        (
-            |map| assert_eq!(map.remove(PAGE), done(BULK, WakeWanted::No)),
+            |map| assert_eq!(map.remove(PAGE), done(PageState::Pending)),
             PageState::Removed,
         ),
         (
-            |map| assert_eq!(map.poison(PAGE), done(BULK, WakeWanted::No)),
+            |map| assert_eq!(map.poison(PAGE), done(PageState::Pending)),
             PageState::Poisoned,
         ),
-        (|map| map.reset().unwrap(), PageState::Absent),
     ];
     for (end, state) in ends {
         let map = map();
-        let _ = request(&map, PAGE, Urgency::Bulk);
+        let _ = pend(&map, PAGE);
         thread::scope(|scope| {
             let waiter = scope.spawn(|| map.wait(PAGE, LONG));
             until_parked(&map, PAGE);
@@ -521,16 +395,16 @@ fn each_end_of_a_request_ends_the_wait() {
 #[test]
 fn waiting_ends_when_all_threads_are_woken() {
     let map = map();
-    let _ = request(&map, PAGE, Urgency::Urgent);
+    let _ = pend(&map, PAGE);
     let epoch = map.epoch();
     thread::scope(|scope| {
         let waiter = scope.spawn(|| map.wait(PAGE, LONG));
         until_parked(&map, PAGE);
         map.notify_all();
-        assert_eq!(waiter.join().unwrap(), Some(URGENT));
+        assert_eq!(waiter.join().unwrap(), Some(PageState::Pending));
     });
     // A thread that read the epoch before does not wait at all.
-    assert_eq!(map.wait_since(PAGE, epoch, LONG), Some(URGENT));
+    assert_eq!(map.wait_since(PAGE, epoch, LONG), Some(PageState::Pending));
 }
 
 #[test]

@@ -1,19 +1,19 @@
 //! How prefetch fetches a run of pages, by the origin of their content.
 
-use pagetide_memory::{Claim, PageIndex, PageRange, PageState, Request, Urgency};
+use pagetide_memory::{Claim as Claimed, PageIndex, PageRange, PageState, Urgency};
 use pagetide_uapi::userfaultfd::InstallError;
 
 use super::Ahead;
 use crate::arrival::{Purpose, arrive};
+use crate::claim::Claim;
 use crate::config::Holes;
 use crate::content::{content_of, fill_buffer, fill_buffer_now, mapped_now};
 use crate::counters::Counters;
 use crate::error::{InstallFailure, PrefetchError, ResolveError};
 use crate::fault::{Delivery, Fault};
 use crate::install::{Body, Installed, Installer, Sleepers};
-use crate::region::{PagedRegion, Requesting, Served, Supply};
-use crate::requests::Wanted;
-use crate::source::{Filled, LocalSource};
+use crate::region::{PagedRegion, Served, Supply};
+use crate::source::{Filled, LocalSource, Source};
 
 /// The result of fetching a run of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,18 +48,20 @@ impl Ahead<'_> {
                 let all = self.fill(region, page, window, &**source)?;
                 Ok(if all { Fetched::All } else { Fetched::Part })
             }
-            Supply::Source(requesting) => {
-                let state = requesting.lock();
-                let requests = &state.requests;
-                let window = requests.set_aside().before(window);
-                if requests.is_held() && !requests.has_bulk_room(window.count()) {
+            Supply::Source => {
+                let missing = region.missing();
+                let requests = &missing.requests;
+                if requests.breaker.is_open() && !requests.has_bulk_room(window.count()) {
                     return Ok(Fetched::NoRoom);
                 }
-                drop(state);
-                if self.fill_now(region, requesting, window) {
+                let source = missing.source.clone();
+                drop(missing);
+                if let Some(source) = source
+                    && self.fill_now(region, &*source, window)
+                {
                     return Ok(Fetched::All);
                 }
-                Ok(self.request(region, requesting, page, window))
+                Ok(self.request(region, page, window))
             }
         }
     }
@@ -74,10 +76,11 @@ impl Ahead<'_> {
     ) -> Result<bool, PrefetchError> {
         let pager = &*self.shared.pager;
         let lock = served.channel.lock_installs();
-        let Claim::Won(claim) = region.map.claim_run(page, window) else {
+        let Claimed::Won(guard) = region.map.claim_run(page, window) else {
             self.counters.lost_claims += 1;
             return Ok(true);
         };
+        let claim = Claim::new(region, guard);
         let claimed = claim.pages();
         let settled = |counters: &Counters| counters.pages + counters.exists + counters.poisoned;
         let before = settled(&self.counters);
@@ -125,9 +128,8 @@ impl Ahead<'_> {
         window: PageRange,
         source: &dyn LocalSource,
     ) -> Result<bool, PrefetchError> {
-        let is_absent = |&page: &PageIndex| region.map.state(page) == Some(PageState::Absent);
-        let count = window.iter().take_while(is_absent).count() as u64;
-        let pages = PageRange::new(page, count);
+        let pages = missing_run(region, window);
+        let count = pages.count();
         if pages.is_empty() {
             return Ok(true);
         }
@@ -169,24 +171,16 @@ impl Ahead<'_> {
 
     /// Installs a batch if the source has its content without waiting. False: it has to be requested, and
     /// what cannot be installed is then treated like what the source fails to deliver.
-    fn fill_now(
-        &mut self,
-        region: &PagedRegion,
-        requesting: &Requesting,
-        window: PageRange,
-    ) -> bool {
-        let source = requesting.source();
-        let is_absent = |&page: &PageIndex| region.map.state(page) == Some(PageState::Absent);
-        let count = window.iter().take_while(is_absent).count() as u64;
-        let pages = PageRange::new(window.first(), count);
+    fn fill_now(&mut self, region: &PagedRegion, source: &dyn Source, window: PageRange) -> bool {
+        let pages = missing_run(region, window);
         if pages.is_empty() {
             return true;
         }
-        let content = match mapped_now(region, &*source, pages, Urgency::Bulk) {
+        let content = match mapped_now(region, source, pages, Urgency::Bulk) {
             Some(content) => content,
             None => {
                 let buffer = &mut self.buffer;
-                match fill_buffer_now(region, &*source, pages, Urgency::Bulk, buffer) {
+                match fill_buffer_now(region, source, pages, Urgency::Bulk, buffer) {
                     Some(Filled::Bytes) => content_of(region, pages, buffer),
                     Some(Filled::Zero) => Body::Zero,
                     Some(Filled::Poisoned) | None => return false,
@@ -198,30 +192,22 @@ impl Ahead<'_> {
         let before = counters.pages;
         let arrived = arrive(pager, region, counters, pages, content, Purpose::Ahead);
         if counters.pages > before {
-            requesting.lock().requests.installed();
-        }
-        if arrived.is_err() {
-            pager.withdraw_orphans(region, requesting, pages);
+            region.missing().close_breaker(&region.map);
         }
         arrived.is_ok()
     }
 
     /// Requests a batch if the bulk limit permits it.
-    fn request(
-        &mut self,
-        region: &PagedRegion,
-        requesting: &Requesting,
-        page: PageIndex,
-        window: PageRange,
-    ) -> Fetched {
-        if !requesting.lock().requests.has_bulk_room(window.count()) {
+    fn request(&mut self, region: &PagedRegion, page: PageIndex, window: PageRange) -> Fetched {
+        let mut missing = region.missing();
+        if !missing.requests.has_bulk_room(window.count()) {
             return Fetched::NoRoom;
         }
-        if let Request::Made(pages) = region.map.request_run(page, window, Urgency::Bulk) {
+        let requested = missing.request_ahead(&region.map, page, window);
+        drop(missing);
+        if let Some(pages) = requested {
             self.requested_pages += pages.count();
-            self.shared
-                .pager
-                .want(region, Wanted { pages, fault: None });
+            self.shared.pager.submit(region);
         }
         Fetched::All
     }
@@ -235,6 +221,19 @@ impl Ahead<'_> {
         let fault = fault(region, page);
         PrefetchError::Resolve(ResolveError::Install { fault, source })
     }
+}
+
+/// The first of `window`, if it is Absent or Pending, and the Absent pages after it.
+fn missing_run(region: &PagedRegion, window: PageRange) -> PageRange {
+    let first = window.first();
+    let is_missing = |&page: &PageIndex| match region.map.state(page) {
+        Some(PageState::Absent) => true,
+        // An earlier fault could not be resolved.
+        Some(PageState::Pending) => page == first,
+        _ => false,
+    };
+    let count = window.iter().take_while(is_missing).count() as u64;
+    PageRange::new(first, count)
 }
 
 /// The fault in an error message: no thread has touched the page, but an access to it would fail in

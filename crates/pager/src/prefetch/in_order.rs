@@ -9,7 +9,6 @@ use std::time::Instant;
 use pagetide_memory::{PageIndex, PageRange};
 
 use super::fetch::Fetched;
-use super::place::set_aside;
 use super::{Ahead, Shared};
 use crate::error::{PrefetchError, WAIT_SLICE};
 use crate::pace::Pace;
@@ -40,12 +39,6 @@ impl Ahead<'_> {
                     self.left_out.push((region, rest));
                     break;
                 }
-                if let Some(run) = set_aside(region, page) {
-                    let run = run.intersection(rest);
-                    self.left_out.push((region, run));
-                    rest = PageRange::new(run.end(), rest.end().0 - run.end().0);
-                    continue;
-                }
                 is_there = false;
                 let done = self.counters.pages + self.requested_pages;
                 if let Some(pause) = pace.pause(Instant::now(), pager.activity.served(), done) {
@@ -68,6 +61,9 @@ impl Ahead<'_> {
                         rest = PageRange::new(PageIndex(page.0 + 1), left - 1);
                     }
                 }
+            }
+            if region.missing().leaves_out(*pages) {
+                self.left_out.push((region, *pages));
             }
             places.found(is_there);
         }

@@ -2,33 +2,17 @@
 
 use pagetide_memory::{PageIndex, PageRange, PageState};
 
-use crate::region::{PagedRegion, Requesting};
-use crate::walk::{Step, Walk};
+use crate::missing::Outlook;
+use crate::region::PagedRegion;
+use crate::walk::{Found, Step, Walk};
 
 /// The place of a walk over a region.
 pub(super) struct Place {
     pub(super) walk: Walk,
     /// The page that it waits for.
     pub(super) pending: Option<PageIndex>,
-    /// [`reconsidered`] when the walk's lap began.
+    /// [`Missing::reconsidered`](crate::missing::Missing::reconsidered) when the walk's lap began.
     reconsidered: u64,
-}
-
-/// How often pages of a region were taken back that had been set aside.
-fn reconsidered(region: &PagedRegion) -> u64 {
-    let count = |requesting: &Requesting| requesting.lock().requests.set_aside().reconsidered();
-    region.requesting().map_or(0, count)
-}
-
-/// The run of pages from `page` on that were set aside.
-pub(super) fn set_aside(region: &PagedRegion, page: PageIndex) -> Option<PageRange> {
-    let run = region
-        .requesting()?
-        .lock()
-        .requests
-        .set_aside()
-        .run_of(page)?;
-    Some(PageRange::new(page, run.end().0 - page.0))
 }
 
 impl Place {
@@ -36,37 +20,47 @@ impl Place {
         Self {
             walk: Walk::new(region.map.pages()),
             pending: None,
-            reconsidered: reconsidered(region),
+            reconsidered: region.missing().reconsidered(),
         }
     }
 
     /// The next step, past pages that were set aside.
     pub(super) fn step(&mut self, region: &PagedRegion) -> Step {
-        let is_pending = |&page: &PageIndex| {
-            let state = region.map.state(page);
-            matches!(state, Some(PageState::Requested(_) | PageState::Installing))
+        let is_coming = |&page: &PageIndex| match region.map.state(page) {
+            Some(PageState::Pending) => {
+                matches!(region.missing().outlook(page), Outlook::Coming(_))
+            }
+            state => state == Some(PageState::Installing),
         };
         // A whole lap found no other work, so that another lap is not needed yet.
-        if let Some(page) = self.pending.take().filter(is_pending) {
+        if let Some(page) = self.pending.take().filter(is_coming) {
             return Step::Pending(page);
         }
         loop {
-            let step = self.walk.step(|pages| region.map.next_unsettled(pages));
-            match step {
-                Step::Absent(page) => match set_aside(region, page) {
-                    Some(run) => self.walk.leave_out(run.end()),
-                    None => return step,
-                },
-                Step::Done if self.walk.has_left_out() => {
-                    let now = reconsidered(region);
-                    if now == self.reconsidered {
-                        return step;
-                    }
-                    self.reconsidered = now;
-                    self.walk.go_to(PageIndex(0));
-                }
-                Step::Pending(_) | Step::Done => return step,
+            let step = self.walk.step(|pages| find(region, pages));
+            if step != Step::Done || !self.walk.has_left_out() {
+                return step;
             }
+            let now = region.missing().reconsidered();
+            if now == self.reconsidered {
+                return step;
+            }
+            self.reconsidered = now;
+            self.walk.go_to(PageIndex(0));
         }
     }
+}
+
+/// The first page of a run that is not settled.
+fn find(region: &PagedRegion, pages: PageRange) -> Option<Found> {
+    let (page, state) = region.map.next_unsettled(pages)?;
+    Some(match state {
+        PageState::Absent => Found::Absent(page),
+        PageState::Pending => match region.missing().outlook(page) {
+            Outlook::LeftOut(end) => Found::LeftOut(page, end),
+            Outlook::Missing => Found::Absent(page),
+            Outlook::Coming(end) => Found::Pending(page, end),
+        },
+        _ => Found::Pending(page, PageIndex(page.0 + 1)),
+    })
 }

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use pagetide_memory::{Access, PageIndex, PageRange, PageSize, PageState};
+use pagetide_memory::{Access, PageIndex, PageRange, PageSize, PageState, Wish};
 use pagetide_uapi::userfaultfd::{InstallError, PageFault, UserRange, Wake};
 
 use super::Serving;
@@ -180,21 +180,29 @@ fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, error: &Resolv
     let Some(region) = table.region(region) else {
         return;
     };
-    let mut asleep = region.asleep();
-    match error.may_pass() {
-        true => asleep.until_resumed.insert(page),
-        false => asleep.for_good.insert(page),
+    let wish = match error.may_pass() {
+        true => Wish::Asleep,
+        false => Wish::AsleepForGood,
     };
-    drop(asleep);
-    // The page was settled before: the thread would fail again at once.
+    // The page is there, and would fail again at once.
     if matches!(error, ResolveError::Remap { .. }) {
+        region.missing().leave_at_settled(page);
         return;
     }
-    let left = region.map.leave_wake(page);
-    if left.is_some_and(PageState::is_settled)
+    let left = loop {
+        match region.missing().leave_asleep(&region.map, page, wish) {
+            Err(PageState::Installing) => match region.map.want_wake(page) {
+                Some(PageState::Installing) => return,
+                // Its state has changed.
+                _ => continue,
+            },
+            left => break left,
+        }
+    };
+    if left.is_err()
         && let Some(served) = region.served(page)
     {
-        // The page was settled since, by a thread that did not see this wake-up.
+        // The page was settled since, by a thread that did not see this one.
         let (page, mut counters) = (PageRange::single(page), Counters::default());
         wake(
             region,

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::page_map::{Claim, Settled, Urgency};
+use crate::page_map::{Claim, Settled};
 
 /// `content` with its valid checksum appended.
 fn sealed(mut content: Vec<u8>) -> Vec<u8> {
@@ -38,7 +38,7 @@ fn map_of_all_states() -> PageMap {
     }
     let _ = map.remove(PageIndex(3));
     let asked = PageRange::new(PageIndex(6), 1);
-    let _ = map.request_run(PageIndex(6), asked, Urgency::Urgent);
+    let _ = map.pend_run(PageIndex(6), asked);
     let _ = map.want_wake(PageIndex(6));
     map
 }
@@ -93,9 +93,9 @@ fn only_a_fresh_map_of_the_same_size_takes_over_an_image() {
     }
     let page = PageIndex(5);
     let map = PageMap::new(8).unwrap();
-    let _ = map.request_run(page, PageRange::single(page), Urgency::Bulk);
+    let _ = map.pend_run(page, PageRange::single(page));
     let before = states(&map);
-    let state = PageState::Requested(Urgency::Bulk);
+    let state = PageState::Pending;
     assert_eq!(map.import(&image), Err(ImportError::InUse { page, state }));
     assert_eq!(states(&map), before);
 }

@@ -32,7 +32,7 @@ fn settled_pages_outlive_the_map_and_pending_ones_are_absent() {
     let _ = claim.finish(Settled::Present);
     let _ = map.remove(PageIndex(2));
     let _ = map.poison(PageIndex(3));
-    let _ = map.request_run(PageIndex(4), run(4, 1), Urgency::Urgent);
+    let _ = map.pend_run(PageIndex(4), run(4, 1));
     let _ = map.want_wake(PageIndex(4));
     let Claim::Won(installing) = map.claim_run(PageIndex(5), run(5, 1)) else {
         panic!("nobody else is here");
@@ -62,7 +62,7 @@ fn a_page_that_somebody_died_installing_is_marked_until_it_is_settled() {
     let (begun, other) = (PageIndex(1), PageIndex(2));
     let first = map();
     for page in [begun, other] {
-        let _ = first.request_run(page, PageRange::single(page), Urgency::Bulk);
+        let _ = first.pend_run(page, PageRange::single(page));
     }
     std::mem::forget(first.claim_arrived(PageRange::single(begun)).unwrap());
     drop(first);
@@ -73,31 +73,11 @@ fn a_page_that_somebody_died_installing_is_marked_until_it_is_settled() {
     let marks = |map: &PageMap| [0, 1, 2].map(|page| map.was_begun(PageIndex(page)));
     assert_eq!(marks(&second), [false, true, false]);
     let all = PageRange::new(PageIndex(0), 3);
-    let each: [&dyn Fn(&PageMap); 6] = [
+    let each: [&dyn Fn(&PageMap); 4] = [
         &|map| drop(map.claim_run(begun, all)),
-        &|map| {
-            assert!(matches!(
-                map.request_run(begun, all, Urgency::Bulk),
-                Request::Made(_)
-            ));
-        },
-        &|map| assert_eq!(map.withdraw(all), 3),
-        &|map| {
-            assert!(matches!(
-                map.request_run(begun, all, Urgency::Bulk),
-                Request::Made(_)
-            ));
-        },
-        &|map| {
-            assert_eq!(
-                map.request_run(begun, all, Urgency::Urgent),
-                Request::Upgraded
-            );
-        },
-        &|map| {
-            let _ = map.claim_arrived(all).unwrap().abandon();
-            let _ = map.withdraw_all(all);
-        },
+        &|map| assert!(matches!(map.pend_run(begun, all), Pend::Made(_))),
+        &|map| drop(map.claim_arrived(all)),
+        &|map| map.unpend(all),
     ];
     for (step, change) in each.iter().enumerate() {
         change(&second);
@@ -113,6 +93,17 @@ fn a_page_that_somebody_died_installing_is_marked_until_it_is_settled() {
     let fourth = map();
     assert_eq!(marks(&fourth), [false; 3]);
     assert_eq!(fourth.counts().present, 3);
+}
+
+/// Former versions told pages that were requested urgently from others.
+#[test]
+fn what_former_versions_have_requested_is_absent() {
+    let file = sealed(4096);
+    pwrite(&file, &[5, 6, 0x16, 0x0e, 0x46], 0).unwrap();
+    let map = PageMap::in_file(file.as_fd(), 0, 5).unwrap();
+    assert_eq!(map.counts().absent, 5);
+    let begun = [0, 1, 2, 3, 4].map(|page| map.was_begun(PageIndex(page)));
+    assert_eq!(begun, [false, false, false, true, true]);
 }
 
 #[test]

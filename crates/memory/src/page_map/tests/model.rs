@@ -9,19 +9,16 @@ use super::*;
 enum Step {
     ClaimRun(u64, u64),
     ClaimArrived(u64, u64),
-    Request(u64, u64, Urgency),
-    Withdraw(u64, u64),
-    WithdrawAll(u64, u64),
+    Pend(u64, u64),
+    Unpend(u64, u64),
     Finish(usize, Settled),
     FinishRemoved(usize),
     Abandon(usize),
     Drop(usize),
     Split(usize, u64),
-    TakeWake(usize),
     WantWake(u64),
     Remove(u64),
     Poison(u64),
-    Reset,
     Handover,
 }
 
@@ -33,26 +30,20 @@ fn step() -> impl Strategy<Value = Step> {
         Just(Settled::Zero),
         Just(Settled::Poisoned)
     ];
-    let urgency = prop_oneof![Just(Urgency::Bulk), Just(Urgency::Urgent)];
     let guard = any::<usize>;
     prop_oneof![
         4 => window.clone().prop_map(|(page, window)| Step::ClaimRun(page, window)),
         4 => window.clone().prop_map(|(first, count)| Step::ClaimArrived(first, count)),
-        6 => (window.clone(), urgency).prop_map(|((page, window), urgency)| {
-            Step::Request(page, window, urgency)
-        }),
-        1 => window.clone().prop_map(|(first, count)| Step::Withdraw(first, count)),
-        1 => window.prop_map(|(first, count)| Step::WithdrawAll(first, count)),
+        6 => window.clone().prop_map(|(page, window)| Step::Pend(page, window)),
+        2 => window.prop_map(|(first, count)| Step::Unpend(first, count)),
         3 => (guard(), settled).prop_map(|(at, settled)| Step::Finish(at, settled)),
         1 => guard().prop_map(Step::FinishRemoved),
         2 => guard().prop_map(Step::Abandon),
         2 => guard().prop_map(Step::Drop),
         2 => (guard(), 0u64..9).prop_map(|(at, count)| Step::Split(at, count)),
-        1 => guard().prop_map(Step::TakeWake),
         6 => page.clone().prop_map(Step::WantWake),
         2 => page.clone().prop_map(Step::Remove),
         1 => page.prop_map(Step::Poison),
-        1 => Just(Step::Reset),
         1 => Just(Step::Handover),
     ]
 }
@@ -118,7 +109,7 @@ impl Model {
 }
 
 fn claimable(state: PageState) -> bool {
-    matches!(state, PageState::Absent | PageState::Requested(_))
+    matches!(state, PageState::Absent | PageState::Pending)
 }
 
 proptest! {
@@ -169,45 +160,33 @@ proptest! {
                         owned.push(run);
                     }
                 }
-                Step::Request(page, window, urgency) => {
+                Step::Pend(page, window) => {
                     let page = PageIndex(page);
                     let window = PageRange::window(page, window);
                     let run = model.run(page, window);
                     let expected = match model.state(page) {
-                        None => Request::Outside,
+                        None => Pend::Outside,
                         Some(PageState::Absent) => {
                             for page in run.iter() {
-                                model.get(page).unwrap().state = PageState::Requested(urgency);
+                                model.get(page).unwrap().state = PageState::Pending;
                             }
-                            Request::Made(run)
+                            Pend::Made(run)
                         }
-                        Some(PageState::Requested(now)) if now < urgency => {
-                            model.get(page).unwrap().state = PageState::Requested(urgency);
-                            Request::Upgraded
-                        }
-                        Some(state) => Request::Lost(state),
+                        Some(state) => Pend::Lost(state),
                     };
-                    prop_assert_eq!(map.request_run(page, window, urgency), expected);
+                    prop_assert_eq!(map.pend_run(page, window), expected);
                 }
-                Step::Withdraw(first, count) => {
-                    let mut withdrawn = 0;
+                Step::Unpend(first, count) => {
                     for page in range(first, count).iter() {
-                        if model.state(page) == Some(BULK) {
-                            model.get(page).unwrap().state = PageState::Absent;
-                            withdrawn += 1;
+                        match model.get(page) {
+                            Some(page) if page.state == PageState::Pending => *page = FRESH,
+                            Some(page) if page.origin == PageState::Pending => {
+                                page.origin = PageState::Absent;
+                            }
+                            _ => {}
                         }
                     }
-                    prop_assert_eq!(map.withdraw(range(first, count)), withdrawn);
-                }
-                Step::WithdrawAll(first, count) => {
-                    let mut wanted = false;
-                    for page in range(first, count).iter() {
-                        if model.state(page).is_some_and(claimable) {
-                            let page = model.get(page).unwrap();
-                            wanted |= std::mem::replace(page, FRESH).wake;
-                        }
-                    }
-                    prop_assert_eq!(map.withdraw_all(range(first, count)).is_wanted(), wanted);
+                    map.unpend(range(first, count));
                 }
                 Step::Finish(at, settled) => {
                     let Some(pages) = take(&mut owned, at) else { continue };
@@ -215,7 +194,7 @@ proptest! {
                         page.state = PageState::of(settled.byte());
                         true
                     });
-                    let guard = ClaimGuard::new(&map, pages);
+                    let guard = ClaimGuard::new(&map, pages, true);
                     prop_assert_eq!(guard.finish(settled).is_wanted(), wake);
                 }
                 Step::FinishRemoved(at) => {
@@ -224,41 +203,30 @@ proptest! {
                         page.state = PageState::Removed;
                         true
                     });
-                    let guard = ClaimGuard::new(&map, pages);
+                    let guard = ClaimGuard::new(&map, pages, true);
                     prop_assert_eq!(guard.finish_removed().is_wanted(), wake);
                 }
                 Step::Abandon(at) => {
                     let Some(pages) = take(&mut owned, at) else { continue };
-                    let wake = model.leave(pages, |page| page.state != URGENT);
-                    prop_assert_eq!(ClaimGuard::new(&map, pages).abandon().is_wanted(), wake);
+                    let wake = model.leave(pages, |_| true);
+                    prop_assert_eq!(ClaimGuard::new(&map, pages, true).abandon().is_wanted(), wake);
                 }
                 Step::Drop(at) => {
                     let Some(pages) = take(&mut owned, at) else { continue };
-                    model.leave(pages, |_| false);
-                    drop(ClaimGuard::new(&map, pages));
+                    model.leave(pages, |_| true);
+                    drop(ClaimGuard::new(&map, pages, true));
                 }
                 Step::Split(at, count) => {
                     let Some(pages) = take(&mut owned, at) else { continue };
-                    let (head, tail) = ClaimGuard::new(&map, pages).split_at(count);
+                    let (head, tail) = ClaimGuard::new(&map, pages, true).split_at(count);
                     owned.extend([head.pages(), tail.pages()]);
                     std::mem::forget((head, tail));
-                }
-                Step::TakeWake(at) => {
-                    let Some(pages) = take(&mut owned, at) else { continue };
-                    let wake = pages.iter().fold(false, |wake, page| {
-                        wake | std::mem::take(&mut model.get(page).unwrap().wake)
-                    });
-                    let guard = ClaimGuard::new(&map, pages);
-                    prop_assert_eq!(guard.take_wake_wanted().is_wanted(), wake);
-                    std::mem::forget(guard);
-                    owned.push(pages);
                 }
                 Step::WantWake(page) => {
                     let page = PageIndex(page);
                     let expected = model.state(page);
                     if let Some(page) = model.get(page) {
-                        page.wake |= page.state == PageState::Installing
-                            || matches!(page.state, PageState::Requested(_));
+                        page.wake |= page.state == PageState::Installing;
                     }
                     prop_assert_eq!(map.want_wake(page), expected);
                 }
@@ -274,18 +242,10 @@ proptest! {
                         Some(page) if page.state == PageState::Poisoned => Removal::Poisoned,
                         Some(page) => {
                             let before = std::mem::replace(page, Page { state: to, ..FRESH });
-                            done(before.state, WakeWanted::from(before.wake))
+                            done(before.state)
                         }
                     };
                     prop_assert_eq!(removal, expected);
-                }
-                Step::Reset => {
-                    let installing =
-                        |page: &Page| page.state == PageState::Installing;
-                    let stop = model.0.iter().position(installing);
-                    model.0[..stop.unwrap_or(to_usize(PAGES))].fill(FRESH);
-                    let page = stop.map(|page| PageIndex(to_u64(page)));
-                    prop_assert_eq!(map.reset().err().map(|error| error.page), page);
                 }
                 Step::Handover => {
                     owned.clear();

@@ -57,11 +57,10 @@ fn race(pages: u64, threads: u64, around: u64, failing: Failing) {
             while map.state(page) != Some(PageState::Present) {
                 if thread.is_multiple_of(2) {
                     // A fault on a page that comes from a source: the request, then its arrival.
-                    match map.request_run(page, window, Urgency::Urgent) {
-                        Request::Made(pages) => {
+                    match map.pend_run(page, window) {
+                        Pend::Made(pages) => {
                             if step.is_multiple_of(5) {
-                                let wake = map.withdraw_all(PageRange::single(page));
-                                count_wake(PageRange::single(page), wake);
+                                map.unpend(PageRange::single(page));
                             }
                             let mut rest = pages;
                             while let Some(guard) = map.claim_arrived(rest) {
@@ -73,15 +72,15 @@ fn race(pages: u64, threads: u64, around: u64, failing: Failing) {
                             // thread.
                             continue;
                         }
-                        Request::Upgraded | Request::Lost(_) => {}
-                        Request::Outside => panic!("{page}"),
+                        Pend::Lost(_) => {}
+                        Pend::Outside => panic!("{page}"),
                     }
                 }
                 match map.claim_run(page, window) {
                     Claim::Won(guard) => own(guard),
                     Claim::Lost(PageState::Installing) => {
                         let is_reader = thread.is_multiple_of(3);
-                        if is_reader && map.want_wake(page).is_some_and(PageState::is_pending) {
+                        if is_reader && map.want_wake(page) == Some(PageState::Installing) {
                             promised[page.as_usize()].fetch_add(1, Ordering::Relaxed);
                         }
                         map.wait(page, Duration::from_millis(1));
