@@ -6,7 +6,8 @@ use crate::again::Again;
 use crate::claim::Claim;
 use crate::counters::Counters;
 use crate::error::InstallFailure;
-use crate::install::{Body, Installed, Installer, Sleepers, wake};
+use crate::install::{Installed, Installer, Sleepers, wake};
+use crate::memory::Body;
 use crate::pager::Pager;
 use crate::region::PagedRegion;
 

@@ -5,12 +5,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
-use pagetide_memory::{GuestAddress, HostRange, Urgency};
+use pagetide_memory::{HostRange, Urgency};
 
 use crate::error::{ServeError, message_of};
 use crate::fault::RegionId;
-use crate::requests::RequestId;
-use crate::source::{Content, Filled, Request, Room, Source, SourceError};
+use crate::source::{Content, Filled, ReadAt, Request, RequestId, Room, Source, SourceError};
 
 /// A source whose reads block: a file, a network.
 pub trait BlockingSource: Send + Sync {
@@ -31,19 +30,6 @@ pub trait BlockingSource: Send + Sync {
         let _ = (at, bytes);
         None
     }
-}
-
-/// The requested bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReadAt {
-    /// The region.
-    pub region: RegionId,
-    /// The first byte's offset from the region's start.
-    pub offset_bytes: u64,
-    /// The first byte's home gpa.
-    pub gpa: GuestAddress,
-    /// Whether a thread waits for them.
-    pub urgency: Urgency,
 }
 
 /// The number of threads of a [`Pool`].

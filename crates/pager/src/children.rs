@@ -9,9 +9,8 @@ use std::sync::Arc;
 use pagetide_memory::PageSize;
 use pagetide_uapi::userfaultfd::{InstallError, UserRange, Wake};
 
-use crate::again::Again;
 use crate::channel::{Channel, Role, Span};
-use crate::mark::{Mark, poison_range};
+use crate::others::end_child;
 use crate::pager::Pager;
 
 /// The children of one pager that live at once and have their missing pages poisoned one by one. Descriptors are
@@ -42,20 +41,6 @@ impl Pager {
             tracing::error!(%error, "polling the userfaultfd of a forked child");
         }
     }
-}
-
-/// Poisons all pages of a child that are not mapped there, so that its userfaultfd can be closed. Returns whether
-/// that was possible.
-pub(crate) fn end_child(child: &Channel) -> bool {
-    let mut again = Again::for_a_turn();
-    child.all_spans().into_iter().all(|span| {
-        let range = UserRange {
-            start: span.start,
-            bytes: span.bytes(),
-        };
-        let page_bytes = 1 << span.shift;
-        poison_range(&child.uffd, range, page_bytes, &mut again, |_| true) == Mark::Made
-    })
 }
 
 /// Answers a fault of a child: its page is lost there.

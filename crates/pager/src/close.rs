@@ -345,7 +345,7 @@ mod tests {
     use crate::arrival::{Purpose, arrive};
     use crate::channel::{Channel, Span};
     use crate::config::{InFlightLimits, RetryPolicy};
-    use crate::install::Body;
+    use crate::memory::Body;
     use crate::memory::Local;
     use crate::missing::Missing;
     use crate::region::{Parts, Supply};

@@ -5,11 +5,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use pagetide_memory::{PageIndex, PageRange, PageState, Urgency};
 use pagetide_uapi::userfaultfd::{InstallError, UserRange};
 
-use crate::blocking::ReadAt;
 use crate::error::{InstallFailure, message_of};
-use crate::install::Body;
+use crate::memory::Body;
 use crate::region::PagedRegion;
-use crate::source::{Filled, LocalSource, Room, Source, SourceError};
+use crate::source::{Filled, LocalSource, ReadAt, Room, Source, SourceError};
 
 /// The run of absent pages around `page`, within `window`.
 pub(crate) fn absent_run(region: &PagedRegion, page: PageIndex, window: PageRange) -> PageRange {

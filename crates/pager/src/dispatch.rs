@@ -13,13 +13,56 @@ use crate::arrival::{Purpose, arrive};
 use crate::counters::Counters;
 use crate::error::{InstallFailure, message_of};
 use crate::fault::RegionId;
-use crate::install::{Body, wake};
+use crate::install::wake;
+use crate::memory::Body;
 use crate::missing::Miss;
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::region::PagedRegion;
-use crate::requests::{Job, RequestId, Submission};
-use crate::source::{Content, Request, Source, SourceError};
+use crate::requests::{Job, Submission};
+use crate::source::{Answers, Content, Request, RequestId, Source, SourceError};
+
+impl Answers for Pager {
+    /// Handles a source's answer, on the thread that delivers it.
+    fn answer(&self, request: &Request, answer: Result<Content<'_>, SourceError>) {
+        let table = self.table();
+        let Some(region) = table
+            .region(request.region)
+            .filter(|region| !region.is_closed())
+        else {
+            return;
+        };
+        let wanted_bytes = request.bytes();
+        let content = match answer {
+            Ok(Content::Bytes(bytes)) if bytes.len() as u64 != wanted_bytes => {
+                Err(SourceError::WrongSize {
+                    given: bytes.len() as u64,
+                    wanted: wanted_bytes,
+                })
+            }
+            other => other,
+        };
+        match content {
+            Ok(Content::Poisoned) if request.pages.count() > 1 => {
+                let error = SourceError::Dropped;
+                self.missed(region, request.id, Miss::PoisonedAmongOthers, error);
+            }
+            Ok(content) => {
+                let mut missing = region.missing();
+                let job = missing.requests.answer(request.id);
+                let is_former = request.replaced != missing.replaced;
+                drop(missing);
+                match job {
+                    Some(job) => self.arrived(region, job, content),
+                    None => self.arrived_late(region, request, content, is_former),
+                }
+            }
+            Err(error) => self.missed(region, request.id, Miss::Failed, error),
+        }
+        self.changes.notify();
+        self.submit(region);
+    }
+}
 
 impl Pager {
     /// Submits all requests of a region that may be submitted now. One thread at a time does so for a region, so
@@ -58,7 +101,7 @@ impl Pager {
 
     fn request(&self, region: &PagedRegion, submission: &Submission, replaced: u64) -> Request {
         Request {
-            pager: self.weak(),
+            answers: self.weak(),
             region: region.id,
             id: submission.id,
             pages: submission.pages,
@@ -69,46 +112,6 @@ impl Pager {
             replaced,
             is_answered: false,
         }
-    }
-
-    /// Handles a source's answer, on the thread that delivers it.
-    pub(crate) fn answer(&self, request: &Request, answer: Result<Content<'_>, SourceError>) {
-        let table = self.table();
-        let Some(region) = table
-            .region(request.region)
-            .filter(|region| !region.is_closed())
-        else {
-            return;
-        };
-        let wanted_bytes = request.bytes();
-        let content = match answer {
-            Ok(Content::Bytes(bytes)) if bytes.len() as u64 != wanted_bytes => {
-                Err(SourceError::WrongSize {
-                    given: bytes.len() as u64,
-                    wanted: wanted_bytes,
-                })
-            }
-            other => other,
-        };
-        match content {
-            Ok(Content::Poisoned) if request.pages.count() > 1 => {
-                let error = SourceError::Dropped;
-                self.missed(region, request.id, Miss::PoisonedAmongOthers, error);
-            }
-            Ok(content) => {
-                let mut missing = region.missing();
-                let job = missing.requests.answer(request.id);
-                let is_former = request.replaced != missing.replaced;
-                drop(missing);
-                match job {
-                    Some(job) => self.arrived(region, job, content),
-                    None => self.arrived_late(region, request, content, is_former),
-                }
-            }
-            Err(error) => self.missed(region, request.id, Miss::Failed, error),
-        }
-        self.changes.notify();
-        self.submit(region);
     }
 
     fn arrived(&self, region: &PagedRegion, job: Job, content: Content<'_>) {

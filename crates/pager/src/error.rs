@@ -105,6 +105,23 @@ impl ResolveError {
         }
     }
 
+    /// Whether the kernel reports an uncorrected error of the page.
+    pub(crate) fn is_poison(&self) -> bool {
+        matches!(
+            self,
+            Self::FaultIn {
+                source: FaultInError::Poisoned { .. },
+                ..
+            } | Self::Install {
+                source: InstallFailure::Kernel(InstallError::Poisoned),
+                ..
+            } | Self::Remap {
+                source: InstallError::Poisoned,
+                ..
+            }
+        )
+    }
+
     /// Whether the same fault may be resolved later. A thread that sleeps on a page that other code has
     /// mapped must never be woken: it would read that page.
     pub(crate) fn may_pass(&self) -> bool {

@@ -15,7 +15,6 @@ use crate::fault::RegionId;
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::region::PagedRegion;
-use crate::spaces::wake_spaces;
 
 /// The number of messages per read for a thread that only looks for events.
 const EVENTS_AT_ONCE: usize = 16;
@@ -165,7 +164,9 @@ impl Pager {
             let bytes = end - start;
             // Fails if the range is not mapped any more; then no thread sleeps there.
             let _ = channel.uffd.wake(UserRange { start, bytes });
-            wake_spaces(region, &mut Counters::default(), part.pages);
+            region
+                .spaces
+                .wake(region.id, &mut Counters::default(), part.pages);
         }
     }
 }

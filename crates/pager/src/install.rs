@@ -4,7 +4,7 @@
 //! source, and pushed pages.
 
 use pagetide_memory::{PageIndex, PageRange, Settled, WakeWanted};
-use pagetide_uapi::userfaultfd::{InstallError, UserRange, Wake};
+use pagetide_uapi::userfaultfd::{InstallError, Wake};
 
 use crate::again::Again;
 use crate::channel::InstallLock;
@@ -12,50 +12,12 @@ use crate::claim::{Claim, Sleeping};
 use crate::counters::Counters;
 use crate::error::InstallFailure;
 use crate::mark::{Mark, mark_poisoned};
+use crate::memory::{Body, Place};
 use crate::pager::Pager;
-use crate::region::{PagedRegion, Place, Served};
-use crate::spaces::wake_spaces;
+use crate::region::{PagedRegion, Served};
 
 /// The content that one call copies ahead of any access.
 const AHEAD_BYTES: u64 = 64 << 10;
-
-/// Content for claimed pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Body<'a> {
-    /// The content of the page cache (UFFDIO_CONTINUE).
-    PageCache,
-    /// These bytes, exactly as many as the pages have.
-    Bytes(&'a [u8]),
-    /// The bytes at these addresses of this process, exactly as many as the pages have: only the kernel
-    /// reads them.
-    Mapped(UserRange),
-    /// Zeroes.
-    Zero,
-    /// None: the content is lost.
-    Poisoned,
-}
-
-impl<'a> Body<'a> {
-    /// The content of a part of the pages: `bytes` bytes after the first `skip` bytes.
-    pub(crate) fn part(self, skip: u64, bytes: u64) -> Self {
-        let slice = |content: &'a [u8]| -> Option<&'a [u8]> {
-            let (skip, bytes) = (usize::try_from(skip).ok()?, usize::try_from(bytes).ok()?);
-            content.get(skip..)?.get(..bytes)
-        };
-        match self {
-            // For a missing part the slice is empty, and the kernel refuses to copy nothing.
-            Self::Bytes(content) => Self::Bytes(slice(content).unwrap_or_default()),
-            Self::Mapped(from) => {
-                let skip = skip.min(from.bytes);
-                Self::Mapped(UserRange {
-                    start: from.start + skip,
-                    bytes: bytes.min(from.bytes - skip),
-                })
-            }
-            other => other,
-        }
-    }
-}
 
 /// Whether the installing call also wakes threads that sleep in the userfaultfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -260,7 +222,9 @@ impl<'a> Installer<'a> {
             wake(self.region, self.served, self.lock, self.counters, pages);
         } else if before {
             // The call that has installed woke the threads of one address space.
-            wake_spaces(self.region, self.counters, pages);
+            self.region
+                .spaces
+                .wake(self.region.id, self.counters, pages);
         }
     }
 
@@ -526,5 +490,5 @@ pub(crate) fn wake(
             break;
         }
     }
-    wake_spaces(region, counters, pages);
+    region.spaces.wake(region.id, counters, pages);
 }

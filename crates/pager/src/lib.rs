@@ -90,6 +90,7 @@ mod resolver;
 mod serving;
 mod settled;
 mod source;
+mod space;
 mod spaces;
 mod table;
 mod tracker;
@@ -98,7 +99,7 @@ mod vm_memory;
 mod walk;
 
 pub use adopt::{AddMemoryError, MappedMemory, add_mapped_memory};
-pub use blocking::{BlockingSource, Pool, PoolConfig, ReadAt};
+pub use blocking::{BlockingSource, Pool, PoolConfig};
 pub use close::{Exported, ExportedPart, ExportedSpace};
 pub use config::{
     Contents, Holes, InFlightLimits, Observer, RegionConfig, RetryPolicy, UffdLayout,
@@ -117,10 +118,12 @@ pub use pagetide_memory::{Access, Urgency};
 pub use pagetide_uapi::userfaultfd::Mode;
 pub use populate::Mapper;
 pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd, PrefetchPlan};
-pub use requests::RequestId;
 pub use resolver::Resolver;
 pub use serving::{ReaderConfig, Readers, Serving};
-pub use source::{Content, Filled, LocalSource, PatternSource, Request, Room, Source, SourceError};
-pub use spaces::AddressSpaceId;
+pub use source::{
+    Content, Filled, LocalSource, PatternSource, ReadAt, Request, RequestId, Room, Source,
+    SourceError,
+};
+pub use space::AddressSpaceId;
 #[cfg(feature = "vm-memory")]
 pub use vm_memory::add_guest_memory;

@@ -9,7 +9,7 @@ use pagetide_uapi::userfaultfd::{InstallError, UserRange, Userfaultfd, Wake};
 use crate::again::Again;
 use crate::channel::InstallLock;
 use crate::region::{PagedRegion, Served};
-use crate::spaces::poison_in_spaces;
+use crate::space::AddressSpace;
 
 /// The result of marking pages as poisoned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,4 +128,32 @@ pub(crate) fn poison_range(
         range.bytes -= done.min(range.bytes);
     }
     Mark::Made
+}
+
+/// Marks lost pages in a region's further address spaces.
+fn poison_in_spaces(region: &PagedRegion, pages: PageRange) -> bool {
+    let mut all_marked = true;
+    for space in region.spaces.all() {
+        // The caller may have the region's install lock: no events are read here. A thread that touches a page
+        // which was not marked sleeps, and its fault marks the page.
+        let mut again = Again::for_a_turn();
+        all_marked &= poison_in(region, &space, pages, &mut again, |_| true);
+    }
+    all_marked
+}
+
+/// Marks lost pages in an address space. Returns whether none of them reads as zeroes.
+pub(crate) fn poison_in(
+    region: &PagedRegion,
+    space: &AddressSpace,
+    pages: PageRange,
+    again: &mut Again,
+    mut may_wait: impl FnMut(&Again) -> bool,
+) -> bool {
+    let page_bytes = 1 << region.page_shift();
+    let mut parts = space.parts(region.id, pages).into_iter();
+    parts.all(|range| {
+        let uffd = &space.channel.uffd;
+        poison_range(uffd, range, page_bytes, again, &mut may_wait) == Mark::Made
+    })
 }

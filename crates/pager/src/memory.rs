@@ -6,6 +6,7 @@
 
 mod foreign;
 mod local;
+mod place;
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,12 +18,11 @@ use pagetide_memory::{
 use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Wake};
 
 use crate::error::{AddError, DiscardError, InstallFailure};
-use crate::install::Body;
-use crate::region::Place;
 
 pub use foreign::Memfd;
 pub(crate) use foreign::{Foreign, ForeignClone, ForeignFile};
 pub(crate) use local::Local;
+pub(crate) use place::{Body, Place};
 
 /// The minimal page size of this process's own memory.
 const SMALLEST_PAGE_BYTES: usize = 4096;

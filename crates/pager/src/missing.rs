@@ -24,8 +24,8 @@ use pagetide_memory::{
     WakeWanted, Wish,
 };
 
-use crate::requests::{Job, JobId, RequestId, Requests, Submission, later};
-use crate::source::Source;
+use crate::requests::{Job, JobId, Requests, Submission, later};
+use crate::source::{RequestId, Source};
 
 /// The entries that a claim has taken out of the book.
 pub(crate) type Entries = Vec<Entry<JobId>>;

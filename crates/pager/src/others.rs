@@ -3,10 +3,11 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pagetide_uapi::userfaultfd::Userfaultfd;
+use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 
+use crate::again::Again;
 use crate::channel::{Channel, Role};
-use crate::children::end_child;
+use crate::mark::{Mark, poison_range};
 
 /// Their channels.
 #[derive(Debug, Default)]
@@ -68,4 +69,18 @@ impl Drop for Others {
             }
         }
     }
+}
+
+/// Poisons all pages of a child that are not mapped there, so that its userfaultfd can be closed. Returns whether
+/// that was possible.
+pub(crate) fn end_child(child: &Channel) -> bool {
+    let mut again = Again::for_a_turn();
+    child.all_spans().into_iter().all(|span| {
+        let range = UserRange {
+            start: span.start,
+            bytes: span.bytes(),
+        };
+        let page_bytes = 1 << span.shift;
+        poison_range(&child.uffd, range, page_bytes, &mut again, |_| true) == Mark::Made
+    })
 }

@@ -21,7 +21,6 @@ use crate::notice::Notice;
 use crate::others::Others;
 use crate::poller::Poller;
 use crate::region::{EventCount, PagedRegion};
-use crate::resolver::Resolver;
 use crate::source::Content;
 use crate::table::Table;
 
@@ -109,11 +108,6 @@ impl Pager {
     pub(crate) fn lock_edit(&self) -> MutexGuard<'_, ()> {
         // The table is replaced as a whole, so a panic under the lock leaves a valid one.
         self.edit.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Creates a resolver for one thread: `vcpu` is the number of the vCPU whose exits it resolves.
-    pub fn resolver(&self, vcpu: Option<u32>) -> Option<Resolver> {
-        Some(Resolver::new(self.me.upgrade()?, vcpu))
     }
 
     /// The region and page at a home gpa.

@@ -10,16 +10,16 @@ use pagetide_memory::{
     GuestAddress, GuestRange, PageIndex, PageMap, PageRange, PageState, PoisonMap, Removal,
     WakeWanted,
 };
-use pagetide_uapi::userfaultfd::{Mode, UserRange, Userfaultfd};
+use pagetide_uapi::userfaultfd::{Mode, UserRange};
 
 use crate::channel::{Channel, InstallLock};
 use crate::config::{Holes, MapperConfig, ObserverConfig};
 use crate::fault::RegionId;
-use crate::memory::Memory;
+use crate::memory::{Memory, Place};
 use crate::missing::Missing;
 use crate::populate::Mapper;
 use crate::source::{LocalSource, Source};
-use crate::spaces::Spaces;
+use crate::space::Spaces;
 
 /// The origin of a region's content, in the engine's form.
 pub(crate) enum Supply {
@@ -126,14 +126,6 @@ impl Deref for PagedRegion {
     fn deref(&self) -> &Parts {
         &self.parts
     }
-}
-
-/// The address of a run of pages for installation.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Place<'a> {
-    pub(crate) uffd: &'a Userfaultfd,
-    pub(crate) range: UserRange,
-    pub(crate) pages: PageRange,
 }
 
 impl PagedRegion {

@@ -20,13 +20,10 @@ use std::time::{Duration, Instant};
 use pagetide_memory::{PageRange, Urgency};
 
 use crate::config::{InFlightLimits, RetryPolicy};
+use crate::source::RequestId;
 use breaker::Breaker;
 use class::Class;
 pub(crate) use class::{Job, JobId};
-
-/// The number of a request; unique in a region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct RequestId(pub(crate) u64);
 
 /// A request to submit now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

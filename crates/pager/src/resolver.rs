@@ -29,10 +29,10 @@ use crate::content::{absent_run, content_of, fill_buffer, fill_buffer_now, is_go
 use crate::counters::Counters;
 use crate::error::{Failure, InstallFailure, ResolveError, WAIT_SLICE};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
-use crate::install::{Body, Installed, Installer, Sleepers};
+use crate::install::{Installed, Installer, Sleepers};
+use crate::memory::Body;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served, Supply};
-use crate::settled::is_poison;
 use crate::source::{Filled, LocalSource, Room, Source};
 use crate::table::Table;
 use crate::tracker::Tracker;
@@ -65,6 +65,13 @@ pub(crate) struct Site<'a> {
     pub(crate) pager: &'a Pager,
     pub(crate) region: &'a PagedRegion,
     pub(crate) served: &'a Served,
+}
+
+impl Pager {
+    /// Creates a resolver for one thread: `vcpu` is the number of the vCPU whose exits it resolves.
+    pub fn resolver(&self, vcpu: Option<u32>) -> Option<Resolver> {
+        Some(Resolver::new(self.weak().upgrade()?, vcpu))
+    }
 }
 
 impl Resolver {
@@ -538,7 +545,7 @@ impl ResolverState {
             PageState::Present | PageState::Zero => {
                 self.counters.already_present += 1;
                 match self.present(site, fault, state) {
-                    Err(error) if is_poison(&error) => self.lost_since(site, fault).map(Some),
+                    Err(error) if error.is_poison() => self.lost_since(site, fault).map(Some),
                     resolved => resolved,
                 }
             }

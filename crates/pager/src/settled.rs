@@ -4,7 +4,7 @@ use pagetide_memory::{Access, FaultInAccess, FaultInError, PageRange, PageState,
 use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
 
 use crate::again::Again;
-use crate::error::{Failure, InstallFailure, ResolveError};
+use crate::error::{Failure, ResolveError};
 use crate::fault::{Delivery, Fault, Resolution};
 use crate::install::wake;
 use crate::mark::{Mark, mark_poisoned};
@@ -226,21 +226,4 @@ impl ResolverState {
             Delivery::Uffd => Err(ResolveError::CannotPoison { fault: *fault }.into()),
         }
     }
-}
-
-/// Whether the kernel reports an uncorrected error of the page.
-pub(crate) fn is_poison(error: &ResolveError) -> bool {
-    matches!(
-        error,
-        ResolveError::FaultIn {
-            source: FaultInError::Poisoned { .. },
-            ..
-        } | ResolveError::Install {
-            source: InstallFailure::Kernel(InstallError::Poisoned),
-            ..
-        } | ResolveError::Remap {
-            source: InstallError::Poisoned,
-            ..
-        }
-    )
 }

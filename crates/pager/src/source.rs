@@ -8,10 +8,7 @@ use std::time::Instant;
 use pagetide_memory::{GuestAddress, HostRange, PageRange, Urgency};
 use thiserror::Error;
 
-use crate::blocking::ReadAt;
 use crate::fault::RegionId;
-use crate::pager::Pager;
-use crate::requests::RequestId;
 
 /// Why a source delivered no content.
 #[derive(Debug, Error)]
@@ -43,6 +40,23 @@ pub enum SourceError {
         message: String,
     },
 }
+
+/// The requested bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReadAt {
+    /// The region.
+    pub region: RegionId,
+    /// The first byte's offset from the region's start.
+    pub offset_bytes: u64,
+    /// The first byte's home gpa.
+    pub gpa: GuestAddress,
+    /// Whether a thread waits for them.
+    pub urgency: Urgency,
+}
+
+/// The number of a request; unique in a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub(crate) u64);
 
 /// A source's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,11 +150,16 @@ impl<'r> Room<'r> {
     }
 }
 
+/// Who gets the answers to requests.
+pub(crate) trait Answers: Send + Sync {
+    fn answer(&self, request: &Request, answer: Result<Content<'_>, SourceError>);
+}
+
 /// A request for the content of a run of pages. The source holds it until it can answer.
 ///
 /// Dropping a request without an answer counts as a failure.
 pub struct Request {
-    pub(crate) pager: Weak<Pager>,
+    pub(crate) answers: Weak<dyn Answers>,
     pub(crate) region: RegionId,
     pub(crate) id: RequestId,
     pub(crate) pages: PageRange,
@@ -197,8 +216,8 @@ impl Request {
     /// Answers the request: installs those of its pages that are still missing, on this thread.
     pub fn complete(mut self, content: Content<'_>) {
         self.is_answered = true;
-        if let Some(pager) = self.pager.upgrade() {
-            pager.answer(&self, Ok(content));
+        if let Some(answers) = self.answers.upgrade() {
+            answers.answer(&self, Ok(content));
         }
     }
 
@@ -206,8 +225,8 @@ impl Request {
     /// [`crate::RetryPolicy`].
     pub fn fail(mut self, error: SourceError) {
         self.is_answered = true;
-        if let Some(pager) = self.pager.upgrade() {
-            pager.answer(&self, Err(error));
+        if let Some(answers) = self.answers.upgrade() {
+            answers.answer(&self, Err(error));
         }
     }
 }
@@ -215,9 +234,9 @@ impl Request {
 impl Drop for Request {
     fn drop(&mut self) {
         if !self.is_answered
-            && let Some(pager) = self.pager.upgrade()
+            && let Some(answers) = self.answers.upgrade()
         {
-            pager.answer(self, Err(SourceError::Dropped));
+            answers.answer(self, Err(SourceError::Dropped));
         }
     }
 }

@@ -9,8 +9,8 @@
 //! discards nothing of the VM's.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use pagetide_memory::{HostRange, PageIndex, PageRange, PageState};
 use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
@@ -18,90 +18,14 @@ use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wak
 use crate::again::Again;
 use crate::channel::{Channel, Role, Span};
 use crate::close::{ExportedPart, ExportedSpace};
-use crate::counters::Counters;
 use crate::error::AttachError;
 use crate::fault::RegionId;
-use crate::mark::{Mark, poison_range};
+use crate::mark::poison_in;
+use crate::memory::Place;
 use crate::pager::Pager;
-use crate::region::{PagedRegion, Place};
+use crate::region::PagedRegion;
+use crate::space::{AddressSpace, AddressSpaceId};
 use crate::table::Table;
-
-/// The number of an address space that was attached; unique in the pager.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct AddressSpaceId(u64);
-
-/// One more address space of a region.
-#[derive(Debug)]
-pub(crate) struct AddressSpace {
-    id: AddressSpaceId,
-    pub(crate) channel: Arc<Channel>,
-    /// The addresses at which it was attached.
-    range: HostRange,
-}
-
-/// A region's further address spaces.
-#[derive(Debug, Default)]
-pub(crate) struct Spaces {
-    list: RwLock<Vec<Arc<AddressSpace>>>,
-    /// Whether there has been one: most regions have none, and look no further.
-    any: AtomicBool,
-}
-
-impl Spaces {
-    fn read(&self) -> RwLockReadGuard<'_, Vec<Arc<AddressSpace>>> {
-        self.list.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The address spaces at this moment.
-    #[inline]
-    pub(crate) fn all(&self) -> Vec<Arc<AddressSpace>> {
-        if !self.any.load(Ordering::Acquire) {
-            return Vec::new();
-        }
-        self.read().clone()
-    }
-
-    fn add(&self, space: Arc<AddressSpace>) {
-        let list = self.list.write();
-        list.unwrap_or_else(PoisonError::into_inner).push(space);
-        self.any.store(true, Ordering::Release);
-    }
-
-    fn take(&self, id: AddressSpaceId) -> Vec<Arc<AddressSpace>> {
-        let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
-        let (taken, left) = list.drain(..).partition(|space| space.id == id);
-        *list = left;
-        taken
-    }
-
-    /// Takes the address spaces of a process that has gone.
-    fn take_of(&self, channel: &Channel) {
-        let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
-        list.retain(|space| space.channel.token != channel.token);
-    }
-}
-
-impl AddressSpace {
-    fn home(&self) -> std::ops::Range<u64> {
-        let start = self.range.start().as_u64();
-        start..start + self.range.bytes() as u64
-    }
-
-    /// Where pages of `region` are in it now.
-    fn parts(&self, region: &PagedRegion, pages: PageRange) -> Vec<UserRange> {
-        let spans = self.channel.spans_of(region.id, &self.home());
-        let parts = spans.into_iter().filter_map(|span| {
-            let part = span.pages.intersection(pages);
-            let skip = part.first().0.checked_sub(span.pages.first().0)?;
-            let range = UserRange {
-                start: span.start + (skip << span.shift),
-                bytes: part.count() << span.shift,
-            };
-            (!part.is_empty()).then_some(range)
-        });
-        parts.collect()
-    }
-}
 
 impl Pager {
     /// Attaches a further address space: another process has mapped, at these addresses, the same parts of the same
@@ -245,7 +169,7 @@ impl Pager {
         let reads_zeroes = |state: PageState| !state.is_settled() || state == PageState::Poisoned;
         let mut again = Again::with_patience();
         let is_safe = self.poison_where(region, space, &mut again, reads_zeroes);
-        for range in space.parts(region, region.all_pages()) {
+        for range in space.parts(region.id, region.all_pages()) {
             let _ = space.channel.uffd.wake(range);
             if is_safe {
                 // Fails if the process has gone, or has unmapped a part, which then faults no more.
@@ -331,53 +255,6 @@ fn check<'t>(
     let woken = uffd.wake(range.into());
     woken.map_err(|source| AttachError::NotReady { source })?;
     Ok(region)
-}
-
-/// Wakes the threads of a region's further address spaces that sleep on pages.
-#[inline]
-pub(crate) fn wake_spaces(region: &PagedRegion, counters: &mut Counters, pages: PageRange) {
-    if region.spaces.any.load(Ordering::Acquire) {
-        wake_all_spaces(region, counters, pages);
-    }
-}
-
-#[cold]
-fn wake_all_spaces(region: &PagedRegion, counters: &mut Counters, pages: PageRange) {
-    for space in region.spaces.all() {
-        for range in space.parts(region, pages) {
-            counters.wakes += 1;
-            // Fails if the range is not mapped any more, where no thread sleeps.
-            let _ = space.channel.uffd.wake(range);
-        }
-    }
-}
-
-/// Marks lost pages in a region's further address spaces.
-pub(crate) fn poison_in_spaces(region: &PagedRegion, pages: PageRange) -> bool {
-    let mut all_marked = true;
-    for space in region.spaces.all() {
-        // The caller may have the region's install lock: no events are read here. A thread that touches a page
-        // which was not marked sleeps, and its fault marks the page.
-        let mut again = Again::for_a_turn();
-        all_marked &= poison_in(region, &space, pages, &mut again, |_| true);
-    }
-    all_marked
-}
-
-/// Marks lost pages in an address space. Returns whether none of them reads as zeroes.
-fn poison_in(
-    region: &PagedRegion,
-    space: &AddressSpace,
-    pages: PageRange,
-    again: &mut Again,
-    mut may_wait: impl FnMut(&Again) -> bool,
-) -> bool {
-    let page_bytes = 1 << region.page_shift();
-    let mut parts = space.parts(region, pages).into_iter();
-    parts.all(|range| {
-        let uffd = &space.channel.uffd;
-        poison_range(uffd, range, page_bytes, again, &mut may_wait) == Mark::Made
-    })
 }
 
 /// The end of an attempt to resolve a fault of a further address space.

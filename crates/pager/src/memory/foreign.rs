@@ -13,8 +13,8 @@ use rustix::mm::Advice;
 
 use super::{Memory, Shape, copy, span, zero_pages};
 use crate::error::{AddError, DiscardError, InstallFailure};
-use crate::install::Body;
-use crate::region::Place;
+use crate::memory::Body;
+use crate::memory::Place;
 
 /// The file of a region's memory, handed over by its owner.
 #[derive(Debug)]

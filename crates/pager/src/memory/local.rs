@@ -9,8 +9,8 @@ use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
 
 use super::{Memory, Shape, copy};
 use crate::error::{AddError, DiscardError, InstallFailure};
-use crate::install::Body;
-use crate::region::Place;
+use crate::memory::Body;
+use crate::memory::Place;
 
 /// A [`Region`].
 #[derive(Debug)]

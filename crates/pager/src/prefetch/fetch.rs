@@ -11,7 +11,8 @@ use crate::content::{content_of, fill_buffer, fill_buffer_now, mapped_now};
 use crate::counters::Counters;
 use crate::error::{InstallFailure, PrefetchError, ResolveError};
 use crate::fault::{Delivery, Fault};
-use crate::install::{Body, Installed, Installer, Sleepers};
+use crate::install::{Installed, Installer, Sleepers};
+use crate::memory::Body;
 use crate::region::{PagedRegion, Served, Supply};
 use crate::source::{Filled, LocalSource, Source};
 
