@@ -32,7 +32,6 @@ mod poison_map;
 mod policy;
 mod range;
 mod region;
-mod room;
 mod snapshot;
 mod sync;
 

@@ -4,6 +4,7 @@ mod content;
 mod error;
 mod failure;
 mod paging;
+mod room;
 mod service;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,9 +25,9 @@ use crate::mapping::{FilePart, Mapping};
 use crate::page::{PageIndex, PageRange, PageSize};
 use crate::policy::FailurePolicy;
 use crate::range::{GuestRange, HostRange, RangeError};
-use crate::room::check_room;
 
 use paging::Paging;
+use room::check_room;
 use service::ServiceGate;
 
 pub use error::{AccessError, ContentError, FaultInError, RegionError};

@@ -2,11 +2,11 @@
 
 use pagetide_uapi::host::{HugepagePool, available_bytes};
 
+use super::RegionError;
 use crate::backing::Backing;
-use crate::region::RegionError;
 
 /// Refuses a region that the host cannot hold, before any resource is created.
-pub(crate) fn check_room(bytes: u64, backing: Backing) -> Result<(), RegionError> {
+pub(super) fn check_room(bytes: u64, backing: Backing) -> Result<(), RegionError> {
     if backing.is_hugetlb() {
         let page_size = backing.page_size();
         let pool = HugepagePool::read(page_size.bytes())
