@@ -137,6 +137,11 @@ impl Pager {
         for space in region.spaces.all() {
             self.close_space(region, &space);
         }
+        if ends_with_its_memory(region) {
+            region.map.notify_all();
+            self.leave_channels(region);
+            return region.memory.end();
+        }
         // Repeated, in case an installation that began before it saw the end has given its pages back
         // since.
         while region.map.next_unsettled(region.all_pages()).is_some() {
@@ -319,6 +324,15 @@ impl Pager {
     }
 }
 
+/// Whether nobody can read a missing page any more, so that none needs a mark: that would cost a page table entry for each.
+fn ends_with_its_memory(region: &PagedRegion) -> bool {
+    match region.memory.local() {
+        // Nobody else has it, so that it is unmapped next.
+        Some(local) => Arc::strong_count(local) == 1 && local.close_guest().is_ok(),
+        None => region.served.iter().all(|served| served.channel.is_gone()),
+    }
+}
+
 /// The addresses that the pager has registered, with their channels.
 fn local_ranges(region: &PagedRegion) -> impl Iterator<Item = (&Served, UserRange)> {
     let start = region.memory.shape().range.start().as_u64();
@@ -420,6 +434,7 @@ mod tests {
 
     /// Closes a region without missing pages. Returns whether its userfaultfd is open afterwards.
     fn is_open_after_close(pager: &Pager, region: PagedRegion) -> bool {
+        let _its_owner = region.memory.local().cloned();
         settle(pager, &region, PAGES, Body::Zero);
         let uffd = Arc::downgrade(&region.served[0].channel.uffd);
         pager.close_region(&region);
@@ -447,6 +462,46 @@ mod tests {
             let wanted = is_lost && !can_poison;
             assert_eq!(is_open, wanted, "lost {is_lost}, can poison {can_poison}");
         }
+    }
+
+    /// Its memory is unmapped next, so that a mark for each missing page would be for nothing.
+    #[test]
+    fn memory_that_nobody_else_has_ends_without_a_mark_for_each_page() {
+        let pager = Pager::new().unwrap();
+        for has_owner in [true, false] {
+            let Some(region) = region(&pager, true) else {
+                return;
+            };
+            let owner = region.memory.local().filter(|_| has_owner).cloned();
+            let start = region.memory.shape().range.start().as_u64();
+            let uffd = Arc::downgrade(&region.served[0].channel.uffd);
+            pager.close_region(&region);
+            let counts = region.map.counts();
+            let expected = if has_owner { (0, 4) } else { (4, 0) };
+            assert_eq!((counts.absent, counts.poisoned), expected);
+            // Until it is unmapped, nobody reads zeroes there.
+            assert_eq!(is_readable(start), has_owner);
+            drop(region);
+            assert!(uffd.upgrade().is_none());
+            if let Some(memory) = owner {
+                let touched = memory.fault_in(PAGES, FaultInAccess::Read);
+                assert!(
+                    matches!(touched, Err(FaultInError::Poisoned { .. })),
+                    "{touched:?}"
+                );
+            }
+        }
+    }
+
+    /// Whether this process's mapping at an address may be read.
+    fn is_readable(address: u64) -> bool {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let number = |text: &str| u64::from_str_radix(text, 16).unwrap();
+        maps.lines().any(|line| {
+            let (range, rest) = line.split_once(' ').unwrap();
+            let (start, end) = range.split_once('-').unwrap();
+            (number(start)..number(end)).contains(&address) && rest.starts_with('r')
+        })
     }
 
     /// As after a process that kept discarding memory has stopped.

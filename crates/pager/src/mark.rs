@@ -70,6 +70,9 @@ fn mark_at_home(
     Mark::Made
 }
 
+/// What one call marks at most: meanwhile it holds the lock of the process's address space.
+const STEP_BYTES: u64 = 64 << 20;
+
 /// Marks the pages of a range that are not mapped, and wakes the threads that sleep there. Where the kernel cannot
 /// serve a call now, `may_wait` decides whether to wait and call again: [`Mark::EventsFirst`] if not.
 pub(crate) fn poison_range(
@@ -79,13 +82,14 @@ pub(crate) fn poison_range(
     again: &mut Again,
     mut may_wait: impl FnMut(&Again) -> bool,
 ) -> Mark {
-    let mut most = u64::MAX;
+    let step = STEP_BYTES.max(page_bytes);
+    let mut most = step;
     while range.bytes > 0 {
         let piece = UserRange {
             start: range.start,
             bytes: range.bytes.min(most),
         };
-        most = u64::MAX;
+        most = step;
         let done = match uffd.poison_pages(piece, Wake::Wake) {
             Ok(()) => piece.bytes,
             Err(InstallError::Exists { installed_bytes }) => {

@@ -168,7 +168,8 @@ impl Pager {
         // Lost pages, too: it may not have been possible to mark some of them before.
         let reads_zeroes = |state: PageState| !state.is_settled() || state == PageState::Poisoned;
         let mut again = Again::with_patience();
-        let is_safe = self.poison_where(region, space, &mut again, reads_zeroes);
+        let is_safe =
+            space.channel.is_gone() || self.poison_where(region, space, &mut again, reads_zeroes);
         for range in space.parts(region.id, region.all_pages()) {
             let _ = space.channel.uffd.wake(range);
             if is_safe {

@@ -159,6 +159,38 @@ fn killing_a_process_ends_only_its_own_regions() {
     assert_no_trouble(&pager);
 }
 
+/// Nobody can read its missing pages.
+#[test]
+fn the_end_of_a_region_whose_process_has_gone_costs_nothing_for_what_is_missing() {
+    if !Other::can_start() {
+        return;
+    }
+    // 64 GiB, for which the page map has 16 MiB.
+    const PAGES: u64 = 16 << 20;
+    let pager = Pager::new().unwrap();
+    let (killed, its) = Other::start(&[]);
+    let gone = killed.map(PAGES, Mode::Minor);
+    let id = pager.add(config(&its, &gone, AT)).unwrap();
+    killed.kill();
+    // The peak is the resident memory of this moment.
+    if let Err(error) = std::fs::write("/proc/self/clear_refs", "5") {
+        println!("SKIP: /proc/self/clear_refs: {error}");
+        return;
+    }
+    let before = peak_bytes();
+    pager.remove(id).unwrap();
+    let grown = peak_bytes() - before;
+    assert!(grown < 8 << 20, "{grown} bytes");
+}
+
+/// The most memory that this process has had resident.
+fn peak_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.unwrap().trim().strip_suffix(" kB").unwrap();
+    kib.parse::<u64>().unwrap() << 10
+}
+
 /// A mapping of a child's memory in this process: of a VMM and its back end, in either role.
 fn view_of(mapped: &Mapped) -> View {
     let file = mapped.file.as_ref().unwrap();

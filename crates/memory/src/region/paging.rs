@@ -66,6 +66,16 @@ impl Region {
         }
     }
 
+    /// Makes the guest mapping inaccessible for good, for an owner that is about to unmap it: whoever uses it meanwhile
+    /// must not find zeroes where content is missing. Costs one call, however much is missing.
+    ///
+    /// # Errors
+    /// The kernel's; then nothing has changed.
+    pub fn close_guest(&self) -> Result<(), RegionError> {
+        let closed = self.guest.protect(MprotectFlags::empty());
+        closed.map_err(|errno| RegionError::BeginPaging { errno })
+    }
+
     /// The use of the service mapping; `None` while the region is not paged.
     pub fn paging(&self) -> Option<ServiceAccess> {
         self.lock_paging().access
