@@ -41,7 +41,7 @@ pub use backing::{Backing, ParseBackingError};
 pub use exclusive::Exclusive;
 pub use file_view::{FileAccessError, FileView, FileViewError};
 pub use memory_file::{MemoryFile, MemoryFileAccessError, MemoryFileError};
-pub use missing::{Entry, MissingPages, Touch, Urgency, Wish, split_entries};
+pub use missing::{Entry, MissingPages, PutBack, Touch, Urgency, Wish, split_entries};
 pub use page::{PageIndex, PageRange, PageSize};
 pub use page_map::{
     Claim, ClaimGuard, ImportError, PageMap, PageMapError, PageMapImage, PageState, Pend, Removal,

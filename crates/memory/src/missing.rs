@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::page::{PageIndex, PageRange};
-use crate::page_map::{ClaimGuard, PageMap, PageState, Pend, WakeWanted};
+use crate::page_map::{ClaimGuard, PageMap, PageState, Pend};
 
 /// How soon the content of a page is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -17,9 +17,9 @@ pub enum Urgency {
 /// Who asks for a missing page, the more urgent the greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Wish {
-    /// Nobody yet: prefetch.
+    /// Prefetch: no thread has touched them.
     Ahead,
-    /// Nobody yet, but a thread asks for a page beside it.
+    /// A thread that asks for a page beside them.
     Near,
     /// A thread that looks at the page map again when the page's state changes.
     Touched,
@@ -66,14 +66,24 @@ pub enum Touch<Job> {
     Outside,
 }
 
+/// What [`MissingPages::put_back`] leaves to the caller.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use = "a thread may sleep on the pages"]
+pub struct PutBack {
+    /// A thread sleeps on these Absent pages. The caller wakes it, and it faults again.
+    pub wake: Vec<PageIndex>,
+    /// These pages are in the book, and the first thread waits for each of them since it was claimed.
+    pub raised: Vec<PageIndex>,
+}
+
 /// The missing pages of a region that somebody has asked for, beside the region's [`PageMap`].
 ///
 /// A page is Pending in the map if, and only if, it is in the book. Both change together, under the lock in which the
-/// owner keeps the book. There are two exceptions, and each is the property of one thread. A claim takes the entries
-/// of its pages out ([`Self::take`]), and at its end either drops them, because the pages are settled, or puts them
+/// owner keeps the book. There are two exceptions, in which one thread has the entry. A claim takes the entries
+/// of its pages out ([`Self::take`]). At its end it drops them, because the pages are settled, or puts them
 /// back ([`Self::put_back`]). And a thread that removes or poisons a page in the map takes the entry out next.
 ///
-/// So an entry is always in one place: it cannot be lost, and nothing has to be reconciled.
+/// So an entry is always in one place, and nothing has to be reconciled.
 #[derive(Debug)]
 pub struct MissingPages<Job> {
     /// By the number of their first page. They do not overlap.
@@ -213,30 +223,45 @@ impl<Job: Copy + PartialEq> MissingPages<Job> {
     }
 
     /// Ends a claim without a result: its pages are Absent or Pending as before, and their entries, which the caller
-    /// had taken out, are in the book again. A thread that has left its wake-up to the claim meanwhile sleeps on for a
-    /// Pending page. Whether one sleeps on an Absent page is returned: the caller wakes it, and it faults again.
+    /// had taken out, are in the book again. A thread that has left its wake-up to the claim meanwhile sleeps on if the
+    /// page is Pending.
     pub fn put_back(
         &mut self,
         guard: ClaimGuard<'_>,
         entries: impl IntoIterator<Item = Entry<Job>>,
-    ) -> WakeWanted {
+    ) -> PutBack {
         self.enter_again(entries);
-        let mut wanted = false;
-        guard.give_back(false, |page, state| match state {
-            PageState::Pending => drop(self.raise(page, Wish::Asleep)),
-            _ => wanted = true,
+        let mut left = PutBack::default();
+        guard.give_back(false, |page, state| {
+            if state != PageState::Pending {
+                left.wake.push(page);
+            } else if let Some(before) = self.raise(page, Wish::Asleep)
+                && !before.wish.is_waiting()
+            {
+                left.raised.push(page);
+            }
         });
-        WakeWanted::from(wanted)
+        left
     }
 
     /// The same for a caller that can wake nobody, because it unwinds: each page on which a thread sleeps is Pending.
-    pub fn keep(&mut self, guard: ClaimGuard<'_>, entries: impl IntoIterator<Item = Entry<Job>>) {
+    /// Returns those for which nobody had waited before.
+    pub fn keep(
+        &mut self,
+        guard: ClaimGuard<'_>,
+        entries: impl IntoIterator<Item = Entry<Job>>,
+    ) -> Vec<PageIndex> {
         self.enter_again(entries);
-        guard.give_back(true, |page, _| {
-            if self.raise(page, Wish::Asleep).is_none() {
+        let mut raised = Vec::new();
+        guard.give_back(true, |page, _| match self.raise(page, Wish::Asleep) {
+            Some(before) if before.wish.is_waiting() => {}
+            Some(_) => raised.push(page),
+            None => {
                 self.enter(PageRange::single(page), Wish::Asleep);
+                raised.push(page);
             }
         });
+        raised
     }
 
     fn enter_again(&mut self, entries: impl IntoIterator<Item = Entry<Job>>) {

@@ -33,7 +33,7 @@ pub use image::{ImportError, PageMapImage};
 /// | Installing | Present | [`ClaimGuard::finish`] | content is installed |
 /// | Installing | Zero | [`ClaimGuard::finish`] | the zero page is installed |
 /// | Installing | Poisoned | [`ClaimGuard::finish`] | the source reports that the content is lost |
-/// | Installing | Absent or Pending, as claimed | [`ClaimGuard::abandon`] | the owner failed; others may claim |
+/// | Installing | Absent or Pending, as claimed | [`ClaimGuard::abandon`], [`MissingPages::put_back`](crate::MissingPages::put_back) | the owner failed; others may claim |
 /// | Installing | Pending | [`MissingPages::keep`](crate::MissingPages::keep) | the owner has ended without a result, and a thread sleeps on the page |
 /// | Absent, Pending, Present, Zero, Removed | Removed | [`Self::remove`] | the guest discarded the content |
 /// | Absent, Pending, Present, Zero, Removed | Poisoned | [`Self::poison`] | an uncorrected error destroyed the content, now or before the VM was restored |
@@ -163,7 +163,7 @@ impl PageMap {
         match update(cell, ABSENT, claimed) {
             Ok(before) => {
                 let run = self.grow(page, window, claimed_absent);
-                Claim::Won(ClaimGuard::new(self, run, is_pending(before)))
+                Claim::Won(ClaimGuard::new(self, run, is_entered(before)))
             }
             Err(found) => Claim::Lost(PageState::of(found)),
         }
@@ -180,7 +180,7 @@ impl PageMap {
             if let Ok(before) = update(cell, seen, claimed) {
                 first.get_or_insert(page);
                 count += 1;
-                has_pending |= is_pending(before);
+                has_pending |= is_entered(before);
             } else if first.is_some() {
                 break;
             }
@@ -238,7 +238,7 @@ impl PageMap {
                     0 => BEGUN,
                     _ => !STATE,
                 };
-                is_pending(seen).then_some(ABSENT | seen & kept)
+                is_entered(seen).then_some(ABSENT | seen & kept)
             };
             if let Ok(before) = update(cell, cell.load(Ordering::Relaxed), next)
                 && before & INSTALLING == 0
@@ -430,9 +430,9 @@ fn claimed_absent(seen: u8) -> Option<u8> {
     (PageState::of(seen) == PageState::Absent).then_some(seen | INSTALLING)
 }
 
-/// Whether a page was Pending before the claim, if it is claimed, or is Pending.
+/// Whether a page is Pending, or was before it was claimed.
 #[inline]
-fn is_pending(byte: u8) -> bool {
+fn is_entered(byte: u8) -> bool {
     byte & STATE == PENDING
 }
 

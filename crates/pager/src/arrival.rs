@@ -82,7 +82,7 @@ pub(crate) fn arrive(
         let installed = installer.install(claim, body, wanted);
         let failed = !matches!(installed, Ok(Installed::Piece(_)));
         drop(lock);
-        // What was put back may have another request.
+        // Entries that were put back may have a new job, which is to be submitted.
         let is_whole = match &installed {
             Ok(Installed::Piece(pages)) => wanted.is_none() || *pages == run,
             _ => false,

@@ -7,7 +7,7 @@ use crate::region::PagedRegion;
 
 /// Pages that this thread installs, and their entries: nobody else has either.
 ///
-/// Each way to end it leaves the entries in one place. Dropping it, as when its owner panics, puts them back.
+/// Dropping it, as when its owner panics, puts the entries back into the book.
 pub(crate) struct Claim<'r> {
     region: &'r PagedRegion,
     /// `None` at the end.
@@ -82,24 +82,30 @@ impl<'r> Claim<'r> {
         }
     }
 
-    /// Gives the pages back as they were. Returns whether threads are to be woken, which then fault again; those that
-    /// sleep on pages with an entry sleep on.
-    pub(crate) fn give_back(mut self) -> WakeWanted {
+    /// Gives the pages back as they were. Returns runs on which threads are to be woken, which then fault again; those
+    /// that sleep on pages with an entry sleep on.
+    #[must_use = "a thread may sleep on the pages"]
+    pub(crate) fn give_back(mut self) -> Vec<PageRange> {
         let entries = std::mem::take(&mut self.entries);
+        let pages = self.pages();
         match self.guard.take() {
-            Some(guard) if guard.has_pending() => {
+            Some(guard) if guard.has_pending() && !pages.is_empty() => {
                 let map = &self.region.map;
-                self.region.missing().put_back(map, guard, entries)
+                let wake = self.region.missing().put_back(map, guard, entries);
+                wake.into_iter().map(PageRange::single).collect()
             }
-            Some(guard) => guard.abandon(),
-            None => WakeWanted::No,
+            Some(guard) => match guard.abandon() {
+                WakeWanted::Yes => vec![pages],
+                WakeWanted::No => Vec::new(),
+            },
+            None => Vec::new(),
         }
     }
 }
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        if let Some(guard) = self.guard.take() {
+        if let Some(guard) = self.guard.take_if(|guard| !guard.pages().is_empty()) {
             let entries: Vec<Entry<_>> = std::mem::take(&mut self.entries);
             self.region.missing().keep(&self.region.map, guard, entries);
         }

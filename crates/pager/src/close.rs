@@ -96,15 +96,14 @@ impl Pager {
         // consumes a message that the successor needs.
         served.channel.set_handed_over(true);
         let spaces = self.export_spaces(region);
-        self.cancel_all(region);
+        // All threads are woken below.
+        drop(self.cancel_all(region));
         self.set_table(table.without(id));
         let uffd = Arc::clone(&served.channel.uffd);
         let spans = served.channel.spans_of(id, &region.home_of(served));
         self.leave_channels(region);
-        // Installations in progress are finished: after this no page changes any more. They may have put entries
-        // back; the threads that sleep on those pages are woken below.
+        // Installations in progress are finished: after this no page changes any more.
         self.settle_installing(region);
-        self.cancel_all(region);
         region.map.notify_all();
         let image = region.map.image();
         let mut parts = Vec::with_capacity(spans.len());
@@ -131,7 +130,8 @@ impl Pager {
     /// Ends all activity in a region, and poisons the missing pages.
     pub(crate) fn close_region(&self, region: &PagedRegion) {
         region.close();
-        self.cancel_all(region);
+        // All threads are woken below.
+        drop(self.cancel_all(region));
         self.settle_installing(region);
         // First, so that their missing pages are marked once.
         for space in region.spaces.all() {
@@ -140,14 +140,11 @@ impl Pager {
         if ends_with_its_memory(region) {
             region.map.notify_all();
             self.leave_channels(region);
+            // Which wakes the threads that sleep there.
+            self.unregister_local(region);
             return region.memory.end();
         }
-        // Repeated, in case an installation that began before it saw the end has given its pages back
-        // since.
-        while region.map.next_unsettled(region.all_pages()).is_some() {
-            self.settle_installing(region);
-            self.poison_missing(region);
-        }
+        self.poison_all_missing(region);
         region.map.notify_all();
         if region.memory.local().is_none() {
             // Unregistering a local region wakes its sleeping threads. Here their messages may be
@@ -245,8 +242,16 @@ impl Pager {
         }
     }
 
-    /// Poisons every missing page: in the page map, and in the memory that faults.
-    pub(crate) fn poison_missing(&self, region: &PagedRegion) {
+    /// Poisons every missing page. Repeated, in case an installation that began before has given its pages back since.
+    pub(crate) fn poison_all_missing(&self, region: &PagedRegion) {
+        while region.map.next_unsettled(region.all_pages()).is_some() {
+            self.settle_installing(region);
+            self.poison_missing(region);
+        }
+    }
+
+    /// Poisons the pages that are missing and have no owner: in the page map, and in the memory that faults.
+    fn poison_missing(&self, region: &PagedRegion) {
         let mut rest = region.all_pages();
         while let Some((page, _)) = region.map.next_unsettled(rest) {
             let behind = PageRange::new(page, rest.end().0 - page.0);

@@ -130,8 +130,10 @@ impl Pager {
     /// The region does not exist.
     pub fn abandon(&self, id: RegionId) -> Result<(), RegionChangeError> {
         let region = self.region(id)?;
-        self.cancel_all(&region);
-        self.poison_missing(&region);
+        let asleep = self.cancel_all(&region);
+        self.poison_all_missing(&region);
+        // Their pages may have been settled by a thread that found no entry any more.
+        self.wake_runs(&region, &asleep);
         Ok(())
     }
 }

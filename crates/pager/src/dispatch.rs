@@ -84,6 +84,8 @@ impl Pager {
             let request = self.request(region, &submission, missing.replaced);
             drop(missing);
             let panicked = catch_unwind(AssertUnwindSafe(|| source.submit(request))).err();
+            // Not under the lock: if it was replaced, this may be its end, which answers its requests.
+            drop(source);
             if let Some(panic) = panicked {
                 let message = message_of(&*panic);
                 let error = SourceError::Panicked { message };
@@ -132,10 +134,12 @@ impl Pager {
             return;
         };
         if urgency == Urgency::Urgent {
-            self.notify(Notice::NotInstalled {
-                region: region.id,
-                source: Arc::new(failure),
-            });
+            if after.stalled {
+                self.notify(Notice::NotInstalled {
+                    region: region.id,
+                    source: Arc::new(failure),
+                });
+            }
             return;
         }
         self.report_set_aside(region, &after.set_aside, &failure);
@@ -272,15 +276,19 @@ impl Pager {
 
     /// Wakes threads that were left asleep, so that they fault again.
     pub(crate) fn wake_asleep(&self, region: &PagedRegion) {
-        let resumed = region.missing().resume(&region.map);
+        let resumed = region.missing().take_resumable(&region.map);
+        self.wake_runs(region, &resumed);
+    }
+
+    /// Wakes the threads that sleep on runs of pages.
+    pub(crate) fn wake_runs(&self, region: &PagedRegion, runs: &[PageRange]) {
         let mut counters = Counters::default();
-        for pages in resumed {
+        for &pages in runs {
             self.wake_run(region, pages, &mut counters);
         }
         self.count(&counters);
     }
 
-    /// Wakes the threads that sleep on a run.
     fn wake_run(&self, region: &PagedRegion, pages: PageRange, counters: &mut Counters) {
         let mut rest = pages;
         while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
@@ -327,16 +335,19 @@ impl Pager {
         let source = missing.source.clone();
         drop(missing);
         cancel_each(source.as_ref(), region.id, cancelled);
+        self.submit(region);
     }
 
-    /// Cancels all requests of a region for good.
-    pub(crate) fn cancel_all(&self, region: &PagedRegion) {
+    /// Cancels all requests of a region for good. Returns the pages on which threads sleep, which are to be woken.
+    #[must_use = "a thread may sleep on the pages"]
+    pub(crate) fn cancel_all(&self, region: &PagedRegion) -> Vec<PageRange> {
         let mut missing = region.missing();
-        let cancelled = missing.clear(&region.map);
+        let (cancelled, asleep) = missing.clear(&region.map);
         let source = missing.source.clone();
         drop(missing);
         cancel_each(source.as_ref(), region.id, cancelled);
         self.changes.notify();
+        asleep
     }
 }
 

@@ -3,7 +3,7 @@
 //! Every installation passes [`Installer::install`]: local content that a fault claimed, answers of a
 //! source, and pushed pages.
 
-use pagetide_memory::{PageIndex, PageRange, Settled, WakeWanted};
+use pagetide_memory::{PageIndex, PageRange, Settled};
 use pagetide_uapi::userfaultfd::{InstallError, Wake};
 
 use crate::again::Again;
@@ -231,13 +231,7 @@ impl<'a> Installer<'a> {
     /// Gives pages back in their previous states. Sleeping threads that were left to this claim fault
     /// again, unless the pages are in the book of missing pages: then whoever delivers them wakes the threads.
     pub(crate) fn give_back(&mut self, claim: Claim<'_>) {
-        let pages = claim.pages();
-        let wanted = claim.give_back();
-        self.wake_wanted(pages, wanted);
-    }
-
-    fn wake_wanted(&mut self, pages: PageRange, wanted: WakeWanted) {
-        if wanted.is_wanted() {
+        for pages in claim.give_back() {
             wake(self.region, self.served, self.lock, self.counters, pages);
         }
     }

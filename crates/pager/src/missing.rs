@@ -20,8 +20,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pagetide_memory::{
-    ClaimGuard, Entry, MissingPages, PageIndex, PageMap, PageRange, PageState, Touch, Urgency,
-    WakeWanted, Wish,
+    ClaimGuard, Entry, MissingPages, PageIndex, PageMap, PageRange, PageState, PutBack, Touch,
+    Urgency, Wish,
 };
 
 use crate::requests::{Job, JobId, Requests, Submission, later};
@@ -52,7 +52,7 @@ pub(crate) enum Miss {
 pub(crate) struct AfterMiss {
     /// The pages were delivered otherwise: it was no failure.
     pub(crate) is_moot: bool,
-    /// The region has just stalled.
+    /// The region has stalled because of it.
     pub(crate) stalled: bool,
     /// Pages that prefetch leaves out from now on.
     pub(crate) set_aside: Vec<PageRange>,
@@ -66,6 +66,7 @@ pub(crate) struct Missing {
     pub(crate) requests: Requests,
     /// `None`: the content is local.
     pub(crate) source: Option<Arc<dyn Source>>,
+    has_source: bool,
     /// A thread is submitting; other threads leave their requests to it.
     pub(crate) is_submitting: bool,
     /// How often the source was replaced: the answers of a former one are dropped.
@@ -83,6 +84,7 @@ impl Missing {
         Self {
             pages: MissingPages::default(),
             requests,
+            has_source: source.is_some(),
             source,
             is_submitting: false,
             replaced: 0,
@@ -116,14 +118,21 @@ impl Missing {
         Ok(true)
     }
 
-    /// Prefetch asks for `page` and the absent pages of `window` around it. Returns those that are requested.
+    /// Prefetch asks for `page` and the absent pages of `window` around it. Returns those that are requested. A page on
+    /// which a thread sleeps, whose fault could not be resolved, is requested for that thread.
     pub(crate) fn request_ahead(
         &mut self,
         map: &PageMap,
         page: PageIndex,
         window: PageRange,
     ) -> Option<PageRange> {
-        let pages = self.pages.plan(map, page, window)?;
+        let Some(pages) = self.pages.plan(map, page, window) else {
+            let entry = self.pages.entry(page)?;
+            let is_unresolved = entry.job.is_none() && entry.wish == Wish::Asleep;
+            let pages = is_unresolved.then_some(PageRange::single(page))?;
+            self.request_urgently(page);
+            return Some(pages);
+        };
         let job = self.requests.want(pages, Urgency::Bulk);
         self.pages.set_job(pages, None, Some(job));
         Some(pages)
@@ -155,24 +164,44 @@ impl Missing {
         self.pages.take(pages)
     }
 
-    /// Ends a claim without a result. Returns whether threads are to be woken that sleep on its pages.
+    /// Ends a claim without a result. Returns the pages on which threads sleep that are to be woken.
+    #[must_use = "a thread may sleep on the pages"]
     pub(crate) fn put_back(
         &mut self,
         map: &PageMap,
         guard: ClaimGuard<'_>,
         entries: Entries,
-    ) -> WakeWanted {
+    ) -> Vec<PageIndex> {
         let pages = guard.pages();
-        let wanted = self.pages.put_back(guard, entries);
+        let PutBack { wake, raised } = self.pages.put_back(guard, entries);
         self.renew(map, pages);
-        wanted
+        raised
+            .into_iter()
+            .for_each(|page| self.request_urgently(page));
+        wake
     }
 
     /// The same for a caller that unwinds, and can wake nobody.
     pub(crate) fn keep(&mut self, map: &PageMap, guard: ClaimGuard<'_>, entries: Entries) {
         let pages = guard.pages();
-        self.pages.keep(guard, entries);
+        let raised = self.pages.keep(guard, entries);
         self.renew(map, pages);
+        raised
+            .into_iter()
+            .for_each(|page| self.request_urgently(page));
+    }
+
+    /// The first thread waits for a page of the book: a bulk request, or none, is not enough.
+    fn request_urgently(&mut self, page: PageIndex) {
+        let job = self.pages.entry(page).map(|entry| entry.job);
+        let Some(before) = job.filter(|_| self.has_source) else {
+            return;
+        };
+        if before.is_none_or(|job| job.urgency == Urgency::Bulk) {
+            let single = PageRange::single(page);
+            let job = self.requests.want(single, Urgency::Urgent);
+            self.pages.set_job(single, before, Some(job));
+        }
     }
 
     /// Entries whose job has ended while a claim had them get another, or are withdrawn.
@@ -290,12 +319,11 @@ impl Missing {
     ) -> AfterMiss {
         let mut after = AfterMiss::default();
         let failures = job.failures + u32::from(miss == Miss::Failed);
-        if failures >= self.requests.policy().attempts && !self.requests.is_stalled() {
+        let is_last = failures >= self.requests.policy().attempts && !self.requests.is_stalled();
+        let is_refused = matches!(miss, Miss::NotInstalled { .. });
+        if (is_last || is_refused) && left.iter().any(|entry| entry.wish.is_waiting()) {
             self.requests.stall();
             after.stalled = true;
-        }
-        if let Miss::NotInstalled { .. } = miss {
-            self.requests.stall();
         }
         let pause = match miss {
             _ if self.requests.is_stalled() => None,
@@ -395,7 +423,7 @@ impl Missing {
     /// What prefetch makes of a page that is Pending.
     pub(crate) fn outlook(&self, page: PageIndex) -> Outlook {
         match self.pages.entry(page) {
-            Some(entry @ Entry { job: None, .. }) if self.source.is_some() => {
+            Some(entry) if is_set_aside(entry) || entry.wish == Wish::AsleepForGood => {
                 Outlook::LeftOut(entry.pages.end())
             }
             Some(Entry { job: None, .. }) => Outlook::Missing,
@@ -459,7 +487,7 @@ impl Missing {
 
     /// Takes the entries out of which threads may be woken, to fault again: those without a job. Returns their pages.
     #[must_use = "a thread may sleep on the pages"]
-    pub(crate) fn resume(&mut self, map: &PageMap) -> Vec<PageRange> {
+    pub(crate) fn take_resumable(&mut self, map: &PageMap) -> Vec<PageRange> {
         let resumed = self.pages.iter().filter(|entry| {
             entry.job.is_none() && matches!(entry.wish, Wish::Touched | Wish::Asleep)
         });
@@ -473,12 +501,15 @@ impl Missing {
         resumed
     }
 
-    /// Empties the book. Returns the requests that are to be cancelled; all threads that sleep on the region's missing
-    /// pages are to be woken.
-    pub(crate) fn clear(&mut self, map: &PageMap) -> Vec<RequestId> {
+    /// Empties the book. Returns the requests that are to be cancelled, and the pages on which threads sleep, which are
+    /// to be woken.
+    #[must_use = "a thread may sleep on the pages"]
+    pub(crate) fn clear(&mut self, map: &PageMap) -> (Vec<RequestId>, Vec<PageRange>) {
         let all = PageRange::new(PageIndex(0), map.pages());
-        drop(self.pages.withdraw(map, all));
-        self.requests.clear()
+        let entries = self.pages.withdraw(map, all).into_iter();
+        let asleep = entries.filter(|entry| entry.wish.is_asleep());
+        let asleep = asleep.map(|entry| entry.pages).collect();
+        (self.requests.clear(), asleep)
     }
 }
 
@@ -487,9 +518,9 @@ impl Missing {
 pub(crate) enum Outlook {
     /// It is requested, or being installed, as are the pages up to this one.
     Coming(PageIndex),
-    /// It is local content, and a fault could not be resolved: it is tried again.
+    /// Nothing brings it, because a fault could not be resolved: it is tried again.
     Missing,
-    /// Nothing brings it, nor the pages up to this one: they were set aside, or a fault could not be resolved.
+    /// Nothing brings it, nor the pages up to this one: they were set aside, or other code has mapped something there.
     LeftOut(PageIndex),
 }
 

@@ -28,6 +28,12 @@ fn run(first: u64, count: u64) -> PageRange {
     PageRange::new(PageIndex(first), count)
 }
 
+struct NoSource;
+
+impl Source for NoSource {
+    fn submit(&self, _: crate::Request) {}
+}
+
 /// A region's book, its map, and the time.
 struct Book {
     missing: Missing,
@@ -39,7 +45,7 @@ impl Book {
     fn new() -> Self {
         let requests = Requests::new(LIMITS, POLICY, PAGE);
         Self {
-            missing: Missing::new(requests, None),
+            missing: Missing::new(requests, Some(Arc::new(NoSource))),
             map: Rc::new(PageMap::new(PAGES).unwrap()),
             now: Instant::now(),
         }
@@ -98,7 +104,7 @@ impl Book {
             let entries = self.missing.take(guard.pages());
             if bad(page.0) {
                 failed = true;
-                woken |= self.missing.put_back(&self.map, guard, entries).is_wanted();
+                woken |= !self.missing.put_back(&self.map, guard, entries).is_empty();
             } else {
                 installed = true;
                 woken |= guard.finish(pagetide_memory::Settled::Present).is_wanted();
@@ -259,7 +265,7 @@ fn an_entry_that_outlives_its_job_gets_another() {
         let after = book.missing.answered(&book.map, job, false, None, book.now);
         assert!(after.is_moot);
         let wanted = book.missing.put_back(&book.map, guard, entries);
-        assert_eq!(wanted, WakeWanted::No);
+        assert!(wanted.is_empty());
         if is_ahead {
             assert_eq!(book.state(3), PageState::Absent);
             assert_eq!(book.submit(), None);
@@ -443,12 +449,89 @@ fn threads_without_a_job_are_woken_by_a_resume_but_not_those_on_foreign_pages() 
     let guard = book.map.claim_arrived(run(3, 3)).unwrap();
     let entries = book.missing.take(guard.pages());
     let wanted = book.missing.put_back(&book.map, guard, entries);
-    assert_eq!(wanted, WakeWanted::No);
-    let resumed = book.missing.resume(&book.map);
+    assert!(wanted.is_empty());
+    let resumed = book.missing.take_resumable(&book.map);
     assert_eq!(resumed, [run(3, 1), run(5, 1), run(9, 1)]);
     assert_eq!([3, 4, 5, 7].map(|page| book.state(page)), {
         let (absent, pending) = (PageState::Absent, PageState::Pending);
         [absent, pending, absent, pending]
     });
-    assert_eq!(book.missing.resume(&book.map), []);
+    assert_eq!(book.missing.take_resumable(&book.map), []);
+}
+
+/// The owner may wake a thread for one page of its claim, and not for another.
+#[test]
+fn a_claim_that_fails_wakes_no_thread_on_a_foreign_page() {
+    let mut book = Book::new();
+    let wish = Wish::AsleepForGood;
+    let left = book.missing.leave_asleep(&book.map, PageIndex(3), wish);
+    assert_eq!(left, Ok(()));
+    let map = Rc::clone(&book.map);
+    let guard = map.claim_arrived(run(3, 2)).unwrap();
+    let entries = book.missing.take(guard.pages());
+    assert_eq!(map.want_wake(PageIndex(4)), Some(PageState::Installing));
+    let woken = book.missing.put_back(&map, guard, entries);
+    assert_eq!(woken, [PageIndex(4)]);
+}
+
+/// Nothing else would bring it.
+#[test]
+fn a_page_on_which_a_thread_falls_asleep_during_a_claim_is_requested_urgently() {
+    for is_set_aside in [false, true] {
+        let mut book = Book::new();
+        book.ahead(3, 1);
+        if is_set_aside {
+            book.fetch(|_| true);
+            assert_eq!(book.set_aside(), [3]);
+        }
+        let map = Rc::clone(&book.map);
+        let guard = map.claim_arrived(run(3, 1)).unwrap();
+        let entries = book.missing.take(guard.pages());
+        assert_eq!(map.want_wake(PageIndex(3)), Some(PageState::Installing));
+        assert_eq!(book.missing.put_back(&map, guard, entries), []);
+        let request = book.submit().unwrap();
+        assert_eq!(request.job.urgency, Urgency::Urgent);
+        assert!(book.deliver(request.id));
+    }
+}
+
+#[test]
+fn prefetch_requests_what_a_thread_was_left_asleep_on_but_no_foreign_page() {
+    let mut book = Book::new();
+    for (page, wish) in [(3, Wish::Asleep), (4, Wish::AsleepForGood)] {
+        let left = book.missing.leave_asleep(&book.map, PageIndex(page), wish);
+        assert_eq!(left, Ok(()));
+    }
+    assert_eq!(book.missing.outlook(PageIndex(3)), Outlook::Missing);
+    let foreign = book.missing.outlook(PageIndex(4));
+    assert_eq!(foreign, Outlook::LeftOut(PageIndex(5)));
+    assert_eq!(book.ahead(4, 1), None);
+    assert_eq!(book.ahead(3, 8), Some(run(3, 1)));
+    let request = book.submit().unwrap();
+    assert_eq!(request.job.urgency, Urgency::Urgent);
+    assert!(book.deliver(request.id));
+}
+
+#[test]
+fn a_neighbour_that_cannot_be_installed_stalls_nothing() {
+    let mut book = Book::new();
+    book.fault_in(5, run(4, 4), Wish::Asleep).unwrap();
+    let request = book.submit().unwrap();
+    let miss = Miss::NotInstalled { is_lack: false };
+    let (after, woken) = book.answer(request.id, |page| page != 5, miss);
+    assert!(woken && !after.stalled && !book.missing.requests.is_stalled());
+    assert_eq!(book.map.counts().absent, PAGES - 1);
+}
+
+/// They are to be woken: a thread that settles such a page meanwhile finds no entry.
+#[test]
+fn a_book_that_is_emptied_names_its_sleepers() {
+    let mut book = Book::new();
+    book.fault(3).unwrap();
+    book.fault_in(5, run(5, 1), Wish::Touched).unwrap();
+    book.ahead(8, 4);
+    let request = book.submit().unwrap();
+    let (cancelled, asleep) = book.missing.clear(&book.map);
+    assert_eq!((cancelled, asleep), (vec![request.id], vec![run(3, 1)]));
+    assert_eq!(book.map.counts().absent, PAGES);
 }

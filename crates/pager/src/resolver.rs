@@ -567,7 +567,12 @@ impl ResolverState {
         }
         self.counters.waits += 1;
         loop {
-            match map.wait(fault.page, WAIT_SLICE) {
+            let state = match site.region.has_source() {
+                true => map.wait(fault.page, WAIT_SLICE),
+                // Nobody delivers a page of local content that its owner has given back.
+                false => map.wait_for_owner(fault.page, WAIT_SLICE),
+            };
+            match state {
                 Some(PageState::Installing) => {}
                 // Again, because the thread that installed it may have given it back to prefetch's request.
                 Some(PageState::Pending) if site.region.has_source() => {

@@ -31,7 +31,7 @@ pub(crate) enum Found {
     Absent(PageIndex),
     /// It is requested or being installed, as are the pages after it up to the second.
     Pending(PageIndex, PageIndex),
-    /// It is left out in this lap, likewise.
+    /// It is left out in this lap, as are the pages after it up to the second.
     LeftOut(PageIndex, PageIndex),
 }
 

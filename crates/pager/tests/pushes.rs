@@ -3,9 +3,17 @@
 
 mod support;
 
-use pagetide_memory::{Backing, PageState};
-use pagetide_pager::{Content, InstallFailure, Mode, Prefetch, PrefetchConfig, PushError};
+use std::error::Error;
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use pagetide_memory::{Access, Backing, GuestRange, PageState, Region};
+use pagetide_pager::{
+    Content, InstallFailure, Mapper, Mode, Pager, Prefetch, PrefetchConfig, PushError,
+    ReaderConfig, Readers, RegionConfig, RegionId,
+};
 use support::manual::*;
+use support::spawn_asleep;
 
 #[test]
 fn unrequested_pages_are_installed_if_they_are_missing() {
@@ -123,4 +131,100 @@ fn a_push_that_cannot_be_installed_changes_nothing() {
     }
     // A push does not stall: its caller gets the error.
     assert!(!pager.source_status(id).unwrap().is_stalled);
+}
+
+/// Calls this once, when the first pages were installed.
+struct Meanwhile(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl Mapper for Meanwhile {
+    fn populate(&self, _: GuestRange) -> Result<u64, Box<dyn Error + Send + Sync>> {
+        let act = self.0.lock().unwrap().take();
+        act.into_iter().for_each(|act| act());
+        Ok(0)
+    }
+}
+
+/// A region of 64 pages, and a push to all of them, of which pages 0 to 31 cannot be installed, because other code has
+/// mapped page 20. `act` is called in between.
+fn push_in_part(
+    region: &Arc<Region>,
+    manual: &Arc<ManualSource>,
+    begin: impl FnOnce(&Arc<Pager>),
+    act: impl FnOnce() + Send + 'static,
+) -> (Arc<Pager>, RegionId) {
+    let pager = Pager::new().unwrap();
+    let mapper = Arc::new(Meanwhile(Mutex::new(Some(Box::new(act)))));
+    let config = RegionConfig::local(Arc::clone(region), Mode::Missing, manual.contents());
+    let id = pager.add(config.populate(mapper, 1)).unwrap();
+    begin(&pager);
+    let file = region.file().unwrap();
+    rustix::io::pwrite(file, &[7; 4096], 20 * PAGE).unwrap();
+    let bytes = content_of(range(0, 64));
+    let pushed = pager.push(id, range(0, 64), Content::Bytes(&bytes));
+    let Err(PushError::Install(InstallFailure::Unexpected { page })) = &pushed else {
+        panic!("{pushed:?}")
+    };
+    assert_eq!(*page, range(20, 1).first());
+    (pager, id)
+}
+
+/// The answer finds its page claimed, and is dropped.
+#[test]
+fn a_page_whose_answer_came_during_a_push_that_failed_is_requested_again() {
+    let Some(region) = region(64, Backing::Shmem) else {
+        return;
+    };
+    let manual = ManualSource::new();
+    let mut waiting = None;
+    let asked = Arc::clone(&manual);
+    let begin = |pager: &Arc<Pager>| {
+        let readers = Readers::spawn(pager, ReaderConfig::new(1)).unwrap();
+        let touched = Arc::clone(&region);
+        let touching = spawn_asleep("a touch", move || check_page(&touched, 3));
+        waiting = Some((readers, touching));
+        manual.wait_for_waiting(1);
+    };
+    let act = move || complete(asked.next());
+    let _pager = push_in_part(&region, &manual, begin, act);
+    let again = manual.next();
+    assert_eq!(again.pages(), range(3, 1));
+    complete(again);
+    let (readers, touching) = waiting.unwrap();
+    touching.join();
+    readers.stop();
+}
+
+/// The exit finds the page claimed, and waits for the owner.
+#[test]
+fn an_exit_whose_page_goes_back_to_prefetch_requests_it_urgently() {
+    let Some(region) = region(64, Backing::Shmem) else {
+        return;
+    };
+    let manual = ManualSource::new();
+    let place = Arc::new(OnceLock::new());
+    let (send, receive) = mpsc::channel();
+    let its: Arc<OnceLock<Arc<Pager>>> = Arc::clone(&place);
+    let mut ahead = None;
+    let begin = |pager: &Arc<Pager>| {
+        let batch_bytes = 64 * PAGE;
+        ahead = Some(Prefetch::spawn(pager, PrefetchConfig { batch_bytes }).unwrap());
+        manual.wait_for_waiting(1);
+        place.set(Arc::clone(pager)).unwrap();
+    };
+    let act = move || {
+        let pager = Arc::clone(its.get().unwrap());
+        let waiting = spawn_asleep("the exit", move || {
+            let mut resolver = pager.resolver(Some(0)).unwrap();
+            resolver.resolve_exit(gpa(3), Access::Read)
+        });
+        send.send(waiting).unwrap();
+    };
+    let (pager, _) = push_in_part(&region, &manual, begin, act);
+    let urgent = manual.next_urgent();
+    assert_eq!(urgent.pages(), range(3, 1));
+    complete(urgent);
+    let _ = receive.recv().unwrap().join().unwrap();
+    check_page(&region, 3);
+    pager.stop();
+    drop(ahead);
 }

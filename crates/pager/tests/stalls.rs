@@ -5,19 +5,19 @@
 mod support;
 
 use std::error::Error;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::thread;
 use std::time::Duration;
 
 use pagetide_memory::{Backing, GuestAddress, PageState, Region};
 use pagetide_pager::{
     Content, Contents, Mode, Notice, Pager, Prefetch, PrefetchConfig, ReaderConfig, Readers,
-    RegionChangeError, RegionConfig, RegionId, Request, ResolveError, RetryPolicy, SourceError,
-    SourceStatus,
+    RegionChangeError, RegionConfig, RegionId, Request, RequestId, ResolveError, RetryPolicy,
+    Source, SourceError, SourceStatus,
 };
 use support::manual::*;
-use support::{equals, eventually};
+use support::{equals, eventually, spawn_asleep};
 
 /// A source that works while its switch is on.
 fn switched() -> (
@@ -568,4 +568,92 @@ fn a_suspended_region_asks_for_nothing_and_uses_up_no_attempt() {
         assert!(pager.trouble().is_none());
         assert_eq!(pager.counted().failed_requests, 0);
     }
+}
+
+/// Calls this when a request is cancelled.
+struct Cancelled<F>(F);
+
+impl<F: Fn() + Send + Sync> Source for Cancelled<F> {
+    fn submit(&self, request: Request) {
+        std::mem::forget(request);
+    }
+
+    fn cancel(&self, _: RegionId, _: RequestId) {
+        (self.0)();
+    }
+}
+
+/// While a region is abandoned, the guest discards a page on which a thread sleeps. The page is not missing any more,
+/// so that it is not poisoned, and its entry is gone.
+#[test]
+fn a_page_that_is_discarded_while_its_region_is_abandoned_wakes_its_thread() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let pager = Pager::new().unwrap();
+    let (its, place) = (Arc::downgrade(&pager), Arc::new(OnceLock::new()));
+    let id = Arc::clone(&place);
+    let source = Cancelled(move || {
+        let (pager, id) = (its.upgrade().unwrap(), *id.get().unwrap());
+        assert_eq!(pager.discard(id, range(3, 1)).unwrap(), 1);
+    });
+    let contents = Contents::Source(Arc::new(source));
+    let config = RegionConfig::local(Arc::clone(&region), Mode::Minor, contents);
+    let id = pager.add(config).unwrap();
+    place.set(id).unwrap();
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    let touched = Arc::clone(&region);
+    let touching = spawn_asleep("a touch", move || {
+        let mut seen = [1; 16];
+        touched
+            .read_guest(range(3, 1).first(), 0, &mut seen)
+            .unwrap();
+        seen
+    });
+    eventually("the request", || {
+        pager.source_status(id).unwrap().in_flight_bytes > 0
+    });
+    pager.abandon(id).unwrap();
+    assert_eq!(touching.join(), [0; 16]);
+    readers.stop();
+}
+
+/// Replaces itself while it gets a request, and then lives no longer than the call. Its end answers the request.
+struct Leaving {
+    kept: Mutex<Vec<Request>>,
+    pager: Weak<Pager>,
+    region: Arc<OnceLock<RegionId>>,
+    next: Arc<dyn Source>,
+}
+
+impl Source for Leaving {
+    fn submit(&self, request: Request) {
+        self.kept.lock().unwrap().push(request);
+        let pager = self.pager.upgrade().unwrap();
+        let next = Arc::clone(&self.next);
+        pager
+            .replace_source(*self.region.get().unwrap(), next)
+            .unwrap();
+    }
+}
+
+#[test]
+fn a_source_whose_end_comes_in_a_call_of_the_pager_holds_up_nothing() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let pager = Pager::new().unwrap();
+    let place = Arc::new(OnceLock::new());
+    let source = Leaving {
+        kept: Mutex::default(),
+        pager: Arc::downgrade(&pager),
+        region: Arc::clone(&place),
+        next: Arc::new(SubmitFn(complete)),
+    };
+    let contents = Contents::Source(Arc::new(source));
+    let config = RegionConfig::local(Arc::clone(&region), Mode::Minor, contents);
+    let id = pager.add(config).unwrap();
+    place.set(id).unwrap();
+    let _ = join("the exit", exit(&pager, 3)).unwrap();
+    check_page(&region, 3);
 }

@@ -71,13 +71,14 @@ impl World {
         let Some((guard, entries)) = self.claim() else {
             return false;
         };
-        self.lock().put_back(guard, entries).is_wanted()
+        let left = self.lock().put_back(guard, entries);
+        !left.wake.is_empty()
     }
 
     /// The thread that installs it panics.
     fn unwind(&self) -> bool {
         if let Some((guard, entries)) = self.claim() {
-            self.lock().keep(guard, entries);
+            let _ = self.lock().keep(guard, entries);
         }
         false
     }

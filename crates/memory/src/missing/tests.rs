@@ -147,11 +147,17 @@ impl Model {
                 if let Some(page) = asleep {
                     prop_assert_eq!(self.map.want_wake(page), Some(PageState::Installing));
                 }
+                let mut raised = Vec::new();
                 let wanted = match end {
                     End::Finish => guard.finish(Settled::Present).is_wanted(),
-                    End::PutBack => self.book.put_back(guard, taken.clone()).is_wanted(),
+                    End::PutBack => {
+                        let left = self.book.put_back(guard, taken.clone());
+                        prop_assert!(left.wake.iter().all(|&page| Some(page) == asleep));
+                        raised = left.raised;
+                        !left.wake.is_empty()
+                    }
                     End::Keep => {
-                        self.book.keep(guard, taken.clone());
+                        raised = self.book.keep(guard, taken.clone());
                         false
                     }
                 };
@@ -164,10 +170,15 @@ impl Model {
                     return self.check();
                 }
                 let Some(page) = asleep else {
-                    prop_assert!(!wanted);
+                    prop_assert!(!wanted && raised.is_empty());
                     return self.check();
                 };
                 let its = self.page(page);
+                let is_new = match *its {
+                    Some((wish, _)) => !wish.is_waiting(),
+                    None => end == End::Keep,
+                };
+                prop_assert_eq!(raised, if is_new { vec![page] } else { Vec::new() });
                 match its {
                     Some((wish, _)) => *wish = (*wish).max(Wish::Asleep),
                     None if end == End::Keep => *its = Some((Wish::Asleep, None)),
@@ -245,6 +256,6 @@ fn a_claim_takes_the_entry_of_its_page_alone() {
     assert_eq!(taken[0].pages, run(2, 1));
     let left: Vec<_> = book.iter().map(|entry| entry.pages).collect();
     assert_eq!(left, [run(0, 2), run(3, 1)]);
-    assert_eq!(book.put_back(guard, taken), WakeWanted::No);
+    assert_eq!(book.put_back(guard, taken), PutBack::default());
     assert_eq!(map.counts().pending, 4);
 }

@@ -19,8 +19,9 @@ enum Step {
     /// The request with this number, of those in flight, is answered; the pages of a number are not installed.
     Answer(usize, u64, Miss),
     Miss(usize, Miss),
-    /// Some other content for a run, as of a push. It may fail, and answers may come meanwhile.
-    Claim(u64, u64, bool, Option<usize>),
+    /// Some other content for a run, as of a push. It may fail. Meanwhile an answer may come, and a thread may fall
+    /// asleep on one of the pages.
+    Claim(u64, u64, bool, Option<usize>, Option<u64>),
     Remove(u64),
     Wait(u64),
     Expire,
@@ -49,8 +50,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         5 => (index(), 0..6u64, miss()).prop_map(|(at, bad, miss)| Step::Answer(at, bad, miss)),
         4 => (index(), prop_oneof![Just(Miss::Failed), Just(Miss::PoisonedAmongOthers)])
             .prop_map(|(at, miss)| Step::Miss(at, miss)),
-        3 => (run(), any::<bool>(), prop::option::of(index()))
-            .prop_map(|((first, count), fails, at)| Step::Claim(first, count, fails, at)),
+        3 => (run(), any::<bool>(), prop::option::of(index()), prop::option::of(0..FEW)).prop_map(
+            |((first, count), fails, at, asleep)| Step::Claim(first, count, fails, at, asleep)
+        ),
         1 => (0..FEW).prop_map(Step::Remove),
         3 => (0..400u64).prop_map(Step::Wait),
         1 => Just(Step::Expire),
@@ -112,9 +114,16 @@ impl Model {
         while let Some(guard) = map.claim_arrived(rest) {
             let run = guard.pages();
             let entries = self.book.missing.take(run);
+            // A thread falls asleep on the page meanwhile.
+            let asleep = (fails && run.first().0 % 2 == 0).then_some(run.first());
             if fails {
-                let wanted = self.book.missing.put_back(&map, guard, entries);
-                prop_assert_eq!(wanted, WakeWanted::No);
+                if let Some(page) = asleep {
+                    let _ = map.want_wake(page);
+                }
+                let woken = self.book.missing.put_back(&map, guard, entries);
+                if let Some(page) = asleep.filter(|page| !woken.contains(page)) {
+                    self.asleep.insert(page.0);
+                }
             } else {
                 let _ = guard.finish(Settled::Present);
                 self.settled(run, &entries)?;
@@ -165,7 +174,7 @@ impl Model {
                     self.book.miss(id, miss);
                 }
             }
-            Step::Claim(first, count, fails, at) => {
+            Step::Claim(first, count, fails, at, asleep) => {
                 let map = Rc::clone(&self.book.map);
                 let Some(guard) = map.claim_arrived(run(first, count)) else {
                     return self.check();
@@ -176,11 +185,18 @@ impl Model {
                 if let Some(id) = at.and_then(|at| self.take(at)) {
                     self.answer(id, 0, Miss::Busy)?;
                 }
+                let asleep = asleep.map(|nth| PageIndex(pages.first().0 + nth % pages.count()));
+                if let Some(page) = asleep {
+                    prop_assert_eq!(map.want_wake(page), Some(PageState::Installing));
+                }
                 if fails {
-                    let wanted = self.book.missing.put_back(&map, guard, entries);
-                    prop_assert_eq!(wanted, WakeWanted::No);
+                    let woken = self.book.missing.put_back(&map, guard, entries);
+                    if let Some(page) = asleep.filter(|page| !woken.contains(page)) {
+                        self.asleep.insert(page.0);
+                    }
+                    prop_assert!(woken.iter().all(|&page| Some(page) == asleep));
                 } else {
-                    let _ = guard.finish(Settled::Present);
+                    prop_assert_eq!(guard.finish(Settled::Present).is_wanted(), asleep.is_some());
                     self.settled(pages, &entries)?;
                 }
             }

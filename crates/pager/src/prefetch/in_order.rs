@@ -9,6 +9,7 @@ use std::time::Instant;
 use pagetide_memory::{PageIndex, PageRange};
 
 use super::fetch::Fetched;
+use super::place::next_missing;
 use super::{Ahead, Shared};
 use crate::error::{PrefetchError, WAIT_SLICE};
 use crate::pace::Pace;
@@ -31,7 +32,7 @@ impl Ahead<'_> {
             let batch = region.pages_in(self.batch_bytes).max(1);
             let mut rest = *pages;
             let mut is_there = true;
-            while let Some(page) = region.map.next_absent(rest).filter(|_| !rest.is_empty()) {
+            while let Some(page) = next_missing(region, rest) {
                 if self.shared.stopping.load(Ordering::Acquire) || pager.is_stopped() {
                     return Ok(false);
                 }

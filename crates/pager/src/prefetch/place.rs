@@ -51,6 +51,18 @@ impl Place {
     }
 }
 
+/// The first page of a run that is to be fetched.
+pub(super) fn next_missing(region: &PagedRegion, pages: PageRange) -> Option<PageIndex> {
+    let mut rest = pages;
+    loop {
+        let end = match find(region, rest)? {
+            Found::Absent(page) => return Some(page),
+            Found::Pending(_, end) | Found::LeftOut(_, end) => end.min(rest.end()),
+        };
+        rest = PageRange::new(end, rest.end().0 - end.0);
+    }
+}
+
 /// The first page of a run that is not settled.
 fn find(region: &PagedRegion, pages: PageRange) -> Option<Found> {
     let (page, state) = region.map.next_unsettled(pages)?;

@@ -11,7 +11,7 @@ use crate::again::Again;
 use crate::channel::{Channel, Role};
 use crate::children::poison_in_child;
 use crate::counters::Counters;
-use crate::error::{InstallFailure, ResolveError};
+use crate::error::{InstallFailure, ResolveError, WAIT_SLICE};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
 use crate::install::wake;
 use crate::notice::Notice;
@@ -191,18 +191,22 @@ fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, error: &Resolv
     }
     let left = loop {
         match region.missing().leave_asleep(&region.map, page, wish) {
-            Err(PageState::Installing) => match region.map.want_wake(page) {
-                Some(PageState::Installing) => return,
-                // Its state has changed.
-                _ => continue,
-            },
+            // Its owner may only wake the thread, which must not be woken.
+            Err(PageState::Installing) if wish == Wish::AsleepForGood => {
+                region.map.wait_for_owner(page, WAIT_SLICE);
+            }
+            Err(PageState::Installing) => {
+                if region.map.want_wake(page) == Some(PageState::Installing) {
+                    return;
+                }
+            }
             left => break left,
         }
     };
     if left.is_err()
         && let Some(served) = region.served(page)
     {
-        // The page was settled since, by a thread that did not see this one.
+        // The page was settled since, by a thread that did not find this sleeper.
         let (page, mut counters) = (PageRange::single(page), Counters::default());
         wake(
             region,
