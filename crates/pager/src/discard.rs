@@ -1,6 +1,6 @@
 //! Discarding memory, for example for a balloon.
 
-use pagetide_memory::{PageRange, Removal};
+use pagetide_memory::{GuestAddress, PageIndex, PageRange, Removal};
 
 use crate::counters::Counters;
 use crate::error::{DiscardError, WAIT_SLICE};
@@ -9,6 +9,27 @@ use crate::install::wake;
 use crate::pager::Pager;
 
 impl Pager {
+    /// As [`Self::discard`], for the pages that lie wholly in `bytes` bytes from the home gpa `gpa` on: balloons and free
+    /// page reporting name memory so. Parts of pages, and what is in no region, are left out.
+    ///
+    /// # Errors
+    /// The first [`DiscardError`]; the pages before it were discarded.
+    pub fn discard_gpas(&self, gpa: GuestAddress, bytes: u64) -> Result<u64, DiscardError> {
+        let end = gpa.0.saturating_add(bytes);
+        let mut discarded = 0;
+        for region in self.table().iter().filter(|region| !region.is_closed()) {
+            let shift = region.page_shift();
+            let offset = |at: u64| at.clamp(region.gpa.0, region.gpa_end().0) - region.gpa.0;
+            let first = offset(gpa.0).div_ceil(1 << shift);
+            let behind = offset(end) >> shift;
+            if first < behind {
+                let pages = PageRange::new(PageIndex(first), behind - first);
+                discarded += self.discard(region.id, pages)?;
+            }
+        }
+        Ok(discarded)
+    }
+
     /// Returns pages to the host: after the call they read as zeroes, and content that arrives for them
     /// is dropped. Concurrent writes to these pages are either preserved or lost. Poisoned pages stay
     /// poisoned. Returns the number of discarded pages.
@@ -68,7 +89,7 @@ impl Pager {
             if !run.is_empty() {
                 result = result.and(self.with_events_read(region, || region.memory.discard(run)));
             }
-            run = PageRange::new(pagetide_memory::PageIndex(page.0 + 1), 0);
+            run = PageRange::new(PageIndex(page.0 + 1), 0);
         }
         if !run.is_empty() {
             result = result.and(self.with_events_read(region, || region.memory.discard(run)));

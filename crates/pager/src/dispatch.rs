@@ -335,7 +335,6 @@ impl Pager {
         let source = missing.source.clone();
         drop(missing);
         cancel_each(source.as_ref(), region.id, cancelled);
-        self.submit(region);
     }
 
     /// Cancels all requests of a region for good. Returns the pages on which threads sleep, which are to be woken.

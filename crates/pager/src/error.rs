@@ -133,6 +133,29 @@ impl ResolveError {
     }
 }
 
+/// Why a page could not be made present ([`Resolver::ensure_present`](crate::Resolver::ensure_present)).
+#[derive(Debug, Error)]
+pub enum PresenceError {
+    /// Its fault could not be resolved.
+    #[error(transparent)]
+    Resolve(#[from] ResolveError),
+    /// The page's content is lost: an access raises SIGBUS.
+    #[error("gpa {gpa} is poisoned")]
+    Poisoned {
+        /// An address in the page.
+        gpa: GuestAddress,
+    },
+    /// The page is not mapped any more.
+    #[error("gpa {gpa} is not mapped any more")]
+    Unmapped {
+        /// An address in the page.
+        gpa: GuestAddress,
+    },
+    /// The page is discarded again and again.
+    #[error("the page does not stay present")]
+    Busy(#[source] InstallFailure),
+}
+
 /// An error during a fault: one word, so that the result of a successful fault stays small.
 pub(crate) type Failure = Box<ResolveError>;
 

@@ -84,6 +84,7 @@ mod poison;
 mod poller;
 mod populate;
 mod prefetch;
+mod presence;
 mod region;
 mod requests;
 mod resolver;
@@ -107,8 +108,8 @@ pub use config::{
 pub use control::SourceStatus;
 pub use counters::Counters;
 pub use error::{
-    AddError, AttachError, DiscardError, ExportError, InstallFailure, PrefetchError, PushError,
-    RegionChangeError, ResolveError, ServeError,
+    AddError, AttachError, DiscardError, ExportError, InstallFailure, PrefetchError, PresenceError,
+    PushError, RegionChangeError, ResolveError, ServeError,
 };
 pub use fault::{Delivery, Fault, RegionId, Resolution};
 pub use memory::Memfd;

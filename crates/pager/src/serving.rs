@@ -36,6 +36,9 @@ const LACK_PAUSE: Duration = Duration::from_millis(50);
 /// A VMM with its own event loop waits until [`Self::as_fd`] is readable, and then calls
 /// [`Self::process_ready`]. Several threads may do so, each with a separate `Serving`. [`Readers`] are
 /// such threads.
+///
+/// A thread that serves must not touch missing memory, unless another serves, too: nobody would resolve its fault.
+/// [`Resolver::ensure_present`] makes it present first.
 pub struct Serving {
     resolver: Resolver,
     buffer: EventBuffer,
@@ -46,6 +49,8 @@ pub struct Serving {
     /// The numbers of watched descriptors that are readable.
     others: Vec<u32>,
     on_resolved: Option<OnResolved>,
+    /// The end of the budget, if there is one.
+    until: Option<Instant>,
 }
 
 /// The callback for resolved faults.
@@ -64,7 +69,12 @@ impl Serving {
             faults: Vec::new(),
             others: Vec::new(),
             on_resolved: None,
+            until: None,
         }
+    }
+
+    fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| Instant::now() >= until)
     }
 
     /// Calls `callback` for each fault that was resolved here, or whose page was requested from a
@@ -86,6 +96,18 @@ impl Serving {
     /// [`ServeError::Wait`] and [`ServeError::Read`], if the descriptors themselves fail.
     pub fn process_ready(&mut self) -> Result<usize, ServeError> {
         self.serve(Some(Duration::ZERO), || false)
+    }
+
+    /// As [`Self::process_ready`], but begins no fault after `budget` has passed: a fault may take as long as its
+    /// source's content. What is left is reported again. One fault is resolved in any case, if there is one.
+    ///
+    /// # Errors
+    /// As [`Self::process_ready`].
+    pub fn process_ready_within(&mut self, budget: Duration) -> Result<usize, ServeError> {
+        self.until = Instant::now().checked_add(budget);
+        let served = self.serve(Some(Duration::ZERO), || false);
+        self.until = None;
+        served
     }
 
     /// Also waits for `fd` in [`Self::serve_for`], which reports it by `number` as long as it is readable.
@@ -132,7 +154,7 @@ impl Serving {
             let Some(channel) = self.ready.pop_front() else {
                 return Ok(resolved);
             };
-            if stopping() {
+            if stopping() || resolved > 0 && self.is_over() {
                 self.ready.push_front(channel);
                 break;
             }
@@ -214,6 +236,7 @@ impl Serving {
             Ok(batch) => {
                 self.resolver.count_read(faults.len(), batch.messages == 0);
                 let read_at = self.on_resolved.is_some().then(Instant::now);
+                // What is left of them when the loop ends is stored for the next reader.
                 let mut rest = Rest {
                     channel,
                     pager: &pager,
@@ -222,11 +245,16 @@ impl Serving {
                 while let Some((message, behind)) = rest.faults.split_first() {
                     self.resolve(&pager, channel, message);
                     rest.faults = behind;
+                    if self.is_over() {
+                        break;
+                    }
                     if let Some((callback, read_at)) = self.on_resolved.as_mut().zip(read_at) {
                         callback(read_at.elapsed());
                     }
                 }
-                Ok((faults.len(), batch.is_full))
+                let resolved = faults.len() - rest.faults.len();
+                drop(rest);
+                Ok((resolved, batch.is_full))
             }
             Err(error) => {
                 channel.defer(faults.drain(..));
@@ -249,8 +277,8 @@ impl Serving {
     }
 }
 
-/// Faults that were read and not yet resolved. If the thread unwinds, others resolve them: also the one during
-/// which it did, whose page may be missing.
+/// Faults that were read and not yet resolved. If the thread unwinds, or its budget has passed, others resolve them: also
+/// the one during which it did, whose page may be missing.
 struct Rest<'a> {
     channel: &'a Channel,
     pager: &'a Pager,

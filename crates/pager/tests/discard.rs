@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 
 use pagetide_memory::{
-    Access, Backing, GuestRange, PageIndex, PageRange, PageSize, PageState, Region,
+    Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageSize, PageState, Region,
 };
 use pagetide_pager::{
     Content, DiscardError, Mapper, Memfd, Mode, Pager, ReaderConfig, Readers, RegionConfig,
@@ -294,4 +294,38 @@ fn a_discard_of_mapped_memory_with_events_needs_no_other_thread() {
         let id = pager.add(config).unwrap();
         discard_alone(&format!("{mode:?} {backing}"), &pager, id, &region);
     }
+}
+
+/// A balloon names memory by its gpas.
+#[test]
+fn a_range_of_gpas_is_discarded_where_whole_pages_are_in_it() {
+    // Two regions without a gap, and none behind them.
+    let both = [0, 8].map(|page| region_at(GuestAddress(GPA.0 + page * PAGE), 8, Backing::Shmem));
+    let [Some(low), Some(high)] = &both else {
+        return;
+    };
+    let pager = Pager::new().unwrap();
+    let ids = [low, high].map(|region| {
+        let config = RegionConfig::local(Arc::clone(region), Mode::Minor, pattern());
+        pager.add(config).unwrap()
+    });
+    let discard = |first: u64, bytes: u64| {
+        let gpa = GuestAddress(GPA.0 + first);
+        pager.discard_gpas(gpa, bytes).unwrap()
+    };
+    // From the middle of page 5 to the middle of page 10.
+    assert_eq!(discard(5 * PAGE + 1, 5 * PAGE), 4);
+    let removed = |id, page| state(&pager, id, page) == PageState::Removed;
+    let all: Vec<_> = ids
+        .iter()
+        .flat_map(|&id| (0..8).map(move |page| (id, page)))
+        .map(|(id, page)| removed(id, page))
+        .collect();
+    let expected: Vec<_> = (0..16).map(|page| (6..10).contains(&page)).collect();
+    assert_eq!(all, expected);
+    // Nothing is in it, or a part of a page, or nothing but what is there.
+    assert_eq!(discard(100 * PAGE, PAGE), 0);
+    assert_eq!(discard(PAGE / 2, PAGE), 0);
+    assert_eq!(pager.discard_gpas(GuestAddress(0), PAGE).unwrap(), 0);
+    assert_eq!(pager.discard_gpas(GuestAddress(0), u64::MAX).unwrap(), 16);
 }

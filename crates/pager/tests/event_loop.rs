@@ -376,3 +376,35 @@ fn a_watched_descriptor_is_reported_as_long_as_it_is_readable() {
     });
     assert_eq!(serving.counters().messages, 1);
 }
+
+/// A loop with a budget goes back to its other descriptors after each fault, and loses none.
+#[test]
+fn a_budget_ends_a_turn_after_one_fault() {
+    const SLEEPERS: u64 = 6;
+    let Some(region) = region(SLEEPERS, Backing::Shmem) else {
+        return;
+    };
+    let paged = Paged::new(&region, Mode::Minor, pattern());
+    handle_sigbus();
+    let touch = |page| {
+        let region = Arc::clone(&region);
+        spawn_asleep("a touch", move || check_page(&region, page))
+    };
+    let touchers: Vec<_> = (0..SLEEPERS).map(touch).collect();
+    // One read takes all messages.
+    let mut serving = Serving::new(&paged.pager, 16);
+    let mut other = Serving::new(&paged.pager, 16);
+    for left in (0..SLEEPERS).rev() {
+        let turn = if left % 2 == 0 {
+            &mut serving
+        } else {
+            &mut other
+        };
+        assert_eq!(turn.process_ready_within(Duration::ZERO).unwrap(), 1);
+        assert_eq!(is_ready(&serving, Duration::ZERO), left > 0);
+    }
+    assert_eq!(serving.process_ready_within(Duration::MAX).unwrap(), 0);
+    for toucher in touchers {
+        join("a touch", toucher);
+    }
+}
