@@ -155,7 +155,8 @@ fn push_in_part(
     let pager = Pager::new().unwrap();
     let mapper = Arc::new(Meanwhile(Mutex::new(Some(Box::new(act)))));
     let config = RegionConfig::local(Arc::clone(region), Mode::Missing, manual.contents());
-    let id = pager.add(config.populate(mapper, 1)).unwrap();
+    let config = config.retry_policy(PERSISTENT).populate(mapper, 1);
+    let id = pager.add(config).unwrap();
     begin(&pager);
     let file = region.file().unwrap();
     rustix::io::pwrite(file, &[7; 4096], 20 * PAGE).unwrap();
