@@ -66,7 +66,6 @@ pub(crate) struct Missing {
     pub(crate) requests: Requests,
     /// `None`: the content is local.
     pub(crate) source: Option<Arc<dyn Source>>,
-    has_source: bool,
     /// A thread is submitting; other threads leave their requests to it.
     pub(crate) is_submitting: bool,
     /// How often the source was replaced: the answers of a former one are dropped.
@@ -84,7 +83,6 @@ impl Missing {
         Self {
             pages: MissingPages::default(),
             requests,
-            has_source: source.is_some(),
             source,
             is_submitting: false,
             replaced: 0,
@@ -147,7 +145,14 @@ impl Missing {
         wish: Wish,
     ) -> Result<(), PageState> {
         match self.pages.touch(map, page, PageRange::single(page), wish) {
-            Touch::New(_) | Touch::Known(_) => Ok(()),
+            Touch::New(_) => Ok(()),
+            Touch::Known(entry) => {
+                // Prefetch has requested it since.
+                if entry.job.is_some() {
+                    self.request_urgently(page);
+                }
+                Ok(())
+            }
             Touch::Lost(state) => Err(state),
             Touch::Outside => Err(PageState::Removed),
         }
@@ -194,7 +199,7 @@ impl Missing {
     /// The first thread waits for a page of the book: a bulk request, or none, is not enough.
     fn request_urgently(&mut self, page: PageIndex) {
         let job = self.pages.entry(page).map(|entry| entry.job);
-        let Some(before) = job.filter(|_| self.has_source) else {
+        let Some(before) = job.filter(|_| self.source.is_some()) else {
             return;
         };
         if before.is_none_or(|job| job.urgency == Urgency::Bulk) {

@@ -495,6 +495,23 @@ fn a_page_on_which_a_thread_falls_asleep_during_a_claim_is_requested_urgently() 
     }
 }
 
+/// The fault found the page Absent, and could not install what the source had at once. Prefetch came in between.
+#[test]
+fn a_thread_that_is_left_asleep_does_not_rely_on_prefetch() {
+    let mut book = Book::new();
+    book.ahead(3, 4);
+    let left = book
+        .missing
+        .leave_asleep(&book.map, PageIndex(4), Wish::Asleep);
+    assert_eq!(left, Ok(()));
+    let request = book.submit().unwrap();
+    assert_eq!(
+        (request.pages, request.job.urgency),
+        (run(4, 1), Urgency::Urgent)
+    );
+    assert!(book.deliver(request.id));
+}
+
 #[test]
 fn prefetch_requests_what_a_thread_was_left_asleep_on_but_no_foreign_page() {
     let mut book = Book::new();

@@ -203,9 +203,10 @@ fn leave_asleep(pager: &Pager, region: RegionId, page: PageIndex, error: &Resolv
             left => break left,
         }
     };
-    if left.is_err()
-        && let Some(served) = region.served(page)
-    {
+    if left.is_ok() {
+        return pager.submit(region);
+    }
+    if let Some(served) = region.served(page) {
         // The page was settled since, by a thread that did not find this sleeper.
         let (page, mut counters) = (PageRange::single(page), Counters::default());
         wake(
