@@ -485,6 +485,8 @@ impl ResolverState {
             Ok(Arrived::Wanted(installed)) => self.installed(site, fault, installed),
             // Another thread has settled the page.
             Ok(Arrived::Others) => Ok(None),
+            // No failure. A thread that serves others comes back to it; an exit tries again here.
+            Err(InstallFailure::Busy { .. }) if fault.delivery == Delivery::Exit => Ok(None),
             // The content has gone since the source found it: a request reports why.
             Err(source) if is_gone(&source, content) => Ok(None),
             Err(source) => Err(ResolveError::Install {

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use pagetide_memory::{Backing, HostAddress, HostRange, PageIndex, PageSize, PageState};
+use pagetide_memory::{
+    Access, Backing, GuestAddress, HostAddress, HostRange, PageIndex, PageSize, PageState,
+};
 use pagetide_pager::{
     Contents, Fault, Mode, Observer, Pager, ReaderConfig, Readers, RegionConfig, Serving,
 };
@@ -357,6 +359,7 @@ fn a_discard_that_takes_long_is_no_failure() {
             // SAFETY: the test's own memory. Waits until the event was read.
             unsafe { madvise(at, bytes, Advice::LinuxDontNeed) }.unwrap();
         });
+        let mut resolver = pager.resolver(Some(0)).unwrap();
         let mut serving = Serving::new(&pager, 64);
         let stop = Arc::new(AtomicBool::new(false));
         let Some(taker) = take_processor(second, &stop) else {
@@ -364,11 +367,17 @@ fn a_discard_that_takes_long_is_no_failure() {
             return;
         };
         pin(first);
+        // By an exit, too, whose thread has nothing else to do.
+        let exit = thread::spawn(move || {
+            let gpa = GuestAddress(GPA.0 + 6 * PAGE);
+            resolver.resolve_exit(gpa, Access::Read).map(drop)
+        });
         // Many turns, each many times as long as an EAGAIN normally lasts.
         eventually("the fault has had many turns", || {
             serving.process_ready().unwrap();
             let has_failed = !notices.lock().unwrap().is_empty();
-            has_failed || read.is_finished() || serving.counters().faults >= 10
+            let has_ended = read.is_finished() || exit.is_finished();
+            has_failed || has_ended || serving.counters().faults >= 10
         });
         stop.store(true, Ordering::Release);
         serve_until(&mut serving, "the read and the discard", || {
@@ -376,6 +385,7 @@ fn a_discard_that_takes_long_is_no_failure() {
         });
         taker.join().unwrap();
         for_all(&here);
+        exit.join().unwrap().unwrap();
         assert_eq!(read.join(), word_of(5));
         giver.join();
         assert_eq!(*notices.lock().unwrap(), Vec::<String>::new());
