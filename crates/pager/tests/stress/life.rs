@@ -48,6 +48,8 @@ struct Way {
     around: u64,
     pages: u64,
     is_split: bool,
+    /// A further process maps the same memory.
+    is_shared: bool,
 }
 
 struct Life {
@@ -113,6 +115,7 @@ fn choose(rng: &mut Rng, gpa: u64) -> Way {
             1 + rng.below(300)
         },
         is_split: rng.one_in(3),
+        is_shared: rng.one_in(2),
     }
 }
 
@@ -121,7 +124,8 @@ impl Way {
         match self.backing {
             Some(backing) => local(self.gpa, self.pages, backing).map(Memory::Local),
             None => {
-                let own = Own::new(self.pages << 12, self.mode, self.has_events);
+                let bytes = self.pages << 12;
+                let own = Own::new(bytes, self.mode, self.has_events, self.is_shared);
                 Some(Memory::Own(own))
             }
         }
@@ -203,6 +207,12 @@ pub fn live(world: &Arc<World>) {
         fill_page_cache(region);
     }
     let id = world.pagers[0].add(way.config(world, &memory)).unwrap();
+    if let Memory::Own(own) = &memory {
+        own.attach(&world.pagers[0], id);
+        world
+            .tally
+            .count_many(Op::Attach, u64::from(own.other.is_some()));
+    }
     let life = Arc::new(Life {
         pages: (0..way.pages).map(|_| Page::default()).collect(),
         at: Mutex::new((0, id)),
@@ -357,7 +367,7 @@ impl Life {
             // It was handed over meanwhile.
             Err(ResolveError::Outside { .. } | ResolveError::Removed { .. })
                 if self.way.backing.is_none() => {}
-            Err(error) => panic!("{error}: {:?}", self.way),
+            Err(error) => panic!("{error:?}: {:?}", self.way),
         }
     }
 
@@ -439,6 +449,10 @@ impl Life {
             .config(world, &self.memory)
             .resume_from(exported.image);
         at.1 = world.pagers[at.0].add(config).unwrap();
+        if let Memory::Own(own) = &self.memory {
+            assert_eq!(exported.spaces.len(), usize::from(own.other.is_some()));
+            own.attach(&world.pagers[at.0], at.1);
+        }
         world.tally.count(Op::Export);
     }
 

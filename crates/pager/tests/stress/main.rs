@@ -1,7 +1,7 @@
 //! All operations at once, at random: regions of every kind are added and removed while threads touch
 //! their pages and resolve exits, pages are discarded, pushed and prefetched, sources fail, and regions
-//! are handed from one pager to another. Every word that is read is checked, every wait ends, and at
-//! the end no resource is left over.
+//! are handed from one pager to another. Some are mapped in a further address space, which reads them as well.
+//! Every word that is read is checked, every wait ends, and at the end no resource is left over.
 //!
 //! `PAGETIDE_STRESS_SECONDS` sets the duration (5), `PAGETIDE_SEED` the random seed.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]

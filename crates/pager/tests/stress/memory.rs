@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagetide_memory::{Backing, GuestAddress, HostAddress, HostRange, PageRange, PageSize, Region};
-use pagetide_pager::{Memfd, Mode};
+use pagetide_pager::{Memfd, Mode, Pager, RegionId};
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
@@ -17,6 +17,9 @@ pub struct Own {
     bytes: usize,
     pub file: Option<OwnedFd>,
     pub uffd: Option<Arc<Userfaultfd>>,
+    /// The same memory in a further address space, as of a vhost-user back end.
+    pub other: Option<Box<Self>>,
+    loads: AtomicU64,
 }
 
 // SAFETY: the mapping is used by atomic operations and by the kernel, from any thread.
@@ -25,29 +28,38 @@ unsafe impl Send for Own {}
 unsafe impl Sync for Own {}
 
 impl Own {
-    pub fn new(bytes: u64, mode: Mode, has_events: bool) -> Self {
+    pub fn new(bytes: u64, mode: Mode, has_events: bool, is_shared: bool) -> Self {
         let bytes = usize::try_from(bytes).unwrap();
+        let file = (mode == Mode::Minor).then(|| {
+            let file = memfd_create("stress", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&file, bytes as u64).unwrap();
+            file
+        });
+        let share = |file: &OwnedFd| Self::map(bytes, Some(file.try_clone().unwrap()), false);
+        let other = file.as_ref().filter(|_| is_shared).map(share);
+        let mut own = Self::map(bytes, file, has_events);
+        own.other = other.map(Box::new);
+        own
+    }
+
+    fn map(bytes: usize, file: Option<OwnedFd>, has_events: bool) -> Self {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let null = std::ptr::null_mut();
-        let (start, file) = match mode {
-            Mode::Missing => {
-                // SAFETY: null without MAP_FIXED replaces nothing.
-                let start = unsafe { mmap_anonymous(null, bytes, access, MapFlags::PRIVATE) };
-                (start.unwrap(), None)
-            }
-            Mode::Minor => {
-                let file = memfd_create("stress", MemfdFlags::CLOEXEC).unwrap();
-                ftruncate(&file, bytes as u64).unwrap();
-                // SAFETY: as above.
-                let start = unsafe { mmap(null, bytes, access, MapFlags::SHARED, &file, 0) };
-                (start.unwrap(), Some(file))
-            }
+        let start = match &file {
+            // SAFETY: null without MAP_FIXED replaces nothing.
+            None => unsafe { mmap_anonymous(null, bytes, access, MapFlags::PRIVATE) },
+            // SAFETY: as above.
+            Some(file) => unsafe { mmap(null, bytes, access, MapFlags::SHARED, file, 0) },
         };
+        let start = start.unwrap();
         // SAFETY: the range was just mapped and belongs to this function.
         unsafe { madvise(start, bytes, Advice::LinuxNoHugepage) }.unwrap();
-        let mut features = match mode {
-            Mode::Missing => Features::POISON,
-            Mode::Minor => Features::POISON | Features::MISSING_SHMEM | Features::MINOR_SHMEM,
+        let (mode, mut features) = match file {
+            None => (Mode::Missing, Features::POISON),
+            Some(_) => {
+                let shmem = Features::MISSING_SHMEM | Features::MINOR_SHMEM;
+                (Mode::Minor, Features::POISON | shmem)
+            }
         };
         if has_events {
             features = features | Features::EVENT_REMOVE;
@@ -65,7 +77,24 @@ impl Own {
             bytes,
             file,
             uffd: Some(Arc::new(uffd)),
+            other: None,
+            loads: AtomicU64::new(0),
         }
+    }
+
+    /// Gives a pager the further address space.
+    pub fn attach(&self, pager: &Pager, id: RegionId) {
+        if let Some(other) = &self.other {
+            let uffd = other.uffd.as_ref().unwrap();
+            pager.attach(uffd, &[(id, other.range())]).unwrap();
+        }
+    }
+
+    /// The mapping for the next load: one and the other in turn.
+    fn next(&self) -> &Self {
+        let turn = self.loads.fetch_add(1, Ordering::Relaxed);
+        let other = self.other.as_deref().filter(|_| turn % 2 == 1);
+        other.unwrap_or(self)
     }
 
     pub fn range(&self) -> HostRange {
@@ -122,17 +151,29 @@ impl Memory {
     }
 
     fn word(&self, page: u64, word: u64) -> &AtomicU64 {
+        self.word_at(self.pointer(page), word)
+    }
+
+    fn word_at(&self, page: *mut u8, word: u64) -> &AtomicU64 {
         assert!(word < self.page_size().bytes() / 8);
-        let at = self.pointer(page).cast::<u64>();
+        let at = page.cast::<u64>();
         let at = at.wrapping_add(usize::try_from(word).unwrap());
         // SAFETY: aligned, within memory that is mapped for as long as self lives, and accessed by
         // atomic operations only (and by the kernel).
         unsafe { AtomicU64::from_ptr(at) }
     }
 
-    /// Reads it, as a guest would.
+    /// Reads it, as a guest would, or a back end.
     pub fn load(&self, page: u64, word: u64) -> u64 {
-        self.word(page, word).load(Ordering::Relaxed)
+        let word = match self {
+            Self::Local(_) => self.word(page, word),
+            Self::Own(own) => {
+                let offset = usize::try_from(page << 12).unwrap();
+                assert!(offset < own.bytes);
+                self.word_at(own.next().start.wrapping_add(offset), word)
+            }
+        };
+        word.load(Ordering::Relaxed)
     }
 
     pub fn store(&self, page: u64, word: u64, value: u64) {

@@ -19,7 +19,7 @@ macro_rules! ops {
 
 ops! {
     Life, Touch, Write, Exit, Discard, Advise, Punch, Push, PrefetchWhole, PrefetchStopped,
-    Resume, ReplaceSource, Export, Verified, Removed, AnsweredAtOnce, AnsweredLater,
+    Attach, Resume, ReplaceSource, Export, Verified, Removed, AnsweredAtOnce, AnsweredLater,
     AnsweredWrongly, Failed, Dropped, Hung, Cancelled,
 }
 
