@@ -179,7 +179,8 @@ fn the_end_of_a_region_whose_process_has_gone_costs_nothing_for_what_is_missing(
     }
     let before = peak_bytes();
     pager.remove(id).unwrap();
-    let grown = peak_bytes() - before;
+    // The kernel counts in parts, so that the peak may seem to fall.
+    let grown = peak_bytes().saturating_sub(before);
     assert!(grown < 8 << 20, "{grown} bytes");
 }
 
