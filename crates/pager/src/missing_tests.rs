@@ -4,29 +4,12 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use super::*;
-use crate::config::{InFlightLimits, RetryPolicy};
+use crate::requests::tests::{LIMITS, PAGE, POLICY, run};
 
 #[path = "missing_tests/model.rs"]
 mod model;
 
-const PAGE: u64 = 4096;
 const PAGES: u64 = 128;
-
-const LIMITS: InFlightLimits = InFlightLimits {
-    urgent_bytes: 8 * PAGE,
-    bulk_bytes: 16 * PAGE,
-};
-
-const POLICY: RetryPolicy = RetryPolicy {
-    deadline: Duration::from_secs(10),
-    attempts: 3,
-    first_backoff: Duration::from_millis(100),
-    longest_backoff: Duration::from_millis(300),
-};
-
-fn run(first: u64, count: u64) -> PageRange {
-    PageRange::new(PageIndex(first), count)
-}
 
 struct NoSource;
 

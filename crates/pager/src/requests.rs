@@ -337,4 +337,4 @@ impl RetryPolicy {
 
 #[cfg(test)]
 #[path = "requests_tests.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -1,14 +1,14 @@
 use super::*;
 use pagetide_memory::PageIndex;
 
-const PAGE: u64 = 4096;
+pub(crate) const PAGE: u64 = 4096;
 
-const LIMITS: InFlightLimits = InFlightLimits {
+pub(crate) const LIMITS: InFlightLimits = InFlightLimits {
     urgent_bytes: 8 * PAGE,
     bulk_bytes: 16 * PAGE,
 };
 
-const POLICY: RetryPolicy = RetryPolicy {
+pub(crate) const POLICY: RetryPolicy = RetryPolicy {
     deadline: Duration::from_secs(10),
     attempts: 3,
     first_backoff: Duration::from_millis(100),
@@ -19,7 +19,7 @@ fn requests() -> Requests {
     Requests::new(LIMITS, POLICY, PAGE)
 }
 
-fn run(first: u64, count: u64) -> PageRange {
+pub(crate) fn run(first: u64, count: u64) -> PageRange {
     PageRange::new(PageIndex(first), count)
 }
 

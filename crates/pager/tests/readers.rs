@@ -13,8 +13,9 @@ use pagetide_memory::{
     PageState, Region,
 };
 use pagetide_pager::{
-    BlockingSource, Contents, Filled, Holes, Mode, Notice, Pool, PoolConfig, ReadAt, ReaderConfig,
-    Readers, RegionConfig, Resolution, SourceError, UffdLayout,
+    BlockingSource, Contents, Filled, Holes, Mode, Notice, Pool, PoolConfig, Prefetch,
+    PrefetchConfig, PrefetchPlan, ReadAt, ReaderConfig, Readers, RegionConfig, Resolution,
+    SourceError, UffdLayout,
 };
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
 use support::*;
@@ -384,6 +385,44 @@ fn a_thread_whose_fault_failed_is_woken_when_its_page_arrives() {
             let _ = paged.read_exit(1);
             join(&format!("{panics} {mode:?} {backing}"), toucher);
         }
+    }
+}
+
+/// Prefetch tries local content again, in a plan's order as well as in its own.
+#[test]
+fn a_thread_whose_fault_failed_is_woken_by_prefetch() {
+    for in_order in [false, true] {
+        let Some(region) = region(4, Backing::Shmem) else {
+            return;
+        };
+        let calls = AtomicU64::new(0);
+        let contents = local(LocalFn(move |gpa, buffer: &mut [u8]| {
+            match calls.fetch_add(1, Ordering::Relaxed) {
+                0 => Err(sources::unavailable("the first time")),
+                _ => sources::fill_in(gpa, buffer),
+            }
+        }));
+        let paged = Paged::new(&region, Mode::Minor, contents);
+        let readers = readers(&paged, 1);
+        let its = Arc::clone(&region);
+        let toucher = thread::spawn(move || check_page(&its, 1));
+        eventually("the notice", || paged.pager.trouble().is_some());
+        assert!(!toucher.is_finished());
+        let all = PageRange::new(PageIndex(0), 4);
+        let plan = match in_order {
+            true => PrefetchPlan {
+                first: vec![(paged.id, all)],
+                then: Vec::new(),
+            },
+            false => PrefetchPlan {
+                first: Vec::new(),
+                then: vec![paged.id],
+            },
+        };
+        let ahead = Prefetch::spawn_plan(&paged.pager, PrefetchConfig::default(), plan).unwrap();
+        assert!(ahead.finish().unwrap().is_complete, "in order: {in_order}");
+        join("the toucher", toucher);
+        readers.stop();
     }
 }
 
