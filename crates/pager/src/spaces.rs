@@ -113,6 +113,10 @@ impl Pager {
     /// Detaches an address space. Its missing pages are poisoned there, and its registration ends, so that its
     /// process needs no pager any more.
     ///
+    /// A page that the process drops from its mapping (MADV_DONTNEED) at the same time or later loses its mark, and
+    /// reads as what the file has: zeroes, if it is missing there. The kernel reports no end of such a call, so the
+    /// pager cannot mark the page after it.
+    ///
     /// # Errors
     /// [`AttachError::NoSuchSpace`]; [`AttachError::NotPoisoned`] if its userfaultfd has to stay open until this
     /// process ends.

@@ -277,7 +277,8 @@ fn a_detached_address_space_reads_no_zeroes() {
     }
 }
 
-/// Until the event of its madvise was read, the kernel marks no page there.
+/// Until the event of its madvise was read, the kernel marks no page there. (The page that is dropped has content:
+/// madvise would take the mark of a missing one away, if it came to the page after the mark.)
 #[test]
 fn an_address_space_that_is_inside_madvise_is_detached() {
     if !can_poison() {
@@ -289,7 +290,7 @@ fn an_address_space_that_is_inside_madvise_is_detached() {
     assert_eq!(it.back_end.read(1), word_of(1));
     it.readers.stop();
     thread::scope(|scope| {
-        let dropping = scope.spawn(|| it.back_end.drop_pages(3, 1, Advice::LinuxDontNeed));
+        let dropping = scope.spawn(|| it.back_end.drop_pages(1, 1, Advice::LinuxDontNeed));
         eventually("its event", || {
             let mut ready = [PollFd::new(&it.uffd, PollFlags::IN)];
             poll(&mut ready, Some(&Timespec::default())).unwrap() > 0
@@ -297,7 +298,7 @@ fn an_address_space_that_is_inside_madvise_is_detached() {
         it.pager.detach(it.space).unwrap();
         dropping.join().unwrap();
     });
-    for page in 2..PAGES {
+    for page in (0..PAGES).filter(|&page| page != 1) {
         assert!(is_lost(&it.back_end, page), "{page}");
     }
     assert_eq!(it.back_end.read(1), word_of(1));
