@@ -7,9 +7,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use pagetide_memory::PageSize;
-use pagetide_uapi::userfaultfd::{InstallError, UserRange, Wake};
+use pagetide_uapi::userfaultfd::{PageFault, UserRange};
 
+use crate::again::Again;
 use crate::channel::{Channel, Role, Span};
+use crate::mark::{Mark, poison_range};
 use crate::others::end_child;
 use crate::pager::Pager;
 
@@ -43,21 +45,24 @@ impl Pager {
     }
 }
 
-/// Answers a fault of a child: its page is lost there.
-pub(crate) fn poison_in_child(child: &Channel, address: u64) {
-    let shift = child.shift_at(address).unwrap_or(PageSize::Size4K.shift());
-    let bytes = 1 << shift;
+/// Answers a fault of a child: its page is lost there, if it is missing. Nobody tracks the writes of a child.
+pub(crate) fn answer_child(child: &Channel, message: &PageFault) {
+    let shift = child.shift_at(message.address);
+    let bytes = 1 << shift.unwrap_or(PageSize::Size4K.shift());
     let page = UserRange {
-        start: address & !(bytes - 1),
+        start: message.address & !(bytes - 1),
         bytes,
     };
-    match child.uffd.poison_pages(page, Wake::Wake) {
-        Ok(()) | Err(InstallError::Gone) => {}
-        // It is there meanwhile, or not mapped.
-        Err(InstallError::Exists { .. } | InstallError::Again { .. } | InstallError::NoMapping) => {
-            let _ = child.uffd.wake(page);
+    let is_answered = match message.write_protected {
+        true => child.uffd.unprotect(page).is_ok(),
+        false => {
+            let mut again = Again::for_a_turn();
+            let mark = poison_range(&child.uffd, page, bytes, &mut again, |_| false);
+            // A kernel without UFFDIO_POISON: the thread sleeps.
+            mark != Mark::EventsFirst
         }
-        // A kernel without UFFDIO_POISON: the thread sleeps.
-        Err(error) => tracing::error!(%error, "a forked child waits for a page for ever"),
+    };
+    if !is_answered {
+        let _ = child.uffd.wake(page);
     }
 }

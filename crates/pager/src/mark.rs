@@ -84,6 +84,7 @@ pub(crate) fn poison_range(
 ) -> Mark {
     let step = STEP_BYTES.max(page_bytes);
     let mut most = step;
+    let mut unprotected = None;
     while range.bytes > 0 {
         let piece = UserRange {
             start: range.start,
@@ -93,13 +94,20 @@ pub(crate) fn poison_range(
         let done = match uffd.poison_pages(piece, Wake::Wake) {
             Ok(()) => piece.bytes,
             Err(InstallError::Exists { installed_bytes }) => {
-                // A thread that sleeps there was not woken by the call that found the mapping.
                 let there = UserRange {
                     start: range.start + installed_bytes,
                     bytes: page_bytes,
                 };
-                let _ = uffd.wake(there);
-                installed_bytes + page_bytes
+                // Nothing may be mapped: a missing page that its owner has protected against writing has a mark of
+                // its own, which the kernel does not replace.
+                if unprotected != Some(there.start) && uffd.unprotect(there).is_ok() {
+                    unprotected = Some(there.start);
+                    installed_bytes
+                } else {
+                    // A thread that sleeps there was not woken by the call that found the mapping.
+                    let _ = uffd.wake(there);
+                    installed_bytes + page_bytes
+                }
             }
             Err(InstallError::Again { installed_bytes: 0 }) => {
                 if !may_wait(again) {

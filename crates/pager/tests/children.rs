@@ -7,9 +7,9 @@ use std::os::fd::AsRawFd;
 use std::sync::{Mutex, PoisonError};
 
 use pagetide_memory::PageSize;
-use pagetide_pager::{Mode, Pager, ReaderConfig, Readers, RegionConfig};
-use pagetide_uapi::userfaultfd::Features;
-use support::view::View;
+use pagetide_pager::{Memfd, Mode, Pager, ReaderConfig, Readers, RegionConfig};
+use pagetide_uapi::userfaultfd::{Features, UserRange};
+use support::view::{View, memfd};
 use support::*;
 
 /// One test at a time: each child has all userfaultfds of this process, and one test counts descriptors.
@@ -91,6 +91,50 @@ fn a_forked_child_reads_no_zeroes() {
     }
     // The parent's own pages are as before.
     assert_eq!(memory.read(3), word_of(3));
+}
+
+/// A child of a VMM that tracks writes: its own writes go on, and what is missing is lost there, also where it is
+/// protected.
+#[test]
+fn a_child_of_protected_memory_writes_and_reads_no_zeroes() {
+    if !has_userfaultfd() || !can_poison() {
+        return;
+    }
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let file = memfd(4 * PAGE);
+    for (memory, mode) in [
+        (View::private(4 * PAGE), Mode::Missing),
+        (View::new(&file, 4 * PAGE), Mode::Minor),
+    ] {
+        let Some(uffd) = memory.register_protected(mode, Features::EVENT_FORK) else {
+            return;
+        };
+        let size = PageSize::Size4K;
+        let config = RegionConfig::foreign(&uffd, memory.range(), size, mode, pattern()).gpa(GPA);
+        let config = match mode {
+            Mode::Missing => config,
+            Mode::Minor => config.memfd(Memfd {
+                file: file.try_clone().unwrap(),
+                offset_bytes: 0,
+            }),
+        };
+        let pager = Pager::new().unwrap();
+        pager.add(config).unwrap();
+        let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+        assert_eq!(memory.read(1), word_of(1));
+        uffd.protect(UserRange::from(memory.range())).unwrap();
+        for (page, expected) in [(1, 0), (3, libc::SIGBUS)] {
+            let child = fork();
+            if child == 0 {
+                if page == 1 {
+                    memory.write_here(page, !0);
+                }
+                read_and_exit(&memory, page);
+            }
+            let ended = within_patience("the child", move || end_of(child));
+            assert_eq!(ended, expected, "page {page}, {mode:?}");
+        }
+    }
 }
 
 /// Each child has a userfaultfd, and a client decides how many children it has.

@@ -8,12 +8,13 @@ use std::process::Command;
 use std::sync::Arc;
 use std::thread;
 
-use pagetide_memory::{Access, Backing, PageIndex, PageRange, PageState, Region};
+use pagetide_memory::{Access, Backing, PageIndex, PageRange, PageSize, PageState, Region};
 use pagetide_pager::{
-    Contents, Holes, Mode, ReaderConfig, Readers, RegionChangeError, RegionConfig, ResolveError,
-    UffdLayout,
+    Contents, Holes, Memfd, Mode, Pager, ReaderConfig, Readers, RegionChangeError, RegionConfig,
+    ResolveError, UffdLayout,
 };
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
+use support::view::{View, memfd};
 use support::*;
 
 /// The end of a region's life.
@@ -394,4 +395,49 @@ fn regions_are_added_and_removed_while_others_are_served() {
     assert_no_trouble(&paged.pager);
     assert_eq!(paged.pager.region_ids(), [paged.id]);
     assert_eq!(paged.pager.progress().present, 1024);
+}
+
+/// A VMM that tracks writes protects missing pages as well. That leaves a mark, where the kernel then puts no other.
+#[test]
+fn missing_pages_that_are_protected_are_lost_at_the_end() {
+    const PAGES: u64 = 8;
+    if !has_userfaultfd() || !can_poison() {
+        return;
+    }
+    for mode in [Mode::Minor, Mode::Missing] {
+        let file = memfd(PAGES * PAGE);
+        let memory = View::new(&file, PAGES * PAGE);
+        let Some(uffd) = memory.register_protected(mode, Features::NONE) else {
+            return;
+        };
+        let (range, size) = (memory.range(), PageSize::Size4K);
+        let config = RegionConfig::foreign(&uffd, range, size, mode, pattern()).gpa(GPA);
+        let offset_bytes = 0;
+        let pager = Pager::new().unwrap();
+        let id = pager
+            .add(config.memfd(Memfd { file, offset_bytes }))
+            .unwrap();
+        let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+        let word_of = |page: u64| !(GPA.0 + page * PAGE);
+        assert_eq!(memory.read(1), word_of(1));
+        let one = |page| PageRange::single(PageIndex(page));
+        pager.discard(id, one(4)).unwrap();
+        uffd.protect(UserRange::from(range)).unwrap();
+        // Each is installed, whatever touches it, and then written.
+        assert_eq!(memory.read(2), word_of(2), "{mode:?}");
+        assert_eq!(memory.read(4), 0, "{mode:?}");
+        for page in 1..5 {
+            memory.write(page, page);
+        }
+        pager.record_poison(gpas(5, 1));
+        assert!(memory.is_lost(5), "{mode:?}");
+        pager.remove(id).unwrap();
+        for page in 0..PAGES {
+            match page {
+                1..5 => assert_eq!(memory.read(page), page, "{mode:?}"),
+                _ => assert!(memory.is_lost(page), "{mode:?}: {page}"),
+            }
+        }
+        readers.stop();
+    }
 }

@@ -14,7 +14,6 @@ use pagetide_pager::{
 };
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 use rustix::mm::Advice;
 use support::view::{View, memfd};
 use support::*;
@@ -94,15 +93,6 @@ fn config(
     let size = PageSize::Size4K;
     let config = RegionConfig::foreign(uffd, view.range(), size, mode, contents);
     config.gpa(GPA).memfd(memfd)
-}
-
-/// Whether an access to a page fails as one to lost memory does.
-fn is_lost(view: &View, page: u64) -> bool {
-    match view.populate(page) {
-        Ok(()) => false,
-        Err(Errno::HWPOISON) => true,
-        Err(errno) => panic!("{errno}"),
-    }
 }
 
 #[test]
@@ -244,14 +234,14 @@ fn a_page_that_is_lost_is_lost_for_both() {
         assert_eq!(it.back_end.read(1), word_of(1));
         it.pager.record_poison(gpas(2, 1));
         for view in [&it.vmm, &it.back_end] {
-            assert!(is_lost(view, 2), "{mode:?}");
-            assert!(!is_lost(view, 3), "{mode:?}");
+            assert!(view.is_lost(2), "{mode:?}");
+            assert!(!view.is_lost(3), "{mode:?}");
         }
         // An address space that comes later, too.
         let third = View::new(&it.file, PAGES * PAGE);
         let uffd = third.register(it.mode);
         it.pager.attach(&uffd, &[(it.id, third.range())]).unwrap();
-        assert!(is_lost(&third, 2), "{mode:?}");
+        assert!(third.is_lost(2), "{mode:?}");
         assert_eq!(third.read(1), word_of(1), "{mode:?}");
     }
 }
@@ -267,7 +257,7 @@ fn a_detached_address_space_reads_no_zeroes() {
         };
         assert_eq!(it.back_end.read(1), word_of(1));
         it.pager.detach(it.space).unwrap();
-        assert!(is_lost(&it.back_end, 2), "{mode:?}: was missing");
+        assert!(it.back_end.is_lost(2), "{mode:?}: was missing");
         assert_eq!(it.back_end.read(1), word_of(1), "{mode:?}: was there");
         let again = it.pager.detach(it.space).unwrap_err();
         assert!(matches!(again, AttachError::NoSuchSpace), "{again}");
@@ -299,7 +289,7 @@ fn an_address_space_that_is_inside_madvise_is_detached() {
         dropping.join().unwrap();
     });
     for page in (0..PAGES).filter(|&page| page != 1) {
-        assert!(is_lost(&it.back_end, page), "{page}");
+        assert!(it.back_end.is_lost(page), "{page}");
     }
     assert_eq!(it.back_end.read(1), word_of(1));
 }
@@ -324,7 +314,7 @@ fn an_address_space_of_several_mappings_reads_no_zeroes() {
         }
         assert_eq!(it.pager.spaces(), [].into());
         for page in (0..PAGES).filter(|&page| page != 1) {
-            assert!(is_lost(&it.back_end, page), "{page}, ends: {ends}");
+            assert!(it.back_end.is_lost(page), "{page}, ends: {ends}");
         }
         assert_eq!(it.back_end.read(1), word_of(1));
     }
@@ -358,7 +348,7 @@ fn when_paging_ends_missing_pages_are_lost_for_both() {
     assert_eq!(it.back_end.read(1), word_of(1));
     it.pager.remove(it.id).unwrap();
     for view in [&it.vmm, &it.back_end] {
-        assert!(is_lost(view, 2));
+        assert!(view.is_lost(2));
         assert_eq!(view.read(1), word_of(1));
     }
 }

@@ -9,7 +9,7 @@ use pagetide_uapi::userfaultfd::{InstallError, PageFault, UserRange, Wake};
 use super::Serving;
 use crate::again::Again;
 use crate::channel::{Channel, Role};
-use crate::children::poison_in_child;
+use crate::children::answer_child;
 use crate::counters::Counters;
 use crate::error::{InstallFailure, ResolveError, WAIT_SLICE};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
@@ -22,7 +22,7 @@ impl Serving {
     /// Resolves a fault that was read.
     pub(super) fn resolve(&mut self, pager: &Pager, channel: &Channel, message: &PageFault) {
         if channel.role == Role::Child {
-            return poison_in_child(channel, message.address);
+            return answer_child(channel, message);
         }
         // If the page was unmapped or moved since, the faulting thread has left, or faults again.
         let Some((region, page)) = channel.locate(message.address) else {

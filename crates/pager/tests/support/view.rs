@@ -100,6 +100,22 @@ impl View {
         Arc::new(uffd)
     }
 
+    /// The same for a VMM that tracks writes; `None`, with the reason printed, where the kernel cannot.
+    pub fn register_protected(&self, mode: Mode, events: Features) -> Option<Arc<Userfaultfd>> {
+        let protection = Features::WRITE_PROTECT | Features::WRITE_PROTECT_FILES;
+        let wanted = Features::MISSING_SHMEM | Features::MINOR_SHMEM | Features::POISON;
+        let uffd = match Userfaultfd::open(wanted | protection | events) {
+            Ok(uffd) => uffd,
+            Err(error) => {
+                println!("SKIP: {error}");
+                return None;
+            }
+        };
+        // SAFETY: as above.
+        unsafe { uffd.register_with_protection(UserRange::from(self.range()), mode) }.unwrap();
+        Some(Arc::new(uffd))
+    }
+
     fn at(&self, page: u64) -> usize {
         let offset = usize::try_from(page * PAGE).unwrap();
         self.start.wrapping_add(offset).expose_provenance()
@@ -122,6 +138,13 @@ impl View {
         word_at(self.at(page))
     }
 
+    /// Writes the first word of a page on this thread.
+    pub fn write_here(&self, page: u64, value: u64) {
+        let at = std::ptr::with_exposed_provenance_mut::<u64>(self.at(page));
+        // SAFETY: all mappings of this module stay for the life of the process.
+        unsafe { at.write_volatile(value) };
+    }
+
     /// Has the kernel read a page as an access would, which may fault.
     pub fn populate(&self, page: u64) -> rustix::io::Result<()> {
         let (at, bytes) = (self.at(page), usize::try_from(PAGE).unwrap());
@@ -130,6 +153,15 @@ impl View {
             // SAFETY: changes no content.
             unsafe { madvise(at, bytes, Advice::LinuxPopulateRead) }
         })
+    }
+
+    /// Whether an access to a page fails as one to lost memory does.
+    pub fn is_lost(&self, page: u64) -> bool {
+        match self.populate(page) {
+            Ok(()) => false,
+            Err(rustix::io::Errno::HWPOISON) => true,
+            Err(errno) => panic!("{errno}"),
+        }
     }
 
     /// Gives `count` pages up by madvise, on a thread of its own: with events, it waits until they were read.
