@@ -43,6 +43,8 @@ pub use file_view::{FileAccessError, FileView, FileViewError};
 pub use memory_file::{MemoryFile, MemoryFileAccessError, MemoryFileError};
 pub use missing::{Entry, MissingPages, PutBack, Touch, Urgency, Wish, split_entries};
 pub use page::{PageIndex, PageRange, PageSize};
+#[cfg(not(loom))]
+pub use page_map::MapFile;
 pub use page_map::{
     Claim, ClaimGuard, ImportError, PageMap, PageMapError, PageMapImage, PageState, Pend, Removal,
     Settled, StateCounts, WakeWanted,

@@ -5,6 +5,8 @@ mod cell;
 mod cells;
 mod claim;
 mod image;
+#[cfg(not(loom))]
+mod map_file;
 mod parking;
 
 use std::time::{Duration, Instant};
@@ -22,6 +24,8 @@ pub use answers::{Claim, PageMapError, Pend, Removal, StateCounts};
 pub use cell::{PageState, Settled};
 pub use claim::{ClaimGuard, WakeWanted};
 pub use image::{ImportError, PageMapImage};
+#[cfg(not(loom))]
+pub use map_file::MapFile;
 
 /// One atomic state per page of a region.
 ///
@@ -72,19 +76,17 @@ impl PageMap {
         })
     }
 
-    /// Uses `pages` bytes of a memfd, from `offset_bytes` on (a multiple of 4096), as the map, so that it
-    /// outlives this process. Pages that the file has as settled (Present, Zero, Removed, Poisoned) stay
+    /// Uses `pages` bytes of a memfd, from `offset_bytes` on, as the map, so that it outlives this process. Pages that the file has as settled (Present, Zero, Removed, Poisoned) stay
     /// so; all others become Absent, because whoever requested or installed them has gone. Where somebody
     /// was installing a page, [`Self::was_begun`] is true. A new file is a map of Absent pages.
     ///
     /// One map at a time may use the bytes.
     ///
     /// # Errors
-    /// [`PageMapError`]: the file is not sealed against shrinking (`F_SEAL_SHRINK`), is too short, cannot
-    /// be mapped, or has a byte that is no state.
+    /// [`PageMapError`]: the file is too short, or has a byte that is no state.
     #[cfg(not(loom))]
     pub fn in_file(
-        file: std::os::fd::BorrowedFd<'_>,
+        file: &std::sync::Arc<MapFile>,
         offset_bytes: u64,
         pages: u64,
     ) -> Result<Self, PageMapError> {

@@ -13,7 +13,7 @@ use pagetide_uapi::userfaultfd::{EventBuffer, Features, Mode, OpenError, UserRan
 
 use crate::channel::{Channel, Span};
 use crate::config::{
-    Contents, Described, File, Holes, MapFile, Misplaced, RegionConfig, UffdLayout,
+    Contents, Described, File, Holes, KeptIn, Misplaced, RegionConfig, UffdLayout,
 };
 use crate::error::AddError;
 use crate::fault::RegionId;
@@ -63,8 +63,8 @@ impl Pager {
                 return Err(AddError::PoisonOutside { range: lost });
             }
         }
-        let map = match &config.map_file {
-            Some(kept) => PageMap::in_file(kept.file.as_fd(), kept.map_offset, pages)?,
+        let map = match &config.kept_in {
+            Some(kept) => PageMap::in_file(&kept.file, kept.map_offset, pages)?,
             None => PageMap::new(pages)?,
         };
         if let Some(image) = &config.resume_from {
@@ -74,7 +74,7 @@ impl Pager {
         let (served, can_poison) = match &uffd {
             None => self.open_channels(&*memory, config.mode, &layout)?,
             Some(uffd) => {
-                let journal = config.map_file.as_ref();
+                let journal = config.kept_in.as_ref();
                 (
                     vec![self.adopt_channel(&table, uffd, pages, journal)?],
                     true,
@@ -180,7 +180,7 @@ impl Pager {
         table: &Table,
         uffd: &Arc<Userfaultfd>,
         pages: u64,
-        kept: Option<&MapFile>,
+        kept: Option<&KeptIn>,
     ) -> Result<Served, AddError> {
         let is_same = |channel: &&Arc<Channel>| Arc::ptr_eq(&channel.uffd, uffd);
         if self.others.of_space(uffd).is_some() {
@@ -192,8 +192,7 @@ impl Pager {
                 // SAFETY: in_file requires that nothing else uses the bytes. The file's owner has promised
                 // that they are this userfaultfd's alone (RegionConfig::kept_in), and there is one channel
                 // for a userfaultfd.
-                let in_file =
-                    |kept: &MapFile| unsafe { EventBuffer::in_file(kept.file.as_fd(), 0) };
+                let in_file = |kept: &KeptIn| unsafe { EventBuffer::in_file(kept.file.as_fd(), 0) };
                 let journal = kept.map(in_file).transpose().map_err(AddError::Journal)?;
                 let (uffd, token) = (Arc::clone(uffd), self.poller.next_token());
                 Arc::new(Channel::with_journal(uffd, token, journal))

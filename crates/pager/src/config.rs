@@ -1,12 +1,11 @@
 //! The configuration of a region that is added to a pager.
 
 use std::num::NonZeroU32;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use pagetide_memory::{
-    GuestAddress, GuestRange, HostRange, PageMapImage, PageSize, PoisonMap, Region,
+    GuestAddress, GuestRange, HostRange, MapFile, PageMapImage, PageSize, PoisonMap, Region,
 };
 use pagetide_uapi::userfaultfd::{Mode, Userfaultfd};
 
@@ -149,8 +148,8 @@ const FOREIGN: &str = "memory that other code has registered";
 
 /// The file that keeps messages and page maps for a successor.
 #[derive(Debug)]
-pub(crate) struct MapFile {
-    pub(crate) file: Arc<OwnedFd>,
+pub(crate) struct KeptIn {
+    pub(crate) file: Arc<MapFile>,
     pub(crate) map_offset: u64,
 }
 
@@ -166,7 +165,7 @@ pub struct RegionConfig {
     pub(crate) retry: RetryPolicy,
     pub(crate) poison: PoisonMap,
     pub(crate) resume_from: Option<PageMapImage>,
-    pub(crate) map_file: Option<MapFile>,
+    pub(crate) kept_in: Option<KeptIn>,
     pub(crate) trusts_existing: bool,
     pub(crate) mapper: Option<MapperConfig>,
     pub(crate) observer: Option<ObserverConfig>,
@@ -224,7 +223,7 @@ impl RegionConfig {
             retry: RetryPolicy::default(),
             poison: PoisonMap::new(),
             resume_from: None,
-            map_file: None,
+            kept_in: None,
             trusts_existing: false,
             mapper: None,
             observer: None,
@@ -395,11 +394,9 @@ impl RegionConfig {
         self
     }
 
-    /// Keeps what a successor needs if this process dies in a memfd that is sealed against shrinking:
-    /// the messages of a foreign region's userfaultfd in the first 4096 bytes
-    /// ([`EventBuffer::in_file`]), which the regions of one userfaultfd share, and the region's page map
-    /// from `map_offset` on (a multiple of 4096, at least 4096), one byte for each page
-    /// ([`PageMap::in_file`]).
+    /// Keeps what a successor needs if this process dies in a file: the messages of a foreign region's userfaultfd
+    /// in the first 4096 bytes ([`EventBuffer::in_file`]), which the regions of one userfaultfd share, and the
+    /// region's page map from `map_offset` on (at least 4096), one byte for each page ([`PageMap::in_file`]).
     ///
     /// A successor adds its regions with the same file, and calls [`crate::Pager::recover`].
     ///
@@ -411,8 +408,8 @@ impl RegionConfig {
     /// [`EventBuffer::in_file`]: pagetide_uapi::userfaultfd::EventBuffer::in_file
     /// [`PageMap::in_file`]: pagetide_memory::PageMap::in_file
     #[must_use]
-    pub unsafe fn kept_in(mut self, file: Arc<OwnedFd>, map_offset: u64) -> Self {
-        self.map_file = Some(MapFile { file, map_offset });
+    pub unsafe fn kept_in(mut self, file: Arc<MapFile>, map_offset: u64) -> Self {
+        self.kept_in = Some(KeptIn { file, map_offset });
         if matches!(self.memory, Described::Local { .. }) {
             self.misplace("a file for a successor", LOCAL);
         }

@@ -7,7 +7,7 @@ mod support;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use pagetide_memory::{GuestAddress, HostRange, PageIndex, PageSize, PageState};
+use pagetide_memory::{GuestAddress, HostRange, MapFile, PageIndex, PageSize, PageState};
 use pagetide_pager::{
     AddError, Memfd, Mode, Pager, Prefetch, PrefetchConfig, PrefetchEnd, ReaderConfig, Readers,
     RegionConfig, RegionId,
@@ -185,7 +185,7 @@ fn what_a_killed_predecessor_had_installed_stays() {
             };
             let kept = memfd(8192);
             fcntl_add_seals(&kept, SealFlags::SHRINK).unwrap();
-            let kept = Arc::new(kept);
+            let kept = MapFile::open(Arc::new(kept)).unwrap();
             let config = || {
                 // SAFETY: the former pager is forgotten, and reads no more messages.
                 let config = unsafe { it.config().kept_in(Arc::clone(&kept), 4096) };
@@ -256,7 +256,9 @@ fn settings_of_another_kind_of_memory_are_refused() {
         return;
     };
     let local = || RegionConfig::local(Arc::clone(&region), Mode::Minor, pattern());
-    let kept = Arc::new(memfd(8192));
+    let kept = memfd(8192);
+    fcntl_add_seals(&kept, SealFlags::SHRINK).unwrap();
+    let kept = MapFile::open(Arc::new(kept)).unwrap();
     for (config, named) in [
         (local().gpa(GPA), "a gpa"),
         (local().memfd(shared(&it.file)), "a memfd"),

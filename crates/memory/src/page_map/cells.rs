@@ -4,9 +4,13 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Deref;
 use std::ptr::NonNull;
+#[cfg(not(loom))]
+use std::sync::Arc;
 
 use super::answers::PageMapError;
 use super::cell::ABSENT;
+#[cfg(not(loom))]
+use super::map_file::MapFile;
 use crate::convert::to_usize;
 use crate::sync::AtomicU8;
 
@@ -15,8 +19,9 @@ use crate::sync::AtomicU8;
 pub(super) struct Cells {
     start: NonNull<AtomicU8>,
     len: usize,
+    /// The file that has them, if one does.
     #[cfg(not(loom))]
-    is_in_file: bool,
+    file: Option<Arc<MapFile>>,
 }
 
 // SAFETY: the cells are atomic, and belong to this value alone until it is dropped.
@@ -43,7 +48,7 @@ impl Cells {
         Ok(Self {
             start,
             len,
-            is_in_file: false,
+            file: None,
         })
     }
 
@@ -67,7 +72,7 @@ impl Deref for Cells {
     fn deref(&self) -> &[AtomicU8] {
         // SAFETY: from_raw_parts requires `len` initialised cells at `start`, valid for the lifetime of
         // the result: the constructors made them, and they are freed when self is dropped. A file's
-        // bytes are always initialised, and it cannot shrink (its seal was checked).
+        // bytes are always initialised, it cannot shrink (its seal was checked), and self keeps it mapped.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
@@ -75,13 +80,8 @@ impl Deref for Cells {
 impl Drop for Cells {
     #[cfg(not(loom))]
     fn drop(&mut self) {
-        if self.is_in_file {
-            // SAFETY: munmap requires that nobody uses the mapping any more: no reference into it outlives
-            // self. Fails only for an invalid range.
-            let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
-            return;
-        }
         if let Ok(layout) = Layout::array::<AtomicU8>(self.len)
+            && self.file.is_none()
             && self.len > 0
         {
             // SAFETY: dealloc requires what alloc_zeroed returned for this layout, in `new`; atomics have
@@ -101,11 +101,7 @@ impl Drop for Cells {
 
 #[cfg(not(loom))]
 mod file {
-    use std::os::fd::BorrowedFd;
     use std::sync::atomic::Ordering;
-
-    use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
-    use rustix::mm::{MapFlags, ProtFlags, mmap};
 
     use super::super::cell::{
         BEGUN, FORMER_PENDING, INSTALLING, POISONED, PageState, STATE, WAITERS, WAKE_WANTED,
@@ -118,34 +114,14 @@ mod file {
         /// The cells in a file: settled pages stay as they are, and all others become Absent. Those that
         /// somebody was installing are marked.
         pub(in super::super) fn in_file(
-            file: BorrowedFd<'_>,
+            file: &Arc<MapFile>,
             offset_bytes: u64,
             pages: u64,
         ) -> Result<Self, PageMapError> {
-            let failed = |errno| PageMapError::Map { errno };
-            let seals = fcntl_get_seals(file).unwrap_or(SealFlags::empty());
-            if !seals.contains(SealFlags::SHRINK) {
-                return Err(PageMapError::NotSealed);
-            }
-            let file_bytes = u64::try_from(fstat(file).map_err(failed)?.st_size).unwrap_or(0);
-            let end = offset_bytes.checked_add(pages);
-            if pages == 0 || end.is_none_or(|end| end > file_bytes) {
-                return Err(PageMapError::OutsideFile {
-                    offset_bytes,
-                    pages,
-                    file_bytes,
-                });
-            }
-            let len = to_usize(pages);
-            let access = ProtFlags::READ | ProtFlags::WRITE;
-            let hint = std::ptr::null_mut();
-            // SAFETY: mmap without MAP_FIXED replaces no memory in use.
-            let start = unsafe { mmap(hint, len, access, MapFlags::SHARED, file, offset_bytes) };
-            let start = NonNull::new(start.map_err(failed)?.cast());
             let cells = Self {
-                start: start.ok_or(failed(rustix::io::Errno::NOMEM))?,
-                len,
-                is_in_file: true,
+                start: file.cells(offset_bytes, pages)?,
+                len: to_usize(pages),
+                file: Some(Arc::clone(file)),
             };
             for (index, cell) in cells.iter().enumerate() {
                 let byte = cell.load(Ordering::Relaxed);

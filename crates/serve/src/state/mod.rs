@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pagetide_memory::PageSize;
+use pagetide_memory::{MapFile, PageSize};
 use pagetide_sources::FileIdentity;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use serde::{Deserialize, Serialize};
@@ -146,7 +146,7 @@ pub(crate) struct KeptVm {
     pub(crate) id: u64,
     pub(crate) uffd: OwnedFd,
     pub(crate) stream: UnixStream,
-    pub(crate) maps: Arc<OwnedFd>,
+    pub(crate) maps: Arc<MapFile>,
     pub(crate) description: Description,
 }
 
@@ -217,7 +217,7 @@ impl State {
         &self,
         uffd: BorrowedFd<'_>,
         stream: &UnixStream,
-        maps: &OwnedFd,
+        maps: BorrowedFd<'_>,
         description: &Description,
     ) -> io::Result<u64> {
         let text = serde_json::to_vec(description)?;
@@ -230,7 +230,7 @@ impl State {
             written += rustix::io::write(&file, rest)?;
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let descriptors = [uffd, stream.as_fd(), maps.as_fd(), file.as_fd()];
+        let descriptors = [uffd, stream.as_fd(), maps, file.as_fd()];
         send(self.lock().as_fd(), &Message::Keep { id }, &descriptors)?;
         Ok(id)
     }
@@ -325,20 +325,20 @@ fn kept_vm(id: u64, descriptors: Vec<OwnedFd>) -> io::Result<KeptVm> {
         id,
         uffd,
         stream: UnixStream::from(stream),
-        maps: Arc::new(maps),
+        maps: MapFile::open(Arc::new(maps)).map_err(io::Error::other)?,
         description,
     })
 }
 
 /// A memfd for page maps of `bytes` bytes together.
-pub(crate) fn map_file(bytes: u64) -> io::Result<Arc<OwnedFd>> {
+pub(crate) fn map_file(bytes: u64) -> io::Result<Arc<MapFile>> {
     let file = memfd_create(
         "pagetide-maps",
         MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
     )?;
     ftruncate(&file, bytes)?;
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
-    Ok(Arc::new(file))
+    MapFile::open(Arc::new(file)).map_err(io::Error::other)
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! A VM that is kept for a successor of this server.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use pagetide_memory::PageSize;
+use pagetide_memory::{MapFile, PageSize};
 
 use super::{Client, VmError};
 use crate::handshake::VmRegion;
@@ -16,7 +16,7 @@ use crate::state::{Description, KeptRegion, State, map_file};
 pub(super) struct Keeping {
     pub(super) state: Arc<State>,
     pub(super) id: u64,
-    pub(super) maps: Arc<OwnedFd>,
+    pub(super) maps: Arc<MapFile>,
     pub(super) is_handed_over: bool,
 }
 
@@ -52,7 +52,12 @@ impl Keeping {
         let bytes = PageSize::Size4K.bytes() + described.map(map_bytes).sum::<u64>();
         let maps = map_file(bytes).map_err(VmError::Keep)?;
         let description = describe(image, &client.socket, attached, kind);
-        let id = state.keep(first.uffd.as_fd(), &client.stream, &maps, &description);
+        let id = state.keep(
+            first.uffd.as_fd(),
+            &client.stream,
+            maps.as_fd(),
+            &description,
+        );
         Ok(Some(Self {
             state: Arc::clone(state),
             id: id.map_err(VmError::Keep)?,

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use pagetide_memory::{HostAddress, HostRange};
-use pagetide_pager::{Content, Mode};
+use pagetide_memory::{HostAddress, HostRange, MapFile};
+use pagetide_pager::{Content, Mode, Serving};
 use pagetide_sources::{Location, OpenOptions, open};
 use pagetide_uapi::userfaultfd::{Event, EventBuffer, Features, OpenError, UserRange, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -62,7 +62,7 @@ fn resident(range: UserRange) -> usize {
 
 /// A source that sees whether what a predecessor has read was applied before it is asked.
 struct Watching {
-    maps: Arc<OwnedFd>,
+    maps: Arc<MapFile>,
     is_early: Arc<AtomicBool>,
 }
 

@@ -1,29 +1,36 @@
 //! Maps in a file, which a process that dies leaves to its successor.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::pwrite;
 
 use super::super::cell::{INSTALLING, WAITERS, WAKE_WANTED};
 use super::super::*;
+use crate::MapFile;
 
-fn file(bytes: u64) -> OwnedFd {
+fn file(bytes: u64) -> Arc<OwnedFd> {
     let file = memfd_create("map", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     ftruncate(&file, bytes).unwrap();
-    file
+    Arc::new(file)
 }
 
-fn sealed(bytes: u64) -> OwnedFd {
+fn sealed(bytes: u64) -> Arc<OwnedFd> {
     let file = file(bytes);
     fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
     file
 }
 
+/// A map as a process that begins finds it.
+fn in_file(file: &Arc<OwnedFd>, offset: u64, pages: u64) -> Result<PageMap, PageMapError> {
+    PageMap::in_file(&MapFile::open(Arc::clone(file))?, offset, pages)
+}
+
 #[test]
 fn settled_pages_outlive_the_map_and_pending_ones_are_absent() {
     let file = sealed(8192);
-    let map = PageMap::in_file(file.as_fd(), 4096, 8).unwrap();
+    let map = in_file(&file, 4096, 8).unwrap();
     assert_eq!(map.counts().absent, 8);
     let run = |first, count| PageRange::new(PageIndex(first), count);
     let Claim::Won(claim) = map.claim_run(PageIndex(0), run(0, 2)) else {
@@ -40,7 +47,7 @@ fn settled_pages_outlive_the_map_and_pending_ones_are_absent() {
     // The process dies while it installs.
     std::mem::forget(installing);
     drop(map);
-    let map = PageMap::in_file(file.as_fd(), 4096, 8).unwrap();
+    let map = in_file(&file, 4096, 8).unwrap();
     let states: Vec<_> = (0..8)
         .map(|page| map.state(PageIndex(page)).unwrap())
         .collect();
@@ -58,7 +65,7 @@ fn settled_pages_outlive_the_map_and_pending_ones_are_absent() {
 #[test]
 fn a_page_that_somebody_died_installing_is_marked_until_it_is_settled() {
     let file = sealed(4096);
-    let map = || PageMap::in_file(file.as_fd(), 0, 3).unwrap();
+    let map = || in_file(&file, 0, 3).unwrap();
     let (begun, other) = (PageIndex(1), PageIndex(2));
     let first = map();
     for page in [begun, other] {
@@ -100,7 +107,7 @@ fn a_page_that_somebody_died_installing_is_marked_until_it_is_settled() {
 fn what_former_versions_have_requested_is_absent() {
     let file = sealed(4096);
     pwrite(&file, &[5, 6, 0x16, 0x0e, 0x46], 0).unwrap();
-    let map = PageMap::in_file(file.as_fd(), 0, 5).unwrap();
+    let map = in_file(&file, 0, 5).unwrap();
     assert_eq!(map.counts().absent, 5);
     let begun = [0, 1, 2, 3, 4].map(|page| map.was_begun(PageIndex(page)));
     assert_eq!(begun, [false, false, false, true, true]);
@@ -110,7 +117,7 @@ fn what_former_versions_have_requested_is_absent() {
 fn flags_of_settled_pages_are_dropped() {
     let file = sealed(4096);
     pwrite(&file, &[1 | WAITERS, 2 | WAKE_WANTED, 1 | INSTALLING], 0).unwrap();
-    let map = PageMap::in_file(file.as_fd(), 0, 3).unwrap();
+    let map = in_file(&file, 0, 3).unwrap();
     let states: Vec<_> = (0..3)
         .map(|page| map.state(PageIndex(page)).unwrap())
         .collect();
@@ -123,14 +130,13 @@ fn flags_of_settled_pages_are_dropped() {
 #[test]
 fn files_that_hold_no_map_are_refused() {
     use PageMapError as E;
-    let map =
-        |file: &OwnedFd, offset, pages| PageMap::in_file(file.as_fd(), offset, pages).unwrap_err();
+    let map = |file: &Arc<OwnedFd>, offset, pages| in_file(file, offset, pages).unwrap_err();
     assert!(matches!(map(&file(4096), 0, 1), E::NotSealed));
+    assert!(matches!(map(&sealed(0), 0, 1), E::Map { .. }));
     let file = sealed(8192);
     assert!(matches!(map(&file, 4096, 4097), E::OutsideFile { .. }));
     assert!(matches!(map(&file, u64::MAX, 2), E::OutsideFile { .. }));
     assert!(matches!(map(&file, 0, 0), E::OutsideFile { .. }));
-    assert!(matches!(map(&file, 1, 2), E::Map { .. }));
     pwrite(&file, &[7], 3).unwrap();
     assert!(matches!(
         map(&file, 0, 8),
@@ -141,4 +147,20 @@ fn files_that_hold_no_map_are_refused() {
     ));
     pwrite(&file, &[0x41], 3).unwrap();
     assert!(matches!(map(&file, 0, 8), E::BadState { byte: 0x41, .. }));
+}
+
+/// The kernel allows a process some 65 000 mappings.
+#[test]
+fn the_maps_of_a_file_are_one_mapping() {
+    const MAPS: u64 = 70_000;
+    let file = MapFile::open(sealed(MAPS)).unwrap();
+    let maps: Vec<_> = (0..MAPS)
+        .map(|at| PageMap::in_file(&file, at, 1).unwrap())
+        .collect();
+    let _ = maps[3].poison(PageIndex(0));
+    let poisoned = maps.iter().filter(|map| map.counts().poisoned == 1);
+    assert_eq!(poisoned.count(), 1);
+    // Its bytes stay as long as a map uses them.
+    drop(file);
+    assert_eq!(maps[3].state(PageIndex(0)), Some(PageState::Poisoned));
 }
