@@ -101,6 +101,7 @@ impl Pager {
             no_progress_limit: config.no_progress_limit.get(),
             can_poison,
             trusts_existing: config.trusts_existing,
+            installed_by: config.installed_by,
             mapper: config.mapper,
             observer: config.observer,
             lost: config.poison,

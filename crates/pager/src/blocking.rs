@@ -120,7 +120,9 @@ impl Shared {
             // A panic of the source is caught and reported as a failure.
             let read = catch_unwind(AssertUnwindSafe(|| self.source.read(at, &mut buffer)));
             match read {
-                Ok(Ok(Filled::Bytes)) => request.complete(Content::Bytes(&buffer)),
+                Ok(Ok(Filled::Bytes)) => {
+                    buffer = request.complete_buffer(std::mem::take(&mut buffer));
+                }
                 Ok(Ok(Filled::Zero)) => request.complete(Content::Zero),
                 Ok(Ok(Filled::Poisoned)) => request.complete(Content::Poisoned),
                 Ok(Err(error)) => request.fail(error),

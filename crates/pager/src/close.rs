@@ -419,6 +419,7 @@ mod tests {
             no_progress_limit: 5,
             can_poison,
             trusts_existing: false,
+            installed_by: crate::InstalledBy::default(),
             mapper: None,
             observer: None,
             lost: PoisonMap::new(),

@@ -105,6 +105,19 @@ impl Default for RetryPolicy {
     }
 }
 
+/// The thread that installs what the source of a region delivers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum InstalledBy {
+    /// The thread that completes the request, so that no other is woken on the way. A thread that completes the
+    /// requests of several VMs is held up by a VM whose address space takes no pages for a while.
+    #[default]
+    Completer,
+    /// A thread that serves the pager's descriptor ([`crate::Serving`]), between faults. The thread that completes the
+    /// request hands the content over, and goes on. The pager's descriptor must be served: a thread that waits in an
+    /// exit looks for content only now and then.
+    Serving,
+}
+
 /// The memory of a region, as its owner describes it.
 #[derive(Debug)]
 pub(crate) enum Described {
@@ -146,7 +159,7 @@ const LOCAL: &str = "memory of this process that the pager registers";
 /// The same for the other constructors.
 const FOREIGN: &str = "memory that other code has registered";
 
-/// The file that keeps messages and page maps for a successor.
+/// Where messages and the page map are kept for a successor.
 #[derive(Debug)]
 pub(crate) struct KeptIn {
     pub(crate) file: Arc<MapFile>,
@@ -169,6 +182,7 @@ pub struct RegionConfig {
     pub(crate) trusts_existing: bool,
     pub(crate) mapper: Option<MapperConfig>,
     pub(crate) observer: Option<ObserverConfig>,
+    pub(crate) installed_by: InstalledBy,
     pub(crate) misplaced: Option<Misplaced>,
 }
 
@@ -227,6 +241,7 @@ impl RegionConfig {
             trusts_existing: false,
             mapper: None,
             observer: None,
+            installed_by: InstalledBy::default(),
             misplaced: None,
         }
     }
@@ -434,6 +449,13 @@ impl RegionConfig {
             mapper,
             least_exit_pages,
         });
+        self
+    }
+
+    /// Which thread installs what the source delivers.
+    #[must_use]
+    pub fn installed_by(mut self, thread: InstalledBy) -> Self {
+        self.installed_by = thread;
         self
     }
 

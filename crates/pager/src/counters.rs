@@ -65,6 +65,10 @@ counters! {
     requests,
     /// Answers with content.
     answers,
+    /// Answers that were handed over to a thread that serves the pager's descriptor.
+    handed_over,
+    /// Pages that a thread which waited for a page received itself.
+    pages_received_by_waiter,
     /// Answers that arrived after their request was cancelled.
     late_answers,
     /// Requests that failed, or were not answered in time.

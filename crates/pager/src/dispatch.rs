@@ -10,6 +10,7 @@ use std::time::Instant;
 use pagetide_memory::{PageIndex, PageRange, PageState, Urgency};
 
 use crate::arrival::{Purpose, arrive};
+use crate::config::InstalledBy;
 use crate::counters::Counters;
 use crate::error::{InstallFailure, message_of};
 use crate::fault::RegionId;
@@ -23,8 +24,73 @@ use crate::requests::{Job, Submission};
 use crate::source::{Answers, Content, Request, RequestId, Source, SourceError};
 
 impl Answers for Pager {
-    /// Handles a source's answer, on the thread that delivers it.
-    fn answer(&self, request: &Request, answer: Result<Content<'_>, SourceError>) {
+    fn fail(&self, request: &Request, error: SourceError) {
+        self.answer(request, Err(error));
+    }
+
+    fn complete(&self, request: Request, content: Content<'_>) {
+        match self.is_handed_over(&request, content) {
+            true => {
+                let urgency = request.urgency();
+                self.delivered.push(request, content);
+                self.report_delivered(urgency);
+            }
+            false => self.answer(&request, Ok(content)),
+        }
+    }
+
+    fn complete_buffer(&self, request: Request, buffer: Vec<u8>) -> Vec<u8> {
+        let content = Content::Bytes(&buffer);
+        match self.is_handed_over(&request, content) {
+            true => {
+                let urgency = request.urgency();
+                let spare = self.delivered.push_buffer(request, buffer);
+                self.report_delivered(urgency);
+                spare
+            }
+            false => {
+                self.answer(&request, Ok(content));
+                buffer
+            }
+        }
+    }
+}
+
+impl Pager {
+    /// Whether a thread that serves the pager's descriptor installs content. It gets nothing that is refused anyway.
+    fn is_handed_over(&self, request: &Request, content: Content<'_>) -> bool {
+        let is_whole =
+            !matches!(content, Content::Bytes(bytes) if bytes.len() as u64 != request.bytes());
+        let table = self.table();
+        let region = table.region(request.region);
+        is_whole && region.is_some_and(|region| region.installed_by == InstalledBy::Serving)
+    }
+
+    fn report_delivered(&self, urgency: Urgency) {
+        self.poller.report_deferred();
+        if urgency == Urgency::Bulk {
+            // Prefetch's thread installs it, if it waits.
+            self.changes.notify();
+        }
+    }
+
+    /// Installs the next content that was handed over, of bulk requests if there is nothing more urgent and `least`
+    /// permits it. False if there is none.
+    pub(crate) fn install_delivered(&self, least: Urgency) -> bool {
+        let Some(delivery) = self.delivered.take(least) else {
+            return false;
+        };
+        self.count(&Counters {
+            handed_over: 1,
+            ..Counters::default()
+        });
+        self.answer(&delivery.request, Ok(delivery.content()));
+        self.delivered.recycle(delivery);
+        true
+    }
+
+    /// Handles a source's answer on this thread.
+    pub(crate) fn answer(&self, request: &Request, answer: Result<Content<'_>, SourceError>) {
         let table = self.table();
         let Some(region) = table
             .region(request.region)
@@ -62,9 +128,7 @@ impl Answers for Pager {
         self.changes.notify();
         self.submit(region);
     }
-}
 
-impl Pager {
     /// Submits all requests of a region that may be submitted now. One thread at a time does so for a region, so
     /// that requests reach the source in their order; other threads leave their requests to it.
     pub(crate) fn submit(&self, region: &PagedRegion) {
@@ -308,6 +372,8 @@ impl Pager {
     /// failed, and submits requests again whose pause is over. Called by threads that serve the pager's
     /// descriptor, and by vCPUs' threads that wait.
     pub fn tick(&self) {
+        // Content that is here is not late.
+        while self.install_delivered(Urgency::Bulk) {}
         let now = Instant::now();
         if !self.is_due(now) {
             return;

@@ -67,6 +67,7 @@ mod config;
 mod content;
 mod control;
 mod counters;
+mod delivered;
 mod discard;
 mod dispatch;
 mod error;
@@ -97,13 +98,14 @@ mod table;
 mod tracker;
 #[cfg(feature = "vm-memory")]
 mod vm_memory;
+mod waiting;
 mod walk;
 
 pub use adopt::{AddMemoryError, MappedMemory, add_mapped_memory};
 pub use blocking::{BlockingSource, Pool, PoolConfig};
 pub use close::{Exported, ExportedPart, ExportedSpace};
 pub use config::{
-    Contents, Holes, InFlightLimits, Observer, RegionConfig, RetryPolicy, UffdLayout,
+    Contents, Holes, InFlightLimits, InstalledBy, Observer, RegionConfig, RetryPolicy, UffdLayout,
 };
 pub use control::SourceStatus;
 pub use counters::Counters;
@@ -122,7 +124,7 @@ pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd, PrefetchPlan};
 pub use resolver::Resolver;
 pub use serving::{ReaderConfig, Readers, Serving};
 pub use source::{
-    Content, Filled, LocalSource, PatternSource, ReadAt, Request, RequestId, Room, Source,
+    Content, Filled, Helper, LocalSource, PatternSource, ReadAt, Request, RequestId, Room, Source,
     SourceError,
 };
 pub use space::AddressSpaceId;

@@ -15,6 +15,7 @@ use pagetide_memory::{
 use crate::activity::Activity;
 use crate::again::Again;
 use crate::counters::Counters;
+use crate::delivered::Deliveries;
 use crate::error::{InstallFailure, PushError, ServeError, message_of};
 use crate::fault::RegionId;
 use crate::notice::Notice;
@@ -56,6 +57,7 @@ pub struct Pager {
     pub(crate) next_space: AtomicU64,
     pub(crate) activity: Activity,
     pub(crate) changes: Arc<EventCount>,
+    pub(crate) delivered: Deliveries,
     stopped: AtomicBool,
     on_notice: Mutex<Option<OnNotice>>,
     /// The first notice that needs action, for later callers.
@@ -83,6 +85,7 @@ impl Pager {
             next_space: AtomicU64::new(0),
             activity: Activity::default(),
             changes: Arc::default(),
+            delivered: Deliveries::default(),
             stopped: AtomicBool::new(false),
             on_notice: Mutex::new(None),
             trouble: Mutex::new(None),

@@ -18,7 +18,7 @@ use crate::channel::Channel;
 pub(crate) const INTERRUPT: u64 = u64::MAX;
 /// The token of the timer for deadlines.
 pub(crate) const TIMER: u64 = u64::MAX - 1;
-/// The token for faults that a thread has stored for the threads that serve.
+/// The token for what a thread has stored for the threads that serve: faults, and content.
 pub(crate) const DEFERRED: u64 = u64::MAX - 2;
 
 /// The token of the first descriptor of other code; those after it have lower ones.
@@ -162,7 +162,7 @@ impl Poller {
         }
     }
 
-    /// Reports that a channel has stored faults.
+    /// Reports that a channel has stored faults, or that content was delivered.
     pub(crate) fn report_deferred(&self) {
         write_one(&self.kept);
     }

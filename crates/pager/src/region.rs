@@ -13,7 +13,7 @@ use pagetide_memory::{
 use pagetide_uapi::userfaultfd::{Mode, UserRange};
 
 use crate::channel::{Channel, InstallLock};
-use crate::config::{Holes, MapperConfig, ObserverConfig};
+use crate::config::{Holes, InstalledBy, MapperConfig, ObserverConfig};
 use crate::fault::RegionId;
 use crate::memory::{Memory, Place};
 use crate::missing::Missing;
@@ -114,6 +114,7 @@ pub(crate) struct Parts {
     pub(crate) trusts_existing: bool,
     pub(crate) mapper: Option<MapperConfig>,
     pub(crate) observer: Option<ObserverConfig>,
+    pub(crate) installed_by: InstalledBy,
     /// The memory that was lost before the region was added.
     pub(crate) lost: PoisonMap,
     pub(crate) memory: Box<dyn Memory>,

@@ -15,7 +15,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use pagetide_memory::{
-    Access, Claim as Claimed, GuestAddress, Hold, PageIndex, PageRange, PageState, Urgency, Wish,
+    Access, Claim as Claimed, GuestAddress, Hold, PageIndex, PageRange, PageState, Urgency,
 };
 use pagetide_uapi::userfaultfd::InstallError;
 
@@ -27,7 +27,7 @@ use crate::claim::Claim;
 use crate::config::Holes;
 use crate::content::{absent_run, content_of, fill_buffer, fill_buffer_now, is_gone, mapped_now};
 use crate::counters::Counters;
-use crate::error::{Failure, InstallFailure, ResolveError, WAIT_SLICE};
+use crate::error::{Failure, InstallFailure, ResolveError};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
 use crate::install::{Installed, Installer, Sleepers};
 use crate::memory::Body;
@@ -450,7 +450,7 @@ impl ResolverState {
 
     /// Records a fault on a missing page.
     #[inline]
-    fn begin(&mut self, site: &Site<'_>, fault: &Fault) {
+    pub(crate) fn begin(&mut self, site: &Site<'_>, fault: &Fault) {
         self.tracker.progress();
         site.pager
             .activity
@@ -497,42 +497,9 @@ impl ResolverState {
         }
     }
 
-    /// Requests the page and the absent pages around it, unless it is requested urgently already.
-    fn request(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
-        let is_new = match self.wish(site, fault) {
-            Ok(is_new) => is_new,
-            Err(PageState::Pending) => return Ok(None),
-            Err(state) => return self.not_missing(site, fault, state),
-        };
-        if is_new {
-            self.begin(site, fault);
-            self.counters.requests += 1;
-            site.pager.submit(site.region);
-        } else {
-            self.counters.lost_claims += 1;
-        }
-        match fault.delivery {
-            // Whoever installs the page wakes the thread.
-            Delivery::Uffd => Ok(Some(Resolution::LeftToInstaller)),
-            Delivery::Exit => self.wait(site, fault),
-        }
-    }
-
-    /// Enters in the book of missing pages that the fault's thread waits.
-    fn wish(&mut self, site: &Site<'_>, fault: &Fault) -> Result<bool, PageState> {
-        let wish = match fault.delivery {
-            Delivery::Exit => Wish::Touched,
-            Delivery::Uffd => Wish::Asleep,
-        };
-        let region = site.region;
-        let window = region.window(site.served, fault.page);
-        let mut missing = region.missing();
-        missing.request(&region.map, fault.page, window, wish)
-    }
-
     /// Handles a page that is neither Absent nor to be requested. `None`: retry.
     #[cold]
-    fn not_missing(
+    pub(crate) fn not_missing(
         &mut self,
         site: &Site<'_>,
         fault: &Fault,
@@ -553,50 +520,6 @@ impl ResolverState {
             }
             PageState::Removed => self.zero(site, fault),
             PageState::Poisoned => self.poisoned(site, fault).map(Some),
-        }
-    }
-
-    /// Another thread installs the page, or requests it: an exit waits for that, a thread in the userfaultfd is
-    /// woken by it.
-    fn wait(&mut self, site: &Site<'_>, fault: &Fault) -> Result<Option<Resolution>, Failure> {
-        let map = &site.region.map;
-        if fault.delivery == Delivery::Uffd {
-            return Ok(match map.want_wake(fault.page) {
-                Some(PageState::Installing) => Some(Resolution::LeftToInstaller),
-                // Its state has changed: retry.
-                _ => None,
-            });
-        }
-        self.counters.waits += 1;
-        loop {
-            let state = match site.region.has_source() {
-                true => map.wait(fault.page, WAIT_SLICE),
-                // Nobody delivers a page of local content that its owner has given back.
-                false => map.wait_for_owner(fault.page, WAIT_SLICE),
-            };
-            match state {
-                Some(PageState::Installing) => {}
-                // Again, because the thread that installed it may have given it back to prefetch's request.
-                Some(PageState::Pending) if site.region.has_source() => {
-                    match self.wish(site, fault) {
-                        Ok(_) => site.pager.submit(site.region),
-                        Err(PageState::Installing) => {}
-                        Err(_) => return Ok(None),
-                    }
-                }
-                Some(PageState::Present | PageState::Zero) => return Ok(Some(Resolution::Waited)),
-                // The page's state has changed: retry.
-                Some(_) => return Ok(None),
-                None => return Err(ResolveError::Outside { gpa: fault.gpa }.into()),
-            }
-            if site.pager.is_stopped() {
-                return Err(ResolveError::Stopped { fault: *fault }.into());
-            }
-            if site.region.is_closed() {
-                return Err(ResolveError::Removed { fault: *fault }.into());
-            }
-            // Deadlines must take effect even if no thread serves the pager's descriptor.
-            site.pager.tick();
         }
     }
 }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
+use pagetide_memory::Urgency;
 use pagetide_uapi::userfaultfd::{EventBuffer, PageFault, ReadError};
 use rustix::event::epoll::Event;
 use rustix::io::Errno;
@@ -151,8 +152,10 @@ impl Serving {
         // Channels with more messages take turns, so that a process with many messages does not block
         // others, or deadlines.
         for _ in 0..READS_AT_ONCE {
+            // Threads wait for it.
+            while !self.is_over() && self.resolver.pager().install_delivered(Urgency::Urgent) {}
             let Some(channel) = self.ready.pop_front() else {
-                return Ok(resolved);
+                break;
             };
             if stopping() || resolved > 0 && self.is_over() {
                 self.ready.push_front(channel);
@@ -168,13 +171,22 @@ impl Serving {
                 self.ready.push_back(channel);
             }
         }
+        // No thread waits for it, and faults may have come meanwhile: one at a time.
+        if !stopping() && !self.is_over() {
+            self.resolver.pager().install_delivered(Urgency::Bulk);
+        }
         self.hand_back();
         Ok(resolved)
     }
 
-    /// Reports the remaining channels again, to this thread or another.
+    /// Reports what remains again, to this thread or another.
     fn hand_back(&mut self) {
-        let poller = &self.resolver.pager().poller;
+        let Pager {
+            poller, delivered, ..
+        } = &**self.resolver.pager();
+        if !delivered.is_empty() {
+            poller.report_deferred();
+        }
         for channel in self.ready.drain(..) {
             poller.report_again(&channel);
             // The channel's descriptor does not report stored faults.

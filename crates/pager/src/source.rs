@@ -8,7 +8,7 @@ use std::time::Instant;
 use pagetide_memory::{GuestAddress, HostRange, PageRange, Urgency};
 use thiserror::Error;
 
-use crate::fault::RegionId;
+use crate::fault::{Fault, RegionId};
 
 /// Why a source delivered no content.
 #[derive(Debug, Error)]
@@ -75,7 +75,7 @@ pub enum Content<'a> {
 ///
 /// The engine calls [`Self::submit`] for one request after the other, urgent ones first, and keeps the
 /// bytes in flight within the region's limits. The source answers by [`Request::complete`] or
-/// [`Request::fail`], on any thread and in any order.
+/// [`Request::fail`], on any thread and in any order; also on a thread that waits ([`Self::help`]).
 pub trait Source: Send + Sync {
     /// Begins to fetch the content of `request`. Must not block, because a fault's thread calls it. May
     /// answer before it returns.
@@ -103,10 +103,83 @@ pub trait Source: Send + Sync {
         None
     }
 
+    /// A thread waits for a page of the region in an exit and has nothing else to do: it receives answers here in
+    /// place of the source's own thread, so that no other thread is woken on the way. Passes each answer to
+    /// [`Helper::complete`]. Returns when [`Helper::is_over`], or the time [`Helper::until`] has come; or false at
+    /// once, if the thread is not needed: it then sleeps until another thread has installed the page.
+    ///
+    /// Of several threads at a time, one can receive, and the others wait until it has completed an answer or
+    /// returns. When the last of them returns, whatever else is on its way is the source's own thread's business
+    /// again.
+    fn help(&self, helper: &mut Helper<'_>) -> bool {
+        let _ = helper;
+        false
+    }
+
     /// The request was cancelled: its deadline has passed, or its pages were delivered otherwise. A
     /// hint. A later answer is used for pages that somebody still waits for, unless the source was replaced.
     fn cancel(&self, region: RegionId, id: RequestId) {
         let _ = (region, id);
+    }
+}
+
+/// A thread that waits for a page in an exit, and lends itself to the source of the region meanwhile
+/// ([`Source::help`]).
+pub struct Helper<'h> {
+    fault: &'h Fault,
+    until: Instant,
+    is_over: &'h dyn Fn() -> bool,
+    received_pages: u64,
+}
+
+impl<'h> Helper<'h> {
+    pub(crate) fn new(fault: &'h Fault, until: Instant, is_over: &'h dyn Fn() -> bool) -> Self {
+        Self {
+            fault,
+            until,
+            is_over,
+            received_pages: 0,
+        }
+    }
+
+    /// The pages of the requests that it has answered.
+    pub(crate) fn received_pages(&self) -> u64 {
+        self.received_pages
+    }
+
+    /// The region of the page for which the thread waits.
+    pub fn region(&self) -> RegionId {
+        self.fault.region
+    }
+
+    /// The home gpa of the access that waits.
+    pub fn gpa(&self) -> GuestAddress {
+        self.fault.gpa
+    }
+
+    /// When the thread has to return at the latest, to look for a stop and for deadlines.
+    pub fn until(&self) -> Instant {
+        self.until
+    }
+
+    /// Whether the thread has to return: its page has come, nobody brings it any more, or [`Self::until`] has passed.
+    pub fn is_over(&self) -> bool {
+        (self.is_over)() || Instant::now() >= self.until
+    }
+
+    /// Answers a request as [`Request::complete`] does, and counts its pages as received by a thread that waits.
+    pub fn complete(&mut self, request: Request, content: Content<'_>) {
+        self.received_pages += request.pages().count();
+        request.complete(content);
+    }
+}
+
+impl fmt::Debug for Helper<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Helper")
+            .field("fault", &self.fault)
+            .field("until", &self.until)
+            .finish_non_exhaustive()
     }
 }
 
@@ -152,7 +225,14 @@ impl<'r> Room<'r> {
 
 /// Who gets the answers to requests.
 pub(crate) trait Answers: Send + Sync {
-    fn answer(&self, request: &Request, answer: Result<Content<'_>, SourceError>);
+    /// A request has failed.
+    fn fail(&self, request: &Request, error: SourceError);
+
+    /// Content has come.
+    fn complete(&self, request: Request, content: Content<'_>);
+
+    /// The same in a buffer. Returns a buffer for the next answer, of any length.
+    fn complete_buffer(&self, request: Request, buffer: Vec<u8>) -> Vec<u8>;
 }
 
 /// A request for the content of a run of pages. The source holds it until it can answer.
@@ -213,11 +293,22 @@ impl Request {
         self.deadline
     }
 
-    /// Answers the request: installs those of its pages that are still missing, on this thread.
+    /// Answers the request: those of its pages that are still missing are installed, on this thread or another
+    /// ([`InstalledBy`](crate::InstalledBy)).
     pub fn complete(mut self, content: Content<'_>) {
         self.is_answered = true;
         if let Some(answers) = self.answers.upgrade() {
-            answers.answer(&self, Ok(content));
+            answers.complete(self, content);
+        }
+    }
+
+    /// The same for content that fills a buffer of the source's own, which need not be copied for another thread.
+    /// Returns a buffer for the source's next answer, of any length and with any bytes.
+    pub fn complete_buffer(mut self, buffer: Vec<u8>) -> Vec<u8> {
+        self.is_answered = true;
+        match self.answers.upgrade() {
+            Some(answers) => answers.complete_buffer(self, buffer),
+            None => buffer,
         }
     }
 
@@ -226,7 +317,7 @@ impl Request {
     pub fn fail(mut self, error: SourceError) {
         self.is_answered = true;
         if let Some(answers) = self.answers.upgrade() {
-            answers.answer(&self, Err(error));
+            answers.fail(&self, error);
         }
     }
 }
@@ -236,7 +327,7 @@ impl Drop for Request {
         if !self.is_answered
             && let Some(answers) = self.answers.upgrade()
         {
-            answers.answer(self, Err(SourceError::Dropped));
+            answers.fail(self, SourceError::Dropped);
         }
     }
 }

@@ -5,9 +5,9 @@ use std::sync::mpsc;
 
 use pagetide_memory::{GuestAddress, HostAddress, HostRange, PageIndex, PageRange, PageSize};
 use pagetide_pager::{
-    AddError, Contents, Counters, InFlightLimits, Memfd, Mode, Observer, Pager, Prefetch,
-    PrefetchConfig, PrefetchPlan, RegionConfig, RegionId, Request, RetryPolicy, ServeError, Source,
-    SourceError,
+    AddError, Contents, Counters, InFlightLimits, InstalledBy, Memfd, Mode, Observer, Pager,
+    Prefetch, PrefetchConfig, PrefetchPlan, RegionConfig, RegionId, Request, RetryPolicy,
+    ServeError, Source, SourceError,
 };
 use pagetide_sources::ImageError;
 use pagetide_uapi::userfaultfd::UserRange;
@@ -65,10 +65,12 @@ fn part_of(
     let range = range.map_err(bad)?;
     let config = RegionConfig::foreign(&attached.uffd, range, region.page_size, mode, contents);
     // EEXIST is normal: the VMM may have written pages itself, and a second message of one fault may
-    // follow the first.
+    // follow the first. The threads that read the image serve all its VMs: what they read is installed by the VM's own
+    // thread, since the VM can hold up whoever installs.
     Ok(config
         .gpa(GuestAddress(region.offset + skip))
-        .trust_existing_pages())
+        .trust_existing_pages()
+        .installed_by(InstalledBy::Serving))
 }
 
 /// What a VM does with its working set.

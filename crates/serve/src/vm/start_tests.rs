@@ -1,7 +1,8 @@
-//! The beginning of a VM that a former server has left.
+//! The beginning of a VM: one that a former server has left, and a new one.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -77,6 +78,41 @@ impl Source for Watching {
     }
 }
 
+/// What a server has, with a source in place of the image's.
+fn common(path: PathBuf, source: Arc<dyn Source>, prefetch: bool) -> (Common, Arc<ServedImage>) {
+    let options = Options {
+        prefetch,
+        working_set: WorkingSetMode::Off,
+        ..Options::default()
+    };
+    let location = Location::Path(path);
+    let metrics = Metrics::default();
+    let image = open(&location, &OpenOptions::default()).unwrap();
+    let mut image = ServedImage::start(image, &location, &options, &metrics).unwrap();
+    image.source = source;
+    let common = Common {
+        options: Arc::new(options),
+        metrics,
+        stopper: Stopper::new(Options::default().stop_limit).unwrap(),
+        state: None,
+    };
+    (common, Arc::new(image))
+}
+
+fn attached(uffd: Arc<Userfaultfd>, range: UserRange) -> AttachedRegion {
+    let start = HostAddress(usize::try_from(range.start).unwrap());
+    AttachedRegion {
+        region: VmRegion {
+            range: HostRange::new(start, PAGES * PAGE).unwrap(),
+            offset: 0,
+            page_size: PageSize::Size4K,
+        },
+        memory: Memory::Missing,
+        uffd,
+        maps: Vec::new(),
+    }
+}
+
 /// A predecessor has read that the guest discarded its memory, and was killed before it marked the pages. The
 /// guest went on then, so that nothing else says so.
 #[test]
@@ -105,39 +141,15 @@ fn what_a_predecessor_has_read_is_applied_before_anything_is_fetched() {
     // Not cleared, as after a kill.
     drop(journal);
 
-    let options = Options {
-        prefetch: true,
-        ..Options::default()
-    };
-    let location = Location::Path(path);
-    let metrics = Metrics::default();
-    let image = open(&location, &OpenOptions::default()).unwrap();
-    let mut image = ServedImage::start(image, &location, &options, &metrics).unwrap();
     let is_early = Arc::new(AtomicBool::new(false));
-    image.source = Arc::new(Watching {
+    let source = Arc::new(Watching {
         maps: Arc::clone(&maps),
         is_early: Arc::clone(&is_early),
     });
-    let image = Arc::new(image);
-    let common = Common {
-        options: Arc::new(options),
-        metrics,
-        stopper: Stopper::new(Options::default().stop_limit).unwrap(),
-        state: None,
-    };
+    let (common, image) = common(path, source, true);
     let (stream, _other) = UnixStream::pair().unwrap();
     let peer = Peer::of(&stream).unwrap();
-    let start = HostAddress(usize::try_from(range.start).unwrap());
-    let attached = AttachedRegion {
-        region: VmRegion {
-            range: HostRange::new(start, PAGES * PAGE).unwrap(),
-            offset: 0,
-            page_size: PageSize::Size4K,
-        },
-        memory: Memory::Missing,
-        uffd,
-        maps: Vec::new(),
-    };
+    let attached = attached(uffd, range);
     let start = Start {
         is_running: true,
         keeping: Some(Keeping {
@@ -153,5 +165,44 @@ fn what_a_predecessor_has_read_is_applied_before_anything_is_fetched() {
     assert!(ended.is_complete);
     assert!(!is_early.load(Ordering::Acquire), "fetched before");
     assert_eq!(resident(range), 0, "discarded pages have content");
+    let _ = vm.end(End::Gone).unwrap();
+}
+
+/// Answers at once, as a thread does that reads the image for all its VMs.
+struct AtOnce;
+
+impl Source for AtOnce {
+    fn submit(&self, request: Request) {
+        request.complete(Content::Zero);
+    }
+}
+
+/// A VM can hold up whoever installs its pages.
+#[test]
+fn what_the_images_threads_have_read_is_installed_by_the_vms_own() {
+    let Some((uffd, range)) = registered() else {
+        return;
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("guest.mem");
+    let file = fs_err::File::create(&path).unwrap();
+    file.set_len((PAGES * PAGE) as u64).unwrap();
+    let (common, image) = common(path, Arc::new(AtOnce), false);
+    let (stream, _other) = UnixStream::pair().unwrap();
+    let peer = Peer::of(&stream).unwrap();
+    let attached = vec![attached(uffd, range)];
+    let mut vm = Vm::new(&common, &image, &peer, attached, Start::default()).unwrap();
+    let at = usize::try_from(range.start).unwrap() + 5 * PAGE;
+    let guest = thread::spawn(move || {
+        // SAFETY: the memory stays mapped, and nothing else accesses it.
+        unsafe { std::ptr::with_exposed_provenance::<u8>(at).read_volatile() }
+    });
+    let mut serving = Serving::new(&vm.pager, 1);
+    while !guest.is_finished() {
+        serving.process_ready().unwrap();
+    }
+    assert_eq!(guest.join().unwrap(), 0);
+    let counted = vm.pager.counted();
+    assert_eq!((counted.handed_over, counted.answers), (1, 1));
     let _ = vm.end(End::Gone).unwrap();
 }
