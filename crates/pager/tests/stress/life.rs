@@ -1,20 +1,22 @@
 //! The life of one region: added, touched, discarded, handed over, removed.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use pagetide_memory::{Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState};
 use pagetide_pager::{
-    Content, Contents, Holes, InFlightLimits, Mode, Pager, Pool, PoolConfig, RegionConfig,
-    RegionId, ResolveError, Resolver, RetryPolicy, UffdLayout,
+    Content, Contents, Holes, InFlightLimits, InstalledBy, Mode, Pager, Pool, PoolConfig,
+    RegionConfig, RegionId, ResolveError, Resolver, RetryPolicy, UffdLayout,
 };
 
-use crate::memory::{Memory, Own, fill_page_cache, local};
+use crate::child::{ChildHas, read_in_child};
+use crate::memory::{Memory, Own, Reports, fill_page_cache, local};
 use crate::source::{Blocking, Local, Workers, fill, word_at};
 use crate::tally::{Op, Tally};
 use pagetide_test_support::Rng;
+use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 
 /// The state that all lives share.
 pub struct World {
@@ -50,6 +52,10 @@ struct Way {
     is_split: bool,
     /// A further process maps the same memory.
     is_shared: bool,
+    installed_by: InstalledBy,
+    /// Of memory that was handed over.
+    forks: bool,
+    protects: bool,
 }
 
 struct Life {
@@ -116,7 +122,20 @@ fn choose(rng: &mut Rng, gpa: u64) -> Way {
         },
         is_split: rng.one_in(3),
         is_shared: rng.one_in(2),
+        installed_by: rng.pick(&[InstalledBy::Completer, InstalledBy::Serving]),
+        forks: backing.is_none() && rng.one_in(4),
+        protects: backing.is_none() && protection(mode) && rng.one_in(2),
     }
+}
+
+/// Whether this kernel protects such memory against writing.
+fn protection(mode: Mode) -> bool {
+    static AVAILABLE: LazyLock<Features> = LazyLock::new(|| Userfaultfd::available().unwrap());
+    let wanted = match mode {
+        Mode::Missing => Features::WRITE_PROTECT,
+        Mode::Minor => Features::WRITE_PROTECT | Features::WRITE_PROTECT_FILES,
+    };
+    AVAILABLE.contains(wanted)
 }
 
 impl Way {
@@ -125,7 +144,12 @@ impl Way {
             Some(backing) => local(self.gpa, self.pages, backing).map(Memory::Local),
             None => {
                 let bytes = self.pages << 12;
-                let own = Own::new(bytes, self.mode, self.has_events, self.is_shared);
+                let reports = Reports {
+                    removals: self.has_events,
+                    forks: self.forks,
+                    writes: self.protects,
+                };
+                let own = Own::new(bytes, self.mode, reports, self.is_shared);
                 Some(Memory::Own(own))
             }
         }
@@ -179,6 +203,7 @@ impl Way {
         };
         config
             .fault_around(self.around)
+            .installed_by(self.installed_by)
             // Exits occur here without a guest, at random, and also for present pages.
             .no_progress_limit(std::num::NonZeroU32::MAX)
             .in_flight_limits(InFlightLimits {
@@ -380,6 +405,8 @@ impl Life {
             0..6 => self.discard(world, rng, pages),
             6..9 => self.push(world, pages),
             9..11 if self.way.backing.is_none() => self.hand_over(world),
+            11 if self.way.forks && rng.one_in(8) => self.fork(world, rng),
+            12..14 if self.way.protects => self.protect(world, pages),
             // Lets other threads run.
             _ => thread::sleep(Duration::from_micros(rng.below(1000))),
         }
@@ -454,6 +481,36 @@ impl Life {
             own.attach(&world.pagers[at.0], at.1);
         }
         world.tally.count(Op::Export);
+    }
+
+    /// Writes to the pages are reported, once, and go on.
+    fn protect(&self, world: &World, pages: PageRange) {
+        if let Memory::Own(own) = &self.memory {
+            own.protect(pages);
+            world.tally.count(Op::Protect);
+        }
+    }
+
+    /// A child reads a word: the content, zeroes of a page that was discarded, or the signal of a page that is missing
+    /// for it.
+    fn fork(&self, world: &World, rng: &mut Rng) {
+        let page = rng.below(self.way.pages);
+        let word = 1 + rng.below(511);
+        let (at, wanted) = (self.memory.address(page, word), self.expected(page, word));
+        match read_in_child(at, wanted) {
+            ChildHas::Content => world.tally.count(Op::ChildContent),
+            ChildHas::Lost => world.tally.count(Op::ChildLost),
+            ChildHas::Zeroes => {
+                let known = &self.pages[usize::try_from(page).unwrap()];
+                let begun = known.begun.load(Ordering::Acquire);
+                let what = self.describe(world, page, word);
+                assert!(begun > 0, "a child reads zeroes: {what}");
+                world.tally.count(Op::ChildZeroes);
+            }
+            ChildHas::Other(status) => {
+                panic!("a child: {status}: {}", self.describe(world, page, word))
+            }
+        }
     }
 
     /// Checks the whole content of the region, including missing pages.

@@ -1,12 +1,14 @@
 //! All operations at once, at random: regions of every kind are added and removed while threads touch
 //! their pages and resolve exits, pages are discarded, pushed and prefetched, sources fail, and regions
-//! are handed from one pager to another. Some are mapped in a further address space, which reads them as well.
+//! are handed from one pager to another. Some are mapped in a further address space, which reads them as well; some have
+//! children, and some protect their pages against writing.
 //! Every word that is read is checked, every wait ends, and at the end no resource is left over.
 //!
 //! `PAGETIDE_STRESS_SECONDS` sets the duration (5), `PAGETIDE_SEED` the random seed.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 #![allow(unreachable_pub, reason = "a test's modules")]
 
+mod child;
 #[path = "../support/hugepages.rs"]
 mod hugepages;
 mod life;
@@ -121,6 +123,7 @@ fn run(seed: u64, length: Duration, tally: &Arc<Tally>) {
             Notice::Stalled { region, .. } => {
                 let _ = sender.send((index, *region));
             }
+            Notice::Forked { .. } => {}
             other => unexpected.lock().unwrap().push(format!("{other:?}")),
         });
     }

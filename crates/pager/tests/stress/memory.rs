@@ -7,9 +7,42 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagetide_memory::{Backing, GuestAddress, HostAddress, HostRange, PageRange, PageSize, Region};
 use pagetide_pager::{Memfd, Mode, Pager, RegionId};
-use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
+use pagetide_uapi::userfaultfd::{Features, InstallError, UserRange, Userfaultfd};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+/// What the userfaultfd of such memory reports beside missing pages.
+#[derive(Clone, Copy, Debug)]
+pub struct Reports {
+    /// Pages that are discarded.
+    pub removals: bool,
+    /// Children.
+    pub forks: bool,
+    /// Writes to protected pages.
+    pub writes: bool,
+}
+
+impl Reports {
+    const NOTHING: Self = Self {
+        removals: false,
+        forks: false,
+        writes: false,
+    };
+
+    fn features(self, has_file: bool) -> Features {
+        let protection = match has_file {
+            true => Features::WRITE_PROTECT | Features::WRITE_PROTECT_FILES,
+            false => Features::WRITE_PROTECT,
+        };
+        let parts = [
+            (self.removals, Features::EVENT_REMOVE),
+            (self.forks, Features::EVENT_FORK),
+            (self.writes, protection),
+        ];
+        let wanted = parts.into_iter().filter(|(is_wanted, _)| *is_wanted);
+        wanted.fold(Features::POISON, |all, (_, feature)| all | feature)
+    }
+}
 
 /// Memory as mapped by a process that hands over its userfaultfd.
 pub struct Own {
@@ -28,21 +61,22 @@ unsafe impl Send for Own {}
 unsafe impl Sync for Own {}
 
 impl Own {
-    pub fn new(bytes: u64, mode: Mode, has_events: bool, is_shared: bool) -> Self {
+    pub fn new(bytes: u64, mode: Mode, reports: Reports, is_shared: bool) -> Self {
         let bytes = usize::try_from(bytes).unwrap();
         let file = (mode == Mode::Minor).then(|| {
             let file = memfd_create("stress", MemfdFlags::CLOEXEC).unwrap();
             ftruncate(&file, bytes as u64).unwrap();
             file
         });
-        let share = |file: &OwnedFd| Self::map(bytes, Some(file.try_clone().unwrap()), false);
+        let share =
+            |file: &OwnedFd| Self::map(bytes, Some(file.try_clone().unwrap()), Reports::NOTHING);
         let other = file.as_ref().filter(|_| is_shared).map(share);
-        let mut own = Self::map(bytes, file, has_events);
+        let mut own = Self::map(bytes, file, reports);
         own.other = other.map(Box::new);
         own
     }
 
-    fn map(bytes: usize, file: Option<OwnedFd>, has_events: bool) -> Self {
+    fn map(bytes: usize, file: Option<OwnedFd>, reports: Reports) -> Self {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let null = std::ptr::null_mut();
         let start = match &file {
@@ -54,24 +88,27 @@ impl Own {
         let start = start.unwrap();
         // SAFETY: the range was just mapped and belongs to this function.
         unsafe { madvise(start, bytes, Advice::LinuxNoHugepage) }.unwrap();
-        let (mode, mut features) = match file {
-            None => (Mode::Missing, Features::POISON),
+        let features = reports.features(file.is_some());
+        let (mode, features) = match file {
+            None => (Mode::Missing, features),
             Some(_) => {
                 let shmem = Features::MISSING_SHMEM | Features::MINOR_SHMEM;
-                (Mode::Minor, Features::POISON | shmem)
+                (Mode::Minor, features | shmem)
             }
         };
-        if has_events {
-            features = features | Features::EVENT_REMOVE;
-        }
         let uffd = Userfaultfd::open(features).unwrap();
         let range = UserRange {
             start: start.addr() as u64,
             bytes: bytes as u64,
         };
-        // SAFETY: it stays mapped until the userfaultfd is closed (Drop), and no code relies on its
-        // zeroes.
-        unsafe { uffd.register(range, mode) }.unwrap();
+        let registered = match reports.writes {
+            // SAFETY: it stays mapped until the userfaultfd is closed (Drop), and no code relies on its
+            // zeroes.
+            true => unsafe { uffd.register_with_protection(range, mode) },
+            // SAFETY: as above.
+            false => unsafe { uffd.register(range, mode) },
+        };
+        registered.unwrap();
         Self {
             start: start.cast(),
             bytes,
@@ -79,6 +116,18 @@ impl Own {
             uffd: Some(Arc::new(uffd)),
             other: None,
             loads: AtomicU64::new(0),
+        }
+    }
+
+    /// Protects pages against writing, unless the kernel cannot now.
+    pub fn protect(&self, pages: PageRange) {
+        let range = UserRange {
+            start: self.start.addr() as u64 + (pages.first().0 << 12),
+            bytes: pages.count() << 12,
+        };
+        match self.uffd.as_ref().unwrap().protect(range) {
+            Ok(()) | Err(InstallError::Again { .. }) => {}
+            Err(error) => panic!("{error}"),
         }
     }
 
@@ -174,6 +223,11 @@ impl Memory {
             }
         };
         word.load(Ordering::Relaxed)
+    }
+
+    /// The address of a word in the region's own mapping, for a child.
+    pub fn address(&self, page: u64, word: u64) -> *const u64 {
+        self.word(page, word).as_ptr()
     }
 
     pub fn store(&self, page: u64, word: u64, value: u64) {

@@ -19,7 +19,7 @@ macro_rules! ops {
 
 ops! {
     Life, Touch, Write, Exit, Discard, Advise, Punch, Push, PrefetchWhole, PrefetchStopped,
-    Attach, Resume, ReplaceSource, Export, Verified, Removed, AnsweredAtOnce, AnsweredLater,
+    Attach, Protect, ChildContent, ChildZeroes, ChildLost, Resume, ReplaceSource, Export, Verified, Removed, AnsweredAtOnce, AnsweredLater,
     AnsweredWrongly, Failed, Dropped, Hung, Cancelled,
 }
 
