@@ -194,6 +194,7 @@ pub trait Observer: Send + Sync {
 
     /// A thread writes to a page that is protected against writing: the protection ends after this call, and the
     /// thread goes on. For a VMM that tracks writes by `UFFDIO_WRITEPROTECT` on the userfaultfd of a foreign region.
+    /// A page that is missing when it is protected is not protected any more when its content has come.
     /// Called on the thread that serves the pager's descriptor; must not block.
     fn written(&self, fault: &Fault) {
         let _ = fault;

@@ -15,7 +15,7 @@ use pagetide_memory::{
     FaultInAccess, FaultInError, GuestAddress, HostRange, MemoryFile, PageIndex, PageRange,
     PageSize, Region,
 };
-use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Wake};
+use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
 
 use crate::error::{AddError, DiscardError, InstallFailure};
 
@@ -129,7 +129,14 @@ fn copy(
 fn zero_pages(page_size: PageSize, place: &Place<'_>, wake: Wake) -> Result<(), InstallError> {
     let (uffd, range) = (place.uffd, place.range);
     if page_size == PageSize::Size4K {
-        return uffd.zero_pages(range, wake);
+        return match uffd.zero_pages(range, wake) {
+            Err(InstallError::Exists { installed_bytes: 0 }) => copy_zeroes(uffd, range, wake),
+            // The next call begins at what was found.
+            Err(InstallError::Exists { installed_bytes }) => {
+                Err(InstallError::Again { installed_bytes })
+            }
+            zeroed => zeroed,
+        };
     }
     // A hugetlb pool has no zero page.
     let page_bytes = page_size.bytes();
@@ -159,6 +166,18 @@ fn zero_pages(page_size: PageSize, place: &Place<'_>, wake: Wake) -> Result<(), 
         }
     }
     Ok(())
+}
+
+/// Installs zeroes in the first page of a range, where UFFDIO_ZEROPAGE has found something. If the owner of the page
+/// has protected it against writing while it was missing, that is only a mark, which UFFDIO_COPY replaces.
+#[cold]
+fn copy_zeroes(uffd: &Userfaultfd, range: UserRange, wake: Wake) -> Result<(), InstallError> {
+    const ZEROES: [u8; SMALLEST_PAGE_BYTES] = [0; SMALLEST_PAGE_BYTES];
+    uffd.copy_pages(range.start, &ZEROES, wake)?;
+    match ZEROES.len() as u64 {
+        bytes if bytes == range.bytes => Ok(()),
+        installed_bytes => Err(InstallError::Again { installed_bytes }),
+    }
 }
 
 /// The part of a range of pages that begins at the first of them, in bytes.

@@ -162,7 +162,7 @@ impl<'h> Helper<'h> {
         self.until
     }
 
-    /// Whether the thread has to return: its page has come, nobody brings it any more, or [`Self::until`] has passed.
+    /// Whether the thread has to return: its page is not on its way any more, or [`Self::until`] has passed.
     pub fn is_over(&self) -> bool {
         (self.is_over)() || Instant::now() >= self.until
     }

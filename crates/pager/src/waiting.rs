@@ -104,8 +104,6 @@ impl ResolverState {
         let is_over = || {
             let state = site.region.map.state(fault.page);
             !matches!(state, Some(PageState::Pending | PageState::Installing))
-                || site.pager.is_stopped()
-                || site.region.is_closed()
         };
         let mut helper = Helper::new(fault, Instant::now() + WAIT_SLICE, &is_over);
         let helped = catch_unwind(AssertUnwindSafe(|| source.help(&mut helper)));

@@ -12,7 +12,7 @@ use pagetide_memory::{
     Access, Backing, GuestAddress, HostAddress, HostRange, PageIndex, PageSize, PageState,
 };
 use pagetide_pager::{
-    Contents, Fault, Mode, Observer, Pager, ReaderConfig, Readers, RegionConfig, Serving,
+    Contents, Fault, Filled, Mode, Observer, Pager, ReaderConfig, Readers, RegionConfig, Serving,
 };
 use pagetide_test_support::Sleeper;
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
@@ -81,6 +81,14 @@ impl Memory {
         let at = std::ptr::with_exposed_provenance_mut::<u64>(self.at(page));
         // SAFETY: as above.
         unsafe { at.write_volatile(value) };
+    }
+
+    /// Gives pages up. With events, it waits until they were read.
+    fn drop_pages(&self, first: u64, count: u64) {
+        let at = std::ptr::with_exposed_provenance_mut(self.at(first));
+        let bytes = usize::try_from(count * PAGE).unwrap();
+        // SAFETY: the test's own memory, whose content it drops on purpose.
+        unsafe { madvise(at, bytes, Advice::LinuxDontNeed) }.unwrap();
     }
 
     /// Moves all of it to other memory of the same size.
@@ -221,6 +229,41 @@ fn writes_to_protected_pages_go_on_and_are_reported() {
     assert_no_trouble(&pager);
 }
 
+/// A mark of the protection is all that is there.
+#[test]
+fn zeroes_are_installed_in_missing_pages_that_are_protected() {
+    let protection = Features::WRITE_PROTECT | Features::WRITE_PROTECT_MISSING;
+    let features = protection | Features::EVENT_REMOVE;
+    let uffd = match Userfaultfd::open(features) {
+        Ok(uffd) => Arc::new(uffd),
+        Err(error) => {
+            println!("SKIP: {error}");
+            return;
+        }
+    };
+    let memory = Memory::new(8);
+    let range = UserRange::from(memory.range());
+    // SAFETY: mapped for the life of the process; no code relies on its zeroes.
+    unsafe { uffd.register_with_protection(range, Mode::Missing) }.unwrap();
+    let pager = Pager::new().unwrap();
+    let zeroes = LocalFn(|_, _: &mut [u8]| Ok(Filled::Zero));
+    let config = memory.described(&uffd, local(zeroes)).fault_around(8);
+    pager.add(config).unwrap();
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    assert_eq!(within_patience("a read", move || memory.read(0)), 0);
+    within_patience("a discard", move || memory.drop_pages(0, 2));
+    uffd.protect(range).unwrap();
+    for page in 0..8 {
+        let what = format!("page {page}");
+        assert_eq!(within_patience(&what, move || memory.read(page)), 0);
+        within_patience(&what, move || memory.write(page, page + 1));
+        let read = within_patience(&what, move || memory.read(page));
+        assert_eq!(read, page + 1);
+    }
+    readers.stop();
+    assert_no_trouble(&pager);
+}
+
 struct PanicsOnce(AtomicBool);
 
 impl Observer for PanicsOnce {
@@ -354,10 +397,7 @@ fn a_discard_that_takes_long_is_no_failure() {
         let read = spawn_asleep("a read", move || memory.read(5));
         let giver = spawn_asleep("a discard", move || {
             pin(second);
-            let at = std::ptr::with_exposed_provenance_mut(memory.at(9));
-            let bytes = usize::try_from(PAGE).unwrap();
-            // SAFETY: the test's own memory. Waits until the event was read.
-            unsafe { madvise(at, bytes, Advice::LinuxDontNeed) }.unwrap();
+            memory.drop_pages(9, 1);
         });
         let mut resolver = pager.resolver(Some(0)).unwrap();
         let mut serving = Serving::new(&pager, 64);

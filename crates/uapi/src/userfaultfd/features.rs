@@ -40,6 +40,8 @@ features! {
     WRITE_PROTECT = UFFD_FEATURE_PAGEFAULT_FLAG_WP,
     /// The same for shmem and hugetlb memory.
     WRITE_PROTECT_FILES = UFFD_FEATURE_WP_HUGETLBFS_SHMEM,
+    /// Protects missing pages without a file, too.
+    WRITE_PROTECT_MISSING = UFFD_FEATURE_WP_UNPOPULATED,
     /// Reports pages discarded by `MADV_DONTNEED` or by a hole in the file.
     EVENT_REMOVE = UFFD_FEATURE_EVENT_REMOVE,
     /// Reports memory that is unmapped.
