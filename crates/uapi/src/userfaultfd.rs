@@ -147,7 +147,26 @@ impl Userfaultfd {
     /// Opens a userfaultfd with the features `wanted` that also serves faults from within the kernel.
     /// Tries the system call, then `/dev/userfaultfd`.
     pub fn open(wanted: Features) -> Result<Self, OpenError> {
-        let fd = Self::open_raw()?;
+        Self::negotiated(Self::open_raw()?, wanted)
+    }
+
+    /// Opens a userfaultfd that serves only faults of user mode, and needs no privilege (Linux 5.11). A system call
+    /// that accesses a missing page fails with EFAULT.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open_for_user_mode(wanted: Features) -> Result<Self, OpenError> {
+        let only = UserfaultfdFlags::from_bits_retain(abi::UFFD_USER_MODE_ONLY);
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | only;
+        // SAFETY: as in `open_raw`.
+        let fd = unsafe { rustix::mm::userfaultfd(flags) }.map_err(|errno| match errno {
+            Errno::NOSYS => OpenError::NotSupported,
+            errno => OpenError::Open(errno),
+        })?;
+        Self::negotiated(fd, wanted)
+    }
+
+    fn negotiated(fd: OwnedFd, wanted: Features) -> Result<Self, OpenError> {
         match negotiate(fd.as_fd(), wanted) {
             Ok(_) => Ok(Self {
                 fd,

@@ -332,3 +332,32 @@ fn an_adopted_userfaultfd_never_blocks_even_if_its_previous_owner_clears_nonbloc
     let flags = rustix::fs::fcntl_getfl(&owners).unwrap();
     assert!(!flags.contains(OFlags::NONBLOCK));
 }
+
+/// It needs no privilege, because it holds up no system call.
+#[test]
+fn a_userfaultfd_for_user_mode_serves_accesses_and_no_system_calls() {
+    let fd = match Userfaultfd::open_for_user_mode(Features::NONE) {
+        Ok(fd) => fd,
+        Err(error) => {
+            println!("SKIP: {error}");
+            return;
+        }
+    };
+    let memory = Memory::new(2);
+    memory.register(&fd);
+    let (_reader, writer) = std::io::pipe().unwrap();
+    let missing = memory.start.wrapping_add(PAGE);
+    // SAFETY: from_raw_parts requires readable memory that nobody writes to: a page of the mapping, which only the
+    // kernel is to read.
+    let missing = unsafe { std::slice::from_raw_parts(missing, 1) };
+    let written = rustix::io::write(&writer, missing);
+    assert_eq!(written, Err(Errno::FAULT));
+    thread::scope(|scope| {
+        let touched = scope.spawn(|| memory.touch(0));
+        let fault = next_fault(&fd);
+        let page = memory.range(0, 1);
+        assert_eq!(fault.address & !0xfff, page.start);
+        fd.copy_pages(page.start, &[9; PAGE], Wake::Wake).unwrap();
+        assert_eq!(touched.join().unwrap(), 9);
+    });
+}
