@@ -42,6 +42,13 @@ pub(crate) enum Command {
     /// (CONFIG_X86_MPPARSE) and an initrd boots.
     #[command(after_long_help = crate::run::EXAMPLES)]
     Run(crate::run::RunArguments),
+    /// Show what a VM would see that is restored from an image
+    ///
+    /// Serves the image to a guest in this process, which touches pages as a VM would, and shows how long it waited;
+    /// beside it the same with the file mapped, and with all of it read first. Needs neither root nor
+    /// KVM nor a VMM, and changes nothing.
+    #[command(after_long_help = crate::trial::EXAMPLES)]
+    Try(crate::trial::TryArguments),
     /// Restore the VMs of Firecracker, and of VMMs that speak its protocol, from snapshots
     ///
     /// Listens at Unix sockets. Each VMM that connects sends its memory regions and a userfaultfd; its

@@ -25,6 +25,7 @@ mod run;
 mod serve;
 #[cfg(target_arch = "x86_64")]
 mod terminal;
+mod trial;
 mod working_set;
 
 use std::io::{IsTerminal, Write};
@@ -69,6 +70,7 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     log(&arguments.command, &line);
     match &arguments.command {
         Command::Serve(arguments) => return serve::run(arguments, &line),
+        Command::Try(arguments) => trial::run(arguments)?,
         Command::Keep(arguments) => serve::keep(arguments)?,
         Command::Probe(arguments) => probe::run(arguments)?,
         Command::Run(arguments) => return run::run(arguments),
