@@ -99,8 +99,8 @@ impl Serving {
         self.serve(Some(Duration::ZERO), || false)
     }
 
-    /// As [`Self::process_ready`], but begins no fault after `budget` has passed: a fault may take as long as its
-    /// source's content. What is left is reported again. One fault is resolved in any case, if there is one.
+    /// As [`Self::process_ready`], but begins no fault, and no installation, after `budget` has passed: a fault may take
+    /// as long as its source's content. What is left is reported again. One of them is done in any case, if there is one.
     ///
     /// # Errors
     /// As [`Self::process_ready`].
@@ -148,16 +148,18 @@ impl Serving {
         if self.ready.is_empty() {
             self.wait(timeout)?;
         }
-        let mut resolved = 0;
+        let (mut resolved, mut installed) = (0, 0);
         // Channels with more messages take turns, so that a process with many messages does not block
         // others, or deadlines.
         for _ in 0..READS_AT_ONCE {
             // Threads wait for it.
-            while !self.is_over() && self.resolver.pager().install_delivered(Urgency::Urgent) {}
+            while self.goes_on(resolved + installed) && self.install(Urgency::Urgent) {
+                installed += 1;
+            }
             let Some(channel) = self.ready.pop_front() else {
                 break;
             };
-            if stopping() || resolved > 0 && self.is_over() {
+            if stopping() || !self.goes_on(resolved + installed) {
                 self.ready.push_front(channel);
                 break;
             }
@@ -172,11 +174,21 @@ impl Serving {
             }
         }
         // No thread waits for it, and faults may have come meanwhile: one at a time.
-        if !stopping() && !self.is_over() {
-            self.resolver.pager().install_delivered(Urgency::Bulk);
+        if !stopping() && self.goes_on(resolved + installed) {
+            self.install(Urgency::Bulk);
         }
         self.hand_back();
         Ok(resolved)
+    }
+
+    /// Whether there is time for more, when so much was done. Something is done in any case.
+    fn goes_on(&self, done: usize) -> bool {
+        done == 0 || !self.is_over()
+    }
+
+    /// Installs the next content that was handed over, if there is any.
+    fn install(&self, least: Urgency) -> bool {
+        self.resolver.pager().install_delivered(least)
     }
 
     /// Reports what remains again, to this thread or another.

@@ -209,6 +209,33 @@ fn bulk_content_waits_for_urgent_content() {
     join("the reader", reader);
 }
 
+/// As an event loop calls it that has other work.
+#[test]
+fn a_budget_that_has_passed_leaves_time_for_one() {
+    let source = ManualSource::new();
+    let Some(mut it) = HandedOver::new(Mode::Minor, Backing::Shmem, source.source()) else {
+        return;
+    };
+    let touched =
+        [3, 4].map(|page| it.touch(&source, page, move |region| check_page(region, page)));
+    let readers = touched.map(|(reader, request)| {
+        complete(request);
+        reader
+    });
+    for (third, fourth) in [
+        (PageState::Present, PageState::Pending),
+        (PageState::Present, PageState::Present),
+    ] {
+        assert!(it.is_ready());
+        it.serving.process_ready_within(Duration::ZERO).unwrap();
+        assert_eq!(state(&it.pager, 3), third);
+        assert_eq!(state(&it.pager, 4), fourth);
+    }
+    for reader in readers {
+        join("a reader", reader);
+    }
+}
+
 /// A thread that waits in an exit installs it if no thread serves, so that the exit does not wait for ever.
 #[test]
 fn an_exit_waits_for_no_serving_thread() {
