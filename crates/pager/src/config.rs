@@ -60,7 +60,7 @@ impl std::fmt::Debug for Contents {
     }
 }
 
-/// The maximal number of bytes of a region that are requested and not answered, per class.
+/// The maximal number of bytes of a region that are requested and not installed, per class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InFlightLimits {
     /// For requests that a thread waits for.

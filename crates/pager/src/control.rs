@@ -19,7 +19,7 @@ pub struct SourceStatus {
     pub is_stalled: bool,
     /// The owner has suspended it ([`Pager::suspend`]).
     pub is_suspended: bool,
-    /// Bytes that were requested and not yet answered.
+    /// Bytes that were requested and not yet installed.
     pub in_flight_bytes: u64,
     /// Requests that wait to be submitted.
     pub waiting_requests: usize,

@@ -65,7 +65,7 @@ counters! {
     requests,
     /// Answers with content.
     answers,
-    /// Answers that were handed over to a thread that serves the pager's descriptor.
+    /// Answers that were handed over, and were installed by another thread than the one that completed the request.
     handed_over,
     /// Pages that a thread which waited for a page received itself.
     pages_received_by_waiter,

@@ -12,6 +12,7 @@ use pagetide_memory::{PageIndex, PageRange, PageState, Urgency};
 use crate::arrival::{Purpose, arrive};
 use crate::config::InstalledBy;
 use crate::counters::Counters;
+use crate::delivered::Delivery;
 use crate::error::{InstallFailure, message_of};
 use crate::fault::RegionId;
 use crate::install::wake;
@@ -29,30 +30,30 @@ impl Answers for Pager {
     }
 
     fn complete(&self, request: Request, content: Content<'_>) {
-        match self.is_handed_over(&request, content) {
-            true => {
-                let urgency = request.urgency();
-                self.delivered.push(request, content);
-                self.report_delivered(urgency);
-            }
-            false => self.answer(&request, Ok(content)),
+        if !self.is_handed_over(&request, content) {
+            return self.answer(&request, Ok(content));
+        }
+        let (region, id, urgency) = (request.region, request.id, request.urgency);
+        match self.delivered.push(request, content) {
+            Ok(()) => self.report_delivered(region, id, urgency),
+            Err(request) => self.answer(&request, Ok(content)),
         }
     }
 
     fn complete_buffer(&self, request: Request, buffer: Vec<u8>) -> Vec<u8> {
         let content = Content::Bytes(&buffer);
-        match self.is_handed_over(&request, content) {
-            true => {
-                let urgency = request.urgency();
-                let spare = self.delivered.push_buffer(request, buffer);
-                self.report_delivered(urgency);
-                spare
-            }
-            false => {
-                self.answer(&request, Ok(content));
-                buffer
-            }
+        if !self.is_handed_over(&request, content) {
+            self.answer(&request, Ok(content));
+            return buffer;
         }
+        let (region, id, urgency) = (request.region, request.id, request.urgency);
+        let spare = self.delivered.push_buffer(request, buffer);
+        self.report_delivered(region, id, urgency);
+        spare
+    }
+
+    fn complete_here(&self, request: Request, content: Content<'_>) {
+        self.answer(&request, Ok(content));
     }
 }
 
@@ -66,7 +67,10 @@ impl Pager {
         is_whole && region.is_some_and(|region| region.installed_by == InstalledBy::Serving)
     }
 
-    fn report_delivered(&self, urgency: Urgency) {
+    fn report_delivered(&self, region: RegionId, id: RequestId, urgency: Urgency) {
+        if let Some(region) = self.table().region(region) {
+            region.missing().requests.note_here(id);
+        }
         self.poller.report_deferred();
         if urgency == Urgency::Bulk {
             // Prefetch's thread installs it, if it waits.
@@ -77,7 +81,17 @@ impl Pager {
     /// Installs the next content that was handed over, of bulk requests if there is nothing more urgent and `least`
     /// permits it. False if there is none.
     pub(crate) fn install_delivered(&self, least: Urgency) -> bool {
-        let Some(delivery) = self.delivered.take(least) else {
+        self.install_taken(self.delivered.take(least))
+    }
+
+    /// Installs the content of a page that was handed over. False if there is none.
+    pub(crate) fn install_delivered_at(&self, region: &PagedRegion, page: PageIndex) -> bool {
+        region.installed_by == InstalledBy::Serving
+            && self.install_taken(self.delivered.take_with(region.id, page))
+    }
+
+    fn install_taken(&self, taken: Option<Delivery>) -> bool {
+        let Some(delivery) = taken else {
             return false;
         };
         self.count(&Counters {
@@ -372,8 +386,6 @@ impl Pager {
     /// failed, and submits requests again whose pause is over. Called by threads that serve the pager's
     /// descriptor, and by vCPUs' threads that wait.
     pub fn tick(&self) {
-        // Content that is here is not late.
-        while self.install_delivered(Urgency::Bulk) {}
         let now = Instant::now();
         if !self.is_due(now) {
             return;

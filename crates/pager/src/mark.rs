@@ -84,7 +84,7 @@ pub(crate) fn poison_range(
 ) -> Mark {
     let step = STEP_BYTES.max(page_bytes);
     let mut most = step;
-    let mut unprotected = None;
+    let mut unmarked = Unmarked::default();
     while range.bytes > 0 {
         let piece = UserRange {
             start: range.start,
@@ -98,24 +98,26 @@ pub(crate) fn poison_range(
                     start: range.start + installed_bytes,
                     bytes: page_bytes,
                 };
-                // Nothing may be mapped: a missing page that its owner has protected against writing has a mark of
-                // its own, which the kernel does not replace.
-                if unprotected != Some(there.start) && uffd.unprotect(there).is_ok() {
-                    unprotected = Some(there.start);
-                    installed_bytes
-                } else {
-                    // A thread that sleeps there was not woken by the call that found the mapping.
-                    let _ = uffd.wake(there);
-                    installed_bytes + page_bytes
+                match unmark(uffd, there, &mut unmarked) {
+                    Ok(true) => installed_bytes,
+                    Ok(false) => {
+                        // A thread that sleeps there was not woken by the call that found the mapping.
+                        let _ = uffd.wake(there);
+                        installed_bytes + page_bytes
+                    }
+                    Err(InstallError::Again { .. }) => {
+                        if let Some(end) = pause(again, &mut may_wait, range) {
+                            return end;
+                        }
+                        installed_bytes
+                    }
+                    Err(InstallError::Gone) => return Mark::Made,
+                    Err(error) => return failed(error, range),
                 }
             }
             Err(InstallError::Again { installed_bytes: 0 }) => {
-                if !may_wait(again) {
-                    return Mark::EventsFirst;
-                }
-                if let Err(error) = again.pause() {
-                    tracing::error!(%error, %range, "UFFDIO_POISON");
-                    return Mark::Failed;
+                if let Some(end) = pause(again, &mut may_wait, range) {
+                    return end;
                 }
                 0
             }
@@ -129,17 +131,75 @@ pub(crate) fn poison_range(
                 0
             }
             // Not mapped, or the process has exited: no thread can read zeroes there.
-            Err(InstallError::NoMapping) => page_bytes,
-            Err(InstallError::Gone) => return Mark::Made,
-            Err(error) => {
-                tracing::error!(%error, %range, "UFFDIO_POISON");
-                return Mark::Failed;
+            Err(InstallError::NoMapping) => {
+                // One that sleeps there has to find that out.
+                let _ = uffd.wake(piece);
+                page_bytes
             }
+            Err(InstallError::Gone) => return Mark::Made,
+            Err(error) => return failed(error, range),
         };
         range.start += done;
         range.bytes -= done.min(range.bytes);
     }
     Mark::Made
+}
+
+/// The marks of protection that were taken away.
+#[derive(Debug, Default)]
+struct Unmarked {
+    /// The last page, and how often.
+    last: Option<(u64, u32)>,
+    /// The memory is not registered for protection: it has no such marks.
+    has_none: bool,
+}
+
+/// So often UFFDIO_POISON is called again for one page, which its owner may protect again meanwhile, or which is mapped.
+const UNMARKED_TIMES: u32 = 4;
+
+/// UFFDIO_POISON has found something at a page. If its owner has protected the page against writing, nothing may be
+/// mapped there: a mark of the protection is all, which the kernel does not replace. It is taken away. Returns whether
+/// UFFDIO_POISON is to be called again.
+fn unmark(
+    uffd: &Userfaultfd,
+    page: UserRange,
+    unmarked: &mut Unmarked,
+) -> Result<bool, InstallError> {
+    let times = match unmarked.last {
+        Some((last, times)) if last == page.start => times,
+        _ => 0,
+    };
+    if unmarked.has_none || times >= UNMARKED_TIMES {
+        return Ok(false);
+    }
+    match uffd.unprotect(page) {
+        Ok(()) => {
+            unmarked.last = Some((page.start, times + 1));
+            Ok(true)
+        }
+        Err(InstallError::NoMapping) => {
+            unmarked.has_none = true;
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Waits, and returns `None` if the call is to be made again.
+fn pause(
+    again: &mut Again,
+    may_wait: &mut impl FnMut(&Again) -> bool,
+    range: UserRange,
+) -> Option<Mark> {
+    if !may_wait(again) {
+        return Some(Mark::EventsFirst);
+    }
+    again.pause().err().map(|error| failed(error, range))
+}
+
+fn failed(error: impl std::error::Error, range: UserRange) -> Mark {
+    tracing::error!(%error, %range, "UFFDIO_POISON");
+    Mark::Failed
 }
 
 /// Marks lost pages in a region's further address spaces.

@@ -127,7 +127,16 @@ fn copy(
 
 /// Installs zeroes in pages without content.
 fn zero_pages(page_size: PageSize, place: &Place<'_>, wake: Wake) -> Result<(), InstallError> {
-    let (uffd, range) = (place.uffd, place.range);
+    zero_range(page_size, place.uffd, place.range, wake)
+}
+
+/// The same by addresses.
+pub(crate) fn zero_range(
+    page_size: PageSize,
+    uffd: &Userfaultfd,
+    range: UserRange,
+    wake: Wake,
+) -> Result<(), InstallError> {
     if page_size == PageSize::Size4K {
         return match uffd.zero_pages(range, wake) {
             Err(InstallError::Exists { installed_bytes: 0 }) => copy_zeroes(uffd, range, wake),
@@ -169,7 +178,8 @@ fn zero_pages(page_size: PageSize, place: &Place<'_>, wake: Wake) -> Result<(), 
 }
 
 /// Installs zeroes in the first page of a range, where UFFDIO_ZEROPAGE has found something. If the owner of the page
-/// has protected it against writing while it was missing, that is only a mark, which UFFDIO_COPY replaces.
+/// has protected it against writing while it was missing, that is only a mark, which UFFDIO_COPY replaces. (It also
+/// replaces the mark of a page that was lost at this very moment. Its content was zeroes.)
 #[cold]
 fn copy_zeroes(uffd: &Userfaultfd, range: UserRange, wake: Wake) -> Result<(), InstallError> {
     const ZEROES: [u8; SMALLEST_PAGE_BYTES] = [0; SMALLEST_PAGE_BYTES];

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Builder, JoinHandle};
 use std::time::Instant;
 
-use pagetide_memory::PageRange;
+use pagetide_memory::{PageRange, Urgency};
 
 use crate::activity::{Locality, Seen};
 use crate::counters::Counters;
@@ -74,7 +74,7 @@ pub struct PrefetchEnd {
 /// It works upwards, from the position of the latest faults if they are near each other (faults at random
 /// places say nothing about the next one). It installs local content itself, in
 /// batches that it claims like a fault. From sources it requests batches within the region's bulk
-/// limit; the thread that delivers an answer installs it, and a fault on a page that is already
+/// limit; the thread that delivers an answer installs it, or another ([`InstalledBy`](crate::InstalledBy)), and a fault on a page that is already
 /// requested repeats the request with urgency. Discarded pages are skipped. Prefetch pauses in favour
 /// of faults (see the rule in the [crate's documentation](crate#back-pressure)). Dropping it stops it,
 /// as does [`Pager::stop`].
@@ -373,6 +373,7 @@ impl Ahead<'_> {
             }
             if !goes_on {
                 pager.tick();
+                pager.install_delivered(Urgency::Bulk);
             }
         }
     }

@@ -38,6 +38,8 @@ pub(crate) struct Submission {
 struct InFlight {
     job: Job,
     deadline: Instant,
+    /// Its content has come, and waits for the thread that installs it: it is not late.
+    is_here: bool,
 }
 
 /// The requests of one region.
@@ -154,7 +156,13 @@ impl Requests {
         let id = RequestId(self.next_id);
         self.next_id += 1;
         let deadline = later(now, self.policy.deadline);
-        self.in_flight.insert(id, InFlight { job, deadline });
+        let is_here = false;
+        let request = InFlight {
+            job,
+            deadline,
+            is_here,
+        };
+        self.in_flight.insert(id, request);
         Some(Submission {
             id,
             job: job.id,
@@ -168,6 +176,20 @@ impl Requests {
         let job = self.in_flight.remove(&id)?.job;
         self.class(job.id.urgency).in_flight_pages -= job.pages.count();
         Some(job)
+    }
+
+    /// The content of a request has come, and is installed later.
+    pub(crate) fn note_here(&mut self, id: RequestId) {
+        if let Some(request) = self.in_flight.get_mut(&id) {
+            request.is_here = true;
+        }
+    }
+
+    /// The first request in flight whose content has not come.
+    fn first_awaited(&self) -> Option<(RequestId, &InFlight)> {
+        let mut requests = self.in_flight.iter();
+        let awaited = requests.find(|(_, request)| !request.is_here);
+        awaited.map(|(&id, request)| (id, request))
     }
 
     /// Ends a request whose content has come. Its job ends when [`Self::end`] is called.
@@ -206,7 +228,7 @@ impl Requests {
 
     /// The next request in flight whose deadline has passed.
     pub(crate) fn next_expired(&self, now: Instant) -> Option<RequestId> {
-        let (&id, first) = self.in_flight.first_key_value()?;
+        let (id, first) = self.first_awaited()?;
         (first.deadline <= now).then_some(id)
     }
 
@@ -224,8 +246,10 @@ impl Requests {
         };
         let waits = [pauses(&self.urgent), bulk].into_iter().flatten();
         let waits = (!self.is_stalled).then_some(waits).into_iter().flatten();
-        let first = self.in_flight.values().next();
-        waits.chain(first.map(|request| request.deadline)).min()
+        let first = self.first_awaited();
+        waits
+            .chain(first.map(|(_, request)| request.deadline))
+            .min()
     }
 
     pub(crate) fn is_stalled(&self) -> bool {

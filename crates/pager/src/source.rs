@@ -105,15 +105,14 @@ pub trait Source: Send + Sync {
 
     /// A thread waits for a page of the region in an exit and has nothing else to do: it receives answers here in
     /// place of the source's own thread, so that no other thread is woken on the way. Passes each answer to
-    /// [`Helper::complete`]. Returns when [`Helper::is_over`], or the time [`Helper::until`] has come; or false at
-    /// once, if the thread is not needed: it then sleeps until another thread has installed the page.
+    /// [`Helper::complete`]. Returns when [`Helper::is_over`], or at once if the thread is not needed: it then sleeps
+    /// until another thread has installed the page.
     ///
     /// Of several threads at a time, one can receive, and the others wait until it has completed an answer or
     /// returns. When the last of them returns, whatever else is on its way is the source's own thread's business
     /// again.
-    fn help(&self, helper: &mut Helper<'_>) -> bool {
+    fn help(&self, helper: &mut Helper<'_>) {
         let _ = helper;
-        false
     }
 
     /// The request was cancelled: its deadline has passed, or its pages were delivered otherwise. A
@@ -126,6 +125,7 @@ pub trait Source: Send + Sync {
 /// A thread that waits for a page in an exit, and lends itself to the source of the region meanwhile
 /// ([`Source::help`]).
 pub struct Helper<'h> {
+    pager: Weak<dyn Answers>,
     fault: &'h Fault,
     until: Instant,
     is_over: &'h dyn Fn() -> bool,
@@ -133,8 +133,14 @@ pub struct Helper<'h> {
 }
 
 impl<'h> Helper<'h> {
-    pub(crate) fn new(fault: &'h Fault, until: Instant, is_over: &'h dyn Fn() -> bool) -> Self {
+    pub(crate) fn new(
+        pager: Weak<dyn Answers>,
+        fault: &'h Fault,
+        until: Instant,
+        is_over: &'h dyn Fn() -> bool,
+    ) -> Self {
         Self {
+            pager,
             fault,
             until,
             is_over,
@@ -167,10 +173,14 @@ impl<'h> Helper<'h> {
         (self.is_over)() || Instant::now() >= self.until
     }
 
-    /// Answers a request as [`Request::complete`] does, and counts its pages as received by a thread that waits.
+    /// Answers a request, and counts its pages as received by a thread that waits. What the thread's own pager has
+    /// requested is installed here, and the rest as [`Request::complete`] does.
     pub fn complete(&mut self, request: Request, content: Content<'_>) {
         self.received_pages += request.pages().count();
-        request.complete(content);
+        match Weak::ptr_eq(&request.answers, &self.pager) {
+            true => request.complete_here(content),
+            false => request.complete(content),
+        }
     }
 }
 
@@ -233,6 +243,9 @@ pub(crate) trait Answers: Send + Sync {
 
     /// The same in a buffer. Returns a buffer for the next answer, of any length.
     fn complete_buffer(&self, request: Request, buffer: Vec<u8>) -> Vec<u8>;
+
+    /// The same as [`Self::complete`], on this thread in any case.
+    fn complete_here(&self, request: Request, content: Content<'_>);
 }
 
 /// A request for the content of a run of pages. The source holds it until it can answer.
@@ -299,6 +312,14 @@ impl Request {
         self.is_answered = true;
         if let Some(answers) = self.answers.upgrade() {
             answers.complete(self, content);
+        }
+    }
+
+    /// The same on this thread in any case.
+    fn complete_here(mut self, content: Content<'_>) {
+        self.is_answered = true;
+        if let Some(answers) = self.answers.upgrade() {
+            answers.complete_here(self, content);
         }
     }
 

@@ -17,6 +17,9 @@ impl ResolverState {
         site: &Site<'_>,
         fault: &Fault,
     ) -> Result<Option<Resolution>, Failure> {
+        if site.pager.install_delivered_at(site.region, fault.page) {
+            return Ok(None);
+        }
         let is_new = match self.wish(site, fault) {
             Ok(is_new) => is_new,
             Err(PageState::Pending) => return Ok(None),
@@ -66,8 +69,7 @@ impl ResolverState {
         self.counters.waits += 1;
         loop {
             let state = match site.region.has_source() {
-                true if self.help(site, fault) => map.state(fault.page),
-                true => map.wait(fault.page, WAIT_SLICE),
+                true => self.help_or_sleep(site, fault),
                 // Nobody delivers a page of local content that its owner has given back.
                 false => map.wait_for_owner(fault.page, WAIT_SLICE),
             };
@@ -91,27 +93,30 @@ impl ResolverState {
             if site.region.is_closed() {
                 return Err(ResolveError::Removed { fault: *fault }.into());
             }
-            // Deadlines must take effect even if no thread serves the pager's descriptor.
+            // Deadlines must take effect even if no thread serves the pager's descriptor, and so must content.
             site.pager.tick();
+            site.pager.install_delivered_at(site.region, fault.page);
         }
     }
 
-    /// Lends this thread to the source. False if the source has no use for it.
-    fn help(&mut self, site: &Site<'_>, fault: &Fault) -> bool {
-        let Some(source) = site.region.source() else {
-            return false;
-        };
-        let is_over = || {
-            let state = site.region.map.state(fault.page);
-            !matches!(state, Some(PageState::Pending | PageState::Installing))
-        };
-        let mut helper = Helper::new(fault, Instant::now() + WAIT_SLICE, &is_over);
-        let helped = catch_unwind(AssertUnwindSafe(|| source.help(&mut helper)));
-        self.counters.pages_received_by_waiter += helper.received_pages();
-        helped.unwrap_or_else(|panic| {
-            let message = message_of(&*panic);
-            tracing::error!(%fault, message, "a source panicked while a thread helped it");
-            false
-        })
+    /// Lends this thread to the source while the page is requested from it, and sleeps for the rest of the time.
+    fn help_or_sleep(&mut self, site: &Site<'_>, fault: &Fault) -> Option<PageState> {
+        let map = &site.region.map;
+        let until = Instant::now() + WAIT_SLICE;
+        let is_over = || map.state(fault.page) != Some(PageState::Pending);
+        let missing = site.region.missing();
+        let is_asked = !missing.requests.is_stalled() && !is_over();
+        let source = missing.source.clone().filter(|_| is_asked);
+        drop(missing);
+        if let Some(source) = source {
+            let mut helper = Helper::new(site.pager.weak(), fault, until, &is_over);
+            let helped = catch_unwind(AssertUnwindSafe(|| source.help(&mut helper)));
+            self.counters.pages_received_by_waiter += helper.received_pages();
+            if let Err(panic) = helped {
+                let message = message_of(&*panic);
+                tracing::error!(%fault, message, "a source panicked while a thread helped it");
+            }
+        }
+        map.wait(fault.page, until.saturating_duration_since(Instant::now()))
     }
 }

@@ -160,7 +160,9 @@ fn removing_a_region_whose_source_hangs_ends_all_waits() {
             // Its pages are poisoned, and none was fetched.
             assert!(!stuck.ahead.finish().unwrap().is_complete);
             drop(stuck.readers);
-            assert_eq!(Arc::strong_count(&stuck.pager), 1);
+            // A thread that ends may have it for a moment longer.
+            let holders = || Arc::strong_count(&stuck.pager);
+            eventually("nobody else has the pager", || equals(holders(), &1));
         });
     }
 }

@@ -236,6 +236,33 @@ fn a_budget_that_has_passed_leaves_time_for_one() {
     }
 }
 
+/// The content that waits is installed by the thread that needs it, and not requested again.
+#[test]
+fn a_fault_takes_what_was_handed_over_for_prefetch() {
+    let source = ManualSource::new();
+    let Some(mut it) = HandedOver::new(Mode::Minor, Backing::Shmem, source.source()) else {
+        return;
+    };
+    let first = [0, 1, 2].map(|page| (it.id, range(page, 1))).to_vec();
+    let then = Vec::new();
+    let config = PrefetchConfig { batch_bytes: PAGE };
+    let plan = PrefetchPlan { first, then };
+    let prefetch = Prefetch::spawn_plan(&it.pager, config, plan).unwrap();
+    within_patience("the plan", || prefetch.finish().unwrap());
+    for _ in 0..3 {
+        complete(source.next_bulk());
+    }
+    let mut resolver = it.pager.resolver(Some(0)).unwrap();
+    let _ = resolver.resolve_exit(gpa(2), Access::Read).unwrap();
+    let states = [0, 1, 2].map(|page| state(&it.pager, page));
+    let (present, pending) = (PageState::Present, PageState::Pending);
+    assert_eq!(states, [pending, pending, present]);
+    assert_eq!(resolver.counters().requests, 0);
+    it.serving.process_ready().unwrap();
+    it.serving.process_ready().unwrap();
+    assert_eq!(it.pager.counts(it.id).unwrap().present, 3);
+}
+
 /// A thread that waits in an exit installs it if no thread serves, so that the exit does not wait for ever.
 #[test]
 fn an_exit_waits_for_no_serving_thread() {
@@ -272,6 +299,9 @@ fn delivered_content_is_not_late() {
     });
     it.serving.process_ready().unwrap();
     complete(source.next());
+    // As by the timer, whose time has come.
+    it.pager.tick();
+    assert_eq!(it.pager.counted().failed_requests, 0);
     it.serving.process_ready().unwrap();
     join("the reader", reader);
     let counted = it.pager.counted();
@@ -286,11 +316,13 @@ fn content_for_a_region_that_has_gone_is_dropped() {
     let Some(mut it) = HandedOver::new(Mode::Minor, Backing::Shmem, source.source()) else {
         return;
     };
-    let waiting = exit(&it.pager, 4);
-    let request = source.next();
+    let (reader, request) = it.touch(&source, 4, |region| {
+        // An access that raises no signal.
+        let _ = region.fault_in(range(4, 1), FaultInAccess::Read);
+    });
     complete(request);
     it.pager.remove(it.id).unwrap();
-    waiting.join().unwrap().unwrap_err();
+    join("the reader", reader);
     it.serving.process_ready().unwrap();
     assert_eq!(it.pager.counted().pages, 0);
     // And with the pager.
@@ -417,9 +449,9 @@ impl Source for Remote {
         send.write_all(&at.to_le_bytes()).unwrap();
     }
 
-    fn help(&self, helper: &mut Helper<'_>) -> bool {
+    fn help(&self, helper: &mut Helper<'_>) {
         if !self.take_receiver(helper) {
-            return true;
+            return;
         }
         while !helper.is_over() && self.is_readable(helper.until()) {
             let (request, content) = self.receive();
@@ -428,7 +460,6 @@ impl Source for Remote {
         }
         self.lock().is_received = false;
         self.changed.notify_all();
-        true
     }
 }
 
@@ -506,7 +537,7 @@ impl Source for Helpless {
         self.0.submit(request);
     }
 
-    fn help(&self, _: &mut Helper<'_>) -> bool {
+    fn help(&self, _: &mut Helper<'_>) {
         panic!("of no help");
     }
 }

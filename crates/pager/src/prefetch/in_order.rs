@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Instant;
 
-use pagetide_memory::{PageIndex, PageRange};
+use pagetide_memory::{PageIndex, PageRange, Urgency};
 
 use super::fetch::Fetched;
 use super::place::next_missing;
@@ -56,6 +56,7 @@ impl Ahead<'_> {
                     Fetched::NoRoom => {
                         pager.changes.wait(seen_changes, WAIT_SLICE);
                         pager.tick();
+                        pager.install_delivered(Urgency::Bulk);
                     }
                     // The pages after it that the batch covered are not Absent any more.
                     Fetched::All | Fetched::Part => {

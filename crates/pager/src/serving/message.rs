@@ -14,6 +14,7 @@ use crate::counters::Counters;
 use crate::error::{InstallFailure, ResolveError, WAIT_SLICE};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
 use crate::install::wake;
+use crate::memory::zero_range;
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::spaces::{InSpace, map_in_space};
@@ -168,7 +169,7 @@ fn fill_vacated(channel: &Channel, address: u64) {
         bytes: page_bytes,
     };
     // Fails where nothing is mapped any more, or where the pages are larger: then a wake-up is all there is.
-    if channel.uffd.zero_pages(range, Wake::Wake).is_err() {
+    if zero_range(PageSize::Size4K, &channel.uffd, range, Wake::Wake).is_err() {
         let _ = channel.uffd.wake(range);
     }
 }

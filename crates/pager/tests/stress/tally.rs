@@ -76,10 +76,37 @@ impl Tally {
                 }
             }
             if is_stuck {
+                eprintln!("{}", sleeping());
                 crate::give_up();
             }
         }
     }
+}
+
+/// Where each thread of this process and of its children sleeps in the kernel, as far as that is shown to it.
+fn sleeping() -> String {
+    let me = std::process::id().to_string();
+    let is_child = |process: &String| {
+        let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+        let parent = stat.rsplit(") ").next().unwrap_or_default();
+        parent.split(' ').nth(1) == Some(&me)
+    };
+    let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let names = all.filter_map(|entry| entry.file_name().into_string().ok());
+    let ours = names.filter(|name| *name == me || is_child(name));
+    let tasks = ours.flat_map(|process| std::fs::read_dir(format!("/proc/{process}/task")));
+    let mut text = String::new();
+    for task in tasks.flatten().flatten() {
+        let read = |name: &str| std::fs::read_to_string(task.path().join(name)).unwrap_or_default();
+        let (name, stack) = (read("comm"), read("stack"));
+        let calls: Vec<_> = stack
+            .lines()
+            .filter_map(|line| line.split(' ').nth(1))
+            .collect();
+        let calls = calls.join(" < ");
+        text += &format!("{}: {}: {calls}\n", task.path().display(), name.trim());
+    }
+    text
 }
 
 impl fmt::Display for Tally {

@@ -10,6 +10,7 @@ use std::thread;
 use pagetide_memory::{HostAddress, HostRange, MapFile};
 use pagetide_pager::{Content, Mode, Serving};
 use pagetide_sources::{Location, OpenOptions, open};
+use pagetide_test_support::eventually;
 use pagetide_uapi::userfaultfd::{Event, EventBuffer, Features, OpenError, UserRange, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
@@ -198,9 +199,10 @@ fn what_the_images_threads_have_read_is_installed_by_the_vms_own() {
         unsafe { std::ptr::with_exposed_provenance::<u8>(at).read_volatile() }
     });
     let mut serving = Serving::new(&vm.pager, 1);
-    while !guest.is_finished() {
+    eventually("the read", || {
         serving.process_ready().unwrap();
-    }
+        guest.is_finished()
+    });
     assert_eq!(guest.join().unwrap(), 0);
     let counted = vm.pager.counted();
     assert_eq!((counted.handed_over, counted.answers), (1, 1));
