@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use pagetide_memory::Urgency;
 use pagetide_pager::Filled;
-use pagetide_sources::image::{CreateOptions, ImageInfo, MOST_MEMORY_BYTES, create};
-use pagetide_sources::{Digest, GuestImage, Location, OpenOptions, PagetideImage};
+use pagetide_sources::image::{CreateOptions, Holes, ImageInfo, MOST_MEMORY_BYTES, create};
+use pagetide_sources::{Bases, Digest, GuestImage, Location, OpenOptions, PagetideImage};
 use tempfile::TempDir;
 
 use crate::memory::bounded;
@@ -68,6 +68,8 @@ impl Place {
         std::fs::write(&raw, &base).expect("a file");
         let options = CreateOptions {
             chunk_bytes: 4096,
+            any_length: true,
+            holes: Some(Holes::Base),
             ..CreateOptions::default()
         };
         let image = directory.path().join("base");
@@ -196,6 +198,7 @@ fn check(place: &Place, input: &[u8]) -> bool {
     let location = Location::Path(path);
     let options = OpenOptions {
         cache_bytes: 64 << 10,
+        bases: Bases::Anywhere,
         ..OpenOptions::default()
     };
     // Header and index as they are in the file, and as they are in memory; the path, and the messages.
@@ -337,6 +340,8 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
             let options = CreateOptions {
                 base,
                 chunk_bytes: 4096,
+                any_length: true,
+                holes: Some(Holes::Base),
                 ..CreateOptions::default()
             };
             let _ = std::fs::remove_file(path("image"));

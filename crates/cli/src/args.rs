@@ -9,7 +9,9 @@ use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 use pagetide_memory::{Backing, FailurePolicy};
 
-use crate::image::{CreateArguments, ExtractArguments, InfoArguments, VerifyArguments};
+use crate::image::{
+    CreateArguments, ExtractArguments, InfoArguments, MergeArguments, VerifyArguments,
+};
 use crate::measuring::ShowArguments;
 use crate::memcycler::MemcyclerArguments;
 use crate::memslots::MemslotsArguments;
@@ -61,7 +63,7 @@ pub(crate) enum Command {
     /// Keep VMs for `pagetide serve --state`, which starts this
     #[command(hide = true)]
     Keep(crate::serve::KeepArguments),
-    /// Create, describe, verify and extract Pagetide images of guest memory
+    /// Create, merge, describe, verify and extract Pagetide images of guest memory
     #[command(subcommand)]
     Image(Image),
     /// Describe working sets, and make them from memory that is present
@@ -109,6 +111,11 @@ pub(crate) enum Image {
     /// when it is complete; a run that fails or is interrupted leaves no IMAGE.
     #[command(after_long_help = crate::image::EXAMPLES)]
     Create(CreateArguments),
+    /// Make one layer of an image and the images below it, or a layer above another base
+    ///
+    /// An image has at most 16 layers, and each one costs a lookup. The new image has the same guest memory. With
+    /// --base it stores what differs from that image, which need not be a layer of IMAGE.
+    Merge(MergeArguments),
     /// Show what an image is: sizes, chunks, digest, base
     Info(InfoArguments),
     /// Read all of an image and of the images below it, and name what is damaged

@@ -8,14 +8,17 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pagetide_bench::units::{ByteSize, decimal, float};
 use pagetide_sources::image::{
-    self, CreateOptions, Created, DEFAULT_CHUNK_BYTES, ExtractOptions, Holes, ImageInfo,
-    VerifyOptions,
+    self, CreateError, CreateOptions, Created, DEFAULT_CHUNK_BYTES, ExtractOptions, Holes,
+    ImageInfo, VerifyOptions,
 };
-use pagetide_sources::{GuestImage, Location, OpenError, OpenOptions, PagetideImage};
+use pagetide_sources::{
+    DEFAULT_INDEX_BYTES, GuestImage, Location, OpenError, OpenOptions, PagetideImage,
+};
 use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::print;
+use crate::serve::BasesArgument;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -23,8 +26,12 @@ Examples:
     pagetide image create snapshot.mem -o base.img
     pagetide image create diff.mem -o today.img --base base.img
 
-  A diff of two full snapshots, the second of which is sparse:
+  A diff of two full snapshots:
     pagetide image create later.mem -o later.img --base base.img --holes zero
+
+  One layer of many, with and without a base below it:
+    pagetide image merge today.img -o full.img
+    pagetide image merge today.img -o short.img --base base.img
 
 The image names its base by the file name if both are in one directory, so that both can be moved or
 uploaded together, and by the absolute path otherwise. A base that has changed is refused.
@@ -35,6 +42,28 @@ pub(crate) const VERIFY_NOTES: &str = "\
 The images below are read as well: a guest needs all of them. The first 20 damaged chunks are named.
 
 Exit status: 0 if all is as it was written; 1 if not; 2 if there is no such image.";
+
+/// How far an image is trusted.
+#[derive(Debug, Args)]
+pub(crate) struct OpenArguments {
+    /// Where the bases of images may be: in the folder of the image that names them, or anywhere
+    #[arg(long, value_enum, value_name = "WHERE", default_value_t = BasesArgument::Beside)]
+    bases: BasesArgument,
+
+    /// The most bytes of the indexes of an image and its layers together
+    #[arg(long, value_name = "SIZE", default_value_t = ByteSize(DEFAULT_INDEX_BYTES))]
+    max_index: ByteSize,
+}
+
+impl OpenArguments {
+    fn options(&self) -> OpenOptions {
+        OpenOptions {
+            bases: self.bases.into(),
+            index_bytes: self.max_index.0,
+            ..OpenOptions::default()
+        }
+    }
+}
 
 #[derive(Debug, Args)]
 pub(crate) struct CreateArguments {
@@ -55,9 +84,56 @@ pub(crate) struct CreateArguments {
     #[arg(long, value_name = "SIZE", default_value_t = ByteSize(DEFAULT_CHUNK_BYTES.into()))]
     chunk: ByteSize,
 
-    /// What a hole of RAW means: the base's content, or zeroes [default: base with --base, else zero]
+    /// What a hole of RAW means: the base's content, or zeroes [default: base with --base, where a diff without any
+    /// hole is refused; else zero]
     #[arg(long, value_name = "WHAT", value_enum)]
     holes: Option<HolesArgument>,
+
+    /// Accept any length of RAW: one that is no whole number of pages, and another one than the base's
+    #[arg(long)]
+    any_length: bool,
+
+    #[command(flatten)]
+    open: OpenArguments,
+
+    /// Replace an existing IMAGE
+    #[arg(long)]
+    force: bool,
+
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+
+    /// Show no progress
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MergeArguments {
+    /// The image whose layers become one: a file or a URL
+    #[arg(value_name = "IMAGE")]
+    image: Location,
+
+    /// The new image
+    #[arg(long, short, value_name = "IMAGE")]
+    output: PathBuf,
+
+    /// The image, a file or a URL, whose content is not stored again: one of the layers, or any other of the same
+    /// length
+    #[arg(long, value_name = "IMAGE")]
+    base: Option<Location>,
+
+    /// Guest memory in a chunk: a power of two from 4K to 4M
+    #[arg(long, value_name = "SIZE", default_value_t = ByteSize(DEFAULT_CHUNK_BYTES.into()))]
+    chunk: ByteSize,
+
+    /// Accept another length of the base
+    #[arg(long)]
+    any_length: bool,
+
+    #[command(flatten)]
+    open: OpenArguments,
 
     /// Replace an existing IMAGE
     #[arg(long)]
@@ -84,6 +160,9 @@ pub(crate) struct InfoArguments {
     #[arg(value_name = "IMAGE")]
     image: Location,
 
+    #[command(flatten)]
+    open: OpenArguments,
+
     /// Print JSON instead of a table
     #[arg(long)]
     json: bool,
@@ -95,6 +174,9 @@ pub(crate) struct VerifyArguments {
     #[arg(value_name = "IMAGE")]
     image: Location,
 
+    #[command(flatten)]
+    open: OpenArguments,
+
     /// Show no progress
     #[arg(long, short)]
     quiet: bool,
@@ -105,6 +187,9 @@ pub(crate) struct ExtractArguments {
     /// The image: a file or a URL
     #[arg(value_name = "IMAGE")]
     image: Location,
+
+    #[command(flatten)]
+    open: OpenArguments,
 
     /// The new raw file
     #[arg(long, short, value_name = "RAW")]
@@ -145,8 +230,8 @@ pub(crate) fn sorted(error: impl std::error::Error + 'static, is_refusal: bool) 
     }
 }
 
-fn open(location: &Location) -> Result<PagetideImage, Failure> {
-    let opened = PagetideImage::open(location, &OpenOptions::default());
+fn open(location: &Location, arguments: &OpenArguments) -> Result<PagetideImage, Failure> {
+    let opened = PagetideImage::open(location, &arguments.options());
     opened.map_err(unopened)
 }
 
@@ -166,33 +251,64 @@ pub(crate) fn create(arguments: &CreateArguments) -> Result<(), Failure> {
         &mut |done, all| bar.show(done, all),
     );
     drop(bar);
+    tell(created, arguments.json)
+}
+
+/// `pagetide image merge`.
+pub(crate) fn merge(arguments: &MergeArguments) -> Result<(), Failure> {
+    let options = CreateOptions {
+        chunk_bytes: chunk_bytes(arguments.chunk).map_err(Failure::bad_input)?,
+        base: arguments.base.clone(),
+        any_length: arguments.any_length,
+        may_replace: arguments.force,
+        open: arguments.open.options(),
+        ..CreateOptions::default()
+    };
+    let opened = open(&arguments.image, &arguments.open)?;
+    let bar = Bar::new(arguments.quiet);
+    let created = image::merge(&opened, &arguments.output, &options, &mut |done, all| {
+        bar.show(done, all);
+    });
+    drop(bar);
+    tell(created, arguments.json)
+}
+
+/// Prints what a new image is, or sorts the error.
+fn tell(created: Result<Created, CreateError>, is_json: bool) -> Result<(), Failure> {
     let created = created.map_err(|error| {
         let is_refusal = error.is_refusal();
         sorted(error, is_refusal)
     })?;
-    let text = match arguments.json {
+    let text = match is_json {
         true => json(&Document::created(&created))?,
         false => summary(&created),
     };
     print(&text)
 }
 
-fn create_options(arguments: &CreateArguments) -> Result<CreateOptions, BadRequest> {
-    let chunk = arguments.chunk;
-    let chunk_bytes = u32::try_from(chunk.0).map_err(|_| BadRequest::Chunk(chunk))?;
+fn chunk_bytes(chunk: ByteSize) -> Result<u32, BadRequest> {
+    let bytes = u32::try_from(chunk.0).map_err(|_| BadRequest::Chunk(chunk))?;
     let bounds = image::LEAST_CHUNK_BYTES..=image::MOST_CHUNK_BYTES;
-    if !chunk_bytes.is_power_of_two() || !bounds.contains(&chunk_bytes) {
-        return Err(BadRequest::Chunk(chunk));
+    match bytes.is_power_of_two() && bounds.contains(&bytes) {
+        true => Ok(bytes),
+        false => Err(BadRequest::Chunk(chunk)),
     }
+}
+
+fn create_options(arguments: &CreateArguments) -> Result<CreateOptions, BadRequest> {
+    let chunk_bytes = chunk_bytes(arguments.chunk)?;
     let holes = match (arguments.holes, &arguments.base) {
         (Some(HolesArgument::Base), None) => return Err(BadRequest::HolesWithoutBase),
-        (Some(HolesArgument::Zero), _) => Holes::Zero,
-        (Some(HolesArgument::Base) | None, _) => Holes::Base,
+        (Some(HolesArgument::Zero), _) => Some(Holes::Zero),
+        (Some(HolesArgument::Base), _) => Some(Holes::Base),
+        (None, _) => None,
     };
     Ok(CreateOptions {
         chunk_bytes,
         base: arguments.base.clone(),
         holes,
+        any_length: arguments.any_length,
+        open: arguments.open.options(),
         may_replace: arguments.force,
         ..CreateOptions::default()
     })
@@ -200,7 +316,7 @@ fn create_options(arguments: &CreateArguments) -> Result<CreateOptions, BadReque
 
 /// `pagetide image info`.
 pub(crate) fn info(arguments: &InfoArguments) -> Result<(), Failure> {
-    let info = ImageInfo::read(&arguments.image, &OpenOptions::default()).map_err(unopened)?;
+    let info = ImageInfo::read(&arguments.image, &arguments.open.options()).map_err(unopened)?;
     let text = match arguments.json {
         true => json(&Document::new(&info))?,
         false => lines(&rows(&info)),
@@ -210,7 +326,7 @@ pub(crate) fn info(arguments: &InfoArguments) -> Result<(), Failure> {
 
 /// `pagetide image verify`.
 pub(crate) fn verify(arguments: &VerifyArguments) -> Result<(), Failure> {
-    let opened = open(&arguments.image)?;
+    let opened = open(&arguments.image, &arguments.open)?;
     let bar = Bar::new(arguments.quiet);
     let found = image::verify(&opened, &VerifyOptions::default(), &mut |done, all| {
         bar.show(done, all);
@@ -246,7 +362,7 @@ pub(crate) fn verify(arguments: &VerifyArguments) -> Result<(), Failure> {
 
 /// `pagetide image extract`.
 pub(crate) fn extract(arguments: &ExtractArguments) -> Result<(), Failure> {
-    let opened = open(&arguments.image)?;
+    let opened = open(&arguments.image, &arguments.open)?;
     let options = ExtractOptions {
         may_replace: arguments.force,
         ..ExtractOptions::default()
@@ -289,6 +405,11 @@ struct Document {
     digest: String,
     base: Option<String>,
     base_digest: Option<String>,
+    /// Bytes of guest memory that were holes of the memory file, and what they became.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hole_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    holes: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     seconds: Option<f64>,
 }
@@ -313,12 +434,16 @@ impl Document {
             digest: info.digest.to_string(),
             base: base.map(|base| base.place.to_string()),
             base_digest: base.map(|base| base.digest.to_string()),
+            hole_bytes: None,
+            holes: None,
             seconds: None,
         }
     }
 
     fn created(created: &Created) -> Self {
         Self {
+            hole_bytes: Some(created.hole_bytes),
+            holes: Some(meaning(created.holes)),
             seconds: Some(created.elapsed.as_secs_f64()),
             ..Self::new(&created.info)
         }
@@ -378,8 +503,24 @@ fn rows(info: &ImageInfo) -> Vec<Row> {
     rows
 }
 
+/// What holes became.
+fn meaning(holes: Holes) -> &'static str {
+    match holes {
+        Holes::Zero => "zero",
+        Holes::Base => "base",
+    }
+}
+
 fn summary(created: &Created) -> String {
     let mut rows = rows(&created.info);
+    let became = match created.holes {
+        Holes::Zero => "zeroes",
+        Holes::Base => "as in the base",
+    };
+    rows.push((
+        "holes of RAW",
+        format!("{}: {became}", size(created.hole_bytes)),
+    ));
     let seconds = created.elapsed.as_secs_f64();
     let rate = float(created.info.memory_bytes) / float(1 << 30) / seconds;
     rows.push((

@@ -75,6 +75,7 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Command::Probe(arguments) => probe::run(arguments)?,
         Command::Run(arguments) => return run::run(arguments),
         Command::Image(Image::Create(arguments)) => image::create(arguments)?,
+        Command::Image(Image::Merge(arguments)) => image::merge(arguments)?,
         Command::Image(Image::Info(arguments)) => image::info(arguments)?,
         Command::Image(Image::Verify(arguments)) => image::verify(arguments)?,
         Command::Image(Image::Extract(arguments)) => image::extract(arguments)?,

@@ -17,7 +17,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use pagetide_bench::limits::raise_descriptors;
 use pagetide_bench::units::ByteSize;
 use pagetide_serve::{
-    Binding, Exporter, Metrics, Options, Seccomp, Server, StartError, StateOptions, Stopper,
+    Binding, Exporter, Metrics, NoImage, Options, Seccomp, Server, StartError, StateOptions,
+    Stopper,
 };
 use pagetide_sources::Location;
 use sd_notify::NotifyState;
@@ -26,8 +27,8 @@ use signal_hook::iterator::Signals;
 use tracing_subscriber::fmt::MakeWriter;
 
 use crate::failure::Failure;
-pub(crate) use settings::LogFormat;
 use settings::Settings;
+pub(crate) use settings::{BasesArgument, LogFormat};
 
 /// A server ends within 5 s of SIGTERM. Guests are drained for 3.5 s, and what is missing then is poisoned.
 const END: Duration = Duration::from_millis(4800);
@@ -137,7 +138,9 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(Failure::failed)?;
     let bindings = options.bindings.clone();
     let server = Server::bind_with(options, inherited()).map_err(|error| match error {
-        StartError::Descriptor(_) | StartError::Readers { .. } => Failure::failed(error),
+        StartError::Descriptor(_) | StartError::Image(NoImage::Readers { .. }) => {
+            Failure::failed(error)
+        }
         error => Failure::bad_input(error),
     })?;
     is_starting.store(false, Ordering::Release);
@@ -151,7 +154,7 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
     if let Some(address) = exporter.as_ref().and_then(Exporter::address) {
         tracing::info!(%address, "metrics");
     }
-    for Binding { socket, image } in &bindings {
+    for Binding { socket, image, .. } in &bindings {
         tracing::info!(socket = %socket.display(), %image, "listening");
     }
     let seccomp = Seccomp::new(settings.seccomp(), server.uses_network());

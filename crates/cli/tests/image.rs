@@ -64,9 +64,9 @@ impl Place {
         files
     }
 
-    /// A memory file of 2 MiB and a bit: a quarter text, one repeated chunk, a page of numbers, and zeroes.
+    /// A memory file of 2 MiB and a page: a quarter text, one repeated chunk, a page of numbers, and zeroes.
     fn memory(&self, name: &str) -> Vec<u8> {
-        let mut content = vec![0; (2 << 20) + 123];
+        let mut content = vec![0; (2 << 20) + 4096];
         let words = b"what a guest has in its memory ".iter().cycle();
         for (byte, word) in content.iter_mut().zip(words).take(512 << 10) {
             *byte = *word;
@@ -111,7 +111,7 @@ fn what_is_created_is_extracted() {
     let content = place.memory("raw");
     let told = place.printed(&["create", "raw", "-o", "image"]);
     for part in [
-        "guest memory      2 MiB (2097275 bytes)\n",
+        "guest memory      2 MiB (2101248 bytes)\n",
         "chunk size        64K\n",
         "base              none\n",
         "time  ",
@@ -148,7 +148,7 @@ fn json_has_all_figures() {
     let info = place.json(&["info", "image", "--json"]);
     let expected = [
         ("version", 1),
-        ("guest_bytes", 2_097_275),
+        ("guest_bytes", 2_101_248),
         ("chunk_bytes", 4096),
         ("chunks", 513),
         ("base_chunks", 0),
@@ -174,10 +174,10 @@ fn json_has_all_figures() {
     assert_eq!(info["base"], Value::Null);
     assert!(created["seconds"].as_f64().expect("a number") > 0.0);
     let mut created = created;
-    created
-        .as_object_mut()
-        .expect("an object")
-        .remove("seconds");
+    for field in ["seconds", "holes", "hole_bytes"] {
+        let fields = created.as_object_mut().expect("an object");
+        assert!(fields.remove(field).is_some(), "{field}");
+    }
     assert_eq!(created, info);
     for (chunk, bytes) in [("1M", 1 << 20), ("131072", 128 << 10), ("4M", 4 << 20)] {
         let words = [
@@ -245,6 +245,76 @@ fn a_diff_is_above_its_base() {
     );
 }
 
+/// tmpfs with huge pages gives 2 MiB to a page that was written: what is clean beside it is no hole.
+#[test]
+fn a_diff_on_a_file_system_that_gives_space_in_large_pieces_is_refused() {
+    let place = Place::new();
+    let mut content = vec![3; 4 << 20];
+    place.write("raw", &content);
+    place.printed(&["create", "raw", "-o", "base.img"]);
+    content.fill(0);
+    fs::create_dir(place.path("huge")).expect("a directory");
+    let program = env!("CARGO_BIN_EXE_pagetide");
+    let script = "mount -t tmpfs -o huge=always none huge && test $(stat -c %o huge) -gt 4096 || exit 9
+        truncate -s 4M huge/diff && printf x | dd of=huge/diff bs=1 seek=20480 conv=notrunc status=none
+        exec $0 image create huge/diff -o diff.img --base base.img";
+    let output = Command::new("unshare")
+        .args(["--mount", "sh", "-c", script, program])
+        .current_dir(&place.0)
+        .output()
+        .expect("unshare is there");
+    let message = text(&output.stderr);
+    if output.status.code() == Some(9) || message.contains("unshare failed") {
+        println!("SKIP: no tmpfs with huge pages here: {message}");
+        return;
+    }
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!(message.contains("in pieces of 2097152 bytes"), "{message}");
+    assert!(!place.path("diff.img").exists());
+}
+
+#[test]
+fn a_diff_that_has_lost_its_holes_is_refused_with_the_way_out() {
+    let place = Place::new();
+    place.memory("raw");
+    place.printed(&["create", "raw", "-o", "base.img"]);
+    let words = ["create", "raw", "-o", "x.img", "--base", "base.img"];
+    let message = place.refused(&words, 2);
+    assert!(message.contains("--holes zero"), "{message}");
+    let words = [&words[..], &["--holes", "zero", "--json"]].concat();
+    let info = place.json(&words);
+    assert_eq!(
+        (&info["hole_bytes"], &info["holes"]),
+        (&0.into(), &"zero".into())
+    );
+}
+
+#[test]
+fn layers_become_one() {
+    let place = Place::new();
+    let mut content = place.memory("raw");
+    place.printed(&["create", "raw", "-o", "base.img"]);
+    let diff = File::create(place.path("diff")).expect("it is made");
+    diff.set_len(content.len() as u64).expect("it has a length");
+    diff.write_all_at(&[9; 4096], 40_960)
+        .expect("it is written");
+    content[40_960..][..4096].fill(9);
+    place.printed(&["create", "diff", "-o", "top.img", "--base", "base.img"]);
+    let told = place.printed(&["merge", "top.img", "-o", "one.img"]);
+    assert!(told.contains("base              none\n"), "{told}");
+    let info = place.json(&[
+        "merge", "top.img", "-o", "two.img", "--base", "base.img", "--json",
+    ]);
+    assert_eq!(info["base"], "base.img");
+    fs::remove_file(place.path("top.img")).expect("it is there");
+    for name in ["one.img", "two.img"] {
+        place.printed(&["extract", name, "-o", "out", "--force"]);
+        assert!(place.read("out") == content, "{name}");
+    }
+    let message = place.refused(&["merge", "two.img", "-o", "base.img", "--force"], 2);
+    assert!(message.contains("is read"), "{message}");
+}
+
 #[test]
 fn damage_is_named() {
     let place = Place::new();
@@ -294,9 +364,16 @@ fn bad_input_is_refused_in_one_line() {
     place.memory("raw");
     place.printed(&["create", "raw", "-o", "image"]);
     fs::create_dir(place.path("directory")).expect("a directory");
+    place.write("cut", &[7; 5000]);
+    place.write("small", &[7; 4096]);
     let cases: &[(&[&str], &str)] = &[
         (&["create", "none", "-o", "x"], "none does not exist"),
         (&["create", "directory", "-o", "x"], "not a regular file"),
+        (&["create", "cut", "-o", "x"], "no whole number of pages"),
+        (
+            &["create", "small", "-o", "x", "--base", "image"],
+            "they are not of one VM",
+        ),
         (&["create", "raw"], "--output <IMAGE>"),
         (&["create", "-o", "x"], "<RAW>"),
         (&["create", "raw", "-o", "image"], "image exists"),

@@ -105,7 +105,8 @@ fn what_makes_no_sense_is_refused_in_one_line() {
         place.path("other-image").display()
     );
     fs::write(place.path("other-image"), vec![8; 8192]).expect("a temporary file");
-    let cases: [(&[&str], &str); 16] = [
+    fs::write(place.path("empty"), "").expect("a temporary file");
+    let cases: [(&[&str], &str); 19] = [
         (&[&binding, &again], "the socket is named twice, for "),
         (&[], "SOCKET=IMAGE"),
         (&["socket"], "is not SOCKET=IMAGE"),
@@ -125,6 +126,12 @@ fn what_makes_no_sense_is_refused_in_one_line() {
         (&[&binding, "--seccomp", "maybe"], "--seccomp"),
         (&[&binding, "--cache-size", "1G"], "there is no --cache"),
         (&[&binding, "--cache-size", "much"], "is not a size"),
+        (&[&binding, "--max-vms", "0"], "--max-vms is 1 at least"),
+        (&["socket=empty"], "empty is no guest memory: it is empty"),
+        (
+            &[&binding, "--metrics", "unix:/no/such/metrics"],
+            "serving the metrics at unix:/no/such/metrics",
+        ),
     ];
     for (words, wanted) in cases {
         let output = place.command(words).output().expect("it starts");
@@ -310,6 +317,11 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
         ("prefetch = 7", "wanted string"),
         ("no-such-option = 1", "unknown field"),
         ("socket-mode = \"999\"", "a mode such as 660"),
+        ("[sockets.a]\ndigest = \"12\"", "a table with image"),
+        (
+            "[sockets.a]\nimage = \"image\"\ndigest = \"12\"",
+            "a digest has 64 hexadecimal digits",
+        ),
         (
             "[sockets]\na = \"ftp://x/y\"",
             "no image can be read from ftp://",

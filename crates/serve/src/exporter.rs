@@ -1,6 +1,7 @@
 //! The metrics over HTTP.
 
 use std::convert::Infallible;
+use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -54,6 +55,16 @@ pub struct ParseMetricsAddressError {
     text: String,
 }
 
+impl fmt::Display for MetricsAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => address.fmt(f),
+            Self::Named(address) => f.write_str(address),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
 impl FromStr for MetricsAddress {
     type Err = ParseMetricsAddressError;
 
@@ -82,7 +93,7 @@ fn is_name(text: &str) -> bool {
 
 /// Why the metrics are not served.
 #[derive(Debug, Error)]
-#[error("serving the metrics at {address:?}")]
+#[error("serving the metrics at {address}")]
 pub struct ExporterError {
     address: MetricsAddress,
     #[source]
@@ -222,8 +233,8 @@ impl Drop for Exporter {
     }
 }
 
-impl std::fmt::Debug for Exporter {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Exporter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Exporter")
             .field("address", &self.address)
             .finish_non_exhaustive()

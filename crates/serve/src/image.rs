@@ -1,45 +1,32 @@
 //! An image that is served, and its working set.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use pagetide_pager::{PoolConfig, ServeError, Source};
 use pagetide_sources::{GuestImage, ImageSource, Location};
 
+use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::native::share::{ShareError, SharedImage};
-use crate::options::{Options, WorkingSetMode};
-use crate::recorder::{RECORDED, Recorder};
-use crate::working_set::{WorkingSet, WorkingSetError};
+use crate::options::{Binding, Options, WorkingSetMode};
+use crate::recorder::Recorder;
+use crate::working_set::WorkingSet;
+use crate::working_set_file::{WorkingSetFile, WorkingSetPlan};
 
-/// An image that is open, with the threads that read it.
-pub(crate) struct ServedImage {
+/// An image that is open, with the threads that read it. It never becomes another one.
+pub(crate) struct OpenImage {
     pub(crate) location: Location,
     pub(crate) image: Arc<dyn GuestImage>,
-    pub(crate) source: Arc<dyn Source>,
-    working_set: WorkingSetFile,
+    source: Arc<dyn Source>,
     /// The memfd that clones share, as long as one of them is there.
     shared: Mutex<Weak<SharedImage>>,
+    /// The files of its working sets: sockets may name different ones.
+    working_sets: Mutex<HashMap<PathBuf, Arc<WorkingSetFile>>>,
 }
 
-struct WorkingSetFile {
-    path: Option<PathBuf>,
-    /// Held while the file is read, merged and written.
-    access: Mutex<()>,
-}
-
-/// What a VM does with its working set.
-#[derive(Debug)]
-pub(crate) enum WorkingSetPlan {
-    /// Neither replay nor record.
-    Nothing,
-    /// Record its touches.
-    Record,
-    /// Fetch these pages first.
-    Replay(WorkingSet),
-}
-
-impl ServedImage {
+impl OpenImage {
     /// Starts the threads that read `image`.
     pub(crate) fn start(
         image: Arc<dyn GuestImage>,
@@ -47,17 +34,6 @@ impl ServedImage {
         options: &Options,
         metrics: &Metrics,
     ) -> Result<Self, ServeError> {
-        let path = match (&options.working_set_file, location) {
-            (Some(path), _) => Some(path.clone()),
-            (None, Location::Path(path)) => Some(beside(path)),
-            (None, Location::Url(_)) => None,
-        };
-        if path.is_none() && options.working_set != WorkingSetMode::Off {
-            tracing::warn!(
-                image = image.name(),
-                "no working set: an image at a URL needs --working-set-file"
-            );
-        }
         let counted = metrics.clone();
         let name = image.name().to_owned();
         let source = ImageSource::start(
@@ -65,14 +41,17 @@ impl ServedImage {
             pool(&*image, options),
             move |duration| counted.source_read(duration),
             {
-                let counted = metrics.clone();
+                let (counted, lines) = (metrics.clone(), LogLimit::default());
                 move |error| {
                     counted.source_error(error.kind());
-                    tracing::warn!(
-                        image = name,
-                        error = error as &dyn std::error::Error,
-                        "a read failed"
-                    );
+                    if let Some(dropped) = lines.pass() {
+                        tracing::warn!(
+                            image = name,
+                            dropped,
+                            error = error as &dyn std::error::Error,
+                            "a read failed"
+                        );
+                    }
                 }
             },
         )?;
@@ -80,17 +59,62 @@ impl ServedImage {
             location: location.clone(),
             image,
             source,
-            working_set: WorkingSetFile {
-                path,
-                access: Mutex::new(()),
-            },
             shared: Mutex::default(),
+            working_sets: Mutex::default(),
         })
+    }
+
+    /// The file of its working set at `path`, which all sockets that name it share.
+    fn working_set_at(&self, path: PathBuf, mode: WorkingSetMode) -> Arc<WorkingSetFile> {
+        let sets = self.working_sets.lock();
+        let mut sets = sets.unwrap_or_else(PoisonError::into_inner);
+        let set = sets.entry(path).or_insert_with_key(|path| {
+            let (digest, bytes) = (self.image.digest(), self.image.bytes());
+            let set = WorkingSetFile::new(path.clone(), digest, bytes);
+            set.try_directory(mode);
+            Arc::new(set)
+        });
+        Arc::clone(set)
+    }
+}
+
+/// An image as the VMs of one socket get it.
+pub(crate) struct ServedImage {
+    opened: Arc<OpenImage>,
+    pub(crate) location: Location,
+    pub(crate) image: Arc<dyn GuestImage>,
+    pub(crate) source: Arc<dyn Source>,
+    working_set: Option<Arc<WorkingSetFile>>,
+}
+
+impl ServedImage {
+    pub(crate) fn new(opened: &Arc<OpenImage>, binding: &Binding, options: &Options) -> Self {
+        let path = working_set_path(&*opened.image, binding, options);
+        if path.is_none() && options.working_set != WorkingSetMode::Off {
+            tracing::warn!(
+                image = opened.image.name(),
+                "no working set: an image at a URL needs --working-set-dir or --working-set-file"
+            );
+        }
+        let mode = options.working_set;
+        Self {
+            opened: Arc::clone(opened),
+            location: opened.location.clone(),
+            image: Arc::clone(&opened.image),
+            source: Arc::clone(&opened.source),
+            working_set: path.map(|path| opened.working_set_at(path, mode)),
+        }
+    }
+
+    /// Whether it is this image.
+    pub(crate) fn is_of(&self, opened: &Arc<OpenImage>) -> bool {
+        Arc::ptr_eq(&self.opened, opened)
     }
 
     /// The image in a memfd, which all VMs that ask for it share.
     pub(crate) fn share(&self, metrics: &Metrics) -> Result<Arc<SharedImage>, ShareError> {
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let shared = self.opened.shared.lock();
+        let mut shared = shared.unwrap_or_else(PoisonError::into_inner);
         if let Some(there) = shared.upgrade() {
             return Ok(there);
         }
@@ -100,97 +124,47 @@ impl ServedImage {
     }
 
     /// The working set in the file, whatever the server's mode.
-    pub(crate) fn saved_working_set(&self) -> Option<WorkingSet> {
-        self.load(self.working_set.path.as_deref()?)
+    pub(crate) fn saved_working_set(&self) -> Option<Arc<WorkingSet>> {
+        self.working_set.as_ref()?.saved()
     }
 
     /// What a VM that starts now does.
     pub(crate) fn working_set_plan(&self, mode: WorkingSetMode) -> WorkingSetPlan {
-        let Some(path) = &self.working_set.path else {
-            return WorkingSetPlan::Nothing;
-        };
-        match mode {
-            WorkingSetMode::Off => WorkingSetPlan::Nothing,
-            WorkingSetMode::Record => WorkingSetPlan::Record,
-            WorkingSetMode::Auto | WorkingSetMode::Replay => match self.load(path) {
-                Some(set) => WorkingSetPlan::Replay(set),
-                None if mode == WorkingSetMode::Auto => WorkingSetPlan::Record,
-                None => {
-                    tracing::error!(path = %path.display(), "there is no working set of this image to replay");
-                    WorkingSetPlan::Nothing
-                }
-            },
+        match &self.working_set {
+            Some(file) => file.plan(mode),
+            None => WorkingSetPlan::Nothing,
         }
     }
 
-    /// The working set in the file, if it is one of this image.
-    fn load(&self, path: &Path) -> Option<WorkingSet> {
-        let _access = self.access_working_set();
-        self.load_alone(path)
+    /// Whether recordings are written.
+    pub(crate) fn keeps_recordings(&self) -> bool {
+        self.working_set
+            .as_ref()
+            .is_some_and(|file| file.is_writable())
     }
 
-    fn access_working_set(&self) -> MutexGuard<'_, ()> {
-        let access = &self.working_set.access;
-        access.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Merges what was recorded of a VM so far into the file. Returns the number of its pages afterwards; `None` if
+    /// nothing was written.
+    pub(crate) fn save(&self, recorder: &Recorder) -> Option<usize> {
+        self.working_set.as_ref()?.save(recorder)
     }
+}
 
-    /// [`Self::load`] for a caller that holds the lock.
-    fn load_alone(&self, path: &Path) -> Option<WorkingSet> {
-        match WorkingSet::load(path) {
-            Ok(Some(set)) if set.is_of(self.image.digest(), self.image.bytes()) => Some(set),
-            Ok(Some(_)) => {
-                tracing::warn!(path = %path.display(), "the working set is of another image and is not used");
-                None
-            }
-            Ok(None) => None,
-            Err(error) => {
-                tracing::warn!(
-                    error = &error as &dyn std::error::Error,
-                    "the working set is not used"
-                );
-                None
-            }
-        }
+/// Where the working set of an image is: where its socket says, or all sockets; in the directory of working sets, by
+/// the image's digest; or beside the image.
+fn working_set_path(
+    image: &dyn GuestImage,
+    binding: &Binding,
+    options: &Options,
+) -> Option<PathBuf> {
+    let named = binding.working_set_file.as_ref();
+    if let Some(path) = named.or(options.working_set_file.as_ref()) {
+        return Some(path.clone());
     }
-
-    /// Whether recordings have a file.
-    pub(crate) fn has_working_set_file(&self) -> bool {
-        self.working_set.path.is_some()
-    }
-
-    /// Merges what was recorded of a VM so far into the file. Returns the number of its pages afterwards;
-    /// `None` if there is no file to write.
-    pub(crate) fn save(&self, recorder: &Recorder) -> Result<Option<usize>, WorkingSetError> {
-        let Some(path) = &self.working_set.path else {
-            return Ok(None);
-        };
-        let touches = recorder.touches();
-        if touches.is_empty() {
-            return Ok(None);
-        }
-        let mut set = WorkingSet {
-            image: self.image.digest(),
-            image_bytes: self.image.bytes(),
-            page_size: RECORDED,
-            recordings: 0,
-            touches: Vec::new(),
-        };
-        let recorded = WorkingSet {
-            // A VM counts once, however often its recording is written.
-            recordings: u32::from(recorder.is_counted_now()),
-            touches,
-            ..set.clone()
-        };
-        // VMs that end at the same time would each merge what was there before both.
-        let _access = self.access_working_set();
-        if let Some(before) = self.load_alone(path) {
-            set = before;
-        }
-        set.merge(&recorded);
-        // Its first part may be lost with a file that was removed.
-        set.recordings = set.recordings.max(1);
-        set.save(path)?;
-        Ok(Some(set.touches.len()))
+    match (&options.working_set_directory, &binding.image) {
+        (Some(directory), _) => Some(directory.join(format!("{}.working-set", image.digest()))),
+        (None, Location::Path(path)) => Some(beside(path)),
+        (None, Location::Url(_)) => None,
     }
 }
 
@@ -214,11 +188,33 @@ pub(crate) fn beside(image: &Path) -> PathBuf {
     name.into()
 }
 
+impl std::fmt::Debug for OpenImage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OpenImage")
+            .field("image", &self.image)
+            .finish_non_exhaustive()
+    }
+}
+
 impl std::fmt::Debug for ServedImage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ServedImage")
             .field("image", &self.image)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+impl ServedImage {
+    /// An image that no server has opened.
+    pub(crate) fn alone(
+        image: Arc<dyn GuestImage>,
+        location: &Location,
+        options: &Options,
+    ) -> Self {
+        let opened = OpenImage::start(image, location, options, &Metrics::default());
+        let binding = Binding::new("test.sock", location.clone());
+        Self::new(&Arc::new(opened.unwrap()), &binding, options)
     }
 }
 
@@ -231,6 +227,7 @@ mod tests {
     use pagetide_sources::{OpenOptions, open};
 
     use super::*;
+    use crate::recorder::RECORDED;
 
     fn recorder_of(page: u64) -> Recorder {
         let recorder = Recorder::new();
@@ -248,7 +245,7 @@ mod tests {
         let location = Location::Path(path.clone());
         let options = Options::default();
         let opened = open(&location, &OpenOptions::default()).unwrap();
-        let image = ServedImage::start(opened, &location, &options, &Metrics::default()).unwrap();
+        let image = ServedImage::alone(opened, &location, &options);
         for round in 0..16 {
             let _ = fs_err::remove_file(beside(&path));
             let together = Barrier::new(usize::try_from(VMS).unwrap());
@@ -258,7 +255,7 @@ mod tests {
                     scope.spawn(move || {
                         let recorder = recorder_of(vm);
                         together.wait();
-                        image.save(&recorder).unwrap();
+                        image.save(&recorder);
                     });
                 }
             });

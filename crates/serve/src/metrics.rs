@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pagetide_sources::{GuestImage, ObjectCounters};
@@ -171,6 +171,8 @@ struct Shared {
     errors: Mutex<Vec<(&'static str, u64)>>,
     /// The images that are served, and the counts of those that are not any more.
     images: Mutex<Images>,
+    /// Lines of the log that were dropped, if somebody counts them.
+    log_lines_dropped: OnceLock<Arc<AtomicU64>>,
 }
 
 #[derive(Debug, Default)]
@@ -224,6 +226,21 @@ impl Metrics {
             served: images,
             ended,
         };
+    }
+
+    /// Includes this count of lines of the log that were dropped. The first call counts.
+    pub fn watch_log(&self, dropped: Arc<AtomicU64>) {
+        let _ = self.0.log_lines_dropped.set(dropped);
+    }
+
+    /// Counts one image in place of another one, which some VMs may still have: what they read from now on is not
+    /// counted.
+    pub(crate) fn watch_instead(&self, former: &Arc<dyn GuestImage>, new: &Arc<dyn GuestImage>) {
+        let is_other = |image: &&Arc<dyn GuestImage>| !Arc::ptr_eq(image, former);
+        let served = self.lock_images().served.clone();
+        let mut images: Vec<_> = served.iter().filter(is_other).cloned().collect();
+        images.push(Arc::clone(new));
+        self.watch(images);
     }
 
     /// The counts of the stores of all images.
@@ -313,6 +330,10 @@ impl Collector for Metrics {
         for (name, help, value) in counts {
             counter(&mut encoder, name, help, value)?;
         }
+        let dropped = self.0.log_lines_dropped.get();
+        let dropped = dropped.map_or(0, |dropped| dropped.load(Ordering::Relaxed));
+        let help = "Lines of the log that were dropped, because standard error did not take them";
+        counter(&mut encoder, "log_lines_dropped", help, dropped)?;
         let errors = self.lock_errors().clone();
         let help = "Failed reads of images by kind";
         let mut described =

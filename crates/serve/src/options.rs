@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use pagetide_sources::{Location, OpenOptions, ParseLocationError};
+use pagetide_sources::{Digest, Location, OpenOptions, ParseLocationError};
 use thiserror::Error;
 
 use crate::state::StateOptions;
@@ -16,6 +16,25 @@ pub struct Binding {
     pub socket: PathBuf,
     /// The image.
     pub image: Location,
+    /// The digest that the image must have.
+    pub digest: Option<Digest>,
+    /// The state file of the snapshot, which a new snapshot replaces together with the image.
+    pub state_file: Option<PathBuf>,
+    /// The file of the working set of the VMs at this socket.
+    pub working_set_file: Option<PathBuf>,
+}
+
+impl Binding {
+    /// A binding without further options.
+    pub fn new(socket: impl Into<PathBuf>, image: Location) -> Self {
+        Self {
+            socket: socket.into(),
+            image,
+            digest: None,
+            state_file: None,
+            working_set_file: None,
+        }
+    }
 }
 
 /// A text that is no `SOCKET=IMAGE`.
@@ -41,10 +60,7 @@ impl FromStr for Binding {
             .filter(|(socket, _)| !socket.is_empty());
         let (socket, image) =
             found.ok_or_else(|| ParseBindingError::NoSocket { text: text.into() })?;
-        Ok(Self {
-            socket: socket.into(),
-            image: image.parse()?,
-        })
+        Ok(Self::new(socket, image.parse()?))
     }
 }
 
@@ -82,6 +98,13 @@ pub struct Options {
     pub working_set: WorkingSetMode,
     /// The file of the working set; beside the image by default.
     pub working_set_file: Option<PathBuf>,
+    /// The directory of working sets whose file is not named: by the digests of their images.
+    pub working_set_directory: Option<PathBuf>,
+    /// Whether clients of the native protocol may write the working set of their image.
+    pub clients_record: bool,
+    /// Whether a VM by Firecracker's protocol is served whose memory has another length than the image. What the image does
+    /// not have is never there.
+    pub any_length: bool,
     /// Whether all missing pages are fetched while the guest runs.
     pub prefetch: bool,
     /// What happens to a VM whose content is unavailable, or whose memory takes none.
@@ -118,6 +141,9 @@ impl Default for Options {
             bindings: Vec::new(),
             working_set: WorkingSetMode::Auto,
             working_set_file: None,
+            working_set_directory: None,
+            clients_record: false,
+            any_length: false,
             prefetch: true,
             on_failure: OnFailure::Stall,
             once: false,

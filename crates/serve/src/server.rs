@@ -10,17 +10,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use pagetide_pager::ServeError;
-use pagetide_sources::{Location, OpenError, open};
+use pagetide_sources::Location;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::image::ServedImage;
 use crate::listener::{ListenError, Listener};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
+use crate::named_image::{NamedImage, NoImage, Offer};
 use crate::options::{Binding, Options};
 use crate::state::{KeptVm, State, StateError};
 use crate::vm::{Client, Common, run, turn_away};
@@ -41,24 +40,9 @@ pub enum StartError {
         /// The image of its second binding.
         second: Location,
     },
-    /// An image could not be opened.
-    #[error("opening the image {location}")]
-    Image {
-        /// The image.
-        location: Location,
-        /// The reason.
-        #[source]
-        source: Box<OpenError>,
-    },
-    /// The threads that read an image could not be started.
-    #[error("starting to read the image {location}")]
-    Readers {
-        /// The image.
-        location: Location,
-        /// The reason.
-        #[source]
-        source: ServeError,
-    },
+    /// An image cannot be served.
+    #[error(transparent)]
+    Image(#[from] NoImage),
     /// A socket could not be bound.
     #[error(transparent)]
     Listen(#[from] ListenError),
@@ -167,7 +151,7 @@ impl AsFd for Stopper {
 /// A socket has one image. Paths are compared without what leads nowhere, such as `./`.
 fn check_sockets(bindings: &[Binding]) -> Result<(), StartError> {
     let mut first: HashMap<PathBuf, &Location> = HashMap::new();
-    for Binding { socket, image } in bindings {
+    for Binding { socket, image, .. } in bindings {
         let absolute = std::path::absolute(socket).unwrap_or_else(|_| socket.clone());
         if let Some(earlier) = first.insert(absolute, image) {
             return Err(StartError::TwoImages {
@@ -184,13 +168,13 @@ fn check_sockets(bindings: &[Binding]) -> Result<(), StartError> {
 #[derive(Debug)]
 struct Bound {
     listener: Listener,
-    image: Arc<ServedImage>,
+    offer: Arc<Offer>,
 }
 
 /// A server whose sockets accept connections.
 pub struct Server {
     common: Arc<Common>,
-    images: HashMap<Location, Arc<ServedImage>>,
+    images: HashMap<Location, Arc<NamedImage>>,
     bound: Vec<Bound>,
     vms: Arc<AtomicUsize>,
     /// Whether one of them has ended that was more than a connection without a byte.
@@ -255,22 +239,42 @@ impl Server {
         Ok(server)
     }
 
-    /// Opens what `options` have and the server has not, and closes what the options have not.
-    fn apply(&mut self, options: Options, mut inherited: Vec<Listener>) -> Result<(), StartError> {
+    /// Opens what `options` have and the server has not, and closes what the options have not. Returns the images that were
+    /// opened.
+    fn apply(
+        &mut self,
+        options: Options,
+        mut inherited: Vec<Listener>,
+    ) -> Result<Vec<Arc<NamedImage>>, StartError> {
         if options.bindings.is_empty() {
             return Err(StartError::NoBindings);
         }
         check_sockets(&options.bindings)?;
-        let mut images = HashMap::new();
+        let metrics = &self.common.metrics;
+        let mut images: HashMap<Location, Arc<NamedImage>> = HashMap::new();
+        let (mut offers, mut new) = (Vec::new(), Vec::new());
         let mut opened = Vec::new();
         for binding in &options.bindings {
             let location = &binding.image;
             if !images.contains_key(location) {
                 let image = match self.images.get(location) {
-                    Some(image) => Arc::clone(image),
-                    None => open_image(location, &options, &self.common.metrics)?,
+                    Some(image) => {
+                        reload(image, &options, metrics);
+                        Arc::clone(image)
+                    }
+                    None => {
+                        let image = Arc::new(NamedImage::open(location, &options, metrics)?);
+                        new.push(Arc::clone(&image));
+                        image
+                    }
                 };
                 images.insert(location.clone(), image);
+            }
+            if let Some(image) = images.get(location) {
+                let offer = Offer::new(Arc::clone(image), binding.clone());
+                // Its digest is compared, and its working set looked for, before a VM comes.
+                offer.opened(&options)?;
+                offers.push(Arc::new(offer));
             }
             let is_open = |bound: &Bound| bound.listener.path() == binding.socket;
             if self.bound.iter().any(is_open) {
@@ -292,17 +296,18 @@ impl Server {
         let mut listeners: Vec<Listener> =
             self.bound.drain(..).map(|bound| bound.listener).collect();
         listeners.append(&mut opened);
-        for binding in &options.bindings {
+        for (binding, offer) in options.bindings.iter().zip(offers) {
             let found = listeners
                 .iter()
                 .position(|open| open.path() == binding.socket);
-            if let (Some(index), Some(image)) = (found, images.get(&binding.image)) {
-                let (listener, image) = (listeners.swap_remove(index), Arc::clone(image));
-                self.bound.push(Bound { listener, image });
+            if let Some(index) = found {
+                let listener = listeners.swap_remove(index);
+                self.bound.push(Bound { listener, offer });
             }
         }
         self.images = images;
-        let served = self.images.values().map(|image| Arc::clone(&image.image));
+        let served = self.images.values();
+        let served = served.map(|image| Arc::clone(&image.opened().image));
         self.common.metrics.watch(served.collect());
         self.common = Arc::new(Common {
             options: Arc::new(options),
@@ -310,7 +315,7 @@ impl Server {
             stopper: self.common.stopper.clone(),
             state: self.common.state.clone(),
         });
-        Ok(())
+        Ok(new)
     }
 
     /// Ends the server.
@@ -326,7 +331,8 @@ impl Server {
             matches!(location, Ok(Location::Url(_)))
         };
         let mut images = self.images.values();
-        images.any(|image| image.image.counters().is_some()) || self.kept.iter().any(is_url)
+        images.any(|image| image.opened().image.counters().is_some())
+            || self.kept.iter().any(is_url)
     }
 
     /// Its counts.
@@ -339,6 +345,7 @@ impl Server {
     /// # Errors
     /// The kernel's error, if waiting for connections fails. The VMs that are there have then ended.
     pub fn run(mut self) -> io::Result<()> {
+        self.images.values().for_each(|image| image.tell());
         let mut threads = Vec::new();
         self.resume_kept(&mut threads);
         let result = self.accept_all(&mut threads);
@@ -393,14 +400,18 @@ impl Server {
         }
     }
 
-    fn image_of(&mut self, kept: &KeptVm) -> Result<Arc<ServedImage>, Box<dyn std::error::Error>> {
+    fn image_of(&mut self, kept: &KeptVm) -> Result<Arc<Offer>, Box<dyn std::error::Error>> {
         let location: Location = kept.description.image.parse()?;
-        if let Some(image) = self.images.get(&location) {
-            return Ok(Arc::clone(image));
-        }
-        let image = open_image(&location, &self.common.options, &self.common.metrics)?;
-        self.images.insert(location, Arc::clone(&image));
-        Ok(image)
+        let image = match self.images.get(&location) {
+            Some(image) => Arc::clone(image),
+            None => {
+                let (options, metrics) = (&self.common.options, &self.common.metrics);
+                Arc::new(NamedImage::open(&location, options, metrics)?)
+            }
+        };
+        self.images.insert(location.clone(), Arc::clone(&image));
+        let binding = Binding::new(&kept.description.socket, location);
+        Ok(Arc::new(Offer::new(image, binding)))
     }
 
     fn accept_all(&mut self, threads: &mut Vec<JoinHandle<()>>) -> io::Result<()> {
@@ -410,7 +421,10 @@ impl Server {
                 continue;
             };
             match self.apply(options, Vec::new()) {
-                Ok(()) => tracing::info!(sockets = self.bound.len(), "new options are used"),
+                Ok(new) => {
+                    new.iter().for_each(|image| image.tell());
+                    tracing::info!(sockets = self.bound.len(), "new options are used");
+                }
                 Err(error) => tracing::error!(
                     error = &error as &dyn std::error::Error,
                     "the options stay as they are"
@@ -507,11 +521,11 @@ impl Server {
             stream,
             kept: None,
         };
-        self.start(Arc::clone(&bound.image), client, threads);
+        self.start(Arc::clone(&bound.offer), client, threads);
     }
 
     /// Starts a VM's thread.
-    fn start(&self, image: Arc<ServedImage>, client: Client, threads: &mut Vec<JoinHandle<()>>) {
+    fn start(&self, offer: Arc<Offer>, client: Client, threads: &mut Vec<JoinHandle<()>>) {
         self.vms.fetch_add(1, Ordering::AcqRel);
         let common = Arc::clone(&self.common);
         let ending = Ending {
@@ -524,7 +538,7 @@ impl Server {
             .name(format!("pt-vm-{}", client.number))
             .spawn(move || {
                 let mut ending = ending;
-                ending.is_vm = run(&common, &image, client);
+                ending.is_vm = run(&common, &offer, client);
             });
         match thread {
             Ok(thread) => threads.push(thread),
@@ -533,21 +547,15 @@ impl Server {
     }
 }
 
-fn open_image(
-    location: &Location,
-    options: &Options,
-    metrics: &Metrics,
-) -> Result<Arc<ServedImage>, StartError> {
-    let image = open(location, &options.images).map_err(|source| StartError::Image {
-        location: location.clone(),
-        source: Box::new(source),
-    })?;
-    let started = ServedImage::start(image, location, options, metrics);
-    let started = started.map_err(|source| StartError::Readers {
-        location: location.clone(),
-        source,
-    })?;
-    Ok(Arc::new(started))
+/// Opens an image anew if its name leads elsewhere. If that is not possible, the VMs that have it go on, and new ones
+/// are refused by the same look.
+fn reload(image: &NamedImage, options: &Options, metrics: &Metrics) {
+    if let Err(error) = image.reload(options, metrics) {
+        tracing::error!(
+            error = &error as &dyn std::error::Error,
+            "new VMs are refused as long as that is so"
+        );
+    }
 }
 
 /// Counts a VM's end, however its thread ends.

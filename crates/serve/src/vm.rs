@@ -4,6 +4,7 @@ mod connection;
 mod control;
 mod keeping;
 mod recording;
+mod room;
 mod spaces;
 mod stalls;
 mod start;
@@ -29,7 +30,9 @@ use thiserror::Error;
 
 use crate::image::ServedImage;
 use crate::log_limit::LogLimit;
+use crate::memory_limit::MemoryLimit;
 use crate::metrics::{Metrics, Totals};
+use crate::named_image::NoImage;
 use crate::native::attach::AttachError;
 use crate::native::message::{Message, RefusedCode};
 use crate::options::{OnFailure, Options};
@@ -78,6 +81,19 @@ pub(crate) enum VmError {
         index: usize,
         /// The first page of the map.
         first_page: u64,
+    },
+    /// There is no image for it.
+    #[error(transparent)]
+    NoImage(#[from] NoImage),
+    /// The image is not that of a VM with so much memory.
+    #[error(
+        "the VM's memory ends at {vm_bytes} bytes of the memory file, and the image has {image_bytes}: the image of another snapshot, or a socket of another VM; if the VM has other memory beside, permit that (--any-length)"
+    )]
+    OtherLength {
+        /// Where the last region ends.
+        vm_bytes: u64,
+        /// The length of the image.
+        image_bytes: u64,
     },
     /// The descriptors of the pager failed.
     #[error(transparent)]
@@ -200,6 +216,8 @@ struct Vm<'a> {
     /// The pages that its replay left out.
     sample: Option<Arc<Sample>>,
     prefetch: Option<Prefetch>,
+    /// How much memory the VMM may get.
+    limit: MemoryLimit,
     /// Its further address spaces.
     spaces: Spaces,
     /// The regions beyond the end of the image.
@@ -390,6 +408,9 @@ impl Vm<'_> {
                     link.notify(|| Message::Resumed { regions });
                 }
                 self.save_when_quiet();
+                if drain_again.is_none() {
+                    self.end_prefetch_without_room();
+                }
                 if let Link::Native(control) = link {
                     control.tick(self)?;
                 }

@@ -20,7 +20,9 @@
 //! An entry has two LEB128 numbers: the difference of its page's number to that of the entry before
 //! (from 0), zigzag-encoded; and the microseconds since the entry before (from the start).
 
-use std::io::{self, Write};
+use std::fs::Metadata;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use pagetide_memory::{PageIndex, PageRange, PageSize};
@@ -31,6 +33,9 @@ const MAGIC: [u8; 8] = *b"PTWORKST";
 const VERSION: u32 = 1;
 const HEADER_BYTES: usize = 72;
 const DIGEST_BYTES: usize = 32;
+
+/// The longest file that is read: one of the longest recording, of which each entry takes all of its bytes, is shorter.
+const MOST_BYTES: u64 = 128 << 20;
 
 /// Pages that lie at most this far apart, and were touched within [`NEAR_MICROSECONDS`], are replayed by
 /// one range.
@@ -97,6 +102,14 @@ pub enum WorkingSetError {
         /// The kernel's error.
         #[source]
         source: io::Error,
+    },
+    /// The file is longer than any working set.
+    #[error("the working set {} has {bytes} bytes, and the longest has {MOST_BYTES}", path.display())]
+    TooLong {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        bytes: u64,
     },
     /// The file is no working set.
     #[error("the working set {} cannot be used", path.display())]
@@ -209,20 +222,42 @@ impl WorkingSet {
     /// # Errors
     /// [`WorkingSetError`].
     pub fn load(path: &Path) -> Result<Option<Self>, WorkingSetError> {
-        let bytes = match fs_err::read(path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(source) => {
-                let path = path.into();
-                return Err(WorkingSetError::Io { path, source });
-            }
+        let failed = |source| WorkingSetError::Io {
+            path: path.into(),
+            source,
         };
+        let status = match fs_err::metadata(path) {
+            Ok(status) => status,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(failed(source)),
+        };
+        // To open a pipe would wait.
+        if !status.is_file() {
+            return Err(failed(io::Error::other("it is not a regular file")));
+        }
+        if status.len() > MOST_BYTES {
+            let (path, bytes) = (path.into(), status.len());
+            return Err(WorkingSetError::TooLong { path, bytes });
+        }
+        let mut bytes = Vec::new();
+        let file = fs_err::File::open(path).map_err(failed)?;
+        // It may have grown meanwhile.
+        let mut file = file.take(MOST_BYTES);
+        file.read_to_end(&mut bytes).map_err(failed)?;
         Self::decode(&bytes)
             .map(Some)
             .map_err(|source| WorkingSetError::Format {
                 path: path.into(),
                 source,
             })
+    }
+
+    /// Finds out whether a file can be written at `path`. Leaves nothing there.
+    ///
+    /// # Errors
+    /// [`WorkingSetError::Io`].
+    pub(crate) fn try_directory(path: &Path) -> Result<(), WorkingSetError> {
+        new_beside(path).map(drop)
     }
 
     /// Writes a file. The file is complete or, after a crash, as before.
@@ -234,11 +269,7 @@ impl WorkingSet {
             path: path.into(),
             source,
         };
-        let directory = match path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        let mut file = tempfile::NamedTempFile::new_in(directory).map_err(failed)?;
+        let mut file = new_beside(path)?;
         file.write_all(&self.encode()).map_err(failed)?;
         file.as_file().sync_data().map_err(failed)?;
         let written = file.persist(path);
@@ -290,6 +321,32 @@ impl WorkingSet {
         }
         runs
     }
+}
+
+/// Which file is at a path, and what was written to it last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FileVersion(Option<(u64, u64, u64, i64, i64)>);
+
+impl FileVersion {
+    pub(crate) fn of(path: &Path) -> Self {
+        let of = |status: Metadata| {
+            let (changed, part) = (status.ctime(), status.ctime_nsec());
+            (status.dev(), status.ino(), status.len(), changed, part)
+        };
+        Self(std::fs::metadata(path).ok().map(of))
+    }
+}
+
+/// A new file in the directory of `path`, which goes when it is dropped.
+fn new_beside(path: &Path) -> Result<tempfile::NamedTempFile, WorkingSetError> {
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    tempfile::NamedTempFile::new_in(directory).map_err(|source| WorkingSetError::Io {
+        path: path.into(),
+        source,
+    })
 }
 
 fn zigzag(difference: u64) -> u64 {

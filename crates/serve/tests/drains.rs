@@ -3,9 +3,7 @@
 
 mod support;
 
-use std::fs::File;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -58,8 +56,7 @@ fn a_drain_waits_for_content_that_is_unavailable() {
     });
     let guest = Guest::new(64);
     let mut client = attached(&guest, &place.socket());
-    let bytes = std::fs::read(place.image()).unwrap();
-    let file = place.cut(32);
+    let cut = place.cut(32);
     let waiting = guest.touch(40);
     eventually("the stall", || running.metrics.totals().stalls > 0);
     let reports = Arc::new(AtomicU64::new(0));
@@ -77,7 +74,7 @@ fn a_drain_waits_for_content_that_is_unavailable() {
         if reports < 5 { Err(reports) } else { Ok(()) }
     });
     assert!(waiting.is_undisturbed() && guest.resident() <= 32);
-    file.write_all_at(&bytes, 0).unwrap();
+    cut.mend();
     let drained = within_patience("the drain", move || draining.join().unwrap());
     assert_eq!(drained.present, 64);
     assert!(waiting.join() == content(40));
@@ -127,15 +124,14 @@ fn a_drain_without_progress_is_refused() {
     });
     let guest = Guest::new(64);
     let mut client = attached(&guest, &place.socket());
-    let bytes = std::fs::read(place.image()).unwrap();
-    let file = place.cut(32);
+    let cut = place.cut(32);
     let waiting = guest.touch(40);
     eventually("the stall", || running.metrics.totals().stalls > 0);
     let (drained, mut client) =
         within_patience("the drain", move || (client.drain(|_, _| {}), client));
     assert_eq!(code(drained), RefusedCode::NoContent);
     assert!(waiting.is_undisturbed());
-    file.write_all_at(&bytes, 0).unwrap();
+    cut.mend();
     assert!(waiting.join() == content(40));
     // A slow machine may reach the limit again.
     let drained = eventually("a drain", || client.drain(|_, _| {}));
@@ -149,9 +145,8 @@ fn a_drain_is_refused_if_a_page_cannot_be_read() {
         return;
     }
     let place = Place::new(64);
-    let running = Running::start(place.options());
-    let bytes = std::fs::read(place.image()).unwrap();
-    let file = place.cut(63);
+    let (options, damage) = place.damaged(63);
+    let running = Running::start(options);
     let guest = Guest::new(64);
     let mut client = attached(&guest, &place.socket());
     let (drained, mut client) =
@@ -164,7 +159,7 @@ fn a_drain_is_refused_if_a_page_cannot_be_read() {
     });
     assert_eq!(running.metrics.totals().stalls, 0);
     // The next one tries again.
-    file.write_all_at(&bytes, 0).unwrap();
+    damage.mend();
     assert_eq!(client.drain(|_, _| {}).unwrap().present, 64);
     guest.check(63, &content(63));
     client.goodbye().unwrap();
@@ -187,14 +182,14 @@ fn a_drain_of_memory_without_content_is_refused() {
 }
 
 /// An image whose last page cannot be read for a while, and a VM that has touched nothing.
-fn without_last_page() -> (Place, Running, Guest, Client) {
+fn without_last_page() -> (Damage, Running, Guest, Client) {
     let place = Place::new(64);
     let guest = Guest::new(64);
-    let running = Running::start(place.options());
+    let (options, damage) = place.damaged(63);
+    let running = Running::start(options);
     let client = attached(&guest, &place.socket());
     guest.check(0, &content(0));
-    place.cut(63);
-    (place, running, guest, client)
+    (damage, running, guest, client)
 }
 
 #[test]
@@ -202,15 +197,12 @@ fn a_server_that_ends_tries_again_what_it_could_not_fetch() {
     if !has_userfaultfd() {
         return;
     }
-    let (place, running, guest, _client) = without_last_page();
+    let (damage, running, guest, _client) = without_last_page();
     running.stopper.stop();
     eventually("the rest was given up", || {
         running.metrics.totals().pages_set_aside > 0
     });
-    let file = File::options().write(true).open(place.image());
-    file.unwrap()
-        .write_all_at(&content(63), 63 * PAGE as u64)
-        .unwrap();
+    damage.mend();
     running.wait();
     assert_eq!(guest.resident(), 64);
     (0..64).for_each(|page| assert!(guest.read(page) == content(page), "{page}"));
@@ -222,7 +214,7 @@ fn a_second_signal_ends_the_drain() {
     if !has_userfaultfd() {
         return;
     }
-    let (_place, running, guest, mut client) = without_last_page();
+    let (_damage, running, guest, mut client) = without_last_page();
     running.stopper.stop();
     eventually("the rest", || equals(guest.resident(), &63));
     running.stopper.stop();

@@ -58,6 +58,7 @@ fn a_vmm_without_content_is_killed_if_that_is_the_policy() {
     let place = Place::new(8);
     let running = Running::start(Options {
         on_failure: OnFailure::Kill,
+        any_length: true,
         ..place.options()
     });
     let mut vmm = Vmm::start("vmm", &place.socket(), 16);
@@ -99,14 +100,12 @@ fn a_bad_page_that_only_prefetch_meets_kills_nobody() {
         return;
     }
     let place = Place::new(1024);
+    let (options, _damage) = place.damaged(1023);
     let running = Running::start(Options {
         prefetch: true,
         on_failure: OnFailure::Kill,
-        ..place.options()
+        ..options
     });
-    // After the server has opened the image.
-    let file = std::fs::File::options().write(true).open(place.image());
-    file.unwrap().set_len(1023 * PAGE as u64).unwrap();
     let mut vmm = Vmm::start("vmm", &place.socket(), 1024);
     eventually("the end of prefetch", || {
         equals(running.metrics.totals().pages_set_aside, &1)
@@ -129,7 +128,10 @@ fn a_vmm_without_content_waits_and_never_reads_zeroes() {
         return;
     }
     let place = Place::new(8);
-    let running = Running::start(place.options());
+    let running = Running::start(Options {
+        any_length: true,
+        ..place.options()
+    });
     let mut vmm = Vmm::start("vmm", &place.socket(), 16);
     vmm.begin_to_read(8);
     let metrics = running.metrics.clone();
@@ -161,7 +163,10 @@ fn a_balloon_outlives_a_server_that_lacks_content() {
         return;
     }
     let place = Place::new(8);
-    let running = Running::start(place.options());
+    let running = Running::start(Options {
+        any_length: true,
+        ..place.options()
+    });
     let mut vmm = Vmm::start("vmm", &place.socket(), 16);
     assert_eq!(vmm.read(1), first_word(1));
     vmm.discard(2);
@@ -189,22 +194,12 @@ fn a_truncated_image_stalls_its_vm_until_it_is_whole_again() {
     let running = Running::start(place.options());
     let mut vmm = Vmm::start("vmm", &place.socket(), 64);
     assert_eq!(vmm.read(1), first_word(1));
-    let bytes = std::fs::read(place.image()).unwrap();
-    let file = std::fs::File::options()
-        .write(true)
-        .open(place.image())
-        .unwrap();
-    // Inside page 32, whose rest would read as zeroes in a mapping.
-    file.set_len(32 * PAGE as u64 + 100).unwrap();
-    assert_eq!(vmm.read(31), first_word(31));
+    let cut = place.cut(32);
     vmm.begin_to_read(32);
     eventually("the stall", || equals(running.metrics.totals().stalls, &1));
     let (reader, sleeps) = vmm.asleep();
-    let other = Guest::new(64);
-    let _stream = other.connect(&place.socket());
-    other.check(31, &content(31));
     assert!(reader.has_slept_since(sleeps) && vmm.is_silent());
-    std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
+    cut.mend();
     assert_eq!(vmm.has_read(), Some(first_word(32)));
 }
 

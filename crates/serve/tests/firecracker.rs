@@ -230,15 +230,16 @@ fn a_damaged_image_never_gives_wrong_pages() {
         .unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, 5000).unwrap();
-    file.write_all_at(&[byte[0] ^ 1], 5000).unwrap();
     let guest = Guest::new(64);
     let stream = guest.connect(&place.socket());
+    guest.check(39, &content(39));
+    file.write_all_at(&[byte[0] ^ 1], 5000).unwrap();
     let waiting = guest.touch(0);
     eventually("the stall", || running.metrics.totals().stalls > 0);
     // Another chunk, of which the fault comes later.
-    guest.check(40, &content(40));
+    guest.check(60, &content(60));
     assert!(waiting.is_undisturbed());
-    assert_eq!(guest.residents(), [40]);
+    assert_eq!(guest.residents(), [39, 60]);
     file.write_all_at(&byte, 5000).unwrap();
     assert!(waiting.join() == content(0));
     drop((stream, running));
@@ -296,6 +297,8 @@ fn huge_pages_are_installed_whole() {
 /// Never zeroes in place of content that does not exist.
 #[test]
 fn pages_beyond_the_end_of_the_image_are_never_there() {
+    use pagetide_sources::image::{CreateOptions, create};
+    use support::native::attached;
     if !has_userfaultfd() {
         return;
     }
@@ -305,12 +308,18 @@ fn pages_beyond_the_end_of_the_image_are_never_there() {
         .open(place.image())
         .unwrap();
     file.set_len(6 * PAGE as u64 + 100).unwrap();
-    let running = Running::start(Options {
-        prefetch: true,
-        ..place.options()
-    });
+    let image = place.directory.path().join("image");
+    let any_length = CreateOptions {
+        any_length: true,
+        ..CreateOptions::default()
+    };
+    create(&place.image(), &image, &any_length, &mut |_, _| {}).unwrap();
+    let mut options = place.options();
+    options.bindings[0].image = Location::Path(image);
+    options.prefetch = true;
+    let running = Running::start(options);
     let guest = Guest::new(16);
-    let stream = guest.connect(&place.socket());
+    let stream = attached(&guest, &place.socket());
     eventually("prefetch", || equals(guest.resident(), &6));
     let half = guest.touch(6);
     eventually("the stall", || equals(running.metrics.totals().stalls, &1));
@@ -325,7 +334,7 @@ fn pages_beyond_the_end_of_the_image_are_never_there() {
     assert_eq!(guest.residents(), [0, 1, 2, 3, 4, 5]);
     // The other VM does not notice.
     let other = Guest::new(6);
-    let _other_stream = other.connect(&place.socket());
+    let _other = attached(&other, &place.socket());
     other.check(5, &content(5));
     // At its end the server poisons these pages, and SIGBUS would end this process.
     std::mem::forget((guest, running, stream));
@@ -577,8 +586,9 @@ fn a_working_set_is_recorded_and_replayed() {
     let running = Running::start(options());
     let stream = guest.connect(&place.socket());
     guest.check(0, &[1; PAGE]);
+    (1..16).for_each(|page| guest.check(page, &content(page)));
     drop(stream);
-    assert_eq!(running.ended(1).recorded_pages, 1);
+    assert_eq!(running.ended(1).recorded_pages, 16);
 }
 
 #[test]

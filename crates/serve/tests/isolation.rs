@@ -62,10 +62,10 @@ fn server() {
         .init();
     let owner = std::env::var(OWNER).ok().map(|uid| uid.parse().unwrap());
     let bound = Server::bind(Options {
-        bindings: vec![Binding {
-            socket: directory.join("guest.sock"),
-            image: pagetide_sources::Location::Path(directory.join("guest.mem")),
-        }],
+        bindings: vec![Binding::new(
+            directory.join("guest.sock"),
+            pagetide_sources::Location::Path(directory.join("guest.mem")),
+        )],
         prefetch: false,
         on_failure: match std::env::var_os(KILLS) {
             Some(_) => OnFailure::Kill,
@@ -307,10 +307,10 @@ fn a_vmm_in_a_jail_is_served_by_a_socket_of_its_own() {
     }
     let socket = jail.join("run/pagetide.sock");
     let options = |owner| Options {
-        bindings: vec![Binding {
-            socket: socket.clone(),
-            image: pagetide_sources::Location::Path(place.image()),
-        }],
+        bindings: vec![Binding::new(
+            socket.clone(),
+            pagetide_sources::Location::Path(place.image()),
+        )],
         socket_owner: Some((owner, owner)),
         socket_mode: 0o600,
         ..place.options()

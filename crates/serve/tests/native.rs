@@ -72,7 +72,10 @@ fn a_working_set_is_recorded_saved_and_replayed_on_request() {
     let place = Place::new(64);
     let socket = place.socket();
     // By itself the server does neither.
-    let _running = Running::start(place.options());
+    let _running = Running::start(Options {
+        clients_record: true,
+        ..place.options()
+    });
     let guest = Guest::new(64);
     let mut client = attached(&guest, &socket);
     guest.check(1, &content(1));
@@ -446,8 +449,7 @@ fn a_stall_is_reported_and_resumed_on_request() {
     });
     let guest = Guest::new(64);
     let mut client = attached(&guest, &place.socket());
-    let bytes = std::fs::read(place.image()).unwrap();
-    let file = place.cut(32);
+    let cut = place.cut(32);
     let waiting = guest.touch(40);
     eventually("the stall", || running.metrics.totals().stalls > 0);
     let health = client.health().unwrap();
@@ -459,7 +461,7 @@ fn a_stall_is_reported_and_resumed_on_request() {
     );
     assert!(waiting.is_undisturbed());
     assert_eq!(guest.resident(), 0);
-    file.write_all_at(&bytes, 0).unwrap();
+    cut.mend();
     assert_eq!(client.resume().unwrap(), 1);
     assert!(waiting.join() == content(40));
     assert_eq!(client.health().unwrap().state, VmState::Serving);

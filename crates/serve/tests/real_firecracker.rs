@@ -259,10 +259,10 @@ impl Snapshot {
 
     fn options(&self) -> Options {
         Options {
-            bindings: vec![Binding {
-                socket: self.directory.path().join("server.sock"),
-                image: Location::Path(self.memory()),
-            }],
+            bindings: vec![Binding::new(
+                self.directory.path().join("server.sock"),
+                Location::Path(self.memory()),
+            )],
             ..Options::default()
         }
     }

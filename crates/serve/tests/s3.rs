@@ -129,10 +129,10 @@ fn a_working_set_brings_the_first_response_forward() {
             let place = Place::new(1);
             // Nothing else is fetched ahead.
             let options = || Options {
-                bindings: vec![Binding {
-                    socket: place.socket(),
-                    image: Location::Url("s3://images/guest.mem".into()),
-                }],
+                bindings: vec![Binding::new(
+                    place.socket(),
+                    Location::Url("s3://images/guest.mem".into()),
+                )],
                 working_set: WorkingSetMode::Auto,
                 working_set_file: Some(place.working_set()),
                 prefetch: false,
@@ -226,10 +226,10 @@ fn a_fault_of_the_store_stalls_its_own_vms_and_passes() {
                 } else {
                     &mut bindings
                 };
-                bindings.push(Binding {
-                    socket: socket(name),
-                    image: Location::Url(format!("s3://images/{name}")),
-                });
+                bindings.push(Binding::new(
+                    socket(name),
+                    Location::Url(format!("s3://images/{name}")),
+                ));
             }
             let options = |bindings, limit| Options {
                 bindings,
@@ -336,10 +336,10 @@ fn an_object_that_is_missing_or_forbidden_is_named() {
             put(port, "/images", b"");
             let place = Place::new(1);
             let refused = pagetide_serve::Server::bind(Options {
-                bindings: vec![Binding {
-                    socket: place.socket(),
-                    image: Location::Url("s3://images/none".into()),
-                }],
+                bindings: vec![Binding::new(
+                    place.socket(),
+                    Location::Url("s3://images/none".into()),
+                )],
                 ..place.options()
             });
             let text = refused.err().unwrap().to_string();

@@ -51,10 +51,10 @@ fn server() {
         word("keeper"),
     ];
     let options = Options {
-        bindings: vec![pagetide_serve::Binding {
-            socket: directory.join("guest.sock"),
-            image: pagetide_sources::Location::Path(directory.join("guest.mem")),
-        }],
+        bindings: vec![pagetide_serve::Binding::new(
+            directory.join("guest.sock"),
+            pagetide_sources::Location::Path(directory.join("guest.mem")),
+        )],
         prefetch: std::env::var_os(PREFETCH).is_some(),
         working_set: match std::env::var_os(RECORDS) {
             Some(_) => WorkingSetMode::Auto,

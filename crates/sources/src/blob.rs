@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use crate::file::FileIdentity;
 use crate::object::ObjectCounters;
+use crate::standing::Standing;
 
 /// Why bytes could not be read.
 #[derive(Debug, Error)]
@@ -156,6 +157,24 @@ pub trait Blob: Send + Sync + fmt::Debug {
 
     /// What tells whether a file of the same name is still this one; `None` if it is no file.
     fn file_identity(&self) -> Option<FileIdentity> {
+        None
+    }
+
+    /// What its name leads to now. May wait, for a store's answer.
+    ///
+    /// # Errors
+    /// [`BlobError`]: that what has the name cannot be told.
+    fn standing(&self) -> Result<Standing, BlobError>;
+
+    /// Checks that the content is still what it was when this was opened. A store's object needs no check: each
+    /// answer has its version.
+    ///
+    /// # Errors
+    /// [`BlobError::Changed`], or why that cannot be told.
+    fn check_unchanged(&self) -> Result<(), BlobError>;
+
+    /// The permissions of its file, if it is one.
+    fn mode(&self) -> Option<u32> {
         None
     }
 

@@ -1,4 +1,4 @@
-//! A local file.
+//! A local file, and what it is known by.
 
 use std::fmt;
 use std::fs::Metadata;
@@ -6,16 +6,20 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use fs_err::File;
+use fs_err::os::unix::fs::OpenOptionsExt;
 use pagetide_memory::{HostRange, Urgency};
 use rustix::fs::{SeekFrom, fstatfs, seek};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use crate::blob::{Blob, BlobError};
 use crate::mapped_file::MappedFile;
+use crate::standing::Standing;
 
 /// f_type of tmpfs and ramfs, whose content is in memory.
 pub(crate) const IN_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
@@ -69,42 +73,105 @@ impl fmt::Display for FileIdentity {
     }
 }
 
+/// What a file was when it was opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stamp {
+    identity: FileIdentity,
+    /// The time of the last change of its status: seconds and nanoseconds. A rename, and another name for the file,
+    /// move it, too: it alone does not say that the content has changed.
+    changed: (i64, i64),
+}
+
+impl Stamp {
+    fn of(status: &Metadata) -> Self {
+        Self {
+            identity: FileIdentity::of(status),
+            changed: (status.ctime(), status.ctime_nsec()),
+        }
+    }
+
+    /// What the file that has the name `now` is to the one that had it.
+    fn standing(&self, now: &Self) -> Standing {
+        let (before, after) = (self.identity, now.identity);
+        if (before.device, before.inode) != (after.device, after.inode) {
+            return Standing::Replaced;
+        }
+        if before != after {
+            return Standing::Rewritten { before, now: after };
+        }
+        // Somebody may have written to it and set the former time. Those who opened it cannot tell that from a
+        // change of its mode; opening it anew is right in both cases.
+        match self.changed == now.changed {
+            true => Standing::Same,
+            false => Standing::Replaced,
+        }
+    }
+}
+
+/// The time of the clock that files' times come from; it advances once in a tick of the kernel.
+fn tick() -> u64 {
+    let now = clock_gettime(ClockId::MonotonicCoarse);
+    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+    let nanoseconds = u64::try_from(now.tv_nsec).unwrap_or(0);
+    seconds * 1_000_000_000 + nanoseconds
+}
+
 /// A local file, opened for reading.
 #[derive(Debug)]
 pub struct FileBlob {
     file: File,
+    path: PathBuf,
     name: String,
     bytes: u64,
-    identity: FileIdentity,
+    stamp: Stamp,
+    /// The tick in which the file was last seen unchanged.
+    seen_at: AtomicU64,
     is_in_memory: bool,
     mapped: Option<MappedFile>,
 }
 
 impl FileBlob {
-    /// Opens a regular file.
+    /// Opens a regular file. A pipe or a device is refused, and not waited for.
     ///
     /// # Errors
     /// [`BlobError::NotFound`], [`BlobError::Forbidden`]; [`BlobError::Failed`] if it is no regular file.
     pub fn open(path: &Path) -> Result<Self, BlobError> {
         let name = path.display().to_string();
         let failed = |error| BlobError::io(path.display().to_string(), error);
-        let file = File::open(path).map_err(failed)?;
+        let is_file = |status: &Metadata| match status.is_file() {
+            true => Ok(()),
+            false => Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "it is not a regular file",
+            )),
+        };
+        // Before it is opened, because to open a device may do something; and after, because the name may lead
+        // elsewhere by then: to a pipe, whose opening would wait for a writer without O_NONBLOCK.
+        is_file(&fs_err::metadata(path).map_err(failed)?).map_err(failed)?;
+        let file = fs_err::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)
+            .map_err(failed)?;
         let status = file.metadata().map_err(failed)?;
-        if !status.is_file() {
-            let what = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
-            return Err(BlobError::io(name, what));
-        }
+        is_file(&status).map_err(failed)?;
         let is_in_memory = fstatfs(&file).is_ok_and(|system| {
             u32::try_from(system.f_type).is_ok_and(|kind| IN_MEMORY.contains(&kind))
         });
         Ok(Self {
             bytes: status.len(),
-            identity: FileIdentity::of(&status),
+            stamp: Stamp::of(&status),
+            seen_at: AtomicU64::new(0),
+            path: path.to_owned(),
             mapped: MappedFile::new(file.file(), status.len()),
             file,
             name,
             is_in_memory,
         })
+    }
+
+    pub(crate) fn identity(&self) -> FileIdentity {
+        self.stamp.identity
     }
 
     fn whole(&self) -> Vec<Range<u64>> {
@@ -159,7 +226,32 @@ impl Blob for FileBlob {
     }
 
     fn file_identity(&self) -> Option<FileIdentity> {
-        Some(self.identity)
+        Some(self.stamp.identity)
+    }
+
+    fn mode(&self) -> Option<u32> {
+        let status = self.file.metadata();
+        status.ok().map(|status| status.mode() & 0o777)
+    }
+
+    fn standing(&self) -> Result<Standing, BlobError> {
+        let status = fs_err::metadata(&self.path).map_err(|error| self.failed(error))?;
+        Ok(self.stamp.standing(&Stamp::of(&status)))
+    }
+
+    /// Looks at the file once in a tick of the clock that files' times come from: more often would tell no more.
+    fn check_unchanged(&self) -> Result<(), BlobError> {
+        let tick = tick();
+        if self.seen_at.load(Ordering::Relaxed) == tick {
+            return Ok(());
+        }
+        let status = self.file.metadata().map_err(|error| self.failed(error))?;
+        if FileIdentity::of(&status) != self.stamp.identity {
+            let name = self.name.clone();
+            return Err(BlobError::Changed { name });
+        }
+        self.seen_at.store(tick, Ordering::Relaxed);
+        Ok(())
     }
 
     fn mapped(&self, offset: u64, bytes: u64) -> Option<HostRange> {

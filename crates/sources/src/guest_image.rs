@@ -11,6 +11,7 @@ use crate::blob::BlobError;
 use crate::digest::Digest;
 use crate::file::FileIdentity;
 use crate::object::ObjectCounters;
+use crate::standing::Standing;
 
 /// Why an image did not deliver content.
 #[derive(Debug, Error)]
@@ -92,6 +93,17 @@ pub trait GuestImage: Send + Sync + fmt::Debug {
     /// does not cover all of the content. It is not the same for a copy of the image.
     fn file_identity(&self) -> Option<FileIdentity> {
         None
+    }
+
+    /// What its name leads to now: for an image in layers, the names of all of them. May wait, for a store's answer.
+    ///
+    /// # Errors
+    /// [`ImageError::Blob`]: that what has the name cannot be told.
+    fn standing(&self) -> Result<Standing, ImageError>;
+
+    /// Bytes of it that are holes of a file, and read as zeroes.
+    fn hole_bytes(&self) -> u64 {
+        0
     }
 
     /// Fills `buffer` with the content from `offset` on, or returns [`Filled::Zero`] and leaves the

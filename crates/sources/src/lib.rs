@@ -13,12 +13,14 @@
 //! ```
 //!
 //! An image never delivers zeroes for bytes that it does not have: a read beyond the end, a file that
-//! was truncated since, or a damaged part is an error.
+//! was truncated or written to since, or a damaged part is an error. An image is an object and not a name
+//! ([`Standing`]): what was opened never becomes what has its name later.
 
 mod blob;
 mod cache;
 mod digest;
 mod file;
+mod foreign;
 mod guest_image;
 pub mod image;
 mod mapped_file;
@@ -26,15 +28,23 @@ mod object;
 mod open;
 mod raw;
 mod source;
+mod standing;
+mod state_file;
 
 pub use blob::{Blob, BlobError};
 pub use cache::{CacheError, CacheOptions};
 pub use digest::{Digest, ParseDigestError};
 pub use file::{FileBlob, FileIdentity};
+pub use foreign::NotMemory;
 pub use guest_image::{GuestImage, ImageError};
 pub use image::PagetideImage;
 pub use mapped_file::cached_pages;
 pub use object::{ObjectBlob, ObjectCounters, ObjectOptions, ObjectOptionsError, OpenObjectError};
-pub use open::{DEFAULT_CACHE_BYTES, Location, OpenError, OpenOptions, ParseLocationError, open};
+pub use open::{
+    Bases, DEFAULT_CACHE_BYTES, DEFAULT_INDEX_BYTES, Location, OpenError, OpenOptions,
+    ParseLocationError, open,
+};
 pub use raw::RawImage;
 pub use source::ImageSource;
+pub use standing::Standing;
+pub use state_file::StateFile;

@@ -12,6 +12,7 @@ use crate::blob::{Blob, BlobError};
 use crate::cache::{CacheError, CacheOptions};
 use crate::digest::Digest;
 use crate::file::FileBlob;
+use crate::foreign::NotMemory;
 use crate::guest_image::GuestImage;
 use crate::image::{FormatError, Head, MOST_LAYERS, PagetideImage};
 use crate::object::{ObjectBlob, ObjectOptions, ObjectOptionsError, OpenObjectError, shown};
@@ -125,6 +126,21 @@ impl Location {
 /// Bytes of decompressed chunks that an image keeps, unless the caller says otherwise.
 pub const DEFAULT_CACHE_BYTES: usize = 32 << 20;
 
+/// Bytes of the indexes of an image and its layers, unless the caller says otherwise: those of about 300 GiB of guest
+/// memory in chunks of 64K without a zero chunk.
+pub const DEFAULT_INDEX_BYTES: u64 = 256 << 20;
+
+/// Where the base of an image may be. An image names its base, and whoever opens it reads there with rights that
+/// the image's author may not have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Bases {
+    /// In the folder of the image that names it.
+    #[default]
+    Beside,
+    /// Anywhere: at any path and any URL.
+    Anywhere,
+}
+
 /// How images are opened.
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
@@ -134,6 +150,11 @@ pub struct OpenOptions {
     pub object: ObjectOptions,
     /// Where blocks of objects are cached on disk; `None` for nowhere. Local files are never cached.
     pub cache: Option<CacheOptions>,
+    /// Where bases may be.
+    pub bases: Bases,
+    /// The most bytes that the indexes of an image and its layers have together. While one is read, memory has it
+    /// twice.
+    pub index_bytes: u64,
 }
 
 impl Default for OpenOptions {
@@ -142,6 +163,8 @@ impl Default for OpenOptions {
             cache_bytes: DEFAULT_CACHE_BYTES,
             object: ObjectOptions::default(),
             cache: None,
+            bases: Bases::default(),
+            index_bytes: DEFAULT_INDEX_BYTES,
         }
     }
 }
@@ -186,6 +209,37 @@ pub enum OpenError {
         /// The base's digest.
         found: Digest,
     },
+    /// It is neither a Pagetide image nor guest memory.
+    #[error("{name} is no guest memory")]
+    NotMemory {
+        /// The file or object.
+        name: String,
+        /// What it is.
+        #[source]
+        source: NotMemory,
+    },
+    /// The image names a base elsewhere than in its own folder.
+    #[error(
+        "{image} names {base} as its base, which is not in its own folder; if you trust the image, permit that (--bases anywhere)"
+    )]
+    BaseElsewhere {
+        /// The image.
+        image: String,
+        /// Its base.
+        base: String,
+    },
+    /// The indexes of the image and its layers are longer than the caller permits.
+    #[error(
+        "the index of {name} has {bytes} bytes, and all layers of an image may have {most} (--max-index)"
+    )]
+    LongIndex {
+        /// The file or object.
+        name: String,
+        /// The length of its index.
+        bytes: u64,
+        /// The most for all layers.
+        most: u64,
+    },
     /// More layers than an image may have.
     #[error("{name} has more than {MOST_LAYERS} layers")]
     TooManyLayers {
@@ -226,7 +280,11 @@ impl OpenError {
                 kernels.is_some_and(|error| error.kind() == std::io::ErrorKind::InvalidInput)
             }
             Self::Format { source, .. } => !source.is_damage(),
-            Self::Cache(_) | Self::Options(_) => true,
+            Self::Cache(_)
+            | Self::Options(_)
+            | Self::NotMemory { .. }
+            | Self::BaseElsewhere { .. }
+            | Self::LongIndex { .. } => true,
             _ => false,
         }
     }
@@ -243,7 +301,7 @@ pub fn open(location: &Location, options: &OpenOptions) -> Result<Arc<dyn GuestI
         let image = PagetideImage::with_head(blob, &head, location, options)?;
         return Ok(Arc::new(image));
     }
-    Ok(Arc::new(RawImage::new(blob)?))
+    Ok(Arc::new(RawImage::with_head(blob, &head)?))
 }
 
 /// Opens the file or object at `location`.

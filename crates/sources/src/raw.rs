@@ -9,8 +9,12 @@ use pagetide_pager::Filled;
 use crate::blob::{Blob, BlobError};
 use crate::digest::Digest;
 use crate::file::FileIdentity;
+use crate::foreign::{check_kind, check_whole_pages};
 use crate::guest_image::{GuestImage, ImageError, check_inside};
+use crate::image::Head;
 use crate::object::ObjectCounters;
+use crate::open::OpenError;
+use crate::standing::Standing;
 
 /// The number of pages that a raw image's digest samples.
 const SAMPLES: u64 = 64;
@@ -34,8 +38,20 @@ impl RawImage {
     /// never content.
     ///
     /// # Errors
-    /// [`BlobError`].
-    pub fn new(blob: Arc<dyn Blob>) -> Result<Self, BlobError> {
+    /// [`OpenError::NotMemory`], [`OpenError::Blob`].
+    pub fn new(blob: Arc<dyn Blob>) -> Result<Self, OpenError> {
+        let head = Head::read(&*blob)?;
+        Self::with_head(blob, &head)
+    }
+
+    /// The same for a file whose first bytes were read already.
+    pub(crate) fn with_head(blob: Arc<dyn Blob>, head: &Head) -> Result<Self, OpenError> {
+        let checked = check_kind(blob.bytes(), head.bytes());
+        let checked = checked.and_then(|()| check_whole_pages(blob.bytes()));
+        checked.map_err(|source| OpenError::NotMemory {
+            name: blob.name().to_owned(),
+            source,
+        })?;
         let data = blob.data()?;
         let mut hasher = blake3::Hasher::new();
         hasher.update(b"pagetide raw image 1");
@@ -57,12 +73,13 @@ impl RawImage {
         Ok(Self { blob, data, digest })
     }
 
-    /// Whether these bytes lie in a hole.
-    fn is_hole(&self, range: &Range<u64>) -> bool {
+    /// Whether these bytes lie in a hole of the file, which is still what it was when its holes were looked for:
+    /// nothing else of this image says what is zero.
+    fn is_hole(&self, range: &Range<u64>) -> Result<bool, BlobError> {
+        self.blob.check_unchanged()?;
         let next = self.data.partition_point(|data| data.end <= range.start);
-        self.data
-            .get(next)
-            .is_none_or(|data| data.start >= range.end)
+        let data = self.data.get(next);
+        Ok(data.is_none_or(|data| data.start >= range.end))
     }
 }
 
@@ -83,22 +100,36 @@ impl GuestImage for RawImage {
         self.blob.file_identity()
     }
 
+    fn standing(&self) -> Result<Standing, ImageError> {
+        Ok(self.blob.standing()?)
+    }
+
+    fn hole_bytes(&self) -> u64 {
+        let data: u64 = self.data.iter().map(|data| data.end - data.start).sum();
+        self.bytes().saturating_sub(data)
+    }
+
     fn read(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Result<Filled, ImageError> {
         check_inside(offset, buffer.len(), self.bytes())?;
-        if self.is_hole(&(offset..offset + buffer.len() as u64)) {
+        if self.is_hole(&(offset..offset + buffer.len() as u64))? {
             return Ok(Filled::Zero);
         }
         self.blob.read_at(offset, buffer, urgency)?;
+        // It may have been written to while it was read.
+        self.blob.check_unchanged()?;
         Ok(Filled::Bytes)
     }
 
     fn read_now(&self, offset: u64, buffer: &mut [u8], _: Urgency) -> Option<Filled> {
         check_inside(offset, buffer.len(), self.bytes()).ok()?;
-        if self.is_hole(&(offset..offset + buffer.len() as u64)) {
+        // A changed file is left to `read`, which says so.
+        if self.is_hole(&(offset..offset + buffer.len() as u64)).ok()? {
             return Some(Filled::Zero);
         }
-        self.blob.read_now(offset, buffer).then_some(Filled::Bytes)
+        let is_read = self.blob.read_now(offset, buffer);
+        (is_read && self.blob.check_unchanged().is_ok()).then_some(Filled::Bytes)
     }
+
     fn counters(&self) -> Option<ObjectCounters> {
         self.blob.counters()
     }
@@ -106,7 +137,7 @@ impl GuestImage for RawImage {
     fn mapped(&self, offset: u64, bytes: u64) -> Option<HostRange> {
         let end = offset.checked_add(bytes)?;
         // Holes are zero pages, which need no memory.
-        (end <= self.bytes() && !self.is_hole(&(offset..end)))
-            .then(|| self.blob.mapped(offset, bytes))?
+        let is_data = end <= self.bytes() && !self.is_hole(&(offset..end)).ok()?;
+        is_data.then(|| self.blob.mapped(offset, bytes))?
     }
 }

@@ -1,5 +1,6 @@
 //! An image as the pager's source.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -39,8 +40,8 @@ impl ImageSource {
     }
 }
 
-impl BlockingSource for ImageSource {
-    fn read(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError> {
+impl ImageSource {
+    fn read_and_tell(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError> {
         let GuestAddress(offset) = at.gpa;
         let begun = Instant::now();
         let read = self.image.read(offset, buffer, at.urgency);
@@ -49,6 +50,15 @@ impl BlockingSource for ImageSource {
             (self.on_error)(&error);
             SourceError::Unavailable(Box::new(error))
         })
+    }
+}
+
+impl BlockingSource for ImageSource {
+    /// A panic, of the image's code or of an observer's, is a failed read: the thread serves all VMs of the image, and
+    /// a request that it took is owed an answer.
+    fn read(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError> {
+        let read = catch_unwind(AssertUnwindSafe(|| self.read_and_tell(at, buffer)));
+        read.unwrap_or_else(|_| Err(SourceError::Unavailable("the read has panicked".into())))
     }
 
     fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {

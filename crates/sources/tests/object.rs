@@ -15,7 +15,7 @@ use pagetide_memory::Urgency::{Bulk, Urgent};
 use pagetide_pager::Filled;
 use pagetide_sources::{
     Blob, BlobError, Location, ObjectBlob, ObjectOptions, OpenError, OpenObjectError, OpenOptions,
-    open,
+    Standing, open,
 };
 use pagetide_test_support::{Task, equals, eventually};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
@@ -254,13 +254,16 @@ fn an_object_that_cannot_be_opened_says_why() {
             },
             ..options()
         };
+        let before = server.gets().len();
+        // A URL may be signed for GET alone.
+        let is_tried = act == Act::Status(403);
         server.always(act);
         let failed = ObjectBlob::open(&server.url, &options, None).unwrap_err();
         let OpenObjectError::Blob(failed) = failed else {
             panic!("{failed}");
         };
         assert_eq!(failed.kind(), kind, "{}", chain(&failed));
-        assert_eq!(server.gets().len(), 0);
+        assert_eq!(server.gets().len() - before, usize::from(is_tried));
     }
     server.once(Act::Status(503));
     opened(&server, &options());
@@ -547,6 +550,70 @@ fn an_image_is_opened_by_its_url() {
         },
     );
     assert!(matches!(refused, Err(OpenError::Options(_))));
+}
+
+/// The signature of a URL covers the method, also of one to which a server redirects; and some servers know no HEAD.
+#[test]
+fn a_server_that_refuses_head_is_asked_by_get() {
+    for status in [400, 403, 405, 501] {
+        let server = Server::start(8 * BLOCK);
+        let content = server.content();
+        server.behave(move |request| match request.method.as_str() {
+            "HEAD" => Act::Status(status),
+            _ => Act::Well,
+        });
+        let blob = opened(&server, &options());
+        assert_eq!(blob.bytes(), content.len() as u64);
+        assert_eq!(read(&blob, 5, 100).unwrap(), content[5..105], "{status}");
+        assert_eq!(blob.standing().unwrap(), Standing::Same);
+    }
+    // An answer that does not say that there is nothing.
+    let server = Server::start(BLOCK);
+    server.always(Act::Status(405));
+    let error = ObjectBlob::open(&server.url, &options(), None).unwrap_err();
+    let OpenObjectError::Blob(error) = error else {
+        panic!("{error}");
+    };
+    assert_eq!(error.kind(), "failed", "{}", chain(&error));
+}
+
+#[test]
+fn a_replaced_object_is_seen() {
+    let server = Server::start(8 * BLOCK);
+    let blob = opened(&server, &options());
+    assert_eq!(blob.standing().unwrap(), Standing::Same);
+    assert_eq!(server.requests().len(), 2);
+    // A store that does not answer says nothing against the object.
+    server.once(Act::Status(500));
+    assert_eq!(blob.standing().unwrap(), Standing::Same);
+    server.change(|site| site.etag = Some("\"second\"".into()));
+    assert_eq!(blob.standing().unwrap(), Standing::Replaced);
+    server.once(Act::Status(404));
+    assert_eq!(blob.standing().unwrap_err().kind(), "not_found");
+
+    // Without an ETag that stands for the bytes, the time does.
+    let server = Server::start(8 * BLOCK);
+    server.change(|site| site.etag = None);
+    let blob = opened(&server, &options());
+    assert_eq!(blob.standing().unwrap(), Standing::Same);
+    server.change(|site| site.modified = Some("Mon, 02 Nov 2026 10:00:01 GMT"));
+    assert_eq!(blob.standing().unwrap(), Standing::Replaced);
+}
+
+/// What the client says of its cause is what helps.
+#[test]
+fn the_cause_of_a_failure_is_named() {
+    let once = ObjectOptions {
+        attempts: 1,
+        ..options()
+    };
+    for (url, wanted) in [
+        ("http://127.0.0.1:9/x", "refused"),
+        ("http://no.such.host.invalid/x", "lookup"),
+    ] {
+        let error = ObjectBlob::open(url, &once, None).unwrap_err();
+        assert!(chain(&error).contains(wanted), "{}", chain(&error));
+    }
 }
 
 #[test]

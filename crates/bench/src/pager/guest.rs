@@ -72,10 +72,10 @@ impl Ready {
     ) -> Result<Self, RunFailure> {
         let socket = image.path(&format!("{file}-{working_set:?}-{prefetch}.socket"));
         let options = Options {
-            bindings: vec![Binding {
-                socket: socket.clone(),
-                image: Location::Path(image.path(file)),
-            }],
+            bindings: vec![Binding::new(
+                socket.clone(),
+                Location::Path(image.path(file)),
+            )],
             working_set,
             prefetch,
             ..Options::default()

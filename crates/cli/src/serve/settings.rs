@@ -7,7 +7,9 @@ use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 use pagetide_serve::{Binding, MetricsAddress, OnFailure, Options, SeccompMode, WorkingSetMode};
-use pagetide_sources::{CacheOptions, OpenOptions, ParseLocationError};
+use pagetide_sources::{
+    Bases, CacheOptions, Digest, OpenOptions, ParseDigestError, ParseLocationError,
+};
 use serde::{Deserialize, Deserializer};
 
 use super::ByteSize;
@@ -79,6 +81,20 @@ pub(super) struct Settings {
     #[arg(long, value_name = "FILE")]
     working_set_file: Option<PathBuf>,
 
+    /// The directory of working sets that are not named, each by the digest of its image: for any number of images, at
+    /// URLs as well [default: beside each image]
+    #[arg(long, value_name = "DIR")]
+    working_set_dir: Option<PathBuf>,
+
+    /// Let clients of the native protocol write the working set of their image, which all of its VMs replay
+    #[arg(long)]
+    clients_record: bool,
+
+    /// Serve VMs whose memory has another length than their image. A guest that touches what the image does not have waits
+    /// for ever, or is killed
+    #[arg(long)]
+    any_length: bool,
+
     /// Whether all missing pages are fetched while the guest runs. Not while the working set of a guest is
     /// recorded, which ends with the VM [default: on]
     #[arg(long, value_enum, value_name = "SWITCH")]
@@ -116,6 +132,15 @@ pub(super) struct Settings {
     #[serde(deserialize_with = "size")]
     cache_size: Option<ByteSize>,
 
+    /// Where the bases of images may be: in the folder of the image that names them, or anywhere [default: beside]
+    #[arg(long, value_enum, value_name = "WHERE")]
+    bases: Option<BasesArgument>,
+
+    /// The most bytes of the indexes of an image and its layers together [default: 256M]
+    #[arg(long, value_name = "SIZE")]
+    #[serde(deserialize_with = "size")]
+    max_index: Option<ByteSize>,
+
     /// Keep VMs for a successor in this directory: after SIGTERM or `kill -9`, a server that starts with the
     /// same directory goes on with them. Until then, guests that touch missing pages wait
     #[arg(long, value_name = "DIR")]
@@ -138,9 +163,66 @@ pub(super) struct Settings {
     #[arg(long, value_enum, value_name = "ACTION")]
     pub(super) seccomp: Option<Filter>,
 
-    /// The images: SOCKET = IMAGE
+    /// The images: SOCKET = IMAGE, or a table
     #[arg(skip)]
-    sockets: BTreeMap<PathBuf, String>,
+    sockets: BTreeMap<PathBuf, Served>,
+}
+
+/// What a socket serves.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "an image, or a table with image and, if need be, digest, state-file and working-set-file"
+)]
+enum Served {
+    /// An image.
+    Image(String),
+    /// An image with options.
+    Table(ServedTable),
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct ServedTable {
+    image: String,
+    digest: Option<String>,
+    state_file: Option<PathBuf>,
+    working_set_file: Option<PathBuf>,
+}
+
+impl Served {
+    fn binding(&self, socket: &Path) -> Result<Binding, OptionsError> {
+        let table = match self {
+            Self::Image(image) => return Ok(Binding::new(socket, image.parse()?)),
+            Self::Table(table) => table,
+        };
+        let digest = table.digest.as_deref().map(str::parse::<Digest>);
+        Ok(Binding {
+            digest: digest.transpose()?,
+            state_file: table.state_file.clone(),
+            working_set_file: table.working_set_file.clone(),
+            ..Binding::new(socket, table.image.parse()?)
+        })
+    }
+}
+
+/// Where the bases of images may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum BasesArgument {
+    /// In the folder of the image that names them
+    Beside,
+    /// At any path and any URL
+    Anywhere,
+}
+
+impl From<BasesArgument> for Bases {
+    fn from(bases: BasesArgument) -> Self {
+        match bases {
+            BasesArgument::Beside => Self::Beside,
+            BasesArgument::Anywhere => Self::Anywhere,
+        }
+    }
 }
 
 /// The size of the disk cache.
@@ -221,6 +303,8 @@ pub(super) enum OptionsError {
     Value(#[from] NotA),
     /// No image can be there.
     Image(#[from] ParseLocationError),
+    /// A digest is none.
+    Digest(#[from] ParseDigestError),
 }
 
 impl Settings {
@@ -245,6 +329,11 @@ impl Settings {
         Self {
             working_set: mine.working_set.or(other.working_set),
             working_set_file: mine.working_set_file.or(other.working_set_file),
+            working_set_dir: mine.working_set_dir.or(other.working_set_dir),
+            clients_record: mine.clients_record || other.clients_record,
+            any_length: mine.any_length || other.any_length,
+            bases: mine.bases.or(other.bases),
+            max_index: mine.max_index.or(other.max_index),
             prefetch: mine.prefetch.or(other.prefetch),
             fault_around: mine.fault_around.or(other.fault_around),
             metrics: mine.metrics.or(other.metrics),
@@ -280,10 +369,6 @@ impl Settings {
             ),
             ("cache (of open images)", self.cache != before.cache),
             ("cache-size (of open images)", size(self) != size(before)),
-            (
-                "working-set-file (of open images)",
-                self.working_set_file != before.working_set_file,
-            ),
         ];
         let changed = changed.into_iter().filter(|(_, is_changed)| *is_changed);
         changed.map(|(name, _)| name).collect()
@@ -307,10 +392,7 @@ impl Settings {
             if bindings.iter().any(|binding| binding.socket == *socket) {
                 continue;
             }
-            options.bindings.push(Binding {
-                socket: socket.clone(),
-                image: image.parse()?,
-            });
+            options.bindings.push(image.binding(socket)?);
         }
         check(&options)?;
         if let (None, Some(size)) = (&self.cache, self.cache_size) {
@@ -331,6 +413,9 @@ impl Settings {
                 WorkingSet::Off => WorkingSetMode::Off,
             },
             working_set_file: self.working_set_file.clone(),
+            working_set_directory: self.working_set_dir.clone(),
+            clients_record: self.clients_record,
+            any_length: self.any_length,
             prefetch: matches!(self.prefetch, None | Some(Switch::On)),
             on_failure: match self.on_failure.unwrap_or(Failing::Stall) {
                 Failing::Stall => OnFailure::Stall,
@@ -346,6 +431,10 @@ impl Settings {
                     directory: directory.clone(),
                     bytes: self.cache_size.map_or(CACHE_BYTES, |size| size.0),
                 }),
+                bases: self.bases.map_or(default.images.bases, Bases::from),
+                index_bytes: self
+                    .max_index
+                    .map_or(default.images.index_bytes, |size| size.0),
                 ..default.images
             },
             ..default
@@ -359,6 +448,10 @@ fn check(options: &Options) -> Result<(), NotA> {
         let what = "a power of two up to 512, as --fault-around needs";
         return Err(NotA(around.to_string(), what));
     }
+    if options.max_vms == 0 {
+        let what = "a number of VMs that a server could serve: --max-vms is 1 at least";
+        return Err(NotA("0".to_owned(), what));
+    }
     let mut images: Vec<_> = options
         .bindings
         .iter()
@@ -367,7 +460,7 @@ fn check(options: &Options) -> Result<(), NotA> {
     images.sort_by_key(ToString::to_string);
     images.dedup();
     if let (Some(file), [_, _, ..]) = (&options.working_set_file, &images[..]) {
-        let what = "the working set of several images: --working-set-file is for one";
+        let what = "the working set of several images: --working-set-file is for one, and --working-set-dir for any number";
         return Err(NotA(file.display().to_string(), what));
     }
     Ok(())

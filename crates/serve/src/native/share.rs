@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagetide_memory::{FileView, FileViewError, PageSize, Urgency};
 use pagetide_pager::{Filled, PoolConfig, ServeError, Source};
-use pagetide_sources::{BlobError, Digest, GuestImage, ImageError, ImageSource};
+use pagetide_sources::{BlobError, Digest, GuestImage, ImageError, ImageSource, Standing};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 use thiserror::Error;
@@ -181,6 +181,10 @@ impl GuestImage for Filling {
 
     fn digest(&self) -> Digest {
         self.image.digest()
+    }
+
+    fn standing(&self) -> Result<Standing, ImageError> {
+        self.image.standing()
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Result<Filled, ImageError> {

@@ -14,9 +14,10 @@ use super::{Client, Common, End, Link, TICK, Vm, VmError, chain, kill};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
 use crate::metrics::Totals;
+use crate::named_image::Offer;
 use crate::native::FEATURE_SPACES;
 use crate::native::attach::{AttachError, AttachedRegion, Beginning, Memory};
-use crate::native::message::{MAX_DESCRIPTORS, Message};
+use crate::native::message::{MAX_DESCRIPTORS, Message, RefusedCode};
 use crate::native::session::{Session, SessionError};
 use crate::options::OnFailure;
 use crate::peer::Peer;
@@ -25,7 +26,7 @@ use crate::state::KeptVm;
 
 /// Serves a VM until it has gone, or the server ends. Logs its life in one line. Returns whether the client
 /// was more than a connection without a byte, as programs make that look whether somebody listens.
-pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client) -> bool {
+pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
     let begun = Instant::now();
     let kept = client.kept.take();
     let Client {
@@ -52,11 +53,11 @@ pub(crate) fn run(common: &Common, image: &Arc<ServedImage>, mut client: Client)
     }
     let mut received = Received::default();
     let served = match kept {
-        None => serve(common, image, &peer, &client, &mut received),
-        Some(kept) => resume(common, image, &peer, stream, kept),
+        None => serve(common, offer, &peer, &client, &mut received),
+        Some(kept) => resume(common, offer, &peer, stream, kept),
     };
     let seconds = begun.elapsed().as_secs_f64();
-    let (pid, uid, name) = (peer.pid, peer.uid, image.image.name());
+    let (pid, uid, name) = (peer.pid, peer.uid, offer.name());
     match served {
         Ok((end, totals, memory_bytes)) => tracing::info!(
             vm = number,
@@ -152,7 +153,7 @@ pub(super) fn is_closed(stream: &UnixStream) -> bool {
 
 fn serve(
     common: &Common,
-    image: &Arc<ServedImage>,
+    offer: &Offer,
     peer: &Peer,
     client: &Client,
     received: &mut Received,
@@ -162,9 +163,14 @@ fn serve(
     let begun = Instant::now();
     let first = received.receive(stream, common.options.handshake_limit, stopping)?;
     let described = match first {
-        First::Native => return serve_native(common, image, peer, client, received, begun),
+        First::Native => return serve_native(common, offer, peer, client, received, begun),
         First::Firecracker(described) => described,
     };
+    // Now, and not when the socket was bound: the VMM's state file is of this moment, too.
+    let image = &offer.now(&common.options, &common.metrics)?;
+    if !common.options.any_length {
+        check_length(&described, image.image.bytes())?;
+    }
     let descriptor = received.descriptors.first().map(OwnedFd::try_clone);
     let Some(Ok(descriptor)) = descriptor else {
         return Err(ReceiveError::Descriptors { count: 0 }.into());
@@ -185,6 +191,19 @@ fn serve(
     live(vm, stream)
 }
 
+/// Checks that the image is that of a VM with this memory: Firecracker's memory file has all of it, and nothing else.
+fn check_length(described: &[VmRegion], image_bytes: u64) -> Result<(), VmError> {
+    let end = |region: &VmRegion| region.offset.saturating_add(region.bytes());
+    let vm_bytes = described.iter().map(end).max().unwrap_or(0);
+    match vm_bytes == image_bytes {
+        true => Ok(()),
+        false => Err(VmError::OtherLength {
+            vm_bytes,
+            image_bytes,
+        }),
+    }
+}
+
 /// Keeps a VM for a successor of this server, if there is a keeper, and the VM can be kept.
 fn keep(
     common: &Common,
@@ -202,11 +221,12 @@ fn keep(
 /// Goes on where a former server was killed, or has ended.
 fn resume(
     common: &Common,
-    image: &Arc<ServedImage>,
+    offer: &Offer,
     peer: &Peer,
     stream: &UnixStream,
     kept: KeptVm,
 ) -> Result<(End, Totals, u64), VmError> {
+    let image = &offer.opened(&common.options)?;
     let described = kept.description.vm_regions().ok_or(VmError::OtherState)?;
     if kept.description.digest != image.image.digest().to_string() {
         return Err(VmError::OtherImage {
@@ -278,7 +298,7 @@ fn live(mut vm: Vm<'_>, stream: &UnixStream) -> Result<(End, Totals, u64), VmErr
 /// The same for a VMM that speaks the native protocol.
 fn serve_native(
     common: &Common,
-    image: &Arc<ServedImage>,
+    offer: &Offer,
     peer: &Peer,
     client: &Client,
     received: &mut Received,
@@ -288,6 +308,17 @@ fn serve_native(
     let arrived = std::mem::take(&mut received.descriptors);
     let is_too_many = received.is_cut || arrived.len() > MAX_DESCRIPTORS;
     let mut session = Session::new(stream, &received.message, arrived);
+    let image = &match offer.now(&common.options, &common.metrics) {
+        Ok(image) => image,
+        Err(error) => {
+            // What it has sent so far stays open until it has gone.
+            let (code, text) = (RefusedCode::NoContent, chain(&error));
+            session.answer(0, &Message::Refused { code, text });
+            session.flush();
+            received.descriptors = session.take_descriptors();
+            return Err(error.into());
+        }
+    };
     let kept = &mut received.descriptors;
     let beginning = Beginning::new(&mut session, image, &common.metrics, kept);
     let attached = match is_too_many {

@@ -6,7 +6,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pagetide_memory::{GuestAddress, GuestRange, PageSize};
-use pagetide_pager::{Pager, Prefetch, PrefetchPlan, Progress, Serving};
+use pagetide_pager::{Pager, Prefetch, Progress, Serving};
 use rustix::event::epoll::EventFlags;
 
 use super::spaces::SpaceError;
@@ -18,7 +18,7 @@ use crate::native::message::{
 };
 use crate::native::session::{Arrived, Session, SessionError};
 use crate::native::share::SharedImage;
-use crate::working_set::{WorkingSet, WorkingSetError};
+use crate::working_set::WorkingSet;
 
 /// The requests between two looks at faults.
 const REQUESTS_AT_ONCE: usize = 16;
@@ -35,8 +35,8 @@ const COUNTING_SHARE: u32 = 20;
 /// What a thread beside the VM's has done.
 #[derive(Debug)]
 enum Work {
-    Saved(Result<Option<usize>, WorkingSetError>),
-    Loaded(Option<WorkingSet>),
+    Saved(Option<usize>),
+    Loaded(Option<Arc<WorkingSet>>),
 }
 
 /// Counts of pages that are not older than their cost permits.
@@ -349,6 +349,12 @@ impl<'a> Control<'a> {
             return Err(refusal(RefusedCode::Busy, text));
         }
         let now = |state| Ok(Some(Message::WorkingSetState { state, pages: 0 }));
+        let writes = matches!(action, WorkingSetAction::Record | WorkingSetAction::Save);
+        if writes && !vm.common.options.clients_record {
+            // Other tenants' VMs would fetch what this one says.
+            let text = "this server lets no client write a working set (--clients-record)";
+            return Err(refusal(RefusedCode::WorkingSet, text));
+        }
         match action {
             WorkingSetAction::Record => {
                 vm.record();
@@ -482,9 +488,11 @@ impl<'a> Control<'a> {
         };
         let state = state_of(vm);
         let answer = match thread.join() {
-            Ok(Work::Saved(Ok(Some(pages)))) => Ok((WorkingSetState::Off, pages as u64)),
-            Ok(Work::Saved(Ok(None))) => Err("nothing was touched, or there is no file".to_owned()),
-            Ok(Work::Saved(Err(error))) => Err(chain(&error)),
+            Ok(Work::Saved(Some(pages))) => Ok((WorkingSetState::Off, pages as u64)),
+            Ok(Work::Saved(None)) => Err(
+                "nothing was written: too little was touched, or the file cannot be written"
+                    .to_owned(),
+            ),
             Ok(Work::Loaded(Some(set))) if state == WorkingSetState::Recording => {
                 let _ = set;
                 Err("a working set is being recorded".to_owned())
@@ -545,17 +553,18 @@ impl Vm<'_> {
         }
     }
 
-    fn stop_recording(&mut self) -> Option<Arc<crate::recorder::Recorder>> {
+    /// Ends the recording, and fetches what is missing as if there had been none.
+    pub(super) fn stop_recording(&mut self) -> Option<Arc<crate::recorder::Recorder>> {
         let recorder = self.recorder.take()?;
         recorder.stop();
-        if self.common.options.prefetch && self.prefetch.is_none() {
-            let (first, then) = (Vec::new(), self.ids());
-            if let Err(error) = self.fetch(PrefetchPlan { first, then }) {
-                tracing::error!(
-                    error = &error as &dyn std::error::Error,
-                    "no prefetch: its thread was not started"
-                );
-            }
+        if self.common.options.prefetch
+            && self.prefetch.is_none()
+            && let Err(error) = self.start_plan(Vec::new())
+        {
+            tracing::error!(
+                error = &error as &dyn std::error::Error,
+                "no prefetch: its thread was not started"
+            );
         }
         Some(recorder)
     }

@@ -113,7 +113,6 @@ mod tests {
     use pagetide_sources::{Location, OpenOptions, open};
 
     use super::*;
-    use crate::metrics::Metrics;
     use crate::options::Options;
 
     /// Whoever reads the log has to find out which file is the right one.
@@ -150,7 +149,7 @@ mod tests {
         let url = "https://user:secret@store.example/guest.mem?token=1";
         let location: Location = url.parse().unwrap();
         let options = Options::default();
-        let image = ServedImage::start(image, &location, &options, &Metrics::default()).unwrap();
+        let image = ServedImage::alone(image, &location, &options);
         let kind = Kind {
             is_native: false,
             recording_since_us: None,

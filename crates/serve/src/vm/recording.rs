@@ -39,6 +39,10 @@ impl Vm<'_> {
     /// Writes what was recorded since the last time, if the guest is quiet: on a thread of its own, which may
     /// wait for a disk.
     pub(super) fn save_when_quiet(&mut self) {
+        if self.recorder.is_some() && !self.image.keeps_recordings() {
+            // Nobody gets what it records: it is served as if it did not.
+            drop(self.stop_recording());
+        }
         let Some(recorder) = &self.recorder else {
             return;
         };
@@ -57,12 +61,7 @@ impl Vm<'_> {
         checkpoint.next = now + (now - checkpoint.begun);
         let (image, recorder) = (Arc::clone(self.image), Arc::clone(recorder));
         let write = move || {
-            if let Err(error) = image.save(&recorder) {
-                tracing::warn!(
-                    error = &error as &dyn std::error::Error,
-                    "the working set was not saved"
-                );
-            }
+            image.save(&recorder);
         };
         // Without a thread it is written at the end.
         checkpoint.thread = Builder::new()
@@ -79,17 +78,10 @@ impl Vm<'_> {
         let Some(recorder) = self.recorder.take() else {
             return;
         };
-        match self.image.save(&recorder) {
-            Ok(None) => {}
-            Ok(Some(pages)) => {
-                self.common
-                    .metrics
-                    .count(|totals| totals.recorded_pages = pages as u64);
-            }
-            Err(error) => tracing::error!(
-                error = &error as &dyn std::error::Error,
-                "the working set was not saved"
-            ),
+        if let Some(pages) = self.image.save(&recorder) {
+            self.common
+                .metrics
+                .count(|totals| totals.recorded_pages = pages as u64);
         }
     }
 }

@@ -17,8 +17,9 @@ use super::recording::Checkpoint;
 use super::spaces::Spaces;
 use super::{Common, PagedRange, Part, Vm, VmError};
 use crate::handshake::VmRegion;
-use crate::image::{ServedImage, WorkingSetPlan};
+use crate::image::ServedImage;
 use crate::log_limit::LogLimit;
+use crate::memory_limit::MemoryLimit;
 use crate::metrics::Totals;
 use crate::native::attach::{AttachedRegion, Memory};
 use crate::options::WorkingSetMode;
@@ -26,6 +27,7 @@ use crate::peer::Peer;
 use crate::recorder::{RECORDED, Recorder};
 use crate::sample::Sample;
 use crate::working_set::WorkingSet;
+use crate::working_set_file::WorkingSetPlan;
 
 /// A batch of prefetch: a fault on a page of a batch that is being installed waits for the whole batch.
 const BATCH_BYTES: u64 = 256 << 10;
@@ -79,7 +81,7 @@ pub(super) enum Plan {
     #[default]
     Nothing,
     Record(Arc<Recorder>),
-    Replay(WorkingSet),
+    Replay(Arc<WorkingSet>),
 }
 
 impl Plan {
@@ -97,7 +99,7 @@ impl Plan {
     pub(super) fn go_on(common: &Common, image: &ServedImage, since_us: Option<u64>) -> Self {
         let mode = common.options.working_set;
         let records = matches!(mode, WorkingSetMode::Auto | WorkingSetMode::Record);
-        match since_us.filter(|_| records && image.has_working_set_file()) {
+        match since_us.filter(|_| records && image.keeps_recordings()) {
             Some(since_us) => Self::Record(Arc::new(Recorder::continued(since_us))),
             None => Self::Nothing,
         }
@@ -184,6 +186,7 @@ impl<'a> Vm<'a> {
             observer,
             sample: sample.map(Arc::new),
             prefetch: None,
+            limit: peer.pid.map(MemoryLimit::of).unwrap_or_default(),
             spaces: Spaces::default(),
             without_content: Vec::new(),
             stalled: Vec::new(),
@@ -207,7 +210,7 @@ impl<'a> Vm<'a> {
                 let _ = uffd.wake(UserRange::from(*range));
             }
         }
-        vm.start_prefetch(&plan)?;
+        vm.start_prefetch(&plan);
         vm.report(&Counters::default());
         Ok(vm)
     }
@@ -332,12 +335,19 @@ impl<'a> Vm<'a> {
         Ok(id)
     }
 
-    fn start_prefetch(&mut self, plan: &Plan) -> Result<(), ServeError> {
+    /// Prefetch is an aid: the VM is served without it, page by page.
+    fn start_prefetch(&mut self, plan: &Plan) {
         let first = match plan {
             Plan::Replay(set) => self.plan_replay(set),
             Plan::Nothing | Plan::Record(_) => Vec::new(),
         };
-        self.start_plan(first)
+        if let Err(error) = self.start_plan(first) {
+            tracing::warn!(
+                pid = self.peer.pid,
+                error = &error as &dyn std::error::Error,
+                "no prefetch: its thread was not started"
+            );
+        }
     }
 
     /// The pages of a working set, in its order.
@@ -371,12 +381,16 @@ impl<'a> Vm<'a> {
         Ok(self.replayed_pages)
     }
 
-    fn start_plan(&mut self, first: Vec<(RegionId, PageRange)>) -> Result<(), ServeError> {
+    pub(super) fn start_plan(
+        &mut self,
+        first: Vec<(RegionId, PageRange)>,
+    ) -> Result<(), ServeError> {
         // A page that comes ahead is not recorded.
         let then = match self.common.options.prefetch && self.recorder.is_none() {
             true => self.ids(),
             false => Vec::new(),
         };
+        let (first, then) = self.fit(first, then);
         if !first.is_empty() || !then.is_empty() {
             self.fetch(PrefetchPlan { first, then })?;
         }

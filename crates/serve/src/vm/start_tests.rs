@@ -89,7 +89,7 @@ fn common(path: PathBuf, source: Arc<dyn Source>, prefetch: bool) -> (Common, Ar
     let location = Location::Path(path);
     let metrics = Metrics::default();
     let image = open(&location, &OpenOptions::default()).unwrap();
-    let mut image = ServedImage::start(image, &location, &options, &metrics).unwrap();
+    let mut image = ServedImage::alone(image, &location, &options);
     image.source = source;
     let common = Common {
         options: Arc::new(options),

@@ -50,9 +50,11 @@ pub fn run_server() {
     let options = Options {
         bindings: images
             .into_iter()
-            .map(|(socket, image)| Binding {
-                socket: directory.join(format!("{name}-{}.sock", socket.name())),
-                image,
+            .map(|(socket, image)| {
+                Binding::new(
+                    directory.join(format!("{name}-{}.sock", socket.name())),
+                    image,
+                )
             })
             .collect(),
         prefetch: std::env::var_os(PREFETCH).is_some(),

@@ -31,9 +31,29 @@ impl Vmm {
         vmm
     }
 
+    /// The same in a control group, of which this is the directory.
+    pub fn start_in(group: &Path, test: &str, socket: &Path, pages: usize) -> Self {
+        let mut command = Command::new("sh");
+        command
+            .args([
+                "-c",
+                "echo $$ > \"$GROUP/cgroup.procs\" && exec \"$0\" \"$@\"",
+            ])
+            .arg(std::env::current_exe().unwrap())
+            .env("GROUP", group);
+        let vmm = Self::run(command, test, socket, pages);
+        vmm.wait_for("connected ");
+        vmm
+    }
+
     /// The same for one that may not live to say that it has connected.
     pub fn spawn(test: &str, socket: &Path, pages: usize) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let command = Command::new(std::env::current_exe().unwrap());
+        Self::run(command, test, socket, pages)
+    }
+
+    fn run(mut command: Command, test: &str, socket: &Path, pages: usize) -> Self {
+        let mut child = command
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(SOCKET, socket)
             .env(PAGES, pages.to_string())

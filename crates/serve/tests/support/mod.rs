@@ -16,6 +16,7 @@ pub mod native;
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Once, mpsc};
@@ -25,6 +26,7 @@ use std::time::Duration;
 use pagetide_serve::{
     Binding, Metrics, Options, Seccomp, SeccompMode, Server, StartError, Stopper, Totals,
 };
+use pagetide_sources::image::{CreateOptions, create};
 #[allow(unused_imports, reason = "each test binary uses a part of this")]
 pub use pagetide_test_support::{
     PATIENCE, Sleeper, Task, equals, eventually, unread_by_peer, within_patience,
@@ -82,11 +84,43 @@ impl Place {
     }
 
     /// Cuts the image after so many pages.
-    pub fn cut(&self, pages: u64) -> std::fs::File {
+    pub fn cut(&self, pages: u64) -> Cut {
+        let bytes = std::fs::read(self.image()).unwrap();
         let image = std::fs::File::options().write(true).open(self.image());
         let image = image.unwrap();
+        let modified = image.metadata().unwrap().modified().unwrap();
         image.set_len(pages * PAGE as u64).unwrap();
-        image
+        Cut {
+            image,
+            bytes,
+            modified,
+        }
+    }
+
+    /// Options with an image in chunks of a page, of which `page` is damaged, and what mends it. Unlike raw memory it may
+    /// be written to while it is served.
+    pub fn damaged(&self, page: usize) -> (Options, Damage) {
+        let path = self.directory.path().join("image");
+        let chunks_of_a_page = CreateOptions {
+            chunk_bytes: 4096,
+            ..CreateOptions::default()
+        };
+        create(&self.image(), &path, &chunks_of_a_page, &mut |_, _| {}).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        // The records of the stored chunks, all of which are different, end the file; each begins with its offset.
+        let pages = usize::try_from(std::fs::metadata(self.image()).unwrap().len()).unwrap() / PAGE;
+        let record = bytes.len() - (pages - page) * 48;
+        let offset = u64::from_le_bytes(bytes[record..record + 8].try_into().unwrap());
+        let file = std::fs::File::options().write(true).open(&path).unwrap();
+        let damage = Damage {
+            file,
+            offset,
+            byte: bytes[usize::try_from(offset).unwrap()],
+        };
+        damage.write(!damage.byte);
+        let mut options = self.options();
+        options.bindings[0].image = pagetide_sources::Location::Path(path);
+        (options, damage)
     }
 
     pub fn socket(&self) -> PathBuf {
@@ -99,16 +133,49 @@ impl Place {
 
     pub fn options(&self) -> Options {
         Options {
-            bindings: vec![Binding {
-                socket: self.socket(),
-                image: pagetide_sources::Location::Path(self.image()),
-            }],
+            bindings: vec![Binding::new(
+                self.socket(),
+                pagetide_sources::Location::Path(self.image()),
+            )],
             prefetch: false,
             working_set: pagetide_serve::WorkingSetMode::Off,
             stop_limit: NEVER,
             handshake_limit: NEVER,
             ..Options::default()
         }
+    }
+}
+
+/// A raw image that was cut.
+pub struct Cut {
+    image: std::fs::File,
+    bytes: Vec<u8>,
+    modified: std::time::SystemTime,
+}
+
+impl Cut {
+    /// Gives it the content and the time of before, as `cp --preserve` does.
+    pub fn mend(&self) {
+        self.image.write_all_at(&self.bytes, 0).unwrap();
+        let times = std::fs::FileTimes::new().set_modified(self.modified);
+        self.image.set_times(times).unwrap();
+    }
+}
+
+/// A damaged chunk of an image.
+pub struct Damage {
+    file: std::fs::File,
+    offset: u64,
+    byte: u8,
+}
+
+impl Damage {
+    fn write(&self, byte: u8) {
+        self.file.write_all_at(&[byte], self.offset).unwrap();
+    }
+
+    pub fn mend(&self) {
+        self.write(self.byte);
     }
 }
 

@@ -7,6 +7,7 @@ use pagetide_memory::Urgency;
 use pagetide_pager::Filled;
 use thiserror::Error;
 
+use super::codec::is_zero;
 use super::parallel::{default_threads, in_order};
 use super::reader::PagetideImage;
 use super::target::{Target, TargetError};
@@ -14,6 +15,9 @@ use crate::guest_image::{GuestImage, ImageError};
 
 /// Guest memory of one job, in bytes.
 const JOB_BYTES: u64 = 4 << 20;
+
+/// The unit of holes.
+const PAGE_BYTES: usize = 4096;
 
 /// How an image is extracted.
 #[derive(Clone, Debug)]
@@ -61,7 +65,7 @@ impl ExtractError {
     }
 }
 
-/// Writes the guest memory of `image` into the file `raw`; zero chunks become holes. `progress` is told how
+/// Writes the guest memory of `image` into the file `raw`; zero pages become holes. `progress` is told how
 /// many bytes are done, of how many. Returns how many bytes of guest memory are no holes.
 ///
 /// # Errors
@@ -79,7 +83,7 @@ pub fn extract(
         let path = raw.to_owned();
         return Err(ExtractError::SameFile { path });
     }
-    let target = Target::begin(raw, options.may_replace)?;
+    let target = Target::begin(raw, image.mode(), options.may_replace)?;
     target.set_bytes(image.bytes())?;
     let (mut done, mut written) = (0, 0);
     progress(0, image.bytes());
@@ -128,12 +132,32 @@ fn copy(
         if begin < at {
             buffer.resize(length(at - begin), 0);
             if image.read(begin, buffer, Urgency::Bulk)? != Filled::Zero {
-                target.write_at(begin, buffer)?;
-                written += at - begin;
+                written += write_pages(target, begin, buffer)?;
             }
         }
         at = next;
         begin = next;
+    }
+    Ok(written)
+}
+
+/// Writes the pages of `content`, which belongs at `offset`, that are not zero; returns their bytes. Pages count from
+/// the start of `content`, which is the start of a chunk.
+fn write_pages(target: &Target, offset: u64, content: &[u8]) -> Result<u64, ExtractError> {
+    let is_data = |page: &&[u8]| !is_zero(page);
+    let mut pages = content.chunks(PAGE_BYTES).enumerate().peekable();
+    let mut written = 0;
+    while let Some((first, page)) = pages.next() {
+        if is_zero(page) {
+            continue;
+        }
+        let mut bytes = page.len();
+        while let Some((_, page)) = pages.next_if(|(_, page)| is_data(page)) {
+            bytes += page.len();
+        }
+        let begin = first * PAGE_BYTES;
+        target.write_at(offset + begin as u64, &content[begin..begin + bytes])?;
+        written += bytes as u64;
     }
     Ok(written)
 }

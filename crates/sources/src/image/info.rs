@@ -3,7 +3,7 @@
 use super::base::BaseReference;
 use super::format::{Header, VERSION};
 use super::index::Index;
-use super::layers::{Head, Layer};
+use super::layers::{Head, IndexRoom, Layer};
 use crate::digest::Digest;
 use crate::open::{Location, OpenError, OpenOptions, open_blob};
 
@@ -69,7 +69,7 @@ impl ImageInfo {
     pub fn read(location: &Location, options: &OpenOptions) -> Result<Self, OpenError> {
         let blob = open_blob(location, options)?;
         let head = Head::read(&*blob)?;
-        let layer = Layer::open(blob, &head)?;
+        let layer = Layer::open(blob, &head, &mut IndexRoom::of(options))?;
         Ok(Self::new(layer.blob.name(), &layer.header, &layer.index))
     }
 }

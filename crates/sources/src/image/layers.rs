@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use pagetide_memory::Urgency;
 
-use super::base::BaseReference;
+use super::base::{BasePlace, BaseReference};
 use super::format::{FormatError, HEADER_BYTES, Header, resembles};
 use super::index::{Entry, Index};
 use crate::blob::Blob;
-use crate::open::{Location, OpenError, OpenOptions, open_blob};
+use crate::open::{Bases, Location, OpenError, OpenOptions, open_blob};
 
 /// The maximal number of layers of an image, itself included.
 pub const MOST_LAYERS: usize = 16;
@@ -36,6 +36,11 @@ impl Head {
         Ok(Self(head))
     }
 
+    /// The bytes that were read.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
     /// Whether it is an image's, intact or not.
     pub(crate) fn is_image(&self) -> bool {
         resembles(&self.0)
@@ -43,16 +48,27 @@ impl Head {
 }
 
 impl Layer {
-    /// Opens the image with this head: one more read, that of the index.
+    /// Opens the image with this head: one more read, that of the index, which takes its bytes of `room`. A file with
+    /// holes costs its owner nothing; what is read of it costs whoever opens it.
     ///
     /// # Errors
-    /// [`OpenError::Blob`], [`OpenError::Format`].
-    pub(crate) fn open(blob: Arc<dyn Blob>, head: &Head) -> Result<Self, OpenError> {
+    /// [`OpenError::Blob`], [`OpenError::Format`], [`OpenError::LongIndex`].
+    pub(crate) fn open(
+        blob: Arc<dyn Blob>,
+        head: &Head,
+        room: &mut IndexRoom,
+    ) -> Result<Self, OpenError> {
         let malformed = |source| OpenError::Format {
             name: blob.name().to_owned(),
             source,
         };
         let header = Header::decode(&head.0, blob.bytes()).map_err(malformed)?;
+        room.take(header.index_bytes())
+            .map_err(|most| OpenError::LongIndex {
+                name: blob.name().to_owned(),
+                bytes: header.index_bytes(),
+                most,
+            })?;
         // The file has these bytes: the header's sums were checked against its length.
         let bytes = usize::try_from(header.index_bytes());
         let bytes = bytes.map_err(|_| {
@@ -92,14 +108,21 @@ pub(crate) fn open_layers(
     location: &Location,
     options: &OpenOptions,
 ) -> Result<Vec<Layer>, OpenError> {
-    let mut layers = vec![Layer::open(blob, head)?];
+    let mut room = IndexRoom::of(options);
+    let mut layers = vec![Layer::open(blob, head, &mut room)?];
     let mut locations = vec![canonical(location)];
     while let Some((top, place)) = layers.last().zip(locations.last()) {
         let Some(reference) = &top.header.base else {
             break;
         };
-        let location = canonical(&reference.place.resolve(place));
         let name = top.blob.name();
+        let location = canonical(&reference.place.resolve(place));
+        if options.bases == Bases::Beside && !is_beside(&reference.place, &location, place) {
+            return Err(OpenError::BaseElsewhere {
+                image: name.to_owned(),
+                base: location.to_string(),
+            });
+        }
         if locations.contains(&location) {
             let name = name.to_owned();
             return Err(OpenError::Cycle { name });
@@ -108,7 +131,7 @@ pub(crate) fn open_layers(
             let name = layers[0].blob.name().to_owned();
             return Err(OpenError::TooManyLayers { name });
         }
-        let base = open_base(reference, name, &location, options)?;
+        let base = open_base(reference, name, &location, options, &mut room)?;
         layers.push(base);
         locations.push(location);
     }
@@ -121,10 +144,11 @@ fn open_base(
     image: &str,
     location: &Location,
     options: &OpenOptions,
+    room: &mut IndexRoom,
 ) -> Result<Layer, OpenError> {
     let opened = open_blob(location, options)
         .and_then(|blob| Head::read(&*blob).map(|head| (blob, head)))
-        .and_then(|(blob, head)| Layer::open(blob, &head));
+        .and_then(|(blob, head)| Layer::open(blob, &head, room));
     let base = opened.map_err(|source| OpenError::Base {
         image: image.to_owned(),
         base: location.to_string(),
@@ -140,6 +164,34 @@ fn open_base(
         });
     }
     Ok(base)
+}
+
+/// Whether a base is in the folder of the image that names it, both as canonical locations.
+fn is_beside(place: &BasePlace, base: &Location, image: &Location) -> bool {
+    match (place, base.path(), image.path()) {
+        (BasePlace::Beside(_), None, _) => true,
+        (_, Some(base), Some(image)) => base.parent() == image.parent(),
+        _ => false,
+    }
+}
+
+/// What is left of [`OpenOptions::index_bytes`] for the layers of one image.
+pub(crate) struct IndexRoom {
+    most: u64,
+    left: u64,
+}
+
+impl IndexRoom {
+    pub(crate) fn of(options: &OpenOptions) -> Self {
+        let most = options.index_bytes;
+        Self { most, left: most }
+    }
+
+    /// Takes the bytes of an index; the most that there may be, if they are not left.
+    fn take(&mut self, bytes: u64) -> Result<(), u64> {
+        self.left = self.left.checked_sub(bytes).ok_or(self.most)?;
+        Ok(())
+    }
 }
 
 /// A file's path without links, so that one file has one location. A base is beside its image, and

@@ -6,16 +6,36 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use pagetide_memory::Urgency;
-use rustix::fs::{SeekFrom, seek};
+use rustix::fs::{SeekFrom, fstatfs, seek};
 use rustix::io::Errno;
 
 use super::layers::Head;
 use crate::blob::{Blob, BlobError};
 use crate::file::FileBlob;
+use crate::foreign::{NotMemory, check_kind};
 use crate::open::OpenError;
 
 /// The bytes of the smallest hole: a page.
 const LEAST_HOLE: u64 = 4096;
+
+/// f_type of tmpfs.
+const TMPFS: u32 = 0x0102_1994;
+
+/// What the holes of a file can say of the pages that nobody has written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HoleMap {
+    /// Each page that was not written is a hole.
+    Exact,
+    /// There is no hole.
+    None,
+    /// The file has holes, and its file system names none.
+    Hidden,
+    /// The file system gives space in such pieces, and a page that was written takes its neighbours with it.
+    Coarse {
+        /// The bytes of a piece.
+        bytes: u64,
+    },
+}
 
 /// A raw memory file. Each thread has one of its own: a search for holes moves the file's offset.
 #[derive(Debug)]
@@ -45,6 +65,25 @@ impl MemoryFile {
         Head::read(&self.blob).map(|head| head.is_image())
     }
 
+    /// Whether it can be guest memory.
+    ///
+    /// # Errors
+    /// As [`Blob::read_at`].
+    pub(crate) fn check_kind(&self) -> Result<Result<(), NotMemory>, OpenError> {
+        let head = Head::read(&self.blob)?;
+        Ok(check_kind(self.bytes(), head.bytes()))
+    }
+
+    /// The permissions of its file.
+    ///
+    /// # Errors
+    /// [`BlobError`].
+    pub(crate) fn mode(&self) -> Result<u32, BlobError> {
+        let status = self.seekable.metadata();
+        let status = status.map_err(|error| self.failed(error))?;
+        Ok(status.mode() & 0o777)
+    }
+
     fn failed(&self, error: io::Error) -> BlobError {
         BlobError::io(self.blob.name().to_owned(), error)
     }
@@ -62,12 +101,11 @@ impl MemoryFile {
         ))
     }
 
-    /// Whether the file occupies less than its length and the file system names no hole: nobody can tell
-    /// which of its zeroes are holes.
+    /// What its holes can say.
     ///
     /// # Errors
     /// [`BlobError`].
-    pub(crate) fn hides_holes(&self) -> Result<bool, BlobError> {
+    pub(crate) fn hole_map(&self) -> Result<HoleMap, BlobError> {
         let status = self.seekable.metadata();
         let status = status.map_err(|error| self.failed(error))?;
         let first = match seek(&self.seekable, SeekFrom::Hole(0)) {
@@ -77,7 +115,48 @@ impl MemoryFile {
             Err(Errno::INVAL | Errno::OPNOTSUPP) => status.len(),
             Err(errno) => return Err(self.failed(errno.into())),
         };
-        Ok(are_hidden(status.len(), status.blocks(), first))
+        if are_hidden(status.len(), status.blocks(), first) {
+            return Ok(HoleMap::Hidden);
+        }
+        if first >= status.len() {
+            return Ok(HoleMap::None);
+        }
+        let bytes = status.blksize();
+        let is_coarse =
+            bytes > LEAST_HOLE && (self.is_on_tmpfs() || !self.has_finer_edge(bytes)?);
+        Ok(match is_coarse {
+            true => HoleMap::Coarse { bytes },
+            false => HoleMap::Exact,
+        })
+    }
+
+    /// tmpfs with huge pages mixes them with small ones: an edge between small ones says nothing of the others.
+    fn is_on_tmpfs(&self) -> bool {
+        let system = fstatfs(&self.seekable);
+        system.is_ok_and(|system| u32::try_from(system.f_type).is_ok_and(|kind| kind == TMPFS))
+    }
+
+    /// Whether data begins or ends inside a piece of `bytes` bytes, which shows that the file system tells pages apart;
+    /// a network's file system names the size of its transfers. True without any data, too.
+    fn has_finer_edge(&self, bytes: u64) -> Result<bool, BlobError> {
+        let (mut at, mut has_data) = (0, false);
+        let is_finer = |edge: u64| !edge.is_multiple_of(bytes) && edge < self.bytes();
+        loop {
+            let begin = match seek(&self.seekable, SeekFrom::Data(at)) {
+                Ok(begin) => begin,
+                Err(Errno::NXIO) => return Ok(!has_data),
+                Err(errno) => return Err(self.failed(errno.into())),
+            };
+            let end = seek(&self.seekable, SeekFrom::Hole(begin));
+            let end = end.map_err(|errno| self.failed(errno.into()))?;
+            if is_finer(begin) || is_finer(end) {
+                return Ok(true);
+            }
+            if end <= at {
+                return Ok(false);
+            }
+            (at, has_data) = (end, true);
+        }
     }
 
     /// Fills the buffer from `offset` on, holes with zeroes; puts the ranges of the buffer that are data

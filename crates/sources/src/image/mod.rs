@@ -4,12 +4,14 @@
 mod base;
 mod cache;
 mod codec;
+mod create;
 mod extract;
 mod format;
 mod index;
 mod info;
 mod layers;
 mod memory_file;
+mod merge;
 mod parallel;
 mod reader;
 mod target;
@@ -20,6 +22,7 @@ mod writer;
 mod tests;
 
 pub use base::{BasePlace, BaseReference};
+pub use create::{CreateError, CreateOptions, Created, Holes, create};
 pub use extract::{ExtractError, ExtractOptions, extract};
 pub use format::{
     DEFAULT_CHUNK_BYTES, FormatError, LEAST_CHUNK_BYTES, MOST_BASE_BYTES, MOST_CHUNK_BYTES,
@@ -28,7 +31,7 @@ pub use format::{
 pub use info::ImageInfo;
 pub(crate) use layers::Head;
 pub use layers::MOST_LAYERS;
+pub use merge::merge;
 pub use reader::PagetideImage;
 pub use target::TargetError;
 pub use verify::{MOST_NAMED, Verified, VerifyOptions, verify};
-pub use writer::{CreateError, CreateOptions, Created, Holes, create};

@@ -15,6 +15,7 @@ use crate::digest::Digest;
 use crate::guest_image::{GuestImage, ImageError, check_inside};
 use crate::object::ObjectCounters;
 use crate::open::{Location, OpenError, OpenOptions, open_blob};
+use crate::standing::Standing;
 
 /// Stored bytes of adjacent chunks that one read takes, at most; one chunk may have more.
 const MOST_READ: u64 = 1 << 20;
@@ -156,6 +157,14 @@ impl PagetideImage {
     /// Bytes of guest memory in a chunk of this image; its base may have others.
     pub fn chunk_bytes(&self) -> u32 {
         self.layers[0].header.chunk_bytes
+    }
+
+    /// Who may read the image: those who may read all of its layers. An object of a store has no permissions, and is
+    /// its owner's alone.
+    pub(crate) fn mode(&self) -> u32 {
+        let of_owner = 0o600;
+        let modes = self.layers.iter().map(|layer| layer.blob.mode());
+        modes.fold(0o777, |all, mode| all & mode.unwrap_or(of_owner))
     }
 
     /// Whether the maps say that these bytes, which the image has, are zero.
@@ -429,6 +438,13 @@ impl GuestImage for PagetideImage {
 
     fn digest(&self) -> Digest {
         self.layers[0].header.digest
+    }
+
+    /// Content needs no look at the files: each chunk has its checksum.
+    fn standing(&self) -> Result<Standing, ImageError> {
+        let layers = self.layers.iter();
+        let standing = Standing::of_all(layers.map(|layer| layer.blob.standing()));
+        Ok(standing?)
     }
 
     /// Of all layers together.

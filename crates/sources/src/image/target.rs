@@ -70,11 +70,12 @@ pub(crate) fn directory_of(path: &Path) -> &Path {
 }
 
 impl Target {
-    /// Begins the file that will be at `path`.
+    /// Begins the file that will be at `path`, with these permissions, less the process's umask. It has guest memory:
+    /// nobody reads it who may not read where the memory came from.
     ///
     /// # Errors
     /// [`TargetError`].
-    pub(crate) fn begin(path: &Path, may_replace: bool) -> Result<Self, TargetError> {
+    pub(crate) fn begin(path: &Path, mode: u32, may_replace: bool) -> Result<Self, TargetError> {
         let path = path.to_owned();
         let Some(name) = path.file_name().map(OsStr::to_owned) else {
             return Err(TargetError::NoName { path });
@@ -92,11 +93,12 @@ impl Target {
         };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = openat(CWD, directory_of(&path), flags, Mode::empty()).map_err(failed)?;
-        let (file, temporary) = match unnamed(&directory) {
+        let mode = Mode::from_raw_mode(mode & 0o666);
+        let (file, temporary) = match unnamed(&directory, mode) {
             Some(file) => (file, None),
             None => {
                 let temporary = part_of(&name);
-                let file = named(&directory, &temporary).map_err(failed)?;
+                let file = named(&directory, &temporary, mode).map_err(failed)?;
                 (file, Some(temporary))
             }
         };
@@ -193,26 +195,21 @@ fn part_of(name: &OsStr) -> OsString {
     part
 }
 
-/// Read and write for all, less the process's umask.
-fn mode() -> Mode {
-    Mode::from_raw_mode(0o666)
-}
-
 /// A file without a name, if the file system has such files and /proc can give them one.
-fn unnamed(directory: &OwnedFd) -> Option<OwnedFd> {
+fn unnamed(directory: &OwnedFd, mode: Mode) -> Option<OwnedFd> {
     let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
-    let file = openat(directory, ".", flags, mode()).ok()?;
+    let file = openat(directory, ".", flags, mode).ok()?;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Path::new(&path).symlink_metadata().is_ok().then_some(file)
 }
 
 /// A new file with a name of its own. One that a killed process of the same number left is removed.
-fn named(directory: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
+fn named(directory: &OwnedFd, name: &OsStr, mode: Mode) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    match openat(directory, name, flags, mode()) {
+    match openat(directory, name, flags, mode) {
         Err(Errno::EXIST) => {
             unlinkat(directory, name, AtFlags::empty())?;
-            openat(directory, name, flags, mode())
+            openat(directory, name, flags, mode)
         }
         opened => opened,
     }
@@ -233,9 +230,10 @@ mod tests {
 
     /// A target as on a file system without unnamed files.
     fn with_name(path: &Path, may_replace: bool) -> Target {
-        let mut target = Target::begin(path, may_replace).expect("it begins");
+        let mut target = Target::begin(path, 0o600, may_replace).expect("it begins");
         let temporary = part_of(&target.name);
-        target.file = named(&target.directory, &temporary).expect("a file").into();
+        let file = named(&target.directory, &temporary, Mode::from_raw_mode(0o600));
+        target.file = file.expect("a file").into();
         target.temporary = Some(temporary);
         target
     }
@@ -245,7 +243,7 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("file");
         for begin in [with_name, |path: &Path, replace| {
-            Target::begin(path, replace).expect("it begins")
+            Target::begin(path, 0o600, replace).expect("it begins")
         }] {
             let target = begin(&path, false);
             target.write_at(3, b"content").expect("it is written");
@@ -275,7 +273,8 @@ mod tests {
     #[test]
     fn what_cannot_be_written_is_refused_at_once() {
         let directory = tempfile::tempdir().expect("a directory");
-        let begin = |path: &Path, replace| Target::begin(path, replace).expect_err("refused");
+        let begin =
+            |path: &Path, replace| Target::begin(path, 0o600, replace).expect_err("refused");
         let within = |name: &str| directory.path().join(name);
         std::fs::write(within("file"), "").expect("it is written");
         std::os::unix::fs::symlink("nowhere", within("link")).expect("a link");

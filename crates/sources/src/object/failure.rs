@@ -92,9 +92,10 @@ impl Failure {
 
     /// Sorts an error of the store. `status` is the HTTP status of the answer, 0 without one.
     pub(crate) fn sort(error: &StoreError, status: u16, secrets: &Secrets) -> Self {
-        let report = secrets.report(&error.to_string());
+        let report = secrets.report(&with_causes(error));
         match (error, status) {
-            (StoreError::NotFound { .. }, _) | (_, 404 | 410) => Self::NotFound,
+            // An answer of another status does not say that there is nothing, whatever the client makes of it.
+            (StoreError::NotFound { .. }, 0) | (_, 404 | 410) => Self::NotFound,
             (StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. }, _)
             | (_, 401 | 403) => Self::Forbidden(report),
             // 416: the object ends before the range, and it did not when it was opened.
@@ -104,6 +105,21 @@ impl Failure {
             _ => Self::Transient(report),
         }
     }
+}
+
+/// An error's text, and that of each cause that the text before it does not have.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let of_cause = cause.to_string();
+        if !text.contains(&of_cause) {
+            text.push_str(": ");
+            text.push_str(&of_cause);
+        }
+        next = cause.source();
+    }
+    text
 }
 
 /// Parts of a URL that no message shows.

@@ -21,6 +21,9 @@ use super::memory::Block;
 use super::options::ObjectOptions;
 use super::store::Place;
 
+/// The longest time that a VM's start waits to hear whether its object was replaced.
+const LOOK_LIMIT: Duration = Duration::from_secs(1);
+
 /// The first pause before another attempt, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
 
@@ -47,7 +50,7 @@ impl Remote {
         let mut attempt = 0;
         let meta = loop {
             let sent = Instant::now();
-            let head = timeout(options.limit, head(&place, &secrets)).await;
+            let head = timeout(options.limit, head(&*place.store, &place.path, &secrets)).await;
             match head.unwrap_or(Err(Failure::Late(options.limit))) {
                 Ok(meta) => {
                     latencies.add(sent.elapsed());
@@ -83,6 +86,15 @@ impl Remote {
     pub(super) fn version(&self) -> Option<&str> {
         let etag = self.meta.e_tag.as_deref();
         etag.filter(|etag| !etag.starts_with("W/"))
+    }
+
+    /// Whether the store still has the object that was opened under its name.
+    pub(super) async fn look(&self) -> Result<bool, Failure> {
+        let limit = self.options.limit.min(LOOK_LIMIT);
+        let looked = timeout(limit, head(&*self.store, &self.path, &self.secrets)).await;
+        let (now, then) = (looked.unwrap_or(Err(Failure::Late(limit)))?, &self.meta);
+        let is_dated_alike = self.version().is_some() || now.last_modified == then.last_modified;
+        Ok(now.size == then.size && now.e_tag == then.e_tag && is_dated_alike)
     }
 
     pub(super) fn hedge_after(&self) -> Duration {
@@ -256,29 +268,34 @@ impl Remote {
     }
 }
 
-/// The object's length and version.
-async fn head(place: &Place, secrets: &Secrets) -> Result<ObjectMeta, Failure> {
+/// The object's length and version: by HEAD, and by a GET of one byte from a server that refuses HEAD. The signature of
+/// a URL covers the method, a redirect may lead to such a URL, and some servers do not know HEAD.
+async fn head(
+    store: &dyn ObjectStore,
+    path: &Path,
+    secrets: &Secrets,
+) -> Result<ObjectMeta, Failure> {
     let (status, extensions) = watched();
     let options = GetOptions {
         head: true,
         extensions,
         ..GetOptions::default()
     };
-    let error = match place.store.get_opts(&place.path, options).await {
+    let error = match store.get_opts(path, options).await {
         Ok(answer) => return Ok(answer.meta),
         Err(error) => error,
     };
-    if !(place.is_signed && matches!(status.get(), 403 | 405)) {
+    let is_of_method = matches!(status.get(), 400 | 403 | 405 | 406 | 501);
+    if !is_of_method {
         return Err(Failure::sort(&error, status.get(), secrets));
     }
-    // The signature of a URL covers the method: one for GET refuses HEAD.
     let (status, extensions) = watched();
     let options = GetOptions {
         range: Some(GetRange::Bounded(0..1)),
         extensions,
         ..GetOptions::default()
     };
-    let answer = place.store.get_opts(&place.path, options).await;
+    let answer = store.get_opts(path, options).await;
     answer
         .map(|answer| answer.meta)
         .map_err(|error| Failure::sort(&error, status.get(), secrets))

@@ -26,6 +26,7 @@ use tokio::time::sleep;
 
 use crate::blob::{Blob, BlobError};
 use crate::cache::{CacheError, CacheOptions, DiskCache, Found, ObjectKey};
+use crate::standing::Standing;
 use counters::Counting;
 pub use counters::ObjectCounters;
 use failure::{Failure, Report};
@@ -333,6 +334,31 @@ impl Blob for ObjectBlob {
                 copy(&block, index * shared.block_bytes, offset, buffer).is_some()
             })
         })
+    }
+
+    /// One HEAD, without another attempt. A store that does not answer says nothing against the object: what was
+    /// opened is read as long as the store has it, since each answer has its version.
+    fn standing(&self) -> Result<Standing, BlobError> {
+        let shared = Arc::clone(&self.shared);
+        let looked = wait(&self.handle, async move { shared.remote.look().await });
+        match looked {
+            Ok(true) => Ok(Standing::Same),
+            Ok(false) => Ok(Standing::Replaced),
+            Err(failure) if failure.is_transient() => {
+                tracing::warn!(
+                    name = self.name,
+                    error = &failure.into_error(&self.name) as &dyn std::error::Error,
+                    "the store does not say whether the object was replaced: the one that was opened is used"
+                );
+                Ok(Standing::Same)
+            }
+            Err(failure) => Err(failure.into_error(&self.name)),
+        }
+    }
+
+    /// Each answer is compared with the version that was opened.
+    fn check_unchanged(&self) -> Result<(), BlobError> {
+        Ok(())
     }
 
     /// The ETag, unless it is weak.

@@ -27,8 +27,6 @@ pub(super) struct Place {
     pub(super) path: Path,
     /// What tells this object from others: its name, its store, and its query without a signature.
     pub(super) identity: String,
-    /// Whether the URL is of HTTP and has a query: such a URL may be signed for GET alone.
-    pub(super) is_signed: bool,
 }
 
 /// A URL, taken apart. No part of it is decoded.
@@ -183,7 +181,6 @@ impl<'a> Parts<'a> {
             store,
             path: path.map_err(invalid)?,
             identity: identity.join("\n"),
-            is_signed: is_http && self.query.is_some(),
         })
     }
 

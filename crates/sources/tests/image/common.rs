@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use pagetide_memory::Urgency;
 use pagetide_pager::Filled;
-use pagetide_sources::image::{CreateError, CreateOptions, Created, create};
+use pagetide_sources::image::{CreateError, CreateOptions, Created, Holes, create};
 use pagetide_sources::{GuestImage, ImageError, Location, OpenOptions, PagetideImage};
 
 /// A directory with files of these tests.
@@ -36,9 +36,14 @@ impl Place {
         self.path(name)
     }
 
-    /// Creates the image `name` from the memory file `raw`.
+    /// Creates the image `name` from the memory file `raw`, which may have any length, and no hole above a base.
     pub(crate) fn create(&self, raw: &str, name: &str, options: &CreateOptions) -> Created {
-        let created = self.try_create(raw, name, options);
+        let options = CreateOptions {
+            any_length: true,
+            holes: options.holes.or(Some(Holes::Base)),
+            ..options.clone()
+        };
+        let created = self.try_create(raw, name, &options);
         created.unwrap_or_else(|error| unreachable!("{name}: {error:?}"))
     }
 

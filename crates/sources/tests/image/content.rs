@@ -13,7 +13,9 @@ use pagetide_sources::image::{
     BasePlace, CreateError, CreateOptions, ExtractError, ExtractOptions, FormatError, Holes,
     ImageInfo, TargetError, VerifyOptions, extract, verify,
 };
-use pagetide_sources::{BlobError, GuestImage, ImageError, Location, OpenError, OpenOptions, open};
+use pagetide_sources::{
+    Bases, BlobError, GuestImage, ImageError, Location, OpenError, OpenOptions, open,
+};
 
 fn sound(place: &Place, name: &str) {
     let found = verify(&place.open(name), &VerifyOptions::default(), &mut |_, _| {});
@@ -54,7 +56,7 @@ fn every_chunk_size_and_length_comes_back() {
 #[test]
 fn short_memory_comes_back() {
     let place = Place::new();
-    for bytes in [0, 1, 100, 4095, 4096, 4097, 65_535, 65_536, 65_537] {
+    for bytes in [1, 100, 4095, 4096, 4097, 65_535, 65_536, 65_537] {
         let mut random = Random(bytes);
         let content = random.bytes(usize::try_from(bytes).expect("it fits"));
         place.write("raw", &content);
@@ -227,7 +229,7 @@ fn holes_of_a_diff_are_as_in_the_base() {
     assert_extracted(&place, "diff", &merged);
 
     let zero = CreateOptions {
-        holes: Holes::Zero,
+        holes: Some(Holes::Zero),
         ..on(&base)
     };
     place.create("dirty", "zeroes", &zero);
@@ -305,8 +307,17 @@ fn a_base_elsewhere_is_named_by_its_absolute_path() {
         info.base.expect("it has a base").place,
         BasePlace::Path(wanted)
     );
-    let image = place.open("diff");
-    assert_content(&image, &content, "diff");
+    // Whoever opens it decides whether it may name files elsewhere.
+    let location = Location::Path(place.path("diff"));
+    let error = open(&location, &OpenOptions::default()).expect_err("elsewhere");
+    assert!(matches!(error, OpenError::BaseElsewhere { .. }), "{error}");
+    assert!(error.is_refusal());
+    let anywhere = OpenOptions {
+        bases: Bases::Anywhere,
+        ..OpenOptions::default()
+    };
+    let image = open(&location, &anywhere).expect("it may");
+    assert_content(&*image, &content, "diff");
 }
 
 #[test]

@@ -3,4 +3,6 @@
 mod common;
 mod content;
 mod damage;
+mod identity;
 mod speed;
+mod trust;

@@ -1,0 +1,82 @@
+//! Prefetch below the VMM's limit of memory: what comes ahead must not end a VM that would have lived without it.
+
+use pagetide_memory::PageRange;
+use pagetide_pager::{Progress, RegionId};
+
+use super::Vm;
+
+/// What else a VMM needs while its memory fills: page tables take a 512th of it, and it has buffers of its own.
+const BESIDE: u64 = 4 << 20;
+
+impl Vm<'_> {
+    /// Leaves out of a plan for prefetch what the limit of the VMM's control groups has no room for: the rest of memory,
+    /// and then the end of a working set.
+    pub(super) fn fit(
+        &self,
+        first: Vec<(RegionId, PageRange)>,
+        then: Vec<RegionId>,
+    ) -> (Vec<(RegionId, PageRange)>, Vec<RegionId>) {
+        let Some(room) = self.limit.room() else {
+            return (first, then);
+        };
+        let missing = self.missing_bytes();
+        if room >= needed(missing) {
+            return (first, then);
+        }
+        tracing::warn!(
+            pid = self.peer.pid,
+            room,
+            missing,
+            "the limit of the VMM's control group has no room for all of its memory: prefetch leaves it out"
+        );
+        // Half of it stays for what the guest touches beside its working set.
+        let mut left = room / 2;
+        let fits = |(id, pages): &(RegionId, PageRange)| {
+            let bytes = pages.count().saturating_mul(self.page_bytes(*id));
+            let rest = left.checked_sub(bytes);
+            left = rest.unwrap_or(0);
+            rest.is_some()
+        };
+        (first.into_iter().take_while(fits).collect(), Vec::new())
+    }
+
+    /// Ends a prefetch for which there is no room any more: other processes of the group have taken it.
+    pub(super) fn end_prefetch_without_room(&mut self) {
+        if self.prefetch.is_none() {
+            return;
+        }
+        let Some(room) = self.limit.room() else {
+            return;
+        };
+        if room < BESIDE && self.missing_bytes() > 0 {
+            self.prefetch = None;
+            tracing::warn!(
+                pid = self.peer.pid,
+                room,
+                "the limit of the VMM's control group is near: prefetch has ended"
+            );
+        }
+    }
+
+    fn page_bytes(&self, id: RegionId) -> u64 {
+        let region = self.regions.iter().find(|region| region.id == id);
+        region.map_or(0, |region| region.page_size.bytes())
+    }
+
+    /// The part of the VM's memory that is missing, by its pages.
+    fn missing_bytes(&self) -> u64 {
+        let Progress {
+            present,
+            poisoned,
+            total,
+        } = self.pager.progress();
+        let missing = total.saturating_sub(present + poisoned);
+        let bytes = u128::from(self.memory_bytes) * u128::from(missing) / u128::from(total.max(1));
+        u64::try_from(bytes).unwrap_or(u64::MAX)
+    }
+}
+
+/// The bytes that a VMM gets while so many bytes of its memory become present.
+fn needed(missing: u64) -> u64 {
+    missing.saturating_add(missing / 512).saturating_add(BESIDE)
+}
