@@ -1,6 +1,7 @@
 //! How a command ends when it does not succeed.
 
 use std::error::Error;
+use std::io::Write;
 use std::process::ExitCode;
 
 use pagetide_bench::one_line;
@@ -31,7 +32,8 @@ impl Failure {
             Self::BadInput(error) => (error, 2),
             Self::Failed(error) => (error, 1),
         };
-        eprintln!("pagetide: {}", one_line(&**error));
+        // Whoever would read it may have gone: the status says that something was wrong.
+        let _ = writeln!(std::io::stderr(), "pagetide: {}", one_line(&**error));
         ExitCode::from(code)
     }
 }

@@ -10,6 +10,7 @@ mod documents;
 mod failure;
 mod generated;
 mod image;
+mod log;
 mod measuring;
 mod memcycler;
 mod memslots;
@@ -23,21 +24,21 @@ mod run;
 #[path = "run_unavailable.rs"]
 mod run;
 mod serve;
+mod service_manager;
 #[cfg(target_arch = "x86_64")]
 mod terminal;
 mod trial;
 mod working_set;
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
 use indicatif::ProgressBar;
-use tracing_subscriber::EnvFilter;
 
 use args::{Arguments, Bench, Command, Image, WorkingSet};
 use failure::{Failure, Unparsable};
-use serve::{AboveLine, LogFormat};
+use serve::LogFormat;
 
 fn main() -> ExitCode {
     match Arguments::try_parse() {
@@ -63,15 +64,25 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let line = match &arguments.command {
-        Command::Serve(_) => serve::line(),
-        _ => ProgressBar::hidden(),
-    };
-    log(&arguments.command, &line);
     match &arguments.command {
-        Command::Serve(arguments) => return serve::run(arguments, &line),
+        Command::Serve(arguments) => {
+            let line = serve::line();
+            let log = log::of_service(arguments.log(), &line);
+            let ended = serve::run(arguments, &line, &log);
+            log.flush();
+            return ended;
+        }
+        Command::Keep(arguments) => {
+            let log = log::of_service(LogFormat::Text, &ProgressBar::hidden());
+            let ended = serve::keep(arguments);
+            log.flush();
+            return ended.map(|()| ExitCode::SUCCESS);
+        }
+        _ => log::of_verb(),
+    }
+    match &arguments.command {
+        Command::Serve(_) | Command::Keep(_) => {}
         Command::Try(arguments) => trial::run(arguments)?,
-        Command::Keep(arguments) => serve::keep(arguments)?,
         Command::Probe(arguments) => probe::run(arguments)?,
         Command::Run(arguments) => return run::run(arguments),
         Command::Image(Image::Create(arguments)) => image::create(arguments)?,
@@ -91,24 +102,6 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Command::Man(arguments) => generated::manual(arguments)?,
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// Sends messages to standard error. A server's life is its messages; other verbs only warn.
-fn log(command: &Command, line: &ProgressBar) {
-    let (level, is_json) = match command {
-        Command::Serve(arguments) => ("info", arguments.log() == LogFormat::Json),
-        _ => ("warn", false),
-    };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
-    let subscriber = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(AboveLine(line.clone()));
-    if is_json {
-        subscriber.json().flatten_event(true).init();
-    } else {
-        subscriber.init();
-    }
 }
 
 /// Prints to standard output. A reader that has seen enough (`| head`) is no failure.

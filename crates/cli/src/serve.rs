@@ -2,13 +2,14 @@
 
 mod settings;
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::os::fd::FromRawFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,14 +22,17 @@ use pagetide_serve::{
     Stopper,
 };
 use pagetide_sources::Location;
-use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use tracing_subscriber::fmt::MakeWriter;
 
 use crate::failure::Failure;
+use crate::log::Queue;
+use crate::service_manager::{News, tell};
 use settings::Settings;
 pub(crate) use settings::{BasesArgument, LogFormat};
+
+/// How long the end waits for the terminal to take the line away.
+const TERMINAL: Duration = Duration::from_millis(500);
 
 /// A server ends within 5 s of SIGTERM. Guests are drained for 3.5 s, and what is missing then is poisoned.
 const END: Duration = Duration::from_millis(4800);
@@ -122,7 +126,11 @@ pub(crate) fn keep(arguments: &KeepArguments) -> Result<(), Failure> {
 }
 
 /// Serves until a signal, or with --once until the last VM has gone.
-pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<ExitCode, Failure> {
+pub(crate) fn run(
+    arguments: &ServeArguments,
+    line: &ProgressBar,
+    log: &Queue,
+) -> Result<ExitCode, Failure> {
     let (options, settings) = arguments.options()?;
     // A VM takes about a dozen. A service manager's soft limit is 1024, for programs that use select().
     let _ = raise_descriptors();
@@ -144,6 +152,7 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
         error => Failure::bad_input(error),
     })?;
     is_starting.store(false, Ordering::Release);
+    server.metrics().watch_log(log.dropped());
     let exporter = match &settings.metrics {
         None => None,
         Some(address) => {
@@ -168,21 +177,29 @@ pub(crate) fn run(arguments: &ServeArguments, line: &ProgressBar) -> Result<Exit
             "the server runs without a filter of its system calls"
         );
     }
-    tell_service_manager(NotifyState::Ready);
+    tell(News::Ready);
     let handle = signals.handle();
     let showing = show(server.metrics(), server.stopper(), line);
     let (stopper, metrics) = (server.stopper(), server.metrics());
     let result = thread::scope(|scope| {
-        scope.spawn(|| obey_signals(signals, arguments, &settings, &stopper, &metrics, seccomp));
+        scope.spawn(|| {
+            obey_signals(
+                signals,
+                arguments,
+                &settings,
+                &stopper,
+                (&metrics, log),
+                seccomp,
+            );
+        });
         let result = server.run();
         handle.close();
         result
     });
-    if let Some(showing) = showing {
-        // It does not panic.
-        let _ = showing.join();
+    if let Some(cleared) = showing {
+        // A terminal that takes nothing does not hold the end up.
+        let _ = cleared.recv_timeout(TERMINAL);
     }
-    line.finish_and_clear();
     result.map_err(Failure::failed)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -192,17 +209,18 @@ fn obey_signals(
     arguments: &ServeArguments,
     started: &Settings,
     stopper: &Stopper,
-    metrics: &Metrics,
+    (metrics, log): (&Metrics, &Queue),
     seccomp: Seccomp,
 ) {
     for signal in signals.forever() {
         if signal != SIGHUP {
-            tracing::info!(signal, "ending");
-            tell_service_manager(NotifyState::Stopping);
             if !stopper.is_stopping() {
-                end_in_time(metrics.clone());
+                end_in_time(metrics.clone(), log.clone());
             }
+            // First what was asked for, and then the news of it.
             stopper.stop();
+            tracing::info!(signal, "ending");
+            tell(News::Stopping);
             continue;
         }
         match arguments.options() {
@@ -230,13 +248,14 @@ fn obey_signals(
 /// Ends the process if the server has not ended in time: while the options are read again, an image may be
 /// opened from a store that is silent. Not before the last VM has ended: a missing page that is not poisoned
 /// yet could read as zeroes.
-fn end_in_time(metrics: Metrics) {
+fn end_in_time(metrics: Metrics, log: Queue) {
     let wait = move || {
         thread::sleep(END);
         while metrics.totals().vms > 0 {
             thread::sleep(Duration::from_millis(50));
         }
         tracing::error!("the server had not ended in time: the process ends without it");
+        log.flush();
         std::process::exit(0);
     };
     let started = thread::Builder::new().name("pt-end".into()).spawn(wait);
@@ -248,13 +267,6 @@ fn end_in_time(metrics: Metrics) {
 fn has_url(options: &Options) -> bool {
     let is_url = |binding: &Binding| matches!(binding.image, Location::Url(_));
     options.bindings.iter().any(is_url)
-}
-
-/// Tells systemd, if it has started the process and asks to be told.
-fn tell_service_manager(state: NotifyState<'_>) {
-    if let Err(error) = sd_notify::notify(&[state]) {
-        tracing::warn!(%error, "the service manager was not told");
-    }
 }
 
 /// The listening sockets that systemd has opened.
@@ -274,12 +286,14 @@ fn inherited() -> Vec<UnixListener> {
     descriptors.map(adopt).collect()
 }
 
-/// Shows one line on a terminal, which is refreshed while the server runs.
-fn show(metrics: Metrics, stopper: Stopper, line: &ProgressBar) -> Option<thread::JoinHandle<()>> {
+/// Shows one line on a terminal, which is refreshed while the server runs. What is returned has a message when the line
+/// was cleared.
+fn show(metrics: Metrics, stopper: Stopper, line: &ProgressBar) -> Option<mpsc::Receiver<()>> {
     if line.is_hidden() {
         return None;
     }
     let line = line.clone();
+    let (send, cleared) = mpsc::channel();
     let refresh = move || {
         let (mut before, mut at) = (metrics.totals(), Instant::now());
         while !stopper.is_stopping() {
@@ -296,11 +310,13 @@ fn show(metrics: Metrics, stopper: Stopper, line: &ProgressBar) -> Option<thread
             ));
             line.tick();
         }
+        line.finish_and_clear();
+        let _ = send.send(());
     };
-    thread::Builder::new()
+    let started = thread::Builder::new()
         .name("pt-progress".into())
-        .spawn(refresh)
-        .ok()
+        .spawn(refresh);
+    started.ok().map(|_| cleared)
 }
 
 /// The line of [`show`]; hidden if standard error is no terminal.
@@ -313,26 +329,4 @@ pub(crate) fn line() -> ProgressBar {
         line.set_style(style);
     }
     line
-}
-
-/// Standard error, above the line.
-#[derive(Clone)]
-pub(crate) struct AboveLine(pub(crate) ProgressBar);
-
-impl Write for AboveLine {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.suspend(|| io::stderr().write(bytes))
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
-    }
-}
-
-impl MakeWriter<'_> for AboveLine {
-    type Writer = Self;
-
-    fn make_writer(&self) -> Self {
-        self.clone()
-    }
 }
