@@ -1,0 +1,40 @@
+//! Live migration as a protocol and a codec. Nothing here performs I/O, knows KVM or a VMM, or reads a clock.
+//!
+//! docs/design/migration-protocol.md is the protocol: the hand-over of the VM, every message with its bounds, the
+//! records, and the numbered guards.
+//!
+//! - [`Message`], [`Frame`], [`Decoder`]: the codec; [`page_checksum`];
+//! - [`handshake`]: versions, features, and the proof that a stream belongs to its session;
+//! - [`journal`]: what a side must still know after its process has died;
+//! - [`convergence`]: whether precopy goes on;
+//! - [`PageSet`], [`RoundBytes`], [`Layout`]: missing pages, the rounds of pages, and their numbers.
+
+mod checksum;
+mod coding;
+pub mod convergence;
+mod frame;
+pub mod handshake;
+mod ids;
+pub mod journal;
+mod layout;
+mod message;
+mod pages;
+mod rounds;
+mod wire;
+
+pub use checksum::page_checksum;
+pub use coding::Received;
+pub use convergence::Decision;
+pub use frame::{
+    Decoder, FLAG_OPTIONAL, Frame, FrameError, HEADER_BYTES, MAGIC, MAX_UNKNOWN_BYTES,
+};
+pub use ids::{MapDigest, MigrationId, ParseHexError, Secret, Token, TokenHash, VmId};
+pub use layout::{Area, Layout, LayoutError, MAX_AREAS, MAX_MEMORY_BYTES, PAGE_BYTES};
+pub use message::{
+    CONTROL, CancelCode, Content, DeclineCode, MAX_MAP_PAGES, MAX_REASONS, MAX_REQUIREMENT_BYTES,
+    MAX_RUN_PAGES, MAX_STATE_BYTES, MAX_STREAMS, Message, Offer, PageRecord, Stage, StreamIndex,
+    max_payload_bytes,
+};
+pub use pages::{MapPartError, PageSet};
+pub use rounds::{Round, RoundBytes};
+pub use wire::{DecodeError, MAX_TEXT_BYTES};
