@@ -1,8 +1,11 @@
-//! Live migration as a protocol and a codec. Nothing here performs I/O, knows KVM or a VMM, or reads a clock.
+//! Live migration as a protocol, a codec and two state machines. Nothing here performs I/O, knows KVM or a VMM, or reads
+//! a clock: whoever drives the machines tells them what has happened ([`SourceEvent`], [`DestinationEvent`]), and does
+//! what they say ([`SourceAction`], [`DestinationAction`]), in order.
 //!
 //! docs/design/migration-protocol.md is the protocol: the hand-over of the VM, every message with its bounds, the
 //! records, and the numbered guards.
 //!
+//! - [`Source`] and [`Destination`]: the machines;
 //! - [`Message`], [`Frame`], [`Decoder`]: the codec; [`page_checksum`];
 //! - [`handshake`]: versions, features, and the proof that a stream belongs to its session;
 //! - [`journal`]: what a side must still know after its process has died;
@@ -12,19 +15,33 @@
 mod checksum;
 mod coding;
 pub mod convergence;
+mod destination;
+mod event;
 mod frame;
+mod guard;
 pub mod handshake;
+#[cfg(test)]
+mod hostile_tests;
 mod ids;
 pub mod journal;
 mod layout;
 mod message;
+#[cfg(test)]
+mod model;
 mod pages;
 mod rounds;
+mod source;
+mod takeover;
 mod wire;
 
 pub use checksum::page_checksum;
 pub use coding::Received;
 pub use convergence::Decision;
+pub use destination::Destination;
+pub use event::{
+    DestinationAction, DestinationEvent, Outcome, Owner, Phase, Refused, SourceAction, SourceEvent,
+    Timer, Word,
+};
 pub use frame::{
     Decoder, FLAG_OPTIONAL, Frame, FrameError, HEADER_BYTES, MAGIC, MAX_UNKNOWN_BYTES,
 };
@@ -37,4 +54,6 @@ pub use message::{
 };
 pub use pages::{MapPartError, PageSet};
 pub use rounds::{Round, RoundBytes};
+pub use source::{RestartError, Source};
+pub use takeover::{Former, TakeOver, TakeOverError};
 pub use wire::{DecodeError, MAX_TEXT_BYTES};

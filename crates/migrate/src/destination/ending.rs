@@ -1,0 +1,88 @@
+//! Records, refusal, and how the migration ends.
+
+use super::{Destination, Step};
+use crate::event::{DestinationAction, Outcome, Refused};
+use crate::guard::Guard;
+use crate::journal::RecordKind;
+use crate::message::{CONTROL, Message};
+
+impl Destination {
+    /// Whether this side may still refuse: it has not got *c*.
+    pub(super) fn may_refuse(&self) -> bool {
+        match self.step {
+            Step::Receiving | Step::Punching | Step::Loading | Step::Ready => true,
+            Step::Entering | Step::EnterFailed | Step::Running => {
+                !self.guards.has(Guard::NoRefusalAfterCommit)
+            }
+            _ => false,
+        }
+    }
+
+    pub(super) fn refuse(&mut self, out: &mut Vec<DestinationAction>) {
+        self.step = Step::Refusing;
+        out.push(DestinationAction::Record(RecordKind::Refused));
+    }
+
+    pub(super) fn run(&mut self, out: &mut Vec<DestinationAction>) {
+        self.step = Step::Running;
+        out.push(DestinationAction::Enter);
+        self.say_entered(out);
+    }
+
+    /// That the VM runs here, and what it misses: the source may have been started again, and not know.
+    pub(super) fn say_entered(&self, out: &mut Vec<DestinationAction>) {
+        if self.is_up(CONTROL) {
+            out.push(DestinationAction::Send(Message::Entered));
+            out.push(DestinationAction::SendMap);
+            out.push(DestinationAction::Send(Message::Resume));
+            self.say_complete(out);
+        }
+    }
+
+    pub(super) fn recorded(
+        &mut self,
+        kind: RecordKind,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        match (kind, self.step) {
+            (RecordKind::Entered, Step::Entering) => self.run(out),
+            (RecordKind::Refused, Step::Refusing) => {
+                self.step = Step::Refused;
+                self.send(Message::Refusal(self.refusal), out);
+            }
+            (RecordKind::Finished, _) | (_, Step::Ended(_)) => {}
+            (RecordKind::Entered, Step::Running) if !self.guards.has(Guard::EnteredSynced) => {}
+            _ => return Err(self.unexpected("recorded")),
+        }
+        Ok(())
+    }
+
+    pub(super) fn record_failed(
+        &mut self,
+        kind: RecordKind,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        match (kind, self.step) {
+            (RecordKind::Entered, Step::Entering)
+                if !self.guards.has(Guard::FailedEnteredHidden) =>
+            {
+                self.run(out);
+            }
+            // It may be in the journal. It is written again until it is there.
+            (RecordKind::Entered, Step::Entering) => self.step = Step::EnterFailed,
+            (RecordKind::Refused, Step::Refusing) => self.step = Step::RefuseFailed,
+            (RecordKind::Finished, _) | (_, Step::Ended(_)) => {}
+            (RecordKind::Entered, Step::Running) if !self.guards.has(Guard::EnteredSynced) => {}
+            _ => return Err(self.unexpected("record-failed")),
+        }
+        Ok(())
+    }
+
+    pub(super) fn end(&mut self, outcome: Outcome, out: &mut Vec<DestinationAction>) {
+        self.step = Step::Ended(outcome);
+        if outcome != Outcome::Complete {
+            out.push(DestinationAction::Free);
+        }
+        out.push(DestinationAction::Done(outcome));
+    }
+}

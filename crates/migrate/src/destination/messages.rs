@@ -1,0 +1,250 @@
+//! What the source says, and what this host answers.
+
+use super::{Destination, Step};
+use crate::event::{DestinationAction, Outcome, Refused};
+use crate::guard::Guard;
+use crate::ids::{MapDigest, Token};
+use crate::journal::RecordKind;
+use crate::message::{CONTROL, CancelCode, Message, StreamIndex};
+
+impl Destination {
+    pub(super) fn received(
+        &mut self,
+        index: StreamIndex,
+        message: Message,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        let name = message.name();
+        if !self.is_up(index) || index != CONTROL && message != Message::EndMark {
+            return Err(Refused::Stream {
+                message: name,
+                stream: index,
+            });
+        }
+        match message {
+            Message::Offer(offer) if self.step == Step::Connecting => {
+                if offer.layout.pages() != self.missing.pages() {
+                    return Err(self.unexpected(name));
+                }
+                self.commit_hash = Some(offer.commit_hash);
+                self.step = Step::Admitting;
+                out.push(DestinationAction::Admit);
+                Ok(())
+            }
+            Message::EndMark => self.end_mark(index, out),
+            Message::Map { first, count, bits } => self.map(first, count, &bits),
+            Message::Sealed { digest } => self.sealed(digest, out),
+            Message::Commit(token) => self.commit(&token, out),
+            Message::Cancel { code } => self.cancelled(code, out),
+            Message::RefusalSeen => self.refusal_seen(out),
+            Message::Released => self.released(out),
+            // Its bytes are the caller's.
+            Message::State { .. } if self.is_before_enter() => Ok(()),
+            Message::Held { .. } | Message::Continued | Message::Alive => Ok(()),
+            _ => Err(self.unexpected(name)),
+        }
+    }
+
+    fn is_before_enter(&self) -> bool {
+        !matches!(
+            self.step,
+            Step::Connecting | Step::Admitting | Step::Running | Step::Ended(_) | Step::Lost
+        )
+    }
+
+    pub(super) fn admitted(&mut self, out: &mut Vec<DestinationAction>) -> Result<(), Refused> {
+        if self.step != Step::Admitting {
+            return Err(self.unexpected("admitted"));
+        }
+        self.step = Step::Receiving;
+        self.send(
+            Message::Accepted {
+                refusal_hash: self.refusal.hash(),
+            },
+            out,
+        );
+        Ok(())
+    }
+
+    fn end_mark(
+        &mut self,
+        index: StreamIndex,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        // As for a record, the one before it is stored.
+        if !self.stream(index, "end-mark")?.storing.is_empty() {
+            return Err(Refused::Stream {
+                message: "end-mark",
+                stream: index,
+            });
+        }
+        if matches!(self.step, Step::Connecting | Step::Admitting) {
+            return Err(self.unexpected("end-mark"));
+        }
+        out.push(DestinationAction::Acknowledge(
+            index,
+            Message::Stored { pages: 1 },
+        ));
+        Ok(())
+    }
+
+    fn map(&mut self, first: u64, count: u32, bits: &[u8]) -> Result<(), Refused> {
+        match self.step {
+            Step::Receiving => self.missing.set_part(first, u64::from(count), bits)?,
+            // The source repeats its seal when the link is up again.
+            _ if self.is_before_enter() => {}
+            _ => return Err(self.unexpected("map")),
+        }
+        Ok(())
+    }
+
+    fn sealed(
+        &mut self,
+        digest: MapDigest,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        match self.step {
+            Step::Receiving => {}
+            Step::Ready => {
+                self.say_ready(out);
+                return Ok(());
+            }
+            _ if self.is_before_enter() => return Ok(()),
+            _ => return Err(self.unexpected("sealed")),
+        }
+        // Every stream that is up at the source has its end mark. What comes on any other is old.
+        for other in (0..).map(StreamIndex).take(self.streams.len()) {
+            let is_storing = self
+                .streams
+                .get(usize::from(other.0))
+                .is_some_and(|s| !s.storing.is_empty());
+            if is_storing && self.guards.has(Guard::PrecopyEnds) {
+                self.lose_stream(other)?;
+                out.push(DestinationAction::Close(other));
+            }
+        }
+        let found = self.missing.digest();
+        if found != digest && self.guards.has(Guard::SameMap) {
+            self.refuse(out);
+            return Ok(());
+        }
+        self.map_digest = Some(found);
+        self.step = Step::Punching;
+        if self.guards.has(Guard::MissingPunched) {
+            out.push(DestinationAction::Punch);
+            return Ok(());
+        }
+        self.punched(out)
+    }
+
+    pub(super) fn punched(&mut self, out: &mut Vec<DestinationAction>) -> Result<(), Refused> {
+        if self.step != Step::Punching {
+            return Err(self.unexpected("punched"));
+        }
+        self.step = Step::Loading;
+        out.push(DestinationAction::Load);
+        Ok(())
+    }
+
+    pub(super) fn loaded(&mut self, out: &mut Vec<DestinationAction>) -> Result<(), Refused> {
+        if self.step != Step::Loading {
+            return Err(self.unexpected("loaded"));
+        }
+        self.step = Step::Ready;
+        self.say_ready(out);
+        if !self.guards.has(Guard::CommitNeeded) {
+            self.enter(out);
+        }
+        Ok(())
+    }
+
+    fn say_ready(&self, out: &mut Vec<DestinationAction>) {
+        if let Some(digest) = self.map_digest {
+            self.send(Message::Ready { digest }, out);
+        }
+    }
+
+    fn cancelled(
+        &mut self,
+        code: CancelCode,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        match self.step {
+            // A source that has shown *c* cannot cancel.
+            Step::Entering | Step::EnterFailed | Step::Running | Step::Lost => {
+                Err(self.unexpected("cancel"))
+            }
+            Step::Ended(_) => Ok(()),
+            _ => {
+                self.end(
+                    match code {
+                        CancelCode::Cancelled => Outcome::Cancelled,
+                        CancelCode::Failed | CancelCode::GuestEnded => Outcome::Failed,
+                    },
+                    out,
+                );
+                Ok(())
+            }
+        }
+    }
+
+    fn refusal_seen(&mut self, out: &mut Vec<DestinationAction>) -> Result<(), Refused> {
+        match self.step {
+            Step::Refused => self.end(Outcome::Refused, out),
+            Step::Ended(_) => {}
+            _ => return Err(self.unexpected("refusal-seen")),
+        }
+        Ok(())
+    }
+
+    fn released(&mut self, out: &mut Vec<DestinationAction>) -> Result<(), Refused> {
+        match self.step {
+            Step::Running if self.missing.is_empty() || !self.guards.has(Guard::NothingMissing) => {
+                self.end(Outcome::Complete, out);
+            }
+            Step::Ended(_) => {}
+            Step::Lost => self.end(Outcome::Lost, out),
+            _ => return Err(self.unexpected("released")),
+        }
+        Ok(())
+    }
+
+    /// *c*, from the peer or from an operator.
+    pub(super) fn commit(
+        &mut self,
+        token: &Token,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        if self.commit_hash != Some(token.hash()) && self.guards.has(Guard::CommitVerified) {
+            return Err(Refused::WrongToken);
+        }
+        match self.step {
+            Step::Ready => self.enter(out),
+            // It is repeated whenever the link is up again.
+            Step::Entering | Step::EnterFailed | Step::Running => {}
+            // A source that was started again may not know that all is done.
+            Step::Ended(Outcome::Complete) => self.say_entered(out),
+            Step::Lost | Step::Ended(Outcome::Lost) => self.send(Message::Lost, out),
+            Step::Refusing | Step::RefuseFailed | Step::Refused
+                if !self.guards.has(Guard::RefusedForGood) =>
+            {
+                self.enter(out);
+            }
+            Step::Refusing | Step::RefuseFailed => {}
+            Step::Refused | Step::Ended(Outcome::Refused) => {
+                self.send(Message::Refusal(self.refusal), out);
+            }
+            _ => return Err(self.unexpected("commit")),
+        }
+        Ok(())
+    }
+
+    pub(super) fn enter(&mut self, out: &mut Vec<DestinationAction>) {
+        self.has_commit = true;
+        self.step = Step::Entering;
+        out.push(DestinationAction::Record(RecordKind::Entered));
+        if !self.guards.has(Guard::EnteredSynced) {
+            self.run(out);
+        }
+    }
+}

@@ -1,0 +1,352 @@
+//! The destination: it takes pages, loads the VM's state, and runs the VM when it has *c*.
+
+mod ending;
+mod messages;
+mod pages;
+
+use pagetide_memory::{PageIndex, PageRange};
+
+use crate::event::{
+    DestinationAction, DestinationEvent, Outcome, Owner, Phase, Refused, Timer, Word,
+};
+use crate::guard::Guards;
+use crate::ids::{MapDigest, Token, TokenHash};
+use crate::journal::RecordKind;
+use crate::message::{CONTROL, Message, StreamIndex};
+use crate::pages::PageSet;
+use crate::rounds::RoundBytes;
+use crate::takeover::TakeOver;
+
+/// What the destination waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Step {
+    /// The source's offer.
+    Connecting,
+    /// Whether this host can take the VM.
+    Admitting,
+    /// Pages, and the seal.
+    Receiving,
+    /// That missing pages have no content.
+    Punching,
+    /// The vCPUs' and devices' state.
+    Loading,
+    /// *c*.
+    Ready,
+    /// The record *entered*.
+    Entering,
+    /// The same, which failed to sync.
+    EnterFailed,
+    /// Missing pages, then the source's *released*: the VM runs.
+    Running,
+    /// The record *refused*.
+    Refusing,
+    /// The same, which failed to sync.
+    RefuseFailed,
+    /// That the source has *r*.
+    Refused,
+    /// The operator's release: the VM is lost.
+    Lost,
+    /// Nothing.
+    Ended(Outcome),
+}
+
+/// One stream.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Stream {
+    is_up: bool,
+    /// The parts of a record that are being stored.
+    storing: Vec<PageRange>,
+    /// The whole record's pages.
+    run: PageRange,
+    /// The record that is being stored is one of postcopy.
+    is_postcopy: bool,
+}
+
+const NO_PAGES: PageRange = PageRange::new(PageIndex(0), 0);
+
+/// The destination's machine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Destination {
+    guards: Guards,
+    step: Step,
+    refusal: Token,
+    commit_hash: Option<TokenHash>,
+    /// The newest round that was taken of each page.
+    rounds: RoundBytes,
+    /// The missing map: as it comes in until the seal, then what is still missing.
+    missing: PageSet,
+    /// The digest of the map as it was at the seal.
+    map_digest: Option<MapDigest>,
+    streams: Vec<Stream>,
+    /// *c* has come.
+    has_commit: bool,
+    /// Records of postcopy that were dropped because their pages were there.
+    duplicates: u64,
+}
+
+impl Destination {
+    /// The destination of a migration that begins. `pages` is what its host has admitted.
+    pub fn new(refusal: Token, pages: u64, streams: u16) -> Self {
+        Self::with_guards(refusal, pages, streams, Guards::default())
+    }
+
+    pub(crate) fn with_guards(refusal: Token, pages: u64, streams: u16, guards: Guards) -> Self {
+        let stream = Stream {
+            is_up: false,
+            storing: Vec::new(),
+            run: NO_PAGES,
+            is_postcopy: false,
+        };
+        Self {
+            guards,
+            step: Step::Connecting,
+            refusal,
+            commit_hash: None,
+            rounds: RoundBytes::new(pages),
+            missing: PageSet::empty(pages),
+            map_digest: None,
+            streams: vec![stream; usize::from(streams.max(1))],
+            has_commit: false,
+            duplicates: 0,
+        }
+    }
+
+    /// The destination after its process has died, and its memory with it, by what its journal says.
+    pub fn restart(
+        _former: &TakeOver,
+        refusal: Token,
+        commit_hash: TokenHash,
+        pages: u64,
+        streams: u16,
+        last: Option<RecordKind>,
+    ) -> (Self, Vec<DestinationAction>) {
+        Self::new(refusal, pages, streams).restarted(commit_hash, last)
+    }
+
+    pub(crate) fn restarted(
+        mut self,
+        commit_hash: TokenHash,
+        last: Option<RecordKind>,
+    ) -> (Self, Vec<DestinationAction>) {
+        self.commit_hash = Some(commit_hash);
+        let mut out = Vec::new();
+        match last {
+            Some(RecordKind::Entered) => self.step = Step::Lost,
+            Some(RecordKind::Refused) => self.step = Step::Refused,
+            Some(RecordKind::Finished) => self.step = Step::Ended(Outcome::Complete),
+            _ if self.guards.has(crate::guard::Guard::RestartRefuses) => self.refuse(&mut out),
+            _ => self.step = Step::Ready,
+        }
+        (self, out)
+    }
+
+    /// What has happened. Returns what is to be done.
+    ///
+    /// # Errors
+    /// [`Refused`]: the machine is as before.
+    pub fn handle(&mut self, event: DestinationEvent) -> Result<Vec<DestinationAction>, Refused> {
+        let mut out = Vec::new();
+        match event {
+            DestinationEvent::StreamUp(stream) => self.stream_up(stream, &mut out)?,
+            DestinationEvent::StreamDown(stream) => self.lose_stream(stream)?,
+            DestinationEvent::Received(stream, message) => {
+                self.received(stream, message, &mut out)?;
+            }
+            DestinationEvent::Pages {
+                stream,
+                record,
+                is_intact,
+            } => {
+                self.page_record(stream, &record, is_intact, &mut out)?;
+            }
+            DestinationEvent::Admitted => self.admitted(&mut out)?,
+            DestinationEvent::NotAdmitted(code, reasons) if self.step == Step::Admitting => {
+                self.send(Message::Declined { code, reasons }, &mut out);
+                self.end(Outcome::Refused, &mut out);
+            }
+            DestinationEvent::NotAdmitted(..) => return Err(self.unexpected("not-admitted")),
+            DestinationEvent::Stored(stream) => self.stored(stream, &mut out)?,
+            DestinationEvent::Punched => self.punched(&mut out)?,
+            DestinationEvent::Loaded => self.loaded(&mut out)?,
+            DestinationEvent::LoadFailed if self.step == Step::Loading => self.refuse(&mut out),
+            DestinationEvent::LoadFailed => return Err(self.unexpected("load-failed")),
+            DestinationEvent::Fault(run) => self.fault(run, &mut out)?,
+            DestinationEvent::Recorded(kind) => self.recorded(kind, &mut out)?,
+            DestinationEvent::RecordFailed(kind) => self.record_failed(kind, &mut out)?,
+            DestinationEvent::Timer(timer) => self.timer(timer, &mut out),
+            DestinationEvent::Word(word) => self.word(&word, &mut out)?,
+        }
+        Ok(out)
+    }
+
+    /// The pages that are missing here.
+    pub fn missing(&self) -> &PageSet {
+        &self.missing
+    }
+
+    /// Records of postcopy that were dropped because their pages were there.
+    pub fn duplicates(&self) -> u64 {
+        self.duplicates
+    }
+
+    /// The refusal token, for an operator to carry; `None` while it must not be known.
+    pub fn token(&self) -> Option<Token> {
+        matches!(self.step, Step::Refused | Step::Ended(Outcome::Refused)).then_some(self.refusal)
+    }
+
+    /// Where the migration stands.
+    pub fn phase(&self) -> Phase {
+        match self.step {
+            Step::Connecting | Step::Admitting => Phase::Connecting,
+            Step::Receiving => Phase::Precopy,
+            Step::Punching | Step::Loading => Phase::Sealed,
+            Step::Ready if self.is_up(CONTROL) => Phase::Ready,
+            Step::Ready => Phase::Undecided,
+            Step::Entering | Step::EnterFailed => Phase::Ready,
+            Step::Running => Phase::Postcopy,
+            Step::Refusing | Step::RefuseFailed | Step::Refused => Phase::Refused,
+            Step::Lost => Phase::Lost,
+            Step::Ended(Outcome::Complete) => Phase::Complete,
+            Step::Ended(Outcome::Cancelled) => Phase::Cancelled,
+            Step::Ended(Outcome::Refused) => Phase::Refused,
+            Step::Ended(Outcome::Failed) => Phase::Failed,
+            Step::Ended(Outcome::Lost) => Phase::Lost,
+        }
+    }
+
+    /// Who owns the VM, as this side knows.
+    pub fn owner(&self) -> Owner {
+        match self.phase() {
+            Phase::Ready | Phase::Undecided => Owner::Undecided,
+            Phase::Postcopy | Phase::Complete => Owner::Own,
+            Phase::Lost => Owner::Nobody,
+            _ => Owner::Peer,
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn guards(&self) -> Guards {
+        self.guards
+    }
+
+    #[cfg(test)]
+    pub(crate) fn step(&self) -> &Step {
+        &self.step
+    }
+
+    fn unexpected(&self, message: &'static str) -> Refused {
+        Refused::Unexpected {
+            message,
+            phase: self.phase(),
+        }
+    }
+
+    fn is_up(&self, stream: StreamIndex) -> bool {
+        self.streams
+            .get(usize::from(stream.0))
+            .is_some_and(|stream| stream.is_up)
+    }
+
+    fn stream(
+        &mut self,
+        index: StreamIndex,
+        message: &'static str,
+    ) -> Result<&mut Stream, Refused> {
+        let stream = self.streams.get_mut(usize::from(index.0));
+        stream.ok_or(Refused::Stream {
+            message,
+            stream: index,
+        })
+    }
+
+    /// Sends a message if the control stream is up. Whoever sends repeats it when the stream is up again.
+    fn send(&self, message: Message, out: &mut Vec<DestinationAction>) {
+        if self.is_up(CONTROL) {
+            out.push(DestinationAction::Send(message));
+        }
+    }
+
+    fn stream_up(
+        &mut self,
+        index: StreamIndex,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        self.lose_stream(index)?;
+        self.stream(index, "stream-up")?.is_up = true;
+        if index == CONTROL {
+            self.greet(out);
+        }
+        Ok(())
+    }
+
+    /// What the source may not have got before the control stream was lost.
+    fn greet(&self, out: &mut Vec<DestinationAction>) {
+        match self.step {
+            Step::Running => self.say_entered(out),
+            Step::Refused => self.send(Message::Refusal(self.refusal), out),
+            Step::Lost => self.send(Message::Lost, out),
+            _ => {}
+        }
+    }
+
+    fn lose_stream(&mut self, index: StreamIndex) -> Result<(), Refused> {
+        let stream = self.stream(index, "stream-down")?;
+        stream.is_up = false;
+        stream.storing.clear();
+        stream.run = NO_PAGES;
+        Ok(())
+    }
+
+    fn timer(&mut self, timer: Timer, out: &mut Vec<DestinationAction>) {
+        match (timer, self.step) {
+            (Timer::Retry, Step::EnterFailed) => self.enter(out),
+            (Timer::Retry, Step::RefuseFailed) => self.refuse(out),
+            (Timer::Reconnect, _) if !self.is_up(CONTROL) && self.may_refuse() => self.refuse(out),
+            _ => {}
+        }
+    }
+
+    fn word(&mut self, word: &Word, out: &mut Vec<DestinationAction>) -> Result<(), Refused> {
+        let nothing = Refused::Word {
+            phase: self.phase(),
+        };
+        match word {
+            Word::Accept(token) => self.commit(token, out),
+            Word::Refuse if self.may_refuse() => {
+                self.refuse(out);
+                Ok(())
+            }
+            // The operator's word that the source's host is dead, in place of *c*.
+            Word::Fenced if self.step == Step::Ready && self.is_up(CONTROL) => Err(Refused::LinkUp),
+            Word::Fenced if self.step == Step::Ready => {
+                self.enter(out);
+                Ok(())
+            }
+            Word::Abandon if self.step == Step::Running && !self.missing.is_empty() => {
+                let empty = PageSet::empty(self.missing.pages());
+                out.push(DestinationAction::Poison(std::mem::replace(
+                    &mut self.missing,
+                    empty,
+                )));
+                self.say_complete(out);
+                Ok(())
+            }
+            Word::Release => match self.step {
+                Step::Running if self.missing.is_empty() => {
+                    self.end(Outcome::Complete, out);
+                    Ok(())
+                }
+                Step::Refused => {
+                    self.end(Outcome::Refused, out);
+                    Ok(())
+                }
+                Step::Lost => {
+                    self.end(Outcome::Lost, out);
+                    Ok(())
+                }
+                _ => Err(nothing),
+            },
+            Word::Cancel | Word::Refuse | Word::Fenced | Word::Abandon => Err(nothing),
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Page records: which of them are stored, and when they are acknowledged.
+
+use pagetide_memory::{PageIndex, PageRange};
+
+use super::{Destination, Step};
+use crate::event::{DestinationAction, Outcome, Refused};
+use crate::guard::Guard;
+use crate::message::{Message, PageRecord, StreamIndex};
+use crate::rounds::Round;
+
+/// The acknowledgement of a record.
+fn stored(run: PageRange) -> Message {
+    Message::Stored {
+        pages: pages_of(run),
+    }
+}
+
+/// A record has at most [`MAX_RUN_PAGES`](crate::MAX_RUN_PAGES).
+fn pages_of(run: PageRange) -> u32 {
+    u32::try_from(run.count()).unwrap_or(u32::MAX)
+}
+
+impl Destination {
+    pub(super) fn page_record(
+        &mut self,
+        index: StreamIndex,
+        record: &PageRecord,
+        is_intact: bool,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        let stream = self.stream(index, "pages")?;
+        // A record is offered when the one before it is stored.
+        if !stream.is_up || !stream.storing.is_empty() {
+            return Err(Refused::Stream {
+                message: "pages",
+                stream: index,
+            });
+        }
+        if matches!(self.step, Step::Connecting | Step::Admitting) {
+            return Err(self.unexpected("pages"));
+        }
+        let run = record.run;
+        if run.is_empty() || run.end().0 > self.missing.pages() {
+            return Err(Refused::Outside { run });
+        }
+        if !is_intact && self.guards.has(Guard::DamagedDropped) {
+            out.push(DestinationAction::Acknowledge(
+                index,
+                Message::Damaged {
+                    pages: pages_of(run),
+                },
+            ));
+            return Ok(());
+        }
+        if self.is_being_stored(run) && self.guards.has(Guard::OneStoreAtATime) {
+            out.push(DestinationAction::Later(index));
+            return Ok(());
+        }
+        let is_postcopy = record.round == Round::POSTCOPY;
+        let parts = if is_postcopy {
+            self.postcopy_parts(run)
+        } else {
+            self.precopy_parts(run, record.round)
+        };
+        if parts.is_empty() {
+            self.duplicates += u64::from(is_postcopy);
+            out.push(DestinationAction::Acknowledge(index, stored(run)));
+            return Ok(());
+        }
+        if !is_postcopy {
+            parts
+                .iter()
+                .for_each(|part| self.rounds.take(*part, record.round));
+        }
+        if !self.guards.has(Guard::StoredFirst) {
+            out.push(DestinationAction::Acknowledge(index, stored(run)));
+        }
+        let stream = self.stream(index, "pages")?;
+        stream.storing.clone_from(&parts);
+        stream.run = run;
+        stream.is_postcopy = is_postcopy;
+        out.push(DestinationAction::Store(index, parts));
+        Ok(())
+    }
+
+    fn is_being_stored(&self, run: PageRange) -> bool {
+        let mut storing = self.streams.iter().flat_map(|stream| &stream.storing);
+        storing.any(|other| !other.intersection(run).is_empty())
+    }
+
+    /// The parts of a record of precopy that are newer than what was taken.
+    fn precopy_parts(&self, run: PageRange, round: Round) -> Vec<PageRange> {
+        let has_ended = self.step != Step::Receiving;
+        if has_ended && self.guards.has(Guard::PrecopyEnds) {
+            return Vec::new();
+        }
+        if !self.guards.has(Guard::NewestRoundWins) {
+            return vec![run];
+        }
+        let mut parts = Vec::new();
+        let mut rest = run;
+        while let Some((count, is_newer)) = self.rounds.uniform(rest, round) {
+            let (head, tail) = rest.split_at(count);
+            if is_newer {
+                parts.push(head);
+            }
+            rest = tail;
+        }
+        parts
+    }
+
+    /// The parts of a record of postcopy whose pages are missing.
+    fn postcopy_parts(&self, run: PageRange) -> Vec<PageRange> {
+        let is_installing = matches!(
+            self.step,
+            Step::Loading | Step::Ready | Step::Entering | Step::EnterFailed | Step::Running
+        );
+        if !is_installing {
+            return Vec::new();
+        }
+        if !self.guards.has(Guard::InstalledOnce) {
+            return vec![run];
+        }
+        let mut parts = Vec::new();
+        let mut from = run.first();
+        while from < run.end()
+            && let Some(next) = self.missing.next_run(from, run.end().0 - from.0)
+        {
+            let part = next.intersection(run);
+            if part.is_empty() {
+                break;
+            }
+            parts.push(part);
+            from = PageIndex(part.end().0);
+        }
+        parts
+    }
+
+    /// The record that was being stored on a stream is stored.
+    pub(super) fn stored(
+        &mut self,
+        index: StreamIndex,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        let stream = self.stream(index, "stored")?;
+        let parts = std::mem::take(&mut stream.storing);
+        let (run, is_postcopy) = (stream.run, stream.is_postcopy);
+        if parts.is_empty() {
+            return Err(self.unexpected("stored"));
+        }
+        if self.guards.has(Guard::StoredFirst) {
+            out.push(DestinationAction::Acknowledge(index, stored(run)));
+        }
+        if is_postcopy {
+            let was_empty = self.missing.is_empty();
+            parts.into_iter().for_each(|part| self.missing.remove(part));
+            if !was_empty {
+                self.say_complete(out);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn say_complete(&self, out: &mut Vec<DestinationAction>) {
+        let is_complete = self.missing.is_empty() || !self.guards.has(Guard::NothingMissing);
+        if matches!(self.step, Step::Running | Step::Ended(Outcome::Complete)) && is_complete {
+            self.send(Message::Complete, out);
+        }
+    }
+
+    /// A thread waits for pages: those of them that are missing are asked for, and the others are on their way or there.
+    pub(super) fn fault(
+        &self,
+        run: PageRange,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        if !matches!(self.step, Step::Loading | Step::Running) {
+            return Err(self.unexpected("fault"));
+        }
+        if run.is_empty() || run.end().0 > self.missing.pages() {
+            return Err(Refused::Outside { run });
+        }
+        let limit = u64::from(crate::message::MAX_RUN_PAGES);
+        let mut from = run.first();
+        while from < run.end()
+            && let Some(next) = self.missing.next_run(from, limit.min(run.end().0 - from.0))
+        {
+            let part = next.intersection(run);
+            if part.is_empty() {
+                break;
+            }
+            self.send(Message::Request { run: part }, out);
+            from = part.end();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,363 @@
+//! Every message in every state, as a hostile peer sends it: an error with a name, and the machine as before.
+
+use std::mem::discriminant;
+
+use pagetide_memory::{PageIndex, PageRange};
+
+use crate::coding::tests::examples;
+use crate::destination::{Destination, Step as DestinationStep};
+use crate::event::{
+    DestinationAction, DestinationEvent, Outcome, Phase, Refused, SourceAction, SourceEvent, Timer,
+    Word,
+};
+use crate::ids::{MapDigest, Secret, Token};
+use crate::journal::RecordKind;
+use crate::message::{CONTROL, CancelCode, Content, DeclineCode, Message, PageRecord, StreamIndex};
+use crate::model::offer;
+use crate::pages::PageSet;
+use crate::rounds::Round;
+use crate::source::{RestartError, Source, Step as SourceStep};
+use crate::{Decision, Former, TakeOver};
+
+const PAGES: u64 = 16;
+
+fn commit() -> Token {
+    Token::new(Secret([0xc0; 32]))
+}
+
+fn refusal() -> Token {
+    Token::new(Secret([0xf0; 32]))
+}
+
+/// The source's states on the way to the end, each with the machine.
+fn sources() -> Vec<Source> {
+    let mut source = Source::new(commit(), PAGES, 2);
+    let mut all = vec![source.clone()];
+    let digest = PageSet::empty(PAGES).digest();
+    let received = |message| SourceEvent::Received(CONTROL, message);
+    let acknowledged =
+        |stream, pages| SourceEvent::Received(StreamIndex(stream), Message::Stored { pages });
+    for event in [
+        SourceEvent::StreamUp(CONTROL),
+        SourceEvent::StreamUp(StreamIndex(1)),
+        received(Message::Accepted {
+            refusal_hash: refusal().hash(),
+        }),
+        SourceEvent::JournalOpened,
+        SourceEvent::Room(CONTROL, 256),
+        acknowledged(0, 16),
+        SourceEvent::Decided(Decision::Postcopy),
+        SourceEvent::Paused,
+        SourceEvent::Harvested(PageSet::empty(PAGES)),
+        acknowledged(0, 1),
+        acknowledged(1, 1),
+        SourceEvent::Recorded(RecordKind::Sealed),
+        received(Message::Ready { digest }),
+        SourceEvent::Recorded(RecordKind::Yielded),
+        received(Message::Entered),
+        received(Message::Complete),
+    ] {
+        source.handle(event).unwrap();
+        all.push(source.clone());
+    }
+    assert_eq!(*source.step(), SourceStep::Ended(Outcome::Complete));
+    all
+}
+
+fn record(first: u64, count: u64, round: u8) -> DestinationEvent {
+    let run = PageRange::new(PageIndex(first), count);
+    let record = PageRecord {
+        run,
+        round: Round(round),
+        content: Content::Zero,
+        checksum: 0,
+    };
+    DestinationEvent::Pages {
+        stream: CONTROL,
+        record,
+        is_intact: true,
+    }
+}
+
+/// The destination's.
+fn destinations() -> Vec<Destination> {
+    let mut destination = Destination::new(refusal(), PAGES, 2);
+    let mut all = vec![destination.clone()];
+    let digest = PageSet::empty(PAGES).digest();
+    let received = |message| DestinationEvent::Received(CONTROL, message);
+    let offered = crate::message::Offer {
+        commit_hash: commit().hash(),
+        ..offer(PAGES)
+    };
+    for event in [
+        DestinationEvent::StreamUp(CONTROL),
+        received(Message::Offer(Box::new(offered))),
+        DestinationEvent::Admitted,
+        record(0, 16, 1),
+        DestinationEvent::Stored(CONTROL),
+        received(Message::EndMark),
+        received(Message::Sealed { digest }),
+        DestinationEvent::Punched,
+        DestinationEvent::Loaded,
+        received(Message::Commit(commit())),
+        DestinationEvent::Recorded(RecordKind::Entered),
+        received(Message::Released),
+    ] {
+        destination.handle(event).unwrap();
+        all.push(destination.clone());
+    }
+    assert_eq!(
+        *destination.step(),
+        DestinationStep::Ended(Outcome::Complete)
+    );
+    all
+}
+
+/// Every type of message with values that an honest peer would not send, and some that it would.
+fn messages() -> Vec<Message> {
+    let mut all: Vec<_> = examples().into_iter().map(|(message, _)| message).collect();
+    let far = PageRange::new(PageIndex(u64::MAX - 300), 256);
+    all.extend([
+        Message::Stored { pages: u32::MAX },
+        Message::Damaged { pages: u32::MAX },
+        Message::Map {
+            first: u64::MAX - 7,
+            count: 8,
+            bits: vec![0xff],
+        },
+        Message::Map {
+            first: 0,
+            count: 16,
+            bits: vec![0xff, 0xff],
+        },
+        Message::Ready {
+            digest: MapDigest([0; 32]),
+        },
+        Message::Request { run: far },
+        Message::Refusal(commit()),
+        Message::Commit(refusal()),
+    ]);
+    all
+}
+
+#[test]
+fn the_source_refuses_what_does_not_belong_and_never_runs_after_the_yield() {
+    let mut refused = 0;
+    for before in sources() {
+        for message in messages() {
+            for stream in [CONTROL, StreamIndex(1), StreamIndex(9)] {
+                let mut source = before.clone();
+                match source.handle(SourceEvent::Received(stream, message.clone())) {
+                    Err(error) => {
+                        assert_eq!(source, before, "{}: {error}", message.name());
+                        assert!(!error.to_string().is_empty());
+                        refused += 1;
+                    }
+                    Ok(actions) => {
+                        let is_bound =
+                            matches!(before.step(), SourceStep::Yielded | SourceStep::Postcopy);
+                        let runs = actions.iter().any(|action| {
+                            matches!(
+                                action,
+                                SourceAction::Run | SourceAction::Record(RecordKind::RunningAgain)
+                            )
+                        });
+                        assert!(
+                            !(is_bound && runs),
+                            "{} in {:?}",
+                            message.name(),
+                            before.step()
+                        );
+                    }
+                }
+            }
+        }
+    }
+    assert!(refused > 1000, "{refused}");
+}
+
+#[test]
+fn the_destination_refuses_what_does_not_belong_and_never_enters_without_the_token() {
+    let mut refused = 0;
+    for before in destinations() {
+        let mut events: Vec<_> = messages()
+            .into_iter()
+            .flat_map(|message| {
+                [CONTROL, StreamIndex(1), StreamIndex(9)]
+                    .map(|stream| DestinationEvent::Received(stream, message.clone()))
+            })
+            .collect();
+        events.extend([
+            record(16, 1, 1),
+            record(u64::MAX - 1, 1, 255),
+            record(0, 0, 1),
+            record(3, 256, 2),
+        ]);
+        events.push(DestinationEvent::Stored(StreamIndex(9)));
+        events.push(DestinationEvent::Fault(PageRange::new(PageIndex(15), 2)));
+        for event in events {
+            let mut destination = before.clone();
+            match destination.handle(event.clone()) {
+                Err(error) => {
+                    assert_eq!(destination, before, "{event:?}: {error}");
+                    refused += 1;
+                }
+                Ok(actions) => {
+                    let enters = actions.iter().any(|action| {
+                        matches!(
+                            action,
+                            DestinationAction::Enter
+                                | DestinationAction::Record(RecordKind::Entered)
+                        )
+                    });
+                    assert!(!enters, "{event:?} in {:?}", before.step());
+                }
+            }
+        }
+    }
+    assert!(refused > 800, "{refused}");
+}
+
+#[test]
+fn an_event_of_the_callers_in_a_wrong_state_changes_nothing() {
+    for before in sources() {
+        for event in [
+            SourceEvent::JournalOpened,
+            SourceEvent::JournalFailed,
+            SourceEvent::Room(StreamIndex(9), 1),
+            SourceEvent::Decided(Decision::NextRound),
+            SourceEvent::Paused,
+            SourceEvent::Harvested(PageSet::full(PAGES)),
+            SourceEvent::Recorded(RecordKind::Refused),
+            SourceEvent::RecordFailed(RecordKind::Yielded),
+            SourceEvent::Word(Word::Fenced),
+            SourceEvent::Word(Word::Release),
+            SourceEvent::StreamUp(StreamIndex(2)),
+        ] {
+            let mut source = before.clone();
+            if source.handle(event).is_err() {
+                assert_eq!(source, before);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_journal_that_cannot_be_written_is_found_out_before_the_first_page() {
+    let opening = sources()
+        .into_iter()
+        .find(|source| *source.step() == SourceStep::Opening);
+    let mut source = opening.unwrap();
+    let actions = source.handle(SourceEvent::JournalFailed).unwrap();
+    let code = CancelCode::Failed;
+    assert_eq!(
+        actions,
+        [
+            SourceAction::Send(Message::Cancel { code }),
+            SourceAction::Done(Outcome::Failed)
+        ],
+        "the VM was never stopped"
+    );
+}
+
+#[test]
+fn a_host_that_lacks_something_refuses_with_all_reasons_at_once() {
+    let admitting = destinations()
+        .into_iter()
+        .find(|side| *side.step() == DestinationStep::Admitting);
+    let mut destination = admitting.unwrap();
+    let reasons = vec!["no MSR 0x10".to_owned(), "no CPUID 7".to_owned()];
+    let event = DestinationEvent::NotAdmitted(DeclineCode::Host, reasons.clone());
+    let declined = Message::Declined {
+        code: DeclineCode::Host,
+        reasons,
+    };
+    let actions = destination.handle(event).unwrap();
+    assert_eq!(
+        actions.first(),
+        Some(&DestinationAction::Send(declined.clone()))
+    );
+    let mut source = Source::new(commit(), PAGES, 1);
+    source.handle(SourceEvent::StreamUp(CONTROL)).unwrap();
+    let actions = source
+        .handle(SourceEvent::Received(CONTROL, declined))
+        .unwrap();
+    assert!(
+        actions.contains(&SourceAction::Done(Outcome::Refused)),
+        "{actions:?}"
+    );
+    assert_eq!(source.phase(), Phase::Refused);
+}
+
+#[test]
+fn an_offer_of_other_memory_than_was_admitted_is_refused() {
+    let mut destination = Destination::new(refusal(), PAGES, 1);
+    destination
+        .handle(DestinationEvent::StreamUp(CONTROL))
+        .unwrap();
+    let before = destination.clone();
+    let event = DestinationEvent::Received(CONTROL, Message::Offer(Box::new(offer(PAGES + 1))));
+    assert!(destination.handle(event).is_err());
+    assert_eq!(destination, before);
+}
+
+#[test]
+fn a_source_that_was_sealed_and_ran_on_is_not_started_again() {
+    let former = TakeOver::check(Former {
+        journal_locked_by: None,
+        has_ended: true,
+    })
+    .unwrap();
+    let restart = |last| {
+        Source::restart(&former, commit(), refusal().hash(), PAGES, 1, last)
+            .map(|(source, _)| source)
+    };
+    assert_eq!(restart(None), Err(RestartError::NotSealed));
+    assert_eq!(
+        restart(Some(RecordKind::RunningAgain)),
+        Err(RestartError::RanAfterSeal)
+    );
+    assert_eq!(
+        restart(Some(RecordKind::Finished)),
+        Err(RestartError::Finished)
+    );
+    let mut yielded = restart(Some(RecordKind::Yielded)).unwrap();
+    assert_eq!(yielded.token(), Some(commit()));
+    assert_eq!(
+        yielded.handle(SourceEvent::Timer(Timer::Reconnect)),
+        Ok(vec![])
+    );
+    let (lost, _) = Destination::restart(
+        &former,
+        refusal(),
+        commit().hash(),
+        PAGES,
+        1,
+        Some(RecordKind::Entered),
+    );
+    assert_eq!((lost.phase(), lost.token()), (Phase::Lost, None));
+}
+
+#[test]
+fn fenced_is_taken_only_in_doubt() {
+    for before in sources() {
+        let mut source = before.clone();
+        let result = source.handle(SourceEvent::Word(Word::Fenced));
+        match before.step() {
+            SourceStep::Yielded => assert_eq!(result, Err(Refused::LinkUp)),
+            SourceStep::Postcopy => assert_eq!(result, Err(Refused::HasRun)),
+            _ => assert_eq!(
+                discriminant(&result.unwrap_err()),
+                discriminant(&Refused::Word { phase: Phase::Lost })
+            ),
+        }
+    }
+    for before in destinations() {
+        let mut destination = before.clone();
+        let result = destination.handle(DestinationEvent::Word(Word::Fenced));
+        match before.step() {
+            DestinationStep::Ready => assert_eq!(result, Err(Refused::LinkUp)),
+            _ => assert!(matches!(result, Err(Refused::Word { .. }))),
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! The caller of the machines, as the model has it: it does what they want at once, but for records, stores and loading.
+
+use pagetide_memory::{PageIndex, PageRange};
+
+use super::Bounds;
+use super::world::{Fate, LinkState, Packet, World};
+use crate::event::{DestinationAction, DestinationEvent, Refused, SourceAction, SourceEvent};
+use crate::ids::{Secret, VmId};
+use crate::journal::RecordKind;
+use crate::layout::{Area, Layout};
+use crate::message::{CONTROL, Content, Message, Offer, PageRecord, StreamIndex};
+use crate::pages::PageSet;
+
+fn at(stream: StreamIndex) -> usize {
+    usize::from(stream.0)
+}
+
+fn page_at(page: PageIndex) -> usize {
+    usize::try_from(page.0).unwrap()
+}
+
+/// The parts of a map as they are sent.
+pub(crate) fn map_parts(map: &PageSet) -> impl Iterator<Item = Message> {
+    let part = 1 << 12;
+    (0..map.pages()).step_by(part).map(move |first| {
+        let count = (map.pages() - first).min(part as u64);
+        Message::Map {
+            first,
+            count: u32::try_from(count).unwrap(),
+            bits: map.part(first, count),
+        }
+    })
+}
+
+pub(crate) fn offer(pages: u64) -> Offer {
+    let area = Area {
+        start: pagetide_memory::GuestAddress(0),
+        bytes: pages * 4096,
+    };
+    Offer {
+        vm: VmId([1; 16]),
+        session: Secret([2; 32]),
+        commit_hash: super::world::commit_token().hash(),
+        layout: Layout::new(vec![area]).unwrap(),
+        vcpus: 1,
+        is_paused: false,
+        verifies: false,
+    }
+}
+
+impl World {
+    /// From the first connection until the first page.
+    pub(crate) fn agree(&mut self, bounds: &Bounds) {
+        for stream in (0..bounds.streams).map(StreamIndex) {
+            self.connect(stream);
+        }
+        let offer = Message::Offer(Box::new(offer(bounds.pages)));
+        self.destination(DestinationEvent::Received(CONTROL, offer))
+            .unwrap();
+        self.deliver_to_source(CONTROL);
+    }
+
+    pub(crate) fn connect(&mut self, stream: StreamIndex) {
+        let link = &mut self.links[at(stream)];
+        link.to_destination.clear();
+        link.storing.clear();
+        link.state = LinkState::Up;
+        self.destination(DestinationEvent::StreamUp(stream))
+            .unwrap();
+        self.source(SourceEvent::StreamUp(stream)).unwrap();
+    }
+
+    /// Tells the source's machine, and does what it wants. Words and messages may be refused.
+    pub(crate) fn source(&mut self, event: SourceEvent) -> Result<(), Refused> {
+        let actions = self.source.handle(event)?;
+        self.do_source(actions);
+        Ok(())
+    }
+
+    pub(crate) fn do_source(&mut self, actions: Vec<SourceAction>) {
+        for action in actions {
+            self.do_for_source(action);
+        }
+    }
+
+    fn do_for_source(&mut self, action: SourceAction) {
+        let pages = self.destination.missing().pages();
+        match action {
+            SourceAction::OpenJournal { .. } => self.source(SourceEvent::JournalOpened).unwrap(),
+            SourceAction::Send(message) => self.send(CONTROL, Packet::Message(message)),
+            SourceAction::SendEndMark(stream) => {
+                self.send(stream, Packet::Message(Message::EndMark));
+            }
+            SourceAction::SendPages(stream, run, round) => {
+                let record = PageRecord {
+                    run,
+                    round,
+                    content: Content::Bytes,
+                    checksum: 0,
+                };
+                let versions = run
+                    .iter()
+                    .map(|page| self.source_memory[page_at(page)])
+                    .collect();
+                self.send(
+                    stream,
+                    Packet::Pages {
+                        record,
+                        versions,
+                        is_intact: true,
+                    },
+                );
+            }
+            SourceAction::SendMap => {
+                let parts: Vec<_> = map_parts(self.source.missing()).collect();
+                parts
+                    .into_iter()
+                    .for_each(|part| self.send(CONTROL, Packet::Message(part)));
+            }
+            SourceAction::SendState => self.send(CONTROL, Packet::State(self.source_state)),
+            SourceAction::Harvest => {
+                let mut written = PageSet::empty(pages);
+                for page in (0..pages).filter(|page| self.log >> page & 1 == 1) {
+                    written.insert(PageRange::single(PageIndex(page)));
+                }
+                self.log = 0;
+                self.source(SourceEvent::Harvested(written)).unwrap();
+            }
+            SourceAction::Pause => {
+                self.source_runs = false;
+                self.source(SourceEvent::Paused).unwrap();
+            }
+            SourceAction::Record(kind) => {
+                if kind == RecordKind::Sealed {
+                    self.sealed_state = self.source_state;
+                }
+                match kind {
+                    // Nothing waits for it.
+                    RecordKind::Entered => self.source_journal.synced.push(kind),
+                    _ => self.source_journal.pending = Some(kind),
+                }
+            }
+            SourceAction::Run => self.source_runs = true,
+            SourceAction::Free => self.is_freed = true,
+            SourceAction::ArmLog | SourceAction::RoundEnded(_) | SourceAction::Done(_) => {}
+        }
+    }
+
+    fn send(&mut self, stream: StreamIndex, packet: Packet) {
+        let link = &mut self.links[at(stream)];
+        if link.state == LinkState::Up {
+            link.to_destination.push_back(packet);
+        }
+    }
+
+    /// Tells the destination's machine, and does what it wants.
+    pub(crate) fn destination(&mut self, event: DestinationEvent) -> Result<(), Refused> {
+        let actions = self.destination.handle(event)?;
+        self.do_destination(actions);
+        Ok(())
+    }
+
+    pub(crate) fn do_destination(&mut self, actions: Vec<DestinationAction>) {
+        for action in actions {
+            self.do_for_destination(action);
+        }
+    }
+
+    fn answer(&mut self, stream: StreamIndex, message: Message) {
+        let link = &mut self.links[at(stream)];
+        if link.state == LinkState::Up {
+            link.to_source.push_back(message);
+        }
+    }
+
+    fn do_for_destination(&mut self, action: DestinationAction) {
+        match action {
+            DestinationAction::Admit => self.destination(DestinationEvent::Admitted).unwrap(),
+            DestinationAction::Send(message) => self.answer(CONTROL, message),
+            DestinationAction::Acknowledge(stream, message) => self.answer(stream, message),
+            // The caller has them from the record.
+            DestinationAction::Store(..) | DestinationAction::Later(_) => {}
+            DestinationAction::Close(stream) => self.close(stream),
+            DestinationAction::Punch => {
+                for page in self.destination.missing().iter() {
+                    self.destination_memory[page_at(page)] = None;
+                }
+                self.destination(DestinationEvent::Punched).unwrap();
+            }
+            DestinationAction::Load => self.is_loading = true,
+            DestinationAction::SendMap => {
+                let parts: Vec<_> = map_parts(self.destination.missing()).collect();
+                parts
+                    .into_iter()
+                    .for_each(|part| self.answer(CONTROL, part));
+            }
+            DestinationAction::Record(kind) => self.destination_journal.pending = Some(kind),
+            DestinationAction::Enter => self.destination_runs = true,
+            DestinationAction::Poison(pages) => {
+                pages.iter().for_each(|page| self.poisoned |= 1 << page.0);
+            }
+            DestinationAction::Free => self.destination_memory.fill(None),
+            DestinationAction::Done(_) => {}
+        }
+    }
+
+    /// The destination closes a stream; the source finds out by and by.
+    fn close(&mut self, stream: StreamIndex) {
+        let link = &mut self.links[at(stream)];
+        link.to_destination.clear();
+        link.storing.clear();
+        let was_up = link.state == LinkState::Up;
+        link.state = LinkState::Down;
+        link.to_source.clear();
+        if was_up && self.source_fate == Fate::Alive {
+            self.source(SourceEvent::StreamDown(stream)).unwrap();
+        }
+    }
+
+    pub(crate) fn deliver_to_source(&mut self, stream: StreamIndex) {
+        let message = self.links[at(stream)].to_source.pop_front().unwrap();
+        let result = self.source(SourceEvent::Received(stream, message));
+        self.note(&result);
+    }
+
+    pub(crate) fn deliver_to_destination(&mut self, stream: StreamIndex) {
+        let packet = self.links[at(stream)].to_destination.pop_front().unwrap();
+        match packet {
+            Packet::Message(message) => {
+                let result = self.destination(DestinationEvent::Received(stream, message));
+                self.note(&result);
+            }
+            Packet::State(version) => {
+                self.received_state.get_or_insert(version);
+            }
+            Packet::Pages {
+                record,
+                versions,
+                is_intact,
+            } => {
+                let event = DestinationEvent::Pages {
+                    stream,
+                    record,
+                    is_intact,
+                };
+                let actions = match self.destination.handle(event) {
+                    Ok(actions) => actions,
+                    Err(error) => return self.note(&Err(error)),
+                };
+                match actions.iter().find(|action| {
+                    matches!(
+                        action,
+                        DestinationAction::Store(..) | DestinationAction::Later(_)
+                    )
+                }) {
+                    Some(DestinationAction::Later(_)) => {
+                        let packet = Packet::Pages {
+                            record,
+                            versions,
+                            is_intact,
+                        };
+                        self.links[at(stream)].to_destination.push_front(packet);
+                    }
+                    Some(DestinationAction::Store(_, parts)) => {
+                        let content = record.run.iter().zip(versions);
+                        let stored = content
+                            .filter(|(page, _)| parts.iter().any(|part| part.contains(*page)));
+                        self.links[at(stream)].storing = stored
+                            // What was damaged is wrong wherever it is stored.
+                            .map(|(page, version)| (page.0, if is_intact { version } else { 0 }))
+                            .collect();
+                    }
+                    _ => {}
+                }
+                self.do_destination(actions);
+            }
+        }
+    }
+
+    /// Nobody here is hostile, so no message is refused.
+    fn note(&mut self, result: &Result<(), Refused>) {
+        self.has_refused |= result.is_err() && !self.is_map_damaged;
+    }
+
+    pub(crate) fn finish_store(&mut self, stream: StreamIndex) {
+        for (page, version) in std::mem::take(&mut self.links[at(stream)].storing) {
+            self.destination_memory[usize::try_from(page).unwrap()] = Some(version);
+        }
+        self.destination(DestinationEvent::Stored(stream)).unwrap();
+    }
+}

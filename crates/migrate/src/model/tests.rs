@@ -1,0 +1,168 @@
+use std::time::Instant;
+
+use stateright::{Checker, HasDiscoveries, Model};
+
+use super::acts::Act;
+use super::diagram::diagram;
+use super::{Bounds, graph};
+use crate::guard::{Guard, Guards};
+
+/// What makes a guard's absence visible: the guest's writes and the disturbances. The fewest that do.
+fn bounds_without(guard: Guard) -> Bounds {
+    let (writes, disturbances) = match guard {
+        Guard::LastHarvest
+        | Guard::NewestRoundWins
+        | Guard::OneStoreAtATime
+        | Guard::MissingPunched => (1, 0),
+        Guard::InstalledOnce => (2, 0),
+        Guard::KeptUntilComplete | Guard::NothingMissing => (1, 0),
+        Guard::Unacknowledged
+        | Guard::OncePerRound
+        | Guard::EndMarksAcknowledged
+        | Guard::StoredFirst => (0, 1),
+        Guard::SameMap | Guard::DamagedDropped => (1, 1),
+        Guard::YieldSynced
+        | Guard::RefusalNeeded
+        | Guard::RefusalVerified
+        | Guard::CommitNeeded => (0, 1),
+        Guard::RefusedForGood | Guard::NoRefusalAfterCommit | Guard::NoFenceAfterEntered => (0, 1),
+        Guard::RestartRefuses | Guard::MapDecides => (0, 1),
+        Guard::PrecopyEnds | Guard::EnteredSynced => (1, 1),
+        Guard::CommitVerified | Guard::FailedYieldHidden => (0, 2),
+        Guard::RunningAgainSynced | Guard::FailedEnteredHidden => (1, 2),
+        Guard::FailedYieldBinds => (1, 3),
+    };
+    let streams = match guard {
+        Guard::NewestRoundWins
+        | Guard::OneStoreAtATime
+        | Guard::PrecopyEnds
+        | Guard::EndMarksAcknowledged => 2,
+        _ => 1,
+    };
+    let guards = Guards::without(guard);
+    if guard == Guard::FailedYieldBinds {
+        return Bounds {
+            guards,
+            ..Bounds::one(writes, disturbances)
+        };
+    }
+    Bounds {
+        streams,
+        guards,
+        ..Bounds::two(writes, disturbances)
+    }
+}
+
+/// What goes wrong in a model, and how.
+fn failure(bounds: Bounds) -> Option<(String, Vec<Act>)> {
+    let checker = bounds
+        .checker()
+        .threads(2)
+        .finish_when(HasDiscoveries::AnyFailures);
+    let checker = checker.spawn_bfs().join();
+    let found = checker.discoveries().into_iter().next();
+    if let Some((name, path)) = found {
+        return Some((name.to_owned(), path.into_actions()));
+    }
+    let acts = graph::explore(&bounds, |_| {}).stuck()?;
+    Some(("the end can be reached from every state".to_owned(), acts))
+}
+
+/// What `make test` visits: pages, rounds and streams with one disturbance, and the hand-over alone with two.
+const MODELS: [fn() -> Bounds; 2] = [|| Bounds::two(1, 1), || Bounds::one(1, 2)];
+
+#[test]
+fn every_property_holds() {
+    for bounds in MODELS {
+        check(bounds());
+    }
+}
+
+fn check(bounds: Bounds) {
+    let started = Instant::now();
+    let checker = bounds.checker().threads(2).spawn_bfs().join();
+    let (states, depth) = (checker.unique_state_count(), checker.max_depth());
+    println!(
+        "{states} states, depth {depth}, {:.1} s",
+        started.elapsed().as_secs_f64()
+    );
+    if let Some((name, path)) = checker.discoveries().into_iter().next() {
+        let acts = path.into_actions();
+        panic!("{name}:\n{}", diagram(checker.model(), &acts));
+    }
+}
+
+#[test]
+fn the_end_can_be_reached_from_every_state() {
+    for bounds in MODELS {
+        let (started, bounds) = (Instant::now(), bounds());
+        let mut complete = 0;
+        let graph = graph::explore(&bounds, |world| {
+            complete += usize::from(world.is_complete());
+        });
+        println!(
+            "{} states, {:.1} s",
+            graph.states(),
+            started.elapsed().as_secs_f64()
+        );
+        assert!(complete > 0);
+        if let Some(acts) = graph.stuck() {
+            panic!("no way on from here:\n{}", diagram(&bounds, &acts));
+        }
+    }
+}
+
+#[test]
+fn the_model_finds_the_absence_of_every_guard() {
+    for guard in Guard::ALL {
+        let started = Instant::now();
+        let bounds = bounds_without(*guard);
+        let Some((property, acts)) = failure(bounds) else {
+            panic!(
+                "nothing goes wrong without guard {}, {guard:?}",
+                *guard as u8
+            );
+        };
+        let seconds = started.elapsed().as_secs_f64();
+        println!(
+            "without guard {}, {guard:?}: not \"{property}\" ({seconds:.1} s)",
+            *guard as u8
+        );
+        println!("{}", diagram(&bounds, &acts));
+    }
+}
+
+/// The guards of the document are those of the code, by number.
+#[test]
+fn the_document_lists_every_guard() {
+    let path = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../docs/design/migration-protocol.md"
+    );
+    let text = std::fs::read_to_string(path).unwrap();
+    let (_, section) = text.split_once("\n## Guards\n").unwrap();
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let rows = section.lines().filter_map(|line| {
+        let mut cells = line.strip_prefix("| ")?.split(" | ");
+        let number: u8 = cells.next()?.parse().ok()?;
+        Some((number, cells.next()?.to_owned()))
+    });
+    let code = Guard::ALL
+        .iter()
+        .map(|guard| (*guard as u8, format!("`{guard:?}`")));
+    assert_eq!(rows.collect::<Vec<_>>(), code.collect::<Vec<_>>());
+}
+
+/// The large models. By hand.
+#[test]
+#[ignore = "many minutes and gigabytes: cargo test -p pagetide-migrate -- --ignored --nocapture"]
+fn every_property_holds_in_large_models() {
+    check(Bounds::two(1, 2));
+    check(Bounds {
+        pages: 3,
+        streams: 3,
+        rounds: 3,
+        written_pages: 3,
+        ..Bounds::two(1, 1)
+    });
+}

@@ -1,0 +1,269 @@
+//! Streams, records and their acknowledgements.
+
+use pagetide_memory::PageIndex;
+
+use super::{Sent, Source, Step};
+use crate::event::Outcome;
+use crate::event::{Refused, SourceAction};
+use crate::guard::Guard;
+use crate::journal::RecordKind;
+use crate::message::{CONTROL, CancelCode, MAX_RUN_PAGES, Message, StreamIndex};
+use crate::pages::PageSet;
+use crate::rounds::Round;
+
+impl Source {
+    /// Whether the pages that are sent are those of the seal.
+    fn is_after_seal(&self) -> bool {
+        matches!(
+            self.step,
+            Step::Sealing
+                | Step::Sealed
+                | Step::Yielding
+                | Step::YieldFailed
+                | Step::Yielded
+                | Step::Postcopy
+        )
+    }
+
+    /// Whether a stream with room has something to send.
+    pub fn wants_room(&self) -> bool {
+        matches!(self.step, Step::Precopy | Step::LastRound | Step::Postcopy)
+            && !self.to_send.is_empty()
+    }
+
+    pub(super) fn stream_up(
+        &mut self,
+        index: StreamIndex,
+        out: &mut Vec<SourceAction>,
+    ) -> Result<(), Refused> {
+        if self.stream(index, "stream-up")?.is_up {
+            self.lose_sent(index);
+        }
+        let stream = self.stream(index, "stream-up")?;
+        stream.is_up = true;
+        stream.has_mark = false;
+        if self.step == Step::Marking {
+            self.mark(index, out);
+        }
+        if index == CONTROL {
+            self.greet(out);
+            self.seal_if_marked(out);
+        }
+        Ok(())
+    }
+
+    /// What the destination may not have got before the control stream was lost.
+    fn greet(&self, out: &mut Vec<SourceAction>) {
+        match self.step {
+            Step::Sealed => self.send_seal(out),
+            // In postcopy, for a destination that has all and has heard so: it says it again.
+            Step::Yielded | Step::Postcopy => self.send(Message::Commit(self.commit), out),
+            Step::Ended(outcome) => self.say_end(outcome, out),
+            _ => {}
+        }
+    }
+
+    pub(super) fn say_end(&self, outcome: Outcome, out: &mut Vec<SourceAction>) {
+        let message = match outcome {
+            Outcome::Complete | Outcome::Lost => Message::Released,
+            _ if self.is_refused => Message::RefusalSeen,
+            Outcome::Cancelled => Message::Cancel {
+                code: CancelCode::Cancelled,
+            },
+            Outcome::Failed | Outcome::Refused => Message::Cancel {
+                code: CancelCode::Failed,
+            },
+        };
+        self.send(message, out);
+    }
+
+    pub(super) fn send_seal(&self, out: &mut Vec<SourceAction>) {
+        if self.is_up(CONTROL) {
+            out.extend([
+                SourceAction::SendMap,
+                SourceAction::SendState,
+                SourceAction::Send(Message::Sealed {
+                    digest: self.missing.digest(),
+                }),
+            ]);
+        }
+    }
+
+    pub(super) fn stream_down(
+        &mut self,
+        index: StreamIndex,
+        out: &mut Vec<SourceAction>,
+    ) -> Result<(), Refused> {
+        self.stream(index, "stream-down")?;
+        self.lose_sent(index);
+        let stream = self.stream(index, "stream-down")?;
+        stream.is_up = false;
+        if index == CONTROL && self.step == Step::Connecting {
+            // Nothing was agreed.
+            self.end(Outcome::Failed, out);
+        }
+        self.seal_if_marked(out);
+        Ok(())
+    }
+
+    /// What was sent on a stream that is lost, and not acknowledged.
+    fn lose_sent(&mut self, index: StreamIndex) {
+        let Ok(stream) = self.stream(index, "") else {
+            return;
+        };
+        let lost = std::mem::take(&mut stream.sent);
+        if self.guards.has(Guard::Unacknowledged) {
+            lost.into_iter().for_each(|sent| self.send_again(sent));
+        }
+    }
+
+    fn send_again(&mut self, sent: Sent) {
+        let Sent::Pages(run) = sent else { return };
+        let is_again = self.is_after_seal() || !self.guards.has(Guard::OncePerRound);
+        let set = if is_again {
+            &mut self.to_send
+        } else {
+            &mut self.dirty
+        };
+        set.insert(run);
+    }
+
+    pub(super) fn room(
+        &mut self,
+        index: StreamIndex,
+        pages: u16,
+        out: &mut Vec<SourceAction>,
+    ) -> Result<(), Refused> {
+        if !self.is_up(index) {
+            return Err(Refused::Stream {
+                message: "room",
+                stream: index,
+            });
+        }
+        if !self.wants_room() {
+            return Ok(());
+        }
+        let limit = u64::from(pages.min(MAX_RUN_PAGES));
+        let run = self.to_send.next_run(PageIndex(0), limit);
+        let Some(run) = run.filter(|_| pages > 0) else {
+            return Ok(());
+        };
+        self.to_send.remove(run);
+        let round = if self.is_after_seal() {
+            Round::POSTCOPY
+        } else {
+            self.round
+        };
+        self.stream(index, "room")?.sent.push_back(Sent::Pages(run));
+        out.push(SourceAction::SendPages(index, run, round));
+        self.end_round_if_sent(out);
+        if self.step == Step::Postcopy
+            && self.to_send.is_empty()
+            && !self.guards.has(Guard::KeptUntilComplete)
+        {
+            out.push(SourceAction::Free);
+        }
+        Ok(())
+    }
+
+    pub(super) fn end_round_if_sent(&mut self, out: &mut Vec<SourceAction>) {
+        if !self.to_send.is_empty() {
+            return;
+        }
+        match self.step {
+            Step::Precopy => {
+                self.step = Step::Deciding;
+                out.push(SourceAction::RoundEnded(self.round));
+            }
+            Step::LastRound => self.mark_all(out),
+            _ => {}
+        }
+    }
+
+    /// Ends precopy on all streams that are up.
+    pub(super) fn mark_all(&mut self, out: &mut Vec<SourceAction>) {
+        self.step = Step::Marking;
+        for index in (0..).map(StreamIndex).take(self.streams.len()) {
+            if self.is_up(index) {
+                self.mark(index, out);
+            }
+        }
+        self.seal_if_marked(out);
+    }
+
+    fn mark(&mut self, index: StreamIndex, out: &mut Vec<SourceAction>) {
+        let Ok(stream) = self.stream(index, "end-mark") else {
+            return;
+        };
+        stream.sent.push_back(Sent::EndMark);
+        stream.has_mark = true;
+        out.push(SourceAction::SendEndMark(index));
+    }
+
+    /// Seals when nothing of precopy is under way any more on a stream that is up. Streams that are down cannot bring
+    /// anything that counts: the destination closes them when it sees the seal.
+    pub(super) fn seal_if_marked(&mut self, out: &mut Vec<SourceAction>) {
+        let mut up = self.streams.iter().filter(|stream| stream.is_up);
+        let is_marked = up.all(|stream| stream.has_mark && stream.sent.is_empty())
+            || !self.guards.has(Guard::EndMarksAcknowledged);
+        if self.step != Step::Marking || !is_marked || !self.is_up(CONTROL) {
+            return;
+        }
+        self.missing = self.dirty.clone();
+        let empty = PageSet::empty(self.dirty.pages());
+        self.dirty = empty;
+        self.step = Step::Sealing;
+        out.push(SourceAction::Record(RecordKind::Sealed));
+    }
+
+    /// The destination has the oldest pages of a stream, or has refused them as damaged.
+    pub(super) fn acknowledged(
+        &mut self,
+        index: StreamIndex,
+        pages: u32,
+        is_damaged: bool,
+        out: &mut Vec<SourceAction>,
+    ) -> Result<(), Refused> {
+        let stream = self.stream(index, "stored")?;
+        let sent = stream.sent.iter().map(|sent| sent.pages()).sum();
+        let mut left = u64::from(pages);
+        if left > sent {
+            return Err(Refused::Acknowledged { pages, sent });
+        }
+        let mut damaged = Vec::new();
+        while left > 0
+            && let Some(oldest) = stream.sent.front_mut()
+        {
+            let count = left.min(oldest.pages());
+            left -= count;
+            match *oldest {
+                Sent::Pages(run) => {
+                    let (done, rest) = run.split_at(count);
+                    damaged.push(Sent::Pages(done));
+                    *oldest = Sent::Pages(rest);
+                    if rest.is_empty() {
+                        stream.sent.pop_front();
+                    }
+                }
+                Sent::EndMark => {
+                    stream.sent.pop_front();
+                }
+            }
+        }
+        if is_damaged {
+            damaged.into_iter().for_each(|sent| self.send_again(sent));
+        }
+        self.seal_if_marked(out);
+        Ok(())
+    }
+}
+
+impl Sent {
+    /// What an acknowledgement counts it as.
+    fn pages(self) -> u64 {
+        match self {
+            Self::Pages(run) => run.count(),
+            Self::EndMark => 1,
+        }
+    }
+}
