@@ -31,6 +31,8 @@ mod model;
 mod pages;
 mod rounds;
 mod source;
+#[cfg(test)]
+mod sweep;
 mod takeover;
 mod wire;
 
