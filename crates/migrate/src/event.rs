@@ -60,6 +60,8 @@ pub enum SourceEvent {
     /// The answer to [`SourceAction::Harvest`]: pages that were written since the last harvest. The log is armed for the
     /// writes after it, before any of them is read.
     Harvested(PageSet),
+    /// The guest has ended, or was reset, and did not run on.
+    GuestEnded,
     /// A record is synced.
     Recorded(RecordKind),
     /// Nobody knows whether a record is in the journal.
@@ -154,6 +156,8 @@ pub enum DestinationEvent {
     /// A vCPU, or the loading of state, waits for these pages. To be repeated for each thread that still waits when the
     /// control stream is up again.
     Fault(PageRange),
+    /// The guest has ended with this status: what is missing is not needed.
+    GuestEnded(u32),
     /// A record is synced.
     Recorded(RecordKind),
     /// Nobody knows whether a record is in the journal.

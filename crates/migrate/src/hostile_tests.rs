@@ -290,6 +290,38 @@ fn a_host_that_lacks_something_refuses_with_all_reasons_at_once() {
 }
 
 #[test]
+fn a_guest_that_ends_ends_where_it_runs_and_the_other_side_is_told() {
+    for before in sources() {
+        let mut source = before.clone();
+        match source.handle(SourceEvent::GuestEnded) {
+            Ok(actions) => {
+                assert!(!actions.contains(&SourceAction::Run), "{:?}", before.step());
+                let is_over = before.phase() == Phase::Complete;
+                let cancel = SourceAction::Send(Message::Cancel {
+                    code: CancelCode::GuestEnded,
+                });
+                let is_up = *before.step() != SourceStep::Connecting || before != sources()[0];
+                assert!(
+                    is_over || !is_up || actions.contains(&cancel),
+                    "{:?}",
+                    before.step()
+                );
+            }
+            Err(_) => assert!(before.phase() >= Phase::Paused, "{:?}", before.step()),
+        }
+    }
+    let running = destinations()
+        .into_iter()
+        .find(|side| *side.step() == DestinationStep::Running);
+    let actions = running
+        .unwrap()
+        .handle(DestinationEvent::GuestEnded(3))
+        .unwrap();
+    let told = DestinationAction::Send(Message::GuestEnded { status: 3 });
+    assert_eq!(actions, [told, DestinationAction::Send(Message::Complete)]);
+}
+
+#[test]
 fn an_offer_of_other_memory_than_was_admitted_is_refused() {
     let mut destination = Destination::new(refusal(), PAGES, 1);
     destination

@@ -5,6 +5,7 @@ use crate::event::{DestinationAction, Outcome, Refused};
 use crate::guard::Guard;
 use crate::journal::RecordKind;
 use crate::message::{CONTROL, Message};
+use crate::pages::PageSet;
 
 impl Destination {
     /// Whether this side may still refuse: it has not got *c*.
@@ -75,6 +76,21 @@ impl Destination {
             (RecordKind::Entered, Step::Running) if !self.guards.has(Guard::EnteredSynced) => {}
             _ => return Err(self.unexpected("record-failed")),
         }
+        Ok(())
+    }
+
+    /// The guest ends where it runs, and needs no page any more.
+    pub(super) fn guest_ended(
+        &mut self,
+        status: u32,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        if self.step != Step::Running {
+            return Err(self.unexpected("guest-ended"));
+        }
+        self.missing = PageSet::empty(self.missing.pages());
+        self.send(Message::GuestEnded { status }, out);
+        self.say_complete(out);
         Ok(())
     }
 

@@ -240,7 +240,6 @@ impl Destination {
     }
 
     pub(super) fn enter(&mut self, out: &mut Vec<DestinationAction>) {
-        self.has_commit = true;
         self.step = Step::Entering;
         out.push(DestinationAction::Record(RecordKind::Entered));
         if !self.guards.has(Guard::EnteredSynced) {

@@ -78,8 +78,6 @@ pub struct Destination {
     /// The digest of the map as it was at the seal.
     map_digest: Option<MapDigest>,
     streams: Vec<Stream>,
-    /// *c* has come.
-    has_commit: bool,
     /// Records of postcopy that were dropped because their pages were there.
     duplicates: u64,
 }
@@ -106,7 +104,6 @@ impl Destination {
             missing: PageSet::empty(pages),
             map_digest: None,
             streams: vec![stream; usize::from(streams.max(1))],
-            has_commit: false,
             duplicates: 0,
         }
     }
@@ -171,6 +168,7 @@ impl Destination {
             DestinationEvent::LoadFailed if self.step == Step::Loading => self.refuse(&mut out),
             DestinationEvent::LoadFailed => return Err(self.unexpected("load-failed")),
             DestinationEvent::Fault(run) => self.fault(run, &mut out)?,
+            DestinationEvent::GuestEnded(status) => self.guest_ended(status, &mut out)?,
             DestinationEvent::Recorded(kind) => self.recorded(kind, &mut out)?,
             DestinationEvent::RecordFailed(kind) => self.record_failed(kind, &mut out)?,
             DestinationEvent::Timer(timer) => self.timer(timer, &mut out),

@@ -2,6 +2,7 @@
 //! within the bounds; docs/design/migration-protocol.md says what the environment does and what must hold.
 
 mod acts;
+mod apply;
 mod cells;
 mod diagram;
 mod drive;

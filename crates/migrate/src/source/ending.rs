@@ -67,6 +67,24 @@ impl Source {
         out.push(SourceAction::Done(outcome));
     }
 
+    /// The guest ends where it runs. Once it is paused, it cannot end here.
+    pub(super) fn guest_ended(&mut self, out: &mut Vec<SourceAction>) -> Result<(), Refused> {
+        match self.step {
+            Step::Connecting
+            | Step::Opening
+            | Step::Precopy
+            | Step::Deciding
+            | Step::Harvesting
+            | Step::Pausing(_) => {
+                self.has_guest_ended = true;
+                self.end(Outcome::Failed, out);
+                Ok(())
+            }
+            Step::Ended(_) => Ok(()),
+            _ => Err(self.unexpected("guest-ended")),
+        }
+    }
+
     pub(super) fn recorded(
         &mut self,
         kind: RecordKind,

@@ -47,6 +47,8 @@ impl Source {
             Message::Resume => self.resume(),
             Message::Complete => self.complete(out),
             Message::Lost => self.peer_lost(),
+            // *complete* follows.
+            Message::GuestEnded { .. } if self.step == Step::Postcopy => Ok(()),
             Message::Held { .. } | Message::Continued | Message::Alive => Ok(()),
             _ => Err(self.unexpected(name)),
         }

@@ -126,6 +126,8 @@ pub struct Source {
     is_refused: bool,
     /// A cancel was asked for.
     is_cancelled: bool,
+    /// The guest ended before it was paused.
+    has_guest_ended: bool,
 }
 
 impl Source {
@@ -148,6 +150,7 @@ impl Source {
             ending: None,
             is_refused: false,
             is_cancelled: false,
+            has_guest_ended: false,
         }
     }
 
@@ -209,6 +212,7 @@ impl Source {
             SourceEvent::Decided(decision) => self.decided(decision, &mut out)?,
             SourceEvent::Paused => self.paused(&mut out)?,
             SourceEvent::Harvested(written) => self.harvested(&written, &mut out)?,
+            SourceEvent::GuestEnded => self.guest_ended(&mut out)?,
             SourceEvent::Recorded(kind) => self.recorded(kind, &mut out)?,
             SourceEvent::RecordFailed(kind) => self.record_failed(kind, &mut out)?,
             SourceEvent::Timer(timer) => self.timer(timer, &mut out)?,

@@ -67,6 +67,9 @@ impl Source {
         let message = match outcome {
             Outcome::Complete | Outcome::Lost => Message::Released,
             _ if self.is_refused => Message::RefusalSeen,
+            _ if self.has_guest_ended => Message::Cancel {
+                code: CancelCode::GuestEnded,
+            },
             Outcome::Cancelled => Message::Cancel {
                 code: CancelCode::Cancelled,
             },

@@ -34,7 +34,6 @@ pub(super) struct SourceHost {
     pub(super) state: u64,
     pub(super) runs: bool,
     journal: Option<(Vec<u8>, JournalWriter)>,
-    decision: Decision,
 }
 
 impl SourceHost {
@@ -46,7 +45,6 @@ impl SourceHost {
             state: 0,
             runs: true,
             journal: None,
-            decision: Decision::NextRound,
         }
     }
 }
@@ -184,7 +182,6 @@ impl Lab {
                 } else {
                     self.plan.decision
                 };
-                self.source.decision = next;
                 self.tell_source(SourceEvent::Decided(next));
             }
             SourceAction::Pause => {
