@@ -13,6 +13,8 @@ mod handshake;
 mod image;
 mod keeper;
 mod memory;
+mod migrate;
+mod migrate_machines;
 mod native;
 mod page_maps;
 mod planted;
@@ -105,6 +107,30 @@ pub const TARGETS: &[Target] = &[
         max_bytes: 2048,
         run: config::run,
         seeds: config::seeds,
+    },
+    Target {
+        name: "migrate-stream",
+        max_bytes: 2048,
+        run: migrate::stream,
+        seeds: migrate::stream_seeds,
+    },
+    Target {
+        name: "migrate-message",
+        max_bytes: 2048,
+        run: migrate::message,
+        seeds: migrate::message_seeds,
+    },
+    Target {
+        name: "migrate-journal",
+        max_bytes: 1024,
+        run: migrate::journal,
+        seeds: migrate::journal_seeds,
+    },
+    Target {
+        name: "migrate-machines",
+        max_bytes: 1024,
+        run: migrate_machines::run,
+        seeds: migrate_machines::seeds,
     },
 ];
 

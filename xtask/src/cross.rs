@@ -24,15 +24,18 @@ const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
 const LLD: &str = "lib/rustlib/x86_64-unknown-linux-gnu/bin/gcc-ld";
 
 /// What Cargo.toml has optimised for tests that do not run on arm64.
-const NOT_OPTIMISED: [&str; 9] = [
+const NOT_OPTIMISED: [&str; 12] = [
     "blake3",
     "hdrhistogram",
     "pagetide-bench",
+    "pagetide-migrate",
     "pagetide-sources",
     "pagetide-testbed",
     "pagetide-vmm",
     "plotters",
     "plotters-svg",
+    "stateright",
+    "xxhash-rust",
     "zstd-sys",
 ];
 

@@ -22,11 +22,12 @@ pub(super) const LANE: &str = "arm64";
 const TESTED: [&str; 4] = ["uapi", "memory", "pager", "kvm"];
 
 /// Packages that are compiled for arm64 and not run there.
-const COMPILED: [(&str, &str); 9] = [
+const COMPILED: [(&str, &str); 10] = [
     ("bench", "it measures testbed's guests"),
     ("cli", "its benchmarks run testbed's guests; probe runs"),
     ("examples", "they show the same calls on x86_64"),
     ("fuzz", "its parsers have nothing of an architecture"),
+    ("migrate", "it has nothing of an architecture"),
     (
         "serve",
         "it has nothing of an architecture but its pager, whose tests run",
