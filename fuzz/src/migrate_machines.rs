@@ -126,6 +126,10 @@ impl Pair {
         match action {
             DestinationAction::Admit => self.destination(DestinationEvent::Admitted),
             DestinationAction::Send(message) => self.to_source.push_back((CONTROL, message)),
+            DestinationAction::Request(run) => {
+                self.to_source
+                    .push_back((StreamIndex(1), Message::Request { run }));
+            }
             DestinationAction::Acknowledge(stream, message) => {
                 self.to_source.push_back((stream, message))
             }

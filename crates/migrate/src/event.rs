@@ -153,8 +153,8 @@ pub enum DestinationEvent {
     Loaded,
     /// The other answer.
     LoadFailed,
-    /// A vCPU, or the loading of state, waits for these pages. To be repeated for each thread that still waits when the
-    /// control stream is up again.
+    /// A vCPU, or the loading of state, waits for these pages. To be repeated for each thread that still waits when a
+    /// stream is up again.
     Fault(PageRange),
     /// The guest has ended with this status: what is missing is not needed.
     GuestEnded(u32),
@@ -177,6 +177,8 @@ pub enum DestinationAction {
     Send(Message),
     /// Acknowledge records on the stream that they came on.
     Acknowledge(StreamIndex, Message),
+    /// Request pages on any stream that is up: the one that answers soonest. With none, the fault is repeated.
+    Request(PageRange),
     /// Store these parts of the record that has just come on a stream. Answer: [`DestinationEvent::Stored`].
     Store(StreamIndex, Vec<PageRange>),
     /// Offer the record that has just come again after the next store: one of its pages is being stored.

@@ -26,7 +26,7 @@ pub const MAX_REASONS: usize = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamIndex(pub u16);
 
-/// The stream that carries all messages but page records, their marks and their acknowledgements, which any stream
+/// The stream that carries all messages but page records, their marks, acknowledgements and requests, which any stream
 /// carries.
 pub const CONTROL: StreamIndex = StreamIndex(0);
 

@@ -189,7 +189,7 @@ impl Destination {
             if part.is_empty() {
                 break;
             }
-            self.send(Message::Request { run: part }, out);
+            out.push(DestinationAction::Request(part));
             from = part.end();
         }
         Ok(())

@@ -177,6 +177,7 @@ impl World {
         match action {
             DestinationAction::Admit => self.destination(DestinationEvent::Admitted).unwrap(),
             DestinationAction::Send(message) => self.answer(CONTROL, message),
+            DestinationAction::Request(run) => self.answer(CONTROL, Message::Request { run }),
             DestinationAction::Acknowledge(stream, message) => self.answer(stream, message),
             // The caller has them from the record.
             DestinationAction::Store(..) | DestinationAction::Later(_) => {}

@@ -19,9 +19,8 @@ impl Source {
         out: &mut Vec<SourceAction>,
     ) -> Result<(), Refused> {
         let name = message.name();
-        let is_acknowledgement =
-            matches!(message, Message::Stored { .. } | Message::Damaged { .. });
-        if !self.is_up(index) || index != CONTROL && !is_acknowledgement {
+        let is_of_any_stream = matches!(message, Message::Stored { .. } | Message::Damaged { .. });
+        if !self.is_up(index) || index != CONTROL && !is_of_any_stream {
             return Err(Refused::Stream {
                 message: name,
                 stream: index,
@@ -42,7 +41,7 @@ impl Source {
             Message::Ready { digest } => self.ready(digest, out),
             Message::Refusal(token) => self.refusal(&token, out),
             Message::Entered => self.entered(out),
-            Message::Request { run } => self.request(run, out),
+            Message::Request { run } => self.request(index, run, out),
             Message::Map { first, count, bits } => self.map(first, count, &bits),
             Message::Resume => self.resume(),
             Message::Complete => self.complete(out),
@@ -131,8 +130,13 @@ impl Source {
         }
     }
 
-    /// Serves pages from the seal on: loading the state may read them.
-    fn request(&mut self, run: PageRange, out: &mut Vec<SourceAction>) -> Result<(), Refused> {
+    /// Serves pages from the seal on, since loading the state may read them: on the stream that the request came on.
+    fn request(
+        &mut self,
+        index: StreamIndex,
+        run: PageRange,
+        out: &mut Vec<SourceAction>,
+    ) -> Result<(), Refused> {
         let is_serving = matches!(
             self.step,
             Step::Sealed | Step::Yielding | Step::YieldFailed | Step::Yielded | Step::Postcopy
@@ -148,10 +152,10 @@ impl Source {
             return Err(Refused::Outside { run });
         }
         self.to_send.remove(run);
-        if let Some(stream) = self.streams.first_mut() {
-            stream.sent.push_back(Sent::Pages(run));
-        }
-        out.push(SourceAction::SendPages(CONTROL, run, Round::POSTCOPY));
+        self.stream(index, "request")?
+            .sent
+            .push_back(Sent::Pages(run));
+        out.push(SourceAction::SendPages(index, run, Round::POSTCOPY));
         Ok(())
     }
 

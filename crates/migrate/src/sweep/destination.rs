@@ -299,6 +299,11 @@ impl Lab {
             DestinationAction::Send(message) => {
                 self.send(Side::Destination, CONTROL, &message, &[]);
             }
+            DestinationAction::Request(run) => {
+                // Any stream will do.
+                let stream = StreamIndex(u16::try_from(run.first().0).unwrap_or(0) % STREAMS);
+                self.send(Side::Destination, stream, &Message::Request { run }, &[]);
+            }
             DestinationAction::Acknowledge(stream, message) => {
                 self.send(Side::Destination, stream, &message, &[]);
             }
