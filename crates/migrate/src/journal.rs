@@ -184,6 +184,8 @@ impl RecordKind {
         let order: &[(Option<Self>, Self)] = match side {
             Side::Source => &[
                 (None, Sealed),
+                // In the place of a *sealed* that failed to sync.
+                (None, RunningAgain),
                 (Some(Sealed), Yielded),
                 (Some(Sealed), RunningAgain),
                 (Some(Yielded), RunningAgain),

@@ -84,8 +84,11 @@ impl World {
         let Some(kind) = journal.pending.take() else {
             return;
         };
+        let last = journal.synced.last().copied();
+        let is_in_order = kind.may_follow(last, side);
         journal.synced.push(kind);
         journal.maybe.clear();
+        self.has_wrong_journal |= !is_in_order;
         match side {
             Side::Source => self.note_source(SourceEvent::Recorded(kind)),
             Side::Destination => self.note_destination(DestinationEvent::Recorded(kind)),
@@ -249,9 +252,12 @@ impl World {
             Side::Source => &mut self.source_journal,
             Side::Destination => &mut self.destination_journal,
         };
+        let last = journal.synced.last().copied();
+        let is_in_order = found.is_none_or(|found| found.may_follow(last, side));
         journal.synced.extend(found);
         journal.maybe.clear();
-        let last = journal.synced.last().copied();
+        let last = found.or(last);
+        self.has_wrong_journal |= !is_in_order;
         match side {
             Side::Source => {
                 let fresh = Source::with_guards(

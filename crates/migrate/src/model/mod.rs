@@ -113,6 +113,10 @@ impl Model for Bounds {
             all.push(Property::always(name, |_, world: &World| {
                 !world.has_refused
             }));
+            let name = "every journal can be read";
+            all.push(Property::always(name, |_, world: &World| {
+                !world.has_wrong_journal
+            }));
         }
         all
     }

@@ -101,6 +101,8 @@ pub(crate) struct World {
     pub(crate) is_fenced_wrongly: bool,
     /// A map was changed on its way.
     pub(crate) is_map_damaged: bool,
+    /// A journal has a record that no reader takes there.
+    pub(crate) has_wrong_journal: bool,
     /// A side refused a message.
     pub(crate) has_refused: bool,
     pub(crate) cell: Option<Cell>,
@@ -161,6 +163,7 @@ impl World {
             disturbances_left: bounds.disturbances,
             is_fenced_wrongly: false,
             is_map_damaged: false,
+            has_wrong_journal: false,
             has_refused: false,
             cell: None,
         };
