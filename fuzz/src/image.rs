@@ -359,7 +359,6 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
                 &[&place.base[..8192], &text, &zero, &zero, &noise].concat(),
                 base(),
             ),
-            make(&[], None),
         ]
     })
 }

@@ -73,7 +73,7 @@ impl Pair {
             SourceAction::OpenJournal { .. } => self.source(SourceEvent::JournalOpened),
             SourceAction::Send(message) => self.to_destination.push_back((CONTROL, message)),
             SourceAction::SendEndMark(stream) => {
-                self.to_destination.push_back((stream, Message::EndMark))
+                self.to_destination.push_back((stream, Message::EndMark));
             }
             SourceAction::SendPages(stream, run, round) => {
                 assert!(run.count() > 0 && run.end().0 <= PAGES);
@@ -131,7 +131,7 @@ impl Pair {
                     .push_back((StreamIndex(1), Message::Request { run }));
             }
             DestinationAction::Acknowledge(stream, message) => {
-                self.to_source.push_back((stream, message))
+                self.to_source.push_back((stream, message));
             }
             DestinationAction::Store(stream, parts) => {
                 assert!(

@@ -3,8 +3,9 @@
 
 use std::cell::RefCell;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
-use pagetide_memory::{PageIndex, PageMap, PageMapError, PageMapImage, PageState};
+use pagetide_memory::{MapFile, PageIndex, PageMap, PageMapError, PageMapImage, PageState};
 use rustix::io::pread;
 
 use crate::events::with_file;
@@ -41,7 +42,12 @@ fn wanted(byte: u8) -> Option<PageState> {
 fn check(input: &[u8], file: &OwnedFd) -> bool {
     let states: Option<Vec<PageState>> = input.iter().copied().map(wanted).collect();
     let pages = input.len() as u64;
-    let map = match (PageMap::in_file(file.as_fd(), 0, pages), states) {
+    let open = || {
+        let file = file.as_fd().try_clone_to_owned();
+        MapFile::open(Arc::new(file.expect("a descriptor")))
+    };
+    let mapped = open().expect("a sealed file");
+    let map = match (PageMap::in_file(&mapped, 0, pages), states) {
         (Ok(map), Some(wanted)) => {
             let state = |page| map.state(PageIndex(page));
             let found: Option<Vec<_>> = (0..pages).map(state).collect();
@@ -74,7 +80,8 @@ fn check(input: &[u8], file: &OwnedFd) -> bool {
             "{before} {after}"
         );
     }
-    let again = PageMap::in_file(file.as_fd(), 0, pages).expect("what was accepted");
+    let mapped = open().expect("a sealed file");
+    let again = PageMap::in_file(&mapped, 0, pages).expect("what was accepted");
     assert_eq!(again.image(), sent);
     // So does a server that gets it as an image.
     let received = PageMapImage::decode(&sent.encode());
