@@ -162,7 +162,7 @@ fn removing_a_region_whose_source_hangs_ends_all_waits() {
             drop(stuck.readers);
             // A thread that ends may have it for a moment longer.
             let holders = || Arc::strong_count(&stuck.pager);
-            eventually("nobody else has the pager", || equals(holders(), &1));
+            eventually("nobody else has the pager", || holders() == 1);
         });
     }
 }

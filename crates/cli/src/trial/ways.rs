@@ -35,10 +35,7 @@ pub(super) fn served(
     let directory = tempfile::tempdir().map_err(TryError::Directory);
     let directory = directory.map_err(Failure::failed)?;
     let socket = directory.path().join("pagetide.sock");
-    let binding = Binding {
-        socket: socket.clone(),
-        image: arguments.image.clone(),
-    };
+    let binding = Binding::new(socket.clone(), arguments.image.clone());
     let options = Options {
         bindings: vec![binding],
         // Nothing is written beside the image.

@@ -13,8 +13,8 @@ pub enum ChildHas {
 const CONTENT: i32 = 40;
 const ZEROES: i32 = 41;
 
-/// Reads a word in a child, which compares it with `wanted`.
-pub fn read_in_child(at: *const u64, wanted: u64) -> ChildHas {
+/// Starts a child that reads a word, and compares it with `wanted`.
+pub fn fork_to_read(at: *const u64, wanted: u64) -> i32 {
     let signal = i64::from(libc::SIGCHLD);
     // Not libc's fork, which holds the allocator's lock, which threads need on which the fork waits.
     // SAFETY: without a stack or flags, clone is fork. The child makes only async-signal-safe calls.
@@ -32,7 +32,11 @@ pub fn read_in_child(at: *const u64, wanted: u64) -> ChildHas {
         // SAFETY: async-signal-safe.
         unsafe { libc::_exit(status) }
     }
-    let child = i32::try_from(child).unwrap();
+    i32::try_from(child).unwrap()
+}
+
+/// What a child has found, when it has ended.
+pub fn found_by(child: i32) -> ChildHas {
     let mut status = 0;
     // SAFETY: requires room for the status.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);

@@ -1,7 +1,7 @@
 //! The life of one region: added, touched, discarded, handed over, removed.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use pagetide_pager::{
     RegionConfig, RegionId, ResolveError, Resolver, RetryPolicy, UffdLayout,
 };
 
-use crate::child::{ChildHas, read_in_child};
+use crate::child::{ChildHas, fork_to_read, found_by};
 use crate::memory::{Memory, Own, Reports, fill_page_cache, local};
 use crate::source::{Blocking, Local, Workers, fill, word_at};
 use crate::tally::{Op, Tally};
@@ -26,6 +26,10 @@ pub struct World {
     pub workers: Workers,
     pub tally: Arc<Tally>,
     pub lives: AtomicU64,
+    /// Held for writing by a thread that forks, which waits until the event was read of each userfaultfd of this
+    /// process that reports forks; and for reading while memory ends, whose events nobody reads any more. The child has
+    /// copies of the descriptors, so that closing one would not end the wait.
+    pub forking: RwLock<()>,
 }
 
 /// The expected state of a page.
@@ -284,10 +288,12 @@ pub fn live(world: &Arc<World>) {
             .watch("verification", &dump, || life.verify(world));
     }
     let (pager, id) = *life.lock();
+    let _ending = world.forking.read().unwrap();
     world
         .tally
         .watch("removal", &dump, || world.pagers[pager].remove(id).unwrap());
     world.tally.count(Op::Removed);
+    drop((dump, life));
 }
 
 impl Life {
@@ -497,7 +503,10 @@ impl Life {
         let page = rng.below(self.way.pages);
         let word = 1 + rng.below(511);
         let (at, wanted) = (self.memory.address(page, word), self.expected(page, word));
-        match read_in_child(at, wanted) {
+        let forking = world.forking.write().unwrap();
+        let child = fork_to_read(at, wanted);
+        drop(forking);
+        match found_by(child) {
             ChildHas::Content => world.tally.count(Op::ChildContent),
             ChildHas::Lost => world.tally.count(Op::ChildLost),
             ChildHas::Zeroes => {

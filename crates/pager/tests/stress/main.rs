@@ -19,7 +19,7 @@ mod tally;
 use std::fs::{read_dir, read_to_string};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, RwLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -134,6 +134,7 @@ fn run(seed: u64, length: Duration, tally: &Arc<Tally>) {
         workers: Workers::new(2),
         tally: Arc::clone(tally),
         lives: AtomicU64::new(0),
+        forking: RwLock::new(()),
     });
     let readers: Vec<_> = [2, 1]
         .into_iter()
