@@ -119,8 +119,8 @@ fn what_cannot_be_restored_is_refused() {
     let empty = directory.path().join("empty.mem");
     std::fs::write(&empty, []).unwrap();
     for (words, why) in [
-        (&[odd.to_str().unwrap()][..], "no whole pages"),
-        (&[empty.to_str().unwrap()], "no whole pages"),
+        (&[odd.to_str().unwrap()][..], "no whole number of pages"),
+        (&[empty.to_str().unwrap()], "it is empty"),
         (&["/nonexistent.mem"], "nonexistent.mem"),
         (&[path, "--order", "recorded"], "no working set"),
         (&[path, "--touches", "0"], "--touches"),
