@@ -64,6 +64,25 @@ fn sources() -> Vec<Source> {
     all
 }
 
+/// A source that was sealed when these pages were dirty.
+fn sealed_source(dirty: &PageSet) -> Source {
+    let marking = sources()
+        .into_iter()
+        .find(|source| matches!(source.step(), SourceStep::LastHarvest(_)));
+    let mut source = marking.unwrap();
+    let marked = |stream| SourceEvent::Received(StreamIndex(stream), Message::Stored { pages: 1 });
+    for event in [
+        SourceEvent::Harvested(dirty.clone()),
+        marked(0),
+        marked(1),
+        SourceEvent::Recorded(RecordKind::Sealed),
+    ] {
+        source.handle(event).unwrap();
+    }
+    assert_eq!(*source.step(), SourceStep::Sealed);
+    source
+}
+
 fn record(first: u64, count: u64, round: u8) -> DestinationEvent {
     let run = PageRange::new(PageIndex(first), count);
     let record = PageRecord {
@@ -239,6 +258,22 @@ fn an_event_of_the_callers_in_a_wrong_state_changes_nothing() {
                 assert_eq!(source, before);
             }
         }
+    }
+}
+
+/// Urgent pages have streams of their own.
+#[test]
+fn a_request_on_another_stream_is_answered_there() {
+    let other = StreamIndex(1);
+    let run = PageRange::new(PageIndex(3), 2);
+    for control_is_up in [true, false] {
+        let mut source = sealed_source(&PageSet::full(PAGES));
+        if !control_is_up {
+            source.handle(SourceEvent::StreamDown(CONTROL)).unwrap();
+        }
+        let event = SourceEvent::Received(other, Message::Request { run });
+        let answer = SourceAction::SendPages(other, run, Round::POSTCOPY);
+        assert_eq!(source.handle(event), Ok(vec![answer]));
     }
 }
 

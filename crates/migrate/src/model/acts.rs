@@ -29,7 +29,8 @@ pub(crate) enum Act {
     Restart(Side, Option<RecordKind>),
     // The guest, clocks and operators.
     Write(u64),
-    Touch(u64),
+    /// The guest, or the loading of state, reads a page that is not there; it is asked for on this stream.
+    Touch(u64, StreamIndex),
     ReconnectTimer(Side),
     Carry(Side),
     Fenced(Side),
@@ -229,12 +230,10 @@ impl World {
         }
         for (page, have) in (0..).zip(&self.destination_memory) {
             let is_accessed = self.destination_runs || self.is_loading;
-            if have.is_none()
-                && is_accessed
-                && !self.is_asked_for(page)
-                && self.links[0].state == LinkState::Up
-            {
-                out.push(Act::Touch(page));
+            if have.is_none() && is_accessed && !self.is_asked_for(page) {
+                let links = (0..).map(StreamIndex).zip(&self.links);
+                let up = links.filter(|(_, link)| link.state == LinkState::Up);
+                out.extend(up.map(|(stream, _)| Act::Touch(page, stream)));
             }
             let is_written = page < bounds.written_pages && self.writes_left > 0;
             if have.is_some() && self.destination_runs && is_written {
@@ -258,16 +257,17 @@ impl World {
     /// A request for the page is under way, or its answer.
     fn is_asked_for(&self, page: u64) -> bool {
         let has = |run: &PageRange| run.contains(PageIndex(page));
-        let link = &self.links[0];
-        let is_asked = link
-            .to_source
-            .iter()
-            .any(|message| matches!(message, Message::Request { run } if has(run)));
-        let is_answered = link
-            .to_destination
-            .iter()
-            .any(|packet| matches!(packet, Packet::Pages { record, .. } if has(&record.run)));
-        is_asked || is_answered || link.storing.iter().any(|(stored, _)| *stored == page)
+        self.links.iter().any(|link| {
+            let is_asked = link
+                .to_source
+                .iter()
+                .any(|message| matches!(message, Message::Request { run } if has(run)));
+            let is_answered = link
+                .to_destination
+                .iter()
+                .any(|packet| matches!(packet, Packet::Pages { record, .. } if has(&record.run)));
+            is_asked || is_answered || link.storing.iter().any(|(stored, _)| *stored == page)
+        })
     }
 
     fn disturbances(&self, out: &mut Vec<Act>) {

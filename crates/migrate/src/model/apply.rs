@@ -6,7 +6,7 @@ use super::Bounds;
 use super::acts::Act;
 use super::world::{Fate, LinkState, Packet, Version, World, commit_token, refusal_token};
 use crate::destination::Destination;
-use crate::event::{DestinationEvent, SourceEvent, Timer, Word};
+use crate::event::{DestinationAction, DestinationEvent, SourceEvent, Timer, Word};
 use crate::journal::{RecordKind, Side};
 use crate::message::{Message, StreamIndex};
 use crate::source::{Source, Step as SourceStep};
@@ -42,10 +42,7 @@ impl World {
             }
             Act::Restart(side, found) => self.restart(bounds, side, found),
             Act::Write(page) => self.write(page),
-            Act::Touch(page) => {
-                let run = PageRange::single(PageIndex(page));
-                self.note_destination(DestinationEvent::Fault(run));
-            }
+            Act::Touch(page, stream) => self.touch(page, stream),
             Act::ReconnectTimer(Side::Source) => {
                 self.note_source(SourceEvent::Timer(Timer::Reconnect));
             }
@@ -74,6 +71,20 @@ impl World {
 
     fn note_destination(&mut self, event: DestinationEvent) {
         let _ = self.destination(event);
+    }
+
+    /// A page is asked for on one of the streams, which is the caller's to choose.
+    fn touch(&mut self, page: u64, stream: StreamIndex) {
+        let run = PageRange::single(PageIndex(page));
+        let Ok(actions) = self.destination.handle(DestinationEvent::Fault(run)) else {
+            return;
+        };
+        for action in actions {
+            match action {
+                DestinationAction::Request(run) => self.answer(stream, Message::Request { run }),
+                other => self.do_destination(vec![other]),
+            }
+        }
     }
 
     fn synced(&mut self, side: Side) {

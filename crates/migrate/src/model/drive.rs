@@ -170,7 +170,7 @@ impl World {
         }
     }
 
-    fn answer(&mut self, stream: StreamIndex, message: Message) {
+    pub(crate) fn answer(&mut self, stream: StreamIndex, message: Message) {
         let link = &mut self.links[at(stream)];
         if link.state == LinkState::Up {
             link.to_source.push_back(message);

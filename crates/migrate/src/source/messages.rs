@@ -19,7 +19,10 @@ impl Source {
         out: &mut Vec<SourceAction>,
     ) -> Result<(), Refused> {
         let name = message.name();
-        let is_of_any_stream = matches!(message, Message::Stored { .. } | Message::Damaged { .. });
+        let is_of_any_stream = matches!(
+            message,
+            Message::Stored { .. } | Message::Damaged { .. } | Message::Request { .. }
+        );
         if !self.is_up(index) || index != CONTROL && !is_of_any_stream {
             return Err(Refused::Stream {
                 message: name,
@@ -143,8 +146,8 @@ impl Source {
         );
         if !is_serving {
             return match self.step {
-                // It was on its way when the VM ran again.
-                Step::Returning | Step::ReturnFailed | Step::Ended(_) => Ok(()),
+                // It was on its way when the VM ran again, or was lost.
+                Step::Returning | Step::ReturnFailed | Step::Lost | Step::Ended(_) => Ok(()),
                 _ => Err(self.unexpected("request")),
             };
         }

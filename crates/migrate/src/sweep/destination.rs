@@ -270,9 +270,10 @@ impl Lab {
         let Some(machine) = &mut self.destination.machine else {
             return;
         };
-        // What is refused was overtaken by an event.
-        let Ok(actions) = machine.handle(event) else {
-            return;
+        let is_message = matches!(event, DestinationEvent::Received(..));
+        let actions = match machine.handle(event) {
+            Ok(actions) => actions,
+            Err(error) => return self.note_refused(Side::Destination, is_message, &error),
         };
         for action in actions {
             if self.dying != Some(Side::Destination) {

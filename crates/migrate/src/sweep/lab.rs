@@ -6,7 +6,8 @@ use super::source::SourceHost;
 use super::wire::{Connection, Greeting};
 use super::{Cut, Plan};
 use crate::destination::Step as DestinationStep;
-use crate::event::{DestinationEvent, Outcome, SourceEvent, Timer};
+use crate::event::{DestinationEvent, Outcome, Refused, SourceEvent, Timer};
+use crate::guard::Guards;
 use crate::handshake::{Hello, Purpose, VERSIONS};
 use crate::ids::{MigrationId, Secret, Token, VmId};
 use crate::journal::Side;
@@ -66,6 +67,8 @@ pub(super) struct Lab {
     pub(super) destination: DestinationHost,
     /// A process that dies at the end of the step.
     pub(super) dying: Option<Side>,
+    /// A message of one honest side that the other refused.
+    refused: Option<String>,
     has_begun: bool,
     nonces: u64,
     steps_without_control: usize,
@@ -82,6 +85,7 @@ impl Lab {
             destination: DestinationHost::new(plan.guards),
             guest,
             dying: None,
+            refused: None,
             has_begun: false,
             nonces: 0,
             steps_without_control: 0,
@@ -99,6 +103,9 @@ impl Lab {
                 self.guest_step()?;
             }
             self.time_passes()?;
+            if let Some(why) = self.refused.take() {
+                return Err(why);
+            }
             if self.source.runs && self.destination.runs {
                 return Err("two owners".to_owned());
             }
@@ -113,6 +120,13 @@ impl Lab {
             .as_ref()
             .map(|machine| *machine.step());
         Err(format!("no end: {source:?}, {destination:?}"))
+    }
+
+    /// Nobody here is hostile, so no message is refused while all guards are there. Any other event may have been overtaken.
+    pub(super) fn note_refused(&mut self, by: Side, is_message: bool, error: &Refused) {
+        if is_message && self.plan.guards == Guards::default() {
+            self.refused = Some(format!("{by:?} refuses: {error}"));
+        }
     }
 
     pub(super) fn nonce(&mut self) -> [u8; 32] {

@@ -123,9 +123,10 @@ impl Lab {
         let Some(machine) = &mut self.source.machine else {
             return;
         };
-        // What is refused was overtaken by an event.
-        let Ok(actions) = machine.handle(event) else {
-            return;
+        let is_message = matches!(event, SourceEvent::Received(..));
+        let actions = match machine.handle(event) {
+            Ok(actions) => actions,
+            Err(error) => return self.note_refused(Side::Source, is_message, &error),
         };
         for action in actions {
             if self.dying != Some(Side::Source) {
