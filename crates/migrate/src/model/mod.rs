@@ -92,7 +92,10 @@ impl Model for Bounds {
     }
 
     fn properties(&self) -> Vec<Property<Self>> {
-        let always: [(&'static str, Holds); 4] = [
+        let always: [(&'static str, Holds); 5] = [
+            ("somebody owns the VM at the end", |_, world| {
+                !world.is_nobodys()
+            }),
             ("at most one owner", |_, world| !world.has_two_owners()),
             ("no page or state of the owner is stale", |_, world| {
                 !world.is_stale()

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::Bounds;
 use super::cells::Cell;
 use crate::destination::{Destination, Step as DestinationStep};
-use crate::event::{Outcome, Owner};
+use crate::event::{Outcome, Owner, Phase};
 use crate::ids::{Secret, Token};
 use crate::journal::RecordKind;
 use crate::message::{Message, PageRecord};
@@ -200,6 +200,12 @@ impl World {
             pages.filter(|(page, have)| have.is_none() && self.poisoned >> page.0 & 1 == 0);
         self.destination_runs
             && absent.any(|(page, _)| !self.destination.missing().contains(page) || self.is_freed)
+    }
+
+    /// All is over, the VM did not die with a process, and not exactly one side runs it.
+    pub(crate) fn is_nobodys(&self) -> bool {
+        let is_lost = self.source.phase() == Phase::Lost || self.destination.phase() == Phase::Lost;
+        self.is_settled() && !is_lost && self.source_runs == self.destination_runs
     }
 
     pub(crate) fn is_undecided_before_yield(&self) -> bool {
