@@ -400,7 +400,7 @@ fn a_source_that_was_sealed_and_ran_on_is_not_started_again() {
         commit().hash(),
         PAGES,
         1,
-        Some(RecordKind::Entered),
+        &[RecordKind::Entered],
     );
     assert_eq!((lost.phase(), lost.token()), (Phase::Lost, None));
 }
@@ -426,5 +426,41 @@ fn fenced_is_taken_only_in_doubt() {
             DestinationStep::Ready => assert_eq!(result, Err(Refused::LinkUp)),
             _ => assert!(matches!(result, Err(Refused::Word { .. }))),
         }
+    }
+}
+
+/// Else the source would take a *complete* for a VM that never ran, and free the only copy.
+#[test]
+fn a_destination_that_has_finished_is_what_it_was_before() {
+    use RecordKind::{Entered, Finished, Refused as RefusedRecord};
+    let former = TakeOver::check(Former {
+        journal_locked_by: None,
+        has_ended: true,
+    })
+    .unwrap();
+    let answers = |records: &[RecordKind]| {
+        let (mut destination, actions) =
+            Destination::restart(&former, refusal(), commit().hash(), PAGES, 1, records);
+        assert_eq!(actions, [], "{records:?}");
+        destination
+            .handle(DestinationEvent::StreamUp(CONTROL))
+            .unwrap();
+        let event = DestinationEvent::Received(CONTROL, Message::Commit(commit()));
+        let said = destination.handle(event).map(|actions| {
+            let complete = DestinationAction::Send(Message::Complete);
+            let refuses = DestinationAction::Send(Message::Refusal(refusal()));
+            (actions.contains(&complete), actions.contains(&refuses))
+        });
+        (destination.phase(), said)
+    };
+    let refused = (Phase::Refused, Ok((false, true)));
+    assert_eq!(answers(&[RefusedRecord, Finished]), refused);
+    assert_eq!(answers(&[RefusedRecord, Finished, Finished]), refused);
+    let complete = (Phase::Complete, Ok((true, false)));
+    assert_eq!(answers(&[Entered, Finished]), complete);
+    for never_entered in [&[Finished][..], &[Finished, Finished]] {
+        let (phase, said) = answers(never_entered);
+        assert_eq!(phase, Phase::Failed);
+        assert!(said.is_err(), "{said:?}");
     }
 }

@@ -333,6 +333,11 @@ impl Replay {
         self.records.last().map(|record| record.kind)
     }
 
+    /// All records, the oldest first.
+    pub fn kinds(&self) -> Vec<RecordKind> {
+        self.records.iter().map(|record| record.kind).collect()
+    }
+
     /// The newest state that was sealed.
     pub fn sealed_state(&self) -> Option<KeptState> {
         let mut sealed = self

@@ -62,6 +62,18 @@ pub(crate) struct Stream {
     is_postcopy: bool,
 }
 
+/// What a finished migration was: *finished* itself does not say.
+fn finished_as(records: &[RecordKind]) -> Outcome {
+    if records.contains(&RecordKind::Entered) {
+        Outcome::Complete
+    } else if records.contains(&RecordKind::Refused) {
+        Outcome::Refused
+    } else {
+        // It never entered, and gave no *r*: as if it had never accepted.
+        Outcome::Failed
+    }
+}
+
 const NO_PAGES: PageRange = PageRange::new(PageIndex(0), 0);
 
 /// The destination's machine.
@@ -108,29 +120,29 @@ impl Destination {
         }
     }
 
-    /// The destination after its process has died, and its memory with it, by what its journal says.
+    /// The destination after its process has died, and its memory with it, by all records of its journal.
     pub fn restart(
         _former: &TakeOver,
         refusal: Token,
         commit_hash: TokenHash,
         pages: u64,
         streams: u16,
-        last: Option<RecordKind>,
+        records: &[RecordKind],
     ) -> (Self, Vec<DestinationAction>) {
-        Self::new(refusal, pages, streams).restarted(commit_hash, last)
+        Self::new(refusal, pages, streams).restarted(commit_hash, records)
     }
 
     pub(crate) fn restarted(
         mut self,
         commit_hash: TokenHash,
-        last: Option<RecordKind>,
+        records: &[RecordKind],
     ) -> (Self, Vec<DestinationAction>) {
         self.commit_hash = Some(commit_hash);
         let mut out = Vec::new();
-        match last {
+        match records.last() {
             Some(RecordKind::Entered) => self.step = Step::Lost,
             Some(RecordKind::Refused) => self.step = Step::Refused,
-            Some(RecordKind::Finished) => self.step = Step::Ended(Outcome::Complete),
+            Some(RecordKind::Finished) => self.step = Step::Ended(finished_as(records)),
             _ if self.guards.has(crate::guard::Guard::RestartRefuses) => self.refuse(&mut out),
             _ => self.step = Step::Ready,
         }

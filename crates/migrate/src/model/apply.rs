@@ -295,7 +295,8 @@ impl World {
                     bounds.streams,
                     bounds.guards,
                 );
-                let (destination, actions) = fresh.restarted(commit_token().hash(), last);
+                let records = &self.destination_journal.synced;
+                let (destination, actions) = fresh.restarted(commit_token().hash(), records);
                 self.destination = destination;
                 self.destination_fate = Fate::Alive;
                 self.do_destination(actions);

@@ -377,7 +377,7 @@ impl Lab {
         self.destination.journal = Some((bytes, writer));
         self.destination.commit_hash = Some(replay.head.peer_hash);
         let fresh = Destination::with_guards(refusal_token(), PAGES, STREAMS, self.plan.guards);
-        let (machine, actions) = fresh.restarted(replay.head.peer_hash, replay.last());
+        let (machine, actions) = fresh.restarted(replay.head.peer_hash, &replay.kinds());
         self.destination.machine = Some(machine);
         actions
             .into_iter()
