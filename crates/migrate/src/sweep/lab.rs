@@ -10,7 +10,7 @@ use crate::event::{DestinationEvent, Outcome, Refused, SourceEvent, Timer};
 use crate::guard::Guards;
 use crate::handshake::{Hello, Purpose, VERSIONS};
 use crate::ids::{MigrationId, Secret, Token, VmId};
-use crate::journal::Side;
+use crate::journal::{RecordKind, Side};
 use crate::message::{CONTROL, Message, StreamIndex};
 use crate::source::Step as SourceStep;
 
@@ -67,6 +67,8 @@ pub(super) struct Lab {
     pub(super) destination: DestinationHost,
     /// A process that dies at the end of the step.
     pub(super) dying: Option<Side>,
+    /// Where the VM must end, by what had happened at the cut.
+    expected: Ending,
     /// A message of one honest side that the other refused.
     refused: Option<String>,
     has_begun: bool,
@@ -85,6 +87,7 @@ impl Lab {
             destination: DestinationHost::new(plan.guards),
             guest,
             dying: None,
+            expected: Ending::AtDestination,
             refused: None,
             has_begun: false,
             nonces: 0,
@@ -110,7 +113,12 @@ impl Lab {
                 return Err("two owners".to_owned());
             }
             if let Some(ending) = self.ending()? {
-                return Ok(ending);
+                let expected = self.expected;
+                return if ending == expected {
+                    Ok(ending)
+                } else {
+                    Err(format!("ended as {ending:?}, not {expected:?}"))
+                };
             }
         }
         let source = self.source.machine.as_ref().map(|machine| *machine.step());
@@ -195,20 +203,50 @@ impl Lab {
             Side::Source => (&mut connection.to_destination, &mut connection.to_source),
             Side::Destination => (&mut connection.to_source, &mut connection.to_destination),
         };
-        self.frame_bytes.push(pipe.send(message, content, limit));
+        let length = pipe.send(message, content, limit);
+        self.frame_bytes.push(length);
         if !is_cut_here {
             return;
         }
         // The receiver reads what has arrived; the sender finds out at once.
+        let is_accepted = matches!(message, Message::Accepted { .. }) && limit >= length;
         pipe.cut();
         back.lose();
         connection.is_late =
             self.plan.cut == Cut::StreamLate && from == Side::Source && stream != CONTROL;
         match self.plan.cut {
-            Cut::Stream | Cut::StreamLate => {}
-            Cut::All => self.lose_all_but(stream),
+            Cut::Stream | Cut::StreamLate if stream != CONTROL => {}
+            Cut::Stream | Cut::StreamLate => self.expect_after_cut(is_accepted),
+            Cut::All => {
+                self.expect_after_cut(is_accepted);
+                self.lose_all_but(stream);
+            }
             Cut::Death(side) => self.dying = Some(side),
         }
+    }
+
+    /// The contract's table, first row: a lost control stream stops no migration that was agreed.
+    fn expect_after_cut(&mut self, is_accepted: bool) {
+        let source = self.source.machine.as_ref();
+        let is_connecting = source.is_some_and(|machine| *machine.step() == SourceStep::Connecting);
+        if is_connecting && !is_accepted {
+            self.expected = Ending::AtSource;
+        }
+    }
+
+    /// The rows of the table on processes that die: the records decide.
+    fn expect_after_death(&mut self, side: Side) {
+        let (entered, sealed, yielded) = (
+            self.destination.had_entered,
+            self.source.has_recorded(RecordKind::Sealed),
+            self.source.has_recorded(RecordKind::Yielded),
+        );
+        self.expected = match side {
+            Side::Destination if entered => Ending::LostWithDestination,
+            Side::Source if !sealed => Ending::LostWithSource,
+            Side::Source if yielded => Ending::AtDestination,
+            Side::Destination | Side::Source => Ending::AtSource,
+        };
     }
 
     fn lose_all_but(&mut self, stream: StreamIndex) {
@@ -227,6 +265,7 @@ impl Lab {
         let Some(side) = self.dying.take() else {
             return;
         };
+        self.expect_after_death(side);
         for connection in self.connections.iter_mut().flatten() {
             match side {
                 Side::Source => {

@@ -49,6 +49,14 @@ impl SourceHost {
     }
 }
 
+impl SourceHost {
+    pub(super) fn has_recorded(&self, kind: RecordKind) -> bool {
+        let journal = self.journal.as_ref();
+        let replay = journal.map(|(bytes, _)| Replay::read(bytes, Side::Source, Some(MIGRATION)));
+        replay.is_some_and(|replay| replay.unwrap().kinds().contains(&kind))
+    }
+}
+
 impl Lab {
     pub(super) fn source_step(&mut self) -> Result<(), String> {
         for stream in (0..STREAMS).map(StreamIndex) {
