@@ -149,7 +149,8 @@ const TABLE: &[(Cell, &[Became])] = {
         ),
         (
             (Row::SourceDies, Column::Postcopy),
-            &[Complete, Waits, Abandoned],
+            // Undecided: its *entered* was not synced yet, so it repeats *c*.
+            &[Complete, Undecided, Waits, Abandoned],
         ),
         ((Row::DestinationDies, Column::Precopy), &[RunsAtSource]),
         ((Row::DestinationDies, Column::Paused), &[RunsAtSource]),
@@ -163,6 +164,8 @@ const TABLE: &[(Cell, &[Became])] = {
         ),
         ((Row::JournalFails, Column::Paused), &[RunsAtSource]),
         ((Row::JournalFails, Column::Yielded), &[Complete]),
+        // The source's *entered*, for which nothing waits.
+        ((Row::JournalFails, Column::Postcopy), &[Complete]),
         ((Row::Cancel, Column::Precopy), &[RunsAtSource]),
         ((Row::Cancel, Column::Paused), &[RunsAtSource]),
         ((Row::Cancel, Column::Yielded), &[Complete]),

@@ -6,7 +6,7 @@ use super::Bounds;
 use super::world::{Fate, LinkState, Packet, World};
 use crate::event::{DestinationAction, DestinationEvent, Refused, SourceAction, SourceEvent};
 use crate::ids::{Secret, VmId};
-use crate::journal::{RecordKind, Side};
+use crate::journal::RecordKind;
 use crate::layout::{Area, Layout};
 use crate::message::{CONTROL, Content, Message, Offer, PageRecord, StreamIndex};
 use crate::pages::PageSet;
@@ -134,15 +134,7 @@ impl World {
                 if kind == RecordKind::Sealed {
                     self.sealed_state = self.source_state;
                 }
-                match kind {
-                    // Nothing waits for it.
-                    RecordKind::Entered => {
-                        let last = self.source_journal.synced.last().copied();
-                        self.has_wrong_journal |= !kind.may_follow(last, Side::Source);
-                        self.source_journal.synced.push(kind);
-                    }
-                    _ => self.source_journal.pending = Some(kind),
-                }
+                self.source_journal.pending = Some(kind);
             }
             SourceAction::Run => self.source_runs = true,
             SourceAction::Free => self.is_freed = true,
