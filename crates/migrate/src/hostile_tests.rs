@@ -277,6 +277,55 @@ fn a_request_on_another_stream_is_answered_there() {
     }
 }
 
+/// Loading the state waits for it.
+#[test]
+fn a_page_that_is_damaged_or_lost_after_the_seal_is_sent_again_before_the_vm_runs() {
+    let run = PageRange::single(PageIndex(3));
+    let again = |stream| SourceAction::SendPages(stream, run, Round::POSTCOPY);
+    let mut source = sealed_source(&PageSet::full(PAGES));
+    let digest = source.missing().digest();
+    let received = |message| SourceEvent::Received(CONTROL, message);
+    for (event, step) in [
+        (None, SourceStep::Sealed),
+        (
+            Some(received(Message::Ready { digest })),
+            SourceStep::Yielding,
+        ),
+        (
+            Some(SourceEvent::RecordFailed(RecordKind::Yielded)),
+            SourceStep::YieldFailed,
+        ),
+        (Some(SourceEvent::Timer(Timer::Retry)), SourceStep::Yielding),
+        (
+            Some(SourceEvent::Recorded(RecordKind::Yielded)),
+            SourceStep::Yielded,
+        ),
+    ] {
+        event.map(|event| source.handle(event).unwrap());
+        assert_eq!(*source.step(), step);
+        source.handle(received(Message::Request { run })).unwrap();
+        assert!(!source.wants_room());
+        source
+            .handle(received(Message::Damaged { pages: 1 }))
+            .unwrap();
+        assert!(source.wants_room(), "{step:?}");
+        let sent = source.handle(SourceEvent::Room(StreamIndex(1), 8));
+        assert_eq!(sent, Ok(vec![again(StreamIndex(1))]), "{step:?}");
+        source
+            .handle(SourceEvent::StreamDown(StreamIndex(1)))
+            .unwrap();
+        assert!(source.wants_room(), "{step:?}");
+        let sent = source.handle(SourceEvent::Room(CONTROL, 8));
+        assert_eq!(sent, Ok(vec![again(CONTROL)]), "{step:?}");
+        source
+            .handle(received(Message::Stored { pages: 1 }))
+            .unwrap();
+        source
+            .handle(SourceEvent::StreamUp(StreamIndex(1)))
+            .unwrap();
+    }
+}
+
 #[test]
 fn a_journal_that_cannot_be_written_is_found_out_before_the_first_page() {
     let opening = sources()

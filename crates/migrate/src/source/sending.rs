@@ -27,8 +27,14 @@ impl Source {
 
     /// Whether a stream with room has something to send.
     pub fn wants_room(&self) -> bool {
-        matches!(self.step, Step::Precopy | Step::LastRound | Step::Postcopy)
-            && !self.to_send.is_empty()
+        let is_sending = match self.step {
+            Step::Precopy | Step::LastRound => true,
+            // The seal is not said yet.
+            Step::Sealing => false,
+            // A page that was asked for, and was damaged or lost.
+            _ => self.is_after_seal(),
+        };
+        is_sending && !self.to_send.is_empty()
     }
 
     pub(super) fn stream_up(
