@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::layout::PAGE_BYTES;
+use crate::rounds::Round;
 
 /// What a round of precopy did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +53,7 @@ pub struct Policy {
     pub deadline: Duration,
     /// What then happens.
     pub on_deadline: OnDeadline,
-    /// The most rounds.
+    /// The most rounds while the VM runs; never more than [`MOST_ROUNDS`].
     pub max_rounds: u8,
 }
 
@@ -84,6 +85,9 @@ pub struct Verdict {
 const GAIN_NUMERATOR: u64 = 7;
 const GAIN_DENOMINATOR: u64 = 8;
 
+/// The most rounds while the VM runs: one more number is left for the round of a stop.
+pub const MOST_ROUNDS: u8 = Round::LAST.0 - 1;
+
 /// The blackout of a stop after `round`: its dirty pages at its rate, and the overhead.
 pub fn estimate_blackout(round: &RoundStats, overhead: Duration) -> Option<Duration> {
     if round.dirty_pages == 0 {
@@ -107,7 +111,8 @@ pub fn decide(policy: &Policy, rounds: &[RoundStats], elapsed: Duration) -> Verd
     let estimate = last.and_then(|round| estimate_blackout(round, policy.blackout_overhead));
     let fits = estimate.is_some_and(|estimate| estimate <= policy.blackout);
     let not_gaining = not_gaining(rounds);
-    let is_last_round = rounds.len() >= usize::from(policy.max_rounds);
+    let most_rounds = policy.max_rounds.min(MOST_ROUNDS);
+    let is_last_round = rounds.len() >= usize::from(most_rounds);
     let decision = match policy.mode {
         Mode::Postcopy => Decision::Postcopy,
         _ if fits => Decision::StopAndCopy,
@@ -209,6 +214,21 @@ mod tests {
             decide(&policy(Mode::Auto), &[], MS).decision,
             Decision::NextRound
         );
+    }
+
+    #[test]
+    fn the_last_round_is_left_for_a_stop() {
+        let rounds = vec![round(10_000, 9000); 249];
+        let policy = Policy {
+            on_deadline: OnDeadline::Force,
+            max_rounds: 255,
+            ..policy(Mode::Precopy)
+        };
+        assert_eq!(
+            decide(&policy, &rounds[1..], MS).decision,
+            Decision::NextRound
+        );
+        assert_eq!(decide(&policy, &rounds, MS).decision, Decision::StopAndCopy);
     }
 
     proptest! {

@@ -53,7 +53,7 @@ pub enum SourceEvent {
     JournalFailed,
     /// A stream can take so many more pages.
     Room(StreamIndex, u16),
-    /// The answer to [`SourceAction::RoundEnded`].
+    /// The answer to [`SourceAction::RoundEnded`]. For postcopy also while a round is being sent.
     Decided(Decision),
     /// The answer to [`SourceAction::Pause`]: the last vCPU has left the guest.
     Paused,

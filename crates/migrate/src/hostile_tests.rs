@@ -326,6 +326,36 @@ fn a_page_that_is_damaged_or_lost_after_the_seal_is_sent_again_before_the_vm_run
     }
 }
 
+/// An operator's switch, or a deadline, does not wait for the end of a round.
+#[test]
+fn a_round_that_is_being_sent_can_be_ended_by_a_switch() {
+    let precopy = sources()
+        .into_iter()
+        .find(|source| *source.step() == SourceStep::Precopy);
+    let mut source = precopy.unwrap();
+    source.handle(SourceEvent::Room(CONTROL, 4)).unwrap();
+    let before = source.clone();
+    for decision in [Decision::NextRound, Decision::Cancel] {
+        assert!(source.handle(SourceEvent::Decided(decision)).is_err());
+        assert_eq!(source, before);
+    }
+    let switch = SourceEvent::Decided(Decision::Postcopy);
+    assert_eq!(source.handle(switch), Ok(vec![SourceAction::Pause]));
+    assert!(!source.wants_room());
+    let marked =
+        |stream, pages| SourceEvent::Received(StreamIndex(stream), Message::Stored { pages });
+    for event in [
+        SourceEvent::Paused,
+        SourceEvent::Harvested(PageSet::empty(PAGES)),
+        marked(0, 5),
+        marked(1, 1),
+    ] {
+        source.handle(event).unwrap();
+    }
+    assert_eq!(*source.step(), SourceStep::Sealing);
+    assert_eq!(source.missing().count(), PAGES - 4, "what was not sent");
+}
+
 #[test]
 fn a_journal_that_cannot_be_written_is_found_out_before_the_first_page() {
     let opening = sources()

@@ -35,6 +35,8 @@ pub(crate) enum Act {
     Carry(Side),
     Fenced(Side),
     Abandon,
+    /// An operator, or a deadline, wants postcopy while a round is being sent.
+    Switch,
     // Disturbances.
     Cut(StreamIndex, LinkState),
     SyncFails(Side),
@@ -193,6 +195,9 @@ impl World {
             }
             out.push(Act::Decide(Decision::Postcopy));
             out.push(Act::Decide(Decision::StopAndCopy));
+        }
+        if *self.source.step() == SourceStep::Precopy {
+            out.push(Act::Switch);
         }
         if matches!(
             self.source.step(),

@@ -5,6 +5,7 @@ use pagetide_memory::{PageIndex, PageRange};
 use super::Bounds;
 use super::acts::Act;
 use super::world::{Fate, LinkState, Packet, Version, World, commit_token, refusal_token};
+use crate::convergence::Decision;
 use crate::destination::Destination;
 use crate::event::{DestinationAction, DestinationEvent, SourceEvent, Timer, Word};
 use crate::journal::{RecordKind, Side};
@@ -33,6 +34,9 @@ impl World {
             }
             Act::Synced(side) => self.synced(side),
             Act::Decide(decision) => self.source(SourceEvent::Decided(decision)).unwrap(),
+            Act::Switch => self
+                .source(SourceEvent::Decided(Decision::Postcopy))
+                .unwrap(),
             Act::Reconnect(stream) => self.reconnect(stream),
             Act::NoticeLoss(stream) => self.notice_loss(stream),
             Act::Retry(Side::Source) => self.source(SourceEvent::Timer(Timer::Retry)).unwrap(),

@@ -59,6 +59,7 @@ fn line(world: &World, act: &Act) -> (String, String, String) {
         Act::FinishStore(stream) => right = format!("has stored what came on stream {}", stream.0),
         Act::NoticeLoss(stream) => right = format!("notices that stream {} is lost", stream.0),
         Act::Loaded => right = "has loaded the state".to_owned(),
+        Act::Switch => left = "an operator switches to postcopy".to_owned(),
         Act::Touch(page, _) => right = format!("the guest reads page {page}"),
         Act::Refuse => right = "its operator refuses".to_owned(),
         Act::Abandon => right = "its operator abandons missing pages".to_owned(),

@@ -344,8 +344,11 @@ impl Source {
     }
 
     fn decided(&mut self, decision: Decision, out: &mut Vec<SourceAction>) -> Result<(), Refused> {
-        if self.step != Step::Deciding {
-            return Err(self.unexpected("decided"));
+        match self.step {
+            Step::Deciding => {}
+            // An operator's switch, or a deadline: what the round has not sent is missing.
+            Step::Precopy if decision == Decision::Postcopy => {}
+            _ => return Err(self.unexpected("decided")),
         }
         match (decision, self.round.next()) {
             (Decision::Cancel, _) => return self.give_up(Outcome::Cancelled, out),
