@@ -357,6 +357,32 @@ fn a_round_that_is_being_sent_can_be_ended_by_a_switch() {
 }
 
 #[test]
+fn a_token_comes_by_any_stream() {
+    let other = StreamIndex(1);
+    let yielded = sources()
+        .into_iter()
+        .find(|source| *source.step() == SourceStep::Yielded);
+    let mut source = yielded.unwrap();
+    source.handle(SourceEvent::StreamDown(CONTROL)).unwrap();
+    let event = SourceEvent::Received(other, Message::Refusal(refusal()));
+    let record = SourceAction::Record(RecordKind::RunningAgain);
+    assert_eq!(source.handle(event), Ok(vec![record]));
+    let ready = destinations()
+        .into_iter()
+        .find(|side| *side.step() == DestinationStep::Ready);
+    let mut destination = ready.unwrap();
+    destination
+        .handle(DestinationEvent::StreamUp(other))
+        .unwrap();
+    destination
+        .handle(DestinationEvent::StreamDown(CONTROL))
+        .unwrap();
+    let event = DestinationEvent::Received(other, Message::Commit(commit()));
+    let record = DestinationAction::Record(RecordKind::Entered);
+    assert_eq!(destination.handle(event), Ok(vec![record]));
+}
+
+#[test]
 fn a_journal_that_cannot_be_written_is_found_out_before_the_first_page() {
     let opening = sources()
         .into_iter()

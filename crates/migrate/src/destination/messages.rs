@@ -15,7 +15,8 @@ impl Destination {
         out: &mut Vec<DestinationAction>,
     ) -> Result<(), Refused> {
         let name = message.name();
-        if !self.is_up(index) || index != CONTROL && message != Message::EndMark {
+        let is_of_any_stream = matches!(message, Message::EndMark | Message::Commit(_));
+        if !self.is_up(index) || index != CONTROL && !is_of_any_stream {
             return Err(Refused::Stream {
                 message: name,
                 stream: index,

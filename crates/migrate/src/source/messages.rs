@@ -21,7 +21,10 @@ impl Source {
         let name = message.name();
         let is_of_any_stream = matches!(
             message,
-            Message::Stored { .. } | Message::Damaged { .. } | Message::Request { .. }
+            Message::Stored { .. }
+                | Message::Damaged { .. }
+                | Message::Request { .. }
+                | Message::Refusal(_)
         );
         if !self.is_up(index) || index != CONTROL && !is_of_any_stream {
             return Err(Refused::Stream {
