@@ -196,7 +196,8 @@ impl World {
             out.push(Act::Decide(Decision::Postcopy));
             out.push(Act::Decide(Decision::StopAndCopy));
         }
-        if *self.source.step() == SourceStep::Precopy {
+        // With more streams there would be too many states.
+        if bounds.streams == 1 && *self.source.step() == SourceStep::Precopy {
             out.push(Act::Switch);
         }
         if matches!(
