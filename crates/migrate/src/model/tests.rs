@@ -170,9 +170,9 @@ fn the_document_lists_every_guard() {
 }
 
 /// The largest models in which the absence of a guard is found: with all guards, nothing goes wrong there. By hand, since
-/// they take minutes.
+/// they take twenty seconds.
 #[test]
-#[ignore = "minutes: cargo test -p pagetide-migrate mutants -- --ignored --nocapture"]
+#[ignore = "twenty seconds: cargo test -p pagetide-migrate mutants -- --ignored --nocapture"]
 fn every_property_holds_where_mutants_are_found() {
     let one_stream = Bounds {
         streams: 1,
