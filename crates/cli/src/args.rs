@@ -48,7 +48,7 @@ pub(crate) enum Command {
     ///
     /// Serves the image to a guest in this process, which touches pages as a VM would, and shows how long it waited;
     /// beside it the same with the file mapped, and with all of it read first. Needs neither root nor
-    /// KVM nor a VMM, and changes nothing.
+    /// KVM nor a VMM, and writes nothing.
     #[command(after_long_help = crate::trial::EXAMPLES)]
     Try(crate::trial::TryArguments),
     /// Restore the VMs of Firecracker, and of VMMs that speak its protocol, from snapshots

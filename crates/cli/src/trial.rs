@@ -30,8 +30,9 @@ Examples:
   The same with the file in the page cache, touching 10000 pages upwards:
     pagetide try snapshot.mem --warm --order upwards --touches 10000
 
-The guest is a thread of this command: no VM runs, and neither root nor KVM is needed. Each page that it
-touches is compared with the image.
+The guest is a thread of this command: no VM runs, and neither root nor KVM is needed. The first word of each
+page that it touches is compared with the image. Without --warm the image leaves the page cache, which
+slows down whoever else reads it.
 
 Exit status: 0; 1 if the image could not be restored; 2 if the command line makes no sense, or this machine
 lacks something.";
@@ -105,7 +106,7 @@ enum TryError {
 
 /// `pagetide try`.
 pub(crate) fn run(arguments: &TryArguments) -> Result<(), Failure> {
-    // A file that is cut while it is read is then an error, and no signal.
+    // A file that is cut while the server reads it is then an error, and no signal.
     pagetide_kvm::poison::install_sigbus_handler().map_err(Failure::failed)?;
     let image = open(&arguments.image, &OpenOptions::default()).map_err(Failure::bad_input)?;
     check(&*image).map_err(Failure::bad_input)?;

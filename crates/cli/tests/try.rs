@@ -106,7 +106,7 @@ fn an_image_is_restored_and_the_table_says_how_to_go_on() {
     let output = try_image(&[image, "--warm"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("64 pages touched at random"), "{text}");
-    assert!(text.contains(&format!("pagetide serve /tmp/pagetide.sock={image}")));
+    assert!(text.contains(&format!("pagetide serve '/tmp/pagetide.sock={image}'")));
 }
 
 #[test]

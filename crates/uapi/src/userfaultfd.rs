@@ -147,7 +147,7 @@ impl Userfaultfd {
     /// Opens a userfaultfd with the features `wanted` that also serves faults from within the kernel.
     /// Tries the system call, then `/dev/userfaultfd`.
     pub fn open(wanted: Features) -> Result<Self, OpenError> {
-        Self::negotiated(Self::open_raw()?, wanted)
+        Self::negotiated(Self::open_raw, wanted)
     }
 
     /// Opens a userfaultfd that serves only faults of user mode, and needs no privilege (Linux 5.11). A system call
@@ -158,15 +158,21 @@ impl Userfaultfd {
     pub fn open_for_user_mode(wanted: Features) -> Result<Self, OpenError> {
         let only = UserfaultfdFlags::from_bits_retain(abi::UFFD_USER_MODE_ONLY);
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | only;
-        // SAFETY: as in `open_raw`.
-        let fd = unsafe { rustix::mm::userfaultfd(flags) }.map_err(|errno| match errno {
-            Errno::NOSYS => OpenError::NotSupported,
-            errno => OpenError::Open(errno),
-        })?;
-        Self::negotiated(fd, wanted)
+        let open = || {
+            // SAFETY: as in `open_raw`.
+            unsafe { rustix::mm::userfaultfd(flags) }.map_err(|errno| match errno {
+                Errno::NOSYS => OpenError::NotSupported,
+                errno => OpenError::Open(errno),
+            })
+        };
+        Self::negotiated(open, wanted)
     }
 
-    fn negotiated(fd: OwnedFd, wanted: Features) -> Result<Self, OpenError> {
+    fn negotiated(
+        open: impl Fn() -> Result<OwnedFd, OpenError>,
+        wanted: Features,
+    ) -> Result<Self, OpenError> {
+        let fd = open()?;
         match negotiate(fd.as_fd(), wanted) {
             Ok(_) => Ok(Self {
                 fd,
@@ -175,7 +181,8 @@ impl Userfaultfd {
             }),
             // A refused handshake does not report which features the kernel has.
             Err(Errno::INVAL) => {
-                let missing = wanted.without(Self::available()?);
+                let available = negotiate(open()?.as_fd(), Features::NONE);
+                let missing = wanted.without(available.map_err(OpenError::Open)?);
                 if missing == Features::NONE {
                     return Err(OpenError::Open(Errno::INVAL));
                 }

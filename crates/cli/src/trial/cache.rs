@@ -7,11 +7,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pagetide_sources::Location;
-use rustix::fs::{Advice, fadvise};
-use rustix::io::{ReadWriteFlags, preadv2};
+use rustix::fs::{Advice, fadvise, fstatfs};
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use super::TryArguments;
 
+/// The type of the file system whose files are nowhere but in the page cache (statfs(2)).
+const TMPFS: i64 = 0x0102_1994;
 /// How long a file may take to leave the page cache.
 const LONGEST_DROP: Duration = Duration::from_secs(2);
 
@@ -45,6 +47,9 @@ impl<'a> Cache<'a> {
         let Ok(file) = File::open(path) else {
             return false;
         };
+        if fstatfs(&file).is_ok_and(|system| system.f_type == TMPFS) {
+            return false;
+        }
         let begun = Instant::now();
         // Threads of a server that has ended may have it mapped for a moment.
         while begun.elapsed() < LONGEST_DROP {
@@ -64,5 +69,6 @@ impl<'a> Cache<'a> {
 fn is_out(file: &File) -> bool {
     let mut page = [0; 4096];
     let mut parts = [io::IoSliceMut::new(&mut page)];
-    preadv2(file, &mut parts, 0, ReadWriteFlags::NOWAIT).is_err()
+    // Another error says that the file system does not tell.
+    preadv2(file, &mut parts, 0, ReadWriteFlags::NOWAIT) == Err(Errno::AGAIN)
 }

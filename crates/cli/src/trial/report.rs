@@ -135,7 +135,7 @@ impl Document {
 /// How a Firecracker is restored from the same image.
 fn hint(image: &str) -> String {
     format!(
-        "\nWith Firecracker:\n  pagetide serve /tmp/pagetide.sock={image} &\n  \
+        "\nWith Firecracker:\n  pagetide serve '/tmp/pagetide.sock={image}' &\n  \
          # and then, in PUT /snapshot/load:\n  \
          \"mem_backend\": {{\"backend_type\": \"Uffd\", \"backend_path\": \"/tmp/pagetide.sock\"}}\n"
     )

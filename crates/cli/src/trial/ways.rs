@@ -56,15 +56,17 @@ pub(super) fn served(
     let stream = stream.map_err(Failure::bad_input)?;
     let (its, order) = (Arc::clone(&memory), pages.to_vec());
     let guest = spawn("pt-try-guest", move || its.touch(&order, begun)).map_err(Failure::failed)?;
-    // The guest's thread sleeps for as long as a page is missing: the process ends without it.
     while !guest.is_finished() {
         thread::sleep(LOOK);
-        if metrics.totals().stalled_regions > 0 {
-            return Err(Failure::failed(TryError::Stalled));
-        }
-        if is_closed(&stream) {
-            return Err(Failure::failed(TryError::Refused));
-        }
+        let failure = match metrics.totals().stalled_regions {
+            0 if is_closed(&stream) || running.is_finished() => TryError::Refused,
+            0 => continue,
+            _ => TryError::Stalled,
+        };
+        // The guest's thread sleeps until the process ends. A server that saw the VM's end would poison its memory, and
+        // the signal of lost memory would end the process without a word.
+        std::mem::forget(stream);
+        return Err(Failure::failed(failure));
     }
     let touches = join(guest);
     drop(stream);
