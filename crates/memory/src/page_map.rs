@@ -76,9 +76,10 @@ impl PageMap {
         })
     }
 
-    /// Uses `pages` bytes of a memfd, from `offset_bytes` on, as the map, so that it outlives this process. Pages that the file has as settled (Present, Zero, Removed, Poisoned) stay
-    /// so; all others become Absent, because whoever requested or installed them has gone. Where somebody
-    /// was installing a page, [`Self::was_begun`] is true. A new file is a map of Absent pages.
+    /// Uses `pages` bytes of a memfd, from `offset_bytes` on, as the map, so that it outlives this process. Pages
+    /// that the file has as settled (Present, Zero, Removed, Poisoned) stay so; all others become Absent, because
+    /// whoever requested or installed them has gone. Where somebody was installing a page, [`Self::was_begun`] is true.
+    /// A new file is a map of Absent pages.
     ///
     /// One map at a time may use the bytes.
     ///
