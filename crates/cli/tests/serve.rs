@@ -50,12 +50,17 @@ impl Place {
         command
     }
 
+    /// A server that has started: until it says so, a signal ends the process as it is. Its messages go to the file
+    /// `log`.
     fn start(&self, words: &[&str]) -> Child {
-        let binding = self.binding();
+        let (binding, log) = (self.binding(), self.path("log"));
         let words = [&[binding.as_str()], words].concat();
-        let child = self.command(&words).spawn().expect("it starts");
-        let socket = self.path("socket");
-        eventually("the socket", || socket.exists());
+        let child = self
+            .command(&words)
+            .stderr(fs::File::create(&log).expect("a temporary file"))
+            .spawn()
+            .expect("it starts");
+        logged(&log, "listening");
         child
     }
 }
@@ -148,13 +153,7 @@ fn sigterm_ends_it_with_0_and_removes_the_socket() {
         signal(&child, name);
         assert_eq!(ended(&mut child).code(), Some(0));
         assert!(!place.path("socket").exists());
-        let mut messages = String::new();
-        child
-            .stderr
-            .take()
-            .expect("it is piped")
-            .read_to_string(&mut messages)
-            .expect("UTF-8");
+        let messages = fs::read_to_string(place.path("log")).expect("UTF-8");
         for line in messages.lines() {
             let line: serde_json::Value = serde_json::from_str(line).expect("a JSON object");
             assert!(line["message"].is_string(), "{line}");
