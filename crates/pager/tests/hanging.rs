@@ -107,10 +107,9 @@ fn stuck(how: Hang) -> Option<Stuck> {
     let waiting = exit(&pager, 3);
     let touched = Arc::clone(&region);
     let touching = thread::spawn(move || assert_lost(&touched, 20));
-    let urgent = PageState::Pending;
-    eventually("both faults", || {
-        state(&pager, 3) == urgent && state(&pager, 20) == urgent
-    });
+    // Each of the two pages is in flight twice: for prefetch, and urgently.
+    let in_flight = || pager.source_status(id).unwrap().in_flight_bytes;
+    eventually("both faults", || in_flight() == 66 * PAGE);
     hanging.wait_for(how, 6);
     Some(Stuck {
         region,
@@ -155,7 +154,7 @@ fn removing_a_region_whose_source_hangs_ends_all_waits() {
         within_patience("removing", move || {
             stuck.pager.remove(stuck.id).unwrap();
             let removed = join("the exit", stuck.waiting).unwrap_err();
-            assert!(matches!(removed, ResolveError::Removed { .. }));
+            assert!(matches!(removed, ResolveError::Removed { .. }), "{removed}");
             join("the toucher", stuck.touching);
             // Its pages are poisoned, and none was fetched.
             assert!(!stuck.ahead.finish().unwrap().is_complete);
