@@ -26,6 +26,9 @@ pub struct Area {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Layout {
     areas: Vec<Area>,
+    /// The number of each area's first page.
+    firsts: Vec<u64>,
+    pages: u64,
 }
 
 /// Why areas are no layout.
@@ -64,6 +67,7 @@ impl Layout {
             return Err(LayoutError::Count { count });
         }
         let (mut last_end, mut total) = (0, 0_u64);
+        let mut firsts = Vec::with_capacity(count);
         for (number, area) in areas.iter().enumerate() {
             let start = area.start.0;
             let is_whole = start % PAGE_BYTES == 0 && area.bytes % PAGE_BYTES == 0;
@@ -72,12 +76,17 @@ impl Layout {
                 Some(end) if is_whole && area.bytes > 0 && start >= last_end => last_end = end.0,
                 _ => return Err(LayoutError::Area { number }),
             }
+            firsts.push(total / PAGE_BYTES);
             total = total.saturating_add(area.bytes);
         }
         if total > MAX_MEMORY_BYTES {
             return Err(LayoutError::Memory { bytes: total });
         }
-        Ok(Self { areas })
+        Ok(Self {
+            areas,
+            firsts,
+            pages: total / PAGE_BYTES,
+        })
     }
 
     /// The areas.
@@ -87,38 +96,33 @@ impl Layout {
 
     /// The pages of all areas.
     pub fn pages(&self) -> u64 {
-        self.areas.iter().map(|area| area.bytes / PAGE_BYTES).sum()
+        self.pages
+    }
+
+    /// An area, and the number of its first page.
+    fn area(&self, number: Option<usize>) -> Option<(&Area, u64)> {
+        let number = number?;
+        Some((self.areas.get(number)?, *self.firsts.get(number)?))
     }
 
     /// The pages of `count` pages from an address on. `None` if they are not whole pages of one area.
     pub fn run(&self, start: GuestAddress, count: u64) -> Option<PageRange> {
-        let mut first = 0;
-        for area in &self.areas {
-            if let Some(offset) = start.offset_from(area.start)
-                && offset < area.bytes
-            {
-                let room = (area.bytes - offset) / PAGE_BYTES;
-                let is_inside = offset % PAGE_BYTES == 0 && count <= room;
-                let run = PageRange::new(PageIndex(first + offset / PAGE_BYTES), count);
-                return is_inside.then_some(run);
-            }
-            first += area.bytes / PAGE_BYTES;
-        }
-        None
+        let behind = self.areas.partition_point(|area| area.start <= start);
+        let (area, first) = self.area(behind.checked_sub(1))?;
+        let offset = start.offset_from(area.start)?;
+        let room = area.bytes.checked_sub(offset)? / PAGE_BYTES;
+        let is_inside = offset < area.bytes && offset.is_multiple_of(PAGE_BYTES) && count <= room;
+        let run = PageRange::new(PageIndex(first + offset / PAGE_BYTES), count);
+        is_inside.then_some(run)
     }
 
     /// The address of a page, and how many pages its area has from there on.
     pub fn address(&self, page: PageIndex) -> Option<(GuestAddress, u64)> {
-        let mut first = 0;
-        for area in &self.areas {
-            let pages = area.bytes / PAGE_BYTES;
-            let offset = page.0.checked_sub(first)?;
-            if offset < pages {
-                return Some((area.start.checked_add(offset * PAGE_BYTES)?, pages - offset));
-            }
-            first += pages;
-        }
-        None
+        let behind = self.firsts.partition_point(|first| *first <= page.0);
+        let (area, first) = self.area(behind.checked_sub(1))?;
+        let (pages, offset) = (area.bytes / PAGE_BYTES, page.0.checked_sub(first)?);
+        let room = pages.checked_sub(offset).filter(|room| *room > 0)?;
+        Some((area.start.checked_add(offset * PAGE_BYTES)?, room))
     }
 }
 

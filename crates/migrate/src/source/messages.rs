@@ -158,9 +158,7 @@ impl Source {
             return Err(Refused::Outside { run });
         }
         self.to_send.remove(run);
-        self.stream(index, "request")?
-            .sent
-            .push_back(Sent::Pages(run));
+        self.stream(index, "request")?.push(Sent::Pages(run));
         out.push(SourceAction::SendPages(index, run, Round::POSTCOPY));
         Ok(())
     }

@@ -87,8 +87,17 @@ pub(crate) struct Stream {
     is_up: bool,
     /// The oldest first.
     sent: VecDeque<Sent>,
+    /// What an acknowledgement of all of it would count.
+    sent_pages: u64,
     /// Its end mark was sent on this connection.
     has_mark: bool,
+}
+
+impl Stream {
+    fn push(&mut self, sent: Sent) {
+        self.sent_pages += sent.pages();
+        self.sent.push_back(sent);
+    }
 }
 
 /// Why a source does not go on after its process has died.

@@ -121,6 +121,7 @@ impl Source {
             return;
         };
         let lost = std::mem::take(&mut stream.sent);
+        stream.sent_pages = 0;
         if self.guards.has(Guard::Unacknowledged) {
             lost.into_iter().for_each(|sent| self.send_again(sent));
         }
@@ -163,7 +164,7 @@ impl Source {
         } else {
             self.round
         };
-        self.stream(index, "room")?.sent.push_back(Sent::Pages(run));
+        self.stream(index, "room")?.push(Sent::Pages(run));
         out.push(SourceAction::SendPages(index, run, round));
         self.end_round_if_sent(out);
         if self.step == Step::Postcopy
@@ -204,7 +205,7 @@ impl Source {
         let Ok(stream) = self.stream(index, "end-mark") else {
             return;
         };
-        stream.sent.push_back(Sent::EndMark);
+        stream.push(Sent::EndMark);
         stream.has_mark = true;
         out.push(SourceAction::SendEndMark(index));
     }
@@ -212,15 +213,17 @@ impl Source {
     /// Seals when nothing of precopy is under way any more on a stream that is up. Streams that are down cannot bring
     /// anything that counts: the destination closes them when it sees the seal.
     pub(super) fn seal_if_marked(&mut self, out: &mut Vec<SourceAction>) {
+        if self.step != Step::Marking || !self.is_up(CONTROL) {
+            return;
+        }
         let mut up = self.streams.iter().filter(|stream| stream.is_up);
         let is_marked = up.all(|stream| stream.has_mark && stream.sent.is_empty())
             || !self.guards.has(Guard::EndMarksAcknowledged);
-        if self.step != Step::Marking || !is_marked || !self.is_up(CONTROL) {
+        if !is_marked {
             return;
         }
-        self.missing = self.dirty.clone();
         let empty = PageSet::empty(self.dirty.pages());
-        self.dirty = empty;
+        self.missing = std::mem::replace(&mut self.dirty, empty);
         self.step = Step::Sealing;
         out.push(SourceAction::Record(RecordKind::Sealed));
     }
@@ -234,11 +237,11 @@ impl Source {
         out: &mut Vec<SourceAction>,
     ) -> Result<(), Refused> {
         let stream = self.stream(index, "stored")?;
-        let sent = stream.sent.iter().map(|sent| sent.pages()).sum();
-        let mut left = u64::from(pages);
+        let (sent, mut left) = (stream.sent_pages, u64::from(pages));
         if left > sent {
             return Err(Refused::Acknowledged { pages, sent });
         }
+        stream.sent_pages = sent - left;
         let mut damaged = Vec::new();
         while left > 0
             && let Some(oldest) = stream.sent.front_mut()
@@ -269,7 +272,7 @@ impl Source {
 
 impl Sent {
     /// What an acknowledgement counts it as.
-    fn pages(self) -> u64 {
+    pub(super) fn pages(self) -> u64 {
         match self {
             Self::Pages(run) => run.count(),
             Self::EndMark => 1,
