@@ -31,6 +31,7 @@ mod model;
 mod pages;
 mod rounds;
 mod source;
+mod streams;
 #[cfg(test)]
 mod sweep;
 mod takeover;

@@ -32,7 +32,7 @@ impl Destination {
 
     /// That the VM runs here, and what it misses: the source may have been started again, and not know.
     pub(super) fn say_entered(&self, out: &mut Vec<DestinationAction>) {
-        if self.is_up(CONTROL) {
+        if self.streams.is_up(CONTROL) {
             out.push(DestinationAction::Send(Message::Entered));
             out.push(DestinationAction::SendMap);
             out.push(DestinationAction::Send(Message::Resume));

@@ -16,7 +16,7 @@ impl Destination {
     ) -> Result<(), Refused> {
         let name = message.name();
         let is_of_any_stream = matches!(message, Message::EndMark | Message::Commit(_));
-        if !self.is_up(index) || index != CONTROL && !is_of_any_stream {
+        if !self.streams.is_up(index) || index != CONTROL && !is_of_any_stream {
             return Err(Refused::Stream {
                 message: name,
                 stream: index,
@@ -73,7 +73,7 @@ impl Destination {
         out: &mut Vec<DestinationAction>,
     ) -> Result<(), Refused> {
         // As for a record, the one before it is stored.
-        if !self.stream(index, "end-mark")?.storing.is_empty() {
+        if !self.streams.get(index, "end-mark")?.storing.is_empty() {
             return Err(Refused::Stream {
                 message: "end-mark",
                 stream: index,
@@ -114,12 +114,11 @@ impl Destination {
             _ => return Err(self.unexpected("sealed")),
         }
         // Every stream that is up at the source has its end mark. What comes on any other is old.
-        for other in (0..).map(StreamIndex).take(self.streams.len()) {
-            let is_storing = self
-                .streams
-                .get(usize::from(other.0))
-                .is_some_and(|s| !s.storing.is_empty());
-            if is_storing && self.guards.has(Guard::PrecopyEnds) {
+        let streams = self.streams.all();
+        let storing = streams.filter(|(_, stream)| !stream.storing.is_empty());
+        let old: Vec<_> = storing.map(|(index, _)| index).collect();
+        for other in old {
+            if self.guards.has(Guard::PrecopyEnds) {
                 self.lose_stream(other)?;
                 out.push(DestinationAction::Close(other));
             }

@@ -4,7 +4,7 @@ mod ending;
 mod messages;
 mod pages;
 
-use pagetide_memory::{PageIndex, PageRange};
+use pagetide_memory::PageRange;
 
 use crate::event::{
     DestinationAction, DestinationEvent, Outcome, Owner, Phase, Refused, Timer, Word,
@@ -15,6 +15,7 @@ use crate::journal::RecordKind;
 use crate::message::{CONTROL, Message, StreamIndex};
 use crate::pages::PageSet;
 use crate::rounds::RoundBytes;
+use crate::streams::Streams;
 use crate::takeover::TakeOver;
 
 /// What the destination waits for.
@@ -51,13 +52,12 @@ pub(crate) enum Step {
 }
 
 /// One stream.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Stream {
-    is_up: bool,
     /// The parts of a record that are being stored.
     storing: Vec<PageRange>,
     /// The whole record's pages.
-    run: PageRange,
+    record_pages: u32,
     /// The record that is being stored is one of postcopy.
     is_postcopy: bool,
 }
@@ -74,8 +74,6 @@ fn finished_as(records: &[RecordKind]) -> Outcome {
     }
 }
 
-const NO_PAGES: PageRange = PageRange::new(PageIndex(0), 0);
-
 /// The destination's machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Destination {
@@ -89,7 +87,7 @@ pub struct Destination {
     missing: PageSet,
     /// The digest of the map as it was at the seal.
     map_digest: Option<MapDigest>,
-    streams: Vec<Stream>,
+    streams: Streams<Stream>,
     /// Records of postcopy that were dropped because their pages were there.
     duplicates: u64,
 }
@@ -101,12 +99,6 @@ impl Destination {
     }
 
     pub(crate) fn with_guards(refusal: Token, pages: u64, streams: u16, guards: Guards) -> Self {
-        let stream = Stream {
-            is_up: false,
-            storing: Vec::new(),
-            run: NO_PAGES,
-            is_postcopy: false,
-        };
         Self {
             guards,
             step: Step::Connecting,
@@ -115,7 +107,7 @@ impl Destination {
             rounds: RoundBytes::new(pages),
             missing: PageSet::empty(pages),
             map_digest: None,
-            streams: vec![stream; usize::from(streams.max(1))],
+            streams: Streams::new(streams),
             duplicates: 0,
         }
     }
@@ -210,7 +202,7 @@ impl Destination {
             Step::Connecting | Step::Admitting => Phase::Connecting,
             Step::Receiving => Phase::Precopy,
             Step::Punching | Step::Loading => Phase::Sealed,
-            Step::Ready if self.is_up(CONTROL) => Phase::Ready,
+            Step::Ready if self.streams.is_up(CONTROL) => Phase::Ready,
             Step::Ready => Phase::Undecided,
             Step::Entering | Step::EnterFailed => Phase::Ready,
             Step::Running => Phase::Postcopy,
@@ -251,27 +243,9 @@ impl Destination {
         }
     }
 
-    fn is_up(&self, stream: StreamIndex) -> bool {
-        self.streams
-            .get(usize::from(stream.0))
-            .is_some_and(|stream| stream.is_up)
-    }
-
-    fn stream(
-        &mut self,
-        index: StreamIndex,
-        message: &'static str,
-    ) -> Result<&mut Stream, Refused> {
-        let stream = self.streams.get_mut(usize::from(index.0));
-        stream.ok_or(Refused::Stream {
-            message,
-            stream: index,
-        })
-    }
-
     /// Sends a message if the control stream is up. Whoever sends repeats it when the stream is up again.
     fn send(&self, message: Message, out: &mut Vec<DestinationAction>) {
-        if self.is_up(CONTROL) {
+        if self.streams.is_up(CONTROL) {
             out.push(DestinationAction::Send(message));
         }
     }
@@ -282,7 +256,7 @@ impl Destination {
         out: &mut Vec<DestinationAction>,
     ) -> Result<(), Refused> {
         self.lose_stream(index)?;
-        self.stream(index, "stream-up")?.is_up = true;
+        self.streams.set_up(index, true, "stream-up")?;
         if index == CONTROL {
             self.greet(out);
         }
@@ -300,18 +274,17 @@ impl Destination {
     }
 
     fn lose_stream(&mut self, index: StreamIndex) -> Result<(), Refused> {
-        let stream = self.stream(index, "stream-down")?;
-        stream.is_up = false;
-        stream.storing.clear();
-        stream.run = NO_PAGES;
-        Ok(())
+        *self.streams.get(index, "stream-down")? = Stream::default();
+        self.streams.set_up(index, false, "stream-down")
     }
 
     fn timer(&mut self, timer: Timer, out: &mut Vec<DestinationAction>) {
         match (timer, self.step) {
             (Timer::Retry, Step::EnterFailed) => self.enter(out),
             (Timer::Retry, Step::RefuseFailed) => self.refuse(out),
-            (Timer::Reconnect, _) if !self.is_up(CONTROL) && self.may_refuse() => self.refuse(out),
+            (Timer::Reconnect, _) if !self.streams.is_up(CONTROL) && self.may_refuse() => {
+                self.refuse(out);
+            }
             _ => {}
         }
     }
@@ -327,7 +300,9 @@ impl Destination {
                 Ok(())
             }
             // The operator's word that the source's host is dead, in place of *c*.
-            Word::Fenced if self.step == Step::Ready && self.is_up(CONTROL) => Err(Refused::LinkUp),
+            Word::Fenced if self.step == Step::Ready && self.streams.is_up(CONTROL) => {
+                Err(Refused::LinkUp)
+            }
             Word::Fenced if self.step == Step::Ready => {
                 self.enter(out);
                 Ok(())

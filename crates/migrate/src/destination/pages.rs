@@ -8,13 +8,6 @@ use crate::guard::Guard;
 use crate::message::{Message, PageRecord, StreamIndex};
 use crate::rounds::Round;
 
-/// The acknowledgement of a record.
-fn stored(run: PageRange) -> Message {
-    Message::Stored {
-        pages: pages_of(run),
-    }
-}
-
 /// A record has at most [`MAX_RUN_PAGES`](crate::MAX_RUN_PAGES).
 fn pages_of(run: PageRange) -> u32 {
     u32::try_from(run.count()).unwrap_or(u32::MAX)
@@ -28,9 +21,10 @@ impl Destination {
         is_intact: bool,
         out: &mut Vec<DestinationAction>,
     ) -> Result<(), Refused> {
-        let stream = self.stream(index, "pages")?;
+        let stream = self.streams.get(index, "pages")?;
         // A record is offered when the one before it is stored.
-        if !stream.is_up || !stream.storing.is_empty() {
+        let is_free = stream.storing.is_empty();
+        if !is_free || !self.streams.is_up(index) {
             return Err(Refused::Stream {
                 message: "pages",
                 stream: index,
@@ -43,12 +37,11 @@ impl Destination {
         if run.is_empty() || run.end().0 > self.missing.pages() {
             return Err(Refused::Outside { run });
         }
+        let pages = pages_of(run);
         if !is_intact && self.guards.has(Guard::DamagedDropped) {
             out.push(DestinationAction::Acknowledge(
                 index,
-                Message::Damaged {
-                    pages: pages_of(run),
-                },
+                Message::Damaged { pages },
             ));
             return Ok(());
         }
@@ -64,7 +57,10 @@ impl Destination {
         };
         if parts.is_empty() {
             self.duplicates += u64::from(is_postcopy);
-            out.push(DestinationAction::Acknowledge(index, stored(run)));
+            out.push(DestinationAction::Acknowledge(
+                index,
+                Message::Stored { pages },
+            ));
             return Ok(());
         }
         if !is_postcopy {
@@ -73,18 +69,22 @@ impl Destination {
                 .for_each(|part| self.rounds.take(*part, record.round));
         }
         if !self.guards.has(Guard::StoredFirst) {
-            out.push(DestinationAction::Acknowledge(index, stored(run)));
+            out.push(DestinationAction::Acknowledge(
+                index,
+                Message::Stored { pages },
+            ));
         }
-        let stream = self.stream(index, "pages")?;
+        let stream = self.streams.get(index, "pages")?;
         stream.storing.clone_from(&parts);
-        stream.run = run;
+        stream.record_pages = pages;
         stream.is_postcopy = is_postcopy;
         out.push(DestinationAction::Store(index, parts));
         Ok(())
     }
 
     fn is_being_stored(&self, run: PageRange) -> bool {
-        let mut storing = self.streams.iter().flat_map(|stream| &stream.storing);
+        let streams = self.streams.all();
+        let mut storing = streams.flat_map(|(_, stream)| &stream.storing);
         storing.any(|other| !other.intersection(run).is_empty())
     }
 
@@ -142,14 +142,17 @@ impl Destination {
         index: StreamIndex,
         out: &mut Vec<DestinationAction>,
     ) -> Result<(), Refused> {
-        let stream = self.stream(index, "stored")?;
+        let stream = self.streams.get(index, "stored")?;
         let parts = std::mem::take(&mut stream.storing);
-        let (run, is_postcopy) = (stream.run, stream.is_postcopy);
+        let (pages, is_postcopy) = (stream.record_pages, stream.is_postcopy);
         if parts.is_empty() {
             return Err(self.unexpected("stored"));
         }
         if self.guards.has(Guard::StoredFirst) {
-            out.push(DestinationAction::Acknowledge(index, stored(run)));
+            out.push(DestinationAction::Acknowledge(
+                index,
+                Message::Stored { pages },
+            ));
         }
         if is_postcopy {
             let was_empty = self.missing.is_empty();

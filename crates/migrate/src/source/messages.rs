@@ -26,7 +26,7 @@ impl Source {
                 | Message::Request { .. }
                 | Message::Refusal(_)
         );
-        if !self.is_up(index) || index != CONTROL && !is_of_any_stream {
+        if !self.streams.is_up(index) || index != CONTROL && !is_of_any_stream {
             return Err(Refused::Stream {
                 message: name,
                 stream: index,
@@ -158,7 +158,7 @@ impl Source {
             return Err(Refused::Outside { run });
         }
         self.to_send.remove(run);
-        self.stream(index, "request")?.push(Sent::Pages(run));
+        self.streams.get(index, "request")?.push(Sent::Pages(run));
         out.push(SourceAction::SendPages(index, run, Round::POSTCOPY));
         Ok(())
     }

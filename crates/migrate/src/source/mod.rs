@@ -15,9 +15,10 @@ use crate::event::{Outcome, Owner, Phase, Refused, SourceAction, SourceEvent, Ti
 use crate::guard::{Guard, Guards};
 use crate::ids::{Token, TokenHash};
 use crate::journal::RecordKind;
-use crate::message::{CONTROL, Message, StreamIndex};
+use crate::message::{CONTROL, Message};
 use crate::pages::PageSet;
 use crate::rounds::Round;
+use crate::streams::Streams;
 use crate::takeover::TakeOver;
 
 /// What the source waits for.
@@ -84,7 +85,6 @@ pub(crate) enum Sent {
 /// One stream.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Stream {
-    is_up: bool,
     /// The oldest first.
     sent: VecDeque<Sent>,
     /// What an acknowledgement of all of it would count.
@@ -128,7 +128,7 @@ pub struct Source {
     dirty: PageSet,
     /// What was dirty at the seal.
     missing: PageSet,
-    streams: Vec<Stream>,
+    streams: Streams<Stream>,
     /// How it ends when the next record is settled.
     ending: Option<Outcome>,
     /// *r* has come.
@@ -155,7 +155,7 @@ impl Source {
             to_send: PageSet::empty(pages),
             dirty: PageSet::empty(pages),
             missing: PageSet::empty(pages),
-            streams: vec![Stream::default(); usize::from(streams.max(1))],
+            streams: Streams::new(streams),
             ending: None,
             is_refused: false,
             is_cancelled: false,
@@ -258,7 +258,7 @@ impl Source {
             Step::LastHarvest(_) | Step::LastRound | Step::Marking | Step::Sealing => Phase::Paused,
             Step::Sealed | Step::Returning | Step::ReturnFailed => Phase::Sealed,
             Step::Yielding | Step::YieldFailed => Phase::Yielded,
-            Step::Yielded if self.is_up(CONTROL) => Phase::Yielded,
+            Step::Yielded if self.streams.is_up(CONTROL) => Phase::Yielded,
             Step::Yielded => Phase::Undecided,
             Step::Postcopy => Phase::Postcopy,
             Step::Lost | Step::Ended(Outcome::Lost) => Phase::Lost,
@@ -291,27 +291,9 @@ impl Source {
         }
     }
 
-    fn is_up(&self, stream: StreamIndex) -> bool {
-        self.streams
-            .get(usize::from(stream.0))
-            .is_some_and(|stream| stream.is_up)
-    }
-
-    fn stream(
-        &mut self,
-        index: StreamIndex,
-        message: &'static str,
-    ) -> Result<&mut Stream, Refused> {
-        let stream = self.streams.get_mut(usize::from(index.0));
-        stream.ok_or(Refused::Stream {
-            message,
-            stream: index,
-        })
-    }
-
     /// Sends a message if the control stream is up. Whoever sends repeats it when the stream is up again.
     fn send(&self, message: Message, out: &mut Vec<SourceAction>) {
-        if self.is_up(CONTROL) {
+        if self.streams.is_up(CONTROL) {
             out.push(SourceAction::Send(message));
         }
     }
@@ -329,7 +311,7 @@ impl Source {
                 }
                 _ => {}
             },
-            Timer::Reconnect if self.is_up(CONTROL) => {}
+            Timer::Reconnect if self.streams.is_up(CONTROL) => {}
             Timer::Reconnect | Timer::BlackoutLimit => match self.step {
                 // No clock decides after the yield.
                 Step::Yielded | Step::Postcopy if self.guards.has(Guard::RefusalNeeded) => {}

@@ -60,7 +60,7 @@ impl Source {
                 });
             }
         }
-        if self.is_up(CONTROL) {
+        if self.streams.is_up(CONTROL) {
             return Err(Refused::LinkUp);
         }
         self.return_to_vm(Outcome::Failed, out);

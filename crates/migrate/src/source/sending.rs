@@ -42,12 +42,11 @@ impl Source {
         index: StreamIndex,
         out: &mut Vec<SourceAction>,
     ) -> Result<(), Refused> {
-        if self.stream(index, "stream-up")?.is_up {
+        if self.streams.is_up(index) {
             self.lose_sent(index);
         }
-        let stream = self.stream(index, "stream-up")?;
-        stream.is_up = true;
-        stream.has_mark = false;
+        self.streams.get(index, "stream-up")?.has_mark = false;
+        self.streams.set_up(index, true, "stream-up")?;
         if self.step == Step::Marking {
             self.mark(index, out);
         }
@@ -87,7 +86,7 @@ impl Source {
     }
 
     pub(super) fn send_seal(&self, out: &mut Vec<SourceAction>) {
-        if self.is_up(CONTROL) {
+        if self.streams.is_up(CONTROL) {
             out.extend([
                 SourceAction::SendMap,
                 SourceAction::SendState,
@@ -103,10 +102,8 @@ impl Source {
         index: StreamIndex,
         out: &mut Vec<SourceAction>,
     ) -> Result<(), Refused> {
-        self.stream(index, "stream-down")?;
+        self.streams.set_up(index, false, "stream-down")?;
         self.lose_sent(index);
-        let stream = self.stream(index, "stream-down")?;
-        stream.is_up = false;
         if index == CONTROL && self.step == Step::Connecting {
             // Nothing was agreed.
             self.end(Outcome::Failed, out);
@@ -117,7 +114,7 @@ impl Source {
 
     /// What was sent on a stream that is lost, and not acknowledged.
     fn lose_sent(&mut self, index: StreamIndex) {
-        let Ok(stream) = self.stream(index, "") else {
+        let Ok(stream) = self.streams.get(index, "") else {
             return;
         };
         let lost = std::mem::take(&mut stream.sent);
@@ -144,7 +141,7 @@ impl Source {
         pages: u16,
         out: &mut Vec<SourceAction>,
     ) -> Result<(), Refused> {
-        if !self.is_up(index) {
+        if !self.streams.is_up(index) {
             return Err(Refused::Stream {
                 message: "room",
                 stream: index,
@@ -164,7 +161,7 @@ impl Source {
         } else {
             self.round
         };
-        self.stream(index, "room")?.push(Sent::Pages(run));
+        self.streams.get(index, "room")?.push(Sent::Pages(run));
         out.push(SourceAction::SendPages(index, run, round));
         self.end_round_if_sent(out);
         if self.step == Step::Postcopy
@@ -193,16 +190,13 @@ impl Source {
     /// Ends precopy on all streams that are up.
     pub(super) fn mark_all(&mut self, out: &mut Vec<SourceAction>) {
         self.step = Step::Marking;
-        for index in (0..).map(StreamIndex).take(self.streams.len()) {
-            if self.is_up(index) {
-                self.mark(index, out);
-            }
-        }
+        let up: Vec<_> = self.streams.up().map(|(index, _)| index).collect();
+        up.into_iter().for_each(|index| self.mark(index, out));
         self.seal_if_marked(out);
     }
 
     fn mark(&mut self, index: StreamIndex, out: &mut Vec<SourceAction>) {
-        let Ok(stream) = self.stream(index, "end-mark") else {
+        let Ok(stream) = self.streams.get(index, "end-mark") else {
             return;
         };
         stream.push(Sent::EndMark);
@@ -213,11 +207,11 @@ impl Source {
     /// Seals when nothing of precopy is under way any more on a stream that is up. Streams that are down cannot bring
     /// anything that counts: the destination closes them when it sees the seal.
     pub(super) fn seal_if_marked(&mut self, out: &mut Vec<SourceAction>) {
-        if self.step != Step::Marking || !self.is_up(CONTROL) {
+        if self.step != Step::Marking || !self.streams.is_up(CONTROL) {
             return;
         }
-        let mut up = self.streams.iter().filter(|stream| stream.is_up);
-        let is_marked = up.all(|stream| stream.has_mark && stream.sent.is_empty())
+        let mut up = self.streams.up();
+        let is_marked = up.all(|(_, stream)| stream.has_mark && stream.sent.is_empty())
             || !self.guards.has(Guard::EndMarksAcknowledged);
         if !is_marked {
             return;
@@ -236,7 +230,7 @@ impl Source {
         is_damaged: bool,
         out: &mut Vec<SourceAction>,
     ) -> Result<(), Refused> {
-        let stream = self.stream(index, "stored")?;
+        let stream = self.streams.get(index, "stored")?;
         let (sent, mut left) = (stream.sent_pages, u64::from(pages));
         if left > sent {
             return Err(Refused::Acknowledged { pages, sent });
