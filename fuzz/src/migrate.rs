@@ -7,8 +7,9 @@ use pagetide_migrate::journal::{
 };
 use pagetide_migrate::{
     Area, Content, Decoder, Frame, FrameError, HEADER_BYTES, Layout, MAGIC, MAX_MAP_PAGES,
-    MAX_RUN_PAGES, MAX_UNKNOWN_BYTES, MapDigest, Message, MigrationId, Offer, PageRecord, PageSet,
-    Round, Secret, Token, TokenHash, VmId, max_payload_bytes,
+    MAX_RUN_PAGES, MAX_STATE_BYTES, MAX_STATE_PART_BYTES, MAX_UNKNOWN_BYTES, MapDigest, Message,
+    MigrationId, Offer, PageRecord, PageSet, Round, Secret, StatePart, Token, TokenHash, VmId,
+    max_payload_bytes,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -99,6 +100,10 @@ fn check_message(frame: &Frame) -> bool {
             assert!((1..=MAX_MAP_PAGES).contains(count));
             check_map(*first, *count, bits);
         }
+        Message::State(part) => {
+            assert!((1..=MAX_STATE_PART_BYTES).contains(&part.bytes));
+            assert!(part.offset + u64::from(part.bytes) <= MAX_STATE_BYTES);
+        }
         Message::Offer(offer) => check_layout(&offer.layout),
         _ => {}
     }
@@ -160,9 +165,17 @@ fn examples() -> Vec<(Message, Vec<u8>)> {
             count: 12,
             bits: vec![0xff, 0x0f],
         }),
-        (Message::State { has_more: true }, vec![3; 9]),
+        (
+            Message::State(StatePart {
+                offset: 9,
+                bytes: 9,
+                has_more: true,
+            }),
+            vec![3; 9],
+        ),
         plain(Message::Sealed {
             digest: MapDigest([2; 32]),
+            state: KeptState::of(&[3; 18]),
         }),
         plain(Message::Ready {
             digest: MapDigest([2; 32]),

@@ -5,17 +5,19 @@
 use std::collections::VecDeque;
 
 use pagetide_memory::{GuestAddress, PageIndex, PageRange};
-use pagetide_migrate::journal::RecordKind;
+use pagetide_migrate::journal::{KeptState, RecordKind};
 use pagetide_migrate::{
     Area, CONTROL, Content, Decision, Destination, DestinationAction, DestinationEvent, Frame,
     Layout, Message, Offer, PageRecord, PageSet, Phase, Round, Secret, Source, SourceAction,
-    SourceEvent, StreamIndex, Timer, Token, VmId, Word,
+    SourceEvent, StatePart, StreamIndex, Timer, Token, VmId, Word,
 };
 
 use crate::take;
 
 const PAGES: u64 = 12;
 const STREAMS: u16 = 2;
+/// Of the VM's state, however it comes.
+const STATE_DIGEST: [u8; 32] = [7; 32];
 
 /// Two machines, and what is between them.
 struct Pair {
@@ -104,8 +106,24 @@ impl Pair {
             }
             SourceAction::Record(kind) => self.source_record = Some(kind),
             SourceAction::Run => self.source_runs = true,
-            SourceAction::SendState
-            | SourceAction::ArmLog
+            SourceAction::SendState => {
+                let part = StatePart {
+                    offset: 0,
+                    bytes: 4,
+                    has_more: false,
+                };
+                self.to_destination
+                    .push_back((CONTROL, Message::State(part)));
+            }
+            SourceAction::SendSealed(digest) => {
+                let state = KeptState {
+                    bytes: 4,
+                    digest: STATE_DIGEST,
+                };
+                self.to_destination
+                    .push_back((CONTROL, Message::Sealed { digest, state }));
+            }
+            SourceAction::ArmLog
             | SourceAction::RoundEnded(_)
             | SourceAction::Free
             | SourceAction::Done(_) => {}
@@ -157,6 +175,7 @@ impl Pair {
             DestinationAction::Record(kind) => self.destination_record = Some(kind),
             DestinationAction::Enter => self.destination_runs = true,
             DestinationAction::Later(_)
+            | DestinationAction::TakeState
             | DestinationAction::Close(_)
             | DestinationAction::Poison(_)
             | DestinationAction::Free
@@ -173,6 +192,11 @@ impl Pair {
                     is_intact: true,
                 });
             }
+            Message::State(part) => self.destination(DestinationEvent::State {
+                stream,
+                part,
+                digest: STATE_DIGEST,
+            }),
             message => self.destination(DestinationEvent::Received(stream, message)),
         }
     }
@@ -337,7 +361,7 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
     let up = [15, 0, 15, 1, 0, 0, 3, 0];
     let round = [6, 0xff, 0, 0, 3, 0];
     // To the switch: end marks, acknowledgements, the seal.
-    let switch = [17, 1, 0, 0, 3, 0, 0, 0, 3, 0, 7, 0, 0, 0, 0, 0];
+    let switch = [17, 1, 0, 0, 3, 0, 0, 0, 3, 0, 7, 0, 0, 0, 0, 0, 0, 0];
     let commit = [3, 0, 7, 0, 0, 0, 8, 0];
     let complete = [3, 0, 3, 0, 3, 0, 3, 0, 0, 0];
     vec![

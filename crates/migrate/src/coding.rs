@@ -5,10 +5,11 @@ use pagetide_memory::{GuestAddress, PageIndex, PageRange};
 use crate::frame::{FLAG_OPTIONAL, Frame, FrameError, HEADER_BYTES};
 use crate::handshake::{Hello, Proof, Welcome};
 use crate::ids::{MapDigest, Secret, Token, TokenHash, VmId};
+use crate::journal::KeptState;
 use crate::layout::{Area, Layout, MAX_AREAS, PAGE_BYTES};
 use crate::message::{
-    CancelCode, Content, DeclineCode, MAX_MAP_PAGES, MAX_REASONS, MAX_RUN_PAGES, Message, Offer,
-    PageRecord, Stage,
+    CancelCode, Content, DeclineCode, MAX_MAP_PAGES, MAX_REASONS, MAX_RUN_PAGES, MAX_STATE_BYTES,
+    MAX_STATE_PART_BYTES, Message, Offer, PageRecord, Stage, StatePart,
 };
 use crate::rounds::Round;
 use crate::wire::{DecodeError, Reader, Writer};
@@ -68,8 +69,17 @@ impl Message {
                 out.word(0);
                 out.bytes(bits);
             }
-            Self::State { has_more } => out.word(u32::from(*has_more)),
-            Self::Sealed { digest } | Self::Ready { digest } => out.bytes(&digest.0),
+            Self::State(part) => {
+                out.long(part.offset);
+                out.word(part.bytes);
+                out.word(u32::from(part.has_more));
+            }
+            Self::Sealed { digest, state } => {
+                out.bytes(&digest.0);
+                out.long(state.bytes);
+                out.bytes(&state.digest);
+            }
+            Self::Ready { digest } => out.bytes(&digest.0),
             Self::Commit(token) | Self::Refusal(token) => out.bytes(&token.secret().0),
             Self::Cancel { code } => out.word(code.number()),
             Self::Request { run } => {
@@ -104,7 +114,8 @@ impl Message {
         let message = Self::read(frame.kind, &mut from)?;
         let content = match &message {
             Self::Pages(record) => take_content(&mut from, record)?,
-            Self::State { .. } | Self::Offer(_) => from.rest(),
+            Self::State(part) => take_state(&mut from, part)?,
+            Self::Offer(_) => from.rest(),
             _ => &[],
         };
         from.end()?;
@@ -130,11 +141,17 @@ impl Message {
                 pages: from.word()?,
             },
             32 => take_map(from)?,
-            33 => Self::State {
+            33 => Self::State(StatePart {
+                offset: from.long()?,
+                bytes: from.word()?,
                 has_more: flag(from.word()?, "more state")?,
-            },
+            }),
             34 => Self::Sealed {
                 digest: MapDigest(from.array()?),
+                state: KeptState {
+                    bytes: from.long()?,
+                    digest: from.array()?,
+                },
             },
             35 => Self::Ready {
                 digest: MapDigest(from.array()?),
@@ -225,6 +242,18 @@ fn take_content<'a>(from: &mut Reader<'a>, record: &PageRecord) -> Result<&'a [u
     };
     is_right.then_some(content).ok_or(DecodeError::Field {
         field: "the length of a record's content",
+    })
+}
+
+/// The bytes of a part of the state: as many as it says, and within the bounds.
+fn take_state<'a>(from: &mut Reader<'a>, part: &StatePart) -> Result<&'a [u8], DecodeError> {
+    let content = from.rest();
+    let end = part.offset.checked_add(u64::from(part.bytes));
+    let is_right = (1..=MAX_STATE_PART_BYTES).contains(&part.bytes)
+        && u32::try_from(content.len()) == Ok(part.bytes)
+        && end.is_some_and(|end| end <= MAX_STATE_BYTES);
+    is_right.then_some(content).ok_or(DecodeError::Field {
+        field: "a part of the state",
     })
 }
 

@@ -4,7 +4,7 @@ use super::*;
 use crate::frame::{Decoder, MAGIC};
 use crate::handshake::{Purpose, VERSIONS};
 use crate::ids::MigrationId;
-use crate::message::{CONTROL, MAX_STATE_BYTES, max_payload_bytes};
+use crate::message::{CONTROL, max_payload_bytes};
 
 /// One message of each type, with its content.
 pub(crate) fn examples() -> Vec<(Message, Vec<u8>)> {
@@ -73,9 +73,20 @@ pub(crate) fn examples() -> Vec<(Message, Vec<u8>)> {
             count: 12,
             bits: vec![0xff, 0x0f],
         }),
-        (Message::State { has_more: true }, vec![3; 9]),
+        (
+            Message::State(StatePart {
+                offset: 0x10_0000,
+                bytes: 9,
+                has_more: true,
+            }),
+            vec![3; 9],
+        ),
         plain(Message::Sealed {
             digest: MapDigest([2; 32]),
+            state: KeptState {
+                bytes: 0x10_0009,
+                digest: [3; 32],
+            },
         }),
         plain(Message::Ready {
             digest: MapDigest([2; 32]),
@@ -129,10 +140,7 @@ fn a_message_that_is_cut_or_longer_is_refused() {
     for (message, content) in examples() {
         let whole = frame(&message, &content);
         // What requirements, state and hello have behind them is open.
-        let is_open = matches!(
-            message,
-            Message::Offer(_) | Message::State { .. } | Message::Hello(_)
-        );
+        let is_open = matches!(message, Message::Offer(_) | Message::Hello(_));
         let is_compressed = matches!(
             message,
             Message::Pages(PageRecord {
@@ -206,7 +214,24 @@ fn lengths_counts_and_values_out_of_bounds_are_refused() {
         "the pages of a map"
     );
     assert_eq!(field(32, &map(0, 9, 1)), "the pages of a map");
-    assert_eq!(field(33, &[2, 0, 0, 0]), "more state");
+    let state = |offset: u64, bytes: u32, more: u32, content: usize| {
+        let mut all = offset.to_le_bytes().to_vec();
+        all.extend(bytes.to_le_bytes());
+        all.extend(more.to_le_bytes());
+        all.resize(all.len() + content, 0);
+        all
+    };
+    assert_eq!(field(33, &state(0, 1, 2, 1)), "more state");
+    for wrong in [
+        state(0, 0, 0, 0),
+        state(0, 2, 0, 1),
+        state(0, 1, 0, 2),
+        state(MAX_STATE_BYTES, 1, 0, 1),
+        state(u64::MAX, 1, 0, 1),
+        state(0, MAX_STATE_PART_BYTES + 1, 0, (1 << 20) + 1),
+    ] {
+        assert_eq!(field(33, &wrong), "a part of the state");
+    }
     assert_eq!(field(40, &[0; 4]), "the code of a cancel");
     assert_eq!(field(6, &[1, 0, 65, 0]), "the number of reasons");
     assert_eq!(field(6, &[9, 0, 0, 0]), "the code of a refusal");
@@ -259,8 +284,12 @@ fn the_longest_messages_fit_their_limits() {
         &[],
     );
     frame(
-        &Message::State { has_more: false },
-        &vec![0; usize::try_from(MAX_STATE_BYTES).unwrap()],
+        &Message::State(StatePart {
+            offset: 0,
+            bytes: MAX_STATE_PART_BYTES,
+            has_more: false,
+        }),
+        &vec![0; usize::try_from(MAX_STATE_PART_BYTES).unwrap()],
     );
     let reasons = vec!["x".repeat(2000); 100];
     frame(

@@ -4,9 +4,9 @@ use pagetide_memory::PageRange;
 use thiserror::Error;
 
 use crate::convergence::Decision;
-use crate::ids::{Token, TokenHash};
+use crate::ids::{MapDigest, Token, TokenHash};
 use crate::journal::RecordKind;
-use crate::message::{DeclineCode, Message, PageRecord, StreamIndex};
+use crate::message::{DeclineCode, Message, PageRecord, StatePart, StreamIndex};
 use crate::pages::{MapPartError, PageSet};
 use crate::rounds::Round;
 
@@ -107,6 +107,8 @@ pub enum SourceAction {
     SendMap,
     /// Send the vCPUs' and devices' state in parts.
     SendState,
+    /// Send *sealed*, with this digest of the map, and the length and digest of the state from the record *sealed*.
+    SendSealed(MapDigest),
     /// Collect the written pages, and arm the log again.
     Harvest,
     /// A round has sent its pages. Measure it and decide.
@@ -130,7 +132,7 @@ pub enum DestinationEvent {
     StreamUp(StreamIndex),
     /// A stream is lost. Of its stores that were not reported, none happens any more.
     StreamDown(StreamIndex),
-    /// A message that is no page record has come.
+    /// A message that is neither a page record nor a part of the state has come.
     Received(StreamIndex, Message),
     /// A page record has come.
     Pages {
@@ -140,6 +142,16 @@ pub enum DestinationEvent {
         record: PageRecord,
         /// Its content has its checksum.
         is_intact: bool,
+    },
+    /// A part of the vCPUs' and devices' state has come.
+    State {
+        /// On this stream.
+        stream: StreamIndex,
+        /// Its head.
+        part: StatePart,
+        /// The digest of the state up to the end of this part
+        /// ([`CollectedState::digest_with`](crate::CollectedState::digest_with)).
+        digest: [u8; 32],
     },
     /// The answer to [`DestinationAction::Admit`].
     Admitted,
@@ -188,7 +200,9 @@ pub enum DestinationAction {
     /// Destroy the content of all missing pages ([`Destination::missing`](crate::Destination::missing)), and register
     /// memory for faults.
     Punch,
-    /// Load the vCPUs' and devices' state.
+    /// Keep the part of the state that has just come; the first part drops what was kept of a state before.
+    TakeState,
+    /// Load the vCPUs' and devices' state, which is whole and has its digest.
     Load,
     /// Send the missing map in parts.
     SendMap,
@@ -284,6 +298,14 @@ pub enum Refused {
     /// A token of another migration, or no token.
     #[error("the token is not this migration's")]
     WrongToken,
+    /// A part of the state that is not the first, nor behind the part before it.
+    #[error("a part of the state at byte {offset}: {bytes} bytes are there")]
+    State {
+        /// Where the part begins.
+        offset: u64,
+        /// The bytes that have come.
+        bytes: u64,
+    },
     /// A part of a map that does not fit.
     #[error(transparent)]
     Map(#[from] MapPartError),

@@ -76,6 +76,8 @@ guards! {
     RestartRefuses = 28,
     /// Destination: it says *complete* only when nothing is missing.
     NothingMissing = 29,
+    /// Destination: it loads the state only if it is whole, and has the length and the digest that the seal says.
+    SameState = 30,
 }
 
 /// The guards that are in force: all, except in a test.

@@ -4,6 +4,7 @@ use std::mem::discriminant;
 
 use pagetide_memory::{PageIndex, PageRange};
 
+use crate::Decision;
 use crate::coding::tests::examples;
 use crate::destination::{Destination, Step as DestinationStep};
 use crate::event::{
@@ -11,26 +12,28 @@ use crate::event::{
     Word,
 };
 use crate::ids::{MapDigest, Secret, Token};
-use crate::journal::RecordKind;
-use crate::message::{CONTROL, CancelCode, Content, DeclineCode, Message, PageRecord, StreamIndex};
+use crate::journal::{KeptState, RecordKind};
+use crate::message::{
+    CONTROL, CancelCode, Content, DeclineCode, MAX_STATE_BYTES, Message, PageRecord, StatePart,
+    StreamIndex,
+};
 use crate::model::offer;
 use crate::pages::PageSet;
 use crate::rounds::Round;
-use crate::source::{RestartError, Source, Step as SourceStep};
-use crate::{Decision, Former, TakeOver};
+use crate::source::{Source, Step as SourceStep};
 
-const PAGES: u64 = 16;
+pub(crate) const PAGES: u64 = 16;
 
-fn commit() -> Token {
+pub(crate) fn commit() -> Token {
     Token::new(Secret([0xc0; 32]))
 }
 
-fn refusal() -> Token {
+pub(crate) fn refusal() -> Token {
     Token::new(Secret([0xf0; 32]))
 }
 
 /// The source's states on the way to the end, each with the machine.
-fn sources() -> Vec<Source> {
+pub(crate) fn sources() -> Vec<Source> {
     let mut source = Source::new(commit(), PAGES, 2);
     let mut all = vec![source.clone()];
     let digest = PageSet::empty(PAGES).digest();
@@ -98,8 +101,31 @@ fn record(first: u64, count: u64, round: u8) -> DestinationEvent {
     }
 }
 
+/// The state that the source has sealed.
+pub(crate) fn sealed_state() -> KeptState {
+    KeptState {
+        bytes: 8,
+        digest: [8; 32],
+    }
+}
+
+/// A part of it, whose digest tells where the part ends.
+pub(crate) fn state(offset: u64, bytes: u32, has_more: bool) -> DestinationEvent {
+    let end = offset.saturating_add(u64::from(bytes));
+    let part = StatePart {
+        offset,
+        bytes,
+        has_more,
+    };
+    DestinationEvent::State {
+        stream: CONTROL,
+        part,
+        digest: [u8::try_from(end.min(255)).unwrap(); 32],
+    }
+}
+
 /// The destination's.
-fn destinations() -> Vec<Destination> {
+pub(crate) fn destinations() -> Vec<Destination> {
     let mut destination = Destination::new(refusal(), PAGES, 2);
     let mut all = vec![destination.clone()];
     let digest = PageSet::empty(PAGES).digest();
@@ -115,7 +141,11 @@ fn destinations() -> Vec<Destination> {
         record(0, 16, 1),
         DestinationEvent::Stored(CONTROL),
         received(Message::EndMark),
-        received(Message::Sealed { digest }),
+        state(0, 8, false),
+        received(Message::Sealed {
+            digest,
+            state: sealed_state(),
+        }),
         DestinationEvent::Punched,
         DestinationEvent::Loaded,
         received(Message::Commit(commit())),
@@ -211,6 +241,13 @@ fn the_destination_refuses_what_does_not_belong_and_never_enters_without_the_tok
             record(u64::MAX - 1, 1, 255),
             record(0, 0, 1),
             record(3, 256, 2),
+        ]);
+        events.extend([
+            state(8, 1, false),
+            state(7, 1, true),
+            state(0, 0, false),
+            state(MAX_STATE_BYTES, 1, false),
+            state(u64::MAX, u32::MAX, false),
         ]);
         events.push(DestinationEvent::Stored(StreamIndex(9)));
         events.push(DestinationEvent::Fault(PageRange::new(PageIndex(15), 2)));
@@ -474,43 +511,6 @@ fn an_offer_of_other_memory_than_was_admitted_is_refused() {
 }
 
 #[test]
-fn a_source_that_was_sealed_and_ran_on_is_not_started_again() {
-    let former = TakeOver::check(Former {
-        journal_locked_by: None,
-        has_ended: true,
-    })
-    .unwrap();
-    let restart = |last| {
-        Source::restart(&former, commit(), refusal().hash(), PAGES, 1, last)
-            .map(|(source, _)| source)
-    };
-    assert_eq!(restart(None), Err(RestartError::NotSealed));
-    assert_eq!(
-        restart(Some(RecordKind::RunningAgain)),
-        Err(RestartError::RanAfterSeal)
-    );
-    assert_eq!(
-        restart(Some(RecordKind::Finished)),
-        Err(RestartError::Finished)
-    );
-    let mut yielded = restart(Some(RecordKind::Yielded)).unwrap();
-    assert_eq!(yielded.token(), Some(commit()));
-    assert_eq!(
-        yielded.handle(SourceEvent::Timer(Timer::Reconnect)),
-        Ok(vec![])
-    );
-    let (lost, _) = Destination::restart(
-        &former,
-        refusal(),
-        commit().hash(),
-        PAGES,
-        1,
-        &[RecordKind::Entered],
-    );
-    assert_eq!((lost.phase(), lost.token()), (Phase::Lost, None));
-}
-
-#[test]
 fn fenced_is_taken_only_in_doubt() {
     for before in sources() {
         let mut source = before.clone();
@@ -531,41 +531,5 @@ fn fenced_is_taken_only_in_doubt() {
             DestinationStep::Ready => assert_eq!(result, Err(Refused::LinkUp)),
             _ => assert!(matches!(result, Err(Refused::Word { .. }))),
         }
-    }
-}
-
-/// Else the source would take a *complete* for a VM that never ran, and free the only copy.
-#[test]
-fn a_destination_that_has_finished_is_what_it_was_before() {
-    use RecordKind::{Entered, Finished, Refused as RefusedRecord};
-    let former = TakeOver::check(Former {
-        journal_locked_by: None,
-        has_ended: true,
-    })
-    .unwrap();
-    let answers = |records: &[RecordKind]| {
-        let (mut destination, actions) =
-            Destination::restart(&former, refusal(), commit().hash(), PAGES, 1, records);
-        assert_eq!(actions, [], "{records:?}");
-        destination
-            .handle(DestinationEvent::StreamUp(CONTROL))
-            .unwrap();
-        let event = DestinationEvent::Received(CONTROL, Message::Commit(commit()));
-        let said = destination.handle(event).map(|actions| {
-            let complete = DestinationAction::Send(Message::Complete);
-            let refuses = DestinationAction::Send(Message::Refusal(refusal()));
-            (actions.contains(&complete), actions.contains(&refuses))
-        });
-        (destination.phase(), said)
-    };
-    let refused = (Phase::Refused, Ok((false, true)));
-    assert_eq!(answers(&[RefusedRecord, Finished]), refused);
-    assert_eq!(answers(&[RefusedRecord, Finished, Finished]), refused);
-    let complete = (Phase::Complete, Ok((true, false)));
-    assert_eq!(answers(&[Entered, Finished]), complete);
-    for never_entered in [&[Finished][..], &[Finished, Finished]] {
-        let (phase, said) = answers(never_entered);
-        assert_eq!(phase, Phase::Failed);
-        assert!(said.is_err(), "{said:?}");
     }
 }

@@ -16,6 +16,8 @@ mod checksum;
 mod coding;
 pub mod convergence;
 mod destination;
+#[cfg(test)]
+mod ending_tests;
 mod event;
 mod frame;
 mod guard;
@@ -31,6 +33,9 @@ mod model;
 mod pages;
 mod rounds;
 mod source;
+mod state;
+#[cfg(test)]
+mod state_tests;
 mod streams;
 #[cfg(test)]
 mod sweep;
@@ -52,11 +57,12 @@ pub use ids::{MapDigest, MigrationId, ParseHexError, Secret, Token, TokenHash, V
 pub use layout::{Area, Layout, LayoutError, MAX_AREAS, MAX_MEMORY_BYTES, PAGE_BYTES};
 pub use message::{
     CONTROL, CancelCode, Content, DeclineCode, MAX_MAP_PAGES, MAX_REASONS, MAX_REQUIREMENT_BYTES,
-    MAX_RUN_PAGES, MAX_STATE_BYTES, MAX_STREAMS, Message, Offer, PageRecord, Stage, StreamIndex,
-    max_payload_bytes,
+    MAX_RUN_PAGES, MAX_STATE_BYTES, MAX_STATE_PART_BYTES, MAX_STREAMS, Message, Offer, PageRecord,
+    Stage, StatePart, StreamIndex, max_payload_bytes,
 };
 pub use pages::{MapPartError, PageSet};
 pub use rounds::{Round, RoundBytes};
 pub use source::{RestartError, Source};
+pub use state::CollectedState;
 pub use takeover::{Former, TakeOver, TakeOverError};
 pub use wire::{DecodeError, MAX_TEXT_BYTES};

@@ -4,6 +4,7 @@ use pagetide_memory::PageRange;
 
 use crate::handshake::{Hello, Proof, Welcome};
 use crate::ids::{MapDigest, Secret, Token, TokenHash, VmId};
+use crate::journal::KeptState;
 use crate::layout::Layout;
 use crate::rounds::Round;
 
@@ -14,7 +15,10 @@ pub const MAX_RUN_PAGES: u16 = 256;
 pub const MAX_MAP_PAGES: u32 = 1 << 19;
 
 /// The most bytes of one part of the VM's state.
-pub const MAX_STATE_BYTES: u32 = 1 << 20;
+pub const MAX_STATE_PART_BYTES: u32 = 1 << 20;
+
+/// The most bytes of the whole state.
+pub const MAX_STATE_BYTES: u64 = 256 << 20;
 
 /// The most bytes of what a VM requires of its host.
 pub const MAX_REQUIREMENT_BYTES: u32 = 256 << 10;
@@ -59,6 +63,17 @@ pub struct PageRecord {
     pub content: Content,
     /// [`page_checksum`](crate::page_checksum) of the first page's address and the bytes as sent.
     pub checksum: u64,
+}
+
+/// The head of a part of the vCPUs' and devices' state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StatePart {
+    /// The bytes of the state before it. A part at 0 begins the state anew.
+    pub offset: u64,
+    /// Its bytes: 1 to [`MAX_STATE_PART_BYTES`].
+    pub bytes: u32,
+    /// Another part follows.
+    pub has_more: bool,
 }
 
 /// What the source says of the VM first.
@@ -170,14 +185,13 @@ pub enum Message {
         bits: Vec<u8>,
     },
     /// A part of the vCPUs' and devices' state; its bytes follow.
-    State {
-        /// Another part follows.
-        has_more: bool,
-    },
+    State(StatePart),
     /// The state and the missing map are whole, and the source recorded *sealed*.
     Sealed {
         /// The digest of the missing map as it was sent.
         digest: MapDigest,
+        /// The length and the digest of the state, as the record *sealed* has them.
+        state: KeptState,
     },
     /// The destination has loaded the state.
     Ready {
@@ -238,8 +252,9 @@ pub fn max_payload_bytes(kind: u16) -> Option<u32> {
         16 => 24 + run_bytes,
         17..=19 => 4,
         32 => 16 + MAX_MAP_PAGES / 8,
-        33 => 4 + MAX_STATE_BYTES,
-        34..=40 => 32,
+        33 => 16 + MAX_STATE_PART_BYTES,
+        34 => 72,
+        35..=40 => 32,
         48..=52 => 12,
         60..=63 => 8,
         _ => return None,
@@ -261,7 +276,7 @@ impl Message {
             Self::Stored { .. } => 18,
             Self::Damaged { .. } => 19,
             Self::Map { .. } => 32,
-            Self::State { .. } => 33,
+            Self::State(_) => 33,
             Self::Sealed { .. } => 34,
             Self::Ready { .. } => 35,
             Self::Commit(_) => 36,
@@ -295,7 +310,7 @@ impl Message {
             Self::Stored { .. } => "stored",
             Self::Damaged { .. } => "damaged",
             Self::Map { .. } => "map",
-            Self::State { .. } => "state",
+            Self::State(_) => "state",
             Self::Sealed { .. } => "sealed",
             Self::Ready { .. } => "ready",
             Self::Commit(_) => "commit",

@@ -4,8 +4,8 @@ use super::{Destination, Step};
 use crate::event::{DestinationAction, Outcome, Refused};
 use crate::guard::Guard;
 use crate::ids::{MapDigest, Token};
-use crate::journal::RecordKind;
-use crate::message::{CONTROL, CancelCode, Message, StreamIndex};
+use crate::journal::{KeptState, RecordKind};
+use crate::message::{CONTROL, CancelCode, MAX_STATE_BYTES, Message, StatePart, StreamIndex};
 
 impl Destination {
     pub(super) fn received(
@@ -34,13 +34,11 @@ impl Destination {
             }
             Message::EndMark => self.end_mark(index, out),
             Message::Map { first, count, bits } => self.map(first, count, &bits),
-            Message::Sealed { digest } => self.sealed(digest, out),
+            Message::Sealed { digest, state } => self.sealed(digest, state, out),
             Message::Commit(token) => self.commit(&token, out),
             Message::Cancel { code } => self.cancelled(code, out),
             Message::RefusalSeen => self.refusal_seen(out),
             Message::Released => self.released(out),
-            // Its bytes are the caller's.
-            Message::State { .. } if self.is_before_enter() => Ok(()),
             Message::Held { .. } | Message::Continued | Message::Alive => Ok(()),
             _ => Err(self.unexpected(name)),
         }
@@ -99,9 +97,47 @@ impl Destination {
         Ok(())
     }
 
+    /// A part of the state is the first, which begins the state anew, or follows the one before it.
+    pub(super) fn state_part(
+        &mut self,
+        index: StreamIndex,
+        part: StatePart,
+        digest: [u8; 32],
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        if !self.streams.is_up(index) || index != CONTROL {
+            return Err(Refused::Stream {
+                message: "state",
+                stream: index,
+            });
+        }
+        match self.step {
+            Step::Receiving => {}
+            // The source repeats its seal when the link is up again.
+            _ if self.is_before_enter() => return Ok(()),
+            _ => return Err(self.unexpected("state")),
+        }
+        let StatePart {
+            offset,
+            bytes,
+            has_more,
+        } = part;
+        let follows = offset == self.state.bytes && !self.has_whole_state;
+        let end = offset.saturating_add(u64::from(bytes));
+        if offset != 0 && !follows || bytes == 0 || end > MAX_STATE_BYTES {
+            let bytes = self.state.bytes;
+            return Err(Refused::State { offset, bytes });
+        }
+        self.state = KeptState { bytes: end, digest };
+        self.has_whole_state = !has_more;
+        out.push(DestinationAction::TakeState);
+        Ok(())
+    }
+
     fn sealed(
         &mut self,
         digest: MapDigest,
+        state: KeptState,
         out: &mut Vec<DestinationAction>,
     ) -> Result<(), Refused> {
         match self.step {
@@ -124,7 +160,9 @@ impl Destination {
             }
         }
         let found = self.missing.digest();
-        if found != digest && self.guards.has(Guard::SameMap) {
+        let is_other_map = found != digest && self.guards.has(Guard::SameMap);
+        let has_state = self.has_whole_state && self.state == state;
+        if is_other_map || !has_state && self.guards.has(Guard::SameState) {
             self.refuse(out);
             return Ok(());
         }

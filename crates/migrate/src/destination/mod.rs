@@ -11,7 +11,7 @@ use crate::event::{
 };
 use crate::guard::Guards;
 use crate::ids::{MapDigest, Token, TokenHash};
-use crate::journal::RecordKind;
+use crate::journal::{KeptState, RecordKind};
 use crate::message::{CONTROL, Message, StreamIndex};
 use crate::pages::PageSet;
 use crate::rounds::RoundBytes;
@@ -87,6 +87,9 @@ pub struct Destination {
     missing: PageSet,
     /// The digest of the map as it was at the seal.
     map_digest: Option<MapDigest>,
+    /// What has come of the state: its length and its digest up to there.
+    state: KeptState,
+    has_whole_state: bool,
     streams: Streams<Stream>,
     /// Records of postcopy that were dropped because their pages were there.
     duplicates: u64,
@@ -107,6 +110,8 @@ impl Destination {
             rounds: RoundBytes::new(pages),
             missing: PageSet::empty(pages),
             map_digest: None,
+            state: KeptState::default(),
+            has_whole_state: false,
             streams: Streams::new(streams),
             duplicates: 0,
         }
@@ -160,6 +165,11 @@ impl Destination {
             } => {
                 self.page_record(stream, &record, is_intact, &mut out)?;
             }
+            DestinationEvent::State {
+                stream,
+                part,
+                digest,
+            } => self.state_part(stream, part, digest, &mut out)?,
             DestinationEvent::Admitted => self.admitted(&mut out)?,
             DestinationEvent::NotAdmitted(code, reasons) if self.step == Step::Admitting => {
                 self.send(Message::Declined { code, reasons }, &mut out);
@@ -275,6 +285,10 @@ impl Destination {
 
     fn lose_stream(&mut self, index: StreamIndex) -> Result<(), Refused> {
         *self.streams.get(index, "stream-down")? = Stream::default();
+        if index == CONTROL && self.step == Step::Receiving {
+            // The source repeats it from its beginning.
+            (self.state, self.has_whole_state) = (KeptState::default(), false);
+        }
         self.streams.set_up(index, false, "stream-down")
     }
 

@@ -295,6 +295,7 @@ impl World {
                         is_intact: true,
                         ..
                     } | Packet::Message(Message::Map { .. })
+                        | Packet::State(1..)
                 )
             };
             if link.to_destination.front().is_some_and(is_damageable) {

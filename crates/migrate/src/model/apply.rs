@@ -311,6 +311,7 @@ impl World {
     fn damage(&mut self, stream: StreamIndex) {
         match self.links[at(stream)].to_destination.front_mut() {
             Some(Packet::Pages { is_intact, .. }) => *is_intact = false,
+            Some(Packet::State(version)) => *version = 0,
             Some(Packet::Message(Message::Map { bits, .. })) => {
                 self.is_map_damaged = true;
                 bits.iter_mut().take(1).for_each(|byte| *byte ^= 1);

@@ -3,12 +3,12 @@
 use pagetide_memory::{PageIndex, PageRange};
 
 use super::Bounds;
-use super::world::{Fate, LinkState, Packet, World};
+use super::world::{Fate, LinkState, Packet, Version, World};
 use crate::event::{DestinationAction, DestinationEvent, Refused, SourceAction, SourceEvent};
 use crate::ids::{Secret, VmId};
-use crate::journal::RecordKind;
+use crate::journal::{KeptState, RecordKind};
 use crate::layout::{Area, Layout};
-use crate::message::{CONTROL, Content, Message, Offer, PageRecord, StreamIndex};
+use crate::message::{CONTROL, Content, Message, Offer, PageRecord, StatePart, StreamIndex};
 use crate::pages::PageSet;
 
 fn at(stream: StreamIndex) -> usize {
@@ -17,6 +17,14 @@ fn at(stream: StreamIndex) -> usize {
 
 fn page_at(page: PageIndex) -> usize {
     usize::try_from(page.0).unwrap()
+}
+
+/// What the seal says of a state.
+fn kept_state(version: Version) -> KeptState {
+    KeptState {
+        bytes: 1,
+        digest: [version; 32],
+    }
 }
 
 /// The parts of a map as they are sent.
@@ -118,6 +126,11 @@ impl World {
                     .for_each(|part| self.send(CONTROL, Packet::Message(part)));
             }
             SourceAction::SendState => self.send(CONTROL, Packet::State(self.source_state)),
+            SourceAction::SendSealed(digest) => {
+                let state = kept_state(self.source_state);
+                let sealed = Message::Sealed { digest, state };
+                self.send(CONTROL, Packet::Message(sealed));
+            }
             SourceAction::Harvest => {
                 let mut written = PageSet::empty(pages);
                 for page in (0..pages).filter(|page| self.log >> page & 1 == 1) {
@@ -184,6 +197,7 @@ impl World {
                 }
                 self.destination(DestinationEvent::Punched).unwrap();
             }
+            DestinationAction::TakeState => {}
             DestinationAction::Load => self.is_loading = true,
             DestinationAction::SendMap => {
                 let parts: Vec<_> = map_parts(self.destination.missing()).collect();
@@ -227,9 +241,7 @@ impl World {
                 let result = self.destination(DestinationEvent::Received(stream, message));
                 self.note(&result);
             }
-            Packet::State(version) => {
-                self.received_state.get_or_insert(version);
-            }
+            Packet::State(version) => self.deliver_state(stream, version),
             Packet::Pages {
                 record,
                 versions,
@@ -271,6 +283,28 @@ impl World {
                 }
                 self.do_destination(actions);
             }
+        }
+    }
+
+    /// The state is one part.
+    fn deliver_state(&mut self, stream: StreamIndex, version: Version) {
+        let KeptState { bytes, digest } = kept_state(version);
+        let part = StatePart {
+            offset: 0,
+            bytes: u32::try_from(bytes).unwrap(),
+            has_more: false,
+        };
+        let event = DestinationEvent::State {
+            stream,
+            part,
+            digest,
+        };
+        match self.destination.handle(event) {
+            Ok(actions) if actions.contains(&DestinationAction::TakeState) => {
+                self.received_state = Some(version);
+            }
+            Ok(_) => {}
+            Err(error) => self.note(&Err(error)),
         }
     }
 

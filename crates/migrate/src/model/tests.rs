@@ -21,6 +21,7 @@ fn bounds_without(guard: Guard) -> Bounds {
         | Guard::EndMarksAcknowledged
         | Guard::StoredFirst => (0, 1),
         Guard::SameMap | Guard::DamagedDropped => (1, 1),
+        Guard::SameState => (0, 1),
         Guard::YieldSynced
         | Guard::RefusalNeeded
         | Guard::RefusalVerified

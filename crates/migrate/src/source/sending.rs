@@ -90,9 +90,7 @@ impl Source {
             out.extend([
                 SourceAction::SendMap,
                 SourceAction::SendState,
-                SourceAction::Send(Message::Sealed {
-                    digest: self.missing.digest(),
-                }),
+                SourceAction::SendSealed(self.missing.digest()),
             ]);
         }
     }

@@ -16,8 +16,9 @@ use crate::journal::{
     JournalHead, JournalWriter, KeptState, Record, Replay, SLOT_BYTES, Side, new_journal,
 };
 use crate::layout::PAGE_BYTES;
-use crate::message::{CONTROL, Message, PageRecord, StreamIndex};
+use crate::message::{CONTROL, Message, PageRecord, StatePart, StreamIndex};
 use crate::model::map_parts;
+use crate::state::CollectedState;
 
 #[derive(Debug)]
 pub(super) struct DestinationHost {
@@ -27,7 +28,7 @@ pub(super) struct DestinationHost {
     pub(super) state: Option<u64>,
     pub(super) runs: bool,
     pub(super) had_entered: bool,
-    received_state: Option<u64>,
+    received_state: CollectedState,
     is_loading: bool,
     /// What is being stored, by streams.
     storing: Vec<Vec<(PageIndex, Page)>>,
@@ -57,7 +58,7 @@ impl DestinationHost {
             state: None,
             runs: false,
             had_entered: false,
-            received_state: None,
+            received_state: CollectedState::default(),
             is_loading: false,
             storing: vec![Vec::new(); streams],
             waiting: vec![None; streams],
@@ -78,7 +79,9 @@ impl Lab {
             self.finish_store(stream);
         }
         if std::mem::take(&mut self.destination.is_loading) {
-            self.destination.state = self.destination.received_state;
+            let state = self.destination.received_state.bytes();
+            let state = state.try_into().map_err(|_| "a state of another length")?;
+            self.destination.state = Some(u64::from_le_bytes(state));
             self.tell_destination(DestinationEvent::Loaded);
         }
         for stream in (0..STREAMS).map(StreamIndex) {
@@ -173,20 +176,35 @@ impl Lab {
             Message::Pages(record) => {
                 self.record(stream, record, content, frame)?;
             }
-            Message::State { .. } => {
-                let state = u64::from_le_bytes(
-                    content
-                        .try_into()
-                        .map_err(|_| "a state of another length")?,
-                );
-                self.destination.received_state.get_or_insert(state);
-            }
+            Message::State(part) => self.state_part(stream, part, content)?,
             message => {
                 if let Message::Offer(offer) = &message {
                     self.destination.commit_hash = Some(offer.commit_hash);
                 }
                 self.tell_destination(DestinationEvent::Received(stream, message));
             }
+        }
+        Ok(())
+    }
+
+    fn state_part(
+        &mut self,
+        stream: StreamIndex,
+        part: StatePart,
+        bytes: &[u8],
+    ) -> Result<(), String> {
+        let Some(machine) = &mut self.destination.machine else {
+            return Ok(());
+        };
+        let state = &mut self.destination.received_state;
+        let event = DestinationEvent::State {
+            stream,
+            part,
+            digest: state.digest_with(part, bytes),
+        };
+        let actions = machine.handle(event).map_err(|error| error.to_string())?;
+        if actions.contains(&DestinationAction::TakeState) {
+            state.take(part, bytes);
         }
         Ok(())
     }
@@ -355,6 +373,7 @@ impl Lab {
             }
             DestinationAction::Store(..)
             | DestinationAction::Later(_)
+            | DestinationAction::TakeState
             | DestinationAction::Poison(_)
             | DestinationAction::Free
             | DestinationAction::Done(_) => {}

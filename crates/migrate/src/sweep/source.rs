@@ -16,7 +16,7 @@ use crate::journal::{
     JournalHead, JournalWriter, KeptState, Record, RecordKind, Replay, Side, new_journal,
 };
 use crate::layout::PAGE_BYTES;
-use crate::message::{CONTROL, Message, PageRecord, StreamIndex};
+use crate::message::{CONTROL, Message, PageRecord, StatePart, StreamIndex};
 use crate::model::{map_parts, offer};
 use crate::pages::PageSet;
 use crate::rounds::Round;
@@ -24,6 +24,9 @@ use crate::source::Source;
 
 /// The most pages of a record here, so that there are many frames.
 const RECORD_PAGES: u64 = 8;
+
+/// The state has two parts.
+const STATE_PART_BYTES: usize = 5;
 
 #[derive(Debug)]
 pub(super) struct SourceHost {
@@ -174,12 +177,22 @@ impl Lab {
             }
             SourceAction::SendState => {
                 let state = self.source.state.to_le_bytes();
-                self.send(
-                    Side::Source,
-                    CONTROL,
-                    &Message::State { has_more: false },
-                    &state,
-                );
+                for (offset, bytes) in (0_u64..)
+                    .step_by(STATE_PART_BYTES)
+                    .zip(state.chunks(STATE_PART_BYTES))
+                {
+                    let part = StatePart {
+                        offset,
+                        bytes: u32::try_from(bytes.len()).unwrap(),
+                        has_more: index(offset) + bytes.len() < state.len(),
+                    };
+                    self.send(Side::Source, CONTROL, &Message::State(part), bytes);
+                }
+            }
+            SourceAction::SendSealed(digest) => {
+                let state = KeptState::of(&self.source.state.to_le_bytes());
+                let sealed = Message::Sealed { digest, state };
+                self.send(Side::Source, CONTROL, &sealed, &[]);
             }
             SourceAction::Harvest => {
                 let written = std::mem::replace(&mut self.source.log, PageSet::empty(PAGES));
@@ -212,10 +225,7 @@ impl Lab {
             return;
         };
         let state = match kind {
-            RecordKind::Sealed => KeptState {
-                bytes: 8,
-                digest: [1; 32],
-            },
+            RecordKind::Sealed => KeptState::of(&self.source.state.to_le_bytes()),
             _ => KeptState::default(),
         };
         super::destination::write_record(bytes, writer, Record { kind, state });
