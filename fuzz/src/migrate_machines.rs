@@ -105,6 +105,7 @@ impl Pair {
                 self.source(SourceEvent::Paused);
             }
             SourceAction::Record(kind) => self.source_record = Some(kind),
+            SourceAction::EndHolder => self.source(SourceEvent::HolderEnded),
             SourceAction::Run => self.source_runs = true,
             SourceAction::SendState => {
                 let part = StatePart {
@@ -126,6 +127,7 @@ impl Pair {
             SourceAction::ArmLog
             | SourceAction::RoundEnded(_)
             | SourceAction::Free
+            | SourceAction::Forget
             | SourceAction::Done(_) => {}
         }
     }
@@ -179,6 +181,7 @@ impl Pair {
             | DestinationAction::Close(_)
             | DestinationAction::Poison(_)
             | DestinationAction::Free
+            | DestinationAction::Forget
             | DestinationAction::Done(_) => {}
         }
     }

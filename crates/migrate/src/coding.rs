@@ -100,6 +100,7 @@ impl Message {
             | Self::Complete
             | Self::Released
             | Self::Lost
+            | Self::Ended
             | Self::Continued
             | Self::Alive => {}
         }
@@ -172,6 +173,7 @@ impl Message {
             50 => Self::Complete,
             51 => Self::Released,
             52 => Self::Lost,
+            53 => Self::Ended,
             60 => {
                 let stage = Stage::of(from.byte()?, from.byte()?)?;
                 from.zeros::<2>()?;

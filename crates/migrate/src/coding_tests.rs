@@ -103,6 +103,7 @@ pub(crate) fn examples() -> Vec<(Message, Vec<u8>)> {
         plain(Message::Complete),
         plain(Message::Released),
         plain(Message::Lost),
+        plain(Message::Ended),
         plain(Message::Held {
             stage: Stage::Postcopy(50),
         }),

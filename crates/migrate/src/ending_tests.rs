@@ -5,7 +5,7 @@ use crate::event::{DestinationAction, DestinationEvent, Phase, SourceEvent, Time
 use crate::hostile_tests::{PAGES, commit, refusal};
 use crate::journal::RecordKind;
 use crate::message::{CONTROL, Message};
-use crate::source::{RestartError, Source};
+use crate::source::{Memory, RestartError, Source};
 use crate::{Former, TakeOver};
 
 #[test]
@@ -16,8 +16,16 @@ fn a_source_that_was_sealed_and_ran_on_is_not_started_again() {
     })
     .unwrap();
     let restart = |last| {
-        Source::restart(&former, commit(), refusal().hash(), PAGES, 1, last)
-            .map(|(source, _)| source)
+        Source::restart(
+            &former,
+            commit(),
+            refusal().hash(),
+            PAGES,
+            1,
+            last,
+            Memory::Held,
+        )
+        .map(|(source, _)| source)
     };
     assert_eq!(restart(None), Err(RestartError::NotSealed));
     assert_eq!(
@@ -28,6 +36,12 @@ fn a_source_that_was_sealed_and_ran_on_is_not_started_again() {
         restart(Some(RecordKind::Finished)),
         Err(RestartError::Finished)
     );
+    for last in [RecordKind::Sealed, RecordKind::Yielded, RecordKind::Entered] {
+        let gone = Memory::Gone;
+        let hash = refusal().hash();
+        let source = Source::restart(&former, commit(), hash, PAGES, 1, Some(last), gone);
+        assert_eq!(source.unwrap_err(), RestartError::NoMemory);
+    }
     let mut yielded = restart(Some(RecordKind::Yielded)).unwrap();
     assert_eq!(yielded.token(), Some(commit()));
     assert_eq!(

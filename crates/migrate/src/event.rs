@@ -30,7 +30,7 @@ pub enum Word {
 /// Times that the caller measures. The machines have no clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Timer {
-    /// The control stream has been down for `--reconnect`.
+    /// The control stream has been down for `--reconnect`, or for as long again.
     Reconnect,
     /// The VM has been paused for `--blackout-limit`.
     BlackoutLimit,
@@ -66,6 +66,9 @@ pub enum SourceEvent {
     Recorded(RecordKind),
     /// Nobody knows whether a record is in the journal.
     RecordFailed(RecordKind),
+    /// The answer to [`SourceAction::EndHolder`]: no process but this one has the VM's memory, so that no other can go on
+    /// with the journal. At once if there is no holder.
+    HolderEnded,
     /// A time has passed.
     Timer(Timer),
     /// The operator's word.
@@ -117,12 +120,16 @@ pub enum SourceAction {
     Pause,
     /// Write a record and sync it.
     Record(RecordKind),
+    /// End the process that keeps the VM's memory for a restart. Answer: [`SourceEvent::HolderEnded`].
+    EndHolder,
     /// Stop logging, and let the vCPUs enter the guest.
     Run,
-    /// Free the VM's memory.
+    /// Free the VM's memory, and end its holder.
     Free,
-    /// The migration has ended. The process need keep nothing for it.
+    /// The migration has ended. The machine still answers the destination, until [`Self::Forget`].
     Done(Outcome),
+    /// Nobody can ask for anything any more: write *finished*, and forget the machine, its tokens and the session's secret.
+    Forget,
 }
 
 /// What happens to the destination.
@@ -214,8 +221,10 @@ pub enum DestinationAction {
     Poison(PageSet),
     /// Free the VM's memory.
     Free,
-    /// The migration has ended.
+    /// The migration has ended. The machine still answers the source, until [`Self::Forget`].
     Done(Outcome),
+    /// Nobody can ask for anything any more: write *finished*, and forget the machine, its tokens and the session's secret.
+    Forget,
 }
 
 /// Where a migration stands at a side.

@@ -78,6 +78,14 @@ guards! {
     NothingMissing = 29,
     /// Destination: it loads the state only if it is whole, and has the length and the digest that the seal says.
     SameState = 30,
+    /// Source: where *running again* cannot be synced, the VM runs only when the holder of its memory has ended.
+    HolderEnded = 31,
+    /// Source: it says *released* only when its memory and the holder are gone, so that no restart needs the destination.
+    FreedFirst = 32,
+    /// Source: it forgets the migration when it has heard that the destination has ended, or has waited for that in vain.
+    KeptUntilHeard = 33,
+    /// Destination: it keeps *r* until the source has said that it has it, or has ended without it.
+    RefusalKept = 34,
 }
 
 /// The guards that are in force: all, except in a test.

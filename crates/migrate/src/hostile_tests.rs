@@ -286,6 +286,7 @@ fn an_event_of_the_callers_in_a_wrong_state_changes_nothing() {
             SourceEvent::Harvested(PageSet::full(PAGES)),
             SourceEvent::Recorded(RecordKind::Refused),
             SourceEvent::RecordFailed(RecordKind::Yielded),
+            SourceEvent::HolderEnded,
             SourceEvent::Word(Word::Fenced),
             SourceEvent::Word(Word::Release),
             SourceEvent::StreamUp(StreamIndex(2)),

@@ -62,7 +62,7 @@ pub use message::{
 };
 pub use pages::{MapPartError, PageSet};
 pub use rounds::{Round, RoundBytes};
-pub use source::{RestartError, Source};
+pub use source::{Memory, RestartError, Source};
 pub use state::CollectedState;
 pub use takeover::{Former, TakeOver, TakeOverError};
 pub use wire::{DecodeError, MAX_TEXT_BYTES};

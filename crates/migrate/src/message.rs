@@ -224,6 +224,8 @@ pub enum Message {
     Released,
     /// The destination had entered, and has lost the VM.
     Lost,
+    /// The destination has ended, and forgets the migration.
+    Ended,
     /// The sender stops at a stage, at its operator's wish.
     Held {
         /// Where.
@@ -255,7 +257,7 @@ pub fn max_payload_bytes(kind: u16) -> Option<u32> {
         33 => 16 + MAX_STATE_PART_BYTES,
         34 => 72,
         35..=40 => 32,
-        48..=52 => 12,
+        48..=53 => 12,
         60..=63 => 8,
         _ => return None,
     })
@@ -289,6 +291,7 @@ impl Message {
             Self::Complete => 50,
             Self::Released => 51,
             Self::Lost => 52,
+            Self::Ended => 53,
             Self::Held { .. } => 60,
             Self::Continued => 61,
             Self::Alive => 62,
@@ -323,6 +326,7 @@ impl Message {
             Self::Complete => "complete",
             Self::Released => "released",
             Self::Lost => "lost",
+            Self::Ended => "ended",
             Self::Held { .. } => "held",
             Self::Continued => "continued",
             Self::Alive => "alive",

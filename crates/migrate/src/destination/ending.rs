@@ -50,6 +50,10 @@ impl Destination {
             (RecordKind::Refused, Step::Refusing) => {
                 self.step = Step::Refused;
                 self.send(Message::Refusal(self.refusal), out);
+                if !self.guards.has(Guard::RefusalKept) {
+                    self.end(Outcome::Refused, out);
+                    self.forget(out);
+                }
             }
             (RecordKind::Finished, _) | (_, Step::Ended(_)) => {}
             (RecordKind::Entered, Step::Running) if !self.guards.has(Guard::EnteredSynced) => {}
@@ -100,5 +104,20 @@ impl Destination {
             out.push(DestinationAction::Free);
         }
         out.push(DestinationAction::Done(outcome));
+    }
+
+    /// Ends because the source has: it hears so, and nobody needs this side any more.
+    pub(super) fn end_with_source(&mut self, outcome: Outcome, out: &mut Vec<DestinationAction>) {
+        if !matches!(self.step, Step::Ended(_)) {
+            self.end(outcome, out);
+        }
+        self.send(Message::Ended, out);
+        self.forget(out);
+    }
+
+    pub(super) fn forget(&mut self, out: &mut Vec<DestinationAction>) {
+        if !std::mem::replace(&mut self.has_forgotten, true) {
+            out.push(DestinationAction::Forget);
+        }
     }
 }

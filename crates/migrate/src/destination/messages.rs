@@ -44,10 +44,17 @@ impl Destination {
         }
     }
 
+    /// It has not entered, or has ended and never will.
     fn is_before_enter(&self) -> bool {
         !matches!(
             self.step,
-            Step::Connecting | Step::Admitting | Step::Running | Step::Ended(_) | Step::Lost
+            Step::Connecting
+                | Step::Admitting
+                | Step::Running
+                | Step::Lost
+                | Step::Ended(
+                    Outcome::Complete | Outcome::Cancelled | Outcome::Failed | Outcome::Lost
+                )
         )
     }
 
@@ -146,6 +153,10 @@ impl Destination {
                 self.say_ready(out);
                 return Ok(());
             }
+            Step::Ended(Outcome::Refused) => {
+                self.send(Message::Refusal(self.refusal), out);
+                return Ok(());
+            }
             _ if self.is_before_enter() => return Ok(()),
             _ => return Err(self.unexpected("sealed")),
         }
@@ -212,15 +223,12 @@ impl Destination {
             Step::Entering | Step::EnterFailed | Step::Running | Step::Lost => {
                 Err(self.unexpected("cancel"))
             }
-            Step::Ended(_) => Ok(()),
             _ => {
-                self.end(
-                    match code {
-                        CancelCode::Cancelled => Outcome::Cancelled,
-                        CancelCode::Failed | CancelCode::GuestEnded => Outcome::Failed,
-                    },
-                    out,
-                );
+                let outcome = match code {
+                    CancelCode::Cancelled => Outcome::Cancelled,
+                    CancelCode::Failed | CancelCode::GuestEnded => Outcome::Failed,
+                };
+                self.end_with_source(outcome, out);
                 Ok(())
             }
         }
@@ -228,20 +236,28 @@ impl Destination {
 
     fn refusal_seen(&mut self, out: &mut Vec<DestinationAction>) -> Result<(), Refused> {
         match self.step {
-            Step::Refused => self.end(Outcome::Refused, out),
-            Step::Ended(_) => {}
+            Step::Refused | Step::Ended(_) => self.end_with_source(Outcome::Refused, out),
             _ => return Err(self.unexpected("refusal-seen")),
         }
         Ok(())
     }
 
+    /// The source has freed the VM's memory: all has arrived, or its operator has given up what has not.
     fn released(&mut self, out: &mut Vec<DestinationAction>) -> Result<(), Refused> {
         match self.step {
             Step::Running if self.missing.is_empty() || !self.guards.has(Guard::NothingMissing) => {
-                self.end(Outcome::Complete, out);
+                self.end_with_source(Outcome::Complete, out);
             }
-            Step::Ended(_) => {}
-            Step::Lost => self.end(Outcome::Lost, out),
+            Step::Lost => self.end_with_source(Outcome::Lost, out),
+            Step::Refused | Step::Ended(_) => self.end_with_source(Outcome::Refused, out),
+            // What is missing here is lost. It has not entered, so it never does.
+            Step::Ready => self.refuse(out),
+            // Its operator abandons what is missing; or *c* has come, or a refusal is on its way.
+            Step::Running
+            | Step::Entering
+            | Step::EnterFailed
+            | Step::Refusing
+            | Step::RefuseFailed => {}
             _ => return Err(self.unexpected("released")),
         }
         Ok(())

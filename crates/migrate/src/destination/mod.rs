@@ -93,6 +93,8 @@ pub struct Destination {
     streams: Streams<Stream>,
     /// Records of postcopy that were dropped because their pages were there.
     duplicates: u64,
+    /// [`DestinationAction::Forget`] was said.
+    has_forgotten: bool,
 }
 
 impl Destination {
@@ -114,6 +116,7 @@ impl Destination {
             has_whole_state: false,
             streams: Streams::new(streams),
             duplicates: 0,
+            has_forgotten: false,
         }
     }
 
@@ -174,6 +177,7 @@ impl Destination {
             DestinationEvent::NotAdmitted(code, reasons) if self.step == Step::Admitting => {
                 self.send(Message::Declined { code, reasons }, &mut out);
                 self.end(Outcome::Refused, &mut out);
+                self.forget(&mut out);
             }
             DestinationEvent::NotAdmitted(..) => return Err(self.unexpected("not-admitted")),
             DestinationEvent::Stored(stream) => self.stored(stream, &mut out)?,
@@ -277,7 +281,9 @@ impl Destination {
     fn greet(&self, out: &mut Vec<DestinationAction>) {
         match self.step {
             Step::Running => self.say_entered(out),
-            Step::Refused => self.send(Message::Refusal(self.refusal), out),
+            Step::Refused | Step::Ended(Outcome::Refused) => {
+                self.send(Message::Refusal(self.refusal), out);
+            }
             Step::Lost => self.send(Message::Lost, out),
             _ => {}
         }
@@ -296,6 +302,10 @@ impl Destination {
         match (timer, self.step) {
             (Timer::Retry, Step::EnterFailed) => self.enter(out),
             (Timer::Retry, Step::RefuseFailed) => self.refuse(out),
+            // It has waited as long again. *r* stays in the journal, and the caller shows it.
+            (Timer::Reconnect, Step::Refused) if !self.streams.is_up(CONTROL) => {
+                self.end(Outcome::Refused, out);
+            }
             (Timer::Reconnect, _) if !self.streams.is_up(CONTROL) && self.may_refuse() => {
                 self.refuse(out);
             }

@@ -3,7 +3,7 @@
 use pagetide_memory::{PageIndex, PageRange};
 
 use super::Bounds;
-use super::world::{Fate, LinkState, Packet, World, old_token};
+use super::world::{Fate, Holder, LinkState, Packet, World, old_token};
 use crate::convergence::Decision;
 use crate::destination::Step as DestinationStep;
 use crate::ids::Token;
@@ -27,6 +27,7 @@ pub(crate) enum Act {
     NoticeLoss(StreamIndex),
     Retry(Side),
     Restart(Side, Option<RecordKind>),
+    HolderEnds,
     // The guest, clocks and operators.
     Write(u64),
     /// The guest, or the loading of state, reads a page that is not there; it is asked for on this stream.
@@ -44,6 +45,7 @@ pub(crate) enum Act {
     BlackoutLimit,
     Cancel,
     Refuse,
+    Release(Side),
     WrongToken(Side, Token),
     Damage(StreamIndex),
 }
@@ -63,6 +65,7 @@ impl Act {
                 | Self::Reconnect(_)
                 | Self::NoticeLoss(_)
                 | Self::Retry(_)
+                | Self::HolderEnds
                 | Self::Restart(..)
         )
     }
@@ -76,6 +79,7 @@ impl Act {
                 | Self::BlackoutLimit
                 | Self::Cancel
                 | Self::Refuse
+                | Self::Release(_)
                 | Self::WrongToken(..)
                 | Self::Damage(_)
         )
@@ -84,6 +88,11 @@ impl Act {
 
 fn at(stream: StreamIndex) -> usize {
     usize::from(stream.0)
+}
+
+/// An operator can see that a process is dead, and says so only then.
+fn is_dead(fate: Fate) -> bool {
+    matches!(fate, Fate::Dead | Fate::Gone)
 }
 
 impl World {
@@ -126,6 +135,11 @@ impl World {
         let is_stored = |message: &Message| matches!(message, Message::Stored { .. });
         let (stream, _) = links.find(|(_, link)| link.to_source.front().is_some_and(is_stored))?;
         Some(Act::ToSource(stream))
+    }
+
+    /// The operator's word without which nothing goes on.
+    pub(crate) fn is_for_operator(&self, act: &Act) -> bool {
+        self.is_released && *act == Act::Abandon
     }
 
     fn of(&self, side: Side) -> (&super::world::Journal, Fate) {
@@ -189,6 +203,9 @@ impl World {
         if self.source_journal.pending.is_some() {
             out.push(Act::Synced(Side::Source));
         }
+        if self.holder == Holder::Ending {
+            out.push(Act::HolderEnds);
+        }
         if *self.source.step() == SourceStep::Deciding {
             if self.source.round().0 < bounds.rounds {
                 out.push(Act::Decide(Decision::NextRound));
@@ -215,7 +232,7 @@ impl World {
             if self.destination_fate == Fate::Alive && self.destination.token().is_some() {
                 out.push(Act::Carry(Side::Source));
             }
-            if self.destination_fate != Fate::Alive {
+            if is_dead(self.destination_fate) {
                 out.push(Act::Fenced(Side::Source));
             }
         }
@@ -251,12 +268,13 @@ impl World {
             if self.source_fate == Fate::Alive && self.source.token().is_some() {
                 out.push(Act::Carry(Side::Destination));
             }
-            if self.source_fate != Fate::Alive {
+            if is_dead(self.source_fate) {
                 out.push(Act::Fenced(Side::Destination));
-                if self.destination_runs {
-                    out.push(Act::Abandon);
-                }
             }
+        }
+        let is_source_lost = self.links[0].state == LinkState::Down && is_dead(self.source_fate);
+        if self.destination_runs && (is_source_lost || self.is_released) {
+            out.push(Act::Abandon);
         }
     }
 
@@ -314,6 +332,7 @@ impl World {
         }
         if self.source_fate == Fate::Alive {
             out.push(Act::Cancel);
+            out.push(Act::Release(Side::Source));
             if !self.source_runs {
                 out.push(Act::BlackoutLimit);
             }
@@ -321,6 +340,7 @@ impl World {
         }
         if self.destination_fate == Fate::Alive {
             out.push(Act::Refuse);
+            out.push(Act::Release(Side::Destination));
             out.push(Act::WrongToken(Side::Destination, old_token()));
         }
     }

@@ -4,13 +4,13 @@ use pagetide_memory::{PageIndex, PageRange};
 
 use super::Bounds;
 use super::acts::Act;
-use super::world::{Fate, LinkState, Packet, Version, World, commit_token, refusal_token};
+use super::world::{Fate, Holder, LinkState, Packet, Version, World, commit_token, refusal_token};
 use crate::convergence::Decision;
 use crate::destination::Destination;
 use crate::event::{DestinationAction, DestinationEvent, SourceEvent, Timer, Word};
 use crate::journal::{RecordKind, Side};
 use crate::message::{Message, StreamIndex};
-use crate::source::{Source, Step as SourceStep};
+use crate::source::{Memory, Source, Step as SourceStep};
 
 fn at(stream: StreamIndex) -> usize {
     usize::from(stream.0)
@@ -45,9 +45,14 @@ impl World {
                     .unwrap();
             }
             Act::Restart(side, found) => self.restart(bounds, side, found),
+            Act::HolderEnds => {
+                self.holder = Holder::Ended;
+                self.note_source(SourceEvent::HolderEnded);
+            }
             Act::Write(page) => self.write(page),
             Act::Touch(page, stream) => self.touch(page, stream),
             Act::ReconnectTimer(Side::Source) => {
+                self.has_given_up |= matches!(self.source.step(), SourceStep::Ended(_));
                 self.note_source(SourceEvent::Timer(Timer::Reconnect));
             }
             Act::ReconnectTimer(Side::Destination) => {
@@ -61,7 +66,9 @@ impl World {
             }
             Act::Fenced(side) => self.fenced(side),
             Act::Abandon => {
-                self.source_fate = Fate::Gone;
+                if self.source_fate != Fate::Alive {
+                    self.source_fate = Fate::Gone;
+                }
                 self.note_destination(DestinationEvent::Word(Word::Abandon));
             }
             _ => {}
@@ -201,6 +208,10 @@ impl World {
             Act::BlackoutLimit => self.note_source(SourceEvent::Timer(Timer::BlackoutLimit)),
             Act::Cancel => self.note_source(SourceEvent::Word(Word::Cancel)),
             Act::Refuse => self.note_destination(DestinationEvent::Word(Word::Refuse)),
+            Act::Release(Side::Source) => self.release_source(),
+            Act::Release(Side::Destination) => {
+                self.note_destination(DestinationEvent::Word(Word::Release));
+            }
             Act::WrongToken(Side::Source, token) => {
                 self.note_source(SourceEvent::Word(Word::Accept(token)));
             }
@@ -209,6 +220,14 @@ impl World {
             }
             Act::Damage(stream) => self.damage(stream),
             _ => {}
+        }
+    }
+
+    fn release_source(&mut self) {
+        let has_ended = matches!(self.source.step(), SourceStep::Ended(_));
+        if self.source(SourceEvent::Word(Word::Release)).is_ok() {
+            self.has_given_up = true;
+            self.is_released |= !has_ended;
         }
     }
 
@@ -281,8 +300,14 @@ impl World {
                     bounds.streams,
                     bounds.guards,
                 );
-                match fresh.restarted(refusal_token().hash(), last) {
+                let memory = match self.holder {
+                    Holder::Ended => Memory::Gone,
+                    // The source did not come to end it.
+                    Holder::Lives | Holder::Ending => Memory::Held,
+                };
+                match fresh.restarted(refusal_token().hash(), last, memory) {
                     Ok((source, actions)) => {
+                        self.holder = Holder::Lives;
                         // The vCPUs' state is that of the seal.
                         self.source_state = self.sealed_state;
                         self.source = source;

@@ -68,21 +68,21 @@ impl World {
     fn became(&self) -> Option<Became> {
         let has_ended = matches!(self.source.step(), Step::Ended(_));
         let missing = self.destination.missing();
+        let has_source = matches!(self.source_fate, Fate::Alive | Fate::Forgotten);
         Some(if self.is_complete() && self.destination_runs {
             Became::Complete
         } else if self.poisoned != 0 {
             Became::Abandoned
-        } else if self.source_runs && has_ended && self.source_fate == Fate::Alive {
+        } else if self.source_runs && has_ended && has_source {
             Became::RunsAtSource
+        } else if self.is_released {
+            Became::LostByWord
         } else if self.source_fate == Fate::Alive
             && self.source.phase() == Phase::Lost
             && !self.is_freed
         {
             Became::LostAndKept
-        } else if self.source_fate != Fate::Alive
-            && !self.destination_runs
-            && self.destination.token().is_some()
-        {
+        } else if !has_source && !self.destination_runs && self.destination.token().is_some() {
             Became::Refused
         } else if self.source_fate == Fate::Alive && self.source.phase() == Phase::Undecided {
             Became::Undecided
@@ -117,6 +117,8 @@ enum Became {
     Refused,
     /// It is lost with its destination; the source keeps its memory.
     LostAndKept,
+    /// The operator released the source's memory while the VM needed it.
+    LostByWord,
     /// It had moved with all its pages, and died later, as in any crash.
     DiedLater,
 }

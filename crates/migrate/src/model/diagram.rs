@@ -63,6 +63,7 @@ fn line(world: &World, act: &Act) -> (String, String, String) {
         Act::Touch(page, _) => right = format!("the guest reads page {page}"),
         Act::Refuse => right = "its operator refuses".to_owned(),
         Act::Abandon => right = "its operator abandons missing pages".to_owned(),
+        Act::HolderEnds => left = "the holder of its memory has ended".to_owned(),
         Act::Write(page) => {
             let side = if world.source_runs {
                 &mut left
@@ -87,6 +88,9 @@ fn line(world: &World, act: &Act) -> (String, String, String) {
         Act::Retry(side) => *of(side, &mut left, &mut right) = "tries the record again".to_owned(),
         Act::ReconnectTimer(side) => {
             *of(side, &mut left, &mut right) = "gives up waiting for the link".to_owned();
+        }
+        Act::Release(side) => {
+            *of(side, &mut left, &mut right) = "its operator releases what is kept".to_owned();
         }
         Act::Carry(side) => {
             *of(side, &mut left, &mut right) = "is given the other side's token by hand".to_owned();

@@ -3,7 +3,7 @@
 use pagetide_memory::{PageIndex, PageRange};
 
 use super::Bounds;
-use super::world::{Fate, LinkState, Packet, Version, World};
+use super::world::{Fate, Holder, LinkState, Packet, Version, World};
 use crate::event::{DestinationAction, DestinationEvent, Refused, SourceAction, SourceEvent};
 use crate::ids::{Secret, VmId};
 use crate::journal::{KeptState, RecordKind};
@@ -149,8 +149,10 @@ impl World {
                 }
                 self.source_journal.pending = Some(kind);
             }
+            SourceAction::EndHolder => self.holder = Holder::Ending,
             SourceAction::Run => self.source_runs = true,
-            SourceAction::Free => self.is_freed = true,
+            SourceAction::Free => (self.is_freed, self.holder) = (true, Holder::Ended),
+            SourceAction::Forget => self.source_fate = Fate::Forgotten,
             SourceAction::ArmLog | SourceAction::RoundEnded(_) | SourceAction::Done(_) => {}
         }
     }
@@ -212,6 +214,7 @@ impl World {
             }
             DestinationAction::Free => self.destination_memory.fill(None),
             DestinationAction::Done(_) => {}
+            DestinationAction::Forget => self.destination_fate = Fate::Forgotten,
         }
     }
 

@@ -64,7 +64,7 @@ pub(crate) fn explore(bounds: &Bounds, mut visit: impl FnMut(&World)) -> Graph {
                 continue;
             };
             let next = enter(&mut graph, next, Some((number, act)), &mut queue);
-            if act.is_fair() {
+            if act.is_fair() || world.is_for_operator(&act) {
                 graph.fair.push((number, next));
             }
         }

@@ -92,7 +92,11 @@ impl Model for Bounds {
     }
 
     fn properties(&self) -> Vec<Property<Self>> {
-        let always: [(&'static str, Holds); 5] = [
+        let always: [(&'static str, Holds); 6] = [
+            (
+                "a side forgets when the other needs it no more",
+                |_, world| !world.is_forgotten_too_early(),
+            ),
             ("somebody owns the VM at the end", |_, world| {
                 !world.is_nobodys()
             }),

@@ -28,10 +28,12 @@ fn bounds_without(guard: Guard) -> Bounds {
         | Guard::CommitNeeded => (0, 1),
         Guard::RefusedForGood | Guard::NoRefusalAfterCommit | Guard::NoFenceAfterEntered => (0, 1),
         Guard::RestartRefuses | Guard::MapDecides => (0, 1),
+        Guard::FreedFirst | Guard::RefusalKept => (0, 1),
+        Guard::KeptUntilHeard => (0, 0),
         Guard::PrecopyEnds | Guard::EnteredSynced => (1, 1),
         Guard::CommitVerified | Guard::FailedYieldHidden => (0, 2),
         Guard::RunningAgainSynced | Guard::FailedEnteredHidden => (1, 2),
-        Guard::FailedYieldBinds => (1, 3),
+        Guard::FailedYieldBinds | Guard::HolderEnded => (1, 3),
     };
     let streams = match guard {
         Guard::NewestRoundWins
@@ -41,7 +43,7 @@ fn bounds_without(guard: Guard) -> Bounds {
         _ => 1,
     };
     let guards = Guards::without(guard);
-    if guard == Guard::FailedYieldBinds {
+    if matches!(guard, Guard::FailedYieldBinds | Guard::HolderEnded) {
         return Bounds {
             guards,
             ..Bounds::one(writes, disturbances)

@@ -55,6 +55,15 @@ pub(crate) struct Journal {
     pub(crate) pending: Option<RecordKind>,
 }
 
+/// The process that keeps the VM's memory while the source's is dead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Holder {
+    Lives,
+    /// The source wants it to end.
+    Ending,
+    Ended,
+}
+
 /// What has become of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Fate {
@@ -63,6 +72,8 @@ pub(crate) enum Fate {
     Dead,
     /// Its journal and its host are gone.
     Gone,
+    /// It has forgotten the migration.
+    Forgotten,
 }
 
 /// A state.
@@ -79,6 +90,7 @@ pub(crate) struct World {
     pub(crate) log: u8,
     /// The source has freed the VM's memory.
     pub(crate) is_freed: bool,
+    pub(crate) holder: Holder,
     pub(crate) source_journal: Journal,
     pub(crate) destination: Destination,
     pub(crate) destination_fate: Fate,
@@ -99,6 +111,10 @@ pub(crate) struct World {
     pub(crate) disturbances_left: u8,
     /// An operator's *fenced* was taken although the side knew that the VM had run at the other.
     pub(crate) is_fenced_wrongly: bool,
+    /// The source waits no longer to hear that the destination has ended.
+    pub(crate) has_given_up: bool,
+    /// The source's operator has released memory that the destination may need.
+    pub(crate) is_released: bool,
     /// A map was changed on its way.
     pub(crate) is_map_damaged: bool,
     /// A journal has a record that no reader takes there.
@@ -141,6 +157,7 @@ impl World {
             sealed_state: 0,
             log: 0,
             is_freed: false,
+            holder: Holder::Lives,
             source_journal: Journal::default(),
             destination: Destination::with_guards(
                 refusal,
@@ -162,6 +179,8 @@ impl World {
             writes_left: bounds.writes,
             disturbances_left: bounds.disturbances,
             is_fenced_wrongly: false,
+            has_given_up: false,
+            is_released: false,
             is_map_damaged: false,
             has_wrong_journal: false,
             has_refused: false,
@@ -199,6 +218,7 @@ impl World {
         let mut absent =
             pages.filter(|(page, have)| have.is_none() && self.poisoned >> page.0 & 1 == 0);
         self.destination_runs
+            && !self.is_released
             && absent.any(|(page, _)| !self.destination.missing().contains(page) || self.is_freed)
     }
 
@@ -223,7 +243,35 @@ impl World {
             self.destination.step(),
             DestinationStep::Ended(_) | DestinationStep::Lost
         );
-        self.is_alive() && source && destination
+        let is_there = |fate| matches!(fate, Fate::Alive | Fate::Forgotten);
+        let are_there = is_there(self.source_fate) && is_there(self.destination_fate);
+        are_there && source && destination
+    }
+
+    /// A side has forgotten the migration, and the other one needs it.
+    pub(crate) fn is_forgotten_too_early(&self) -> bool {
+        let source_has_ended = match self.source_fate {
+            Fate::Alive => matches!(self.source.step(), SourceStep::Ended(_)),
+            // Started again, it would go on.
+            Fate::Dead => self.holder == Holder::Ended || !self.may_restart(),
+            Fate::Gone | Fate::Forgotten => true,
+        };
+        let destination_has_ended = match self.destination_fate {
+            Fate::Alive => matches!(self.destination.step(), DestinationStep::Ended(_)),
+            Fate::Dead => false,
+            Fate::Gone | Fate::Forgotten => true,
+        };
+        let has_source_left = self.source_fate == Fate::Forgotten && !self.has_given_up;
+        self.destination_fate == Fate::Forgotten && !source_has_ended
+            || has_source_left && !destination_has_ended
+    }
+
+    /// Whether the source's journal may say that there is something to go on with.
+    fn may_restart(&self) -> bool {
+        let journal = &self.source_journal;
+        let is_open = |kind: &RecordKind| *kind != RecordKind::RunningAgain;
+        journal.synced.last().is_some_and(is_open) && journal.maybe.is_empty()
+            || journal.maybe.iter().any(is_open)
     }
 
     /// The VM has moved, and both sides know.

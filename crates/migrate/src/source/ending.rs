@@ -6,6 +6,11 @@ use crate::guard::Guard;
 use crate::journal::RecordKind;
 use crate::message::Message;
 
+/// Whether the VM has left the source.
+fn has_gone(outcome: Outcome) -> bool {
+    matches!(outcome, Outcome::Complete | Outcome::Lost)
+}
+
 impl Source {
     /// Gives the migration up, if that is this side's to decide. The VM goes on here.
     pub(super) fn give_up(
@@ -30,7 +35,12 @@ impl Source {
                 self.run(outcome, out);
             }
             Step::Sealed | Step::YieldFailed | Step::Yielded => self.return_to_vm(outcome, out),
-            Step::Connecting | Step::Opening => self.end(outcome, out),
+            Step::Connecting => {
+                // Nothing was agreed.
+                self.end(outcome, out);
+                self.forget(out);
+            }
+            Step::Opening => self.end(outcome, out),
             // The vCPUs run, or stopped without a record.
             _ => self.run(outcome, out),
         }
@@ -53,6 +63,28 @@ impl Source {
         }
     }
 
+    /// The journal takes no record, and the VM shall run all the same: then nobody may go on with the journal any more.
+    fn return_without_record(&mut self, out: &mut Vec<SourceAction>) {
+        self.step = Step::ReturnFailed;
+        if self.guards.has(Guard::HolderEnded) {
+            out.push(SourceAction::EndHolder);
+        } else {
+            self.run(self.ending.unwrap_or(Outcome::Failed), out);
+        }
+    }
+
+    pub(super) fn holder_ended(&mut self, out: &mut Vec<SourceAction>) -> Result<(), Refused> {
+        match self.step {
+            Step::Returning | Step::ReturnFailed => {
+                self.run(self.ending.unwrap_or(Outcome::Failed), out);
+            }
+            // The record was synced meanwhile.
+            Step::Ended(_) => {}
+            _ => return Err(self.unexpected("holder-ended")),
+        }
+        Ok(())
+    }
+
     fn run(&mut self, outcome: Outcome, out: &mut Vec<SourceAction>) {
         out.push(SourceAction::Run);
         self.end(outcome, out);
@@ -60,11 +92,27 @@ impl Source {
 
     pub(super) fn end(&mut self, outcome: Outcome, out: &mut Vec<SourceAction>) {
         self.step = Step::Ended(outcome);
-        if matches!(outcome, Outcome::Complete | Outcome::Lost) {
+        if has_gone(outcome) && self.guards.has(Guard::FreedFirst) {
             out.push(SourceAction::Free);
         }
         self.say_end(outcome, out);
         out.push(SourceAction::Done(outcome));
+        if !self.guards.has(Guard::KeptUntilHeard) {
+            self.forget(out);
+        }
+    }
+
+    /// The destination has ended, or is not waited for any more.
+    pub(super) fn forget(&mut self, out: &mut Vec<SourceAction>) {
+        if let Step::Ended(outcome) = self.step
+            && has_gone(outcome)
+            && !self.guards.has(Guard::FreedFirst)
+        {
+            out.push(SourceAction::Free);
+        }
+        if !std::mem::replace(&mut self.has_forgotten, true) {
+            out.push(SourceAction::Forget);
+        }
     }
 
     /// The guest ends where it runs. Once it is paused, it cannot end here.
@@ -141,7 +189,7 @@ impl Source {
                     }
                 }
             },
-            (RecordKind::RunningAgain, Step::Returning) => self.step = Step::ReturnFailed,
+            (RecordKind::RunningAgain, Step::Returning) => self.return_without_record(out),
             (RecordKind::Entered | RecordKind::Finished, _) | (_, Step::Ended(_)) => {}
             _ => return Err(self.unexpected("record-failed")),
         }

@@ -52,8 +52,19 @@ impl Source {
             Message::Resume => self.resume(),
             Message::Complete => self.complete(out),
             Message::Lost => self.peer_lost(),
-            // *complete* follows.
-            Message::GuestEnded { .. } if self.step == Step::Postcopy => Ok(()),
+            // *complete* follows, or is repeated to a source that was released.
+            Message::GuestEnded { .. }
+                if matches!(
+                    self.step,
+                    Step::Postcopy | Step::Ended(Outcome::Complete | Outcome::Lost)
+                ) =>
+            {
+                Ok(())
+            }
+            Message::Ended if matches!(self.step, Step::Ended(_)) => {
+                self.forget(out);
+                Ok(())
+            }
             Message::Held { .. } | Message::Continued | Message::Alive => Ok(()),
             _ => Err(self.unexpected(name)),
         }
@@ -99,12 +110,11 @@ impl Source {
         }
         match self.step {
             // A destination that has entered has no *r* to give.
-            Step::Connecting
-            | Step::Postcopy
-            | Step::Lost
-            | Step::Ended(Outcome::Complete | Outcome::Lost) => {
+            Step::Connecting | Step::Postcopy | Step::Lost | Step::Ended(Outcome::Complete) => {
                 return Err(self.unexpected("refusal"));
             }
+            // It was released before it heard this.
+            Step::Ended(Outcome::Lost) => self.say_end(Outcome::Lost, out),
             Step::Ended(_) => {
                 self.is_refused = true;
                 self.send(Message::RefusalSeen, out);

@@ -112,6 +112,18 @@ pub enum RestartError {
     /// The migration has ended.
     #[error("the migration has ended")]
     Finished,
+    /// The holder has ended: the VM ran on without a record, or its memory was freed.
+    #[error("no process keeps the VM's memory any more: it ran on, was released, or is lost")]
+    NoMemory,
+}
+
+/// Whether the VM's memory is there for a source that starts again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Memory {
+    /// The holder has handed it over.
+    Held,
+    /// There is no holder.
+    Gone,
 }
 
 /// The source's machine.
@@ -137,6 +149,8 @@ pub struct Source {
     is_cancelled: bool,
     /// The guest ended before it was paused.
     has_guest_ended: bool,
+    /// [`SourceAction::Forget`] was said.
+    has_forgotten: bool,
 }
 
 impl Source {
@@ -160,10 +174,11 @@ impl Source {
             is_refused: false,
             is_cancelled: false,
             has_guest_ended: false,
+            has_forgotten: false,
         }
     }
 
-    /// The source after its process has died, by what its journal says, with the VM's memory from the holder.
+    /// The source after its process has died, by what its journal says.
     ///
     /// # Errors
     /// [`RestartError`].
@@ -174,14 +189,16 @@ impl Source {
         pages: u64,
         streams: u16,
         last: Option<RecordKind>,
+        memory: Memory,
     ) -> Result<(Self, Vec<SourceAction>), RestartError> {
-        Self::new(commit, pages, streams).restarted(refusal_hash, last)
+        Self::new(commit, pages, streams).restarted(refusal_hash, last, memory)
     }
 
     pub(crate) fn restarted(
         mut self,
         refusal_hash: TokenHash,
         last: Option<RecordKind>,
+        memory: Memory,
     ) -> Result<(Self, Vec<SourceAction>), RestartError> {
         self.refusal_hash = Some(refusal_hash);
         // What the destination misses is for the destination to say.
@@ -191,6 +208,7 @@ impl Source {
             None => return Err(RestartError::NotSealed),
             Some(RecordKind::RunningAgain) => return Err(RestartError::RanAfterSeal),
             Some(RecordKind::Finished) => return Err(RestartError::Finished),
+            Some(_) if memory == Memory::Gone => return Err(RestartError::NoMemory),
             Some(RecordKind::Sealed) => {
                 self.step = Step::Sealed;
                 self.return_to_vm(Outcome::Failed, &mut out);
@@ -224,6 +242,7 @@ impl Source {
             SourceEvent::GuestEnded => self.guest_ended(&mut out)?,
             SourceEvent::Recorded(kind) => self.recorded(kind, &mut out)?,
             SourceEvent::RecordFailed(kind) => self.record_failed(kind, &mut out)?,
+            SourceEvent::HolderEnded => self.holder_ended(&mut out)?,
             SourceEvent::Timer(timer) => self.timer(timer, &mut out)?,
             SourceEvent::Word(word) => self.word(&word, &mut out)?,
         }
@@ -315,7 +334,10 @@ impl Source {
             Timer::Reconnect | Timer::BlackoutLimit => match self.step {
                 // No clock decides after the yield.
                 Step::Yielded | Step::Postcopy if self.guards.has(Guard::RefusalNeeded) => {}
-                Step::Lost | Step::Ended(_) | Step::Postcopy => {}
+                Step::Lost | Step::Postcopy => {}
+                // The destination is not to be reached, and decides nothing any more.
+                Step::Ended(_) if timer == Timer::Reconnect => self.forget(out),
+                Step::Ended(_) => {}
                 _ => self.give_up(Outcome::Failed, out)?,
             },
         }

@@ -26,6 +26,10 @@ impl Source {
                     self.end(Outcome::Lost, out);
                     Ok(())
                 }
+                Step::Ended(_) if !self.has_forgotten => {
+                    self.forget(out);
+                    Ok(())
+                }
                 _ => Err(Refused::Word {
                     phase: self.phase(),
                 }),

@@ -105,6 +105,7 @@ impl Source {
         if index == CONTROL && self.step == Step::Connecting {
             // Nothing was agreed.
             self.end(Outcome::Failed, out);
+            self.forget(out);
         }
         self.seal_if_marked(out);
         Ok(())

@@ -376,7 +376,8 @@ impl Lab {
             | DestinationAction::TakeState
             | DestinationAction::Poison(_)
             | DestinationAction::Free
-            | DestinationAction::Done(_) => {}
+            | DestinationAction::Done(_)
+            | DestinationAction::Forget => {}
         }
     }
 

@@ -20,7 +20,7 @@ use crate::message::{CONTROL, Message, PageRecord, StatePart, StreamIndex};
 use crate::model::{map_parts, offer};
 use crate::pages::PageSet;
 use crate::rounds::Round;
-use crate::source::Source;
+use crate::source::{Memory, Source};
 
 /// The most pages of a record here, so that there are many frames.
 const RECORD_PAGES: u64 = 8;
@@ -216,7 +216,8 @@ impl Lab {
             }
             SourceAction::Run => self.source.runs = true,
             SourceAction::Free => self.source.memory.fill(Page::Absent),
-            SourceAction::ArmLog | SourceAction::Done(_) => {}
+            SourceAction::EndHolder => self.tell_source(SourceEvent::HolderEnded),
+            SourceAction::ArmLog | SourceAction::Done(_) | SourceAction::Forget => {}
         }
     }
 
@@ -271,7 +272,7 @@ impl Lab {
         };
         let peer_hash: TokenHash = replay.head.peer_hash;
         let fresh = Source::with_guards(commit_token(), PAGES, STREAMS, self.plan.guards);
-        match fresh.restarted(peer_hash, replay.last()) {
+        match fresh.restarted(peer_hash, replay.last(), Memory::Held) {
             Ok((machine, actions)) => {
                 self.source.machine = Some(machine);
                 actions
