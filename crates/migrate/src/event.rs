@@ -137,7 +137,8 @@ pub enum SourceAction {
 pub enum DestinationEvent {
     /// A stream has passed its handshake.
     StreamUp(StreamIndex),
-    /// A stream is lost. Of its stores that were not reported, none happens any more.
+    /// A stream is lost. Every store of it that has happened was reported before, since the guest may have written the page
+    /// since; none happens any more.
     StreamDown(StreamIndex),
     /// A message that is neither a page record nor a part of the state has come.
     Received(StreamIndex, Message),

@@ -18,6 +18,7 @@ pub(crate) enum Act {
     ToDestination(StreamIndex),
     ToSource(StreamIndex),
     Room(StreamIndex),
+    /// A store ends, or that it has ended is reported.
     FinishStore(StreamIndex),
     Loaded,
     Synced(Side),

@@ -4,7 +4,9 @@ use pagetide_memory::{PageIndex, PageRange};
 
 use super::Bounds;
 use super::acts::Act;
-use super::world::{Fate, Holder, LinkState, Packet, Version, World, commit_token, refusal_token};
+use super::world::{
+    Fate, Holder, LinkState, Packet, Store, Version, World, commit_token, refusal_token,
+};
 use crate::convergence::Decision;
 use crate::destination::Destination;
 use crate::event::{DestinationAction, DestinationEvent, SourceEvent, Timer, Word};
@@ -139,10 +141,8 @@ impl World {
     }
 
     fn notice_loss(&mut self, stream: StreamIndex) {
-        let link = &mut self.links[at(stream)];
-        link.state = LinkState::Down;
-        link.to_destination.clear();
-        link.storing.clear();
+        self.links[at(stream)].state = LinkState::Down;
+        self.lose_at_destination(stream);
         self.destination(DestinationEvent::StreamDown(stream))
             .unwrap();
     }
@@ -237,8 +237,7 @@ impl World {
         link.state = state;
         link.to_source.clear();
         if state == LinkState::Down {
-            link.to_destination.clear();
-            link.storing.clear();
+            self.lose_at_destination(stream);
             self.destination(DestinationEvent::StreamDown(stream))
                 .unwrap();
         }
@@ -274,6 +273,7 @@ impl World {
             link.to_destination.clear();
             link.to_source.clear();
             link.storing.clear();
+            link.store = Store::default();
             if was_up && self.source_fate == Fate::Alive {
                 self.source(SourceEvent::StreamDown(stream)).unwrap();
             }

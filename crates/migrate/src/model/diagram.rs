@@ -6,7 +6,7 @@ use stateright::Model;
 
 use super::Bounds;
 use super::acts::Act;
-use super::world::{Packet, World};
+use super::world::{Packet, Store, World};
 use crate::journal::Side;
 use crate::message::StreamIndex;
 
@@ -56,7 +56,13 @@ fn line(world: &World, act: &Act) -> (String, String, String) {
         Act::Decide(decision) => left = format!("decides: {decision:?}"),
         Act::Cancel => left = "its operator cancels".to_owned(),
         Act::BlackoutLimit => left = "the blackout's limit has passed".to_owned(),
-        Act::FinishStore(stream) => right = format!("has stored what came on stream {}", stream.0),
+        Act::FinishStore(stream) => {
+            let what = match link(stream).store {
+                Store::Unreported => "reports",
+                Store::Precopy | Store::Postcopy => "has stored",
+            };
+            right = format!("{what} what came on stream {}", stream.0);
+        }
         Act::NoticeLoss(stream) => right = format!("notices that stream {} is lost", stream.0),
         Act::Loaded => right = "has loaded the state".to_owned(),
         Act::Switch => left = "an operator switches to postcopy".to_owned(),

@@ -3,13 +3,14 @@
 use pagetide_memory::{PageIndex, PageRange};
 
 use super::Bounds;
-use super::world::{Fate, Holder, LinkState, Packet, Version, World};
+use super::world::{Fate, Holder, LinkState, Packet, Store, Version, World};
 use crate::event::{DestinationAction, DestinationEvent, Refused, SourceAction, SourceEvent};
 use crate::ids::{Secret, VmId};
 use crate::journal::{KeptState, RecordKind};
 use crate::layout::{Area, Layout};
 use crate::message::{CONTROL, Content, Message, Offer, PageRecord, StatePart, StreamIndex};
 use crate::pages::PageSet;
+use crate::rounds::Round;
 
 fn at(stream: StreamIndex) -> usize {
     usize::from(stream.0)
@@ -69,10 +70,8 @@ impl World {
     }
 
     pub(crate) fn connect(&mut self, stream: StreamIndex) {
-        let link = &mut self.links[at(stream)];
-        link.to_destination.clear();
-        link.storing.clear();
-        link.state = LinkState::Up;
+        self.lose_at_destination(stream);
+        self.links[at(stream)].state = LinkState::Up;
         self.destination(DestinationEvent::StreamUp(stream))
             .unwrap();
         self.source(SourceEvent::StreamUp(stream)).unwrap();
@@ -220,9 +219,8 @@ impl World {
 
     /// The destination closes a stream; the source finds out by and by.
     fn close(&mut self, stream: StreamIndex) {
+        self.lose_at_destination(stream);
         let link = &mut self.links[at(stream)];
-        link.to_destination.clear();
-        link.storing.clear();
         let was_up = link.state == LinkState::Up;
         link.state = LinkState::Down;
         link.to_source.clear();
@@ -277,6 +275,9 @@ impl World {
                         let content = record.run.iter().zip(versions);
                         let stored = content
                             .filter(|(page, _)| parts.iter().any(|part| part.contains(*page)));
+                        if record.round == Round::POSTCOPY {
+                            self.links[at(stream)].store = Store::Postcopy;
+                        }
                         self.links[at(stream)].storing = stored
                             // What was damaged is wrong wherever it is stored.
                             .map(|(page, version)| (page.0, if is_intact { version } else { 0 }))
@@ -316,10 +317,32 @@ impl World {
         self.has_refused |= result.is_err() && !self.is_map_damaged;
     }
 
+    /// A store of postcopy takes two steps: the guest may use the page before the machine knows of it.
     pub(crate) fn finish_store(&mut self, stream: StreamIndex) {
-        for (page, version) in std::mem::take(&mut self.links[at(stream)].storing) {
-            self.destination_memory[usize::try_from(page).unwrap()] = Some(version);
+        let link = &mut self.links[at(stream)];
+        if link.store != Store::Unreported {
+            for (page, version) in &link.storing {
+                self.destination_memory[usize::try_from(*page).unwrap()] = Some(*version);
+            }
         }
+        if link.store == Store::Postcopy {
+            link.store = Store::Unreported;
+            return;
+        }
+        link.storing.clear();
+        link.store = Store::default();
         self.destination(DestinationEvent::Stored(stream)).unwrap();
+    }
+
+    /// What was on the way to the destination is lost. What it has stored is reported before the loss is, since the guest may
+    /// have written it; what it was storing is not stored any more.
+    pub(crate) fn lose_at_destination(&mut self, stream: StreamIndex) {
+        if self.links[at(stream)].store == Store::Unreported {
+            self.finish_store(stream);
+        }
+        let link = &mut self.links[at(stream)];
+        link.to_destination.clear();
+        link.storing.clear();
+        link.store = Store::default();
     }
 }

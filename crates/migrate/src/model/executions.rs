@@ -3,7 +3,7 @@
 use super::Bounds;
 use super::acts::Act;
 use super::world::{
-    Fate, Holder, LinkState, Packet, World, commit_token, old_token, refusal_token,
+    Fate, Holder, LinkState, Packet, Store, World, commit_token, old_token, refusal_token,
 };
 use crate::convergence::Decision;
 use crate::destination::Step as DestinationStep;
@@ -346,6 +346,28 @@ fn an_old_rounds_record_after_the_end_mark() {
     };
     assert!(play(Guards::default()));
     assert!(!play(Guards::without(Guard::PrecopyEnds)));
+}
+
+/// What is stored is reported before the loss of its stream. Else the page comes again, over what the guest has written.
+#[test]
+fn a_store_that_was_not_reported_when_its_stream_was_lost() {
+    let play = |is_reported: bool| {
+        let mut play = Play::new(Guards::default());
+        // A switch: all pages are missing.
+        play.act(Act::Switch);
+        play.until_destination(DestinationStep::Running);
+        play.until(|world| world.links[0].store == Store::Unreported);
+        play.act(Act::Write(0));
+        if !is_reported {
+            play.world.links[0].storing.clear();
+            play.world.links[0].store = Store::default();
+        }
+        play.cut();
+        play.settle();
+        play.is_right()
+    };
+    assert!(play(true));
+    assert!(!play(false));
 }
 
 #[test]

@@ -43,6 +43,19 @@ pub(crate) struct Link {
     pub(crate) to_source: VecDeque<Message>,
     /// The pages that are being stored, with their content.
     pub(crate) storing: Vec<(u64, Version)>,
+    pub(crate) store: Store,
+}
+
+/// How far a store is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub(crate) enum Store {
+    /// There is none, or it is one of precopy. Nothing reads the memory then; so that it is reported is one step with it.
+    #[default]
+    Precopy,
+    /// One of postcopy is under way: the VM, or the loading of state, waits for it.
+    Postcopy,
+    /// The page is there, and the machine has not been told.
+    Unreported,
 }
 
 /// A journal and its disk.
@@ -146,6 +159,7 @@ impl World {
             to_destination: VecDeque::new(),
             to_source: VecDeque::new(),
             storing: Vec::new(),
+            store: Store::default(),
         };
         let (commit, refusal) = (commit_token(), refusal_token());
         let mut world = Self {
