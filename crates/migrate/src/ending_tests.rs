@@ -1,11 +1,14 @@
 //! How a side ends, what it still answers then, and how it starts again.
 
-use crate::destination::Destination;
-use crate::event::{DestinationAction, DestinationEvent, Phase, SourceEvent, Timer};
-use crate::hostile_tests::{PAGES, commit, refusal};
+use crate::destination::{Destination, Step as DestinationStep};
+use crate::event::{
+    DestinationAction, DestinationEvent, Outcome, Phase, SourceAction, SourceEvent, Timer, Word,
+};
+use crate::hostile_tests::{PAGES, commit, destinations, refusal, sources};
 use crate::journal::RecordKind;
-use crate::message::{CONTROL, Message};
-use crate::source::{Memory, RestartError, Source};
+use crate::message::{CONTROL, CancelCode, DeclineCode, Message, Offer};
+use crate::model::offer;
+use crate::source::{Memory, RestartError, Source, Step as SourceStep};
 use crate::{Former, TakeOver};
 
 #[test]
@@ -93,4 +96,109 @@ fn a_destination_that_has_finished_is_what_it_was_before() {
         assert_eq!(phase, Phase::Failed);
         assert!(said.is_err(), "{said:?}");
     }
+}
+
+/// No message of this version compares pages.
+#[test]
+fn an_offer_that_wants_pages_compared_is_declined() {
+    let mut side = Destination::new(refusal(), PAGES, 1);
+    side.handle(DestinationEvent::StreamUp(CONTROL)).unwrap();
+    let offer = Offer {
+        verifies: true,
+        ..offer(PAGES)
+    };
+    let event = DestinationEvent::Received(CONTROL, Message::Offer(Box::new(offer)));
+    let actions = side.handle(event).unwrap();
+    let code = DeclineCode::Host;
+    assert!(matches!(
+        actions.first(),
+        Some(DestinationAction::Send(Message::Declined { code: said, .. })) if *said == code
+    ));
+    assert_eq!(actions.last(), Some(&DestinationAction::Forget));
+}
+
+fn received(message: Message) -> DestinationEvent {
+    DestinationEvent::Received(CONTROL, message)
+}
+
+fn side_in(step: DestinationStep) -> Destination {
+    let mut all = destinations().into_iter();
+    all.find(|side| *side.step() == step).unwrap()
+}
+
+/// What the source says last is answered, also by a side that has ended, and forgotten once.
+#[test]
+fn a_destination_forgets_when_the_source_has_ended() {
+    let cancel = Message::Cancel {
+        code: CancelCode::Failed,
+    };
+    let ended = DestinationAction::Send(Message::Ended);
+    for (step, message) in [
+        (DestinationStep::Receiving, cancel.clone()),
+        (DestinationStep::Ready, cancel),
+        (DestinationStep::Running, Message::Released),
+    ] {
+        let mut side = side_in(step);
+        let actions = side.handle(received(message.clone())).unwrap();
+        assert!(actions.ends_with(&[ended.clone(), DestinationAction::Forget]));
+        assert_eq!(side.handle(received(message)), Ok(vec![ended.clone()]));
+    }
+    let mut side = side_in(DestinationStep::Ready);
+    side.handle(DestinationEvent::Word(Word::Refuse)).unwrap();
+    let refused = DestinationEvent::Recorded(RecordKind::Refused);
+    side.handle(refused).unwrap();
+    side.handle(DestinationEvent::StreamDown(CONTROL)).unwrap();
+    // A second `--reconnect` has passed: it waits no longer, and keeps *r*.
+    let actions = side.handle(DestinationEvent::Timer(Timer::Reconnect));
+    let done = DestinationAction::Done(Outcome::Refused);
+    assert_eq!(actions, Ok(vec![DestinationAction::Free, done]));
+    assert_eq!(side.token(), Some(refusal()));
+    let said = side.handle(DestinationEvent::StreamUp(CONTROL));
+    let refusal = DestinationAction::Send(Message::Refusal(refusal()));
+    assert_eq!(said, Ok(vec![refusal]));
+    let actions = side.handle(received(Message::RefusalSeen));
+    assert_eq!(actions, Ok(vec![ended, DestinationAction::Forget]));
+}
+
+#[test]
+fn a_source_forgets_when_it_has_heard_waited_or_was_told() {
+    let complete = sources().pop().unwrap();
+    let ended = SourceEvent::Received(CONTROL, Message::Ended);
+    let word = SourceEvent::Word(Word::Release);
+    for event in [ended.clone(), word.clone()] {
+        let mut source = complete.clone();
+        assert_eq!(source.handle(event), Ok(vec![SourceAction::Forget]));
+        assert_eq!(source.handle(ended.clone()), Ok(vec![]), "once");
+        assert!(source.handle(word.clone()).is_err(), "it means nothing");
+    }
+    let mut source = complete.clone();
+    let timer = SourceEvent::Timer(Timer::Reconnect);
+    assert_eq!(source.handle(timer.clone()), Ok(vec![]), "the link is up");
+    source.handle(SourceEvent::StreamDown(CONTROL)).unwrap();
+    assert_eq!(source.handle(timer), Ok(vec![SourceAction::Forget]));
+    for mut before in sources() {
+        let has_ended = before == complete;
+        assert_eq!(before.handle(ended.clone()).is_ok(), has_ended);
+    }
+}
+
+/// The memory is gone by the word of the source's operator.
+#[test]
+fn a_destination_that_has_not_entered_refuses_when_the_source_was_released() {
+    let mut side = side_in(DestinationStep::Ready);
+    let record = DestinationAction::Record(RecordKind::Refused);
+    let released = received(Message::Released);
+    assert_eq!(side.handle(released.clone()), Ok(vec![record]));
+    assert_eq!(side.handle(received(Message::Commit(commit()))), Ok(vec![]));
+    let mut yielded = sources()
+        .into_iter()
+        .find(|source| *source.step() == SourceStep::Yielded)
+        .unwrap();
+    let actions = yielded.handle(SourceEvent::Word(Word::Release)).unwrap();
+    let said = SourceAction::Send(Message::Released);
+    let done = SourceAction::Done(Outcome::Lost);
+    assert_eq!(actions, [SourceAction::Free, said.clone(), done]);
+    // A refusal that was on its way.
+    let refusal = SourceEvent::Received(CONTROL, Message::Refusal(refusal()));
+    assert_eq!(yielded.handle(refusal), Ok(vec![said]));
 }

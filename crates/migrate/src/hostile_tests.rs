@@ -394,6 +394,27 @@ fn a_round_that_is_being_sent_can_be_ended_by_a_switch() {
     assert_eq!(source.missing().count(), PAGES - 4, "what was not sent");
 }
 
+/// Else a stream without pages would be lost after some seconds of silence.
+#[test]
+fn each_stream_that_is_up_is_kept_alive() {
+    for (index, is_up) in [(0, true), (1, true), (9, false)] {
+        let stream = StreamIndex(index);
+        for before in sources().split_off(3) {
+            let mut source = before.clone();
+            let result = source.handle(SourceEvent::Received(stream, Message::Alive));
+            assert_eq!((result.is_ok(), &source), (is_up, &before));
+        }
+        for before in destinations().split_off(2) {
+            let mut destination = before.clone();
+            let _ = destination.handle(DestinationEvent::StreamUp(StreamIndex(1)));
+            let up = destination.clone();
+            let event = DestinationEvent::Received(stream, Message::Alive);
+            assert_eq!(destination.handle(event).is_ok(), is_up);
+            assert_eq!(destination, up);
+        }
+    }
+}
+
 #[test]
 fn a_token_comes_by_any_stream() {
     let other = StreamIndex(1);

@@ -10,6 +10,7 @@
 //! - [`handshake`]: versions, features, and the proof that a stream belongs to its session;
 //! - [`journal`]: what a side must still know after its process has died;
 //! - [`convergence`]: whether precopy goes on;
+//! - [`times`]: what callers measure;
 //! - [`PageSet`], [`RoundBytes`], [`Layout`]: missing pages, the rounds of pages, and their numbers.
 
 mod checksum;
@@ -40,6 +41,9 @@ mod streams;
 #[cfg(test)]
 mod sweep;
 mod takeover;
+pub mod times;
+#[cfg(test)]
+mod vectors_tests;
 mod wire;
 
 pub use checksum::page_checksum;

@@ -30,8 +30,8 @@ pub const MAX_REASONS: usize = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamIndex(pub u16);
 
-/// The stream that carries all messages but page records, their marks, acknowledgements and requests, which any stream
-/// carries.
+/// The stream that carries every message. Any other carries page records, their marks, acknowledgements and requests, tokens,
+/// and *alive*.
 pub const CONTROL: StreamIndex = StreamIndex(0);
 
 /// The most streams of a session.
@@ -248,7 +248,7 @@ pub fn max_payload_bytes(kind: u16) -> Option<u32> {
     Some(match kind {
         1..=3 => 256,
         // The head, the areas, and what the VM requires.
-        4 => 96 + 1024 * 16 + MAX_REQUIREMENT_BYTES,
+        4 => 88 + 1024 * 16 + MAX_REQUIREMENT_BYTES,
         5 => 32,
         6 => 4 + 64 * 1026,
         16 => 24 + run_bytes,

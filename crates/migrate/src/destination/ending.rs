@@ -4,7 +4,7 @@ use super::{Destination, Step};
 use crate::event::{DestinationAction, Outcome, Refused};
 use crate::guard::Guard;
 use crate::journal::RecordKind;
-use crate::message::{CONTROL, Message};
+use crate::message::{CONTROL, DeclineCode, Message};
 use crate::pages::PageSet;
 
 impl Destination {
@@ -22,6 +22,18 @@ impl Destination {
     pub(super) fn refuse(&mut self, out: &mut Vec<DestinationAction>) {
         self.step = Step::Refusing;
         out.push(DestinationAction::Record(RecordKind::Refused));
+    }
+
+    /// Nothing was agreed: nobody needs this side.
+    pub(super) fn decline(
+        &mut self,
+        code: DeclineCode,
+        reasons: Vec<String>,
+        out: &mut Vec<DestinationAction>,
+    ) {
+        self.send(Message::Declined { code, reasons }, out);
+        self.end(Outcome::Refused, out);
+        self.forget(out);
     }
 
     pub(super) fn run(&mut self, out: &mut Vec<DestinationAction>) {

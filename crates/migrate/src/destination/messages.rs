@@ -5,7 +5,12 @@ use crate::event::{DestinationAction, Outcome, Refused};
 use crate::guard::Guard;
 use crate::ids::{MapDigest, Token};
 use crate::journal::{KeptState, RecordKind};
-use crate::message::{CONTROL, CancelCode, MAX_STATE_BYTES, Message, StatePart, StreamIndex};
+use crate::message::{
+    CONTROL, CancelCode, DeclineCode, MAX_STATE_BYTES, Message, StatePart, StreamIndex,
+};
+
+/// No message of this version compares pages, and nobody is to believe that they were compared.
+const NO_VERIFY: &str = "this version does not compare the pages of both sides (--verify)";
 
 impl Destination {
     pub(super) fn received(
@@ -15,7 +20,10 @@ impl Destination {
         out: &mut Vec<DestinationAction>,
     ) -> Result<(), Refused> {
         let name = message.name();
-        let is_of_any_stream = matches!(message, Message::EndMark | Message::Commit(_));
+        let is_of_any_stream = matches!(
+            message,
+            Message::EndMark | Message::Commit(_) | Message::Alive
+        );
         if !self.streams.is_up(index) || index != CONTROL && !is_of_any_stream {
             return Err(Refused::Stream {
                 message: name,
@@ -26,6 +34,10 @@ impl Destination {
             Message::Offer(offer) if self.step == Step::Connecting => {
                 if offer.layout.pages() != self.missing.pages() {
                     return Err(self.unexpected(name));
+                }
+                if offer.verifies {
+                    self.decline(DeclineCode::Host, vec![NO_VERIFY.to_owned()], out);
+                    return Ok(());
                 }
                 self.commit_hash = Some(offer.commit_hash);
                 self.step = Step::Admitting;

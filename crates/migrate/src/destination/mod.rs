@@ -175,9 +175,7 @@ impl Destination {
             } => self.state_part(stream, part, digest, &mut out)?,
             DestinationEvent::Admitted => self.admitted(&mut out)?,
             DestinationEvent::NotAdmitted(code, reasons) if self.step == Step::Admitting => {
-                self.send(Message::Declined { code, reasons }, &mut out);
-                self.end(Outcome::Refused, &mut out);
-                self.forget(&mut out);
+                self.decline(code, reasons, &mut out);
             }
             DestinationEvent::NotAdmitted(..) => return Err(self.unexpected("not-admitted")),
             DestinationEvent::Stored(stream) => self.stored(stream, &mut out)?,

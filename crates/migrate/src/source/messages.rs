@@ -25,6 +25,7 @@ impl Source {
                 | Message::Damaged { .. }
                 | Message::Request { .. }
                 | Message::Refusal(_)
+                | Message::Alive
         );
         if !self.streams.is_up(index) || index != CONTROL && !is_of_any_stream {
             return Err(Refused::Stream {
