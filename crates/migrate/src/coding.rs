@@ -142,18 +142,8 @@ impl Message {
                 pages: from.word()?,
             },
             32 => take_map(from)?,
-            33 => Self::State(StatePart {
-                offset: from.long()?,
-                bytes: from.word()?,
-                has_more: flag(from.word()?, "more state")?,
-            }),
-            34 => Self::Sealed {
-                digest: MapDigest(from.array()?),
-                state: KeptState {
-                    bytes: from.long()?,
-                    digest: from.array()?,
-                },
-            },
+            33 => Self::State(take_state_part(from)?),
+            34 => take_sealed(from)?,
             35 => Self::Ready {
                 digest: MapDigest(from.array()?),
             },
@@ -245,6 +235,23 @@ fn take_content<'a>(from: &mut Reader<'a>, record: &PageRecord) -> Result<&'a [u
     is_right.then_some(content).ok_or(DecodeError::Field {
         field: "the length of a record's content",
     })
+}
+
+fn take_state_part(from: &mut Reader<'_>) -> Result<StatePart, DecodeError> {
+    Ok(StatePart {
+        offset: from.long()?,
+        bytes: from.word()?,
+        has_more: flag(from.word()?, "more state")?,
+    })
+}
+
+fn take_sealed(from: &mut Reader<'_>) -> Result<Message, DecodeError> {
+    let digest = MapDigest(from.array()?);
+    let state = KeptState {
+        bytes: from.long()?,
+        digest: from.array()?,
+    };
+    Ok(Message::Sealed { digest, state })
 }
 
 /// The bytes of a part of the state: as many as it says, and within the bounds.

@@ -21,22 +21,8 @@ impl Destination {
         is_intact: bool,
         out: &mut Vec<DestinationAction>,
     ) -> Result<(), Refused> {
-        let stream = self.streams.get(index, "pages")?;
-        // A record is offered when the one before it is stored.
-        let is_free = stream.storing.is_empty();
-        if !is_free || !self.streams.is_up(index) {
-            return Err(Refused::Stream {
-                message: "pages",
-                stream: index,
-            });
-        }
-        if matches!(self.step, Step::Connecting | Step::Admitting) {
-            return Err(self.unexpected("pages"));
-        }
+        self.check_record(index, record)?;
         let run = record.run;
-        if run.is_empty() || run.end().0 > self.missing.pages() {
-            return Err(Refused::Outside { run });
-        }
         let pages = pages_of(run);
         if !is_intact && self.guards.has(Guard::DamagedDropped) {
             out.push(DestinationAction::Acknowledge(
@@ -79,6 +65,27 @@ impl Destination {
         stream.record_pages = pages;
         stream.is_postcopy = is_postcopy;
         out.push(DestinationAction::Store(index, parts));
+        Ok(())
+    }
+
+    /// A record that may come now, of pages that the VM has.
+    fn check_record(&mut self, index: StreamIndex, record: &PageRecord) -> Result<(), Refused> {
+        let stream = self.streams.get(index, "pages")?;
+        // A record is offered when the one before it is stored.
+        let is_free = stream.storing.is_empty();
+        if !is_free || !self.streams.is_up(index) {
+            return Err(Refused::Stream {
+                message: "pages",
+                stream: index,
+            });
+        }
+        if matches!(self.step, Step::Connecting | Step::Admitting) {
+            return Err(self.unexpected("pages"));
+        }
+        let run = record.run;
+        if run.is_empty() || run.end().0 > self.missing.pages() {
+            return Err(Refused::Outside { run });
+        }
         Ok(())
     }
 

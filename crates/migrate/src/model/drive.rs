@@ -91,33 +91,13 @@ impl World {
     }
 
     fn do_for_source(&mut self, action: SourceAction) {
-        let pages = self.destination.missing().pages();
         match action {
             SourceAction::OpenJournal { .. } => self.source(SourceEvent::JournalOpened).unwrap(),
             SourceAction::Send(message) => self.send(CONTROL, Packet::Message(message)),
             SourceAction::SendEndMark(stream) => {
                 self.send(stream, Packet::Message(Message::EndMark));
             }
-            SourceAction::SendPages(stream, run, round) => {
-                let record = PageRecord {
-                    run,
-                    round,
-                    content: Content::Bytes,
-                    checksum: 0,
-                };
-                let versions = run
-                    .iter()
-                    .map(|page| self.source_memory[page_at(page)])
-                    .collect();
-                self.send(
-                    stream,
-                    Packet::Pages {
-                        record,
-                        versions,
-                        is_intact: true,
-                    },
-                );
-            }
+            SourceAction::SendPages(stream, run, round) => self.send_pages(stream, run, round),
             SourceAction::SendMap => {
                 let parts: Vec<_> = map_parts(self.source.missing()).collect();
                 parts
@@ -130,14 +110,7 @@ impl World {
                 let sealed = Message::Sealed { digest, state };
                 self.send(CONTROL, Packet::Message(sealed));
             }
-            SourceAction::Harvest => {
-                let mut written = PageSet::empty(pages);
-                for page in (0..pages).filter(|page| self.log >> page & 1 == 1) {
-                    written.insert(PageRange::single(PageIndex(page)));
-                }
-                self.log = 0;
-                self.source(SourceEvent::Harvested(written)).unwrap();
-            }
+            SourceAction::Harvest => self.harvest(),
             SourceAction::Pause => {
                 self.source_runs = false;
                 self.source(SourceEvent::Paused).unwrap();
@@ -154,6 +127,35 @@ impl World {
             SourceAction::Forget => self.source_fate = Fate::Forgotten,
             SourceAction::ArmLog | SourceAction::RoundEnded(_) | SourceAction::Done(_) => {}
         }
+    }
+
+    fn send_pages(&mut self, stream: StreamIndex, run: PageRange, round: Round) {
+        let record = PageRecord {
+            run,
+            round,
+            content: Content::Bytes,
+            checksum: 0,
+        };
+        let pages = run.iter();
+        let versions = pages
+            .map(|page| self.source_memory[page_at(page)])
+            .collect();
+        let packet = Packet::Pages {
+            record,
+            versions,
+            is_intact: true,
+        };
+        self.send(stream, packet);
+    }
+
+    fn harvest(&mut self) {
+        let pages = self.source.missing().pages();
+        let mut written = PageSet::empty(pages);
+        for page in (0..pages).filter(|page| self.log >> page & 1 == 1) {
+            written.insert(PageRange::single(PageIndex(page)));
+        }
+        self.log = 0;
+        self.source(SourceEvent::Harvested(written)).unwrap();
     }
 
     fn send(&mut self, stream: StreamIndex, packet: Packet) {
