@@ -204,7 +204,7 @@ pub enum Message {
     Entered,
     /// The destination has recorded *refused*. This is *r*.
     Refusal(Token),
-    /// The source has *r*, or has ended without it: the destination may forget the migration.
+    /// The source has *r*, and runs the VM: the destination may forget the migration.
     RefusalSeen,
     /// The source gave up before it yielded.
     Cancel {
@@ -220,7 +220,7 @@ pub enum Message {
     Resume,
     /// Nothing is missing at the destination.
     Complete,
-    /// The source has taken note, and frees the memory.
+    /// The source has freed the memory, and keeps nothing for the destination.
     Released,
     /// The destination had entered, and has lost the VM.
     Lost,

@@ -9,6 +9,7 @@ mod drive;
 mod executions;
 mod graph;
 mod tests;
+mod walks;
 mod world;
 
 use stateright::{Model, Property};
