@@ -191,6 +191,8 @@ impl RecordKind {
                 (Some(Yielded), RunningAgain),
                 (Some(Yielded), Entered),
                 (None, Finished),
+                // The VM ran on without a record, when its holder had ended.
+                (Some(Sealed), Finished),
                 (Some(RunningAgain), Finished),
                 (Some(Yielded), Finished),
                 (Some(Entered), Finished),

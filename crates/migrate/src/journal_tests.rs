@@ -156,6 +156,8 @@ fn records_out_of_order_are_refused() {
         );
     }
     assert!(read(Side::Source, &[Sealed, Yielded, Yielded, Entered, Finished]).is_ok());
+    // The VM ran on when its holder had ended.
+    assert!(read(Side::Source, &[Sealed, Finished]).is_ok());
     // The seal failed to sync, and what followed took its place.
     assert!(read(Side::Source, &[RunningAgain, Finished]).is_ok());
 }
