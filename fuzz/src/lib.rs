@@ -9,6 +9,7 @@
 
 mod config;
 mod events;
+mod frames;
 mod handshake;
 mod image;
 mod keeper;

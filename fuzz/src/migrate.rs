@@ -13,48 +13,36 @@ use pagetide_migrate::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::frames::{self, Decode};
 use crate::memory::bounded;
 use crate::take;
 
 /// The first byte divides the rest, which is the stream of one direction.
-pub(crate) fn stream(mut input: &[u8]) -> bool {
-    let [step] = take(&mut input);
-    let whole = frames_of(input, input.len().max(1));
-    let parts = frames_of(input, usize::from(step).max(1));
-    assert_eq!(whole, parts, "in parts of {step} bytes");
-    let (frames, error) = whole;
-    let mut bytes = MAGIC.to_vec();
-    let mut messages = 0;
-    for frame in &frames {
-        frame.encode(&mut bytes).expect("it has come as a frame");
-        messages += usize::from(check_message(frame));
-    }
-    if !frames.is_empty() {
-        assert!(input.starts_with(&bytes), "frames are what their bytes say");
-    }
-    messages > 0 && error.is_none()
+pub(crate) fn stream(input: &[u8]) -> bool {
+    frames::stream::<Decoder>(input, check_message)
 }
 
-fn frames_of(input: &[u8], step: usize) -> (Vec<Frame>, Option<FrameError>) {
-    // The decoder has the bytes, twice while it grows, and a frame has its payload again.
-    bounded(8 * input.len() + 1024, || {
-        let mut decoder = Decoder::default();
-        let mut frames = Vec::new();
-        for part in input.chunks(step) {
-            decoder.push(part);
-            loop {
-                match decoder.next_frame() {
-                    Ok(Some(frame)) => frames.push(frame),
-                    Ok(None) => break,
-                    Err(error) => {
-                        assert_eq!(decoder.next_frame(), Err(error), "an error stays");
-                        return (frames, Some(error));
-                    }
-                }
-            }
-        }
-        (frames, None)
-    })
+impl Decode for Decoder {
+    type Frame = Frame;
+    type Error = FrameError;
+
+    const MAGIC: &'static [u8] = &MAGIC;
+
+    fn push(&mut self, bytes: &[u8]) {
+        Self::push(self, bytes);
+    }
+
+    fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
+        Self::next_frame(self)
+    }
+
+    fn buffered(&self) -> usize {
+        Self::buffered(self)
+    }
+
+    fn encode(frame: &Frame, out: &mut Vec<u8>) {
+        frame.encode(out).expect("it has come as a frame");
+    }
 }
 
 /// The first two bytes are the type; the rest is the payload.
@@ -71,7 +59,9 @@ pub(crate) fn message(mut input: &[u8]) -> bool {
 /// Whether the frame is a message, whose bounds are checked then.
 fn check_message(frame: &Frame) -> bool {
     let limit = max_payload_bytes(frame.kind).unwrap_or(MAX_UNKNOWN_BYTES);
-    let Ok(received) = bounded(4 * frame.payload.len() + 1024, || Message::of(frame)) else {
+    // Up to 64 reasons are as many strings, twice while their list grows, however short they are.
+    let most = 4 * frame.payload.len() + 4096;
+    let Ok(received) = bounded(most, || Message::of(frame)) else {
         return false;
     };
     let message = received.message;

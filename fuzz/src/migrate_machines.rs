@@ -19,6 +19,11 @@ const STREAMS: u16 = 2;
 /// Of the VM's state, however it comes.
 const STATE_DIGEST: [u8; 32] = [7; 32];
 
+/// A secret that no input hits upon.
+fn secret(seed: u8) -> Secret {
+    Secret(*blake3::hash(&[seed]).as_bytes())
+}
+
 /// Two machines, and what is between them.
 struct Pair {
     source: Source,
@@ -29,12 +34,14 @@ struct Pair {
     destination_runs: bool,
     source_record: Option<RecordKind>,
     destination_record: Option<RecordKind>,
+    /// The source, and the destination.
+    has_forgotten: (bool, bool),
 }
 
 impl Pair {
     fn new() -> Self {
-        let commit = Token::new(Secret([0xc0; 32]));
-        let refusal = Token::new(Secret([0xf0; 32]));
+        let commit = Token::new(secret(1));
+        let refusal = Token::new(secret(2));
         let area = Area {
             start: GuestAddress(0),
             bytes: PAGES * 4096,
@@ -57,6 +64,7 @@ impl Pair {
             destination_runs: false,
             source_record: None,
             destination_record: None,
+            has_forgotten: (false, false),
         }
     }
 
@@ -106,6 +114,10 @@ impl Pair {
             }
             SourceAction::Record(kind) => self.source_record = Some(kind),
             SourceAction::EndHolder => self.source(SourceEvent::HolderEnded),
+            SourceAction::Forget => {
+                assert!(!self.has_forgotten.0, "it forgets once");
+                self.has_forgotten.0 = true;
+            }
             SourceAction::Run => self.source_runs = true,
             SourceAction::SendState => {
                 let part = StatePart {
@@ -127,7 +139,6 @@ impl Pair {
             SourceAction::ArmLog
             | SourceAction::RoundEnded(_)
             | SourceAction::Free
-            | SourceAction::Forget
             | SourceAction::Done(_) => {}
         }
     }
@@ -175,13 +186,16 @@ impl Pair {
                 ));
             }
             DestinationAction::Record(kind) => self.destination_record = Some(kind),
+            DestinationAction::Forget => {
+                assert!(!self.has_forgotten.1, "it forgets once");
+                self.has_forgotten.1 = true;
+            }
             DestinationAction::Enter => self.destination_runs = true,
             DestinationAction::Later(_)
             | DestinationAction::TakeState
             | DestinationAction::Close(_)
             | DestinationAction::Poison(_)
             | DestinationAction::Free
-            | DestinationAction::Forget
             | DestinationAction::Done(_) => {}
         }
     }
@@ -299,8 +313,9 @@ impl Pair {
             self.destination.token().map(Word::Accept),
             Some(Word::Accept(Token::new(Secret([argument; 32])))),
             Some(Word::Refuse),
+            Some(Word::Release),
         ];
-        if let Some(word) = words[usize::from(argument % 4)] {
+        if let Some(word) = words[usize::from(argument % 5)] {
             self.source(SourceEvent::Word(word));
         }
     }
@@ -311,8 +326,9 @@ impl Pair {
             self.source.token().map(Word::Accept),
             Some(Word::Accept(Token::new(Secret([argument; 32])))),
             Some(Word::Abandon),
+            Some(Word::Release),
         ];
-        if let Some(word) = words[usize::from(argument % 4)] {
+        if let Some(word) = words[usize::from(argument % 5)] {
             self.destination(DestinationEvent::Word(word));
         }
     }

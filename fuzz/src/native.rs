@@ -2,73 +2,50 @@
 //! one codec.
 
 use pagetide_memory::PageSize;
-use pagetide_serve::native::frame::{
-    Decoder, Frame, FrameError, HEADER_BYTES, MAGIC, MAX_PAYLOAD_BYTES,
-};
+use pagetide_serve::native::frame::{Decoder, Frame, FrameError, MAGIC, MAX_PAYLOAD_BYTES};
 use pagetide_serve::native::message::{
     Attach, Drained, Health, MAX_REGIONS, MAX_TEXT_BYTES, Message, PageMapPart, RefusedCode,
     Region, RegionMode, VmState, Welcome, WorkingSetAction, WorkingSetState,
 };
 use pagetide_sources::Digest;
 
+use crate::frames::{self, Decode};
 use crate::memory::bounded;
 use crate::take;
 
 /// The first byte divides the rest, which is the stream of one direction.
-pub(crate) fn stream(mut input: &[u8]) -> bool {
-    let [step] = take(&mut input);
-    let whole = frames_of(input, input.len().max(1));
-    let parts = frames_of(input, usize::from(step).max(1));
-    assert_eq!(whole, parts, "in parts of {step} bytes");
-    let (frames, error) = whole;
-    let mut bytes = MAGIC.to_vec();
-    let mut messages = 0;
-    for frame in &frames {
+pub(crate) fn stream(input: &[u8]) -> bool {
+    frames::stream::<Decoder>(input, |frame| {
         assert!(frame.payload.len() <= MAX_PAYLOAD_BYTES);
-        frame.encode(&mut bytes).expect("it has come as a frame");
-        messages += usize::from(check_message(frame));
-    }
-    if !frames.is_empty() {
-        assert!(input.starts_with(&bytes), "frames are what their bytes say");
-    }
-    messages > 0 && error.is_none()
+        check_message(frame)
+    })
 }
 
-/// All frames of a stream that comes in parts of `step` bytes, and the error after them.
-fn frames_of(input: &[u8], step: usize) -> (Vec<Frame>, Option<FrameError>) {
-    // The decoder has the bytes, twice while it grows, and a frame has its payload again.
-    let limit = 8 * input.len() + 1024;
-    bounded(limit, || {
-        let mut decoder = Decoder::new();
-        let mut frames = Vec::new();
-        for part in input.chunks(step) {
-            decoder.push(part);
-            loop {
-                let is_there = decoder.has_frame();
-                match decoder.next_frame() {
-                    Ok(Some(frame)) => {
-                        assert!(is_there, "a frame that was not announced");
-                        frames.push(frame);
-                    }
-                    Ok(None) => {
-                        assert!(!is_there, "a frame that was announced");
-                        break;
-                    }
-                    Err(error) => {
-                        assert_eq!(decoder.next_frame(), Err(error), "an error stays");
-                        return (frames, Some(error));
-                    }
-                }
-            }
-        }
-        let begun = input.len().min(MAGIC.len());
-        let taken: usize = frames.iter().map(|f| HEADER_BYTES + f.payload.len()).sum();
-        assert!(decoder.buffered() <= input.len());
-        if begun == MAGIC.len() {
-            assert_eq!(decoder.buffered() + taken + begun, input.len());
-        }
-        (frames, None)
-    })
+impl Decode for Decoder {
+    type Frame = Frame;
+    type Error = FrameError;
+
+    const MAGIC: &'static [u8] = &MAGIC;
+
+    fn push(&mut self, bytes: &[u8]) {
+        Self::push(self, bytes);
+    }
+
+    fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
+        Self::next_frame(self)
+    }
+
+    fn buffered(&self) -> usize {
+        Self::buffered(self)
+    }
+
+    fn encode(frame: &Frame, out: &mut Vec<u8>) {
+        frame.encode(out).expect("it has come as a frame");
+    }
+
+    fn announces(&self) -> Option<bool> {
+        Some(self.has_frame())
+    }
 }
 
 /// The first two bytes are the type; the rest is the payload.
