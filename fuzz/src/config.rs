@@ -14,12 +14,8 @@ use crate::memory::bounded;
 #[path = "../../crates/cli/src/serve/settings.rs"]
 mod settings;
 
-/// Sizes, as the benchmarks' library reads them.
-#[path = "../../crates/bench/src/units.rs"]
-mod units;
-
+use pagetide_base::units::ByteSize;
 use settings::Settings;
-use units::ByteSize;
 
 pub(crate) fn run(input: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(input) else {

@@ -18,7 +18,7 @@ pub mod benchmark;
 pub mod draw;
 pub mod facts;
 pub mod latency;
-pub mod limits;
+mod limits;
 mod machine;
 pub mod memcycler;
 pub mod memslots;
@@ -34,18 +34,5 @@ pub mod report;
 mod schedule;
 pub mod stats;
 pub mod timing;
-pub mod units;
 
-/// An error and everything that caused it, in one line.
-#[must_use]
-pub fn one_line(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    // A message of somebody else's may have lines.
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
-}
+pub use pagetide_base::{one_line, units};

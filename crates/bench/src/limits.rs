@@ -1,24 +1,7 @@
-//! What this process may use of the machine: file descriptors and memory.
+//! How much of the memory this process may use.
 
 use std::fs;
 use std::path::Path;
-
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-/// Raises the limit of open files as far as this process may, and returns what it is then; `None`
-/// if there is none.
-pub fn raise_descriptors() -> Option<u64> {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        ..limit
-    };
-    match setrlimit(Resource::Nofile, raised) {
-        Ok(()) => limit.maximum,
-        // What is too little is told by whoever compares.
-        Err(_) => limit.current,
-    }
-}
 
 /// The bytes of memory that this process's control group, and those around it, allow
 /// (`memory.max`, cgroup v2); `None` if they set no limit.
@@ -64,12 +47,5 @@ mod tests {
         fs::write(root.path().join("memory.max"), "1024\n").unwrap();
         assert_eq!(least(root.path(), v2_group("0::/\n").unwrap()), Some(1024));
         assert_eq!(v2_group("4:memory:/elsewhere\n"), None);
-    }
-
-    #[test]
-    fn the_limit_of_descriptors_is_the_hard_one() {
-        let most = raise_descriptors();
-        let limit = getrlimit(Resource::Nofile);
-        assert_eq!((most, limit.current), (limit.maximum, limit.maximum));
     }
 }

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::io::Write;
 use std::process::ExitCode;
 
-use pagetide_bench::one_line;
+use pagetide_base::one_line;
 
 /// How a command ends when it does not succeed.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use pagetide_bench::units::{ByteSize, decimal, float};
+use pagetide_base::units::{ByteSize, decimal, float};
 use pagetide_sources::image::{
     self, CreateError, CreateOptions, Created, DEFAULT_CHUNK_BYTES, ExtractOptions, Holes,
     ImageInfo, VerifyOptions,
@@ -334,7 +334,7 @@ pub(crate) fn verify(arguments: &VerifyArguments) -> Result<(), Failure> {
     drop(bar);
     let mut text = String::new();
     for damage in &found.damage {
-        text.push_str(&pagetide_bench::one_line(damage));
+        text.push_str(&pagetide_base::one_line(damage));
         text.push('\n');
     }
     if found.is_sound() {

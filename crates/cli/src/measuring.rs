@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use pagetide_base::terminal_width;
 use pagetide_bench::benchmark::{self, Benchmark};
 use pagetide_bench::progress::{self, Progress, Quiet};
-use pagetide_bench::report::{Environment, OutDir, Report, Shown, benchmark_of, terminal_width};
+use pagetide_bench::report::{Environment, OutDir, Report, Shown, benchmark_of};
 use pagetide_bench::timing::Timing;
 use pagetide_bench::{memcycler, memslots, pager, paging, populate};
 

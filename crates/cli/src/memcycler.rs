@@ -1,8 +1,8 @@
 //! `pagetide bench memcycler`.
 
 use clap::Args;
+use pagetide_base::units::ByteSize;
 use pagetide_bench::memcycler::Plan;
-use pagetide_bench::units::ByteSize;
 use pagetide_memory::{Backing, FailurePolicy};
 
 use crate::args::{BACKINGS, POLICIES, one_of};

@@ -1,8 +1,8 @@
 //! `pagetide bench pager`.
 
 use clap::Args;
+use pagetide_base::units::ByteSize;
 use pagetide_bench::pager::{Cache, Order, Part, Plan};
-use pagetide_bench::units::ByteSize;
 
 use crate::args::one_of;
 use crate::measuring::{BenchArguments, ResultArguments};

@@ -1,8 +1,8 @@
 //! `pagetide bench paging`.
 
 use clap::Args;
+use pagetide_base::units::ByteSize;
 use pagetide_bench::paging::{Access, Delivery, Mode, Order, Plan, Uffds};
-use pagetide_bench::units::ByteSize;
 use pagetide_memory::Backing;
 
 use crate::args::{BACKINGS, one_of};

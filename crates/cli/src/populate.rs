@@ -1,8 +1,8 @@
 //! `pagetide bench populate`.
 
 use clap::Args;
+use pagetide_base::units::ByteSize;
 use pagetide_bench::populate::{Method, Plan};
-use pagetide_bench::units::ByteSize;
 use pagetide_memory::Backing;
 
 use crate::args::{BACKINGS, one_of};

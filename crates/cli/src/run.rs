@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use pagetide_bench::units::ByteSize;
+use pagetide_base::units::ByteSize;
 use pagetide_memory::{Backing, FailurePolicy, LoadError, PoisonMap};
 use pagetide_pager::Delivery;
 use pagetide_vmm::linux::{

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use pagetide_bench::limits::raise_descriptors;
-use pagetide_bench::units::ByteSize;
+use pagetide_base::raise_descriptors;
+use pagetide_base::units::ByteSize;
 use pagetide_serve::{
     Binding, Exporter, Metrics, NoImage, Options, Seccomp, Server, StartError, StateOptions,
     Stopper,

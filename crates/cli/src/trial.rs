@@ -10,7 +10,7 @@ use std::io;
 use std::path::PathBuf;
 
 use clap::Args;
-use pagetide_bench::units::ByteSize;
+use pagetide_base::units::ByteSize;
 use pagetide_sources::{GuestImage, ImageError, Location, OpenOptions, PagetideImage, open};
 
 use crate::failure::Failure;

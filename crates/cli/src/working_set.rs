@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgGroup, Args};
-use pagetide_bench::units::{ByteSize, decimal};
+use pagetide_base::units::{ByteSize, decimal};
 use pagetide_serve::{CaptureError, Present, WorkingSet, WorkingSetError, present_pages};
 use pagetide_sources::{Location, OpenOptions};
 use serde::Serialize;

@@ -22,7 +22,8 @@ pub(super) const LANE: &str = "arm64";
 const TESTED: [&str; 4] = ["uapi", "memory", "pager", "kvm"];
 
 /// Packages that are compiled for arm64 and not run there.
-const COMPILED: [(&str, &str); 10] = [
+const COMPILED: [(&str, &str); 11] = [
+    ("base", "it has nothing of an architecture"),
     ("bench", "it measures testbed's guests"),
     ("cli", "its benchmarks run testbed's guests; probe runs"),
     ("examples", "they show the same calls on x86_64"),

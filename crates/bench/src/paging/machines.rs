@@ -73,7 +73,7 @@ impl Machines {
                 .min(),
             hugepages,
             shmem_thp: thp_shmem(),
-            descriptors: limits::raise_descriptors(),
+            descriptors: pagetide_base::raise_descriptors(),
         };
         let warnings = preflight::check(plan, &host)?;
         let machines = Self {

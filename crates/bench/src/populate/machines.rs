@@ -18,7 +18,6 @@ use super::ahead::{Ahead, Arrived};
 use super::plan::{Method, Plan};
 use super::view;
 use crate::benchmark::{Benchmark, Job, Rig, RunFailure};
-use crate::limits;
 use crate::machine::{Seeds, fill, run_failure, stall_timeout};
 use crate::model::Sample;
 use crate::prepare::{Gate, PrepareError, check_room, check_vcpus, leave_out};
@@ -94,7 +93,7 @@ impl Machines {
         }
         let vcpus = plan.most_vcpus();
         check_vcpus(&kvm, vcpus)?;
-        limits::raise_descriptors();
+        pagetide_base::raise_descriptors();
         let machines = Self {
             stall_timeout: stall_timeout(timing),
             absent_mapping_fault: capabilities.absent_mapping_fault,

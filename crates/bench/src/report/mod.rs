@@ -7,7 +7,6 @@ mod html;
 mod notes;
 mod old;
 mod out;
-mod probe;
 mod terminal;
 
 pub use grid::Grid;
@@ -15,7 +14,6 @@ pub(crate) use grid::{NOTHING, Table, extremes, ns, times};
 pub use html::Figure;
 pub(crate) use html::count;
 pub use out::{OutDir, OutError};
-pub use probe::probe_table;
 
 use serde::{Deserialize, Serialize};
 
@@ -390,12 +388,6 @@ pub fn benchmark_of(text: &str) -> Result<String, ReportError> {
     });
     let name = value["benchmark"].as_str().or(of_version_1);
     Ok(name.unwrap_or_default().to_owned())
-}
-
-/// How wide the terminal is that standard output is, in characters; `None` if it is none.
-#[must_use]
-pub fn terminal_width() -> Option<u16> {
-    comfy_table::Table::new().width()
 }
 
 /// Text for HTML and SVG, in content and in attributes.

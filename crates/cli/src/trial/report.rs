@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use pagetide_bench::units::ByteSize;
+use pagetide_base::units::ByteSize;
 use serde::Serialize;
 
 use super::guest::Touches;
@@ -153,7 +153,7 @@ mod tests {
         };
         let way = Way::new("", true, &touches);
         let found = [way.touch_p50_us, way.touch_p99_us, way.longest_touch_us];
-        let found = found.map(pagetide_bench::units::whole);
+        let found = found.map(pagetide_base::units::whole);
         assert_eq!(found, [100, 198, 200]);
     }
 
