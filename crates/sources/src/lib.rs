@@ -15,8 +15,14 @@
 //! An image never delivers zeroes for bytes that it does not have: a read beyond the end, a file that
 //! was truncated or written to since, or a damaged part is an error. An image is an object and not a name
 //! ([`Standing`]): what was opened never becomes what has its name later.
+//!
+//! Without the feature `objects`, which is on by default, no object is read: each is refused.
 
 mod blob;
+#[cfg(feature = "objects")]
+mod cache;
+#[cfg(not(feature = "objects"))]
+#[path = "cache/options.rs"]
 mod cache;
 mod digest;
 mod file;
@@ -24,6 +30,10 @@ mod foreign;
 mod guest_image;
 pub mod image;
 mod mapped_file;
+#[cfg(feature = "objects")]
+mod object;
+#[cfg(not(feature = "objects"))]
+#[path = "object_left_out.rs"]
 mod object;
 mod open;
 mod raw;

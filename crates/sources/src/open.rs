@@ -1,12 +1,13 @@
 //! Opening an image by its location.
 
+use std::ffi::OsString;
 use std::fmt;
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
 use thiserror::Error;
-use url::Url;
 
 use crate::blob::{Blob, BlobError};
 use crate::cache::{CacheError, CacheOptions};
@@ -15,7 +16,9 @@ use crate::file::FileBlob;
 use crate::foreign::NotMemory;
 use crate::guest_image::GuestImage;
 use crate::image::{FormatError, Head, MOST_LAYERS, PagetideImage};
-use crate::object::{ObjectBlob, ObjectOptions, ObjectOptionsError, OpenObjectError, shown};
+use crate::object::{
+    ObjectBlob, ObjectOptions, ObjectOptionsError, OpenObjectError, decoded, shown,
+};
 use crate::raw::RawImage;
 
 /// The schemes of URLs that name an object.
@@ -87,12 +90,14 @@ impl FromStr for Location {
 
 /// The path that a `file://` URL names, if it is one of this machine.
 fn local_file(text: &str) -> Option<PathBuf> {
-    let url = Url::parse(text).ok()?;
+    let rest = text.strip_prefix("file://")?;
+    let path = rest.strip_prefix("localhost").unwrap_or(rest);
     // An unescaped ? or # is more likely a part of the file's name than anything else, and would be cut off.
-    if url.query().is_some() || url.fragment().is_some() {
+    if !path.starts_with('/') || path.contains(['?', '#']) {
         return None;
     }
-    url.to_file_path().ok()
+    let bytes = decoded(path)?;
+    (!bytes.contains(&0)).then(|| OsString::from_vec(bytes).into())
 }
 
 /// Without credentials and query strings.
@@ -340,7 +345,13 @@ mod tests {
 
     #[test]
     fn the_url_of_a_file_elsewhere_is_refused() {
-        for text in ["file://host/a.mem", "file:///a?b.mem", "file:///a#b.mem"] {
+        for text in [
+            "file://host/a.mem",
+            "file:///a?b.mem",
+            "file:///a#b.mem",
+            "file:///a%zz.mem",
+            "file:///a%00.mem",
+        ] {
             let file = ParseLocationError::File { text: text.into() };
             assert_eq!(text.parse::<Location>(), Err(file), "{text}");
         }

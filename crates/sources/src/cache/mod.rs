@@ -12,6 +12,7 @@
 //! content; its checksum is then wrong, hence nothing is synchronised to the disk.
 
 mod directory;
+mod options;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -19,7 +20,6 @@ mod tests;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -31,10 +31,10 @@ use rustix::fs::{
     openat2, unlinkat,
 };
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
-use thiserror::Error;
 
 use crate::object::Block;
 use directory::Directory;
+pub use options::{CacheError, CacheOptions};
 use store::Writer;
 
 /// The length of a checksum, in bytes.
@@ -43,48 +43,6 @@ const CHECKSUM_BYTES: usize = 32;
 const WAITING_BYTES: usize = 16 << 20;
 /// A block's time of use is noted at most this often.
 const TOUCH_EVERY: Duration = Duration::from_secs(60);
-
-/// Where blocks are cached on disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CacheOptions {
-    /// The directory. It is created if it does not exist; its parent has to exist.
-    pub directory: PathBuf,
-    /// The bound of all files below the directory, in bytes, for all processes together. If processes
-    /// give different bounds, each one keeps its own when it writes.
-    pub bytes: u64,
-}
-
-/// Why a directory cannot be a cache.
-#[derive(Debug, Error)]
-pub enum CacheError {
-    /// It could not be created or opened.
-    #[error("cache directory {}", directory.display())]
-    Directory {
-        /// The directory.
-        directory: PathBuf,
-        /// The kernel's error.
-        #[source]
-        source: io::Error,
-    },
-    /// It belongs to another user, who could replace blocks.
-    #[error("cache directory {} belongs to user {owner}, not to user {user}", directory.display())]
-    Owner {
-        /// The directory.
-        directory: PathBuf,
-        /// Its owner's id.
-        owner: u32,
-        /// This process's effective user id.
-        user: u32,
-    },
-    /// Other users can write to it.
-    #[error("cache directory {} has mode {mode:o}: others can write to it", directory.display())]
-    Writable {
-        /// The directory.
-        directory: PathBuf,
-        /// Its mode.
-        mode: u32,
-    },
-}
 
 /// What makes an object's content: equal keys, equal blocks.
 #[derive(Clone, Copy, PartialEq, Eq)]

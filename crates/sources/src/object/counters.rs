@@ -1,5 +1,6 @@
 //! What reading an object has cost.
 
+#[cfg(feature = "objects")]
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Totals of one open object since it was opened.
@@ -47,6 +48,7 @@ impl ObjectCounters {
 }
 
 /// The totals while they grow.
+#[cfg(feature = "objects")]
 #[derive(Debug, Default)]
 pub(crate) struct Counting {
     pub(crate) gets: AtomicU64,
@@ -61,6 +63,7 @@ pub(crate) struct Counting {
     pub(crate) disk_skipped: AtomicU64,
 }
 
+#[cfg(feature = "objects")]
 impl Counting {
     pub(crate) fn add(counter: &AtomicU64, number: u64) {
         counter.fetch_add(number, Relaxed);

@@ -8,6 +8,7 @@ mod gate;
 mod latency;
 mod memory;
 mod options;
+mod parts;
 mod runtime;
 mod store;
 
@@ -19,13 +20,12 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagetide_memory::Urgency;
-use thiserror::Error;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
 use crate::blob::{Blob, BlobError};
-use crate::cache::{CacheError, CacheOptions, DiskCache, Found, ObjectKey};
+use crate::cache::{CacheOptions, DiskCache, Found, ObjectKey};
 use crate::standing::Standing;
 use counters::Counting;
 pub use counters::ObjectCounters;
@@ -33,27 +33,13 @@ use failure::{Failure, Report};
 use fetch::Remote;
 pub(crate) use memory::Block;
 use memory::Memory;
-pub use options::{ObjectOptions, ObjectOptionsError};
-use store::Parts;
-pub(crate) use store::shown;
+pub use options::{ObjectOptions, ObjectOptionsError, OpenObjectError};
+use parts::Parts;
+pub(crate) use parts::{decoded, shown};
 
 /// A read requests at most as much as this many GETs at once, so that memory is bounded whatever its
 /// length.
 const GETS_OF_A_READ: usize = 4;
-
-/// Why an object could not be opened.
-#[derive(Debug, Error)]
-pub enum OpenObjectError {
-    /// The object could not be read.
-    #[error(transparent)]
-    Blob(#[from] BlobError),
-    /// The disk cache cannot be used.
-    #[error(transparent)]
-    Cache(#[from] CacheError),
-    /// The options cannot be used.
-    #[error(transparent)]
-    Options(#[from] ObjectOptionsError),
-}
 
 /// An object of a store: `s3://BUCKET/KEY`, `gs://BUCKET/KEY`, `az://CONTAINER/KEY`,
 /// `http(s)://HOST/PATH`. Credentials and endpoints come from the environment.

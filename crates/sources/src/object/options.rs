@@ -5,6 +5,9 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::blob::BlobError;
+use crate::cache::CacheError;
+
 /// The sizes of a block that are accepted, in bytes.
 const BLOCK_BYTES: RangeInclusive<usize> = 4 << 10..=16 << 20;
 
@@ -63,6 +66,20 @@ pub enum ObjectOptionsError {
         /// The given number of GETs for bulk reads.
         bulk_gets: usize,
     },
+}
+
+/// Why an object could not be opened.
+#[derive(Debug, Error)]
+pub enum OpenObjectError {
+    /// The object could not be read.
+    #[error(transparent)]
+    Blob(#[from] BlobError),
+    /// The disk cache cannot be used.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// The options cannot be used.
+    #[error(transparent)]
+    Options(#[from] ObjectOptionsError),
 }
 
 impl ObjectOptions {

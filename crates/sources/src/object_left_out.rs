@@ -1,0 +1,87 @@
+//! Objects of stores in a program that was built without the feature `objects`: each is refused with the reason.
+
+#[path = "object/counters.rs"]
+mod counters;
+#[path = "object/options.rs"]
+mod options;
+#[path = "object/parts.rs"]
+mod parts;
+
+use std::convert::Infallible;
+use std::io;
+
+use pagetide_memory::Urgency;
+use thiserror::Error;
+
+use crate::blob::{Blob, BlobError};
+use crate::cache::CacheOptions;
+use crate::standing::Standing;
+pub use counters::ObjectCounters;
+pub use options::{ObjectOptions, ObjectOptionsError, OpenObjectError};
+pub(crate) use parts::{decoded, shown};
+
+/// This program has no clients of stores.
+#[derive(Debug, Error)]
+#[error("this program was built without the feature `objects`, which reads from object stores")]
+struct LeftOut;
+
+/// An object of a store. No value of it exists in this program.
+#[derive(Debug)]
+pub struct ObjectBlob(Infallible);
+
+impl ObjectBlob {
+    /// Refuses the object.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn open(
+        url: &str,
+        options: &ObjectOptions,
+        _: Option<&CacheOptions>,
+    ) -> Result<Self, OpenObjectError> {
+        options.check()?;
+        // Another attempt has the same end: InvalidInput is a refusal.
+        let refused = io::Error::new(io::ErrorKind::InvalidInput, LeftOut);
+        Err(BlobError::io(shown(url), refused).into())
+    }
+}
+
+impl Blob for ObjectBlob {
+    fn name(&self) -> &str {
+        match self.0 {}
+    }
+
+    fn bytes(&self) -> u64 {
+        match self.0 {}
+    }
+
+    fn read_at(&self, _: u64, _: &mut [u8], _: Urgency) -> Result<(), BlobError> {
+        match self.0 {}
+    }
+
+    fn standing(&self) -> Result<Standing, BlobError> {
+        match self.0 {}
+    }
+
+    fn check_unchanged(&self) -> Result<(), BlobError> {
+        match self.0 {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{OpenError, OpenOptions, open};
+
+    #[test]
+    fn an_object_is_refused_with_the_feature_that_reads_it() {
+        let location = "https://user:secret@host/a.mem".parse().unwrap();
+        let error = open(&location, &OpenOptions::default()).unwrap_err();
+        assert!(error.is_refusal(), "{error:?}");
+        assert_eq!(error.to_string(), "reading https://host/a.mem");
+        let OpenError::Blob(BlobError::Failed { source, .. }) = error else {
+            unreachable!("{error:?}");
+        };
+        assert!(source.to_string().contains("feature `objects`"), "{source}");
+    }
+}
