@@ -251,6 +251,25 @@ mod tests {
         );
     }
 
+    /// What a user of `pagetide serve` compiles. A new crate needs its reason in docs/guide/install.md.
+    #[test]
+    fn the_feature_serve_alone_takes_at_most_110_crates() {
+        let paths = Paths::find().unwrap();
+        let tree = Run::new("cargo")
+            .words("tree --locked --prefix none --no-dedupe --edges normal,build --package")
+            .arg(CRATE)
+            .words("--no-default-features --features serve")
+            .dir(paths.root())
+            .text();
+        let tree = tree.unwrap();
+        let crates: BTreeSet<_> = tree.lines().filter_map(name_and_version).collect();
+        assert!(
+            (50..=110).contains(&crates.len()),
+            "{} crates",
+            crates.len()
+        );
+    }
+
     #[test]
     fn libraries_are_named_and_ours_are_not() {
         let text = third_party(&Paths::find().unwrap()).unwrap();

@@ -71,7 +71,7 @@ enum Step {
     Format,
     /// Build the kernels of the steps below, and the lab's QEMU
     Kernel,
-    /// clippy, with warnings denied
+    /// clippy, with warnings denied; also of the command with each of its features alone
     Clippy,
     /// Every crate's tests, on this machine
     Host,
@@ -128,6 +128,9 @@ enum Step {
     /// take alone (only if asked for: at most 45 minutes beside compiling, after all other steps)
     Busy,
 }
+
+/// The features of the command that bring verbs (crates/cli/Cargo.toml).
+const FEATURES: [&str; 4] = ["serve", "objects", "bench", "guest"];
 
 /// The steps that compile, or call git and perl, for minutes in a first run, after which VMs run: beside compilers a
 /// VM takes many times as long, since its CPUs spin for one that waits for a processor.
@@ -325,17 +328,7 @@ impl Testing<'_> {
                 let arguments = ["fmt", "--check", "--manifest-path", fuzzer];
                 self.cargo("format of the fuzzer", &arguments)
             }
-            Step::Clippy => self.cargo(
-                "clippy",
-                &[
-                    "clippy",
-                    "--workspace",
-                    "--all-targets",
-                    "--",
-                    "-D",
-                    "warnings",
-                ],
-            ),
+            Step::Clippy => self.clippy(),
             Step::Host => {
                 host::run(self.program, self.paths, &mut self.tally)?;
                 self.host_ran = self.program.is_none();
@@ -379,6 +372,20 @@ impl Testing<'_> {
             Step::Upstream => upstream::run(Arch::X86_64, self.paths, &mut self.tally),
             Step::UpstreamArm64 => upstream::run(Arch::Arm64, self.paths, &mut self.tally),
         }
+    }
+
+    /// The whole workspace; then the command with each of its features alone, of which most crates are compiled by then.
+    fn clippy(&mut self) -> Result<()> {
+        const DENIED: [&str; 3] = ["--", "-D", "warnings"];
+        let all = ["clippy", "--workspace", "--all-targets"];
+        self.cargo("clippy", &[&all[..], &DENIED].concat())?;
+        for feature in FEATURES {
+            let one = ["clippy", "--package", "pagetide-cli"];
+            let alone = ["--no-default-features", "--features", feature];
+            let name = format!("clippy with feature {feature} alone");
+            self.cargo(&name, &[&one[..], &alone, &DENIED].concat())?;
+        }
+        Ok(())
     }
 
     /// A cargo command that passes or fails as a whole.

@@ -5,291 +5,92 @@
 //! thread writes them. Lines that find no room, or cannot be written, are counted and dropped, and the count is told
 //! when lines are written again.
 
-use std::collections::VecDeque;
-use std::io::{self, IsTerminal, Write};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::Builder;
-use std::time::{Duration, Instant};
+#[cfg(feature = "serve")]
+mod queue;
+#[cfg(feature = "serve")]
+mod service;
 
-use indicatif::ProgressBar;
-use tracing_subscriber::EnvFilter;
+use std::io::{self, IsTerminal};
+
+use tracing::Level;
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
-use crate::serve::LogFormat;
+#[cfg(feature = "serve")]
+pub(crate) use queue::Queue;
+#[cfg(feature = "serve")]
+pub(crate) use service::of_service;
 
-/// The most bytes of lines that wait to be written.
-const MOST_BYTES: usize = 1 << 20;
-
-/// How long the end of the process waits for the last lines to be written.
-const LAST_LINES: Duration = Duration::from_millis(500);
-
-/// Lines that wait to be written. Cheap to clone.
-#[derive(Clone)]
-pub(crate) struct Queue(Arc<Shared>);
-
-struct Shared {
-    lines: Mutex<Lines>,
-    /// Notified when there is a line, and when there is none any more.
-    changed: Condvar,
-    /// Lines that were dropped so far.
-    dropped: Arc<AtomicU64>,
-}
-
-#[derive(Default)]
-struct Lines {
-    waiting: VecDeque<Vec<u8>>,
-    bytes: usize,
-    /// Whether the thread is writing one that is not among those that wait.
-    is_writing: bool,
-}
-
-impl Queue {
-    /// Starts the thread that writes the lines. Without a thread they are dropped.
-    pub(crate) fn start(mut output: impl Write + Send + 'static) -> Self {
-        let queue = Self::idle();
-        let lines = queue.clone();
-        let write = move || lines.write_lines(&mut output);
-        let started = Builder::new().name("pt-log".to_owned()).spawn(write);
-        drop(started);
-        queue
-    }
-
-    fn idle() -> Self {
-        Self(Arc::new(Shared {
-            lines: Mutex::default(),
-            changed: Condvar::new(),
-            dropped: Arc::default(),
-        }))
-    }
-
-    /// The number of lines that were dropped so far.
-    pub(crate) fn dropped(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.0.dropped)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Lines> {
-        self.0.lines.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Leaves a line, if there is room.
-    fn leave(&self, line: &[u8]) {
-        let mut lines = self.lock();
-        if lines.bytes + line.len() > MOST_BYTES {
-            self.0.dropped.fetch_add(1, Ordering::Relaxed);
-            return;
-        }
-        lines.bytes += line.len();
-        lines.waiting.push_back(line.to_owned());
-        self.0.changed.notify_all();
-    }
-
-    /// Waits for the next line.
-    fn next(&self) -> Vec<u8> {
-        let mut lines = self.lock();
-        lines.is_writing = false;
-        loop {
-            if let Some(line) = lines.waiting.pop_front() {
-                lines.bytes -= line.len();
-                lines.is_writing = true;
-                return line;
-            }
-            self.0.changed.notify_all();
-            let waited = self.0.changed.wait(lines);
-            lines = waited.unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// Writes lines as they come, for ever.
-    fn write_lines(&self, output: &mut impl Write) {
-        let mut told = 0;
-        loop {
-            let line = self.next();
-            if output.write_all(&line).is_err() {
-                self.0.dropped.fetch_add(1, Ordering::Relaxed);
-                continue;
-            }
-            let dropped = self.0.dropped.load(Ordering::Relaxed);
-            if dropped > told {
-                tracing::warn!(
-                    dropped = dropped - told,
-                    "lines of the log were dropped: standard error did not take them"
-                );
-                told = dropped;
-            }
-        }
-    }
-
-    /// Waits until all lines are written, but not for long.
-    pub(crate) fn flush(&self) {
-        let end = Instant::now() + LAST_LINES;
-        let mut lines = self.lock();
-        while lines.is_writing || !lines.waiting.is_empty() {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            let waited = self.0.changed.wait_timeout(lines, left);
-            (lines, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-}
-
-/// A subscriber writes a line by one call.
-impl Write for Queue {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.leave(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl MakeWriter<'_> for Queue {
-    type Writer = Self;
-
-    fn make_writer(&self) -> Self {
-        self.clone()
-    }
-}
-
-/// Standard error, above a line that is refreshed there.
-struct AboveLine(ProgressBar);
-
-impl Write for AboveLine {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.suspend(|| io::stderr().write(bytes))
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
-    }
-}
-
-/// Sends the messages of a service, whose life they are, to standard error by a thread; so are panics.
-pub(crate) fn of_service(format: LogFormat, line: &ProgressBar) -> Queue {
-    let queue = Queue::start(AboveLine(line.clone()));
-    start("info", format, queue.clone());
-    std::panic::set_hook(Box::new(|panic| {
-        tracing::error!(panic = %panic, "a thread has panicked");
-    }));
-    queue
+/// What a message looks like.
+#[derive(Clone, Copy)]
+#[cfg_attr(
+    not(feature = "serve"),
+    expect(dead_code, reason = "only a service writes JSON")
+)]
+enum Form {
+    Text,
+    Json,
 }
 
 /// Sends the warnings of another verb to standard error.
 pub(crate) fn of_verb() {
-    start("warn", LogFormat::Text, io::stderr);
+    start(Level::WARN, Form::Text, io::stderr);
 }
 
-fn start<W>(level: &str, format: LogFormat, writer: W)
+fn start<W>(level: Level, form: Form, writer: W)
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    let filter = filter(std::env::var("RUST_LOG").ok().as_deref(), level);
     let subscriber = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+        // The filter decides.
+        .with_max_level(Level::TRACE)
         .with_ansi(has_colours())
         // It would be told by a macro that panics if standard error cannot be written.
         .log_internal_errors(false)
         .with_writer(writer);
-    match format {
-        LogFormat::Text => subscriber.init(),
-        LogFormat::Json => subscriber.json().flatten_event(true).init(),
+    match form {
+        Form::Text => subscriber.finish().with(filter).init(),
+        Form::Json => {
+            let subscriber = subscriber.json().flatten_event(true);
+            subscriber.finish().with(filter).init();
+        }
     }
+}
+
+/// What RUST_LOG asks for, such as `debug` or `pagetide_serve=debug,warn`; else messages of this level and above.
+fn filter(asked: Option<&str>, level: Level) -> Targets {
+    let asked = asked.filter(|text| !text.trim().is_empty());
+    let asked = asked.and_then(|text| text.parse().ok());
+    asked.unwrap_or_else(|| Targets::new().with_default(level))
 }
 
 /// Whether messages may have colours: on a terminal that has some, unless its user wants none (no-color.org).
 fn has_colours() -> bool {
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let is_dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
-    io::stderr().is_terminal() && !is_set("NO_COLOR") && !is_dumb
+    cfg!(feature = "terminal") && io::stderr().is_terminal() && !is_set("NO_COLOR") && !is_dumb
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::{Receiver, Sender, channel};
-
-    use pagetide_test_support::eventually;
-
     use super::*;
 
-    /// An output that takes a line when the test says so, and fails when it says that.
-    struct Told {
-        orders: Receiver<io::Result<()>>,
-        written: Sender<Vec<u8>>,
-    }
-
-    impl Write for Told {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            let order = self
-                .orders
-                .recv()
-                .unwrap_or_else(|_| Err(io::Error::other("the end")));
-            order.map(|()| {
-                let _ = self.written.send(bytes.to_owned());
-                bytes.len()
-            })
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    fn started() -> (Queue, Sender<io::Result<()>>, Receiver<Vec<u8>>) {
-        let ((order, orders), (written, lines)) = (channel(), channel());
-        (Queue::start(Told { orders, written }), order, lines)
-    }
-
-    fn dropped(queue: &Queue) -> u64 {
-        queue.dropped().load(Ordering::Relaxed)
-    }
-
     #[test]
-    fn an_output_that_takes_nothing_holds_nobody_and_its_lines_are_bounded() {
-        let (queue, order, lines) = started();
-        let line = vec![b'a'; 1 << 10];
-        // More than there is room for, on this thread: none of the calls waits.
-        for _ in 0..3000 {
-            queue
-                .clone()
-                .write_all(&line)
-                .expect("it is left or dropped");
+    fn the_environment_chooses_messages() {
+        let shows = |asked: Option<&str>, target: &str, level: Level| {
+            filter(asked, Level::WARN).would_enable(target, &level)
+        };
+        let server = "pagetide_serve::vm";
+        for nothing in [None, Some(""), Some("pagetide_serve=loud")] {
+            assert!(shows(nothing, server, Level::WARN), "{nothing:?}");
+            assert!(!shows(nothing, server, Level::INFO), "{nothing:?}");
         }
-        let waiting = queue.lock().bytes;
-        assert!(waiting <= MOST_BYTES);
-        let missing = dropped(&queue);
-        assert!((1900..2000).contains(&missing), "{missing} were dropped");
-        // A single line that is longer than all room.
-        queue
-            .clone()
-            .write_all(&vec![b'b'; MOST_BYTES + 1])
-            .expect("dropped");
-        assert_eq!(dropped(&queue), missing + 1);
-        // The end of the process does not wait for it.
-        queue.flush();
-        // When the output takes lines again, those that are left come.
-        for _ in 0..3000 - missing {
-            order.send(Ok(())).expect("the thread lives");
-            assert_eq!(lines.recv().expect("it is written"), line);
-        }
-        queue.flush();
-        eventually("nothing waits", || queue.lock().bytes == 0);
-    }
-
-    #[test]
-    fn an_output_that_fails_ends_nothing() {
-        let (queue, order, lines) = started();
-        for text in ["one", "two", "three"] {
-            queue.clone().write_all(text.as_bytes()).expect("left");
-        }
-        let failed = || Err(io::Error::from(io::ErrorKind::BrokenPipe));
-        order.send(failed()).expect("the thread lives");
-        order.send(failed()).expect("the thread lives");
-        order.send(Ok(())).expect("the thread lives");
-        assert_eq!(lines.recv().expect("it is written"), b"three");
-        assert_eq!(dropped(&queue), 2);
+        assert!(shows(Some("debug"), server, Level::DEBUG));
+        let one = Some("pagetide_serve=debug,error");
+        assert!(shows(one, server, Level::DEBUG));
+        assert!(!shows(one, "hyper", Level::WARN));
     }
 }

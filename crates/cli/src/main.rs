@@ -5,40 +5,56 @@
 //! with its guest's status.
 
 mod args;
-#[cfg(all(test, target_arch = "x86_64"))]
+#[cfg(all(
+    test,
+    target_arch = "x86_64",
+    feature = "serve",
+    feature = "bench",
+    feature = "guest"
+))]
 mod documents;
 mod failure;
 mod generated;
+#[cfg(feature = "serve")]
 mod image;
+mod left_out;
 mod log;
+#[cfg(feature = "bench")]
 mod measuring;
+#[cfg(feature = "bench")]
 mod memcycler;
+#[cfg(feature = "bench")]
 mod memslots;
+#[cfg(feature = "bench")]
 mod pager;
+#[cfg(feature = "bench")]
 mod paging;
+#[cfg(feature = "bench")]
 mod populate;
 mod probe;
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(feature = "guest", target_arch = "x86_64"))]
 mod run;
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(all(feature = "guest", not(target_arch = "x86_64")))]
 #[path = "run_unavailable.rs"]
 mod run;
+#[cfg(feature = "serve")]
 mod serve;
+#[cfg(feature = "serve")]
 mod service_manager;
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(feature = "guest", target_arch = "x86_64"))]
 mod terminal;
+#[cfg(feature = "serve")]
 mod trial;
+#[cfg(feature = "serve")]
 mod working_set;
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
-use indicatif::ProgressBar;
 
-use args::{Arguments, Bench, Command, Image, WorkingSet};
+use args::{Arguments, Command};
 use failure::{Failure, Unparsable};
-use serve::LogFormat;
 
 fn main() -> ExitCode {
     match Arguments::try_parse() {
@@ -65,43 +81,62 @@ fn main() -> ExitCode {
 
 fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     match &arguments.command {
-        Command::Serve(arguments) => {
-            let line = serve::line();
-            let log = log::of_service(arguments.log(), &line);
-            let ended = serve::run(arguments, &line, &log);
-            log.flush();
-            return ended;
-        }
-        Command::Keep(arguments) => {
-            let log = log::of_service(LogFormat::Text, &ProgressBar::hidden());
-            let ended = serve::keep(arguments);
-            log.flush();
-            return ended.map(|()| ExitCode::SUCCESS);
-        }
+        #[cfg(feature = "serve")]
+        Command::Serve(_) | Command::Keep(_) => {}
         _ => log::of_verb(),
     }
     match &arguments.command {
-        Command::Serve(_) | Command::Keep(_) => {}
+        #[cfg(feature = "serve")]
+        Command::Serve(arguments) => return serve(arguments),
+        #[cfg(feature = "serve")]
+        Command::Keep(arguments) => keep(arguments)?,
+        #[cfg(feature = "serve")]
         Command::Try(arguments) => trial::run(arguments)?,
-        Command::Probe(arguments) => probe::run(arguments)?,
+        #[cfg(feature = "serve")]
+        Command::Image(image) => image.run()?,
+        #[cfg(feature = "serve")]
+        Command::WorkingSet(working_set) => working_set.run()?,
+        #[cfg(feature = "guest")]
         Command::Run(arguments) => return run::run(arguments),
-        Command::Image(Image::Create(arguments)) => image::create(arguments)?,
-        Command::Image(Image::Merge(arguments)) => image::merge(arguments)?,
-        Command::Image(Image::Info(arguments)) => image::info(arguments)?,
-        Command::Image(Image::Verify(arguments)) => image::verify(arguments)?,
-        Command::Image(Image::Extract(arguments)) => image::extract(arguments)?,
-        Command::WorkingSet(WorkingSet::Capture(arguments)) => working_set::capture(arguments)?,
-        Command::WorkingSet(WorkingSet::Info(arguments)) => working_set::info(arguments)?,
-        Command::Bench(Bench::Paging(arguments)) => measuring::run(arguments)?,
-        Command::Bench(Bench::Memslots(arguments)) => measuring::run(arguments)?,
-        Command::Bench(Bench::Populate(arguments)) => measuring::run(arguments)?,
-        Command::Bench(Bench::Memcycler(arguments)) => measuring::run(arguments)?,
-        Command::Bench(Bench::Pager(arguments)) => measuring::run(arguments)?,
-        Command::Bench(Bench::Show(arguments)) => measuring::open(arguments)?,
+        #[cfg(feature = "bench")]
+        Command::Bench(bench) => bench.run()?,
+        Command::Probe(arguments) => probe::run(arguments)?,
         Command::Completions(arguments) => generated::completions(arguments)?,
         Command::Man(arguments) => generated::manual(arguments)?,
+        // All that is left.
+        #[cfg(not(feature = "serve"))]
+        Command::Serve(_) | Command::Keep(_) => return Err(left_out::refusal("serve")),
+        #[cfg(not(feature = "serve"))]
+        Command::Try(_) => return Err(left_out::refusal("try")),
+        #[cfg(not(feature = "serve"))]
+        Command::Image(_) => return Err(left_out::refusal("image")),
+        #[cfg(not(feature = "serve"))]
+        Command::WorkingSet(_) => return Err(left_out::refusal("working-set")),
+        #[cfg(not(feature = "guest"))]
+        Command::Run(_) => return Err(left_out::refusal("run")),
+        #[cfg(not(feature = "bench"))]
+        Command::Bench(_) => return Err(left_out::refusal("bench")),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Serves, with the messages of a service.
+#[cfg(feature = "serve")]
+fn serve(arguments: &serve::ServeArguments) -> Result<ExitCode, Failure> {
+    let line = serve::line();
+    let log = log::of_service(arguments.log(), &line);
+    let ended = serve::run(arguments, &line, &log);
+    log.flush();
+    ended
+}
+
+/// Keeps VMs, with the messages of a service.
+#[cfg(feature = "serve")]
+fn keep(arguments: &serve::KeepArguments) -> Result<(), Failure> {
+    let log = log::of_service(serve::LogFormat::Text, &indicatif::ProgressBar::hidden());
+    let ended = serve::keep(arguments);
+    log.flush();
+    ended
 }
 
 /// Prints to standard output. A reader that has seen enough (`| head`) is no failure.
