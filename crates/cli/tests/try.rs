@@ -62,6 +62,10 @@ fn a_memory_file_is_restored_in_three_ways() {
             assert!(time("touch_p99_us") <= time("longest_touch_us"));
             assert!(time("first_page_us") <= time("all_touches_us"));
         }
+        // All of it is there before the guest runs, if it is read first.
+        let arrivals = document["ways"][2]["arrivals"].as_array().unwrap();
+        assert_eq!(arrivals.last().unwrap()["bytes"], 600 * PAGE);
+        assert_eq!(document["ways"][0]["arrivals"][0]["bytes"], 0);
         let ahead = document["ways"][0]["pages_ahead"].as_u64().unwrap();
         assert!(ahead <= touches);
     }

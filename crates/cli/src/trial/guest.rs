@@ -13,6 +13,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 pub(super) const PAGE: u64 = 4096;
+const PAGE_BYTES: usize = 4096;
 
 /// Guest memory in this process.
 #[derive(Debug)]
@@ -65,6 +66,19 @@ impl Memory {
             start: start.cast(),
             bytes,
         })
+    }
+
+    /// How many of its bytes are there now. None is touched for that.
+    pub(super) fn present_bytes(&self) -> io::Result<u64> {
+        let mut pages = vec![0; self.bytes / PAGE_BYTES];
+        // SAFETY: mincore requires a mapped range that begins with a page, and as many bytes as the range has pages:
+        // it reads page tables and touches no memory.
+        let status = unsafe { libc::mincore(self.start.cast(), self.bytes, pages.as_mut_ptr()) };
+        if status != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let present = pages.iter().filter(|&&page| page & 1 != 0).count();
+        Ok(present as u64 * PAGE)
     }
 
     /// All of it, to be filled by one thread.

@@ -1,7 +1,7 @@
 //! What was seen, as a table and as JSON.
 
 use std::fmt::Write as _;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagetide_base::units::ByteSize;
 use serde::Serialize;
@@ -22,9 +22,29 @@ pub(super) struct Way {
     longest_touch_us: f64,
     /// From the beginning of the restore to the end of the last touch.
     all_touches_us: f64,
+    /// How much memory was there, from the beginning of the restore until the guest could run and had made its touches.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) arrivals: Vec<Arrival>,
     /// Touches of which no fault has reached the server: it had installed their pages before.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) pages_ahead: Option<u64>,
+}
+
+/// How much of the guest's memory was there at a time.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Arrival {
+    /// From the beginning of the restore.
+    pub(super) at_us: f64,
+    pub(super) bytes: u64,
+}
+
+impl Arrival {
+    pub(super) fn new(begun: Instant, bytes: u64) -> Self {
+        Self {
+            at_us: begun.elapsed().as_secs_f64() * 1e6,
+            bytes,
+        }
+    }
 }
 
 /// What `--json` prints. Under one version of the program no field changes its meaning.
@@ -53,6 +73,7 @@ impl Way {
             touch_p99_us: at(rank(99)),
             longest_touch_us: at(rank(100)),
             all_touches_us: us(touches.last_after),
+            arrivals: Vec::new(),
             pages_ahead: None,
         }
     }

@@ -15,14 +15,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::cache::Cache;
 use super::guest::Memory;
 use super::plan::Order;
-use super::report::Way;
+use super::report::{Arrival, Way};
 use super::{TryArguments, TryError};
 use crate::failure::Failure;
 
 /// A piece of an image that is read at once.
 const PIECE_BYTES: usize = 1 << 20;
-/// How often the server is looked at while the guest runs.
-const LOOK: Duration = Duration::from_millis(50);
+/// How often an image that is read first tells how far it is.
+const ARRIVALS: u64 = 128;
+/// How often the server and the memory are looked at while the guest runs.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// By a server, as a VMM that has sent its userfaultfd. Returns the words that were read as well.
 pub(super) fn served(
@@ -56,8 +58,12 @@ pub(super) fn served(
     let stream = stream.map_err(Failure::bad_input)?;
     let (its, order) = (Arc::clone(&memory), pages.to_vec());
     let guest = spawn("pt-try-guest", move || its.touch(&order, begun)).map_err(Failure::failed)?;
+    let mut arrivals = vec![Arrival::new(begun, 0)];
     while !guest.is_finished() {
         thread::sleep(LOOK);
+        let present = memory.present_bytes().map_err(TryError::Memory);
+        let present = present.map_err(Failure::failed)?;
+        arrivals.push(Arrival::new(begun, present));
         let failure = match metrics.totals().stalled_regions {
             0 if is_closed(&stream) || running.is_finished() => TryError::Refused,
             0 => continue,
@@ -74,6 +80,7 @@ pub(super) fn served(
     join(running).map_err(Failure::failed)?;
     let faults = metrics.totals().faults;
     let mut way = Way::new("pagetide serve", is_cold, &touches);
+    way.arrivals = arrivals;
     way.pages_ahead = Some((pages.len() as u64).saturating_sub(faults));
     Ok((way, touches.words))
 }
@@ -114,15 +121,21 @@ pub(super) fn read_first(
         .map_err(Failure::failed)?;
     let begun = Instant::now();
     let image = open(&arguments.image, &OpenOptions::default()).map_err(Failure::failed)?;
-    let mut offset = 0;
+    let (mut offset, mut told) = (0, 0);
+    let mut arrivals = vec![Arrival::new(begun, 0)];
     for piece in memory.bytes_mut().chunks_mut(PIECE_BYTES) {
         let read = image.read(offset, piece, Urgency::Bulk);
         // Memory that nobody has written to is zero.
         let _ = read.map_err(TryError::Read).map_err(Failure::failed)?;
         offset += piece.len() as u64;
+        if offset == bytes || offset - told >= bytes / ARRIVALS {
+            arrivals.push(Arrival::new(begun, offset));
+            told = offset;
+        }
     }
     let touches = memory.touch(pages, begun);
-    let way = Way::new("all of it read first", is_cold, &touches);
+    let mut way = Way::new("all of it read first", is_cold, &touches);
+    way.arrivals = arrivals;
     Ok((way, touches.words))
 }
 
