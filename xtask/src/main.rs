@@ -19,6 +19,7 @@ mod moto;
 mod outside;
 mod package;
 mod paths;
+mod picture;
 mod profile;
 mod progress;
 mod qemu;
@@ -63,6 +64,8 @@ enum Verb {
     Uapi(uapi::UapiArgs),
     /// Build the Debian package of the `pagetide` command; prints its place
     Package,
+    /// Draw README's picture of a restore, docs/images/restore.svg, from a run of `pagetide try` on this machine
+    Picture(picture::PictureArgs),
     /// Everything that must hold: code, kernels, patches, and behaviour in VMs
     ///
     /// The last line is `N passed, N failed, N skipped`.
@@ -104,6 +107,7 @@ fn main() -> ExitCode {
         Verb::Vm(args) => vm::run(args, &paths),
         Verb::Guest => guest::run(&paths).map(|()| ExitCode::SUCCESS),
         Verb::Package => package::run(&paths).map(|()| ExitCode::SUCCESS),
+        Verb::Picture(args) => picture::run(args, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Demo => demo::run(&paths),
         Verb::Bench => bench::bench(&paths),
         Verb::Profile(args) => profile::run(args, &paths),
