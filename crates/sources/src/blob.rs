@@ -171,7 +171,14 @@ pub trait Blob: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`BlobError::Changed`], or why that cannot be told.
-    fn check_unchanged(&self) -> Result<(), BlobError>;
+    fn check_unchanged_now(&self) -> Result<(), BlobError>;
+
+    /// The same, a short time ago at most: enough to say of a range that it was a hole, and too little to give out
+    /// what was read.
+    ///
+    /// # Errors
+    /// As [`check_unchanged_now`](Self::check_unchanged_now).
+    fn check_unchanged_lately(&self) -> Result<(), BlobError>;
 
     /// The permissions of its file, if it is one.
     fn mode(&self) -> Option<u32> {

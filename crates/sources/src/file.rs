@@ -239,12 +239,8 @@ impl Blob for FileBlob {
         Ok(self.stamp.standing(&Stamp::of(&status)))
     }
 
-    /// Looks at the file once in a tick of the clock that files' times come from: more often would tell no more.
-    fn check_unchanged(&self) -> Result<(), BlobError> {
+    fn check_unchanged_now(&self) -> Result<(), BlobError> {
         let tick = tick();
-        if self.seen_at.load(Ordering::Relaxed) == tick {
-            return Ok(());
-        }
         let status = self.file.metadata().map_err(|error| self.failed(error))?;
         if FileIdentity::of(&status) != self.stamp.identity {
             let name = self.name.clone();
@@ -252,6 +248,14 @@ impl Blob for FileBlob {
         }
         self.seen_at.store(tick, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Looks at the file once in a tick of the clock that files' times come from.
+    fn check_unchanged_lately(&self) -> Result<(), BlobError> {
+        match self.seen_at.load(Ordering::Relaxed) == tick() {
+            true => Ok(()),
+            false => self.check_unchanged_now(),
+        }
     }
 
     fn mapped(&self, offset: u64, bytes: u64) -> Option<HostRange> {

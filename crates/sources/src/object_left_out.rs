@@ -63,7 +63,11 @@ impl Blob for ObjectBlob {
         match self.0 {}
     }
 
-    fn check_unchanged(&self) -> Result<(), BlobError> {
+    fn check_unchanged_now(&self) -> Result<(), BlobError> {
+        match self.0 {}
+    }
+
+    fn check_unchanged_lately(&self) -> Result<(), BlobError> {
         match self.0 {}
     }
 }

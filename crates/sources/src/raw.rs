@@ -76,7 +76,7 @@ impl RawImage {
     /// Whether these bytes lie in a hole of the file, which is still what it was when its holes were looked for:
     /// nothing else of this image says what is zero.
     fn is_hole(&self, range: &Range<u64>) -> Result<bool, BlobError> {
-        self.blob.check_unchanged()?;
+        self.blob.check_unchanged_lately()?;
         let next = self.data.partition_point(|data| data.end <= range.start);
         let data = self.data.get(next);
         Ok(data.is_none_or(|data| data.start >= range.end))
@@ -115,8 +115,8 @@ impl GuestImage for RawImage {
             return Ok(Filled::Zero);
         }
         self.blob.read_at(offset, buffer, urgency)?;
-        // It may have been written to while it was read.
-        self.blob.check_unchanged()?;
+        // It may have been written to before it was read, and after it was looked at.
+        self.blob.check_unchanged_now()?;
         Ok(Filled::Bytes)
     }
 
@@ -127,7 +127,7 @@ impl GuestImage for RawImage {
             return Some(Filled::Zero);
         }
         let is_read = self.blob.read_now(offset, buffer);
-        (is_read && self.blob.check_unchanged().is_ok()).then_some(Filled::Bytes)
+        (is_read && self.blob.check_unchanged_now().is_ok()).then_some(Filled::Bytes)
     }
 
     fn counters(&self) -> Option<ObjectCounters> {

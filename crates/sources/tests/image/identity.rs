@@ -112,6 +112,23 @@ fn a_file_that_is_written_to_is_seen_and_reads_fail() {
 
 /// What changes neither content nor time keeps those who read, and is opened anew for others: it may be a write whose
 /// time was set back.
+/// The clock that files' times come from stands still between two ticks; a file is looked at after each read all the
+/// same.
+#[test]
+fn what_was_written_just_now_is_not_given_out() {
+    let place = Place::new();
+    for round in 0..100 {
+        let path = sparse(&place, &format!("raw-{round}"), 1);
+        let image = opened(&path);
+        read(&*image, 0, PAGE).expect("it is as it was");
+        let file = File::options().write(true).open(&path).expect("it opens");
+        file.write_all_at(&[2; PAGE], PAGE as u64)
+            .expect("it is written");
+        assert_eq!(read_now(&*image, PAGE as u64, PAGE), None);
+        read(&*image, PAGE as u64, PAGE).expect_err("it was written to");
+    }
+}
+
 #[test]
 fn a_change_of_a_files_status_alone_stops_nobody() {
     let place = Place::new();
