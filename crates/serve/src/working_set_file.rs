@@ -3,6 +3,7 @@
 //! It is an aid: a file that cannot be read or written costs time, is warned of once, and hurts no VM.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagetide_memory::PageSize;
@@ -39,16 +40,18 @@ pub(crate) struct WorkingSetFile {
     path: PathBuf,
     image: Digest,
     image_bytes: u64,
-    /// Held while the file is read, merged and written.
+    /// Held while a recording is merged and written. A disk can take long: whoever serves a VM does not take this lock.
+    writing: Mutex<()>,
+    /// Held while the file is read.
     state: Mutex<State>,
+    /// Whether writing has failed. Each touch of a recorded VM may ask.
+    is_unwritable: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct State {
     /// What was read last, and of which version of the file; without a set if it was not usable.
     loaded: Option<(FileVersion, Option<Arc<WorkingSet>>)>,
-    /// Whether writing has failed.
-    is_unwritable: bool,
     /// Recordings that were thrown away since the last one that was written.
     small: u32,
     /// Whether it was said that there is nothing to replay.
@@ -61,7 +64,9 @@ impl WorkingSetFile {
             path,
             image,
             image_bytes,
+            writing: Mutex::default(),
             state: Mutex::default(),
+            is_unwritable: AtomicBool::new(false),
         }
     }
 
@@ -75,18 +80,17 @@ impl WorkingSetFile {
         if !matches!(mode, WorkingSetMode::Auto | WorkingSetMode::Record) {
             return;
         }
-        let mut state = self.lock();
         if let Err(error) = WorkingSet::try_directory(&self.path) {
-            state.fail(&error);
+            self.fail(&error);
         }
     }
 
     /// What a VM that starts now does. A VM records only if what it records can be written.
     pub(crate) fn plan(&self, mode: WorkingSetMode) -> WorkingSetPlan {
         let mut state = self.lock();
-        let record = match state.is_unwritable {
-            false => WorkingSetPlan::Record,
-            true => WorkingSetPlan::Nothing,
+        let record = match self.is_writable() {
+            true => WorkingSetPlan::Record,
+            false => WorkingSetPlan::Nothing,
         };
         match mode {
             WorkingSetMode::Off => WorkingSetPlan::Nothing,
@@ -114,7 +118,17 @@ impl WorkingSetFile {
 
     /// Whether recordings are written.
     pub(crate) fn is_writable(&self) -> bool {
-        !self.lock().is_unwritable
+        // No other memory is published by it.
+        !self.is_unwritable.load(Ordering::Relaxed)
+    }
+
+    fn fail(&self, error: &WorkingSetError) {
+        if !self.is_unwritable.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                error = error as &dyn std::error::Error,
+                "working sets cannot be written: VMs of this image are served without recording, with prefetch"
+            );
+        }
     }
 
     /// Reads the file if it is another one than was read last.
@@ -153,15 +167,23 @@ impl WorkingSetFile {
     }
 
     /// Merges what was recorded of a VM so far into the file. Returns the number of its pages afterwards; `None` if
-    /// nothing was written. The first failure is logged, and is the last attempt.
+    /// nothing was written. The first failure is logged, and is the last attempt. Waits for the disk.
     pub(crate) fn save(&self, recorder: &Recorder) -> Option<usize> {
+        self.save_by(recorder, |set| set.save(&self.path))
+    }
+
+    fn save_by(
+        &self,
+        recorder: &Recorder,
+        write: impl FnOnce(&WorkingSet) -> Result<(), WorkingSetError>,
+    ) -> Option<usize> {
         // VMs that end at the same time would each merge what was there before both.
-        let mut state = self.lock();
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         let touches = recorder.touches();
-        if touches.is_empty() || state.is_unwritable {
+        if touches.is_empty() || !self.is_writable() {
             return None;
         }
-        let before = self.load(&mut state);
+        let before = self.saved();
         let mut set = match &before {
             Some(set) => WorkingSet::clone(set),
             None => self.empty(),
@@ -175,21 +197,19 @@ impl WorkingSetFile {
         set.merge(&recorded);
         // Its first part may be lost with a file that was removed.
         set.recordings = set.recordings.max(1);
-        if before.is_none() && state.is_too_small(set.touches.len(), self.least_pages()) {
+        let pages = set.touches.len();
+        if before.is_none() && self.lock().is_too_small(pages, self.least_pages()) {
             return None;
         }
-        match set.save(&self.path) {
-            Ok(()) => {
-                state.small = 0;
-                let pages = set.touches.len();
-                state.loaded = Some((FileVersion::of(&self.path), Some(Arc::new(set))));
-                Some(pages)
-            }
-            Err(error) => {
-                state.fail(&error);
-                None
-            }
+        if let Err(error) = write(&set) {
+            self.fail(&error);
+            return None;
         }
+        let version = FileVersion::of(&self.path);
+        let mut state = self.lock();
+        state.small = 0;
+        state.loaded = Some((version, Some(Arc::new(set))));
+        Some(pages)
     }
 
     fn empty(&self) -> WorkingSet {
@@ -209,15 +229,6 @@ impl WorkingSetFile {
 }
 
 impl State {
-    fn fail(&mut self, error: &WorkingSetError) {
-        if !std::mem::replace(&mut self.is_unwritable, true) {
-            tracing::warn!(
-                error = error as &dyn std::error::Error,
-                "working sets cannot be written: VMs of this image are served without recording, with prefetch"
-            );
-        }
-    }
-
     /// Whether a first recording is thrown away for its size.
     fn is_too_small(&mut self, pages: usize, least: u64) -> bool {
         if pages as u64 >= least || self.small == MOST_SMALL {
@@ -310,6 +321,21 @@ mod tests {
         std::fs::remove_dir(&missing).unwrap();
         assert_eq!(file.save(&recorder_of(100)), None);
         assert!(!file.is_writable());
+    }
+
+    /// A disk that takes seconds for a write holds up the recording alone: no VM that starts, and none that runs.
+    #[test]
+    fn nobody_waits_for_a_recording_that_is_being_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = file_in(directory.path());
+        assert_eq!(file.save(&recorder_of(100)), Some(100));
+        let saved = file.save_by(&recorder_of(200), |set| {
+            assert!(file.state.try_lock().is_ok(), "a VM that starts would wait");
+            assert!(file.is_writable());
+            assert_eq!(replayed(&file), Some(100), "what was there before");
+            set.save(&file.path)
+        });
+        assert_eq!((saved, replayed(&file)), (Some(200), Some(200)));
     }
 
     #[test]
