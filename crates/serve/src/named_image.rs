@@ -115,7 +115,9 @@ pub enum NoImage {
 #[derive(Debug)]
 pub(crate) struct NamedImage {
     location: Location,
-    /// What was opened there last.
+    /// Held while the image is opened anew, which a store or a disk can make slow.
+    opening: Mutex<()>,
+    /// What was opened there last. Held only to look at it, and to put another one there.
     current: Mutex<Arc<OpenImage>>,
 }
 
@@ -128,6 +130,7 @@ impl NamedImage {
         let opened = open_at(location, options, metrics)?;
         Ok(Self {
             location: location.clone(),
+            opening: Mutex::default(),
             current: Mutex::new(Arc::new(opened)),
         })
     }
@@ -196,21 +199,23 @@ impl NamedImage {
         options: &Options,
         metrics: &Metrics,
     ) -> Result<Arc<OpenImage>, NoImage> {
-        let mut current = self.lock();
-        if Arc::ptr_eq(&current, former) {
-            let opened = Arc::new(open_at(&self.location, options, metrics)?);
-            tracing::info!(
-                image = opened.image.name(),
-                former_digest = %former.image.digest(),
-                digest = %opened.image.digest(),
-                bytes = opened.image.bytes(),
-                hole_bytes = opened.image.hole_bytes(),
-                "the image was replaced: VMs that start from now on get the new one"
-            );
-            metrics.watch_instead(&former.image, &opened.image);
-            *current = opened;
+        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let current = self.opened();
+        if !Arc::ptr_eq(&current, former) {
+            return Ok(current);
         }
-        Ok(Arc::clone(&current))
+        let opened = Arc::new(open_at(&self.location, options, metrics)?);
+        tracing::info!(
+            image = opened.image.name(),
+            former_digest = %former.image.digest(),
+            digest = %opened.image.digest(),
+            bytes = opened.image.bytes(),
+            hole_bytes = opened.image.hole_bytes(),
+            "the image was opened anew: VMs that start from now on get what its name leads to now"
+        );
+        metrics.watch_instead(&former.image, &opened.image);
+        *self.lock() = Arc::clone(&opened);
+        Ok(opened)
     }
 }
 
@@ -327,7 +332,11 @@ impl Offer {
         let Some(state_file) = &self.binding.state_file else {
             return Ok(());
         };
-        let replaced = match (former.image.is_of(opened), former.state == state) {
+        // Another name or mode of the file opens it anew, and replaces nothing.
+        let (before, now) = (&former.image.image, &opened.image);
+        let is_same =
+            before.digest() == now.digest() && before.file_identity() == now.file_identity();
+        let replaced = match (is_same, former.state == state) {
             (true, false) => "state file",
             (false, true) => "image",
             _ => return Ok(()),

@@ -4,7 +4,7 @@
 mod support;
 
 use std::fs::{self, File, FileTimes};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
@@ -194,6 +194,11 @@ fn image_and_state_file_are_replaced_together() {
         guest.check(7, &wanted(7));
         drop(stream);
     };
+    served(content);
+    // A change of the image's mode, and another name for it, replace nothing.
+    fs::set_permissions(place.image(), fs::Permissions::from_mode(0o640)).unwrap();
+    served(content);
+    fs::hard_link(place.image(), path("link")).unwrap();
     served(content);
     replace_state("of the second one");
     refused(&running, &place);
