@@ -181,6 +181,16 @@ struct Images {
     ended: ObjectCounters,
 }
 
+impl Images {
+    fn replace(&mut self, served: Vec<Arc<dyn GuestImage>>) {
+        let is_served = |old: &&Arc<dyn GuestImage>| served.iter().any(|new| Arc::ptr_eq(old, new));
+        let gone = self.served.iter().filter(|old| !is_served(old));
+        let gone = gone.filter_map(|image| image.counters());
+        let ended = gone.fold(self.ended, ObjectCounters::plus);
+        *self = Self { served, ended };
+    }
+}
+
 impl Metrics {
     /// The counts at this moment.
     pub fn totals(&self) -> Totals {
@@ -217,15 +227,7 @@ impl Metrics {
 
     /// Includes the counts of these images' stores from now on.
     pub(crate) fn watch(&self, images: Vec<Arc<dyn GuestImage>>) {
-        let mut watched = self.lock_images();
-        let is_served = |old: &&Arc<dyn GuestImage>| images.iter().any(|new| Arc::ptr_eq(old, new));
-        let gone = watched.served.iter().filter(|old| !is_served(old));
-        let gone = gone.filter_map(|image| image.counters());
-        let ended = gone.fold(watched.ended, ObjectCounters::plus);
-        *watched = Images {
-            served: images,
-            ended,
-        };
+        self.lock_images().replace(images);
     }
 
     /// Includes this count of lines of the log that were dropped. The first call counts.
@@ -237,10 +239,11 @@ impl Metrics {
     /// counted.
     pub(crate) fn watch_instead(&self, former: &Arc<dyn GuestImage>, new: &Arc<dyn GuestImage>) {
         let is_other = |image: &&Arc<dyn GuestImage>| !Arc::ptr_eq(image, former);
-        let served = self.lock_images().served.clone();
-        let mut images: Vec<_> = served.iter().filter(is_other).cloned().collect();
-        images.push(Arc::clone(new));
-        self.watch(images);
+        // Two images may be replaced at one time: what is watched does not change between the look and the change.
+        let mut watched = self.lock_images();
+        let others = watched.served.iter().filter(is_other).cloned();
+        let images = others.chain([Arc::clone(new)]).collect();
+        watched.replace(images);
     }
 
     /// The counts of the stores of all images.
