@@ -8,6 +8,9 @@ use super::Vm;
 /// What else a VMM needs while its memory fills: page tables take a 512th of it, and it has buffers of its own.
 const BESIDE: u64 = 4 << 20;
 
+/// Room that is soon gone: other processes of the group take it between two looks, and prefetch has requested some already.
+const NEAR: u64 = 64 << 20;
+
 impl Vm<'_> {
     /// Leaves out of a plan for prefetch what the limit of the VMM's control groups has no room for: the rest of memory,
     /// and then the end of a working set.
@@ -48,7 +51,7 @@ impl Vm<'_> {
         let Some(room) = self.limit.room() else {
             return;
         };
-        if room < BESIDE && self.missing_bytes() > 0 {
+        if is_near(room, self.missing_bytes()) {
             self.prefetch = None;
             tracing::warn!(
                 pid = self.peer.pid,
@@ -79,4 +82,29 @@ impl Vm<'_> {
 /// The bytes that a VMM gets while so many bytes of its memory become present.
 fn needed(missing: u64) -> u64 {
     missing.saturating_add(missing / 512).saturating_add(BESIDE)
+}
+
+/// Whether prefetch ends: there is no room for the rest of memory, and the limit is near.
+fn is_near(room: u64, missing: u64) -> bool {
+    missing > 0 && room < needed(missing).min(NEAR)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prefetch_ends_while_there_is_room_for_what_is_on_its_way() {
+        const MIB: u64 = 1 << 20;
+        for (room, missing, ends) in [
+            (65 * MIB, 1024 * MIB, false),
+            (63 * MIB, 1024 * MIB, true),
+            // All of the rest fits.
+            (63 * MIB, 32 * MIB, false),
+            (33 * MIB, 32 * MIB, true),
+            (0, 0, false),
+        ] {
+            assert_eq!(is_near(room, missing), ends, "{room} {missing}");
+        }
+    }
 }
