@@ -103,8 +103,9 @@ impl Stopper {
     }
 
     /// Uses other options for VMs that connect from now on. Sockets that are not among the bindings any
-    /// more are closed, and new ones are opened; VMs that are being served go on. If an image or a socket
-    /// cannot be opened, an error is logged, and everything stays as it was.
+    /// more are closed, and new ones are opened; VMs that are being served go on. If an image that was not named before, or a socket,
+    /// cannot be opened, an error is logged, and everything stays as it was. An image that was named before is
+    /// opened anew if its name leads elsewhere; if that fails, its new VMs are refused as long as that is so.
     pub fn reload(&self, options: Options) {
         let mut waiting = self
             .0
@@ -410,7 +411,13 @@ impl Server {
             }
         };
         self.images.insert(location.clone(), Arc::clone(&image));
-        let binding = Binding::new(&kept.description.socket, location);
+        let mut binding = Binding::new(&kept.description.socket, location);
+        let bindings = &self.common.options.bindings;
+        let is_its = |now: &&Binding| now.socket == binding.socket && now.image == binding.image;
+        if let Some(now) = bindings.iter().find(is_its) {
+            // What it records goes where its socket's recordings go.
+            binding.working_set_file.clone_from(&now.working_set_file);
+        }
         Ok(Arc::new(Offer::new(image, binding)))
     }
 
