@@ -33,9 +33,10 @@ impl Answers for Pager {
         if !self.is_handed_over(&request, content) {
             return self.answer(&request, Ok(content));
         }
-        let (region, id, urgency) = (request.region, request.id, request.urgency);
+        let urgency = request.urgency;
+        self.note_here(&request);
         match self.delivered.push(request, content) {
-            Ok(()) => self.report_delivered(region, id, urgency),
+            Ok(()) => self.report_delivered(urgency),
             Err(request) => self.answer(&request, Ok(content)),
         }
     }
@@ -46,9 +47,10 @@ impl Answers for Pager {
             self.answer(&request, Ok(content));
             return buffer;
         }
-        let (region, id, urgency) = (request.region, request.id, request.urgency);
+        let urgency = request.urgency;
+        self.note_here(&request);
         let spare = self.delivered.push_buffer(request, buffer);
-        self.report_delivered(region, id, urgency);
+        self.report_delivered(urgency);
         spare
     }
 
@@ -67,10 +69,15 @@ impl Pager {
         is_whole && region.is_some_and(|region| region.installed_by == InstalledBy::Serving)
     }
 
-    fn report_delivered(&self, region: RegionId, id: RequestId, urgency: Urgency) {
-        if let Some(region) = self.table().region(region) {
-            region.missing().requests.note_here(id);
+    /// Content that waits to be installed is not late. Noted before another thread can take it: its request may end at
+    /// once.
+    fn note_here(&self, request: &Request) {
+        if let Some(region) = self.table().region(request.region) {
+            region.missing().requests.note_here(request.id);
         }
+    }
+
+    fn report_delivered(&self, urgency: Urgency) {
         self.poller.report_deferred();
         if urgency == Urgency::Bulk {
             // Prefetch's thread installs it, if it waits.
