@@ -75,10 +75,12 @@ impl Pager {
             None => self.open_channels(&*memory, config.mode, &layout)?,
             Some(uffd) => {
                 let journal = config.kept_in.as_ref();
-                (
-                    vec![self.adopt_channel(&table, uffd, pages, journal)?],
-                    true,
-                )
+                let served = self.adopt_channel(&table, uffd, pages, journal)?;
+                let memory = UserRange {
+                    start: addresses.start().as_u64(),
+                    bytes,
+                };
+                (vec![served], uffd.can_poison(memory))
             }
         };
         let page_bytes = page_size.bytes();

@@ -27,7 +27,7 @@ use std::sync::{
 
 use pagetide_memory::{PageIndex, PageRange};
 use pagetide_uapi::userfaultfd::{
-    Event, EventBuffer, Features, InstallError, PageFault, ReadError, UserRange, Userfaultfd, Wake,
+    Event, EventBuffer, Features, PageFault, ReadError, UserRange, Userfaultfd,
 };
 
 use crate::fault::RegionId;
@@ -204,9 +204,9 @@ impl Channel {
     /// Whether the process has exited, or executes another program. Takes no lock: a thread may ask that has the
     /// spans locked.
     pub(crate) fn is_gone(&self) -> bool {
-        // Installs at most what the memory's file has, which is the page's content.
-        let ask = |page: &UserRange| self.uffd.continue_pages(*page, Wake::DontWake);
-        self.probe.get().map(ask) == Some(Err(InstallError::Gone))
+        self.probe
+            .get()
+            .is_some_and(|page| self.uffd.is_gone(*page))
     }
 
     /// All spans.

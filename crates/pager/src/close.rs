@@ -11,6 +11,7 @@ use crate::counters::Counters;
 use crate::error::{ExportError, RegionChangeError, WAIT_SLICE};
 use crate::fault::RegionId;
 use crate::install::wake;
+use crate::kept_open::{close_gone, keep_open};
 use crate::mark::{Mark, mark_poisoned};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served};
@@ -129,6 +130,7 @@ impl Pager {
 
     /// Ends all activity in a region, and poisons the missing pages.
     pub(crate) fn close_region(&self, region: &PagedRegion) {
+        close_gone();
         region.close();
         // All threads are woken below.
         drop(self.cancel_all(region));
@@ -159,13 +161,13 @@ impl Pager {
         if !all_marked {
             // This kernel cannot mark some pages as lost, or refused to. While the userfaultfds are
             // open and the memory is registered, a thread that touches such a page sleeps and does not
-            // read zeroes; they therefore stay open until the process ends.
+            // read zeroes.
             tracing::error!(
                 region = region.id.0,
                 "lost pages cannot be poisoned: their userfaultfds stay open"
             );
             for served in &region.served {
-                std::mem::forget(Arc::clone(&served.channel));
+                keep_open(&served.channel);
             }
             return;
         }
@@ -316,8 +318,8 @@ impl Pager {
     /// Retries to mark lost pages that could not be marked. Returns whether every lost page is now
     /// marked.
     fn all_marked(&self, region: &PagedRegion) -> bool {
-        if !region.has_unmarked() {
-            return true;
+        if !region.has_unmarked() || !region.can_poison {
+            return !region.has_unmarked();
         }
         let is_poisoned = |&page: &PageIndex| region.map.state(page) == Some(PageState::Poisoned);
         let mut all_marked = true;

@@ -74,6 +74,7 @@ mod error;
 mod events;
 mod fault;
 mod install;
+mod kept_open;
 mod mark;
 mod memory;
 mod missing;
@@ -114,6 +115,7 @@ pub use error::{
     PushError, RegionChangeError, ResolveError, ServeError,
 };
 pub use fault::{Delivery, Fault, RegionId, Resolution};
+pub use kept_open::kept_open;
 pub use memory::Memfd;
 pub use notice::Notice;
 pub use pager::{Pager, Progress};

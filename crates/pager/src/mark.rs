@@ -3,8 +3,11 @@
 //! A page that was marked raises SIGBUS or a machine check, also when the userfaultfd is closed; one that was not
 //! reads as zeroes then.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use pagetide_memory::PageRange;
 use pagetide_uapi::userfaultfd::{InstallError, UserRange, Userfaultfd, Wake};
+use rustix::io::Errno;
 
 use crate::again::Again;
 use crate::channel::InstallLock;
@@ -50,7 +53,7 @@ fn mark_at_home(
     pages: PageRange,
 ) -> Mark {
     if !region.can_poison {
-        return Mark::Failed;
+        return no_poison();
     }
     let page_bytes = 1 << region.page_shift();
     let has_events = served.channel.has_events;
@@ -137,6 +140,7 @@ pub(crate) fn poison_range(
                 page_bytes
             }
             Err(InstallError::Gone) => return Mark::Made,
+            Err(InstallError::Io(Errno::INVAL)) => return no_poison(),
             Err(error) => return failed(error, range),
         };
         range.start += done;
@@ -197,6 +201,17 @@ fn pause(
     again.pause().err().map(|error| failed(error, range))
 }
 
+/// This kernel has no `UFFDIO_POISON`. That is said once, and not for each page.
+fn no_poison() -> Mark {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if !SAID.swap(true, Ordering::Relaxed) {
+        tracing::error!(
+            "this kernel has no UFFDIO_POISON (Linux 6.6): lost pages cannot be marked, and threads that touch them sleep"
+        );
+    }
+    Mark::Failed
+}
+
 fn failed(error: impl std::error::Error, range: UserRange) -> Mark {
     tracing::error!(%error, %range, "UFFDIO_POISON");
     Mark::Failed
@@ -222,6 +237,9 @@ pub(crate) fn poison_in(
     again: &mut Again,
     mut may_wait: impl FnMut(&Again) -> bool,
 ) -> bool {
+    if !region.can_poison {
+        return no_poison() == Mark::Made;
+    }
     let page_bytes = 1 << region.page_shift();
     let mut parts = space.parts(region.id, pages).into_iter();
     parts.all(|range| {

@@ -7,6 +7,7 @@ use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 
 use crate::again::Again;
 use crate::channel::{Channel, Role};
+use crate::kept_open::keep_open;
 use crate::mark::{Mark, poison_range};
 
 /// Their channels.
@@ -63,9 +64,9 @@ impl Others {
 impl Drop for Others {
     fn drop(&mut self) {
         for child in self.of_role(Role::Child) {
-            // A child that lives on would read zeroes: its userfaultfd stays open until this process ends.
+            // A child that lives on would read zeroes.
             if !child.is_gone() && !end_child(&child) {
-                std::mem::forget(child);
+                keep_open(&child);
             }
         }
     }

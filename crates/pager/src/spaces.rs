@@ -20,6 +20,7 @@ use crate::channel::{Channel, Role, Span};
 use crate::close::{ExportedPart, ExportedSpace};
 use crate::error::AttachError;
 use crate::fault::RegionId;
+use crate::kept_open::keep_open;
 use crate::mark::poison_in;
 use crate::memory::Place;
 use crate::pager::Pager;
@@ -183,7 +184,7 @@ impl Pager {
         }
         if !is_safe {
             // While the userfaultfd is open, a thread that touches a missing page sleeps and reads no zeroes.
-            std::mem::forget(Arc::clone(&space.channel));
+            keep_open(&space.channel);
         }
         self.read_events(&space.channel);
         self.forget_space(region, space);

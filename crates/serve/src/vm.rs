@@ -521,10 +521,26 @@ impl Vm<'_> {
         self.reported = now;
     }
 
+    /// Kills the VMM if that is the policy, or if its missing pages cannot be marked: they would read as zeroes once this
+    /// process has ended.
+    fn kill_if_it_has_to_be(&self) {
+        let mut addresses = self.addresses.iter();
+        let is_markable = addresses.all(|(uffd, range)| uffd.can_poison(UserRange::from(*range)));
+        if !is_markable {
+            tracing::error!(
+                pid = self.peer.pid,
+                "this kernel has no UFFDIO_POISON (Linux 6.6): a VMM whose content is unavailable when the server ends is killed"
+            );
+        }
+        if !is_markable || self.common.options.on_failure == OnFailure::Kill {
+            kill(self.common, self.peer);
+        }
+    }
+
     /// Ends the paging, and saves the working set. Returns what was counted.
     fn end(&mut self, end: End) -> Result<Totals, VmError> {
-        if end == End::FailedClosed && self.common.options.on_failure == OnFailure::Kill {
-            kill(self.common, self.peer);
+        if end == End::FailedClosed {
+            self.kill_if_it_has_to_be();
         }
         // Its counts come with its end.
         self.prefetch = None;

@@ -74,6 +74,22 @@ impl Task {
         })
     }
 
+    /// Waits until it sleeps outside of any system call: in an access to memory (`proc(5)`, /proc/pid/syscall).
+    ///
+    /// # Panics
+    ///
+    /// If it ends, or never does.
+    pub fn asleep_in_an_access(self, what: &str) {
+        let file = format!("/proc/{}/task/{}/syscall", self.pid, self.tid);
+        eventually(&format!("{what} sleeps in an access"), || {
+            let call = std::fs::read_to_string(&file).expect("it lives, and may be looked at");
+            match call.starts_with("-1 ") {
+                true => Ok(()),
+                false => Err(call),
+            }
+        });
+    }
+
     /// Whether it has slept without a break since it had gone to sleep so often.
     pub fn has_slept_since(self, sleeps: u64) -> bool {
         matches!(self.state(), Some(('S' | 'D', now)) if now == sleeps)

@@ -4,6 +4,7 @@
 //! Source: the kernel's `Documentation/admin-guide/mm/userfaultfd.rst` and the manual pages
 //! userfaultfd(2), ioctl_userfaultfd(2) and UFFDIO_*(2const).
 
+mod ask;
 mod events;
 mod features;
 mod install;

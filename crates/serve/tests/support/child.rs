@@ -104,6 +104,11 @@ impl Vmm {
         self.wait_for("discarded");
     }
 
+    /// Has it close its connection, and live on.
+    pub fn leave(&mut self) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "leave").unwrap();
+    }
+
     /// The first word of the page that it was told to read; `None` if it does not come.
     pub fn has_read(&self) -> Option<u64> {
         loop {
@@ -153,7 +158,7 @@ pub fn run_as_child() {
     };
     let pages = std::env::var(PAGES).unwrap().parse().unwrap();
     let guest = Guest::new(pages);
-    let _stream = guest.connect(Path::new(&socket));
+    let mut stream = Some(guest.connect(Path::new(&socket)));
     println!("\nconnected {}", rustix::thread::gettid());
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
@@ -162,9 +167,14 @@ pub fn run_as_child() {
             println!("\ndiscarded");
             continue;
         }
+        if line == "leave" {
+            stream = None;
+            continue;
+        }
         let page: usize = line.parse().unwrap();
         let word = u64::from_le_bytes(guest.read(page)[..8].try_into().unwrap());
         println!("\nword {word}");
     }
+    drop(stream);
     std::process::exit(0);
 }

@@ -1,0 +1,130 @@
+//! Kernels before Linux 6.6 have no UFFDIO_POISON: what is missing at the end cannot be marked. A filter of system
+//! calls stands in for such a kernel.
+//!
+//! The kind: a VM's end that costs the server something for good, or shows its guest zeroes.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod support;
+
+use std::fs;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pagetide_pager::kept_open;
+use pagetide_serve::Options;
+use pagetide_uapi::generated::UFFDIO_POISON;
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, apply_filter,
+};
+use support::child::{Vmm, run_as_child};
+use support::*;
+
+const SIGKILL: i32 = 9;
+const PAGES: usize = 64;
+
+/// The VMM's process, when it was started by another test.
+#[test]
+fn vmm() {
+    run_as_child();
+}
+
+/// UFFDIO_POISON fails on this thread, and on those that it starts, as on a kernel that does not have it. `None` if
+/// the kernel takes no filter. What stays open is counted for the whole process: one test at a time.
+fn old_kernel() -> Option<MutexGuard<'static, ()>> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_poison = SeccompCondition::new(
+        1,
+        SeccompCmpArgLen::Dword,
+        SeccompCmpOp::Eq,
+        u64::from(UFFDIO_POISON),
+    );
+    let rule = SeccompRule::new(vec![is_poison.unwrap()]).unwrap();
+    let filter = SeccompFilter::new(
+        [(libc::SYS_ioctl, vec![rule])].into(),
+        SeccompAction::Allow,
+        SeccompAction::Errno(libc::EINVAL.unsigned_abs()),
+        std::env::consts::ARCH.try_into().unwrap(),
+    );
+    let program: BpfProgram = filter.unwrap().try_into().unwrap();
+    if let Err(error) = apply_filter(&program) {
+        println!("SKIP: the kernel takes no filter of system calls: {error}");
+        return None;
+    }
+    has_userfaultfd().then_some(alone)
+}
+
+/// The userfaultfds that this process has open.
+fn userfaultfds() -> usize {
+    let names = fs::read_dir("/proc/self/fd").unwrap();
+    let targets = names.filter_map(|name| fs::read_link(name.unwrap().path()).ok());
+    let is_one = |target: &std::path::PathBuf| target.ends_with("anon_inode:[userfaultfd]");
+    targets.filter(is_one).count()
+}
+
+#[test]
+fn vmms_that_have_exited_leave_nothing_open() {
+    let Some(_alone) = old_kernel() else {
+        return;
+    };
+    let place = Place::new(PAGES);
+    let running = Running::start(place.options());
+    for _ in 0..20 {
+        let mut vmm = Vmm::start("vmm", &place.socket(), PAGES);
+        vmm.read(3);
+        vmm.kill();
+    }
+    eventually("the VMs' end", || {
+        equals(running.metrics.totals().vms_ended, &20)
+    });
+    eventually("no userfaultfd", || {
+        equals((kept_open(), userfaultfds()), &(0, 0))
+    });
+}
+
+/// A VMM that closes its connection and lives on: SIGBUS is not to be had, and zeroes are wrong.
+#[test]
+fn a_page_that_was_missing_at_the_end_never_reads_as_zeroes() {
+    let Some(_alone) = old_kernel() else {
+        return;
+    };
+    let place = Place::new(PAGES);
+    let running = Running::start(place.options());
+    let mut vmm = Vmm::start("vmm", &place.socket(), PAGES);
+    vmm.read(3);
+    vmm.leave();
+    running.ended(1);
+    assert_eq!(kept_open(), 1);
+    let (task, _) = vmm.asleep();
+    vmm.begin_to_read(5);
+    task.asleep_in_an_access("the VMM");
+    assert!(vmm.is_silent() && vmm.is_running());
+    // It is closed with its process, at the next VM's end.
+    vmm.kill();
+    let mut next = Vmm::start("vmm", &place.socket(), PAGES);
+    next.kill();
+    running.ended(2);
+    assert_eq!(kept_open(), 0);
+}
+
+/// This process's end would close the userfaultfd.
+#[test]
+fn a_server_that_ends_kills_a_vmm_whose_pages_it_cannot_mark() {
+    let Some(_alone) = old_kernel() else {
+        return;
+    };
+    let place = Place::new(PAGES);
+    let running = Running::start(Options {
+        any_length: true,
+        stop_limit: Duration::from_millis(100),
+        ..place.options()
+    });
+    // Half of its memory has no content.
+    let mut vmm = Vmm::start("vmm", &place.socket(), 2 * PAGES);
+    vmm.read(3);
+    let metrics = running.metrics.clone();
+    running.stop();
+    assert_eq!(vmm.signal(), Some(SIGKILL));
+    assert_eq!(metrics.totals().vms_killed, 1);
+}
