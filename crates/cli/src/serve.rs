@@ -23,19 +23,20 @@ use pagetide_serve::{
 };
 use pagetide_sources::Location;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::iterator::{Handle, Signals};
 
 use crate::failure::Failure;
 use crate::log::Queue;
-use crate::service_manager::{News, tell};
+use crate::service_manager::{News, tell, tell_surely};
 use settings::Settings;
 pub(crate) use settings::{BasesArgument, LogFormat};
 
 /// How long the end waits for the terminal to take the line away.
 const TERMINAL: Duration = Duration::from_millis(500);
 
-/// A server ends within 5 s of SIGTERM. Guests are drained for 3.5 s, and what is missing then is poisoned.
-const END: Duration = Duration::from_millis(4800);
+/// A server ends within 5 s of SIGTERM. Guests are drained for 3.5 s, and what is missing then is poisoned. The log's last
+/// lines are waited for after that.
+const END: Duration = Duration::from_millis(4300);
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -177,7 +178,8 @@ pub(crate) fn run(
             "the server runs without a filter of its system calls"
         );
     }
-    tell(News::Ready);
+    let stopper = server.stopper();
+    tell_surely(News::Ready, move || stopper.is_stopping());
     let handle = signals.handle();
     let showing = show(server.metrics(), server.stopper(), line);
     let (stopper, metrics) = (server.stopper(), server.metrics());
@@ -192,9 +194,9 @@ pub(crate) fn run(
                 seccomp,
             );
         });
-        let result = server.run();
-        handle.close();
-        result
+        // Also after a panic: the scope waits for the thread that waits for signals.
+        let _closes = Closes(handle);
+        server.run()
     });
     if let Some(cleared) = showing {
         // A terminal that takes nothing does not hold the end up.
@@ -202,6 +204,15 @@ pub(crate) fn run(
     }
     result.map_err(Failure::failed)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Ends the wait for signals.
+struct Closes(Handle);
+
+impl Drop for Closes {
+    fn drop(&mut self) {
+        self.0.close();
+    }
 }
 
 fn obey_signals(

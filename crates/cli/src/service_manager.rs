@@ -4,6 +4,8 @@ use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::thread::{self, Builder};
+use std::time::Duration;
 
 /// What it is told.
 #[derive(Clone, Copy, Debug)]
@@ -23,11 +25,44 @@ impl News {
     }
 }
 
+/// How long a message waits for room in the queue of the service manager's socket, between two attempts.
+const PAUSE: Duration = Duration::from_millis(100);
+
 /// Tells systemd, if it has started the process and asks to be told.
 pub(crate) fn tell(news: News) {
     if let Err(error) = send(news.text()) {
-        tracing::warn!(%error, "the service manager was not told");
+        warn(&error);
     }
+}
+
+/// The same for news without which the service manager ends the process after a while: if the queue of its socket is full, it
+/// is told as soon as there is room, unless `is_void` by then.
+pub(crate) fn tell_surely(news: News, is_void: impl Fn() -> bool + Send + 'static) {
+    let error = match send(news.text()) {
+        Ok(()) => return,
+        Err(error) => error,
+    };
+    if error.kind() != io::ErrorKind::WouldBlock {
+        return warn(&error);
+    }
+    let again = move || {
+        while !is_void() {
+            thread::sleep(PAUSE);
+            match send(news.text()) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return warn(&error),
+                Ok(()) => return,
+            }
+        }
+    };
+    let started = Builder::new().name("pt-notify".into()).spawn(again);
+    if let Err(error) = started {
+        warn(&error);
+    }
+}
+
+fn warn(error: &io::Error) {
+    tracing::warn!(%error, "the service manager was not told");
 }
 
 /// Sends a datagram to the socket that NOTIFY_SOCKET names, if there is room.

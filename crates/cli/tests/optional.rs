@@ -135,8 +135,12 @@ fn a_service_manager_that_does_not_read_holds_nothing_up() {
     let name = path.to_str().expect("UTF-8");
     let server = Server::start(Stdio::null(), &[], Some(name));
     server.refuses();
+    // It reads at last, and would end a server that had not said that it is ready.
+    manager.set_read_timeout(Some(PATIENCE)).expect("a limit");
+    let mut text = [0; 64];
+    let is_ready = |bytes: usize, text: &[u8; 64]| text.get(..bytes) == Some(b"READY=1");
+    while !is_ready(manager.recv(&mut text).expect("a message"), &text) {}
     assert_eq!(server.end(), Some(0));
-    drop(manager);
 }
 
 #[test]
