@@ -111,7 +111,7 @@ fn what_makes_no_sense_is_refused_in_one_line() {
     );
     fs::write(place.path("other-image"), vec![8; 8192]).expect("a temporary file");
     fs::write(place.path("empty"), "").expect("a temporary file");
-    let cases: [(&[&str], &str); 19] = [
+    let cases: [(&[&str], &str); 20] = [
         (&[&binding, &again], "the socket is named twice, for "),
         (&[], "SOCKET=IMAGE"),
         (&["socket"], "is not SOCKET=IMAGE"),
@@ -132,6 +132,10 @@ fn what_makes_no_sense_is_refused_in_one_line() {
         (&[&binding, "--cache-size", "1G"], "there is no --cache"),
         (&[&binding, "--cache-size", "much"], "is not a size"),
         (&[&binding, "--max-vms", "0"], "--max-vms is 1 at least"),
+        (
+            &[&binding, "--max-vms-per-user", "0"],
+            "--max-vms-per-user is 1 at least",
+        ),
         (&["socket=empty"], "empty is no guest memory: it is empty"),
         (
             &[&binding, "--metrics", "unix:/no/such/metrics"],

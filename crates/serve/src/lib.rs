@@ -22,6 +22,7 @@
 //! thread that touches it waits, or the VMM is killed ([`OnFailure`]). When the server ends, it poisons
 //! the missing pages: an access raises SIGBUS.
 
+mod budgets;
 mod capture;
 mod exporter;
 #[doc(hidden)]
@@ -42,6 +43,7 @@ mod sample;
 mod seccomp;
 mod server;
 mod state;
+mod turned_away;
 mod vm;
 mod working_set;
 mod working_set_file;

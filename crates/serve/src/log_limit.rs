@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Lines that pass within a period.
+/// Lines that pass within a period by default.
 const LINES: u32 = 10;
 
 /// The period.
@@ -13,14 +13,20 @@ const PERIOD: Duration = Duration::from_secs(10);
 #[derive(Debug, Default)]
 pub(crate) struct LogLimit(Mutex<Lines>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Lines {
+    most: u32,
     begun: Option<Instant>,
     passed: u32,
     dropped: u64,
 }
 
 impl LogLimit {
+    /// A limit of so many lines within each period of 10 s.
+    pub(crate) fn of(most: u32) -> Self {
+        Self(Mutex::new(Lines::of(most)))
+    }
+
     /// Whether a line may be logged now: the number of lines that were dropped before it.
     pub(crate) fn pass(&self) -> Option<u64> {
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -28,12 +34,27 @@ impl LogLimit {
     }
 }
 
+impl Default for Lines {
+    fn default() -> Self {
+        Self::of(LINES)
+    }
+}
+
 impl Lines {
+    fn of(most: u32) -> Self {
+        Self {
+            most,
+            begun: None,
+            passed: 0,
+            dropped: 0,
+        }
+    }
+
     fn pass(&mut self, now: Instant) -> Option<u64> {
         if self.begun.is_none_or(|begun| now >= begun + PERIOD) {
             (self.begun, self.passed) = (Some(now), 0);
         }
-        if self.passed == LINES {
+        if self.passed == self.most {
             self.dropped += 1;
             return None;
         }

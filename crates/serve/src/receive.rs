@@ -2,11 +2,11 @@
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use pagetide_uapi::userfaultfd::AdoptError;
+use pagetide_uapi::userfaultfd::{AdoptError, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
@@ -81,6 +81,12 @@ pub(crate) struct Received {
 }
 
 impl Received {
+    /// Whether a userfaultfd is among the descriptors: the client is a VMM.
+    pub(crate) fn has_userfaultfd(&self) -> bool {
+        let mut descriptors = self.descriptors.iter();
+        descriptors.any(|descriptor| Userfaultfd::is_userfaultfd(descriptor.as_fd()))
+    }
+
     /// Receives the message within `limit`; the descriptors stay in `self`.
     ///
     /// # Errors

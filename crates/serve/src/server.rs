@@ -16,13 +16,16 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use thiserror::Error;
 
+use crate::budgets::{Budgets, Charge};
 use crate::listener::{ListenError, Listener};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::named_image::{NamedImage, NoImage, Offer};
-use crate::options::{Binding, Options};
+use crate::options::{Binding, OnFailure, Options};
+use crate::peer::Peer;
 use crate::state::{KeptVm, State, StateError};
-use crate::vm::{Client, Common, run, turn_away};
+use crate::turned_away::TurnedAway;
+use crate::vm::{Client, Common, run};
 
 /// Why a server did not start.
 #[derive(Debug, Error)]
@@ -182,8 +185,11 @@ pub struct Server {
     had_vm: Arc<AtomicBool>,
     /// Notified when a VM has ended.
     ended: OwnedFd,
+    /// What each user has taken.
+    budgets: Budgets,
+    turned_away: TurnedAway,
     /// Connections that were not accepted, or not served.
-    turned_away: LogLimit,
+    limit_logged: LogLimit,
     /// VMs that a former server has left.
     kept: Vec<KeptVm>,
     /// The greatest number of these.
@@ -228,7 +234,9 @@ impl Server {
             vms: Arc::default(),
             had_vm: Arc::default(),
             ended,
-            turned_away: LogLimit::default(),
+            budgets: Budgets::default(),
+            turned_away: TurnedAway::default(),
+            limit_logged: LogLimit::default(),
             first_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
             kept,
         };
@@ -374,18 +382,8 @@ impl Server {
             match image {
                 Ok(image) => {
                     tracing::info!(vm, socket, "going on with a VM of a former server");
-                    let stream = kept.stream.try_clone();
-                    match stream {
-                        Ok(stream) => {
-                            let kept = Some(kept);
-                            let client = Client {
-                                number: vm,
-                                socket,
-                                stream,
-                                kept,
-                            };
-                            self.start(image, client, threads);
-                        }
+                    match self.client_of(kept) {
+                        Ok(client) => self.start(image, client, threads),
                         Err(error) => {
                             tracing::error!(vm, %error, "a VM of a former server stays asleep");
                         }
@@ -399,6 +397,20 @@ impl Server {
                 ),
             }
         }
+    }
+
+    /// The client that a former server has left. It was accepted then, whatever the limits are now.
+    fn client_of(&self, kept: KeptVm) -> io::Result<Client> {
+        let peer = Peer::of(&kept.stream)?;
+        let charge = self.budgets.charge(peer.uid, usize::MAX);
+        Ok(Client {
+            number: kept.id,
+            socket: kept.description.socket.clone(),
+            stream: kept.stream.try_clone()?,
+            charge: charge.ok_or(io::ErrorKind::QuotaExceeded)?,
+            peer,
+            kept: Some(kept),
+        })
     }
 
     fn image_of(&mut self, kept: &KeptVm) -> Result<Arc<Offer>, Box<dyn std::error::Error>> {
@@ -501,7 +513,7 @@ impl Server {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
-                if let Some(dropped) = self.turned_away.pass() {
+                if let Some(dropped) = self.limit_logged.pass() {
                     tracing::error!(socket, dropped, %error, "a connection was not accepted");
                 }
                 // Out of descriptors: the connection stays, and a wait would return at once.
@@ -509,15 +521,16 @@ impl Server {
                 return;
             }
         };
-        let limit = self.common.options.max_vms;
-        if self.vms.load(Ordering::Acquire) >= limit {
-            if let Some(dropped) = self.turned_away.pass() {
-                tracing::error!(socket, limit, dropped, "VM refused: too many VMs");
-            }
-            self.common.metrics.count(|totals| totals.vms_refused = 1);
-            turn_away(&self.common, &stream);
+        let Some(peer) = self.peer_of(&stream, &socket) else {
             return;
-        }
+        };
+        let Some(charge) = self.room_for(&peer, &socket) else {
+            self.common.metrics.count(|totals| totals.vms_refused = 1);
+            if self.common.options.on_failure == OnFailure::Kill {
+                self.turned_away.kill_if_vmm(&self.common, peer, stream);
+            }
+            return;
+        };
         *accepted += 1;
         // Not the number of a VM that a former server has left.
         let number = *accepted + self.first_number;
@@ -526,9 +539,49 @@ impl Server {
             number,
             socket,
             stream,
+            peer,
+            charge,
             kept: None,
         };
         self.start(Arc::clone(&bound.offer), client, threads);
+    }
+
+    fn peer_of(&self, stream: &UnixStream, socket: &str) -> Option<Peer> {
+        let error = match Peer::of(stream) {
+            Ok(peer) => return Some(peer),
+            Err(error) => error,
+        };
+        if let Some(dropped) = self.limit_logged.pass() {
+            tracing::error!(socket, dropped, %error, "VM refused: its process is unknown");
+        }
+        None
+    }
+
+    /// Room for another VM, if neither the server nor the user is at its limit.
+    fn room_for(&self, peer: &Peer, socket: &str) -> Option<Charge> {
+        let options = &self.common.options;
+        let (limit, user_limit) = (options.max_vms, options.user_limit());
+        let is_full = self.vms.load(Ordering::Acquire) >= limit;
+        let charge = match is_full {
+            true => None,
+            false => self.budgets.charge(peer.uid, user_limit),
+        };
+        if charge.is_none()
+            && let Some(dropped) = self.limit_logged.pass()
+        {
+            let uid = peer.uid;
+            match is_full {
+                true => tracing::error!(socket, uid, limit, dropped, "VM refused: too many VMs"),
+                false => tracing::error!(
+                    socket,
+                    uid,
+                    limit = user_limit,
+                    dropped,
+                    "VM refused: too many VMs of this user (--max-vms-per-user)"
+                ),
+            }
+        }
+        charge
     }
 
     /// Starts a VM's thread.

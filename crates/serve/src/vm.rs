@@ -28,6 +28,7 @@ use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use thiserror::Error;
 
+use crate::budgets::Charge;
 use crate::image::ServedImage;
 use crate::log_limit::LogLimit;
 use crate::memory_limit::MemoryLimit;
@@ -43,7 +44,7 @@ use crate::sample::Sample;
 use crate::server::Stopper;
 use crate::state::{KeptVm, State};
 use connection::is_closed;
-pub(crate) use connection::{run, turn_away};
+pub(crate) use connection::run;
 use control::Control;
 use keeping::Keeping;
 use recording::Checkpoint;
@@ -187,6 +188,10 @@ pub(crate) struct Client {
     /// The socket's path.
     pub(crate) socket: String,
     pub(crate) stream: UnixStream,
+    /// Its process.
+    pub(crate) peer: Peer,
+    /// What it costs its user.
+    pub(crate) charge: Charge,
     /// What a former server has left of the VM.
     pub(crate) kept: Option<KeptVm>,
 }
@@ -296,7 +301,7 @@ struct PagedRange {
     page_size: PageSize,
 }
 
-fn kill(common: &Common, peer: &Peer) {
+pub(crate) fn kill(common: &Common, peer: &Peer) {
     match peer.kill() {
         Ok(()) => {
             common.metrics.count(|totals| totals.vms_killed = 1);

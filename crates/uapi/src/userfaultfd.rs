@@ -27,6 +27,14 @@ pub use features::Features;
 pub use install::{InstallError, Wake};
 pub use range::UserRange;
 
+/// What the kernel calls a userfaultfd.
+const NAME: &str = "anon_inode:[userfaultfd]";
+
+/// What a descriptor is, as the kernel names it (`proc(5)`, /proc/pid/fd).
+fn name_of(fd: BorrowedFd<'_>) -> std::io::Result<PathBuf> {
+    std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
 /// Which faults a registered range reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
@@ -203,9 +211,8 @@ impl Userfaultfd {
     /// # Errors
     /// [`AdoptError`]; the descriptor is then closed.
     pub fn adopt(fd: OwnedFd, features: Features) -> Result<Self, AdoptError> {
-        let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
-        let name = std::fs::read_link(link).map_err(AdoptError::Look)?;
-        if name.as_os_str() != "anon_inode:[userfaultfd]" {
+        let name = name_of(fd.as_fd()).map_err(AdoptError::Look)?;
+        if name.as_os_str() != NAME {
             return Err(AdoptError::NotUserfaultfd { name });
         }
         let flags = rustix::fs::fcntl_getfl(&fd).map_err(AdoptError::Flags)?;
@@ -215,6 +222,11 @@ impl Userfaultfd {
             features,
             is_shared: true,
         })
+    }
+
+    /// Whether a descriptor is that of a userfaultfd.
+    pub fn is_userfaultfd(fd: BorrowedFd<'_>) -> bool {
+        name_of(fd).is_ok_and(|name| name.as_os_str() == NAME)
     }
 
     /// The userfaultfd of a child of the process that this one serves, from the message of its fork

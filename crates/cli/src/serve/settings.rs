@@ -150,6 +150,11 @@ pub(super) struct Settings {
     #[arg(long, value_name = "COUNT")]
     max_vms: Option<usize>,
 
+    /// VMs of one user at one time at most: others find room whatever that user's programs do [default: seven eighths of
+    /// --max-vms]
+    #[arg(long, value_name = "COUNT")]
+    max_vms_per_user: Option<usize>,
+
     /// End when the last VM has gone, with exit status 0
     #[arg(long)]
     pub(super) once: bool,
@@ -344,6 +349,7 @@ impl Settings {
             cache_size: mine.cache_size.or(other.cache_size),
             state: mine.state.or(other.state),
             max_vms: mine.max_vms.or(other.max_vms),
+            max_vms_per_user: mine.max_vms_per_user.or(other.max_vms_per_user),
             once: mine.once || other.once,
             log: mine.log.or(other.log),
             seccomp: mine.seccomp.or(other.seccomp),
@@ -425,6 +431,7 @@ impl Settings {
             socket_mode: self.socket_mode.map_or(default.socket_mode, |mode| mode.0),
             socket_owner: self.socket_owner.map(|owner| (owner.0, owner.1)),
             max_vms: self.max_vms.unwrap_or(default.max_vms),
+            max_vms_per_user: self.max_vms_per_user,
             once: self.once,
             images: OpenOptions {
                 cache: self.cache.as_ref().map(|directory| CacheOptions {
@@ -448,8 +455,17 @@ fn check(options: &Options) -> Result<(), NotA> {
         let what = "a power of two up to 512, as --fault-around needs";
         return Err(NotA(around.to_string(), what));
     }
-    if options.max_vms == 0 {
-        let what = "a number of VMs that a server could serve: --max-vms is 1 at least";
+    let limits = [
+        (
+            Some(options.max_vms),
+            "a number of VMs that a server could serve: --max-vms is 1 at least",
+        ),
+        (
+            options.max_vms_per_user,
+            "a number of VMs that a user could have: --max-vms-per-user is 1 at least",
+        ),
+    ];
+    if let Some((_, what)) = limits.into_iter().find(|(limit, _)| *limit == Some(0)) {
         return Err(NotA("0".to_owned(), what));
     }
     let mut images: Vec<_> = options

@@ -33,16 +33,11 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
         number,
         socket,
         stream,
+        peer,
+        charge,
         ..
     } = &client;
     let (number, socket) = (*number, socket.as_str());
-    let peer = match Peer::of(stream) {
-        Ok(peer) => peer,
-        Err(error) => {
-            tracing::error!(vm = number, socket, %error, "the VMM's process is unknown: refused");
-            return true;
-        }
-    };
     if peer.pid.is_none() && common.options.on_failure == OnFailure::Kill {
         tracing::warn!(
             vm = number,
@@ -51,10 +46,11 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
             "the VMM is in another pid namespace: instead of being killed, it will get SIGBUS"
         );
     }
+    let had_kept = kept.is_some();
     let mut received = Received::default();
     let served = match kept {
-        None => serve(common, offer, &peer, &client, &mut received),
-        Some(kept) => resume(common, offer, &peer, stream, kept),
+        None => serve(common, offer, peer, &client, &mut received),
+        Some(kept) => resume(common, offer, peer, stream, kept),
     };
     let seconds = begun.elapsed().as_secs_f64();
     let (pid, uid, name) = (peer.pid, peer.uid, offer.name());
@@ -83,16 +79,22 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
         }
         Err(error) => {
             common.metrics.count(|totals| totals.vms_refused = 1);
-            tracing::error!(
-                vm = number,
-                socket,
-                pid,
-                uid,
-                image = name,
-                error = &error as &dyn std::error::Error,
-                "VM refused"
-            );
-            refuse(common, &peer, stream);
+            if let Some(dropped) = charge.may_log_refusal() {
+                tracing::error!(
+                    vm = number,
+                    socket,
+                    pid,
+                    uid,
+                    image = name,
+                    dropped,
+                    error = &error as &dyn std::error::Error,
+                    "VM refused"
+                );
+            }
+            match had_kept || received.has_userfaultfd() {
+                true => refuse(common, peer, stream),
+                false => let_go(stream),
+            }
         }
     }
     // Only now: the descriptor may be the last one, and the guest's missing pages must not read as zeroes.
@@ -100,15 +102,12 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
     true
 }
 
-/// Refuses a VMM without a thread for it. What it sends is not received, so that its guest waits, or is killed
-/// if that is the policy.
-pub(crate) fn turn_away(common: &Common, stream: &UnixStream) {
-    if common.options.on_failure == OnFailure::Kill {
-        match Peer::of(stream) {
-            Ok(peer) => kill(common, &peer),
-            Err(error) => tracing::error!(%error, "the VMM's process is unknown: it is not killed"),
-        }
-    }
+/// Ends the connection of a client that is no VMM: it costs nothing any more.
+fn let_go(stream: &UnixStream) {
+    let _ = stream.shutdown(std::net::Shutdown::Write);
+    let _ = stream.set_nonblocking(true);
+    // What it has sent already: otherwise it would find an error in place of the end.
+    is_closed(stream);
 }
 
 /// Tells the VMM that it is not served, and keeps its descriptor open until it has gone.
