@@ -108,7 +108,8 @@ pub struct Exporter {
 }
 
 impl Exporter {
-    /// Binds the address, and answers `GET /metrics` and `GET /health`.
+    /// Binds the address, and answers `GET /metrics`, `GET /health` (always 200: what is wrong, a line each) and `GET /ready` (503
+    /// while further VMs are refused).
     ///
     /// # Errors
     /// [`ExporterError`].
@@ -207,9 +208,13 @@ fn answer(path: &str, metrics: &Metrics) -> Response<Full<Bytes>> {
     const TEXT: &str = "text/plain; charset=utf-8";
     let (status, kind, text) = match path {
         "/metrics" | "/" => (StatusCode::OK, METRICS, metrics.text()),
-        "/health" => (StatusCode::OK, TEXT, "ok\n".to_owned()),
+        "/health" => (StatusCode::OK, TEXT, health(metrics)),
+        "/ready" => {
+            let (status, text) = ready(metrics);
+            (status, TEXT, text)
+        }
         _ => {
-            let text = "GET /metrics or /health\n".to_owned();
+            let text = "GET /metrics, /health or /ready\n".to_owned();
             (StatusCode::NOT_FOUND, TEXT, text)
         }
     };
@@ -218,6 +223,24 @@ fn answer(path: &str, metrics: &Metrics) -> Response<Full<Bytes>> {
     let kind = HeaderValue::from_static(kind);
     response.headers_mut().insert(CONTENT_TYPE, kind);
     response
+}
+
+/// That the process answers, and what is wrong: no reason to start it again.
+fn health(metrics: &Metrics) -> String {
+    let troubles = metrics.troubles().into_iter();
+    let lines = troubles.map(|trouble| format!("{trouble}\n"));
+    std::iter::once("ok\n".to_owned()).chain(lines).collect()
+}
+
+/// Whether VMs may be sent to this server.
+fn ready(metrics: &Metrics) -> (StatusCode, String) {
+    let troubles = metrics.troubles().into_iter();
+    let refusing = troubles.filter(|trouble| trouble.refuses_vms());
+    let lines: String = refusing.map(|trouble| format!("{trouble}\n")).collect();
+    match lines.is_empty() {
+        true => (StatusCode::OK, "ready\n".to_owned()),
+        false => (StatusCode::SERVICE_UNAVAILABLE, lines),
+    }
 }
 
 impl Drop for Exporter {

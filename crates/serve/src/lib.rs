@@ -37,6 +37,7 @@ mod named_image;
 pub mod native;
 mod options;
 mod peer;
+mod readiness;
 mod receive;
 mod recorder;
 mod sample;

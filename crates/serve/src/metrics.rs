@@ -11,6 +11,8 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
+use crate::readiness::{Readiness, Trouble};
+
 macro_rules! metrics {
     (
         counters { $($(#[$counter_doc:meta])* $counter:ident = $counter_help:literal,)* }
@@ -171,6 +173,8 @@ struct Shared {
     errors: Mutex<Vec<(&'static str, u64)>>,
     /// The images that are served, and the counts of those that are not any more.
     images: Mutex<Images>,
+    /// What the server is ready for, once there is one.
+    readiness: OnceLock<Arc<Readiness>>,
     /// Lines of the log that were dropped, if somebody counts them.
     log_lines_dropped: OnceLock<Arc<AtomicU64>>,
 }
@@ -228,6 +232,18 @@ impl Metrics {
     /// Includes the counts of these images' stores from now on.
     pub(crate) fn watch(&self, images: Vec<Arc<dyn GuestImage>>) {
         self.lock_images().replace(images);
+    }
+
+    /// Includes whether this server takes further VMs. The first call counts.
+    pub(crate) fn watch_readiness(&self, readiness: Arc<Readiness>) {
+        let _ = self.0.readiness.set(readiness);
+    }
+
+    /// All that is wrong with the server now.
+    pub(crate) fn troubles(&self) -> Vec<Trouble> {
+        let stalled_regions = self.totals().stalled_regions;
+        let readiness = self.0.readiness.get();
+        readiness.map_or_else(Vec::new, |readiness| readiness.troubles(stalled_regions))
     }
 
     /// Includes this count of lines of the log that were dropped. The first call counts.
@@ -333,6 +349,9 @@ impl Collector for Metrics {
         for (name, help, value) in counts {
             counter(&mut encoder, name, help, value)?;
         }
+        let is_ready = !self.troubles().into_iter().any(Trouble::refuses_vms);
+        let help = "Whether the server takes further VMs: 1 or 0";
+        gauge(&mut encoder, "ready", help, is_ready.into())?;
         let dropped = self.0.log_lines_dropped.get();
         let dropped = dropped.map_or(0, |dropped| dropped.load(Ordering::Relaxed));
         let help = "Lines of the log that were dropped, because standard error did not take them";

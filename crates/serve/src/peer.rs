@@ -1,7 +1,7 @@
 //! The process at the other end of a connection.
 
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
@@ -22,9 +22,9 @@ impl Peer {
     pub(crate) fn of(stream: &UnixStream) -> Result<Self, Errno> {
         // SAFETY: get requires a type that is valid for whatever the option writes: three integers.
         // (Not rustix's UCred, whose pid may not be 0.)
-        let credentials: libc::ucred = unsafe { get(stream, libc::SO_PEERCRED) }?;
+        let credentials: libc::ucred = unsafe { get(stream.as_fd(), libc::SO_PEERCRED) }?;
         // SAFETY: as above, an integer.
-        let pidfd = match unsafe { get::<i32>(stream, libc::SO_PEERPIDFD) } {
+        let pidfd = match unsafe { get::<i32>(stream.as_fd(), libc::SO_PEERPIDFD) } {
             // SAFETY: from_raw_fd requires an open descriptor without another owner: the kernel has just
             // made it for this call.
             Ok(descriptor) => Some(unsafe { OwnedFd::from_raw_fd(descriptor) }),
@@ -45,19 +45,26 @@ impl Peer {
     }
 }
 
+/// The user at the other end of a Unix socket of any type, by SO_PEERCRED.
+pub(crate) fn user_of(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
+    // SAFETY: get requires a type that is valid for whatever the option writes: three integers.
+    let credentials: libc::ucred = unsafe { get(socket, libc::SO_PEERCRED) }?;
+    Ok(credentials.uid)
+}
+
 /// An option of a socket.
 ///
 /// # Safety
 ///
 /// Every value that the kernel writes for this option is a valid `T`.
-unsafe fn get<T>(stream: &UnixStream, option: i32) -> Result<T, Errno> {
+unsafe fn get<T>(socket: BorrowedFd<'_>, option: i32) -> Result<T, Errno> {
     let mut value = MaybeUninit::<T>::zeroed();
     let mut bytes = libc::socklen_t::try_from(size_of::<T>()).map_err(|_| Errno::INVAL)?;
     // SAFETY: getsockopt requires an open socket and `bytes` writable bytes at the pointer: both live in
     // this function's frame.
     let got = unsafe {
         libc::getsockopt(
-            stream.as_raw_fd(),
+            socket.as_raw_fd(),
             libc::SOL_SOCKET,
             option,
             value.as_mut_ptr().cast(),

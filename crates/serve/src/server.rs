@@ -23,6 +23,7 @@ use crate::metrics::Metrics;
 use crate::named_image::{NamedImage, NoImage, Offer};
 use crate::options::{Binding, OnFailure, Options};
 use crate::peer::Peer;
+use crate::readiness::Readiness;
 use crate::state::{KeptVm, State, StateError};
 use crate::turned_away::TurnedAway;
 use crate::vm::{Client, Common, run};
@@ -185,6 +186,7 @@ pub struct Server {
     had_vm: Arc<AtomicBool>,
     /// Notified when a VM has ended.
     ended: OwnedFd,
+    readiness: Arc<Readiness>,
     /// What each user has taken.
     budgets: Budgets,
     turned_away: TurnedAway,
@@ -221,9 +223,15 @@ impl Server {
                 (Some(Arc::new(state)), kept)
             }
         };
+        let vms: Arc<AtomicUsize> = Arc::default();
+        let limit = options.max_vms;
+        let readiness = Readiness::new(stopper.clone(), Arc::clone(&vms), limit, state.clone());
+        let readiness = Arc::new(readiness);
+        let metrics = Metrics::default();
+        metrics.watch_readiness(Arc::clone(&readiness));
         let common = Common {
             options: Arc::default(),
-            metrics: Metrics::default(),
+            metrics,
             stopper,
             state,
         };
@@ -231,7 +239,8 @@ impl Server {
             common: Arc::new(common),
             images: HashMap::new(),
             bound: Vec::new(),
-            vms: Arc::default(),
+            vms,
+            readiness,
             had_vm: Arc::default(),
             ended,
             budgets: Budgets::default(),
@@ -314,6 +323,7 @@ impl Server {
                 self.bound.push(Bound { listener, offer });
             }
         }
+        self.readiness.set_limit(options.max_vms);
         self.images = images;
         let served = self.images.values();
         let served = served.map(|image| Arc::clone(&image.opened().image));

@@ -13,7 +13,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use pagetide_serve::{OnFailure, Options};
+use pagetide_serve::{Exporter, MetricsAddress, OnFailure, Options};
+use support::child::{Vmm, run_as_child};
 use support::*;
 
 const SOCKET: &str = "PAGETIDE_TEST_CLIENT";
@@ -87,6 +88,66 @@ fn a_user_that_takes_all_it_can_leaves_room_for_others() {
     let guest = Guest::new(8);
     let _stream = guest.connect(&place.socket());
     guest.check(5, &content(5));
+}
+
+/// The answer to a request, without its headers.
+fn get(at: std::net::SocketAddr, path: &str) -> (String, String) {
+    let mut stream = std::net::TcpStream::connect(at).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    write!(stream, "GET {path} HTTP/1.0\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap();
+    (status.to_owned(), body.to_owned())
+}
+
+/// Whoever places VMs hears it before they are refused.
+#[test]
+fn a_server_says_whether_it_takes_further_vms() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(8);
+    let running = Running::start(Options {
+        any_length: true,
+        max_vms: 1,
+        stop_limit: NEVER,
+        ..place.options()
+    });
+    let address: MetricsAddress = "127.0.0.1:0".parse().unwrap();
+    let exporter = Exporter::start(&address, running.metrics.clone()).unwrap();
+    let at = exporter.address().unwrap();
+    let is = |path: &str, status: &str, body: &str| {
+        eventually(&format!("{path} is {body:?}"), || {
+            equals(get(at, path), &(status.to_owned(), body.to_owned()))
+        });
+    };
+    is("/ready", "200", "ready\n");
+    is("/health", "200", "ok\n");
+    // Its second half has no content.
+    let mut vmm = Vmm::start("vmm", &place.socket(), 16);
+    let full = "no room for another VM: --max-vms is 1\n";
+    is("/ready", "503", full);
+    assert!(get(at, "/metrics").1.contains("\npagetide_ready 0\n"));
+    vmm.begin_to_read(12);
+    let stalled = "guests wait, stalled regions: 1\n";
+    is("/health", "200", &format!("ok\n{full}{stalled}"));
+    vmm.kill();
+    is("/ready", "200", "ready\n");
+    assert!(get(at, "/metrics").1.contains("\npagetide_ready 1\n"));
+    let mut next = Vmm::start("vmm", &place.socket(), 16);
+    // It is served: a client that is not yet would be refused by a server that ends.
+    next.read(3);
+    running.stopper.stop();
+    is("/ready", "503", &format!("the server ends\n{full}"));
+    running.stopper.stop();
+}
+
+/// The VMM's process, when it was started by another test.
+#[test]
+fn vmm() {
+    run_as_child();
 }
 
 /// A client in a process of its own, when another test has started it.

@@ -4,7 +4,7 @@
 mod support;
 
 use std::fs::{File, Permissions};
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
@@ -359,9 +359,9 @@ fn a_vmm_in_another_pid_namespace_is_served() {
     eventually("the line of the VM's life", || {
         serving.log().contains("VM ended")
     });
-    // One that makes no sense, and is to be killed.
-    let mut other = UnixStream::connect(place.socket()).unwrap();
-    other.write_all(b"{}").unwrap();
+    // A VMM whose message makes no sense, and that is to be killed.
+    let other = UnixStream::connect(place.socket()).unwrap();
+    send(&other, b"{}", &[guest.uffd.as_fd()]);
     wait_for_end(&other);
     eventually("the refusal", || serving.log().contains("VM refused"));
     let log = serving.stop();

@@ -189,6 +189,41 @@ fn a_server_that_is_stopped_hands_its_vms_over() {
     eventually("the keeper's end", || !socket.exists());
 }
 
+/// The process that keeps a place's VMs.
+fn keeper_of(place: &Place) -> rustix::process::Pid {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, connect, socket, sockopt};
+    let path = place.directory.path().join("state/keeper.sock");
+    let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    sockopt::socket_peercred(&socket).unwrap().pid
+}
+
+/// The kernel kills what takes memory, and people what they do not know. A keeper that has gone refuses no VM, and a
+/// server that ends hands none over to it.
+#[test]
+fn a_keeper_that_dies_costs_no_vm() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let serving = Serving::start(&place, false);
+    let (before, after) = (shared(64), shared(64));
+    let _before = before.connect(&place.socket());
+    before.check(3, &content(3));
+    let keeper = keeper_of(&place);
+    rustix::process::kill_process(keeper, rustix::process::Signal::KILL).unwrap();
+    eventually("its end", || {
+        rustix::process::test_kill_process(keeper).is_err()
+    });
+    let _after = after.connect(&place.socket());
+    after.check(3, &content(3));
+    assert!(log(&place).contains("the keeper does not answer"));
+    serving.stop();
+    for guest in [before, after] {
+        (0..64).for_each(|page| guest.check(page, &content(page)));
+    }
+}
+
 /// The digest of a raw image is that of some pages. A file that was replaced, or written to, between two servers
 /// has the content of another guest in the others: the VM waits for its own image.
 #[test]

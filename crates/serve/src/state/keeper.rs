@@ -11,8 +11,8 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use rustix::net::accept_with;
 
-use super::SOCKET;
 use super::wire::{Message, listen_at, receive, send};
+use super::{SOCKET, check_user};
 
 /// How long a keeper without VMs waits for a server.
 const IDLE_LIMIT: Duration = Duration::from_secs(30);
@@ -142,7 +142,7 @@ impl Keeper {
         let Ok(socket) = accept_with(&self.listener, SocketFlags::CLOEXEC) else {
             return;
         };
-        if self.server.is_some() {
+        if self.server.is_some() || check_user(socket.as_fd()).is_err() {
             return;
         }
         let sent = self.vms.iter().try_for_each(|(id, descriptors)| {

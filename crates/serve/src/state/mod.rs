@@ -11,6 +11,7 @@ mod wire;
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -21,11 +22,14 @@ use std::time::{Duration, Instant};
 
 use pagetide_memory::{MapFile, PageSize};
 use pagetide_sources::FileIdentity;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::handshake::{MAX_REGIONS, VmRegion, check_together, checked_region};
+use crate::peer::user_of;
 
 pub use keeper::keep;
 use wire::{Message, connect, receive, send};
@@ -77,6 +81,10 @@ pub enum StateError {
     },
 }
 
+/// What the description of a VM and its page maps look like. A server goes on only with VMs that were kept by this number.
+/// To be raised with each change of either that an earlier server would read wrongly.
+const FORMAT: u32 = 1;
+
 /// A region of a kept VM, as its VMM has described it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct KeptRegion {
@@ -111,6 +119,9 @@ impl KeptRegion {
 /// What a successor has to know of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Description {
+    /// [`FORMAT`]; 0 in the first descriptions, which had no number.
+    #[serde(default)]
+    format: u32,
     pub(crate) socket: String,
     pub(crate) image: String,
     pub(crate) digest: String,
@@ -127,6 +138,25 @@ pub(crate) struct Description {
 }
 
 impl Description {
+    /// That of a VM of Firecracker's protocol whose working set is not recorded.
+    pub(crate) fn new(
+        socket: String,
+        image: String,
+        digest: String,
+        regions: Vec<KeptRegion>,
+    ) -> Self {
+        Self {
+            format: FORMAT,
+            socket,
+            image,
+            digest,
+            file: None,
+            regions,
+            is_native: false,
+            recording_since_us: None,
+        }
+    }
+
     /// The regions; `None` if no VMM could have sent them.
     pub(crate) fn vm_regions(&self) -> Option<Vec<VmRegion>> {
         if self.regions.is_empty() || self.regions.len() > MAX_REGIONS {
@@ -173,7 +203,8 @@ impl State {
             // There may be a keeper, with VMs that another one would lose.
             Err(error) => return Err(failed(error)),
         };
-        let mut vms = Vec::new();
+        check_user(socket.as_fd()).map_err(failed)?;
+        let (mut vms, mut next_id) = (Vec::new(), 1);
         loop {
             let received = receive(socket.as_fd()).map_err(failed)?;
             match received {
@@ -182,17 +213,22 @@ impl State {
                         directory: directory.clone(),
                     });
                 }
-                Some((Message::Kept { id }, descriptors)) => match kept_vm(id, descriptors) {
-                    Ok(vm) => vms.push(vm),
-                    Err(error) => {
-                        tracing::error!(vm = id, %error, "a VM of a former server is lost");
+                Some((Message::Kept { id }, descriptors)) => {
+                    // Also those that stay with the keeper: their numbers are taken.
+                    next_id = next_id.max(id.saturating_add(1));
+                    match kept_vm(id, descriptors) {
+                        Ok(vm) => vms.push(vm),
+                        Err(error) => tracing::error!(
+                            vm = id,
+                            %error,
+                            "a VM of a former server is not served: it sleeps, and stays with the keeper"
+                        ),
                     }
-                },
+                }
                 Some((Message::Done, _)) => break,
                 Some(_) => {}
             }
         }
-        let next_id = vms.iter().map(|vm| vm.id + 1).max().unwrap_or(1);
         Ok((
             Self {
                 socket: Mutex::new(socket),
@@ -235,6 +271,13 @@ impl State {
         Ok(id)
     }
 
+    /// Whether the keeper has ended: nobody holds the VMs that were kept. It says nothing once a server has begun.
+    pub(crate) fn is_lost(&self) -> bool {
+        let socket = self.lock();
+        let mut polled = [PollFd::new(&*socket, PollFlags::IN)];
+        poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    }
+
     /// Gives a VM up: it has gone, or needs no server any more.
     pub(crate) fn forget(&self, id: u64) {
         self.tell(&Message::Forget { id });
@@ -272,7 +315,38 @@ fn make_directory(directory: &Path) -> io::Result<()> {
             .mode(0o700)
             .create(directory)?;
     }
+    let status = std::fs::metadata(directory)?;
+    let (user, mode) = (geteuid().as_raw(), status.mode() & 0o7777);
+    if status.uid() != user {
+        let owner = status.uid();
+        return Err(refused(format!(
+            "it belongs to user {owner}, and this process runs as {user}: another user could take the VMs"
+        )));
+    }
+    if mode & WRITABLE_BY_OTHERS != 0 {
+        return Err(refused(format!(
+            "it has mode {mode:o}: other users could take the VMs; chmod go-w"
+        )));
+    }
     Ok(())
+}
+
+/// Permission bits: of writing for the group and for others.
+const WRITABLE_BY_OTHERS: u32 = 0o022;
+
+fn refused(text: String) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, text)
+}
+
+/// Checks that the process at the other end is of this one's user, or root's.
+fn check_user(socket: BorrowedFd<'_>) -> io::Result<()> {
+    let (other, user) = (user_of(socket)?, geteuid().as_raw());
+    match other == user || other == 0 {
+        true => Ok(()),
+        false => Err(refused(format!(
+            "the process at the other end of {SOCKET} runs as user {other}, and this one as {user}"
+        ))),
+    }
 }
 
 /// Starts the keeper as a process that a signal to this one's group does not reach.
@@ -320,7 +394,13 @@ fn kept_vm(id: u64, descriptors: Vec<OwnedFd>) -> io::Result<KeptVm> {
     }
     let mut text = vec![0; usize::try_from(bytes).unwrap_or(0)];
     let read = rustix::io::pread(&file, &mut text, 0)?;
-    let description = serde_json::from_slice(text.get(..read).unwrap_or_default())?;
+    let description: Description = serde_json::from_slice(text.get(..read).unwrap_or_default())?;
+    let format = description.format;
+    if format != FORMAT {
+        return Err(io::Error::other(format!(
+            "it was kept by another version of the server (format {format}, not {FORMAT}), which can go on with it"
+        )));
+    }
     Ok(KeptVm {
         id,
         uffd,
@@ -353,6 +433,7 @@ mod tests {
             offset,
         };
         Description {
+            format: FORMAT,
             socket: "a.sock".into(),
             image: "a.mem".into(),
             digest: String::new(),
@@ -385,6 +466,52 @@ mod tests {
         let error = State::open(&options).unwrap_err();
         assert!(matches!(error, StateError::Keeper { .. }), "{error}");
         assert!(replaced.exists());
+    }
+
+    #[test]
+    fn a_directory_that_another_user_could_write_to_is_refused() {
+        use std::os::unix::fs::PermissionsExt;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("state");
+        make_directory(&path).unwrap();
+        for mode in [0o777, 0o770, 0o1777, 0o702] {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            let error = make_directory(&path).unwrap_err();
+            assert!(
+                error.to_string().contains("chmod go-w"),
+                "{mode:o}: {error}"
+            );
+        }
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        make_directory(&path).unwrap();
+        if std::os::unix::fs::chown(&path, Some(65_534), None).is_ok() && geteuid().is_root() {
+            let error = make_directory(&path).unwrap_err();
+            assert!(error.to_string().contains("user 65534"), "{error}");
+        }
+    }
+
+    /// What it says may mean something else.
+    #[test]
+    fn a_vm_that_another_version_has_kept_stays_with_the_keeper() {
+        let (keeper, server) = UnixStream::pair().unwrap();
+        let state = State {
+            socket: Mutex::new(server.into()),
+            next_id: AtomicU64::new(1),
+        };
+        for format in [0, FORMAT, FORMAT + 1] {
+            let description = Description {
+                format,
+                ..description(&[(4096, 8192, 4096, 0)])
+            };
+            let maps = map_file(4096).unwrap();
+            let uffd = std::fs::File::open("/dev/null").unwrap();
+            let (stream, _) = UnixStream::pair().unwrap();
+            let kept = state.keep(uffd.as_fd(), &stream, maps.as_fd(), &description);
+            kept.unwrap();
+            let (_, descriptors) = receive(keeper.as_fd()).unwrap().unwrap();
+            let taken = kept_vm(7, descriptors);
+            assert_eq!(taken.is_ok(), format == FORMAT, "{taken:?}");
+        }
     }
 
     /// Nothing that a VMM could not send is taken over, whoever wrote it.

@@ -37,7 +37,7 @@ impl Drop for Keeping {
 }
 
 impl Keeping {
-    /// Keeps a VM, if it can be kept ([`can_be_kept`]).
+    /// Keeps a VM, if it can be kept ([`can_be_kept`]), and the keeper takes it. An aid that has failed refuses no VM.
     pub(super) fn begin(
         state: &Arc<State>,
         image: &ServedImage,
@@ -58,12 +58,27 @@ impl Keeping {
             maps.as_fd(),
             &description,
         );
-        Ok(Some(Self {
-            state: Arc::clone(state),
-            id: id.map_err(VmError::Keep)?,
-            maps,
-            is_handed_over: false,
-        }))
+        match id {
+            Ok(id) => Ok(Some(Self {
+                state: Arc::clone(state),
+                id,
+                maps,
+                is_handed_over: false,
+            })),
+            Err(error) => {
+                tracing::error!(
+                    socket = client.socket,
+                    %error,
+                    "the keeper does not answer: the VM is served, and does not outlive this server; restart the server"
+                );
+                Ok(None)
+            }
+        }
+    }
+
+    /// Whether a successor gets the VM: not if its keeper has ended.
+    pub(super) fn has_a_keeper(&self) -> bool {
+        !self.state.is_lost()
     }
 }
 
@@ -74,16 +89,15 @@ fn describe(
     kind: Kind,
 ) -> Description {
     let regions = attached.iter().map(|attached| &attached.region);
-    Description {
-        socket: socket.to_owned(),
-        // With its credentials, which the successor needs as well.
-        image: image.location.as_given().into_owned(),
-        digest: image.image.digest().to_string(),
-        file: image.image.file_identity(),
-        regions: regions.map(KeptRegion::from).collect(),
-        is_native: kind.is_native,
-        recording_since_us: kind.recording_since_us,
-    }
+    // With its credentials, which the successor needs as well.
+    let location = image.location.as_given().into_owned();
+    let digest = image.image.digest().to_string();
+    let regions = regions.map(KeptRegion::from).collect();
+    let mut description = Description::new(socket.to_owned(), location, digest, regions);
+    description.file = image.image.file_identity();
+    description.is_native = kind.is_native;
+    description.recording_since_us = kind.recording_since_us;
+    description
 }
 
 /// Whether a successor can go on after `kill -9`.

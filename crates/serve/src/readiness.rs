@@ -1,0 +1,94 @@
+//! Whether a server takes further VMs, and what is wrong with those that it has.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::server::Stopper;
+use crate::state::State;
+
+/// Looks at a server, from any thread.
+#[derive(Debug)]
+pub(crate) struct Readiness {
+    stopper: Stopper,
+    /// The VMs, with connections that are none yet.
+    vms: Arc<AtomicUsize>,
+    /// [`crate::Options::max_vms`].
+    limit: AtomicUsize,
+    state: Option<Arc<State>>,
+}
+
+/// Why a server takes no further VMs, or does not do all that it should.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Trouble {
+    /// It takes none: it ends.
+    Ending,
+    /// It takes none: it has as many as it may.
+    Full { limit: usize },
+    /// VMs do not outlive it.
+    NoKeeper,
+    /// Guests wait for content, or for memory that takes it.
+    Stalled { regions: u64 },
+}
+
+impl Trouble {
+    /// Whether further VMs are refused because of it.
+    pub(crate) fn refuses_vms(self) -> bool {
+        match self {
+            Self::Ending | Self::Full { .. } => true,
+            Self::NoKeeper | Self::Stalled { .. } => false,
+        }
+    }
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ending => f.write_str("the server ends"),
+            Self::Full { limit } => write!(f, "no room for another VM: --max-vms is {limit}"),
+            Self::NoKeeper => f.write_str("the keeper has ended: VMs do not outlive the server"),
+            Self::Stalled { regions } => write!(f, "guests wait, stalled regions: {regions}"),
+        }
+    }
+}
+
+impl Readiness {
+    pub(crate) fn new(
+        stopper: Stopper,
+        vms: Arc<AtomicUsize>,
+        limit: usize,
+        state: Option<Arc<State>>,
+    ) -> Self {
+        Self {
+            stopper,
+            vms,
+            limit: AtomicUsize::new(limit),
+            state,
+        }
+    }
+
+    /// The limit of new options.
+    pub(crate) fn set_limit(&self, limit: usize) {
+        self.limit.store(limit, Ordering::Relaxed);
+    }
+
+    /// All that is wrong now.
+    pub(crate) fn troubles(&self, stalled_regions: u64) -> Vec<Trouble> {
+        let limit = self.limit.load(Ordering::Relaxed);
+        let is_full = self.vms.load(Ordering::Relaxed) >= limit;
+        let has_no_keeper = self.state.as_ref().is_some_and(|state| state.is_lost());
+        let all = [
+            (self.stopper.is_stopping(), Trouble::Ending),
+            (is_full, Trouble::Full { limit }),
+            (has_no_keeper, Trouble::NoKeeper),
+            (
+                stalled_regions > 0,
+                Trouble::Stalled {
+                    regions: stalled_regions,
+                },
+            ),
+        ];
+        let there = all.into_iter().filter(|(is_there, _)| *is_there);
+        there.map(|(_, trouble)| trouble).collect()
+    }
+}
