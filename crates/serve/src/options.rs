@@ -127,8 +127,8 @@ pub struct Options {
     pub socket_owner: Option<(u32, u32)>,
     /// The most VMs at one time; a connection counts as one.
     pub max_vms: usize,
-    /// The most of these whose clients are of one user; by default all but an eighth, which is left to others.
-    pub max_vms_per_user: Option<usize>,
+    /// The most of these whose clients are of one user: others find room whatever that user's programs do.
+    pub max_vms_per_user: usize,
     /// The time in which a VMM must send its message.
     pub handshake_limit: Duration,
     /// Where VMs are kept for a successor of this server.
@@ -153,7 +153,8 @@ impl Default for Options {
             socket_mode: 0o600,
             socket_owner: None,
             max_vms: 4096,
-            max_vms_per_user: None,
+            // All but an eighth.
+            max_vms_per_user: 3584,
             handshake_limit: Duration::from_secs(10),
             // A source that answers nothing holds prefetch up for 95 s.
             drain_patience: Duration::from_secs(120),
@@ -162,14 +163,6 @@ impl Default for Options {
             state: None,
             images: OpenOptions::default(),
         }
-    }
-}
-
-impl Options {
-    /// The most VMs of one user at one time.
-    pub(crate) fn user_limit(&self) -> usize {
-        self.max_vms_per_user
-            .unwrap_or(self.max_vms - self.max_vms / 8)
     }
 }
 

@@ -570,7 +570,7 @@ impl Server {
     /// Room for another VM, if neither the server nor the user is at its limit.
     fn room_for(&self, peer: &Peer, socket: &str) -> Option<Charge> {
         let options = &self.common.options;
-        let (limit, user_limit) = (options.max_vms, options.user_limit());
+        let (limit, user_limit) = (options.max_vms, options.max_vms_per_user);
         let is_full = self.vms.load(Ordering::Acquire) >= limit;
         let charge = match is_full {
             true => None,

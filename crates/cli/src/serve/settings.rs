@@ -150,8 +150,8 @@ pub(super) struct Settings {
     #[arg(long, value_name = "COUNT")]
     max_vms: Option<usize>,
 
-    /// VMs of one user at one time at most: others find room whatever that user's programs do [default: seven eighths of
-    /// --max-vms]
+    /// VMs of one user at one time at most: others find room whatever that user's programs do [default: 3584, or
+    /// --max-vms if that is given]
     #[arg(long, value_name = "COUNT")]
     max_vms_per_user: Option<usize>,
 
@@ -431,7 +431,10 @@ impl Settings {
             socket_mode: self.socket_mode.map_or(default.socket_mode, |mode| mode.0),
             socket_owner: self.socket_owner.map(|owner| (owner.0, owner.1)),
             max_vms: self.max_vms.unwrap_or(default.max_vms),
-            max_vms_per_user: self.max_vms_per_user,
+            max_vms_per_user: self
+                .max_vms_per_user
+                .or(self.max_vms)
+                .unwrap_or(default.max_vms_per_user),
             once: self.once,
             images: OpenOptions {
                 cache: self.cache.as_ref().map(|directory| CacheOptions {
@@ -457,7 +460,7 @@ fn check(options: &Options) -> Result<(), NotA> {
     }
     let limits = [
         (
-            Some(options.max_vms),
+            options.max_vms,
             "a number of VMs that a server could serve: --max-vms is 1 at least",
         ),
         (
@@ -465,7 +468,7 @@ fn check(options: &Options) -> Result<(), NotA> {
             "a number of VMs that a user could have: --max-vms-per-user is 1 at least",
         ),
     ];
-    if let Some((_, what)) = limits.into_iter().find(|(limit, _)| *limit == Some(0)) {
+    if let Some((_, what)) = limits.into_iter().find(|(limit, _)| *limit == 0) {
         return Err(NotA("0".to_owned(), what));
     }
     let mut images: Vec<_> = options
