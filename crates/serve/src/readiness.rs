@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::server::Stopper;
 use crate::state::State;
+use crate::stopper::Stopper;
 
 /// Looks at a server, from any thread.
 #[derive(Debug)]

@@ -5,10 +5,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pagetide_sources::Location;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -25,6 +25,7 @@ use crate::options::{Binding, OnFailure, Options};
 use crate::peer::Peer;
 use crate::readiness::Readiness;
 use crate::state::{KeptVm, State, StateError};
+use crate::stopper::Stopper;
 use crate::turned_away::TurnedAway;
 use crate::vm::{Client, Common, run};
 
@@ -56,101 +57,6 @@ pub enum StartError {
     /// The kernel refused a descriptor.
     #[error("creating the server's descriptors")]
     Descriptor(#[source] Errno),
-}
-
-/// Ends a server, from any thread. Cheap to clone.
-#[derive(Clone, Debug)]
-pub struct Stopper(Arc<StopState>);
-
-#[derive(Debug)]
-struct StopState {
-    event: OwnedFd,
-    /// Written to when there are new options.
-    reload: OwnedFd,
-    options: Mutex<Option<Options>>,
-    is_stopping: AtomicBool,
-    /// [`Options::stop_limit`] of the options with which the server was bound.
-    limit: Duration,
-    deadline: Mutex<Option<Instant>>,
-}
-
-impl Stopper {
-    pub(crate) fn new(limit: Duration) -> Result<Self, Errno> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        Ok(Self(Arc::new(StopState {
-            event: eventfd(0, flags)?,
-            reload: eventfd(0, flags)?,
-            options: Mutex::new(None),
-            is_stopping: AtomicBool::new(false),
-            limit,
-            deadline: Mutex::new(None),
-        })))
-    }
-
-    /// Begins the end: no VM is accepted any more, and those that are there are drained for at most
-    /// [`Options::stop_limit`]. The second call ends the drain.
-    pub fn stop(&self) {
-        let now = Instant::now();
-        let mut deadline = self
-            .0
-            .deadline
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        *deadline = Some(match *deadline {
-            None => now + self.0.limit,
-            Some(_) => now,
-        });
-        drop(deadline);
-        self.0.is_stopping.store(true, Ordering::Release);
-        // It fails only if the counter is full, and then it is readable.
-        let _ = rustix::io::write(&self.0.event, &1_u64.to_ne_bytes());
-    }
-
-    /// Uses other options for VMs that connect from now on. Sockets that are not among the bindings any
-    /// more are closed, and new ones are opened; VMs that are being served go on. If an image that was not named before, or a socket,
-    /// cannot be opened, an error is logged, and everything stays as it was. An image that was named before is
-    /// opened anew if its name leads elsewhere; if that fails, its new VMs are refused as long as that is so.
-    pub fn reload(&self, options: Options) {
-        let mut waiting = self
-            .0
-            .options
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        *waiting = Some(options);
-        drop(waiting);
-        let _ = rustix::io::write(&self.0.reload, &1_u64.to_ne_bytes());
-    }
-
-    fn take_options(&self) -> Option<Options> {
-        let _ = rustix::io::read(&self.0.reload, &mut [0; 8]);
-        self.0
-            .options
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
-    }
-
-    /// Whether [`Self::stop`] was called.
-    pub fn is_stopping(&self) -> bool {
-        self.0.is_stopping.load(Ordering::Acquire)
-    }
-
-    /// When draining ends.
-    pub(crate) fn deadline(&self) -> Instant {
-        let deadline = self
-            .0
-            .deadline
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        deadline.unwrap_or_else(Instant::now)
-    }
-}
-
-impl AsFd for Stopper {
-    /// Readable once [`Self::stop`] was called.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.event.as_fd()
-    }
 }
 
 /// A socket has one image. Paths are compared without what leads nowhere, such as `./`.
@@ -478,7 +384,7 @@ impl Server {
             epoll::add(&poll, fd, EventData::new_u64(token), EventFlags::IN)
         };
         add(stopper.as_fd(), STOP)?;
-        add(stopper.0.reload.as_fd(), RELOAD)?;
+        add(stopper.reloads(), RELOAD)?;
         add(self.ended.as_fd(), ENDED)?;
         for (index, bound) in self.bound.iter().enumerate() {
             let token = EventData::new_u64(index as u64);

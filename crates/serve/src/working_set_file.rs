@@ -44,7 +44,7 @@ pub(crate) struct WorkingSetFile {
     writing: Mutex<()>,
     /// Held while the file is read.
     state: Mutex<State>,
-    /// Whether writing has failed. Each touch of a recorded VM may ask.
+    /// Whether writing has failed. Who asks waits for nobody.
     is_unwritable: AtomicBool,
 }
 

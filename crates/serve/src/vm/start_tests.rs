@@ -18,8 +18,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 use super::*;
 use crate::metrics::Metrics;
 use crate::options::Options;
-use crate::server::Stopper;
 use crate::state::{State, map_file};
+use crate::stopper::Stopper;
 use crate::vm::End;
 
 /// Marking so many pages takes longer than it takes prefetch to ask for some of them.
