@@ -202,3 +202,26 @@ fn a_destination_that_has_not_entered_refuses_when_the_source_was_released() {
     let refusal = SourceEvent::Received(CONTROL, Message::Refusal(refusal()));
     assert_eq!(yielded.handle(refusal), Ok(vec![said]));
 }
+
+/// The journal has no YIELDED that a restart could find, and the VM runs or has ended at the source.
+#[test]
+fn a_lost_destination_ends_when_the_vm_runs_at_the_source() {
+    let former = TakeOver::check(Former {
+        journal_locked_by: None,
+        has_ended: true,
+    })
+    .unwrap();
+    let records = [RecordKind::Entered];
+    let (mut side, _) =
+        Destination::restart(&former, refusal(), commit().hash(), PAGES, 1, &records);
+    side.handle(DestinationEvent::StreamUp(CONTROL)).unwrap();
+    let code = CancelCode::Failed;
+    let actions = side.handle(received(Message::Cancel { code }));
+    let ended = [
+        DestinationAction::Free,
+        DestinationAction::Done(Outcome::Failed),
+        DestinationAction::Send(Message::Ended),
+        DestinationAction::Forget,
+    ];
+    assert_eq!(actions, Ok(ended.to_vec()));
+}

@@ -231,10 +231,9 @@ impl Destination {
         out: &mut Vec<DestinationAction>,
     ) -> Result<(), Refused> {
         match self.step {
-            // A source that has shown *c* cannot cancel.
-            Step::Entering | Step::EnterFailed | Step::Running | Step::Lost => {
-                Err(self.unexpected("cancel"))
-            }
+            // A source that has shown *c* cannot cancel, unless its operator knew this host to be dead: then the VM is lost
+            // here.
+            Step::Entering | Step::EnterFailed | Step::Running => Err(self.unexpected("cancel")),
             _ => {
                 let outcome = match code {
                     CancelCode::Cancelled => Outcome::Cancelled,

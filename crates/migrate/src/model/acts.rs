@@ -298,14 +298,7 @@ impl World {
     fn disturbances(&self, out: &mut Vec<Act>) {
         for (stream, link) in (0..).map(StreamIndex).zip(&self.links) {
             if link.state == LinkState::Up {
-                // With nothing on the way, the destination finds out at once.
-                let is_idle = link.to_destination.is_empty() && link.storing.is_empty();
-                let state = if is_idle {
-                    LinkState::Down
-                } else {
-                    LinkState::Half
-                };
-                out.push(Act::Cut(stream, state));
+                out.push(Act::Cut(stream, self.state_after_cut(stream)));
             }
             let is_damageable = |packet: &Packet| {
                 matches!(

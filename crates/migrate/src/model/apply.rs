@@ -179,14 +179,20 @@ impl World {
                     self.is_fenced_wrongly |= knew;
                     self.truth.clone_from(&self.source_memory);
                     self.truth_state = self.source_state;
-                    self.destination_fate = Fate::Gone;
+                    // Its host may come back: it has its journal, and no memory.
                 }
             }
             Side::Destination => {
                 let event = DestinationEvent::Word(Word::Fenced);
                 if self.destination(event).is_ok() {
                     self.roll_back_to_seal();
-                    self.source_fate = Fate::Gone;
+                    // Its host may come back, unless it would run the VM from the seal: its journal is not used then.
+                    let journal = &self.source_journal;
+                    let is_bound = journal.synced.last() == Some(&RecordKind::Yielded)
+                        && !journal.maybe.contains(&RecordKind::RunningAgain);
+                    if !is_bound {
+                        self.source_fate = Fate::Gone;
+                    }
                 }
             }
         }
@@ -232,7 +238,7 @@ impl World {
     }
 
     /// Everything that was on the way is lost: what comes before the cut was delivered before.
-    fn cut(&mut self, stream: StreamIndex, state: LinkState) {
+    pub(crate) fn cut(&mut self, stream: StreamIndex, state: LinkState) {
         let link = &mut self.links[at(stream)];
         link.state = state;
         link.to_source.clear();

@@ -235,6 +235,27 @@ impl World {
         let message = self.links[at(stream)].to_source.pop_front().unwrap();
         let result = self.source(SourceEvent::Received(stream, message));
         self.note(&result);
+        // It closes a stream whose message it refuses.
+        if result.is_err() {
+            self.cut(stream, self.state_after_cut(stream));
+        }
+    }
+
+    /// The destination closes a stream whose message it refuses.
+    fn refuse(&mut self, stream: StreamIndex) {
+        self.close(stream);
+        self.destination(DestinationEvent::StreamDown(stream))
+            .unwrap();
+    }
+
+    /// With nothing on the way, the destination finds out at once.
+    pub(crate) fn state_after_cut(&self, stream: StreamIndex) -> LinkState {
+        let link = &self.links[at(stream)];
+        if link.to_destination.is_empty() && link.storing.is_empty() {
+            LinkState::Down
+        } else {
+            LinkState::Half
+        }
     }
 
     pub(crate) fn deliver_to_destination(&mut self, stream: StreamIndex) {
@@ -243,6 +264,9 @@ impl World {
             Packet::Message(message) => {
                 let result = self.destination(DestinationEvent::Received(stream, message));
                 self.note(&result);
+                if result.is_err() {
+                    self.refuse(stream);
+                }
             }
             Packet::State(version) => self.deliver_state(stream, version),
             Packet::Pages {
@@ -257,7 +281,13 @@ impl World {
                 };
                 let actions = match self.destination.handle(event) {
                     Ok(actions) => actions,
-                    Err(error) => return self.note(&Err(error)),
+                    Err(error) => {
+                        // A record that was changed may be refused.
+                        if is_intact {
+                            self.note(&Err(error));
+                        }
+                        return self.refuse(stream);
+                    }
                 };
                 match actions.iter().find(|action| {
                     matches!(
@@ -310,7 +340,10 @@ impl World {
                 self.received_state = Some(version);
             }
             Ok(_) => {}
-            Err(error) => self.note(&Err(error)),
+            Err(error) => {
+                self.note(&Err(error));
+                self.refuse(stream);
+            }
         }
     }
 

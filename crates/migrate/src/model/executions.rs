@@ -417,3 +417,44 @@ fn tokens_by_hand_end_what_is_undecided() {
     assert_eq!(play.world.source(again), Ok(()), "the same token again");
     assert!(play.is_right());
 }
+
+/// The host was dead when its operator said so. Started again, it has nothing but its journal, and hears how it ended.
+#[test]
+fn a_fenced_destination_that_comes_back_hears_that_the_vm_runs_at_the_source() {
+    let mut play = Play::new(Guards::default());
+    play.until_destination(DestinationStep::Running);
+    assert_eq!(*play.world.source.step(), Step::Yielded);
+    play.act(Act::Crash(Side::Destination));
+    play.act(Act::Fenced(Side::Source));
+    play.until(|world| world.source_runs);
+    play.act(Act::Restart(Side::Destination, None));
+    assert_eq!(*play.world.destination.step(), DestinationStep::Lost);
+    play.act(Act::Reconnect(CONTROL));
+    let ended = DestinationStep::Ended(Outcome::Failed);
+    play.until(|world| *world.destination.step() == ended && world.links[0].to_source.is_empty());
+    assert!(!play.world.has_refused && play.is_right());
+    assert_eq!(play.world.source_fate, Fate::Forgotten);
+    assert_eq!(play.world.destination_fate, Fate::Forgotten);
+}
+
+/// It had yielded, so it does not run the VM, and has pages that the destination misses.
+#[test]
+fn a_fenced_source_that_comes_back_serves_the_missing_pages() {
+    let mut play = Play::new(Guards::default());
+    play.act(Act::Switch);
+    play.until_destination(DestinationStep::Ready);
+    play.until_source(Step::Yielded);
+    play.act(Act::Crash(Side::Source));
+    play.notice_loss();
+    play.act(Act::Fenced(Side::Destination));
+    play.until_destination(DestinationStep::Running);
+    // Nothing makes it refuse any more.
+    let reconnect = DestinationEvent::Timer(Timer::Reconnect);
+    assert_eq!(play.world.destination(reconnect), Ok(()));
+    let refuse = DestinationEvent::Word(Word::Refuse);
+    assert!(play.world.destination(refuse).is_err());
+    assert_eq!(play.world.destination.token(), None);
+    play.act(Act::Restart(Side::Source, None));
+    play.settle();
+    assert!(play.world.is_complete() && play.is_right() && !play.world.has_refused);
+}

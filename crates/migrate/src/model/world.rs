@@ -259,7 +259,13 @@ impl World {
         );
         let is_there = |fate| matches!(fate, Fate::Alive | Fate::Forgotten);
         let are_there = is_there(self.source_fate) && is_there(self.destination_fate);
-        are_there && source && destination
+        // By an operator's word the VM runs at the source, and the host of the destination has come back.
+        let has_come_back = *self.destination.step() == DestinationStep::Lost
+            && matches!(
+                self.source.step(),
+                SourceStep::Ended(Outcome::Cancelled | Outcome::Failed | Outcome::Refused)
+            );
+        are_there && source && destination && !has_come_back
     }
 
     /// A side has forgotten the migration, and the other one needs it.

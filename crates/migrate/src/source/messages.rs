@@ -217,6 +217,8 @@ impl Source {
         match self.step {
             Step::Yielded | Step::Postcopy | Step::Lost => self.step = Step::Lost,
             Step::Ended(Outcome::Complete | Outcome::Lost) => {}
+            // Its host was dead, as the operator said, and has come back. It hears how this has ended.
+            Step::Returning | Step::ReturnFailed | Step::Ended(_) if self.is_fenced => {}
             _ => return Err(self.unexpected("lost")),
         }
         Ok(())

@@ -147,6 +147,8 @@ pub struct Source {
     is_refused: bool,
     /// A cancel was asked for.
     is_cancelled: bool,
+    /// The operator has said that the destination's host is dead. It may come back.
+    is_fenced: bool,
     /// The guest ended before it was paused.
     has_guest_ended: bool,
     /// [`SourceAction::Forget`] was said.
@@ -173,6 +175,7 @@ impl Source {
             ending: None,
             is_refused: false,
             is_cancelled: false,
+            is_fenced: false,
             has_guest_ended: false,
             has_forgotten: false,
         }

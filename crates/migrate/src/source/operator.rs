@@ -67,6 +67,7 @@ impl Source {
         if self.streams.is_up(CONTROL) {
             return Err(Refused::LinkUp);
         }
+        self.is_fenced = true;
         self.return_to_vm(Outcome::Failed, out);
         Ok(())
     }
