@@ -4,7 +4,7 @@ use crate::destination::{Destination, Step as DestinationStep};
 use crate::event::{
     DestinationAction, DestinationEvent, Outcome, Phase, SourceAction, SourceEvent, Timer, Word,
 };
-use crate::hostile_tests::{PAGES, commit, destinations, refusal, sources};
+use crate::hostile_tests::{PAGES, commit, destinations, record, refusal, sources};
 use crate::journal::RecordKind;
 use crate::message::{CONTROL, CancelCode, DeclineCode, Message, Offer};
 use crate::model::offer;
@@ -201,6 +201,48 @@ fn a_destination_that_has_not_entered_refuses_when_the_source_was_released() {
     // A refusal that was on its way.
     let refusal = SourceEvent::Received(CONTROL, Message::Refusal(refusal()));
     assert_eq!(yielded.handle(refusal), Ok(vec![said]));
+}
+
+/// Its journal does not say how many pages the VM has. It stores none of them.
+#[test]
+fn a_destination_started_again_refuses_no_record_for_its_pages() {
+    let former = TakeOver::check(Former {
+        journal_locked_by: None,
+        has_ended: true,
+    })
+    .unwrap();
+    for records in [&[][..], &[RecordKind::Refused], &[RecordKind::Entered]] {
+        let hash = commit().hash();
+        let (mut side, _) = Destination::restart(&former, refusal(), hash, 0, 1, records);
+        side.handle(DestinationEvent::StreamUp(CONTROL)).unwrap();
+        for round in [1, 255] {
+            let stored = Message::Stored { pages: 3 };
+            let acknowledged = DestinationAction::Acknowledge(CONTROL, stored);
+            let said = side.handle(record(9, 3, round));
+            assert_eq!(said, Ok(vec![acknowledged]), "{records:?}, round {round}");
+        }
+    }
+}
+
+/// Nothing was agreed: the source gives up, and never comes back.
+#[test]
+fn a_first_connection_that_is_lost_before_accepted_ends_both_sides() {
+    for step in [DestinationStep::Connecting, DestinationStep::Admitting] {
+        let mut side = side_in(step);
+        side.handle(DestinationEvent::StreamUp(CONTROL)).unwrap();
+        let actions = side.handle(DestinationEvent::StreamDown(CONTROL));
+        let ended = [
+            DestinationAction::Free,
+            DestinationAction::Done(Outcome::Failed),
+            DestinationAction::Forget,
+        ];
+        assert_eq!(actions, Ok(ended.to_vec()), "{step:?}");
+        // The host's answer comes too late.
+        assert!(side.handle(DestinationEvent::Admitted).is_err());
+    }
+    let mut source = sources().swap_remove(1);
+    let actions = source.handle(SourceEvent::StreamDown(CONTROL)).unwrap();
+    assert_eq!(actions.last(), Some(&SourceAction::Forget));
 }
 
 /// The journal has no YIELDED that a restart could find, and the VM runs or has ended at the source.

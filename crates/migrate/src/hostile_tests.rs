@@ -86,7 +86,7 @@ fn sealed_source(dirty: &PageSet) -> Source {
     source
 }
 
-fn record(first: u64, count: u64, round: u8) -> DestinationEvent {
+pub(crate) fn record(first: u64, count: u64, round: u8) -> DestinationEvent {
     let run = PageRange::new(PageIndex(first), count);
     let record = PageRecord {
         run,

@@ -157,7 +157,7 @@ impl Destination {
         let mut out = Vec::new();
         match event {
             DestinationEvent::StreamUp(stream) => self.stream_up(stream, &mut out)?,
-            DestinationEvent::StreamDown(stream) => self.lose_stream(stream)?,
+            DestinationEvent::StreamDown(stream) => self.stream_down(stream, &mut out)?,
             DestinationEvent::Received(stream, message) => {
                 self.received(stream, message, &mut out)?;
             }
@@ -285,6 +285,20 @@ impl Destination {
             Step::Lost => self.send(Message::Lost, out),
             _ => {}
         }
+    }
+
+    fn stream_down(
+        &mut self,
+        index: StreamIndex,
+        out: &mut Vec<DestinationAction>,
+    ) -> Result<(), Refused> {
+        self.lose_stream(index)?;
+        if index == CONTROL && matches!(self.step, Step::Connecting | Step::Admitting) {
+            // Nothing was agreed.
+            self.end(Outcome::Failed, out);
+            self.forget(out);
+        }
+        Ok(())
     }
 
     fn lose_stream(&mut self, index: StreamIndex) -> Result<(), Refused> {

@@ -83,10 +83,19 @@ impl Destination {
             return Err(self.unexpected("pages"));
         }
         let run = record.run;
-        if run.is_empty() || run.end().0 > self.missing.pages() {
+        let is_outside = run.end().0 > self.missing.pages() && self.has_memory();
+        if run.is_empty() || is_outside {
             return Err(Refused::Outside { run });
         }
         Ok(())
+    }
+
+    /// Whether a record may be stored. One that was started again does not know how many pages the VM has.
+    fn has_memory(&self) -> bool {
+        !matches!(
+            self.step,
+            Step::Refusing | Step::RefuseFailed | Step::Refused | Step::Lost | Step::Ended(_)
+        )
     }
 
     fn is_being_stored(&self, run: PageRange) -> bool {
