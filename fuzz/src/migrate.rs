@@ -174,7 +174,9 @@ fn examples() -> Vec<(Message, Vec<u8>)> {
         plain(Message::Entered),
         plain(Message::Refusal(token)),
         plain(Message::Request { run }),
-        plain(Message::Resume),
+        plain(Message::Resume {
+            digest: MapDigest([2; 32]),
+        }),
         plain(Message::Complete),
         plain(Message::Alive),
     ]

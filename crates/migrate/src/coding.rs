@@ -79,7 +79,7 @@ impl Message {
                 out.long(state.bytes);
                 out.bytes(&state.digest);
             }
-            Self::Ready { digest } => out.bytes(&digest.0),
+            Self::Ready { digest } | Self::Resume { digest } => out.bytes(&digest.0),
             Self::Commit(token) | Self::Refusal(token) => out.bytes(&token.secret().0),
             Self::Cancel { code } => out.word(code.number()),
             Self::Request { run } => {
@@ -96,7 +96,6 @@ impl Message {
             Self::EndMark
             | Self::Entered
             | Self::RefusalSeen
-            | Self::Resume
             | Self::Complete
             | Self::Released
             | Self::Lost
@@ -159,7 +158,9 @@ impl Message {
                 let run = run(first, u64::from(from.word()?))?;
                 Self::Request { run }
             }
-            49 => Self::Resume,
+            49 => Self::Resume {
+                digest: MapDigest(from.array()?),
+            },
             50 => Self::Complete,
             51 => Self::Released,
             52 => Self::Lost,
@@ -359,7 +360,7 @@ fn take_offer(from: &mut Reader<'_>) -> Result<Offer, DecodeError> {
 macro_rules! numbered {
     ($kind:ident: $type:ty, $field:literal; $($name:ident = $number:literal),*) => {
         impl $kind {
-            fn number(self) -> $type {
+            pub(crate) fn number(self) -> $type {
                 match self {
                     $(Self::$name => $number,)*
                 }

@@ -99,7 +99,9 @@ pub(crate) fn examples() -> Vec<(Message, Vec<u8>)> {
             code: CancelCode::Failed,
         }),
         plain(Message::Request { run }),
-        plain(Message::Resume),
+        plain(Message::Resume {
+            digest: MapDigest([2; 32]),
+        }),
         plain(Message::Complete),
         plain(Message::Released),
         plain(Message::Lost),

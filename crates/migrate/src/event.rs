@@ -212,7 +212,8 @@ pub enum DestinationAction {
     TakeState,
     /// Load the vCPUs' and devices' state, which is whole and has its digest.
     Load,
-    /// Send the missing map in parts.
+    /// Send the missing map ([`Destination::missing`](crate::Destination::missing)) in parts, as it is now: *resume*, which
+    /// follows, has its digest.
     SendMap,
     /// Write a record and sync it.
     Record(RecordKind),
@@ -319,6 +320,15 @@ pub enum Refused {
     /// A part of a map that does not fit.
     #[error(transparent)]
     Map(#[from] MapPartError),
+    /// The map that has come is not the one that was sent.
+    #[error("the map of missing pages is not whole, or was changed")]
+    OtherMap,
+    /// A record whose checksum is wrong, and whose number of pages may be wrong, too.
+    #[error("a damaged record, as it says of the pages {run}")]
+    Damaged {
+        /// The pages, as it says.
+        run: PageRange,
+    },
     /// The operator's word means nothing now.
     #[error("this cannot be done in the phase {phase:?}")]
     Word {

@@ -86,6 +86,10 @@ guards! {
     KeptUntilHeard = 33,
     /// Destination: it keeps *r* until the source has said that it has it, or has ended without it.
     RefusalKept = 34,
+    /// Source: it sends what the destination's map says only if that has the digest that *resume* says.
+    ResumedMap = 35,
+    /// Destination: it answers a damaged record only if the record's bytes confirm how many pages it has.
+    PagesConfirmed = 36,
 }
 
 /// The guards that are in force: all, except in a test.

@@ -16,6 +16,8 @@
 mod checksum;
 mod coding;
 pub mod convergence;
+#[cfg(test)]
+mod damage_tests;
 mod destination;
 #[cfg(test)]
 mod ending_tests;

@@ -61,7 +61,7 @@ pub struct PageRecord {
     pub round: Round,
     /// What the pages are.
     pub content: Content,
-    /// [`page_checksum`](crate::page_checksum) of the first page's address and the bytes as sent.
+    /// [`page_checksum`](crate::page_checksum) of the first page's address, the rest of the head and the bytes as sent.
     pub checksum: u64,
 }
 
@@ -217,7 +217,10 @@ pub enum Message {
         run: PageRange,
     },
     /// The map that was sent has all pages that the destination misses: the source sends these, and no others.
-    Resume,
+    Resume {
+        /// The digest of this map.
+        digest: MapDigest,
+    },
     /// Nothing is missing at the destination.
     Complete,
     /// The source has freed the memory, and keeps nothing for the destination.
@@ -256,8 +259,8 @@ pub fn max_payload_bytes(kind: u16) -> Option<u32> {
         32 => 16 + MAX_MAP_PAGES / 8,
         33 => 16 + MAX_STATE_PART_BYTES,
         34 => 72,
-        35..=40 => 32,
-        48..=53 => 12,
+        35..=40 | 49 => 32,
+        48 | 50..=53 => 12,
         60..=63 => 8,
         _ => return None,
     })
@@ -287,7 +290,7 @@ impl Message {
             Self::RefusalSeen => 39,
             Self::Cancel { .. } => 40,
             Self::Request { .. } => 48,
-            Self::Resume => 49,
+            Self::Resume { .. } => 49,
             Self::Complete => 50,
             Self::Released => 51,
             Self::Lost => 52,
@@ -322,7 +325,7 @@ impl Message {
             Self::RefusalSeen => "refusal-seen",
             Self::Cancel { .. } => "cancel",
             Self::Request { .. } => "request",
-            Self::Resume => "resume",
+            Self::Resume { .. } => "resume",
             Self::Complete => "complete",
             Self::Released => "released",
             Self::Lost => "lost",

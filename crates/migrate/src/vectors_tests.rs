@@ -4,12 +4,13 @@ use std::fmt::Write;
 
 use pagetide_memory::{GuestAddress, PageIndex, PageRange};
 
-use crate::checksum::page_checksum;
+use crate::checksum::{page_checksum, page_checksum_seed};
 use crate::coding::tests::examples;
-use crate::handshake::{Hello, Proof, Prover, Purpose, Welcome, prove};
+use crate::frame::{Decoder, MAGIC};
+use crate::handshake::{Hello, Proof, Prover, Purpose, Versions, Welcome, prove};
 use crate::ids::{MigrationId, Secret, Token, TokenHash, VmId};
 use crate::journal::{JournalHead, KeptState, Record, RecordKind, Side, new_journal};
-use crate::message::{Content, Message, StreamIndex};
+use crate::message::{Content, Message, PageRecord, Stage, StreamIndex};
 use crate::pages::PageSet;
 use crate::rounds::Round;
 
@@ -56,12 +57,34 @@ fn digests(out: &mut String) {
     line(out, "its digest", &map.digest().0);
     let state = KeptState::of(&[3; 9]);
     line(out, "digest of the state 03*9", &state.digest);
+    checksums(out);
+}
+
+/// Records of round 3 at one place, with their checksums.
+fn checksums(out: &mut String) {
     let (vm, gpa) = (VmId([5; 16]), GuestAddress(0x7000));
-    let page = page_checksum(vm, gpa, Round(3), &[1; 4096]);
-    let name = "checksum of a page of 01*4096, vm 05*16, gpa 0x7000, round 3";
-    line(out, name, &page.to_le_bytes());
-    let zero = page_checksum(vm, gpa, Round(3), &[]);
-    line(out, "checksum of a zero page there", &zero.to_le_bytes());
+    let place = "vm 05*16, gpa 0x7000, round 3";
+    for (name, content, pages, bytes) in [
+        ("a page of 01*4096", Content::Bytes, 1, &[1; 4096][..]),
+        ("a zero page", Content::Zero, 1, &[]),
+        ("two zero pages", Content::Zero, 2, &[]),
+        ("two discarded pages", Content::Discarded, 2, &[]),
+    ] {
+        let record = PageRecord {
+            run: PageRange::new(PageIndex(7), pages),
+            round: Round(3),
+            content,
+            checksum: 0,
+        };
+        let seed = page_checksum_seed(vm, gpa, &record);
+        line(
+            out,
+            &format!("seed of {name}, {place}"),
+            &seed.to_le_bytes(),
+        );
+        let checksum = page_checksum(vm, gpa, &record, bytes);
+        line(out, "its checksum", &checksum.to_le_bytes());
+    }
 }
 
 fn proofs(out: &mut String) {
@@ -82,14 +105,59 @@ fn proofs(out: &mut String) {
     let mut frame = Vec::new();
     Message::Hello(hello).encode(&[], &mut frame).unwrap();
     line(out, "hello that joins stream 3", &frame);
+    both_prove(out, &hello, &welcome);
+    // A newer source's, whose payload has four bytes more.
+    let versions = Versions {
+        lowest: 1,
+        highest: 2,
+    };
+    let newer = Hello { versions, ..hello };
+    let mut frame = Vec::new();
+    Message::Hello(newer)
+        .encode(&[0xaa; 4], &mut frame)
+        .unwrap();
+    line(out, "hello of version 1 to 2 with 4 bytes more", &frame);
+    let mut decoder = Decoder::default();
+    decoder.push(&[&MAGIC[..], &frame].concat());
+    let frame = decoder.next_frame().unwrap().unwrap();
+    let received = Message::of(&frame).unwrap();
+    assert_eq!(received.message, Message::Hello(newer));
+    both_prove(out, &newer, &welcome);
+    let none = Welcome {
+        version: 0,
+        features: 0,
+        ..welcome
+    };
+    let mut frame = Vec::new();
+    Message::Welcome(none).encode(&[], &mut frame).unwrap();
+    line(out, "welcome without a common version", &frame);
+}
+
+fn both_prove(out: &mut String, hello: &Hello, welcome: &Welcome) {
     let secret = Secret([6; 32]);
     for (name, prover) in [
         ("the destination", Prover::Destination),
         ("the source", Prover::Source),
     ] {
-        let proof = prove(&secret, prover, &hello, &welcome);
+        let proof = prove(&secret, prover, hello, welcome);
         let name = format!("proof of {name}, session 06*32, nonce of welcome 03*32");
         line(out, &name, &proof.0);
+    }
+}
+
+/// The stages of *held*, with their arguments.
+fn stages(out: &mut String) {
+    for (name, stage) in [
+        ("round 3", Stage::Round(3)),
+        ("paused", Stage::Paused),
+        ("sealed", Stage::Sealed),
+        ("yielded", Stage::Yielded),
+        ("ready", Stage::Ready),
+        ("running", Stage::Running),
+    ] {
+        let mut frame = Vec::new();
+        Message::Held { stage }.encode(&[], &mut frame).unwrap();
+        line(out, &format!("held at {name}"), &frame);
     }
 }
 
@@ -107,6 +175,8 @@ fn journal(out: &mut String) {
     for (name, kind, state) in [
         ("SEALED", RecordKind::Sealed, KeptState::of(&[3; 9])),
         ("YIELDED", RecordKind::Yielded, KeptState::default()),
+        ("ENTERED", RecordKind::Entered, KeptState::default()),
+        ("FINISHED", RecordKind::Finished, KeptState::default()),
     ] {
         let (at, slot) = writer.encode(&Record { kind, state }).unwrap();
         line(out, &format!("{name} at {at}"), &slot);
@@ -118,6 +188,7 @@ fn journal(out: &mut String) {
 fn the_documents_vectors_are_those_of_the_code() {
     let mut vectors = String::new();
     frames(&mut vectors);
+    stages(&mut vectors);
     digests(&mut vectors);
     proofs(&mut vectors);
     journal(&mut vectors);

@@ -47,7 +47,8 @@ impl Destination {
         if self.streams.is_up(CONTROL) {
             out.push(DestinationAction::Send(Message::Entered));
             out.push(DestinationAction::SendMap);
-            out.push(DestinationAction::Send(Message::Resume));
+            let digest = self.missing.digest();
+            out.push(DestinationAction::Send(Message::Resume { digest }));
             self.say_complete(out);
         }
     }

@@ -5,7 +5,7 @@ use pagetide_memory::{PageIndex, PageRange};
 use super::{Destination, Step};
 use crate::event::{DestinationAction, Outcome, Refused};
 use crate::guard::Guard;
-use crate::message::{Message, PageRecord, StreamIndex};
+use crate::message::{Content, Message, PageRecord, StreamIndex};
 use crate::rounds::Round;
 
 /// A record has at most [`MAX_RUN_PAGES`](crate::MAX_RUN_PAGES).
@@ -25,6 +25,11 @@ impl Destination {
         let run = record.run;
         let pages = pages_of(run);
         if !is_intact && self.guards.has(Guard::DamagedDropped) {
+            // Only bytes tell how many pages there are. An answer with another number would count for the next record.
+            let is_confirmed = record.content == Content::Bytes;
+            if !is_confirmed && self.guards.has(Guard::PagesConfirmed) {
+                return Err(Refused::Damaged { run });
+            }
             out.push(DestinationAction::Acknowledge(
                 index,
                 Message::Damaged { pages },

@@ -49,6 +49,9 @@ pub(crate) enum Act {
     Release(Side),
     WrongToken(Side, Token),
     Damage(StreamIndex),
+    /// How many pages a record has, which has no bytes.
+    DamagePages(StreamIndex),
+    DamageMap,
 }
 
 impl Act {
@@ -83,6 +86,8 @@ impl Act {
                 | Self::Release(_)
                 | Self::WrongToken(..)
                 | Self::Damage(_)
+                | Self::DamagePages(_)
+                | Self::DamageMap
         )
     }
 }
@@ -313,6 +318,15 @@ impl World {
             if link.to_destination.front().is_some_and(is_damageable) {
                 out.push(Act::Damage(stream));
             }
+            let pages = self.source.missing().pages();
+            let has_room = |packet: &Packet| matches!(packet, Packet::Pages { record, is_intact: true, .. } if record.run.end().0 < pages);
+            if link.to_destination.front().is_some_and(has_room) {
+                out.push(Act::DamagePages(stream));
+            }
+        }
+        let is_map = |message: &Message| matches!(message, Message::Map { .. });
+        if self.links[0].to_source.front().is_some_and(is_map) {
+            out.push(Act::DamageMap);
         }
         for side in [Side::Source, Side::Destination] {
             let (journal, fate) = self.of(side);

@@ -11,7 +11,7 @@ use crate::convergence::Decision;
 use crate::destination::Destination;
 use crate::event::{DestinationAction, DestinationEvent, SourceEvent, Timer, Word};
 use crate::journal::{RecordKind, Side};
-use crate::message::{Message, StreamIndex};
+use crate::message::{Content, Message, StreamIndex};
 use crate::source::{Memory, Source, Step as SourceStep};
 
 fn at(stream: StreamIndex) -> usize {
@@ -225,6 +225,8 @@ impl World {
                 self.note_destination(DestinationEvent::Word(Word::Accept(token)));
             }
             Act::Damage(stream) => self.damage(stream),
+            Act::DamagePages(stream) => self.damage_pages(stream),
+            Act::DamageMap => self.damage_map(),
             _ => {}
         }
     }
@@ -336,6 +338,26 @@ impl World {
                 self.destination_fate = Fate::Alive;
                 self.do_destination(actions);
             }
+        }
+    }
+
+    /// A record without bytes, whose length would tell.
+    fn damage_pages(&mut self, stream: StreamIndex) {
+        let front = self.links[at(stream)].to_destination.front_mut();
+        if let Some(Packet::Pages {
+            record, is_intact, ..
+        }) = front
+        {
+            record.run = PageRange::new(record.run.first(), record.run.count() + 1);
+            record.content = Content::Zero;
+            *is_intact = false;
+        }
+    }
+
+    fn damage_map(&mut self) {
+        if let Some(Message::Map { bits, .. }) = self.links[0].to_source.front_mut() {
+            self.is_map_damaged = true;
+            bits.iter_mut().take(1).for_each(|byte| *byte ^= 1);
         }
     }
 

@@ -52,6 +52,10 @@ fn line(world: &World, act: &Act) -> (String, String, String) {
         Act::Cut(stream, state) => middle = format!("╳ stream {} is cut ({state:?})", stream.0),
         Act::Damage(stream) => middle = format!("╳ a bit changes on stream {}", stream.0),
         Act::Reconnect(stream) => middle = format!("stream {} is up again", stream.0),
+        Act::DamagePages(stream) => {
+            middle = format!("╳ a record has more pages on stream {}", stream.0);
+        }
+        Act::DamageMap => middle = "╳ a bit of the destination's map changes".to_owned(),
         Act::Room(stream) => left = format!("sends pages on stream {}", stream.0),
         Act::Decide(decision) => left = format!("decides: {decision:?}"),
         Act::Cancel => left = "its operator cancels".to_owned(),

@@ -28,10 +28,10 @@ fn bounds_without(guard: Guard) -> Bounds {
         | Guard::CommitNeeded => (0, 1),
         Guard::RefusedForGood | Guard::NoRefusalAfterCommit | Guard::NoFenceAfterEntered => (0, 1),
         Guard::RestartRefuses | Guard::MapDecides => (0, 1),
-        Guard::FreedFirst | Guard::RefusalKept => (0, 1),
+        Guard::FreedFirst | Guard::RefusalKept | Guard::ResumedMap => (0, 1),
         Guard::KeptUntilHeard => (0, 0),
         Guard::PrecopyEnds | Guard::EnteredSynced => (1, 1),
-        Guard::CommitVerified | Guard::FailedYieldHidden => (0, 2),
+        Guard::CommitVerified | Guard::FailedYieldHidden | Guard::PagesConfirmed => (0, 2),
         Guard::RunningAgainSynced | Guard::FailedEnteredHidden => (1, 2),
         Guard::FailedYieldBinds | Guard::HolderEnded => (1, 3),
     };

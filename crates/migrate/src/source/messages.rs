@@ -50,7 +50,7 @@ impl Source {
             Message::Entered => self.entered(out),
             Message::Request { run } => self.request(index, run, out),
             Message::Map { first, count, bits } => self.map(first, count, &bits),
-            Message::Resume => self.resume(),
+            Message::Resume { digest } => self.resume(digest),
             Message::Complete => self.complete(out),
             Message::Lost => self.peer_lost(),
             // *complete* follows, or is repeated to a source that was released.
@@ -187,11 +187,14 @@ impl Source {
     }
 
     /// The destination's map is whole: it decides what is sent.
-    fn resume(&mut self) -> Result<(), Refused> {
+    fn resume(&mut self, digest: MapDigest) -> Result<(), Refused> {
         match self.step {
             Step::Postcopy => {}
             Step::Lost | Step::Ended(Outcome::Complete | Outcome::Lost) => return Ok(()),
             _ => return Err(self.unexpected("resume")),
+        }
+        if self.dirty.digest() != digest && self.guards.has(Guard::ResumedMap) {
+            return Err(Refused::OtherMap);
         }
         let empty = PageSet::empty(self.dirty.pages());
         let map = std::mem::replace(&mut self.dirty, empty);

@@ -245,7 +245,7 @@ impl Lab {
         frame: &Frame,
     ) -> Result<(), String> {
         let gpa = GuestAddress(record.run.first().0 * PAGE_BYTES);
-        let is_intact = page_checksum(VM, gpa, record.round, bytes) == record.checksum;
+        let is_intact = page_checksum(VM, gpa, &record, bytes) == record.checksum;
         if !is_intact {
             return Err(format!("pages {} are damaged", record.run));
         }

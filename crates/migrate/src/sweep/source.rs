@@ -249,13 +249,13 @@ impl Lab {
             part.iter()
                 .for_each(|page| self.source.memory[index(page.0)].write_to(page, &mut bytes));
             let gpa = GuestAddress(part.first().0 * PAGE_BYTES);
-            let checksum = page_checksum(VM, gpa, round, &bytes);
-            let record = PageRecord {
+            let mut record = PageRecord {
                 run: part,
                 round,
                 content,
-                checksum,
+                checksum: 0,
             };
+            record.checksum = page_checksum(VM, gpa, &record, &bytes);
             self.send(Side::Source, stream, &Message::Pages(record), &bytes);
         }
     }
