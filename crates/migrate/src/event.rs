@@ -47,7 +47,7 @@ pub enum SourceEvent {
     StreamDown(StreamIndex),
     /// A message has come.
     Received(StreamIndex, Message),
-    /// The journal is there, with room for all records.
+    /// The journal is there, with room for all records. It and its directory's entry are synced.
     JournalOpened,
     /// The journal cannot be written.
     JournalFailed,
@@ -64,7 +64,8 @@ pub enum SourceEvent {
     GuestEnded,
     /// A record is synced.
     Recorded(RecordKind),
-    /// Nobody knows whether a record is in the journal.
+    /// Nobody knows whether a record is in the journal: it failed to sync, or is not synced yet after
+    /// [`RECORD_WITHIN`](crate::times::RECORD_WITHIN).
     RecordFailed(RecordKind),
     /// The answer to [`SourceAction::EndHolder`]: no process but this one has the VM's memory, so that no other can go on
     /// with the journal. At once if there is no holder.
@@ -135,7 +136,8 @@ pub enum SourceAction {
 /// What happens to the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationEvent {
-    /// A stream has passed its handshake.
+    /// A stream has passed its handshake: the source's proof is right. Of the connection before it, the same holds as of a
+    /// stream that is lost.
     StreamUp(StreamIndex),
     /// A stream is lost. Every store of it that has happened was reported before, since the guest may have written the page
     /// since; none happens any more.
@@ -191,7 +193,8 @@ pub enum DestinationEvent {
 /// What the destination wants done, in this order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
-    /// Look whether this host can take the VM; reserve its memory, and open the journal.
+    /// Look whether this host can take the VM; reserve its memory, and open the journal. The journal and its directory's
+    /// entry are synced before the answer: it may be the only witness that a source which has yielded can still find.
     Admit,
     /// Send a message on the control stream.
     Send(Message),
@@ -203,7 +206,8 @@ pub enum DestinationAction {
     Store(StreamIndex, Vec<PageRange>),
     /// Offer the record that has just come again after the next store: one of its pages is being stored.
     Later(StreamIndex),
-    /// Close a stream, and drop what has come on it. No event follows.
+    /// Close a stream, and drop what has come on it. No event follows. Once this is done, no store of the stream happens any
+    /// more.
     Close(StreamIndex),
     /// Destroy the content of all missing pages ([`Destination::missing`](crate::Destination::missing)), and register
     /// memory for faults.
@@ -226,6 +230,7 @@ pub enum DestinationAction {
     /// The migration has ended. The machine still answers the source, until [`Self::Forget`].
     Done(Outcome),
     /// Nobody can ask for anything any more: write *finished*, and forget the machine, its tokens and the session's secret.
+    /// After *entered*, *finished* says that the VM ran here to the end of its migration: where it was lost, it is not written.
     Forget,
 }
 

@@ -284,7 +284,8 @@ fn slot_checksum(migration: MigrationId, fields: &[u8]) -> u64 {
 }
 
 impl Replay {
-    /// Reads a journal of this side; with `wanted`, of this migration.
+    /// Reads a journal of this side; with `wanted`, of this migration. Whoever acts by it writes the same bytes again, and syncs
+    /// them, before: a process that died may have left a record that can be read and is not on the disk.
     ///
     /// # Errors
     /// [`JournalError`]: the journal must not be used, nor the VM started anew from it.

@@ -23,6 +23,8 @@ times! {
     FIRST_PAUSE = 100;
     /// The longest such pause.
     LONGEST_PAUSE = 1_000;
+    /// From a record's writing until it counts as one that failed, if nobody knows by then whether it is synced.
+    RECORD_WITHIN = 5_000;
     /// From a record that failed to sync until it is tried again.
     RECORD_AGAIN = 1_000;
     /// From a request until *stalled* is said of it.
