@@ -374,7 +374,8 @@ impl PageMap {
             // Release: a thread that sees the new state sees the owner's earlier writes. Acquire: the
             // owner sees the writes of the threads that left a wake-up or wait.
             let before = cell.swap(to, Ordering::AcqRel);
-            self.left(page, before);
+            debug_assert!(before & INSTALLING != 0, "page {page} has no owner");
+            self.notify_if_parked(page, before);
             before & WAKE_WANTED != 0
         };
         if pages.count() == 1 {
@@ -400,15 +401,9 @@ impl PageMap {
         };
         let guess = cell.load(Ordering::Relaxed);
         let (Ok(before) | Err(before)) = update(cell, guess, |seen| Some(next(seen)));
-        self.left(page, before);
-        (PageState::of(next(before)), before & WAKE_WANTED != 0)
-    }
-
-    /// The owner has left `page`, whose byte was `before`.
-    #[inline]
-    fn left(&self, page: PageIndex, before: u8) {
         debug_assert!(before & INSTALLING != 0, "page {page} has no owner");
         self.notify_if_parked(page, before);
+        (PageState::of(next(before)), before & WAKE_WANTED != 0)
     }
 
     #[inline]

@@ -1,12 +1,13 @@
 //! Content that has arrived: claimed, installed and settled, as far as its pages are still missing.
 
 use pagetide_memory::{PageIndex, PageRange};
+use pagetide_uapi::userfaultfd::Wake;
 
 use crate::again::Again;
 use crate::claim::Claim;
 use crate::counters::Counters;
 use crate::error::InstallFailure;
-use crate::install::{Installed, Installer, Sleepers, wake};
+use crate::install::{Installed, Installer, wake};
 use crate::memory::Body;
 use crate::pager::Pager;
 use crate::region::PagedRegion;
@@ -25,7 +26,7 @@ pub(crate) enum Arrived {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Purpose {
     /// A fault on this page, whose thread may sleep.
-    Fault(PageIndex, Sleepers),
+    Fault(PageIndex, Wake),
     /// Threads that may have left their wake-ups to the installer.
     Waiters,
     /// No access yet: prefetch, or a push.
@@ -45,12 +46,12 @@ pub(crate) fn arrive(
     content: Body<'_>,
     purpose: Purpose,
 ) -> Result<Arrived, InstallFailure> {
-    let (wanted, sleepers) = match purpose {
-        Purpose::Fault(page, sleepers) => (Some(page), sleepers),
-        Purpose::Waiters => (None, Sleepers::Unlikely),
+    let (wanted, usual_wake) = match purpose {
+        Purpose::Fault(page, wake) => (Some(page), wake),
+        Purpose::Waiters => (None, Wake::DontWake),
         // Wake before populating: population may wait for a slot update, which may wait for a thread
         // that sleeps here.
-        Purpose::Ahead => (None, Sleepers::Some),
+        Purpose::Ahead => (None, Wake::Wake),
     };
     let mut result = Arrived::Others;
     let mut rest = pages;
@@ -64,9 +65,9 @@ pub(crate) fn arrive(
         };
         let claim = Claim::new(region, guard);
         let run = claim.pages();
-        let sleepers = match claim.has_sleepers() {
-            true => Sleepers::Some,
-            false => sleepers,
+        let wake = match claim.has_sleepers() {
+            true => Wake::Wake,
+            false => usual_wake,
         };
         let skip = PageRange::new(pages.first(), run.first().0 - pages.first().0);
         let body = content.part(region.bytes_of(skip), region.bytes_of(run));
@@ -76,7 +77,7 @@ pub(crate) fn arrive(
             served,
             lock: &lock,
             counters,
-            sleepers,
+            wake,
             ahead: matches!(purpose, Purpose::Ahead).then_some(pager),
         };
         let installed = installer.install(claim, body, wanted);

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use pagetide_memory::{Access, GuestAddress, PageIndex, PageRange};
+use pagetide_uapi::userfaultfd::Wake;
 
 /// The number of a region within its pager. Not reused after the region was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -15,6 +16,16 @@ pub enum Delivery {
     Exit,
     /// As a message of a userfaultfd: a thread sleeps in the kernel until it is woken.
     Uffd,
+}
+
+impl Delivery {
+    /// Whether the call that installs the page is to wake a thread.
+    pub(crate) fn wake(self) -> Wake {
+        match self {
+            Self::Exit => Wake::DontWake,
+            Self::Uffd => Wake::Wake,
+        }
+    }
 }
 
 impl fmt::Display for Delivery {

@@ -19,15 +19,6 @@ use crate::region::{PagedRegion, Served};
 /// The content that one call copies ahead of any access.
 const AHEAD_BYTES: u64 = 64 << 10;
 
-/// Whether the installing call also wakes threads that sleep in the userfaultfd.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sleepers {
-    /// A thread sleeps on a page of the run: wake with the call.
-    Some,
-    /// Probably none sleeps: a wake-up that is left to the installer is a call of its own.
-    Unlikely,
-}
-
 /// The result of an installation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Installed {
@@ -58,7 +49,9 @@ pub(crate) struct Installer<'a> {
     pub(crate) served: &'a Served,
     pub(crate) lock: &'a InstallLock<'a>,
     pub(crate) counters: &'a mut Counters,
-    pub(crate) sleepers: Sleepers,
+    /// Whether the installing call also wakes threads that sleep in the userfaultfd. If not, because probably none
+    /// sleeps, a wake-up that is left to the installer is a call of its own.
+    pub(crate) wake: Wake,
     /// The pages were installed ahead of any access: they are mapped in stage 2 before they become
     /// Present, so that a Present page causes no stage-2 fault.
     pub(crate) ahead: Option<&'a Pager>,
@@ -96,13 +89,14 @@ impl<'a> Installer<'a> {
             return self.install_ahead(claim, content);
         }
         if place.pages == pages {
-            match self.put(&place, content) {
-                Ok(()) => {
-                    self.settle_ahead(claim, content);
-                    return Ok(Installed::Piece(pages));
-                }
-                Err(failure) => return self.install_rest(claim, content, wanted, failure),
+            if let Err(failure) = self.region.memory.put(&place, content, self.wake) {
+                return self.install_rest(claim, content, wanted, failure);
             }
+            match self.ahead {
+                Some(_) => self.settle_ahead(claim, content),
+                None => self.settle(claim, content),
+            }
+            return Ok(Installed::Piece(pages));
         }
         // The pages are not contiguous: `install_rest` looks up the first place again.
         let from_start = InstallError::Again { installed_bytes: 0 };
@@ -136,14 +130,15 @@ impl<'a> Installer<'a> {
             let count = most.min(from.0 - first.0);
             let piece = PageRange::new(PageIndex(from.0 - count), count);
             let place = self.region.place(self.served, self.lock, piece);
-            let failure = match place.map(|place| self.put(&place, part(piece))) {
-                Some(Ok(())) => {
-                    from = piece.first();
-                    continue;
-                }
-                Some(Err(failure)) => failure,
-                None => InstallError::NoMapping.into(),
-            };
+            let failure =
+                match place.map(|place| self.region.memory.put(&place, part(piece), self.wake)) {
+                    Some(Ok(())) => {
+                        from = piece.first();
+                        continue;
+                    }
+                    Some(Err(failure)) => failure,
+                    None => InstallError::NoMapping.into(),
+                };
             let (before, rest) = claim.split_at(piece.first().0 - first.0);
             let (piece, behind) = rest.split_at(count);
             self.settle_ahead(behind, content);
@@ -173,18 +168,6 @@ impl<'a> Installer<'a> {
             pager.populate(self.region, claim.pages(), self.counters);
         }
         self.settle(claim, content);
-    }
-
-    #[inline]
-    fn put(&self, place: &Place<'_>, content: Body<'_>) -> Result<(), InstallFailure> {
-        self.region.memory.put(place, content, self.wake_rule())
-    }
-
-    fn wake_rule(&self) -> Wake {
-        match self.sleepers {
-            Sleepers::Some => Wake::Wake,
-            Sleepers::Unlikely => Wake::DontWake,
-        }
     }
 
     /// Settles the pages of a claim that one call has installed.
@@ -218,7 +201,7 @@ impl<'a> Installer<'a> {
     fn finish(&mut self, claim: Claim<'_>, settled: Settled) {
         let pages = claim.pages();
         let Sleeping { before, since } = claim.finish(settled);
-        if since || before && self.sleepers == Sleepers::Unlikely {
+        if since || before && self.wake == Wake::DontWake {
             wake(self.region, self.served, self.lock, self.counters, pages);
         } else if before {
             // The call that has installed woke the threads of one address space.
@@ -388,7 +371,7 @@ impl<'a> Installer<'a> {
             };
             let part = body.part(0, place.range.bytes);
             tried = place.pages.count();
-            match self.put(&place, part) {
+            match self.region.memory.put(&place, part, self.wake) {
                 Ok(()) if place.pages == claim.pages() => {
                     self.note(&mut result, wanted, place.pages);
                     self.settle(claim, part);
@@ -420,7 +403,7 @@ impl<'a> Installer<'a> {
         }
         let place = self.region.place(self.served, self.lock, page);
         let place = place.ok_or(InstallError::NoMapping)?;
-        self.region.memory.take(&place, self.wake_rule())
+        self.region.memory.take(&place, self.wake)
     }
 
     fn note(&self, result: &mut Option<Installed>, wanted: Option<PageIndex>, pages: PageRange) {
@@ -430,7 +413,7 @@ impl<'a> Installer<'a> {
     }
 
     fn wake_if_asleep(&mut self, pages: PageRange) {
-        if self.sleepers == Sleepers::Some {
+        if self.wake == Wake::Wake {
             wake(self.region, self.served, self.lock, self.counters, pages);
         }
     }

@@ -29,7 +29,7 @@ use crate::content::{absent_run, content_of, fill_buffer, fill_buffer_now, is_go
 use crate::counters::Counters;
 use crate::error::{Failure, InstallFailure, ResolveError};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
-use crate::install::{Installed, Installer, Sleepers};
+use crate::install::{Installed, Installer};
 use crate::memory::Body;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served, Supply};
@@ -289,7 +289,7 @@ impl ResolverState {
             served: site.served,
             lock: &lock,
             counters: &mut self.counters,
-            sleepers: sleepers(fault),
+            wake: fault.delivery.wake(),
             ahead: None,
         };
         let installed = installer.install(claim, Body::PageCache, Some(fault.page));
@@ -479,7 +479,7 @@ impl ResolverState {
             counters,
             pages,
             content,
-            Purpose::Fault(fault.page, sleepers(fault)),
+            Purpose::Fault(fault.page, fault.delivery.wake()),
         );
         match arrived {
             Ok(Arrived::Wanted(installed)) => self.installed(site, fault, installed),
@@ -521,12 +521,5 @@ impl ResolverState {
             PageState::Removed => self.zero(site, fault),
             PageState::Poisoned => self.poisoned(site, fault).map(Some),
         }
-    }
-}
-
-fn sleepers(fault: &Fault) -> Sleepers {
-    match fault.delivery {
-        Delivery::Exit => Sleepers::Unlikely,
-        Delivery::Uffd => Sleepers::Some,
     }
 }

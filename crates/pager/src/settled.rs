@@ -1,7 +1,7 @@
 //! Faults on settled pages: present, discarded or lost. None of them needs content.
 
 use pagetide_memory::{Access, FaultInAccess, FaultInError, PageRange, PageState, Removal};
-use pagetide_uapi::userfaultfd::{InstallError, Mode, Wake};
+use pagetide_uapi::userfaultfd::{InstallError, Mode};
 
 use crate::again::Again;
 use crate::error::{Failure, ResolveError};
@@ -34,11 +34,12 @@ impl ResolverState {
         else {
             return Ok(Some(Resolution::Unmapped));
         };
-        let wake_rule = if is_exit { Wake::DontWake } else { Wake::Wake };
         // Before faulting the page in, which would wait in the userfaultfd if the mapping was lost.
         let mapped = match site.region.mode {
-            Mode::Minor => place.uffd.continue_pages(place.range, wake_rule),
-            Mode::Missing => site.region.memory.zero(&place, wake_rule),
+            Mode::Minor => place
+                .uffd
+                .continue_pages(place.range, fault.delivery.wake()),
+            Mode::Missing => site.region.memory.zero(&place, fault.delivery.wake()),
         };
         match (mapped, site.region.mode) {
             (Ok(()), Mode::Minor) => {
@@ -102,11 +103,7 @@ impl ResolverState {
         let Some(place) = site.region.place(site.served, &lock, page) else {
             return Ok(Some(Resolution::Unmapped));
         };
-        let wake_rule = match fault.delivery {
-            Delivery::Exit => Wake::DontWake,
-            Delivery::Uffd => Wake::Wake,
-        };
-        match site.region.memory.zero(&place, wake_rule) {
+        match site.region.memory.zero(&place, fault.delivery.wake()) {
             Ok(()) => {
                 self.counters.zeroed += 1;
                 // A page may be discarded and touched repeatedly; each time a page was mapped, which is

@@ -2,7 +2,7 @@
 
 use std::mem;
 
-use super::cell::{PageState, REMOVED, Settled};
+use super::cell::{PageState, Settled};
 use super::{PageIndex, PageMap, PageRange};
 
 /// Whether threads may sleep in a userfaultfd because their wake-up was left to the caller.
@@ -64,12 +64,9 @@ impl<'map> ClaimGuard<'map> {
     /// Leaves the pages as `settled` and resumes the threads that wait for them.
     #[inline]
     pub fn finish(self, settled: Settled) -> WakeWanted {
-        self.settle(settled.byte())
-    }
-
-    /// Leaves the pages Removed: the guest discarded them while their content was in transit.
-    pub fn finish_removed(self) -> WakeWanted {
-        self.settle(REMOVED)
+        let wanted = self.map.settle_owned(self.pages, settled.byte());
+        mem::forget(self);
+        WakeWanted::from(wanted)
     }
 
     /// Restores each page's state from before the claim, and resumes parked threads. A wake-up that was left to the
@@ -101,13 +98,6 @@ impl<'map> ClaimGuard<'map> {
         // The halves own the pages now.
         mem::forget(self);
         halves
-    }
-
-    #[inline]
-    fn settle(self, to: u8) -> WakeWanted {
-        let wanted = self.map.settle_owned(self.pages, to);
-        mem::forget(self);
-        WakeWanted::from(wanted)
     }
 }
 

@@ -48,7 +48,7 @@ fn done(before: PageState) -> Removal {
 #[test]
 fn each_end_of_a_claim_has_its_state() {
     type End = fn(ClaimGuard<'_>) -> WakeWanted;
-    let ends: [(End, Option<PageState>); 6] = [
+    let ends: [(End, Option<PageState>); 5] = [
         (
             |guard| guard.finish(Settled::Present),
             Some(PageState::Present),
@@ -58,7 +58,6 @@ fn each_end_of_a_claim_has_its_state() {
             |guard| guard.finish(Settled::Poisoned),
             Some(PageState::Poisoned),
         ),
-        (|guard| guard.finish_removed(), Some(PageState::Removed)),
         (|guard| guard.abandon(), None),
         (
             |guard| {
@@ -318,9 +317,8 @@ fn until_parked(map: &PageMap, page: PageIndex) {
 #[test]
 fn each_end_of_an_owner_ends_the_wait() {
     type End = fn(ClaimGuard<'_>) -> WakeWanted;
-    let ends: [(End, PageState); 4] = [
+    let ends: [(End, PageState); 3] = [
         (|guard| guard.finish(Settled::Present), PageState::Present),
-        (|guard| guard.finish_removed(), PageState::Removed),
         (|guard| guard.abandon(), PageState::Absent),
         (
             |guard| {

@@ -1,7 +1,7 @@
 //! How prefetch fetches a run of pages, by the origin of their content.
 
 use pagetide_memory::{Claim as Claimed, PageIndex, PageRange, PageState, Urgency};
-use pagetide_uapi::userfaultfd::InstallError;
+use pagetide_uapi::userfaultfd::{InstallError, Wake};
 
 use super::Ahead;
 use crate::arrival::{Purpose, arrive};
@@ -11,7 +11,7 @@ use crate::content::{content_of, fill_buffer, fill_buffer_now, mapped_now};
 use crate::counters::Counters;
 use crate::error::{InstallFailure, PrefetchError, ResolveError};
 use crate::fault::{Delivery, Fault};
-use crate::install::{Installed, Installer, Sleepers};
+use crate::install::{Installed, Installer};
 use crate::memory::Body;
 use crate::region::{PagedRegion, Served, Supply};
 use crate::source::{Filled, LocalSource, Source};
@@ -92,7 +92,7 @@ impl Ahead<'_> {
             counters: &mut self.counters,
             // Wake before populating: population may wait for a slot update, which may wait for a
             // thread that sleeps here.
-            sleepers: Sleepers::Some,
+            wake: Wake::Wake,
             ahead: Some(pager),
         };
         let installed = installer.install(claim, Body::PageCache, Some(page));

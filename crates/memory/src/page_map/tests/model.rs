@@ -12,7 +12,6 @@ enum Step {
     Pend(u64, u64),
     Unpend(u64, u64),
     Finish(usize, Settled),
-    FinishRemoved(usize),
     Abandon(usize),
     Drop(usize),
     Split(usize, u64),
@@ -37,7 +36,6 @@ fn step() -> impl Strategy<Value = Step> {
         6 => window.clone().prop_map(|(page, window)| Step::Pend(page, window)),
         2 => window.prop_map(|(first, count)| Step::Unpend(first, count)),
         3 => (guard(), settled).prop_map(|(at, settled)| Step::Finish(at, settled)),
-        1 => guard().prop_map(Step::FinishRemoved),
         2 => guard().prop_map(Step::Abandon),
         2 => guard().prop_map(Step::Drop),
         2 => (guard(), 0u64..9).prop_map(|(at, count)| Step::Split(at, count)),
@@ -196,15 +194,6 @@ proptest! {
                     });
                     let guard = ClaimGuard::new(&map, pages, true);
                     prop_assert_eq!(guard.finish(settled).is_wanted(), wake);
-                }
-                Step::FinishRemoved(at) => {
-                    let Some(pages) = take(&mut owned, at) else { continue };
-                    let wake = model.leave(pages, |page| {
-                        page.state = PageState::Removed;
-                        true
-                    });
-                    let guard = ClaimGuard::new(&map, pages, true);
-                    prop_assert_eq!(guard.finish_removed().is_wanted(), wake);
                 }
                 Step::Abandon(at) => {
                     let Some(pages) = take(&mut owned, at) else { continue };
