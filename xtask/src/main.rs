@@ -13,6 +13,7 @@ mod files;
 mod fuzz;
 mod guest;
 mod initramfs;
+mod items;
 mod kernel;
 mod load;
 mod moto;
@@ -25,6 +26,7 @@ mod progress;
 mod qemu;
 mod setup;
 mod test;
+mod trace;
 mod uapi;
 mod vm;
 
@@ -86,6 +88,8 @@ enum Verb {
     /// Boots a VM for each delivery several times over; about ten minutes. docs/design/cost-of-a-fault.md
     /// shows the result.
     Profile(profile::ProfileArgs),
+    /// Write down which functions one fault takes, from a recorded trace, to docs/design/functions-of-a-fault.md
+    Trace,
     /// Hold memory until it is ended: the load of `test --only busy`
     #[command(hide = true)]
     HoldMemory(load::HoldArgs),
@@ -111,6 +115,7 @@ fn main() -> ExitCode {
         Verb::Demo => demo::run(&paths),
         Verb::Bench => bench::bench(&paths),
         Verb::Profile(args) => profile::run(args, &paths),
+        Verb::Trace => trace::run(&paths).map(|()| ExitCode::SUCCESS),
         Verb::Report => bench::report(&paths),
         Verb::Test(args) => test::run(args, &paths),
         Verb::HoldMemory(args) => load::hold(args).map(|()| ExitCode::SUCCESS),
