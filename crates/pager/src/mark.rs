@@ -247,3 +247,62 @@ pub(crate) fn poison_in(
         poison_range(uffd, range, page_bytes, again, &mut may_wait) == Mark::Made
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+    use std::sync::atomic::{AtomicU8, Ordering};
+
+    use pagetide_test_support::Sleeper;
+    use pagetide_uapi::userfaultfd::{Features, Mode};
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    /// Maps new pages at `at`, or where the kernel likes. They stay for the life of the process.
+    fn map(at: usize, pages: usize, flags: MapFlags) -> usize {
+        let at = ptr::with_exposed_provenance_mut(at);
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: replaces at most pages of this module's tests, to which there is no reference.
+        let start = unsafe { mmap_anonymous(at, pages * PAGE, access, MapFlags::PRIVATE | flags) };
+        start.unwrap().expose_provenance()
+    }
+
+    fn byte_at(address: usize) -> u8 {
+        let at = ptr::with_exposed_provenance_mut(address);
+        // SAFETY: `map` has mapped the address for the life of the process.
+        unsafe { AtomicU8::from_ptr(at) }.load(Ordering::Relaxed)
+    }
+
+    /// The kernel wakes nobody when it unmaps a page: the thread would sleep for ever.
+    #[test]
+    fn a_thread_that_sleeps_on_a_page_that_was_unmapped_is_woken() {
+        let uffd = match Userfaultfd::open(Features::POISON) {
+            Ok(uffd) => uffd,
+            Err(error) => return println!("SKIP: {error}"),
+        };
+        let start = map(0, 4, MapFlags::empty());
+        let range = |first: usize, pages: usize| UserRange {
+            start: (start + first * PAGE) as u64,
+            bytes: (pages * PAGE) as u64,
+        };
+        // SAFETY: the test's own memory, on whose zeroes no code relies.
+        unsafe { uffd.register(range(0, 4), Mode::Missing) }.unwrap();
+        let sleeper = Sleeper::spawn("a read", move || byte_at(start + 2 * PAGE));
+        // Other memory takes the place of the page, so that the read ends without a signal.
+        map(start + 2 * PAGE, 1, MapFlags::FIXED);
+        assert!(sleeper.is_undisturbed());
+        let mut again = Again::for_a_turn();
+        let mark = poison_range(&uffd, range(0, 4), PAGE as u64, &mut again, |_| true);
+        assert_eq!(mark, Mark::Made);
+        assert_eq!(sleeper.join(), 0);
+        // The pages around it are lost.
+        for page in [0, 1, 3] {
+            let marked = uffd.poison_pages(range(page, 1), Wake::DontWake);
+            let there = InstallError::Exists { installed_bytes: 0 };
+            assert_eq!(marked, Err(there), "page {page}");
+        }
+    }
+}

@@ -1,25 +1,22 @@
-//! Which thread installs an answer: the one that completes the request, one that serves the pager's descriptor, or
-//! one that waits for a page and helps its source.
+//! Which thread installs an answer: the one that completes the request, or one that serves the pager's descriptor.
+//! (Threads that wait and help their source: helping.rs.)
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod support;
 
-use std::collections::HashMap;
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::{self, JoinHandle, ThreadId};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
-use pagetide_memory::{Access, Backing, FaultInAccess, GuestAddress, PageState, Region};
+use pagetide_memory::{Access, Backing, FaultInAccess, PageState, Region};
 use pagetide_pager::{
-    Content, Contents, Counters, Helper, InFlightLimits, InstalledBy, Mode, Pager, Pool,
-    PoolConfig, Prefetch, PrefetchConfig, PrefetchPlan, ReaderConfig, Readers, RegionConfig,
-    RegionId, Request, Resolution, RetryPolicy, Serving, Source, Urgency,
+    Content, Contents, InFlightLimits, InstalledBy, Mode, Pager, Pool, PoolConfig, Prefetch,
+    PrefetchConfig, PrefetchPlan, ReaderConfig, Readers, RegionConfig, RegionId, Request,
+    Resolution, RetryPolicy, Serving, Source,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use support::assert_no_trouble;
 use support::manual::*;
-use support::{assert_no_trouble, has_unix_sockets};
 
 const PAGES: u64 = 32;
 
@@ -364,223 +361,5 @@ fn a_pool_hands_its_buffers_over() {
         assert_eq!(counted.handed_over, counted.answers + counted.late_answers);
         assert_eq!(counted.pages, PAGES);
         assert_no_trouble(&pager);
-    }
-}
-
-/// A peer at the other end of a socket, to which threads that wait lend themselves.
-struct Remote {
-    send: Mutex<UnixStream>,
-    receive: UnixStream,
-    state: Mutex<RemoteState>,
-    changed: Condvar,
-    /// Who has completed a request.
-    by: Mutex<HashMap<u64, ThreadId>>,
-}
-
-#[derive(Default)]
-struct RemoteState {
-    requests: HashMap<u64, Request>,
-    is_received: bool,
-}
-
-impl Remote {
-    /// The source, and the peer's thread, which answers `answers` requests.
-    fn new() -> (Arc<Self>, JoinHandle<()>) {
-        let (near, mut far) = UnixStream::pair().unwrap();
-        let peer = thread::spawn(move || {
-            let mut asked = [0; 8];
-            while far.read_exact(&mut asked).is_ok() {
-                let content = content(GuestAddress(u64::from_le_bytes(asked)), PAGE);
-                far.write_all(&asked).unwrap();
-                far.write_all(&content).unwrap();
-            }
-        });
-        let it = Arc::new(Self {
-            send: Mutex::new(near.try_clone().unwrap()),
-            receive: near,
-            state: Mutex::default(),
-            changed: Condvar::new(),
-            by: Mutex::default(),
-        });
-        (it, peer)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, RemoteState> {
-        self.state.lock().unwrap()
-    }
-
-    /// Becomes the thread that receives; false if there is nothing to receive for it any more.
-    fn take_receiver(&self, helper: &Helper<'_>) -> bool {
-        let mut state = self.lock();
-        while state.is_received {
-            if helper.is_over() {
-                return false;
-            }
-            let left = helper.until().saturating_duration_since(Instant::now());
-            state = self.changed.wait_timeout(state, left).unwrap().0;
-        }
-        state.is_received = true;
-        true
-    }
-
-    fn is_readable(&self, until: Instant) -> bool {
-        let left = until.saturating_duration_since(Instant::now());
-        let mut fds = [PollFd::new(&self.receive, PollFlags::IN)];
-        poll(&mut fds, Some(&Timespec::try_from(left).unwrap())).unwrap() > 0
-    }
-
-    fn receive(&self) -> (Request, Vec<u8>) {
-        let mut asked = [0; 8];
-        let mut content = vec![0; usize::try_from(PAGE).unwrap()];
-        (&self.receive).read_exact(&mut asked).unwrap();
-        (&self.receive).read_exact(&mut content).unwrap();
-        let at = u64::from_le_bytes(asked);
-        self.by.lock().unwrap().insert(at, thread::current().id());
-        (self.lock().requests.remove(&at).unwrap(), content)
-    }
-}
-
-impl Source for Remote {
-    fn submit(&self, request: Request) {
-        let at = request.gpa().0;
-        assert_eq!(request.urgency(), Urgency::Urgent);
-        self.lock().requests.insert(at, request);
-        let mut send = self.send.lock().unwrap();
-        send.write_all(&at.to_le_bytes()).unwrap();
-    }
-
-    fn help(&self, helper: &mut Helper<'_>) {
-        if !self.take_receiver(helper) {
-            return;
-        }
-        while !helper.is_over() && self.is_readable(helper.until()) {
-            let (request, content) = self.receive();
-            helper.complete(request, Content::Bytes(&content));
-            self.changed.notify_all();
-        }
-        self.lock().is_received = false;
-        self.changed.notify_all();
-    }
-}
-
-#[test]
-fn a_thread_that_waits_receives_its_own_page() {
-    if !has_unix_sockets() {
-        return;
-    }
-    for (mode, backing) in WAYS {
-        let Some(region) = region(PAGES, backing) else {
-            return;
-        };
-        let (source, peer) = Remote::new();
-        let as_source = Arc::clone(&source) as Arc<dyn Source>;
-        let (pager, _) = serve(&region, mode, as_source, ONE_ATTEMPT);
-        let mut resolver = pager.resolver(Some(0)).unwrap();
-        for page in 0..PAGES {
-            let resolution = resolver.resolve_exit(gpa(page), Access::Read).unwrap();
-            assert_eq!(resolution, Resolution::Waited);
-            assert_eq!(state(&pager, page), PageState::Present);
-            check_page(&region, page);
-        }
-        let here = thread::current().id();
-        assert!(source.by.lock().unwrap().values().all(|&by| by == here));
-        let expected = Counters {
-            faults: PAGES,
-            waits: PAGES,
-            requests: PAGES,
-            pages_received_by_waiter: PAGES,
-            ..Counters::default()
-        };
-        assert_eq!(resolver.counters(), &expected, "{mode:?} {backing}");
-        drop((resolver, pager, source));
-        peer.join().unwrap();
-    }
-}
-
-/// One receives for all, and hands on when it has its own page.
-#[test]
-fn threads_that_wait_receive_for_each_other() {
-    const THREADS: u64 = 4;
-    if !has_unix_sockets() {
-        return;
-    }
-    let Some(region) = region(THREADS * PAGES, Backing::Shmem) else {
-        return;
-    };
-    let (source, peer) = Remote::new();
-    let as_source = Arc::clone(&source) as Arc<dyn Source>;
-    let (pager, _) = serve(&region, Mode::Minor, as_source, ONE_ATTEMPT);
-    thread::scope(|scope| {
-        for thread in 0..THREADS {
-            let mut resolver = pager.resolver(None).unwrap();
-            scope.spawn(move || {
-                for step in 0..PAGES {
-                    let page = gpa(step * THREADS + thread);
-                    let _ = resolver.resolve_exit(page, Access::Write).unwrap();
-                }
-            });
-        }
-    });
-    check_all(&region);
-    let counted = pager.counted();
-    assert_eq!(counted.pages_received_by_waiter, THREADS * PAGES);
-    assert_eq!(counted.pages, THREADS * PAGES);
-    drop((pager, source));
-    peer.join().unwrap();
-}
-
-/// A source that is of no help: its thread sleeps until another thread answers.
-struct Helpless(Arc<ManualSource>);
-
-impl Source for Helpless {
-    fn submit(&self, request: Request) {
-        self.0.submit(request);
-    }
-
-    fn help(&self, _: &mut Helper<'_>) {
-        panic!("of no help");
-    }
-}
-
-#[test]
-fn a_source_that_panics_loses_no_wait() {
-    let Some(region) = region(8, Backing::Shmem) else {
-        return;
-    };
-    let source = ManualSource::new();
-    let helpless = Arc::new(Helpless(Arc::clone(&source)));
-    let (pager, _) = serve(&region, Mode::Minor, helpless, ONE_ATTEMPT);
-    let waiting = exit(&pager, 3);
-    complete(source.next());
-    assert_eq!(waiting.join().unwrap().unwrap(), Resolution::Waited);
-    check_page(&region, 3);
-}
-
-/// The peer does not answer: the thread that helps returns in time for the stop.
-#[test]
-fn a_stop_ends_a_help() {
-    if !has_unix_sockets() {
-        return;
-    }
-    let Some(region) = region(8, Backing::Shmem) else {
-        return;
-    };
-    let (near, far) = UnixStream::pair().unwrap();
-    let source = Arc::new(Remote {
-        send: Mutex::new(near.try_clone().unwrap()),
-        receive: near,
-        state: Mutex::default(),
-        changed: Condvar::new(),
-        by: Mutex::default(),
-    });
-    let (pager, _) = serve(&region, Mode::Minor, source, ONE_ATTEMPT);
-    let waiting = [1, 2].map(|page| exit(&pager, page));
-    // Both are requested.
-    let mut asked = [0; 16];
-    (&far).read_exact(&mut asked).unwrap();
-    pager.stop();
-    for exit in waiting {
-        let error = join("the exit", exit).unwrap_err();
-        assert!(error.to_string().contains("stop"), "{error}");
     }
 }
