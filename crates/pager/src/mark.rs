@@ -85,68 +85,104 @@ pub(crate) fn poison_range(
     again: &mut Again,
     mut may_wait: impl FnMut(&Again) -> bool,
 ) -> Mark {
-    let step = STEP_BYTES.max(page_bytes);
-    let mut most = step;
-    let mut unmarked = Unmarked::default();
+    let step_bytes = STEP_BYTES.max(page_bytes);
+    let mut marking = Marking {
+        uffd,
+        page_bytes,
+        step_bytes,
+        most: step_bytes,
+        unmarked: Unmarked::default(),
+    };
     while range.bytes > 0 {
-        let piece = UserRange {
-            start: range.start,
-            bytes: range.bytes.min(most),
-        };
-        most = step;
-        let done = match uffd.poison_pages(piece, Wake::Wake) {
-            Ok(()) => piece.bytes,
-            Err(InstallError::Exists { installed_bytes }) => {
-                let there = UserRange {
-                    start: range.start + installed_bytes,
-                    bytes: page_bytes,
-                };
-                match unmark(uffd, there, &mut unmarked) {
-                    Ok(true) => installed_bytes,
-                    Ok(false) => {
-                        // A thread that sleeps there was not woken by the call that found the mapping.
-                        let _ = uffd.wake(there);
-                        installed_bytes + page_bytes
-                    }
-                    Err(InstallError::Again { .. }) => {
-                        if let Some(end) = pause(again, &mut may_wait, range) {
-                            return end;
-                        }
-                        installed_bytes
-                    }
-                    Err(InstallError::Gone) => return Mark::Made,
-                    Err(error) => return failed(error, range),
-                }
+        let done = match marking.step(range) {
+            Step::Done(0) => 0,
+            Step::Done(bytes) => {
+                again.progress();
+                bytes
             }
-            Err(InstallError::Again { installed_bytes: 0 }) => {
+            Step::Busy(bytes) => {
                 if let Some(end) = pause(again, &mut may_wait, range) {
                     return end;
                 }
-                0
+                bytes
             }
-            Err(InstallError::Again { installed_bytes }) => {
-                again.progress();
-                installed_bytes
-            }
-            // The kernel works in one mapping at a time, and a process may have several of one memory.
-            Err(InstallError::NoMapping) if piece.bytes > page_bytes => {
-                most = (piece.bytes / 2 / page_bytes * page_bytes).max(page_bytes);
-                0
-            }
-            // Not mapped, or the process has exited: no thread can read zeroes there.
-            Err(InstallError::NoMapping) => {
-                // One that sleeps there has to find that out.
-                let _ = uffd.wake(piece);
-                page_bytes
-            }
-            Err(InstallError::Gone) => return Mark::Made,
-            Err(InstallError::Io(Errno::INVAL)) => return no_poison(),
-            Err(error) => return failed(error, range),
+            Step::End(mark) => return mark,
         };
         range.start += done;
         range.bytes -= done.min(range.bytes);
     }
     Mark::Made
+}
+
+/// A range that is being marked.
+struct Marking<'a> {
+    uffd: &'a Userfaultfd,
+    page_bytes: u64,
+    step_bytes: u64,
+    /// What the next call marks at most.
+    most: u64,
+    unmarked: Unmarked,
+}
+
+/// What has come of one call.
+enum Step {
+    /// So many bytes need nothing more.
+    Done(u64),
+    /// The same, but for what follows the kernel cannot serve a call now.
+    Busy(u64),
+    /// There is nothing more to do, or nothing can be done.
+    End(Mark),
+}
+
+impl Marking<'_> {
+    /// Marks the beginning of `rest`.
+    fn step(&mut self, rest: UserRange) -> Step {
+        let piece = UserRange {
+            start: rest.start,
+            bytes: rest.bytes.min(self.most),
+        };
+        self.most = self.step_bytes;
+        match self.uffd.poison_pages(piece, Wake::Wake) {
+            Ok(()) => Step::Done(piece.bytes),
+            Err(InstallError::Exists { installed_bytes }) => self.found(rest, installed_bytes),
+            Err(InstallError::Again { installed_bytes: 0 }) => Step::Busy(0),
+            Err(InstallError::Again { installed_bytes }) => Step::Done(installed_bytes),
+            // The kernel works in one mapping at a time, and a process may have several of one memory.
+            Err(InstallError::NoMapping) if piece.bytes > self.page_bytes => {
+                let half = piece.bytes / 2 / self.page_bytes * self.page_bytes;
+                self.most = half.max(self.page_bytes);
+                Step::Done(0)
+            }
+            // Not mapped, or the process has exited: no thread can read zeroes there.
+            Err(InstallError::NoMapping) => {
+                // One that sleeps there has to find that out.
+                let _ = self.uffd.wake(piece);
+                Step::Done(self.page_bytes)
+            }
+            Err(InstallError::Gone) => Step::End(Mark::Made),
+            Err(InstallError::Io(Errno::INVAL)) => Step::End(no_poison()),
+            Err(error) => Step::End(failed(error, rest)),
+        }
+    }
+
+    /// After `marked` bytes of `rest` the call has found something.
+    fn found(&mut self, rest: UserRange, marked: u64) -> Step {
+        let there = UserRange {
+            start: rest.start + marked,
+            bytes: self.page_bytes,
+        };
+        match unmark(self.uffd, there, &mut self.unmarked) {
+            Ok(true) => Step::Done(marked),
+            Ok(false) => {
+                // A thread that sleeps there was not woken by the call that found the mapping.
+                let _ = self.uffd.wake(there);
+                Step::Done(marked + self.page_bytes)
+            }
+            Err(InstallError::Again { .. }) => Step::Busy(marked),
+            Err(InstallError::Gone) => Step::End(Mark::Made),
+            Err(error) => Step::End(failed(error, rest)),
+        }
+    }
 }
 
 /// The marks of protection that were taken away.

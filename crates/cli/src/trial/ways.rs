@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pagetide_pager::Urgency;
-use pagetide_serve::{Binding, Options, Server, WorkingSetMode};
+use pagetide_serve::{Binding, Metrics, Options, Server, WorkingSetMode};
 use pagetide_sources::{OpenOptions, open};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -37,17 +37,7 @@ pub(super) fn served(
     let directory = tempfile::tempdir().map_err(TryError::Directory);
     let directory = directory.map_err(Failure::failed)?;
     let socket = directory.path().join("pagetide.sock");
-    let binding = Binding::new(socket.clone(), arguments.image.clone());
-    let options = Options {
-        bindings: vec![binding],
-        // Nothing is written beside the image.
-        working_set: match order {
-            Order::Recorded => WorkingSetMode::Replay,
-            Order::Random | Order::Upwards => WorkingSetMode::Off,
-        },
-        ..Options::default()
-    };
-    let server = Server::bind(options).map_err(Failure::bad_input)?;
+    let server = bind(arguments, order, &socket)?;
     let is_cold = cache.leave();
     let (stopper, metrics) = (server.stopper(), server.metrics());
     let running = spawn("pt-try-server", move || server.run()).map_err(Failure::failed)?;
@@ -61,18 +51,16 @@ pub(super) fn served(
     let mut arrivals = vec![Arrival::new(begun, 0)];
     while !guest.is_finished() {
         thread::sleep(LOOK);
-        let present = memory.present_bytes().map_err(TryError::Memory);
-        let present = present.map_err(Failure::failed)?;
-        arrivals.push(Arrival::new(begun, present));
-        let failure = match metrics.totals().stalled_regions {
-            0 if is_closed(&stream) || running.is_finished() => TryError::Refused,
-            0 => continue,
-            _ => TryError::Stalled,
-        };
-        // The guest's thread sleeps until the process ends. A server that saw the VM's end would poison its memory, and
-        // the signal of lost memory would end the process without a word.
-        std::mem::forget(stream);
-        return Err(Failure::failed(failure));
+        let has_ended = is_closed(&stream) || running.is_finished();
+        match look(&memory, &metrics, has_ended) {
+            Ok(present) => arrivals.push(Arrival::new(begun, present)),
+            Err(error) => {
+                // The guest's thread sleeps until the process ends. A server that saw the VM's end would poison its
+                // memory, and the signal of lost memory would end the process without a word.
+                std::mem::forget(stream);
+                return Err(Failure::failed(error));
+            }
+        }
     }
     let touches = join(guest);
     drop(stream);
@@ -83,6 +71,31 @@ pub(super) fn served(
     way.arrivals = arrivals;
     way.pages_ahead = Some((pages.len() as u64).saturating_sub(faults));
     Ok((way, touches.words))
+}
+
+/// A server of the image at `socket`, as users run it by default.
+fn bind(arguments: &TryArguments, order: Order, socket: &Path) -> Result<Server, Failure> {
+    let binding = Binding::new(socket, arguments.image.clone());
+    let options = Options {
+        bindings: vec![binding],
+        // Nothing is written beside the image.
+        working_set: match order {
+            Order::Recorded => WorkingSetMode::Replay,
+            Order::Random | Order::Upwards => WorkingSetMode::Off,
+        },
+        ..Options::default()
+    };
+    Server::bind(options).map_err(Failure::bad_input)
+}
+
+/// How much of the memory is there, unless the server gives up.
+fn look(memory: &Memory, metrics: &Metrics, has_ended: bool) -> Result<u64, TryError> {
+    let present = memory.present_bytes().map_err(TryError::Memory)?;
+    match metrics.totals().stalled_regions {
+        0 if has_ended => Err(TryError::Refused),
+        0 => Ok(present),
+        _ => Err(TryError::Stalled),
+    }
 }
 
 /// By a private mapping of the file, as with Firecracker's File backend.
