@@ -47,6 +47,8 @@ fn counts_mappings(view: &View<'_, Plan>) -> bool {
 #[test]
 fn what_was_populated_costs_vcpus_no_exit() {
     const PAGES: u64 = (4 << 20) / 4096;
+    // A fault may also map the pages of its block of 16, see docs/decisions/0036-fault-around-in-stage-2.md.
+    const BLOCKS: u64 = PAGES / 16;
     let Some(report) = measure(|_| {}) else {
         return;
     };
@@ -61,17 +63,17 @@ fn what_was_populated_costs_vcpus_no_exit() {
         match method {
             Method::None => {
                 assert_eq!((of(POPULATION), mappings(run)), (0, 0.0), "{place}");
-                assert!(of(EXITS) >= PAGES, "{place}");
+                assert!(of(EXITS) >= BLOCKS, "{place}");
             }
             Method::Populate | Method::PreFault => {
                 assert!(mappings(run) >= PAGES as f64, "{place}");
                 assert_eq!((of(EXITS), of(POPULATION_EXITS)), (0, 0), "{place}");
             }
             Method::OneReader => {
-                assert!(of(POPULATION_EXITS) >= PAGES, "{place}");
+                assert!(of(POPULATION_EXITS) >= BLOCKS, "{place}");
                 assert!(of(EXITS) < PAGES / 4, "{place}");
             }
-            Method::Prefetch => assert!(of(EXITS) >= PAGES, "{place}"),
+            Method::Prefetch => assert!(of(EXITS) >= BLOCKS, "{place}"),
             Method::PrefetchPopulate => {
                 // What the vCPUs were faster with, their own low memory, and what they met between
                 // installation and population.
