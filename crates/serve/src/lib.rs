@@ -22,6 +22,7 @@
 //! thread that touches it waits, or the VMM is killed ([`OnFailure`]). When the server ends, it poisons
 //! the missing pages: an access raises SIGBUS.
 
+mod arriving;
 mod budgets;
 mod capture;
 mod exporter;
@@ -36,6 +37,7 @@ mod metrics;
 mod named_image;
 pub mod native;
 mod options;
+mod parking;
 mod peer;
 mod readiness;
 mod receive;
@@ -50,6 +52,7 @@ mod vm;
 mod working_set;
 mod working_set_file;
 
+pub use budgets::UserLimits;
 pub use capture::{CaptureError, Present, present_pages};
 pub use exporter::{Exporter, ExporterError, MetricsAddress, ParseMetricsAddressError};
 pub use listener::ListenError;

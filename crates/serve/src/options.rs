@@ -7,6 +7,7 @@ use std::time::Duration;
 use pagetide_sources::{Digest, Location, OpenOptions, ParseLocationError};
 use thiserror::Error;
 
+use crate::budgets::UserLimits;
 use crate::state::StateOptions;
 
 /// A Unix socket, and the image of the VMs that connect to it.
@@ -131,6 +132,9 @@ pub struct Options {
     pub max_vms_per_user: usize,
     /// The time in which a VMM must send its message.
     pub handshake_limit: Duration,
+    /// What else one user's clients may take; `None` for all but an eighth of what the process may have when the server is
+    /// bound.
+    pub user_limits: Option<UserLimits>,
     /// Where VMs are kept for a successor of this server.
     pub state: Option<StateOptions>,
     /// How images are opened.
@@ -155,6 +159,7 @@ impl Default for Options {
             max_vms: 4096,
             // All but an eighth.
             max_vms_per_user: 3584,
+            user_limits: None,
             handshake_limit: Duration::from_secs(10),
             // A source that answers nothing holds prefetch up for 95 s.
             drain_patience: Duration::from_secs(120),

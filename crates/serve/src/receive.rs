@@ -1,7 +1,5 @@
 //! Receiving a VMM's message and its descriptor.
 
-use std::io::IoSliceMut;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -9,14 +7,15 @@ use std::time::{Duration, Instant};
 use pagetide_uapi::userfaultfd::{AdoptError, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::net::RecvFlags;
 use thiserror::Error;
 
+use crate::arriving::Arriving;
+use crate::budgets::{Charge, OverBudget, Resource};
 use crate::handshake::{HandshakeError, Parsed, VmRegion, parse};
 use crate::native::frame::MAGIC;
-
-/// The most descriptors that one read takes. The kernel closes more, and reports that it did.
-const MAX_DESCRIPTORS: usize = 16;
+use crate::native::message::MAX_DESCRIPTORS;
+use crate::native::socket::receive;
 
 /// The size of one read.
 const READ_BYTES: usize = 64 << 10;
@@ -50,6 +49,9 @@ pub enum ReceiveError {
     /// The descriptor is no userfaultfd.
     #[error("the VMM's descriptor cannot be used")]
     NotUserfaultfd(#[from] AdoptError),
+    /// There is no room for its descriptors, which stay where they are.
+    #[error(transparent)]
+    Budget(#[from] OverBudget),
     /// The connection failed.
     #[error("reading the VMM's message")]
     Read(#[source] Errno),
@@ -75,9 +77,7 @@ pub(crate) struct Received {
     pub(crate) descriptors: Vec<OwnedFd>,
     /// There were more than sixteen; the kernel has closed the rest.
     pub(crate) is_cut: bool,
-    pub(crate) message: Vec<u8>,
-    /// The length of the message when it was parsed last.
-    parsed: usize,
+    pub(crate) message: Arriving,
 }
 
 impl Received {
@@ -87,82 +87,87 @@ impl Received {
         descriptors.any(|descriptor| Userfaultfd::is_userfaultfd(descriptor.as_fd()))
     }
 
-    /// Receives the message within `limit`; the descriptors stay in `self`.
+    /// Receives the message within `limit`; the descriptors stay in `self`, and are charged to the client.
     ///
     /// # Errors
     /// [`ReceiveError`].
     pub(crate) fn receive(
         &mut self,
         stream: &UnixStream,
+        charge: &Charge,
         limit: Duration,
         stopping: impl Fn() -> bool,
     ) -> Result<First, ReceiveError> {
         let end = Instant::now() + limit;
+        let mut room = vec![0; READ_BYTES];
         loop {
             if stopping() {
                 return Err(ReceiveError::Stopping);
             }
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let bytes = self.message.len();
+                let bytes = self.message.bytes.len();
                 return Err(ReceiveError::Late { limit, bytes });
             }
             if !is_readable(stream, left.min(Duration::from_millis(200)))? {
                 continue;
             }
-            if !self.read(stream)? {
-                let bytes = self.message.len();
-                return Err(ReceiveError::Ended { bytes });
-            }
-            if self.message.first() == MAGIC.first() {
-                return Ok(First::Native);
-            }
-            let count = self.descriptors.len() + usize::from(self.is_cut);
-            if count > 1 {
-                return Err(ReceiveError::Descriptors { count });
-            }
-            if self.may_be_complete()
-                && let Parsed::Complete(regions, _) = parse(&self.message)?
-            {
-                return match count {
-                    1 => Ok(First::Firecracker(regions)),
-                    _ => Err(ReceiveError::Descriptors { count }),
-                };
+            let _turn = charge.turn();
+            if let Some(first) = self.go_on(stream, charge, &mut room)? {
+                return Ok(first);
             }
         }
     }
 
-    /// Whether the message is worth parsing: a client that sends one byte at a time must not make the
-    /// server parse a long message as often.
-    fn may_be_complete(&mut self) -> bool {
-        let is_array = self.message.trim_ascii_end().ends_with(b"]");
-        let is_due = self.message.len() - self.parsed >= READ_BYTES || self.parsed == 0;
-        if is_array || is_due {
-            self.parsed = self.message.len();
+    /// Reads once, and parses if that may say something new.
+    fn go_on(
+        &mut self,
+        stream: &UnixStream,
+        charge: &Charge,
+        room: &mut [u8],
+    ) -> Result<Option<First>, ReceiveError> {
+        if !self.read(stream, charge, room)? {
+            let bytes = self.message.bytes.len();
+            return Err(ReceiveError::Ended { bytes });
         }
-        is_array || is_due
+        if self.message.bytes.first() == MAGIC.first() {
+            return Ok(Some(First::Native));
+        }
+        let count = self.descriptors.len() + usize::from(self.is_cut);
+        if count > 1 {
+            return Err(ReceiveError::Descriptors { count });
+        }
+        if self.message.is_worth_parsing()
+            && let Parsed::Complete(regions, _) = parse(&self.message.bytes)?
+        {
+            return match count {
+                1 => Ok(Some(First::Firecracker(regions))),
+                _ => Err(ReceiveError::Descriptors { count }),
+            };
+        }
+        Ok(None)
     }
 
     /// Reads once; false at the end of the stream.
-    fn read(&mut self, stream: &UnixStream) -> Result<bool, ReceiveError> {
-        let start = self.message.len();
-        self.message.resize(start + READ_BYTES, 0);
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let room = self.message.get_mut(start..).unwrap_or_default();
-        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-        let received = recvmsg(stream, &mut [IoSliceMut::new(room)], &mut ancillary, flags);
-        let bytes = received.as_ref().map_or(0, |message| message.bytes);
-        self.message.truncate(start + bytes);
-        for message in ancillary.drain() {
-            if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-                self.descriptors.extend(descriptors);
-            }
-        }
+    fn read(
+        &mut self,
+        stream: &UnixStream,
+        charge: &Charge,
+        room: &mut [u8],
+    ) -> Result<bool, ReceiveError> {
+        charge.take(Resource::Descriptors, MAX_DESCRIPTORS as u64)?;
+        let mut arrived = Vec::new();
+        let received = receive(stream, room, &mut arrived, RecvFlags::DONTWAIT);
+        charge.give_back(
+            Resource::Descriptors,
+            (MAX_DESCRIPTORS - arrived.len()) as u64,
+        );
+        self.descriptors.extend(arrived);
         match received {
-            Ok(message) => {
-                self.is_cut |= message.flags.contains(rustix::net::ReturnFlags::CTRUNC);
-                Ok(message.bytes > 0)
+            Ok(got) => {
+                self.message.push(room.get(..got.bytes).unwrap_or_default());
+                self.is_cut |= got.is_cut;
+                Ok(got.bytes > 0)
             }
             Err(Errno::AGAIN | Errno::INTR) => Ok(true),
             Err(errno) => Err(ReceiveError::Read(errno)),
@@ -177,5 +182,65 @@ fn is_readable(stream: &UnixStream, timeout: Duration) -> Result<bool, ReceiveEr
         Ok(ready) => Ok(ready > 0),
         Err(Errno::INTR) => Ok(false),
         Err(errno) => Err(ReceiveError::Read(errno)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use pagetide_test_support::{Sleeper, within_patience};
+
+    use super::*;
+    use crate::budgets::{Budgets, UserLimits};
+
+    const NEVER: Duration = Duration::from_secs(24 * 3600);
+
+    /// All handshakes of one user together take no more than one processor, and hold up nobody else's.
+    #[test]
+    fn of_one_user_one_handshake_is_worked_on_at_a_time() {
+        let budgets = Budgets::new(UserLimits::default());
+        let [busy, same, other] = [1, 1, 2].map(|uid| budgets.charge(uid, 9).unwrap());
+        let handshake = |charge: Charge| {
+            move || {
+                let (ours, mut theirs) = UnixStream::pair().unwrap();
+                theirs.write_all(b"{}").unwrap();
+                let mut received = Received::default();
+                let refused = received.receive(&ours, &charge, NEVER, || false);
+                refused.is_err_and(|error| matches!(error, ReceiveError::Handshake(_)))
+            }
+        };
+        let turn = busy.turn();
+        let waiting = Sleeper::spawn("the handshake of the same user", handshake(same));
+        assert!(within_patience("another user's", handshake(other)));
+        assert!(waiting.is_undisturbed());
+        drop(turn);
+        assert!(waiting.join());
+    }
+
+    /// What is not received takes none of the server's descriptors.
+    #[test]
+    fn descriptors_beyond_the_users_budget_are_not_received() {
+        let limits = UserLimits {
+            descriptors: 2 * MAX_DESCRIPTORS as u64,
+            ..UserLimits::default()
+        };
+        let budgets = Budgets::new(limits);
+        let (first, second) = (budgets.charge(1, 9).unwrap(), budgets.charge(1, 9).unwrap());
+        let receive = |charge: &Charge| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let sent = [ours.as_fd(); 16];
+            let flags = rustix::net::SendFlags::empty();
+            crate::native::socket::send(&theirs, b"[", &sent, flags).unwrap();
+            let mut received = Received::default();
+            let refused = received.receive(&ours, charge, NEVER, || false);
+            (received.descriptors.len(), refused.unwrap_err())
+        };
+        let (count, error) = receive(&first);
+        assert!(matches!(error, ReceiveError::Descriptors { count: 16 }));
+        assert_eq!(count, 16);
+        let (count, error) = receive(&second);
+        assert!(matches!(error, ReceiveError::Budget(_)), "{error}");
+        assert_eq!(count, 0);
     }
 }

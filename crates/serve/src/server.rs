@@ -16,12 +16,13 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::budgets::{Budgets, Charge};
+use crate::budgets::{Budgets, Charge, UserLimits};
 use crate::listener::{ListenError, Listener};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::named_image::{NamedImage, NoImage, Offer};
 use crate::options::{Binding, OnFailure, Options};
+use crate::parking::Parking;
 use crate::peer::Peer;
 use crate::readiness::Readiness;
 use crate::state::{KeptVm, State, StateError};
@@ -91,7 +92,7 @@ pub struct Server {
     /// Whether one of them has ended that was more than a connection without a byte.
     had_vm: Arc<AtomicBool>,
     /// Notified when a VM has ended.
-    ended: OwnedFd,
+    ended: Arc<OwnedFd>,
     readiness: Arc<Readiness>,
     /// What each user has taken.
     budgets: Budgets,
@@ -120,7 +121,7 @@ impl Server {
     /// As [`Self::bind`].
     pub fn bind_with(options: Options, inherited: Vec<UnixListener>) -> Result<Self, StartError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let ended = eventfd(0, flags).map_err(StartError::Descriptor)?;
+        let ended = Arc::new(eventfd(0, flags).map_err(StartError::Descriptor)?);
         let stopper = Stopper::new(options.stop_limit).map_err(StartError::Descriptor)?;
         let (state, kept) = match &options.state {
             None => (None, Vec::new()),
@@ -135,11 +136,15 @@ impl Server {
         let readiness = Arc::new(readiness);
         let metrics = Metrics::default();
         metrics.watch_readiness(Arc::clone(&readiness));
+        let parking = Parking::new(stopper.clone(), Arc::clone(&ended));
+        let parking = Arc::new(parking.map_err(StartError::Descriptor)?);
+        let limits = options.user_limits;
         let common = Common {
             options: Arc::default(),
             metrics,
             stopper,
             state,
+            parking,
         };
         let mut server = Self {
             common: Arc::new(common),
@@ -149,7 +154,7 @@ impl Server {
             readiness,
             had_vm: Arc::default(),
             ended,
-            budgets: Budgets::default(),
+            budgets: Budgets::new(limits.unwrap_or_else(UserLimits::of_this_process)),
             turned_away: TurnedAway::default(),
             limit_logged: LogLimit::default(),
             first_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
@@ -239,6 +244,7 @@ impl Server {
             metrics: self.common.metrics.clone(),
             stopper: self.common.stopper.clone(),
             state: self.common.state.clone(),
+            parking: Arc::clone(&self.common.parking),
         });
         Ok(new)
     }
@@ -284,6 +290,7 @@ impl Server {
             // A panic was logged by the thread.
             let _ = thread.join();
         }
+        self.common.parking.end();
         if let Some(state) = &self.common.state {
             state.end();
         }
@@ -318,12 +325,11 @@ impl Server {
     /// The client that a former server has left. It was accepted then, whatever the limits are now.
     fn client_of(&self, kept: KeptVm) -> io::Result<Client> {
         let peer = Peer::of(&kept.stream)?;
-        let charge = self.budgets.charge(peer.uid, usize::MAX);
         Ok(Client {
             number: kept.id,
             socket: kept.description.socket.clone(),
             stream: kept.stream.try_clone()?,
-            charge: charge.ok_or(io::ErrorKind::QuotaExceeded)?,
+            charge: self.budgets.charge_anyway(peer.uid),
             peer,
             kept: Some(kept),
         })
@@ -416,7 +422,7 @@ impl Server {
             }
             let is_last =
                 self.vms.load(Ordering::Acquire) == 0 && self.had_vm.load(Ordering::Acquire);
-            if self.common.options.once && is_last {
+            if self.common.options.once && is_last && self.common.parking.is_empty() {
                 return Ok(false);
             }
         }
@@ -476,28 +482,20 @@ impl Server {
     /// Room for another VM, if neither the server nor the user is at its limit.
     fn room_for(&self, peer: &Peer, socket: &str) -> Option<Charge> {
         let options = &self.common.options;
-        let (limit, user_limit) = (options.max_vms, options.max_vms_per_user);
-        let is_full = self.vms.load(Ordering::Acquire) >= limit;
-        let charge = match is_full {
-            true => None,
-            false => self.budgets.charge(peer.uid, user_limit),
-        };
-        if charge.is_none()
+        let (limit, uid) = (options.max_vms, peer.uid);
+        if self.vms.load(Ordering::Acquire) >= limit {
+            if let Some(dropped) = self.limit_logged.pass() {
+                tracing::error!(socket, uid, limit, dropped, "VM refused: too many VMs");
+            }
+            return None;
+        }
+        let charge = self.budgets.charge(uid, options.max_vms_per_user);
+        if let Err(error) = &charge
             && let Some(dropped) = self.limit_logged.pass()
         {
-            let uid = peer.uid;
-            match is_full {
-                true => tracing::error!(socket, uid, limit, dropped, "VM refused: too many VMs"),
-                false => tracing::error!(
-                    socket,
-                    uid,
-                    limit = user_limit,
-                    dropped,
-                    "VM refused: too many VMs of this user (--max-vms-per-user)"
-                ),
-            }
+            tracing::error!(socket, uid, dropped, %error, "VM refused: too many VMs of this user");
         }
-        charge
+        charge.ok()
     }
 
     /// Starts a VM's thread.
@@ -508,7 +506,7 @@ impl Server {
             vms: Arc::clone(&self.vms),
             had_vm: Arc::clone(&self.had_vm),
             is_vm: true,
-            ended: self.ended.try_clone().ok(),
+            ended: Arc::clone(&self.ended),
         };
         let thread = Builder::new()
             .name(format!("pt-vm-{}", client.number))
@@ -539,7 +537,7 @@ struct Ending {
     vms: Arc<AtomicUsize>,
     had_vm: Arc<AtomicBool>,
     is_vm: bool,
-    ended: Option<OwnedFd>,
+    ended: Arc<OwnedFd>,
 }
 
 impl Drop for Ending {
@@ -548,9 +546,7 @@ impl Drop for Ending {
             self.had_vm.store(true, Ordering::Release);
         }
         self.vms.fetch_sub(1, Ordering::AcqRel);
-        if let Some(ended) = &self.ended {
-            let _ = rustix::io::write(ended, &1_u64.to_ne_bytes());
-        }
+        let _ = rustix::io::write(&*self.ended, &1_u64.to_ne_bytes());
     }
 }
 

@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::Builder;
 use std::time::Duration;
 
+use crate::budgets::Charge;
 use crate::peer::Peer;
 use crate::receive::Received;
 use crate::vm::{Common, kill};
@@ -69,7 +70,7 @@ fn look_at(clients: &Receiver<Client>) {
         let mut received = Received::default();
         let stopping = || common.stopper.is_stopping();
         // Whatever the message says: it is not served.
-        let _ = received.receive(&stream, PATIENCE, stopping);
+        let _ = received.receive(&stream, &Charge::of_nobody(), PATIENCE, stopping);
         if received.has_userfaultfd() {
             kill(&common, &peer);
         }

@@ -28,7 +28,7 @@ use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::budgets::Charge;
+use crate::budgets::{Charge, OverBudget};
 use crate::image::ServedImage;
 use crate::log_limit::LogLimit;
 use crate::memory_limit::MemoryLimit;
@@ -37,14 +37,14 @@ use crate::named_image::NoImage;
 use crate::native::attach::AttachError;
 use crate::native::message::{Message, RefusedCode};
 use crate::options::{OnFailure, Options};
+use crate::parking::Parking;
 use crate::peer::Peer;
 use crate::receive::ReceiveError;
 use crate::recorder::Recorder;
 use crate::sample::Sample;
 use crate::state::{KeptVm, State};
 use crate::stopper::Stopper;
-use connection::is_closed;
-pub(crate) use connection::run;
+pub(crate) use connection::{is_closed, run};
 use control::Control;
 use keeping::Keeping;
 use recording::Checkpoint;
@@ -83,6 +83,9 @@ pub(crate) enum VmError {
         /// The first page of the map.
         first_page: u64,
     },
+    /// Its user's clients have taken too much.
+    #[error(transparent)]
+    Budget(#[from] OverBudget),
     /// There is no image for it.
     #[error(transparent)]
     NoImage(#[from] NoImage),
@@ -138,6 +141,7 @@ impl VmError {
                 _ => RefusedCode::Paging,
             },
             Self::Map { .. } => RefusedCode::PageMap,
+            Self::Budget(error) => error.code(),
             _ => RefusedCode::Internal,
         }
     }
@@ -180,6 +184,8 @@ pub(crate) struct Common {
     pub(crate) stopper: Stopper,
     /// Where VMs are kept for a successor.
     pub(crate) state: Option<Arc<State>>,
+    /// Where refused VMMs are until they leave.
+    pub(crate) parking: Arc<Parking>,
 }
 
 /// A VM's connection.

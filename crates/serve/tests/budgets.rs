@@ -13,8 +13,10 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use pagetide_serve::{Exporter, MetricsAddress, OnFailure, Options};
+use pagetide_serve::native::message::RefusedCode;
+use pagetide_serve::{Exporter, MetricsAddress, OnFailure, Options, UserLimits};
 use support::child::{Vmm, run_as_child};
+use support::native::{code, connect};
 use support::*;
 
 const SOCKET: &str = "PAGETIDE_TEST_CLIENT";
@@ -45,6 +47,120 @@ fn a_refused_client_that_stays_connected_takes_no_room() {
     let guest = Guest::new(8);
     let (_stream, _) = running.connect_next(|| guest.try_to_connect(&place.socket()));
     guest.check(5, &content(5));
+}
+
+/// The same for VMMs whose userfaultfd has to stay open: they take no room of a VM.
+#[test]
+fn a_refused_vmm_that_stays_connected_takes_no_room() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(8);
+    let running = Running::start(Options {
+        max_vms: 2,
+        ..place.options()
+    });
+    let guests: Vec<Guest> = (0..16).map(|_| Guest::new(4)).collect();
+    let refused = |guest: &Guest| {
+        let (stream, _) = running.connect_next(|| guest.try_to_connect(&place.socket()));
+        wait_for_end(&stream);
+        stream
+    };
+    let stay: Vec<UnixStream> = guests.iter().map(refused).collect();
+    let asleep = guests[0].touch(1);
+    let guest = Guest::new(8);
+    let (_stream, _) = running.connect_next(|| guest.try_to_connect(&place.socket()));
+    guest.check(5, &content(5));
+    assert!(
+        asleep.is_undisturbed(),
+        "a refused VMM's memory has content"
+    );
+    drop(stay);
+    running.stop();
+    // Nobody serves it.
+    std::mem::forget(asleep);
+}
+
+/// Two VMs of this user fit, whatever they are made of.
+fn limited(place: &Place, limits: UserLimits) -> Running {
+    Running::start(Options {
+        user_limits: Some(limits),
+        ..place.options()
+    })
+}
+
+#[test]
+fn what_a_users_vms_cost_is_limited_and_free_again_when_they_have_gone() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let none = UserLimits::default();
+    for limits in [
+        UserLimits { pages: 16, ..none },
+        UserLimits { regions: 2, ..none },
+        // A VM takes 15, and there must be room for 16 while a message is received.
+        UserLimits {
+            descriptors: 40,
+            ..none
+        },
+        UserLimits { threads: 7, ..none },
+    ] {
+        let place = Place::new(8);
+        let running = limited(&place, limits);
+        let guests: Vec<Guest> = (0..3).map(|_| Guest::new(8)).collect();
+        let first = guests[0].connect(&place.socket());
+        guests[0].check(1, &content(1));
+        let second = guests[1].connect(&place.socket());
+        guests[1].check(1, &content(1));
+        let third = guests[2].connect(&place.socket());
+        wait_for_end(&third);
+        assert_eq!(running.metrics.totals().vms_refused, 1, "{limits:?}");
+        guests[0].check(2, &content(2));
+        drop((first, third));
+        eventually("its end", || running.metrics.totals().vms_ended == 1);
+        let guest = Guest::new(8);
+        let _stream = eventually("room", || {
+            let stream = guest.try_to_connect(&place.socket());
+            let vms = || running.metrics.totals();
+            eventually("an answer", || {
+                let totals = vms();
+                totals.vms == 2 || has_ended(&stream)
+            });
+            (vms().vms == 2).then_some(stream)
+        });
+        guest.check(3, &content(3));
+        drop(second);
+    }
+}
+
+/// Whether the server has closed its end.
+fn has_ended(stream: &UnixStream) -> bool {
+    stream.set_nonblocking(true).unwrap();
+    let ended = (&*stream).read(&mut [0]).is_ok_and(|bytes| bytes == 0);
+    stream.set_nonblocking(false).unwrap();
+    ended
+}
+
+/// The files of shared images that this process holds.
+fn shared_images() -> usize {
+    let links = std::fs::read_dir("/proc/self/fd").unwrap();
+    let names = links.filter_map(|link| std::fs::read_link(link.ok()?.path()).ok());
+    names
+        .filter(|name| name.to_string_lossy().contains("pagetide-image"))
+        .count()
+}
+
+/// Each answer holds a descriptor until it is read.
+#[test]
+fn a_client_that_reads_no_answer_holds_few_descriptors() {
+    let place = Place::new(8);
+    let _running = Running::start(place.options());
+    let mut client = connect(&place.socket());
+    let files: Vec<_> = (0..16).map(|_| client.share().unwrap()).collect();
+    let refused = client.share().map(drop);
+    assert_eq!(code(refused), RefusedCode::Descriptors);
+    // The server's own are closed with the client that it has refused, and the kernel's socket holds none.
+    eventually("what was refused", || equals(shared_images(), &files.len()));
 }
 
 /// Connections of another user, which say nothing.
@@ -194,9 +310,9 @@ fn a_client_that_sends_no_userfaultfd_is_never_killed() {
     };
     let below_the_limit = start_client(&place, "{}");
     refused(1);
-    let guest = Guest::new(8);
-    let (_stream, turned_away) = running.connect_next(|| guest.try_to_connect(&place.socket()));
-    guest.check(1, &content(1));
+    // It says nothing: a VMM of this process that came too early would be killed.
+    let silent = || UnixStream::connect(place.socket()).unwrap();
+    let (_stream, turned_away) = running.connect_next(silent);
     let above_the_limit = ["{}", ""].map(|sends| start_client(&place, sends));
     refused(3 + turned_away);
     for mut child in above_the_limit.into_iter().chain([below_the_limit]) {

@@ -275,6 +275,8 @@ impl<'s, 'a> Beginning<'s, 'a> {
             )?);
         }
         check_together(&checked)?;
+        let files = attach.regions.iter().filter(|region| region.file.is_some());
+        self.session.charge_vm(&checked, files.count())?;
         let arrived = self.session.take_descriptors();
         self.kept.extend(arrived);
         let uffds = self.userfaultfds(attach)?;
@@ -452,6 +454,7 @@ pub(crate) fn share(
     image: &ServedImage,
     metrics: &Metrics,
 ) -> Result<Arc<SharedImage>, ShareError> {
+    session.charge_answer()?;
     let shared = image.share(metrics)?;
     let descriptor = shared.descriptor()?;
     let answer = Message::Shared {

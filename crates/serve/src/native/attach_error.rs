@@ -12,6 +12,7 @@ use super::message::{DecodeError, RefusedCode, RegionMode};
 use super::session::SessionError;
 use super::share::ShareError;
 use super::{LOWEST_VERSION, MAX_MAP_BYTES, VERSION};
+use crate::budgets::OverBudget;
 use crate::handshake::HandshakeError;
 
 /// Why a client was not attached.
@@ -35,6 +36,9 @@ pub(crate) enum AttachError {
     /// The bytes or descriptors are not those of the protocol.
     #[error(transparent)]
     Session(#[from] SessionError),
+    /// The user's clients have taken too much.
+    #[error(transparent)]
+    Budget(#[from] OverBudget),
     /// A message of an unknown type.
     #[error(transparent)]
     Unknown(DecodeError),
@@ -172,8 +176,10 @@ impl AttachError {
         Some(match self {
             Self::Left | Self::Wait(_) => return None,
             Self::Late { .. } | Self::Order { .. } => RefusedCode::Order,
-            Self::Stopping | Self::Duplicate(_) | Self::Share(_) => RefusedCode::Internal,
+            Self::Share(error) => error.code(),
+            Self::Stopping | Self::Duplicate(_) => RefusedCode::Internal,
             Self::Session(error) => error.code(),
+            Self::Budget(error) => error.code(),
             Self::Unknown(_) | Self::HugePages { .. } => RefusedCode::Unsupported,
             Self::Version { .. } => RefusedCode::Version,
             Self::Region(_) | Self::NotShared { .. } => RefusedCode::Regions,

@@ -11,7 +11,7 @@ pub mod frame;
 pub mod message;
 pub(crate) mod session;
 pub(crate) mod share;
-mod socket;
+pub(crate) mod socket;
 mod wire;
 
 /// The highest version of the protocol that this program knows.

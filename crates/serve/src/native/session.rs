@@ -12,6 +12,8 @@ use thiserror::Error;
 use super::frame::{Decoder, FrameError, HEADER_BYTES, MAGIC, MAX_PAYLOAD_BYTES};
 use super::message::{DecodeError, MAX_DESCRIPTORS, Message, PageMapPart, RefusedCode};
 use super::socket;
+use crate::budgets::{Charge, OverBudget, Resource};
+use crate::handshake::VmRegion;
 
 /// The size of one read.
 const READ_BYTES: usize = 64 << 10;
@@ -21,6 +23,9 @@ const OUT_PAUSE_BYTES: usize = 64 << 10;
 
 /// Above this many bytes, notices are dropped.
 const OUT_NOTICE_BYTES: usize = 128 << 10;
+
+/// Answers with a descriptor to one client, which needs one. Those that it does not read hold it, here and in the socket.
+const MAX_SHARED: u32 = 16;
 
 /// The bytes of a page map in one frame.
 const MAP_CHUNK_BYTES: usize = 256 << 10;
@@ -40,13 +45,20 @@ pub(crate) enum SessionError {
     /// A descriptor after attach, for which no feature was agreed.
     #[error("a descriptor came with a message that takes none")]
     Unexpected,
+    /// There is no room for its descriptors.
+    #[error(transparent)]
+    Budget(#[from] OverBudget),
+    /// The client has asked for more files than it can need.
+    #[error("more than {MAX_SHARED} answers with a descriptor")]
+    TooManyShared,
 }
 
 impl SessionError {
     pub(crate) fn code(&self) -> RefusedCode {
         match self {
             Self::Frame(_) | Self::Decode(_) => RefusedCode::Protocol,
-            Self::Descriptors | Self::Unexpected => RefusedCode::Descriptors,
+            Self::Budget(error) => error.code(),
+            Self::Descriptors | Self::Unexpected | Self::TooManyShared => RefusedCode::Descriptors,
         }
     }
 }
@@ -73,6 +85,10 @@ struct Outgoing {
 #[derive(Debug)]
 pub(crate) struct Session<'a> {
     stream: &'a UnixStream,
+    /// What the client has taken.
+    charge: &'a Charge,
+    /// Descriptors that it was sent.
+    shared: u32,
     decoder: Decoder,
     /// Descriptors that have arrived.
     pub(crate) descriptors: Vec<OwnedFd>,
@@ -90,11 +106,18 @@ pub(crate) struct Session<'a> {
 
 impl<'a> Session<'a> {
     /// Continues a connection of which `bytes` and `descriptors` have arrived.
-    pub(crate) fn new(stream: &'a UnixStream, bytes: &[u8], descriptors: Vec<OwnedFd>) -> Self {
+    pub(crate) fn new(
+        stream: &'a UnixStream,
+        bytes: &[u8],
+        descriptors: Vec<OwnedFd>,
+        charge: &'a Charge,
+    ) -> Self {
         let mut decoder = Decoder::new();
         decoder.push(bytes);
         let mut session = Self {
             stream,
+            charge,
+            shared: 0,
             decoder,
             descriptors,
             takes_none: false,
@@ -156,7 +179,12 @@ impl<'a> Session<'a> {
         let mut bytes = [0; READ_BYTES];
         let mut arrived = Vec::new();
         let flags = RecvFlags::DONTWAIT;
-        let got = match socket::receive(self.stream, &mut bytes, &mut arrived, flags) {
+        self.charge
+            .take(Resource::Descriptors, MAX_DESCRIPTORS as u64)?;
+        let got = socket::receive(self.stream, &mut bytes, &mut arrived, flags);
+        let free = MAX_DESCRIPTORS.saturating_sub(arrived.len());
+        self.charge.give_back(Resource::Descriptors, free as u64);
+        let got = match got {
             Ok(got) => got,
             Err(Errno::AGAIN | Errno::INTR) => return Ok(true),
             Err(_) => return Ok(false),
@@ -218,6 +246,28 @@ impl<'a> Session<'a> {
     /// Queues an answer.
     pub(crate) fn answer(&mut self, id: u32, message: &Message) {
         self.answer_with(id, message, None);
+    }
+
+    /// Charges an answer with a descriptor, which the client may never read.
+    ///
+    /// # Errors
+    /// [`SessionError`] if it has had so many, or there is no room.
+    pub(crate) fn charge_answer(&mut self) -> Result<(), SessionError> {
+        if self.shared == MAX_SHARED {
+            return Err(SessionError::TooManyShared);
+        }
+        self.charge.take(Resource::Descriptors, 1)?;
+        self.shared += 1;
+        Ok(())
+    }
+
+    /// Charges a VM of these regions, so many of which have a descriptor of their file.
+    ///
+    /// # Errors
+    /// [`OverBudget`].
+    pub(crate) fn charge_vm(&self, regions: &[VmRegion], files: usize) -> Result<(), OverBudget> {
+        self.charge.take_vm(regions)?;
+        self.charge.take(Resource::Descriptors, files as u64)
     }
 
     /// Queues an answer with a descriptor.
@@ -327,7 +377,8 @@ mod tests {
     #[test]
     fn a_client_that_does_not_read_is_not_read_from() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let mut session = Session::new(&ours, &requests(10_000), Vec::new());
+        let charge = Charge::of_nobody();
+        let mut session = Session::new(&ours, &requests(10_000), Vec::new(), &charge);
         let text = "x".repeat(900);
         let mut answered = 0;
         while let Some(arrived) = session.next().unwrap() {
@@ -348,7 +399,8 @@ mod tests {
     #[test]
     fn requests_that_waited_for_room_are_served_when_there_is_room() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let mut session = Session::new(&ours, &requests(200), Vec::new());
+        let charge = Charge::of_nobody();
+        let mut session = Session::new(&ours, &requests(200), Vec::new(), &charge);
         let text = "x".repeat(900);
         let mut answered = 0;
         let reader = std::thread::spawn(move || {
@@ -376,13 +428,14 @@ mod tests {
     #[test]
     fn an_unknown_message_is_skipped_if_it_is_optional() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
+        let charge = Charge::of_nobody();
         let mut bytes = MAGIC.to_vec();
         for flags in [1, 0] {
             let mut frame = Message::Drain.frame(5, false);
             (frame.kind, frame.flags) = (77, flags);
             frame.encode(&mut bytes).unwrap();
         }
-        let mut session = Session::new(&ours, &bytes, Vec::new());
+        let mut session = Session::new(&ours, &bytes, Vec::new(), &charge);
         let found = session.next().unwrap().unwrap();
         assert_eq!(found.message, Err(DecodeError::Unknown { kind: 77 }));
         assert_eq!(session.next(), Ok(None));

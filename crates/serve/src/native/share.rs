@@ -13,6 +13,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::io::Errno;
 use thiserror::Error;
 
+use super::message::RefusedCode;
+use super::session::SessionError;
 use crate::metrics::Metrics;
 
 const PAGE: u64 = PageSize::Size4K.bytes();
@@ -21,6 +23,9 @@ const PAGE_BYTES: usize = 4096;
 /// Why an image cannot be shared.
 #[derive(Debug, Error)]
 pub(crate) enum ShareError {
+    /// The client has asked for too much.
+    #[error(transparent)]
+    Session(#[from] SessionError),
     /// The image is empty.
     #[error("an empty image cannot be shared")]
     Empty,
@@ -42,6 +47,16 @@ pub(crate) enum ShareError {
     /// The descriptor could not be duplicated.
     #[error("duplicating the memfd")]
     Duplicate(#[source] io::Error),
+}
+
+impl ShareError {
+    /// The code for the client.
+    pub(crate) fn code(&self) -> RefusedCode {
+        match self {
+            Self::Session(error) => error.code(),
+            _ => RefusedCode::Internal,
+        }
+    }
 }
 
 /// An image in a memfd. The file is freed when the last VM that has asked for it has gone.

@@ -15,15 +15,15 @@ use super::message::MAX_DESCRIPTORS;
 
 /// What one read has brought.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Got {
+pub(crate) struct Got {
     /// Bytes; 0 at the end of the stream.
-    pub(super) bytes: usize,
+    pub(crate) bytes: usize,
     /// More descriptors came than one read takes; the kernel has closed the rest.
-    pub(super) is_cut: bool,
+    pub(crate) is_cut: bool,
 }
 
 /// Reads once. Descriptors are added to `descriptors`.
-pub(super) fn receive(
+pub(crate) fn receive(
     stream: &UnixStream,
     bytes: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
@@ -46,7 +46,7 @@ pub(super) fn receive(
 }
 
 /// Writes once, `descriptors` (at most 16) beside the first byte. Returns the number of bytes.
-pub(super) fn send(
+pub(crate) fn send(
     stream: &UnixStream,
     bytes: &[u8],
     descriptors: &[BorrowedFd<'_>],

@@ -10,7 +10,7 @@ use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use super::control::Control;
 use super::keeping::{Keeping, Kind};
 use super::start::{Plan, Start};
-use super::{Client, Common, End, Link, TICK, Vm, VmError, chain, kill};
+use super::{Client, Common, End, Link, Vm, VmError, chain, kill};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
 use crate::metrics::Totals;
@@ -20,6 +20,7 @@ use crate::native::attach::{AttachError, AttachedRegion, Beginning, Memory};
 use crate::native::message::{MAX_DESCRIPTORS, Message, RefusedCode};
 use crate::native::session::{Session, SessionError};
 use crate::options::OnFailure;
+use crate::parking::Parked;
 use crate::peer::Peer;
 use crate::receive::{First, ReceiveError, Received};
 use crate::state::KeptVm;
@@ -50,7 +51,7 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
     let mut received = Received::default();
     let served = match kept {
         None => serve(common, offer, peer, &client, &mut received),
-        Some(kept) => resume(common, offer, peer, stream, kept),
+        Some(kept) => resume(common, offer, &client, kept),
     };
     let seconds = begun.elapsed().as_secs_f64();
     let (pid, uid, name) = (peer.pid, peer.uid, offer.name());
@@ -91,15 +92,26 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
                     "VM refused"
                 );
             }
-            match had_kept || received.has_userfaultfd() {
-                true => refuse(common, peer, stream),
+            let is_vmm = had_kept || received.has_userfaultfd();
+            if is_vmm && common.options.on_failure == OnFailure::Kill {
+                kill(common, peer);
+            }
+            match is_vmm || is_over_budget(&error) {
+                true => park(common, client, received),
                 false => let_go(stream),
             }
         }
     }
-    // Only now: the descriptor may be the last one, and the guest's missing pages must not read as zeroes.
-    drop(received);
     true
+}
+
+/// Whether it may be a VMM whose userfaultfd was not even received.
+fn is_over_budget(error: &VmError) -> bool {
+    matches!(
+        error,
+        VmError::Receive(ReceiveError::Budget(_))
+            | VmError::Attach(AttachError::Session(SessionError::Budget(_)))
+    )
 }
 
 /// Ends the connection of a client that is no VMM: it costs nothing any more.
@@ -110,28 +122,24 @@ fn let_go(stream: &UnixStream) {
     is_closed(stream);
 }
 
-/// Tells the VMM that it is not served, and keeps its descriptor open until it has gone.
-fn refuse(common: &Common, peer: &Peer, stream: &UnixStream) {
-    if common.options.on_failure == OnFailure::Kill {
-        kill(common, peer);
-    }
+/// Tells the VMM that it is not served, and keeps its descriptor open until it has gone: it may be the last one, and the
+/// guest's missing pages must not read as zeroes.
+fn park(common: &Common, client: Client, received: Received) {
+    let Client { stream, charge, .. } = client;
     let _ = stream.shutdown(std::net::Shutdown::Write);
     let _ = stream.set_nonblocking(true);
-    while !common.stopper.is_stopping() && !is_closed(stream) {
-        let timeout = rustix::event::Timespec::try_from(TICK).ok();
-        let mut polled = [rustix::event::PollFd::new(
-            stream,
-            rustix::event::PollFlags::IN,
-        )];
-        if rustix::event::poll(&mut polled, timeout.as_ref()).is_err() {
-            return;
-        }
-    }
+    let descriptors = received.descriptors;
+    charge.keep_descriptors(1 + descriptors.len() as u64);
+    common.parking.park(Parked {
+        stream,
+        _descriptors: descriptors,
+        _charge: charge,
+    });
 }
 
 /// Whether the VMM has closed its end. What it sends is dropped: the protocol has nothing after the first
 /// message.
-pub(super) fn is_closed(stream: &UnixStream) -> bool {
+pub(crate) fn is_closed(stream: &UnixStream) -> bool {
     use std::io::Read;
     let mut dropped = [0; 4096];
     // Not for ever, if it keeps sending.
@@ -160,7 +168,8 @@ fn serve(
     let stopping = || common.stopper.is_stopping();
     let stream = &client.stream;
     let begun = Instant::now();
-    let first = received.receive(stream, common.options.handshake_limit, stopping)?;
+    let limit = common.options.handshake_limit;
+    let first = received.receive(stream, &client.charge, limit, stopping)?;
     let described = match first {
         First::Native => return serve_native(common, offer, peer, client, received, begun),
         First::Firecracker(described) => described,
@@ -170,6 +179,7 @@ fn serve(
     if !common.options.any_length {
         check_length(&described, image.image.bytes())?;
     }
+    client.charge.take_vm(&described)?;
     let descriptor = received.descriptors.first().map(OwnedFd::try_clone);
     let Some(Ok(descriptor)) = descriptor else {
         return Err(ReceiveError::Descriptors { count: 0 }.into());
@@ -221,10 +231,15 @@ fn keep(
 fn resume(
     common: &Common,
     offer: &Offer,
-    peer: &Peer,
-    stream: &UnixStream,
+    client: &Client,
     kept: KeptVm,
 ) -> Result<(End, Totals, u64), VmError> {
+    let Client {
+        stream,
+        peer,
+        charge,
+        ..
+    } = client;
     let image = &offer.opened(&common.options)?;
     let described = kept.description.vm_regions().ok_or(VmError::OtherState)?;
     if kept.description.digest != image.image.digest().to_string() {
@@ -243,6 +258,7 @@ fn resume(
             now,
         });
     }
+    charge.take_vm_anyway(&described);
     if kept.description.is_native {
         // Requests and answers were cut anywhere: the VMM learns that nothing more is answered. Its memory is
         // served as long as it keeps its end open.
@@ -306,7 +322,7 @@ fn serve_native(
     let stream = &client.stream;
     let arrived = std::mem::take(&mut received.descriptors);
     let is_too_many = received.is_cut || arrived.len() > MAX_DESCRIPTORS;
-    let mut session = Session::new(stream, &received.message, arrived);
+    let mut session = Session::new(stream, &received.message.bytes, arrived, &client.charge);
     let image = &match offer.now(&common.options, &common.metrics) {
         Ok(image) => image,
         Err(error) => {

@@ -258,7 +258,7 @@ impl<'a> Control<'a> {
                         self.shared = Some(shared);
                         Ok(None)
                     }
-                    Err(error) => Err((RefusedCode::Internal, chain(&error))),
+                    Err(error) => Err((error.code(), chain(&error))),
                 }
             }
             Message::Goodbye => {

@@ -18,6 +18,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 use super::*;
 use crate::metrics::Metrics;
 use crate::options::Options;
+use crate::parking::Parking;
 use crate::state::{State, map_file};
 use crate::stopper::Stopper;
 use crate::vm::End;
@@ -91,11 +92,15 @@ fn common(path: PathBuf, source: Arc<dyn Source>, prefetch: bool) -> (Common, Ar
     let image = open(&location, &OpenOptions::default()).unwrap();
     let mut image = ServedImage::alone(image, &location, &options);
     image.source = source;
+    let stopper = Stopper::new(Options::default().stop_limit).unwrap();
+    let left = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    let parking = Parking::new(stopper.clone(), Arc::new(left)).unwrap();
     let common = Common {
         options: Arc::new(options),
         metrics,
-        stopper: Stopper::new(Options::default().stop_limit).unwrap(),
+        stopper,
         state: None,
+        parking: Arc::new(parking),
     };
     (common, Arc::new(image))
 }

@@ -1,0 +1,153 @@
+//! Refused VMMs that stay connected: one thread for all of them.
+//!
+//! A VMM that was refused keeps its connection and its userfaultfd until it leaves, since its guest could read zeroes
+//! otherwise. It takes neither a thread nor the room of a VM, and stays charged to its user.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::io::Errno;
+
+use crate::budgets::Charge;
+use crate::stopper::Stopper;
+
+/// The end of the server, among the numbers of those that are parked.
+const STOP: u64 = u64::MAX;
+
+/// A refused VMM.
+pub(crate) struct Parked {
+    pub(crate) stream: UnixStream,
+    /// What it has sent: held open.
+    pub(crate) _descriptors: Vec<OwnedFd>,
+    /// Of these. Given back last.
+    pub(crate) _charge: Charge,
+}
+
+/// Those that are there.
+pub(crate) struct Parking {
+    poll: OwnedFd,
+    stopper: Stopper,
+    /// Notified when one has left.
+    left: Arc<OwnedFd>,
+    lot: Mutex<Lot>,
+}
+
+#[derive(Default)]
+struct Lot {
+    parked: HashMap<u64, Parked>,
+    next: u64,
+    thread: Option<JoinHandle<()>>,
+    /// Nobody waits for them any more.
+    is_closed: bool,
+}
+
+impl Parking {
+    pub(crate) fn new(stopper: Stopper, left: Arc<OwnedFd>) -> Result<Self, Errno> {
+        let poll = epoll::create(CreateFlags::CLOEXEC)?;
+        epoll::add(&poll, &stopper, EventData::new_u64(STOP), EventFlags::IN)?;
+        Ok(Self {
+            poll,
+            stopper,
+            left,
+            lot: Mutex::default(),
+        })
+    }
+
+    /// Keeps a refused VMM's descriptors until it leaves, or the server ends.
+    pub(crate) fn park(self: &Arc<Self>, parked: Parked) {
+        let mut lot = self.lock();
+        if lot.is_closed || self.stopper.is_stopping() {
+            return;
+        }
+        if lot.thread.is_none() {
+            let this = Arc::clone(self);
+            let thread = Builder::new().name("pt-refused".into());
+            match thread.spawn(move || this.watch()) {
+                Ok(thread) => lot.thread = Some(thread),
+                Err(error) => {
+                    tracing::error!(%error, "a refused VMM is let go: no thread was started");
+                    return;
+                }
+            }
+        }
+        let number = lot.next;
+        lot.next += 1;
+        let flags = EventFlags::IN | EventFlags::RDHUP;
+        let data = EventData::new_u64(number);
+        if let Err(error) = epoll::add(&self.poll, &parked.stream, data, flags) {
+            tracing::error!(%error, "a refused VMM is let go");
+            return;
+        }
+        lot.parked.insert(number, parked);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.lock().parked.is_empty()
+    }
+
+    /// Waits until nobody is watched any more: the server ends.
+    pub(crate) fn end(&self) {
+        let thread = self.lock().thread.take();
+        // A panic was logged by the thread.
+        let _ = thread.map(JoinHandle::join);
+    }
+
+    fn watch(&self) {
+        let mut events = Vec::with_capacity(64);
+        loop {
+            match epoll::wait(
+                &self.poll,
+                rustix::buffer::spare_capacity(&mut events),
+                None,
+            ) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => {
+                    tracing::error!(%error, "refused VMMs are let go");
+                    return self.close();
+                }
+            }
+            for event in events.drain(..) {
+                match event.data.u64() {
+                    STOP => return self.close(),
+                    number => self.look_at(number),
+                }
+            }
+        }
+    }
+
+    fn look_at(&self, number: u64) {
+        let mut lot = self.lock();
+        let has_left = |parked: &Parked| crate::vm::is_closed(&parked.stream);
+        if !lot.parked.get(&number).is_some_and(has_left) {
+            return;
+        }
+        let gone = lot.parked.remove(&number);
+        drop(lot);
+        drop(gone);
+        let _ = rustix::io::write(&*self.left, &1_u64.to_ne_bytes());
+    }
+
+    fn close(&self) {
+        let mut lot = self.lock();
+        lot.is_closed = true;
+        let parked = std::mem::take(&mut lot.parked);
+        drop(lot);
+        drop(parked);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lot> {
+        // An entry is there or not.
+        self.lot.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Parking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Parking").finish_non_exhaustive()
+    }
+}
