@@ -126,6 +126,10 @@ pub(crate) enum Command {
     /// Keep VMs for `pagetide serve --state`, which starts this
     #[command(hide = true)]
     Keep(KeepArguments),
+    /// Receive descriptors for `pagetide serve`, which starts this
+    #[cfg(feature = "serve")]
+    #[command(hide = true)]
+    Porter,
     /// Write the manual pages, one per verb, into a directory
     #[command(hide = true)]
     Man(ManArguments),

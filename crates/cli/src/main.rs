@@ -82,7 +82,7 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     match &arguments.command {
         #[cfg(feature = "serve")]
-        Command::Serve(_) | Command::Keep(_) => {}
+        Command::Serve(_) | Command::Keep(_) | Command::Porter => {}
         _ => log::of_verb(),
     }
     match &arguments.command {
@@ -90,6 +90,8 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Command::Serve(arguments) => return serve(arguments),
         #[cfg(feature = "serve")]
         Command::Keep(arguments) => keep(arguments)?,
+        #[cfg(feature = "serve")]
+        Command::Porter => serve::receive_descriptors()?,
         #[cfg(feature = "serve")]
         Command::Try(arguments) => trial::run(arguments)?,
         #[cfg(feature = "serve")]

@@ -2,6 +2,7 @@
 
 mod settings;
 
+use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 use std::os::fd::FromRawFd;
 use std::os::unix::net::UnixListener;
@@ -96,11 +97,22 @@ impl ServeArguments {
         };
         let options = settings.options(&self.bindings);
         let mut options = options.map_err(Failure::bad_input)?;
+        options.porter = porter().map_err(Failure::failed)?;
         if let Some(directory) = &settings.state {
             options.state = Some(state(directory).map_err(Failure::failed)?);
         }
         Ok((options, settings))
     }
+}
+
+/// The porter is this program, with another verb.
+fn porter() -> io::Result<Vec<OsString>> {
+    Ok(vec![std::env::current_exe()?.into(), "porter".into()])
+}
+
+/// The porter's process.
+pub(crate) fn receive_descriptors() -> Result<(), Failure> {
+    pagetide_serve::receive_descriptors().map_err(Failure::failed)
 }
 
 /// The keeper is this program, with another verb.

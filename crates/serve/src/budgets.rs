@@ -6,13 +6,16 @@
 mod limits;
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use thiserror::Error;
 
 use crate::handshake::VmRegion;
 use crate::log_limit::LogLimit;
 use crate::native::message::RefusedCode;
+use crate::porter::Porter;
 
 pub use limits::UserLimits;
 pub(crate) use limits::{Amounts, Resource};
@@ -57,16 +60,22 @@ impl OverBudget {
     pub(crate) fn code(&self) -> RefusedCode {
         match self.resource {
             Resource::Regions | Resource::Pages => RefusedCode::Regions,
-            Resource::Descriptors => RefusedCode::Descriptors,
+            Resource::Descriptors | Resource::Closings => RefusedCode::Descriptors,
             Resource::Connections | Resource::Threads | Resource::Mappings => RefusedCode::Internal,
         }
     }
 }
 
+/// Messages with descriptors that are of no use to the server: processes that close these, of one user. Closing may hang.
+const CLOSINGS: u64 = 4;
+
 /// The users of a server.
 #[derive(Debug)]
 pub(crate) struct Budgets {
     limits: UserLimits,
+    porter: Option<Arc<Porter>>,
+    /// All clients above a limit.
+    nobody: Arc<User>,
     users: Mutex<HashMap<u32, Arc<User>>>,
 }
 
@@ -77,10 +86,33 @@ struct User {
     taken: Mutex<Amounts>,
     /// Held by the one handshake that is worked on.
     turn: Mutex<()>,
+    /// Receives descriptors.
+    porter: Option<Arc<Porter>>,
+    /// Each is at its end when the descriptors of a message are closed.
+    closings: Mutex<Vec<OwnedFd>>,
     refusals_logged: LogLimit,
 }
 
 impl User {
+    fn new(limits: UserLimits, porter: Option<Arc<Porter>>) -> Self {
+        Self {
+            limits,
+            taken: Mutex::default(),
+            turn: Mutex::default(),
+            porter,
+            closings: Mutex::default(),
+            refusals_logged: LogLimit::of(REFUSAL_LINES),
+        }
+    }
+
+    /// Those that have not ended.
+    fn closings(&self) -> MutexGuard<'_, Vec<OwnedFd>> {
+        let closings = self.closings.lock();
+        let mut closings = closings.unwrap_or_else(PoisonError::into_inner);
+        closings.retain(|socket| !is_at_end(socket));
+        closings
+    }
+
     fn lock(&self) -> MutexGuard<'_, Amounts> {
         // Numbers: nothing panics between two changes that belong together.
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
@@ -119,9 +151,12 @@ pub(crate) struct Charge {
 }
 
 impl Budgets {
-    pub(crate) fn new(limits: UserLimits) -> Self {
+    pub(crate) fn new(limits: UserLimits, porter: Option<Arc<Porter>>) -> Self {
+        let nobody = User::new(UserLimits::default(), porter.clone());
         Self {
             limits,
+            porter,
+            nobody: Arc::new(nobody),
             users: Mutex::default(),
         }
     }
@@ -152,24 +187,54 @@ impl Budgets {
     fn user(&self, uid: u32) -> Arc<User> {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         if users.len() > IDLE_USERS {
-            users.retain(|_, user| user.lock().of(Resource::Connections) > 0);
+            users.retain(|_, user| {
+                user.lock().of(Resource::Connections) > 0 || !user.closings().is_empty()
+            });
         }
-        let user = users.entry(uid).or_insert_with(|| {
-            Arc::new(User {
-                limits: self.limits,
-                taken: Mutex::default(),
-                turn: Mutex::default(),
-                refusals_logged: LogLimit::of(REFUSAL_LINES),
-            })
-        });
+        let user = users.entry(uid);
+        let user = user.or_insert_with(|| Arc::new(User::new(self.limits, self.porter.clone())));
         Arc::clone(user)
+    }
+
+    /// What is charged to nobody.
+    pub(crate) fn of_nobody(&self) -> Charge {
+        Charge {
+            user: Arc::clone(&self.nobody),
+            taken: Mutex::default(),
+        }
     }
 }
 
 impl Charge {
-    /// What is charged to nobody.
-    pub(crate) fn of_nobody() -> Self {
-        Budgets::new(UserLimits::default()).charge_anyway(0)
+    /// A client's charge at a server without others.
+    #[cfg(test)]
+    pub(crate) fn alone() -> Self {
+        Budgets::new(UserLimits::default(), None).of_nobody()
+    }
+
+    /// The process that receives descriptors, as long as there is one.
+    pub(crate) fn porter(&self) -> Option<&Porter> {
+        let porter = self.user.porter.as_deref();
+        porter.filter(|porter| !porter.is_gone())
+    }
+
+    /// The user's messages whose descriptors are not closed yet, if there is room for another. One message of a user is
+    /// received at a time.
+    ///
+    /// # Errors
+    /// [`OverBudget`].
+    pub(crate) fn closings(&self) -> Result<MutexGuard<'_, Vec<OwnedFd>>, OverBudget> {
+        let closings = self.user.closings();
+        let taken = closings.len() as u64;
+        match taken < CLOSINGS {
+            true => Ok(closings),
+            false => Err(OverBudget {
+                resource: Resource::Closings,
+                limit: CLOSINGS,
+                taken,
+                wanted: 1,
+            }),
+        }
     }
 
     /// Charges more to the client.
@@ -241,6 +306,12 @@ impl Charge {
     fn lock(&self) -> MutexGuard<'_, Amounts> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether the other end of a socket is closed.
+fn is_at_end(socket: &OwnedFd) -> bool {
+    let mut polled = [PollFd::new(socket, PollFlags::IN)];
+    poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
 fn of_vm(regions: &[VmRegion]) -> Amounts {

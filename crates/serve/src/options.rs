@@ -1,5 +1,6 @@
 //! What a server does.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -135,6 +136,10 @@ pub struct Options {
     /// What else one user's clients may take; `None` for all but an eighth of what the process may have when the server is
     /// bound.
     pub user_limits: Option<UserLimits>,
+    /// The command of a process that receives descriptors for the server: a program that calls
+    /// [`receive_descriptors`](crate::receive_descriptors), and its arguments. If it is empty, the server receives them
+    /// itself, and a client can keep its process from ending: by a file that does not let itself be closed.
+    pub porter: Vec<OsString>,
     /// Where VMs are kept for a successor of this server.
     pub state: Option<StateOptions>,
     /// How images are opened.
@@ -165,6 +170,7 @@ impl Default for Options {
             drain_patience: Duration::from_secs(120),
             stop_limit: Duration::from_millis(3500),
             resume_after: Duration::from_secs(2),
+            porter: Vec::new(),
             state: None,
             images: OpenOptions::default(),
         }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::porter::Porter;
 use crate::state::State;
 use crate::stopper::Stopper;
 
@@ -16,6 +17,7 @@ pub(crate) struct Readiness {
     /// [`crate::Options::max_vms`].
     limit: AtomicUsize,
     state: Option<Arc<State>>,
+    porter: Option<Arc<Porter>>,
 }
 
 /// Why a server takes no further VMs, or does not do all that it should.
@@ -27,6 +29,8 @@ pub(crate) enum Trouble {
     Full { limit: usize },
     /// VMs do not outlive it.
     NoKeeper,
+    /// The server receives descriptors itself.
+    NoPorter,
     /// Guests wait for content, or for memory that takes it.
     Stalled { regions: u64 },
 }
@@ -36,7 +40,7 @@ impl Trouble {
     pub(crate) fn refuses_vms(self) -> bool {
         match self {
             Self::Ending | Self::Full { .. } => true,
-            Self::NoKeeper | Self::Stalled { .. } => false,
+            Self::NoKeeper | Self::NoPorter | Self::Stalled { .. } => false,
         }
     }
 }
@@ -47,6 +51,9 @@ impl fmt::Display for Trouble {
             Self::Ending => f.write_str("the server ends"),
             Self::Full { limit } => write!(f, "no room for another VM: --max-vms is {limit}"),
             Self::NoKeeper => f.write_str("the keeper has ended: VMs do not outlive the server"),
+            Self::NoPorter => f.write_str(
+                "the porter has ended: a client can hang the server's end; restart the server",
+            ),
             Self::Stalled { regions } => write!(f, "guests wait, stalled regions: {regions}"),
         }
     }
@@ -57,13 +64,14 @@ impl Readiness {
         stopper: Stopper,
         vms: Arc<AtomicUsize>,
         limit: usize,
-        state: Option<Arc<State>>,
+        (state, porter): (Option<Arc<State>>, Option<Arc<Porter>>),
     ) -> Self {
         Self {
             stopper,
             vms,
             limit: AtomicUsize::new(limit),
             state,
+            porter,
         }
     }
 
@@ -77,10 +85,12 @@ impl Readiness {
         let limit = self.limit.load(Ordering::Relaxed);
         let is_full = self.vms.load(Ordering::Relaxed) >= limit;
         let has_no_keeper = self.state.as_ref().is_some_and(|state| state.is_lost());
+        let has_no_porter = self.porter.as_ref().is_some_and(|porter| porter.is_gone());
         let all = [
             (self.stopper.is_stopping(), Trouble::Ending),
             (is_full, Trouble::Full { limit }),
             (has_no_keeper, Trouble::NoKeeper),
+            (has_no_porter, Trouble::NoPorter),
             (
                 stalled_regions > 0,
                 Trouble::Stalled {

@@ -7,15 +7,13 @@ use std::time::{Duration, Instant};
 use pagetide_uapi::userfaultfd::{AdoptError, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::RecvFlags;
 use thiserror::Error;
 
 use crate::arriving::Arriving;
-use crate::budgets::{Charge, OverBudget, Resource};
+use crate::budgets::Charge;
 use crate::handshake::{HandshakeError, Parsed, VmRegion, parse};
+use crate::intake::{IntakeError, receive};
 use crate::native::frame::MAGIC;
-use crate::native::message::MAX_DESCRIPTORS;
-use crate::native::socket::receive;
 
 /// The size of one read.
 const READ_BYTES: usize = 64 << 10;
@@ -49,12 +47,18 @@ pub enum ReceiveError {
     /// The descriptor is no userfaultfd.
     #[error("the VMM's descriptor cannot be used")]
     NotUserfaultfd(#[from] AdoptError),
-    /// There is no room for its descriptors, which stay where they are.
-    #[error(transparent)]
-    Budget(#[from] OverBudget),
-    /// The connection failed.
-    #[error("reading the VMM's message")]
-    Read(#[source] Errno),
+    /// The descriptor is no userfaultfd, and was not passed on to the server.
+    #[error("the VMM's descriptor is {name:?}: a VMM sends its userfaultfd")]
+    OtherKind {
+        /// The kernel's name of it.
+        name: String,
+    },
+    /// Nothing was received.
+    #[error("the VMM's message")]
+    Intake(#[from] IntakeError),
+    /// Waiting for the connection failed.
+    #[error("waiting for the VMM's message")]
+    Wait(#[source] Errno),
     /// The server ends.
     #[error("the server ends")]
     Stopping,
@@ -155,23 +159,16 @@ impl Received {
         charge: &Charge,
         room: &mut [u8],
     ) -> Result<bool, ReceiveError> {
-        charge.take(Resource::Descriptors, MAX_DESCRIPTORS as u64)?;
-        let mut arrived = Vec::new();
-        let received = receive(stream, room, &mut arrived, RecvFlags::DONTWAIT);
-        charge.give_back(
-            Resource::Descriptors,
-            (MAX_DESCRIPTORS - arrived.len()) as u64,
-        );
-        self.descriptors.extend(arrived);
-        match received {
-            Ok(got) => {
-                self.message.push(room.get(..got.bytes).unwrap_or_default());
-                self.is_cut |= got.is_cut;
-                Ok(got.bytes > 0)
-            }
-            Err(Errno::AGAIN | Errno::INTR) => Ok(true),
-            Err(errno) => Err(ReceiveError::Read(errno)),
+        let got = match receive(stream, room, &mut self.descriptors, charge) {
+            Err(IntakeError::Read(Errno::AGAIN | Errno::INTR)) => return Ok(true),
+            got => got?,
+        };
+        if let Some(name) = got.other {
+            return Err(ReceiveError::OtherKind { name });
         }
+        self.message.push(room.get(..got.bytes).unwrap_or_default());
+        self.is_cut |= got.is_cut;
+        Ok(got.bytes > 0)
     }
 }
 
@@ -181,7 +178,7 @@ fn is_readable(stream: &UnixStream, timeout: Duration) -> Result<bool, ReceiveEr
     match poll(&mut polled, timeout.as_ref()) {
         Ok(ready) => Ok(ready > 0),
         Err(Errno::INTR) => Ok(false),
-        Err(errno) => Err(ReceiveError::Read(errno)),
+        Err(errno) => Err(ReceiveError::Wait(errno)),
     }
 }
 
@@ -193,13 +190,14 @@ mod tests {
 
     use super::*;
     use crate::budgets::{Budgets, UserLimits};
+    use crate::native::message::MAX_DESCRIPTORS;
 
     const NEVER: Duration = Duration::from_secs(24 * 3600);
 
     /// All handshakes of one user together take no more than one processor, and hold up nobody else's.
     #[test]
     fn of_one_user_one_handshake_is_worked_on_at_a_time() {
-        let budgets = Budgets::new(UserLimits::default());
+        let budgets = Budgets::new(UserLimits::default(), None);
         let [busy, same, other] = [1, 1, 2].map(|uid| budgets.charge(uid, 9).unwrap());
         let handshake = |charge: Charge| {
             move || {
@@ -225,7 +223,7 @@ mod tests {
             descriptors: 2 * MAX_DESCRIPTORS as u64,
             ..UserLimits::default()
         };
-        let budgets = Budgets::new(limits);
+        let budgets = Budgets::new(limits, None);
         let (first, second) = (budgets.charge(1, 9).unwrap(), budgets.charge(1, 9).unwrap());
         let receive = |charge: &Charge| {
             let (ours, theirs) = UnixStream::pair().unwrap();
@@ -240,7 +238,8 @@ mod tests {
         assert!(matches!(error, ReceiveError::Descriptors { count: 16 }));
         assert_eq!(count, 16);
         let (count, error) = receive(&second);
-        assert!(matches!(error, ReceiveError::Budget(_)), "{error}");
+        let is_refused = matches!(error, ReceiveError::Intake(IntakeError::Budget(_)));
+        assert!(is_refused, "{error}");
         assert_eq!(count, 0);
     }
 }

@@ -24,6 +24,7 @@ use crate::named_image::{NamedImage, NoImage, Offer};
 use crate::options::{Binding, OnFailure, Options};
 use crate::parking::Parking;
 use crate::peer::Peer;
+use crate::porter::Porter;
 use crate::readiness::Readiness;
 use crate::state::{KeptVm, State, StateError};
 use crate::stopper::Stopper;
@@ -55,9 +56,20 @@ pub enum StartError {
     /// The VMs of a former server cannot be taken over.
     #[error(transparent)]
     State(#[from] StateError),
+    /// The process that receives descriptors did not start.
+    #[error("the porter did not start")]
+    Porter(#[source] io::Error),
     /// The kernel refused a descriptor.
     #[error("creating the server's descriptors")]
     Descriptor(#[source] Errno),
+}
+
+fn start_porter(options: &Options, stopper: &Stopper) -> Result<Option<Arc<Porter>>, StartError> {
+    if options.porter.is_empty() {
+        return Ok(None);
+    }
+    let porter = Porter::start(&options.porter, stopper.clone());
+    Ok(Some(Arc::new(porter.map_err(StartError::Porter)?)))
 }
 
 /// A socket has one image. Paths are compared without what leads nowhere, such as `./`.
@@ -123,6 +135,7 @@ impl Server {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ended = Arc::new(eventfd(0, flags).map_err(StartError::Descriptor)?);
         let stopper = Stopper::new(options.stop_limit).map_err(StartError::Descriptor)?;
+        let porter = start_porter(&options, &stopper)?;
         let (state, kept) = match &options.state {
             None => (None, Vec::new()),
             Some(state) => {
@@ -132,13 +145,15 @@ impl Server {
         };
         let vms: Arc<AtomicUsize> = Arc::default();
         let limit = options.max_vms;
-        let readiness = Readiness::new(stopper.clone(), Arc::clone(&vms), limit, state.clone());
+        let helpers = (state.clone(), porter.clone());
+        let readiness = Readiness::new(stopper.clone(), Arc::clone(&vms), limit, helpers);
         let readiness = Arc::new(readiness);
         let metrics = Metrics::default();
         metrics.watch_readiness(Arc::clone(&readiness));
         let parking = Parking::new(stopper.clone(), Arc::clone(&ended));
         let parking = Arc::new(parking.map_err(StartError::Descriptor)?);
         let limits = options.user_limits;
+        let limits = limits.unwrap_or_else(UserLimits::of_this_process);
         let common = Common {
             options: Arc::default(),
             metrics,
@@ -154,7 +169,7 @@ impl Server {
             readiness,
             had_vm: Arc::default(),
             ended,
-            budgets: Budgets::new(limits.unwrap_or_else(UserLimits::of_this_process)),
+            budgets: Budgets::new(limits, porter),
             turned_away: TurnedAway::default(),
             limit_logged: LogLimit::default(),
             first_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
@@ -449,7 +464,9 @@ impl Server {
         let Some(charge) = self.room_for(&peer, &socket) else {
             self.common.metrics.count(|totals| totals.vms_refused = 1);
             if self.common.options.on_failure == OnFailure::Kill {
-                self.turned_away.kill_if_vmm(&self.common, peer, stream);
+                let charge = self.budgets.of_nobody();
+                self.turned_away
+                    .kill_if_vmm(&self.common, peer, stream, charge);
             }
             return;
         };

@@ -24,6 +24,7 @@ struct Client {
     common: Arc<Common>,
     peer: Peer,
     stream: UnixStream,
+    charge: Charge,
 }
 
 /// The thread that looks at them, once there is one.
@@ -32,11 +33,18 @@ pub(crate) struct TurnedAway(OnceLock<Option<SyncSender<Client>>>);
 
 impl TurnedAway {
     /// Kills the process behind a connection if it is a VMM.
-    pub(crate) fn kill_if_vmm(&self, common: &Arc<Common>, peer: Peer, stream: UnixStream) {
+    pub(crate) fn kill_if_vmm(
+        &self,
+        common: &Arc<Common>,
+        peer: Peer,
+        stream: UnixStream,
+        charge: Charge,
+    ) {
         let client = Client {
             common: Arc::clone(common),
             peer,
             stream,
+            charge,
         };
         let Some(queue) = self.0.get_or_init(start) else {
             return;
@@ -66,11 +74,12 @@ fn look_at(clients: &Receiver<Client>) {
             common,
             peer,
             stream,
+            charge,
         } = client;
         let mut received = Received::default();
         let stopping = || common.stopper.is_stopping();
         // Whatever the message says: it is not served.
-        let _ = received.receive(&stream, &Charge::of_nobody(), PATIENCE, stopping);
+        let _ = received.receive(&stream, &charge, PATIENCE, stopping);
         if received.has_userfaultfd() {
             kill(&common, &peer);
         }

@@ -16,6 +16,9 @@ pub(crate) enum Resource {
     Regions,
     /// Of its memory: a byte in a page map for each.
     Pages,
+    /// Messages whose descriptors are being closed, by a process each. Not in [`Amounts`]: a client that has left does not end
+    /// them.
+    Closings,
 }
 
 impl Resource {
@@ -37,6 +40,7 @@ impl Resource {
                 "raise the server's limit of descriptors (ulimit -n, LimitNOFILE=)"
             }
             Self::Mappings => "raise the sysctl vm.max_map_count",
+            Self::Closings => "they end with the file systems whose files were sent",
             Self::Regions | Self::Pages => "serve some of the VMs by another server",
         }
     }
@@ -51,6 +55,9 @@ impl fmt::Display for Resource {
             Self::Mappings => "mappings",
             Self::Regions => "regions",
             Self::Pages => "pages of memory",
+            Self::Closings => {
+                "messages with descriptors that are no userfaultfds and not closed yet"
+            }
         })
     }
 }
@@ -137,10 +144,10 @@ impl UserLimits {
         }
     }
 
-    /// `None` for connections.
+    /// `None` for what has its limit elsewhere.
     pub(super) fn of(&self, resource: Resource) -> Option<u64> {
         Some(match resource {
-            Resource::Connections => return None,
+            Resource::Connections | Resource::Closings => return None,
             Resource::Threads => self.threads,
             Resource::Descriptors => self.descriptors,
             Resource::Mappings => self.mappings,

@@ -3,7 +3,7 @@ use pagetide_memory::{HostAddress, HostRange, PageSize};
 use super::*;
 
 fn budgets() -> Budgets {
-    Budgets::new(UserLimits::default())
+    Budgets::new(UserLimits::default(), None)
 }
 
 #[test]
@@ -55,10 +55,10 @@ fn limited(resource: Resource, limit: u64) -> Budgets {
         Resource::Descriptors => &mut limits.descriptors,
         Resource::Mappings => &mut limits.mappings,
         Resource::Regions => &mut limits.regions,
-        Resource::Connections | Resource::Pages => &mut limits.pages,
+        _ => &mut limits.pages,
     };
     *field = limit;
-    Budgets::new(limits)
+    Budgets::new(limits, None)
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags};
+use rustix::net::SendFlags;
 use thiserror::Error;
 
 use super::frame::{Decoder, FrameError, HEADER_BYTES, MAGIC, MAX_PAYLOAD_BYTES};
@@ -14,6 +14,7 @@ use super::message::{DecodeError, MAX_DESCRIPTORS, Message, PageMapPart, Refused
 use super::socket;
 use crate::budgets::{Charge, OverBudget, Resource};
 use crate::handshake::VmRegion;
+use crate::intake::{IntakeError, receive};
 
 /// The size of one read.
 const READ_BYTES: usize = 64 << 10;
@@ -48,6 +49,12 @@ pub(crate) enum SessionError {
     /// There is no room for its descriptors.
     #[error(transparent)]
     Budget(#[from] OverBudget),
+    /// A descriptor is of no use, and was not passed on to the server.
+    #[error("a descriptor is neither a userfaultfd nor memory")]
+    OtherKind,
+    /// The process that receives descriptors has no answer.
+    #[error("the server could not receive descriptors")]
+    Porter(#[source] Errno),
     /// The client has asked for more files than it can need.
     #[error("more than {MAX_SHARED} answers with a descriptor")]
     TooManyShared,
@@ -58,7 +65,10 @@ impl SessionError {
         match self {
             Self::Frame(_) | Self::Decode(_) => RefusedCode::Protocol,
             Self::Budget(error) => error.code(),
-            Self::Descriptors | Self::Unexpected | Self::TooManyShared => RefusedCode::Descriptors,
+            Self::Porter(_) => RefusedCode::Internal,
+            Self::Descriptors | Self::Unexpected | Self::OtherKind | Self::TooManyShared => {
+                RefusedCode::Descriptors
+            }
         }
     }
 }
@@ -178,16 +188,12 @@ impl<'a> Session<'a> {
         }
         let mut bytes = [0; READ_BYTES];
         let mut arrived = Vec::new();
-        let flags = RecvFlags::DONTWAIT;
-        self.charge
-            .take(Resource::Descriptors, MAX_DESCRIPTORS as u64)?;
-        let got = socket::receive(self.stream, &mut bytes, &mut arrived, flags);
-        let free = MAX_DESCRIPTORS.saturating_sub(arrived.len());
-        self.charge.give_back(Resource::Descriptors, free as u64);
-        let got = match got {
+        let got = match receive(self.stream, &mut bytes, &mut arrived, self.charge) {
             Ok(got) => got,
-            Err(Errno::AGAIN | Errno::INTR) => return Ok(true),
-            Err(_) => return Ok(false),
+            Err(IntakeError::Read(Errno::AGAIN | Errno::INTR)) => return Ok(true),
+            Err(IntakeError::Read(_)) => return Ok(false),
+            Err(IntakeError::Budget(error)) => return Err(error.into()),
+            Err(IntakeError::Porter(errno)) => return Err(SessionError::Porter(errno)),
         };
         if got.bytes == 0 {
             return Ok(false);
@@ -200,6 +206,9 @@ impl<'a> Session<'a> {
         }
         // Those that fit stay open even if the message is refused: one may be the last userfaultfd.
         self.descriptors.extend(arrived);
+        if got.other.is_some() {
+            return Err(SessionError::OtherKind);
+        }
         if got.is_cut || self.descriptors.len() > MAX_DESCRIPTORS {
             return Err(SessionError::Descriptors);
         }
@@ -377,7 +386,7 @@ mod tests {
     #[test]
     fn a_client_that_does_not_read_is_not_read_from() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let charge = Charge::of_nobody();
+        let charge = Charge::alone();
         let mut session = Session::new(&ours, &requests(10_000), Vec::new(), &charge);
         let text = "x".repeat(900);
         let mut answered = 0;
@@ -399,7 +408,7 @@ mod tests {
     #[test]
     fn requests_that_waited_for_room_are_served_when_there_is_room() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let charge = Charge::of_nobody();
+        let charge = Charge::alone();
         let mut session = Session::new(&ours, &requests(200), Vec::new(), &charge);
         let text = "x".repeat(900);
         let mut answered = 0;
@@ -428,7 +437,7 @@ mod tests {
     #[test]
     fn an_unknown_message_is_skipped_if_it_is_optional() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let charge = Charge::of_nobody();
+        let charge = Charge::alone();
         let mut bytes = MAGIC.to_vec();
         for flags in [1, 0] {
             let mut frame = Message::Drain.frame(5, false);

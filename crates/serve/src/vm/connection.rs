@@ -13,6 +13,7 @@ use super::start::{Plan, Start};
 use super::{Client, Common, End, Link, Vm, VmError, chain, kill};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
+use crate::intake::IntakeError;
 use crate::metrics::Totals;
 use crate::named_image::Offer;
 use crate::native::FEATURE_SPACES;
@@ -109,7 +110,7 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
 fn is_over_budget(error: &VmError) -> bool {
     matches!(
         error,
-        VmError::Receive(ReceiveError::Budget(_))
+        VmError::Receive(ReceiveError::Intake(IntakeError::Budget(_)))
             | VmError::Attach(AttachError::Session(SessionError::Budget(_)))
     )
 }

@@ -13,6 +13,7 @@
 pub mod child;
 pub mod native;
 
+use std::ffi::OsString;
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -56,6 +57,24 @@ pub fn has_userfaultfd() -> bool {
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+/// The porter's process, when a server has started it.
+#[test]
+fn receives_descriptors() {
+    if std::env::args_os().eq(porter()) {
+        pagetide_serve::receive_descriptors().unwrap();
+        std::process::exit(0);
+    }
+}
+
+/// The command of a porter: this test binary, started again.
+pub fn porter() -> Vec<OsString> {
+    let program = std::env::current_exe().unwrap();
+    let this = concat!(module_path!(), "::receives_descriptors");
+    // Without the name of the crate.
+    let (_, test) = this.split_once("::").unwrap();
+    vec![program.into(), "--exact".into(), test.into()]
 }
 
 /// The content of page `page` of an image.

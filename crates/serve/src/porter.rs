@@ -1,0 +1,142 @@
+//! The porter: a process that receives descriptors for the server, and hands it those that it can use.
+//!
+//! A descriptor that is received is open, and has to be closed: closing a file of a FUSE mount asks the process that serves
+//! the mount, which may be the client's and never answer. Neither a thread nor a process can be ended meanwhile. So a client's
+//! descriptors are received by a child of the porter that lives for one message: it passes on userfaultfds and memory files,
+//! whose closing waits for nobody, and closes all others by its end.
+
+mod process;
+mod wire;
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use crate::stopper::Stopper;
+
+pub use process::receive_descriptors;
+use wire::Reply;
+
+/// The longest wait for the porter without a look at the end of the server.
+const SLICE: Duration = Duration::from_millis(200);
+
+/// The porter, as its server sees it.
+#[derive(Debug)]
+pub(crate) struct Porter {
+    socket: OwnedFd,
+    stopper: Stopper,
+    /// It has ended. Nothing is received by it any more.
+    is_gone: AtomicBool,
+}
+
+/// What a child of the porter has received.
+#[derive(Debug)]
+pub(crate) struct Brought {
+    pub(crate) bytes: usize,
+    pub(crate) descriptors: Vec<OwnedFd>,
+    /// More came than one message may have.
+    pub(crate) is_cut: bool,
+    /// The name of one that is of no use.
+    pub(crate) other: Option<String>,
+    /// At its end when all of these are closed.
+    pub(crate) closing: OwnedFd,
+}
+
+impl Porter {
+    /// Starts a porter: a command that calls [`receive_descriptors`].
+    pub(crate) fn start(command: &[OsString], stopper: Stopper) -> io::Result<Self> {
+        let Some((program, arguments)) = command.split_first() else {
+            return Err(io::Error::other("no command for it"));
+        };
+        let (ours, theirs) = pair()?;
+        let mut child = Command::new(program)
+            .args(arguments)
+            .stdin(Stdio::from(theirs))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn()?;
+        // Reaped if it ends before this process.
+        let reaping = std::thread::Builder::new().name("pt-porter".into());
+        let _ = reaping.spawn(move || child.wait());
+        Ok(Self {
+            socket: ours,
+            stopper,
+            is_gone: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether it has ended.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.is_gone.load(Ordering::Relaxed)
+    }
+
+    /// Has the next message of a connection received, of which a look has shown that descriptors are beside it.
+    ///
+    /// # Errors
+    /// The kernel's error; [`Errno::PIPE`] if the porter has ended.
+    pub(crate) fn receive(&self, stream: &UnixStream, room: &mut [u8]) -> Result<Brought, Errno> {
+        let (ours, theirs) = pair()?;
+        let beside = [stream.as_fd(), theirs.as_fd()];
+        let sent = self.send(wire::RECEIVE, &beside);
+        drop(theirs);
+        sent?;
+        let Some((reply, descriptors)) = self.reply(ours.as_fd(), room)? else {
+            // Its child was killed, or it could not make one.
+            return Err(Errno::CHILD);
+        };
+        Ok(Brought {
+            bytes: reply.result?,
+            descriptors,
+            is_cut: reply.is_cut,
+            other: reply.other,
+            closing: ours,
+        })
+    }
+
+    fn send(&self, text: &[u8], beside: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+        let sent = wire::send(self.socket.as_fd(), text, beside);
+        let is_new = matches!(
+            sent,
+            Err(Errno::PIPE | Errno::CONNRESET | Errno::CONNREFUSED)
+        ) && !self.is_gone.swap(true, Ordering::Relaxed);
+        if is_new {
+            tracing::error!(
+                "the porter has ended: descriptors are received by the server itself, and a client can hang its end; restart it"
+            );
+        }
+        sent
+    }
+
+    /// Waits for a child's answer; `None` if there is none.
+    fn reply(
+        &self,
+        socket: BorrowedFd<'_>,
+        room: &mut [u8],
+    ) -> Result<Option<(Reply, Vec<OwnedFd>)>, Errno> {
+        loop {
+            let mut polled = [PollFd::new(&socket, PollFlags::IN)];
+            let timeout = Timespec::try_from(SLICE).ok();
+            match poll(&mut polled, timeout.as_ref()) {
+                Ok(0) if self.stopper.is_stopping() => return Err(Errno::CANCELED),
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return wire::receive_reply(socket, room),
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+fn pair() -> Result<(OwnedFd, OwnedFd), Errno> {
+    let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+    socketpair(AddressFamily::UNIX, kind, flags, None)
+}
