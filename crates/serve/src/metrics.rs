@@ -98,6 +98,8 @@ metrics! {
     sampled_pages = "Pages of working sets that were left out of their replay, to see whether guests touch them",
     /// Those that guests have touched.
     sampled_pages_touched = "Pages left out of a replay that the guest has touched",
+    /// Times that the keeper has ended.
+    keeper_ends = "Times that the keeper of VMs (--state) has ended while the server ran",
     /// Pages that were recorded.
     recorded_pages = "Pages in the working sets that were recorded",
     }

@@ -8,9 +8,10 @@
 mod process;
 mod wire;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -103,6 +104,12 @@ impl Porter {
         })
     }
 
+    /// Has another process started, which this one may not start any more. It is not waited for.
+    pub(crate) fn spawn(&self, command: &[OsString]) -> Result<(), Errno> {
+        let words: Vec<&[u8]> = command.iter().map(|word| word.as_bytes()).collect();
+        self.send(&[wire::SPAWN, &words.join(&0)].concat(), &[])
+    }
+
     fn send(&self, text: &[u8], beside: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         let sent = wire::send(self.socket.as_fd(), text, beside);
         let is_new = matches!(
@@ -134,6 +141,11 @@ impl Porter {
             }
         }
     }
+}
+
+/// The command of a process, out of a message.
+fn command_of(words: &[u8]) -> impl Iterator<Item = &OsStr> {
+    words.split(|&byte| byte == 0).map(OsStr::from_bytes)
 }
 
 fn pair() -> Result<(OwnedFd, OwnedFd), Errno> {

@@ -50,7 +50,9 @@ impl fmt::Display for Trouble {
         match self {
             Self::Ending => f.write_str("the server ends"),
             Self::Full { limit } => write!(f, "no room for another VM: --max-vms is {limit}"),
-            Self::NoKeeper => f.write_str("the keeper has ended: VMs do not outlive the server"),
+            Self::NoKeeper => f.write_str(
+                "the keeper has ended, and there is no other yet: VMs do not outlive the server",
+            ),
             Self::NoPorter => f.write_str(
                 "the porter has ended: a client can hang the server's end; restart the server",
             ),

@@ -136,10 +136,12 @@ impl Server {
         let ended = Arc::new(eventfd(0, flags).map_err(StartError::Descriptor)?);
         let stopper = Stopper::new(options.stop_limit).map_err(StartError::Descriptor)?;
         let porter = start_porter(&options, &stopper)?;
+        let metrics = Metrics::default();
         let (state, kept) = match &options.state {
             None => (None, Vec::new()),
             Some(state) => {
-                let (state, kept) = State::open(state)?;
+                let (state, kept) =
+                    State::open(state, porter.clone(), options.on_failure, &metrics)?;
                 (Some(Arc::new(state)), kept)
             }
         };
@@ -148,7 +150,6 @@ impl Server {
         let helpers = (state.clone(), porter.clone());
         let readiness = Readiness::new(stopper.clone(), Arc::clone(&vms), limit, helpers);
         let readiness = Arc::new(readiness);
-        let metrics = Metrics::default();
         metrics.watch_readiness(Arc::clone(&readiness));
         let parking = Parking::new(stopper.clone(), Arc::clone(&ended));
         let parking = Arc::new(parking.map_err(StartError::Descriptor)?);

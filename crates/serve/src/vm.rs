@@ -378,7 +378,7 @@ impl Vm<'_> {
                 false => EventFlags::empty(),
             };
             // Unless the VMM has gone.
-            let is_handed_over = stops && self.keeping.as_ref().is_some_and(Keeping::has_a_keeper);
+            let is_handed_over = stops && self.keeping.as_ref().is_some_and(Keeping::is_held);
             if stops && !is_handed_over && drain_again.is_none() {
                 // It stays readable; from now on the deadline is looked at.
                 serving.unwatch(self.common.stopper.as_fd());

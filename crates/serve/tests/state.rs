@@ -5,8 +5,11 @@
 mod support;
 
 use std::fs::File;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -14,12 +17,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use pagetide_serve::{Options, Server, StateOptions, WorkingSet, WorkingSetMode, keep};
+use pagetide_serve::{OnFailure, Options, Server, StateOptions, WorkingSet, WorkingSetMode, keep};
+use rustix::fs::SealFlags;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use support::child::{Vmm, run_as_child};
 use support::native::*;
 use support::*;
 
 const DIRECTORY: &str = "PAGETIDE_TEST_STATE";
 const PREFETCH: &str = "PAGETIDE_TEST_PREFETCH";
+const KILLS: &str = "PAGETIDE_TEST_KILLS";
 const RECORDS: &str = "PAGETIDE_TEST_RECORDS";
 
 /// The keeper's process, when a server has started it.
@@ -66,6 +73,11 @@ fn server() {
         }),
         stop_limit: NEVER,
         handshake_limit: NEVER,
+        on_failure: match std::env::var_os(KILLS) {
+            Some(_) => OnFailure::Kill,
+            None => OnFailure::Stall,
+        },
+        porter: porter(),
         ..Options::default()
     };
     let server = Server::bind(options).unwrap();
@@ -198,10 +210,17 @@ fn keeper_of(place: &Place) -> rustix::process::Pid {
     sockopt::socket_peercred(&socket).unwrap().pid
 }
 
-/// The kernel kills what takes memory, and people what they do not know. A keeper that has gone refuses no VM, and a
-/// server that ends hands none over to it.
+/// Ends a keeper as the kernel does when memory is short.
+fn kill(keeper: rustix::process::Pid) {
+    rustix::process::kill_process(keeper, rustix::process::Signal::KILL).unwrap();
+    eventually("its end", || {
+        rustix::process::test_kill_process(keeper).is_err()
+    });
+}
+
+/// The kernel kills what takes memory, and people what they do not know. Another keeper gets the VMs of one that has gone.
 #[test]
-fn a_keeper_that_dies_costs_no_vm() {
+fn a_keeper_that_dies_is_replaced_and_gets_all_vms_again() {
     if !has_userfaultfd() {
         return;
     }
@@ -210,18 +229,129 @@ fn a_keeper_that_dies_costs_no_vm() {
     let (before, after) = (shared(64), shared(64));
     let _before = before.connect(&place.socket());
     before.check(3, &content(3));
-    let keeper = keeper_of(&place);
-    rustix::process::kill_process(keeper, rustix::process::Signal::KILL).unwrap();
-    eventually("its end", || {
-        rustix::process::test_kill_process(keeper).is_err()
-    });
+    discard(&before, 5, 1);
+    kill(keeper_of(&place));
     let _after = after.connect(&place.socket());
     after.check(3, &content(3));
-    assert!(log(&place).contains("the keeper does not answer"));
+    eventually("another keeper", || {
+        log(&place).contains("another keeper gets the VMs")
+    });
+    assert!(log(&place).contains("the keeper has ended"));
     serving.stop();
+    let asleep = [&before, &after].map(|guest| guest.touch(9));
+    let serving = Serving::start(&place, false);
+    for asleep in asleep {
+        assert!(asleep.join() == content(9));
+    }
+    before.check(5, &[0; PAGE]);
+    serving.kill();
+    let _serving = Serving::start(&place, false);
     for guest in [before, after] {
+        (10..64).for_each(|page| guest.check(page, &content(page)));
+    }
+}
+
+/// What was sent may not have been received: nothing is left to a keeper that has not said that it holds it.
+#[test]
+fn a_server_without_a_keeper_that_answers_drains_its_vms() {
+    use rustix::process::{Signal, kill_process};
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let guests = [shared(64), shared(64)];
+    let serving = Serving::start(&place, false);
+    let keeper = keeper_of(&place);
+    // It takes what it is sent into the queue of its socket, and no more.
+    kill_process(keeper, Signal::STOP).unwrap();
+    let streams = guests.each_ref().map(|guest| {
+        let stream = guest.connect(&place.socket());
+        guest.check(3, &content(3));
+        stream
+    });
+    serving.stop();
+    for guest in guests {
         (0..64).for_each(|page| guest.check(page, &content(page)));
     }
+    kill(keeper);
+    drop(streams);
+    // No other can be started.
+    let guest = shared(64);
+    let serving = Serving::start(&place, false);
+    let _stream = guest.connect(&place.socket());
+    guest.check(3, &content(3));
+    let keeper = keeper_of(&place);
+    std::fs::remove_dir_all(place.directory.path().join("state")).unwrap();
+    kill(keeper);
+    eventually("the error", || {
+        log(&place).contains("no other keeper was started")
+    });
+    serving.stop();
+    (0..64).for_each(|page| guest.check(page, &content(page)));
+}
+
+/// The VMM's process, when it was started by another test.
+#[test]
+fn vmm() {
+    run_as_child();
+}
+
+/// Leaves a VM of a later version with a keeper, as a server of that version does.
+fn leave_to_keeper(place: &Place, id: u64, stream: &UnixStream) {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, connect, socket};
+    let path = place.directory.path().join("state/keeper.sock");
+    let keeper = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    connect(&keeper, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    let file = memfd(1, SealFlags::SHRINK);
+    let description = File::from(file.try_clone().unwrap());
+    description.set_len(4096).unwrap();
+    let text = br#"{"format":99,"socket":"","image":"","digest":"","regions":[]}"#;
+    description.write_all_at(&[b' '; 4096], 0).unwrap();
+    description.write_all_at(text, 0).unwrap();
+    let beside = [
+        file.as_fd(),
+        stream.as_fd(),
+        file.as_fd(),
+        description.as_fd(),
+    ];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&beside)));
+    let text = format!(r#"{{"keep":{{"id":{id}}}}}"#);
+    let parts = [IoSlice::new(text.as_bytes())];
+    sendmsg(&keeper, &parts, &mut ancillary, SendFlags::empty()).unwrap();
+    // What it is sent is not read: only its answer to this says that it holds the VM.
+    let mut answer = [0; 256];
+    while !answer.starts_with(br#"{"acknowledged""#) {
+        assert!(rustix::io::read(&keeper, &mut answer).unwrap() > 0);
+    }
+}
+
+/// A description of another version may mean something else: it is left alone, or its VMM ends, as is the policy.
+#[test]
+fn a_vm_of_another_version_waits_for_its_server_or_is_killed() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let guest = shared(64);
+    let serving = Serving::start(&place, false);
+    let _stream = guest.connect(&place.socket());
+    guest.check(3, &content(3));
+    serving.kill();
+    let other = place.directory.path().join("other.sock");
+    let listener = UnixListener::bind(&other).unwrap();
+    let mut vmm = Vmm::start("vmm", &other, 8);
+    let (stream, _) = listener.accept().unwrap();
+    leave_to_keeper(&place, 99, &stream);
+    let serving = Serving::start(&place, false);
+    guest.check(4, &content(4));
+    assert!(log(&place).contains("format 99, not 1"), "{}", log(&place));
+    assert!(vmm.is_running());
+    serving.kill();
+    let _serving = Serving::with(&place, &[KILLS]);
+    assert_eq!(vmm.signal(), Some(9));
+    guest.check(5, &content(5));
 }
 
 /// The digest of a raw image is that of some pages. A file that was replaced, or written to, between two servers
@@ -389,7 +519,7 @@ fn a_vm_that_the_keeper_must_not_have_is_drained_or_left_alone() {
     let mut leaving = attached(&left, &place.socket());
     left.check(1, &content(1));
     let parts = leaving.hand_over().unwrap();
-    let file = memfd(64, rustix::fs::SealFlags::SHRINK);
+    let file = memfd(64, SealFlags::SHRINK);
     let guest = Guest::of_file(file.as_fd(), 64, rustix::mm::MapFlags::SHARED);
     let mut client = connect(&place.socket());
     let attach = attach_of(&guest, vec![region(&guest).minor(1, 0)]);

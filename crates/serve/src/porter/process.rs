@@ -3,6 +3,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::process::{Command, Stdio};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::fcntl_get_seals;
@@ -10,7 +11,9 @@ use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 use rustix::process::{Pid, PidfdFlags, WaitOptions, pidfd_open, waitpid};
 
-use super::wire::{MAX_CLIENT_BYTES, MAX_NAME_BYTES, MAX_REQUEST_BYTES, RECEIVE, head, send_parts};
+use super::wire::{
+    MAX_CLIENT_BYTES, MAX_NAME_BYTES, MAX_REQUEST_BYTES, RECEIVE, SPAWN, head, send_parts,
+};
 use crate::native::message::MAX_DESCRIPTORS;
 
 /// The name of a userfaultfd in /proc/self/fd.
@@ -85,12 +88,28 @@ fn obey(server: BorrowedFd<'_>, children: &mut Vec<Child>) -> io::Result<bool> {
     if text.is_empty() {
         return Ok(false);
     }
-    if text == RECEIVE
+    if let Some(command) = text.strip_prefix(SPAWN) {
+        children.extend(spawn(command));
+    } else if text == RECEIVE
         && let Ok([client, answer]) = <[OwnedFd; 2]>::try_from(given)
     {
         children.extend(receive_in_child(&client, answer));
     }
     Ok(true)
+}
+
+/// Starts a program. If that fails, whoever waits for it says so.
+fn spawn(command: &[u8]) -> Option<Child> {
+    let mut words = super::command_of(command);
+    let mut command = Command::new(words.next()?);
+    command
+        .args(words)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    let pid = command.spawn().ok()?.id();
+    watched(Pid::from_raw(i32::try_from(pid).ok()?)?, None)
 }
 
 fn watched(pid: Pid, answer: Option<OwnedFd>) -> Option<Child> {

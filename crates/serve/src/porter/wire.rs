@@ -15,6 +15,9 @@ use crate::native::message::MAX_DESCRIPTORS;
 /// With a client's connection and the socket of the answer: receive once.
 pub(super) const RECEIVE: &[u8] = b"R";
 
+/// Before the words of a command, with a zero byte between two: start it.
+pub(super) const SPAWN: &[u8] = b"S";
+
 /// The longest request.
 pub(super) const MAX_REQUEST_BYTES: usize = 16 << 10;
 

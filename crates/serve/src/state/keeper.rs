@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use rustix::net::accept_with;
 
-use super::wire::{Message, listen_at, receive, send};
+use super::wire::{DESCRIPTORS, Message, listen_at, receive, send, send_now};
 use super::{SOCKET, check_user};
 
 /// How long a keeper without VMs waits for a server.
@@ -121,7 +121,12 @@ impl Keeper {
         };
         match receive(server.as_fd()) {
             Ok(Some((Message::Keep { id }, descriptors))) => {
-                self.vms.insert(id, descriptors);
+                // With fewer, this process has no room for more.
+                if descriptors.len() == DESCRIPTORS {
+                    self.vms.insert(id, descriptors);
+                    // A server that does not read is its own affair.
+                    let _ = send_now(server.as_fd(), &Message::Acknowledged { id }, &[]);
+                }
             }
             Ok(Some((Message::Forget { id }, _))) => {
                 self.vms.remove(&id);

@@ -5,6 +5,7 @@
 //! the VM's description. A server that starts with the same directory receives all of them, and goes on.
 //! `docs/design/serve.md` describes why nothing is lost.
 
+mod book;
 mod keeper;
 mod wire;
 
@@ -15,22 +16,27 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pagetide_memory::{MapFile, PageSize};
 use pagetide_sources::FileIdentity;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use pagetide_uapi::userfaultfd::Userfaultfd;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::handshake::{MAX_REGIONS, VmRegion, check_together, checked_region};
-use crate::peer::user_of;
+use crate::metrics::Metrics;
+use crate::options::OnFailure;
+use crate::peer::{Peer, user_of};
+use crate::porter::Porter;
 
+use book::{Book, Held};
 pub use keeper::keep;
 use wire::{Message, connect, receive, send};
 
@@ -180,16 +186,24 @@ pub(crate) struct KeptVm {
     pub(crate) description: Description,
 }
 
-/// The connection to the keeper.
+/// The VMs of a server, and its keeper.
 #[derive(Debug)]
 pub(crate) struct State {
-    socket: Mutex<OwnedFd>,
+    book: Arc<Book>,
     next_id: AtomicU64,
+    /// Talks to the keeper.
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl State {
-    /// Connects to the directory's keeper, or starts it. Returns the VMs that a former server has left.
-    pub(crate) fn open(options: &StateOptions) -> Result<(Self, Vec<KeptVm>), StateError> {
+    /// Connects to the directory's keeper, or starts it: by the porter, if there is one, which also starts others later.
+    /// Returns the VMs that a former server has left.
+    pub(crate) fn open(
+        options: &StateOptions,
+        porter: Option<Arc<Porter>>,
+        on_failure: OnFailure,
+        metrics: &Metrics,
+    ) -> Result<(Self, Vec<KeptVm>), StateError> {
         let directory = &options.directory;
         let failed = |source: io::Error| StateError::Directory {
             directory: directory.clone(),
@@ -199,104 +213,188 @@ impl State {
         let path = directory.join(SOCKET);
         let socket = match connect(&path) {
             Ok(socket) => socket,
-            Err(error) if has_no_keeper(&error) => start_keeper(options, &path)?,
+            Err(error) if has_no_keeper(&error) => start_keeper(options, porter.as_deref(), &path)?,
             // There may be a keeper, with VMs that another one would lose.
             Err(error) => return Err(failed(error)),
         };
-        check_user(socket.as_fd()).map_err(failed)?;
-        let (mut vms, mut next_id) = (Vec::new(), 1);
-        loop {
-            let received = receive(socket.as_fd()).map_err(failed)?;
-            match received {
-                None => {
-                    return Err(StateError::InUse {
-                        directory: directory.clone(),
-                    });
-                }
-                Some((Message::Kept { id }, descriptors)) => {
-                    // Also those that stay with the keeper: their numbers are taken.
-                    next_id = next_id.max(id.saturating_add(1));
-                    match kept_vm(id, descriptors) {
-                        Ok(vm) => vms.push(vm),
-                        Err(error) => tracing::error!(
-                            vm = id,
-                            %error,
-                            "a VM of a former server is not served: it sleeps, and stays with the keeper"
-                        ),
-                    }
-                }
-                Some((Message::Done, _)) => break,
-                Some(_) => {}
-            }
-        }
-        Ok((
-            Self {
-                socket: Mutex::new(socket),
-                next_id: AtomicU64::new(next_id),
-            },
-            vms,
-        ))
+        let (vms, next_id) = left_by_others(&socket, directory, on_failure)?;
+        let book = Book::new().map_err(|errno| failed(errno.into()))?;
+        let state = Self {
+            book: Arc::new(book),
+            next_id: AtomicU64::new(next_id),
+            thread: Mutex::default(),
+        };
+        let replace = porter.map(|porter| replace(options.clone(), porter, path));
+        let metrics = metrics.clone();
+        let lost = move || metrics.count(|totals| totals.keeper_ends = 1);
+        state.start(socket, lost, replace).map_err(failed)?;
+        Ok((state, vms))
+    }
+
+    /// Starts the thread that talks to the keeper.
+    fn start(
+        &self,
+        socket: OwnedFd,
+        lost: impl Fn() + Send + 'static,
+        replace: Option<book::Replace>,
+    ) -> io::Result<()> {
+        let book = Arc::clone(&self.book);
+        let thread = Builder::new().name("pt-keeper".into());
+        let thread = thread.spawn(move || book.talk(socket, lost, replace.as_ref()))?;
+        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(())
     }
 
     /// One without a keeper.
     #[cfg(test)]
     pub(crate) fn unattended() -> Self {
-        let (socket, _) = UnixStream::pair().unwrap();
         Self {
-            socket: Mutex::new(socket.into()),
+            book: Arc::new(Book::new().unwrap()),
             next_id: AtomicU64::new(1),
+            thread: Mutex::default(),
         }
     }
 
-    /// Keeps a VM. Returns its number at the keeper.
-    pub(crate) fn keep(
-        &self,
-        uffd: BorrowedFd<'_>,
-        stream: &UnixStream,
-        maps: BorrowedFd<'_>,
-        description: &Description,
-    ) -> io::Result<u64> {
-        let text = serde_json::to_vec(description)?;
-        let file = memfd_create(
-            "pagetide-vm",
-            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
-        )?;
-        let mut written = 0;
-        while let Some(rest) = text.get(written..).filter(|rest| !rest.is_empty()) {
-            written += rustix::io::write(&file, rest)?;
-        }
+    /// Keeps a VM, now or as soon as there is a keeper. Returns its number there.
+    pub(crate) fn keep(&self, uffd: &Arc<Userfaultfd>, vm: Kept<'_>) -> io::Result<u64> {
+        let held = held(uffd, vm)?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let descriptors = [uffd, stream.as_fd(), maps, file.as_fd()];
-        send(self.lock().as_fd(), &Message::Keep { id }, &descriptors)?;
+        self.book.keep(id, held);
         Ok(id)
     }
 
-    /// Whether the keeper has ended: nobody holds the VMs that were kept. It says nothing once a server has begun.
+    /// Goes on keeping a VM that the keeper has handed to this server.
+    pub(crate) fn take_over(
+        &self,
+        id: u64,
+        uffd: &Arc<Userfaultfd>,
+        vm: Kept<'_>,
+    ) -> io::Result<()> {
+        self.book.take_over(id, held(uffd, vm)?);
+        Ok(())
+    }
+
+    /// Whether the keeper has said that it holds a VM, and is there: a successor gets it.
+    pub(crate) fn is_held(&self, id: u64) -> bool {
+        self.book.is_held(id)
+    }
+
+    /// Whether there is no keeper now.
     pub(crate) fn is_lost(&self) -> bool {
-        let socket = self.lock();
-        let mut polled = [PollFd::new(&*socket, PollFlags::IN)];
-        poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+        self.book.is_lost()
     }
 
     /// Gives a VM up: it has gone, or needs no server any more.
     pub(crate) fn forget(&self, id: u64) {
-        self.tell(&Message::Forget { id });
+        self.book.forget(id);
     }
 
-    /// Ends the keeper, if it keeps nothing.
+    /// Ends the keeper, if it keeps nothing, and what talks to it.
     pub(crate) fn end(&self) {
-        self.tell(&Message::End);
+        self.book.end();
+        if self.is_lost() {
+            // It may be starting another, which nobody needs.
+            return;
+        }
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        // A panic was logged by the thread.
+        let _ = thread.take().map(JoinHandle::join);
     }
+}
 
-    fn tell(&self, message: &Message) {
-        if let Err(error) = send(self.lock().as_fd(), message, &[]) {
-            tracing::error!(%error, "the keeper does not answer: VMs do not outlive this server");
+/// What a keeper gets of a VM beside its userfaultfd.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kept<'a> {
+    pub(crate) stream: &'a UnixStream,
+    pub(crate) maps: &'a Arc<MapFile>,
+    pub(crate) description: &'a Description,
+}
+
+fn held(uffd: &Arc<Userfaultfd>, vm: Kept<'_>) -> io::Result<Held> {
+    Ok(Held {
+        uffd: Arc::clone(uffd),
+        stream: vm.stream.try_clone()?.into(),
+        maps: Arc::clone(vm.maps),
+        description: serde_json::to_vec(vm.description)?,
+    })
+}
+
+/// A new file with a description.
+fn write_description(text: &[u8]) -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = memfd_create("pagetide-vm", flags)?;
+    let mut written = 0;
+    while let Some(rest) = text.get(written..).filter(|rest| !rest.is_empty()) {
+        written += rustix::io::write(&file, rest)?;
+    }
+    Ok(file)
+}
+
+/// The VMs that a keeper has, and the first number that none of them has.
+fn left_by_others(
+    socket: &OwnedFd,
+    directory: &Path,
+    on_failure: OnFailure,
+) -> Result<(Vec<KeptVm>, u64), StateError> {
+    let failed = |source: io::Error| StateError::Directory {
+        directory: directory.into(),
+        source,
+    };
+    check_user(socket.as_fd()).map_err(failed)?;
+    let (mut vms, mut unreadable, mut next_id) = (Vec::new(), Vec::new(), 1);
+    loop {
+        match receive(socket.as_fd()).map_err(failed)? {
+            None => {
+                return Err(StateError::InUse {
+                    directory: directory.into(),
+                });
+            }
+            Some((Message::Kept { id }, descriptors)) => {
+                // Also those that stay with the keeper: their numbers are taken.
+                next_id = next_id.max(id.saturating_add(1));
+                let connection = descriptors.get(1).map(OwnedFd::try_clone);
+                match kept_vm(id, descriptors) {
+                    Ok(vm) => vms.push(vm),
+                    Err(error) => unreadable.push((id, connection, error)),
+                }
+            }
+            Some((Message::Done, _)) => break,
+            Some(_) => {}
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, OwnedFd> {
-        self.socket.lock().unwrap_or_else(PoisonError::into_inner)
+    for (id, connection, error) in unreadable {
+        let connection = connection.and_then(Result::ok).map(UnixStream::from);
+        let peer = connection.and_then(|stream| Peer::of(&stream).ok());
+        match peer.filter(|_| on_failure == OnFailure::Kill) {
+            Some(peer) if peer.kill().is_ok() => {
+                tracing::error!(vm = id, %error, "the VMM of a former server was killed: nobody serves it");
+                send(socket.as_fd(), &Message::Forget { id }, &[]).map_err(failed)?;
+            }
+            _ => tracing::error!(
+                vm = id,
+                %error,
+                "a VM of a former server is not served: it sleeps, and stays with the keeper"
+            ),
+        }
     }
+    Ok((vms, next_id))
+}
+
+/// How a keeper that has ended is replaced.
+fn replace(options: StateOptions, porter: Arc<Porter>, path: PathBuf) -> book::Replace {
+    Box::new(move || {
+        let socket = match connect(&path) {
+            Ok(socket) => socket,
+            Err(error) if has_no_keeper(&error) => {
+                start_keeper(&options, Some(&porter), &path).map_err(io::Error::other)?
+            }
+            Err(error) => return Err(error),
+        };
+        // VMs of nobody: another keeper has come and gone in between.
+        let directory = &options.directory;
+        left_by_others(&socket, directory, OnFailure::Stall).map_err(io::Error::other)?;
+        Ok(socket)
+    })
 }
 
 /// Whether a failed connection means that nobody listens.
@@ -349,40 +447,55 @@ fn check_user(socket: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
-/// Starts the keeper as a process that a signal to this one's group does not reach.
-fn start_keeper(options: &StateOptions, path: &Path) -> Result<OwnedFd, StateError> {
+/// Starts the keeper as a process that a signal to this one's group does not reach: by the porter, if there is one.
+fn start_keeper(
+    options: &StateOptions,
+    porter: Option<&Porter>,
+    path: &Path,
+) -> Result<OwnedFd, StateError> {
     let failed = |source| StateError::Keeper {
         directory: options.directory.clone(),
         source,
     };
-    let Some((program, arguments)) = options.keeper.split_first() else {
-        return Err(failed(io::Error::other("no command for it")));
+    let mut child = match porter {
+        Some(porter) => {
+            let asked = porter.spawn(&options.keeper);
+            asked.map_err(|errno| failed(errno.into()))?;
+            None
+        }
+        None => Some(spawn(&options.keeper).map_err(failed)?),
     };
-    let mut child = Command::new(program)
+    let end = Instant::now() + START_LIMIT;
+    loop {
+        match connect(path) {
+            Ok(socket) => {
+                // Reaped if it ends before this process.
+                let reaping = Builder::new().name("pt-keepers-end".into());
+                let _ = child.map(|mut child| reaping.spawn(move || child.wait()));
+                return Ok(socket);
+            }
+            Err(error) if Instant::now() >= end => return Err(failed(error)),
+            Err(_) => {}
+        }
+        let status = child.as_mut().map(Child::try_wait);
+        if let Some(Ok(Some(status))) = status {
+            return Err(failed(io::Error::other(format!("it ended: {status}"))));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn spawn(command: &[OsString]) -> io::Result<Child> {
+    let Some((program, arguments)) = command.split_first() else {
+        return Err(io::Error::other("no command for it"));
+    };
+    Command::new(program)
         .args(arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .process_group(0)
         .spawn()
-        .map_err(failed)?;
-    let end = Instant::now() + START_LIMIT;
-    loop {
-        match connect(path) {
-            Ok(socket) => {
-                // Reaped if it ends before this process.
-                let reaping = std::thread::Builder::new().name("pt-keeper".into());
-                let _ = reaping.spawn(move || child.wait());
-                return Ok(socket);
-            }
-            Err(error) if Instant::now() >= end => return Err(failed(error)),
-            Err(_) => {}
-        }
-        if let Ok(Some(status)) = child.try_wait() {
-            return Err(failed(io::Error::other(format!("it ended: {status}"))));
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 fn kept_vm(id: u64, descriptors: Vec<OwnedFd>) -> io::Result<KeptVm> {
@@ -422,124 +535,4 @@ pub(crate) fn map_file(bytes: u64) -> io::Result<Arc<MapFile>> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn description(regions: &[(u64, u64, u64, u64)]) -> Description {
-        let kept = |&(address, bytes, page_bytes, offset): &_| KeptRegion {
-            address,
-            bytes,
-            page_bytes,
-            offset,
-        };
-        Description {
-            format: FORMAT,
-            socket: "a.sock".into(),
-            image: "a.mem".into(),
-            digest: String::new(),
-            file: None,
-            is_native: false,
-            recording_since_us: None,
-            regions: regions.iter().map(kept).collect(),
-        }
-    }
-
-    /// It may keep VMs.
-    #[test]
-    fn a_keeper_that_cannot_be_reached_is_not_replaced() {
-        use std::os::unix::net::UnixDatagram;
-        let directory = tempfile::tempdir().unwrap();
-        // Connecting fails, and not because nobody is there.
-        let path = directory.path().join(SOCKET);
-        let _socket = UnixDatagram::bind(&path).unwrap();
-        let replaced = directory.path().join("replaced");
-        let options = StateOptions {
-            directory: directory.path().to_owned(),
-            keeper: vec!["touch".into(), replaced.clone().into()],
-        };
-        let error = State::open(&options).unwrap_err();
-        assert!(matches!(error, StateError::Directory { .. }), "{error}");
-        assert!(path.exists() && !replaced.exists());
-        // A socket that a killed keeper has left.
-        std::fs::remove_file(&path).unwrap();
-        drop(wire::listen_at(&path).unwrap());
-        let error = State::open(&options).unwrap_err();
-        assert!(matches!(error, StateError::Keeper { .. }), "{error}");
-        assert!(replaced.exists());
-    }
-
-    #[test]
-    fn a_directory_that_another_user_could_write_to_is_refused() {
-        use std::os::unix::fs::PermissionsExt;
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("state");
-        make_directory(&path).unwrap();
-        for mode in [0o777, 0o770, 0o1777, 0o702] {
-            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
-            let error = make_directory(&path).unwrap_err();
-            assert!(
-                error.to_string().contains("chmod go-w"),
-                "{mode:o}: {error}"
-            );
-        }
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        make_directory(&path).unwrap();
-        if std::os::unix::fs::chown(&path, Some(65_534), None).is_ok() && geteuid().is_root() {
-            let error = make_directory(&path).unwrap_err();
-            assert!(error.to_string().contains("user 65534"), "{error}");
-        }
-    }
-
-    /// What it says may mean something else.
-    #[test]
-    fn a_vm_that_another_version_has_kept_stays_with_the_keeper() {
-        let (keeper, server) = UnixStream::pair().unwrap();
-        let state = State {
-            socket: Mutex::new(server.into()),
-            next_id: AtomicU64::new(1),
-        };
-        for format in [0, FORMAT, FORMAT + 1] {
-            let description = Description {
-                format,
-                ..description(&[(4096, 8192, 4096, 0)])
-            };
-            let maps = map_file(4096).unwrap();
-            let uffd = std::fs::File::open("/dev/null").unwrap();
-            let (stream, _) = UnixStream::pair().unwrap();
-            let kept = state.keep(uffd.as_fd(), &stream, maps.as_fd(), &description);
-            kept.unwrap();
-            let (_, descriptors) = receive(keeper.as_fd()).unwrap().unwrap();
-            let taken = kept_vm(7, descriptors);
-            assert_eq!(taken.is_ok(), format == FORMAT, "{taken:?}");
-        }
-    }
-
-    /// Nothing that a VMM could not send is taken over, whoever wrote it.
-    #[test]
-    fn a_description_has_the_bounds_of_the_handshake() {
-        const HUGE: u64 = 2 << 20;
-        let sound = [(4096, 8192, 4096, 4096), (HUGE, HUGE, HUGE, HUGE)];
-        let found = description(&sound).vm_regions().unwrap();
-        assert_eq!(found.len(), 2);
-        assert_eq!((found[0].bytes(), found[1].offset), (8192, HUGE));
-        let unsound: [&[(u64, u64, u64, u64)]; 9] = [
-            &[],
-            &[(4096, 8192, 512, 0)],
-            &[(4097, 8192, 4096, 0)],
-            &[(4096, 8191, 4096, 0)],
-            &[(4096, 0, 4096, 0)],
-            &[(4096, 8192, 4096, 1)],
-            &[(4096, 8192, 4096, u64::MAX - 4095)],
-            &[(4096, 8 << 40, 4096, 0)],
-            &[(4096, 8192, 4096, 0), (8192, 4096, 4096, 8192)],
-        ];
-        for regions in unsound {
-            assert_eq!(description(regions).vm_regions(), None, "{regions:?}");
-        }
-        let many: Vec<_> = (1..=MAX_REGIONS as u64 + 1)
-            .map(|page| (page << 12, 4096, 4096, page << 12))
-            .collect();
-        assert_eq!(description(&many).vm_regions(), None);
-        assert!(description(&many[1..]).vm_regions().is_some());
-    }
-}
+mod tests;

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 const MAX_BYTES: usize = 256;
 
 /// The descriptors of one VM.
-const DESCRIPTORS: usize = 4;
+pub(super) const DESCRIPTORS: usize = 4;
 
 /// A message, as JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,6 +35,11 @@ pub(super) enum Message {
     },
     /// To the keeper: end, if nothing is kept.
     End,
+    /// To the server: the VM is kept.
+    Acknowledged {
+        /// The VM's number.
+        id: u64,
+    },
     /// To a new server, with the VM's descriptors.
     Kept {
         /// The VM's number.
@@ -78,6 +83,24 @@ pub(super) fn send(
     message: &Message,
     descriptors: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
+    send_with(socket, message, descriptors, SendFlags::empty())
+}
+
+/// The same without waiting for room.
+pub(super) fn send_now(
+    socket: BorrowedFd<'_>,
+    message: &Message,
+    descriptors: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    send_with(socket, message, descriptors, SendFlags::DONTWAIT)
+}
+
+fn send_with(
+    socket: BorrowedFd<'_>,
+    message: &Message,
+    descriptors: &[BorrowedFd<'_>],
+    flags: SendFlags,
+) -> io::Result<()> {
     let text = serde_json::to_vec(message)?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -87,7 +110,8 @@ pub(super) fn send(
         ));
     }
     let parts = [IoSlice::new(&text)];
-    rustix::io::retry_on_intr(|| sendmsg(socket, &parts, &mut ancillary, SendFlags::NOSIGNAL))?;
+    let flags = flags | SendFlags::NOSIGNAL;
+    rustix::io::retry_on_intr(|| sendmsg(socket, &parts, &mut ancillary, flags))?;
     Ok(())
 }
 

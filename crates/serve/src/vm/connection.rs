@@ -24,7 +24,7 @@ use crate::options::OnFailure;
 use crate::parking::Parked;
 use crate::peer::Peer;
 use crate::receive::{First, ReceiveError, Received};
-use crate::state::KeptVm;
+use crate::state::{Kept, KeptVm};
 
 /// Serves a VM until it has gone, or the server ends. Logs its life in one line. Returns whether the client
 /// was more than a connection without a byte, as programs make that look whether somebody listens.
@@ -267,6 +267,15 @@ fn resume(
     }
     let since_us = kept.description.recording_since_us;
     let uffd = Arc::new(Userfaultfd::adopt(kept.uffd, EVENTS).map_err(ReceiveError::from)?);
+    if let Some(state) = &common.state {
+        let again = Kept {
+            stream,
+            maps: &kept.maps,
+            description: &kept.description,
+        };
+        let taken = state.take_over(kept.id, &uffd, again);
+        taken.map_err(VmError::Keep)?;
+    }
     let keeping = common.state.as_ref().map(|state| Keeping {
         state: Arc::clone(state),
         id: kept.id,

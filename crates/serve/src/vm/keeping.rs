@@ -1,6 +1,5 @@
 //! A VM that is kept for a successor of this server.
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use pagetide_memory::{MapFile, PageSize};
@@ -9,7 +8,7 @@ use super::{Client, VmError};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
 use crate::native::attach::{AttachedRegion, Memory};
-use crate::state::{Description, KeptRegion, State, map_file};
+use crate::state::{Description, Kept, KeptRegion, State, map_file};
 
 /// A VM at the keeper, and its page maps. The keeper forgets the VM when this is dropped, unless a successor
 /// is to go on with it.
@@ -37,7 +36,7 @@ impl Drop for Keeping {
 }
 
 impl Keeping {
-    /// Keeps a VM, if it can be kept ([`can_be_kept`]), and the keeper takes it. An aid that has failed refuses no VM.
+    /// Keeps a VM, if it can be kept ([`can_be_kept`]). A keeper that does not answer refuses no VM: it gets it later.
     pub(super) fn begin(
         state: &Arc<State>,
         image: &ServedImage,
@@ -52,33 +51,23 @@ impl Keeping {
         let bytes = PageSize::Size4K.bytes() + described.map(map_bytes).sum::<u64>();
         let maps = map_file(bytes).map_err(VmError::Keep)?;
         let description = describe(image, &client.socket, attached, kind);
-        let id = state.keep(
-            first.uffd.as_fd(),
-            &client.stream,
-            maps.as_fd(),
-            &description,
-        );
-        match id {
-            Ok(id) => Ok(Some(Self {
-                state: Arc::clone(state),
-                id,
-                maps,
-                is_handed_over: false,
-            })),
-            Err(error) => {
-                tracing::error!(
-                    socket = client.socket,
-                    %error,
-                    "the keeper does not answer: the VM is served, and does not outlive this server; restart the server"
-                );
-                Ok(None)
-            }
-        }
+        let kept = Kept {
+            stream: &client.stream,
+            maps: &maps,
+            description: &description,
+        };
+        let id = state.keep(&first.uffd, kept).map_err(VmError::Keep)?;
+        Ok(Some(Self {
+            state: Arc::clone(state),
+            id,
+            maps,
+            is_handed_over: false,
+        }))
     }
 
-    /// Whether a successor gets the VM: not if its keeper has ended.
-    pub(super) fn has_a_keeper(&self) -> bool {
-        !self.state.is_lost()
+    /// Whether a successor gets the VM: only if the keeper has said that it holds it.
+    pub(super) fn is_held(&self) -> bool {
+        self.state.is_held(self.id)
     }
 }
 

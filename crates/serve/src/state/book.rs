@@ -1,0 +1,298 @@
+//! What a server keeps at its keeper, and the thread that talks to it.
+//!
+//! The server has all that the keeper has. A keeper that has ended is noticed at once, another one is started, and gets all
+//! VMs again. Nobody waits for a keeper but a VM that begins, and that for a second at most.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use pagetide_memory::MapFile;
+use pagetide_uapi::userfaultfd::Userfaultfd;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use super::wire::{Message, receive, send_now};
+use super::write_description;
+
+/// How long a VM that begins waits for its keeper.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The pause between two attempts to start a keeper.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// A VM that a keeper holds, or is to hold.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub(crate) uffd: Arc<Userfaultfd>,
+    pub(crate) stream: OwnedFd,
+    pub(crate) maps: Arc<MapFile>,
+    /// As JSON.
+    pub(crate) description: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    held: Held,
+    is_sent: bool,
+    is_acknowledged: bool,
+}
+
+#[derive(Debug, Default)]
+struct Pages {
+    vms: BTreeMap<u64, Entry>,
+    /// VMs that the keeper is to give up.
+    forgotten: Vec<u64>,
+    /// There is no keeper now.
+    is_lost: bool,
+    /// The keeper has not answered in time: nobody waits for it until it does.
+    is_silent: bool,
+    is_ending: bool,
+}
+
+/// The VMs, for all threads.
+#[derive(Debug)]
+pub(super) struct Book {
+    pages: Mutex<Pages>,
+    changed: Condvar,
+    /// Wakes the thread that talks.
+    wake: OwnedFd,
+}
+
+/// How a keeper that has ended is replaced: the connection to another one.
+pub(super) type Replace = Box<dyn Fn() -> io::Result<OwnedFd> + Send>;
+
+impl Book {
+    pub(super) fn new() -> Result<Self, Errno> {
+        Ok(Self {
+            pages: Mutex::default(),
+            changed: Condvar::new(),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        })
+    }
+
+    /// Has the keeper hold a VM. Waits until it does, unless there is none or it does not answer.
+    pub(super) fn keep(&self, id: u64, held: Held) {
+        self.insert(id, held, false);
+        let mut pages = self.wait_for(id, Instant::now() + PATIENCE);
+        let is_held = pages.vms.get(&id).is_none_or(|vm| vm.is_acknowledged);
+        if !is_held && !pages.is_lost && !std::mem::replace(&mut pages.is_silent, true) {
+            tracing::error!("the keeper does not answer: VMs are served, and not handed over");
+        }
+    }
+
+    /// Notes a VM that the keeper has handed to this server, and still holds.
+    pub(super) fn take_over(&self, id: u64, held: Held) {
+        self.insert(id, held, true);
+    }
+
+    fn insert(&self, id: u64, held: Held, is_there: bool) {
+        let entry = Entry {
+            held,
+            is_sent: is_there,
+            is_acknowledged: is_there,
+        };
+        self.lock().vms.insert(id, entry);
+        self.wake();
+    }
+
+    pub(super) fn forget(&self, id: u64) {
+        let mut pages = self.lock();
+        if pages.vms.remove(&id).is_some_and(|vm| vm.is_sent) {
+            pages.forgotten.push(id);
+        }
+        drop(pages);
+        self.wake();
+    }
+
+    /// Whether a successor gets the VM: the keeper has said that it holds it, and has not ended.
+    pub(super) fn is_held(&self, id: u64) -> bool {
+        let pages = self.wait_for(id, Instant::now() + PATIENCE);
+        !pages.is_lost && pages.vms.get(&id).is_some_and(|vm| vm.is_acknowledged)
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.lock().is_lost
+    }
+
+    /// Ends the thread that talks, when it has said all.
+    pub(super) fn end(&self) {
+        self.lock().is_ending = true;
+        self.wake();
+    }
+
+    /// Waits until the keeper holds a VM, or there is no hope.
+    fn wait_for(&self, id: u64, end: Instant) -> MutexGuard<'_, Pages> {
+        let mut pages = self.lock();
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let is_settled = pages.vms.get(&id).is_none_or(|vm| vm.is_acknowledged);
+            if is_settled || pages.is_lost || pages.is_silent || left.is_zero() {
+                return pages;
+            }
+            let waited = self.changed.wait_timeout(pages, left);
+            pages = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn wake(&self) {
+        // It fails only if the counter is full, and then it is readable.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Pages> {
+        // An entry is there or not.
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Talks to keepers until the end. `lost` is called when one has ended, and `replace` until there is another.
+    pub(super) fn talk(&self, mut socket: OwnedFd, lost: impl Fn(), replace: Option<&Replace>) {
+        loop {
+            match self.talk_to(&socket) {
+                Ok(()) => return,
+                Err(error) => {
+                    self.lose();
+                    lost();
+                    tracing::error!(
+                        %error,
+                        "the keeper has ended: VMs do not outlive this server until there is another one"
+                    );
+                }
+            }
+            let Some(new) = self.replacement(replace) else {
+                return;
+            };
+            socket = new;
+        }
+    }
+
+    /// All VMs are to be sent again.
+    fn lose(&self) {
+        let mut pages = self.lock();
+        for vm in pages.vms.values_mut() {
+            (vm.is_sent, vm.is_acknowledged) = (false, false);
+        }
+        pages.forgotten.clear();
+        (pages.is_lost, pages.is_silent) = (true, false);
+        drop(pages);
+        self.changed.notify_all();
+    }
+
+    /// Another keeper; `None` at the end of the server, or if there can be none.
+    fn replacement(&self, replace: Option<&Replace>) -> Option<OwnedFd> {
+        let replace = replace?;
+        let mut is_said = false;
+        while !self.lock().is_ending {
+            match replace() {
+                Ok(socket) => {
+                    let mut pages = self.lock();
+                    pages.is_lost = false;
+                    tracing::info!(vms = pages.vms.len(), "another keeper gets the VMs");
+                    return Some(socket);
+                }
+                Err(error) if !is_said => {
+                    is_said = true;
+                    tracing::error!(%error, "no other keeper was started: it is tried again");
+                }
+                Err(_) => {}
+            }
+            let pages = self.lock();
+            if !pages.is_ending {
+                // Woken early by a VM's end: the next attempt comes early, too.
+                let _ = self.changed.wait_timeout(pages, PAUSE);
+            }
+        }
+        None
+    }
+
+    /// Talks to one keeper until the end of the server. An error is the keeper's end.
+    fn talk_to(&self, socket: &OwnedFd) -> io::Result<()> {
+        loop {
+            let has_more = self.say(socket)?;
+            if !has_more && self.lock().is_ending {
+                return send_now(socket.as_fd(), &Message::End, &[]);
+            }
+            let mut flags = PollFlags::IN;
+            flags.set(PollFlags::OUT, has_more);
+            let mut polled = [
+                PollFd::new(socket, flags),
+                PollFd::new(&self.wake, PollFlags::IN),
+            ];
+            // A keeper that takes nothing does not hold the end up.
+            let limit = has_more
+                .then(|| Timespec::try_from(PATIENCE).ok())
+                .flatten();
+            match poll(&mut polled, limit.as_ref()) {
+                Ok(0) if self.lock().is_ending => return Ok(()),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+            let [of_keeper, _] = polled;
+            if of_keeper
+                .revents()
+                .intersects(PollFlags::IN | PollFlags::HUP)
+            {
+                self.hear(socket)?;
+            }
+        }
+    }
+
+    /// Says what is to be said, without waiting. Returns whether there is more.
+    fn say(&self, socket: &OwnedFd) -> io::Result<bool> {
+        let mut pages = self.lock();
+        while let Some(&id) = pages.forgotten.last() {
+            if !said(send_now(socket.as_fd(), &Message::Forget { id }, &[]))? {
+                return Ok(true);
+            }
+            pages.forgotten.pop();
+        }
+        for (&id, vm) in pages.vms.iter_mut().filter(|(_, vm)| !vm.is_sent) {
+            let held = &vm.held;
+            let file = write_description(&held.description)?;
+            let maps: &MapFile = &held.maps;
+            let descriptors: [BorrowedFd<'_>; 4] = [
+                held.uffd.as_fd(),
+                held.stream.as_fd(),
+                maps.as_fd(),
+                file.as_fd(),
+            ];
+            if !said(send_now(
+                socket.as_fd(),
+                &Message::Keep { id },
+                &descriptors,
+            ))? {
+                return Ok(true);
+            }
+            vm.is_sent = true;
+        }
+        Ok(false)
+    }
+
+    fn hear(&self, socket: &OwnedFd) -> io::Result<()> {
+        match receive(socket.as_fd())? {
+            None => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Some((Message::Acknowledged { id }, _)) => {
+                let mut pages = self.lock();
+                pages.is_silent = false;
+                if let Some(vm) = pages.vms.get_mut(&id) {
+                    vm.is_acknowledged = true;
+                }
+            }
+            Some(_) => {}
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+}
+
+/// False if there was no room for a message.
+fn said(sent: io::Result<()>) -> io::Result<bool> {
+    match sent {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+        Err(error) => Err(error),
+    }
+}

@@ -1,0 +1,120 @@
+use super::*;
+
+fn description(regions: &[(u64, u64, u64, u64)]) -> Description {
+    let kept = |&(address, bytes, page_bytes, offset): &_| KeptRegion {
+        address,
+        bytes,
+        page_bytes,
+        offset,
+    };
+    Description {
+        format: FORMAT,
+        socket: "a.sock".into(),
+        image: "a.mem".into(),
+        digest: String::new(),
+        file: None,
+        is_native: false,
+        recording_since_us: None,
+        regions: regions.iter().map(kept).collect(),
+    }
+}
+
+/// It may keep VMs.
+#[test]
+fn a_keeper_that_cannot_be_reached_is_not_replaced() {
+    use std::os::unix::net::UnixDatagram;
+    let directory = tempfile::tempdir().unwrap();
+    // Connecting fails, and not because nobody is there.
+    let path = directory.path().join(SOCKET);
+    let _socket = UnixDatagram::bind(&path).unwrap();
+    let replaced = directory.path().join("replaced");
+    let options = StateOptions {
+        directory: directory.path().to_owned(),
+        keeper: vec!["touch".into(), replaced.clone().into()],
+    };
+    let error = State::open(&options, None, OnFailure::Stall, &Metrics::default()).unwrap_err();
+    assert!(matches!(error, StateError::Directory { .. }), "{error}");
+    assert!(path.exists() && !replaced.exists());
+    // A socket that a killed keeper has left.
+    std::fs::remove_file(&path).unwrap();
+    drop(wire::listen_at(&path).unwrap());
+    let error = State::open(&options, None, OnFailure::Stall, &Metrics::default()).unwrap_err();
+    assert!(matches!(error, StateError::Keeper { .. }), "{error}");
+    assert!(replaced.exists());
+}
+
+#[test]
+fn a_directory_that_another_user_could_write_to_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("state");
+    make_directory(&path).unwrap();
+    for mode in [0o777, 0o770, 0o1777, 0o702] {
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        let error = make_directory(&path).unwrap_err();
+        assert!(
+            error.to_string().contains("chmod go-w"),
+            "{mode:o}: {error}"
+        );
+    }
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    make_directory(&path).unwrap();
+    if std::os::unix::fs::chown(&path, Some(65_534), None).is_ok() && geteuid().is_root() {
+        let error = make_directory(&path).unwrap_err();
+        assert!(error.to_string().contains("user 65534"), "{error}");
+    }
+}
+
+/// What it says may mean something else.
+#[test]
+fn a_vm_that_another_version_has_kept_stays_with_the_keeper() {
+    for format in [0, FORMAT, FORMAT + 1] {
+        let description = Description {
+            format,
+            ..description(&[(4096, 8192, 4096, 0)])
+        };
+        let text = serde_json::to_vec(&description).unwrap();
+        let (stream, _) = UnixStream::pair().unwrap();
+        let descriptors = vec![
+            std::fs::File::open("/dev/null").unwrap().into(),
+            stream.into(),
+            map_file(4096)
+                .unwrap()
+                .as_fd()
+                .try_clone_to_owned()
+                .unwrap(),
+            write_description(&text).unwrap(),
+        ];
+        let taken = kept_vm(7, descriptors);
+        assert_eq!(taken.is_ok(), format == FORMAT, "{taken:?}");
+    }
+}
+
+/// Nothing that a VMM could not send is taken over, whoever wrote it.
+#[test]
+fn a_description_has_the_bounds_of_the_handshake() {
+    const HUGE: u64 = 2 << 20;
+    let sound = [(4096, 8192, 4096, 4096), (HUGE, HUGE, HUGE, HUGE)];
+    let found = description(&sound).vm_regions().unwrap();
+    assert_eq!(found.len(), 2);
+    assert_eq!((found[0].bytes(), found[1].offset), (8192, HUGE));
+    let unsound: [&[(u64, u64, u64, u64)]; 9] = [
+        &[],
+        &[(4096, 8192, 512, 0)],
+        &[(4097, 8192, 4096, 0)],
+        &[(4096, 8191, 4096, 0)],
+        &[(4096, 0, 4096, 0)],
+        &[(4096, 8192, 4096, 1)],
+        &[(4096, 8192, 4096, u64::MAX - 4095)],
+        &[(4096, 8 << 40, 4096, 0)],
+        &[(4096, 8192, 4096, 0), (8192, 4096, 4096, 8192)],
+    ];
+    for regions in unsound {
+        assert_eq!(description(regions).vm_regions(), None, "{regions:?}");
+    }
+    let many: Vec<_> = (1..=MAX_REGIONS as u64 + 1)
+        .map(|page| (page << 12, 4096, 4096, page << 12))
+        .collect();
+    assert_eq!(description(&many).vm_regions(), None);
+    assert!(description(&many[1..]).vm_regions().is_some());
+}
