@@ -4,8 +4,7 @@ mod settings;
 
 use std::ffi::OsString;
 use std::io::{self, IsTerminal};
-use std::os::fd::FromRawFd;
-use std::os::unix::net::UnixListener;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -19,8 +18,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use pagetide_base::raise_descriptors;
 use pagetide_base::units::ByteSize;
 use pagetide_serve::{
-    Binding, Exporter, Metrics, NoImage, Options, Seccomp, Server, StartError, StateOptions,
-    Stopper,
+    Binding, DescriptorStore, Exporter, Inherited, Metrics, NoImage, Options, Seccomp, Server,
+    StartError, StateOptions, Stopper,
 };
 use pagetide_sources::Location;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -292,21 +291,43 @@ fn has_url(options: &Options) -> bool {
     options.bindings.iter().any(is_url)
 }
 
-/// The listening sockets that systemd has opened.
-fn inherited() -> Vec<UnixListener> {
-    let descriptors = match sd_notify::listen_fds() {
+/// What systemd has given to this process: listening sockets, and the descriptors of VMs that a former server has had
+/// stored.
+fn inherited() -> Inherited {
+    let mut inherited = Inherited {
+        listeners: Vec::new(),
+        store: descriptor_store(),
+    };
+    let descriptors = match sd_notify::listen_fds_with_names() {
         Ok(descriptors) => descriptors,
         Err(error) => {
-            tracing::warn!(%error, "the service manager's sockets are not used");
-            return Vec::new();
+            tracing::warn!(%error, "what the service manager has opened is not used");
+            return inherited;
         }
     };
-    let adopt = |descriptor| {
-        // SAFETY: from_raw_fd requires an open descriptor without another owner: systemd has opened it
-        // for this process (LISTEN_PID), and nothing else in this program looks at LISTEN_FDS.
-        unsafe { UnixListener::from_raw_fd(descriptor) }
-    };
-    descriptors.map(adopt).collect()
+    for (descriptor, name) in descriptors {
+        // SAFETY: from_raw_fd requires an open descriptor without another owner: systemd has opened it for this process
+        // (LISTEN_PID), and nothing else in this program looks at LISTEN_FDS.
+        let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
+        match &mut inherited.store {
+            Some(store) if DescriptorStore::is_of_a_vm(&name) => store.take_back(&name, descriptor),
+            _ => inherited.listeners.push(descriptor.into()),
+        }
+    }
+    inherited
+}
+
+/// Systemd's store, if it has room for the descriptors of this service (`FileDescriptorStoreMax=`).
+fn descriptor_store() -> Option<DescriptorStore> {
+    let notify = std::env::var_os("NOTIFY_SOCKET")?;
+    let room = std::env::var("FDSTORE").ok()?.parse().ok()?;
+    match DescriptorStore::new(&notify, room) {
+        Ok(store) => Some(store),
+        Err(error) => {
+            tracing::warn!(%error, "the service manager's store of descriptors is not used");
+            None
+        }
+    }
 }
 
 /// Shows one line on a terminal, which is refreshed while the server runs. What is returned has a message when the line

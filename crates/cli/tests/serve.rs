@@ -450,6 +450,34 @@ fn a_service_managers_socket_is_used_and_it_is_told() {
     assert!(socket.exists(), "it is the service manager's");
 }
 
+/// Not all of a VM is there: nobody can serve it, and the log says which it is.
+#[test]
+fn what_a_service_manager_has_stored_is_taken_back() {
+    let place = Place::new();
+    let notify = place.path("notify");
+    let _messages = std::os::unix::net::UnixDatagram::bind(&notify).expect("it binds");
+    let (stored, _) = UnixStream::pair().expect("a pair");
+    let mut child = Command::new("sh")
+        .args(["-c", "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" \"$@\" 3<&0"])
+        .args([env!("CARGO_BIN_EXE_pagetide"), "serve", &place.binding()])
+        .env("LISTEN_FDNAMES", "pagetide-vm-7")
+        .env("NOTIFY_SOCKET", &notify)
+        .env("FDSTORE", "64")
+        .stdin(std::os::fd::OwnedFd::from(stored))
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    eventually("the server", || is_served(&place.path("socket")));
+    signal(&child, "TERM");
+    let mut log = String::new();
+    let stderr = child.stderr.as_mut().expect("it is piped");
+    stderr.read_to_string(&mut log).expect("UTF-8");
+    assert_eq!(ended(&mut child).code(), Some(0));
+    let line = log.lines().find(|line| line.contains("vm=7"));
+    let reason = "the service manager has not all of its descriptors";
+    assert!(line.is_some_and(|line| line.contains(reason)), "{log}");
+}
+
 fn get(mut stream: impl Read + Write, path: &str) -> String {
     write!(
         stream,

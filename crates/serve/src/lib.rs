@@ -65,7 +65,7 @@ pub use options::{Binding, OnFailure, Options, ParseBindingError, WorkingSetMode
 pub use porter::receive_descriptors;
 pub use receive::ReceiveError;
 pub use seccomp::{Seccomp, SeccompError, SeccompMode};
-pub use server::{Server, StartError};
-pub use state::{StateError, StateOptions, keep};
+pub use server::{Inherited, Server, StartError};
+pub use state::{DescriptorStore, StateError, StateOptions, keep};
 pub use stopper::Stopper;
 pub use working_set::{FormatError, Touch, WorkingSet, WorkingSetError};

@@ -26,7 +26,7 @@ use crate::parking::Parking;
 use crate::peer::Peer;
 use crate::porter::Porter;
 use crate::readiness::Readiness;
-use crate::state::{KeptVm, State, StateError};
+use crate::state::{DescriptorStore, KeptVm, State, StateError};
 use crate::stopper::Stopper;
 use crate::turned_away::TurnedAway;
 use crate::vm::{Client, Common, run};
@@ -56,12 +56,40 @@ pub enum StartError {
     /// The VMs of a former server cannot be taken over.
     #[error(transparent)]
     State(#[from] StateError),
+    /// The service manager's store of descriptors cannot be used.
+    #[error("the service manager's store of descriptors")]
+    Store(#[source] io::Error),
     /// The process that receives descriptors did not start.
     #[error("the porter did not start")]
     Porter(#[source] io::Error),
     /// The kernel refused a descriptor.
     #[error("creating the server's descriptors")]
     Descriptor(#[source] Errno),
+}
+
+/// What a service manager has given to this process.
+#[derive(Debug, Default)]
+pub struct Inherited {
+    /// Listening sockets.
+    pub listeners: Vec<UnixListener>,
+    /// Where VMs are kept, unless [`Options::state`] names a keeper.
+    pub store: Option<DescriptorStore>,
+}
+
+/// Where VMs are kept, and those that a former server has left there.
+fn open_state(
+    options: &Options,
+    porter: &Option<Arc<Porter>>,
+    store: Option<DescriptorStore>,
+    metrics: &Metrics,
+) -> Result<(Option<Arc<State>>, Vec<KeptVm>), StartError> {
+    let on_failure = options.on_failure;
+    let (state, kept) = match (&options.state, store) {
+        (None, None) => return Ok((None, Vec::new())),
+        (Some(keeper), _) => State::open(keeper, porter.clone(), on_failure, metrics)?,
+        (None, Some(store)) => State::at_store(store, on_failure).map_err(StartError::Store)?,
+    };
+    Ok((Some(Arc::new(state)), kept))
 }
 
 fn start_porter(options: &Options, stopper: &Stopper) -> Result<Option<Arc<Porter>>, StartError> {
@@ -123,28 +151,20 @@ impl Server {
     /// # Errors
     /// [`StartError`]; then nothing is left behind.
     pub fn bind(options: Options) -> Result<Self, StartError> {
-        Self::bind_with(options, Vec::new())
+        Self::bind_with(options, Inherited::default())
     }
 
-    /// The same with sockets that a service manager has opened: each is used for the binding of its
-    /// path.
+    /// The same with what a service manager has given to this process: each socket is used for the binding of its path.
     ///
     /// # Errors
     /// As [`Self::bind`].
-    pub fn bind_with(options: Options, inherited: Vec<UnixListener>) -> Result<Self, StartError> {
+    pub fn bind_with(options: Options, inherited: Inherited) -> Result<Self, StartError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ended = Arc::new(eventfd(0, flags).map_err(StartError::Descriptor)?);
         let stopper = Stopper::new(options.stop_limit).map_err(StartError::Descriptor)?;
         let porter = start_porter(&options, &stopper)?;
         let metrics = Metrics::default();
-        let (state, kept) = match &options.state {
-            None => (None, Vec::new()),
-            Some(state) => {
-                let (state, kept) =
-                    State::open(state, porter.clone(), options.on_failure, &metrics)?;
-                (Some(Arc::new(state)), kept)
-            }
-        };
+        let (state, kept) = open_state(&options, &porter, inherited.store, &metrics)?;
         let vms: Arc<AtomicUsize> = Arc::default();
         let limit = options.max_vms;
         let helpers = (state.clone(), porter.clone());
@@ -177,6 +197,7 @@ impl Server {
             kept,
         };
         let inherited = inherited
+            .listeners
             .into_iter()
             .filter_map(Listener::inherited)
             .collect();

@@ -14,6 +14,7 @@ use pagetide_uapi::userfaultfd::Userfaultfd;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
+use super::store::DescriptorStore;
 use super::wire::{Message, receive, send_now};
 use super::write_description;
 
@@ -33,11 +34,32 @@ pub(crate) struct Held {
     pub(crate) description: Vec<u8>,
 }
 
+impl Held {
+    fn descriptors<'a>(&'a self, description: &'a OwnedFd) -> [BorrowedFd<'a>; 4] {
+        let maps: &MapFile = &self.maps;
+        [
+            self.uffd.as_fd(),
+            self.stream.as_fd(),
+            maps.as_fd(),
+            description.as_fd(),
+        ]
+    }
+}
+
 #[derive(Debug)]
 struct Entry {
     held: Held,
     is_sent: bool,
     is_acknowledged: bool,
+    /// There is no room for it.
+    is_refused: bool,
+}
+
+impl Entry {
+    /// Whether nothing more is to be waited for.
+    fn is_settled(&self) -> bool {
+        self.is_acknowledged || self.is_refused
+    }
 }
 
 #[derive(Debug, Default)]
@@ -77,8 +99,8 @@ impl Book {
     pub(super) fn keep(&self, id: u64, held: Held) {
         self.insert(id, held, false);
         let mut pages = self.wait_for(id, Instant::now() + PATIENCE);
-        let is_held = pages.vms.get(&id).is_none_or(|vm| vm.is_acknowledged);
-        if !is_held && !pages.is_lost && !std::mem::replace(&mut pages.is_silent, true) {
+        let is_settled = pages.vms.get(&id).is_none_or(Entry::is_settled);
+        if !is_settled && !pages.is_lost && !std::mem::replace(&mut pages.is_silent, true) {
             tracing::error!("the keeper does not answer: VMs are served, and not handed over");
         }
     }
@@ -93,6 +115,7 @@ impl Book {
             held,
             is_sent: is_there,
             is_acknowledged: is_there,
+            is_refused: false,
         };
         self.lock().vms.insert(id, entry);
         self.wake();
@@ -128,7 +151,7 @@ impl Book {
         let mut pages = self.lock();
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            let is_settled = pages.vms.get(&id).is_none_or(|vm| vm.is_acknowledged);
+            let is_settled = pages.vms.get(&id).is_none_or(Entry::is_settled);
             if is_settled || pages.is_lost || pages.is_silent || left.is_zero() {
                 return pages;
             }
@@ -252,13 +275,7 @@ impl Book {
         for (&id, vm) in pages.vms.iter_mut().filter(|(_, vm)| !vm.is_sent) {
             let held = &vm.held;
             let file = write_description(&held.description)?;
-            let maps: &MapFile = &held.maps;
-            let descriptors: [BorrowedFd<'_>; 4] = [
-                held.uffd.as_fd(),
-                held.stream.as_fd(),
-                maps.as_fd(),
-                file.as_fd(),
-            ];
+            let descriptors = held.descriptors(&file);
             if !said(send_now(
                 socket.as_fd(),
                 &Message::Keep { id },
@@ -285,6 +302,105 @@ impl Book {
         }
         self.changed.notify_all();
         Ok(())
+    }
+}
+
+/// With a service manager as the keeper: it does not end before the server, and says only that it has handled what it got.
+impl Book {
+    /// Talks until the end of the server.
+    pub(super) fn talk_to_store(&self, store: &DescriptorStore) {
+        let mut barrier: Option<(OwnedFd, Vec<u64>)> = None;
+        let mut sent = Vec::new();
+        let mut has_warned = false;
+        loop {
+            let has_more = match self.say_to_store(store, &mut sent) {
+                Ok(has_more) => has_more,
+                Err(error) => {
+                    if !std::mem::replace(&mut has_warned, true) {
+                        tracing::error!(%error, "the service manager takes no descriptors: it is tried again");
+                    }
+                    true
+                }
+            };
+            if barrier.is_none() && !sent.is_empty() {
+                // Without room, the next turn tries again.
+                let next = store.barrier().ok();
+                barrier = next.map(|end| (end, std::mem::take(&mut sent)));
+            }
+            let is_ending = self.lock().is_ending;
+            if is_ending && !has_more && barrier.is_none() && sent.is_empty() {
+                return;
+            }
+            let mut polled = vec![PollFd::new(&self.wake, PollFlags::IN)];
+            polled.extend(
+                barrier
+                    .iter()
+                    .map(|(end, _)| PollFd::new(end, PollFlags::IN)),
+            );
+            if has_more || (barrier.is_none() && !sent.is_empty()) {
+                polled.push(PollFd::from_borrowed_fd(store.socket(), PollFlags::OUT));
+            }
+            // A service manager that does nothing does not hold the end up.
+            let limit = is_ending
+                .then(|| Timespec::try_from(PATIENCE).ok())
+                .flatten();
+            if poll(&mut polled, limit.as_ref()) == Ok(0) {
+                return;
+            }
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+            let is_handled = |(end, _): &(OwnedFd, _)| {
+                let mut polled = [PollFd::new(end, PollFlags::IN)];
+                poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+            };
+            if let Some((_, ids)) = barrier.take_if(|barrier| is_handled(barrier)) {
+                self.acknowledge(&ids);
+            }
+        }
+    }
+
+    /// Says what is to be said, without waiting. Returns whether there is more.
+    fn say_to_store(&self, store: &DescriptorStore, sent: &mut Vec<u64>) -> io::Result<bool> {
+        let mut pages = self.lock();
+        while let Some(&id) = pages.forgotten.last() {
+            if !said(store.remove(id))? {
+                return Ok(true);
+            }
+            pages.forgotten.pop();
+        }
+        let mut stored = pages.vms.values().filter(|vm| vm.is_sent).count();
+        let waiting = |(_, vm): &(&u64, &mut Entry)| !vm.is_sent && !vm.is_refused;
+        for (&id, vm) in pages.vms.iter_mut().filter(waiting) {
+            if !store.has_room_for(stored + 1) {
+                tracing::error!(
+                    vm = id,
+                    "the service manager has no room for the VM, which does not outlive this server: raise FileDescriptorStoreMax="
+                );
+                vm.is_refused = true;
+                continue;
+            }
+            let file = write_description(&vm.held.description)?;
+            if !said(store.store(id, &vm.held.descriptors(&file)))? {
+                return Ok(true);
+            }
+            vm.is_sent = true;
+            stored += 1;
+            sent.push(id);
+        }
+        drop(pages);
+        self.changed.notify_all();
+        Ok(false)
+    }
+
+    fn acknowledge(&self, ids: &[u64]) {
+        let mut pages = self.lock();
+        pages.is_silent = false;
+        for id in ids {
+            if let Some(vm) = pages.vms.get_mut(id) {
+                vm.is_acknowledged = true;
+            }
+        }
+        drop(pages);
+        self.changed.notify_all();
     }
 }
 

@@ -7,6 +7,7 @@
 
 mod book;
 mod keeper;
+mod store;
 mod wire;
 
 use std::ffi::OsString;
@@ -38,6 +39,7 @@ use crate::porter::Porter;
 
 use book::{Book, Held};
 pub use keeper::keep;
+pub use store::DescriptorStore;
 use wire::{Message, connect, receive, send};
 
 /// The name of the keeper's socket in the state's directory.
@@ -231,6 +233,31 @@ impl State {
         Ok((state, vms))
     }
 
+    /// The same with a service manager as the keeper.
+    pub(crate) fn at_store(
+        mut store: DescriptorStore,
+        on_failure: OnFailure,
+    ) -> io::Result<(Self, Vec<KeptVm>)> {
+        let mut left = Left::default();
+        for (id, descriptors) in store.take_given() {
+            match descriptors {
+                Ok(descriptors) => left.add(id, descriptors),
+                Err(error) => left.unreadable.push((id, None, error)),
+            }
+        }
+        left.settle(on_failure, |id| store.remove(id))?;
+        let state = Self {
+            book: Arc::new(Book::new()?),
+            next_id: AtomicU64::new(left.next_id),
+            thread: Mutex::default(),
+        };
+        let book = Arc::clone(&state.book);
+        let thread = Builder::new().name("pt-store".into());
+        let thread = thread.spawn(move || book.talk_to_store(&store))?;
+        *state.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok((state, left.vms))
+    }
+
     /// Starts the thread that talks to the keeper.
     fn start(
         &self,
@@ -330,6 +357,64 @@ fn write_description(text: &[u8]) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
+/// What a former server has left.
+struct Left {
+    vms: Vec<KeptVm>,
+    /// VMs that this server cannot serve, with their connections.
+    unreadable: Vec<(u64, Option<UnixStream>, io::Error)>,
+    /// The first number that none of them has.
+    next_id: u64,
+}
+
+impl Default for Left {
+    fn default() -> Self {
+        Self {
+            vms: Vec::new(),
+            unreadable: Vec::new(),
+            next_id: 1,
+        }
+    }
+}
+
+impl Left {
+    fn add(&mut self, id: u64, descriptors: Vec<OwnedFd>) {
+        // Also those that stay with the keeper: their numbers are taken.
+        self.next_id = self.next_id.max(id.saturating_add(1));
+        let connection = descriptors.get(1).and_then(|fd| fd.try_clone().ok());
+        match kept_vm(id, descriptors) {
+            Ok(vm) => self.vms.push(vm),
+            Err(error) => {
+                let connection = connection.map(UnixStream::from);
+                self.unreadable.push((id, connection, error));
+            }
+        }
+    }
+
+    /// Does with VMs that nobody serves what is the policy.
+    fn settle(
+        &mut self,
+        on_failure: OnFailure,
+        forget: impl Fn(u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        for (id, connection, error) in self.unreadable.drain(..) {
+            self.next_id = self.next_id.max(id.saturating_add(1));
+            let peer = connection.and_then(|stream| Peer::of(&stream).ok());
+            match peer.filter(|_| on_failure == OnFailure::Kill) {
+                Some(peer) if peer.kill().is_ok() => {
+                    tracing::error!(vm = id, %error, "the VMM of a former server was killed: nobody serves it");
+                    forget(id)?;
+                }
+                _ => tracing::error!(
+                    vm = id,
+                    %error,
+                    "a VM of a former server is not served: it sleeps, and stays with the keeper"
+                ),
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The VMs that a keeper has, and the first number that none of them has.
 fn left_by_others(
     socket: &OwnedFd,
@@ -341,7 +426,7 @@ fn left_by_others(
         source,
     };
     check_user(socket.as_fd()).map_err(failed)?;
-    let (mut vms, mut unreadable, mut next_id) = (Vec::new(), Vec::new(), 1);
+    let mut left = Left::default();
     loop {
         match receive(socket.as_fd()).map_err(failed)? {
             None => {
@@ -349,35 +434,14 @@ fn left_by_others(
                     directory: directory.into(),
                 });
             }
-            Some((Message::Kept { id }, descriptors)) => {
-                // Also those that stay with the keeper: their numbers are taken.
-                next_id = next_id.max(id.saturating_add(1));
-                let connection = descriptors.get(1).map(OwnedFd::try_clone);
-                match kept_vm(id, descriptors) {
-                    Ok(vm) => vms.push(vm),
-                    Err(error) => unreadable.push((id, connection, error)),
-                }
-            }
+            Some((Message::Kept { id }, descriptors)) => left.add(id, descriptors),
             Some((Message::Done, _)) => break,
             Some(_) => {}
         }
     }
-    for (id, connection, error) in unreadable {
-        let connection = connection.and_then(Result::ok).map(UnixStream::from);
-        let peer = connection.and_then(|stream| Peer::of(&stream).ok());
-        match peer.filter(|_| on_failure == OnFailure::Kill) {
-            Some(peer) if peer.kill().is_ok() => {
-                tracing::error!(vm = id, %error, "the VMM of a former server was killed: nobody serves it");
-                send(socket.as_fd(), &Message::Forget { id }, &[]).map_err(failed)?;
-            }
-            _ => tracing::error!(
-                vm = id,
-                %error,
-                "a VM of a former server is not served: it sleeps, and stays with the keeper"
-            ),
-        }
-    }
-    Ok((vms, next_id))
+    let forget = |id| send(socket.as_fd(), &Message::Forget { id }, &[]);
+    left.settle(on_failure, forget).map_err(failed)?;
+    Ok((left.vms, left.next_id))
 }
 
 /// How a keeper that has ended is replaced.

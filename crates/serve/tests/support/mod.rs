@@ -25,7 +25,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use pagetide_serve::{
-    Binding, Metrics, Options, Seccomp, SeccompMode, Server, StartError, Stopper, Totals,
+    Binding, Inherited, Metrics, Options, Seccomp, SeccompMode, Server, StartError, Stopper, Totals,
 };
 use pagetide_sources::image::{CreateOptions, create};
 #[allow(unused_imports, reason = "each test binary uses a part of this")]
@@ -213,6 +213,11 @@ impl Running {
 
     /// The same for one that may not start.
     pub fn try_start(options: Options) -> Result<Self, StartError> {
+        Self::with(options, Inherited::default())
+    }
+
+    /// The same with what a service manager gives to it.
+    pub fn with(options: Options, inherited: Inherited) -> Result<Self, StartError> {
         print_failures_at_once();
         let (send, started) = mpsc::channel();
         let thread = thread::spawn(move || {
@@ -220,7 +225,7 @@ impl Running {
             if options.state.is_none() {
                 confine_thread(options.bindings.iter().any(is_url));
             }
-            match Server::bind(options) {
+            match Server::bind_with(options, inherited) {
                 Ok(server) => {
                     send.send(Ok((server.stopper(), server.metrics()))).unwrap();
                     server.run()
@@ -558,7 +563,8 @@ pub fn send(stream: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) {
     try_to_send(stream, bytes, descriptors).unwrap();
 }
 
-fn try_to_send(
+/// The same at a server that may have closed its end.
+pub fn try_to_send(
     stream: &UnixStream,
     bytes: &[u8],
     descriptors: &[BorrowedFd<'_>],
