@@ -1,5 +1,6 @@
 //! A file system of this process with one file, which never lets itself be closed: the few messages of FUSE that this
 //! takes.
+#![allow(dead_code, reason = "each test binary uses a part of this")]
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
