@@ -181,7 +181,7 @@ fn sigterm_ends_a_server_that_waits_for_a_silent_store() {
 
 /// Options that are read again open an image, and the store is silent for as long as it likes.
 #[test]
-fn sigterm_ends_a_server_that_waits_for_a_silent_store_at_sighup() {
+fn a_silent_store_at_sighup_holds_up_neither_vms_nor_the_end() {
     let place = Place::new();
     let store = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = store.local_addr().expect("bound");
@@ -203,12 +203,49 @@ fn sigterm_ends_a_server_that_waits_for_a_silent_store_at_sighup() {
     sockets(&format!("\"other\" = \"http://{address}/image\"\n"));
     signal(&child, "HUP");
     let (_silent, _) = store.accept().expect("a request");
+    assert!(is_served(&socket));
     signal(&child, "TERM");
     assert_eq!(ended(&mut child).code(), Some(0));
+    assert!(!socket.exists());
     // It has not waited until it gave the store up.
     let log = fs::read_to_string(&log).expect("UTF-8");
-    assert!(log.contains("the process ends without it"), "{log}");
-    assert!(!log.contains("the options stay as they are"), "{log}");
+    assert!(!log.contains("had not ended in time"), "{log}");
+    assert!(!log.contains("not served"), "{log}");
+}
+
+#[test]
+fn all_that_is_wrong_is_told_and_nothing_is_served() {
+    let place = Place::new();
+    let (first, second) = (place.path("first"), place.path("second"));
+    let image = place.path("image");
+    let write = |text: &str| fs::write(place.path("serve.toml"), text).expect("a temporary file");
+    let checked = || {
+        let words = ["--config", "serve.toml", "--check"];
+        place.command(&words).output().expect("it starts")
+    };
+    write(&format!("[sockets]\n{first:?} = {image:?}\n"));
+    let output = checked();
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        "nothing is wrong, sockets that can be served: 1\n"
+    );
+    assert!(!first.exists());
+    write(&format!(
+        "[sockets]\n{first:?} = \"/no/such/image\"\n{second:?} = \"/no/other/image\"\n"
+    ));
+    let output = checked();
+    assert_eq!(output.status.code(), Some(2));
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    let lines: Vec<&str> = told.lines().collect();
+    assert_eq!(lines.len(), 2, "{told}");
+    assert!(lines[0].contains("/no/such/image does not exist"), "{told}");
+    assert!(
+        lines[1].contains("/no/other/image does not exist"),
+        "{told}"
+    );
+    write("prefetch = 7");
+    assert_refused(&checked(), "wanted string");
 }
 
 #[test]
@@ -295,10 +332,6 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
     for (bad, wanted) in [
         ("prefetch = 7", "wanted string"),
         (
-            "[sockets]\n\"third\" = \"/no/such/image\"",
-            "/no/such/image does not exist",
-        ),
-        (
             "[sockets]\n\"third\" = \"s3://bucket/image\"",
             "no image was at a URL",
         ),
@@ -307,10 +340,17 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
         signal(&child, "HUP");
         logged(&log, wanted);
     }
-    write(&sockets(&[&second]));
+    assert!(is_served(&first) && is_served(&second));
+    let third = place.path("third");
+    write(&format!(
+        "{}{third:?} = \"/no/such/image\"\n",
+        sockets(&[&second])
+    ));
     signal(&child, "HUP");
+    let line = logged(&log, "/no/such/image does not exist");
+    assert!(line.contains("it is tried again"), "{line}");
     eventually("the first socket's end", || !first.exists());
-    assert!(is_served(&second) && !place.path("third").exists());
+    assert!(is_served(&second) && !third.exists());
     signal(&child, "TERM");
     assert_eq!(ended(&mut child).code(), Some(0));
     let messages = fs::read_to_string(&log).expect("UTF-8");
@@ -421,31 +461,78 @@ fn a_service_managers_socket_without_a_binding_is_named() {
     );
 }
 
+/// What a service manager is told.
+struct Messages(std::os::unix::net::UnixDatagram);
+
+impl Messages {
+    fn at(path: &Path) -> Self {
+        let socket = std::os::unix::net::UnixDatagram::bind(path).expect("it binds");
+        socket
+            .set_read_timeout(Some(PATIENCE))
+            .expect("a time limit");
+        Self(socket)
+    }
+
+    fn next(&self) -> String {
+        let mut buffer = [0; 256];
+        let bytes = self.0.recv(&mut buffer).expect("a message");
+        String::from_utf8_lossy(&buffer[..bytes]).into_owned()
+    }
+}
+
+/// Whatever becomes of the reload: a service manager would wait for its end.
+#[test]
+fn a_service_manager_is_told_of_a_reload_and_of_its_end() {
+    let place = Place::new();
+    let messages = Messages::at(&place.path("notify"));
+    let (socket, image) = (place.path("socket"), place.path("image"));
+    let good = format!("[sockets]\n{socket:?} = {image:?}\n");
+    fs::write(place.path("serve.toml"), &good).expect("a temporary file");
+    let mut child = place
+        .command(&["--config", "serve.toml"])
+        .env("NOTIFY_SOCKET", place.path("notify"))
+        .spawn()
+        .expect("it starts");
+    assert_eq!(messages.next(), "READY=1");
+    assert!(is_served(&socket));
+    for text in [
+        good.clone(),
+        "prefetch = 7".to_owned(),
+        format!("{good}\"other\" = \"/no/such/image\"\n"),
+        format!(
+            "{good}\"{}\" = {image:?}\n",
+            place.path("./socket").display()
+        ),
+    ] {
+        fs::write(place.path("serve.toml"), text).expect("a temporary file");
+        signal(&child, "HUP");
+        let told = messages.next();
+        let time = told.strip_prefix("RELOADING=1\nMONOTONIC_USEC=");
+        assert!(time.is_some_and(|us| us.parse::<u64>().is_ok()), "{told}");
+        assert_eq!(messages.next(), "READY=1");
+    }
+    signal(&child, "TERM");
+    assert_eq!(messages.next(), "STOPPING=1");
+    assert_eq!(ended(&mut child).code(), Some(0));
+}
+
 #[test]
 fn a_service_managers_socket_is_used_and_it_is_told() {
     let place = Place::new();
     let socket = place.path("socket");
     let listener = std::os::unix::net::UnixListener::bind(&socket).expect("it binds");
     let notify = place.path("notify");
-    let messages = std::os::unix::net::UnixDatagram::bind(&notify).expect("it binds");
-    messages
-        .set_read_timeout(Some(PATIENCE))
-        .expect("a time limit");
-    let next = || {
-        let mut buffer = [0; 256];
-        let bytes = messages.recv(&mut buffer).expect("a message");
-        String::from_utf8_lossy(&buffer[..bytes]).into_owned()
-    };
+    let messages = Messages::at(&notify);
     let mut child = activated(&place, listener)
         .env("NOTIFY_SOCKET", &notify)
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
         .expect("it starts");
-    assert!(next().contains("READY=1"));
+    assert!(messages.next().contains("READY=1"));
     assert!(is_served(&socket));
     signal(&child, "TERM");
-    assert!(next().contains("STOPPING=1"));
+    assert!(messages.next().contains("STOPPING=1"));
     assert_eq!(ended(&mut child).code(), Some(0));
     assert!(socket.exists(), "it is the service manager's");
 }

@@ -24,17 +24,20 @@
 
 mod budgets;
 mod capture;
+mod check;
 mod exporter;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod handshake;
 mod image;
+mod inbox;
 mod listener;
 mod log_limit;
 mod memory_limit;
 mod metrics;
 mod named_image;
 pub mod native;
+mod opening;
 mod options;
 mod peer;
 mod readiness;
@@ -43,6 +46,7 @@ mod recorder;
 mod sample;
 mod seccomp;
 mod server;
+mod sockets;
 mod state;
 mod stopper;
 mod turned_away;
@@ -51,6 +55,7 @@ mod working_set;
 mod working_set_file;
 
 pub use capture::{CaptureError, Present, present_pages};
+pub use check::check;
 pub use exporter::{Exporter, ExporterError, MetricsAddress, ParseMetricsAddressError};
 pub use listener::ListenError;
 pub use metrics::{Metrics, Totals};

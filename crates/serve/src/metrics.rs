@@ -352,6 +352,11 @@ impl Collector for Metrics {
         let is_ready = !self.troubles().into_iter().any(Trouble::refuses_vms);
         let help = "Whether the server takes further VMs: 1 or 0";
         gauge(&mut encoder, "ready", help, is_ready.into())?;
+        let waiting = self.0.readiness.get();
+        let waiting = waiting.map_or(0, |readiness| readiness.waiting());
+        let help =
+            "Sockets that are not served yet, since their image or the socket cannot be opened";
+        gauge(&mut encoder, "sockets_waiting", help, waiting as u64)?;
         let dropped = self.0.log_lines_dropped.get();
         let dropped = dropped.map_or(0, |dropped| dropped.load(Ordering::Relaxed));
         let help = "Lines of the log that were dropped, because standard error did not take them";

@@ -22,6 +22,9 @@ pub struct Binding {
     pub state_file: Option<PathBuf>,
     /// The file of the working set of the VMs at this socket.
     pub working_set_file: Option<PathBuf>,
+    /// Whether a server does not start without it. Otherwise, and at a reload, a binding whose image or socket cannot be
+    /// opened fails alone, and is tried again.
+    pub is_required: bool,
 }
 
 impl Binding {
@@ -33,7 +36,13 @@ impl Binding {
             digest: None,
             state_file: None,
             working_set_file: None,
+            is_required: true,
         }
+    }
+
+    /// The options for the VMs of this binding.
+    pub(crate) fn options(&self, all: &Options) -> Options {
+        all.clone()
     }
 }
 
@@ -94,6 +103,8 @@ pub enum OnFailure {
 pub struct Options {
     /// The sockets and their images.
     pub bindings: Vec<Binding>,
+    /// Whether a server may start without any.
+    pub may_lack_bindings: bool,
     /// Recording and replay.
     pub working_set: WorkingSetMode,
     /// The file of the working set; beside the image by default.
@@ -141,6 +152,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             bindings: Vec::new(),
+            may_lack_bindings: false,
             working_set: WorkingSetMode::Auto,
             working_set_file: None,
             working_set_directory: None,

@@ -15,6 +15,8 @@ pub(crate) struct Readiness {
     vms: Arc<AtomicUsize>,
     /// [`crate::Options::max_vms`].
     limit: AtomicUsize,
+    /// Sockets whose image or socket is not open.
+    waiting: AtomicUsize,
     state: Option<Arc<State>>,
 }
 
@@ -27,6 +29,8 @@ pub(crate) enum Trouble {
     Full { limit: usize },
     /// VMs do not outlive it.
     NoKeeper,
+    /// Sockets are not served yet: their images cannot be opened, or they themselves.
+    Waiting { sockets: usize },
     /// Guests wait for content, or for memory that takes it.
     Stalled { regions: u64 },
 }
@@ -36,7 +40,7 @@ impl Trouble {
     pub(crate) fn refuses_vms(self) -> bool {
         match self {
             Self::Ending | Self::Full { .. } => true,
-            Self::NoKeeper | Self::Stalled { .. } => false,
+            Self::NoKeeper | Self::Waiting { .. } | Self::Stalled { .. } => false,
         }
     }
 }
@@ -47,6 +51,10 @@ impl fmt::Display for Trouble {
             Self::Ending => f.write_str("the server ends"),
             Self::Full { limit } => write!(f, "no room for another VM: --max-vms is {limit}"),
             Self::NoKeeper => f.write_str("the keeper has ended: VMs do not outlive the server"),
+            Self::Waiting { sockets } => write!(
+                f,
+                "sockets that are not served yet, for reasons in the log: {sockets}"
+            ),
             Self::Stalled { regions } => write!(f, "guests wait, stalled regions: {regions}"),
         }
     }
@@ -63,6 +71,7 @@ impl Readiness {
             stopper,
             vms,
             limit: AtomicUsize::new(limit),
+            waiting: AtomicUsize::new(0),
             state,
         }
     }
@@ -72,15 +81,27 @@ impl Readiness {
         self.limit.store(limit, Ordering::Relaxed);
     }
 
+    /// How many sockets are not served yet.
+    pub(crate) fn set_waiting(&self, sockets: usize) {
+        self.waiting.store(sockets, Ordering::Relaxed);
+    }
+
+    /// How many sockets are not served yet.
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::Relaxed)
+    }
+
     /// All that is wrong now.
     pub(crate) fn troubles(&self, stalled_regions: u64) -> Vec<Trouble> {
         let limit = self.limit.load(Ordering::Relaxed);
         let is_full = self.vms.load(Ordering::Relaxed) >= limit;
         let has_no_keeper = self.state.as_ref().is_some_and(|state| state.is_lost());
+        let sockets = self.waiting();
         let all = [
             (self.stopper.is_stopping(), Trouble::Ending),
             (is_full, Trouble::Full { limit }),
             (has_no_keeper, Trouble::NoKeeper),
+            (sockets > 0, Trouble::Waiting { sockets }),
             (
                 stalled_regions > 0,
                 Trouble::Stalled {

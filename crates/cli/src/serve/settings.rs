@@ -398,7 +398,11 @@ impl Settings {
             if bindings.iter().any(|binding| binding.socket == *socket) {
                 continue;
             }
-            options.bindings.push(image.binding(socket)?);
+            options.bindings.push(Binding {
+                // One of many: the others do not wait for it.
+                is_required: false,
+                ..image.binding(socket)?
+            });
         }
         check(&options)?;
         if let (None, Some(size)) = (&self.cache, self.cache_size) {
