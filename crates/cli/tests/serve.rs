@@ -360,7 +360,20 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
         ("prefetch = 7", "wanted string"),
         ("no-such-option = 1", "unknown field"),
         ("socket-mode = \"999\"", "a mode such as 660"),
-        ("[sockets.a]\ndigest = \"12\"", "a table with image"),
+        ("[sockets.a]\ndigest = \"12\"", "missing field `image`"),
+        ("[sockets]\na = 7", "an image, or a table with image"),
+        (
+            "[sockets.a]\nimage = \"image\"\nsocket-mode = \"999\"",
+            "a mode such as 660",
+        ),
+        (
+            "[sockets.a]\nimage = \"image\"\non-failure = \"panic\"",
+            "expected `stall` or `kill`",
+        ),
+        (
+            "[sockets.a]\nimage = \"image\"\nowner = 7",
+            "unknown field `owner`",
+        ),
         (
             "[sockets.a]\nimage = \"image\"\ndigest = \"12\"",
             "a digest has 64 hexadecimal digits",
@@ -384,6 +397,40 @@ fn a_file_has_the_options_and_is_read_again_at_sighup() {
         .output()
         .expect("it starts");
     assert_refused(&output, "missing.toml");
+}
+
+#[test]
+fn a_socket_of_the_file_may_have_options_of_its_own() {
+    let place = Place::new();
+    let (socket, other) = (place.path("socket"), place.path("other"));
+    let image = place.path("image");
+    let write = |mode: &str| {
+        let text = format!(
+            "[sockets]\n{other:?} = {image:?}\n[sockets.{socket:?}]\nimage = {image:?}\n\
+             socket-mode = \"{mode}\"\nprefetch = \"off\"\nworking-set = \"off\"\non-failure = \"kill\"\n"
+        );
+        fs::write(place.path("serve.toml"), text).expect("a temporary file");
+    };
+    let has_mode = |path: &Path, wanted: u32| {
+        let mode = |status: fs::Metadata| status.permissions().mode() & 0o777;
+        fs::metadata(path)
+            .map(mode)
+            .is_ok_and(|mode| mode == wanted)
+    };
+    write("640");
+    let mut child = place
+        .command(&["--config", "serve.toml"])
+        .spawn()
+        .expect("it starts");
+    eventually("the socket's mode", || has_mode(&socket, 0o640));
+    eventually("the other socket's mode", || has_mode(&other, 0o600));
+    assert!(is_served(&socket) && is_served(&other));
+    write("660");
+    signal(&child, "HUP");
+    eventually("the socket's new mode", || has_mode(&socket, 0o660));
+    eventually("the socket", || is_served(&socket));
+    signal(&child, "TERM");
+    assert_eq!(ended(&mut child).code(), Some(0));
 }
 
 /// The options of the command line that are flags or numbers there.

@@ -22,6 +22,7 @@
 //! thread that touches it waits, or the VMM is killed ([`OnFailure`]). When the server ends, it poisons
 //! the missing pages: an access raises SIGBUS.
 
+mod binding_table;
 mod budgets;
 mod capture;
 mod check;
@@ -54,6 +55,9 @@ mod vm;
 mod working_set;
 mod working_set_file;
 
+pub use binding_table::{
+    BindingTable, BindingTableError, ParseSocketError, SocketMode, SocketOwner, Switch,
+};
 pub use capture::{CaptureError, Present, present_pages};
 pub use check::check;
 pub use exporter::{Exporter, ExporterError, MetricsAddress, ParseMetricsAddressError};

@@ -210,11 +210,7 @@ impl Sockets {
                     self.entries.insert(key, entry);
                 }
                 Some((_, entry)) => {
-                    let listener = entry.listener;
-                    if let Some(listener) = listener.as_ref().filter(|_| entry.offer.is_some()) {
-                        // VMs that connect now wait for the other image.
-                        let _ = epoll::delete(&self.poll, &listener.socket);
-                    }
+                    let listener = self.listener_for(&binding, entry);
                     self.add(binding, listener);
                 }
                 None => {
@@ -228,6 +224,18 @@ impl Sockets {
         self.entries.append(&mut former);
         self.settles = Some(Instant::now() + SETTLED_AFTER);
         self.update();
+    }
+
+    /// The socket of a binding whose place another one takes, if it can stay as it is.
+    fn listener_for(&self, binding: &Binding, former: Entry) -> Option<Listener> {
+        let listener = former.listener?;
+        if former.offer.is_some() {
+            // VMs that connect now wait for what the new binding says.
+            let _ = epoll::delete(&self.poll, &listener.socket);
+        }
+        let access = |binding: &Binding| (binding.socket_mode, binding.socket_owner);
+        let stays = listener.is_inherited() || access(binding) == access(&former.binding);
+        stays.then_some(listener)
     }
 
     /// Adds a binding, which is due. Returns its key.

@@ -5,10 +5,11 @@ mod support;
 
 use std::fs;
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
-use pagetide_serve::{Binding, Options};
+use pagetide_serve::{Binding, OnFailure, Options, WorkingSetMode};
 use pagetide_sources::Location;
 use support::*;
 
@@ -159,6 +160,66 @@ fn a_socket_with_another_image_serves_nobody_until_it_is_open() {
     running.stopper.reload(options(&place, Vec::new()));
     assert_served(&place, "guest.sock", other);
     running.stop();
+}
+
+#[test]
+fn vmm_process() {
+    child::run_as_child();
+}
+
+fn mode(place: &Place, socket: &str) -> u32 {
+    let status = fs::metadata(path(place, socket)).unwrap();
+    status.permissions().mode() & 0o777
+}
+
+#[test]
+fn a_binding_may_have_options_of_its_own() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(PAGES);
+    let killing = Binding {
+        on_failure: Some(OnFailure::Kill),
+        socket_mode: Some(0o640),
+        ..binding(&place, "kill.sock", "guest.mem")
+    };
+    let whole = Binding {
+        prefetch: Some(true),
+        ..binding(&place, "whole.sock", "guest.mem")
+    };
+    let recorded = Binding {
+        working_set: Some(WorkingSetMode::Record),
+        ..binding(&place, "record.sock", "guest.mem")
+    };
+    let plain = binding(&place, "guest.sock", "guest.mem");
+    let mut options = options(&place, vec![killing, whole, recorded, plain]);
+    options.any_length = true;
+    let running = Running::start(options);
+    waiting(&running, 0);
+    assert_eq!(
+        (mode(&place, "kill.sock"), mode(&place, "guest.sock")),
+        (0o640, 0o600)
+    );
+
+    let guest = Guest::new(PAGES);
+    let _stream = guest.connect(&path(&place, "whole.sock"));
+    eventually("all pages", || equals(guest.resident(), &PAGES));
+    let guest = Guest::new(PAGES);
+    let stream = guest.connect(&path(&place, "record.sock"));
+    guest.check(3, &content(3));
+    assert_eq!(guest.residents(), [3]);
+    drop(stream);
+    let recorded = || equals(running.metrics.totals().recorded_pages, &1);
+    eventually("the recording", recorded);
+
+    // Pages beyond the end of the image are never there.
+    let mut killed = child::Vmm::start("vmm_process", &path(&place, "kill.sock"), 2 * PAGES);
+    let mut stalled = child::Vmm::start("vmm_process", &path(&place, "guest.sock"), 2 * PAGES);
+    stalled.begin_to_read(PAGES + 1);
+    eventually("the stall", || running.metrics.totals().stalls > 0);
+    killed.begin_to_read(PAGES + 1);
+    assert_eq!(killed.signal(), Some(9));
+    assert!(stalled.is_running());
 }
 
 #[test]
