@@ -17,6 +17,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use pagetide_base::raise_descriptors;
 use pagetide_base::units::ByteSize;
+use pagetide_serve::control::channel::ControlSocket;
 use pagetide_serve::{
     Binding, Exporter, Metrics, NoImage, Options, Seccomp, Server, StartError, StateOptions,
     Stopper,
@@ -30,7 +31,7 @@ use crate::log::Queue;
 use crate::print;
 use crate::service_manager::{News, tell, tell_surely};
 use settings::Settings;
-pub(crate) use settings::{BasesArgument, LogFormat};
+pub(crate) use settings::{BasesArgument, Failing, LogFormat, Switch, WorkingSet};
 
 /// How long the end waits for the terminal to take the line away.
 const TERMINAL: Duration = Duration::from_millis(500);
@@ -52,6 +53,9 @@ Examples:
   Serve one VM, record what it touches, and end with it:
     pagetide serve web.sock=web.mem --working-set record --once
 
+  A host whose agent says what is served (pagetide ctl --help):
+    pagetide serve --control /run/pagetide/control.sock
+
   A fleet's host, whose images change at SIGHUP:
     pagetide serve --config /etc/pagetide/serve.toml
     pagetide serve --config /etc/pagetide/serve.toml --check      # is anything wrong?
@@ -69,7 +73,7 @@ pub(crate) struct ServeArguments {
     /// A Unix socket to listen at, and the image of the VMs that connect to it: a raw memory file, as
     /// Firecracker's snapshots have; a Pagetide image (pagetide image create); or the URL of either
     /// (file://, s3://, gs://, az://, http://, https://)
-    #[arg(value_name = "SOCKET=IMAGE", required_unless_present = "config")]
+    #[arg(value_name = "SOCKET=IMAGE", required_unless_present_any = ["config", "control"])]
     bindings: Vec<Binding>,
 
     /// Read options from this TOML file, and again at SIGHUP: the long options without their dashes as
@@ -174,7 +178,19 @@ pub(crate) fn run(
     if let Some(address) = exporter.as_ref().and_then(Exporter::address) {
         tracing::info!(%address, "metrics");
     }
-    let seccomp = Seccomp::new(settings.seccomp(), server.uses_network());
+    let _control = match &settings.control {
+        None => None,
+        Some(path) => {
+            let controller = server.controller();
+            let started = ControlSocket::start(path, move |request, reply| {
+                controller.handle(request, reply);
+            });
+            Some(started.map_err(Failure::bad_input)?)
+        }
+    };
+    // An image that is added later may be an object.
+    let network = server.uses_network() || settings.control.is_some();
+    let seccomp = Seccomp::new(settings.seccomp(), network);
     if let Err(error) = seccomp.confine_process() {
         // Who asked for a filter does not run without.
         if settings.seccomp.is_some() || !error.is_lack_of_support() {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::state::State;
 use crate::stopper::Stopper;
@@ -17,6 +17,8 @@ pub(crate) struct Readiness {
     limit: AtomicUsize,
     /// Sockets whose image or socket is not open.
     waiting: AtomicUsize,
+    /// Whether it was drained, at the word of a client of the control socket.
+    is_drained: AtomicBool,
     state: Option<Arc<State>>,
 }
 
@@ -25,6 +27,8 @@ pub(crate) struct Readiness {
 pub(crate) enum Trouble {
     /// It takes none: it ends.
     Ending,
+    /// It takes none: it was told to give its VMs all that they lack.
+    Drained,
     /// It takes none: it has as many as it may.
     Full { limit: usize },
     /// VMs do not outlive it.
@@ -39,7 +43,7 @@ impl Trouble {
     /// Whether further VMs are refused because of it.
     pub(crate) fn refuses_vms(self) -> bool {
         match self {
-            Self::Ending | Self::Full { .. } => true,
+            Self::Ending | Self::Drained | Self::Full { .. } => true,
             Self::NoKeeper | Self::Waiting { .. } | Self::Stalled { .. } => false,
         }
     }
@@ -49,6 +53,7 @@ impl fmt::Display for Trouble {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ending => f.write_str("the server ends"),
+            Self::Drained => f.write_str("the server was drained: it takes no further VMs"),
             Self::Full { limit } => write!(f, "no room for another VM: --max-vms is {limit}"),
             Self::NoKeeper => f.write_str("the keeper has ended: VMs do not outlive the server"),
             Self::Waiting { sockets } => write!(
@@ -72,6 +77,7 @@ impl Readiness {
             vms,
             limit: AtomicUsize::new(limit),
             waiting: AtomicUsize::new(0),
+            is_drained: AtomicBool::new(false),
             state,
         }
     }
@@ -84,6 +90,11 @@ impl Readiness {
     /// How many sockets are not served yet.
     pub(crate) fn set_waiting(&self, sockets: usize) {
         self.waiting.store(sockets, Ordering::Relaxed);
+    }
+
+    /// It takes no further VMs from now on.
+    pub(crate) fn set_drained(&self) {
+        self.is_drained.store(true, Ordering::Relaxed);
     }
 
     /// How many sockets are not served yet.
@@ -99,6 +110,7 @@ impl Readiness {
         let sockets = self.waiting();
         let all = [
             (self.stopper.is_stopping(), Trouble::Ending),
+            (self.is_drained.load(Ordering::Relaxed), Trouble::Drained),
             (is_full, Trouble::Full { limit }),
             (has_no_keeper, Trouble::NoKeeper),
             (sockets > 0, Trouble::Waiting { sockets }),

@@ -17,6 +17,9 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::budgets::{Budgets, Charge};
+use crate::control::channel::Reply;
+use crate::control::message::{Answer, Request, Status};
+use crate::inbox::{Inbox, Outbox};
 use crate::listener::{ListenError, Listener};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
@@ -29,7 +32,8 @@ use crate::sockets::Sockets;
 use crate::state::{KeptVm, State, StateError};
 use crate::stopper::Stopper;
 use crate::turned_away::TurnedAway;
-use crate::vm::{Client, Common, run};
+use crate::usage::Usage;
+use crate::vm::{Client, Common, chain, run};
 
 /// Why a server did not start.
 #[derive(Debug, Error)]
@@ -94,6 +98,24 @@ fn check_sockets(bindings: &[Binding]) -> Result<(), StartError> {
     Ok(())
 }
 
+/// A request of a client of a control socket.
+#[derive(Debug)]
+struct Command {
+    request: Request,
+    reply: Reply<Answer>,
+}
+
+/// Hands requests to a server's thread. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Controller(Outbox<Command>);
+
+impl Controller {
+    /// Has a request done. Waits for nothing: the answer comes by `reply`.
+    pub fn handle(&self, request: Request, reply: Reply<Answer>) {
+        self.0.send(Command { request, reply });
+    }
+}
+
 /// Called by a server when its bindings have been tried.
 type OnSettled = Box<dyn FnMut() + Send>;
 
@@ -118,6 +140,9 @@ pub struct Server {
     last_number: u64,
     threads: Vec<JoinHandle<()>>,
     on_settled: OnSettled,
+    /// What clients of a control socket ask for.
+    commands: Inbox<Command>,
+    controller: Controller,
 }
 
 // Keys of what is waited for beside the sockets, whose keys count from 1.
@@ -125,6 +150,7 @@ const STOP: u64 = u64::MAX;
 const ENDED: u64 = u64::MAX - 1;
 const RELOAD: u64 = u64::MAX - 2;
 const OPENED: u64 = u64::MAX - 3;
+const COMMAND: u64 = u64::MAX - 4;
 
 impl Server {
     /// Opens the images and binds the sockets.
@@ -160,6 +186,7 @@ impl Server {
         let metrics = Metrics::default();
         metrics.watch_readiness(Arc::clone(&readiness));
         let common = Common {
+            usage: Arc::default(),
             options: Arc::default(),
             metrics,
             stopper,
@@ -171,6 +198,7 @@ impl Server {
             .into_iter()
             .filter_map(Listener::inherited)
             .collect();
+        let (commands, controller) = Inbox::new().map_err(StartError::Descriptor)?;
         let sockets = Sockets::new(Arc::new(common), Arc::clone(&poll), readiness, inherited);
         let mut server = Self {
             sockets: sockets.map_err(StartError::Descriptor)?,
@@ -185,6 +213,8 @@ impl Server {
             kept,
             threads: Vec::new(),
             on_settled: Box::new(|| {}),
+            commands,
+            controller: Controller(controller),
         };
         server.sockets.apply(options);
         server.sockets.open_required()?;
@@ -214,6 +244,11 @@ impl Server {
     /// Its counts.
     pub fn metrics(&self) -> Metrics {
         self.common().metrics.clone()
+    }
+
+    /// Does what the clients of a control socket ask for.
+    pub fn controller(&self) -> Controller {
+        self.controller.clone()
     }
 
     /// Has `call` called by the server's thread when each binding has been tried, after the start and after each
@@ -299,9 +334,11 @@ impl Server {
                     STOP => return Ok(()),
                     RELOAD => self.reload(),
                     OPENED => self.take_opened(),
+                    COMMAND => self.obey(),
                     ENDED => {
                         let _ = rustix::io::read(&self.ended, &mut [0; 8]);
                         self.threads.retain(|thread| !thread.is_finished());
+                        self.sockets.forget_unused();
                     }
                     key => self.accept(key),
                 }
@@ -324,6 +361,7 @@ impl Server {
         add(stopper.as_fd(), STOP)?;
         add(stopper.reloads(), RELOAD)?;
         add(self.ended.as_fd(), ENDED)?;
+        add(self.commands.as_fd(), COMMAND)?;
         if let Some(done) = self.sockets.done() {
             add(done.as_fd(), OPENED)?;
         }
@@ -334,17 +372,57 @@ impl Server {
         let Some(options) = self.common().stopper.take_options() else {
             return;
         };
-        if let Err(error) = check_all(&options) {
-            tracing::error!(
-                error = &error as &dyn std::error::Error,
-                "the options stay as they are"
-            );
+        let error = match check_all(&options) {
+            Ok(()) => self
+                .sockets
+                .is_drained
+                .then(|| "the server is drained".to_owned()),
+            Err(error) => Some(chain(&error)),
+        };
+        if let Some(error) = error {
+            tracing::error!(error, "the options stay as they are");
             (self.on_settled)();
             return;
         }
         let sockets = options.bindings.len();
         self.sockets.apply(options);
         tracing::info!(sockets, "new options are used");
+    }
+
+    /// Does what clients of a control socket have asked for.
+    fn obey(&mut self) {
+        for Command { request, reply } in self.commands.take() {
+            match request {
+                Request::Add { socket, binding } => {
+                    self.sockets.add_commanded(&socket, &binding, reply);
+                }
+                Request::Remove { socket } => self.sockets.remove_commanded(&socket, reply),
+                Request::Drain { socket } => {
+                    self.sockets.drain_commanded(socket.as_deref(), reply);
+                }
+                Request::List => reply.send(Ok(Answer::Sockets(self.sockets.list()))),
+                Request::Status => reply.send(Ok(Answer::Status(self.status()))),
+            }
+        }
+    }
+
+    fn status(&self) -> Status {
+        let metrics = &self.common().metrics;
+        let (totals, troubles) = (metrics.totals(), metrics.troubles());
+        let sockets_waiting = self.sockets.waiting();
+        Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            ready: !troubles.iter().any(|trouble| trouble.refuses_vms()),
+            troubles: troubles.iter().map(ToString::to_string).collect(),
+            sockets: self.sockets.served(),
+            sockets_waiting,
+            vms: self.vms.load(Ordering::Acquire),
+            vms_accepted: totals.vms_accepted,
+            vms_refused: totals.vms_refused,
+            memory_bytes: totals.memory_bytes,
+            stalled_regions: totals.stalled_regions,
+        }
     }
 
     /// Takes what was opened.
@@ -446,7 +524,9 @@ impl Server {
     /// Starts a VM's thread.
     fn start(&mut self, common: Arc<Common>, offer: Arc<Offer>, client: Client) {
         self.vms.fetch_add(1, Ordering::AcqRel);
+        common.usage.begin();
         let ending = Ending {
+            usage: Arc::clone(&common.usage),
             vms: Arc::clone(&self.vms),
             had_vm: Arc::clone(&self.had_vm),
             is_vm: true,
@@ -467,6 +547,7 @@ impl Server {
 
 /// Counts a VM's end, however its thread ends.
 struct Ending {
+    usage: Arc<Usage>,
     vms: Arc<AtomicUsize>,
     had_vm: Arc<AtomicBool>,
     is_vm: bool,
@@ -479,6 +560,7 @@ impl Drop for Ending {
             self.had_vm.store(true, Ordering::Release);
         }
         self.vms.fetch_sub(1, Ordering::AcqRel);
+        self.usage.end();
         if let Some(ended) = &self.ended {
             let _ = rustix::io::write(ended, &1_u64.to_ne_bytes());
         }

@@ -3,6 +3,8 @@
 //! Each binding is served on its own: one whose image or socket cannot be opened fails alone, and is tried again. The thread
 //! that accepts VMs has this table, and opens nothing itself ([`crate::opening`]).
 
+mod commanded;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -13,6 +15,8 @@ use pagetide_sources::Location;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 
+use crate::control::channel::Reply;
+use crate::control::message::Answer;
 use crate::inbox::{Inbox, Outbox};
 use crate::listener::Listener;
 use crate::named_image::{NamedImage, Offer};
@@ -20,7 +24,9 @@ use crate::opening::{Done, Job, OpenFailure, Opened, Purpose, Task};
 use crate::options::{Binding, Options};
 use crate::readiness::Readiness;
 use crate::state::KeptVm;
+use crate::usage::Usage;
 use crate::vm::Common;
+use commanded::{Closed, Drain};
 
 /// The pause before a binding is tried again, which doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
@@ -43,9 +49,19 @@ enum Attempt {
     Done,
 }
 
+/// Where a binding is from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    /// The server's options: a reload may take it away.
+    Options,
+    /// A client of the control socket. It stays at a reload.
+    Command,
+}
+
 /// A binding that is to be served, or a VM of a former server that waits for its image.
 struct Entry {
     binding: Binding,
+    origin: Origin,
     kept: Option<KeptVm>,
     /// With the options of this binding.
     common: Arc<Common>,
@@ -60,13 +76,16 @@ struct Entry {
     failures: u32,
     /// What the log has said last.
     error: String,
+    /// Clients of the control socket that wait until it is served, or fails.
+    waiting: Vec<Reply<Answer>>,
 }
 
 impl Entry {
-    fn new(binding: Binding, common: &Common) -> Self {
+    fn new(binding: Binding, common: &Common, usage: Arc<Usage>) -> Self {
         Self {
-            common: common_of(&binding, common),
+            common: common_of(&binding, common, usage),
             binding,
+            origin: Origin::Options,
             kept: None,
             listener: None,
             offer: None,
@@ -75,6 +94,7 @@ impl Entry {
             was_tried: false,
             failures: 0,
             error: String::new(),
+            waiting: Vec::new(),
         }
     }
 
@@ -101,7 +121,8 @@ impl Entry {
 
     /// Has it looked at again, with the options of `common`.
     fn reload(&mut self, common: &Common) {
-        self.common = common_of(&self.binding, common);
+        let usage = Arc::clone(&self.common.usage);
+        self.common = common_of(&self.binding, common, usage);
         self.is_reload = true;
         self.was_tried = false;
         self.attempt = match self.attempt {
@@ -124,8 +145,9 @@ impl Entry {
 }
 
 /// What the VMs of one binding share.
-fn common_of(binding: &Binding, common: &Common) -> Arc<Common> {
+fn common_of(binding: &Binding, common: &Common, usage: Arc<Usage>) -> Arc<Common> {
     Arc::new(Common {
+        usage,
         options: Arc::new(binding.options(&common.options)),
         metrics: common.metrics.clone(),
         stopper: common.stopper.clone(),
@@ -155,6 +177,11 @@ pub(crate) struct Sockets {
     outbox: Outbox<Done>,
     /// Sockets that a service manager has opened, and that no binding has claimed.
     inherited: Vec<Listener>,
+    /// Sockets that are closed, and whose VMs may run.
+    closed: Vec<Closed>,
+    drains: Vec<Drain>,
+    /// Whether nothing is served any more, at the word of a client of the control socket.
+    pub(crate) is_drained: bool,
     /// When the start or the last reload counts as done, until it does.
     settles: Option<Instant>,
 }
@@ -179,6 +206,9 @@ impl Sockets {
             done: Some(done),
             outbox,
             inherited,
+            closed: Vec::new(),
+            drains: Vec::new(),
+            is_drained: false,
             settles: None,
         })
     }
@@ -193,6 +223,7 @@ impl Sockets {
         let bindings = std::mem::take(&mut options.bindings);
         self.readiness.set_limit(options.max_vms);
         self.common = Arc::new(Common {
+            usage: Arc::default(),
             options: Arc::new(options),
             metrics: self.common.metrics.clone(),
             stopper: self.common.stopper.clone(),
@@ -206,28 +237,41 @@ impl Sockets {
             let found = former.iter().find(is_its).map(|(key, _)| *key);
             match found.and_then(|key| Some((key, former.remove(&key)?))) {
                 Some((key, mut entry)) if entry.binding == binding => {
+                    entry.origin = Origin::Options;
                     entry.reload(&self.common);
                     self.entries.insert(key, entry);
                 }
                 Some((_, entry)) => {
+                    let usage = Arc::clone(&entry.common.usage);
                     let listener = self.listener_for(&binding, entry);
-                    self.add(binding, listener);
+                    self.add(binding, listener, usage);
                 }
                 None => {
-                    let listener = self.inherit(&binding.socket);
-                    self.add(binding, listener);
+                    self.add(binding, None, Arc::default());
                 }
             }
         }
-        // The others are closed, without what still waits for an image.
-        former.retain(|_, entry| entry.kept.is_some());
-        self.entries.append(&mut former);
+        for (key, mut entry) in former {
+            match (entry.kept.is_some(), entry.origin) {
+                (false, Origin::Options) => self.retire(entry),
+                (false, Origin::Command) => {
+                    entry.reload(&self.common);
+                    self.entries.insert(key, entry);
+                }
+                (true, _) => {
+                    self.entries.insert(key, entry);
+                }
+            }
+        }
         self.settles = Some(Instant::now() + SETTLED_AFTER);
         self.update();
     }
 
     /// The socket of a binding whose place another one takes, if it can stay as it is.
     fn listener_for(&self, binding: &Binding, former: Entry) -> Option<Listener> {
+        for reply in former.waiting {
+            reply.send(Err("a reload has given the socket another image".to_owned()));
+        }
         let listener = former.listener?;
         if former.offer.is_some() {
             // VMs that connect now wait for what the new binding says.
@@ -239,8 +283,9 @@ impl Sockets {
     }
 
     /// Adds a binding, which is due. Returns its key.
-    fn add(&mut self, binding: Binding, listener: Option<Listener>) -> u64 {
-        let mut entry = Entry::new(binding, &self.common);
+    fn add(&mut self, binding: Binding, listener: Option<Listener>, usage: Arc<Usage>) -> u64 {
+        let listener = listener.or_else(|| self.inherit(&binding.socket));
+        let mut entry = Entry::new(binding, &self.common, usage);
         entry.listener = listener;
         self.last_key += 1;
         self.entries.insert(self.last_key, entry);
@@ -255,8 +300,8 @@ impl Sockets {
     }
 
     /// Warns of sockets that the service manager has opened for nothing.
-    pub(crate) fn warn_of_unused(&mut self) {
-        for unused in self.inherited.drain(..) {
+    pub(crate) fn warn_of_unused(&self) {
+        for unused in &self.inherited {
             let socket = unused.path().display().to_string();
             tracing::warn!(socket, "a socket of the service manager has no binding");
         }
@@ -314,10 +359,11 @@ impl Sockets {
                 |now| now.binding.clone(),
             )
         };
-        let key = self.add(binding, None);
-        if let Some(entry) = self.entries.get_mut(&key) {
-            entry.kept = Some(kept);
-        }
+        let usage = now.map(|now| Arc::clone(&now.common.usage));
+        let mut entry = Entry::new(binding, &self.common, usage.unwrap_or_default());
+        entry.kept = Some(kept);
+        self.last_key += 1;
+        self.entries.insert(self.last_key, entry);
     }
 
     /// Whether a VM of a former server waits for its image.
@@ -383,7 +429,11 @@ impl Sockets {
             }
             for (key, result) in results {
                 match result {
-                    Ok(opened) => resumed.extend(self.serve(key, opened)),
+                    Ok(opened) => {
+                        let was_served = self.get(key).is_some();
+                        resumed.extend(self.serve(key, opened));
+                        self.tell_if_new(key, was_served);
+                    }
                     Err(error) => self.fail(key, error),
                 }
             }
@@ -421,6 +471,20 @@ impl Sockets {
         None
     }
 
+    /// Tells that a socket is served now, and those who wait for that.
+    fn tell_if_new(&mut self, key: u64, was_served: bool) {
+        let Some(entry) = self.entries.get_mut(&key).filter(|entry| entry.is_served()) else {
+            return;
+        };
+        let waiting = std::mem::take(&mut entry.waiting);
+        if !was_served {
+            tell_of(entry);
+        }
+        for reply in waiting {
+            reply.send(Ok(self.added(key)));
+        }
+    }
+
     /// A binding that could not be opened is tried again later.
     fn fail(&mut self, key: u64, error: String) {
         let Some(entry) = self.entries.get_mut(&key) else {
@@ -441,14 +505,24 @@ impl Sockets {
             // Whoever connects waits there, as before the service ran.
             entry.listener = Some(listener);
         }
-        if entry.error != error {
+        let waiting = std::mem::take(&mut entry.waiting);
+        let is_refused = entry.origin == Origin::Command && !waiting.is_empty();
+        for reply in waiting {
+            reply.send(Err(error.clone()));
+        }
+        if is_refused {
+            // Whoever has asked for it knows.
+            if let Some(entry) = self.entries.remove(&key) {
+                self.retire(entry);
+            }
+        } else if entry.error != error {
             tell_of_failure(entry, &error);
             entry.error = error;
         }
     }
 
     /// After a change: what is not needed any more is closed, and the counts are right.
-    fn update(&mut self) {
+    pub(crate) fn update(&mut self) {
         let used: HashSet<&Location> = self
             .entries
             .values()
@@ -460,9 +534,8 @@ impl Sockets {
             .values()
             .map(|image| Arc::clone(&image.opened().image));
         self.common.metrics.watch(opened.collect());
-        let waits = |entry: &&Entry| entry.kept.is_none() && !entry.is_served();
-        self.readiness
-            .set_waiting(self.entries.values().filter(waits).count());
+        self.readiness.set_waiting(self.waiting());
+        self.forget_unused();
     }
 
     /// Whether the start or the last reload is done since the last call: each binding was tried, or it takes too long.
@@ -516,6 +589,8 @@ impl Sockets {
     /// Closes all sockets. What is still being opened is closed when it is open.
     pub(crate) fn close(&mut self) {
         self.entries.clear();
+        self.inherited.clear();
+        self.drains.clear();
         self.done = None;
     }
 }

@@ -20,7 +20,7 @@ use super::ByteSize;
 /// What is done with working sets.
 #[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-enum WorkingSet {
+pub(crate) enum WorkingSet {
     /// Replay the image's working set if there is one; record one otherwise
     Auto,
     /// Record, and merge with the working set that is there
@@ -33,7 +33,7 @@ enum WorkingSet {
 
 #[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-enum Switch {
+pub(crate) enum Switch {
     /// Fetch all missing pages while the guest runs; faults come first
     On,
     /// Fetch only what is touched, and the working set
@@ -42,7 +42,7 @@ enum Switch {
 
 #[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-enum Failing {
+pub(crate) enum Failing {
     /// The guest's thread waits, and the server keeps trying
     Stall,
     /// The VMM's process is killed
@@ -56,6 +56,15 @@ impl From<WorkingSet> for WorkingSetMode {
             WorkingSet::Record => Self::Record,
             WorkingSet::Replay => Self::Replay,
             WorkingSet::Off => Self::Off,
+        }
+    }
+}
+
+impl From<Switch> for pagetide_serve::Switch {
+    fn from(switch: Switch) -> Self {
+        match switch {
+            Switch::On => Self::On,
+            Switch::Off => Self::Off,
         }
     }
 }
@@ -168,6 +177,11 @@ pub(super) struct Settings {
     /// same directory goes on with them. Until then, guests that touch missing pages wait
     #[arg(long, value_name = "DIR")]
     pub(super) state: Option<PathBuf>,
+
+    /// Listen at this Unix socket for `pagetide ctl`, which adds and removes sockets, drains them, and tells what is served. Only
+    /// root and the server's user are answered
+    #[arg(long, value_name = "PATH")]
+    pub(super) control: Option<PathBuf>,
 
     /// VMs at one time at most [default: 4096]
     #[arg(long, value_name = "COUNT")]
@@ -346,6 +360,7 @@ impl Settings {
             cache: mine.cache.or(other.cache),
             cache_size: mine.cache_size.or(other.cache_size),
             state: mine.state.or(other.state),
+            control: mine.control.or(other.control),
             max_vms: mine.max_vms.or(other.max_vms),
             max_vms_per_user: mine.max_vms_per_user.or(other.max_vms_per_user),
             once: mine.once || other.once,
@@ -361,6 +376,7 @@ impl Settings {
         let changed = [
             ("metrics", self.metrics != before.metrics),
             ("state", self.state != before.state),
+            ("control", self.control != before.control),
             ("seccomp", self.seccomp != before.seccomp),
             ("log", self.log != before.log),
             (
@@ -414,6 +430,7 @@ impl Settings {
     fn unbound(&self) -> Options {
         let default = Options::default();
         Options {
+            may_lack_bindings: self.control.is_some(),
             working_set: self
                 .working_set
                 .map_or(default.working_set, WorkingSetMode::from),

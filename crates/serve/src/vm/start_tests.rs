@@ -92,6 +92,7 @@ fn common(path: PathBuf, source: Arc<dyn Source>, prefetch: bool) -> (Common, Ar
     let mut image = ServedImage::alone(image, &location, &options);
     image.source = source;
     let common = Common {
+        usage: Arc::default(),
         options: Arc::new(options),
         metrics,
         stopper: Stopper::new(Options::default().stop_limit).unwrap(),

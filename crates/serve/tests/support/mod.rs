@@ -24,7 +24,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use pagetide_serve::{
-    Binding, Metrics, Options, Seccomp, SeccompMode, Server, StartError, Stopper, Totals,
+    Binding, Controller, Metrics, Options, Seccomp, SeccompMode, Server, StartError, Stopper,
+    Totals,
 };
 use pagetide_sources::image::{CreateOptions, create};
 #[allow(unused_imports, reason = "each test binary uses a part of this")]
@@ -183,6 +184,7 @@ impl Damage {
 pub struct Running {
     pub stopper: Stopper,
     pub metrics: Metrics,
+    pub controller: Controller,
     thread: Option<JoinHandle<std::io::Result<()>>>,
 }
 
@@ -203,7 +205,8 @@ impl Running {
             }
             match Server::bind(options) {
                 Ok(server) => {
-                    send.send(Ok((server.stopper(), server.metrics()))).unwrap();
+                    let handles = (server.stopper(), server.metrics(), server.controller());
+                    send.send(Ok(handles)).unwrap();
                     server.run()
                 }
                 Err(error) => {
@@ -212,12 +215,13 @@ impl Running {
                 }
             }
         });
-        let (stopper, metrics) = started
+        let (stopper, metrics, controller) = started
             .recv()
             .expect("the server starts, or says why not")?;
         Ok(Self {
             stopper,
             metrics,
+            controller,
             thread: Some(thread),
         })
     }
