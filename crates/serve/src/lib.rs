@@ -31,6 +31,7 @@ mod exporter;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod handshake;
+mod histogram;
 mod image;
 mod inbox;
 mod listener;

@@ -5,12 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use pagetide_pager::Waited;
 use pagetide_sources::{GuestImage, ObjectCounters};
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, NoLabelSet};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
+use crate::histogram::{Histogram, WAIT_US, WORK_US};
 use crate::readiness::{Readiness, Trouble};
 
 macro_rules! metrics {
@@ -115,58 +117,17 @@ metrics! {
     }
 }
 
-/// Upper bounds of the latency histogram's buckets, in microseconds.
-const BOUNDS_US: [u64; 16] = [
-    2, 4, 8, 16, 32, 64, 128, 256, 512, 1_000, 2_000, 5_000, 10_000, 50_000, 250_000, 1_000_000,
-];
-
-/// A histogram of durations with fixed buckets, which any thread may write to.
-#[derive(Debug, Default)]
-struct Histogram {
-    /// One more than there are bounds, for longer durations.
-    buckets: [AtomicU64; BOUNDS_US.len() + 1],
-    sum_ns: AtomicU64,
-}
-
-impl Histogram {
-    fn record(&self, duration: Duration) {
-        let us = duration.as_micros();
-        let bucket = BOUNDS_US.partition_point(|&bound| u128::from(bound) < us);
-        if let Some(bucket) = self.buckets.get(bucket) {
-            bucket.fetch_add(1, Ordering::Relaxed);
-        }
-        let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
-        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
-    }
-
-    fn encode(&self, mut encoder: MetricEncoder<'_>) -> fmt::Result {
-        let mut count = 0;
-        let bounds = BOUNDS_US
-            .iter()
-            .map(|&bound| Duration::from_micros(bound).as_secs_f64());
-        let bounds = bounds.chain([f64::INFINITY]);
-        let buckets: Vec<(f64, u64)> = bounds
-            .zip(&self.buckets)
-            .map(|(bound, bucket)| {
-                let inside = bucket.load(Ordering::Relaxed);
-                count += inside;
-                (bound, inside)
-            })
-            .collect();
-        let sum = Duration::from_nanos(self.sum_ns.load(Ordering::Relaxed)).as_secs_f64();
-        encoder.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
-    }
-}
-
 /// The counts of a server, shared by its threads.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics(Arc<Shared>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
     cells: Cells,
     /// Times from the reading of a fault's message to its resolution on that thread.
     resolve: Histogram,
+    /// Times for which guests waited for pages whose content was at hand, and for others.
+    waits: [Histogram; 2],
     /// Times of reads of images.
     read: Histogram,
     /// Failed reads by kind.
@@ -178,6 +139,24 @@ struct Shared {
     /// Lines of the log that were dropped, if somebody counts them.
     log_lines_dropped: OnceLock<Arc<AtomicU64>>,
 }
+
+impl Default for Shared {
+    fn default() -> Self {
+        Self {
+            cells: Cells::default(),
+            resolve: Histogram::new(WORK_US),
+            waits: [Histogram::new(WAIT_US), Histogram::new(WAIT_US)],
+            read: Histogram::new(WORK_US),
+            errors: Mutex::default(),
+            images: Mutex::default(),
+            readiness: OnceLock::new(),
+            log_lines_dropped: OnceLock::new(),
+        }
+    }
+}
+
+/// The labels of [`Shared::waits`].
+const WAITED_FOR: [&str; 2] = ["at_hand", "source"];
 
 #[derive(Debug, Default)]
 struct Images {
@@ -214,6 +193,15 @@ impl Metrics {
 
     pub(crate) fn resolved(&self, duration: Duration) {
         self.0.resolve.record(duration);
+    }
+
+    /// A guest has waited so long for a page.
+    pub(crate) fn waited(&self, what: Waited, duration: Duration) {
+        let [at_hand, source] = &self.0.waits;
+        match what {
+            Waited::Here => at_hand.record(duration),
+            Waited::Source => source.record(duration),
+        }
     }
 
     pub(crate) fn source_read(&self, duration: Duration) {
@@ -299,6 +287,12 @@ impl Collector for Metrics {
             MetricType::Histogram,
         )?;
         self.0.resolve.encode(described)?;
+        let help = "Time for which guests waited: from the reading of a fault's message until its page was there";
+        let mut described =
+            encoder.encode_descriptor("guest_wait_seconds", help, None, MetricType::Histogram)?;
+        for (waits, what) in self.0.waits.iter().zip(WAITED_FOR) {
+            waits.encode_as(&mut described, &[("for", what)])?;
+        }
         let help = "Time of a read of an image that had to wait, or to decompress";
         let described =
             encoder.encode_descriptor("source_read_seconds", help, None, MetricType::Histogram)?;
@@ -394,7 +388,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_text_has_every_count_and_both_histograms() {
+    fn the_text_has_every_count_and_all_histograms() {
         let metrics = Metrics::default();
         metrics.count(|totals| totals.faults = 3);
         let before = Totals {
@@ -405,6 +399,9 @@ mod tests {
         metrics.add(&before, &Totals { vms: 1, ..before });
         metrics.resolved(Duration::from_micros(7));
         metrics.resolved(Duration::from_secs(3));
+        metrics.waited(Waited::Here, Duration::from_micros(9));
+        metrics.waited(Waited::Source, Duration::from_secs(59));
+        metrics.waited(Waited::Source, Duration::from_secs(61));
         metrics.source_error("late");
         metrics.source_error("late");
         let text = metrics.text();
@@ -415,6 +412,11 @@ mod tests {
             "pagetide_fault_resolve_seconds_count 2",
             "pagetide_fault_resolve_seconds_bucket{le=\"+Inf\"} 2",
             "pagetide_fault_resolve_seconds_bucket{le=\"0.000008\"} 1",
+            "pagetide_guest_wait_seconds_count{for=\"at_hand\"} 1",
+            "pagetide_guest_wait_seconds_bucket{le=\"0.000016\",for=\"at_hand\"} 1",
+            "pagetide_guest_wait_seconds_bucket{le=\"30.0\",for=\"source\"} 0",
+            "pagetide_guest_wait_seconds_bucket{le=\"60.0\",for=\"source\"} 1",
+            "pagetide_guest_wait_seconds_bucket{le=\"+Inf\",for=\"source\"} 2",
         ] {
             assert!(text.contains(line), "{line} is missing in:\n{text}");
         }

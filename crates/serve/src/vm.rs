@@ -356,6 +356,8 @@ impl Vm<'_> {
         let mut serving = Serving::new(&self.pager, MESSAGES_PER_READ);
         let metrics = self.common.metrics.clone();
         serving.on_resolved(move |duration| metrics.resolved(duration));
+        let metrics = self.common.metrics.clone();
+        serving.on_waited(move |what, duration| metrics.waited(what, duration));
         serving.watch(connection.poll.as_fd(), STREAM)?;
         serving.watch(self.common.stopper.as_fd(), STOP)?;
         serving.watch(ticks.0.as_fd(), TICKS)?;
