@@ -4,6 +4,7 @@
 //! that accepts VMs has this table, and opens nothing itself ([`crate::opening`]).
 
 mod commanded;
+mod entry;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::OwnedFd;
@@ -15,18 +16,17 @@ use pagetide_sources::Location;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 
-use crate::control::channel::Reply;
-use crate::control::message::Answer;
 use crate::inbox::{Inbox, Outbox};
 use crate::listener::Listener;
 use crate::named_image::{NamedImage, Offer};
-use crate::opening::{Done, Job, OpenFailure, Opened, Purpose, Task};
+use crate::opening::{Done, Job, OpenFailure, Opened, Task};
 use crate::options::{Binding, Options};
 use crate::readiness::Readiness;
 use crate::state::KeptVm;
 use crate::usage::Usage;
 use crate::vm::Common;
 use commanded::{Closed, Drain};
+use entry::{Attempt, Entry, Origin, tell_of, tell_of_failure};
 
 /// The pause before a binding is tried again, which doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
@@ -37,123 +37,6 @@ const MOST_JOBS: usize = 64;
 
 /// After this time a start or a reload counts as done, although an image is still being opened.
 const SETTLED_AFTER: Duration = Duration::from_secs(10);
-
-/// When a binding is to be opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Attempt {
-    /// At this time.
-    Due(Instant),
-    /// It is being opened, and afterwards once more, if a reload has come meanwhile.
-    Running { again: bool },
-    /// It is open.
-    Done,
-}
-
-/// Where a binding is from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Origin {
-    /// The server's options: a reload may take it away.
-    Options,
-    /// A client of the control socket. It stays at a reload.
-    Command,
-}
-
-/// A binding that is to be served, or a VM of a former server that waits for its image.
-struct Entry {
-    binding: Binding,
-    origin: Origin,
-    kept: Option<KeptVm>,
-    /// With the options of this binding.
-    common: Arc<Common>,
-    listener: Option<Listener>,
-    /// What VMs get.
-    offer: Option<Arc<Offer>>,
-    attempt: Attempt,
-    /// Whether a file that was written to counts as complete.
-    is_reload: bool,
-    /// Whether it was tried since the server's start, or the last reload.
-    was_tried: bool,
-    failures: u32,
-    /// What the log has said last.
-    error: String,
-    /// Clients of the control socket that wait until it is served, or fails.
-    waiting: Vec<Reply<Answer>>,
-}
-
-impl Entry {
-    fn new(binding: Binding, common: &Common, usage: Arc<Usage>) -> Self {
-        Self {
-            common: common_of(&binding, common, usage),
-            binding,
-            origin: Origin::Options,
-            kept: None,
-            listener: None,
-            offer: None,
-            attempt: Attempt::Due(Instant::now()),
-            is_reload: false,
-            was_tried: false,
-            failures: 0,
-            error: String::new(),
-            waiting: Vec::new(),
-        }
-    }
-
-    fn is_served(&self) -> bool {
-        self.offer.is_some() && self.listener.is_some()
-    }
-
-    fn purpose(&self) -> Purpose {
-        match (&self.kept, &self.listener) {
-            (Some(_), _) => Purpose::Resume,
-            (None, Some(_)) => Purpose::Serve,
-            (None, None) => Purpose::Listen,
-        }
-    }
-
-    fn task(&self, key: u64) -> Task {
-        Task {
-            key,
-            binding: self.binding.clone(),
-            common: Arc::clone(&self.common),
-            purpose: self.purpose(),
-        }
-    }
-
-    /// Has it looked at again, with the options of `common`.
-    fn reload(&mut self, common: &Common) {
-        let usage = Arc::clone(&self.common.usage);
-        self.common = common_of(&self.binding, common, usage);
-        self.is_reload = true;
-        self.was_tried = false;
-        self.attempt = match self.attempt {
-            Attempt::Running { .. } => Attempt::Running { again: true },
-            Attempt::Due(_) | Attempt::Done => Attempt::Due(Instant::now()),
-        };
-    }
-
-    /// Whether it is due once more.
-    fn is_stale(&self) -> bool {
-        self.attempt == Attempt::Running { again: true }
-    }
-
-    fn due(&self) -> Option<Instant> {
-        match self.attempt {
-            Attempt::Due(at) => Some(at),
-            Attempt::Running { .. } | Attempt::Done => None,
-        }
-    }
-}
-
-/// What the VMs of one binding share.
-fn common_of(binding: &Binding, common: &Common, usage: Arc<Usage>) -> Arc<Common> {
-    Arc::new(Common {
-        usage,
-        options: Arc::new(binding.options(&common.options)),
-        metrics: common.metrics.clone(),
-        stopper: common.stopper.clone(),
-        state: common.state.clone(),
-    })
-}
 
 /// What is served at a socket.
 #[derive(Clone, Copy)]
@@ -592,32 +475,6 @@ impl Sockets {
         self.inherited.clear();
         self.drains.clear();
         self.done = None;
-    }
-}
-
-fn tell_of(entry: &Entry) {
-    let (socket, image) = (entry.binding.socket.display(), &entry.binding.image);
-    tracing::info!(%socket, %image, "listening");
-}
-
-fn tell_of_failure(entry: &Entry, error: &str) {
-    let (socket, image) = (entry.binding.socket.display(), &entry.binding.image);
-    match (&entry.kept, entry.is_served()) {
-        (Some(kept), _) => tracing::error!(
-            vm = kept.id,
-            %socket,
-            error,
-            "a VM of a former server stays asleep; its image is tried again"
-        ),
-        (None, true) => tracing::error!(
-            %socket,
-            %image,
-            error,
-            "new VMs are refused as long as that is so; it is tried again"
-        ),
-        (None, false) => {
-            tracing::error!(%socket, %image, error, "not served; it is tried again");
-        }
     }
 }
 
