@@ -16,6 +16,7 @@
 //!
 //! - [`Server`] binds the sockets, and serves until it is stopped.
 //! - [`handshake`] parses Firecracker's message; [`WorkingSet`] is the file of a working set.
+//! - [`control`] is what a running server is told: sockets are added, removed, drained.
 //! - [`Metrics`] counts, in Prometheus' text format.
 //!
 //! No access of a guest ever reads zeroes in place of content. If a page's content is unavailable, the

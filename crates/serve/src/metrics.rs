@@ -14,6 +14,7 @@ use prometheus_client::registry::Registry;
 
 use crate::histogram::{Histogram, WAIT_US, WORK_US};
 use crate::readiness::{Readiness, Trouble};
+use crate::usage::Usage;
 
 macro_rules! metrics {
     (
@@ -134,6 +135,8 @@ struct Shared {
     errors: Mutex<Vec<(&'static str, u64)>>,
     /// The images that are served, and the counts of those that are not any more.
     images: Mutex<Images>,
+    /// The sockets, and the VMs of each.
+    sockets: Mutex<Vec<SocketVms>>,
     /// What the server is ready for, once there is one.
     readiness: OnceLock<Arc<Readiness>>,
     /// Lines of the log that were dropped, if somebody counts them.
@@ -149,6 +152,7 @@ impl Default for Shared {
             read: Histogram::new(WORK_US),
             errors: Mutex::default(),
             images: Mutex::default(),
+            sockets: Mutex::default(),
             readiness: OnceLock::new(),
             log_lines_dropped: OnceLock::new(),
         }
@@ -157,6 +161,17 @@ impl Default for Shared {
 
 /// The labels of [`Shared::waits`].
 const WAITED_FOR: [&str; 2] = ["at_hand", "source"];
+
+/// Sockets that have a sample of their own. The others share one: each label is a time series for ever.
+const MOST_SOCKETS: usize = 64;
+
+/// The VMs of a socket.
+#[derive(Debug)]
+pub(crate) struct SocketVms {
+    pub(crate) socket: String,
+    pub(crate) image: String,
+    pub(crate) usage: Arc<Usage>,
+}
 
 #[derive(Debug, Default)]
 struct Images {
@@ -220,6 +235,41 @@ impl Metrics {
     /// Includes the counts of these images' stores from now on.
     pub(crate) fn watch(&self, images: Vec<Arc<dyn GuestImage>>) {
         self.lock_images().replace(images);
+    }
+
+    /// Includes the numbers of VMs of these sockets, in place of former ones. The first ones have samples of their own.
+    pub(crate) fn watch_sockets(&self, sockets: Vec<SocketVms>) {
+        *self.lock_sockets() = sockets;
+    }
+
+    fn lock_sockets(&self) -> std::sync::MutexGuard<'_, Vec<SocketVms>> {
+        self.0
+            .sockets
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn encode_sockets(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "VMs of a socket, and connections that are none yet; of those beyond 64 sockets together";
+        let mut described =
+            encoder.encode_descriptor("socket_vms", help, None, MetricType::Gauge)?;
+        let sockets = self.lock_sockets();
+        let (own, others) = sockets.split_at(sockets.len().min(MOST_SOCKETS));
+        let mut tell = |socket: &str, image: &str, vms: usize| {
+            let vms = i64::try_from(vms).unwrap_or(i64::MAX);
+            let labels = [("socket", socket), ("image", image)];
+            described.encode_family(&labels)?.encode_gauge(&vms)
+        };
+        for one in own {
+            tell(&one.socket, &one.image, one.usage.vms())?;
+        }
+        match others.is_empty() {
+            true => Ok(()),
+            false => {
+                let vms = others.iter().map(|other| other.usage.vms()).sum();
+                tell("other", "other", vms)
+            }
+        }
     }
 
     /// Includes whether this server takes further VMs. The first call counts.
@@ -351,6 +401,7 @@ impl Collector for Metrics {
         let help =
             "Sockets that are not served yet, since their image or the socket cannot be opened";
         gauge(&mut encoder, "sockets_waiting", help, waiting as u64)?;
+        self.encode_sockets(&mut encoder)?;
         let dropped = self.0.log_lines_dropped.get();
         let dropped = dropped.map_or(0, |dropped| dropped.load(Ordering::Relaxed));
         let help = "Lines of the log that were dropped, because standard error did not take them";
@@ -417,6 +468,33 @@ mod tests {
             "pagetide_guest_wait_seconds_bucket{le=\"30.0\",for=\"source\"} 0",
             "pagetide_guest_wait_seconds_bucket{le=\"60.0\",for=\"source\"} 1",
             "pagetide_guest_wait_seconds_bucket{le=\"+Inf\",for=\"source\"} 2",
+        ] {
+            assert!(text.contains(line), "{line} is missing in:\n{text}");
+        }
+    }
+
+    /// However many sockets there are, and whatever their names.
+    #[test]
+    fn sockets_beyond_a_number_share_a_sample() {
+        let metrics = Metrics::default();
+        let socket = |number: usize| {
+            let usage = Arc::<Usage>::default();
+            usage.begin();
+            SocketVms {
+                socket: format!("/run/\"{number}"),
+                image: "/a.mem".to_owned(),
+                usage,
+            }
+        };
+        metrics.watch_sockets((0..70).map(socket).collect());
+        let text = metrics.text();
+        let samples = text
+            .lines()
+            .filter(|line| line.starts_with("pagetide_socket_vms{"));
+        assert_eq!(samples.count(), 65, "{text}");
+        for line in [
+            "pagetide_socket_vms{socket=\"/run/\\\"63\",image=\"/a.mem\"} 1",
+            "pagetide_socket_vms{socket=\"other\",image=\"other\"} 6",
         ] {
             assert!(text.contains(line), "{line} is missing in:\n{text}");
         }

@@ -284,7 +284,7 @@ impl Server {
     fn resume_kept(&mut self) {
         for kept in std::mem::take(&mut self.kept) {
             match kept.description.image.parse::<Location>() {
-                Ok(location) => self.sockets.resume(kept, location),
+                Ok(location) => self.sockets.resume(kept, &location),
                 Err(error) => tracing::error!(
                     vm = kept.id,
                     socket = kept.description.socket,

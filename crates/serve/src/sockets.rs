@@ -18,6 +18,7 @@ use rustix::io::Errno;
 
 use crate::inbox::{Inbox, Outbox};
 use crate::listener::Listener;
+use crate::metrics::SocketVms;
 use crate::named_image::{NamedImage, Offer};
 use crate::opening::{Done, Job, OpenFailure, Opened, Task};
 use crate::options::{Binding, Options};
@@ -225,12 +226,12 @@ impl Sockets {
     }
 
     /// Goes on with a VM of a former server, as soon as its image is open.
-    pub(crate) fn resume(&mut self, kept: KeptVm, location: Location) {
+    pub(crate) fn resume(&mut self, kept: KeptVm, location: &Location) {
         let socket = PathBuf::from(&kept.description.socket);
         let is_its = |entry: &&Entry| {
             entry.kept.is_none()
                 && entry.binding.socket == socket
-                && entry.binding.image == location
+                && entry.binding.image == *location
         };
         let now = self.entries.values().find(is_its);
         // What it records goes where its socket's recordings go, and what is required of an image was required then.
@@ -419,6 +420,13 @@ impl Sockets {
         self.common.metrics.watch(opened.collect());
         self.readiness.set_waiting(self.waiting());
         self.forget_unused();
+        let of = |entry: &Entry| SocketVms {
+            socket: entry.binding.socket.display().to_string(),
+            image: entry.binding.image.to_string(),
+            usage: Arc::clone(&entry.common.usage),
+        };
+        let listed = self.entries.values().filter(|entry| entry.kept.is_none());
+        self.common.metrics.watch_sockets(listed.map(of).collect());
     }
 
     /// Whether the start or the last reload is done since the last call: each binding was tried, or it takes too long.

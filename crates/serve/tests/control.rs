@@ -130,6 +130,11 @@ fn an_image_is_served_when_its_add_is_answered_and_until_it_is_removed() {
     let guest = Guest::new(PAGES);
     let stream = guest.connect(&told.place.socket());
     guest.check(3, &content(3));
+    let text = told.running.metrics.text();
+    let socket = told.place.socket().display().to_string();
+    let vms = format!("pagetide_socket_vms{{socket=\"{socket}\",image=\"");
+    let line = text.lines().find(|line| line.starts_with(&vms));
+    assert!(line.is_some_and(|line| line.ends_with("\"} 1")), "{text}");
     // What is there already is no error, and nothing else takes its place.
     assert!(told.add("./guest.sock", "guest.mem").is_ok());
     fs::copy(told.place.image(), told.path("other.mem")).unwrap();

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::binding_table::BindingTable;
 use crate::control::channel::Reply;
 use crate::control::message::{Answer, Socket, SocketState};
+use crate::listener::Listener;
 use crate::options::Binding;
 
 use super::{Attempt, Entry, Origin, Sockets};
@@ -167,11 +168,7 @@ impl Sockets {
                 "the socket was closed before its image was open".to_owned()
             ));
         }
-        if let Some(listener) = entry
-            .listener
-            .take()
-            .filter(|listener| listener.is_inherited())
-        {
+        if let Some(listener) = entry.listener.take().filter(Listener::is_inherited) {
             // Another binding may claim it. Until then VMs wait there, as before the service ran.
             let _ = rustix::event::epoll::delete(&self.poll, &listener.socket);
             self.inherited.push(listener);
