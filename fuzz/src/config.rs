@@ -68,6 +68,7 @@ state = "/run/pagetide"
 max-vms = 100
 "#,
         "working-set-file = 'a'\nmetrics = \"unix:/run/m.sock\"\nworking-set = \"replay\"\n",
+        "[sockets.a]\nimage = \"/a.mem\"\nsocket-mode = \"660\"\nsocket-owner = \"1:2\"\non-failure = \"kill\"\nprefetch = \"off\"\n",
         "prefetch = \"on\"\nmetrics = \"[::1]:80\"\n[sockets]\na = \"\"\"\nfile:///x\"\"\"\n",
     ]
     .map(|text| text.as_bytes().to_vec())

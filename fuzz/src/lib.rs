@@ -8,6 +8,7 @@
 #![allow(clippy::panic, reason = "a property that does not hold is a panic")]
 
 mod config;
+mod control;
 mod events;
 mod frames;
 mod handshake;
@@ -102,6 +103,12 @@ pub const TARGETS: &[Target] = &[
         max_bytes: 2048,
         run: keeper::run,
         seeds: keeper::seeds,
+    },
+    Target {
+        name: "control",
+        max_bytes: 2048,
+        run: control::run,
+        seeds: control::seeds,
     },
     Target {
         name: "config",

@@ -23,6 +23,8 @@ pub(crate) use bench::Bench;
 #[cfg(feature = "serve")]
 pub(crate) use serving::{Image, WorkingSet};
 
+#[cfg(feature = "serve")]
+use crate::ctl::CtlArguments;
 #[cfg(feature = "guest")]
 use crate::run::RunArguments;
 #[cfg(feature = "serve")]
@@ -36,8 +38,8 @@ use crate::left_out::LeftOut as Bench;
 use crate::left_out::LeftOut as RunArguments;
 #[cfg(not(feature = "serve"))]
 use crate::left_out::{
-    LeftOut as Image, LeftOut as KeepArguments, LeftOut as ServeArguments, LeftOut as TryArguments,
-    LeftOut as WorkingSet,
+    LeftOut as CtlArguments, LeftOut as Image, LeftOut as KeepArguments, LeftOut as ServeArguments,
+    LeftOut as TryArguments, LeftOut as WorkingSet,
 };
 
 /// What follows the commands and options: what most people came for.
@@ -98,6 +100,10 @@ pub(crate) enum Command {
     #[cfg_attr(feature = "serve", command(after_long_help = crate::serve::EXAMPLES))]
     #[cfg_attr(not(feature = "serve"), command(hide = true))]
     Serve(ServeArguments),
+    /// Tell a running `pagetide serve` what to serve, at its control socket
+    #[cfg_attr(feature = "serve", command(after_long_help = crate::ctl::EXAMPLES))]
+    #[cfg_attr(not(feature = "serve"), command(hide = true))]
+    Ctl(CtlArguments),
     /// Show what this kernel and machine have for it, and what replaces the rest
     Probe(ProbeArguments),
     /// Create, merge, describe, verify and extract Pagetide images of guest memory

@@ -7,9 +7,10 @@ use clap::Args;
 use crate::failure::Failure;
 
 /// The commands, each with the feature that brings it, and whether this program has it.
-const COMMANDS: [(&str, &str, bool); 6] = [
+const COMMANDS: [(&str, &str, bool); 7] = [
     ("try", "serve", cfg!(feature = "serve")),
     ("serve", "serve", cfg!(feature = "serve")),
+    ("ctl", "serve", cfg!(feature = "serve")),
     ("image", "serve", cfg!(feature = "serve")),
     ("working-set", "serve", cfg!(feature = "serve")),
     ("run", "guest", cfg!(feature = "guest")),

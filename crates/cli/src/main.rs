@@ -5,6 +5,8 @@
 //! with its guest's status.
 
 mod args;
+#[cfg(feature = "serve")]
+mod ctl;
 #[cfg(all(
     test,
     target_arch = "x86_64",
@@ -95,6 +97,8 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         #[cfg(feature = "serve")]
         Command::Try(arguments) => trial::run(arguments)?,
         #[cfg(feature = "serve")]
+        Command::Ctl(arguments) => ctl::run(arguments)?,
+        #[cfg(feature = "serve")]
         Command::Image(image) => image.run()?,
         #[cfg(feature = "serve")]
         Command::WorkingSet(working_set) => working_set.run()?,
@@ -110,6 +114,8 @@ fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Command::Serve(_) | Command::Keep(_) => return Err(left_out::refusal("serve")),
         #[cfg(not(feature = "serve"))]
         Command::Try(_) => return Err(left_out::refusal("try")),
+        #[cfg(not(feature = "serve"))]
+        Command::Ctl(_) => return Err(left_out::refusal("ctl")),
         #[cfg(not(feature = "serve"))]
         Command::Image(_) => return Err(left_out::refusal("image")),
         #[cfg(not(feature = "serve"))]

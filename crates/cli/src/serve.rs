@@ -17,6 +17,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use pagetide_base::raise_descriptors;
 use pagetide_base::units::ByteSize;
+use pagetide_serve::control::channel::ControlSocket;
 use pagetide_serve::{
     Binding, DescriptorStore, Exporter, Inherited, Metrics, NoImage, Options, Seccomp, Server,
     StartError, StateOptions, Stopper,
@@ -27,9 +28,10 @@ use signal_hook::iterator::{Handle, Signals};
 
 use crate::failure::Failure;
 use crate::log::Queue;
+use crate::print;
 use crate::service_manager::{News, tell, tell_surely};
 use settings::Settings;
-pub(crate) use settings::{BasesArgument, LogFormat};
+pub(crate) use settings::{BasesArgument, Failing, LogFormat, Switch, WorkingSet};
 
 /// How long the end waits for the terminal to take the line away.
 const TERMINAL: Duration = Duration::from_millis(500);
@@ -51,28 +53,38 @@ Examples:
   Serve one VM, record what it touches, and end with it:
     pagetide serve web.sock=web.mem --working-set record --once
 
+  A host whose agent says what is served (pagetide ctl --help):
+    pagetide serve --control /run/pagetide/control.sock
+
   A fleet's host, whose images change at SIGHUP:
     pagetide serve --config /etc/pagetide/serve.toml
+    pagetide serve --config /etc/pagetide/serve.toml --check      # is anything wrong?
     # on-failure = \"kill\"
     # metrics = \"127.0.0.1:9409\"
     # [sockets]
     # \"/run/pagetide/web.sock\" = \"/snapshots/web.mem\"
 
 Exit status: 0 after SIGTERM or SIGINT, or with --once when the last VM has gone; 1 if serving failed;
-2 if the command line or the file makes no sense, an image cannot be read or a socket cannot be bound.";
+2 if the command line or the file makes no sense, or an image or a socket of the command line cannot be
+opened. Those of the file are tried again until they can.";
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeArguments {
     /// A Unix socket to listen at, and the image of the VMs that connect to it: a raw memory file, as
     /// Firecracker's snapshots have; a Pagetide image (pagetide image create); or the URL of either
     /// (file://, s3://, gs://, az://, http://, https://)
-    #[arg(value_name = "SOCKET=IMAGE", required_unless_present = "config")]
+    #[arg(value_name = "SOCKET=IMAGE", required_unless_present_any = ["config", "control"])]
     bindings: Vec<Binding>,
 
     /// Read options from this TOML file, and again at SIGHUP: the long options without their dashes as
     /// keys, and the images in a table [sockets]. Options of the command line precede the file's
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+
+    /// Look for all that is wrong with the options, images and sockets, and end: with exit status 0 and a line on standard
+    /// output, or with 2 and a line on standard error for each fault. Serves nothing, and disturbs no server that runs
+    #[arg(long)]
+    check: bool,
 
     #[command(flatten)]
     settings: Settings,
@@ -144,6 +156,9 @@ pub(crate) fn run(
     log: &Queue,
 ) -> Result<ExitCode, Failure> {
     let (options, settings) = arguments.options()?;
+    if arguments.check {
+        return check(&options);
+    }
     // A VM takes about a dozen. A service manager's soft limit is 1024, for programs that use select().
     let _ = raise_descriptors();
     // A write to a memfd for which the kernel has no page is then an error of one VM.
@@ -156,8 +171,7 @@ pub(crate) fn run(
     }
     // Later, a signal ends the server and not the process.
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(Failure::failed)?;
-    let bindings = options.bindings.clone();
-    let server = Server::bind_with(options, inherited()).map_err(|error| match error {
+    let mut server = Server::bind_with(options, inherited()).map_err(|error| match error {
         StartError::Descriptor(_) | StartError::Image(NoImage::Readers { .. }) => {
             Failure::failed(error)
         }
@@ -175,10 +189,19 @@ pub(crate) fn run(
     if let Some(address) = exporter.as_ref().and_then(Exporter::address) {
         tracing::info!(%address, "metrics");
     }
-    for Binding { socket, image, .. } in &bindings {
-        tracing::info!(socket = %socket.display(), %image, "listening");
-    }
-    let seccomp = Seccomp::new(settings.seccomp(), server.uses_network());
+    let _control = match &settings.control {
+        None => None,
+        Some(path) => {
+            let controller = server.controller();
+            let started = ControlSocket::start(path, move |request, reply| {
+                controller.handle(request, reply);
+            });
+            Some(started.map_err(Failure::bad_input)?)
+        }
+    };
+    // An image that is added later may be an object.
+    let network = server.uses_network() || settings.control.is_some();
+    let seccomp = Seccomp::new(settings.seccomp(), network);
     if let Err(error) = seccomp.confine_process() {
         // Who asked for a filter does not run without.
         if settings.seccomp.is_some() || !error.is_lack_of_support() {
@@ -190,7 +213,10 @@ pub(crate) fn run(
         );
     }
     let stopper = server.stopper();
-    tell_surely(News::Ready, move || stopper.is_stopping());
+    server.on_settled(move || {
+        let stopper = stopper.clone();
+        tell_surely(News::Ready, move || stopper.is_stopping());
+    });
     let handle = signals.handle();
     let showing = show(server.metrics(), server.stopper(), line);
     let (stopper, metrics) = (server.stopper(), server.metrics());
@@ -215,6 +241,21 @@ pub(crate) fn run(
     }
     result.map_err(Failure::failed)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Tells what is wrong with the options, all of it.
+fn check(options: &Options) -> Result<ExitCode, Failure> {
+    let mut ended = ExitCode::SUCCESS;
+    for error in pagetide_serve::check(options) {
+        ended = Failure::bad_input(error).tell();
+    }
+    if ended == ExitCode::SUCCESS {
+        let sockets = options.bindings.len();
+        print(&format!(
+            "nothing is wrong, sockets that can be served: {sockets}\n"
+        ))?;
+    }
+    Ok(ended)
 }
 
 /// Ends the wait for signals.
@@ -245,11 +286,15 @@ fn obey_signals(
             tell(News::Stopping);
             continue;
         }
+        tell(News::Reloading);
         match arguments.options() {
-            Ok((options, _)) if !seccomp.allows_network() && has_url(&options) => tracing::error!(
-                "SIGHUP: the options stay as they are: the filter of system calls has no network, since no \
-                 image was at a URL when the server started; restart it"
-            ),
+            Ok((options, _)) if !seccomp.allows_network() && has_url(&options) => {
+                tracing::error!(
+                    "SIGHUP: the options stay as they are: the filter of system calls has no network, since no \
+                     image was at a URL when the server started; restart it"
+                );
+                tell(News::Ready);
+            }
             Ok((options, settings)) => {
                 let names = settings.needs_restart(started);
                 if !names.is_empty() {
@@ -262,13 +307,13 @@ fn obey_signals(
             }
             Err(failure) => {
                 tracing::error!(error = %failure, "SIGHUP: the options stay as they are");
+                tell(News::Ready);
             }
         }
     }
 }
 
-/// Ends the process if the server has not ended in time: while the options are read again, an image may be
-/// opened from a store that is silent. Not before the last VM has ended: a missing page that is not poisoned
+/// Ends the process if the server has not ended in time, whatever holds it up. Not before the last VM has ended: a missing page that is not poisoned
 /// yet could read as zeroes.
 fn end_in_time(metrics: Metrics, log: Queue) {
     let wait = move || {

@@ -1,5 +1,6 @@
 //! The service manager: it is told, and never waited for.
 
+use std::borrow::Cow;
 use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
@@ -12,17 +13,26 @@ use std::time::Duration;
 pub(crate) enum News {
     /// The server accepts VMs.
     Ready,
+    /// The server reads its options again, and says [`News::Ready`] when it uses them.
+    Reloading,
     /// The server ends.
     Stopping,
 }
 
 impl News {
-    fn text(self) -> &'static str {
+    fn text(self) -> Cow<'static, str> {
         match self {
-            Self::Ready => "READY=1",
-            Self::Stopping => "STOPPING=1",
+            Self::Ready => "READY=1".into(),
+            Self::Reloading => format!("RELOADING=1\nMONOTONIC_USEC={}", monotonic_us()).into(),
+            Self::Stopping => "STOPPING=1".into(),
         }
     }
+}
+
+/// The time by which systemd tells the answer to this reload from that to an earlier one.
+fn monotonic_us() -> i64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec * 1_000_000 + now.tv_nsec / 1_000
 }
 
 /// How long a message waits for room in the queue of the service manager's socket, between two attempts.
@@ -30,7 +40,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// Tells systemd, if it has started the process and asks to be told.
 pub(crate) fn tell(news: News) {
-    if let Err(error) = send(news.text()) {
+    if let Err(error) = send(&news.text()) {
         warn(&error);
     }
 }
@@ -38,7 +48,7 @@ pub(crate) fn tell(news: News) {
 /// The same for news without which the service manager ends the process after a while: if the queue of its socket is full, it
 /// is told as soon as there is room, unless `is_void` by then.
 pub(crate) fn tell_surely(news: News, is_void: impl Fn() -> bool + Send + 'static) {
-    let error = match send(news.text()) {
+    let error = match send(&news.text()) {
         Ok(()) => return,
         Err(error) => error,
     };
@@ -48,7 +58,7 @@ pub(crate) fn tell_surely(news: News, is_void: impl Fn() -> bool + Send + 'stati
     let again = move || {
         while !is_void() {
             thread::sleep(PAUSE);
-            match send(news.text()) {
+            match send(&news.text()) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return warn(&error),
                 Ok(()) => return,

@@ -48,7 +48,13 @@ fn run(program: &str, words: &[&str]) -> Option<Output> {
 
 #[test]
 fn every_shell_has_a_script_that_names_every_verb() {
-    let verbs = [verbs(&[]), verbs(&["bench"]), verbs(&["image"])].concat();
+    let verbs = [
+        verbs(&[]),
+        verbs(&["bench"]),
+        verbs(&["ctl"]),
+        verbs(&["image"]),
+    ]
+    .concat();
     assert!(verbs.contains(&"probe".into()) && verbs.contains(&"paging".into()));
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = printed(&["completions", shell]);
@@ -117,7 +123,7 @@ fn every_verb_has_a_manual_page() {
     printed(&["man", pages.to_str().expect("UTF-8")]);
     let mut wanted = BTreeSet::from(["pagetide.1".to_owned()]);
     wanted.extend(verbs(&[]).iter().map(|verb| format!("pagetide-{verb}.1")));
-    for group in ["bench", "image", "working-set"] {
+    for group in ["bench", "ctl", "image", "working-set"] {
         let verbs = verbs(&[group]);
         wanted.extend(
             verbs

@@ -11,6 +11,11 @@ use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use pagetide_test_support::{PATIENCE, eventually};
 use tempfile::TempDir;
 
+#[path = "serve/file.rs"]
+mod file;
+#[path = "serve/told.rs"]
+mod told;
+
 struct Place {
     directory: TempDir,
 }
@@ -181,7 +186,7 @@ fn sigterm_ends_a_server_that_waits_for_a_silent_store() {
 
 /// Options that are read again open an image, and the store is silent for as long as it likes.
 #[test]
-fn sigterm_ends_a_server_that_waits_for_a_silent_store_at_sighup() {
+fn a_silent_store_at_sighup_holds_up_neither_vms_nor_the_end() {
     let place = Place::new();
     let store = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = store.local_addr().expect("bound");
@@ -203,12 +208,14 @@ fn sigterm_ends_a_server_that_waits_for_a_silent_store_at_sighup() {
     sockets(&format!("\"other\" = \"http://{address}/image\"\n"));
     signal(&child, "HUP");
     let (_silent, _) = store.accept().expect("a request");
+    assert!(is_served(&socket));
     signal(&child, "TERM");
     assert_eq!(ended(&mut child).code(), Some(0));
+    assert!(!socket.exists());
     // It has not waited until it gave the store up.
     let log = fs::read_to_string(&log).expect("UTF-8");
-    assert!(log.contains("the process ends without it"), "{log}");
-    assert!(!log.contains("the options stay as they are"), "{log}");
+    assert!(!log.contains("had not ended in time"), "{log}");
+    assert!(!log.contains("not served"), "{log}");
 }
 
 #[test]
@@ -249,145 +256,6 @@ fn is_served(socket: &Path) -> bool {
     matches!(stream.read(&mut [0; 1]), Ok(0))
 }
 
-#[test]
-fn a_file_has_the_options_and_is_read_again_at_sighup() {
-    let place = Place::new();
-    let config = place.path("serve.toml");
-    let write = |text: &str| fs::write(&config, text).expect("a temporary file");
-    let (first, second) = (place.path("first"), place.path("second"));
-    let image = place.path("image");
-    let sockets = |sockets: &[&Path]| {
-        let line = |socket: &&Path| format!("{socket:?} = {image:?}\n");
-        format!(
-            "[sockets]\n{}",
-            sockets.iter().map(line).collect::<String>()
-        )
-    };
-    write(&format!(
-        "prefetch = \"off\"\nsocket-mode = \"640\"\n{}",
-        sockets(&[&first])
-    ));
-    let log = place.path("log");
-    let mut command = place.command(&["--config", "serve.toml"]);
-    command.stderr(fs::File::create(&log).expect("a temporary file"));
-    let mut child = command.spawn().expect("it starts");
-    eventually("the socket", || first.exists());
-    assert!(is_served(&first));
-    let mode = fs::metadata(&first)
-        .expect("it is there")
-        .permissions()
-        .mode();
-    assert_eq!(mode & 0o777, 0o640);
-
-    write(&sockets(&[&first, &second]));
-    signal(&child, "HUP");
-    eventually("the second socket", || second.exists());
-    assert!(is_served(&first) && is_served(&second));
-
-    write(&format!(
-        "prefetch = \"off\"\nsocket-mode = \"600\"\nmetrics = \"localhost:0\"\n{}",
-        sockets(&[&first, &second])
-    ));
-    signal(&child, "HUP");
-    logged(&log, "metrics, socket-mode (of open sockets)");
-
-    // None of these changes anything.
-    for (bad, wanted) in [
-        ("prefetch = 7", "wanted string"),
-        (
-            "[sockets]\n\"third\" = \"/no/such/image\"",
-            "/no/such/image does not exist",
-        ),
-        (
-            "[sockets]\n\"third\" = \"s3://bucket/image\"",
-            "no image was at a URL",
-        ),
-    ] {
-        write(bad);
-        signal(&child, "HUP");
-        logged(&log, wanted);
-    }
-    write(&sockets(&[&second]));
-    signal(&child, "HUP");
-    eventually("the first socket's end", || !first.exists());
-    assert!(is_served(&second) && !place.path("third").exists());
-    signal(&child, "TERM");
-    assert_eq!(ended(&mut child).code(), Some(0));
-    let messages = fs::read_to_string(&log).expect("UTF-8");
-    assert!(!messages.contains('\u{1b}'), "colours are for terminals");
-
-    for (bad, wanted) in [
-        ("prefetch = 7", "wanted string"),
-        ("no-such-option = 1", "unknown field"),
-        ("socket-mode = \"999\"", "a mode such as 660"),
-        ("[sockets.a]\ndigest = \"12\"", "a table with image"),
-        (
-            "[sockets.a]\nimage = \"image\"\ndigest = \"12\"",
-            "a digest has 64 hexadecimal digits",
-        ),
-        (
-            "[sockets]\na = \"ftp://x/y\"",
-            "no image can be read from ftp://",
-        ),
-        ("", "no socket to serve"),
-        ("= 1", "serve.toml"),
-    ] {
-        write(bad);
-        let output = place
-            .command(&["--config", "serve.toml"])
-            .output()
-            .expect("it starts");
-        assert_refused(&output, wanted);
-    }
-    let output = place
-        .command(&["--config", "missing.toml"])
-        .output()
-        .expect("it starts");
-    assert_refused(&output, "missing.toml");
-}
-
-/// The options of the command line that are flags or numbers there.
-#[test]
-fn a_file_has_once_the_log_and_a_size_in_bytes() {
-    let place = Place::new();
-    let (socket, image) = (place.path("socket"), place.path("image"));
-    let text = format!(
-        "log = \"json\"\ncache = \"cache\"\ncache-size = 1048576\n\
-         metrics = \"localhost:0\"\n[sockets]\n{socket:?} = {image:?}\n"
-    );
-    fs::write(place.path("serve.toml"), &text).expect("a temporary file");
-    let mut child = place
-        .command(&["--config", "serve.toml"])
-        .spawn()
-        .expect("it starts");
-    eventually("the socket", || socket.exists());
-    let once = format!("once = true\n{text}");
-    fs::write(place.path("serve.toml"), once).expect("a temporary file");
-    signal(&child, "HUP");
-    // The last VM ends the server when the file was read; a bad message ends a VM.
-    eventually("the server's end", || {
-        let connected = UnixStream::connect(&socket);
-        let _ = connected.and_then(|mut stream| stream.write_all(b"no handshake"));
-        !socket.exists()
-    });
-    assert_eq!(ended(&mut child).code(), Some(0));
-    let mut messages = String::new();
-    let mut stderr = child.stderr.take().expect("it is piped");
-    stderr.read_to_string(&mut messages).expect("UTF-8");
-    for line in messages.lines() {
-        let line: serde_json::Value = serde_json::from_str(line).expect("a JSON object");
-        assert!(line["message"].is_string(), "{line}");
-    }
-    assert!(messages.contains("\"metrics\""), "{messages}");
-
-    fs::write(place.path("serve.toml"), "cache-size = true").expect("a temporary file");
-    let output = place
-        .command(&["--config", "serve.toml"])
-        .output()
-        .expect("it starts");
-    assert_refused(&output, "a number of bytes, or a text such as");
-}
-
 /// As systemd does: the socket is descriptor 3, and a message is expected when the server is ready.
 /// The command as a service manager starts it that has opened a socket.
 fn activated(place: &Place, listener: std::os::unix::net::UnixListener) -> Command {
@@ -421,31 +289,78 @@ fn a_service_managers_socket_without_a_binding_is_named() {
     );
 }
 
+/// What a service manager is told.
+struct Messages(std::os::unix::net::UnixDatagram);
+
+impl Messages {
+    fn at(path: &Path) -> Self {
+        let socket = std::os::unix::net::UnixDatagram::bind(path).expect("it binds");
+        socket
+            .set_read_timeout(Some(PATIENCE))
+            .expect("a time limit");
+        Self(socket)
+    }
+
+    fn next(&self) -> String {
+        let mut buffer = [0; 256];
+        let bytes = self.0.recv(&mut buffer).expect("a message");
+        String::from_utf8_lossy(&buffer[..bytes]).into_owned()
+    }
+}
+
+/// Whatever becomes of the reload: a service manager would wait for its end.
+#[test]
+fn a_service_manager_is_told_of_a_reload_and_of_its_end() {
+    let place = Place::new();
+    let messages = Messages::at(&place.path("notify"));
+    let (socket, image) = (place.path("socket"), place.path("image"));
+    let good = format!("[sockets]\n{socket:?} = {image:?}\n");
+    fs::write(place.path("serve.toml"), &good).expect("a temporary file");
+    let mut child = place
+        .command(&["--config", "serve.toml"])
+        .env("NOTIFY_SOCKET", place.path("notify"))
+        .spawn()
+        .expect("it starts");
+    assert_eq!(messages.next(), "READY=1");
+    assert!(is_served(&socket));
+    for text in [
+        good.clone(),
+        "prefetch = 7".to_owned(),
+        format!("{good}\"other\" = \"/no/such/image\"\n"),
+        format!(
+            "{good}\"{}\" = {image:?}\n",
+            place.path("./socket").display()
+        ),
+    ] {
+        fs::write(place.path("serve.toml"), text).expect("a temporary file");
+        signal(&child, "HUP");
+        let told = messages.next();
+        let time = told.strip_prefix("RELOADING=1\nMONOTONIC_USEC=");
+        assert!(time.is_some_and(|us| us.parse::<u64>().is_ok()), "{told}");
+        assert_eq!(messages.next(), "READY=1");
+    }
+    signal(&child, "TERM");
+    assert_eq!(messages.next(), "STOPPING=1");
+    assert_eq!(ended(&mut child).code(), Some(0));
+}
+
 #[test]
 fn a_service_managers_socket_is_used_and_it_is_told() {
     let place = Place::new();
     let socket = place.path("socket");
     let listener = std::os::unix::net::UnixListener::bind(&socket).expect("it binds");
     let notify = place.path("notify");
-    let messages = std::os::unix::net::UnixDatagram::bind(&notify).expect("it binds");
-    messages
-        .set_read_timeout(Some(PATIENCE))
-        .expect("a time limit");
-    let next = || {
-        let mut buffer = [0; 256];
-        let bytes = messages.recv(&mut buffer).expect("a message");
-        String::from_utf8_lossy(&buffer[..bytes]).into_owned()
-    };
+    let messages = Messages::at(&notify);
     let mut child = activated(&place, listener)
         .env("NOTIFY_SOCKET", &notify)
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
         .expect("it starts");
-    assert!(next().contains("READY=1"));
+    assert!(messages.next().contains("READY=1"));
     assert!(is_served(&socket));
     signal(&child, "TERM");
-    assert!(next().contains("STOPPING=1"));
+    assert!(messages.next().contains("STOPPING=1"));
     assert_eq!(ended(&mut child).code(), Some(0));
     assert!(socket.exists(), "it is the service manager's");
 }

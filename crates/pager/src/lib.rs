@@ -124,7 +124,7 @@ pub use pagetide_uapi::userfaultfd::Mode;
 pub use populate::Mapper;
 pub use prefetch::{Prefetch, PrefetchConfig, PrefetchEnd, PrefetchPlan};
 pub use resolver::Resolver;
-pub use serving::{ReaderConfig, Readers, Serving};
+pub use serving::{ReaderConfig, Readers, Serving, Waited};
 pub use source::{
     Content, Filled, Helper, LocalSource, PatternSource, ReadAt, Request, RequestId, Room, Source,
     SourceError,

@@ -1,6 +1,7 @@
 //! Serving a pager's descriptor: from a VMM's own event loop, or by threads.
 
 mod message;
+mod waits;
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -22,6 +23,8 @@ use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::poller::{DEFERRED, INTERRUPT, TIMER, other};
 use crate::resolver::Resolver;
+pub use waits::Waited;
+use waits::{Outcome, Waits};
 
 /// The maximal number of descriptors that one wait reports.
 const READY_AT_ONCE: usize = 64;
@@ -50,6 +53,7 @@ pub struct Serving {
     /// The numbers of watched descriptors that are readable.
     others: Vec<u32>,
     on_resolved: Option<OnResolved>,
+    waits: Waits,
     /// The end of the budget, if there is one.
     until: Option<Instant>,
 }
@@ -70,6 +74,7 @@ impl Serving {
             faults: Vec::new(),
             others: Vec::new(),
             on_resolved: None,
+            waits: Waits::default(),
             until: None,
         }
     }
@@ -82,6 +87,13 @@ impl Serving {
     /// source, with the time since its message was read. Costs a reading of the clock for each fault.
     pub fn on_resolved(&mut self, callback: impl FnMut(Duration) + Send + 'static) {
         self.on_resolved = Some(Box::new(callback));
+    }
+
+    /// Calls `callback` for each page that a thread has waited for, when the page is there: with the time since the message of
+    /// its fault was read here. Content that no thread which serves has installed is noticed at this one's next turn. Of the
+    /// pages that wait for a source at one time, 256 are told of.
+    pub fn on_waited(&mut self, callback: impl FnMut(Waited, Duration) + Send + 'static) {
+        self.waits.on_waited(callback);
     }
 
     /// The counts so far.
@@ -177,6 +189,7 @@ impl Serving {
         if !stopping() && self.goes_on(resolved + installed) {
             self.install(Urgency::Bulk);
         }
+        self.waits.look(self.resolver.pager());
         self.hand_back();
         Ok(resolved)
     }
@@ -259,7 +272,8 @@ impl Serving {
         let result = match read {
             Ok(batch) => {
                 self.resolver.count_read(faults.len(), batch.messages == 0);
-                let read_at = self.on_resolved.is_some().then(Instant::now);
+                let is_timed = self.on_resolved.is_some() || self.waits.is_on();
+                let read_at = is_timed.then(Instant::now);
                 // What is left of them when the loop ends is stored for the next reader.
                 let mut rest = Rest {
                     channel,
@@ -267,13 +281,13 @@ impl Serving {
                     faults: &faults,
                 };
                 while let Some((message, behind)) = rest.faults.split_first() {
-                    self.resolve(&pager, channel, message);
+                    let outcome = self.resolve(&pager, channel, message);
                     rest.faults = behind;
+                    if let Some(read_at) = read_at {
+                        self.tell_of(outcome, read_at);
+                    }
                     if self.is_over() {
                         break;
-                    }
-                    if let Some((callback, read_at)) = self.on_resolved.as_mut().zip(read_at) {
-                        callback(read_at.elapsed());
                     }
                 }
                 let resolved = faults.len() - rest.faults.len();
@@ -298,6 +312,17 @@ impl Serving {
         faults.clear();
         self.faults = faults;
         result
+    }
+}
+
+impl Serving {
+    /// Tells of a fault whose message was read at `read_at`.
+    fn tell_of(&mut self, outcome: Outcome, read_at: Instant) {
+        let now = Instant::now();
+        if let Some(callback) = &mut self.on_resolved {
+            callback(now.saturating_duration_since(read_at));
+        }
+        self.waits.note(outcome, read_at, now);
     }
 }
 

@@ -5,14 +5,15 @@
 mod support;
 
 use std::sync::Arc;
+use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagetide_memory::{Access, Backing, FaultInAccess, PageState, Region};
 use pagetide_pager::{
     Content, Contents, InFlightLimits, InstalledBy, Mode, Pager, Pool, PoolConfig, Prefetch,
     PrefetchConfig, PrefetchPlan, ReaderConfig, Readers, RegionConfig, RegionId, Request,
-    Resolution, RetryPolicy, Serving, Source,
+    Resolution, RetryPolicy, Serving, Source, Waited,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use support::assert_no_trouble;
@@ -102,6 +103,37 @@ fn a_serving_thread_installs_what_was_handed_over() {
         assert_eq!((counted.handed_over, counted.answers), (1, 1));
         assert_no_trouble(&it.pager);
     }
+}
+
+/// From the reading of the fault's message until the page is there, and not until it was requested.
+#[test]
+fn the_time_for_which_a_thread_waited_is_told_when_its_page_is_there() {
+    let source = ManualSource::new();
+    let Some(mut it) = HandedOver::new(Mode::Missing, Backing::Anonymous, source.source()) else {
+        return;
+    };
+    let (send, waits) = mpsc::channel();
+    it.serving
+        .on_waited(move |what, time: Duration| send.send((what, time)).unwrap());
+    let (reader, request) = it.touch(&source, 3, |region| check_page(region, 3));
+    let asked = Instant::now();
+    it.serving.process_ready().unwrap();
+    assert!(waits.try_recv().is_err(), "nothing has come");
+    let waited = asked.elapsed();
+    complete(request);
+    it.serving.process_ready().unwrap();
+    join("the reader", reader);
+    let (what, time) = waits.try_recv().unwrap();
+    assert_eq!(what, Waited::Source);
+    assert!(time >= waited, "{time:?} of {waited:?}");
+    // A page that is lost has not come.
+    let (reader, request) = it.touch(&source, 4, |region| {
+        let _ = region.fault_in(range(4, 1), FaultInAccess::Read);
+    });
+    request.complete(Content::Poisoned);
+    it.serving.process_ready().unwrap();
+    join("the reader", reader);
+    assert!(waits.try_recv().is_err());
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 use pagetide_memory::{Backing, PageRange, PageState};
 use pagetide_pager::{
     Contents, Filled, Mode, Pager, Prefetch, PrefetchConfig, PrefetchPlan, ReadAt, RegionConfig,
-    RegionId, Request, Room, Serving, Source,
+    RegionId, Request, Room, Serving, Source, Waited,
 };
 use support::manual::*;
 
@@ -183,6 +183,8 @@ fn the_time_of_each_resolved_fault_is_reported() {
     let (send, times) = std::sync::mpsc::channel();
     let mut serving = Serving::new(&pager, 4);
     serving.on_resolved(move |time: Duration| send.send(time).unwrap());
+    let (send, waits) = std::sync::mpsc::channel();
+    serving.on_waited(move |what, time: Duration| send.send((what, time)).unwrap());
     let reading = std::thread::spawn(move || check_page(&region, 5));
     let mut resolved = 0;
     while resolved == 0 {
@@ -190,4 +192,11 @@ fn the_time_of_each_resolved_fault_is_reported() {
     }
     join("the reader", reading);
     assert_eq!(times.try_iter().count(), resolved);
+    // The content was at hand.
+    let waits: Vec<_> = waits.try_iter().collect();
+    assert_eq!(waits.len(), resolved);
+    assert!(
+        waits.iter().all(|(what, _)| *what == Waited::Here),
+        "{waits:?}"
+    );
 }

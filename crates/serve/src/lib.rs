@@ -16,6 +16,7 @@
 //!
 //! - [`Server`] binds the sockets, and serves until it is stopped.
 //! - [`handshake`] parses Firecracker's message; [`WorkingSet`] is the file of a working set.
+//! - [`control`] is what a running server is told: sockets are added, removed, drained.
 //! - [`Metrics`] counts, in Prometheus' text format.
 //!
 //! No access of a guest ever reads zeroes in place of content. If a page's content is unavailable, the
@@ -23,13 +24,18 @@
 //! the missing pages: an access raises SIGBUS.
 
 mod arriving;
+mod binding_table;
 mod budgets;
 mod capture;
+mod check;
+pub mod control;
 mod exporter;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod handshake;
+mod histogram;
 mod image;
+mod inbox;
 mod intake;
 mod listener;
 mod log_limit;
@@ -37,6 +43,7 @@ mod memory_limit;
 mod metrics;
 mod named_image;
 pub mod native;
+mod opening;
 mod options;
 mod parking;
 mod peer;
@@ -47,15 +54,21 @@ mod recorder;
 mod sample;
 mod seccomp;
 mod server;
+mod sockets;
 mod state;
 mod stopper;
 mod turned_away;
+mod usage;
 mod vm;
 mod working_set;
 mod working_set_file;
 
+pub use binding_table::{
+    BindingTable, BindingTableError, ParseSocketError, SocketMode, SocketOwner, Switch,
+};
 pub use budgets::UserLimits;
 pub use capture::{CaptureError, Present, present_pages};
+pub use check::check;
 pub use exporter::{Exporter, ExporterError, MetricsAddress, ParseMetricsAddressError};
 pub use intake::IntakeError;
 pub use listener::ListenError;
@@ -65,7 +78,7 @@ pub use options::{Binding, OnFailure, Options, ParseBindingError, WorkingSetMode
 pub use porter::receive_descriptors;
 pub use receive::ReceiveError;
 pub use seccomp::{Seccomp, SeccompError, SeccompMode};
-pub use server::{Inherited, Server, StartError};
+pub use server::{Controller, Inherited, Server, StartError};
 pub use state::{DescriptorStore, StateError, StateOptions, keep};
 pub use stopper::Stopper;
 pub use working_set::{FormatError, Touch, WorkingSet, WorkingSetError};

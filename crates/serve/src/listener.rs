@@ -3,10 +3,12 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, fstat};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use thiserror::Error;
 
 /// Why a socket could not be bound.
@@ -110,6 +112,11 @@ impl Listener {
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
+
+    /// Whether a service manager has made it.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.is_inherited
+    }
 }
 
 /// Opens the directory of a path.
@@ -155,6 +162,20 @@ fn give(node: &OwnedFd, path: &Path, owner: Option<(u32, u32)>) -> Result<(), Li
     })
 }
 
+/// Checks that a server could listen at `path`, or that one does.
+pub(crate) fn check(path: &Path) -> Result<(), ListenError> {
+    match check_free(path) {
+        Ok(()) | Err(ListenError::InUse { .. }) => {}
+        Err(error) => return Err(error),
+    }
+    open_directory(path)
+        .map(drop)
+        .map_err(|source| ListenError::Bind {
+            path: path.into(),
+            source,
+        })
+}
+
 fn check_free(path: &Path) -> Result<(), ListenError> {
     let status = match std::fs::symlink_metadata(path) {
         Ok(status) => status,
@@ -167,10 +188,17 @@ fn check_free(path: &Path) -> Result<(), ListenError> {
     if !status.file_type().is_socket() {
         return Err(ListenError::NotASocket { path: path.into() });
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
+    match connect(path) {
+        Err(Errno::CONNREFUSED) => Ok(()),
         _ => Err(ListenError::InUse { path: path.into() }),
     }
+}
+
+/// Connects, and waits for nothing: whoever listens there may accept nobody.
+fn connect(path: &Path) -> Result<(), Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)
 }
 
 /// Removes a socket at which no process listens.
@@ -195,6 +223,8 @@ impl Drop for Listener {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     /// Any path at which a client can connect is one at which a server can listen.
@@ -209,6 +239,21 @@ mod tests {
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
         drop(listener);
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    /// Its queue is full, and a connection would wait for room in it.
+    #[test]
+    fn a_socket_whose_owner_accepts_nobody_is_in_use() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&socket, 0).unwrap();
+        let _waiting = UnixStream::connect(&path).unwrap();
+        assert_eq!(connect(&path), Err(Errno::AGAIN));
+        let refused = Listener::bind(&path, 0o600, None);
+        assert!(matches!(refused, Err(ListenError::InUse { .. })));
     }
 
     /// Whoever owns the directory can put a link into the place of the new socket at any time.

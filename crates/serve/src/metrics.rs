@@ -5,13 +5,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use pagetide_pager::Waited;
 use pagetide_sources::{GuestImage, ObjectCounters};
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, NoLabelSet};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
+use crate::histogram::{Histogram, WAIT_US, WORK_US};
 use crate::readiness::{Readiness, Trouble};
+use crate::usage::Usage;
 
 macro_rules! metrics {
     (
@@ -117,68 +120,59 @@ metrics! {
     }
 }
 
-/// Upper bounds of the latency histogram's buckets, in microseconds.
-const BOUNDS_US: [u64; 16] = [
-    2, 4, 8, 16, 32, 64, 128, 256, 512, 1_000, 2_000, 5_000, 10_000, 50_000, 250_000, 1_000_000,
-];
-
-/// A histogram of durations with fixed buckets, which any thread may write to.
-#[derive(Debug, Default)]
-struct Histogram {
-    /// One more than there are bounds, for longer durations.
-    buckets: [AtomicU64; BOUNDS_US.len() + 1],
-    sum_ns: AtomicU64,
-}
-
-impl Histogram {
-    fn record(&self, duration: Duration) {
-        let us = duration.as_micros();
-        let bucket = BOUNDS_US.partition_point(|&bound| u128::from(bound) < us);
-        if let Some(bucket) = self.buckets.get(bucket) {
-            bucket.fetch_add(1, Ordering::Relaxed);
-        }
-        let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
-        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
-    }
-
-    fn encode(&self, mut encoder: MetricEncoder<'_>) -> fmt::Result {
-        let mut count = 0;
-        let bounds = BOUNDS_US
-            .iter()
-            .map(|&bound| Duration::from_micros(bound).as_secs_f64());
-        let bounds = bounds.chain([f64::INFINITY]);
-        let buckets: Vec<(f64, u64)> = bounds
-            .zip(&self.buckets)
-            .map(|(bound, bucket)| {
-                let inside = bucket.load(Ordering::Relaxed);
-                count += inside;
-                (bound, inside)
-            })
-            .collect();
-        let sum = Duration::from_nanos(self.sum_ns.load(Ordering::Relaxed)).as_secs_f64();
-        encoder.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
-    }
-}
-
 /// The counts of a server, shared by its threads.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics(Arc<Shared>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
     cells: Cells,
     /// Times from the reading of a fault's message to its resolution on that thread.
     resolve: Histogram,
+    /// Times for which guests waited for pages whose content was at hand, and for others.
+    waits: [Histogram; 2],
     /// Times of reads of images.
     read: Histogram,
     /// Failed reads by kind.
     errors: Mutex<Vec<(&'static str, u64)>>,
     /// The images that are served, and the counts of those that are not any more.
     images: Mutex<Images>,
+    /// The sockets, and the VMs of each.
+    sockets: Mutex<Vec<SocketVms>>,
     /// What the server is ready for, once there is one.
     readiness: OnceLock<Arc<Readiness>>,
     /// Lines of the log that were dropped, if somebody counts them.
     log_lines_dropped: OnceLock<Arc<AtomicU64>>,
+}
+
+impl Default for Shared {
+    fn default() -> Self {
+        Self {
+            cells: Cells::default(),
+            resolve: Histogram::new(WORK_US),
+            waits: [Histogram::new(WAIT_US), Histogram::new(WAIT_US)],
+            read: Histogram::new(WORK_US),
+            errors: Mutex::default(),
+            images: Mutex::default(),
+            sockets: Mutex::default(),
+            readiness: OnceLock::new(),
+            log_lines_dropped: OnceLock::new(),
+        }
+    }
+}
+
+/// The labels of [`Shared::waits`].
+const WAITED_FOR: [&str; 2] = ["at_hand", "source"];
+
+/// Sockets that have a sample of their own. The others share one: each label is a time series for ever.
+const MOST_SOCKETS: usize = 64;
+
+/// The VMs of a socket.
+#[derive(Debug)]
+pub(crate) struct SocketVms {
+    pub(crate) socket: String,
+    pub(crate) image: String,
+    pub(crate) usage: Arc<Usage>,
 }
 
 #[derive(Debug, Default)]
@@ -218,6 +212,15 @@ impl Metrics {
         self.0.resolve.record(duration);
     }
 
+    /// A guest has waited so long for a page.
+    pub(crate) fn waited(&self, what: Waited, duration: Duration) {
+        let [at_hand, source] = &self.0.waits;
+        match what {
+            Waited::Here => at_hand.record(duration),
+            Waited::Source => source.record(duration),
+        }
+    }
+
     pub(crate) fn source_read(&self, duration: Duration) {
         self.0.read.record(duration);
     }
@@ -234,6 +237,41 @@ impl Metrics {
     /// Includes the counts of these images' stores from now on.
     pub(crate) fn watch(&self, images: Vec<Arc<dyn GuestImage>>) {
         self.lock_images().replace(images);
+    }
+
+    /// Includes the numbers of VMs of these sockets, in place of former ones. The first ones have samples of their own.
+    pub(crate) fn watch_sockets(&self, sockets: Vec<SocketVms>) {
+        *self.lock_sockets() = sockets;
+    }
+
+    fn lock_sockets(&self) -> std::sync::MutexGuard<'_, Vec<SocketVms>> {
+        self.0
+            .sockets
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn encode_sockets(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "VMs of a socket, and connections that are none yet; of those beyond 64 sockets together";
+        let mut described =
+            encoder.encode_descriptor("socket_vms", help, None, MetricType::Gauge)?;
+        let sockets = self.lock_sockets();
+        let (own, others) = sockets.split_at(sockets.len().min(MOST_SOCKETS));
+        let mut tell = |socket: &str, image: &str, vms: usize| {
+            let vms = i64::try_from(vms).unwrap_or(i64::MAX);
+            let labels = [("socket", socket), ("image", image)];
+            described.encode_family(&labels)?.encode_gauge(&vms)
+        };
+        for one in own {
+            tell(&one.socket, &one.image, one.usage.vms())?;
+        }
+        match others.is_empty() {
+            true => Ok(()),
+            false => {
+                let vms = others.iter().map(|other| other.usage.vms()).sum();
+                tell("other", "other", vms)
+            }
+        }
     }
 
     /// Includes whether this server takes further VMs. The first call counts.
@@ -301,6 +339,12 @@ impl Collector for Metrics {
             MetricType::Histogram,
         )?;
         self.0.resolve.encode(described)?;
+        let help = "Time for which guests waited: from the reading of a fault's message until its page was there";
+        let mut described =
+            encoder.encode_descriptor("guest_wait_seconds", help, None, MetricType::Histogram)?;
+        for (waits, what) in self.0.waits.iter().zip(WAITED_FOR) {
+            waits.encode_as(&mut described, &[("for", what)])?;
+        }
         let help = "Time of a read of an image that had to wait, or to decompress";
         let described =
             encoder.encode_descriptor("source_read_seconds", help, None, MetricType::Histogram)?;
@@ -354,6 +398,12 @@ impl Collector for Metrics {
         let is_ready = !self.troubles().into_iter().any(Trouble::refuses_vms);
         let help = "Whether the server takes further VMs: 1 or 0";
         gauge(&mut encoder, "ready", help, is_ready.into())?;
+        let waiting = self.0.readiness.get();
+        let waiting = waiting.map_or(0, |readiness| readiness.waiting());
+        let help =
+            "Sockets that are not served yet, since their image or the socket cannot be opened";
+        gauge(&mut encoder, "sockets_waiting", help, waiting as u64)?;
+        self.encode_sockets(&mut encoder)?;
         let dropped = self.0.log_lines_dropped.get();
         let dropped = dropped.map_or(0, |dropped| dropped.load(Ordering::Relaxed));
         let help = "Lines of the log that were dropped, because standard error did not take them";
@@ -391,7 +441,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_text_has_every_count_and_both_histograms() {
+    fn the_text_has_every_count_and_all_histograms() {
         let metrics = Metrics::default();
         metrics.count(|totals| totals.faults = 3);
         let before = Totals {
@@ -402,6 +452,9 @@ mod tests {
         metrics.add(&before, &Totals { vms: 1, ..before });
         metrics.resolved(Duration::from_micros(7));
         metrics.resolved(Duration::from_secs(3));
+        metrics.waited(Waited::Here, Duration::from_micros(9));
+        metrics.waited(Waited::Source, Duration::from_secs(59));
+        metrics.waited(Waited::Source, Duration::from_secs(61));
         metrics.source_error("late");
         metrics.source_error("late");
         let text = metrics.text();
@@ -412,6 +465,38 @@ mod tests {
             "pagetide_fault_resolve_seconds_count 2",
             "pagetide_fault_resolve_seconds_bucket{le=\"+Inf\"} 2",
             "pagetide_fault_resolve_seconds_bucket{le=\"0.000008\"} 1",
+            "pagetide_guest_wait_seconds_count{for=\"at_hand\"} 1",
+            "pagetide_guest_wait_seconds_bucket{le=\"0.000016\",for=\"at_hand\"} 1",
+            "pagetide_guest_wait_seconds_bucket{le=\"30.0\",for=\"source\"} 0",
+            "pagetide_guest_wait_seconds_bucket{le=\"60.0\",for=\"source\"} 1",
+            "pagetide_guest_wait_seconds_bucket{le=\"+Inf\",for=\"source\"} 2",
+        ] {
+            assert!(text.contains(line), "{line} is missing in:\n{text}");
+        }
+    }
+
+    /// However many sockets there are, and whatever their names.
+    #[test]
+    fn sockets_beyond_a_number_share_a_sample() {
+        let metrics = Metrics::default();
+        let socket = |number: usize| {
+            let usage = Arc::<Usage>::default();
+            usage.begin();
+            SocketVms {
+                socket: format!("/run/\"{number}"),
+                image: "/a.mem".to_owned(),
+                usage,
+            }
+        };
+        metrics.watch_sockets((0..70).map(socket).collect());
+        let text = metrics.text();
+        let samples = text
+            .lines()
+            .filter(|line| line.starts_with("pagetide_socket_vms{"));
+        assert_eq!(samples.count(), 65, "{text}");
+        for line in [
+            "pagetide_socket_vms{socket=\"/run/\\\"63\",image=\"/a.mem\"} 1",
+            "pagetide_socket_vms{socket=\"other\",image=\"other\"} 6",
         ] {
             assert!(text.contains(line), "{line} is missing in:\n{text}");
         }

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use pagetide_sources::{Digest, Location, OpenOptions, ParseLocationError};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::budgets::UserLimits;
@@ -22,8 +23,21 @@ pub struct Binding {
     pub digest: Option<Digest>,
     /// The state file of the snapshot, which a new snapshot replaces together with the image.
     pub state_file: Option<PathBuf>,
+    /// Recording and replay, if not as at the other sockets.
+    pub working_set: Option<WorkingSetMode>,
     /// The file of the working set of the VMs at this socket.
     pub working_set_file: Option<PathBuf>,
+    /// Whether all missing pages are fetched, if not as at the other sockets.
+    pub prefetch: Option<bool>,
+    /// What happens to a VM whose content is unavailable, if not as at the other sockets.
+    pub on_failure: Option<OnFailure>,
+    /// The permissions of the socket, if not those of the others.
+    pub socket_mode: Option<u32>,
+    /// The owner of the socket, if not that of the others.
+    pub socket_owner: Option<(u32, u32)>,
+    /// Whether a server does not start without it. Otherwise, and at a reload, a binding whose image or socket cannot be
+    /// opened fails alone, and is tried again.
+    pub is_required: bool,
 }
 
 impl Binding {
@@ -34,7 +48,25 @@ impl Binding {
             image,
             digest: None,
             state_file: None,
+            working_set: None,
             working_set_file: None,
+            prefetch: None,
+            on_failure: None,
+            socket_mode: None,
+            socket_owner: None,
+            is_required: true,
+        }
+    }
+
+    /// The options for the VMs of this binding.
+    pub(crate) fn options(&self, all: &Options) -> Options {
+        Options {
+            working_set: self.working_set.unwrap_or(all.working_set),
+            prefetch: self.prefetch.unwrap_or(all.prefetch),
+            on_failure: self.on_failure.unwrap_or(all.on_failure),
+            socket_mode: self.socket_mode.unwrap_or(all.socket_mode),
+            socket_owner: self.socket_owner.or(all.socket_owner),
+            ..all.clone()
         }
     }
 }
@@ -67,7 +99,8 @@ impl FromStr for Binding {
 }
 
 /// Whether working sets are recorded and replayed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum WorkingSetMode {
     /// Replay if there is one of the image, and record otherwise.
     #[default]
@@ -82,7 +115,8 @@ pub enum WorkingSetMode {
 }
 
 /// What happens to a VM whose content is unavailable, or whose memory takes no content.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum OnFailure {
     /// A thread that touches a missing page waits. The server keeps trying.
     #[default]
@@ -96,6 +130,8 @@ pub enum OnFailure {
 pub struct Options {
     /// The sockets and their images.
     pub bindings: Vec<Binding>,
+    /// Whether a server may start without any.
+    pub may_lack_bindings: bool,
     /// Recording and replay.
     pub working_set: WorkingSetMode,
     /// The file of the working set; beside the image by default.
@@ -150,6 +186,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             bindings: Vec::new(),
+            may_lack_bindings: false,
             working_set: WorkingSetMode::Auto,
             working_set_file: None,
             working_set_directory: None,

@@ -8,28 +8,34 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagetide_sources::Location;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::budgets::{Budgets, Charge, UserLimits};
+use crate::control::channel::Reply;
+use crate::control::message::{Answer, Request, Status};
+use crate::inbox::{Inbox, Outbox};
 use crate::listener::{ListenError, Listener};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
-use crate::named_image::{NamedImage, NoImage, Offer};
+use crate::named_image::{NoImage, Offer};
+use crate::opening::OpenFailure;
 use crate::options::{Binding, OnFailure, Options};
 use crate::parking::Parking;
 use crate::peer::Peer;
 use crate::porter::Porter;
 use crate::readiness::Readiness;
+use crate::sockets::Sockets;
 use crate::state::{DescriptorStore, KeptVm, State, StateError};
 use crate::stopper::Stopper;
 use crate::turned_away::TurnedAway;
-use crate::vm::{Client, Common, run};
+use crate::usage::Usage;
+use crate::vm::{Client, Common, chain, run};
 
 /// Why a server did not start.
 #[derive(Debug, Error)]
@@ -100,6 +106,23 @@ fn start_porter(options: &Options, stopper: &Stopper) -> Result<Option<Arc<Porte
     Ok(Some(Arc::new(porter.map_err(StartError::Porter)?)))
 }
 
+/// Checks what makes sense for no server.
+pub(crate) fn check_all(options: &Options) -> Result<(), StartError> {
+    if options.bindings.is_empty() && !options.may_lack_bindings {
+        return Err(StartError::NoBindings);
+    }
+    check_sockets(&options.bindings)
+}
+
+impl From<OpenFailure> for StartError {
+    fn from(failure: OpenFailure) -> Self {
+        match failure {
+            OpenFailure::Image(error) => Self::Image(error),
+            OpenFailure::Listen(error) => Self::Listen(error),
+        }
+    }
+}
+
 /// A socket has one image. Paths are compared without what leads nowhere, such as `./`.
 fn check_sockets(bindings: &[Binding]) -> Result<(), StartError> {
     let mut first: HashMap<PathBuf, &Location> = HashMap::new();
@@ -116,24 +139,37 @@ fn check_sockets(bindings: &[Binding]) -> Result<(), StartError> {
     Ok(())
 }
 
-/// A socket, and the image of its VMs.
+/// A request of a client of a control socket.
 #[derive(Debug)]
-struct Bound {
-    listener: Listener,
-    offer: Arc<Offer>,
+struct Command {
+    request: Request,
+    reply: Reply<Answer>,
 }
+
+/// Hands requests to a server's thread. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Controller(Outbox<Command>);
+
+impl Controller {
+    /// Has a request done. Waits for nothing: the answer comes by `reply`.
+    pub fn handle(&self, request: Request, reply: Reply<Answer>) {
+        self.0.send(Command { request, reply });
+    }
+}
+
+/// Called by a server when its bindings have been tried.
+type OnSettled = Box<dyn FnMut() + Send>;
 
 /// A server whose sockets accept connections.
 pub struct Server {
-    common: Arc<Common>,
-    images: HashMap<Location, Arc<NamedImage>>,
-    bound: Vec<Bound>,
+    sockets: Sockets,
+    /// The sockets that are served, and what else is waited for.
+    poll: Arc<OwnedFd>,
     vms: Arc<AtomicUsize>,
     /// Whether one of them has ended that was more than a connection without a byte.
     had_vm: Arc<AtomicBool>,
     /// Notified when a VM has ended.
     ended: Arc<OwnedFd>,
-    readiness: Arc<Readiness>,
     /// What each user has taken.
     budgets: Budgets,
     turned_away: TurnedAway,
@@ -141,15 +177,28 @@ pub struct Server {
     limit_logged: LogLimit,
     /// VMs that a former server has left.
     kept: Vec<KeptVm>,
-    /// The greatest number of these.
-    first_number: u64,
+    /// The greatest number of these, and then of all VMs.
+    last_number: u64,
+    threads: Vec<JoinHandle<()>>,
+    on_settled: OnSettled,
+    /// What clients of a control socket ask for.
+    commands: Inbox<Command>,
+    controller: Controller,
 }
+
+// Keys of what is waited for beside the sockets, whose keys count from 1.
+const STOP: u64 = u64::MAX;
+const ENDED: u64 = u64::MAX - 1;
+const RELOAD: u64 = u64::MAX - 2;
+const OPENED: u64 = u64::MAX - 3;
+const COMMAND: u64 = u64::MAX - 4;
 
 impl Server {
     /// Opens the images and binds the sockets.
     ///
     /// # Errors
-    /// [`StartError`]; then nothing is left behind.
+    /// [`StartError`], also if a binding that is required cannot be opened; then nothing is left behind. Other bindings
+    /// are opened while the server runs.
     pub fn bind(options: Options) -> Result<Self, StartError> {
         Self::bind_with(options, Inherited::default())
     }
@@ -162,6 +211,7 @@ impl Server {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ended = Arc::new(eventfd(0, flags).map_err(StartError::Descriptor)?);
         let stopper = Stopper::new(options.stop_limit).map_err(StartError::Descriptor)?;
+        check_all(&options)?;
         let porter = start_porter(&options, &stopper)?;
         let metrics = Metrics::default();
         let (state, kept) = open_state(&options, &porter, inherited.store, &metrics)?;
@@ -176,119 +226,51 @@ impl Server {
         let limits = options.user_limits;
         let limits = limits.unwrap_or_else(UserLimits::of_this_process);
         let common = Common {
+            usage: Arc::default(),
             options: Arc::default(),
             metrics,
             stopper,
             state,
             parking,
         };
-        let mut server = Self {
-            common: Arc::new(common),
-            images: HashMap::new(),
-            bound: Vec::new(),
-            vms,
-            readiness,
-            had_vm: Arc::default(),
-            ended,
-            budgets: Budgets::new(limits, porter),
-            turned_away: TurnedAway::default(),
-            limit_logged: LogLimit::default(),
-            first_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
-            kept,
-        };
+        let poll = epoll::create(CreateFlags::CLOEXEC).map_err(StartError::Descriptor)?;
+        let poll = Arc::new(poll);
         let inherited = inherited
             .listeners
             .into_iter()
             .filter_map(Listener::inherited)
             .collect();
-        server.apply(options, inherited)?;
+        let (commands, controller) = Inbox::new().map_err(StartError::Descriptor)?;
+        let sockets = Sockets::new(Arc::new(common), Arc::clone(&poll), readiness, inherited);
+        let mut server = Self {
+            sockets: sockets.map_err(StartError::Descriptor)?,
+            poll,
+            vms,
+            had_vm: Arc::default(),
+            ended,
+            budgets: Budgets::new(limits, porter),
+            turned_away: TurnedAway::default(),
+            limit_logged: LogLimit::default(),
+            last_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
+            kept,
+            threads: Vec::new(),
+            on_settled: Box::new(|| {}),
+            commands,
+            controller: Controller(controller),
+        };
+        server.sockets.apply(options);
+        server.sockets.open_required()?;
+        server.sockets.warn_of_unused();
         Ok(server)
     }
 
-    /// Opens what `options` have and the server has not, and closes what the options have not. Returns the images that were
-    /// opened.
-    fn apply(
-        &mut self,
-        options: Options,
-        mut inherited: Vec<Listener>,
-    ) -> Result<Vec<Arc<NamedImage>>, StartError> {
-        if options.bindings.is_empty() {
-            return Err(StartError::NoBindings);
-        }
-        check_sockets(&options.bindings)?;
-        let metrics = &self.common.metrics;
-        let mut images: HashMap<Location, Arc<NamedImage>> = HashMap::new();
-        let (mut offers, mut new) = (Vec::new(), Vec::new());
-        let mut opened = Vec::new();
-        for binding in &options.bindings {
-            let location = &binding.image;
-            if !images.contains_key(location) {
-                let image = match self.images.get(location) {
-                    Some(image) => {
-                        reload(image, &options, metrics);
-                        Arc::clone(image)
-                    }
-                    None => {
-                        let image = Arc::new(NamedImage::open(location, &options, metrics)?);
-                        new.push(Arc::clone(&image));
-                        image
-                    }
-                };
-                images.insert(location.clone(), image);
-            }
-            if let Some(image) = images.get(location) {
-                let offer = Offer::new(Arc::clone(image), binding.clone());
-                // Its digest is compared, and its working set looked for, before a VM comes.
-                offer.opened(&options)?;
-                offers.push(Arc::new(offer));
-            }
-            let is_open = |bound: &Bound| bound.listener.path() == binding.socket;
-            if self.bound.iter().any(is_open) {
-                continue;
-            }
-            let given = inherited
-                .iter()
-                .position(|given| given.path() == binding.socket);
-            opened.push(match given {
-                Some(index) => inherited.swap_remove(index),
-                None => Listener::bind(&binding.socket, options.socket_mode, options.socket_owner)?,
-            });
-        }
-        for unused in &inherited {
-            let socket = unused.path().display().to_string();
-            tracing::warn!(socket, "a socket of the service manager has no binding");
-        }
-        // Nothing fails from here on.
-        let mut listeners: Vec<Listener> =
-            self.bound.drain(..).map(|bound| bound.listener).collect();
-        listeners.append(&mut opened);
-        for (binding, offer) in options.bindings.iter().zip(offers) {
-            let found = listeners
-                .iter()
-                .position(|open| open.path() == binding.socket);
-            if let Some(index) = found {
-                let listener = listeners.swap_remove(index);
-                self.bound.push(Bound { listener, offer });
-            }
-        }
-        self.readiness.set_limit(options.max_vms);
-        self.images = images;
-        let served = self.images.values();
-        let served = served.map(|image| Arc::clone(&image.opened().image));
-        self.common.metrics.watch(served.collect());
-        self.common = Arc::new(Common {
-            options: Arc::new(options),
-            metrics: self.common.metrics.clone(),
-            stopper: self.common.stopper.clone(),
-            state: self.common.state.clone(),
-            parking: Arc::clone(&self.common.parking),
-        });
-        Ok(new)
+    fn common(&self) -> &Arc<Common> {
+        &self.sockets.common
     }
 
     /// Ends the server.
     pub fn stopper(&self) -> Stopper {
-        self.common.stopper.clone()
+        self.common().stopper.clone()
     }
 
     /// Whether it reads objects of a store: an image, a layer of one, or the image of a VM that a former
@@ -298,14 +280,23 @@ impl Server {
             let location = kept.description.image.parse();
             matches!(location, Ok(Location::Url(_)))
         };
-        let mut images = self.images.values();
-        images.any(|image| image.opened().image.counters().is_some())
-            || self.kept.iter().any(is_url)
+        self.sockets.uses_network() || self.kept.iter().any(is_url)
     }
 
     /// Its counts.
     pub fn metrics(&self) -> Metrics {
-        self.common.metrics.clone()
+        self.common().metrics.clone()
+    }
+
+    /// Does what the clients of a control socket ask for.
+    pub fn controller(&self) -> Controller {
+        self.controller.clone()
+    }
+
+    /// Has `call` called by the server's thread when each binding has been tried, after the start and after each
+    /// [`Stopper::reload`]; at the latest after 10 s, as an image may take longer.
+    pub fn on_settled(&mut self, call: impl FnMut() + Send + 'static) {
+        self.on_settled = Box::new(call);
     }
 
     /// Serves until the server is stopped, or, with [`Options::once`], until its last VM has gone.
@@ -313,46 +304,34 @@ impl Server {
     /// # Errors
     /// The kernel's error, if waiting for connections fails. The VMs that are there have then ended.
     pub fn run(mut self) -> io::Result<()> {
-        self.images.values().for_each(|image| image.tell());
-        let mut threads = Vec::new();
-        self.resume_kept(&mut threads);
-        let result = self.accept_all(&mut threads);
-        if !self.common.stopper.is_stopping() {
-            self.common.stopper.stop();
+        self.sockets.tell();
+        self.resume_kept();
+        let result = self.accept_all();
+        if !self.common().stopper.is_stopping() {
+            self.common().stopper.stop();
         }
         // Nobody new connects while the VMs end.
-        self.bound.clear();
-        for thread in threads {
-            let thread: JoinHandle<()> = thread;
+        self.sockets.close();
+        for thread in self.threads.drain(..) {
             // A panic was logged by the thread.
             let _ = thread.join();
         }
-        self.common.parking.end();
-        if let Some(state) = &self.common.state {
+        self.common().parking.end();
+        if let Some(state) = &self.common().state {
             state.end();
         }
         result
     }
 
     /// Goes on with the VMs of a former server.
-    fn resume_kept(&mut self, threads: &mut Vec<JoinHandle<()>>) {
+    fn resume_kept(&mut self) {
         for kept in std::mem::take(&mut self.kept) {
-            let image = self.image_of(&kept);
-            let (vm, socket) = (kept.id, kept.description.socket.clone());
-            match image {
-                Ok(image) => {
-                    tracing::info!(vm, socket, "going on with a VM of a former server");
-                    match self.client_of(kept) {
-                        Ok(client) => self.start(image, client, threads),
-                        Err(error) => {
-                            tracing::error!(vm, %error, "a VM of a former server stays asleep");
-                        }
-                    }
-                }
+            match kept.description.image.parse::<Location>() {
+                Ok(location) => self.sockets.resume(kept, &location),
                 Err(error) => tracing::error!(
-                    vm,
-                    socket,
-                    error = &*error,
+                    vm = kept.id,
+                    socket = kept.description.socket,
+                    error = &error as &dyn std::error::Error,
                     "a VM of a former server stays asleep"
                 ),
             }
@@ -372,103 +351,145 @@ impl Server {
         })
     }
 
-    fn image_of(&mut self, kept: &KeptVm) -> Result<Arc<Offer>, Box<dyn std::error::Error>> {
-        let location: Location = kept.description.image.parse()?;
-        let image = match self.images.get(&location) {
-            Some(image) => Arc::clone(image),
-            None => {
-                let (options, metrics) = (&self.common.options, &self.common.metrics);
-                Arc::new(NamedImage::open(&location, options, metrics)?)
-            }
-        };
-        self.images.insert(location.clone(), Arc::clone(&image));
-        let mut binding = Binding::new(&kept.description.socket, location);
-        let bindings = &self.common.options.bindings;
-        let is_its = |now: &&Binding| now.socket == binding.socket && now.image == binding.image;
-        if let Some(now) = bindings.iter().find(is_its) {
-            // What it records goes where its socket's recordings go.
-            binding.working_set_file.clone_from(&now.working_set_file);
-        }
-        Ok(Arc::new(Offer::new(image, binding)))
-    }
-
-    fn accept_all(&mut self, threads: &mut Vec<JoinHandle<()>>) -> io::Result<()> {
-        let mut accepted = 0;
-        while self.accept_until_reload(&mut accepted, threads)? {
-            let Some(options) = self.common.stopper.take_options() else {
-                continue;
-            };
-            match self.apply(options, Vec::new()) {
-                Ok(new) => {
-                    new.iter().for_each(|image| image.tell());
-                    tracing::info!(sockets = self.bound.len(), "new options are used");
-                }
-                Err(error) => tracing::error!(
-                    error = &error as &dyn std::error::Error,
-                    "the options stay as they are"
-                ),
-            }
-        }
-        Ok(())
-    }
-
-    /// Accepts VMs until there are new options (true), or the server ends (false).
-    fn accept_until_reload(
-        &self,
-        accepted: &mut u64,
-        threads: &mut Vec<JoinHandle<()>>,
-    ) -> io::Result<bool> {
-        const STOP: u64 = u64::MAX;
-        const ENDED: u64 = u64::MAX - 1;
-        const RELOAD: u64 = u64::MAX - 2;
-        let stopper = &self.common.stopper;
-        let poll = epoll::create(CreateFlags::CLOEXEC)?;
-        let add = |fd: BorrowedFd<'_>, token| {
-            epoll::add(&poll, fd, EventData::new_u64(token), EventFlags::IN)
-        };
-        add(stopper.as_fd(), STOP)?;
-        add(stopper.reloads(), RELOAD)?;
-        add(self.ended.as_fd(), ENDED)?;
-        for (index, bound) in self.bound.iter().enumerate() {
-            let token = EventData::new_u64(index as u64);
-            epoll::add(&poll, &bound.listener.socket, token, EventFlags::IN)?;
-        }
+    /// Accepts VMs until the server ends.
+    fn accept_all(&mut self) -> io::Result<()> {
+        self.watch()?;
         let mut events = Vec::with_capacity(64);
         loop {
-            match epoll::wait(&poll, rustix::buffer::spare_capacity(&mut events), None) {
+            let now = Instant::now();
+            self.sockets.start_due(now);
+            if self.sockets.has_settled(now) {
+                (self.on_settled)();
+            }
+            let timeout = self.sockets.next_due().and_then(|due| {
+                // A wait that ended a bit early would begin again at once, many times.
+                let left = due.saturating_duration_since(now) + Duration::from_millis(1);
+                Timespec::try_from(left).ok()
+            });
+            let spare = rustix::buffer::spare_capacity(&mut events);
+            match epoll::wait(&self.poll, spare, timeout.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
             }
             for event in events.drain(..) {
                 match event.data.u64() {
-                    STOP => return Ok(false),
-                    RELOAD => return Ok(true),
+                    STOP => return Ok(()),
+                    RELOAD => self.reload(),
+                    OPENED => self.take_opened(),
+                    COMMAND => self.obey(),
                     ENDED => {
                         let _ = rustix::io::read(&self.ended, &mut [0; 8]);
-                        threads.retain(|thread| !thread.is_finished());
+                        self.threads.retain(|thread| !thread.is_finished());
+                        self.sockets.forget_unused();
                     }
-                    index => {
-                        let bound = usize::try_from(index)
-                            .ok()
-                            .and_then(|index| self.bound.get(index));
-                        if let Some(bound) = bound {
-                            self.accept(bound, accepted, threads);
-                        }
-                    }
+                    key => self.accept(key),
                 }
             }
-            let is_last =
-                self.vms.load(Ordering::Acquire) == 0 && self.had_vm.load(Ordering::Acquire);
-            if self.common.options.once && is_last && self.common.parking.is_empty() {
-                return Ok(false);
+            let is_last = self.vms.load(Ordering::Acquire) == 0
+                && self.had_vm.load(Ordering::Acquire)
+                && !self.sockets.has_kept()
+                && self.common().parking.is_empty();
+            if self.common().options.once && is_last {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Waits for all that is not a socket.
+    fn watch(&self) -> io::Result<()> {
+        let add = |fd: BorrowedFd<'_>, key| {
+            epoll::add(&self.poll, fd, EventData::new_u64(key), EventFlags::IN)
+        };
+        let stopper = &self.common().stopper;
+        add(stopper.as_fd(), STOP)?;
+        add(stopper.reloads(), RELOAD)?;
+        add(self.ended.as_fd(), ENDED)?;
+        add(self.commands.as_fd(), COMMAND)?;
+        if let Some(done) = self.sockets.done() {
+            add(done.as_fd(), OPENED)?;
+        }
+        Ok(())
+    }
+
+    fn reload(&mut self) {
+        let Some(options) = self.common().stopper.take_options() else {
+            return;
+        };
+        let error = match check_all(&options) {
+            Ok(()) => self
+                .sockets
+                .is_drained
+                .then(|| "the server is drained".to_owned()),
+            Err(error) => Some(chain(&error)),
+        };
+        if let Some(error) = error {
+            tracing::error!(error, "the options stay as they are");
+            (self.on_settled)();
+            return;
+        }
+        let sockets = options.bindings.len();
+        self.sockets.apply(options);
+        tracing::info!(sockets, "new options are used");
+    }
+
+    /// Does what clients of a control socket have asked for.
+    fn obey(&mut self) {
+        for Command { request, reply } in self.commands.take() {
+            match request {
+                Request::Add { socket, binding } => {
+                    self.sockets.add_commanded(&socket, &binding, reply);
+                }
+                Request::Remove { socket } => self.sockets.remove_commanded(&socket, reply),
+                Request::Drain { socket } => {
+                    self.sockets.drain_commanded(socket.as_deref(), reply);
+                }
+                Request::List => reply.send(Ok(Answer::Sockets(self.sockets.list()))),
+                Request::Status => reply.send(Ok(Answer::Status(self.status()))),
+            }
+        }
+    }
+
+    fn status(&self) -> Status {
+        let metrics = &self.common().metrics;
+        let (totals, troubles) = (metrics.totals(), metrics.troubles());
+        let sockets_waiting = self.sockets.waiting();
+        Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            ready: !troubles.iter().any(|trouble| trouble.refuses_vms()),
+            troubles: troubles.iter().map(ToString::to_string).collect(),
+            sockets: self.sockets.served(),
+            sockets_waiting,
+            vms: self.vms.load(Ordering::Acquire),
+            vms_accepted: totals.vms_accepted,
+            vms_refused: totals.vms_refused,
+            memory_bytes: totals.memory_bytes,
+            stalled_regions: totals.stalled_regions,
+        }
+    }
+
+    /// Takes what was opened.
+    fn take_opened(&mut self) {
+        for (kept, offer, common) in self.sockets.take() {
+            let (vm, socket) = (kept.id, kept.description.socket.clone());
+            tracing::info!(vm, socket, "going on with a VM of a former server");
+            match self.client_of(kept) {
+                Ok(client) => self.start(common, offer, client),
+                Err(error) => {
+                    tracing::error!(vm, %error, "a VM of a former server stays asleep");
+                }
             }
         }
     }
 
     /// Accepts one connection, and starts its thread.
-    fn accept(&self, bound: &Bound, accepted: &mut u64, threads: &mut Vec<JoinHandle<()>>) {
-        let socket = bound.listener.path().display().to_string();
-        let stream: UnixStream = match bound.listener.socket.accept() {
+    fn accept(&mut self, key: u64) {
+        // A socket that was closed since it was readable has none.
+        let Some(served) = self.sockets.get(key) else {
+            return;
+        };
+        let socket = served.listener.path().display().to_string();
+        let stream: UnixStream = match served.listener.socket.accept() {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
@@ -480,31 +501,30 @@ impl Server {
                 return;
             }
         };
+        let (common, offer) = (Arc::clone(served.common), Arc::clone(served.offer));
         let Some(peer) = self.peer_of(&stream, &socket) else {
             return;
         };
         let Some(charge) = self.room_for(&peer, &socket) else {
-            self.common.metrics.count(|totals| totals.vms_refused = 1);
-            if self.common.options.on_failure == OnFailure::Kill {
+            common.metrics.count(|totals| totals.vms_refused = 1);
+            if common.options.on_failure == OnFailure::Kill {
                 let charge = self.budgets.of_nobody();
-                self.turned_away
-                    .kill_if_vmm(&self.common, peer, stream, charge);
+                self.turned_away.kill_if_vmm(&common, peer, stream, charge);
             }
             return;
         };
-        *accepted += 1;
         // Not the number of a VM that a former server has left.
-        let number = *accepted + self.first_number;
-        self.common.metrics.count(|totals| totals.vms_accepted = 1);
+        self.last_number += 1;
+        common.metrics.count(|totals| totals.vms_accepted = 1);
         let client = Client {
-            number,
+            number: self.last_number,
             socket,
             stream,
             peer,
             charge,
             kept: None,
         };
-        self.start(Arc::clone(&bound.offer), client, threads);
+        self.start(common, offer, client);
     }
 
     fn peer_of(&self, stream: &UnixStream, socket: &str) -> Option<Peer> {
@@ -520,7 +540,7 @@ impl Server {
 
     /// Room for another VM, if neither the server nor the user is at its limit.
     fn room_for(&self, peer: &Peer, socket: &str) -> Option<Charge> {
-        let options = &self.common.options;
+        let options = &self.common().options;
         let (limit, uid) = (options.max_vms, peer.uid);
         if self.vms.load(Ordering::Acquire) >= limit {
             if let Some(dropped) = self.limit_logged.pass() {
@@ -538,10 +558,11 @@ impl Server {
     }
 
     /// Starts a VM's thread.
-    fn start(&self, offer: Arc<Offer>, client: Client, threads: &mut Vec<JoinHandle<()>>) {
+    fn start(&mut self, common: Arc<Common>, offer: Arc<Offer>, client: Client) {
         self.vms.fetch_add(1, Ordering::AcqRel);
-        let common = Arc::clone(&self.common);
+        common.usage.begin();
         let ending = Ending {
+            usage: Arc::clone(&common.usage),
             vms: Arc::clone(&self.vms),
             had_vm: Arc::clone(&self.had_vm),
             is_vm: true,
@@ -554,25 +575,15 @@ impl Server {
                 ending.is_vm = run(&common, &offer, client);
             });
         match thread {
-            Ok(thread) => threads.push(thread),
+            Ok(thread) => self.threads.push(thread),
             Err(error) => tracing::error!(%error, "VM refused: its thread was not started"),
         }
     }
 }
 
-/// Opens an image anew if its name leads elsewhere. If that is not possible, the VMs that have it go on, and new ones
-/// are refused by the same look.
-fn reload(image: &NamedImage, options: &Options, metrics: &Metrics) {
-    if let Err(error) = image.reload(options, metrics) {
-        tracing::error!(
-            error = &error as &dyn std::error::Error,
-            "new VMs are refused as long as that is so"
-        );
-    }
-}
-
 /// Counts a VM's end, however its thread ends.
 struct Ending {
+    usage: Arc<Usage>,
     vms: Arc<AtomicUsize>,
     had_vm: Arc<AtomicBool>,
     is_vm: bool,
@@ -585,6 +596,7 @@ impl Drop for Ending {
             self.had_vm.store(true, Ordering::Release);
         }
         self.vms.fetch_sub(1, Ordering::AcqRel);
+        self.usage.end();
         let _ = rustix::io::write(&*self.ended, &1_u64.to_ne_bytes());
     }
 }
@@ -592,7 +604,7 @@ impl Drop for Ending {
 impl std::fmt::Debug for Server {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Server")
-            .field("bound", &self.bound)
+            .field("sockets", &self.sockets)
             .finish_non_exhaustive()
     }
 }

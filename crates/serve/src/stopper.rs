@@ -59,9 +59,10 @@ impl Stopper {
     }
 
     /// Uses other options for VMs that connect from now on. Sockets that are not among the bindings any
-    /// more are closed, and new ones are opened; VMs that are being served go on. If an image that was not named before, or a socket,
-    /// cannot be opened, an error is logged, and everything stays as it was. An image that was named before is
-    /// opened anew if its name leads elsewhere; if that fails, its new VMs are refused as long as that is so.
+    /// more are closed, and new ones are opened; VMs that are being served go on. A binding whose image or socket cannot be
+    /// opened fails alone: an error is logged, and it is tried again. At a socket that gets another image, VMs wait until that is
+    /// open. An image that was named before is opened anew if its name leads elsewhere; if that fails, its new VMs are refused as
+    /// long as that is so. Options that make no sense change nothing.
     pub fn reload(&self, options: Options) {
         let mut waiting = self
             .0

@@ -44,6 +44,7 @@ use crate::recorder::Recorder;
 use crate::sample::Sample;
 use crate::state::{KeptVm, State};
 use crate::stopper::Stopper;
+use crate::usage::Usage;
 pub(crate) use connection::{is_closed, run};
 use control::Control;
 use keeping::Keeping;
@@ -179,6 +180,8 @@ impl fmt::Display for End {
 
 /// What all VMs of a server share.
 pub(crate) struct Common {
+    /// The VMs of the same socket.
+    pub(crate) usage: Arc<Usage>,
     pub(crate) options: Arc<Options>,
     pub(crate) metrics: Metrics,
     pub(crate) stopper: Stopper,
@@ -359,11 +362,14 @@ impl Vm<'_> {
         let mut serving = Serving::new(&self.pager, MESSAGES_PER_READ);
         let metrics = self.common.metrics.clone();
         serving.on_resolved(move |duration| metrics.resolved(duration));
+        let metrics = self.common.metrics.clone();
+        serving.on_waited(move |what, duration| metrics.waited(what, duration));
         serving.watch(connection.poll.as_fd(), STREAM)?;
         serving.watch(self.common.stopper.as_fd(), STOP)?;
         serving.watch(ticks.0.as_fd(), TICKS)?;
         // When a drain fetches again what could not be fetched.
         let mut drain_again = None;
+        let mut is_stopping = false;
         // The deadline of that drain, when the VMM was told.
         let mut announced = None;
         loop {
@@ -379,9 +385,10 @@ impl Vm<'_> {
             };
             // Unless the VMM has gone.
             let is_handed_over = stops && self.keeping.as_ref().is_some_and(Keeping::is_held);
-            if stops && !is_handed_over && drain_again.is_none() {
+            if stops && !is_handed_over && !is_stopping {
                 // It stays readable; from now on the deadline is looked at.
                 serving.unwatch(self.common.stopper.as_fd());
+                is_stopping = true;
                 drain_again = Some(Instant::now() + TICK);
                 let deadline = self.common.stopper.deadline();
                 link.notify(|| going_away(deadline));
@@ -425,6 +432,13 @@ impl Vm<'_> {
                 if let Link::Native(control) = link {
                     control.tick(self)?;
                 }
+                if drain_again.is_none() && self.common.usage.is_draining() {
+                    link.notify(|| Message::GoingAway {
+                        within_ms: u32::MAX,
+                    });
+                    drain_again = Some(now + TICK);
+                    self.drain()?;
+                }
                 if let Some(again) = drain_again {
                     if self.is_complete() {
                         self.release();
@@ -435,11 +449,11 @@ impl Vm<'_> {
                     let now = Instant::now();
                     // A second signal moves it.
                     let deadline = self.common.stopper.deadline();
-                    if announced != Some(deadline) {
+                    if is_stopping && announced != Some(deadline) {
                         link.notify(|| going_away(deadline));
                         announced = Some(deadline);
                     }
-                    if now >= deadline {
+                    if is_stopping && now >= deadline {
                         return Ok(End::FailedClosed);
                     }
                     if now >= again && self.prefetch.as_ref().is_none_or(Prefetch::is_finished) {

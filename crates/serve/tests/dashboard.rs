@@ -4,6 +4,7 @@
 use pagetide_serve::Metrics;
 
 const DASHBOARD: &str = include_str!("../../../docs/grafana/pagetide.json");
+const ALERTS: &str = include_str!("../../../docs/grafana/pagetide-alerts.yaml");
 const GUIDE: &str = include_str!("../../../docs/guide/fleet.md");
 
 /// The names in a text that begin with `pagetide_`.
@@ -19,14 +20,15 @@ fn names(text: &str) -> Vec<&str> {
 }
 
 #[test]
-fn every_metric_of_the_dashboard_and_of_the_guide_exists() {
+fn every_metric_of_the_dashboard_the_alerts_and_the_guide_exists() {
     let _: serde_json::Value = serde_json::from_str(DASHBOARD).unwrap();
     let text = Metrics::default().text();
-    let wanted = [names(DASHBOARD), names(GUIDE)].concat();
+    let wanted = [names(DASHBOARD), names(ALERTS), names(GUIDE)].concat();
     assert!(wanted.len() > 20);
     for name in wanted {
         // A counter by kind has no sample before its first error.
         let base = name.strip_suffix("_total").unwrap_or(name);
+        let base = base.strip_suffix("_bucket").unwrap_or(base);
         let is_there = text.contains(&format!("\n{name} "))
             || text.contains(&format!("\n{name}{{"))
             || text.contains(&format!("# TYPE {base} "));

@@ -1,15 +1,18 @@
 //! The options that `pagetide serve` takes from its command line and from its file alike.
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
-use pagetide_serve::{Binding, MetricsAddress, OnFailure, Options, SeccompMode, WorkingSetMode};
-use pagetide_sources::{
-    Bases, CacheOptions, Digest, OpenOptions, ParseDigestError, ParseLocationError,
+use pagetide_serve::{
+    Binding, BindingTable, BindingTableError, MetricsAddress, OnFailure, Options, SeccompMode,
+    SocketMode, SocketOwner, WorkingSetMode,
 };
+use pagetide_sources::{Bases, CacheOptions, OpenOptions, ParseLocationError};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use super::ByteSize;
@@ -17,7 +20,7 @@ use super::ByteSize;
 /// What is done with working sets.
 #[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-enum WorkingSet {
+pub(crate) enum WorkingSet {
     /// Replay the image's working set if there is one; record one otherwise
     Auto,
     /// Record, and merge with the working set that is there
@@ -30,7 +33,7 @@ enum WorkingSet {
 
 #[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-enum Switch {
+pub(crate) enum Switch {
     /// Fetch all missing pages while the guest runs; faults come first
     On,
     /// Fetch only what is touched, and the working set
@@ -39,11 +42,40 @@ enum Switch {
 
 #[derive(Clone, Copy, Debug, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-enum Failing {
+pub(crate) enum Failing {
     /// The guest's thread waits, and the server keeps trying
     Stall,
     /// The VMM's process is killed
     Kill,
+}
+
+impl From<WorkingSet> for WorkingSetMode {
+    fn from(mode: WorkingSet) -> Self {
+        match mode {
+            WorkingSet::Auto => Self::Auto,
+            WorkingSet::Record => Self::Record,
+            WorkingSet::Replay => Self::Replay,
+            WorkingSet::Off => Self::Off,
+        }
+    }
+}
+
+impl From<Switch> for pagetide_serve::Switch {
+    fn from(switch: Switch) -> Self {
+        match switch {
+            Switch::On => Self::On,
+            Switch::Off => Self::Off,
+        }
+    }
+}
+
+impl From<Failing> for OnFailure {
+    fn from(policy: Failing) -> Self {
+        match policy {
+            Failing::Stall => Self::Stall,
+            Failing::Kill => Self::Kill,
+        }
+    }
 }
 
 /// How messages are written.
@@ -146,6 +178,11 @@ pub(super) struct Settings {
     #[arg(long, value_name = "DIR")]
     pub(super) state: Option<PathBuf>,
 
+    /// Listen at this Unix socket for `pagetide ctl`, which adds and removes sockets, drains them, and tells what is served. Only
+    /// root and the server's user are answered
+    #[arg(long, value_name = "PATH")]
+    pub(super) control: Option<PathBuf>,
+
     /// VMs at one time at most [default: 4096]
     #[arg(long, value_name = "COUNT")]
     max_vms: Option<usize>,
@@ -174,40 +211,45 @@ pub(super) struct Settings {
 }
 
 /// What a socket serves.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(
-    untagged,
-    expecting = "an image, or a table with image and, if need be, digest, state-file and working-set-file"
-)]
+#[derive(Clone, Debug)]
 enum Served {
     /// An image.
     Image(String),
     /// An image with options.
-    Table(ServedTable),
+    Table(BindingTable),
 }
 
-#[derive(Clone, Debug, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct ServedTable {
-    image: String,
-    digest: Option<String>,
-    state_file: Option<PathBuf>,
-    working_set_file: Option<PathBuf>,
+impl<'de> Deserialize<'de> for Served {
+    /// By hand: an error of a table's key is then told as it is.
+    fn deserialize<D: Deserializer<'de>>(value: D) -> Result<Self, D::Error> {
+        value.deserialize_any(ServedVisitor)
+    }
+}
+
+struct ServedVisitor;
+
+impl<'de> Visitor<'de> for ServedVisitor {
+    type Value = Served;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an image, or a table with image and the options of its socket")
+    }
+
+    fn visit_str<E>(self, image: &str) -> Result<Served, E> {
+        Ok(Served::Image(image.to_owned()))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, table: A) -> Result<Served, A::Error> {
+        BindingTable::deserialize(MapAccessDeserializer::new(table)).map(Served::Table)
+    }
 }
 
 impl Served {
     fn binding(&self, socket: &Path) -> Result<Binding, OptionsError> {
-        let table = match self {
-            Self::Image(image) => return Ok(Binding::new(socket, image.parse()?)),
-            Self::Table(table) => table,
-        };
-        let digest = table.digest.as_deref().map(str::parse::<Digest>);
-        Ok(Binding {
-            digest: digest.transpose()?,
-            state_file: table.state_file.clone(),
-            working_set_file: table.working_set_file.clone(),
-            ..Binding::new(socket, table.image.parse()?)
-        })
+        match self {
+            Self::Image(image) => Ok(Binding::new(socket, image.parse()?)),
+            Self::Table(table) => Ok(table.binding(socket)?),
+        }
     }
 }
 
@@ -256,36 +298,6 @@ fn size<'de, D: Deserializer<'de>>(value: D) -> Result<Option<ByteSize>, D::Erro
     text.parse().map(Some).map_err(serde::de::Error::custom)
 }
 
-/// Permissions of a socket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct SocketMode(u32);
-
-impl FromStr for SocketMode {
-    type Err = NotA;
-
-    fn from_str(text: &str) -> Result<Self, NotA> {
-        let mode = u32::from_str_radix(text, 8);
-        let mode = mode.ok().filter(|&mode| mode <= 0o777);
-        mode.map(Self)
-            .ok_or_else(|| NotA(text.into(), "a mode such as 660"))
-    }
-}
-
-/// The owner of a socket: user and group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct SocketOwner(u32, u32);
-
-impl FromStr for SocketOwner {
-    type Err = NotA;
-
-    fn from_str(text: &str) -> Result<Self, NotA> {
-        let parsed = text
-            .split_once(':')
-            .and_then(|(uid, gid)| Some(Self(uid.parse().ok()?, gid.parse().ok()?)));
-        parsed.ok_or_else(|| NotA(text.into(), "UID:GID, two numbers"))
-    }
-}
-
 /// Why the file with the options is not used.
 #[derive(Debug, thiserror::Error)]
 #[error("the configuration {}", path.display())]
@@ -308,8 +320,8 @@ pub(super) enum OptionsError {
     Value(#[from] NotA),
     /// No image can be there.
     Image(#[from] ParseLocationError),
-    /// A digest is none.
-    Digest(#[from] ParseDigestError),
+    /// A table is no binding.
+    Table(#[from] BindingTableError),
 }
 
 impl Settings {
@@ -348,6 +360,7 @@ impl Settings {
             cache: mine.cache.or(other.cache),
             cache_size: mine.cache_size.or(other.cache_size),
             state: mine.state.or(other.state),
+            control: mine.control.or(other.control),
             max_vms: mine.max_vms.or(other.max_vms),
             max_vms_per_user: mine.max_vms_per_user.or(other.max_vms_per_user),
             once: mine.once || other.once,
@@ -363,6 +376,7 @@ impl Settings {
         let changed = [
             ("metrics", self.metrics != before.metrics),
             ("state", self.state != before.state),
+            ("control", self.control != before.control),
             ("seccomp", self.seccomp != before.seccomp),
             ("log", self.log != before.log),
             (
@@ -398,7 +412,11 @@ impl Settings {
             if bindings.iter().any(|binding| binding.socket == *socket) {
                 continue;
             }
-            options.bindings.push(image.binding(socket)?);
+            options.bindings.push(Binding {
+                // One of many: the others do not wait for it.
+                is_required: false,
+                ..image.binding(socket)?
+            });
         }
         check(&options)?;
         if let (None, Some(size)) = (&self.cache, self.cache_size) {
@@ -412,21 +430,16 @@ impl Settings {
     fn unbound(&self) -> Options {
         let default = Options::default();
         Options {
-            working_set: match self.working_set.unwrap_or(WorkingSet::Auto) {
-                WorkingSet::Auto => WorkingSetMode::Auto,
-                WorkingSet::Record => WorkingSetMode::Record,
-                WorkingSet::Replay => WorkingSetMode::Replay,
-                WorkingSet::Off => WorkingSetMode::Off,
-            },
+            may_lack_bindings: self.control.is_some(),
+            working_set: self
+                .working_set
+                .map_or(default.working_set, WorkingSetMode::from),
             working_set_file: self.working_set_file.clone(),
             working_set_directory: self.working_set_dir.clone(),
             clients_record: self.clients_record,
             any_length: self.any_length,
             prefetch: matches!(self.prefetch, None | Some(Switch::On)),
-            on_failure: match self.on_failure.unwrap_or(Failing::Stall) {
-                Failing::Stall => OnFailure::Stall,
-                Failing::Kill => OnFailure::Kill,
-            },
+            on_failure: self.on_failure.map_or(default.on_failure, OnFailure::from),
             fault_around_pages: self.fault_around.unwrap_or(default.fault_around_pages),
             socket_mode: self.socket_mode.map_or(default.socket_mode, |mode| mode.0),
             socket_owner: self.socket_owner.map(|owner| (owner.0, owner.1)),

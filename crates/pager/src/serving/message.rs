@@ -7,6 +7,7 @@ use pagetide_memory::{Access, PageIndex, PageRange, PageSize, PageState, Wish};
 use pagetide_uapi::userfaultfd::{InstallError, PageFault, UserRange, Wake};
 
 use super::Serving;
+use super::waits::Outcome;
 use crate::again::Again;
 use crate::channel::{Channel, Role};
 use crate::children::answer_child;
@@ -21,16 +22,22 @@ use crate::spaces::{InSpace, map_in_space};
 
 impl Serving {
     /// Resolves a fault that was read.
-    pub(super) fn resolve(&mut self, pager: &Pager, channel: &Channel, message: &PageFault) {
+    pub(super) fn resolve(
+        &mut self,
+        pager: &Pager,
+        channel: &Channel,
+        message: &PageFault,
+    ) -> Outcome {
         if channel.role == Role::Child {
-            return answer_child(channel, message);
+            answer_child(channel, message);
+            return Outcome::None;
         }
         // If the page was unmapped or moved since, the faulting thread has left, or faults again.
         let Some((region, page)) = channel.locate(message.address) else {
             if channel.is_vacated(message.address) {
                 fill_vacated(channel, message.address);
             }
-            return;
+            return Outcome::None;
         };
         let access = if message.write {
             Access::Write
@@ -39,7 +46,8 @@ impl Serving {
         };
         if message.write_protected {
             self.resolver.count_write();
-            return end_protection(pager, channel, message, region, page);
+            end_protection(pager, channel, message, region, page);
+            return Outcome::None;
         }
         let resolved = match channel.role {
             Role::Space => {
@@ -49,7 +57,10 @@ impl Serving {
         };
         match resolved {
             // A region that is being removed wakes its sleeping threads itself.
-            Ok(_) | Err(ResolveError::Removed { .. } | ResolveError::Outside { .. }) => {}
+            Err(ResolveError::Removed { .. } | ResolveError::Outside { .. })
+            | Ok(Resolution::Unmapped | Resolution::Poisoned) => Outcome::None,
+            Ok(Resolution::LeftToInstaller) => Outcome::Waiting(region, page),
+            Ok(_) => Outcome::Resolved(region, page),
             // No failure: it is its turn again after the other faults.
             Err(ResolveError::Install {
                 source: InstallFailure::Busy { .. },
@@ -57,6 +68,7 @@ impl Serving {
             }) => {
                 channel.defer([*message]);
                 pager.poller.report_deferred();
+                Outcome::Waiting(region, page)
             }
             Err(error) => {
                 if matches!(
@@ -68,6 +80,7 @@ impl Serving {
                     leave_asleep(pager, region, page, &error);
                 }
                 pager.notify(Notice::Unresolved(Arc::new(error)));
+                Outcome::Waiting(region, page)
             }
         }
     }

@@ -96,6 +96,7 @@ fn common(path: PathBuf, source: Arc<dyn Source>, prefetch: bool) -> (Common, Ar
     let left = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
     let parking = Parking::new(stopper.clone(), Arc::new(left)).unwrap();
     let common = Common {
+        usage: Arc::default(),
         options: Arc::new(options),
         metrics,
         stopper,

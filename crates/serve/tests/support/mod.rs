@@ -25,7 +25,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use pagetide_serve::{
-    Binding, Inherited, Metrics, Options, Seccomp, SeccompMode, Server, StartError, Stopper, Totals,
+    Binding, Controller, Inherited, Metrics, Options, Seccomp, SeccompMode, Server, StartError,
+    Stopper, Totals,
 };
 use pagetide_sources::image::{CreateOptions, create};
 #[allow(unused_imports, reason = "each test binary uses a part of this")]
@@ -202,6 +203,7 @@ impl Damage {
 pub struct Running {
     pub stopper: Stopper,
     pub metrics: Metrics,
+    pub controller: Controller,
     thread: Option<JoinHandle<std::io::Result<()>>>,
 }
 
@@ -227,7 +229,8 @@ impl Running {
             }
             match Server::bind_with(options, inherited) {
                 Ok(server) => {
-                    send.send(Ok((server.stopper(), server.metrics()))).unwrap();
+                    let handles = (server.stopper(), server.metrics(), server.controller());
+                    send.send(Ok(handles)).unwrap();
                     server.run()
                 }
                 Err(error) => {
@@ -236,12 +239,13 @@ impl Running {
                 }
             }
         });
-        let (stopper, metrics) = started
+        let (stopper, metrics, controller) = started
             .recv()
             .expect("the server starts, or says why not")?;
         Ok(Self {
             stopper,
             metrics,
+            controller,
             thread: Some(thread),
         })
     }
