@@ -4,7 +4,7 @@ mod settings;
 
 use std::ffi::OsString;
 use std::io::{self, IsTerminal};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -356,6 +356,14 @@ fn inherited() -> Inherited {
         let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
         match &mut inherited.store {
             Some(store) if DescriptorStore::is_of_a_vm(&name) => store.take_back(&name, descriptor),
+            None if DescriptorStore::is_of_a_vm(&name) => {
+                tracing::error!(
+                    name,
+                    "a VM of a former server sleeps on: the unit gives no store of descriptors any more"
+                );
+                // Closed, it would let the guest read zeroes.
+                let _ = descriptor.into_raw_fd();
+            }
             _ => inherited.listeners.push(descriptor.into()),
         }
     }

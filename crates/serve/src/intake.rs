@@ -81,19 +81,16 @@ fn receive_beside(
     charge: &Charge,
 ) -> Result<Got, IntakeError> {
     let Some(porter) = charge.porter() else {
-        let got = socket::receive(stream, room, arrived, RecvFlags::DONTWAIT);
-        let got = got.map_err(IntakeError::Read)?;
-        return Ok(Got {
-            bytes: got.bytes,
-            is_cut: got.is_cut,
-            other: None,
-        });
+        return receive_here(stream, room, arrived);
     };
     let mut closings = charge.closings()?;
-    let brought = porter.receive(stream, room).map_err(|errno| match errno {
-        Errno::AGAIN | Errno::INTR => IntakeError::Read(errno),
-        errno => IntakeError::Porter(errno),
-    })?;
+    let brought = match porter.receive(stream, room) {
+        // It has ended meanwhile.
+        Err(_) if porter.is_gone() => return receive_here(stream, room, arrived),
+        Err(errno @ (Errno::AGAIN | Errno::INTR)) => return Err(IntakeError::Read(errno)),
+        Err(errno) => return Err(IntakeError::Porter(errno)),
+        Ok(brought) => brought,
+    };
     if brought.other.is_some() {
         closings.push(brought.closing);
     }
@@ -102,5 +99,20 @@ fn receive_beside(
         bytes: brought.bytes,
         is_cut: brought.is_cut,
         other: brought.other,
+    })
+}
+
+/// Without a porter.
+fn receive_here(
+    stream: &UnixStream,
+    room: &mut [u8],
+    arrived: &mut Vec<OwnedFd>,
+) -> Result<Got, IntakeError> {
+    let got = socket::receive(stream, room, arrived, RecvFlags::DONTWAIT);
+    let got = got.map_err(IntakeError::Read)?;
+    Ok(Got {
+        bytes: got.bytes,
+        is_cut: got.is_cut,
+        other: None,
     })
 }

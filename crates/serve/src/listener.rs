@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, fstat};
 use rustix::io::Errno;
@@ -75,11 +76,14 @@ impl Listener {
         };
         check_free(path)?;
         let directory = open_directory(path).map_err(failed)?;
-        // A path of a socket has at most 107 bytes, which the new name beside a long path would exceed.
+        // A path of a socket has at most 107 bytes, which the new name beside a long path would exceed. Several threads
+        // bind in one directory at a time.
+        static BOUND: AtomicU64 = AtomicU64::new(0);
         let new = PathBuf::from(format!(
-            "/proc/self/fd/{}/.pagetide.{}",
+            "/proc/self/fd/{}/.pagetide.{}.{}",
             directory.as_raw_fd(),
-            std::process::id()
+            std::process::id(),
+            BOUND.fetch_add(1, Ordering::Relaxed)
         ));
         let _ = std::fs::remove_file(&new);
         let socket = UnixListener::bind(&new).map_err(failed)?;
@@ -100,6 +104,10 @@ impl Listener {
 
     /// A socket that a service manager has opened; `None` if it has no path.
     pub(crate) fn inherited(socket: UnixListener) -> Option<Self> {
+        // A connection has the path of its listener, too.
+        if !rustix::net::sockopt::socket_acceptconn(&socket).ok()? {
+            return None;
+        }
         let path = socket.local_addr().ok()?.as_pathname()?.to_owned();
         socket.set_nonblocking(true).ok()?;
         Some(Self {
@@ -239,6 +247,44 @@ mod tests {
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
         drop(listener);
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    /// Kind: a name that several threads of one process use at a time.
+    #[test]
+    fn threads_that_bind_in_one_directory_get_their_own_sockets() {
+        const THREADS: usize = 8;
+        const EACH: usize = 50;
+        let directory = tempfile::tempdir().unwrap();
+        let begin = std::sync::Barrier::new(THREADS);
+        let bind_some = |thread: usize| {
+            begin.wait();
+            let path = |socket: usize| directory.path().join(format!("{thread}.{socket}"));
+            let bind = |socket| Listener::bind(&path(socket), 0o600, None).unwrap();
+            (0..EACH).map(bind).collect::<Vec<_>>()
+        };
+        let bound: Vec<Listener> = std::thread::scope(|scope| {
+            let start = |thread| scope.spawn(move || bind_some(thread));
+            let threads: Vec<_> = (0..THREADS).map(start).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, Vec<_>>| thread.join().unwrap();
+            threads.into_iter().flat_map(join).collect()
+        });
+        for listener in &bound {
+            let _client = UnixStream::connect(listener.path()).unwrap();
+            // It does not wait: an error says that the client is at another socket.
+            listener.socket.accept().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_connection_is_no_inherited_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let listener = Listener::bind(&path, 0o600, None).unwrap();
+        let _client = UnixStream::connect(&path).unwrap();
+        let (connection, _) = listener.socket.accept().unwrap();
+        assert!(Listener::inherited(OwnedFd::from(connection).into()).is_none());
+        let socket = listener.socket.try_clone().unwrap();
+        assert!(Listener::inherited(socket).is_some());
     }
 
     /// Its queue is full, and a connection would wait for room in it.

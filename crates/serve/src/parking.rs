@@ -77,7 +77,8 @@ impl Parking {
         }
         let number = lot.next;
         lot.next += 1;
-        let flags = EventFlags::IN | EventFlags::RDHUP;
+        // What it sends is left where it is: its userfaultfd may be among it, and to drop that takes as long as it likes.
+        let flags = EventFlags::RDHUP;
         let data = EventData::new_u64(number);
         if let Err(error) = epoll::add(&self.poll, &parked.stream, data, flags) {
             tracing::error!(%error, "a refused VMM is let go");
@@ -114,20 +115,15 @@ impl Parking {
             for event in events.drain(..) {
                 match event.data.u64() {
                     STOP => return self.close(),
-                    number => self.look_at(number),
+                    number => self.forget(number),
                 }
             }
         }
     }
 
-    fn look_at(&self, number: u64) {
-        let mut lot = self.lock();
-        let has_left = |parked: &Parked| crate::vm::is_closed(&parked.stream);
-        if !lot.parked.get(&number).is_some_and(has_left) {
-            return;
-        }
-        let gone = lot.parked.remove(&number);
-        drop(lot);
+    /// Lets go of one that has left.
+    fn forget(&self, number: u64) {
+        let gone = self.lock().parked.remove(&number);
         drop(gone);
         let _ = rustix::io::write(&*self.left, &1_u64.to_ne_bytes());
     }

@@ -15,6 +15,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -36,7 +37,7 @@ pub(crate) struct Porter {
     socket: OwnedFd,
     stopper: Stopper,
     /// It has ended. Nothing is received by it any more.
-    is_gone: AtomicBool,
+    is_gone: Arc<AtomicBool>,
 }
 
 /// What a child of the porter has received.
@@ -68,11 +69,16 @@ impl Porter {
             .spawn()?;
         // Reaped if it ends before this process.
         let reaping = std::thread::Builder::new().name("pt-porter".into());
-        let _ = reaping.spawn(move || child.wait());
+        let is_gone: Arc<AtomicBool> = Arc::default();
+        let has_ended = Arc::clone(&is_gone);
+        let _ = reaping.spawn(move || {
+            let _ = child.wait();
+            tell_of_end(&has_ended);
+        });
         Ok(Self {
             socket: ours,
             stopper,
-            is_gone: AtomicBool::new(false),
+            is_gone,
         })
     }
 
@@ -112,14 +118,8 @@ impl Porter {
 
     fn send(&self, text: &[u8], beside: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         let sent = wire::send(self.socket.as_fd(), text, beside);
-        let is_new = matches!(
-            sent,
-            Err(Errno::PIPE | Errno::CONNRESET | Errno::CONNREFUSED)
-        ) && !self.is_gone.swap(true, Ordering::Relaxed);
-        if is_new {
-            tracing::error!(
-                "the porter has ended: descriptors are received by the server itself, and a client can hang its end; restart it"
-            );
+        if let Err(Errno::PIPE | Errno::CONNRESET | Errno::CONNREFUSED) = sent {
+            tell_of_end(&self.is_gone);
         }
         sent
     }
@@ -140,6 +140,15 @@ impl Porter {
                 Err(errno) => return Err(errno),
             }
         }
+    }
+}
+
+/// Says once that the porter has ended.
+fn tell_of_end(is_gone: &AtomicBool) {
+    if !is_gone.swap(true, Ordering::Relaxed) {
+        tracing::error!(
+            "the porter has ended: descriptors are received by the server itself, and a client can hang its end; restart it"
+        );
     }
 }
 

@@ -91,6 +91,11 @@ fn open_state(
 ) -> Result<(Option<Arc<State>>, Vec<KeptVm>), StartError> {
     let on_failure = options.on_failure;
     let (state, kept) = match (&options.state, store) {
+        (Some(_), Some(store)) if store.has_vms() => {
+            return Err(StartError::Store(io::Error::other(
+                "it has VMs of a former server, which a server with --state does not take: start one without it first",
+            )));
+        }
         (None, None) => return Ok((None, Vec::new())),
         (Some(keeper), _) => State::open(keeper, porter.clone(), on_failure, metrics)?,
         (None, Some(store)) => State::at_store(store, on_failure).map_err(StartError::Store)?,

@@ -336,12 +336,14 @@ impl Sockets {
             return Some((kept, opened.offer, common));
         }
         let was_served = entry.is_served();
-        entry.attempt = match entry.is_stale() {
+        // A reload that came meanwhile wants another look.
+        let is_stale = entry.is_stale();
+        entry.attempt = match is_stale {
             true => Attempt::Due(Instant::now()),
             false => Attempt::Done,
         };
-        entry.is_reload = entry.is_stale();
-        entry.was_tried = true;
+        entry.is_reload = is_stale;
+        entry.was_tried = !is_stale;
         entry.failures = 0;
         entry.error.clear();
         entry.offer = Some(opened.offer);

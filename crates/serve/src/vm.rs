@@ -436,8 +436,15 @@ impl Vm<'_> {
                     link.notify(|| Message::GoingAway {
                         within_ms: u32::MAX,
                     });
+                    // What cannot be started now is tried again then.
                     drain_again = Some(now + TICK);
-                    self.drain()?;
+                    if let Err(error) = self.drain() {
+                        tracing::warn!(
+                            pid = self.peer.pid,
+                            error = chain(&error),
+                            "a drain is tried again"
+                        );
+                    }
                 }
                 if let Some(again) = drain_again {
                     if self.is_complete() {

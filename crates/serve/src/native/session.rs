@@ -112,6 +112,8 @@ pub(crate) struct Session<'a> {
     after_maps: Option<(u32, Message)>,
     /// The stream has lost its meaning: nothing more is read from it.
     is_deaf: bool,
+    /// What has arrived stays in the socket: there is no room for its descriptors, or nobody who receives them.
+    is_stuck: bool,
 }
 
 impl<'a> Session<'a> {
@@ -136,6 +138,7 @@ impl<'a> Session<'a> {
             maps: VecDeque::new(),
             after_maps: None,
             is_deaf: false,
+            is_stuck: false,
         };
         session.queue(MAGIC.to_vec(), None);
         session
@@ -175,7 +178,7 @@ impl<'a> Session<'a> {
 
     fn may_read(&self) -> bool {
         let is_full = self.decoder.buffered() > MAX_PAYLOAD_BYTES + HEADER_BYTES;
-        self.is_deaf || (self.out_bytes < OUT_PAUSE_BYTES && !is_full)
+        !self.is_stuck && (self.is_deaf || (self.out_bytes < OUT_PAUSE_BYTES && !is_full))
     }
 
     /// Reads what has arrived, at most 64 KiB. Returns false at the end of the stream.
@@ -192,8 +195,14 @@ impl<'a> Session<'a> {
             Ok(got) => got,
             Err(IntakeError::Read(Errno::AGAIN | Errno::INTR)) => return Ok(true),
             Err(IntakeError::Read(_)) => return Ok(false),
-            Err(IntakeError::Budget(error)) => return Err(error.into()),
-            Err(IntakeError::Porter(errno)) => return Err(SessionError::Porter(errno)),
+            Err(IntakeError::Budget(error)) => {
+                self.is_stuck = true;
+                return Err(error.into());
+            }
+            Err(IntakeError::Porter(errno)) => {
+                self.is_stuck = true;
+                return Err(SessionError::Porter(errno));
+            }
         };
         if got.bytes == 0 {
             return Ok(false);

@@ -184,6 +184,8 @@ impl Book {
                     );
                 }
             }
+            // One that has not ended, but could not be told something, has to see that nobody uses it any more.
+            drop(socket);
             let Some(new) = self.replacement(replace) else {
                 return;
             };
@@ -313,21 +315,28 @@ impl Book {
         let mut sent = Vec::new();
         let mut has_warned = false;
         loop {
-            let has_more = match self.say_to_store(store, &mut sent) {
-                Ok(has_more) => has_more,
-                Err(error) => {
-                    if !std::mem::replace(&mut has_warned, true) {
-                        tracing::error!(%error, "the service manager takes no descriptors: it is tried again");
-                    }
-                    true
+            let mut failed = None;
+            let has_more = self.say_to_store(store, &mut sent).unwrap_or_else(|error| {
+                failed = Some(error);
+                true
+            });
+            if failed.is_none() && barrier.is_none() && !sent.is_empty() {
+                match store.barrier() {
+                    Ok(end) => barrier = Some((end, std::mem::take(&mut sent))),
+                    // Without room in its socket: the next turn tries again.
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) => failed = Some(error),
                 }
-            };
-            if barrier.is_none() && !sent.is_empty() {
-                // Without room, the next turn tries again.
-                let next = store.barrier().ok();
-                barrier = next.map(|end| (end, std::mem::take(&mut sent)));
             }
             let is_ending = self.lock().is_ending;
+            if let Some(error) = &failed {
+                if !std::mem::replace(&mut has_warned, true) {
+                    tracing::error!(%error, "the service manager takes no descriptors: it is tried again");
+                }
+                if is_ending {
+                    return;
+                }
+            }
             if is_ending && !has_more && barrier.is_none() && sent.is_empty() {
                 return;
             }
@@ -337,14 +346,16 @@ impl Book {
                     .iter()
                     .map(|(end, _)| PollFd::new(end, PollFlags::IN)),
             );
-            if has_more || (barrier.is_none() && !sent.is_empty()) {
+            if failed.is_none() && (has_more || (barrier.is_none() && !sent.is_empty())) {
                 polled.push(PollFd::from_borrowed_fd(store.socket(), PollFlags::OUT));
             }
             // A service manager that does nothing does not hold the end up.
-            let limit = is_ending
-                .then(|| Timespec::try_from(PATIENCE).ok())
-                .flatten();
-            if poll(&mut polled, limit.as_ref()) == Ok(0) {
+            let limit = match (is_ending, failed.is_some()) {
+                (true, _) => Timespec::try_from(PATIENCE).ok(),
+                (false, true) => Timespec::try_from(PAUSE).ok(),
+                (false, false) => None,
+            };
+            if poll(&mut polled, limit.as_ref()) == Ok(0) && is_ending {
                 return;
             }
             let _ = rustix::io::read(&self.wake, &mut [0; 8]);

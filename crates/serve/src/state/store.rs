@@ -57,6 +57,11 @@ impl DescriptorStore {
         }
     }
 
+    /// Whether a former server has left VMs.
+    pub(crate) fn has_vms(&self) -> bool {
+        !self.given.is_empty()
+    }
+
     /// The VMs that a former server has left: the descriptors of each as a keeper has them.
     pub(super) fn take_given(&mut self) -> Vec<(u64, io::Result<Vec<OwnedFd>>)> {
         let given = std::mem::take(&mut self.given).into_iter();

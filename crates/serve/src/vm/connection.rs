@@ -97,7 +97,7 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
             if is_vmm && common.options.on_failure == OnFailure::Kill {
                 kill(common, peer);
             }
-            match is_vmm || is_over_budget(&error) {
+            match is_vmm || is_unreceived(&error) {
                 true => park(common, client, received),
                 false => let_go(stream),
             }
@@ -107,11 +107,14 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
 }
 
 /// Whether it may be a VMM whose userfaultfd was not even received.
-fn is_over_budget(error: &VmError) -> bool {
+fn is_unreceived(error: &VmError) -> bool {
     matches!(
         error,
-        VmError::Receive(ReceiveError::Intake(IntakeError::Budget(_)))
-            | VmError::Attach(AttachError::Session(SessionError::Budget(_)))
+        VmError::Receive(ReceiveError::Intake(
+            IntakeError::Budget(_) | IntakeError::Porter(_)
+        )) | VmError::Attach(AttachError::Session(
+            SessionError::Budget(_) | SessionError::Porter(_)
+        ))
     )
 }
 
