@@ -147,3 +147,43 @@ impl fmt::Debug for Parking {
         f.debug_struct("Parking").finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsFd;
+    use std::time::Duration;
+
+    use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+
+    use super::*;
+
+    /// Kind: what a client has sent is read in order to see whether it has left, and its descriptors are lost with it.
+    #[test]
+    fn what_a_parked_client_sends_stays_in_its_socket() {
+        let stopper = Stopper::new(Duration::from_secs(24 * 3600)).unwrap();
+        let left = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let parking = Arc::new(Parking::new(stopper.clone(), Arc::clone(&left)).unwrap());
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut same = ours.try_clone().unwrap();
+        theirs.write_all(b"before").unwrap();
+        parking.park(Parked {
+            stream: ours,
+            _descriptors: Vec::new(),
+            _charge: Charge::alone(),
+        });
+        theirs.write_all(b" and after").unwrap();
+        drop(theirs);
+        poll(
+            &mut [PollFd::from_borrowed_fd(left.as_fd(), PollFlags::IN)],
+            None,
+        )
+        .unwrap();
+        assert!(parking.is_empty());
+        let mut sent = String::new();
+        same.read_to_string(&mut sent).unwrap();
+        assert_eq!(sent, "before and after");
+        stopper.stop();
+        parking.end();
+    }
+}

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use pagetide_serve::{OnFailure, Options, Server, StateOptions, WorkingSet, WorkingSetMode, keep};
+use pagetide_serve::{OnFailure, Options, StateOptions, WorkingSet, WorkingSetMode, keep};
 use rustix::fs::SealFlags;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use support::child::{Vmm, run_as_child};
@@ -43,14 +43,6 @@ fn server() {
     let Some(directory) = std::env::var_os(DIRECTORY).map(PathBuf::from) else {
         return;
     };
-    let log = File::options()
-        .create(true)
-        .append(true)
-        .open(directory.join("log"));
-    tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_writer(log.unwrap())
-        .init();
     let word = |word: &str| word.into();
     let keeper = vec![
         std::env::current_exe().unwrap().into_os_string(),
@@ -58,10 +50,7 @@ fn server() {
         word("keeper"),
     ];
     let options = Options {
-        bindings: vec![pagetide_serve::Binding::new(
-            directory.join("guest.sock"),
-            pagetide_sources::Location::Path(directory.join("guest.mem")),
-        )],
+        bindings: vec![process::binding(&directory)],
         prefetch: std::env::var_os(PREFETCH).is_some(),
         working_set: match std::env::var_os(RECORDS) {
             Some(_) => WorkingSetMode::Auto,
@@ -80,16 +69,7 @@ fn server() {
         porter: porter(),
         ..Options::default()
     };
-    let server = Server::bind(options).unwrap();
-    confine_process(&server);
-    let stopper = server.stopper();
-    // The test closes standard input to stop it.
-    thread::spawn(move || {
-        let _ = std::io::stdin().lines().count();
-        stopper.stop();
-    });
-    std::fs::write(directory.join("ready"), "").unwrap();
-    server.run().unwrap();
+    process::serve(&directory, options);
 }
 
 /// A server in a process of its own.

@@ -381,7 +381,13 @@ impl<'a> Session<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::IoSlice;
+    use std::mem::MaybeUninit;
+
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, sendmsg};
+
     use super::*;
+    use crate::budgets::{Budgets, UserLimits};
 
     fn requests(count: u32) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
@@ -411,6 +417,29 @@ mod tests {
             session.notify(&Message::Killed { text: text.clone() });
         }
         assert!(session.out_bytes < OUT_NOTICE_BYTES + 1000);
+    }
+
+    /// Kind: a message that stays in the socket, which therefore stays readable.
+    #[test]
+    fn a_message_whose_descriptors_have_no_room_is_not_waited_for_again() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let limits = UserLimits {
+            descriptors: 2,
+            ..UserLimits::default()
+        };
+        let charge = Budgets::new(limits, None).charge(1, 1).unwrap();
+        let mut session = Session::new(&ours, &[], Vec::new(), &charge);
+        let beside = [theirs.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&beside)));
+        let parts = [IoSlice::new(b"x")];
+        sendmsg(&theirs, &parts, &mut ancillary, SendFlags::empty()).unwrap();
+        assert!(session.interest().contains(EventFlags::IN));
+        assert!(matches!(session.read(), Err(SessionError::Budget(_))));
+        session.be_deaf();
+        assert!(!session.interest().contains(EventFlags::IN));
+        assert!(session.read().unwrap());
     }
 
     /// Nothing more arrives for requests that have arrived.

@@ -6,16 +6,14 @@ mod support;
 
 mod fuse;
 
-use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread;
 
+use pagetide_serve::Options;
 use pagetide_serve::native::message::RefusedCode;
-use pagetide_serve::{Options, Server};
 use rustix::fs::SealFlags;
 use rustix::mm::MapFlags;
 use support::native::*;
@@ -31,20 +29,8 @@ fn server() {
     let Some(directory) = std::env::var_os(DIRECTORY).map(PathBuf::from) else {
         return;
     };
-    let log = File::options()
-        .create(true)
-        .append(true)
-        .open(directory.join("log"));
-    tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_writer(log.unwrap())
-        .init();
-    let binding = pagetide_serve::Binding::new(
-        directory.join("guest.sock"),
-        pagetide_sources::Location::Path(directory.join("guest.mem")),
-    );
     let options = Options {
-        bindings: vec![binding],
+        bindings: vec![process::binding(&directory)],
         prefetch: false,
         working_set: pagetide_serve::WorkingSetMode::Off,
         stop_limit: NEVER,
@@ -52,15 +38,7 @@ fn server() {
         porter: porter(),
         ..Options::default()
     };
-    let server = Server::bind(options).unwrap();
-    confine_process(&server);
-    let stopper = server.stopper();
-    thread::spawn(move || {
-        let _ = std::io::stdin().lines().count();
-        stopper.stop();
-    });
-    std::fs::write(directory.join("ready"), "").unwrap();
-    server.run().unwrap();
+    process::serve(&directory, options);
     std::process::exit(0);
 }
 

@@ -12,6 +12,7 @@
 
 pub mod child;
 pub mod native;
+pub mod process;
 
 use std::ffi::OsString;
 use std::io::{IoSlice, Read, Write};

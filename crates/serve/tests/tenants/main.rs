@@ -9,7 +9,7 @@ mod fuse;
 
 mod attacks;
 
-use std::fs::{File, Permissions};
+use std::fs::Permissions;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_serve::{Options, Server};
+use pagetide_serve::Options;
 use support::*;
 
 const DIRECTORY: &str = "PAGETIDE_TEST_TENANTS";
@@ -49,17 +49,8 @@ fn server() {
         maximum: Some(DESCRIPTORS),
     };
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
-    let log = File::create(directory.join("log")).unwrap();
-    tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_writer(log)
-        .init();
-    let binding = pagetide_serve::Binding::new(
-        directory.join("guest.sock"),
-        pagetide_sources::Location::Path(directory.join("guest.mem")),
-    );
     let options = Options {
-        bindings: vec![binding],
+        bindings: vec![process::binding(&directory)],
         working_set: pagetide_serve::WorkingSetMode::Off,
         prefetch: false,
         socket_mode: 0o666,
@@ -69,15 +60,7 @@ fn server() {
         porter: porter(),
         ..Options::default()
     };
-    let server = Server::bind(options).unwrap();
-    confine_process(&server);
-    let stopper = server.stopper();
-    thread::spawn(move || {
-        let _ = std::io::stdin().lines().count();
-        stopper.stop();
-    });
-    std::fs::write(directory.join("ready"), "").unwrap();
-    server.run().unwrap();
+    process::serve(&directory, options);
     std::process::exit(0);
 }
 
