@@ -1,10 +1,14 @@
 //! `pagetide image`.
 
+use std::ffi::OsString;
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::io::Read;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pagetide_base::units::{ByteSize, decimal, float};
 use pagetide_sources::image::{
@@ -20,6 +24,9 @@ use crate::failure::Failure;
 use crate::print;
 use crate::serve::BasesArgument;
 
+/// Standard input or output, in place of a file.
+const STANDARD_STREAM: &str = "-";
+
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   An image of a full snapshot, and one of a diff snapshot above it:
@@ -29,12 +36,18 @@ Examples:
   A diff of two full snapshots:
     pagetide image create later.mem -o later.img --base base.img --holes zero
 
+  From a pipe, and from an object of a store:
+    zstd -dc snapshot.mem.zst | pagetide image create - -o base.img
+    pagetide image create s3://snapshots/web.mem -o web.img
+
   One layer of many, with and without a base below it:
     pagetide image merge today.img -o full.img
     pagetide image merge today.img -o short.img --base base.img
 
 The image names its base by the file name if both are in one directory, so that both can be moved or
 uploaded together, and by the absolute path otherwise. A base that has changed is refused.
+
+What a pipe brings is copied to an unnamed file beside IMAGE first. Neither a pipe nor an object has holes.
 
 Exit status: 0; 1 if reading or writing failed; 2 if the command line or its files make no sense.";
 
@@ -67,9 +80,9 @@ impl OpenArguments {
 
 #[derive(Debug, Args)]
 pub(crate) struct CreateArguments {
-    /// The raw memory file
-    #[arg(value_name = "RAW")]
-    raw: PathBuf,
+    /// The raw memory: a file, a URL, a pipe, or - for standard input
+    #[arg(value_name = "RAW", value_parser = location())]
+    raw: Location,
 
     /// The new image
     #[arg(long, short, value_name = "IMAGE")]
@@ -191,7 +204,7 @@ pub(crate) struct ExtractArguments {
     #[command(flatten)]
     open: OpenArguments,
 
-    /// The new raw file
+    /// The new raw file, or - for standard output
     #[arg(long, short, value_name = "RAW")]
     output: PathBuf,
 
@@ -204,6 +217,14 @@ pub(crate) struct ExtractArguments {
     quiet: bool,
 }
 
+/// A path, also one that is not UTF-8, or a URL.
+fn location() -> impl TypedValueParser<Value = Location> {
+    OsStringValueParser::new().try_map(|text: OsString| match text.to_str() {
+        Some(text) => text.parse(),
+        None => Ok(Location::Path(text.into())),
+    })
+}
+
 /// A request that makes no sense.
 #[derive(Debug, thiserror::Error)]
 enum BadRequest {
@@ -211,6 +232,10 @@ enum BadRequest {
     Chunk(ByteSize),
     #[error("--holes base needs --base")]
     HolesWithoutBase,
+    #[error(
+        "--holes base: only a local file has holes, and neither a pipe nor an object of a store"
+    )]
+    HolesOfStream,
 }
 
 /// Verification has found damage.
@@ -240,16 +265,52 @@ pub(crate) fn unopened(error: OpenError) -> Failure {
     sorted(error, is_refusal)
 }
 
+/// The raw memory of `pagetide image create`.
+enum Raw<'a> {
+    File(&'a Path),
+    Url(&'a str),
+    /// With its name.
+    Stream(Box<dyn Read>, String),
+}
+
+impl<'a> Raw<'a> {
+    fn open(location: &'a Location) -> std::io::Result<Self> {
+        let path = match location {
+            Location::Url(url) => return Ok(Self::Url(url)),
+            Location::Path(path) => path,
+        };
+        if path.as_os_str() == STANDARD_STREAM {
+            let name = "standard input".to_owned();
+            return Ok(Self::Stream(Box::new(std::io::stdin()), name));
+        }
+        let is_pipe = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo());
+        if !is_pipe {
+            return Ok(Self::File(path));
+        }
+        let name = path.display().to_string();
+        let pipe = std::fs::File::open(path);
+        let named =
+            |error: std::io::Error| std::io::Error::new(error.kind(), format!("{name}: {error}"));
+        Ok(Self::Stream(Box::new(pipe.map_err(named)?), name))
+    }
+}
+
 /// `pagetide image create`.
 pub(crate) fn create(arguments: &CreateArguments) -> Result<(), Failure> {
     let options = create_options(arguments).map_err(Failure::bad_input)?;
     let bar = Bar::new(arguments.quiet);
-    let created = image::create(
-        &arguments.raw,
-        &arguments.output,
-        &options,
-        &mut |done, all| bar.show(done, all),
-    );
+    let progress = &mut |done, all| bar.show(done, all);
+    let new = &arguments.output;
+    let created = match Raw::open(&arguments.raw).map_err(Failure::bad_input)? {
+        Raw::File(path) => image::create(path, new, &options, progress),
+        _ if options.holes == Some(Holes::Base) => {
+            return Err(Failure::bad_input(BadRequest::HolesOfStream));
+        }
+        Raw::Url(url) => image::create_from_url(url, new, &options, progress),
+        Raw::Stream(mut stream, name) => {
+            image::create_from_stream(&mut stream, &name, new, &options, progress)
+        }
+    };
     drop(bar);
     tell(created, arguments.json)
 }
@@ -368,6 +429,12 @@ pub(crate) fn extract(arguments: &ExtractArguments) -> Result<(), Failure> {
         ..ExtractOptions::default()
     };
     let bar = Bar::new(arguments.quiet);
+    if arguments.output.as_os_str() == STANDARD_STREAM {
+        let (mut out, name) = (std::io::stdout().lock(), "standard output");
+        let progress = &mut |done, all| bar.show(done, all);
+        let written = image::extract_to_stream(&opened, &mut out, name, &options, progress);
+        return written.map_err(Failure::failed);
+    }
     let written = image::extract(&opened, &arguments.output, &options, &mut |done, all| {
         bar.show(done, all);
     });

@@ -140,6 +140,50 @@ fn what_is_created_is_extracted() {
     assert!(blocks * 512 < 1 << 20, "zero chunks are holes");
 }
 
+/// Kind: a program that reads or writes memory takes only a regular file.
+#[test]
+fn pipes_come_and_go_like_files() {
+    let place = Place::new();
+    let content = place.memory("raw");
+    place.printed(&["create", "raw", "-o", "image"]);
+    let run = |words: &str| {
+        let command = format!("pagetide() {{ \"$0\" image \"$@\"; }}; {words}");
+        let output = Command::new("bash")
+            .args(["-c", &command, env!("CARGO_BIN_EXE_pagetide")])
+            .current_dir(&place.0)
+            .output();
+        let output = output.expect("it starts");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        output.stdout
+    };
+    run("cat raw | pagetide create - -o piped --json > piped.json");
+    run("pagetide create <(cat raw) -o named");
+    for name in ["piped", "named"] {
+        assert!(place.read(name) == place.read("image"), "{name}");
+        let mode = fs::metadata(place.path(name)).expect("it is there").mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+    let told: Value = serde_json::from_slice(&place.read("piped.json")).expect("JSON");
+    assert_eq!(told["guest_bytes"], content.len());
+    assert!(run("pagetide extract image -o -") == content);
+    // A diff has holes, and a pipe none.
+    run("cat raw | pagetide create - -o above --base image");
+    assert!(run("pagetide extract above -o -") == content);
+    assert_eq!(place.json(&["info", "above", "--json"])["stored_chunks"], 0);
+    let message = place.refused(
+        &[
+            "create", "-", "-o", "x", "--base", "image", "--holes", "base",
+        ],
+        2,
+    );
+    assert!(message.contains("only a local file has holes"), "{message}");
+    // Standard input of these is empty.
+    let message = place.refused(&["create", "-", "-o", "x"], 2);
+    assert!(message.contains("standard input"), "{message}");
+    let message = place.refused(&["create", "-", "-o", "image"], 2);
+    assert!(message.contains("image exists"), "{message}");
+}
+
 #[test]
 fn json_has_all_figures() {
     let place = Place::new();

@@ -13,9 +13,10 @@ use std::time::Duration;
 
 use pagetide_memory::Urgency::{Bulk, Urgent};
 use pagetide_pager::Filled;
+use pagetide_sources::image::{CreateOptions, ExtractOptions, create_from_url, extract_to_stream};
 use pagetide_sources::{
     Blob, BlobError, Location, ObjectBlob, ObjectOptions, OpenError, OpenObjectError, OpenOptions,
-    Standing, open,
+    PagetideImage, Standing, open,
 };
 use pagetide_test_support::{Task, equals, eventually};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
@@ -550,6 +551,46 @@ fn an_image_is_opened_by_its_url() {
         },
     );
     assert!(matches!(refused, Err(OpenError::Options(_))));
+}
+
+#[test]
+fn raw_memory_at_a_url_becomes_an_image() {
+    let server = Server::start(8 * BLOCK);
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let open = OpenOptions {
+        object: options(),
+        ..OpenOptions::default()
+    };
+    let options = CreateOptions {
+        open: open.clone(),
+        ..CreateOptions::default()
+    };
+    create_from_url(&server.url, &path("new"), &options, &mut |_, _| {}).unwrap();
+    let image = PagetideImage::open(&Location::Path(path("new")), &open).unwrap();
+    let mut out = Vec::new();
+    extract_to_stream(
+        &image,
+        &mut out,
+        "out",
+        &ExtractOptions::default(),
+        &mut |_, _| {},
+    )
+    .unwrap();
+    assert!(out == server.content());
+    // An image is no raw memory, and what is no memory becomes no image.
+    let bytes = std::fs::read(path("new")).unwrap();
+    for (content, wanted) in [
+        (bytes, "is a Pagetide image already"),
+        (vec![7; 5000], "is no guest memory"),
+    ] {
+        server.change(|site| site.content = content);
+        let refused = create_from_url(&server.url, &path("x"), &options, &mut |_, _| {});
+        let refused = refused.unwrap_err();
+        assert!(refused.is_refusal());
+        assert!(chain(&refused).contains(wanted), "{}", chain(&refused));
+    }
+    assert!(!path("x").exists());
 }
 
 /// The signature of a URL covers the method, also of one to which a server redirects; and some servers know no HEAD.

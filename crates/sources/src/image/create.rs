@@ -204,24 +204,35 @@ pub fn create(
     options: &CreateOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Created, CreateError> {
+    create_named(raw, raw, image, options, progress)
+}
+
+/// The same with a name of the memory for messages.
+pub(super) fn create_named(
+    raw: &Path,
+    name: &Path,
+    image: &Path,
+    options: &CreateOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Created, CreateError> {
     let begun = Instant::now();
     check_chunk_bytes(options.chunk_bytes)?;
     let memory = MemoryFile::open(raw).map_err(|error| CreateError::OpenRaw(error.into()))?;
     refuse_same_file(raw, image)?;
     if memory.is_image().map_err(CreateError::OpenRaw)? {
-        let path = raw.to_owned();
+        let path = name.to_owned();
         return Err(CreateError::IsImage { path });
     }
-    refuse_other_kinds(&memory, raw, options)?;
+    refuse_other_kinds(&memory, name, options)?;
     check_memory_bytes(memory.bytes(), options.chunk_bytes)?;
     let base = options.base.as_ref();
     let base = base.map(|base| open_base(base, image, options));
     let (base, reference) = base.transpose()?.unzip();
     if let Some(base) = &base {
-        refuse_other_length(&memory, raw, base, options)?;
+        refuse_other_length(&memory, name, base, options)?;
     }
     let holes = match base {
-        Some(_) => holes_above_base(&memory, raw, options.holes)?,
+        Some(_) => holes_above_base(&memory, name, options.holes)?,
         None => Holes::Zero,
     };
     let mut mode = memory.mode().map_err(CreateError::Raw)?;
@@ -231,7 +242,7 @@ pub fn create(
     }
     let before = memory.state().map_err(CreateError::Raw)?;
     let changed = || {
-        let name = raw.display().to_string();
+        let name = name.display().to_string();
         CreateError::Raw(BlobError::Changed { name })
     };
     let target = Target::begin(image, mode, options.may_replace)?;

@@ -1,5 +1,6 @@
 //! Writing an image's guest memory as a raw file.
 
+use std::io::{self, Write};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
@@ -52,6 +53,15 @@ pub enum ExtractError {
     /// The file could not be written.
     #[error(transparent)]
     Target(#[from] TargetError),
+    /// The stream could not be written.
+    #[error("cannot write {name}")]
+    Stream {
+        /// Its name.
+        name: String,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
 }
 
 impl ExtractError {
@@ -59,7 +69,7 @@ impl ExtractError {
     pub fn is_refusal(&self) -> bool {
         match self {
             Self::SameFile { .. } => true,
-            Self::Image(_) => false,
+            Self::Image(_) | Self::Stream { .. } => false,
             Self::Target(error) => !matches!(error, TargetError::Write { .. }),
         }
     }
@@ -105,6 +115,47 @@ pub fn extract(
     )?;
     target.finish()?;
     Ok(written)
+}
+
+/// Writes the guest memory of `image` into `stream`, in order; `name` is for messages. `progress` is told how many bytes are
+/// done, of how many.
+///
+/// # Errors
+/// [`ExtractError`]; a part may have been written.
+pub fn extract_to_stream(
+    image: &PagetideImage,
+    stream: &mut dyn Write,
+    name: &str,
+    options: &ExtractOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<(), ExtractError> {
+    let failed = |source| ExtractError::Stream {
+        name: name.to_owned(),
+        source,
+    };
+    let mut done = 0;
+    progress(0, image.bytes());
+    in_order(
+        image.bytes().div_ceil(JOB_BYTES),
+        options.threads,
+        || Ok(()),
+        |(), job| {
+            let offset = job * JOB_BYTES;
+            let bytes = (image.bytes() - offset).min(JOB_BYTES);
+            let mut content = vec![0; usize::try_from(bytes).unwrap_or(usize::MAX)];
+            if image.read(offset, &mut content, Urgency::Bulk)? == Filled::Zero {
+                content.fill(0);
+            }
+            Ok(content)
+        },
+        |content| {
+            stream.write_all(&content).map_err(failed)?;
+            done += content.len() as u64;
+            progress(done, image.bytes());
+            Ok::<_, ExtractError>(())
+        },
+    )?;
+    stream.flush().map_err(failed)
 }
 
 /// Copies a job's bytes, runs of chunks that are not zero; returns how many these are.

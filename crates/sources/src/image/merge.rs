@@ -15,9 +15,9 @@ use super::writer::{Memory, Plan, write_image};
 use crate::guest_image::{GuestImage, check_inside};
 
 /// The memory of an image, with its layers.
-struct Layered<'a>(&'a PagetideImage);
+struct Whole<'a>(&'a dyn GuestImage);
 
-impl Memory for Layered<'_> {
+impl Memory for Whole<'_> {
     /// No part of it is a hole: the image says what each byte is.
     fn read(
         &mut self,
@@ -47,16 +47,29 @@ pub fn merge(
     options: &CreateOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Created, CreateError> {
-    let begun = Instant::now();
-    check_chunk_bytes(options.chunk_bytes)?;
-    check_memory_bytes(image.bytes(), options.chunk_bytes)?;
     for layer in &image.layers {
         refuse_same_file(Path::new(layer.blob.name()), new)?;
     }
+    write_whole(image, image.mode(), new, options, progress)
+}
+
+/// Creates the image `new` with all guest memory of `image`, for those whom these permissions of a file permit.
+///
+/// # Errors
+/// As [`merge`].
+pub(super) fn write_whole(
+    image: &dyn GuestImage,
+    mut mode: u32,
+    new: &Path,
+    options: &CreateOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Created, CreateError> {
+    let begun = Instant::now();
+    check_chunk_bytes(options.chunk_bytes)?;
+    check_memory_bytes(image.bytes(), options.chunk_bytes)?;
     let base = options.base.as_ref();
     let base = base.map(|base| open_base(base, new, options)).transpose()?;
     let (base, reference) = base.unzip();
-    let mut mode = image.mode();
     if let Some(base) = &base {
         if base.bytes() != image.bytes() && !options.any_length {
             return Err(CreateError::OtherLength {
@@ -77,7 +90,7 @@ pub fn merge(
         holes: Holes::Zero,
         threads: options.threads,
     };
-    let (info, hole_bytes) = write_image(&target, new, plan, || Ok(Layered(image)), progress)?;
+    let (info, hole_bytes) = write_image(&target, new, plan, || Ok(Whole(image)), progress)?;
     target.finish()?;
     Ok(Created {
         info,

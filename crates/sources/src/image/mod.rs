@@ -7,6 +7,7 @@ mod codec;
 mod create;
 mod extract;
 mod format;
+mod incoming;
 mod index;
 mod info;
 mod layers;
@@ -23,11 +24,12 @@ mod tests;
 
 pub use base::{BasePlace, BaseReference};
 pub use create::{CreateError, CreateOptions, Created, Holes, create};
-pub use extract::{ExtractError, ExtractOptions, extract};
+pub use extract::{ExtractError, ExtractOptions, extract, extract_to_stream};
 pub use format::{
     DEFAULT_CHUNK_BYTES, FormatError, LEAST_CHUNK_BYTES, MOST_BASE_BYTES, MOST_CHUNK_BYTES,
     MOST_MEMORY_BYTES, VERSION,
 };
+pub use incoming::{create_from_stream, create_from_url};
 pub use info::ImageInfo;
 pub(crate) use layers::Head;
 pub use layers::MOST_LAYERS;

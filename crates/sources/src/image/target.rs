@@ -117,6 +117,11 @@ impl Target {
         TargetError::Write { path, source }
     }
 
+    /// A path by which this process opens it once more, also before it has its name.
+    pub(crate) fn opened_path(&self) -> PathBuf {
+        format!("/proc/self/fd/{}", self.file.as_raw_fd()).into()
+    }
+
     /// Writes bytes at an offset.
     ///
     /// # Errors
