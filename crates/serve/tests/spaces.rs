@@ -7,6 +7,7 @@ use std::os::fd::AsFd;
 
 use pagetide_serve::native::FEATURE_SPACES;
 use pagetide_serve::native::message::{AttachSpace, RefusedCode, SpaceRegion, VmState};
+use pagetide_serve::{Options, UserLimits};
 use rustix::fs::SealFlags;
 use rustix::mm::MapFlags;
 use support::native::*;
@@ -56,6 +57,35 @@ fn a_further_address_space_gets_the_same_memory() {
         second.check(page, &content(page));
     }
     running.ended(1);
+}
+
+/// Kind: what has ended stays charged.
+#[test]
+fn a_detached_address_space_is_charged_no_more() {
+    if !has_userfaultfd() || !has_minor() {
+        return;
+    }
+    let place = Place::new(4);
+    let limits = UserLimits {
+        descriptors: 60,
+        ..UserLimits::default()
+    };
+    let _running = Running::start(Options {
+        user_limits: Some(limits),
+        ..place.options()
+    });
+    let file = memfd(4, SealFlags::SHRINK);
+    let guest = Guest::of_file(file.as_fd(), 4, MapFlags::SHARED);
+    let mut client = connect(&place.socket());
+    let attach = attach_of(&guest, vec![region(&guest).minor(1, 0)]);
+    let descriptors = [guest.uffd.as_fd(), file.as_fd()];
+    client.attach(&attach, &descriptors).unwrap();
+    for _ in 0..64 {
+        let back_end = Guest::of_file(file.as_fd(), 4, MapFlags::SHARED);
+        let space = client.attach_space(&space_of(&back_end), back_end.uffd.as_fd());
+        client.detach_space(space.unwrap()).unwrap();
+    }
+    guest.check(3, &content(3));
 }
 
 /// A page whose first byte was written.

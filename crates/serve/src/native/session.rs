@@ -102,6 +102,8 @@ pub(crate) struct Session<'a> {
     decoder: Decoder,
     /// Descriptors that have arrived.
     pub(crate) descriptors: Vec<OwnedFd>,
+    /// Of those that were taken from here, the ones that are charged.
+    taken: usize,
     /// No more descriptors are taken.
     takes_none: bool,
     out: VecDeque<Outgoing>,
@@ -132,6 +134,7 @@ impl<'a> Session<'a> {
             shared: 0,
             decoder,
             descriptors,
+            taken: 0,
             takes_none: false,
             out: VecDeque::new(),
             out_bytes: 0,
@@ -155,7 +158,16 @@ impl<'a> Session<'a> {
 
     /// The descriptor of the next message that has one.
     pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
-        (!self.descriptors.is_empty()).then(|| self.descriptors.remove(0))
+        let taken = (!self.descriptors.is_empty()).then(|| self.descriptors.remove(0))?;
+        self.taken += 1;
+        Some(taken)
+    }
+
+    /// Gives back what is charged for descriptors that were taken and are closed: so many are open.
+    pub(crate) fn keep_taken(&mut self, open: usize) {
+        let closed = self.taken.saturating_sub(open);
+        self.charge.give_back(Resource::Descriptors, closed as u64);
+        self.taken -= closed;
     }
 
     /// From now on a descriptor is an error. Returns those that have arrived.

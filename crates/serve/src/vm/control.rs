@@ -209,7 +209,18 @@ impl<'a> Control<'a> {
         let id = arrived.id;
         let answer = match arrived.message {
             Err(unknown) => Err((RefusedCode::Unsupported, unknown.to_string())),
-            Ok(message) => self.answer(vm, serving, id, message)?,
+            Ok(message) => {
+                let is_of_spaces = matches!(
+                    message,
+                    Message::AttachSpace(_) | Message::DetachSpace { .. }
+                );
+                let answer = self.answer(vm, serving, id, message)?;
+                if is_of_spaces {
+                    let open = vm.open_spaces() + self.refused.len();
+                    self.session.keep_taken(open);
+                }
+                answer
+            }
         };
         match answer {
             Ok(Some(answer)) => self.session.answer(id, &answer),

@@ -86,9 +86,7 @@ impl Vm<'_> {
         wanted: &AttachSpace,
         descriptor: OwnedFd,
     ) -> Result<u32, SpaceError> {
-        let served = self.pager.spaces();
-        self.spaces.list.retain(|_, (id, _)| served.contains(id));
-        if self.spaces.list.len() + self.spaces.kept >= MAX_SPACES {
+        if self.open_spaces() >= MAX_SPACES {
             return Err(SpaceError::TooMany);
         }
         let features = served_features(wanted.uffd_features)?;
@@ -103,6 +101,14 @@ impl Vm<'_> {
         self.spaces.next = number.wrapping_add(1);
         self.spaces.list.insert(number, (id, parts.len()));
         Ok(number)
+    }
+
+    /// How many userfaultfds of address spaces are open.
+    pub(super) fn open_spaces(&mut self) -> usize {
+        // Not those whose process has gone.
+        let served = self.pager.spaces();
+        self.spaces.list.retain(|_, (id, _)| served.contains(id));
+        self.spaces.list.len() + self.spaces.kept
     }
 
     /// The region of the pager, and its addresses in the other process.
