@@ -74,9 +74,17 @@ const CLOSINGS: u64 = 4;
 pub(crate) struct Budgets {
     limits: UserLimits,
     porter: Option<Arc<Porter>>,
-    /// All clients above a limit.
-    nobody: Arc<User>,
-    users: Mutex<HashMap<u32, Arc<User>>>,
+    users: Mutex<HashMap<(u32, Kind), Arc<User>>>,
+}
+
+/// Whose clients are charged together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Kind {
+    /// A user's clients.
+    Client,
+    /// Those above a limit, which are looked at before they are let go: that one has too much does not keep a VMM
+    /// from being killed.
+    TurnedAway,
 }
 
 /// What one user has taken.
@@ -152,11 +160,9 @@ pub(crate) struct Charge {
 
 impl Budgets {
     pub(crate) fn new(limits: UserLimits, porter: Option<Arc<Porter>>) -> Self {
-        let nobody = User::new(UserLimits::default(), porter.clone());
         Self {
             limits,
             porter,
-            nobody: Arc::new(nobody),
             users: Mutex::default(),
         }
     }
@@ -166,7 +172,7 @@ impl Budgets {
     /// # Errors
     /// [`OverBudget`] if the user has taken too much of anything.
     pub(crate) fn charge(&self, uid: u32, connections: usize) -> Result<Charge, OverBudget> {
-        let user = self.user(uid);
+        let user = self.user(uid, Kind::Client);
         user.take(&CONNECTION, connections as u64)?;
         Ok(Charge {
             user,
@@ -176,7 +182,7 @@ impl Budgets {
 
     /// The same for a client that is there already, whatever its user has taken.
     pub(crate) fn charge_anyway(&self, uid: u32) -> Charge {
-        let user = self.user(uid);
+        let user = self.user(uid, Kind::Client);
         user.add(&CONNECTION);
         Charge {
             user,
@@ -184,22 +190,23 @@ impl Budgets {
         }
     }
 
-    fn user(&self, uid: u32) -> Arc<User> {
+    fn user(&self, uid: u32, kind: Kind) -> Arc<User> {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         if users.len() > IDLE_USERS {
             users.retain(|_, user| {
-                user.lock().of(Resource::Connections) > 0 || !user.closings().is_empty()
+                // A charge, also one without a connection, has it.
+                Arc::strong_count(user) > 1 || !user.closings().is_empty()
             });
         }
-        let user = users.entry(uid);
+        let user = users.entry((uid, kind));
         let user = user.or_insert_with(|| Arc::new(User::new(self.limits, self.porter.clone())));
         Arc::clone(user)
     }
 
-    /// What is charged to nobody.
-    pub(crate) fn of_nobody(&self) -> Charge {
+    /// What a client above a limit is charged to, without a connection.
+    pub(crate) fn of_turned_away(&self, uid: u32) -> Charge {
         Charge {
-            user: Arc::clone(&self.nobody),
+            user: self.user(uid, Kind::TurnedAway),
             taken: Mutex::default(),
         }
     }
@@ -209,7 +216,7 @@ impl Charge {
     /// A client's charge at a server without others.
     #[cfg(test)]
     pub(crate) fn alone() -> Self {
-        Budgets::new(UserLimits::default(), None).of_nobody()
+        Budgets::new(UserLimits::default(), None).of_turned_away(0)
     }
 
     /// The process that receives descriptors, as long as there is one.

@@ -66,6 +66,21 @@ pub(crate) fn receive(
     received
 }
 
+/// Drops the bytes that have arrived, up to the first descriptors, which stay where they are. Waits for nothing.
+pub(crate) fn drop_bytes(stream: &UnixStream) {
+    let mut room = [0; 4096];
+    // Not for ever, if the client keeps sending.
+    for _ in 0..16 {
+        let Ok((bytes @ 1.., false)) = peek(stream, &mut room) else {
+            return;
+        };
+        let part = room.get_mut(..bytes).unwrap_or_default();
+        if rustix::net::recv(stream, part, RecvFlags::DONTWAIT).is_err() {
+            return;
+        }
+    }
+}
+
 /// Looks at what is there. Without room for descriptors the kernel opens none of them, and says that there are some.
 fn peek(stream: &UnixStream, room: &mut [u8]) -> Result<(usize, bool), Errno> {
     let mut none = RecvAncillaryBuffer::default();

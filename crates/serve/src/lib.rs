@@ -28,6 +28,7 @@ mod binding_table;
 mod budgets;
 mod capture;
 mod check;
+mod connection;
 pub mod control;
 mod exporter;
 #[doc(hidden)]

@@ -5,12 +5,16 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, fstat};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use thiserror::Error;
+
+use crate::connection::Guarded;
+use crate::porter::Porter;
 
 /// Why a socket could not be bound.
 #[derive(Debug, Error)]
@@ -57,7 +61,7 @@ pub enum ListenError {
 /// A listening socket. Its file is removed when it is dropped, unless a service manager has made it.
 #[derive(Debug)]
 pub(crate) struct Listener {
-    pub(crate) socket: UnixListener,
+    pub(crate) socket: Guarded<UnixListener>,
     path: PathBuf,
     is_inherited: bool,
 }
@@ -96,10 +100,16 @@ impl Listener {
             return Err(error);
         }
         Ok(Self {
-            socket,
+            socket: Guarded::guard(socket, None),
             path: path.into(),
             is_inherited: false,
         })
+    }
+
+    /// Has the porter close the socket in the end, with connections that nobody has accepted.
+    pub(crate) fn with_porter(mut self, porter: Option<Arc<Porter>>) -> Self {
+        self.socket.set_porter(porter);
+        self
     }
 
     /// A socket that a service manager has opened; `None` if it has no path.
@@ -111,7 +121,7 @@ impl Listener {
         let path = socket.local_addr().ok()?.as_pathname()?.to_owned();
         socket.set_nonblocking(true).ok()?;
         Some(Self {
-            socket,
+            socket: Guarded::guard(socket, None),
             path,
             is_inherited: true,
         })
@@ -226,6 +236,8 @@ impl Drop for Listener {
             return;
         }
         let _ = std::fs::remove_file(&self.path);
+        // Nobody connects any more, not even by a descriptor of the socket's file.
+        let _ = rustix::net::shutdown(&*self.socket, Shutdown::Read);
     }
 }
 

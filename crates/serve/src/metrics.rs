@@ -1,5 +1,6 @@
 //! Counts for Prometheus.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -255,20 +256,35 @@ impl Metrics {
         let help = "VMs of a socket, and connections that are none yet; of those beyond 64 sockets together";
         let mut described =
             encoder.encode_descriptor("socket_vms", help, None, MetricType::Gauge)?;
-        let sockets = self.lock_sockets();
+        // A socket that was closed and bound again is one.
+        let listed = self.lock_sockets();
+        let mut sockets: Vec<(&str, &str, usize)> = Vec::with_capacity(listed.len());
+        let mut places = HashMap::with_capacity(listed.len());
+        for SocketVms {
+            socket,
+            image,
+            usage,
+        } in &*listed
+        {
+            let place = *places.entry((socket, image)).or_insert(sockets.len());
+            match sockets.get_mut(place) {
+                Some((_, _, vms)) => *vms += usage.vms(),
+                None => sockets.push((socket, image, usage.vms())),
+            }
+        }
         let (own, others) = sockets.split_at(sockets.len().min(MOST_SOCKETS));
         let mut tell = |socket: &str, image: &str, vms: usize| {
             let vms = i64::try_from(vms).unwrap_or(i64::MAX);
             let labels = [("socket", socket), ("image", image)];
             described.encode_family(&labels)?.encode_gauge(&vms)
         };
-        for one in own {
-            tell(&one.socket, &one.image, one.usage.vms())?;
+        for (socket, image, vms) in own {
+            tell(socket, image, *vms)?;
         }
         match others.is_empty() {
             true => Ok(()),
             false => {
-                let vms = others.iter().map(|other| other.usage.vms()).sum();
+                let vms = others.iter().map(|other| other.2).sum();
                 tell("other", "other", vms)
             }
         }

@@ -144,11 +144,11 @@ impl Task {
             (_, false) => drop(offer.now(options, &self.common.metrics)?),
         }
         let listener = match self.purpose {
-            Purpose::Listen => Some(Listener::bind(
-                &self.binding.socket,
-                options.socket_mode,
-                options.socket_owner,
-            )?),
+            Purpose::Listen => {
+                let (mode, owner) = (options.socket_mode, options.socket_owner);
+                let listener = Listener::bind(&self.binding.socket, mode, owner)?;
+                Some(listener.with_porter(self.common.porter.clone()))
+            }
             Purpose::Serve | Purpose::Resume => None,
         };
         Ok(Opened { offer, listener })

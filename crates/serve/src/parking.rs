@@ -6,7 +6,6 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
@@ -14,6 +13,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
 use crate::budgets::Charge;
+use crate::connection::Connection;
 use crate::stopper::Stopper;
 
 /// The end of the server, among the numbers of those that are parked.
@@ -21,7 +21,7 @@ const STOP: u64 = u64::MAX;
 
 /// A refused VMM.
 pub(crate) struct Parked {
-    pub(crate) stream: UnixStream,
+    pub(crate) stream: Connection,
     /// What it has sent: held open.
     pub(crate) _descriptors: Vec<OwnedFd>,
     /// Of these. Given back last.
@@ -80,7 +80,7 @@ impl Parking {
         // What it sends is left where it is: its userfaultfd may be among it, and to drop that takes as long as it likes.
         let flags = EventFlags::RDHUP;
         let data = EventData::new_u64(number);
-        if let Err(error) = epoll::add(&self.poll, &parked.stream, data, flags) {
+        if let Err(error) = epoll::add(&self.poll, &*parked.stream, data, flags) {
             tracing::error!(%error, "a refused VMM is let go");
             return;
         }
@@ -124,6 +124,10 @@ impl Parking {
     /// Lets go of one that has left.
     fn forget(&self, number: u64) {
         let gone = self.lock().parked.remove(&number);
+        if let Some(parked) = &gone {
+            // It would be watched as long as the porter has it.
+            let _ = epoll::delete(&self.poll, &*parked.stream);
+        }
         drop(gone);
         let _ = rustix::io::write(&*self.left, &1_u64.to_ne_bytes());
     }
@@ -152,6 +156,7 @@ impl fmt::Debug for Parking {
 mod tests {
     use std::io::{Read, Write};
     use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
     use std::time::Duration;
 
     use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -168,7 +173,7 @@ mod tests {
         let mut same = ours.try_clone().unwrap();
         theirs.write_all(b"before").unwrap();
         parking.park(Parked {
-            stream: ours,
+            stream: Connection::new(ours, None),
             _descriptors: Vec::new(),
             _charge: Charge::alone(),
         });
@@ -183,6 +188,18 @@ mod tests {
         let mut sent = String::new();
         same.read_to_string(&mut sent).unwrap();
         assert_eq!(sent, "before and after");
+        // Kind: a connection that is open elsewhere, as at the porter, is watched for ever. `same` is open.
+        let mut count = [0; 8];
+        rustix::io::read(&*left, &mut count).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        parking.park(Parked {
+            stream: Connection::new(ours, None),
+            _descriptors: Vec::new(),
+            _charge: Charge::alone(),
+        });
+        drop(theirs);
+        rustix::io::read(&*left, &mut count).unwrap();
+        assert_eq!(u64::from_ne_bytes(count), 1);
         stopper.stop();
         parking.end();
     }

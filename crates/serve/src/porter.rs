@@ -3,7 +3,8 @@
 //! A descriptor that is received is open, and has to be closed: closing a file of a FUSE mount asks the process that serves
 //! the mount, which may be the client's and never answer. Neither a thread nor a process can be ended meanwhile. So a client's
 //! descriptors are received by a child of the porter that lives for one message: it passes on userfaultfds and memory files,
-//! whose closing waits for nobody, and closes all others by its end.
+//! whose closing waits for nobody, and closes all others by its end. Descriptors that nobody has received are closed with their
+//! connection, for which there is a child, too.
 
 mod process;
 mod wire;
@@ -15,13 +16,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair, sockopt};
 
 use crate::stopper::Stopper;
 
@@ -31,10 +32,17 @@ use wire::Reply;
 /// The longest wait for the porter without a look at the end of the server.
 const SLICE: Duration = Duration::from_millis(200);
 
+/// How long a socket that is to be closed waits for room. The porter takes each of them at once.
+const SEND_LIMIT: Duration = Duration::from_secs(1);
+
 /// The porter, as its server sees it.
 #[derive(Debug)]
 pub(crate) struct Porter {
     socket: OwnedFd,
+    /// For sockets that are to be closed.
+    closings: OwnedFd,
+    /// Those of which it does not have its own descriptor yet.
+    not_taken: Mutex<Vec<OwnedFd>>,
     stopper: Stopper,
     /// It has ended. Nothing is received by it any more.
     is_gone: Arc<AtomicBool>,
@@ -60,10 +68,14 @@ impl Porter {
             return Err(io::Error::other("no command for it"));
         };
         let (ours, theirs) = pair()?;
+        let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC);
+        // A stream has room for more messages than the few of a socket of packets.
+        let (closings, theirs_of_closings) = socketpair(family, SocketType::STREAM, flags, None)?;
+        sockopt::set_socket_timeout(&closings, sockopt::Timeout::Send, Some(SEND_LIMIT))?;
         let mut child = Command::new(program)
             .args(arguments)
             .stdin(Stdio::from(theirs))
-            .stdout(Stdio::null())
+            .stdout(Stdio::from(theirs_of_closings))
             .stderr(Stdio::null())
             .process_group(0)
             .spawn()?;
@@ -77,6 +89,8 @@ impl Porter {
         });
         Ok(Self {
             socket: ours,
+            closings,
+            not_taken: Mutex::default(),
             stopper,
             is_gone,
         })
@@ -108,6 +122,32 @@ impl Porter {
             other: reply.other,
             closing: ours,
         })
+    }
+
+    /// Closes a socket. Its last close, which may take as long as a client likes, is the porter's. What the porter cannot take
+    /// now stays open until the next call.
+    pub(crate) fn close(&self, socket: OwnedFd) {
+        let open = self.not_taken.lock();
+        let mut open = open.unwrap_or_else(PoisonError::into_inner);
+        open.push(socket);
+        if self.is_gone() {
+            return open.clear();
+        }
+        while let Some(next) = open.last() {
+            // At its end when it is closed here, and that only after the socket.
+            let Ok(is_closed) = self.hand_over(next.as_fd()) else {
+                return;
+            };
+            open.pop();
+            drop(is_closed);
+        }
+    }
+
+    fn hand_over(&self, socket: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
+        let (ours, theirs) = pair()?;
+        let beside = [socket, theirs.as_fd()];
+        wire::send(self.closings.as_fd(), wire::CLOSE, &beside)?;
+        Ok(ours)
     }
 
     /// Has another process started, which this one may not start any more. It is not waited for.

@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::budgets::{Budgets, Charge, UserLimits};
+use crate::connection::Connection;
 use crate::control::channel::Reply;
 use crate::control::message::{Answer, Request, Status};
 use crate::inbox::{Inbox, Outbox};
@@ -237,6 +238,7 @@ impl Server {
             stopper,
             state,
             parking,
+            porter: porter.clone(),
         };
         let poll = epoll::create(CreateFlags::CLOEXEC).map_err(StartError::Descriptor)?;
         let poll = Arc::new(poll);
@@ -321,6 +323,7 @@ impl Server {
             // A panic was logged by the thread.
             let _ = thread.join();
         }
+        self.turned_away.end();
         self.common().parking.end();
         if let Some(state) = &self.common().state {
             state.end();
@@ -341,6 +344,7 @@ impl Server {
                 ),
             }
         }
+        self.sockets.update();
     }
 
     /// The client that a former server has left. It was accepted then, whatever the limits are now.
@@ -349,7 +353,7 @@ impl Server {
         Ok(Client {
             number: kept.id,
             socket: kept.description.socket.clone(),
-            stream: kept.stream.try_clone()?,
+            stream: Connection::new(kept.stream.try_clone()?, self.common().porter.clone()),
             charge: self.budgets.charge_anyway(peer.uid),
             peer,
             kept: Some(kept),
@@ -481,6 +485,8 @@ impl Server {
             match self.client_of(kept) {
                 Ok(client) => self.start(common, offer, client),
                 Err(error) => {
+                    common.usage.end();
+                    self.sockets.update();
                     tracing::error!(vm, %error, "a VM of a former server stays asleep");
                 }
             }
@@ -494,8 +500,8 @@ impl Server {
             return;
         };
         let socket = served.listener.path().display().to_string();
-        let stream: UnixStream = match served.listener.socket.accept() {
-            Ok((stream, _)) => stream,
+        let stream = match served.listener.socket.accept() {
+            Ok((stream, _)) => Connection::new(stream, self.common().porter.clone()),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
                 if let Some(dropped) = self.limit_logged.pass() {
@@ -508,13 +514,15 @@ impl Server {
         };
         let (common, offer) = (Arc::clone(served.common), Arc::clone(served.offer));
         let Some(peer) = self.peer_of(&stream, &socket) else {
-            return;
+            return stream.end();
         };
         let Some(charge) = self.room_for(&peer, &socket) else {
             common.metrics.count(|totals| totals.vms_refused = 1);
             if common.options.on_failure == OnFailure::Kill {
-                let charge = self.budgets.of_nobody();
+                let charge = self.budgets.of_turned_away(peer.uid);
                 self.turned_away.kill_if_vmm(&common, peer, stream, charge);
+            } else {
+                stream.end();
             }
             return;
         };
@@ -565,7 +573,9 @@ impl Server {
     /// Starts a VM's thread.
     fn start(&mut self, common: Arc<Common>, offer: Arc<Offer>, client: Client) {
         self.vms.fetch_add(1, Ordering::AcqRel);
-        common.usage.begin();
+        if client.kept.is_none() {
+            common.usage.begin();
+        }
         let ending = Ending {
             usage: Arc::clone(&common.usage),
             vms: Arc::clone(&self.vms),

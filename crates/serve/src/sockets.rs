@@ -106,14 +106,7 @@ impl Sockets {
     pub(crate) fn apply(&mut self, mut options: Options) {
         let bindings = std::mem::take(&mut options.bindings);
         self.readiness.set_limit(options.max_vms);
-        self.common = Arc::new(Common {
-            usage: Arc::default(),
-            options: Arc::new(options),
-            metrics: self.common.metrics.clone(),
-            stopper: self.common.stopper.clone(),
-            state: self.common.state.clone(),
-            parking: Arc::clone(&self.common.parking),
-        });
+        self.common = Arc::new(self.common.with(options, Arc::default()));
         let mut former = std::mem::take(&mut self.entries);
         for binding in bindings {
             let is_its = |(_, entry): &(&u64, &Entry)| {
@@ -160,7 +153,7 @@ impl Sockets {
         let listener = former.listener?;
         if former.offer.is_some() {
             // VMs that connect now wait for what the new binding says.
-            let _ = epoll::delete(&self.poll, &listener.socket);
+            let _ = epoll::delete(&self.poll, &*listener.socket);
         }
         let access = |binding: &Binding| (binding.socket_mode, binding.socket_owner);
         let stays = listener.is_inherited() || access(binding) == access(&former.binding);
@@ -245,10 +238,25 @@ impl Sockets {
             )
         };
         let usage = now.map(|now| Arc::clone(&now.common.usage));
-        let mut entry = Entry::new(binding, &self.common, usage.unwrap_or_default());
+        let usage = usage.unwrap_or_else(|| self.usage_of_former(&binding));
+        // It is there, also while its image is not.
+        usage.begin();
+        let mut entry = Entry::new(binding, &self.common, usage);
         entry.kept = Some(kept);
         self.last_key += 1;
         self.entries.insert(self.last_key, entry);
+    }
+
+    /// The VMs of a former server at a socket that is not served with their image.
+    fn usage_of_former(&mut self, binding: &Binding) -> Arc<Usage> {
+        let known = self.closed.iter().find(|closed| closed.is_of(binding));
+        if let Some(known) = known {
+            return Arc::clone(known.usage());
+        }
+        let closed = Closed::of_former(binding);
+        let usage = Arc::clone(closed.usage());
+        self.closed.push(closed);
+        usage
     }
 
     /// Whether a VM of a former server waits for its image.
@@ -350,7 +358,7 @@ impl Sockets {
         entry.listener = opened.listener.or(entry.listener.take());
         if let Some(listener) = entry.listener.as_ref().filter(|_| !was_served) {
             let token = EventData::new_u64(key);
-            if let Err(errno) = epoll::add(&self.poll, &listener.socket, token, EventFlags::IN) {
+            if let Err(errno) = epoll::add(&self.poll, &*listener.socket, token, EventFlags::IN) {
                 entry.offer = None;
                 self.fail(key, errno.to_string());
             }
@@ -429,7 +437,9 @@ impl Sockets {
             usage: Arc::clone(&entry.common.usage),
         };
         let listed = self.entries.values().filter(|entry| entry.kept.is_none());
-        self.common.metrics.watch_sockets(listed.map(of).collect());
+        let closed = self.closed.iter().map(Closed::vms);
+        let all = listed.map(of).chain(closed).collect();
+        self.common.metrics.watch_sockets(all);
     }
 
     /// Whether the start or the last reload is done since the last call: each binding was tried, or it takes too long.

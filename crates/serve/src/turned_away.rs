@@ -3,19 +3,21 @@
 //! Only a process that has sent a userfaultfd is a VMM: a program that looks whether somebody listens, and a client that
 //! sends anything else, are let go.
 
-use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, OnceLock};
-use std::thread::Builder;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use crate::budgets::Charge;
+use crate::connection::Connection;
+use crate::log_limit::LogLimit;
 use crate::peer::Peer;
 use crate::receive::Received;
 use crate::vm::{Common, kill};
 
-/// Clients that wait to be looked at. Above that they are let go.
+/// Clients that wait to be looked at, and those of one user. Above that they are let go.
 const MOST: usize = 64;
+const MOST_OF_USER: usize = 8;
 
 /// How long a client's message is waited for: a VMM sends it as soon as it has connected.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -23,47 +25,102 @@ const PATIENCE: Duration = Duration::from_secs(1);
 struct Client {
     common: Arc<Common>,
     peer: Peer,
-    stream: UnixStream,
+    stream: Connection,
     charge: Charge,
+    _place: Place,
 }
 
 /// The thread that looks at them, once there is one.
 #[derive(Default)]
-pub(crate) struct TurnedAway(OnceLock<Option<SyncSender<Client>>>);
+pub(crate) struct TurnedAway {
+    queue: Option<SyncSender<Client>>,
+    thread: Option<JoinHandle<()>>,
+    /// The users of those in the queue.
+    waiting: Arc<Mutex<Vec<u32>>>,
+    let_go_logged: LogLimit,
+}
 
-impl TurnedAway {
-    /// Kills the process behind a connection if it is a VMM.
-    pub(crate) fn kill_if_vmm(
-        &self,
-        common: &Arc<Common>,
-        peer: Peer,
-        stream: UnixStream,
-        charge: Charge,
-    ) {
-        let client = Client {
-            common: Arc::clone(common),
-            peer,
-            stream,
-            charge,
-        };
-        let Some(queue) = self.0.get_or_init(start) else {
-            return;
-        };
-        if queue.try_send(client).is_err() {
-            tracing::error!("a client above the limit was let go: too many are looked at already");
+/// A client's place in the queue, until it is dropped.
+struct Place {
+    uid: u32,
+    waiting: Arc<Mutex<Vec<u32>>>,
+}
+
+impl Place {
+    fn take(uid: u32, waiting: &Arc<Mutex<Vec<u32>>>) -> Option<Self> {
+        let mut users = lock(waiting);
+        if users.iter().filter(|&&other| other == uid).count() >= MOST_OF_USER {
+            return None;
+        }
+        users.push(uid);
+        let waiting = Arc::clone(waiting);
+        Some(Self { uid, waiting })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut users = lock(&self.waiting);
+        if let Some(at) = users.iter().position(|&uid| uid == self.uid) {
+            users.swap_remove(at);
         }
     }
 }
 
-fn start() -> Option<SyncSender<Client>> {
-    let (send, clients) = sync_channel(MOST);
-    let thread = Builder::new().name("pt-turned-away".into());
-    match thread.spawn(move || look_at(&clients)) {
-        Ok(_) => Some(send),
-        Err(error) => {
-            tracing::error!(%error, "VMMs above the limit are not killed");
-            None
+fn lock(waiting: &Mutex<Vec<u32>>) -> MutexGuard<'_, Vec<u32>> {
+    // One of its elements comes or goes.
+    waiting.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl TurnedAway {
+    /// Kills the process behind a connection if it is a VMM.
+    pub(crate) fn kill_if_vmm(
+        &mut self,
+        common: &Arc<Common>,
+        peer: Peer,
+        stream: Connection,
+        charge: Charge,
+    ) {
+        let uid = peer.uid;
+        let client = Place::take(uid, &self.waiting).map(|place| Client {
+            common: Arc::clone(common),
+            peer,
+            stream,
+            charge,
+            _place: place,
+        });
+        if self.thread.is_none() {
+            self.start();
         }
+        let send = |client| match &self.queue {
+            Some(queue) => queue.try_send(client).is_ok(),
+            None => false,
+        };
+        if !client.is_some_and(send)
+            && let Some(dropped) = self.let_go_logged.pass()
+        {
+            tracing::error!(
+                uid,
+                dropped,
+                "a client above the limit was let go: too many are looked at already"
+            );
+        }
+    }
+
+    fn start(&mut self) {
+        let (send, clients) = sync_channel(MOST);
+        let thread = Builder::new().name("pt-turned-away".into());
+        match thread.spawn(move || look_at(&clients)) {
+            Ok(thread) => (self.queue, self.thread) = (Some(send), Some(thread)),
+            Err(error) => tracing::error!(%error, "VMMs above the limit are not killed"),
+        }
+    }
+
+    /// Waits until nobody is looked at any more: the server ends.
+    pub(crate) fn end(&mut self) {
+        self.queue = None;
+        // A panic was logged by the thread.
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
@@ -75,6 +132,7 @@ fn look_at(clients: &Receiver<Client>) {
             peer,
             stream,
             charge,
+            _place,
         } = client;
         let mut received = Received::default();
         let stopping = || common.stopper.is_stopping();
@@ -83,5 +141,24 @@ fn look_at(clients: &Receiver<Client>) {
         if received.has_userfaultfd() {
             kill(&common, &peer);
         }
+        stream.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clients_of_one_user_leave_room_for_those_of_others() {
+        let waiting = Arc::default();
+        let take = |uid| Place::take(uid, &waiting);
+        let mut places: Vec<_> = (0..2 * MOST_OF_USER).map_while(|_| take(1)).collect();
+        assert_eq!(places.len(), MOST_OF_USER);
+        assert!(take(2).is_some());
+        places.pop();
+        assert!(take(1).is_some());
+        drop(places);
+        assert!(lock(&waiting).is_empty());
     }
 }

@@ -19,6 +19,7 @@ impl Usage {
         self.vms.fetch_add(1, Ordering::AcqRel);
     }
 
+    /// The end of one of them.
     pub(crate) fn end(&self) {
         self.vms.fetch_sub(1, Ordering::AcqRel);
     }

@@ -29,6 +29,7 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::budgets::{Charge, OverBudget};
+use crate::connection::Connection;
 use crate::image::ServedImage;
 use crate::log_limit::LogLimit;
 use crate::memory_limit::MemoryLimit;
@@ -39,13 +40,14 @@ use crate::native::message::{Message, RefusedCode};
 use crate::options::{OnFailure, Options};
 use crate::parking::Parking;
 use crate::peer::Peer;
+use crate::porter::Porter;
 use crate::receive::ReceiveError;
 use crate::recorder::Recorder;
 use crate::sample::Sample;
 use crate::state::{KeptVm, State};
 use crate::stopper::Stopper;
 use crate::usage::Usage;
-pub(crate) use connection::{is_closed, run};
+pub(crate) use connection::run;
 use control::Control;
 use keeping::Keeping;
 use recording::Checkpoint;
@@ -189,6 +191,23 @@ pub(crate) struct Common {
     pub(crate) state: Option<Arc<State>>,
     /// Where refused VMMs are until they leave.
     pub(crate) parking: Arc<Parking>,
+    /// Receives clients' descriptors, and closes their connections.
+    pub(crate) porter: Option<Arc<Porter>>,
+}
+
+impl Common {
+    /// The same with other options, for the VMs of one socket.
+    pub(crate) fn with(&self, options: Options, usage: Arc<Usage>) -> Self {
+        Self {
+            usage,
+            options: Arc::new(options),
+            metrics: self.metrics.clone(),
+            stopper: self.stopper.clone(),
+            state: self.state.clone(),
+            parking: Arc::clone(&self.parking),
+            porter: self.porter.clone(),
+        }
+    }
 }
 
 /// A VM's connection.
@@ -196,7 +215,7 @@ pub(crate) struct Client {
     pub(crate) number: u64,
     /// The socket's path.
     pub(crate) socket: String,
-    pub(crate) stream: UnixStream,
+    pub(crate) stream: Connection,
     /// Its process.
     pub(crate) peer: Peer,
     /// What it costs its user.
@@ -273,7 +292,8 @@ impl<'a> Link<'a> {
     /// What the connection waits for.
     fn interest(&self) -> EventFlags {
         match self {
-            Self::Plain(_) => EventFlags::IN,
+            // What it sends is left where it is: nothing comes after the first message.
+            Self::Plain(_) => EventFlags::RDHUP,
             Self::Native(control) => control.interest(),
         }
     }
@@ -485,8 +505,7 @@ impl Vm<'_> {
         ready: EventFlags,
     ) -> Result<Option<End>, VmError> {
         match link {
-            Link::Plain(_) if ready.is_empty() => Ok(None),
-            Link::Plain(stream) => Ok(is_closed(stream).then_some(End::Gone)),
+            Link::Plain(_) => Ok((!ready.is_empty()).then_some(End::Gone)),
             Link::Native(control) if ready.is_empty() && !control.has_more => Ok(None),
             Link::Native(control) => control.serve(self, serving, ready),
         }

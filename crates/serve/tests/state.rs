@@ -4,6 +4,9 @@
 
 mod support;
 
+#[path = "hangs/fuse.rs"]
+mod fuse;
+
 use std::fs::File;
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -17,6 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use fuse::{Fuse, Hangs};
 use pagetide_serve::{OnFailure, Options, StateOptions, WorkingSet, WorkingSetMode, keep};
 use rustix::fs::SealFlags;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -154,6 +158,33 @@ fn a_successor_of_a_killed_server_goes_on() {
         guest.check(20, &[0; PAGE]);
         serving.kill();
     }
+}
+
+/// Kind: a file that nobody has received is closed for the last time by whoever closes the connection, here the keeper.
+#[test]
+fn a_file_that_hangs_holds_up_no_keeper() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let Some(mut fuse) = Fuse::mount(Hangs::LastClose) else {
+        return;
+    };
+    let place = Place::new(64);
+    let serving = Serving::start(&place, false);
+    let [honest, hostile] = [shared(64), shared(64)];
+    let _stays = honest.connect(&place.socket());
+    honest.check(1, &content(1));
+    let leaves = hostile.connect(&place.socket());
+    hostile.check(1, &content(1));
+    serving.kill();
+    fuse.give_away(|file| send(&leaves, b"x", &[file.as_fd()]));
+    drop(leaves);
+    eventually("the close", || fuse.closes() == 1);
+    let asleep = honest.touch(2);
+    let serving = Serving::start(&place, false);
+    assert!(asleep.join() == content(2));
+    serving.stop();
+    fuse.end();
 }
 
 #[test]

@@ -11,6 +11,8 @@ use std::os::unix::net::UnixDatagram;
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use pagetide_serve::control::channel::{AskError, ControlSocket, ask};
+use pagetide_serve::control::message::{Answer, Request, SocketState};
 use pagetide_serve::{DescriptorStore, Inherited, Options};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use support::*;
@@ -39,6 +41,10 @@ impl Manager {
 
     /// A server that is started by it, with what it has stored.
     fn serve(&self, room: usize) -> Running {
+        self.serve_with(room, self.options())
+    }
+
+    fn serve_with(&self, room: usize, options: Options) -> Running {
         let notify = self.place.directory.path().join("notify");
         let mut store = DescriptorStore::new(notify.as_os_str(), room).unwrap();
         for (name, descriptors) in self.stored.lock().unwrap().iter() {
@@ -52,7 +58,7 @@ impl Manager {
             store: Some(store),
             ..Inherited::default()
         };
-        Running::with(self.options(), inherited).unwrap()
+        Running::with(options, inherited).unwrap()
     }
 
     fn options(&self) -> Options {
@@ -135,4 +141,55 @@ fn a_vm_for_which_the_store_has_no_room_is_drained() {
     let asleep = stored.touch(4);
     let _running = manager.serve(7);
     assert!(asleep.join() == content(4));
+}
+
+/// Kind: a VM that is counted only where something else is, here a binding of its socket.
+#[test]
+fn vms_of_a_former_server_are_listed_and_drained_where_nothing_is_served_any_more() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let manager = Manager::start();
+    let guest = shared(64);
+    let running = manager.serve(8);
+    let _stream = guest.connect(&manager.place.socket());
+    guest.check(3, &content(3));
+    running.stop();
+    let running = manager.serve_with(
+        8,
+        Options {
+            bindings: Vec::new(),
+            may_lack_bindings: true,
+            ..manager.options()
+        },
+    );
+    let (controller, metrics) = (running.controller.clone(), running.metrics.clone());
+    let path = manager.place.directory.path().join("control");
+    let _control = ControlSocket::start(&path, move |request, reply| {
+        controller.handle(request, reply);
+    })
+    .unwrap();
+    let Ok(Answer::Sockets(sockets)) = ask(&path, &Request::List, PATIENCE) else {
+        panic!("nothing is listed");
+    };
+    let [socket] = &sockets[..] else {
+        panic!("{sockets:?}");
+    };
+    assert_eq!((socket.state, socket.vms), (SocketState::Closed, 1));
+    let of_socket = |line: &&str| line.starts_with("pagetide_socket_vms{") && line.ends_with(" 1");
+    eventually("its series", || {
+        metrics.text().lines().find(of_socket).is_some()
+    });
+    let socket = manager.place.socket();
+    let removed: Result<Answer, _> = ask(&path, &Request::Remove { socket }, PATIENCE);
+    let Err(AskError::Refused(error)) = removed else {
+        panic!("{removed:?}");
+    };
+    assert!(
+        error.ends_with("is closed already, and has 1 VMs"),
+        "{error}"
+    );
+    let drained: Result<Answer, _> = ask(&path, &Request::Drain { socket: None }, PATIENCE);
+    assert!(matches!(drained, Ok(Answer::Drained)), "{drained:?}");
+    assert_eq!(guest.resident(), 64);
 }

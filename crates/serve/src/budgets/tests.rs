@@ -39,6 +39,21 @@ fn users_without_a_connection_are_forgotten_when_there_are_many() {
     assert!(budgets.charge(u32::MAX, 1).is_err());
 }
 
+/// Kind: all users' clients share what one of them can use up.
+#[test]
+fn clients_that_are_turned_away_are_charged_to_their_users() {
+    let budgets = budgets();
+    let (_open, ours): (Vec<_>, Vec<_>) = (0..CLOSINGS)
+        .map(|_| std::os::unix::net::UnixStream::pair().unwrap())
+        .unzip();
+    let first = budgets.of_turned_away(1);
+    let closings = ours.into_iter().map(OwnedFd::from);
+    first.closings().unwrap().extend(closings);
+    assert!(budgets.of_turned_away(1).closings().is_err());
+    assert!(budgets.of_turned_away(2).closings().is_ok());
+    assert!(budgets.charge(1, 1).unwrap().closings().is_ok());
+}
+
 fn region(pages: usize) -> VmRegion {
     VmRegion {
         range: HostRange::new(HostAddress(4096), pages * 4096).unwrap(),
@@ -98,7 +113,7 @@ fn a_refused_amount_takes_nothing() {
     charge.give_back(Resource::Pages, 30);
     charge.take_vm(&[region(30)]).unwrap();
     drop(charge);
-    assert_eq!(*budgets.user(1).lock(), Amounts::NONE);
+    assert_eq!(*budgets.user(1, Kind::Client).lock(), Amounts::NONE);
 }
 
 #[test]

@@ -4,32 +4,46 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::fcntl_get_seals;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
+use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, PidfdFlags, WaitOptions, pidfd_open, waitpid};
 
 use super::wire::{
-    MAX_CLIENT_BYTES, MAX_NAME_BYTES, MAX_REQUEST_BYTES, RECEIVE, SPAWN, head, send_parts,
+    CLOSE, MAX_CLIENT_BYTES, MAX_NAME_BYTES, MAX_REQUEST_BYTES, RECEIVE, SPAWN, head, send_parts,
 };
 use crate::native::message::MAX_DESCRIPTORS;
 
 /// The name of a userfaultfd in /proc/self/fd.
 const USERFAULTFD: &[u8] = b"anon_inode:[userfaultfd]";
 
-/// Receives descriptors for the server at the other end of standard input, until it has ended.
+/// Before something is tried again for which there was no room.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Children that close one connection each, at a time: each may hang. With as many, further connections are kept open by
+/// another child, so many by each.
+const MOST_CLOSING: usize = 64;
+const MOST_KEPT: usize = 256;
+
+/// Receives descriptors for the server at the other end of standard input, until it has ended. Closes connections that come by
+/// standard output.
 ///
 /// # Errors
-/// The kernel's error, if standard input is no such socket.
+/// The kernel's error, if standard input or output is no such socket.
 pub fn receive_descriptors() -> io::Result<()> {
     survive_signals();
-    let mut children: Vec<Child> = Vec::new();
-    let server = io::stdin();
+    let (server, closings) = (io::stdin(), io::stdout());
+    let mut children = Children::default();
     loop {
-        let is_said = wait(server.as_fd(), &mut children)?;
-        if is_said && !obey(server.as_fd(), &mut children)? {
+        let [is_said, is_to_close] = children.wait(server.as_fd(), closings.as_fd())?;
+        if is_to_close {
+            children.take_connection(closings.as_fd());
+        }
+        if is_said && !children.obey(server.as_fd())? {
             return Ok(());
         }
     }
@@ -40,62 +54,229 @@ struct Child {
     pid: Pid,
     /// Readable when it has ended.
     end: OwnedFd,
-    /// The server sees by it that the child has not ended.
-    _answer: Option<OwnedFd>,
+    purpose: Purpose,
 }
 
-/// Waits for the server's next word, and forgets children that have ended. Returns whether there is a word.
-fn wait(server: BorrowedFd<'_>, children: &mut Vec<Child>) -> io::Result<bool> {
-    let mut polled = vec![PollFd::from_borrowed_fd(server, PollFlags::IN)];
-    let ends = children.iter().map(|child| &child.end);
-    polled.extend(ends.map(|end| PollFd::new(end, PollFlags::IN)));
-    match poll(&mut polled, None) {
-        Ok(_) | Err(Errno::INTR) => {}
-        Err(errno) => return Err(errno.into()),
+enum Purpose {
+    /// The server sees by this socket that the child has not ended.
+    Receive {
+        answer: OwnedFd,
+    },
+    Close,
+    /// Keeps connections open until `until` is closed here.
+    Keep {
+        until: OwnedFd,
+        /// At its end when the child receives no more.
+        receives: OwnedFd,
+    },
+    /// The same, and receives no more.
+    KeepAll {
+        until: OwnedFd,
+    },
+    Program,
+}
+
+impl Child {
+    /// A child that keeps connections has as many as it may have.
+    fn has_received_all(&mut self) {
+        self.purpose = match std::mem::replace(&mut self.purpose, Purpose::Program) {
+            Purpose::Keep { until, .. } => Purpose::KeepAll { until },
+            purpose => purpose,
+        };
     }
-    let mut ready = polled.iter().map(|polled| !polled.revents().is_empty());
-    let is_said = ready.next().unwrap_or(false);
-    let ended: Vec<bool> = ready.collect();
-    let mut ended = ended.into_iter();
-    children.retain(|child| {
-        let has_ended = ended.next().unwrap_or(false);
-        if has_ended {
-            let _ = waitpid(Some(child.pid), WaitOptions::NOHANG);
-        }
-        !has_ended
-    });
-    Ok(is_said)
 }
 
-/// Handles one message of the server. False: it has ended.
-fn obey(server: BorrowedFd<'_>, children: &mut Vec<Child>) -> io::Result<bool> {
-    let mut text = [0; MAX_REQUEST_BYTES];
+impl Purpose {
+    /// The descriptor whose last close tells something: to the server that the child has ended, or to the child that it is to
+    /// end.
+    fn told_by(&self) -> Option<&OwnedFd> {
+        match self {
+            Self::Receive { answer } => Some(answer),
+            Self::Keep { until, .. } | Self::KeepAll { until } => Some(until),
+            Self::Close | Self::Program => None,
+        }
+    }
+}
+
+#[derive(Default)]
+struct Children(Vec<Child>);
+
+impl Children {
+    /// Waits for the server's next word, and forgets children that have ended. Returns whether there is a word, and whether
+    /// there is a connection to close.
+    fn wait(
+        &mut self,
+        server: BorrowedFd<'_>,
+        closings: BorrowedFd<'_>,
+    ) -> Result<[bool; 2], Errno> {
+        // There is one at most.
+        let receiving = self.0.iter().find_map(|child| match &child.purpose {
+            Purpose::Keep { receives, .. } => Some(receives),
+            _ => None,
+        });
+        let of_closings = match receiving {
+            Some(receives) => PollFd::new(receives, PollFlags::IN),
+            None => PollFd::from_borrowed_fd(closings, PollFlags::IN),
+        };
+        let is_receiving = receiving.is_some();
+        let mut polled = vec![PollFd::from_borrowed_fd(server, PollFlags::IN), of_closings];
+        let ends = self.0.iter().map(|child| &child.end);
+        polled.extend(ends.map(|end| PollFd::new(end, PollFlags::IN)));
+        match poll(&mut polled, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+        let ready: Vec<bool> = polled
+            .iter()
+            .map(|polled| !polled.revents().is_empty())
+            .collect();
+        let mut ready = ready.into_iter();
+        let is_said = ready.next().unwrap_or(false);
+        let is_second = ready.next().unwrap_or(false);
+        let mut ended = ready;
+        self.0.retain(|child| {
+            let has_ended = ended.next().unwrap_or(false);
+            if has_ended {
+                let _ = waitpid(Some(child.pid), WaitOptions::NOHANG);
+            }
+            !has_ended
+        });
+        if is_receiving && is_second {
+            self.0.iter_mut().for_each(Child::has_received_all);
+        }
+        if self.closing() < MOST_CLOSING {
+            self.end_keeping();
+        }
+        Ok([is_said, is_second && !is_receiving])
+    }
+
+    /// Handles one message of the server. False: it has ended.
+    fn obey(&mut self, server: BorrowedFd<'_>) -> io::Result<bool> {
+        let mut text = [0; MAX_REQUEST_BYTES];
+        let (bytes, given) = match receive_from_server(server, &mut text, RecvFlags::empty()) {
+            Err(Errno::INTR) => return Ok(true),
+            Err(Errno::CONNRESET) => return Ok(false),
+            received => received?,
+        };
+        let text = text.get(..bytes).unwrap_or_default();
+        if text.is_empty() {
+            return Ok(false);
+        }
+        if let Some(command) = text.strip_prefix(SPAWN) {
+            self.0.extend(spawn(command));
+        } else if text == RECEIVE
+            && let [Some(client), Some(answer)] = given
+        {
+            let child = self.receive(&client, answer);
+            self.0.extend(child);
+        }
+        Ok(true)
+    }
+
+    /// Has a child receive once, and answer. Without one, the server finds the end of the answer's socket.
+    fn receive(&self, client: &OwnedFd, answer: OwnedFd) -> Option<Child> {
+        let pid = self.fork(|| bring(client.as_fd(), answer.as_fd()).is_err());
+        watched(pid, Purpose::Receive { answer })
+    }
+
+    /// Has a child receive a connection that is to be closed. No other process but the server has it open.
+    fn take_connection(&mut self, closings: BorrowedFd<'_>) {
+        match self.closing() < MOST_CLOSING {
+            true => self.close_one(closings),
+            false => self.keep_open(closings),
+        }
+    }
+
+    /// Has a child receive connections, and keep them open while others hang.
+    fn keep_open(&mut self, closings: BorrowedFd<'_>) {
+        let pipe = || pipe_with(PipeFlags::CLOEXEC);
+        let (Ok((end, until)), Ok((receives, is_full))) = (pipe(), pipe()) else {
+            return std::thread::sleep(PAUSE);
+        };
+        let pid = self.fork(|| {
+            close(&until);
+            keep_until(closings, &end, &is_full)
+        });
+        match watched(pid, Purpose::Keep { until, receives }) {
+            Some(child) => self.0.push(child),
+            None => std::thread::sleep(PAUSE),
+        }
+    }
+
+    /// The child that keeps connections open ends, and with it what it has kept, which may hang.
+    fn end_keeping(&mut self) {
+        for child in &mut self.0 {
+            if matches!(
+                child.purpose,
+                Purpose::Keep { .. } | Purpose::KeepAll { .. }
+            ) {
+                child.purpose = Purpose::Close;
+            }
+        }
+    }
+
+    /// Has a child receive a connection, and close it by its end.
+    fn close_one(&mut self, closings: BorrowedFd<'_>) {
+        // At its end when the child has received, and not before: the connection would be received twice.
+        let Ok((has_received, receives)) = pipe_with(PipeFlags::CLOEXEC) else {
+            return std::thread::sleep(PAUSE);
+        };
+        let pid = self.fork(|| close_by_end(closings, &receives));
+        drop(receives);
+        match watched(pid, Purpose::Close) {
+            Some(child) => {
+                wait_for_end(has_received.as_fd());
+                self.0.push(child);
+            }
+            None => std::thread::sleep(PAUSE),
+        }
+    }
+
+    fn closing(&self) -> usize {
+        let is_closing = |child: &&Child| matches!(child.purpose, Purpose::Close);
+        self.0.iter().filter(is_closing).count()
+    }
+
+    /// Has a child do something, and end with status 1 if that returns true. Returns its pid, which is negative if there is
+    /// none.
+    fn fork(&self, work: impl FnOnce() -> bool) -> i32 {
+        // SAFETY: fork requires that the child calls nothing that another thread of this process may have been in: it makes
+        // system calls on memory of its own stack, and ends by _exit.
+        match unsafe { libc::fork() } {
+            0 => {
+                // Otherwise this child's end would be waited for, too.
+                for child in &self.0 {
+                    child.purpose.told_by().map(close);
+                }
+                let status = i32::from(work());
+                // SAFETY: _exit requires nothing. It does not return.
+                unsafe { libc::_exit(status) }
+            }
+            pid => pid,
+        }
+    }
+}
+
+/// Receives one message, with up to two descriptors, without allocation.
+fn receive_from_server(
+    server: BorrowedFd<'_>,
+    text: &mut [u8],
+    flags: RecvFlags,
+) -> Result<(usize, [Option<OwnedFd>; 2]), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let mut parts = [IoSliceMut::new(&mut text)];
-    let bytes = match recvmsg(server, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
-        Err(Errno::INTR) => return Ok(true),
-        Err(Errno::CONNRESET) => return Ok(false),
-        received => received?.bytes,
-    };
-    let mut given = Vec::new();
+    let mut parts = [IoSliceMut::new(text)];
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
+    let bytes = recvmsg(server, &mut parts, &mut ancillary, flags)?.bytes;
+    let mut given = [None, None];
     for message in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-            given.extend(descriptors);
+            for (place, descriptor) in given.iter_mut().zip(descriptors) {
+                *place = Some(descriptor);
+            }
         }
     }
-    let text = text.get(..bytes).unwrap_or_default();
-    if text.is_empty() {
-        return Ok(false);
-    }
-    if let Some(command) = text.strip_prefix(SPAWN) {
-        children.extend(spawn(command));
-    } else if text == RECEIVE
-        && let Ok([client, answer]) = <[OwnedFd; 2]>::try_from(given)
-    {
-        children.extend(receive_in_child(&client, answer));
-    }
-    Ok(true)
+    Ok((bytes, given))
 }
 
 /// Starts a program. If that fails, whoever waits for it says so.
@@ -109,30 +290,66 @@ fn spawn(command: &[u8]) -> Option<Child> {
         .stderr(Stdio::null());
     std::os::unix::process::CommandExt::process_group(&mut command, 0);
     let pid = command.spawn().ok()?.id();
-    watched(Pid::from_raw(i32::try_from(pid).ok()?)?, None)
+    watched(i32::try_from(pid).ok()?, Purpose::Program)
 }
 
-fn watched(pid: Pid, answer: Option<OwnedFd>) -> Option<Child> {
+fn watched(pid: i32, purpose: Purpose) -> Option<Child> {
+    let pid = Pid::from_raw(pid.max(0))?;
     let end = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-    Some(Child {
-        pid,
-        end,
-        _answer: answer,
-    })
+    Some(Child { pid, end, purpose })
 }
 
-/// Has a child receive once, and answer. Without one, the server finds the end of the answer's socket.
-fn receive_in_child(client: &OwnedFd, answer: OwnedFd) -> Option<Child> {
-    // SAFETY: fork requires that the child calls nothing that another thread of this process may have been in: it makes
-    // system calls on memory of its own stack, and ends by _exit.
-    match unsafe { libc::fork() } {
-        0 => {
-            let status = i32::from(bring(client.as_fd(), answer.as_fd()).is_err());
-            // SAFETY: _exit requires nothing. It does not return.
-            unsafe { libc::_exit(status) }
+/// The child: receives a connection, waits until the server has closed it, and leaves the last close to its end. Returns
+/// whether it has failed.
+fn close_by_end(closings: BorrowedFd<'_>, receives: &OwnedFd) -> bool {
+    let mut text = [0; CLOSE.len()];
+    let received = receive_from_server(closings, &mut text, RecvFlags::DONTWAIT);
+    close(receives);
+    let Ok((_, [Some(client), Some(is_released)])) = received else {
+        return true;
+    };
+    // Not to be closed by the end of a scope.
+    let _ = client.into_raw_fd();
+    wait_for_end(is_released.as_fd());
+    false
+}
+
+/// The child: receives connections, and leaves their last close to its end. Returns whether it has failed.
+fn keep_until(closings: BorrowedFd<'_>, end: &OwnedFd, is_full: &OwnedFd) -> bool {
+    let mut has_failed = false;
+    for _ in 0..MOST_KEPT {
+        let mut polled = [
+            PollFd::new(end, PollFlags::IN),
+            PollFd::from_borrowed_fd(closings, PollFlags::IN),
+        ];
+        let _ = poll(&mut polled, None);
+        if !polled[0].revents().is_empty() {
+            return has_failed;
         }
-        pid => watched(Pid::from_raw(pid)?, Some(answer)),
+        let mut text = [0; CLOSE.len()];
+        let received = receive_from_server(closings, &mut text, RecvFlags::DONTWAIT);
+        let Ok((1.., [Some(client), Some(is_released)])) = received else {
+            has_failed = true;
+            break;
+        };
+        // Not to be closed by the end of a scope.
+        let _ = client.into_raw_fd();
+        wait_for_end(is_released.as_fd());
     }
+    close(is_full);
+    wait_for_end(end.as_fd());
+    has_failed
+}
+
+/// Closes a descriptor of a child, which neither uses it again nor ends by a return.
+fn close(descriptor: &OwnedFd) {
+    // SAFETY: close requires that nothing uses the descriptor any more, also not by the end of its owner's scope.
+    unsafe { libc::close(descriptor.as_raw_fd()) };
+}
+
+/// Waits until the other end is closed. Nothing is ever written there.
+fn wait_for_end(reader: BorrowedFd<'_>) {
+    while let Err(Errno::INTR) = rustix::io::read(reader, &mut [0; 1]) {}
 }
 
 /// The child: receives once, and sends on what the server can use. Closes nothing: that may take for ever.
@@ -182,7 +399,8 @@ fn bring(client: BorrowedFd<'_>, answer: BorrowedFd<'_>) -> Result<(), Errno> {
         IoSlice::new(&head),
         IoSlice::new(bytes.get(..count).unwrap_or_default()),
     ];
-    send_parts(answer, &parts, good.get(..count_good).unwrap_or_default())
+    let good = good.get(..count_good).unwrap_or_default();
+    send_parts(answer, &parts, good)
 }
 
 /// The length of a descriptor's name if the server has no use for it. Neither look asks the file's owner: a name is the

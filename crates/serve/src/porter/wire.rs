@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
@@ -14,6 +14,10 @@ use crate::native::message::MAX_DESCRIPTORS;
 
 /// With a client's connection and the socket of the answer: receive once.
 pub(super) const RECEIVE: &[u8] = b"R";
+
+/// With a client's connection, and a socket that is at its end when the server has closed the connection: close it, too. By
+/// a stream for this alone, from which children receive.
+pub(super) const CLOSE: &[u8] = b"C";
 
 /// Before the words of a command, with a zero byte between two: start it.
 pub(super) const SPAWN: &[u8] = b"S";
@@ -94,7 +98,7 @@ pub(super) fn receive_reply(
         let mut parts = [IoSliceMut::new(&mut head), IoSliceMut::new(room)];
         match recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
             Err(Errno::CONNRESET) => return Ok(None),
-            received => received?.bytes,
+            received => received?,
         }
     };
     let mut descriptors = Vec::new();
@@ -103,7 +107,15 @@ pub(super) fn receive_reply(
             descriptors.extend(given);
         }
     }
-    let Some(bytes) = received.checked_sub(head.len()) else {
+    // This process has no room for descriptors, and the kernel has dropped some. The others may be a VMM's only ones.
+    let is_short = received.flags.contains(ReturnFlags::CTRUNC);
+    if is_short {
+        tracing::error!(
+            received = descriptors.len(),
+            "a client's descriptors are incomplete: this process has too many open (ulimit -n, LimitNOFILE=)"
+        );
+    }
+    let Some(bytes) = received.bytes.checked_sub(head.len()) else {
         return Ok(None);
     };
     let [e0, e1, e2, e3, is_cut, has_name, name_bytes, _, name @ ..] = head;
@@ -113,8 +125,37 @@ pub(super) fn receive_reply(
             0 => Ok(bytes),
             errno => Err(Errno::from_raw_os_error(errno)),
         },
-        is_cut: is_cut != 0,
+        is_cut: is_cut != 0 || is_short,
         other: (has_name != 0).then(|| String::from_utf8_lossy(name).into_owned()),
     };
     Ok(Some((reply, descriptors)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    /// As if this process had no room for the last ones.
+    #[test]
+    fn an_answer_of_which_the_kernel_has_dropped_descriptors_says_so() {
+        const MORE: usize = 2 * MAX_DESCRIPTORS;
+        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
+        let head = head(0, false, None);
+        for (sent, is_cut) in [(MAX_DESCRIPTORS, false), (MORE, true)] {
+            let beside = vec![theirs.as_fd(); sent];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MORE))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            assert!(ancillary.push(SendAncillaryMessage::ScmRights(&beside)));
+            let parts = [IoSlice::new(&head)];
+            sendmsg(&theirs, &parts, &mut ancillary, SendFlags::empty()).unwrap();
+            let (reply, received) = receive_reply(ours.as_fd(), &mut []).unwrap().unwrap();
+            assert_eq!(reply.is_cut, is_cut);
+            assert!((MAX_DESCRIPTORS..MORE).contains(&received.len()));
+        }
+    }
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use crate::binding_table::BindingTable;
 use crate::control::channel::Reply;
 use crate::control::message::{Answer, Socket, SocketState};
-use crate::listener::Listener;
 use crate::options::Binding;
 
 use super::{Attempt, Entry, Origin, Sockets};
+use crate::metrics::SocketVms;
 use crate::usage::Usage;
 
 /// A socket that is closed, and whose VMs run.
@@ -17,6 +17,33 @@ pub(super) struct Closed {
     socket: PathBuf,
     image: String,
     usage: Arc<Usage>,
+}
+
+impl Closed {
+    /// A socket of a former server, at which this one serves nothing.
+    pub(super) fn of_former(binding: &Binding) -> Self {
+        Self {
+            socket: binding.socket.clone(),
+            image: binding.image.to_string(),
+            usage: Arc::default(),
+        }
+    }
+
+    pub(super) fn is_of(&self, binding: &Binding) -> bool {
+        self.socket == binding.socket && self.image == binding.image.to_string()
+    }
+
+    pub(super) fn usage(&self) -> &Arc<Usage> {
+        &self.usage
+    }
+
+    pub(super) fn vms(&self) -> SocketVms {
+        SocketVms {
+            socket: self.socket.display().to_string(),
+            image: self.image.clone(),
+            usage: Arc::clone(&self.usage),
+        }
+    }
 }
 
 /// A client that waits until the VMs of a socket, or of all, need the server no more.
@@ -149,10 +176,16 @@ impl Sockets {
             .key_of(socket)
             .and_then(|key| self.entries.remove(&key));
         let Some(entry) = removed else {
-            return reply.send(Err(format!(
-                "{}: there is no such socket",
-                socket.display()
-            )));
+            let closed = self.closed.iter();
+            let vms: usize = closed
+                .filter(|closed| is_at(&closed.socket, socket))
+                .map(|closed| closed.usage.vms())
+                .sum();
+            let what = match vms {
+                0 => "there is no such socket".to_owned(),
+                vms => format!("the socket is closed already, and has {vms} VMs"),
+            };
+            return reply.send(Err(format!("{}: {what}", socket.display())));
         };
         let vms = entry.common.usage.vms();
         tracing::info!(socket = %socket.display(), vms, "the socket is closed, as was asked for");
@@ -168,10 +201,13 @@ impl Sockets {
                 "the socket was closed before its image was open".to_owned()
             ));
         }
-        if let Some(listener) = entry.listener.take().filter(Listener::is_inherited) {
-            // Another binding may claim it. Until then VMs wait there, as before the service ran.
-            let _ = rustix::event::epoll::delete(&self.poll, &listener.socket);
-            self.inherited.push(listener);
+        if let Some(listener) = entry.listener.take() {
+            // It would be watched as long as the porter has it.
+            let _ = rustix::event::epoll::delete(&self.poll, &*listener.socket);
+            if listener.is_inherited() {
+                // Another binding may claim it. Until then VMs wait there, as before the service ran.
+                self.inherited.push(listener);
+            }
         }
         self.closed.push(Closed {
             socket: entry.binding.socket,
@@ -215,11 +251,12 @@ impl Sockets {
     /// Forgets closed sockets without VMs, and answers who has waited for that.
     pub(crate) fn forget_unused(&mut self) {
         self.closed.retain(|closed| closed.usage.vms() > 0);
-        let (closed, has_kept) = (&self.closed, self.has_kept());
-        let is_done = |drain: &Drain| {
-            !closed.iter().any(|closed| drain.is_of(closed))
-                && (drain.socket.is_some() || !has_kept)
-        };
+        if self.common.stopper.is_stopping() {
+            // A VM that has ended since may lack something: whoever waits is told that the server ends.
+            return;
+        }
+        let closed = &self.closed;
+        let is_done = |drain: &Drain| !closed.iter().any(|closed| drain.is_of(closed));
         let (done, waiting): (Vec<_>, Vec<_>) = self.drains.drain(..).partition(is_done);
         self.drains = waiting;
         for drain in done {

@@ -121,14 +121,7 @@ impl Entry {
 
 /// What the VMs of one binding share.
 fn common_of(binding: &Binding, common: &Common, usage: Arc<Usage>) -> Arc<Common> {
-    Arc::new(Common {
-        usage,
-        options: Arc::new(binding.options(&common.options)),
-        metrics: common.metrics.clone(),
-        stopper: common.stopper.clone(),
-        state: common.state.clone(),
-        parking: Arc::clone(&common.parking),
-    })
+    Arc::new(common.with(binding.options(&common.options), usage))
 }
 
 pub(super) fn tell_of(entry: &Entry) {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -10,9 +10,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use rustix::net::accept_with;
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{WaitOptions, wait};
 
 use super::wire::{DESCRIPTORS, Message, listen_at, receive, send, send_now};
 use super::{SOCKET, check_user};
+use crate::connection::is_empty_for_good;
 
 /// How long a keeper without VMs waits for a server.
 const IDLE_LIMIT: Duration = Duration::from_secs(30);
@@ -31,6 +34,7 @@ pub fn keep(directory: &Path) -> io::Result<()> {
         listener: listen_at(&path)?,
         server: None,
         vms: BTreeMap::new(),
+        to_close: Vec::new(),
         idle_since: Instant::now(),
     };
     let result = keeper.run();
@@ -48,6 +52,8 @@ struct Keeper {
     listener: OwnedFd,
     server: Option<OwnedFd>,
     vms: BTreeMap<u64, Vec<OwnedFd>>,
+    /// Descriptors of VMs that have gone, until a child can be made that closes them.
+    to_close: Vec<Vec<OwnedFd>>,
     idle_since: Instant,
 }
 
@@ -92,9 +98,10 @@ impl Keeper {
                 gone.extend(ended.map(|((id, _), _)| *id));
             }
             for id in gone {
-                self.vms.remove(&id);
+                self.forget(id);
                 self.idle_since = Instant::now();
             }
+            self.close_some();
             // All that the server has said, and perhaps its end, comes before the next server.
             while is_said {
                 if !self.obey()? {
@@ -114,6 +121,28 @@ impl Keeper {
             .filter_map(|(id, descriptors)| Some((*id, descriptors.get(STREAM)?)))
     }
 
+    fn forget(&mut self, id: u64) {
+        let Some(descriptors) = self.vms.remove(&id) else {
+            return;
+        };
+        let stream = descriptors.get(STREAM).map(AsFd::as_fd);
+        if !stream.is_none_or(is_empty_for_good) {
+            self.to_close.push(descriptors);
+            self.close_some();
+        }
+    }
+
+    /// Has a child close what a connection may hold: its last close may take as long as the client likes
+    /// ([`crate::connection`]).
+    fn close_some(&mut self) {
+        while let Ok(Some(_)) = wait(WaitOptions::NOHANG) {}
+        while let Some(descriptors) = self.to_close.pop() {
+            if let Err(descriptors) = close_in_child(descriptors) {
+                return self.to_close.push(descriptors);
+            }
+        }
+    }
+
     /// Handles one message of the server. False: end.
     fn obey(&mut self) -> io::Result<bool> {
         let Some(server) = &self.server else {
@@ -128,9 +157,7 @@ impl Keeper {
                     let _ = send_now(server.as_fd(), &Message::Acknowledged { id }, &[]);
                 }
             }
-            Ok(Some((Message::Forget { id }, _))) => {
-                self.vms.remove(&id);
-            }
+            Ok(Some((Message::Forget { id }, _))) => self.forget(id),
             Ok(Some((Message::End, _))) if self.vms.is_empty() => return Ok(false),
             Ok(Some(_)) => {}
             // It has ended, or was killed.
@@ -161,4 +188,50 @@ impl Keeper {
             self.server = Some(socket);
         }
     }
+}
+
+/// Has a child close descriptors by its end, after this process has closed them. Gives them back if there is none.
+fn close_in_child(descriptors: Vec<OwnedFd>) -> Result<(), Vec<OwnedFd>> {
+    // At its end when they are closed here.
+    let Ok((are_closed, open)) = pipe_with(PipeFlags::CLOEXEC) else {
+        return Err(descriptors);
+    };
+    // SAFETY: fork requires that the child calls nothing that another thread of this process may have been in: it makes system
+    // calls on memory of its own stack, and ends by _exit.
+    match unsafe { libc::fork() } {
+        0 => {
+            close_all_but(&descriptors, &are_closed);
+            while let Err(Errno::INTR) = rustix::io::read(&are_closed, &mut [0; 1]) {}
+            // SAFETY: _exit requires nothing. It does not return.
+            unsafe { libc::_exit(0) }
+        }
+        ..0 => Err(descriptors),
+        _ => {
+            drop(descriptors);
+            drop(open);
+            Ok(())
+        }
+    }
+}
+
+/// Closes all other descriptors of a child: those of VMs that go on, which would stay open as long as it hangs.
+fn close_all_but(kept: &[OwnedFd], also: &OwnedFd) {
+    let close_some = |first: u32, last: u32| {
+        if first <= last {
+            // SAFETY: close_range requires that nothing uses these descriptors any more: this process only waits and ends.
+            unsafe { libc::close_range(first, last, 0) };
+        }
+    };
+    let is_kept = |fd: u32| {
+        let mut kept = kept.iter().chain([also]);
+        kept.any(|kept| u32::try_from(kept.as_raw_fd()) == Ok(fd))
+    };
+    let mut first = 0;
+    for fd in (0..u32::MAX).filter(|&fd| is_kept(fd)).take(kept.len() + 1) {
+        if let Some(last) = fd.checked_sub(1) {
+            close_some(first, last);
+        }
+        first = fd + 1;
+    }
+    close_some(first, u32::MAX);
 }

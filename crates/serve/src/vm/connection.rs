@@ -11,9 +11,10 @@ use super::control::Control;
 use super::keeping::{Keeping, Kind};
 use super::start::{Plan, Start};
 use super::{Client, Common, End, Link, Vm, VmError, chain, kill};
+use crate::connection::Connection;
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
-use crate::intake::IntakeError;
+use crate::intake::{IntakeError, drop_bytes};
 use crate::metrics::Totals;
 use crate::named_image::Offer;
 use crate::native::FEATURE_SPACES;
@@ -56,6 +57,9 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
     };
     let seconds = begun.elapsed().as_secs_f64();
     let (pid, uid, name) = (peer.pid, peer.uid, offer.name());
+    if !matches!(served, Ok((End::HandedOver, ..)) | Err(_)) {
+        stream.end();
+    }
     match served {
         Ok((end, totals, memory_bytes)) => tracing::info!(
             vm = number,
@@ -119,11 +123,12 @@ fn is_unreceived(error: &VmError) -> bool {
 }
 
 /// Ends the connection of a client that is no VMM: it costs nothing any more.
-fn let_go(stream: &UnixStream) {
+fn let_go(stream: &Connection) {
     let _ = stream.shutdown(std::net::Shutdown::Write);
     let _ = stream.set_nonblocking(true);
-    // What it has sent already: otherwise it would find an error in place of the end.
-    is_closed(stream);
+    // Otherwise it would find an error in place of the end.
+    drop_bytes(stream);
+    stream.end();
 }
 
 /// Tells the VMM that it is not served, and keeps its descriptor open until it has gone: it may be the last one, and the
@@ -139,27 +144,6 @@ fn park(common: &Common, client: Client, received: Received) {
         _descriptors: descriptors,
         _charge: charge,
     });
-}
-
-/// Whether the VMM has closed its end. What it sends is dropped: the protocol has nothing after the first
-/// message.
-pub(crate) fn is_closed(stream: &UnixStream) -> bool {
-    use std::io::Read;
-    let mut dropped = [0; 4096];
-    // Not for ever, if it keeps sending.
-    for _ in 0..16 {
-        match (&*stream).read(&mut dropped) {
-            Ok(0) => return true,
-            Ok(_) => {}
-            Err(error) => {
-                return !matches!(
-                    error.kind(),
-                    std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted
-                );
-            }
-        }
-    }
-    false
 }
 
 fn serve(

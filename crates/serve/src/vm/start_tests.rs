@@ -102,6 +102,7 @@ fn common(path: PathBuf, source: Arc<dyn Source>, prefetch: bool) -> (Common, Ar
         stopper,
         state: None,
         parking: Arc::new(parking),
+        porter: None,
     };
     (common, Arc::new(image))
 }

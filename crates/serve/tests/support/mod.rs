@@ -574,17 +574,22 @@ pub fn try_to_send(
     bytes: &[u8],
     descriptors: &[BorrowedFd<'_>],
 ) -> std::io::Result<()> {
+    send_with(stream, bytes, descriptors, SendFlags::empty())
+}
+
+/// The same with flags.
+pub fn send_with(
+    stream: &UnixStream,
+    bytes: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+    flags: SendFlags,
+) -> std::io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !descriptors.is_empty() {
         assert!(ancillary.push(SendAncillaryMessage::ScmRights(descriptors)));
     }
-    let sent = sendmsg(
-        stream,
-        &[IoSlice::new(bytes)],
-        &mut ancillary,
-        SendFlags::empty(),
-    )?;
+    let sent = sendmsg(stream, &[IoSlice::new(bytes)], &mut ancillary, flags)?;
     (&*stream).write_all(&bytes[sent..])
 }
 

@@ -10,7 +10,7 @@ use std::thread;
 use pagetide_serve::native::frame::MAGIC;
 use pagetide_serve::native::message::Message;
 
-use super::fuse::Fuse;
+use super::fuse::{Fuse, Hangs};
 use super::support::{Guest, PAGE, try_to_send};
 
 const USER: u32 = 65_534;
@@ -43,7 +43,7 @@ pub(crate) const COUNT: usize = ATTACKS.len();
 /// Attacks until standard input ends. Says when each attack has made so many rounds.
 pub(crate) fn run(socket: &Path, rounds: u64) {
     // As root: anybody else would need a user namespace.
-    let mut fuse = Fuse::mount();
+    let mut fuse = Fuse::mount(Hangs::EachClose);
     let hanging = fuse.as_ref().map(|fuse| fuse.file().try_clone().unwrap());
     let means: &'static Means = Box::leak(Box::new(Means {
         socket: socket.into(),

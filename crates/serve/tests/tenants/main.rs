@@ -1,4 +1,4 @@
-//! A hostile tenant and an honest one on one server: all attacks at once, by one user, and nobody else notices.
+//! A hostile tenant and an honest one on one server: all attacks at once, by one user, and nobody else loses anything.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 #[path = "../support/mod.rs"]
@@ -18,11 +18,14 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_serve::Options;
+use pagetide_serve::{Binding, Options};
 use support::*;
 
 const DIRECTORY: &str = "PAGETIDE_TEST_TENANTS";
 const SOCKET: &str = "PAGETIDE_TEST_TENANTS_SOCKET";
+
+/// Beside the socket that both tenants use: the honest one's own.
+const OWN_SOCKET: &str = "own.sock";
 
 /// Of each VM.
 const PAGES: usize = 64;
@@ -49,8 +52,10 @@ fn server() {
         maximum: Some(DESCRIPTORS),
     };
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+    let binding = process::binding(&directory);
+    let own = Binding::new(directory.join(OWN_SOCKET), binding.image.clone());
     let options = Options {
-        bindings: vec![process::binding(&directory)],
+        bindings: vec![binding, own],
         working_set: pagetide_serve::WorkingSetMode::Off,
         prefetch: false,
         socket_mode: 0o666,
@@ -142,15 +147,19 @@ impl Serving {
     }
 
     /// An honest VM, from its beginning to its end. Returns how long each touch took.
-    fn honest_vm(&self) -> Vec<Duration> {
+    fn honest_vm(&self, socket: &Path) -> Vec<Duration> {
         let guest = Guest::new(PAGES);
-        let _stream = guest.connect(&self.place.socket());
+        let _stream = guest.connect(socket);
         let touch = |page| {
             let begun = Instant::now();
             guest.check(page, &content(page));
             begun.elapsed()
         };
         (0..PAGES).map(touch).collect()
+    }
+
+    fn own_socket(&self) -> PathBuf {
+        self.place.directory.path().join(OWN_SOCKET)
     }
 
     fn stop(mut self) {
@@ -214,12 +223,13 @@ fn may_run() -> bool {
 }
 
 #[test]
-fn an_honest_tenant_notices_nothing_of_a_hostile_one() {
+fn an_honest_tenant_loses_nothing_beside_a_hostile_one() {
     if !may_run() {
         return;
     }
     let serving = Serving::start();
-    serving.honest_vm();
+    let socket = serving.place.socket();
+    serving.honest_vm(&socket);
     let is_idle = |before: &Taken| {
         let now = serving.taken();
         match now.descriptors <= before.descriptors && now.threads <= before.threads {
@@ -228,24 +238,24 @@ fn an_honest_tenant_notices_nothing_of_a_hostile_one() {
         }
     };
     let idle = serving.taken();
-    let mut attacker = Attacker::start(&serving.place.socket());
+    let mut attacker = Attacker::start(&socket);
     eventually("all attacks", || {
-        serving.honest_vm();
+        serving.honest_vm(&socket);
         serving.check_bounds();
         attacker.has_done_all()
     });
     drop(attacker);
     eventually("what it took", || is_idle(&idle));
-    serving.honest_vm();
+    serving.honest_vm(&socket);
     serving.stop();
 }
 
-/// Touches of honest VMs for so long.
-fn touches(serving: &Serving, time: Duration) -> Vec<Duration> {
+/// Touches of honest VMs at a socket, for so long.
+fn touches(serving: &Serving, socket: &Path, time: Duration) -> Vec<Duration> {
     let begun = Instant::now();
     let mut touches = Vec::new();
     while begun.elapsed() < time {
-        touches.extend(serving.honest_vm());
+        touches.extend(serving.honest_vm(socket));
         serving.check_bounds();
     }
     touches.sort_unstable();
@@ -261,7 +271,7 @@ fn tell(what: &str, touches: &[Duration]) {
     );
 }
 
-/// The load is the same in both halves: in the first, the hostile tenant has a server of its own.
+/// The load is the same in all three parts: in the first, the hostile tenant has a server of its own.
 #[test]
 #[ignore = "a measurement of a minute: cargo test -p pagetide-serve --test tenants -- --ignored --nocapture"]
 fn what_an_honest_tenant_waits_beside_a_hostile_one() {
@@ -270,15 +280,21 @@ fn what_an_honest_tenant_waits_beside_a_hostile_one() {
     }
     let seconds = std::env::var("PAGETIDE_TENANTS_SECONDS");
     let seconds: u64 = seconds.map_or(60, |text| text.parse().unwrap());
-    let half = Duration::from_secs(seconds) / 2;
+    let part = Duration::from_secs(seconds) / 3;
     let [serving, other] = [Serving::start(), Serving::start()];
-    tell("alone", &touches(&serving, Duration::from_secs(2)));
-    for (what, attacked) in [
-        ("beside the same load, at another server", &other),
-        ("beside a hostile tenant of this server", &serving),
+    let (own, shared) = (serving.own_socket(), serving.place.socket());
+    tell("alone", &touches(&serving, &own, Duration::from_secs(2)));
+    for (what, attacked, socket) in [
+        ("beside the same load, at another server", &other, &own),
+        ("beside a hostile tenant of this server", &serving, &own),
+        (
+            "beside a hostile tenant of the same socket",
+            &serving,
+            &shared,
+        ),
     ] {
         let attacker = Attacker::start(&attacked.place.socket());
-        tell(what, &touches(&serving, half));
+        tell(what, &touches(&serving, socket, part));
         println!(
             "{:?}, lines on refusals: {}",
             serving.taken(),
