@@ -16,6 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::ioctl_fionread;
 use rustix::net::sockopt::set_socket_oobinline;
 
+use crate::intake::drop_bytes;
 use crate::porter::Porter;
 
 /// A client's connection, or a socket at which clients connect.
@@ -31,7 +32,7 @@ pub(crate) type Connection = Guarded<UnixStream>;
 
 /// What is guarded.
 pub(crate) trait Socket: AsFd + Into<OwnedFd> {
-    /// Whether nothing is there that was not received, and nothing can arrive.
+    /// Whether nothing is there whose close may hang, and nothing can arrive.
     fn is_empty_for_good(&self) -> bool;
 }
 
@@ -47,11 +48,16 @@ impl Socket for UnixListener {
     }
 }
 
-/// Whether nothing is in a connection that was not received, and nothing can arrive: the client has closed its end.
+/// Whether nothing can arrive in a connection, since the client has left or was told to end, and there are no descriptors that
+/// were not received. Bytes without descriptors are dropped: most clients that are refused have sent nothing else.
 pub(crate) fn is_empty_for_good(stream: BorrowedFd<'_>) -> bool {
     let mut polled = [PollFd::from_borrowed_fd(stream, PollFlags::RDHUP)];
-    let has_left = poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0);
-    has_left && ioctl_fionread(stream).is_ok_and(|bytes| bytes == 0)
+    let has_ended = poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0);
+    if !has_ended {
+        return false;
+    }
+    drop_bytes(stream);
+    ioctl_fionread(stream).is_ok_and(|bytes| bytes == 0)
 }
 
 impl Connection {

@@ -1,7 +1,7 @@
 //! What arrives at a client's connection: bytes, and descriptors that the porter has received.
 
 use std::io::IoSliceMut;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
@@ -44,7 +44,7 @@ pub(crate) fn receive(
     arrived: &mut Vec<OwnedFd>,
     charge: &Charge,
 ) -> Result<Got, IntakeError> {
-    let (bytes, has_descriptors) = peek(stream, room).map_err(IntakeError::Read)?;
+    let (bytes, has_descriptors) = peek(stream.as_fd(), room).map_err(IntakeError::Read)?;
     let mut got = Got::default();
     if !has_descriptors {
         let part = room.get_mut(..bytes).unwrap_or_default();
@@ -67,7 +67,7 @@ pub(crate) fn receive(
 }
 
 /// Drops the bytes that have arrived, up to the first descriptors, which stay where they are. Waits for nothing.
-pub(crate) fn drop_bytes(stream: &UnixStream) {
+pub(crate) fn drop_bytes(stream: BorrowedFd<'_>) {
     let mut room = [0; 4096];
     // Not for ever, if the client keeps sending.
     for _ in 0..16 {
@@ -82,7 +82,7 @@ pub(crate) fn drop_bytes(stream: &UnixStream) {
 }
 
 /// Looks at what is there. Without room for descriptors the kernel opens none of them, and says that there are some.
-fn peek(stream: &UnixStream, room: &mut [u8]) -> Result<(usize, bool), Errno> {
+fn peek(stream: BorrowedFd<'_>, room: &mut [u8]) -> Result<(usize, bool), Errno> {
     let mut none = RecvAncillaryBuffer::default();
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     let got = recvmsg(stream, &mut [IoSliceMut::new(room)], &mut none, flags)?;

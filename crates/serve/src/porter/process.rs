@@ -24,9 +24,14 @@ const USERFAULTFD: &[u8] = b"anon_inode:[userfaultfd]";
 /// Before something is tried again for which there was no room.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Children that close one connection each, at a time: each may hang. With as many, further connections are kept open by
-/// another child, so many by each.
-const MOST_CLOSING: usize = 64;
+/// Children that close connections, at a time: each may hang. With as many, further connections are kept open by other
+/// children.
+const MOST_CLOSING: usize = 16;
+
+/// Connections that one child closes: a child costs more than a connection that does not hang.
+const MOST_AT_ONCE: usize = 8;
+
+/// Connections that one child keeps open.
 const MOST_KEPT: usize = 256;
 
 /// Receives descriptors for the server at the other end of standard input, until it has ended. Closes connections that come by
@@ -179,10 +184,10 @@ impl Children {
         watched(pid, Purpose::Receive { answer })
     }
 
-    /// Has a child receive a connection that is to be closed. No other process but the server has it open.
+    /// Has a child receive connections that are to be closed. No other process but the server has them open.
     fn take_connection(&mut self, closings: BorrowedFd<'_>) {
         match self.closing() < MOST_CLOSING {
-            true => self.close_one(closings),
+            true => self.close_some(closings),
             false => self.keep_open(closings),
         }
     }
@@ -215,8 +220,8 @@ impl Children {
         }
     }
 
-    /// Has a child receive a connection, and close it by its end.
-    fn close_one(&mut self, closings: BorrowedFd<'_>) {
+    /// Has a child receive connections that have come, and close them by its end.
+    fn close_some(&mut self, closings: BorrowedFd<'_>) {
         // At its end when the child has received, and not before: the connection would be received twice.
         let Ok((has_received, receives)) = pipe_with(PipeFlags::CLOEXEC) else {
             return std::thread::sleep(PAUSE);
@@ -299,19 +304,27 @@ fn watched(pid: i32, purpose: Purpose) -> Option<Child> {
     Some(Child { pid, end, purpose })
 }
 
-/// The child: receives a connection, waits until the server has closed it, and leaves the last close to its end. Returns
-/// whether it has failed.
+/// The child: receives connections that have come, and leaves their last close to its end. Returns whether it has failed.
 fn close_by_end(closings: BorrowedFd<'_>, receives: &OwnedFd) -> bool {
+    let mut count = 0;
+    while count < MOST_AT_ONCE && receive_connection(closings) {
+        count += 1;
+    }
+    close(receives);
+    count == 0
+}
+
+/// Receives a connection, if there is one, and waits until the server has closed it.
+fn receive_connection(closings: BorrowedFd<'_>) -> bool {
     let mut text = [0; CLOSE.len()];
     let received = receive_from_server(closings, &mut text, RecvFlags::DONTWAIT);
-    close(receives);
-    let Ok((_, [Some(client), Some(is_released)])) = received else {
-        return true;
+    let Ok((1.., [Some(client), Some(is_released)])) = received else {
+        return false;
     };
     // Not to be closed by the end of a scope.
     let _ = client.into_raw_fd();
     wait_for_end(is_released.as_fd());
-    false
+    true
 }
 
 /// The child: receives connections, and leaves their last close to its end. Returns whether it has failed.
@@ -326,15 +339,10 @@ fn keep_until(closings: BorrowedFd<'_>, end: &OwnedFd, is_full: &OwnedFd) -> boo
         if !polled[0].revents().is_empty() {
             return has_failed;
         }
-        let mut text = [0; CLOSE.len()];
-        let received = receive_from_server(closings, &mut text, RecvFlags::DONTWAIT);
-        let Ok((1.., [Some(client), Some(is_released)])) = received else {
+        if !receive_connection(closings) {
             has_failed = true;
             break;
-        };
-        // Not to be closed by the end of a scope.
-        let _ = client.into_raw_fd();
-        wait_for_end(is_released.as_fd());
+        }
     }
     close(is_full);
     wait_for_end(end.as_fd());

@@ -1,6 +1,6 @@
 //! A connection, from its first byte to the VM's end.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
@@ -127,7 +127,7 @@ fn let_go(stream: &Connection) {
     let _ = stream.shutdown(std::net::Shutdown::Write);
     let _ = stream.set_nonblocking(true);
     // Otherwise it would find an error in place of the end.
-    drop_bytes(stream);
+    drop_bytes(stream.as_fd());
     stream.end();
 }
 

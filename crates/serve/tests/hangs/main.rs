@@ -257,9 +257,9 @@ fn a_file_that_nobody_receives_holds_up_neither_vms_nor_the_servers_end() {
         eventually("an answer", || page.is_finished() || is_at_end(&stream));
         page.is_finished().then_some(stream)
     });
-    // More than the processes that close one at a time.
+    // More than those that are closed at a time.
     let _many = serving.while_stopped(|_| {
-        let streams: Vec<UnixStream> = (0..70).map(|_| connect()).collect();
+        let streams: Vec<UnixStream> = (0..200).map(|_| connect()).collect();
         many.give_away(|file| {
             for stream in &streams {
                 send(stream, b"x", &[fuse::opened_again(file).as_fd()]);
