@@ -266,6 +266,7 @@ fn signals_do_not_end_it_and_a_condition_does() {
         while !ended.load(Ordering::Relaxed) {
             signal(this_thread);
             sent += 1;
+            // A thread that signals without a break would keep the other from its work.
             std::thread::sleep(Duration::from_micros(200));
         }
         sent

@@ -4,10 +4,10 @@
 
 mod support;
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
-use std::time::Duration;
 
 use pagetide_memory::{Backing, Region};
 use pagetide_pager::{
@@ -18,20 +18,27 @@ use pagetide_test_support::Sleeper;
 use support::manual::*;
 use support::spawn_asleep;
 
+const PAGES: u64 = 16;
+
+/// The first page that a [`Spoiler`] spoils.
+const SPOILT: u64 = 12;
+
 /// What becomes of the memory while a [`Spoiler`] reads.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Spoils {
-    /// The memory's file ends before page 3.
+    /// The memory's file ends before page [`SPOILT`].
     Cuts,
-    /// Other code than the pager writes page 3.
+    /// Other code than the pager writes page [`SPOILT`].
     Writes,
 }
 
-/// Has all content at once. While it spoils, no content can be installed.
+/// Has all content at once. While it spoils, no content can be installed at page [`SPOILT`], nor behind it where it
+/// cuts.
 struct Spoiler {
     region: Arc<Region>,
     how: Spoils,
     spoils: AtomicBool,
+    /// How often it was asked for a page from [`SPOILT`] on.
     calls: AtomicU64,
 }
 
@@ -41,13 +48,15 @@ impl Source for Spoiler {
     }
 
     fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
-        self.calls.fetch_add(1, Ordering::AcqRel);
+        if at.gpa >= gpa(SPOILT) {
+            self.calls.fetch_add(1, Ordering::AcqRel);
+        }
         if self.spoils.load(Ordering::Acquire) {
             let file = self.region.file().unwrap();
             match self.how {
-                Spoils::Cuts => rustix::fs::ftruncate(file, 3 * PAGE).unwrap(),
+                Spoils::Cuts => rustix::fs::ftruncate(file, SPOILT * PAGE).unwrap(),
                 Spoils::Writes => {
-                    rustix::io::pwrite(file, &[7; 4096], 3 * PAGE).unwrap();
+                    rustix::io::pwrite(file, &[7; 4096], SPOILT * PAGE).unwrap();
                 }
             }
         }
@@ -56,18 +65,20 @@ impl Source for Spoiler {
     }
 }
 
-/// Eight pages below a source that spoils them. No thread reads faults yet.
+/// Memory below a source that spoils it. No thread reads faults yet.
 struct Spoiled {
     region: Arc<Region>,
     spoiler: Arc<Spoiler>,
     pager: Arc<Pager>,
     id: RegionId,
     told: Receiver<Notice>,
+    /// The first page below [`SPOILT`] that nothing has touched yet.
+    untouched: Cell<u64>,
 }
 
 impl Spoiled {
     fn new(how: Spoils) -> Option<Self> {
-        let region = region(8, Backing::Shmem)?;
+        let region = region(PAGES, Backing::Shmem)?;
         let spoiler = Arc::new(Spoiler {
             region: Arc::clone(&region),
             how,
@@ -82,6 +93,7 @@ impl Spoiled {
         let (pager, id) = serve(&region, Mode::Missing, source, policy);
         Some(Self {
             told: notices(&pager),
+            untouched: Cell::new(0),
             region,
             spoiler,
             pager,
@@ -102,20 +114,36 @@ impl Spoiled {
         self.spoiler.calls.load(Ordering::Acquire)
     }
 
-    /// Receives the notices of so many faults, and no further one.
-    fn unresolved(&self, faults: usize) {
-        for _ in 0..faults {
+    /// Receives a notice for each thread, and no further one: none of them is woken, faults again, and has a notice
+    /// sent again.
+    fn unresolved<'a>(&self, touching: impl IntoIterator<Item = &'a Sleeper<()>> + Clone) {
+        for _ in touching.clone() {
             let notice = self.told.recv_timeout(PATIENCE).unwrap();
             assert!(matches!(notice, Notice::Unresolved(_)), "{notice}");
             assert_eq!(notice.resumable(), Some(self.id));
         }
-        let further = self.told.recv_timeout(Duration::from_millis(100));
+        // A thread that the reader wakes after its notice has been woken now, ...
+        self.resolve_another();
+        for thread in touching {
+            thread.wait_until_asleep();
+        }
+        // ... and if it has faulted again, the reader has come to that fault.
+        self.resolve_another();
+        let further = self.told.try_recv();
         assert!(further.is_err(), "{further:?}");
+    }
+
+    /// A fault that the only reader resolves after all earlier ones.
+    fn resolve_another(&self) {
+        let page = self.untouched.replace(self.untouched.get() + 1);
+        assert!(page < SPOILT);
+        let region = Arc::clone(&self.region);
+        within_patience("a touch", move || check_page(&region, page));
     }
 
     /// Gives the file its length again: beyond a file's end, a woken thread would get SIGBUS.
     fn lengthen(&self) {
-        rustix::fs::ftruncate(self.region.file().unwrap(), 8 * PAGE).unwrap();
+        rustix::fs::ftruncate(self.region.file().unwrap(), PAGES * PAGE).unwrap();
     }
 
     fn spoil_no_more(&self) {
@@ -128,10 +156,10 @@ fn a_thread_that_was_left_asleep_faults_again_when_its_region_is_resumed() {
     let Some(memory) = Spoiled::new(Spoils::Cuts) else {
         return;
     };
-    let touching = memory.touch(3);
+    let touching = memory.touch(SPOILT);
     let _readers = memory.readers();
     for attempts in 1..=3 {
-        memory.unresolved(1);
+        memory.unresolved([&touching]);
         assert_eq!(memory.calls(), attempts);
         memory.lengthen();
         if attempts == 3 {
@@ -148,9 +176,9 @@ fn a_thread_that_was_left_asleep_faults_again_when_its_region_has_another_source
     let Some(memory) = Spoiled::new(Spoils::Cuts) else {
         return;
     };
-    let touching = memory.touch(3);
+    let touching = memory.touch(SPOILT);
     let _readers = memory.readers();
-    memory.unresolved(1);
+    memory.unresolved([&touching]);
     memory.lengthen();
     memory.spoil_no_more();
     assert!(!touching.is_finished());
@@ -164,9 +192,9 @@ fn threads_that_were_left_asleep_do_not_wake_each_other() {
     let Some(memory) = Spoiled::new(Spoils::Cuts) else {
         return;
     };
-    let touching = [3, 3, 4, 3].map(|page| memory.touch(page));
+    let touching = [0, 0, 1, 0].map(|page| memory.touch(SPOILT + page));
     let _readers = memory.readers();
-    memory.unresolved(4);
+    memory.unresolved(&touching);
     assert_eq!(memory.calls(), 4);
     memory.lengthen();
     memory.spoil_no_more();
@@ -183,7 +211,7 @@ fn threads_stay_asleep_on_foreign_pages() {
         return;
     };
     let touched = Arc::clone(&memory.region);
-    let touching = spawn_asleep("a toucher", move || assert_lost(&touched, 3));
+    let touching = spawn_asleep("a toucher", move || assert_lost(&touched, SPOILT));
     let _readers = memory.readers();
     let notice = memory.told.recv_timeout(PATIENCE).unwrap();
     assert_eq!(notice.resumable(), None, "{notice}");
@@ -192,13 +220,13 @@ fn threads_stay_asleep_on_foreign_pages() {
     memory.pager.resume(memory.id).unwrap();
     assert_eq!(memory.pager.counted().wakes, wakes);
     // Prefetch cannot install the page either.
-    let batch_bytes = 8 * PAGE;
+    let batch_bytes = PAGES * PAGE;
     let ahead = Prefetch::spawn(&memory.pager, PrefetchConfig { batch_bytes }).unwrap();
     let ended = within_patience("prefetch", || ahead.finish()).unwrap();
     assert!(!ended.is_complete);
     assert!(!touching.is_finished());
     // The owner takes the page away, and gives the rest up.
-    memory.region.punch(range(3, 1)).unwrap();
+    memory.region.punch(range(SPOILT, 1)).unwrap();
     memory.pager.abandon(memory.id).unwrap();
     touching.join();
 }

@@ -135,6 +135,15 @@ impl<T: Send + 'static> Sleeper<T> {
         self.task.has_slept_since(self.sleeps)
     }
 
+    /// Waits until it sleeps: at once if nothing has woken it, and otherwise when it has fallen asleep again.
+    ///
+    /// # Panics
+    ///
+    /// If it ends, or never falls asleep.
+    pub fn wait_until_asleep(&self) {
+        self.task.asleep(&self.what);
+    }
+
     /// Whether it has ended.
     pub fn is_finished(&self) -> bool {
         self.thread.is_finished()

@@ -325,6 +325,7 @@ fn killed_writers_leave_no_damage() {
     let path = directory.path();
     for round in 0..12 {
         let mut child = start_child(path, u64::MAX);
+        // At another point of its work each time; what is expected is the same at each.
         thread::sleep(Duration::from_millis(round * 3));
         child.kill().unwrap();
         child.wait().unwrap();
