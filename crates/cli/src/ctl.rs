@@ -28,7 +28,7 @@ Examples:
   Before the host is restarted: no further VM, and those that run get all of their memory:
     pagetide ctl --control /run/pagetide/control.sock drain --all --timeout 600
 
-Exit status: 0 when it is done; 1 if the server refuses it, or does not answer in time; 2 if the command line
+Exit status: 0 when it is done; 1 if the server refuses it, or does not answer in time; 2 if the command line \
 makes no sense, or no server can be asked.";
 
 #[derive(Debug, Args)]

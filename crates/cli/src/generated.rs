@@ -200,6 +200,23 @@ mod tests {
         assert!(text.ends_with(wanted), "{text}");
     }
 
+    /// clap wraps a line at the terminal's width, and leaves a line break where it is: a paragraph with line breaks of
+    /// its own is ragged in every terminal that is narrower.
+    #[test]
+    fn paragraphs_after_the_options_have_no_line_breaks_of_their_own() {
+        fn look(command: &Command) {
+            let help = command.get_after_long_help().map(ToString::to_string);
+            let help = help.unwrap_or_default();
+            let lines: Vec<&str> = help.lines().collect();
+            let is_text = |line: &str| !line.is_empty() && !line.starts_with(' ');
+            for pair in lines.windows(2) {
+                assert!(!pair.iter().all(|line| is_text(line)), "{pair:?}");
+            }
+            command.get_subcommands().for_each(look);
+        }
+        look(&Arguments::command());
+    }
+
     #[test]
     fn a_paragraph_without_a_heading_is_a_note() {
         let text = rendered("Examples, after something:\n  do\n\nEnds when it ends.");

@@ -44,7 +44,7 @@ Examples:
     pagetide image merge today.img -o full.img
     pagetide image merge today.img -o short.img --base base.img
 
-The image names its base by the file name if both are in one directory, so that both can be moved or
+The image names its base by the file name if both are in one directory, so that both can be moved or \
 uploaded together, and by the absolute path otherwise. A base that has changed is refused.
 
 What a pipe brings is copied to an unnamed file beside IMAGE first. Neither a pipe nor an object has holes.

@@ -22,7 +22,7 @@ Examples:
     echo 512 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages
     pagetide bench memcycler --memory 64M --backing hugetlb-2m --runs 3
 
-Exit status: 0; 1 if a run failed or memory did not hold what it should; 2 if the command line makes
+Exit status: 0; 1 if a run failed or memory did not hold what it should; 2 if the command line makes \
 no sense or this machine lacks something that it asks for.";
 
 /// Everything has a default.

@@ -19,7 +19,7 @@ Examples:
   Stop the vCPUs, or show the hole; any kernel does both:
     pagetide bench memslots --method quiesce,delete-create
 
-Exit status: 0; 1 if a run failed, memory did not hold what it should, or list or quiesce let a guest
+Exit status: 0; 1 if a run failed, memory did not hold what it should, or list or quiesce let a guest \
 see a hole; 2 if the command line makes no sense or this machine lacks something that it asks for.";
 
 /// Everything has a default.

@@ -18,7 +18,7 @@ Examples:
   Sixteen threads, and readers to share their faults:
     pagetide bench pager --part random --threads 1,4,16 --readers 1,2
 
-Exit status: 0; 1 if a run failed or memory did not hold what it should; 2 if the command line makes
+Exit status: 0; 1 if a run failed or memory did not hold what it should; 2 if the command line makes \
 no sense or this machine lacks something that it asks for.";
 
 /// Everything has a default.

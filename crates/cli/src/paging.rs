@@ -23,7 +23,7 @@ Examples:
   Pages from reserved 2M huge pages, one userfaultfd per vCPU, random order:
     pagetide bench paging --backing hugetlb-2m --per-vcpu 1G --uffds per-vcpu --order random
 
-Exit status: 0; 1 if a run failed or memory did not hold what it should; 2 if the command line makes
+Exit status: 0; 1 if a run failed or memory did not hold what it should; 2 if the command line makes \
 no sense or this machine lacks something that it asks for.";
 
 /// Everything has a default; a plain `pagetide bench paging` is the published experiment.

@@ -22,7 +22,7 @@ Examples:
     echo 128 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages
     pagetide bench populate --backing shmem,thp,hugetlb-2m
 
-Exit status: 0; 1 if a run failed or memory did not hold what it should; 2 if the command line makes
+Exit status: 0; 1 if a run failed or memory did not hold what it should; 2 if the command line makes \
 no sense or this machine lacks something that it asks for.";
 
 /// Everything has a default.

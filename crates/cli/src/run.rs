@@ -37,11 +37,11 @@ Examples, after `cargo xtask guest`, which makes the initrd:
     cargo xtask vm --cpus 1 -- pagetide run --kernel target/kernel/x86_64/vmlinux \\
         --initrd target/guest/initramfs.cpio --cmdline '-- uname -a'
 
-Ends when the guest writes a line with a number from 0 to 255 to ttyS1, when it reboots or halts, or,
+Ends when the guest writes a line with a number from 0 to 255 to ttyS1, when it reboots or halts, or, \
 on a terminal, with Ctrl-A X.
 
-Exit status: that number; 0 after a reboot or a halt; 1 if the guest panicked or its run failed; 2 if
-the command line makes no sense or this machine lacks something. The last line on standard error says
+Exit status: that number; 0 after a reboot or a halt; 1 if the guest panicked or its run failed; 2 if \
+the command line makes no sense or this machine lacks something. The last line on standard error says \
 which it was.";
 
 /// All but the kernel has a default.

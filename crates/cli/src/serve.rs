@@ -64,8 +64,8 @@ Examples:
     # [sockets]
     # \"/run/pagetide/web.sock\" = \"/snapshots/web.mem\"
 
-Exit status: 0 after SIGTERM or SIGINT, or with --once when the last VM has gone; 1 if serving failed;
-2 if the command line or the file makes no sense, or an image or a socket of the command line cannot be
+Exit status: 0 after SIGTERM or SIGINT, or with --once when the last VM has gone; 1 if serving failed; \
+2 if the command line or the file makes no sense, or an image or a socket of the command line cannot be \
 opened. Those of the file are tried again until they can.";
 
 #[derive(Debug, Args)]

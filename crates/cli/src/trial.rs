@@ -30,11 +30,11 @@ Examples:
   The same with the file in the page cache, touching 10000 pages upwards:
     pagetide try snapshot.mem --warm --order upwards --touches 10000
 
-The guest is a thread of this command: no VM runs, and neither root nor KVM is needed. The first word of each
-page that it touches is compared with the image. Without --warm the image leaves the page cache, which
+The guest is a thread of this command: no VM runs, and neither root nor KVM is needed. The first word of each \
+page that it touches is compared with the image. Without --warm the image leaves the page cache, which \
 slows down whoever else reads it.
 
-Exit status: 0; 1 if the image could not be restored; 2 if the command line makes no sense, or this machine
+Exit status: 0; 1 if the image could not be restored; 2 if the command line makes no sense, or this machine \
 lacks something.";
 
 #[derive(Debug, Args)]

@@ -27,9 +27,9 @@ Examples:
   What is in the page cache after several VMs have run from the file:
     pagetide working-set capture snapshot.mem --page-cache
 
---pid reads the process's page tables (/proc/PID/pagemap), as its own user or as root. The kernel maps up to 16
-pages around a page that is read, if they are in the page cache, and reads ahead: both put pages into the
-set that no guest has touched. A set from a recording (pagetide serve --working-set record) has neither,
+--pid reads the process's page tables (/proc/PID/pagemap), as its own user or as root. The kernel maps up to 16 \
+pages around a page that is read, if they are in the page cache, and reads ahead: both put pages into the \
+set that no guest has touched. A set from a recording (pagetide serve --working-set record) has neither, \
 and has an order.
 
 Exit status: 0; 1 if reading or writing failed; 2 if the command line or its files make no sense.";
