@@ -23,6 +23,10 @@ pub(crate) use limits::{Amounts, Resource};
 /// Lines of the log on refused clients of one user, within the period of a [`LogLimit`].
 const REFUSAL_LINES: u32 = 100;
 
+/// The same on the ends of its VMs. All that a user may have end at once where a host is emptied, and none of these lines is
+/// dropped.
+const VM_LINES: u32 = 4096;
+
 /// Users that are remembered although they have no connection: a client that connects again and again has the limits
 /// of one.
 const IDLE_USERS: usize = 1024;
@@ -99,6 +103,7 @@ struct User {
     /// Each is at its end when the descriptors of a message are closed.
     closings: Mutex<Vec<OwnedFd>>,
     refusals_logged: LogLimit,
+    vms_logged: LogLimit,
 }
 
 impl User {
@@ -110,6 +115,7 @@ impl User {
             porter,
             closings: Mutex::default(),
             refusals_logged: LogLimit::of(REFUSAL_LINES),
+            vms_logged: LogLimit::of(VM_LINES),
         }
     }
 
@@ -300,6 +306,11 @@ impl Charge {
     /// Whether a line on a refusal of this user's client may be logged: the number of lines that were dropped before it.
     pub(crate) fn may_log_refusal(&self) -> Option<u64> {
         self.user.refusals_logged.pass()
+    }
+
+    /// The same of a line on the life of one of this user's VMs.
+    pub(crate) fn may_log_vm(&self) -> Option<u64> {
+        self.user.vms_logged.pass()
     }
 
     fn take_all(&self, wanted: &Amounts) -> Result<(), OverBudget> {

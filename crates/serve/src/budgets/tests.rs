@@ -16,16 +16,22 @@ fn a_user_at_its_limit_takes_nothing_of_another() {
     assert!(budgets.charge(1, 1).is_ok());
 }
 
+/// Kind: a line of the log for each of something that a client can make any number of.
 #[test]
 fn the_lines_of_a_user_are_limited_however_often_it_connects() {
     let budgets = budgets();
-    let logged = (0..1000).filter(|_| {
-        let charge = budgets.charge(1, 1).unwrap();
-        charge.may_log_refusal().is_some()
-    });
-    assert_eq!(logged.count(), 100);
+    let logged = |asked: usize, may_log: fn(&Charge) -> Option<u64>| {
+        let asked = (0..asked).map(|_| budgets.charge(1, 1).unwrap());
+        asked.filter(|charge| may_log(charge).is_some()).count()
+    };
+    // More than the limit if this takes longer than its period.
+    let refusals = logged(1000, Charge::may_log_refusal);
+    assert!((100..1000).contains(&refusals), "{refusals}");
+    let lives = logged(10_000, Charge::may_log_vm);
+    assert!((4096..10_000).contains(&lives), "{lives}");
     let other = budgets.charge(2, 1).unwrap();
     assert_eq!(other.may_log_refusal(), Some(0));
+    assert_eq!(other.may_log_vm(), Some(0));
 }
 
 #[test]

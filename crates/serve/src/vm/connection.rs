@@ -41,11 +41,15 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
         ..
     } = &client;
     let (number, socket) = (*number, socket.as_str());
-    if peer.pid.is_none() && common.options.on_failure == OnFailure::Kill {
+    if peer.pid.is_none()
+        && common.options.on_failure == OnFailure::Kill
+        && let Some(dropped) = charge.may_log_vm()
+    {
         tracing::warn!(
             vm = number,
             socket,
             uid = peer.uid,
+            dropped = counted(dropped),
             "the VMM is in another pid namespace: instead of being killed, it will get SIGBUS"
         );
     }
@@ -61,22 +65,27 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
         stream.end();
     }
     match served {
-        Ok((end, totals, memory_bytes)) => tracing::info!(
-            vm = number,
-            socket,
-            pid,
-            uid,
-            image = name,
-            memory_bytes,
-            seconds,
-            faults = totals.faults,
-            pages_for_faults = totals.pages_for_faults,
-            pages_ahead = totals.pages_ahead,
-            requests = totals.requests,
-            failed_requests = totals.failed_requests,
-            %end,
-            "VM ended"
-        ),
+        Ok((end, totals, memory_bytes)) => {
+            if let Some(dropped) = charge.may_log_vm() {
+                tracing::info!(
+                    vm = number,
+                    socket,
+                    pid,
+                    uid,
+                    image = name,
+                    memory_bytes,
+                    seconds,
+                    faults = totals.faults,
+                    pages_for_faults = totals.pages_for_faults,
+                    pages_ahead = totals.pages_ahead,
+                    requests = totals.requests,
+                    failed_requests = totals.failed_requests,
+                    dropped = counted(dropped),
+                    %end,
+                    "VM ended"
+                );
+            }
+        }
         Err(
             VmError::Receive(ReceiveError::Ended { bytes: 0 }) | VmError::Attach(AttachError::Left),
         ) => {
@@ -108,6 +117,11 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
         }
     }
     true
+}
+
+/// How many lines were dropped, in a line that says so only if there were any.
+fn counted(dropped: u64) -> Option<u64> {
+    (dropped > 0).then_some(dropped)
 }
 
 /// Whether it may be a VMM whose userfaultfd was not even received.
