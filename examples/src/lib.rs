@@ -1,9 +1,10 @@
 //! Four programs that use the pager, in this package's directory: `rust_vmm`, a small VMM on kvm-ioctls and
 //! vm-memory that adopts the pager; `epoll_handler`, an event loop that serves another process's userfaultfd;
-//! `vhost_back_end`, one memory in two processes; `custom_source`, a source that is slow and fails, with retry.
+//! `vhost_back_end`, one memory in two processes; `custom_source`, a source that is slow and fails, with retry. And
+//! `restored`, what a VMM does that `pagetide serve` restores.
 //!
-//! `cargo run --example NAME -p pagetide-examples` runs one; `make test` runs all. Here is what two of them share: a
-//! descriptor and a number, passed over a Unix socket.
+//! `cargo run --example NAME -p pagetide-examples` runs one; `make test` runs all. Here is what some of them share: a
+//! descriptor beside a message, passed over a Unix socket.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -21,6 +22,14 @@ use rustix::net::{
 /// # Errors
 /// The kernel's.
 pub fn send(socket: &UnixStream, fd: BorrowedFd<'_>, number: u64) -> anyhow::Result<()> {
+    send_message(socket, &number.to_ne_bytes(), fd)
+}
+
+/// Sends a descriptor (SCM_RIGHTS) beside a message.
+///
+/// # Errors
+/// The kernel's; or the socket took a part of the message only.
+pub fn send_message(socket: &UnixStream, message: &[u8], fd: BorrowedFd<'_>) -> anyhow::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     let fds = [fd];
@@ -28,9 +37,13 @@ pub fn send(socket: &UnixStream, fd: BorrowedFd<'_>, number: u64) -> anyhow::Res
         ancillary.push(SendAncillaryMessage::ScmRights(&fds)),
         "no room for a descriptor"
     );
-    let message = number.to_ne_bytes();
-    let parts = [IoSlice::new(&message)];
-    rustix::net::sendmsg(socket, &parts, &mut ancillary, SendFlags::empty())?;
+    let parts = [IoSlice::new(message)];
+    let sent = rustix::net::sendmsg(socket, &parts, &mut ancillary, SendFlags::NOSIGNAL)?;
+    ensure!(
+        sent == message.len(),
+        "{sent} of {} bytes were sent",
+        message.len()
+    );
     Ok(())
 }
 

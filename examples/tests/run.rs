@@ -15,7 +15,12 @@ fn example(name: &str) -> PathBuf {
 
 /// Runs an example and returns its output, or None with the reason printed if this host lacks what it needs.
 fn run(name: &str, lacks: &[&str]) -> Option<String> {
-    let output = Command::new(example(name)).output();
+    run_with(name, &[], lacks)
+}
+
+/// The same with arguments.
+fn run_with(name: &str, arguments: &[&str], lacks: &[&str]) -> Option<String> {
+    let output = Command::new(example(name)).args(arguments).output();
     let output = output.unwrap_or_else(|error| panic!("{name} was not built: {error}"));
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -61,4 +66,45 @@ fn a_source_fails_and_comes_back() {
         assert!(said.contains("is stalled"), "{said}");
         assert!(said.contains("all 512 pages are there and right"), "{said}");
     }
+}
+
+/// A server that ends with the test.
+struct Serving(std::process::Child);
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What a VMM that is restored reads is the snapshot, by a real `pagetide serve`.
+#[test]
+fn a_vmm_is_restored_by_the_server() {
+    const MIB: usize = 4;
+    let server = example("../pagetide");
+    if !server.exists() {
+        println!("SKIP: {} was not built", server.display());
+        return;
+    }
+    let place = tempfile::tempdir().expect("a directory");
+    let (image, socket) = (place.path().join("mem"), place.path().join("vm.sock"));
+    let words = 0_u64..(MIB << 20) as u64 / 8;
+    let content: Vec<u8> = words.flat_map(|word| (word * word).to_ne_bytes()).collect();
+    std::fs::write(&image, &content).expect("written");
+    let serving = Command::new(server)
+        .args(["serve", "--once", "--working-set", "off"])
+        .arg(format!("{}={}", socket.display(), image.display()))
+        .spawn()
+        .expect("it starts");
+    let mut serving = Serving(serving);
+    pagetide_test_support::eventually("the server's socket", || socket.exists());
+    let socket = socket.to_str().expect("a name in UTF-8");
+    let said = run_with("restored", &[socket, &MIB.to_string()], &[NO_UFFD]);
+    let Some(said) = said else { return };
+    let status = serving.0.wait().expect("a status");
+    assert!(status.success(), "{status}");
+    let first_words = (0_u64..).step_by(512).take((MIB << 20) / 4096);
+    let sum = first_words.fold(0_u64, |sum, word| sum.wrapping_add(word * word));
+    assert!(said.contains(&format!("sum {sum:016x}")), "{said}");
 }
