@@ -280,8 +280,10 @@ fn warnings_stay_on_a_terminal() {
     if !can_page() {
         return;
     }
-    // As many vCPUs as no KVM recommends that runs on this machine.
-    let vcpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get) + 1;
+    // KVM recommends as many as there are processors, also those on which this process may not run.
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").expect("processors");
+    let processors = cpuinfo.lines().filter(|line| line.starts_with("processor"));
+    let vcpus = processors.count() + 1;
     let directory = tempfile::tempdir().expect("a temporary directory");
     let command = format!(
         "{} bench paging --delivery uffd --vcpus {vcpus} --per-vcpu 64K --runs 1 --out {}",

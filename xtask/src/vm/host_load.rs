@@ -34,17 +34,24 @@ impl HostLoad {
         let Some(own_ticks) = own_ticks(&read(&format!("/proc/{}/stat", self.pid))) else {
             return;
         };
+        let stat = read("/proc/stat");
         let text = format!(
             "wall_ns {}\nown_ticks {own_ticks}\ncpus {}\n{}\n{}",
             self.start.elapsed().as_nanos(),
-            std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
-            read("/proc/stat").lines().next().unwrap_or_default(),
+            cpus(&stat),
+            stat.lines().next().unwrap_or_default(),
             read("/proc/pressure/cpu"),
         );
         // A reader sees the old file or the new one, never a part.
         let part = self.file.with_extension("part");
         let _ = fs::write(&part, text).and_then(|()| fs::rename(&part, &self.file));
     }
+}
+
+/// The CPUs whose times the first line of `/proc/stat` adds up, also those on which this process may not run.
+fn cpus(stat: &str) -> usize {
+    let lines = stat.lines().skip(1);
+    lines.take_while(|line| line.starts_with("cpu")).count()
 }
 
 /// Where the load of a VM with this directory is.
