@@ -4,7 +4,6 @@
 
 mod support;
 
-use std::error::Error;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
@@ -20,7 +19,7 @@ use pagetide_sources::{
 };
 use pagetide_test_support::{Task, equals, eventually};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
-use support::{Act, Gate, LATE, Server, options, pattern};
+use support::{Act, Gate, LATE, Server, chain, options, pattern};
 
 const BLOCK: usize = 16 << 10;
 
@@ -32,16 +31,6 @@ fn read(blob: &ObjectBlob, offset: usize, bytes: usize) -> Result<Vec<u8>, BlobE
     let mut buffer = vec![0xee; bytes];
     blob.read_at(offset as u64, &mut buffer, Urgent)?;
     Ok(buffer)
-}
-
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(error) = next {
-        text += &format!(": {error}");
-        next = error.source();
-    }
-    text
 }
 
 /// TLS begins: the peer gets a ClientHello, and what it answers instead is an error.

@@ -108,7 +108,7 @@ impl Failure {
 }
 
 /// An error's text, and that of each cause that the text before it does not have.
-fn with_causes(error: &dyn std::error::Error) -> String {
+pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {

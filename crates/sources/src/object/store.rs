@@ -14,7 +14,7 @@ use object_store::{
 };
 
 use super::client::Connector;
-use super::failure::{Report, Secrets};
+use super::failure::{Report, Secrets, with_causes};
 use super::options::ObjectOptions;
 use super::parts::{Parts, decoded};
 use super::runtime::provide_tls;
@@ -53,7 +53,7 @@ impl Parts<'_> {
     /// Builds the store from the environment. Nothing is sent.
     pub(super) fn place(&self, options: &ObjectOptions) -> Result<Place, Report> {
         let secrets = self.secrets();
-        let failed = |error: object_store::Error| secrets.report(&error.to_string());
+        let failed = |error: object_store::Error| secrets.report(&unmade(&error));
         let invalid = |error: object_store::path::Error| secrets.report(&error.to_string());
         // Attempts are limited and repeated here, where they are counted.
         let retry = RetryConfig {
@@ -118,15 +118,22 @@ impl Parts<'_> {
                     self.host,
                     query.unwrap_or_default()
                 );
-                Arc::new(
+                let build = |client| {
                     HttpBuilder::new()
-                        .with_url(base)
+                        .with_url(&base)
                         .with_client_options(client)
-                        .with_retry(retry)
+                        .with_retry(retry.clone())
                         .with_http_connector(Connector)
                         .build()
-                        .map_err(failed)?,
-                )
+                };
+                let built = match build(client.clone()) {
+                    // Over http nobody shows a certificate. A server that redirects to https is trusted in nothing.
+                    Err(error) if self.scheme == "http" && lacks_certificates(&error) => {
+                        build(client.with_no_system_certificates(true))
+                    }
+                    built => built,
+                };
+                Arc::new(built.map_err(failed)?)
             }
             _ => return Err(Report::new("its scheme is unknown")),
         };
@@ -156,6 +163,21 @@ impl Parts<'_> {
         }
         Ok(headers)
     }
+}
+
+/// Why a client could not be made.
+fn unmade(error: &object_store::Error) -> String {
+    match lacks_certificates(error) {
+        true => "no certificates of authorities are found: the package ca-certificates has them, or SSL_CERT_FILE names \
+                 a file of them"
+            .into(),
+        false => with_causes(error),
+    }
+}
+
+/// Whether a client could not be made because this system has no certificates of authorities. rustls says so in words alone.
+fn lacks_certificates(error: &object_store::Error) -> bool {
+    with_causes(error).contains("No CA certificates were loaded")
 }
 
 /// Whether a field of a query signs the request: it differs between two URLs of one object.

@@ -114,6 +114,12 @@ struct Shared {
     is_over: AtomicBool,
 }
 
+/// An error with its causes.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
 /// Content in which each eight bytes differ.
 pub(crate) fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
     let words = (0..bytes.div_ceil(8) as u64).map(|word| {
