@@ -6,6 +6,8 @@
 //! when lines are written again.
 
 #[cfg(feature = "serve")]
+mod json;
+#[cfg(feature = "serve")]
 mod queue;
 #[cfg(feature = "serve")]
 mod service;
@@ -25,12 +27,9 @@ pub(crate) use service::of_service;
 
 /// What a message looks like.
 #[derive(Clone, Copy)]
-#[cfg_attr(
-    not(feature = "serve"),
-    expect(dead_code, reason = "only a service writes JSON")
-)]
 enum Form {
     Text,
+    #[cfg(feature = "serve")]
     Json,
 }
 
@@ -53,8 +52,9 @@ where
         .with_writer(writer);
     match form {
         Form::Text => subscriber.finish().with(filter).init(),
+        #[cfg(feature = "serve")]
         Form::Json => {
-            let subscriber = subscriber.json().flatten_event(true);
+            let subscriber = subscriber.event_format(json::Json);
             subscriber.finish().with(filter).init();
         }
     }
