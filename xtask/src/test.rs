@@ -16,6 +16,7 @@ mod package;
 mod roots;
 mod schedule;
 mod seed;
+mod systemd;
 mod tally;
 mod upstream;
 
@@ -43,7 +44,7 @@ use tally::{Tally, Verdict};
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
     /// Only these steps (may be given several times) [default: all but fuzz, thorough, stress, nodes,
-    /// debug, modules, roots, upstream, upstream-arm64 and busy]
+    /// debug, modules, roots, systemd, upstream, upstream-arm64 and busy]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
     /// Take the steps so often, until something fails; each time with a new seed, unless PAGETIDE_SEED is set
@@ -116,9 +117,12 @@ enum Step {
     /// Selftests with KVM as modules, as distributions have it (only if asked for: about a quarter of an hour with its
     /// build)
     Modules,
-    /// In a fresh Debian 12 and a fresh Debian 13, what README says up to the built kernel (only if asked for: about
-    /// half an hour)
+    /// In a fresh Debian 12 and a fresh Debian 13, README's commands up to the demo's end (only if asked for: about an
+    /// hour)
     Roots,
+    /// The package's service under a real systemd: stops, restarts, kill -9, a full disk and the like, 100 VMs each (only
+    /// if asked for: about two minutes)
+    Systemd,
     /// The kernel's own tests, unmodified, on the stock kernel and on the series: none may fail on the series that
     /// passes on the stock kernel (only if asked for: about an hour with two kernels' builds)
     Upstream,
@@ -152,6 +156,8 @@ impl Step {
                 Self::Host,
             ],
             Self::Package => &[Self::Host],
+            // Both make the package.
+            Self::Systemd => &[Self::Host, Self::Package],
             Self::Uapi | Self::Nodes | Self::Debug | Self::Modules | Self::Thorough => {
                 &[Self::Kernel]
             }
@@ -174,6 +180,7 @@ impl Step {
             Self::Debug,
             Self::Modules,
             Self::Roots,
+            Self::Systemd,
             Self::Upstream,
             Self::UpstreamArm64,
             Self::Busy,
@@ -369,6 +376,7 @@ impl Testing<'_> {
             Step::Debug => lab::debug(self.paths, &mut self.tally),
             Step::Modules => lab::modules(self.paths, &mut self.tally),
             Step::Roots => roots::run(self.paths, &mut self.tally),
+            Step::Systemd => systemd::run(self.paths, &mut self.tally),
             Step::Upstream => upstream::run(Arch::X86_64, self.paths, &mut self.tally),
             Step::UpstreamArm64 => upstream::run(Arch::Arm64, self.paths, &mut self.tally),
         }

@@ -48,6 +48,11 @@ impl CleanRoot {
         Self::copy_of(&original(codename, Variant::Apt, paths)?, paths)
     }
 
+    /// Makes a system of a release that has systemd.
+    pub(super) fn with_systemd(codename: &str, paths: &Paths) -> Result<Self> {
+        Self::copy_of(&original(codename, Variant::Systemd, paths)?, paths)
+    }
+
     fn copy_of(original: &Path, paths: &Paths) -> Result<Self> {
         let directory = paths
             .target()
@@ -109,13 +114,15 @@ impl Drop for CleanRoot {
     }
 }
 
-/// What a clean root has, as mmdebstrap calls it.
+/// What a clean root has.
 #[derive(Debug, Clone, Copy)]
 enum Variant {
     /// What every Debian system has.
     Essential,
     /// And apt.
     Apt,
+    /// And systemd as the first process.
+    Systemd,
 }
 
 impl Variant {
@@ -123,6 +130,16 @@ impl Variant {
         match self {
             Self::Essential => "essential",
             Self::Apt => "apt",
+            Self::Systemd => "systemd",
+        }
+    }
+
+    /// mmdebstrap's options for it.
+    fn options(self) -> &'static [&'static str] {
+        match self {
+            Self::Essential => &["--variant=essential"],
+            Self::Apt => &["--variant=apt"],
+            Self::Systemd => &["--variant=apt", "--include=systemd,systemd-sysv"],
         }
     }
 }
@@ -144,8 +161,7 @@ fn codename(os_release: &str) -> Option<&str> {
 /// The system that every clean root is a copy of.
 fn original(codename: &str, variant: Variant, paths: &Paths) -> Result<PathBuf> {
     let roots = paths.cache().join("roots");
-    let variant = variant.name();
-    let directory = roots.join(format!("{codename}-{variant}"));
+    let directory = roots.join(format!("{codename}-{}", variant.name()));
     if directory.exists() {
         return Ok(directory);
     }
@@ -160,7 +176,7 @@ fn original(codename: &str, variant: Variant, paths: &Paths) -> Result<PathBuf> 
         files::remove(&new)?;
         Run::new("mmdebstrap")
             .arg("--mode=root")
-            .arg(format!("--variant={variant}"))
+            .args(variant.options())
             .arg(codename)
             .arg(&new)
             .logged(&roots.join("mmdebstrap.log"), &progress)

@@ -46,6 +46,13 @@ impl Vmm {
         vmm
     }
 
+    /// The same by a command that starts this test program elsewhere.
+    pub fn start_by(command: Command, test: &str, socket: &Path, pages: usize) -> Self {
+        let vmm = Self::run(command, test, socket, pages);
+        vmm.wait_for("connected ");
+        vmm
+    }
+
     /// The same for one that may not live to say that it has connected.
     pub fn spawn(test: &str, socket: &Path, pages: usize) -> Self {
         let command = Command::new(std::env::current_exe().unwrap());
