@@ -30,12 +30,12 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// A job that is given ten minutes: a software CPU is slow.
+    /// A job that is given half an hour: a software CPU is slow, and more so beside other load.
     pub(crate) fn new(command: Vec<OsString>, directory: &Path) -> Self {
         Self {
             command,
             directory: directory.to_owned(),
-            timeout: Some(Duration::from_secs(600)),
+            timeout: Some(Duration::from_secs(1800)),
             settings: Vec::new(),
         }
     }
