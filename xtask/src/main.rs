@@ -12,6 +12,7 @@ mod documents;
 mod files;
 mod fuzz;
 mod guest;
+mod guest_memory;
 mod initramfs;
 mod items;
 mod kernel;

@@ -2,8 +2,7 @@
 
 mod svg;
 
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
@@ -11,6 +10,7 @@ use fs_err as fs;
 use serde::Deserialize;
 
 use crate::command::Run;
+use crate::guest_memory;
 use crate::paths::Paths;
 use crate::progress::Progress;
 use crate::vm;
@@ -25,7 +25,6 @@ pub(crate) struct PictureArgs {
 
 /// The memory of the guest that is restored.
 const MEMORY_BYTES: usize = 1 << 30;
-const PAGE_BYTES: usize = 4096;
 /// The pages that the guest touches, at random.
 const TOUCHES: &str = "10000";
 
@@ -75,7 +74,7 @@ fn measure(paths: &Paths) -> Result<String> {
     let directory = paths.target().join("picture");
     fs::create_dir_all(&directory)?;
     let image = directory.join("guest.mem");
-    write_image(&image)?;
+    guest_memory::write(&image, MEMORY_BYTES)?;
     let progress = Progress::spinner("pagetide try");
     let report = Run::new(paths.target().join("release/pagetide"))
         .arg("try")
@@ -88,18 +87,6 @@ fn measure(paths: &Paths) -> Result<String> {
     let report = report?;
     fs::write(directory.join("report.json"), &report)?;
     Ok(report)
-}
-
-/// Memory of which no page is zero, and no two are equal.
-fn write_image(place: &Path) -> Result<()> {
-    let mut file = BufWriter::with_capacity(1 << 20, fs::File::create(place)?);
-    for number in 1..=MEMORY_BYTES / PAGE_BYTES {
-        file.write_all(&number.to_le_bytes().repeat(PAGE_BYTES / size_of::<usize>()))?;
-    }
-    file.into_inner()
-        .map_err(std::io::IntoInnerError::into_error)?
-        .sync_all()?;
-    Ok(())
 }
 
 impl Report {

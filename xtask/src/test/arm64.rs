@@ -25,13 +25,16 @@ const TESTED: [&str; 4] = ["uapi", "memory", "pager", "kvm"];
 const COMPILED: [(&str, &str); 11] = [
     ("base", "it has nothing of an architecture"),
     ("bench", "it measures testbed's guests"),
-    ("cli", "its benchmarks run testbed's guests; probe runs"),
+    (
+        "cli",
+        "its benchmarks run testbed's guests; probe and try run",
+    ),
     ("examples", "they show the same calls on x86_64"),
     ("fuzz", "its parsers have nothing of an architecture"),
     ("migrate", "it has nothing of an architecture"),
     (
         "serve",
-        "it has nothing of an architecture but its pager, whose tests run",
+        "it has nothing of an architecture but its pager, whose tests run; `pagetide try` runs the server",
     ),
     (
         "sources",
@@ -99,6 +102,15 @@ const LESS: [(&str, &str, &str); 2] = [
     ("PAGETIDE_COMMITS", "50", "200"),
 ];
 
+/// Commands that run there. `try` is the whole server, over its socket, and a client that compares what it reads.
+const COMMANDS: [(&str, &str); 2] = [
+    ("pagetide probe", "pagetide probe"),
+    (
+        "pagetide try",
+        "pagetide try /guest.mem --warm --touches 256",
+    ),
+];
+
 /// Commands that are not available on arm64, and end with an error.
 const REFUSED: [(&str, &str); 2] = [
     ("pagetide run", "pagetide run --kernel vmlinux"),
@@ -164,8 +176,9 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
         .into_iter()
         .map(test_program)
         .collect::<Result<_>>()?;
-    let probe = "pagetide probe";
-    jobs.push(lab::command(paths, probe, probe, None));
+    for (name, words) in COMMANDS {
+        jobs.push(lab::command(paths, name, words, None));
+    }
     for (name, words) in REFUSED {
         let (_, job) = lab::command(paths, name, words, None);
         jobs.push((Kind::Refusal(name), job));

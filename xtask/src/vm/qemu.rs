@@ -24,6 +24,7 @@ use super::host_load::HostLoad;
 use super::{Pagetide, Timing, VmArgs, console, tsc};
 use crate::command::{Run, tail};
 use crate::cross;
+use crate::guest_memory;
 use crate::initramfs::Initramfs;
 use crate::kernel::{Arch, selftests};
 use crate::paths::Paths;
@@ -232,6 +233,9 @@ fn parameters(machine: &Machine<'_>, tty: &str) -> Vec<String> {
 /// takes milliseconds for 8192 pages here; once it took 25 s, of which RCU complains after 21.
 const ARM64_STALLS: &str = "rcupdate.rcu_cpu_stall_timeout=120";
 
+/// What `pagetide try` restores on arm64: /guest.mem.
+const GUEST_MEMORY_BYTES: usize = 1 << 20;
+
 /// This machine's file system over 9p, read-only but for target/ and what lies over /tmp.
 fn x86_64(run: Run, machine: &Machine<'_>, spec: &Path, paths: &Paths) -> Result<Run> {
     let mut parameters = parameters(machine, "ttyS0");
@@ -274,6 +278,11 @@ fn arm64(run: Run, machine: &Machine<'_>, paths: &Paths) -> Result<Run> {
     for file in programs.chain(has_pagetide.then_some(&pagetide)) {
         let name = file.file_name().context("a program without a name")?;
         archive.file(&format!("bin/{}", name.to_string_lossy()), &read(file)?)?;
+    }
+    if has_pagetide {
+        let mut memory = Vec::new();
+        guest_memory::write_to(&mut memory, GUEST_MEMORY_BYTES)?;
+        archive.file("guest.mem", &memory)?;
     }
     let mut parameters = parameters(machine, "ttyAMA0");
     parameters.push(ARM64_STALLS.to_owned());
