@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: paging on this machine's own kernel while the lab's kernel builds, then both
+//! `cargo xtask demo`: a restore on this machine, paging on its own kernel while the lab's kernel builds, then both
 //! deliveries in the lab.
 
 use std::process::ExitCode;
@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use crate::bench::{self, Measurement};
 use crate::command::Run;
+use crate::guest_memory;
 use crate::kernel::{Arch, Variant, build};
 use crate::paths::Paths;
 use crate::progress::{self, Progress};
@@ -40,12 +41,70 @@ const MEANWHILE: &str = "The lab's kernel builds meanwhile, unless it is built a
 /// The time limit of a program on this machine's own kernel, in seconds.
 const NATIVE_TIMEOUT: &str = "45";
 
-/// Compiles the command; while the kernel builds, pages memory in natively; then measures in the lab.
+/// The steps, as they are told of: what is left is what follows.
+const STEPS: [&str; 4] = [
+    "a small build of the command, and a restore: a server gives a client the memory of a file",
+    "Debian's packages that the rest needs, and all of the command",
+    "paging on this machine's own kernel, while the lab's kernel builds",
+    "the lab: paging by userfaultfd against exits, on the patched kernel",
+];
+
+/// A restore after a small build; then, while the kernel builds, paging natively; then measures in the lab.
 pub(crate) fn run(paths: &Paths) -> Result<ExitCode> {
+    begin(0);
+    restore(paths)?;
+    let done = in_the_lab(paths);
+    if done.is_err() {
+        eprintln!(
+            "What was shown above needs nothing of what has failed now; what was built for the rest stays:"
+        );
+    }
+    done
+}
+
+/// Tells that a step begins, and what is left behind it.
+fn begin(step: usize) {
+    let all = STEPS.len();
+    for (number, what) in STEPS.iter().enumerate().skip(step) {
+        let state = if number == step { "now" } else { "then" };
+        println!("{state:>5} {} of {all}: {what}", number + 1);
+    }
+}
+
+/// The memory that is restored.
+const RESTORED_BYTES: usize = 256 << 20;
+
+/// Shows what `pagetide try` says of a made-up file. The command is built without what that does not need.
+fn restore(paths: &Paths) -> Result<()> {
+    let compiles = |line: &str| line.trim_start().starts_with("Compiling ");
+    let progress = Progress::start("building pagetide try", None, compiles);
+    Run::new("cargo")
+        .words("build --profile quick --package pagetide-cli --no-default-features --features serve --target-dir")
+        .arg(paths.target())
+        .dir(paths.root())
+        .logged(&paths.target().join("vm/build-quick.log"), &progress)?;
+    progress.done();
+    let directory = paths.target().join("demo");
+    fs::create_dir_all(&directory)?;
+    let image = directory.join("guest.mem");
+    guest_memory::write(&image, RESTORED_BYTES)?;
+    let table = native(paths.target().join("quick/pagetide"))
+        .args(["try", "guest.mem"])
+        .dir(&directory)
+        .text();
+    let table = table.unwrap_or_else(|error| format!("It failed: {error:#}"));
+    fs::remove_file(&image)?;
+    println!("\n{table}\n");
+    Ok(())
+}
+
+fn in_the_lab(paths: &Paths) -> Result<ExitCode> {
+    begin(1);
     setup::run()?;
     vm::build_pagetide(paths)?;
     let native = Native::of_this_machine(paths)?;
     native.build(paths)?;
+    begin(2);
     thread::scope(|scope| {
         let kernel = scope.spawn(|| build::ensure_any(Variant::patched(Arch::X86_64), paths));
         progress::print(&native.show(paths));
@@ -54,6 +113,7 @@ pub(crate) fn run(paths: &Paths) -> Result<ExitCode> {
             Err(_) => Err(anyhow!("the build of the lab's kernel panicked")),
         }
     })?;
+    begin(3);
     let meaning = "instructions, which other load on this machine does not change";
     let code = measure(&INSTRUCTIONS, meaning, paths)?;
     if code != ExitCode::SUCCESS {

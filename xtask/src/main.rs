@@ -78,9 +78,10 @@ enum Verb {
     /// An input on which a property fails is written to target/fuzz/failures, and printed. What the fuzzer
     /// learns stays in target/fuzz/corpus for the next run.
     Fuzz(fuzz::FuzzArgs),
-    /// The main job in a few minutes: page memory in with and without exits, show table and page
+    /// What it is for, in tables: a restore on this machine, then paging with and without exits, in the lab
     ///
-    /// While the kernel builds, it pages memory in on this machine's own kernel.
+    /// The first table, of `pagetide try`, takes a small build. While the lab's kernel builds, memory is paged in on
+    /// this machine's own kernel.
     Demo,
     /// Take the measurements that SPECIFICATION.md promises figures for
     Bench,
