@@ -15,7 +15,7 @@ use crate::paths::Paths;
 use crate::progress::Progress;
 
 /// Rust's name of the target.
-const TARGET: &str = "aarch64-unknown-linux-gnu";
+pub(crate) const TARGET: &str = "aarch64-unknown-linux-gnu";
 
 /// Debian's Rust. Its standard library for arm64 is a package of the architecture arm64.
 const DEBIAN_RUSTC: &str = "/usr/bin/rustc";

@@ -66,7 +66,7 @@ enum Verb {
     /// Generate crates/uapi's constants and structures from the patched kernel's headers
     Uapi(uapi::UapiArgs),
     /// Build the Debian package of the `pagetide` command; prints its place
-    Package,
+    Package(package::PackageArgs),
     /// Draw README's picture of a restore, docs/images/restore.svg, from a run of `pagetide try` on this machine
     Picture(picture::PictureArgs),
     /// Everything that must hold: code, kernels, patches, and behaviour in VMs
@@ -112,7 +112,7 @@ fn main() -> ExitCode {
         Verb::Kernel(verb) => kernel::run(verb, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Vm(args) => vm::run(args, &paths),
         Verb::Guest => guest::run(&paths).map(|()| ExitCode::SUCCESS),
-        Verb::Package => package::run(&paths).map(|()| ExitCode::SUCCESS),
+        Verb::Package(args) => package::run(args, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Picture(args) => picture::run(args, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Demo => demo::run(&paths),
         Verb::Bench => bench::bench(&paths),

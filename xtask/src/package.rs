@@ -1,9 +1,12 @@
-//! `cargo xtask package`: the Debian package of the `pagetide` command.
+//! `cargo xtask package`: the Debian package of the `pagetide` command, and static commands.
+
+mod everything;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use clap::Args;
 use fs_err as fs;
 use serde_json::Value;
 
@@ -22,10 +25,25 @@ const CARGO_DEB: &str = "3.8.0";
 /// The shells whose completion scripts are in the package.
 const SHELLS: [&str; 3] = ["bash", "zsh", "fish"];
 
+/// The verb's arguments.
+#[derive(Debug, Args)]
+pub(crate) struct PackageArgs {
+    /// Also a static command, and both for arm64, with checksums, in target/package; some twenty minutes
+    #[arg(long)]
+    all: bool,
+}
+
 /// Runs the verb.
-pub(crate) fn run(paths: &Paths) -> Result<()> {
+pub(crate) fn run(args: &PackageArgs, paths: &Paths) -> Result<()> {
+    if args.all {
+        setup::require(&setup::cross_tools())?;
+    }
     vm::build_pagetide(paths)?;
-    println!("{}", build(Profile::Release, paths)?.display());
+    let package = build(Profile::Release, paths)?;
+    if args.all {
+        return everything::run(&package, paths);
+    }
+    println!("{}", package.display());
     Ok(())
 }
 
@@ -59,16 +77,26 @@ impl Profile {
 /// Makes the package of a command that has been compiled, and returns the package's place.
 pub(crate) fn build(profile: Profile, paths: &Paths) -> Result<PathBuf> {
     setup::require(&setup::package_tools())?;
-    stage(profile, paths)?;
+    let pagetide = profile.directory(paths).join("pagetide");
+    stage(&staging(profile, paths), &pagetide, paths)?;
+    cargo_deb_with(
+        &["--strip", "--profile", profile.name()],
+        &paths.target(),
+        paths,
+    )
+}
+
+/// Runs cargo-deb on a command that has been compiled below `target`, and returns the package's place.
+fn cargo_deb_with(arguments: &[&str], target: &Path, paths: &Paths) -> Result<PathBuf> {
     let cargo_deb = cargo_deb(paths)?;
     let progress = Progress::spinner("cargo deb");
     let manifest = paths.in_root("crates/cli/Cargo.toml");
     let place = Run::new(cargo_deb)
-        .words("--no-build --locked --strip --compress-system --quiet --profile")
-        .arg(profile.name())
+        .words("--no-build --locked --compress-system --quiet")
+        .args(arguments)
         .arg("--manifest-path")
         .arg(manifest)
-        .env("CARGO_TARGET_DIR", paths.target())
+        .env("CARGO_TARGET_DIR", target)
         .dir(paths.root())
         .text()?;
     progress.done();
@@ -85,23 +113,24 @@ fn staging(profile: Profile, paths: &Paths) -> PathBuf {
 
 /// The directory of the compressed manual pages of the package that [`build`] made last.
 pub(crate) fn manual_pages(profile: Profile, paths: &Paths) -> PathBuf {
-    staging(profile, paths).join("man")
+    staging(profile, paths).join(MANUAL)
 }
 
-/// Generates the files of the package that cargo does not build.
-fn stage(profile: Profile, paths: &Paths) -> Result<()> {
-    let staging = staging(profile, paths);
-    let pagetide = profile.directory(paths).join("pagetide");
+/// Below the staging directory.
+const MANUAL: &str = "man";
+
+/// Generates the files of the package that cargo does not build, by a command that runs here.
+fn stage(staging: &Path, pagetide: &Path, paths: &Paths) -> Result<()> {
     // A page of a verb that no longer exists must not stay.
-    files::fresh_dir(&staging)?;
+    files::fresh_dir(staging)?;
     let completions = staging.join("completions");
     fs::create_dir(&completions)?;
     for shell in SHELLS {
-        let script = Run::new(&pagetide).args(["completions", shell]).output()?;
+        let script = Run::new(pagetide).args(["completions", shell]).output()?;
         fs::write(completions.join(format!("pagetide.{shell}")), script)?;
     }
-    let manual = manual_pages(profile, paths);
-    Run::new(&pagetide).arg("man").arg(&manual).output()?;
+    let manual = staging.join(MANUAL);
+    Run::new(pagetide).arg("man").arg(&manual).output()?;
     // cargo-deb compresses no file from there.
     Run::new("gzip")
         .args(["-9", "--no-name", "--recursive"])
