@@ -1,8 +1,11 @@
-//! Fresh Debian systems in which the set-up runs that README describes, up to the built kernel.
+//! Fresh Debian systems in which README's commands run as they stand there, up to the end of the demo.
 //!
 //! Each is a root of its own with apt and nothing else. What README takes for granted is there: a Rust toolchain (this
 //! machine's, bound in read-only, or Debian's), a C compiler and make. The checkout is a copy. Debian's packages, the
-//! kernel's source and what is compiled are the root's own; cargo's downloads are this machine's.
+//! kernel's source and what is compiled are the root's own; cargo's downloads are this machine's. Where cargo installs
+//! commands is on PATH, as rustup has it.
+
+mod script;
 
 use std::path::{Path, PathBuf};
 
@@ -36,29 +39,34 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
     for release in RELEASES {
         let log = super::log_file(paths, &format!("{GROUP}-{release}"))?;
         tally.leaves(&format!("{GROUP}-{release}"), "output.log", &log);
-        let verdict = match set_up(release, &log, paths) {
+        let verdict = match read_readme(release, &log, paths) {
             Ok(()) => Verdict::Passed,
             Err(error) => Verdict::Failed(format!("{error:#}")),
         };
         tally.add(GROUP, release, verdict);
+        for (time, what) in script::times(&String::from_utf8_lossy(&fs::read(&log)?)) {
+            tally.note(format!("{GROUP} {release}: {} s: {what}", time.as_secs()));
+        }
     }
     Ok(())
 }
 
-/// Makes the root, runs the set-up, and looks whether the kernel is there.
-fn set_up(release: &str, log: &Path, paths: &Paths) -> Result<()> {
+/// Makes the root, runs README's commands, and looks whether the kernel is there.
+fn read_readme(release: &str, log: &Path, paths: &Paths) -> Result<()> {
     let root = CleanRoot::with_apt(release, paths)?;
     let inside = |path: &str| root.directory().join(path.trim_start_matches('/'));
     copy_checkout(&inside(CHECKOUT), paths)?;
     let (toolchain, home) = (Toolchain::find()?, cargo_home()?);
     let packages = toolchain.packages();
+    let readme = fs::read_to_string(paths.in_root("README.md"))?;
+    let restore = fs::read_to_string(paths.in_root("docs/guide/restore.md"))?;
+    let program = script::program(&readme, &restore)?;
     let script = format!(
         "set -e
         apt-get -q update
         apt-get -q -y install --no-install-recommends {TAKEN_FOR_GRANTED} {packages}
         cd {CHECKOUT}
-        cargo xtask setup
-        make kernel"
+        {program}"
     );
     // To write to what the root has would be to write to this machine's.
     let bound = [Some(home.as_path()), toolchain.directory()];
@@ -77,8 +85,9 @@ fn set_up(release: &str, log: &Path, paths: &Paths) -> Result<()> {
         cp /etc/resolv.conf \"$root/etc/resolv.conf\" || true
         exec chroot \"$root\" /usr/bin/env -i HOME=/root LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
         ${http_proxy:+\"http_proxy=$http_proxy\"} ${https_proxy:+\"https_proxy=$https_proxy\"} \
-        \"CARGO_HOME=$CARGO_HOME\" \"PATH=$RUST_BIN/usr/sbin:/usr/bin:/sbin:/bin\" sh -c \"$SCRIPT\"";
-    let what = format!("setting up a fresh {release}");
+        \"CARGO_HOME=$CARGO_HOME\" CARGO_INSTALL_ROOT=/usr/local \
+        \"PATH=$RUST_BIN/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\" sh -c \"$SCRIPT\"";
+    let what = format!("README's commands in a fresh {release}");
     let progress = Progress::spinner(&what);
     Run::new("unshare")
         .args([
