@@ -27,6 +27,7 @@ mod progress;
 mod qemu;
 mod setup;
 mod test;
+mod tour;
 mod trace;
 mod uapi;
 mod vm;
@@ -69,6 +70,8 @@ enum Verb {
     Package(package::PackageArgs),
     /// Draw README's picture of a restore, docs/images/restore.svg, from a run of `pagetide try` on this machine
     Picture(picture::PictureArgs),
+    /// Draw docs/tour.md: what each command ends with, in pictures of real runs, here and in the lab; some ten minutes
+    Tour(tour::TourArgs),
     /// Everything that must hold: code, kernels, patches, and behaviour in VMs
     ///
     /// The last line is `N passed, N failed, N skipped`.
@@ -114,6 +117,7 @@ fn main() -> ExitCode {
         Verb::Guest => guest::run(&paths).map(|()| ExitCode::SUCCESS),
         Verb::Package(args) => package::run(args, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Picture(args) => picture::run(args, &paths).map(|()| ExitCode::SUCCESS),
+        Verb::Tour(args) => tour::run(args, &paths).map(|()| ExitCode::SUCCESS),
         Verb::Demo => demo::run(&paths),
         Verb::Bench => bench::bench(&paths),
         Verb::Profile(args) => profile::run(args, &paths),

@@ -217,6 +217,32 @@ mod tests {
         look(&Arguments::command());
     }
 
+    /// Of what this program was built with.
+    #[test]
+    fn the_tour_has_every_verb() {
+        // Options may stand between a verb's words.
+        fn calls(line: &str, verb: &[&str]) -> bool {
+            let mut words = line.split_whitespace();
+            verb.iter().all(|wanted| words.any(|word| word == *wanted))
+        }
+        fn look<'a>(command: &'a Command, before: &[&'a str], tour: &str) {
+            let name = [before, &[command.get_name()]].concat();
+            let mut below = verbs(command).peekable();
+            if below.peek().is_none() {
+                assert!(tour.lines().any(|line| calls(line, &name)), "{name:?}");
+            }
+            below.for_each(|verb| look(verb, &name, tour));
+        }
+        let place = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/tour.md");
+        let tour = fs::read_to_string(place).unwrap();
+        let lines = tour.lines().filter(|line| line.starts_with("pagetide "));
+        look(
+            &Arguments::command(),
+            &[],
+            &lines.collect::<Vec<_>>().join("\n"),
+        );
+    }
+
     #[test]
     fn a_paragraph_without_a_heading_is_a_note() {
         let text = rendered("Examples, after something:\n  do\n\nEnds when it ends.");
