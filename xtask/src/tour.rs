@@ -198,7 +198,7 @@ fn document() -> String {
         "# A tour\n\n\
          What each command is for, how it is called, and what it ends with. The pictures are real runs by `cargo xtask \
          tour`,\nwhich makes them again: on the machine that drew them, or in the [lab](design/lab.md), whose processor \
-         is emulated. There, a\nnanosecond is an instruction. The memory that is restored, web.mem, is 256 MiB that the \
+         is emulated. In its\nbenchmarks, a nanosecond is an instruction. The memory that is restored, web.mem, is 256 MiB that the \
          tour makes up. `pagetide COMMAND --help`\nhas all options.\n",
     );
     for stop in &STOPS {

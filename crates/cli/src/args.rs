@@ -50,7 +50,7 @@ fn examples() -> String {
 
 const EXAMPLES: &str = "\
 Examples:
-  How long would a VM wait for its memory, if it were restored from this snapshot? Any file will do:
+  How long would a VM wait for its memory after a restore? Any file of whole pages will do:
     pagetide try snapshot.mem
 
   Restore Firecracker's VMs from the snapshot; each runs at once, and its memory follows:

@@ -42,8 +42,8 @@ pub(super) const STOPS: [Stop; 14] = [
     Stop {
         name: "try",
         title: "pagetide try",
-        purpose: "How long would a VM wait for its memory, if it were restored from a file? It takes any file, and \
-                  needs\nneither root nor KVM.",
+        purpose: "How long would a VM wait for its memory, if it were restored from a file? It takes any \
+                  file of\nwhole pages of 4 KiB, and needs neither root nor KVM.",
         place: Place::Host,
         commands: "@rm -f web.mem.working-set\npagetide try web.mem",
     },
