@@ -7,6 +7,8 @@
 //! connection, for which there is a child, too.
 
 mod process;
+#[cfg(test)]
+mod tests;
 mod wire;
 
 use std::ffi::{OsStr, OsString};

@@ -6,12 +6,12 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::fcntl_get_seals;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 use rustix::pipe::{PipeFlags, pipe_with};
-use rustix::process::{Pid, PidfdFlags, WaitOptions, pidfd_open, waitpid};
+use rustix::process::{Pid, PidfdFlags, WaitOptions, pidfd_open, wait};
 
 use super::wire::{
     CLOSE, MAX_CLIENT_BYTES, MAX_NAME_BYTES, MAX_REQUEST_BYTES, RECEIVE, SPAWN, head, send_parts,
@@ -56,7 +56,6 @@ pub fn receive_descriptors() -> io::Result<()> {
 
 /// A child that has not ended. Descriptors whose closing hangs are its end, and nobody else's.
 struct Child {
-    pid: Pid,
     /// Readable when it has ended.
     end: OwnedFd,
     purpose: Purpose,
@@ -104,7 +103,11 @@ impl Purpose {
 }
 
 #[derive(Default)]
-struct Children(Vec<Child>);
+struct Children {
+    watched: Vec<Child>,
+    /// There may be others, whose end is not seen: they are looked for now and then.
+    has_unwatched: bool,
+}
 
 impl Children {
     /// Waits for the server's next word, and forgets children that have ended. Returns whether there is a word, and whether
@@ -115,7 +118,7 @@ impl Children {
         closings: BorrowedFd<'_>,
     ) -> Result<[bool; 2], Errno> {
         // There is one at most.
-        let receiving = self.0.iter().find_map(|child| match &child.purpose {
+        let receiving = self.watched.iter().find_map(|child| match &child.purpose {
             Purpose::Keep { receives, .. } => Some(receives),
             _ => None,
         });
@@ -125,9 +128,13 @@ impl Children {
         };
         let is_receiving = receiving.is_some();
         let mut polled = vec![PollFd::from_borrowed_fd(server, PollFlags::IN), of_closings];
-        let ends = self.0.iter().map(|child| &child.end);
+        let ends = self.watched.iter().map(|child| &child.end);
         polled.extend(ends.map(|end| PollFd::new(end, PollFlags::IN)));
-        match poll(&mut polled, None) {
+        let timeout = self.has_unwatched.then_some(Timespec {
+            tv_sec: 1,
+            tv_nsec: 0,
+        });
+        match poll(&mut polled, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno),
         }
@@ -139,15 +146,10 @@ impl Children {
         let is_said = ready.next().unwrap_or(false);
         let is_second = ready.next().unwrap_or(false);
         let mut ended = ready;
-        self.0.retain(|child| {
-            let has_ended = ended.next().unwrap_or(false);
-            if has_ended {
-                let _ = waitpid(Some(child.pid), WaitOptions::NOHANG);
-            }
-            !has_ended
-        });
+        self.watched.retain(|_| !ended.next().unwrap_or(false));
+        self.has_unwatched &= reap();
         if is_receiving && is_second {
-            self.0.iter_mut().for_each(Child::has_received_all);
+            self.watched.iter_mut().for_each(Child::has_received_all);
         }
         if self.closing() < MOST_CLOSING {
             self.end_keeping();
@@ -168,20 +170,21 @@ impl Children {
             return Ok(false);
         }
         if let Some(command) = text.strip_prefix(SPAWN) {
-            self.0.extend(spawn(command));
+            let child = spawn(command).and_then(|pid| self.watch(pid, Purpose::Program));
+            self.watched.extend(child);
         } else if text == RECEIVE
             && let [Some(client), Some(answer)] = given
         {
             let child = self.receive(&client, answer);
-            self.0.extend(child);
+            self.watched.extend(child);
         }
         Ok(true)
     }
 
     /// Has a child receive once, and answer. Without one, the server finds the end of the answer's socket.
-    fn receive(&self, client: &OwnedFd, answer: OwnedFd) -> Option<Child> {
+    fn receive(&mut self, client: &OwnedFd, answer: OwnedFd) -> Option<Child> {
         let pid = self.fork(|| bring(client.as_fd(), answer.as_fd()).is_err());
-        watched(pid, Purpose::Receive { answer })
+        self.watch(pid, Purpose::Receive { answer })
     }
 
     /// Has a child receive connections that are to be closed. No other process but the server has them open.
@@ -202,15 +205,15 @@ impl Children {
             close(&until);
             keep_until(closings, &end, &is_full)
         });
-        match watched(pid, Purpose::Keep { until, receives }) {
-            Some(child) => self.0.push(child),
+        match self.watch(pid, Purpose::Keep { until, receives }) {
+            Some(child) => self.watched.push(child),
             None => std::thread::sleep(PAUSE),
         }
     }
 
     /// The child that keeps connections open ends, and with it what it has kept, which may hang.
     fn end_keeping(&mut self) {
-        for child in &mut self.0 {
+        for child in &mut self.watched {
             if matches!(
                 child.purpose,
                 Purpose::Keep { .. } | Purpose::KeepAll { .. }
@@ -228,18 +231,27 @@ impl Children {
         };
         let pid = self.fork(|| close_by_end(closings, &receives));
         drop(receives);
-        match watched(pid, Purpose::Close) {
+        match self.watch(pid, Purpose::Close) {
             Some(child) => {
                 wait_for_end(has_received.as_fd());
-                self.0.push(child);
+                self.watched.push(child);
             }
             None => std::thread::sleep(PAUSE),
         }
     }
 
+    /// A child with the descriptor that tells of its end; `None` if there is no child, or no descriptor.
+    fn watch(&mut self, pid: i32, purpose: Purpose) -> Option<Child> {
+        let pid = Pid::from_raw(pid.max(0))?;
+        let end = pidfd_open(pid, PidfdFlags::empty());
+        self.has_unwatched |= end.is_err();
+        let end = end.ok()?;
+        Some(Child { end, purpose })
+    }
+
     fn closing(&self) -> usize {
         let is_closing = |child: &&Child| matches!(child.purpose, Purpose::Close);
-        self.0.iter().filter(is_closing).count()
+        self.watched.iter().filter(is_closing).count()
     }
 
     /// Has a child do something, and end with status 1 if that returns true. Returns its pid, which is negative if there is
@@ -250,7 +262,7 @@ impl Children {
         match unsafe { libc::fork() } {
             0 => {
                 // Otherwise this child's end would be waited for, too.
-                for child in &self.0 {
+                for child in &self.watched {
                     child.purpose.told_by().map(close);
                 }
                 let status = i32::from(work());
@@ -285,7 +297,7 @@ fn receive_from_server(
 }
 
 /// Starts a program. If that fails, whoever waits for it says so.
-fn spawn(command: &[u8]) -> Option<Child> {
+fn spawn(command: &[u8]) -> Option<i32> {
     let mut words = super::command_of(command);
     let mut command = Command::new(words.next()?);
     command
@@ -295,13 +307,18 @@ fn spawn(command: &[u8]) -> Option<Child> {
         .stderr(Stdio::null());
     std::os::unix::process::CommandExt::process_group(&mut command, 0);
     let pid = command.spawn().ok()?.id();
-    watched(i32::try_from(pid).ok()?, Purpose::Program)
+    i32::try_from(pid).ok()
 }
 
-fn watched(pid: i32, purpose: Purpose) -> Option<Child> {
-    let pid = Pid::from_raw(pid.max(0))?;
-    let end = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-    Some(Child { pid, end, purpose })
+/// Reaps all children that have ended, also those of which there is no descriptor. Returns whether others are left.
+fn reap() -> bool {
+    loop {
+        // Not those of one process group: a program has its own.
+        match wait(WaitOptions::NOHANG) {
+            Ok(Some(_)) | Err(Errno::INTR) => {}
+            left => return left.is_ok(),
+        }
+    }
 }
 
 /// The child: receives connections that have come, and leaves their last close to its end. Returns whether it has failed.

@@ -1,0 +1,149 @@
+//! A real porter, which lacks something.
+
+use std::io::{Read, Write};
+use std::process::id;
+use std::sync::MutexGuard;
+
+use pagetide_test_support::{equals, eventually};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
+
+use super::*;
+
+const PROCESS: &str = concat!(module_path!(), "::process");
+
+/// The porter's process, when another test has started it.
+#[test]
+fn process() {
+    if std::env::args_os().eq(command()) {
+        receive_descriptors().unwrap();
+        std::process::exit(0);
+    }
+}
+
+fn command() -> Vec<OsString> {
+    let program = std::env::current_exe().unwrap();
+    // Without the name of the crate.
+    let (_, test) = PROCESS.split_once("::").unwrap();
+    vec![program.into(), "--exact".into(), test.into()]
+}
+
+/// One at a time, so that each finds its own process.
+struct Started {
+    porter: Porter,
+    pid: Pid,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Started {
+    fn new() -> Self {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let running = || children(id()).into_iter().find(|&child| is_porter(child));
+        eventually("no porter", || running().map_or(Ok(()), Err));
+        let stopper = Stopper::new(Duration::ZERO).unwrap();
+        let porter = Porter::start(&command(), stopper).unwrap();
+        let pid = eventually("the porter's process", running);
+        let started = Self {
+            porter,
+            pid: Pid::from_raw(pid.cast_signed()).unwrap(),
+            _alone: alone,
+        };
+        // It has everything open that it needs.
+        assert_eq!(started.receive().unwrap(), 1);
+        started
+    }
+
+    /// Has a byte received beside a memory file. Returns how many descriptors came.
+    fn receive(&self) -> Result<usize, Errno> {
+        let (client, server) = UnixStream::pair().unwrap();
+        let file = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+        wire::send(client.as_fd(), b"x", &[file.as_fd()]).unwrap();
+        let brought = self.porter.receive(&server, &mut [0; 16])?;
+        assert_eq!(brought.bytes, 1);
+        Ok(brought.descriptors.len())
+    }
+
+    fn children(&self) -> Vec<u32> {
+        children(self.pid.as_raw_nonzero().get().unsigned_abs())
+    }
+}
+
+/// Also those that have ended, and that nobody has reaped.
+fn children(process: u32) -> Vec<u32> {
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let is_child = |child: &u32| {
+        let status = std::fs::read_to_string(format!("/proc/{child}/status"));
+        let parent = format!("\nPPid:\t{process}\n");
+        status.is_ok_and(|status| status.contains(&parent))
+    };
+    numbers.filter(is_child).collect()
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        // A test that fails may have stopped it.
+        let _ = kill_process(self.pid, Signal::CONT);
+    }
+}
+
+fn is_porter(process: u32) -> bool {
+    let words: Vec<Vec<u8>> = command()
+        .iter()
+        .map(|word| word.as_bytes().to_vec())
+        .collect();
+    let running = std::fs::read(format!("/proc/{process}/cmdline"));
+    running.is_ok_and(|running| running.strip_suffix(b"\0") == Some(&words.join(&0)))
+}
+
+/// Kind: what is optional fails (here, to watch a child), and something is left over for ever.
+#[test]
+fn a_child_that_cannot_be_watched_is_reaped() {
+    let started = Started::new();
+    eventually("no child", || equals(started.children(), &vec![]));
+    let is_free = |number: &u64| {
+        let descriptor = format!("/proc/{}/fd/{number}", started.pid.as_raw_nonzero());
+        std::fs::symlink_metadata(descriptor).is_err()
+    };
+    // For the connection and the answer: nothing is left for a child's pidfd, nor for the file that the child receives.
+    let second = (0..).filter(is_free).nth(1);
+    let set = |limit| prlimit(Some(started.pid), Resource::Nofile, limit).unwrap();
+    let whole = set(Rlimit {
+        current: second.map(|number| number + 1),
+        maximum: getrlimit(Resource::Nofile).maximum,
+    });
+    for _ in 0..8 {
+        assert_eq!(started.receive().unwrap(), 0);
+    }
+    set(whole);
+    assert_eq!(started.receive().unwrap(), 1);
+    eventually("no child", || equals(started.children(), &vec![]));
+}
+
+/// Kind: no room, and something is lost. Here, in the socket by which the porter is given what it is to close.
+#[test]
+fn sockets_that_the_porter_cannot_take_now_are_closed_later() {
+    let started = Started::new();
+    // Room for few.
+    sockopt::set_socket_send_buffer_size(&started.porter.closings, 4096).unwrap();
+    kill_process(started.pid, Signal::STOP).unwrap();
+    let mut clients = Vec::new();
+    while started.porter.not_taken.lock().unwrap().is_empty() {
+        let (mut client, server) = UnixStream::pair().unwrap();
+        client.write_all(b"x").unwrap();
+        started.porter.close(server.into());
+        clients.push(client);
+        assert!(clients.len() < 600, "the room has no end");
+    }
+    kill_process(started.pid, Signal::CONT).unwrap();
+    let is_at_end = |mut client: UnixStream| {
+        // A reset: what the client has sent was not read.
+        let _ = client.read(&mut [0]);
+    };
+    let last = clients.pop().unwrap();
+    clients.into_iter().for_each(is_at_end);
+    let (_client, server) = UnixStream::pair().unwrap();
+    started.porter.close(server.into());
+    is_at_end(last);
+    assert!(started.porter.not_taken.lock().unwrap().is_empty());
+}
