@@ -23,7 +23,7 @@ pub(crate) use limits::{Amounts, Resource};
 /// Lines of the log on refused clients of one user, within the period of a [`LogLimit`].
 const REFUSAL_LINES: u32 = 100;
 
-/// The same on the ends of its VMs. All that a user may have end at once where a host is emptied, and none of these lines is
+/// The same on its VMs: their ends, stalls and failures. All that a user may have end at once where a host is emptied, and none of these lines is
 /// dropped.
 const VM_LINES: u32 = 4096;
 
@@ -308,7 +308,7 @@ impl Charge {
         self.user.refusals_logged.pass()
     }
 
-    /// The same of a line on the life of one of this user's VMs.
+    /// The same of a line on one of this user's VMs.
     pub(crate) fn may_log_vm(&self) -> Option<u64> {
         self.user.vms_logged.pass()
     }

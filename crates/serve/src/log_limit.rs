@@ -63,9 +63,50 @@ impl Lines {
     }
 }
 
+/// Logs a line on a VM: `log_vm!(level, charge, fields, "text")`. A client can cause any number of such lines, so they have a
+/// bound for each user, and the next line says how many were dropped.
+macro_rules! log_vm {
+    ($level:ident, $charge:expr, $($line:tt)+) => {
+        $crate::log_limit::log_within!($level, $charge.may_log_vm(), $($line)+)
+    };
+}
+
+/// The same of a client that is refused.
+macro_rules! log_refusal {
+    ($level:ident, $charge:expr, $($line:tt)+) => {
+        $crate::log_limit::log_within!($level, $charge.may_log_refusal(), $($line)+)
+    };
+}
+
+macro_rules! log_within {
+    ($level:ident, $may_log:expr, $($line:tt)+) => {
+        if let Some(dropped) = $may_log {
+            let dropped = (dropped > 0).then_some(dropped);
+            tracing::$level!(dropped, $($line)+);
+        }
+    };
+}
+
+pub(crate) use {log_refusal, log_vm, log_within};
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Kind: a line of the log for each of something that a client can make any number of.
+    #[test]
+    fn no_line_on_a_vm_is_without_a_bound() {
+        let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/src/vm");
+        let within = std::fs::read_dir(sources).unwrap();
+        let files = within.map(|file| file.unwrap().path());
+        for file in files.chain([format!("{sources}.rs").into()]) {
+            let text = std::fs::read_to_string(&file).unwrap();
+            for level in ["error", "warn", "info"] {
+                let unbounded = text.contains(&format!("tracing::{level}!"));
+                assert!(!unbounded, "{}: use log_vm!", file.display());
+            }
+        }
+    }
 
     #[test]
     fn lines_beyond_the_limit_are_counted_and_not_logged() {

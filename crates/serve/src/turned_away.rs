@@ -139,7 +139,7 @@ fn look_at(clients: &Receiver<Client>) {
         // Whatever the message says: it is not served.
         let _ = received.receive(&stream, &charge, PATIENCE, stopping);
         if received.has_userfaultfd() {
-            kill(&common, &peer);
+            kill(&common, &peer, &charge);
         }
         stream.end();
     }

@@ -31,7 +31,7 @@ use thiserror::Error;
 use crate::budgets::{Charge, OverBudget};
 use crate::connection::Connection;
 use crate::image::ServedImage;
-use crate::log_limit::LogLimit;
+use crate::log_limit::{LogLimit, log_vm};
 use crate::memory_limit::MemoryLimit;
 use crate::metrics::{Metrics, Totals};
 use crate::named_image::NoImage;
@@ -229,6 +229,8 @@ struct Vm<'a> {
     common: &'a Common,
     image: &'a Arc<ServedImage>,
     peer: &'a Peer,
+    /// Bounds what is logged on it, too.
+    charge: &'a Charge,
     pager: Arc<Pager>,
     /// The VM's memory in the VMM, with the userfaultfd of each part.
     addresses: Vec<(Arc<Userfaultfd>, HostRange)>,
@@ -330,16 +332,20 @@ struct PagedRange {
     page_size: PageSize,
 }
 
-pub(crate) fn kill(common: &Common, peer: &Peer) {
+pub(crate) fn kill(common: &Common, peer: &Peer, charge: &Charge) {
     match peer.kill() {
         Ok(()) => {
             common.metrics.count(|totals| totals.vms_killed = 1);
-            tracing::error!(
+            log_vm!(
+                error,
+                charge,
                 pid = peer.pid,
                 "the VMM was killed: its content is unavailable"
             );
         }
-        Err(error) => tracing::error!(
+        Err(error) => log_vm!(
+            error,
+            charge,
             pid = peer.pid,
             uid = peer.uid,
             %error,
@@ -459,7 +465,9 @@ impl Vm<'_> {
                     // What cannot be started now is tried again then.
                     drain_again = Some(now + TICK);
                     if let Err(error) = self.drain() {
-                        tracing::warn!(
+                        log_vm!(
+                            warn,
+                            self.charge,
                             pid = self.peer.pid,
                             error = chain(&error),
                             "a drain is tried again"
@@ -485,7 +493,9 @@ impl Vm<'_> {
                     }
                     if now >= again && self.prefetch.as_ref().is_none_or(Prefetch::is_finished) {
                         if let Err(error) = self.drain() {
-                            tracing::warn!(
+                            log_vm!(
+                                warn,
+                                self.charge,
                                 error = &error as &dyn std::error::Error,
                                 "what is missing is not fetched yet"
                             );
@@ -578,13 +588,15 @@ impl Vm<'_> {
         let mut addresses = self.addresses.iter();
         let is_markable = addresses.all(|(uffd, range)| uffd.can_poison(UserRange::from(*range)));
         if !is_markable {
-            tracing::error!(
+            log_vm!(
+                error,
+                self.charge,
                 pid = self.peer.pid,
                 "this kernel has no UFFDIO_POISON (Linux 6.6): a VMM whose content is unavailable when the server ends is killed"
             );
         }
         if !is_markable || self.common.options.on_failure == OnFailure::Kill {
-            kill(self.common, self.peer);
+            kill(self.common, self.peer, self.charge);
         }
     }
 

@@ -15,6 +15,7 @@ use crate::connection::Connection;
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
 use crate::intake::{IntakeError, drop_bytes};
+use crate::log_limit::{log_refusal, log_vm};
 use crate::metrics::Totals;
 use crate::named_image::Offer;
 use crate::native::FEATURE_SPACES;
@@ -23,7 +24,6 @@ use crate::native::message::{MAX_DESCRIPTORS, Message, RefusedCode};
 use crate::native::session::{Session, SessionError};
 use crate::options::OnFailure;
 use crate::parking::Parked;
-use crate::peer::Peer;
 use crate::receive::{First, ReceiveError, Received};
 use crate::state::{Kept, KeptVm};
 
@@ -41,22 +41,20 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
         ..
     } = &client;
     let (number, socket) = (*number, socket.as_str());
-    if peer.pid.is_none()
-        && common.options.on_failure == OnFailure::Kill
-        && let Some(dropped) = charge.may_log_vm()
-    {
-        tracing::warn!(
+    if peer.pid.is_none() && common.options.on_failure == OnFailure::Kill {
+        log_vm!(
+            warn,
+            charge,
             vm = number,
             socket,
             uid = peer.uid,
-            dropped = counted(dropped),
             "the VMM is in another pid namespace: instead of being killed, it will get SIGBUS"
         );
     }
     let had_kept = kept.is_some();
     let mut received = Received::default();
     let served = match kept {
-        None => serve(common, offer, peer, &client, &mut received),
+        None => serve(common, offer, &client, &mut received),
         Some(kept) => resume(common, offer, &client, kept),
     };
     let seconds = begun.elapsed().as_secs_f64();
@@ -66,25 +64,24 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
     }
     match served {
         Ok((end, totals, memory_bytes)) => {
-            if let Some(dropped) = charge.may_log_vm() {
-                tracing::info!(
-                    vm = number,
-                    socket,
-                    pid,
-                    uid,
-                    image = name,
-                    memory_bytes,
-                    seconds,
-                    faults = totals.faults,
-                    pages_for_faults = totals.pages_for_faults,
-                    pages_ahead = totals.pages_ahead,
-                    requests = totals.requests,
-                    failed_requests = totals.failed_requests,
-                    dropped = counted(dropped),
-                    %end,
-                    "VM ended"
-                );
-            }
+            log_vm!(
+                info,
+                charge,
+                vm = number,
+                socket,
+                pid,
+                uid,
+                image = name,
+                memory_bytes,
+                seconds,
+                faults = totals.faults,
+                pages_for_faults = totals.pages_for_faults,
+                pages_ahead = totals.pages_ahead,
+                requests = totals.requests,
+                failed_requests = totals.failed_requests,
+                %end,
+                "VM ended"
+            );
         }
         Err(
             VmError::Receive(ReceiveError::Ended { bytes: 0 }) | VmError::Attach(AttachError::Left),
@@ -94,21 +91,20 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
         }
         Err(error) => {
             common.metrics.count(|totals| totals.vms_refused = 1);
-            if let Some(dropped) = charge.may_log_refusal() {
-                tracing::error!(
-                    vm = number,
-                    socket,
-                    pid,
-                    uid,
-                    image = name,
-                    dropped,
-                    error = &error as &dyn std::error::Error,
-                    "VM refused"
-                );
-            }
+            log_refusal!(
+                error,
+                charge,
+                vm = number,
+                socket,
+                pid,
+                uid,
+                image = name,
+                error = &error as &dyn std::error::Error,
+                "VM refused"
+            );
             let is_vmm = had_kept || received.has_userfaultfd();
             if is_vmm && common.options.on_failure == OnFailure::Kill {
-                kill(common, peer);
+                kill(common, peer, charge);
             }
             match is_vmm || is_unreceived(&error) {
                 true => park(common, client, received),
@@ -117,11 +113,6 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
         }
     }
     true
-}
-
-/// How many lines were dropped, in a line that says so only if there were any.
-fn counted(dropped: u64) -> Option<u64> {
-    (dropped > 0).then_some(dropped)
 }
 
 /// Whether it may be a VMM whose userfaultfd was not even received.
@@ -163,7 +154,6 @@ fn park(common: &Common, client: Client, received: Received) {
 fn serve(
     common: &Common,
     offer: &Offer,
-    peer: &Peer,
     client: &Client,
     received: &mut Received,
 ) -> Result<(End, Totals, u64), VmError> {
@@ -173,7 +163,7 @@ fn serve(
     let limit = common.options.handshake_limit;
     let first = received.receive(stream, &client.charge, limit, stopping)?;
     let described = match first {
-        First::Native => return serve_native(common, offer, peer, client, received, begun),
+        First::Native => return serve_native(common, offer, client, received, begun),
         First::Firecracker(described) => described,
     };
     // Now, and not when the socket was bound: the VMM's state file is of this moment, too.
@@ -198,7 +188,7 @@ fn serve(
         plan,
         ..Start::default()
     };
-    let vm = Vm::new(common, image, peer, attached, start)?;
+    let vm = Vm::new(common, image, client, attached, start)?;
     live(vm, stream)
 }
 
@@ -236,12 +226,7 @@ fn resume(
     client: &Client,
     kept: KeptVm,
 ) -> Result<(End, Totals, u64), VmError> {
-    let Client {
-        stream,
-        peer,
-        charge,
-        ..
-    } = client;
+    let Client { stream, charge, .. } = client;
     let image = &offer.opened(&common.options)?;
     let described = kept.description.vm_regions().ok_or(VmError::OtherState)?;
     if kept.description.digest != image.image.digest().to_string() {
@@ -289,7 +274,7 @@ fn resume(
         plan: Plan::go_on(common, image, since_us),
         ..Start::default()
     };
-    let vm = Vm::new(common, image, peer, attached(&uffd, described), start)?;
+    let vm = Vm::new(common, image, client, attached(&uffd, described), start)?;
     live(vm, stream)
 }
 
@@ -325,7 +310,6 @@ fn live(mut vm: Vm<'_>, stream: &UnixStream) -> Result<(End, Totals, u64), VmErr
 fn serve_native(
     common: &Common,
     offer: &Offer,
-    peer: &Peer,
     client: &Client,
     received: &mut Received,
     begun: Instant,
@@ -373,7 +357,7 @@ fn serve_native(
             true => Plan::Nothing,
         },
     });
-    let made = start.and_then(|start| Vm::new(common, image, peer, regions, start));
+    let made = start.and_then(|start| Vm::new(common, image, client, regions, start));
     let mut vm = match made {
         Ok(vm) => vm,
         Err(error) => {

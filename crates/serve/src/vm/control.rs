@@ -11,6 +11,7 @@ use rustix::event::epoll::EventFlags;
 
 use super::spaces::SpaceError;
 use super::{End, Vm, VmError, chain};
+use crate::log_limit::log_vm;
 use crate::native::attach::share;
 use crate::native::message::{
     AttachSpace, Drained, Health, MAX_SPACES, Message, PageMapPart, RefusedCode, VmState,
@@ -195,7 +196,9 @@ impl<'a> Control<'a> {
 
     /// The stream has no meaning any more. The guest's faults are served as before.
     fn end_requests(&mut self, vm: &Vm<'_>, error: SessionError) {
-        tracing::error!(
+        log_vm!(
+            error,
+            vm.charge,
             pid = vm.peer.pid,
             error = &error as &dyn std::error::Error,
             "no further request of this VMM is read"
@@ -572,7 +575,9 @@ impl Vm<'_> {
             && self.prefetch.is_none()
             && let Err(error) = self.start_plan(Vec::new())
         {
-            tracing::error!(
+            log_vm!(
+                error,
+                self.charge,
                 error = &error as &dyn std::error::Error,
                 "no prefetch: its thread was not started"
             );

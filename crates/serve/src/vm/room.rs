@@ -4,6 +4,7 @@ use pagetide_memory::PageRange;
 use pagetide_pager::{Progress, RegionId};
 
 use super::Vm;
+use crate::log_limit::log_vm;
 
 /// What else a VMM needs while its memory fills: page tables take a 512th of it, and it has buffers of its own.
 const BESIDE: u64 = 4 << 20;
@@ -26,7 +27,9 @@ impl Vm<'_> {
         if room >= needed(missing) {
             return (first, then);
         }
-        tracing::warn!(
+        log_vm!(
+            warn,
+            self.charge,
             pid = self.peer.pid,
             room,
             missing,
@@ -53,7 +56,9 @@ impl Vm<'_> {
         };
         if is_near(room, self.missing_bytes()) {
             self.prefetch = None;
-            tracing::warn!(
+            log_vm!(
+                warn,
+                self.charge,
                 pid = self.peer.pid,
                 room,
                 "the limit of the VMM's control group is near: prefetch has ended"

@@ -5,6 +5,7 @@ use std::time::Instant;
 use pagetide_pager::Notice;
 
 use super::{End, Link, Part, Vm, chain, kill};
+use crate::log_limit::log_vm;
 use crate::native::message::Message;
 use crate::options::OnFailure;
 
@@ -42,9 +43,9 @@ impl Vm<'_> {
                         Some(_) => "VM stalled",
                         None => "a page was not installed",
                     };
-                    if let Some(dropped) = self.notices_logged.pass() {
+                    if let Some(notices_dropped) = self.notices_logged.pass() {
                         let error = &notice as &dyn std::error::Error;
-                        tracing::error!(pid, dropped, error, "{what}");
+                        log_vm!(error, self.charge, pid, notices_dropped, error, "{what}");
                     }
                     if self.common.options.on_failure == OnFailure::Kill {
                         self.kill(link);
@@ -55,9 +56,9 @@ impl Vm<'_> {
                     if other.needs_action() || matches!(other, Notice::NotPrefetched { .. }) {
                         self.last_error = chain(other);
                     }
-                    if let Some(dropped) = self.notices_logged.pass() {
+                    if let Some(notices_dropped) = self.notices_logged.pass() {
                         let error = other as &dyn std::error::Error;
-                        tracing::warn!(pid, dropped, error, "notice");
+                        log_vm!(warn, self.charge, pid, notices_dropped, error, "notice");
                     }
                 }
             }
@@ -80,7 +81,7 @@ impl Vm<'_> {
         link.notify(|| Message::Killed {
             text: self.last_error.clone(),
         });
-        kill(self.common, self.peer);
+        kill(self.common, self.peer, self.charge);
     }
 
     /// Tries stalled regions again whose time is due. Returns their number.

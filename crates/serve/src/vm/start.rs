@@ -15,15 +15,14 @@ use pagetide_uapi::userfaultfd::UserRange;
 use super::keeping::{Keeping, map_bytes};
 use super::recording::Checkpoint;
 use super::spaces::Spaces;
-use super::{Common, PagedRange, Part, Vm, VmError};
+use super::{Client, Common, PagedRange, Part, Vm, VmError};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
-use crate::log_limit::LogLimit;
+use crate::log_limit::{LogLimit, log_vm};
 use crate::memory_limit::MemoryLimit;
 use crate::metrics::Totals;
 use crate::native::attach::{AttachedRegion, Memory};
 use crate::options::WorkingSetMode;
-use crate::peer::Peer;
 use crate::recorder::{RECORDED, Recorder};
 use crate::sample::Sample;
 use crate::working_set::WorkingSet;
@@ -132,7 +131,7 @@ impl<'a> Vm<'a> {
     pub(super) fn new(
         common: &'a Common,
         image: &'a Arc<ServedImage>,
-        peer: &'a Peer,
+        client: &'a Client,
         attached: Vec<AttachedRegion>,
         start: Start,
     ) -> Result<Self, VmError> {
@@ -167,10 +166,12 @@ impl<'a> Vm<'a> {
             }
             _ => None,
         };
+        let peer = &client.peer;
         let mut vm = Self {
             common,
             image,
             peer,
+            charge: &client.charge,
             pager,
             addresses: attached
                 .iter()
@@ -273,7 +274,9 @@ impl<'a> Vm<'a> {
         }
         if here < region.bytes() {
             let missing = region.bytes() - here;
-            tracing::error!(
+            log_vm!(
+                error,
+                self.charge,
                 image = self.image.image.name(),
                 image_bytes,
                 region_offset = region.offset,
@@ -342,7 +345,9 @@ impl<'a> Vm<'a> {
             Plan::Nothing | Plan::Record(_) => Vec::new(),
         };
         if let Err(error) = self.start_plan(first) {
-            tracing::warn!(
+            log_vm!(
+                warn,
+                self.charge,
                 pid = self.peer.pid,
                 error = &error as &dyn std::error::Error,
                 "no prefetch: its thread was not started"

@@ -16,9 +16,12 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 
 use super::*;
+use crate::budgets::Charge;
+use crate::connection::Connection;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::parking::Parking;
+use crate::peer::Peer;
 use crate::state::{State, map_file};
 use crate::stopper::Stopper;
 use crate::vm::End;
@@ -155,8 +158,7 @@ fn what_a_predecessor_has_read_is_applied_before_anything_is_fetched() {
         is_early: Arc::clone(&is_early),
     });
     let (common, image) = common(path, source, true);
-    let (stream, _other) = UnixStream::pair().unwrap();
-    let peer = Peer::of(&stream).unwrap();
+    let (client, _other) = client();
     let attached = attached(uffd, range);
     let start = Start {
         is_running: true,
@@ -168,12 +170,26 @@ fn what_a_predecessor_has_read_is_applied_before_anything_is_fetched() {
         }),
         ..Start::default()
     };
-    let mut vm = Vm::new(&common, &image, &peer, vec![attached], start).unwrap();
+    let mut vm = Vm::new(&common, &image, &client, vec![attached], start).unwrap();
     let ended = vm.prefetch.take().unwrap().finish().unwrap();
     assert!(ended.is_complete);
     assert!(!is_early.load(Ordering::Acquire), "fetched before");
     assert_eq!(resident(range), 0, "discarded pages have content");
     let _ = vm.end(End::Gone).unwrap();
+}
+
+/// A client that has only connected, and its other end.
+fn client() -> (Client, UnixStream) {
+    let (stream, other) = UnixStream::pair().unwrap();
+    let client = Client {
+        number: 1,
+        socket: String::new(),
+        peer: Peer::of(&stream).unwrap(),
+        stream: Connection::new(stream, None),
+        charge: Charge::alone(),
+        kept: None,
+    };
+    (client, other)
 }
 
 /// Answers at once, as a thread does that reads the image for all its VMs.
@@ -196,10 +212,9 @@ fn what_the_images_threads_have_read_is_installed_by_the_vms_own() {
     let file = fs_err::File::create(&path).unwrap();
     file.set_len((PAGES * PAGE) as u64).unwrap();
     let (common, image) = common(path, Arc::new(AtOnce), false);
-    let (stream, _other) = UnixStream::pair().unwrap();
-    let peer = Peer::of(&stream).unwrap();
+    let (client, _other) = client();
     let attached = vec![attached(uffd, range)];
-    let mut vm = Vm::new(&common, &image, &peer, attached, Start::default()).unwrap();
+    let mut vm = Vm::new(&common, &image, &client, attached, Start::default()).unwrap();
     let at = usize::try_from(range.start).unwrap() + 5 * PAGE;
     let guest = thread::spawn(move || {
         // SAFETY: the memory stays mapped, and nothing else accesses it.
