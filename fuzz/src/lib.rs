@@ -14,6 +14,7 @@ mod frames;
 mod handshake;
 mod image;
 mod keeper;
+mod mapped_ram;
 mod memory;
 mod migrate;
 mod migrate_machines;
@@ -67,6 +68,12 @@ pub const TARGETS: &[Target] = &[
         max_bytes: 8192,
         run: image::run,
         seeds: image::seeds,
+    },
+    Target {
+        name: "mapped-ram",
+        max_bytes: 8192,
+        run: mapped_ram::run,
+        seeds: mapped_ram::seeds,
     },
     Target {
         name: "working-set",

@@ -9,15 +9,15 @@ use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{Args, ValueEnum};
 use pagetide_base::units::ByteSize;
 use pagetide_sources::image::{
     self, CreateError, CreateOptions, Created, DEFAULT_CHUNK_BYTES, ExtractOptions, Holes,
     ImageInfo, VerifyOptions,
 };
 use pagetide_sources::{
-    DEFAULT_INDEX_BYTES, GuestImage, Location, OpenError, OpenOptions, PagetideImage,
+    DEFAULT_INDEX_BYTES, GuestImage, Location, MappedRam, OpenError, OpenOptions, PagetideImage,
 };
 
 use crate::failure::Failure;
@@ -29,6 +29,9 @@ pub(crate) use output::{Row, json, lines, percent, size};
 
 /// Standard input or output, in place of a file.
 const STANDARD_STREAM: &str = "-";
+
+/// Cloud Hypervisor's file of all memory, one range after the other.
+const MEMORY_RANGES: &str = "memory-ranges";
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -42,6 +45,10 @@ Examples:
   From a pipe, and from an object of a store:
     zstd -dc snapshot.mem.zst | pagetide image create - -o base.img
     pagetide image create s3://snapshots/web.mem -o web.img
+
+  From a file to which QEMU has migrated with mapped-ram, and from a snapshot of Cloud Hypervisor:
+    pagetide image create vm.qemu --from qemu-mapped-ram -o vm.img
+    pagetide image create snapshot/ --from cloud-hypervisor -o vm.img
 
   One layer of many, with and without a base below it:
     pagetide image merge today.img -o full.img
@@ -83,9 +90,17 @@ impl OpenArguments {
 
 #[derive(Debug, Args)]
 pub(crate) struct CreateArguments {
-    /// The raw memory: a file, a URL, a pipe, or - for standard input
+    /// The raw memory: a file, a URL, a pipe, or - for standard input; with --from, what that says
     #[arg(value_name = "RAW", value_parser = location())]
     raw: Location,
+
+    /// Which VMM's file RAW is
+    #[arg(long, value_name = "VMM", value_enum, default_value_t = Vmm::Firecracker)]
+    from: Vmm,
+
+    /// The RAM block of QEMU's file that is the guest's memory [default: the largest]
+    #[arg(long, value_name = "NAME")]
+    block: Option<String>,
 
     /// The new image
     #[arg(long, short, value_name = "IMAGE")]
@@ -123,6 +138,17 @@ pub(crate) struct CreateArguments {
     /// Show no progress
     #[arg(long, short)]
     quiet: bool,
+}
+
+/// Who has written the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Vmm {
+    /// Raw memory: Firecracker's memory file, and any other without headers
+    Firecracker,
+    /// A file to which QEMU 9.0 or later has migrated with the capability mapped-ram; a file or a URL
+    QemuMappedRam,
+    /// Cloud Hypervisor's snapshot: its folder, or the file memory-ranges in it
+    CloudHypervisor,
 }
 
 #[derive(Debug, Args)]
@@ -239,6 +265,14 @@ enum BadRequest {
         "--holes base: only a local file has holes, and neither a pipe nor an object of a store"
     )]
     HolesOfStream,
+    #[error("--holes base: a file of QEMU's has all memory, and a page that is not in it is zero")]
+    HolesOfQemu,
+    #[error("--block: only a file of QEMU's has RAM blocks (--from qemu-mapped-ram)")]
+    BlockWithoutQemu,
+    #[error(
+        "--from qemu-mapped-ram: pages are read at their places; copy what the pipe brings to a file first"
+    )]
+    QemuStream,
 }
 
 /// Verification has found damage.
@@ -268,6 +302,12 @@ pub(crate) fn unopened(error: OpenError) -> Failure {
     sorted(error, is_refusal)
 }
 
+/// Whether this names standard input or a pipe. Nothing is opened: that waits for whoever writes to a pipe.
+fn is_stream(path: &Path) -> bool {
+    let is_pipe = || std::fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo());
+    path.as_os_str() == STANDARD_STREAM || is_pipe()
+}
+
 /// The raw memory of `pagetide image create`.
 enum Raw<'a> {
     File(&'a Path),
@@ -286,8 +326,7 @@ impl<'a> Raw<'a> {
             let name = "standard input".to_owned();
             return Ok(Self::Stream(Box::new(std::io::stdin()), name));
         }
-        let is_pipe = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo());
-        if !is_pipe {
+        if !is_stream(path) {
             return Ok(Self::File(path));
         }
         let name = path.display().to_string();
@@ -301,10 +340,18 @@ impl<'a> Raw<'a> {
 /// `pagetide image create`.
 pub(crate) fn create(arguments: &CreateArguments) -> Result<(), Failure> {
     let options = create_options(arguments).map_err(Failure::bad_input)?;
+    if arguments.block.is_some() && arguments.from != Vmm::QemuMappedRam {
+        return Err(Failure::bad_input(BadRequest::BlockWithoutQemu));
+    }
     let bar = Bar::new(arguments.quiet);
-    let progress = &mut |done, all| bar.show(done, all);
     let new = &arguments.output;
-    let created = match Raw::open(&arguments.raw).map_err(Failure::bad_input)? {
+    if arguments.from == Vmm::QemuMappedRam {
+        return create_from_qemu(arguments, &options, bar);
+    }
+    let raw = memory_of(arguments);
+    let raw = Raw::open(&raw).map_err(Failure::bad_input)?;
+    let progress = &mut |done, all| bar.show(done, all);
+    let created = match raw {
         Raw::File(path) => image::create(path, new, &options, progress),
         _ if options.holes == Some(Holes::Base) => {
             return Err(Failure::bad_input(BadRequest::HolesOfStream));
@@ -314,6 +361,47 @@ pub(crate) fn create(arguments: &CreateArguments) -> Result<(), Failure> {
             image::create_from_stream(&mut stream, &name, new, &options, progress)
         }
     };
+    drop(bar);
+    tell(created, arguments.json)
+}
+
+/// Where the memory is.
+fn memory_of(arguments: &CreateArguments) -> Location {
+    match &arguments.raw {
+        Location::Path(path) if arguments.from == Vmm::CloudHypervisor && path.is_dir() => {
+            Location::Path(path.join(MEMORY_RANGES))
+        }
+        raw => raw.clone(),
+    }
+}
+
+fn create_from_qemu(
+    arguments: &CreateArguments,
+    options: &CreateOptions,
+    bar: Bar,
+) -> Result<(), Failure> {
+    if options.holes == Some(Holes::Base) {
+        return Err(Failure::bad_input(BadRequest::HolesOfQemu));
+    }
+    let raw = &arguments.raw;
+    if let Location::Path(path) = raw
+        && is_stream(path)
+    {
+        return Err(Failure::bad_input(BadRequest::QemuStream));
+    }
+    let look = &mut |memory: &MappedRam| {
+        let others = memory.others().join(", ");
+        if !arguments.quiet && !others.is_empty() {
+            eprintln!(
+                "took the RAM block {}, and left out {others}",
+                memory.block()
+            );
+        }
+    };
+    let progress = &mut |done, all| bar.show(done, all);
+    let block = arguments.block.as_deref();
+    let new = &arguments.output;
+    let created = image::create_from_mapped_ram(raw, block, new, options, look, progress);
     drop(bar);
     tell(created, arguments.json)
 }

@@ -359,6 +359,59 @@ fn layers_become_one() {
     assert!(message.contains("is read"), "{message}");
 }
 
+/// What QEMU has written, in sources/tests/image/mapped_ram.rs.
+const OF_QEMU: &[u8] = include_bytes!("../../sources/tests/image/fixtures/qemu-10.0-pc.zst");
+
+#[test]
+fn the_files_of_other_vmms_become_images() {
+    let place = Place::new();
+    place.write("vm.qemu", &zstd::decode_all(OF_QEMU).expect("it is packed"));
+    let refused = place.refused(&["create", "vm.qemu", "-o", "x"], 2);
+    assert!(refused.contains("--from qemu-mapped-ram"), "{refused}");
+    let from_qemu = ["create", "vm.qemu", "--from", "qemu-mapped-ram"];
+    let named = place.image(&[&from_qemu[..], &["-o", "named.img"]].concat());
+    let message = text(&named.stderr);
+    assert!(
+        message.contains("took the RAM block pc.ram (4194304 bytes), and left out"),
+        "{message}"
+    );
+    let above = ["-o", "diff.img", "--base", "vm.img"];
+    for more in [
+        &["-o", "vm.img"][..],
+        &["-o", "bios.img", "--block", "pc.bios"],
+        &above,
+    ] {
+        place.printed(&[&from_qemu, more, &["-q"]].concat());
+    }
+    place.printed(&["extract", "vm.img", "-o", "memory", "-q"]);
+    let memory = place.read("memory");
+    assert_eq!(memory.len(), 4 << 20);
+    // The loaded file's first word, and its fifth page.
+    assert_eq!(memory[1 << 20..][..4], 12_345_u32.to_le_bytes());
+    assert_eq!(memory[(1 << 20) + 4 * 4096..][..4096], [0; 4096]);
+    let holes = [&from_qemu[..], &above, &["--holes", "base", "--force"]].concat();
+    let refused = place.refused(&holes, 2);
+    assert!(
+        refused.contains("a page that is not in it is zero"),
+        "{refused}"
+    );
+
+    // Nobody writes to it: to open it would wait for ever.
+    let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR);
+    let made = rustix::fs::mknodat(rustix::fs::CWD, place.path("pipe"), kind, mode, 0);
+    made.expect("a pipe");
+    let piped = ["create", "pipe", "--from", "qemu-mapped-ram", "-o", "x"];
+    assert_eq!(place.image(&piped).status.code(), Some(2));
+    fs::remove_file(place.path("pipe")).expect("it goes");
+
+    fs::create_dir(place.path("snapshot")).expect("a directory");
+    let content = place.memory("snapshot/memory-ranges");
+    let of_folder = ["create", "snapshot", "--from", "cloud-hypervisor"];
+    place.printed(&[&of_folder[..], &["-o", "ch.img", "-q"]].concat());
+    place.printed(&["extract", "ch.img", "-o", "ranges", "-q"]);
+    assert!(place.read("ranges") == content);
+}
+
 #[test]
 fn damage_is_named() {
     let place = Place::new();
@@ -476,6 +529,33 @@ fn bad_input_is_refused_in_one_line() {
         (
             &["create", "raw", "-o", "x", "--holes", "skip"],
             "[possible values: base, zero]",
+        ),
+        (
+            &["create", "raw", "-o", "x", "--from", "qemu-mapped-ram"],
+            "raw: it is no file of QEMU's migration",
+        ),
+        (
+            &["create", "raw", "-o", "x", "--block", "pc.ram"],
+            "--block: only a file of QEMU's has RAM blocks",
+        ),
+        (
+            &["create", "-", "-o", "x", "--from", "qemu-mapped-ram"],
+            "copy what the pipe brings to a file first",
+        ),
+        (
+            &["create", "raw", "-o", "x", "--from", "xen"],
+            "[possible values: firecracker, qemu-mapped-ram, cloud-hypervisor]",
+        ),
+        (
+            &[
+                "create",
+                "directory",
+                "-o",
+                "x",
+                "--from",
+                "cloud-hypervisor",
+            ],
+            "directory/memory-ranges does not exist",
         ),
         (&["info", "raw"], "cannot use raw: it is no Pagetide image"),
         (&["info", "none"], "none does not exist"),

@@ -49,7 +49,7 @@ const KINDS: [Kind; 18] = [
     Kind {
         first: b"QEVM",
         what: "a migration stream or a mapped-ram file of QEMU",
-        remedy: "QEMU's files have headers between parts of memory, and cannot be served",
+        remedy: "it has headers between parts of memory; make an image of a mapped-ram file (pagetide image create --from qemu-mapped-ram)",
     },
     Kind {
         first: b"QFI\xfb",

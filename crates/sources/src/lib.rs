@@ -6,6 +6,7 @@
 //!   ImageSource        a pool of threads; content that needs no waiting is delivered by the fault's thread
 //!         │  GuestImage: guest memory by offset, zero runs named as such
 //!   RawImage           a memory file as Firecracker writes it; holes are zeroes
+//!   MappedRam          a RAM block of a file of QEMU, whose bitmap says which pages are zeroes
 //!   PagetideImage      compressed chunks with checksums, in layers (module image)
 //!         │  Blob: bytes by offset
 //!   FileBlob           a local file: pread; a mapping, or RWF_NOWAIT, for content in the page cache
@@ -30,6 +31,7 @@ mod foreign;
 mod guest_image;
 pub mod image;
 mod mapped_file;
+mod mapped_ram;
 #[cfg(feature = "objects")]
 mod object;
 #[cfg(not(feature = "objects"))]
@@ -49,6 +51,7 @@ pub use foreign::NotMemory;
 pub use guest_image::{GuestImage, ImageError};
 pub use image::PagetideImage;
 pub use mapped_file::cached_pages;
+pub use mapped_ram::{MappedRam, MappedRamError};
 pub use object::{ObjectBlob, ObjectCounters, ObjectOptions, ObjectOptionsError, OpenObjectError};
 pub use open::{
     Bases, DEFAULT_CACHE_BYTES, DEFAULT_INDEX_BYTES, Location, OpenError, OpenOptions,

@@ -16,6 +16,7 @@ use crate::file::FileBlob;
 use crate::foreign::NotMemory;
 use crate::guest_image::GuestImage;
 use crate::image::{FormatError, Head, MOST_LAYERS, PagetideImage};
+use crate::mapped_ram::MappedRamError;
 use crate::object::{
     ObjectBlob, ObjectOptions, ObjectOptionsError, OpenObjectError, decoded, shown,
 };
@@ -214,6 +215,15 @@ pub enum OpenError {
         /// The base's digest.
         found: Digest,
     },
+    /// It has no memory in QEMU's format mapped-ram.
+    #[error("cannot take the memory out of {name}")]
+    MappedRam {
+        /// The file or object.
+        name: String,
+        /// Why.
+        #[source]
+        source: MappedRamError,
+    },
     /// It is neither a Pagetide image nor guest memory.
     #[error("{name} is no guest memory")]
     NotMemory {
@@ -288,6 +298,7 @@ impl OpenError {
             Self::Cache(_)
             | Self::Options(_)
             | Self::NotMemory { .. }
+            | Self::MappedRam { .. }
             | Self::BaseElsewhere { .. }
             | Self::LongIndex { .. } => true,
             _ => false,

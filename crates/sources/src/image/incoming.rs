@@ -4,13 +4,16 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use super::codec::is_zero;
-use super::create::{CreateError, CreateOptions, Created, Holes, create_named, open_base};
+use super::create::{
+    CreateError, CreateOptions, Created, Holes, create_named, open_base, refuse_same_file,
+};
 use super::format::{check_chunk_bytes, check_memory_bytes};
 use super::layers::Head;
 use super::merge::write_whole;
 use super::target::Target;
 use crate::blob::BlobError;
-use crate::open::{Location, OpenOptions, open_blob};
+use crate::mapped_ram::MappedRam;
+use crate::open::{Location, OpenError, OpenOptions, open_blob};
 use crate::raw::RawImage;
 
 /// What is read of a stream at once.
@@ -98,6 +101,36 @@ pub fn create_from_url(
 ) -> Result<Created, CreateError> {
     let raw = open_raw(url, &options.open)?;
     write_whole(&raw, MODE, image, options, progress)
+}
+
+/// Creates the image `image` from the guest memory in QEMU's file at `location`, written with the capability mapped-ram: from
+/// its RAM block of this name, or from its largest, at which `look` may look first. No part of it is a hole. `progress` is told as by
+/// [`create`].
+///
+/// [`create`]: super::create()
+///
+/// # Errors
+/// [`CreateError`]; what was at `image` before is then still there.
+pub fn create_from_mapped_ram(
+    location: &Location,
+    block: Option<&str>,
+    image: &Path,
+    options: &CreateOptions,
+    look: &mut dyn FnMut(&MappedRam),
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Created, CreateError> {
+    if let Location::Path(path) = location {
+        refuse_same_file(path, image)?;
+    }
+    let blob = open_blob(location, &options.open).map_err(CreateError::OpenRaw)?;
+    let name = blob.name().to_owned();
+    let memory = MappedRam::open(blob, block).map_err(|source| {
+        let source = OpenError::MappedRam { name, source };
+        CreateError::OpenRaw(source)
+    })?;
+    look(&memory);
+    let mode = memory.mode().unwrap_or(MODE);
+    write_whole(&memory, mode, image, options, progress)
 }
 
 fn open_raw(url: &str, options: &OpenOptions) -> Result<RawImage, CreateError> {

@@ -29,7 +29,7 @@ pub use format::{
     DEFAULT_CHUNK_BYTES, FormatError, LEAST_CHUNK_BYTES, MOST_BASE_BYTES, MOST_CHUNK_BYTES,
     MOST_MEMORY_BYTES, VERSION,
 };
-pub use incoming::{create_from_stream, create_from_url};
+pub use incoming::{create_from_mapped_ram, create_from_stream, create_from_url};
 pub use info::ImageInfo;
 pub(crate) use layers::Head;
 pub use layers::MOST_LAYERS;

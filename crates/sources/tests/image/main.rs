@@ -4,5 +4,6 @@ mod common;
 mod content;
 mod damage;
 mod identity;
+mod mapped_ram;
 mod speed;
 mod trust;
