@@ -13,6 +13,8 @@ use crate::timing::Timing;
 /// Whether shmem gets transparent huge pages.
 pub(crate) const THP_SHMEM: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
+const CPUFREQ: &str = "/sys/devices/system/cpu/cpu0/cpufreq";
+
 /// The environment of a benchmark.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
@@ -30,6 +32,9 @@ pub struct Facts {
     pub machine: String,
     /// The CPU's model name.
     pub cpu_model: Option<String>,
+    /// Who chooses the first CPU's frequency, and how (Documentation/admin-guide/pm/cpufreq.rst); a VM has nobody.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub governor: Option<String>,
     /// CPUs that this process may run on.
     pub host_cpus: u32,
     /// Memory of the host in bytes.
@@ -55,6 +60,7 @@ impl Facts {
             kernel_release: uname("osrelease").unwrap_or_else(|| "unknown".to_owned()),
             machine: std::env::consts::ARCH.to_owned(),
             cpu_model: cpu_field(&cpuinfo, "model name"),
+            governor: governor(CPUFREQ),
             host_cpus: std::thread::available_parallelism()
                 .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX)),
             memory_bytes: fs::read_to_string("/proc/meminfo")
@@ -76,6 +82,10 @@ impl Facts {
         if self.debug_build {
             build.push_str(", built without optimisation");
         }
+        let mut cpu = self.cpu_model.clone().unwrap_or_else(unknown);
+        if let Some(governor) = &self.governor {
+            cpu = format!("{cpu}, frequency by {governor}");
+        }
         vec![
             ("Started", self.started_utc.clone()),
             (
@@ -83,7 +93,7 @@ impl Facts {
                 format!("{} ({})", self.kernel_release, self.machine),
             ),
             ("KVM", self.kvm.clone()),
-            ("CPU", self.cpu_model.clone().unwrap_or_else(unknown)),
+            ("CPU", cpu),
             ("Host CPUs", self.host_cpus.to_string()),
             (
                 "Host memory",
@@ -102,6 +112,17 @@ impl Facts {
 /// What [`THP_SHMEM`] is set to.
 pub(crate) fn thp_shmem() -> Option<String> {
     chosen(&read_trimmed(THP_SHMEM)?)
+}
+
+/// The governor and its driver.
+fn governor(cpufreq: &str) -> Option<String> {
+    let of_first = |name: &str| read_trimmed(&format!("{cpufreq}/{name}"));
+    let governor = of_first("scaling_governor")?;
+    let driver = of_first("scaling_driver");
+    Some(driver.map_or_else(
+        || governor.clone(),
+        |driver| format!("{governor} ({driver})"),
+    ))
 }
 
 fn read_trimmed(path: &str) -> Option<String> {
@@ -189,6 +210,18 @@ mod tests {
             Some("advise")
         );
         assert_eq!(chosen("never"), None);
+    }
+
+    #[test]
+    fn the_governor_is_told_with_its_driver_if_there_is_one() {
+        let place = tempfile::tempdir().unwrap();
+        let cpufreq = place.path().to_str().unwrap();
+        assert_eq!(governor(cpufreq), None);
+        fs::write(place.path().join("scaling_governor"), "performance\n").unwrap();
+        assert_eq!(governor(cpufreq).as_deref(), Some("performance"));
+        fs::write(place.path().join("scaling_driver"), "amd-pstate\n").unwrap();
+        let wanted = Some("performance (amd-pstate)");
+        assert_eq!(governor(cpufreq).as_deref(), wanted);
     }
 
     #[test]

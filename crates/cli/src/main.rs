@@ -4,6 +4,8 @@
 //! lacks something that it asks for. Either is reported in one line on standard error. `pagetide run` ends
 //! with its guest's status.
 
+#[cfg(feature = "bench")]
+mod all;
 mod args;
 #[cfg(feature = "serve")]
 mod ctl;

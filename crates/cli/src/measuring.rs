@@ -10,6 +10,7 @@ use pagetide_bench::report::{Environment, OutDir, Report, Shown, benchmark_of};
 use pagetide_bench::timing::Timing;
 use pagetide_bench::{memcycler, memslots, pager, paging, populate};
 
+use crate::all;
 use crate::failure::Failure;
 use crate::print;
 
@@ -117,16 +118,30 @@ struct OpenReportError {
 pub(crate) fn open(arguments: &ShowArguments) -> Result<(), Failure> {
     let failure = |source| unreadable(arguments, source);
     let text = std::fs::read_to_string(&arguments.file).map_err(|error| failure(error.into()))?;
-    match benchmark_of(&text)
+    let Some((reports, left_out)) = all::parts_of(&text) else {
+        return open_one(&text, arguments);
+    };
+    let mut reports = reports.iter();
+    reports.try_for_each(|report| open_one(report, arguments))?;
+    // JSON has nothing but reports.
+    match arguments.json {
+        true => Ok(()),
+        false => print(&left_out),
+    }
+}
+
+fn open_one(text: &str, arguments: &ShowArguments) -> Result<(), Failure> {
+    let failure = |source| unreadable(arguments, source);
+    match benchmark_of(text)
         .map_err(|error| failure(error.into()))?
         .as_str()
     {
-        memslots::Plan::NAME => open_as::<memslots::Plan>(&text, arguments),
-        populate::Plan::NAME => open_as::<populate::Plan>(&text, arguments),
-        memcycler::Plan::NAME => open_as::<memcycler::Plan>(&text, arguments),
-        pager::Plan::NAME => open_as::<pager::Plan>(&text, arguments),
+        memslots::Plan::NAME => open_as::<memslots::Plan>(text, arguments),
+        populate::Plan::NAME => open_as::<populate::Plan>(text, arguments),
+        memcycler::Plan::NAME => open_as::<memcycler::Plan>(text, arguments),
+        pager::Plan::NAME => open_as::<pager::Plan>(text, arguments),
         // Whatever else it is, its error says so.
-        _ => open_as::<paging::Plan>(&text, arguments),
+        _ => open_as::<paging::Plan>(text, arguments),
     }
 }
 

@@ -38,7 +38,7 @@ pub(super) fn hidden(line: &str) -> Option<&str> {
     line.strip_prefix('@')
 }
 
-pub(super) const STOPS: [Stop; 14] = [
+pub(super) const STOPS: [Stop; 15] = [
     Stop {
         name: "try",
         title: "pagetide try",
@@ -147,6 +147,14 @@ pub(super) const STOPS: [Stop; 14] = [
         purpose: "What do the pager and its server add to the shortest loop that pages from a file?",
         place: Place::Host,
         commands: "pagetide bench pager --quiet --part random,fill --memory 64M --runs 3 --out pager",
+    },
+    Stop {
+        name: "bench-all",
+        title: "pagetide bench all",
+        purpose: "Runs every benchmark that this machine can run, here small ones and without KVM, and leaves one file.",
+        place: Place::Host,
+        commands: "pagetide bench all --quick --quiet --out all > all.txt\n\
+                   grep -e == -e 'not measured' -e 'All results' all.txt",
     },
     Stop {
         name: "bench-show",

@@ -1,7 +1,10 @@
 //! What `pagetide bench` takes.
 
-use clap::Subcommand;
+use std::ffi::OsString;
 
+use clap::{Parser, Subcommand};
+
+use crate::all::{self, AllArguments};
 use crate::failure::Failure;
 use crate::measuring::{self, ShowArguments};
 use crate::memcycler::MemcyclerArguments;
@@ -65,10 +68,17 @@ pub(crate) enum Bench {
     /// files.
     #[command(after_long_help = crate::pager::EXAMPLES)]
     Pager(PagerArguments),
+    /// All of these, one after the other, and one file of results
+    ///
+    /// They compare what the tables of the documentation compare. What this machine cannot run is left out, and the file says
+    /// why. On a kernel with the series it takes root, since memory errors are simulated (memcycler), and half an hour or more.
+    /// docs/guide/hardware.md is the guide for a host of bare metal.
+    #[command(after_long_help = crate::all::EXAMPLES)]
+    All(AllArguments),
     /// Show the report of an earlier benchmark
     ///
     /// Prints the table of a report, from the JSON that a benchmark left in its --out directory; with
-    /// --out, also draws its page. Reports of version 1 open as well.
+    /// --out, also draws its page. Reports of version 1 open as well, and the file of `pagetide bench all`.
     Show(ShowArguments),
 }
 
@@ -80,7 +90,52 @@ impl Bench {
             Self::Populate(arguments) => measuring::run(arguments),
             Self::Memcycler(arguments) => measuring::run(arguments),
             Self::Pager(arguments) => measuring::run(arguments),
+            Self::All(arguments) => all::run(arguments, run_line),
             Self::Show(arguments) => measuring::open(arguments),
+        }
+    }
+}
+
+/// A command line after `pagetide bench`.
+#[derive(Debug, Parser)]
+#[command(no_binary_name = true)]
+struct Line {
+    #[command(subcommand)]
+    bench: Bench,
+}
+
+/// Runs a benchmark of `pagetide bench all`.
+fn run_line(words: Vec<OsString>) -> Result<(), Failure> {
+    let line = Line::try_parse_from(words);
+    line.map_err(Failure::bad_input)?.bench.run()
+}
+
+#[cfg(test)]
+mod tests {
+    use pagetide_bench::benchmark::Benchmark;
+
+    use super::*;
+    use crate::measuring::BenchArguments;
+
+    /// Whether the plan makes sense, on whatever machine.
+    fn check(arguments: &impl BenchArguments) -> Result<(), String> {
+        let checked = arguments.plan().check();
+        checked.map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_lines_of_all_are_understood() {
+        for line in all::WHOLE.iter().chain(&all::QUICK).copied().flatten() {
+            let parsed = Line::try_parse_from(line.split(' '));
+            let checked = match parsed.map(|parsed| parsed.bench) {
+                Ok(Bench::Paging(arguments)) => check(&arguments),
+                Ok(Bench::Memslots(arguments)) => check(&arguments),
+                Ok(Bench::Populate(arguments)) => check(&arguments),
+                Ok(Bench::Memcycler(arguments)) => check(&arguments),
+                Ok(Bench::Pager(arguments)) => check(&arguments),
+                other => Err(format!("{other:?}")),
+            };
+            assert_eq!(checked, Ok(()), "{line}");
         }
     }
 }
