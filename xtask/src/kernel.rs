@@ -10,6 +10,7 @@ mod letters;
 pub(crate) mod lock;
 pub(crate) mod make;
 mod mutate;
+pub(crate) mod package;
 mod prune;
 pub(crate) mod selftests;
 pub(crate) mod series;
@@ -39,6 +40,9 @@ pub(crate) enum Verb {
     /// kernel/mutations.list names the parts and their tests. Results are written to kernel/mutations.json and
     /// kernel/README.md. A mutation takes a build and a VM, one to three minutes; all of them take hours.
     Mutate(mutate::MutateArgs),
+    /// Build Debian packages of the series' kernel, for hosts: Debian's configuration for clouds, with the usual drivers
+    /// of bare metal (under an hour on two processors)
+    Package,
     /// Print the work tree in which the series can be edited (made if it is not there yet)
     Path,
 }
@@ -71,6 +75,9 @@ pub(crate) struct Variant {
     /// With KVM as modules, as distributions have it (kernel/config/modules.config, x86_64 only)
     #[arg(long)]
     pub(crate) modules: bool,
+    /// As `cargo xtask kernel package` packs it (kernel/config/package.config, x86_64 only)
+    #[arg(long, conflicts_with_all = ["stock", "debug", "upstream", "modules"])]
+    pub(crate) package: bool,
 }
 
 impl Variant {
@@ -82,6 +89,7 @@ impl Variant {
             debug: false,
             upstream: false,
             modules: false,
+            package: false,
         }
     }
 
@@ -91,7 +99,14 @@ impl Variant {
         let debug = if self.debug { "-debug" } else { "" };
         let upstream = if self.upstream { "-upstream" } else { "" };
         let modules = if self.modules { "-modules" } else { "" };
-        format!("{}{stock}{debug}{upstream}{modules}", self.arch.name())
+        let package = if self.package { "-package" } else { "" };
+        let arch = self.arch.name();
+        format!("{arch}{stock}{debug}{upstream}{modules}{package}")
+    }
+
+    /// Whether its KVM has to be loaded.
+    pub(crate) fn has_modules(self) -> bool {
+        self.modules || self.package
     }
 
     /// Where its image, headers and selftests are put.
@@ -170,6 +185,7 @@ pub(crate) fn run(verb: &Verb, paths: &Paths) -> Result<()> {
         Verb::Export => export::run(paths),
         Verb::Check(args) => check::run(args, paths),
         Verb::Mutate(args) => mutate::run(args, paths),
+        Verb::Package => package::run(paths),
         Verb::Path => {
             println!("{}", tree::developers(paths)?.path().display());
             Ok(())

@@ -94,6 +94,16 @@ pub(crate) fn kernel_tools(arch: Arch) -> Vec<Need> {
     KERNEL.iter().chain(cross).copied().collect()
 }
 
+/// What packing a kernel takes.
+pub(crate) fn kernel_package_tools() -> Vec<Need> {
+    let mut needs = kernel_tools(Arch::X86_64);
+    needs.extend([
+        program("dpkg-buildpackage", "dpkg-dev"),
+        program("dh_listpackages", "debhelper"),
+    ]);
+    needs
+}
+
 const PACKAGE: [Need; 4] = [
     program("dpkg-shlibdeps", "dpkg-dev"),
     program("strip", "binutils"),
@@ -190,6 +200,7 @@ fn everything() -> Vec<Need> {
     needs.extend(qemu_tools());
     needs.extend(bindgen_tools());
     needs.extend(package_tools());
+    needs.extend(kernel_package_tools());
     needs.extend(MOTO);
     needs.extend(fuzz_tools());
     needs.extend(upstream_tools(Arch::X86_64));

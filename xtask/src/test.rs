@@ -44,7 +44,7 @@ use tally::{Tally, Verdict};
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
     /// Only these steps (may be given several times) [default: all but fuzz, thorough, stress, nodes,
-    /// debug, modules, roots, systemd, upstream, upstream-arm64 and busy]
+    /// debug, modules, kernel-package, roots, systemd, upstream, upstream-arm64 and busy]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
     /// Take the steps so often, until something fails; each time with a new seed, unless PAGETIDE_SEED is set
@@ -117,6 +117,9 @@ enum Step {
     /// Selftests with KVM as modules, as distributions have it (only if asked for: about a quarter of an hour with its
     /// build)
     Modules,
+    /// Selftests on the kernel of the Debian packages that `cargo xtask kernel package` makes (only if asked for: about an
+    /// hour with its build)
+    KernelPackage,
     /// In a fresh Debian 12 and a fresh Debian 13, README's commands up to the demo's end (only if asked for: about an
     /// hour)
     Roots,
@@ -158,9 +161,12 @@ impl Step {
             Self::Package => &[Self::Host],
             // Both make the package.
             Self::Systemd => &[Self::Host, Self::Package],
-            Self::Uapi | Self::Nodes | Self::Debug | Self::Modules | Self::Thorough => {
-                &[Self::Kernel]
-            }
+            Self::Uapi
+            | Self::Nodes
+            | Self::Debug
+            | Self::Modules
+            | Self::KernelPackage
+            | Self::Thorough => &[Self::Kernel],
             // It measures, and its load would disturb the others. It is the last of them.
             Self::Busy => {
                 let all = Self::value_variants().split_last();
@@ -179,6 +185,7 @@ impl Step {
             Self::Nodes,
             Self::Debug,
             Self::Modules,
+            Self::KernelPackage,
             Self::Roots,
             Self::Systemd,
             Self::Upstream,
@@ -375,6 +382,7 @@ impl Testing<'_> {
             Step::Nodes => lab::nodes(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),
             Step::Modules => lab::modules(self.paths, &mut self.tally),
+            Step::KernelPackage => lab::packaged(self.paths, &mut self.tally),
             Step::Roots => roots::run(self.paths, &mut self.tally),
             Step::Systemd => systemd::run(self.paths, &mut self.tally),
             Step::Upstream => upstream::run(Arch::X86_64, self.paths, &mut self.tally),

@@ -134,18 +134,19 @@ impl VerbArgs {
                 .join(&*program)
                 .into();
         }
-        Ok(match variant.modules {
+        Ok(match variant.has_modules() {
             true => after_modules(variant, command, paths),
             false => command,
         })
     }
 }
 
-/// Loads KVM's modules.
+/// Loads KVM's modules, and the one by which tests make memory fail.
 pub(crate) fn load_modules(variant: Variant, paths: &Paths) -> Vec<OsString> {
     let directory = variant.module_directory(paths).into_os_string();
-    let mut command: Vec<OsString> = ["modprobe", "--dirname"].map(Into::into).into();
-    command.extend([directory, "kvm-amd".into()]);
+    let mut command: Vec<OsString> = ["modprobe", "--all", "--dirname"].map(Into::into).into();
+    command.push(directory);
+    command.extend(["kvm-amd", "hwpoison-inject"].map(OsString::from));
     command
 }
 
@@ -153,8 +154,10 @@ pub(crate) fn load_modules(variant: Variant, paths: &Paths) -> Vec<OsString> {
 fn after_modules(variant: Variant, command: Vec<OsString>, paths: &Paths) -> Vec<OsString> {
     let load = load_modules(variant, paths);
     // The shell's own arguments are those of modprobe, which it drops, and the command.
+    let words: Vec<String> = (0..load.len()).map(|word| format!("\"${word}\"")).collect();
     let script = format!(
-        "\"$0\" \"$1\" \"$2\" \"$3\" && shift {} && exec \"$@\"",
+        "{} && shift {} && exec \"$@\"",
+        words.join(" "),
         load.len() - 1
     );
     let mut all: Vec<OsString> = ["sh", "-c"].map(Into::into).into();
@@ -363,7 +366,7 @@ mod tests {
     fn with_modules_a_command_begins_once_they_are_loaded() {
         let dir = tempfile::tempdir().unwrap();
         let modprobe = dir.path().join("modprobe");
-        let text = "#!/bin/sh\necho loads \"$3\"\nexit $STATUS\n";
+        let text = "#!/bin/sh\necho loads \"$4\" \"$5\"\nexit $STATUS\n";
         // By a shell: had this process written the file, a child of another thread might still have it open, and it
         // could not be executed.
         let write = "printf %s \"$1\" >\"$0\" && chmod +x \"$0\"";
@@ -383,8 +386,8 @@ mod tests {
                 .result()
                 .unwrap()
         };
-        assert_eq!(run("0").stdout, b"loads kvm-amd\na b c\n");
-        assert_eq!(run("1").stdout, b"loads kvm-amd\n");
+        assert_eq!(run("0").stdout, b"loads kvm-amd hwpoison-inject\na b c\n");
+        assert_eq!(run("1").stdout, b"loads kvm-amd hwpoison-inject\n");
         assert!(!run("1").status.success());
     }
 }

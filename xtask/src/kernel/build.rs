@@ -7,9 +7,9 @@ use fs_err as fs;
 
 use super::make::{is_object, lock_tree, make};
 use super::series::Series;
-use super::source::{self, Source};
+use super::source::{self, Base, Source};
 use super::tree::Tree;
-use super::{Arch, BuildArgs, Variant, config, selftests};
+use super::{Arch, BuildArgs, Variant, config, package, selftests};
 use crate::command::Run;
 use crate::files;
 use crate::paths::Paths;
@@ -54,8 +54,11 @@ pub(crate) fn ensure_any(variant: Variant, paths: &Paths) -> Result<()> {
 }
 
 fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
-    if variant.modules && variant.arch != Arch::X86_64 {
+    if variant.has_modules() && variant.arch != Arch::X86_64 {
         bail!("KVM cannot be a module on {}", variant.arch.name());
+    }
+    if variant.package {
+        setup::require(&setup::kernel_package_tools())?;
     }
     let source = source::ensure(paths)?;
     let name = if variant.stock { "stock" } else { "patched" };
@@ -80,6 +83,7 @@ fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
     let build = Build {
         variant,
         paths,
+        source: &source,
         tree: &tree,
         out: &out,
     };
@@ -125,7 +129,8 @@ fn is_complete(variant: Variant, paths: &Paths) -> bool {
         && out.join("vmlinux").exists()
         && out.join("usr/include").exists()
         && selftests::directory(variant, paths).exists()
-        && (!variant.modules || variant.module_directory(paths).exists())
+        && (!variant.has_modules() || variant.module_directory(paths).exists())
+        && (!variant.package || package::is_there(paths))
 }
 
 /// An error if the last build of a kernel and its selftests told of warnings.
@@ -149,11 +154,23 @@ fn fingerprint(
         RECIPE.to_owned(),
         source.tree.clone(),
         series.code_digest(),
-        config::merged(&config::fragments(variant, paths))?,
+        whole_configuration(variant, source, paths)?,
         selftests::list_text(paths)?,
         toolchain(variant.arch)?,
     ];
     Ok(files::digest(parts))
+}
+
+/// What the fragments change.
+fn under_fragments(variant: Variant, source: &Source, paths: &Paths) -> Result<Option<String>> {
+    let debians = || package::configuration(paths, &Base::read(paths)?, source);
+    variant.package.then(debians).transpose()
+}
+
+fn whole_configuration(variant: Variant, source: &Source, paths: &Paths) -> Result<String> {
+    let under = under_fragments(variant, source, paths)?;
+    let merged = config::merged(&config::fragments(variant, paths))?;
+    Ok(under.unwrap_or_default() + &merged)
 }
 
 /// The compiler and the linker.
@@ -171,27 +188,45 @@ pub(super) fn configure(
     output: &str,
     log: &Path,
 ) -> Result<()> {
+    configure_over(None, variant, paths, (tree, output), log)
+}
+
+/// The same, on top of a configuration, or else of the smallest.
+fn configure_over(
+    under: Option<String>,
+    variant: Variant,
+    paths: &Paths,
+    (tree, output): (&Path, &str),
+    log: &Path,
+) -> Result<()> {
     let directory = tree.join(output);
     fs::create_dir_all(&directory)?;
     let merged = config::merged(&config::fragments(variant, paths))?;
+    let wanted = format!("{}{merged}", under.as_deref().unwrap_or_default());
     let (asked, config_file) = (directory.join("asked.config"), directory.join(".config"));
     let progress = Progress::spinner(&format!("configuring {}", variant.name()));
-    let unchanged = fs::read_to_string(&asked).is_ok_and(|text| text == merged);
+    let unchanged = fs::read_to_string(&asked).is_ok_and(|text| text == wanted);
     let make = |target: &str| make(paths, variant.arch, tree, output).arg(target);
     if !(unchanged && config_file.exists()) {
-        make("tinyconfig").logged(log, &progress)?;
-        let tiny = fs::read_to_string(&config_file)?;
-        fs::write(&config_file, format!("{tiny}\n{merged}"))?;
+        let under = match under {
+            Some(under) => under,
+            None => {
+                make("tinyconfig").logged(log, &progress)?;
+                fs::read_to_string(&config_file)?
+            }
+        };
+        fs::write(&config_file, format!("{under}\n{merged}"))?;
     }
     make("olddefconfig").logged(log, &progress)?;
     progress.done();
     config::check(&merged, &config_file)?;
-    Ok(fs::write(&asked, &merged)?)
+    Ok(fs::write(&asked, &wanted)?)
 }
 
 struct Build<'a> {
     variant: Variant,
     paths: &'a Paths,
+    source: &'a Source,
     tree: &'a Tree,
     out: &'a Path,
 }
@@ -208,7 +243,9 @@ impl Build<'_> {
     fn configure(&self) -> Result<()> {
         let (output, log) = (self.output(), log(self.variant, self.paths));
         files::remove(&log)?;
-        configure(self.variant, self.paths, self.tree.path(), &output, &log)
+        let under = under_fragments(self.variant, self.source, self.paths)?;
+        let place = (self.tree.path(), output.as_str());
+        configure_over(under, self.variant, self.paths, place, &log)
     }
 
     fn kernel(&self) -> Result<()> {
@@ -220,11 +257,14 @@ impl Build<'_> {
         let what = format!("building the {} kernel", self.variant.name());
         let progress = Progress::start(&what, expected, is_object);
         let (arch, tree) = (self.variant.arch, self.tree.path());
-        let modules = self.variant.modules.then_some("modules");
-        make(self.paths, arch, tree, &self.output())
-            .args([arch.image_name(), "headers"])
-            .args(modules)
-            .logged(&log(self.variant, self.paths), &progress)?;
+        let (output, log) = (self.output(), log(self.variant, self.paths));
+        match self.variant.package {
+            true => package::build(self.paths, self.source, (tree, &output), &log, &progress)?,
+            false => make(self.paths, arch, tree, &output)
+                .args([arch.image_name(), "headers"])
+                .args(self.variant.modules.then_some("modules"))
+                .logged(&log, &progress)?,
+        }
         if cold {
             fs::write(&count_file, progress.objects().to_string())?;
         }
@@ -235,12 +275,16 @@ impl Build<'_> {
     /// Copies the results to `target/kernel`. Tests that run meanwhile find a whole file, old or new.
     fn install(&self) -> Result<()> {
         let (directory, arch) = (self.directory(), self.variant.arch);
+        let image = match self.variant.package {
+            true => self.install_package()?,
+            false => arch.image_path().into(),
+        };
         for (from, to) in [
-            (arch.image_path(), arch.image_name()),
-            ("vmlinux", "vmlinux"),
-            (".config", "config"),
+            (image, arch.image_name()),
+            ("vmlinux".into(), "vmlinux"),
+            (".config".into(), "config"),
         ] {
-            let copy = |new: &Path| Ok(fs::copy(directory.join(from), new).map(drop)?);
+            let copy = |new: &Path| Ok(fs::copy(directory.join(&from), new).map(drop)?);
             files::replace(&self.out.join(to), copy)?;
         }
         if self.variant.modules {
@@ -252,6 +296,13 @@ impl Build<'_> {
             .words("-a --delete --exclude=.* --include=*/ --include=*.h --exclude=*");
         let copy = copy.arg(directory.join("usr/include/")).arg(&headers);
         copy.output().map(drop)
+    }
+
+    /// Takes the packages, and returns the image that they have.
+    fn install_package(&self) -> Result<PathBuf> {
+        let modules = self.variant.module_directory(self.paths);
+        package::install(self.paths, self.tree.path(), &modules)?;
+        package::image(&modules)
     }
 
     /// Puts the modules where modprobe finds them, with their dependencies.

@@ -14,6 +14,9 @@ type Options = BTreeMap<String, Option<String>>;
 
 /// The fragments of a kernel, in the order in which they are applied.
 pub(crate) fn fragments(variant: Variant, paths: &Paths) -> Vec<PathBuf> {
+    if variant.package {
+        return vec![paths.in_root("kernel/config/package.config")];
+    }
     let arch = variant.arch.name();
     let mut names = vec!["common".to_owned(), arch.to_owned()];
     if variant.debug {

@@ -147,6 +147,11 @@ impl Base {
         Ok(())
     }
 
+    /// Another package of the same kernel: "linux-config-6.12" for linux-source-6.12.
+    pub(super) fn sibling(&self, name: &str) -> String {
+        format!("{name}-{}", self.stable_series().trim_end_matches('.'))
+    }
+
     /// The series of stable releases that the package is of: "6.12." for linux-source-6.12.
     fn stable_series(&self) -> String {
         let name = self.package.rsplit('-').next().unwrap_or_default();

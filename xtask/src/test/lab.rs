@@ -12,7 +12,7 @@ use super::kunit;
 use super::tally::{Tally, Verdict};
 use crate::guest;
 use crate::kernel::selftests::{self, Runs, Selftest};
-use crate::kernel::{Arch, Variant, build};
+use crate::kernel::{Arch, Variant, build, package};
 use crate::paths::Paths;
 use crate::qemu::Qemu;
 use crate::vm::{Job, Pagetide, Timing, VmArgs, load_modules};
@@ -380,12 +380,21 @@ pub(super) fn modules(paths: &Paths, tally: &mut Tally) -> Result<()> {
         modules: true,
         ..Variant::patched(Arch::X86_64)
     };
+    with_modules("modules", variant, paths, tally)
+}
+
+/// The kernel of the Debian packages, as they have it: selftests.
+pub(super) fn packaged(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    with_modules("kernel-package", package::variant(), paths, tally)
+}
+
+fn with_modules(lane: &str, variant: Variant, paths: &Paths, tally: &mut Tally) -> Result<()> {
     kernel(variant, paths, tally);
     let load = Job::new(load_modules(variant, paths), paths.root());
     let mut jobs = vec![(Kind::Command("KVM's modules are loaded"), load)];
     jobs.extend(selftest_jobs(variant, paths)?);
     let args = machine(variant, Pagetide::None, "6G");
-    run("modules", &args, &jobs, paths, tally).map(drop)
+    run(lane, &args, &jobs, paths, tally).map(drop)
 }
 
 /// Turns swap on.
