@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn the_lines_of_all_are_understood() {
-        for line in all::WHOLE.iter().chain(&all::QUICK).copied().flatten() {
+        for line in all::WHOLE.iter().chain(all::QUICK).copied().flatten() {
             let parsed = Line::try_parse_from(line.split(' '));
             let checked = match parsed.map(|parsed| parsed.bench) {
                 Ok(Bench::Paging(arguments)) => check(&arguments),
