@@ -23,8 +23,8 @@ pub(crate) use limits::{Amounts, Resource};
 /// Lines of the log on refused clients of one user, within the period of a [`LogLimit`].
 const REFUSAL_LINES: u32 = 100;
 
-/// The same on its VMs: their ends, stalls and failures. All that a user may have end at once where a host is emptied, and none of these lines is
-/// dropped.
+/// The same on its VMs: their ends, stalls and failures. All that a user may have end at once where a host is emptied, and none
+/// of these lines is dropped.
 const VM_LINES: u32 = 4096;
 
 /// Users that are remembered although they have no connection: a client that connects again and again has the limits

@@ -2,7 +2,9 @@
 //! -vga none -device loader,file=CONTENT,addr=0x100000,force-raw=on` had, as machines, `-M pc -m 4M` and `-M q35 -m 6M` with
 //! its memory in a memory-backend-ram m0.
 
+use std::fs::Permissions;
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use pagetide_memory::Urgency;
@@ -38,6 +40,8 @@ fn unpacked(directory: &Path, packed: &[u8]) -> Location {
     let mut file = fs_err::File::create(&path).expect("a file");
     let content = zstd::decode_all(packed).expect("it is packed");
     file.write_all(&content).expect("it is written");
+    let some = Permissions::from_mode(0o640);
+    fs_err::set_permissions(&path, some).expect("it is mine");
     Location::Path(path)
 }
 
@@ -55,6 +59,9 @@ fn a_file_of_qemu_becomes_an_image() {
             let created =
                 create_from_mapped_ram(&file, named, &new, &options, &mut |_| {}, &mut |_, _| {});
             assert_eq!(created.unwrap().info.memory_bytes, bytes, "{block}");
+            // Whoever may read the file may read the image.
+            let mode = fs_err::metadata(&new).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o640, "{block}");
             let image = open(&new);
             for page in 0..300 {
                 let mut content = vec![1; PAGE];
