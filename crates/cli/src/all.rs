@@ -1,6 +1,8 @@
 //! `pagetide bench all`: every benchmark, and one file that has all of it.
 
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -163,8 +165,16 @@ fn read(directory: &Path, line: &str) -> Result<String, Failure> {
 }
 
 impl All {
+    /// The file is whole on the disk, as before or as now, whatever the machine does next.
     fn write(&self, file: &Path) -> Result<(), Failure> {
-        std::fs::write(file, self.text()).map_err(|source| {
+        let new = file.with_extension("json.new");
+        let write = || {
+            let mut written = File::create(&new)?;
+            written.write_all(self.text().as_bytes())?;
+            written.sync_all()?;
+            std::fs::rename(&new, file)
+        };
+        write().map_err(|source| {
             let path = file.to_owned();
             Failure::failed(FileError { path, source })
         })
