@@ -200,7 +200,6 @@ fn everything() -> Vec<Need> {
     needs.extend(qemu_tools());
     needs.extend(bindgen_tools());
     needs.extend(package_tools());
-    needs.extend(kernel_package_tools());
     needs.extend(MOTO);
     needs.extend(fuzz_tools());
     needs.extend(upstream_tools(Arch::X86_64));
@@ -270,7 +269,12 @@ pub(crate) fn require(needs: &[Need]) -> Result<()> {
 
 /// Installs whatever is missing.
 pub(crate) fn run() -> Result<()> {
-    let missing = missing(&everything());
+    ensure(&everything())
+}
+
+/// Installs what is missing of these: few need it.
+pub(crate) fn ensure(needs: &[Need]) -> Result<()> {
+    let missing = missing(needs);
     if missing.is_empty() {
         return Ok(());
     }

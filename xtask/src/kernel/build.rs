@@ -58,7 +58,7 @@ fn build(variant: Variant, from_tree: bool, paths: &Paths) -> Result<()> {
         bail!("KVM cannot be a module on {}", variant.arch.name());
     }
     if variant.package {
-        setup::require(&setup::kernel_package_tools())?;
+        setup::ensure(&setup::kernel_package_tools())?;
     }
     let source = source::ensure(paths)?;
     let name = if variant.stock { "stock" } else { "patched" };

@@ -40,7 +40,7 @@ pub(crate) fn directory(paths: &Paths) -> PathBuf {
 
 /// Runs the verb.
 pub(crate) fn run(paths: &Paths) -> Result<()> {
-    setup::require(&setup::kernel_package_tools())?;
+    setup::ensure(&setup::kernel_package_tools())?;
     build::ensure(variant(), paths)?;
     for file in packages(&directory(paths))? {
         let mib = fs::metadata(&file)?.len() >> 20;
