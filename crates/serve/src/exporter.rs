@@ -23,6 +23,7 @@ use tokio::runtime::{self, Runtime};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 
+use crate::log_limit::{LogLimit, log_limited};
 use crate::metrics::Metrics;
 
 /// The most connections at once.
@@ -36,6 +37,9 @@ const HEADER_LIMIT: Duration = Duration::from_secs(2);
 
 /// The pause after a connection could not be accepted, for example because no descriptor was free.
 const PAUSE: Duration = Duration::from_millis(200);
+
+/// Bounds the lines on clients that are not accepted.
+static LOGGED: LogLimit = LogLimit::new();
 
 /// Where the metrics are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -178,7 +182,7 @@ async fn accept(listener: Listener, metrics: Metrics) {
             }),
         };
         if let Err(error) = accepted {
-            tracing::warn!(%error, "a connection for the metrics was not accepted");
+            log_limited!(warn, LOGGED, %error, "a connection for the metrics was not accepted");
             sleep(PAUSE).await;
         }
     }

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 
 use crate::budgets::Charge;
 use crate::connection::Connection;
+use crate::log_limit::{LogLimit, log_limited, log_refusal};
 use crate::stopper::Stopper;
 
 /// The end of the server, among the numbers of those that are parked.
@@ -25,7 +26,7 @@ pub(crate) struct Parked {
     /// What it has sent: held open.
     pub(crate) _descriptors: Vec<OwnedFd>,
     /// Of these. Given back last.
-    pub(crate) _charge: Charge,
+    pub(crate) charge: Charge,
 }
 
 /// Those that are there.
@@ -35,6 +36,7 @@ pub(crate) struct Parking {
     /// Notified when one has left.
     left: Arc<OwnedFd>,
     lot: Mutex<Lot>,
+    logged: LogLimit,
 }
 
 #[derive(Default)]
@@ -55,6 +57,7 @@ impl Parking {
             stopper,
             left,
             lot: Mutex::default(),
+            logged: LogLimit::default(),
         })
     }
 
@@ -70,7 +73,8 @@ impl Parking {
             match thread.spawn(move || this.watch()) {
                 Ok(thread) => lot.thread = Some(thread),
                 Err(error) => {
-                    tracing::error!(%error, "a refused VMM is let go: no thread was started");
+                    let text = "a refused VMM is let go: no thread was started";
+                    log_refusal!(error, parked.charge, %error, "{text}");
                     return;
                 }
             }
@@ -81,7 +85,7 @@ impl Parking {
         let flags = EventFlags::RDHUP;
         let data = EventData::new_u64(number);
         if let Err(error) = epoll::add(&self.poll, &*parked.stream, data, flags) {
-            tracing::error!(%error, "a refused VMM is let go");
+            log_refusal!(error, parked.charge, %error, "a refused VMM is let go");
             return;
         }
         lot.parked.insert(number, parked);
@@ -108,7 +112,7 @@ impl Parking {
             ) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => {
-                    tracing::error!(%error, "refused VMMs are let go");
+                    log_limited!(error, self.logged, %error, "refused VMMs are let go");
                     return self.close();
                 }
             }
@@ -175,7 +179,7 @@ mod tests {
         parking.park(Parked {
             stream: Connection::new(ours, None),
             _descriptors: Vec::new(),
-            _charge: Charge::alone(),
+            charge: Charge::alone(),
         });
         theirs.write_all(b" and after").unwrap();
         drop(theirs);
@@ -195,7 +199,7 @@ mod tests {
         parking.park(Parked {
             stream: Connection::new(ours, None),
             _descriptors: Vec::new(),
-            _charge: Charge::alone(),
+            charge: Charge::alone(),
         });
         drop(theirs);
         rustix::io::read(&*left, &mut count).unwrap();

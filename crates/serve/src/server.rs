@@ -22,7 +22,7 @@ use crate::control::channel::Reply;
 use crate::control::message::{Answer, Request, Status};
 use crate::inbox::{Inbox, Outbox};
 use crate::listener::{ListenError, Listener};
-use crate::log_limit::LogLimit;
+use crate::log_limit::{LogLimit, log_limited};
 use crate::metrics::Metrics;
 use crate::named_image::{NoImage, Offer};
 use crate::opening::OpenFailure;
@@ -180,7 +180,7 @@ pub struct Server {
     budgets: Budgets,
     turned_away: TurnedAway,
     /// Connections that were not accepted, or not served.
-    limit_logged: LogLimit,
+    logged: LogLimit,
     /// VMs that a former server has left.
     kept: Vec<KeptVm>,
     /// The greatest number of these, and then of all VMs.
@@ -257,7 +257,7 @@ impl Server {
             ended,
             budgets: Budgets::new(limits, porter),
             turned_away: TurnedAway::default(),
-            limit_logged: LogLimit::default(),
+            logged: LogLimit::default(),
             last_number: kept.iter().map(|vm| vm.id).max().unwrap_or(0),
             kept,
             threads: Vec::new(),
@@ -504,9 +504,7 @@ impl Server {
             Ok((stream, _)) => Connection::new(stream, self.common().porter.clone()),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
-                if let Some(dropped) = self.limit_logged.pass() {
-                    tracing::error!(socket, dropped, %error, "a connection was not accepted");
-                }
+                log_limited!(error, self.logged, socket, %error, "a connection was not accepted");
                 // Out of descriptors: the connection stays, and a wait would return at once.
                 std::thread::sleep(Duration::from_millis(50));
                 return;
@@ -545,9 +543,7 @@ impl Server {
             Ok(peer) => return Some(peer),
             Err(error) => error,
         };
-        if let Some(dropped) = self.limit_logged.pass() {
-            tracing::error!(socket, dropped, %error, "VM refused: its process is unknown");
-        }
+        log_limited!(error, self.logged, socket, %error, "VM refused: its process is unknown");
         None
     }
 
@@ -556,16 +552,19 @@ impl Server {
         let options = &self.common().options;
         let (limit, uid) = (options.max_vms, peer.uid);
         if self.vms.load(Ordering::Acquire) >= limit {
-            if let Some(dropped) = self.limit_logged.pass() {
-                tracing::error!(socket, uid, limit, dropped, "VM refused: too many VMs");
-            }
+            log_limited!(
+                error,
+                self.logged,
+                socket,
+                uid,
+                limit,
+                "VM refused: too many VMs"
+            );
             return None;
         }
         let charge = self.budgets.charge(uid, options.max_vms_per_user);
-        if let Err(error) = &charge
-            && let Some(dropped) = self.limit_logged.pass()
-        {
-            tracing::error!(socket, uid, dropped, %error, "VM refused: too many VMs of this user");
+        if let Err(error) = &charge {
+            log_limited!(error, self.logged, socket, uid, %error, "VM refused: too many VMs of this user");
         }
         charge.ok()
     }
@@ -591,7 +590,9 @@ impl Server {
             });
         match thread {
             Ok(thread) => self.threads.push(thread),
-            Err(error) => tracing::error!(%error, "VM refused: its thread was not started"),
+            Err(error) => {
+                log_limited!(error, self.logged, %error, "VM refused: its thread was not started");
+            }
         }
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::budgets::Charge;
 use crate::connection::Connection;
-use crate::log_limit::LogLimit;
+use crate::log_limit::{LogLimit, log_limited};
 use crate::peer::Peer;
 use crate::receive::Received;
 use crate::vm::{Common, kill};
@@ -37,7 +37,7 @@ pub(crate) struct TurnedAway {
     thread: Option<JoinHandle<()>>,
     /// The users of those in the queue.
     waiting: Arc<Mutex<Vec<u32>>>,
-    let_go_logged: LogLimit,
+    logged: LogLimit,
 }
 
 /// A client's place in the queue, until it is dropped.
@@ -96,12 +96,11 @@ impl TurnedAway {
             Some(queue) => queue.try_send(client).is_ok(),
             None => false,
         };
-        if !client.is_some_and(send)
-            && let Some(dropped) = self.let_go_logged.pass()
-        {
-            tracing::error!(
+        if !client.is_some_and(send) {
+            log_limited!(
+                error,
+                self.logged,
                 uid,
-                dropped,
                 "a client above the limit was let go: too many are looked at already"
             );
         }
@@ -112,7 +111,9 @@ impl TurnedAway {
         let thread = Builder::new().name("pt-turned-away".into());
         match thread.spawn(move || look_at(&clients)) {
             Ok(thread) => (self.queue, self.thread) = (Some(send), Some(thread)),
-            Err(error) => tracing::error!(%error, "VMMs above the limit are not killed"),
+            Err(error) => {
+                log_limited!(error, self.logged, %error, "VMMs above the limit are not killed");
+            }
         }
     }
 

@@ -30,6 +30,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::{sleep, timeout};
 
 use crate::listener::{ListenError, Listener};
+use crate::log_limit::{LogLimit, log_limited};
 use crate::peer::user_of;
 
 /// The version of the protocol, which each line names.
@@ -50,6 +51,9 @@ const LINE_LIMIT: Duration = Duration::from_secs(5);
 /// The pause after a connection could not be accepted, for example because no descriptor was free; and between two looks
 /// whether a client that waits has gone.
 const PAUSE: Duration = Duration::from_millis(200);
+
+/// Bounds the lines on clients that are refused.
+static LOGGED: LogLimit = LogLimit::new();
 
 /// A line from a client.
 #[derive(Debug, Serialize, Deserialize)]
@@ -190,14 +194,18 @@ async fn accept<Q, A>(
         match listener.accept().await {
             // A user who may not control the process takes no place.
             Ok((stream, _)) if !may_control(&stream) => {
-                tracing::warn!("a client of the control socket was refused: it is another user's");
+                log_limited!(
+                    warn,
+                    LOGGED,
+                    "a client of the control socket was refused: it is another user's"
+                );
             }
             Ok((stream, _)) => {
                 let handle = Arc::clone(&handle);
                 tokio::spawn(connection(stream, handle, permit));
             }
             Err(error) => {
-                tracing::warn!(%error, "a connection to the control socket was not accepted");
+                log_limited!(warn, LOGGED, %error, "a connection to the control socket was not accepted");
                 sleep(PAUSE).await;
             }
         }

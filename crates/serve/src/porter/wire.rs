@@ -10,6 +10,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
+use crate::log_limit::{LogLimit, log_limited};
 use crate::native::message::MAX_DESCRIPTORS;
 
 /// With a client's connection and the socket of the answer: receive once.
@@ -33,6 +34,9 @@ pub(super) const MAX_NAME_BYTES: usize = 96;
 
 /// The bytes of an answer before the name, which is padded, and the client's bytes.
 pub(super) const FIXED_BYTES: usize = 8;
+
+/// Bounds the lines on descriptors that were dropped.
+static LOGGED: LogLimit = LogLimit::new();
 
 /// What a child answers.
 #[derive(Debug)]
@@ -110,7 +114,9 @@ pub(super) fn receive_reply(
     // This process has no room for descriptors, and the kernel has dropped some. The others may be a VMM's only ones.
     let is_short = received.flags.contains(ReturnFlags::CTRUNC);
     if is_short {
-        tracing::error!(
+        log_limited!(
+            error,
+            LOGGED,
             received = descriptors.len(),
             "a client's descriptors are incomplete: this process has too many open (ulimit -n, LimitNOFILE=)"
         );

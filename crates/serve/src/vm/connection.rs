@@ -147,7 +147,7 @@ fn park(common: &Common, client: Client, received: Received) {
     common.parking.park(Parked {
         stream,
         _descriptors: descriptors,
-        _charge: charge,
+        charge,
     });
 }
 
