@@ -17,6 +17,7 @@ use crate::config::{
 };
 use crate::error::AddError;
 use crate::fault::RegionId;
+use crate::kept_open::leave_to;
 use crate::memory::{Foreign, ForeignClone, ForeignFile, Local, Memory, Shape};
 use crate::missing::Missing;
 use crate::pager::Pager;
@@ -198,7 +199,9 @@ impl Pager {
                 let in_file = |kept: &KeptIn| unsafe { EventBuffer::in_file(kept.file.as_fd(), 0) };
                 let journal = kept.map(in_file).transpose().map_err(AddError::Journal)?;
                 let (uffd, token) = (Arc::clone(uffd), self.poller.next_token());
-                Arc::new(Channel::with_journal(uffd, token, journal))
+                let channel = Arc::new(Channel::with_journal(uffd, token, journal));
+                leave_to(&channel);
+                channel
             }
         };
         let pages = PageRange::new(PageIndex(0), pages);

@@ -20,6 +20,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{
     Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
@@ -185,6 +186,21 @@ impl Channel {
             spans: RwLock::new(spans),
             ..child
         }
+    }
+
+    /// The channel of a child that was forked when nobody paged its parent's memory any more.
+    pub(crate) fn child_without_pages(&self, descriptor: OwnedFd) -> Self {
+        let uffd = Arc::new(self.uffd.of_child(descriptor));
+        Self {
+            probe: self.probe.clone(),
+            ..Self::with_role(uffd, self.token, Role::Child)
+        }
+    }
+
+    /// Whether a successor reads the messages, or nobody.
+    pub(crate) fn is_handed_over(&self) -> bool {
+        let locked = self.is_handed_over.read();
+        *locked.unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn with_role(uffd: Arc<Userfaultfd>, token: u64, role: Role) -> Self {

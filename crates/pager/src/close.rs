@@ -54,7 +54,8 @@ impl Pager {
     /// error, a thread in the userfaultfd with SIGBUS, because missing pages are poisoned first. Stop
     /// the VM before this call unless all pages are present. The memory of a foreign region is then
     /// unregistered, so that its process can discard memory although nobody reads its events; it stays
-    /// registered if a missing page could not be poisoned.
+    /// registered if a missing page could not be poisoned: a thread that touches such a page sleeps, and local memory
+    /// cannot be paged again ([`crate::kept_open`]; before Linux 6.6, each missing page is such a page).
     ///
     /// The region's memory stays mapped until the last thread that works on it has finished.
     ///

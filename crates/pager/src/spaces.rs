@@ -20,7 +20,7 @@ use crate::channel::{Channel, Role, Span};
 use crate::close::{ExportedPart, ExportedSpace};
 use crate::error::AttachError;
 use crate::fault::RegionId;
-use crate::kept_open::keep_open;
+use crate::kept_open::{keep_open, leave_to};
 use crate::mark::poison_in;
 use crate::memory::Place;
 use crate::pager::Pager;
@@ -65,7 +65,10 @@ impl Pager {
         }
         let channel = self.others.of_space(uffd).unwrap_or_else(|| {
             let token = self.poller.next_token();
-            Arc::new(Channel::with_role(Arc::clone(uffd), token, Role::Space))
+            let channel = Channel::with_role(Arc::clone(uffd), token, Role::Space);
+            let channel = Arc::new(channel);
+            leave_to(&channel);
+            channel
         });
         // Another region's address space may have been handed over.
         channel.set_handed_over(false);

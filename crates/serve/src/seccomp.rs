@@ -223,6 +223,8 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_epoll_pwait2,
     libc::SYS_ppoll,
     libc::SYS_eventfd2,
+    // Whether a userfaultfd that stays open serves memory again.
+    libc::SYS_kcmp,
     libc::SYS_timerfd_create,
     libc::SYS_timerfd_settime,
     libc::SYS_timerfd_gettime,

@@ -116,6 +116,12 @@ impl Vmm {
         writeln!(self.child.stdin.as_mut().unwrap(), "leave").unwrap();
     }
 
+    /// Has it connect again with the same memory and the same userfaultfd, and waits until it has.
+    pub fn come_back(&mut self) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "come back").unwrap();
+        self.wait_for("came back");
+    }
+
     /// The first word of the page that it was told to read; `None` if it does not come.
     pub fn has_read(&self) -> Option<u64> {
         loop {
@@ -176,6 +182,11 @@ pub fn run_as_child() {
         }
         if line == "leave" {
             stream = None;
+            continue;
+        }
+        if line == "come back" {
+            stream = Some(guest.connect(Path::new(&socket)));
+            println!("\ncame back");
             continue;
         }
         let page: usize = line.parse().unwrap();
