@@ -73,7 +73,7 @@ impl Place {
             ..CreateOptions::default()
         };
         let image = directory.path().join("base");
-        create(&raw, &image, &options, &mut |_, _| {}).expect("an image");
+        create(&raw, &image.clone().into(), &options, &mut |_, _| {}).expect("an image");
         let location = Location::Path(image);
         let info = ImageInfo::read(&location, &OpenOptions::default()).expect("an image");
         Self {
@@ -345,7 +345,13 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
                 ..CreateOptions::default()
             };
             let _ = std::fs::remove_file(path("image"));
-            create(&path("raw"), &path("image"), &options, &mut |_, _| {}).expect("an image");
+            create(
+                &path("raw"),
+                &path("image").into(),
+                &options,
+                &mut |_, _| {},
+            )
+            .expect("an image");
             input_of(&std::fs::read(path("image")).expect("a file"))
         };
         let text: Vec<u8> = (0..64_u8).flat_map(|at| [at % 7; 64]).collect();

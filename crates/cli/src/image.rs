@@ -7,7 +7,7 @@ use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
@@ -46,6 +46,10 @@ Examples:
     zstd -dc snapshot.mem.zst | pagetide image create - -o base.img
     pagetide image create s3://snapshots/web.mem -o web.img
 
+  To a store, and one above it:
+    pagetide image create snapshot.mem -o s3://snapshots/base.img
+    pagetide image create diff.mem -o s3://snapshots/today.img --base s3://snapshots/base.img
+
   From a file to which QEMU has migrated with mapped-ram, and from a snapshot of Cloud Hypervisor:
     pagetide image create vm.qemu --from qemu-mapped-ram -o vm.img
     pagetide image create snapshot/ --from cloud-hypervisor -o vm.img
@@ -55,9 +59,12 @@ Examples:
     pagetide image merge today.img -o short.img --base base.img
 
 The image names its base by the file name if both are in one directory, so that both can be moved or \
-uploaded together, and by the absolute path otherwise. A base that has changed is refused.
+uploaded together, and by the absolute path otherwise. An image at a URL names a base that is a file as if it \
+were beside the image. A base that has changed is refused.
 
-What a pipe brings is copied to an unnamed file beside IMAGE first. Neither a pipe nor an object has holes.
+What a pipe brings is copied to an unnamed file beside IMAGE first. Neither a pipe nor an object has holes. What goes \
+to a URL is a temporary file (TMPDIR) until it is complete; an object appears when the store has all of it. An upload \
+that is killed may leave parts in the store, which a rule of the bucket for incomplete uploads removes.
 
 Exit status: 0; 1 if reading or writing failed; 2 if the command line or its files make no sense.";
 
@@ -102,9 +109,9 @@ pub(crate) struct CreateArguments {
     #[arg(long, value_name = "NAME")]
     block: Option<String>,
 
-    /// The new image
-    #[arg(long, short, value_name = "IMAGE")]
-    output: PathBuf,
+    /// The new image: a file or a URL
+    #[arg(long, short, value_name = "IMAGE", value_parser = location())]
+    output: Location,
 
     /// The image, a file or a URL, whose content is not stored again
     #[arg(long, value_name = "IMAGE")]
@@ -157,9 +164,9 @@ pub(crate) struct MergeArguments {
     #[arg(value_name = "IMAGE")]
     image: Location,
 
-    /// The new image
-    #[arg(long, short, value_name = "IMAGE")]
-    output: PathBuf,
+    /// The new image: a file or a URL
+    #[arg(long, short, value_name = "IMAGE", value_parser = location())]
+    output: Location,
 
     /// The image, a file or a URL, whose content is not stored again: one of the layers, or any other of the same
     /// length
@@ -233,9 +240,9 @@ pub(crate) struct ExtractArguments {
     #[command(flatten)]
     open: OpenArguments,
 
-    /// The new raw file, or - for standard output
-    #[arg(long, short, value_name = "RAW")]
-    output: PathBuf,
+    /// The new raw file: a file or a URL, or - for standard output
+    #[arg(long, short, value_name = "RAW", value_parser = location())]
+    output: Location,
 
     /// Replace an existing RAW
     #[arg(long)]
@@ -520,7 +527,7 @@ pub(crate) fn extract(arguments: &ExtractArguments) -> Result<(), Failure> {
         ..ExtractOptions::default()
     };
     let bar = Bar::new(arguments.quiet);
-    if arguments.output.as_os_str() == STANDARD_STREAM {
+    if arguments.output == Location::Path(STANDARD_STREAM.into()) {
         let (mut out, name) = (std::io::stdout().lock(), "standard output");
         let progress = &mut |done, all| bar.show(done, all);
         let written = image::extract_to_stream(&opened, &mut out, name, &options, progress);
@@ -534,10 +541,17 @@ pub(crate) fn extract(arguments: &ExtractArguments) -> Result<(), Failure> {
         let is_refusal = error.is_refusal();
         sorted(error, is_refusal)
     })?;
+    let holes = match &arguments.output {
+        Location::Path(_) => {
+            let holes = ByteSize(opened.bytes() - written).about();
+            format!(", {holes} of it in holes")
+        }
+        // An object has none.
+        Location::Url(_) => String::new(),
+    };
     print(&format!(
-        "{}: {} of guest memory, {} of it in holes\n",
-        arguments.output.display(),
+        "{}: {} of guest memory{holes}\n",
+        arguments.output,
         ByteSize(opened.bytes()).about(),
-        ByteSize(opened.bytes() - written).about()
     ))
 }

@@ -488,6 +488,14 @@ fn bad_input_is_refused_in_one_line() {
             "cannot write to the directory none",
         ),
         (
+            &["create", "raw", "-o", "s3://bucket"],
+            "nothing can be written to s3://bucket: ",
+        ),
+        (
+            &["extract", "image", "-o", "ftp://host/raw"],
+            "no image can be read from ftp://",
+        ),
+        (
             &["create", "image", "-o", "x"],
             "is a Pagetide image already",
         ),

@@ -161,7 +161,7 @@ fn images_and_their_layers_are_served() {
             base,
             ..CreateOptions::default()
         };
-        create(&path(raw), &path(image), &options, &mut |_, _| {}).unwrap();
+        create(&path(raw), &path(image).into(), &options, &mut |_, _| {}).unwrap();
     };
     let full = std::fs::File::options()
         .write(true)
@@ -215,7 +215,7 @@ fn a_damaged_image_never_gives_wrong_pages() {
     let image = place.directory.path().join("image");
     create(
         &place.image(),
-        &image,
+        &image.clone().into(),
         &CreateOptions::default(),
         &mut |_, _| {},
     )
@@ -313,7 +313,13 @@ fn pages_beyond_the_end_of_the_image_are_never_there() {
         any_length: true,
         ..CreateOptions::default()
     };
-    create(&place.image(), &image, &any_length, &mut |_, _| {}).unwrap();
+    create(
+        &place.image(),
+        &image.clone().into(),
+        &any_length,
+        &mut |_, _| {},
+    )
+    .unwrap();
     let mut options = place.options();
     options.bindings[0].image = Location::Path(image);
     options.prefetch = true;

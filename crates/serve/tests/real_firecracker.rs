@@ -347,7 +347,7 @@ fn an_image_and_a_diff_snapshot_above_it_are_restored() {
         };
         create(
             &snapshot.path(raw),
-            &snapshot.path(image),
+            &snapshot.path(image).into(),
             &options,
             &mut |_, _| {},
         )
@@ -416,7 +416,7 @@ fn a_guest_is_restored_from_s3() {
     let image = snapshot.path("image");
     let created = create(
         &snapshot.memory(),
-        &image,
+        &image.clone().into(),
         &CreateOptions::default(),
         &mut |_, _| {},
     );

@@ -42,6 +42,7 @@ mod raw;
 mod source;
 mod standing;
 mod state_file;
+mod upload;
 
 pub use blob::{Blob, BlobError};
 pub use cache::{CacheError, CacheOptions};
@@ -61,3 +62,4 @@ pub use raw::RawImage;
 pub use source::ImageSource;
 pub use standing::Standing;
 pub use state_file::StateFile;
+pub use upload::UploadError;

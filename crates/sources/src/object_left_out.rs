@@ -16,13 +16,16 @@ use thiserror::Error;
 use crate::blob::{Blob, BlobError};
 use crate::cache::CacheOptions;
 use crate::standing::Standing;
+use crate::upload::UploadError;
 pub use counters::ObjectCounters;
 pub use options::{ObjectOptions, ObjectOptionsError, OpenObjectError};
 pub(crate) use parts::{decoded, shown};
 
 /// This program has no clients of stores.
 #[derive(Debug, Error)]
-#[error("this program was built without the feature `objects`, which reads from object stores")]
+#[error(
+    "this program was built without the feature `objects`, which reads and writes objects of stores"
+)]
 struct LeftOut;
 
 /// An object of a store. No value of it exists in this program.
@@ -43,6 +46,32 @@ impl ObjectBlob {
         // Another attempt has the same end: InvalidInput is a refusal.
         let refused = io::Error::new(io::ErrorKind::InvalidInput, LeftOut);
         Err(BlobError::io(shown(url), refused).into())
+    }
+}
+
+/// An object that is to be. No value of it exists in this program.
+#[derive(Debug)]
+pub(crate) struct Upload(Infallible);
+
+impl Upload {
+    /// Refuses the object.
+    pub(crate) fn begin(url: &str, _: &ObjectOptions, _: bool) -> Result<Self, UploadError> {
+        let name = shown(url);
+        let source = LeftOut.into();
+        Err(UploadError::Refused { name, source })
+    }
+
+    pub(crate) fn check_bytes(&self, _: u64) -> Result<(), UploadError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn put(
+        &self,
+        _: &std::fs::File,
+        _: u64,
+        _: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), UploadError> {
+        match self.0 {}
     }
 }
 

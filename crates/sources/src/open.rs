@@ -111,6 +111,12 @@ impl fmt::Display for Location {
     }
 }
 
+impl From<PathBuf> for Location {
+    fn from(path: PathBuf) -> Self {
+        Self::Path(path)
+    }
+}
+
 impl Location {
     /// The location as it was given, a URL with its credentials.
     pub fn as_given(&self) -> std::borrow::Cow<'_, str> {

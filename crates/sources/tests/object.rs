@@ -555,7 +555,7 @@ fn raw_memory_at_a_url_becomes_an_image() {
         open: open.clone(),
         ..CreateOptions::default()
     };
-    create_from_url(&server.url, &path("new"), &options, &mut |_, _| {}).unwrap();
+    create_from_url(&server.url, &path("new").into(), &options, &mut |_, _| {}).unwrap();
     let image = PagetideImage::open(&Location::Path(path("new")), &open).unwrap();
     let mut out = Vec::new();
     extract_to_stream(
@@ -574,7 +574,7 @@ fn raw_memory_at_a_url_becomes_an_image() {
         (vec![7; 5000], "is no guest memory"),
     ] {
         server.change(|site| site.content = content);
-        let refused = create_from_url(&server.url, &path("x"), &options, &mut |_, _| {});
+        let refused = create_from_url(&server.url, &path("x").into(), &options, &mut |_, _| {});
         let refused = refused.unwrap_err();
         assert!(refused.is_refusal());
         assert!(chain(&refused).contains(wanted), "{}", chain(&refused));

@@ -77,7 +77,7 @@ impl Image {
             ..CreateOptions::default()
         };
         let (from, to) = (image.path("memory"), image.path(COMPRESSED));
-        create(&from, &to, &options, &mut |_, _| {}).map_err(io::Error::other)?;
+        create(&from, &to.clone().into(), &options, &mut |_, _| {}).map_err(io::Error::other)?;
         Ok(image)
     }
 

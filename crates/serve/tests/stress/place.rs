@@ -44,7 +44,13 @@ impl Place {
             directory.path().join("image"),
         );
         std::fs::write(&raw, memory).unwrap();
-        create(&raw, &image, &CreateOptions::default(), &mut |_, _| {}).unwrap();
+        create(
+            &raw,
+            &image.clone().into(),
+            &CreateOptions::default(),
+            &mut |_, _| {},
+        )
+        .unwrap();
         let store = store::Server::start(0);
         let content = std::fs::read(&image).unwrap();
         store.change(|site| site.content = content);

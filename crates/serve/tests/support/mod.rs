@@ -126,7 +126,13 @@ impl Place {
             chunk_bytes: 4096,
             ..CreateOptions::default()
         };
-        create(&self.image(), &path, &chunks_of_a_page, &mut |_, _| {}).unwrap();
+        create(
+            &self.image(),
+            &path.clone().into(),
+            &chunks_of_a_page,
+            &mut |_, _| {},
+        )
+        .unwrap();
         let bytes = std::fs::read(&path).unwrap();
         // The records of the stored chunks, all of which are different, end the file; each begins with its offset.
         let pages = usize::try_from(std::fs::metadata(self.image()).unwrap().len()).unwrap() / PAGE;

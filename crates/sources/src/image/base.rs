@@ -47,6 +47,17 @@ impl BasePlace {
         }
     }
 
+    /// The place of a base at a URL.
+    pub(super) fn of_url(url: &str, image: &Location) -> Self {
+        let name = url.rsplit('/').next().unwrap_or_default();
+        let beside = Self::Beside(name.into());
+        let is_there = matches!(image, Location::Url(_)) && !name.is_empty();
+        match is_there && beside.resolve(image) == Location::Url(url.to_owned()) {
+            true => beside,
+            false => Self::Url(url.to_owned()),
+        }
+    }
+
     /// The base's location, as the image at `image` names it.
     pub fn resolve(&self, image: &Location) -> Location {
         match (self, image) {

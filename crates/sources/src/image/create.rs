@@ -184,7 +184,7 @@ impl CreateError {
     pub fn is_refusal(&self) -> bool {
         match self {
             Self::Raw(_) | Self::ReadImage(_) | Self::ReadBase(_) | Self::Compress(_) => false,
-            Self::Target(error) => !matches!(error, TargetError::Write { .. }),
+            Self::Target(error) => error.is_refusal(),
             Self::Base(error) => error.is_refusal(),
             _ => true,
         }
@@ -200,7 +200,7 @@ impl CreateError {
 /// [`CreateError`]; what was at `image` before is then still there.
 pub fn create(
     raw: &Path,
-    image: &Path,
+    image: &Location,
     options: &CreateOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Created, CreateError> {
@@ -211,7 +211,7 @@ pub fn create(
 pub(super) fn create_named(
     raw: &Path,
     name: &Path,
-    image: &Path,
+    image: &Location,
     options: &CreateOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Created, CreateError> {
@@ -245,7 +245,8 @@ pub(super) fn create_named(
         let name = name.display().to_string();
         CreateError::Raw(BlobError::Changed { name })
     };
-    let target = Target::begin(image, mode, options.may_replace)?;
+    let object = &options.open.object;
+    let target = Target::begin(image, mode, options.may_replace, object)?;
     let plan = Plan {
         memory_bytes: memory.bytes(),
         chunk_bytes: options.chunk_bytes,
@@ -266,7 +267,7 @@ pub(super) fn create_named(
     if memory.state().map_err(CreateError::Raw)? != before {
         return Err(changed());
     }
-    target.finish()?;
+    target.finish(progress)?;
     Ok(Created {
         info,
         hole_bytes,
@@ -340,10 +341,9 @@ fn holes_above_base(
     }
 }
 
-/// Refuses an image that is the memory file, whatever their paths.
-pub(super) fn refuse_same_file(read: &Path, image: &Path) -> Result<(), CreateError> {
-    let of = |path: &Path| path.canonicalize().ok();
-    match of(read).is_some_and(|read| of(image) == Some(read)) {
+/// Refuses an image that is a file or object which is read, whatever their paths.
+pub(super) fn refuse_same_file(read: &Path, image: &Location) -> Result<(), CreateError> {
+    match is_same(read, image) {
         true => Err(CreateError::SameFile {
             path: read.to_owned(),
         }),
@@ -351,10 +351,21 @@ pub(super) fn refuse_same_file(read: &Path, image: &Path) -> Result<(), CreateEr
     }
 }
 
+/// Whether what is called `read`, which for an object is its URL without credentials, is at `new`.
+pub(super) fn is_same(read: &Path, new: &Location) -> bool {
+    match new {
+        Location::Path(new) => {
+            let read = read.canonicalize();
+            read.is_ok_and(|read| new.canonicalize().is_ok_and(|new| new == read))
+        }
+        Location::Url(_) => *read == *new.to_string(),
+    }
+}
+
 /// Opens the base, and says how the new image names it.
 pub(super) fn open_base(
     location: &Location,
-    image: &Path,
+    image: &Location,
     options: &CreateOptions,
 ) -> Result<(PagetideImage, BaseReference), CreateError> {
     let base = PagetideImage::open(location, &options.open).map_err(CreateError::Base)?;
@@ -362,13 +373,17 @@ pub(super) fn open_base(
         let name = base.name().to_owned();
         return Err(CreateError::TooManyLayers { name });
     }
-    let place = match location {
-        Location::Url(url) => BasePlace::Url(url.clone()),
-        Location::Path(path) => {
-            refuse_same_file(path, image)?;
-            name_of_base(path, image)
-        }
-    };
+    let name = location.to_string();
+    refuse_same_file(location.path().unwrap_or(Path::new(&name)), image)?;
+    let place = name_of_base(location, image);
+    for layer in &base.layers {
+        refuse_same_file(Path::new(layer.blob.name()), image)?;
+    }
+    // What is named as the image's neighbour may be the image.
+    if place.resolve(image) == *image {
+        let path = PathBuf::from(image.to_string());
+        return Err(CreateError::SameFile { path });
+    }
     if !fits(&place) {
         let place = place.to_string();
         return Err(CreateError::LongBase { place });
@@ -377,12 +392,22 @@ pub(super) fn open_base(
     Ok((base, BaseReference { digest, place }))
 }
 
-/// The base's file name, if both files are in one directory; its absolute path otherwise.
-fn name_of_base(base: &Path, image: &Path) -> BasePlace {
+/// The base's name, if both are in one directory; its absolute path or URL otherwise. An image at a URL names a local base as
+/// if it were beside the image: nobody else finds a path of this machine.
+fn name_of_base(base: &Location, image: &Location) -> BasePlace {
     let canonical = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    let directory = canonical(directory_of(base));
-    match base.file_name() {
-        Some(name) => place_in(&canonical(directory_of(image)), &directory, name),
-        None => BasePlace::Path(canonical(base)),
+    match (base, image) {
+        (Location::Url(url), _) => BasePlace::of_url(url, image),
+        (Location::Path(base), Location::Url(_)) => match base.file_name() {
+            Some(name) => BasePlace::Beside(name.to_owned()),
+            None => BasePlace::Path(canonical(base)),
+        },
+        (Location::Path(base), Location::Path(image)) => match base.file_name() {
+            Some(name) => {
+                let directory = canonical(directory_of(base));
+                place_in(&canonical(directory_of(image)), &directory, name)
+            }
+            None => BasePlace::Path(canonical(base)),
+        },
     }
 }

@@ -9,10 +9,13 @@ use pagetide_pager::Filled;
 use thiserror::Error;
 
 use super::codec::is_zero;
+use super::create::is_same;
 use super::parallel::{default_threads, in_order};
 use super::reader::PagetideImage;
 use super::target::{Target, TargetError};
 use crate::guest_image::{GuestImage, ImageError};
+use crate::object::ObjectOptions;
+use crate::open::Location;
 
 /// Guest memory of one job, in bytes.
 const JOB_BYTES: u64 = 4 << 20;
@@ -27,6 +30,8 @@ pub struct ExtractOptions {
     pub may_replace: bool,
     /// Threads that read, decompress and write.
     pub threads: NonZeroUsize,
+    /// How an object is written, where the file is one.
+    pub object: ObjectOptions,
 }
 
 impl Default for ExtractOptions {
@@ -34,6 +39,7 @@ impl Default for ExtractOptions {
         Self {
             may_replace: false,
             threads: default_threads(),
+            object: ObjectOptions::default(),
         }
     }
 }
@@ -70,30 +76,31 @@ impl ExtractError {
         match self {
             Self::SameFile { .. } => true,
             Self::Image(_) | Self::Stream { .. } => false,
-            Self::Target(error) => !matches!(error, TargetError::Write { .. }),
+            Self::Target(error) => error.is_refusal(),
         }
     }
 }
 
-/// Writes the guest memory of `image` into the file `raw`; zero pages become holes. `progress` is told how
+/// Writes the guest memory of `image` into the file or object `raw`; zero pages become holes of a file. `progress` is told how
 /// many bytes are done, of how many. Returns how many bytes of guest memory are no holes.
 ///
 /// # Errors
 /// [`ExtractError`]; what was at `raw` before is then still there.
 pub fn extract(
     image: &PagetideImage,
-    raw: &Path,
+    raw: &Location,
     options: &ExtractOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<u64, ExtractError> {
-    let target_path = raw.canonicalize().ok();
-    let is_layer =
-        |name: &str| target_path.is_some() && Path::new(name).canonicalize().ok() == target_path;
-    if image.layers.iter().any(|layer| is_layer(layer.blob.name())) {
-        let path = raw.to_owned();
+    let names = image
+        .layers
+        .iter()
+        .map(|layer| Path::new(layer.blob.name()));
+    if let Some(layer) = names.into_iter().find(|layer| is_same(layer, raw)) {
+        let path = layer.to_owned();
         return Err(ExtractError::SameFile { path });
     }
-    let target = Target::begin(raw, image.mode(), options.may_replace)?;
+    let target = Target::begin(raw, image.mode(), options.may_replace, &options.object)?;
     target.set_bytes(image.bytes())?;
     let (mut done, mut written) = (0, 0);
     progress(0, image.bytes());
@@ -113,7 +120,7 @@ pub fn extract(
             Ok::<_, ExtractError>(())
         },
     )?;
-    target.finish()?;
+    target.finish(progress)?;
     Ok(written)
 }
 

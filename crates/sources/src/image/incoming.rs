@@ -26,7 +26,7 @@ const PAGE_BYTES: usize = 4096;
 const MODE: u32 = 0o600;
 
 /// Creates the image `image` from the raw memory that `stream` brings until its end; `name` is for messages. It is copied to a
-/// file without a name in the folder of `image` first, which takes room for all pages that are not zero. No part of it is a
+/// file without a name in the folder of `image` (for a URL, of temporary files) first, which takes room for all pages that are not zero. No part of it is a
 /// hole: [`Holes::Zero`] is used. `progress` is told how many bytes have come, twice, and then as by [`create`].
 ///
 /// [`create`]: super::create()
@@ -36,7 +36,7 @@ const MODE: u32 = 0o600;
 pub fn create_from_stream(
     stream: &mut dyn Read,
     name: &str,
-    image: &Path,
+    image: &Location,
     options: &CreateOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Created, CreateError> {
@@ -45,7 +45,8 @@ pub fn create_from_stream(
     if let Some(base) = &options.base {
         open_base(base, image, options)?;
     }
-    let copy = Target::begin(image, MODE, options.may_replace)?;
+    let object = &options.open.object;
+    let copy = Target::begin(image, MODE, options.may_replace, object)?;
     let failed = |source: io::Error| CreateError::Raw(BlobError::io(name.to_owned(), source));
     let mut block = vec![0; BLOCK_BYTES];
     let mut bytes = 0;
@@ -95,10 +96,12 @@ fn fill(stream: &mut dyn Read, buffer: &mut [u8]) -> io::Result<usize> {
 /// [`CreateError`]; what was at `image` before is then still there.
 pub fn create_from_url(
     url: &str,
-    image: &Path,
+    image: &Location,
     options: &CreateOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Created, CreateError> {
+    let name = Location::Url(url.to_owned()).to_string();
+    refuse_same_file(Path::new(&name), image)?;
     let raw = open_raw(url, &options.open)?;
     write_whole(&raw, MODE, image, options, progress)
 }
@@ -114,14 +117,13 @@ pub fn create_from_url(
 pub fn create_from_mapped_ram(
     location: &Location,
     block: Option<&str>,
-    image: &Path,
+    image: &Location,
     options: &CreateOptions,
     look: &mut dyn FnMut(&MappedRam),
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Created, CreateError> {
-    if let Location::Path(path) = location {
-        refuse_same_file(path, image)?;
-    }
+    let name = location.to_string();
+    refuse_same_file(location.path().unwrap_or(Path::new(&name)), image)?;
     let blob = open_blob(location, &options.open).map_err(CreateError::OpenRaw)?;
     let name = blob.name().to_owned();
     let memory = MappedRam::open(blob, block).map_err(|source| {

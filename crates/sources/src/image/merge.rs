@@ -13,6 +13,7 @@ use super::reader::PagetideImage;
 use super::target::Target;
 use super::writer::{Memory, Plan, write_image};
 use crate::guest_image::{GuestImage, check_inside};
+use crate::open::Location;
 
 /// The memory of an image, with its layers.
 struct Whole<'a>(&'a dyn GuestImage);
@@ -43,7 +44,7 @@ impl Memory for Whole<'_> {
 /// [`CreateError`]; what was at `new` before is then still there.
 pub fn merge(
     image: &PagetideImage,
-    new: &Path,
+    new: &Location,
     options: &CreateOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Created, CreateError> {
@@ -60,7 +61,7 @@ pub fn merge(
 pub(super) fn write_whole(
     image: &dyn GuestImage,
     mut mode: u32,
-    new: &Path,
+    new: &Location,
     options: &CreateOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Created, CreateError> {
@@ -81,7 +82,8 @@ pub(super) fn write_whole(
         }
         mode &= base.mode();
     }
-    let target = Target::begin(new, mode, options.may_replace)?;
+    let object = &options.open.object;
+    let target = Target::begin(new, mode, options.may_replace, object)?;
     let plan = Plan {
         memory_bytes: image.bytes(),
         chunk_bytes: options.chunk_bytes,
@@ -91,7 +93,7 @@ pub(super) fn write_whole(
         threads: options.threads,
     };
     let (info, hole_bytes) = write_image(&target, new, plan, || Ok(Whole(image)), progress)?;
-    target.finish()?;
+    target.finish(progress)?;
     Ok(Created {
         info,
         hole_bytes,

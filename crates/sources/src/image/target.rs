@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{
     AtFlags, CWD, Mode, OFlags, RenameFlags, fsync, linkat, openat, renameat, renameat_with,
@@ -12,6 +13,10 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use thiserror::Error;
+
+use crate::object::{ObjectOptions, Upload};
+use crate::open::Location;
+use crate::upload::UploadError;
 
 /// Why a file could not be written.
 #[derive(Debug, Error)]
@@ -37,6 +42,23 @@ pub enum TargetError {
         #[source]
         source: io::Error,
     },
+    /// The URL has no new object.
+    #[error(transparent)]
+    Upload(#[from] UploadError),
+    /// What is put at a URL could not be written to a temporary file before.
+    #[error(
+        "cannot write what is for {name} to a temporary file in {}; TMPDIR names another directory",
+        directory.display()
+    )]
+    Temporary {
+        /// The URL, without credentials.
+        name: String,
+        /// The directory.
+        directory: PathBuf,
+        /// The kernel's error.
+        #[source]
+        source: io::Error,
+    },
     /// The file could not be written, or given its name.
     #[error("cannot write {}", path.display())]
     Write {
@@ -48,17 +70,42 @@ pub enum TargetError {
     },
 }
 
+impl TargetError {
+    /// Whether the request made no sense, so that nothing was tried.
+    pub(crate) fn is_refusal(&self) -> bool {
+        match self {
+            Self::Exists { .. } | Self::NoName { .. } | Self::Directory { .. } => true,
+            Self::Upload(error) => error.is_refusal(),
+            Self::Write { .. } | Self::Temporary { .. } => false,
+        }
+    }
+}
+
+/// Where a target ends.
+#[derive(Debug)]
+enum Place {
+    File {
+        path: PathBuf,
+        name: OsString,
+        may_replace: bool,
+    },
+    Object {
+        upload: Box<Upload>,
+        /// Without credentials.
+        name: String,
+        directory: PathBuf,
+    },
+}
+
 /// A file that is being written. Without [`Target::finish`] nothing of it stays; a process that is killed
 /// leaves nothing either, where the file system has files without a name.
 #[derive(Debug)]
 pub(crate) struct Target {
     file: std::fs::File,
     directory: OwnedFd,
-    path: PathBuf,
-    name: OsString,
     /// Its name so far, if it has one.
     temporary: Option<OsString>,
-    may_replace: bool,
+    place: Place,
 }
 
 /// The directory of a file.
@@ -70,12 +117,28 @@ pub(crate) fn directory_of(path: &Path) -> &Path {
 }
 
 impl Target {
-    /// Begins the file that will be at `path`, with these permissions, less the process's umask. It has guest memory:
-    /// nobody reads it who may not read where the memory came from.
+    /// Begins the file or object that will be at `location`, with these permissions, less the process's umask. It has guest
+    /// memory: nobody reads it who may not read where the memory came from. An object is a file of the directory for
+    /// temporary files until it is complete.
     ///
     /// # Errors
     /// [`TargetError`].
-    pub(crate) fn begin(path: &Path, mode: u32, may_replace: bool) -> Result<Self, TargetError> {
+    pub(crate) fn begin(
+        location: &Location,
+        mode: u32,
+        may_replace: bool,
+        options: &ObjectOptions,
+    ) -> Result<Self, TargetError> {
+        match location {
+            Location::Path(path) => Self::begin_file(path, mode, may_replace),
+            Location::Url(url) => {
+                let upload = Upload::begin(url, options, may_replace)?;
+                Self::begin_object(upload, location.to_string())
+            }
+        }
+    }
+
+    fn begin_file(path: &Path, mode: u32, may_replace: bool) -> Result<Self, TargetError> {
         let path = path.to_owned();
         let Some(name) = path.file_name().map(OsStr::to_owned) else {
             return Err(TargetError::NoName { path });
@@ -91,30 +154,68 @@ impl Target {
             directory: directory_of(&path).to_owned(),
             source: errno.into(),
         };
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = openat(CWD, directory_of(&path), flags, Mode::empty()).map_err(failed)?;
-        let mode = Mode::from_raw_mode(mode & 0o666);
-        let (file, temporary) = match unnamed(&directory, mode) {
-            Some(file) => (file, None),
-            None => {
-                let temporary = part_of(&name);
-                let file = named(&directory, &temporary, mode).map_err(failed)?;
-                (file, Some(temporary))
-            }
-        };
-        Ok(Self {
-            file: file.into(),
-            directory,
+        let opened = opened(directory_of(&path), &name, mode & 0o666).map_err(failed)?;
+        let place = Place::File {
             path,
             name,
-            temporary,
             may_replace,
-        })
+        };
+        Ok(Self::of(opened, place))
+    }
+
+    fn begin_object(upload: Upload, name: String) -> Result<Self, TargetError> {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let directory = std::env::temp_dir();
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let file = OsString::from(format!("pagetide-upload-{number}"));
+        match opened(&directory, &file, 0o600) {
+            Ok(opened) => {
+                let place = Place::Object {
+                    upload: Box::new(upload),
+                    name,
+                    directory,
+                };
+                Ok(Self::of(opened, place))
+            }
+            Err(errno) => Err(TargetError::Temporary {
+                name,
+                directory,
+                source: errno.into(),
+            }),
+        }
+    }
+
+    fn of((directory, file, temporary): Opened, place: Place) -> Self {
+        Self {
+            file: file.into(),
+            directory,
+            temporary,
+            place,
+        }
     }
 
     fn failed(&self, source: io::Error) -> TargetError {
-        let path = self.path.clone();
-        TargetError::Write { path, source }
+        match &self.place {
+            Place::File { path, .. } => TargetError::Write {
+                path: path.clone(),
+                source,
+            },
+            Place::Object {
+                name, directory, ..
+            } => TargetError::Temporary {
+                name: name.clone(),
+                directory: directory.clone(),
+                source,
+            },
+        }
+    }
+
+    /// Refuses what is longer than the place takes.
+    fn check_bytes(&self, bytes: u64) -> Result<(), TargetError> {
+        match &self.place {
+            Place::File { .. } => Ok(()),
+            Place::Object { upload, .. } => Ok(upload.check_bytes(bytes)?),
+        }
     }
 
     /// A path by which this process opens it once more, also before it has its name.
@@ -125,8 +226,9 @@ impl Target {
     /// Writes bytes at an offset.
     ///
     /// # Errors
-    /// [`TargetError::Write`].
+    /// [`TargetError::Write`], [`TargetError::Temporary`], [`TargetError::Upload`].
     pub(crate) fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), TargetError> {
+        self.check_bytes(offset.saturating_add(bytes.len() as u64))?;
         let written = self.file.write_all_at(bytes, offset);
         written.map_err(|error| self.failed(error))
     }
@@ -134,23 +236,31 @@ impl Target {
     /// Gives the file a length; what was not written is a hole.
     ///
     /// # Errors
-    /// [`TargetError::Write`].
+    /// As [`Target::write_at`].
     pub(crate) fn set_bytes(&self, bytes: u64) -> Result<(), TargetError> {
+        self.check_bytes(bytes)?;
         self.file.set_len(bytes).map_err(|error| self.failed(error))
     }
 
-    /// Writes the content to the disk, and gives the file its name.
+    /// Writes the content to the disk, and gives the file its name; or puts the object there, of which `progress` is told.
     ///
     /// # Errors
-    /// [`TargetError::Write`]; [`TargetError::Exists`] if something has got the name meanwhile.
-    pub(crate) fn finish(mut self) -> Result<(), TargetError> {
+    /// [`TargetError::Write`], [`TargetError::Upload`]; [`TargetError::Exists`] if something has got the name meanwhile.
+    pub(crate) fn finish(mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), TargetError> {
+        let (path, may_replace) = match &self.place {
+            Place::File {
+                path, may_replace, ..
+            } => (path.clone(), *may_replace),
+            Place::Object { upload, .. } => {
+                let found = self.file.metadata().map_err(|error| self.failed(error))?;
+                return Ok(upload.put(&self.file, found.len(), progress)?);
+            }
+        };
         let synced = self.file.sync_all();
         synced.map_err(|error| self.failed(error))?;
         let named = self.give_name();
         named.map_err(|errno| match errno {
-            Errno::EXIST if !self.may_replace => TargetError::Exists {
-                path: self.path.clone(),
-            },
+            Errno::EXIST if !may_replace => TargetError::Exists { path },
             errno => self.failed(errno.into()),
         })?;
         // The name is in the directory; the directory must reach the disk as well.
@@ -158,24 +268,30 @@ impl Target {
     }
 
     fn give_name(&mut self) -> Result<(), Errno> {
+        let Place::File {
+            name, may_replace, ..
+        } = &self.place
+        else {
+            return Ok(());
+        };
         let directory = &self.directory;
         if self.temporary.is_none() {
-            let name = match self.may_replace {
-                false => &self.name,
+            let first = match may_replace {
+                false => name,
                 // A link cannot replace a name; a rename can.
-                true => &*self.temporary.insert(part_of(&self.name)),
+                true => &*self.temporary.insert(part_of(name)),
             };
             let file = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-            linkat(CWD, file, directory, name, AtFlags::SYMLINK_FOLLOW)?;
+            linkat(CWD, file, directory, first, AtFlags::SYMLINK_FOLLOW)?;
         }
         let Some(temporary) = &self.temporary else {
             return Ok(());
         };
-        match self.may_replace {
-            true => renameat(directory, temporary, directory, &self.name)?,
+        match may_replace {
+            true => renameat(directory, temporary, directory, name)?,
             false => {
                 let flags = RenameFlags::NOREPLACE;
-                renameat_with(directory, temporary, directory, &self.name, flags)?;
+                renameat_with(directory, temporary, directory, name, flags)?;
             }
         }
         self.temporary = None;
@@ -198,6 +314,22 @@ fn part_of(name: &OsStr) -> OsString {
     part.push(name);
     part.push(format!(".{}.part", std::process::id()));
     part
+}
+
+/// A directory, and a new file in it with its name so far, if it has one.
+type Opened = (OwnedFd, OwnedFd, Option<OsString>);
+
+/// Opens a new file in a directory, without a name if the file system has such files.
+fn opened(directory: &Path, name: &OsStr, mode: u32) -> Result<Opened, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = openat(CWD, directory, flags, Mode::empty())?;
+    let mode = Mode::from_raw_mode(mode);
+    if let Some(file) = unnamed(&directory, mode) {
+        return Ok((directory, file, None));
+    }
+    let temporary = part_of(name);
+    let file = named(&directory, &temporary, mode)?;
+    Ok((directory, file, Some(temporary)))
 }
 
 /// A file without a name, if the file system has such files and /proc can give them one.
@@ -235,8 +367,8 @@ mod tests {
 
     /// A target as on a file system without unnamed files.
     fn with_name(path: &Path, may_replace: bool) -> Target {
-        let mut target = Target::begin(path, 0o600, may_replace).expect("it begins");
-        let temporary = part_of(&target.name);
+        let mut target = Target::begin_file(path, 0o600, may_replace).expect("it begins");
+        let temporary = part_of(path.file_name().expect("a name"));
         let file = named(&target.directory, &temporary, Mode::from_raw_mode(0o600));
         target.file = file.expect("a file").into();
         target.temporary = Some(temporary);
@@ -248,7 +380,7 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("file");
         for begin in [with_name, |path: &Path, replace| {
-            Target::begin(path, 0o600, replace).expect("it begins")
+            Target::begin_file(path, 0o600, replace).expect("it begins")
         }] {
             let target = begin(&path, false);
             target.write_at(3, b"content").expect("it is written");
@@ -259,7 +391,7 @@ mod tests {
             for replace in [false, true] {
                 let target = begin(&path, replace);
                 target.write_at(3, b"content").expect("it is written");
-                target.finish().expect("it is named");
+                target.finish(&mut |_, _| {}).expect("it is named");
                 assert_eq!(std::fs::read(&path).expect("it is there"), b"\0\0\0content");
                 assert_eq!(names(directory.path()), ["file"]);
             }
@@ -268,7 +400,10 @@ mod tests {
             // The name is taken meanwhile.
             let target = begin(&path, false);
             std::fs::write(&path, "another's").expect("it is written");
-            assert!(matches!(target.finish(), Err(TargetError::Exists { .. })));
+            assert!(matches!(
+                target.finish(&mut |_, _| {}),
+                Err(TargetError::Exists { .. })
+            ));
             assert_eq!(std::fs::read(&path).expect("it is there"), b"another's");
             assert_eq!(names(directory.path()), ["file"]);
             std::fs::remove_file(&path).expect("it is there");
@@ -279,7 +414,7 @@ mod tests {
     fn what_cannot_be_written_is_refused_at_once() {
         let directory = tempfile::tempdir().expect("a directory");
         let begin =
-            |path: &Path, replace| Target::begin(path, 0o600, replace).expect_err("refused");
+            |path: &Path, replace| Target::begin_file(path, 0o600, replace).expect_err("refused");
         let within = |name: &str| directory.path().join(name);
         std::fs::write(within("file"), "").expect("it is written");
         std::os::unix::fs::symlink("nowhere", within("link")).expect("a link");

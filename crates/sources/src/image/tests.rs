@@ -117,7 +117,8 @@ fn sixteen_layers_are_the_most() {
         ..CreateOptions::default()
     };
     let image = directory.path().join("image");
-    let error = create(&raw, &image, &options, &mut |_, _| {}).expect_err("it is refused");
+    let error =
+        create(&raw, &image.clone().into(), &options, &mut |_, _| {}).expect_err("it is refused");
     assert!(
         matches!(error, CreateError::TooManyLayers { .. }),
         "{error}"

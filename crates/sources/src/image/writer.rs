@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::path::Path;
 
 use pagetide_memory::Urgency;
 use pagetide_pager::Filled;
@@ -19,6 +18,7 @@ use super::reader::PagetideImage;
 use super::target::Target;
 use crate::digest::Digest;
 use crate::guest_image::GuestImage;
+use crate::open::Location;
 
 /// Guest memory that one job reads, in bytes, unless a chunk is longer.
 pub(crate) const JOB_BYTES: u32 = 1 << 20;
@@ -56,7 +56,7 @@ pub(super) struct Plan<'a> {
 /// many bytes of the memory were holes.
 pub(super) fn write_image<M: Memory>(
     target: &Target,
-    image: &Path,
+    image: &Location,
     plan: Plan<'_>,
     open: impl Fn() -> Result<M, CreateError> + Sync,
     progress: &mut dyn FnMut(u64, u64),
@@ -84,7 +84,7 @@ pub(super) fn write_image<M: Memory>(
             Ok(())
         },
     )?;
-    let info = writer.finish(&image.display().to_string())?;
+    let info = writer.finish(&image.to_string())?;
     Ok((info, hole_bytes))
 }
 

@@ -47,24 +47,8 @@ impl Remote {
         options: ObjectOptions,
     ) -> Result<Self, Failure> {
         let latencies = Latencies::default();
-        let mut attempt = 0;
-        let meta = loop {
-            let sent = Instant::now();
-            let head = timeout(options.limit, head(&*place.store, &place.path, &secrets)).await;
-            match head.unwrap_or(Err(Failure::Late(options.limit))) {
-                Ok(meta) => {
-                    latencies.add(sent.elapsed());
-                    break meta;
-                }
-                Err(failure) => {
-                    attempt += 1;
-                    if !failure.is_transient() || attempt >= options.attempts {
-                        return Err(failure);
-                    }
-                    sleep(pause(attempt)).await;
-                }
-            }
-        };
+        let (meta, took) = look(&*place.store, &place.path, &secrets, &options).await?;
+        latencies.add(took);
         Ok(Self {
             store: place.store,
             path: place.path,
@@ -268,6 +252,30 @@ impl Remote {
     }
 }
 
+/// The object's length and version, and the time that the answer took; asked as often as the options say.
+pub(super) async fn look(
+    store: &dyn ObjectStore,
+    path: &Path,
+    secrets: &Secrets,
+    options: &ObjectOptions,
+) -> Result<(ObjectMeta, Duration), Failure> {
+    let mut attempt = 0;
+    loop {
+        let sent = Instant::now();
+        let head = timeout(options.limit, head(store, path, secrets)).await;
+        match head.unwrap_or(Err(Failure::Late(options.limit))) {
+            Ok(meta) => return Ok((meta, sent.elapsed())),
+            Err(failure) => {
+                attempt += 1;
+                if !failure.is_transient() || attempt >= options.attempts {
+                    return Err(failure);
+                }
+                sleep(pause(attempt)).await;
+            }
+        }
+    }
+}
+
 /// The object's length and version: by HEAD, and by a GET of one byte from a server that refuses HEAD. The signature of
 /// a URL covers the method, a redirect may lead to such a URL, and some servers do not know HEAD.
 async fn head(
@@ -302,7 +310,7 @@ async fn head(
 }
 
 /// A place for the answer's status, and the request's extensions that lead to it.
-fn watched() -> (Status, Extensions) {
+pub(super) fn watched() -> (Status, Extensions) {
     let status = Status::default();
     let mut extensions = Extensions::new();
     extensions.insert(status.clone());

@@ -11,6 +11,7 @@ mod options;
 mod parts;
 mod runtime;
 mod store;
+mod upload;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -36,6 +37,8 @@ use memory::Memory;
 pub use options::{ObjectOptions, ObjectOptionsError, OpenObjectError};
 use parts::Parts;
 pub(crate) use parts::{decoded, shown};
+use store::Requests;
+pub(crate) use upload::Upload;
 
 /// A read requests at most as much as this many GETs at once, so that memory is bounded whatever its
 /// length.
@@ -105,7 +108,7 @@ impl ObjectBlob {
         let parts = Parts::of(url)
             .ok_or_else(|| failed(Report::new("the URL has no host, or no path or key")))?;
         let name = parts.name();
-        let place = parts.place(options).map_err(failed)?;
+        let place = parts.place(Requests::of_reads(options)).map_err(failed)?;
         let identity = place.identity.clone();
         let handle = runtime::handle().map_err(|error| BlobError::io(name.clone(), error))?;
         let remote = Remote::open(place, parts.secrets(), options.clone());

@@ -53,7 +53,12 @@ impl Place {
         name: &str,
         options: &CreateOptions,
     ) -> Result<Created, CreateError> {
-        create(&self.path(raw), &self.path(name), options, &mut |_, _| {})
+        create(
+            &self.path(raw),
+            &self.path(name).into(),
+            options,
+            &mut |_, _| {},
+        )
     }
 
     pub(crate) fn open(&self, name: &str) -> PagetideImage {

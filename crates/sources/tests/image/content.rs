@@ -26,7 +26,13 @@ fn sound(place: &Place, name: &str) {
 fn assert_extracted(place: &Place, name: &str, wanted: &[u8]) {
     let raw = place.path("extracted");
     let image = place.open(name);
-    extract(&image, &raw, &ExtractOptions::default(), &mut |_, _| {}).expect("it is written");
+    extract(
+        &image,
+        &raw.clone().into(),
+        &ExtractOptions::default(),
+        &mut |_, _| {},
+    )
+    .expect("it is written");
     assert_same(&fs::read(&raw).expect("it is there"), wanted, name);
     fs::remove_file(raw).expect("it is there");
 }
@@ -120,7 +126,13 @@ fn zeroes_are_not_stored_and_equal_chunks_once() {
     assert!(info.file_bytes < 100_000);
     let raw = place.path("extracted");
     let image = place.open("nothing");
-    extract(&image, &raw, &ExtractOptions::default(), &mut |_, _| {}).expect("it is written");
+    extract(
+        &image,
+        &raw.clone().into(),
+        &ExtractOptions::default(),
+        &mut |_, _| {},
+    )
+    .expect("it is written");
     let extracted = fs::metadata(raw).expect("it is there");
     assert_eq!(
         extracted.len(),
@@ -386,13 +398,18 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
         may_replace: true,
         ..ExtractOptions::default()
     };
-    let error = extract(&image, &place.path("image"), &replace, &mut |_, _| {});
+    let error = extract(
+        &image,
+        &place.path("image").into(),
+        &replace,
+        &mut |_, _| {},
+    );
     assert!(
         matches!(error, Err(ExtractError::SameFile { .. })),
         "{error:?}"
     );
     let keep = ExtractOptions::default();
-    let error = extract(&image, &place.path("raw"), &keep, &mut |_, _| {});
+    let error = extract(&image, &place.path("raw").into(), &keep, &mut |_, _| {});
     assert!(
         matches!(error, Err(ExtractError::Target(TargetError::Exists { .. }))),
         "{error:?}"
@@ -400,7 +417,8 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
 
     place.create("raw", "image", &force);
     assert!(fs::read(place.path("image")).expect("it is there") == before);
-    extract(&image, &place.path("raw"), &replace, &mut |_, _| {}).expect("it may be replaced");
+    extract(&image, &place.path("raw").into(), &replace, &mut |_, _| {})
+        .expect("it may be replaced");
     assert_eq!(place.names(), names);
 }
 
@@ -423,7 +441,7 @@ fn memory_that_changes_meanwhile_is_no_image() {
             calls += 1;
         };
         let usual = CreateOptions::default();
-        let error = pagetide_sources::image::create(&raw, &place.path("image"), &usual, cut);
+        let error = pagetide_sources::image::create(&raw, &place.path("image").into(), &usual, cut);
         let error = error.expect_err("the memory has changed");
         let CreateError::Raw(source) = &error else {
             panic!("{error}");

@@ -56,8 +56,14 @@ fn a_file_of_qemu_becomes_an_image() {
                 may_replace: true,
                 ..CreateOptions::default()
             };
-            let created =
-                create_from_mapped_ram(&file, named, &new, &options, &mut |_| {}, &mut |_, _| {});
+            let created = create_from_mapped_ram(
+                &file,
+                named,
+                &new.clone().into(),
+                &options,
+                &mut |_| {},
+                &mut |_, _| {},
+            );
             assert_eq!(created.unwrap().info.memory_bytes, bytes, "{block}");
             // Whoever may read the file may read the image.
             let mode = fs_err::metadata(&new).unwrap().permissions().mode();
@@ -83,7 +89,14 @@ fn only_the_guests_memory_is_taken_unless_another_block_is_named() {
     let new = directory.path().join("vm.img");
     let create = |block| {
         let options = CreateOptions::default();
-        create_from_mapped_ram(&file, block, &new, &options, &mut |_| {}, &mut |_, _| {})
+        create_from_mapped_ram(
+            &file,
+            block,
+            &new.clone().into(),
+            &options,
+            &mut |_| {},
+            &mut |_, _| {},
+        )
     };
     let error = create(Some("m0")).unwrap_err();
     let CreateError::OpenRaw(error @ OpenError::MappedRam { .. }) = &error else {

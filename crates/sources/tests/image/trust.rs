@@ -125,7 +125,7 @@ fn an_image_and_extracted_memory_are_as_private_as_what_they_were_made_of() {
     let out = place.path("out");
     extract(
         &place.open("top"),
-        &out,
+        &out.clone().into(),
         &ExtractOptions::default(),
         &mut |_, _| {},
     )
@@ -135,7 +135,7 @@ fn an_image_and_extracted_memory_are_as_private_as_what_they_were_made_of() {
     fs::remove_file(&out).expect("it is there");
     extract(
         &place.open("top"),
-        &out,
+        &out.clone().into(),
         &ExtractOptions::default(),
         &mut |_, _| {},
     )
@@ -153,7 +153,12 @@ fn extracted_memory_takes_no_more_room_than_the_memory_it_was_made_of() {
     place.create("raw", "image", &CreateOptions::default());
     let out = place.path("out");
     let image = place.open("image");
-    let written = extract(&image, &out, &ExtractOptions::default(), &mut |_, _| {});
+    let written = extract(
+        &image,
+        &out.clone().into(),
+        &ExtractOptions::default(),
+        &mut |_, _| {},
+    );
     assert_eq!(written.expect("it is written"), 64 * PAGE);
     assert!(fs::read(&out).expect("it is there") == fs::read(&raw).expect("it is there"));
     let blocks = |path: &Path| fs::metadata(path).expect("it is there").blocks();
@@ -217,7 +222,7 @@ fn layers_are_merged_and_put_above_another_base() {
     let image = place.open(&top);
     assert_eq!(image.layers(), 4);
     let merged = |name: &str, options: &CreateOptions| {
-        merge(&image, &place.path(name), options, &mut |_, _| {})
+        merge(&image, &place.path(name).into(), options, &mut |_, _| {})
     };
     let alone = merged("alone", &CreateOptions::default()).expect("one layer");
     assert!(alone.info.base.is_none());
