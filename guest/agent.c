@@ -42,8 +42,13 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "share.h"
+
 /* How long the agent still reads output after a command has ended and left a process behind. */
 #define DRAIN_MS 1000
+
+/* How long the agent waits for the host's ports. */
+#define PORTS_MS 60000
 
 #define MAX_ENV 256
 
@@ -146,7 +151,7 @@ static void overlay(const char *where)
 
 static void share(const char *tag, const char *where)
 {
-	if (mount(tag, where, "9p", 0, "version=9p2000.L,trans=virtio,access=any,msize=512000"))
+	if (mount(tag, where, "9p", 0, P9_OPTIONS))
 		give_up("mount", where);
 }
 
@@ -161,7 +166,7 @@ static void write_file(const char *path, const char *text)
 }
 
 /* udev would make links by name; without udev, sysfs has the names. */
-static int open_port(const char *wanted)
+static int find_port(const char *wanted)
 {
 	const char *class = "/sys/class/virtio-ports";
 	DIR *dir = opendir(class);
@@ -189,6 +194,18 @@ static int open_port(const char *wanted)
 			give_up("open", path);
 	}
 	closedir(dir);
+	return fd;
+}
+
+/* The host names its ports some time after their driver was loaded. */
+static int open_port(const char *wanted)
+{
+	struct timespec pause = { .tv_nsec = 10 * 1000 * 1000 };
+	long deadline = now_ms() + PORTS_MS;
+	int fd;
+
+	while ((fd = find_port(wanted)) < 0 && now_ms() < deadline)
+		nanosleep(&pause, NULL);
 	if (fd < 0) {
 		errno = ENOENT;
 		give_up("no virtio port", wanted);

@@ -139,6 +139,13 @@ impl Lists {
         Ok(versions)
     }
 
+    /// What the newest version of a binary package depends on.
+    pub(crate) fn depends(&self, package: &str) -> Result<Vec<String>> {
+        let depends = self.run("apt-cache").args(["depends", "--important"]);
+        let text = depends.arg(package).text()?;
+        Ok(dependencies(&text))
+    }
+
     /// Downloads a binary package into a directory, and compares it with the list. A cut or different file is an error.
     pub(crate) fn download(
         &self,
@@ -320,6 +327,16 @@ fn madison(text: &str) -> Vec<Served> {
         .collect()
 }
 
+/// The packages in what `apt-cache depends` prints: `  Depends: PACKAGE`.
+fn dependencies(text: &str) -> Vec<String> {
+    let name = |line: &str| {
+        line.trim_start()
+            .strip_prefix("Depends: ")
+            .map(str::to_owned)
+    };
+    text.lines().filter_map(name).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -377,6 +394,12 @@ mod tests {
         let name = code_name("ID=debian\nVERSION_CODENAME=bookworm\n").unwrap();
         assert_eq!(name, "bookworm");
         assert_eq!(code_name("ID=arch\n"), None);
+    }
+
+    #[test]
+    fn dependencies_are_read() {
+        let text = "linux-image-amd64\n  Depends: linux-image-6.1.0-56-amd64\n  Suggests: other\n";
+        assert_eq!(dependencies(text), ["linux-image-6.1.0-56-amd64"]);
     }
 
     #[test]

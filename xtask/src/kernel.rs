@@ -4,6 +4,7 @@ mod ahead;
 pub(crate) mod build;
 pub(crate) mod check;
 pub(crate) mod config;
+pub(crate) mod distribution;
 pub(crate) mod export;
 mod git;
 mod letters;
@@ -41,7 +42,7 @@ pub(crate) enum Verb {
     /// kernel/README.md. A mutation takes a build and a VM, one to three minutes; all of them take hours.
     Mutate(mutate::MutateArgs),
     /// Build Debian packages of the series' kernel, for hosts: Debian's configuration for clouds, with the usual drivers
-    /// of bare metal (under an hour on two processors)
+    /// of bare metal (between one and two hours on two processors)
     Package,
     /// Print the work tree in which the series can be edited (made if it is not there yet)
     Path,

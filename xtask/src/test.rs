@@ -44,13 +44,13 @@ use tally::{Tally, Verdict};
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
     /// Only these steps (may be given several times) [default: all but fuzz, thorough, stress, nodes,
-    /// debug, modules, kernel-package, roots, systemd, upstream, upstream-arm64 and busy]
+    /// debug, modules, kernel-package, old-kernel, roots, systemd, systemd-vm, upstream, upstream-arm64 and busy]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
     /// Take the steps so often, until something fails; each time with a new seed, unless PAGETIDE_SEED is set
     #[arg(long, value_name = "N", requires = "only")]
     repeat: Option<NonZero<u32>>,
-    /// Of host and busy, only the test programs whose names begin so, as `serve/ends`, and no documentation
+    /// Of host, old-kernel and busy, only the test programs whose names begin so, as `serve/ends`, and no documentation
     #[arg(long, value_name = "NAME", requires = "only")]
     program: Option<String>,
 }
@@ -117,15 +117,21 @@ enum Step {
     /// Selftests with KVM as modules, as distributions have it (only if asked for: about a quarter of an hour with its
     /// build)
     Modules,
-    /// Selftests on the kernel of the Debian packages that `cargo xtask kernel package` makes (only if asked for: about an
-    /// hour with its build)
+    /// Selftests on the kernel of the Debian packages that `cargo xtask kernel package` makes (only if asked for: about two
+    /// hours with its build)
     KernelPackage,
+    /// What serves memory, on Debian 12's own kernel, Linux 6.1, which has no UFFDIO_POISON (only if asked for: about a
+    /// quarter of an hour)
+    OldKernel,
     /// In a fresh Debian 12 and a fresh Debian 13, README's commands up to the demo's end (only if asked for: about an
     /// hour)
     Roots,
     /// The package's service under a real systemd: stops, restarts, kill -9, a full disk and the like, 100 VMs each (only
     /// if asked for: about two minutes)
     Systemd,
+    /// The same in a VM, on Debian 13's own kernel with control groups of version 2 alone, and a VMM whose group has a limit of
+    /// memory (only if asked for: about a quarter of an hour)
+    SystemdVm,
     /// The kernel's own tests, unmodified, on the stock kernel and on the series: none may fail on the series that
     /// passes on the stock kernel (only if asked for: about an hour with two kernels' builds)
     Upstream,
@@ -161,12 +167,14 @@ impl Step {
             Self::Package => &[Self::Host],
             // Both make the package.
             Self::Systemd => &[Self::Host, Self::Package],
+            Self::SystemdVm => &[Self::Host, Self::Package, Self::Systemd],
             Self::Uapi
             | Self::Nodes
             | Self::Debug
             | Self::Modules
             | Self::KernelPackage
             | Self::Thorough => &[Self::Kernel],
+            Self::OldKernel => &[Self::Host],
             // It measures, and its load would disturb the others. It is the last of them.
             Self::Busy => {
                 let all = Self::value_variants().split_last();
@@ -186,8 +194,10 @@ impl Step {
             Self::Debug,
             Self::Modules,
             Self::KernelPackage,
+            Self::OldKernel,
             Self::Roots,
             Self::Systemd,
+            Self::SystemdVm,
             Self::Upstream,
             Self::UpstreamArm64,
             Self::Busy,
@@ -197,7 +207,7 @@ impl Step {
 
     /// Whether the step runs test programs, among which `--program` can choose.
     fn takes_programs(self) -> bool {
-        matches!(self, Self::Host | Self::Busy)
+        matches!(self, Self::Host | Self::OldKernel | Self::Busy)
     }
 
     fn name(self) -> String {
@@ -383,8 +393,10 @@ impl Testing<'_> {
             Step::Debug => lab::debug(self.paths, &mut self.tally),
             Step::Modules => lab::modules(self.paths, &mut self.tally),
             Step::KernelPackage => lab::packaged(self.paths, &mut self.tally),
+            Step::OldKernel => lab::old_kernel(self.program, self.paths, &mut self.tally),
             Step::Roots => roots::run(self.paths, &mut self.tally),
             Step::Systemd => systemd::run(self.paths, &mut self.tally),
+            Step::SystemdVm => systemd::in_vm(self.paths, &mut self.tally),
             Step::Upstream => upstream::run(Arch::X86_64, self.paths, &mut self.tally),
             Step::UpstreamArm64 => upstream::run(Arch::Arm64, self.paths, &mut self.tally),
         }

@@ -21,7 +21,7 @@ use crate::progress::Progress;
 use crate::qemu::Qemu;
 use crate::{cross, files, setup};
 
-pub(crate) use agent::{Ended, Finished, Job};
+pub(crate) use agent::{Ended, Finished, Job, build_early};
 pub(crate) use qemu::{JobOutcome, Outcome, Output};
 
 /// The exit status that says that the VM was lost, and nothing of the command.
@@ -56,6 +56,9 @@ pub(crate) struct VmArgs {
     /// Another kernel image than the variant's; nothing of the kernel is built
     #[arg(skip)]
     pub(crate) image: Option<PathBuf>,
+    /// For such an image that has the lab's drivers as modules: the initramfs that loads them (x86_64 only)
+    #[arg(skip)]
+    pub(crate) initramfs: Option<PathBuf>,
     /// Which `pagetide` is on the PATH
     #[arg(skip)]
     pub(crate) pagetide: Pagetide,
@@ -202,6 +205,7 @@ impl VmArgs {
             stall: None,
             no_build: false,
             image: None,
+            initramfs: None,
             pagetide: Pagetide::Release,
             programs: Vec::new(),
             environment: Vec::new(),

@@ -1,6 +1,7 @@
 //! Tests in VMs.
 
 use std::ffi::OsString;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -11,6 +12,7 @@ use super::jobs::{Kind, run};
 use super::kunit;
 use super::tally::{Tally, Verdict};
 use crate::guest;
+use crate::kernel::distribution::{self, Distribution, Release};
 use crate::kernel::selftests::{self, Runs, Selftest};
 use crate::kernel::{Arch, Variant, build, package};
 use crate::paths::Paths;
@@ -50,10 +52,15 @@ const POPULATE: &str = "pagetide bench populate --vcpus 1,2 --memory 4M --runs 1
 /// The unit tests that the series adds to the kernel.
 const KUNIT_SUITE: &str = "memory-failure";
 
+/// The package whose integration tests run on Debian 12's own kernel, and test programs of others. Those of the library are
+/// about what UFFDIO_POISON does.
+const OLD_KERNEL_PACKAGE: &str = "serve";
+const OLD_KERNEL: [&str; 3] = ["cli/pager", "cli/serve", "cli/try"];
+
 /// Integration tests that no kernel of the lab makes a difference to: what opens reports, what is generated
 /// from the command line, what reads images, what serves any kernel's userfaultfds, and what starts a
 /// server in Python, for which a software CPU takes minutes. What this machine ran need not run twice.
-const KERNEL_BLIND: [&str; 22] = [
+const KERNEL_BLIND: [&str; 23] = [
     "cli/generated",
     "cli/image",
     "cli/pager",
@@ -76,6 +83,7 @@ const KERNEL_BLIND: [&str; 22] = [
     "sources/object",
     "sources/s3",
     "sources/stores",
+    "sources/upload",
 ];
 
 /// What the lab runs wholly only in the step `thorough`: the command lines of what other tests call. Of what
@@ -118,6 +126,32 @@ const TINY: &str = "vmm/tiny_kernel";
 
 /// The tests with a real Firecracker, which run beside the Linux guests of the step `thorough`.
 const FIRECRACKER: &str = "serve/real_firecracker";
+
+/// The tests that boot a Debian with the package's service.
+pub(super) const SYSTEMD: &str = "serve/systemd";
+
+/// Prefetch, of a VMM whose control group has a limit of memory.
+const LIMITED: &str = "serve/aids";
+
+/// Mounts control groups, and has each group below the root have all controllers.
+const CONTROL_GROUPS: &str = r#"
+mount -t cgroup2 cgroup2 /sys/fs/cgroup && cd /sys/fs/cgroup || exit 1
+for controller in $(cat cgroup.controllers); do
+    echo "+$controller" > cgroup.subtree_control || exit 1
+done
+"#;
+
+/// Unpacks a system into the VM's memory, and runs a test program for it: systemd maps files to write to them, which 9p
+/// does not permit.
+const UNPACKED: &str = r#"
+export PAGETIDE_SYSTEMD_ROOT=/run/system
+mkdir $PAGETIDE_SYSTEMD_ROOT && mount -t tmpfs -o size=75% system $PAGETIDE_SYSTEMD_ROOT &&
+tar -C $PAGETIDE_SYSTEMD_ROOT -xf "$1" && shift || exit 1
+"$@"
+status=$?
+test $status = 0 || cat $PAGETIDE_SYSTEMD_ROOT.console
+exit $status
+"#;
 
 /// A guest with two processors. The last argument says what it does before it ends by itself.
 const RUN: &str = "pagetide run --kernel target/kernel/x86_64/vmlinux \
@@ -386,6 +420,46 @@ pub(super) fn modules(paths: &Paths, tally: &mut Tally) -> Result<()> {
 /// The kernel of the Debian packages, as they have it: selftests.
 pub(super) fn packaged(paths: &Paths, tally: &mut Tally) -> Result<()> {
     with_modules("kernel-package", package::variant(), paths, tally)
+}
+
+/// Debian 12's own kernel, which has no UFFDIO_POISON: what serves memory there.
+pub(super) fn old_kernel(program: Option<&str>, paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let kernel = distribution::newest(Release::Bookworm, paths)?;
+    println!("Debian 12's kernel is {}", kernel.version);
+    let mut programs = host::programs(paths)?;
+    programs.retain(|program| {
+        let group = program.group.as_str();
+        let serves = program.package == OLD_KERNEL_PACKAGE && program.integration;
+        (serves && group != FIRECRACKER) || OLD_KERNEL.contains(&group)
+    });
+    let programs = host::chosen(program, programs)?;
+    let jobs: Vec<_> = programs.into_iter().map(test_program).collect();
+    run("old-kernel", &distributed(kernel), &jobs, paths, tally).map(drop)
+}
+
+/// What meets control groups, on Debian 13's own kernel, which has those of version 2 alone here: prefetch below a limit of
+/// memory, and the package's service under a real systemd. `system` is an archive of that Debian.
+pub(super) fn systemd(system: &Path, paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let kernel = distribution::newest(Release::Trixie, paths)?;
+    println!("Debian 13's kernel is {}", kernel.version);
+    let mut jobs = programs_named(&[LIMITED, SYSTEMD], paths)?;
+    if let [_, (_, job)] = &mut jobs[..] {
+        let words = ["sh", "-c", UNPACKED, "sh"].map(OsString::from);
+        let words = words.into_iter().chain([system.into()]);
+        job.command = words.chain(job.command.drain(..)).collect();
+    }
+    let groups = command(paths, "control groups", "sh -c", Some(CONTROL_GROUPS));
+    jobs.insert(0, groups);
+    run("systemd-vm", &distributed(kernel), &jobs, paths, tally).map(drop)
+}
+
+/// A VM on a kernel of Debian's.
+fn distributed(kernel: Distribution) -> VmArgs {
+    VmArgs {
+        image: Some(kernel.image),
+        initramfs: Some(kernel.initramfs),
+        ..machine(Variant::patched(Arch::X86_64), Pagetide::Tested, "4G")
+    }
 }
 
 fn with_modules(lane: &str, variant: Variant, paths: &Paths, tally: &mut Tally) -> Result<()> {

@@ -4,8 +4,10 @@ use anyhow::{Context, Result};
 
 use super::clean_root::{self, CleanRoot};
 use super::host::{self, How};
+use super::lab::{self, SYSTEMD};
 use super::log_file;
 use super::tally::{Tally, Verdict};
+use crate::command::Run;
 use crate::files;
 use crate::package::{self, Profile};
 use crate::paths::Paths;
@@ -13,20 +15,12 @@ use crate::paths::Paths;
 /// Its systemd has a store for descriptors that it tells services of.
 const RELEASE: &str = "trixie";
 
-/// The test program that boots the system.
-const PROGRAM: &str = "serve/systemd";
-
-/// Installs the package of the command that the tests call in a system, and has the test program boot that.
+/// Has the test program boot the system on this machine.
 pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
-    if let Some(reason) = clean_root::unavailable()? {
-        tally.add(PROGRAM, "all tests", Verdict::Skipped(reason));
+    let programs = host::chosen(Some(SYSTEMD), host::programs(paths)?)?;
+    let Some(root) = system(paths, tally)? else {
         return Ok(());
-    }
-    let programs = host::chosen(Some(PROGRAM), host::programs(paths)?)?;
-    let package = package::build(Profile::Dev, paths)?;
-    let root = CleanRoot::with_systemd(RELEASE, paths)?;
-    let file = root.copy_in(&package)?;
-    root.run("dpkg").arg("--install").arg(file).output()?;
+    };
     let directory = root.directory();
     let (log, console) = (
         log_file(paths, "systemd")?,
@@ -46,4 +40,31 @@ pub(super) fn run(paths: &Paths, tally: &mut Tally) -> Result<()> {
         files::remove(&console)?;
     }
     Ok(())
+}
+
+/// Has it do so in a VM.
+pub(super) fn in_vm(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let Some(root) = system(paths, tally)? else {
+        return Ok(());
+    };
+    let archive = paths.target().join("test/systemd.tar");
+    let pack = Run::new("tar").arg("-C").arg(root.directory());
+    pack.arg("-cf").arg(&archive).arg(".").output()?;
+    drop(root);
+    let ran = lab::systemd(&archive, paths, tally);
+    files::remove(&archive)?;
+    ran
+}
+
+/// A system with the package of the command that the tests call, if this machine can make one.
+fn system(paths: &Paths, tally: &mut Tally) -> Result<Option<CleanRoot>> {
+    if let Some(reason) = clean_root::unavailable()? {
+        tally.add(SYSTEMD, "all tests", Verdict::Skipped(reason));
+        return Ok(None);
+    }
+    let package = package::build(Profile::Dev, paths)?;
+    let root = CleanRoot::with_systemd(RELEASE, paths)?;
+    let file = root.copy_in(&package)?;
+    root.run("dpkg").arg("--install").arg(file).output()?;
+    Ok(Some(root))
 }

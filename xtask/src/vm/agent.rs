@@ -111,9 +111,19 @@ pub(super) fn parse_status(text: &str) -> (Vec<Finished>, bool) {
 
 /// Compiles the agent, static, unless that was done before.
 pub(super) fn build(arch: Arch, paths: &Paths) -> Result<PathBuf> {
+    program(arch, "guest/agent.c", paths)
+}
+
+/// The same of what becomes the agent, on a kernel that has the lab's drivers as modules.
+pub(crate) fn build_early(paths: &Paths) -> Result<PathBuf> {
+    program(Arch::X86_64, "guest/early.c", paths)
+}
+
+fn program(arch: Arch, source: &str, paths: &Paths) -> Result<PathBuf> {
     let compiler = format!("{}gcc", arch.cross_compile());
-    let source = paths.in_root("guest/agent.c");
-    compile::static_program(&compiler, &source, &[], &paths.target().join("vm"))
+    let headers = [paths.in_root("guest/share.h")];
+    let directory = paths.target().join("vm");
+    compile::static_program(&compiler, &paths.in_root(source), &headers, &directory)
 }
 
 /// What the agent is told.

@@ -6,7 +6,7 @@
 //! ports, so that `vng` mixes a command's output with the kernel's messages or drops it, and exits with
 //! 255 whatever the command did.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,8 @@ const POWER_OFF: Duration = Duration::from_secs(20);
 /// Lines of the console that the report of a lost VM shows.
 const CONSOLE_LINES: usize = 30;
 
-/// How the root is mounted; the agent mounts target/ in the same way.
+/// How the root is mounted. guest/share.h has the same for guest/early.c, which mounts it from an initramfs, and for the
+/// agent, which mounts target/.
 const P9_OPTIONS: &str = "version=9p2000.L,trans=virtio,access=any,msize=512000";
 
 /// A VM to be run.
@@ -240,10 +241,14 @@ const GUEST_MEMORY_BYTES: usize = 1 << 20;
 fn x86_64(run: Run, machine: &Machine<'_>, spec: &Path, paths: &Paths) -> Result<Run> {
     let mut parameters = parameters(machine, "ttyS0");
     parameters.extend(tsc::parameter(machine.args.timing));
-    parameters.push(format!("rootfstype=9p rootflags={P9_OPTIONS} ro"));
     // What follows `--` is for the init.
-    let (init, spec) = (utf8(&machine.agent)?, utf8(spec)?);
-    parameters.push(format!("init={init} -- {spec}"));
+    let (agent, spec) = (utf8(&machine.agent)?, utf8(spec)?);
+    parameters.push(match machine.args.initramfs {
+        Some(_) => format!("-- {agent} {spec}"),
+        None => format!("rootfstype=9p rootflags={P9_OPTIONS} ro init={agent} -- {spec}"),
+    });
+    let initramfs = machine.args.initramfs.iter();
+    let initramfs = initramfs.flat_map(|file| [OsStr::new("-initrd"), file.as_os_str()]);
     let target = "local,id=target,security_model=none,multidevs=remap,path=";
     Ok(run
         .words("-machine q35 -fsdev")
@@ -252,6 +257,7 @@ fn x86_64(run: Run, machine: &Machine<'_>, spec: &Path, paths: &Paths) -> Result
         .arg(with_path(target, &paths.target()))
         .arg("-device")
         .arg(format!("virtio-9p-pci,fsdev=target,mount_tag={TARGET_TAG}"))
+        .args(initramfs)
         .args(["-append", &parameters.join(" ")]))
 }
 

@@ -12,10 +12,6 @@ const ENTER: &str = r#"
 set -e
 mount --make-rprivate /
 mount -t cgroup2 cgroup2 "$1/sys"
-# Where version 1 has the controllers, there is none here.
-for controller in $(cat "$1/sys/cgroup.controllers"); do
-    echo "+$controller" > "$1/sys/cgroup.subtree_control"
-done
 mkdir "$1/sys/$2"
 echo $$ > "$1/sys/$2/cgroup.procs"
 umount "$1/sys"
