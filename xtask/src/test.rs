@@ -130,7 +130,7 @@ enum Step {
     /// if asked for: about two minutes)
     Systemd,
     /// The same in a VM, on Debian 13's own kernel with control groups of version 2 alone, and a VMM whose group has a limit of
-    /// memory (only if asked for: about a quarter of an hour)
+    /// memory (only if asked for: about half an hour)
     SystemdVm,
     /// The kernel's own tests, unmodified, on the stock kernel and on the series: none may fail on the series that
     /// passes on the stock kernel (only if asked for: about an hour with two kernels' builds)

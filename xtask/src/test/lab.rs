@@ -22,7 +22,7 @@ use crate::vm::{Job, Pagetide, Timing, VmArgs, load_modules};
 /// The longest time of one job on a kernel that checks everything.
 const DEBUG_JOB_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// For the tests that boot a dozen guests.
+/// For the tests that boot a dozen guests, or start 900 VMMs.
 const LINUX_JOB_TIMEOUT: Duration = Duration::from_secs(2700);
 
 /// For a whole VM, also beside four busy loops.
@@ -88,9 +88,10 @@ const KERNEL_BLIND: [&str; 23] = [
 
 /// What the lab runs wholly only in the step `thorough`: the command lines of what other tests call. Of what
 /// this machine ran on its own kernel, the step `lab` repeats nothing.
-const THOROUGH: [&str; 6] = [
+const THOROUGH: [&str; 7] = [
     "bench/memcycler",
     "bench/memslots",
+    "cli/all",
     "cli/command",
     "cli/memcycler",
     "cli/memslots",
@@ -447,6 +448,7 @@ pub(super) fn systemd(system: &Path, paths: &Paths, tally: &mut Tally) -> Result
         let words = ["sh", "-c", UNPACKED, "sh"].map(OsString::from);
         let words = words.into_iter().chain([system.into()]);
         job.command = words.chain(job.command.drain(..)).collect();
+        job.timeout = Some(LINUX_JOB_TIMEOUT);
     }
     let groups = command(paths, "control groups", "sh -c", Some(CONTROL_GROUPS));
     jobs.insert(0, groups);
