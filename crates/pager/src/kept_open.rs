@@ -11,14 +11,15 @@
 
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::Builder;
+use std::time::{Duration, Instant};
 
 use pagetide_uapi::userfaultfd::{Event, EventBuffer, Userfaultfd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
-use crate::channel::{Channel, Role};
+use crate::channel::{Batch, Channel, Role};
 
 /// Messages that are read at once.
 const EVENTS_AT_ONCE: usize = 16;
@@ -33,11 +34,76 @@ const LOOK_AGAIN: Timespec = Timespec {
     tv_nsec: 0,
 };
 
+/// How long a pager waits for the end of reads that have begun. Before Linux 6.10 a process that shares the userfaultfd can
+/// make a read of it last for ever, and then loses the messages that this read takes.
+const READ_LIMIT: Duration = Duration::from_secs(1);
+
+/// Who reads the messages of a userfaultfd that stays open: its thread, or a pager that serves memory by it again.
+#[derive(Default)]
+struct Turn {
+    state: Mutex<TurnState>,
+    has_read: Condvar,
+}
+
+#[derive(Default)]
+struct TurnState {
+    /// The pager's channel of the same userfaultfd, if it serves memory again.
+    again: Weak<Channel>,
+    /// Whether the thread reads. The lock is not held meanwhile.
+    is_reading: bool,
+}
+
+impl Turn {
+    fn lock(&self) -> MutexGuard<'_, TurnState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_left(&self) -> bool {
+        self.lock().again.strong_count() > 0
+    }
+
+    /// Leaves the messages to a pager from now on. A read that has begun goes on.
+    fn leave_to(&self, channel: &Arc<Channel>) {
+        self.lock().again = Arc::downgrade(channel);
+    }
+
+    /// Waits for the end of a read that has begun, within a limit.
+    fn wait_for_read(&self, end: Instant) {
+        let limit = end.saturating_duration_since(Instant::now());
+        let state = self.lock();
+        let ended = self
+            .has_read
+            .wait_timeout_while(state, limit, |state| state.is_reading);
+        drop(ended);
+    }
+
+    /// Reads, unless the messages are left to a pager: then `None`.
+    fn read<T>(&self, read: impl FnOnce() -> T) -> Option<T> {
+        let mut state = self.lock();
+        if state.again.strong_count() > 0 {
+            return None;
+        }
+        state.is_reading = true;
+        drop(state);
+        let _reading = TurnReading(self);
+        Some(read())
+    }
+}
+
+/// While the thread reads.
+struct TurnReading<'t>(&'t Turn);
+
+impl Drop for TurnReading<'_> {
+    fn drop(&mut self) {
+        self.0.lock().is_reading = false;
+        self.0.has_read.notify_all();
+    }
+}
+
 /// A userfaultfd that stays open.
 struct Kept {
     channel: Arc<Channel>,
-    /// The pager's channel of the same userfaultfd, if it serves memory again. Locked while messages are read.
-    again: Mutex<Weak<Channel>>,
+    turn: Turn,
     /// Of the thread that reads, if there is one: readable when that is to end.
     end: Option<OwnedFd>,
 }
@@ -80,8 +146,12 @@ pub(crate) fn leave_to(channel: &Arc<Channel>) {
         .filter(|kept| is_same(&kept.channel.uffd, &channel.uffd))
         .map(Arc::clone)
         .collect();
-    for kept in same {
-        *kept.lock_again() = Arc::downgrade(channel);
+    for kept in &same {
+        kept.turn.leave_to(channel);
+    }
+    let end = Instant::now() + READ_LIMIT;
+    for kept in &same {
+        kept.turn.wait_for_read(end);
     }
 }
 
@@ -125,7 +195,7 @@ impl Kept {
         let has_room = READERS.load(Ordering::Relaxed) < MOST_READERS;
         let kept = Arc::new(Self {
             channel: Arc::clone(channel),
-            again: Mutex::default(),
+            turn: Turn::default(),
             end: (channel.has_events && has_room)
                 .then(|| eventfd(0, EventfdFlags::CLOEXEC).ok())
                 .flatten(),
@@ -140,15 +210,11 @@ impl Kept {
         kept
     }
 
-    fn lock_again(&self) -> MutexGuard<'_, Weak<Channel>> {
-        self.again.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The thread: reads events, and forgets faults, whose threads sleep on.
     fn read_events(&self, end: &OwnedFd) {
         let mut buffer = EventBuffer::new(EVENTS_AT_ONCE);
         loop {
-            let is_paged = self.is_paged(&self.lock_again());
+            let is_paged = self.is_shared() || self.turn.is_left();
             let mut polled = vec![PollFd::new(end, PollFlags::IN)];
             if !is_paged {
                 polled.push(PollFd::new(&*self.channel.uffd, PollFlags::IN));
@@ -173,31 +239,32 @@ impl Kept {
         }
     }
 
-    /// Whether a pager reads the messages: another region's, which has pages by this userfaultfd, or that which serves
-    /// memory by it again.
-    fn is_paged(&self, again: &Weak<Channel>) -> bool {
+    /// Whether a pager reads the messages: that of another region, which has pages by this userfaultfd.
+    fn is_shared(&self) -> bool {
         // Nobody pages a child, which has the pages that its parent had.
-        let is_shared = self.channel.role != Role::Child && !self.channel.all_spans().is_empty();
-        is_shared || again.strong_count() > 0
+        self.channel.role != Role::Child && !self.channel.all_spans().is_empty()
     }
 
     /// Reads what there is. Children that were forked are kept open, too. False: nothing can be read any more.
     fn read_some(&self, buffer: &mut EventBuffer) -> bool {
         let mut children = Vec::new();
-        let again = self.lock_again();
-        if self.is_paged(&again) {
-            return true;
-        }
-        let read = self.channel.read(buffer, &mut Vec::new(), |_, event| {
-            if let Event::Fork { descriptor } = event
-                && let Ok(raw) = RawFd::try_from(descriptor)
-            {
-                // SAFETY: from_raw_fd requires an open descriptor without another owner: the kernel created it for the
-                // reader of this message, and the message is read once.
-                children.push(unsafe { OwnedFd::from_raw_fd(raw) });
+        let read = self.turn.read(|| {
+            if self.is_shared() {
+                return Ok(Batch::default());
             }
+            self.channel.read(buffer, &mut Vec::new(), |_, event| {
+                if let Event::Fork { descriptor } = event
+                    && let Ok(raw) = RawFd::try_from(descriptor)
+                {
+                    // SAFETY: from_raw_fd requires an open descriptor without another owner: the kernel created it for
+                    // the reader of this message, and the message is read once.
+                    children.push(unsafe { OwnedFd::from_raw_fd(raw) });
+                }
+            })
         });
-        drop(again);
+        let Some(read) = read else {
+            return true;
+        };
         for child in children {
             keep_open(&Arc::new(self.channel.child_without_pages(child)));
         }
@@ -206,5 +273,84 @@ impl Kept {
         }
         // A channel that was handed over has no messages for this process.
         read.is_ok() && !self.channel.is_handed_over()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use pagetide_test_support::PATIENCE;
+    use pagetide_uapi::userfaultfd::{Features, OpenError};
+
+    use super::*;
+
+    /// `None`, and a word why, if there are no userfaultfds here.
+    fn channel() -> Option<Arc<Channel>> {
+        match Userfaultfd::open(Features::from_bits(0)) {
+            Ok(uffd) => Some(Arc::new(Channel::new(Arc::new(uffd), 0))),
+            Err(error @ (OpenError::NotSupported | OpenError::NoPermission { .. })) => {
+                println!("SKIP: {error}");
+                None
+            }
+            Err(error) => unreachable!("{error}"),
+        }
+    }
+
+    /// Kind: a lock held during a system call that another process can have last for ever.
+    #[test]
+    fn a_read_that_never_ends_holds_up_no_pager() {
+        let Some(channel) = channel() else {
+            return;
+        };
+        let turn = Turn::default();
+        let (begun, has_begun) = mpsc::channel();
+        thread::scope(|scope| {
+            let (end, is_ended) = mpsc::channel::<()>();
+            scope.spawn(|| {
+                turn.read(move || {
+                    begun.send(()).unwrap();
+                    // Until the other end is dropped, also by a failure.
+                    let _ = is_ended.recv();
+                })
+            });
+            has_begun.recv().unwrap();
+            turn.leave_to(&channel);
+            turn.wait_for_read(Instant::now());
+            assert!(turn.is_left());
+            drop(end);
+        });
+        assert_eq!(turn.read(|| ()), None);
+        drop(channel);
+        assert_eq!(turn.read(|| ()), Some(()));
+    }
+
+    /// Kind: two readers of one userfaultfd.
+    #[test]
+    fn a_pager_waits_until_a_read_has_ended() {
+        let Some(channel) = channel() else {
+            return;
+        };
+        let turn = Turn::default();
+        let (begun, has_begun) = mpsc::channel();
+        let has_read = std::sync::atomic::AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                turn.read(|| {
+                    begun.send(()).unwrap();
+                    while !turn.is_left() {
+                        thread::yield_now();
+                    }
+                    // So long that a pager that did not wait would go on meanwhile.
+                    thread::sleep(Duration::from_millis(20));
+                    has_read.store(true, Ordering::SeqCst);
+                })
+            });
+            has_begun.recv().unwrap();
+            turn.leave_to(&channel);
+            turn.wait_for_read(Instant::now() + PATIENCE);
+            assert!(has_read.load(Ordering::SeqCst));
+        });
     }
 }
