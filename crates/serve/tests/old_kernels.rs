@@ -65,6 +65,16 @@ fn old_kernel() -> Option<MutexGuard<'static, ()>> {
     Some(alone)
 }
 
+/// A VMM that has read page 3, whose word is given, and has closed its connection: its userfaultfd stays open.
+fn vmm_that_has_left(place: &Place, running: &Running) -> (Vmm, u64) {
+    let mut vmm = Vmm::start("vmm", &place.socket(), PAGES);
+    let third = vmm.read(3);
+    vmm.leave();
+    running.ended(1);
+    assert_eq!(kept_open(), 1);
+    (vmm, third)
+}
+
 /// The userfaultfds that this process has open.
 fn userfaultfds() -> usize {
     let names = fs::read_dir("/proc/self/fd").unwrap();
@@ -101,11 +111,7 @@ fn a_page_that_was_missing_at_the_end_never_reads_as_zeroes() {
     };
     let place = Place::new(PAGES);
     let running = Running::start(place.options());
-    let mut vmm = Vmm::start("vmm", &place.socket(), PAGES);
-    vmm.read(3);
-    vmm.leave();
-    running.ended(1);
-    assert_eq!(kept_open(), 1);
+    let (mut vmm, _) = vmm_that_has_left(&place, &running);
     let (task, _) = vmm.asleep();
     vmm.begin_to_read(5);
     task.asleep_in_an_access("the VMM");
@@ -126,11 +132,7 @@ fn a_vmm_whose_userfaultfd_stays_open_may_discard_memory() {
     };
     let place = Place::new(PAGES);
     let running = Running::start(place.options());
-    let mut vmm = Vmm::start("vmm", &place.socket(), PAGES);
-    vmm.read(3);
-    vmm.leave();
-    running.ended(1);
-    assert_eq!(kept_open(), 1);
+    let (mut vmm, _) = vmm_that_has_left(&place, &running);
     // Each waits until its event is read.
     for page in [3, 5, 3] {
         vmm.discard(page);
@@ -157,15 +159,11 @@ fn a_vmm_that_comes_back_with_its_userfaultfd_is_served() {
     };
     let place = Place::new(PAGES);
     let running = Running::start(place.options());
-    let mut vmm = Vmm::start("vmm", &place.socket(), PAGES);
-    let first = vmm.read(3);
-    vmm.leave();
-    running.ended(1);
-    assert_eq!(kept_open(), 1);
+    let (mut vmm, third) = vmm_that_has_left(&place, &running);
     vmm.come_back();
     for page in 0..PAGES {
         let word = vmm.read(page);
-        assert_eq!(word == first, page == 3, "page {page}");
+        assert_eq!(word == third, page == 3, "page {page}");
     }
 }
 
