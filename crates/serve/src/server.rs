@@ -32,7 +32,7 @@ use crate::peer::Peer;
 use crate::porter::Porter;
 use crate::readiness::Readiness;
 use crate::sockets::Sockets;
-use crate::state::{DescriptorStore, KeptVm, State, StateError};
+use crate::state::{self, DescriptorStore, KeptVm, State, StateError};
 use crate::stopper::Stopper;
 use crate::turned_away::TurnedAway;
 use crate::usage::Usage;
@@ -190,6 +190,8 @@ pub struct Server {
     /// What clients of a control socket ask for.
     commands: Inbox<Command>,
     controller: Controller,
+    /// Dropped last: fields are dropped in their order.
+    _keeper: Option<state::KeeperConnection>,
 }
 
 // Keys of what is waited for beside the sockets, whose keys count from 1.
@@ -221,6 +223,7 @@ impl Server {
         let porter = start_porter(&options, &stopper)?;
         let metrics = Metrics::default();
         let (state, kept) = open_state(&options, &porter, inherited.store, &metrics)?;
+        let keeper = state.as_ref().map(state::KeeperConnection::of);
         let vms: Arc<AtomicUsize> = Arc::default();
         let limit = options.max_vms;
         let helpers = (state.clone(), porter.clone());
@@ -264,6 +267,7 @@ impl Server {
             on_settled: Box::new(|| {}),
             commands,
             controller: Controller(controller),
+            _keeper: keeper,
         };
         server.sockets.apply(options);
         server.sockets.open_required()?;
@@ -325,9 +329,6 @@ impl Server {
         }
         self.turned_away.end();
         self.common().parking.end();
-        if let Some(state) = &self.common().state {
-            state.end();
-        }
         result
     }
 

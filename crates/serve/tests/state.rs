@@ -21,7 +21,9 @@ use std::thread;
 use std::time::Duration;
 
 use fuse::{Fuse, Hangs};
-use pagetide_serve::{OnFailure, Options, StateOptions, WorkingSet, WorkingSetMode, keep};
+use pagetide_serve::{
+    OnFailure, Options, Server, StartError, StateOptions, WorkingSet, WorkingSetMode, keep,
+};
 use rustix::fs::SealFlags;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use support::child::{Vmm, run_as_child};
@@ -112,6 +114,28 @@ impl Serving {
     }
 }
 
+/// A server of this process, whose keeper is another.
+fn with_keeper(place: &Place) -> Options {
+    let directory = place.directory.path();
+    let variable = format!("{DIRECTORY}={}", directory.display());
+    let this = std::env::current_exe().unwrap();
+    Options {
+        state: Some(StateOptions {
+            directory: directory.join("state"),
+            keeper: [
+                "env",
+                &variable,
+                this.to_str().unwrap(),
+                "--exact",
+                "keeper",
+            ]
+            .map(Into::into)
+            .to_vec(),
+        }),
+        ..place.options()
+    }
+}
+
 /// What the servers of a place have logged.
 fn log(place: &Place) -> String {
     std::fs::read_to_string(place.directory.path().join("log")).unwrap()
@@ -158,6 +182,26 @@ fn a_successor_of_a_killed_server_goes_on() {
         guest.check(20, &[0; PAGE]);
         serving.kill();
     }
+}
+
+/// Kind: a start that fails, or a server that never runs, and leaves a thread: the keeper, which has one server at a time,
+/// refused all further ones of the process, for good.
+#[test]
+fn a_server_that_has_not_started_leaves_its_keeper_to_the_next() {
+    let place = Place::new(4);
+    let options = with_keeper(&place);
+    let image = place.directory.path().join("guest.mem");
+    let elsewhere = place.directory.path().join("elsewhere");
+    for _ in 0..3 {
+        std::fs::rename(&image, &elsewhere).unwrap();
+        let error = Server::bind(options.clone()).unwrap_err();
+        assert!(matches!(error, StartError::Image(_)), "{error:?}");
+        std::fs::rename(&elsewhere, &image).unwrap();
+        drop(Server::bind(options.clone()).unwrap());
+    }
+    // The keeper ends: it has neither VMs nor a server.
+    let socket = place.directory.path().join("state/keeper.sock");
+    eventually("the keeper's end", || !socket.exists());
 }
 
 /// Kind: a file that nobody has received is closed for the last time by whoever closes the connection, here the keeper.
@@ -224,6 +268,10 @@ fn keeper_of(place: &Place) -> rustix::process::Pid {
 /// Ends a keeper as the kernel does when memory is short.
 fn kill(keeper: rustix::process::Pid) {
     rustix::process::kill_process(keeper, rustix::process::Signal::KILL).unwrap();
+    wait_for_end_of(keeper);
+}
+
+fn wait_for_end_of(keeper: rustix::process::Pid) {
     eventually("its end", || {
         rustix::process::test_kill_process(keeper).is_err()
     });
@@ -284,7 +332,9 @@ fn a_server_without_a_keeper_that_answers_drains_its_vms() {
     for guest in guests {
         (0..64).for_each(|page| guest.check(page, &content(page)));
     }
-    kill(keeper);
+    // It may have ended with its parent: the kernel hangs up on a group of processes that is stopped then.
+    let _ = kill_process(keeper, Signal::KILL);
+    wait_for_end_of(keeper);
     drop(streams);
     // No other can be started.
     let guest = shared(64);

@@ -144,6 +144,8 @@ impl Book {
     pub(super) fn end(&self) {
         self.lock().is_ending = true;
         self.wake();
+        // It may be waiting for another keeper.
+        self.changed.notify_all();
     }
 
     /// Waits until the keeper holds a VM, or there is no hope.
@@ -213,6 +215,9 @@ impl Book {
             match replace() {
                 Ok(socket) => {
                     let mut pages = self.lock();
+                    if pages.is_ending {
+                        return None;
+                    }
                     pages.is_lost = false;
                     tracing::info!(vms = pages.vms.len(), "another keeper gets the VMs");
                     return Some(socket);

@@ -48,6 +48,9 @@ const SOCKET: &str = "keeper.sock";
 /// The time in which a keeper must start.
 const START_LIMIT: Duration = Duration::from_secs(5);
 
+/// How long a keeper that refuses this server may be one that is ending, or that has not noticed its server's end.
+const REFUSAL_LIMIT: Duration = Duration::from_millis(500);
+
 /// The longest description of a VM.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
 
@@ -213,13 +216,29 @@ impl State {
         };
         make_directory(directory).map_err(failed)?;
         let path = directory.join(SOCKET);
-        let socket = match connect(&path) {
-            Ok(socket) => socket,
-            Err(error) if has_no_keeper(&error) => start_keeper(options, porter.as_deref(), &path)?,
-            // There may be a keeper, with VMs that another one would lose.
-            Err(error) => return Err(failed(error)),
+        let mut is_started = false;
+        let mut refused_since = None;
+        let (socket, (vms, next_id)) = loop {
+            let socket = match connect(&path) {
+                Ok(socket) => socket,
+                Err(error) if has_no_keeper(&error) && !is_started => {
+                    is_started = true;
+                    start_keeper(options, porter.as_deref(), &path)?
+                }
+                // There may be a keeper, with VMs that another one would lose.
+                Err(error) => return Err(failed(error)),
+            };
+            match left_by_others(&socket, directory, on_failure) {
+                Err(refused @ StateError::InUse { .. }) => {
+                    let since = *refused_since.get_or_insert_with(Instant::now);
+                    if since.elapsed() > REFUSAL_LIMIT {
+                        return Err(refused);
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                left => break (socket, left?),
+            }
         };
-        let (vms, next_id) = left_by_others(&socket, directory, on_failure)?;
         let book = Book::new().map_err(|errno| failed(errno.into()))?;
         let state = Self {
             book: Arc::new(book),
@@ -316,8 +335,8 @@ impl State {
         self.book.forget(id);
     }
 
-    /// Ends the keeper, if it keeps nothing, and what talks to it.
-    pub(crate) fn end(&self) {
+    /// Ends the connection to the keeper, which goes on if it keeps VMs, and ends otherwise.
+    fn end(&self) {
         self.book.end();
         if self.is_lost() {
             // It may be starting another, which nobody needs.
@@ -326,6 +345,26 @@ impl State {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         // A panic was logged by the thread.
         let _ = thread.take().map(JoinHandle::join);
+    }
+}
+
+/// The connection to the keeper, which ends when this is dropped: with the server, or with a start that fails. The keeper has one
+/// server at a time, which may be the next one of this process.
+#[derive(Debug)]
+pub(crate) struct KeeperConnection(Arc<State>);
+
+impl KeeperConnection {
+    pub(crate) fn of(state: &Arc<State>) -> Self {
+        Self(Arc::clone(state))
+    }
+}
+
+impl Drop for KeeperConnection {
+    fn drop(&mut self) {
+        // After a panic, threads may go on serving VMs: no other server may have these, too.
+        if !std::thread::panicking() {
+            self.0.end();
+        }
     }
 }
 

@@ -1,3 +1,5 @@
+use rustix::event::{PollFd, PollFlags, poll};
+
 use super::*;
 
 fn description(regions: &[(u64, u64, u64, u64)]) -> Description {
@@ -41,6 +43,36 @@ fn a_keeper_that_cannot_be_reached_is_not_replaced() {
     let error = State::open(&options, None, OnFailure::Stall, &Metrics::default()).unwrap_err();
     assert!(matches!(error, StateError::Keeper { .. }), "{error}");
     assert!(replaced.exists());
+}
+
+/// Kind: an end that is taken for a refusal. A server that is started again at once meets the keeper of the one before.
+#[test]
+fn a_keeper_that_is_ending_is_replaced() {
+    use rustix::net::{SocketFlags, accept_with};
+    for accepts in [true, false] {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(SOCKET);
+        let listener = wire::listen_at(&path).unwrap();
+        let replaced = directory.path().join("replaced");
+        let options = StateOptions {
+            directory: directory.path().to_owned(),
+            keeper: vec!["touch".into(), replaced.clone().into()],
+        };
+        let error = std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let mut polled = [PollFd::new(&listener, PollFlags::IN)];
+                poll(&mut polled, None).unwrap();
+                std::fs::remove_file(path).unwrap();
+                let flags = SocketFlags::CLOEXEC;
+                let server = accepts.then(|| accept_with(&listener, flags).unwrap());
+                drop(listener);
+                drop(server);
+            });
+            State::open(&options, None, OnFailure::Stall, &Metrics::default()).unwrap_err()
+        });
+        assert!(matches!(error, StateError::Keeper { .. }), "{error}");
+        assert!(replaced.exists());
+    }
 }
 
 #[test]
