@@ -3,6 +3,7 @@
 //!
 //! A download is tried again where that helps. An error then says that the outside is its cause, and what to do.
 
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -126,6 +127,29 @@ pub(crate) fn disk_full(text: &str) -> Option<String> {
     is_it.then(|| format!("a disk is full, unless it is one that a test has filled. {MAKE_ROOM}"))
 }
 
+/// How many MiB a directory's disk has free for this user.
+pub(crate) fn free_mib(dir: &Path) -> Option<u64> {
+    let status = rustix::fs::statvfs(dir).ok()?;
+    Some(status.f_bavail.saturating_mul(status.f_frsize) >> 20)
+}
+
+/// What is to be said before all tests run, if their disk has less room than they take.
+pub(crate) fn little_room(free_mib: u64, is_cold: bool) -> Option<String> {
+    /// What `make test` adds to a clone and a cache that have nothing: CONTRIBUTING.md has the same.
+    const COLD_MIB: u64 = 30 << 10;
+    /// What it adds to those that have all: the tests' own files, and logs.
+    const WARM_MIB: u64 = 4 << 10;
+    let takes_mib = if is_cold { COLD_MIB } else { WARM_MIB };
+    (free_mib < takes_mib).then(|| {
+        format!(
+            "the checkout's disk has {} GiB free, and all tests take about {} GiB there and in the cache \
+             (~/.cache/pagetide, or PAGETIDE_CACHE): they may fail. Make room, or put the cache elsewhere",
+            free_mib >> 10,
+            takes_mib >> 10
+        )
+    })
+}
+
 impl Service {
     /// Does what needs the service; again, a few times and after a pause, if it fails for a cause that may pass. An
     /// error whose cause is outside says so, and what to do.
@@ -239,6 +263,19 @@ mod tests {
         assert_eq!(disk_full(&error), None);
         assert!(disk_full("write a: No space left on device (os error 28)").is_some());
         assert_eq!(disk_full("no such file"), None);
+    }
+
+    #[test]
+    fn little_room_is_said_before_the_tests() {
+        let said = little_room(6 << 10, true).unwrap();
+        assert!(
+            said.starts_with("the checkout's disk has 6 GiB free, and all tests take about 30 GiB"),
+            "{said}"
+        );
+        assert_eq!(little_room(6 << 10, false), None);
+        assert_eq!(little_room(30 << 10, true), None);
+        assert!(little_room(1 << 10, false).is_some());
+        assert!(free_mib(Path::new("/")).is_some());
     }
 
     #[test]

@@ -35,7 +35,7 @@ use crate::command::Run;
 use crate::kernel::{Arch, check, source};
 use crate::paths::Paths;
 use crate::progress::Progress;
-use crate::{setup, uapi};
+use crate::{cross, outside, setup, uapi};
 
 use closing::{Done, End};
 use tally::{Tally, Verdict};
@@ -248,6 +248,9 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
             step.name()
         );
     }
+    if args.only.is_empty() {
+        warn_of_little_room(paths);
+    }
     let rounds = args.repeat.map_or(1, NonZero::get);
     let Rounds { last, done } = rounds_of(rounds, seed::draw, || {
         take_all(&steps, args.program.as_deref(), paths)
@@ -263,6 +266,16 @@ pub(crate) fn run(args: &TestArgs, paths: &Paths) -> Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// A full disk would be found after minutes, in the middle of a compilation.
+fn warn_of_little_room(paths: &Paths) {
+    // What is compiled late.
+    let is_cold = !cross::target(paths).exists() || !paths.work().exists();
+    let free_mib = outside::free_mib(paths.root());
+    if let Some(warning) = free_mib.and_then(|free_mib| outside::little_room(free_mib, is_cold)) {
+        eprintln!("warning: {warning}");
+    }
 }
 
 /// What has come of the rounds of a run.

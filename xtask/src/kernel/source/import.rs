@@ -13,6 +13,7 @@ use super::super::git::git;
 use super::BASE_BRANCH;
 use crate::command::Run;
 use crate::files;
+use crate::outside;
 use crate::progress::Progress;
 
 /// What the names of directories end with that are not finished.
@@ -186,13 +187,10 @@ pub(super) fn trusting(dir: &Path, repository: &Path) -> Result<PathBuf> {
 
 /// What is to be said if a directory has no room for an import.
 pub(super) fn room(dir: &Path) -> String {
-    let Ok(status) = rustix::fs::statvfs(dir) else {
+    let little = outside::free_mib(dir).filter(|&free_mib| free_mib < ROOM_MIB);
+    let Some(free_mib) = little else {
         return String::new();
     };
-    let free_mib = status.f_bavail.saturating_mul(status.f_frsize) >> 20;
-    if free_mib >= ROOM_MIB {
-        return String::new();
-    }
     format!(
         ". It takes about {ROOM_MIB} MiB, and {free_mib} MiB are free: make room, or set PAGETIDE_CACHE to another place"
     )
