@@ -165,6 +165,10 @@ fn push<S: AsRef<OsStr>>(spec: &mut Vec<u8>, strings: impl IntoIterator<Item = S
     Ok(())
 }
 
+/// All certificates of authorities in one file. Unless it is named, a program that may use TLS also looks at each of the 300
+/// files and links beside it. That takes a software CPU 4 s over 9p, and 13 s on Linux 6.1, whenever a server starts.
+const CERTIFICATES: &str = "/etc/ssl/certs/ca-certificates.crt";
+
 /// All that the commands inherit.
 fn environment(args: &VmArgs, run_dir: &Path, paths: &Paths) -> Vec<(&'static str, OsString)> {
     let (path, home) = match args.variant.arch {
@@ -182,6 +186,13 @@ fn environment(args: &VmArgs, run_dir: &Path, paths: &Paths) -> Vec<(&'static st
         ("PATH", path),
         ("HOME", home),
     ];
+    let is_given = args
+        .environment
+        .iter()
+        .any(|(name, _)| *name == "SSL_CERT_FILE");
+    if args.variant.arch == Arch::X86_64 && Path::new(CERTIFICATES).exists() && !is_given {
+        list.push(("SSL_CERT_FILE", CERTIFICATES.into()));
+    }
     list.extend(args.environment.iter().cloned());
     let inherited = ["TERM", "RUST_LOG", "RUST_BACKTRACE"].into_iter();
     list.extend(inherited.filter_map(|name| Some((name, std::env::var_os(name)?))));
