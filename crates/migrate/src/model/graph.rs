@@ -3,8 +3,8 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
-use std::hash::{DefaultHasher, Hash, Hasher};
 
+use ahash::RandomState;
 use stateright::Model;
 
 use super::Bounds;
@@ -22,12 +22,6 @@ pub(crate) struct Graph {
     must_end: Vec<bool>,
 }
 
-fn fingerprint(world: &World) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    world.hash(&mut hasher);
-    hasher.finish()
-}
-
 /// Visits every state, nearest first.
 pub(crate) fn explore(bounds: &Bounds, mut visit: impl FnMut(&World)) -> Graph {
     let mut graph = Graph {
@@ -36,11 +30,13 @@ pub(crate) fn explore(bounds: &Bounds, mut visit: impl FnMut(&World)) -> Graph {
         is_settled: vec![],
         must_end: vec![],
     };
-    let mut numbers = HashMap::new();
+    // They have 64 bits, as stateright's have. The standard library's hasher would take most of the time.
+    let fingerprints = RandomState::with_seeds(1, 2, 3, 4);
+    let mut numbers = HashMap::with_hasher(fingerprints.clone());
     let mut queue = VecDeque::new();
     let mut enter =
         |graph: &mut Graph, world: World, parent, queue: &mut VecDeque<(u32, World)>| match numbers
-            .entry(fingerprint(&world))
+            .entry(fingerprints.hash_one(&world))
         {
             Entry::Occupied(entry) => *entry.get(),
             Entry::Vacant(entry) => {
