@@ -50,6 +50,9 @@
 /* How long the agent waits for the host's ports. */
 #define PORTS_MS 60000
 
+/* How often processes are reaped that a command's processes have left. */
+#define REAP_MS 200
+
 #define MAX_ENV 256
 
 struct spec {
@@ -301,15 +304,31 @@ static bool copy(int from, int to)
 	return count > 0;
 }
 
-/* How long poll() may sleep; -1 for ever. */
+/* How long poll() may sleep. */
 static int until(long deadline)
 {
 	long left;
 
 	if (!deadline)
-		return -1;
+		return REAP_MS;
 	left = deadline - now_ms();
+	if (left > REAP_MS)
+		return REAP_MS;
 	return left > 0 ? left : 0;
+}
+
+/* Reaps processes whose parents have ended. Until then they count as processes, for kill(2) and in /proc. */
+static void reap_others(pid_t command)
+{
+	siginfo_t ended = { 0 };
+
+	while (!waitid(P_ALL, 0, &ended, WEXITED | WNOHANG | WNOWAIT) && ended.si_pid) {
+		/* Its status is for its waiter, which is about to ask for it. */
+		if (ended.si_pid == command)
+			return;
+		waitpid(ended.si_pid, NULL, 0);
+		ended.si_pid = 0;
+	}
 }
 
 static void run(struct spec *spec, char **argv)
@@ -344,6 +363,7 @@ static void run(struct spec *spec, char **argv)
 
 		if (ready < 0 && errno != EINTR)
 			give_up("poll for", argv[0]);
+		reap_others(pid);
 		if (ready > 0 && fds[OUT].revents && !copy(out[0], out_port))
 			fds[OUT].fd = -1;
 		if (ready > 0 && fds[ERR].revents && !copy(err[0], err_port))
