@@ -61,6 +61,11 @@ pub fn has_userfaultfd() -> bool {
     }
 }
 
+/// Whether missing pages can be marked, so that an access to them is SIGBUS when no server is left (Linux 6.6).
+pub fn has_poison() -> bool {
+    Userfaultfd::available().unwrap().contains(Features::POISON)
+}
+
 /// The porter's process, when a server has started it.
 #[test]
 fn receives_descriptors() {
