@@ -19,7 +19,7 @@ use pagetide_sources::{
 };
 use pagetide_test_support::{Task, equals, eventually};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
-use support::{Act, Gate, LATE, Server, chain, options, pattern};
+use support::{Act, Gate, LATE, Server, address_without_a_listener, chain, options, pattern};
 
 const BLOCK: usize = 16 << 10;
 
@@ -637,11 +637,12 @@ fn the_cause_of_a_failure_is_named() {
         attempts: 1,
         ..options()
     };
+    let (_socket, nobody) = address_without_a_listener();
     for (url, wanted) in [
-        ("http://127.0.0.1:9/x", "refused"),
-        ("http://no.such.host.invalid/x", "lookup"),
+        (format!("http://{nobody}/x"), "refused"),
+        ("http://no.such.host.invalid/x".to_owned(), "lookup"),
     ] {
-        let error = ObjectBlob::open(url, &once, None).unwrap_err();
+        let error = ObjectBlob::open(&url, &once, None).unwrap_err();
         assert!(chain(&error).contains(wanted), "{}", chain(&error));
     }
 }

@@ -21,7 +21,7 @@ use pagetide_sources::image::{
     create_from_url, extract, extract_to_stream, merge,
 };
 use pagetide_sources::{Location, OpenOptions, PagetideImage};
-use support::{chain, pattern};
+use support::{address_without_a_listener, chain, pattern};
 
 /// The server's port, for the child process that has the environment of an S3 client.
 const CHILD: &str = "PAGETIDE_TEST_UPLOAD";
@@ -344,10 +344,7 @@ fn a_server_that_refuses_is_named_and_keeps_what_it_had() {
     assert!(files.file("image") != kept);
 
     // Nobody is advised to replace what may be there, because the server cannot be reached.
-    let gone = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap();
+    let (_socket, gone) = address_without_a_listener();
     let error = created(
         &other,
         &format!("http://{gone}/image"),

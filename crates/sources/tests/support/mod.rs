@@ -7,14 +7,25 @@
 )]
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
 use pagetide_sources::{CacheOptions, ObjectOptions};
+use rustix::net::{AddressFamily, SocketType};
+
+/// An address at which nobody listens, as long as the socket lives: a port that was given back could be another
+/// test's at once.
+pub(crate) fn address_without_a_listener() -> (OwnedFd, SocketAddr) {
+    let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&socket, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+    let address = rustix::net::getsockname(&socket).unwrap();
+    (socket, address.try_into().unwrap())
+}
 
 /// What the server does with one request.
 #[derive(Clone, Debug, PartialEq, Eq)]

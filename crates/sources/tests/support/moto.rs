@@ -8,20 +8,21 @@
 )]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "test code")]
 
-use std::io::{Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// After which it counts as hanging. Python compiles its modules at the first start.
 const START_LIMIT: Duration = Duration::from_secs(180);
 /// The same in the lab, whose clock jumps while a file is read from its host.
 const START_LIMIT_IN_LAB: Duration = Duration::from_secs(1200);
 
-/// How many ports are tried.
-const PORTS: usize = 5;
+/// What the server says of its address, before the port.
+const ADDRESS: &str = "Running on http://127.0.0.1:";
 
 /// A running server, which ends when it is dropped.
 pub struct Moto {
@@ -52,49 +53,56 @@ impl Moto {
             Some(_) => START_LIMIT_IN_LAB,
             None => START_LIMIT,
         };
-        // Between a look for a free port and its use, somebody else may take the port.
-        for _ in 0..PORTS {
-            let moto = match Self::start_at_a_free_port(&program) {
-                Ok(moto) => moto,
-                Err(error) => {
-                    println!("SKIP: moto does not start: {error}");
-                    return None;
-                }
-            };
-            if let Some(moto) = moto.listening(limit) {
-                return Some(moto);
+        match Self::spawn(&program) {
+            Ok(moto) => Some(moto.listening(limit)),
+            Err(error) => {
+                println!("SKIP: moto does not start: {error}");
+                None
             }
         }
-        panic!("moto ended {PORTS} times before it listened: run {program:?} by hand");
     }
 
-    fn start_at_a_free_port(program: &Path) -> std::io::Result<Self> {
-        let free = TcpListener::bind("127.0.0.1:0")?;
-        let port = free.local_addr()?.port();
-        drop(free);
+    /// The server's port is of its kernel's choice: one that was chosen here could be another test's when the
+    /// server binds it, and that test's server would answer in its place for a while.
+    fn spawn(program: &Path) -> std::io::Result<Self> {
         let mut command = Command::new(program);
-        command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
+        command.args(["-H", "127.0.0.1", "-p", "0"]);
         let child = command
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(Stdio::piped())
             .spawn()?;
-        Ok(Self { child, port })
+        Ok(Self { child, port: 0 })
     }
 
-    /// The server once it listens; `None` if it has ended.
-    fn listening(mut self, limit: Duration) -> Option<Self> {
-        let begun = Instant::now();
-        while TcpStream::connect(("127.0.0.1", self.port)).is_err() {
-            if self.child.try_wait().unwrap().is_some() {
-                return None;
+    /// The server once it listens, at the port that it names.
+    fn listening(mut self, limit: Duration) -> Self {
+        let lines = BufReader::new(self.child.stderr.take().unwrap()).lines();
+        let (sender, said) = mpsc::channel();
+        // Reads to the end, since the server writes a line on each request.
+        thread::spawn(move || {
+            for line in lines.map_while(Result::ok) {
+                let _ = sender.send(line);
             }
-            assert!(
-                begun.elapsed() < limit,
-                "moto does not listen within {limit:?}"
-            );
-            thread::sleep(Duration::from_millis(50));
+        });
+        let mut before = String::new();
+        loop {
+            let line = match said.recv_timeout(limit) {
+                Ok(line) => line,
+                Err(RecvTimeoutError::Timeout) => {
+                    panic!("moto does not listen within {limit:?}: {before}")
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    let status = self.child.wait().unwrap();
+                    panic!("moto ends before it listens: {status}: {before}");
+                }
+            };
+            if let Some((_, port)) = line.split_once(ADDRESS) {
+                self.port = port.trim_end().parse().unwrap();
+                return self;
+            }
+            before += &line;
+            before.push('\n');
         }
-        Some(self)
     }
 }
 
