@@ -20,9 +20,7 @@ pub(crate) struct Peer {
 impl Peer {
     /// The process that connected `stream`, by SO_PEERCRED and, from Linux 6.5 on, SO_PEERPIDFD.
     pub(crate) fn of(stream: &UnixStream) -> Result<Self, Errno> {
-        // SAFETY: get requires a type that is valid for whatever the option writes: three integers.
-        // (Not rustix's UCred, whose pid may not be 0.)
-        let credentials: libc::ucred = unsafe { get(stream.as_fd(), libc::SO_PEERCRED) }?;
+        let credentials = credentials_of(stream.as_fd())?;
         // SAFETY: as above, an integer.
         let pidfd = match unsafe { get::<i32>(stream.as_fd(), libc::SO_PEERPIDFD) } {
             // SAFETY: from_raw_fd requires an open descriptor without another owner: the kernel has just
@@ -47,9 +45,18 @@ impl Peer {
 
 /// The user at the other end of a Unix socket of any type, by SO_PEERCRED.
 pub(crate) fn user_of(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
+    Ok(credentials_of(socket)?.uid)
+}
+
+/// The process there, likewise; 0 if it is outside this process' pid namespace.
+pub(crate) fn pid_of(socket: BorrowedFd<'_>) -> Result<i32, Errno> {
+    Ok(credentials_of(socket)?.pid)
+}
+
+fn credentials_of(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
     // SAFETY: get requires a type that is valid for whatever the option writes: three integers.
-    let credentials: libc::ucred = unsafe { get(socket, libc::SO_PEERCRED) }?;
-    Ok(credentials.uid)
+    // (Not rustix's UCred, whose pid may not be 0.)
+    unsafe { get(socket, libc::SO_PEERCRED) }
 }
 
 /// An option of a socket.

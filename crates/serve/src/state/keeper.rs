@@ -13,8 +13,9 @@ use rustix::net::accept_with;
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{WaitOptions, wait};
 
+use super::SOCKET;
+use super::directory::{START_LIMIT, check_user, lock};
 use super::wire::{DESCRIPTORS, Message, listen_at, receive, send, send_now};
-use super::{SOCKET, check_user};
 use crate::connection::is_empty_for_good;
 
 /// How long a keeper without VMs waits for a server.
@@ -27,8 +28,14 @@ const STREAM: usize = 1;
 /// killed: its VMs stay until another connects, or until their VMMs have gone.
 ///
 /// # Errors
-/// The kernel's error, if the directory's socket cannot be used.
+/// The kernel's error, if the directory's socket cannot be used; or that the directory has another keeper, which does not end.
 pub fn keep(directory: &Path) -> io::Result<()> {
+    keep_within(directory, START_LIMIT)
+}
+
+/// The same, if the keeper before ends within `limit`.
+pub(super) fn keep_within(directory: &Path, limit: Duration) -> io::Result<()> {
+    let _lock = lock(directory, limit)?;
     let path = directory.join(SOCKET);
     let mut keeper = Keeper {
         listener: listen_at(&path)?,
@@ -38,7 +45,7 @@ pub fn keep(directory: &Path) -> io::Result<()> {
         idle_since: Instant::now(),
     };
     let result = keeper.run();
-    // A successor may have replaced it in the meantime, and then starts again.
+    // Below the lock: it is this keeper's.
     let _ = std::fs::remove_file(&path);
     result
 }

@@ -6,50 +6,41 @@
 //! `docs/design/serve.md` describes why nothing is lost.
 
 mod book;
+mod directory;
 mod keeper;
+mod left;
 mod store;
 mod wire;
 
 use std::ffi::OsString;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
-use std::time::{Duration, Instant};
 
 use pagetide_memory::{MapFile, PageSize};
 use pagetide_sources::FileIdentity;
 use pagetide_uapi::userfaultfd::Userfaultfd;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::handshake::{MAX_REGIONS, VmRegion, check_together, checked_region};
 use crate::metrics::Metrics;
 use crate::options::OnFailure;
-use crate::peer::{Peer, user_of};
 use crate::porter::Porter;
 
 use book::{Book, Held};
+use directory::{Reached, reach, replace};
 pub use keeper::keep;
+use left::Left;
 pub use store::DescriptorStore;
-use wire::{Message, connect, receive, send};
 
 /// The name of the keeper's socket in the state's directory.
 const SOCKET: &str = "keeper.sock";
-
-/// The time in which a keeper must start.
-const START_LIMIT: Duration = Duration::from_secs(5);
-
-/// How long a keeper that refuses this server may be one that is ending, or that has not noticed its server's end.
-const REFUSAL_LIMIT: Duration = Duration::from_millis(500);
 
 /// The longest description of a VM.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
@@ -214,38 +205,18 @@ impl State {
             directory: directory.clone(),
             source,
         };
-        make_directory(directory).map_err(failed)?;
-        let path = directory.join(SOCKET);
-        let mut is_started = false;
-        let mut refused_since = None;
-        let (socket, (vms, next_id)) = loop {
-            let socket = match connect(&path) {
-                Ok(socket) => socket,
-                Err(error) if has_no_keeper(&error) && !is_started => {
-                    is_started = true;
-                    start_keeper(options, porter.as_deref(), &path)?
-                }
-                // There may be a keeper, with VMs that another one would lose.
-                Err(error) => return Err(failed(error)),
-            };
-            match left_by_others(&socket, directory, on_failure) {
-                Err(refused @ StateError::InUse { .. }) => {
-                    let since = *refused_since.get_or_insert_with(Instant::now);
-                    if since.elapsed() > REFUSAL_LIMIT {
-                        return Err(refused);
-                    }
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                left => break (socket, left?),
-            }
-        };
+        let Reached {
+            socket,
+            vms,
+            next_id,
+        } = reach(options, porter.as_deref(), on_failure)?;
         let book = Book::new().map_err(|errno| failed(errno.into()))?;
         let state = Self {
             book: Arc::new(book),
             next_id: AtomicU64::new(next_id),
             thread: Mutex::default(),
         };
-        let replace = porter.map(|porter| replace(options.clone(), porter, path));
+        let replace = porter.map(|porter| replace(options.clone(), porter));
         let metrics = metrics.clone();
         let lost = move || metrics.count(|totals| totals.keeper_ends = 1);
         state.start(socket, lost, replace).map_err(failed)?;
@@ -394,236 +365,6 @@ fn write_description(text: &[u8]) -> io::Result<OwnedFd> {
         written += rustix::io::write(&file, rest)?;
     }
     Ok(file)
-}
-
-/// What a former server has left.
-struct Left {
-    vms: Vec<KeptVm>,
-    /// VMs that this server cannot serve, with their connections.
-    unreadable: Vec<(u64, Option<UnixStream>, io::Error)>,
-    /// The first number that none of them has.
-    next_id: u64,
-}
-
-impl Default for Left {
-    fn default() -> Self {
-        Self {
-            vms: Vec::new(),
-            unreadable: Vec::new(),
-            next_id: 1,
-        }
-    }
-}
-
-impl Left {
-    fn add(&mut self, id: u64, descriptors: Vec<OwnedFd>) {
-        // Also those that stay with the keeper: their numbers are taken.
-        self.next_id = self.next_id.max(id.saturating_add(1));
-        let connection = descriptors.get(1).and_then(|fd| fd.try_clone().ok());
-        match kept_vm(id, descriptors) {
-            Ok(vm) => self.vms.push(vm),
-            Err(error) => {
-                let connection = connection.map(UnixStream::from);
-                self.unreadable.push((id, connection, error));
-            }
-        }
-    }
-
-    /// Does with VMs that nobody serves what is the policy.
-    fn settle(
-        &mut self,
-        on_failure: OnFailure,
-        forget: impl Fn(u64) -> io::Result<()>,
-    ) -> io::Result<()> {
-        for (id, connection, error) in self.unreadable.drain(..) {
-            self.next_id = self.next_id.max(id.saturating_add(1));
-            let peer = connection.and_then(|stream| Peer::of(&stream).ok());
-            match peer.filter(|_| on_failure == OnFailure::Kill) {
-                Some(peer) if peer.kill().is_ok() => {
-                    tracing::error!(vm = id, %error, "the VMM of a former server was killed: nobody serves it");
-                    forget(id)?;
-                }
-                _ => tracing::error!(
-                    vm = id,
-                    %error,
-                    "a VM of a former server is not served: it sleeps, and stays with the keeper"
-                ),
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The VMs that a keeper has, and the first number that none of them has.
-fn left_by_others(
-    socket: &OwnedFd,
-    directory: &Path,
-    on_failure: OnFailure,
-) -> Result<(Vec<KeptVm>, u64), StateError> {
-    let failed = |source: io::Error| StateError::Directory {
-        directory: directory.into(),
-        source,
-    };
-    check_user(socket.as_fd()).map_err(failed)?;
-    let mut left = Left::default();
-    loop {
-        match receive(socket.as_fd()).map_err(failed)? {
-            None => {
-                return Err(StateError::InUse {
-                    directory: directory.into(),
-                });
-            }
-            Some((Message::Kept { id }, descriptors)) => left.add(id, descriptors),
-            Some((Message::Done, _)) => break,
-            Some(_) => {}
-        }
-    }
-    let forget = |id| send(socket.as_fd(), &Message::Forget { id }, &[]);
-    left.settle(on_failure, forget).map_err(failed)?;
-    Ok((left.vms, left.next_id))
-}
-
-/// How a keeper that has ended is replaced.
-fn replace(options: StateOptions, porter: Arc<Porter>, path: PathBuf) -> book::Replace {
-    Box::new(move || {
-        let socket = match connect(&path) {
-            Ok(socket) => socket,
-            Err(error) if has_no_keeper(&error) => {
-                start_keeper(&options, Some(&porter), &path).map_err(io::Error::other)?
-            }
-            Err(error) => return Err(error),
-        };
-        // VMs of nobody: another keeper has come and gone in between.
-        let directory = &options.directory;
-        left_by_others(&socket, directory, OnFailure::Stall).map_err(io::Error::other)?;
-        Ok(socket)
-    })
-}
-
-/// Whether a failed connection means that nobody listens.
-fn has_no_keeper(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
-    )
-}
-
-fn make_directory(directory: &Path) -> io::Result<()> {
-    use std::os::unix::fs::DirBuilderExt;
-    if !directory.is_dir() {
-        std::fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(directory)?;
-    }
-    let status = std::fs::metadata(directory)?;
-    let (user, mode) = (geteuid().as_raw(), status.mode() & 0o7777);
-    if status.uid() != user {
-        let owner = status.uid();
-        return Err(refused(format!(
-            "it belongs to user {owner}, and this process runs as {user}: another user could take the VMs"
-        )));
-    }
-    if mode & WRITABLE_BY_OTHERS != 0 {
-        return Err(refused(format!(
-            "it has mode {mode:o}: other users could take the VMs; chmod go-w"
-        )));
-    }
-    Ok(())
-}
-
-/// Permission bits: of writing for the group and for others.
-const WRITABLE_BY_OTHERS: u32 = 0o022;
-
-fn refused(text: String) -> io::Error {
-    io::Error::new(io::ErrorKind::PermissionDenied, text)
-}
-
-/// Checks that the process at the other end is of this one's user, or root's.
-fn check_user(socket: BorrowedFd<'_>) -> io::Result<()> {
-    let (other, user) = (user_of(socket)?, geteuid().as_raw());
-    match other == user || other == 0 {
-        true => Ok(()),
-        false => Err(refused(format!(
-            "the process at the other end of {SOCKET} runs as user {other}, and this one as {user}"
-        ))),
-    }
-}
-
-/// Starts the keeper as a process that a signal to this one's group does not reach: by the porter, if there is one.
-fn start_keeper(
-    options: &StateOptions,
-    porter: Option<&Porter>,
-    path: &Path,
-) -> Result<OwnedFd, StateError> {
-    let failed = |source| StateError::Keeper {
-        directory: options.directory.clone(),
-        source,
-    };
-    let mut child = match porter {
-        Some(porter) => {
-            let asked = porter.spawn(&options.keeper);
-            asked.map_err(|errno| failed(errno.into()))?;
-            None
-        }
-        None => Some(spawn(&options.keeper).map_err(failed)?),
-    };
-    let end = Instant::now() + START_LIMIT;
-    loop {
-        match connect(path) {
-            Ok(socket) => {
-                // Reaped if it ends before this process.
-                let reaping = Builder::new().name("pt-keepers-end".into());
-                let _ = child.map(|mut child| reaping.spawn(move || child.wait()));
-                return Ok(socket);
-            }
-            Err(error) if Instant::now() >= end => return Err(failed(error)),
-            Err(_) => {}
-        }
-        let status = child.as_mut().map(Child::try_wait);
-        if let Some(Ok(Some(status))) = status {
-            return Err(failed(io::Error::other(format!("it ended: {status}"))));
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn spawn(command: &[OsString]) -> io::Result<Child> {
-    let Some((program, arguments)) = command.split_first() else {
-        return Err(io::Error::other("no command for it"));
-    };
-    Command::new(program)
-        .args(arguments)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .process_group(0)
-        .spawn()
-}
-
-fn kept_vm(id: u64, descriptors: Vec<OwnedFd>) -> io::Result<KeptVm> {
-    let wrong = || io::Error::other("the keeper sent other descriptors");
-    let [uffd, stream, maps, file]: [OwnedFd; 4] = descriptors.try_into().map_err(|_| wrong())?;
-    let bytes = u64::try_from(rustix::fs::fstat(&file)?.st_size).unwrap_or(u64::MAX);
-    if bytes > MAX_DESCRIPTION_BYTES {
-        return Err(wrong());
-    }
-    let mut text = vec![0; usize::try_from(bytes).unwrap_or(0)];
-    let read = rustix::io::pread(&file, &mut text, 0)?;
-    let description: Description = serde_json::from_slice(text.get(..read).unwrap_or_default())?;
-    let format = description.format;
-    if format != FORMAT {
-        return Err(io::Error::other(format!(
-            "it was kept by another version of the server (format {format}, not {FORMAT}), which can go on with it"
-        )));
-    }
-    Ok(KeptVm {
-        id,
-        uffd,
-        stream: UnixStream::from(stream),
-        maps: MapFile::open(Arc::new(maps)).map_err(io::Error::other)?,
-        description,
-    })
 }
 
 /// A memfd for page maps of `bytes` bytes together.

@@ -1,6 +1,18 @@
-use rustix::event::{PollFd, PollFlags, poll};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, socketpair};
+use rustix::process::geteuid;
+
+use super::directory::{left_by_others, lock, make_directory};
+use super::keeper::keep_within;
+use super::left::kept_vm;
 use super::*;
+
+/// No test waits for so long unless it fails.
+const PATIENCE: Duration = Duration::from_secs(300);
 
 fn description(regions: &[(u64, u64, u64, u64)]) -> Description {
     let kept = |&(address, bytes, page_bytes, offset): &_| KeptRegion {
@@ -48,7 +60,6 @@ fn a_keeper_that_cannot_be_reached_is_not_replaced() {
 /// Kind: an end that is taken for a refusal. A server that is started again at once meets the keeper of the one before.
 #[test]
 fn a_keeper_that_is_ending_is_replaced() {
-    use rustix::net::{SocketFlags, accept_with};
     for accepts in [true, false] {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(SOCKET);
@@ -73,6 +84,53 @@ fn a_keeper_that_is_ending_is_replaced() {
         assert!(matches!(error, StateError::Keeper { .. }), "{error}");
         assert!(replaced.exists());
     }
+}
+
+/// Two servers that start at once start two, of which the later would replace the socket of the one that has VMs.
+#[test]
+fn a_directory_has_one_keeper() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join(SOCKET);
+    let first = lock(directory.path(), Duration::ZERO).unwrap();
+    let _listener = wire::listen_at(&path).unwrap();
+    let inode = || std::fs::metadata(&path).unwrap().ino();
+    let before = inode();
+    let error = keep_within(directory.path(), Duration::ZERO).unwrap_err();
+    assert!(error.to_string().contains("another keeper"), "{error}");
+    assert_eq!(inode(), before);
+    // One that is ending is waited for.
+    std::thread::scope(|scope| {
+        let next = scope.spawn(|| lock(directory.path(), PATIENCE));
+        drop(first);
+        next.join().unwrap().unwrap();
+    });
+}
+
+/// A keeper that is stopped has a listening socket, and never says anything.
+#[test]
+fn a_keeper_that_does_not_answer_is_named() {
+    let flags = SocketFlags::CLOEXEC;
+    let (socket, _silent) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let directory = std::path::Path::new("/state");
+    let limit = Duration::from_millis(1);
+    let error = left_by_others(&socket, directory, OnFailure::Stall, limit).err();
+    let Some(StateError::Directory { source, .. }) = error else {
+        panic!("{error:?}");
+    };
+    let process = format!("(process {})", std::process::id());
+    let text = source.to_string();
+    assert!(
+        text.contains(&process) && text.contains("kill -CONT"),
+        "{text}"
+    );
+
+    // The servers that have given up are still waiting to be accepted, and leave no room for the next.
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join(SOCKET);
+    let _listener = wire::listen_at(&path).unwrap();
+    let error = (0..1000).find_map(|_| wire::connect(&path, limit).err());
+    assert_eq!(error.unwrap().kind(), io::ErrorKind::WouldBlock);
 }
 
 #[test]

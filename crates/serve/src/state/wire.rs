@@ -4,8 +4,10 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, listen,
@@ -58,9 +60,12 @@ fn open() -> Result<OwnedFd, Errno> {
     )
 }
 
-pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
+/// Connects. `WouldBlock` if there has been no room among the connections that wait to be accepted, for `limit`.
+pub(super) fn connect(path: &Path, limit: Duration) -> io::Result<OwnedFd> {
     let socket = open()?;
+    set_socket_timeout(&socket, Timeout::Send, Some(limit))?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    set_socket_timeout(&socket, Timeout::Send, None)?;
     Ok(socket)
 }
 
