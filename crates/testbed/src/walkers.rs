@@ -7,7 +7,6 @@
 //! the figure means the same for all ways to change slots, and with more vCPUs than processors.
 //! `docs/design/vcpu-stalls.md` has the reasoning.
 
-use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -184,10 +183,22 @@ impl Walkers {
         let rounds: Vec<u64> = (0..self.config.vcpus)
             .map(|vcpu| Ok(low.word(vcpu, Word::Rounds)? * u64::from(self.config.touch)))
             .collect::<Result<_, MachineError>>()?;
-        let walked: HashSet<u64> = self.config.walk.iter().copied().map(gpa_of).collect();
+        // By page: a look at a hash table for each word takes a software CPU seconds.
+        let pages = usize::try_from(self.config.data_bytes / PAGE).unwrap_or(0);
+        let mut walked = vec![false; pages];
+        for page in &self.config.walk {
+            let page = usize::try_from(page.0).ok();
+            if let Some(is_walked) = page.and_then(|page| walked.get_mut(page)) {
+                *is_walked = true;
+            }
+        }
+        let is_walked = |gpa: u64| {
+            let page = usize::try_from((gpa - DATA_GPA) / PAGE).ok();
+            page.and_then(|page| walked.get(page)).is_some_and(|is| *is)
+        };
         let word = |gpa: u64| match gpa % PAGE {
             0 => gpa,
-            offset if walked.contains(&(gpa - offset)) => {
+            offset if is_walked(gpa) => {
                 let vcpu = usize::try_from(offset / 8 - 1).unwrap_or(usize::MAX);
                 rounds.get(vcpu).copied().unwrap_or(0)
             }
