@@ -327,6 +327,17 @@ mod tests {
     }
 
     /// Kind: two readers of one userfaultfd.
+    /// Kind: a state that a panic leaves as it is, and for whose end others wait.
+    #[test]
+    fn a_read_that_panics_has_ended() {
+        let turn = Turn::default();
+        let read = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            turn.read(|| panic!("the test's"))
+        }));
+        assert!(read.is_err());
+        assert!(!turn.lock().is_reading);
+    }
+
     #[test]
     fn a_pager_waits_until_a_read_has_ended() {
         let Some(channel) = channel() else {

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
-use moto::{Moto, put, use_server};
+use moto::{Moto, put, request, use_server};
 use pagetide_sources::image::{
     CreateError, CreateOptions, Created, ExtractError, ExtractOptions, create, create_from_stream,
     create_from_url, extract, extract_to_stream, merge,
@@ -79,12 +79,30 @@ fn an_image_is_written_to_s3() {
     assert!(is_empty(temporary.path()));
 }
 
+/// Takes the end of the file without a name that this process has in the directory of temporary files.
+fn cut_temporary_file(bytes: u64) {
+    let directory = std::env::temp_dir();
+    let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let is_temporary = |path: &PathBuf| {
+        let file = std::fs::read_link(path);
+        file.is_ok_and(|file| {
+            file.starts_with(&directory) && file.to_string_lossy().ends_with(" (deleted)")
+        })
+    };
+    let mut open = open.map(|entry| entry.path()).filter(is_temporary);
+    let file = std::fs::File::options()
+        .write(true)
+        .open(open.next().unwrap());
+    file.unwrap().set_len(bytes).unwrap();
+}
+
 #[test]
 fn child() {
     let Ok(port) = std::env::var(CHILD) else {
         return;
     };
-    put(port.parse().unwrap(), "/images", b"");
+    let port = port.parse().unwrap();
+    put(port, "/images", b"");
     let directory = tempfile::tempdir().unwrap();
     let content = pattern(LARGE, 5);
     let memory = raw(directory.path(), "memory", &content);
@@ -101,6 +119,22 @@ fn child() {
     assert_eq!(seen.len(), 5, "{seen:?}");
     assert_eq!((seen[0], seen[4]), ((0, bytes), (bytes, bytes)));
     assert!(content_of(base) == content);
+
+    // A failure between two parts: what is uploaded loses its end. The store keeps no parts, for which it takes money.
+    let half = "s3://images/half.img";
+    let mut is_cut = false;
+    let error = create(&memory, &url(half), &replacing(), &mut |done, all| {
+        if all == bytes && done == 0 && !std::mem::replace(&mut is_cut, true) {
+            cut_temporary_file(bytes / 2);
+        }
+    });
+    error.unwrap_err();
+    let uploads = request(port, "GET", "/images?uploads", b"");
+    assert!(
+        is_cut && uploads.contains("<ListMultipartUploadsResult"),
+        "{uploads}"
+    );
+    assert!(!uploads.contains("<Upload>"), "{uploads}");
 
     // What is there stays, also beside another writer between the look and the end.
     let small = raw(directory.path(), "small", &pattern(8192, 6));

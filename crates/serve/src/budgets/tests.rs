@@ -36,13 +36,18 @@ fn the_lines_of_a_user_are_limited_however_often_it_connects() {
 
 #[test]
 fn users_without_a_connection_are_forgotten_when_there_are_many() {
-    let budgets = budgets();
+    let budgets = limited(Resource::Pages, 8);
     let _kept = budgets.charge(u32::MAX, 1).unwrap();
+    // It has no connection, and something that is charged to it.
+    let turned_away = budgets.of_turned_away(u32::MAX);
+    turned_away.take(Resource::Pages, 8).unwrap();
     for uid in 0..3000 {
         drop(budgets.charge(uid, 1));
     }
-    assert!(budgets.users.lock().unwrap().len() <= IDLE_USERS + 2);
+    assert!(budgets.users.lock().unwrap().len() <= IDLE_USERS + 3);
     assert!(budgets.charge(u32::MAX, 1).is_err());
+    let again = budgets.of_turned_away(u32::MAX);
+    assert!(again.take(Resource::Pages, 1).is_err());
 }
 
 /// Kind: all users' clients share what one of them can use up.

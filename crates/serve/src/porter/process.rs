@@ -26,13 +26,13 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// Children that close connections, at a time: each may hang. With as many, further connections are kept open by other
 /// children.
-const MOST_CLOSING: usize = 16;
+pub(super) const MOST_CLOSING: usize = 16;
 
 /// Connections that one child closes: a child costs more than a connection that does not hang.
 const MOST_AT_ONCE: usize = 8;
 
 /// Connections that one child keeps open.
-const MOST_KEPT: usize = 256;
+pub(super) const MOST_KEPT: usize = 256;
 
 /// Receives descriptors for the server at the other end of standard input, until it has ended. Closes connections that come by
 /// standard output.

@@ -7,7 +7,12 @@ use std::sync::MutexGuard;
 use pagetide_test_support::{equals, eventually};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 
+use super::process::{MOST_CLOSING, MOST_KEPT};
 use super::*;
+use fuse::{Fuse, Hangs, opened_again};
+
+#[path = "../../tests/hangs/fuse.rs"]
+mod fuse;
 
 const PROCESS: &str = concat!(module_path!(), "::process");
 
@@ -80,6 +85,12 @@ fn children(process: u32) -> Vec<u32> {
     numbers.filter(is_child).collect()
 }
 
+/// Whether a process has given its memory back, and closes its descriptors now.
+fn is_ending(process: &u32) -> bool {
+    let words = std::fs::read(format!("/proc/{process}/cmdline"));
+    words.is_ok_and(|words| words.is_empty())
+}
+
 impl Drop for Started {
     fn drop(&mut self) {
         // A test that fails may have stopped it.
@@ -146,4 +157,117 @@ fn sockets_that_the_porter_cannot_take_now_are_closed_later() {
     started.porter.close(server.into());
     is_at_end(last);
     assert!(started.porter.not_taken.lock().unwrap().is_empty());
+}
+
+/// Says to a process of this test's that it is alone.
+const ALONE: &str = "PAGETIDE_TEST_ALONE";
+
+/// Runs a test in a process of its own: a program that is started closes what it does not inherit, and would hang.
+fn in_a_process_of_its_own(test: &str, body: fn()) {
+    if std::env::var_os(ALONE).is_some() {
+        return body();
+    }
+    let (module, _) = PROCESS.rsplit_once("::").unwrap();
+    let (_, module) = module.split_once("::").unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", &format!("{module}::{test}"), "--nocapture"]);
+    let output = child.env(ALONE, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let skipped = said.lines().filter(|line| line.starts_with("SKIP"));
+    skipped.for_each(|line| println!("{line}"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}{errors}");
+    assert!(said.contains("1 passed"), "{said}");
+}
+
+/// Kind: what waits for something that may hang, and is not looked at again when that has ended.
+#[test]
+fn connections_that_are_kept_open_are_closed_when_others_hang_no_more() {
+    in_a_process_of_its_own(
+        "connections_that_are_kept_open_are_closed_when_others_hang_no_more",
+        keep_open_and_close,
+    );
+}
+
+fn keep_open_and_close() {
+    let started = Started::new();
+    let hanging = || (0..MOST_CLOSING).map(|_| UnixStream::pair().unwrap());
+    // Before the mount: where this test fails, those that are left are closed after it, and do not hang.
+    let (mut clients, mut servers): (Vec<_>, Vec<_>) = hanging().unzip();
+    let Some(mut fuse) = Fuse::mount(Hangs::LastClose) else {
+        return;
+    };
+    let has_children = |count| eventually("children", || equals(started.children().len(), &count));
+    has_children(0);
+    fuse.give_away(|file| {
+        for client in &clients {
+            let file = opened_again(file);
+            wire::send(client.as_fd(), b"x", &[file.as_fd()]).unwrap();
+        }
+    });
+    while let Some(server) = servers.pop() {
+        started.porter.close(server.into());
+        let count = MOST_CLOSING - servers.len();
+        // Until then the child takes the next one, too.
+        eventually("a child that hangs in its end", || {
+            let ending = started.children().into_iter().filter(is_ending);
+            equals(ending.count(), &count)
+        });
+    }
+    // One child keeps so many, and another the next.
+    for count in 1..=MOST_KEPT + 1 {
+        let (client, server) = UnixStream::pair().unwrap();
+        started.porter.close(server.into());
+        clients.push(client);
+        has_children(MOST_CLOSING + count.div_ceil(MOST_KEPT));
+    }
+    fuse.end();
+    for mut client in clients {
+        client.set_nonblocking(true).unwrap();
+        eventually("the end", || match client.read(&mut [0]) {
+            Ok(0) => Ok(()),
+            // What the client has sent was not read.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(()),
+            read => Err(format!("{read:?}")),
+        });
+    }
+    has_children(0);
+}
+
+/// Kind: a descriptor that tells of one process' end, and that another one has inherited.
+#[test]
+fn the_end_of_one_child_is_seen_while_another_hangs() {
+    in_a_process_of_its_own(
+        "the_end_of_one_child_is_seen_while_another_hangs",
+        let_two_hang,
+    );
+}
+
+fn let_two_hang() {
+    let started = Started::new();
+    let mounts = [(); 2].map(|()| Fuse::mount(Hangs::EachClose));
+    let [Some(mut first), Some(mut second)] = mounts else {
+        return;
+    };
+    let brought = |fuse: &Fuse| {
+        let (client, server) = UnixStream::pair().unwrap();
+        wire::send(client.as_fd(), b"x", &[fuse.file().as_fd()]).unwrap();
+        started.porter.receive(&server, &mut [0; 16]).unwrap()
+    };
+    let closings = [&first, &second].map(|fuse| brought(fuse).closing);
+    eventually("both closes", || {
+        equals([first.closes(), second.closes()], &[1, 1])
+    });
+    let is_at_end = |closing: &OwnedFd| {
+        let mut polled = [PollFd::new(closing, PollFlags::IN)];
+        poll(&mut polled, Some(&Timespec::default())) == Ok(1)
+    };
+    first.end();
+    eventually("the first one's end", || {
+        equals(closings.each_ref().map(is_at_end), &[true, false])
+    });
+    second.end();
+    eventually("the second one's end", || {
+        equals(closings.each_ref().map(is_at_end), &[true, true])
+    });
 }

@@ -205,18 +205,17 @@ impl Upload {
         };
         let put = self.put_parts(&mut *upload, file, bytes, progress).await;
         let put = match put {
-            Ok(()) => upload.complete().await.map(drop),
-            Err(Ok(error)) => Err(error),
-            Err(Err(stop)) => {
-                let _ = upload.abort().await;
-                return Err(stop);
-            }
+            Ok(()) => upload.complete().await.map(drop).map_err(Ok),
+            failed => failed,
         };
         if put.is_err() {
             // The store keeps the parts otherwise, and asks for money.
             let _ = upload.abort().await;
         }
-        put.map_err(|error| self.sorted(&error, &status))
+        put.map_err(|error| match error {
+            Ok(error) => self.sorted(&error, &status),
+            Err(stop) => stop,
+        })
     }
 
     /// Errors are the store's, or of this side.

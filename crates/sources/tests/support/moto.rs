@@ -116,15 +116,21 @@ pub fn use_server(command: &mut Command, port: u16) {
         .env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{port}"));
 }
 
-/// Sends a request, which moto does not authenticate.
+/// Puts an object, or makes a bucket.
 pub fn put(port: u16, path: &str, body: &[u8]) {
+    request(port, "PUT", path, body);
+}
+
+/// Sends a request, which moto does not authenticate, and returns the answer.
+pub fn request(port: u16, method: &str, path: &str, body: &[u8]) -> String {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let head = format!(
-        "PUT {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {}\r\nConnection: close\r\nAuthorization: AWS4-HMAC-SHA256 Credential=key/20261102/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0\r\n\r\n",
+        "{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {}\r\nConnection: close\r\nAuthorization: AWS4-HMAC-SHA256 Credential=key/20261102/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0\r\n\r\n",
         body.len()
     );
     stream.write_all(&[head.as_bytes(), body].concat()).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    answer
 }
