@@ -1,6 +1,8 @@
 //! Each binding is opened on its own, and off the thread that accepts VMs: one that cannot be opened fails alone.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+#[path = "../../sources/tests/support/mod.rs"]
+mod http;
 mod support;
 
 use std::fs;
@@ -8,6 +10,8 @@ use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use pagetide_serve::{Binding, OnFailure, Options, WorkingSetMode};
 use pagetide_sources::Location;
@@ -124,6 +128,48 @@ fn a_silent_store_holds_up_no_other_binding() {
     // Nor the end.
     running.stop();
     assert!(!path(&place, "guest.sock").exists());
+}
+
+/// Kind: an event that comes while an earlier one is worked on, and is lost.
+#[test]
+fn a_reload_while_an_image_is_opened_has_it_looked_at_again() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(PAGES);
+    let store = http::Server::start(PAGES * PAGE);
+    let gate = http::Gate::default();
+    let opens = gate.opens_in_the_end();
+    let (is_open, looks) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
+    let (was_open, counted) = (Arc::clone(&is_open), Arc::clone(&looks));
+    store.behave(move |request| {
+        if request.method == "HEAD" && was_open.load(Ordering::SeqCst) {
+            counted.fetch_add(1, Ordering::SeqCst);
+        }
+        http::Act::Gated(gate.clone())
+    });
+    let options = |more: Vec<Binding>| {
+        let slow = Binding {
+            image: store.url.parse().unwrap(),
+            ..binding(&place, "slow.sock", "none")
+        };
+        let mut options = options(&place, [vec![slow], more].concat());
+        options.images.object.limit = NEVER;
+        options.images.object.hedge_after = NEVER..=NEVER;
+        options
+    };
+    let running = Running::start(options(Vec::new()));
+    eventually("the opening", || !store.requests().is_empty());
+    running
+        .stopper
+        .reload(options(vec![binding(&place, "guest.sock", "guest.mem")]));
+    // The reload has come.
+    assert_served(&place, "guest.sock", content);
+    is_open.store(true, Ordering::SeqCst);
+    drop(opens);
+    eventually("another look", || looks.load(Ordering::SeqCst) > 0);
+    eventually("the socket", || path(&place, "slow.sock").exists());
+    running.stop();
 }
 
 fn other(page: usize) -> Vec<u8> {
