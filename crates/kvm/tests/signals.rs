@@ -8,7 +8,6 @@ mod guest;
 
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
-use std::process::Command;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, mpsc};
@@ -20,28 +19,8 @@ use pagetide_kvm::poison::{ErrorWatch, WatchError, handle_sigbus};
 use pagetide_kvm::{BindError, CommitError, Exit, Method, PopulateFlags, Signals, SignalsError};
 use pagetide_kvm::{VcpuKick, kick_signal};
 use pagetide_memory::{Backing, FileAccessError, FileView, PageSize};
+use pagetide_test_support::in_a_process_of_its_own;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-
-/// The test for which a process was started.
-const TEST: &str = "PAGETIDE_TEST_SIGNALS";
-
-/// Runs `test`, whose name is `name`, in a separate process.
-fn alone(name: &str, test: impl FnOnce()) {
-    if std::env::var_os(TEST).is_some() {
-        return test();
-    }
-    let output = Command::new(std::env::current_exe().expect("a program"))
-        .args(["--exact", name, "--nocapture", "--test-threads=1"])
-        .env(TEST, name)
-        .output()
-        .expect("a process");
-    let said = String::from_utf8_lossy(&output.stdout);
-    for skip in said.lines().filter(|line| line.starts_with("SKIP: ")) {
-        println!("{skip}");
-    }
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{}:\n{errors}", output.status);
-}
 
 /// The handler of a signal.
 fn handler_of(signal: c_int) -> usize {
@@ -112,7 +91,7 @@ fn send(thread: libc::pthread_t, signal: c_int) {
 
 #[test]
 fn no_handler_is_installed_without_a_request() {
-    alone("no_handler_is_installed_without_a_request", || {
+    in_a_process_of_its_own("no_handler_is_installed_without_a_request", || {
         handle(libc::SIGUSR1, count as *const () as usize);
         let before = all_handlers();
         let Some(walk) = walk(Signals::none()) else {
@@ -136,7 +115,7 @@ fn no_handler_is_installed_without_a_request() {
 
 #[test]
 fn a_kick_uses_the_programs_own_signal() {
-    alone("a_kick_uses_the_programs_own_signal", || {
+    in_a_process_of_its_own("a_kick_uses_the_programs_own_signal", || {
         handle(libc::SIGUSR1, count as *const () as usize);
         let before = all_handlers();
         let signals = Signals::none().use_kick(libc::SIGUSR1).expect("handled");
@@ -154,7 +133,7 @@ fn a_kick_uses_the_programs_own_signal() {
 
 #[test]
 fn a_signal_without_a_handler_is_refused() {
-    alone("a_signal_without_a_handler_is_refused", || {
+    in_a_process_of_its_own("a_signal_without_a_handler_is_refused", || {
         for handler in [libc::SIG_DFL, libc::SIG_IGN] {
             handle(libc::SIGUSR2, handler);
             let error = Signals::none().use_kick(libc::SIGUSR2);
@@ -172,7 +151,7 @@ fn a_signal_without_a_handler_is_refused() {
 
 #[test]
 fn a_previous_handler_gets_signals_that_are_not_kicks() {
-    alone("a_previous_handler_gets_signals_that_are_not_kicks", || {
+    in_a_process_of_its_own("a_previous_handler_gets_signals_that_are_not_kicks", || {
         handle(kick_signal(), count as *const () as usize);
         let signals = Signals::install().expect("handlers");
         assert_ne!(handler_of(kick_signal()), count as *const () as usize);
@@ -188,7 +167,7 @@ fn a_previous_handler_gets_signals_that_are_not_kicks() {
 
 #[test]
 fn a_thread_that_blocks_kicks_is_refused() {
-    alone("a_thread_that_blocks_kicks_is_refused", || {
+    in_a_process_of_its_own("a_thread_that_blocks_kicks_is_refused", || {
         let Some(machine) = Machine::new() else {
             return;
         };
@@ -211,7 +190,7 @@ fn a_thread_that_blocks_kicks_is_refused() {
 
 #[test]
 fn quiescing_needs_a_way_to_stop_vcpus() {
-    alone("quiescing_needs_a_way_to_stop_vcpus", || {
+    in_a_process_of_its_own("quiescing_needs_a_way_to_stop_vcpus", || {
         let Some(machine) = Machine::with_signals(Backing::Shmem, Signals::none()) else {
             return;
         };
@@ -244,7 +223,7 @@ extern "C" fn own_sigbus(_: c_int, info: *mut siginfo_t, context: *mut c_void) {
 
 #[test]
 fn the_programs_own_handler_passes_errors_on() {
-    alone("the_programs_own_handler_passes_errors_on", || {
+    in_a_process_of_its_own("the_programs_own_handler_passes_errors_on", || {
         handle(libc::SIGBUS, own_sigbus as *const () as usize);
         let before = all_handlers();
         let signals = Signals::none().use_sigbus();
@@ -276,7 +255,7 @@ fn the_programs_own_handler_passes_errors_on() {
 /// continues.
 #[test]
 fn a_truncated_file_ends_a_copy_and_not_the_program() {
-    alone("a_truncated_file_ends_a_copy_and_not_the_program", || {
+    in_a_process_of_its_own("a_truncated_file_ends_a_copy_and_not_the_program", || {
         let _signals = Signals::none().install_sigbus().expect("a handler");
         let file = memfd_create("truncated", MemfdFlags::CLOEXEC).expect("a file");
         ftruncate(&file, 2 * PAGE).expect("room");

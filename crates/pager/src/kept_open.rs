@@ -326,7 +326,6 @@ mod tests {
         assert_eq!(turn.read(|| ()), Some(()));
     }
 
-    /// Kind: two readers of one userfaultfd.
     /// Kind: a state that a panic leaves as it is, and for whose end others wait.
     #[test]
     fn a_read_that_panics_has_ended() {
@@ -338,6 +337,7 @@ mod tests {
         assert!(!turn.lock().is_reading);
     }
 
+    /// Kind: two readers of one userfaultfd.
     #[test]
     fn a_pager_waits_until_a_read_has_ended() {
         let Some(channel) = channel() else {

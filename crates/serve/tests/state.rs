@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -91,6 +91,13 @@ impl Serving {
     fn with(place: &Place, variables: &[&str]) -> Self {
         let ready = place.directory.path().join("ready");
         let _ = std::fs::remove_file(&ready);
+        let serving = Self::spawn(place, variables);
+        eventually("the server", || ready.exists());
+        serving
+    }
+
+    /// One that is not waited for.
+    fn spawn(place: &Place, variables: &[&str]) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
             .args(["--exact", "server"])
@@ -98,9 +105,7 @@ impl Serving {
             .stdin(Stdio::piped())
             .stdout(Stdio::null());
         command.envs(variables.iter().map(|name| (name, "1")));
-        let child = command.spawn().unwrap();
-        eventually("the server", || ready.exists());
-        Self(child)
+        Self(command.spawn().unwrap())
     }
 
     fn kill(mut self) {
@@ -227,6 +232,11 @@ fn a_file_that_hangs_holds_up_no_keeper() {
     let asleep = honest.touch(2);
     let serving = Serving::start(&place, false);
     assert!(asleep.join() == content(2));
+    // Nor does the child that hangs hold what a keeper locks.
+    kill(keeper_of(&place));
+    eventually("another keeper", || {
+        log(&place).contains("another keeper gets the VMs")
+    });
     serving.stop();
     fuse.end();
 }
@@ -263,6 +273,67 @@ fn keeper_of(place: &Place) -> rustix::process::Pid {
     let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
     connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
     sockopt::socket_peercred(&socket).unwrap().pid
+}
+
+/// Kind: what is there once is made twice. Servers that start at once each start a keeper.
+#[test]
+fn a_directory_has_one_keeper() {
+    let place = Place::new(1);
+    let socket = place.directory.path().join("state/keeper.sock");
+    std::fs::create_dir(socket.parent().unwrap()).unwrap();
+    let keeper = || {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "keeper"]);
+        command.env(DIRECTORY, place.directory.path());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let inode = || std::fs::metadata(&socket).map(|status| status.ino());
+    let mut first = keeper();
+    let before = eventually("the keeper", inode);
+    let output = keeper().wait_with_output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    let process = format!("process {} has locked", first.id());
+    assert!(
+        !output.status.success() && said.contains(&process),
+        "{said}"
+    );
+    assert_eq!(inode().unwrap(), before);
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let mut next = keeper();
+    eventually("the next keeper", || {
+        inode().is_ok_and(|inode| inode != before)
+    });
+    next.kill().unwrap();
+    next.wait().unwrap();
+}
+
+/// The same, whole: one serves, and its VMs are found when it has been killed.
+#[test]
+fn of_two_servers_that_start_at_once_one_serves() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let mut servers = vec![Serving::spawn(&place, &[]), Serving::spawn(&place, &[])];
+    let refused = eventually("the end of one", || {
+        let mut servers = servers.iter_mut();
+        servers.position(|server| server.0.try_wait().unwrap().is_some())
+    });
+    let status = servers.remove(refused).0.wait().unwrap();
+    assert!(!status.success());
+    let ready = place.directory.path().join("ready");
+    eventually("the other one", || ready.exists());
+    let guest = shared(64);
+    let _stream = guest.connect(&place.socket());
+    guest.check(1, &content(1));
+    servers.into_iter().for_each(Serving::kill);
+    let asleep = guest.touch(2);
+    let serving = Serving::start(&place, false);
+    assert!(asleep.join() == content(2));
+    serving.stop();
 }
 
 /// Ends a keeper as the kernel does when memory is short.

@@ -81,7 +81,7 @@ fn an_image_is_written_to_s3() {
 
 /// Takes the end of the file without a name that this process has in the directory of temporary files.
 fn cut_temporary_file(bytes: u64) {
-    let directory = std::env::temp_dir();
+    let directory = std::env::temp_dir().canonicalize().unwrap();
     let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
     let is_temporary = |path: &PathBuf| {
         let file = std::fs::read_link(path);
@@ -90,9 +90,8 @@ fn cut_temporary_file(bytes: u64) {
         })
     };
     let mut open = open.map(|entry| entry.path()).filter(is_temporary);
-    let file = std::fs::File::options()
-        .write(true)
-        .open(open.next().unwrap());
+    let path = open.next().expect("the file that is uploaded");
+    let file = std::fs::File::options().write(true).open(path);
     file.unwrap().set_len(bytes).unwrap();
 }
 
@@ -120,7 +119,7 @@ fn child() {
     assert_eq!((seen[0], seen[4]), ((0, bytes), (bytes, bytes)));
     assert!(content_of(base) == content);
 
-    // A failure between two parts: what is uploaded loses its end. The store keeps no parts, for which it takes money.
+    // A failure after the upload has begun: what is uploaded loses its end. The store keeps no upload, for whose parts it takes money.
     let half = "s3://images/half.img";
     let mut is_cut = false;
     let error = create(&memory, &url(half), &replacing(), &mut |done, all| {
@@ -128,7 +127,9 @@ fn child() {
             cut_temporary_file(bytes / 2);
         }
     });
-    error.unwrap_err();
+    let text = chain(&error.unwrap_err());
+    // Of the second part, which is read after the upload has begun.
+    assert!(text.contains("failed to fill whole buffer"), "{text}");
     let uploads = request(port, "GET", "/images?uploads", b"");
     assert!(
         is_cut && uploads.contains("<ListMultipartUploadsResult"),

@@ -3,6 +3,7 @@
 //! - [`eventually`] waits for a state, and says what it saw if the state never comes.
 //! - [`Sleeper`] is a thread of which a test can tell that it is asleep, and that nobody has woken it since.
 //! - [`seed`] is where all random numbers of a test begin: it is printed, and `PAGETIDE_SEED` gives it back.
+//! - [`in_a_process_of_its_own`] runs a test where no other one is.
 //! - [`huge_memory_file`] is a memory file whose pages come from huge pages.
 //!
 //! Tests depend on this crate, and nothing else does (docs/decisions/0026-test-support.md).
@@ -13,12 +14,14 @@
 )]
 
 mod huge;
+mod process;
 mod random;
 mod sleeper;
 mod socket;
 mod wait;
 
 pub use huge::huge_memory_file;
+pub use process::in_a_process_of_its_own;
 pub use random::{Rng, mix, seed};
 pub use sleeper::{Sleeper, Task};
 pub use socket::unread_by_peer;

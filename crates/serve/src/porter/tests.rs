@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::process::id;
 use std::sync::MutexGuard;
 
-use pagetide_test_support::{equals, eventually};
+use pagetide_test_support::{equals, eventually, in_a_process_of_its_own};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 
 use super::process::{MOST_CLOSING, MOST_KEPT};
@@ -159,36 +159,16 @@ fn sockets_that_the_porter_cannot_take_now_are_closed_later() {
     assert!(started.porter.not_taken.lock().unwrap().is_empty());
 }
 
-/// Says to a process of this test's that it is alone.
-const ALONE: &str = "PAGETIDE_TEST_ALONE";
-
-/// Runs a test in a process of its own: a program that is started closes what it does not inherit, and would hang.
-fn in_a_process_of_its_own(test: &str, body: fn()) {
-    if std::env::var_os(ALONE).is_some() {
-        return body();
-    }
-    let (module, _) = PROCESS.rsplit_once("::").unwrap();
-    let (_, module) = module.split_once("::").unwrap();
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args(["--exact", &format!("{module}::{test}"), "--nocapture"]);
-    let output = child.env(ALONE, "1").output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    let skipped = said.lines().filter(|line| line.starts_with("SKIP"));
-    skipped.for_each(|line| println!("{line}"));
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}{errors}");
-    assert!(said.contains("1 passed"), "{said}");
-}
-
 /// Kind: what waits for something that may hang, and is not looked at again when that has ended.
 #[test]
 fn connections_that_are_kept_open_are_closed_when_others_hang_no_more() {
     in_a_process_of_its_own(
-        "connections_that_are_kept_open_are_closed_when_others_hang_no_more",
+        "porter::tests::connections_that_are_kept_open_are_closed_when_others_hang_no_more",
         keep_open_and_close,
     );
 }
 
+/// In a process of its own, since a program that another test started would inherit the file, close it, and hang.
 fn keep_open_and_close() {
     let started = Started::new();
     let hanging = || (0..MOST_CLOSING).map(|_| UnixStream::pair().unwrap());
@@ -238,7 +218,7 @@ fn keep_open_and_close() {
 #[test]
 fn the_end_of_one_child_is_seen_while_another_hangs() {
     in_a_process_of_its_own(
-        "the_end_of_one_child_is_seen_while_another_hangs",
+        "porter::tests::the_end_of_one_child_is_seen_while_another_hangs",
         let_two_hang,
     );
 }

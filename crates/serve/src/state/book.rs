@@ -224,7 +224,8 @@ impl Book {
                 }
                 Err(error) if !is_said => {
                     is_said = true;
-                    tracing::error!(%error, "no other keeper was started: it is tried again");
+                    let error = &error as &dyn std::error::Error;
+                    tracing::error!(error, "no other keeper was started: it is tried again");
                 }
                 Err(_) => {}
             }

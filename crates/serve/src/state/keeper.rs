@@ -10,16 +10,20 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use rustix::net::accept_with;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{WaitOptions, wait};
 
 use super::SOCKET;
-use super::directory::{START_LIMIT, check_user, lock};
+use super::access::{LOCK_LIMIT, check_user, lock};
 use super::wire::{DESCRIPTORS, Message, listen_at, receive, send, send_now};
 use crate::connection::is_empty_for_good;
 
 /// How long a keeper without VMs waits for a server.
 const IDLE_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long a new server may leave the keeper's messages unread.
+const SEND_LIMIT: Duration = Duration::from_secs(5);
 
 /// The descriptor of a VM's connection among those of the VM.
 const STREAM: usize = 1;
@@ -30,12 +34,7 @@ const STREAM: usize = 1;
 /// # Errors
 /// The kernel's error, if the directory's socket cannot be used; or that the directory has another keeper, which does not end.
 pub fn keep(directory: &Path) -> io::Result<()> {
-    keep_within(directory, START_LIMIT)
-}
-
-/// The same, if the keeper before ends within `limit`.
-pub(super) fn keep_within(directory: &Path, limit: Duration) -> io::Result<()> {
-    let _lock = lock(directory, limit)?;
+    let lock = lock(directory, LOCK_LIMIT)?;
     let path = directory.join(SOCKET);
     let mut keeper = Keeper {
         listener: listen_at(&path)?,
@@ -45,8 +44,10 @@ pub(super) fn keep_within(directory: &Path, limit: Duration) -> io::Result<()> {
         idle_since: Instant::now(),
     };
     let result = keeper.run();
-    // Below the lock: it is this keeper's.
+    // Under the lock: it is this keeper's.
     let _ = std::fs::remove_file(&path);
+    // Before the keeper's descriptors, of which a close may hang.
+    drop(lock);
     result
 }
 
@@ -184,6 +185,11 @@ impl Keeper {
         if self.server.is_some() || check_user(socket.as_fd()).is_err() {
             return;
         }
+        // A server that does not read holds up the next one no longer.
+        let set_limit = |limit| set_socket_timeout(&socket, Timeout::Send, limit);
+        if set_limit(Some(SEND_LIMIT)).is_err() {
+            return;
+        }
         let sent = self.vms.iter().try_for_each(|(id, descriptors)| {
             let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
             send(socket.as_fd(), &Message::Kept { id: *id }, &descriptors)
@@ -191,6 +197,7 @@ impl Keeper {
         if sent
             .and_then(|()| send(socket.as_fd(), &Message::Done, &[]))
             .is_ok()
+            && set_limit(None).is_ok()
         {
             self.server = Some(socket);
         }

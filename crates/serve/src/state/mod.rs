@@ -5,10 +5,11 @@
 //! the VM's description. A server that starts with the same directory receives all of them, and goes on.
 //! `docs/design/serve.md` describes why nothing is lost.
 
+mod access;
 mod book;
-mod directory;
 mod keeper;
 mod left;
+mod reach;
 mod store;
 mod wire;
 
@@ -34,9 +35,9 @@ use crate::options::OnFailure;
 use crate::porter::Porter;
 
 use book::{Book, Held};
-use directory::{Reached, reach, replace};
 pub use keeper::keep;
 use left::Left;
+use reach::{Reached, reach, replace};
 pub use store::DescriptorStore;
 
 /// The name of the keeper's socket in the state's directory.

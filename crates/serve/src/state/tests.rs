@@ -1,14 +1,13 @@
 use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, socketpair};
 use rustix::process::geteuid;
 
-use super::directory::{left_by_others, lock, make_directory};
-use super::keeper::keep_within;
+use super::access::{lock, make_directory};
 use super::left::kept_vm;
+use super::reach::left_by_others;
 use super::*;
 
 /// No test waits for so long unless it fails.
@@ -86,24 +85,38 @@ fn a_keeper_that_is_ending_is_replaced() {
     }
 }
 
-/// Two servers that start at once start two, of which the later would replace the socket of the one that has VMs.
 #[test]
-fn a_directory_has_one_keeper() {
+fn a_lock_is_waited_for_within_its_limit() {
     let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join(SOCKET);
     let first = lock(directory.path(), Duration::ZERO).unwrap();
-    let _listener = wire::listen_at(&path).unwrap();
-    let inode = || std::fs::metadata(&path).unwrap().ino();
-    let before = inode();
-    let error = keep_within(directory.path(), Duration::ZERO).unwrap_err();
-    assert!(error.to_string().contains("another keeper"), "{error}");
-    assert_eq!(inode(), before);
-    // One that is ending is waited for.
+    let (limit, begun) = (Duration::from_millis(20), Instant::now());
+    let error = lock(directory.path(), limit).unwrap_err();
+    assert!(begun.elapsed() >= limit);
+    let process = format!("process {} has locked", std::process::id());
+    assert!(error.to_string().contains(&process), "{error}");
     std::thread::scope(|scope| {
         let next = scope.spawn(|| lock(directory.path(), PATIENCE));
         drop(first);
         next.join().unwrap().unwrap();
     });
+}
+
+/// Kind: the cause of an error is known to another process, and is not said.
+#[test]
+fn a_keeper_that_has_locked_the_directory_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let _lock = lock(directory.path(), Duration::ZERO).unwrap();
+    let options = StateOptions {
+        directory: directory.path().to_owned(),
+        keeper: vec!["false".into()],
+    };
+    let error = State::open(&options, None, OnFailure::Stall, &Metrics::default()).unwrap_err();
+    let text = crate::vm::chain(&error);
+    let process = format!("process {} has locked", std::process::id());
+    assert!(
+        text.contains("did not start") && text.contains(&process),
+        "{text}"
+    );
 }
 
 /// A keeper that is stopped has a listening socket, and never says anything.

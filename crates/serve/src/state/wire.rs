@@ -64,7 +64,8 @@ fn open() -> Result<OwnedFd, Errno> {
 pub(super) fn connect(path: &Path, limit: Duration) -> io::Result<OwnedFd> {
     let socket = open()?;
     set_socket_timeout(&socket, Timeout::Send, Some(limit))?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let address = SocketAddrUnix::new(path)?;
+    rustix::io::retry_on_intr(|| rustix::net::connect(&socket, &address))?;
     set_socket_timeout(&socket, Timeout::Send, None)?;
     Ok(socket)
 }

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// After which it counts as hanging. Python compiles its modules at the first start.
 const START_LIMIT: Duration = Duration::from_secs(180);
@@ -76,17 +76,18 @@ impl Moto {
 
     /// The server once it listens, at the port that it names.
     fn listening(mut self, limit: Duration) -> Self {
-        let lines = BufReader::new(self.child.stderr.take().unwrap()).lines();
+        let lines = BufReader::new(self.child.stderr.take().unwrap()).split(b'\n');
         let (sender, said) = mpsc::channel();
         // Reads to the end, since the server writes a line on each request.
         thread::spawn(move || {
             for line in lines.map_while(Result::ok) {
-                let _ = sender.send(line);
+                let _ = sender.send(String::from_utf8_lossy(&line).into_owned());
             }
         });
+        let end = Instant::now() + limit;
         let mut before = String::new();
         loop {
-            let line = match said.recv_timeout(limit) {
+            let line = match said.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(line) => line,
                 Err(RecvTimeoutError::Timeout) => {
                     panic!("moto does not listen within {limit:?}: {before}")
@@ -97,7 +98,8 @@ impl Moto {
                 }
             };
             if let Some((_, port)) = line.split_once(ADDRESS) {
-                self.port = port.trim_end().parse().unwrap();
+                let digits = port.split(|letter: char| !letter.is_ascii_digit());
+                self.port = digits.into_iter().next().unwrap().parse().unwrap();
                 return self;
             }
             before += &line;

@@ -1,12 +1,8 @@
-//! The state's directory, and the one keeper that it has: a server reaches it, or starts it.
-//!
-//! A keeper holds a lock on the directory for as long as it lives. Of two that are started at once, by servers that start at once, one
-//! ends: its server would otherwise hand VMs to a keeper whose socket the other one has replaced, and no successor would find them.
+//! How a server reaches the keeper of a state's directory, or starts it.
 
 use std::ffi::OsString;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -14,29 +10,25 @@ use std::sync::Arc;
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
-use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::process::geteuid;
 
+use super::access::{LOCK_LIMIT, PAUSE, check_user, lock, make_directory};
 use super::left::Left;
 use super::wire::{Message, connect, receive, send};
 use super::{KeptVm, SOCKET, StateError, StateOptions, book};
 use crate::options::OnFailure;
-use crate::peer::{pid_of, user_of};
+use crate::peer::pid_of;
 use crate::porter::Porter;
 
 /// The time in which a keeper must start, the end of the one before included.
-pub(super) const START_LIMIT: Duration = Duration::from_secs(5);
+const START_LIMIT: Duration = Duration::from_secs(5);
+const _: () = assert!(LOCK_LIMIT.as_secs() < START_LIMIT.as_secs());
 
 /// How long a keeper that refuses this server may be one that is ending, or that has not noticed its server's end.
 const REFUSAL_LIMIT: Duration = Duration::from_millis(500);
 
-/// After which a keeper that has accepted a connection and says nothing counts as stopped.
+/// After which a keeper counts as stopped that does not accept a connection, or says nothing.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
-
-/// How long to wait before the next attempt.
-const PAUSE: Duration = Duration::from_millis(5);
 
 /// A keeper, and what it has kept.
 pub(super) struct Reached {
@@ -59,19 +51,24 @@ pub(super) fn reach(
     };
     make_directory(directory).map_err(failed)?;
     let path = directory.join(SOCKET);
-    let mut is_started = false;
+    let mut started = None;
     let mut refused_since = None;
     loop {
-        let socket = match connect(&path, ANSWER_LIMIT) {
+        let socket = match reached(&path) {
             Ok(socket) => socket,
-            Err(error) if has_no_keeper(&error) && !is_started => {
-                is_started = true;
-                start_keeper(options, porter, &path)?
-            }
+            Err(error) if has_no_keeper(&error) => match started {
+                None => {
+                    started = Some(Instant::now());
+                    start_keeper(options, porter, &path)?
+                }
+                // Another server's keeper has just ended, and this one's takes its place.
+                Some(since) if since.elapsed() < START_LIMIT => {
+                    std::thread::sleep(PAUSE);
+                    continue;
+                }
+                Some(_) => return Err(failed(error)),
+            },
             // There may be a keeper, with VMs that another one would lose.
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Err(failed(silent(None, ANSWER_LIMIT)));
-            }
             Err(error) => return Err(failed(error)),
         };
         match left_by_others(&socket, directory, on_failure, ANSWER_LIMIT) {
@@ -98,7 +95,7 @@ pub(super) fn reach(
 pub(super) fn replace(options: StateOptions, porter: Arc<Porter>) -> book::Replace {
     let path = options.directory.join(SOCKET);
     Box::new(move || {
-        let socket = match connect(&path, ANSWER_LIMIT) {
+        let socket = match reached(&path) {
             Ok(socket) => socket,
             Err(error) if has_no_keeper(&error) => {
                 start_keeper(&options, Some(&porter), &path).map_err(io::Error::other)?
@@ -110,6 +107,14 @@ pub(super) fn replace(options: StateOptions, porter: Arc<Porter>) -> book::Repla
         left_by_others(&socket, directory, OnFailure::Stall, ANSWER_LIMIT)
             .map_err(io::Error::other)?;
         Ok(socket)
+    })
+}
+
+/// A connection to the keeper.
+fn reached(path: &Path) -> io::Result<OwnedFd> {
+    connect(path, ANSWER_LIMIT).map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock => silent(None, ANSWER_LIMIT),
+        _ => error,
     })
 }
 
@@ -133,8 +138,12 @@ pub(super) fn left_by_others(
         source,
     };
     check_user(socket.as_fd()).map_err(failed)?;
-    let set_limit = |limit| set_socket_timeout(socket, Timeout::Recv, limit);
-    set_limit(Some(limit)).map_err(|errno| failed(errno.into()))?;
+    let set_limits = |limit| {
+        set_socket_timeout(socket, Timeout::Recv, limit)
+            .and_then(|()| set_socket_timeout(socket, Timeout::Send, limit))
+            .map_err(|errno| failed(errno.into()))
+    };
+    set_limits(Some(limit))?;
     let mut left = Left::default();
     loop {
         match receive(socket.as_fd()) {
@@ -147,14 +156,15 @@ pub(super) fn left_by_others(
             Ok(Some((Message::Done, _))) => break,
             Ok(Some(_)) => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Err(failed(silent(pid_of(socket.as_fd()).ok(), limit)));
+                let pid = pid_of(socket.as_fd()).ok().filter(|&pid| pid > 0);
+                return Err(failed(silent(pid, limit)));
             }
             Err(error) => return Err(failed(error)),
         }
     }
-    set_limit(None).map_err(|errno| failed(errno.into()))?;
     let forget = |id| send(socket.as_fd(), &Message::Forget { id }, &[]);
     left.settle(on_failure, forget).map_err(failed)?;
+    set_limits(None)?;
     Ok(left)
 }
 
@@ -165,68 +175,9 @@ fn silent(pid: Option<i32>, limit: Duration) -> io::Error {
         |pid| format!("its keeper (process {pid})"),
     );
     let text = format!(
-        "{process} has not answered for {limit:?}: if it is stopped, continue it (kill -CONT); if it is killed, its VMs have no server any more"
+        "{process} has not answered for {limit:?}: if it is stopped, continue it (kill -CONT); do not kill it, for then no server gets its VMs"
     );
     io::Error::new(io::ErrorKind::TimedOut, text)
-}
-
-pub(super) fn make_directory(directory: &Path) -> io::Result<()> {
-    use std::os::unix::fs::DirBuilderExt;
-    if !directory.is_dir() {
-        std::fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(directory)?;
-    }
-    let status = std::fs::metadata(directory)?;
-    let (user, mode) = (geteuid().as_raw(), status.mode() & 0o7777);
-    if status.uid() != user {
-        let owner = status.uid();
-        return Err(refused(format!(
-            "it belongs to user {owner}, and this process runs as {user}: another user could take the VMs"
-        )));
-    }
-    if mode & WRITABLE_BY_OTHERS != 0 {
-        return Err(refused(format!(
-            "it has mode {mode:o}: other users could take the VMs; chmod go-w"
-        )));
-    }
-    Ok(())
-}
-
-/// Permission bits: of writing for the group and for others.
-const WRITABLE_BY_OTHERS: u32 = 0o022;
-
-fn refused(text: String) -> io::Error {
-    io::Error::new(io::ErrorKind::PermissionDenied, text)
-}
-
-/// Locks the directory for as long as what is returned is open: its keeper does. Waits for a keeper that is ending.
-pub(super) fn lock(directory: &Path, limit: Duration) -> io::Result<OwnedFd> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let lock = open(directory, flags, Mode::empty())?;
-    let end = Instant::now() + limit;
-    loop {
-        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(lock),
-            Err(Errno::WOULDBLOCK) if Instant::now() < end => std::thread::sleep(PAUSE),
-            Err(Errno::WOULDBLOCK) => {
-                return Err(io::Error::other("the directory has another keeper"));
-            }
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-}
-
-/// Checks that the process at the other end is of this one's user, or root's.
-pub(super) fn check_user(socket: BorrowedFd<'_>) -> io::Result<()> {
-    let (other, user) = (user_of(socket)?, geteuid().as_raw());
-    match other == user || other == 0 {
-        true => Ok(()),
-        false => Err(refused(format!(
-            "the process at the other end of {SOCKET} runs as user {other}, and this one as {user}"
-        ))),
-    }
 }
 
 /// Starts the keeper as a process that a signal to this one's group does not reach: by the porter, if there is one.
@@ -247,21 +198,27 @@ fn start_keeper(
         }
         None => Some(spawn(&options.keeper).map_err(failed)?),
     };
+    // Where another keeper has the directory, that is the reason.
+    let not_started = |error| match lock(&options.directory, Duration::ZERO) {
+        Err(locked) if locked.kind() == io::ErrorKind::WouldBlock => failed(locked),
+        _ => failed(error),
+    };
     let end = Instant::now() + START_LIMIT;
     loop {
-        match connect(path, ANSWER_LIMIT) {
+        match reached(path) {
             Ok(socket) => {
                 // Reaped if it ends before this process.
                 let reaping = Builder::new().name("pt-keepers-end".into());
                 let _ = child.map(|mut child| reaping.spawn(move || child.wait()));
                 return Ok(socket);
             }
-            Err(error) if Instant::now() >= end => return Err(failed(error)),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => return Err(failed(error)),
+            Err(error) if Instant::now() >= end => return Err(not_started(error)),
             Err(_) => {}
         }
         let status = child.as_mut().map(Child::try_wait);
         if let Some(Ok(Some(status))) = status {
-            return Err(failed(io::Error::other(format!("it ended: {status}"))));
+            return Err(not_started(io::Error::other(format!("it ended: {status}"))));
         }
         std::thread::sleep(PAUSE);
     }

@@ -1,0 +1,65 @@
+//! Tests that need a process of their own.
+
+use std::process::Command;
+
+use crate::within_patience;
+
+/// Says to a process for which test it was started.
+const TEST: &str = "PAGETIDE_TEST_OF_ITS_OWN";
+
+/// Runs a test's body in a process of its own, by this program with nothing but that test: for what belongs to a whole process, as
+/// handlers of signals, and for what another test must not inherit when it starts a program. `name` is the test's, with its modules.
+/// What the test skips is printed here.
+///
+/// # Panics
+///
+/// If the process fails, has not run the test, or has not ended within [`PATIENCE`](crate::PATIENCE).
+pub fn in_a_process_of_its_own(name: &str, body: impl FnOnce()) {
+    if std::env::var_os(TEST).is_some_and(|test| test == name) {
+        return body();
+    }
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args(["--exact", name, "--nocapture", "--test-threads=1"]);
+    command.env(TEST, name);
+    let output = within_patience(name, move || command.output().expect("a process"));
+    let said = String::from_utf8_lossy(&output.stdout);
+    // Behind the test's name, since one test runs at a time.
+    let skipped = said
+        .lines()
+        .filter_map(|line| line.find("SKIP: ").map(|at| &line[at..]));
+    skipped.for_each(|line| println!("{line}"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success(),
+        "{}:\n{said}{errors}",
+        output.status
+    );
+    assert!(said.contains("1 passed"), "there is no test {name}: {said}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_and_a_test_that_is_not_there_are_failures() {
+        if std::env::var_os(TEST).is_some() {
+            return;
+        }
+        let this = "process::tests::a_failure_and_a_test_that_is_not_there_are_failures";
+        in_a_process_of_its_own(this, || unreachable!("it is another process"));
+        let none = std::panic::catch_unwind(|| {
+            in_a_process_of_its_own("process::tests::none", || {});
+        });
+        assert!(none.is_err());
+        let fails = "process::tests::a_test_that_fails_in_its_process";
+        let failed = std::panic::catch_unwind(|| in_a_process_of_its_own(fails, || {}));
+        assert!(failed.is_err());
+    }
+
+    /// Passes where it was not started by the test above.
+    #[test]
+    fn a_test_that_fails_in_its_process() {
+        assert!(std::env::var_os(TEST).is_none());
+    }
+}
