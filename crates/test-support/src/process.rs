@@ -29,12 +29,11 @@ pub fn in_a_process_of_its_own(name: &str, body: impl FnOnce()) {
         .filter_map(|line| line.find("SKIP: ").map(|at| &line[at..]));
     skipped.for_each(|line| println!("{line}"));
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success(),
-        "{}:\n{said}{errors}",
-        output.status
-    );
-    assert!(said.contains("1 passed"), "there is no test {name}: {said}");
+    // Indented: who reads the output of this process would take these lines for its own.
+    let indented = |line| format!("\n    {line}");
+    let text: String = said.lines().chain(errors.lines()).map(indented).collect();
+    assert!(output.status.success(), "{}:{text}", output.status);
+    assert!(said.contains("1 passed"), "there is no test {name}:{text}");
 }
 
 #[cfg(test)]
