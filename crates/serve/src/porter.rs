@@ -185,6 +185,13 @@ impl Porter {
     }
 }
 
+impl Drop for Porter {
+    fn drop(&mut self) {
+        // It ends with its server, and nobody is told: not by a start that fails, either.
+        self.is_gone.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Says once that the porter has ended.
 fn tell_of_end(is_gone: &AtomicBool) {
     if !is_gone.swap(true, Ordering::Relaxed) {

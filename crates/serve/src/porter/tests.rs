@@ -34,6 +34,7 @@ fn command() -> Vec<OsString> {
 
 /// One at a time, so that each finds its own process.
 struct Started {
+    _continues: Continues,
     porter: Porter,
     pid: Pid,
     _alone: MutexGuard<'static, ()>,
@@ -48,9 +49,11 @@ impl Started {
         let stopper = Stopper::new(Duration::ZERO).unwrap();
         let porter = Porter::start(&command(), stopper).unwrap();
         let pid = eventually("the porter's process", running);
+        let pid = Pid::from_raw(pid.cast_signed()).unwrap();
         let started = Self {
+            _continues: Continues(pid),
             porter,
-            pid: Pid::from_raw(pid.cast_signed()).unwrap(),
+            pid,
             _alone: alone,
         };
         // It has everything open that it needs.
@@ -91,10 +94,12 @@ fn is_ending(process: &u32) -> bool {
     words.is_ok_and(|words| words.is_empty())
 }
 
-impl Drop for Started {
+/// Continues a process that a test has stopped, also one that fails.
+struct Continues(Pid);
+
+impl Drop for Continues {
     fn drop(&mut self) {
-        // A test that fails may have stopped it.
-        let _ = kill_process(self.pid, Signal::CONT);
+        let _ = kill_process(self.0, Signal::CONT);
     }
 }
 
@@ -129,6 +134,22 @@ fn a_child_that_cannot_be_watched_is_reaped() {
     set(whole);
     assert_eq!(started.receive().unwrap(), 1);
     eventually("no child", || equals(started.children(), &vec![]));
+}
+
+/// Kind: an end that is wanted is taken for a failure. A server that refused to start said, at times, that its porter had ended.
+#[test]
+fn the_porters_end_with_its_server_is_no_failure() {
+    let Started {
+        porter,
+        pid,
+        _continues,
+        _alone,
+    } = Started::new();
+    let is_gone = Arc::clone(&porter.is_gone);
+    // It cannot end yet, and nobody can have seen it.
+    kill_process(pid, Signal::STOP).unwrap();
+    drop(porter);
+    assert!(is_gone.load(Ordering::Relaxed));
 }
 
 /// Kind: no room, and something is lost. Here, in the socket by which the porter is given what it is to close.
