@@ -43,8 +43,8 @@ use tally::{Tally, Verdict};
 /// The verb's arguments.
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Only these steps (may be given several times) [default: all but fuzz, thorough, stress, nodes,
-    /// debug, modules, kernel-package, old-kernel, roots, systemd, systemd-vm, upstream, upstream-arm64 and busy]
+    /// Only these steps (may be given several times) [default: all but fuzz, thorough, stress, gigantic,
+    /// nodes, debug, modules, kernel-package, old-kernel, roots, systemd, systemd-vm, upstream, upstream-arm64 and busy]
     #[arg(long, value_enum, value_name = "STEP")]
     only: Vec<Step>,
     /// Take the steps so often, until something fails; each time with a new seed, unless PAGETIDE_SEED is set
@@ -109,6 +109,8 @@ enum Step {
     /// The stress tests on this machine for ten minutes each, and loom's tests without a bound (only if asked for:
     /// about half an hour)
     Stress,
+    /// The selftests that fill huge pages of 1G again and again (only if asked for: about five minutes)
+    Gigantic,
     /// Selftests on a kernel with two NUMA nodes, swap and guest_memfd (only if asked for: about a quarter of an
     /// hour with its build)
     Nodes,
@@ -169,6 +171,7 @@ impl Step {
             Self::Systemd => &[Self::Host, Self::Package],
             Self::SystemdVm => &[Self::Host, Self::Package, Self::Systemd],
             Self::Uapi
+            | Self::Gigantic
             | Self::Nodes
             | Self::Debug
             | Self::Modules
@@ -190,6 +193,7 @@ impl Step {
             Self::Fuzz,
             Self::Thorough,
             Self::Stress,
+            Self::Gigantic,
             Self::Nodes,
             Self::Debug,
             Self::Modules,
@@ -402,6 +406,7 @@ impl Testing<'_> {
                 loom::run(loom::Bound::None, self.paths, &mut self.tally)?;
                 host::stress(self.paths, &mut self.tally)
             }
+            Step::Gigantic => lab::gigantic(self.paths, &mut self.tally),
             Step::Nodes => lab::nodes(self.paths, &mut self.tally),
             Step::Debug => lab::debug(self.paths, &mut self.tally),
             Step::Modules => lab::modules(self.paths, &mut self.tally),

@@ -63,6 +63,8 @@ pub(crate) enum Runs {
     Always,
     /// `debug`: it takes long.
     Debug,
+    /// `gigantic`: it fills huge pages of 1G, which a software CPU takes minutes for.
+    Gigantic,
     /// None.
     Never,
 }
@@ -151,6 +153,7 @@ impl Selftest {
                 "arch=arm64" => test.arch = Some(Arch::Arm64),
                 "run=no" => test.runs = Runs::Never,
                 "run=debug" => test.runs = Runs::Debug,
+                "run=gigantic" => test.runs = Runs::Gigantic,
                 "shadow" => test.shadow = true,
                 "series" => test.ours = true,
                 _ => match word.strip_prefix("huge_pages=").map(str::parse) {
@@ -367,7 +370,9 @@ mod tests {
         );
         assert_eq!(tests[1].arguments, ["-v", "2"]);
         assert!(tests[1].runs == Runs::Never && tests[2].ours);
-        assert_eq!(parse("d run=debug\n").unwrap()[0].runs, Runs::Debug);
+        let runs = |line: &str| parse(line).unwrap()[0].runs;
+        assert_eq!(runs("d run=debug\n"), Runs::Debug);
+        assert_eq!(runs("d run=gigantic\n"), Runs::Gigantic);
         assert!(parse("a_test arch=riscv\n").is_err());
     }
 

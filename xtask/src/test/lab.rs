@@ -31,9 +31,14 @@ const VM_TIMEOUT: u64 = 7200;
 /// The same on a kernel that checks everything.
 const DEBUG_VM_TIMEOUT: u64 = 14_400;
 
-/// Huge pages for the tests that need them. None of 1G: a software CPU takes minutes to fill a few. Tests
-/// of mm get one while they run, if memory still has room for it, and skip what needs it otherwise.
+/// Huge pages for the tests that need them.
 const HUGE_PAGES: &str = "hugepages=256";
+
+/// A huge page of 1G, set aside at boot for the selftests: whether one can be had later is a matter of luck.
+const GIGANTIC_PAGE: [&str; 2] = ["hugepagesz=1G", "hugepages=1"];
+
+/// What the VMs with a page of 1G have: with less, there is no room for it.
+const GIGANTIC_MEMORY: &str = "6G";
 
 /// A second node, for tests of migration, on a kernel with upstream.config.
 pub(super) const NODES: &str = "numa=fake=2";
@@ -344,9 +349,16 @@ fn firecracker_environment(paths: &Paths) -> Vec<OsString> {
 pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
     let jobs = selftest_jobs(variant, paths)?;
-    // With less there is no room for a huge page of 1G.
-    let args = machine(variant, Pagetide::None, "6G");
+    let args = with_gigantic_page(variant);
     run("selftests", &args, &jobs, paths, tally).map(drop)
+}
+
+/// The patched kernel: the selftests that fill huge pages of 1G again and again.
+pub(super) fn gigantic(paths: &Paths, tally: &mut Tally) -> Result<()> {
+    let variant = Variant::patched(Arch::X86_64);
+    let jobs = selftest_jobs_that(variant, paths, |runs| runs == Runs::Gigantic)?;
+    let args = with_gigantic_page(variant);
+    run("gigantic", &args, &jobs, paths, tally).map(drop)
 }
 
 /// The patched kernel with shadow paging: selftests of what is different there.
@@ -498,7 +510,7 @@ fn with_modules(lane: &str, variant: Variant, paths: &Paths, tally: &mut Tally) 
     let load = Job::new(load_modules(variant, paths), paths.root());
     let mut jobs = vec![(Kind::Command("KVM's modules are loaded"), load)];
     jobs.extend(selftest_jobs(variant, paths)?);
-    let args = machine(variant, Pagetide::None, "6G");
+    let args = with_gigantic_page(variant);
     run(lane, &args, &jobs, paths, tally).map(drop)
 }
 
@@ -511,7 +523,7 @@ fn swap(paths: &Paths) -> (Kind, Job) {
 fn with_nodes_and_swap(variant: Variant, paths: &Paths) -> Result<(VmArgs, Vec<(Kind, Job)>)> {
     let mut jobs = vec![swap(paths)];
     jobs.extend(selftest_jobs(variant, paths)?);
-    let mut args = machine(variant, Pagetide::None, "6G");
+    let mut args = with_gigantic_page(variant);
     args.append.push(NODES.into());
     Ok((args, jobs))
 }
@@ -527,14 +539,32 @@ pub(super) fn machine(variant: Variant, pagetide: Pagetide, memory: &str) -> VmA
     }
 }
 
+/// The same for selftests, with a huge page of 1G.
+fn with_gigantic_page(variant: Variant) -> VmArgs {
+    let mut args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
+    args.append.extend(GIGANTIC_PAGE.map(String::from));
+    args
+}
+
+/// The selftests that each step runs which runs any.
 pub(super) fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind, Job)>> {
+    let debug = variant.debug;
+    selftest_jobs_that(variant, paths, |runs| match runs {
+        Runs::Always => true,
+        Runs::Debug => debug,
+        Runs::Gigantic | Runs::Never => false,
+    })
+}
+
+/// The selftests of which `is_run` holds.
+fn selftest_jobs_that(
+    variant: Variant,
+    paths: &Paths,
+    is_run: impl Fn(Runs) -> bool,
+) -> Result<Vec<(Kind, Job)>> {
     let directory = selftests::directory_in_vm(variant, paths);
     let mut tests = selftests::list(variant.arch, paths)?;
-    tests.retain(|test| match test.runs {
-        Runs::Always => true,
-        Runs::Debug => variant.debug,
-        Runs::Never => false,
-    });
+    tests.retain(|test| is_run(test.runs));
     let job = |test: Selftest| {
         let mut command: Vec<OsString> = vec![directory.join(test.name()).into()];
         command.extend(test.arguments.iter().map(OsString::from));
