@@ -77,11 +77,7 @@ impl Pager {
             Some(uffd) => {
                 let journal = config.kept_in.as_ref();
                 let served = self.adopt_channel(&table, uffd, pages, journal)?;
-                let memory = UserRange {
-                    start: addresses.start().as_u64(),
-                    bytes,
-                };
-                (vec![served], uffd.can_poison(memory))
+                (vec![served], uffd.can_poison())
             }
         };
         let page_bytes = page_size.bytes();

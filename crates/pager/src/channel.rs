@@ -22,14 +22,10 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use pagetide_memory::{PageIndex, PageRange};
-use pagetide_uapi::userfaultfd::{
-    Event, EventBuffer, Features, PageFault, ReadError, UserRange, Userfaultfd,
-};
+use pagetide_uapi::userfaultfd::{Event, EventBuffer, Features, PageFault, ReadError, Userfaultfd};
 
 use crate::fault::RegionId;
 
@@ -97,8 +93,6 @@ pub(crate) struct Channel {
     pub(crate) has_events: bool,
     /// Sorted by address, without overlap.
     spans: RwLock<Vec<Span>>,
-    /// One of the pages that it had first, to ask whether its process has gone without the spans' lock.
-    probe: OnceLock<UserRange>,
     /// Whether the process has moved a part of its memory. Set with the spans locked for writing.
     has_moved: AtomicBool,
     /// Faults that a thread has read and another one is to resolve, or the same one later.
@@ -166,7 +160,6 @@ impl Channel {
             role: Role::Region,
             has_events,
             spans: RwLock::default(),
-            probe: OnceLock::new(),
             has_moved: AtomicBool::new(false),
             pending: Mutex::default(),
             has_pending: AtomicBool::new(false),
@@ -178,23 +171,16 @@ impl Channel {
 
     /// The channel of a child that was forked when its parent had these spans.
     pub(crate) fn of_child(uffd: Arc<Userfaultfd>, token: u64, spans: Vec<Span>) -> Self {
-        let child = Self::with_role(uffd, token, Role::Child);
-        if let Some(span) = spans.first() {
-            child.set_probe(span);
-        }
         Self {
             spans: RwLock::new(spans),
-            ..child
+            ..Self::with_role(uffd, token, Role::Child)
         }
     }
 
     /// The channel of a child that was forked when nobody paged its parent's memory any more.
     pub(crate) fn child_without_pages(&self, descriptor: OwnedFd) -> Self {
         let uffd = Arc::new(self.uffd.of_child(descriptor));
-        Self {
-            probe: self.probe.clone(),
-            ..Self::with_role(uffd, self.token, Role::Child)
-        }
+        Self::with_role(uffd, self.token, Role::Child)
     }
 
     /// Whether a successor reads the messages, or nobody.
@@ -210,19 +196,10 @@ impl Channel {
         }
     }
 
-    fn set_probe(&self, span: &Span) {
-        let _ = self.probe.set(UserRange {
-            start: span.start,
-            bytes: 1 << span.shift,
-        });
-    }
-
     /// Whether the process has exited, or executes another program. Takes no lock: a thread may ask that has the
     /// spans locked.
     pub(crate) fn is_gone(&self) -> bool {
-        self.probe
-            .get()
-            .is_some_and(|page| self.uffd.is_gone(*page))
+        self.uffd.is_gone()
     }
 
     /// All spans.
@@ -250,7 +227,6 @@ impl Channel {
         }
         begin();
         self.forget_vacated(&(span.start..span.end()));
-        self.set_probe(&span);
         spans.insert(at, span);
         Ok(())
     }

@@ -586,7 +586,7 @@ impl Vm<'_> {
     /// process has ended.
     fn kill_if_it_has_to_be(&self) {
         let mut addresses = self.addresses.iter();
-        let is_markable = addresses.all(|(uffd, range)| uffd.can_poison(UserRange::from(*range)));
+        let is_markable = addresses.all(|(uffd, _)| uffd.can_poison());
         if !is_markable {
             log_vm!(
                 error,

@@ -1,53 +1,43 @@
-//! What a userfaultfd says of its process and of the kernel, without a change of any memory.
+//! What a userfaultfd says of its process and of the kernel.
+//!
+//! The process may be any, and may have mapped and registered anything: what is asked must take little time and change no
+//! content, whatever it is asked of.
+
+use std::os::fd::AsFd;
 
 use rustix::io::Errno;
+use rustix::ioctl::{self, IntegerSetter};
 
-use super::{InstallError, UserRange, Userfaultfd, Wake};
+use super::{InstallError, UserRange, Userfaultfd};
+use crate::generated as abi;
 
-/// Above what any kernel lets a process map lowest (`vm.mmap_min_addr`), and below where programs are mapped.
-const LOW: u64 = 1 << 20;
+/// One page, of any size that kernels have, above what any kernel lets a process map lowest (`vm.mmap_min_addr`), and below where
+/// programs are mapped.
+const LOW: UserRange = UserRange {
+    start: 1 << 20,
+    bytes: 64 << 10,
+};
 
 impl Userfaultfd {
-    /// Whether the process has exited, or executes another program. `memory` is memory of it that was registered.
-    pub fn is_gone(&self, memory: UserRange) -> bool {
-        let ask = |span| self.zero_pages(span, Wake::DontWake);
-        no_mapping(memory).map(ask) == Some(Err(InstallError::Gone))
+    /// Whether the process has exited, or executes another program.
+    ///
+    /// An end of write protection is asked for, where nothing is mapped: the kernel looks for the process's memory first
+    /// (`userfaultfd_writeprotect()`, fs/userfaultfd.c). A process that has mapped and protected something there loses the
+    /// protection of a page, and none of its content.
+    pub fn is_gone(&self) -> bool {
+        self.set_protection(LOW, abi::UFFDIO_WRITEPROTECT_MODE_DONTWAKE) == Err(InstallError::Gone)
     }
 
     /// Whether the kernel has `UFFDIO_POISON` (Linux 6.6), if this is the userfaultfd of another process, so that
-    /// [`Userfaultfd::available`] says nothing of it. `memory` is memory of it that was registered.
-    pub fn can_poison(&self, memory: UserRange) -> bool {
-        let ask = |span| self.poison_pages(span, Wake::DontWake);
-        // An older kernel does not have the call.
-        no_mapping(memory).map(ask) != Some(Err(InstallError::Io(Errno::INVAL)))
-    }
-}
-
-/// Addresses from where nothing is mapped up to the end of `memory`. No single mapping has them all, so that a call
-/// with this range fails before it changes anything, as late as in the look-up of the mapping (`mfill_atomic()`,
-/// mm/userfaultfd.c).
-fn no_mapping(memory: UserRange) -> Option<UserRange> {
-    let end = memory.start.checked_add(memory.bytes)?;
-    let bytes = end.checked_sub(LOW)?;
-    (memory.start > LOW && bytes > memory.bytes).then_some(UserRange { start: LOW, bytes })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_range_begins_where_nothing_is_mapped_and_ends_with_the_memory() {
-        let range = |start, bytes| UserRange { start, bytes };
-        let memory = range(0x7000_0000, 0x2000);
-        assert_eq!(no_mapping(memory), Some(range(LOW, 0x7000_2000 - LOW)));
-        for none in [
-            range(0, 4096),
-            range(LOW, 4096),
-            range(LOW - 4096, 1 << 30),
-            range(u64::MAX - 4095, 8192),
-        ] {
-            assert_eq!(no_mapping(none), None, "{none:?}");
-        }
+    /// [`Userfaultfd::available`] says nothing of it.
+    ///
+    /// The call has an argument that the kernel cannot read. An older kernel does not have the call, and looks at none.
+    pub fn can_poison(&self) -> bool {
+        // SAFETY: IntegerSetter requires an opcode whose argument is an integer: the kernel takes a null pointer for an address
+        // that it cannot read, and does nothing.
+        let null = unsafe { IntegerSetter::<{ abi::UFFDIO_POISON }>::new_usize(0) };
+        // SAFETY: ioctl requires that the descriptor implements the opcode or refuses it: a userfaultfd does.
+        let asked = unsafe { ioctl::ioctl(self.as_fd(), null) };
+        asked != Err(Errno::INVAL)
     }
 }

@@ -173,7 +173,7 @@ impl Userfaultfd {
         self.set_protection(range, 0)
     }
 
-    fn set_protection(&self, range: UserRange, mode: u32) -> Result<(), InstallError> {
+    pub(super) fn set_protection(&self, range: UserRange, mode: u32) -> Result<(), InstallError> {
         let mut argument = abi::uffdio_writeprotect {
             range: range.to_abi(),
             mode: u64::from(mode),

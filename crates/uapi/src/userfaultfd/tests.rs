@@ -263,6 +263,37 @@ fn poison_is_installed_where_the_kernel_supports_it() {
     assert_eq!(memory.touch(0), 1);
 }
 
+/// Kind: a question costs what is asked of. A process may have mapped and registered the addresses that are asked about, and any
+/// number of pages behind them.
+#[test]
+fn a_question_changes_no_page() {
+    let Some(fd) = userfaultfd(Features::POISON) else {
+        return;
+    };
+    const LOW: usize = 1 << 20;
+    let pages = 1024;
+    let at = ptr::with_exposed_provenance_mut(LOW);
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
+    // SAFETY: a new mapping, which replaces none. It stays for the life of the process.
+    if let Err(error) = unsafe { mm::mmap_anonymous(at, pages * PAGE, access, flags) } {
+        println!("SKIP: something is mapped at 1 MiB: {error}");
+        return;
+    }
+    let range = |first: usize, count: usize| UserRange {
+        start: (LOW + first * PAGE) as u64,
+        bytes: (count * PAGE) as u64,
+    };
+    // SAFETY: as above; no code relies on its zeroes.
+    unsafe { fd.register(range(0, pages), Mode::Missing) }.unwrap();
+    assert!(fd.can_poison() && !fd.is_gone());
+    // Nothing is there yet, neither a page nor a mark.
+    for page in 0..pages {
+        let marked = fd.poison_pages(range(page, 1), Wake::DontWake);
+        assert_eq!(marked, Ok(()), "page {page}");
+    }
+}
+
 #[test]
 fn errors_chain_their_causes() {
     let device = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
