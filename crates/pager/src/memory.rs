@@ -15,7 +15,8 @@ use pagetide_memory::{
     FaultInAccess, FaultInError, GuestAddress, HostRange, MemoryFile, PageIndex, PageRange,
     PageSize, Region,
 };
-use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
+use pagetide_uapi::userfaultfd::{Features, InstallError, Mode, UserRange, Userfaultfd, Wake};
+use rustix::io::Errno;
 
 use crate::error::{AddError, DiscardError, InstallFailure};
 
@@ -60,7 +61,7 @@ pub(crate) trait Memory: fmt::Debug + Send + Sync {
     /// Maps the content that a page has already. [`InstallError::NoContent`]: it has gone.
     fn take(&self, place: &Place<'_>, wake: Wake) -> Result<(), InstallError> {
         match self.shape().mode {
-            Mode::Minor => match place.uffd.continue_pages(place.range, wake) {
+            Mode::Minor => match map_again(place, wake) {
                 Err(InstallError::Exists { .. }) => Ok(()),
                 taken => taken,
             },
@@ -75,7 +76,7 @@ pub(crate) trait Memory: fmt::Debug + Send + Sync {
             mode, page_size, ..
         } = self.shape();
         if mode == Mode::Minor {
-            match place.uffd.continue_pages(place.range, wake) {
+            match map_again(place, wake) {
                 Err(InstallError::NoContent) => {}
                 mapped => return mapped,
             }
@@ -107,6 +108,26 @@ pub(crate) trait Memory: fmt::Debug + Send + Sync {
 
     /// The memory that this process has mapped, whose userfaultfds the pager opens.
     fn local(&self) -> Option<&Arc<Region>>;
+}
+
+/// Maps what the file has of pages that were mapped before.
+///
+/// Their owner may have protected them against writing since, and the kernel may have taken the mapping away, as it does for memory
+/// that it swaps out: it leaves a mark, which a mapping without protection would replace, and the next write would go unnoticed.
+/// Where the owner can track writes, the pages are protected: a write that is reported once too often does no harm.
+pub(crate) fn map_again(place: &Place<'_>, wake: Wake) -> Result<(), InstallError> {
+    if place
+        .uffd
+        .features()
+        .contains(Features::WRITE_PROTECT_FILES)
+    {
+        match place.uffd.continue_pages_protected(place.range, wake) {
+            // It does not track writes here, or the kernel is older than Linux 6.4.
+            Err(InstallError::Io(Errno::INVAL)) => {}
+            mapped => return mapped,
+        }
+    }
+    place.uffd.continue_pages(place.range, wake)
 }
 
 /// Installs content as it is given.

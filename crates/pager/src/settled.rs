@@ -8,6 +8,7 @@ use crate::error::{Failure, ResolveError};
 use crate::fault::{Delivery, Fault, Resolution};
 use crate::install::wake;
 use crate::mark::{Mark, mark_poisoned};
+use crate::memory::map_again;
 use crate::resolver::{ResolverState, Site};
 
 impl ResolverState {
@@ -36,9 +37,7 @@ impl ResolverState {
         };
         // Before faulting the page in, which would wait in the userfaultfd if the mapping was lost.
         let mapped = match site.region.mode {
-            Mode::Minor => place
-                .uffd
-                .continue_pages(place.range, fault.delivery.wake()),
+            Mode::Minor => map_again(&place, fault.delivery.wake()),
             Mode::Missing => site.region.memory.zero(&place, fault.delivery.wake()),
         };
         match (mapped, site.region.mode) {

@@ -22,7 +22,7 @@ use crate::error::AttachError;
 use crate::fault::RegionId;
 use crate::kept_open::{keep_open, leave_to};
 use crate::mark::poison_in;
-use crate::memory::Place;
+use crate::memory::{Place, map_again};
 use crate::pager::Pager;
 use crate::region::PagedRegion;
 use crate::space::{AddressSpace, AddressSpaceId};
@@ -303,9 +303,7 @@ pub(crate) fn map_in_space(
         }
         (PageState::Poisoned, _) => place.uffd.poison_pages(place.range, Wake::Wake),
         (PageState::Removed, _) => region.memory.zero(&place, Wake::Wake),
-        (PageState::Present | PageState::Zero, Mode::Minor) => {
-            place.uffd.continue_pages(place.range, Wake::Wake)
-        }
+        (PageState::Present | PageState::Zero, Mode::Minor) => map_again(&place, Wake::Wake),
         // What the file has does not fault here.
         (PageState::Present | PageState::Zero, Mode::Missing) => {
             Err(InstallError::Exists { installed_bytes: 0 })

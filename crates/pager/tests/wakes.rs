@@ -12,12 +12,14 @@ use pagetide_memory::{
     Access, Backing, GuestAddress, HostAddress, HostRange, PageIndex, PageSize, PageState,
 };
 use pagetide_pager::{
-    Contents, Fault, Filled, Mode, Observer, Pager, ReaderConfig, Readers, RegionConfig, Serving,
+    Contents, Fault, Filled, Memfd, Mode, Observer, Pager, ReaderConfig, Readers, RegionConfig,
+    Serving,
 };
 use pagetide_test_support::Sleeper;
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap_fixed};
 use support::manual::SubmitFn;
+use support::view::{View, memfd};
 use support::*;
 
 /// The first word of a page.
@@ -226,6 +228,39 @@ fn writes_to_protected_pages_go_on_and_are_reported() {
     );
     assert_eq!(pages.last(), Some(&2));
     assert_eq!(readers.stop().protected_writes, TIMES + 1);
+    assert_no_trouble(&pager);
+}
+
+/// Kind: the pager replaces what its owner has put there. The kernel takes a protected page's mapping away, as it does for memory
+/// that it swaps out, and leaves a mark.
+#[test]
+fn a_protected_page_is_mapped_again_with_its_protection() {
+    const PAGES: u64 = 8;
+    if !has_userfaultfd() {
+        return;
+    }
+    let file = memfd(PAGES * PAGE);
+    let memory = View::new(&file, PAGES * PAGE);
+    let Some(uffd) = memory.register_protected(Mode::Minor, Features::NONE) else {
+        return;
+    };
+    let (range, size) = (memory.range(), PageSize::Size4K);
+    let written = Arc::new(Written::default());
+    let config = RegionConfig::foreign(&uffd, range, size, Mode::Minor, pattern()).gpa(GPA);
+    let config = config.observe(Arc::<Written>::clone(&written));
+    let offset_bytes = 0;
+    let pager = Pager::new().unwrap();
+    pager
+        .add(config.memfd(Memfd { file, offset_bytes }))
+        .unwrap();
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    assert_eq!(memory.read(1), word_of(1));
+    uffd.protect(UserRange::from(range)).unwrap();
+    memory.drop_pages(1, 1, Advice::LinuxDontNeed);
+    memory.write(1, 7);
+    assert_eq!(*written.0.lock().unwrap(), [1]);
+    assert_eq!(memory.read(1), 7);
+    assert_eq!(readers.stop().reinstalls, 1);
     assert_no_trouble(&pager);
 }
 

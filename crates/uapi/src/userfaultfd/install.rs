@@ -89,9 +89,25 @@ impl Userfaultfd {
     /// Maps the page cache's pages of `range` (`UFFDIO_CONTINUE`).
     #[inline]
     pub fn continue_pages(&self, range: UserRange, wake: Wake) -> Result<(), InstallError> {
+        self.continue_with(range, wake.mode(abi::UFFDIO_CONTINUE_MODE_DONTWAKE))
+    }
+
+    /// The same, protected against writing, as by [`Self::protect`]. [`InstallError::Io`] with EINVAL if the memory is not registered
+    /// for that, or the kernel is older than Linux 6.4.
+    pub fn continue_pages_protected(
+        &self,
+        range: UserRange,
+        wake: Wake,
+    ) -> Result<(), InstallError> {
+        let mode = wake.mode(abi::UFFDIO_CONTINUE_MODE_DONTWAKE);
+        self.continue_with(range, mode | u64::from(abi::UFFDIO_CONTINUE_MODE_WP))
+    }
+
+    #[inline]
+    fn continue_with(&self, range: UserRange, mode: u64) -> Result<(), InstallError> {
         let mut argument = abi::uffdio_continue {
             range: range.to_abi(),
-            mode: wake.mode(abi::UFFDIO_CONTINUE_MODE_DONTWAKE),
+            mode,
             mapped: 0,
         };
         // SAFETY: the argument has only addresses of registered memory.
