@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use thiserror::Error;
 
 use crate::address::GuestAddress;
-use crate::page::PageSize;
+use crate::page::{PageIndex, PageSize};
 use crate::range::GuestRange;
 
 pub use encoding::ParsePoisonError;
@@ -124,18 +124,20 @@ impl PoisonMap {
         self.ranges.is_empty()
     }
 
-    /// The pages of `page_size` that contain lost bytes of `range`, in ascending order, each once.
+    /// The pages of `page_size` that contain lost bytes of `range`, counted from its first byte, which need not be at a multiple of
+    /// the page size. In ascending order, each once.
     pub fn pages_in(
         &self,
         range: GuestRange,
         page_size: PageSize,
-    ) -> impl Iterator<Item = GuestAddress> + '_ {
+    ) -> impl Iterator<Item = PageIndex> + '_ {
         let mut next = 0;
         self.lost_in(range).flat_map(move |lost| {
-            let first = (lost.start().0 >> page_size.shift()).max(next);
-            let last = (lost.end().0 - 1) >> page_size.shift();
+            let page_of = |gpa: u64| (gpa - range.start().0) >> page_size.shift();
+            let first = page_of(lost.start().0).max(next);
+            let last = page_of(lost.end().0 - 1);
             next = last + 1;
-            (first..=last).map(move |page| GuestAddress(page << page_size.shift()))
+            (first..=last).map(PageIndex)
         })
     }
 }

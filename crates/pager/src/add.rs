@@ -342,9 +342,9 @@ fn check_content(region: &PagedRegion, is_resumed: bool) -> Result<(), AddError>
             let hole = local.first_hole().map_err(AddError::Content)?;
             // A page that was lost before needs no content.
             let is_lost = |page| {
-                let gpa = region.gpa_of(page);
-                let lost = region.lost.iter().any(|range| range.contains(gpa));
-                lost || region.map.state(page).is_some_and(PageState::is_settled)
+                let range = region.gpa_range(PageRange::single(page));
+                let is_lost = range.is_some_and(|range| region.lost.bytes_in(range) > 0);
+                is_lost || region.map.state(page).is_some_and(PageState::is_settled)
             };
             if let Some(page) = hole.filter(|&page| !is_lost(page)) {
                 return Err(AddError::Hole { page });

@@ -1,8 +1,6 @@
 //! Memory that is lost to uncorrected errors, now or before the VM was restored.
 
-use pagetide_memory::{
-    AccessError, GuestAddress, GuestRange, PageIndex, PageRange, PageState, Region, Removal,
-};
+use pagetide_memory::{AccessError, GuestRange, PageIndex, PageRange, PageState, Region, Removal};
 
 use crate::counters::Counters;
 use crate::error::{AddError, WAIT_SLICE};
@@ -61,11 +59,9 @@ impl Pager {
     ) -> Result<(), AddError> {
         let page_size = region.memory.shape().page_size;
         let range = region.gpa_range(region.all_pages());
-        let lost = range
+        let mut pages: Vec<PageIndex> = range
             .into_iter()
-            .flat_map(|range| region.lost.pages_in(range, page_size));
-        let mut pages: Vec<PageIndex> = lost
-            .filter_map(|gpa: GuestAddress| region.page_at(gpa.offset_from(region.gpa)?))
+            .flat_map(|range| region.lost.pages_in(range, page_size))
             .collect();
         if is_resumed {
             let is_poisoned =

@@ -34,12 +34,15 @@ fn adjacent_ranges_are_merged() {
 #[test]
 fn huge_pages_with_lost_bytes_are_listed_once() {
     let map = map(&[(0, 1), (3, 1), (511, 2), (2048, 1)]);
-    let pages: Vec<_> = map
-        .pages_in(range(0, 4096), PageSize::Size2M)
-        .map(|gpa| gpa.0 >> 21)
-        .collect();
-    assert_eq!(pages, [0, 1, 4]);
-    assert_eq!(map.pages_in(range(2, 4), PageSize::Size4K).count(), 1);
+    let pages = |first, count, page_size| {
+        let pages = map.pages_in(range(first, count), page_size);
+        pages.map(|page| page.0).collect::<Vec<_>>()
+    };
+    assert_eq!(pages(0, 4096, PageSize::Size2M), [0, 1, 4]);
+    assert_eq!(pages(2, 4, PageSize::Size4K), [1]);
+    // Kind: an absolute number in place of a relative one. Memory need not begin at a multiple of its page size.
+    assert_eq!(pages(256, 4096, PageSize::Size2M), [0, 3]);
+    assert_eq!(pages(1, 4096, PageSize::Size2M), [0, 3]);
 }
 
 #[test]
