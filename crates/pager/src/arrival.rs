@@ -37,7 +37,8 @@ pub(crate) enum Purpose {
 /// or poisoned stay unchanged.
 ///
 /// Returns at the first run that cannot be installed; the pages after it are unchanged. After
-/// [`InstallFailure::Busy`] the caller, or whoever waits, comes back later.
+/// [`InstallFailure::Busy`] the caller, or whoever waits, comes back later. Where threads wait, a page with content that nobody
+/// expects there keeps no other page from its content: only its own fault fails, and, if there is no fault, the whole in the end.
 pub(crate) fn arrive(
     pager: &Pager,
     region: &PagedRegion,
@@ -46,14 +47,14 @@ pub(crate) fn arrive(
     content: Body<'_>,
     purpose: Purpose,
 ) -> Result<Arrived, InstallFailure> {
-    let (wanted, usual_wake) = match purpose {
+    let (of_fault, usual_wake) = match purpose {
         Purpose::Fault(page, wake) => (Some(page), wake),
         Purpose::Waiters => (None, Wake::DontWake),
         // Wake before populating: population may wait for a slot update, which may wait for a thread
         // that sleeps here.
         Purpose::Ahead => (None, Wake::Wake),
     };
-    let mut result = Arrived::Others;
+    let (mut result, mut unexpected) = (Arrived::Others, None);
     let mut rest = pages;
     let mut again = Again::for_a_turn();
     while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
@@ -71,7 +72,7 @@ pub(crate) fn arrive(
         };
         let skip = PageRange::new(pages.first(), run.first().0 - pages.first().0);
         let body = content.part(region.bytes_of(skip), region.bytes_of(run));
-        let wanted = wanted.filter(|&page| run.contains(page));
+        let wanted = of_fault.filter(|&page| run.contains(page));
         let mut installer = Installer {
             region,
             served,
@@ -96,7 +97,18 @@ pub(crate) fn arrive(
         if is_mapped && served.channel.has_events && matches!(purpose, Purpose::Ahead) {
             pager.populate(region, run, counters);
         }
-        match installed? {
+        let installed = match installed {
+            Err(InstallFailure::Unexpected { page })
+                if of_fault != Some(page) && !matches!(purpose, Purpose::Ahead) =>
+            {
+                unexpected = unexpected.or(Some(page));
+                let done = run.end().0 - rest.first().0;
+                (_, rest) = rest.split_at(done);
+                continue;
+            }
+            installed => installed?,
+        };
+        match installed {
             Installed::EventsFirst => {
                 pager.read_events(&served.channel);
                 // A process that keeps discarding memory must not block the thread that delivers its
@@ -121,7 +133,10 @@ pub(crate) fn arrive(
         let done = run.end().0 - rest.first().0;
         (_, rest) = rest.split_at(done);
     }
-    Ok(result)
+    match unexpected.filter(|_| of_fault.is_none()) {
+        Some(page) => Err(InstallFailure::Unexpected { page }),
+        None => Ok(result),
+    }
 }
 
 impl Pager {

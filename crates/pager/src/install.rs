@@ -229,7 +229,7 @@ impl<'a> Installer<'a> {
         mut failure: InstallFailure,
     ) -> Result<Installed, InstallFailure> {
         let first = claim.pages().first();
-        let mut result = None;
+        let (mut result, mut unexpected) = (None, None);
         let mut again = Again::with_patience();
         // The number of pages of the last call, and the maximum for the next one.
         let mut tried = claim.pages().count();
@@ -276,10 +276,17 @@ impl<'a> Installer<'a> {
                         }
                     } else {
                         self.give_back(there);
-                        if wanted.is_none_or(|wanted| wanted == page) {
+                        let is_wanted = match self.ahead {
+                            // Whoever has brought it tries again without this page.
+                            Some(_) => true,
+                            None => wanted == Some(page),
+                        };
+                        if is_wanted {
                             self.give_back(rest);
                             return Err(InstallFailure::Unexpected { page });
                         }
+                        // That of a neighbour keeps no page that a thread waits for from its content.
+                        unexpected = unexpected.or(Some(page));
                     }
                     body = body.part(
                         self.region.bytes_of(single),
@@ -388,7 +395,10 @@ impl<'a> Installer<'a> {
             }
         }
         if wanted.is_none() {
-            return Ok(Installed::Piece(PageRange::single(first)));
+            return match unexpected {
+                Some(page) => Err(InstallFailure::Unexpected { page }),
+                None => Ok(Installed::Piece(PageRange::single(first))),
+            };
         }
         // The wanted page was in the claim, and each page of the claim was processed.
         let page = wanted.unwrap_or(first);

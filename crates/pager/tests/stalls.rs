@@ -372,6 +372,32 @@ fn content_that_cannot_be_installed_stalls_its_region_only() {
     check_page(&region, 3);
 }
 
+/// Kind: a neighbour decides over the page that a thread waits for. Content that cannot be installed keeps no other from where it
+/// belongs.
+#[test]
+fn content_next_to_what_cannot_be_installed_is_installed() {
+    let Some(region) = region(8, Backing::Shmem) else {
+        return;
+    };
+    let manual = ManualSource::new();
+    let pager = Pager::new().unwrap();
+    let config = RegionConfig::local(Arc::clone(&region), Mode::Missing, manual.contents());
+    let config = config.retry_policy(PERSISTENT).fault_around(8);
+    let id = pager.add(config).unwrap();
+    let waiting = exit(&pager, 5);
+    let request = manual.next();
+    assert_eq!(request.pages(), range(0, 8));
+    let file = region.file().unwrap();
+    rustix::io::pwrite(file, &[7; 4096], 2 * PAGE).unwrap();
+    complete(request);
+    let _ = join("the exit", waiting).unwrap();
+    for page in (0..2).chain(3..8) {
+        check_page(&region, page);
+    }
+    assert_eq!(state(&pager, 2), PageState::Absent);
+    assert!(!pager.source_status(id).unwrap().is_stalled);
+}
+
 /// No thread waits for it: the page is left out, and the region does not stall.
 #[test]
 fn bulk_content_that_cannot_be_installed_stalls_nothing() {
