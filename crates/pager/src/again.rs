@@ -28,6 +28,8 @@ pub(crate) struct Again {
     limit: Duration,
     tries: u32,
     since: Option<Instant>,
+    /// Whether progress gives it no further time.
+    is_in_all: bool,
 }
 
 impl Again {
@@ -41,17 +43,29 @@ impl Again {
         Self::new(TURN)
     }
 
+    /// For any number of installations together, of a thread that others wait for.
+    pub(crate) fn in_all() -> Self {
+        Self {
+            is_in_all: true,
+            ..Self::with_patience()
+        }
+    }
+
     fn new(limit: Duration) -> Self {
         Self {
             limit,
             tries: 0,
             since: None,
+            is_in_all: false,
         }
     }
 
     /// Something was installed: what follows is another installation.
     pub(crate) fn progress(&mut self) {
-        (self.tries, self.since) = (0, None);
+        self.tries = 0;
+        if !self.is_in_all {
+            self.since = None;
+        }
     }
 
     /// How often it was tried in vain.

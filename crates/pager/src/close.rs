@@ -255,6 +255,7 @@ impl Pager {
 
     /// Poisons the pages that are missing and have no owner: in the page map, and in the memory that faults.
     fn poison_missing(&self, region: &PagedRegion) {
+        let mut again = Again::in_all();
         let mut rest = region.all_pages();
         while let Some((page, _)) = region.map.next_unsettled(rest) {
             let behind = PageRange::new(page, rest.end().0 - page.0);
@@ -266,7 +267,7 @@ impl Pager {
             // Marking the pages wakes whoever sleeps there.
             let _ = claim.finish(Settled::Poisoned);
             self.evict(region, pages);
-            let _ = self.poison_everywhere(region, pages);
+            let _ = self.poison_in_time(region, pages, &mut again);
             let done = pages.end().0 - rest.first().0;
             (_, rest) = rest.split_at(done);
             if rest.is_empty() {
@@ -289,24 +290,37 @@ impl Pager {
     /// Marks pages as poisoned, and wakes the threads that sleep there. Returns whether all pages could
     /// be marked.
     pub(crate) fn poison_everywhere(&self, region: &PagedRegion, pages: PageRange) -> bool {
+        self.poison_in_time(region, pages, &mut Again::with_patience())
+    }
+
+    /// The same, within the time of `again`.
+    fn poison_in_time(&self, region: &PagedRegion, pages: PageRange, again: &mut Again) -> bool {
         let mut rest = pages;
         let mut all_marked = true;
         while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
             let part = rest.intersection(served.pages);
-            all_marked &= self.mark(region, served, part);
+            all_marked &= self.mark(region, served, part, again);
             (_, rest) = rest.split_at(part.count());
         }
         all_marked
     }
 
-    fn mark(&self, region: &PagedRegion, served: &Served, pages: PageRange) -> bool {
-        let mut again = Again::with_patience();
+    fn mark(
+        &self,
+        region: &PagedRegion,
+        served: &Served,
+        pages: PageRange,
+        again: &mut Again,
+    ) -> bool {
         loop {
             let lock = served.channel.lock_installs();
             let mark = mark_poisoned(region, served, &lock, pages);
             drop(lock);
             match mark {
-                Mark::Made => return true,
+                Mark::Made => {
+                    again.progress();
+                    return true;
+                }
                 Mark::EventsFirst => self.read_events(&served.channel),
                 Mark::Failed => return false,
             }
@@ -323,10 +337,10 @@ impl Pager {
             return !region.has_unmarked();
         }
         let is_poisoned = |&page: &PageIndex| region.map.state(page) == Some(PageState::Poisoned);
-        let mut all_marked = true;
+        let (mut all_marked, mut again) = (true, Again::in_all());
         // Every page, also after a failure: an access to a marked page raises SIGBUS.
         for page in region.all_pages().iter().filter(is_poisoned) {
-            all_marked &= self.poison_everywhere(region, PageRange::single(page));
+            all_marked &= self.poison_in_time(region, PageRange::single(page), &mut again);
         }
         all_marked
     }

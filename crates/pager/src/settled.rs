@@ -202,7 +202,11 @@ impl ResolverState {
         fault: &Fault,
     ) -> Result<Resolution, Failure> {
         let page = PageRange::single(fault.page);
-        let mut again = Again::with_patience();
+        let mut again = match fault.delivery {
+            Delivery::Exit => Again::with_patience(),
+            // Other faults wait for this thread.
+            Delivery::Uffd => Again::for_a_turn(),
+        };
         loop {
             let lock = site.served.channel.lock_installs();
             let mark = mark_poisoned(site.region, site.served, &lock, page);
@@ -212,8 +216,16 @@ impl ResolverState {
                 Mark::EventsFirst => site.pager.read_events(&site.served.channel),
                 Mark::Failed => break,
             }
-            if again.pause().is_err() {
-                break;
+            match (again.pause(), fault.delivery) {
+                (Ok(()), _) => {}
+                (Err(_), Delivery::Exit) => break,
+                (Err(source), Delivery::Uffd) => {
+                    return Err(ResolveError::Install {
+                        fault: *fault,
+                        source,
+                    }
+                    .into());
+                }
             }
         }
         match fault.delivery {
