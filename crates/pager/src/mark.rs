@@ -148,13 +148,15 @@ impl Marking<'_> {
             Err(InstallError::Again { installed_bytes: 0 }) => Step::Busy(0),
             Err(InstallError::Again { installed_bytes }) => Step::Done(installed_bytes),
             // The kernel works in one mapping at a time, and a process may have several of one memory.
-            Err(InstallError::NoMapping) if piece.bytes > self.page_bytes => {
+            Err(InstallError::NoMapping | InstallError::NoContent)
+                if piece.bytes > self.page_bytes =>
+            {
                 let half = piece.bytes / 2 / self.page_bytes * self.page_bytes;
                 self.most = half.max(self.page_bytes);
                 Step::Done(0)
             }
-            // Not mapped, or the process has exited: no thread can read zeroes there.
-            Err(InstallError::NoMapping) => {
+            // Not mapped, or beyond the end of a file that was truncated: no thread can read zeroes there.
+            Err(InstallError::NoMapping | InstallError::NoContent) => {
                 // One that sleeps there has to find that out.
                 let _ = self.uffd.wake(piece);
                 Step::Done(self.page_bytes)

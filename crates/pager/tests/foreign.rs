@@ -18,8 +18,9 @@ use pagetide_memory::{
 };
 use pagetide_pager::{
     AddError, AttachError, Content, DiscardError, ExportError, Exported, InstallFailure, Memfd,
-    Mode, Notice, Pager, PushError, RegionConfig, RegionId, Serving,
+    Mode, Notice, Pager, PushError, RegionConfig, RegionId, Serving, kept_open,
 };
+use pagetide_test_support::in_a_process_of_its_own;
 use pagetide_uapi::userfaultfd::{AdoptError, Features, InstallError, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -381,6 +382,28 @@ fn a_file_that_is_truncated_fails_its_own_region_only() {
     );
     assert_eq!(other.check(file.start, 8, AT), "right");
     assert_eq!(other.check(mapped.start, 16, above(AT, 100)), "right");
+}
+
+/// Kind: what cannot be done counts as a failure where nothing has to be done. Nobody reads zeroes beyond the end of a file: the
+/// userfaultfd need not stay open.
+#[test]
+fn a_userfaultfd_of_a_truncated_file_is_closed() {
+    let name = "a_userfaultfd_of_a_truncated_file_is_closed";
+    in_a_process_of_its_own(name, || {
+        if !Other::can_start() || !can_poison() {
+            return;
+        }
+        let pager = Pager::new().unwrap();
+        let readers = two_readers(&pager);
+        let (other, uffd) = Other::start(&[]);
+        let file = other.map(16, Mode::Minor);
+        let cut = pager.add(config(&uffd, &file, AT)).unwrap();
+        assert_eq!(other.check(file.start, 4, AT), "right");
+        other.tell(format!("truncate {} 8", file.start));
+        drop(readers);
+        pager.remove(cut).unwrap();
+        assert_eq!(kept_open(), 0);
+    });
 }
 
 #[test]
