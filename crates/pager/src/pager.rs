@@ -263,7 +263,6 @@ impl Pager {
     }
 
     pub(crate) fn notify(&self, notice: Notice) {
-        tracing::warn!(error = &notice as &dyn std::error::Error, "notice");
         // The callback's lock is held while the notice is recorded: so either this call sees a
         // concurrent `on_notice`, or that call sees the notice.
         let mut slot = self.lock_on_notice();
@@ -274,8 +273,10 @@ impl Pager {
                 .unwrap_or_else(PoisonError::into_inner)
                 .get_or_insert(notice);
         }
-        if let Some(callback) = slot.as_mut() {
-            call(callback, &copy);
+        match slot.as_mut() {
+            // Whoever gets the notices logs them, with a bound of its own.
+            Some(callback) => call(callback, &copy),
+            None => tracing::warn!(error = &copy as &dyn std::error::Error, "notice"),
         }
     }
 
