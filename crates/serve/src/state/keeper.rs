@@ -36,13 +36,7 @@ const STREAM: usize = 1;
 pub fn keep(directory: &Path) -> io::Result<()> {
     let lock = lock(directory, LOCK_LIMIT)?;
     let path = directory.join(SOCKET);
-    let mut keeper = Keeper {
-        listener: listen_at(&path)?,
-        server: None,
-        vms: BTreeMap::new(),
-        to_close: Vec::new(),
-        idle_since: Instant::now(),
-    };
+    let mut keeper = Keeper::new(&path)?;
     let result = keeper.run();
     // Under the lock: it is this keeper's.
     let _ = std::fs::remove_file(&path);
@@ -66,6 +60,16 @@ struct Keeper {
 }
 
 impl Keeper {
+    fn new(path: &Path) -> io::Result<Self> {
+        Ok(Self {
+            listener: listen_at(path)?,
+            server: None,
+            vms: BTreeMap::new(),
+            to_close: Vec::new(),
+            idle_since: Instant::now(),
+        })
+    }
+
     fn run(&mut self) -> io::Result<()> {
         loop {
             if self.server.is_none()
@@ -118,7 +122,7 @@ impl Keeper {
                 is_said = self.server.as_ref().is_some_and(is_readable);
             }
             if is_new {
-                self.accept();
+                self.accept(SEND_LIMIT);
             }
         }
     }
@@ -177,8 +181,8 @@ impl Keeper {
         Ok(true)
     }
 
-    /// Accepts a server, and sends it the VMs; refuses one while there is another.
-    fn accept(&mut self) {
+    /// Accepts a server, and sends it the VMs, each within `limit`; refuses one while there is another.
+    fn accept(&mut self, limit: Duration) {
         let Ok(socket) = accept_with(&self.listener, SocketFlags::CLOEXEC) else {
             return;
         };
@@ -187,7 +191,7 @@ impl Keeper {
         }
         // A server that does not read holds up the next one no longer.
         let set_limit = |limit| set_socket_timeout(&socket, Timeout::Send, limit);
-        if set_limit(Some(SEND_LIMIT)).is_err() {
+        if set_limit(Some(limit)).is_err() {
             return;
         }
         let sent = self.vms.iter().try_for_each(|(id, descriptors)| {
@@ -248,4 +252,46 @@ fn close_all_but(kept: &[OwnedFd], also: &OwnedFd) {
         first = fd + 1;
     }
     close_some(first, u32::MAX);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::wire::connect;
+    use super::*;
+
+    /// Kind: one peer's cost is everybody's. A server that is stopped while it gets the VMs would keep them from the next one.
+    #[test]
+    fn a_server_that_does_not_read_is_given_up() {
+        /// Of such messages a socket's buffer has room for some hundreds.
+        const VMS: u64 = 10_000;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(SOCKET);
+        let mut keeper = Keeper::new(&path).unwrap();
+        keeper.vms = (0..VMS).map(|id| (id, Vec::new())).collect();
+        let limit = Duration::from_millis(10);
+        let stopped = connect(&path, limit).unwrap();
+        keeper.accept(limit);
+        assert!(keeper.server.is_none() && keeper.vms.len() as u64 == VMS);
+        // What it had been sent is all that it gets.
+        let mut messages = 0;
+        while receive(stopped.as_fd()).unwrap().is_some() {
+            messages += 1;
+        }
+        assert!((1..VMS).contains(&messages), "{messages}");
+        // The next one gets them all.
+        let next = connect(&path, limit).unwrap();
+        let reading = std::thread::spawn(move || {
+            let mut kept = 0;
+            while let Some((message, _)) = receive(next.as_fd()).unwrap() {
+                match message {
+                    Message::Done => break,
+                    _ => kept += 1,
+                }
+            }
+            (next, kept)
+        });
+        keeper.accept(Duration::from_secs(300));
+        let (_next, kept) = reading.join().unwrap();
+        assert!(keeper.server.is_some() && kept == VMS, "{kept}");
+    }
 }

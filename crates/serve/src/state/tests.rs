@@ -1,4 +1,5 @@
 use std::os::fd::AsFd;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -122,9 +123,7 @@ fn a_keeper_that_has_locked_the_directory_is_named() {
 /// A keeper that is stopped has a listening socket, and never says anything.
 #[test]
 fn a_keeper_that_does_not_answer_is_named() {
-    let flags = SocketFlags::CLOEXEC;
-    let (socket, _silent) =
-        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let (socket, _silent) = connection();
     let directory = std::path::Path::new("/state");
     let limit = Duration::from_millis(1);
     let error = left_by_others(&socket, directory, OnFailure::Stall, limit).err();
@@ -144,6 +143,106 @@ fn a_keeper_that_does_not_answer_is_named() {
     let _listener = wire::listen_at(&path).unwrap();
     let error = (0..1000).find_map(|_| wire::connect(&path, limit).err());
     assert_eq!(error.unwrap().kind(), io::ErrorKind::WouldBlock);
+}
+
+/// The two ends of a connection to a keeper.
+fn connection() -> (OwnedFd, OwnedFd) {
+    let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+    socketpair(AddressFamily::UNIX, kind, flags, None).unwrap()
+}
+
+/// A keeper that this server starts may find that another one has the directory, which is ending. The server waits for its own.
+#[test]
+fn a_server_waits_for_its_keeper_while_another_one_ends() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join(SOCKET);
+    let started = directory.path().join("started");
+    let command = format!("echo once >> {}; exec sleep 20", started.display());
+    let options = StateOptions {
+        directory: directory.path().to_owned(),
+        keeper: ["sh", "-c", &command].map(Into::into).to_vec(),
+    };
+    let keeper = std::thread::spawn({
+        let started = started.clone();
+        move || {
+            let begun = Instant::now();
+            while !started.exists() {
+                assert!(begun.elapsed() < PATIENCE, "no keeper was started");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            // The other one. It ends when the server has connected.
+            let listener = wire::listen_at(&path).unwrap();
+            poll(&mut [PollFd::new(&listener, PollFlags::IN)], None).unwrap();
+            std::fs::remove_file(&path).unwrap();
+            drop(listener);
+            // Some attempts of the server find none. If none comes in this time, the test shows less.
+            std::thread::sleep(Duration::from_millis(100));
+            let listener = wire::listen_at(&path).unwrap();
+            let server = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+            wire::send(server.as_fd(), &wire::Message::Done, &[]).unwrap();
+            server
+        }
+    });
+    let opened = State::open(&options, None, OnFailure::Stall, &Metrics::default());
+    let (_state, left) = opened.unwrap();
+    assert!(left.is_empty());
+    assert_eq!(std::fs::read_to_string(started).unwrap(), "once\n");
+    keeper.join().unwrap();
+}
+
+/// After a panic, threads may go on serving VMs: the keeper must not hand these to another server.
+#[test]
+fn a_panic_does_not_end_the_connection_to_the_keeper() {
+    for panics in [true, false] {
+        let (server, keeper) = connection();
+        let state = Arc::new(State::unattended());
+        let is_lost = Arc::new(AtomicBool::new(false));
+        let lost = Arc::clone(&is_lost);
+        let lost = move || lost.store(true, Ordering::Release);
+        state.start(server, lost, None).unwrap();
+        let connection = KeeperConnection::of(&state);
+        let dropping = std::thread::spawn(move || {
+            let _connection = connection;
+            assert!(!panics, "this panic is the test's");
+        });
+        assert_eq!(dropping.join().is_err(), panics);
+        if !panics {
+            let said = wire::receive(keeper.as_fd()).unwrap();
+            assert!(matches!(said, Some((wire::Message::End, _))), "{said:?}");
+        }
+        // A connection that has not ended sees its keeper's end.
+        drop(keeper);
+        let thread = state.thread.lock().unwrap().take();
+        thread.map(JoinHandle::join).transpose().unwrap();
+        assert_eq!(is_lost.load(Ordering::Acquire), panics);
+    }
+}
+
+/// Kind: what is given up is still held. A keeper has one server at a time, and another connection of the same server is refused.
+#[test]
+fn a_keeper_is_left_before_another_is_reached() {
+    let (server, keeper) = connection();
+    let (next, next_keeper) = connection();
+    // No message of a keeper.
+    rustix::io::write(&keeper, b"?").unwrap();
+    let book = Arc::new(Book::new().unwrap());
+    let next = Mutex::new(Some(next));
+    let of_replacement = Arc::clone(&book);
+    let (left, has_left) = std::sync::mpsc::channel();
+    let replace: book::Replace = Box::new(move || {
+        let flags = rustix::net::RecvFlags::DONTWAIT;
+        let heard = rustix::net::recv(&keeper, &mut [0; 8], flags);
+        left.send(heard.map(|(_, bytes)| bytes)).unwrap();
+        of_replacement.end();
+        next.lock()
+            .unwrap()
+            .take()
+            .ok_or_else(|| io::Error::other("once"))
+    });
+    book.talk(server, || {}, Some(&replace));
+    // The end of the connection.
+    assert_eq!(has_left.recv().unwrap(), Ok(0));
+    drop(next_keeper);
 }
 
 #[test]
