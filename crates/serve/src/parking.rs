@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use crate::budgets::Charge;
 use crate::connection::Connection;
 use crate::log_limit::{LogLimit, log_limited, log_refusal};
+use crate::state::State;
 use crate::stopper::Stopper;
 
 /// The end of the server, among the numbers of those that are parked.
@@ -25,6 +26,8 @@ pub(crate) struct Parked {
     pub(crate) stream: Connection,
     /// What it has sent: held open.
     pub(crate) _descriptors: Vec<OwnedFd>,
+    /// Its number among the VMs of a former server, if it is one: until it leaves, another server may go on with it.
+    pub(crate) kept: Option<(Arc<State>, u64)>,
     /// Of these. Given back last.
     pub(crate) charge: Charge,
 }
@@ -131,6 +134,9 @@ impl Parking {
         if let Some(parked) = &gone {
             // It would be watched as long as the porter has it.
             let _ = epoll::delete(&self.poll, &*parked.stream);
+            if let Some((state, id)) = &parked.kept {
+                state.forget(*id);
+            }
         }
         drop(gone);
         let _ = rustix::io::write(&*self.left, &1_u64.to_ne_bytes());
@@ -179,6 +185,7 @@ mod tests {
         parking.park(Parked {
             stream: Connection::new(ours, None),
             _descriptors: Vec::new(),
+            kept: None,
             charge: Charge::alone(),
         });
         theirs.write_all(b" and after").unwrap();
@@ -199,6 +206,7 @@ mod tests {
         parking.park(Parked {
             stream: Connection::new(ours, None),
             _descriptors: Vec::new(),
+            kept: None,
             charge: Charge::alone(),
         });
         drop(theirs);

@@ -392,6 +392,9 @@ impl Server {
                         self.threads.retain(|thread| !thread.is_finished());
                         self.sockets.forget_unused();
                     }
+                    key if self.sockets.end_kept(key) => {
+                        self.had_vm.store(true, Ordering::Release);
+                    }
                     key => self.accept(key),
                 }
             }
@@ -583,16 +586,18 @@ impl Server {
             is_vm: true,
             ended: Arc::clone(&self.ended),
         };
-        let thread = Builder::new()
-            .name(format!("pt-vm-{}", client.number))
-            .spawn(move || {
-                let mut ending = ending;
-                ending.is_vm = run(&common, &offer, client);
-            });
+        let (vm, socket, former) = (client.number, client.socket.clone(), client.kept.is_some());
+        let thread = Builder::new().name(format!("pt-vm-{vm}")).spawn(move || {
+            let mut ending = ending;
+            ending.is_vm = run(&common, &offer, client);
+        });
         match thread {
             Ok(thread) => self.threads.push(thread),
+            Err(error) if former => {
+                tracing::error!(vm, socket, %error, "a VM of a former server stays asleep: its thread was not started");
+            }
             Err(error) => {
-                log_limited!(error, self.logged, %error, "VM refused: its thread was not started");
+                log_limited!(error, self.logged, vm, socket, %error, "VM refused: its thread was not started");
             }
         }
     }

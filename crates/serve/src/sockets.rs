@@ -6,7 +6,7 @@
 mod commanded;
 mod entry;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, btree_map};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,6 +16,7 @@ use pagetide_sources::Location;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 
+use crate::connection::Connection;
 use crate::inbox::{Inbox, Outbox};
 use crate::listener::Listener;
 use crate::metrics::SocketVms;
@@ -242,9 +243,40 @@ impl Sockets {
         // It is there, also while its image is not.
         usage.begin();
         let mut entry = Entry::new(binding, &self.common, usage);
-        entry.kept = Some(kept);
         self.last_key += 1;
+        // Nobody else looks at it: while there is a server, the keeper does not.
+        let token = EventData::new_u64(self.last_key);
+        if let Err(error) = epoll::add(&self.poll, &kept.stream, token, EventFlags::RDHUP) {
+            tracing::warn!(vm = kept.id, %error, "the end of a VM is not seen before its image is there");
+        }
+        entry.kept = Some(kept);
         self.entries.insert(self.last_key, entry);
+    }
+
+    /// Forgets the VM of a former server with this key, if there is one that waits for its image: its VMM has gone.
+    pub(crate) fn end_kept(&mut self, key: u64) -> bool {
+        let Entry { kept, common, .. } = match self.entries.entry(key) {
+            btree_map::Entry::Occupied(entry) if entry.get().kept.is_some() => entry.remove(),
+            _ => return false,
+        };
+        let Some(kept) = kept else {
+            return false;
+        };
+        let (vm, socket) = (kept.id, kept.description.socket);
+        tracing::info!(
+            vm,
+            socket,
+            "a VM of a former server has ended before its image was there"
+        );
+        let _ = epoll::delete(&self.poll, &kept.stream);
+        if let Some(state) = &common.state {
+            state.forget(vm);
+        }
+        // After the keeper's and this server's other descriptors: the last close may hang.
+        drop(Connection::new(kept.stream, common.porter.clone()));
+        common.usage.end();
+        self.update();
+        true
     }
 
     /// The VMs of a former server at a socket that is not served with their image.
@@ -339,6 +371,7 @@ impl Sockets {
     fn serve(&mut self, key: u64, opened: Opened) -> Option<(KeptVm, Arc<Offer>, Arc<Common>)> {
         let entry = self.entries.get_mut(&key)?;
         if let Some(kept) = entry.kept.take() {
+            let _ = epoll::delete(&self.poll, &kept.stream);
             let common = Arc::clone(&entry.common);
             self.entries.remove(&key);
             return Some((kept, opened.offer, common));

@@ -7,12 +7,12 @@ mod support;
 #[path = "hangs/fuse.rs"]
 mod fuse;
 
+#[path = "state/keepers.rs"]
+mod keepers;
+
 use std::fs::File;
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -20,13 +20,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use fuse::{Fuse, Hangs};
-use pagetide_serve::{
-    OnFailure, Options, Server, StartError, StateOptions, WorkingSet, WorkingSetMode, keep,
-};
+use pagetide_serve::{Binding, OnFailure, Options, StateOptions, WorkingSet, WorkingSetMode, keep};
 use rustix::fs::SealFlags;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use support::child::{Vmm, run_as_child};
+use support::child::run_as_child;
 use support::native::*;
 use support::*;
 
@@ -34,6 +30,7 @@ const DIRECTORY: &str = "PAGETIDE_TEST_STATE";
 const PREFETCH: &str = "PAGETIDE_TEST_PREFETCH";
 const KILLS: &str = "PAGETIDE_TEST_KILLS";
 const RECORDS: &str = "PAGETIDE_TEST_RECORDS";
+const WAITS: &str = "PAGETIDE_TEST_WAITS";
 
 /// The keeper's process, when a server has started it.
 #[test]
@@ -56,7 +53,11 @@ fn server() {
         word("keeper"),
     ];
     let options = Options {
-        bindings: vec![process::binding(&directory)],
+        bindings: vec![Binding {
+            // With the variable, it starts without the image.
+            is_required: std::env::var_os(WAITS).is_none(),
+            ..process::binding(&directory)
+        }],
         prefetch: std::env::var_os(PREFETCH).is_some(),
         working_set: match std::env::var_os(RECORDS) {
             Some(_) => WorkingSetMode::Auto,
@@ -119,28 +120,6 @@ impl Serving {
     }
 }
 
-/// A server of this process, whose keeper is another.
-fn with_keeper(place: &Place) -> Options {
-    let directory = place.directory.path();
-    let variable = format!("{DIRECTORY}={}", directory.display());
-    let this = std::env::current_exe().unwrap();
-    Options {
-        state: Some(StateOptions {
-            directory: directory.join("state"),
-            keeper: [
-                "env",
-                &variable,
-                this.to_str().unwrap(),
-                "--exact",
-                "keeper",
-            ]
-            .map(Into::into)
-            .to_vec(),
-        }),
-        ..place.options()
-    }
-}
-
 /// What the servers of a place have logged.
 fn log(place: &Place) -> String {
     std::fs::read_to_string(place.directory.path().join("log")).unwrap()
@@ -189,58 +168,6 @@ fn a_successor_of_a_killed_server_goes_on() {
     }
 }
 
-/// Kind: a start that fails, or a server that never runs, and leaves a thread: the keeper, which has one server at a time,
-/// refused all further ones of the process, for good.
-#[test]
-fn a_server_that_has_not_started_leaves_its_keeper_to_the_next() {
-    let place = Place::new(4);
-    let options = with_keeper(&place);
-    let image = place.directory.path().join("guest.mem");
-    let elsewhere = place.directory.path().join("elsewhere");
-    for _ in 0..3 {
-        std::fs::rename(&image, &elsewhere).unwrap();
-        let error = Server::bind(options.clone()).unwrap_err();
-        assert!(matches!(error, StartError::Image(_)), "{error:?}");
-        std::fs::rename(&elsewhere, &image).unwrap();
-        drop(Server::bind(options.clone()).unwrap());
-    }
-    // The keeper ends: it has neither VMs nor a server.
-    let socket = place.directory.path().join("state/keeper.sock");
-    eventually("the keeper's end", || !socket.exists());
-}
-
-/// Kind: a file that nobody has received is closed for the last time by whoever closes the connection, here the keeper.
-#[test]
-fn a_file_that_hangs_holds_up_no_keeper() {
-    if !has_userfaultfd() {
-        return;
-    }
-    let Some(mut fuse) = Fuse::mount(Hangs::LastClose) else {
-        return;
-    };
-    let place = Place::new(64);
-    let serving = Serving::start(&place, false);
-    let [honest, hostile] = [shared(64), shared(64)];
-    let _stays = honest.connect(&place.socket());
-    honest.check(1, &content(1));
-    let leaves = hostile.connect(&place.socket());
-    hostile.check(1, &content(1));
-    serving.kill();
-    fuse.give_away(|file| send(&leaves, b"x", &[file.as_fd()]));
-    drop(leaves);
-    eventually("the close", || fuse.closes() == 1);
-    let asleep = honest.touch(2);
-    let serving = Serving::start(&place, false);
-    assert!(asleep.join() == content(2));
-    // Nor does the child that hangs hold what a keeper locks.
-    kill(keeper_of(&place));
-    eventually("another keeper", || {
-        log(&place).contains("another keeper gets the VMs")
-    });
-    serving.stop();
-    fuse.end();
-}
-
 #[test]
 fn a_server_that_is_stopped_hands_its_vms_over() {
     if !has_userfaultfd() {
@@ -266,224 +193,10 @@ fn a_server_that_is_stopped_hands_its_vms_over() {
     eventually("the keeper's end", || !socket.exists());
 }
 
-/// The process that keeps a place's VMs.
-fn keeper_of(place: &Place) -> rustix::process::Pid {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, connect, socket, sockopt};
-    let path = place.directory.path().join("state/keeper.sock");
-    let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-    connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    sockopt::socket_peercred(&socket).unwrap().pid
-}
-
-/// Kind: what is there once is made twice. Servers that start at once each start a keeper.
-#[test]
-fn a_directory_has_one_keeper() {
-    let place = Place::new(1);
-    let socket = place.directory.path().join("state/keeper.sock");
-    std::fs::create_dir(socket.parent().unwrap()).unwrap();
-    let keeper = || {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "keeper"]);
-        command.env(DIRECTORY, place.directory.path());
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        command.spawn().unwrap()
-    };
-    let inode = || std::fs::metadata(&socket).map(|status| status.ino());
-    let mut first = keeper();
-    let before = eventually("the keeper", inode);
-    let output = keeper().wait_with_output().unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    let said = String::from_utf8_lossy(&said);
-    let process = format!("process {} has locked", first.id());
-    assert!(
-        !output.status.success() && said.contains(&process),
-        "{said}"
-    );
-    assert_eq!(inode().unwrap(), before);
-    first.kill().unwrap();
-    first.wait().unwrap();
-    let mut next = keeper();
-    eventually("the next keeper", || {
-        inode().is_ok_and(|inode| inode != before)
-    });
-    next.kill().unwrap();
-    next.wait().unwrap();
-}
-
-/// The same, whole: one serves, and its VMs are found when it has been killed.
-#[test]
-fn of_two_servers_that_start_at_once_one_serves() {
-    if !has_userfaultfd() {
-        return;
-    }
-    let place = Place::new(64);
-    let mut servers = vec![Serving::spawn(&place, &[]), Serving::spawn(&place, &[])];
-    let refused = eventually("the end of one", || {
-        let mut servers = servers.iter_mut();
-        servers.position(|server| server.0.try_wait().unwrap().is_some())
-    });
-    let status = servers.remove(refused).0.wait().unwrap();
-    assert!(!status.success());
-    let ready = place.directory.path().join("ready");
-    eventually("the other one", || ready.exists());
-    let guest = shared(64);
-    let _stream = guest.connect(&place.socket());
-    guest.check(1, &content(1));
-    servers.into_iter().for_each(Serving::kill);
-    let asleep = guest.touch(2);
-    let serving = Serving::start(&place, false);
-    assert!(asleep.join() == content(2));
-    serving.stop();
-}
-
-/// Ends a keeper as the kernel does when memory is short.
-fn kill(keeper: rustix::process::Pid) {
-    rustix::process::kill_process(keeper, rustix::process::Signal::KILL).unwrap();
-    wait_for_end_of(keeper);
-}
-
-fn wait_for_end_of(keeper: rustix::process::Pid) {
-    eventually("its end", || {
-        rustix::process::test_kill_process(keeper).is_err()
-    });
-}
-
-/// The kernel kills what takes memory, and people what they do not know. Another keeper gets the VMs of one that has gone.
-#[test]
-fn a_keeper_that_dies_is_replaced_and_gets_all_vms_again() {
-    if !has_userfaultfd() {
-        return;
-    }
-    let place = Place::new(64);
-    let serving = Serving::start(&place, false);
-    let (before, after) = (shared(64), shared(64));
-    let _before = before.connect(&place.socket());
-    before.check(3, &content(3));
-    discard(&before, 5, 1);
-    kill(keeper_of(&place));
-    let _after = after.connect(&place.socket());
-    after.check(3, &content(3));
-    eventually("another keeper", || {
-        log(&place).contains("another keeper gets the VMs")
-    });
-    assert!(log(&place).contains("the keeper has ended"));
-    serving.stop();
-    let asleep = [&before, &after].map(|guest| guest.touch(9));
-    let serving = Serving::start(&place, false);
-    for asleep in asleep {
-        assert!(asleep.join() == content(9));
-    }
-    before.check(5, &[0; PAGE]);
-    serving.kill();
-    let _serving = Serving::start(&place, false);
-    for guest in [before, after] {
-        (10..64).for_each(|page| guest.check(page, &content(page)));
-    }
-}
-
-/// What was sent may not have been received: nothing is left to a keeper that has not said that it holds it.
-#[test]
-fn a_server_without_a_keeper_that_answers_drains_its_vms() {
-    use rustix::process::{Signal, kill_process};
-    if !has_userfaultfd() {
-        return;
-    }
-    let place = Place::new(64);
-    let guests = [shared(64), shared(64)];
-    let serving = Serving::start(&place, false);
-    let keeper = keeper_of(&place);
-    // It takes what it is sent into the queue of its socket, and no more.
-    kill_process(keeper, Signal::STOP).unwrap();
-    let streams = guests.each_ref().map(|guest| {
-        let stream = guest.connect(&place.socket());
-        guest.check(3, &content(3));
-        stream
-    });
-    serving.stop();
-    for guest in guests {
-        (0..64).for_each(|page| guest.check(page, &content(page)));
-    }
-    // It may have ended with its parent: the kernel hangs up on a group of processes that is stopped then.
-    let _ = kill_process(keeper, Signal::KILL);
-    wait_for_end_of(keeper);
-    drop(streams);
-    // No other can be started.
-    let guest = shared(64);
-    let serving = Serving::start(&place, false);
-    let _stream = guest.connect(&place.socket());
-    guest.check(3, &content(3));
-    let keeper = keeper_of(&place);
-    std::fs::remove_dir_all(place.directory.path().join("state")).unwrap();
-    kill(keeper);
-    eventually("the error", || {
-        log(&place).contains("no other keeper was started")
-    });
-    serving.stop();
-    (0..64).for_each(|page| guest.check(page, &content(page)));
-}
-
 /// The VMM's process, when it was started by another test.
 #[test]
 fn vmm() {
     run_as_child();
-}
-
-/// Leaves a VM of a later version with a keeper, as a server of that version does.
-fn leave_to_keeper(place: &Place, id: u64, stream: &UnixStream) {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, connect, socket};
-    let path = place.directory.path().join("state/keeper.sock");
-    let keeper = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-    connect(&keeper, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    let file = memfd(1, SealFlags::SHRINK);
-    let description = File::from(file.try_clone().unwrap());
-    description.set_len(4096).unwrap();
-    let text = br#"{"format":99,"socket":"","image":"","digest":"","regions":[]}"#;
-    description.write_all_at(&[b' '; 4096], 0).unwrap();
-    description.write_all_at(text, 0).unwrap();
-    let beside = [
-        file.as_fd(),
-        stream.as_fd(),
-        file.as_fd(),
-        description.as_fd(),
-    ];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&beside)));
-    let text = format!(r#"{{"keep":{{"id":{id}}}}}"#);
-    let parts = [IoSlice::new(text.as_bytes())];
-    sendmsg(&keeper, &parts, &mut ancillary, SendFlags::empty()).unwrap();
-    // What it is sent is not read: only its answer to this says that it holds the VM.
-    let mut answer = [0; 256];
-    while !answer.starts_with(br#"{"acknowledged""#) {
-        assert!(rustix::io::read(&keeper, &mut answer).unwrap() > 0);
-    }
-}
-
-/// A description of another version may mean something else: it is left alone, or its VMM ends, as is the policy.
-#[test]
-fn a_vm_of_another_version_waits_for_its_server_or_is_killed() {
-    if !has_userfaultfd() {
-        return;
-    }
-    let place = Place::new(64);
-    let guest = shared(64);
-    let serving = Serving::start(&place, false);
-    let _stream = guest.connect(&place.socket());
-    guest.check(3, &content(3));
-    serving.kill();
-    let other = place.directory.path().join("other.sock");
-    let listener = UnixListener::bind(&other).unwrap();
-    let mut vmm = Vmm::start("vmm", &other, 8);
-    let (stream, _) = listener.accept().unwrap();
-    leave_to_keeper(&place, 99, &stream);
-    let serving = Serving::start(&place, false);
-    guest.check(4, &content(4));
-    assert!(log(&place).contains("format 99, not 1"), "{}", log(&place));
-    assert!(vmm.is_running());
-    serving.kill();
-    let _serving = Serving::with(&place, &[KILLS]);
-    assert_eq!(vmm.signal(), Some(9));
-    guest.check(5, &content(5));
 }
 
 /// The digest of a raw image is that of some pages. A file that was replaced, or written to, between two servers

@@ -4,13 +4,13 @@
 //! VMs again. Nobody waits for a keeper but a VM that begins, and that for a second at most.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pagetide_memory::MapFile;
-use pagetide_uapi::userfaultfd::Userfaultfd;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
@@ -24,10 +24,16 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// The pause between two attempts to start a keeper.
 const PAUSE: Duration = Duration::from_secs(1);
 
+/// An open descriptor, whatever owns it.
+pub(crate) trait Descriptor: AsFd + fmt::Debug + Send + Sync {}
+
+impl<T: AsFd + fmt::Debug + Send + Sync> Descriptor for T {}
+
 /// A VM that a keeper holds, or is to hold.
 #[derive(Debug)]
 pub(crate) struct Held {
-    pub(crate) uffd: Arc<Userfaultfd>,
+    /// The VM's userfaultfd.
+    pub(crate) uffd: Arc<dyn Descriptor>,
     pub(crate) stream: OwnedFd,
     pub(crate) maps: Arc<MapFile>,
     /// As JSON.
@@ -108,6 +114,17 @@ impl Book {
     /// Notes a VM that the keeper has handed to this server, and still holds.
     pub(super) fn take_over(&self, id: u64, held: Held) {
         self.insert(id, held, true);
+    }
+
+    /// Holds the userfaultfd of a VM by the descriptor that it is served by.
+    pub(super) fn serve(&self, id: u64, uffd: Arc<dyn Descriptor>) {
+        let before = self
+            .lock()
+            .vms
+            .get_mut(&id)
+            .map(|vm| std::mem::replace(&mut vm.held.uffd, uffd));
+        // Closed without the lock.
+        drop(before);
     }
 
     fn insert(&self, id: u64, held: Held, is_there: bool) {

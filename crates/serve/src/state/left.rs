@@ -87,7 +87,7 @@ pub(super) fn kept_vm(id: u64, descriptors: Vec<OwnedFd>) -> io::Result<KeptVm> 
     }
     Ok(KeptVm {
         id,
-        uffd,
+        uffd: Arc::new(uffd),
         stream: UnixStream::from(stream),
         maps: MapFile::open(Arc::new(maps)).map_err(io::Error::other)?,
         description,

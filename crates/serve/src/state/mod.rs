@@ -34,7 +34,7 @@ use crate::metrics::Metrics;
 use crate::options::OnFailure;
 use crate::porter::Porter;
 
-use book::{Book, Held};
+use book::{Book, Descriptor, Held};
 pub use keeper::keep;
 use left::Left;
 use reach::{Reached, reach, replace};
@@ -177,10 +177,23 @@ impl Description {
 #[derive(Debug)]
 pub(crate) struct KeptVm {
     pub(crate) id: u64,
-    pub(crate) uffd: OwnedFd,
+    pub(crate) uffd: Arc<OwnedFd>,
     pub(crate) stream: UnixStream,
     pub(crate) maps: Arc<MapFile>,
     pub(crate) description: Description,
+}
+
+impl KeptVm {
+    /// What the keeper has of it.
+    fn held(&self) -> io::Result<Held> {
+        let kept = Kept {
+            stream: &self.stream,
+            maps: &self.maps,
+            description: &self.description,
+        };
+        let uffd = Arc::clone(&self.uffd);
+        held(uffd, kept)
+    }
 }
 
 /// The VMs of a server, and its keeper.
@@ -217,6 +230,7 @@ impl State {
             next_id: AtomicU64::new(next_id),
             thread: Mutex::default(),
         };
+        state.take_over(&vms).map_err(failed)?;
         let replace = porter.map(|porter| replace(options.clone(), porter));
         let metrics = metrics.clone();
         let lost = move || metrics.count(|totals| totals.keeper_ends = 1);
@@ -242,6 +256,7 @@ impl State {
             next_id: AtomicU64::new(left.next_id),
             thread: Mutex::default(),
         };
+        state.take_over(&left.vms)?;
         let book = Arc::clone(&state.book);
         let thread = Builder::new().name("pt-store".into());
         let thread = thread.spawn(move || book.talk_to_store(&store))?;
@@ -275,21 +290,26 @@ impl State {
 
     /// Keeps a VM, now or as soon as there is a keeper. Returns its number there.
     pub(crate) fn keep(&self, uffd: &Arc<Userfaultfd>, vm: Kept<'_>) -> io::Result<u64> {
+        let uffd = Arc::clone(uffd);
         let held = held(uffd, vm)?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         self.book.keep(id, held);
         Ok(id)
     }
 
-    /// Goes on keeping a VM that the keeper has handed to this server.
-    pub(crate) fn take_over(
-        &self,
-        id: u64,
-        uffd: &Arc<Userfaultfd>,
-        vm: Kept<'_>,
-    ) -> io::Result<()> {
-        self.book.take_over(id, held(uffd, vm)?);
+    /// Goes on keeping VMs that the keeper has handed to this server, before any of them is served: their images may be opened
+    /// much later, or never.
+    fn take_over(&self, vms: &[KeptVm]) -> io::Result<()> {
+        for vm in vms {
+            self.book.take_over(vm.id, vm.held()?);
+        }
         Ok(())
+    }
+
+    /// Keeps a VM of a former server by the userfaultfd with which it is served now.
+    pub(crate) fn serve(&self, id: u64, uffd: &Arc<Userfaultfd>) {
+        let uffd = Arc::clone(uffd);
+        self.book.serve(id, uffd);
     }
 
     /// Whether the keeper has said that it holds a VM, and is there: a successor gets it.
@@ -348,9 +368,9 @@ pub(crate) struct Kept<'a> {
     pub(crate) description: &'a Description,
 }
 
-fn held(uffd: &Arc<Userfaultfd>, vm: Kept<'_>) -> io::Result<Held> {
+fn held(uffd: Arc<dyn Descriptor>, vm: Kept<'_>) -> io::Result<Held> {
     Ok(Held {
-        uffd: Arc::clone(uffd),
+        uffd,
         stream: vm.stream.try_clone()?.into(),
         maps: Arc::clone(vm.maps),
         description: serde_json::to_vec(vm.description)?,

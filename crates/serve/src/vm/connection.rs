@@ -25,7 +25,7 @@ use crate::native::session::{Session, SessionError};
 use crate::options::OnFailure;
 use crate::parking::Parked;
 use crate::receive::{First, ReceiveError, Received};
-use crate::state::{Kept, KeptVm};
+use crate::state::KeptVm;
 
 /// Serves a VM until it has gone, or the server ends. Logs its life in one line. Returns whether the client
 /// was more than a connection without a byte, as programs make that look whether somebody listens.
@@ -51,7 +51,7 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
             "the VMM is in another pid namespace: instead of being killed, it will get SIGBUS"
         );
     }
-    let had_kept = kept.is_some();
+    let former = kept.as_ref().map(|kept| kept.id);
     let mut received = Received::default();
     let served = match kept {
         None => serve(common, offer, &client, &mut received),
@@ -102,12 +102,12 @@ pub(crate) fn run(common: &Common, offer: &Offer, mut client: Client) -> bool {
                 error = &error as &dyn std::error::Error,
                 "VM refused"
             );
-            let is_vmm = had_kept || received.has_userfaultfd();
+            let is_vmm = former.is_some() || received.has_userfaultfd();
             if is_vmm && common.options.on_failure == OnFailure::Kill {
                 kill(common, peer, charge);
             }
             match is_vmm || is_unreceived(&error) {
-                true => park(common, client, received),
+                true => park(common, client, received, former),
                 false => let_go(stream),
             }
         }
@@ -137,8 +137,8 @@ fn let_go(stream: &Connection) {
 }
 
 /// Tells the VMM that it is not served, and keeps its descriptor open until it has gone: it may be the last one, and the
-/// guest's missing pages must not read as zeroes.
-fn park(common: &Common, client: Client, received: Received) {
+/// guest's missing pages must not read as zeroes. That of a VM of a former server, with this number, stays with the keeper.
+fn park(common: &Common, client: Client, received: Received, former: Option<u64>) {
     let Client { stream, charge, .. } = client;
     let _ = stream.shutdown(std::net::Shutdown::Write);
     let _ = stream.set_nonblocking(true);
@@ -147,6 +147,7 @@ fn park(common: &Common, client: Client, received: Received) {
     common.parking.park(Parked {
         stream,
         _descriptors: descriptors,
+        kept: common.state.clone().zip(former),
         charge,
     });
 }
@@ -252,21 +253,17 @@ fn resume(
         let _ = stream.shutdown(std::net::Shutdown::Write);
     }
     let since_us = kept.description.recording_since_us;
-    let uffd = Arc::new(Userfaultfd::adopt(kept.uffd, EVENTS).map_err(ReceiveError::from)?);
+    let descriptor = kept.uffd.try_clone().map_err(VmError::Keep)?;
+    let uffd = Arc::new(Userfaultfd::adopt(descriptor, EVENTS).map_err(ReceiveError::from)?);
     if let Some(state) = &common.state {
-        let again = Kept {
-            stream,
-            maps: &kept.maps,
-            description: &kept.description,
-        };
-        let taken = state.take_over(kept.id, &uffd, again);
-        taken.map_err(VmError::Keep)?;
+        state.serve(kept.id, &uffd);
     }
     let keeping = common.state.as_ref().map(|state| Keeping {
         state: Arc::clone(state),
         id: kept.id,
         maps: kept.maps,
-        is_handed_over: false,
+        // Until it is served, the next server can go on as well.
+        is_handed_over: true,
     });
     let start = Start {
         keeping,
@@ -274,7 +271,10 @@ fn resume(
         plan: Plan::go_on(common, image, since_us),
         ..Start::default()
     };
-    let vm = Vm::new(common, image, client, attached(&uffd, described), start)?;
+    let mut vm = Vm::new(common, image, client, attached(&uffd, described), start)?;
+    if let Some(keeping) = &mut vm.keeping {
+        keeping.is_handed_over = false;
+    }
     live(vm, stream)
 }
 
