@@ -419,10 +419,10 @@ impl Vm<'_> {
                 let deadline = self.common.stopper.deadline();
                 link.notify(|| going_away(deadline));
                 announced = Some(deadline);
-                self.drain()?;
+                self.drain_or_later();
                 is_tick = true;
             }
-            let ended = self.connection_ready(link, &serving, ready)?;
+            let ended = self.connection_ready(link, &serving, ready);
             let ended = ended.or_else(|| self.act_on_notices(link));
             if let Some(end) = ended.or(is_handed_over.then_some(End::HandedOver)) {
                 if end == End::HandedOver {
@@ -456,23 +456,14 @@ impl Vm<'_> {
                     self.end_prefetch_without_room();
                 }
                 if let Link::Native(control) = link {
-                    control.tick(self)?;
+                    control.tick(self);
                 }
                 if drain_again.is_none() && self.common.usage.is_draining() {
                     link.notify(|| Message::GoingAway {
                         within_ms: u32::MAX,
                     });
-                    // What cannot be started now is tried again then.
                     drain_again = Some(now + TICK);
-                    if let Err(error) = self.drain() {
-                        log_vm!(
-                            warn,
-                            self.charge,
-                            pid = self.peer.pid,
-                            error = chain(&error),
-                            "a drain is tried again"
-                        );
-                    }
+                    self.drain_or_later();
                 }
                 if let Some(again) = drain_again {
                     if self.is_complete() {
@@ -492,14 +483,7 @@ impl Vm<'_> {
                         return Ok(End::FailedClosed);
                     }
                     if now >= again && self.prefetch.as_ref().is_none_or(Prefetch::is_finished) {
-                        if let Err(error) = self.drain() {
-                            log_vm!(
-                                warn,
-                                self.charge,
-                                error = &error as &dyn std::error::Error,
-                                "what is missing is not fetched yet"
-                            );
-                        }
+                        self.drain_or_later();
                         drain_again = Some(now + TICK);
                     }
                 }
@@ -513,11 +497,24 @@ impl Vm<'_> {
         link: &mut Link<'_>,
         serving: &Serving,
         ready: EventFlags,
-    ) -> Result<Option<End>, VmError> {
+    ) -> Option<End> {
         match link {
-            Link::Plain(_) => Ok((!ready.is_empty()).then_some(End::Gone)),
-            Link::Native(control) if ready.is_empty() && !control.has_more => Ok(None),
+            Link::Plain(_) => (!ready.is_empty()).then_some(End::Gone),
+            Link::Native(control) if ready.is_empty() && !control.has_more => None,
             Link::Native(control) => control.serve(self, serving, ready),
+        }
+    }
+
+    /// Drains. What cannot be started now, for lack of a thread, is tried again when the next drain is due: the VM goes on.
+    fn drain_or_later(&mut self) {
+        if let Err(error) = self.drain() {
+            log_vm!(
+                warn,
+                self.charge,
+                pid = self.peer.pid,
+                error = chain(&error),
+                "a drain is tried again"
+            );
         }
     }
 

@@ -10,7 +10,7 @@ use pagetide_pager::{Pager, Prefetch, Progress, Serving};
 use rustix::event::epoll::EventFlags;
 
 use super::spaces::SpaceError;
-use super::{End, Vm, VmError, chain};
+use super::{End, Vm, chain};
 use crate::log_limit::log_vm;
 use crate::native::attach::share;
 use crate::native::message::{
@@ -163,21 +163,21 @@ impl<'a> Control<'a> {
         vm: &mut Vm<'_>,
         serving: &Serving,
         flags: EventFlags,
-    ) -> Result<Option<End>, VmError> {
+    ) -> Option<End> {
         let has_gone = flags.intersects(EventFlags::HUP | EventFlags::ERR);
         if has_gone && !self.interest().contains(EventFlags::IN) {
-            return Ok(Some(End::Gone));
+            return Some(End::Gone);
         }
         if flags.contains(EventFlags::IN) || has_gone {
             match self.session.read() {
                 Ok(true) => {}
-                Ok(false) => return Ok(Some(End::Gone)),
+                Ok(false) => return Some(End::Gone),
                 Err(error) => self.end_requests(vm, error),
             }
         }
         for _ in 0..REQUESTS_AT_ONCE {
             match self.session.next() {
-                Ok(Some(arrived)) => self.act(vm, serving, arrived)?,
+                Ok(Some(arrived)) => self.act(vm, serving, arrived),
                 Ok(None) => break,
                 Err(error) => {
                     self.end_requests(vm, error);
@@ -185,13 +185,13 @@ impl<'a> Control<'a> {
                 }
             }
             if self.goodbye.is_some() {
-                return Ok(Some(End::Left));
+                return Some(End::Left);
             }
         }
         let is_there = self.session.flush();
         // After that there may be room for answers to requests that have arrived before.
         self.has_more = self.session.has_buffered();
-        Ok((!is_there).then_some(End::Gone))
+        (!is_there).then_some(End::Gone)
     }
 
     /// The stream has no meaning any more. The guest's faults are served as before.
@@ -208,7 +208,7 @@ impl<'a> Control<'a> {
         self.session.answer(0, &Message::Refused { code, text });
     }
 
-    fn act(&mut self, vm: &mut Vm<'_>, serving: &Serving, arrived: Arrived) -> Result<(), VmError> {
+    fn act(&mut self, vm: &mut Vm<'_>, serving: &Serving, arrived: Arrived) {
         let id = arrived.id;
         let answer = match arrived.message {
             Err(unknown) => Err((RefusedCode::Unsupported, unknown.to_string())),
@@ -217,7 +217,7 @@ impl<'a> Control<'a> {
                     message,
                     Message::AttachSpace(_) | Message::DetachSpace { .. }
                 );
-                let answer = self.answer(vm, serving, id, message)?;
+                let answer = self.answer(vm, serving, id, message);
                 if is_of_spaces {
                     let open = vm.open_spaces() + self.refused.len();
                     self.session.keep_taken(open);
@@ -231,7 +231,6 @@ impl<'a> Control<'a> {
             Ok(None) => {}
             Err((code, text)) => self.session.answer(id, &Message::Refused { code, text }),
         }
-        Ok(())
     }
 
     fn answer(
@@ -240,15 +239,15 @@ impl<'a> Control<'a> {
         serving: &Serving,
         id: u32,
         message: Message,
-    ) -> Result<Result<Option<Message>, Refusal>, VmError> {
+    ) -> Result<Option<Message>, Refusal> {
         let is_served_after = matches!(message, Message::HealthRequest | Message::Goodbye);
         if self.is_handed_over && !is_served_after {
             let text = "the VM was handed over";
-            return Ok(Err(refusal(RefusedCode::Order, text)));
+            return Err(refusal(RefusedCode::Order, text));
         }
-        Ok(match message {
+        match message {
             Message::HealthRequest => Ok(Some(Message::Health(self.health(vm, serving)))),
-            Message::Drain => self.start_drain(vm, id)?,
+            Message::Drain => self.start_drain(vm, id),
             Message::WorkingSet(action) => self.working_set(vm, id, action),
             Message::Poison { offset, bytes } => poison(vm, offset, bytes),
             Message::Resume => Ok(Some(Message::Done {
@@ -284,7 +283,7 @@ impl<'a> Control<'a> {
                 let text = format!("a message of type {kind:#06x} does not belong here");
                 Err((RefusedCode::Order, text))
             }
-        })
+        }
     }
 
     fn attach_space(
@@ -329,27 +328,24 @@ impl<'a> Control<'a> {
         }
     }
 
-    fn start_drain(
-        &mut self,
-        vm: &mut Vm<'_>,
-        id: u32,
-    ) -> Result<Result<Option<Message>, Refusal>, VmError> {
+    fn start_drain(&mut self, vm: &mut Vm<'_>, id: u32) -> Result<Option<Message>, Refusal> {
         if self.drain.is_some() {
             let text = "a drain is being answered";
-            return Ok(Err(refusal(RefusedCode::Busy, text)));
+            return Err(refusal(RefusedCode::Busy, text));
         }
         if !vm.without_content.is_empty() {
             let text = "the image ends before the end of the memory";
-            return Ok(Err(refusal(RefusedCode::NoContent, text)));
+            return Err(refusal(RefusedCode::NoContent, text));
         }
-        vm.drain()?;
+        vm.drain()
+            .map_err(|error| (RefusedCode::Internal, chain(&error)))?;
         let now = Instant::now();
         self.drain = Some(Drain {
             id,
             reported: now,
             settled: (0, now),
         });
-        Ok(Ok(None))
+        Ok(None)
     }
 
     fn working_set(
@@ -440,8 +436,8 @@ impl<'a> Control<'a> {
     }
 
     /// Looks at what was left to do.
-    pub(super) fn tick(&mut self, vm: &mut Vm<'_>) -> Result<(), VmError> {
-        self.end_work(vm)?;
+    pub(super) fn tick(&mut self, vm: &mut Vm<'_>) {
+        self.end_work(vm);
         if let Some(drain) = &mut self.drain {
             // Before the pages are counted: what it has fetched is then among them.
             let has_ended = vm.prefetch.as_ref().is_none_or(Prefetch::is_finished);
@@ -492,13 +488,12 @@ impl<'a> Control<'a> {
             }
         }
         self.session.flush();
-        Ok(())
     }
 
-    fn end_work(&mut self, vm: &mut Vm<'_>) -> Result<(), VmError> {
+    fn end_work(&mut self, vm: &mut Vm<'_>) {
         let finished = self.work.take_if(|(_, thread)| thread.is_finished());
         let Some((id, thread)) = finished else {
-            return Ok(());
+            return;
         };
         let state = state_of(vm);
         let answer = match thread.join() {
@@ -507,11 +502,14 @@ impl<'a> Control<'a> {
                 "nothing was written: too little was touched, or the file cannot be written"
                     .to_owned(),
             ),
-            Ok(Work::Loaded(Some(set))) if state == WorkingSetState::Recording => {
-                let _ = set;
+            Ok(Work::Loaded(Some(_))) if state == WorkingSetState::Recording => {
                 Err("a working set is being recorded".to_owned())
             }
-            Ok(Work::Loaded(Some(set))) => Ok((WorkingSetState::Replaying, vm.replay(&set)?)),
+            // Without a thread for it, the VM is served as before.
+            Ok(Work::Loaded(Some(set))) => match vm.replay(&set) {
+                Ok(pages) => Ok((WorkingSetState::Replaying, pages)),
+                Err(error) => Err(chain(&error)),
+            },
             Ok(Work::Loaded(None)) => Err("there is no working set of this image".to_owned()),
             Err(_) => Err("the thread panicked".to_owned()),
         };
@@ -523,7 +521,6 @@ impl<'a> Control<'a> {
             },
         };
         self.session.answer(id, &answer);
-        Ok(())
     }
 }
 

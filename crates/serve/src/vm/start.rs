@@ -382,8 +382,11 @@ impl<'a> Vm<'a> {
     pub(super) fn replay(&mut self, set: &WorkingSet) -> Result<u64, ServeError> {
         self.prefetch = None;
         let first = self.plan_replay(set);
-        self.start_plan(first)?;
-        Ok(self.replayed_pages)
+        let started = self.start_plan(first);
+        if started.is_err() {
+            self.replayed_pages = 0;
+        }
+        started.map(|()| self.replayed_pages)
     }
 
     pub(super) fn start_plan(
