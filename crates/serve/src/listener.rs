@@ -1,5 +1,6 @@
 //! The sockets at which VMs connect.
 
+use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, fstat};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, fstat, renameat, statat, unlinkat};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use thiserror::Error;
@@ -63,7 +64,8 @@ pub enum ListenError {
 pub(crate) struct Listener {
     pub(crate) socket: Guarded<UnixListener>,
     path: PathBuf,
-    is_inherited: bool,
+    /// The device and the number of its file; `None` if a service manager has made it.
+    node: Option<(u64, u64)>,
 }
 
 impl Listener {
@@ -78,32 +80,37 @@ impl Listener {
             path: path.into(),
             source,
         };
-        check_free(path)?;
         let directory = open_directory(path).map_err(failed)?;
+        let name = path
+            .file_name()
+            .ok_or_else(|| failed(Errno::ISDIR.into()))?;
+        // Whoever owns a directory above may have the path lead elsewhere meanwhile.
+        check_free(&in_directory(&directory, name), path)?;
         // A path of a socket has at most 107 bytes, which the new name beside a long path would exceed. Several threads
         // bind in one directory at a time.
         static BOUND: AtomicU64 = AtomicU64::new(0);
-        let new = PathBuf::from(format!(
-            "/proc/self/fd/{}/.pagetide.{}.{}",
-            directory.as_raw_fd(),
-            std::process::id(),
-            BOUND.fetch_add(1, Ordering::Relaxed)
-        ));
+        let number = BOUND.fetch_add(1, Ordering::Relaxed);
+        let first_name = format!(".pagetide.{}.{number}", std::process::id());
+        let new = in_directory(&directory, first_name.as_ref());
         let _ = std::fs::remove_file(&new);
         let socket = UnixListener::bind(&new).map_err(failed)?;
-        let placed = place(&socket, &new, mode)
-            .map_err(failed)
-            .and_then(|node| give(&node, path, owner))
-            .and_then(|()| std::fs::rename(&new, path).map_err(failed));
-        if let Err(error) = placed {
-            let _ = std::fs::remove_file(&new);
-            return Err(error);
+        let placed = place(&socket, &new, mode).map_err(failed).and_then(|node| {
+            give(&node, path, owner)?;
+            renameat(&directory, &first_name, &directory, name)
+                .and_then(|()| fstat(&node))
+                .map_err(|errno| failed(errno.into()))
+        });
+        match placed {
+            Ok(status) => Ok(Self {
+                socket: Guarded::guard(socket, None),
+                path: path.into(),
+                node: Some((status.st_dev, status.st_ino)),
+            }),
+            Err(error) => {
+                let _ = std::fs::remove_file(&new);
+                Err(error)
+            }
         }
-        Ok(Self {
-            socket: Guarded::guard(socket, None),
-            path: path.into(),
-            is_inherited: false,
-        })
     }
 
     /// Has the porter close the socket in the end, with connections that nobody has accepted.
@@ -123,7 +130,7 @@ impl Listener {
         Some(Self {
             socket: Guarded::guard(socket, None),
             path,
-            is_inherited: true,
+            node: None,
         })
     }
 
@@ -133,8 +140,14 @@ impl Listener {
 
     /// Whether a service manager has made it.
     pub(crate) fn is_inherited(&self) -> bool {
-        self.is_inherited
+        self.node.is_none()
     }
+}
+
+/// A file of a directory, wherever that is now.
+fn in_directory(directory: &OwnedFd, name: &OsStr) -> PathBuf {
+    let directory = format!("/proc/self/fd/{}", directory.as_raw_fd());
+    Path::new(&directory).join(name)
 }
 
 /// Opens the directory of a path.
@@ -182,7 +195,7 @@ fn give(node: &OwnedFd, path: &Path, owner: Option<(u32, u32)>) -> Result<(), Li
 
 /// Checks that a server could listen at `path`, or that one does.
 pub(crate) fn check(path: &Path) -> Result<(), ListenError> {
-    match check_free(path) {
+    match check_free(path, path) {
         Ok(()) | Err(ListenError::InUse { .. }) => {}
         Err(error) => return Err(error),
     }
@@ -194,8 +207,9 @@ pub(crate) fn check(path: &Path) -> Result<(), ListenError> {
         })
 }
 
-fn check_free(path: &Path) -> Result<(), ListenError> {
-    let status = match std::fs::symlink_metadata(path) {
+/// Looks at the file that `path` names, by another name for it.
+fn check_free(file: &Path, path: &Path) -> Result<(), ListenError> {
+    let status = match std::fs::symlink_metadata(file) {
         Ok(status) => status,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(source) => {
@@ -206,22 +220,26 @@ fn check_free(path: &Path) -> Result<(), ListenError> {
     if !status.file_type().is_socket() {
         return Err(ListenError::NotASocket { path: path.into() });
     }
-    match connect(path) {
+    match connect(file) {
         Err(Errno::CONNREFUSED) => Ok(()),
         _ => Err(ListenError::InUse { path: path.into() }),
     }
 }
 
 /// Connects, and waits for nothing: whoever listens there may accept nobody.
-fn connect(path: &Path) -> Result<(), Errno> {
+fn connect(file: &Path) -> Result<(), Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)
+    // A name that is short enough for an address.
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let node = rustix::fs::open(file, flags, Mode::empty())?;
+    let name = format!("/proc/self/fd/{}", node.as_raw_fd());
+    rustix::net::connect(&socket, &SocketAddrUnix::new(name)?)
 }
 
 /// Removes a socket at which no process listens.
 pub(crate) fn remove_stale(path: &Path) -> io::Result<()> {
-    match check_free(path) {
+    match check_free(path, path) {
         Ok(()) => match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
@@ -230,12 +248,24 @@ pub(crate) fn remove_stale(path: &Path) -> io::Result<()> {
     }
 }
 
+/// Removes a file if it is still this one: the path may lead to another server's socket by now.
+fn remove_if(path: &Path, node: (u64, u64)) -> io::Result<()> {
+    let directory = open_directory(path)?;
+    let name = path.file_name().ok_or(Errno::ISDIR)?;
+    let status = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    if (status.st_dev, status.st_ino) == node {
+        unlinkat(&directory, name, AtFlags::empty())?;
+    }
+    Ok(())
+}
+
 impl Drop for Listener {
     fn drop(&mut self) {
-        if self.is_inherited {
+        let Some(node) = self.node else {
             return;
-        }
-        let _ = std::fs::remove_file(&self.path);
+        };
+        // If it cannot be removed, a later server takes its place.
+        let _ = remove_if(&self.path, node);
         // Nobody connects any more, not even by a descriptor of the socket's file.
         let _ = rustix::net::shutdown(&*self.socket, Shutdown::Read);
     }
@@ -259,6 +289,23 @@ mod tests {
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
         drop(listener);
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    /// Kind: a name is taken for the thing. Whoever owns a directory of the path has it lead to another socket.
+    #[test]
+    fn the_socket_of_another_directory_is_not_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let [first, second, elsewhere] = ["a", "b", "c"].map(|name| directory.path().join(name));
+        std::fs::create_dir(&first).unwrap();
+        std::fs::create_dir(&second).unwrap();
+        let mine = Listener::bind(&first.join("s"), 0o600, None).unwrap();
+        let other = Listener::bind(&second.join("s"), 0o600, None).unwrap();
+        std::fs::rename(&first, &elsewhere).unwrap();
+        std::os::unix::fs::symlink(&second, &first).unwrap();
+        drop(mine);
+        UnixStream::connect(second.join("s")).unwrap();
+        drop(other);
+        assert_eq!(std::fs::read_dir(&second).unwrap().count(), 0);
     }
 
     /// Kind: a name that several threads of one process use at a time.
