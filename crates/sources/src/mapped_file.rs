@@ -16,6 +16,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::process::geteuid;
 use rustix::time::{ClockId, clock_gettime};
 
+use crate::image::MOST_MEMORY_BYTES;
+
 /// The unit in which the page cache is looked at.
 const CHUNK_BYTES: u64 = 512 << 10;
 
@@ -51,14 +53,20 @@ impl MappedFile {
         }
         let bytes = bytes / PAGE_BYTES as u64 * PAGE_BYTES as u64;
         let length = usize::try_from(bytes).ok().filter(|&length| length > 0)?;
-        let chunks = (0..bytes.div_ceil(CHUNK_BYTES)).map(|_| AtomicU64::new(0));
-        let (chunks, file) = (chunks.collect(), file.try_clone().ok()?);
+        // A sparse file may be as long as its file system permits, and takes 8 bytes for each chunk.
+        if bytes > MOST_MEMORY_BYTES {
+            return None;
+        }
+        let file = file.try_clone().ok()?;
         let (none, flags) = (std::ptr::null_mut(), MapFlags::SHARED | MapFlags::NORESERVE);
         // SAFETY: mmap without MAP_FIXED replaces no other mapping. Nothing of this process refers to the
         // mapping's content, so it does not matter that others may change it.
         let start = unsafe { mmap(none, length, ProtFlags::READ, flags, &file, 0) }.ok()?;
         // The kernel maps whole pages, below the end of the address space.
         let range = HostRange::new(HostAddress(start.expose_provenance()), length).ok()?;
+        let chunks = (0..bytes.div_ceil(CHUNK_BYTES))
+            .map(|_| AtomicU64::new(0))
+            .collect();
         Some(Self {
             file,
             range,
