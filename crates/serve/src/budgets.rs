@@ -65,7 +65,9 @@ impl OverBudget {
         match self.resource {
             Resource::Regions | Resource::Pages => RefusedCode::Regions,
             Resource::Descriptors | Resource::Closings => RefusedCode::Descriptors,
-            Resource::Connections | Resource::Threads | Resource::Mappings => RefusedCode::Internal,
+            Resource::Connections | Resource::Threads | Resource::Mappings | Resource::Bytes => {
+                RefusedCode::Internal
+            }
         }
     }
 }
@@ -323,6 +325,40 @@ impl Charge {
 
     fn lock(&self) -> MutexGuard<'_, Amounts> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes that are held for a client. Given back when this is dropped.
+#[derive(Debug)]
+pub(crate) struct HeldBytes<'a> {
+    charge: &'a Charge,
+    bytes: u64,
+}
+
+impl<'a> HeldBytes<'a> {
+    pub(crate) fn new(charge: &'a Charge) -> Self {
+        Self { charge, bytes: 0 }
+    }
+
+    /// There are so many now.
+    ///
+    /// # Errors
+    /// [`OverBudget`] if there is no room for more; they stay as many as they were.
+    pub(crate) fn set(&mut self, bytes: usize) -> Result<(), OverBudget> {
+        let bytes = bytes as u64;
+        match bytes.checked_sub(self.bytes) {
+            Some(0) => {}
+            Some(more) => self.charge.take(Resource::Bytes, more)?,
+            None => self.charge.give_back(Resource::Bytes, self.bytes - bytes),
+        }
+        self.bytes = bytes;
+        Ok(())
+    }
+}
+
+impl Drop for HeldBytes<'_> {
+    fn drop(&mut self) {
+        self.charge.give_back(Resource::Bytes, self.bytes);
     }
 }
 

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::arriving::Arriving;
-use crate::budgets::Charge;
+use crate::budgets::{Charge, Resource};
 use crate::handshake::{HandshakeError, Parsed, VmRegion, parse};
 use crate::intake::{IntakeError, receive};
 use crate::native::frame::MAGIC;
@@ -85,6 +85,12 @@ pub(crate) struct Received {
 }
 
 impl Received {
+    /// Forgets the bytes of the message.
+    pub(crate) fn drop_message(&mut self, charge: &Charge) {
+        let bytes = std::mem::take(&mut self.message).bytes.len();
+        charge.give_back(Resource::Bytes, bytes as u64);
+    }
+
     /// Whether a userfaultfd is among the descriptors: the client is a VMM.
     pub(crate) fn has_userfaultfd(&self) -> bool {
         let mut descriptors = self.descriptors.iter();
@@ -166,6 +172,9 @@ impl Received {
         if let Some(name) = got.other {
             return Err(ReceiveError::OtherKind { name });
         }
+        charge
+            .take(Resource::Bytes, got.bytes as u64)
+            .map_err(IntakeError::Budget)?;
         self.message.push(room.get(..got.bytes).unwrap_or_default());
         self.is_cut |= got.is_cut;
         Ok(got.bytes > 0)

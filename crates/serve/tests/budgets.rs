@@ -7,16 +7,17 @@ mod support;
 
 use std::fs::Permissions;
 use std::io::{Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use pagetide_serve::native::message::RefusedCode;
+use pagetide_serve::native::message::{PageMapPart, RefusedCode};
 use pagetide_serve::{Exporter, MetricsAddress, OnFailure, Options, UserLimits};
 use support::child::{Vmm, run_as_child};
-use support::native::{code, connect};
+use support::native::{attach_of, code, connect, region};
 use support::*;
 
 const SOCKET: &str = "PAGETIDE_TEST_CLIENT";
@@ -321,4 +322,39 @@ fn a_client_that_sends_no_userfaultfd_is_never_killed() {
         assert!(status.success());
     }
     assert_eq!(running.metrics.totals().vms_killed, 0);
+}
+
+/// What clients have sent, and are not served for yet, is charged to their user.
+#[test]
+fn what_is_held_of_messages_is_bounded() {
+    const PART: usize = 200 << 10;
+    let place = Place::new(16);
+    let limits = UserLimits {
+        bytes: 1 << 20,
+        ..UserLimits::default()
+    };
+    let _running = limited(&place, limits);
+    let send = || {
+        let mut client = connect(&place.socket());
+        let part = PageMapPart {
+            region: 0,
+            first_page: 0,
+            bytes: vec![0; PART],
+        };
+        // An answer says that what was sent before has been taken.
+        let taken = client.resume_from(&[part]).and_then(|()| client.share());
+        taken.map(|_| client)
+    };
+    let mut holding: Vec<_> = (0..4).map(|_| send().unwrap()).collect();
+    let refused = send().map(drop);
+    let text = refused.as_ref().unwrap_err().to_string();
+    assert!(text.contains("bytes of messages and page maps"), "{text}");
+    assert_eq!(code(refused), RefusedCode::Internal);
+    // Room comes back with the end of a client. To decode a map takes more than it has.
+    holding.clear();
+    let mut client = eventually("room", send);
+    let guest = Guest::new(16);
+    let attach = attach_of(&guest, vec![region(&guest)]);
+    let refused = client.attach(&attach, &[guest.uffd.as_fd()]).map(drop);
+    assert_eq!(code(refused), RefusedCode::Internal);
 }

@@ -110,6 +110,11 @@ impl PageMapImage {
         self.pages
     }
 
+    /// The most memory in bytes that images of so many bytes take when they are decoded: of these, a run has one at least.
+    pub fn most_memory_bytes(encoded_bytes: usize) -> usize {
+        encoded_bytes.saturating_mul(size_of::<Run>())
+    }
+
     /// The state of `page`; `None` if there is no such page.
     pub fn state(&self, page: PageIndex) -> Option<PageState> {
         let run = self.runs.partition_point(|run| run.end <= page.0);
@@ -165,9 +170,11 @@ impl PageMapImage {
         if found != computed {
             return Err(ImportError::WrongChecksum { found, computed });
         }
+        // Each run's last byte has no bit that says that another follows.
+        let runs = rest.iter().filter(|&byte| byte & 0x80 == 0).count();
         let mut image = Self {
             pages: 0,
-            runs: Vec::new(),
+            runs: Vec::with_capacity(runs),
         };
         while !rest.is_empty() {
             let bad = ImportError::BadRun {

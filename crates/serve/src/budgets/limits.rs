@@ -16,19 +16,22 @@ pub(crate) enum Resource {
     Regions,
     /// Of its memory: a byte in a page map for each.
     Pages,
+    /// Of its messages that are held: until they are complete, and page maps of a predecessor until its VM is served.
+    Bytes,
     /// Messages whose descriptors are being closed, by a process each. Not in [`Amounts`]: a client that has left does not end
     /// them.
     Closings,
 }
 
 impl Resource {
-    pub(super) const ALL: [Self; 6] = [
+    pub(super) const ALL: [Self; 7] = [
         Self::Connections,
         Self::Threads,
         Self::Descriptors,
         Self::Mappings,
         Self::Regions,
         Self::Pages,
+        Self::Bytes,
     ];
 
     /// What an operator whose VMs need more can do.
@@ -40,6 +43,7 @@ impl Resource {
                 "raise the server's limit of descriptors (ulimit -n, LimitNOFILE=)"
             }
             Self::Mappings => "raise the sysctl vm.max_map_count",
+            Self::Bytes => "attach fewer VMs at a time",
             Self::Closings => "they end with the file systems whose files were sent",
             Self::Regions | Self::Pages => "serve some of the VMs by another server",
         }
@@ -55,6 +59,7 @@ impl fmt::Display for Resource {
             Self::Mappings => "mappings",
             Self::Regions => "regions",
             Self::Pages => "pages of memory",
+            Self::Bytes => "bytes of messages and page maps",
             Self::Closings => {
                 "messages with descriptors that are no userfaultfds and not closed yet"
             }
@@ -120,6 +125,8 @@ pub struct UserLimits {
     pub regions: u64,
     /// Pages of VMs' memory: each takes a byte once it was touched.
     pub pages: u64,
+    /// Bytes of messages that are not complete, and of page maps of predecessors until their VMs are served, decoded.
+    pub bytes: u64,
 }
 
 impl UserLimits {
@@ -153,12 +160,13 @@ impl UserLimits {
             Resource::Mappings => self.mappings,
             Resource::Regions => self.regions,
             Resource::Pages => self.pages,
+            Resource::Bytes => self.bytes,
         })
     }
 }
 
 impl Default for UserLimits {
-    /// What does not depend on the process: 32 768 regions, and 2^32 pages (16 TiB of small ones).
+    /// What does not depend on the process: 32 768 regions, 2^32 pages (16 TiB of small ones), and 512 MiB.
     fn default() -> Self {
         Self {
             threads: u64::MAX,
@@ -166,6 +174,7 @@ impl Default for UserLimits {
             mappings: u64::MAX,
             regions: 32_768,
             pages: 1 << 32,
+            bytes: 512 << 20,
         }
     }
 }

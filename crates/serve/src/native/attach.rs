@@ -18,6 +18,7 @@ use super::message::{
 use super::session::{Session, SessionError};
 use super::share::{ShareError, SharedImage};
 use super::{LOWEST_VERSION, MAX_MAP_BYTES, VERSION, features_of, frame};
+use crate::budgets::HeldBytes;
 use crate::handshake::{MAX_MEMORY_BYTES, VmRegion, check_together, checked_region};
 use crate::image::ServedImage;
 use crate::metrics::Metrics;
@@ -48,7 +49,7 @@ pub(crate) struct AttachedRegion {
 
 /// A client that asks to be attached, before it has its answer.
 #[derive(Debug)]
-pub(crate) struct Attachment {
+pub(crate) struct Attachment<'a> {
     /// The id of the request.
     pub(crate) id: u32,
     pub(crate) regions: Vec<AttachedRegion>,
@@ -56,6 +57,8 @@ pub(crate) struct Attachment {
     pub(crate) shared: Option<Arc<SharedImage>>,
     /// The features that were agreed.
     pub(crate) features: u64,
+    /// Held until the page maps of the regions are not needed any more.
+    pub(crate) map_bytes: HeldBytes<'a>,
 }
 
 /// The state of a connection before attach.
@@ -68,6 +71,8 @@ pub(crate) struct Beginning<'s, 'a> {
     shared: Option<Arc<SharedImage>>,
     maps: Vec<(PageMapPart, bool)>,
     map_bytes: usize,
+    /// Of the maps, and of what they are decoded to.
+    held: HeldBytes<'a>,
     has_greeted: bool,
     /// The features that were agreed.
     features: u64,
@@ -81,6 +86,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
         kept: &'s mut Vec<OwnedFd>,
     ) -> Self {
         Self {
+            held: HeldBytes::new(session.charge()),
             session,
             image,
             metrics,
@@ -102,7 +108,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
         begun: Instant,
         limit: Duration,
         stopping: impl Fn() -> bool,
-    ) -> Result<Attachment, AttachError> {
+    ) -> Result<Attachment<'a>, AttachError> {
         let mut id = 0;
         let attached = self.run(begun, limit, stopping, &mut id);
         if let Err(error) = &attached {
@@ -122,7 +128,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
     ///
     /// # Errors
     /// Always.
-    pub(crate) fn refuse(self, error: SessionError) -> Result<Attachment, AttachError> {
+    pub(crate) fn refuse(self, error: SessionError) -> Result<Attachment<'a>, AttachError> {
         let (code, text) = (error.code(), crate::vm::chain(&error));
         let arrived = self.session.take_descriptors();
         self.kept.extend(arrived);
@@ -137,7 +143,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
         limit: Duration,
         stopping: impl Fn() -> bool,
         id: &mut u32,
-    ) -> Result<Attachment, AttachError> {
+    ) -> Result<Attachment<'a>, AttachError> {
         let end = begun + limit;
         loop {
             while let Some(arrived) = self.session.next()? {
@@ -184,7 +190,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
         id: u32,
         more: bool,
         message: Message,
-    ) -> Result<Option<Attachment>, AttachError> {
+    ) -> Result<Option<Attachment<'a>>, AttachError> {
         let kind = message.kind();
         match message {
             Message::Hello {
@@ -208,11 +214,13 @@ impl<'s, 'a> Beginning<'s, 'a> {
             Message::ResumeMap(part) if self.has_greeted => self.take_map(part, more)?,
             Message::Attach(attach) if self.has_greeted => {
                 let regions = self.regions(&attach)?;
+                let none = HeldBytes::new(self.session.charge());
                 return Ok(Some(Attachment {
                     id,
                     regions,
                     shared: self.shared.take(),
                     features: self.features,
+                    map_bytes: std::mem::replace(&mut self.held, none),
                 }));
             }
             Message::Goodbye => {
@@ -247,6 +255,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
         if self.map_bytes > MAX_MAP_BYTES {
             return Err(AttachError::MapsTooLong);
         }
+        self.held.set(self.map_bytes)?;
         match self.maps.last_mut() {
             Some((last, true))
                 if (last.region, last.first_page) == (part.region, part.first_page) =>
@@ -409,6 +418,11 @@ impl<'s, 'a> Beginning<'s, 'a> {
 
     fn add_maps(&mut self, regions: &mut [AttachedRegion]) -> Result<(), AttachError> {
         let count = regions.len();
+        // Both are there for a moment.
+        let most = PageMapImage::most_memory_bytes(self.map_bytes);
+        self.held.set(self.map_bytes.saturating_add(most))?;
+        // Of one user, the maps of one VM are decoded at a time.
+        let _turn = self.session.charge().turn();
         for (part, _) in std::mem::take(&mut self.maps) {
             let PageMapPart {
                 region, first_page, ..

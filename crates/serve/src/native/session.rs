@@ -12,7 +12,7 @@ use thiserror::Error;
 use super::frame::{Decoder, FrameError, HEADER_BYTES, MAGIC, MAX_PAYLOAD_BYTES};
 use super::message::{DecodeError, MAX_DESCRIPTORS, Message, PageMapPart, RefusedCode};
 use super::socket;
-use crate::budgets::{Charge, OverBudget, Resource};
+use crate::budgets::{Charge, HeldBytes, OverBudget, Resource};
 use crate::handshake::VmRegion;
 use crate::intake::{IntakeError, receive};
 
@@ -100,6 +100,8 @@ pub(crate) struct Session<'a> {
     /// Descriptors that it was sent.
     shared: u32,
     decoder: Decoder,
+    /// What has arrived of messages.
+    buffered: HeldBytes<'a>,
     /// Descriptors that have arrived.
     pub(crate) descriptors: Vec<OwnedFd>,
     /// Of those that were taken from here, the ones that are charged.
@@ -133,6 +135,7 @@ impl<'a> Session<'a> {
             charge,
             shared: 0,
             decoder,
+            buffered: HeldBytes::new(charge),
             descriptors,
             taken: 0,
             takes_none: false,
@@ -149,6 +152,11 @@ impl<'a> Session<'a> {
 
     pub(crate) fn stream(&self) -> &'a UnixStream {
         self.stream
+    }
+
+    /// What the client is charged by.
+    pub(crate) fn charge(&self) -> &'a Charge {
+        self.charge
     }
 
     /// Takes descriptors again: a message after attach may have one.
@@ -235,6 +243,7 @@ impl<'a> Session<'a> {
         }
         self.decoder
             .push(bytes.get(..got.bytes).unwrap_or_default());
+        self.buffered.set(self.decoder.buffered())?;
         Ok(true)
     }
 
@@ -246,6 +255,7 @@ impl<'a> Session<'a> {
     pub(crate) fn next(&mut self) -> Result<Option<Arrived>, SessionError> {
         while !self.is_deaf && self.out_bytes < OUT_PAUSE_BYTES {
             let Some(frame) = self.decoder.next_frame()? else {
+                self.buffered.set(self.decoder.buffered())?;
                 return Ok(None);
             };
             let message = match Message::of(&frame) {
@@ -271,6 +281,8 @@ impl<'a> Session<'a> {
     pub(crate) fn be_deaf(&mut self) {
         self.is_deaf = true;
         self.decoder = Decoder::new();
+        // Fewer bytes have room.
+        let _ = self.buffered.set(0);
     }
 
     /// Queues an answer.

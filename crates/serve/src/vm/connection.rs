@@ -167,6 +167,7 @@ fn serve(
         First::Native => return serve_native(common, offer, client, received, begun),
         First::Firecracker(described) => described,
     };
+    received.drop_message(&client.charge);
     // Now, and not when the socket was bound: the VMM's state file is of this moment, too.
     let image = &offer.now(&common.options, &common.metrics)?;
     if !common.options.any_length {
@@ -318,6 +319,7 @@ fn serve_native(
     let arrived = std::mem::take(&mut received.descriptors);
     let is_too_many = received.is_cut || arrived.len() > MAX_DESCRIPTORS;
     let mut session = Session::new(stream, &received.message.bytes, arrived, &client.charge);
+    received.drop_message(&client.charge);
     let image = &match offer.now(&common.options, &common.metrics) {
         Ok(image) => image,
         Err(error) => {
@@ -339,7 +341,7 @@ fn serve_native(
         }),
     }?;
     let (id, count) = (attached.id, attached.regions.len());
-    let regions = attached.regions;
+    let (regions, map_bytes) = (attached.regions, attached.map_bytes);
     // A predecessor has served it.
     let is_running = regions.iter().any(|region| !region.maps.is_empty());
     // A VMM may end its recording at any time: a successor would not know.
@@ -358,6 +360,8 @@ fn serve_native(
         },
     });
     let made = start.and_then(|start| Vm::new(common, image, client, regions, start));
+    // It has taken the maps over.
+    drop(map_bytes);
     let mut vm = match made {
         Ok(vm) => vm,
         Err(error) => {
