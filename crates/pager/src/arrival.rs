@@ -37,8 +37,10 @@ pub(crate) enum Purpose {
 /// or poisoned stay unchanged.
 ///
 /// Returns at the first run that cannot be installed; the pages after it are unchanged. After
-/// [`InstallFailure::Busy`] the caller, or whoever waits, comes back later. Where threads wait, a page with content that nobody
-/// expects there keeps no other page from its content: only its own fault fails, and, if there is no fault, the whole in the end.
+/// [`InstallFailure::Busy`] the caller, or whoever waits, comes back later.
+///
+/// A page with content that nobody expects there fails alone where threads wait: the others get their content. The error is
+/// returned in the end, unless the fault was on another page.
 pub(crate) fn arrive(
     pager: &Pager,
     region: &PagedRegion,

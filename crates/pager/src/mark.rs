@@ -141,7 +141,8 @@ impl Marking<'_> {
             start: rest.start,
             bytes: rest.bytes.min(self.most),
         };
-        self.most = self.step_bytes;
+        // A process may have many holes in one memory: what a call marks at most grows again step by step.
+        self.most = self.most.saturating_mul(2).min(self.step_bytes);
         match self.uffd.poison_pages(piece, Wake::Wake) {
             Ok(()) => Step::Done(piece.bytes),
             Err(InstallError::Exists { installed_bytes }) => self.found(rest, installed_bytes),
@@ -159,6 +160,7 @@ impl Marking<'_> {
             Err(InstallError::NoMapping | InstallError::NoContent) => {
                 // One that sleeps there has to find that out.
                 let _ = self.uffd.wake(piece);
+                self.most = self.page_bytes;
                 Step::Done(self.page_bytes)
             }
             Err(InstallError::Gone) => Step::End(Mark::Made),

@@ -175,7 +175,7 @@ impl Pager {
     pub(crate) fn close_space(&self, region: &PagedRegion, space: &AddressSpace) -> bool {
         // Lost pages, too: it may not have been possible to mark some of them before.
         let reads_zeroes = |state: PageState| !state.is_settled() || state == PageState::Poisoned;
-        let mut again = Again::with_patience();
+        let mut again = Again::in_all();
         let is_safe =
             space.channel.is_gone() || self.poison_where(region, space, &mut again, reads_zeroes);
         for range in space.parts(region.id, region.all_pages()) {
