@@ -2,7 +2,6 @@
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
@@ -14,7 +13,7 @@ pub(crate) struct Peer {
     /// `None` if the process is outside this process' pid namespace. Then nobody here can signal it.
     pub(crate) pid: Option<i32>,
     pub(crate) uid: u32,
-    /// `None` if the process has ended.
+    /// `None` if the process has ended, or nothing names it for certain.
     pidfd: Option<OwnedFd>,
 }
 
@@ -50,8 +49,11 @@ impl Peer {
 fn by_number(credentials: libc::ucred) -> Option<OwnedFd> {
     let pid = Pid::from_raw(credentials.pid)?;
     let pidfd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-    let status = std::fs::metadata(format!("/proc/{}", credentials.pid)).ok()?;
-    (status.uid() == credentials.uid).then_some(pidfd)
+    let status = std::fs::read_to_string(format!("/proc/{}/status", credentials.pid)).ok()?;
+    // Real, effective, saved: what the kernel notes of a connection is the second.
+    let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    let effective = uids.split_whitespace().nth(1)?.parse::<u32>().ok()?;
+    (effective == credentials.uid).then_some(pidfd)
 }
 
 /// The user at the other end of a Unix socket of any type, by SO_PEERCRED.
@@ -134,10 +136,14 @@ mod tests {
         // SAFETY: clone3 without CLONE_VM requires what fork does: the child calls nothing that another thread of this process
         // may have been in. It waits for its end.
         match unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of_val(&args)) } {
-            0 => loop {
-                // SAFETY: pause requires nothing.
-                unsafe { libc::pause() };
-            },
+            0 => {
+                // SAFETY: close_range requires that nothing uses the descriptors any more: this process only waits.
+                unsafe { libc::close_range(0, libc::c_uint::MAX, 0) };
+                loop {
+                    // SAFETY: pause requires nothing.
+                    unsafe { libc::pause() };
+                }
+            }
             ..0 => Err(std::io::Error::last_os_error()),
             child => Ok(Pid::from_raw(i32::try_from(child).unwrap()).unwrap()),
         }
@@ -165,7 +171,8 @@ mod tests {
                 return;
             }
         };
-        let killed = Peer::of(&stream).unwrap().kill();
+        let peer = Peer::of(&stream);
+        let killed = peer.as_ref().map_or_else(|errno| Err(*errno), Peer::kill);
         // A signal that was sent before comes first.
         kill_process(bystander, Signal::TERM).unwrap();
         let (_, status) = waitpid(Some(bystander), WaitOptions::empty())
@@ -173,8 +180,10 @@ mod tests {
             .unwrap();
         // Kernels before 6.5 have no better name of the process than its number.
         // SAFETY: get requires a type that is valid for whatever the option writes: an integer.
-        let old = unsafe { get::<i32>(stream.as_fd(), libc::SO_PEERPIDFD) };
-        if old == Err(Errno::NOPROTOOPT) {
+        let pidfd = unsafe { get::<i32>(stream.as_fd(), libc::SO_PEERPIDFD) };
+        // SAFETY: from_raw_fd requires an open descriptor without another owner: the kernel has just made it for this call.
+        let pidfd = pidfd.map(|pidfd| unsafe { OwnedFd::from_raw_fd(pidfd) });
+        if matches!(pidfd, Err(Errno::NOPROTOOPT)) {
             println!("SKIP: this kernel has no SO_PEERPIDFD (Linux 6.5)");
             return;
         }

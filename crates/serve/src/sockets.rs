@@ -272,7 +272,7 @@ impl Sockets {
         if let Some(state) = &common.state {
             state.forget(vm);
         }
-        // After the keeper's and this server's other descriptors: the last close may hang.
+        // Its last close may hang, which is the porter's affair then.
         drop(Connection::new(kept.stream, common.porter.clone()));
         common.usage.end();
         self.update();

@@ -110,7 +110,12 @@ impl PageMapImage {
         self.pages
     }
 
-    /// The most memory in bytes that images of so many bytes take when they are decoded: of these, a run has one at least.
+    /// The memory in bytes that it takes.
+    pub fn memory_bytes(&self) -> usize {
+        Self::most_memory_bytes(self.runs.capacity())
+    }
+
+    /// The most memory in bytes that images of so many bytes take when they are decoded: each run takes one byte of these at least.
     pub fn most_memory_bytes(encoded_bytes: usize) -> usize {
         encoded_bytes.saturating_mul(size_of::<Run>())
     }

@@ -418,11 +418,12 @@ impl<'s, 'a> Beginning<'s, 'a> {
 
     fn add_maps(&mut self, regions: &mut [AttachedRegion]) -> Result<(), AttachError> {
         let count = regions.len();
+        // Of one user, the maps of one VM are decoded at a time.
+        let _turn = self.session.charge().turn();
         // Both are there for a moment.
         let most = PageMapImage::most_memory_bytes(self.map_bytes);
         self.held.set(self.map_bytes.saturating_add(most))?;
-        // Of one user, the maps of one VM are decoded at a time.
-        let _turn = self.session.charge().turn();
+        let mut decoded_bytes = 0_usize;
         for (part, _) in std::mem::take(&mut self.maps) {
             let PageMapPart {
                 region, first_page, ..
@@ -439,9 +440,11 @@ impl<'s, 'a> Beginning<'s, 'a> {
                     region,
                     regions: count,
                 })?;
+            decoded_bytes = decoded_bytes.saturating_add(image.memory_bytes());
             target.maps.push((first_page, image));
         }
-        Ok(())
+        // Less than the most, which the next one of the user may need.
+        Ok(self.held.set(decoded_bytes)?)
     }
 }
 

@@ -505,7 +505,7 @@ impl<'a> Control<'a> {
             Ok(Work::Loaded(Some(_))) if state == WorkingSetState::Recording => {
                 Err("a working set is being recorded".to_owned())
             }
-            // Without a thread for it, the VM is served as before.
+            // Without a thread for it, the VM is served on, without prefetch.
             Ok(Work::Loaded(Some(set))) => match vm.replay(&set) {
                 Ok(pages) => Ok((WorkingSetState::Replaying, pages)),
                 Err(error) => Err(chain(&error)),
