@@ -34,10 +34,10 @@ const DEBUG_VM_TIMEOUT: u64 = 14_400;
 /// Huge pages for the tests that need them.
 const HUGE_PAGES: &str = "hugepages=256";
 
-/// A huge page of 1G, set aside at boot for the selftests: whether one can be had later is a matter of luck.
+/// A huge page of 1G, set aside at boot: whether one can be had later is a matter of luck.
 const GIGANTIC_PAGE: [&str; 2] = ["hugepagesz=1G", "hugepages=1"];
 
-/// What the VMs with a page of 1G have: with less, there is no room for it.
+/// What the VMs with selftests have: with less, there is no room for a page of 1G.
 const GIGANTIC_MEMORY: &str = "6G";
 
 /// A second node, for tests of migration, on a kernel with upstream.config.
@@ -349,7 +349,7 @@ fn firecracker_environment(paths: &Paths) -> Vec<OsString> {
 pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
     let jobs = selftest_jobs(variant, paths)?;
-    let args = with_gigantic_page(variant);
+    let args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
     run("selftests", &args, &jobs, paths, tally).map(drop)
 }
 
@@ -357,7 +357,8 @@ pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
 pub(super) fn gigantic(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
     let jobs = selftest_jobs_that(variant, paths, |runs| runs == Runs::Gigantic)?;
-    let args = with_gigantic_page(variant);
+    let mut args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
+    args.append.extend(GIGANTIC_PAGE.map(String::from));
     run("gigantic", &args, &jobs, paths, tally).map(drop)
 }
 
@@ -510,7 +511,7 @@ fn with_modules(lane: &str, variant: Variant, paths: &Paths, tally: &mut Tally) 
     let load = Job::new(load_modules(variant, paths), paths.root());
     let mut jobs = vec![(Kind::Command("KVM's modules are loaded"), load)];
     jobs.extend(selftest_jobs(variant, paths)?);
-    let args = with_gigantic_page(variant);
+    let args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
     run(lane, &args, &jobs, paths, tally).map(drop)
 }
 
@@ -523,7 +524,7 @@ fn swap(paths: &Paths) -> (Kind, Job) {
 fn with_nodes_and_swap(variant: Variant, paths: &Paths) -> Result<(VmArgs, Vec<(Kind, Job)>)> {
     let mut jobs = vec![swap(paths)];
     jobs.extend(selftest_jobs(variant, paths)?);
-    let mut args = with_gigantic_page(variant);
+    let mut args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
     args.append.push(NODES.into());
     Ok((args, jobs))
 }
@@ -537,13 +538,6 @@ pub(super) fn machine(variant: Variant, pagetide: Pagetide, memory: &str) -> VmA
         append: vec![HUGE_PAGES.into()],
         ..VmArgs::new(variant)
     }
-}
-
-/// The same for selftests, with a huge page of 1G.
-fn with_gigantic_page(variant: Variant) -> VmArgs {
-    let mut args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
-    args.append.extend(GIGANTIC_PAGE.map(String::from));
-    args
 }
 
 /// The selftests that each step runs which runs any.
