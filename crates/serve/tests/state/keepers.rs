@@ -7,6 +7,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
 use pagetide_serve::{Options, Server, StartError, StateOptions};
 use rustix::fs::SealFlags;
@@ -60,6 +61,16 @@ fn kill(keeper: Pid) {
 
 fn wait_for_end_of(keeper: Pid) {
     eventually("its end", || test_kill_process(keeper).is_err());
+}
+
+/// A VM of 64 pages, of which one was touched, that a killed server has left.
+fn left_by_a_server(place: &Place) -> (Arc<Guest>, UnixStream) {
+    let serving = Serving::start(place, false);
+    let guest = shared(64);
+    let stream = guest.connect(&place.socket());
+    guest.check(3, &content(3));
+    serving.kill();
+    (guest, stream)
 }
 
 /// Leaves a VM of a later version with a keeper, as a server of that version does.
@@ -285,11 +296,7 @@ fn a_vm_of_another_version_waits_for_its_server_or_is_killed() {
         return;
     }
     let place = Place::new(64);
-    let guest = shared(64);
-    let serving = Serving::start(&place, false);
-    let _stream = guest.connect(&place.socket());
-    guest.check(3, &content(3));
-    serving.kill();
+    let (guest, _stream) = left_by_a_server(&place);
     let other = place.directory.path().join("other.sock");
     let listener = UnixListener::bind(&other).unwrap();
     let mut vmm = Vmm::start("vmm", &other, 8);
@@ -314,11 +321,7 @@ fn a_vm_that_waits_for_its_image_outlives_its_keeper() {
     }
     let place = Place::new(64);
     let elsewhere = place.directory.path().join("elsewhere");
-    let serving = Serving::start(&place, false);
-    let guest = shared(64);
-    let _stream = guest.connect(&place.socket());
-    guest.check(3, &content(3));
-    serving.kill();
+    let (guest, _stream) = left_by_a_server(&place);
     std::fs::rename(place.image(), &elsewhere).unwrap();
     let serving = Serving::with(&place, &[WAITS]);
     kill(keeper_of(&place));
@@ -339,11 +342,7 @@ fn a_vm_that_ends_while_it_waits_for_its_image_is_forgotten() {
         return;
     }
     let place = Place::new(64);
-    let serving = Serving::start(&place, false);
-    let guest = shared(64);
-    let stream = guest.connect(&place.socket());
-    guest.check(3, &content(3));
-    serving.kill();
+    let (_guest, stream) = left_by_a_server(&place);
     std::fs::remove_file(place.image()).unwrap();
     let serving = Serving::with(&place, &[WAITS]);
     drop(stream);
