@@ -21,7 +21,7 @@ mod socket;
 mod wait;
 
 pub use huge::huge_memory_file;
-pub use process::in_a_process_of_its_own;
+pub use process::{NoOtherThread, in_a_process_of_its_own};
 pub use random::{Rng, mix, seed};
 pub use sleeper::{Sleeper, Task};
 pub use socket::unread_by_peer;

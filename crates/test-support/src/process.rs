@@ -1,6 +1,11 @@
 //! Tests that need a process of their own.
 
 use std::process::Command;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::{Builder, JoinHandle};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::within_patience;
 
@@ -36,6 +41,59 @@ pub fn in_a_process_of_its_own(name: &str, body: impl FnOnce()) {
     assert!(said.contains("1 passed"), "there is no test {name}:{text}");
 }
 
+/// As long as it lives, no thread can be started in this process, which is one of its own ([`in_a_process_of_its_own`]): its
+/// address space has no room for another stack. A thread that ends meanwhile leaves one that a new thread would use.
+#[derive(Debug)]
+pub struct NoOtherThread {
+    before: Rlimit,
+    /// Have the stacks of threads that have ended, which would be used again.
+    parked: Vec<JoinHandle<()>>,
+    /// Dropped to end these.
+    release: Option<Sender<()>>,
+}
+
+impl NoOtherThread {
+    /// From now on.
+    ///
+    /// # Panics
+    ///
+    /// If the limit cannot be set.
+    #[must_use]
+    pub fn begin() -> Self {
+        /// What this process may still take, which is less than a stack.
+        const ROOM_BYTES: u64 = 512 << 10;
+        let before = getrlimit(Resource::As);
+        let statm = std::fs::read_to_string("/proc/self/statm").expect("the sizes of this process");
+        let pages = statm.split(' ').next().and_then(|size| size.parse().ok());
+        let pages: u64 = pages.expect("its size in pages");
+        let current = Some(pages * rustix::param::page_size() as u64 + ROOM_BYTES);
+        let bounded = Rlimit { current, ..before };
+        setrlimit(Resource::As, bounded).expect("a limit of the address space");
+        let (release, released) = channel();
+        let released = Arc::new(Mutex::new(released));
+        let park = || {
+            let released = Arc::clone(&released);
+            let wait = move || drop(released.lock().map(|released| released.recv()));
+            Builder::new().spawn(wait).ok()
+        };
+        Self {
+            before,
+            parked: std::iter::from_fn(park).collect(),
+            release: Some(release),
+        }
+    }
+}
+
+impl Drop for NoOtherThread {
+    fn drop(&mut self) {
+        drop(self.release.take());
+        for parked in self.parked.drain(..) {
+            let _ = parked.join();
+        }
+        setrlimit(Resource::As, self.before).expect("no limit of the address space");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -60,5 +118,19 @@ mod tests {
     #[test]
     fn a_test_that_fails_in_its_process() {
         assert!(std::env::var_os(TEST).is_none());
+    }
+
+    #[test]
+    fn a_thread_finds_no_room() {
+        let this = "process::tests::a_thread_finds_no_room";
+        in_a_process_of_its_own(this, || {
+            let start = || Builder::new().spawn(|| {});
+            // It leaves its stack behind.
+            start().expect("a thread").join().expect("it ends");
+            let none = NoOtherThread::begin();
+            assert!(start().is_err());
+            drop(none);
+            start().expect("a thread").join().expect("it ends");
+        });
     }
 }
