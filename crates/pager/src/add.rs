@@ -277,7 +277,7 @@ impl Pager {
     fn zap_missing(&self, region: &PagedRegion, local: &Region) -> Result<(), AddError> {
         for missing in region.runs(|state| !state.is_settled()) {
             let zapped = self.with_events_read(region, || local.zap_guest(missing));
-            zapped.map_err(AddError::Zap)?;
+            zapped.map_err(AddError::NoThread)?.map_err(AddError::Zap)?;
         }
         Ok(())
     }

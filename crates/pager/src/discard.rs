@@ -7,6 +7,7 @@ use crate::error::{DiscardError, WAIT_SLICE};
 use crate::fault::RegionId;
 use crate::install::wake;
 use crate::pager::Pager;
+use crate::region::PagedRegion;
 
 impl Pager {
     /// As [`Self::discard`], for the pages that lie wholly in `bytes` bytes from the home gpa `gpa` on: balloons and free
@@ -87,14 +88,19 @@ impl Pager {
             }
             // Poisoned pages are not punched, because they would read as zeroes.
             if !run.is_empty() {
-                result = result.and(self.with_events_read(region, || region.memory.discard(run)));
+                result = result.and(self.give_back(region, run));
             }
             run = PageRange::new(PageIndex(page.0 + 1), 0);
         }
         if !run.is_empty() {
-            result = result.and(self.with_events_read(region, || region.memory.discard(run)));
+            result = result.and(self.give_back(region, run));
         }
         self.count(&counters);
         result.map(|()| removed)
+    }
+    /// Returns memory to the host.
+    fn give_back(&self, region: &PagedRegion, pages: PageRange) -> Result<(), DiscardError> {
+        self.with_events_read(region, || region.memory.discard(pages))
+            .map_err(DiscardError::NoThread)?
     }
 }

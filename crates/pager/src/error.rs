@@ -1,6 +1,7 @@
 //! Errors, one type per operation.
 
 use std::any::Any;
+use std::io;
 use std::time::Duration;
 
 use pagetide_memory::{
@@ -326,6 +327,9 @@ pub enum AddError {
     /// Existing mappings could not be removed.
     #[error("removing the existing mappings of guest memory")]
     Zap(#[source] AccessError),
+    /// The thread could not be started that changes memory while this one reads the userfaultfd's events.
+    #[error("starting a thread that changes the mappings of guest memory")]
+    NoThread(#[source] io::Error),
 }
 
 /// Why pages could not be discarded.
@@ -353,6 +357,9 @@ pub enum DiscardError {
     /// The same for a file that another process handed over.
     #[error("returning memory to the host")]
     PunchFile(#[source] MemoryFileAccessError),
+    /// The thread could not be started that discards while this one reads the userfaultfd's events.
+    #[error("starting a thread that returns memory to the host")]
+    NoThread(#[source] io::Error),
 }
 
 /// Why pushed content was not installed.
@@ -497,7 +504,7 @@ pub enum ServeError {
         name: String,
         /// The operating system's error.
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     /// A descriptor could not be created.
     #[error("creating a descriptor of the pager")]

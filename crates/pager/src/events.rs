@@ -2,9 +2,10 @@
 //!
 //! [`crate::channel`] defines the order in which events and installations take effect.
 
+use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::panic::resume_unwind;
-use std::thread;
+use std::thread::{self, Builder};
 
 use pagetide_uapi::userfaultfd::{Event, EventBuffer, UserRange};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -48,28 +49,32 @@ impl Pager {
     /// Changes a local region's memory in a way that its userfaultfd reports. The kernel makes the
     /// changing thread wait until the event was read, and there may be no other reader: so a helper
     /// thread makes the change, and this thread reads. Called without the channel's install lock.
+    ///
+    /// # Errors
+    /// The helper could not be started, and nothing was changed.
     pub(crate) fn with_events_read<T: Send>(
         &self,
         region: &PagedRegion,
         act: impl FnOnce() -> T + Send,
-    ) -> T {
+    ) -> io::Result<T> {
         let mut channels = region.served.iter().map(|served| &served.channel);
         let Some(channel) = channels.find(|channel| channel.has_events) else {
-            return act();
+            return Ok(act());
         };
         // Readable when the helper has ended. Without a descriptor, this thread looks now and then.
         let ended = eventfd(0, EventfdFlags::CLOEXEC).ok();
         thread::scope(|scope| {
             let its = &ended;
-            let acting = scope.spawn(move || {
+            let helper = Builder::new().name("pt-change".to_owned());
+            let acting = helper.spawn_scoped(scope, move || {
                 let _ending = Ending(its.as_ref());
                 act()
-            });
+            })?;
             while !acting.is_finished() {
                 wait_for_message(channel, ended.as_ref());
                 self.read_events(channel);
             }
-            acting.join().unwrap_or_else(|panic| resume_unwind(panic))
+            Ok(acting.join().unwrap_or_else(|panic| resume_unwind(panic)))
         })
     }
 

@@ -7,6 +7,7 @@
 mod foreign;
 mod local;
 mod place;
+mod zeroes;
 
 use std::fmt;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ pub use foreign::Memfd;
 pub(crate) use foreign::{Foreign, ForeignClone, ForeignFile};
 pub(crate) use local::Local;
 pub(crate) use place::{Body, Place};
+use zeroes::Zeroes;
 
 /// The minimal page size of this process's own memory.
 const SMALLEST_PAGE_BYTES: usize = 4096;
@@ -170,17 +172,10 @@ pub(crate) fn zero_range(
     }
     // A hugetlb pool has no zero page.
     let page_bytes = page_size.bytes();
-    let zeroes = vec![0_u8; usize::try_from(page_bytes).unwrap_or(0)];
-    // Freshly allocated memory is unmapped, and the kernel first copies with faults disabled. If that
-    // copy fails, the kernel temporarily takes a second huge page, which the pool may lack. A read maps
-    // the zero page and allocates no memory.
-    let mapped = std::hint::black_box(&zeroes).iter();
-    for byte in mapped.step_by(SMALLEST_PAGE_BYTES) {
-        std::hint::black_box(*byte);
-    }
+    let zeroes = Zeroes::map(page_bytes)?;
     let mut done = 0;
     while done < range.bytes {
-        match uffd.copy_pages(range.start + done, &zeroes, wake) {
+        match uffd.copy_pages_from(range.start + done, zeroes.range(), wake) {
             Ok(()) => done += page_bytes,
             Err(InstallError::Exists { .. }) => {
                 return Err(InstallError::Exists {

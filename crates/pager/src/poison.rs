@@ -1,6 +1,6 @@
 //! Memory that is lost to uncorrected errors, now or before the VM was restored.
 
-use pagetide_memory::{AccessError, GuestRange, PageIndex, PageRange, PageState, Region, Removal};
+use pagetide_memory::{GuestRange, PageIndex, PageRange, PageState, Region, Removal};
 
 use crate::counters::Counters;
 use crate::error::{AddError, WAIT_SLICE};
@@ -79,7 +79,7 @@ impl Pager {
             if let Some(local) = region.memory.local() {
                 // Existing mappings are removed first: content that a MISSING region should not have,
                 // or the marker of an earlier pager, which outlives that pager's userfaultfd.
-                self.unmap(region, local, single).map_err(AddError::Zap)?;
+                self.unmap(region, local, single)?;
             }
             let _ = self.poison_everywhere(region, single);
         }
@@ -92,10 +92,11 @@ impl Pager {
         region: &PagedRegion,
         local: &Region,
         pages: PageRange,
-    ) -> Result<(), AccessError> {
-        self.with_events_read(region, || match local.service() {
+    ) -> Result<(), AddError> {
+        let unmapped = self.with_events_read(region, || match local.service() {
             Some(_) => local.zap_guest(pages),
             None => local.punch(pages),
-        })
+        });
+        unmapped.map_err(AddError::NoThread)?.map_err(AddError::Zap)
     }
 }

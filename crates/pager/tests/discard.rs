@@ -14,6 +14,7 @@ use pagetide_pager::{
     Content, DiscardError, Mapper, Memfd, Mode, Pager, ReaderConfig, Readers, RegionConfig,
     RegionId, Serving, UffdLayout,
 };
+use pagetide_test_support::{NoOtherThread, in_a_process_of_its_own};
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use support::sources::complete;
 use support::*;
@@ -328,4 +329,34 @@ fn a_range_of_gpas_is_discarded_where_whole_pages_are_in_it() {
     assert_eq!(discard(PAGE / 2, PAGE), 0);
     assert_eq!(pager.discard_gpas(GuestAddress(0), PAGE).unwrap(), 0);
     assert_eq!(pager.discard_gpas(GuestAddress(0), u64::MAX).unwrap(), 16);
+}
+
+#[test]
+fn a_discard_whose_thread_cannot_be_started_fails_and_may_be_repeated() {
+    in_a_process_of_its_own(
+        "a_discard_whose_thread_cannot_be_started_fails_and_may_be_repeated",
+        || {
+            let Some(region) = region(8, Backing::Anonymous) else {
+                return;
+            };
+            let pager = Pager::new().unwrap();
+            let config = RegionConfig::local(Arc::clone(&region), Mode::Missing, pattern());
+            let config = config.userfaultfds(UffdLayout::WithEvents);
+            let id = pager.add(config).unwrap();
+            let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+            push(&pager, id, &region, 2);
+
+            let none = NoOtherThread::begin();
+            let discarded = pager.discard(id, pages(0, 4));
+            drop(none);
+            assert!(
+                matches!(discarded, Err(DiscardError::NoThread(_))),
+                "{discarded:?}"
+            );
+
+            assert_eq!(pager.discard(id, pages(0, 4)).unwrap(), 4);
+            check_zeroes(&region, 2);
+            assert_no_trouble(&pager);
+        },
+    );
 }

@@ -158,19 +158,29 @@ fn end_protection(
         start: message.address & !(bytes - 1),
         bytes,
     };
-    match channel.uffd.unprotect(range) {
-        Ok(()) => {}
-        // The process changes its address space.
-        Err(InstallError::Again { .. }) => {
-            pager.read_events(channel);
-            channel.defer([*message]);
-            pager.poller.report_deferred();
+    let mut again = Again::for_a_turn();
+    loop {
+        match channel.uffd.unprotect(range) {
+            Ok(()) => {}
+            // The process changes its address space.
+            Err(InstallError::Again { .. }) => {
+                pager.read_events(channel);
+                // An event may have moved the page, and another one may be at its address.
+                let is_there = channel.locate(message.address) == Some((id, page));
+                if is_there && again.pause().is_ok() {
+                    continue;
+                }
+                // Other faults first, or its page by its new address.
+                channel.defer([*message]);
+                pager.poller.report_deferred();
+            }
+            // Not mapped any more, or gone.
+            Err(InstallError::NoMapping | InstallError::Gone) => {
+                let _ = channel.uffd.wake(range);
+            }
+            Err(error) => tracing::error!(%error, %range, "UFFDIO_WRITEPROTECT"),
         }
-        // Not mapped any more, or gone.
-        Err(InstallError::NoMapping | InstallError::Gone) => {
-            let _ = channel.uffd.wake(range);
-        }
-        Err(error) => tracing::error!(%error, %range, "UFFDIO_WRITEPROTECT"),
+        return;
     }
 }
 
