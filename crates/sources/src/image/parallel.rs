@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::thread;
+use std::thread::{self, Builder};
 
 /// Results of each thread that wait to be taken.
 const WAITING: usize = 2;
@@ -25,30 +25,44 @@ pub(crate) fn in_order<S, T: Send, E: Send>(
     work: impl Fn(&mut S, u64) -> Result<T, E> + Sync,
     mut take: impl FnMut(T) -> Result<(), E>,
 ) -> Result<(), E> {
-    let threads = u64::try_from(threads.get()).unwrap_or(1).min(jobs);
+    let wanted = u64::try_from(threads.get()).unwrap_or(1).min(jobs);
     thread::scope(|scope| {
-        let lanes: Vec<Receiver<Result<T, E>>> = (0..threads)
-            .map(|thread| {
-                let (results, lane) = sync_channel(WAITING);
-                let (state, work) = (&state, &work);
-                scope.spawn(move || {
-                    let mut state = match state() {
-                        Ok(state) => state,
-                        Err(error) => return drop(results.send(Err(error))),
-                    };
-                    let mut job = thread;
-                    while job < jobs {
-                        let result = work(&mut state, job);
-                        // Nobody receives it: an earlier job has failed, and ended all.
-                        if results.send(result).is_err() {
-                            return;
-                        }
-                        job += threads;
+        let mut lanes: Vec<Receiver<Result<T, E>>> = Vec::new();
+        let mut starts = Vec::new();
+        for thread in 0..wanted {
+            let (results, lane) = sync_channel(WAITING);
+            let (start, started) = sync_channel(1);
+            let (state, work) = (&state, &work);
+            let doing = move || {
+                // How many threads there are: fewer than wanted where the system refuses one.
+                let Ok(threads) = started.recv() else { return };
+                let mut state = match state() {
+                    Ok(state) => state,
+                    Err(error) => return drop(results.send(Err(error))),
+                };
+                let mut job = thread;
+                while job < jobs {
+                    let result = work(&mut state, job);
+                    // Nobody receives it: an earlier job has failed, and ended all.
+                    if results.send(result).is_err() {
+                        return;
                     }
-                });
-                lane
-            })
-            .collect();
+                    job += threads;
+                }
+            };
+            if Builder::new().spawn_scoped(scope, doing).is_err() {
+                break;
+            }
+            lanes.push(lane);
+            starts.push(start);
+        }
+        for start in starts {
+            let _ = start.send(lanes.len() as u64);
+        }
+        if lanes.is_empty() && jobs > 0 {
+            let mut state = state()?;
+            return (0..jobs).try_for_each(|job| take(work(&mut state, job)?));
+        }
         for lane in (0..jobs).zip(lanes.iter().cycle()).map(|(_, lane)| lane) {
             // A thread that ends early has panicked, and the scope panics as well.
             let Ok(result) = lane.recv() else { break };
@@ -61,6 +75,8 @@ pub(crate) fn in_order<S, T: Send, E: Send>(
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
+
+    use pagetide_test_support::{NoOtherThread, in_a_process_of_its_own};
 
     use super::*;
 
@@ -105,5 +121,24 @@ mod tests {
         assert_eq!(result, Err(0));
         let result = in_order(9, threads(2), || Err(7), |_: &mut u64, _| Ok(0), |_| Ok(()));
         assert_eq!(result, Err(7));
+    }
+
+    #[test]
+    fn without_a_thread_the_jobs_are_done_on_this_one() {
+        let this = "image::parallel::tests::without_a_thread_the_jobs_are_done_on_this_one";
+        in_a_process_of_its_own(this, || {
+            let mut taken = Vec::with_capacity(100);
+            let on = |_: &mut (), job| Ok::<_, ()>((job, thread::current().id()));
+            let take = |job| {
+                taken.push(job);
+                Ok(())
+            };
+            let none = NoOtherThread::begin();
+            let done = in_order(100, threads(4), || Ok(()), on, take);
+            drop(none);
+            assert_eq!(done, Ok(()));
+            let here = thread::current().id();
+            assert!(taken.into_iter().eq((0..100).map(|job| (job, here))));
+        });
     }
 }
