@@ -118,6 +118,12 @@ pub enum WorkingSetError {
         /// Its length.
         bytes: u64,
     },
+    /// The file was recorded from another image.
+    #[error("the working set {} is of another image", path.display())]
+    OtherImage {
+        /// The file.
+        path: PathBuf,
+    },
     /// The file is no working set.
     #[error("the working set {} cannot be used", path.display())]
     Format {
@@ -229,34 +235,55 @@ impl WorkingSet {
     /// # Errors
     /// [`WorkingSetError`].
     pub fn load(path: &Path) -> Result<Option<Self>, WorkingSetError> {
-        let failed = |source| WorkingSetError::Io {
+        match open(path)? {
+            Some(file) => Self::read(path, file, Vec::new()).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// The same for a file that should be of this image. Of one that is not, no more is read than tells.
+    ///
+    /// # Errors
+    /// [`WorkingSetError`].
+    pub(crate) fn load_of(
+        path: &Path,
+        image: Digest,
+        image_bytes: u64,
+    ) -> Result<Option<Self>, WorkingSetError> {
+        let Some(mut file) = open(path)? else {
+            return Ok(None);
+        };
+        let mut header = Vec::new();
+        let read = Read::by_ref(&mut file)
+            .take(HEADER_BYTES as u64)
+            .read_to_end(&mut header);
+        read.map_err(|source| WorkingSetError::Io {
             path: path.into(),
             source,
-        };
-        let status = match fs_err::metadata(path) {
-            Ok(status) => status,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(source) => return Err(failed(source)),
-        };
-        // To open a pipe would wait.
-        if !status.is_file() {
-            return Err(failed(io::Error::other("it is not a regular file")));
+        })?;
+        let is_known = header.len() == HEADER_BYTES
+            && header.starts_with(&MAGIC)
+            && number_at(&header, 8) == Some(VERSION);
+        let is_of_it = header.get(16..48) == Some(image.0.as_slice())
+            && long_at(&header, 48) == Some(image_bytes);
+        if is_known && !is_of_it {
+            return Err(WorkingSetError::OtherImage { path: path.into() });
         }
-        if status.len() > MOST_BYTES {
-            let (path, bytes) = (path.into(), status.len());
-            return Err(WorkingSetError::TooLong { path, bytes });
-        }
-        let mut bytes = Vec::new();
-        let file = fs_err::File::open(path).map_err(failed)?;
+        Self::read(path, file, header).map(Some)
+    }
+
+    /// Reads what follows `bytes` in a file.
+    fn read(path: &Path, file: fs_err::File, mut bytes: Vec<u8>) -> Result<Self, WorkingSetError> {
         // It may have grown meanwhile.
-        let mut file = file.take(MOST_BYTES);
-        file.read_to_end(&mut bytes).map_err(failed)?;
-        Self::decode(&bytes)
-            .map(Some)
-            .map_err(|source| WorkingSetError::Format {
-                path: path.into(),
-                source,
-            })
+        let read = file.take(MOST_BYTES).read_to_end(&mut bytes);
+        read.map_err(|source| WorkingSetError::Io {
+            path: path.into(),
+            source,
+        })?;
+        Self::decode(&bytes).map_err(|source| WorkingSetError::Format {
+            path: path.into(),
+            source,
+        })
     }
 
     /// Finds out whether a file can be written at `path`. Leaves nothing there.
@@ -367,6 +394,28 @@ impl FileVersion {
         };
         Self(std::fs::metadata(path).ok().map(of))
     }
+}
+
+/// Opens a file that may be a working set; `None` if there is none.
+fn open(path: &Path) -> Result<Option<fs_err::File>, WorkingSetError> {
+    let failed = |source| WorkingSetError::Io {
+        path: path.into(),
+        source,
+    };
+    let status = match fs_err::metadata(path) {
+        Ok(status) => status,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(failed(source)),
+    };
+    // To open a pipe would wait.
+    if !status.is_file() {
+        return Err(failed(io::Error::other("it is not a regular file")));
+    }
+    if status.len() > MOST_BYTES {
+        let (path, bytes) = (path.into(), status.len());
+        return Err(WorkingSetError::TooLong { path, bytes });
+    }
+    fs_err::File::open(path).map(Some).map_err(failed)
 }
 
 /// A new file in the directory of `path`, which goes when it is dropped.

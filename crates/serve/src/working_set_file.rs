@@ -146,16 +146,8 @@ impl WorkingSetFile {
     }
 
     fn read(&self) -> Option<WorkingSet> {
-        match WorkingSet::load(&self.path) {
-            Ok(Some(set)) if set.is_of(self.image, self.image_bytes) => Some(set),
-            Ok(Some(_)) => {
-                tracing::warn!(
-                    path = %self.path.display(),
-                    "the working set is of another image and is not used"
-                );
-                None
-            }
-            Ok(None) => None,
+        match WorkingSet::load_of(&self.path, self.image, self.image_bytes) {
+            Ok(set) => set,
             Err(error) => {
                 tracing::warn!(
                     error = &error as &dyn std::error::Error,
@@ -371,5 +363,30 @@ mod tests {
         rustix::fs::mknodat(rustix::fs::CWD, &name, rustix::fs::FileType::Fifo, mode, 0).unwrap();
         let error = WorkingSet::load(&name).unwrap_err();
         assert!(matches!(error, WorkingSetError::Io { .. }), "{error}");
+    }
+
+    /// Kind: what anybody may have written is taken in before it is compared. It may be a hundred megabytes, which take ten times
+    /// as many when they are decoded.
+    #[test]
+    fn of_a_set_of_another_image_only_the_header_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = file_in(directory.path());
+        let other = WorkingSet {
+            image: Digest::of(b"another image"),
+            ..file.empty()
+        };
+        let mut bytes = other.encode();
+        // Whoever reads on finds that it is cut.
+        bytes.truncate(72);
+        std::fs::write(&file.path, &bytes).unwrap();
+        let of = |image| WorkingSet::load_of(&file.path, image, file.image_bytes).unwrap_err();
+        let error = of(file.image);
+        assert!(
+            matches!(error, WorkingSetError::OtherImage { .. }),
+            "{error}"
+        );
+        let error = of(other.image);
+        assert!(matches!(error, WorkingSetError::Format { .. }), "{error}");
+        assert_eq!(file.saved(), None);
     }
 }
