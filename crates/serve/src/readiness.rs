@@ -59,9 +59,9 @@ impl fmt::Display for Trouble {
             Self::Ending => f.write_str("the server ends"),
             Self::Drained => f.write_str("the server was drained: it takes no further VMs"),
             Self::Full { limit } => write!(f, "no room for another VM: --max-vms is {limit}"),
-            Self::NoKeeper => f.write_str(
-                "the keeper has ended, and there is no other yet: VMs do not outlive the server",
-            ),
+            Self::NoKeeper => {
+                f.write_str("no keeper takes VMs now: those that begin do not outlive the server")
+            }
             Self::NoPorter => f.write_str(
                 "the porter has ended: a client can hang the server's end; restart the server",
             ),
@@ -116,7 +116,7 @@ impl Readiness {
     pub(crate) fn troubles(&self, stalled_regions: u64) -> Vec<Trouble> {
         let limit = self.limit.load(Ordering::Relaxed);
         let is_full = self.vms.load(Ordering::Relaxed) >= limit;
-        let has_no_keeper = self.state.as_ref().is_some_and(|state| state.is_lost());
+        let has_no_keeper = self.state.as_ref().is_some_and(|state| state.takes_none());
         let has_no_porter = self.porter.as_ref().is_some_and(|porter| porter.is_gone());
         let sockets = self.waiting();
         let all = [

@@ -77,7 +77,16 @@ struct Pages {
     is_lost: bool,
     /// The keeper has not answered in time: nobody waits for it until it does.
     is_silent: bool,
+    /// This process cannot tell the keeper of VMs now.
+    lacks: bool,
     is_ending: bool,
+}
+
+impl Pages {
+    /// Whether the keeper's answer is not waited for.
+    fn has_no_hope(&self) -> bool {
+        self.is_lost || self.is_silent || self.lacks
+    }
 }
 
 /// The VMs, for all threads.
@@ -106,7 +115,8 @@ impl Book {
         self.insert(id, held, false);
         let mut pages = self.wait_for(id, Instant::now() + PATIENCE);
         let is_settled = pages.vms.get(&id).is_none_or(Entry::is_settled);
-        if !is_settled && !pages.is_lost && !std::mem::replace(&mut pages.is_silent, true) {
+        if !is_settled && !pages.has_no_hope() {
+            pages.is_silent = true;
             tracing::error!("the keeper does not answer: VMs are served, and not handed over");
         }
     }
@@ -157,6 +167,12 @@ impl Book {
         self.lock().is_lost
     }
 
+    /// Whether VMs that begin now are not handed over: there is no keeper, or it cannot be told of them.
+    pub(super) fn takes_none(&self) -> bool {
+        let pages = self.lock();
+        pages.is_lost || pages.lacks
+    }
+
     /// Ends the thread that talks, when it has said all.
     pub(super) fn end(&self) {
         self.lock().is_ending = true;
@@ -171,7 +187,7 @@ impl Book {
         loop {
             let left = end.saturating_duration_since(Instant::now());
             let is_settled = pages.vms.get(&id).is_none_or(Entry::is_settled);
-            if is_settled || pages.is_lost || pages.is_silent || left.is_zero() {
+            if is_settled || pages.has_no_hope() || left.is_zero() {
                 return pages;
             }
             let waited = self.changed.wait_timeout(pages, left);
@@ -219,7 +235,7 @@ impl Book {
             (vm.is_sent, vm.is_acknowledged) = (false, false);
         }
         pages.forgotten.clear();
-        (pages.is_lost, pages.is_silent) = (true, false);
+        (pages.is_lost, pages.is_silent, pages.lacks) = (true, false, false);
         drop(pages);
         self.changed.notify_all();
     }
@@ -257,25 +273,42 @@ impl Book {
 
     /// Talks to one keeper until the end of the server. An error is the keeper's end.
     fn talk_to(&self, socket: &OwnedFd) -> io::Result<()> {
+        let mut lacked = false;
         loop {
-            let has_more = self.say(socket)?;
-            if !has_more && self.lock().is_ending {
+            let said = match self.say(socket) {
+                Err(error) if has_gone(&error) => return Err(error),
+                said => said,
+            };
+            let (lacks, has_more) = (said.is_err(), !matches!(said, Ok(false)));
+            if lacks != lacked {
+                self.set_lacks(lacks);
+            }
+            if let Err(error) = said
+                && !std::mem::replace(&mut lacked, lacks)
+            {
+                tracing::error!(%error, "the keeper is not told of VMs: it is tried again");
+            }
+            lacked = lacks;
+            if (!has_more || lacks) && self.lock().is_ending {
                 return send_now(socket.as_fd(), &Message::End, &[]);
             }
             let mut flags = PollFlags::IN;
-            flags.set(PollFlags::OUT, has_more);
+            flags.set(PollFlags::OUT, has_more && !lacks);
             let mut polled = [
                 PollFd::new(socket, flags),
                 PollFd::new(&self.wake, PollFlags::IN),
             ];
             // A keeper that takes nothing does not hold the end up.
-            let limit = has_more
-                .then(|| Timespec::try_from(PATIENCE).ok())
-                .flatten();
+            let limit = match (has_more, lacks) {
+                (_, true) => Timespec::try_from(PAUSE).ok(),
+                (true, false) => Timespec::try_from(PATIENCE).ok(),
+                (false, false) => None,
+            };
             match poll(&mut polled, limit.as_ref()) {
                 Ok(0) if self.lock().is_ending => return Ok(()),
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
+                // Without memory.
+                Err(_) => std::thread::sleep(PAUSE),
             }
             let _ = rustix::io::read(&self.wake, &mut [0; 8]);
             let [of_keeper, _] = polled;
@@ -283,12 +316,23 @@ impl Book {
                 .revents()
                 .intersects(PollFlags::IN | PollFlags::HUP)
             {
-                self.hear(socket)?;
+                match self.hear(socket) {
+                    Err(error) if has_gone(&error) => return Err(error),
+                    // Without memory: it is heard later.
+                    Err(_) => std::thread::sleep(PAUSE),
+                    Ok(()) => {}
+                }
             }
         }
     }
 
-    /// Says what is to be said, without waiting. Returns whether there is more.
+    fn set_lacks(&self, lacks: bool) {
+        self.lock().lacks = lacks;
+        self.changed.notify_all();
+    }
+
+    /// Says what is to be said, without waiting. Returns whether there is more. An error is the keeper's end
+    /// ([`has_gone`]), or says what this process lacks.
     fn say(&self, socket: &OwnedFd) -> io::Result<bool> {
         let mut pages = self.lock();
         while let Some(&id) = pages.forgotten.last() {
@@ -436,6 +480,18 @@ impl Book {
         drop(pages);
         self.changed.notify_all();
     }
+}
+
+/// Whether an error says that the keeper has gone, or is none. The kernel's other errors are on this side: no memory, no
+/// descriptor for a description, too many descriptors on their way.
+fn has_gone(error: &io::Error) -> bool {
+    let Some(errno) = Errno::from_io_error(error) else {
+        return true;
+    };
+    matches!(
+        errno,
+        Errno::PIPE | Errno::CONNRESET | Errno::CONNREFUSED | Errno::NOTCONN
+    )
 }
 
 /// False if there was no room for a message.

@@ -322,6 +322,11 @@ impl State {
         self.book.is_lost()
     }
 
+    /// Whether VMs that begin now do not outlive this server.
+    pub(crate) fn takes_none(&self) -> bool {
+        self.book.takes_none()
+    }
+
     /// Gives a VM up: it has gone, or needs no server any more.
     pub(crate) fn forget(&self, id: u64) {
         self.book.forget(id);

@@ -1,10 +1,11 @@
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use pagetide_test_support::in_a_process_of_its_own;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, socketpair};
-use rustix::process::geteuid;
+use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit};
 
 use super::access::{lock, make_directory};
 use super::left::kept_vm;
@@ -243,6 +244,53 @@ fn a_keeper_is_left_before_another_is_reached() {
     // The end of the connection.
     assert_eq!(has_left.recv().unwrap(), Ok(0));
     drop(next_keeper);
+}
+
+/// Kind: what this process lacks is taken for another's end. Each keeper that was started instead would have met the same.
+#[test]
+fn a_server_without_descriptors_keeps_its_keeper() {
+    let this = "state::tests::a_server_without_descriptors_keeps_its_keeper";
+    in_a_process_of_its_own(this, || {
+        let (server, keeper) = connection();
+        let (stream, _guest) = connection();
+        let uffd: OwnedFd = map_file(4096)
+            .unwrap()
+            .as_fd()
+            .try_clone_to_owned()
+            .unwrap();
+        let held = Held {
+            uffd: Arc::new(uffd),
+            stream,
+            maps: map_file(4096).unwrap(),
+            description: b"{}".to_vec(),
+        };
+        let book = Arc::new(Book::new().unwrap());
+        // The lowest number that is free.
+        let free = u64::try_from(server.try_clone().unwrap().as_raw_fd()).unwrap();
+        let before = getrlimit(Resource::Nofile);
+        let current = Some(free);
+        setrlimit(Resource::Nofile, Rlimit { current, ..before }).unwrap();
+        let lost = Arc::new(AtomicBool::new(false));
+        let talking = std::thread::spawn({
+            let (book, lost) = (Arc::clone(&book), Arc::clone(&lost));
+            move || book.talk(server, || lost.store(true, Ordering::Release), None)
+        });
+        book.keep(1, held);
+        assert!(!book.is_held(1) && book.takes_none() && !book.is_lost());
+        setrlimit(Resource::Nofile, before).unwrap();
+        let (said, descriptors) = wire::receive(keeper.as_fd()).unwrap().unwrap();
+        assert_eq!(said, wire::Message::Keep { id: 1 });
+        assert_eq!(descriptors.len(), wire::DESCRIPTORS);
+        wire::send(keeper.as_fd(), &wire::Message::Acknowledged { id: 1 }, &[]).unwrap();
+        let begun = Instant::now();
+        while !book.is_held(1) {
+            assert!(begun.elapsed() < PATIENCE, "the keeper's answer");
+        }
+        assert!(!book.takes_none());
+        book.end();
+        talking.join().unwrap();
+        assert!(!lost.load(Ordering::Acquire));
+    });
 }
 
 #[test]
