@@ -66,7 +66,8 @@ Examples:
 
 Exit status: 0 after SIGTERM or SIGINT, or with --once when the last VM has gone; 1 if serving failed; \
 2 if the command line or the file makes no sense, or an image or a socket of the command line cannot be \
-opened. Those of the file are tried again until they can.";
+opened. Those of the file are tried again until they can; and so are those of the command line where a \
+former server has left VMs (--state), unless --once is given.";
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeArguments {
@@ -179,26 +180,23 @@ pub(crate) fn run(
     })?;
     is_starting.store(false, Ordering::Release);
     server.metrics().watch_log(log.dropped());
-    let exporter = match &settings.metrics {
-        None => None,
-        Some(address) => {
-            let started = Exporter::start(address, server.metrics());
-            Some(started.map_err(Failure::bad_input)?)
-        }
-    };
+    let has_vms = server.has_vms();
+    let exporter = settings.metrics.as_ref().map(|address| {
+        let started = Exporter::start(address, server.metrics());
+        beside("metrics", started, has_vms)
+    });
+    let exporter = exporter.transpose()?.flatten();
     if let Some(address) = exporter.as_ref().and_then(Exporter::address) {
         tracing::info!(%address, "metrics");
     }
-    let _control = match &settings.control {
-        None => None,
-        Some(path) => {
-            let controller = server.controller();
-            let started = ControlSocket::start(path, move |request, reply| {
-                controller.handle(request, reply);
-            });
-            Some(started.map_err(Failure::bad_input)?)
-        }
-    };
+    let control = settings.control.as_ref().map(|path| {
+        let controller = server.controller();
+        let started = ControlSocket::start(path, move |request, reply| {
+            controller.handle(request, reply);
+        });
+        beside("a control socket", started, has_vms)
+    });
+    let _control = control.transpose()?.flatten();
     // An image that is added later may be an object.
     let network = server.uses_network() || settings.control.is_some();
     let seccomp = Seccomp::new(settings.seccomp(), network);
@@ -221,7 +219,8 @@ pub(crate) fn run(
     let showing = show(server.metrics(), server.stopper(), line);
     let (stopper, metrics) = (server.stopper(), server.metrics());
     let result = thread::scope(|scope| {
-        scope.spawn(|| {
+        let obeying = thread::Builder::new().name("pt-signals".to_owned());
+        let obey = || {
             obey_signals(
                 signals,
                 arguments,
@@ -230,17 +229,42 @@ pub(crate) fn run(
                 (&metrics, log),
                 seccomp,
             );
-        });
+        };
+        if let Err(error) = obeying.spawn_scoped(scope, obey) {
+            server.stopper().stop();
+            return Err(Failure::failed(error));
+        }
         // Also after a panic: the scope waits for the thread that waits for signals.
         let _closes = Closes(handle);
-        server.run()
+        server.run().map_err(Failure::failed)
     });
     if let Some(cleared) = showing {
         // A terminal that takes nothing does not hold the end up.
         let _ = cleared.recv_timeout(TERMINAL);
     }
-    result.map_err(Failure::failed)?;
+    result?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What was started beside the server. If it was not, the server does not start either, unless a former server has left VMs:
+/// they need nothing of this, and are asleep.
+fn beside<T>(
+    what: &str,
+    started: Result<T, impl std::error::Error + 'static>,
+    has_vms: bool,
+) -> Result<Option<T>, Failure> {
+    match started {
+        Ok(started) => Ok(Some(started)),
+        Err(error) if has_vms => {
+            let error = &error as &dyn std::error::Error;
+            tracing::error!(
+                error,
+                "VMs of a former server wait: the server runs without {what} until its next start"
+            );
+            Ok(None)
+        }
+        Err(error) => Err(Failure::bad_input(error)),
+    }
 }
 
 /// Tells what is wrong with the options, all of it.
@@ -426,4 +450,18 @@ pub(crate) fn line() -> ProgressBar {
         line.set_style(style);
     }
     line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_vms_do_not_need_keeps_none_asleep() {
+        let failed = || Err::<(), _>(io::Error::other("the address is in use"));
+        assert!(matches!(beside("metrics", failed(), true), Ok(None)));
+        assert!(beside("metrics", failed(), false).is_err());
+        let started = Ok::<_, io::Error>(1);
+        assert!(matches!(beside("metrics", started, false), Ok(Some(1))));
+    }
 }

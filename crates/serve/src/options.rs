@@ -35,8 +35,8 @@ pub struct Binding {
     pub socket_mode: Option<u32>,
     /// The owner of the socket, if not that of the others.
     pub socket_owner: Option<(u32, u32)>,
-    /// Whether a server does not start without it. Otherwise, and at a reload, a binding whose image or socket cannot be
-    /// opened fails alone, and is tried again.
+    /// Whether a server does not start without it. Otherwise, at a reload, and where a former server has left VMs
+    /// (without [`Options::once`]), a binding whose image or socket cannot be opened fails alone, and is tried again.
     pub is_required: bool,
 }
 

@@ -5,8 +5,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -24,14 +24,14 @@ use crate::inbox::{Inbox, Outbox};
 use crate::listener::{ListenError, Listener};
 use crate::log_limit::{LogLimit, log_limited};
 use crate::metrics::Metrics;
-use crate::named_image::{NoImage, Offer};
+use crate::named_image::NoImage;
 use crate::opening::OpenFailure;
 use crate::options::{Binding, OnFailure, Options};
 use crate::parking::Parking;
 use crate::peer::Peer;
 use crate::porter::Porter;
 use crate::readiness::Readiness;
-use crate::sockets::Sockets;
+use crate::sockets::{Resumed, Sockets};
 use crate::state::{self, DescriptorStore, KeptVm, State, StateError};
 use crate::stopper::Stopper;
 use crate::turned_away::TurnedAway;
@@ -205,8 +205,8 @@ impl Server {
     /// Opens the images and binds the sockets.
     ///
     /// # Errors
-    /// [`StartError`], also if a binding that is required cannot be opened; then nothing is left behind. Other bindings
-    /// are opened while the server runs.
+    /// [`StartError`]; nothing is left behind then. A binding that is required and cannot be opened is one, unless a former server
+    /// has left VMs and [`Options::once`] is not set. Other bindings are opened while the server runs.
     pub fn bind(options: Options) -> Result<Self, StartError> {
         Self::bind_with(options, Inherited::default())
     }
@@ -270,7 +270,8 @@ impl Server {
             _keeper: keeper,
         };
         server.sockets.apply(options);
-        server.sockets.open_required()?;
+        let goes_on_anyway = server.has_vms() && !server.common().options.once;
+        server.sockets.open_required(goes_on_anyway)?;
         server.sockets.warn_of_unused();
         Ok(server)
     }
@@ -292,6 +293,11 @@ impl Server {
             matches!(location, Ok(Location::Url(_)))
         };
         self.sockets.uses_network() || self.kept.iter().any(is_url)
+    }
+
+    /// Whether a former server has left VMs, which are asleep until this one runs.
+    pub fn has_vms(&self) -> bool {
+        !self.kept.is_empty()
     }
 
     /// Its counts.
@@ -349,7 +355,7 @@ impl Server {
     }
 
     /// The client that a former server has left. It was accepted then, whatever the limits are now.
-    fn client_of(&self, kept: KeptVm) -> io::Result<Client> {
+    fn client_of(&self, kept: &KeptVm) -> io::Result<Client> {
         let peer = Peer::of(&kept.stream)?;
         Ok(Client {
             number: kept.id,
@@ -357,7 +363,7 @@ impl Server {
             stream: Connection::new(kept.stream.try_clone()?, self.common().porter.clone()),
             charge: self.budgets.charge_anyway(peer.uid),
             peer,
-            kept: Some(kept),
+            kept: None,
         })
     }
 
@@ -483,17 +489,44 @@ impl Server {
 
     /// Takes what was opened.
     fn take_opened(&mut self) {
-        for (kept, offer, common) in self.sockets.take() {
-            let (vm, socket) = (kept.id, kept.description.socket.clone());
-            tracing::info!(vm, socket, "going on with a VM of a former server");
-            match self.client_of(kept) {
-                Ok(client) => self.start(common, offer, client),
-                Err(error) => {
-                    common.usage.end();
-                    self.sockets.update();
-                    tracing::error!(vm, %error, "a VM of a former server stays asleep");
-                }
+        for resumed in self.sockets.take() {
+            let (vm, socket) = (resumed.kept.id, resumed.kept.description.socket.clone());
+            match self.go_on(resumed) {
+                Ok(()) => tracing::info!(vm, socket, "going on with a VM of a former server"),
+                Err((error, resumed)) => self.sockets.give_back(*resumed, error),
             }
+        }
+        self.sockets.update();
+    }
+
+    /// Starts the thread of a VM of a former server, or gives the VM back with the reason why not.
+    fn go_on(&mut self, resumed: Resumed) -> Result<(), (String, Box<Resumed>)> {
+        let client = match self.client_of(&resumed.kept) {
+            Ok(client) => client,
+            Err(error) => return Err((error.to_string(), Box::new(resumed))),
+        };
+        let common = Arc::clone(resumed.common());
+        let held = Arc::new(Mutex::new(Some(resumed)));
+        let its = Arc::clone(&held);
+        let started = self.start(&common, client.number, move || {
+            let Some(resumed) = take(&its) else {
+                return false;
+            };
+            let (kept, offer, common) = resumed.into_parts();
+            let kept = Some(kept);
+            run(&common, &offer, Client { kept, ..client })
+        });
+        let Err(error) = started else {
+            return Ok(());
+        };
+        // It ended with the thread that was not started.
+        common.usage.begin();
+        match take(&held) {
+            Some(resumed) => Err((
+                format!("its thread was not started: {error}"),
+                Box::new(resumed),
+            )),
+            None => Ok(()),
         }
     }
 
@@ -539,7 +572,13 @@ impl Server {
             charge,
             kept: None,
         };
-        self.start(common, offer, client);
+        let (vm, socket) = (client.number, client.socket.clone());
+        common.usage.begin();
+        let its = Arc::clone(&common);
+        let started = self.start(&common, vm, move || run(&its, &offer, client));
+        if let Err(error) = started {
+            log_limited!(error, self.logged, vm, socket, %error, "VM refused: its thread was not started");
+        }
     }
 
     fn peer_of(&self, stream: &UnixStream, socket: &str) -> Option<Peer> {
@@ -573,12 +612,15 @@ impl Server {
         charge.ok()
     }
 
-    /// Starts a VM's thread.
-    fn start(&mut self, common: Arc<Common>, offer: Arc<Offer>, client: Client) {
+    /// Starts the thread of a VM, which says at its end whether it was one. If it cannot be started, the VM has ended.
+    fn start(
+        &mut self,
+        common: &Common,
+        vm: u64,
+        run: impl FnOnce() -> bool + Send + 'static,
+    ) -> io::Result<()> {
+        tracing::debug!(vm, "starting the thread of a VM");
         self.vms.fetch_add(1, Ordering::AcqRel);
-        if client.kept.is_none() {
-            common.usage.begin();
-        }
         let ending = Ending {
             usage: Arc::clone(&common.usage),
             vms: Arc::clone(&self.vms),
@@ -586,21 +628,18 @@ impl Server {
             is_vm: true,
             ended: Arc::clone(&self.ended),
         };
-        let (vm, socket, former) = (client.number, client.socket.clone(), client.kept.is_some());
         let thread = Builder::new().name(format!("pt-vm-{vm}")).spawn(move || {
             let mut ending = ending;
-            ending.is_vm = run(&common, &offer, client);
-        });
-        match thread {
-            Ok(thread) => self.threads.push(thread),
-            Err(error) if former => {
-                tracing::error!(vm, socket, %error, "a VM of a former server stays asleep: its thread was not started");
-            }
-            Err(error) => {
-                log_limited!(error, self.logged, vm, socket, %error, "VM refused: its thread was not started");
-            }
-        }
+            ending.is_vm = run();
+        })?;
+        self.threads.push(thread);
+        Ok(())
     }
+}
+
+/// What the thread that was to have it has not taken.
+fn take(held: &Mutex<Option<Resumed>>) -> Option<Resumed> {
+    held.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 /// Counts a VM's end, however its thread ends.

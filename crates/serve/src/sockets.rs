@@ -26,7 +26,7 @@ use crate::options::{Binding, Options};
 use crate::readiness::Readiness;
 use crate::state::KeptVm;
 use crate::usage::Usage;
-use crate::vm::Common;
+use crate::vm::{Common, chain};
 use commanded::{Closed, Drain};
 use entry::{Attempt, Entry, Origin, tell_of, tell_of_failure};
 
@@ -46,6 +46,23 @@ pub(crate) struct Served<'a> {
     pub(crate) listener: &'a Listener,
     pub(crate) offer: &'a Arc<Offer>,
     pub(crate) common: &'a Arc<Common>,
+}
+
+/// A VM of a former server whose image is open: it goes on, or it is given back.
+pub(crate) struct Resumed {
+    pub(crate) kept: KeptVm,
+    offer: Arc<Offer>,
+    entry: Entry,
+}
+
+impl Resumed {
+    pub(crate) fn common(&self) -> &Arc<Common> {
+        &self.entry.common
+    }
+
+    pub(crate) fn into_parts(self) -> (KeptVm, Arc<Offer>, Arc<Common>) {
+        (self.kept, self.offer, self.entry.common)
+    }
 }
 
 /// The bindings of a server.
@@ -186,8 +203,9 @@ impl Sockets {
         }
     }
 
-    /// Opens the bindings without which the server does not start, on this thread.
-    pub(crate) fn open_required(&mut self) -> Result<(), OpenFailure> {
+    /// Opens the bindings without which the server does not start, on this thread. If the server `goes_on_anyway`, for VMs of a
+    /// former one, which need no socket and perhaps another image, a binding that fails is tried again later.
+    pub(crate) fn open_required(&mut self, goes_on_anyway: bool) -> Result<(), OpenFailure> {
         let is_required = |(_, entry): &(&u64, &Entry)| entry.binding.is_required;
         let keys: Vec<u64> = self
             .entries
@@ -196,19 +214,27 @@ impl Sockets {
             .map(|(key, _)| *key)
             .collect();
         for key in keys {
-            let Some(entry) = self.entries.get(&key) else {
-                continue;
-            };
-            let location = entry.binding.image.clone();
-            let job = self.job(location.clone(), vec![entry.task(key)]);
-            let image = job.image()?;
-            self.images.insert(location, Arc::clone(&image));
-            for task in &job.tasks {
-                let opened = task.open(&image, true)?;
-                self.serve(key, opened);
+            match self.open_now(key) {
+                Err(error) if goes_on_anyway => self.fail(key, chain(&error)),
+                opened => opened?,
             }
         }
         self.update();
+        Ok(())
+    }
+
+    fn open_now(&mut self, key: u64) -> Result<(), OpenFailure> {
+        let Some(entry) = self.entries.get(&key) else {
+            return Ok(());
+        };
+        let location = entry.binding.image.clone();
+        let job = self.job(location.clone(), vec![entry.task(key)]);
+        let image = job.image()?;
+        self.images.insert(location, Arc::clone(&image));
+        for task in &job.tasks {
+            let opened = task.open(&image, true)?;
+            self.serve(key, opened);
+        }
         Ok(())
     }
 
@@ -242,7 +268,12 @@ impl Sockets {
         let usage = usage.unwrap_or_else(|| self.usage_of_former(&binding));
         // It is there, also while its image is not.
         usage.begin();
-        let mut entry = Entry::new(binding, &self.common, usage);
+        let entry = Entry::new(binding, &self.common, usage);
+        self.hold(kept, entry);
+    }
+
+    /// Holds a VM of a former server until its image is open, and sees whether it ends before. Returns its key.
+    fn hold(&mut self, kept: KeptVm, mut entry: Entry) -> u64 {
         self.last_key += 1;
         // Nobody else looks at it: while there is a server, the keeper does not.
         let token = EventData::new_u64(self.last_key);
@@ -251,6 +282,14 @@ impl Sockets {
         }
         entry.kept = Some(kept);
         self.entries.insert(self.last_key, entry);
+        self.last_key
+    }
+
+    /// Takes back a VM that could not go on now, and tries again later.
+    pub(crate) fn give_back(&mut self, resumed: Resumed, error: String) {
+        let Resumed { kept, entry, .. } = resumed;
+        let key = self.hold(kept, entry);
+        self.fail(key, error);
     }
 
     /// Forgets the VM of a former server with this key, if there is one that waits for its image: its VMM has gone.
@@ -338,8 +377,9 @@ impl Sockets {
         }
     }
 
-    /// Takes the results that have come. Returns the VMs of a former server that go on now.
-    pub(crate) fn take(&mut self) -> Vec<(KeptVm, Arc<Offer>, Arc<Common>)> {
+    /// Takes the results that have come. Returns the VMs of a former server that go on now, or are given back before
+    /// [`Self::update`], which closes images that nobody has.
+    pub(crate) fn take(&mut self) -> Vec<Resumed> {
         let done = self.done.as_ref().map_or_else(Vec::new, Inbox::take);
         let mut resumed = Vec::new();
         for Done {
@@ -363,18 +403,17 @@ impl Sockets {
                 }
             }
         }
-        self.update();
         resumed
     }
 
     /// Serves what was opened, unless it is not wanted any more.
-    fn serve(&mut self, key: u64, opened: Opened) -> Option<(KeptVm, Arc<Offer>, Arc<Common>)> {
+    fn serve(&mut self, key: u64, opened: Opened) -> Option<Resumed> {
         let entry = self.entries.get_mut(&key)?;
         if let Some(kept) = entry.kept.take() {
             let _ = epoll::delete(&self.poll, &kept.stream);
-            let common = Arc::clone(&entry.common);
-            self.entries.remove(&key);
-            return Some((kept, opened.offer, common));
+            let entry = self.entries.remove(&key)?;
+            let offer = opened.offer;
+            return Some(Resumed { kept, offer, entry });
         }
         let was_served = entry.is_served();
         // A reload that came meanwhile wants another look.

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use pagetide_serve::Options;
 use pagetide_serve::native::client::Client;
-use pagetide_serve::native::message::{Message, RefusedCode, VmState};
+use pagetide_serve::native::message::{Message, RefusedCode, VmState, WorkingSetAction};
+use pagetide_test_support::{NoOtherThread, in_a_process_of_its_own};
 use rustix::fs::{SealFlags, ftruncate};
 use rustix::mm::MapFlags;
 use support::native::*;
@@ -237,4 +238,30 @@ fn a_second_signal_ends_the_drain() {
     assert!(first > 0 && then == 0);
     running.wait();
     (0..63).for_each(|page| assert!(guest.read(page) == content(page), "{page}"));
+}
+
+/// Kind: what cannot be done now ends the VM. Here no thread can be started.
+#[test]
+fn what_needs_a_thread_is_refused_without_one_and_may_be_repeated() {
+    let this = "what_needs_a_thread_is_refused_without_one_and_may_be_repeated";
+    in_a_process_of_its_own(this, || {
+        if !has_userfaultfd() {
+            return;
+        }
+        let place = Place::new(64);
+        let running = Running::start(place.options());
+        let guest = Guest::new(64);
+        let mut client = attached(&guest, &place.socket());
+        guest.check(40, &content(40));
+        let none = NoOtherThread::begin();
+        let drained = client.drain(|_, _| {});
+        let replayed = client.working_set(WorkingSetAction::Replay);
+        drop(none);
+        assert_eq!(code(drained), RefusedCode::Internal);
+        assert_eq!(code(replayed), RefusedCode::Internal);
+        guest.check(41, &content(41));
+        assert_eq!(client.drain(|_, _| {}).unwrap().present, 64);
+        client.goodbye().unwrap();
+        running.stop();
+    });
 }

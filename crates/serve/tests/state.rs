@@ -15,12 +15,13 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
 use pagetide_serve::{Binding, OnFailure, Options, StateOptions, WorkingSet, WorkingSetMode, keep};
+use pagetide_test_support::NoOtherThread;
 use rustix::fs::SealFlags;
 use support::child::run_as_child;
 use support::native::*;
@@ -31,6 +32,7 @@ const PREFETCH: &str = "PAGETIDE_TEST_PREFETCH";
 const KILLS: &str = "PAGETIDE_TEST_KILLS";
 const RECORDS: &str = "PAGETIDE_TEST_RECORDS";
 const WAITS: &str = "PAGETIDE_TEST_WAITS";
+const THREADLESS: &str = "PAGETIDE_TEST_THREADLESS";
 
 /// The keeper's process, when a server has started it.
 #[test]
@@ -74,9 +76,37 @@ fn server() {
             None => OnFailure::Stall,
         },
         porter: porter(),
+        // Then it ends with its last VM.
+        once: std::env::var_os(THREADLESS).is_some(),
         ..Options::default()
     };
-    process::serve(&directory, options);
+    match std::env::var_os(THREADLESS) {
+        None => process::serve(&directory, options),
+        Some(_) => process::serve_watched(&directory, options, without_threads()),
+    }
+}
+
+/// No thread can be started from when a VM's first is to be, until the server has said what became of that.
+fn without_threads() -> impl Fn(&str) + Clone + Send + Sync + 'static {
+    let none = Arc::new(Mutex::new(None));
+    let has_begun = Arc::new(AtomicBool::new(false));
+    let opens = || {
+        let mut threads = std::fs::read_dir("/proc/self/task").unwrap();
+        threads.any(|thread| {
+            let name = std::fs::read_to_string(thread.unwrap().path().join("comm"));
+            name.is_ok_and(|name| name.starts_with("pt-open"))
+        })
+    };
+    move |line| {
+        if line.contains("starting the thread of a VM") && !has_begun.swap(true, Ordering::Relaxed)
+        {
+            // The thread that has opened the image leaves a stack when it has ended.
+            eventually("its end", || !opens());
+            *none.lock().unwrap() = Some(NoOtherThread::begin());
+        } else if line.contains("stays asleep") {
+            none.lock().unwrap().take();
+        }
+    }
 }
 
 /// A server in a process of its own.
@@ -449,4 +479,28 @@ fn kills_at_any_moment_lose_nothing() {
         guest.check(page, &wanted);
     }
     serving.kill();
+}
+
+/// Kind: what could not go on at once is given up, although its reason may pass.
+#[test]
+fn a_vm_whose_thread_cannot_be_started_goes_on_later() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let serving = Serving::start(&place, false);
+    let guest = shared(64);
+    let stream = guest.connect(&place.socket());
+    guest.check(3, &content(3));
+    serving.kill();
+    let asleep = guest.touch(40);
+    let serving = Serving::with(&place, &[THREADLESS]);
+    assert!(asleep.join() == content(40));
+    let log = log(&place);
+    assert!(log.contains("its thread was not started"), "{log}");
+    // It counts as one VM: the server ends with it.
+    drop(stream);
+    let Serving(mut server) = serving;
+    let status = within_patience("the server's end", move || server.wait().unwrap());
+    assert!(status.success());
 }

@@ -136,7 +136,7 @@ pub(super) fn tell_of_failure(entry: &Entry, error: &str) {
             vm = kept.id,
             %socket,
             error,
-            "a VM of a former server stays asleep; its image is tried again"
+            "a VM of a former server stays asleep; it is tried again"
         ),
         (None, true) => tracing::error!(
             %socket,

@@ -9,7 +9,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use pagetide_serve::{Options, Server, StartError, StateOptions};
+use pagetide_serve::{Binding, Options, Server, StartError, StateOptions};
+use pagetide_sources::Location;
 use rustix::fs::SealFlags;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
@@ -121,6 +122,32 @@ fn a_server_that_has_not_started_leaves_its_keeper_to_the_next() {
     // The keeper ends: it has neither VMs nor a server.
     let socket = place.directory.path().join("state/keeper.sock");
     eventually("the keeper's end", || !socket.exists());
+}
+
+/// Kind: what one VM needs keeps another asleep.
+#[test]
+fn an_image_that_is_missing_keeps_no_vm_of_another_asleep() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let (guest, stream) = left_by_a_server(&place);
+    let mut options = with_keeper(&place);
+    let image = place.directory.path().join("late.mem");
+    let socket = place.directory.path().join("late.sock");
+    let late = Binding::new(&socket, Location::Path(image.clone()));
+    options.bindings.insert(0, late);
+    let server = Server::bind(options).unwrap();
+    assert!(server.has_vms());
+    let stopper = server.stopper();
+    let running = std::thread::spawn(move || server.run());
+    guest.check(40, &content(40));
+    // And the other one is served when its image has come.
+    std::fs::copy(place.image(), image).unwrap();
+    eventually("the other binding", || UnixStream::connect(&socket).is_ok());
+    drop(stream);
+    stopper.stop();
+    running.join().unwrap().unwrap();
 }
 
 /// Kind: a file that nobody has received is closed for the last time by whoever closes the connection, here the keeper.
