@@ -42,7 +42,7 @@ impl<'a> Named<'a> {
         for arch in [Arch::X86_64, Arch::Arm64] {
             for test in selftests::list(arch, paths).unwrap() {
                 named.programs.insert(test.name().to_owned());
-                if test.runs == Runs::Always {
+                if matches!(test.runs, Runs::Always | Runs::Parallel) {
                     let archs = named.selftests.entry(test.label()).or_default();
                     archs.insert(arch.name());
                 }

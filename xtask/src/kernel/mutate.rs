@@ -17,16 +17,17 @@ use fs_err as fs;
 
 use super::build::{self, configure};
 use super::make::{is_object, lock_tree, make};
+use super::selftests::{self, Runs};
 use super::series::{Patch, Series};
 use super::source::{self, Base};
 use super::tree::Tree;
-use super::{Arch, Variant, selftests};
+use super::{Arch, Variant};
 use crate::files;
 use crate::paths::Paths;
 use crate::progress::{self, Progress};
 use crate::setup;
 use crate::test::kunit;
-use crate::vm::{self, Job, Output, Pagetide, VmArgs};
+use crate::vm::{self, Job, Output, Pagetide, Timing, VmArgs};
 
 use change::Diff;
 use list::{Entry, Mutation, Test};
@@ -425,18 +426,27 @@ impl Lab<'_> {
         image: &Path,
         tests: &[&Test],
     ) -> Result<Vec<(Verdict, Duration)>> {
-        let mut machines: BTreeMap<&[String], Vec<usize>> = BTreeMap::new();
+        let listed = selftests::list(variant.arch, self.paths)?;
+        let runs_parallel = |test: &Test| {
+            let mut listed = listed.iter().filter(|known| known.name() == test.program);
+            listed.any(|known| known.runs == Runs::Parallel)
+        };
+        let mut machines: BTreeMap<(&[String], bool), Vec<usize>> = BTreeMap::new();
         for (index, test) in tests.iter().enumerate() {
             machines
-                .entry(test.parameters.as_slice())
+                .entry((test.parameters.as_slice(), runs_parallel(test)))
                 .or_default()
                 .push(index);
         }
         let not_run = (Verdict::Nothing("it was not run".into()), Duration::ZERO);
         let mut verdicts = vec![not_run; tests.len()];
-        for (parameters, indices) in machines {
+        for ((parameters, is_parallel), indices) in machines {
             let group: Vec<_> = indices.iter().map(|&index| tests[index]).collect();
-            let found = self.machine(variant, image, parameters, &group)?;
+            let timing = match is_parallel {
+                true => Timing::Parallel,
+                false => Timing::Function,
+            };
+            let found = self.machine(variant, image, (parameters, timing), &group)?;
             for (index, verdict) in indices.into_iter().zip(found) {
                 verdicts[index] = verdict;
             }
@@ -448,10 +458,12 @@ impl Lab<'_> {
         &self,
         variant: Variant,
         image: &Path,
-        parameters: &[String],
+        (parameters, timing): (&[String], Timing),
         tests: &[&Test],
     ) -> Result<Vec<(Verdict, Duration)>> {
         let mut args = VmArgs {
+            timing,
+            cpus: Some(2),
             pagetide: Pagetide::None,
             timeout: VM_TIMEOUT,
             // With less there is no room for a huge page of 1G.

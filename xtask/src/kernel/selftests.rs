@@ -61,6 +61,8 @@ impl Suite {
 pub(crate) enum Runs {
     /// All that run selftests.
     Always,
+    /// `selftests`, in a VM with a thread for each CPU: it shows what CPUs that share one thread cannot, contention.
+    Parallel,
     /// `debug`: it takes long.
     Debug,
     /// `gigantic`: it fills huge pages of 1G, which a software CPU takes minutes for.
@@ -152,6 +154,7 @@ impl Selftest {
                 "arch=x86_64" => test.arch = Some(Arch::X86_64),
                 "arch=arm64" => test.arch = Some(Arch::Arm64),
                 "run=no" => test.runs = Runs::Never,
+                "run=parallel" => test.runs = Runs::Parallel,
                 "run=debug" => test.runs = Runs::Debug,
                 "run=gigantic" => test.runs = Runs::Gigantic,
                 "shadow" => test.shadow = true,

@@ -350,7 +350,12 @@ pub(super) fn selftests(paths: &Paths, tally: &mut Tally) -> Result<()> {
     let variant = Variant::patched(Arch::X86_64);
     let jobs = selftest_jobs(variant, paths)?;
     let args = machine(variant, Pagetide::None, GIGANTIC_MEMORY);
-    run("selftests", &args, &jobs, paths, tally).map(drop)
+    run("selftests", &args, &jobs, paths, tally)?;
+    let jobs = selftest_jobs_that(variant, paths, |runs| runs == Runs::Parallel)?;
+    let mut args = machine(variant, Pagetide::None, "2G");
+    args.timing = Timing::Parallel;
+    args.cpus = Some(2);
+    run("selftests-parallel", &args, &jobs, paths, tally).map(drop)
 }
 
 /// The patched kernel: the selftests that fill huge pages of 1G again and again.
@@ -546,7 +551,7 @@ pub(super) fn selftest_jobs(variant: Variant, paths: &Paths) -> Result<Vec<(Kind
     selftest_jobs_that(variant, paths, |runs| match runs {
         Runs::Always => true,
         Runs::Debug => debug,
-        Runs::Gigantic | Runs::Never => false,
+        Runs::Parallel | Runs::Gigantic | Runs::Never => false,
     })
 }
 
