@@ -346,7 +346,7 @@ fn a_discard_whose_thread_cannot_be_started_fails_and_may_be_repeated() {
             let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
             push(&pager, id, &region, 2);
 
-            let none = NoOtherThread::begin();
+            let none = NoOtherThread::begin(&[]);
             let discarded = pager.discard(id, pages(0, 4));
             drop(none);
             assert!(

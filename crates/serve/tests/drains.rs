@@ -253,7 +253,7 @@ fn what_needs_a_thread_is_refused_without_one_and_may_be_repeated() {
         let guest = Guest::new(64);
         let mut client = attached(&guest, &place.socket());
         guest.check(40, &content(40));
-        let none = NoOtherThread::begin();
+        let none = NoOtherThread::begin(&[]);
         let drained = client.drain(|_, _| {});
         let replayed = client.working_set(WorkingSetAction::Replay);
         drop(none);

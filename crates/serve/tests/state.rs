@@ -90,19 +90,10 @@ fn server() {
 fn without_threads() -> impl Fn(&str) + Clone + Send + Sync + 'static {
     let none = Arc::new(Mutex::new(None));
     let has_begun = Arc::new(AtomicBool::new(false));
-    let opens = || {
-        let mut threads = std::fs::read_dir("/proc/self/task").unwrap();
-        threads.any(|thread| {
-            let name = std::fs::read_to_string(thread.unwrap().path().join("comm"));
-            name.is_ok_and(|name| name.starts_with("pt-open"))
-        })
-    };
     move |line| {
         if line.contains("starting the thread of a VM") && !has_begun.swap(true, Ordering::Relaxed)
         {
-            // The thread that has opened the image leaves a stack when it has ended.
-            eventually("its end", || !opens());
-            *none.lock().unwrap() = Some(NoOtherThread::begin());
+            *none.lock().unwrap() = Some(NoOtherThread::begin(&["pt-open"]));
         } else if line.contains("stays asleep") {
             none.lock().unwrap().take();
         }

@@ -7,7 +7,7 @@ use std::thread::{Builder, JoinHandle};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::within_patience;
+use crate::{eventually, within_patience};
 
 /// Says to a process for which test it was started.
 const TEST: &str = "PAGETIDE_TEST_OF_ITS_OWN";
@@ -42,7 +42,7 @@ pub fn in_a_process_of_its_own(name: &str, body: impl FnOnce()) {
 }
 
 /// As long as it lives, no thread can be started in this process, which is one of its own ([`in_a_process_of_its_own`]): its
-/// address space has no room for another stack. A thread that ends meanwhile leaves one that a new thread would use.
+/// address space has no room for another stack.
 #[derive(Debug)]
 pub struct NoOtherThread {
     before: Rlimit,
@@ -53,13 +53,17 @@ pub struct NoOtherThread {
 }
 
 impl NoOtherThread {
-    /// From now on.
+    /// From now on, when all threads with these names have ended. They would leave stacks, which a new thread would use.
     ///
     /// # Panics
     ///
-    /// If the limit cannot be set.
+    /// If they do not end, or the limit cannot be set.
     #[must_use]
-    pub fn begin() -> Self {
+    pub fn begin(short_lived: &[&str]) -> Self {
+        eventually("the end of short-lived threads", || {
+            let runs = threads().find(|name| short_lived.contains(&name.as_str()));
+            runs.map_or(Ok(()), Err)
+        });
         /// What this process may still take, which is less than a stack.
         const ROOM_BYTES: u64 = 512 << 10;
         let before = getrlimit(Resource::As);
@@ -82,6 +86,16 @@ impl NoOtherThread {
             release: Some(release),
         }
     }
+}
+
+/// The names of this process's threads.
+fn threads() -> impl Iterator<Item = String> {
+    let threads = std::fs::read_dir("/proc/self/task").expect("this process's threads");
+    // One may end meanwhile.
+    threads.flatten().filter_map(|thread| {
+        let name = std::fs::read_to_string(thread.path().join("comm")).ok()?;
+        Some(name.trim_end().to_owned())
+    })
 }
 
 impl Drop for NoOtherThread {
@@ -125,9 +139,11 @@ mod tests {
         let this = "process::tests::a_thread_finds_no_room";
         in_a_process_of_its_own(this, || {
             let start = || Builder::new().spawn(|| {});
-            // It leaves its stack behind.
+            // They leave their stacks behind, one of them when it likes.
             start().expect("a thread").join().expect("it ends");
-            let none = NoOtherThread::begin();
+            let short = Builder::new().name("pt-short".into()).spawn(|| {});
+            drop(short.expect("a thread"));
+            let none = NoOtherThread::begin(&["pt-short"]);
             assert!(start().is_err());
             drop(none);
             start().expect("a thread").join().expect("it ends");

@@ -100,7 +100,11 @@ pub fn within_patience<T: Send + 'static>(
         let _ = send.send(work());
     });
     match receive.recv_timeout(PATIENCE) {
-        Ok(value) => value,
+        Ok(value) => {
+            // It has nothing left to do. A test may count what is there afterwards: threads, stacks, descriptors.
+            let _ = thread.join();
+            value
+        }
         Err(RecvTimeoutError::Timeout) => panic!("{what}: not within {PATIENCE:?}"),
         Err(RecvTimeoutError::Disconnected) => match thread.join() {
             Err(panic) => std::panic::resume_unwind(panic),

@@ -133,7 +133,7 @@ mod tests {
                 taken.push(job);
                 Ok(())
             };
-            let none = NoOtherThread::begin();
+            let none = NoOtherThread::begin(&[]);
             let done = in_order(100, threads(4), || Ok(()), on, take);
             drop(none);
             assert_eq!(done, Ok(()));
