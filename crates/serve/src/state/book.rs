@@ -284,7 +284,7 @@ impl Book {
                 self.set_lacks(lacks);
             }
             if let Err(error) = said
-                && !std::mem::replace(&mut lacked, lacks)
+                && !lacked
             {
                 tracing::error!(%error, "the keeper is not told of VMs: it is tried again");
             }
@@ -482,8 +482,8 @@ impl Book {
     }
 }
 
-/// Whether an error says that the keeper has gone, or is none. The kernel's other errors are on this side: no memory, no
-/// descriptor for a description, too many descriptors on their way.
+/// Whether an error says that the keeper has gone, or that what answers is no keeper. For the kernel's other errors the reason
+/// is on this side: no memory, no descriptor for a description, too many descriptors on their way.
 fn has_gone(error: &io::Error) -> bool {
     let Some(errno) = Errno::from_io_error(error) else {
         return true;
