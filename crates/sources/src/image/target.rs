@@ -1,11 +1,11 @@
 //! A file that appears under its name when it is complete, and not before.
 
 use std::ffi::{OsStr, OsString};
+use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{
     AtFlags, CWD, Mode, OFlags, RenameFlags, fsync, linkat, openat, renameat, renameat_with,
@@ -25,6 +25,12 @@ pub enum TargetError {
     #[error("{} exists", path.display())]
     Exists {
         /// The file.
+        path: PathBuf,
+    },
+    /// Something has its name that no file replaces: a device, a pipe or a socket, which programs share.
+    #[error("{} is no regular file: it is not replaced", path.display())]
+    Special {
+        /// Its path.
         path: PathBuf,
     },
     /// The path ends with no file name.
@@ -74,7 +80,10 @@ impl TargetError {
     /// Whether the request made no sense, so that nothing was tried.
     pub(crate) fn is_refusal(&self) -> bool {
         match self {
-            Self::Exists { .. } | Self::NoName { .. } | Self::Directory { .. } => true,
+            Self::Exists { .. }
+            | Self::Special { .. }
+            | Self::NoName { .. }
+            | Self::Directory { .. } => true,
             Self::Upload(error) => error.is_refusal(),
             Self::Write { .. } | Self::Temporary { .. } => false,
         }
@@ -148,13 +157,16 @@ impl Target {
             Ok(found) if !may_replace || found.is_dir() => {
                 return Err(TargetError::Exists { path });
             }
+            Ok(found) if !found.is_file() && !found.is_symlink() => {
+                return Err(TargetError::Special { path });
+            }
             _ => {}
         }
         let failed = |errno: Errno| TargetError::Directory {
             directory: directory_of(&path).to_owned(),
             source: errno.into(),
         };
-        let opened = opened(directory_of(&path), &name, mode & 0o666).map_err(failed)?;
+        let opened = opened(directory_of(&path), mode & 0o666).map_err(failed)?;
         let place = Place::File {
             path,
             name,
@@ -164,11 +176,8 @@ impl Target {
     }
 
     fn begin_object(upload: Upload, name: String) -> Result<Self, TargetError> {
-        static COUNT: AtomicU64 = AtomicU64::new(0);
         let directory = std::env::temp_dir();
-        let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let file = OsString::from(format!("pagetide-upload-{number}"));
-        match opened(&directory, &file, 0o600) {
+        match opened(&directory, 0o600) {
             Ok(opened) => {
                 let place = Place::Object {
                     upload: Box::new(upload),
@@ -279,7 +288,7 @@ impl Target {
             let first = match may_replace {
                 false => name,
                 // A link cannot replace a name; a rename can.
-                true => &*self.temporary.insert(part_of(name)),
+                true => &*self.temporary.insert(temporary_name()),
             };
             let file = format!("/proc/self/fd/{}", self.file.as_raw_fd());
             linkat(CWD, file, directory, first, AtFlags::SYMLINK_FOLLOW)?;
@@ -308,27 +317,26 @@ impl Drop for Target {
     }
 }
 
-/// A name beside `name` that no other process uses.
-fn part_of(name: &OsStr) -> OsString {
-    let mut part = OsString::from(".");
-    part.push(name);
-    part.push(format!(".{}.part", std::process::id()));
-    part
+/// A name that no other file has: neither one of this process, nor one of another machine, or of a container whose processes
+/// have the same numbers.
+fn temporary_name() -> OsString {
+    // Each RandomState has keys of its own.
+    let random = RandomState::new().hash_one(std::process::id());
+    format!(".pagetide-{random:016x}.part").into()
 }
 
 /// A directory, and a new file in it with its name so far, if it has one.
 type Opened = (OwnedFd, OwnedFd, Option<OsString>);
 
 /// Opens a new file in a directory, without a name if the file system has such files.
-fn opened(directory: &Path, name: &OsStr, mode: u32) -> Result<Opened, Errno> {
+fn opened(directory: &Path, mode: u32) -> Result<Opened, Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory = openat(CWD, directory, flags, Mode::empty())?;
     let mode = Mode::from_raw_mode(mode);
     if let Some(file) = unnamed(&directory, mode) {
         return Ok((directory, file, None));
     }
-    let temporary = part_of(name);
-    let file = named(&directory, &temporary, mode)?;
+    let (file, temporary) = named(&directory, mode)?;
     Ok((directory, file, Some(temporary)))
 }
 
@@ -340,15 +348,15 @@ fn unnamed(directory: &OwnedFd, mode: Mode) -> Option<OwnedFd> {
     Path::new(&path).symlink_metadata().is_ok().then_some(file)
 }
 
-/// A new file with a name of its own. One that a killed process of the same number left is removed.
-fn named(directory: &OwnedFd, name: &OsStr, mode: Mode) -> Result<OwnedFd, Errno> {
+/// A new file with a name of its own, and the name. A file that has the name is another's.
+fn named(directory: &OwnedFd, mode: Mode) -> Result<(OwnedFd, OsString), Errno> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    match openat(directory, name, flags, mode) {
-        Err(Errno::EXIST) => {
-            unlinkat(directory, name, AtFlags::empty())?;
-            openat(directory, name, flags, mode)
+    loop {
+        let name = temporary_name();
+        match openat(directory, &name, flags, mode) {
+            Err(Errno::EXIST) => {}
+            opened => return Ok((opened?, name)),
         }
-        opened => opened,
     }
 }
 
@@ -368,9 +376,9 @@ mod tests {
     /// A target as on a file system without unnamed files.
     fn with_name(path: &Path, may_replace: bool) -> Target {
         let mut target = Target::begin_file(path, 0o600, may_replace).expect("it begins");
-        let temporary = part_of(path.file_name().expect("a name"));
-        let file = named(&target.directory, &temporary, Mode::from_raw_mode(0o600));
-        target.file = file.expect("a file").into();
+        let named = named(&target.directory, Mode::from_raw_mode(0o600));
+        let (file, temporary) = named.expect("a file");
+        target.file = file.into();
         target.temporary = Some(temporary);
         target
     }
@@ -410,6 +418,24 @@ mod tests {
         }
     }
 
+    /// Kind: a name that is taken for one's own. Also where file systems have no files without a name.
+    #[test]
+    fn two_targets_of_one_name_do_not_meet() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("file");
+        for begin in [with_name, |path: &Path, replace| {
+            Target::begin_file(path, 0o600, replace).expect("it begins")
+        }] {
+            let (first, second) = (begin(&path, true), begin(&path, true));
+            first.write_at(0, b"first").expect("it is written");
+            second.set_bytes(1 << 20).expect("it is long");
+            first.finish(&mut |_, _| {}).expect("it is named");
+            assert_eq!(std::fs::read(&path).expect("it is there"), b"first");
+            drop(second);
+            assert_eq!(names(directory.path()), ["file"]);
+        }
+    }
+
     #[test]
     fn what_cannot_be_written_is_refused_at_once() {
         let directory = tempfile::tempdir().expect("a directory");
@@ -422,6 +448,9 @@ mod tests {
             let error = begin(&within(name), false);
             assert!(matches!(error, TargetError::Exists { .. }), "{error}");
         }
+        let _socket = std::os::unix::net::UnixListener::bind(within("socket")).expect("a socket");
+        let error = begin(&within("socket"), true);
+        assert!(matches!(error, TargetError::Special { .. }), "{error}");
         let error = begin(directory.path(), true);
         assert!(matches!(error, TargetError::Exists { .. }), "{error}");
         let error = begin(&within("none/file"), false);
