@@ -190,6 +190,12 @@ pub trait Blob: Send + Sync + fmt::Debug {
         None
     }
 
+    /// Text that changes with most replacements of the content, if there is no version: a weak ETag, a date. Equal texts
+    /// prove nothing.
+    fn weak_version(&self) -> Option<String> {
+        None
+    }
+
     /// What reading has cost so far, if it is an object of a store.
     fn counters(&self) -> Option<ObjectCounters> {
         None

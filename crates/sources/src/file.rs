@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::Metadata;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use fs_err::File;
 use fs_err::os::unix::fs::OpenOptionsExt;
 use pagetide_memory::{HostRange, Urgency};
-use rustix::fs::{SeekFrom, fstatfs, seek};
+use rustix::fs::{SeekFrom, fstat, fstatfs, seek};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
@@ -45,15 +45,33 @@ pub struct FileIdentity {
 
 impl FileIdentity {
     fn of(status: &Metadata) -> Self {
-        let device = status.dev();
-        let is_made_up = rustix::fs::major(device) == 0;
         Self {
-            device: if is_made_up { 0 } else { device },
+            device: device(status.dev()),
             inode: status.ino(),
             bytes: status.len(),
             modified_s: status.mtime(),
             modified_ns: status.mtime_nsec(),
         }
+    }
+
+    /// That of an open file, by the call that takes least.
+    fn of_open(file: BorrowedFd<'_>) -> Result<Self, Errno> {
+        let status = fstat(file)?;
+        Ok(Self {
+            device: device(status.st_dev),
+            inode: status.st_ino,
+            bytes: u64::try_from(status.st_size).unwrap_or(0),
+            modified_s: status.st_mtime,
+            modified_ns: i64::try_from(status.st_mtime_nsec).unwrap_or(0),
+        })
+    }
+}
+
+/// A device's number, if it is of the same device tomorrow.
+fn device(number: u64) -> u64 {
+    match rustix::fs::major(number) {
+        0 => 0,
+        _ => number,
     }
 }
 
@@ -170,6 +188,12 @@ impl FileBlob {
         })
     }
 
+    /// The same file with an offset of its own, whatever has its name by now.
+    pub(crate) fn opened_again(&self) -> Result<File, BlobError> {
+        let link = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        File::open(link).map_err(|error| self.failed(error))
+    }
+
     pub(crate) fn identity(&self) -> FileIdentity {
         self.stamp.identity
     }
@@ -241,8 +265,8 @@ impl Blob for FileBlob {
 
     fn check_unchanged_now(&self) -> Result<(), BlobError> {
         let tick = tick();
-        let status = self.file.metadata().map_err(|error| self.failed(error))?;
-        if FileIdentity::of(&status) != self.stamp.identity {
+        let now = FileIdentity::of_open(self.file.as_fd());
+        if now.map_err(|errno| self.failed(errno.into()))? != self.stamp.identity {
             let name = self.name.clone();
             return Err(BlobError::Changed { name });
         }

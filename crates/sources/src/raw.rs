@@ -35,7 +35,8 @@ impl RawImage {
     /// The digest of a raw image is that of its length and of 64 pages spread over it, or, if the store
     /// has one, of its version (an ETag): reading all of a snapshot at each start would cost more than
     /// the paging saves. A working set that an equal digest assigns to another image costs time, and
-    /// never content.
+    /// never content. For VMs that another server goes on with, files are compared by what they are known by, too, and
+    /// an object without a version has what its store says of it in the digest.
     ///
     /// # Errors
     /// [`OpenError::NotMemory`], [`OpenError::Blob`].
@@ -67,6 +68,9 @@ impl RawImage {
                 let offset = index * pages / samples * SAMPLE_BYTES as u64;
                 blob.read_at(offset, &mut page, Urgency::Urgent)?;
                 hasher.update(&page);
+            }
+            if let Some(weak) = blob.weak_version() {
+                hasher.update(weak.as_bytes());
             }
         }
         let digest = hasher.finalize().into();
@@ -136,6 +140,8 @@ impl GuestImage for RawImage {
 
     fn mapped(&self, offset: u64, bytes: u64) -> Option<HostRange> {
         let end = offset.checked_add(bytes)?;
+        // What is given out here is not looked at again.
+        self.blob.check_unchanged_now().ok()?;
         // Holes are zero pages, which need no memory.
         let is_data = end <= self.bytes() && !self.is_hole(&(offset..end)).ok()?;
         is_data.then(|| self.blob.mapped(offset, bytes))?

@@ -47,9 +47,7 @@ pub(crate) struct MemoryFile {
 impl MemoryFile {
     pub(crate) fn open(path: &Path) -> Result<Self, BlobError> {
         let blob = FileBlob::open(path)?;
-        let seekable = fs_err::File::open(path);
-        let seekable =
-            seekable.map_err(|error| BlobError::io(path.display().to_string(), error))?;
+        let seekable = blob.opened_again()?;
         Ok(Self { blob, seekable })
     }
 

@@ -72,6 +72,12 @@ impl Remote {
         etag.filter(|etag| !etag.starts_with("W/"))
     }
 
+    /// What the store says of an object that it gives no strong ETag.
+    pub(super) fn weak_version(&self) -> String {
+        let etag = self.meta.e_tag.as_deref().unwrap_or_default();
+        format!("{} {etag}", self.meta.last_modified)
+    }
+
     /// Whether the store still has the object that was opened under its name.
     pub(super) async fn look(&self) -> Result<bool, Failure> {
         let limit = self.options.limit.min(LOOK_LIMIT);

@@ -371,6 +371,10 @@ impl fmt::Debug for ObjectBlob {
         fields.field("name", &self.name);
         fields.field("bytes", &self.bytes());
         fields.field("version", &self.version());
+    fn weak_version(&self) -> Option<String> {
+        Some(self.shared.remote.weak_version())
+    }
+
         fields.finish_non_exhaustive()
     }
 }

@@ -2,7 +2,9 @@
 //! since is not answered from what was known before.
 
 use std::fs::{self, File, FileTimes};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -13,6 +15,7 @@ use pagetide_sources::{
     GuestImage, ImageError, Location, NotMemory, OpenError, OpenOptions, Standing, open,
 };
 use pagetide_test_support::{eventually, within_patience};
+use rustix::fs::inotify;
 
 const PAGE: usize = 4096;
 
@@ -110,25 +113,29 @@ fn a_file_that_is_written_to_is_seen_and_reads_fail() {
     assert_eq!(read(&*image, hole, PAGE).expect("as before"), [0; PAGE]);
 }
 
-/// What changes neither content nor time keeps those who read, and is opened anew for others: it may be a write whose
-/// time was set back.
-/// The clock that files' times come from stands still between two ticks; a file is looked at after each read all the
-/// same.
+/// The clock that files' times come from stands still between two ticks; a file is looked at after each read, and before
+/// each use of its mapped pages, all the same.
 #[test]
 fn what_was_written_just_now_is_not_given_out() {
     let place = Place::new();
     for round in 0..100 {
-        let path = sparse(&place, &format!("raw-{round}"), 1);
+        let name = format!("raw-{round}");
+        let path = place.write_sparse(&name, 8 * PAGE as u64, &[(0, &[1; 8 * PAGE])]);
+        set_time(&path, long_ago());
         let image = opened(&path);
         read(&*image, 0, PAGE).expect("it is as it was");
+        assert!(image.mapped(PAGE as u64, PAGE as u64).is_some());
         let file = File::options().write(true).open(&path).expect("it opens");
         file.write_all_at(&[2; PAGE], PAGE as u64)
             .expect("it is written");
+        assert!(image.mapped(PAGE as u64, PAGE as u64).is_none());
         assert_eq!(read_now(&*image, PAGE as u64, PAGE), None);
         read(&*image, PAGE as u64, PAGE).expect_err("it was written to");
     }
 }
 
+/// What changes neither content nor time keeps those who read, and is opened anew for others: it may be a write whose
+/// time was set back.
 #[test]
 fn a_change_of_a_files_status_alone_stops_nobody() {
     let place = Place::new();
@@ -220,14 +227,18 @@ fn what_is_no_guest_memory_is_refused_by_name() {
     assert!(empty.contains("no guest memory"), "{empty}");
 }
 
+fn make_pipe(path: &Path) {
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    let made = rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0);
+    made.expect("a pipe");
+}
+
 /// To open a pipe waits for somebody who writes.
 #[test]
 fn a_pipe_is_refused_and_not_waited_for() {
     let place = Place::new();
     let pipe = place.path("pipe");
-    let mode = rustix::fs::Mode::from_raw_mode(0o600);
-    let made = rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0);
-    made.expect("a pipe");
+    make_pipe(&pipe);
     for path in [pipe, "/dev/zero".into()] {
         let location = Location::Path(path);
         let error = within_patience("a refusal", move || {
@@ -238,5 +249,48 @@ fn a_pipe_is_refused_and_not_waited_for() {
             .to_string();
         assert_eq!(cause, "it is not a regular file");
         assert!(error.is_refusal(), "{error}");
+    }
+}
+
+/// Notes when what is at `path` is opened from now on.
+fn watched(path: &Path) -> OwnedFd {
+    let notes = inotify::init(inotify::CreateFlags::NONBLOCK).expect("inotify");
+    inotify::add_watch(&notes, path, inotify::WatchFlags::OPEN).expect("a watch");
+    notes
+}
+
+/// To open a pipe tells whoever writes to it that there is a reader, and to open a device may do anything.
+#[test]
+fn a_base_that_is_no_file_is_refused_and_never_opened() {
+    type Make = fn(&Path);
+    let kinds: [(&str, Make); 3] = [
+        ("a pipe", make_pipe),
+        ("a directory", |path| {
+            fs::create_dir(path).expect("it is made");
+        }),
+        ("a socket", |path| {
+            drop(UnixListener::bind(path).expect("it is made"));
+        }),
+    ];
+    for (kind, make) in kinds {
+        let place = Place::new();
+        place.write("raw", &memory(1, 20, 0));
+        place.create("raw", "base", &CreateOptions::default());
+        let base = place.path("base");
+        place.create("raw", "top", &on(&base));
+        fs::remove_file(&base).expect("it is there");
+        make(&base);
+        let opens = watched(&base);
+        let top = Location::Path(place.path("top"));
+        let error = within_patience(kind, move || {
+            open(&top, &OpenOptions::default()).expect_err("it has no base")
+        });
+        let OpenError::Base { source, .. } = &error else {
+            panic!("{kind}: {error}");
+        };
+        let cause = std::error::Error::source(source).expect("a cause");
+        assert_eq!(cause.to_string(), "it is not a regular file", "{kind}");
+        let noted = rustix::io::read(&opens, &mut [0_u8; 64]);
+        assert_eq!(noted, Err(rustix::io::Errno::AGAIN), "{kind} was opened");
     }
 }

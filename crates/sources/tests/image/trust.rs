@@ -1,14 +1,21 @@
 //! What a diff says is believed as far as its file system tells it, and an image as far as whoever opens it permits.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use crate::common::{Place, Random, assert_content, memory, on};
-use pagetide_sources::image::{CreateError, CreateOptions, ExtractOptions, Holes, extract, merge};
-use pagetide_sources::{Location, OpenError, OpenOptions, PagetideImage};
+use crate::common::{Place, Random, assert_content, memory, on, read};
+use pagetide_sources::image::{
+    CreateError, CreateOptions, ExtractOptions, FormatError, Holes, create, extract, merge,
+};
+use pagetide_sources::{Location, OpenError, OpenOptions, PagetideImage, StateFile, open};
+use pagetide_test_support::in_a_process_of_its_own;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::process::{Resource, getrlimit, setrlimit};
 
 const PAGE: u64 = 4096;
+const EXABYTE: u64 = 1 << 60;
 
 fn with_base(place: &Place, pages: usize) -> Vec<u8> {
     let content = memory(50, pages, 0);
@@ -201,6 +208,54 @@ fn indexes_are_read_up_to_a_bound_for_all_layers() {
     assert_eq!((bytes, most), (index("base"), both - 1));
     let error = opened(index("top") - 1).expect_err("the image alone is too much");
     assert!(error.is_refusal(), "{error}");
+}
+
+/// From now on this process, which is one of its own, gets no more than 4 GiB of memory.
+fn bound_memory() {
+    let mut limits = getrlimit(Resource::As);
+    limits.current = Some(4 << 30);
+    setrlimit(Resource::As, limits).expect("a limit of the address space");
+}
+
+/// A sparse file, which costs its author nothing.
+#[test]
+fn an_exabyte_in_place_of_memory_or_state_takes_no_memory_by_its_length() {
+    let this = "trust::an_exabyte_in_place_of_memory_or_state_takes_no_memory_by_its_length";
+    in_a_process_of_its_own(this, || {
+        bound_memory();
+        let file = memfd_create("exabyte", MemfdFlags::CLOEXEC).expect("a file");
+        let file = fs::File::from(file);
+        ftruncate(&file, EXABYTE).expect("it is sparse");
+        file.write_all_at(&[7; 4096], EXABYTE - PAGE)
+            .expect("it is written");
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let location = Location::Path((&path).into());
+        let image = open(&location, &OpenOptions::default()).expect("raw memory");
+        assert!(image.hole_bytes() > EXABYTE / 2);
+        assert_eq!(read(&*image, 0, 4096).expect("a hole"), [0; 4096]);
+        let last = read(&*image, EXABYTE - PAGE, 4096);
+        assert_eq!(last.expect("the last page"), [7; 4096]);
+        assert!(image.mapped(EXABYTE - PAGE, PAGE).is_none());
+        let error = PagetideImage::open(&location, &OpenOptions::default());
+        let OpenError::Format { source, .. } = error.expect_err("no magic") else {
+            panic!("another error");
+        };
+        assert_eq!(source, FormatError::NotAnImage);
+        let state = StateFile::at(path.as_ref()).expect("a file");
+        assert_eq!(state.memory_bytes, None);
+        let place = Place::new();
+        let new = place.path("new").into();
+        let error = create(
+            path.as_ref(),
+            &new,
+            &CreateOptions::default(),
+            &mut |_, _| {},
+        );
+        let error = error.expect_err("it is too long");
+        let is_named = matches!(error, CreateError::Format(FormatError::MemoryBytes { .. }));
+        assert!(is_named, "{error}");
+        assert!(place.names().is_empty());
+    });
 }
 
 /// A chain of layers grows with each pause of a VM, and an image has at most sixteen.
