@@ -14,8 +14,8 @@ use pagetide_memory::Urgency::{Bulk, Urgent};
 use pagetide_pager::Filled;
 use pagetide_sources::image::{CreateOptions, ExtractOptions, create_from_url, extract_to_stream};
 use pagetide_sources::{
-    Blob, BlobError, Location, ObjectBlob, ObjectOptions, OpenError, OpenObjectError, OpenOptions,
-    PagetideImage, Standing, open,
+    Blob, BlobError, GuestImage as _, Location, ObjectBlob, ObjectOptions, OpenError,
+    OpenObjectError, OpenOptions, PagetideImage, RawImage, Standing, open,
 };
 use pagetide_test_support::{Task, equals, eventually};
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
@@ -322,6 +322,42 @@ fn a_replaced_object_is_noticed() {
         }
         // What was read before is still that of the object that was opened.
         assert_eq!(read(&blob, 0, 10).unwrap(), content[..10]);
+    }
+}
+
+/// Kind: what tells an object from another one ends with the process. Whoever goes on with a VM of a former server compares
+/// digests, and the pages that a digest samples may be alike.
+#[test]
+fn the_digest_of_raw_memory_tells_objects_without_a_version_apart() {
+    type Change = fn(&mut support::Site);
+    let modified: Change = |site| site.modified = Some("Mon, 02 Nov 2026 11:00:00 GMT");
+    let weak: Change = |site| site.etag = Some("W/\"second\"".into());
+    for change in [modified, weak] {
+        let server = Server::start(8 * BLOCK);
+        server.change(|site| site.etag = Some("W/\"first\"".into()));
+        let digest = || {
+            let image = RawImage::new(Arc::new(opened(&server, &options())));
+            image.unwrap().digest()
+        };
+        let first = digest();
+        assert_eq!(first, digest());
+        server.change(change);
+        assert_ne!(first, digest());
+    }
+}
+
+/// A query may be a signature, and basic authentication is for the host that was named.
+#[test]
+fn a_host_to_which_another_one_redirects_hears_of_no_secret() {
+    let (named, other) = (Server::start(BLOCK), Server::start(BLOCK));
+    named.always(Act::Redirect(other.url.clone()));
+    let url = named.url.replace("http://", "http://user:password@");
+    let blob = ObjectBlob::open(&format!("{url}?signature=secret"), &options(), None).unwrap();
+    read(&blob, 0, BLOCK).unwrap();
+    let heard = other.requests();
+    assert!(heard.len() >= 2, "{heard:?}");
+    for request in heard {
+        assert_eq!((request.referer, request.authorization), (None, None));
     }
 }
 

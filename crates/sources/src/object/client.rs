@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::StreamExt as _;
-use object_store::ClientOptions;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService, ReqwestConnector,
 };
+use object_store::{ClientOptions, HeaderMap};
 
 /// The maximal length of an error's body that is kept, in bytes. A store explains an error in less.
 const MOST_ERROR_BYTES: usize = 16 << 10;
@@ -31,6 +32,52 @@ pub(super) struct Connector;
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let client = ReqwestConnector::default().connect(options)?;
+        Ok(HttpClient::new(Watched { client }))
+    }
+}
+
+/// The longest time until a connection is there.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+
+/// Makes such clients for URLs over HTTP. Another host to which a server redirects one gets no `Referer`: that is the URL with its
+/// query, which may be a signature. Of several addresses of a host the resolver's first one is tried first.
+#[derive(Clone, Debug)]
+pub(super) struct WebConnector {
+    /// What each request carries.
+    pub(super) headers: HeaderMap,
+    /// The longest time of a request.
+    pub(super) limit: Duration,
+    pub(super) is_https: bool,
+    /// Without the system's certificates nothing over https is trusted.
+    pub(super) has_certificates: bool,
+}
+
+impl HttpConnector for WebConnector {
+    fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
+        let builder = reqwest::Client::builder()
+            .user_agent(concat!("pagetide/", env!("CARGO_PKG_VERSION")))
+            .default_headers(self.headers.clone())
+            .timeout(self.limit)
+            .connect_timeout(CONNECT_LIMIT)
+            .http1_only()
+            .https_only(self.is_https)
+            // Lengths and ranges are those of the bytes as they are stored.
+            .no_gzip()
+            .no_brotli()
+            .no_zstd()
+            .no_deflate()
+            .referer(false);
+        let builder = match self.has_certificates {
+            true => builder,
+            false => builder.tls_certs_only([]),
+        };
+        let client = builder
+            .build()
+            .map_err(|error| object_store::Error::Generic {
+                store: "HTTP",
+                source: Box::new(error),
+            })?;
+        let client = HttpClient::new(client);
         Ok(HttpClient::new(Watched { client }))
     }
 }

@@ -10,11 +10,9 @@ use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
 use object_store::path::Path;
-use object_store::{
-    ClientConfigKey, ClientOptions, HeaderMap, HeaderValue, ObjectStore, RetryConfig,
-};
+use object_store::{ClientConfigKey, HeaderMap, HeaderValue, ObjectStore, RetryConfig};
 
-use super::client::Connector;
+use super::client::{Connector, WebConnector};
 use super::failure::{Report, Secrets, with_causes};
 use super::options::ObjectOptions;
 use super::parts::{Parts, decoded};
@@ -95,7 +93,8 @@ impl Parts<'_> {
         let failed = |error: object_store::Error| secrets.report(&unmade(&error));
         let invalid = |error: object_store::path::Error| secrets.report(&error.to_string());
         let Requests { retry, limit } = requests;
-        let limit = format!("{} ms", limit.as_millis().max(1));
+        let limit = limit.max(Duration::from_millis(1));
+        let limit_ms = format!("{} ms", limit.as_millis());
         let timeout = ClientConfigKey::Timeout;
         provide_tls();
         let is_http = matches!(self.scheme, "http" | "https");
@@ -109,7 +108,7 @@ impl Parts<'_> {
             "s3" => {
                 let builder = AmazonS3Builder::from_env()
                     .with_bucket_name(self.host)
-                    .with_config(AmazonS3ConfigKey::Client(timeout), limit)
+                    .with_config(AmazonS3ConfigKey::Client(timeout), limit_ms)
                     .with_retry(retry)
                     .with_http_connector(Connector);
                 let keys = [AmazonS3ConfigKey::Endpoint, AmazonS3ConfigKey::S3Endpoint];
@@ -119,7 +118,7 @@ impl Parts<'_> {
             "gs" => {
                 let builder = GoogleCloudStorageBuilder::from_env()
                     .with_bucket_name(self.host)
-                    .with_config(GoogleConfigKey::Client(timeout), limit)
+                    .with_config(GoogleConfigKey::Client(timeout), limit_ms)
                     .with_retry(retry)
                     .with_http_connector(Connector);
                 identity.extend(builder.get_config_value(&GoogleConfigKey::BaseUrl));
@@ -128,7 +127,7 @@ impl Parts<'_> {
             "az" => {
                 let builder = MicrosoftAzureBuilder::from_env()
                     .with_container_name(self.host)
-                    .with_config(AzureConfigKey::Client(timeout), limit)
+                    .with_config(AzureConfigKey::Client(timeout), limit_ms)
                     .with_retry(retry)
                     .with_http_connector(Connector);
                 let keys = [AzureConfigKey::AccountName, AzureConfigKey::Endpoint];
@@ -136,10 +135,12 @@ impl Parts<'_> {
                 Arc::new(builder.build().map_err(failed)?)
             }
             "http" | "https" => {
-                let client = ClientOptions::new()
-                    .with_config(timeout, limit)
-                    .with_allow_http(self.scheme == "http")
-                    .with_default_headers(self.headers()?);
+                let connector = WebConnector {
+                    headers: self.headers()?,
+                    limit,
+                    is_https: self.scheme == "https",
+                    has_certificates: true,
+                };
                 let fields = self.query.unwrap_or_default().split('&');
                 identity.extend(
                     fields
@@ -153,18 +154,20 @@ impl Parts<'_> {
                     self.host,
                     query.unwrap_or_default()
                 );
-                let build = |client| {
+                let build = |connector| {
                     HttpBuilder::new()
                         .with_url(&base)
-                        .with_client_options(client)
                         .with_retry(retry.clone())
-                        .with_http_connector(Connector)
+                        .with_http_connector(connector)
                         .build()
                 };
-                let built = match build(client.clone()) {
+                let built = match build(connector.clone()) {
                     // Over http nobody shows a certificate. A server that redirects to https is trusted in nothing.
                     Err(error) if self.scheme == "http" && lacks_certificates(&error) => {
-                        build(client.with_no_system_certificates(true))
+                        build(WebConnector {
+                            has_certificates: false,
+                            ..connector
+                        })
                     }
                     built => built,
                 };

@@ -48,6 +48,8 @@ pub(crate) enum Act {
     /// Closes the connection so that the client sees a reset.
     Reset,
     Status(u16),
+    /// Leads to this URL.
+    Redirect(String),
     /// The bytes before the requested ones.
     WrongRange,
     /// The answer names the right range, of an object of another length.
@@ -98,15 +100,33 @@ pub(crate) struct Request {
     pub(crate) range: Option<Range<u64>>,
     pub(crate) if_match: Option<String>,
     pub(crate) authorization: Option<String>,
+    pub(crate) referer: Option<String>,
 }
 
 pub(crate) type Acting = Box<dyn FnMut(&Request) -> Act + Send>;
 
 pub(crate) struct Site {
     pub(crate) content: Vec<u8>,
+    /// Zeroes that the object has behind the content.
+    pub(crate) zeroes: u64,
     pub(crate) etag: Option<String>,
     pub(crate) modified: Option<&'static str>,
     pub(crate) heeds_if_match: bool,
+}
+
+impl Site {
+    fn bytes(&self) -> u64 {
+        self.content.len() as u64 + self.zeroes
+    }
+
+    /// A range of the object, which has it.
+    fn part(&self, range: &Range<u64>) -> Vec<u8> {
+        let end = self.content.len();
+        let within = |at: u64| usize::try_from(at).map_or(end, |at| at.min(end));
+        let mut part = self.content[within(range.start)..within(range.end)].to_vec();
+        part.resize(usize::try_from(range.end - range.start).unwrap(), 0);
+        part
+    }
 }
 
 pub(crate) struct Server {
@@ -160,11 +180,20 @@ pub(crate) fn options() -> ObjectOptions {
 
 impl Server {
     pub(crate) fn start(bytes: usize) -> Self {
+        Self::start_behind(bytes, |connection| connection)
+    }
+
+    /// Answers at what `wrap` makes of each connection, such as TLS.
+    pub(crate) fn start_behind<S: Read + Write>(
+        bytes: usize,
+        wrap: impl Fn(TcpStream) -> S + Send + Sync + 'static,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let shared = Arc::new(Shared {
             site: Mutex::new(Site {
                 content: pattern(bytes, 0),
+                zeroes: 0,
                 etag: Some("\"first\"".into()),
                 modified: Some("Mon, 02 Nov 2026 10:00:00 GMT"),
                 heeds_if_match: true,
@@ -177,13 +206,17 @@ impl Server {
             is_over: AtomicBool::new(false),
         });
         let accepting = Arc::clone(&shared);
+        let wrap = Arc::new(wrap);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 if accepting.is_over.load(Ordering::Relaxed) {
                     return;
                 }
-                let shared = Arc::clone(&accepting);
-                thread::spawn(move || shared.serve(stream));
+                let (shared, wrap) = (Arc::clone(&accepting), Arc::clone(&wrap));
+                thread::spawn(move || {
+                    stream.set_nodelay(true).unwrap();
+                    shared.serve(&mut wrap(stream));
+                });
             }
         });
         Self {
@@ -245,14 +278,13 @@ impl Drop for Server {
 }
 
 impl Shared {
-    fn serve(&self, mut stream: TcpStream) {
-        stream.set_nodelay(true).unwrap();
-        while let Some(request) = read_request(&mut stream) {
+    fn serve(&self, stream: &mut (impl Read + Write)) {
+        while let Some(request) = read_request(stream) {
             self.requests.lock().unwrap().push(request.clone());
             let act = (self.act.lock().unwrap())(&request);
             let flying = self.flying.fetch_add(1, Ordering::SeqCst) + 1;
             self.most_flying.fetch_max(flying, Ordering::SeqCst);
-            let goes_on = self.answer(&mut stream, &request, &act);
+            let goes_on = self.answer(stream, &request, &act);
             self.flying.fetch_sub(1, Ordering::SeqCst);
             if !goes_on {
                 return;
@@ -261,7 +293,7 @@ impl Shared {
     }
 
     /// Waits until the client gives up.
-    fn hang(&self, stream: &mut TcpStream) -> bool {
+    fn hang(&self, stream: &mut impl Read) -> bool {
         let mut rest = [0; 64];
         while matches!(stream.read(&mut rest), Ok(1..)) {}
         self.given_up.fetch_add(1, Ordering::SeqCst);
@@ -269,7 +301,7 @@ impl Shared {
     }
 
     /// Whether the connection can carry another request.
-    fn answer(&self, stream: &mut TcpStream, request: &Request, act: &Act) -> bool {
+    fn answer(&self, stream: &mut (impl Read + Write), request: &Request, act: &Act) -> bool {
         match act {
             // The request's last byte is unread: the kernel resets the connection.
             Act::Reset => return false,
@@ -293,6 +325,11 @@ impl Shared {
             );
             return stream.write_all((head + body).as_bytes()).is_ok();
         }
+        if let Act::Redirect(url) = act {
+            let head =
+                format!("HTTP/1.1 302 Found\r\nLocation: {url}\r\nContent-Length: 0\r\n\r\n");
+            return stream.write_all(head.as_bytes()).is_ok();
+        }
         let site = self.site.lock().unwrap();
         let is_other = request.if_match.is_some() && request.if_match != site.etag;
         if is_other && site.heeds_if_match {
@@ -300,7 +337,7 @@ impl Shared {
                 .write_all(b"HTTP/1.1 412 Changed\r\nContent-Length: 0\r\n\r\n")
                 .is_ok();
         }
-        let bytes = site.content.len() as u64;
+        let bytes = site.bytes();
         let mut head = String::new();
         if let Some(etag) = site.etag.as_ref().filter(|_| *act != Act::NoEtag) {
             head += &format!("ETag: {etag}\r\n");
@@ -324,12 +361,7 @@ impl Shared {
             let by = range.start.min(4096);
             range = range.start - by..range.end - by.max(1);
         }
-        let part = |range: &Range<u64>| {
-            let start = usize::try_from(range.start).unwrap();
-            let end = usize::try_from(range.end).unwrap();
-            site.content[start..end].to_vec()
-        };
-        let mut body = part(&range);
+        let mut body = site.part(&range);
         match act {
             Act::Short => body.truncate(body.len() / 2),
             Act::Long => body.extend([7; 100]),
@@ -356,7 +388,7 @@ impl Shared {
 }
 
 /// Reads all of a request but its last byte.
-fn read_request(stream: &mut TcpStream) -> Option<Request> {
+fn read_request(stream: &mut impl Read) -> Option<Request> {
     let mut text = Vec::new();
     let mut byte = [0; 1];
     while !text.ends_with(b"\r\n\r") {
@@ -385,6 +417,7 @@ fn read_request(stream: &mut TcpStream) -> Option<Request> {
         path: first.next().unwrap().into(),
         range,
         if_match: header("if-match"),
+        referer: header("referer"),
         authorization: header("authorization"),
     })
 }
