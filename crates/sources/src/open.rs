@@ -42,7 +42,7 @@ pub enum ParseLocationError {
         "{text:?}: no image can be read from {scheme}://; use a path, file://, s3://, gs://, az://, http:// or https://"
     )]
     Scheme {
-        /// The whole location.
+        /// The location, without credentials and query strings.
         text: String,
         /// Its scheme.
         scheme: String,
@@ -82,7 +82,7 @@ impl FromStr for Location {
             },
             _ if SCHEMES.contains(&scheme) => Ok(Self::Url(text.into())),
             _ => Err(ParseLocationError::Scheme {
-                text: text.into(),
+                text: shown(text),
                 scheme: scheme.into(),
             }),
         }

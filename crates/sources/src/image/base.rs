@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::format::MOST_BASE_BYTES;
 use crate::digest::Digest;
+use crate::object::shown;
 use crate::open::Location;
 
 /// Where an image finds its base.
@@ -51,7 +52,10 @@ impl BasePlace {
     pub(super) fn of_url(url: &str, image: &Location) -> Self {
         let name = url.rsplit('/').next().unwrap_or_default();
         let beside = Self::Beside(name.into());
-        let is_there = matches!(image, Location::Url(_)) && !name.is_empty();
+        // A query is no part of a name: it may be a signature, which messages leave out. In a store's key `?` is a letter.
+        let has_query = url.starts_with("http") && name.contains('?');
+        let is_name = !name.is_empty() && !has_query;
+        let is_there = matches!(image, Location::Url(_)) && is_name;
         match is_there && beside.resolve(image) == Location::Url(url.to_owned()) {
             true => beside,
             false => Self::Url(url.to_owned()),
@@ -73,12 +77,13 @@ impl BasePlace {
     }
 }
 
+/// A URL without credentials and query string.
 impl std::fmt::Display for BasePlace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let path = match self {
             Self::Beside(name) => Path::new(name),
             Self::Path(path) => path,
-            Self::Url(url) => return f.write_str(url),
+            Self::Url(url) => return f.write_str(&shown(url)),
         };
         write!(f, "{}", path.display())
     }
@@ -116,5 +121,25 @@ pub(crate) fn place_in(directory: &Path, base_directory: &Path, name: &OsStr) ->
     match directory == base_directory {
         true => BasePlace::Beside(name.to_owned()),
         false => BasePlace::Path(base_directory.join(name)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_base_is_found_with_its_query_and_named_without() {
+        let image: Location = "https://host/folder/top".parse().expect("a URL");
+        let url = "https://host/folder/base?signature=secret";
+        let place = BasePlace::of_url(url, &image);
+        assert_eq!(place.resolve(&image), Location::Url(url.to_owned()));
+        assert_eq!(place.to_string(), "https://host/folder/base");
+        let place = BasePlace::of_url("https://host/folder/base", &image);
+        assert_eq!(place, BasePlace::Beside("base".into()));
+        // A store's key may have the letter.
+        let image: Location = "s3://bucket/top".parse().expect("a URL");
+        let place = BasePlace::of_url("s3://bucket/base?1", &image);
+        assert_eq!(place, BasePlace::Beside("base?1".into()));
     }
 }

@@ -14,8 +14,9 @@ impl<'a> Parts<'a> {
     /// `None` if the URL lacks a scheme, a host or bucket, or a path or key.
     pub(super) fn of(url: &'a str) -> Option<Self> {
         let (scheme, rest) = url.split_once("://")?;
-        let is_http = matches!(scheme, "http" | "https");
-        // A key may contain `?` and `#`, and a user may contain `@`.
+        // A key may contain `?` and `#`, and a user may contain `@`. What else may be a URL of HTTP, also in capitals, is not
+        // for a store.
+        let is_http = !matches!(scheme, "s3" | "gs" | "az");
         let (rest, query) = match is_http {
             true => {
                 let rest = rest.split('#').next().unwrap_or(rest);
@@ -88,6 +89,8 @@ mod tests {
         for (url, name) in [
             ("http://u:p@host:80/a/b?X-Sig=1#f", "http://host:80/a/b"),
             ("https://host/a", "https://host/a"),
+            ("HTTPS://u:p@host/a?X-Sig=1", "HTTPS://host/a"),
+            ("ftp://u:p@host/a?X-Sig=1", "ftp://host/a"),
             ("s3://bucket/a?b#c", "s3://bucket/a?b#c"),
             ("http://user:secret@host?token=1", "http://host"),
         ] {
