@@ -12,7 +12,8 @@ use pagetide_sources::{
     Blob, CacheError, CacheOptions, Location, ObjectBlob, ObjectOptions, OpenError,
     OpenObjectError, OpenOptions, open,
 };
-use pagetide_test_support::{equals, eventually};
+use pagetide_test_support::{equals, eventually, in_a_process_of_its_own};
+use rustix::process::{Resource, getrlimit, setrlimit};
 use support::{Act, Server, options, pattern};
 
 const BLOCK: usize = 16 << 10;
@@ -209,6 +210,19 @@ fn two_handles_share_a_directory_that_is_too_small() {
     assert!(blobs.iter().all(|blob| blob.counters().disk_damaged == 0));
 }
 
+/// Kind: an optional part fails, and the main part pays.
+#[test]
+fn an_object_is_read_without_a_directory_that_cannot_be_opened() {
+    let directory = tempfile::tempdir().unwrap();
+    let server = Server::start(2 * BLOCK);
+    let cache = cache(&directory.path().join("none").join("none"));
+    let blob = ObjectBlob::open(&server.url, &options(), Some(&cache)).unwrap();
+    let mut buffer = vec![0; 2 * BLOCK];
+    blob.read_at(0, &mut buffer, Urgent).unwrap();
+    assert!(buffer == server.content());
+    assert!(files(directory.path()).is_empty());
+}
+
 #[test]
 fn a_directory_that_others_can_write_to_is_refused() {
     use std::os::unix::fs::PermissionsExt as _;
@@ -231,4 +245,32 @@ fn a_directory_that_others_can_write_to_is_refused() {
         },
     );
     assert!(matches!(refused, Err(OpenError::Cache(_))));
+}
+
+/// A store, or whoever answers in its place, says what it likes of an object's length.
+#[test]
+fn an_object_of_an_exabyte_takes_no_memory_by_its_length() {
+    let this = "an_object_of_an_exabyte_takes_no_memory_by_its_length";
+    in_a_process_of_its_own(this, || {
+        let mut limits = getrlimit(Resource::As);
+        limits.current = Some(4 << 30);
+        setrlimit(Resource::As, limits).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let server = Server::start(BLOCK);
+        server.change(|site| site.zeroes = (1 << 60) - BLOCK as u64);
+        let options = OpenOptions {
+            object: options(),
+            cache: Some(cache(directory.path())),
+            ..OpenOptions::default()
+        };
+        let image = open(&server.url.parse().unwrap(), &options).unwrap();
+        assert_eq!(image.bytes(), 1 << 60);
+        let mut page = [0xee; 4096];
+        image.read(0, &mut page, Urgent).unwrap();
+        assert_eq!(page, server.content()[..4096]);
+        image.read((1 << 60) - 4096, &mut page, Urgent).unwrap();
+        assert_eq!(page, [0; 4096]);
+        // Of the first block, which tells what it is, and of the last.
+        assert_eq!(image.counters().unwrap().gets, 2);
+    });
 }

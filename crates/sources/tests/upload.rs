@@ -10,7 +10,7 @@ mod support;
 
 use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -219,6 +219,77 @@ fn child() {
     );
 }
 
+/// A store that takes an object in parts, and refuses requests of one method.
+struct Store {
+    refused: &'static str,
+    begun: u32,
+    /// Parts that it has taken, and neither joined nor dropped.
+    parts: u32,
+    dropped: u32,
+}
+
+impl Store {
+    fn answer(&mut self, method: &str, path: &str) -> (u16, String) {
+        let is_begin = path.ends_with("?uploads") || path.ends_with("?uploads=");
+        let text = match method {
+            "POST" if is_begin => {
+                self.begun += 1;
+                "<InitiateMultipartUploadResult><UploadId>7</UploadId></InitiateMultipartUploadResult>"
+            }
+            _ if method == self.refused => return (403, "<Error><Code>Full</Code></Error>".into()),
+            "PUT" => {
+                self.parts += 1;
+                ""
+            }
+            "DELETE" => {
+                assert!(path.ends_with("?uploadId=7"), "{path}");
+                (self.parts, self.dropped) = (0, self.dropped + 1);
+                ""
+            }
+            _ => unreachable!("{method} {path}"),
+        };
+        (200, text.into())
+    }
+}
+
+/// A store keeps the parts of an upload that nobody ends, and takes money for them. moto has no errors.
+#[test]
+fn of_an_upload_that_the_store_refuses_no_part_is_left_there() {
+    if std::env::var_os(CHILD).is_some() {
+        return upload_refused();
+    }
+    // A part, and the request that joins them.
+    for refused in ["PUT", "POST"] {
+        let store = Store {
+            refused,
+            begun: 0,
+            parts: 0,
+            dropped: 0,
+        };
+        let store = Arc::new(Mutex::new(store));
+        let served = Arc::clone(&store);
+        let address = serve(move |method, path, _| served.lock().unwrap().answer(method, path));
+        let this = "of_an_upload_that_the_store_refuses_no_part_is_left_there";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", this, "--nocapture"]).env(CHILD, "");
+        use_server(&mut child, address.port());
+        let output = child.output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{refused}: {errors}");
+        let store = store.lock().unwrap();
+        let left = (store.begun, store.parts, store.dropped);
+        assert_eq!(left, (1, 0, 1), "{refused}: begun, parts, dropped");
+    }
+}
+
+fn upload_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let memory = raw(directory.path(), "memory", &pattern(LARGE, 5));
+    let error = created(&memory, "s3://images/refused.img", &replacing()).unwrap_err();
+    let text = chain(&error);
+    assert!(text.contains("403"), "{text}");
+}
+
 /// A server of files, which knows neither parts nor conditions.
 #[derive(Default)]
 struct Site {
@@ -237,16 +308,13 @@ struct Files {
 
 impl Files {
     fn start() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap().to_string();
         let site = Arc::new(Mutex::new(Site::default()));
         let served = Arc::clone(&site);
-        std::thread::spawn(move || {
-            for stream in listener.incoming() {
-                let site = Arc::clone(&served);
-                std::thread::spawn(move || answer(&stream.unwrap(), &site));
-            }
+        let address = serve(move |method, path, body| {
+            let status = served.lock().unwrap().answer(method, path, body);
+            (status, String::new())
         });
+        let address = address.to_string();
         Self { site, address }
     }
 
@@ -260,42 +328,70 @@ impl Files {
     }
 }
 
-/// Answers one request, and closes the connection.
-fn answer(stream: &TcpStream, site: &Mutex<Site>) {
+impl Site {
+    /// The status of the answer.
+    fn answer(&mut self, method: &str, path: &str, body: Vec<u8>) -> u16 {
+        match method {
+            "PUT" => {
+                self.puts += 1;
+                match self.refused.pop() {
+                    Some(status) => status,
+                    None => {
+                        self.files.insert(path.to_owned(), body);
+                        201
+                    }
+                }
+            }
+            _ if self.is_secret => 403,
+            _ if self.files.contains_key(path) => 200,
+            _ => 404,
+        }
+    }
+}
+
+/// Serves with what `answer` says of a method, a path and a body: a status, and the answer's body.
+fn serve(
+    answer: impl Fn(&str, &str, Vec<u8>) -> (u16, String) + Send + Sync + 'static,
+) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let answer = Arc::new(answer);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (stream, answer) = (stream.unwrap(), Arc::clone(&answer));
+            std::thread::spawn(move || {
+                let Some((method, path, body)) = request_of(&stream) else {
+                    return;
+                };
+                let (status, body) = answer(&method, &path, body);
+                let length = body.len();
+                let text = format!(
+                    "HTTP/1.1 {status} -\r\nContent-Length: {length}\r\nETag: \"1\"\r\nConnection: close\r\n\r\n{body}"
+                );
+                let _ = (&stream).write_all(text.as_bytes());
+            });
+        }
+    });
+    address
+}
+
+/// The method, the path and the body of a connection's first request.
+fn request_of(stream: &TcpStream) -> Option<(String, String, Vec<u8>)> {
     let mut reader = BufReader::new(stream);
     let mut head = String::new();
     while !head.ends_with("\r\n\r\n") {
         if reader.read_line(&mut head).unwrap_or(0) == 0 {
-            return;
+            return None;
         }
     }
     let mut words = head.split(' ');
-    let (method, path) = (words.next().unwrap(), words.next().unwrap().to_owned());
+    let (method, path) = (words.next().unwrap(), words.next().unwrap());
     let lower = head.to_ascii_lowercase();
     let length = lower.split("content-length: ").nth(1);
     let length = length.map_or(0, |text| text.lines().next().unwrap().parse().unwrap());
     let mut body = vec![0; length];
-    reader.read_exact(&mut body).unwrap();
-    let mut site = site.lock().unwrap();
-    let status = match method {
-        "PUT" => {
-            site.puts += 1;
-            match site.refused.pop() {
-                Some(status) => status,
-                None => {
-                    site.files.insert(path, body);
-                    201
-                }
-            }
-        }
-        _ if site.is_secret => 403,
-        _ if site.files.contains_key(&path) => 200,
-        _ => 404,
-    };
-    let text = format!(
-        "HTTP/1.1 {status} -\r\nContent-Length: 0\r\nETag: \"1\"\r\nConnection: close\r\n\r\n"
-    );
-    let _ = (&*stream).write_all(text.as_bytes());
+    reader.read_exact(&mut body).ok()?;
+    Some((method.into(), path.into(), body))
 }
 
 #[test]

@@ -8,7 +8,8 @@ use thiserror::Error;
 /// Where blocks are cached on disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheOptions {
-    /// The directory. It is created if it does not exist; its parent has to exist.
+    /// The directory. It is created if it does not exist; its parent has to exist. Objects are read without a cache, with a
+    /// warning, if it cannot be opened.
     pub directory: PathBuf,
     /// The bound of all files below the directory, in bytes, for all processes together. If processes
     /// give different bounds, each one keeps its own when it writes.

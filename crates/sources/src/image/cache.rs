@@ -75,10 +75,12 @@ impl ChunkCache {
     }
 
     /// Keeps the chunk; returns a buffer for another one, which had the evicted chunk if there was one.
-    pub(crate) fn insert(&self, key: Key, content: Vec<u8>) -> Vec<u8> {
+    pub(crate) fn insert(&self, key: Key, mut content: Vec<u8>) -> Vec<u8> {
         if content.len() > self.bound {
             return content;
         }
+        // A buffer that had a longer chunk of another layer has more than is counted.
+        content.shrink_to_fit();
         let mut shard = self.shard(key);
         let shard = &mut *shard;
         // Two threads that decompressed one chunk at the same time.
@@ -164,6 +166,18 @@ mod tests {
         assert_eq!(page, [999_u32.to_le_bytes()[0]; 16]);
         assert!(!cache.copy(key(999), 4081, &mut page));
         assert!(!cache.copy(key(0), 0, &mut page));
+    }
+
+    /// A buffer that had a chunk of a layer with longer chunks is bounded, too.
+    #[test]
+    fn a_chunk_takes_no_more_than_its_length() {
+        let cache = ChunkCache::new(40 * 4096, 4096);
+        let mut long = Vec::with_capacity(1 << 20);
+        long.extend_from_slice(&content(7));
+        cache.insert(key(7), long);
+        let shard = cache.shard(key(7));
+        let kept = shard.chunks.first().map(|cached| cached.content.capacity());
+        assert_eq!(kept, Some(4096));
     }
 
     #[test]

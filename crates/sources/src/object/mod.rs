@@ -26,7 +26,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use crate::blob::{Blob, BlobError};
-use crate::cache::{CacheOptions, DiskCache, Found, ObjectKey};
+use crate::cache::{CacheError, CacheOptions, DiskCache, Found, ObjectKey};
 use crate::standing::Standing;
 use counters::Counting;
 pub use counters::ObjectCounters;
@@ -116,7 +116,19 @@ impl ObjectBlob {
         let disk = match (cache, remote.version()) {
             (Some(cache), Some(version)) => {
                 let key = ObjectKey::of(&identity, version, remote.bytes(), options.block_bytes);
-                Some(DiskCache::open(cache, key, options.block_bytes)?)
+                match DiskCache::open(cache, key, options.block_bytes) {
+                    // The store has the content: nobody waits for a disk that is full or gone. A directory that
+                    // others can write to is another matter.
+                    Err(error @ CacheError::Directory { .. }) => {
+                        tracing::warn!(
+                            name,
+                            error = &error as &dyn std::error::Error,
+                            "no disk cache is used"
+                        );
+                        None
+                    }
+                    opened => Some(opened?),
+                }
             }
             // Nothing tells a replaced object without an ETag from the one whose blocks were kept: the
             // cache would deliver old content, or a mixture, as long as the length is the same.
@@ -359,6 +371,10 @@ impl Blob for ObjectBlob {
         self.shared.remote.version()
     }
 
+    fn weak_version(&self) -> Option<String> {
+        Some(self.shared.remote.weak_version())
+    }
+
     fn counters(&self) -> Option<ObjectCounters> {
         Some(self.counters())
     }
@@ -371,10 +387,6 @@ impl fmt::Debug for ObjectBlob {
         fields.field("name", &self.name);
         fields.field("bytes", &self.bytes());
         fields.field("version", &self.version());
-    fn weak_version(&self) -> Option<String> {
-        Some(self.shared.remote.weak_version())
-    }
-
         fields.finish_non_exhaustive()
     }
 }
