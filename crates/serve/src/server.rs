@@ -1,12 +1,14 @@
 //! The server: sockets, images, and a thread for each VM.
 
+mod former;
+
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -31,12 +33,13 @@ use crate::parking::Parking;
 use crate::peer::Peer;
 use crate::porter::Porter;
 use crate::readiness::Readiness;
-use crate::sockets::{Resumed, Sockets};
-use crate::state::{self, DescriptorStore, KeptVm, State, StateError};
+use crate::sockets::Sockets;
+use crate::state::{self, DescriptorStore, KeptVm, StateError};
 use crate::stopper::Stopper;
 use crate::turned_away::TurnedAway;
 use crate::usage::Usage;
 use crate::vm::{Client, Common, chain, run};
+use former::open_state;
 
 /// Why a server did not start.
 #[derive(Debug, Error)]
@@ -81,27 +84,6 @@ pub struct Inherited {
     pub listeners: Vec<UnixListener>,
     /// Where VMs are kept, unless [`Options::state`] names a keeper.
     pub store: Option<DescriptorStore>,
-}
-
-/// Where VMs are kept, and those that a former server has left there.
-fn open_state(
-    options: &Options,
-    porter: &Option<Arc<Porter>>,
-    store: Option<DescriptorStore>,
-    metrics: &Metrics,
-) -> Result<(Option<Arc<State>>, Vec<KeptVm>), StartError> {
-    let on_failure = options.on_failure;
-    let (state, kept) = match (&options.state, store) {
-        (Some(_), Some(store)) if store.has_vms() => {
-            return Err(StartError::Store(io::Error::other(
-                "it has VMs of a former server, which a server with --state does not take: start one without it first",
-            )));
-        }
-        (None, None) => return Ok((None, Vec::new())),
-        (Some(keeper), _) => State::open(keeper, porter.clone(), on_failure, metrics)?,
-        (None, Some(store)) => State::at_store(store, on_failure).map_err(StartError::Store)?,
-    };
-    Ok((Some(Arc::new(state)), kept))
 }
 
 fn start_porter(options: &Options, stopper: &Stopper) -> Result<Option<Arc<Porter>>, StartError> {
@@ -338,35 +320,6 @@ impl Server {
         result
     }
 
-    /// Goes on with the VMs of a former server.
-    fn resume_kept(&mut self) {
-        for kept in std::mem::take(&mut self.kept) {
-            match kept.description.image.parse::<Location>() {
-                Ok(location) => self.sockets.resume(kept, &location),
-                Err(error) => tracing::error!(
-                    vm = kept.id,
-                    socket = kept.description.socket,
-                    error = &error as &dyn std::error::Error,
-                    "a VM of a former server stays asleep"
-                ),
-            }
-        }
-        self.sockets.update();
-    }
-
-    /// The client that a former server has left. It was accepted then, whatever the limits are now.
-    fn client_of(&self, kept: &KeptVm) -> io::Result<Client> {
-        let peer = Peer::of(&kept.stream)?;
-        Ok(Client {
-            number: kept.id,
-            socket: kept.description.socket.clone(),
-            stream: Connection::new(kept.stream.try_clone()?, self.common().porter.clone()),
-            charge: self.budgets.charge_anyway(peer.uid),
-            peer,
-            kept: None,
-        })
-    }
-
     /// Accepts VMs until the server ends.
     fn accept_all(&mut self) -> io::Result<()> {
         self.watch()?;
@@ -487,49 +440,6 @@ impl Server {
         }
     }
 
-    /// Takes what was opened.
-    fn take_opened(&mut self) {
-        for resumed in self.sockets.take() {
-            let (vm, socket) = (resumed.kept.id, resumed.kept.description.socket.clone());
-            match self.go_on(resumed) {
-                Ok(()) => tracing::info!(vm, socket, "going on with a VM of a former server"),
-                Err((error, resumed)) => self.sockets.give_back(*resumed, error),
-            }
-        }
-        self.sockets.update();
-    }
-
-    /// Starts the thread of a VM of a former server, or gives the VM back with the reason why not.
-    fn go_on(&mut self, resumed: Resumed) -> Result<(), (String, Box<Resumed>)> {
-        let client = match self.client_of(&resumed.kept) {
-            Ok(client) => client,
-            Err(error) => return Err((error.to_string(), Box::new(resumed))),
-        };
-        let common = Arc::clone(resumed.common());
-        let held = Arc::new(Mutex::new(Some(resumed)));
-        let its = Arc::clone(&held);
-        let started = self.start(&common, client.number, move || {
-            let Some(resumed) = take(&its) else {
-                return false;
-            };
-            let (kept, offer, common) = resumed.into_parts();
-            let kept = Some(kept);
-            run(&common, &offer, Client { kept, ..client })
-        });
-        let Err(error) = started else {
-            return Ok(());
-        };
-        // It ended with the thread that was not started.
-        common.usage.begin();
-        match take(&held) {
-            Some(resumed) => Err((
-                format!("its thread was not started: {error}"),
-                Box::new(resumed),
-            )),
-            None => Ok(()),
-        }
-    }
-
     /// Accepts one connection, and starts its thread.
     fn accept(&mut self, key: u64) {
         // A socket that was closed since it was readable has none.
@@ -635,11 +545,6 @@ impl Server {
         self.threads.push(thread);
         Ok(())
     }
-}
-
-/// What the thread that was to have it has not taken.
-fn take(held: &Mutex<Option<Resumed>>) -> Option<Resumed> {
-    held.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 /// Counts a VM's end, however its thread ends.
