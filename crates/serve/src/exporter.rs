@@ -3,7 +3,8 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{self, SocketAddr};
+use std::os::unix;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -19,12 +20,12 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use thiserror::Error;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::runtime::{self, Runtime};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 
 use crate::log_limit::{LogLimit, log_limited};
 use crate::metrics::Metrics;
+use crate::task_thread::TaskThread;
 
 /// The most connections at once.
 const CONNECTIONS: usize = 32;
@@ -106,9 +107,10 @@ pub struct ExporterError {
 
 /// Serves the metrics until it is dropped.
 pub struct Exporter {
-    runtime: Option<Runtime>,
     socket: Option<PathBuf>,
     address: Option<SocketAddr>,
+    /// Dropped after the file of the socket was removed.
+    thread: Option<TaskThread>,
 }
 
 impl Exporter {
@@ -125,28 +127,19 @@ impl Exporter {
         if let MetricsAddress::Unix(path) = address {
             crate::listener::remove_stale(path).map_err(failed)?;
         }
-        let runtime = runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name("pt-metrics")
-            .enable_io()
-            .enable_time()
-            .build()
-            .map_err(failed)?;
-        let listener = runtime.block_on(bind(address)).map_err(failed)?;
-        let socket = match address {
-            MetricsAddress::Unix(path) => Some(path.clone()),
-            MetricsAddress::Tcp(_) | MetricsAddress::Named(_) => None,
+        let bound = Bound::new(address).map_err(failed)?;
+        let mut exporter = Self {
+            socket: match address {
+                MetricsAddress::Unix(path) => Some(path.clone()),
+                MetricsAddress::Tcp(_) | MetricsAddress::Named(_) => None,
+            },
+            address: bound.address(),
+            thread: None,
         };
-        let address = match &listener {
-            Listener::Tcp(listener) => listener.local_addr().ok(),
-            Listener::Unix(_) => None,
-        };
-        runtime.spawn(accept(listener, metrics));
-        Ok(Self {
-            runtime: Some(runtime),
-            socket,
-            address,
-        })
+        let task = || Ok(accept(bound.listen()?, metrics));
+        let thread = TaskThread::start("pt-metrics", task);
+        exporter.thread = Some(thread.map_err(failed)?);
+        Ok(exporter)
     }
 
     /// The address that was bound, of which the port may have been 0.
@@ -155,17 +148,46 @@ impl Exporter {
     }
 }
 
+/// A socket that is bound, and not yet Tokio's.
+enum Bound {
+    Tcp(net::TcpListener),
+    Unix(unix::net::UnixListener),
+}
+
+impl Bound {
+    fn new(address: &MetricsAddress) -> io::Result<Self> {
+        Ok(match address {
+            MetricsAddress::Tcp(at) => Self::Tcp(net::TcpListener::bind(at)?),
+            MetricsAddress::Named(at) => Self::Tcp(net::TcpListener::bind(at.as_str())?),
+            MetricsAddress::Unix(path) => Self::Unix(unix::net::UnixListener::bind(path)?),
+        })
+    }
+
+    fn address(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Tcp(listener) => listener.local_addr().ok(),
+            Self::Unix(_) => None,
+        }
+    }
+
+    /// Hands the socket to Tokio, in whose context this is called.
+    fn listen(self) -> io::Result<Listener> {
+        Ok(match self {
+            Self::Tcp(listener) => {
+                listener.set_nonblocking(true)?;
+                Listener::Tcp(TcpListener::from_std(listener)?)
+            }
+            Self::Unix(listener) => {
+                listener.set_nonblocking(true)?;
+                Listener::Unix(UnixListener::from_std(listener)?)
+            }
+        })
+    }
+}
+
 enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener),
-}
-
-async fn bind(address: &MetricsAddress) -> io::Result<Listener> {
-    Ok(match address {
-        MetricsAddress::Tcp(at) => Listener::Tcp(TcpListener::bind(at).await?),
-        MetricsAddress::Named(at) => Listener::Tcp(TcpListener::bind(at).await?),
-        MetricsAddress::Unix(path) => Listener::Unix(UnixListener::bind(path)?),
-    })
 }
 
 async fn accept(listener: Listener, metrics: Metrics) {
@@ -253,10 +275,6 @@ impl Drop for Exporter {
         if let Some(socket) = &self.socket {
             let _ = fs_err::remove_file(socket);
         }
-        if let Some(runtime) = self.runtime.take() {
-            // Its tasks wait at nothing else than their connections.
-            runtime.shutdown_timeout(Duration::from_secs(1));
-        }
     }
 }
 
@@ -270,7 +288,28 @@ impl fmt::Debug for Exporter {
 
 #[cfg(test)]
 mod tests {
+    use pagetide_test_support::{NoOtherThread, in_a_process_of_its_own};
+
     use super::*;
+
+    #[test]
+    fn without_a_thread_there_is_an_error_and_no_socket() {
+        let this = "exporter::tests::without_a_thread_there_is_an_error_and_no_socket";
+        in_a_process_of_its_own(this, || {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("metrics.sock");
+            let address = MetricsAddress::Unix(path.clone());
+            let none = NoOtherThread::begin(&[]);
+            let refused = Exporter::start(&address, Metrics::default());
+            drop(none);
+            assert!(refused.is_err());
+            assert!(!path.exists());
+            let exporter = Exporter::start(&address, Metrics::default()).unwrap();
+            assert!(path.exists());
+            drop(exporter);
+            assert!(!path.exists());
+        });
+    }
 
     #[test]
     fn a_hosts_name_is_an_address_of_metrics() {

@@ -58,6 +58,7 @@ mod server;
 mod sockets;
 mod state;
 mod stopper;
+mod task_thread;
 mod turned_away;
 mod usage;
 mod vm;

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use pagetide_serve::Options;
 use pagetide_serve::native::client::Client;
-use pagetide_serve::native::message::{Message, RefusedCode, VmState, WorkingSetAction};
+use pagetide_serve::native::message::{
+    Message, RefusedCode, VmState, WorkingSetAction, WorkingSetState,
+};
 use pagetide_test_support::{NoOtherThread, in_a_process_of_its_own};
 use rustix::fs::{SealFlags, ftruncate};
 use rustix::mm::MapFlags;
@@ -249,17 +251,26 @@ fn what_needs_a_thread_is_refused_without_one_and_may_be_repeated() {
             return;
         }
         let place = Place::new(64);
-        let running = Running::start(place.options());
+        let running = Running::start(Options {
+            clients_record: true,
+            ..place.options()
+        });
         let guest = Guest::new(64);
         let mut client = attached(&guest, &place.socket());
+        client.working_set(WorkingSetAction::Record).unwrap();
         guest.check(40, &content(40));
         let none = NoOtherThread::begin(&[]);
         let drained = client.drain(|_, _| {});
         let replayed = client.working_set(WorkingSetAction::Replay);
+        let saved = client.working_set(WorkingSetAction::Save);
         drop(none);
         assert_eq!(code(drained), RefusedCode::Internal);
         assert_eq!(code(replayed), RefusedCode::Internal);
+        assert_eq!(code(saved), RefusedCode::Internal);
         guest.check(41, &content(41));
+        guest.check(42, &content(42));
+        let saved = client.working_set(WorkingSetAction::Save).unwrap();
+        assert_eq!(saved, (WorkingSetState::Off, 3), "the recording went on");
         assert_eq!(client.drain(|_, _| {}).unwrap().present, 64);
         client.goodbye().unwrap();
         running.stop();

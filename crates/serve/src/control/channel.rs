@@ -25,13 +25,14 @@ use thiserror::Error;
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::runtime::{self, Runtime};
+use tokio::runtime;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::{sleep, timeout};
 
 use crate::listener::{ListenError, Listener};
 use crate::log_limit::{LogLimit, log_limited};
 use crate::peer::user_of;
+use crate::task_thread::TaskThread;
 
 /// The version of the protocol, which each line names.
 pub const VERSION: u32 = 1;
@@ -112,9 +113,9 @@ impl<A> Reply<A> {
 /// Answers requests at a socket until it is dropped.
 #[derive(Debug)]
 pub struct ControlSocket {
-    runtime: Option<Runtime>,
     /// Its file is removed with it.
     _listener: Listener,
+    _thread: TaskThread,
 }
 
 /// Why there is no control socket.
@@ -152,32 +153,15 @@ impl ControlSocket {
             path: path.into(),
             source,
         };
-        let runtime = runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name("pt-control")
-            .enable_io()
-            .enable_time()
-            .build()
-            .map_err(failed)?;
-        let socket = listener.socket.try_clone().map_err(failed)?;
-        let socket = {
-            let _inside = runtime.enter();
-            UnixListener::from_std(socket).map_err(failed)?
+        let task = || {
+            let socket = UnixListener::from_std(listener.socket.try_clone()?)?;
+            Ok(accept(socket, Arc::new(handle)))
         };
-        runtime.spawn(accept(socket, Arc::new(handle)));
+        let thread = TaskThread::start("pt-control", task).map_err(failed)?;
         Ok(Self {
-            runtime: Some(runtime),
             _listener: listener,
+            _thread: thread,
         })
-    }
-}
-
-impl Drop for ControlSocket {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            // Its tasks wait at nothing else than their connections.
-            runtime.shutdown_timeout(Duration::from_secs(1));
-        }
     }
 }
 

@@ -376,10 +376,16 @@ impl<'a> Control<'a> {
             }
             WorkingSetAction::Save => {
                 let text = "nothing is being recorded";
-                let recorder = vm.stop_recording();
+                let recorder = vm.recorder.clone();
                 let recorder = recorder.ok_or_else(|| refusal(RefusedCode::WorkingSet, text))?;
                 let image = Arc::clone(vm.image);
-                self.start(id, move || Work::Saved(image.save(&recorder)))
+                let answer = self.start(id, move || {
+                    recorder.stop();
+                    Work::Saved(image.save(&recorder))
+                })?;
+                // Not before: without a thread that saves it, the recording goes on.
+                vm.stop_recording();
+                Ok(answer)
             }
             WorkingSetAction::Replay => {
                 let image = Arc::clone(vm.image);
