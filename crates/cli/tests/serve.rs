@@ -13,6 +13,8 @@ use tempfile::TempDir;
 
 #[path = "serve/file.rs"]
 mod file;
+#[path = "serve/kept.rs"]
+mod kept;
 #[path = "serve/told.rs"]
 mod told;
 

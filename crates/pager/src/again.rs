@@ -135,4 +135,15 @@ mod tests {
         assert_eq!(again.tries(), 0);
         assert_eq!(again.since, None);
     }
+
+    /// Kind: a time for each of something that another process can make any number of, here runs of missing pages.
+    #[test]
+    fn progress_gives_many_installations_together_no_further_time() {
+        let mut again = Again::in_all();
+        again.pause().unwrap();
+        let since = again.since;
+        again.progress();
+        assert_eq!((again.tries(), again.since), (0, since));
+        assert!(since.is_some());
+    }
 }

@@ -281,14 +281,18 @@ mod tests {
     use std::sync::mpsc;
     use std::thread;
 
-    use pagetide_test_support::PATIENCE;
+    use pagetide_test_support::{PATIENCE, in_a_process_of_its_own};
     use pagetide_uapi::userfaultfd::{Features, OpenError};
 
     use super::*;
 
-    /// `None`, and a word why, if there are no userfaultfds here.
     fn channel() -> Option<Arc<Channel>> {
-        match Userfaultfd::open(Features::from_bits(0)) {
+        channel_with(Features::from_bits(0))
+    }
+
+    /// `None`, and a word why, if there are no userfaultfds here.
+    fn channel_with(features: Features) -> Option<Arc<Channel>> {
+        match Userfaultfd::open(features) {
             Ok(uffd) => Some(Arc::new(Channel::new(Arc::new(uffd), 0))),
             Err(error @ (OpenError::NotSupported | OpenError::NoPermission { .. })) => {
                 println!("SKIP: {error}");
@@ -296,6 +300,24 @@ mod tests {
             }
             Err(error) => unreachable!("{error}"),
         }
+    }
+
+    /// Kind: what a process makes another one have without a bound.
+    #[test]
+    fn of_userfaultfds_that_stay_open_no_more_are_read_than_there_may_be_threads() {
+        let this = "kept_open::tests::of_userfaultfds_that_stay_open_no_more_are_read_than_there_may_be_threads";
+        in_a_process_of_its_own(this, || {
+            let channels = [(); 2].map(|()| channel_with(Features::EVENT_REMOVE));
+            let [Some(last), Some(beyond)] = channels else {
+                return;
+            };
+            READERS.store(MOST_READERS - 1, Ordering::Relaxed);
+            keep_open(&last);
+            keep_open(&beyond);
+            let read: Vec<_> = lock().iter().map(|kept| kept.end.is_some()).collect();
+            assert_eq!(read, [true, false]);
+            assert_eq!(READERS.load(Ordering::Relaxed), MOST_READERS);
+        });
     }
 
     /// Kind: a lock held during a system call that another process can have last for ever.

@@ -75,3 +75,45 @@ impl Histogram {
         self.encode(encoder.encode_family(labels)?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::Metrics;
+
+    /// The bucket in which a duration is counted.
+    fn bucket_of(us: u64, bounds_us: &'static [u64]) -> Option<usize> {
+        let histogram = Histogram::new(bounds_us);
+        histogram.record(Duration::from_micros(us));
+        let mut buckets = histogram.buckets.iter();
+        buckets.position(|bucket| bucket.load(Ordering::Relaxed) == 1)
+    }
+
+    #[test]
+    fn a_bucket_has_what_is_as_long_as_its_bound_and_nothing_longer() {
+        for bounds_us in [WORK_US, WAIT_US] {
+            assert!(bounds_us.is_sorted_by(|one, next| one < next));
+            assert_eq!(bucket_of(0, bounds_us), Some(0));
+            for (bucket, &bound) in bounds_us.iter().enumerate() {
+                assert_eq!(bucket_of(bound, bounds_us), Some(bucket), "{bound}");
+                assert_eq!(bucket_of(bound + 1, bounds_us), Some(bucket + 1), "{bound}");
+            }
+            let last = Some(bounds_us.len());
+            assert_eq!(bucket_of(u64::MAX, bounds_us), last);
+        }
+    }
+
+    /// Who reads the text sees the same bounds.
+    #[test]
+    fn the_text_counts_up_to_each_bound() {
+        let metrics = Metrics::default();
+        for us in [8, 9] {
+            metrics.resolved(Duration::from_micros(us));
+        }
+        let text = metrics.text();
+        for (bound, count) in [("0.000004", 0), ("0.000008", 1), ("0.000016", 2)] {
+            let line = format!("pagetide_fault_resolve_seconds_bucket{{le=\"{bound}\"}} {count}\n");
+            assert!(text.contains(&line), "{line} is missing in:\n{text}");
+        }
+    }
+}

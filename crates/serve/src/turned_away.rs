@@ -148,7 +148,56 @@ fn look_at(clients: &Receiver<Client>) {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use pagetide_test_support::within_patience;
+    use rustix::event::{EventfdFlags, eventfd};
+
     use super::*;
+    use crate::metrics::Metrics;
+    use crate::parking::Parking;
+    use crate::stopper::Stopper;
+
+    fn common() -> Arc<Common> {
+        let stopper = Stopper::new(Duration::ZERO).unwrap();
+        let left = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let parking = Parking::new(stopper.clone(), Arc::new(left)).unwrap();
+        Arc::new(Common {
+            usage: Arc::default(),
+            options: Arc::default(),
+            metrics: Metrics::default(),
+            stopper,
+            state: None,
+            parking: Arc::new(parking),
+            porter: None,
+        })
+    }
+
+    /// Kind: a thread that is left to itself. It would be killing VMMs of a server that has ended.
+    #[test]
+    fn the_end_comes_when_nobody_is_looked_at_any_more() {
+        let common = common();
+        let mut turned_away = TurnedAway::default();
+        let mut silent = || {
+            let (stream, client) = UnixStream::pair().unwrap();
+            let peer = Peer::of(&stream).unwrap();
+            let stream = Connection::new(stream, None);
+            turned_away.kill_if_vmm(&common, peer, stream, Charge::alone());
+            client
+        };
+        // One is looked at for as long as it says nothing, and the other waits for that.
+        let clients = [silent(), silent()];
+        let waiting = within_patience("the end", move || {
+            turned_away.end();
+            turned_away.waiting
+        });
+        assert!(lock(&waiting).is_empty());
+        for mut client in clients {
+            client.set_nonblocking(true).unwrap();
+            assert_eq!(client.read(&mut [0]).unwrap(), 0, "it was let go");
+        }
+    }
 
     #[test]
     fn the_clients_of_one_user_leave_room_for_those_of_others() {

@@ -7,13 +7,13 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
 
 use pagetide_serve::control::channel::{AskError, ControlSocket, ask};
 use pagetide_serve::control::message::{Answer, Request, Socket, SocketState, Status};
-use pagetide_serve::{Binding, BindingTable, Options, Totals};
+use pagetide_serve::{Binding, BindingTable, Inherited, Options, Totals};
 use pagetide_sources::Location;
 use support::*;
 
@@ -28,11 +28,20 @@ struct Told {
 
 impl Told {
     fn start(options: impl FnOnce(&Place) -> Options) -> Self {
+        Self::with(options, |_| Inherited::default())
+    }
+
+    /// The same with what a service manager gives to it.
+    fn with(
+        options: impl FnOnce(&Place) -> Options,
+        inherited: impl FnOnce(&Place) -> Inherited,
+    ) -> Self {
         let place = Place::new(PAGES);
-        let running = Running::start(Options {
+        let options = Options {
             may_lack_bindings: true,
             ..options(&place)
-        });
+        };
+        let running = Running::with(options, inherited(&place)).unwrap();
         let controller = running.controller.clone();
         let path = place.directory.path().join("control");
         let control = ControlSocket::start(&path, move |request, reply| {
@@ -206,6 +215,63 @@ fn what_cannot_be_served_is_refused_by_name_and_leaves_nothing() {
     }
     assert_eq!(told.list(), []);
     assert!(told.status().troubles.is_empty());
+}
+
+/// A service manager has opened the socket of an image that is not there.
+fn without_its_image() -> Told {
+    let binding = |place: &Place| Binding {
+        is_required: false,
+        ..Binding::new(
+            place.socket(),
+            Location::Path(place.directory.path().join("late.mem")),
+        )
+    };
+    let options = |place: &Place| Options {
+        bindings: vec![binding(place)],
+        ..place.options()
+    };
+    Told::with(options, |place| Inherited {
+        listeners: vec![UnixListener::bind(place.socket()).unwrap()],
+        ..Inherited::default()
+    })
+}
+
+/// As before the service ran: whoever connects to a service manager's socket waits, and is not refused.
+#[test]
+fn at_a_service_managers_socket_vms_wait_until_its_image_is_there() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let told = without_its_image();
+    let connected = || {
+        let guest = Guest::new(PAGES);
+        let stream = guest.connect(&told.place.socket());
+        (guest.touch(3), guest, stream)
+    };
+    let waits = || equals(told.states(), &vec![(SocketState::Waiting, 0)]);
+    eventually("the failure", waits);
+    let (asleep, _guest, _stream) = connected();
+    // Whoever asks for it hears why not, and it stays: the server's options have it.
+    let refused = told.add("guest.sock", "late.mem").unwrap_err();
+    assert!(refused.contains("late.mem does not exist"), "{refused}");
+    let [socket] = &told.list()[..] else {
+        panic!("{:?}", told.list());
+    };
+    assert_eq!(socket.error, Some(refused));
+    let status = told.status();
+    assert_eq!((status.sockets, status.sockets_waiting), (0, 1));
+    assert!(status.ready && status.troubles[0].contains("not served yet"));
+    assert_eq!(told.running.metrics.totals().vms_accepted, 0);
+    assert!(asleep.is_undisturbed());
+    fs::copy(told.place.image(), told.path("new.mem")).unwrap();
+    fs::rename(told.path("new.mem"), told.path("late.mem")).unwrap();
+    eventually("its image", || told.add("guest.sock", "late.mem"));
+    assert!(asleep.join() == content(3));
+    // And so it is when nothing is served there any more.
+    assert_eq!(told.remove("guest.sock"), Ok(Answer::Removed { vms: 1 }));
+    let (asleep, _guest, _stream) = connected();
+    assert!(told.add("guest.sock", "guest.mem").is_ok());
+    assert!(asleep.join() == content(3));
 }
 
 /// One who waits for a silent store holds up nobody else.

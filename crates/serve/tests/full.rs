@@ -4,11 +4,15 @@
 
 mod support;
 
+use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagetide_serve::native::client::Client;
 use pagetide_serve::native::message::{Message, VmState};
 use pagetide_serve::{OnFailure, Options};
+use pagetide_test_support::in_a_process_of_its_own;
 use rustix::fs::{Mode, OFlags, ftruncate, open, openat};
 use rustix::io::pwrite;
 use rustix::mm::MapFlags;
@@ -171,4 +175,53 @@ fn prefetch_without_room_harms_nobody() {
     let totals = running.metrics.totals();
     assert_eq!((totals.stalls, totals.vms_killed), (0, 0));
     (0..PAGES).for_each(|page| guest.check(page, &content(page)));
+}
+
+/// Counts the lines of the log on VMs that stall.
+#[derive(Clone, Default)]
+struct Lines(Arc<AtomicU64>);
+
+impl Write for Lines {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        if String::from_utf8_lossy(line).contains("VM stalled") {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Kind: a line of the log for each of something that a client can make any number of. What a user may have logged is for all of
+/// its VMs.
+#[test]
+fn the_lines_on_one_vm_are_limited_however_often_it_stalls() {
+    const STALLS: u64 = 200;
+    let this = "the_lines_on_one_vm_are_limited_however_often_it_stalls";
+    in_a_process_of_its_own(this, || {
+        let lines = Lines::default();
+        let its = lines.clone();
+        let log = tracing_subscriber::fmt().with_writer(move || its.clone());
+        log.init();
+        let place = Place::new(PAGES);
+        let Some((full, running, guest, mut client)) = vm(&place, only_on_request(&place)) else {
+            return;
+        };
+        let waiting = guest.touch(5);
+        for stalls in 1..=STALLS {
+            eventually("a stall", || {
+                equals(running.metrics.totals().stalls, &stalls)
+            });
+            if stalls == STALLS {
+                full.make_room();
+            }
+            assert_eq!(client.resume().unwrap(), 1);
+        }
+        assert!(waiting.join() == content(5));
+        // More than the limit if this takes longer than its period.
+        let lines = lines.0.load(Ordering::Relaxed);
+        assert!((1..STALLS / 2).contains(&lines), "{lines}");
+    });
 }

@@ -502,3 +502,7 @@ fn said(sent: io::Result<()>) -> io::Result<bool> {
         Err(error) => Err(error),
     }
 }
+
+#[cfg(test)]
+#[path = "book_tests.rs"]
+mod tests;

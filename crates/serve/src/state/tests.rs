@@ -1,8 +1,8 @@
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::{Duration, Instant};
 
-use pagetide_test_support::in_a_process_of_its_own;
+use pagetide_test_support::{Sleeper, eventually, in_a_process_of_its_own, within_patience};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, socketpair};
 use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit};
@@ -246,30 +246,37 @@ fn a_keeper_is_left_before_another_is_reached() {
     drop(next_keeper);
 }
 
+/// A VM that a keeper is to hold.
+fn held_vm() -> Held {
+    let (stream, _guest) = connection();
+    let maps = map_file(4096).unwrap();
+    let uffd = Arc::clone(&maps);
+    Held {
+        uffd,
+        stream,
+        maps,
+        description: b"{}".to_vec(),
+    }
+}
+
+/// From now on this process gets no further descriptor. Returns the limit of before.
+fn without_descriptors() -> Rlimit {
+    let lowest = std::fs::File::open("/dev/null").unwrap();
+    let current = Some(u64::try_from(lowest.as_raw_fd()).unwrap());
+    let before = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current, ..before }).unwrap();
+    before
+}
+
 /// Kind: what this process lacks is taken for another's end. Each keeper that was started instead would have met the same.
 #[test]
 fn a_server_without_descriptors_keeps_its_keeper() {
     let this = "state::tests::a_server_without_descriptors_keeps_its_keeper";
     in_a_process_of_its_own(this, || {
         let (server, keeper) = connection();
-        let (stream, _guest) = connection();
-        let uffd: OwnedFd = map_file(4096)
-            .unwrap()
-            .as_fd()
-            .try_clone_to_owned()
-            .unwrap();
-        let held = Held {
-            uffd: Arc::new(uffd),
-            stream,
-            maps: map_file(4096).unwrap(),
-            description: b"{}".to_vec(),
-        };
+        let held = held_vm();
         let book = Arc::new(Book::new().unwrap());
-        // The lowest number that is free.
-        let free = u64::try_from(server.try_clone().unwrap().as_raw_fd()).unwrap();
-        let before = getrlimit(Resource::Nofile);
-        let current = Some(free);
-        setrlimit(Resource::Nofile, Rlimit { current, ..before }).unwrap();
+        let before = without_descriptors();
         let lost = Arc::new(AtomicBool::new(false));
         let talking = std::thread::spawn({
             let (book, lost) = (Arc::clone(&book), Arc::clone(&lost));
@@ -290,6 +297,79 @@ fn a_server_without_descriptors_keeps_its_keeper() {
         book.end();
         talking.join().unwrap();
         assert!(!lost.load(Ordering::Acquire));
+    });
+}
+
+/// Kind: an end that waits for what this process lacks. The keeper would take it for that of a server which was killed.
+#[test]
+fn a_server_without_descriptors_says_its_end() {
+    let this = "state::tests::a_server_without_descriptors_says_its_end";
+    in_a_process_of_its_own(this, || {
+        let (server, keeper) = connection();
+        let held = held_vm();
+        let book = Arc::new(Book::new().unwrap());
+        let before = without_descriptors();
+        let its = Arc::clone(&book);
+        let talking = std::thread::spawn(move || its.talk(server, || {}, None));
+        book.keep(1, held);
+        eventually("the lack", || book.takes_none());
+        book.end();
+        within_patience("the end", move || talking.join().unwrap());
+        setrlimit(Resource::Nofile, before).unwrap();
+        let said = wire::receive(keeper.as_fd()).unwrap();
+        assert!(matches!(said, Some((wire::Message::End, _))), "{said:?}");
+    });
+}
+
+/// Kind: one peer's cost is everybody's. A keeper that is stopped leaves no room in its queue.
+#[test]
+fn a_keeper_that_takes_nothing_holds_up_neither_vms_nor_the_end() {
+    let (server, _keeper) = connection();
+    while wire::send_now(server.as_fd(), &wire::Message::Done, &[]).is_ok() {}
+    let book = Arc::new(Book::new().unwrap());
+    let its = Arc::clone(&book);
+    let talking = std::thread::spawn(move || its.talk(server, || {}, None));
+    let its = Arc::clone(&book);
+    within_patience("a VM", move || its.keep(1, held_vm()));
+    assert!(!book.is_held(1) && !book.is_lost());
+    book.end();
+    within_patience("the end", move || talking.join().unwrap());
+}
+
+static SIGNALS: AtomicUsize = AtomicUsize::new(0);
+
+extern "C" fn count_signal(_: libc::c_int) {
+    SIGNALS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Kind: a signal is taken for a failure. The kernel resumes no connection that has a time limit.
+#[test]
+fn a_signal_while_a_keeper_accepts_nobody_fails_no_server() {
+    let this = "state::tests::a_signal_while_a_keeper_accepts_nobody_fails_no_server";
+    in_a_process_of_its_own(this, || {
+        let handler = count_signal as *const () as usize;
+        // SAFETY: signal requires a handler that may run at any time: this one adds to an atomic number.
+        unsafe { libc::signal(libc::SIGUSR1, handler) };
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(SOCKET);
+        let listener = wire::listen_at(&path).unwrap();
+        // There is no room for a further one.
+        let connect = || wire::connect(&path, Duration::from_millis(1)).ok();
+        let _waiting: Vec<_> = std::iter::from_fn(connect).collect();
+        let (send, thread) = std::sync::mpsc::channel();
+        let server = Sleeper::spawn("a server that connects", move || {
+            send.send(rustix::thread::gettid()).unwrap();
+            wire::connect(&path, PATIENCE)
+        });
+        let (process, thread) = (std::process::id(), thread.recv().unwrap());
+        let thread = thread.as_raw_nonzero().get();
+        // SAFETY: tgkill takes three numbers.
+        let sent = unsafe { libc::syscall(libc::SYS_tgkill, process, thread, libc::SIGUSR1) };
+        assert_eq!(sent, 0);
+        eventually("the signal", || SIGNALS.load(Ordering::Relaxed) == 1);
+        server.wait_until_asleep();
+        accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+        server.join().unwrap();
     });
 }
 
