@@ -36,10 +36,9 @@ impl Histogram {
     }
 
     pub(crate) fn record(&self, duration: Duration) {
-        let us = duration.as_micros();
         let bucket = self
             .bounds_us
-            .partition_point(|&bound| u128::from(bound) < us);
+            .partition_point(|&bound| Duration::from_micros(bound) < duration);
         if let Some(bucket) = self.buckets.get(bucket) {
             bucket.fetch_add(1, Ordering::Relaxed);
         }
@@ -82,9 +81,9 @@ mod tests {
     use crate::metrics::Metrics;
 
     /// The bucket in which a duration is counted.
-    fn bucket_of(us: u64, bounds_us: &'static [u64]) -> Option<usize> {
+    fn bucket_of(duration: Duration, bounds_us: &'static [u64]) -> Option<usize> {
         let histogram = Histogram::new(bounds_us);
-        histogram.record(Duration::from_micros(us));
+        histogram.record(duration);
         let mut buckets = histogram.buckets.iter();
         buckets.position(|bucket| bucket.load(Ordering::Relaxed) == 1)
     }
@@ -93,13 +92,15 @@ mod tests {
     fn a_bucket_has_what_is_as_long_as_its_bound_and_nothing_longer() {
         for bounds_us in [WORK_US, WAIT_US] {
             assert!(bounds_us.is_sorted_by(|one, next| one < next));
-            assert_eq!(bucket_of(0, bounds_us), Some(0));
+            assert_eq!(bucket_of(Duration::ZERO, bounds_us), Some(0));
             for (bucket, &bound) in bounds_us.iter().enumerate() {
-                assert_eq!(bucket_of(bound, bounds_us), Some(bucket), "{bound}");
-                assert_eq!(bucket_of(bound + 1, bounds_us), Some(bucket + 1), "{bound}");
+                let bound = Duration::from_micros(bound);
+                let longer = bound + Duration::from_nanos(1);
+                assert_eq!(bucket_of(bound, bounds_us), Some(bucket), "{bound:?}");
+                assert_eq!(bucket_of(longer, bounds_us), Some(bucket + 1), "{bound:?}");
             }
             let last = Some(bounds_us.len());
-            assert_eq!(bucket_of(u64::MAX, bounds_us), last);
+            assert_eq!(bucket_of(Duration::MAX, bounds_us), last);
         }
     }
 

@@ -11,10 +11,11 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use pagetide_serve::control::channel::{AskError, ControlSocket, ask};
+use pagetide_serve::control::channel::{AskError, ControlSocket, Reply, ask};
 use pagetide_serve::control::message::{Answer, Request, Socket, SocketState, Status};
 use pagetide_serve::{Binding, BindingTable, Inherited, Options, Totals};
 use pagetide_sources::Location;
+use pagetide_test_support::within_patience;
 use support::*;
 
 const PAGES: usize = 64;
@@ -272,6 +273,20 @@ fn at_a_service_managers_socket_vms_wait_until_its_image_is_there() {
     let (asleep, _guest, _stream) = connected();
     assert!(told.add("guest.sock", "guest.mem").is_ok());
     assert!(asleep.join() == content(3));
+}
+
+/// Kind: a task that never lets its thread look at anything else.
+#[test]
+fn a_control_socket_ends_at_once() {
+    let directory = tempfile::tempdir().unwrap();
+    for round in 0..20 {
+        let path = directory.path().join("control");
+        let control = ControlSocket::start(&path, |_: Request, _: Reply<Answer>| {}).unwrap();
+        let client = UnixStream::connect(&path).unwrap();
+        within_patience("the end", move || drop(control));
+        assert!(!path.exists(), "{round}");
+        drop(client);
+    }
 }
 
 /// One who waits for a silent store holds up nobody else.

@@ -113,9 +113,11 @@ impl<A> Reply<A> {
 /// Answers requests at a socket until it is dropped.
 #[derive(Debug)]
 pub struct ControlSocket {
+    /// Ends before the listener, which shuts its socket down: Tokio would try to accept for ever, and never let its thread
+    /// look at anything else.
+    _thread: TaskThread,
     /// Its file is removed with it.
     _listener: Listener,
-    _thread: TaskThread,
 }
 
 /// Why there is no control socket.
@@ -159,8 +161,8 @@ impl ControlSocket {
         };
         let thread = TaskThread::start("pt-control", task).map_err(failed)?;
         Ok(Self {
-            _listener: listener,
             _thread: thread,
+            _listener: listener,
         })
     }
 }
