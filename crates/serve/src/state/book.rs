@@ -57,7 +57,7 @@ struct Entry {
     held: Held,
     is_sent: bool,
     is_acknowledged: bool,
-    /// There is no room for it.
+    /// There is no room for it now: it is sent when another VM's end has made room.
     is_refused: bool,
 }
 
@@ -446,21 +446,21 @@ impl Book {
             pages.forgotten.pop();
         }
         let mut stored = pages.vms.values().filter(|vm| vm.is_sent).count();
-        let waiting = |(_, vm): &(&u64, &mut Entry)| !vm.is_sent && !vm.is_refused;
-        for (&id, vm) in pages.vms.iter_mut().filter(waiting) {
+        for (&id, vm) in pages.vms.iter_mut().filter(|(_, vm)| !vm.is_sent) {
             if !store.has_room_for(stored + 1) {
-                tracing::error!(
-                    vm = id,
-                    "the service manager has no room for the VM, which does not outlive this server: raise FileDescriptorStoreMax="
-                );
-                vm.is_refused = true;
+                if !std::mem::replace(&mut vm.is_refused, true) {
+                    tracing::error!(
+                        vm = id,
+                        "the service manager has no room for the VM, which does not outlive this server: raise FileDescriptorStoreMax="
+                    );
+                }
                 continue;
             }
             let file = write_description(&vm.held.description)?;
             if !said(store.store(id, &vm.held.descriptors(&file)))? {
                 return Ok(true);
             }
-            vm.is_sent = true;
+            (vm.is_sent, vm.is_refused) = (true, false);
             stored += 1;
             sent.push(id);
         }

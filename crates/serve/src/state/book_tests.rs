@@ -7,6 +7,7 @@ use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::super::map_file;
+use super::super::wire::DESCRIPTORS;
 use super::*;
 
 /// The two ends of a connection to a keeper: the server's, and the keeper's. Nobody waits at either.
@@ -144,4 +145,31 @@ fn a_service_manager_that_does_nothing_holds_up_neither_vms_nor_the_end() {
     assert!(!book.is_held(1));
     book.end();
     within_patience("the end", move || talking.join().unwrap());
+}
+
+/// Kind: a state that is entered and not left. The VM would not outlive the server although there is room for it.
+#[test]
+fn a_vm_for_which_there_was_no_room_is_stored_when_another_one_has_ended() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("notify");
+    let manager = UnixDatagram::bind(&path).unwrap();
+    let store = DescriptorStore::new(path.as_os_str(), DESCRIPTORS).unwrap();
+    let said = |book: &Book| {
+        let mut sent = Vec::new();
+        assert!(!book.say_to_store(&store, &mut sent).unwrap());
+        // Not its descriptors, which are closed with the message.
+        sent.iter().for_each(|_| {
+            manager.recv(&mut [0; 64]).unwrap();
+        });
+        sent
+    };
+    let book = book([1, 2]);
+    assert_eq!(said(&book), [1]);
+    book.acknowledge(&[1]);
+    assert!(book.is_held(1) && !book.is_held(2));
+    assert!(said(&book).is_empty());
+    book.forget(1);
+    assert_eq!(said(&book), [2]);
+    book.acknowledge(&[2]);
+    assert!(book.is_held(2));
 }
