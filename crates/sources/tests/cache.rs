@@ -4,7 +4,8 @@
 
 mod support;
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use pagetide_memory::Urgency::{Bulk, Urgent};
@@ -12,7 +13,8 @@ use pagetide_sources::{
     Blob, CacheError, CacheOptions, Location, ObjectBlob, ObjectOptions, OpenError,
     OpenObjectError, OpenOptions, open,
 };
-use pagetide_test_support::{equals, eventually, in_a_process_of_its_own};
+use pagetide_test_support::{equals, eventually, in_a_process_of_its_own, within_patience};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use support::{Act, Server, options, pattern};
 
@@ -208,6 +210,73 @@ fn two_handles_share_a_directory_that_is_too_small() {
         }
     });
     assert!(blobs.iter().all(|blob| blob.counters().disk_damaged == 0));
+}
+
+/// A FUSE file system that answers nothing, until it is dropped: whoever looks up a name in it sleeps.
+struct Hanging {
+    device: Option<File>,
+    place: PathBuf,
+}
+
+impl Hanging {
+    /// Mounts it; prints the reason if that is not possible here.
+    fn mount(place: &Path) -> Option<Self> {
+        let device = match File::options().read(true).write(true).open("/dev/fuse") {
+            Ok(device) => device,
+            Err(error) => {
+                println!("SKIP: /dev/fuse: {error}");
+                return None;
+            }
+        };
+        let fd = device.as_raw_fd();
+        let options = format!("fd={fd},rootmode=40000,user_id=0,group_id=0");
+        let options = std::ffi::CString::new(options).unwrap();
+        let flags = MountFlags::NOSUID | MountFlags::NODEV;
+        if let Err(errno) = mount("test", place, "fuse", flags, Some(options.as_c_str())) {
+            println!("SKIP: a FUSE file system cannot be mounted: {errno}");
+            return None;
+        }
+        Some(Self {
+            device: Some(device),
+            place: place.into(),
+        })
+    }
+}
+
+impl Drop for Hanging {
+    fn drop(&mut self) {
+        // Whoever sleeps gets an error.
+        drop(self.device.take());
+        unmount(&self.place, UnmountFlags::DETACH).unwrap();
+    }
+}
+
+/// Kind: an optional part fails, and the main part pays. Here the disk does not answer.
+#[test]
+fn a_cache_that_hangs_keeps_no_reader_waiting() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = cache(directory.path());
+    let server = Server::start(4 * BLOCK);
+    let content = server.content();
+    assert_eq!(read(&opened(&server, &cache), 4 * BLOCK), content);
+    eventually("the cached blocks", || {
+        equals(files(directory.path()).len(), &4)
+    });
+    let blocks = files(directory.path()).remove(0);
+    // First where the blocks are, then the directory itself.
+    for place in [blocks.parent().unwrap(), directory.path()] {
+        let Some(_hanging) = Hanging::mount(place) else {
+            return;
+        };
+        let (url, cache) = (server.url.clone(), cache.clone());
+        let (found, counters) = within_patience("the content", move || {
+            let blob = ObjectBlob::open(&url, &options(), Some(&cache)).unwrap();
+            let found = read(&blob, 4 * BLOCK);
+            (found, blob.counters())
+        });
+        assert_eq!(found, content);
+        assert!(counters.disk_hits == 0 && counters.gets > 0, "{counters:?}");
+    }
 }
 
 /// Kind: an optional part fails, and the main part pays.

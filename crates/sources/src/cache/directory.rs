@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, fstat, fstatfs, open, openat};
-use rustix::io::{Errno, pread, pwrite};
+use rustix::io::{Errno, ReadWriteFlags, pread, preadv2, pwrite};
 use rustix::process::geteuid;
 
 use super::CacheError;
@@ -26,7 +26,10 @@ const LOCK_PAUSE: Duration = Duration::from_millis(2);
 pub(super) struct Directory {
     path: PathBuf,
     fd: OwnedFd,
+    /// Device and inode.
+    identity: (u64, u64),
     is_in_memory: bool,
+    can_read_now: bool,
 }
 
 impl Directory {
@@ -62,10 +65,13 @@ impl Directory {
         let is_in_memory = fstatfs(&fd).is_ok_and(|system| {
             u32::try_from(system.f_type).is_ok_and(|kind| IN_MEMORY.contains(&kind))
         });
+        let can_read_now = is_in_memory || can_read_now(&fd);
         Ok(Self {
             path: path.into(),
             fd,
+            identity: (status.st_dev, status.st_ino),
             is_in_memory,
+            can_read_now,
         })
     }
 
@@ -77,8 +83,18 @@ impl Directory {
         &self.path
     }
 
+    /// Whether both are one directory, by one name.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        (self.identity, &self.path) == (other.identity, &other.path)
+    }
+
     pub(super) fn is_in_memory(&self) -> bool {
         self.is_in_memory
+    }
+
+    /// Whether a file can be read without waiting. The file systems that cannot do this may wait in open() and close(), too.
+    pub(super) fn can_read_now(&self) -> bool {
+        self.can_read_now
     }
 
     /// Waits a short while to be the only writer.
@@ -99,6 +115,26 @@ impl Directory {
             }
         }
     }
+}
+
+/// Tries it with the lock's file.
+fn can_read_now(directory: &OwnedFd) -> bool {
+    let own = Mode::RUSR | Mode::WUSR;
+    let flags = OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let file = openat(
+        directory,
+        "lock",
+        flags | OFlags::RDWR | OFlags::CREATE,
+        own,
+    );
+    // On a read-only file system.
+    let file = file.or_else(|_| openat(directory, "lock", flags | OFlags::RDONLY, own));
+    file.is_ok_and(|file| {
+        let mut byte = [0];
+        let mut parts = [io::IoSliceMut::new(&mut byte)];
+        let read = preadv2(&file, &mut parts, 0, ReadWriteFlags::NOWAIT);
+        matches!(read, Ok(_) | Err(Errno::AGAIN))
+    })
 }
 
 /// The right to write to the cache and to evict from it, until this is dropped or the process ends.

@@ -12,37 +12,26 @@
 //! content; its checksum is then wrong, hence nothing is synchronised to the disk.
 
 mod directory;
+mod disk;
+mod files;
 mod options;
 mod store;
 #[cfg(test)]
 mod tests;
+mod threads;
 
 use std::fmt;
-use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::mpsc::{SyncSender, sync_channel};
-use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
-use rustix::fs::{
-    AtFlags, Mode, OFlags, ResolveFlags, Timespec, Timestamps, UTIME_NOW, fstat, futimens, openat,
-    openat2, unlinkat,
-};
-use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use std::sync::atomic::AtomicBool;
 
 use crate::object::Block;
-use directory::Directory;
+use disk::Disk;
+use files::{Files, note_use};
 pub use options::{CacheError, CacheOptions};
 use store::Writer;
 
 /// The length of a checksum, in bytes.
 const CHECKSUM_BYTES: usize = 32;
-/// The bound of blocks that wait for the disk, in bytes.
-const WAITING_BYTES: usize = 16 << 20;
-/// A block's time of use is noted at most this often.
-const TOUCH_EVERY: Duration = Duration::from_secs(60);
 
 /// What makes an object's content: equal keys, equal blocks.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -95,181 +84,75 @@ pub(crate) enum Found {
 /// The cached blocks of one object.
 #[derive(Debug)]
 pub(crate) struct DiskCache {
-    directory: Arc<Directory>,
-    key: ObjectKey,
-    /// The object's directory below the cache's.
-    folder: String,
-    has_warned: AtomicBool,
-    /// To the thread that writes; `None` if it could not be started.
-    jobs: Option<SyncSender<(u64, Block)>>,
+    disk: Arc<Disk>,
+    files: Arc<Files>,
+    writer: Arc<Writer>,
 }
 
 impl DiskCache {
-    /// Opens or creates the cache, for blocks of `block_bytes` bytes.
+    /// Opens or creates the cache.
     ///
     /// # Errors
     /// [`CacheError`]. A directory that is only read-only or full is no error: it is read, and a
     /// warning is logged when a block cannot be written.
-    pub(crate) fn open(
-        options: &CacheOptions,
-        key: ObjectKey,
-        block_bytes: usize,
-    ) -> Result<Self, CacheError> {
-        let directory = Arc::new(Directory::open(&options.directory)?);
+    pub(crate) fn open(options: &CacheOptions, key: ObjectKey) -> Result<Self, CacheError> {
+        let disk = Disk::open(&options.directory)?;
+        let directory = Arc::clone(&disk.directory);
         let folder = key.to_string();
-        let writer = Writer::new(Arc::clone(&directory), key, folder.clone(), options.bytes);
-        let waiting = (WAITING_BYTES / block_bytes.max(1)).clamp(1, 1024);
-        let (jobs, received) = sync_channel::<(u64, Block)>(waiting);
-        // It ends when the sender does: with the blob.
-        let started = thread::Builder::new()
-            .name("pagetide-cache".into())
-            .spawn(move || {
-                for (index, block) in received {
-                    writer.write(index, &block);
-                }
-            });
-        if let Err(error) = &started {
-            let directory = options.directory.display();
-            tracing::warn!(%directory, %error, "no thread for the cache: nothing is added to it");
-        }
-        Ok(Self {
-            directory,
+        let files = Files {
+            directory: Arc::clone(&directory),
             key,
-            folder,
+            folder: folder.clone(),
             has_warned: AtomicBool::new(false),
-            jobs: started.is_ok().then_some(jobs),
+        };
+        Ok(Self {
+            disk,
+            files: Arc::new(files),
+            writer: Arc::new(Writer::new(directory, key, folder, options.bytes)),
         })
     }
 
     /// Gives a block to the thread that writes. False if that is too far behind, so that the block is
     /// not cached.
     pub(crate) fn offer(&self, index: u64, block: Block) -> bool {
-        let jobs = self.jobs.as_ref();
-        jobs.is_some_and(|jobs| jobs.try_send((index, block)).is_ok())
+        let writer = Arc::clone(&self.writer);
+        let bytes = block.len();
+        self.disk.write(bytes, move || writer.write(index, &block))
     }
 
-    /// Reads the block of `bytes` bytes. May wait for the disk.
-    pub(crate) fn read(&self, index: u64, bytes: u64) -> Found {
-        let name = self.file_name(index);
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        let file = match openat(self.directory.fd(), name.as_str(), flags, Mode::empty()) {
-            Ok(file) => file,
-            Err(Errno::NOENT) => return Found::Absent,
-            // A symbolic link or a folder is not of this cache.
-            Err(Errno::LOOP | Errno::ISDIR) => return self.damaged(&name),
-            Err(errno) => return self.unreadable(errno),
-        };
-        match self.content(&file, index, bytes, ReadWriteFlags::empty()) {
-            Ok(Some(content)) => {
-                touch(&file);
-                Found::Block(content)
-            }
-            Ok(None) => self.damaged(&name),
-            Err(errno) => self.unreadable(errno),
+    /// Reads blocks, of which each is given by its number and its length in bytes. Waits for the disk; not for one that hangs.
+    pub(crate) fn read(&self, wanted: &[(u64, u64)]) -> Vec<Found> {
+        let now = |&(index, bytes): &(u64, u64)| self.read_now(index, bytes).map(Found::Block);
+        let mut found: Vec<Option<Found>> = wanted.iter().map(now).collect();
+        let left = wanted.iter().zip(&found);
+        let left: Vec<(u64, u64)> = left
+            .filter(|(_, found)| found.is_none())
+            .map(|(one, _)| *one)
+            .collect();
+        let files = Arc::clone(&self.files);
+        let read = move |&(index, bytes): &(u64, u64)| files.read(index, bytes);
+        let answers = self.disk.ask(left, read);
+        let places = found.iter_mut().filter(|found| found.is_none());
+        for (place, answer) in places.zip(answers) {
+            *place = answer;
         }
+        let found = found.into_iter();
+        found.map(|found| found.unwrap_or(Found::Absent)).collect()
     }
 
-    /// Reads the block if its file's name and content are in the kernel's caches. A damaged file is
+    /// Reads the block of `bytes` bytes if its file's name and content are in the kernel's caches. A damaged file is
     /// left to [`DiskCache::read`].
     pub(crate) fn read_now(&self, index: u64, bytes: u64) -> Option<Vec<u8>> {
-        let name = self.file_name(index);
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        // CACHED: the name is looked up without the disk.
-        let resolve = ResolveFlags::CACHED | ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-        let folder = self.directory.fd();
-        let file = openat2(folder, name.as_str(), flags, Mode::empty(), resolve).ok()?;
-        let now = match self.directory.is_in_memory() {
-            true => ReadWriteFlags::empty(),
-            false => ReadWriteFlags::NOWAIT,
-        };
-        let content = self.content(&file, index, bytes, now).ok()??;
-        touch(&file);
+        let (content, file) = self.files.read_now(index, bytes)?;
+        if let Some(file) = file {
+            // Where nothing is written, the order of use is lost, and no more.
+            self.disk.note(move || note_use(&file));
+        }
         Some(content)
-    }
-
-    /// The content of a block's file; `None` if it is not what was written.
-    fn content(
-        &self,
-        file: &OwnedFd,
-        index: u64,
-        bytes: u64,
-        flags: ReadWriteFlags,
-    ) -> Result<Option<Vec<u8>>, Errno> {
-        let length = bytes + CHECKSUM_BYTES as u64;
-        let status = fstat(file)?;
-        if u64::try_from(status.st_size) != Ok(length) {
-            return Ok(None);
-        }
-        let Ok(length) = usize::try_from(length) else {
-            return Ok(None);
-        };
-        let mut content = vec![0; length];
-        let mut given = 0;
-        while let Some(rest) = content.get_mut(given..).filter(|rest| !rest.is_empty()) {
-            let mut parts = [io::IoSliceMut::new(rest)];
-            match preadv2(file.as_fd(), &mut parts, given as u64, flags) {
-                // It was truncated since.
-                Ok(0) => return Ok(None),
-                // Without waiting, the rest is not there.
-                Ok(part) if part < rest.len() && flags.contains(ReadWriteFlags::NOWAIT) => {
-                    return Err(Errno::AGAIN);
-                }
-                Ok(part) => given += part,
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno),
-            }
-        }
-        let checksum = content.split_off(length - CHECKSUM_BYTES);
-        // Not secret: no comparison in constant time is necessary.
-        let is_whole = self.key.checksum(index, &content).as_slice() == checksum;
-        Ok(is_whole.then_some(content))
-    }
-
-    fn damaged(&self, name: &str) -> Found {
-        let removed = unlinkat(self.directory.fd(), name, AtFlags::empty());
-        let error = removed.err().filter(|errno| *errno != Errno::NOENT);
-        tracing::warn!(
-            name,
-            ?error,
-            "a file of the cache is damaged: it is removed, and fetched again"
-        );
-        Found::Damaged
-    }
-
-    fn unreadable(&self, errno: Errno) -> Found {
-        if !self.has_warned.swap(true, Relaxed) {
-            tracing::warn!(%errno, "the disk cache cannot be read: blocks are fetched instead");
-        }
-        Found::Absent
-    }
-
-    fn file_name(&self, index: u64) -> String {
-        block_name(&self.folder, index)
     }
 }
 
 /// The path of a block's file below the cache's directory.
 fn block_name(folder: &str, index: u64) -> String {
     format!("{folder}/{index:016x}")
-}
-
-/// Notes that a block was used, unless that was noted a short while ago.
-fn touch(file: &OwnedFd) {
-    let Ok(status) = fstat(file) else { return };
-    let noted = u64::try_from(status.st_mtime).unwrap_or_default();
-    let noted = UNIX_EPOCH + Duration::from_secs(noted);
-    // A time in the future is left as it is.
-    let age = SystemTime::now().duration_since(noted).unwrap_or_default();
-    if age > TOUCH_EVERY {
-        let now = Timespec {
-            tv_sec: 0,
-            tv_nsec: UTIME_NOW,
-        };
-        let times = Timestamps {
-            last_access: now,
-            last_modification: now,
-        };
-        // On a read-only file system the order of use is lost, and no more.
-        let _ = futimens(file, &times);
-    }
 }

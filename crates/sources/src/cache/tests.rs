@@ -4,10 +4,12 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, SystemTime};
 
 use pagetide_test_support::eventually;
 
+use super::directory::Directory;
 use super::*;
 
 const BLOCK: usize = 16 << 10;
@@ -29,7 +31,7 @@ fn opened(directory: &Path, object: u64, bytes: u64) -> DiskCache {
         directory: directory.into(),
         bytes,
     };
-    DiskCache::open(&options, key(object), BLOCK).unwrap()
+    DiskCache::open(&options, key(object)).unwrap()
 }
 
 fn writer(directory: &Path, object: u64, bytes: u64) -> Writer {
@@ -43,7 +45,7 @@ fn temporary() -> tempfile::TempDir {
 }
 
 fn read(cache: &DiskCache, index: u64) -> Found {
-    cache.read(index, BLOCK as u64)
+    cache.read(&[(index, BLOCK as u64)]).pop().unwrap()
 }
 
 fn used(directory: &Path) -> u64 {

@@ -116,7 +116,7 @@ impl ObjectBlob {
         let disk = match (cache, remote.version()) {
             (Some(cache), Some(version)) => {
                 let key = ObjectKey::of(&identity, version, remote.bytes(), options.block_bytes);
-                match DiskCache::open(cache, key, options.block_bytes) {
+                match DiskCache::open(cache, key) {
                     // The store has the content: nobody waits for a disk that is full or gone. A directory that
                     // others can write to is another matter.
                     Err(error @ CacheError::Directory { .. }) => {
@@ -180,10 +180,15 @@ impl ObjectBlob {
         }
         let found = origins.iter().flatten().count();
         Counting::add(&counting.memory_hits, found as u64);
-        for (index, origin) in indices.clone().zip(&mut origins) {
-            if origin.is_none() {
-                *origin = shared.cached(index).map(Origin::Here);
-            }
+        let left: Vec<u64> = indices
+            .clone()
+            .zip(&origins)
+            .filter(|(_, origin)| origin.is_none())
+            .map(|(index, _)| index)
+            .collect();
+        let places = origins.iter_mut().filter(|origin| origin.is_none());
+        for (origin, block) in places.zip(shared.cached(&left)) {
+            *origin = block.map(Origin::Here);
         }
         let mut starts: Vec<Arc<Flight>> = Vec::new();
         let mut lengths: Vec<u64> = Vec::new();
@@ -416,20 +421,29 @@ impl Shared {
         range.end - range.start
     }
 
-    /// A block of the disk cache.
-    fn cached(&self, index: u64) -> Option<Block> {
-        let disk = self.disk.as_ref()?;
-        match disk.read(index, self.block_len(index)) {
-            Found::Block(block) => {
-                Counting::add(&self.remote.counting.disk_hits, 1);
-                Some(self.keep(index, block))
-            }
-            Found::Absent => None,
-            Found::Damaged => {
-                Counting::add(&self.remote.counting.disk_damaged, 1);
-                None
-            }
-        }
+    /// Blocks of the disk cache, in the order of `indices`.
+    fn cached(&self, indices: &[u64]) -> Vec<Option<Block>> {
+        let Some(disk) = &self.disk else {
+            return indices.iter().map(|_| None).collect();
+        };
+        let wanted: Vec<(u64, u64)> = indices
+            .iter()
+            .map(|&index| (index, self.block_len(index)))
+            .collect();
+        let found = indices.iter().zip(disk.read(&wanted));
+        found
+            .map(|(&index, found)| match found {
+                Found::Block(block) => {
+                    Counting::add(&self.remote.counting.disk_hits, 1);
+                    Some(self.keep(index, block))
+                }
+                Found::Absent => None,
+                Found::Damaged => {
+                    Counting::add(&self.remote.counting.disk_damaged, 1);
+                    None
+                }
+            })
+            .collect()
     }
 
     fn cached_now(&self, index: u64) -> Option<Block> {
