@@ -29,6 +29,9 @@ use pagetide_uapi::userfaultfd::{Event, EventBuffer, Features, PageFault, ReadEr
 
 use crate::fault::RegionId;
 
+/// The most ranges that a process has moved its memory away from and that are told apart.
+const MOST_VACATED: usize = 1024;
+
 /// Pages of one region that are contiguous in the address space that faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
@@ -389,11 +392,20 @@ impl Channel {
     }
 
     /// Records that the process has moved its memory away from these addresses. If they are not mapped any more,
-    /// an UNMAP event says so next.
+    /// an UNMAP event says so next, if the process reports those.
     pub(crate) fn vacate(&self, addresses: Range<u64>) {
-        if self.uffd.features().contains(Features::EVENT_UNMAP) {
-            self.lock_vacated().push(addresses);
+        let mut vacated = self.lock_vacated();
+        // A process that moves its memory on and on: each address that no region has counts.
+        if vacated.len() >= MOST_VACATED {
+            vacated.clear();
+            vacated.push(0..u64::MAX);
         }
+        vacated.push(addresses);
+    }
+
+    /// Whether the process reports what it unmaps.
+    pub(crate) fn reports_unmapping(&self) -> bool {
+        self.uffd.features().contains(Features::EVENT_UNMAP)
     }
 
     /// Records that these addresses are not mapped any more, or have other memory.
@@ -455,6 +467,22 @@ mod tests {
             }
             Err(error) => panic!("{error}"),
         }
+    }
+
+    /// Kind: one client's cost is everybody's.
+    #[test]
+    fn memory_that_moves_on_and_on_is_a_bounded_list() {
+        let Some(channel) = channel() else {
+            return;
+        };
+        let range = |number: u64| number << 20..(number << 20) + 0x1000;
+        let moves = 3 * MOST_VACATED as u64;
+        (0..moves).for_each(|number| channel.vacate(range(number)));
+        assert!(channel.lock_vacated().len() <= MOST_VACATED);
+        let is_vacated = |number| channel.is_vacated(range(number).start);
+        assert!((0..moves).all(is_vacated));
+        channel.forget_vacated(&range(1));
+        assert!(is_vacated(0) && !is_vacated(1) && is_vacated(2));
     }
 
     /// A message that is read meanwhile is handled only if the table has the region.

@@ -45,24 +45,24 @@ impl Pager {
     }
 }
 
-/// Answers a fault of a child: its page is lost there, if it is missing. Nobody tracks the writes of a child.
-pub(crate) fn answer_child(child: &Channel, message: &PageFault) {
-    let shift = child.shift_at(message.address);
+/// Answers a fault by poison: a page that is missing is lost at its address. One that is write-protected is so no more.
+pub(crate) fn answer_by_poison(channel: &Channel, message: &PageFault) {
+    let shift = channel.shift_at(message.address);
     let bytes = 1 << shift.unwrap_or(PageSize::Size4K.shift());
     let page = UserRange {
         start: message.address & !(bytes - 1),
         bytes,
     };
     let is_answered = match message.write_protected {
-        true => child.uffd.unprotect(page).is_ok(),
+        true => channel.uffd.unprotect(page).is_ok(),
         false => {
             let mut again = Again::for_a_turn();
-            let mark = poison_range(&child.uffd, page, bytes, &mut again, |_| false);
+            let mark = poison_range(&channel.uffd, page, bytes, &mut again, |_| false);
             // A kernel without UFFDIO_POISON: the thread sleeps.
             mark != Mark::EventsFirst
         }
     };
     if !is_answered {
-        let _ = child.uffd.wake(page);
+        let _ = channel.uffd.wake(page);
     }
 }

@@ -17,6 +17,7 @@ use pagetide_pager::{
 };
 use pagetide_test_support::Sleeper;
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap_fixed};
 use support::manual::SubmitFn;
 use support::view::{View, memfd};
@@ -156,6 +157,34 @@ fn memory_that_was_moved_away_from_and_kept_reads_as_zeroes() {
         word_of(3)
     );
     assert_eq!(pager.page_state(id, PageIndex(2)), Some(PageState::Absent));
+    assert_no_trouble(&pager);
+}
+
+/// Kind: a sleeper that nobody wakes. Without UNMAP events nobody knows whose memory is there by now: zeroes could be wrong.
+#[test]
+fn memory_that_was_moved_away_from_is_lost_where_unmapping_is_not_reported() {
+    if !has_userfaultfd() || !can_poison() {
+        return;
+    }
+    let (old, new) = (Memory::new(4), Memory::new(4));
+    let pager = Pager::new().unwrap();
+    let _id = pager
+        .add(old.config(Features::EVENT_REMAP, pattern()))
+        .unwrap();
+    let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
+    within_patience("a move", move || old.move_to(&new, flags));
+    let touched = within_patience("a touch here", move || {
+        let at = std::ptr::with_exposed_provenance_mut(old.at(1));
+        let bytes = usize::try_from(PAGE).unwrap();
+        // SAFETY: mapped for the life of the process.
+        unsafe { madvise(at, bytes, Advice::LinuxPopulateRead) }
+    });
+    assert_eq!(touched, Err(Errno::HWPOISON));
+    assert_eq!(
+        within_patience("a read there", move || new.read(1)),
+        word_of(1)
+    );
     assert_no_trouble(&pager);
 }
 

@@ -10,7 +10,7 @@ use super::Serving;
 use super::waits::Outcome;
 use crate::again::Again;
 use crate::channel::{Channel, Role};
-use crate::children::answer_child;
+use crate::children::answer_by_poison;
 use crate::counters::Counters;
 use crate::error::{InstallFailure, ResolveError, WAIT_SLICE};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
@@ -29,14 +29,13 @@ impl Serving {
         message: &PageFault,
     ) -> Outcome {
         if channel.role == Role::Child {
-            answer_child(channel, message);
+            // Nobody tracks the writes of a child.
+            answer_by_poison(channel, message);
             return Outcome::None;
         }
         // If the page was unmapped or moved since, the faulting thread has left, or faults again.
         let Some((region, page)) = channel.locate(message.address) else {
-            if channel.is_vacated(message.address) {
-                fill_vacated(channel, message.address);
-            }
+            answer_vacated(channel, message);
             return Outcome::None;
         };
         let access = if message.write {
@@ -184,11 +183,19 @@ fn end_protection(
     }
 }
 
-/// Installs zeroes at an address from which the process has moved its memory away.
-fn fill_vacated(channel: &Channel, address: u64) {
+/// Answers a fault at an address that no region has, if the process has moved its memory away from there and kept the address
+/// (`MREMAP_DONTUNMAP`): nobody else would wake its thread.
+fn answer_vacated(channel: &Channel, message: &PageFault) {
+    if !channel.is_vacated(message.address) {
+        return;
+    }
+    // It may have been unmapped since, and be memory whose content nobody here knows.
+    if !channel.reports_unmapping() {
+        return answer_by_poison(channel, message);
+    }
     let page_bytes = PageSize::Size4K.bytes();
     let range = UserRange {
-        start: address & !(page_bytes - 1),
+        start: message.address & !(page_bytes - 1),
         bytes: page_bytes,
     };
     // Fails where nothing is mapped any more, or where the pages are larger: then a wake-up is all there is.
