@@ -88,8 +88,8 @@ pub struct MappedMemory {
 /// part, and returns its content; `set` may change the part's other options. Returns the regions in order.
 ///
 /// MINOR mode needs memory with a file; memory without a file needs MISSING mode. Existing content of anonymous
-/// memory is discarded. While memory is paged, a child of this process does not inherit it; and a file's
-/// mapping has no transparent huge pages, also afterwards.
+/// memory is discarded. While memory is paged, a child of this process does not inherit it (afterwards it does, also if it
+/// did not before); and a file's mapping has no transparent huge pages, also afterwards, or if it was refused.
 ///
 /// # Safety
 ///
@@ -134,6 +134,8 @@ pub unsafe fn add_mapped_memory(
         let id = id.inspect_err(|_| {
             // The earlier regions keep the userfaultfd open, but no thread would serve this range.
             let _ = uffd.unregister(range.into());
+            // SAFETY: the memory is mapped by this function's requirement; the advice changes no content.
+            let _ = unsafe { advise(range, Advice::LinuxDoFork) };
         });
         added.push(id?);
     }
@@ -189,13 +191,21 @@ unsafe fn drop_content(range: HostRange, has_file: bool) -> Result<(), Errno> {
     let no_huge = has_file.then_some(Advice::LinuxNoHugepage);
     let always = [Advice::LinuxDontFork, Advice::LinuxDontNeed];
     for advice in no_huge.into_iter().chain(always) {
-        let start = std::ptr::with_exposed_provenance_mut(range.start().0);
         // SAFETY: by this function's requirement.
-        match unsafe { rustix::mm::madvise(start, range.bytes(), advice) } {
+        match unsafe { advise(range, advice) } {
             // A kernel without transparent huge pages, or memory of hugetlbfs.
             Err(Errno::INVAL) if advice == Advice::LinuxNoHugepage => {}
             result => result?,
         }
     }
     Ok(())
+}
+
+/// # Safety
+///
+/// The range is mapped, and no code relies on content that the advice discards.
+unsafe fn advise(range: HostRange, advice: Advice) -> Result<(), Errno> {
+    let start = std::ptr::with_exposed_provenance_mut(range.start().0);
+    // SAFETY: by this function's requirement.
+    unsafe { rustix::mm::madvise(start, range.bytes(), advice) }
 }

@@ -71,6 +71,7 @@ mod tests {
 
     use pagetide_uapi::userfaultfd::{Features, RegisterError, Userfaultfd};
     use vm_memory::GuestMemoryMmap;
+    use vm_memory::bitmap::AtomicBitmap;
 
     use super::*;
     use crate::{AddError, PatternSource};
@@ -90,13 +91,57 @@ mod tests {
         Contents::Local(Arc::new(PatternSource::new(fill)))
     }
 
-    fn add(pager: &Pager, memory: &GuestMemoryMmap) -> Result<Vec<RegionId>, AddMemoryError> {
+    fn add(
+        pager: &Pager,
+        memory: &impl GuestMemoryBackend,
+    ) -> Result<Vec<RegionId>, AddMemoryError> {
         // SAFETY: the tests drop the pager first, and do not rely on the content of missing pages.
         unsafe { add_guest_memory(pager, memory, Mode::Missing, sevens, |config| config) }
     }
 
     fn first_byte(memory: &GuestMemoryMmap, gpa: u64) -> u8 {
         memory.read_obj(vm_memory::GuestAddress(gpa)).unwrap()
+    }
+
+    /// Kind: an interface that those for whom it is there cannot call. Firecracker's and Cloud Hypervisor's memory has a bitmap.
+    #[test]
+    fn guest_memory_with_a_dirty_bitmap_is_served() {
+        if let Err(error) = Userfaultfd::available() {
+            println!("SKIP: {error}");
+            return;
+        }
+        let ranges = [(vm_memory::GuestAddress(0), 0x4000)];
+        let memory = GuestMemoryMmap::<AtomicBitmap>::from_ranges(&ranges).unwrap();
+        let pager = Pager::new().unwrap();
+        add(&pager, &memory).unwrap();
+        let mut resolver = pager.resolver(Some(0)).unwrap();
+        let access = pagetide_memory::Access::Read;
+        let _ = resolver.resolve_exit(GuestAddress(PAGE), access).unwrap();
+        let read: u8 = memory.read_obj(vm_memory::GuestAddress(PAGE)).unwrap();
+        assert_eq!(read, 7);
+    }
+
+    /// Whether a child inherits the page at this guest address.
+    fn is_inherited(memory: &GuestMemoryMmap, gpa: u64) -> bool {
+        let host = memory
+            .get_host_address(vm_memory::GuestAddress(gpa))
+            .unwrap();
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut is_of_it = false;
+        for line in smaps.lines() {
+            let range = line
+                .split(' ')
+                .next()
+                .and_then(|range| range.split_once('-'));
+            let address = |text: &str| usize::from_str_radix(text, 16).ok();
+            if let Some((start, end)) = range.and_then(|(a, b)| address(a).zip(address(b))) {
+                is_of_it = (start..end).contains(&host.addr());
+            }
+            if let Some(flags) = line.strip_prefix("VmFlags:").filter(|_| is_of_it) {
+                return !flags.split_whitespace().any(|flag| flag == "dc");
+            }
+        }
+        panic!("gpa {gpa:#x} is not mapped");
     }
 
     /// The previous region keeps their userfaultfd open, so a thread that touches the memory would
@@ -116,12 +161,17 @@ mod tests {
         ]));
         let pager = Pager::new().unwrap();
         add(&pager, &there).unwrap();
-        let error = add(&pager, &other).unwrap_err();
+        let error = add(&pager, &*other).unwrap_err();
         let AddMemoryError::Add { gpa, source } = &error else {
             panic!("{error}")
         };
         assert_eq!(*gpa, GuestAddress(AT + PAGE));
         assert!(matches!(source, AddError::Overlap { .. }), "{source}");
+        // A child inherits what is not paged, as before.
+        assert_eq!(
+            [0, AT + PAGE, 2 * AT].map(|gpa| is_inherited(&other, gpa)),
+            [false, true, true]
+        );
         // The first region stays.
         assert_eq!(pager.region_ids().len(), 2);
         let first = pager.locate(GuestAddress(0)).unwrap().0;
