@@ -63,6 +63,7 @@ fn main() -> anyhow::Result<()> {
             Ok(VcpuExit::Hlt) => break,
             // A missing page, with the series: resolve it on this thread and enter again.
             Ok(VcpuExit::MemoryFault { flags, gpa, size }) => {
+                // KVM_RUN has failed with EFAULT or EHWPOISON, which kvm-ioctls leaves in errno: before any other call.
                 let is_poisoned = kvm_ioctls::Error::last().errno() == libc::EHWPOISON;
                 let fault = FaultExit::decode(flags, gpa, size, is_poisoned);
                 ensure!(fault.is_resolvable(), "{fault}");
@@ -74,6 +75,8 @@ fn main() -> anyhow::Result<()> {
                 }
             }
             Ok(other) => bail!("an exit that this guest does not cause: {other:?}"),
+            // A signal, or memory that changes just now: enter again.
+            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {}
             Err(error) => return Err(error).context("KVM_RUN"),
         }
     }

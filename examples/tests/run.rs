@@ -53,6 +53,13 @@ fn an_event_loop_serves_another_process() {
 }
 
 #[test]
+fn a_tokio_runtime_serves_its_own_memory() {
+    if let Some(said) = run("tokio_vmm", &[NO_UFFD]) {
+        assert!(said.contains("256 pages installed by one"), "{said}");
+    }
+}
+
+#[test]
 fn two_processes_share_a_memory_that_is_not_there() {
     let lacks = [NO_UFFD, "this kernel's userfaultfd lacks"];
     if let Some(said) = run("vhost_back_end", &lacks) {

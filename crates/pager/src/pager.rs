@@ -228,9 +228,9 @@ impl Pager {
 
     /// Sets the callback for notices; it replaces the previous one. If a notice that needs action was
     /// issued before, the callback is called at once with the first of them. The callback runs on the
-    /// thread that issues the notice. It must not block, and must not call the pager, except for
-    /// [`Self::stop`], [`Self::resume`], [`Self::replace_source`] and [`Self::abandon`] from another
-    /// thread.
+    /// thread that issues the notice, one call at a time. It must not block, and must not call the pager:
+    /// [`Self::resume`] could issue a notice, which would wait for this call to end. It tells another thread, which
+    /// may call [`Self::stop`], [`Self::resume`], [`Self::replace_source`] and [`Self::abandon`].
     pub fn on_notice(&self, callback: impl FnMut(&Notice) + Send + 'static) {
         let mut slot = self.lock_on_notice();
         let callback = slot.insert(Box::new(callback));
