@@ -105,6 +105,8 @@ pub(crate) struct Channel {
     /// What the process has moved away from and kept (`MREMAP_DONTUNMAP`): it is still registered, has no
     /// pages of a region, and reads as zeroes.
     vacated: Mutex<Vec<Range<u64>>>,
+    /// Whether more addresses count as moved away from than were.
+    is_guessing: AtomicBool,
     /// Messages are read into this buffer, which outlives the process, in place of the reader's own.
     journal: Option<Mutex<EventBuffer>>,
     /// A successor reads the messages. Held for reading while a thread reads messages.
@@ -167,6 +169,7 @@ impl Channel {
             pending: Mutex::default(),
             has_pending: AtomicBool::new(false),
             vacated: Mutex::default(),
+            is_guessing: AtomicBool::new(false),
             journal: journal.map(Mutex::new),
             is_handed_over: RwLock::new(false),
         }
@@ -399,13 +402,15 @@ impl Channel {
         if vacated.len() >= MOST_VACATED {
             vacated.clear();
             vacated.push(0..u64::MAX);
+            self.is_guessing.store(true, Ordering::Relaxed);
         }
         vacated.push(addresses);
     }
 
-    /// Whether the process reports what it unmaps.
-    pub(crate) fn reports_unmapping(&self) -> bool {
-        self.uffd.features().contains(Features::EVENT_UNMAP)
+    /// Whether what was moved away from is known exactly: the process reports what it unmaps, and has not moved too often.
+    pub(crate) fn knows_vacated(&self) -> bool {
+        let reports = self.uffd.features().contains(Features::EVENT_UNMAP);
+        reports && !self.is_guessing.load(Ordering::Relaxed)
     }
 
     /// Records that these addresses are not mapped any more, or have other memory.
@@ -459,7 +464,11 @@ mod tests {
     }
 
     fn channel() -> Option<Channel> {
-        match Userfaultfd::open(Features::NONE) {
+        channel_with(Features::NONE)
+    }
+
+    fn channel_with(features: Features) -> Option<Channel> {
+        match Userfaultfd::open(features) {
             Ok(uffd) => Some(Channel::new(Arc::new(uffd), 0)),
             Err(error @ (OpenError::NotSupported | OpenError::NoPermission { .. })) => {
                 println!("SKIP: {error}");
@@ -472,13 +481,16 @@ mod tests {
     /// Kind: one client's cost is everybody's.
     #[test]
     fn memory_that_moves_on_and_on_is_a_bounded_list() {
-        let Some(channel) = channel() else {
+        let Some(channel) = channel_with(Features::EVENT_UNMAP) else {
             return;
         };
+        assert!(channel.knows_vacated());
         let range = |number: u64| number << 20..(number << 20) + 0x1000;
         let moves = 3 * MOST_VACATED as u64;
         (0..moves).for_each(|number| channel.vacate(range(number)));
         assert!(channel.lock_vacated().len() <= MOST_VACATED);
+        // Zeroes could be wrong there.
+        assert!(!channel.knows_vacated());
         let is_vacated = |number| channel.is_vacated(range(number).start);
         assert!((0..moves).all(is_vacated));
         channel.forget_vacated(&range(1));

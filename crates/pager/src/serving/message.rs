@@ -189,8 +189,8 @@ fn answer_vacated(channel: &Channel, message: &PageFault) {
     if !channel.is_vacated(message.address) {
         return;
     }
-    // It may have been unmapped since, and be memory whose content nobody here knows.
-    if !channel.reports_unmapping() {
+    // It may be memory whose content nobody here knows: of another mapping, or of a region that is about to be added.
+    if !channel.knows_vacated() {
         return answer_by_poison(channel, message);
     }
     let page_bytes = PageSize::Size4K.bytes();
