@@ -460,7 +460,10 @@ impl Book {
             if !said(store.store(id, &vm.held.descriptors(&file)))? {
                 return Ok(true);
             }
-            (vm.is_sent, vm.is_refused) = (true, false);
+            if std::mem::replace(&mut vm.is_refused, false) {
+                tracing::info!(vm = id, "the service manager has room for the VM now");
+            }
+            vm.is_sent = true;
             stored += 1;
             sent.push(id);
         }

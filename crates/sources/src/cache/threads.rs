@@ -70,7 +70,13 @@ impl Threads {
         if !is_idle && is_full && !may_wait {
             return Ok(false);
         }
-        state.jobs.push_back(job);
+        let mut first = None;
+        if is_idle || is_full || may_wait {
+            state.jobs.push_back(job);
+        } else {
+            // Not for the others, if this thread cannot be started.
+            first = Some(job);
+        }
         if is_idle || is_full {
             drop(state);
             self.shared.changed.notify_one();
@@ -80,14 +86,14 @@ impl Threads {
         drop(state);
         let shared = Arc::clone(&self.shared);
         let thread = Builder::new().name(self.name.into());
-        let Err(error) = thread.spawn(move || shared.work()) else {
+        let Err(error) = thread.spawn(move || shared.work(first)) else {
             return Ok(true);
         };
         let mut state = self.shared.lock();
         state.threads -= 1;
         // No thread ends while there are jobs: the other ones do them.
         if state.threads > 0 {
-            return Ok(true);
+            return Ok(may_wait);
         }
         let lost = std::mem::take(&mut state.jobs);
         drop(state);
@@ -97,10 +103,10 @@ impl Threads {
 }
 
 impl Shared {
-    fn work(&self) {
+    fn work(&self, mut first: Option<Job>) {
         let mut state = self.lock();
         loop {
-            while let Some(job) = state.jobs.pop_front() {
+            while let Some(job) = first.take().or_else(|| state.jobs.pop_front()) {
                 drop(state);
                 // Its panic is that of one job, which has said so: whoever waits for its answer finds that there is none.
                 let _ = catch_unwind(AssertUnwindSafe(job));
@@ -218,6 +224,13 @@ mod tests {
             let (next, _end) = job(2, &sender);
             threads.run(next).unwrap();
             assert_eq!(begun(&numbers), 2);
+            // One that may not wait is not left to a thread that has another.
+            let none = NoOtherThread::begin(&[]);
+            let (now, _end) = job(3, &sender);
+            let is_done = threads.run_now(now).unwrap();
+            drop(none);
+            assert!(!is_done);
+            assert_eq!(counts(&threads), (1, 0, 0));
         });
     }
 }
