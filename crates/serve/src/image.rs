@@ -12,8 +12,7 @@ use crate::metrics::Metrics;
 use crate::native::share::{ShareError, SharedImage};
 use crate::options::{Binding, Options, WorkingSetMode};
 use crate::recorder::Recorder;
-use crate::working_set::WorkingSet;
-use crate::working_set_file::{WorkingSetFile, WorkingSetPlan};
+use crate::working_set_file::{LoadedSet, Silent, WorkingSetFile, WorkingSetPlan};
 
 /// An image that is open, with the threads that read it. It never becomes another one.
 pub(crate) struct OpenImage {
@@ -124,8 +123,14 @@ impl ServedImage {
     }
 
     /// The working set in the file, whatever the server's mode.
-    pub(crate) fn saved_working_set(&self) -> Option<Arc<WorkingSet>> {
-        self.working_set.as_ref()?.saved()
+    ///
+    /// # Errors
+    /// [`Silent`].
+    pub(crate) fn saved_working_set(&self) -> Result<Option<Arc<LoadedSet>>, Silent> {
+        match &self.working_set {
+            Some(file) => file.saved(),
+            None => Ok(None),
+        }
     }
 
     /// What a VM that starts now does.
@@ -225,6 +230,7 @@ mod tests {
 
     use pagetide_memory::GuestAddress;
     use pagetide_sources::{OpenOptions, open};
+    use pagetide_test_support::eventually;
 
     use super::*;
     use crate::recorder::RECORDED;
@@ -259,7 +265,7 @@ mod tests {
                     });
                 }
             });
-            let set = image.saved_working_set().unwrap();
+            let set = eventually("the disk", || image.saved_working_set()).unwrap();
             assert_eq!(set.touches.len() as u64, VMS, "round {round}");
             assert_eq!(u64::from(set.recordings), VMS);
         }

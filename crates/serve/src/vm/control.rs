@@ -19,7 +19,7 @@ use crate::native::message::{
 };
 use crate::native::session::{Arrived, Session, SessionError};
 use crate::native::share::SharedImage;
-use crate::working_set::WorkingSet;
+use crate::working_set_file::{LoadedSet, Silent};
 
 /// The requests between two looks at faults.
 const REQUESTS_AT_ONCE: usize = 16;
@@ -37,7 +37,7 @@ const COUNTING_SHARE: u32 = 20;
 #[derive(Debug)]
 enum Work {
     Saved(Option<usize>),
-    Loaded(Option<Arc<WorkingSet>>),
+    Loaded(Result<Option<Arc<LoadedSet>>, Silent>),
 }
 
 /// Counts of pages that are not older than their cost permits.
@@ -508,15 +508,18 @@ impl<'a> Control<'a> {
                 "nothing was written: too little was touched, or the file cannot be written"
                     .to_owned(),
             ),
-            Ok(Work::Loaded(Some(_))) if state == WorkingSetState::Recording => {
+            Ok(Work::Loaded(Ok(Some(_)))) if state == WorkingSetState::Recording => {
                 Err("a working set is being recorded".to_owned())
             }
             // Without a thread for it, the VM is served on, without prefetch.
-            Ok(Work::Loaded(Some(set))) => match vm.replay(&set) {
+            Ok(Work::Loaded(Ok(Some(set)))) => match vm.replay(&set) {
                 Ok(pages) => Ok((WorkingSetState::Replaying, pages)),
                 Err(error) => Err(chain(&error)),
             },
-            Ok(Work::Loaded(None)) => Err("there is no working set of this image".to_owned()),
+            Ok(Work::Loaded(Ok(None))) => Err("there is no working set of this image".to_owned()),
+            Ok(Work::Loaded(Err(Silent))) => {
+                Err("the working set's disk does not answer".to_owned())
+            }
             Err(_) => Err("the thread panicked".to_owned()),
         };
         let answer = match answer {

@@ -5,13 +5,22 @@
 //! other VMs of the image can replay it, and `kill -9` of the server loses the rest only.
 
 use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::Vm;
+use crate::log_limit::log_vm;
 
 /// How long a guest must not touch a missing page before its recording is written.
 const QUIET: Duration = Duration::from_secs(1);
+
+/// How long the end of a VM waits until its recording is written; and, after its drains, that of a server.
+const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE_OF_STOP: Duration = Duration::from_millis(500);
+
+/// The longest wait without a look at the end of the server.
+const SLICE: Duration = Duration::from_millis(100);
 
 /// When a recording is written next.
 #[derive(Debug)]
@@ -70,18 +79,43 @@ impl Vm<'_> {
             .ok();
     }
 
-    /// Writes the recording at the VM's end.
+    /// Writes the recording at the VM's end: on a thread of its own, for which the end does not wait long.
     pub(super) fn save_recording(&mut self) {
-        if let Some(thread) = self.checkpoint.thread.take() {
-            let _ = thread.join();
-        }
         let Some(recorder) = self.recorder.take() else {
             return;
         };
-        if let Some(pages) = self.image.save(&recorder) {
-            self.common
-                .metrics
-                .count(|totals| totals.recorded_pages = pages as u64);
+        let (image, metrics) = (Arc::clone(self.image), self.common.metrics.clone());
+        let (end, has_ended) = mpsc::channel::<()>();
+        let save = move || {
+            if let Some(pages) = image.save(&recorder) {
+                metrics.count(|totals| totals.recorded_pages = pages as u64);
+            }
+            drop(end);
+        };
+        let thread = Builder::new().name("pt-working-set".to_owned());
+        let is_saved = thread.spawn(save).is_ok() && self.wait_for(&has_ended);
+        if !is_saved {
+            log_vm!(
+                warn,
+                self.charge,
+                image = self.image.image.name(),
+                "the VM has ended before its recording was saved: the disk does not answer, or no thread was started"
+            );
         }
+    }
+
+    /// Waits until the sender is dropped. False, if that takes too long.
+    fn wait_for(&self, end: &Receiver<()>) -> bool {
+        let since = Instant::now();
+        while end.recv_timeout(SLICE) == Err(RecvTimeoutError::Timeout) {
+            let stopper = &self.common.stopper;
+            let is_over = stopper.is_stopping()
+                && since.elapsed() >= PATIENCE_OF_STOP
+                && Instant::now() >= stopper.deadline();
+            if is_over || since.elapsed() >= PATIENCE {
+                return false;
+            }
+        }
+        true
     }
 }

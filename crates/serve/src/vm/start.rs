@@ -25,8 +25,7 @@ use crate::native::attach::{AttachedRegion, Memory};
 use crate::options::WorkingSetMode;
 use crate::recorder::{RECORDED, Recorder};
 use crate::sample::Sample;
-use crate::working_set::WorkingSet;
-use crate::working_set_file::WorkingSetPlan;
+use crate::working_set_file::{LoadedSet, WorkingSetPlan};
 
 /// A batch of prefetch: a fault on a page of a batch that is being installed waits for the whole batch.
 const BATCH_BYTES: u64 = 256 << 10;
@@ -80,7 +79,7 @@ pub(super) enum Plan {
     #[default]
     Nothing,
     Record(Arc<Recorder>),
-    Replay(Arc<WorkingSet>),
+    Replay(Arc<LoadedSet>),
 }
 
 impl Plan {
@@ -162,7 +161,7 @@ impl<'a> Vm<'a> {
             .all(|region| region.page_size == RECORDED);
         let sample = match &plan {
             Plan::Replay(set) if is_sampled => {
-                Sample::choose(&set.runs(), common.metrics.totals().vms_accepted)
+                Sample::choose(set.runs(), common.metrics.totals().vms_accepted)
             }
             _ => None,
         };
@@ -356,18 +355,16 @@ impl<'a> Vm<'a> {
     }
 
     /// The pages of a working set, in its order.
-    fn plan_replay(&mut self, set: &WorkingSet) -> Vec<(RegionId, PageRange)> {
+    fn plan_replay(&mut self, set: &LoadedSet) -> Vec<(RegionId, PageRange)> {
         let mut first = Vec::new();
-        let mut runs = set.runs();
-        if let Some(sample) = &self.sample {
-            runs = runs
-                .into_iter()
-                .flat_map(|run| sample.rest_of(run))
-                .collect();
-        }
-        for run in runs {
-            let shift = set.page_size.shift();
-            self.locate(run.first().0 << shift, run.count() << shift, &mut first);
+        let shift = set.page_size.shift();
+        let mut fetch =
+            |run: PageRange| self.locate(run.first().0 << shift, run.count() << shift, &mut first);
+        for &run in set.runs() {
+            match &self.sample {
+                Some(sample) => sample.rest_of(run, &mut fetch),
+                None => fetch(run),
+            }
         }
         self.replayed_pages = first.iter().map(|(_, pages)| pages.count()).sum();
         let pages = self.replayed_pages;
@@ -379,7 +376,7 @@ impl<'a> Vm<'a> {
 
     /// Fetches the pages of a working set now, in its order, and then what is prefetched anyway. Returns
     /// the number of its pages.
-    pub(super) fn replay(&mut self, set: &WorkingSet) -> Result<u64, ServeError> {
+    pub(super) fn replay(&mut self, set: &LoadedSet) -> Result<u64, ServeError> {
         self.prefetch = None;
         let first = self.plan_replay(set);
         let started = self.start_plan(first);
