@@ -30,6 +30,8 @@ pub(crate) struct Again {
     since: Option<Instant>,
     /// Whether progress gives it no further time.
     is_in_all: bool,
+    /// The pages at which nothing was mapped, since these were taken.
+    holes: u64,
 }
 
 impl Again {
@@ -57,6 +59,7 @@ impl Again {
             tries: 0,
             since: None,
             is_in_all: false,
+            holes: 0,
         }
     }
 
@@ -66,6 +69,16 @@ impl Again {
         if !self.is_in_all {
             self.since = None;
         }
+    }
+
+    /// Nothing is mapped at a page.
+    pub(crate) fn found_hole(&mut self) {
+        self.holes += 1;
+    }
+
+    /// How many such pages there were since the last call.
+    pub(crate) fn take_holes(&mut self) -> u64 {
+        std::mem::take(&mut self.holes)
     }
 
     /// How often it was tried in vain.

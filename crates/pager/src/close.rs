@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pagetide_memory::{PageIndex, PageMapImage, PageRange, PageState, Settled};
+use pagetide_memory::{PageMapImage, PageRange, PageState, Settled};
 use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 
 use crate::again::Again;
@@ -62,13 +62,28 @@ impl Pager {
     /// # Errors
     /// [`RegionChangeError::NoSuchRegion`].
     pub fn remove(&self, id: RegionId) -> Result<(), RegionChangeError> {
+        self.remove_paced(id, &mut |_| true)
+    }
+
+    /// The same in steps. Each page at which a foreign process has mapped nothing costs two system calls, and a process may
+    /// have had any number of them paged: `go_on` is told after each step how many it has met, 65 536 at most, and no lock but
+    /// that of changes to regions is held meanwhile. It may wait. If it returns false, the rest is not looked at, and the
+    /// userfaultfd stays open, as above.
+    ///
+    /// # Errors
+    /// As for [`Self::remove`].
+    pub fn remove_paced(
+        &self,
+        id: RegionId,
+        go_on: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<(), RegionChangeError> {
         let _edit = self.lock_edit();
         let table = self.table();
         let region = table
             .region(id)
             .ok_or(RegionChangeError::NoSuchRegion { region: id })?;
         self.set_table(table.without(id));
-        self.close_region(region);
+        self.close_region(region, &mut Closing::new(go_on));
         Ok(())
     }
 
@@ -130,7 +145,7 @@ impl Pager {
     }
 
     /// Ends all activity in a region, and poisons the missing pages.
-    pub(crate) fn close_region(&self, region: &PagedRegion) {
+    pub(crate) fn close_region(&self, region: &PagedRegion, closing: &mut Closing<'_>) {
         close_gone();
         region.close();
         // All threads are woken below.
@@ -138,7 +153,7 @@ impl Pager {
         self.settle_installing(region);
         // First, so that their missing pages are marked once.
         for space in region.spaces.all() {
-            self.close_space(region, &space);
+            self.close_space(region, &space, closing);
         }
         if ends_with_its_memory(region) {
             region.map.notify_all();
@@ -147,14 +162,14 @@ impl Pager {
             self.unregister_local(region);
             return region.memory.end();
         }
-        self.poison_all_missing(region);
+        self.poison_all_missing(region, closing);
         region.map.notify_all();
         if region.memory.local().is_none() {
             // Unregistering a local region wakes its sleeping threads. Here their messages may be
             // unread, and no thread will read them for this region.
             self.wake_all(region);
         }
-        let all_marked = self.all_marked(region);
+        let all_marked = self.all_marked(region, closing);
         if all_marked && region.memory.local().is_none() {
             self.end_registration(region);
         }
@@ -246,34 +261,39 @@ impl Pager {
     }
 
     /// Poisons every missing page. Repeated, in case an installation that began before has given its pages back since.
-    pub(crate) fn poison_all_missing(&self, region: &PagedRegion) {
+    pub(crate) fn poison_all_missing(&self, region: &PagedRegion, closing: &mut Closing<'_>) {
         while region.map.next_unsettled(region.all_pages()).is_some() {
             self.settle_installing(region);
-            self.poison_missing(region);
+            if !self.poison_missing(region, closing) {
+                return region.note_unmarked();
+            }
         }
     }
 
-    /// Poisons the pages that are missing and have no owner: in the page map, and in the memory that faults.
-    fn poison_missing(&self, region: &PagedRegion) {
-        let mut again = Again::in_all();
+    /// Poisons the pages that are missing and have no owner: in the page map, and in the memory that faults. False if some
+    /// were left out.
+    fn poison_missing(&self, region: &PagedRegion, closing: &mut Closing<'_>) -> bool {
         let mut rest = region.all_pages();
         while let Some((page, _)) = region.map.next_unsettled(rest) {
-            let behind = PageRange::new(page, rest.end().0 - page.0);
-            let Some(guard) = region.map.claim_arrived(behind) else {
-                break;
-            };
-            let claim = Claim::new(region, guard);
-            let pages = claim.pages();
-            // Marking the pages wakes whoever sleeps there.
-            let _ = claim.finish(Settled::Poisoned);
-            self.evict(region, pages);
-            let _ = self.poison_in_time(region, pages, &mut again);
-            let done = pages.end().0 - rest.first().0;
-            (_, rest) = rest.split_at(done);
+            let behind = PageRange::new(page, (rest.end().0 - page.0).min(STEP_PAGES));
+            let mut done = behind;
+            if let Some(guard) = region.map.claim_arrived(behind) {
+                let claim = Claim::new(region, guard);
+                done = claim.pages();
+                // Marking the pages wakes whoever sleeps there.
+                let _ = claim.finish(Settled::Poisoned);
+                self.evict(region, done);
+                let _ = self.poison_in_time(region, done, &mut closing.again);
+            }
+            if !closing.goes_on() {
+                return false;
+            }
+            (_, rest) = rest.split_at(done.end().0 - rest.first().0);
             if rest.is_empty() {
                 break;
             }
         }
+        true
     }
 
     /// Removes mappings of missing pages that were not made by the pager: they do not have the pages'
@@ -287,14 +307,14 @@ impl Pager {
         }
     }
 
-    /// Marks pages as poisoned, and wakes the threads that sleep there. Returns whether all pages could
-    /// be marked.
-    pub(crate) fn poison_everywhere(&self, region: &PagedRegion, pages: PageRange) -> bool {
-        self.poison_in_time(region, pages, &mut Again::with_patience())
-    }
-
-    /// The same, within the time of `again`.
-    fn poison_in_time(&self, region: &PagedRegion, pages: PageRange, again: &mut Again) -> bool {
+    /// Marks pages as poisoned, and wakes the threads that sleep there, within the time of `again`. Returns whether all pages
+    /// could be marked.
+    pub(crate) fn poison_in_time(
+        &self,
+        region: &PagedRegion,
+        pages: PageRange,
+        again: &mut Again,
+    ) -> bool {
         let mut rest = pages;
         let mut all_marked = true;
         while let Some(served) = region.served(rest.first()).filter(|_| !rest.is_empty()) {
@@ -314,7 +334,7 @@ impl Pager {
     ) -> bool {
         loop {
             let lock = served.channel.lock_installs();
-            let mark = mark_poisoned(region, served, &lock, pages);
+            let mark = mark_poisoned(region, served, &lock, pages, again);
             drop(lock);
             match mark {
                 Mark::Made => {
@@ -322,27 +342,87 @@ impl Pager {
                     return true;
                 }
                 Mark::EventsFirst => self.read_events(&served.channel),
-                Mark::Failed => return false,
+                Mark::Failed => break,
             }
             if again.pause().is_err() {
-                return false;
+                break;
             }
         }
+        region.note_unmarked();
+        false
     }
 
     /// Retries to mark lost pages that could not be marked. Returns whether every lost page is now
     /// marked.
-    fn all_marked(&self, region: &PagedRegion) -> bool {
-        if !region.has_unmarked() || !region.can_poison {
+    fn all_marked(&self, region: &PagedRegion, closing: &mut Closing<'_>) -> bool {
+        if !region.has_unmarked() || !region.can_poison || closing.has_given_up {
             return !region.has_unmarked();
         }
-        let is_poisoned = |&page: &PageIndex| region.map.state(page) == Some(PageState::Poisoned);
-        let (mut all_marked, mut again) = (true, Again::in_all());
+        let mut all_marked = true;
         // Every page, also after a failure: an access to a marked page raises SIGBUS.
-        for page in region.all_pages().iter().filter(is_poisoned) {
-            all_marked &= self.poison_in_time(region, PageRange::single(page), &mut again);
+        for run in region.runs(|state| state == PageState::Poisoned) {
+            for step in steps(run) {
+                all_marked &= self.poison_in_time(region, step, &mut closing.again);
+                if !closing.goes_on() {
+                    return false;
+                }
+            }
         }
         all_marked
+    }
+}
+
+/// The most pages of one step: no more holes are met in it.
+pub(crate) const STEP_PAGES: u64 = 1 << 16;
+
+/// The parts of a run, one for each step.
+pub(crate) fn steps(mut run: PageRange) -> impl Iterator<Item = PageRange> {
+    std::iter::from_fn(move || {
+        let step;
+        (step, run) = run.split_at(STEP_PAGES);
+        (!step.is_empty()).then_some(step)
+    })
+}
+
+/// What the end of a region may take.
+pub(crate) struct Closing<'a> {
+    pub(crate) again: Again,
+    /// Told after each step how many pages were not mapped, if any.
+    go_on: &'a mut dyn FnMut(u64) -> bool,
+    has_given_up: bool,
+}
+
+impl<'a> Closing<'a> {
+    pub(crate) fn new(go_on: &'a mut dyn FnMut(u64) -> bool) -> Self {
+        Self {
+            again: Again::in_all(),
+            go_on,
+            has_given_up: false,
+        }
+    }
+
+    /// For a thread that can come back later.
+    pub(crate) fn for_a_turn(go_on: &'a mut dyn FnMut(u64) -> bool) -> Self {
+        Self {
+            again: Again::for_a_turn(),
+            ..Self::new(go_on)
+        }
+    }
+
+    /// Asked after each step.
+    pub(crate) fn goes_on(&mut self) -> bool {
+        let holes = self.again.take_holes();
+        self.has_given_up |= holes > 0 && !(self.go_on)(holes);
+        !self.has_given_up
+    }
+}
+
+impl Drop for Pager {
+    fn drop(&mut self) {
+        let table = self.table();
+        for region in table.iter() {
+            self.close_region(region, &mut Closing::new(&mut |_| true));
+        }
     }
 }
 
@@ -371,7 +451,7 @@ fn local_ranges(region: &PagedRegion) -> impl Iterator<Item = (&Served, UserRang
 #[cfg(test)]
 mod tests {
     use pagetide_memory::{
-        Backing, FaultInAccess, FaultInError, GuestAddress, PageMap, PoisonMap, Region,
+        Backing, FaultInAccess, FaultInError, GuestAddress, PageIndex, PageMap, PoisonMap, Region,
         ServiceAccess,
     };
     use pagetide_uapi::userfaultfd::{Features, Mode, OpenError};
@@ -460,7 +540,7 @@ mod tests {
         let _its_owner = region.memory.local().cloned();
         settle(pager, &region, PAGES, Body::Zero);
         let uffd = Arc::downgrade(&region.served[0].channel.uffd);
-        pager.close_region(&region);
+        pager.close_region(&region, &mut Closing::new(&mut |_| true));
         drop(region);
         uffd.upgrade().is_some()
     }
@@ -498,7 +578,7 @@ mod tests {
             let owner = region.memory.local().filter(|_| has_owner).cloned();
             let start = region.memory.shape().range.start().as_u64();
             let uffd = Arc::downgrade(&region.served[0].channel.uffd);
-            pager.close_region(&region);
+            pager.close_region(&region, &mut Closing::new(&mut |_| true));
             let counts = region.map.counts();
             let expected = if has_owner { (0, 4) } else { (4, 0) };
             assert_eq!((counts.absent, counts.poisoned), expected);

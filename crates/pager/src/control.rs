@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use pagetide_memory::PageRange;
 
+use crate::close::Closing;
 use crate::dispatch::cancel_each;
 use crate::error::RegionChangeError;
 use crate::fault::RegionId;
@@ -131,7 +132,7 @@ impl Pager {
     pub fn abandon(&self, id: RegionId) -> Result<(), RegionChangeError> {
         let region = self.region(id)?;
         let asleep = self.cancel_all(&region);
-        self.poison_all_missing(&region);
+        self.poison_all_missing(&region, &mut Closing::new(&mut |_| true));
         // Their pages may have been settled by a thread that found no entry any more.
         self.wake_runs(&region, &asleep);
         Ok(())

@@ -450,7 +450,10 @@ impl<'a> Installer<'a> {
         let pages = claim.pages();
         self.counters.poisoned += pages.count();
         self.finish(claim, Settled::Poisoned);
-        if mark_poisoned(self.region, self.served, self.lock, pages) != Mark::Made {
+        let mut again = Again::with_patience();
+        let mark = mark_poisoned(self.region, self.served, self.lock, pages, &mut again);
+        if mark != Mark::Made {
+            self.region.note_unmarked();
             // Sleeping threads fault again, which retries to mark the page.
             wake(self.region, self.served, self.lock, self.counters, pages);
         }

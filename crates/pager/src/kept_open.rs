@@ -10,7 +10,7 @@
 //! can have a read of it wait for ever, which must hold up no other.
 
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
@@ -106,6 +106,8 @@ struct Kept {
     turn: Turn,
     /// Of the thread that reads, if there is one: readable when that is to end.
     end: Option<OwnedFd>,
+    /// Whether that thread is there.
+    is_read: AtomicBool,
 }
 
 static READERS: AtomicUsize = AtomicUsize::new(0);
@@ -120,7 +122,11 @@ fn lock() -> MutexGuard<'static, Vec<Arc<Kept>>> {
 pub(crate) fn keep_open(channel: &Arc<Channel>) {
     close_gone();
     let mut all = lock();
-    if all.iter().any(|kept| Arc::ptr_eq(&kept.channel, channel)) {
+    // A process may have had its memory paged by one userfaultfd again and again.
+    if all
+        .iter()
+        .any(|kept| is_same(&kept.channel.uffd, &channel.uffd))
+    {
         return;
     }
     all.push(Kept::new(channel));
@@ -128,10 +134,10 @@ pub(crate) fn keep_open(channel: &Arc<Channel>) {
 
 /// Closes those whose processes have gone. Called whenever the paging of a region ends.
 pub(crate) fn close_gone() {
-    let gone: Vec<_> = lock()
-        .extract_if(.., |kept| kept.channel.is_gone())
-        .collect();
-    for kept in gone {
+    // To ask takes a lock of the process, which can hold it for long.
+    let all: Vec<_> = lock().iter().map(Arc::clone).collect();
+    for kept in all.iter().filter(|kept| kept.channel.is_gone()) {
+        lock().retain(|other| !Arc::ptr_eq(other, kept));
         if let Some(end) = &kept.end {
             // Fails only if the counter is at its maximum.
             let _ = rustix::io::write(end, &1_u64.to_ne_bytes());
@@ -177,6 +183,7 @@ struct Reading(Arc<Kept>);
 
 impl Drop for Reading {
     fn drop(&mut self) {
+        self.0.is_read.store(false, Ordering::Release);
         READERS.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -199,8 +206,10 @@ impl Kept {
             end: (channel.has_events && has_room)
                 .then(|| eventfd(0, EventfdFlags::CLOEXEC).ok())
                 .flatten(),
+            is_read: AtomicBool::new(false),
         });
         if kept.end.is_some() {
+            kept.is_read.store(true, Ordering::Release);
             READERS.fetch_add(1, Ordering::Relaxed);
             let its = Reading(Arc::clone(&kept));
             let thread = Builder::new().name("pt-kept-open".into());
@@ -367,7 +376,7 @@ mod tests {
         };
         let turn = Turn::default();
         let (begun, has_begun) = mpsc::channel();
-        let has_read = std::sync::atomic::AtomicBool::new(false);
+        let has_read = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
                 turn.read(|| {

@@ -28,22 +28,20 @@ pub(crate) enum Mark {
 }
 
 /// Marks pages in every address space of a region. Present pages retain their mapping, which the hardware reports
-/// as lost. Pages that could not be marked are recorded: the userfaultfd must not be closed before they are.
+/// as lost. The caller tries again, or notes that there are pages without marks ([`PagedRegion::note_unmarked`]): their
+/// userfaultfd must not be closed.
 pub(crate) fn mark_poisoned(
     region: &PagedRegion,
     served: &Served,
     lock: &InstallLock<'_>,
     pages: PageRange,
+    again: &mut Again,
 ) -> Mark {
-    let mark = mark_at_home(region, served, lock, pages);
-    let mark = match poison_in_spaces(region, pages) {
+    let mark = mark_at_home(region, served, lock, pages, again);
+    match poison_in_spaces(region, pages) {
         true => mark,
         false => Mark::Failed,
-    };
-    if mark != Mark::Made {
-        region.note_unmarked();
     }
-    mark
 }
 
 fn mark_at_home(
@@ -51,17 +49,17 @@ fn mark_at_home(
     served: &Served,
     lock: &InstallLock<'_>,
     pages: PageRange,
+    again: &mut Again,
 ) -> Mark {
     if !region.can_poison {
         return no_poison();
     }
     let page_bytes = 1 << region.page_shift();
     let has_events = served.channel.has_events;
-    let mut again = Again::with_patience();
     let mut rest = pages;
     while let Some(place) = region.place(served, lock, rest) {
         let may_wait = |again: &Again| !has_events || again.tries() == 0;
-        match poison_range(place.uffd, place.range, page_bytes, &mut again, may_wait) {
+        match poison_range(place.uffd, place.range, page_bytes, again, may_wait) {
             Mark::Made => {}
             other => return other,
         }
@@ -101,10 +99,14 @@ pub(crate) fn poison_range(
                 bytes
             }
             Step::Busy(bytes) => {
-                if let Some(end) = pause(again, &mut may_wait, range) {
+                if let Some(end) = pause(again, &mut may_wait) {
                     return end;
                 }
                 bytes
+            }
+            Step::Hole => {
+                again.found_hole();
+                page_bytes
             }
             Step::End(mark) => return mark,
         };
@@ -130,6 +132,8 @@ enum Step {
     Done(u64),
     /// The same, but for what follows the kernel cannot serve a call now.
     Busy(u64),
+    /// Nothing is mapped at the first page: no thread can read zeroes there.
+    Hole,
     /// There is nothing more to do, or nothing can be done.
     End(Mark),
 }
@@ -156,12 +160,12 @@ impl Marking<'_> {
                 self.most = half.max(self.page_bytes);
                 Step::Done(0)
             }
-            // Not mapped, or beyond the end of a file that was truncated: no thread can read zeroes there.
+            // Not mapped, or beyond the end of a file that was truncated.
             Err(InstallError::NoMapping | InstallError::NoContent) => {
                 // One that sleeps there has to find that out.
                 let _ = self.uffd.wake(piece);
                 self.most = self.page_bytes;
-                Step::Done(self.page_bytes)
+                Step::Hole
             }
             Err(InstallError::Gone) => Step::End(Mark::Made),
             Err(InstallError::Io(Errno::INVAL)) => Step::End(no_poison()),
@@ -230,15 +234,10 @@ fn unmark(
 }
 
 /// Waits, and returns `None` if the call is to be made again.
-fn pause(
-    again: &mut Again,
-    may_wait: &mut impl FnMut(&Again) -> bool,
-    range: UserRange,
-) -> Option<Mark> {
-    if !may_wait(again) {
-        return Some(Mark::EventsFirst);
-    }
-    again.pause().err().map(|error| failed(error, range))
+fn pause(again: &mut Again, may_wait: &mut impl FnMut(&Again) -> bool) -> Option<Mark> {
+    // Without time, too: the caller comes back, or gives up.
+    let waited = may_wait(again) && again.pause().is_ok();
+    (!waited).then_some(Mark::EventsFirst)
 }
 
 /// This kernel has no `UFFDIO_POISON`. That is said once, and not for each page.

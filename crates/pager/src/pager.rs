@@ -373,15 +373,6 @@ fn call(callback: &mut OnNotice, notice: &Notice) {
     }
 }
 
-impl Drop for Pager {
-    fn drop(&mut self) {
-        let table = self.table();
-        for region in table.iter() {
-            self.close_region(region);
-        }
-    }
-}
-
 impl fmt::Debug for Pager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pager")

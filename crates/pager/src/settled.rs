@@ -209,7 +209,7 @@ impl ResolverState {
         };
         loop {
             let lock = site.served.channel.lock_installs();
-            let mark = mark_poisoned(site.region, site.served, &lock, page);
+            let mark = mark_poisoned(site.region, site.served, &lock, page, &mut again);
             drop(lock);
             match mark {
                 Mark::Made => return Ok(Resolution::Poisoned),
@@ -220,6 +220,7 @@ impl ResolverState {
                 (Ok(()), _) => {}
                 (Err(_), Delivery::Exit) => break,
                 (Err(source), Delivery::Uffd) => {
+                    site.region.note_unmarked();
                     return Err(ResolveError::Install {
                         fault: *fault,
                         source,
@@ -228,6 +229,7 @@ impl ResolverState {
                 }
             }
         }
+        site.region.note_unmarked();
         match fault.delivery {
             // The VMM handles the poison itself.
             Delivery::Exit => Ok(Resolution::Poisoned),

@@ -15,9 +15,8 @@ use std::sync::atomic::Ordering;
 use pagetide_memory::{HostRange, PageIndex, PageRange, PageState};
 use pagetide_uapi::userfaultfd::{InstallError, Mode, UserRange, Userfaultfd, Wake};
 
-use crate::again::Again;
 use crate::channel::{Channel, Role, Span};
-use crate::close::{ExportedPart, ExportedSpace};
+use crate::close::{Closing, ExportedPart, ExportedSpace, STEP_PAGES, steps};
 use crate::error::AttachError;
 use crate::fault::RegionId;
 use crate::kept_open::{keep_open, leave_to};
@@ -104,8 +103,13 @@ impl Pager {
         for (region, space) in added {
             // Lost memory reads as lost there, too. (A page that is lost meanwhile finds the address space.) Where
             // this fails, the fault of a thread marks the page.
-            let mut again = Again::for_a_turn();
-            let _ = self.poison_where(region, &space, &mut again, |state| {
+            let mut looks = 0;
+            let mut few = |holes| {
+                looks += holes;
+                looks < STEP_PAGES
+            };
+            let mut turn = Closing::for_a_turn(&mut few);
+            let _ = self.poison_where(region, &space, &mut turn, |state| {
                 state == PageState::Poisoned
             });
             // A fault that was read before may have found no region.
@@ -122,14 +126,14 @@ impl Pager {
     /// pager cannot mark the page after it.
     ///
     /// # Errors
-    /// [`AttachError::NoSuchSpace`]; [`AttachError::NotPoisoned`] if its userfaultfd has to stay open until this
-    /// process ends.
+    /// [`AttachError::NoSuchSpace`]; [`AttachError::NotPoisoned`] if its userfaultfd has to stay open until its
+    /// process has gone.
     pub fn detach(&self, id: AddressSpaceId) -> Result<(), AttachError> {
         let _edit = self.lock_edit();
         let (mut was_there, mut is_safe) = (false, true);
         for region in self.table().iter() {
             for space in region.spaces.take(id) {
-                is_safe &= self.close_space(region, &space);
+                is_safe &= self.close_space(region, &space, &mut Closing::new(&mut |_| true));
                 was_there = true;
             }
         }
@@ -159,25 +163,31 @@ impl Pager {
         &self,
         region: &PagedRegion,
         space: &AddressSpace,
-        again: &mut Again,
+        closing: &mut Closing<'_>,
         is_it: impl Fn(PageState) -> bool,
     ) -> bool {
-        region.runs(is_it).all(|run| {
-            poison_in(region, space, run, again, |_| {
+        let mut parts = region.runs(is_it).flat_map(steps);
+        parts.all(|part| {
+            let is_marked = poison_in(region, space, part, &mut closing.again, |_| {
                 self.read_events(&space.channel);
                 true
-            })
+            });
+            closing.goes_on() && is_marked
         })
     }
 
     /// Ends the paging of an address space. Returns whether none of its pages reads as zeroes in place of content
-    /// once its userfaultfd is closed; if not, the userfaultfd stays open until this process ends.
-    pub(crate) fn close_space(&self, region: &PagedRegion, space: &AddressSpace) -> bool {
+    /// once its userfaultfd is closed; if not, the userfaultfd stays open until its process has gone.
+    pub(crate) fn close_space(
+        &self,
+        region: &PagedRegion,
+        space: &AddressSpace,
+        closing: &mut Closing<'_>,
+    ) -> bool {
         // Lost pages, too: it may not have been possible to mark some of them before.
         let reads_zeroes = |state: PageState| !state.is_settled() || state == PageState::Poisoned;
-        let mut again = Again::in_all();
         let is_safe =
-            space.channel.is_gone() || self.poison_where(region, space, &mut again, reads_zeroes);
+            space.channel.is_gone() || self.poison_where(region, space, closing, reads_zeroes);
         for range in space.parts(region.id, region.all_pages()) {
             let _ = space.channel.uffd.wake(range);
             if is_safe {

@@ -21,7 +21,9 @@ use pagetide_pager::{
     Mode, Notice, Pager, PushError, RegionConfig, RegionId, Serving, kept_open,
 };
 use pagetide_test_support::in_a_process_of_its_own;
-use pagetide_uapi::userfaultfd::{AdoptError, Features, InstallError, Userfaultfd};
+use pagetide_uapi::userfaultfd::{
+    AdoptError, Features, InstallError, UserRange, Userfaultfd, Wake,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use support::view::View;
@@ -268,6 +270,55 @@ fn unmapping_without_events_affects_no_other_region() {
         "right"
     );
     assert_no_trouble(&pager);
+}
+
+/// Kind: work for what a process has only claimed. A page that is not mapped costs two system calls, and a gigabyte of them a
+/// quarter of a second.
+#[test]
+fn the_end_of_memory_that_was_never_mapped_is_paced_and_may_be_cut_short() {
+    if !Other::can_start() || !can_poison() {
+        return;
+    }
+    let this = "the_end_of_memory_that_was_never_mapped_is_paced_and_may_be_cut_short";
+    in_a_process_of_its_own(this, || {
+        const STEP: u64 = 1 << 16;
+        let pager = Pager::new().unwrap();
+        // A region of which the last 16 pages are mapped ends. Returns the holes of each step, and whether the first of these
+        // pages is marked after the last one.
+        let ends = |before: u64, most_steps: usize| {
+            let (other, uffd) = Other::start(&[]);
+            let mapped = other.map(16, Mode::Missing);
+            let claimed = Mapped {
+                start: mapped.start - before * PAGE,
+                pages: before + 16,
+                file: None,
+            };
+            let id = pager.add(config(&uffd, &claimed, AT)).unwrap();
+            let page = UserRange {
+                start: mapped.start,
+                bytes: PAGE,
+            };
+            let (mut steps, mut is_marked) = (Vec::new(), false);
+            let mut go_on = |holes| {
+                steps.push(holes);
+                if steps.len() == most_steps || holes < STEP {
+                    let marked = uffd.poison_pages(page, Wake::DontWake);
+                    is_marked = marked == Err(InstallError::Exists { installed_bytes: 0 });
+                }
+                steps.len() < most_steps
+            };
+            pager.remove_paced(id, &mut go_on).unwrap();
+            (other, steps, is_marked)
+        };
+        // All of it, in steps.
+        let (_other, steps, is_marked) = ends(STEP + 1000, usize::MAX);
+        assert_eq!((steps, is_marked), (vec![STEP, 1000], true));
+        assert_eq!(kept_open(), 0);
+        // What is there was not looked at: its userfaultfd stays open, so that nobody reads zeroes.
+        let (_other, steps, is_marked) = ends(4 << 20, 2);
+        assert_eq!((steps, is_marked), (vec![STEP; 2], false));
+        assert_eq!(kept_open(), 1);
+    });
 }
 
 #[test]

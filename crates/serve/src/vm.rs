@@ -2,6 +2,7 @@
 
 mod connection;
 mod control;
+mod ending;
 mod keeping;
 mod recording;
 mod room;
@@ -604,16 +605,9 @@ impl Vm<'_> {
         }
         // Its counts come with its end.
         self.prefetch = None;
+        self.end_memory(end);
+        // Which may wait for a disk.
         self.save_recording();
-        for id in self.pager.region_ids() {
-            if end == End::HandedOver {
-                // Nothing is poisoned; threads that sleep fault again, and the successor reads that.
-                let _ = self.pager.export(id);
-            } else {
-                // Missing pages are poisoned before the descriptor is closed.
-                let _ = self.pager.remove(id);
-            }
-        }
         if let Some(mut keeping) = self.keeping.take() {
             keeping.is_handed_over = end == End::HandedOver;
         }

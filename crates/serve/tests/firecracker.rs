@@ -323,6 +323,7 @@ fn pages_beyond_the_end_of_the_image_are_never_there() {
     let mut options = place.options();
     options.bindings[0].image = Location::Path(image);
     options.prefetch = true;
+    options.any_length = true;
     let running = Running::start(options);
     let guest = Guest::new(16);
     let stream = attached(&guest, &place.socket());

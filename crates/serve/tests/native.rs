@@ -146,7 +146,11 @@ fn memfds_that_endanger_the_server_are_refused() {
         return;
     }
     let place = Place::new(8);
-    let running = Running::start(place.options());
+    let running = Running::start(Options {
+        // The huge region is longer than the image.
+        any_length: true,
+        ..place.options()
+    });
     let guest = Guest::of_file(memfd(8, SealFlags::SHRINK).as_fd(), 8, MapFlags::SHARED);
     let plain = std::fs::File::open(place.image()).unwrap();
     let minor = region(&guest).minor(1, 0);
@@ -279,6 +283,40 @@ fn holes_of_the_image_are_zeroes_in_clones() {
     let attach = attach_of(&guest, vec![beyond]);
     let result = outside.attach(&attach, &[guest.uffd.as_fd()]);
     assert_eq!(code(result), RefusedCode::Regions, "share comes first");
+}
+
+/// Kind: a limit that one way in has, and another lacks. A message of a hundred bytes may claim terabytes, and the server
+/// pays for each page.
+#[test]
+fn memory_beyond_the_image_is_refused_in_each_mode() {
+    if !has_userfaultfd() || !has_minor() {
+        return;
+    }
+    let place = Place::new(8);
+    let _running = Running::start(place.options());
+    let file = memfd(9, SealFlags::SHRINK);
+    let refused = |guest: &Guest, region: Region, clone: bool| {
+        let mut client = connect(&place.socket());
+        if clone {
+            client.share().unwrap();
+        }
+        let descriptors = match region.file {
+            Some(_) => vec![guest.uffd.as_fd(), file.as_fd()],
+            None => vec![guest.uffd.as_fd()],
+        };
+        code(client.attach(&attach_of(guest, vec![region]), &descriptors))
+    };
+    let guest = Guest::new(9);
+    let missing = region(&guest);
+    assert_eq!(refused(&guest, missing, false), RefusedCode::NoContent);
+    // One page, from the end of the image on.
+    let behind = Region::missing(guest.address(0) as u64, PAGE as u64, 8 * PAGE as u64);
+    assert_eq!(refused(&guest, behind, false), RefusedCode::NoContent);
+    let clone = missing.cloned_image();
+    let with_file = Guest::of_file(file.as_fd(), 9, MapFlags::SHARED);
+    let minor = region(&with_file).minor(1, 0);
+    assert_eq!(refused(&with_file, minor, false), RefusedCode::NoContent);
+    assert_eq!(refused(&with_file, clone, true), RefusedCode::NoContent);
 }
 
 fn state_of(parts: &[PageMapPart], page: u64) -> PageState {

@@ -112,7 +112,8 @@ mod file {
 
     impl Cells {
         /// The cells in a file: settled pages stay as they are, and all others become Absent. Those that
-        /// somebody was installing are marked.
+        /// somebody was installing are marked. Holes of the file are Absent already, and are not read: the kernel would
+        /// fill them.
         pub(in super::super) fn in_file(
             file: &Arc<MapFile>,
             offset_bytes: u64,
@@ -123,25 +124,35 @@ mod file {
                 len: to_usize(pages),
                 file: Some(Arc::clone(file)),
             };
-            for (index, cell) in cells.iter().enumerate() {
-                let byte = cell.load(Ordering::Relaxed);
-                let is_former = byte & (STATE | INSTALLING) == FORMER_PENDING;
-                let kept = if PageState::of(byte).is_settled() && !is_former {
-                    byte & !(WAITERS | WAKE_WANTED)
-                } else if byte & (INSTALLING | BEGUN) != 0 {
-                    ABSENT | BEGUN
-                } else {
-                    ABSENT
-                };
-                if kept > POISONED && kept != ABSENT | BEGUN {
-                    let page = PageIndex(to_u64(index));
-                    return Err(PageMapError::BadState { page, byte });
-                }
-                if byte != kept {
-                    cell.store(kept, Ordering::Relaxed);
+            let end = offset_bytes + pages;
+            let mut from = offset_bytes;
+            while let Some(data) = file.next_data(from).filter(|data| data.start < end) {
+                from = data.end;
+                let page = |offset: u64| to_usize(offset.min(end).saturating_sub(offset_bytes));
+                for index in page(data.start)..page(data.end) {
+                    if let Some(cell) = cells.get(index) {
+                        let kept = kept(cell.load(Ordering::Relaxed), index)?;
+                        cell.store(kept, Ordering::Relaxed);
+                    }
                 }
             }
             Ok(cells)
         }
+    }
+    /// What a page's byte becomes.
+    fn kept(byte: u8, index: usize) -> Result<u8, PageMapError> {
+        let is_former = byte & (STATE | INSTALLING) == FORMER_PENDING;
+        let kept = if PageState::of(byte).is_settled() && !is_former {
+            byte & !(WAITERS | WAKE_WANTED)
+        } else if byte & (INSTALLING | BEGUN) != 0 {
+            ABSENT | BEGUN
+        } else {
+            ABSENT
+        };
+        let is_known = kept <= POISONED || kept == ABSENT | BEGUN;
+        let page = PageIndex(to_u64(index));
+        is_known
+            .then_some(kept)
+            .ok_or(PageMapError::BadState { page, byte })
     }
 }

@@ -1,11 +1,12 @@
 //! A file that keeps page maps for a successor of this process.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU8;
 
-use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+use rustix::fs::{SealFlags, SeekFrom, fcntl_get_seals, fstat, seek};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -65,6 +66,22 @@ impl MapFile {
         }
         // SAFETY: add requires that the result is within the mapping, which was just checked.
         Ok(unsafe { self.start.add(to_usize(offset_bytes)) })
+    }
+}
+
+impl MapFile {
+    /// The next bytes of the file from `from` on that are no hole. The descriptor's own offset, which they change, is used by
+    /// nobody.
+    pub(super) fn next_data(&self, from: u64) -> Option<Range<u64>> {
+        let rest = from..self.len as u64;
+        let start = match seek(&self.file, SeekFrom::Data(from)) {
+            Ok(start) => start,
+            // Nothing but a hole up to the end.
+            Err(Errno::NXIO) => return None,
+            Err(_) => return Some(rest).filter(|rest| !rest.is_empty()),
+        };
+        let end = seek(&self.file, SeekFrom::Hole(start)).unwrap_or(rest.end);
+        Some(start..end.min(rest.end)).filter(|data| !data.is_empty())
     }
 }
 

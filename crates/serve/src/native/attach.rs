@@ -66,6 +66,8 @@ pub(crate) struct Beginning<'s, 'a> {
     pub(crate) session: &'s mut Session<'a>,
     pub(crate) image: &'s ServedImage,
     pub(crate) metrics: &'s Metrics,
+    /// Whether memory may reach beyond the end of the image.
+    any_length: bool,
     /// The descriptors that came with attach. They outlive an error.
     pub(crate) kept: &'s mut Vec<OwnedFd>,
     shared: Option<Arc<SharedImage>>,
@@ -83,6 +85,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
         session: &'s mut Session<'a>,
         image: &'s ServedImage,
         metrics: &'s Metrics,
+        any_length: bool,
         kept: &'s mut Vec<OwnedFd>,
     ) -> Self {
         Self {
@@ -90,6 +93,7 @@ impl<'s, 'a> Beginning<'s, 'a> {
             session,
             image,
             metrics,
+            any_length,
             kept,
             shared: None,
             maps: Vec::new(),
@@ -284,6 +288,12 @@ impl<'s, 'a> Beginning<'s, 'a> {
             )?);
         }
         check_together(&checked)?;
+        if !self.any_length {
+            // A client pays nothing for addresses, and the server for each page that it keeps a map of.
+            for (index, region) in checked.iter().enumerate() {
+                self.check_length(index, region)?;
+            }
+        }
         let files = attach.regions.iter().filter(|region| region.file.is_some());
         self.session.charge_vm(&checked, files.count())?;
         let arrived = self.session.take_descriptors();
@@ -385,16 +395,21 @@ impl<'s, 'a> Beginning<'s, 'a> {
             .shared
             .as_ref()
             .ok_or(AttachError::NotShared { region: index })?;
+        self.check_length(index, region)?;
+        Ok(Memory::Clone(Arc::clone(shared)))
+    }
+
+    fn check_length(&self, index: usize, region: &VmRegion) -> Result<(), AttachError> {
         let end = region.offset.saturating_add(region.bytes());
         let image_bytes = self.image.image.bytes();
-        if end > image_bytes {
-            return Err(AttachError::BeyondImage {
+        match end <= image_bytes {
+            true => Ok(()),
+            false => Err(AttachError::BeyondImage {
                 region: index,
                 end,
                 image_bytes,
-            });
+            }),
         }
-        Ok(Memory::Clone(Arc::clone(shared)))
     }
 
     /// The file of a region in MINOR mode.

@@ -133,8 +133,10 @@ pub(crate) enum AttachError {
         /// The number of the region.
         region: usize,
     },
-    /// A clone beyond the end of the image.
-    #[error("region {region} ends at offset {end} of an image of {image_bytes} bytes")]
+    /// Memory beyond the end of the image.
+    #[error(
+        "region {region} ends at offset {end} of an image of {image_bytes} bytes (--any-length permits that, but for clones)"
+    )]
     BeyondImage {
         /// The number of the region.
         region: usize,

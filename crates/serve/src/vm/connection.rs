@@ -332,7 +332,8 @@ fn serve_native(
         }
     };
     let kept = &mut received.descriptors;
-    let beginning = Beginning::new(&mut session, image, &common.metrics, kept);
+    let any_length = common.options.any_length;
+    let beginning = Beginning::new(&mut session, image, &common.metrics, any_length, kept);
     let attached = match is_too_many {
         true => beginning.refuse(SessionError::Descriptors),
         // From the connection on, however slowly its first bytes have come.

@@ -15,7 +15,7 @@ use pagetide_uapi::userfaultfd::UserRange;
 use super::keeping::{Keeping, map_bytes};
 use super::recording::Checkpoint;
 use super::spaces::Spaces;
-use super::{Client, Common, PagedRange, Part, Vm, VmError};
+use super::{Client, Common, End, PagedRange, Part, Vm, VmError};
 use crate::handshake::VmRegion;
 use crate::image::ServedImage;
 use crate::log_limit::{LogLimit, log_vm};
@@ -199,7 +199,11 @@ impl<'a> Vm<'a> {
         let mut map_offset = PageSize::Size4K.bytes();
         for (index, attached) in attached.into_iter().enumerate() {
             let bytes = map_bytes(&attached.region);
-            vm.add(index, attached, map_offset)?;
+            if let Err(error) = vm.add(index, attached, map_offset) {
+                // At its user's pace, as that of a VM that was served.
+                vm.end_memory(End::Gone);
+                return Err(error);
+            }
             map_offset += bytes;
         }
         if start.is_running {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use pagetide_serve::native::frame::MAGIC;
-use pagetide_serve::native::message::Message;
+use pagetide_serve::native::message::{Attach, Message, Region};
 
 use super::fuse::{Fuse, Hangs};
 use super::support::{Guest, PAGE, try_to_send};
@@ -25,12 +25,13 @@ struct Means {
 type Attack = fn(&Means) -> Option<()>;
 
 /// Their names, and one round of each. A round that the server ends early is `None`, and is a round, too.
-const ATTACKS: [(&str, Attack); 10] = [
+const ATTACKS: [(&str, Attack); 11] = [
     ("says nothing", say_nothing),
     ("sends a message in small parts", trickle),
     ("sends what makes no sense", nonsense),
     ("sends thousands of regions", regions),
     ("claims more memory than there is, and stays", claims),
+    ("claims it in the native protocol", claims_natively),
     ("asks for files and reads no answer", shares),
     ("sends descriptors that hang", hangs),
     ("sends many descriptors", descriptors),
@@ -154,7 +155,24 @@ fn claims(means: &Means) -> Option<()> {
     Some(())
 }
 
-fn shares(means: &Means) -> Option<()> {
+/// The image's length, of which nothing is mapped; then more than there is.
+fn claims_natively(means: &Means) -> Option<()> {
+    for pages in [super::PAGES as u64, 1 << 28] {
+        let region = Region::missing(PAGE as u64, pages * PAGE as u64, 0);
+        let attach = Message::Attach(Attach {
+            uffd_features: 0,
+            regions: vec![region],
+        });
+        let mut bytes = greeting()?;
+        attach.frame(2, false).encode(&mut bytes).ok()?;
+        let mut stream = means.send(&bytes, &[userfaultfd().uffd.as_fd()])?;
+        // The answer to the greeting.
+        let _ = stream.read(&mut [0; 64]);
+    }
+    Some(())
+}
+
+fn greeting() -> Option<Vec<u8>> {
     let hello = Message::Hello {
         lowest: 1,
         highest: 1,
@@ -163,6 +181,11 @@ fn shares(means: &Means) -> Option<()> {
     };
     let mut bytes = MAGIC.to_vec();
     hello.frame(1, false).encode(&mut bytes).ok()?;
+    Some(bytes)
+}
+
+fn shares(means: &Means) -> Option<()> {
+    let mut bytes = greeting()?;
     for id in 2..200 {
         Message::Share.frame(id, false).encode(&mut bytes).ok()?;
     }

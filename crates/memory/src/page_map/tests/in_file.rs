@@ -61,6 +61,34 @@ fn settled_pages_outlive_the_map_and_pending_ones_are_absent() {
     assert!(!map.is_wake_wanted(PageIndex(4)));
 }
 
+/// Kind: memory for what a client has only claimed.
+#[test]
+fn a_map_of_which_nothing_is_known_takes_no_memory() {
+    let file = sealed(4096 + (1 << 20));
+    let blocks = || rustix::fs::fstat(&file).unwrap().st_blocks;
+    let map = in_file(&file, 4096, 1 << 20).unwrap();
+    assert_eq!(blocks(), 0);
+    // One page in the middle, and the last one.
+    let pages = [500_000, (1 << 20) - 1].map(PageIndex);
+    for page in pages {
+        let _ = map.remove(page);
+    }
+    drop(map);
+    assert_eq!(blocks(), 2 * 8);
+    let map = in_file(&file, 4096, 1 << 20).unwrap();
+    assert_eq!(
+        pages.map(|page| map.state(page)),
+        [Some(PageState::Removed); 2]
+    );
+    assert_eq!(blocks(), 2 * 8);
+    // A map that ends before the data, one that begins behind it, and one with a part of it.
+    in_file(&file, 0, 4096).unwrap();
+    in_file(&file, 4096 + 600_000, 4096).unwrap();
+    let part = in_file(&file, 4096 + 499_999, 4096).unwrap();
+    assert_eq!(part.state(PageIndex(1)), Some(PageState::Removed));
+    assert_eq!(blocks(), 2 * 8);
+}
+
 /// What a predecessor has put there already is the page's content, and the guest may have written to it since.
 #[test]
 fn a_page_that_somebody_died_installing_is_marked_until_it_is_settled() {
