@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::builder::{StringValueParser, TypedValueParser};
 use clap::{ArgGroup, Args, Subcommand};
 use pagetide_base::units::ByteSize;
 use pagetide_serve::control::channel::{AskError, ask};
@@ -79,7 +80,7 @@ struct AddArguments {
     digest: Option<String>,
 
     /// The state file of the snapshot, which is replaced together with the image
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = path())]
     state_file: Option<PathBuf>,
 
     /// As for `pagetide serve`, for this socket [default: the server's]
@@ -87,7 +88,7 @@ struct AddArguments {
     working_set: Option<WorkingSet>,
 
     /// The file of the working set of this socket's VMs
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = path())]
     working_set_file: Option<PathBuf>,
 
     /// As for `pagetide serve`, for this socket [default: the server's]
@@ -113,7 +114,7 @@ struct AddArguments {
 #[derive(Debug, Args)]
 struct RemoveArguments {
     /// The socket
-    #[arg(value_name = "SOCKET")]
+    #[arg(value_name = "SOCKET", value_parser = path())]
     socket: PathBuf,
 
     #[command(flatten)]
@@ -124,7 +125,7 @@ struct RemoveArguments {
 #[command(group = ArgGroup::new("which").required(true).multiple(false))]
 struct DrainArguments {
     /// The socket
-    #[arg(value_name = "SOCKET", group = "which")]
+    #[arg(value_name = "SOCKET", group = "which", value_parser = path())]
     socket: Option<PathBuf>,
 
     /// All sockets
@@ -143,6 +144,11 @@ struct ShowArguments {
 
     #[command(flatten)]
     waiting: Waiting,
+}
+
+/// A path that the server is told, in JSON: UTF-8.
+fn path() -> impl TypedValueParser<Value = PathBuf> {
+    StringValueParser::new().map(PathBuf::from)
 }
 
 /// `SOCKET=IMAGE`, as it was written.

@@ -1,9 +1,11 @@
 //! How a command ends when it does not succeed.
 
 use std::error::Error;
+use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
 
+use clap::error::ErrorKind;
 use pagetide_base::one_line;
 
 /// How a command ends when it does not succeed.
@@ -52,6 +54,9 @@ pub(crate) struct Unparsable(String);
 
 impl From<&clap::Error> for Unparsable {
     fn from(error: &clap::Error) -> Self {
+        if error.kind() == ErrorKind::InvalidUtf8 {
+            return Self::not_utf8(std::env::args_os());
+        }
         let text = error.render().to_string();
         // "error: what", then its details, then usage and a pointer to --help, in paragraphs.
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
@@ -62,6 +67,18 @@ impl From<&clap::Error> for Unparsable {
         Self(format!(
             "{}; see --help",
             told.strip_prefix("error: ").unwrap_or(&told)
+        ))
+    }
+}
+
+impl Unparsable {
+    /// The parser does not say which word it was.
+    fn not_utf8(words: impl Iterator<Item = OsString>) -> Self {
+        let words = words.filter(|word| word.to_str().is_none());
+        let words: Vec<String> = words.map(|word| format!("{word:?}")).collect();
+        Self(format!(
+            "not UTF-8, and not taken here: {}; give a file another name, or a link; see --help",
+            words.join(", ")
         ))
     }
 }

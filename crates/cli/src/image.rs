@@ -114,7 +114,7 @@ pub(crate) struct CreateArguments {
     output: Location,
 
     /// The image, a file or a URL, whose content is not stored again
-    #[arg(long, value_name = "IMAGE")]
+    #[arg(long, value_name = "IMAGE", value_parser = location())]
     base: Option<Location>,
 
     /// Guest memory in a chunk: a power of two from 4K to 4M. One fault decompresses one chunk; larger
@@ -161,7 +161,7 @@ enum Vmm {
 #[derive(Debug, Args)]
 pub(crate) struct MergeArguments {
     /// The image whose layers become one: a file or a URL
-    #[arg(value_name = "IMAGE")]
+    #[arg(value_name = "IMAGE", value_parser = location())]
     image: Location,
 
     /// The new image: a file or a URL
@@ -170,7 +170,7 @@ pub(crate) struct MergeArguments {
 
     /// The image, a file or a URL, whose content is not stored again: one of the layers, or any other of the same
     /// length
-    #[arg(long, value_name = "IMAGE")]
+    #[arg(long, value_name = "IMAGE", value_parser = location())]
     base: Option<Location>,
 
     /// Guest memory in a chunk: a power of two from 4K to 4M
@@ -206,7 +206,7 @@ enum HolesArgument {
 #[derive(Debug, Args)]
 pub(crate) struct InfoArguments {
     /// The image: a file or a URL
-    #[arg(value_name = "IMAGE")]
+    #[arg(value_name = "IMAGE", value_parser = location())]
     image: Location,
 
     #[command(flatten)]
@@ -220,7 +220,7 @@ pub(crate) struct InfoArguments {
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArguments {
     /// The image: a file or a URL
-    #[arg(value_name = "IMAGE")]
+    #[arg(value_name = "IMAGE", value_parser = location())]
     image: Location,
 
     #[command(flatten)]
@@ -234,7 +234,7 @@ pub(crate) struct VerifyArguments {
 #[derive(Debug, Args)]
 pub(crate) struct ExtractArguments {
     /// The image: a file or a URL
-    #[arg(value_name = "IMAGE")]
+    #[arg(value_name = "IMAGE", value_parser = location())]
     image: Location,
 
     #[command(flatten)]
@@ -254,7 +254,7 @@ pub(crate) struct ExtractArguments {
 }
 
 /// A path, also one that is not UTF-8, or a URL.
-fn location() -> impl TypedValueParser<Value = Location> {
+pub(crate) fn location() -> impl TypedValueParser<Value = Location> {
     OsStringValueParser::new().try_map(|text: OsString| match text.to_str() {
         Some(text) => text.parse(),
         None => Ok(Location::Path(text.into())),

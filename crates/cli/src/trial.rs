@@ -14,7 +14,7 @@ use pagetide_base::units::ByteSize;
 use pagetide_sources::{GuestImage, ImageError, Location, OpenOptions, PagetideImage, open};
 
 use crate::failure::Failure;
-use crate::image::json;
+use crate::image::{json, location};
 use crate::print;
 use cache::Cache;
 use guest::PAGE;
@@ -40,7 +40,7 @@ lacks something.";
 #[derive(Debug, Args)]
 pub(crate) struct TryArguments {
     /// The image: a raw memory file, as Firecracker's snapshots have; a Pagetide image; or the URL of either
-    #[arg(value_name = "IMAGE")]
+    #[arg(value_name = "IMAGE", value_parser = location())]
     image: Location,
 
     /// The order in which pages are touched [default: recorded, if there is a working set; else random]

@@ -1,7 +1,7 @@
 //! `pagetide working-set`.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{ArgGroup, Args};
@@ -11,7 +11,7 @@ use pagetide_sources::{Location, OpenOptions};
 use serde::Serialize;
 
 use crate::failure::Failure;
-use crate::image::{Row, json, lines, percent, size, sorted, unopened};
+use crate::image::{Row, json, lines, location, percent, size, sorted, unopened};
 use crate::print;
 
 pub(crate) const EXAMPLES: &str = "\
@@ -55,7 +55,7 @@ pub(crate) struct CaptureArguments {
     page_cache: bool,
 
     /// The image that has the same memory, and is served: a file or a URL [default: RAW]
-    #[arg(long, value_name = "IMAGE")]
+    #[arg(long, value_name = "IMAGE", value_parser = location())]
     image: Option<Location>,
 
     /// The file of the working set [default: IMAGE.working-set]
@@ -138,7 +138,7 @@ pub(crate) fn capture(arguments: &CaptureArguments) -> Result<(), Failure> {
     let merged = merged.map_err(uncaptured)?;
     let document = Document {
         found_pages: Some(found),
-        ..Document::new(&merged, output)
+        ..Document::new(&merged, &output)
     };
     document.print(arguments.json)
 }
@@ -150,7 +150,7 @@ pub(crate) fn info(arguments: &WorkingSetInfoArguments) -> Result<(), Failure> {
     let Some(set) = loaded else {
         return Err(Failure::bad_input(BadRequest::Missing { path }));
     };
-    Document::new(&set, path).print(arguments.json)
+    Document::new(&set, &path).print(arguments.json)
 }
 
 /// Sorts an error: a request that made no sense, or a failure.
@@ -167,7 +167,8 @@ fn uncaptured(error: CaptureError) -> Failure {
 /// What `--json` prints. Under one version of the program no field changes its meaning.
 #[derive(Debug, Serialize)]
 struct Document {
-    file: PathBuf,
+    /// With replacement characters where it is not UTF-8, as JSON has to be: the file is written by then.
+    file: String,
     image_digest: String,
     image_bytes: u64,
     page_bytes: u64,
@@ -183,9 +184,9 @@ struct Document {
 }
 
 impl Document {
-    fn new(set: &WorkingSet, file: PathBuf) -> Self {
+    fn new(set: &WorkingSet, file: &Path) -> Self {
         Self {
-            file,
+            file: file.display().to_string(),
             image_digest: set.image.to_string(),
             image_bytes: set.image_bytes,
             page_bytes: set.page_size.bytes(),
@@ -209,7 +210,7 @@ impl Document {
         let share = decimal(percent(bytes, self.image_bytes), 1);
         let span = Duration::from_micros(self.span_us).as_secs_f64();
         let mut rows = vec![
-            ("working set", self.file.display().to_string()),
+            ("working set", self.file.clone()),
             ("image digest", self.image_digest.clone()),
             ("guest memory", size(self.image_bytes)),
             (

@@ -1,8 +1,10 @@
 //! `pagetide serve` as a process: what it refuses, and how it ends. What it serves is tested by crates/serve.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -154,6 +156,16 @@ fn what_makes_no_sense_is_refused_in_one_line() {
         assert_refused(&output, wanted);
         assert!(!place.path("socket").exists(), "{words:?}");
     }
+}
+
+/// A script that passes many words sees which one it was.
+#[test]
+fn a_word_that_is_not_utf_8_is_named() {
+    let place = Place::new();
+    let pair = OsString::from_vec(b"a.sock=image-\xff.mem".to_vec());
+    let output = place.command(&[&place.binding()]).arg(pair).output();
+    let output = output.expect("it starts");
+    assert_refused(&output, r#"not taken here: "a.sock=image-\xFF.mem"; "#);
 }
 
 #[test]

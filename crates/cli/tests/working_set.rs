@@ -1,6 +1,8 @@
 //! `pagetide working-set`: exit status, and what goes to which stream and file.
 
+use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
@@ -21,7 +23,7 @@ impl Place {
         self.0.path().join(name)
     }
 
-    fn pagetide(&self, words: &[&str]) -> Output {
+    fn pagetide(&self, words: &[impl AsRef<OsStr>]) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagetide"));
         let command = command.args(words).current_dir(&self.0);
         command.output().expect("it starts")
@@ -87,6 +89,31 @@ fn an_image_of_the_memory_file_gets_a_set() {
     let captured = place.json(&[&capture[..], &["--image", "base.img", "--json"]].concat());
     assert_eq!(captured["image_digest"], digest);
     assert_eq!(captured["file"], "base.img.working-set");
+}
+
+/// A name is bytes, and JSON is UTF-8.
+#[test]
+fn a_set_is_described_whatever_its_name() {
+    let place = Place::new();
+    let name = OsString::from_vec(b"guest-\xff.mem".to_vec());
+    fs::rename(place.path("guest.mem"), place.0.path().join(&name)).expect("the same directory");
+    let [working_set, capture, image, cached, json] = [
+        "working-set",
+        "capture",
+        "--image",
+        "--page-cache",
+        "--json",
+    ]
+    .map(OsStr::new);
+    let output = place.pagetide(&[working_set, capture, &name, image, &name, cached, json]);
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{message}");
+    let captured: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(captured["file"], "guest-\u{fffd}.mem.working-set");
+    let set = OsString::from_vec(b"guest-\xff.mem.working-set".to_vec());
+    let output = place.pagetide(&[working_set, OsStr::new("info"), &set, json]);
+    let described: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(described["pages"], 64);
 }
 
 #[test]
