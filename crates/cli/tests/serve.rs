@@ -169,6 +169,22 @@ fn a_word_that_is_not_utf_8_is_named() {
 }
 
 #[test]
+fn a_state_directory_with_too_long_a_path_is_refused_with_the_length() {
+    let place = Place::new();
+    let directory = place.path(&"x".repeat(100));
+    let state = directory.to_str().expect("UTF-8");
+    let binding = place.binding();
+    for more in [&["--check"][..], &[]] {
+        let words = [&[&binding, "--state", state], more].concat();
+        let output = place.command(&words).output().expect("it starts");
+        let bytes = state.len();
+        let wanted = format!("{state}: its path has {bytes} bytes and may have 92, ");
+        assert_refused(&output, &wanted);
+        assert!(!directory.exists());
+    }
+}
+
+#[test]
 fn sigterm_ends_it_with_0_and_removes_the_socket() {
     let place = Place::new();
     for name in ["TERM", "INT"] {

@@ -10,6 +10,7 @@ use crate::metrics::Metrics;
 use crate::named_image::{NamedImage, NoImage, Offer};
 use crate::options::{Binding, Options};
 use crate::server::{StartError, check_all};
+use crate::state::check_length;
 
 /// Looks for all that is wrong: opens each image, and looks whether each socket could be made. Binds nothing, and a
 /// server that runs already is no fault.
@@ -17,8 +18,13 @@ pub fn check(options: &Options) -> Vec<StartError> {
     if let Err(error) = check_all(options) {
         return vec![error];
     }
-    let mut images: HashMap<&Location, Option<Arc<NamedImage>>> = HashMap::new();
     let mut wrong = Vec::new();
+    if let Some(state) = &options.state
+        && let Err(error) = check_length(&state.directory)
+    {
+        wrong.push(StartError::State(error));
+    }
+    let mut images: HashMap<&Location, Option<Arc<NamedImage>>> = HashMap::new();
     for binding in &options.bindings {
         let image = images.entry(&binding.image).or_insert_with(|| {
             let opened = NamedImage::open(&binding.image, options, &Metrics::default());

@@ -37,11 +37,15 @@ use crate::porter::Porter;
 use book::{Book, Descriptor, Held};
 pub use keeper::keep;
 use left::Left;
+pub(crate) use reach::check_length;
 use reach::{Reached, reach, replace};
 pub use store::DescriptorStore;
 
 /// The name of the keeper's socket in the state's directory.
 const SOCKET: &str = "keeper.sock";
+
+/// The longest path of a Unix socket: all of its address (`sun_path`). Linux needs no zero at its end.
+const MAX_SOCKET_BYTES: usize = 108;
 
 /// The longest description of a VM.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
@@ -66,6 +70,20 @@ pub enum StateError {
         /// The kernel's error.
         #[source]
         source: io::Error,
+    },
+    /// The keeper's socket would have a longer path than a socket can have.
+    #[error(
+        "the state directory {}: its path has {bytes} bytes and may have {most}, since that of a Unix socket in it has at most \
+         {MAX_SOCKET_BYTES}; name a shorter one, or a link to this one",
+        directory.display()
+    )]
+    TooLong {
+        /// The directory.
+        directory: PathBuf,
+        /// The length of its path.
+        bytes: usize,
+        /// The greatest length.
+        most: usize,
     },
     /// The keeper did not start.
     #[error("the keeper of {} did not start", directory.display())]

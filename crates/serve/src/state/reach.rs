@@ -14,8 +14,8 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 
 use super::access::{LOCK_LIMIT, PAUSE, check_user, lock, make_directory};
 use super::left::Left;
-use super::wire::{Message, connect, receive, send};
-use super::{KeptVm, SOCKET, StateError, StateOptions, book};
+use super::wire::{Message, NEW, connect, receive, send};
+use super::{KeptVm, MAX_SOCKET_BYTES, SOCKET, StateError, StateOptions, book};
 use crate::options::OnFailure;
 use crate::peer::pid_of;
 use crate::porter::Porter;
@@ -49,6 +49,7 @@ pub(super) fn reach(
         directory: directory.clone(),
         source,
     };
+    check_length(directory)?;
     make_directory(directory).map_err(failed)?;
     let path = directory.join(SOCKET);
     let mut started = None;
@@ -89,6 +90,21 @@ pub(super) fn reach(
             }
         }
     }
+}
+
+/// Checks that the keeper's socket in the directory can have an address, also while it is made.
+pub(crate) fn check_length(directory: &Path) -> Result<(), StateError> {
+    let bytes = |path: &Path| path.as_os_str().len();
+    let socket = bytes(&directory.join(SOCKET)) + NEW.len();
+    let bytes = bytes(directory);
+    if socket > MAX_SOCKET_BYTES {
+        return Err(StateError::TooLong {
+            directory: directory.into(),
+            bytes,
+            most: (MAX_SOCKET_BYTES + bytes).saturating_sub(socket),
+        });
+    }
+    Ok(())
 }
 
 /// How a keeper that has ended is replaced.

@@ -58,6 +58,27 @@ fn a_keeper_that_cannot_be_reached_is_not_replaced() {
     assert!(replaced.exists());
 }
 
+/// The greatest length that the message names is one at which a keeper can listen.
+#[test]
+fn a_path_is_too_long_only_if_the_keepers_socket_cannot_be_there() {
+    let place = tempfile::tempdir().unwrap();
+    let root = place.path().as_os_str().len() + 1;
+    let named = |bytes: usize| place.path().join("x".repeat(bytes - root));
+    let Err(StateError::TooLong { bytes, most, .. }) = check_length(&named(100)) else {
+        panic!("it is too long");
+    };
+    assert_eq!((bytes, most), (100, 92));
+    assert!(check_length(&named(most + 1)).is_err());
+    let longest = named(most);
+    check_length(&longest).unwrap();
+    make_directory(&longest).unwrap();
+    wire::listen_at(&longest.join(SOCKET)).unwrap();
+    // With a byte more the name that the socket has at first is too long.
+    let longer = named(most + 1);
+    make_directory(&longer).unwrap();
+    wire::listen_at(&longer.join(SOCKET)).unwrap_err();
+}
+
 /// Kind: an end that is taken for a refusal. A server that is started again at once meets the keeper of the one before.
 #[test]
 fn a_keeper_that_is_ending_is_replaced() {

@@ -70,12 +70,15 @@ pub(super) fn connect(path: &Path, limit: Duration) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// What the name of a listening socket has at its end at first.
+pub(super) const NEW: &str = ".new";
+
 /// A listening socket that only its owner may connect to.
 pub(super) fn listen_at(path: &Path) -> io::Result<OwnedFd> {
     use std::os::unix::fs::PermissionsExt;
     let socket = open()?;
     let mut new = path.as_os_str().to_owned();
-    new.push(".new");
+    new.push(NEW);
     let _ = std::fs::remove_file(&new);
     bind(&socket, &SocketAddrUnix::new(Path::new(&new))?)?;
     std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
