@@ -11,6 +11,7 @@ use pagetide_uapi::userfaultfd::{PageFault, UserRange};
 
 use crate::again::Again;
 use crate::channel::{Channel, Role, Span};
+use crate::log_limit::log_limited;
 use crate::mark::{Mark, poison_range};
 use crate::others::end_child;
 use crate::pager::Pager;
@@ -40,7 +41,7 @@ impl Pager {
         self.others.add(&child);
         if let Err(error) = self.poller.add(&child) {
             // It is open, so that the child's accesses sleep.
-            tracing::error!(%error, "polling the userfaultfd of a forked child");
+            log_limited!(error, %error, "polling the userfaultfd of a forked child");
         }
     }
 }

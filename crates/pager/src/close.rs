@@ -12,6 +12,7 @@ use crate::error::{ExportError, RegionChangeError, WAIT_SLICE};
 use crate::fault::RegionId;
 use crate::install::wake;
 use crate::kept_open::{close_gone, keep_open};
+use crate::log_limit::log_limited;
 use crate::mark::{Mark, mark_poisoned};
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served};
@@ -178,7 +179,8 @@ impl Pager {
             // This kernel cannot mark some pages as lost, or refused to. While the userfaultfds are
             // open and the memory is registered, a thread that touches such a page sleeps and does not
             // read zeroes.
-            tracing::error!(
+            log_limited!(
+                error,
                 region = region.id.0,
                 "lost pages cannot be poisoned: their userfaultfds stay open"
             );
@@ -303,7 +305,7 @@ impl Pager {
             return;
         };
         if let Err(error) = self.unmap(region, local, pages) {
-            tracing::error!(%error, %pages, "dropping the mappings of missing pages");
+            log_limited!(error, %error, %pages, "dropping the mappings of missing pages");
         }
     }
 

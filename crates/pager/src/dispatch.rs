@@ -16,6 +16,7 @@ use crate::delivered::Delivery;
 use crate::error::{InstallFailure, message_of};
 use crate::fault::RegionId;
 use crate::install::wake;
+use crate::log_limit::log_limited;
 use crate::memory::Body;
 use crate::missing::Miss;
 use crate::notice::Notice;
@@ -229,7 +230,8 @@ impl Pager {
         }
         self.report_set_aside(region, &after.set_aside, &failure);
         if after.opened {
-            tracing::warn!(
+            log_limited!(
+                warn,
                 region = region.id.0,
                 error = &failure as &dyn std::error::Error,
                 "the memory takes no content: prefetch waits for it"
@@ -310,7 +312,9 @@ impl Pager {
         };
         if miss == Miss::Failed {
             match job.id.urgency {
-                Urgency::Urgent => tracing::warn!(region = region.id.0, %error, "a request failed"),
+                Urgency::Urgent => {
+                    log_limited!(warn, region = region.id.0, %error, "a request failed");
+                }
                 // The last failure of a page is logged below.
                 Urgency::Bulk => tracing::debug!(region = region.id.0, %error, "a request failed"),
             }
@@ -321,8 +325,7 @@ impl Pager {
         }
         self.report_set_aside(region, &after.set_aside, &error);
         if after.opened {
-            tracing::warn!(
-                region = region.id.0,
+            log_limited!(warn, region = region.id.0,
                 %error,
                 "the source answers nothing: prefetch waits for it"
             );
@@ -350,7 +353,8 @@ impl Pager {
             set_aside: pages,
             ..Counters::default()
         });
-        tracing::warn!(
+        log_limited!(
+            warn,
             region = region.id.0,
             gpa = runs.first().map(|pages| region.gpa_of(pages.first()).0),
             pages,
@@ -474,7 +478,8 @@ pub(crate) fn cancel_each(
 /// Cancels a request at its source; a panic of the source is caught.
 fn cancel(source: &dyn Source, region: RegionId, id: RequestId) {
     if catch_unwind(AssertUnwindSafe(|| source.cancel(region, id))).is_err() {
-        tracing::error!(
+        log_limited!(
+            error,
             region = region.0,
             "a source panicked while a request was cancelled"
         );

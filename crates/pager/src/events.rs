@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use crate::channel::{Channel, Role, Span};
 use crate::counters::Counters;
 use crate::fault::RegionId;
+use crate::log_limit::log_limited;
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::region::PagedRegion;
@@ -42,7 +43,7 @@ impl Pager {
             // Another thread has read the event, and the process that caused it is about to continue.
             Ok(batch) if batch.messages == 0 => thread::yield_now(),
             Ok(_) => {}
-            Err(error) => tracing::error!(%error, "reading the events of a userfaultfd"),
+            Err(error) => log_limited!(error, %error, "reading the events of a userfaultfd"),
         }
     }
 
@@ -140,7 +141,7 @@ impl Pager {
                 }
             }
             Event::Unknown(number) => {
-                tracing::error!(number, "a userfaultfd sent an unknown event");
+                log_limited!(error, number, "a userfaultfd sent an unknown event");
             }
         }
     }

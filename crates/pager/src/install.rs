@@ -11,6 +11,7 @@ use crate::channel::InstallLock;
 use crate::claim::{Claim, Sleeping};
 use crate::counters::Counters;
 use crate::error::InstallFailure;
+use crate::log_limit::log_limited;
 use crate::mark::{Mark, mark_poisoned};
 use crate::memory::{Body, Place};
 use crate::pager::Pager;
@@ -473,7 +474,7 @@ pub(crate) fn wake(
         counters.wakes += 1;
         // Fails only for an invalid range, which these are not.
         if let Err(error) = place.uffd.wake(place.range) {
-            tracing::error!(%error, range = %place.range, "UFFDIO_WAKE");
+            log_limited!(error, %error, range = %place.range, "UFFDIO_WAKE");
         }
         (_, rest) = rest.split_at(place.pages.count());
         if rest.is_empty() {

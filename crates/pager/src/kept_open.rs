@@ -20,6 +20,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use crate::channel::{Batch, Channel, Role};
+use crate::log_limit::log_limited;
 
 /// Messages that are read at once.
 const EVENTS_AT_ONCE: usize = 16;
@@ -278,7 +279,7 @@ impl Kept {
             keep_open(&Arc::new(self.channel.child_without_pages(child)));
         }
         if let Err(error) = &read {
-            tracing::error!(%error, "reading the events of a userfaultfd that stays open");
+            log_limited!(error, %error, "reading the events of a userfaultfd that stays open");
         }
         // A channel that was handed over has no messages for this process.
         read.is_ok() && !self.channel.is_handed_over()

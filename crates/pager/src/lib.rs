@@ -75,6 +75,8 @@ mod events;
 mod fault;
 mod install;
 mod kept_open;
+#[doc(hidden)]
+pub mod log_limit;
 mod mark;
 mod memory;
 mod missing;

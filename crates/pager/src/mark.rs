@@ -11,6 +11,7 @@ use rustix::io::Errno;
 
 use crate::again::Again;
 use crate::channel::InstallLock;
+use crate::log_limit::log_limited;
 use crate::region::{PagedRegion, Served};
 use crate::space::AddressSpace;
 
@@ -252,7 +253,7 @@ fn no_poison() -> Mark {
 }
 
 fn failed(error: impl std::error::Error, range: UserRange) -> Mark {
-    tracing::error!(%error, %range, "UFFDIO_POISON");
+    log_limited!(error, %error, %range, "UFFDIO_POISON");
     Mark::Failed
 }
 

@@ -18,6 +18,7 @@ use crate::counters::Counters;
 use crate::delivered::Deliveries;
 use crate::error::{InstallFailure, PushError, ServeError, message_of};
 use crate::fault::RegionId;
+use crate::log_limit::log_limited;
 use crate::notice::Notice;
 use crate::others::Others;
 use crate::poller::Poller;
@@ -276,7 +277,7 @@ impl Pager {
         match slot.as_mut() {
             // Whoever gets the notices logs them, with a bound of its own.
             Some(callback) => call(callback, &copy),
-            None => tracing::warn!(error = &copy as &dyn std::error::Error, "notice"),
+            None => log(&copy),
         }
     }
 
@@ -366,10 +367,20 @@ impl Pager {
     }
 }
 
+/// Logs a notice that nobody gets. Forks, of which a process can make any number, hide no stall.
+fn log(notice: &Notice) {
+    let error = notice as &dyn std::error::Error;
+    if notice.needs_action() {
+        log_limited!(warn, error, "notice");
+    } else {
+        log_limited!(warn, error, "notice");
+    }
+}
+
 /// Calls the owner's callback; a panic is caught.
 fn call(callback: &mut OnNotice, notice: &Notice) {
     if catch_unwind(AssertUnwindSafe(|| callback(notice))).is_err() {
-        tracing::error!("the callback for notices panicked");
+        log_limited!(error, "the callback for notices panicked");
     }
 }
 

@@ -13,6 +13,7 @@ use rustix::time::{
 };
 
 use crate::channel::Channel;
+use crate::log_limit::log_limited;
 
 /// The token of the descriptor that ends waits.
 pub(crate) const INTERRUPT: u64 = u64::MAX;
@@ -158,7 +159,7 @@ impl Poller {
             it_value: value,
         };
         if let Err(errno) = timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &when) {
-            tracing::error!(%errno, "setting a pager's timer");
+            log_limited!(error, %errno, "setting a pager's timer");
         }
     }
 

@@ -30,6 +30,7 @@ use crate::counters::Counters;
 use crate::error::{Failure, InstallFailure, ResolveError};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
 use crate::install::{Installed, Installer};
+use crate::log_limit::log_limited;
 use crate::memory::Body;
 use crate::pager::Pager;
 use crate::region::{PagedRegion, Served, Supply};
@@ -459,7 +460,7 @@ impl ResolverState {
             // The thread's other faults must not be lost.
             let touched = catch_unwind(AssertUnwindSafe(|| observer.0.touched(fault)));
             if touched.is_err() {
-                tracing::error!(%fault, "an observer panicked");
+                log_limited!(error, %fault, "an observer panicked");
             }
         }
     }

@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use crate::channel::Channel;
 use crate::counters::Counters;
 use crate::error::{ServeError, message_of};
+use crate::log_limit::log_limited;
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::poller::{DEFERRED, INTERRUPT, TIMER, other};
@@ -300,7 +301,7 @@ impl Serving {
                 match error {
                     // A fork's message carries a descriptor. It comes again.
                     ReadError::Read(Errno::MFILE | Errno::NFILE | Errno::NOMEM) => {
-                        tracing::warn!(%error, "reading a userfaultfd: tried again");
+                        log_limited!(warn, %error, "reading a userfaultfd: tried again");
                         thread::sleep(LACK_PAUSE);
                         pager.poller.report_again(channel);
                         Ok((0, false))

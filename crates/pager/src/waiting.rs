@@ -7,6 +7,7 @@ use pagetide_memory::{PageState, Wish};
 
 use crate::error::{Failure, ResolveError, WAIT_SLICE, message_of};
 use crate::fault::{Delivery, Fault, Resolution};
+use crate::log_limit::log_limited;
 use crate::resolver::{ResolverState, Site};
 use crate::source::Helper;
 
@@ -114,7 +115,7 @@ impl ResolverState {
             self.counters.pages_received_by_waiter += helper.received_pages();
             if let Err(panic) = helped {
                 let message = message_of(&*panic);
-                tracing::error!(%fault, message, "a source panicked while a thread helped it");
+                log_limited!(error, %fault, message, "a source panicked while a thread helped it");
             }
         }
         map.wait(fault.page, until.saturating_duration_since(Instant::now()))

@@ -13,6 +13,7 @@ use rustix::mm::Advice;
 
 use super::{Memory, Shape, copy, span, zero_pages};
 use crate::error::{AddError, DiscardError, InstallFailure};
+use crate::log_limit::log_limited;
 use crate::memory::Body;
 use crate::memory::Place;
 
@@ -142,7 +143,7 @@ impl Memory for Foreign {
             let bytes = self.shape.range.bytes() as u64;
             let all = PageRange::new(PageIndex(0), bytes >> self.shape.page_size.shift());
             if let Some(Err(error)) = self.advise(all, Advice::LinuxDoFork) {
-                tracing::error!(%error, range = ?self.shape.range, "MADV_DOFORK");
+                log_limited!(error, %error, range = ?self.shape.range, "MADV_DOFORK");
             }
         }
     }

@@ -15,6 +15,7 @@ use crate::counters::Counters;
 use crate::error::{InstallFailure, ResolveError, WAIT_SLICE};
 use crate::fault::{Delivery, Fault, RegionId, Resolution};
 use crate::install::wake;
+use crate::log_limit::log_limited;
 use crate::memory::zero_range;
 use crate::notice::Notice;
 use crate::pager::Pager;
@@ -149,7 +150,7 @@ fn end_protection(
         };
         let observed = catch_unwind(AssertUnwindSafe(|| observer.0.written(&fault)));
         if observed.is_err() {
-            tracing::error!(%fault, "an observer panicked");
+            log_limited!(error, %fault, "an observer panicked");
         }
     }
     let bytes = 1_u64 << region.page_shift();
@@ -177,7 +178,7 @@ fn end_protection(
             Err(InstallError::NoMapping | InstallError::Gone) => {
                 let _ = channel.uffd.wake(range);
             }
-            Err(error) => tracing::error!(%error, %range, "UFFDIO_WRITEPROTECT"),
+            Err(error) => log_limited!(error, %error, %range, "UFFDIO_WRITEPROTECT"),
         }
         return;
     }

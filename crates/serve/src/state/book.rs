@@ -17,12 +17,19 @@ use rustix::io::Errno;
 use super::store::DescriptorStore;
 use super::wire::{Message, receive, send_now};
 use super::write_description;
+use crate::log_limit::{LogLimit, log_limited};
 
 /// How long a VM that begins waits for its keeper.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The pause between two attempts to start a keeper.
 const PAUSE: Duration = Duration::from_secs(1);
+
+/// What becomes of a keeper: one that is killed again and again, or that has no room for descriptors now and then.
+static LOGGED: LogLimit = LogLimit::new();
+
+/// VMs that the service manager has no room for: clients can start any number.
+static NO_ROOM: LogLimit = LogLimit::new();
 
 /// An open descriptor, whatever owns it.
 pub(crate) trait Descriptor: AsFd + fmt::Debug + Send + Sync {}
@@ -117,7 +124,11 @@ impl Book {
         let is_settled = pages.vms.get(&id).is_none_or(Entry::is_settled);
         if !is_settled && !pages.has_no_hope() {
             pages.is_silent = true;
-            tracing::error!("the keeper does not answer: VMs are served, and not handed over");
+            log_limited!(
+                error,
+                LOGGED,
+                "the keeper does not answer: VMs are served, and not handed over"
+            );
         }
     }
 
@@ -213,7 +224,9 @@ impl Book {
                 Err(error) => {
                     self.lose();
                     lost();
-                    tracing::error!(
+                    log_limited!(
+                        error,
+                        LOGGED,
                         %error,
                         "the keeper has ended: VMs do not outlive this server until there is another one"
                     );
@@ -252,13 +265,23 @@ impl Book {
                         return None;
                     }
                     pages.is_lost = false;
-                    tracing::info!(vms = pages.vms.len(), "another keeper gets the VMs");
+                    log_limited!(
+                        info,
+                        LOGGED,
+                        vms = pages.vms.len(),
+                        "another keeper gets the VMs"
+                    );
                     return Some(socket);
                 }
                 Err(error) if !is_said => {
                     is_said = true;
                     let error = &error as &dyn std::error::Error;
-                    tracing::error!(error, "no other keeper was started: it is tried again");
+                    log_limited!(
+                        error,
+                        LOGGED,
+                        error,
+                        "no other keeper was started: it is tried again"
+                    );
                 }
                 Err(_) => {}
             }
@@ -286,7 +309,7 @@ impl Book {
             if let Err(error) = said
                 && !lacked
             {
-                tracing::error!(%error, "the keeper is not told of VMs: it is tried again");
+                log_limited!(error, LOGGED, %error, "the keeper is not told of VMs: it is tried again");
             }
             lacked = lacks;
             if (!has_more || lacks) && self.lock().is_ending {
@@ -398,7 +421,7 @@ impl Book {
             let is_ending = self.lock().is_ending;
             if let Some(error) = &failed {
                 if !std::mem::replace(&mut has_warned, true) {
-                    tracing::error!(%error, "the service manager takes no descriptors: it is tried again");
+                    log_limited!(error, LOGGED, %error, "the service manager takes no descriptors: it is tried again");
                 }
                 if is_ending {
                     return;
@@ -449,7 +472,9 @@ impl Book {
         for (&id, vm) in pages.vms.iter_mut().filter(|(_, vm)| !vm.is_sent) {
             if !store.has_room_for(stored + 1) {
                 if !std::mem::replace(&mut vm.is_refused, true) {
-                    tracing::error!(
+                    log_limited!(
+                        error,
+                        NO_ROOM,
                         vm = id,
                         "the service manager has no room for the VM, which does not outlive this server: raise FileDescriptorStoreMax="
                     );
