@@ -54,7 +54,7 @@ Examples:
     pagetide try snapshot.mem
 
   Restore Firecracker's VMs from the snapshot; each runs at once, and its memory follows:
-    pagetide serve /run/web.sock=snapshot.mem
+    pagetide serve /tmp/web.sock=snapshot.mem
 
   What has this kernel, and what does the program do without the rest?
     pagetide probe

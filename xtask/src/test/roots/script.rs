@@ -112,7 +112,7 @@ mod tests {
         for part in [
             "cargo install --locked --path crates/cli",
             "\npagetide try /snapshots/web.mem\n",
-            "pagetide serve /run/web.sock=/snapshots/web.mem &",
+            "pagetide serve /tmp/web.sock=/snapshots/web.mem &",
             "{ if make demo 2>&1;",
         ] {
             assert!(program.contains(part), "{part} in {program}");
