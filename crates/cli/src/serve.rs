@@ -320,6 +320,11 @@ fn obey_signals(
                 tell(News::Ready);
             }
             Ok((options, settings)) => {
+                if arguments.config.is_none() {
+                    tracing::info!(
+                        "SIGHUP: there is no file of options (--config), and they stay as they are"
+                    );
+                }
                 let names = settings.needs_restart(started);
                 if !names.is_empty() {
                     tracing::warn!(

@@ -248,6 +248,20 @@ fn a_silent_store_at_sighup_holds_up_neither_vms_nor_the_end() {
     assert!(!log.contains("not served"), "{log}");
 }
 
+/// Images are looked at again, and there is nothing to read.
+#[test]
+fn sighup_without_a_file_says_that_the_options_stay() {
+    let place = Place::new();
+    let mut child = place.start(&[]);
+    signal(&child, "HUP");
+    let log = place.path("log");
+    logged(&log, "images and sockets are looked at again");
+    let log = fs::read_to_string(log).expect("UTF-8");
+    assert!(log.contains("there is no file of options"), "{log}");
+    signal(&child, "TERM");
+    assert_eq!(ended(&mut child).code(), Some(0));
+}
+
 #[test]
 fn a_socket_that_a_killed_server_left_is_used_again() {
     let place = Place::new();

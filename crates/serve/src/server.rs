@@ -401,7 +401,10 @@ impl Server {
         }
         let sockets = options.bindings.len();
         self.sockets.apply(options);
-        tracing::info!(sockets, "new options are used");
+        tracing::info!(
+            sockets,
+            "the options are applied, and images and sockets are looked at again"
+        );
     }
 
     /// Does what clients of a control socket have asked for.
