@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pagetide_pager::Waited;
-use pagetide_sources::{GuestImage, ObjectCounters};
+use pagetide_sources::{GuestImage, ImageError, ObjectCounters};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet};
 use prometheus_client::metrics::MetricType;
@@ -153,7 +153,8 @@ impl Default for Shared {
             resolve: Histogram::new(WORK_US),
             waits: [Histogram::new(WAIT_US), Histogram::new(WAIT_US)],
             read: Histogram::new(WORK_US),
-            errors: Mutex::default(),
+            // A counter without a sample has no growth at its first error.
+            errors: Mutex::new(ImageError::kinds().map(|kind| (kind, 0)).collect()),
             images: Mutex::default(),
             sockets: Mutex::default(),
             readiness: OnceLock::new(),
@@ -478,6 +479,7 @@ mod tests {
             "pagetide_faults_total 3",
             "pagetide_vms 1",
             "pagetide_source_errors_by_kind_total{kind=\"late\"} 2",
+            "pagetide_source_errors_by_kind_total{kind=\"damaged\"} 0",
             "pagetide_fault_resolve_seconds_count 2",
             "pagetide_fault_resolve_seconds_bucket{le=\"+Inf\"} 2",
             "pagetide_fault_resolve_seconds_bucket{le=\"0.000008\"} 1",

@@ -103,16 +103,28 @@ impl BlobError {
         }
     }
 
+    /// All that [`Self::kind`] returns.
+    pub const KINDS: [&'static str; 7] = [
+        "not_found",
+        "forbidden",
+        "outside",
+        "short",
+        "changed",
+        "late",
+        "failed",
+    ];
+
     /// A short name for metrics: what kind of failure it was.
     pub fn kind(&self) -> &'static str {
+        let [not_found, forbidden, outside, short, changed, late, failed] = Self::KINDS;
         match self {
-            Self::NotFound { .. } => "not_found",
-            Self::Forbidden { .. } => "forbidden",
-            Self::Outside { .. } => "outside",
-            Self::Short { .. } => "short",
-            Self::Changed { .. } => "changed",
-            Self::Late { .. } => "late",
-            Self::Failed { .. } => "failed",
+            Self::NotFound { .. } => not_found,
+            Self::Forbidden { .. } => forbidden,
+            Self::Outside { .. } => outside,
+            Self::Short { .. } => short,
+            Self::Changed { .. } => changed,
+            Self::Late { .. } => late,
+            Self::Failed { .. } => failed,
         }
     }
 }

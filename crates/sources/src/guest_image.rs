@@ -67,12 +67,20 @@ impl ImageError {
         }
     }
 
+    const OWN_KINDS: [&'static str; 3] = ["no_such_page", "damaged", "undecodable"];
+
+    /// All that [`Self::kind`] returns.
+    pub fn kinds() -> impl Iterator<Item = &'static str> {
+        Self::OWN_KINDS.into_iter().chain(BlobError::KINDS)
+    }
+
     /// A short name for metrics.
     pub fn kind(&self) -> &'static str {
+        let [no_such_page, damaged, undecodable] = Self::OWN_KINDS;
         match self {
-            Self::NoSuchPage { .. } => "no_such_page",
-            Self::Damaged { .. } => "damaged",
-            Self::Undecodable { .. } => "undecodable",
+            Self::NoSuchPage { .. } => no_such_page,
+            Self::Damaged { .. } => damaged,
+            Self::Undecodable { .. } => undecodable,
             Self::Blob(error) => error.kind(),
         }
     }
