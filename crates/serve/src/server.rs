@@ -490,6 +490,7 @@ impl Server {
         let its = Arc::clone(&common);
         let started = self.start(&common, vm, move || run(&its, &offer, client));
         if let Err(error) = started {
+            common.metrics.count(|totals| totals.vms_refused = 1);
             log_limited!(error, self.logged, vm, socket, %error, "VM refused: its thread was not started");
         }
     }

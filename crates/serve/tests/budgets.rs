@@ -17,6 +17,7 @@ use std::process::{Child, Command, Stdio};
 use pagetide_serve::native::client::ClientError;
 use pagetide_serve::native::message::{PageMapPart, RefusedCode};
 use pagetide_serve::{Exporter, MetricsAddress, OnFailure, Options, UserLimits};
+use pagetide_test_support::{NoOtherThread, in_a_process_of_its_own};
 use support::child::{Vmm, run_as_child};
 use support::native::{attach_of, code, connect, region};
 use support::*;
@@ -49,6 +50,24 @@ fn a_refused_client_that_stays_connected_takes_no_room() {
     let guest = Guest::new(8);
     let (_stream, _) = running.connect_next(|| guest.try_to_connect(&place.socket()));
     guest.check(5, &content(5));
+}
+
+/// Kind: a VM that no count has.
+#[test]
+fn a_vm_without_a_thread_counts_as_refused() {
+    in_a_process_of_its_own("a_vm_without_a_thread_counts_as_refused", || {
+        let place = Place::new(8);
+        let running = Running::start(place.options());
+        let none = NoOtherThread::begin(&[]);
+        // The first one is counted before the second one is accepted.
+        for _ in 0..2 {
+            wait_for_end(&UnixStream::connect(place.socket()).unwrap());
+        }
+        let refused = running.metrics.totals().vms_refused;
+        drop(none);
+        assert!(refused >= 1, "{refused}");
+        running.stop();
+    });
 }
 
 /// The same for VMMs whose userfaultfd has to stay open: they take no room of a VM.
