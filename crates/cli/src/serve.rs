@@ -19,8 +19,8 @@ use pagetide_base::raise_descriptors;
 use pagetide_base::units::ByteSize;
 use pagetide_serve::control::channel::ControlSocket;
 use pagetide_serve::{
-    Binding, DescriptorStore, Exporter, Inherited, Metrics, NoImage, Options, Seccomp, Server,
-    StartError, StateOptions, Stopper,
+    Binding, DESCRIPTORS_OF_A_VM, DescriptorStore, Exporter, Inherited, Metrics, NoImage, Options,
+    Seccomp, Server, StartError, StateOptions, Stopper,
 };
 use pagetide_sources::Location;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -160,8 +160,9 @@ pub(crate) fn run(
     if arguments.check {
         return check(&options);
     }
-    // A VM takes about a dozen. A service manager's soft limit is 1024, for programs that use select().
-    let _ = raise_descriptors();
+    // A service manager's soft limit is 1024, for programs that use select().
+    let descriptors = raise_descriptors();
+    let max_vms = options.max_vms;
     // A write to a memfd for which the kernel has no page is then an error of one VM.
     pagetide_kvm::poison::install_sigbus_handler().map_err(Failure::failed)?;
     let is_starting = Arc::new(AtomicBool::new(true));
@@ -210,6 +211,7 @@ pub(crate) fn run(
             "the server runs without a filter of its system calls"
         );
     }
+    warn_of_few_descriptors(descriptors.unwrap_or(u64::MAX), max_vms);
     let stopper = server.stopper();
     server.on_settled(move || {
         let stopper = stopper.clone();
@@ -244,6 +246,20 @@ pub(crate) fn run(
     }
     result?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says at once what VMs would find out one by one, when the host is full.
+fn warn_of_few_descriptors(descriptors: u64, max_vms: usize) {
+    let vms = descriptors / DESCRIPTORS_OF_A_VM;
+    if vms < max_vms as u64 {
+        tracing::warn!(
+            descriptors,
+            vms,
+            max_vms,
+            "the limit of descriptors is enough for fewer VMs than --max-vms: raise it (ulimit -n, LimitNOFILE=), or lower \
+             --max-vms"
+        );
+    }
 }
 
 /// What was started beside the server. If it was not, the server does not start either, unless a former server has left VMs:

@@ -262,6 +262,30 @@ fn sighup_without_a_file_says_that_the_options_stay() {
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 
+/// With both numbers, and what to do. Where there are enough, nothing is said.
+#[test]
+fn too_few_descriptors_for_all_vms_are_told_at_the_start() {
+    let place = Place::new();
+    for (max_vms, is_told) in [("69", true), ("68", false)] {
+        let log = place.path("log");
+        let mut child = Command::new("sh")
+            .args(["-c", "ulimit -n 1024; exec \"$0\" \"$@\""])
+            .args([env!("CARGO_BIN_EXE_pagetide"), "serve", &place.binding()])
+            .args(["--max-vms", max_vms])
+            .stderr(fs::File::create(&log).expect("a temporary file"))
+            .spawn()
+            .expect("it starts");
+        logged(&log, "listening");
+        signal(&child, "TERM");
+        assert_eq!(ended(&mut child).code(), Some(0));
+        let log = fs::read_to_string(&log).expect("UTF-8");
+        let told = log.lines().find(|line| line.contains("LimitNOFILE="));
+        assert_eq!(told.is_some(), is_told, "{log}");
+        let says = |wanted| told.is_none_or(|line| line.contains(wanted));
+        assert!(says("descriptors=1024 vms=68 max_vms=69"), "{log}");
+    }
+}
+
 #[test]
 fn a_socket_that_a_killed_server_left_is_used_again() {
     let place = Place::new();

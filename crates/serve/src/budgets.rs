@@ -31,19 +31,25 @@ const VM_LINES: u32 = 4096;
 /// of one.
 const IDLE_USERS: usize = 1024;
 
+const CONNECTION_DESCRIPTORS: u64 = 2;
+const VM_DESCRIPTORS: u64 = 12;
+
+/// The descriptors that a VM of one userfaultfd takes, with its connection.
+pub const DESCRIPTORS_OF_A_VM: u64 = CONNECTION_DESCRIPTORS + VM_DESCRIPTORS + 1;
+
 /// What a client costs from its connection on: a thread, whose stack and guard are mappings; the connection, and room for
 /// what the thread opens before it knows of a VM.
 const CONNECTION: Amounts = Amounts::NONE
     .with(Resource::Connections, 1)
     .with(Resource::Threads, 1)
-    .with(Resource::Descriptors, 2)
+    .with(Resource::Descriptors, CONNECTION_DESCRIPTORS)
     .with(Resource::Mappings, 2);
 
 /// What a VM costs beside that, whatever its regions are: its pager's descriptors, those at the keeper, threads for
 /// prefetch and for its working set, their stacks, and the page maps at the keeper.
 const VM: Amounts = Amounts::NONE
     .with(Resource::Threads, 2)
-    .with(Resource::Descriptors, 12)
+    .with(Resource::Descriptors, VM_DESCRIPTORS)
     .with(Resource::Mappings, 5);
 
 /// A user's clients have taken too much.

@@ -68,7 +68,7 @@ mod working_set_file;
 pub use binding_table::{
     BindingTable, BindingTableError, ParseSocketError, SocketMode, SocketOwner, Switch,
 };
-pub use budgets::UserLimits;
+pub use budgets::{DESCRIPTORS_OF_A_VM, UserLimits};
 pub use capture::{CaptureError, Present, present_pages};
 pub use check::check;
 pub use exporter::{Exporter, ExporterError, MetricsAddress, ParseMetricsAddressError};
