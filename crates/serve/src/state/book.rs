@@ -486,7 +486,12 @@ impl Book {
                 return Ok(true);
             }
             if std::mem::replace(&mut vm.is_refused, false) {
-                tracing::info!(vm = id, "the service manager has room for the VM now");
+                log_limited!(
+                    info,
+                    NO_ROOM,
+                    vm = id,
+                    "the service manager has room for the VM now"
+                );
             }
             vm.is_sent = true;
             stored += 1;
