@@ -155,9 +155,10 @@ fn claims(means: &Means) -> Option<()> {
     Some(())
 }
 
-/// The image's length, of which nothing is mapped; then more than there is.
+/// The length of a large image, of which nothing is mapped; then more than there is.
 fn claims_natively(means: &Means) -> Option<()> {
-    for pages in [super::PAGES as u64, 1 << 28] {
+    let large = means.socket.with_file_name(super::LARGE_SOCKET);
+    for pages in [super::LARGE_PAGES, 1 << 28] {
         let region = Region::missing(PAGE as u64, pages * PAGE as u64, 0);
         let attach = Message::Attach(Attach {
             uffd_features: 0,
@@ -165,7 +166,8 @@ fn claims_natively(means: &Means) -> Option<()> {
         });
         let mut bytes = greeting()?;
         attach.frame(2, false).encode(&mut bytes).ok()?;
-        let mut stream = means.send(&bytes, &[userfaultfd().uffd.as_fd()])?;
+        let mut stream = UnixStream::connect(&large).ok()?;
+        try_to_send(&stream, &bytes, &[userfaultfd().uffd.as_fd()]).ok()?;
         // The answer to the greeting.
         let _ = stream.read(&mut [0; 64]);
     }

@@ -19,6 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pagetide_serve::{Binding, Options};
+use pagetide_sources::Location;
 use support::*;
 
 const DIRECTORY: &str = "PAGETIDE_TEST_TENANTS";
@@ -26,6 +27,10 @@ const SOCKET: &str = "PAGETIDE_TEST_TENANTS_SOCKET";
 
 /// Beside the socket that both tenants use: the honest one's own.
 const OWN_SOCKET: &str = "own.sock";
+
+/// Of an image without content that is as long as that of a real guest.
+const LARGE_SOCKET: &str = "large.sock";
+const LARGE_PAGES: u64 = 1 << 18;
 
 /// Of each VM.
 const PAGES: usize = 64;
@@ -54,8 +59,12 @@ fn server() {
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
     let binding = process::binding(&directory);
     let own = Binding::new(directory.join(OWN_SOCKET), binding.image.clone());
+    let large = directory.join("large.mem");
+    let file = std::fs::File::create(&large).unwrap();
+    file.set_len(LARGE_PAGES * PAGE as u64).unwrap();
+    let large = Binding::new(directory.join(LARGE_SOCKET), Location::Path(large));
     let options = Options {
-        bindings: vec![binding, own],
+        bindings: vec![binding, own, large],
         working_set: pagetide_serve::WorkingSetMode::Off,
         prefetch: false,
         socket_mode: 0o666,
