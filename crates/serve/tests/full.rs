@@ -5,66 +5,19 @@
 mod support;
 
 use std::io::Write;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagetide_serve::native::client::Client;
 use pagetide_serve::native::message::{Message, VmState};
 use pagetide_serve::{OnFailure, Options};
-use pagetide_test_support::in_a_process_of_its_own;
-use rustix::fs::{Mode, OFlags, ftruncate, open, openat};
-use rustix::io::pwrite;
+use pagetide_test_support::{FullMemoryFile, in_a_process_of_its_own};
 use rustix::mm::MapFlags;
-use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use support::native::*;
 use support::*;
 
 const PAGES: usize = 64;
-
-/// The memory's file in a file system that another file fills.
-struct Full {
-    memory: OwnedFd,
-    filler: OwnedFd,
-}
-
-impl Full {
-    fn new() -> Option<Self> {
-        let place = tempfile::tempdir().unwrap();
-        let size = Some(c"size=256k");
-        if let Err(errno) = mount("none", place.path(), "tmpfs", MountFlags::empty(), size) {
-            println!("SKIP: a file system cannot be mounted: {errno}");
-            return None;
-        }
-        let directory = open(place.path(), OFlags::DIRECTORY, Mode::empty());
-        // It lives as long as the files.
-        unmount(place.path(), UnmountFlags::DETACH).unwrap();
-        let directory = directory.unwrap();
-        let create = |name| {
-            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
-            openat(&directory, name, flags, Mode::RUSR | Mode::WUSR).unwrap()
-        };
-        let full = Self {
-            memory: create("memory"),
-            filler: create("filler"),
-        };
-        ftruncate(&full.memory, (PAGES * PAGE) as u64).unwrap();
-        full.take_room();
-        Some(full)
-    }
-
-    fn take_room(&self) {
-        while pwrite(&self.filler, &[1; PAGE], length(&self.filler)).is_ok_and(|bytes| bytes > 0) {}
-    }
-
-    fn make_room(&self) {
-        ftruncate(&self.filler, 0).unwrap();
-    }
-}
-
-fn length(file: &OwnedFd) -> u64 {
-    u64::try_from(rustix::fs::fstat(file).unwrap().st_size).unwrap()
-}
 
 /// The server tries nothing again before the VMM says so.
 fn only_on_request(place: &Place) -> Options {
@@ -75,11 +28,11 @@ fn only_on_request(place: &Place) -> Options {
 }
 
 /// A server, and a VM whose memory has no room.
-fn vm(place: &Place, options: Options) -> Option<(Full, Running, Guest, Client)> {
+fn vm(place: &Place, options: Options) -> Option<(FullMemoryFile, Running, Guest, Client)> {
     if !has_userfaultfd() {
         return None;
     }
-    let full = Full::new()?;
+    let full = FullMemoryFile::new((PAGES * PAGE) as u64)?;
     let running = Running::start(options);
     let guest = Guest::of_file(full.memory.as_fd(), PAGES, MapFlags::SHARED);
     let client = attached(&guest, &place.socket());

@@ -3,8 +3,9 @@
 //! - [`eventually`] waits for a state, and says what it saw if the state never comes.
 //! - [`Sleeper`] is a thread of which a test can tell that it is asleep, and that nobody has woken it since.
 //! - [`seed`] is where all random numbers of a test begin: it is printed, and `PAGETIDE_SEED` gives it back.
-//! - [`in_a_process_of_its_own`] runs a test where no other one is.
-//! - [`huge_memory_file`] is a memory file whose pages come from huge pages.
+//! - [`in_a_process_of_its_own`] runs a test where no other one is; [`NoDescriptor`] and [`NoOtherThread`] take away there
+//!   what a process may run out of.
+//! - [`huge_memory_file`] is a memory file whose pages come from huge pages, and [`FullMemoryFile`] one that has no room for any.
 //!
 //! Tests depend on this crate, and nothing else does (docs/decisions/0026-test-support.md).
 #![allow(
@@ -13,6 +14,7 @@
     reason = "a test helper that fails is a test that fails"
 )]
 
+mod full;
 mod huge;
 mod process;
 mod random;
@@ -20,8 +22,9 @@ mod sleeper;
 mod socket;
 mod wait;
 
+pub use full::FullMemoryFile;
 pub use huge::huge_memory_file;
-pub use process::{NoOtherThread, in_a_process_of_its_own};
+pub use process::{NoDescriptor, NoOtherThread, in_a_process_of_its_own};
 pub use random::{Rng, mix, seed};
 pub use sleeper::{Sleeper, Task};
 pub use socket::unread_by_peer;

@@ -1,5 +1,6 @@
 //! Tests that need a process of their own.
 
+use std::os::fd::AsRawFd;
 use std::process::Command;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -108,6 +109,36 @@ impl Drop for NoOtherThread {
     }
 }
 
+/// As long as it lives, no descriptor can be opened in this process, which is one of its own ([`in_a_process_of_its_own`]): each
+/// number below its limit is taken.
+#[derive(Debug)]
+pub struct NoDescriptor {
+    before: Rlimit,
+}
+
+impl NoDescriptor {
+    /// From now on.
+    ///
+    /// # Panics
+    ///
+    /// If the limit cannot be set.
+    #[must_use]
+    pub fn begin() -> Self {
+        let before = getrlimit(Resource::Nofile);
+        let lowest = std::fs::File::open("/dev/null").expect("a descriptor");
+        let current = u64::try_from(lowest.as_raw_fd()).ok();
+        let none = Rlimit { current, ..before };
+        setrlimit(Resource::Nofile, none).expect("a limit of descriptors");
+        Self { before }
+    }
+}
+
+impl Drop for NoDescriptor {
+    fn drop(&mut self) {
+        setrlimit(Resource::Nofile, self.before).expect("the former limit of descriptors");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,6 +178,21 @@ mod tests {
             assert!(start().is_err());
             drop(none);
             start().expect("a thread").join().expect("it ends");
+        });
+    }
+
+    #[test]
+    fn a_file_finds_no_descriptor() {
+        let this = "process::tests::a_file_finds_no_descriptor";
+        in_a_process_of_its_own(this, || {
+            let open = || std::fs::File::open("/dev/null");
+            let kept = open().expect("a descriptor");
+            let none = NoDescriptor::begin();
+            let refused = open().expect_err("no descriptor").raw_os_error();
+            assert_eq!(refused, Some(rustix::io::Errno::MFILE.raw_os_error()));
+            drop(none);
+            open().expect("a descriptor");
+            drop(kept);
         });
     }
 }
