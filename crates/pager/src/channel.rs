@@ -26,8 +26,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 
 use pagetide_memory::{PageIndex, PageRange};
 use pagetide_uapi::userfaultfd::{Event, EventBuffer, Features, PageFault, ReadError, Userfaultfd};
+use rustix::io::Errno;
 
 use crate::fault::RegionId;
+use crate::lack::Unread;
 
 /// The most ranges that a process has moved its memory away from and that are told apart.
 const MOST_VACATED: usize = 1024;
@@ -67,11 +69,14 @@ impl Span {
     }
 }
 
-/// The size of one read: the number of messages, and whether the buffer is full.
+/// The messages of one read.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     pub(crate) messages: usize,
+    /// Whether the buffer is full.
     pub(crate) is_full: bool,
+    /// Whether one stays unread ([`crate::unread`]).
+    pub(crate) lacks: bool,
 }
 
 /// What an address space is to the regions that have pages there.
@@ -94,6 +99,8 @@ pub(crate) struct Channel {
     pub(crate) role: Role,
     /// Whether it may report memory that is discarded, unmapped or moved.
     pub(crate) has_events: bool,
+    /// Whether it may report forks.
+    pub(crate) has_forks: bool,
     /// Sorted by address, without overlap.
     spans: RwLock<Vec<Span>>,
     /// Whether the process has moved a part of its memory. Set with the spans locked for writing.
@@ -109,6 +116,8 @@ pub(crate) struct Channel {
     is_guessing: AtomicBool,
     /// Messages are read into this buffer, which outlives the process, in place of the reader's own.
     journal: Option<Mutex<EventBuffer>>,
+    /// Whether a message stayed unread.
+    pub(crate) unread: Unread,
     /// A successor reads the messages. Held for reading while a thread reads messages.
     is_handed_over: RwLock<bool>,
 }
@@ -160,6 +169,7 @@ impl Channel {
         ];
         let has_events = events.iter().any(|&event| uffd.features().contains(event));
         Self {
+            has_forks: uffd.features().contains(Features::EVENT_FORK),
             uffd,
             token,
             role: Role::Region,
@@ -171,6 +181,7 @@ impl Channel {
             vacated: Mutex::default(),
             is_guessing: AtomicBool::new(false),
             journal: journal.map(Mutex::new),
+            unread: Unread::default(),
             is_handed_over: RwLock::new(false),
         }
     }
@@ -330,7 +341,10 @@ impl Channel {
             self.has_pending.store(false, Ordering::Release);
         }
         if !self.has_events {
-            let events = self.uffd.read_events(buffer)?;
+            let events = match self.uffd.read_events(buffer) {
+                Ok(events) => events,
+                Err(error) => return unread(error),
+            };
             let messages = events.len();
             for event in events {
                 match event {
@@ -338,14 +352,16 @@ impl Channel {
                     event => apply(&mut self.lock_spans(), event),
                 }
             }
-            let is_full = messages == buffer.capacity();
-            return Ok(Batch { messages, is_full });
+            return Ok(self.batch(messages, buffer));
         }
         let mut spans = self.lock_spans();
         // One thread at a time, because it holds the spans for writing.
         let mut journal = self.journal.as_ref().map(lock_journal);
         let buffer = journal.as_deref_mut().unwrap_or(buffer);
-        let events = self.uffd.read_events(buffer)?;
+        let events = match self.uffd.read_events(buffer) {
+            Ok(events) => events,
+            Err(error) => return unread(error),
+        };
         let messages = events.len();
         for event in events {
             match event {
@@ -353,11 +369,23 @@ impl Channel {
                 event => apply(&mut spans, event),
             }
         }
-        let is_full = messages == buffer.capacity();
+        let batch = self.batch(messages, buffer);
         if let Some(mut journal) = journal {
             journal.clear();
         }
-        Ok(Batch { messages, is_full })
+        Ok(batch)
+    }
+
+    /// What a read means that gave so many messages.
+    fn batch(&self, messages: usize, buffer: &EventBuffer) -> Batch {
+        if messages == 0 {
+            self.unread.end();
+        }
+        Batch {
+            messages,
+            is_full: messages == buffer.capacity(),
+            lacks: false,
+        }
     }
 
     /// Applies the events that a predecessor has read and may not have applied, which is harmless for
@@ -432,6 +460,17 @@ impl Channel {
 
 fn lock_journal(journal: &Mutex<EventBuffer>) -> MutexGuard<'_, EventBuffer> {
     journal.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a failed read means: a lack passes.
+fn unread(error: ReadError) -> Result<Batch, ReadError> {
+    match error {
+        ReadError::Read(Errno::MFILE | Errno::NFILE | Errno::NOMEM) => Ok(Batch {
+            lacks: true,
+            ..Batch::default()
+        }),
+        error => Err(error),
+    }
 }
 
 #[cfg(test)]

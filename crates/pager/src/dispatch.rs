@@ -394,13 +394,14 @@ impl Pager {
     }
 
     /// Performs the actions that are due: cancels requests past their deadline, which then count as
-    /// failed, and submits requests again whose pause is over. Called by threads that serve the pager's
+    /// failed, submits requests again whose pause is over, and reports messages that stayed unread. Called by threads that serve the pager's
     /// descriptor, and by vCPUs' threads that wait.
     pub fn tick(&self) {
         let now = Instant::now();
         if !self.is_due(now) {
             return;
         }
+        self.report_unread();
         for region in self.table().iter().filter(|region| region.has_source()) {
             loop {
                 let missing = region.missing();

@@ -40,6 +40,7 @@ impl Pager {
             self.poller.report_deferred();
         }
         match read {
+            Ok(batch) if batch.lacks => self.read_later(channel),
             // Another thread has read the event, and the process that caused it is about to continue.
             Ok(batch) if batch.messages == 0 => thread::yield_now(),
             Ok(_) => {}

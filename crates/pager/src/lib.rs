@@ -75,6 +75,7 @@ mod events;
 mod fault;
 mod install;
 mod kept_open;
+mod lack;
 #[doc(hidden)]
 pub mod log_limit;
 mod mark;
@@ -99,6 +100,7 @@ mod space;
 mod spaces;
 mod table;
 mod tracker;
+mod unread;
 #[cfg(feature = "vm-memory")]
 mod vm_memory;
 mod waiting;

@@ -26,17 +26,14 @@ impl Others {
         list.iter().find(|other| other.token == token).cloned()
     }
 
-    /// Those with stored faults.
-    pub(crate) fn deferred(&self) -> Vec<Arc<Channel>> {
+    pub(crate) fn which(&self, is_it: impl Fn(&Channel) -> bool) -> Vec<Arc<Channel>> {
         let list = self.lock();
-        let deferred = list.iter().filter(|other| other.has_deferred());
-        deferred.cloned().collect()
+        let those = list.iter().filter(|other| is_it(other));
+        those.cloned().collect()
     }
 
     pub(crate) fn of_role(&self, role: Role) -> Vec<Arc<Channel>> {
-        let list = self.lock();
-        let those = list.iter().filter(|other| other.role == role);
-        those.cloned().collect()
+        self.which(|other| other.role == role)
     }
 
     /// The channel of an address space that is attached already.

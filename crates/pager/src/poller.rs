@@ -117,12 +117,16 @@ impl Poller {
         let _ = epoll::delete(&self.epoll, &channel.uffd);
     }
 
-    /// Reports the channel again if it has messages, for a reader that stops before it has read all of
+    /// Reports the channel again if it has messages or stored faults, for a reader that stops before it has handled all of
     /// them.
     pub(crate) fn report_again(&self, channel: &Channel) {
         let data = EventData::new_u64(channel.token);
         let flags = EventFlags::IN | EventFlags::ET;
         let _ = epoll::modify(&self.epoll, &channel.uffd, data, flags);
+        // The channel's descriptor does not report those.
+        if channel.has_deferred() {
+            self.report_deferred();
+        }
     }
 
     /// Waits for ready descriptors, for `timeout` (`None`: forever). A signal ends the wait without a

@@ -8,18 +8,16 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, Builder, JoinHandle};
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pagetide_memory::Urgency;
-use pagetide_uapi::userfaultfd::{EventBuffer, PageFault, ReadError};
+use pagetide_uapi::userfaultfd::{EventBuffer, PageFault};
 use rustix::event::epoll::Event;
-use rustix::io::Errno;
 
-use crate::channel::Channel;
+use crate::channel::{Channel, Role};
 use crate::counters::Counters;
 use crate::error::{ServeError, message_of};
-use crate::log_limit::log_limited;
 use crate::notice::Notice;
 use crate::pager::Pager;
 use crate::poller::{DEFERRED, INTERRUPT, TIMER, other};
@@ -32,9 +30,6 @@ const READY_AT_ONCE: usize = 64;
 
 /// The number of reads between two checks for other ready descriptors.
 const READS_AT_ONCE: usize = 256;
-
-/// The pause after a read for which this process has no descriptor or no memory.
-const LACK_PAUSE: Duration = Duration::from_millis(50);
 
 /// The per-thread state for serving a pager's descriptor.
 ///
@@ -180,9 +175,9 @@ impl Serving {
                 // An owner that polls is not told of them again.
                 self.hand_back();
             });
-            let (faults, is_full) = served?;
+            let (faults, has_more) = served?;
             resolved += faults;
-            if is_full {
+            if has_more {
                 self.ready.push_back(channel);
             }
         }
@@ -215,10 +210,6 @@ impl Serving {
         }
         for channel in self.ready.drain(..) {
             poller.report_again(&channel);
-            // The channel's descriptor does not report stored faults.
-            if channel.has_deferred() {
-                poller.report_deferred();
-            }
         }
     }
 
@@ -247,7 +238,7 @@ impl Serving {
                         .iter()
                         .filter(|channel| channel.has_deferred());
                     ready.extend(kept.cloned());
-                    ready.extend(pager.others.deferred());
+                    ready.extend(pager.others.which(Channel::has_deferred));
                 }
                 token => match other(token) {
                     Some(number) => others.push(number),
@@ -262,8 +253,7 @@ impl Serving {
     }
 
     /// Resolves the faults of one read of a userfaultfd. Returns their number, and whether there may be
-    /// more messages: a read that did not fill the buffer took all of them, and later ones are reported
-    /// again.
+    /// more messages: if not, the read took all of them, and later ones are reported again.
     fn serve_one(&mut self, channel: &Channel) -> Result<(usize, bool), ServeError> {
         let pager = Arc::clone(self.resolver.pager());
         let mut faults = std::mem::take(&mut self.faults);
@@ -271,8 +261,15 @@ impl Serving {
             pager.apply(channel, spans, event);
         });
         let result = match read {
+            Ok(batch) if batch.lacks => {
+                // The kernel installs nothing there until the message is read.
+                channel.defer(faults.drain(..));
+                pager.read_later(channel);
+                Ok((0, false))
+            }
             Ok(batch) => {
                 self.resolver.count_read(faults.len(), batch.messages == 0);
+                let pages_before = self.resolver.counters().pages;
                 let is_timed = self.on_resolved.is_some() || self.waits.is_on();
                 let read_at = is_timed.then(Instant::now);
                 // What is left of them when the loop ends is stored for the next reader.
@@ -293,21 +290,20 @@ impl Serving {
                 }
                 let resolved = faults.len() - rest.faults.len();
                 drop(rest);
-                Ok((resolved, batch.is_full))
+                // The kernel hands out faults first, and ends the read without an error where it has no descriptor for a fork.
+                // It installs nothing while a fork waits to be read: where something was installed, none does. (The pages of
+                // another address space are installed in the region's own.)
+                let has_installed =
+                    channel.role == Role::Region && self.resolver.counters().pages > pages_before;
+                let may_be_unread = channel.has_forks && batch.messages > 0 && !has_installed;
+                Ok((resolved, batch.is_full || may_be_unread))
             }
             Err(error) => {
-                channel.defer(faults.drain(..));
-                pager.poller.report_deferred();
-                match error {
-                    // A fork's message carries a descriptor. It comes again.
-                    ReadError::Read(Errno::MFILE | Errno::NFILE | Errno::NOMEM) => {
-                        log_limited!(warn, %error, "reading a userfaultfd: tried again");
-                        thread::sleep(LACK_PAUSE);
-                        pager.poller.report_again(channel);
-                        Ok((0, false))
-                    }
-                    error => Err(ServeError::Read(error)),
+                if !faults.is_empty() {
+                    channel.defer(faults.drain(..));
+                    pager.poller.report_deferred();
                 }
+                Err(ServeError::Read(error))
             }
         };
         faults.clear();

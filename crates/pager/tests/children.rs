@@ -3,12 +3,16 @@
 
 mod support;
 
+use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 
 use pagetide_memory::PageSize;
-use pagetide_pager::{Memfd, Mode, Pager, ReaderConfig, Readers, RegionConfig};
+use pagetide_pager::{Contents, Memfd, Mode, Pager, ReaderConfig, Readers, RegionConfig, Serving};
+use pagetide_test_support::{NoDescriptor, Sleeper, in_a_process_of_its_own};
 use pagetide_uapi::userfaultfd::{Features, UserRange};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use support::view::{View, memfd};
 use support::*;
 
@@ -21,9 +25,13 @@ fn word_of(page: u64) -> u64 {
 }
 
 fn config(memory: &View) -> RegionConfig {
+    config_with(memory, pattern())
+}
+
+fn config_with(memory: &View, contents: Contents) -> RegionConfig {
     let uffd = memory.register_with(Mode::Missing, Features::EVENT_FORK);
     let (size, mode) = (PageSize::Size4K, Mode::Missing);
-    RegionConfig::foreign(&uffd, memory.range(), size, mode, pattern()).gpa(GPA)
+    RegionConfig::foreign(&uffd, memory.range(), size, mode, contents).gpa(GPA)
 }
 
 /// What a forked child exits with that has read zeroes.
@@ -179,4 +187,102 @@ fn many_children_cost_few_descriptors_and_none_after_the_end() {
         let ended = within_patience("a child", move || end_of(child));
         assert_eq!(ended, libc::SIGBUS);
     }
+}
+
+/// A fork by another thread, which waits until its event was read. The child reads a missing page.
+fn fork_asleep(memory: &Arc<View>) -> Sleeper<i32> {
+    let memory = Arc::clone(memory);
+    spawn_asleep("a fork", move || match fork() {
+        0 => read_and_exit(&memory, 3),
+        child => child,
+    })
+}
+
+/// Serves until the child of a fork has ended. Returns how.
+fn serve_until_end(serving: &mut Serving, fork: Sleeper<i32>) -> i32 {
+    let ended = thread::spawn(move || end_of(fork.join()));
+    eventually("the child's end", || {
+        serving.process_ready().unwrap();
+        ended.is_finished()
+    });
+    ended.join().unwrap()
+}
+
+/// How often this thread has gone to sleep so far. Needs no descriptor.
+fn sleeps() -> i64 {
+    let mut usage = MaybeUninit::<libc::rusage>::uninit();
+    // SAFETY: requires room for the result.
+    let asked = unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
+    assert_eq!(asked, 0);
+    // SAFETY: filled by the successful call.
+    unsafe { usage.assume_init() }.ru_nvcsw
+}
+
+/// Kind: a lack that is waited out on the thread for which others wait. A fork's message carries a descriptor.
+#[test]
+fn a_fork_waits_for_a_descriptor_and_the_event_loop_does_not() {
+    /// More than a machine needs, however slow it is.
+    const MOST_TURNS: u32 = 200;
+    let this = "a_fork_waits_for_a_descriptor_and_the_event_loop_does_not";
+    in_a_process_of_its_own(this, || {
+        if !has_userfaultfd() || !can_poison() {
+            return;
+        }
+        let memory = Arc::new(View::private(4 * PAGE));
+        let pager = Pager::new().unwrap();
+        pager.add(config(&memory)).unwrap();
+        let mut serving = Serving::new(&pager, 4);
+        let fork = fork_asleep(&memory);
+        let none = NoDescriptor::begin();
+        let timeout = Timespec::try_from(PATIENCE).unwrap();
+        let (mut awake, mut asleep, mut turns) = (0, 0, 0);
+        // It is tried again and again: not at once, but by itself.
+        while awake < 3 || asleep < 3 {
+            let before = sleeps();
+            assert_eq!(serving.process_ready().unwrap(), 0);
+            let after = sleeps();
+            let mut fds = [PollFd::new(&serving, PollFlags::IN)];
+            assert_eq!(poll(&mut fds, Some(&timeout)).unwrap(), 1);
+            awake += u32::from(after == before);
+            asleep += u32::from(sleeps() > after);
+            turns += 1;
+            assert!(
+                turns < MOST_TURNS,
+                "of {turns} turns, {awake} without a pause, and a wait after {asleep}"
+            );
+        }
+        drop(none);
+        assert!(fork.is_undisturbed());
+        assert_eq!(serve_until_end(&mut serving, fork), libc::SIGBUS);
+        assert_no_trouble(&pager);
+    });
+}
+
+/// Kind: what is left unread is reported no more. The kernel hands out faults first, and then the read ends for want of a
+/// descriptor.
+#[test]
+fn a_fork_behind_a_fault_is_read_when_there_is_a_descriptor() {
+    let this = "a_fork_behind_a_fault_is_read_when_there_is_a_descriptor";
+    in_a_process_of_its_own(this, || {
+        if !has_userfaultfd() || !can_poison() {
+            return;
+        }
+        let memory = Arc::new(View::private(4 * PAGE));
+        let source = ManualSource::new();
+        let pager = Pager::new().unwrap();
+        pager.add(config_with(&memory, source.contents())).unwrap();
+        let its = Arc::clone(&memory);
+        let read = spawn_asleep("a read", move || its.populate_here(1));
+        let fork = fork_asleep(&memory);
+        let none = NoDescriptor::begin();
+        let mut serving = Serving::new(&pager, 4);
+        assert_eq!(serving.process_ready().unwrap(), 1);
+        drop(none);
+        // The content has not come.
+        assert_eq!(serve_until_end(&mut serving, fork), libc::SIGBUS);
+        sources::complete(source.next());
+        assert_eq!(read.join(), Ok(()));
+        assert_eq!(memory.read_here(1), word_of(1));
+        assert_no_trouble(&pager);
+    });
 }

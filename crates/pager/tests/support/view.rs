@@ -24,6 +24,18 @@ fn word_at(address: usize) -> u64 {
     unsafe { std::ptr::with_exposed_provenance::<u64>(address).read_volatile() }
 }
 
+fn populate_at(address: usize) -> rustix::io::Result<()> {
+    let at = std::ptr::with_exposed_provenance_mut(address);
+    // SAFETY: changes no content.
+    unsafe {
+        madvise(
+            at,
+            usize::try_from(PAGE).unwrap(),
+            Advice::LinuxPopulateRead,
+        )
+    }
+}
+
 // SAFETY: an address and a length; all access is volatile and by one word.
 unsafe impl Send for View {}
 // SAFETY: as above.
@@ -147,12 +159,13 @@ impl View {
 
     /// Has the kernel read a page as an access would, which may fault.
     pub fn populate(&self, page: u64) -> rustix::io::Result<()> {
-        let (at, bytes) = (self.at(page), usize::try_from(PAGE).unwrap());
-        within_patience("a read by the kernel", move || {
-            let at = std::ptr::with_exposed_provenance_mut(at);
-            // SAFETY: changes no content.
-            unsafe { madvise(at, bytes, Advice::LinuxPopulateRead) }
-        })
+        let at = self.at(page);
+        within_patience("a read by the kernel", move || populate_at(at))
+    }
+
+    /// The same on this thread. If the test fails, it is an error, and no signal that hides the cause.
+    pub fn populate_here(&self, page: u64) -> rustix::io::Result<()> {
+        populate_at(self.at(page))
     }
 
     /// Whether an access to a page fails as one to lost memory does.
