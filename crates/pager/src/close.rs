@@ -456,6 +456,7 @@ mod tests {
         Backing, FaultInAccess, FaultInError, GuestAddress, PageIndex, PageMap, PoisonMap, Region,
         ServiceAccess,
     };
+    use pagetide_test_support::Sleeper;
     use pagetide_uapi::userfaultfd::{Features, Mode, OpenError};
 
     use super::*;
@@ -607,6 +608,23 @@ mod tests {
             let (start, end) = range.split_once('-').unwrap();
             (number(start)..number(end)).contains(&address) && rest.starts_with('r')
         })
+    }
+
+    /// Kind: a wait that takes the processor from whom it waits for.
+    #[test]
+    fn an_installation_in_progress_is_waited_for_asleep() {
+        let pager = Pager::new().unwrap();
+        let Some(region) = region(&pager, true) else {
+            return;
+        };
+        let region = Arc::new(region);
+        let installing = region.map.claim_arrived(LOST).unwrap();
+        let its = Arc::clone(&region);
+        let waiting = Sleeper::spawn("the end of a region", move || {
+            pager.settle_installing(&its);
+        });
+        drop(installing);
+        waiting.join();
     }
 
     /// As after a process that kept discarding memory has stopped.

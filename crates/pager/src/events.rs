@@ -243,9 +243,14 @@ fn take(spans: &mut Vec<Span>, start: u64, end: u64) -> Vec<Span> {
 
 #[cfg(test)]
 mod tests {
-    use pagetide_memory::{PageIndex, PageRange};
+    use std::sync::{Arc, mpsc};
+
+    use pagetide_memory::{Backing, GuestAddress, PageIndex, PageRange, Region};
+    use pagetide_test_support::Sleeper;
+    use pagetide_uapi::userfaultfd::{Mode, Userfaultfd};
 
     use super::*;
+    use crate::{Contents, PatternSource, RegionConfig, UffdLayout};
 
     fn span(start: u64, first: u64, count: u64) -> Span {
         Span {
@@ -270,5 +275,28 @@ mod tests {
         assert_eq!(take(&mut spans, 0, 0x1000), []);
         assert_eq!(take(&mut spans, 0, u64::MAX).len(), 3);
         assert_eq!(spans, []);
+    }
+
+    /// Kind: a wait that takes the processor, and the channel's lock, from whom it waits for.
+    #[test]
+    fn a_change_that_takes_long_is_waited_for_asleep() {
+        if let Err(error) = Userfaultfd::available() {
+            println!("SKIP: {error}");
+            return;
+        }
+        let memory = Region::new(GuestAddress(0), 8 << 12, Backing::Anonymous).unwrap();
+        let content = Contents::Local(Arc::new(PatternSource::new(|_, _: &mut [u8]| {})));
+        let config = RegionConfig::local(Arc::new(memory), Mode::Missing, content);
+        let pager = Pager::new().unwrap();
+        let id = pager.add(config.userfaultfds(UffdLayout::WithEvents));
+        let (id, its) = (id.unwrap(), Arc::clone(&pager));
+        let (end, ends) = mpsc::channel::<()>();
+        let changing = Sleeper::spawn("a change", move || {
+            let table = its.table();
+            let region = table.region(id).unwrap();
+            its.with_events_read(region, move || ends.recv().unwrap())
+        });
+        end.send(()).unwrap();
+        changing.join().unwrap();
     }
 }

@@ -3,20 +3,21 @@
 
 mod support;
 
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_memory::{Access, Backing, PageSize, Region};
+use pagetide_memory::{Access, Backing, GuestAddress, PageSize, Region};
 use pagetide_pager::{
-    Contents, Counters, Mode, Pager, ReaderConfig, Readers, RegionConfig, RetryPolicy, Serving,
-    UffdLayout,
+    Contents, Counters, Mode, Pager, ReaderConfig, Readers, RegionConfig, RetryPolicy, ServeError,
+    Serving, UffdLayout,
 };
 use pagetide_test_support::Sleeper;
 use pagetide_uapi::userfaultfd::{Features, Userfaultfd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use support::view::View;
 use support::*;
 
 /// Whether the pager's descriptor becomes readable within `timeout`.
@@ -118,12 +119,7 @@ fn the_descriptor_is_readable_while_there_is_work() {
     assert!(!is_ready(&serving, Duration::ZERO));
     assert_eq!(serving.counters().pages, 1);
     // The same descriptor serves a region that is added later.
-    let other = region_at(
-        pagetide_memory::GuestAddress(GPA.0 << 1),
-        4,
-        Backing::Anonymous,
-    )
-    .unwrap();
+    let other = region_at(GuestAddress(GPA.0 << 1), 4, Backing::Anonymous).unwrap();
     let config = RegionConfig::local(Arc::clone(&other), Mode::Missing, pattern());
     let id = paged.pager.add(config).unwrap();
     let toucher = thread::spawn(move || check_page(&other, 1));
@@ -407,4 +403,50 @@ fn a_budget_ends_a_turn_after_one_fault() {
     for toucher in touchers {
         join("a touch", toucher);
     }
+}
+
+/// Kind: what is ready is reported once, and was lost with another one's failure.
+#[test]
+fn a_descriptor_that_fails_keeps_no_other_from_being_served() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let pager = Pager::new().unwrap();
+    let memories = [GPA, GuestAddress(GPA.0 << 1)].map(|gpa| {
+        let memory = Arc::new(View::private(2 * PAGE));
+        let uffd = memory.register(Mode::Missing);
+        let (size, mode) = (PageSize::Size4K, Mode::Missing);
+        let config = RegionConfig::foreign(&uffd, memory.range(), size, mode, pattern());
+        pager.add(config.gpa(gpa)).unwrap();
+        (memory, uffd)
+    });
+    let touch = |at: usize, page: u64| {
+        let memory = Arc::clone(&memories[at].0);
+        spawn_asleep("a touch", move || memory.populate_here(page))
+    };
+    let (first, second) = (touch(0, 0), touch(1, 0));
+    // Its number becomes another file's, which nobody can read. It stays open, and polled.
+    let number = memories[0].1.as_fd().as_raw_fd();
+    let uffd = memories[0].1.as_fd().try_clone_to_owned().unwrap();
+    let (_ours, unreadable) = std::io::pipe().unwrap();
+    let replace = |by: BorrowedFd<'_>| {
+        // SAFETY: no code relies on which file the number is, but for the pager, whose failure is the subject.
+        assert_eq!(unsafe { libc::dup2(by.as_raw_fd(), number) }, number);
+    };
+    replace(unreadable.as_fd());
+    let mut serving = Serving::new(&pager, 4);
+    let failed = serving.process_ready().unwrap_err();
+    assert!(matches!(failed, ServeError::Read(_)), "{failed}");
+    assert!(!second.is_finished());
+    // To an owner who polls, by whichever thread.
+    assert!(is_ready(&serving, Duration::ZERO));
+    assert_eq!(Serving::new(&pager, 4).process_ready().unwrap(), 1);
+    assert_eq!(second.join(), Ok(()));
+    assert_eq!(memories[1].0.read_here(0), !(GPA.0 << 1));
+    replace(uffd.as_fd());
+    let third = touch(0, 1);
+    serve(&mut serving, || first.is_finished() && third.is_finished());
+    assert_eq!((first.join(), third.join()), (Ok(()), Ok(())));
+    assert_eq!(memories[0].0.read_here(0), !GPA.0);
+    assert_eq!(memories[0].0.read_here(1), !(GPA.0 + PAGE));
 }

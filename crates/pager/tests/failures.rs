@@ -10,13 +10,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::thread;
 
-use pagetide_memory::{Access, Backing, GuestAddress, PageIndex, PageState, Region};
+use pagetide_memory::{Access, Backing, GuestAddress, PageIndex, PageSize, PageState, Region};
 use pagetide_pager::{
-    Contents, Filled, Holes, Mode, Notice, Pager, ReaderConfig, Readers, RegionConfig, Resolution,
-    ResolveError, ServeError, SourceError,
+    Contents, Filled, Holes, Memfd, Mode, Notice, Pager, ReaderConfig, Readers, RegionConfig,
+    Resolution, ResolveError, ServeError, SourceError,
 };
+use pagetide_test_support::FullMemoryFile;
 use support::manual::*;
-use support::{Paged, SMALL_WAYS, can_poison, expect_poison, spawn_asleep};
+use support::view::View;
+use support::{Paged, SMALL_WAYS, can_poison, expect_poison, has_userfaultfd, spawn_asleep};
 
 fn chain(error: &dyn Error) -> Vec<String> {
     let mut words = vec![error.to_string()];
@@ -248,5 +250,44 @@ fn a_failure_of_local_content_that_has_passed_is_resumed() {
             expect_poison(&region, 2);
         }
         check_page(&region, 1);
+    }
+}
+
+/// Kind: a lack that passes is taken for the end. The kernel has no memory for the page while its file system is full.
+#[test]
+fn a_lack_of_memory_for_a_page_that_has_passed_is_resumed() {
+    if !has_userfaultfd() {
+        return;
+    }
+    for mode in [Mode::Missing, Mode::Minor] {
+        let Some(full) = FullMemoryFile::new(4 * PAGE) else {
+            return;
+        };
+        let memory = Arc::new(View::new(&full.memory, 4 * PAGE));
+        let uffd = memory.register(mode);
+        let (range, size) = (memory.range(), PageSize::Size4K);
+        let config = RegionConfig::foreign(&uffd, range, size, mode, support::pattern()).gpa(GPA);
+        let config = match mode {
+            Mode::Missing => config,
+            Mode::Minor => config.memfd(Memfd {
+                file: full.memory.try_clone().unwrap(),
+                offset_bytes: 0,
+            }),
+        };
+        let pager = Pager::new().unwrap();
+        pager.add(config).unwrap();
+        let told = notices(&pager);
+        let _readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+        let its = Arc::clone(&memory);
+        let read = spawn_asleep("a read", move || its.populate_here(1));
+        let notice = told.recv_timeout(PATIENCE).unwrap();
+        let chain = chain(&notice).join(": ");
+        assert!(chain.contains("Cannot allocate memory"), "{chain}");
+        assert!(read.is_undisturbed());
+        full.make_room();
+        let id = notice.resumable().expect("the failure may pass");
+        pager.resume(id).unwrap();
+        assert_eq!(read.join(), Ok(()), "{mode:?}");
+        assert_eq!(memory.read_here(1), !(GPA.0 + PAGE));
     }
 }

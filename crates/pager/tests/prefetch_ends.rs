@@ -1,6 +1,8 @@
 //! The ends of prefetch before every page is present, and its treatment of lost content.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+#[path = "support/child.rs"]
+mod child_process;
 mod support;
 
 use std::error::Error;
@@ -8,14 +10,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use pagetide_memory::{Backing, GuestAddress, PageIndex, PageRange, PageSize, PageState};
+use child_process::{Other, be_child};
+use pagetide_memory::{Backing, GuestAddress, PageSize, PageState};
 use pagetide_pager::{
     Contents, Filled, Mode, Notice, Pager, PatternSource, Prefetch, PrefetchConfig, PrefetchError,
-    PrefetchPlan, RegionConfig,
+    PrefetchPlan, RegionConfig, RegionId,
 };
 use support::has_userfaultfd;
 use support::manual::*;
 use support::view::View;
+
+/// Not a test: the program of the other process.
+#[test]
+fn child() {
+    be_child();
+}
 
 fn prefetch(pager: &Arc<Pager>) -> Prefetch {
     let batch_bytes = 8 * PAGE;
@@ -199,6 +208,21 @@ fn lost_pages_are_found_among_their_neighbours() {
     }
 }
 
+/// A prefetch of all pages of a region: in their order, or in a walk.
+fn prefetch_all(pager: &Arc<Pager>, id: RegionId, pages: u64, in_order: bool) -> Prefetch {
+    let plan = match in_order {
+        true => PrefetchPlan {
+            first: vec![(id, range(0, pages))],
+            then: Vec::new(),
+        },
+        false => PrefetchPlan {
+            first: Vec::new(),
+            then: vec![id],
+        },
+    };
+    Prefetch::spawn_plan(pager, PrefetchConfig::default(), plan).unwrap()
+}
+
 /// Its pages are as missing as before.
 #[test]
 fn a_prefetch_of_a_region_that_is_handed_over_is_not_complete() {
@@ -214,21 +238,37 @@ fn a_prefetch_of_a_region_that_is_handed_over_is_not_complete() {
         let config = RegionConfig::foreign(&uffd, memory.range(), size, mode, source.contents());
         let pager = Pager::new().unwrap();
         let id = pager.add(config.gpa(GPA)).unwrap();
-        let all = PageRange::new(PageIndex(0), pages);
-        let plan = match in_order {
-            true => PrefetchPlan {
-                first: vec![(id, all)],
-                then: Vec::new(),
-            },
-            false => PrefetchPlan {
-                first: Vec::new(),
-                then: vec![id],
-            },
-        };
-        let prefetch = Prefetch::spawn_plan(&pager, PrefetchConfig::default(), plan).unwrap();
+        let prefetch = prefetch_all(&pager, id, pages, in_order);
         let first = source.next_bulk();
         pager.export(id).unwrap();
         drop(first);
+        let end = within_patience("the prefetch", || prefetch.finish().unwrap());
+        assert!(!end.is_complete, "in order: {in_order}");
+    }
+}
+
+/// Kind: a thing is said to be complete that was given up. A process that shares the memory may live on.
+#[test]
+fn a_prefetch_of_a_region_whose_process_has_gone_is_not_complete() {
+    if !Other::can_start() {
+        return;
+    }
+    for in_order in [false, true] {
+        let pages = 4096;
+        let (other, uffd) = Other::start(&[]);
+        let mapped = other.map(pages, Mode::Missing);
+        let source = ManualSource::new();
+        let (size, mode) = (PageSize::Size4K, Mode::Missing);
+        let config = RegionConfig::foreign(&uffd, mapped.range(), size, mode, source.contents());
+        let pager = Pager::new().unwrap();
+        let told = notices(&pager);
+        let id = pager.add(config.gpa(GPA)).unwrap();
+        let prefetch = prefetch_all(&pager, id, pages, in_order);
+        let first = source.next_bulk();
+        other.kill();
+        complete(first);
+        let notice = told.recv_timeout(PATIENCE).unwrap();
+        assert!(matches!(notice, Notice::ProcessGone { .. }), "{notice}");
         let end = within_patience("the prefetch", || prefetch.finish().unwrap());
         assert!(!end.is_complete, "in order: {in_order}");
     }
