@@ -3,11 +3,15 @@
 
 mod support;
 
+use std::os::unix::fs::FileExt;
+use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
 use pagetide_serve::{OnFailure, Options};
+use pagetide_test_support::{NoDescriptor, in_a_process_of_its_own};
 use support::child::{Vmm, run_as_child};
+use support::native::attached;
 use support::*;
 
 const SIGBUS: i32 = 7;
@@ -68,6 +72,70 @@ fn a_vmm_without_content_is_killed_if_that_is_the_policy() {
     eventually("the count", || {
         equals(running.metrics.totals().vms_killed, &1)
     });
+}
+
+/// Kind: a moment's bad luck counts as a failure. While a process changes its address space, the kernel installs nothing there:
+/// here for as long as a fork waits for a descriptor.
+#[test]
+fn memory_that_takes_nothing_for_a_while_kills_nobody() {
+    let this = "memory_that_takes_nothing_for_a_while_kills_nobody";
+    in_a_process_of_its_own(this, || {
+        if !has_userfaultfd() {
+            return;
+        }
+        let place = Place::new(16);
+        let running = Running::start(Options {
+            on_failure: OnFailure::Kill,
+            ..place.options()
+        });
+        let guest = Guest::that_forks(16);
+        let mut client = attached(&guest, &place.socket());
+        guest.check(1, &content(1));
+        let (go, goes) = mpsc::channel();
+        let (tell, told) = mpsc::channel();
+        let forking = thread::spawn(move || {
+            tell.send(rustix::thread::gettid()).unwrap();
+            goes.recv().unwrap();
+            fork()
+        });
+        // Open before there is no descriptor any more.
+        let call = format!("/proc/self/task/{}/syscall", told.recv().unwrap());
+        let call = std::fs::File::open(call).unwrap();
+        let none = NoDescriptor::begin();
+        go.send(()).unwrap();
+        let forks = format!("{} ", libc::SYS_clone);
+        eventually("the thread is in its fork", || {
+            let mut text = [0; 4];
+            call.read_exact_at(&mut text, 0).unwrap();
+            forks.as_bytes().starts_with(&text[..forks.len()])
+        });
+        let reading = guest.begin_to_read(5);
+        eventually("the server has tried in vain", || {
+            client.health().unwrap().faults > 1
+        });
+        let totals = running.metrics.totals();
+        drop(none);
+        assert_eq!((totals.stalls, totals.vms_killed), (0, 0));
+        assert!(within_patience("the page", || reading.join()).unwrap() == content(5));
+        let child = within_patience("the fork", || forking.join()).unwrap();
+        // SAFETY: asks for no status.
+        let ended = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        assert_eq!(ended, child);
+        let totals = running.metrics.totals();
+        assert_eq!((totals.stalls, totals.vms_killed), (0, 0));
+    });
+}
+
+/// A child that ends at once. Not libc's fork, which holds the allocator's lock that the server in this process needs.
+fn fork() -> i32 {
+    let signal = i64::from(libc::SIGCHLD);
+    // SAFETY: without a stack or flags, clone is fork.
+    let child = unsafe { libc::syscall(libc::SYS_clone, signal, 0_u64, 0_u64, 0_u64, 0_u64) };
+    if child == 0 {
+        // SAFETY: async-signal-safe.
+        unsafe { libc::_exit(0) };
+    }
+    i32::try_from(child).unwrap()
 }
 
 /// A VMM for which there is no room has no server, and so no content.

@@ -358,16 +358,22 @@ pub struct Guest {
 
 impl Guest {
     pub fn new(pages: usize) -> Self {
-        Self::with(pages * PAGE, PAGE, MapFlags::PRIVATE).unwrap()
+        Self::with(pages * PAGE, PAGE, MapFlags::PRIVATE, Features::NONE).unwrap()
+    }
+
+    /// One whose userfaultfd reports forks: it waits in each until the server has read of it.
+    pub fn that_forks(pages: usize) -> Self {
+        let forks = Features::EVENT_FORK;
+        Self::with(pages * PAGE, PAGE, MapFlags::PRIVATE, forks).unwrap()
     }
 
     /// Memory of huge pages; `None` if there are none.
     pub fn huge(bytes: usize) -> Option<Self> {
         let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
-        Self::with(bytes, 2 << 20, flags)
+        Self::with(bytes, 2 << 20, flags, Features::NONE)
     }
 
-    fn with(bytes: usize, page_bytes: usize, flags: MapFlags) -> Option<Self> {
+    fn with(bytes: usize, page_bytes: usize, flags: MapFlags, events: Features) -> Option<Self> {
         let null = std::ptr::null_mut();
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: mmap without MAP_FIXED replaces no other mapping.
@@ -378,7 +384,7 @@ impl Guest {
                 return None;
             }
         };
-        let uffd = Userfaultfd::open(Features::EVENT_REMOVE).unwrap();
+        let uffd = Userfaultfd::open(Features::EVENT_REMOVE | events).unwrap();
         let range = UserRange {
             start: start as u64,
             bytes: bytes as u64,
