@@ -1,3 +1,5 @@
+use pagetide_test_support::Task;
+
 use super::*;
 
 const START: u64 = 1 << 20;
@@ -47,6 +49,31 @@ fn population_resumes_after_signals_and_retries() {
     assert_eq!(done.bytes(), 10 << 12);
     let wanted = [(0, 10), (3, 7), (3, 7), (5, 5)];
     assert_eq!(seen, wanted.map(|(at, left)| (at << 12, left << 12, 3)));
+}
+
+/// Kind: a wait that takes the processor from whom it waits for.
+#[test]
+fn a_slot_update_that_takes_long_is_waited_for_asleep() {
+    /// Behind the first few of these, it sleeps.
+    const TRIES: u64 = 64;
+    let sleeps = || Task::this().state().unwrap().1;
+    let before = sleeps();
+    let mut left = TRIES;
+    let done = resume(
+        range(10),
+        PopulateFlags::default(),
+        || false,
+        |request| {
+            left = left.saturating_sub(1);
+            match left {
+                0 => deal(request, 10, 0),
+                _ => deal(request, 0, libc::EAGAIN),
+            }
+        },
+    );
+    assert_eq!(done.unwrap().bytes(), 10 << 12);
+    let slept = sleeps() - before;
+    assert!(slept >= TRIES / 2, "{slept} pauses");
 }
 
 #[test]
