@@ -95,7 +95,11 @@ mod tests {
     /// Kind: a line of the log for each fault, request or event, which an outage or a process can make any number of.
     #[test]
     fn no_line_is_without_a_bound() {
-        let mut directories = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        if !sources.is_dir() {
+            return println!("SKIP: the sources are not on this machine");
+        }
+        let mut directories = vec![sources];
         while let Some(directory) = directories.pop() {
             let entries = fs::read_dir(directory).unwrap();
             let paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
