@@ -124,11 +124,14 @@ pub(crate) fn keep_open(channel: &Arc<Channel>) {
     close_gone();
     let mut all = lock();
     // A process may have had its memory paged by one userfaultfd again and again.
-    if all
-        .iter()
-        .any(|kept| is_same(&kept.channel.uffd, &channel.uffd))
-    {
-        return;
+    let is_it = |kept: &Arc<Kept>| is_same(&kept.channel.uffd, &channel.uffd);
+    if let Some(before) = all.iter().position(is_it) {
+        let is_read = |kept: &Arc<Kept>| kept.is_read.load(Ordering::Acquire);
+        if !channel.has_events || all.get(before).is_some_and(is_read) {
+            return;
+        }
+        // Its events may be read now, as they could not be before.
+        all.swap_remove(before);
     }
     all.push(Kept::new(channel));
 }
@@ -327,6 +330,28 @@ mod tests {
             let read: Vec<_> = lock().iter().map(|kept| kept.end.is_some()).collect();
             assert_eq!(read, [true, false]);
             assert_eq!(READERS.load(Ordering::Relaxed), MOST_READERS);
+        });
+    }
+
+    /// Kind: a lack at one time that is never made up for.
+    #[test]
+    fn a_userfaultfd_whose_events_nobody_could_read_is_read_at_the_next_end() {
+        let this = "kept_open::tests::a_userfaultfd_whose_events_nobody_could_read_is_read_at_the_next_end";
+        in_a_process_of_its_own(this, || {
+            let Some(first) = channel_with(Features::EVENT_REMOVE) else {
+                return;
+            };
+            let again = Arc::new(Channel::new(Arc::clone(&first.uffd), 0));
+            let read = || -> Vec<bool> { lock().iter().map(|kept| kept.end.is_some()).collect() };
+            READERS.store(MOST_READERS, Ordering::Relaxed);
+            keep_open(&first);
+            assert_eq!(read(), [false]);
+            READERS.store(0, Ordering::Relaxed);
+            keep_open(&again);
+            assert_eq!(read(), [true]);
+            // One reader is enough.
+            keep_open(&first);
+            assert_eq!((read(), READERS.load(Ordering::Relaxed)), (vec![true], 1));
         });
     }
 
