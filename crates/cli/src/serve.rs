@@ -19,8 +19,8 @@ use pagetide_base::raise_descriptors;
 use pagetide_base::units::ByteSize;
 use pagetide_serve::control::channel::ControlSocket;
 use pagetide_serve::{
-    Binding, DESCRIPTORS_OF_A_VM, DescriptorStore, Exporter, Inherited, Metrics, NoImage, Options,
-    Seccomp, Server, StartError, StateOptions, Stopper,
+    Binding, DESCRIPTORS_OF_A_VM, DescriptorStore, Exporter, Inherited, Metrics, Options, Seccomp,
+    Server, StartError, StateOptions, Stopper,
 };
 use pagetide_sources::Location;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -174,9 +174,7 @@ pub(crate) fn run(
     // Later, a signal ends the server and not the process.
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(Failure::failed)?;
     let mut server = Server::bind_with(options, inherited()).map_err(|error| match error {
-        StartError::Descriptor(_) | StartError::Image(NoImage::Readers { .. }) => {
-            Failure::failed(error)
-        }
+        StartError::Descriptor(_) => Failure::failed(error),
         error => Failure::bad_input(error),
     })?;
     is_starting.store(false, Ordering::Release);

@@ -15,8 +15,12 @@ use tempfile::TempDir;
 
 #[path = "serve/file.rs"]
 mod file;
+#[path = "serve/guest.rs"]
+mod guest;
 #[path = "serve/kept.rs"]
 mod kept;
+#[path = "serve/threads.rs"]
+mod threads;
 #[path = "serve/told.rs"]
 mod told;
 

@@ -1,15 +1,18 @@
 //! Adapts sources that block, by a pool of threads.
 
-use std::collections::VecDeque;
+mod queues;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::thread::Builder;
 
-use pagetide_memory::{HostRange, Urgency};
+use pagetide_memory::HostRange;
 
 use crate::error::{ServeError, message_of};
 use crate::fault::RegionId;
+use crate::log_limit::log_limited;
 use crate::source::{Content, Filled, ReadAt, Request, RequestId, Room, Source, SourceError};
+use queues::{Call, Kind, Queues};
 
 /// A source whose reads block: a file, a network.
 pub trait BlockingSource: Send + Sync {
@@ -32,7 +35,8 @@ pub trait BlockingSource: Send + Sync {
     }
 }
 
-/// The number of threads of a [`Pool`].
+/// The most threads of a [`Pool`]. One of each kind is there from the beginning, and others are started when a request
+/// finds no thread that is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolConfig {
     /// Threads that serve any request, urgent ones first.
@@ -56,86 +60,146 @@ impl Default for PoolConfig {
 /// a read that hangs does not block the drop.
 pub struct Pool {
     shared: Arc<Shared>,
-    _threads: Vec<JoinHandle<()>>,
 }
 
 struct Shared {
     source: Box<dyn BlockingSource>,
-    queues: Mutex<Queues>,
-    more: Condvar,
+    state: Mutex<State>,
+    /// Threads that serve urgent requests only sleep here.
+    urgent: Condvar,
+    /// All others sleep here.
+    any: Condvar,
 }
 
-#[derive(Default)]
-struct Queues {
-    urgent: VecDeque<Request>,
-    bulk: VecDeque<Request>,
+struct State {
+    queues: Queues<Request>,
     is_over: bool,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queues> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         // No code panics under the lock.
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next request for a thread; `None` after the pool was dropped.
-    fn take(&self, least: Urgency) -> Option<Request> {
-        let mut queues = self.lock();
+    /// Where threads of this kind sleep.
+    fn place(&self, kind: Kind) -> &Condvar {
+        match kind {
+            Kind::Urgent => &self.urgent,
+            Kind::Shared => &self.any,
+        }
+    }
+
+    /// The next request for a thread, which begins; `None` after the pool was dropped.
+    fn first(&self, kind: Kind) -> Option<(Request, Option<Call>)> {
+        let mut state = self.lock();
+        state.queues.leave(kind);
+        self.take(state, kind)
+    }
+
+    /// The next request for a thread that has served one.
+    fn next(&self, kind: Kind) -> Option<(Request, Option<Call>)> {
+        self.take(self.lock(), kind)
+    }
+
+    fn take(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        kind: Kind,
+    ) -> Option<(Request, Option<Call>)> {
         loop {
-            if queues.is_over {
+            if state.is_over {
                 return None;
             }
-            if let Some(request) = queues.urgent.pop_front() {
-                return Some(request);
+            if let Some(taken) = state.queues.pop(kind) {
+                return Some(taken);
             }
-            if least == Urgency::Bulk
-                && let Some(request) = queues.bulk.pop_front()
-            {
-                return Some(request);
-            }
-            queues = self
-                .more
-                .wait(queues)
-                .unwrap_or_else(PoisonError::into_inner);
+            state.queues.sleep(kind);
+            let woken = self.place(kind).wait(state);
+            state = woken.unwrap_or_else(PoisonError::into_inner);
+            state.queues.leave(kind);
         }
     }
 
-    fn work(&self, least: Urgency) {
+    fn work(self: &Arc<Self>, kind: Kind) {
         let mut buffer = Vec::new();
-        while let Some(request) = self.take(least) {
-            let Ok(bytes) = usize::try_from(request.bytes()) else {
-                continue;
-            };
-            if buffer.len() < bytes && buffer.try_reserve_exact(bytes - buffer.len()).is_err() {
-                // Dropping the request fails it.
-                continue;
+        let mut taken = self.first(kind);
+        while let Some((request, call)) = taken {
+            self.call(call);
+            self.serve(request, &mut buffer);
+            taken = self.next(kind);
+        }
+    }
+
+    fn serve(&self, request: Request, buffer: &mut Vec<u8>) {
+        let Ok(bytes) = usize::try_from(request.bytes()) else {
+            return;
+        };
+        if buffer.len() < bytes && buffer.try_reserve_exact(bytes - buffer.len()).is_err() {
+            // Dropping the request fails it.
+            return;
+        }
+        buffer.resize(bytes, 0);
+        let at = ReadAt {
+            region: request.region(),
+            offset_bytes: request.offset_bytes(),
+            gpa: request.gpa(),
+            urgency: request.urgency(),
+        };
+        // A panic of the source is caught and reported as a failure.
+        let read = catch_unwind(AssertUnwindSafe(|| self.source.read(at, buffer)));
+        match read {
+            Ok(Ok(Filled::Bytes)) => {
+                *buffer = request.complete_buffer(std::mem::take(buffer));
             }
-            buffer.resize(bytes, 0);
-            let at = ReadAt {
-                region: request.region(),
-                offset_bytes: request.offset_bytes(),
-                gpa: request.gpa(),
-                urgency: request.urgency(),
-            };
-            // A panic of the source is caught and reported as a failure.
-            let read = catch_unwind(AssertUnwindSafe(|| self.source.read(at, &mut buffer)));
-            match read {
-                Ok(Ok(Filled::Bytes)) => {
-                    buffer = request.complete_buffer(std::mem::take(&mut buffer));
+            Ok(Ok(Filled::Zero)) => request.complete(Content::Zero),
+            Ok(Ok(Filled::Poisoned)) => request.complete(Content::Poisoned),
+            Ok(Err(error)) => request.fail(error),
+            Err(panic) => request.fail(SourceError::Panicked {
+                message: message_of(&*panic),
+            }),
+        }
+    }
+
+    /// Has a thread look for a request. Not under the lock.
+    fn call(self: &Arc<Self>, call: Option<Call>) {
+        match call {
+            None => {}
+            Some(Call::Wake(kind)) => self.place(kind).notify_one(),
+            Some(Call::Start(kind)) => {
+                if let Err(error) = self.start(kind) {
+                    // The first thread of a pool is there: the request waits for it.
+                    log_limited!(
+                        warn,
+                        error = &error as &dyn std::error::Error,
+                        "no further thread to read with"
+                    );
                 }
-                Ok(Ok(Filled::Zero)) => request.complete(Content::Zero),
-                Ok(Ok(Filled::Poisoned)) => request.complete(Content::Poisoned),
-                Ok(Err(error)) => request.fail(error),
-                Err(panic) => request.fail(SourceError::Panicked {
-                    message: message_of(&*panic),
-                }),
             }
         }
+    }
+
+    /// Starts a thread that was counted.
+    fn start(self: &Arc<Self>, kind: Kind) -> Result<(), ServeError> {
+        let name = match kind {
+            Kind::Urgent => "pt-urgent",
+            Kind::Shared => "pt-shared",
+        };
+        let its = Arc::clone(self);
+        let thread = Builder::new().name(name.into());
+        let started = thread.spawn(move || its.work(kind));
+        started.map(drop).map_err(|source| {
+            self.lock().queues.not_started(kind);
+            ServeError::Thread {
+                name: name.into(),
+                source,
+            }
+        })
     }
 }
 
 impl Pool {
-    /// Starts the threads.
+    /// Starts the first thread of each kind.
     ///
     /// # Errors
     /// [`ServeError::NoReaders`] without a thread for bulk requests, [`ServeError::Thread`].
@@ -148,27 +212,20 @@ impl Pool {
         }
         let shared = Arc::new(Shared {
             source: Box::new(source),
-            queues: Mutex::default(),
-            more: Condvar::new(),
+            state: Mutex::new(State {
+                queues: Queues::new(config),
+                is_over: false,
+            }),
+            urgent: Condvar::new(),
+            any: Condvar::new(),
         });
-        let mut pool = Self {
-            shared,
-            _threads: Vec::new(),
-        };
-        let urgent = (0..config.urgent_threads).map(|index| (index, Urgency::Urgent));
-        let any = (0..config.shared_threads).map(|index| (index, Urgency::Bulk));
-        for (index, least) in urgent.chain(any) {
-            let class = match least {
-                Urgency::Urgent => "urgent",
-                Urgency::Bulk => "shared",
-            };
-            let name = format!("pt-{class}-{index}");
-            let its = Arc::clone(&pool.shared);
-            let thread = Builder::new()
-                .name(name.clone())
-                .spawn(move || its.work(least))
-                .map_err(|source| ServeError::Thread { name, source })?;
-            pool._threads.push(thread);
+        // Dropping it ends the thread that was started, if the other one cannot be.
+        let pool = Self { shared };
+        for kind in [Kind::Urgent, Kind::Shared] {
+            let may_be = pool.shared.lock().queues.start(kind);
+            if may_be {
+                pool.shared.start(kind)?;
+            }
         }
         Ok(Arc::new(pool))
     }
@@ -176,15 +233,9 @@ impl Pool {
 
 impl Source for Pool {
     fn submit(&self, request: Request) {
-        let mut queues = self.shared.lock();
-        match request.urgency() {
-            Urgency::Urgent => queues.urgent.push_back(request),
-            Urgency::Bulk => queues.bulk.push_back(request),
-        }
-        drop(queues);
-        // All threads, because a single notification might wake a thread that does not serve this
-        // class.
-        self.shared.more.notify_all();
+        let urgency = request.urgency();
+        let call = self.shared.lock().queues.push(request, urgency);
+        self.shared.call(call);
     }
 
     fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
@@ -196,30 +247,22 @@ impl Source for Pool {
     }
 
     fn cancel(&self, region: RegionId, id: RequestId) {
-        let mut queues = self.shared.lock();
-        let is_other = |request: &Request| request.region() != region || request.id() != id;
-        let mut cancelled = Vec::new();
-        let Queues { urgent, bulk, .. } = &mut *queues;
-        for queue in [urgent, bulk] {
-            if let Some(index) = queue.iter().position(|request| !is_other(request)) {
-                cancelled.extend(queue.remove(index));
-            }
-        }
+        let is_it = |request: &Request| request.region() == region && request.id() == id;
+        let cancelled = self.shared.lock().queues.remove(is_it);
         // Dropping a request answers it, which must not happen under the lock.
-        drop(queues);
         drop(cancelled);
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        let mut queues = self.shared.lock();
-        queues.is_over = true;
-        let waiting: Vec<_> = queues.urgent.drain(..).collect();
-        let bulk: Vec<_> = queues.bulk.drain(..).collect();
-        drop(queues);
-        self.shared.more.notify_all();
-        drop((waiting, bulk));
+        let mut state = self.shared.lock();
+        state.is_over = true;
+        let waiting = state.queues.clear();
+        drop(state);
+        self.shared.urgent.notify_all();
+        self.shared.any.notify_all();
+        drop(waiting);
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use pagetide_pager::{PoolConfig, ServeError, Source};
+use pagetide_pager::{Pool, PoolConfig, ServeError, Source};
 use pagetide_sources::{GuestImage, ImageSource, Location};
 
 use crate::log_limit::LogLimit;
@@ -14,53 +14,79 @@ use crate::options::{Binding, Options, WorkingSetMode};
 use crate::recorder::Recorder;
 use crate::working_set_file::{LoadedSet, Silent, WorkingSetFile, WorkingSetPlan};
 
-/// An image that is open, with the threads that read it. It never becomes another one.
+/// An image that is open. It never becomes another one.
 pub(crate) struct OpenImage {
     pub(crate) location: Location,
     pub(crate) image: Arc<dyn GuestImage>,
-    source: Arc<dyn Source>,
+    readers: Readers,
     /// The memfd that clones share, as long as one of them is there.
     shared: Mutex<Weak<SharedImage>>,
     /// The files of its working sets: sockets may name different ones.
     working_sets: Mutex<HashMap<PathBuf, Arc<WorkingSetFile>>>,
 }
 
+/// The threads that read an image, as long as a VM has it: most images of a fleet have no VM now.
+struct Readers {
+    config: PoolConfig,
+    metrics: Metrics,
+    lines: Arc<LogLimit>,
+    source: Mutex<Weak<dyn Source>>,
+}
+
+impl Readers {
+    fn of(image: &dyn GuestImage, options: &Options, metrics: &Metrics) -> Self {
+        Self {
+            config: pool(image, options),
+            metrics: metrics.clone(),
+            lines: Arc::default(),
+            source: Mutex::new(Weak::<Pool>::new()),
+        }
+    }
+
+    /// The threads of the VMs that have the image, or new ones.
+    fn source(&self, image: &Arc<dyn GuestImage>) -> Result<Arc<dyn Source>, ServeError> {
+        let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(there) = source.upgrade() {
+            return Ok(there);
+        }
+        let name = image.name().to_owned();
+        let (reads, errors) = (self.metrics.clone(), self.metrics.clone());
+        let lines = Arc::clone(&self.lines);
+        let started = ImageSource::start(
+            Arc::clone(image),
+            self.config,
+            move |duration| reads.source_read(duration),
+            move |error| {
+                errors.source_error(error.kind());
+                if let Some(dropped) = lines.pass() {
+                    tracing::warn!(
+                        image = name,
+                        dropped,
+                        error = error as &dyn std::error::Error,
+                        "a read failed"
+                    );
+                }
+            },
+        )?;
+        *source = Arc::downgrade(&started);
+        Ok(started)
+    }
+}
+
 impl OpenImage {
-    /// Starts the threads that read `image`.
-    pub(crate) fn start(
+    pub(crate) fn new(
         image: Arc<dyn GuestImage>,
         location: &Location,
         options: &Options,
         metrics: &Metrics,
-    ) -> Result<Self, ServeError> {
-        let counted = metrics.clone();
-        let name = image.name().to_owned();
-        let source = ImageSource::start(
-            Arc::clone(&image),
-            pool(&*image, options),
-            move |duration| counted.source_read(duration),
-            {
-                let (counted, lines) = (metrics.clone(), LogLimit::default());
-                move |error| {
-                    counted.source_error(error.kind());
-                    if let Some(dropped) = lines.pass() {
-                        tracing::warn!(
-                            image = name,
-                            dropped,
-                            error = error as &dyn std::error::Error,
-                            "a read failed"
-                        );
-                    }
-                }
-            },
-        )?;
-        Ok(Self {
+    ) -> Self {
+        Self {
             location: location.clone(),
+            readers: Readers::of(&*image, options, metrics),
             image,
-            source,
             shared: Mutex::default(),
             working_sets: Mutex::default(),
-        })
+        }
     }
 
     /// The file of its working set at `path`, which all sockets that name it share.
@@ -82,7 +108,6 @@ pub(crate) struct ServedImage {
     opened: Arc<OpenImage>,
     pub(crate) location: Location,
     pub(crate) image: Arc<dyn GuestImage>,
-    pub(crate) source: Arc<dyn Source>,
     working_set: Option<Arc<WorkingSetFile>>,
 }
 
@@ -100,9 +125,16 @@ impl ServedImage {
             opened: Arc::clone(opened),
             location: opened.location.clone(),
             image: Arc::clone(&opened.image),
-            source: Arc::clone(&opened.source),
             working_set: path.map(|path| opened.working_set_at(path, mode)),
         }
+    }
+
+    /// What reads it for a VM.
+    ///
+    /// # Errors
+    /// As [`ImageSource::start`].
+    pub(crate) fn source(&self) -> Result<Arc<dyn Source>, ServeError> {
+        self.opened.readers.source(&self.image)
     }
 
     /// Whether it is this image.
@@ -217,9 +249,14 @@ impl ServedImage {
         location: &Location,
         options: &Options,
     ) -> Self {
-        let opened = OpenImage::start(image, location, options, &Metrics::default());
+        let opened = OpenImage::new(image, location, options, &Metrics::default());
         let binding = Binding::new("test.sock", location.clone());
-        Self::new(&Arc::new(opened.unwrap()), &binding, options)
+        Self::new(&Arc::new(opened), &binding, options)
+    }
+
+    /// Has a source in place of the threads that read it, as long as the caller keeps the source.
+    pub(crate) fn read_by(&self, source: &Arc<dyn Source>) {
+        *self.opened.readers.source.lock().unwrap() = Arc::downgrade(source);
     }
 }
 

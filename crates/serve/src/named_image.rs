@@ -8,7 +8,6 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pagetide_pager::ServeError;
 use pagetide_sources::{
     BlobError, Digest, FileIdentity, ImageError, Location, OpenError, Standing, StateFile, open,
 };
@@ -29,15 +28,6 @@ pub enum NoImage {
         /// The reason.
         #[source]
         source: Box<OpenError>,
-    },
-    /// The threads that read the image could not be started.
-    #[error("starting to read the image {location}")]
-    Readers {
-        /// The image.
-        location: Location,
-        /// The reason.
-        #[source]
-        source: ServeError,
     },
     /// What its name leads to could not be found out.
     #[error("looking at the image {location}")]
@@ -228,11 +218,7 @@ fn open_at(
         location: location.clone(),
         source: Box::new(source),
     })?;
-    let started = OpenImage::start(image, location, options, metrics);
-    started.map_err(|source| NoImage::Readers {
-        location: location.clone(),
-        source,
-    })
+    Ok(OpenImage::new(image, location, options, metrics))
 }
 
 /// What the VMs of one socket get.

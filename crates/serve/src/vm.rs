@@ -103,7 +103,7 @@ pub(crate) enum VmError {
         /// The length of the image.
         image_bytes: u64,
     },
-    /// The descriptors of the pager failed.
+    /// The threads that read the image could not be started, or descriptors of the pager failed.
     #[error(transparent)]
     Serve(#[from] ServeError),
     /// The VM could not be kept for a successor.

@@ -238,7 +238,7 @@ impl<'a> Vm<'a> {
         if here > 0 {
             let source = match &attached.memory {
                 Memory::Clone(shared) => Arc::clone(&shared.source),
-                Memory::Missing | Memory::Minor(..) => Arc::clone(&self.image.source),
+                Memory::Missing | Memory::Minor(..) => self.image.source()?,
             };
             let around = match region.page_size {
                 PageSize::Size4K if self.recorder.is_none() => {
