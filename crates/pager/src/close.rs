@@ -78,13 +78,38 @@ impl Pager {
         id: RegionId,
         go_on: &mut dyn FnMut(u64) -> bool,
     ) -> Result<(), RegionChangeError> {
+        self.remove_as(id, &mut Closing::new(go_on))
+    }
+
+    /// Ends the paging of a region whose memory its owner unmaps next. Memory of this process
+    /// ([`RegionConfig::mapped`](crate::RegionConfig::mapped)) becomes inaccessible as a whole and for good, and no missing page
+    /// is poisoned: that takes a page table entry for each. A thread that accesses the memory nevertheless, or sleeps there,
+    /// gets SIGSEGV, or EFAULT from a system call or KVM.
+    ///
+    /// The same as [`Self::remove`] for other memory, and where the kernel refuses. A [`Region`](pagetide_memory::Region) needs
+    /// no such call: if every other `Arc` of it was dropped before, `remove` and the end of the pager do this by themselves.
+    ///
+    /// # Safety
+    ///
+    /// No code accesses the region's memory any more but to unmap it, or to map something else there.
+    ///
+    /// # Errors
+    /// As for [`Self::remove`].
+    pub unsafe fn remove_with_memory(&self, id: RegionId) -> Result<(), RegionChangeError> {
+        let mut go_on = |_| true;
+        let mut closing = Closing::new(&mut go_on);
+        closing.is_unmapped_next = true;
+        self.remove_as(id, &mut closing)
+    }
+
+    fn remove_as(&self, id: RegionId, closing: &mut Closing<'_>) -> Result<(), RegionChangeError> {
         let _edit = self.lock_edit();
         let table = self.table();
         let region = table
             .region(id)
             .ok_or(RegionChangeError::NoSuchRegion { region: id })?;
         self.set_table(table.without(id));
-        self.close_region(region, &mut Closing::new(go_on));
+        self.close_region(region, closing);
         Ok(())
     }
 
@@ -156,8 +181,14 @@ impl Pager {
         for space in region.spaces.all() {
             self.close_space(region, &space, closing);
         }
-        if ends_with_its_memory(region) {
+        if ends_with_its_memory(region, closing) {
             region.map.notify_all();
+            if closing.is_unmapped_next && region.memory.local().is_none() {
+                // The userfaultfd may serve other regions, and stay open; and the end of a registration for MINOR alone
+                // wakes nobody.
+                self.wake_all(region);
+                self.end_registration(region);
+            }
             self.leave_channels(region);
             // Which wakes the threads that sleep there.
             self.unregister_local(region);
@@ -392,6 +423,8 @@ pub(crate) struct Closing<'a> {
     /// Told after each step how many pages were not mapped, if any.
     go_on: &'a mut dyn FnMut(u64) -> bool,
     has_given_up: bool,
+    /// The owner of the memory has promised that nobody accesses it any more.
+    is_unmapped_next: bool,
 }
 
 impl<'a> Closing<'a> {
@@ -400,6 +433,7 @@ impl<'a> Closing<'a> {
             again: Again::in_all(),
             go_on,
             has_given_up: false,
+            is_unmapped_next: false,
         }
     }
 
@@ -429,11 +463,12 @@ impl Drop for Pager {
 }
 
 /// Whether nobody can read a missing page any more, so that none needs a mark: that would cost a page table entry for each.
-fn ends_with_its_memory(region: &PagedRegion) -> bool {
+fn ends_with_its_memory(region: &PagedRegion, closing: &Closing<'_>) -> bool {
     match region.memory.local() {
         // Nobody else has it, so that it is unmapped next.
         Some(local) => Arc::strong_count(local) == 1 && local.close_guest().is_ok(),
-        None => region.served.iter().all(|served| served.channel.is_gone()),
+        None if region.served.iter().all(|served| served.channel.is_gone()) => true,
+        None => closing.is_unmapped_next && region.memory.close(),
     }
 }
 

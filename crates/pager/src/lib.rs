@@ -41,7 +41,9 @@
 //! 1. The vCPUs. One that waits for a page in an exit returns after [`Pager::stop`]; one that sleeps in
 //!    a userfaultfd returns when its page arrives or is poisoned ([`Pager::abandon`]).
 //! 2. [`Prefetch`], then [`Readers`] and other threads that serve the pager's descriptor.
-//! 3. The pager, when its last [`Arc`](std::sync::Arc) is dropped: missing pages are poisoned.
+//! 3. The pager, when its last [`Arc`](std::sync::Arc) is dropped: missing pages are poisoned. That takes a page table entry
+//!    for each. Memory that is unmapped next needs none: drop all else that has a `Region` before the pager, and call
+//!    [`Pager::remove_with_memory`] for memory that the VMM has mapped.
 //! 4. The memory.
 //!
 //! # Back-pressure

@@ -102,6 +102,12 @@ pub(crate) trait Memory: fmt::Debug + Send + Sync {
     /// that owns the memory can.
     fn fault_in(&self, page: PageIndex, access: FaultInAccess) -> Option<Result<(), FaultInError>>;
 
+    /// Makes the memory inaccessible for good, however much of it is missing, for an owner who unmaps it next. Whether
+    /// that was possible; if not, missing pages may be accessible still.
+    fn close(&self) -> bool {
+        false
+    }
+
     /// Undoes what was changed so that the memory could be paged.
     fn end(&self);
 

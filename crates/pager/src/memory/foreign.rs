@@ -9,7 +9,7 @@ use pagetide_memory::{
 };
 use pagetide_uapi::userfaultfd::{InstallError, Wake};
 use rustix::io::Errno;
-use rustix::mm::Advice;
+use rustix::mm::{Advice, MprotectFlags};
 
 use super::{Memory, Shape, copy, span, zero_pages};
 use crate::error::{AddError, DiscardError, InstallFailure};
@@ -138,6 +138,19 @@ impl Memory for Foreign {
         })
     }
 
+    fn close(&self) -> bool {
+        if !self.is_mapped_here {
+            return false;
+        }
+        let Shape { range, .. } = self.shape;
+        let start = std::ptr::with_exposed_provenance_mut::<std::ffi::c_void>(range.start().0);
+        // SAFETY: mprotect requires that no code relies on the access that is taken away. The creator of a region with
+        // `is_mapped_here` has promised that the range is this process's and mapped (RegionConfig::mapped); and only
+        // Pager::remove_with_memory leads here, whose caller has promised that no code accesses it any more.
+        let closed = unsafe { rustix::mm::mprotect(start, range.bytes(), MprotectFlags::empty()) };
+        closed.is_ok()
+    }
+
     fn end(&self) {
         if self.is_inherited_again {
             let bytes = self.shape.range.bytes() as u64;
@@ -213,6 +226,10 @@ impl Memory for ForeignFile {
         self.memory.fault_in(page, access)
     }
 
+    fn close(&self) -> bool {
+        self.memory.close()
+    }
+
     fn end(&self) {
         self.memory.end();
     }
@@ -275,6 +292,10 @@ impl Memory for ForeignClone {
 
     fn fault_in(&self, page: PageIndex, access: FaultInAccess) -> Option<Result<(), FaultInError>> {
         self.memory.fault_in(page, access)
+    }
+
+    fn close(&self) -> bool {
+        self.memory.close()
     }
 
     fn end(&self) {
