@@ -8,7 +8,7 @@ use pagetide_uapi::userfaultfd::{UserRange, Userfaultfd};
 use crate::again::Again;
 use crate::claim::Claim;
 use crate::counters::Counters;
-use crate::error::{ExportError, RegionChangeError, WAIT_SLICE};
+use crate::error::{ExportError, RegionChangeError};
 use crate::fault::RegionId;
 use crate::install::wake;
 use crate::kept_open::{close_gone, keep_open};
@@ -146,7 +146,7 @@ impl Pager {
         let spans = served.channel.spans_of(id, &region.home_of(served));
         self.leave_channels(region);
         // Installations in progress are finished: after this no page changes any more.
-        self.settle_installing(region);
+        region.settle_installing();
         region.map.notify_all();
         let image = region.map.image();
         let mut parts = Vec::with_capacity(spans.len());
@@ -176,7 +176,7 @@ impl Pager {
         region.close();
         // All threads are woken below.
         drop(self.cancel_all(region));
-        self.settle_installing(region);
+        region.settle_installing();
         // First, so that their missing pages are marked once.
         for space in region.spaces.all() {
             self.close_space(region, &space, closing);
@@ -281,22 +281,10 @@ impl Pager {
         }
     }
 
-    /// Waits for installations in progress, which take a few system calls.
-    fn settle_installing(&self, region: &PagedRegion) {
-        let mut rest = region.all_pages();
-        // An installation that begins behind the place of this walk sees that the region is closed.
-        while let Some(page) = region.map.next_installing(rest) {
-            while region.map.state(page) == Some(PageState::Installing) {
-                region.map.wait_for_owner(page, WAIT_SLICE);
-            }
-            rest = PageRange::new(page, rest.end().0 - page.0);
-        }
-    }
-
     /// Poisons every missing page. Repeated, in case an installation that began before has given its pages back since.
     pub(crate) fn poison_all_missing(&self, region: &PagedRegion, closing: &mut Closing<'_>) {
         while region.map.next_unsettled(region.all_pages()).is_some() {
-            self.settle_installing(region);
+            region.settle_installing();
             if !self.poison_missing(region, closing) {
                 return region.note_unmarked();
             }

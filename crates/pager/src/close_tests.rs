@@ -169,7 +169,7 @@ fn an_installation_in_progress_is_waited_for_asleep() {
     let installing = region.map.claim_arrived(LOST).unwrap();
     let its = Arc::clone(&region);
     let waiting = Sleeper::spawn("the end of a region", move || {
-        pager.settle_installing(&its);
+        its.settle_installing();
     });
     drop(installing);
     waiting.join();

@@ -147,9 +147,21 @@ impl Pager {
     }
 
     /// The states of a region's pages at this moment, without a hand-over: every page that is not settled is missing.
-    /// Settled pages stay settled, so a later image has at least those. Reads one byte per page.
+    /// Settled pages stay settled, so a later image has at least those. Reads one byte per page. Waits for installations in
+    /// progress, and must not be called by a [`Mapper`](crate::Mapper).
+    ///
+    /// While a VM and its devices are paused, its memory can be read as a whole, and nothing is installed: the content of a page
+    /// that the image has as missing is what the source has, also if prefetch installs the page meanwhile
+    /// ([`LocalSource::fill`](crate::LocalSource::fill), [`BlockingSource::read`](crate::BlockingSource::read), or what else
+    /// stands behind the source). A settled page is read from memory, after
+    /// [`Resolver::ensure_present`](crate::Resolver::ensure_present), unless it is poisoned. (Where
+    /// [existing pages are trusted](crate::RegionConfig::trust_existing_pages), what the file of the memory has of a
+    /// missing page comes first.)
     pub fn image(&self, id: RegionId) -> Option<PageMapImage> {
-        Some(self.table().region(id)?.map.image())
+        let region = Arc::clone(self.table().region(id)?);
+        // A thread that sleeps in the userfaultfd is awake, and may have written, before its page is settled.
+        region.settle_installing();
+        Some(region.map.image())
     }
 
     /// The number of present pages of all regions. Reads one byte per page.

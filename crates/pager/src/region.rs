@@ -14,6 +14,7 @@ use pagetide_uapi::userfaultfd::{Mode, UserRange};
 
 use crate::channel::{Channel, InstallLock};
 use crate::config::{Holes, InstalledBy, MapperConfig, ObserverConfig};
+use crate::error::WAIT_SLICE;
 use crate::fault::RegionId;
 use crate::memory::{Memory, Place};
 use crate::missing::Missing;
@@ -257,6 +258,22 @@ impl PagedRegion {
             range: UserRange { start, bytes },
             pages,
         })
+    }
+
+    /// Waits for the installations that are in progress, which take a few system calls. One that begins behind the place of
+    /// this walk sees that the region is closed, if it is; and prefetch, which walks likewise, is not followed.
+    pub(crate) fn settle_installing(&self) {
+        let mut rest = self.all_pages();
+        let mut installing = Vec::new();
+        while let Some(page) = self.map.next_installing(rest) {
+            installing.push(page);
+            (_, rest) = rest.split_at(page.0 + 1 - rest.first().0);
+        }
+        for page in installing {
+            while self.map.state(page) == Some(PageState::Installing) {
+                self.map.wait_for_owner(page, WAIT_SLICE);
+            }
+        }
     }
 
     /// The book of its missing pages.

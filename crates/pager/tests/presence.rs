@@ -3,15 +3,19 @@
 
 mod support;
 
+use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 
-use pagetide_memory::{Access, Backing, GuestAddress, PageState, Region};
+use pagetide_memory::{Access, Backing, GuestAddress, GuestRange, PageIndex, PageState, Region};
 use pagetide_pager::{
-    Content, Contents, Mode, Pager, PresenceError, RegionConfig, RegionId, Request, ResolveError,
-    Resolver,
+    Content, Contents, LocalSource, Mapper, Mode, Pager, PresenceError, RegionConfig, RegionId,
+    Request, ResolveError, Resolver,
 };
 use support::manual::*;
+use support::sources::fill_in;
+use support::spawn_asleep;
 
 /// From the middle of one page to the middle of another.
 fn ensure(
@@ -114,4 +118,90 @@ fn what_an_access_would_meet_is_an_error() {
         matches!(stopped, Err(PresenceError::Poisoned { .. })),
         "{stopped:?}"
     );
+}
+
+/// Kind: a state that is looked at between two steps that belong together.
+#[test]
+fn an_image_waits_for_a_page_that_is_mapped_and_not_yet_settled() {
+    let Some(region) = region(4, Backing::Shmem) else {
+        return;
+    };
+    let (gate, manual) = (Gate::new(), ManualSource::new());
+    let mapper = Arc::new(Held(Arc::clone(&gate)));
+    let pager = Pager::new().unwrap();
+    let config = RegionConfig::local(Arc::clone(&region), Mode::Missing, manual.contents());
+    let id = pager.add(config.populate(mapper, 512)).unwrap();
+    let pushing = Arc::clone(&pager);
+    let push = thread::spawn(move || {
+        let bytes = content_of(range(1, 1));
+        pushing
+            .push(id, range(1, 1), Content::Bytes(&bytes))
+            .unwrap();
+    });
+    gate.wait_for(1);
+    // As a thread does that was woken by the installation.
+    region.write_guest(PageIndex(1), 0, &[9]).unwrap();
+    assert_eq!(state(&pager, 1), PageState::Installing);
+    let its = Arc::clone(&pager);
+    let image = spawn_asleep("an image", move || its.image(id).unwrap());
+    gate.open();
+    let image = join("an image", image);
+    assert_eq!(image.state(PageIndex(1)), Some(PageState::Present));
+    join("the push", push);
+}
+
+/// Keeps a page Installing.
+struct Held(Arc<Gate>);
+
+impl Mapper for Held {
+    fn populate(&self, range: GuestRange) -> Result<u64, Box<dyn Error + Send + Sync>> {
+        self.0.pass();
+        Ok(range.bytes())
+    }
+}
+
+/// As for a snapshot: what is missing is read from the source, and stays missing.
+#[test]
+fn a_paused_vm_is_read_as_a_whole_while_pages_are_missing() {
+    const PAGES: u64 = 8;
+    for (mode, backing) in WAYS {
+        let Some(region) = region(PAGES, backing) else {
+            return;
+        };
+        let source = Arc::new(LocalFn(fill_in));
+        let contents = Contents::Local(Arc::clone(&source) as Arc<dyn LocalSource>);
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(&region), mode, contents);
+        let id = pager.add(config).unwrap();
+        let mut resolver = pager.resolver(None).unwrap();
+        ensure(&mut resolver, 1, 3, Access::Write).unwrap();
+        region.write_guest(PageIndex(2), 0, &[9]).unwrap();
+        pager.discard(id, range(3, 2)).unwrap();
+        resolver.ensure_present(gpa(3), 1, Access::Write).unwrap();
+        region.write_guest(PageIndex(3), 0, &[8]).unwrap();
+
+        let image = pager.image(id).unwrap();
+        // Prefetch goes on.
+        resolver.ensure_present(gpa(6), 1, Access::Read).unwrap();
+        let before = pager.progress();
+        let mut seen = Vec::new();
+        for page in (0..PAGES).map(PageIndex) {
+            let mut bytes = [0; 4096];
+            if image.state(page) == Some(PageState::Absent) {
+                source.fill(gpa(page.0), &mut bytes).unwrap();
+            } else {
+                resolver
+                    .ensure_present(gpa(page.0), PAGE, Access::Read)
+                    .unwrap();
+                region.read_guest(page, 0, &mut bytes).unwrap();
+            }
+            seen.extend(bytes);
+        }
+        let mut wanted = content_of(range(0, PAGES));
+        let at = |page: u64| usize::try_from(page * PAGE).unwrap();
+        wanted[at(3)..at(5)].fill(0);
+        (wanted[at(2)], wanted[at(3)]) = (9, 8);
+        assert!(seen == wanted, "{mode:?} {backing}");
+        assert_eq!(pager.progress(), before, "{mode:?} {backing}");
+    }
 }
