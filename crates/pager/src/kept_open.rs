@@ -138,9 +138,13 @@ pub(crate) fn keep_open(channel: &Arc<Channel>) {
 
 /// Closes those whose processes have gone. Called whenever the paging of a region ends.
 pub(crate) fn close_gone() {
+    close_those(Channel::is_gone);
+}
+
+fn close_those(are_gone: impl Fn(&Channel) -> bool) {
     // To ask takes a lock of the process, which can hold it for long.
     let all: Vec<_> = lock().iter().map(Arc::clone).collect();
-    for kept in all.iter().filter(|kept| kept.channel.is_gone()) {
+    for kept in all.iter().filter(|kept| are_gone(&kept.channel)) {
         lock().retain(|other| !Arc::ptr_eq(other, kept));
         if let Some(end) = &kept.end {
             // Fails only if the counter is at its maximum.
@@ -352,6 +356,28 @@ mod tests {
             // One reader is enough.
             keep_open(&first);
             assert_eq!((read(), READERS.load(Ordering::Relaxed)), (vec![true], 1));
+        });
+    }
+
+    /// Kind: a lock held during a system call that another process can have last for ever.
+    #[test]
+    fn whether_a_process_has_gone_is_asked_without_the_lock() {
+        let this = "kept_open::tests::whether_a_process_has_gone_is_asked_without_the_lock";
+        in_a_process_of_its_own(this, || {
+            let channels = [(); 2].map(|()| channel());
+            let [Some(living), Some(gone)] = channels else {
+                return;
+            };
+            keep_open(&living);
+            keep_open(&gone);
+            let is_free = || KEPT.try_lock().is_ok();
+            let asked = std::cell::Cell::new(0);
+            close_those(|channel| {
+                asked.set(asked.get() + 1);
+                assert!(is_free());
+                is_same(&channel.uffd, &gone.uffd)
+            });
+            assert_eq!((asked.get(), kept_open()), (2, 1));
         });
     }
 

@@ -44,9 +44,42 @@ impl Pager {
 mod tests {
     use std::sync::Arc;
 
-    use pagetide_uapi::userfaultfd::{EventBuffer, Features, Userfaultfd};
+    use pagetide_memory::{Backing, GuestAddress, Region};
+    use pagetide_uapi::userfaultfd::{EventBuffer, Features, Mode, PageFault, Userfaultfd};
 
     use super::*;
+    use crate::{Contents, PatternSource, RegionConfig, Serving, UffdLayout};
+
+    /// Kind: what is left to a thread that has just gone by. One thread puts faults back, because a message behind them stays
+    /// unread; another one, which began before, has read that message since.
+    #[test]
+    fn faults_that_were_put_back_are_reported_although_nothing_is_unread() {
+        if let Err(error) = Userfaultfd::available() {
+            println!("SKIP: {error}");
+            return;
+        }
+        let memory = Region::new(GuestAddress(0), 4 << 12, Backing::Anonymous).unwrap();
+        let memory = Arc::new(memory);
+        let content = Contents::Local(Arc::new(PatternSource::new(|_, _: &mut [u8]| {})));
+        let pager = Pager::new().unwrap();
+        let config = RegionConfig::local(Arc::clone(&memory), Mode::Missing, content);
+        let config = config.userfaultfds(UffdLayout::WithEvents);
+        pager.add(config).unwrap();
+        let table = pager.table();
+        let channel = &table.channels()[0];
+        channel.defer([PageFault {
+            address: memory.guest().start().as_u64(),
+            write: false,
+            minor: false,
+            write_protected: false,
+            thread: 0,
+        }]);
+        assert!(!channel.unread.is_some());
+        let mut serving = Serving::new(&pager, 1);
+        assert_eq!(serving.process_ready().unwrap(), 0);
+        pager.report_unread();
+        assert_eq!(serving.process_ready().unwrap(), 1);
+    }
 
     /// Kind: a line of the log for each of something that happens again and again.
     #[test]

@@ -286,3 +286,40 @@ fn a_fork_behind_a_fault_is_read_when_there_is_a_descriptor() {
         assert_no_trouble(&pager);
     });
 }
+
+/// The same of an address space that shares a region's memory. Its fault installs a page in the region's own, which says nothing
+/// of messages here.
+#[test]
+fn a_back_ends_fork_behind_a_fault_is_read_when_there_is_a_descriptor() {
+    let this = "a_back_ends_fork_behind_a_fault_is_read_when_there_is_a_descriptor";
+    in_a_process_of_its_own(this, || {
+        if !has_userfaultfd() || !can_poison() {
+            return;
+        }
+        let file = memfd(4 * PAGE);
+        let [vmm, back_end] = [(); 2].map(|()| Arc::new(View::new(&file, 4 * PAGE)));
+        let (size, mode) = (PageSize::Size4K, Mode::Missing);
+        let uffd = vmm.register(mode);
+        let config = RegionConfig::foreign(&uffd, vmm.range(), size, mode, pattern());
+        let config = config.gpa(GPA).memfd(Memfd {
+            file: file.try_clone().unwrap(),
+            offset_bytes: 0,
+        });
+        let pager = Pager::new().unwrap();
+        let id = pager.add(config).unwrap();
+        let its = back_end.register_with(mode, Features::EVENT_FORK);
+        pager.attach(&its, &[(id, back_end.range())]).unwrap();
+        let reading = Arc::clone(&back_end);
+        let read = spawn_asleep("a read", move || reading.populate_here(1));
+        let fork = fork_asleep(&back_end);
+        let none = NoDescriptor::begin();
+        let mut serving = Serving::new(&pager, 4);
+        assert_eq!(serving.process_ready().unwrap(), 1);
+        assert_eq!(pager.progress().present, 1);
+        drop(none);
+        assert_eq!(serve_until_end(&mut serving, fork), libc::SIGBUS);
+        assert_eq!(read.join(), Ok(()));
+        assert_eq!(back_end.read_here(1), word_of(1));
+        assert_no_trouble(&pager);
+    });
+}

@@ -6,13 +6,16 @@ mod support;
 use std::sync::Arc;
 
 use pagetide_memory::{
-    Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageState, PoisonMap,
+    Access, Backing, GuestAddress, GuestRange, PageIndex, PageRange, PageSize, PageState, PoisonMap,
 };
 use pagetide_pager::{
-    Content, Contents, Filled, Holes, Mode, Prefetch, PrefetchConfig, Progress, PushError,
+    Content, Contents, Filled, Holes, Mode, Pager, Prefetch, PrefetchConfig, Progress, PushError,
     ReaderConfig, Readers, RegionConfig, Resolution,
 };
 use pagetide_test_support::Sleeper;
+use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
+use rustix::io::Errno;
+use support::view::View;
 use support::*;
 
 fn map(ranges: &[GuestRange]) -> PoisonMap {
@@ -301,4 +304,79 @@ fn a_part_of_a_huge_page_is_not_the_page() {
     assert_eq!(paged.pager.record_poison(gpas(512, 512)), 1);
     assert_eq!(paged.state(0), PageState::Absent);
     assert_eq!(paged.state(1), PageState::Poisoned);
+}
+
+/// So many pages that are not mapped are looked at, and no more.
+const MOST_HOLES: u64 = 1 << 16;
+/// Pages behind them, which alone are registered.
+const BEHIND: [u64; 3] = [MOST_HOLES, MOST_HOLES + 1, MOST_HOLES + 2];
+const WITH_HOLES: u64 = MOST_HOLES + 3;
+
+/// Memory that has little in it: a process may have had any amount of it paged.
+fn mostly_holes() -> (View, Arc<Userfaultfd>) {
+    let view = View::private(WITH_HOLES * PAGE);
+    let uffd = Userfaultfd::open(Features::POISON).unwrap();
+    // SAFETY: a View is never unmapped, and no code relies on its zeroes.
+    unsafe { uffd.register(page_of(&view, BEHIND[0], 3), Mode::Missing) }.unwrap();
+    (view, Arc::new(uffd))
+}
+
+fn page_of(view: &View, first: u64, count: u64) -> UserRange {
+    UserRange {
+        start: view.range().start().as_u64() + first * PAGE,
+        bytes: count * PAGE,
+    }
+}
+
+/// Kind: what one client's memory costs everybody, without a bound. And where a bound is met, a thread that nobody wakes, and a
+/// page that reads as zeroes when paging has ended.
+#[test]
+fn of_memory_that_is_lost_little_is_looked_at_where_nothing_is_mapped() {
+    if !can_poison() {
+        return;
+    }
+    handle_sigbus();
+    let (view, uffd) = mostly_holes();
+    let view = Arc::new(view);
+    let source = ManualSource::new();
+    let (size, mode) = (PageSize::Size4K, Mode::Missing);
+    let config = RegionConfig::foreign(&uffd, view.range(), size, mode, source.contents());
+    let pager = Pager::new().unwrap();
+    let id = pager.add(config.gpa(GPA)).unwrap();
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    let its = Arc::clone(&view);
+    let asleep = spawn_asleep("a read", move || its.populate_here(BEHIND[0]));
+    let _never_answered = source.next();
+    let lost = pager.record_poison(gpas(0, WITH_HOLES));
+    assert_eq!(lost, WITH_HOLES);
+    // Woken, it faults again, and finds the page lost.
+    assert_eq!(join("a read", asleep), Err(Errno::HWPOISON));
+    // The other one has no mark until a thread touches it.
+    let marked = uffd.poison_pages(page_of(&view, BEHIND[1], 1), Wake::DontWake);
+    assert_eq!(marked, Ok(()));
+    readers.stop();
+    pager.remove(id).unwrap();
+    assert!(view.is_lost(BEHIND[2]));
+}
+
+/// The same for memory that was lost before it was added.
+#[test]
+fn of_memory_that_was_lost_before_little_is_looked_at_where_nothing_is_mapped() {
+    if !can_poison() {
+        return;
+    }
+    let (view, uffd) = mostly_holes();
+    let lost = map(&[gpas(0, WITH_HOLES)]);
+    let (size, mode) = (PageSize::Size4K, Mode::Missing);
+    let config = RegionConfig::foreign(&uffd, view.range(), size, mode, pattern());
+    let pager = Pager::new().unwrap();
+    let id = pager.add(config.gpa(GPA).poison(lost)).unwrap();
+    assert_eq!(pager.progress().poisoned, WITH_HOLES);
+    let marked = uffd.poison_pages(page_of(&view, BEHIND[1], 1), Wake::DontWake);
+    assert_eq!(marked, Ok(()));
+    let readers = Readers::spawn(&pager, ReaderConfig::new(1)).unwrap();
+    assert!(view.is_lost(BEHIND[0]));
+    readers.stop();
+    pager.remove(id).unwrap();
+    assert!(view.is_lost(BEHIND[2]));
 }
