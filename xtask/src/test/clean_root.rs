@@ -54,10 +54,9 @@ impl CleanRoot {
     }
 
     fn copy_of(original: &Path, paths: &Paths) -> Result<Self> {
-        let directory = paths
-            .target()
-            .join("test")
-            .join(format!("root-{}", files::unique()));
+        let test = paths.target().join("test");
+        fs::create_dir_all(&test)?;
+        let directory = test.join(format!("root-{}", files::unique()));
         let root = Self { directory };
         Run::new("cp")
             .args(["-a", "--reflink=auto"])
