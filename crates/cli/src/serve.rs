@@ -36,9 +36,11 @@ pub(crate) use settings::{BasesArgument, Failing, LogFormat, Switch, WorkingSet}
 /// How long the end waits for the terminal to take the line away.
 const TERMINAL: Duration = Duration::from_millis(500);
 
-/// A server ends within 5 s of SIGTERM. Guests are drained for 3.5 s, and what is missing then is poisoned. The log's last
-/// lines are waited for after that.
-const END: Duration = Duration::from_millis(4300);
+/// How long the end takes beside the drain of guests: what is missing after the drain is poisoned.
+const END: Duration = Duration::from_millis(800);
+
+/// What the process needs after that, for the log's last lines.
+const LAST_LINES: Duration = Duration::from_millis(700);
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -162,7 +164,7 @@ pub(crate) fn run(
     }
     // A service manager's soft limit is 1024, for programs that use select().
     let descriptors = raise_descriptors();
-    let max_vms = options.max_vms;
+    let (max_vms, stop_limit) = (options.max_vms, options.stop_limit);
     // A write to a memfd for which the kernel has no page is then an error of one VM.
     pagetide_kvm::poison::install_sigbus_handler().map_err(Failure::failed)?;
     let is_starting = Arc::new(AtomicBool::new(true));
@@ -225,7 +227,7 @@ pub(crate) fn run(
                 signals,
                 arguments,
                 &settings,
-                &stopper,
+                (&stopper, stop_limit),
                 (&metrics, log),
                 seccomp,
             );
@@ -309,19 +311,19 @@ fn obey_signals(
     mut signals: Signals,
     arguments: &ServeArguments,
     started: &Settings,
-    stopper: &Stopper,
+    (stopper, stop_limit): (&Stopper, Duration),
     (metrics, log): (&Metrics, &Queue),
     seccomp: Seccomp,
 ) {
     for signal in signals.forever() {
         if signal != SIGHUP {
             if !stopper.is_stopping() {
-                end_in_time(metrics.clone(), log.clone());
+                end_in_time(stop_limit + END, metrics.clone(), log.clone());
             }
             // First what was asked for, and then the news of it.
             stopper.stop();
             tracing::info!(signal, "ending");
-            tell(News::Stopping);
+            tell(News::Stopping(stop_limit + END + LAST_LINES));
             continue;
         }
         tell(News::Reloading);
@@ -358,9 +360,9 @@ fn obey_signals(
 
 /// Ends the process if the server has not ended in time, whatever holds it up. Not before the last VM has ended: a missing page that is not poisoned
 /// yet could read as zeroes.
-fn end_in_time(metrics: Metrics, log: Queue) {
+fn end_in_time(end: Duration, metrics: Metrics, log: Queue) {
     let wait = move || {
-        thread::sleep(END);
+        thread::sleep(end);
         while metrics.totals().vms > 0 {
             thread::sleep(Duration::from_millis(50));
         }

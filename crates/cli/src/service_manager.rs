@@ -15,8 +15,8 @@ pub(crate) enum News {
     Ready,
     /// The server reads its options again, and says [`News::Ready`] when it uses them.
     Reloading,
-    /// The server ends.
-    Stopping,
+    /// The server ends, within this time.
+    Stopping(Duration),
 }
 
 impl News {
@@ -24,7 +24,10 @@ impl News {
         match self {
             Self::Ready => "READY=1".into(),
             Self::Reloading => format!("RELOADING=1\nMONOTONIC_USEC={}", monotonic_us()).into(),
-            Self::Stopping => "STOPPING=1".into(),
+            // The unit's TimeoutStopSec= is for a server with the default drain.
+            Self::Stopping(within) => {
+                format!("STOPPING=1\nEXTEND_TIMEOUT_USEC={}", within.as_micros()).into()
+            }
         }
     }
 }

@@ -124,7 +124,7 @@ fn what_makes_no_sense_is_refused_in_one_line() {
     );
     fs::write(place.path("other-image"), vec![8; 8192]).expect("a temporary file");
     fs::write(place.path("empty"), "").expect("a temporary file");
-    let cases: [(&[&str], &str); 20] = [
+    let cases: [(&[&str], &str); 21] = [
         (&[&binding, &again], "the socket is named twice, for "),
         (&[], "SOCKET=IMAGE"),
         (&["socket"], "is not SOCKET=IMAGE"),
@@ -149,6 +149,7 @@ fn what_makes_no_sense_is_refused_in_one_line() {
             &[&binding, "--max-vms-per-user", "0"],
             "--max-vms-per-user is 1 at least",
         ),
+        (&[&binding, "--stop-limit", "86401"], "seconds up to a day"),
         (&["socket=empty"], "empty is no guest memory: it is empty"),
         (
             &[&binding, "--metrics", "unix:/no/such/metrics"],
@@ -389,7 +390,7 @@ fn a_service_manager_is_told_of_a_reload_and_of_its_end() {
     let good = format!("[sockets]\n{socket:?} = {image:?}\n");
     fs::write(place.path("serve.toml"), &good).expect("a temporary file");
     let mut child = place
-        .command(&["--config", "serve.toml"])
+        .command(&["--config", "serve.toml", "--stop-limit", "60"])
         .env("NOTIFY_SOCKET", place.path("notify"))
         .spawn()
         .expect("it starts");
@@ -412,7 +413,8 @@ fn a_service_manager_is_told_of_a_reload_and_of_its_end() {
         assert_eq!(messages.next(), "READY=1");
     }
     signal(&child, "TERM");
-    assert_eq!(messages.next(), "STOPPING=1");
+    // A unit whose TimeoutStopSec= is shorter waits as long as the drain may take.
+    assert_eq!(messages.next(), "STOPPING=1\nEXTEND_TIMEOUT_USEC=61500000");
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use pagetide_serve::{
@@ -192,6 +193,11 @@ pub(super) struct Settings {
     #[arg(long, value_name = "COUNT")]
     max_vms_per_user: Option<usize>,
 
+    /// Seconds for which guests are drained at SIGTERM and SIGINT, at most: what is missing then is poisoned, where an access
+    /// raises SIGBUS. A second signal ends the drain [default: 3.5]
+    #[arg(long, value_name = "SECONDS")]
+    stop_limit: Option<u64>,
+
     /// End when the last VM has gone, with exit status 0
     #[arg(long)]
     pub(super) once: bool,
@@ -271,6 +277,9 @@ impl From<BasesArgument> for Bases {
         }
     }
 }
+
+/// A day.
+const MOST_STOP_SECONDS: u64 = 86_400;
 
 /// The size of the disk cache.
 const CACHE_BYTES: u64 = 10 << 30;
@@ -363,6 +372,7 @@ impl Settings {
             control: mine.control.or(other.control),
             max_vms: mine.max_vms.or(other.max_vms),
             max_vms_per_user: mine.max_vms_per_user.or(other.max_vms_per_user),
+            stop_limit: mine.stop_limit.or(other.stop_limit),
             once: mine.once || other.once,
             log: mine.log.or(other.log),
             seccomp: mine.seccomp.or(other.seccomp),
@@ -379,6 +389,7 @@ impl Settings {
             ("control", self.control != before.control),
             ("seccomp", self.seccomp != before.seccomp),
             ("log", self.log != before.log),
+            ("stop-limit", self.stop_limit != before.stop_limit),
             (
                 "socket-mode (of open sockets)",
                 self.socket_mode != before.socket_mode,
@@ -448,6 +459,9 @@ impl Settings {
                 .max_vms_per_user
                 .or(self.max_vms)
                 .unwrap_or(default.max_vms_per_user),
+            stop_limit: self
+                .stop_limit
+                .map_or(default.stop_limit, Duration::from_secs),
             once: self.once,
             images: OpenOptions {
                 cache: self.cache.as_ref().map(|directory| CacheOptions {
@@ -483,6 +497,11 @@ fn check(options: &Options) -> Result<(), NotA> {
     ];
     if let Some((_, what)) = limits.into_iter().find(|(limit, _)| *limit == 0) {
         return Err(NotA("0".to_owned(), what));
+    }
+    let seconds = options.stop_limit.as_secs();
+    if seconds > MOST_STOP_SECONDS {
+        let what = "a number of seconds up to a day, as --stop-limit needs";
+        return Err(NotA(seconds.to_string(), what));
     }
     let mut images: Vec<_> = options
         .bindings
