@@ -17,8 +17,13 @@ use crate::{files, package, vm};
 
 const GROUP: &str = "package";
 
+/// What the package's service serves.
+const CONFIGURATION: &str = "/etc/pagetide/serve.toml";
+
 /// Files that the package must have, beside its manual pages.
-const FILES: [&str; 9] = [
+const FILES: [&str; 11] = [
+    CONFIGURATION,
+    "/usr/lib/systemd/system/multi-user.target.d/pagetide.conf",
     "/usr/bin/pagetide",
     "/usr/lib/systemd/system/pagetide.service",
     "/usr/lib/systemd/system/pagetide.socket",
@@ -174,10 +179,15 @@ fn files(root: &CleanRoot) -> Result<()> {
         );
     }
     let listed = root.run("dpkg-query").args(["-L", "pagetide"]).text()?;
+    let its = ["/.", "/etc", "/etc/pagetide", CONFIGURATION];
     let other = listed
         .lines()
-        .find(|path| !path.starts_with("/usr") && *path != "/.");
+        .find(|path| !path.starts_with("/usr") && !its.contains(path));
     ensure!(other.is_none(), "outside /usr: {other:?}");
+    // What an administrator has written there stays at an upgrade.
+    let kept = ["-W", "-f", "${Conffiles}", "pagetide"];
+    let kept = root.run("dpkg-query").args(kept).text()?;
+    ensure!(kept.contains(CONFIGURATION), "configuration: {kept:?}");
     let verified = root.run("dpkg").args(["--verify", "pagetide"]).text()?;
     ensure!(verified.is_empty(), "dpkg --verify: {verified}");
     Ok(())

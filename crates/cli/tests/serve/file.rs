@@ -45,6 +45,31 @@ fn all_that_is_wrong_is_told_and_nothing_is_served() {
     assert_refused(&checked(), "wanted string");
 }
 
+/// What the package brings: as it is, and with each line that is commented out.
+#[test]
+fn the_packages_file_makes_sense() {
+    const PACKAGED: &str = include_str!("../../systemd/serve.toml");
+    let place = Place::new();
+    let checked = |text: &str| {
+        fs::write(place.path("serve.toml"), text).expect("a temporary file");
+        let words = ["--config", "serve.toml", "--check"];
+        place.command(&words).output().expect("it starts")
+    };
+    let output = checked(PACKAGED);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let uncommented = |line: &str| match line.strip_prefix('#') {
+        Some(option) if !option.starts_with(' ') => format!("{option}\n"),
+        _ => format!("{line}\n"),
+    };
+    let all: String = PACKAGED.lines().map(uncommented).collect();
+    assert!(all.contains("\nmetrics = "), "{all}");
+    let told = String::from_utf8(checked(&all).stderr).expect("UTF-8");
+    assert!(told.contains("/snapshots/web.mem does not exist"), "{told}");
+    // The directory of the socket may be missing, too, and nothing else is wrong.
+    let is_of_this_host = |line: &str| line.contains("web.mem") || line.contains("web.sock");
+    assert!(told.lines().all(is_of_this_host), "{told}");
+}
+
 #[test]
 fn a_file_has_the_options_and_is_read_again_at_sighup() {
     let place = Place::new();

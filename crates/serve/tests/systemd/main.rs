@@ -27,10 +27,10 @@ const SOCKET: &str = "/run/pagetide/vm.sock";
 const DROP_IN: &str = "/etc/systemd/system/pagetide.service.d/test.conf";
 const CONFIG: &str = "/etc/pagetide/serve.toml";
 
-/// What fleet.md adds to the unit.
-const STORE: &str = "[Service]\nFileDescriptorStoreMax=16384\nFileDescriptorStorePreserve=yes\n";
 /// The unit as it is packaged.
-const NO_STORE: &str = "";
+const PACKAGED: &str = "";
+/// As where systemd has no store.
+const NO_STORE: &str = "[Service]\nFileDescriptorStoreMax=0\n";
 
 /// A VMM's process, in the system.
 #[test]
@@ -56,8 +56,9 @@ fn vms_stay_through_what_happens_to_the_service() {
 
 type Event = fn(&Host);
 
-const EVENTS: [(&str, Event); 9] = [
-    ("a stop of the packaged unit", stopped_without_a_store),
+const EVENTS: [(&str, Event); 10] = [
+    ("a start with the packaged file", started_as_packaged),
+    ("a stop without a store", stopped_without_a_store),
     ("a stop, and a later start", stopped_and_started),
     ("a restart", restarted),
     ("kill -9", killed),
@@ -92,8 +93,6 @@ impl Host {
             fs::write(container.file("/snapshots/web.mem"), image).unwrap();
         }
         self.configure("off", sockets);
-        // systemd forgets a unit that is stopped and that no other unit refers to, with what it has stored.
-        container.systemctl("enable pagetide.service");
         container.systemctl("daemon-reload");
         container.systemctl("start pagetide.service");
     }
@@ -174,6 +173,16 @@ fn all_run(vms: &mut [Vmm]) {
     assert_eq!(running, VMS);
 }
 
+/// Nobody has written anything yet.
+fn started_as_packaged(host: &Host) {
+    host.container.systemctl("start pagetide.service");
+    let control = ["pagetide", "ctl", "--control", "/run/pagetide/control.sock"];
+    let status = host
+        .container
+        .run(&[&control[..], &["status", "--json"]].concat());
+    assert!(status.contains("\"ready\""), "{status}");
+}
+
 /// The server has no successor that could know of its VMs: it gives them all that they lack.
 fn stopped_without_a_store(host: &Host) {
     host.start(NO_STORE, &ONE);
@@ -184,7 +193,7 @@ fn stopped_without_a_store(host: &Host) {
 }
 
 fn stopped_and_started(host: &Host) {
-    host.start(STORE, &ONE);
+    host.start(PACKAGED, &ONE);
     let mut vms = host.vms(SOCKET);
     host.container.systemctl("stop pagetide.service");
     assert_eq!(host.stored(), 4 * VMS);
@@ -196,7 +205,7 @@ fn stopped_and_started(host: &Host) {
 }
 
 fn restarted(host: &Host) {
-    host.start(STORE, &ONE);
+    host.start(PACKAGED, &ONE);
     let mut vms = host.vms(SOCKET);
     for page in 5..8 {
         begin_to_read(&mut vms, page);
@@ -208,7 +217,7 @@ fn restarted(host: &Host) {
 
 /// The unit starts another server by itself.
 fn killed(host: &Host) {
-    host.start(STORE, &ONE);
+    host.start(PACKAGED, &ONE);
     let mut vms = host.vms(SOCKET);
     for page in 5..8 {
         let former = host.container.property("MainPID");
@@ -228,7 +237,7 @@ fn killed(host: &Host) {
 
 /// A server that another version's VMs are left to leaves them asleep, until a server of that version is back.
 fn upgraded(host: &Host) {
-    host.start(STORE, &ONE);
+    host.start(PACKAGED, &ONE);
     let mut vms = host.vms(SOCKET);
     host.container.systemctl("stop pagetide.service");
     let descriptions = host.container.files_of_init("memfd:pagetide-vm");
@@ -267,7 +276,7 @@ fn upgraded(host: &Host) {
 
 /// VMs are served on when a further socket comes, whose VMs are served too, and when their own socket goes.
 fn reloaded(host: &Host) {
-    host.start(STORE, &ONE);
+    host.start(PACKAGED, &ONE);
     let mut vms = host.vms(SOCKET);
     let other = "/run/pagetide/other.sock";
     let image = "/snapshots/web.mem";
@@ -313,7 +322,7 @@ fn disk_full(host: &Host) {
         "-c",
         "dd if=/dev/zero of=/snapshots/full bs=4k; test $? = 1",
     ]);
-    host.start(STORE, &ONE);
+    host.start(PACKAGED, &ONE);
     host.configure("auto", &ONE);
     container.systemctl("restart pagetide.service");
     let mut vms = host.vms(SOCKET);
@@ -334,7 +343,7 @@ fn disk_full(host: &Host) {
 
 /// The journal's daemon is stopped, and with it the other end of the service's standard error.
 fn without_a_log(host: &Host) {
-    host.start(STORE, &ONE);
+    host.start(PACKAGED, &ONE);
     let mut vms = host.vms(SOCKET);
     let container = &host.container;
     let sockets =
@@ -359,7 +368,7 @@ fn store_gone(host: &Host) {
     let store = http::Server::start(PAGES * support::PAGE);
     let image: Vec<u8> = (0..PAGES).flat_map(content).collect();
     store.change(|site| site.content = image);
-    host.start(STORE, &[(SOCKET, &store.url)]);
+    host.start(PACKAGED, &[(SOCKET, &store.url)]);
     let mut vms = host.vms_of(SOCKET, PAGES);
     store.always(http::Act::Status(503));
     begin_to_read(&mut vms, PAGES - 1);
