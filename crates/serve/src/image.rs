@@ -49,6 +49,10 @@ impl Readers {
         if let Some(there) = source.upgrade() {
             return Ok(there);
         }
+        tracing::debug!(
+            image = image.name(),
+            "starting the threads that read an image"
+        );
         let name = image.name().to_owned();
         let (reads, errors) = (self.metrics.clone(), self.metrics.clone());
         let lines = Arc::clone(&self.lines);

@@ -33,6 +33,7 @@ const KILLS: &str = "PAGETIDE_TEST_KILLS";
 const RECORDS: &str = "PAGETIDE_TEST_RECORDS";
 const WAITS: &str = "PAGETIDE_TEST_WAITS";
 const THREADLESS: &str = "PAGETIDE_TEST_THREADLESS";
+const READERLESS: &str = "PAGETIDE_TEST_READERLESS";
 
 /// The keeper's process, when a server has started it.
 #[test]
@@ -77,22 +78,31 @@ fn server() {
         },
         porter: porter(),
         // Then it ends with its last VM.
-        once: std::env::var_os(THREADLESS).is_some(),
+        once: threadless_from().is_some(),
         ..Options::default()
     };
-    match std::env::var_os(THREADLESS) {
+    match threadless_from() {
         None => process::serve(&directory, options),
-        Some(_) => process::serve_watched(&directory, options, without_threads()),
+        Some(from) => process::serve_watched(&directory, options, without_threads(from)),
     }
 }
 
-/// No thread can be started from when a VM's first is to be, until the server has said what became of that.
-fn without_threads() -> impl Fn(&str) + Clone + Send + Sync + 'static {
+/// The line of the log from which on no thread can be started, if any.
+fn threadless_from() -> Option<&'static str> {
+    let lines = [
+        (THREADLESS, "starting the thread of a VM"),
+        (READERLESS, "starting the threads that read an image"),
+    ];
+    let (_, line) = { lines.into_iter() }.find(|(name, _)| std::env::var_os(name).is_some())?;
+    Some(line)
+}
+
+/// No thread can be started from that line on, until the server has said what became of that.
+fn without_threads(from: &'static str) -> impl Fn(&str) + Clone + Send + Sync + 'static {
     let none = Arc::new(Mutex::new(None));
     let has_begun = Arc::new(AtomicBool::new(false));
     move |line| {
-        if line.contains("starting the thread of a VM") && !has_begun.swap(true, Ordering::Relaxed)
-        {
+        if line.contains(from) && !has_begun.swap(true, Ordering::Relaxed) {
             *none.lock().unwrap() = Some(NoOtherThread::begin(&["pt-open"]));
         } else if line.contains("stays asleep") {
             none.lock().unwrap().take();
@@ -478,20 +488,25 @@ fn a_vm_whose_thread_cannot_be_started_goes_on_later() {
     if !has_userfaultfd() {
         return;
     }
-    let place = Place::new(64);
-    let serving = Serving::start(&place, false);
-    let guest = shared(64);
-    let stream = guest.connect(&place.socket());
-    guest.check(3, &content(3));
-    serving.kill();
-    let asleep = guest.touch(40);
-    let serving = Serving::with(&place, &[THREADLESS]);
-    assert!(asleep.join() == content(40));
-    let log = log(&place);
-    assert!(log.contains("its thread was not started"), "{log}");
-    // It counts as one VM: the server ends with it.
-    drop(stream);
-    let Serving(mut server) = serving;
-    let status = within_patience("the server's end", move || server.wait().unwrap());
-    assert!(status.success());
+    for (lack, told) in [
+        (THREADLESS, "its thread was not started"),
+        (READERLESS, "starting the thread pt-urgent"),
+    ] {
+        let place = Place::new(64);
+        let serving = Serving::start(&place, false);
+        let guest = shared(64);
+        let stream = guest.connect(&place.socket());
+        guest.check(3, &content(3));
+        serving.kill();
+        let asleep = guest.touch(40);
+        let serving = Serving::with(&place, &[lack]);
+        assert!(asleep.join() == content(40));
+        let log = log(&place);
+        assert!(log.contains(told), "{log}");
+        // It counts as one VM: the server ends with it.
+        drop(stream);
+        let Serving(mut server) = serving;
+        let status = within_patience("the server's end", move || server.wait().unwrap());
+        assert!(status.success());
+    }
 }

@@ -13,7 +13,7 @@ use crate::peer::Peer;
 use crate::porter::Porter;
 use crate::sockets::Resumed;
 use crate::state::{DescriptorStore, KeptVm, State};
-use crate::vm::{Client, run};
+use crate::vm::{Client, chain, run};
 
 /// Where VMs are kept, and those that a former server has left there.
 pub(super) fn open_state(
@@ -84,6 +84,10 @@ impl Server {
             Ok(client) => client,
             Err(error) => return Err((error.to_string(), Box::new(resumed))),
         };
+        let readers = match resumed.readers() {
+            Ok(readers) => readers,
+            Err(error) => return Err((chain(&error), Box::new(resumed))),
+        };
         let common = Arc::clone(resumed.common());
         let held = Arc::new(Mutex::new(Some(resumed)));
         let its = Arc::clone(&held);
@@ -93,7 +97,9 @@ impl Server {
             };
             let (kept, offer, common) = resumed.into_parts();
             let kept = Some(kept);
-            run(&common, &offer, Client { kept, ..client })
+            let has_ended = run(&common, &offer, Client { kept, ..client });
+            drop(readers);
+            has_ended
         });
         let Err(error) = started else {
             return Ok(());

@@ -4,6 +4,7 @@ use std::collections::btree_map;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use pagetide_pager::Source;
 use pagetide_sources::Location;
 use rustix::event::epoll::{self, EventData, EventFlags};
 
@@ -15,7 +16,7 @@ use crate::named_image::Offer;
 use crate::options::Binding;
 use crate::state::KeptVm;
 use crate::usage::Usage;
-use crate::vm::Common;
+use crate::vm::{Common, VmError};
 
 /// A VM of a former server whose image is open: it goes on, or it is given back.
 pub(crate) struct Resumed {
@@ -27,6 +28,15 @@ pub(crate) struct Resumed {
 impl Resumed {
     pub(crate) fn common(&self) -> &Arc<Common> {
         &self.entry.common
+    }
+
+    /// The threads that read its image: they are there before the VM's own thread, and as long as somebody has this.
+    ///
+    /// # Errors
+    /// [`VmError`].
+    pub(crate) fn readers(&self) -> Result<Arc<dyn Source>, VmError> {
+        let image = self.offer.opened(&self.entry.common.options)?;
+        Ok(image.source()?)
     }
 
     pub(crate) fn into_parts(self) -> (KeptVm, Arc<Offer>, Arc<Common>) {

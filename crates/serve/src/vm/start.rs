@@ -134,6 +134,8 @@ impl<'a> Vm<'a> {
         attached: Vec<AttachedRegion>,
         start: Start,
     ) -> Result<Self, VmError> {
+        // Before anything is changed: a VM whose image nobody can read is refused, or goes on later.
+        let _readers = image.source()?;
         let pager = Pager::new()?;
         let (send, notices) = mpsc::channel();
         pager.on_notice(move |notice| {
