@@ -11,7 +11,9 @@ use pagetide_memory::HostRange;
 use crate::error::{ServeError, message_of};
 use crate::fault::RegionId;
 use crate::log_limit::log_limited;
-use crate::source::{Content, Filled, ReadAt, Request, RequestId, Room, Source, SourceError};
+use crate::source::{
+    Content, Filled, Helper, ReadAt, Request, RequestId, Room, Source, SourceError,
+};
 use queues::{Call, Kind, Queues};
 
 /// A source whose reads block: a file, a network.
@@ -56,11 +58,18 @@ impl Default for PoolConfig {
 
 /// A pool of threads that adapts a [`BlockingSource`] to a [`Source`].
 ///
+/// Its first threads are there while it is attended ([`Pool::attend`]; one that [`Pool::new`] makes is always). Further
+/// threads are started when a request finds none that is free, by the thread that submits it, whose CPU affinity and scheduling
+/// policy they have.
+///
 /// Dropping it fails the waiting requests. Its threads end by themselves after their current reads, so
 /// a read that hangs does not block the drop.
 pub struct Pool {
     shared: Arc<Shared>,
 }
+
+/// What keeps the threads of a [`Pool`] there: a source that reads by them.
+pub struct Attendance(Arc<Pool>);
 
 struct Shared {
     source: Box<dyn BlockingSource>,
@@ -73,6 +82,8 @@ struct Shared {
 
 struct State {
     queues: Queues<Request>,
+    /// Without them, threads that find no request end.
+    attendances: usize,
     is_over: bool,
 }
 
@@ -109,16 +120,27 @@ impl Shared {
     ) -> Option<(Request, Option<Call>)> {
         loop {
             if state.is_over {
+                state.queues.end(kind);
                 return None;
             }
             if let Some(taken) = state.queues.pop(kind) {
                 return Some(taken);
+            }
+            if state.attendances == 0 {
+                state.queues.end(kind);
+                return None;
             }
             state.queues.sleep(kind);
             let woken = self.place(kind).wait(state);
             state = woken.unwrap_or_else(PoisonError::into_inner);
             state.queues.leave(kind);
         }
+    }
+
+    /// Has all threads see that they may end.
+    fn wake_all(&self) {
+        self.urgent.notify_all();
+        self.any.notify_all();
     }
 
     fn work(self: &Arc<Self>, kind: Kind) {
@@ -168,7 +190,7 @@ impl Shared {
             Some(Call::Wake(kind)) => self.place(kind).notify_one(),
             Some(Call::Start(kind)) => {
                 if let Err(error) = self.start(kind) {
-                    // The first thread of a pool is there: the request waits for it.
+                    // The request waits for a thread that there is.
                     log_limited!(
                         warn,
                         error = &error as &dyn std::error::Error,
@@ -189,7 +211,9 @@ impl Shared {
         let thread = Builder::new().name(name.into());
         let started = thread.spawn(move || its.work(kind));
         started.map(drop).map_err(|source| {
-            self.lock().queues.not_started(kind);
+            let call = self.lock().queues.not_started(kind);
+            // No thread is started for a start that failed.
+            self.call(call);
             ServeError::Thread {
                 name: name.into(),
                 source,
@@ -207,6 +231,20 @@ impl Pool {
         source: impl BlockingSource + 'static,
         config: PoolConfig,
     ) -> Result<Arc<Self>, ServeError> {
+        let pool = Self::at_rest(source, config)?;
+        // Not given back: it ends with the pool.
+        pool.begin()?;
+        Ok(pool)
+    }
+
+    /// A pool that has no threads until it is attended.
+    ///
+    /// # Errors
+    /// [`ServeError::NoReaders`].
+    pub fn at_rest(
+        source: impl BlockingSource + 'static,
+        config: PoolConfig,
+    ) -> Result<Arc<Self>, ServeError> {
         if config.shared_threads == 0 {
             return Err(ServeError::NoReaders);
         }
@@ -214,20 +252,77 @@ impl Pool {
             source: Box::new(source),
             state: Mutex::new(State {
                 queues: Queues::new(config),
+                attendances: 0,
                 is_over: false,
             }),
             urgent: Condvar::new(),
             any: Condvar::new(),
         });
-        // Dropping it ends the thread that was started, if the other one cannot be.
-        let pool = Self { shared };
+        Ok(Arc::new(Self { shared }))
+    }
+
+    /// Has the threads there until what it returns is dropped. A thread in a read that hangs is one of them, however often
+    /// the pool was attended.
+    ///
+    /// # Errors
+    /// [`ServeError::Thread`], if there is no thread of a kind and none can be started.
+    pub fn attend(self: &Arc<Self>) -> Result<Arc<Attendance>, ServeError> {
+        // Given back if a thread cannot be started.
+        let attendance = Arc::new(Attendance(Arc::clone(self)));
+        self.begin()?;
+        Ok(attendance)
+    }
+
+    fn begin(&self) -> Result<(), ServeError> {
+        self.shared.lock().attendances += 1;
         for kind in [Kind::Urgent, Kind::Shared] {
-            let may_be = pool.shared.lock().queues.start(kind);
-            if may_be {
-                pool.shared.start(kind)?;
+            let is_first = self.shared.lock().queues.start_first(kind);
+            if is_first {
+                self.shared.start(kind)?;
             }
         }
-        Ok(Arc::new(pool))
+        Ok(())
+    }
+}
+
+impl Source for Attendance {
+    fn submit(&self, request: Request) {
+        self.0.submit(request);
+    }
+
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
+        self.0.fill_now(at, room)
+    }
+
+    fn mapped_now(&self, at: ReadAt, bytes: u64) -> Option<HostRange> {
+        self.0.mapped_now(at, bytes)
+    }
+
+    fn help(&self, helper: &mut Helper<'_>) {
+        self.0.help(helper);
+    }
+
+    fn cancel(&self, region: RegionId, id: RequestId) {
+        self.0.cancel(region, id);
+    }
+}
+
+impl Drop for Attendance {
+    fn drop(&mut self) {
+        let Pool { shared } = &*self.0;
+        let mut state = shared.lock();
+        state.attendances -= 1;
+        let is_last = state.attendances == 0;
+        drop(state);
+        if is_last {
+            shared.wake_all();
+        }
+    }
+}
+
+impl std::fmt::Debug for Attendance {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Attendance").finish_non_exhaustive()
     }
 }
 
@@ -260,8 +355,7 @@ impl Drop for Pool {
         state.is_over = true;
         let waiting = state.queues.clear();
         drop(state);
-        self.shared.urgent.notify_all();
-        self.shared.any.notify_all();
+        self.shared.wake_all();
         drop(waiting);
     }
 }

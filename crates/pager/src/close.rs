@@ -83,7 +83,7 @@ impl Pager {
 
     /// Ends the paging of a region whose memory its owner unmaps next. Memory of this process
     /// ([`RegionConfig::mapped`](crate::RegionConfig::mapped)) becomes inaccessible as a whole and for good, and no missing page
-    /// is poisoned: that takes a page table entry for each. A thread that accesses the memory nevertheless, or sleeps there,
+    /// of it is poisoned (those of further spaces are): that takes a page table entry for each. A thread that accesses the memory nevertheless, or sleeps there,
     /// gets SIGSEGV, or EFAULT from a system call or KVM.
     ///
     /// The same as [`Self::remove`] for other memory, and where the kernel refuses. A [`Region`](pagetide_memory::Region) needs
@@ -91,7 +91,8 @@ impl Pager {
     ///
     /// # Safety
     ///
-    /// No code accesses the region's memory any more but to unmap it, or to map something else there.
+    /// No code accesses the region's memory any more but to unmap it after this call has returned, or to map something else
+    /// there then. It was not moved (mremap).
     ///
     /// # Errors
     /// As for [`Self::remove`].

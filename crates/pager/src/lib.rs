@@ -109,7 +109,7 @@ mod waiting;
 mod walk;
 
 pub use adopt::{AddMemoryError, MappedMemory, add_mapped_memory};
-pub use blocking::{BlockingSource, Pool, PoolConfig};
+pub use blocking::{Attendance, BlockingSource, Pool, PoolConfig};
 pub use close::{Exported, ExportedPart, ExportedSpace};
 pub use config::{
     Contents, Holes, InFlightLimits, InstalledBy, Observer, RegionConfig, RetryPolicy, UffdLayout,

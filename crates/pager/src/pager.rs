@@ -148,7 +148,8 @@ impl Pager {
 
     /// The states of a region's pages at this moment, without a hand-over: every page that is not settled is missing.
     /// Settled pages stay settled, so a later image has at least those. Reads one byte per page. Waits for installations in
-    /// progress, and must not be called by a [`Mapper`](crate::Mapper).
+    /// progress, and must not be called by a [`Mapper`](crate::Mapper) or an [`Observer`](crate::Observer), or under a lock
+    /// that these take.
     ///
     /// While a VM and its devices are paused, its memory can be read as a whole, and nothing is installed: the content of a page
     /// that the image has as missing is what the source has, also if prefetch installs the page meanwhile

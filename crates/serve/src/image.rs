@@ -18,47 +18,30 @@ use crate::working_set_file::{LoadedSet, Silent, WorkingSetFile, WorkingSetPlan}
 pub(crate) struct OpenImage {
     pub(crate) location: Location,
     pub(crate) image: Arc<dyn GuestImage>,
-    readers: Readers,
+    /// What reads it. Its threads are there while a VM has the image: most images of a fleet have no VM now.
+    pool: Arc<Pool>,
     /// The memfd that clones share, as long as one of them is there.
     shared: Mutex<Weak<SharedImage>>,
     /// The files of its working sets: sockets may name different ones.
     working_sets: Mutex<HashMap<PathBuf, Arc<WorkingSetFile>>>,
+    /// What a test reads by.
+    #[cfg(test)]
+    instead: Mutex<Option<Arc<dyn Source>>>,
 }
 
-/// The threads that read an image, as long as a VM has it: most images of a fleet have no VM now.
-struct Readers {
-    config: PoolConfig,
-    metrics: Metrics,
-    lines: Arc<LogLimit>,
-    source: Mutex<Weak<dyn Source>>,
-}
-
-impl Readers {
-    fn of(image: &dyn GuestImage, options: &Options, metrics: &Metrics) -> Self {
-        Self {
-            config: pool(image, options),
-            metrics: metrics.clone(),
-            lines: Arc::default(),
-            source: Mutex::new(Weak::<Pool>::new()),
-        }
-    }
-
-    /// The threads of the VMs that have the image, or new ones.
-    fn source(&self, image: &Arc<dyn GuestImage>) -> Result<Arc<dyn Source>, ServeError> {
-        let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(there) = source.upgrade() {
-            return Ok(there);
-        }
-        tracing::debug!(
-            image = image.name(),
-            "starting the threads that read an image"
-        );
+impl OpenImage {
+    pub(crate) fn new(
+        image: Arc<dyn GuestImage>,
+        location: &Location,
+        options: &Options,
+        metrics: &Metrics,
+    ) -> Result<Self, ServeError> {
         let name = image.name().to_owned();
-        let (reads, errors) = (self.metrics.clone(), self.metrics.clone());
-        let lines = Arc::clone(&self.lines);
-        let started = ImageSource::start(
-            Arc::clone(image),
-            self.config,
+        let (reads, errors) = (metrics.clone(), metrics.clone());
+        let lines = LogLimit::default();
+        let pool = ImageSource::at_rest(
+            Arc::clone(&image),
+            pool(&*image, options),
             move |duration| reads.source_read(duration),
             move |error| {
                 errors.source_error(error.kind());
@@ -72,25 +55,25 @@ impl Readers {
                 }
             },
         )?;
-        *source = Arc::downgrade(&started);
-        Ok(started)
-    }
-}
-
-impl OpenImage {
-    pub(crate) fn new(
-        image: Arc<dyn GuestImage>,
-        location: &Location,
-        options: &Options,
-        metrics: &Metrics,
-    ) -> Self {
-        Self {
+        Ok(Self {
             location: location.clone(),
-            readers: Readers::of(&*image, options, metrics),
             image,
+            pool,
             shared: Mutex::default(),
             working_sets: Mutex::default(),
+            #[cfg(test)]
+            instead: Mutex::default(),
+        })
+    }
+
+    /// What reads it for a VM.
+    fn source(&self) -> Result<Arc<dyn Source>, ServeError> {
+        #[cfg(test)]
+        if let Some(source) = &*self.instead.lock().unwrap() {
+            return Ok(Arc::clone(source));
         }
+        tracing::debug!(image = self.image.name(), "an image has another reader");
+        Ok(self.pool.attend()?)
     }
 
     /// The file of its working set at `path`, which all sockets that name it share.
@@ -136,9 +119,9 @@ impl ServedImage {
     /// What reads it for a VM.
     ///
     /// # Errors
-    /// As [`ImageSource::start`].
+    /// As [`Pool::attend`].
     pub(crate) fn source(&self) -> Result<Arc<dyn Source>, ServeError> {
-        self.opened.readers.source(&self.image)
+        self.opened.source()
     }
 
     /// Whether it is this image.
@@ -255,12 +238,12 @@ impl ServedImage {
     ) -> Self {
         let opened = OpenImage::new(image, location, options, &Metrics::default());
         let binding = Binding::new("test.sock", location.clone());
-        Self::new(&Arc::new(opened), &binding, options)
+        Self::new(&Arc::new(opened.unwrap()), &binding, options)
     }
 
-    /// Has a source in place of the threads that read it, as long as the caller keeps the source.
-    pub(crate) fn read_by(&self, source: &Arc<dyn Source>) {
-        *self.opened.readers.source.lock().unwrap() = Arc::downgrade(source);
+    /// Has a source in place of the threads that read it.
+    pub(crate) fn read_by(&self, source: Arc<dyn Source>) {
+        *self.opened.instead.lock().unwrap() = Some(source);
     }
 }
 

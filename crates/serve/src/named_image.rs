@@ -8,6 +8,7 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use pagetide_pager::ServeError;
 use pagetide_sources::{
     BlobError, Digest, FileIdentity, ImageError, Location, OpenError, Standing, StateFile, open,
 };
@@ -28,6 +29,15 @@ pub enum NoImage {
         /// The reason.
         #[source]
         source: Box<OpenError>,
+    },
+    /// The options leave no thread to read the image.
+    #[error("starting to read the image {location}")]
+    Readers {
+        /// The image.
+        location: Location,
+        /// The reason.
+        #[source]
+        source: ServeError,
     },
     /// What its name leads to could not be found out.
     #[error("looking at the image {location}")]
@@ -218,7 +228,11 @@ fn open_at(
         location: location.clone(),
         source: Box::new(source),
     })?;
-    Ok(OpenImage::new(image, location, options, metrics))
+    let started = OpenImage::new(image, location, options, metrics);
+    started.map_err(|source| NoImage::Readers {
+        location: location.clone(),
+        source,
+    })
 }
 
 /// What the VMs of one socket get.

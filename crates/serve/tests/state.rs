@@ -91,7 +91,7 @@ fn server() {
 fn threadless_from() -> Option<&'static str> {
     let lines = [
         (THREADLESS, "starting the thread of a VM"),
-        (READERLESS, "starting the threads that read an image"),
+        (READERLESS, "an image has another reader"),
     ];
     let (_, line) = { lines.into_iter() }.find(|(name, _)| std::env::var_os(name).is_some())?;
     Some(line)

@@ -31,16 +31,34 @@ impl ImageSource {
         on_read: impl Fn(Duration) + Send + Sync + 'static,
         on_error: impl Fn(&ImageError) + Send + Sync + 'static,
     ) -> Result<Arc<dyn Source>, ServeError> {
-        let source = Self {
+        Ok(Pool::new(Self::new(image, on_read, on_error), config)?)
+    }
+
+    /// The same without threads until the pool is attended.
+    ///
+    /// # Errors
+    /// As [`Pool::at_rest`].
+    pub fn at_rest(
+        image: Arc<dyn GuestImage>,
+        config: PoolConfig,
+        on_read: impl Fn(Duration) + Send + Sync + 'static,
+        on_error: impl Fn(&ImageError) + Send + Sync + 'static,
+    ) -> Result<Arc<Pool>, ServeError> {
+        Pool::at_rest(Self::new(image, on_read, on_error), config)
+    }
+
+    fn new(
+        image: Arc<dyn GuestImage>,
+        on_read: impl Fn(Duration) + Send + Sync + 'static,
+        on_error: impl Fn(&ImageError) + Send + Sync + 'static,
+    ) -> Self {
+        Self {
             image,
             on_read: Box::new(on_read),
             on_error: Box::new(on_error),
-        };
-        Ok(Pool::new(source, config)?)
+        }
     }
-}
 
-impl ImageSource {
     fn read_and_tell(&self, at: ReadAt, buffer: &mut [u8]) -> Result<Filled, SourceError> {
         let GuestAddress(offset) = at.gpa;
         let begun = Instant::now();

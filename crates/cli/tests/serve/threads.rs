@@ -38,8 +38,11 @@ fn an_image_without_vms_has_no_threads() {
     assert_eq!(readers(&child), 0);
     let vm = guest.connect(&place.path("socket"));
     assert_eq!(within_patience("a page", guest.reader(1)), 7);
-    // The first thread of each kind, and no other: one request came.
-    assert_eq!(readers(&child), 2);
+    // The first thread of each kind. A thread names itself when it runs.
+    eventually("two threads", || match readers(&child) {
+        2 => Ok(()),
+        other => Err(other),
+    });
     drop(vm);
     eventually("no thread that reads", || match readers(&child) {
         0 => Ok(()),

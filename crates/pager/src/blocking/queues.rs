@@ -2,8 +2,8 @@
 //!
 //! A pure state machine: it takes no lock, starts no thread and wakes none, but says who is to be called. One rule holds
 //! after each step, and a test of this file goes through all short histories: **no request waits while a thread that
-//! could serve it sleeps, or could be started, and nobody was called for it.** One thread is called for a request, and
-//! not all of them: most would find nothing.
+//! could serve it sleeps, or could be started, and nobody was called for it.** After a thread could not be started, the
+//! request waits for those that there are. One thread is called for a request, and not all of them: most would find nothing.
 
 use std::collections::VecDeque;
 
@@ -110,7 +110,7 @@ impl<T> Queues<T> {
             Urgency::Urgent => self.urgent.push_back(request),
             Urgency::Bulk => self.bulk.push_back(request),
         }
-        self.call()
+        self.call(true)
     }
 
     /// The next request for a thread of this kind, which is awake. For what it leaves, another one may have to be called.
@@ -121,11 +121,11 @@ impl<T> Queues<T> {
         };
         let urgent = self.urgent.pop_front();
         let request = urgent.or_else(|| bulk.and_then(VecDeque::pop_front))?;
-        Some((request, self.call()))
+        Some((request, self.call(true)))
     }
 
-    /// Who is called for requests for which nobody was.
-    fn call(&mut self) -> Option<Call> {
+    /// Who is called for requests for which nobody was: a thread that sleeps, or a new one if there may be one.
+    fn call(&mut self, may_start: bool) -> Option<Call> {
         let (urgent, bulk) = (self.urgent.len(), self.bulk.len());
         let for_bulk = self.shared_crew.called;
         if urgent > self.urgent_crew.called + for_bulk.saturating_sub(bulk) {
@@ -135,7 +135,7 @@ impl<T> Queues<T> {
                 }
             }
             for kind in [Kind::Urgent, Kind::Shared] {
-                if self.crew(kind).start() {
+                if may_start && self.crew(kind).start() {
                     return Some(Call::Start(kind));
                 }
             }
@@ -144,23 +144,31 @@ impl<T> Queues<T> {
             if self.shared_crew.wake() {
                 return Some(Call::Wake(Kind::Shared));
             }
-            if self.shared_crew.start() {
+            if may_start && self.shared_crew.start() {
                 return Some(Call::Start(Kind::Shared));
             }
         }
         None
     }
 
-    /// Counts a thread that is started before there are requests. False, if there may be none of this kind.
-    pub(super) fn start(&mut self, kind: Kind) -> bool {
-        self.crew(kind).start()
+    /// Counts the first thread of this kind, which is started before there are requests. False, if there may be none, or is
+    /// one.
+    pub(super) fn start_first(&mut self, kind: Kind) -> bool {
+        self.crew(kind).threads == 0 && self.crew(kind).start()
     }
 
-    /// A thread that was to be started could not be.
-    pub(super) fn not_started(&mut self, kind: Kind) {
+    /// A thread that was to be started could not be. Another one may have come to sleep meanwhile, for which nobody has
+    /// called: the new one was on its way.
+    pub(super) fn not_started(&mut self, kind: Kind) -> Option<Call> {
         let crew = self.crew(kind);
         crew.threads -= 1;
         crew.leave();
+        self.call(false)
+    }
+
+    /// A thread ends that is awake.
+    pub(super) fn end(&mut self, kind: Kind) {
+        self.crew(kind).threads -= 1;
     }
 
     /// A thread goes to sleep.

@@ -16,6 +16,12 @@ struct Threads {
     busy: usize,
 }
 
+impl Threads {
+    fn all(&self) -> usize {
+        self.starting + self.asleep + self.chosen + self.busy
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Pool {
     queues: Queues<Urgency>,
@@ -33,7 +39,7 @@ impl Pool {
             urgent_threads,
         });
         let threads = KINDS.map(|kind| Threads {
-            starting: usize::from(queues.start(kind)),
+            starting: usize::from(queues.start_first(kind)),
             ..Threads::default()
         });
         Self {
@@ -62,15 +68,8 @@ impl Pool {
                 vec![self]
             }
             Some(Call::Start(kind)) => {
-                let mut failed = self.clone();
                 self.threads(kind).starting += 1;
-                let mut all = vec![self];
-                if failed.failures > 0 {
-                    failed.failures -= 1;
-                    failed.queues.not_started(kind);
-                    all.push(failed);
-                }
-                all
+                vec![self]
             }
         }
     }
@@ -121,6 +120,14 @@ impl Pool {
             if threads.starting > 0 {
                 nexts.extend(leaves(&|threads| threads.starting -= 1));
             }
+            // Not the first of its kind: without it there is no pool.
+            if threads.starting > 0 && self.failures > 0 && threads.all() > 1 {
+                let mut failed = with(&|pool| pool.failures -= 1);
+                failed.threads(kind).starting -= 1;
+                let call = failed.queues.not_started(kind);
+                assert!(!matches!(call, Some(Call::Start(_))));
+                nexts.extend(failed.called(call));
+            }
             if threads.chosen > 0 {
                 nexts.extend(leaves(&|threads| threads.chosen -= 1));
             }
@@ -143,15 +150,16 @@ impl Pool {
         for (crew, threads) in [(&queues.urgent_crew, urgent), (&queues.shared_crew, shared)] {
             let sleeping = threads.starting + threads.asleep + threads.chosen;
             assert_eq!(crew.idle + crew.called, sleeping, "{self:?}");
-            assert_eq!(crew.threads, sleeping + threads.busy, "{self:?}");
+            assert_eq!(crew.threads, threads.all(), "{self:?}");
             assert!(crew.threads <= crew.most, "{self:?}");
         }
-        // A start that failed leaves a request to the threads that there are.
-        if self.failures < FAILURES {
-            return;
-        }
         let on_the_way = threads.map(|threads| threads.starting + threads.chosen);
-        let free = |crew: &Crew| crew.idle + (crew.most - crew.threads);
+        // A start that failed leaves a request to the threads that there are.
+        let could_start = self.failures == FAILURES;
+        let free = |crew: &Crew| match could_start {
+            true => crew.idle + (crew.most - crew.threads),
+            false => crew.idle,
+        };
         let (free_urgent, free_shared) = (free(&queues.urgent_crew), free(&queues.shared_crew));
         let [for_urgent, for_any] = on_the_way;
         let bulk = queues.bulk.len();

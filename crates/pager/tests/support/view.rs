@@ -82,9 +82,10 @@ impl View {
     pub fn private(bytes: u64) -> Self {
         let bytes = usize::try_from(bytes).unwrap();
         let access = ProtFlags::READ | ProtFlags::WRITE;
+        // Little of it is touched: it may be larger than the machine's memory.
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address that the kernel chooses.
-        let start =
-            unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
+        let start = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, access, flags) };
         let start = start.unwrap().cast();
         Self { start, bytes }
     }

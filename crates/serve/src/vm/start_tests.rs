@@ -84,7 +84,7 @@ impl Source for Watching {
 }
 
 /// What a server has, with a source in place of the image's.
-fn common(path: PathBuf, source: &Arc<dyn Source>, prefetch: bool) -> (Common, Arc<ServedImage>) {
+fn common(path: PathBuf, source: Arc<dyn Source>, prefetch: bool) -> (Common, Arc<ServedImage>) {
     let options = Options {
         prefetch,
         working_set: WorkingSetMode::Off,
@@ -153,11 +153,11 @@ fn what_a_predecessor_has_read_is_applied_before_anything_is_fetched() {
     drop(journal);
 
     let is_early = Arc::new(AtomicBool::new(false));
-    let source: Arc<dyn Source> = Arc::new(Watching {
+    let source = Arc::new(Watching {
         maps: Arc::clone(&maps),
         is_early: Arc::clone(&is_early),
     });
-    let (common, image) = common(path, &source, true);
+    let (common, image) = common(path, source, true);
     let (client, _other) = client();
     let attached = attached(uffd, range);
     let start = Start {
@@ -211,8 +211,7 @@ fn what_the_images_threads_have_read_is_installed_by_the_vms_own() {
     let path = directory.path().join("guest.mem");
     let file = fs_err::File::create(&path).unwrap();
     file.set_len((PAGES * PAGE) as u64).unwrap();
-    let source: Arc<dyn Source> = Arc::new(AtOnce);
-    let (common, image) = common(path, &source, false);
+    let (common, image) = common(path, Arc::new(AtOnce), false);
     let (client, _other) = client();
     let attached = vec![attached(uffd, range)];
     let mut vm = Vm::new(&common, &image, &client, attached, Start::default()).unwrap();
