@@ -470,7 +470,7 @@ impl Book {
         }
         let mut stored = pages.vms.values().filter(|vm| vm.is_sent).count();
         for (&id, vm) in pages.vms.iter_mut().filter(|(_, vm)| !vm.is_sent) {
-            if !store.has_room_for(stored + 1) {
+            if !store.has_room_for(stored + 1, id) {
                 if !std::mem::replace(&mut vm.is_refused, true) {
                     log_limited!(
                         error,

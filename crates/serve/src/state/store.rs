@@ -14,8 +14,15 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 
 use super::wire::DESCRIPTORS;
 
-/// Before a VM's number: the name of its descriptors.
-const NAME: &str = "pagetide-vm-";
+/// Before a VM's number, to the base of [`BASE`]: the name of its descriptors. Short, for [`MOST_NAME_BYTES`].
+const NAME: &str = "v";
+const BASE: u32 = 36;
+/// What it was before, with a decimal number.
+const FORMER_NAME: &str = "pagetide-vm-";
+
+/// The bytes of all names together that a process is given: systemd passes them in one variable, LISTEN_FDNAMES, with a colon
+/// after each, and a kernel starts no program with a variable of more than 128 KiB (`MAX_ARG_STRLEN`, execve(2)).
+const MOST_NAME_BYTES: usize = (128 << 10) - 64;
 
 /// A service manager's store of descriptors, and what it has given back at the start of this process.
 pub struct DescriptorStore {
@@ -68,9 +75,11 @@ impl DescriptorStore {
         given.map(|(id, vm)| (id, sorted(vm))).collect()
     }
 
-    /// Whether there is room for the descriptors of so many VMs.
-    pub(super) fn has_room_for(&self, vms: usize) -> bool {
-        vms.saturating_mul(DESCRIPTORS) <= self.limit
+    /// Whether there is room for the descriptors of so many VMs, the last of which is `id`.
+    pub(super) fn has_room_for(&self, vms: usize, id: u64) -> bool {
+        let descriptors = vms.saturating_mul(DESCRIPTORS);
+        let bytes = descriptors.saturating_mul(name(id).len() + 1);
+        descriptors <= self.limit && bytes <= MOST_NAME_BYTES
     }
 
     pub(super) fn socket(&self) -> BorrowedFd<'_> {
@@ -79,14 +88,15 @@ impl DescriptorStore {
 
     /// Has the descriptors of a VM stored, without waiting. They stay when the other end of one closes: the next server sees that.
     pub(super) fn store(&self, id: u64, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-        self.send(
-            &format!("FDSTORE=1\nFDPOLL=0\nFDNAME={NAME}{id}"),
-            descriptors,
-        )
+        let name = name(id);
+        self.send(&format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"), descriptors)
     }
 
     pub(super) fn remove(&self, id: u64) -> io::Result<()> {
-        self.send(&format!("FDSTOREREMOVE=1\nFDNAME={NAME}{id}"), &[])
+        let name = name(id);
+        self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])?;
+        // A server of before may have stored it. One that is not there is no error.
+        self.send(&format!("FDSTOREREMOVE=1\nFDNAME={FORMER_NAME}{id}"), &[])
     }
 
     /// What is returned is at its end when all that was sent before has been handled.
@@ -119,7 +129,20 @@ impl fmt::Debug for DescriptorStore {
 }
 
 fn number(name: &str) -> Option<u64> {
-    name.strip_prefix(NAME)?.parse().ok()
+    match name.strip_prefix(FORMER_NAME) {
+        Some(number) => number.parse().ok(),
+        None => u64::from_str_radix(name.strip_prefix(NAME)?, BASE).ok(),
+    }
+}
+
+/// The name of a VM's descriptors.
+fn name(id: u64) -> String {
+    let base = u64::from(BASE);
+    let digits = std::iter::successors(Some(id), |rest| (*rest >= base).then(|| rest / base));
+    let digit = |rest| char::from_digit(u32::try_from(rest % base).unwrap_or(0), BASE);
+    let mut digits: Vec<char> = digits.filter_map(digit).collect();
+    digits.reverse();
+    format!("{NAME}{}", String::from_iter(digits))
 }
 
 /// A VM's descriptors in the order of a keeper: the store has no order, but each is of another kind.
@@ -141,4 +164,53 @@ fn sorted(descriptors: Vec<OwnedFd>) -> io::Result<Vec<OwnedFd>> {
     }
     let all: Option<Vec<OwnedFd>> = sorted.into_iter().collect();
     all.ok_or_else(|| io::Error::other("the service manager has not all of its descriptors"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_leads_back_to_its_number() {
+        for id in [0, 1, 35, 36, 4096, 60_466_175, u64::MAX] {
+            assert_eq!(number(&name(id)), Some(id));
+            assert_eq!(number(&format!("{FORMER_NAME}{id}")), Some(id));
+        }
+        assert_eq!(name(36), "v10");
+        for other in [
+            "",
+            "v",
+            "v-1",
+            "x1",
+            "varlink",
+            "pagetide-vm-",
+            "pagetide-vm-x",
+        ] {
+            let number = number(other);
+            assert!(
+                number.is_none() || other == "varlink",
+                "{other}: {number:?}"
+            );
+        }
+    }
+
+    /// Kind: a limit of the kernel on what a service manager passes on. A server that could not be started would leave all
+    /// VMs asleep.
+    #[test]
+    fn the_names_of_all_vms_are_no_longer_than_the_kernel_permits() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("notify");
+        let _manager = UnixDatagram::bind(&path).unwrap();
+        let store = DescriptorStore::new(path.as_os_str(), usize::MAX).unwrap();
+        for first in [1, 1_000_000, 60_000_000, u64::MAX - 10_000] {
+            let vms = (1..10_000).take_while(|&vms| store.has_room_for(vms, first + vms as u64));
+            let vms = vms.count();
+            let ids = (first..).take(vms);
+            let names: Vec<_> = ids.flat_map(|id| vec![name(id); DESCRIPTORS]).collect();
+            let variable = format!("LISTEN_FDNAMES={}", names.join(":"));
+            assert!(variable.len() < 128 << 10, "{vms} VMs: {}", variable.len());
+            // As many as `--max-vms` by default, if numbers are not very large.
+            assert!(first > 1_000_000 || vms >= 4096, "{vms}");
+        }
+    }
 }
