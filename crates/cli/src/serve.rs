@@ -39,8 +39,8 @@ const TERMINAL: Duration = Duration::from_millis(500);
 /// How long the end takes beside the drain of guests: what is missing after the drain is poisoned.
 const END: Duration = Duration::from_millis(800);
 
-/// What the process needs after that, for the log's last lines.
-const LAST_LINES: Duration = Duration::from_millis(700);
+/// How long the service manager waits after the drain, at least: pages that are missing then are poisoned, however many.
+const PATIENCE: Duration = Duration::from_millis(6500);
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -323,7 +323,7 @@ fn obey_signals(
             // First what was asked for, and then the news of it.
             stopper.stop();
             tracing::info!(signal, "ending");
-            tell(News::Stopping(stop_limit + END + LAST_LINES));
+            tell_surely(News::Stopping(stop_limit + PATIENCE), || false);
             continue;
         }
         tell(News::Reloading);

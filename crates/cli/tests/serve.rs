@@ -414,7 +414,7 @@ fn a_service_manager_is_told_of_a_reload_and_of_its_end() {
     }
     signal(&child, "TERM");
     // A unit whose TimeoutStopSec= is shorter waits as long as the drain may take.
-    assert_eq!(messages.next(), "STOPPING=1\nEXTEND_TIMEOUT_USEC=61500000");
+    assert_eq!(messages.next(), "STOPPING=1\nEXTEND_TIMEOUT_USEC=66500000");
     assert_eq!(ended(&mut child).code(), Some(0));
 }
 

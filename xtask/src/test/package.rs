@@ -78,11 +78,12 @@ fn in_clean_root(
     let root = CleanRoot::new(paths)?;
     let file = root.copy_in(&package)?;
     let before = root.paths()?;
-    root.run("dpkg").arg("--install").arg(file).output()?;
+    root.run("dpkg").arg("--install").arg(&file).output()?;
     count("commands", commands(&root));
     count("files", files(&root));
     count("manual pages", manual(profile, &root, paths));
     count("completions", completions(&root));
+    count("configuration", configuration(&root, &file));
     count("purge", purge(&root, &before));
     progress.done();
     Ok(())
@@ -165,6 +166,27 @@ fn commands(root: &CleanRoot) -> Result<()> {
     Ok(())
 }
 
+/// What an administrator has written stays, at an upgrade and if it was there before the package.
+fn configuration(root: &CleanRoot, package: &Path) -> Result<()> {
+    let read = || root.run("cat").arg(CONFIGURATION).text();
+    let packaged = root
+        .run("cat")
+        .arg("/usr/share/pagetide/serve.toml")
+        .text()?;
+    ensure!(read()? == packaged, "{CONFIGURATION} is not the package's");
+    let written = "# mine";
+    for removed in [false, true] {
+        if removed {
+            root.run("dpkg").args(["--remove", "pagetide"]).output()?;
+        }
+        let write = format!("echo '{written}' >{CONFIGURATION}");
+        root.run("sh").args(["-c", &write]).output()?;
+        root.run("dpkg").arg("--install").arg(package).output()?;
+        ensure!(read()? == written, "{CONFIGURATION} was overwritten");
+    }
+    Ok(())
+}
+
 fn files(root: &CleanRoot) -> Result<()> {
     let missing: Vec<_> = FILES.iter().filter(|file| !root.has(file)).collect();
     ensure!(missing.is_empty(), "missing: {missing:?}");
@@ -179,15 +201,10 @@ fn files(root: &CleanRoot) -> Result<()> {
         );
     }
     let listed = root.run("dpkg-query").args(["-L", "pagetide"]).text()?;
-    let its = ["/.", "/etc", "/etc/pagetide", CONFIGURATION];
     let other = listed
         .lines()
-        .find(|path| !path.starts_with("/usr") && !its.contains(path));
+        .find(|path| !path.starts_with("/usr") && *path != "/.");
     ensure!(other.is_none(), "outside /usr: {other:?}");
-    // What an administrator has written there stays at an upgrade.
-    let kept = ["-W", "-f", "${Conffiles}", "pagetide"];
-    let kept = root.run("dpkg-query").args(kept).text()?;
-    ensure!(kept.contains(CONFIGURATION), "configuration: {kept:?}");
     let verified = root.run("dpkg").args(["--verify", "pagetide"]).text()?;
     ensure!(verified.is_empty(), "dpkg --verify: {verified}");
     Ok(())

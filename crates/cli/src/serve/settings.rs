@@ -194,7 +194,8 @@ pub(super) struct Settings {
     max_vms_per_user: Option<usize>,
 
     /// Seconds for which guests are drained at SIGTERM and SIGINT, at most: what is missing then is poisoned, where an access
-    /// raises SIGBUS. A second signal ends the drain [default: 3.5]
+    /// raises SIGBUS. VMs that are kept for a successor wait for its start meanwhile. A second signal ends the drain
+    /// [default: 3.5]
     #[arg(long, value_name = "SECONDS")]
     stop_limit: Option<u64>,
 
