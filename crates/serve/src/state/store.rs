@@ -14,15 +14,17 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 
 use super::wire::DESCRIPTORS;
 
-/// Before a VM's number, to the base of [`BASE`]: the name of its descriptors. Short, for [`MOST_NAME_BYTES`].
-const NAME: &str = "v";
+/// Before a VM's number, to the base of [`BASE`]: the name of its descriptors. Short, for [`MOST_NAME_BYTES`], and no letter:
+/// who names the sockets of a unit (`FileDescriptorName=`) writes words.
+const NAME: &str = "~";
 const BASE: u32 = 36;
 /// What it was before, with a decimal number.
 const FORMER_NAME: &str = "pagetide-vm-";
 
-/// The bytes of all names together that a process is given: systemd passes them in one variable, LISTEN_FDNAMES, with a colon
-/// after each, and a kernel starts no program with a variable of more than 128 KiB (`MAX_ARG_STRLEN`, execve(2)).
-const MOST_NAME_BYTES: usize = (128 << 10) - 64;
+/// The bytes of the names of all VMs' descriptors. systemd passes all names in one variable, LISTEN_FDNAMES, with a colon between
+/// them, and a kernel starts no program with a variable of more than 128 KiB (`MAX_ARG_STRLEN`, execve(2)). The names of
+/// sockets need room, too.
+const MOST_NAME_BYTES: usize = 112 << 10;
 
 /// A service manager's store of descriptors, and what it has given back at the start of this process.
 pub struct DescriptorStore {
@@ -129,10 +131,11 @@ impl fmt::Debug for DescriptorStore {
 }
 
 fn number(name: &str) -> Option<u64> {
-    match name.strip_prefix(FORMER_NAME) {
-        Some(number) => number.parse().ok(),
-        None => u64::from_str_radix(name.strip_prefix(NAME)?, BASE).ok(),
+    if let Some(number) = name.strip_prefix(FORMER_NAME) {
+        return number.parse().ok();
     }
+    let id = u64::from_str_radix(name.strip_prefix(NAME)?, BASE).ok()?;
+    (self::name(id) == name).then_some(id)
 }
 
 /// The name of a VM's descriptors.
@@ -176,21 +179,26 @@ mod tests {
             assert_eq!(number(&name(id)), Some(id));
             assert_eq!(number(&format!("{FORMER_NAME}{id}")), Some(id));
         }
-        assert_eq!(name(36), "v10");
+        assert_eq!(name(36), "~10");
+    }
+
+    /// Kind: a short name that somebody else has given to another thing.
+    #[test]
+    fn names_of_sockets_are_no_vms() {
         for other in [
             "",
-            "v",
-            "v-1",
-            "x1",
+            "vm1",
             "varlink",
+            "pagetide.socket",
+            "~",
+            "~-1",
+            "~+1",
+            "~01",
+            "~A",
             "pagetide-vm-",
             "pagetide-vm-x",
         ] {
-            let number = number(other);
-            assert!(
-                number.is_none() || other == "varlink",
-                "{other}: {number:?}"
-            );
+            assert_eq!(number(other), None, "{other}");
         }
     }
 
