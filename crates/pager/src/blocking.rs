@@ -37,8 +37,8 @@ pub trait BlockingSource: Send + Sync {
     }
 }
 
-/// The most threads of a [`Pool`]. One of each kind is there from the beginning, and others are started when a request
-/// finds no thread that is free.
+/// The most threads of a [`Pool`]. One of each kind is there while the pool is attended, and others are started when a
+/// request finds no thread that is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolConfig {
     /// Threads that serve any request, urgent ones first.
@@ -101,7 +101,8 @@ impl Shared {
         }
     }
 
-    /// The next request for a thread, which begins; `None` after the pool was dropped.
+    /// The next request for a thread, which begins. `None` has the thread end: the pool was dropped, or nothing waits and
+    /// nobody attends the pool.
     fn first(&self, kind: Kind) -> Option<(Request, Option<Call>)> {
         let mut state = self.lock();
         state.queues.leave(kind);
