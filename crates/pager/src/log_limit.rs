@@ -68,8 +68,10 @@ impl Lines {
     }
 }
 
-/// Logs a line that a guest or an outage can cause any number of times: `log_limited!(level, fields, "text")`. All pagers of the
-/// process share the bound, which is the line's own; the next one says how many were dropped.
+/// Logs a line that a guest, a store or an outage can cause any number of times: `log_limited!(level, fields, "text")`. All pagers
+/// and images of the process share the bound, which is the line's own; the next one says how many were dropped.
+#[doc(hidden)]
+#[macro_export]
 macro_rules! log_limited {
     ($level:ident, $($line:tt)+) => {{
         static LOGGED: $crate::log_limit::LogLimit = $crate::log_limit::LogLimit::new();
@@ -80,12 +82,13 @@ macro_rules! log_limited {
     }};
 }
 
-pub(crate) use log_limited;
+pub use log_limited;
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-    use std::path::{Path, PathBuf};
+    use std::path::Path;
+
+    use pagetide_test_support::unbounded_log_lines;
 
     use super::*;
 
@@ -96,25 +99,10 @@ mod tests {
     #[test]
     fn no_line_is_without_a_bound() {
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-        if !sources.is_dir() {
-            return println!("SKIP: the sources are not on this machine");
-        }
-        let mut directories = vec![sources];
-        while let Some(directory) = directories.pop() {
-            let entries = fs::read_dir(directory).unwrap();
-            let paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
-            for path in paths {
-                if path.is_dir() {
-                    directories.push(path);
-                    continue;
-                }
-                let text = fs::read_to_string(&path).unwrap();
-                let lines = |level| text.matches(&format!("tracing::{level}!")).count();
-                let unbounded: usize = ["error", "warn", "info"].map(lines).iter().sum();
-                let other = OTHERS.iter().find(|(name, _)| path.ends_with(name));
-                let permitted = other.map_or(0, |(_, lines)| *lines);
-                assert_eq!(unbounded, permitted, "{}: use log_limited!", path.display());
-            }
+        for (path, unbounded) in unbounded_log_lines(&sources).into_iter().flatten() {
+            let other = OTHERS.iter().find(|(name, _)| path.ends_with(name));
+            let permitted = other.map_or(0, |(_, lines)| *lines);
+            assert_eq!(unbounded, permitted, "{}: use log_limited!", path.display());
         }
     }
 

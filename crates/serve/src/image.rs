@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use pagetide_pager::{Pool, PoolConfig, ServeError, Source};
 use pagetide_sources::{GuestImage, ImageSource, Location};
 
-use crate::log_limit::LogLimit;
+use crate::log_limit::{LogLimit, log_limited};
 use crate::metrics::Metrics;
 use crate::native::share::{ShareError, SharedImage};
 use crate::options::{Binding, Options, WorkingSetMode};
@@ -45,14 +45,13 @@ impl OpenImage {
             move |duration| reads.source_read(duration),
             move |error| {
                 errors.source_error(error.kind());
-                if let Some(dropped) = lines.pass() {
-                    tracing::warn!(
-                        image = name,
-                        dropped,
-                        error = error as &dyn std::error::Error,
-                        "a read failed"
-                    );
-                }
+                log_limited!(
+                    warn,
+                    lines,
+                    image = name,
+                    error = error as &dyn std::error::Error,
+                    "a read failed"
+                );
             },
         )?;
         Ok(Self {
@@ -90,6 +89,9 @@ impl OpenImage {
     }
 }
 
+/// Lines on images without a working set: one that is replaced has another.
+static NO_WORKING_SET: LogLimit = LogLimit::new();
+
 /// An image as the VMs of one socket get it.
 pub(crate) struct ServedImage {
     opened: Arc<OpenImage>,
@@ -102,7 +104,9 @@ impl ServedImage {
     pub(crate) fn new(opened: &Arc<OpenImage>, binding: &Binding, options: &Options) -> Self {
         let path = working_set_path(&*opened.image, binding, options);
         if path.is_none() && options.working_set != WorkingSetMode::Off {
-            tracing::warn!(
+            log_limited!(
+                warn,
+                NO_WORKING_SET,
                 image = opened.image.name(),
                 "no working set: an image at a URL needs --working-set-dir or --working-set-file"
             );

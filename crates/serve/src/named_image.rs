@@ -15,6 +15,7 @@ use pagetide_sources::{
 use thiserror::Error;
 
 use crate::image::{OpenImage, ServedImage};
+use crate::log_limit::{LogLimit, log_limited};
 use crate::metrics::Metrics;
 use crate::options::{Binding, Options};
 
@@ -111,6 +112,9 @@ pub enum NoImage {
     },
 }
 
+/// Lines on images that were opened anew, which a store can have replaced for each VM.
+static ANEW: LogLimit = LogLimit::new();
+
 /// An image by its location.
 #[derive(Debug)]
 pub(crate) struct NamedImage {
@@ -205,7 +209,9 @@ impl NamedImage {
             return Ok(current);
         }
         let opened = Arc::new(open_at(&self.location, options, metrics)?);
-        tracing::info!(
+        log_limited!(
+            info,
+            ANEW,
             image = opened.image.name(),
             former_digest = %former.image.digest(),
             digest = %opened.image.digest(),

@@ -285,7 +285,9 @@ impl WorkingSetFile {
         match WorkingSet::load_of(&self.path, self.image, self.image_bytes) {
             Ok(set) => set,
             Err(error) => {
-                tracing::warn!(
+                log_limited!(
+                    warn,
+                    self.logged,
                     error = &error as &dyn std::error::Error,
                     "the working set is not used"
                 );

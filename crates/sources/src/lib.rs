@@ -63,3 +63,19 @@ pub use source::ImageSource;
 pub use standing::Standing;
 pub use state_file::StateFile;
 pub use upload::UploadError;
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use pagetide_test_support::unbounded_log_lines;
+
+    /// Kind: a line of the log for each block, opening or look, of which a store or a disk can make any number.
+    #[test]
+    fn no_line_of_the_log_is_without_a_bound() {
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        for (path, unbounded) in unbounded_log_lines(&sources).into_iter().flatten() {
+            assert_eq!(unbounded, 0, "{}: use log_limited!", path.display());
+        }
+    }
+}

@@ -6,6 +6,7 @@
 //! - [`in_a_process_of_its_own`] runs a test where no other one is; [`NoDescriptor`] and [`NoOtherThread`] take away there
 //!   what a process may run out of.
 //! - [`huge_memory_file`] is a memory file whose pages come from huge pages, and [`FullMemoryFile`] one that has no room for any.
+//! - [`unbounded_log_lines`] finds lines of the log in a crate's sources that an outage can make any number of.
 //!
 //! Tests depend on this crate, and nothing else does (docs/decisions/0026-test-support.md).
 #![allow(
@@ -16,6 +17,7 @@
 
 mod full;
 mod huge;
+mod log_lines;
 mod process;
 mod random;
 mod sleeper;
@@ -24,6 +26,7 @@ mod wait;
 
 pub use full::FullMemoryFile;
 pub use huge::huge_memory_file;
+pub use log_lines::unbounded_log_lines;
 pub use process::{NoDescriptor, NoOtherThread, in_a_process_of_its_own};
 pub use random::{Rng, mix, seed};
 pub use sleeper::{Sleeper, Task};

@@ -8,6 +8,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use pagetide_pager::log_limit::log_limited;
+
 use super::CacheError;
 use super::directory::Directory;
 use super::threads::{Job, Threads};
@@ -105,7 +107,7 @@ impl Disk {
             Ok(true) => {}
             Ok(false) => return answers,
             Err(error) => {
-                tracing::warn!(%error, "no thread reads from the disk cache: blocks are fetched instead");
+                log_limited!(warn, %error, "no thread reads from the disk cache: blocks are fetched instead");
                 return answers;
             }
         }
@@ -185,14 +187,14 @@ impl Disk {
     fn has_hung(&self) {
         if self.rests().replace(Instant::now() + REST).is_none() {
             let directory = self.directory.path().display();
-            tracing::warn!(%directory, "the disk cache does not answer: blocks are fetched instead");
+            log_limited!(warn, %directory, "the disk cache does not answer: blocks are fetched instead");
         }
     }
 
     fn has_answered(&self) {
         if self.rests().take().is_some() {
             let directory = self.directory.path().display();
-            tracing::info!(%directory, "the disk cache answers again");
+            log_limited!(info, %directory, "the disk cache answers again");
         }
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use pagetide_pager::log_limit::log_limited;
 use rustix::fs::{
     AtFlags, Mode, OFlags, ResolveFlags, StatxFlags, Timespec, Timestamps, UTIME_NOW, futimens,
     openat, openat2, statx, unlinkat,
@@ -117,7 +118,8 @@ impl Files {
     fn damaged(&self, name: &str) -> Found {
         let removed = unlinkat(self.directory.fd(), name, AtFlags::empty());
         let error = removed.err().filter(|errno| *errno != Errno::NOENT);
-        tracing::warn!(
+        log_limited!(
+            warn,
             name,
             ?error,
             "a file of the cache is damaged: it is removed, and fetched again"
@@ -127,7 +129,7 @@ impl Files {
 
     fn unreadable(&self, errno: Errno) -> Found {
         if !self.has_warned.swap(true, Relaxed) {
-            tracing::warn!(%errno, "the disk cache cannot be read: blocks are fetched instead");
+            log_limited!(warn, %errno, "the disk cache cannot be read: blocks are fetched instead");
         }
         Found::Absent
     }

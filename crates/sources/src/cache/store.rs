@@ -1,7 +1,7 @@
 //! Writing blocks and evicting them, by one process at a time.
 
 use std::fs;
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use std::io;
+use pagetide_pager::log_limit::log_limited;
 
 use super::directory::Directory;
 use super::{CHECKSUM_BYTES, ObjectKey, block_name};
@@ -70,7 +70,7 @@ impl Writer {
                 *rests = Some(Instant::now() + REST);
                 if !self.has_warned.swap(true, Relaxed) {
                     let directory = self.directory.path().display();
-                    tracing::warn!(%directory, %error, "the disk cache cannot be written: paging goes on without it");
+                    log_limited!(warn, %directory, %error, "the disk cache cannot be written: paging goes on without it");
                 }
             }
         }

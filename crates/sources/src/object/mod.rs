@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagetide_memory::Urgency;
+use pagetide_pager::log_limit::log_limited;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -120,7 +121,8 @@ impl ObjectBlob {
                     // The store has the content: nobody waits for a disk that is full or gone. A directory that
                     // others can write to is another matter.
                     Err(error @ CacheError::Directory { .. }) => {
-                        tracing::warn!(
+                        log_limited!(
+                            warn,
                             name,
                             error = &error as &dyn std::error::Error,
                             "no disk cache is used"
@@ -133,7 +135,8 @@ impl ObjectBlob {
             // Nothing tells a replaced object without an ETag from the one whose blocks were kept: the
             // cache would deliver old content, or a mixture, as long as the length is the same.
             (Some(_), None) => {
-                tracing::warn!(
+                log_limited!(
+                    warn,
                     name,
                     "the store gives no strong ETag: no disk cache is used"
                 );
@@ -351,7 +354,8 @@ impl Blob for ObjectBlob {
             Ok(true) => Ok(Standing::Same),
             Ok(false) => Ok(Standing::Replaced),
             Err(failure) if failure.is_transient() => {
-                tracing::warn!(
+                log_limited!(
+                    warn,
                     name = self.name,
                     error = &failure.into_error(&self.name) as &dyn std::error::Error,
                     "the store does not say whether the object was replaced: the one that was opened is used"
