@@ -6,10 +6,8 @@ use std::time::Duration;
 use object_store::Error as StoreError;
 use thiserror::Error;
 
+use super::secrets::Secrets;
 use crate::blob::BlobError;
-
-/// The maximal length of a store's text in a message, in characters.
-const MOST_TEXT: usize = 500;
 
 /// What a store or its client reported, without credentials and query strings.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -120,26 +118,4 @@ pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
         next = cause.source();
     }
     text
-}
-
-/// Parts of a URL that no message shows.
-#[derive(Clone, Default)]
-pub(crate) struct Secrets(pub(crate) Vec<String>);
-
-impl Secrets {
-    /// The text of an error as a message may show it.
-    pub(crate) fn report(&self, text: &str) -> Report {
-        let mut text = text.to_owned();
-        for secret in self.0.iter().filter(|secret| !secret.is_empty()) {
-            text = text.replace(secret.as_str(), "[...]");
-        }
-        let shown: String = text.chars().take(MOST_TEXT).collect();
-        Report::new(&shown)
-    }
-}
-
-impl std::fmt::Debug for Secrets {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Secrets({})", self.0.len())
-    }
 }

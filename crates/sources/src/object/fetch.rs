@@ -14,11 +14,12 @@ use tokio::time::{sleep, timeout};
 
 use super::client::Status;
 use super::counters::Counting;
-use super::failure::{Failure, Report, Secrets};
+use super::failure::{Failure, Report};
 use super::gate::Gate;
 use super::latency::Latencies;
 use super::memory::Block;
 use super::options::ObjectOptions;
+use super::secrets::Secrets;
 use super::store::Place;
 
 /// The longest time that a VM's start waits to hear whether its object was replaced.

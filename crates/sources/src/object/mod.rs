@@ -10,6 +10,7 @@ mod memory;
 mod options;
 mod parts;
 mod runtime;
+mod secrets;
 mod store;
 mod upload;
 

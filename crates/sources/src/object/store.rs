@@ -13,13 +13,11 @@ use object_store::path::Path;
 use object_store::{ClientConfigKey, HeaderMap, HeaderValue, ObjectStore, RetryConfig};
 
 use super::client::{Connector, WebConnector};
-use super::failure::{Report, Secrets, with_causes};
+use super::failure::{Report, with_causes};
 use super::options::ObjectOptions;
 use super::parts::{Parts, decoded};
 use super::runtime::provide_tls;
-
-/// A part of a URL that is shorter, in bytes, is no secret: removing it would garble messages.
-const LEAST_SECRET: usize = 4;
+use super::secrets::Secrets;
 
 /// The longest time of a request of an upload. A part of 8 MiB beside three others takes that at 2 Mbit/s.
 const UPLOAD_LIMIT: Duration = Duration::from_secs(120);
@@ -69,22 +67,7 @@ impl Requests {
 
 impl Parts<'_> {
     pub(super) fn secrets(&self) -> Secrets {
-        let mut secrets: Vec<&str> = Vec::new();
-        if let Some(user) = self.user {
-            secrets.push(user);
-            secrets.extend(user.split(':'));
-        }
-        if let Some(query) = self.query {
-            secrets.push(query);
-            // A store's error may repeat one field, such as the signature that it refuses.
-            let fields = query.split('&').filter_map(|field| field.split_once('='));
-            secrets.extend(fields.map(|(_, value)| value));
-        }
-        secrets.retain(|secret| secret.len() >= LEAST_SECRET);
-        // A secret that contains another one is removed first.
-        secrets.sort_unstable_by_key(|secret| std::cmp::Reverse(secret.len()));
-        let secrets = secrets.into_iter().map(str::to_owned).collect();
-        Secrets(secrets)
+        Secrets::of(self)
     }
 
     /// Builds the store from the environment. Nothing is sent.
@@ -250,15 +233,6 @@ fn is_of_signature(field: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn secrets_are_removed_from_a_stores_text() {
-        let parts = Parts::of("http://me:word@host/a?X-Sig=7777").unwrap();
-        let text = "GET http://me:word@host/a?X-Sig=7777 failed: signature 7777 of me";
-        let shown = parts.secrets().report(text);
-        let expected = "GET http://[...]@host/a?[...] failed: signature [...] of me";
-        assert_eq!(shown.to_string(), expected);
-    }
 
     #[test]
     fn credentials_in_a_url_of_a_store_are_refused() {

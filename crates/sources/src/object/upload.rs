@@ -14,11 +14,12 @@ use object_store::{
 use tokio::runtime::Handle;
 
 use super::client::Status;
-use super::failure::{Failure, Report, Secrets};
+use super::failure::{Failure, Report};
 use super::fetch::{look, watched};
 use super::options::ObjectOptions;
 use super::parts::{Parts, shown};
 use super::runtime;
+use super::secrets::Secrets;
 use super::store::{Place, Requests};
 use crate::upload::UploadError;
 
