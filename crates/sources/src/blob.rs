@@ -129,6 +129,9 @@ impl BlobError {
     }
 }
 
+/// Waits for the answer to [`Blob::ask_standing`].
+pub type AskedStanding<'a> = Box<dyn FnOnce() -> Result<Standing, BlobError> + 'a>;
+
 /// Bytes of a fixed length that can be read at any offset, from any thread.
 pub trait Blob: Send + Sync + fmt::Debug {
     /// Its name for messages: a path or a URL, without credentials.
@@ -177,6 +180,12 @@ pub trait Blob: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`BlobError`]: that what has the name cannot be told.
     fn standing(&self) -> Result<Standing, BlobError>;
+
+    /// Asks for [`standing`](Self::standing), and returns what waits for the answer: several stores are asked at once. A file
+    /// is looked at when that is called.
+    fn ask_standing(&self) -> AskedStanding<'_> {
+        Box::new(|| self.standing())
+    }
 
     /// Checks that the content is still what it was when this was opened. A store's object needs no check: each
     /// answer has its version.

@@ -44,7 +44,7 @@ mod standing;
 mod state_file;
 mod upload;
 
-pub use blob::{Blob, BlobError};
+pub use blob::{AskedStanding, Blob, BlobError};
 pub use cache::{CacheError, CacheOptions};
 pub use digest::{Digest, ParseDigestError};
 pub use file::{FileBlob, FileIdentity};

@@ -442,8 +442,10 @@ impl GuestImage for PagetideImage {
 
     /// Content needs no look at the files: each chunk has its checksum.
     fn standing(&self) -> Result<Standing, ImageError> {
+        // All are asked before one is waited for: a new VM waits for this.
         let layers = self.layers.iter();
-        let standing = Standing::of_all(layers.map(|layer| layer.blob.standing()));
+        let asked: Vec<_> = layers.map(|layer| layer.blob.ask_standing()).collect();
+        let standing = Standing::of_all(asked.into_iter().map(|answer| answer()));
         Ok(standing?)
     }
 

@@ -4,6 +4,7 @@ mod client;
 mod counters;
 mod failure;
 mod fetch;
+mod flight;
 mod gate;
 mod latency;
 mod memory;
@@ -18,7 +19,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagetide_memory::Urgency;
@@ -27,13 +28,14 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-use crate::blob::{Blob, BlobError};
+use crate::blob::{AskedStanding, Blob, BlobError};
 use crate::cache::{CacheError, CacheOptions, DiskCache, Found, ObjectKey};
 use crate::standing::Standing;
 use counters::Counting;
 pub use counters::ObjectCounters;
 use failure::{Failure, Report};
 use fetch::Remote;
+use flight::{Flight, Landing, ended, missing_part};
 pub(crate) use memory::Block;
 use memory::Memory;
 pub use options::{ObjectOptions, ObjectOptionsError, OpenObjectError};
@@ -77,16 +79,6 @@ struct Shared {
 struct Blocks {
     memory: Memory,
     flights: HashMap<u64, Arc<Flight>>,
-}
-
-/// A request for adjacent blocks. All readers of the blocks wait for it; it goes on without them.
-#[derive(Debug)]
-struct Flight {
-    first: u64,
-    urgency: Urgency,
-    /// Whether it has left the queue.
-    started: AtomicBool,
-    outcome: watch::Sender<Option<Result<Vec<Block>, Failure>>>,
 }
 
 /// Where a block comes from.
@@ -346,25 +338,35 @@ impl Blob for ObjectBlob {
         })
     }
 
+    fn standing(&self) -> Result<Standing, BlobError> {
+        self.ask_standing()()
+    }
+
     /// One HEAD, without another attempt. A store that does not answer says nothing against the object: what was
     /// opened is read as long as the store has it, since each answer has its version.
-    fn standing(&self) -> Result<Standing, BlobError> {
+    fn ask_standing(&self) -> AskedStanding<'_> {
         let shared = Arc::clone(&self.shared);
-        let looked = wait(&self.handle, async move { shared.remote.look().await });
-        match looked {
-            Ok(true) => Ok(Standing::Same),
-            Ok(false) => Ok(Standing::Replaced),
-            Err(failure) if failure.is_transient() => {
-                log_limited!(
-                    warn,
-                    name = self.name,
-                    error = &failure.into_error(&self.name) as &dyn std::error::Error,
-                    "the store does not say whether the object was replaced: the one that was opened is used"
-                );
-                Ok(Standing::Same)
+        let looking = self.handle.spawn(async move { shared.remote.look().await });
+        Box::new(move || {
+            match self
+                .handle
+                .block_on(looking)
+                .unwrap_or_else(|_| Err(ended()))
+            {
+                Ok(true) => Ok(Standing::Same),
+                Ok(false) => Ok(Standing::Replaced),
+                Err(failure) if failure.is_transient() => {
+                    log_limited!(
+                        warn,
+                        name = self.name,
+                        error = &failure.into_error(&self.name) as &dyn std::error::Error,
+                        "the store does not say whether the object was replaced: the one that was opened is used"
+                    );
+                    Ok(Standing::Same)
+                }
+                Err(failure) => Err(failure.into_error(&self.name)),
             }
-            Err(failure) => Err(failure.into_error(&self.name)),
-        }
+        })
     }
 
     /// Each answer is compared with the version that was opened.
@@ -508,83 +510,6 @@ impl Blocks {
     }
 }
 
-impl Flight {
-    fn new(first: u64, urgency: Urgency) -> Self {
-        Self {
-            first,
-            urgency,
-            started: AtomicBool::new(false),
-            outcome: watch::Sender::new(None),
-        }
-    }
-
-    /// Waits for the block at `index`.
-    async fn block(&self, index: u64) -> Result<Block, Failure> {
-        let mut outcome = self.outcome.subscribe();
-        // The sender is this flight's, so it is there.
-        let outcome = outcome
-            .wait_for(Option::is_some)
-            .await
-            .map_err(|_| ended())?;
-        let blocks = outcome.as_ref().ok_or_else(ended)?;
-        let blocks = blocks.as_ref().map_err(Failure::clone)?;
-        let at = usize::try_from(index.saturating_sub(self.first)).unwrap_or(usize::MAX);
-        blocks.get(at).map(Arc::clone).ok_or_else(missing_part)
-    }
-}
-
-/// A flight's end.
-struct Landing {
-    shared: Arc<Shared>,
-    flight: Arc<Flight>,
-    blocks: u64,
-}
-
-impl Landing {
-    fn settle(&self, fetched: Result<Vec<Block>, Failure>) {
-        let Self {
-            shared,
-            flight,
-            blocks: number,
-        } = self;
-        let indices = flight.first..flight.first.saturating_add(*number);
-        let mut blocks = shared.lock();
-        if let Ok(fetched) = &fetched {
-            for (index, block) in indices.clone().zip(fetched) {
-                blocks.memory.insert(index, Arc::clone(block));
-            }
-        }
-        for index in indices.clone() {
-            let flying = blocks.flights.get(&index);
-            if flying.is_some_and(|flying| Arc::ptr_eq(flying, flight)) {
-                blocks.flights.remove(&index);
-            }
-        }
-        drop(blocks);
-        let kept = fetched
-            .as_ref()
-            .ok()
-            .filter(|_| shared.disk.is_some())
-            .cloned();
-        flight.outcome.send_replace(Some(fetched));
-        if let Some(disk) = &shared.disk {
-            for (index, block) in indices.zip(kept.into_iter().flatten()) {
-                if !disk.offer(index, block) {
-                    Counting::add(&shared.remote.counting.disk_skipped, 1);
-                }
-            }
-        }
-    }
-}
-
-impl Drop for Landing {
-    fn drop(&mut self) {
-        if self.flight.outcome.borrow().is_none() {
-            self.settle(Err(ended()));
-        }
-    }
-}
-
 /// Copies the part of a block that belongs to a read at `offset`. `None` if the block lacks it.
 fn copy(block: &[u8], block_start: u64, offset: u64, buffer: &mut [u8]) -> Option<()> {
     let from = usize::try_from(offset.saturating_sub(block_start)).ok()?;
@@ -605,14 +530,4 @@ fn wait<T: Send + 'static>(
 ) -> Result<T, Failure> {
     let task = handle.spawn(future);
     handle.block_on(task).unwrap_or_else(|_| Err(ended()))
-}
-
-fn ended() -> Failure {
-    Failure::Transient(Report::new("the request was ended"))
-}
-
-fn missing_part() -> Failure {
-    Failure::Permanent(Report::new(
-        "an answer has fewer blocks than were requested",
-    ))
 }
