@@ -4,6 +4,7 @@
 //! processor for as long as the host makes it wait: stolen time, a limit of its cgroup, a thread of higher
 //! priority. So tries are bounded by time, and made further and further apart.
 
+use std::cell::Cell;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,44 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// For so long a thread that serves other faults as well tries again before it sees to those first.
 const TURN: Duration = Duration::from_millis(20);
+
+thread_local! {
+    /// The end of the budget with which this thread serves, if it has one.
+    static ENDS: Cell<Option<Instant>> = const { Cell::new(None) };
+}
+
+/// The budget of a thread that serves, until this is dropped: whatever it comes to does not pause beyond it.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    before: Option<Instant>,
+}
+
+impl Budget {
+    pub(crate) fn of(budget: Duration) -> Self {
+        let ends = Instant::now().checked_add(budget);
+        // A callback may serve another pager meanwhile.
+        let before = ENDS.get();
+        ENDS.set(ends.into_iter().chain(before).min());
+        Self { before }
+    }
+
+    /// What is left of this thread's budget; `None` without one.
+    fn left() -> Option<Duration> {
+        let ends = ENDS.get()?;
+        Some(ends.saturating_duration_since(Instant::now()))
+    }
+
+    /// Whether this thread's budget has passed.
+    pub(crate) fn is_over() -> bool {
+        Self::left().is_some_and(|left| left.is_zero())
+    }
+}
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        ENDS.set(self.before);
+    }
+}
 
 /// Tries at first only let other threads run.
 const YIELDS: u32 = 32;
@@ -32,6 +71,8 @@ pub(crate) struct Again {
     is_in_all: bool,
     /// The pages at which nothing was mapped, since these were taken.
     holes: u64,
+    /// Whether no pause goes beyond the thread's budget.
+    is_of_turn: bool,
 }
 
 impl Again {
@@ -42,7 +83,10 @@ impl Again {
 
     /// For a thread that can come back later.
     pub(crate) fn for_a_turn() -> Self {
-        Self::new(TURN)
+        Self {
+            is_of_turn: true,
+            ..Self::new(TURN)
+        }
     }
 
     /// For any number of installations together, of a thread that others wait for.
@@ -60,6 +104,7 @@ impl Again {
             since: None,
             is_in_all: false,
             holes: 0,
+            is_of_turn: false,
         }
     }
 
@@ -89,10 +134,11 @@ impl Again {
     /// Pauses before the next try.
     ///
     /// # Errors
-    /// [`InstallFailure::Busy`] after all of the time.
+    /// [`InstallFailure::Busy`] after all of the time, or of the thread's budget.
     pub(crate) fn pause(&mut self) -> Result<(), InstallFailure> {
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();
-        match pause(self.tries, waited, self.limit) {
+        let left = Budget::left().filter(|_| self.is_of_turn);
+        match pause(self.tries, waited, self.limit, left) {
             None => return Err(InstallFailure::Busy { waited }),
             Some(Duration::ZERO) => thread::yield_now(),
             Some(pause) => thread::sleep(pause),
@@ -103,16 +149,22 @@ impl Again {
 }
 
 /// The pause after `tries` tries, which took `waited`; zero for one that only lets other threads run. `None` after
-/// `limit`.
-fn pause(tries: u32, waited: Duration, limit: Duration) -> Option<Duration> {
-    if waited >= limit {
+/// `limit`, and where nothing is `left` of a budget.
+fn pause(
+    tries: u32,
+    waited: Duration,
+    limit: Duration,
+    left: Option<Duration>,
+) -> Option<Duration> {
+    let left = left.unwrap_or(Duration::MAX);
+    if waited >= limit || left.is_zero() {
         return None;
     }
     let Some(doublings) = tries.checked_sub(YIELDS) else {
         return Some(Duration::ZERO);
     };
     let pause = FIRST_PAUSE.saturating_mul(1 << doublings.min(16));
-    Some(pause.min(LONGEST_PAUSE))
+    Some(pause.min(LONGEST_PAUSE).min(left))
 }
 
 #[cfg(test)]
@@ -123,7 +175,7 @@ mod tests {
     #[test]
     fn tries_are_bounded_by_time_and_become_rare() {
         const SOON: Duration = Duration::from_micros(1);
-        let after = |tries, waited| pause(tries, waited, TURN);
+        let after = |tries, waited| pause(tries, waited, TURN, None);
         assert_eq!(after(0, Duration::ZERO), Some(Duration::ZERO));
         assert_eq!(after(YIELDS - 1, SOON), Some(Duration::ZERO));
         assert_eq!(after(YIELDS, SOON), Some(FIRST_PAUSE));
@@ -133,6 +185,37 @@ mod tests {
         assert_eq!(after(1, TURN), None);
         // And however many.
         assert_eq!(after(u32::MAX, TURN - SOON), Some(LONGEST_PAUSE));
+    }
+
+    /// Kind: a time of its own for what a caller gives a time for.
+    #[test]
+    fn no_pause_goes_beyond_what_is_left_of_a_budget() {
+        const LITTLE: Duration = Duration::from_micros(70);
+        let after = |tries, left| pause(tries, Duration::ZERO, TURN, Some(left));
+        assert_eq!(after(0, LITTLE), Some(Duration::ZERO));
+        assert_eq!(after(YIELDS, LITTLE), Some(FIRST_PAUSE));
+        assert_eq!(after(YIELDS + 1, LITTLE), Some(LITTLE));
+        assert_eq!(after(0, Duration::ZERO), None);
+    }
+
+    #[test]
+    fn a_budget_is_that_of_the_thread_that_serves() {
+        let busy = |mut again: Again| again.pause().is_err();
+        {
+            let _budget = Budget::of(Duration::ZERO);
+            assert!(Budget::is_over() && busy(Again::for_a_turn()));
+            {
+                // Of a callback, which has no more time than its caller.
+                let _longer = Budget::of(Duration::MAX);
+                assert!(Budget::is_over());
+            }
+            assert!(Budget::is_over());
+            // It waits for others, whatever its budget: a mark of lost memory is not left out.
+            assert!(!busy(Again::with_patience()));
+            let other = thread::spawn(Budget::is_over);
+            assert!(!other.join().unwrap());
+        }
+        assert!(!Budget::is_over() && !busy(Again::for_a_turn()));
     }
 
     #[test]

@@ -15,6 +15,7 @@ use pagetide_memory::Urgency;
 use pagetide_uapi::userfaultfd::{EventBuffer, PageFault};
 use rustix::event::epoll::Event;
 
+use crate::again::Budget;
 use crate::channel::{Channel, Role};
 use crate::counters::Counters;
 use crate::error::{ServeError, message_of};
@@ -50,8 +51,6 @@ pub struct Serving {
     others: Vec<u32>,
     on_resolved: Option<OnResolved>,
     waits: Waits,
-    /// The end of the budget, if there is one.
-    until: Option<Instant>,
 }
 
 /// The callback for resolved faults.
@@ -71,12 +70,7 @@ impl Serving {
             others: Vec::new(),
             on_resolved: None,
             waits: Waits::default(),
-            until: None,
         }
-    }
-
-    fn is_over(&self) -> bool {
-        self.until.is_some_and(|until| Instant::now() >= until)
     }
 
     /// Calls `callback` for each fault that was resolved here, or whose page was requested from a
@@ -108,15 +102,14 @@ impl Serving {
     }
 
     /// As [`Self::process_ready`], but begins no fault, and no installation, after `budget` has passed: a fault may take
-    /// as long as its source's content. What is left is reported again. One of them is done in any case, if there is one.
+    /// as long as its source's content. What is left is reported again, as is what the kernel refuses to install for now. One
+    /// of them is tried in any case, if there is one.
     ///
     /// # Errors
     /// As [`Self::process_ready`].
     pub fn process_ready_within(&mut self, budget: Duration) -> Result<usize, ServeError> {
-        self.until = Instant::now().checked_add(budget);
-        let served = self.serve(Some(Duration::ZERO), || false);
-        self.until = None;
-        served
+        let _budget = Budget::of(budget);
+        self.serve(Some(Duration::ZERO), || false)
     }
 
     /// Also waits for `fd` in [`Self::serve_for`], which reports it by `number` as long as it is readable.
@@ -161,13 +154,13 @@ impl Serving {
         // others, or deadlines.
         for _ in 0..READS_AT_ONCE {
             // Threads wait for it.
-            while self.goes_on(resolved + installed) && self.install(Urgency::Urgent) {
+            while Self::goes_on(resolved + installed) && self.install(Urgency::Urgent) {
                 installed += 1;
             }
             let Some(channel) = self.ready.pop_front() else {
                 break;
             };
-            if stopping() || !self.goes_on(resolved + installed) {
+            if stopping() || !Self::goes_on(resolved + installed) {
                 self.ready.push_front(channel);
                 break;
             }
@@ -182,7 +175,7 @@ impl Serving {
             }
         }
         // No thread waits for it, and faults may have come meanwhile: one at a time.
-        if !stopping() && self.goes_on(resolved + installed) {
+        if !stopping() && Self::goes_on(resolved + installed) {
             self.install(Urgency::Bulk);
         }
         self.waits.look(self.resolver.pager());
@@ -191,8 +184,8 @@ impl Serving {
     }
 
     /// Whether there is time for more, when so much was done. Something is done in any case.
-    fn goes_on(&self, done: usize) -> bool {
-        done == 0 || !self.is_over()
+    fn goes_on(done: usize) -> bool {
+        done == 0 || !Budget::is_over()
     }
 
     /// Installs the next content that was handed over, if there is any.
@@ -284,7 +277,7 @@ impl Serving {
                     if let Some(read_at) = read_at {
                         self.tell_of(outcome, read_at);
                     }
-                    if self.is_over() {
+                    if Budget::is_over() {
                         break;
                     }
                 }

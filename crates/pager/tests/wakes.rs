@@ -7,13 +7,14 @@ mod support;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 
 use pagetide_memory::{
     Access, Backing, GuestAddress, HostAddress, HostRange, PageIndex, PageSize, PageState,
 };
 use pagetide_pager::{
-    Contents, Fault, Filled, Memfd, Mode, Observer, Pager, ReaderConfig, Readers, RegionConfig,
-    Serving,
+    Contents, Counters, Fault, Filled, Memfd, Mode, Observer, Pager, ReaderConfig, Readers,
+    RegionConfig, Serving,
 };
 use pagetide_test_support::Sleeper;
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd};
@@ -494,6 +495,51 @@ fn a_discard_that_takes_long_is_no_failure() {
         giver.join();
         assert_eq!(*notices.lock().unwrap(), Vec::<String>::new());
     }
+}
+
+/// A loop with a budget does not spend more on a fault for which the kernel installs nothing, and tries it at each turn.
+#[test]
+fn a_budget_holds_while_a_discard_takes_long() {
+    const TURNS: u64 = 10;
+    let here = processors();
+    let [first, second, ..] = here[..] else {
+        println!("SKIP: this needs two processors");
+        return;
+    };
+    if !has_userfaultfd() {
+        return;
+    }
+    let memory = Memory::new(16);
+    let pager = Pager::new().unwrap();
+    let config = memory.config(Features::EVENT_REMOVE, pattern());
+    pager.add(config).unwrap();
+    let read = spawn_asleep("a read", move || memory.read(5));
+    let giver = spawn_asleep("a discard", move || {
+        pin(second);
+        memory.drop_pages(9, 1);
+    });
+    let mut serving = Serving::new(&pager, 64);
+    let stop = Arc::new(AtomicBool::new(false));
+    let Some(taker) = take_processor(second, &stop) else {
+        serve_until(&mut serving, "the read", || read.is_finished());
+        return;
+    };
+    pin(first);
+    eventually("the fault has had some turns", || {
+        serving.process_ready_within(Duration::ZERO).unwrap();
+        read.is_finished() || serving.counters().faults >= TURNS
+    });
+    let Counters { faults, again, .. } = *serving.counters();
+    stop.store(true, Ordering::Release);
+    serve_until(&mut serving, "the read and the discard", || {
+        read.is_finished() && giver.is_finished()
+    });
+    taker.join().unwrap();
+    for_all(&here);
+    assert_eq!(read.join(), word_of(5));
+    giver.join();
+    // Not the time, but what was done in it: a try, and one after the events were read.
+    assert!(again <= 4 * faults, "{again} tries in {faults} turns");
 }
 
 /// Lets this thread use all processors again.
