@@ -269,8 +269,8 @@ impl Pager {
                 // Fails if the process has gone, or has unmapped a part, which then faults no more.
                 let _ = served.channel.uffd.unregister(range);
             }
-            // A thread of the process may still wait for an event to be read.
-            self.read_events(&served.channel);
+            // Threads of the process may still wait for their events to be read.
+            self.read_last_events(&served.channel);
         }
     }
 

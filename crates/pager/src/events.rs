@@ -7,10 +7,10 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::panic::resume_unwind;
 use std::thread::{self, Builder};
 
-use pagetide_uapi::userfaultfd::{Event, EventBuffer, UserRange};
+use pagetide_uapi::userfaultfd::{Event, EventBuffer, ReadError, UserRange};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use crate::channel::{Channel, Role, Span};
+use crate::channel::{Batch, Channel, Role, Span};
 use crate::counters::Counters;
 use crate::fault::RegionId;
 use crate::log_limit::log_limited;
@@ -21,6 +21,9 @@ use crate::region::PagedRegion;
 /// The number of messages per read for a thread that only looks for events.
 const EVENTS_AT_ONCE: usize = 16;
 
+/// The most reads of a userfaultfd at its end: the events of 65,536 threads, each of which waits for one.
+const LAST_READS: usize = (1 << 16) / EVENTS_AT_ONCE;
+
 impl Pager {
     /// Reads a channel's messages, because the kernel refuses to install before its events are read.
     /// Faults among the messages are stored for the threads that serve the pager's descriptor.
@@ -30,6 +33,36 @@ impl Pager {
             thread::yield_now();
             return;
         }
+        match self.read_batch(channel) {
+            Ok(batch) if batch.lacks => self.read_later(channel),
+            // Another thread has read the event, and the process that caused it is about to continue.
+            Ok(batch) if batch.messages == 0 => thread::yield_now(),
+            Ok(_) => {}
+            Err(error) => log_limited!(error, %error, "reading the events of a userfaultfd"),
+        }
+    }
+
+    /// Reads what a userfaultfd has to say when nobody will read it any more. No new event comes of memory that is not
+    /// registered; where it serves other memory, others go on reading. What is left after so many reads, or for want of a
+    /// descriptor for a fork, waits until the userfaultfd is closed.
+    pub(crate) fn read_last_events(&self, channel: &Channel) {
+        if !channel.has_events {
+            return;
+        }
+        for _ in 0..LAST_READS {
+            match self.read_batch(channel) {
+                Ok(batch) if batch.lacks => return self.read_later(channel),
+                Ok(batch) if batch.messages == 0 => return,
+                Ok(_) => {}
+                Err(error) => {
+                    return log_limited!(error, %error, "reading the events of a userfaultfd");
+                }
+            }
+        }
+    }
+
+    /// Reads some messages, applies the events, and stores the faults.
+    fn read_batch(&self, channel: &Channel) -> Result<Batch, ReadError> {
         let mut buffer = EventBuffer::new(EVENTS_AT_ONCE);
         let mut faults = Vec::new();
         let read = channel.read(&mut buffer, &mut faults, |spans, event| {
@@ -39,13 +72,7 @@ impl Pager {
             channel.defer(faults);
             self.poller.report_deferred();
         }
-        match read {
-            Ok(batch) if batch.lacks => self.read_later(channel),
-            // Another thread has read the event, and the process that caused it is about to continue.
-            Ok(batch) if batch.messages == 0 => thread::yield_now(),
-            Ok(_) => {}
-            Err(error) => log_limited!(error, %error, "reading the events of a userfaultfd"),
-        }
+        read
     }
 
     /// Changes a local region's memory in a way that its userfaultfd reports. The kernel makes the

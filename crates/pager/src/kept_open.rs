@@ -230,13 +230,15 @@ impl Kept {
     /// The thread: reads events, and forgets faults, whose threads sleep on.
     fn read_events(&self, end: &OwnedFd) {
         let mut buffer = EventBuffer::new(EVENTS_AT_ONCE);
+        let mut lacks = false;
         loop {
-            let is_paged = self.is_shared() || self.turn.is_left();
+            // What cannot be read for now stays readable: it is tried again as seldom.
+            let rests = std::mem::take(&mut lacks) || self.is_shared() || self.turn.is_left();
             let mut polled = vec![PollFd::new(end, PollFlags::IN)];
-            if !is_paged {
+            if !rests {
                 polled.push(PollFd::new(&*self.channel.uffd, PollFlags::IN));
             }
-            match poll(&mut polled, is_paged.then_some(&LOOK_AGAIN)) {
+            match poll(&mut polled, rests.then_some(&LOOK_AGAIN)) {
                 Ok(_) => {}
                 Err(Errno::INTR) => continue,
                 Err(_) => return,
@@ -250,8 +252,12 @@ impl Kept {
             };
             // A process that shares the userfaultfd may have made reads of it wait, of which this is the sign. It harms
             // itself alone.
-            if !seen.contains(PollFlags::IN) || !self.read_some(&mut buffer) {
+            if !seen.contains(PollFlags::IN) {
                 return;
+            }
+            match self.read_some(&mut buffer) {
+                Some(batch) => lacks = batch.lacks,
+                None => return,
             }
         }
     }
@@ -262,8 +268,8 @@ impl Kept {
         self.channel.role != Role::Child && !self.channel.all_spans().is_empty()
     }
 
-    /// Reads what there is. Children that were forked are kept open, too. False: nothing can be read any more.
-    fn read_some(&self, buffer: &mut EventBuffer) -> bool {
+    /// Reads what there is. Children that were forked are kept open, too. `None`: nothing can be read any more.
+    fn read_some(&self, buffer: &mut EventBuffer) -> Option<Batch> {
         let mut children = Vec::new();
         let read = self.turn.read(|| {
             if self.is_shared() {
@@ -280,7 +286,7 @@ impl Kept {
             })
         });
         let Some(read) = read else {
-            return true;
+            return Some(Batch::default());
         };
         for child in children {
             keep_open(&Arc::new(self.channel.child_without_pages(child)));
@@ -289,7 +295,7 @@ impl Kept {
             log_limited!(error, %error, "reading the events of a userfaultfd that stays open");
         }
         // A channel that was handed over has no messages for this process.
-        read.is_ok() && !self.channel.is_handed_over()
+        read.ok().filter(|_| !self.channel.is_handed_over())
     }
 }
 

@@ -10,8 +10,8 @@ use std::thread;
 
 use pagetide_memory::{Access, Backing, PageIndex, PageRange, PageSize, PageState, Region};
 use pagetide_pager::{
-    Contents, Holes, Memfd, Mode, Pager, ReaderConfig, Readers, RegionChangeError, RegionConfig,
-    ResolveError, UffdLayout,
+    Content, Contents, Holes, Memfd, Mode, Pager, ReaderConfig, Readers, RegionChangeError,
+    RegionConfig, ResolveError, UffdLayout,
 };
 use pagetide_uapi::userfaultfd::{Features, UserRange, Userfaultfd, Wake};
 use support::view::{View, memfd};
@@ -395,6 +395,38 @@ fn regions_are_added_and_removed_while_others_are_served() {
     assert_no_trouble(&paged.pager);
     assert_eq!(paged.pager.region_ids(), [paged.id]);
     assert_eq!(paged.pager.progress().present, 1024);
+}
+
+/// Kind: what is read once, of which there may be any number. A process may keep a copy of its userfaultfd, which nobody reads
+/// any more.
+#[test]
+fn all_who_wait_for_the_end_of_a_discard_go_on() {
+    /// More than one read takes.
+    const DISCARDS: u64 = 40;
+    let Some(region) = region(DISCARDS, Backing::Anonymous) else {
+        return;
+    };
+    let uffd = Arc::new(Userfaultfd::open(Features::EVENT_REMOVE).unwrap());
+    // SAFETY: the region stays mapped for longer than the userfaultfd is open, and no code relies on its zeroes.
+    unsafe { uffd.register(region.guest().into(), Mode::Missing) }.unwrap();
+    let size = PageSize::Size4K;
+    let config = RegionConfig::foreign(&uffd, region.guest(), size, Mode::Missing, pattern());
+    let pager = Pager::new().unwrap();
+    let id = pager.add(config.gpa(GPA)).unwrap();
+    // No page is missing: to mark one as lost, events would be read before.
+    let pages = PageRange::new(PageIndex(0), DISCARDS);
+    pager.push(id, pages, Content::Zero).unwrap();
+    let discards: Vec<_> = (0..DISCARDS)
+        .map(|page| {
+            let region = Arc::clone(&region);
+            spawn_asleep("a discard", move || advise_away(&region, page, 1))
+        })
+        .collect();
+    pager.remove(id).unwrap();
+    for discard in discards {
+        join("a discard", discard);
+    }
+    drop(uffd);
 }
 
 /// A VMM that tracks writes protects missing pages as well. That leaves a mark, where the kernel then puts no other.
