@@ -304,10 +304,12 @@ mod tests {
     use std::sync::mpsc;
     use std::thread;
 
+    use pagetide_memory::{Backing, GuestAddress, PageSize, Region};
     use pagetide_test_support::{PATIENCE, in_a_process_of_its_own};
-    use pagetide_uapi::userfaultfd::{Features, OpenError};
+    use pagetide_uapi::userfaultfd::{Features, Mode, OpenError};
 
     use super::*;
+    use crate::{Contents, Pager, PatternSource, RegionConfig};
 
     fn channel() -> Option<Arc<Channel>> {
         channel_with(Features::from_bits(0))
@@ -323,6 +325,44 @@ mod tests {
             }
             Err(error) => unreachable!("{error}"),
         }
+    }
+
+    /// Kind: two readers of one userfaultfd.
+    #[test]
+    fn a_pager_that_serves_a_userfaultfd_again_is_left_its_messages() {
+        let this = "kept_open::tests::a_pager_that_serves_a_userfaultfd_again_is_left_its_messages";
+        in_a_process_of_its_own(this, || {
+            let channels = [(); 2].map(|()| channel());
+            let [Some(of_region), Some(of_space)] = channels else {
+                return;
+            };
+            keep_open(&of_region);
+            keep_open(&of_space);
+            let left = || -> Vec<bool> { lock().iter().map(|kept| kept.turn.is_left()).collect() };
+            let memory = |gpa| {
+                let bytes = PageSize::Size4K.bytes();
+                Region::new(GuestAddress(gpa), bytes, Backing::Shmem).unwrap()
+            };
+            let content = || Contents::Local(Arc::new(PatternSource::new(|_, _: &mut [u8]| {})));
+            let pager = Pager::new().unwrap();
+
+            let foreign = memory(0);
+            let (uffd, range) = (&of_region.uffd, foreign.guest());
+            let config =
+                RegionConfig::foreign(uffd, range, PageSize::Size4K, Mode::Missing, content());
+            pager.add(config.gpa(GuestAddress(0))).unwrap();
+            assert_eq!(left(), [true, false]);
+
+            let config = RegionConfig::local(Arc::new(memory(1 << 30)), Mode::Missing, content());
+            let id = pager.add(config).unwrap();
+            let other = memory(0);
+            pager
+                .attach(&of_space.uffd, &[(id, other.guest())])
+                .unwrap();
+            assert_eq!(left(), [true, true]);
+            drop(pager);
+            assert_eq!(left(), [false, false]);
+        });
     }
 
     /// Kind: what a process makes another one have without a bound.
