@@ -1,6 +1,8 @@
 //! `cargo xtask package`: the Debian package of the `pagetide` command, and static commands.
 
 mod everything;
+#[cfg(test)]
+mod removal_tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
