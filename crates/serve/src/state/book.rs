@@ -468,9 +468,13 @@ impl Book {
             }
             pages.forgotten.pop();
         }
-        let mut stored = pages.vms.values().filter(|vm| vm.is_sent).count();
+        let sent_before = pages.vms.iter().filter(|(_, vm)| vm.is_sent);
+        let bytes = sent_before.map(|(&id, _)| store.name_bytes(id));
+        let (mut stored, mut name_bytes) =
+            bytes.fold((0, 0), |(stored, all), bytes| (stored + 1, all + bytes));
         for (&id, vm) in pages.vms.iter_mut().filter(|(_, vm)| !vm.is_sent) {
-            if !store.has_room_for(stored + 1, id) {
+            let bytes = name_bytes + store.name_bytes(id);
+            if !store.has_room_for(stored + 1, bytes) {
                 if !std::mem::replace(&mut vm.is_refused, true) {
                     log_limited!(
                         error,
@@ -494,7 +498,7 @@ impl Book {
                 );
             }
             vm.is_sent = true;
-            stored += 1;
+            (stored, name_bytes) = (stored + 1, bytes);
             sent.push(id);
         }
         drop(pages);

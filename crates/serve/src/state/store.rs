@@ -1,6 +1,6 @@
 //! The service manager as the keeper: systemd's store of descriptors.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -31,6 +31,8 @@ pub struct DescriptorStore {
     socket: UnixDatagram,
     limit: usize,
     given: BTreeMap<u64, Vec<OwnedFd>>,
+    /// The VMs that are stored by their former names.
+    former: BTreeSet<u64>,
 }
 
 impl DescriptorStore {
@@ -50,6 +52,7 @@ impl DescriptorStore {
             socket,
             limit,
             given: BTreeMap::new(),
+            former: BTreeSet::new(),
         })
     }
 
@@ -63,6 +66,9 @@ impl DescriptorStore {
     pub fn take_back(&mut self, name: &str, descriptor: OwnedFd) {
         if let Some(number) = number(name) {
             self.given.entry(number).or_default().push(descriptor);
+            if name.starts_with(FORMER_NAME) {
+                self.former.insert(number);
+            }
         }
     }
 
@@ -77,11 +83,19 @@ impl DescriptorStore {
         given.map(|(id, vm)| (id, sorted(vm))).collect()
     }
 
-    /// Whether there is room for the descriptors of so many VMs, the last of which is `id`.
-    pub(super) fn has_room_for(&self, vms: usize, id: u64) -> bool {
+    /// Whether there is room for the descriptors of so many VMs, whose names have so many bytes.
+    pub(super) fn has_room_for(&self, vms: usize, name_bytes: usize) -> bool {
         let descriptors = vms.saturating_mul(DESCRIPTORS);
-        let bytes = descriptors.saturating_mul(name(id).len() + 1);
-        descriptors <= self.limit && bytes <= MOST_NAME_BYTES
+        descriptors <= self.limit && name_bytes <= MOST_NAME_BYTES
+    }
+
+    /// The bytes of the names of a VM's descriptors, as it is stored or will be.
+    pub(super) fn name_bytes(&self, id: u64) -> usize {
+        let name = match self.former.contains(&id) {
+            true => format!("{FORMER_NAME}{id}"),
+            false => name(id),
+        };
+        (name.len() + 1) * DESCRIPTORS
     }
 
     pub(super) fn socket(&self) -> BorrowedFd<'_> {
@@ -202,6 +216,40 @@ mod tests {
         }
     }
 
+    /// How many VMs from `first` on have room beside others, whose names have so many bytes.
+    fn vms_with_room(store: &DescriptorStore, mut bytes: usize, first: u64) -> usize {
+        let ids = (first..).zip(1..);
+        let with_room = ids.take_while(|&(id, vms)| {
+            bytes += store.name_bytes(id);
+            store.has_room_for(vms, bytes)
+        });
+        with_room.count()
+    }
+
+    /// Kind: a bound that counts what there is as something smaller. An upgrade leaves VMs in the store by their former names.
+    #[test]
+    fn former_names_are_counted_as_long_as_they_are() {
+        const FORMER: u64 = 1000;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("notify");
+        let _manager = UnixDatagram::bind(&path).unwrap();
+        let mut store = DescriptorStore::new(path.as_os_str(), usize::MAX).unwrap();
+        let former = |id| format!("{FORMER_NAME}{id}");
+        for id in 1..=FORMER {
+            let (descriptor, _) = io::pipe().unwrap();
+            store.take_back(&former(id), descriptor.into());
+            drop(store.take_given());
+        }
+        let bytes = (1..=FORMER).map(|id| store.name_bytes(id)).sum();
+        let vms = vms_with_room(&store, bytes, FORMER + 1);
+        let new = (FORMER + 1..).take(vms).map(name);
+        let names = (1..=FORMER).map(former).chain(new);
+        let names: Vec<_> = names.flat_map(|name| vec![name; DESCRIPTORS]).collect();
+        let variable = format!("LISTEN_FDNAMES={}", names.join(":"));
+        assert!(variable.len() < 128 << 10, "{vms} VMs: {}", variable.len());
+        assert!(vms > 1000, "{vms}");
+    }
+
     /// Kind: a limit of the kernel on what a service manager passes on. A server that could not be started would leave all
     /// VMs asleep.
     #[test]
@@ -211,8 +259,7 @@ mod tests {
         let _manager = UnixDatagram::bind(&path).unwrap();
         let store = DescriptorStore::new(path.as_os_str(), usize::MAX).unwrap();
         for first in [1, 1_000_000, 60_000_000, u64::MAX - 10_000] {
-            let vms = (1..10_000).take_while(|&vms| store.has_room_for(vms, first + vms as u64));
-            let vms = vms.count();
+            let vms = vms_with_room(&store, 0, first);
             let ids = (first..).take(vms);
             let names: Vec<_> = ids.flat_map(|id| vec![name(id); DESCRIPTORS]).collect();
             let variable = format!("LISTEN_FDNAMES={}", names.join(":"));
