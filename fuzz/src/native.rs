@@ -3,6 +3,7 @@
 
 use pagetide_memory::PageSize;
 use pagetide_serve::native::frame::{Decoder, Frame, FrameError, MAGIC, MAX_PAYLOAD_BYTES};
+use pagetide_serve::native::label::{MAX_ID_BYTES, VmLabel};
 use pagetide_serve::native::message::{
     Attach, Drained, Health, MAX_REGIONS, MAX_TEXT_BYTES, Message, PageMapPart, RefusedCode,
     Region, RegionMode, VmState, Welcome, WorkingSetAction, WorkingSetState,
@@ -85,6 +86,14 @@ fn check_message(frame: &Frame) -> bool {
             }
             return true;
         }
+        Message::Label(label) => {
+            assert!(label.id().len() <= MAX_ID_BYTES);
+            // Both are written to a log.
+            let texts = [label.id(), label.traceparent()].concat();
+            let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-:".contains(&byte);
+            assert!(texts.bytes().all(is_plain), "{texts:?}");
+            return true;
+        }
         _ => return true,
     };
     assert!(text.len() <= MAX_TEXT_BYTES);
@@ -128,6 +137,13 @@ fn examples() -> Vec<Message> {
         Message::HandOver,
         Message::ResumeMap(part.clone()),
         Message::Goodbye,
+        Message::Label(
+            VmLabel::new(
+                "web-7",
+                "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            )
+            .expect("it is one"),
+        ),
         Message::Welcome(Welcome {
             version: 1,
             max_payload_bytes: 1 << 20,

@@ -19,6 +19,8 @@ mod file;
 mod guest;
 #[path = "serve/kept.rs"]
 mod kept;
+#[path = "serve/labels.rs"]
+mod labels;
 #[path = "serve/threads.rs"]
 mod threads;
 #[path = "serve/told.rs"]

@@ -7,13 +7,14 @@ mod limits;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use thiserror::Error;
 
 use crate::handshake::VmRegion;
 use crate::log_limit::LogLimit;
+use crate::native::label::VmLabel;
 use crate::native::message::RefusedCode;
 use crate::porter::Porter;
 
@@ -170,6 +171,8 @@ impl User {
 pub(crate) struct Charge {
     user: Arc<User>,
     taken: Mutex<Amounts>,
+    /// What the client calls its VM. Here, since whatever is logged on a client is logged by way of its charge.
+    label: OnceLock<VmLabel>,
 }
 
 impl Budgets {
@@ -188,20 +191,14 @@ impl Budgets {
     pub(crate) fn charge(&self, uid: u32, connections: usize) -> Result<Charge, OverBudget> {
         let user = self.user(uid, Kind::Client);
         user.take(&CONNECTION, connections as u64)?;
-        Ok(Charge {
-            user,
-            taken: Mutex::new(CONNECTION),
-        })
+        Ok(Charge::new(user, CONNECTION))
     }
 
     /// The same for a client that is there already, whatever its user has taken.
     pub(crate) fn charge_anyway(&self, uid: u32) -> Charge {
         let user = self.user(uid, Kind::Client);
         user.add(&CONNECTION);
-        Charge {
-            user,
-            taken: Mutex::new(CONNECTION),
-        }
+        Charge::new(user, CONNECTION)
     }
 
     fn user(&self, uid: u32, kind: Kind) -> Arc<User> {
@@ -219,14 +216,31 @@ impl Budgets {
 
     /// What a client above a limit is charged to, without a connection.
     pub(crate) fn of_turned_away(&self, uid: u32) -> Charge {
-        Charge {
-            user: self.user(uid, Kind::TurnedAway),
-            taken: Mutex::default(),
-        }
+        Charge::new(self.user(uid, Kind::TurnedAway), Amounts::NONE)
     }
 }
 
 impl Charge {
+    fn new(user: Arc<User>, taken: Amounts) -> Self {
+        Self {
+            user,
+            taken: Mutex::new(taken),
+            label: OnceLock::new(),
+        }
+    }
+
+    /// Names the client's VM in what is logged from now on.
+    ///
+    /// # Errors
+    /// Its label, if it has one.
+    pub(crate) fn set_label(&self, label: VmLabel) -> Result<(), VmLabel> {
+        self.label.set(label)
+    }
+
+    pub(crate) fn label(&self) -> Option<&VmLabel> {
+        self.label.get()
+    }
+
     /// A client's charge at a server without others.
     #[cfg(test)]
     pub(crate) fn alone() -> Self {

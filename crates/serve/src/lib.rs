@@ -38,6 +38,7 @@ mod histogram;
 mod image;
 mod inbox;
 mod intake;
+mod labelled;
 mod listener;
 mod log_limit;
 mod memory_limit;

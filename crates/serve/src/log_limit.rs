@@ -2,38 +2,58 @@
 
 pub(crate) use pagetide_pager::log_limit::LogLimit;
 
+use crate::native::label::VmLabel;
+
 /// Logs a line on a VM: `log_vm!(level, charge, fields, "text")`. A client can cause any number of such lines, so they have a
 /// bound for each user, and the next line says how many were dropped.
 macro_rules! log_vm {
     ($level:ident, $charge:expr, $($line:tt)+) => {
-        $crate::log_limit::log_within!($level, $charge.may_log_vm(), $($line)+)
+        $crate::log_limit::log_within!($level, $charge.may_log_vm(), $charge.label(), $($line)+)
     };
 }
 
 /// The same of a client that is refused.
 macro_rules! log_refusal {
     ($level:ident, $charge:expr, $($line:tt)+) => {
-        $crate::log_limit::log_within!($level, $charge.may_log_refusal(), $($line)+)
+        $crate::log_limit::log_within!($level, $charge.may_log_refusal(), $charge.label(), $($line)+)
     };
 }
 
 /// The same of clients whose user is not known, or is refused whatever he does: `log_limited!(level, limit, fields, "text")`.
 macro_rules! log_limited {
     ($level:ident, $limit:expr, $($line:tt)+) => {
-        $crate::log_limit::log_within!($level, $limit.pass(), $($line)+)
+        $crate::log_limit::log_within!($level, $limit.pass(), None, $($line)+)
     };
 }
 
+/// The same of a VM with this label, if it has one: `log_within!(level, may_log, label, fields, "text")`.
 macro_rules! log_within {
-    ($level:ident, $may_log:expr, $($line:tt)+) => {
+    ($level:ident, $may_log:expr, $label:expr, $($line:tt)+) => {
         if let Some(dropped) = $may_log {
             let dropped = (dropped > 0).then_some(dropped);
-            tracing::$level!(dropped, $($line)+);
+            $crate::log_limit::log_labelled!($level, $label, dropped, $($line)+);
         }
     };
 }
 
-pub(crate) use {log_limited, log_refusal, log_vm, log_within};
+/// Logs a line on a VM, with its label if it has one, and without a bound: `log_labelled!(level, label, fields, "text")`. All lines
+/// on VMs come by here.
+macro_rules! log_labelled {
+    ($level:ident, $label:expr, $($line:tt)+) => {
+        // What the label is taken from lives as long as the line.
+        match $crate::log_limit::fields_of($label) {
+            (id, trace_id) => tracing::$level!(id, trace_id, $($line)+),
+        }
+    };
+}
+
+/// The fields `id` and `trace_id` of a line: those that there are.
+pub(crate) fn fields_of(label: Option<&VmLabel>) -> (Option<&str>, Option<&str>) {
+    let trace_id = label.and_then(VmLabel::trace_id);
+    (label.map(VmLabel::id), trace_id)
+}
+
+pub(crate) use {log_labelled, log_limited, log_refusal, log_vm, log_within};
 
 #[cfg(test)]
 mod tests {

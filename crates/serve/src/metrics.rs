@@ -14,6 +14,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
 use crate::histogram::{Histogram, WAIT_US, WORK_US};
+use crate::labelled::LabelledVms;
 use crate::readiness::{Readiness, Trouble};
 use crate::usage::Usage;
 
@@ -140,6 +141,8 @@ struct Shared {
     images: Mutex<Images>,
     /// The sockets, and the VMs of each.
     sockets: Mutex<Vec<SocketVms>>,
+    /// The VMs with a label.
+    labelled: LabelledVms,
     /// What the server is ready for, once there is one.
     readiness: OnceLock<Arc<Readiness>>,
     /// Lines of the log that were dropped, if somebody counts them.
@@ -157,6 +160,7 @@ impl Default for Shared {
             errors: Mutex::new(ImageError::kinds().map(|kind| (kind, 0)).collect()),
             images: Mutex::default(),
             sockets: Mutex::default(),
+            labelled: LabelledVms::default(),
             readiness: OnceLock::new(),
             log_lines_dropped: OnceLock::new(),
         }
@@ -291,6 +295,11 @@ impl Metrics {
         }
     }
 
+    /// The VMs with a label that are being served.
+    pub(crate) fn labelled(&self) -> &LabelledVms {
+        &self.0.labelled
+    }
+
     /// Includes whether this server takes further VMs. The first call counts.
     pub(crate) fn watch_readiness(&self, readiness: Arc<Readiness>) {
         let _ = self.0.readiness.set(readiness);
@@ -421,6 +430,10 @@ impl Collector for Metrics {
             "Sockets that are not served yet, since their image or the socket cannot be opened";
         gauge(&mut encoder, "sockets_waiting", help, waiting as u64)?;
         self.encode_sockets(&mut encoder)?;
+        let left_out = self.labelled().encode(&mut encoder)?;
+        let help =
+            "VMs with a label that have no sample of pagetide_vm_info, since 1024 have come later";
+        gauge(&mut encoder, "labelled_vms_left_out", help, left_out)?;
         let dropped = self.0.log_lines_dropped.get();
         let dropped = dropped.map_or(0, |dropped| dropped.load(Ordering::Relaxed));
         let help = "Lines of the log that were dropped, because standard error did not take them";

@@ -32,6 +32,7 @@ use thiserror::Error;
 use crate::budgets::{Charge, OverBudget};
 use crate::connection::Connection;
 use crate::image::ServedImage;
+use crate::labelled::LabelledVm;
 use crate::log_limit::{LogLimit, log_vm};
 use crate::memory_limit::MemoryLimit;
 use crate::metrics::{Metrics, Totals};
@@ -265,6 +266,8 @@ struct Vm<'a> {
     /// The last error, as text.
     last_error: String,
     keeping: Option<Keeping>,
+    /// Has it among the metrics, if it has a label.
+    labelled: Option<LabelledVm>,
 }
 
 /// A region of the pager, and its place in a region of the VMM.
@@ -612,6 +615,7 @@ impl Vm<'_> {
             keeping.is_handed_over = end == End::HandedOver;
         }
         self.report(&Counters::default());
+        self.labelled = None;
         let totals = self.reported;
         let none = Totals {
             vms: 0,

@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use pagetide_serve::native::label::VmLabel;
 use pagetide_serve::{Binding, OnFailure, Options, StateOptions, WorkingSet, WorkingSetMode, keep};
 use pagetide_test_support::NoOtherThread;
 use rustix::fs::SealFlags;
@@ -380,6 +381,42 @@ fn native_vms_outlive_their_server() {
     serving.stop();
     let socket = place.directory.path().join("state/keeper.sock");
     eventually("the keeper's end", || !socket.exists());
+}
+
+/// Who looks for a VM in the log finds it whichever server it has.
+#[test]
+fn the_label_of_a_vm_outlives_its_server() {
+    if !has_userfaultfd() {
+        return;
+    }
+    let place = Place::new(64);
+    let serving = Serving::start(&place, false);
+    let guest = Guest::new(64);
+    let mut client = connect(&place.socket());
+    let trace_id = "4bf92f3577b34da6a3ce929d0e0e4736";
+    let label = VmLabel::new("web-7", format!("00-{trace_id}-00f067aa0ba902b7-01")).unwrap();
+    client.label(&label).unwrap();
+    let attach = attach_of(&guest, vec![region(&guest)]);
+    client.attach(&attach, &[guest.uffd.as_fd()]).unwrap();
+    guest.check(1, &content(1));
+    serving.kill();
+    let serving = Serving::start(&place, false);
+    guest.check(2, &content(2));
+    // That one hands it over.
+    serving.stop();
+    let serving = Serving::start(&place, false);
+    guest.check(3, &content(3));
+    drop(client);
+    let fields = format!("id=\"web-7\" trace_id=\"{trace_id}\"");
+    let labelled = |text: &str| {
+        let log = log(&place);
+        let is_wanted = |line: &&str| line.contains(text) && line.contains(&fields);
+        log.lines().filter(is_wanted).count()
+    };
+    // The servers that have ended in order have said so, and the last one says that the VM has.
+    eventually("the VM's end", || equals(labelled("VM ended"), &2));
+    assert_eq!(labelled("going on with a VM of a former server"), 2);
+    serving.stop();
 }
 
 /// A VM whose VMM has handed it over itself is not the keeper's any more. Memory whose file the server writes is

@@ -6,6 +6,9 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use pagetide_serve::native::client::Client;
+use pagetide_serve::native::label::VmLabel;
+use pagetide_serve::native::message::{Attach, Region};
 use pagetide_uapi::userfaultfd::{Features, Mode, UserRange, Userfaultfd};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -56,6 +59,21 @@ impl Guest {
         let sent = sendmsg(&stream, &parts, &mut ancillary, SendFlags::empty());
         assert_eq!(sent, Ok(message.len()));
         stream
+    }
+
+    /// Connects by the native protocol, says what it is called, and attaches its memory.
+    pub(super) fn attach(&self, socket: &Path, label: Option<&VmLabel>) -> Client {
+        let mut client = Client::connect(socket).expect("it listens");
+        if let Some(label) = label {
+            assert!(client.label(label).expect("it is sent"));
+        }
+        let attach = Attach {
+            uffd_features: self.uffd.features().bits(),
+            regions: vec![Region::missing(self.range.start, self.range.bytes, 0)],
+        };
+        let attached = client.attach(&attach, &[self.uffd.as_fd()]);
+        attached.expect("it is served");
+        client
     }
 
     /// Reads the first byte of a page, which may be missing.

@@ -216,6 +216,11 @@ impl<'s, 'a> Beginning<'s, 'a> {
                 self.shared = Some(share(self.session, id, self.image, self.metrics)?);
             }
             Message::ResumeMap(part) if self.has_greeted => self.take_map(part, more)?,
+            Message::Label(label) if self.has_greeted => {
+                let set = self.session.charge().set_label(label);
+                // A second one.
+                set.map_err(|_| AttachError::Order { kind })?;
+            }
             Message::Attach(attach) if self.has_greeted => {
                 let regions = self.regions(&attach)?;
                 let none = HeldBytes::new(self.session.charge());

@@ -12,11 +12,12 @@ use rustix::net::{RecvFlags, SendFlags};
 use thiserror::Error;
 
 use super::frame::{Decoder, Frame, FrameError, MAGIC};
+use super::label::VmLabel;
 use super::message::{
     Attach, AttachSpace, DecodeError, Drained, Health, MAX_DESCRIPTORS, Message, PageMapPart,
     RefusedCode, Welcome, WorkingSetAction, WorkingSetState,
 };
-use super::{FEATURES, LOWEST_VERSION, MAX_MAP_BYTES, VERSION, socket};
+use super::{FEATURE_LABELS, FEATURES, LOWEST_VERSION, MAX_MAP_BYTES, VERSION, socket};
 
 /// The size of one read.
 const READ_BYTES: usize = 64 << 10;
@@ -228,6 +229,19 @@ impl Client {
         }
     }
 
+    /// Says what the VM is called in the server's log and metrics: once, before attach. Returns false, and says nothing, if
+    /// the server has no [`FEATURE_LABELS`].
+    ///
+    /// # Errors
+    /// [`ClientError`]. That the server refuses it is reported by [`Self::attach`].
+    pub fn label(&mut self, label: &VmLabel) -> Result<bool, ClientError> {
+        if self.welcome.features & FEATURE_LABELS == 0 {
+            return Ok(false);
+        }
+        let _ = self.ask(&Message::Label(label.clone()), &[])?;
+        Ok(true)
+    }
+
     /// Sends the page maps of a predecessor ([`Self::hand_over`]), before attach.
     ///
     /// # Errors
@@ -435,7 +449,7 @@ impl Client {
     /// Keeps a notice, and drops an answer that nobody waits for.
     fn keep(&mut self, frame: &Frame) -> Result<(), ClientError> {
         match Message::of(frame) {
-            // Of the connection, or of a page map, which has no other answer.
+            // Of the connection, or of a label or a page map, which have no other answer.
             Ok(message @ Message::Refused { .. }) => Err(refused(message)),
             Ok(message) if message.is_notice() => {
                 if self.notices.len() >= MOST_NOTICES {

@@ -4,6 +4,7 @@ use pagetide_memory::PageSize;
 use pagetide_sources::Digest;
 
 use super::frame::{FLAG_MORE, FLAG_OPTIONAL, Frame};
+use super::label::VmLabel;
 use super::message::{
     Attach, AttachSpace, DecodeError, Drained, Health, MAX_REGIONS, Message, PageMapPart,
     RefusedCode, Region, RegionMode, SpaceRegion, VmState, Welcome, WorkingSetAction,
@@ -21,16 +22,21 @@ const SPACE_REGION_BYTES: usize = 16;
 const NO_FILE: u8 = u8::MAX;
 
 impl Message {
-    /// Whether the receiver may skip it.
+    /// Whether it is a notice: the server sends it by itself.
     pub fn is_notice(&self) -> bool {
         self.kind() & 0xf000 == 0x9000
+    }
+
+    /// Whether the receiver may skip it.
+    pub fn is_optional(&self) -> bool {
+        self.is_notice() || matches!(self, Self::Label(_))
     }
 
     /// The message as a frame. `more` says that another part of the same page map follows.
     pub fn frame(&self, id: u32, more: bool) -> Frame {
         let mut out = Writer::default();
         self.write(&mut out);
-        let optional = if self.is_notice() { FLAG_OPTIONAL } else { 0 };
+        let optional = if self.is_optional() { FLAG_OPTIONAL } else { 0 };
         let more = if more { FLAG_MORE } else { 0 };
         Frame {
             kind: self.kind(),
@@ -83,6 +89,10 @@ impl Message {
             Self::DetachSpace { space } | Self::SpaceAttached { space } => {
                 out.word(*space);
                 out.word(0);
+            }
+            Self::Label(label) => {
+                out.text(label.id());
+                out.text(label.traceparent());
             }
             Self::WorkingSet(action) => out.word(action.number()),
             Self::Poison { offset, bytes } => {
@@ -207,6 +217,7 @@ impl Message {
                 from.zero()?;
                 Self::DetachSpace { space }
             }
+            14 => Self::Label(VmLabel::new(from.text()?, from.text()?)?),
             0x8001 => Self::Welcome(take_welcome(from)?),
             0x8002 => Self::Attached {
                 regions: from.word()?,

@@ -2,6 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::native::frame::MAX_PAYLOAD_BYTES;
+use crate::native::label::LabelError;
 use crate::native::message::MAX_TEXT_BYTES;
 
 fn any_of<T: Copy + std::fmt::Debug>(all: &'static [T]) -> impl Strategy<Value = T> {
@@ -76,6 +77,11 @@ fn message() -> impl Strategy<Value = Message> {
                 })
             }),
         any::<u32>().prop_map(|space| Message::DetachSpace { space }),
+        (
+            "[A-Za-z0-9._:-]{1,64}",
+            "(00-[1-9a-f]{32}-[1-9a-f]{16}-[0-9a-f]{2})?"
+        )
+            .prop_map(|(id, trace)| Message::Label(VmLabel::new(id, trace).unwrap())),
         any_of(WorkingSetAction::ALL).prop_map(Message::WorkingSet),
         any::<(u64, u64)>().prop_map(|(offset, bytes)| Message::Poison { offset, bytes }),
         part().prop_map(Message::ResumeMap),
@@ -152,7 +158,7 @@ proptest! {
     fn every_message_survives(message in message(), id in any::<u32>()) {
         let frame = message.frame(id, false);
         prop_assert_eq!(frame.id, id);
-        prop_assert_eq!(frame.is_optional(), message.is_notice());
+        prop_assert_eq!(frame.is_optional(), message.is_optional());
         prop_assert_eq!(Message::of(&frame), Ok(message));
     }
 
@@ -234,7 +240,32 @@ fn fields_without_a_valid_value_are_refused() {
         let found = of(kind, payload.to_le_bytes().to_vec());
         assert!(matches!(found, Err(DecodeError::Field { .. })), "{kind}");
     }
-    assert_eq!(of(14, Vec::new()), Err(DecodeError::Unknown { kind: 14 }));
+    assert_eq!(of(15, Vec::new()), Err(DecodeError::Unknown { kind: 15 }));
+}
+
+/// A label of another kind is no label: who reads the log relies on what it has.
+#[test]
+fn a_label_that_could_forge_a_line_is_refused_by_name() {
+    let of_texts = |id: &str, traceparent: &str| {
+        let mut out = Writer::default();
+        out.text(id);
+        out.text(traceparent);
+        of(14, out.0)
+    };
+    let longest = "a".repeat(64);
+    assert!(of_texts(&longest, "").is_ok());
+    let longer = "a".repeat(65);
+    for (id, traceparent, wanted) in [
+        ("a\nb", "", LabelError::IdCharacter { at: 1 }),
+        ("\"", "", LabelError::IdCharacter { at: 0 }),
+        ("ä", "", LabelError::IdCharacter { at: 0 }),
+        ("", "", LabelError::IdBytes { bytes: 0 }),
+        (&longer, "", LabelError::IdBytes { bytes: 65 }),
+        ("a", "00-1-2-3", LabelError::Traceparent),
+    ] {
+        let found = of_texts(id, traceparent);
+        assert_eq!(found, Err(DecodeError::Label(wanted)), "{id:?}");
+    }
 }
 
 #[test]

@@ -4,6 +4,8 @@ use pagetide_memory::PageSize;
 use pagetide_sources::Digest;
 use thiserror::Error;
 
+use super::label::{LabelError, VmLabel};
+
 /// The longest text of a message, in bytes.
 pub const MAX_TEXT_BYTES: usize = 1024;
 
@@ -40,6 +42,9 @@ pub enum DecodeError {
         /// The field.
         field: &'static str,
     },
+    /// A label is none.
+    #[error(transparent)]
+    Label(#[from] LabelError),
 }
 
 /// An enum that is sent as a number.
@@ -369,6 +374,8 @@ messages! {
         /// Its number.
         space: u32,
     } = 13,
+    /// What the VM is called.
+    Label(VmLabel) = 14,
     /// The answer to [`Self::Hello`].
     Welcome(Welcome) = 0x8001,
     /// Faults are served from now on.

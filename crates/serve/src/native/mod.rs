@@ -8,6 +8,7 @@ mod attach_error;
 pub mod client;
 mod coding;
 pub mod frame;
+pub mod label;
 pub mod message;
 pub(crate) mod session;
 pub(crate) mod share;
@@ -32,13 +33,17 @@ pub const FEATURE_MINOR: u64 = 4;
 /// The server serves further address spaces of a VM's memory. From version 2 on.
 pub const FEATURE_SPACES: u64 = 8;
 
+/// The server puts what a client calls its VM into its log and its metrics. From version 2 on.
+pub const FEATURE_LABELS: u64 = 16;
+
 /// All features that this program knows.
-pub const FEATURES: u64 = FEATURE_SHARE | FEATURE_HAND_OVER | FEATURE_MINOR | FEATURE_SPACES;
+pub const FEATURES: u64 =
+    FEATURE_SHARE | FEATURE_HAND_OVER | FEATURE_MINOR | FEATURE_SPACES | FEATURE_LABELS;
 
 /// The features among `features` that a version has.
 pub(crate) fn features_of(version: u16, features: u64) -> u64 {
     match version {
-        ..2 => features & FEATURES & !FEATURE_SPACES,
+        ..2 => features & FEATURES & !(FEATURE_SPACES | FEATURE_LABELS),
         _ => features & FEATURES,
     }
 }

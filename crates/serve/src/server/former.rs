@@ -7,6 +7,7 @@ use pagetide_sources::Location;
 
 use super::{Server, StartError};
 use crate::connection::Connection;
+use crate::log_limit::log_labelled;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::peer::Peer;
@@ -42,7 +43,9 @@ impl Server {
         for kept in std::mem::take(&mut self.kept) {
             match kept.description.image.parse::<Location>() {
                 Ok(location) => self.sockets.resume(kept, &location),
-                Err(error) => tracing::error!(
+                Err(error) => log_labelled!(
+                    error,
+                    kept.description.label().as_ref(),
                     vm = kept.id,
                     socket = kept.description.socket,
                     error = &error as &dyn std::error::Error,
@@ -56,11 +59,16 @@ impl Server {
     /// The client that a former server has left. It was accepted then, whatever the limits are now.
     fn client_of(&self, kept: &KeptVm) -> io::Result<Client> {
         let peer = Peer::of(&kept.stream)?;
+        let charge = self.budgets.charge_anyway(peer.uid);
+        if let Some(label) = kept.description.label() {
+            // It has none yet.
+            let _ = charge.set_label(label);
+        }
         Ok(Client {
             number: kept.id,
             socket: kept.description.socket.clone(),
             stream: Connection::new(kept.stream.try_clone()?, self.common().porter.clone()),
-            charge: self.budgets.charge_anyway(peer.uid),
+            charge,
             peer,
             kept: None,
         })
@@ -69,9 +77,17 @@ impl Server {
     /// Takes what was opened.
     pub(super) fn take_opened(&mut self) {
         for resumed in self.sockets.take() {
-            let (vm, socket) = (resumed.kept.id, resumed.kept.description.socket.clone());
+            let KeptVm {
+                id: vm,
+                description,
+                ..
+            } = &resumed.kept;
+            let (vm, socket, label) = (*vm, description.socket.clone(), description.label());
             match self.go_on(resumed) {
-                Ok(()) => tracing::info!(vm, socket, "going on with a VM of a former server"),
+                Ok(()) => {
+                    let text = "going on with a VM of a former server";
+                    log_labelled!(info, label.as_ref(), vm, socket, "{text}");
+                }
                 Err((error, resumed)) => self.sockets.give_back(*resumed, error),
             }
         }

@@ -6,6 +6,7 @@ use std::time::Instant;
 use crate::control::channel::Reply;
 use crate::control::message::Answer;
 use crate::listener::Listener;
+use crate::log_limit::log_labelled;
 use crate::named_image::Offer;
 use crate::opening::{Purpose, Task};
 use crate::options::Binding;
@@ -132,7 +133,9 @@ pub(super) fn tell_of(entry: &Entry) {
 pub(super) fn tell_of_failure(entry: &Entry, error: &str) {
     let (socket, image) = (entry.binding.socket.display(), &entry.binding.image);
     match (&entry.kept, entry.is_served()) {
-        (Some(kept), _) => tracing::error!(
+        (Some(kept), _) => log_labelled!(
+            error,
+            kept.description.label().as_ref(),
             vm = kept.id,
             %socket,
             error,

@@ -12,6 +12,7 @@ use super::Sockets;
 use super::commanded::Closed;
 use super::entry::Entry;
 use crate::connection::Connection;
+use crate::log_limit::log_labelled;
 use crate::named_image::Offer;
 use crate::options::Binding;
 use crate::state::KeptVm;
@@ -77,7 +78,9 @@ impl Sockets {
         // Nobody else looks at it: while there is a server, the keeper does not.
         let token = EventData::new_u64(self.last_key);
         if let Err(error) = epoll::add(&self.poll, &kept.stream, token, EventFlags::RDHUP) {
-            tracing::warn!(vm = kept.id, %error, "the end of a VM is not seen before its image is there");
+            let text = "the end of a VM is not seen before its image is there";
+            let label = kept.description.label();
+            log_labelled!(warn, label.as_ref(), vm = kept.id, %error, "{text}");
         }
         entry.kept = Some(kept);
         self.entries.insert(self.last_key, entry);
@@ -100,10 +103,12 @@ impl Sockets {
         let Some(kept) = kept else {
             return false;
         };
-        let (vm, socket) = (kept.id, kept.description.socket);
-        tracing::info!(
+        let (vm, label) = (kept.id, kept.description.label());
+        log_labelled!(
+            info,
+            label.as_ref(),
             vm,
-            socket,
+            socket = kept.description.socket,
             "a VM of a former server has ended before its image was there"
         );
         let _ = epoll::delete(&self.poll, &kept.stream);

@@ -17,7 +17,8 @@ use rustix::io::Errno;
 use super::store::DescriptorStore;
 use super::wire::{Message, receive, send_now};
 use super::write_description;
-use crate::log_limit::{LogLimit, log_limited};
+use crate::log_limit::{LogLimit, log_limited, log_within};
+use crate::native::label::VmLabel;
 
 /// How long a VM that begins waits for its keeper.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -45,6 +46,8 @@ pub(crate) struct Held {
     pub(crate) maps: Arc<MapFile>,
     /// As JSON.
     pub(crate) description: Vec<u8>,
+    /// What is logged of it, if it has one.
+    pub(crate) label: Option<VmLabel>,
 }
 
 impl Held {
@@ -476,9 +479,10 @@ impl Book {
             let bytes = name_bytes + store.name_bytes(id);
             if !store.has_room_for(stored + 1, bytes) {
                 if !std::mem::replace(&mut vm.is_refused, true) {
-                    log_limited!(
+                    log_within!(
                         error,
-                        NO_ROOM,
+                        NO_ROOM.pass(),
+                        vm.held.label.as_ref(),
                         vm = id,
                         "the service manager has no room for the VM, which does not outlive this server: raise FileDescriptorStoreMax="
                     );
@@ -490,9 +494,10 @@ impl Book {
                 return Ok(true);
             }
             if std::mem::replace(&mut vm.is_refused, false) {
-                log_limited!(
+                log_within!(
                     info,
-                    NO_ROOM,
+                    NO_ROOM.pass(),
+                    vm.held.label.as_ref(),
                     vm = id,
                     "the service manager has room for the VM now"
                 );

@@ -25,6 +25,7 @@ fn held() -> Held {
         stream: stream.into(),
         maps,
         description: b"{}".to_vec(),
+        label: None,
     }
 }
 

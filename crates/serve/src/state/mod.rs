@@ -26,11 +26,12 @@ use pagetide_memory::{MapFile, PageSize};
 use pagetide_sources::FileIdentity;
 use pagetide_uapi::userfaultfd::Userfaultfd;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
 use crate::handshake::{MAX_REGIONS, VmRegion, check_together, checked_region};
 use crate::metrics::Metrics;
+use crate::native::label::VmLabel;
 use crate::options::OnFailure;
 use crate::porter::Porter;
 
@@ -156,6 +157,16 @@ pub(crate) struct Description {
     /// When the recording of its working set has begun, if it is recorded: microseconds of CLOCK_MONOTONIC.
     #[serde(default)]
     pub(crate) recording_since_us: Option<u64>,
+    /// The id and the traceparent of its label, if it has one. A server that knows no labels goes on without, and so does one that
+    /// knows other labels.
+    #[serde(default, deserialize_with = "sound_label")]
+    label: Option<(String, String)>,
+}
+
+/// A VM matters more than what it is called.
+fn sound_label<'de, D: Deserializer<'de>>(from: D) -> Result<Option<(String, String)>, D::Error> {
+    let found = serde_json::Value::deserialize(from)?;
+    Ok(serde_json::from_value(found).unwrap_or_default())
 }
 
 impl Description {
@@ -175,7 +186,18 @@ impl Description {
             regions,
             is_native: false,
             recording_since_us: None,
+            label: None,
         }
+    }
+
+    pub(crate) fn set_label(&mut self, label: Option<&VmLabel>) {
+        self.label = label.map(|label| (label.id().into(), label.traceparent().into()));
+    }
+
+    /// What its VMM calls the VM.
+    pub(crate) fn label(&self) -> Option<VmLabel> {
+        let (id, traceparent) = self.label.as_ref()?;
+        VmLabel::new(id, traceparent).ok()
     }
 
     /// The regions; `None` if no VMM could have sent them.
@@ -265,7 +287,7 @@ impl State {
         for (id, descriptors) in store.take_given() {
             match descriptors {
                 Ok(descriptors) => left.add(id, descriptors),
-                Err(error) => left.unreadable.push((id, None, error)),
+                Err(error) => left.add_unreadable(id, error),
             }
         }
         left.settle(on_failure, |id| store.remove(id))?;
@@ -397,6 +419,7 @@ fn held(uffd: Arc<dyn Descriptor>, vm: Kept<'_>) -> io::Result<Held> {
         stream: vm.stream.try_clone()?.into(),
         maps: Arc::clone(vm.maps),
         description: serde_json::to_vec(vm.description)?,
+        label: vm.description.label(),
     })
 }
 

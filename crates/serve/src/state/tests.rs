@@ -30,6 +30,7 @@ fn description(regions: &[(u64, u64, u64, u64)]) -> Description {
         file: None,
         is_native: false,
         recording_since_us: None,
+        label: None,
         regions: regions.iter().map(kept).collect(),
     }
 }
@@ -277,6 +278,7 @@ fn held_vm() -> Held {
         stream,
         maps,
         description: b"{}".to_vec(),
+        label: None,
     }
 }
 
@@ -438,6 +440,29 @@ fn a_vm_that_another_version_has_kept_stays_with_the_keeper() {
         ];
         let taken = kept_vm(7, descriptors);
         assert_eq!(taken.is_ok(), format == FORMAT, "{taken:?}");
+    }
+}
+
+/// A VM matters more than what it is called.
+#[test]
+fn a_vm_whose_label_is_missing_or_wrong_is_served_without() {
+    let mut labelled = description(&[(4096, 8192, 4096, 0)]);
+    let label = VmLabel::new("web-7", "").unwrap();
+    labelled.set_label(Some(&label));
+    let text = serde_json::to_string(&labelled).unwrap();
+    let read = |text: &str| serde_json::from_str::<Description>(text).unwrap();
+    assert_eq!(read(&text).label(), Some(label));
+    let field = ",\"label\":[\"web-7\",\"\"]";
+    let others = [
+        text.replace(field, ""),
+        text.replace("web-7", "a\\nb"),
+        text.replace("[\"web-7\",\"\"]", "{\"id\":7}"),
+    ];
+    for other in others {
+        assert_ne!(other, text);
+        let found = read(&other);
+        assert_eq!(found.label(), None);
+        assert_eq!(found.vm_regions().unwrap().len(), 1);
     }
 }
 

@@ -50,7 +50,8 @@ impl Keeping {
         let described = attached.iter().map(|attached| &attached.region);
         let bytes = PageSize::Size4K.bytes() + described.map(map_bytes).sum::<u64>();
         let maps = map_file(bytes).map_err(VmError::Keep)?;
-        let description = describe(image, &client.socket, attached, kind);
+        let mut description = describe(image, &client.socket, attached, kind);
+        description.set_label(client.charge.label());
         let kept = Kept {
             stream: &client.stream,
             maps: &maps,

@@ -196,6 +196,7 @@ impl<'a> Vm<'a> {
             reported: Totals::default(),
             last_error: String::new(),
             keeping: start.keeping,
+            labelled: None,
         };
         // The first page has the messages that were read.
         let mut map_offset = PageSize::Size4K.bytes();
@@ -217,6 +218,9 @@ impl<'a> Vm<'a> {
             }
         }
         vm.start_prefetch(&plan);
+        let labelled = common.metrics.labelled();
+        let begin = |label| labelled.begin(client.number, &client.socket, label);
+        vm.labelled = client.charge.label().map(begin);
         vm.report(&Counters::default());
         Ok(vm)
     }
