@@ -1,6 +1,8 @@
 //! An image that is served, and its working set.
 
 use std::collections::HashMap;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -193,6 +195,16 @@ fn working_set_path(
         (Some(directory), _) => Some(directory.join(format!("{}.working-set", image.digest()))),
         (None, Location::Path(path)) => Some(beside(path)),
         (None, Location::Url(_)) => None,
+    }
+}
+
+/// Makes the directory of working sets, if any will be written: which pages guests touch is nobody else's business. Where
+/// it cannot be made, a working set cannot be written either, and that is said. May wait for a disk.
+pub(crate) fn make_directory(options: &Options) {
+    if let Some(directory) = &options.working_set_directory
+        && options.working_set.records()
+    {
+        let _ = DirBuilder::new().mode(0o700).create(directory);
     }
 }
 

@@ -7,6 +7,7 @@ use std::thread::Builder;
 use pagetide_sources::Location;
 use thiserror::Error;
 
+use crate::image::make_directory;
 use crate::inbox::Outbox;
 use crate::listener::{ListenError, Listener};
 use crate::named_image::{NamedImage, NoImage, Offer};
@@ -71,6 +72,10 @@ impl Job {
         let Common {
             options, metrics, ..
         } = &*self.common;
+        if self.has_looked() {
+            // Not where the options are only checked: the directory is this server's user's.
+            make_directory(options);
+        }
         let Some(known) = &self.known else {
             let image = NamedImage::open(&self.location, options, metrics)?;
             return Ok(Arc::new(image));

@@ -114,6 +114,13 @@ pub enum WorkingSetMode {
     Off,
 }
 
+impl WorkingSetMode {
+    /// Whether a VM's touches may be written to a file.
+    pub(crate) fn records(self) -> bool {
+        matches!(self, Self::Auto | Self::Record)
+    }
+}
+
 /// What happens to a VM whose content is unavailable, or whose memory takes no content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -155,7 +155,7 @@ impl WorkingSetFile {
 
     /// Finds out whether a recording can be written, if one will be: before any VM records in vain.
     pub(crate) fn try_directory(&self, mode: WorkingSetMode) {
-        if !matches!(mode, WorkingSetMode::Auto | WorkingSetMode::Record) {
+        if !mode.records() {
             return;
         }
         if let Err(error) = WorkingSet::try_directory(&self.path) {

@@ -87,7 +87,6 @@ fn working_sets_are_per_image_and_if_need_be_per_socket() {
     let place = Place::new(PAGES);
     let path = |name: &str| place.directory.path().join(name);
     fs::write(path("second.mem"), vec![5; PAGES * PAGE]).unwrap();
-    fs::create_dir(path("sets")).unwrap();
     let location = |name: &str| Location::Path(path(name));
     let running = Running::start(Options {
         bindings: vec![

@@ -2,7 +2,7 @@
 //! server.
 //!
 //! Needs hardware virtualisation or the lab, a Firecracker (PAGETIDE_FIRECRACKER, or on PATH), and a guest
-//! (PAGETIDE_GUEST_KERNEL, PAGETIDE_GUEST_INITRD; `cargo xtask test --only firecracker` sets all of them).
+//! (PAGETIDE_GUEST_KERNEL, PAGETIDE_GUEST_INITRD; `cargo xtask test --only thorough` sets the guest).
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 #[path = "../../sources/tests/support/moto.rs"]

@@ -120,7 +120,7 @@ enum Variant {
     Essential,
     /// And apt.
     Apt,
-    /// And systemd as the first process.
+    /// And systemd as the first process, and what the package recommends and the guides call.
     Systemd,
 }
 
@@ -129,7 +129,7 @@ impl Variant {
         match self {
             Self::Essential => "essential",
             Self::Apt => "apt",
-            Self::Systemd => "systemd",
+            Self::Systemd => "service",
         }
     }
 
@@ -138,7 +138,10 @@ impl Variant {
         match self {
             Self::Essential => &["--variant=essential"],
             Self::Apt => &["--variant=apt"],
-            Self::Systemd => &["--variant=apt", "--include=systemd,systemd-sysv"],
+            Self::Systemd => &[
+                "--variant=apt",
+                "--include=systemd,systemd-sysv,ca-certificates,zstd",
+            ],
         }
     }
 }

@@ -115,7 +115,7 @@ pub(super) struct Settings {
     working_set_file: Option<PathBuf>,
 
     /// The directory of working sets that are not named, each by the digest of its image: for any number of images, at
-    /// URLs as well [default: beside each image]
+    /// URLs as well. It is made if there is none [default: beside each image]
     #[arg(long, value_name = "DIR")]
     working_set_dir: Option<PathBuf>,
 

@@ -1,12 +1,16 @@
 //! The package's service under a real systemd: VMs stay through all that an operator, a package's upgrade or a full disk does
-//! to the service, or come to the end that fleet.md names. No VM ever reads a wrong page.
+//! to the service, or come to the end that fleet.md names. No VM ever reads a wrong page. And what the guides have a reader
+//! type does what they say.
 //!
 //! `cargo xtask test --only systemd` runs it, in a system of Debian 13, whose systemd has a store for descriptors.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod container;
+mod guides;
 #[path = "../../../sources/tests/support/mod.rs"]
 mod http;
+#[path = "../../../sources/tests/support/moto.rs"]
+mod moto;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -50,14 +54,15 @@ fn vms_stay_through_what_happens_to_the_service() {
     for (what, event) in EVENTS {
         let begun = std::time::Instant::now();
         event(&host);
-        println!("{what}: {VMS} VMs, {:.1} s", begun.elapsed().as_secs_f64());
+        println!("{what}: {:.1} s", begun.elapsed().as_secs_f64());
     }
 }
 
 type Event = fn(&Host);
 
-const EVENTS: [(&str, Event); 10] = [
+const EVENTS: [(&str, Event); 11] = [
     ("a start with the packaged file", started_as_packaged),
+    ("what the guides have a reader type", guides::followed),
     ("a stop without a store", stopped_without_a_store),
     ("a stop, and a later start", stopped_and_started),
     ("a restart", restarted),
