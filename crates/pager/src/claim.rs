@@ -103,11 +103,20 @@ impl<'r> Claim<'r> {
     }
 }
 
+impl Claim<'_> {
+    /// Puts pages that were not installed back into the book.
+    #[cold]
+    fn keep(&mut self, guard: ClaimGuard<'_>) {
+        let entries: Vec<Entry<_>> = std::mem::take(&mut self.entries);
+        self.region.missing().keep(&self.region.map, guard, entries);
+    }
+}
+
 impl Drop for Claim<'_> {
+    #[inline]
     fn drop(&mut self) {
         if let Some(guard) = self.guard.take_if(|guard| !guard.pages().is_empty()) {
-            let entries: Vec<Entry<_>> = std::mem::take(&mut self.entries);
-            self.region.missing().keep(&self.region.map, guard, entries);
+            self.keep(guard);
         }
     }
 }

@@ -190,7 +190,9 @@ impl Serving {
 
     /// Installs the next content that was handed over, if there is any.
     fn install(&self, least: Urgency) -> bool {
-        self.resolver.pager().install_delivered(least)
+        let pager = self.resolver.pager();
+        // Of this each turn asks three times.
+        !pager.delivered.is_empty() && pager.install_delivered(least)
     }
 
     /// Reports what remains again, to this thread or another.
@@ -201,7 +203,8 @@ impl Serving {
         if !delivered.is_empty() {
             poller.report_deferred();
         }
-        for channel in self.ready.drain(..) {
+        // It is empty after most turns: no iterator, whose end takes longer than the look.
+        while let Some(channel) = self.ready.pop_front() {
             poller.report_again(&channel);
         }
     }
@@ -237,7 +240,9 @@ impl Serving {
                     Some(number) => others.push(number),
                     None => {
                         let channel = table.channel(token).cloned();
-                        ready.extend(channel.or_else(|| pager.others.channel(token)));
+                        if let Some(channel) = channel.or_else(|| pager.others.channel(token)) {
+                            ready.push_back(channel);
+                        }
                     }
                 },
             }
