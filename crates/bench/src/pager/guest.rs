@@ -78,6 +78,8 @@ impl Ready {
             )],
             working_set,
             prefetch,
+            // Faults of one page each are measured in the beginning of a larger file.
+            any_length: true,
             ..Options::default()
         };
         let server = Server::bind(options).map_err(RunFailure::failed)?;
