@@ -72,7 +72,7 @@ pub(crate) struct Again {
     /// The pages at which nothing was mapped, since these were taken.
     holes: u64,
     /// Whether no pause goes beyond the thread's budget.
-    is_of_turn: bool,
+    heeds_budget: bool,
 }
 
 impl Again {
@@ -84,9 +84,14 @@ impl Again {
     /// For a thread that can come back later.
     pub(crate) fn for_a_turn() -> Self {
         Self {
-            is_of_turn: true,
+            heeds_budget: true,
             ..Self::new(TURN)
         }
+    }
+
+    /// The same whatever is left of the thread's budget: for what nobody comes back to.
+    pub(crate) fn for_a_turn_at_least() -> Self {
+        Self::new(TURN)
     }
 
     /// For any number of installations together, of a thread that others wait for.
@@ -104,7 +109,7 @@ impl Again {
             since: None,
             is_in_all: false,
             holes: 0,
-            is_of_turn: false,
+            heeds_budget: false,
         }
     }
 
@@ -137,7 +142,7 @@ impl Again {
     /// [`InstallFailure::Busy`] after all of the time, or of the thread's budget.
     pub(crate) fn pause(&mut self) -> Result<(), InstallFailure> {
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();
-        let left = Budget::left().filter(|_| self.is_of_turn);
+        let left = Budget::left().filter(|_| self.heeds_budget);
         match pause(self.tries, waited, self.limit, left) {
             None => return Err(InstallFailure::Busy { waited }),
             Some(Duration::ZERO) => thread::yield_now(),

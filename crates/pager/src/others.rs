@@ -72,7 +72,8 @@ impl Drop for Others {
 /// Poisons all pages of a child that are not mapped there, so that its userfaultfd can be closed. Returns whether
 /// that was possible.
 pub(crate) fn end_child(child: &Channel) -> bool {
-    let mut again = Again::for_a_turn();
+    // How many children there may be depends on it.
+    let mut again = Again::for_a_turn_at_least();
     child.all_spans().into_iter().all(|span| {
         let range = UserRange {
             start: span.start,

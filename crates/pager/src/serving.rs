@@ -275,10 +275,14 @@ impl Serving {
                     channel,
                     pager: &pager,
                     faults: &faults,
+                    busy: Vec::new(),
                 };
                 while let Some((message, behind)) = rest.faults.split_first() {
                     let outcome = self.resolve(&pager, channel, message);
                     rest.faults = behind;
+                    if matches!(outcome, Outcome::Busy(..)) {
+                        rest.busy.push(*message);
+                    }
                     if let Some(read_at) = read_at {
                         self.tell_of(outcome, read_at);
                     }
@@ -327,6 +331,9 @@ struct Rest<'a> {
     channel: &'a Channel,
     pager: &'a Pager,
     faults: &'a [PageFault],
+    /// Those for which the kernel installs nothing for now. They come after all others, and not at once: the thread that keeps
+    /// the kernel from it may have to wait for this one's processor.
+    busy: Vec<PageFault>,
 }
 
 impl Drop for Rest<'_> {
@@ -334,6 +341,10 @@ impl Drop for Rest<'_> {
         if !self.faults.is_empty() {
             self.channel.defer(self.faults.iter().copied());
             self.pager.poller.report_deferred();
+        }
+        if !self.busy.is_empty() {
+            self.channel.defer(self.busy.drain(..));
+            self.pager.try_later();
         }
     }
 }

@@ -12,6 +12,9 @@ use crate::pager::Pager;
 /// The time until a message is tried again.
 const PAUSE: Duration = Duration::from_millis(50);
 
+/// The time until a fault is tried again for which the kernel installs nothing, as it normally does within microseconds.
+const SHORT_PAUSE: Duration = Duration::from_millis(1);
+
 impl Pager {
     /// Has a channel's messages read again after a pause.
     #[cold]
@@ -23,6 +26,12 @@ impl Pager {
             );
         }
         self.wake_at(Instant::now() + PAUSE);
+    }
+
+    /// Has faults tried again, which were put back, after a short pause.
+    #[cold]
+    pub(crate) fn try_later(&self) {
+        self.wake_at(Instant::now() + SHORT_PAUSE);
     }
 
     /// Reports the channels again of which a message stayed unread; or was read meanwhile by a thread that did not see the

@@ -61,15 +61,11 @@ impl Serving {
             | Ok(Resolution::Unmapped | Resolution::Poisoned) => Outcome::None,
             Ok(Resolution::LeftToInstaller) => Outcome::Waiting(region, page),
             Ok(_) => Outcome::Resolved(region, page),
-            // No failure: it is its turn again after the other faults.
+            // No failure.
             Err(ResolveError::Install {
                 source: InstallFailure::Busy { .. },
                 ..
-            }) => {
-                channel.defer([*message]);
-                pager.poller.report_deferred();
-                Outcome::Waiting(region, page)
-            }
+            }) => Outcome::Busy(region, page),
             Err(error) => {
                 if matches!(
                     error,

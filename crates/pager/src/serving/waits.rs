@@ -38,6 +38,8 @@ pub(super) enum Outcome {
     Resolved(RegionId, PageIndex),
     /// Its thread waits for the page.
     Waiting(RegionId, PageIndex),
+    /// The same, and the kernel installs nothing for now.
+    Busy(RegionId, PageIndex),
     /// Nobody waits there, or not for content.
     None,
 }
@@ -74,7 +76,7 @@ impl Waits {
                 tell(Waited::Here, now.saturating_duration_since(since));
             }
             // A thread that faults again on the page waits since its first fault.
-            Outcome::Waiting(region, page)
+            Outcome::Waiting(region, page) | Outcome::Busy(region, page)
                 if self.pages.len() < MOST && !is_known(&self.pages, region, page) =>
             {
                 self.pages.push(Wait {
@@ -83,7 +85,7 @@ impl Waits {
                     since,
                 });
             }
-            Outcome::Resolved(..) | Outcome::Waiting(..) | Outcome::None => {}
+            Outcome::Resolved(..) | Outcome::Waiting(..) | Outcome::Busy(..) | Outcome::None => {}
         }
     }
 
