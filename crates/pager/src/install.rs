@@ -192,10 +192,12 @@ impl<'a> Installer<'a> {
         self.finish(claim, settled);
     }
 
+    /// Whom to ask for the stage-2 tables of pages that are installed ahead of any access, where a mapper fills these.
     /// Not under the install lock of a channel with events, because a process that discards memory
     /// waits for that lock: there, the caller populates after it has released the lock.
     fn populates_ahead(&self) -> Option<&'a Pager> {
-        self.ahead.filter(|_| !self.served.channel.has_events)
+        let may = self.region.mapper().is_some() && !self.served.channel.has_events;
+        self.ahead.filter(|_| may)
     }
 
     #[inline]
