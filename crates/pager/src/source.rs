@@ -85,7 +85,9 @@ pub trait Source: Send + Sync {
     /// in memory, or in the page cache. `None` otherwise, and after an error; the engine then makes a
     /// request. [`Filled::Poisoned`] also leads to a request.
     ///
-    /// A fault's own thread calls it before it claims the pages, and prefetch does so for its batches. A
+    /// A fault's own thread calls it before it claims the pages, and prefetch does so for its batches: of bulk urgency, for
+    /// what costs next to nothing, and of urgent urgency for what takes a processor's time, such as to decompress, where as
+    /// many bulk requests are on their way as may be. A
     /// source that never has content at once does not touch the room, which then takes no memory.
     fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
         let _ = (at, room);

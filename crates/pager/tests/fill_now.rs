@@ -6,10 +6,10 @@ mod support;
 
 use std::sync::{Arc, Mutex};
 
-use pagetide_memory::{Access, Backing, GuestAddress, HostAddress, HostRange};
+use pagetide_memory::{Access, Backing, GuestAddress, HostAddress, HostRange, Urgency};
 use pagetide_pager::{
-    Contents, Fault, Filled, Mode, Observer, Pager, Prefetch, PrefetchConfig, ReadAt, RegionConfig,
-    Request, Room, Source,
+    Contents, Fault, Filled, InFlightLimits, Mode, Observer, Pager, Prefetch, PrefetchConfig,
+    ReadAt, RegionConfig, Request, Room, Source,
 };
 use support::manual::*;
 
@@ -123,6 +123,63 @@ fn prefetch_installs_what_is_there_and_requests_the_rest() {
         assert_eq!(half.requested(), (40..64).collect::<Vec<u64>>());
         assert_eq!(pager.counted().ahead_pages, 64);
     }
+}
+
+/// Its content takes a processor's time, and no other waiting.
+#[derive(Default)]
+struct Decompressed {
+    /// Not answered yet.
+    requests: Mutex<Vec<Request>>,
+    filled: Mutex<Vec<u64>>,
+}
+
+impl Source for Decompressed {
+    fn submit(&self, request: Request) {
+        self.requests.lock().unwrap().push(request);
+    }
+
+    fn fill_now(&self, at: ReadAt, room: &mut Room<'_>) -> Option<Filled> {
+        if at.urgency == Urgency::Bulk {
+            return None;
+        }
+        let first = at.offset_bytes / PAGE;
+        let pages = first..first + room.bytes() / PAGE;
+        self.filled.lock().unwrap().extend(pages);
+        fill(at.gpa, room.buffer()?);
+        Some(Filled::Bytes)
+    }
+}
+
+/// Kind: a thread that waits for others to do what it could do itself, and takes their work out of another processor's cache.
+#[test]
+fn prefetch_reads_by_itself_while_its_source_has_enough_to_do() {
+    const PAGES: u64 = 64;
+    const BATCH: u64 = 8;
+    let Some(region) = region(PAGES, Backing::Shmem) else {
+        return;
+    };
+    let source = Arc::new(Decompressed::default());
+    let contents = Contents::Source(Arc::<Decompressed>::clone(&source));
+    let limits = InFlightLimits {
+        bulk_bytes: BATCH * PAGE,
+        ..InFlightLimits::default()
+    };
+    let config = RegionConfig::local(Arc::clone(&region), Mode::Missing, contents);
+    let pager = Pager::new().unwrap();
+    pager.add(config.in_flight_limits(limits)).unwrap();
+    let batch_bytes = BATCH * PAGE;
+    let running = Prefetch::spawn(&pager, PrefetchConfig { batch_bytes }).unwrap();
+    eventually("all other pages", || {
+        pager.progress().present == PAGES - BATCH
+    });
+    let requests = std::mem::take(&mut *source.requests.lock().unwrap());
+    assert_eq!(requests.len(), 1);
+    requests.into_iter().for_each(complete);
+    let ended = within_patience("prefetch", move || running.finish().unwrap());
+    assert!(ended.is_complete);
+    let rest: Vec<u64> = (BATCH..PAGES).collect();
+    assert_eq!(*source.filled.lock().unwrap(), rest);
+    check_all(&region);
 }
 
 #[test]

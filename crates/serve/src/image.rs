@@ -6,7 +6,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use pagetide_pager::{Pool, PoolConfig, ServeError, Source};
+use pagetide_pager::{InFlightLimits, Pool, PoolConfig, ServeError, Source};
 use pagetide_sources::{GuestImage, ImageSource, Location};
 
 use crate::log_limit::{LogLimit, log_limited};
@@ -221,6 +221,22 @@ fn pool(image: &dyn GuestImage, options: &Options) -> PoolConfig {
     }
 }
 
+/// What prefetch requests ahead of a file's content, in bytes: two batches for each thread that reads ([`PoolConfig`]). There is
+/// no latency to hide, and what is decompressed waits for the VM's thread in a processor's cache.
+const BULK_BYTES_OF_FILE: u64 = 2 << 20;
+
+/// The bytes of an image that are requested for a region at one time.
+pub(crate) fn in_flight_limits(image: &dyn GuestImage) -> InFlightLimits {
+    let limits = InFlightLimits::default();
+    match image.counters() {
+        None => InFlightLimits {
+            bulk_bytes: BULK_BYTES_OF_FILE,
+            ..limits
+        },
+        Some(_) => limits,
+    }
+}
+
 /// The path of the working set of an image that is a file.
 pub(crate) fn beside(image: &Path) -> PathBuf {
     let mut name = image.as_os_str().to_owned();
@@ -268,8 +284,9 @@ mod tests {
     use std::sync::Barrier;
     use std::thread;
 
-    use pagetide_memory::GuestAddress;
-    use pagetide_sources::{OpenOptions, open};
+    use pagetide_memory::{GuestAddress, Urgency};
+    use pagetide_pager::Filled;
+    use pagetide_sources::{Digest, ImageError, ObjectCounters, OpenOptions, Standing, open};
     use pagetide_test_support::eventually;
 
     use super::*;
@@ -309,5 +326,49 @@ mod tests {
             assert_eq!(set.touches.len() as u64, VMS, "round {round}");
             assert_eq!(u64::from(set.recordings), VMS);
         }
+    }
+
+    /// An image of a store, by what a file has.
+    #[derive(Debug)]
+    struct Stored(Arc<dyn GuestImage>);
+
+    impl GuestImage for Stored {
+        fn name(&self) -> &str {
+            self.0.name()
+        }
+
+        fn bytes(&self) -> u64 {
+            self.0.bytes()
+        }
+
+        fn digest(&self) -> Digest {
+            self.0.digest()
+        }
+
+        fn standing(&self) -> Result<Standing, ImageError> {
+            self.0.standing()
+        }
+
+        fn read(&self, offset: u64, to: &mut [u8], urgency: Urgency) -> Result<Filled, ImageError> {
+            self.0.read(offset, to, urgency)
+        }
+
+        fn counters(&self) -> Option<ObjectCounters> {
+            Some(ObjectCounters::default())
+        }
+    }
+
+    /// Kind: memory and processor caches that are spent on hiding a latency which is not there.
+    #[test]
+    fn prefetch_asks_a_file_for_less_at_one_time_than_a_store() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs_err::write(file.path(), [1; 4096]).unwrap();
+        let location = Location::Path(file.path().to_owned());
+        let image = open(&location, &OpenOptions::default()).unwrap();
+        let of_file = in_flight_limits(&*image);
+        let of_store = in_flight_limits(&Stored(image));
+        assert_eq!(of_store, InFlightLimits::default());
+        assert_eq!(of_file.urgent_bytes, of_store.urgent_bytes);
+        assert_eq!(of_file.bulk_bytes, 2 << 20);
     }
 }

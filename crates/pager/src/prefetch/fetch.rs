@@ -57,12 +57,20 @@ impl Ahead<'_> {
                 }
                 let source = missing.source.clone();
                 drop(missing);
-                if let Some(source) = source
-                    && self.fill_now(region, &*source, window)
+                let Some(source) = source else {
+                    return Ok(self.request(region, page, window));
+                };
+                if self.fill_now(region, &*source, window, Urgency::Bulk) {
+                    return Ok(Fetched::All);
+                }
+                let requested = self.request(region, page, window);
+                // The source has enough to do.
+                if requested == Fetched::NoRoom
+                    && self.fill_now(region, &*source, window, Urgency::Urgent)
                 {
                     return Ok(Fetched::All);
                 }
-                Ok(self.request(region, page, window))
+                Ok(requested)
             }
         }
     }
@@ -172,16 +180,22 @@ impl Ahead<'_> {
 
     /// Installs a batch if the source has its content without waiting. False: it has to be requested, and
     /// what cannot be installed is then treated like what the source fails to deliver.
-    fn fill_now(&mut self, region: &PagedRegion, source: &dyn Source, window: PageRange) -> bool {
+    fn fill_now(
+        &mut self,
+        region: &PagedRegion,
+        source: &dyn Source,
+        window: PageRange,
+        urgency: Urgency,
+    ) -> bool {
         let pages = missing_run(region, window);
         if pages.is_empty() {
             return true;
         }
-        let content = match mapped_now(region, source, pages, Urgency::Bulk) {
+        let content = match mapped_now(region, source, pages, urgency) {
             Some(content) => content,
             None => {
                 let buffer = &mut self.buffer;
-                match fill_buffer_now(region, source, pages, Urgency::Bulk, buffer) {
+                match fill_buffer_now(region, source, pages, urgency, buffer) {
                     Some(Filled::Bytes) => content_of(region, pages, buffer),
                     Some(Filled::Zero) => Body::Zero,
                     Some(Filled::Poisoned) | None => return false,

@@ -5,9 +5,9 @@ use std::sync::mpsc;
 
 use pagetide_memory::{GuestAddress, HostAddress, HostRange, PageIndex, PageRange, PageSize};
 use pagetide_pager::{
-    AddError, Contents, Counters, InFlightLimits, InstalledBy, Memfd, Mode, Observer, Pager,
-    Prefetch, PrefetchConfig, PrefetchPlan, RegionConfig, RegionId, Request, RetryPolicy,
-    ServeError, Source, SourceError,
+    AddError, Contents, Counters, InstalledBy, Memfd, Mode, Observer, Pager, Prefetch,
+    PrefetchConfig, PrefetchPlan, RegionConfig, RegionId, Request, RetryPolicy, ServeError, Source,
+    SourceError,
 };
 use pagetide_sources::ImageError;
 use pagetide_uapi::userfaultfd::UserRange;
@@ -17,7 +17,7 @@ use super::recording::Checkpoint;
 use super::spaces::Spaces;
 use super::{Client, Common, End, PagedRange, Part, Vm, VmError};
 use crate::handshake::VmRegion;
-use crate::image::ServedImage;
+use crate::image::{ServedImage, in_flight_limits};
 use crate::log_limit::{LogLimit, log_vm};
 use crate::memory_limit::MemoryLimit;
 use crate::metrics::Totals;
@@ -271,7 +271,7 @@ impl<'a> Vm<'a> {
                 Memory::Minor(file, offset_bytes) => config.memfd(Memfd { file, offset_bytes }),
                 Memory::Clone(_) => config.filled_by_source(),
             };
-            let limits = InFlightLimits::default();
+            let limits = in_flight_limits(&*self.image.image);
             let config = self.keep_map(config.in_flight_limits(limits), map_offset);
             let id = self.add_part(index, &mut attached, 0, config)?;
             self.regions.push(PagedRange {
