@@ -191,6 +191,18 @@ fn a_state_directory_with_too_long_a_path_is_refused_with_the_length() {
     }
 }
 
+/// Kind: a check that changes what it looks at.
+#[test]
+fn a_check_makes_no_directory_for_working_sets() {
+    let place = Place::new();
+    let directory = place.path("sets");
+    let words = ["--working-set-dir", "sets", "--check"];
+    let output = place.command(&words).arg(place.binding()).output();
+    let output = output.expect("it starts");
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    assert!(!directory.exists());
+}
+
 #[test]
 fn sigterm_ends_it_with_0_and_removes_the_socket() {
     let place = Place::new();

@@ -215,6 +215,8 @@ mod tests {
                 assert!(Budget::is_over());
             }
             assert!(Budget::is_over());
+            // Nobody comes back to a child that has ended.
+            assert!(!busy(Again::for_a_turn_at_least()));
             // It waits for others, whatever its budget: a mark of lost memory is not left out.
             assert!(!busy(Again::with_patience()));
             let other = thread::spawn(Budget::is_over);

@@ -1,5 +1,6 @@
 //! Bounds the lines of the log that guests, clients and outages can cause.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -36,6 +37,15 @@ impl LogLimit {
     pub fn pass(&self) -> Option<u64> {
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         lines.pass(Instant::now())
+    }
+
+    /// The same for a line that is said once. One that the bound drops is said when it is due again.
+    pub fn pass_once(&self, is_said: &AtomicBool) -> Option<u64> {
+        if is_said.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.pass()
+            .filter(|_| !is_said.swap(true, Ordering::Relaxed))
     }
 }
 
@@ -82,7 +92,21 @@ macro_rules! log_limited {
     }};
 }
 
-pub use log_limited;
+/// The same for a line that each of its owners says once: `log_once!(said, level, fields, "text")`, where `said` is the owner's
+/// [`AtomicBool`].
+#[doc(hidden)]
+#[macro_export]
+macro_rules! log_once {
+    ($said:expr, $level:ident, $($line:tt)+) => {{
+        static LOGGED: $crate::log_limit::LogLimit = $crate::log_limit::LogLimit::new();
+        if let Some(dropped) = LOGGED.pass_once(&$said) {
+            let dropped = (dropped > 0).then_some(dropped);
+            tracing::$level!(dropped, $($line)+);
+        }
+    }};
+}
+
+pub use {log_limited, log_once};
 
 #[cfg(test)]
 mod tests {
@@ -116,5 +140,18 @@ mod tests {
         }
         assert_eq!(lines.pass(now + PERIOD), Some(90));
         assert_eq!(lines.pass(now + PERIOD), Some(0));
+    }
+
+    /// Kind: a bound that others use up drops what is said once for good.
+    #[test]
+    fn a_line_that_is_said_once_is_said_though_the_bound_has_dropped_it() {
+        let (limit, said) = (LogLimit::of(1), AtomicBool::new(false));
+        assert_eq!(limit.pass(), Some(0));
+        assert_eq!(limit.pass_once(&said), None);
+        limit.0.lock().unwrap().begun = None;
+        assert_eq!(limit.pass_once(&said), Some(1));
+        limit.0.lock().unwrap().begun = None;
+        assert_eq!(limit.pass_once(&said), None);
+        assert_eq!(limit.pass(), Some(0));
     }
 }

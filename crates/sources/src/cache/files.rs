@@ -3,10 +3,10 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use pagetide_pager::log_limit::log_limited;
+use pagetide_pager::log_limit::{log_limited, log_once};
 use rustix::fs::{
     AtFlags, Mode, OFlags, ResolveFlags, StatxFlags, Timespec, Timestamps, UTIME_NOW, futimens,
     openat, openat2, statx, unlinkat,
@@ -128,9 +128,7 @@ impl Files {
     }
 
     fn unreadable(&self, errno: Errno) -> Found {
-        if !self.has_warned.swap(true, Relaxed) {
-            log_limited!(warn, %errno, "the disk cache cannot be read: blocks are fetched instead");
-        }
+        log_once!(self.has_warned, warn, %errno, "the disk cache cannot be read: blocks are fetched instead");
         Found::Absent
     }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use pagetide_pager::log_limit::log_limited;
+use pagetide_pager::log_limit::log_once;
 
 use super::directory::Directory;
 use super::{CHECKSUM_BYTES, ObjectKey, block_name};
@@ -68,10 +68,8 @@ impl Writer {
             }
             Err(error) => {
                 *rests = Some(Instant::now() + REST);
-                if !self.has_warned.swap(true, Relaxed) {
-                    let directory = self.directory.path().display();
-                    log_limited!(warn, %directory, %error, "the disk cache cannot be written: paging goes on without it");
-                }
+                let directory = self.directory.path().display();
+                log_once!(self.has_warned, warn, %directory, %error, "the disk cache cannot be written: paging goes on without it");
             }
         }
     }
