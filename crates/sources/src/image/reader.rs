@@ -189,14 +189,14 @@ impl PagetideImage {
     }
 
     /// Fills the buffer from the layers from `depth` down.
-    fn fill(
+    fn fill<R: Reading>(
         &self,
         depth: usize,
         offset: u64,
         buffer: &mut [u8],
-        urgency: Urgency,
+        reading: R,
         scratch: &mut Scratch,
-    ) -> Result<(), ImageError> {
+    ) -> Result<(), R::Error> {
         let layer = &self.layers[depth];
         // Adjacent parts of the base are read as one.
         let mut of_base = 0..0;
@@ -208,43 +208,43 @@ impl PagetideImage {
                 Entry::Base => {
                     let run = std::mem::replace(&mut of_base, part.at..end);
                     let at = offset + run.start as u64;
-                    self.fill_from_base(depth, at, &mut buffer[run], urgency, scratch)?;
+                    self.fill_from_base(depth, at, &mut buffer[run], reading, scratch)?;
                 }
                 Entry::Stored(_) => {}
             }
         }
         let at = offset + of_base.start as u64;
-        self.fill_from_base(depth, at, &mut buffer[of_base], urgency, scratch)?;
-        self.fill_stored(depth, offset, buffer, urgency, scratch)
+        self.fill_from_base(depth, at, &mut buffer[of_base], reading, scratch)?;
+        self.fill_stored(depth, offset, buffer, reading, scratch)
     }
 
-    fn fill_from_base(
+    fn fill_from_base<R: Reading>(
         &self,
         depth: usize,
         offset: u64,
         buffer: &mut [u8],
-        urgency: Urgency,
+        reading: R,
         scratch: &mut Scratch,
-    ) -> Result<(), ImageError> {
+    ) -> Result<(), R::Error> {
         let has = self.layers[depth + 1..].first();
         let has = has.map_or(0, |base| base.clip(offset, buffer.len()));
         let (inside, beyond) = buffer.split_at_mut(has);
         beyond.fill(0);
         match inside.is_empty() {
             true => Ok(()),
-            false => self.fill(depth + 1, offset, inside, urgency, scratch),
+            false => self.fill(depth + 1, offset, inside, reading, scratch),
         }
     }
 
     /// Fills the parts that this layer stores; chunks that are adjacent in the file in one read.
-    fn fill_stored(
+    fn fill_stored<R: Reading>(
         &self,
         depth: usize,
         offset: u64,
         buffer: &mut [u8],
-        urgency: Urgency,
+        reading: R,
         scratch: &mut Scratch,
-    ) -> Result<(), ImageError> {
+    ) -> Result<(), R::Error> {
         let layer = &self.layers[depth];
         let mut parts = std::mem::take(&mut scratch.parts);
         parts.clear();
@@ -264,7 +264,7 @@ impl PagetideImage {
         let mut filled = Ok(());
         while filled.is_ok() && !rest.is_empty() {
             let (run, later) = rest.split_at(adjacent(layer, rest));
-            filled = self.fill_run(depth, run, buffer, urgency, scratch);
+            filled = self.fill_run(depth, run, buffer, reading, scratch);
             rest = later;
         }
         scratch.parts = parts;
@@ -272,14 +272,14 @@ impl PagetideImage {
     }
 
     /// Fills parts of chunks that are adjacent in the file.
-    fn fill_run(
+    fn fill_run<R: Reading>(
         &self,
         depth: usize,
         run: &[StoredPart],
         buffer: &mut [u8],
-        urgency: Urgency,
+        reading: R,
         scratch: &mut Scratch,
-    ) -> Result<(), ImageError> {
+    ) -> Result<(), R::Error> {
         let layer = &self.layers[depth];
         let (Some(first), Some(last)) = (run.first(), run.last()) else {
             return Ok(());
@@ -287,14 +287,14 @@ impl PagetideImage {
         let begin = layer.chunk(first.number).offset;
         let bytes = length(layer.chunk(last.number).end() - begin);
         let mut stored = std::mem::take(&mut scratch.stored);
-        let read = layer.blob.read_at(begin, room(&mut stored, bytes), urgency);
-        let filled = read.map_err(ImageError::from).and_then(|()| {
+        let read = reading.read(&*layer.blob, begin, room(&mut stored, bytes));
+        let filled = read.and_then(|()| {
             run.iter().try_for_each(|part| {
                 let chunk = layer.chunk(part.number);
                 let from = length(chunk.offset - begin);
                 let stored = &stored[from..from + length(chunk.bytes.into())];
                 let decoded = self.decode(depth, part, stored, buffer, scratch);
-                decoded.map_err(|error| layer.decode_error(part.number, error))
+                decoded.map_err(|error| layer.decode_error(part.number, error).into())
             })
         });
         scratch.stored = stored;
@@ -328,58 +328,48 @@ impl PagetideImage {
         scratch.content = content;
         decoded
     }
+}
 
-    /// Fills the buffer if no layer needs waiting. `None` also after an error, which a read that may wait
-    /// reports.
-    fn fill_now(
-        &self,
-        depth: usize,
-        offset: u64,
-        buffer: &mut [u8],
-        scratch: &mut Scratch,
-    ) -> Option<()> {
-        let layer = &self.layers[depth];
-        for part in layer.parts(offset, buffer.len()) {
-            let target = &mut buffer[part.at..part.at + part.bytes];
-            match layer.index.entry(part.chunk) {
-                Entry::Zero => target.fill(0),
-                Entry::Base => {
-                    let base = self.layers.get(depth + 1)?;
-                    let offset = offset + part.at as u64;
-                    let (inside, beyond) = target.split_at_mut(base.clip(offset, part.bytes));
-                    beyond.fill(0);
-                    self.fill_now(depth + 1, offset, inside, scratch)?;
-                }
-                Entry::Stored(number) => {
-                    let key = Key {
-                        layer: depth,
-                        number,
-                    };
-                    if !self.cache.copy(key, part.begin, target) {
-                        let wanted = StoredPart { number, part };
-                        self.decode_now(depth, &wanted, buffer, scratch)?;
-                    }
-                }
-            }
-        }
-        Some(())
+/// How stored bytes are read.
+trait Reading: Copy {
+    type Error: From<ImageError>;
+
+    fn read(self, blob: &dyn Blob, offset: u64, buffer: &mut [u8]) -> Result<(), Self::Error>;
+}
+
+/// However long that takes.
+#[derive(Clone, Copy)]
+struct Waiting(Urgency);
+
+impl Reading for Waiting {
+    type Error = ImageError;
+
+    fn read(self, blob: &dyn Blob, offset: u64, buffer: &mut [u8]) -> Result<(), ImageError> {
+        Ok(blob.read_at(offset, buffer, self.0)?)
     }
+}
 
-    fn decode_now(
-        &self,
-        depth: usize,
-        wanted: &StoredPart,
-        buffer: &mut [u8],
-        scratch: &mut Scratch,
-    ) -> Option<()> {
-        let layer = &self.layers[depth];
-        let chunk = layer.chunk(wanted.number);
-        let mut stored = std::mem::take(&mut scratch.stored);
-        let bytes = room(&mut stored, length(chunk.bytes.into()));
-        let is_filled = layer.blob.read_now(chunk.offset, bytes)
-            && self.decode(depth, wanted, bytes, buffer, scratch).is_ok();
-        scratch.stored = stored;
-        is_filled.then_some(())
+/// If it needs no waiting.
+#[derive(Clone, Copy)]
+struct AtOnce;
+
+/// It would have to be waited for, or has failed, which a read that may wait reports.
+struct NotAtOnce;
+
+impl From<ImageError> for NotAtOnce {
+    fn from(_: ImageError) -> Self {
+        Self
+    }
+}
+
+impl Reading for AtOnce {
+    type Error = NotAtOnce;
+
+    fn read(self, blob: &dyn Blob, offset: u64, buffer: &mut [u8]) -> Result<(), NotAtOnce> {
+        match blob.read_now(offset, buffer) {
+            true => Ok(()),
+            false => Err(NotAtOnce),
+        }
     }
 }
 
@@ -460,13 +450,13 @@ impl GuestImage for PagetideImage {
         if self.is_zero(offset, buffer.len()) {
             return Ok(Filled::Zero);
         }
-        self.with_scratch(|scratch| self.fill(0, offset, buffer, urgency, scratch))?;
+        self.with_scratch(|scratch| self.fill(0, offset, buffer, Waiting(urgency), scratch))?;
         Ok(Filled::Bytes)
     }
 
-    /// Zero chunks, and, for a thread that waits, chunks in the cache and chunks whose stored bytes need
-    /// no waiting: to decompress 64K here takes less time than another thread takes to begin. Bulk
-    /// requests are left to the caller's threads, which decompress in parallel.
+    /// Zero chunks, and, of urgent urgency, chunks in the cache and chunks whose stored bytes need
+    /// no waiting: to decompress 64K here takes less time than another thread takes to begin. Of bulk urgency they are left to
+    /// requests, which are decompressed in parallel.
     fn read_now(&self, offset: u64, buffer: &mut [u8], urgency: Urgency) -> Option<Filled> {
         check_inside(offset, buffer.len(), self.bytes()).ok()?;
         if self.is_zero(offset, buffer.len()) {
@@ -475,8 +465,9 @@ impl GuestImage for PagetideImage {
         match urgency {
             Urgency::Bulk => None,
             Urgency::Urgent => self
-                .with_scratch(|scratch| self.fill_now(0, offset, buffer, scratch))
-                .map(|()| Filled::Bytes),
+                .with_scratch(|scratch| self.fill(0, offset, buffer, AtOnce, scratch))
+                .is_ok()
+                .then_some(Filled::Bytes),
         }
     }
 }
